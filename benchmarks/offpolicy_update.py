@@ -49,7 +49,7 @@ class PlainSAC:
         return torch.stack([critic(torch.cat([features, base[:, 0], actions], 1))[:, 0] for critic in critics])
 
     def act(self, features: Tensor, base: Tensor) -> tuple[Tensor, Tensor]:
-        r, logprobs = self.actor.draw(features, base, torch.randn(len(features), NUMBERS))
+        r, logprobs = self.actor.sample(features, base, torch.randn(len(features), NUMBERS))
         return self.actor.compose(base, r), logprobs
 
     def update(self, batch: Batch) -> None:
@@ -76,7 +76,7 @@ class PlainSAC:
 
 def filled_buffer(num_calls: int = 100) -> ReplayBuffer:
     """Return a buffer of random transitions."""
-    sizes = {"feature_dim": FEATURES, "num_candidates": 1, "num_numbers": NUMBERS, "chunk_len": 1}
+    sizes = {"feature_dim": FEATURES, "num_candidates": 1, "output_dim": NUMBERS, "chunk_len": 1}
     buffer, envs = ReplayBuffer(ENVS * (num_calls + 1), ENVS, seed=0, **sizes), torch.arange(ENVS)
     for _ in range(num_calls):
         buffer.observe(envs, torch.randn(ENVS, FEATURES), torch.rand(ENVS, 1, NUMBERS))

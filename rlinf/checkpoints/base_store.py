@@ -11,7 +11,7 @@ from rlinf.checkpoints.folders import policy_folder
 from rlinf.checkpoints.model_files import write_policy
 from rlinf.files import naming
 from rlinf.models.base_weights import weights_digest
-from rlinf.models.embodiment.actor_policy import ActorPolicy, actor_settings, kept_place
+from rlinf.models.embodiment.actor_policy import ActorPolicy, actor_settings, base_store_folder
 
 
 def keep_base(policy: ActorPolicy, run: Path, resumed: Path | None) -> None:
@@ -23,9 +23,9 @@ def keep_base(policy: ActorPolicy, run: Path, resumed: Path | None) -> None:
 
     def keep() -> str:
         known = None if resumed is None else actor_settings(policy_folder(resumed)).get("base_store")
-        if known is not None and kept_place(run, known).is_dir():
+        if known is not None and base_store_folder(run, known).is_dir():
             return known
-        partial = kept_place(run, ".tmp")
+        partial = base_store_folder(run, ".tmp")
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
         try:
@@ -34,8 +34,8 @@ def keep_base(policy: ActorPolicy, run: Path, resumed: Path | None) -> None:
                     partial, policy.base, {name: each.cpu() for name, each in policy.base.state_dict().items()}
                 )
             digest = weights_digest(str(partial))
-            if not kept_place(run, digest).is_dir():
-                os.rename(partial, kept_place(run, digest))
+            if not base_store_folder(run, digest).is_dir():
+                os.rename(partial, base_store_folder(run, digest))
             return digest
         finally:
             shutil.rmtree(partial, ignore_errors=True)

@@ -15,7 +15,7 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
 
 from rlinf.distributed.config import SHARDINGS
-from rlinf.distributed.deadlines import go_on
+from rlinf.distributed.deadlines import heartbeat
 from rlinf.distributed.deferred import deferred_parameters
 from rlinf.distributed.devices import own_device
 from rlinf.distributed.parallel import (
@@ -41,9 +41,9 @@ from rlinf.llm.losses import TokenLoss, trained_tokens
 from rlinf.llm.packing import attend_each_sequence, keeps_sequences_apart
 from rlinf.llm.policy_interface import LogprobsSpec, LossFunction
 from rlinf.llm.token_policy import TokenPolicy, TokenPolicyConfig, check_trainable
-from rlinf.models.blocks import check_compiler, set_training_options
 from rlinf.models.config import LoraConfig
 from rlinf.models.hf_model import HFModel, model_shapes
+from rlinf.models.layers import check_compiler, set_training_options
 from rlinf.models.lora import apply_lora, merged_state_dict
 from rlinf.models.precision import torch_dtype_of
 from rlinf.models.weights_in_files import check_read, how_read
@@ -202,7 +202,7 @@ class HuggingFacePolicy(TokenPolicy):
         packed, with_entropy = self.config.sequence_packing, self.config.report_entropy
 
         def loss_of(number: int) -> tuple[Tensor, dict[str, Tensor]]:
-            go_on()  # the previous micro-batch is done
+            heartbeat()  # the previous micro-batch is done
             part, counted = parts[min(number, len(parts) - 1)], float(number < len(parts))
             trained, row = trained_tokens(part), borrowed[number]
             num_rows, num_columns = trained.shape

@@ -185,7 +185,7 @@ def _load(
         model.check_cuda_graph(config, cfg.attn_implementation)
         model.use_cuda_graph()
     if cfg.gradient_checkpointing is True or cfg.compile:
-        from rlinf.models.blocks import set_training_options  # imports transformers
+        from rlinf.models.layers import set_training_options  # imports transformers
 
         set_training_options(model, recomputed=cfg.gradient_checkpointing is True, compiled=cfg.compile)
     if cfg.is_lora:

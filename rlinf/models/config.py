@@ -65,7 +65,7 @@ class ModelConfig:
     precision: str = option(
         "fp32",
         "fp32; bf16: computes in bfloat16, learns in float32; bf16-mixed: float32 weights under autocast; fp16: evaluation "
-        "only. See precision.md.",
+        "only. See gpu.md.",
     )
     vocab_size: int | None = option(
         None, "Vocabulary without padding; checked against the checkpoint; null: unchecked."
@@ -94,12 +94,12 @@ class ModelConfig:
     )
     compile: bool = option(
         False,
-        "Run the repeated blocks through torch.compile in updates; needs a C++ compiler on CPU, Triton on GPUs. See performance.md.",
+        "Run the repeated blocks through torch.compile in updates; needs a C++ compiler on CPU, Triton on GPUs. See gpu.md.",
     )
     cuda_graph: bool = option(
         False,
         "Act by CUDA graphs, from pixels to tokens or to the denoised chain: OpenVLA, OpenVLA-OFT, pi0 and pi0.5 on a GPU. See "
-        "performance.md.",
+        "gpu.md.",
     )
     low_cpu_mem_usage: bool = option(True, "Load weights without a second copy in memory.")
     trust_remote_code: bool = option(False, "Run Python code stored in the checkpoint folder.")

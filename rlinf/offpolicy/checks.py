@@ -18,7 +18,7 @@ from rlinf.distributed.start import started_here
 from rlinf.envs import ENVS
 from rlinf.memory import main_memory_bytes
 from rlinf.models.actors import ACTORS
-from rlinf.models.embodiment.actor_policy import actor_settings, base_folder, check_steered, has_actor
+from rlinf.models.embodiment.actor_policy import actor_settings, base_folder, check_samples_noise, has_actor
 from rlinf.models.embodiment.modules.readout_token import holds_readout_token
 from rlinf.offpolicy.replay import offline_bytes, replay_bytes
 from rlinf.options import closest, from_mapping, override_of, override_text, to_mapping
@@ -112,7 +112,7 @@ def _check_alone(config: RunConfig, algorithm: OffPolicyConfig) -> None:
     if ENVS.get(env.name).acts_in_choices(env):
         found = f"algorithm.name={algorithm.name} with env.name={env.name}, some of whose actions are choices"
         reject(found, "actions of real numbers, along which the critics have a slope", "algorithm=ppo")
-    if getattr(algorithm, "entropy_in_target", False) and actor.chooses:
+    if getattr(algorithm, "entropy_in_target", False) and actor.critics_choose:
         found = f"algorithm.entropy_in_target=true with algorithm.actor.name={algorithm.actor.name}, some of whose actions have no density"
         reject(found, "an actor of one action", "algorithm.entropy_in_target=false")
     if algorithm.actor.name != SCRATCH:
@@ -234,8 +234,8 @@ def _check_learns(config: RunConfig, algorithm: OffPolicyConfig) -> None:
 
 def _check_candidates(config: RunConfig, algorithm: OffPolicyConfig, model: Any) -> None:
     """Check that the candidates of an actor that reads several differ, and that an actor that steers the policy has something to set."""
-    check_steered(algorithm.actor, model)
-    count = ACTORS.get(algorithm.actor.name).num_candidates_of(algorithm.actor)
+    check_samples_noise(algorithm.actor, model)
+    count = ACTORS.get(algorithm.actor.name).num_candidates_for(algorithm.actor)
     if count > 1 and model.num_candidate_uniforms == 0:
         reject(
             f"algorithm.actor.name={algorithm.actor.name} with {count} candidates of model.model_type={config.model.model_type}, which "
@@ -259,7 +259,7 @@ def _check_demonstrations(config: RunConfig, algorithm: OffPolicyConfig, policy:
             found, "one transition of a batch or more", "algorithm.offline_ratio=0.5, or algorithm.offline_dataset=null"
         )
     actor = ACTORS.get(algorithm.actor.name)
-    if actor.steers:
+    if actor.sets_noise:
         found = f"algorithm.offline_dataset={folder} with algorithm.actor.name={algorithm.actor.name}"
         required = "an actor whose actions the env executes, because the critics of this one value noise"
         reject(found, required, "algorithm.actor.name=residual, or algorithm.offline_dataset=null")
@@ -316,10 +316,10 @@ def _check_replay_from(config: RunConfig, algorithm: OffPolicyConfig) -> None:
         pairs[f"model.{name}"] = (saved["model"].get(name), getattr(config.model, name))
     there, here = from_mapping(ActorConfig, actor, "actor"), algorithm.actor
     classes = ACTORS.get(there.name), ACTORS.get(here.name)
-    if len({one.num_candidates_of(each) for one, each in zip(classes, (there, here), strict=True)}) > 1:
+    if len({one.num_candidates_for(each) for one, each in zip(classes, (there, here), strict=True)}) > 1:
         pairs["algorithm.actor.num_candidates"] = (there.num_candidates, here.num_candidates)
         pairs["algorithm.actor.name"] = (there.name, here.name)
-    if any(one.steers for one in classes):
+    if any(one.sets_noise for one in classes):
         pairs["algorithm.actor.name"] = (there.name, here.name)
     differing = {key: pair for key, pair in pairs.items() if pair[0] != pair[1]}
     if differing:
@@ -357,9 +357,9 @@ def update_seconds(algorithm: OffPolicyConfig, model: Any) -> float:
     Where an actor chooses, its target values two options for each of N candidates, forward alone: N times as much as an update of a critic.
     """
     actor, kind = algorithm.actor, ACTORS.get(algorithm.actor.name)
-    num_inputs = model.feature_dim + kind.num_base_numbers_of(model) + kind.num_numbers_of(model)
+    num_inputs = model.feature_dim + kind.base_dim_for(model) + kind.output_dim_for(model)
     num_weights = actor.hidden_size * (num_inputs + (actor.num_layers - 1) * actor.hidden_size)
-    num_networks = 1 + algorithm.num_critics * (1 + (kind.num_candidates_of(actor) if kind.chooses else 0))
+    num_networks = 1 + algorithm.num_critics * (1 + (kind.num_candidates_for(actor) if kind.critics_choose else 0))
     return UPDATE_S + ROW_WEIGHT_S * algorithm.batch_size * num_networks * num_weights
 
 

@@ -14,10 +14,10 @@ from rlinf.training.action_trainer import TrainerContext
 logger = logging.getLogger("rlinf")
 
 
-def note_warmup(parts: TrainerContext, begins_as_base: bool) -> None:
+def note_warmup(parts: TrainerContext, starts_as_base: bool) -> None:
     """Say what the warm-up has shown: the success of the frozen policy and noise.
 
-    ``begins_as_base``: the evaluation before RL shows the frozen policy, because its new actor changed nothing yet.
+    ``starts_as_base``: the evaluation before RL shows the frozen policy, because its new actor changed nothing yet.
     """
     if rank() > 0:
         return
@@ -28,7 +28,7 @@ def note_warmup(parts: TrainerContext, begins_as_base: bool) -> None:
     parts.loop.progress.note(
         f"warm-up, nothing learnt: the frozen policy and noise: {success}{interval}, training episodes"
     )
-    before = parts.loop.state.evaluations.get("before_rl") if begins_as_base else None
+    before = parts.loop.state.evaluations.get("before_rl") if starts_as_base else None
     if before is not None and is_easy(before["success_rate"], success.success_rate):
         logger.warning(
             "noise in the warm-up reaches %s where the frozen policy reaches %.1f %%: most of this gap needs no learning. What an actor "

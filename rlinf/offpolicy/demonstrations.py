@@ -179,7 +179,7 @@ def offline_data(
     chunks = torch.from_numpy(dataset.outcomes.executed[slots.rows[:, None] + offsets])
     held = {
         "features": answers.features,
-        "base": policy.base_of(answers.chunks.to(policy.device)).cpu(),
+        "base": policy.base_inputs(answers.chunks.to(policy.device)).cpu(),
         "actions": policy.normalize(chunks.unsqueeze(1).to(policy.device))[:, 0].cpu(),
         "rewards": torch.from_numpy(slots.rewards),
         "executed": torch.from_numpy(slots.executed),
@@ -188,7 +188,7 @@ def offline_data(
     }
     replay = ReplayBuffer(
         max(2, num_slots), 1, feature_dim=actor.feature_dim, num_candidates=actor.num_candidates,
-        num_numbers=actor.num_numbers, base_numbers=actor.base_numbers, chunk_len=chunk_len, seed=seed,
+        output_dim=actor.output_dim, base_dim=actor.base_dim, chunk_len=chunk_len, seed=seed,
         feature_dtype=answers.features.dtype,
     )  # fmt: skip
     for name, tensor in replay.tensors.items():

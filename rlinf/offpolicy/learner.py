@@ -39,7 +39,7 @@ class OffPolicyLearner(AnyAlgorithm, ABC):
         self.device = next(actor.parameters()).device
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(derive_seed(seed, "critics"))
-            critics = Critics(config.actor, actor.num_critic_inputs, config.num_critics)
+            critics = Critics(config.actor, actor.critic_input_dim, config.num_critics)
         self.critics = critics.to(self.device)
         self.targets = copy.deepcopy(self.critics).requires_grad_(False)
         self.target_encoder = copy.deepcopy(actor.encoder).requires_grad_(False)
@@ -50,8 +50,8 @@ class OffPolicyLearner(AnyAlgorithm, ABC):
         self.num_updates = 0
 
     @classmethod
-    def make_trainer(cls, parts: Any, env: Any, workers: Any) -> Any:
-        return import_string("rlinf.offpolicy.trainer:make_offpolicy_trainer")(cls, parts)
+    def make_trainer(cls, context: Any, env: Any, workers: Any) -> Any:
+        return import_string("rlinf.offpolicy.trainer:make_offpolicy_trainer")(cls, context)
 
     @classmethod
     def check(cls, config: Any, policy: tuple[Any, Any] | None) -> None:
@@ -102,7 +102,7 @@ class OffPolicyLearner(AnyAlgorithm, ABC):
         """Return what the critics learn, ``[B]``: ``sum g^k r_k + g^n max over K of min over M of Q(s', a')``."""
         with torch.no_grad():
             actions, bonus = self.next_actions(batch)
-            values = self.targets.of_options(self.target_encoder(batch.next_features), batch.next_base, actions)
+            values = self.targets.option_values(self.target_encoder(batch.next_features), batch.next_base, actions)
             if self.config.num_target_critics < len(values):
                 drawn = torch.randperm(len(values), generator=self.generator)[: self.config.num_target_critics]
                 values = values[drawn.to(values.device)]
@@ -174,7 +174,7 @@ class OffPolicyLearner(AnyAlgorithm, ABC):
 
     def normal_for_options(self, num_rows: int) -> Tensor:
         """Draw the standard normal numbers of the options of some observations."""
-        return to_device(torch.randn(num_rows, self.actor.num_noises, generator=self.generator), self.device)
+        return to_device(torch.randn(num_rows, self.actor.noise_dim, generator=self.generator), self.device)
 
     def begin_with(self, critics: Critics) -> None:
         """Take over the weights of critics; raise CheckpointError if they are others in number or width."""

@@ -85,10 +85,10 @@ def answers_about(
     generator, features, chunks = torch.Generator().manual_seed(seed), [], []
     for start in range(0, len(rows), batch_size):
         observation, _ = dataset.rows(rows[start : start + batch_size])
-        uniforms = torch.rand(len(observation), policy.num_candidate_numbers, generator=generator)
+        uniforms = torch.rand(len(observation), policy.num_base_uniforms, generator=generator)
         uniforms = uniforms.clamp_min_(torch.finfo(torch.float32).tiny).to(policy.device)
         with autocast():
-            found = policy.propose_to_actor(policy.preprocess(observation), uniforms)
+            found = policy.query_base(policy.preprocess(observation), uniforms)
         features.append(found.features.cpu())
         chunks.append(found.chunks.cpu())
         progress(start + len(observation), len(rows))

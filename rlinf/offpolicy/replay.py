@@ -49,9 +49,9 @@ class ReplayBuffer:
 
     Args:
         capacity: Observations over all envs; each env has ``capacity // num_envs`` slots.
-        feature_dim, num_candidates, num_numbers, chunk_len: ``F``, ``N``, ``A`` (of an action of the actor) and ``C``.
+        feature_dim, num_candidates, output_dim, chunk_len: ``F``, ``N``, ``A`` (of an action of the actor) and ``C``.
         seed: Of its own random numbers.
-        base_numbers: Numbers of a chunk of the frozen policy; None: ``num_numbers``.
+        base_dim: Numbers of a chunk of the frozen policy; None: ``output_dim``.
         feature_dtype: Number format of the features.
     """
 
@@ -62,10 +62,10 @@ class ReplayBuffer:
         *,
         feature_dim: int,
         num_candidates: int,
-        num_numbers: int,
+        output_dim: int,
         chunk_len: int,
         seed: int,
-        base_numbers: int | None = None,
+        base_dim: int | None = None,
         feature_dtype: torch.dtype = torch.float32,
     ) -> None:
         self.num_slots, self.num_envs = capacity // num_envs, num_envs
@@ -76,8 +76,8 @@ class ReplayBuffer:
             )
         shape = (self.num_slots, num_envs)
         self.features = torch.zeros(*shape, feature_dim, dtype=feature_dtype)
-        self.base = torch.zeros(*shape, num_candidates, num_numbers if base_numbers is None else base_numbers)
-        self.actions = torch.zeros(*shape, num_numbers)
+        self.base = torch.zeros(*shape, num_candidates, output_dim if base_dim is None else base_dim)
+        self.actions = torch.zeros(*shape, output_dim)
         self.rewards = torch.zeros(*shape, chunk_len)
         self.executed = torch.zeros(*shape, chunk_len, dtype=torch.bool)
         self.has_action = torch.zeros(shape, dtype=torch.bool)
@@ -267,7 +267,7 @@ def replay_bytes(config: OffPolicyConfig, model: Any, num_observations: int | No
     """
     size = config.replay_capacity if num_observations is None else num_observations
     actor = ACTORS.get(config.actor.name)
-    numbers = actor.num_candidates_of(config.actor) * actor.num_base_numbers_of(model) + actor.num_numbers_of(model)
+    numbers = actor.num_candidates_for(config.actor) * actor.base_dim_for(model) + actor.output_dim_for(model)
     return size * (model.feature_dim * model.feature_dtype.itemsize + 4 * numbers + 5 * model.action_chunks_len + 2)
 
 

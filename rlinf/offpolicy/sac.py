@@ -29,20 +29,20 @@ class SAC(OffPolicyLearner):
     def __init__(self, config: SACConfig, actor: Actor, seed: int) -> None:
         super().__init__(config, actor, seed)
         self.log_alpha = nn.Parameter(torch.tensor(math.log(config.initial_alpha), device=self.device))
-        self.target_entropy = -0.5 * actor.num_numbers if config.target_entropy is None else config.target_entropy
+        self.target_entropy = -0.5 * actor.output_dim if config.target_entropy is None else config.target_entropy
         self.steps["actor"] = self._adam([*self.own_parameters(), self.log_alpha])
 
     def next_actions(self, batch: Batch) -> tuple[Tensor, Tensor | None]:
         features, noise = self.actor.encoder(batch.next_features), self.normal_for_options(len(batch.actions))
         if not self.config.entropy_in_target:
             return self.actor.options(features, batch.next_base, noise), None
-        r, logprobs = self.actor.draw(features, batch.next_base, noise)
+        r, logprobs = self.actor.sample(features, batch.next_base, noise)
         return self.actor.compose(batch.next_base, r).unsqueeze(1), -self.log_alpha.exp() * logprobs.unsqueeze(1)
 
     def actor_loss(self, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
-        base = self.actor.trained_on(batch.base, self.generator)
+        base = self.actor.base_for_loss(batch.base, self.generator)
         noise = to_device(torch.randn(batch.actions.shape, generator=self.generator), self.device)
-        r, logprobs = self.actor.draw(batch.features, base, noise)
+        r, logprobs = self.actor.sample(batch.features, base, noise)
         actions = self.actor.compose(base, r)
         values = self.values(batch.features, batch.base, actions)
         alpha = self.log_alpha.detach().exp()
@@ -52,7 +52,7 @@ class SAC(OffPolicyLearner):
             "alpha": alpha,
             "entropy": entropy,
             "action_saturation": action_saturation(r),
-            "correction": r.detach().abs().mean(),
+            "residual_norm": r.detach().abs().mean(),
         }
         loss = (alpha * logprobs - values + self.actor.penalty(batch.base, actions)).mean()
         return loss + alpha_loss - alpha_loss.detach(), metrics  # its gradient without its value: one step for both

@@ -48,9 +48,9 @@ class TD3(OffPolicyLearner):
         ), None  # an actor multiplies by it
 
     def actor_loss(self, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
-        base = self.actor.trained_on(batch.base, self.generator)
+        base = self.actor.base_for_loss(batch.base, self.generator)
         r = self.actor.mode(batch.features, base)
         actions = self.actor.compose(base, r)
         values = self.values(batch.features, batch.base, actions)
         loss = (self.actor.penalty(batch.base, actions) - values).mean()
-        return loss, {"action_saturation": action_saturation(r), "correction": r.detach().abs().mean()}
+        return loss, {"action_saturation": action_saturation(r), "residual_norm": r.detach().abs().mean()}

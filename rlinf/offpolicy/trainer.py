@@ -21,9 +21,9 @@ from rlinf.checkpoints.trainer_state import read_entries, read_tensors
 from rlinf.cluster.factory import env_maker, episode_sampler
 from rlinf.data.formats import open_dataset
 from rlinf.data.stored import StoredDemonstrations
-from rlinf.distributed.deadlines import waiting
+from rlinf.distributed.deadlines import deadline
 from rlinf.distributed.process_group import gather_objects, local_world_size, rank, world_size
-from rlinf.distributed.sums import own_blocks
+from rlinf.distributed.sums import rank_range
 from rlinf.distributed.transfers import to_device
 from rlinf.envs.base import VectorEnv
 from rlinf.errors import CheckpointError, NonFiniteError, RLinfError
@@ -44,7 +44,7 @@ from rlinf.rollout.weight_push import WeightPush
 from rlinf.run_folder import TRAINER_FOLDER
 from rlinf.seeding import derive_seed
 from rlinf.training.action_trainer import ActionTrainer, Clock, TrainerContext
-from rlinf.types import EpisodeResult, EpisodeSpec, Observation, Proposal
+from rlinf.types import BaseActions, EpisodeResult, EpisodeSpec, Observation
 
 logger = logging.getLogger("rlinf")
 
@@ -100,12 +100,12 @@ class OffPolicyTrainer(ActionTrainer):
         self.largest_return = 0.0  # discounted, in absolute value, from any step of an episode to its end
         self._warned: set[str] = set()
         self._is_noted = False  # what the warm-up has shown
-        self._begins_as_base = False  # the actor is new and changes nothing yet
+        self._starts_as_base = False  # the actor is new and changes nothing yet
         num_envs = parts.config.rollout.num_envs
-        self._own = own_blocks(num_envs, rank(), world_size())  # envs of this rank
+        self._own = rank_range(num_envs, rank(), world_size())  # envs of this rank
         self._corrections = Corrections(env.task_names)
         self._seen: Observation  # by the envs of this rank, at present
-        self._proposal: Proposal | None = None  # what the frozen policy says of that
+        self._proposal: BaseActions | None = None  # what the frozen policy says of that
         self._updating = ThreadPoolExecutor(1, "update") if self.config.overlap else None
         self.policy: ActorPolicy
         self.learner: OffPolicyLearner
@@ -148,24 +148,25 @@ class OffPolicyTrainer(ActionTrainer):
             self.policy = model
         else:
             with torch.random.fork_rng(devices=[]):
-                torch.manual_seed(derive_seed(seed, "actor"))
+                # The tag is part of every published seed, so it outlives the name that actors had.
+                torch.manual_seed(derive_seed(seed, "head"))
                 actor = make_actor(config.actor, model.feature_dim, model, self.make_learner.noise_std(config))
             self.policy = ActorPolicy(model, actor, *self._bounds)
-            self._begins_as_base = actor.begins_as_base
+            self._starts_as_base = actor.starts_as_base
         self.policy.eval()
         keep_base(self.policy, loop.folder, loop.resumed_from if loop.state.step > 0 else None)
         actor = self.policy.actor
         self.learner = self.make_learner(config, actor, seed)
         if self.policy.critics is not None:  # of a policy whose actor chooses by them
             self.learner.begin_with(self.policy.critics)
-        self.policy.critics = self.learner.critics if actor.chooses else None
+        self.policy.critics = self.learner.critics if actor.critics_choose else None
         self.replay = ReplayBuffer(
             config.replay_capacity,
             rollout.num_envs,
             feature_dim=actor.feature_dim,
             num_candidates=actor.num_candidates,
-            base_numbers=actor.base_numbers,
-            num_numbers=actor.num_numbers,
+            base_dim=actor.base_dim,
+            output_dim=actor.output_dim,
             chunk_len=self.policy.action_chunks_len,
             seed=derive_seed(seed, "replay"),
             feature_dtype=self.policy.base.feature_dtype,
@@ -199,7 +200,7 @@ class OffPolicyTrainer(ActionTrainer):
             "num_base_calls": torch.tensor(self.num_base_calls),
             "largest_return": torch.tensor(self.largest_return, dtype=torch.float64),
             "is_noted": torch.tensor(self._is_noted),
-            "begins_as_base": torch.tensor(self._begins_as_base),
+            "starts_as_base": torch.tensor(self._starts_as_base),
         }
         parts = {LEARNER: self.learner.state_dict(), REPLAY: self.replay.state_dict(), LOOP: loop}
         parts |= {} if self.offline is None else {OFFLINE: self.offline.state_dict()}
@@ -228,7 +229,7 @@ class OffPolicyTrainer(ActionTrainer):
             self.owed, self.num_base_calls = float(loop["owed"]), int(loop["num_base_calls"])
             self.largest_return = float(loop["largest_return"])
             self._is_noted = bool(loop.get("is_noted", False))  # older checkpoints do not tell
-            self._begins_as_base = bool(loop.get("begins_as_base", False))
+            self._starts_as_base = bool(loop.get("starts_as_base", False))
         except (KeyError, RuntimeError) as error:
             raise CheckpointError(
                 f"{folder} does not hold what algorithm.name={self.config.name} with these settings continues with: {error}. Use the "
@@ -243,11 +244,11 @@ class OffPolicyTrainer(ActionTrainer):
         before, updates, staleness = state.env_steps, _Means(), 0
         if not self._is_noted and before >= self.config.learning_starts:
             self._is_noted = True
-            note_warmup(self.parts, self._begins_as_base)
+            note_warmup(self.parts, self._starts_as_base)
         episodes = _Episodes(self.parts.config.rollout.num_envs, self.config.gamma)
         self._corrections = Corrections(self.env.task_names)
         said = self._begin_episodes(step)
-        shape = (num_calls, self.parts.config.rollout.num_envs, self.policy.actor.num_noises)
+        shape = (num_calls, self.parts.config.rollout.num_envs, self.policy.actor.noise_dim)
         for call, uniforms in enumerate(self._draw(*shape, purpose=("actions", step))):
             self._observe(said)
             clock.lap("rollout")
@@ -283,7 +284,7 @@ class OffPolicyTrainer(ActionTrainer):
             "throughput/env_steps_per_s": (state.env_steps - before) / clock.total(),
         }
         metrics |= {} if self.offline is None else self.offline.metrics()
-        if self.policy.actor.acts_alone:
+        if self.policy.actor.is_standalone:
             metrics.pop(
                 "train/action_saturation", None
             )  # its numbers are actions, at the bounds of the env: no scale cuts them
@@ -349,19 +350,19 @@ class OffPolicyTrainer(ActionTrainer):
         generator = torch.Generator().manual_seed(derive_seed(self.parts.config.seed, *purpose))
         return torch.rand(shape, generator=generator).clamp_min_(torch.finfo(torch.float32).tiny)
 
-    def _propose(self, observation: Observation, rows: np.ndarray, *purpose: str | int) -> Proposal | None:
+    def _propose(self, observation: Observation, rows: np.ndarray, *purpose: str | int) -> BaseActions | None:
         """Ask the frozen policy, once, about observations of this rank's envs ``rows``; None without any.
 
         ``purpose`` names the random numbers of its candidates.
         """
         if not len(rows):
             return None
-        shape = (self.parts.config.rollout.num_envs, self.policy.num_candidate_numbers)
+        shape = (self.parts.config.rollout.num_envs, self.policy.num_base_uniforms)
         uniforms = self._draw(*shape, purpose=purpose)[self._own.start + rows].to(self.policy.device)
         with self.autocast():
-            return self.policy.propose_to_actor(self.policy.preprocess(observation), uniforms)
+            return self.policy.query_base(self.policy.preprocess(observation), uniforms)
 
-    def _said(self, rows: np.ndarray, proposal: Proposal | None) -> Said:
+    def _said(self, rows: np.ndarray, proposal: BaseActions | None) -> Said:
         """Return what other ranks are told of a proposal for this rank's envs ``rows``."""
         policy, envs = self.policy, torch.from_numpy(self._own.start + rows)
         if proposal is None:
@@ -381,7 +382,7 @@ class OffPolicyTrainer(ActionTrainer):
         """Store observations. Those of an episode that was cut are followed by no action."""
         if len(said.envs):
             self.num_base_calls += len(said.envs)
-            self.replay.observe(said.envs, said.features, self.policy.base_of(said.chunks.to(self.policy.device)))
+            self.replay.observe(said.envs, said.features, self.policy.base_inputs(said.chunks.to(self.policy.device)))
 
     def _is_warm_up(self) -> bool:
         return self.loop.state.env_steps < self.config.learning_starts
@@ -391,18 +392,18 @@ class OffPolicyTrainer(ActionTrainer):
         """Return the actions ``[B, A]`` of all envs, in halves of the range of the env, and those without noise."""
         device, actor = self.policy.device, self.policy.actor
         features, uniforms = to_device(said.features, device), to_device(uniforms, device)
-        base = self.policy.base_of(to_device(said.chunks, device))
-        greedy, _ = self.policy.decide(features, base, None)
+        base = self.policy.base_inputs(to_device(said.chunks, device))
+        greedy, _ = self.policy.select_action(features, base, None)
         if self._is_warm_up():
-            actions = actor.compose(base, 2 * uniforms[:, : actor.num_numbers] - 1)
+            actions = actor.compose(base, 2 * uniforms[:, : actor.output_dim] - 1)
         else:
-            actions, chosen = self.policy.decide(features, base, standard_normal(uniforms))
-            episodes.add_choices(chosen, base.shape[1] if actor.chooses else 0)
+            actions, chosen = self.policy.select_action(features, base, standard_normal(uniforms))
+            episodes.add_choices(chosen, base.shape[1] if actor.critics_choose else 0)
         if episodes.values is None:
             episodes.values = self.learner.values(actor.encoder(features), base, actions).cpu().numpy()
         return actions, greedy
 
-    @waiting("rollout")
+    @deadline("rollout")
     def _play(self, step: int, call: int, actions: Tensor, greedy: Tensor, is_last: bool) -> CallOutcome:
         """Act in the envs of this rank, and ask about what they show then; return what came of it in the envs of all ranks.
 
@@ -410,7 +411,7 @@ class OffPolicyTrainer(ActionTrainer):
         """
         own = slice(self._own.start, self._own.stop)
         with self.autocast():  # an actor that steers lets the frozen policy continue
-            executed = self.policy.executed(self._proposal, actions[own])
+            executed = self.policy.env_actions(self._proposal, actions[own])
         self._note_corrections(executed, greedy[own])
         self._proposal = None  # and with it what the policy computed of the images, before it sees the next ones
         chunk = self.env.chunk_step(executed.cpu().numpy())
@@ -431,10 +432,10 @@ class OffPolicyTrainer(ActionTrainer):
 
     def _note_corrections(self, executed: Tensor, greedy: Tensor) -> None:
         """Note what the actor changes in the envs of this rank: without its noise, unless the policy would have to sample again."""
-        if self._is_warm_up() or not self.policy.actor.base_numbers:
+        if self._is_warm_up() or not self.policy.actor.base_dim:
             return
         base = self.policy.normalize(self._proposal.chunks)[:, 0]
-        changed = self.policy.normalize(executed.unsqueeze(1))[:, 0] if self.policy.actor.steers else greedy
+        changed = self.policy.normalize(executed.unsqueeze(1))[:, 0] if self.policy.actor.sets_noise else greedy
         self._corrections.add(base, changed)
 
     def _store(self, actions: Tensor, outcome: CallOutcome, episodes: _Episodes) -> None:

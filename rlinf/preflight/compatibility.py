@@ -104,7 +104,7 @@ def check_performance(config: RunConfig, policy: tuple[Any, Any] | None) -> None
         )
         reject(found, "blocks whose activations can be recomputed", "model.gradient_checkpointing=false")
     if model.compile:
-        from rlinf.models.blocks import check_compiler  # imports transformers
+        from rlinf.models.layers import check_compiler  # imports transformers
 
         with fixed_by_settings("model"):
             check_compiler(resolve_device(config.cluster.device, 1))
@@ -331,7 +331,7 @@ def check_chosen_rows(sft: SFTConfig, info: DatasetInfo | None) -> None:
         INTERVENTION: sft.filter in ("interventions", "corrected") or weighs,
     }
     for column, is_there in (
-        () if info is None else ((SUCCESS, info.reports_success_per_row), (INTERVENTION, info.says_intervention))
+        () if info is None else ((SUCCESS, info.reports_success_per_row), (INTERVENTION, info.reports_intervention))
     ):
         if needed[column] and not is_there:
             found = f"{info.folder} ({info.format}) has no column {column}, and {' '.join(asked)}"

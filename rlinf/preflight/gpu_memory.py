@@ -29,11 +29,11 @@ from rlinf.envs.config import (
 )
 from rlinf.envs.graphics.backend import may_draw_on_gpu
 from rlinf.errors import RLinfError
-from rlinf.models.blocks import repeated_blocks
 from rlinf.models.building import get_model_config_and_processor
 from rlinf.models.embodiment.modules.normalizer import unit_range_stats
+from rlinf.models.layers import find_layers
 from rlinf.number_formats import format_bytes, format_count
-from rlinf.preflight.activations import NOTHING, Passes, measure_passes
+from rlinf.preflight.activations import NOTHING, PassMemory, measure_passes
 from rlinf.preflight.compatibility import env_spec
 from rlinf.preflight.derived import derive, trains_actor
 from rlinf.preflight.memory import MemoryEstimate, estimate_memory, policy_on_meta_device
@@ -81,7 +81,7 @@ class GpuMemory:
     simulators: int
     engine: int
     engine_sleeps: bool
-    passes: Passes
+    passes: PassMemory
     pipeline_stages: int
     acting_rows: int
     scoring_rows: int
@@ -152,7 +152,7 @@ class Measured(NamedTuple):
     """A policy on the meta device (None: it cannot be built there), the bytes of its passes, and why they are unknown (empty: known)."""
 
     model: Any
-    passes: Passes
+    passes: PassMemory
     unknown: str
 
 
@@ -243,7 +243,7 @@ def _calls(config: RunConfig) -> tuple[int, int]:
 
 def _gathered(model: Any) -> int:
     """Bytes of two layers, the present and the next one, and of all parameters outside of layers."""
-    blocks = repeated_blocks(model)
+    blocks = find_layers(model)
     sizes = [sum(p.numel() * p.element_size() for p in block.parameters()) for block in blocks]
     return 2 * max(sizes, default=0) + sum(p.numel() * p.element_size() for p in model.parameters()) - sum(sizes)
 
@@ -303,7 +303,7 @@ def fit_to_gpu(config: RunConfig, gpu_bytes: int, measured: Measured | None = No
     if measured.model is None:
         return config.model.gradient_checkpointing is not False
     estimate, memory = estimate_gpu(config, gpu_bytes, measured)
-    num_blocks, chosen = len(repeated_blocks(measured.model)), config.model.gradient_checkpointing
+    num_blocks, chosen = len(find_layers(measured.model)), config.model.gradient_checkpointing
     certain = replace(memory, simulators=0)  # no run is rejected for bytes that are an assumption
     _check_state(config, estimate, certain, gpu_bytes)
     if memory.engine:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from rlinf.distributed import deadlines
-from rlinf.distributed.deadlines import waiting
+from rlinf.distributed.deadlines import deadline
 from rlinf.distributed.process_group import any_rank, barrier, rank, sum_over_ranks, world_size
 from rlinf.errors import ConfigError
 from rlinf.llm.batched_data_dict import BatchedDataDict
@@ -89,7 +89,7 @@ class GRPOTrainer(TokenTrainer):
     def step(self, step: int) -> TokenUpdate:
         """Generate completions and train on them."""
         start = time.monotonic()
-        with waiting("rollout"):
+        with deadline("rollout"):
             with self.completer.generator.ready():
                 groups, num_replaced = self._collect(step)
             # Inside the rollout deadline: a rank whose rollout worker is replaced may be late by that much.

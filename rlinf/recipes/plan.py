@@ -21,7 +21,7 @@ from rlinf.models.hf_model import check_tensor_parallel, load_config, model_shap
 from rlinf.models.lora import apply_lora
 from rlinf.models.precision import torch_dtype_of
 from rlinf.number_formats import format_bytes
-from rlinf.preflight.placement import StoreRoom
+from rlinf.preflight.placement import FreeCapacity
 from rlinf.recipes.config import RecipeConfig
 from rlinf.recipes.schedule import count_steps
 
@@ -303,7 +303,7 @@ def memory_lines(config: RecipeConfig, plan: Plan) -> list[tuple[str, str]]:
     return lines
 
 
-def store_room(config: RecipeConfig) -> StoreRoom | None:
+def store_capacity(config: RecipeConfig) -> FreeCapacity | None:
     """Return the space that rollout workers need in Ray's object store; None: the model is not on this machine."""
     name, lora = config.policy.model_name_or_path, config.policy.lora
     if not is_local(name):
@@ -318,7 +318,7 @@ def store_room(config: RecipeConfig) -> StoreRoom | None:
     # Frozen weights are stored once; of trained ones the last version stays until the new one is complete.
     num_bytes = sum(sizes[key] * (2 if spec.trained else 1) for key, spec in manifest_of(model).items())
     fix = without_rollout_workers(config)
-    return StoreRoom(num_bytes, fix if lora is not None else f"policy.lora.r=8, or {fix}")
+    return FreeCapacity(num_bytes, fix if lora is not None else f"policy.lora.r=8, or {fix}")
 
 
 def why_no_engine(model_config: Any) -> str | None:

@@ -13,7 +13,7 @@ import torch
 from rlinf.cluster.policy_replica import PolicyReplica
 from rlinf.cluster.reservation import Reservation
 from rlinf.cluster.rollout_workers import RolloutWorkers
-from rlinf.distributed.deadlines import go_on, waiting
+from rlinf.distributed.deadlines import deadline, heartbeat
 from rlinf.distributed.process_group import given_num_threads, rank, receive_object, send_object
 from rlinf.engines.weight_handle import WeightBuckets
 from rlinf.llm.batched_data_dict import BatchedDataDict
@@ -120,7 +120,7 @@ class RemoteGenerator:
     @contextmanager
     def ready(self) -> Iterator[None]:
         """Push the current weights, unless the rollout workers have them (a collective call)."""
-        with waiting("push"):
+        with deadline("push"):
             self.workers.update_weights(self.policy.num_steps)
         yield
 
@@ -179,7 +179,7 @@ def _generate_at(first: int, batches: Sequence[BatchedDataDict]) -> list[Batched
     outputs = []
     for _ in range(receive_object(first)):
         output = receive_object(first)
-        go_on()
+        heartbeat()
         if output is not None:
             outputs.append(output)
     return outputs
@@ -220,7 +220,7 @@ def make_generator(
     workers = RolloutWorkers(
         make, config.cluster, places.placement, places.reservation, policy.model, resume_hint(config)
     )
-    with waiting("start"):
+    with deadline("start"):
         workers.wait_until_ready()
     return RemoteGenerator(policy, workers)
 

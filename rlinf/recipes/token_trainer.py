@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from rlinf.checkpoints.hf_folder import token_manifest
-from rlinf.distributed.deadlines import go_on, waiting
+from rlinf.distributed.deadlines import deadline, heartbeat
 from rlinf.distributed.process_group import rank, world_size
 from rlinf.files import write_bytes, write_text
 from rlinf.llm.hf_policy import HuggingFacePolicy
@@ -107,7 +107,7 @@ class TokenTrainer(ABC):
     def begin(self) -> None:
         """Export and upload the last checkpoint if the run was interrupted between saving and exporting it."""
         if self.is_done() and self.loop.resumed_from is not None:
-            with waiting("save"):
+            with deadline("save"):
                 self.loop.checkpoints.finish(self.loop.resumed_from)
 
     def is_done(self) -> bool:
@@ -126,7 +126,7 @@ class TokenTrainer(ABC):
         result = self.step(step)
         # The step may have opened a new block of the stream.
         check_equal_stream(self.rows)
-        go_on()
+        heartbeat()
         state.num_tokens += result.num_tokens
         seconds = time.monotonic() - start
         speed, done = result.num_tokens / seconds, step + 1

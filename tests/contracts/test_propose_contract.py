@@ -123,7 +123,7 @@ def test_chunks_that_are_drawn_later_are_those_that_are_drawn_at_once(case):
 
 def test_noise_of_a_head_decides_a_chunk(case):
     policy, rows = case.policy, len(case.observation)
-    begun, width = policy.propose(policy.preprocess(case.observation), resumable=True), policy.num_steering_numbers
+    begun, width = policy.propose(policy.preprocess(case.observation), resumable=True), policy.steering_dim
     noise = torch.linspace(-2, 2, rows * width).view(rows, width)
     drawn = [
         begun.sample(policy.steering_uniforms(each).unsqueeze(1)) for each in (noise, noise.clone(), -noise, 0 * noise)

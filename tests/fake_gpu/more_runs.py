@@ -120,9 +120,9 @@ class HeadRun:
         """Count an update of critics and actor; not the first, which makes the optimisers' state."""
         size, actor = self.base.config.algorithm.batch_size, self.policy.actor
         shapes = {
-            "features": (actor.feature_dim,), "base": (actor.num_candidates, actor.base_numbers), "actions": (actor.num_numbers,),
+            "features": (actor.feature_dim,), "base": (actor.num_candidates, actor.base_dim), "actions": (actor.output_dim,),
             "returns": (), "discounts": (), "next_features": (actor.feature_dim,),
-            "next_base": (actor.num_candidates, actor.base_numbers),
+            "next_base": (actor.num_candidates, actor.base_dim),
         }  # fmt: skip
         batch = Batch(**{name: torch.zeros(size, *shape) for name, shape in shapes.items()})
         for _ in range(2):

@@ -75,7 +75,7 @@ def test_a_run_from_scratch_is_resumed_bit_for_bit_exported_and_evaluated(tmp_pa
         and untimed_metrics(tmp_path / "whole")[-2] == untimed_metrics(tmp_path / "halves")[-2]
     )
     policy, learner = run.rl.policy.eval(), run.rl.learner
-    assert policy.actor.base_numbers == 0 and run.rl.replay.base.numel() == 0 and learner.num_updates > 0
+    assert policy.actor.base_dim == 0 and run.rl.replay.base.numel() == 0 and learner.num_updates > 0
     encoder = [name for name in whole if name.startswith("actor.encoder")]
     assert bool(encoder) == (words[0] == "model=cnn")
     for name in encoder:  # the critics train it, and its slow copy follows; the frozen one is as it was
@@ -142,7 +142,7 @@ def test_what_cannot_be_learnt_is_refused_with_the_cure(tmp_path, words, sentenc
 
 def test_known_transitions_are_kept_up_to_date_slot_by_slot():
     draw = torch.Generator().manual_seed(0)
-    buffer = ReplayBuffer(24, 3, feature_dim=1, num_candidates=1, num_numbers=1, chunk_len=1, seed=0)
+    buffer = ReplayBuffer(24, 3, feature_dim=1, num_candidates=1, output_dim=1, chunk_len=1, seed=0)
 
     def flag(size):
         return torch.rand(size, generator=draw) < 0.6

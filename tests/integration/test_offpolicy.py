@@ -24,7 +24,7 @@ from rlinf.commands.export import export, random_observation
 from rlinf.commands.train import build, train
 from rlinf.errors import CheckpointError, ConfigError, NonFiniteError
 from rlinf.models.actors.critic import Critics
-from rlinf.models.embodiment.actor_policy import uniforms_by_row
+from rlinf.models.embodiment.actor_policy import uniforms_from_inputs
 from rlinf.models.embodiment.mlp_action_model import MLPForRLActionPrediction
 from rlinf.models.embodiment.modules.readout_token import holds_readout_token
 from rlinf.offpolicy.checks import rounded_down, update_seconds
@@ -36,7 +36,7 @@ from rlinf.offpolicy.trainer import _Episodes, largest_value
 from rlinf.preflight.memory import estimate_memory, policy_on_meta_device
 from rlinf.preflight.validation import validate
 from rlinf.tracking.tracker import read_metrics
-from rlinf.types import EpisodeResult, Proposal
+from rlinf.types import BaseActions, EpisodeResult
 
 
 @pytest.fixture(scope="module")
@@ -144,16 +144,16 @@ def test_the_exported_policy_acts_as_the_trained_one(tmp_path, actor):
 def test_each_observation_of_an_evaluation_has_candidates_of_its_own_and_always_the_same():
     generator = torch.Generator().manual_seed(1)
     inputs = {"images": torch.rand(400, 3, 2, 2, generator=generator), "tokens": torch.arange(400)[:, None]}
-    drawn = uniforms_by_row(inputs, 400, 6)
+    drawn = uniforms_from_inputs(inputs, 400, 6)
     some = {"images": inputs["images"][[7, 3]], "tokens": torch.zeros(2, 5, dtype=torch.int64)}  # padded otherwise
-    assert torch.equal(uniforms_by_row(some, 2, 6), drawn[[7, 3]])
+    assert torch.equal(uniforms_from_inputs(some, 2, 6), drawn[[7, 3]])
     assert len(drawn.unique(dim=0)) == 400 and 0 < drawn.min() < 0.01 and 0.99 < drawn.max() < 1
     torch.testing.assert_close(drawn.mean(0), torch.full((6,), 0.5), atol=0.06, rtol=0)  # 4 deviations of a mean
     other = inputs | {"images": inputs["images"].bfloat16()}
-    assert not torch.equal(uniforms_by_row(other, 400, 6), drawn), "the control: other images"
+    assert not torch.equal(uniforms_from_inputs(other, 400, 6), drawn), "the control: other images"
     images = {"images": torch.arange(400, dtype=torch.int32)[:, None].view(torch.uint8), "words": inputs["tokens"]}
-    assert len(uniforms_by_row(images, 400, 6).unique(dim=0)) == 400, "a policy that takes images as bytes"
-    assert uniforms_by_row(inputs, 400, 0).shape == (400, 0)
+    assert len(uniforms_from_inputs(images, 400, 6).unique(dim=0)) == 400, "a policy that takes images as bytes"
+    assert uniforms_from_inputs(inputs, 400, 0).shape == (400, 0)
 
 
 @pytest.mark.parametrize(
@@ -170,7 +170,7 @@ def test_the_env_executes_what_the_buffer_stores_also_for_chunks_out_of_bounds(t
     assert policy.action_low.tolist() == [-1, -1] and policy.action_high.tolist() == [1, 1]
     stored = policy.actor.compose(policy.normalize(chunks), torch.tensor([[-0.5, 0.2]]))
     torch.testing.assert_close(stored, torch.tensor([wanted]))
-    torch.testing.assert_close(policy.executed(Proposal(chunks, torch.zeros(1, 1)), stored).flatten(1), stored)
+    torch.testing.assert_close(policy.env_actions(BaseActions(chunks, torch.zeros(1, 1)), stored).flatten(1), stored)
 
 
 def test_a_head_of_noise_decides_what_the_frozen_policy_samples(tmp_path):
@@ -182,15 +182,15 @@ def test_a_head_of_noise_decides_what_the_frozen_policy_samples(tmp_path):
     greedy = base.predict_action_batch(do_sample=False, **inputs).actions
     started = policy.predict_action_batch(do_sample=False, **inputs).actions  # the median of a Gaussian is its mode
     torch.testing.assert_close(started, greedy.clamp(policy.action_low, policy.action_high))
-    r = torch.rand(5, policy.actor.num_numbers) * 2 - 1
-    executed = policy.executed(policy.propose_to_actor(inputs, torch.empty(5, 0)), r)
+    r = torch.rand(5, policy.actor.output_dim) * 2 - 1
+    executed = policy.env_actions(policy.query_base(inputs, torch.empty(5, 0)), r)
     wanted = base.predict_action_batch(uniforms=torch.special.ndtr(1.5 * r), **inputs).actions
     torch.testing.assert_close(executed, wanted.clamp(policy.action_low, policy.action_high), atol=1e-5, rtol=1e-5)
     assert (executed - started).abs().max() > 0.1
-    assert policy.propose_to_actor(inputs, torch.empty(5, 0)).sample is not None
+    assert policy.query_base(inputs, torch.empty(5, 0)).sample is not None
     other = build(config_of(tmp_path / "residual")).rl
     other.make_parts(other.parts.worker.model)
-    assert other.policy.propose_to_actor(inputs, torch.empty(5, 0)).sample is None, "memory of images is given back"
+    assert other.policy.query_base(inputs, torch.empty(5, 0)).sample is None, "memory of images is given back"
 
 
 def test_a_policy_without_random_numbers_has_no_noise_to_set(tmp_path, monkeypatch):
@@ -530,16 +530,16 @@ def test_a_new_run_goes_on_with_the_critics_of_a_head_that_chooses(tmp_path):
         config_of(tmp_path / "two", *edit, source, "algorithm.num_critics=3")
     fewer = ActorConfig(hidden_size=16)
     with pytest.raises(CheckpointError, match="Set algorithm.num_critics=5"):
-        trainer.learner.begin_with(Critics(fewer, trainer.policy.actor.num_critic_inputs, 5))
+        trainer.learner.begin_with(Critics(fewer, trainer.policy.actor.critic_input_dim, 5))
 
 
 def test_a_resumed_run_notes_the_warm_up_once_and_compares_it_with_the_frozen_policy(tmp_path, monkeypatch, capsys):
     """The warm-up ends in the first iteration, so that the second one notes it."""
     compared = []
 
-    def noting(parts, begins_as_base):
-        compared.append(begins_as_base)
-        note_warmup(parts, begins_as_base)
+    def noting(parts, starts_as_base):
+        compared.append(starts_as_base)
+        note_warmup(parts, starts_as_base)
 
     monkeypatch.setattr("rlinf.offpolicy.trainer.note_warmup", noting)
     warm_up = "algorithm.learning_starts=40"  # the first iteration
@@ -576,7 +576,7 @@ def test_a_frozen_policy_has_no_optimiser_and_the_one_of_cloning_goes(tmp_path, 
     run = build(config_of(tmp_path / "frozen", "trainer.max_steps=1"))
     assert run.parts.worker.optimizer is None
     run.execute()
-    assert "rollouts of each rank: played by the thread that updates\n" in capsys.readouterr().out
+    assert "rollout workers per rank: the thread that updates\n" in capsys.readouterr().out
     estimate = estimate_memory(run.parts.config)
     assert (estimate.masters, estimate.gradients, estimate.optimizer) == (0, 0, 0)
     assert estimate.rollout_buffer == run.rl.replay.num_bytes

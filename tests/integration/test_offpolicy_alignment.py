@@ -76,7 +76,7 @@ def differences(trainer: OffPolicyTrainer, record: Record) -> set[str]:
     for env, slots in enumerate(record.slots):
         for slot, told in enumerate(slots):
             inputs = {"state": torch.from_numpy(told["state"])[None]}
-            said = policy.propose_to_actor(inputs, torch.empty(1, policy.num_candidate_numbers))
+            said = policy.query_base(inputs, torch.empty(1, policy.num_base_uniforms))
             pairs = {
                 "features": (replay.features[slot, env], said.features[0]),
                 "base": (replay.base[slot, env], policy.normalize(said.chunks)[0]),

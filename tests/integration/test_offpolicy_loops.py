@@ -39,7 +39,9 @@ def plugin_folder():
 def learning(folder: Path) -> list[dict]:
     """Return the lines of the iterations; sums over all calls of a rank are rounded where others would be."""
     lines = [line for line in untimed_metrics(folder) if "rollout/return_mean" in line]
-    return [{key: round(value, 9) if "correction" in key else value for key, value in line.items()} for line in lines]
+    return [
+        {key: round(value, 9) if "residual_norm" in key else value for key, value in line.items()} for line in lines
+    ]
 
 
 def check_equal(one: Path, other: Path) -> None:
@@ -192,10 +194,13 @@ def test_the_noise_of_the_warm_up_goes_to_both_sides():
     """``2 u - 1`` of uniform numbers, times the scale, around the frozen policy; the actor is not asked for it."""
     actor = ResidualActor.__new__(ResidualActor)
     torch.nn.Module.__init__(actor)
-    actor.config, actor.num_numbers = ActorConfig(scale=0.5), 2
+    actor.config, actor.output_dim = ActorConfig(scale=0.5), 2
     base, uniforms = torch.tensor([[[0.1, 0.2]], [[0.0, -0.9]]]), torch.tensor([[0.0, 0.25, 0.9], [0.5, 0.1, 0.9]])
     policy = SimpleNamespace(
-        device="cpu", actor=actor, base_of=lambda chunks: base, decide=lambda features, base, noise: (base[:, 0], None)
+        device="cpu",
+        actor=actor,
+        base_inputs=lambda chunks: base,
+        select_action=lambda features, base, noise: (base[:, 0], None),
     )
     trainer = SimpleNamespace(policy=policy, _is_warm_up=lambda: True)
     said = SimpleNamespace(features=torch.zeros(2, 1), chunks=base)

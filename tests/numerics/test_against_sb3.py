@@ -52,7 +52,7 @@ def recorded(
 ) -> tuple[ReplayBuffer, "sb3.common.buffers.ReplayBuffer"]:
     """Return the same play in both libraries' buffers, with ends and time limits."""
     draw, envs = np.random.default_rng(seed), torch.arange(num_envs)
-    sizes = {"feature_dim": F, "num_candidates": 1, "base_numbers": 0, "num_numbers": A, "chunk_len": 1}
+    sizes = {"feature_dim": F, "num_candidates": 1, "base_dim": 0, "output_dim": A, "chunk_len": 1}
     ours = ReplayBuffer(4 * num_envs * num_steps, num_envs, seed=0, **sizes)
     theirs = sb3.common.buffers.ReplayBuffer(
         num_envs * num_steps, Spaces.observation_space, Spaces.action_space, device="cpu", n_envs=num_envs

@@ -74,12 +74,12 @@ def test_critics_compute_in_float32_also_under_autocast():
     torch.manual_seed(0)
     critics, batch = Critics(ActorConfig(hidden_size=64), F + 2 * A, num_critics=2), a_batch()
     options = torch.rand(B, 8, A) * 2 - 1
-    wanted = critics.of_options(batch.features, batch.base, options)
+    wanted = critics.option_values(batch.features, batch.base, options)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert torch.mm(torch.ones(2, 2), torch.ones(2, 2)).dtype == torch.bfloat16  # the control: it is on
         found, chosen = (
-            critics.of_options(batch.features, batch.base, options),
-            critics.best(batch.features, batch.base, options)[1],
+            critics.option_values(batch.features, batch.base, options),
+            critics.best_option(batch.features, batch.base, options)[1],
         )
     assert torch.equal(found, wanted) and torch.equal(chosen, wanted.mean(0).argmax(1))
 
@@ -256,9 +256,9 @@ def test_the_edit_head_offers_the_chunks_and_their_corrections_and_the_target_ta
     assert torch.equal(options[:, :3], batch.base)
     for number in range(3):
         one = batch.base[:, number : number + 1]
-        r, _ = actor.draw(batch.features, one, noise[:, A * number : A * number + A])
+        r, _ = actor.sample(batch.features, one, noise[:, A * number : A * number + A])
         torch.testing.assert_close(options[:, 3 + number], (one[:, 0] + 0.5 * r).clamp(-1, 1))
-    best, chosen = learner.critics.best(batch.features, batch.base, options)
+    best, chosen = learner.critics.best_option(batch.features, batch.base, options)
     for row in range(B):
 
         def value(action, row=row):
@@ -312,7 +312,7 @@ def test_the_chunk_head_pays_for_what_it_changes_and_learns_to_act_without_the_r
         total = total - value + 0.3 * ((a - b) ** 2).sum()
     torch.testing.assert_close(loss, total / B)
     everything = RLTActor(replace(settings, reference_dropout=0.0), F, A, config.noise_std)
-    assert torch.equal(everything.trained_on(batch.base, torch.Generator()), batch.base)
+    assert torch.equal(everything.base_for_loss(batch.base, torch.Generator()), batch.base)
 
 
 @pytest.mark.parametrize("kind", [SAC, TD3])
@@ -334,9 +334,9 @@ def test_a_penalty_keeps_the_chunk_near_the_reference(kind):
 
 def test_noise_is_valued_as_it_is_and_may_have_another_width_than_a_chunk():
     settings = ActorConfig(name="dsrl", hidden_size=8)
-    actor = DSRLActor(settings, F, A, num_numbers=5)
+    actor = DSRLActor(settings, F, A, output_dim=5)
     r = torch.rand(B, 5) * 2 - 1
-    assert actor.compose(torch.rand(B, 1, A), r) is r and actor.num_critic_inputs == F + A + 5
+    assert actor.compose(torch.rand(B, 1, A), r) is r and actor.critic_input_dim == F + A + 5
     learner, batch = SAC(SACConfig(actor=settings), actor, seed=1), a_batch()
     batch.actions = r
     assert learner.target_entropy == -2.5 and learner.next_actions(batch)[0].shape == (B, 1, 5)

@@ -12,10 +12,10 @@ from torch import nn
 from rlinf.config.compose import compose_config
 from rlinf.config.schema import build_config
 from rlinf.models import build_policy
-from rlinf.models.blocks import repeated_blocks, set_training_options
 from rlinf.models.embodiment.modules.normalizer import unit_range_stats
+from rlinf.models.layers import find_layers, set_training_options
 from rlinf.preflight import activations
-from rlinf.preflight.activations import AsOnGpu, Line, MetaBytes, attend, measure_passes
+from rlinf.preflight.activations import AsOnGpu, LinearFit, MetaBytes, attend, measure_passes
 from rlinf.preflight.activations import _measure as measured_rows
 from rlinf.preflight.gpu_memory import _observation as observation
 from rlinf.preflight.gpu_memory import measure
@@ -148,7 +148,7 @@ def with_states(config):
 def test_recomputing_the_first_blocks_is_estimated_from_few_passes(family):
     config = config_of(*FAMILIES[family])
     model, passes, _ = measure(config)
-    rows, num_blocks = 96, len(repeated_blocks(model))
+    rows, num_blocks = 96, len(find_layers(model))
     peaks = []
     for number in range(num_blocks + 1):
         set_training_options(model, recomputed=number, compiled=False)
@@ -162,11 +162,11 @@ def test_recomputing_the_first_blocks_is_estimated_from_few_passes(family):
 def test_only_the_first_blocks_are_recomputed():
     model, _, _ = measure(config_of("experiment=quickstart"))
     set_training_options(model, recomputed=2, compiled=False)
-    assert [block.forward.args[1] for block in repeated_blocks(model)] == [True, True, False, False]
+    assert [block.forward.args[1] for block in find_layers(model)] == [True, True, False, False]
 
 
 def test_lines():
-    line = Line.through(10.0 + 3.0 * activations.FEW, 10.0 + 3.0 * activations.MORE)
+    line = LinearFit.through(10.0 + 3.0 * activations.FEW, 10.0 + 3.0 * activations.MORE)
     assert (line.fixed, line.row, line.at(7)) == (10.0, 3.0, 31)
 
 

@@ -18,7 +18,7 @@ from rlinf.errors import ConfigError
 from rlinf.llm.hf_policy import HuggingFacePolicy
 from rlinf.models import blocks as module
 from rlinf.models import build_policy, get_model
-from rlinf.models.blocks import repeated_blocks, set_training_options
+from rlinf.models.layers import find_layers, set_training_options
 from rlinf.preflight.validation import validate
 
 CASES = {
@@ -220,7 +220,7 @@ def test_token_policies_take_the_same_options(tiny_lm, quick, options):
     ids = torch.arange(3, 23).view(2, 10) % 48
     batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
     plain, changed = HuggingFacePolicy(tiny_lm()), HuggingFacePolicy(tiny_lm(), **options)
-    assert len(repeated_blocks(changed.model)) == 2
+    assert len(find_layers(changed.model)) == 2
     gradients = []
     for policy in (plain, changed):
         policy._logprobs(policy.model, batch).sum().backward()

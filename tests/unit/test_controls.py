@@ -107,10 +107,10 @@ def test_a_gap_is_easy_if_a_control_closes_half_of_it(before, control, easy):
 
 
 @pytest.mark.parametrize(
-    ("begins_as_base", "before", "warns"), [(True, 0.1, True), (True, 0.6, False), (False, 0.1, False)]
+    ("starts_as_base", "before", "warns"), [(True, 0.1, True), (True, 0.6, False), (False, 0.1, False)]
 )
 def test_the_warm_up_is_compared_with_the_frozen_policy_and_not_with_another_head(
-    tmp_path, caplog, begins_as_base, before, warns
+    tmp_path, caplog, starts_as_base, before, warns
 ):
     """The warm-up solves 70 %."""
     line = {
@@ -126,6 +126,6 @@ def test_the_warm_up_is_compared_with_the_frozen_policy_and_not_with_another_hea
         progress=SimpleNamespace(note=lambda text: None),
     )
     config = SimpleNamespace(algorithm=SACConfig(learning_starts=30, actor=ActorConfig(name="residual")))
-    note_warmup(SimpleNamespace(loop=loop, config=config), begins_as_base)
+    note_warmup(SimpleNamespace(loop=loop, config=config), starts_as_base)
     assert ("noise in the warm-up reaches" in caplog.text) is warns
     assert not warns or "the frozen policy reaches 10.0 %" in caplog.text

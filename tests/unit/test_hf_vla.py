@@ -15,10 +15,10 @@ from transformers import AutoModelForImageTextToText, LlamaConfig, LlamaForCausa
 
 from rlinf.errors import CheckpointError, ConfigError
 from rlinf.models import HFModel, build_policy, get_model
-from rlinf.models.blocks import set_training_options
 from rlinf.models.config import LoraConfig
 from rlinf.models.embodiment.hf_vla.config import HfVlaConfig
 from rlinf.models.embodiment.hf_vla.processing import load_vlm_processor
+from rlinf.models.layers import set_training_options
 from rlinf.models.lora import apply_lora
 from rlinf.types import Observation
 

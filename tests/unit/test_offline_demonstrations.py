@@ -256,7 +256,7 @@ def test_the_frozen_policy_is_asked_once_and_again_only_where_its_answers_would_
 def filled(num_slots: int, num_envs: int, num_steps: int, offset: float = 0.0) -> ReplayBuffer:
     """Episodes of 4 steps in each env, the last observation of every other one cut."""
     replay = ReplayBuffer(
-        num_slots * num_envs, num_envs, feature_dim=1, num_candidates=1, num_numbers=1, chunk_len=1, seed=0
+        num_slots * num_envs, num_envs, feature_dim=1, num_candidates=1, output_dim=1, chunk_len=1, seed=0
     )  # fmt: skip
     envs, count = torch.arange(num_envs), offset
     for step in range(num_steps):

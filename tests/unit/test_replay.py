@@ -15,7 +15,7 @@ CHUNK, GAMMA = 3, 0.9
 
 def make(capacity: int = 12, num_envs: int = 2) -> ReplayBuffer:
     return ReplayBuffer(
-        capacity, num_envs, feature_dim=1, num_candidates=1, num_numbers=1, chunk_len=CHUNK, seed=0
+        capacity, num_envs, feature_dim=1, num_candidates=1, output_dim=1, chunk_len=CHUNK, seed=0
     )  # fmt: skip
 
 
@@ -148,7 +148,7 @@ def test_a_buffer_of_another_size_is_refused():
     buffer.observe(torch.arange(2), torch.zeros(2, 1), torch.zeros(2, 1, 1))
     with pytest.raises(CheckpointError, match="Set algorithm.replay_capacity=12 rollout.num_envs=2"):
         make(capacity=20).load_state_dict(buffer.state_dict())
-    wide = ReplayBuffer(12, 2, feature_dim=4, num_candidates=1, num_numbers=1, chunk_len=CHUNK, seed=0)
+    wide = ReplayBuffer(12, 2, feature_dim=4, num_candidates=1, output_dim=1, chunk_len=CHUNK, seed=0)
     with pytest.raises(CheckpointError, match=r"'features' .* is \[1\] for each observation, and \[4\] here"):
         wide.load_state_dict(buffer.state_dict())
 

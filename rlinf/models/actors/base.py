@@ -23,88 +23,88 @@ class Actor(nn.Module):
     Args:
         config: Its settings.
         feature_dim: ``F``, features of an observation.
-        base_numbers: Numbers of a chunk of the frozen policy.
+        base_dim: Numbers of a chunk of the frozen policy.
         noise_std: Deviation of the noise with which it explores; None: it learns its own, as a Gaussian through tanh.
-        num_numbers: ``A``, numbers of ``r`` and of an action as the critics value it; None: ``base_numbers``.
+        output_dim: ``A``, numbers of ``r`` and of an action as the critics value it; None: ``base_dim``.
         encoder: Trained by the critics; what it makes of the features, ``[B, encoded_dim]``, is what actor and critics read.
         encoded_dim: None: ``feature_dim``.
 
     Attributes:
-        acts_alone: ``r`` is the action, so no scale cuts it.
-        chooses: It has several ``options``, among which the critics choose.
-        steers: Its actions are the noise from which the frozen policy samples, and are not executed by the env.
-        begins_as_base: A new one acts greedily as the frozen policy does.
+        is_standalone: ``r`` is the action, so no scale cuts it.
+        critics_choose: It has several ``options``, among which the critics choose.
+        sets_noise: Its actions are the noise from which the frozen policy samples, and are not executed by the env.
+        starts_as_base: A new one acts greedily as the frozen policy does.
     """
 
-    chooses: ClassVar[bool] = False
-    steers: ClassVar[bool] = False
-    begins_as_base: ClassVar[bool] = False
-    acts_alone: ClassVar[bool] = False
+    critics_choose: ClassVar[bool] = False
+    sets_noise: ClassVar[bool] = False
+    starts_as_base: ClassVar[bool] = False
+    is_standalone: ClassVar[bool] = False
 
     def __init__(
         self,
         config: ActorConfig,
         feature_dim: int,
-        base_numbers: int,
+        base_dim: int,
         noise_std: float | None = None,
-        num_numbers: int | None = None,
+        output_dim: int | None = None,
         encoder: nn.Module | None = None,
         encoded_dim: int | None = None,
     ) -> None:
         super().__init__()
         self.encoder = nn.Identity() if encoder is None else encoder
         self.encoded_dim = feature_dim if encoded_dim is None else encoded_dim
-        num_numbers = base_numbers if num_numbers is None else num_numbers
+        output_dim = base_dim if output_dim is None else output_dim
         self.config, self.feature_dim, self.noise_std = config, feature_dim, noise_std
-        self.base_numbers, self.num_numbers = base_numbers, num_numbers
-        num_outputs = num_numbers * (2 if noise_std is None else 1)
-        widths = [self.encoded_dim + base_numbers] + [config.hidden_size] * config.num_layers
+        self.base_dim, self.output_dim = base_dim, output_dim
+        num_outputs = output_dim * (2 if noise_std is None else 1)
+        widths = [self.encoded_dim + base_dim] + [config.hidden_size] * config.num_layers
         self.network = perceptron(widths, num_outputs, config.layer_norm)
         with torch.no_grad():  # r is 0 at first
             self.network[-1].weight.zero_()
             self.network[-1].bias.zero_()
             if noise_std is None:
-                self.network[-1].bias[num_numbers:] = INITIAL_LOG_STD
+                self.network[-1].bias[output_dim:] = INITIAL_LOG_STD
 
     @classmethod
-    def num_candidates_of(cls, config: ActorConfig) -> int:
+    def num_candidates_for(cls, config: ActorConfig) -> int:
         """Return how many chunks of the frozen policy an actor of these settings reads."""
         return 1
 
     @classmethod
-    def num_numbers_of(cls, model: Any) -> int:
+    def output_dim_for(cls, model: Any) -> int:
         """Return ``A`` of an actor on ``model``, a policy that may be on the meta device."""
         return model.action_dim * model.action_chunks_len
 
     @classmethod
-    def num_base_numbers_of(cls, model: Any) -> int:
+    def base_dim_for(cls, model: Any) -> int:
         """Return the numbers that it reads of each chunk of ``model``."""
         return model.action_dim * model.action_chunks_len
 
     @property
-    def num_critic_inputs(self) -> int:
+    def critic_input_dim(self) -> int:
         """Numbers that a critic reads: features, the greedy chunk of the frozen policy, and an action."""
-        return self.encoded_dim + self.base_numbers + self.num_numbers
+        return self.encoded_dim + self.base_dim + self.output_dim
 
     @property
     def num_candidates(self) -> int:
         """``N``, chunks of the frozen policy that it reads; the first is the greedy one."""
-        return self.num_candidates_of(self.config)
+        return self.num_candidates_for(self.config)
 
     @property
-    def num_noises(self) -> int:
+    def noise_dim(self) -> int:
         """Random numbers of an observation that ``options`` takes."""
-        return self.num_numbers
+        return self.output_dim
 
     def options(self, features: Tensor, base: Tensor, noise: Tensor | None = None) -> Tensor:
         """Return the possible actions ``[B, K, A]`` for encoded features ``[B, F]`` and base chunks ``[B, N, A]``.
 
-        ``noise`` is standard normal, ``[B, num_noises]``; None: the mode.
+        ``noise`` is standard normal, ``[B, noise_dim]``; None: the mode.
         """
-        r = self.mode(features, base) if noise is None else self.draw(features, base, noise)[0]
+        r = self.mode(features, base) if noise is None else self.sample(features, base, noise)[0]
         return self.compose(base, r).unsqueeze(1)
 
-    def trained_on(self, base: Tensor, generator: torch.Generator) -> Tensor:
+    def base_for_loss(self, base: Tensor, generator: torch.Generator) -> Tensor:
         """Return the base chunks ``[B, N, A]`` with which a loss of the actor is computed."""
         return base
 
@@ -129,7 +129,7 @@ class Actor(nn.Module):
         """Return the numbers ``[B, A]`` without noise, as in an evaluation."""
         return torch.tanh(self.outputs(features, base)[0])
 
-    def draw(self, features: Tensor, base: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:
+    def sample(self, features: Tensor, base: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:
         """Return numbers ``[B, A]`` from standard normal ``noise``, and their log-densities ``[B]``; 0 with ``noise_std``."""
         mean, log_std = self.outputs(features, base)
         if log_std is None:

@@ -18,7 +18,7 @@ class Critics(nn.Module):
 
     Args:
         config: Widths, the same as the actor's.
-        num_inputs: Numbers that each reads: features, base action and action (``Actor.num_critic_inputs``).
+        num_inputs: Numbers that each reads: features, base action and action (``Actor.critic_input_dim``).
         num_critics: ``E``.
     """
 
@@ -36,17 +36,17 @@ class Critics(nn.Module):
             self.weights.append(torch.empty(num_critics, width, num_outputs).uniform_(-bound, bound))
             self.biases.append(torch.empty(num_critics, 1, num_outputs).uniform_(-bound, bound))
 
-    def of_options(self, features: Tensor, base: Tensor, options: Tensor) -> Tensor:
+    def option_values(self, features: Tensor, base: Tensor, options: Tensor) -> Tensor:
         """Return values ``[E, B, K]`` of the actions ``[B, K, A]`` at features ``[B, F]`` and base chunks ``[B, N, A]``."""
         count = options.shape[1]
         rows = (each.unsqueeze(1).expand(-1, count, -1).flatten(0, 1) for each in (features, base[:, 0]))
         return self(*rows, options.flatten(0, 1)).unflatten(1, (-1, count))
 
-    def best(self, features: Tensor, base: Tensor, options: Tensor) -> tuple[Tensor, Tensor]:
+    def best_option(self, features: Tensor, base: Tensor, options: Tensor) -> tuple[Tensor, Tensor]:
         """Return the option ``[B, A]`` of the highest mean value, the first of equals, and its number ``[B]``."""
         if options.shape[1] == 1:
             return options[:, 0], torch.zeros(len(options), dtype=torch.int64, device=options.device)
-        chosen = self.of_options(features, base, options).mean(0).argmax(1)
+        chosen = self.option_values(features, base, options).mean(0).argmax(1)
         return options[torch.arange(len(options), device=options.device), chosen], chosen
 
     def forward(self, features: Tensor, base: Tensor, actions: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ from rlinf.models.actors.base import Actor
 class ResidualActor(Actor):
     """``clip(b + scale r)``: starts as the frozen policy, and stays near it (Johannink et al. 2019, Silver et al. 2018)."""
 
-    begins_as_base = True
+    starts_as_base = True
 
     def compose(self, base: Tensor, r: Tensor) -> Tensor:
         return (base[:, 0] + self.config.scale * r).clamp(-1.0, 1.0)
@@ -23,7 +23,7 @@ class ResidualActor(Actor):
 class DirectActor(Actor):
     """``r``, from the features alone: starts in the middle of the env's range. A correction is measured against it."""
 
-    acts_alone = True
+    is_standalone = True
 
     def outputs(self, features: Tensor, base: Tensor) -> tuple[Tensor, Tensor | None]:
         return super().outputs(features, torch.zeros_like(base))
@@ -35,10 +35,10 @@ class DirectActor(Actor):
 class ScratchActor(Actor):
     """``r``, without a frozen policy: SAC and TD3 from scratch. An encoder of its own, if any, learns with the critics."""
 
-    acts_alone = True
+    is_standalone = True
 
     @classmethod
-    def num_base_numbers_of(cls, model: Any) -> int:
+    def base_dim_for(cls, model: Any) -> int:
         return 0
 
     def compose(self, base: Tensor, r: Tensor) -> Tensor:
@@ -52,7 +52,7 @@ class RLTActor(ResidualActor):
     ``reference_weight (a - b)^2``, with the true ``b``.
     """
 
-    def trained_on(self, base: Tensor, generator: torch.Generator) -> Tensor:
+    def base_for_loss(self, base: Tensor, generator: torch.Generator) -> Tensor:
         """Return the base chunks ``[B, 1, A]``, 0 in some rows."""
         kept = torch.rand(len(base), generator=generator) >= self.config.reference_dropout
         return base * kept.to(base.device)[:, None, None]
@@ -69,11 +69,11 @@ class DSRLActor(Actor):
     each sampled number, or a flow's output for the mode of its noise.
     """
 
-    steers = True
+    sets_noise = True
 
     @classmethod
-    def num_numbers_of(cls, model: Any) -> int:
-        return model.num_steering_numbers
+    def output_dim_for(cls, model: Any) -> int:
+        return model.steering_dim
 
     def compose(self, base: Tensor, r: Tensor) -> Tensor:
         return r
@@ -82,16 +82,16 @@ class DSRLActor(Actor):
 class EXPOActor(ResidualActor):
     """``N`` chunks and ``clip(b + scale r)`` of each: the critics choose in acting and in the target (EXPO, Dong et al. 2025)."""
 
-    chooses = True
-    begins_as_base = False  # untrained critics may choose a sampled chunk
+    critics_choose = True
+    starts_as_base = False  # untrained critics may choose a sampled chunk
 
     @classmethod
-    def num_candidates_of(cls, config: ActorConfig) -> int:
+    def num_candidates_for(cls, config: ActorConfig) -> int:
         return config.num_candidates
 
     @property
-    def num_noises(self) -> int:
-        return self.num_candidates * self.num_numbers
+    def noise_dim(self) -> int:
+        return self.num_candidates * self.output_dim
 
     def options(self, features: Tensor, base: Tensor, noise: Tensor | None = None) -> Tensor:
         """Return the chunks of the frozen policy, then the correction of each: ``[B, 2 N, A]``."""
@@ -101,7 +101,7 @@ class EXPOActor(ResidualActor):
         corrected = super().options(rows, each, noise)
         return torch.cat([base, corrected.unflatten(0, (-1, count)).squeeze(2)], 1)
 
-    def trained_on(self, base: Tensor, generator: torch.Generator) -> Tensor:
+    def base_for_loss(self, base: Tensor, generator: torch.Generator) -> Tensor:
         """Return one chunk of each row at random, ``[B, 1, A]``: any of them may be corrected."""
         chosen = torch.randint(base.shape[1], (len(base),), generator=generator).to(base.device)
         return base[torch.arange(len(base), device=base.device), chosen].unsqueeze(1)

@@ -25,7 +25,7 @@ from rlinf.models.embodiment.base import ActionModel, Inputs
 from rlinf.models.sampling import draw_uniforms, standard_normal
 from rlinf.options import from_mapping, override_text
 from rlinf.run_folder import ACTOR_SETTINGS, ACTOR_WEIGHTS, FROZEN_FOLDER
-from rlinf.types import ActionEvaluation, ActionPrediction, Observation, Proposal
+from rlinf.types import ActionEvaluation, ActionPrediction, BaseActions, Observation
 
 
 class ActorPolicy(ActionModel, nn.Module):
@@ -108,55 +108,55 @@ class ActorPolicy(ActionModel, nn.Module):
     @property
     def num_uniforms(self) -> int:
         """Random numbers of a sampled call: for the candidates of the frozen policy, then for the actor."""
-        return self.num_candidate_numbers + self.actor.num_noises
+        return self.num_base_uniforms + self.actor.noise_dim
 
     @property
-    def num_candidate_numbers(self) -> int:
+    def num_base_uniforms(self) -> int:
         """Random numbers of the candidates of the frozen policy for one observation."""
         return (self.actor.num_candidates - 1) * self.base.num_candidate_uniforms
 
     @torch.no_grad()
-    def propose_to_actor(self, inputs: Inputs, uniforms: Tensor) -> Proposal:
+    def query_base(self, inputs: Inputs, uniforms: Tensor) -> BaseActions:
         """Ask the frozen policy once. Return its chunks in env units and the features, float32; ``sample`` for an actor that steers.
 
-        ``uniforms [B, num_candidate_numbers]``, in (0, 1), decide the sampled candidates.
+        ``uniforms [B, num_base_uniforms]``, in (0, 1), decide the sampled candidates.
         """
         count = self.actor.num_candidates
         shape = (len(uniforms), count - 1, self.base.num_candidate_uniforms)
         chunks, features, sample = self.base.propose(
-            inputs, count, uniforms.reshape(shape), resumable=self.actor.steers
+            inputs, count, uniforms.reshape(shape), resumable=self.actor.sets_noise
         )
-        return Proposal(chunks.float(), features.to(self.base.feature_dtype), sample)
+        return BaseActions(chunks.float(), features.to(self.base.feature_dtype), sample)
 
     @torch.no_grad()
-    def decide(self, features: Tensor, base: Tensor, noise: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Return the action ``[B, A]`` for features of ``propose_to_actor`` and ``base_of`` its chunks, and the number of its option, int64 ``[B]``.
+    def select_action(self, features: Tensor, base: Tensor, noise: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Return the action ``[B, A]`` for features of ``query_base`` and ``base_inputs`` its chunks, and the number of its option, int64 ``[B]``.
 
-        ``noise`` is standard normal, ``[B, num_noises]``; None: the mode.
+        ``noise`` is standard normal, ``[B, noise_dim]``; None: the mode.
         """
         features = self.actor.encoder(features)
         options = self.actor.options(features, base, noise)
         if self.critics is None:
             return options[:, 0], torch.zeros(len(options), dtype=torch.int64, device=options.device)
-        return self.critics.best(features, base, options)
+        return self.critics.best_option(features, base, options)
 
     def normalize(self, chunks: Tensor) -> Tensor:
         """Turn chunks ``[B, N, C, D]`` in env units into halves of the range of the env, clipped: ``[B, N, C * D]``."""
         middle, half = self._middle_and_half()
         return ((chunks - middle) / half).clamp(-1.0, 1.0).flatten(2)
 
-    def base_of(self, chunks: Tensor) -> Tensor:
+    def base_inputs(self, chunks: Tensor) -> Tensor:
         """Return what the actor reads of chunks ``[B, N, C, D]``, normalised."""
-        return self.normalize(chunks)[..., : self.actor.base_numbers]
+        return self.normalize(chunks)[..., : self.actor.base_dim]
 
     @torch.no_grad()
-    def executed(self, proposal: Proposal, actions: Tensor) -> Tensor:
+    def env_actions(self, proposal: BaseActions, actions: Tensor) -> Tensor:
         """Return the executed actions ``[B, C, D]``, in env units within bounds, for actions ``[B, A]`` of ``compose``.
 
         Where the actor changes nothing, this is bit for bit the first chunk of the frozen policy, clipped to the bounds. For a
-        actor that steers, the frozen policy continues from ``propose_to_actor`` and samples from ``actions``.
+        actor that steers, the frozen policy continues from ``query_base`` and samples from ``actions``.
         """
-        if self.actor.steers:
+        if self.actor.sets_noise:
             uniforms = self.base.steering_uniforms(self.actor.config.scale * actions)
             return self._within_bounds(proposal.sample(uniforms.unsqueeze(1))[:, 0].float())
         greedy = self._within_bounds(proposal.chunks[:, 0])  # as ``normalize`` clips: changes are measured from there
@@ -174,20 +174,20 @@ class ActorPolicy(ActionModel, nn.Module):
         self, *, do_sample: bool = True, temperature: float = 1.0, uniforms: Tensor | None = None, **inputs: Tensor
     ) -> ActionPrediction:
         """Act: the actor draws from ``uniforms``, or takes its mode, on the greedy chunk of the frozen policy."""
-        num_rows, split = len(next(iter(inputs.values()))), self.num_candidate_numbers
+        num_rows, split = len(next(iter(inputs.values()))), self.num_base_uniforms
         if not do_sample:
-            drawn, noise = to_device(uniforms_by_row(inputs, num_rows, split), self.device), None
+            drawn, noise = to_device(uniforms_from_inputs(inputs, num_rows, split), self.device), None
         else:
             if uniforms is None:
                 uniforms = draw_uniforms(num_rows, self.num_uniforms, device=self.device)
             uniforms = to_device(uniforms, self.device)
             drawn, noise = uniforms[:, :split], standard_normal(uniforms[:, split:])
-        proposal = self.propose_to_actor(inputs, drawn)
-        features, base = proposal.features, self.base_of(proposal.chunks)
-        actions, _ = self.decide(features, base, noise)
+        proposal = self.query_base(inputs, drawn)
+        features, base = proposal.features, self.base_inputs(proposal.chunks)
+        actions, _ = self.select_action(features, base, noise)
         mean, log_std = self.actor.outputs(self.actor.encoder(features), base)
         logits = torch.stack([mean, torch.zeros_like(mean) if log_std is None else log_std], -1)
-        return ActionPrediction(self.executed(proposal, actions), actions, logits, mean.new_zeros(num_rows))
+        return ActionPrediction(self.env_actions(proposal, actions), actions, logits, mean.new_zeros(num_rows))
 
     def rollout_logprobs(self, prediction: ActionPrediction, temperature: float = 1.0) -> Tensor:
         raise NotImplementedError("A policy with an actor has no log-probabilities for policy gradients")
@@ -216,7 +216,7 @@ class ActorPolicy(ActionModel, nn.Module):
         write_text(folder / ACTOR_SETTINGS, json.dumps(settings, indent=1))
 
     @classmethod
-    def on(cls, base: ActionModel, folder: str | Path) -> ActorPolicy:
+    def load(cls, base: ActionModel, folder: str | Path) -> ActorPolicy:
         """Put the actor of a folder on the policy of the same folder. Raise CheckpointError if it does not fit."""
         folder = Path(folder)
         try:
@@ -228,7 +228,7 @@ class ActorPolicy(ActionModel, nn.Module):
                 raise ValueError("it reads features of model.features=token, and the policy was loaded with others")
             actor = make_actor(config, settings["feature_dim"], base, settings["noise_std"])
             count = settings["num_critics"]
-            critics = Critics(config, actor.num_critic_inputs, count) if count else None
+            critics = Critics(config, actor.critic_input_dim, count) if count else None
             policy = cls(base, actor, weights["action_low"], weights["action_high"], critics)
             own = {name for name in policy.state_dict() if not name.startswith("base.")}
             if own != weights.keys():
@@ -256,22 +256,22 @@ def make_actor(config: ActorConfig, feature_dim: int, base: ActionModel, noise_s
             f"algorithm.actor.name is {override_text(config.name)!r}; required: one of {', '.join(ACTORS)}. "
             "Set algorithm.actor.name=residual"
         )
-    check_steered(config, base)
+    check_samples_noise(config, base)
     actor, own = ACTORS.get(config.name), base.make_encoder() if base.feature_kind == "inputs" else (None, None)
-    numbers = actor.num_base_numbers_of(base), noise_std, actor.num_numbers_of(base)
+    numbers = actor.base_dim_for(base), noise_std, actor.output_dim_for(base)
     return actor(config, feature_dim, *numbers, *own)
 
 
-def check_steered(config: ActorConfig, base: ActionModel) -> None:
+def check_samples_noise(config: ActorConfig, base: ActionModel) -> None:
     """Raise ConfigError if an actor sets the random numbers of a policy that draws none."""
-    if ACTORS.get(config.name).steers and base.num_candidate_uniforms == 0:
+    if ACTORS.get(config.name).sets_noise and base.num_candidate_uniforms == 0:
         raise ConfigError(
             f"algorithm.actor.name={config.name} sets the random numbers of the frozen policy, and {type(base).__name__} as "
             "configured draws none; required: a policy that samples its actions. Set algorithm.actor.name=residual"
         )
 
 
-def uniforms_by_row(inputs: Mapping[str, Tensor], num_rows: int, count: int) -> Tensor:
+def uniforms_from_inputs(inputs: Mapping[str, Tensor], num_rows: int, count: int) -> Tensor:
     """Return random numbers in (0, 1), float32 ``[B, count]``, decided by the images and states of each row of ``inputs``.
 
     So an evaluation can be repeated, and every observation still has candidates of its own: with the same quantiles for all,
@@ -302,7 +302,7 @@ def actor_settings(folder: str | Path) -> dict[str, Any]:
     return settings
 
 
-def kept_place(run: str | Path, digest: str) -> Path:
+def base_store_folder(run: str | Path, digest: str) -> Path:
     """Return the folder in a run folder for the frozen policy whose weight files have a digest."""
     return Path(run) / FROZEN_FOLDER / digest[:16]
 
@@ -317,11 +317,11 @@ def base_folder(folder: str | Path) -> Path:
     if digest is None:
         return folder
     above = folder.resolve().parents[:5]  # model, checkpoint, superseded_1, checkpoints, run folder
-    found = next((place for run in above if (place := kept_place(run, digest)).is_dir()), None)
+    found = next((place for run in above if (place := base_store_folder(run, digest)).is_dir()), None)
     if found is None:
         raise CheckpointError(
             f"{folder} holds an actor, and the run folder above it does not hold the policy below that "
-            f"({kept_place('', digest)}). Copy the whole run folder, or `rlinf export checkpoint={folder.parent} output=<folder>` where it lies"
+            f"({base_store_folder('', digest)}). Copy the whole run folder, or `rlinf export checkpoint={folder.parent} output=<folder>` where it lies"
         )
     if weights_digest(str(found)) != digest:
         raise CheckpointError(

@@ -19,7 +19,7 @@ from rlinf.models.embodiment.modules.readout_token import NAME, ReadoutToken
 from rlinf.models.loading import field_error
 from rlinf.models.sampling import draw_uniforms
 from rlinf.options import override_text
-from rlinf.types import ActionEvaluation, ActionPrediction, EnvSpec, Observation, Proposal
+from rlinf.types import ActionEvaluation, ActionPrediction, BaseActions, EnvSpec, Observation
 
 if TYPE_CHECKING:
     Module = nn.Module  # of every action model, by way of PreTrainedModel
@@ -58,7 +58,7 @@ class ActionModel(Module, metaclass=ABCMeta):
         prompt_suffix: What it reads after each instruction (``model.prompt_suffix``).
         readout_token: Makes the features ``token`` from the states of images and prompt; None: not wanted, or no such states.
         fills_calls: An evaluation pads its calls to one number of rows, so that they round alike; a server does so itself.
-        num_observations: Moments of an episode that it reads at once (``Observation.of_moments``); above 1, whoever asks remembers them.
+        num_observations: Moments of an episode that it reads at once (``Observation.stack_history``); above 1, whoever asks remembers them.
         state_range: Where the statistics of the states that it reads lie, in env units; None: it has none.
         other_statistics: Overrides that replace statistics which do not fit the numbers of an env or a dataset.
         manifest: Of a remote policy: the conditions under which it was made; None: not known here.
@@ -201,12 +201,12 @@ class ActionModel(Module, metaclass=ABCMeta):
         return self.num_logprobs
 
     @property
-    def num_steering_numbers(self) -> int:
+    def steering_dim(self) -> int:
         """Numbers by which a head decides a candidate of ``propose`` (``steering_uniforms``)."""
         return self.num_candidate_uniforms
 
     def steering_uniforms(self, noise: Tensor) -> Tensor:
-        """Return the uniforms ``[B, num_candidate_uniforms]`` of noise ``[B, num_steering_numbers]``, in standard deviations.
+        """Return the uniforms ``[B, num_candidate_uniforms]`` of noise ``[B, steering_dim]``, in standard deviations.
 
         The default has one number for each uniform: 0 is the median of the samples.
         """
@@ -256,7 +256,7 @@ class ActionModel(Module, metaclass=ABCMeta):
         """
         return observation
 
-    def sentences(self, observation: Observation) -> list[str]:
+    def instructions(self, observation: Observation) -> list[str]:
         """Return what the model reads of each row: the instruction, and the row's suffix or ``prompt_suffix``."""
         suffixes = observation.suffixes or [self.prompt_suffix] * len(observation)
         pairs = zip(observation.instruction, suffixes, strict=True)
@@ -268,7 +268,7 @@ class ActionModel(Module, metaclass=ABCMeta):
         The evaluation plays such rows together, so that none is padded because of another. The default groups rows by
         instruction; a model that puts the state into its prompt must override it.
         """
-        return self.sentences(observation)
+        return self.instructions(observation)
 
     @abstractmethod
     def predict_action_batch(
@@ -306,7 +306,7 @@ class ActionModel(Module, metaclass=ABCMeta):
         uniforms: Tensor | None = None,
         *,
         resumable: bool = False,
-    ) -> Proposal:
+    ) -> BaseActions:
         """Return candidate chunks and features of each observation, from one pass over its images and prompt.
 
         The first candidate equals ``predict_action_batch(do_sample=False)``, bit for bit. Under ``feature_kind=hidden``, the
@@ -319,7 +319,7 @@ class ActionModel(Module, metaclass=ABCMeta):
             uniforms: float32 ``[B, N - 1, num_candidate_uniforms]`` in (0, 1). They decide the other candidates: token and
                 Gaussian policies draw by inverse transform sampling, a flow policy starts with this noise and adds no other.
                 None: drawn from torch's global generator. A policy that takes none repeats its greedy action.
-            resumable: Return ``Proposal.sample``, with which further chunks are drawn once the features are known.
+            resumable: Return ``BaseActions.sample``, with which further chunks are drawn once the features are known.
         """
         shape = (len(inputs[self.main_input_name]), num_candidates - 1, self.num_candidate_uniforms)
         if num_candidates < 1:
@@ -334,9 +334,9 @@ class ActionModel(Module, metaclass=ABCMeta):
         chunks, features, sample = self._propose(inputs, num_candidates > 1 or resumable)
         if sample is not None and num_candidates > 1:
             chunks = torch.cat([chunks, sample(to_device(uniforms, self.device))], dim=1)
-        return Proposal(chunks, features, sample if resumable else None)
+        return BaseActions(chunks, features, sample if resumable else None)
 
-    def _propose(self, inputs: Inputs, samples: bool) -> Proposal:
+    def _propose(self, inputs: Inputs, samples: bool) -> BaseActions:
         """Implement ``propose``: return the greedy chunk ``[B, 1, C, D]``, the features, and, if ``samples``, ``sample``.
 
         ``sample`` takes uniforms on the model's device, and may be called several times.

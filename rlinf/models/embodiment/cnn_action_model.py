@@ -111,7 +111,7 @@ class CNNForRLActionPrediction(MLPForRLActionPrediction):
                 f"{images.shape[1]} x {images.shape[2]}. Set env.image_size={config.image_size}"
             )
         rows = config.num_words - 1  # row 0 is padding
-        sentences = [each.lower().split() for each in self.sentences(observation)]
+        sentences = [each.lower().split() for each in self.instructions(observation)]
         words = [[1 + zlib.crc32(word.encode()) % rows for word in sentence] for sentence in sentences]
         longest = max(1, *(len(each) for each in words))
         words = torch.tensor([each + [0] * (longest - len(each)) for each in words])
@@ -146,7 +146,7 @@ class CNNForRLActionPrediction(MLPForRLActionPrediction):
 
     def prompt_lengths(self, observation: Observation) -> Sequence[Hashable]:
         """Words of each row."""
-        return [len(each.split()) for each in self.sentences(observation)]
+        return [len(each.split()) for each in self.instructions(observation)]
 
     def _features(self, images: Tensor, words: Tensor, state: Tensor | None = None) -> Tensor:
         return _encoded(self, images, words, self._normalized(state))

@@ -20,7 +20,7 @@ from rlinf.models.embodiment.modules.ranges import Range
 from rlinf.models.embodiment.plain_policy import PlainConfig, PlainPolicy
 from rlinf.models.loading import field_error
 from rlinf.models.sampling import draw_uniforms
-from rlinf.types import ActionEvaluation, ActionPrediction, EnvSpec, Observation, Proposal
+from rlinf.types import ActionEvaluation, ActionPrediction, BaseActions, EnvSpec, Observation
 
 ACTIVATIONS: dict[str, type[nn.Module]] = {"tanh": nn.Tanh, "relu": nn.ReLU}
 
@@ -205,11 +205,11 @@ class MLPForRLActionPrediction(PlainPolicy):
         """Return the inputs of each row as one row of numbers."""
         return state
 
-    def _propose(self, inputs: Inputs, samples: bool) -> Proposal:
+    def _propose(self, inputs: Inputs, samples: bool) -> BaseActions:
         if self.feature_kind == "inputs":
             numbers = self._as_numbers(**inputs)
             middle = torch.zeros(len(numbers), 1, self.action_chunks_len, self.action_dim, device=numbers.device)
-            return Proposal(self.action_normalizer.unnormalize(middle).float(), numbers, None)
+            return BaseActions(self.action_normalizer.unnormalize(middle).float(), numbers, None)
         encoded = self._features(**inputs)
         with without_autocast(encoded):
             hidden = self.policy[:-1](encoded.to(self.policy[0].weight.dtype))
@@ -221,7 +221,7 @@ class MLPForRLActionPrediction(PlainPolicy):
             return self.decode_actions(drawn.flatten(0, 1)).unflatten(0, drawn.shape[:2])
 
         features = (hidden if self.feature_kind == "hidden" else encoded).float()
-        return Proposal(self.decode_actions(mean).unsqueeze(1), features, sample if samples else None)
+        return BaseActions(self.decode_actions(mean).unsqueeze(1), features, sample if samples else None)
 
     def rollout_logprobs(self, prediction: ActionPrediction, temperature: float = 1.0) -> Tensor:
         """Log-densities float32 ``[B, A]``; the deviations in ``logits`` have the temperature in them already."""

@@ -180,7 +180,7 @@ class YourModelForRLActionPrediction(TokenActionModel, LlavaForConditionalGenera
         image_tokens = (
             self.processor.tokenizer.convert_ids_to_tokens(self.config.image_token_id) * self.config.image_seq_length
         )
-        prompts = [f"{image_tokens}{instruction.lower()}" for instruction in self.sentences(observation)]
+        prompts = [f"{image_tokens}{instruction.lower()}" for instruction in self.instructions(observation)]
         inputs = self.processor(prompts, next(iter(observation.images.values())))
         return {name: tensor.to(self.device) for name, tensor in inputs.items()}
 

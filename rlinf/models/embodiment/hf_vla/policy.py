@@ -36,7 +36,7 @@ from rlinf.models.embodiment.modules.value_head import ValueHead
 from rlinf.models.embodiment.token_action_model import PrefixStates, TokenActionModel
 from rlinf.models.loading import check_fit, checkpoint_folder, without_load_report
 from rlinf.models.sampling import check_finite, sample_tokens
-from rlinf.types import ActionPrediction, Observation, Proposal
+from rlinf.types import ActionPrediction, BaseActions, Observation
 
 VALUE_HEAD_FILE = "value_head.safetensors"
 ACTOR_FILES = {"value_head": VALUE_HEAD_FILE, "readout_token": READOUT_FILE}
@@ -145,13 +145,15 @@ class HfVlaForRLActionPrediction(TokenActionModel, PreTrainedModel):
 
     def preprocess(self, observation: Observation) -> dict[str, Tensor]:
         """Run the VLM's processor over the rows, with all cameras of the observation."""
-        inputs = self._ready_processor()(replace(observation, instruction=self.sentences(observation)))
+        inputs = self._ready_processor()(replace(observation, instruction=self.instructions(observation)))
         self.check_length(inputs["input_ids"].shape[1])
         return {name: to_device(tensor, self.device) for name, tensor in inputs.items()}
 
     def prompt_lengths(self, observation: Observation) -> Sequence[Hashable]:
         """Tokens of each row's prompt; reject prompts that are longer than the language model's positions."""
-        lengths = self._ready_processor().prompt_lengths(replace(observation, instruction=self.sentences(observation)))
+        lengths = self._ready_processor().prompt_lengths(
+            replace(observation, instruction=self.instructions(observation))
+        )
         self.check_length(max(lengths))  # `preprocess` counts the tokens of images, too
         return lengths
 
@@ -232,7 +234,7 @@ class HfVlaForRLActionPrediction(TokenActionModel, PreTrainedModel):
             sequences = torch.cat([sequences, bins[:, None] + self.action_tokenizer.first_token], dim=1)
         return sequences, torch.stack(all_logits, 1), torch.stack(states, 1)
 
-    def _propose(self, inputs: Inputs, samples: bool) -> Proposal:
+    def _propose(self, inputs: Inputs, samples: bool) -> BaseActions:
         others = dict(inputs)
         prompt = others.pop("input_ids")
         rest, cache, logits, prefix = self._prefill(prompt, others)
@@ -252,7 +254,7 @@ class HfVlaForRLActionPrediction(TokenActionModel, PreTrainedModel):
             drawn, _, _ = self._continue(prompts, expanded, repeated, begin, True, uniforms=uniforms.flatten(0, 1))
             return self.decode_actions(drawn).unflatten(0, uniforms.shape[:2])
 
-        return Proposal(self.decode_actions(sequences).unsqueeze(1), features, sample if samples else None)
+        return BaseActions(self.decode_actions(sequences).unsqueeze(1), features, sample if samples else None)
 
     # -- files ---------------------------------------------------------------------------------------------------
 

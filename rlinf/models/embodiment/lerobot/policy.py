@@ -26,7 +26,7 @@ from rlinf.models.embodiment.lerobot.worker import WorkerRunner, interpreter_for
 from rlinf.models.embodiment.modules.ranges import Range
 from rlinf.models.loading import checkpoint_folder
 from rlinf.models.sampling import draw_uniforms, standard_normal
-from rlinf.types import ActionEvaluation, ActionPrediction, EnvSpec, Observation, Proposal
+from rlinf.types import ActionEvaluation, ActionPrediction, BaseActions, EnvSpec, Observation
 
 INSTEAD = "model=openvla_tiny model.model_path=null"
 TRAINED = {"smolvla": "model=smolvla"}
@@ -252,12 +252,12 @@ class LerobotPolicy(ActionModel, nn.Module):
         if width:
             state = torch.from_numpy(observation.state).float() * numbers(self.config.state_scale)
             found |= zip(self.config.states, state.split(list(self.config.states.values()), -1), strict=True)
-        sentences = [self.config.prompt or each for each in self.sentences(observation)]
+        sentences = [self.config.prompt or each for each in self.instructions(observation)]
         return {**found, PROMPT: as_bytes(sentences)}
 
     def prompt_lengths(self, observation: Observation) -> Sequence[Hashable]:
         """Group rows by sentence: a tokenizer pads to the longest one."""
-        return self.sentences(observation) if self.config.prompt is None else [0] * len(observation)
+        return self.instructions(observation) if self.config.prompt is None else [0] * len(observation)
 
     def predict_action_batch(
         self, *, do_sample: bool = True, temperature: float = 1.0, uniforms: Tensor | None = None, **inputs: Tensor
@@ -272,14 +272,14 @@ class LerobotPolicy(ActionModel, nn.Module):
         empty = torch.zeros(rows, 0, device=self.device)
         return ActionPrediction(chunks, empty, empty, torch.zeros(rows, device=self.device))
 
-    def _propose(self, inputs: Inputs, samples: bool) -> Proposal:
+    def _propose(self, inputs: Inputs, samples: bool) -> BaseActions:
         chunks, features = self._ask(inputs, None)
 
         def sample(uniforms: Tensor) -> Tensor:
             noise = self._noise(uniforms)
             return chunks.expand(-1, uniforms.shape[1], -1, -1) if noise is None else self._ask(inputs, noise)[0]
 
-        return Proposal(chunks, features, sample if samples else None)
+        return BaseActions(chunks, features, sample if samples else None)
 
     def sft_loss(self, inputs: Inputs, actions: Tensor, uniforms: Tensor | None = None) -> Tensor:
         """Return lerobot's own loss of the rows, ``[B]``: their mean, once for each row.

@@ -32,7 +32,7 @@ from rlinf.models.embodiment.openvla.vision_tower import Projector, VisionBackbo
 from rlinf.models.embodiment.openvla.weights import from_public, to_public
 from rlinf.models.embodiment.token_action_model import PrefixStates, TokenActionModel
 from rlinf.models.sampling import check_finite, draw_uniforms, sample_tokens
-from rlinf.types import ActionPrediction, Observation, Proposal
+from rlinf.types import ActionPrediction, BaseActions, Observation
 
 
 class OpenVLAForRLActionPrediction(TokenActionModel, CheckpointPolicy):
@@ -181,7 +181,7 @@ class OpenVLAForRLActionPrediction(TokenActionModel, CheckpointPolicy):
         processor = self._ready_processor()
         wanted = self.config.num_images_in_input
         device = self.device
-        input_ids, attention_mask = processor.encode_instructions(self.sentences(observation))
+        input_ids, attention_mask = processor.encode_instructions(self.instructions(observation))
         pixels = []
         for image in self._camera_images(observation, wanted):
             frames = to_device(torch.from_numpy(image), device).permute(0, 3, 1, 2)
@@ -206,7 +206,7 @@ class OpenVLAForRLActionPrediction(TokenActionModel, CheckpointPolicy):
 
     def prompt_lengths(self, observation: Observation) -> Sequence[Hashable]:
         """Tokens of each row's prompt; reject prompts that are longer than the language model's positions."""
-        lengths = self._ready_processor().prompt_lengths(self.sentences(observation))
+        lengths = self._ready_processor().prompt_lengths(self.instructions(observation))
         self.check_length(max(lengths) + self.num_image_tokens)
         return lengths
 
@@ -378,7 +378,7 @@ class OpenVLAForRLActionPrediction(TokenActionModel, CheckpointPolicy):
             bins.append(sample_tokens(logits[-1], do_sample, temperature, drawn))
         return torch.stack(bins, 1), torch.stack(logits, 1), torch.stack(states, 1)
 
-    def _propose(self, inputs: Inputs, samples: bool) -> Proposal:
+    def _propose(self, inputs: Inputs, samples: bool) -> BaseActions:
         embeddings, key_mask = self._embed_prompt(**inputs)
         seen: list[Tensor] = []
         if self.config.action_decoding == "parallel":
@@ -399,7 +399,7 @@ class OpenVLAForRLActionPrediction(TokenActionModel, CheckpointPolicy):
             drawn = draw(uniforms)
             return self.decode_actions(drawn.flatten(0, 1)).unflatten(0, drawn.shape[:2])
 
-        return Proposal(self.decode_actions(greedy).unsqueeze(1), features, sample if samples else None)
+        return BaseActions(self.decode_actions(greedy).unsqueeze(1), features, sample if samples else None)
 
     def _greedy(self, states: Tensor) -> Tensor:
         """Tokens ``[B, A]`` of parallel decoding. Not checked, which would wait for the GPU: features that are NaN show it."""

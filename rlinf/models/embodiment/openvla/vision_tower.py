@@ -8,8 +8,8 @@ from transformers import Dinov2WithRegistersConfig, SiglipVisionConfig
 from transformers.models.dinov2_with_registers.modeling_dinov2_with_registers import Dinov2WithRegistersLayer
 from transformers.models.siglip.modeling_siglip import SiglipEncoderLayer
 
-from rlinf.models.blocks import run_in_turn
 from rlinf.models.embodiment.openvla.config import OpenVLAConfig, VisionTowerSpec
+from rlinf.models.layers import run_in_turn
 
 LAYER_NORM_EPS = 1e-6
 

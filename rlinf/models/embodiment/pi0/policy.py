@@ -24,7 +24,7 @@ from rlinf.models.embodiment.pi0.processing import StatisticsNormalizer, resize_
 from rlinf.models.loading import field_error
 from rlinf.models.sampling import draw_uniforms, standard_normal
 from rlinf.options import override_text
-from rlinf.types import EnvSpec, Observation, Proposal
+from rlinf.types import BaseActions, EnvSpec, Observation
 
 PROMPT_BLOCK = 64
 """Tokens of which a prompt has a multiple where a CUDA graph reads it."""
@@ -118,12 +118,12 @@ class Pi0ForRLActionPrediction(Pi0Network, FlowPolicy):
     # -- properties ---------------------------------------------------------------------------------------------------
 
     @property
-    def num_steering_numbers(self) -> int:
+    def steering_dim(self) -> int:
         """Noise of one action, padding included: a head sets the same for all actions of the horizon, as DSRL does for pi0."""
         return self.config.action_dim
 
     def steering_uniforms(self, noise: Tensor) -> Tensor:
-        """Repeat the noise ``[B, num_steering_numbers]`` of an action over the horizon."""
+        """Repeat the noise ``[B, steering_dim]`` of an action over the horizon."""
         return super().steering_uniforms(noise.repeat(1, self.config.action_horizon))
 
     @property
@@ -160,7 +160,7 @@ class Pi0ForRLActionPrediction(Pi0Network, FlowPolicy):
         pixel_values = pixel_values.sub_(mean).div_(std)
         state = self._state(observation) if self.config.reads_state else None
         in_prompt = state.numpy() if self.config.state_in_prompt else None
-        input_ids, attention_mask = processor.encode(self.sentences(observation), in_prompt)
+        input_ids, attention_mask = processor.encode(self.instructions(observation), in_prompt)
         present = torch.ones(pixel_values.shape[:2], dtype=torch.bool) if image_mask is None else image_mask.bool()
         if present.shape != pixel_values.shape[:2]:
             found, required = list(present.shape), list(pixel_values.shape[:2])
@@ -192,7 +192,7 @@ class Pi0ForRLActionPrediction(Pi0Network, FlowPolicy):
     def prompt_lengths(self, observation: Observation) -> Sequence[Hashable]:
         """Tokens of each row's prompt, which may hold the state."""
         in_prompt = self._state(observation).numpy() if self.config.state_in_prompt else None
-        return self._ready_processor().encode(self.sentences(observation), in_prompt)[1].sum(1).tolist()
+        return self._ready_processor().encode(self.instructions(observation), in_prompt)[1].sum(1).tolist()
 
     def _cameras(self, observation: Observation) -> list[str]:
         wanted = self.config.cameras
@@ -220,7 +220,7 @@ class Pi0ForRLActionPrediction(Pi0Network, FlowPolicy):
         normalizer = StatisticsNormalizer(stats, width, self.config.by_quantiles, "proprio")
         return normalizer.normalize(torch.from_numpy(observation.state))
 
-    def _propose(self, inputs: Inputs, samples: bool) -> Proposal:
+    def _propose(self, inputs: Inputs, samples: bool) -> BaseActions:
         prefix, state = self.encode_prefix(**inputs), inputs.get("state")
         chain, output = self._euler(prefix, state, self._greedy_noise(len(inputs["input_ids"])))
         if self.feature_kind == "hidden":
@@ -234,7 +234,7 @@ class Pi0ForRLActionPrediction(Pi0Network, FlowPolicy):
             drawn = self._euler(prefix.repeated(times), states, noise)[0]
             return self._chunk(drawn).unflatten(0, uniforms.shape[:2])
 
-        return Proposal(self._chunk(chain).unsqueeze(1), features, sample if samples else None)
+        return BaseActions(self._chunk(chain).unsqueeze(1), features, sample if samples else None)
 
     def _graph_inputs(self, inputs: Inputs) -> Inputs:
         """Pad prompts to a multiple of 64 tokens: with the state in it, a prompt has another length in nearly every call."""

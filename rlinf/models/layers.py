@@ -24,7 +24,7 @@ TOGETHER = 4
 """Blocks of a vision tower that are recomputed together: their activations take at most the space of a language model's layer."""
 
 
-def repeated_blocks(model: nn.Module) -> list[nn.Module]:
+def find_layers(model: nn.Module) -> list[nn.Module]:
     """Return the outermost modules named in ``fsdp_wrap_modules``, and the layers of transformers' own models."""
     names = set(getattr(model, "fsdp_wrap_modules", ()))
     blocks: list[nn.Module] = []
@@ -44,12 +44,12 @@ def set_training_options(model: nn.Module, *, recomputed: bool | int, compiled: 
     Args:
         model: Model; ``recomputed`` needs repeated blocks.
         recomputed: Keep the inputs of each block only, and compute the rest again for the gradient (Chen et al. 2016). A number: of so
-            many blocks, the first ones of ``repeated_blocks``.
+            many blocks, the first ones of ``find_layers``.
         compiled: Run each block through ``torch.compile``.
     """
     if not (recomputed or compiled):
         return
-    blocks = repeated_blocks(model)
+    blocks = find_layers(model)
     if recomputed and not blocks:
         raise ConfigError(
             f"{type(model).__name__} has no repeated blocks (fsdp_wrap_modules), whose activations could be recomputed.",

@@ -89,10 +89,6 @@ class HuggingFacePolicy(TokenPolicy):
     Args:
         model_name: Folder or hub id.
         **kwargs: Fields of ``HuggingFacePolicyConfig``.
-
-    Attributes:
-        model: The trained model.
-        parallel: Its placement on the ranks.
     """
 
     config: HuggingFacePolicyConfig

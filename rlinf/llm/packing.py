@@ -95,10 +95,7 @@ def micro_batch_rows(
 def deal_by_length(
     rows: Sequence[int], lengths: Sequence[int], shards: int, max_tokens: int, length_multiple: int = 1
 ) -> list[list[list[int]]]:
-    """Distribute rows over shards by decreasing length, and split all shards into micro-batches at the same positions.
-
-    The number of rows must be a multiple of ``shards``; ``lengths`` are by row number.
-    """
+    """Distribute rows over shards by decreasing length, and split all shards into micro-batches at the same positions."""
     ordered = sorted(rows, key=lambda row: -lengths[row])
     dealt = [ordered[rank::shards] for rank in range(shards)]
     # At each position the first shard has the longest row.

@@ -22,10 +22,7 @@ Pair = tuple[Sample, Sample]
 class DPOTrainer(TokenTrainer):
     """Trainer for preferences between two completions (``DPOLossFn``).
 
-    Args:
-        policy: Policy to train; its initial weights are the reference.
-        rows: Pairs of the chosen and the rejected sample.
-        batch_size: Pairs of one step, over all ranks.
+    The initial weights are the reference; ``batch_size`` counts pairs of one step over all ranks.
     """
 
     phase = "rl"

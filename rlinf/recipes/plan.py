@@ -273,10 +273,7 @@ def fraction_of_engine(config: RecipeConfig, plan: Plan | None) -> float:
 
 
 def memory_lines(config: RecipeConfig, plan: Plan) -> list[tuple[str, str]]:
-    """Return lines with the memory per GPU of policy and rollout, from the model's shapes.
-
-    Raise ConfigError if an engine does not fit next to the policy on the same GPU.
-    """
+    """Return lines with the memory per GPU of policy and rollout; raise ConfigError if both do not fit one GPU."""
     name = config.policy.model_name_or_path
     if not is_local(name):
         return [("memory", f"unknown: the config.json of {name} is not on this machine")]

@@ -194,10 +194,7 @@ def make_generator(
 ) -> RemoteGenerator:
     """Start the rollout workers of this rank, and wait until they are ready.
 
-    Args:
-        tokenizer: Source of the end token if the model does not define it.
-        engine: ``VllmConfig`` of the engines; None: rollout workers generate in torch.
-        places: Placement of the rollout workers.
+    ``tokenizer`` is the source of end tokens that the model lacks; ``engine`` a ``VllmConfig``, or None to generate in torch.
     """
     ends = end_tokens(policy.model, tokenizer, None)
     sampling = SamplingConfig(

@@ -158,7 +158,8 @@ class Record:
         # the interval of these counts is wide enough.
         lines = self.lines_with("eval/reward_mean", "eval/num_completions")
         rates = [
-            (line["step"], line["eval/reward_mean"] / self.full_reward, int(line["eval/num_completions"])) for line in lines
+            (line["step"], line["eval/reward_mean"] / self.full_reward, int(line["eval/num_completions"]))
+            for line in lines
         ]
         if not all(0 <= rate <= 1 for _, rate, _ in rates):
             raise NotMeasured

@@ -24,6 +24,7 @@ from rlinf.algorithms.config import AlgorithmConfig  # noqa: E402
 from rlinf.algorithms.offpolicy_config import OffPolicyConfig  # noqa: E402
 from rlinf.config.schema import RunConfig  # noqa: E402
 from rlinf.envs import ENVS  # noqa: E402
+from rlinf.envs.config import ProcessEnvConfig  # noqa: E402
 from rlinf.files import write_text  # noqa: E402
 from rlinf.options import override_text, public_fields, type_name  # noqa: E402
 from rlinf.recipes.checks import NOT_DONE, WITHOUT_EFFECT  # noqa: E402
@@ -94,13 +95,18 @@ def table(cls: type, path: str, skip: frozenset[str] = frozenset()) -> str:
     for name, field in public_fields(cls).items():
         if section_of(hints[name]) is not None or name in skip:
             continue
-        default = field.default if field.default is not dataclasses.MISSING else field.default_factory()
-        shown = "`{}`" if default == {} else f"`{override_text(default)}`"
+        shown = default_text(field)
         # Without a value, the default does not show the type.
-        kind = f" ({type_name(hints[name]).removesuffix(' or null')})" if default is None else ""
+        kind = f" ({type_name(hints[name]).removesuffix(' or null')})" if shown == "`null`" else ""
         dotted = f"{path}.{name}" if path else name
         lines.append(f"| `{dotted}` | {shown}{kind} | {escape(meaning(field.metadata))} |")
     return "\n".join(lines)
+
+
+def default_text(field: dataclasses.Field) -> str:
+    """Return the default of an option as it is typed."""
+    default = field.default if field.default is not dataclasses.MISSING else field.default_factory()
+    return "`{}`" if default == {} else f"`{override_text(default)}`"
 
 
 def meaning(metadata: Mapping[str, typing.Any]) -> str:
@@ -125,8 +131,21 @@ def escape(text: str) -> str:
     return text.replace("|", "\\|").replace("<", "&lt;")
 
 
-FAMILIES = {AlgorithmConfig: "algorithm: policy gradients", OffPolicyConfig: "algorithm: off-policy"}
+FAMILIES = {
+    ProcessEnvConfig: "env: simulators in worker processes",
+    AlgorithmConfig: "algorithm: policy gradients",
+    OffPolicyConfig: "algorithm: off-policy",
+}
 """Classes whose keys several options of a section have, with the heading under which the page shows them."""
+
+
+def unchanged(cls: type, family: type) -> frozenset[str]:
+    """Return the keys of ``cls`` that need no row, because ``family`` has them with the same default and meaning."""
+    fields, inherited = public_fields(cls), public_fields(family)
+    same = {key for key in inherited if default_text(fields[key]) == default_text(inherited[key])}
+    return frozenset(
+        {key for key in same if meaning(fields[key].metadata) == meaning(inherited[key].metadata)} | {"name"}
+    )
 
 
 def configuration_page() -> str:
@@ -148,11 +167,9 @@ def configuration_page() -> str:
         for option in registry or ():
             if registry.entries()[option].origin == "rlinf":
                 cls = registry.get(option).config_class
-                base = frozenset(public_fields(next((each for each in families if issubclass(cls, each)), hints[name])))
-                changed = (
-                    base & frozenset(vars(cls).get("__annotations__", {})) if cls is not hints[name] else frozenset()
-                )
-                parts += [f"### {name}={option}\n", prose(cls.__doc__), table(cls, name, base - changed), ""]
+                family = next((each for each in families if issubclass(cls, each)), hints[name])
+                keys = table(cls, name, unchanged(cls, family))
+                parts += [f"### {name}={option}\n", prose(cls.__doc__), keys, ""]
     return "\n".join(parts).rstrip() + "\n"
 
 

@@ -114,7 +114,7 @@ def test_only_successes_are_stored_whatever_the_number_of_envs(expert, tmp_path,
     assert kept == [episode | {"episode_index": place} for episode, place in zip(every, places, strict=True)]
     assert_rows(folder, expert, rows := np.flatnonzero(np.isin(open_all(expert).episode_ids, stored)))
     printed = capsys.readouterr().out
-    assert f"played    10 episodes of 2 tasks, {len(stored)} successes" in printed
+    assert f"ran       10 episodes of 2 tasks, {len(stored)} successes" in printed
     assert f"stored    {len(stored)} episodes, {len(rows)} rows" in printed and f"sft.dataset={folder}" in printed
 
 
@@ -165,7 +165,7 @@ def test_a_collection_that_is_cut_short_keeps_what_has_ended(fault, code, kept, 
     handlers = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
     assert main(words) == code
     assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == handlers
-    assert f"cut short after {kept} of 10 episodes" in capsys.readouterr().out
+    assert f"interrupted after {kept} of 10 episodes" in capsys.readouterr().out
     assert_rows(tmp_path / "data", expert, np.flatnonzero(open_all(expert).episode_ids < kept))
     about = recorded(tmp_path / "data")
     assert about["episodes"] == recorded(expert)["episodes"][:kept] and not about["whole"]
@@ -192,7 +192,7 @@ def test_a_run_goes_on_with_the_dataset_that_it_began_with(cloned, expert, tmp_p
     resume = f"resume={tmp_path / 'run'}"
     for dataset in (f"sft.dataset={other}", "sft.dataset=null"):
         with pytest.raises(
-            CheckpointError, match="has cloned other demonstrations than .*Set sft.dataset=.*init_from="
+            CheckpointError, match="has cloned different demonstrations from .*Set sft.dataset=.*init_from="
         ):
             clone(tmp_path / "run", expert, *CLONE, resume, "sft.max_steps=5", dataset)
     moved = Path(shutil.copytree(expert, tmp_path / "moved"))

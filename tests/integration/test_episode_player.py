@@ -17,7 +17,7 @@ from rlinf.evaluation.recorded import read_recording, write_recording
 from rlinf.evaluation.recording import record_episodes
 from rlinf.models import build_policy
 from rlinf.report.compare_folders import compare_folders
-from rlinf.report.episode_player import parting_step
+from rlinf.report.episode_player import divergence_step
 from rlinf.report.run_page import write_report
 from rlinf.run_folder import BASELINE_FOLDER, RECORDINGS_FOLDER
 
@@ -77,7 +77,7 @@ const press = key => player.dispatchEvent(new KeyboardEvent('keydown', {key, bub
   if (slider) { slider.value = slider.max; slider.dispatchEvent(new Event('input')); }
   look('end');
   press(' '); press(' '); look('paused'); press(' '); await until(() => slider && player.dataset.step === slider.max); look('played');
-  player.querySelectorAll('[aria-label="go to where they part"]').forEach(button => button.click()); look('parting');
+  player.querySelectorAll('[aria-label="go to where they diverge"]').forEach(button => button.click()); look('divergence');
   document.body.innerHTML = '<pre id="seen"></pre>'; document.getElementById('seen').textContent = JSON.stringify(seen);
 })();
 </script>
@@ -125,7 +125,7 @@ def test_a_click_shows_both_policies_and_keys_go_through_the_steps(folders, tmp_
     assert seen["end"]["sides"][0]["image"] == pair[0]["frames"][-1] and seen["end"]["step"] == "8"
     assert seen["paused"]["step"] == "0" and seen["played"]["step"] == "8"
     assert "action" not in seen["played"]["sides"][0]["numbers"]
-    assert seen["parting"]["step"] == str(parting_step(*pair)), "the button goes to where they part"
+    assert seen["divergence"]["step"] == str(divergence_step(*pair)), "the button goes to where they part"
     at_0, at_2, at_8 = (seen[name]["cursors"] for name in ("clicked", "two on", "end"))
     assert len(at_0) == 3 and np.allclose(np.subtract(at_2, at_0) * 4, np.subtract(at_8, at_0)) and at_8 > at_0
 

@@ -468,7 +468,7 @@ def test_a_simulator_that_has_drifted_since_the_checkpoint_is_warned_of(quick, t
     monkeypatch.setattr(scene, "tabletop_xml", lambda: description.replace("0.23 0.23 0.25", "0.15 0.15 0.17"))
     with caplog.at_level(logging.WARNING, "rlinf"):
         warned = evaluate(replace(config, output_dir=str(tmp_path / "darker"))).warnings
-    assert warned and all("has changed since the checkpoint was made: " in line for line in warned)
+    assert warned and all("has changed since the checkpoint was written: " in line for line in warned)
     assert all("grey levels" in line for line in warned)
     assert warned[0] in caplog.text
     off = replace(config, output_dir=str(tmp_path / "off"), evaluation=replace(config.evaluation, probe=False))

@@ -91,7 +91,7 @@ def test_a_policy_that_refuses_everything_from_then_on_ends_the_audit(table):
         audited(Fails(IsGone(), RejectedRequestError("out of memory")), table)
 
 
-def test_questions_whose_conditions_were_refused_cannot_be_told():
+def test_questions_whose_conditions_were_refused_inconclusive():
     """By hand-made rows of a policy that succeeds in 90 of 100 episodes, and in 5 by the actions of others."""
     clean, none = ConditionRow("clean", "", Success(90, 100)), ConditionRow("", "", note="rejected")
     costs, nothing = Pairs(5, 85, 0, 10), Pairs(90, 0, 0, 10)

@@ -146,7 +146,7 @@ def test_a_file_of_libero_is_turned_and_each_observation_goes_with_the_action_th
     assert about["env"] == {"name": "libero", "gripper": "env", "rendering": "full"} and about["rotate_images"]
     assert all(episode["seen_after_action"] for episode in about["episodes"])
     printed = capsys.readouterr().out
-    assert "turned by 180 degrees" in printed and "with the next action in 2 episodes" in printed
+    assert "rotated by 180 degrees" in printed and "with the next action in 2 episodes" in printed
     unpaired = opened(convert(source, tmp_path / "as_stored", "seen_after_action=false"), "agentview")
     assert len(unpaired) == 9 and not np.array_equal(unpaired.actions[:3], dataset.actions[:3])
 

@@ -368,7 +368,7 @@ def test_a_policy_that_cannot_be_built_without_numbers_is_not_refused(monkeypatc
 def test_rank_0_estimates_for_all(monkeypatch):
     from rlinf.commands import train
 
-    monkeypatch.setattr(train, "_ask_gpu", lambda *_: pytest.fail("another rank estimated"))
+    monkeypatch.setattr(train, "_estimate_fit", lambda *_: pytest.fail("another rank estimated"))
     monkeypatch.setattr(train, "rank", lambda: 1)
     monkeypatch.setattr(train, "broadcast_object", lambda value, source: (3, None))
     assert train._fit_to_gpu(config_of("experiment=quickstart"), 10**9) == 3

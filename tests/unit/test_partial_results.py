@@ -58,7 +58,10 @@ def test_kept_results_are_not_continued_where_one_condition_differs(tmp_path):
 
 
 def test_two_evaluations_do_not_write_into_one_folder(tmp_path):
-    with PartialResults(tmp_path, {}), pytest.raises(ConfigError, match="A different evaluation is writing .* output_dir="):
+    with (
+        PartialResults(tmp_path, {}),
+        pytest.raises(ConfigError, match="A different evaluation is writing .* output_dir="),
+    ):
         PartialResults(tmp_path, {})
     PartialResults(tmp_path, {})._file.close()  # a control: the first one has ended
 

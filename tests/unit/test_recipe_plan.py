@@ -180,7 +180,7 @@ def test_without_gpus_a_dry_run_plans_for_another_machine_and_a_run_is_refused(n
     assert main(run_words(name, "--dry-run")) == 0
     shown = capsys.readouterr().out
     assert f"total GPUs:   {sum(GPUS[name])}\n" in shown
-    assert f"machine:      {sum(GPUS[name])} GPUs, which this one lacks" in shown
+    assert f"machine:      a machine with {sum(GPUS[name])} GPUs (this one has none)" in shown
     assert main(run_words(name)) == 2
     assert "and torch sees 0. Set policy.device=cpu" in capsys.readouterr().err
     assert main(run_words(name, "policy.device=cpu")) == 0

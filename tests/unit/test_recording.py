@@ -17,7 +17,7 @@ from rlinf.evaluation.recorded import read_recording, write_recording
 from rlinf.evaluation.recording import ScoringPolicy, record_episodes
 from rlinf.models import build_policy
 from rlinf.preflight.compatibility import check_evaluation
-from rlinf.report.episode_player import copy_baseline, executed_actions, parting_step, short_names
+from rlinf.report.episode_player import copy_baseline, divergence_step, executed_actions, short_names
 from rlinf.run_folder import BASELINE_FOLDER, RECORDINGS_FOLDER
 from rlinf.types import EpisodeSpec
 
@@ -202,7 +202,7 @@ def test_two_policies_part_where_an_executed_action_differs():
     assert executed_actions(recording_of(actions, 3)).tolist() == [*actions[:3], [1.0, 1.0]], "clipped to the bounds"
 
     def part(changed):
-        return parting_step(recording_of(actions, 3), recording_of(changed, 2))
+        return divergence_step(recording_of(actions, 3), recording_of(changed, 2))
 
     assert part(actions) is None, "chunks of another length with the same actions"
     assert part([*actions[:2], [0.39, 0.0], actions[3]]) is None, "below 10 % of the range of 2"

@@ -142,7 +142,9 @@ class RemotePolicy(ActionModel, nn.Module):
         return torch.float32
 
     def preprocess(self, observation: Observation) -> dict[str, Any]:
-        return {"observation": replace(observation, instruction=self.instructions(observation))}  # the server preprocesses
+        return {
+            "observation": replace(observation, instruction=self.instructions(observation))
+        }  # the server preprocesses
 
     def prompt_lengths(self, observation: Observation) -> Sequence[Hashable]:
         """The server groups rows by their prompts."""

@@ -151,7 +151,9 @@ class HfVlaForRLActionPrediction(TokenActionModel, PreTrainedModel):
 
     def prompt_lengths(self, observation: Observation) -> Sequence[Hashable]:
         """Tokens of each row's prompt; reject prompts that are longer than the language model's positions."""
-        lengths = self._ready_processor().prompt_lengths(replace(observation, instruction=self.instructions(observation)))
+        lengths = self._ready_processor().prompt_lengths(
+            replace(observation, instruction=self.instructions(observation))
+        )
         self.check_length(max(lengths))  # `preprocess` counts the tokens of images, too
         return lengths
 

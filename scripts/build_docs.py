@@ -111,12 +111,16 @@ def default_text(field: dataclasses.Field) -> str:
 
 
 def meaning(metadata: Mapping[str, typing.Any]) -> str:
-    """Return the help of an option, its bounds, and the choices that the help does not name."""
+    """Return the help of an option, its bounds except a minimum of 0 or 1, and the choices that the help does not name."""
     choices = [override_text(choice) for choice in metadata["choices"] or ()]
     named = all(re.search(rf"\b{re.escape(choice)}\b", metadata["help"]) for choice in choices)
     limits = [] if named else [", ".join(f"`{choice}`" for choice in choices)]
-    signs = (("minimum", "\u2265"), ("maximum", "\u2264"), ("below", "<"))
-    limits += [f"{sign}\u00a0{metadata[key]}" for key, sign in signs if metadata.get(key) is not None]
+    low, high, below = (metadata.get(key) for key in ("minimum", "maximum", "below"))
+    if high is not None:
+        limits.append(f"\u2264\u00a0{high}" if low is None else f"{low}\u00a0to\u00a0{high}")
+    elif low not in (None, 0, 1):
+        limits.append(f"\u2265\u00a0{low}")
+    limits += [] if below is None else [f"<\u00a0{below}"]
     return metadata["help"] + (f" ({'; '.join(limits)})" if limits else "")
 
 

@@ -42,7 +42,7 @@ from rlinf.models.config import LoraConfig
 from rlinf.models.hf_model import HFModel, model_shapes
 from rlinf.models.loading import read_json
 from rlinf.models.lora import adapter_state_dict, apply_lora, check_untied
-from rlinf.models.merged_weights import block_of
+from rlinf.models.merged_weights import layer_prefix
 from rlinf.number_formats import GIB
 from rlinf.run_folder import ADAPTER_FILE, CONFIG_FILE, MANIFEST_FILE, STATISTICS_FILE, TRAINER_FOLDER
 
@@ -207,7 +207,7 @@ def _public(model: Any, trained: _Trained) -> Iterator[tuple[str, Tensor]]:
         other = sorted(names ^ trained.entries.keys())
         found = f"{trained.folder} is of another model than {type(model).__name__}"
         raise CheckpointError(f"{found}: {len(other)} tensors are in one of them only ({', '.join(other[:3])})")
-    for _, unit in itertools.groupby(names, block_of):
+    for _, unit in itertools.groupby(names, layer_prefix):
         weights = {f"model.{name}": tensor for name, tensor in trained.read(unit).items()}
         yield from HFModel(model).public_state_dict(weights).items()
 

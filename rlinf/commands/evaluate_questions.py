@@ -27,8 +27,7 @@ from rlinf.manifest import Manifest, git_revision, library_versions
 from rlinf.models.base_weights import weights_digest
 from rlinf.models.end_tokens import end_tokens
 from rlinf.models.hf_model import load_config
-from rlinf.models.loading import no_lora
-from rlinf.models.positions import num_positions
+from rlinf.models.loading import no_lora, num_positions
 from rlinf.options import to_mapping
 from rlinf.recipes.build import load_processor
 from rlinf.recipes.completions import Completer

@@ -399,7 +399,7 @@ class _EnvChecker:
             if result.num_env_steps != length or length > horizon:
                 counts = f"{result.num_env_steps} steps; {length} were executed, and the limit is {horizon}"
                 yield f"The episode of row {row} reports {counts}."
-            if not step.terminated[row] and length != horizon and not self.frozen._stats.cut[row]:
+            if not step.terminated[row] and length != horizon and not self.frozen._stats.sim_truncated[row]:
                 yield f"Row {row} was truncated after {length} of {horizon} steps."
 
 

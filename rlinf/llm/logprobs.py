@@ -17,7 +17,7 @@ from rlinf.distributed.transfers import to_device
 from rlinf.errors import ConfigError
 from rlinf.llm.batched_data_dict import IMAGE_KEYS, join_padded, tokens_and_mask
 from rlinf.llm.packing import known_rows, packed_inputs, probe_tokens
-from rlinf.models.positions import num_positions
+from rlinf.models.loading import num_positions
 from rlinf.models.precision import evaluation_mode
 from rlinf.models.sampling import token_logprobs
 

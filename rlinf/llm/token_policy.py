@@ -25,7 +25,7 @@ from rlinf.llm.losses import TokenCounts, TokenLoss
 from rlinf.llm.packing import micro_batch_rows
 from rlinf.llm.policy_interface import LogprobsSpec, LossFunction, PolicyInterface, TrainingDatumSpec
 from rlinf.memory import memory_metrics
-from rlinf.models.positions import num_positions
+from rlinf.models.loading import num_positions
 from rlinf.models.precision import evaluation_mode, torch_dtype_of
 from rlinf.optim.master_adamw import MasterAdamW
 from rlinf.optim.train_step import TrainStep

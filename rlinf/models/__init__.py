@@ -1,7 +1,7 @@
-"""Policies by name: one registration makes a model type known to configuration, loading and training.
+"""Policies by name: one registration makes a model type available to configuration, loading and training.
 
-A model type that nobody registered falls back to a generic class: ``HFModel`` for text, ``hf_vla`` for images and text.
-Importing this module imports neither torch nor transformers; they come with the first model.
+An unregistered model type falls back to ``HFModel`` (text) or ``hf_vla`` (images and text). Importing this module imports
+neither torch nor transformers.
 """
 
 from __future__ import annotations
@@ -48,19 +48,14 @@ class ModelEntry:
     """The classes of a model type, each given directly or as ``"module:attribute"``.
 
     Attributes:
-        name: ``model.model_type`` in the configuration.
         model: Policy class: ``ActionModel``, and ``PreTrainedModel`` or ``PlainPolicy``.
         config: ``PreTrainedConfig`` or ``PlainConfig`` class; None: ``model.config_class``.
-        processor: Class whose ``from_pretrained(path, tokenizer=..., image_processor=...)`` gives the input processor.
-        image_processor: Class with ``from_pretrained(path)``.
-        load_processor: Instead of the two: ``(tokenizer_config, model_config, path) -> input processor``, where
-            ``path`` is None for a model without a folder.
-        acts: False for a language model, which does not act in an environment.
-        elsewhere: The policy is behind ``model.url``; it has no weights here.
-        check_folder: ``(folder, interpreter, overrides, new folder | None) -> (rows, sentences)`` for ``rlinf check-policy``: what a
-            folder holds, and its faults.
-        folder_settings: ``folder -> settings of the model section | None`` for a folder whose config.json names no ``model_type``; None:
-            it is of another project.
+        processor: Class whose ``from_pretrained(path, tokenizer=..., image_processor=...)`` loads the input processor.
+        load_processor: Replaces the two processor classes: ``(tokenizer_config, model_config, path or None) -> processor``.
+        acts: False for a language model.
+        is_remote: The policy runs behind ``model.url``; it has no weights here.
+        check_folder: ``(folder, interpreter, overrides, new folder | None) -> (rows, faults)`` for ``rlinf check-policy``.
+        folder_settings: ``folder -> model section | None`` for a folder whose config.json has no ``model_type``.
     """
 
     name: str
@@ -70,7 +65,7 @@ class ModelEntry:
     image_processor: Any = None
     load_processor: Any = None
     acts: bool = True
-    elsewhere: bool = False
+    is_remote: bool = False
     check_folder: Any = None
     folder_settings: Any = None
 
@@ -92,7 +87,7 @@ class ModelEntry:
 
 
 def _family(name: str, policy: str, config: str, processing: str | None = None, **parts: str) -> ModelEntry:
-    """Return the entry of a family's folder; ``processing`` names the family whose module of this name it uses."""
+    """Return the entry of a model family; ``processing`` names the family whose processing module it shares."""
     folder = f"rlinf.models.embodiment.{name}"
     parts["load_processor"] = f"rlinf.models.embodiment.{processing or name}.processing:load_processor"
     return ModelEntry(name, f"{folder}.policy:{policy}", f"{folder}.config:{config}", **parts)
@@ -128,7 +123,7 @@ ENTRIES = (
         "remote",
         "rlinf.models.embodiment.remote_action_model:RemotePolicy",
         load_processor=NO_PROCESSOR,
-        elsewhere=True,
+        is_remote=True,
     ),
     ModelEntry(
         "your_model",
@@ -152,19 +147,15 @@ def register_model(
     image_processor: Any = None,
     load_processor: Callable[..., Any] | str | None = None,
 ) -> None:
-    """Make a model type known: the single registration. The same name twice keeps the last one.
-
-    See ``ModelEntry`` for the arguments; a ``"module:attribute"`` is imported at first use.
-    """
+    """Register a model type; the last registration of a name wins. See ``ModelEntry`` for the arguments."""
     MODELS.register(name, ModelEntry(name, model, config, processor, image_processor, load_processor))
 
 
 def register_auto_classes() -> None:
-    """Make the Auto classes of transformers load every registered policy: ``AutoModel.from_pretrained("my_policy")``.
+    """Register every policy with the Auto classes of transformers: ``AutoModel.from_pretrained("my_policy")``.
 
-    An import alone does not, because it would import torch and all models. Loading a policy with rlinf registers its type.
-    A policy without transformers (``PlainConfig``) is registered here only.
-    What the Auto classes return cannot act until it has its processor; for a policy that acts, use ``rlinf.load_policy``.
+    An import alone does not, because it would import torch and all models. The loaded model needs its processor before it
+    can act; ``rlinf.load_policy`` sets it. Policies without transformers (``PlainConfig``) are registered here only.
     """
     for name in MODELS:
         _register_auto_classes(MODELS.get(name).resolve())
@@ -174,12 +165,13 @@ def _register_auto_classes(entry: ModelEntry) -> None:
     from transformers import AutoConfig, AutoModel, PreTrainedConfig
 
     AutoConfig.register(entry.config.model_type or entry.name, entry.config, exist_ok=True)
-    is_own = issubclass(entry.config, PreTrainedConfig) or entry.config.is_plain
+    is_custom = issubclass(entry.config, PreTrainedConfig) or entry.config.is_plain
     # A type of transformers itself keeps its class, because other models build their parts by it.
-    if is_own and entry.acts and not entry.config.__module__.startswith("transformers."):
+    if is_custom and entry.acts and not entry.config.__module__.startswith("transformers."):
         AutoModel.register(entry.config, entry.model, exist_ok=True)
     if entry.image_processor is not None:
-        from transformers import AutoImageProcessor  # with tokenizers, which a policy on the state needs not
+        # Imports tokenizers, which a policy without images does not need.
+        from transformers import AutoImageProcessor
 
         AutoImageProcessor.register(entry.config, slow_image_processor_class=entry.image_processor, exist_ok=True)
     if entry.processor is not None:

@@ -1,4 +1,4 @@
-"""Adapters belong to the base weights that they were trained on, which the manifest of their folder records."""
+"""Digests of base weights: adapters and actors belong to the weights that they were trained on."""
 
 from __future__ import annotations
 
@@ -23,14 +23,12 @@ logger = logging.getLogger("rlinf")
 
 
 def check_base(model: ModelConfig, allow_mismatch: Sequence[str] = ()) -> None:
-    """Reject the adapters at ``model.lora_path`` if they were trained on other base weights.
-
-    A folder without a record of its base (one that PEFT wrote) is accepted with one line in the log.
-    """
+    """Reject the adapters at ``model.lora_path`` if their manifest records different base weights."""
     if model.lora_path is None or any(name in (BASE_FIELD, "lora") for name in allow_mismatch):
         return
     folder = Path(model.lora_path).expanduser()
-    in_checkpoint = folder.name == ADAPTER_FOLDER and not (folder / MANIFEST_FILE).is_file()  # an export has its own
+    # The adapter folder of a checkpoint has its manifest one level up; an export has its own.
+    in_checkpoint = folder.name == ADAPTER_FOLDER and not (folder / MANIFEST_FILE).is_file()
     home = folder.parent if in_checkpoint else folder
     saved = Manifest.load(home).lora.get("base_sha256") if (home / MANIFEST_FILE).is_file() else None
     if saved is None:
@@ -41,17 +39,12 @@ def check_base(model: ModelConfig, allow_mismatch: Sequence[str] = ()) -> None:
         return
     present = weights_digest(model.model_path)
     if saved != present:
-        sentence = (
-            f"The adapters of {folder} belong to other base weights than model.model_path={model.model_path or 'null'}"
-        )
-        reject_mismatches([Mismatch(BASE_FIELD, saved, present, must_match=True)], allow_mismatch, sentence)
+        text = f"The adapters of {folder} belong to other weights than model.model_path={model.model_path or 'null'}"
+        reject_mismatches([Mismatch(BASE_FIELD, saved, present, must_match=True)], allow_mismatch, text)
 
 
 def weights_digest(model_path: str | None) -> str | None:
-    """Return one SHA-256 of the names and contents of a model's weight files; None without a path.
-
-    For a hub id, the downloaded files are hashed. A file is hashed again only when its size or modification time changes.
-    """
+    """Return a SHA-256 of the names and contents of a model's weight files (a hub id: of its cache); None without a path."""
     if model_path is None:
         return None
     folder = Path(model_path).expanduser()
@@ -59,20 +52,21 @@ def weights_digest(model_path: str | None) -> str | None:
         from huggingface_hub import snapshot_download
 
         folder = Path(snapshot_download(model_path, local_files_only=True))
+    # A file is hashed again only when its size or modification time changes.
     paths = sorted(path for pattern in ("*.safetensors", "*.bin") for path in folder.glob(pattern))
-    found = {path.name: _file_digest(path, path.stat().st_size, path.stat().st_mtime_ns) for path in paths}
-    return hashlib.sha256(json.dumps(found).encode()).hexdigest()
+    digests = {path.name: _file_digest(path, path.stat().st_size, path.stat().st_mtime_ns) for path in paths}
+    return hashlib.sha256(json.dumps(digests).encode()).hexdigest()
 
 
 def tensors_digest(tensors: Mapping[str, Tensor]) -> str:
-    """Return one SHA-256 of names, number formats, shapes and bits of tensors on any device."""
+    """Return a SHA-256 of the names, dtypes, shapes and bits of tensors on any device."""
     import torch
 
-    found = hashlib.sha256()
+    digest = hashlib.sha256()
     for name, tensor in sorted(tensors.items()):
-        found.update(f"{name} {tensor.dtype} {list(tensor.shape)}".encode())
-        found.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
-    return found.hexdigest()
+        digest.update(f"{name} {tensor.dtype} {list(tensor.shape)}".encode())
+        digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
+    return digest.hexdigest()
 
 
 @functools.cache
@@ -81,7 +75,7 @@ def _file_digest(path: Path, size: int, time_ns: int) -> str:
 
 
 def base_tensors(model: nn.Module, state: Mapping[str, Tensor] | None = None) -> Iterator[tuple[str, Tensor]]:
-    """Yield the state dict without adapters, under the names that the model has without adapters."""
+    """Yield the state dict without adapters, under the names of the model without adapters."""
     for name, tensor in (model.state_dict() if state is None else state).items():
         if ".lora_" not in name:
             yield name.replace(".base_layer.", "."), tensor

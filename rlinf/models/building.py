@@ -1,4 +1,4 @@
-"""Building a policy: its configuration, the checks before its weights, the weights, adapters and input processor."""
+"""Build a policy: its configuration, checks before loading, weights, adapters and input processor."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ from rlinf.errors import CheckpointError, ConfigError, did_you_mean
 from rlinf.models import MODELS, ModelEntry, import_target
 from rlinf.models.base_weights import check_base
 from rlinf.models.config import ModelConfig, TokenizerConfig
-from rlinf.models.dropout import switch_off_dropout
 from rlinf.models.embodiment.modules.normalizer import unit_range_stats
 from rlinf.models.fallback import TEXT, folder_config, generic_kind
 from rlinf.models.loading import (
@@ -28,7 +27,7 @@ from rlinf.models.loading import (
     read_json,
     without_load_report,
 )
-from rlinf.models.precision import heads_in_float32, torch_dtype_from_precision
+from rlinf.models.precision import heads_in_float32, switch_off_dropout, torch_dtype_from_precision
 from rlinf.optim.finite import check_loaded
 from rlinf.options import fixed_by_settings, from_mapping, override_text, plain_container
 from rlinf.run_folder import ADAPTER_FOLDER, MANIFEST_FILE, MODEL_FOLDER, STATISTICS_FILE
@@ -38,11 +37,11 @@ logger = logging.getLogger("rlinf")
 OPTIONAL_ARGUMENTS = (
     "action_chunks_len", "value_head", "detach_value", "features", "interpreter", "timeout_s", "connect_timeout_s",
 )  # fmt: skip
-"""Keys of the model section that are passed to a model's constructor only where it names them."""
+"""Keys of the model section that are passed to a model's constructor only if it takes them."""
 
 
 def entry_for(cfg: ModelConfig) -> ModelEntry:
-    """Return the registered entry of ``cfg.model_type``, else the generic one that takes it; ConfigError if none does."""
+    """Return the registered entry of ``cfg.model_type``, else the generic one; ConfigError if there is none."""
     return MODELS.get(cfg.model_type) if cfg.model_type in MODELS else _generic_entry(cfg)
 
 
@@ -58,8 +57,8 @@ def _generic_entry(cfg: ModelConfig) -> ModelEntry:
 def get_model_config_and_processor(cfg: Any) -> tuple[Any, Any]:
     """Return the model's configuration and its input processor, whose tokenizer pads on the left.
 
-    The folder is ``tokenizer.tokenizer_model``, else ``model.model_path``. Without both, the configuration is built from
-    ``model.init_config``, and the processor from packaged files. ``cfg`` is a run configuration, as dataclass or mapping.
+    ``cfg`` is a run configuration (dataclass or mapping). The folder is ``tokenizer.tokenizer_model``, else
+    ``model.model_path``; without both, ``model.init_config`` and a packaged processor are used.
     """
     section = _model_section(_section(cfg, "model"))
     return _load_or_fall_back(section, lambda entry: _config_and_processor(entry.resolve(), cfg))
@@ -75,9 +74,9 @@ def get_model(
     """Build the policy: load ``cfg.model_path``, or draw random weights from ``cfg.init_config``.
 
     Args:
-        cfg: The model section, as ``ModelConfig`` or mapping (missing keys take the defaults).
+        cfg: The model section, as ``ModelConfig`` or mapping.
         override_config_kwargs: Fields of the model's own configuration to replace.
-        allow_mismatch: ``["lora.base_sha256"]`` accepts adapters of other base weights, else a ManifestMismatchError.
+        allow_mismatch: ``["lora.base_sha256"]`` accepts adapters of different base weights.
         deferred: Leave the weights of an action policy in their files, if possible: ``make_parallel`` reads them.
     """
     section = _model_section(cfg)
@@ -87,10 +86,7 @@ def get_model(
 
 
 def build_policy(cfg: Any, override_config_kwargs: Mapping[str, Any] | None = None, *, deferred: bool = False) -> Any:
-    """Return ``get_model(cfg.model)`` with ``model.processor`` set, ready to act on observations.
-
-    ``cfg.evaluation.allow_mismatch`` may accept adapters of other base weights.
-    """
+    """Return ``get_model(cfg.model)`` with ``model.processor`` set, ready to act on observations."""
     section = _model_section(_section(cfg, "model"))
     evaluation = _section(cfg, "evaluation")
     allowed = evaluation.get("allow_mismatch", ()) if isinstance(evaluation, Mapping) else evaluation.allow_mismatch
@@ -105,37 +101,30 @@ def build_policy(cfg: Any, override_config_kwargs: Mapping[str, Any] | None = No
 
 
 def model_of_folder(folder: str | Path) -> tuple[str | None, dict[str, Any]]:
-    """Return the model type of a folder, and the settings that it needs besides its path; (None, {}): it does not say."""
+    """Return the model type of a folder and the settings that it needs besides its path; (None, {}): unknown."""
     name = folder_config(str(folder)).get("model_type")
     if name is not None:
         return name, {}
-    readers = {each: import_target(MODELS.get(each).folder_settings) for each in MODELS}
-    found = {each: read(folder) for each, read in readers.items() if read is not None}
-    return next(((each, settings) for each, settings in found.items() if settings is not None), (None, {}))
+    readers = {entry: import_target(MODELS.get(entry).folder_settings) for entry in MODELS}
+    settings = {entry: read(folder) for entry, read in readers.items() if read is not None}
+    return next(((entry, values) for entry, values in settings.items() if values is not None), (None, {}))
 
 
 def local_settings(cfg: ModelConfig, folder: str | Path | None = None) -> tuple[Any, Any] | None:
-    """Return a policy's class and its own configuration, without loading weights.
-
-    The configuration is that in ``folder``, else in ``cfg.model_path``, else ``cfg.init_config``. Return None for a
-    language model, and where the configuration is not on this machine.
-    """
+    """Return a policy's class and configuration, without loading weights."""
     section = _model_section(cfg if folder is None else replace(cfg, model_path=str(folder), init_config={}))
 
     def load(entry: ModelEntry) -> tuple[Any, Any] | None:
         entry, path = entry.resolve(), section.model_path
-        there = path is None or _has_config(entry, path)
-        return (entry.model, load_model_config(entry, section, path)) if entry.acts and there else None
+        is_local = path is None or _has_config(entry, path)
+        return (entry.model, load_model_config(entry, section, path)) if entry.acts and is_local else None
 
     return _load_or_fall_back(section, load)
 
 
 @fixed_by_settings("model", path="model_path", architectures="override_config.architectures")
 def _load_or_fall_back(cfg: ModelConfig, load: Callable[[ModelEntry], Any], log: bool = False) -> Any:
-    """Load by the model type's own entry; with ``cfg.strict`` off, by the generic one if the own class raises.
-
-    ``log``: say which generic class takes a model type that is not registered.
-    """
+    """Load by the model type's registered class; with ``strict`` off, fall back to the generic one if that raises."""
     entry, is_registered = entry_for(cfg), cfg.model_type in MODELS
     if log and not is_registered:
         chosen = entry.name if entry.acts else "HFModel"
@@ -145,12 +134,12 @@ def _load_or_fall_back(cfg: ModelConfig, load: Callable[[ModelEntry], Any], log:
     try:
         return load(entry)
     except Exception:
-        found = folder_config(cfg.model_path).get("model_type")
-        if found is None:
+        declared = folder_config(cfg.model_path).get("model_type")
+        if declared is None:
             raise
-        generic = _generic_entry(replace(cfg, model_type=found))
+        generic = _generic_entry(replace(cfg, model_type=declared))
         logger.exception(
-            "The class of model type '%s' cannot load '%s'; model.strict=false: the generic class of '%s' takes it.",
+            "The class of model type '%s' cannot load '%s'; model.strict=false: the generic class of '%s' loads it.",
             cfg.model_type, cfg.model_path, generic.name,
         )  # fmt: skip
     return load(generic)
@@ -197,20 +186,20 @@ def _load(
 
 
 def check_prompt_suffix(cfg: ModelConfig) -> None:
-    """Raise ConfigError if the folder's policy learned to act behind words, by its manifest, and ``cfg`` does not say which to take."""
+    """Raise ConfigError if the policy was trained with a prompt suffix, by its manifest, and ``cfg`` sets none."""
     given = [path for path in (cfg.model_path, cfg.lora_path) if path is not None]
     for path in given if cfg.prompt_suffix is None else ():
         folder = Path(path).expanduser()
         in_checkpoint = folder.name in (MODEL_FOLDER, ADAPTER_FOLDER) and not (folder / MANIFEST_FILE).is_file()
-        if words := _learned_words(folder.parent if in_checkpoint else folder):
+        if suffix := _trained_suffix(folder.parent if in_checkpoint else folder):
             raise ConfigError(
-                f"The policy of {path} learned to act behind '{words}', and model.prompt_suffix=null; required: these words, or "
-                f"others. Set model.prompt_suffix={words}, or model.prompt_suffix='' for none"
+                f"The policy of {path} was trained with the prompt suffix '{suffix}', and model.prompt_suffix=null; required: a "
+                f"suffix. Set model.prompt_suffix={suffix}, or model.prompt_suffix='' for none"
             )
 
 
-def _learned_words(home: Path) -> str | None:
-    """Return the ``prompt_suffix`` of a manifest; None: it has none, or is another project's file of that name."""
+def _trained_suffix(home: Path) -> str | None:
+    """Return the ``prompt_suffix`` in a manifest; None: there is none, or the file is not ours."""
     try:
         return json.loads((home / MANIFEST_FILE).read_text(encoding="utf-8"))["preprocessing"].get("prompt_suffix")
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
@@ -220,7 +209,7 @@ def _learned_words(home: Path) -> str | None:
 def _load_action_model(
     model_class: Any, cfg: ModelConfig, config: Any, arguments: Mapping[str, Any], deferred: bool
 ) -> Any:
-    """Load or draw a policy; its constructor takes the arguments of ``ActionModel``."""
+    """Load a policy or draw its weights; its constructor takes the arguments of ``ActionModel``."""
     accepted = inspect.signature(model_class.__init__).parameters
     if "action_chunks_len" not in accepted and cfg.action_chunks_len != 1:
         raise ConfigError(
@@ -228,22 +217,22 @@ def _load_action_model(
             "Set model.action_chunks_len=1"
         )
     check_features(model_class, cfg)
-    own = {"hidden_size": cfg.hidden_size, "unnorm_key": cfg.unnorm_key, "action_dim": cfg.action_token_len}
-    own |= {key: getattr(cfg, key) for key in OPTIONAL_ARGUMENTS if key in accepted}
+    settings = {"hidden_size": cfg.hidden_size, "unnorm_key": cfg.unnorm_key, "action_dim": cfg.action_token_len}
+    settings |= {key: getattr(cfg, key) for key in OPTIONAL_ARGUMENTS if key in accepted}
     if cfg.model_path is not None:
         check_has_statistics(config, Path(cfg.model_path))
         loading = {"torch_dtype": arguments["dtype"], "attn_implementation": cfg.attn_implementation}
         loading |= {"low_cpu_mem_usage": cfg.low_cpu_mem_usage, "trust_remote_code": cfg.trust_remote_code}
         if deferred and "deferred" in inspect.signature(model_class.from_pretrained).parameters:
             loading["deferred"] = True
-        return heads_in_float32(_load_exactly(model_class, cfg.model_path, config=config, **loading, **own))
+        return heads_in_float32(_load_exactly(model_class, cfg.model_path, config=config, **loading, **settings))
     if hasattr(config, "norm_stats") and not config.norm_stats:
         config.norm_stats = unit_range_stats(cfg.action_token_len, getattr(config, "state_dim", None))
-    return heads_in_float32(model_class._from_config(config, **arguments, **own))
+    return heads_in_float32(model_class._from_config(config, **arguments, **settings))
 
 
 def check_has_statistics(config: Any, folder: Path) -> None:
-    """Reject a folder without the action statistics that its model needs, and a ``dataset_statistics.json`` that is damaged."""
+    """Reject a folder without action statistics, and a damaged ``dataset_statistics.json``."""
     dataset_statistics(folder)
     if getattr(config, "norm_stats", None) == {}:
         files = ", ".join(sorted(path.name for path in folder.glob("*.json"))) or "none"
@@ -255,21 +244,21 @@ def check_has_statistics(config: Any, folder: Path) -> None:
 
 
 def check_features(model_class: type, cfg: ModelConfig) -> None:
-    """Reject ``model.features=token`` for a policy without states of images and prompt, and ``inputs`` without an encoder."""
+    """Reject ``model.features=token`` without a language model, and ``inputs`` without an encoder."""
     if cfg.features == "inputs" and not model_class.implements("make_encoder"):
         raise ConfigError(
-            f"model.features=inputs, which algorithm.actor.name=scratch sets, but {model_class.__name__} has no encoder that an actor could "
-            "train; required: model=mlp or model=cnn. Set algorithm.actor.name=residual model.features=hidden"
+            f"model.features=inputs, which algorithm.actor.name=scratch sets, but {model_class.__name__} has no encoder that an "
+            "actor could train; required: model=mlp or model=cnn. Set algorithm.actor.name=residual model.features=hidden"
         )
     if cfg.features == "token" and "features" not in inspect.signature(model_class.__init__).parameters:
         raise ConfigError(
-            f"model.features=token, but {model_class.__name__} has no states of images and prompt that a token could say again; "
+            f"model.features=token, but {model_class.__name__} has no states of images and prompt that a token could summarise; "
             "required: a policy with a language model. Set model.features=hidden"
         )
 
 
 def _load_exactly(model_class: Any, path: str, **arguments: Any) -> Any:
-    """Call ``from_pretrained``. Transformers' own draws weights that do not fit at random; reject them instead."""
+    """Call ``from_pretrained``; transformers' own draws weights that do not fit at random, which is an error here."""
     from transformers import PreTrainedModel
 
     theirs = inspect.getattr_static(PreTrainedModel, "from_pretrained")
@@ -279,10 +268,11 @@ def _load_exactly(model_class: Any, path: str, **arguments: Any) -> Any:
     with without_load_report():
         model, info = model_class.from_pretrained(path, **arguments)
     missing, unexpected = set(info["missing_keys"]), set(info["unexpected_keys"])
-    for actor in getattr(model_class, "trained_in_full", ("value_head",)):  # may be absent as a whole, on either side
-        own = {key for key in model.state_dict() if key.split(".")[0] == actor}
-        missing -= own if own <= missing else set()
-        unexpected -= {key for key in unexpected if not own and key.split(".")[0] == actor}
+    # A head may be missing completely, on either side.
+    for head in getattr(model_class, "trained_in_full", ("value_head",)):
+        head_names = {key for key in model.state_dict() if key.split(".")[0] == head}
+        missing -= head_names if head_names <= missing else set()
+        unexpected -= {key for key in unexpected if not head_names and key.split(".")[0] == head}
     check_fit(path, {**info, "missing_keys": missing, "unexpected_keys": unexpected})
     return model
 
@@ -291,8 +281,8 @@ def _config_and_processor(entry: ModelEntry, cfg: Any) -> tuple[Any, Any]:
     model, tokenizer = _model_section(_section(cfg, "model")), _section(cfg, "tokenizer")
     if not isinstance(tokenizer, TokenizerConfig):
         tokenizer = from_mapping(TokenizerConfig, tokenizer or {}, "tokenizer")
-    own = tokenizer.tokenizer_model and os.path.expanduser(tokenizer.tokenizer_model)
-    tokenizer, path = replace(tokenizer, tokenizer_model=own), own or model.model_path
+    folder = tokenizer.tokenizer_model and os.path.expanduser(tokenizer.tokenizer_model)
+    tokenizer, path = replace(tokenizer, tokenizer_model=folder), folder or model.model_path
     model_config = load_model_config(entry, model, model.model_path or path)
     if entry.load_processor is not None:
         return model_config, entry.load_processor(tokenizer, model_config, path)
@@ -305,7 +295,7 @@ def _config_and_processor(entry: ModelEntry, cfg: Any) -> tuple[Any, Any]:
 
 
 def _standard_processor(entry: ModelEntry, path: str, trust_remote_code: bool) -> Any:
-    """Load tokenizer and image processor of a folder into the processor class of ``entry``, else by the Auto classes."""
+    """Load tokenizer and image processor of a folder into ``entry.processor``, else by the Auto classes."""
     from transformers import AutoProcessor, AutoTokenizer
 
     remote = {"trust_remote_code": trust_remote_code}
@@ -318,7 +308,7 @@ def _standard_processor(entry: ModelEntry, path: str, trust_remote_code: bool) -
 
 
 def config_file_names(entry: ModelEntry) -> tuple[str, ...]:
-    """Return the files of which a checkpoint folder holds one: ``config_files`` of the config class, else config.json."""
+    """Return the names of the configuration file of a checkpoint folder, of which it has one."""
     return getattr(import_target(entry.config), "config_files", ("config.json",))
 
 
@@ -327,7 +317,7 @@ def _has_config(entry: ModelEntry, folder: str | Path) -> bool:
 
 
 def random_weights(model_type: str) -> str:
-    """Return the override for random weights of a model type: the packaged group of its family, or its own sizes."""
+    """Return the override for random weights of a model type: its packaged group, or its own sizes."""
     for name in (f"{model_type}_tiny", model_type):
         group = Path(__file__).parents[1] / "config" / "model" / f"{name}.yaml"
         if group.is_file() and "init_config:" in group.read_text(encoding="utf-8"):
@@ -336,8 +326,8 @@ def random_weights(model_type: str) -> str:
 
 
 def load_model_config(entry: ModelEntry, cfg: ModelConfig, path: str | None) -> Any:
-    """Build the model's own configuration: from ``init_config``, or from the folder with ``override_config`` laid over."""
-    if entry.elsewhere:
+    """Build the model's configuration from ``init_config``, or from the folder with ``override_config`` merged in."""
+    if entry.is_remote:
         return entry.config.from_section(cfg)
     if cfg.model_path is None and (cfg.init_config or path is None):
         if not cfg.init_config:
@@ -382,18 +372,18 @@ def load_model_config(entry: ModelEntry, cfg: ModelConfig, path: str | None) -> 
 
 
 def override_fields(config: Any, overrides: dict[str, Any], where: str = "override_config_kwargs") -> Any:
-    """Return ``config`` with fields replaced; ``where`` names the option in messages."""
+    """Return ``config`` with replaced fields; ``where`` names the option in messages."""
     if not overrides:
         return config
     _check_names(config, overrides, where)
     merged = _merged(config.to_dict(), overrides)
     if "norm_stats" in overrides:
-        merged["norm_stats"] = overrides["norm_stats"]  # statistics of other data sets must not survive
+        # Statistics of other data sets must not survive.
+        merged["norm_stats"] = overrides["norm_stats"]
     return type(config).from_dict(merged)
 
 
 def _merged(values: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
-    """Lay ``overrides`` over ``values``, mapping by mapping; all other entries stay."""
     result = dict(values)
     for name, value in overrides.items():
         both = isinstance(value, Mapping) and isinstance(result.get(name), Mapping)
@@ -405,24 +395,24 @@ def _check_names(config: Any, values: Mapping[str, Any], where: str) -> None:
     known = set(vars(config)) | set(inspect.signature(type(config).__init__).parameters) - {"self", "kwargs"}
     for name in values:
         if name not in known:
-            public = [each for each in known if not each.startswith("_")]
+            public = [key for key in known if not key.startswith("_")]
             raise ConfigError(f"{where} has the unknown key '{name}'.{did_you_mean(name, public)}")
 
 
 def check_declared_sizes(cfg: ModelConfig, config: Any) -> None:
-    """Reject sizes of the model section that the model's own configuration does not have."""
+    """Reject sizes of the model section that differ from the model's own configuration."""
     text = getattr(config, "text_config", config)
     vocab = getattr(config, "action_vocab_size", getattr(text, "vocab_size", None))
     images = [[size, size] for size in getattr(config, "image_sizes", [])]
-    for key, declared, found in (
+    for key, declared, actual in (
         ("hidden_size", cfg.hidden_size, getattr(text, "hidden_size", None)),
         ("vocab_size", cfg.vocab_size, vocab),
         ("image_size", cfg.image_size, images[0] if images else None),
     ):
-        if declared is not None and found is not None and declared != found:
+        if declared is not None and actual is not None and declared != actual:
             raise ConfigError(
-                f"model.{key} is {override_text(declared)}, but the model has {override_text(found)}. "
-                f"Set model.{key}={override_text(found)} or model.{key}=null"
+                f"model.{key} is {override_text(declared)}, but the model has {override_text(actual)}. "
+                f"Set model.{key}={override_text(actual)} or model.{key}=null"
             )
 
 

@@ -1,4 +1,4 @@
-"""Functions of fixed shapes as CUDA graphs: recorded once, then launched as a whole instead of kernel by kernel."""
+"""Functions of fixed shapes as CUDA graphs: recorded once, then launched together instead of kernel by kernel."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from rlinf.errors import ConfigError
 
 logger = logging.getLogger("rlinf")
 MAX_GRAPHS = 16
-"""Recordings kept; the one that was used least recently goes first."""
+"""Maximum number of recordings; the least recently used one is dropped first."""
 FEWEST_ROWS, MOST_DOUBLED = 8, 64
-"""Bounds between which the number of rows of a recording is a power of two; above them it is a multiple of the second one."""
+"""The row counts of recordings are powers of two between these bounds, and multiples of the second one above it."""
 
 
 def padded_rows(rows: int) -> int:
-    """Return the rows of the recording that serves ``rows`` rows: a rollout that shrinks from 64 rows to 1 has four recordings."""
+    """Return the row count of the recording that serves ``rows`` rows; few recordings then serve a shrinking rollout."""
     if rows > MOST_DOUBLED:
         return -(-rows // MOST_DOUBLED) * MOST_DOUBLED
     return max(FEWEST_ROWS, 1 << (rows - 1).bit_length())
 
 
 class _Recording(NamedTuple):
-    """``launch`` computes ``outputs`` from ``inputs`` with the weights that lie at ``places``."""
+    """A captured graph: ``launch`` computes ``outputs`` from ``inputs`` with the weights at the addresses ``places``."""
 
     inputs: list[Tensor | None]
     outputs: tuple[Tensor, ...]
@@ -37,11 +37,10 @@ class _Recording(NamedTuple):
 
 
 class CudaGraphs:
-    """The recordings of one function, one for each set of shapes. Threads take turns, and so do their streams.
+    """The recordings of one function, one per set of shapes. Threads take turns, and so do their streams.
 
-    The first axis of all tensors is rows, which do not depend on each other. A recording has a padded number of them
-    (``padded_rows``), the surplus with rows of an earlier call or its own last one, so that a rollout whose rows end one after the other
-    needs few recordings. A copy has no recordings: they belong to the weights that they were made with.
+    The first axis of all tensors is independent rows, padded to ``padded_rows``. A copied object has no recordings: they
+    belong to the weights in memory that they were made with.
     """
 
     def __init__(self) -> None:
@@ -64,25 +63,24 @@ class CudaGraphs:
         """Return ``function(*tensors, *settings)``, computed by its graph. Raise ConfigError if the weights are not on a GPU.
 
         Args:
-            function: Its kernels depend on the shapes of its tensors only: it reads no value of a tensor in Python, and moves
-                none between devices.
-            tensors: Inputs ``[B, ...]``, at least one not None, which are copied into the memory that the graph reads.
-            *settings: Further arguments.
-            weights: Returns the weights that the function reads. The graph reads them in place, so an update in place needs
-                no new recording; weights that have moved do.
+            function: Its kernels must depend on the shapes of its tensors only: it reads no value of a tensor in Python.
+            tensors: Inputs ``[B, ...]``, at least one not None, copied into the memory that the graph reads.
+            weights: Returns the weights that the function reads, in place; if they have moved, it is recorded again.
         """
         rows = next(len(tensor) for tensor in tensors if tensor is not None)
         shapes = tuple(None if t is None else (t.shape[1:], t.dtype) for t in tensors)
         key = (padded_rows(rows), shapes, settings, _autocast_dtype())
         with self._lock:
+            # Another thread's stream may still read or write the memory of the graph.
             if self._wait_for_last is not None:
-                self._wait_for_last()  # another thread's stream may still read or write the memory of the graph
+                self._wait_for_last()
             recording = self._recordings.pop(key, None)
             if recording is None or [weight.data_ptr() for weight in recording.weights] != recording.places:
                 recording = self._record(function, tensors, settings, list(weights()), padded_rows(rows))
             self._recordings[key] = recording
             if len(self._recordings) > MAX_GRAPHS:
                 self._drop_oldest()
+            # Surplus rows keep values of an earlier call; the result drops them.
             for place, given in zip(recording.inputs, tensors, strict=True):
                 if place is not None:
                     place[:rows].copy_(given)
@@ -92,18 +90,14 @@ class CudaGraphs:
             return results
 
     def _drop_oldest(self) -> None:
-        """Give up the recording that was used least recently; at the first one, say what that costs."""
         if not self._has_dropped:
             rows = sorted({key[0] for key in self._recordings})
             logger.warning(
                 "model.cuda_graph=true: policy calls have had %d sets of shapes, with %s rows and so %d or more lengths of prompts; %d "
-                "recordings are kept. Each call with a dropped one is recorded again, which takes about as long as three calls without a "
+                "recordings are cached. Each call with a dropped one is recorded again, which takes about as long as three calls without a "
                 "graph. Set model.cuda_graph=false, or env.tasks to tasks with fewer lengths of instructions",
-                len(self._recordings),
-                ", ".join(map(str, rows)),
-                -(-len(self._recordings) // len(rows)),
-                MAX_GRAPHS,
-            )
+                len(self._recordings), ", ".join(map(str, rows)), -(-len(self._recordings) // len(rows)), MAX_GRAPHS,
+            )  # fmt: skip
         self._has_dropped = True
         del self._recordings[next(iter(self._recordings))]
 
@@ -116,7 +110,7 @@ class CudaGraphs:
         rows: int,
     ) -> _Recording:
         device = weights[0].device
-        inputs = [None if given is None else _filled_up(given.to(device), rows) for given in tensors]
+        inputs = [None if given is None else _padded(given.to(device), rows) for given in tensors]
 
         def run() -> tuple[Tensor, ...]:
             # Autocast would cache casts of the present weights, and free them before the next launch.
@@ -130,13 +124,13 @@ class CudaGraphs:
         return _Recording(inputs, outputs, launch, weights, [weight.data_ptr() for weight in weights])
 
 
-def _filled_up(tensor: Tensor, rows: int) -> Tensor:
-    """Return a copy with ``rows`` rows: all of ``tensor``, then its last one again."""
+def _padded(tensor: Tensor, rows: int) -> Tensor:
+    """Return a copy with ``rows`` rows, the last row repeated."""
     return torch.cat([tensor, tensor[-1:].expand(rows - len(tensor), *tensor.shape[1:])])
 
 
 def _wait_for_present() -> Callable[[], None]:
-    """Return a function that lets the stream of its caller wait for all work that is on the present stream now."""
+    """Return a function that makes its caller's stream wait for all work now on the current stream."""
     event = torch.cuda.Event()
     event.record()
     return lambda: torch.cuda.current_stream().wait_event(event)
@@ -147,22 +141,23 @@ def _autocast_dtype() -> torch.dtype | None:
 
 
 def _new_pool(device: torch.device) -> Any:
-    """Return the memory that all recordings of a function share: only one runs at a time, and its outputs are copied."""
+    """Return a memory pool for all recordings of a function: only one runs at a time, and its outputs are copied."""
     if device.type != "cuda":
         raise ConfigError(f"CUDA graphs need an NVIDIA GPU, and the weights are on '{device}'.", cuda_graph=False)
     return torch.cuda.graph_pool_handle()
 
 
 def _capture(run: Callable[[], tuple[Tensor, ...]], pool: Any) -> tuple[Callable[[], None], tuple[Tensor, ...]]:
-    """Record the kernels of ``run``. Return a function that launches them again, and the tensors that it fills."""
+    """Capture the kernels of ``run``; return the replay function and the tensors that it fills."""
     warm_up = torch.cuda.Stream()
     warm_up.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(warm_up):  # libraries allocate their workspaces here, outside the graph's memory
+    # Libraries allocate their workspaces in the warm-up, outside the graph's memory.
+    with torch.cuda.stream(warm_up):
         for _ in range(2):
             run()
     torch.cuda.current_stream().wait_stream(warm_up)
     graph = torch.cuda.CUDAGraph()
-    # Other threads may continue using the GPU meanwhile.
+    # Other threads may use the GPU during the capture, so only this thread's calls are checked.
     with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
         outputs = run()
     return graph.replay, outputs

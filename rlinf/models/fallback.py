@@ -1,4 +1,4 @@
-"""Model types that nobody registered: what transformers knows of them decides which generic class takes them."""
+"""Unregistered model types: transformers' own tables decide which generic class loads them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ TEXT, IMAGE_TEXT = "text", "image-text"
 
 
 def generic_kind(cfg: ModelConfig, registered: Iterable[str]) -> str:
-    """Return ``TEXT`` or ``IMAGE_TEXT``, by ``config.json`` of a local folder, else by the model type."""
+    """Return ``TEXT`` or ``IMAGE_TEXT``, from ``config.json`` of a local folder, else from the model type."""
     from transformers.models.auto import modeling_auto
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
@@ -24,12 +24,12 @@ def generic_kind(cfg: ModelConfig, registered: Iterable[str]) -> str:
         TEXT: modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
     }
     name, values = cfg.model_type, folder_config(cfg.model_path)
-    found = values.get("model_type", name)
-    code = values.get("auto_map") or {} if found == name else {}
-    if found != name and any(found in types for types in by_kind.values()):
+    declared = values.get("model_type", name)
+    code = values.get("auto_map") or {} if declared == name else {}
+    if declared != name and any(declared in types for types in by_kind.values()):
         raise ConfigError(
-            f"model.model_type is '{name}', but the config.json in '{cfg.model_path}' is of type '{found}'. "
-            f"Set model.model_type={found}"
+            f"model.model_type is '{name}', but the config.json in '{cfg.model_path}' is of type '{declared}'. "
+            f"Set model.model_type={declared}"
         )
     if code and name not in CONFIG_MAPPING_NAMES and not cfg.trust_remote_code:
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""Wrap any Hugging Face language or vision-language model for training, without code for its family."""
+"""Any Hugging Face language or vision-language model, wrapped for training without code for its family."""
 
 from __future__ import annotations
 
@@ -26,21 +26,16 @@ from rlinf.models.loading import check_fit, check_hub, no_lora, read_json, witho
 from rlinf.models.weights_in_files import READ_WHOLE, NotDeferredError, defer_weights, without_weights
 
 AUTO_CLASSES = (AutoModelForImageTextToText, AutoModelForCausalLM)
-"""A class is usable if one of these knows it. The first one decides if ``architectures`` is empty."""
+"""A class is usable if one of these knows it; the first one wins if ``architectures`` is empty."""
 
 WANTED_FILES = ("*.json", "*.safetensors", "*.py")
-"""Of a hub id, where the weights are read in rows."""
+"""Files of a hub id to download when its weights are read in rows."""
 
 
 class HFModel(nn.Module):
-    """A causal or image-text-to-text model of transformers with what training, FSDP and weight sync need.
+    """A causal or image-text-to-text model of transformers with what training, FSDP and weight sync need."""
 
-    The wrapped class is the one that ``architectures`` of ``config.json`` names. Its ``forward``, logits and weight names are
-    unchanged. Buffers that no checkpoint holds (rotary frequencies) keep their values and number format when the weights are
-    converted, because 16-bit frequencies give wrong positions.
-    """
-
-    trained_in_full: ClassVar[tuple[str, ...]] = ()  # nothing beside LoRA adapters
+    trained_in_full: ClassVar[tuple[str, ...]] = ()
     base_model_prefix: ClassVar[str] = "model"  # PEFT looks for the wrapped model under this attribute
 
     def __init__(self, model: PreTrainedModel) -> None:
@@ -62,11 +57,10 @@ class HFModel(nn.Module):
 
         Args:
             path: Folder with safetensors (one file, or shards and an index), or hub id.
-            config: Configuration to use instead of the folder's.
+            config: Replaces the folder's configuration.
             dtype: Number format of the weights. Mxfp4 experts (GPT-OSS) are dequantised, which is exact in 16 bits too.
-            attn_implementation: Attention kernel. Transformers chooses if it is None, or ``sdpa`` for a class without it.
-            trust_remote_code: Run the Python code in the folder.
-            deferred: Leave the weights in their files, if they can be (``rlinf.models.weights_in_files``).
+            attn_implementation: Attention kernel; None, or ``sdpa`` for a class without it: transformers' choice.
+            deferred: Leave the weights in their files, if possible (``rlinf.models.weights_in_files``).
         """
         config = config or load_config(path, trust_remote_code)
         model_class = model_class_of(config, path, trust_remote_code)
@@ -92,14 +86,15 @@ class HFModel(nn.Module):
             message = f"The weights of '{path}' cannot be read: {error}."
             raise CheckpointError(message, path="<complete checkpoint folder>") from error
         check_fit(path, info)
-        # Loading leaves these buffers of classes outside transformers without values.
+        # For classes outside transformers, loading leaves these buffers uninitialised.
         computed = _unsaved_buffers(without_weights(model_class, config, **arguments))
         for key, (buffers, name) in _unsaved_buffers(model).items():
             buffers[name] = computed[key][0][name]
         setattr(model, READ_WHOLE, because)
         if not quantization:
             return cls(model)
-        model._weight_conversions = None  # else save_pretrained would write packed weights
+        # Otherwise save_pretrained would write packed weights.
+        model._weight_conversions = None
         return cls(model).to(dtype)
 
     @classmethod
@@ -111,10 +106,7 @@ class HFModel(nn.Module):
         attn_implementation: str | None = None,
         meta: bool = False,
     ) -> HFModel:
-        """Build a model with random weights; arguments as in ``from_pretrained``.
-
-        With ``meta``, the weights stay on torch's meta device for ``materialize`` and take no memory; buffers get their values.
-        """
+        """Build a model with random weights; with ``meta``, weights stay on the meta device for ``materialize``."""
         model_class = model_class_of(config)
         arguments = {"dtype": dtype, **_attention(model_class, attn_implementation)}
         if meta:
@@ -141,21 +133,18 @@ class HFModel(nn.Module):
 
     @property
     def lora_target_modules(self) -> tuple[str, ...]:
-        """Last parts of the names of all linear layers inside the units of ``fsdp_wrap_modules``.
-
-        Routers of experts are left out: they return more than a product, so an adapter cannot add to it.
-        """
+        """Name suffixes of the linear layers inside the units of ``fsdp_wrap_modules``."""
+        # Expert routers are left out: they return more than a product, so an adapter cannot add to it.
         units = [module for module in self.model.modules() if type(module).__name__ in self.fsdp_wrap_modules]
         layers = [item for unit in units for item in unit.named_modules() if isinstance(item[1], (nn.Linear, Conv1D))]
         names = {name.rpartition(".")[2] for name, layer in layers if "Router" not in type(layer).__name__}
         return tuple(sorted(names))
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None, **inputs: Any) -> Any:
-        """Run the wrapped model on ``input_ids [B, S]`` and its own arguments; its output has ``logits [B, S, V]``."""
+        """Run the wrapped model on ``input_ids [B, S]`` and its other arguments; its output has ``logits [B, S, V]``."""
         return self.model(input_ids=input_ids, attention_mask=attention_mask, **inputs)
 
     def materialize(self, device: str | torch.device) -> HFModel:
-        """Allocate uninitialised memory for weights on the meta device, and restore tied weights."""
         self.to_empty(device=device)
         self.model.tie_weights()
         return self
@@ -163,28 +152,29 @@ class HFModel(nn.Module):
     def public_state_dict(self, state_dict: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
         """Return the weights with the names and shapes of a public checkpoint; tied weights appear once.
 
-        They differ from the model's own if transformers renames or joins weights while loading (VLMs, experts).
-        ``state_dict`` holds gathered weights under the names of ``self.state_dict()``; None: the model's own.
+        They differ from the model's if transformers renames or joins weights while loading (VLMs, experts).
+        ``state_dict``: gathered weights under the names of ``self.state_dict()``; None: the model's own.
         """
-        own = self._inner_names(state_dict)
+        weights = self._inner_names(state_dict)
         tied = getattr(self.model, "all_tied_weights_keys", {})
-        return revert_weight_conversion(self.model, {name: own[name] for name in own if name not in tied})
+        return revert_weight_conversion(self.model, {name: weights[name] for name in weights if name not in tied})
 
     def save_pretrained(
-        self, folder: str | Path, state_dict: Mapping[str, Tensor] | None = None, **options: Any
+        self, folder: str | Path, state_dict: Mapping[str, Tensor] | None = None, **kwargs: Any
     ) -> None:
-        """Write a folder that transformers can load; ``state_dict`` as in ``public_state_dict``, ``options`` of transformers."""
-        self.model.save_pretrained(folder, state_dict=self._inner_names(state_dict), **options)
+        """Write a folder that transformers can load; ``state_dict`` as in ``public_state_dict``."""
+        self.model.save_pretrained(folder, state_dict=self._inner_names(state_dict), **kwargs)
 
     def _inner_names(self, state_dict: Mapping[str, Tensor] | None) -> dict[str, Tensor]:
         weights = self.state_dict() if state_dict is None else state_dict
         return {name.removeprefix("model."): tensor for name, tensor in weights.items()}
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> HFModel:
-        """Convert or move weights. Buffers outside the state dict only change their device."""
-        kept = [(buffers, name, buffers[name]) for buffers, name in _unsaved_buffers(self).values()]
+        """Convert or move weights; buffers outside the state dict only change their device."""
+        # Rotary frequencies in 16 bits would give wrong positions.
+        buffers_before = [(buffers, name, buffers[name]) for buffers, name in _unsaved_buffers(self).values()]
         super()._apply(fn, recurse)
-        for buffers, name, buffer in kept:
+        for buffers, name, buffer in buffers_before:
             device = buffers[name].device
             buffers[name] = buffer if device.type == "meta" else buffer.to(device)
         return self
@@ -192,11 +182,11 @@ class HFModel(nn.Module):
 
 class _AsRead(GenerationConfig):
     def validate(self, *args: Any, **kwargs: Any) -> None:
-        """Accept settings that transformers reads and does not write: a temperature without ``do_sample``, and the like."""
+        """Accept settings that transformers reads and does not write, e.g. a temperature without ``do_sample``."""
 
 
 def accept_saving(model: Any) -> Any:
-    """Let transformers save a model, also one inside another, with the ``generation_config.json`` that it was read with; return it."""
+    """Let transformers save a model (nested ones too) with the ``generation_config.json`` that it was loaded with; return it."""
     for module in model.modules():
         if isinstance(getattr(module, "generation_config", None), GenerationConfig):
             module.generation_config.__class__ = _AsRead
@@ -214,11 +204,11 @@ def load_config(path: str | Path, trust_remote_code: bool = False) -> PreTrained
         raise CheckpointError(message, path="<folder>") from error
     except ValueError as error:
         message = f"Transformers does not know the model type of '{path}', whose own code is not trusted ({error})."
-        raise ConfigError(message, trust_remote_code=True, path="<another folder>") from error
+        raise ConfigError(message, trust_remote_code=True, path="<a different folder>") from error
 
 
 def model_shapes(path: str | Path, trust_remote_code: bool = False, dtype: torch.dtype = torch.float32) -> HFModel:
-    """Return the model of ``HFModel.from_pretrained`` without reading weights: they stay on the meta device."""
+    """Return the model of ``HFModel.from_pretrained`` on the meta device, without reading weights."""
     config = load_config(path, trust_remote_code)
     return HFModel(without_weights(model_class_of(config, path, trust_remote_code), config, dtype=dtype))
 
@@ -226,42 +216,34 @@ def model_shapes(path: str | Path, trust_remote_code: bool = False, dtype: torch
 def model_class_of(
     config: PreTrainedConfig, path: str | Path | None = None, trust_remote_code: bool = False
 ) -> type[PreTrainedModel]:
-    """Return the class that ``config.architectures`` names, which must be one causal or image-text-to-text model.
-
-    The class comes from transformers, from a registration with an Auto class, or from the code in ``path``, if it is trusted.
-    If ``architectures`` is empty, the Auto classes choose, ``AUTO_CLASSES`` in order.
-    """
+    """Return the class that ``config.architectures`` names: one causal or image-text-to-text model."""
     names = list(config.architectures or ())
     owner = path or type(config).__name__
     if len(names) > 1:
-        message = (
-            f"architectures in config.json of '{owner}' name {len(names)} classes ({', '.join(names)}); required: one."
-        )
+        message = f"architectures in config.json of '{owner}' name {len(names)} ({', '.join(names)}); required: one."
         raise ConfigError(message, architectures=names[:1])
     code = getattr(config, "auto_map", None) or {}
     for auto_class in AUTO_CLASSES:
-        found = auto_class._model_mapping[type(config)] if type(config) in auto_class._model_mapping else None
-        if found is None and trust_remote_code and path is not None and auto_class.__name__ in code:
-            found = get_class_from_dynamic_module(code[auto_class.__name__], str(path))
-        if found is not None and names in ([], [found.__name__]):
-            return found
+        model_class = auto_class._model_mapping[type(config)] if type(config) in auto_class._model_mapping else None
+        if model_class is None and trust_remote_code and path is not None and auto_class.__name__ in code:
+            model_class = get_class_from_dynamic_module(code[auto_class.__name__], str(path))
+        if model_class is not None and names in ([], [model_class.__name__]):
+            return model_class
     raise ConfigError(
         f"'{owner}' has the model type '{config.model_type}' and architectures {names}; required: a "
-        f"class of {' or '.join(each.__name__ for each in AUTO_CLASSES)}, in transformers or in trusted code of the folder.",
+        f"class of {' or '.join(known.__name__ for known in AUTO_CLASSES)}, in transformers or in trusted code of the folder.",
         trust_remote_code=True,
-        path="<another folder>",
+        path="<a different folder>",
     )
 
 
 def check_tensor_parallel(config: PreTrainedConfig, tp_size: int, key: str) -> None:
-    """Check that a tensor-parallel size of a rollout engine divides the attention heads, before anything is allocated.
-
-    Key-value heads may also be fewer than the ranks and divide them: vLLM copies them. The message names the setting ``key``.
-    """
+    """Check that the tensor-parallel size of a rollout engine (setting ``key``) divides the attention heads."""
     text = config.get_text_config()
     heads = text.num_attention_heads
     kv_heads = getattr(text, "num_key_value_heads", None) or heads
 
+    # Key-value heads may also be fewer than the ranks and divide them: vLLM copies them.
     def rejected(size: int) -> str | None:
         if heads % size:
             return f"num_attention_heads={heads}"
@@ -269,8 +251,8 @@ def check_tensor_parallel(config: PreTrainedConfig, tp_size: int, key: str) -> N
 
     if rejected(tp_size):
         fitting = max(size for size in range(1, tp_size) if not rejected(size))
-        found = f"{key}={tp_size} does not divide {rejected(tp_size)} of '{config.model_type}'"
-        raise ConfigError(f"{found}. Set {key}={fitting}")
+        problem = f"{key}={tp_size} does not divide {rejected(tp_size)} of '{config.model_type}'"
+        raise ConfigError(f"{problem}. Set {key}={fitting}")
 
 
 def _deferred(
@@ -280,17 +262,18 @@ def _deferred(
     trust_remote_code: bool,
     **arguments: Any,
 ) -> PreTrainedModel:
-    """Build the model of transformers' ``from_pretrained``, with its weights still in their files."""
+    """Build the model of transformers' ``from_pretrained`` with its weights still in their files."""
     if getattr(config, "quantization_config", None) is not None:
         raise NotDeferredError("its weights are quantised")
     try:
         tensors = open_tensors(_weight_files(path))
-    except CheckpointError as error:  # reading them whole raises an error of its own
+    except CheckpointError as error:
+        # Reading them completely raises a specific error.
         raise NotDeferredError("its files cannot be opened") from error
     model = without_weights(model_class, config, **arguments)
     conversions = get_model_conversion_mapping(model)
-    converters = [each for each in conversions if isinstance(each, WeightConverter)]
-    renamings = [each for each in conversions if not isinstance(each, WeightConverter)]
+    converters = [conversion for conversion in conversions if isinstance(conversion, WeightConverter)]
+    renamings = [conversion for conversion in conversions if not isinstance(conversion, WeightConverter)]
     if any(rename_source_key(name, renamings, converters) != (name, None) for name in tensors):
         raise NotDeferredError("transformers converts its weights while it reads them")
     if model._get_dtype_plan(arguments["dtype"]):
@@ -322,7 +305,7 @@ def _weight_files(path: str | Path) -> list[Path]:
 
 
 def _unsaved_buffers(model: nn.Module) -> dict[str, tuple[dict[str, Tensor | None], str]]:
-    """Locate the buffers outside the state dict: full name to the dict of a module and the name in it."""
+    """Find the buffers outside the state dict: full name to the module's buffer dict and the name in it."""
     return {
         f"{prefix}.{name}": (module._buffers, name)
         for prefix, module in model.named_modules()
@@ -357,4 +340,4 @@ def _dequantization(config: PreTrainedConfig) -> dict[str, Any]:
 
 
 HFLLMModel = HFModel
-"""Name of ``HFModel`` when it wrapped language models only."""
+"""Former name of ``HFModel``, from when it wrapped language models only."""

@@ -1,4 +1,4 @@
-"""The interfaces of token policies, by the path that users import; they are defined in ``rlinf.llm``."""
+"""Import path for users: the interfaces of token policies in ``rlinf.llm``."""
 
 from rlinf.imports import lazy_attributes
 

@@ -1,4 +1,4 @@
-"""Reading checkpoint folders: what every model class needs to do so, and to reject one that does not fit."""
+"""Reading checkpoint folders: helpers of every model class, and the checks of what they read."""
 
 from __future__ import annotations
 
@@ -25,19 +25,19 @@ logger = logging.getLogger("rlinf")
 HUB_ID = re.compile(r"[\w-][\w.-]*(/[\w.-]+)?")
 HUB_TIMEOUT_S = 10.0
 LARGEST_FILE = 64 * 2**20
-"""Bytes of a description: a JSON file, or the statistics beside it."""
+"""Maximum size in bytes of a JSON file or a statistics file."""
 LISTS = ("q01", "q99", "min", "max", "mean", "std", "mask")
-"""Lists of statistics, each with a number (of the mask, a flag) for each dimension."""
+"""Lists of statistics, each with one value per dimension."""
 
 
 def field_error(problem: str, override: str) -> ConfigError:
-    """Return the error about a field of a model's own configuration, which ``override`` (``field=value``) mends."""
+    """Return the error about a field of a model's own configuration, with the override that fixes it."""
     fix = f"Set model.override_config.{override}, or model.init_config.{override} for random weights"
     return ConfigError(f"{problem}. {fix}")
 
 
 def without_logprobs(name: str, value: str, instead: str) -> ConfigError:
-    """Return the error about a setting with which a policy cannot be trained by RL."""
+    """Return the error about a setting without log-probabilities, which RL needs."""
     problem = f"{name} is '{value}': without log-probabilities, a policy can only be cloned and evaluated"
     return field_error(f"{problem}; required for RL: e.g. {instead}", f"{name}={instead}")
 
@@ -49,40 +49,37 @@ def check_choice(name: str, value: Any, known: Sequence[str]) -> None:
 
 
 def read_json(path: str | Path) -> dict[str, Any]:
-    """Return the object in a JSON file of a checkpoint folder; raise CheckpointError for a file that holds none, or is huge."""
+    """Return the object in a JSON file of a checkpoint folder; raise CheckpointError if it holds none or is too large."""
     try:
         if (size := Path(path).stat().st_size) > LARGEST_FILE:
             raise ValueError(f"{size} bytes; required: at most {LARGEST_FILE}")
         values = json.loads(Path(path).read_text(encoding="utf-8"))
-        found = f"it holds a {type(values).__name__}"
+        problem = f"it holds a {type(values).__name__}"
     except (OSError, ValueError, RecursionError) as error:  # of the file, the JSON, or its encoding
-        values, found = None, str(error)
+        values, problem = None, str(error)
     if not isinstance(values, dict):
-        raise CheckpointError(f"'{path}' is not a JSON object ({found}). Set model.model_path=<another folder>")
+        raise CheckpointError(f"'{path}' is not a JSON object ({problem}). Set model.model_path=<a different folder>")
     return values
 
 
 def dataset_statistics(folder: Path) -> dict[str, Any]:
-    """Return the statistics by data set name that public code writes next to a checkpoint, checked; empty without the file."""
+    """Return the checked statistics by data set name in a folder's ``dataset_statistics.json``; empty without the file."""
     path = folder / STATISTICS_FILE
-    found = read_json(path) if path.is_file() else {}
-    for name, parts in found.items():
+    statistics = read_json(path) if path.is_file() else {}
+    for name, parts in statistics.items():
         for part in ("action", "proprio"):
-            check_statistics(
-                parts.get(part, {}) if isinstance(parts, Mapping) else parts, f"{part} of '{name}' in {path}"
-            )
-    return found
+            stats = parts.get(part, {}) if isinstance(parts, Mapping) else parts
+            check_statistics(stats, f"{part} of '{name}' in {path}")
+    return statistics
 
 
 def check_statistics(stats: Any, place: str, used: Sequence[str] = ()) -> None:
-    """Raise ConfigError unless the lists of one data set's statistics are finite in float32, of one length, and can normalise.
+    """Raise ConfigError unless a data set's statistics are finite in float32, of one length, and can normalise.
 
-    ``used`` are the two lists that do: (q01, q99), (min, max), or (mean, std), of which zeros at the end of ``std`` are padding.
+    ``used`` names the two lists that normalise: (q01, q99), (min, max), or (mean, std); zeros at the end of ``std`` are padding.
     """
     named = stats if isinstance(stats, Mapping) else {"q01": str(stats)}
-    lists = {
-        name: named.get(name) for name in dict.fromkeys((*LISTS, *used)) if named.get(name) is not None or name in used
-    }
+    lists = {name: named.get(name) for name in (*LISTS, *used) if named.get(name) is not None or name in used}
     problem = None
     for name, numbers in lists.items():
         values = list(numbers) if isinstance(numbers, Iterable) else [numbers]
@@ -90,28 +87,23 @@ def check_statistics(stats: Any, place: str, used: Sequence[str] = ()) -> None:
         if (wrong or not isinstance(numbers, Iterable)) and problem is None:
             problem = f"{name} holds {values[0] if not wrong else wrong[0]!r}; required: a list of finite numbers"
     if problem is None and len({len(numbers) for numbers in lists.values()}) > 1:
-        problem = (
-            f"their lengths are {[len(each) for each in lists.values()]} ({', '.join(lists)}); required: one length"
-        )
+        problem = f"their lengths are {[len(numbers) for numbers in lists.values()]} ({', '.join(lists)}); required: one length"
     pairs = list(zip(*(lists[name] for name in used), strict=True)) if used and problem is None else []
     while used[1:] == ("std",) and pairs and pairs[-1][1] == 0:
         pairs.pop()
     for low, high in pairs:
         if high <= 0 if used[1] == "std" else high < low:
-            problem = (
-                f"{used[1]} < {used[0]} ({high:g} < {low:g})"
-                if used[1] != "std"
-                else f"std is {high:g}; required: above 0"
-            )
+            is_std = used[1] == "std"
+            problem = f"std is {high:g}; required: above 0" if is_std else f"{used[1]} < {used[0]} ({high:g} < {low:g})"
     if problem is not None:
-        own = "or to take the env's: model.unnorm_key=<env.name> 'model.override_config.norm_stats={}'"
+        env_fix = "or to take the env's: model.unnorm_key=<env.name> 'model.override_config.norm_stats={}'"
         raise ConfigError(
-            f"The statistics ({place}) cannot be used: {problem}. Set model.model_path=<another folder>, {own}"
+            f"The statistics ({place}) cannot be used: {problem}. Set model.model_path=<a different folder>, {env_fix}"
         )
 
 
 def check_hub(path: str | Path) -> None:
-    """Raise CheckpointError for a hub id that is not in the cache where the hub does not answer, with the reason."""
+    """Raise CheckpointError for a hub id that is not cached while the hub is unreachable, with the reason."""
     if Path(path).exists() or not HUB_ID.fullmatch(str(path)):
         return
     from huggingface_hub import try_to_load_from_cache
@@ -123,7 +115,7 @@ def check_hub(path: str | Path) -> None:
 
 
 def hub_fault() -> str | None:
-    """Return why the hub does not answer, or None. Its libraries, which would ask for minutes, then read their caches alone."""
+    """Return why the hub is unreachable, or None. Its libraries, which retry for minutes, then use their caches only."""
     from huggingface_hub import constants
 
     if constants.HF_HUB_OFFLINE or (reason := _unreachable(constants.ENDPOINT)) is None:
@@ -136,10 +128,10 @@ def hub_fault() -> str | None:
 
 @functools.cache
 def _unreachable(endpoint: str) -> str | None:
-    """Return why no HTTP answer comes from ``endpoint``, or None if one does; proxies of the environment are used."""
+    """Return why ``endpoint`` sends no HTTP reply, or None if it does; proxies of the environment are used."""
     try:
         urllib.request.urlopen(urllib.request.Request(endpoint, method="HEAD"), timeout=HUB_TIMEOUT_S).close()
-    except urllib.error.HTTPError:  # an answer, whatever it says
+    except urllib.error.HTTPError:  # a reply of any status
         return None
     except OSError as error:
         return f"{endpoint}: {getattr(error, 'reason', error)}"
@@ -147,10 +139,10 @@ def _unreachable(endpoint: str) -> str | None:
 
 
 def no_lora(path: str | Path) -> None:
-    """Raise CheckpointError for a folder that holds adapters, and no model."""
+    """Raise CheckpointError for a folder that holds adapters and no model."""
     adapter = Path(path).expanduser() / "adapter_config.json"
     if adapter.is_file() and not adapter.with_name("config.json").is_file():
-        base = read_json(adapter).get("base_model_name_or_path") or "<another model>"
+        base = read_json(adapter).get("base_model_name_or_path") or "<a different model>"
         raise CheckpointError(
             f"'{path}' holds adapters only, of {base}. Export them merged: rlinf export checkpoint=<run folder> output=<folder> "
             f"merge_lora=true. For a policy, set model.lora_path={path} model.is_lora=true model.model_path={base}"
@@ -175,7 +167,7 @@ def checkpoint_folder(path: str | Path) -> Path:
 
 
 def hide_progress_bars() -> None:
-    """Keep transformers' bars out of our one live line, even if transformers is imported later."""
+    """Disable transformers' progress bars, which would break our live line; works before transformers is imported."""
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     if "transformers" in sys.modules:
         from transformers.utils import logging as bars
@@ -185,21 +177,21 @@ def hide_progress_bars() -> None:
 
 @contextmanager
 def without_load_report() -> Iterator[None]:
-    """Keep transformers' table of mismatched weights off the terminal; ``check_fit`` reports them in one sentence."""
-    theirs = logging.getLogger("transformers.modeling_utils")
+    """Hide transformers' table of mismatched weights; ``check_fit`` reports them in one line."""
+    transformers_logger = logging.getLogger("transformers.modeling_utils")
 
     def is_other(record: logging.LogRecord) -> bool:
         return " LOAD REPORT" not in record.getMessage()
 
-    theirs.addFilter(is_other)
+    transformers_logger.addFilter(is_other)
     try:
         yield
     finally:
-        theirs.removeFilter(is_other)
+        transformers_logger.removeFilter(is_other)
 
 
 def instead_of_weights(folder: Path) -> str:
-    """Say what a folder without ``model*.safetensors`` holds, and how that becomes weights."""
+    """Describe what a folder without ``model*.safetensors`` contains, and how to convert it to weights."""
     if not any(folder.glob("pytorch_model*.bin")):
         files = ", ".join(sorted(path.name for path in folder.glob("*"))) or "nothing"
         return f"it holds {files:.200}. Set model.model_path=<checkpoint folder>"
@@ -212,37 +204,30 @@ def instead_of_weights(folder: Path) -> str:
 
 
 def check_fit(folder: str | Path, loading_info: Mapping[str, Any], **fix: Any) -> None:
-    """Reject weights that do not fit the model exactly, by transformers' report: ``missing_keys`` and so on.
-
-    ``fix``: settings that mend it, besides another folder.
-    """
-    kinds = {"missing": "missing_keys", "unexpected": "unexpected_keys", "of another shape": "mismatched_keys"}
-    found = {kind: sorted(map(str, loading_info[key])) for kind, key in kinds.items()}
-    if any(found.values()):
-        listed = ", ".join(f"{kind} {names[:5]} ({len(names)})" for kind, names in found.items())
+    """Reject weights that do not fit the model exactly, by transformers' loading info; ``fix``: settings that repair it."""
+    kinds = {"missing": "missing_keys", "unexpected": "unexpected_keys", "of a different shape": "mismatched_keys"}
+    problems = {kind: sorted(map(str, loading_info[key])) for kind, key in kinds.items()}
+    if any(problems.values()):
+        listed = ", ".join(f"{kind} {names[:5]} ({len(names)})" for kind, names in problems.items())
         message = f"The weights in '{folder}' do not fit its config.json: {listed}."
-        raise CheckpointError(message, path="<another folder>", **fix)
+        raise CheckpointError(message, path="<a different folder>", **fix)
 
 
 def check_model_type(config_class: Any, values: Mapping[str, Any], path: str | Path) -> None:
-    """Reject the ``config.json`` (``values``) of another model than the one asked for.
-
-    ``config_class.accepted_model_types`` are the types (``model_type``, or ``type``) that it reads; None among
-    them stands for a file that names none. Without the attribute nothing is checked.
-    """
+    """Reject the ``config.json`` (``values``) of a different model than the requested one."""
     accepted = getattr(config_class, "accepted_model_types", None)
-    found = values.get("model_type", values.get("type"))
-    if accepted is None or found in accepted:
+    model_type = values.get("model_type", values.get("type"))
+    if accepted is None or model_type in accepted:
         return
-    override = f"model.model_type={found}" if found in MODELS else "model.model_path=<another folder>"
+    override = f"model.model_type={model_type}" if model_type in MODELS else "model.model_path=<a different folder>"
     raise CheckpointError(
-        f"The config.json in '{path}' is of model type '{found}', but the model that was asked for reads "
+        f"The config.json in '{path}' is of model type '{model_type}', but the requested model reads "
         f"{' and '.join(repr(name) for name in accepted if name is not None)}. Set {override}"
     )
 
 
 def check_attention(implementation: str) -> None:
-    """Raise MissingDependencyError if FlashAttention is asked for and not installed."""
+    """Raise MissingDependencyError if FlashAttention is requested and not installed."""
     if implementation == "flash_attention_2":
         from transformers.utils import is_flash_attn_2_available
 
@@ -252,3 +237,20 @@ def check_attention(implementation: str) -> None:
                 "(pip install flash-attn), or do without.",
                 attn_implementation="sdpa",
             )
+
+
+def num_positions(config: Any) -> int | None:
+    """Return the positions that a language model was built for; None if its configuration declares none."""
+    declared = getattr(config, "max_position_embeddings", None)
+    scaling = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+    if declared is None or not isinstance(scaling, Mapping):
+        return declared
+    # Llama 3 and DeepSeek declare the scaled number in max_position_embeddings, Qwen2 the unscaled one: the larger of it
+    # and of factor times the original counts. There is one scaling for all layers, or one per kind of layer.
+    scalings = [values for values in (scaling, *scaling.values()) if isinstance(values, Mapping)]
+    scaled = [
+        int(values["factor"] * (values.get("original_max_position_embeddings") or declared))
+        for values in scalings
+        if values.get("factor")
+    ]
+    return max([declared, *scaled])

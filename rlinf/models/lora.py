@@ -1,7 +1,6 @@
-"""Low-rank adaptation (Hu et al. 2021) of a policy, in place: the model keeps its class and its methods.
+"""LoRA (Hu et al. 2021) for a policy, in place: the model keeps its class and its methods.
 
-An adapter folder has PEFT's own layout (``adapter_config.json``, ``adapter_model.safetensors``) and, next to it, the
-modules of ``ActionModel.trained_in_full``, such as the value head (``trained_in_full.safetensors``).
+An adapter folder has PEFT's layout, and ``trained_in_full.safetensors`` with the modules of ``ActionModel.trained_in_full``.
 """
 
 from __future__ import annotations
@@ -41,19 +40,18 @@ TARGETS = "lora.target_modules"
 
 
 def apply_lora(model: Any, lora: LoraConfig, lora_path: str | None = None) -> Any:
-    """Put adapters on ``model.lora_target_modules``, in place, and freeze everything else but ``model.trained_in_full``.
+    """Add adapters to ``model.lora_target_modules``, in place, and freeze all except ``model.trained_in_full``.
 
     Raise CheckpointError if the folder is not an adapter of this model, or was merged into these weights before.
 
     Args:
-        model: Policy; changed in place and returned.
         lora: Settings; ``target_modules`` replaces the model's default.
         lora_path: Adapter folder to continue from; its rank, scale and targets must agree with ``lora``.
     """
     if has_adapters(model):
         raise ConfigError("This model has LoRA adapters already; a second set is not supported.")
     in_full = rf"({'|'.join(model.trained_in_full)})(\..*)?" if model.trained_in_full else None
-    excluded = [each for each in (in_full, getattr(model, "lora_exclude_modules", None)) if each]
+    excluded = [pattern for pattern in (in_full, getattr(model, "lora_exclude_modules", None)) if pattern]
     saved = None if lora_path is None else _saved_settings(Path(lora_path), lora)
     config = saved or PeftLoraConfig(r=lora.rank, lora_alpha=lora.alpha)
     config.lora_dropout, config.exclude_modules = lora.dropout, config.exclude_modules or "|".join(excluded) or None
@@ -68,8 +66,8 @@ def apply_lora(model: Any, lora: LoraConfig, lora_path: str | None = None) -> An
     except (ValueError, TypeError, AttributeError, re.error) as error:
         if not lora.target_modules and lora_path is not None:
             raise _unusable(Path(lora_path), error) from error
-        found = f"{TARGETS}={lora.target_modules} matches no layer of {type(model).__name__}: {error}."
-        raise ConfigError(found, **{TARGETS: None}) from error
+        problem = f"{TARGETS}={lora.target_modules} matches no layer of {type(model).__name__}: {error}."
+        raise ConfigError(problem, **{TARGETS: None}) from error
     _match_formats_on_meta(model)
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(".lora_" in name or is_trained_in_full(model, name))
@@ -79,7 +77,7 @@ def apply_lora(model: Any, lora: LoraConfig, lora_path: str | None = None) -> An
 
 
 def _match_formats_on_meta(model: nn.Module) -> None:
-    """Give adapters on the meta device the number format of their base weights; PEFT does so on all other devices."""
+    """Give adapters on the meta device the dtype of their base weights; PEFT does so on all other devices."""
     for layer in model.modules():
         if isinstance(layer, BaseTunerLayer):
             dtype = layer.get_base_layer().weight.dtype
@@ -110,7 +108,7 @@ def _adapters_in_memory() -> Iterator[None]:
 
 
 def has_adapters(model: nn.Module) -> bool:
-    """Return whether any layer carries an adapter."""
+    """Return whether any layer has an adapter."""
     return any(isinstance(module, BaseTunerLayer) for module in model.modules())
 
 
@@ -120,16 +118,13 @@ def is_trained_in_full(model: Any, name: str) -> bool:
 
 
 def adapter_state_dict(model: Any, state_dict: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
-    """Return the adapter tensors under PEFT's names (``base_model.model....lora_A.weight``).
-
-    ``state_dict``: gathered weights of a sharded model; None: the model's own.
-    """
+    """Return the adapter tensors under PEFT's names (``base_model.model....lora_A.weight``)."""
     tensors = get_peft_model_state_dict(model, state_dict=None if state_dict is None else dict(state_dict))
     return {f"{_PEFT_PREFIX}{name}": tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
 
 
 def save_adapter(model: Any, folder: str | Path, state_dict: Mapping[str, Tensor] | None = None) -> None:
-    """Write an adapter folder, each file under a temporary name first; ``state_dict`` as in ``adapter_state_dict``."""
+    """Write an adapter folder; ``state_dict`` as in ``adapter_state_dict``."""
     if not has_adapters(model):
         raise ConfigError("The model has no LoRA layers to save. Set model.is_lora=true")
     folder = Path(folder)
@@ -144,15 +139,14 @@ def save_adapter(model: Any, folder: str | Path, state_dict: Mapping[str, Tensor
 
 
 def merge_lora(model: Any, inputs: dict[str, Tensor] | None = None, atol: float | None = None) -> Any:
-    """Return a copy of the policy in which the adapters are added to the weights; ``model`` stays as it is.
+    """Return a copy of the policy with the adapters merged into the weights; ``model`` stays unchanged.
 
-    The copy's config names the adapter by its fingerprint (``merged_adapters``), so that it is never added twice.
+    The copy's config lists the adapter's fingerprint (``merged_adapters``), so that it is never added twice.
 
     Args:
         model: Policy with adapters, not sharded.
-        inputs: Result of ``preprocess`` (of a language model: arguments of ``forward``), from which the predictions of both
-            models are compared: logits, values and, where they are not tokens, sequences. None: no comparison.
-        atol: Largest accepted difference, else a CheckpointError; None: 1e-4 of the largest number (at least of 1) in
+        inputs: Result of ``preprocess`` (or arguments of ``forward``) on which both models must agree; None: not compared.
+        atol: Largest accepted difference, else a CheckpointError; None: 1e-4 of the largest value (at least of 1) in
             float32, 0.25 of it in 16 bits.
     """
     if not has_adapters(model):
@@ -180,10 +174,9 @@ def merge_lora(model: Any, inputs: dict[str, Tensor] | None = None, atol: float 
 def merged_tensors(
     model: nn.Module, names: Collection[str] | None = None, state: Mapping[str, Tensor] | None = None
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors of the merged policy, each adapter added to its weight when its turn comes.
+    """Yield the tensors of the merged policy one by one; adapted weights are new tensors.
 
-    The model stays as it is; adapted weights are new tensors, all others are the model's own. ``names``, without adapters,
-    selects tensors (None: all); ``state`` holds the gathered weights of a sharded model (None: the model's own).
+    ``names`` (without adapters) selects tensors; ``state``: gathered weights of a sharded model, None: the model's own.
     """
     check_untied(model)
     for name, tensor in base_tensors(model, state):
@@ -196,7 +189,6 @@ def merged_tensors(
 
 
 def merged_state_dict(model: nn.Module, state: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
-    """Return all of ``merged_tensors`` at once."""
     return dict(merged_tensors(model, state=state))
 
 
@@ -215,22 +207,23 @@ def _check_same_predictions(model: Any, merged: Any, inputs: dict[str, Tensor], 
     for name, old, new in _predictions(model, merged, inputs):
         gap = (old.float() - new.float()).abs().max().item()
         scale = max(1.0, old.abs().max().item())
-        accepted = atol if atol is not None else scale * (1e-4 if is_float32 else 0.25)
-        if not gap <= accepted:
-            found = f"Merging changed the {name} by {gap:.2e}, more than {accepted:.0e}"
-            raise CheckpointError(f"{found}. Set model.precision=fp32")
+        limit = atol if atol is not None else scale * (1e-4 if is_float32 else 0.25)
+        if not gap <= limit:
+            problem = f"Merging changed the {name} by {gap:.2e}, more than {limit:.0e}"
+            raise CheckpointError(f"{problem}. Set model.precision=fp32")
 
 
 @torch.no_grad()
 def _predictions(model: Any, merged: Any, inputs: dict[str, Tensor]) -> list[tuple[str, Tensor, Tensor]]:
-    """Return name and both values of the predictions that change smoothly; tokens may flip where two are almost as likely."""
+    """Return name and both values of the predictions that change smoothly; tokens may flip between near-equal ones."""
     if not isinstance(model, ActionModel):
         return [("logits", model(**inputs).logits, merged(**inputs).logits)]
     before, after = (policy.predict_action_batch(**inputs, do_sample=False) for policy in (model, merged))
     pairs = [("logits", before.logits, after.logits), ("values", before.values, after.values)]
     if before.sequences.is_floating_point():
         pairs.append(("sequences", before.sequences, after.sequences))
-    else:  # behind a token that flipped, logits belong to another prefix
+    else:
+        # After a token that flipped, logits belong to a different prefix.
         same = (before.sequences == after.sequences)[:, -model.num_sampled :].long()
         reached = torch.cat([torch.ones_like(same[:, :1]), same[:, :-1]], dim=1).cumprod(1).bool()
         pairs[0] = ("logits", before.logits[reached], after.logits[reached])
@@ -238,38 +231,39 @@ def _predictions(model: Any, merged: Any, inputs: dict[str, Tensor]) -> list[tup
 
 
 def _reject_second_merge(model: Any, adapters: dict[str, Tensor]) -> None:
-    """Look for the adapter as it is, and as it was when a model in another number format merged it."""
-    merged, found = getattr(model.config, "merged_adapters", []), []
+    """Raise CheckpointError if the adapter was merged before, in any number format."""
+    merged, matches = getattr(model.config, "merged_adapters", []), []
     for dtype in (None, torch.float32, torch.bfloat16):
         fingerprint = adapter_fingerprint({name: tensor.to(dtype=dtype) for name, tensor in adapters.items()})
-        found += [fingerprint] if fingerprint in merged else []
-    if found:
+        matches += [fingerprint] if fingerprint in merged else []
+    if matches:
         raise CheckpointError(
-            f"The adapter {found[0][:12]} is part of these weights already; adding it again would count it twice. "
+            f"The adapter {matches[0][:12]} is part of these weights already; adding it again would count it twice. "
             "Set model.lora_path=null, or load the weights from before the merge."
         )
 
 
 def _check_targets(model: nn.Module, targets: Sequence[str], in_full: str | None) -> None:
-    """Raise ConfigError for a target that ends no layer's name; ``in_full``: a pattern of layers that are trained whole."""
+    """Raise ConfigError for a target that matches no layer; ``in_full``: pattern of layers that are trained in full."""
     weights = ((name, getattr(module, "weight", None)) for name, module in model.named_modules())
     layers = [name for name, weight in weights if getattr(weight, "ndim", 0) > 1]
     layers = [name for name in layers if not (in_full and re.fullmatch(in_full, name))]
     names = {name.rpartition(".")[2] for name in layers}
     wrong = [target for target in targets if not any(f".{name}".endswith(f".{target}") for name in layers)]
     if wrong:
-        meant = [closest(target, names) if target in wrong else target for target in targets]
-        found = f"{TARGETS} has '{wrong[0]}', which matches no layer of {type(model).__name__}"
-        raise ConfigError(f"{found}.{did_you_mean(wrong[0], names)}", **{TARGETS: None if None in meant else meant})
+        suggested = [closest(target, names) if target in wrong else target for target in targets]
+        problem = f"{TARGETS} has '{wrong[0]}', which matches no layer of {type(model).__name__}"
+        fix = {TARGETS: None if None in suggested else suggested}
+        raise ConfigError(f"{problem}.{did_you_mean(wrong[0], names)}", **fix)
 
 
 def check_untied(model: nn.Module) -> None:
-    """Raise ConfigError for an adapted weight that a second layer has too: merged into it, the adapter would change both."""
+    """Raise ConfigError for an adapted weight that is tied to a second layer: merging would change both."""
     holders = Counter(id(weight) for _, weight in model.named_parameters(remove_duplicate=False))
     for name, layer in model.named_modules():
         if isinstance(layer, BaseTunerLayer) and holders[id(getattr(layer.get_base_layer(), "weight", None))] > 1:
-            found = f"The adapted weights '{name.rpartition('.')[2]}.weight' have no tensor of their own: another layer has the same."
-            raise ConfigError(found, **{TARGETS: None})
+            problem = f"The adapted weights '{name.rpartition('.')[2]}.weight' have no tensor of their own: another layer has the same."
+            raise ConfigError(problem, **{TARGETS: None})
 
 
 FOLLOWED = {
@@ -277,23 +271,24 @@ FOLLOWED = {
     "layers_pattern", "rank_pattern", "alpha_pattern",
     "task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision", "inference_mode",
 }  # fmt: skip
-"""Settings of PEFT that training, merging and engines follow, and those that only say where an adapter comes from."""
+"""PEFT settings that training, merging and engines support, and those without effect on the weights."""
 
 
 def _saved_settings(folder: Path, lora: LoraConfig) -> PeftLoraConfig:
-    """Return the settings of an adapter folder; raise CheckpointError for one that is not followed, or contradicts ``lora``."""
+    """Return the settings of an adapter folder; raise CheckpointError if unsupported or in conflict with ``lora``."""
     path = folder / "adapter_config.json"
     if not path.is_file() or not (folder / ADAPTER_FILE).is_file():
         needed = f"adapter_config.json and {ADAPTER_FILE}"
         raise CheckpointError(f"model.lora_path='{folder}' is not an adapter folder; required: {needed}.")
     values, neutral = read_json(path), PeftLoraConfig().to_dict() | {"peft_type": "LORA"}
-    if values.get("init_lora_weights") in ("gaussian", "orthogonal", False):  # others change the weights below
+    # Initialisations other than these change the base weights.
+    if values.get("init_lora_weights") in ("gaussian", "orthogonal", False):
         del values["init_lora_weights"]
     for name in sorted(values.keys() - FOLLOWED):
         value, needed = values[name], neutral.get(name)
         if value != needed and (value or needed):
             raise CheckpointError(
-                f"The adapter in '{folder}' has {name}={value}, which is not followed here; required: {needed}. Merge it by PEFT "
+                f"The adapter in '{folder}' has {name}={value}, which is not supported here; required: {needed}. Merge it by PEFT "
                 "(merge_and_unload), and set model.model_path=<the merged folder> model.lora_path=null model.is_lora=false"
             )
     try:
@@ -309,14 +304,12 @@ def _saved_settings(folder: Path, lora: LoraConfig) -> PeftLoraConfig:
                 f"{getattr(lora, override)}. Set model.lora.{override}={getattr(saved, key)}"
             )
     if saved.lora_dropout != lora.dropout:
-        logger.warning("%s: model.lora.dropout counts, and not lora_dropout=%s", folder, saved.lora_dropout)
+        logger.warning("%s: model.lora.dropout is used instead of lora_dropout=%s", folder, saved.lora_dropout)
     return saved
 
 
 def _unusable(folder: Path, reason: object) -> CheckpointError:
-    return CheckpointError(
-        f"The adapter in '{folder}' cannot be used: {reason}. Set model.lora_path=<complete adapter folder>"
-    )
+    return CheckpointError(f"The adapter in '{folder}' cannot be used: {reason}. Set model.lora_path=<adapter folder>")
 
 
 def _tensors(file: Path) -> dict[str, Tensor]:
@@ -341,13 +334,13 @@ def _load_adapter(model: Any, folder: Path) -> None:
     set_peft_model_state_dict(model, {name.removeprefix(_PEFT_PREFIX): tensor for name, tensor in tensors.items()})
     full_file = folder / FULL_FILE
     if full_file.is_file():
-        saved, own = _tensors(full_file), model.state_dict()
-        unknown = sorted(set(saved) - set(own))
+        saved, weights = _tensors(full_file), model.state_dict()
+        unknown = sorted(set(saved) - set(weights))
         if unknown:
             raise CheckpointError(
                 f"'{full_file}' holds {unknown[:3]}, which the model does not have. Set model.value_head=true, or the "
-                "other settings with which the adapter was trained"
+                "remaining settings with which the adapter was trained"
             )
         with torch.no_grad():
             for name, tensor in saved.items():
-                own[name].copy_(tensor)
+                weights[name].copy_(tensor)

@@ -1,4 +1,4 @@
-"""The weights of a model with adapters, as an engine needs them: merged."""
+"""The merged weights of a model with adapters, for an inference engine."""
 
 from __future__ import annotations
 
@@ -13,16 +13,15 @@ from rlinf.models.lora import merged_tensors
 
 
 class MergedWeights(ModuleWeights):
-    """The weights of a model for vLLM, adapters added to one weight at a time (a ``WeightSource``).
+    """The weights of a model for vLLM, adapters merged into one weight at a time (a ``WeightSource``).
 
-    Adapters do not cross. What crosses after the first push are the blocks (``block_of``) with trained or adapted weights.
+    After the first push, only layers (``layer_prefix``) with trained or adapted weights are sent.
 
     Args:
         model: With or without adapters, unsharded.
         version: Number of weight updates that produced the weights.
-        buckets: Shared memory.
-        trained: What training changes (``trained_names``); None: what ``model`` trains.
-        excluded: First parts of the names of tensors that the engine does not need.
+        trained: Names that training changes (``trained_names``); None: those that ``model`` trains.
+        excluded: Top-level modules that the engine does not need.
     """
 
     def __init__(
@@ -34,23 +33,20 @@ class MergedWeights(ModuleWeights):
         excluded: Collection[str] = (),
     ) -> None:
         super().__init__(model, version, buckets)
-        blocks = {block_of(name) for name in (trained_names(model) if trained is None else trained)}
+        changed = {layer_prefix(name) for name in (trained_names(model) if trained is None else trained)}
         self.manifest = {
-            name: TensorSpec(tensor.dtype, tuple(tensor.shape), block_of(name) in blocks)
+            name: TensorSpec(tensor.dtype, tuple(tensor.shape), layer_prefix(name) in changed)
             for name, tensor in base_tensors(model)
             if name.split(".")[0] not in excluded
         }
 
     def tensors(self, names: set[str]) -> Iterator[tuple[str, Tensor]]:
-        """Yield some tensors of the manifest, each merged when its turn comes."""
         return merged_tensors(self.module, names)
 
 
-def block_of(name: str) -> str:
-    """Return the numbered block of a tensor (``model.layers.3``), or the module of a tensor outside all blocks.
-
-    vLLM fuses layers of one block, such as queries, keys and values, and loads a fused layer whole or not at all.
-    """
+def layer_prefix(name: str) -> str:
+    """Return the numbered layer of a tensor (``model.layers.3``), or the module of a tensor outside all layers."""
+    # vLLM fuses weights of one layer (queries, keys and values) and loads a fused one completely or not at all.
     parts = name.split(".")
     number = next((k for k, part in enumerate(parts) if part.isdigit()), len(parts) - 2)
     return ".".join(parts[: number + 1])

@@ -1,4 +1,4 @@
-"""Number formats: what they are called, and in which of them a policy acts."""
+"""Number formats of a policy: their names, autocast, float32 layers; and dropout, which is switched off."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from rlinf.errors import ConfigError
 
@@ -26,32 +26,32 @@ def torch_dtype_from_precision(precision: str | int | None) -> torch.dtype:
     if str(precision) in PRECISIONS:
         return PRECISIONS[str(precision)]
     close = "bf16-mixed" if str(precision).lower().endswith("mixed") else "bf16"
-    found = f"model.precision is '{precision}'; required: fp32, bf16, fp16, or bf16-mixed"
-    raise ConfigError(f"{found}. Set e.g. model.precision={close}")
+    problem = f"model.precision is '{precision}'; required: fp32, bf16, fp16, or bf16-mixed"
+    raise ConfigError(f"{problem}. Set e.g. model.precision={close}")
 
 
 def torch_dtype_of(name: Any) -> torch.dtype:
     """Return the ``torch.dtype`` of ``"bfloat16"``, ``"torch.bfloat16"`` or ``torch.bfloat16``."""
-    found = DTYPES.get(str(name).removeprefix("torch."))
-    if found is None:
+    dtype = DTYPES.get(str(name).removeprefix("torch."))
+    if dtype is None:
         raise ConfigError(f"torch_dtype='{name}'; required: {', '.join(DTYPES)}.", torch_dtype="bfloat16")
-    return found
+    return dtype
 
 
 def autocast(model: nn.Module, precision: str) -> AbstractContextManager:
-    """Return the context in which a model computes: bf16 autocast for ``bf16-mixed``. Rollout and training use the same."""
+    """Return the context in which a model computes: bf16 autocast for ``bf16-mixed``. Rollout and training share it."""
     if precision != "bf16-mixed":
         return nullcontext()
     return torch.autocast(autocast_type(next(model.parameters())), torch.bfloat16)
 
 
 def autocast_type(tensor: torch.Tensor) -> str:
-    """Return the device type whose autocast a tensor obeys; the meta device has none, and takes the name of the CPU's."""
+    """Return the device type whose autocast applies to a tensor; the meta device has none and uses the CPU's."""
     return "cpu" if tensor.is_meta else tensor.device.type
 
 
 def heads_in_float32(model: Any) -> Any:
-    """Turn what ``model.float32_modules`` names into float32, in place; ``from_pretrained`` has kept the digits of files."""
+    """Cast the modules in ``model.float32_modules`` to float32, in place; loading has kept their digits."""
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if name.split(".")[0] in getattr(model, "float32_modules", ()) and tensor.is_floating_point():
             tensor.data = tensor.data.float()
@@ -60,7 +60,7 @@ def heads_in_float32(model: Any) -> Any:
 
 @contextmanager
 def evaluation_mode(model: Any) -> Iterator[None]:
-    """Switch dropout and gradients off inside, and back to what they were. Do nothing for an object that only acts."""
+    """Switch dropout and gradients off inside, then restore the mode; no effect on an object without modules."""
     if not isinstance(model, nn.Module):
         yield
         return
@@ -71,3 +71,47 @@ def evaluation_mode(model: Any) -> Iterator[None]:
             yield
     finally:
         model.train(was_training)
+
+
+def without_autocast(tensor: Tensor) -> torch.autocast:
+    """Return a context in which autocast is off on the device of ``tensor``."""
+    return torch.autocast(autocast_type(tensor), enabled=False)
+
+
+class LinearInFloat32(nn.Linear):
+    """A linear layer with float32 output; an output head of any number format becomes one by changing its class."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return linear_in_float32(x, self.weight, self.bias)
+
+
+def linear_in_float32(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Apply a linear layer in float32: ``[..., H]`` to ``[..., out]``."""
+    # For logits: next to 16 and above, bfloat16 values are 0.125 apart, so a probability would be off by up to 6 %.
+    with without_autocast(x):
+        return nn.functional.linear(x.float(), weight.float(), None if bias is None else bias.float())
+
+
+def switch_off_dropout(model: nn.Module) -> nn.Module:
+    """Set every dropout rate of a model, in modules and configuration, to 0; return the model."""
+    # Published configurations may have rates above 0, and then the ratios of the first update would not be 1, although
+    # rollout and scoring (both in evaluation mode) agree.
+    for module in model.modules():
+        if isinstance(module, nn.modules.dropout._DropoutNd):
+            module.p = 0.0
+        _clear(module)
+    _clear_config(model.config)
+    return model
+
+
+def _clear(owner: Any) -> None:
+    for name, value in vars(owner).items():
+        if "drop" in name and isinstance(value, float):
+            setattr(owner, name, 0.0)
+
+
+def _clear_config(config: Any) -> None:
+    _clear(config)
+    for value in list(vars(config).values()):
+        if hasattr(value, "model_type"):  # the configuration of a part
+            _clear_config(value)

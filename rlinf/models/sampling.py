@@ -1,4 +1,4 @@
-"""Draw tokens and score them: the one definition that rollout and training share."""
+"""Sample tokens and score them: shared by rollout and training."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def draw_uniforms(*shape: int, device: torch.device | None = None) -> Tensor:
 
 
 def standard_normal(uniforms: Tensor) -> Tensor:
-    """Turn numbers in (0, 1) into float32 standard normal ones by inverse transform."""
+    """Map numbers in (0, 1) to float32 standard normal ones by inverse transform."""
     return torch.special.ndtri(uniforms.double()).float()
 
 
@@ -23,8 +23,7 @@ def token_logprobs(
 ) -> tuple[Tensor, Tensor | None]:
     """Return float32 log-probabilities ``[...]`` of ``tokens [...]``, and their entropies in nats or None.
 
-    Rollout and training both use this function: ``log softmax(logits / temperature)`` in float32, over the last axis of
-    ``logits [..., n_bins]``, which holds the action bins only. The entropy takes two more arrays of this size.
+    ``log softmax(logits / temperature)`` in float32, over the last axis of ``logits [..., n_bins]`` (action bins only).
     """
     logprobs = torch.log_softmax(logits.float() / temperature, dim=-1)
     chosen = logprobs.gather(-1, tokens.unsqueeze(-1)).squeeze(-1)
@@ -32,18 +31,16 @@ def token_logprobs(
 
 
 def check_finite(logits: Tensor) -> Tensor:
-    """Return ``logits``; raise CheckpointError if one is NaN or infinite: the largest of them would be one and the same action."""
+    """Return ``logits``; raise CheckpointError if one is NaN or infinite (argmax would return the same action always)."""
     if not bool(torch.isfinite(logits).all()):
-        raise CheckpointError(
-            "The policy's logits are not finite: its weights are damaged, or a number that it reads is huge"
-        )
+        raise CheckpointError("The policy's logits are not finite: its weights are damaged, or an input is huge")
     return logits
 
 
 def sample_tokens(logits: Tensor, do_sample: bool, temperature: float = 1.0, uniforms: Tensor | None = None) -> Tensor:
-    """Choose int64 indices into the last axis: argmax, or inverse transform sampling of ``softmax(logits / temperature)``.
+    """Return int64 indices into the last axis: argmax, or inverse transform sampling of ``softmax(logits / temperature)``.
 
-    ``uniforms`` are float32 in (0, 1), one for each token; None: drawn from torch's global generator.
+    ``uniforms`` are float32 in (0, 1), one per token; None: drawn from torch's global generator.
     """
     if not do_sample:
         return logits.argmax(-1)
@@ -55,17 +52,19 @@ def sample_tokens(logits: Tensor, do_sample: bool, temperature: float = 1.0, uni
 
 
 def _running_sums(numbers: Tensor) -> Tensor:
-    """Return sums along the last axis, of each number and all before it."""
+    """Return cumulative sums along the last axis."""
+    # `cumsum` on a GPU adds in an order that changes from run to run.
     if numbers.is_cuda and torch.are_deterministic_algorithms_enabled():
-        return sums_by_blocks(numbers)  # `cumsum` on a GPU adds in an order of the moment
+        return sums_by_blocks(numbers)
     return numbers.cumsum(-1)
 
 
 def sums_by_blocks(numbers: Tensor, size: int = 256) -> Tensor:
-    """Return sums along the last axis by matrix products: within blocks of ``size``, and over the blocks before."""
+    """Return cumulative sums along the last axis by matrix products: within blocks of ``size``, and over the blocks before."""
     width = numbers.shape[-1]
     if width <= size:
-        with torch.autocast(numbers.device.type, enabled=False):  # it would multiply in 16 bits
+        # Autocast would multiply in 16 bits.
+        with torch.autocast(numbers.device.type, enabled=False):
             return numbers @ numbers.new_ones(width, width).triu()
     blocks = torch.nn.functional.pad(numbers, (0, -width % size)).unflatten(-1, (-1, size))
     within = sums_by_blocks(blocks, size)

@@ -1,4 +1,4 @@
-"""The comparison of two backends in ``rlinf.contracts.generation``, by the path that users import."""
+"""Import path for users: the comparison of two backends in ``rlinf.contracts.generation``."""
 
 from rlinf.imports import lazy_attributes
 

@@ -1,4 +1,4 @@
-"""Build a model of transformers without its weights, which stay in their files until the ranks divide them."""
+"""Models of transformers with their weights still in files, until the ranks shard them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from rlinf.distributed.parallel import local_part
 from rlinf.optim.finite import check_loaded
 
 READ_WHOLE = "read_whole_because"
-"""Attribute with the reason why the weights of a model could not stay in their files, as asked."""
+"""Attribute with the reason why the weights of a model could not stay in their files."""
 
 
 def how_read(model: nn.Module) -> str:
@@ -26,37 +26,34 @@ def how_read(model: nn.Module) -> str:
 
 
 def check_read(model: nn.Module, sources: Mapping[str, FileTensor]) -> None:
-    """Reject weights that ``read_deferred`` has read on this rank and that are NaN or infinite."""
+    """Reject weights read by ``read_deferred`` on this rank that are NaN or infinite."""
     parameters = dict(model.named_parameters())
     folders = sorted({str(source.file.parent) for source in sources.values()})
     check_loaded({name: local_part(parameters[name])[0] for name in sources}, ", ".join(folders))
 
 
 class NotDeferredError(Exception):
-    """The weights cannot stay in their files, for the reason in the text; they must be read whole."""
+    """The weights cannot stay in their files, for the reason in the text."""
 
 
 def without_weights(model_class: type[nn.Module], config: Any, **arguments: Any) -> Any:
-    """Build a model with its parameters on the meta device and its buffers in memory, with their values."""
+    """Build a model with its parameters on the meta device and its buffers, with their values, in memory."""
     from accelerate import init_empty_weights  # imports transformers
 
     with init_empty_weights(include_buffers=False):
         model = model_class._from_config(copy.deepcopy(config), **arguments)
+    # Moving the weights to the meta device one by one has untied them.
     if hasattr(model, "tie_weights"):
-        model.tie_weights()  # moving the weights to the meta device one by one has separated them
+        model.tie_weights()
     return model
 
 
 @torch.no_grad()
 def defer_weights(model: nn.Module, tensors: Mapping[str, Weight], whole: Collection[str] = ()) -> None:
-    """Record for each parameter of a model from ``without_weights`` where its numbers are; read buffers now.
+    """Record in which file each parameter of a model from ``without_weights`` is; read buffers immediately.
 
-    Raise NotDeferredError if names or shapes differ from the model's.
-
-    Args:
-        model: Its parameters are on the meta device.
-        tensors: All weights by name, in files or in memory; of tied weights only one.
-        whole: First parts of the names of modules that are read now, because other code writes into them.
+    ``tensors`` are all weights by name, in files or in memory (tied weights once). Modules in ``whole`` are read
+    immediately, too, because other code writes into them. Raise NotDeferredError if names or shapes differ.
     """
     places: dict[int, list[str]] = {}
     parameters = dict(model.named_parameters(remove_duplicate=False))
@@ -65,8 +62,12 @@ def defer_weights(model: nn.Module, tensors: Mapping[str, Weight], whole: Collec
     buffers = {name: tensor for name, tensor in model.state_dict().items() if name not in parameters}
     given = [[name for name in names if name in tensors] for names in places.values()]
     fits = all(len(names) == 1 for names in given) and tensors.keys() <= parameters.keys() | buffers.keys()
-    own = parameters | buffers
-    if not fits or buffers.keys() - tensors.keys() or any(own[name].shape != tensors[name].shape for name in tensors):
+    targets = parameters | buffers
+    if (
+        not fits
+        or buffers.keys() - tensors.keys()
+        or any(targets[name].shape != tensors[name].shape for name in tensors)
+    ):
         raise NotDeferredError("the names and shapes in its files differ from the model's")
     for (name,), names in zip(given, places.values(), strict=True):
         parameter, source = parameters[name], tensors[name]
@@ -74,9 +75,9 @@ def defer_weights(model: nn.Module, tensors: Mapping[str, Weight], whole: Collec
             defer(parameter, source)
             continue
         numbers = in_memory(source).to(parameter.dtype, copy=True)
-        held = nn.Parameter(numbers, requires_grad=parameter.requires_grad)
-        for each in names:
-            module, _, attribute = each.rpartition(".")
-            setattr(model.get_submodule(module), attribute, held)
+        weight = nn.Parameter(numbers, requires_grad=parameter.requires_grad)
+        for alias in names:
+            module, _, attribute = alias.rpartition(".")
+            setattr(model.get_submodule(module), attribute, weight)
     for name, buffer in buffers.items():
         buffer.copy_(in_memory(tensors[name]))

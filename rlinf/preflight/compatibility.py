@@ -72,7 +72,7 @@ def check_model(config: RunConfig) -> None:
 def check_elsewhere(config: RunConfig, command: str) -> None:
     """Check that a policy behind an address is only asked to act."""
     url, name = config.model.url, config.model.model_type
-    if not entry_for(config.model).elsewhere:
+    if not entry_for(config.model).is_remote:
         if url is not None:
             reject(f"model.url={url} with model.model_type={name}", "a policy that acts elsewhere", "model=remote")
         return

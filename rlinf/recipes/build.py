@@ -22,7 +22,7 @@ from rlinf.models.base_weights import weights_digest
 from rlinf.models.embodiment.hf_vla.processing import load_vlm_processor
 from rlinf.models.end_tokens import end_tokens
 from rlinf.models.hf_model import load_config
-from rlinf.models.positions import num_positions
+from rlinf.models.loading import num_positions
 from rlinf.recipes.completions import Answers, Completer, Generator
 from rlinf.recipes.config import RecipeConfig
 from rlinf.recipes.datasets import PackedRows, Rows, StreamedRows

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-from rlinf.data.prefetch import Prefetcher
+from rlinf.data.rows import Prefetcher
 from rlinf.distributed.process_group import rank, sum_over_ranks, world_size
 from rlinf.llm.batched_data_dict import BatchedDataDict
 from rlinf.llm.hf_policy import HuggingFacePolicy

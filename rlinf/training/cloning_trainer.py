@@ -17,9 +17,8 @@ from rlinf.data.config import BAD, GOOD
 from rlinf.data.damage import UnreadableRowError
 from rlinf.data.filters import filtered_rows
 from rlinf.data.formats import SKIP
-from rlinf.data.prefetch import Prefetcher
 from rlinf.data.recap import label_rows
-from rlinf.data.rows import BatchSource, shuffled_rows
+from rlinf.data.rows import BatchSource, Prefetcher, shuffled_rows
 from rlinf.data.stored import StoredDemonstrations
 from rlinf.distributed.deadlines import deadline, heartbeat
 from rlinf.distributed.process_group import any_rank, broadcast_object, gather_objects, rank, world_size

@@ -190,7 +190,7 @@ def observation(case):
 
 def test_no_registered_model_is_left_out():
     entries = MODELS.entries()
-    ours = {name for name, entry in entries.items() if entry.origin == BUILTIN and not MODELS.get(name).elsewhere}
+    ours = {name for name, entry in entries.items() if entry.origin == BUILTIN and not MODELS.get(name).is_remote}
     ours -= {
         "lerobot",
         "smolvla",

@@ -151,7 +151,7 @@ def test_each_observation_of_an_evaluation_has_candidates_of_its_own_and_always_
     torch.testing.assert_close(drawn.mean(0), torch.full((6,), 0.5), atol=0.06, rtol=0)  # 4 deviations of a mean
     other = inputs | {"images": inputs["images"].bfloat16()}
     assert not torch.equal(uniforms_from_inputs(other, 400, 6), drawn), "the control: other images"
-    images = {"images": torch.arange(400, dtype=torch.int32)[:, None].view(torch.uint8), "words": inputs["tokens"]}
+    images = {"images": torch.arange(400, dtype=torch.int32)[:, None].view(torch.uint8), "token_ids": inputs["tokens"]}
     assert len(uniforms_from_inputs(images, 400, 6).unique(dim=0)) == 400, "a policy that takes images as bytes"
     assert uniforms_from_inputs(inputs, 400, 0).shape == (400, 0)
 

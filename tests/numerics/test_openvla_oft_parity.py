@@ -386,7 +386,7 @@ def test_the_newest_step_is_taken(tmp_path):
         ("absent", r"missing \['action_head"),
         ("incomplete", r"missing \['action_head.model.fc1.bias'\] \(1\)"),
         ("unexpected", r"unexpected \['action_head.model.fc9.bias'\] \(1\)"),
-        ("other_width", r"of another shape.*proprio_projector.fc1.weight"),
+        ("other_width", r"of a different shape.*proprio_projector.fc1.weight"),
     ],
 )
 def test_parts_that_do_not_fit_are_refused(tmp_path, change, message):

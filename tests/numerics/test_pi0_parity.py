@@ -97,11 +97,11 @@ def load(name, method="flow_sde", joint=False, num_steps=None, attn_implementati
                 "num_steps": num_steps or len(arrays["step_eps"]),
                 "noise_level": noise_level(name),
                 "value_hidden_sizes": hidden_sizes(heads, "value_head."),
-                "noise_hidden_sizes": hidden_sizes(heads, "dsrl_actor."),
+                "noise_hidden_sizes": hidden_sizes(heads, "noise_head."),
             },
         }
     )
-    for head in ("value_head", "dsrl_actor"):
+    for head in ("value_head", "noise_head"):
         module = getattr(model, head)
         if module is not None:
             module.load_state_dict(

@@ -16,8 +16,8 @@ from rlinf.distributed.process_group import rank
 from rlinf.envs import make_env
 from rlinf.errors import ConfigError
 from rlinf.llm.hf_policy import HuggingFacePolicy
-from rlinf.models import blocks as module
 from rlinf.models import build_policy, get_model
+from rlinf.models import layers as module
 from rlinf.models.layers import find_layers, set_training_options
 from rlinf.preflight.validation import validate
 

@@ -18,9 +18,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from rlinf.config.compose import compose_config
 from rlinf.config.schema import build_config
 from rlinf.errors import ConfigError
-from rlinf.models import build_policy, cuda_graph, get_model
+from rlinf.models import build_policy, cuda_graph, get_model, precision
 from rlinf.models.cuda_graph import CudaGraphs
-from rlinf.models.embodiment.modules import float32
 from rlinf.preflight.validation import validate
 from tests.unit import test_openvla_oft as oft
 from tests.unit import test_pi0_model as pi0
@@ -338,7 +337,7 @@ def test_denoising_reads_no_number_and_stays_on_its_device(monkeypatch, pi05, jo
 @pytest.mark.parametrize("padded", [False, True])
 @pytest.mark.parametrize("lora", [False, True])
 def test_decoding_reads_no_number_and_stays_on_its_device(monkeypatch, padded, lora):
-    monkeypatch.setattr(float32, "without_autocast", lambda tensor: nullcontext())  # autocast knows no device "meta"
+    monkeypatch.setattr(precision, "without_autocast", lambda tensor: nullcontext())  # autocast knows no device "meta"
     model = build("autoregressive", is_lora=lora).to("meta")
     embeddings = torch.empty(4, 9, 32, device="meta")
     mask = torch.ones(4, 9, dtype=torch.bool, device="meta") if padded else None

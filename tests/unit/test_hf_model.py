@@ -273,7 +273,7 @@ def test_weights_that_do_not_fit_are_named(folders, tmp_path):
     with pytest.raises(CheckpointError) as error:
         HFModel.from_pretrained(folder)
     named = (f"missing ['{missing}']", "unexpected ['model.layers.7.extra']", "model.norm.weight")
-    for word in (*named, "Pass path=<another folder>"):
+    for word in (*named, "Pass path=<a different folder>"):
         assert word in str(error.value)
 
 

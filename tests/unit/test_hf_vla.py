@@ -393,7 +393,7 @@ def test_weights_that_do_not_fit_are_an_error(zoo, tmp_path):
     for change, word in (
         ({n: w for n, w in weights.items() if n != name}, "missing"),
         ({**weights, "extra.weight": torch.zeros(2)}, "unexpected"),
-        ({**weights, name: torch.zeros(2, 2)}, "of another shape"),
+        ({**weights, name: torch.zeros(2, 2)}, "of a different shape"),
     ):
         save_file(change, file, metadata={"format": "pt"})
         expect(CheckpointError, word, "Set model.model_path=", **section(tmp_path, override_config={}))

@@ -14,11 +14,11 @@ from PIL import Image
 from rlinf.models.embodiment.modules.image_resize import (
     bilinear_by_integers,
     crop_and_resize,
+    jpeg_round_trip,
     resize_bicubic,
     resize_bilinear,
     resize_lanczos3,
 )
-from rlinf.models.embodiment.modules.jpeg import jpeg_round_trip
 
 SIDE = st.integers(1, 90)
 TENSORFLOW = Path(__file__).parents[1] / "fixtures" / "tensorflow_images" / "images.npz"

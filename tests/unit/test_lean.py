@@ -7,7 +7,7 @@ import torch
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
 
-from rlinf.models.embodiment.modules.lean import LeanMLP, LeanRMSNorm
+from rlinf.models.embodiment.openvla.llama_layer import LeanMLP, LeanRMSNorm
 
 WIDTH, ROWS = 64, (3, 50)
 PAIRS = {

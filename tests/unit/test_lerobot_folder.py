@@ -167,7 +167,7 @@ BLIND: dict[str, tuple[Callable[[Path], object], Callable[[Path], Path], str, st
         lambda folder: change(folder, "config.json", lambda values: values.update(n_action_steps=9)), make, "n_action_steps=9", "1 to 8"
     ),
     "actions in other units": (_degrees, make, "action", "57.3"),
-    "statistics of fewer actions": (_narrow, make, "action", "4 numbers"),
+    "statistics of fewer actions": (_narrow, make, "action", "4 dimensions"),
     "no tokenizer": (_tokenizer, make, "tokenizer", "model.override_config.tokenizer"),
     "no weights": (lambda folder: (folder / "model.safetensors").unlink(), make, "model.safetensors", "missing"),
     "a damaged file of weights": (

@@ -10,8 +10,14 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.cache_utils import DynamicCache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from rlinf.models.embodiment.openvla.kv_cache import KVCache
-from rlinf.models.embodiment.openvla.llama_layer import additive, aligned, attention_mask, run_layers, use_action_layers
+from rlinf.models.embodiment.openvla.llama_layer import (
+    KVCache,
+    additive,
+    aligned,
+    attention_mask,
+    run_layers,
+    use_action_layers,
+)
 from rlinf.models.layers import set_training_options
 
 PROMPT_LEN, NUM_TOKENS = 9, 5

@@ -298,7 +298,7 @@ def test_cnn_features_by_hand():
     model = cnn(image_mean=0.25, image_std=0.125)
     inputs = model.preprocess(seen(["go"]))
     pixels = (inputs["images"].permute(0, 3, 1, 2).float() / 255 - 0.25) / 0.125
-    expected = model.encoder(pixels) * (1 + model.words.weight[inputs["words"][0, 0]])
+    expected = model.encoder(pixels) * (1 + model.word_embedding.weight[inputs["token_ids"][0, 0]])
     assert torch.allclose(model._features(**inputs), expected)
 
 

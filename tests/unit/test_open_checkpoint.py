@@ -80,7 +80,7 @@ def test_weights_beyond_the_range_of_16_bits_are_refused(tmp_path):
     config = config_of("cnn")
     model = build_policy(config, {"norm_stats": {"tabletop": STATISTICS}})
     with torch.no_grad():
-        model.words.weight[0, 0] = 1e6
+        model.word_embedding.weight[0, 0] = 1e6
     model.save_pretrained(tmp_path)
 
     def load(precision):

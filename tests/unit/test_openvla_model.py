@@ -12,8 +12,12 @@ from rlinf.config.schema import build_config
 from rlinf.errors import ConfigError, ManifestMismatchError
 from rlinf.manifest import check
 from rlinf.models import build_policy, get_model
-from rlinf.models.embodiment.modules.image_resize import crop_and_resize, resize_bicubic, resize_lanczos3
-from rlinf.models.embodiment.modules.jpeg import jpeg_round_trip
+from rlinf.models.embodiment.modules.image_resize import (
+    crop_and_resize,
+    jpeg_round_trip,
+    resize_bicubic,
+    resize_lanczos3,
+)
 from rlinf.preflight.conditions import build_manifest
 from rlinf.types import Observation
 

@@ -151,10 +151,10 @@ def test_actions_are_unnormalised_by_the_chosen_bounds():
 
 def test_an_absent_or_wide_state_is_refused():
     model = build()
-    with pytest.raises(ConfigError, match="state of 5 numbers.*gives none.*env.state=proprio"):
+    with pytest.raises(ConfigError, match="state of 5 dimensions.*gives none.*env.state=proprio"):
         model.preprocess(Observation(observe().images, None, SENTENCES))
     wide = np.zeros((4, 7), np.float32)
-    with pytest.raises(ConfigError, match="state of 5 numbers.*gives 7.*model.unnorm_key"):
+    with pytest.raises(ConfigError, match="state of 5 dimensions.*gives 7.*model.unnorm_key"):
         model.preprocess(Observation(observe().images, wide, SENTENCES))
 
 
@@ -386,7 +386,7 @@ def test_half_a_part_is_refused_even_if_it_may_be_new(base, tmp_path):
     "change, message",
     [
         ({"unnorm_key": "arn"}, "Unknown model.unnorm_key 'arn'.*Known: arm.*Set model.unnorm_key=arm"),
-        ({"action_token_len": 4}, "model.action_token_len is 4.*3 numbers. Set model.action_token_len=3"),
+        ({"action_token_len": 4}, "model.action_token_len is 4.*3 dimensions. Set model.action_token_len=3"),
         ({"hidden_size": 64}, "model.hidden_size is 64.*32"),
         ({"image_size": [13, 13]}, r"image_size is \[13,13\].*Set model.image_size=\[\d+,\d+\] or"),
         ({"override_config": {"n_action_bins": 600}}, "is 600.*544.*model.override_config.n_action_bins=256"),
@@ -399,7 +399,7 @@ def test_wrong_settings_are_refused_before_weights_are_read(base, model_type, ch
     with pytest.raises(CheckpointError, match=r"model.safetensors' cannot be read.*model.model_path="):
         get_model(from_folder(base, model_type=model_type))
     if model_type == "openvla_oft":
-        with pytest.raises(ConfigError, match="state_dim is 4.*5 numbers"):
+        with pytest.raises(ConfigError, match="state_dim is 4.*5 dimensions"):
             get_model(from_folder(base, {"use_proprio": True, "state_dim": 4, "new_parts": ["proprio_projector"]}))
 
 
@@ -408,7 +408,7 @@ def test_a_folder_of_another_model_is_refused_before_weights_are_read(base, aske
     config = json.loads((base / "config.json").read_text())
     (base / "config.json").write_text(json.dumps(config | {"model_type": found}))
     (base / "model.safetensors").write_bytes(b"garbage")
-    override = "model.model_path=<another folder>" if found == "llama" else f"model.model_type={found}"
+    override = "model.model_path=<a different folder>" if found == "llama" else f"model.model_type={found}"
     with pytest.raises(CheckpointError, match=f"is of model type '{found}'.*reads 'openvla'.*Set {override}"):
         get_model(from_folder(base, model_type=asked))
 
@@ -420,7 +420,7 @@ def test_a_folder_of_another_model_is_refused_before_weights_are_read(base, aske
         ({"action_normalization": "q99"}, "action_normalization is 'q99'.*action_normalization=bounds_q99"),
         ({"action_decoding": "autoregressive"}, "action_decoding is 'autoregressive'.*action_decoding=parallel"),
         ({"state_dim": 4}, "state_dim is 4, but use_proprio is false.*model.init_config.use_proprio=true"),
-        ({"state_dim": 4, "use_proprio": True}, "state_dim is 4.*5 numbers.*model.init_config.state_dim=5"),
+        ({"state_dim": 4, "use_proprio": True}, "state_dim is 4.*5 dimensions.*model.init_config.state_dim=5"),
         (
             {"use_proprio": True, "norm_stats": {"a": {"action": STATS["arm"]["action"]}}},
             "'a' hold action and no proprio.*model.unnorm_key",

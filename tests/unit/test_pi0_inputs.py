@@ -57,9 +57,9 @@ def test_a_camera_that_is_absent_in_one_row_changes_that_row_as_if_it_were_not_t
 
 def test_a_noise_head_that_is_not_used_is_told_of(tmp_path, caplog):
     cfg = saved(tmp_path, noise_method="flow_noise")
-    assert get_model(cfg).dsrl_actor is not None and "dsrl_actor" not in caplog.text
-    assert get_model(cfg | {"override_config": {"noise_method": "flow_sde"}}).dsrl_actor is None
-    assert "the weights of dsrl_actor are not used" in caplog.text
+    assert get_model(cfg).noise_head is not None and "noise_head" not in caplog.text
+    assert get_model(cfg | {"override_config": {"noise_method": "flow_sde"}}).noise_head is None
+    assert "the weights of noise_head are not used" in caplog.text
 
 
 def test_prompts_of_both_kinds():

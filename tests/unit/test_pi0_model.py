@@ -306,7 +306,7 @@ def test_cameras_are_taken_by_name():
     [
         ({"cameras": ["top"]}, {}, r"cameras \['top'\].*\['front', 'wrist'\].*cameras=\[front,wrist\]"),
         ({}, {"state": None}, r"gives none\. Set env\.state=proprio"),
-        ({}, {"state": np.zeros((4, 31), np.float32)}, r"31 numbers and the policy takes 5.*Set env\.state=proprio"),
+        ({}, {"state": np.zeros((4, 31), np.float32)}, r"31 dimensions and the policy takes 5.*Set env\.state=proprio"),
         ({"norm_stats": {"arm": {"action": ACTION}}}, {}, r"'arm' are about actions only.*model\.unnorm_key="),
         ({}, {"state": np.zeros((4, 3), np.float32)}, r"'proprio' have 4 .*state has 3; .*Set env\.state=proprio"),
         ({"max_token_len": 3}, {}, r"max_token_len is 3\. Set model\.override_config\.max_token_len=\d+"),
@@ -330,7 +330,7 @@ def test_observations_that_do_not_fit_are_refused(changes, observation, message)
         ({"norm_stats": {"arm": {"action": {"q01": [0, 0, 0], "q99": [1, 1, 1]}}}, "use_quantile_norm": False},
          r"needs mean and std of 'action'.*use_quantile_norm=true"),
         ({"norm_stats": {"arm": {"action": {"q01": [0], "q99": [1]}}}}, r"have 1 dimension, and model\.action_token_len=3.*Set model\.action_token_len=1"),
-        ({"action_dim": 2}, r"model\.action_token_len is 3.*2 numbers.*model\.action_token_len=2"),
+        ({"action_dim": 2}, r"model\.action_token_len is 3.*2 dimensions.*model\.action_token_len=2"),
         ({"action_horizon": 1}, r"model\.action_chunks_len is 2.*predicts 1.*model\.action_chunks_len=1"),
     ],
 )  # fmt: skip
@@ -390,7 +390,7 @@ def rewrite_config(folder, **changes):
     "changes, config, message",
     [
         ({"unnorm_key": "leg"}, {}, r"model\.unnorm_key 'leg'"),
-        ({"action_token_len": 6}, {}, r"model\.action_token_len is 6.*5 numbers.*Set model\.action_token_len=5"),
+        ({"action_token_len": 6}, {}, r"model\.action_token_len is 6.*5 dimensions.*Set model\.action_token_len=5"),
         ({"action_token_len": 2}, {}, r"'action' have 3 .*model\.action_token_len=2;.*Set model\.action_token_len=3"),
         ({"action_chunks_len": 9}, {}, r"model\.action_chunks_len is 9.*Set model\.action_chunks_len=3"),
         ({}, {"norm_stats": {}}, r"no statistics.*Set model\.unnorm_key=<env\.name>.*model\.unnorm_key=tabletop"),
@@ -421,24 +421,24 @@ def test_statistics_of_the_env_stand_in_for_those_of_the_folder(tmp_path):
 def test_bounds_of_the_deviation_are_those_of_the_weights_unless_they_are_set(tmp_path):
     cfg = saved(tmp_path, noise_method="flow_noise")
     tensors = load_file(tmp_path / "model.safetensors")
-    tensors["dsrl_actor.logvar_min"], tensors["dsrl_actor.logvar_max"] = torch.tensor([-4.0]), torch.tensor([-2.0])
+    tensors["noise_head.logvar_min"], tensors["noise_head.logvar_max"] = torch.tensor([-4.0]), torch.tensor([-2.0])
     save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    head = get_model(cfg).dsrl_actor
+    head = get_model(cfg).noise_head
     assert (head.logvar_min.item(), head.logvar_max.item()) == (-4.0, -2.0)
     other = get_model(cfg | {"override_config": {"noise_std_range": [0.1, 0.5]}})
-    found = [other.dsrl_actor.logvar_min.item(), other.dsrl_actor.logvar_max.item()]
+    found = [other.noise_head.logvar_min.item(), other.noise_head.logvar_max.item()]
     assert found == pytest.approx([2 * math.log(0.1), 2 * math.log(0.5)])
     for name in ("logvar_min", "logvar_max"):
-        del tensors[f"dsrl_actor.{name}"]
+        del tensors[f"noise_head.{name}"]
     save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(CheckpointError, match="missing .'dsrl_actor.logvar_max"):
+    with pytest.raises(CheckpointError, match="missing .'noise_head.logvar_max"):
         get_model(cfg)
-    bare = get_model(cfg | {"override_config": {"noise_std_range": [0.1, 0.5]}}).dsrl_actor
+    bare = get_model(cfg | {"override_config": {"noise_std_range": [0.1, 0.5]}}).noise_head
     assert [bare.logvar_min.item(), bare.logvar_max.item()] == found, "a folder without bounds needs them set"
     other.save_pretrained(tmp_path / "again")
-    again = get_model(cfg | {"model_path": str(tmp_path / "again")}).dsrl_actor
+    again = get_model(cfg | {"model_path": str(tmp_path / "again")}).noise_head
     assert [again.logvar_min.item(), again.logvar_max.item()] == found
-    same = other.dsrl_actor.state_dict()
+    same = other.noise_head.state_dict()
     assert all(torch.equal(x, same[key]) or "logvar_m" in key for key, x in head.state_dict().items())
 
 

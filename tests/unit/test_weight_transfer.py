@@ -21,7 +21,7 @@ from rlinf.engines.weight_handle import WeightBuckets, WeightsRejectedError
 from rlinf.engines.weight_transfer import ModuleReceiver, ModuleWeights, PushHeader, push
 from rlinf.models.base_weights import trained_names
 from rlinf.models.lora import merged_state_dict, merged_tensors
-from rlinf.models.merged_weights import MergedWeights, block_of
+from rlinf.models.merged_weights import MergedWeights, layer_prefix
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="shared memory without a name needs Linux")
 
@@ -148,9 +148,9 @@ def test_what_is_trained_and_which_blocks_go_with_it():
     assert trained_names(model) == {f"{k}.weight" for k in range(4)}
     model[4].bias.requires_grad_(True)
     assert trained_names(model) == {f"{k}.weight" for k in range(4)} | {"4.bias"}
-    assert block_of("language_model.model.layers.11.self_attn.q_proj.weight") == "language_model.model.layers.11"
-    assert block_of("model.layers.0.mlp.experts.2.gate_proj.weight") == "model.layers.0"
-    assert block_of("projector.fc1.bias") == "projector.fc1" and block_of("log_std") == ""
+    assert layer_prefix("language_model.model.layers.11.self_attn.q_proj.weight") == "language_model.model.layers.11"
+    assert layer_prefix("model.layers.0.mlp.experts.2.gate_proj.weight") == "model.layers.0"
+    assert layer_prefix("projector.fc1.bias") == "projector.fc1" and layer_prefix("log_std") == ""
 
 
 class Faulty(ModuleWeights):

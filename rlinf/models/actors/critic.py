@@ -1,4 +1,4 @@
-"""Critics: several networks computed as one."""
+"""An ensemble of critics, computed as one batched network."""
 
 from __future__ import annotations
 
@@ -8,23 +8,16 @@ import torch
 from torch import Tensor, nn
 
 from rlinf.algorithms.offpolicy_config import ActorConfig
-from rlinf.models.embodiment.modules.float32 import without_autocast
+from rlinf.models.precision import without_autocast
 
 
 class Critics(nn.Module):
-    """``E`` networks that value an action; they share no weights.
-
-    The first layer is one product for all, because they read the same numbers.
-
-    Args:
-        config: Widths, the same as the actor's.
-        num_inputs: Numbers that each reads: features, base action and action (``Actor.critic_input_dim``).
-        num_critics: ``E``.
-    """
+    """``E`` critics without shared weights; ``num_inputs`` is ``Actor.critic_input_dim``."""
 
     def __init__(self, config: ActorConfig, num_inputs: int, num_critics: int) -> None:
         super().__init__()
         self.num_critics, self.layer_norm, width = num_critics, config.layer_norm, config.hidden_size
+        # One matrix product serves the first layer of all critics, because they read the same inputs.
         self.first = nn.Linear(num_inputs, num_critics * width)
         self.weights, self.biases = nn.ParameterList(), nn.ParameterList()
         self.gains, self.shifts = nn.ParameterList(), nn.ParameterList()
@@ -32,26 +25,28 @@ class Critics(nn.Module):
             if config.layer_norm:
                 self.gains.append(torch.ones(num_critics, 1, width))
                 self.shifts.append(torch.zeros(num_critics, 1, width))
-            num_outputs, bound = width if number < config.num_layers - 1 else 1, 1 / math.sqrt(width)  # as nn.Linear
+            # The uniform initialisation of nn.Linear.
+            num_outputs, bound = width if number < config.num_layers - 1 else 1, 1 / math.sqrt(width)
             self.weights.append(torch.empty(num_critics, width, num_outputs).uniform_(-bound, bound))
             self.biases.append(torch.empty(num_critics, 1, num_outputs).uniform_(-bound, bound))
 
     def option_values(self, features: Tensor, base: Tensor, options: Tensor) -> Tensor:
-        """Return values ``[E, B, K]`` of the actions ``[B, K, A]`` at features ``[B, F]`` and base chunks ``[B, N, A]``."""
+        """Return Q values ``[E, B, K]`` of actions ``[B, K, A]`` at features ``[B, F]`` and base chunks ``[B, N, A]``."""
         count = options.shape[1]
-        rows = (each.unsqueeze(1).expand(-1, count, -1).flatten(0, 1) for each in (features, base[:, 0]))
+        rows = (tensor.unsqueeze(1).expand(-1, count, -1).flatten(0, 1) for tensor in (features, base[:, 0]))
         return self(*rows, options.flatten(0, 1)).unflatten(1, (-1, count))
 
     def best_option(self, features: Tensor, base: Tensor, options: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the option ``[B, A]`` of the highest mean value, the first of equals, and its number ``[B]``."""
+        """Return the option ``[B, A]`` of the highest mean Q value (the first of equals) and its index ``[B]``."""
         if options.shape[1] == 1:
             return options[:, 0], torch.zeros(len(options), dtype=torch.int64, device=options.device)
         chosen = self.option_values(features, base, options).mean(0).argmax(1)
         return options[torch.arange(len(options), device=options.device), chosen], chosen
 
     def forward(self, features: Tensor, base: Tensor, actions: Tensor) -> Tensor:
-        """Return values ``[E, B]`` of features ``[B, F]``, base actions ``[B, A]`` and actions ``[B, A]``."""
-        with without_autocast(features):  # evaluation runs under autocast, training does not: both choose alike
+        """Return Q values ``[E, B]`` for features ``[B, F]``, base actions ``[B, A]`` and actions ``[B, A]``."""
+        # Evaluation runs under autocast and training does not: without it, both choose the same option.
+        with without_autocast(features):
             x = self.first(torch.cat([features, base, actions], 1)).unflatten(1, (self.num_critics, -1)).transpose(0, 1)
             for number, (weight, bias) in enumerate(zip(self.weights, self.biases, strict=True)):
                 if self.layer_norm:

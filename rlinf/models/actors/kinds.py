@@ -1,4 +1,4 @@
-"""What an actor may be: a correction of the frozen policy's action, an action of its own, or the noise that the policy samples from."""
+"""The registered actors: residuals on the base action, actions without it, and noise for the base policy."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rlinf.models.actors.base import Actor
 
 
 class ResidualActor(Actor):
-    """``clip(b + scale r)``: starts as the frozen policy, and stays near it (Johannink et al. 2019, Silver et al. 2018)."""
+    """Residual actor, ``clip(b + scale r)``: starts as the base policy and stays near it (Johannink et al. 2019, Silver et al. 2018)."""
 
     starts_as_base = True
 
@@ -21,7 +21,7 @@ class ResidualActor(Actor):
 
 
 class DirectActor(Actor):
-    """``r``, from the features alone: starts in the middle of the env's range. A correction is measured against it."""
+    """Actor that outputs ``r`` from the features only; the baseline for residual actors. It starts at mid-range."""
 
     is_standalone = True
 
@@ -33,7 +33,7 @@ class DirectActor(Actor):
 
 
 class ScratchActor(Actor):
-    """``r``, without a frozen policy: SAC and TD3 from scratch. An encoder of its own, if any, learns with the critics."""
+    """Actor without a base policy: SAC and TD3 from scratch. Its encoder, if any, is trained with the critics."""
 
     is_standalone = True
 
@@ -46,27 +46,27 @@ class ScratchActor(Actor):
 
 
 class RLTActor(ResidualActor):
-    """``clip(b + scale r)`` that also learns to act without ``b``, and pays for what it changes (RLT, 2604.23073).
+    """Residual actor that also learns to act without ``b`` and pays for deviating from it (RLT, 2604.23073).
 
-    In some rows of its loss, ``b`` is replaced by 0 (reference dropout): there it must say the whole chunk by itself. The loss adds
+    Reference dropout replaces ``b`` by 0 in some rows of the loss; there it must output the complete chunk. The loss adds
     ``reference_weight (a - b)^2``, with the true ``b``.
     """
 
     def base_for_loss(self, base: Tensor, generator: torch.Generator) -> Tensor:
-        """Return the base chunks ``[B, 1, A]``, 0 in some rows."""
-        kept = torch.rand(len(base), generator=generator) >= self.config.reference_dropout
-        return base * kept.to(base.device)[:, None, None]
+        """Return the base chunks ``[B, 1, A]`` with some rows set to 0."""
+        retained = torch.rand(len(base), generator=generator) >= self.config.reference_dropout
+        return base * retained.to(base.device)[:, None, None]
 
     def penalty(self, base: Tensor, actions: Tensor) -> Tensor:
-        """Return ``reference_weight (a - b)^2``, summed over the numbers of a chunk: ``[B]``."""
+        """Return ``reference_weight (a - b)^2``, summed over the action dimensions: ``[B]``."""
         return self.config.reference_weight * (actions - base[:, 0]).square().sum(1)
 
 
 class DSRLActor(Actor):
-    """``scale r`` standard deviations of noise: it executes only what the policy can sample (DSRL, Wagenmaker et al. 2025).
+    """Noise actor: ``scale r`` std of noise, so only what the policy can sample is executed (DSRL, Wagenmaker et al. 2025).
 
-    The critics value ``r`` (DSRL-SAC), so an update does not run the frozen policy. It starts with noise 0: the median of
-    each sampled number, or a flow's output for the mode of its noise.
+    The critics value ``r`` (DSRL-SAC), so an update does not run the base policy. A new actor outputs noise 0: the median
+    of each sampled value, or a flow's output for the mode of its noise.
     """
 
     sets_noise = True
@@ -80,7 +80,7 @@ class DSRLActor(Actor):
 
 
 class EXPOActor(ResidualActor):
-    """``N`` chunks and ``clip(b + scale r)`` of each: the critics choose in acting and in the target (EXPO, Dong et al. 2025)."""
+    """``N`` base chunks and ``clip(b + scale r)`` of each; the critics choose when acting and in the target (EXPO, Dong et al. 2025)."""
 
     critics_choose = True
     starts_as_base = False  # untrained critics may choose a sampled chunk
@@ -94,14 +94,14 @@ class EXPOActor(ResidualActor):
         return self.num_candidates * self.output_dim
 
     def options(self, features: Tensor, base: Tensor, noise: Tensor | None = None) -> Tensor:
-        """Return the chunks of the frozen policy, then the correction of each: ``[B, 2 N, A]``."""
+        """Return the base chunks, then the residual action of each: ``[B, 2 N, A]``."""
         count = base.shape[1]
-        rows, each = features.repeat_interleave(count, 0), base.flatten(0, 1).unsqueeze(1)
+        rows, chunks = features.repeat_interleave(count, 0), base.flatten(0, 1).unsqueeze(1)
         noise = None if noise is None else noise.unflatten(1, (count, -1)).flatten(0, 1)
-        corrected = super().options(rows, each, noise)
+        corrected = super().options(rows, chunks, noise)
         return torch.cat([base, corrected.unflatten(0, (-1, count)).squeeze(2)], 1)
 
     def base_for_loss(self, base: Tensor, generator: torch.Generator) -> Tensor:
-        """Return one chunk of each row at random, ``[B, 1, A]``: any of them may be corrected."""
+        """Return one random base chunk per row, ``[B, 1, A]``: a residual may be applied to any of them."""
         chosen = torch.randint(base.shape[1], (len(base),), generator=generator).to(base.device)
         return base[torch.arange(len(base), device=base.device), chosen].unsqueeze(1)

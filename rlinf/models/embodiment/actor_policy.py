@@ -1,4 +1,4 @@
-"""A frozen policy and the actor that learns on top of it, as one policy that acts, is saved and loaded like any other."""
+"""A frozen base policy and the actor on top of it, as one policy that acts and is saved like any other."""
 
 from __future__ import annotations
 
@@ -29,18 +29,17 @@ from rlinf.types import ActionEvaluation, ActionPrediction, BaseActions, Observa
 
 
 class ActorPolicy(ActionModel, nn.Module):
-    """A frozen policy and an actor.
+    """A frozen base policy and an actor.
 
     Args:
-        base: The policy; its parameters are frozen.
-        actor: The trained part.
-        action_low, action_high: Bounds of an action of the env, float32 ``[D]``.
-        critics: They choose among the options of an actor that has several; None: for other actors.
+        base: Base policy; its parameters are frozen.
+        action_low, action_high: Action bounds of the env, float32 ``[D]``.
+        critics: Choose among the options of an actor with ``critics_choose``; None for other actors.
 
     Attributes:
-        base_sha256: Digest of the weights of the policy (``tensors_digest``); None: not known.
-        base_store: Digest of the weight files of ``base`` (``weights_digest``) in the run folder, below which
-            ``save_pretrained`` then writes the actor alone. None: it writes both.
+        base_sha256: Digest of the base policy's weights (``tensors_digest``); None: unknown.
+        base_store: Digest of the weight files of ``base`` (``weights_digest``) in the run folder; then ``save_pretrained``
+            writes the actor only. None: it writes both.
     """
 
     has_logprobs: ClassVar[bool] = False
@@ -107,32 +106,30 @@ class ActorPolicy(ActionModel, nn.Module):
 
     @property
     def num_uniforms(self) -> int:
-        """Random numbers of a sampled call: for the candidates of the frozen policy, then for the actor."""
         return self.num_base_uniforms + self.actor.noise_dim
 
     @property
     def num_base_uniforms(self) -> int:
-        """Random numbers of the candidates of the frozen policy for one observation."""
+        """Random numbers of the sampled base candidates of one observation."""
         return (self.actor.num_candidates - 1) * self.base.num_candidate_uniforms
 
     @torch.no_grad()
     def query_base(self, inputs: Inputs, uniforms: Tensor) -> BaseActions:
-        """Ask the frozen policy once. Return its chunks in env units and the features, float32; ``sample`` for an actor that steers.
+        """Run the base policy once: chunks in env units, float32 features, and ``sample`` if the actor sets the noise.
 
-        ``uniforms [B, num_base_uniforms]``, in (0, 1), decide the sampled candidates.
+        ``uniforms [B, num_base_uniforms]``, in (0, 1), determine the sampled candidates.
         """
         count = self.actor.num_candidates
         shape = (len(uniforms), count - 1, self.base.num_candidate_uniforms)
-        chunks, features, sample = self.base.propose(
-            inputs, count, uniforms.reshape(shape), resumable=self.actor.sets_noise
-        )
-        return BaseActions(chunks.float(), features.to(self.base.feature_dtype), sample)
+        outputs = self.base.propose(inputs, count, uniforms.reshape(shape), resumable=self.actor.sets_noise)
+        return BaseActions(outputs.chunks.float(), outputs.features.to(self.base.feature_dtype), outputs.sample)
 
     @torch.no_grad()
     def select_action(self, features: Tensor, base: Tensor, noise: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Return the action ``[B, A]`` for features of ``query_base`` and ``base_inputs`` its chunks, and the number of its option, int64 ``[B]``.
+        """Return the action ``[B, A]`` and the index of its option, int64 ``[B]``.
 
-        ``noise`` is standard normal, ``[B, noise_dim]``; None: the mode.
+        Arguments: the features of ``query_base``, ``base_inputs`` of its chunks, and standard normal noise
+        ``[B, noise_dim]``; None: the mode.
         """
         features = self.actor.encoder(features)
         options = self.actor.options(features, base, noise)
@@ -141,26 +138,27 @@ class ActorPolicy(ActionModel, nn.Module):
         return self.critics.best_option(features, base, options)
 
     def normalize(self, chunks: Tensor) -> Tensor:
-        """Turn chunks ``[B, N, C, D]`` in env units into halves of the range of the env, clipped: ``[B, N, C * D]``."""
+        """Map chunks ``[B, N, C, D]`` from env units to [-1, 1], clipped and flattened: ``[B, N, C * D]``."""
         middle, half = self._middle_and_half()
         return ((chunks - middle) / half).clamp(-1.0, 1.0).flatten(2)
 
     def base_inputs(self, chunks: Tensor) -> Tensor:
-        """Return what the actor reads of chunks ``[B, N, C, D]``, normalised."""
+        """Return the part of chunks ``[B, N, C, D]`` that the actor reads, normalised."""
         return self.normalize(chunks)[..., : self.actor.base_dim]
 
     @torch.no_grad()
-    def env_actions(self, proposal: BaseActions, actions: Tensor) -> Tensor:
+    def env_actions(self, base_actions: BaseActions, actions: Tensor) -> Tensor:
         """Return the executed actions ``[B, C, D]``, in env units within bounds, for actions ``[B, A]`` of ``compose``.
 
-        Where the actor changes nothing, this is bit for bit the first chunk of the frozen policy, clipped to the bounds. For a
-        actor that steers, the frozen policy continues from ``query_base`` and samples from ``actions``.
+        If the actor sets the noise, the base policy resumes from ``query_base`` and samples from ``actions``.
         """
         if self.actor.sets_noise:
             uniforms = self.base.steering_uniforms(self.actor.config.scale * actions)
-            return self._within_bounds(proposal.sample(uniforms.unsqueeze(1))[:, 0].float())
-        greedy = self._within_bounds(proposal.chunks[:, 0])  # as ``normalize`` clips: changes are measured from there
-        change = (actions - self.normalize(proposal.chunks)[:, 0]).unflatten(1, greedy.shape[1:])
+            return self._within_bounds(base_actions.sample(uniforms.unsqueeze(1))[:, 0].float())
+        # The change is measured from the clipped base chunk and added to it: an actor that changes nothing executes
+        # the base chunk bit for bit.
+        greedy = self._within_bounds(base_actions.chunks[:, 0])
+        change = (actions - self.normalize(base_actions.chunks)[:, 0]).unflatten(1, greedy.shape[1:])
         return self._within_bounds(greedy + self._middle_and_half()[1] * change)
 
     def _within_bounds(self, actions: Tensor) -> Tensor:
@@ -173,21 +171,20 @@ class ActorPolicy(ActionModel, nn.Module):
     def predict_action_batch(
         self, *, do_sample: bool = True, temperature: float = 1.0, uniforms: Tensor | None = None, **inputs: Tensor
     ) -> ActionPrediction:
-        """Act: the actor draws from ``uniforms``, or takes its mode, on the greedy chunk of the frozen policy."""
         num_rows, split = len(next(iter(inputs.values()))), self.num_base_uniforms
         if not do_sample:
-            drawn, noise = to_device(uniforms_from_inputs(inputs, num_rows, split), self.device), None
+            base_uniforms, noise = to_device(uniforms_from_inputs(inputs, num_rows, split), self.device), None
         else:
             if uniforms is None:
                 uniforms = draw_uniforms(num_rows, self.num_uniforms, device=self.device)
             uniforms = to_device(uniforms, self.device)
-            drawn, noise = uniforms[:, :split], standard_normal(uniforms[:, split:])
-        proposal = self.query_base(inputs, drawn)
-        features, base = proposal.features, self.base_inputs(proposal.chunks)
+            base_uniforms, noise = uniforms[:, :split], standard_normal(uniforms[:, split:])
+        base_actions = self.query_base(inputs, base_uniforms)
+        features, base = base_actions.features, self.base_inputs(base_actions.chunks)
         actions, _ = self.select_action(features, base, noise)
         mean, log_std = self.actor.outputs(self.actor.encoder(features), base)
         logits = torch.stack([mean, torch.zeros_like(mean) if log_std is None else log_std], -1)
-        return ActionPrediction(self.env_actions(proposal, actions), actions, logits, mean.new_zeros(num_rows))
+        return ActionPrediction(self.env_actions(base_actions, actions), actions, logits, mean.new_zeros(num_rows))
 
     def rollout_logprobs(self, prediction: ActionPrediction, temperature: float = 1.0) -> Tensor:
         raise NotImplementedError("A policy with an actor has no log-probabilities for policy gradients")
@@ -196,14 +193,13 @@ class ActorPolicy(ActionModel, nn.Module):
         raise NotImplementedError("A policy with an actor has no log-probabilities for policy gradients")
 
     def save_pretrained(self, save_directory: str | Path, state_dict: dict[str, Tensor] | None = None) -> None:
-        """Write the folder of the frozen policy (unless ``base_store``), and the actor; ``state_dict``: gathered weights."""
         folder, weights = Path(save_directory), self.state_dict() if state_dict is None else state_dict
         base = {name.removeprefix("base."): tensor for name, tensor in weights.items() if name.startswith("base.")}
-        own = {name: tensor.contiguous() for name, tensor in weights.items() if not name.startswith("base.")}
+        actor_weights = {name: tensor.contiguous() for name, tensor in weights.items() if not name.startswith("base.")}
         if self.base_store is None:
             self.base.save_pretrained(folder, state_dict=base)
         folder.mkdir(parents=True, exist_ok=True)
-        save_file(own, folder / ACTOR_WEIGHTS)
+        save_file(actor_weights, folder / ACTOR_WEIGHTS)
         settings = {
             "feature_kind": self.base.feature_kind,
             "feature_dim": self.actor.feature_dim,
@@ -217,7 +213,7 @@ class ActorPolicy(ActionModel, nn.Module):
 
     @classmethod
     def load(cls, base: ActionModel, folder: str | Path) -> ActorPolicy:
-        """Put the actor of a folder on the policy of the same folder. Raise CheckpointError if it does not fit."""
+        """Load the actor in ``folder`` onto its base policy. Raise CheckpointError if it does not fit."""
         folder = Path(folder)
         try:
             settings = actor_settings(folder)
@@ -230,40 +226,41 @@ class ActorPolicy(ActionModel, nn.Module):
             count = settings["num_critics"]
             critics = Critics(config, actor.critic_input_dim, count) if count else None
             policy = cls(base, actor, weights["action_low"], weights["action_high"], critics)
-            own = {name for name in policy.state_dict() if not name.startswith("base.")}
-            if own != weights.keys():
-                raise ValueError(f"{ACTOR_WEIGHTS} holds {sorted(weights)}; required: {sorted(own)}")
+            names = {name for name in policy.state_dict() if not name.startswith("base.")}
+            if names != weights.keys():
+                raise ValueError(f"{ACTOR_WEIGHTS} holds {sorted(weights)}; required: {sorted(names)}")
             policy.load_state_dict(weights, strict=False)
             policy.base_sha256 = settings.get("base_sha256")
         except (OSError, ValueError, KeyError, RuntimeError) as error:
-            raise CheckpointError(f"The actor in {folder} cannot be loaded: {error}. Use another checkpoint") from error
+            raise CheckpointError(
+                f"The actor in {folder} cannot be loaded: {error}. Use a different checkpoint"
+            ) from error
         return policy.eval()
 
 
 def check_bounds(action_low: Tensor, action_high: Tensor) -> None:
-    """Raise ConfigError unless the actions of an env, float32 ``[D]`` both, have finite bounds."""
+    """Raise ConfigError unless the action bounds of an env, float32 ``[D]`` each, are finite."""
     if not bool((torch.isfinite(action_low) & torch.isfinite(action_high) & (action_low < action_high)).all()):
         raise ConfigError(
-            f"The actions of the env lie between {action_low.tolist()} and {action_high.tolist()}; required: finite bounds, "
+            f"The action bounds of the env are {action_low.tolist()} and {action_high.tolist()}; required: finite bounds, "
             "because an actor acts in fractions of this range. Set algorithm=ppo, or give the env bounds"
         )
 
 
 def make_actor(config: ActorConfig, feature_dim: int, base: ActionModel, noise_std: float | None) -> Actor:
-    """Build an actor with new weights for a policy; ConfigError if its name is not registered."""
+    """Build an actor with new weights on a base policy; ConfigError if its name is not registered."""
     if config.name not in ACTORS:
         raise ConfigError(
             f"algorithm.actor.name is {override_text(config.name)!r}; required: one of {', '.join(ACTORS)}. "
             "Set algorithm.actor.name=residual"
         )
     check_samples_noise(config, base)
-    actor, own = ACTORS.get(config.name), base.make_encoder() if base.feature_kind == "inputs" else (None, None)
-    numbers = actor.base_dim_for(base), noise_std, actor.output_dim_for(base)
-    return actor(config, feature_dim, *numbers, *own)
+    actor, encoder = ACTORS.get(config.name), base.make_encoder() if base.feature_kind == "inputs" else (None, None)
+    return actor(config, feature_dim, actor.base_dim_for(base), noise_std, actor.output_dim_for(base), *encoder)
 
 
 def check_samples_noise(config: ActorConfig, base: ActionModel) -> None:
-    """Raise ConfigError if an actor sets the random numbers of a policy that draws none."""
+    """Raise ConfigError if an actor sets the noise of a base policy that samples none."""
     if ACTORS.get(config.name).sets_noise and base.num_candidate_uniforms == 0:
         raise ConfigError(
             f"algorithm.actor.name={config.name} sets the random numbers of the frozen policy, and {type(base).__name__} as "
@@ -272,16 +269,16 @@ def check_samples_noise(config: ActorConfig, base: ActionModel) -> None:
 
 
 def uniforms_from_inputs(inputs: Mapping[str, Tensor], num_rows: int, count: int) -> Tensor:
-    """Return random numbers in (0, 1), float32 ``[B, count]``, decided by the images and states of each row of ``inputs``.
+    """Return random numbers in (0, 1), float32 ``[B, count]``, seeded by the images and states of each row of ``inputs``.
 
-    So an evaluation can be repeated, and every observation still has candidates of its own: with the same quantiles for all,
-    actions between the quantiles would never be tried. Token ids and masks do not count, because their padding depends on
-    the other rows of the call.
+    An evaluation can thus be repeated, and each observation still has different candidates: with the same quantiles for
+    all, actions between the quantiles would never be tried.
     """
     if not count:
         return torch.empty(num_rows, 0)
     digests = [0] * num_rows
     for name in sorted(inputs):
+        # Token ids and masks do not count: their padding depends on the other rows of the call.
         if inputs[name].is_floating_point() or inputs[name].dtype == torch.uint8:
             rows = inputs[name].detach().cpu().reshape(num_rows, -1).contiguous().view(torch.uint8).numpy()
             digests = [zlib.crc32(row, digest) for row, digest in zip(rows, digests, strict=True)]
@@ -290,45 +287,43 @@ def uniforms_from_inputs(inputs: Mapping[str, Tensor], num_rows: int, count: int
 
 
 def actor_settings(folder: str | Path) -> dict[str, Any]:
-    """Return the settings that ``save_pretrained`` wrote for an actor; raise CheckpointError if they cannot be read."""
+    """Read the actor's settings that ``save_pretrained`` wrote; raise CheckpointError if they cannot be read."""
     path = Path(folder) / ACTOR_SETTINGS
     try:
         settings = json.loads(path.read_text(encoding="utf-8"))
         missing = {"feature_kind", "feature_dim", "noise_std", "num_critics", "actor"} - settings.keys()
     except (OSError, ValueError, AttributeError) as error:
-        raise CheckpointError(f"{path} cannot be read: {error}. Use another checkpoint") from error
+        raise CheckpointError(f"{path} cannot be read: {error}. Use a different checkpoint") from error
     if missing:
-        raise CheckpointError(f"{path} does not say {', '.join(sorted(missing))}. Use another checkpoint")
+        raise CheckpointError(f"{path} lacks {', '.join(sorted(missing))}. Use a different checkpoint")
     return settings
 
 
 def base_store_folder(run: str | Path, digest: str) -> Path:
-    """Return the folder in a run folder for the frozen policy whose weight files have a digest."""
+    """Return the folder inside a run folder that stores the base policy with this weight digest."""
     return Path(run) / FROZEN_FOLDER / digest[:16]
 
 
 def base_folder(folder: str | Path) -> Path:
-    """Return the folder of the frozen policy below the actor in ``folder``: the same one, or one that its run keeps.
-
-    Raise CheckpointError if it is missing or has other weights.
-    """
+    """Return the folder of the base policy below the actor in ``folder``: the same one, or the run's base store."""
     folder = Path(folder)
     digest = actor_settings(folder).get("base_store")
     if digest is None:
         return folder
     above = folder.resolve().parents[:5]  # model, checkpoint, superseded_1, checkpoints, run folder
-    found = next((place for run in above if (place := base_store_folder(run, digest)).is_dir()), None)
-    if found is None:
+    stored = next((place for run in above if (place := base_store_folder(run, digest)).is_dir()), None)
+    if stored is None:
         raise CheckpointError(
             f"{folder} holds an actor, and the run folder above it does not hold the policy below that "
-            f"({base_store_folder('', digest)}). Copy the whole run folder, or `rlinf export checkpoint={folder.parent} output=<folder>` where it lies"
+            f"({base_store_folder('', digest)}). Copy the complete run folder, or run `rlinf export checkpoint={folder.parent} "
+            "output=<folder>` where it is complete"
         )
-    if weights_digest(str(found)) != digest:
+    if weights_digest(str(stored)) != digest:
         raise CheckpointError(
-            f"The weights in {found} are damaged or were replaced: the actor in {folder} was trained on others, by their "
-            "digest. Copy them again, or use another run"
+            f"The weights in {stored} are damaged or were replaced: the actor in {folder} was trained on different ones, by "
+            "their digest. Copy them again, or use a different run"
         )
-    return found
+    return stored
 
 
 def has_actor(folder: str | Path) -> bool:

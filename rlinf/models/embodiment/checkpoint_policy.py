@@ -1,4 +1,4 @@
-"""Policies made of modules of transformers, whose checkpoint folder fits exactly, or is rejected."""
+"""Policies built from modules of transformers; their checkpoint folder fits exactly or is rejected."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class CheckpointPolicy(FolderPolicy, PreTrainedModel):
 
 @contextmanager
 def no_progress_bars() -> Iterator[None]:
-    """Keep transformers' bars, one per file read or written, off the terminal."""
+    """Disable transformers' progress bars (one per file) inside."""
     shown = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()
     try:

@@ -1,4 +1,4 @@
-"""A small Gaussian policy on images and the words of the instruction: the baseline that a VLA has to beat."""
+"""A small Gaussian policy on images and the instruction's words: the baseline that a VLA has to beat."""
 
 from __future__ import annotations
 
@@ -15,28 +15,26 @@ from torch import Tensor, nn
 from rlinf.distributed.transfers import to_device
 from rlinf.errors import ConfigError
 from rlinf.models.embodiment.mlp_action_model import MLPConfig, MLPForRLActionPrediction
-from rlinf.models.embodiment.modules.float32 import without_autocast
+from rlinf.models.precision import without_autocast
 from rlinf.types import EnvSpec, Observation
 
 LAYERS = ((32, 8, 4), (64, 4, 2), (64, 3, 1))
 """Channels, kernel size and stride of the convolutions (Mnih et al. 2015)."""
 
 MAX_WORDS = 32
-"""Words of an instruction that a replay buffer keeps."""
+"""Words of an instruction that a replay buffer stores."""
 
 
 @dataclass
 class CNNConfig(MLPConfig):
-    """Sizes of the image policy.
+    """Sizes of the image policy; other fields as in ``MLPConfig``.
 
     Args:
         image_size: Side of the square images in pixels, at least 36.
         num_images_in_input: Cameras that the policy sees, in the order of the observation.
-        feature_dim: Width of the image features.
-        num_words: Rows of the table of word vectors; a word's row is its CRC-32 modulo this number.
-        state_dim: Width of ``Observation.state``, which is read in addition to the images; 0: not read.
+        num_words: Rows of the word embedding; a word's row is its CRC-32 modulo this number.
+        state_dim: Width of ``Observation.state``, read in addition to the images; 0: not read.
         image_mean, image_std: Of images in [0, 1].
-        hidden_sizes, initial_log_std, activation, value_gain, normalize_state, norm_stats, architectures, dtype: See ``MLPConfig``.
     """
 
     model_type: ClassVar[str] = "cnn"
@@ -52,21 +50,21 @@ class CNNConfig(MLPConfig):
 
 
 class CNNForRLActionPrediction(MLPForRLActionPrediction):
-    """Three convolutions and a linear layer in front of policy and critic, scaled by the instruction.
+    """Three convolutions and a linear layer before policy and critic, modulated by the instruction.
 
-    The image features are multiplied by ``1 + w``, the mean vector ``w`` of the instruction's words (the scale of Perez et
-    al. 2018, FiLM); their order is not read.
+    The image features are multiplied by ``1 + w`` (the scale of Perez et al. 2018, FiLM), where ``w`` is the mean embedding
+    of the instruction's words, in any order.
     """
 
     config_class = CNNConfig
     needs_state, without_state = False, "model.init_config.state_dim=0"
     base_model_prefix = "cnn"
     main_input_name = "images"
-    float32_modules: ClassVar[tuple[str, ...]] = ("policy", "value_head")  # log_std is not a module: see ``shard``
+    # log_std is no module of its own, so FSDP cannot keep it in a different number format.
+    float32_modules: ClassVar[tuple[str, ...]] = ("policy", "value_head")
 
     @classmethod
     def check_env(cls, config: CNNConfig, env: EnvSpec) -> None:
-        """Check the size of the images, too."""
         super().check_env(config, env)
         if env.image_size != config.image_size:
             raise ConfigError(
@@ -80,11 +78,11 @@ class CNNForRLActionPrediction(MLPForRLActionPrediction):
             layers += [nn.Conv2d(channels, width, kernel, stride), nn.ReLU()]
             channels, side = width, (side - kernel) // stride + 1
         if side < 1:
-            found = f"image_size is {config.image_size}; required: at least 36 pixels"
-            raise ConfigError(f"{found}. Set model.init_config.image_size=64")
+            problem = f"image_size is {config.image_size}; required: at least 36 pixels"
+            raise ConfigError(f"{problem}. Set model.init_config.image_size=64")
         layers += [nn.Flatten(), nn.Linear(channels * side**2, config.feature_dim), nn.ReLU()]
         self.encoder = nn.Sequential(*layers)
-        self.words = nn.EmbeddingBag(config.num_words, config.feature_dim, mode="mean", padding_idx=0)
+        self.word_embedding = nn.EmbeddingBag(config.num_words, config.feature_dim, mode="mean", padding_idx=0)
         return config.feature_dim + config.state_dim
 
     def _values(self, features: Tensor) -> Tensor:
@@ -101,7 +99,7 @@ class CNNForRLActionPrediction(MLPForRLActionPrediction):
             nn.init.zeros_(module.weight[0])
 
     def preprocess(self, observation: Observation) -> dict[str, Tensor]:
-        """Send uint8 images, rows of the word table (and the state, where it is read) to the model's device."""
+        """Send uint8 images, word rows (and the state, if it is read) to the model's device."""
         config = self.config
         cameras = self._camera_images(observation, config.num_images_in_input)
         images = torch.cat([torch.from_numpy(camera) for camera in cameras], dim=-1)
@@ -110,17 +108,18 @@ class CNNForRLActionPrediction(MLPForRLActionPrediction):
                 f"The policy sees images of {config.image_size} x {config.image_size} pixels, and the environment gives "
                 f"{images.shape[1]} x {images.shape[2]}. Set env.image_size={config.image_size}"
             )
-        rows = config.num_words - 1  # row 0 is padding
-        sentences = [each.lower().split() for each in self.instructions(observation)]
-        words = [[1 + zlib.crc32(word.encode()) % rows for word in sentence] for sentence in sentences]
-        longest = max(1, *(len(each) for each in words))
-        words = torch.tensor([each + [0] * (longest - len(each)) for each in words])
-        inputs = {"images": to_device(images, self.device), "words": to_device(words, self.device)}
+        # Row 0 of the word table is padding.
+        rows = config.num_words - 1
+        texts = [text.lower().split() for text in self.instructions(observation)]
+        words = [[1 + zlib.crc32(word.encode()) % rows for word in text] for text in texts]
+        longest = max(1, *(len(text) for text in words))
+        token_ids = torch.tensor([text + [0] * (longest - len(text)) for text in words])
+        inputs = {"images": to_device(images, self.device), "token_ids": to_device(token_ids, self.device)}
         return inputs | (super().preprocess(observation) if config.state_dim else {})
 
     @property
     def feature_dim(self) -> int:
-        """As of ``mlp``; under ``inputs``, the bytes of images, words and state."""
+        """Dimensions as for ``mlp``; with ``inputs``, the bytes of images, words and state."""
         config = self.config
         if self.feature_kind != "inputs":
             return super().feature_dim
@@ -131,51 +130,50 @@ class CNNForRLActionPrediction(MLPForRLActionPrediction):
         return torch.uint8 if self.feature_kind == "inputs" else torch.float32
 
     def make_encoder(self) -> tuple[nn.Module, int]:
-        """Return a copy of the convolutions and word vectors, which reads the bytes of ``_as_numbers``."""
+        """Return a trainable copy of the encoder, which reads the bytes of ``_as_numbers``."""
         return _Encoder(self), self.config.feature_dim + self.config.state_dim
 
-    def _as_numbers(self, images: Tensor, words: Tensor, state: Tensor | None = None) -> Tensor:
-        if words.shape[1] > MAX_WORDS:
+    def _as_numbers(self, images: Tensor, token_ids: Tensor, state: Tensor | None = None) -> Tensor:
+        if token_ids.shape[1] > MAX_WORDS:
             raise ConfigError(
-                f"An instruction has {words.shape[1]} words; required: at most {MAX_WORDS} for SAC or TD3 from scratch. "
+                f"An instruction has {token_ids.shape[1]} words; required: at most {MAX_WORDS} for SAC or TD3 from scratch. "
                 "Set env.instruction='do the task', or algorithm=ppo"
             )
-        rows = nn.functional.pad(words, (0, MAX_WORDS - words.shape[1])).to(torch.int32)
+        rows = nn.functional.pad(token_ids, (0, MAX_WORDS - token_ids.shape[1])).to(torch.int32)
         parts = [images.flatten(1), rows.view(torch.uint8)] + ([] if state is None else [state.view(torch.uint8)])
         return torch.cat(parts, 1)
 
     def prompt_lengths(self, observation: Observation) -> Sequence[Hashable]:
-        """Words of each row."""
-        return [len(each.split()) for each in self.instructions(observation)]
+        return [len(text.split()) for text in self.instructions(observation)]
 
-    def _features(self, images: Tensor, words: Tensor, state: Tensor | None = None) -> Tensor:
-        return _encoded(self, images, words, self._normalized(state))
+    def _features(self, images: Tensor, token_ids: Tensor, state: Tensor | None = None) -> Tensor:
+        return _encoded(self, images, token_ids, self._normalized(state))
 
 
 class _Encoder(nn.Module):
-    """The encoder of a policy, copied, on the bytes of ``_as_numbers``."""
+    """A copy of a policy's encoder that reads the bytes of ``_as_numbers``."""
 
     def __init__(self, policy: CNNForRLActionPrediction) -> None:
         super().__init__()
         self.config = policy.config
-        self.encoder, self.words = copy.deepcopy(policy.encoder), copy.deepcopy(policy.words)
+        self.encoder, self.word_embedding = copy.deepcopy(policy.encoder), copy.deepcopy(policy.word_embedding)
         self.requires_grad_(True)
 
     def forward(self, numbers: Tensor) -> Tensor:
         side, state_dim = self.config.image_size, self.config.state_dim
-        images, words, state = numbers.split(
-            [numbers.shape[1] - 4 * (MAX_WORDS + state_dim), 4 * MAX_WORDS, 4 * state_dim], 1
-        )
-        rows = words.clone().view(torch.int32).long()  # a view of another type needs memory that is aligned to it
+        sizes = [numbers.shape[1] - 4 * (MAX_WORDS + state_dim), 4 * MAX_WORDS, 4 * state_dim]
+        images, token_ids, state = numbers.split(sizes, 1)
+        # A view of a different dtype needs aligned memory, hence the copies.
+        rows = token_ids.clone().view(torch.int32).long()
         state = state.clone().view(torch.float32) if state_dim else None
         with without_autocast(images):
             return _encoded(self, images.unflatten(1, (side, side, -1)), rows, state).float()
 
 
-def _encoded(parts: Any, images: Tensor, words: Tensor, state: Tensor | None) -> Tensor:
-    """Return features of images, words and state by the ``encoder``, ``words`` and ``config`` of ``parts``."""
+def _encoded(parts: Any, images: Tensor, token_ids: Tensor, state: Tensor | None) -> Tensor:
+    """Return features of images, words and state by the modules of ``parts``."""
     config = parts.config
     pixels = images.permute(0, 3, 1, 2).to(parts.encoder[0].weight.dtype).contiguous()
     features = parts.encoder((pixels / 255.0 - config.image_mean) / config.image_std)
-    features = features * (1.0 + parts.words(words))
+    features = features * (1.0 + parts.word_embedding(token_ids))
     return features if state is None else torch.cat([features.float(), state], dim=1)

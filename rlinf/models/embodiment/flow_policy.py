@@ -1,4 +1,4 @@
-"""Flow policies as policies for reinforcement learning: chains of denoising steps, and their densities."""
+"""Flow policies for reinforcement learning: chains of denoising steps and their densities."""
 
 from __future__ import annotations
 
@@ -24,50 +24,48 @@ class FlowPolicy(ActionModel):
 
     **Density.** ``noise_method`` makes a step ``x[i] -> x[i+1]`` a Gaussian (see ``step_moments``). With ``joint_logprob``
     all steps are sampled, and a log-probability is the mean over ``n + 1`` terms, one per step and ``log N(x[0]; 0, 1)``;
-    otherwise each row's own random number chooses one step to sample, the others are Euler steps, and the chosen one is
-    scored. The ``A`` columns are the executed actions: horizon and padding are cut off first. The mean (the density of the
-    chain would be the sum) is the convention of public RL recipes; it makes log-ratios ``n + 1`` times smaller.
-    ``temperature`` multiplies the variance of the steps, not of the initial noise.
+    otherwise a random number of each row chooses one step to sample and score, and the remaining ones are Euler steps. The
+    ``A`` columns are the executed actions. The mean (the chain's density would be the sum) is the convention of public RL
+    recipes; it makes log-ratios ``n + 1`` times smaller. ``temperature`` multiplies the variance of the steps, not of the
+    initial noise.
 
-    **Greedy** (``do_sample=False``): Euler steps from one fixed noise, the same for every row and call. Published
-    evaluations draw new noise, which would make a greedy result depend on chance.
+    **Greedy** (``do_sample=False``): Euler steps from one fixed noise for every row and call. Published evaluations draw new
+    noise, which would make a greedy result random.
 
-    ``sequences`` is the chain ``[n + 1, H, D]`` flattened, and the chosen step (-1: all); ``logits`` are means and
-    deviations, ``[B, n, H, D, 2]``, temperature included. ``config`` has ``num_steps``, ``noise_method``, ``noise_level``
-    and ``joint_logprob``.
+    ``sequences``: the flattened chain ``[n + 1, H, D]`` and the chosen step (-1: all). ``logits``: means and stds,
+    ``[B, n, H, D, 2]``, temperature included. ``config`` has ``num_steps``, ``noise_method``, ``noise_level`` and
+    ``joint_logprob``.
     """
 
-    dsrl_actor: nn.Module | None
+    noise_head: nn.Module | None
 
     @abstractmethod
     def encode_prefix(self, **inputs: Tensor) -> Any:
-        """Return the part of a pass that all steps share, of the result of ``preprocess``."""
+        """Return the part of a pass that all steps share, from the result of ``preprocess``."""
 
     @abstractmethod
     def velocity(self, prefix: Any, state: Tensor | None, x: Tensor, t: Tensor) -> tuple[Tensor, Tensor]:
-        """Predict ``noise - action`` at ``x [B, H, D]`` and ``t [B]``, float32; return the outputs ``[B, H, W]`` behind it, too."""
+        """Predict ``noise - action`` at ``x [B, H, D]`` and ``t [B]``, float32, and return the last outputs ``[B, H, W]``, too."""
 
     @abstractmethod
     def _chunk(self, x: Tensor) -> Tensor:
-        """Cut normalised actions ``[B, H, D]`` to the executed ones, in env units ``[B, C, action_dim]``."""
+        """Truncate normalised actions ``[B, H, D]`` to the executed ones, in env units ``[B, C, action_dim]``."""
 
     def _step_values(self, prefix: Any, output: Tensor) -> Tensor:
-        """Return the values ``[B]`` at a step: of the mean of its outputs."""
+        """Return the values ``[B]`` of a step, from its mean output."""
         return self._values(output.mean(1))
 
     def _graph_inputs(self, inputs: Inputs) -> Inputs:
-        """Return inputs in shapes that CUDA graphs meet again."""
         return inputs
 
     @classmethod
     def check_rl(cls, config: Any) -> None:
-        """Reject ``noise_method=flow_ode``, whose steps have no noise."""
         if config.noise_method == "flow_ode":
             raise without_logprobs("noise_method", "flow_ode", "flow_sde")
 
     @property
     def predicts_values(self) -> bool:
-        """Under ``joint_logprob``; else training values the chosen step alone, and a rollout all."""
+        """True with ``joint_logprob``; otherwise training values the chosen step only, and a rollout all."""
         return self.values_in_rollouts(self.config)
 
     @classmethod
@@ -76,7 +74,7 @@ class FlowPolicy(ActionModel):
 
     @property
     def flow_shape(self) -> tuple[int, int]:
-        """Horizon and padded width of the noise that becomes a chunk."""
+        """Horizon and padded action dimensions of the initial noise."""
         return self.config.action_horizon, self.config.action_dim
 
     @property
@@ -85,30 +83,27 @@ class FlowPolicy(ActionModel):
 
     @property
     def num_sampled(self) -> int:
-        """The chain and the chosen step."""
         return (self.config.num_steps + 1) * self._chunk_size + 1
 
     @property
     def num_uniforms(self) -> int:
-        """The initial noise, the noise of the sampled steps, and the choice of the step."""
         return (1 + (self.config.num_steps if self.config.joint_logprob else 1)) * self._chunk_size + 1
 
     @property
     def num_candidate_uniforms(self) -> int:
-        """The initial noise of horizon and padding."""
         return self._chunk_size
 
     def _transition(
         self, prefix: Any, state: Tensor | None, x: Tensor, step: Tensor, sampled: Tensor, temperature: float
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return mean and deviation of the step from ``x [B, H, D]``, and the value there.
+        """Return mean and std of step ``step`` (int64 ``[B]``) from ``x [B, H, D]``, and the value there.
 
-        ``step`` is int64 ``[B]``, in ``0..n-1``. Where ``sampled`` (bool ``[B]``) is false, this is the Euler step without noise.
+        Rows with ``sampled`` (bool ``[B]``) false take the Euler step without noise.
         """
         config, times = self.config, denoising_times(self.config.num_steps, x.device)
         t, t_next = times[step][:, None, None], times[step + 1][:, None, None]
         velocity, output = self.velocity(prefix, state, x, times[step])
-        noise_std = None if self.dsrl_actor is None else self.dsrl_actor(output)
+        noise_std = None if self.noise_head is None else self.noise_head(output)
         grid = (x, velocity, t, t_next, times[1])
         mean, std = step_moments(config.noise_method, *grid, config.noise_level, noise_std)
         euler, zero = step_moments("flow_ode", *grid, config.noise_level)
@@ -120,13 +115,12 @@ class FlowPolicy(ActionModel):
     def predict_action_batch(
         self, *, do_sample: bool = True, temperature: float = 1.0, uniforms: Tensor | None = None, **inputs: Tensor
     ) -> ActionPrediction:
-        """Act; see the class and ``ActionModel.predict_action_batch``."""
         config = self.config
         batch, shape = len(inputs[self.main_input_name]), self.flow_shape
         if not do_sample:
             noise = self._greedy_noise(batch)
-            nothing = torch.full((batch,), -1, device=self.device)
-            return self.denoise(inputs, noise, torch.zeros_like(noise).unsqueeze(1), nothing, False, temperature)
+            no_step = torch.full((batch,), -1, device=self.device)
+            return self.denoise(inputs, noise, torch.zeros_like(noise).unsqueeze(1), no_step, False, temperature)
         if uniforms is None:
             uniforms = draw_uniforms(batch, self.num_uniforms)
         uniforms = to_device(uniforms, self.device)
@@ -137,12 +131,12 @@ class FlowPolicy(ActionModel):
         return self.denoise(inputs, drawn[:, 0], drawn[:, 1:], step, config.joint_logprob, temperature)
 
     def _greedy_noise(self, num_rows: int) -> Tensor:
-        """Noise ``[num_rows, H, D]`` of greedy actions: the same in every row."""
+        """Return the fixed noise of greedy actions, ``[num_rows, H, D]``."""
         noise = torch.randn(self.flow_shape, generator=torch.Generator().manual_seed(GREEDY_NOISE_SEED))
         return to_device(noise, self.device).expand(num_rows, -1, -1)
 
     def _euler(self, prefix: Any, state: Tensor | None, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Denoise ``x [B, H, D]`` without further noise; return the expert's last outputs, too."""
+        """Denoise ``x [B, H, D]`` without further noise; return the last outputs, too."""
         times, output = denoising_times(self.config.num_steps, x.device), x
         for t, t_next in zip(times[:-1], times[1:], strict=True):
             velocity, output = self.velocity(prefix, state, x, t.expand(len(x)))
@@ -151,17 +145,11 @@ class FlowPolicy(ActionModel):
 
     @torch.no_grad()
     def denoise(
-        self,
-        inputs: Inputs,
-        noise: Tensor,
-        step_noise: Tensor,
-        step: Tensor,
-        joint: bool,
-        temperature: float,
+        self, inputs: Inputs, noise: Tensor, step_noise: Tensor, step: Tensor, joint: bool, temperature: float
     ) -> ActionPrediction:
         """Run the chain from ``noise [B, H, D]`` and ``step_noise [B, n or 1, H, D]``.
 
-        ``step`` (int64 ``[B]``) is the one to sample; -1: none, or all with ``joint``.
+        ``step`` (int64 ``[B]``) is the sampled step; -1: none, or all with ``joint``.
         """
         settings = (tuple(inputs), joint, temperature)
         if self._graphs is None:
@@ -175,10 +163,8 @@ class FlowPolicy(ActionModel):
     def _run_chain(
         self, noise: Tensor, step_noise: Tensor, step: Tensor, *observed: Any
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the chain, flattened, its means and deviations, and the values. No number decides which kernels run.
-
-        ``observed`` are the tensors of ``inputs``, their names, ``joint`` and ``temperature``; see ``denoise``.
-        """
+        """Return the flattened chain, its means and stds, and the values; arguments of ``denoise``, names last."""
+        # A CUDA graph records this function, so no tensor value may decide which kernels run.
         *tensors, names, joint, temperature = observed
         inputs = dict(zip(names, tensors, strict=True))
         prefix, state = self.encode_prefix(**inputs), inputs.get("state")
@@ -192,7 +178,6 @@ class FlowPolicy(ActionModel):
         return torch.stack(chain, 1).flatten(1), torch.stack(moments, 1), torch.stack(values, 1).mean(1)
 
     def rollout_logprobs(self, prediction: ActionPrediction, temperature: float = 1.0) -> Tensor:
-        """Log-densities float32 ``[B, A]``; the deviations in ``logits`` have the temperature in them already."""
         chain, _ = self._split(prediction.sequences)
         terms = gaussian_logprobs(chain[:, 1:], *prediction.logits.unbind(-1))
         if self.config.joint_logprob:
@@ -201,11 +186,11 @@ class FlowPolicy(ActionModel):
         return self._executed(terms.sum(1))  # all but the sampled step are 0
 
     def score_chain(self, inputs: Inputs, sequences: Tensor, temperature: float = 1.0) -> tuple[Tensor, Tensor, Tensor]:
-        """Score a chain, all of horizon and padding included, with gradients.
+        """Score a complete chain, horizon and padding included, with gradients.
 
-        Return log-densities and entropies ``[B, n + 1, H, D]`` with ``joint_logprob``, else of the chosen step
-        alone, ``[B, 1, H, D]``; values ``[B, n]`` or ``[B, 1]``. The entropy is 0 unless the deviation is
-        learned (``flow_noise``). Without a chosen step (-1, a greedy chain) both are 0, and the value is the first step's.
+        Return log-densities and entropies ``[B, n + 1, H, D]`` and values ``[B, n]`` with ``joint_logprob``, else of the
+        chosen step only, ``[B, 1, H, D]`` and ``[B, 1]``. The entropy is 0 unless the std is learned (``flow_noise``).
+        Without a chosen step (-1, a greedy chain) densities are 0, and the value is the first step's.
         """
         chain, chosen = self._split(sequences)
         prefix, state = self.encode_prefix(**inputs), inputs.get("state")
@@ -214,33 +199,31 @@ class FlowPolicy(ActionModel):
         steps = [torch.full_like(chosen, i) for i in range(self.config.num_steps)] if joint else [chosen.clamp_min(0)]
         initial = chain[:, 0]
         logprobs = [_standard_logprobs(initial)] if joint else []
-        deviations, values = [torch.ones_like(initial)] if joint else [], []
+        stds, values = [torch.ones_like(initial)] if joint else [], []
         for step in steps:
             mean, std, value = self._transition(prefix, state, chain[rows, step], step, sampled, temperature)
             logprobs.append(gaussian_logprobs(chain[rows, step + 1], mean, std))
-            deviations.append(std)
+            stds.append(std)
             values.append(value)
-        entropy = gaussian_entropy(torch.stack(deviations, 1))
+        entropy = gaussian_entropy(torch.stack(stds, 1))
         if self.config.noise_method != "flow_noise":
             entropy = torch.zeros_like(entropy)
         return torch.stack(logprobs, 1), entropy, torch.stack(values, 1)
 
     def evaluate_actions(self, inputs: Inputs, sequences: Tensor, temperature: float = 1.0) -> ActionEvaluation:
-        """Score chains ``sequences [B, K]``; see the class and ``ActionModel.evaluate_actions``."""
         logprobs, entropy, values = self.score_chain(inputs, sequences, temperature)
         return ActionEvaluation(self._executed(logprobs.mean(1)), self._executed(entropy.mean(1)), values.mean(1))
 
     def decode_actions(self, sequences: Tensor) -> Tensor:
-        """Take the executed actions at the end of the chain and return env units, float32 ``[B, C, D]``."""
         return self._chunk(self._split(sequences)[0][:, -1])
 
     def _split(self, sequences: Tensor) -> tuple[Tensor, Tensor]:
-        """The chain ``[B, n + 1, H, D]`` and the chosen step int64 ``[B]``."""
+        """Return the chain ``[B, n + 1, H, D]`` and the chosen step int64 ``[B]``."""
         sampled = sequences[:, -self.num_sampled :].float()
         return sampled[:, :-1].unflatten(1, (self.config.num_steps + 1, *self.flow_shape)), sampled[:, -1].long()
 
     def _executed(self, terms: Tensor) -> Tensor:
-        """Cut ``[B, H, D]`` to the executed actions, ``[B, A]``."""
+        """Truncate ``[B, H, D]`` to the executed actions, ``[B, A]``."""
         return terms[:, : self.action_chunks_len, : self.action_dim].flatten(1)
 
 

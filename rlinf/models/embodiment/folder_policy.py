@@ -1,4 +1,4 @@
-"""Policies whose checkpoint folder fits exactly, or is rejected."""
+"""Policies whose checkpoint folder fits exactly or is rejected."""
 
 from __future__ import annotations
 
@@ -29,26 +29,23 @@ logger = logging.getLogger("rlinf")
 
 
 class FolderPolicy(ActionModel):
-    """Policy that reads and writes ``model*.safetensors``; subclasses override the methods below for their own layout.
+    """Policy that reads and writes ``model*.safetensors``; subclasses override the methods below for other layouts.
 
     Inherit from ``CheckpointPolicy`` or ``PlainPolicy``, which add the ``nn.Module``.
     """
 
     @classmethod
     def check_settings(cls, config: Any, **arguments: Any) -> None:
-        """Reject wrong settings before weights are read.
-
-        ``arguments`` are the constructor's, and ``attn_implementation``, while it is not in ``config`` yet.
-        """
+        """Validate constructor arguments before weights are read; ``attn_implementation`` is not set on ``config`` yet."""
 
     @classmethod
     def _read_weights(cls, folder: Path, config: Any, arguments: dict[str, Any]) -> dict[str, Weight]:
-        """Return the tensors of a folder under the names of our modules; ``open_safetensors`` leaves them in their files."""
+        """Return a folder's tensors under our module names; ``open_safetensors`` leaves them in their files."""
         return open_safetensors(folder)
 
     @classmethod
     def _new_heads(cls, config: Any, arguments: dict[str, Any]) -> dict[str, nn.Module | None]:
-        """Return heads with new weights, which a folder may lack, by name; None: the model has no such head."""
+        """Return heads with new weights, by name, for folders without them; None: the model has no such head."""
         return {}
 
     def _public_weights(self, state_dict: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -57,7 +54,7 @@ class FolderPolicy(ActionModel):
 
     @classmethod
     def _fix(cls, config: Any) -> dict[str, Any]:
-        """Return the settings that mend weights that do not fit, besides another folder."""
+        """Return settings, besides a different folder, that may fix weights that do not fit."""
         return {}
 
     @property
@@ -67,12 +64,12 @@ class FolderPolicy(ActionModel):
 
     @property
     def lora_exclude_modules(self) -> str | None:
-        """``frozen_modules``, where an adapter would get no gradient."""
+        """``frozen_modules`` as a pattern: an adapter would get no gradient there."""
         names = "|".join(map(re.escape, self.frozen_modules))
         return rf"({names})(\..*)?" if names else None
 
     def _freeze(self) -> None:
-        """Freeze ``frozen_modules``; needed after the constructor and after loading, which makes new parameters."""
+        """Freeze ``frozen_modules``; called by the constructor and after loading, which makes new parameters."""
         for name in self.frozen_modules:
             self.get_submodule(name).requires_grad_(False)
 
@@ -80,10 +77,10 @@ class FolderPolicy(ActionModel):
     def from_pretrained(
         cls, pretrained_model_name_or_path: str | Path, *args: Any, deferred: bool = False, **kwargs: Any
     ) -> Any:
-        """Load a public folder or hub id, or a folder that we saved, which has defaults for the constructor's arguments.
+        """Load a public folder or hub id, or a folder that we saved, which stores the constructor's arguments.
 
-        Settings are checked before weights are read. Every weight must fit; only heads may be absent as a whole, and are
-        then drawn again. With ``deferred``, the weights stay in their files if possible (``rlinf.models.weights_in_files``).
+        Settings are checked before weights are read. Every weight must fit; only complete heads may be missing, and are
+        then newly initialised. With ``deferred``, the weights stay in their files if possible.
         """
         folder = checkpoint_folder(pretrained_model_name_or_path)
         config = kwargs.pop("config", None)
@@ -91,19 +88,19 @@ class FolderPolicy(ActionModel):
             config = cls.config_class.from_pretrained(config or folder)
         parameters = list(inspect.signature(cls.__init__).parameters.values())[2:]  # without self and config
         saved = read_json(folder / POLICY_FILE) if (folder / POLICY_FILE).is_file() else {}
-        for each in parameters[len(args) :]:
-            if each.name in saved:
-                kwargs.setdefault(each.name, saved[each.name])
-        arguments = {each.name: kwargs.get(each.name, each.default) for each in parameters}
+        for parameter in parameters[len(args) :]:
+            if parameter.name in saved:
+                kwargs.setdefault(parameter.name, saved[parameter.name])
+        arguments = {parameter.name: kwargs.get(parameter.name, parameter.default) for parameter in parameters}
         arguments |= dict(zip(arguments, args, strict=False))
         cls.check_settings(config, attn_implementation=kwargs.get("attn_implementation"), **arguments)
         weights = cls._read_weights(folder, config, arguments)
         for name, head in cls._new_heads(config, arguments).items():
-            own = {key for key in weights if key.startswith(f"{name}.")}
-            if head is None and own:
+            head_keys = {key for key in weights if key.startswith(f"{name}.")}
+            if head is None and head_keys:
                 logger.warning("%s: the weights of %s are not used: the model is configured without it", folder, name)
-                weights = {key: weight for key, weight in weights.items() if key not in own}
-            elif head is not None and not own:
+                weights = {key: weight for key, weight in weights.items() if key not in head_keys}
+            elif head is not None and not head_keys:
                 weights |= {f"{name}.{key}": tensor for key, tensor in head.state_dict().items()}
         because = None
         if deferred:
@@ -122,48 +119,43 @@ class FolderPolicy(ActionModel):
     @classmethod
     @abstractmethod
     def _with_weights(cls, config: Any, state_dict: dict[str, Tensor], *args: Any, **kwargs: Any) -> tuple[Any, dict]:
-        """Build the policy with the weights that fit; return it, and the names of the others under the keys of ``check_fit``.
-
-        ``args`` and ``kwargs`` are from ``from_pretrained``, the constructor's arguments included.
-        """
+        """Build the policy with the weights that fit; return it and the names of the remaining ones for ``check_fit``."""
 
     @abstractmethod
     def _write(self, folder: str | Path, state_dict: dict[str, Tensor], **kwargs: Any) -> None:
-        """Write weights with public names and the configuration."""
+        """Write weights with public names, and the configuration."""
 
     @classmethod
     def _deferred(
         cls, config: Any, weights: Mapping[str, Weight], arguments: dict[str, Any], options: Mapping[str, Any]
     ) -> Any:
         """Build the policy with its heads read and all other weights in files; raise NotDeferredError if impossible."""
-        if not any(isinstance(each, FileTensor) for each in weights.values()):
+        if not any(isinstance(weight, FileTensor) for weight in weights.values()):
             raise NotDeferredError(f"{cls.__name__} reads its files itself")
         attention = options.get("attn_implementation")
         given = {} if attention is None else {"attn_implementation": attention}
         dtype = options.get("torch_dtype", options.get("dtype", torch.float32))
-        with torch.random.fork_rng(devices=[]):  # adapters, which come next, are drawn as for weights in memory
+        # Adapters, which are drawn next, must be the same as for weights in memory.
+        with torch.random.fork_rng(devices=[]):
             model = heads_in_float32(without_weights(cls, config, dtype=dtype, **given, **arguments))
         defer_weights(model, weights, whole=cls.trained_in_full)
         model._freeze()
         return model.eval()
 
-    def save_pretrained(
-        self, save_directory: str | Path, state_dict: dict[str, Tensor] | None = None, **kwargs: Any
-    ) -> None:
-        """Write a folder in the public layout; ``state_dict``: gathered weights under our names, if any."""
+    def save_pretrained(self, folder: str | Path, state_dict: dict[str, Tensor] | None = None, **kwargs: Any) -> None:
         state_dict = self.state_dict() if state_dict is None else state_dict
         reject_adapters(state_dict)
-        self._write(save_directory, self._public_weights(state_dict), **kwargs)
-        own = {"action_dim": self.action_dim, "action_chunks_len": self.action_chunks_len}
+        self._write(folder, self._public_weights(state_dict), **kwargs)
+        arguments = {"action_dim": self.action_dim, "action_chunks_len": self.action_chunks_len}
         if getattr(self, "unnorm_key", None) is not None:
-            own["unnorm_key"] = self.unnorm_key
-        write_text(Path(save_directory) / POLICY_FILE, json.dumps(own, indent=1))
+            arguments["unnorm_key"] = self.unnorm_key
+        write_text(Path(folder) / POLICY_FILE, json.dumps(arguments, indent=1))
         if self.processor is not None:
-            self.processor.save_pretrained(save_directory)
+            self.processor.save_pretrained(folder)
 
 
 def open_safetensors(folder: str | Path) -> dict[str, FileTensor]:
-    """Return the tensors of all ``model*.safetensors`` of a folder, in their files; reject a folder without a shard."""
+    """Return the tensors of all ``model*.safetensors`` of a folder, still in files; reject a folder without a shard."""
     folder = Path(folder)
     files = sorted(folder.glob("model*.safetensors"))
     if not files:
@@ -187,7 +179,7 @@ def write_safetensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
 
 
 def reject_adapters(names: Iterable[str]) -> None:
-    """Reject to write LoRA layers, recognised by the ``names`` of tensors, into a folder of another format."""
+    """Raise CheckpointError for LoRA layers among the ``names`` of tensors."""
     if any(".lora_" in name for name in names):
         raise CheckpointError(
             "The model has LoRA layers, which a public folder cannot hold; write them with "

@@ -1,4 +1,4 @@
-"""A small Gaussian policy on the state vector: the quickest way to debug an algorithm or an environment."""
+"""A small Gaussian policy on the state vector: the quickest way to debug an algorithm or an env."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from rlinf.algorithms.running_moments import RunningMoments
 from rlinf.distributed.transfers import to_device
 from rlinf.errors import ConfigError
 from rlinf.models.embodiment.base import Inputs, check_hidden_size
-from rlinf.models.embodiment.modules.float32 import without_autocast
 from rlinf.models.embodiment.modules.normalizer import ActionNormalizer, select_stats
 from rlinf.models.embodiment.modules.ranges import Range
 from rlinf.models.embodiment.plain_policy import PlainConfig, PlainPolicy
 from rlinf.models.loading import field_error
+from rlinf.models.precision import without_autocast
 from rlinf.models.sampling import draw_uniforms
 from rlinf.types import ActionEvaluation, ActionPrediction, BaseActions, EnvSpec, Observation
 
@@ -32,15 +32,15 @@ class MLPConfig(PlainConfig):
     Args:
         state_dim: Width of ``Observation.state``.
         hidden_sizes: Widths of the hidden layers of policy and critic.
-        initial_log_std: Logarithm of the initial deviation, in normalised action units.
-        activation: Between the layers, a key of ``ACTIVATIONS``.
+        initial_log_std: Logarithm of the initial std, in normalised action units.
+        activation: A key of ``ACTIVATIONS``.
         value_gain: Gain of the orthogonal initialisation of the critic's last layer.
         normalize_state: Normalise the state by its running mean and variance over the rollouts of RL.
-        norm_stats, architectures, dtype: See ``PlainConfig``.
     """
 
     model_type: ClassVar[str] = "mlp"
-    num_images_in_input: ClassVar[int] = 0  # the env draws no images for it
+    # The env then renders no images.
+    num_images_in_input: ClassVar[int] = 0
 
     state_dim: int = 1
     hidden_sizes: list[int] | None = None
@@ -53,28 +53,27 @@ class MLPConfig(PlainConfig):
         self.hidden_sizes = list(self.hidden_sizes or [256, 256])
         self.norm_stats = self.norm_stats or {}
         if min(self.hidden_sizes) < 1:
-            raise field_error(
-                f"hidden_sizes is {self.hidden_sizes}; required: 1 or more each", "hidden_sizes=[256,256]"
-            )
+            raise field_error(f"hidden_sizes is {self.hidden_sizes}; required: 1 or more", "hidden_sizes=[256,256]")
         if self.activation not in ACTIVATIONS:
-            found = f"activation is {self.activation!r}; required: {' or '.join(ACTIVATIONS)}"
-            raise field_error(found, "activation=tanh")
+            problem = f"activation is {self.activation!r}; required: {' or '.join(ACTIVATIONS)}"
+            raise field_error(problem, "activation=tanh")
         if self.normalize_state and not self.state_dim:
-            found = f"normalize_state=true for {self.model_type} with state_dim=0; required: a state to normalise"
-            raise field_error(found, "normalize_state=false")
+            problem = f"normalize_state=true for {self.model_type} with state_dim=0; required: a state to normalise"
+            raise field_error(problem, "normalize_state=false")
 
 
 class MLPForRLActionPrediction(PlainPolicy):
-    """Diagonal Gaussian with a deviation that does not depend on the state; policy and critic share no weights.
+    """Diagonal Gaussian with a state-independent std; policy and critic share no weights.
 
-    Actions are drawn in normalised units, where the action statistics span [-1, 1]. ``sequences`` holds them as drawn; for
-    execution they are clipped to this range. ``temperature`` multiplies the variance, which divides log-densities.
+    ``sequences`` holds sampled actions in normalised units; for execution they are clipped to [-1, 1]. ``temperature``
+    multiplies the variance.
     """
 
     config_class = MLPConfig
     base_model_prefix = "mlp"
     main_input_name = "state"
-    lora_target_modules: ClassVar[str] = r"policy\.\d*[02468]"  # between them lie the activations
+    # Even indices are linear layers, odd ones activations.
+    lora_target_modules: ClassVar[str] = r"policy\.\d*[02468]"
     trained_in_full: ClassVar[tuple[str, ...]] = ("value_head", "log_std", "state_moments")
     needs_state: ClassVar[bool] = True
     without_state: ClassVar[str] = "model=cnn"
@@ -82,12 +81,10 @@ class MLPForRLActionPrediction(PlainPolicy):
 
     @classmethod
     def check_env(cls, config: MLPConfig, env: EnvSpec) -> None:
-        """Reject an environment of another state than the policy reads, and a policy that reads none."""
+        """Reject an env with a different state than the policy reads, and a policy that reads no state."""
         if cls.needs_state and config.state_dim < 1:
             if env.state_dim == 0:
-                raise ConfigError(
-                    f"The policy reads a state, and env.name={env.name} gives no state. Set {cls.without_state}"
-                )
+                raise ConfigError(f"The policy reads a state; env.name={env.name} gives none. Set {cls.without_state}")
             raise ConfigError(
                 f"state_dim={config.state_dim}; required: 1 or more, because the policy reads nothing else. "
                 f"Set model.init_config.state_dim={env.state_dim or 4}"
@@ -107,10 +104,12 @@ class MLPForRLActionPrediction(PlainPolicy):
         super().__init__(config)
         check_hidden_size(hidden_size, config.hidden_sizes[-1])
         self.action_dim, self.action_chunks_len = action_dim, action_chunks_len
-        self.detach_value = detach_value  # without effect here, where policy and critic share no weights
+        # Without effect here, because policy and critic share no weights.
+        self.detach_value = detach_value
         stats = select_stats(config.norm_stats, unnorm_key)
         self.action_normalizer = ActionNormalizer(stats.get("action") or {}, action_dim)
-        if config.state_dim and "q99" in (stats.get("proprio") or {}):  # the network reads the state as it is
+        # The network reads the state unnormalised; the range only detects other units.
+        if config.state_dim and "q99" in (stats.get("proprio") or {}):
             self.state_range = Range.of(stats["proprio"], ("q01", "q99"), "proprio")
         self.state_moments = RunningMoments(config.state_dim) if config.normalize_state else None
         widths, activation = [self._add_encoder(config), *config.hidden_sizes], ACTIVATIONS[config.activation]
@@ -120,11 +119,11 @@ class MLPForRLActionPrediction(PlainPolicy):
         self.post_init()
 
     def _add_encoder(self, config: MLPConfig) -> int:
-        """Add an encoder of the inputs, if any; return the number of features."""
+        """Add an encoder of the inputs, if any; return its output width."""
         return config.state_dim
 
     def _features(self, state: Tensor) -> Tensor:
-        """Features ``[B, F]`` of the result of ``preprocess``."""
+        """Return features ``[B, F]`` of the result of ``preprocess``."""
         return self._normalized(state)
 
     def _normalized(self, state: Tensor | None) -> Tensor | None:
@@ -149,18 +148,16 @@ class MLPForRLActionPrediction(PlainPolicy):
             nn.init.constant_(self.log_std, self.config.initial_log_std)
 
     def preprocess(self, observation: Observation) -> dict[str, Tensor]:
-        """Send the state to the model's device."""
         if observation.state is None or observation.state.shape[1] != self.config.state_dim:
-            found = "no state" if observation.state is None else f"a state of width {observation.state.shape[1]}"
+            given = "no state" if observation.state is None else f"a state of width {observation.state.shape[1]}"
             width = self.config.state_dim if observation.state is None else observation.state.shape[1]
             raise ConfigError(
-                f"The policy reads a state of width {self.config.state_dim}, and the environment gives {found}. "
+                f"The policy reads a state of width {self.config.state_dim}, and the environment gives {given}. "
                 f"Set model.init_config.state_dim={width}, or use an image policy: model=openvla_tiny"
             )
         return {"state": to_device(torch.from_numpy(observation.state).float(), self.device)}
 
     def prompt_lengths(self, observation: Observation) -> Sequence[Hashable]:
-        """The policy reads no prompt."""
         return [0] * len(observation)
 
     def _distribution(self, features: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
@@ -179,30 +176,29 @@ class MLPForRLActionPrediction(PlainPolicy):
     def predict_action_batch(
         self, do_sample: bool = True, temperature: float = 1.0, uniforms: Tensor | None = None, **inputs: Tensor
     ) -> ActionPrediction:
-        """Act; see ``ActionModel.predict_action_batch``."""
         features = self._features(**inputs)
         mean, log_std = self._distribution(features, temperature)
-        drawn = mean
+        actions = mean
         if do_sample:
             if uniforms is None:
                 uniforms = draw_uniforms(*mean.shape, device=mean.device)
-            drawn = mean + log_std.exp() * torch.special.ndtri(uniforms.double()).to(mean)
+            actions = mean + log_std.exp() * torch.special.ndtri(uniforms.double()).to(mean)
         logits = torch.stack([mean, log_std], dim=-1)
-        return ActionPrediction(self.decode_actions(drawn), drawn, logits, self._values(features))
+        return ActionPrediction(self.decode_actions(actions), actions, logits, self._values(features))
 
     @property
     def feature_dim(self) -> int:
-        """Width of the last hidden layer; under ``pooled``, of the network's input, the only position; under ``inputs``, of the state."""
+        """Width of the last hidden layer (``hidden``), of the network's input (``pooled``), or of the state (``inputs``)."""
         if self.feature_kind == "inputs":
             return self.config.state_dim
         return self.policy[-1 if self.feature_kind == "hidden" else 0].in_features
 
     def make_encoder(self) -> tuple[nn.Module, int]:
-        """Return an encoder that does nothing: a head reads the state itself."""
+        """Return an identity encoder: an actor reads the state itself."""
         return nn.Identity(), self.config.state_dim
 
     def _as_numbers(self, state: Tensor) -> Tensor:
-        """Return the inputs of each row as one row of numbers."""
+        """Return the inputs of each row as one vector."""
         return state
 
     def _propose(self, inputs: Inputs, samples: bool) -> BaseActions:
@@ -224,12 +220,10 @@ class MLPForRLActionPrediction(PlainPolicy):
         return BaseActions(self.decode_actions(mean).unsqueeze(1), features, sample if samples else None)
 
     def rollout_logprobs(self, prediction: ActionPrediction, temperature: float = 1.0) -> Tensor:
-        """Log-densities float32 ``[B, A]``; the deviations in ``logits`` have the temperature in them already."""
         mean, log_std = prediction.logits.unbind(-1)
         return _gaussian_logprobs(prediction.sequences.float(), mean, log_std)
 
     def evaluate_actions(self, inputs: Inputs, sequences: Tensor, temperature: float = 1.0) -> ActionEvaluation:
-        """Score ``sequences [B, A]``; see ``ActionModel.evaluate_actions``."""
         features = self._features(**inputs)
         mean, log_std = self._distribution(features, temperature)
         logprobs = _gaussian_logprobs(sequences[:, -self.num_logprobs :].float(), mean, log_std)
@@ -237,20 +231,19 @@ class MLPForRLActionPrediction(PlainPolicy):
         return ActionEvaluation(logprobs, entropy, self._values(features))
 
     def sft_loss(self, inputs: Inputs, actions: Tensor, uniforms: Tensor | None = None) -> Tensor:
-        """Mean negative log-density of ``actions [B, C, D]`` in normalised units; ``[B]``."""
+        """Return the mean negative log-density ``[B]`` of ``actions [B, C, D]`` in normalised units."""
         mean, log_std = self._distribution(self._features(**inputs), 1.0)
         target = self.action_normalizer.normalize(actions).flatten(1).to(mean)
         return -_gaussian_logprobs(target, mean, log_std).mean(-1)
 
     def decode_actions(self, sequences: Tensor) -> Tensor:
-        """Clip to the range of the statistics and return env units, float32 ``[B, C, D]``."""
         normalized = sequences[:, -self.num_logprobs :].clamp(-1.0, 1.0)
         normalized = normalized.unflatten(1, (self.action_chunks_len, self.action_dim))
         return self.action_normalizer.unnormalize(normalized).float()
 
 
 def load_processor(tokenizer_config: Any, model_config: Any, path: str | None) -> None:
-    """A state needs no processor."""
+    """Return None: a state needs no processor."""
 
 
 def _perceptron(widths: list[int], activation: type[nn.Module]) -> nn.Sequential:

@@ -1,4 +1,4 @@
-"""Small policies of plain PyTorch, without transformers, whose import takes longer than their first step."""
+"""Small policies of plain PyTorch, without the slow import of transformers."""
 
 from __future__ import annotations
 
@@ -22,18 +22,19 @@ CONFIG_FILE = "config.json"
 
 @dataclass
 class PlainConfig:
-    """Configuration in ``config.json``, as ``PreTrainedConfig`` has it; the Auto classes of transformers read it, too.
+    """Configuration in ``config.json``, in the format of ``PreTrainedConfig``, so that the Auto classes read it, too.
 
     Args:
         norm_stats: Data set name to action statistics.
-        architectures: Name of the class of the policy, in a folder.
-        dtype: Number format of the weights that are not float32 anyway.
+        architectures: Name of the policy class, in a folder.
+        dtype: Number format of the weights outside ``float32_modules``.
     """
 
     model_type: ClassVar[str] = ""
-    sub_configs: ClassVar[dict[str, Any]] = {}  # AutoModel asks for them
+    # AutoModel reads this attribute.
+    sub_configs: ClassVar[dict[str, Any]] = {}
     is_plain: ClassVar[bool] = True
-    """Importing it does not import transformers, so its registration with the Auto classes waits for ``register_auto_classes``."""
+    """Registration with the Auto classes, which imports transformers, waits for ``register_auto_classes``."""
 
     norm_stats: dict[str, Any] | None = None
     architectures: list[str] | None = None
@@ -41,7 +42,7 @@ class PlainConfig:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any], return_unused_kwargs: bool = False, **kwargs: Any) -> Any:
-        """Return the configuration of ``to_dict``; names other than fields become attributes."""
+        """Return the configuration from ``to_dict``; names other than fields become attributes."""
         known = {field.name for field in fields(cls)}
         config = cls(**{name: value for name, value in values.items() if name in known})
         for name in values.keys() - known - {"model_type"}:
@@ -50,15 +51,12 @@ class PlainConfig:
 
     @classmethod
     def from_pretrained(cls, folder: str | Path, **kwargs: Any) -> Any:
-        """Read the configuration of a checkpoint folder."""
         return cls.from_dict(read_json(Path(folder) / CONFIG_FILE), **kwargs)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return all values, which JSON can hold."""
         return {"model_type": self.model_type} | vars(self)
 
     def save_pretrained(self, folder: str | Path) -> None:
-        """Write ``config.json``."""
         write_text(Path(folder) / CONFIG_FILE, json.dumps(self.to_dict(), indent=2, sort_keys=True) + "\n")
 
 
@@ -75,7 +73,7 @@ class PlainPolicy(FolderPolicy, nn.Module):
             self.apply(self._init_weights)
 
     def _init_weights(self, module: nn.Module) -> None:
-        """Draw the weights of one module; the default keeps those that PyTorch has drawn."""
+        """Draw the weights of one module; the default keeps PyTorch's."""
 
     @property
     def device(self) -> torch.device:
@@ -89,11 +87,11 @@ class PlainPolicy(FolderPolicy, nn.Module):
     def _from_config(
         cls, config: Any, dtype: torch.dtype | None = None, attn_implementation: str | None = None, **arguments: Any
     ) -> Any:
-        """Build the policy with random weights. It has no attention, so ``attn_implementation`` has no effect."""
+        """Build the policy with random weights; ``attn_implementation`` has no effect."""
         return cls(config, **arguments)._in_format(dtype)
 
     def _in_format(self, dtype: torch.dtype | str | None) -> Any:
-        """Turn weights outside ``float32_modules`` into a number format; None: the one that ``config`` names, else float32."""
+        """Cast weights outside ``float32_modules`` to a number format; None: ``config.dtype``, else float32."""
         dtype = torch_dtype_of(dtype or self.config.dtype or "float32")
         for name, parameter in self.named_parameters():
             if name.split(".")[0] not in self.float32_modules:
@@ -104,12 +102,13 @@ class PlainPolicy(FolderPolicy, nn.Module):
     @classmethod
     def _with_weights(cls, config: Any, state_dict: dict[str, Tensor], *args: Any, **kwargs: Any) -> tuple[Any, dict]:
         names = list(inspect.signature(cls.__init__).parameters)[2:]  # after self and config
-        with torch.random.fork_rng(devices=[]):  # these random weights are replaced
+        # These random weights are replaced, so they must not advance the global stream.
+        with torch.random.fork_rng(devices=[]):
             model = cls(config, *args, **{name: kwargs[name] for name in names if name in kwargs})
-        own = model.state_dict()
-        mismatched = {name for name in state_dict.keys() & own if state_dict[name].shape != own[name].shape}
+        expected = model.state_dict()
+        mismatched = {name for name in state_dict.keys() & expected if state_dict[name].shape != expected[name].shape}
         model.load_state_dict({name: state_dict[name] for name in state_dict.keys() - mismatched}, strict=False)
-        missing, unexpected = own.keys() - state_dict.keys(), state_dict.keys() - own.keys()
+        missing, unexpected = expected.keys() - state_dict.keys(), state_dict.keys() - expected.keys()
         info = {"missing_keys": missing, "unexpected_keys": unexpected, "mismatched_keys": mismatched}
         dtype = kwargs.get("dtype") or kwargs.get("torch_dtype")
         return model._in_format(None if dtype == "auto" else dtype).eval(), info

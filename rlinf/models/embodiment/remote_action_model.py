@@ -23,12 +23,12 @@ from rlinf.serving.layouts import MessageLayout, check_layout, layout_of
 from rlinf.types import ActionEvaluation, ActionPrediction, EnvSpec, Observation
 
 OWN = "rlinf"
-"""Key of the metadata under which our servers describe their policy."""
+"""Metadata key under which our servers describe their policy."""
 PROTOCOL = 1
 
 
 class RemoteConfig(PreTrainedConfig):
-    """Address of the policy; see ``ModelConfig``. ``norm_stats`` is not used: the server returns actions in env units."""
+    """Address of the policy; see ``ModelConfig``. The server returns actions in env units."""
 
     model_type = "remote"
 
@@ -47,18 +47,15 @@ class RemoteConfig(PreTrainedConfig):
 
 
 class RemotePolicy(ActionModel, nn.Module):
-    """Asks a server for actions, and rejects answers that do not fit.
-
-    It acts and does nothing else: it has no weights, no log-probabilities and no gradients here.
+    """A client that requests actions from a server; it has no weights, log-probabilities or gradients here.
 
     Args:
-        config: Address of the server.
         action_dim, action_chunks_len: Sizes for another project's server; ours sends its own. Further actions are ignored.
 
     Attributes:
-        manifest: Conditions under which the policy was made; None: unknown, another project's server.
+        manifest: Training conditions of the policy; None: unknown.
         present: Conditions under which the server runs it; None: unknown.
-        rows_of_call: Rows with which our server calls the policy; None: unknown.
+        rows_of_call: Batch size of our server's policy calls; None: unknown.
     """
 
     config_class = RemoteConfig
@@ -75,17 +72,15 @@ class RemotePolicy(ActionModel, nn.Module):
 
     @classmethod
     def check_env(cls, config: RemoteConfig, env: EnvSpec) -> None:
-        """Reject an env whose cameras or state the server's keys have no place for."""
         if config.keys is not None:
             layout = layout_of(config.keys, env.cameras)
-            fix = f"model.keys=<another>, or env.cameras={override_text(list(env.cameras)[: len(layout.images)])}"
+            fix = f"model.keys=<others>, or env.cameras={override_text(list(env.cameras)[: len(layout.images)])}"
             check_layout(config.keys, layout, env.cameras, env.state_dim, f"env={env.name}", fix)
 
     @classmethod
     def check_rl(cls, config: RemoteConfig) -> None:
-        """Reject training."""
         raise ConfigError(
-            f"model.url={config.url} acts elsewhere and has no weights here; required: a policy to train. "
+            f"model.url={config.url} is a remote policy without weights here; required: a policy to train. "
             "Set model.url=null model=openvla_tiny"
         )
 
@@ -100,34 +95,33 @@ class RemotePolicy(ActionModel, nn.Module):
         self.config = config
         key = _api_key(config.api_key_env)
         self.client = PolicyClient(config.url, config.timeout_s, config.connect_timeout_s, key)
-        own = self.client.metadata.get(OWN)
-        self.is_ours = isinstance(own, Mapping)
+        info = self.client.metadata.get(OWN)
+        self.is_ours = isinstance(info, Mapping)
         self.action_dim, self.action_chunks_len = action_dim, action_chunks_len
         self._num_uniforms, self._batch_key = 0, None
         self.layout: MessageLayout | None = None
         if self.is_ours:
-            self._take(own)
+            self._take(info)
         elif config.keys is None:
             raise ConfigError(
-                f"{config.url} does not say how it reads observations, so it is not `rlinf serve`; required: model.keys and the sizes of "
-                "its actions. Set e.g. model.keys=libero model.action_token_len=7 model.action_chunks_len=5"
+                f"{config.url} does not describe its observation keys, so it is not `rlinf serve`; required: model.keys and its action "
+                "sizes. Set e.g. model.keys=libero model.action_token_len=7 model.action_chunks_len=5"
             )
 
-    def _take(self, own: Mapping[str, Any]) -> None:
-        """Read the description that our server sends."""
-        if own.get("protocol") != PROTOCOL:
-            found = f"{self.config.url} speaks version {own.get('protocol')} of our protocol"
-            raise PolicyServerError(f"{found}; required: {PROTOCOL}. Install the same version of rlinf on both sides")
+    def _take(self, info: Mapping[str, Any]) -> None:
+        if info.get("protocol") != PROTOCOL:
+            problem = f"{self.config.url} speaks version {info.get('protocol')} of our protocol"
+            raise PolicyServerError(f"{problem}; required: {PROTOCOL}. Install the same version of rlinf on both sides")
         try:
-            self.manifest = Manifest.from_text(own["manifest"], f"The manifest of {self.config.url}")
-            self.present = Manifest.from_text(own["present"], f"The present of {self.config.url}")
-            self.rows_of_call = int(own["max_batch"])
-            self.action_dim, self.action_chunks_len = int(own["action_dim"]), int(own["action_chunks_len"])
-            self._num_uniforms, self._batch_key = int(own["num_uniforms"]), str(own["batch_key"])
-            self.layout = layout_of(own["keys"], [str(name) for name in own["client_cameras"]])
+            self.manifest = Manifest.from_text(info["manifest"], f"The manifest of {self.config.url}")
+            self.present = Manifest.from_text(info["present"], f"The present of {self.config.url}")
+            self.rows_of_call = int(info["max_batch"])
+            self.action_dim, self.action_chunks_len = int(info["action_dim"]), int(info["action_chunks_len"])
+            self._num_uniforms, self._batch_key = int(info["num_uniforms"]), str(info["batch_key"])
+            self.layout = layout_of(info["keys"], [str(name) for name in info["client_cameras"]])
         except (KeyError, TypeError, ValueError) as error:
-            found = f"{self.config.url} has not told all about its policy ({type(error).__name__}: {error})"
-            raise PolicyServerError(f"{found}. Install the same version of rlinf on both sides") from error
+            problem = f"{self.config.url} sent incomplete information on its policy ({type(error).__name__}: {error})"
+            raise PolicyServerError(f"{problem}. Install the same version of rlinf on both sides") from error
 
     @property
     def num_uniforms(self) -> int:
@@ -142,12 +136,11 @@ class RemotePolicy(ActionModel, nn.Module):
         return torch.float32
 
     def preprocess(self, observation: Observation) -> dict[str, Any]:
-        return {
-            "observation": replace(observation, instruction=self.instructions(observation))
-        }  # the server preprocesses
+        # The server preprocesses; only the complete instruction is added here.
+        return {"observation": replace(observation, instruction=self.instructions(observation))}
 
     def prompt_lengths(self, observation: Observation) -> Sequence[Hashable]:
-        """The server groups rows by their prompts."""
+        # The server groups rows by their prompts.
         return [0] * len(observation)
 
     def predict_action_batch(
@@ -158,10 +151,6 @@ class RemotePolicy(ActionModel, nn.Module):
         uniforms: Tensor | None = None,
         observation: Observation,
     ) -> ActionPrediction:
-        """Ask the server; raise PolicyServerError if it does not answer, or its actions do not fit.
-
-        Another project's server draws samples itself, so ``do_sample`` raises ConfigError.
-        """
         layout = self.layout or layout_of(self.config.keys, list(observation.images))
         requests = [layout.request(observation, row) for row in range(len(observation))]
         if do_sample:
@@ -169,7 +158,8 @@ class RemotePolicy(ActionModel, nn.Module):
         shape = (self.action_chunks_len, self.action_dim)
         if self._batch_key is None:
             actions = np.stack([self._actions(self.client.ask(request), shape) for request in requests])
-        else:  # our server takes in one message no more requests than a call of its policy
+        else:
+            # Our server accepts at most as many requests per message as rows per policy call.
             firsts = range(0, len(requests), self.rows_of_call)
             calls = [requests[first : first + self.rows_of_call] for first in firsts]
             replies = ((self.client.ask({self._batch_key: call}), len(call)) for call in calls)
@@ -179,8 +169,8 @@ class RemotePolicy(ActionModel, nn.Module):
 
     def _add_draws(self, requests: Sequence[dict[str, Any]], temperature: float, uniforms: Tensor | None) -> None:
         if not self.is_ours:
-            found = f"{self.config.url} draws its actions itself"
-            raise ConfigError(f"{found}; required: no sampling from here. Set evaluation.greedy=true")
+            problem = f"{self.config.url} draws its actions itself"
+            raise ConfigError(f"{problem}; required: no sampling from here. Set evaluation.greedy=true")
         if uniforms is None:
             uniforms = draw_uniforms(len(requests), self.num_uniforms)
         for request, draws in zip(requests, uniforms.float().numpy(), strict=True):
@@ -188,25 +178,26 @@ class RemotePolicy(ActionModel, nn.Module):
 
     def _actions(self, reply: Mapping[str, Any], shape: tuple[int, ...]) -> np.ndarray:
         """Return the actions of a reply, float32 of ``shape``; the chunk may be longer."""
-        found = reply.get("actions")
-        if not isinstance(found, np.ndarray):
-            has = ", ".join(map(str, reply)) or "nothing"
-            raise PolicyServerError(f"{self.config.url} has sent no actions, but {has}")
-        if found.ndim != len(shape) or found.shape[-1] != self.action_dim or found.shape[:-2] != shape[:-2]:
+        actions = reply.get("actions")
+        if not isinstance(actions, np.ndarray):
+            keys = ", ".join(map(str, reply)) or "nothing"
+            raise PolicyServerError(f"{self.config.url} has sent no actions, but {keys}")
+        if actions.ndim != len(shape) or actions.shape[-1] != self.action_dim or actions.shape[:-2] != shape[:-2]:
             raise PolicyServerError(
-                f"{self.config.url} has sent actions {list(found.shape)}; required: {list(shape)}, {self.action_dim} numbers for each "
-                f"action. Set model.action_token_len={found.shape[-1] if found.ndim else 0} and an env with such actions"
+                f"{self.config.url} has sent actions {list(actions.shape)}; required: {list(shape)}, {self.action_dim} dimensions per "
+                f"action. Set model.action_token_len={actions.shape[-1] if actions.ndim else 0} and an env with such actions"
             )
-        if found.shape[-2] < self.action_chunks_len:
+        if actions.shape[-2] < self.action_chunks_len:
             raise PolicyServerError(
-                f"{self.config.url} has sent chunks of {found.shape[-2]} actions; required: {self.action_chunks_len} "
-                f"(model.action_chunks_len). Set model.action_chunks_len={found.shape[-2]}"
+                f"{self.config.url} has sent chunks of {actions.shape[-2]} actions; required: {self.action_chunks_len} "
+                f"(model.action_chunks_len). Set model.action_chunks_len={actions.shape[-2]}"
             )
-        actions = np.ascontiguousarray(found[..., : self.action_chunks_len, :], dtype=np.float32)
+        actions = np.ascontiguousarray(actions[..., : self.action_chunks_len, :], dtype=np.float32)
         if not np.isfinite(actions).all():
             number = int((~np.isfinite(actions)).sum())
             raise PolicyServerError(
-                f"{self.config.url} has sent {number} numbers that are NaN or infinite. Look at the server's log, or set model.url=<another>"
+                f"{self.config.url} has sent {number} numbers that are NaN or infinite. Look at the server's log, or set "
+                "model.url=<a different one>"
             )
         return actions
 
@@ -218,7 +209,6 @@ class RemotePolicy(ActionModel, nn.Module):
 
 
 def _api_key(name: str | None) -> str | None:
-    """Return the value of an environment variable."""
     if name is not None and not os.environ.get(name):
         raise ConfigError(f"model.api_key_env={name}, but this variable is not set. Set export {name}=<server's key>")
     return None if name is None else os.environ[name]

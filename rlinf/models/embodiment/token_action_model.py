@@ -1,4 +1,4 @@
-"""The common part of all policies of action tokens, based on one teacher-forced pass."""
+"""The common part of all policies that predict action tokens."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from rlinf.models.embodiment.base import ActionModel, Inputs
 from rlinf.models.embodiment.modules.action_tokenizer import ActionTokenizer
 from rlinf.models.embodiment.modules.normalizer import ActionNormalizer, select_action_stats
 from rlinf.models.embodiment.modules.readout_token import TOKEN_WIDTH
-from rlinf.models.positions import num_positions
+from rlinf.models.loading import num_positions
 from rlinf.models.sampling import token_logprobs
 from rlinf.types import ActionEvaluation, ActionPrediction
 
@@ -23,14 +23,7 @@ PrefixStates = tuple[Tensor, Tensor | None]
 
 
 class TokenActionModel(ActionModel):
-    """Policy whose call samples ``A = action_dim * action_chunks_len`` action tokens.
-
-    Its class implements ``_score``, ``preprocess`` and ``predict_action_batch``, and sets the attributes below.
-
-    Attributes:
-        action_tokenizer: Tokens to normalised actions and back.
-        action_normalizer: Normalised actions to env units and back.
-    """
+    """Policy whose call samples ``A = action_dim * action_chunks_len`` action tokens."""
 
     action_tokenizer: ActionTokenizer
     action_normalizer: ActionNormalizer
@@ -41,12 +34,12 @@ class TokenActionModel(ActionModel):
     ) -> tuple[Tensor, Tensor]:
         """Return bin logits ``[B, A, n_bins]`` of ``tokens [B, A]`` in one pass, and the hidden state ``[B, H]`` of the value.
 
-        Only autoregressive models read ``tokens``, and the value's state must not depend on them.
-        ``prefix``, if given, receives the states of images and prompt, from which ``propose`` makes features.
+        Only autoregressive models read ``tokens``, and the value's state must not depend on them. ``prefix``, if given,
+        receives the states of images and prompt, from which ``propose`` computes features.
         """
 
     def check_length(self, num_prompt_tokens: int) -> None:
-        """Reject inputs that, with the actions, are longer than the positions of the language model."""
+        """Reject inputs that, with the actions, exceed the context length of the language model."""
         positions = num_positions(self.config.text_config)
         needed = num_prompt_tokens + self.num_logprobs
         if positions is not None and needed > positions:
@@ -63,43 +56,38 @@ class TokenActionModel(ActionModel):
 
     @property
     def feature_dim(self) -> int:
-        """Width of ``A`` hidden states one after the other, of the mean state of the prefix, or of its token."""
+        """Width of ``A`` concatenated hidden states, of the mean prefix state, or of its token."""
         if self.feature_kind == "token":
             return TOKEN_WIDTH
         return self.config.text_config.hidden_size * (self.num_logprobs if self.feature_kind == "hidden" else 1)
 
     @torch.no_grad()
     def predict_values(self, **inputs: Tensor) -> Tensor:
-        """Values float32 ``[B]`` in one pass, without decoding: they do not depend on the tokens behind the prompt."""
         any_token = self.action_tokenizer.first_token
         rows, device = len(inputs["input_ids"]), inputs["input_ids"].device
         tokens = torch.full((rows, self.num_logprobs), any_token, device=device)
         return self._values(self._score(inputs, tokens)[1])
 
     def rollout_logprobs(self, prediction: ActionPrediction, temperature: float = 1.0) -> Tensor:
-        """Log-probabilities float32 ``[B, A]`` of sampled tokens under the logits that they were drawn from."""
         tokens = prediction.sequences[:, -self.num_logprobs :] - self.action_tokenizer.first_token
         return token_logprobs(prediction.logits, tokens, temperature)[0]
 
     def evaluate_actions(self, inputs: Inputs, sequences: Tensor, temperature: float = 1.0) -> ActionEvaluation:
-        """Score the last ``A`` tokens of ``sequences [B, L + A]``; see ``ActionModel.evaluate_actions``."""
         tokens = sequences[:, -self.num_logprobs :]
         logits, value_state = self._score(inputs, tokens)
         logprobs, entropy = token_logprobs(logits, tokens - self.action_tokenizer.first_token, temperature, True)
         return ActionEvaluation(logprobs, entropy, self._values(value_state))
 
     def sft_loss(self, inputs: Inputs, actions: Tensor, uniforms: Tensor | None = None) -> Tensor:
-        """Mean negative log-probability of the tokens of ``actions [B, C, D]``, among the action bins; ``[B]``."""
-        tokens = to_device(
-            self.action_tokenizer.encode(self.action_normalizer.normalize(actions)).flatten(1), self.device
-        )
+        """Return the mean negative log-probability ``[B]`` of the tokens of ``actions [B, C, D]``, among the action bins."""
+        tokens = self.action_tokenizer.encode(self.action_normalizer.normalize(actions)).flatten(1)
+        tokens = to_device(tokens, self.device)
         readout, prefix = self._readout, list[PrefixStates]()
-        # A class without the token, such as one of the user's, need not take a prefix.
+        # A user's class without the readout token need not accept a prefix.
         logits, _ = self._score(inputs, tokens) if readout is None else self._score(inputs, tokens, prefix)
         losses = -token_logprobs(logits, tokens - self.action_tokenizer.first_token)[0].mean(-1)
         return losses if readout is None else losses + readout.loss(*prefix[0])
 
     def decode_actions(self, sequences: Tensor) -> Tensor:
-        """Turn the last ``A`` tokens into actions in env units, float32 ``[B, C, D]``."""
         tokens = sequences[:, -self.num_logprobs :].unflatten(1, (self.action_chunks_len, self.action_dim))
         return self.action_normalizer.unnormalize(self.action_tokenizer.decode(tokens)).float()

@@ -1,7 +1,7 @@
 """Template: a Hugging Face vision-language model as a policy. Copy this file, then rename and change what differs.
 
-It works as it stands: the base is transformers' LLaVA, an action is ``action_dim`` tokens out of the last
-``n_action_bins`` ids of the vocabulary, and ``generate`` decodes them. ``docs/adding_a_model.md`` goes through it.
+It works unchanged: the base is transformers' LLaVA, an action is ``action_dim`` tokens out of the last ``n_action_bins`` ids
+of the vocabulary, and ``generate`` decodes them. ``docs/adding_a_model.md`` explains it.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from transformers import (
 from transformers.image_processing_utils import BaseImageProcessor
 
 from rlinf.models.embodiment.modules.action_tokenizer import ActionTokenizer
-from rlinf.models.embodiment.modules.float32 import LinearInFloat32, linear_in_float32
 from rlinf.models.embodiment.modules.normalizer import ActionNormalizer
 from rlinf.models.embodiment.modules.tokenizer import load_tokenizer
 from rlinf.models.embodiment.modules.value_head import ValueHead
 from rlinf.models.embodiment.token_action_model import TokenActionModel
+from rlinf.models.precision import LinearInFloat32, linear_in_float32
 from rlinf.models.sampling import sample_tokens, token_logprobs
 from rlinf.types import ActionPrediction, Observation
 
@@ -91,7 +91,7 @@ class YourProcessor:
 
 
 def load_processor(tokenizer_config: Any, model_config: YourModelConfig, path: str | None) -> YourProcessor:
-    """Load the processor of a folder; without one, make it for the small model of ``model/your_model.yaml``."""
+    """Load the processor of a folder; without one, build it for the small model of ``model/your_model.yaml``."""
     if path is not None:
         return YourProcessor.from_pretrained(path)
     tokenizer = load_tokenizer(None, model_config.text_config.vocab_size)
@@ -100,7 +100,7 @@ def load_processor(tokenizer_config: Any, model_config: YourModelConfig, path: s
 
 
 class YourLogitsProcessor(LogitsProcessor):
-    """Nothing but the last ``n_action_bins`` ids of the vocabulary can be sampled."""
+    """Restricts sampling to the last ``n_action_bins`` ids of the vocabulary."""
 
     def __init__(self, n_action_bins: int) -> None:
         self.n_action_bins = n_action_bins
@@ -113,10 +113,10 @@ class YourLogitsProcessor(LogitsProcessor):
 
 
 class DrawLogitsProcessor(LogitsProcessor):
-    """Draw the token here, with ``sample_tokens`` like every other policy, so that ``generate`` has one choice left.
+    """Draws the token with ``sample_tokens``, like every other policy, so that ``generate`` has one choice left.
 
-    Sampling inside ``generate`` would follow ``top_k`` and ``top_p`` of the checkpoint's ``generation_config.json``, of
-    which the log-probabilities of training know nothing.
+    Sampling inside ``generate`` would follow ``top_k`` and ``top_p`` of ``generation_config.json``, which the
+    log-probabilities of training do not include.
     """
 
     def __init__(self, prompt_len: int, do_sample: bool, temperature: float, uniforms: Tensor | None) -> None:
@@ -135,14 +135,8 @@ class YourModelForRLActionPrediction(TokenActionModel, LlavaForConditionalGenera
     config_class = YourModelConfig
     fsdp_wrap_modules: ClassVar[tuple[str, ...]] = ("LlamaDecoderLayer", "CLIPEncoderLayer")
     lora_target_modules: ClassVar[tuple[str, ...]] = (
-        "q_proj",
-        "k_proj",
-        "v_proj",
-        "o_proj",
-        "gate_proj",
-        "up_proj",
-        "down_proj",
-    )
+        "q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj",
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -154,7 +148,8 @@ class YourModelForRLActionPrediction(TokenActionModel, LlavaForConditionalGenera
         detach_value: bool = True,
     ) -> None:
         super().__init__(config)
-        self.lm_head.__class__ = LinearInFloat32  # logits of 16 bits would be too coarse to sample from
+        # Logits of 16 bits would be too coarse to sample from.
+        self.lm_head.__class__ = LinearInFloat32
         self._init_logits_processor()
         action_norm_stats = self.get_action_stats(unnorm_key)
         self.action_normalizer = ActionNormalizer(action_norm_stats, action_dim)
@@ -176,7 +171,7 @@ class YourModelForRLActionPrediction(TokenActionModel, LlavaForConditionalGenera
             module.reset_parameters()
 
     def preprocess(self, observation: Observation) -> dict[str, Tensor]:
-        """Put the first camera's image tokens in front of the instruction."""
+        """Put the first camera's image tokens before the instruction."""
         image_tokens = (
             self.processor.tokenizer.convert_ids_to_tokens(self.config.image_token_id) * self.config.image_seq_length
         )
@@ -218,12 +213,12 @@ class YourModelForRLActionPrediction(TokenActionModel, LlavaForConditionalGenera
         return ActionPrediction(actions, sequences, logits, values)
 
     def rollout_logprobs(self, prediction: ActionPrediction, temperature: float = 1.0) -> Tensor:
-        """Log-probabilities float32 ``[B, A]`` of the drawn tokens, among the action tokens."""
+        """Return log-probabilities float32 ``[B, A]`` of the drawn tokens, among the action tokens."""
         tokens = prediction.sequences[:, -self.num_logprobs :] - self.action_tokenizer.first_token
         return token_logprobs(prediction.logits[..., -self.config.n_action_bins :], tokens, temperature)[0]
 
     def _score(self, inputs: dict[str, Tensor], tokens: Tensor) -> tuple[Tensor, Tensor]:
-        """Logits ``[B, A, n_action_bins]`` of the bins, and the hidden state ``[B, H]`` at the prompt's end."""
+        """Return logits ``[B, A, n_action_bins]``, and the hidden state ``[B, H]`` at the prompt's end."""
         prompt_mask = inputs["attention_mask"]
         mask = torch.cat([prompt_mask, prompt_mask.new_ones(len(tokens), self.num_logprobs - 1)], dim=1)
         outputs = self.model(

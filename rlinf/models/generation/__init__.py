@@ -1,4 +1,4 @@
-"""The generation API of token policies, by the names that users import; it is defined in ``rlinf.llm``."""
+"""Import path for users: the generation API of token policies in ``rlinf.llm``."""
 
 from rlinf.imports import lazy_attributes
 from rlinf.models.generation.interfaces import DEFINED_IN

@@ -1,4 +1,4 @@
-"""The interfaces of generation, by the path that users import; they are defined in ``rlinf.llm``."""
+"""Import path for users: the generation interfaces in ``rlinf.llm``."""
 
 from rlinf.imports import lazy_attributes
 

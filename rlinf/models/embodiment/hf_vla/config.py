@@ -15,7 +15,7 @@ from rlinf.models.embodiment.hf_vla.processing import load_vlm_processor, new_vl
 from rlinf.models.loading import check_choice, checkpoint_folder, dataset_statistics, field_error, read_json
 
 OWN_KEY = "hf_vla"
-"""Key of a VLM's ``config.json`` under which our fields lie."""
+"""Key of a VLM's ``config.json`` that contains our fields."""
 
 OWN_FIELDS = (
     "n_action_bins", "action_bin_rule", "reserved_tokens", "norm_stats", "prompt_template", "weight_init", "processor_config",
@@ -26,24 +26,22 @@ OWN_FIELDS = (
 class HfVlaConfig(PreTrainedConfig):
     """The VLM's own configuration, with the fields that make a policy of it.
 
-    A saved folder stays one of the VLM's own format: ``config.json`` is the VLM's with our fields under ``hf_vla``.
+    A saved folder keeps the VLM's format: ``config.json`` is the VLM's with our fields under ``hf_vla``.
 
     Args:
-        vlm_config: Configuration of the VLM, or its fields with ``model_type`` among them.
+        vlm_config: Configuration of the VLM, or its fields including ``model_type``.
         n_action_bins: Number of action tokens.
         action_bin_rule: ``midpoints`` or ``grid``; see ``ActionTokenizer``.
-        reserved_tokens: Ranges ``[first, end)`` of token ids that the tokenizer uses for special and added tokens; none of
-            them becomes an action token. None: read from the processor's tokenizer.
+        reserved_tokens: Ranges ``[first, end)`` of special and added token ids, which never become action tokens; None:
+            read from the processor's tokenizer.
         norm_stats: Data set name to action statistics.
         prompt_template: Text around ``{image}`` (the image tokens of all cameras) and ``{instruction}``; None: the
             processor's chat template, else ``{image}{instruction}``.
-        weight_init: Random weights: ``normal`` (as the VLM draws them) or ``fan_in`` (deviation 1/sqrt(inputs),
-            embeddings 1), with which small models learn faster.
-        processor_config: Without a folder only: content of the ``processor_config.json`` of the VLM's processor, which
-            gets the packaged tiny tokenizer.
-        special_tokens: Without a folder only: named tokens that this processor expects of its tokenizer, e.g.
-            ``{image_token: <image>}``.
-        merged_adapters: Fingerprints of LoRA adapters that were added into the weights.
+        weight_init: Random weights: ``normal`` (as the VLM) or ``fan_in`` (std 1/sqrt(inputs), embeddings 1), with which
+            small models learn faster.
+        processor_config: Without a folder: content of the VLM's ``processor_config.json``.
+        special_tokens: Without a folder: named tokens of the tokenizer, e.g. ``{image_token: <image>}``.
+        merged_adapters: Fingerprints of LoRA adapters that were merged into the weights.
     """
 
     model_type = "hf_vla"
@@ -83,12 +81,11 @@ class HfVlaConfig(PreTrainedConfig):
 
     @property
     def text_config(self) -> PreTrainedConfig:
-        """Configuration of the VLM's language model."""
         return self.vlm_config.get_text_config()
 
     @property
     def action_tokens_end(self) -> int:
-        """One past the last action token. Special and added tokens are left out."""
+        """One past the last action token; special and added tokens are left out."""
         vocab_size, free, start = self.text_config.vocab_size, [], 0
         for first, past in [*sorted(self.reserved_tokens or []), [vocab_size, vocab_size]]:
             free.append((min(first, vocab_size) - start, first))
@@ -103,30 +100,31 @@ class HfVlaConfig(PreTrainedConfig):
         )  # fmt: skip
 
     def vlm_class(self) -> type:
-        """Return the decoder-only image-text-to-text class that transformers has for this configuration."""
+        """Return transformers' decoder-only image-text-to-text class for this configuration."""
         vlm_config = self.vlm_config
         if vlm_config is None:
             raise ConfigError("model.init_config has no vlm_config. Set model=hf_vla_tiny or model.model_path=<a VLM>")
-        found = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING.get(type(vlm_config), None)
-        if found is None or vlm_config.is_encoder_decoder or not found.can_generate():
+        vlm_class = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING.get(type(vlm_config), None)
+        if vlm_class is None or vlm_config.is_encoder_decoder or not vlm_class.can_generate():
             named = ", ".join(vlm_config.architectures or ["no architecture named"])
             raise ConfigError(
                 f"The model is a '{vlm_config.model_type}' ({named}); model=hf_vla needs a decoder-only architecture of "
                 "AutoModelForImageTextToText. Set model.model_path=<folder of such a model>"
             )
-        return found
+        return vlm_class
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path: str | Path, **kwargs: Any) -> HfVlaConfig:
-        """Read a VLM's folder, or one that we saved; ``dataset_statistics.json`` is added to ``norm_stats``."""
+        """Read a VLM's folder, or one that we saved; ``dataset_statistics.json`` is merged into ``norm_stats``."""
         folder = checkpoint_folder(pretrained_model_name_or_path)
         if not (folder / "config.json").is_file():
-            found = f"model.model_path is '{folder}', a folder without a config.json"
-            raise CheckpointError(f"{found}. Set model.model_path=<folder of a VLM>")
+            raise CheckpointError(
+                f"model.model_path is '{folder}', a folder without a config.json. Set model.model_path=<folder of a VLM>"
+            )
         fields = read_json(folder / "config.json")
-        own = fields.pop(OWN_KEY, {})
-        own["merged_adapters"] = fields.get("merged_adapters")
-        config = cls(vlm_config=_vlm_config(fields, f"'{folder}'"), **own)
+        vla_fields = fields.pop(OWN_KEY, {})
+        vla_fields["merged_adapters"] = fields.get("merged_adapters")
+        config = cls(vlm_config=_vlm_config(fields, f"'{folder}'"), **vla_fields)
         config.vlm_class()
         if config.reserved_tokens is None:
             config.reserved_tokens = reserved_ranges(load_vlm_processor(folder, config.vlm_config).tokenizer)
@@ -134,7 +132,6 @@ class HfVlaConfig(PreTrainedConfig):
         return config
 
     def save_pretrained(self, save_directory: str | Path, **_: Any) -> None:
-        """Write the VLM's ``config.json`` with our fields under ``hf_vla``."""
         vlm_config = copy.deepcopy(self.vlm_config)
         setattr(vlm_config, OWN_KEY, {name: getattr(self, name) for name in OWN_FIELDS})
         if self.merged_adapters:
@@ -143,7 +140,7 @@ class HfVlaConfig(PreTrainedConfig):
 
 
 def fields_of(template: str) -> set[str | None]:
-    """Return the names in braces of a format string; an invalid one has the field ``?``."""
+    """Return the field names of a format string; an invalid one has the field ``?``."""
     try:
         return {name for _, name, _, _ in string.Formatter().parse(template) if name is not None}
     except ValueError:

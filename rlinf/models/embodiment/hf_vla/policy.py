@@ -1,8 +1,4 @@
-"""Any Hugging Face image-text-to-text model as a policy: a block of its vocabulary becomes action bins.
-
-Nothing here knows a family. Prompts and images come from the model's own processor; position ids, token types and
-attention masks from the hooks by which its own ``generate`` gets them; logits from its own forward pass.
-"""
+"""Any Hugging Face image-text-to-text model as a policy: a range of its vocabulary becomes action bins."""
 
 from __future__ import annotations
 
@@ -29,12 +25,12 @@ from rlinf.models.embodiment.checkpoint_policy import no_progress_bars
 from rlinf.models.embodiment.folder_policy import reject_adapters
 from rlinf.models.embodiment.hf_vla.config import HfVlaConfig
 from rlinf.models.embodiment.modules.action_tokenizer import ActionTokenizer
-from rlinf.models.embodiment.modules.float32 import linear_in_float32
 from rlinf.models.embodiment.modules.normalizer import ActionNormalizer
 from rlinf.models.embodiment.modules.readout_token import READOUT_FILE, ReadoutToken
 from rlinf.models.embodiment.modules.value_head import ValueHead
 from rlinf.models.embodiment.token_action_model import PrefixStates, TokenActionModel
 from rlinf.models.loading import check_fit, checkpoint_folder, without_load_report
+from rlinf.models.precision import linear_in_float32
 from rlinf.models.sampling import check_finite, sample_tokens
 from rlinf.types import ActionPrediction, BaseActions, Observation
 
@@ -56,7 +52,7 @@ class ActionRows(nn.Linear):
 
 
 class HfVlaForRLActionPrediction(TokenActionModel, PreTrainedModel):
-    """Images and instruction in, action tokens out, one after the other, with a value head at the prompt's end."""
+    """Images and instruction in, action tokens out, one by one, with a value head at the prompt's end."""
 
     config_class = HfVlaConfig
     base_model_prefix = "hf_vla"
@@ -87,18 +83,18 @@ class HfVlaForRLActionPrediction(TokenActionModel, PreTrainedModel):
         self.value_head = ValueHead(width) if value_head else None
         self._add_readout_token(features, width)
         self.post_init()
-        # Not in _init_weights: transformers does not call it for a module of ours that has no parameters of its own.
+        # transformers does not call _init_weights for a module of ours without parameters of its own.
         if config.weight_init == "fan_in":
             self._init_weights_by_fan_in()
 
     def _take_vlm(self, vlm: PreTrainedModel) -> None:
-        """Act by ``vlm``, whose output head computes the rows of the action tokens only from now on."""
+        """Use ``vlm``, limiting its output head to the rows of the action tokens."""
         self.vlm = vlm
         head = vlm.get_output_embeddings()
         if type(head) is not nn.Linear:
             raise ConfigError(
                 f"The output head of {type(vlm).__name__} is a {type(head).__name__}; model=hf_vla needs a linear layer. "
-                "Set model.model_path=<folder of another VLM>"
+                "Set model.model_path=<folder of a different VLM>"
             )
         head.__class__ = ActionRows
         head.first_row, head.end_row = self.action_tokenizer.first_token, self.action_tokenizer.vocab_size
@@ -107,15 +103,15 @@ class HfVlaForRLActionPrediction(TokenActionModel, PreTrainedModel):
 
     @property
     def fsdp_wrap_modules(self) -> tuple[str, ...]:
-        """Class names of the transformer layers of the VLM, vision tower included."""
+        """Class names of the VLM's transformer layers, vision tower included."""
         layers = [module for module in self.vlm.modules() if isinstance(module, GradientCheckpointingLayer)]
         return tuple(sorted({type(layer).__name__ for layer in layers}))
 
     @property
     def lora_target_modules(self) -> str:
-        """All linear layers of the VLM but the output head, as a regular expression over their names."""
+        """All linear layers of the VLM except the output head, as a regular expression."""
         linear = [name for name, module in self.vlm.named_modules() if type(module) is nn.Linear]
-        # one pattern for all layers of a stack
+        # One pattern for all layers of a stack keeps the expression short.
         patterns = {re.sub(r"\.\d+\\\.", r".\\d+\\.", re.escape(name)) for name in linear}
         return rf"vlm\.({'|'.join(sorted(patterns))})"
 
@@ -129,14 +125,13 @@ class HfVlaForRLActionPrediction(TokenActionModel, PreTrainedModel):
 
     @torch.no_grad()
     def _init_weights_by_fan_in(self) -> None:
-        """Signals keep their size from layer to layer, which a small model needs to learn quickly."""
         for module in self.vlm.modules():
             if isinstance(module, (nn.Linear, nn.Conv2d)):
                 scale = 0.2 if isinstance(module, ActionRows) else 1.0
                 init.normal_(module.weight, std=scale * module.weight[0].numel() ** -0.5)
             elif isinstance(module, nn.Embedding):
                 init.normal_(module.weight, std=1.0)
-        # Learned positions of images, which several families start at zero: patches could not be told apart.
+        # Several families initialise image positions at zero, so that patches could not be distinguished.
         for name, parameter in self.vlm.named_parameters():
             if name.endswith("position_embeddings"):
                 init.normal_(parameter, std=1.0)
@@ -150,22 +145,29 @@ class HfVlaForRLActionPrediction(TokenActionModel, PreTrainedModel):
         return {name: to_device(tensor, self.device) for name, tensor in inputs.items()}
 
     def prompt_lengths(self, observation: Observation) -> Sequence[Hashable]:
+<<<<<<< HEAD
         """Tokens of each row's prompt; reject prompts that are longer than the language model's positions."""
         lengths = self._ready_processor().prompt_lengths(
             replace(observation, instruction=self.instructions(observation))
         )
         self.check_length(max(lengths))  # `preprocess` counts the tokens of images, too
+=======
+        prompts = replace(observation, instruction=self.instructions(observation))
+        lengths = self._ready_processor().prompt_lengths(prompts)
+        # `preprocess` counts the tokens of images, too.
+        self.check_length(max(lengths))
+>>>>>>> 156387933bead41867f85c13ed6dd46f3df70e10
         return lengths
 
     def _start(self, input_ids: Tensor, inputs: dict[str, Any]) -> dict[str, Any]:
-        """The keyword arguments with which the VLM's ``generate`` would start, images in the number format of its weights."""
+        """Return the initial keyword arguments of the VLM's ``generate``, images in the dtype of its weights."""
         dtype = self.get_input_embeddings().weight.dtype
         inputs = {name: x.to(dtype) if x.is_floating_point() else x for name, x in inputs.items()}
         positions = self.vlm._prepare_position_ids_for_generation(input_ids, {"input_ids": input_ids, **inputs})
         return {**inputs, "position_ids": positions}
 
     def _run(self, input_ids: Tensor, inputs: dict[str, Any], num_last: int, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Bin logits ``[B, num_last, n_bins]`` of the last positions, and hidden states ``[B, S, H]``."""
+        """Return bin logits ``[B, num_last, n_bins]`` of the last positions, and hidden states ``[B, S, H]``."""
         prepared = self.vlm.prepare_inputs_for_generation(input_ids, **inputs, **kwargs)
         outputs = self.vlm(**prepared, logits_to_keep=num_last, output_hidden_states=True, return_dict=True)
         return outputs.logits[:, -num_last:], outputs.hidden_states[-1]
@@ -193,7 +195,6 @@ class HfVlaForRLActionPrediction(TokenActionModel, PreTrainedModel):
         uniforms: Tensor | None = None,
         **inputs: Tensor,
     ) -> ActionPrediction:
-        """Act on prompts ``input_ids [B, L]`` (padding on the left) and images; see ``ActionModel.predict_action_batch``."""
         rest, cache, logits, hidden_states = self._prefill(input_ids, inputs)
         first = (logits, hidden_states[:, -1])
         sequences, logits, _ = self._continue(input_ids, rest, cache, first, do_sample, temperature, uniforms)
@@ -202,7 +203,7 @@ class HfVlaForRLActionPrediction(TokenActionModel, PreTrainedModel):
         return ActionPrediction(self.decode_actions(sequences), sequences, logits, self._values(first[1]))
 
     def _prefill(self, input_ids: Tensor, inputs: Inputs) -> tuple[dict[str, Any], DynamicCache, Tensor, Tensor]:
-        """Run the prompts: the next arguments of ``generate``, cache, first logits ``[B, n_bins]``, all states ``[B, S, H]``."""
+        """Run the prompts; return next arguments, cache, first logits ``[B, n_bins]`` and all states ``[B, S, H]``."""
         rest, cache = self._start(input_ids, inputs), DynamicCache(config=self.vlm.config.get_text_config(decoder=True))
         kwargs = {"use_cache": True, "past_key_values": cache, "is_first_iteration": True}
         logits, hidden_states = self._run(input_ids, rest, 1, **kwargs)
@@ -218,11 +219,12 @@ class HfVlaForRLActionPrediction(TokenActionModel, PreTrainedModel):
         temperature: float = 1.0,
         uniforms: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Decode behind prompts, given the first token's logits and state ``[B, H]``.
+        """Decode after the prompts, given the first token's logits and state ``[B, H]``.
 
         Return sequences ``[B, L + A]``, and logits ``[B, A, n_bins]`` and states ``[B, A, H]`` of the tokens.
         """
-        all_logits, states, rest = [first[0]], [first[1]], dict(rest)  # a copy, which the hook below changes in place
+        # The hook below changes the arguments in place, hence the copy.
+        all_logits, states, rest = [first[0]], [first[1]], dict(rest)
         kwargs = {"use_cache": True, "past_key_values": cache, "next_sequence_length": 1, "is_first_iteration": False}
         for i in range(self.num_logprobs):
             if i > 0:
@@ -235,10 +237,10 @@ class HfVlaForRLActionPrediction(TokenActionModel, PreTrainedModel):
         return sequences, torch.stack(all_logits, 1), torch.stack(states, 1)
 
     def _propose(self, inputs: Inputs, samples: bool) -> BaseActions:
-        others = dict(inputs)
-        prompt = others.pop("input_ids")
-        rest, cache, logits, prefix = self._prefill(prompt, others)
-        first, of_prompt = (logits, prefix[:, -1]), copy.deepcopy(cache) if samples else None
+        observed = dict(inputs)
+        prompt = observed.pop("input_ids")
+        rest, cache, logits, prefix = self._prefill(prompt, observed)
+        first, prompt_cache = (logits, prefix[:, -1]), copy.deepcopy(cache) if samples else None
         sequences, drawn_from, states = self._continue(prompt, rest, cache, first, do_sample=False)
         check_finite(drawn_from)
         if self.feature_kind == "hidden":
@@ -247,11 +249,11 @@ class HfVlaForRLActionPrediction(TokenActionModel, PreTrainedModel):
             features = self._prefix_features(prefix, _bool_mask(inputs))
 
         def sample(uniforms: Tensor) -> Tensor:
-            times, repeated = uniforms.shape[1], copy.deepcopy(of_prompt)
+            times, repeated = uniforms.shape[1], copy.deepcopy(prompt_cache)
             repeated.batch_repeat_interleave(times)
             prompts, expanded = self.vlm._expand_inputs_for_generation(times, input_ids=prompt, **rest)
-            begin = tuple(each.repeat_interleave(times, dim=0) for each in first)
-            drawn, _, _ = self._continue(prompts, expanded, repeated, begin, True, uniforms=uniforms.flatten(0, 1))
+            start = tuple(tensor.repeat_interleave(times, dim=0) for tensor in first)
+            drawn, _, _ = self._continue(prompts, expanded, repeated, start, True, uniforms=uniforms.flatten(0, 1))
             return self.decode_actions(drawn).unflatten(0, uniforms.shape[:2])
 
         return BaseActions(self.decode_actions(sequences).unsqueeze(1), features, sample if samples else None)
@@ -262,20 +264,19 @@ class HfVlaForRLActionPrediction(TokenActionModel, PreTrainedModel):
     def from_pretrained(
         cls, pretrained_model_name_or_path: str | Path, *args: Any, **kwargs: Any
     ) -> HfVlaForRLActionPrediction:
-        """Load a VLM's folder or hub id, or a folder that we saved (the same format, with ``value_head.safetensors``).
-
-        Other ``kwargs`` than ``config`` and transformers' own go to the constructor.
-        Every weight must fit; only a value head may be absent, and is then drawn again.
-        """
+        """Load a VLM's folder or hub id, or a folder that we saved (the same format, with ``value_head.safetensors``)."""
         folder = checkpoint_folder(pretrained_model_name_or_path)
         config = kwargs.pop("config", None)
         if not isinstance(config, HfVlaConfig):
             config = HfVlaConfig.from_pretrained(config or folder)
         loading = {name: kwargs.pop(name) for name in ("attn_implementation", "low_cpu_mem_usage") if name in kwargs}
-        loading |= {"output_loading_info": True, "ignore_mismatched_sizes": True}  # what does not fit is rejected below
+        # Weights that do not fit are rejected below.
+        loading |= {"output_loading_info": True, "ignore_mismatched_sizes": True}
         loading["dtype"] = kwargs.pop("torch_dtype", kwargs.pop("dtype", torch.float32))
-        kwargs.pop("trust_remote_code", None)  # all classes come from transformers
-        with torch.device("meta"), init.no_init_weights():  # rejects wrong settings before weights are read
+        # All classes come from transformers, so there is no remote code.
+        kwargs.pop("trust_remote_code", None)
+        # The constructor rejects wrong settings before weights are read.
+        with torch.device("meta"), init.no_init_weights():
             model = cls(config, *args, **kwargs)
         try:
             with no_progress_bars(), without_load_report():
@@ -292,20 +293,20 @@ class HfVlaForRLActionPrediction(TokenActionModel, PreTrainedModel):
             if head is not None:
                 head.to_empty(device="cpu").reset_parameters()
                 if (folder / file).is_file():
-                    saved, own = load_file(folder / file), head.state_dict()
-                    wrong = [key for key in own if key in saved and saved[key].shape != own[key].shape]
-                    keys = {"missing_keys": own.keys() - saved.keys(), "unexpected_keys": saved.keys() - own.keys()}
+                    saved, expected = load_file(folder / file), head.state_dict()
+                    wrong = [key for key in expected if key in saved and saved[key].shape != expected[key].shape]
+                    keys = {
+                        "missing_keys": expected.keys() - saved.keys(),
+                        "unexpected_keys": saved.keys() - expected.keys(),
+                    }
                     check_fit(folder, keys | {"mismatched_keys": wrong})
                     head.load_state_dict(saved)
         return model.eval()
 
-    def save_pretrained(
-        self, save_directory: str | Path, state_dict: dict[str, Tensor] | None = None, **kwargs: Any
-    ) -> None:
-        """Write a folder of the VLM's own format, with the value head and the processor's files next to it."""
+    def save_pretrained(self, folder: str | Path, state_dict: dict[str, Tensor] | None = None, **kwargs: Any) -> None:
         state = self.state_dict() if state_dict is None else state_dict
         reject_adapters(state)
-        folder = Path(save_directory)
+        folder = Path(folder)
         tied = getattr(self.vlm, "all_tied_weights_keys", {})
         weights = {name: tensor for name, tensor in _part(state, "vlm.").items() if name not in tied}
         with no_progress_bars():

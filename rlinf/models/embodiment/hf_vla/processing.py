@@ -23,26 +23,24 @@ _USED_PARTS = {"image_processor", "tokenizer", "video_processor"}
 
 
 def load_vlm_processor(folder: str | Path, vlm_config: PreTrainedConfig) -> Any:
-    """Load the VLM's processor without its video part, which needs packages that a policy has no use for.
-
-    Images are processed by PIL and numpy where transformers has such a version of the image processor, so that the
-    numbers do not depend on whether torchvision is installed.
-    """
+    """Load the VLM's processor without its video part, which needs packages that a policy does not use."""
     processor_class = PROCESSOR_MAPPING.get(type(vlm_config), None)
     parts = set() if processor_class is None else set(processor_class.get_attributes())
     if not {"image_processor", "tokenizer"} <= parts <= _USED_PARTS:
         raise ConfigError(
             f"The processor of a '{vlm_config.model_type}' has the parts {sorted(parts) or '(no processor)'}; model=hf_vla needs "
-            "one of an image processor and a tokenizer. Set model.model_path=<folder of another VLM>"
+            "an image processor and a tokenizer only. Set model.model_path=<folder of a different VLM>"
         )
 
     def get_attributes(cls: type) -> list[str]:
         return [name for name in processor_class.get_attributes() if name != "video_processor"]
 
     members = {"get_attributes": classmethod(get_attributes)}
-    still_class = type(processor_class.__name__, (processor_class,), members)  # transformers looks for its name
+    # transformers looks the class up by name, so the name stays.
+    still_class = type(processor_class.__name__, (processor_class,), members)
     try:
         fields, _ = still_class.get_processor_dict(str(folder))
+        # Image processing by PIL does not depend on whether torchvision is installed.
         image_processor = AutoImageProcessor.from_pretrained(str(folder), backend="pil")
         tokenizer = AutoTokenizer.from_pretrained(str(folder), padding_side="left")
         processor = still_class.from_args_and_dict([image_processor, tokenizer], fields)
@@ -60,7 +58,7 @@ def load_vlm_processor(folder: str | Path, vlm_config: PreTrainedConfig) -> Any:
 
 
 def new_vlm_processor(config: HfVlaConfig) -> Any:
-    """Make a processor for a model without a folder: ``config.processor_config`` with the packaged tiny tokenizer."""
+    """Build a processor for a model without a folder: ``config.processor_config`` with the packaged tiny tokenizer."""
     with tempfile.TemporaryDirectory() as folder:
         special = dict(config.special_tokens or {})
         tokenizer = AutoTokenizer.from_pretrained(TINY_TOKENIZER, extra_special_tokens=special)
@@ -96,7 +94,7 @@ class HfVlaProcessor:
         return self.processor.image_processor
 
     def prompt(self, instruction: str, num_images: int) -> str:
-        """Return the text of one row, with one image token per camera; the processor expands them."""
+        """Return the text of one row, with one image token per camera, which the processor expands."""
         if self.prompt_template is None and self.processor.chat_template:
             content = [{"type": "image"}] * num_images + [{"type": "text", "text": instruction}]
             messages = [{"role": "user", "content": content}]
@@ -105,34 +103,33 @@ class HfVlaProcessor:
         return template.format(image=self.processor.image_token * num_images, instruction=instruction)
 
     def prompt_lengths(self, observation: Observation) -> list[int]:
-        """Return the tokens of each row's prompt, in which a camera is one: equally large images become equally many."""
         text, options = self._prompts(observation)
-        lengths = {each: len(self.tokenizer(each, **options)["input_ids"]) for each in set(text)}
-        return [lengths[each] for each in text]
+        lengths = {prompt: len(self.tokenizer(prompt, **options)["input_ids"]) for prompt in set(text)}
+        return [lengths[prompt] for prompt in text]
 
     def _prompts(self, observation: Observation) -> tuple[list[str], dict[str, bool]]:
-        """The text of each row, and the tokenizer's options."""
+        """Return the text of each row, and the tokenizer's options."""
         num_images = len(observation.images)
         prompts = {text: self.prompt(text, num_images) for text in set(observation.instruction)}
         text = [prompts[instruction] for instruction in observation.instruction]
         bos = self.tokenizer.bos_token
-        has_bos = bos is not None and text[0].startswith(bos)  # the chat template wrote it
+        # The chat template may have added the BOS token already.
+        has_bos = bos is not None and text[0].startswith(bos)
         return text, {"add_special_tokens": False} if has_bos else {}
 
     def __call__(self, observation: Observation) -> BatchFeature:
-        """Turn the rows of an observation, with all of its cameras, into the VLM's inputs."""
+        """Convert the rows of an observation, with all cameras, to the VLM's inputs."""
         cameras = list(observation.images.values())
         text, options = self._prompts(observation)
         images = [[camera[row] for camera in cameras] for row in range(len(observation))]
         return self.processor(text=text, images=images, padding=True, return_tensors="pt", **options)
 
     def save_pretrained(self, save_directory: str | Path, **_: Any) -> None:
-        """Write the VLM's own processor files."""
         self.processor.save_pretrained(str(save_directory))
 
 
 def load_processor(tokenizer_config: Any, model_config: HfVlaConfig, path: str | None) -> HfVlaProcessor:
-    """Load the VLM's processor from ``path``; without one, make it from ``model_config.processor_config``."""
+    """Load the VLM's processor from ``path``; without one, build it from ``model_config.processor_config``."""
     model_config.vlm_class()
     if path is None and model_config.processor_config is None:
         raise ConfigError(
@@ -152,9 +149,10 @@ def load_processor(tokenizer_config: Any, model_config: HfVlaConfig, path: str |
         if low < end and past > first:
             raise ConfigError(
                 f"The tokenizer in '{path}' has special tokens {low}..{past - 1}, and the action tokens are {first}..{end - 1}; required: "
-                "the tokenizer that the model was made a policy with. Set tokenizer.tokenizer_model=null"
+                "the tokenizer of the policy's training. Set tokenizer.tokenizer_model=null"
             )
     result = HfVlaProcessor(processor, model_config.prompt_template)
+    # A trial run on a grey image finds processors that do not work.
     grey = Observation({"camera": np.full((1, 64, 64, 3), 128, dtype=np.uint8)}, None, ["reach"])
     try:
         result(grey)

@@ -22,34 +22,31 @@ def report(
     overrides: Mapping[str, Any] | None = None,
     migrated: str | None = None,
 ) -> tuple[list[tuple[str, str]], list[str]]:
-    """Return rows of what a folder's policy reads and gives, and a sentence for each of its faults.
+    """Return table rows about a folder's policy, and a message for each of its faults.
 
-    Weights are compared where a Python has lerobot. ``migrated`` names a new folder, which is written from an old one and read
-    instead. Raise CheckpointError without a folder.
+    Weights are compared if a Python with lerobot is available. ``migrated``: a new folder, which is written from an old one
+    and read instead. Raise CheckpointError without a folder.
     """
     if migrated is not None:
         migrate(folder, migrated, interpreter)
         folder = migrated
-    found = check_folder(folder)
-    config = None
-    if not any(each.feature == "config.json" for each in found):
+    findings, config = check_folder(folder), None
+    if not any(finding.feature == "config.json" for finding in findings):
         config = override_fields(LerobotConfig.from_pretrained(folder), dict(overrides or {}), "override_config")
-        found = check_folder(folder, config)
-    wrong = [str(each) for each in found]
+        findings = check_folder(folder, config)
+    faults = [str(finding) for finding in findings]
     rows = [] if config is None else [*facts(config).items()]
-    if not wrong and config is not None:
+    if not faults and config is not None:
         try:
             runner = start_runner(str(folder), config, interpreter)
             rows += [("weights", "fit"), ("features of an actor", str(runner.feature_dim))]
         except MissingDependencyError as error:
             rows += [("weights", f"not compared: {error}")]
         except RLinfError as error:
-            wrong = [str(error)]
-    if not wrong and config is not None:
-        words = ["model=lerobot", f"model.model_path={folder}", f"model.action_token_len={config.action_dim}"]
-        words += [f"model.action_chunks_len={config.n_action_steps}"]
-        words += [
-            f"model.override_config.{name}={override_text(value)}" for name, value in dict(overrides or {}).items()
-        ]
-        rows += [("to evaluate it", f"rlinf evaluate {shlex.join(words)} env=<name>")]
-    return rows, wrong
+            faults = [str(error)]
+    if not faults and config is not None:
+        arguments = ["model=lerobot", f"model.model_path={folder}", f"model.action_token_len={config.action_dim}"]
+        arguments += [f"model.action_chunks_len={config.n_action_steps}"]
+        arguments += [f"model.override_config.{key}={override_text(value)}" for key, value in (overrides or {}).items()]
+        rows += [("to evaluate it", f"rlinf evaluate {shlex.join(arguments)} env=<name>")]
+    return rows, faults

@@ -1,7 +1,4 @@
-"""A policy folder of lerobot holds data: what would run code, leave the folder or be no policy's number is rejected.
-
-Nothing here imports lerobot, whose loader imports and calls any ``class`` that a pipeline names.
-"""
+"""Checks of a lerobot policy folder as data: code, links out of the folder and wrong types are rejected."""
 
 from __future__ import annotations
 
@@ -27,7 +24,7 @@ STEPS = (
     "pi05_prepare_state_tokenizer_processor_step", "pi0_fast_prepare_state_tokenizer_processor_step",
     "relative_actions_processor", "observation_processor", "image_crop_resize_processor",
 )  # fmt: skip
-"""Registered steps of the supported types; others load models by name, some with code."""
+"""Registered steps of the supported types; other steps load models by name, some with code."""
 NAMES = {
     **dict.fromkeys(("tokenizer_name", "text_tokenizer_name", "paligemma_tokenizer_name"), "tokenizer"),
     "vlm_model_name": "vlm",
@@ -35,7 +32,7 @@ NAMES = {
 }
 """Fields that name a tokenizer or a model, and the field of ``LerobotConfig`` that replaces it."""
 LARGEST_COUNT, LARGEST_SHAPE = 100_000, 10**8
-"""A width or a number of steps; numbers of an image."""
+"""Largest width or number of steps; largest number of elements of a shape."""
 COUNTS = ("n_obs_steps", "chunk_size", "horizon", "action_chunk_size", "n_action_steps", "dim_model", "max_action_dim")
 FEATURES, TEXTS = {"*": {"type": str, "shape": [int]}}, {f"{name}?": str for name in NAMES}
 CONFIG = {
@@ -49,7 +46,7 @@ PIPELINE = {"steps": [{"registry_name?": str, "config?": OPTIONS | TEXTS, "state
 
 @dataclass(frozen=True)
 class Finding:
-    """Something that makes a policy blind or dangerous: the feature or file, its fault, and the fix."""
+    """A fault that makes a policy blind or dangerous: the feature or file, the problem, and the fix."""
 
     feature: str
     problem: str
@@ -66,34 +63,35 @@ def read_typed(path: Path, wanted: Mapping[str, Any]) -> dict[str, Any]:
         raise CheckpointError(f"{path} has {problem}")
     for step in values["steps"] if wanted is PIPELINE else ():
         if "class" in step or step.get("registry_name") not in STEPS:
-            found = f"{path} has the step {step.get('class', step.get('registry_name'))!r:.80}"
-            raise CheckpointError(f"{found}; required: no class, which lerobot would call, but a known registry_name")
+            problem = f"{path} has the step {step.get('class', step.get('registry_name'))!r:.80}"
+            raise CheckpointError(f"{problem}; required: no class, which lerobot would call, but a known registry_name")
     return values
 
 
 def mismatch(value: Any, wanted: Any, place: str = "") -> str | None:
-    """Return where a JSON value has another type than ``wanted``, or a size that no policy has; None: nowhere."""
+    """Return where a JSON value differs in type from ``wanted``, or has an implausible size; None: nowhere."""
     kind = wanted if isinstance(wanted, type) else type(wanted)
     if not isinstance(value, kind) or (kind is int and (isinstance(value, bool) or not 0 < value <= LARGEST_COUNT)):
         names = {dict: "an object", list: "a list", str: "a text", int: f"an integer from 1 to {LARGEST_COUNT}"}
         return f"{place or 'its content'} = {value!r:.60}; required: {names[kind]}"
     inner = [(name, item, wanted[0]) for name, item in enumerate(value)] if kind is list else []
-    for name, of in wanted.items() if kind is dict and wanted is not kind else ():
+    for name, expected in wanted.items() if kind is dict and wanted is not kind else ():
         name = name.removesuffix("?")
-        inner += [(key, item, of) for key, item in value.items()] if name == "*" else []
-        inner += (
-            [(name, value.get(name), of)] if name != "*" and (value.get(name) is not None or name in wanted) else []
-        )
-    found = next(filter(None, (mismatch(item, of, f"{place}.{name}".lstrip(".")) for name, item, of in inner)), None)
-    if found is None and wanted == [int] and not (value and math.prod(value) <= LARGEST_SHAPE):
-        found = f"{place} = {value!r:.60}; required: 1 to {LARGEST_SHAPE} numbers"
-    return found
+        inner += [(key, item, expected) for key, item in value.items()] if name == "*" else []
+        if name != "*" and (value.get(name) is not None or name in wanted):
+            inner.append((name, value.get(name), expected))
+    problems = (mismatch(item, expected, f"{place}.{name}".lstrip(".")) for name, item, expected in inner)
+    problem = next(filter(None, problems), None)
+    if problem is None and wanted == [int] and not (value and math.prod(value) <= LARGEST_SHAPE):
+        problem = f"{place} = {value!r:.60}; required: 1 to {LARGEST_SHAPE} numbers"
+    return problem
 
 
 def content_findings(folder: Path, config: LerobotConfig | None = None) -> Iterator[Finding]:
-    """Yield what a folder may not hold: code, links that leave it, other types. ``config`` has overrides; None: none."""
+    """Yield what a folder may not contain: code, links out of it, wrong types. ``config`` has overrides; None: none."""
     homes = [os.path.realpath(folder)]
-    if Path(homes[0]).parent.name == "snapshots":  # of the hub's cache, whose files are links
+    # In the hub's cache, files are links to blobs.
+    if Path(homes[0]).parent.name == "snapshots":
         homes.append(str(Path(homes[0]).parents[1] / "blobs"))
     for path in (Path(place, name) for place, *names in os.walk(folder) for name in (*names[0], *names[1])):
         target, name = os.path.realpath(path), str(path.relative_to(folder))
@@ -109,14 +107,14 @@ def content_findings(folder: Path, config: LerobotConfig | None = None) -> Itera
                 yield from _tokenizer_findings(folder, file, step.get("config") or {}, config)
             yield from _tokenizer_findings(folder, file, values if wanted is CONFIG else {}, config)
         except CheckpointError as error:
-            yield Finding(file, f"is not accepted: {error}", "take another folder")
+            yield Finding(file, f"is not accepted: {error}", "take a different folder")
 
 
 def _state_findings(folder: Path, file: str, name: str | None) -> Iterator[Finding]:
     problem = None
     try:
         if name is not None and (Path(name).is_absolute() or ".." in Path(name).parts):
-            problem = "lies outside the folder"
+            problem = "is outside the folder"
         elif name is not None and (size := (folder / name).stat().st_size) > LARGEST_FILE:
             problem = f"has {size} bytes; required: at most {LARGEST_FILE}"
         elif name is not None:
@@ -124,15 +122,14 @@ def _state_findings(folder: Path, file: str, name: str | None) -> Iterator[Findi
     except (SafetensorError, OSError, ValueError) as error:
         problem = f"cannot be read ({error})"
     if problem:
-        yield Finding(
-            file, f"reads the state_file '{name:.200}', which {problem}", "copy it from the training's folder"
-        )
+        fix = "copy it from the training's folder"
+        yield Finding(file, f"reads the state_file '{name:.200}', which {problem}", fix)
 
 
 def _tokenizer_findings(
     folder: Path, file: str, values: Mapping[str, Any], config: LerobotConfig | None
 ) -> Iterator[Finding]:
-    """Find tokenizers and models that are not here, and code that comes with one: lerobot runs it, of some without asking."""
+    """Find tokenizers and models that are not on this machine, and code that comes with one, which lerobot may run."""
     for key, field in NAMES.items():
         given = getattr(config, field or "", None)
         if not (name := values.get(key) and (given or values[key])):
@@ -150,7 +147,7 @@ def _tokenizer_findings(
 
 
 def local_tokenizer(folder: Path, name: str) -> str | None:
-    """Return where a tokenizer or a model that is named in a folder lies on this machine; None: nowhere."""
+    """Return the location of a tokenizer or a model on this machine; None: not here."""
     for place in (os.path.join(folder, name), os.path.expanduser(name)):
         if os.path.isdir(place):
             return place
@@ -159,6 +156,6 @@ def local_tokenizer(folder: Path, name: str) -> str | None:
 
     try:
         files = [try_to_load_from_cache(name, f"{part}config.json") for part in ("tokenizer_", "", "processor_")]
-        return name if any(isinstance(each, str) for each in files) else None
+        return name if any(isinstance(file, str) for file in files) else None
     except HFValidationError:
         return None

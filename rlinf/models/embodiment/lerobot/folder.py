@@ -1,7 +1,4 @@
-"""Whether a policy folder of lerobot is whole: a policy that has lost its statistics acts blindly, and lerobot does not say so.
-
-Nothing here imports lerobot, so a folder can be checked anywhere. Weights are compared where the policy is built.
-"""
+"""Checks of a lerobot policy folder: a policy without its statistics acts blindly, and lerobot does not report it."""
 
 from __future__ import annotations
 
@@ -23,25 +20,19 @@ from rlinf.models.loading import instead_of_weights, read_json
 
 WEIGHTS = "model.safetensors"
 NEEDED = {
-    "MEAN_STD": ("mean", "std"),
-    "MIN_MAX": ("min", "max"),
-    "QUANTILES": ("q01", "q99"),
-    "QUANTILE10": ("q10", "q90"),
-}
+    "MEAN_STD": ("mean", "std"), "MIN_MAX": ("min", "max"), "QUANTILES": ("q01", "q99"), "QUANTILE10": ("q10", "q90"),
+}  # fmt: skip
 """The statistics that each mode of normalisation reads."""
 MIGRATE = "rlinf check-policy {0} migrate={0}_migrated"
 OLD_PARTS = ("normalize_inputs.", "normalize_targets.", "unnormalize_outputs.")
-"""First parts of the names of statistics that an old lerobot kept among the weights."""
+"""Name prefixes of statistics that old versions of lerobot stored among the weights."""
 ANOTHER = "take the folder that training wrote, or train again"
 LARGEST_IMAGE = 2.0
-"""Statistics of images in 0..1 lie far below."""
+"""Largest plausible statistic of images in 0..1."""
 
 
 def check_folder(folder: str | Path, config: LerobotConfig | None = None) -> list[Finding]:
-    """Return the faults of a folder, the gravest first; empty: none that can be seen without its weights.
-
-    ``config`` has overrides; None: none. Raise CheckpointError without a folder.
-    """
+    """Return the faults of a folder, the most severe first, as far as they show without its weights."""
     folder = Path(folder).expanduser()
     if not folder.is_dir():
         raise CheckpointError(f"The folder {folder} does not exist. Set model.model_path=<folder of a policy>")
@@ -55,36 +46,36 @@ def check_folder(folder: str | Path, config: LerobotConfig | None = None) -> lis
         config = LerobotConfig.from_pretrained(folder) if config is None else config
     except (ConfigError, CheckpointError) as error:
         return [Finding("config.json", f"cannot be used: {error}", ANOTHER)]
-    return [*_ensembling(values), *_feature_findings(config)] or [
-        *_weight_files(folder),
-        *_pipeline_findings(folder, config),
-    ]
+    faults = [*_ensembling(values), *_feature_findings(config)]
+    return faults or [*_weight_files(folder), *_pipeline_findings(folder, config)]
 
 
 def reject_folder(folder: str | Path, config: LerobotConfig | None = None) -> None:
     """Raise CheckpointError with the first finding of ``check_folder``."""
-    found = check_folder(folder, config)
-    if found:
-        more = f" ({len(found) - 1} more: rlinf check-policy {folder})" if len(found) > 1 else ""
-        raise CheckpointError(f"The policy in {folder} would be blind: {found[0]}{more}")
+    findings = check_folder(folder, config)
+    if findings:
+        more = f" ({len(findings) - 1} more: rlinf check-policy {folder})" if len(findings) > 1 else ""
+        raise CheckpointError(f"The policy in {folder} would be blind: {findings[0]}{more}")
 
 
 def compare_weights(folder: str | Path, state: Mapping[str, Tensor]) -> list[Finding]:
-    """Return findings unless a policy holds exactly the numbers of its folder's weight file.
+    """Return findings unless a policy holds exactly the values of its folder's weight file.
 
-    lerobot loads with ``strict=False``, or catches what a strict load raises, and continues with random weights. Names may lack the
-    file's first part ``model.``. A tensor that shares its memory with one of the file need not be in it.
+    Names may lack the file's prefix ``model.``. A tensor that shares its memory with one of the file need not be in it.
     """
+    # lerobot loads with strict=False, or catches what a strict load raises, and continues with random weights.
     with safe_open(Path(folder) / WEIGHTS, "pt") as file:
         stored = {name.removeprefix("model."): name for name in file.keys()}
         named = {name: stored.get(name.removeprefix("model.")) for name in state}
         shared = {tensor.data_ptr() for name, tensor in state.items() if named[name] is not None and tensor.numel()}
-        missing = [name for name, found in named.items() if found is None and state[name].data_ptr() not in shared]
+        missing = [
+            name for name, stored_as in named.items() if stored_as is None and state[name].data_ptr() not in shared
+        ]
         unexpected = sorted(set(stored.values()) - set(named.values()))
-        held = {name: found for name, found in named.items() if found is not None}
-        other = [name for name, found in held.items() if not _equal(state[name], file.get_tensor(found))]
+        present = {name: stored_as for name, stored_as in named.items() if stored_as is not None}
+        different = [name for name, stored_as in present.items() if not _equal(state[name], file.get_tensor(stored_as))]
     problems = {"lacks weights of the policy:": missing, "holds weights that the policy has not:": unexpected}
-    for problem, names in {**problems, "was not loaded into": other}.items():
+    for problem, names in {**problems, "was not loaded into": different}.items():
         if names:
             return [Finding(WEIGHTS, f"{problem} {', '.join(names[:3])} ({len(names)})", ANOTHER)]
     return []
@@ -93,15 +84,15 @@ def compare_weights(folder: str | Path, state: Mapping[str, Tensor]) -> list[Fin
 def action_statistics(
     folder: str | Path, file: str = "policy_postprocessor.json", feature: str = ACTION
 ) -> dict[str, list[float]]:
-    """Return the statistics by which the folder's actions, or another feature, are brought into the policy's units, by name."""
+    """Return the normalisation statistics of the folder's actions, or of ``feature``, by name."""
     state = _statistics(Path(folder), _step(Path(folder), file))
     prefix = f"{feature}."
-    own = {name.removeprefix(prefix): each for name, each in state.items() if name.startswith(prefix)}
-    return {name: each.flatten().tolist() for name, each in own.items()}
+    statistics = {name.removeprefix(prefix): values for name, values in state.items() if name.startswith(prefix)}
+    return {name: values.flatten().tolist() for name, values in statistics.items()}
 
 
 def folder_digest(folder: str | Path) -> str:
-    """Return one SHA-256 of the weights and the statistics, whatever else lies in the folder."""
+    """Return a SHA-256 of the weights and the statistics, independent of other files."""
     files = [Path(folder) / WEIGHTS, *sorted(Path(folder).glob("policy_*processor*.safetensors"))]
     return hashlib.sha256(" ".join(sha256_of(file) for file in files).encode()).hexdigest()
 
@@ -111,17 +102,17 @@ def _type_finding(values: Mapping[str, Any]) -> Finding | None:
     if not values:
         return Finding("config.json", "is missing", "set model.model_path=<a folder that lerobot has saved>")
     if kind is None:
-        return Finding("config.json", "names no type, so the folder is not lerobot's", "use another model=<name>")
+        return Finding("config.json", "names no type, so the folder is not lerobot's", "use a different model=<name>")
     if kind not in SUPPORTED:
-        found = f"has the type '{kind}', of a newer lerobot or not adapted here"
-        return Finding("config.json", found, f"use a policy of type {', '.join(SUPPORTED)}")
+        problem = f"has the type '{kind}', of a newer lerobot or not adapted here"
+        return Finding("config.json", problem, f"use a policy of type {', '.join(SUPPORTED)}")
     return None
 
 
 def _ensembling(values: Mapping[str, Any]) -> Iterator[Finding]:
     if values.get("temporal_ensemble_coeff") is not None:
-        found = f"is {values['temporal_ensemble_coeff']}, and averages over calls are not adapted here"
-        yield Finding("temporal_ensemble_coeff", found, "set it to null in config.json, and n_action_steps above 1")
+        problem = f"is {values['temporal_ensemble_coeff']}, and averages over calls are not adapted here"
+        yield Finding("temporal_ensemble_coeff", problem, "set it to null in config.json, and n_action_steps above 1")
 
 
 def _feature_findings(config: LerobotConfig) -> Iterator[Finding]:
@@ -148,17 +139,17 @@ def _weight_files(folder: Path) -> Iterator[Finding]:
     except (SafetensorError, OSError) as error:
         yield Finding(WEIGHTS, f"cannot be read ({error})", "copy it again")
         return
-    buffers = [each for each in names if each.startswith(OLD_PARTS)]
+    buffers = [name for name in names if name.startswith(OLD_PARTS)]
     if buffers:
-        found = f"holds the normalisation ({buffers[0]}), as an old lerobot wrote it and this one ignores"
-        yield Finding(WEIGHTS, found, f"migrate the folder: {MIGRATE.format(folder)}")
+        problem = f"holds the normalisation ({buffers[0]}), as an old lerobot wrote it and this one ignores"
+        yield Finding(WEIGHTS, problem, f"migrate the folder: {MIGRATE.format(folder)}")
 
 
 def _pipeline_findings(folder: Path, config: LerobotConfig) -> Iterator[Finding]:
     modes = config.normalization_mapping or {}
     features = {**(config.input_features or {}), **(config.output_features or {})}
-    seen = {name: each for name, each in features.items() if "empty_camera" not in name}
-    wanted = {name: modes.get(each["type"], "IDENTITY") for name, each in seen.items()}
+    seen = {name: feature for name, feature in features.items() if "empty_camera" not in name}
+    wanted = {name: modes.get(feature["type"], "IDENTITY") for name, feature in seen.items()}
     states = {}
     for file, kind in PIPELINES.items():
         if not (folder / file).is_file():
@@ -169,11 +160,11 @@ def _pipeline_findings(folder: Path, config: LerobotConfig) -> Iterator[Finding]
             step = _step(folder, file)
             states[file] = _statistics(folder, step)
         except (ValueError, TypeError, RuntimeError) as error:
-            found = f"cannot be read ({type(error).__name__}: {error})"
-            yield Finding(file, found, "copy it again, with its .safetensors")
+            problem = f"cannot be read ({type(error).__name__}: {error})"
+            yield Finding(file, problem, "copy it again, with its .safetensors")
             continue
-        mine = {name: mode for name, mode in wanted.items() if name == ACTION or kind == "normalizer_processor"}
-        for name, mode in mine.items():
+        relevant = {name: mode for name, mode in wanted.items() if name == ACTION or kind == "normalizer_processor"}
+        for name, mode in relevant.items():
             yield from _normalizer_findings(file, step, states[file], name, mode, features[name])
     yield from _renamed(folder, config)
     if len(states) == 2:
@@ -199,21 +190,21 @@ def _normalizer_findings(
     if listed is None:
         yield Finding(name, f"is not among the features of the normaliser in {file}, which leaves it as it is", retrain)
         return
-    found = step["config"].get("norm_map", {}).get(listed["type"], "IDENTITY")
-    if found != mode or mode not in NEEDED:
+    actual = step["config"].get("norm_map", {}).get(listed["type"], "IDENTITY")
+    if actual != mode or mode not in NEEDED:
         known = "" if mode in NEEDED else f"; required: {', '.join(NEEDED)} or IDENTITY"
-        yield Finding(name, f"has {mode} in config.json and {found} in {file}{known}", retrain)
+        yield Finding(name, f"has {mode} in config.json and {actual} in {file}{known}", retrain)
         return
     keys = [f"{name}.{part}" for part in NEEDED[mode]]
     if any(key not in state for key in keys):
-        others = sorted({key.rpartition(".")[0] for key in state})
-        has = f"has statistics of other keys: {', '.join(others[:4])}" if others else "is empty"
+        keys_present = sorted({key.rpartition(".")[0] for key in state})
+        has = f"has statistics of other keys: {', '.join(keys_present[:4])}" if keys_present else "is empty"
         yield Finding(name, f"has no statistics {' and '.join(NEEDED[mode])}: the normaliser in {file} {has}", retrain)
         return
     first, second = (state[key].float() for key in keys)
     width = feature["shape"][0]
-    if any(each.numel() not in (1, width) for each in (first, second)):
-        yield Finding(name, f"has {width} numbers, and its statistics in {file} {first.numel()}", retrain)
+    if any(values.numel() not in (1, width) for values in (first, second)):
+        yield Finding(name, f"has {width} dimensions, and its statistics in {file} {first.numel()}", retrain)
     elif not bool(torch.isfinite(first).all() and torch.isfinite(second).all()):
         yield Finding(name, f"has statistics in {file} that are not finite", retrain)
     elif bool((second == (0 if mode == "MEAN_STD" else first)).all()):
@@ -222,17 +213,17 @@ def _normalizer_findings(
         yield Finding(name, f"has statistics in {file} that turn its sign ({keys[1]})", retrain)
     elif feature["type"] == "VISUAL" and float(torch.maximum(first, second).max()) > LARGEST_IMAGE:
         largest = f"{float(torch.maximum(first, second).max()):.3g}"
-        found = f"has statistics of images in 0..255 (up to {largest}) in {file}; a policy gets them in 0..1"
-        yield Finding(name, found, "divide them by 255 and train again with float images")
+        problem = f"has statistics of images in 0..255 (up to {largest}) in {file}; a policy gets them in 0..1"
+        yield Finding(name, problem, "divide them by 255 and train again with float images")
 
 
 def _renamed(folder: Path, config: LerobotConfig) -> Iterator[Finding]:
-    """Check that no step gives an image of the policy to another one."""
+    """Check that no step passes one image of the policy as a different one."""
     for step in _steps(folder, "policy_preprocessor.json"):
         for old, new in step["config"].get("rename_map", {}).items():
             if old != new and {old, new} <= set(config.images):
-                found = f"is shown to the policy as {new} by policy_preprocessor.json: the cameras are swapped"
-                yield Finding(old, found, "empty its rename_map")
+                problem = f"is shown to the policy as {new} by policy_preprocessor.json: the cameras are swapped"
+                yield Finding(old, problem, "empty its rename_map")
 
 
 def _units(before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> Iterator[Finding]:
@@ -240,34 +231,31 @@ def _units(before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> Iterato
     shared = [name for name in sorted(before.keys() & after.keys()) if name.startswith(f"{ACTION}.")]
     alike = [name for name in shared if before[name].shape == after[name].shape]
     pairs = {name: (before[name].float(), after[name].float()) for name in alike}
-    other = [name for name, (old, new) in pairs.items() if not torch.allclose(old, new, rtol=1e-4, atol=1e-6)]
-    if other:
-        old, new = pairs[other[0]]
+    different = [name for name, (old, new) in pairs.items() if not torch.allclose(old, new, rtol=1e-4, atol=1e-6)]
+    if different:
+        old, new = pairs[different[0]]
         ratio = float(new.abs().sum() / old.abs().sum().clamp_min(1e-12))
-        found = f"was learnt in other units than it is given back: {other[0]} differs by a factor of {ratio:.3g} between the two pipelines"
-        yield Finding(ACTION, found, "copy policy_postprocessor*.safetensors of the same training")
+        scales = f"{different[0]} differs by a factor of {ratio:.3g} between the two pipelines"
+        problem = f"was learnt in other units than it is given back: {scales}"
+        yield Finding(ACTION, problem, "copy policy_postprocessor*.safetensors of the same training")
 
 
 def _steps(folder: Path, file: str) -> list[dict[str, Any]]:
-    """Return the steps of a pipeline, whose settings may lack any that is null."""
+    """Return the steps of a pipeline, without settings that are null."""
     steps = read_json(folder / file).get("steps", []) if (folder / file).is_file() else []
-    settings = [
-        {key: value for key, value in (step.get("config") or {}).items() if value is not None} for step in steps
-    ]
+    settings = [{key: x for key, x in (step.get("config") or {}).items() if x is not None} for step in steps]
     return [{**step, "config": config} for step, config in zip(steps, settings, strict=True)]
 
 
 def _step(folder: Path, file: str) -> dict[str, Any] | None:
-    """Return the (un)normaliser of a pipeline; None: it has none."""
     return next((step for step in _steps(folder, file) if step.get("registry_name") == PIPELINES[file]), None)
 
 
 def _statistics(folder: Path, step: Mapping[str, Any] | None) -> dict[str, Tensor]:
-    """Return the statistics of a step: in its file, or in its configuration."""
     if step is None:
         return {}
     given = step["config"].get("stats", {})
-    inline = {f"{name}.{part}": torch.as_tensor(each) for name, parts in given.items() for part, each in parts.items()}
+    inline = {f"{name}.{part}": torch.as_tensor(x) for name, parts in given.items() for part, x in parts.items()}
     return inline or (load_file(folder / step["state_file"]) if step.get("state_file") else {})
 
 
@@ -276,13 +264,13 @@ def _equal(tensor: Tensor, stored: Tensor) -> bool:
 
 
 def facts(config: LerobotConfig) -> dict[str, str]:
-    """Return what a policy reads and gives, for a table."""
+    """Return a table of the policy's inputs and outputs."""
+    modes = ", ".join(f"{kind} {mode}" for kind, mode in (config.normalization_mapping or {}).items())
     return {
         "type": config.policy_type,
         "images": ", ".join(f"{name} {list(shape)}" for name, shape in config.images.items()) or "none",
         "state": ", ".join(f"{name} [{width}]" for name, width in config.states.items()) or "none",
-        "action": f"{config.action_dim} numbers, {config.n_action_steps} of a chunk of {config.chunk_size}",
+        "action": f"{config.action_dim} dimensions, {config.n_action_steps} of a chunk of {config.chunk_size}",
         "observations": str(config.n_obs_steps),
-        "normalisation": ", ".join(f"{kind} {mode}" for kind, mode in (config.normalization_mapping or {}).items())
-        or "none",
+        "normalisation": modes or "none",
     }

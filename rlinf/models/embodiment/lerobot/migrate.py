@@ -1,7 +1,7 @@
-"""A folder of an old lerobot, whose weights hold the statistics, as a folder of the present one.
+"""Migration of a folder of an old lerobot, whose weights hold the statistics, to the current layout.
 
-lerobot's own ``migrate_policy_normalization`` does the same, asks the hub, and names statistics of ``observation.images.cam_high``
-``observation.images.cam.high``, which its normaliser then passes over.
+lerobot's ``migrate_policy_normalization`` needs the hub, and renames ``observation.images.cam_high`` to
+``observation.images.cam.high``, which its normaliser then skips.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from rlinf.models.embodiment.lerobot.worker import ROOT, interpreter_for
 
 
 def migrate(folder: str | Path, target: str | Path, interpreter: str | None = None) -> None:
-    """Write the folder ``target`` in a Python that has lerobot; raise CheckpointError if lerobot cannot read ``folder``."""
+    """Write the folder ``target`` in a Python with lerobot; raise CheckpointError if lerobot cannot read ``folder``."""
     if Path(target).expanduser().exists():
-        raise ConfigError(f"migrate={target} exists; required: a new folder. Set migrate=<another folder>")
+        raise ConfigError(f"migrate={target} exists; required: a new folder. Set migrate=<a different folder>")
     for finding in content_findings(Path(folder).expanduser()):
         raise CheckpointError(f"{folder} is not migrated: {finding}")
     command = [interpreter_for(interpreter) or sys.executable, "-m", __name__, str(folder), str(target)]
@@ -33,7 +33,7 @@ def migrate(folder: str | Path, target: str | Path, interpreter: str | None = No
 
 
 def main(folder: Path, target: Path) -> None:
-    """Take the statistics out of the weights, and write them into both processors as lerobot makes them."""
+    """Move the statistics from the weights into both processors, as lerobot creates them."""
     from lerobot.configs import PreTrainedConfig
     from lerobot.policies import make_pre_post_processors
 
@@ -57,4 +57,4 @@ def main(folder: Path, target: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(*(Path(each).expanduser() for each in sys.argv[1:3]))
+    main(*(Path(argument).expanduser() for argument in sys.argv[1:3]))

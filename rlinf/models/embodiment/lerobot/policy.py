@@ -1,4 +1,4 @@
-"""Any policy of lerobot as a policy of this project: it acts, and is the frozen base of an actor."""
+"""Any lerobot policy as a policy of this project: it acts, and is the frozen base of an actor."""
 
 from __future__ import annotations
 
@@ -15,13 +15,8 @@ from torch import Tensor, nn
 from rlinf.errors import ConfigError
 from rlinf.models.embodiment.base import ActionModel, Inputs
 from rlinf.models.embodiment.lerobot.config import ACTION, PROMPT, RESIZING, LerobotConfig
-from rlinf.models.embodiment.lerobot.folder import (
-    NEEDED,
-    action_statistics,
-    folder_digest,
-    reject_folder,
-)
-from rlinf.models.embodiment.lerobot.runner import Answer, LocalRunner
+from rlinf.models.embodiment.lerobot.folder import NEEDED, action_statistics, folder_digest, reject_folder
+from rlinf.models.embodiment.lerobot.runner import LocalRunner, RunnerOutput
 from rlinf.models.embodiment.lerobot.worker import WorkerRunner, interpreter_for, runs_here
 from rlinf.models.embodiment.modules.ranges import Range
 from rlinf.models.loading import checkpoint_folder
@@ -30,17 +25,17 @@ from rlinf.types import ActionEvaluation, ActionPrediction, BaseActions, EnvSpec
 
 INSTEAD = "model=openvla_tiny model.model_path=null"
 TRAINED = {"smolvla": "model=smolvla"}
-"""Type to the model type that policy gradients train."""
+"""Policy type to the model type that policy gradients can train."""
 FAR = 5.0
-"""Half-widths of an env's bounds, from their middle, beyond which actions of its demonstrations do not lie."""
+"""Half-widths of an env's bounds, from their middle, beyond which actions of its demonstrations are implausible."""
 
 
 class LerobotPolicy(ActionModel, nn.Module):
-    """Asks a runner, in this process or in an interpreter of its own, for chunks and features.
+    """A client of a runner, in this process or in a separate interpreter, which computes chunks and features.
 
-    The weights stay with the runner. The state dict holds their digest, so that an actor knows its base, and ``save_pretrained`` copies
-    the folder. With ``config.trained`` it holds the weights as well, and ``save_pretrained`` writes them in place of the folder's. **Greedy** (``do_sample=False``) starts flows and diffusions from one fixed noise, the same for every row and call;
-    lerobot's evaluation draws new noise, as sampling does here.
+    The runner holds the weights; the state dict has their digest, so that an actor recognises its base, and
+    ``save_pretrained`` copies the folder. With ``config.trained``, both include the weights. **Greedy**
+    (``do_sample=False``) starts flows and diffusions from one fixed noise for every row and call.
 
     Args:
         folder: The policy.
@@ -53,40 +48,37 @@ class LerobotPolicy(ActionModel, nn.Module):
     has_logprobs: ClassVar[bool] = False
     float32_modules: ClassVar[tuple[str, ...]] = ()
     detach_value = True
-    other_statistics: ClassVar[str] = (
-        "model.override_config.action_scale or state_scale=<the policy's units in one of the env's>"
-    )
+    other_statistics: ClassVar[str] = "model.override_config.action_scale or state_scale=<policy units per env unit>"
 
     @classmethod
     def check_env(cls, config: LerobotConfig, env: EnvSpec) -> None:
-        """Reject an env with other cameras, another image size or another state than the policy reads."""
+        """Reject an env with different cameras, image size or state than the policy reads."""
         config.camera_of(env.cameras)
         for name, (_, height, width) in config.images.items():
             if config.policy_type not in RESIZING and (height, width) != (env.image_size, env.image_size):
                 fix = f"env.image_size={height}" if height == width else "an env with such images"
-                found = f"'{name}' has {height} x {width} pixels, and env.image_size is {env.image_size}"
-                raise ConfigError(f"The policy's image {found}. Set {fix}")
+                problem = f"'{name}' has {height} x {width} pixels, and env.image_size is {env.image_size}"
+                raise ConfigError(f"The policy's image {problem}. Set {fix}")
         super().check_env(config, env)
 
     @classmethod
     def check_rl(cls, config: LerobotConfig) -> None:
-        """Reject policy gradients."""
         raise ConfigError(
-            f"A policy of lerobot ({config.policy_type}) has no log-probabilities here; required: an algorithm that learns an actor on it, "
-            f"frozen. Set algorithm=sac algorithm.actor.name=residual, or {TRAINED.get(config.policy_type, INSTEAD)}"
+            f"A policy of lerobot ({config.policy_type}) has no log-probabilities here; required: an algorithm that trains an actor on "
+            f"it, frozen. Set algorithm=sac algorithm.actor.name=residual, or {TRAINED.get(config.policy_type, INSTEAD)}"
         )
 
     @classmethod
     def check_sft(cls, config: LerobotConfig) -> None:
-        """Reject weights that are not in this process, and losses of several observations."""
+        """Reject weights in a different process, and losses of several observations."""
         if config.n_obs_steps > 1:
             raise ConfigError(
-                f"{config.policy_type} reads {config.n_obs_steps} observations, and a row of a demonstration has one; required: a policy of one. "
-                "Set model.model_path=<a policy of ACT or SmolVLA>"
+                f"{config.policy_type} reads {config.n_obs_steps} observations, and a row of a demonstration has one; required: a policy "
+                "of one. Set model.model_path=<a policy of ACT or SmolVLA>"
             )
         if not config.trained:
             raise ConfigError(
-                "The weights of a policy of lerobot stay as they are; required: weights that are trained here. Set "
+                "The weights of a lerobot policy are frozen; required: weights that are trained here. Set "
                 "model.override_config.trained=true"
             )
         if not runs_here():
@@ -97,7 +89,8 @@ class LerobotPolicy(ActionModel, nn.Module):
 
     @classmethod
     def _from_config(cls, config: LerobotConfig, **arguments: Any) -> LerobotPolicy:
-        if torch.get_default_device().type == "meta":  # an estimate of memory
+        # An estimate of memory needs no weights.
+        if torch.get_default_device().type == "meta":
             return cls(config, None, arguments["action_dim"], arguments["action_chunks_len"])
         raise ConfigError(
             "model=lerobot has no random weights; required: a folder. Set model.model_path=<folder> model.init_config={}"
@@ -105,17 +98,15 @@ class LerobotPolicy(ActionModel, nn.Module):
 
     @classmethod
     def from_pretrained(cls, folder: str | Path, config: LerobotConfig, **arguments: Any) -> LerobotPolicy:
-        """Load a folder; raise CheckpointError for one whose policy would be blind (``check_folder``)."""
+        """Load a folder; raise CheckpointError for a folder whose policy would be blind (``check_folder``)."""
         place = checkpoint_folder(folder)
         if arguments.get("torch_dtype", torch.float32) != torch.float32:
-            raise ConfigError(
-                "A policy of lerobot computes in the number format of its folder. Set model.precision=fp32"
-            )
+            raise ConfigError("A lerobot policy computes in the number format of its folder. Set model.precision=fp32")
         reject_folder(place, config)
         config.norm_stats = {"lerobot": {ACTION: action_statistics(place)}}
         names = ("interpreter", "timeout_s", "connect_timeout_s")
-        given = {name: arguments[name] for name in names if name in arguments}
-        return cls(config, place, arguments["action_dim"], arguments["action_chunks_len"], **given)
+        options = {name: arguments[name] for name in names if name in arguments}
+        return cls(config, place, arguments["action_dim"], arguments["action_chunks_len"], **options)
 
     def __init__(
         self,
@@ -133,27 +124,30 @@ class LerobotPolicy(ActionModel, nn.Module):
         self.action_dim, self.action_chunks_len = action_dim, action_chunks_len
         digest = bytes.fromhex(folder_digest(folder)) if folder is not None else bytes(32)
         self.weights_sha256 = nn.Parameter(torch.tensor(list(digest), dtype=torch.float32), requires_grad=False)
-        self._asked = interpreter, timeout_s, connect_timeout_s
+        self._runner_options = interpreter, timeout_s, connect_timeout_s
         self._runner: Any = None
-        self.value_head = None  # not of the class: it would hide a module
+        # An attribute, because a class attribute would hide the module.
+        self.value_head = None
         self.policy: nn.Module | None = None
         if folder is not None:
             _ = self.runner
         self.state_range = self._range(config.states, "policy_preprocessor.json", config.state_scale)
-        if config.trained and isinstance(self._runner, LocalRunner):  # elsewhere it acts, and is not trained
+        # In a separate interpreter, the policy acts and is not trained.
+        if config.trained and isinstance(self._runner, LocalRunner):
             self.policy = self._runner.policy.requires_grad_(True)
 
     @property
     def runner(self) -> LocalRunner | WorkerRunner:
-        """Where the policy runs; loaded once in each process."""
+        """The runner, loaded once per process."""
         if self._runner is None:
-            self._runner = start_runner(str(self.folder), self.config, *self._asked)
+            self._runner = start_runner(str(self.folder), self.config, *self._runner_options)
         self._runner.to(self.device)
         return self._runner
 
     def __getstate__(self) -> dict[str, Any]:
-        own = {"_runner": None} if self.policy is None else {}  # another process loads its own
-        return {**self.__dict__, **own}
+        # A different process loads its own runner.
+        replaced = {"_runner": None} if self.policy is None else {}
+        return {**self.__dict__, **replaced}
 
     @property
     def device(self) -> torch.device:
@@ -173,7 +167,8 @@ class LerobotPolicy(ActionModel, nn.Module):
 
     @property
     def num_sft_uniforms(self) -> int:
-        return 1  # seeds the noise of the loss
+        # One number seeds the noise of the loss.
+        return 1
 
     @property
     def sft_chunk_len(self) -> int:
@@ -188,12 +183,13 @@ class LerobotPolicy(ActionModel, nn.Module):
         return self._range({ACTION: self.action_dim}, "policy_postprocessor.json", self.config.action_scale)
 
     def _range(self, widths: Mapping[str, int], file: str, scale: float | list[float]) -> Range | None:
-        """Return the range of features one after the other, in env units."""
+        """Return the range of concatenated features, in env units."""
         modes, features = self.config.normalization_mapping or {}, {**(self.config.input_features or {})}
         features |= self.config.output_features or {}
         ends = []
         for name, width in widths.items() if self.folder is not None else ():
-            bounds = np.zeros((2, width))  # of a feature that stays as it is: not compared
+            # A feature that is not normalised has half-width 0 and is not compared.
+            bounds = np.zeros((2, width))
             if names := NEEDED.get(modes.get(features[name]["type"], "")):
                 span = Range.of(action_statistics(self.folder, file, name), names, None)
                 bounds += [span.middle - span.half, span.middle + span.half]
@@ -201,8 +197,8 @@ class LerobotPolicy(ActionModel, nn.Module):
         return Range(*(np.concatenate(ends, 1) / np.array(scale))) if ends else None
 
     def check_actions(self, low: np.ndarray, high: np.ndarray) -> None:
-        """Compare the statistics of the folder's actions with the bounds; nothing tells units that are too small."""
-        learnt = {name: np.array(each) for name, each in self.config.norm_stats["lerobot"][ACTION].items()}
+        """Compare the action statistics with the bounds; units that are too small cannot be detected."""
+        learnt = {name: np.array(values) for name, values in self.config.norm_stats["lerobot"][ACTION].items()}
         if {"mean", "std"} <= learnt.keys():
             least, most = learnt["mean"] - 2 * learnt["std"], learnt["mean"] + 2 * learnt["std"]
         else:
@@ -210,86 +206,79 @@ class LerobotPolicy(ActionModel, nn.Module):
             if names is None:
                 return
             least, most = learnt[names[0]], learnt[names[1]]
+        # The env rejects actions of a different width.
         if len(low) != self.action_dim:
-            return  # the env rejects actions of another width
-        least, most = (np.broadcast_to(each / np.array(self.config.action_scale), low.shape) for each in (least, most))
+            return
+        scale = np.array(self.config.action_scale)
+        least, most = (np.broadcast_to(bound / scale, low.shape) for bound in (least, most))
         middle, half = (low + high) / 2, (high - low) / 2
         beyond = np.flatnonzero(np.maximum(abs(least - middle), abs(most - middle)) > FAR * half)
         if len(beyond):
-            one = beyond[0]
+            k = beyond[0]
             raise ConfigError(
-                f"action {one} of the policy was learnt from {least[one]:.4g} to {most[one]:.4g}, and the env takes {low[one]:.4g} to "
-                f"{high[one]:.4g}: other units. Set model.override_config.action_scale=<the policy's units in one of the env's> (57.29578: "
+                f"action {k} of the policy was learnt from {least[k]:.4g} to {most[k]:.4g}, and the env takes {low[k]:.4g} to "
+                f"{high[k]:.4g}: other units. Set model.override_config.action_scale=<the policy's units in one of the env's> (57.29578: "
                 "degrees and radians), or env=<an env in the policy's units>"
             )
 
     def preprocess(self, observation: Observation) -> dict[str, Tensor]:
-        """Return images uint8 ``[B, H, W, 3]`` and states float32 by the names of the features, and the sentences as bytes.
+        """Return uint8 images ``[B, H, W, 3]`` and float32 states by feature name, and the instructions as bytes.
 
-        With ``num_observations`` above 1, images and states have an axis of moments after ``B``.
+        With ``num_observations`` above 1, images and states have a time axis after ``B``.
         """
         cameras = self.config.camera_of(list(observation.images))
-        moments = [
-            each.shape[1]
-            for each in (*observation.images.values(), observation.state)
-            if each is not None and each.ndim in (3, 5)
-        ]
-        if any(each != self.num_observations for each in moments) or (self.num_observations > 1 and not moments):
+        arrays = (*observation.images.values(), observation.state)
+        moments = [array.shape[1] for array in arrays if array is not None and array.ndim in (3, 5)]
+        if any(count != self.num_observations for count in moments) or (self.num_observations > 1 and not moments):
             raise ConfigError(
                 f"The policy ({self.config.policy_type}) reads {self.num_observations} observations at a time (n_obs_steps), and got "
-                f"{moments[0] if moments else 1}. `rlinf evaluate`, `audit`, `play` and `collect` remember them; servers and actors do not. "
-                "Set model.model_path=<a policy with n_obs_steps=1>"
+                f"{moments[0] if moments else 1}. `rlinf evaluate`, `audit`, `play` and `collect` keep the history; servers and actors do "
+                "not. Set model.model_path=<a policy with n_obs_steps=1>"
             )
-        found = {
-            name: torch.from_numpy(np.ascontiguousarray(observation.images[camera])) for name, camera in cameras.items()
-        }
+        arrays = {name: observation.images[camera] for name, camera in cameras.items()}
+        inputs = {name: torch.from_numpy(np.ascontiguousarray(array)) for name, array in arrays.items()}
         width = self.config.state_dim
         given = 0 if observation.state is None else observation.state.shape[-1]
         if width and given != width:
             raise ConfigError(
-                f"The policy reads a state of width {width}, and the observation has one of {given}. Set another env"
+                f"The policy reads a state of width {width}, and the observation has one of {given}. Set a different env"
             )
         if width:
             state = torch.from_numpy(observation.state).float() * numbers(self.config.state_scale)
-            found |= zip(self.config.states, state.split(list(self.config.states.values()), -1), strict=True)
-        sentences = [self.config.prompt or each for each in self.instructions(observation)]
-        return {**found, PROMPT: as_bytes(sentences)}
+            inputs |= zip(self.config.states, state.split(list(self.config.states.values()), -1), strict=True)
+        prompts = [self.config.prompt or instruction for instruction in self.instructions(observation)]
+        return {**inputs, PROMPT: as_bytes(prompts)}
 
     def prompt_lengths(self, observation: Observation) -> Sequence[Hashable]:
-        """Group rows by sentence: a tokenizer pads to the longest one."""
         return self.instructions(observation) if self.config.prompt is None else [0] * len(observation)
 
     def predict_action_batch(
         self, *, do_sample: bool = True, temperature: float = 1.0, uniforms: Tensor | None = None, **inputs: Tensor
     ) -> ActionPrediction:
-        """Act; ``temperature`` multiplies the variance of the noise that a flow or a diffusion starts with."""
         rows = len(inputs[PROMPT])
         noise = None
         if do_sample and self.num_uniforms:
             uniforms = draw_uniforms(rows, self.num_uniforms) if uniforms is None else uniforms
             noise = self._noise(uniforms.unsqueeze(1)) * temperature**0.5
-        chunks = self._ask(inputs, noise)[0][:, 0]
+        chunks = self._run(inputs, noise)[0][:, 0]
         empty = torch.zeros(rows, 0, device=self.device)
         return ActionPrediction(chunks, empty, empty, torch.zeros(rows, device=self.device))
 
     def _propose(self, inputs: Inputs, samples: bool) -> BaseActions:
-        chunks, features = self._ask(inputs, None)
+        chunks, features = self._run(inputs, None)
 
         def sample(uniforms: Tensor) -> Tensor:
             noise = self._noise(uniforms)
-            return chunks.expand(-1, uniforms.shape[1], -1, -1) if noise is None else self._ask(inputs, noise)[0]
+            return chunks.expand(-1, uniforms.shape[1], -1, -1) if noise is None else self._run(inputs, noise)[0]
 
         return BaseActions(chunks, features, sample if samples else None)
 
     def sft_loss(self, inputs: Inputs, actions: Tensor, uniforms: Tensor | None = None) -> Tensor:
-        """Return lerobot's own loss of the rows, ``[B]``: their mean, once for each row.
-
-        The noise of a variational encoder or a flow depends on the rows of a micro-batch together, as there. Dropout is off, as in
-        every policy here.
-        """
+        """Return lerobot's own loss of the rows, ``[B]``: their mean, repeated for each row. Dropout is off."""
+        # The noise of a variational encoder or a flow depends on all rows of a micro-batch, as in lerobot.
         if self.policy is None:
             raise ConfigError(
-                "The policy runs in an interpreter of its own (model.interpreter); its weights are trained in this process alone. Set "
+                "The policy runs in a separate interpreter (model.interpreter), and weights are trained in this process only. Set "
                 "model.interpreter=null model.override_config.trained=true"
             )
         batch = batch_of(inputs)
@@ -298,17 +287,16 @@ class LerobotPolicy(ActionModel, nn.Module):
         return loss.expand(len(actions))
 
     def _noise(self, uniforms: Tensor) -> Tensor | None:
-        """Return normal noise ``[B, N, ...]`` of uniforms ``[B, N, U]``; None for a policy that draws none."""
+        """Return normal noise ``[B, N, ...]`` from uniforms ``[B, N, U]``; None for a policy that samples none."""
         shape = self.config.noise_shape
         return None if shape is None else standard_normal(uniforms.cpu()).unflatten(2, shape)
 
-    def _ask(self, inputs: Inputs, noise: Tensor | None) -> tuple[Tensor, Tensor]:
+    def _run(self, inputs: Inputs, noise: Tensor | None) -> tuple[Tensor, Tensor]:
         """Return chunks ``[B, N, C, D]`` in env units, and features ``[B, F]``, on the model's device."""
-        answer: Answer = self.runner.ask(batch_of(inputs), None if noise is None else noise.numpy())
-        chunks = torch.from_numpy(answer.chunks[:, :, : self.action_chunks_len].copy()) / numbers(
-            self.config.action_scale
-        )
-        return chunks.to(self.device), torch.from_numpy(answer.features.copy()).to(self.device)
+        output: RunnerOutput = self.runner.run(batch_of(inputs), None if noise is None else noise.numpy())
+        chunks = torch.from_numpy(output.chunks[:, :, : self.action_chunks_len].copy())
+        chunks = chunks / numbers(self.config.action_scale)
+        return chunks.to(self.device), torch.from_numpy(output.features.copy()).to(self.device)
 
     def rollout_logprobs(self, prediction: ActionPrediction, temperature: float = 1.0) -> Tensor:
         raise ConfigError(f"A policy of lerobot has no log-probabilities here. Set {INSTEAD}")
@@ -316,15 +304,12 @@ class LerobotPolicy(ActionModel, nn.Module):
     def evaluate_actions(self, inputs: Inputs, sequences: Tensor, temperature: float = 1.0) -> ActionEvaluation:
         raise ConfigError(f"A policy of lerobot has no log-probabilities here. Set {INSTEAD}")
 
-    def save_pretrained(
-        self, save_directory: str | Path, state_dict: dict[str, Tensor] | None = None, **kwargs: Any
-    ) -> None:
-        """Copy the folder, and write trained weights in place of its own."""
-        shutil.copytree(self.folder, save_directory, dirs_exist_ok=True)
+    def save_pretrained(self, folder: str | Path, state_dict: dict[str, Tensor] | None = None, **kwargs: Any) -> None:
+        shutil.copytree(self.folder, folder, dirs_exist_ok=True)
         if self.policy is not None:
-            found = self.state_dict() if state_dict is None else state_dict
-            own = {name.removeprefix("policy."): each for name, each in found.items() if name.startswith("policy.")}
-            self.runner.write(own, Path(save_directory))
+            state = self.state_dict() if state_dict is None else state_dict
+            weights = {name.removeprefix("policy."): x for name, x in state.items() if name.startswith("policy.")}
+            self.runner.write(weights, Path(folder))
 
 
 def start_runner(
@@ -332,27 +317,24 @@ def start_runner(
 ) -> LocalRunner | WorkerRunner:
     """Load a folder in this process, or in the Python of ``interpreter_for``."""
     python = interpreter_for(interpreter)
-    return (
-        LocalRunner(folder, config)
-        if python is None
-        else WorkerRunner(python, folder, config, timeout_s, start_timeout_s)
-    )
+    if python is None:
+        return LocalRunner(folder, config)
+    return WorkerRunner(python, folder, config, timeout_s, start_timeout_s)
 
 
 def batch_of(inputs: Inputs) -> dict[str, Any]:
-    """Return the result of ``preprocess`` as a runner reads it."""
-    arrays: dict[str, Any] = {name: each.cpu().numpy() for name, each in inputs.items() if name != PROMPT}
+    """Convert the result of ``preprocess`` to a runner's input."""
+    arrays: dict[str, Any] = {name: tensor.cpu().numpy() for name, tensor in inputs.items() if name != PROMPT}
     return {**arrays, PROMPT: as_text(inputs[PROMPT])}
 
 
-def as_bytes(sentences: Sequence[str]) -> Tensor:
-    """Return sentences as int16 ``[B, L]`` of their bytes, filled up with -1."""
-    rows = [torch.tensor(list(each.encode()), dtype=torch.int16) for each in sentences]
+def as_bytes(texts: Sequence[str]) -> Tensor:
+    """Return texts as int16 ``[B, L]`` of their bytes, padded with -1."""
+    rows = [torch.tensor(list(text.encode()), dtype=torch.int16) for text in texts]
     return nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=-1)
 
 
 def as_text(rows: Tensor) -> list[str]:
-    """Undo ``as_bytes``."""
     return [bytes(row[row >= 0].tolist()).decode() for row in rows.cpu()]
 
 
@@ -361,15 +343,14 @@ def numbers(scale: float | list[float]) -> Tensor:
 
 
 def _check_sizes(config: LerobotConfig, action_dim: int, action_chunks_len: int) -> None:
-    """Reject other sizes than the folder's."""
     if (action_dim, action_chunks_len) != (config.action_dim, config.n_action_steps):
         raise ConfigError(
             f"model.action_token_len={action_dim} model.action_chunks_len={action_chunks_len}, and the folder's policy acts with "
-            f"{config.action_dim} numbers, {config.n_action_steps} actions of its {config.chunk_size} at a time. Set "
-            f"model.action_token_len={config.action_dim} model.action_chunks_len={config.n_action_steps}, or another number of actions: "
-            "model.override_config.n_action_steps=<it>"
+            f"{config.action_dim} dimensions, {config.n_action_steps} actions of its {config.chunk_size} at a time. Set "
+            f"model.action_token_len={config.action_dim} model.action_chunks_len={config.n_action_steps}, or a different number of "
+            "actions: model.override_config.n_action_steps=<it>"
         )
 
 
 def load_processor(tokenizer_config: Any, model_config: LerobotConfig, path: str | None) -> None:
-    """The runner has the processors."""
+    """Return None: the runner has the processors."""

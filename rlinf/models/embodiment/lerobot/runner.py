@@ -1,4 +1,4 @@
-"""A policy of lerobot in this process: its own class, between its own pre- and postprocessor."""
+"""A lerobot policy in this process: its own class, between its own pre- and postprocessor."""
 
 from __future__ import annotations
 
@@ -34,26 +34,24 @@ FEATURES: dict[str, tuple[str, str]] = {
     "pi05": ("model.paligemma_with_expert.paligemma.model.language_model.norm", "batch first"),
     "pi0_fast": ("model.paligemma_with_expert.paligemma.model.language_model.norm", "batch first"),
 }
-"""Type to the module that has seen the observation, and where its states are: its output, or an argument. Their mean over the
-positions is what an actor reads."""
+"""Policy type to the module whose states, averaged over positions, are an actor's features: its output, or an argument."""
 
 
 def flow_chunk(policy: Any, prepared: dict[str, Any], noise: Tensor | None) -> Tensor:
-    """Return the normalised actions ``[B, T, D]`` from the present one on."""
+    """Return the normalised actions ``[B, T, D]`` from the current step on."""
     return policy.predict_action_chunk(prepared, **({} if noise is None else {"noise": noise}))
 
 
 def code_chunk(policy: Any, prepared: dict[str, Any], noise: Tensor) -> Tensor:
-    """Return the same of a policy that draws codes from torch's global stream: row by row, each seeded by its own noise."""
+    """Return the chunk of a policy that samples codes, row by row, each seeded by its noise."""
     images = torch.stack([prepared[name] for name in policy.config.image_features], -4)
     chunks = []
     for row, seed in enumerate(seeds_of(noise)):
+        # The policy samples from torch's global stream.
         with torch.random.fork_rng(devices=[noise.device] if noise.is_cuda else []):
             torch.manual_seed(seed)
-            batch = {
-                "observation.images": images[row : row + 1],
-                "observation.state": prepared["observation.state"][row : row + 1],
-            }
+            states = prepared["observation.state"][row : row + 1]
+            batch = {"observation.images": images[row : row + 1], "observation.state": states}
             chunks.append(policy.vqbet(batch, rollout=True)[:, : policy.config.action_chunk_size])
     return torch.cat(chunks)
 
@@ -62,21 +60,15 @@ CHUNKS: dict[str, Callable[[Any, dict[str, Any], Tensor], Tensor]] = {"vqbet": c
 """Types whose chunk does not come from ``predict_action_chunk`` with ``noise``."""
 
 
-class Answer(NamedTuple):
-    """Chunks float32 ``[B, N, T, D]`` in the units of the folder, ``T`` of ``chunk_size``, and features ``[B, F]``."""
+class RunnerOutput(NamedTuple):
+    """Chunks float32 ``[B, N, T, D]`` in the folder's units, ``T`` of ``chunk_size``, and features ``[B, F]``."""
 
     chunks: np.ndarray
     features: np.ndarray
 
 
 class FlowPrefix(NamedTuple):
-    """The part of a pass of SmolVLA that all denoising steps share.
-
-    Attributes:
-        mask: bool ``[B, P]``: a position that is there.
-        cache: Keys and values of the positions.
-        states: ``[B, P, W]``.
-    """
+    """The part of a SmolVLA pass that all denoising steps share: states ``[B, P, W]``, their mask and key-value cache."""
 
     mask: Tensor
     cache: Any
@@ -84,26 +76,28 @@ class FlowPrefix(NamedTuple):
 
 
 class LocalRunner:
-    """Loads a folder, and rejects one whose weights do not fit."""
+    """Loads a folder and runs its policy; rejects a folder whose weights do not fit."""
 
     def __init__(self, folder: str, config: LerobotConfig) -> None:
         self.folder, self.config = Path(folder).expanduser(), config
-        reject_folder(self.folder, config)  # here, because no other code lets lerobot read a folder's pipelines
+        # Here, because no other code lets lerobot read a folder's pipelines.
+        reject_folder(self.folder, config)
         with quiet():
             self.policy, self._before, self._after = self._load()
-        found = compare_weights(self.folder, self.policy.state_dict())
-        if found:
-            raise CheckpointError(f"The policy in {folder} would be blind: {found[0]}")
+        findings = compare_weights(self.folder, self.policy.state_dict())
+        if findings:
+            raise CheckpointError(f"The policy in {folder} would be blind: {findings[0]}")
         self.policy.requires_grad_(False)
         self.device = torch.device("cpu")
-        self._lock = threading.Lock()  # hooks, generators and rows at work are the policy's, so threads ask in turn
+        # Hooks, generators and rows being processed belong to the policy, so threads take turns.
+        self._lock = threading.Lock()
         try:
             with quiet():
-                self.feature_dim = self.ask(self._blank(), None).features.shape[1]
+                self.feature_dim = self.run(self._blank(), None).features.shape[1]
         except Exception as error:
-            found = f"lerobot's {config.policy_type} does not act here ({type(error).__name__}: {error})"
-            fix = "Set model.interpreter=<a Python with the versions of transformers and torch that lerobot asks for>"
-            raise CheckpointError(f"{found}. {fix}") from error
+            problem = f"lerobot's {config.policy_type} does not act here ({type(error).__name__}: {error})"
+            fix = "Set model.interpreter=<a Python with the versions of transformers and torch that lerobot requires>"
+            raise CheckpointError(f"{problem}. {fix}") from error
 
     def _load(self) -> tuple[Any, Callable, Callable]:
         try:
@@ -121,19 +115,18 @@ class LocalRunner:
             policy_class = get_policy_class(config.type)
             let_masks_take_positions()
             policy = policy_class.from_pretrained(str(self.folder), config=config)
+            overrides = self._step_overrides()
             before, after = make_pre_post_processors(
-                config,
-                pretrained_path=str(self.folder),
-                preprocessor_overrides=self._step_overrides(),
+                config, pretrained_path=str(self.folder), preprocessor_overrides=overrides
             )
         except CheckpointError:
             raise
-        except Exception as error:  # draccus, safetensors, transformers and lerobot raise what they like
+        except Exception as error:  # draccus, safetensors, transformers and lerobot raise various types
             raise CheckpointError(f"lerobot cannot load {self.folder}: {self._why(error)}") from error
         return policy.eval(), before, after
 
     def _why(self, error: Exception) -> str:
-        """Say what an error of lerobot means: its words for weights and fields that do not fit are long."""
+        """Explain an error of lerobot, whose messages about weights and fields that do not fit are long."""
         text = f"{type(error).__name__}: {error}"
         from lerobot import __version__
 
@@ -143,43 +136,41 @@ class LocalRunner:
         return f"{text[:600]}. Take the folder that training wrote, or model.interpreter=<a Python with its lerobot>"
 
     def _overrides(self, config: Any) -> dict[str, Any]:
-        """Return fields without which the constructor would ask a hub, or compile."""
-        found: dict[str, Any] = {"pretrained_path": self.folder}
+        """Return fields without which the constructor would query a hub, or compile."""
+        fields: dict[str, Any] = {"pretrained_path": self.folder}
         if hasattr(config, "pretrained_backbone_weights"):
-            found["pretrained_backbone_weights"] = None  # the folder has them
+            # The folder has these weights.
+            fields["pretrained_backbone_weights"] = None
         if hasattr(config, "vlm_model_name"):
             name = self.config.vlm or config.vlm_model_name
-            found |= {"vlm_model_name": local_tokenizer(self.folder, name) or name, "load_vlm_weights": False}
+            fields |= {"vlm_model_name": local_tokenizer(self.folder, name) or name, "load_vlm_weights": False}
         for name in ("text_tokenizer_name", "action_tokenizer_name"):
             if hasattr(config, name):
-                found[name] = self._tokenizer(name, getattr(config, name))
-        found |= {
-            name: value
-            for name, value in (("compile_model", False), ("n_action_steps", self.config.n_action_steps))
-            if hasattr(config, name)
-        }
-        return found
+                fields[name] = self._tokenizer(name, getattr(config, name))
+        for name, value in (("compile_model", False), ("n_action_steps", self.config.n_action_steps)):
+            if hasattr(config, name):
+                fields[name] = value
+        return fields
 
     def _step_overrides(self) -> dict[str, Any]:
-        """Return the device to load on, and tokenizers where they lie on this machine."""
-        found: dict[str, Any] = {}
+        """Return the device to load on, and local paths of tokenizers."""
+        overrides: dict[str, Any] = {}
         for step in read_json(self.folder / "policy_preprocessor.json")["steps"]:
             name, options = step.get("registry_name"), step.get("config") or {}
             if name == "device_processor":
-                found[name] = {"device": "cpu"}
+                overrides[name] = {"device": "cpu"}
             names = ("tokenizer_name", "action_tokenizer_name", "paligemma_tokenizer_name")
             places = {key: self._tokenizer(key, options[key]) for key in names if options.get(key)}
             if places:
-                found[name] = places
-        return found
+                overrides[name] = places
+        return overrides
 
     def _tokenizer(self, field: str, name: str) -> str:
-        """Return where a tokenizer lies on this machine; its name, if it does not. ``config.tokenizer`` is about text."""
+        """Return a tokenizer's local path, or its name; ``config.tokenizer`` replaces tokenizers of text only."""
         name = name if field == "action_tokenizer_name" else self.config.tokenizer or name
         return local_tokenizer(self.folder, name) or name
 
     def to(self, device: torch.device) -> None:
-        """Move weights and statistics."""
         if device == self.device:
             return
         self.policy.to(device)
@@ -192,34 +183,31 @@ class LocalRunner:
         self.policy.config.device, self.device = str(device), device
 
     @torch.no_grad()
-    def ask(self, batch: Mapping[str, Any], noise: np.ndarray | None) -> Answer:
+    def run(self, batch: Mapping[str, Any], noise: np.ndarray | None) -> RunnerOutput:
         """Return chunks and features for ``B`` rows.
 
         Args:
-            batch: Images uint8 ``[B, H, W, 3]`` and states float32 ``[B, S]`` by the names of their features, each with an axis of
-                ``n_obs_steps`` after ``B`` if that is above 1, and ``task``, ``B`` sentences.
+            batch: Images uint8 ``[B, H, W, 3]`` and states float32 ``[B, S]`` by feature name, with a time axis after ``B``
+                if ``n_obs_steps`` is above 1, and ``task``, ``B`` instructions.
             noise: float32 ``[B, N, *config.noise_shape]``; None: one chunk from the same fixed noise for every row.
         """
         rows = len(batch[PROMPT])
         count = 1 if noise is None else noise.shape[1]
         prepared = {
-            name: each.repeat_interleave(count, 0) if isinstance(each, Tensor) and len(each) == rows else each
-            for name, each in self._prepared(batch).items()
+            name: value.repeat_interleave(count, 0) if isinstance(value, Tensor) and len(value) == rows else value
+            for name, value in self._prepared(batch).items()
         }
         given = self._noise(rows * count, None if noise is None else torch.from_numpy(noise).flatten(0, 1))
         module = FEATURES[self.config.policy_type]
-        with self._lock, caught(self.policy, *module) as states, seeded(self.policy, given):
+        with self._lock, captured_states(self.policy, *module) as states, seeded_steps(self.policy, given):
             chunk = CHUNKS.get(self.config.policy_type, flow_chunk)(self.policy, prepared, given)
         chunks = self._after_each(chunk).cpu().unflatten(0, (rows, count)).numpy()
-        return Answer(chunks, torch.cat(states)[: rows * count : count].float().cpu().numpy())
+        return RunnerOutput(chunks, torch.cat(states)[: rows * count : count].float().cpu().numpy())
 
     def loss(self, batch: Mapping[str, Any], actions: Tensor, seed: int) -> Tensor:
-        """Return the policy's own loss of ``B`` rows, a scalar with gradients.
+        """Return the policy's own loss of ``B`` rows of ``run``, a scalar with gradients.
 
-        Args:
-            batch: As for ``ask``.
-            actions: float32 ``[B, chunk_size, D]`` in the units of the folder.
-            seed: Fixes its noise.
+        ``actions`` are float32 ``[B, chunk_size, D]`` in the folder's units; ``seed`` fixes the noise.
         """
         prepared = self._prepared(batch, actions.to(self.device))
         prepared["action_is_pad"] = torch.zeros(actions.shape[:2], dtype=torch.bool, device=self.device)
@@ -228,15 +216,14 @@ class LocalRunner:
             return self.policy(prepared)[0]
 
     def prefix(self, batch: Mapping[str, Any]) -> FlowPrefix:
-        """Read the rows of ``ask`` by a SmolVLA, with gradients; the first half of its ``sample_actions``."""
+        """Run the rows of ``run`` through a SmolVLA's prefix, with gradients: the first half of its ``sample_actions``."""
         from lerobot.policies.smolvla.modeling_smolvla import make_att_2d_masks
 
         policy, flow = self.policy, self.policy.model
         prepared = policy._prepare_batch(self._prepared(batch))
-        words = (prepared[f"observation.language.{part}"] for part in ("tokens", "attention_mask"))
-        embedded, mask, groups = flow.embed_prefix(
-            *policy.prepare_images(prepared), *words, state=policy.prepare_state(prepared)
-        )
+        tokens = (prepared[f"observation.language.{part}"] for part in ("tokens", "attention_mask"))
+        images, state = policy.prepare_images(prepared), policy.prepare_state(prepared)
+        embedded, mask, groups = flow.embed_prefix(*images, *tokens, state=state)
         states, cache = flow.vlm_with_expert.forward(
             attention_mask=make_att_2d_masks(mask, groups), position_ids=mask.cumsum(1) - 1, past_key_values=None,
             inputs_embeds=[embedded, None], use_cache=True,
@@ -244,11 +231,11 @@ class LocalRunner:
         return FlowPrefix(mask, cache, states[0])
 
     def velocity(self, prefix: FlowPrefix, x: Tensor, t: Tensor) -> Tensor:
-        """Return the velocity of a SmolVLA at ``x [B, H, D]`` and ``t [B]``, 1 at the noise, with gradients."""
+        """Return the velocity of a SmolVLA at ``x [B, H, D]`` and ``t [B]`` (1: noise), with gradients."""
         return self.policy.model.denoise_step(prefix.mask, prefix.cache, x, t.float())
 
     def unnormalized(self, chunk: Tensor) -> Tensor:
-        """Return the normalised actions ``[B, T, D]`` of a flow, padding included, in the units of the folder, float32."""
+        """Return the normalised actions ``[B, T, D]`` of a flow, padding included, in the folder's units, float32."""
         chunk = chunk[..., : self.config.action_dim]
         if self.policy.config.adapt_to_pi_aloha:
             chunk = self.policy._pi_aloha_encode_actions(chunk)
@@ -260,17 +247,18 @@ class LocalRunner:
 
     def _prepared(self, batch: Mapping[str, Any], actions: Tensor | None = None) -> dict[str, Any]:
         """Return rows, and the actions of a demonstration, after the policy's own preprocessor."""
-        seen = {name: self._tensor(each) for name, each in batch.items() if name != PROMPT}
-        with self._lock:  # its steps remember the rows that they work on
+        seen = {name: self._tensor(values) for name, values in batch.items() if name != PROMPT}
+        # The preprocessor's steps store the rows that they process.
+        with self._lock:
             return self._before({**seen, PROMPT: batch[PROMPT], **({} if actions is None else {ACTION: actions})})
 
     def write(self, weights: Mapping[str, Tensor], folder: Path) -> None:
-        """Write weights under the names and in the number formats of the policy's own file."""
+        """Write weights with the names and number formats of the policy's file."""
         target = folder / WEIGHTS
         with safe_open(target, "pt") as file:
             stored = {name.removeprefix("model."): name for name in file.keys()}
-        named = {stored.get(name.removeprefix("model.")): each for name, each in weights.items()}
-        write_safetensors(target, {name: each for name, each in named.items() if name is not None})
+        named = {stored.get(name.removeprefix("model.")): weight for name, weight in weights.items()}
+        write_safetensors(target, {name: weight for name, weight in named.items() if name is not None})
 
     def _noise(self, rows: int, given: Tensor | None) -> Tensor | None:
         if self.config.noise_shape is None:
@@ -280,27 +268,24 @@ class LocalRunner:
         return given.to(self.device).contiguous()
 
     def _tensor(self, values: np.ndarray) -> Tensor:
-        """Return a feature as lerobot's own evaluation makes it: images float32 ``[B, 3, H, W]`` in 0..1."""
+        """Return a feature in the format of lerobot's evaluation: images float32 ``[B, 3, H, W]`` in 0..1."""
         tensor = torch.from_numpy(values).to(self.device)
         return tensor.float().div(255).movedim(-1, -3).contiguous() if values.dtype == np.uint8 else tensor
 
     def _blank(self) -> dict[str, Any]:
-        """Return one row without anything to see."""
         steps = () if self.config.n_obs_steps == 1 else (self.config.n_obs_steps,)
-        found: dict[str, Any] = {PROMPT: ["stand still"]}
-        found |= {name: np.zeros((1, *steps, *shape[1:], 3), np.uint8) for name, shape in self.config.images.items()}
-        return found | {name: np.zeros((1, *steps, width), np.float32) for name, width in self.config.states.items()}
+        inputs: dict[str, Any] = {PROMPT: ["stand still"]}
+        inputs |= {name: np.zeros((1, *steps, *shape[1:], 3), np.uint8) for name, shape in self.config.images.items()}
+        return inputs | {name: np.zeros((1, *steps, width), np.float32) for name, width in self.config.states.items()}
 
 
 def let_masks_take_positions() -> None:
-    """Let pi0 and pi0.5 of lerobot 0.6.1 act beside a newer transformers.
-
-    Its ``create_causal_mask`` takes no ``cache_position`` any more: the cache knows it.
-    """
+    """Let pi0 and pi0.5 of lerobot 0.6.1 run with a newer transformers."""
+    # Its create_causal_mask no longer accepts cache_position, which the cache knows.
     module: Any = sys.modules.get("lerobot.policies.pi_gemma")
-    own = getattr(module, "create_causal_mask", None)
-    if own is not None and "cache_position" not in inspect.signature(own).parameters:
-        module.create_causal_mask = lambda cache_position=None, **given: own(**given)
+    create_mask = getattr(module, "create_causal_mask", None)
+    if create_mask is not None and "cache_position" not in inspect.signature(create_mask).parameters:
+        module.create_causal_mask = lambda cache_position=None, **given: create_mask(**given)
 
 
 def greedy_noise(shape: Sequence[int]) -> Tensor:
@@ -314,24 +299,24 @@ def seeds_of(noise: Tensor) -> list[int]:
 
 
 @contextlib.contextmanager
-def caught(policy: nn.Module, name: str, where: str) -> Iterator[list[Tensor]]:
-    """Catch the states of each call of a module as means over their positions, ``[B, F]``; the first call has seen the observation."""
-    found: list[Tensor] = []
+def captured_states(policy: nn.Module, name: str, where: str) -> Iterator[list[Tensor]]:
+    """Collect the states of each call of a module, averaged over positions, ``[B, F]``; the first call is the observation."""
+    captured: list[Tensor] = []
 
     def hook(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         states = kwargs[where] if where in kwargs else output[0] if isinstance(output, tuple) else output
-        found.append(states if states.ndim == 2 else states.float().mean(0 if where == "sequence first" else 1))
+        captured.append(states if states.ndim == 2 else states.float().mean(0 if where == "sequence first" else 1))
 
     handle = policy.get_submodule(name).register_forward_hook(hook, with_kwargs=True)
     try:
-        yield found
+        yield captured
     finally:
         handle.remove()
 
 
 @contextlib.contextmanager
-def seeded(policy: nn.Module, noise: Tensor | None) -> Iterator[None]:
-    """Let each row draw the noise of its diffusion's steps from a stream of its own, which its first noise decides."""
+def seeded_steps(policy: nn.Module, noise: Tensor | None) -> Iterator[None]:
+    """Draw the step noise of a diffusion from a separate stream per row, seeded by its initial noise."""
     scheduler = getattr(getattr(policy, "diffusion", None), "noise_scheduler", None)
     if scheduler is None or noise is None:
         yield
@@ -347,7 +332,7 @@ def seeded(policy: nn.Module, noise: Tensor | None) -> Iterator[None]:
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Keep what lerobot prints and logs while it loads off the terminal: errors are raised here."""
+    """Suppress what lerobot prints and logs while it loads; errors are raised here."""
     logging.disable(logging.WARNING)
     try:
         with contextlib.redirect_stdout(io.StringIO()):

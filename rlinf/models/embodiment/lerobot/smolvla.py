@@ -1,4 +1,4 @@
-"""SmolVLA (Shukor et al. 2025) of lerobot, trained by policy gradients through its own denoising steps."""
+"""SmolVLA (Shukor et al. 2025) of lerobot, trained by policy gradients through its denoising steps."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from rlinf.models.embodiment.modules.value_head import ValueHead
 from rlinf.models.loading import check_choice, field_error, read_json
 
 VALUES = "value_head.safetensors"
-"""File of the value head, beside the files of lerobot."""
+"""File of the value head, next to the files of lerobot."""
 
 
 @dataclass
@@ -29,19 +29,16 @@ class SmolVLAConfig(LerobotConfig):
 
     Args:
         num_steps: ``n``, denoising steps; the folder's.
-        noise_method: How a step becomes a distribution (``step_moments``): flow_sde or flow_cps. ``flow_ode`` has no log-probabilities.
+        noise_method: Distribution of a step (``step_moments``): flow_sde, flow_cps, or flow_ode without log-probabilities.
         noise_level: ``a`` of both.
-        joint_logprob: As of pi0: all steps are sampled and scored, or one of them per call.
-        freeze_vlm: Images and sentences are read by fixed weights, as lerobot fine-tunes it.
+        joint_logprob: Sample and score all steps; false: one random step per call.
+        freeze_vlm: The VLM's weights are fixed, as lerobot fine-tunes it.
     """
 
     model_type: ClassVar[str] = "smolvla"
     manifest_fields: ClassVar[tuple[str, ...]] = (
-        *LerobotConfig.manifest_fields,
-        "num_steps",
-        "noise_method",
-        "noise_level",
-    )
+        *LerobotConfig.manifest_fields, "num_steps", "noise_method", "noise_level",
+    )  # fmt: skip
 
     policy_type: str = "smolvla"
     trained: bool = True
@@ -53,17 +50,17 @@ class SmolVLAConfig(LerobotConfig):
 
     @classmethod
     def from_pretrained(cls, folder: str | Path, **kwargs: Any) -> Any:
-        found = super().from_pretrained(folder, **kwargs)
-        config = found[0] if isinstance(found, tuple) else found
+        result = super().from_pretrained(folder, **kwargs)
+        config = result[0] if isinstance(result, tuple) else result
         config.num_steps = read_json(Path(folder) / "config.json").get("num_steps", config.num_steps)
-        return found
+        return result
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.policy_type != "smolvla":
             raise ConfigError(
-                f"The folder has a policy of the type {self.policy_type}; required by model=smolvla: smolvla. Set model=lerobot, on which a "
-                "actor learns (algorithm=sac algorithm.actor.name=residual)"
+                f"The folder has a policy of type {self.policy_type}; required by model=smolvla: smolvla. Set model=lerobot, on which "
+                "an actor learns (algorithm=sac algorithm.actor.name=residual)"
             )
         check_choice("noise_method", self.noise_method, ("flow_sde", "flow_cps", "flow_ode"))
         if self.num_steps < 1:
@@ -71,16 +68,16 @@ class SmolVLAConfig(LerobotConfig):
 
 
 class SmolVLAPolicy(FlowPolicy, LerobotPolicy):
-    """A folder of SmolVLA in this process: lerobot's classes compute prefix and velocity, ``FlowPolicy`` samples and scores.
+    """A SmolVLA folder in this process: lerobot computes prefix and velocity, ``FlowPolicy`` samples and scores.
 
-    The value head reads the mean of the prefix's states, so a value belongs to an observation, not to a denoising step. It lies in a
-    file of its own beside lerobot's, which lerobot does not read.
+    The value head reads the mean prefix state, so a value belongs to an observation, not to a denoising step. Its weights
+    are in a separate file, which lerobot does not read.
     """
 
     config_class = SmolVLAConfig
     predicts_values: ClassVar[bool] = True  # type: ignore[assignment]
     has_logprobs: ClassVar[bool] = True
-    dsrl_actor = None
+    noise_head = None
 
     @classmethod
     def values_in_rollouts(cls, config: Any) -> bool:
@@ -88,13 +85,13 @@ class SmolVLAPolicy(FlowPolicy, LerobotPolicy):
 
     @classmethod
     def check_rl(cls, config: SmolVLAConfig) -> None:
-        """Reject a flow without noise, and weights that are not in this process."""
+        """Reject a flow without noise, and weights in a different process."""
         super().check_rl(config)
         cls.check_sft(config)
 
     @classmethod
     def from_pretrained(cls, folder: str | Path, config: SmolVLAConfig, **arguments: Any) -> SmolVLAPolicy:
-        """Load a folder, and its value head if it has one."""
+        """Load a folder, and its value head if present."""
         model = super().from_pretrained(folder, config, **arguments)
         model.detach_value = arguments.get("detach_value", True)
         if model.policy is not None and config.freeze_vlm:
@@ -111,7 +108,6 @@ class SmolVLAPolicy(FlowPolicy, LerobotPolicy):
         return horizon, width
 
     def encode_prefix(self, **inputs: Tensor) -> FlowPrefix:
-        """Read images, sentence and state."""
         return self.runner.prefix(batch_of(inputs))
 
     def velocity(self, prefix: FlowPrefix, state: Tensor | None, x: Tensor, t: Tensor) -> tuple[Tensor, Tensor]:
@@ -126,12 +122,9 @@ class SmolVLAPolicy(FlowPolicy, LerobotPolicy):
         actions = self.runner.unnormalized(x[:, : self.action_chunks_len])
         return actions / numbers(self.config.action_scale).to(actions.device)
 
-    def save_pretrained(
-        self, save_directory: str | Path, state_dict: dict[str, Tensor] | None = None, **kwargs: Any
-    ) -> None:
-        """Write lerobot's folder with the trained weights, and the value head beside it."""
-        super().save_pretrained(save_directory, state_dict, **kwargs)
-        found = self.state_dict() if state_dict is None else state_dict
-        own = {name.removeprefix("value_head."): each for name, each in found.items() if name.startswith("value_head.")}
-        if own:
-            write_safetensors(Path(save_directory) / VALUES, own)
+    def save_pretrained(self, folder: str | Path, state_dict: dict[str, Tensor] | None = None, **kwargs: Any) -> None:
+        super().save_pretrained(folder, state_dict, **kwargs)
+        state = self.state_dict() if state_dict is None else state_dict
+        head = {name.removeprefix("value_head."): x for name, x in state.items() if name.startswith("value_head.")}
+        if head:
+            write_safetensors(Path(folder) / VALUES, head)

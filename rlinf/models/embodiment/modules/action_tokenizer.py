@@ -1,4 +1,4 @@
-"""Continuous actions as tokens of the language model: the last ``num_bins`` ids of its vocabulary."""
+"""Continuous actions as tokens: the last ``num_bins`` ids of the language model's vocabulary."""
 
 from __future__ import annotations
 
@@ -17,12 +17,11 @@ class ActionTokenizer:
 
     Token ``vocab_size - d`` stands for bin ``d`` in ``1..num_bins``, so the lowest action has the highest id.
 
-    ``midpoints`` (public checkpoints): ``num_bins`` edges ``linspace(-1, 1, num_bins)``; an action ``x`` is in bin
-    ``digitize(x, edges)`` and decodes to the middle between two edges. There are ``num_bins - 1`` such middles; the two
-    lowest ids share the last one. Neither -1 nor 1 can be represented, and 0 only if ``num_bins`` is even.
+    ``midpoints`` (public checkpoints): the edges are ``linspace(-1, 1, num_bins)``; ``x`` is in bin ``digitize(x, edges)``
+    and decodes to the middle between two edges. The two lowest ids share the last of the ``num_bins - 1`` middles. Neither
+    -1 nor 1 can be represented, and 0 only if ``num_bins`` is even.
 
-    ``grid``: the bins *are* ``linspace(-1, 1, num_bins)`` and an action takes the nearest one, so that -1, 1 and, for
-    odd ``num_bins``, exactly 0 can be represented.
+    ``grid``: the bins *are* ``linspace(-1, 1, num_bins)``, so -1, 1 and, for odd ``num_bins``, exactly 0 can be represented.
     """
 
     def __init__(self, num_bins: int, vocab_size: int, rule: str = "midpoints") -> None:
@@ -39,7 +38,7 @@ class ActionTokenizer:
         self._by_device: dict[tuple[torch.device, bool], Tensor] = {}
 
     def encode(self, actions: Tensor | np.ndarray) -> Tensor:
-        """Return the int64 token ids of normalised actions (any shape; clipped to [-1, 1])."""
+        """Return the int64 token ids of normalised actions of any shape, clipped to [-1, 1]."""
         numbers = actions.detach() if isinstance(actions, Tensor) else torch.from_numpy(np.asarray(actions, np.float64))
         clipped = numbers.double().clamp(-1.0, 1.0)
         if self.rule == "grid":
@@ -54,7 +53,7 @@ class ActionTokenizer:
         return values[(tokens - self.first_token).clamp(0, self.num_bins - 1)]
 
     def _on(self, device: torch.device, array: np.ndarray) -> Tensor:
-        """Return ``edges`` or ``values`` on a device, sent once."""
+        """Return ``edges`` or ``values`` on a device, cached."""
         key = (device, array is self.edges)
         if key not in self._by_device:
             self._by_device[key] = to_device(torch.from_numpy(array), device)

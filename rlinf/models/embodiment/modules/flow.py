@@ -1,7 +1,7 @@
 """Flow matching as a policy: denoising steps, their Gaussian densities, and the supervised pair. Pure functions.
 
-Convention of pi0 (Black et al. 2024): ``t = 1`` is noise and ``t = 0`` is the action,
-``x_t = t * noise + (1 - t) * action``, and the network predicts the velocity ``v = noise - action``.
+Convention of pi0 (Black et al. 2024): ``x_t = t * noise + (1 - t) * action``, so ``t = 1`` is noise, and the network predicts
+the velocity ``v = noise - action``.
 """
 
 from __future__ import annotations
@@ -22,10 +22,7 @@ def denoising_times(num_steps: int, device: torch.device | None = None) -> Tenso
 
 
 def time_embedding(t: Tensor, width: int) -> Tensor:
-    """Return sines, then cosines of ``2 pi t / period`` for ``t [B]`` in [0, 1], as float64 ``[B, width]``.
-
-    The periods go from 0.004 to 4 in geometric steps; ``width`` is even.
-    """
+    """Return sines, then cosines of ``2 pi t / period`` for ``t [B]`` in [0, 1], as float64 ``[B, width]``."""
     fraction = torch.linspace(0.0, 1.0, width // 2, dtype=torch.float64, device=t.device)
     period = MIN_PERIOD * (MAX_PERIOD / MIN_PERIOD) ** fraction
     angle = 2.0 * math.pi * t.double()[:, None] / period
@@ -42,26 +39,25 @@ def step_moments(
     noise_level: float,
     noise_std: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Mean and standard deviation of ``x`` at ``t_next``, given ``x`` at ``t``.
+    """Return mean and std of ``x`` at ``t_next``, given ``x`` at ``t``.
 
-    With ``d = t - t_next``, the predicted action ``x0 = x - v t`` and the predicted noise ``x1 = x + v (1 - t)``, the mean
-    is ``w0 x0 + w1 x1`` with ``w0 = 1 - t_next`` and
+    With ``d = t - t_next``, the predicted action ``x0 = x - v t`` and noise ``x1 = x + v (1 - t)``, the mean is
+    ``w0 x0 + w1 x1`` with ``w0 = 1 - t_next`` and, for the noise level ``a``,
 
-    * ``flow_ode``: ``w1 = t_next``, deviation 0. This is the Euler step ``x - v d``.
-    * ``flow_sde`` (the SDE of Liu et al. 2025, Flow-GRPO: mean ``x - v d - s^2 d / (2 t) (x + (1 - t) v)``):
-      ``w1 = t_next - s^2 d / (2 t)``, deviation ``s sqrt(d)``, with ``s = a sqrt(t / (1 - t))``. Where ``t = 1``, the
-      denominator of ``s`` would be 0, and the second grid point's is taken.
-    * ``flow_cps`` (Wang et al. 2025, Coefficients-Preserving Sampling): ``w1 = t_next cos(pi a / 2)``, deviation
+    * ``flow_ode``: ``w1 = t_next``, std 0: the Euler step ``x - v d``.
+    * ``flow_sde`` (Liu et al. 2025, Flow-GRPO: mean ``x - v d - s^2 d / (2 t) (x + (1 - t) v)``):
+      ``w1 = t_next - s^2 d / (2 t)``, std ``s sqrt(d)``, with ``s = a sqrt(t / (1 - t))``.
+    * ``flow_cps`` (Wang et al. 2025, Coefficients-Preserving Sampling): ``w1 = t_next cos(pi a / 2)``, std
       ``t_next sin(pi a / 2)``.
-    * ``flow_noise`` (Zhang et al. 2025, ReinFlow): the mean of ``flow_ode``, deviation ``noise_std`` of a trained head.
+    * ``flow_noise`` (Zhang et al. 2025, ReinFlow): the mean of ``flow_ode``, std ``noise_std`` of a trained head.
 
-    ``x``, ``velocity`` and ``noise_std`` are ``[B, H, D]``; ``t``, ``t_next`` and ``t_second``, the second point of the
-    grid, are broadcastable to them; ``noise_level`` is ``a``.
+    ``x``, ``velocity`` and ``noise_std`` are ``[B, H, D]``; the times, with ``t_second`` the grid's second point, broadcast.
     """
     d = t - t_next
     action, noise = x - velocity * t, x + velocity * (1.0 - t)
     noise_weight, std = t_next, torch.zeros_like(t)
     if method == "flow_sde":
+        # At t = 1 the denominator would be 0, so the second grid point is used.
         s = noise_level * torch.sqrt(t / (1.0 - torch.where(t == 1.0, t_second, t)))
         noise_weight, std = t_next - s.square() * d / (2.0 * t), d.sqrt() * s
     elif method == "flow_cps":
@@ -73,7 +69,7 @@ def step_moments(
 
 
 def gaussian_logprobs(x: Tensor, mean: Tensor, std: Tensor) -> Tensor:
-    """Elementwise ``log N(x; mean, std)``; 0 where ``std`` is 0, which marks a step without a choice."""
+    """Return elementwise ``log N(x; mean, std)``; 0 where ``std`` is 0, which marks a deterministic step."""
     fixed = std == 0.0
     std = std.masked_fill(fixed, 1.0)
     logprobs = -0.5 * ((x - mean) / std).square() - std.log() - 0.5 * math.log(2.0 * math.pi)
@@ -81,16 +77,14 @@ def gaussian_logprobs(x: Tensor, mean: Tensor, std: Tensor) -> Tensor:
 
 
 def gaussian_entropy(std: Tensor) -> Tensor:
-    """Elementwise ``0.5 log(2 pi e std^2)`` in nats; 0 where ``std`` is 0."""
+    """Return elementwise ``0.5 log(2 pi e std^2)`` in nats; 0 where ``std`` is 0."""
     fixed = std == 0.0
     return (std.masked_fill(fixed, 1.0).log() + 0.5 * math.log(2.0 * math.pi * math.e)).masked_fill(fixed, 0.0)
 
 
 def training_times(uniforms: Tensor) -> Tensor:
-    """Times of the flow-matching loss, ``0.999 b + 0.001`` with ``b ~ Beta(1.5, 1)``: many near 1, where noise rules.
-
-    The distribution function of Beta(1.5, 1) is ``b^1.5``, so ``b = u^(2/3)`` for ``u`` in (0, 1); shapes are kept.
-    """
+    """Return times of the flow-matching loss, ``0.999 b + 0.001`` with ``b ~ Beta(1.5, 1)``: many near 1, the noise."""
+    # The distribution function of Beta(1.5, 1) is b^1.5, so b = u^(2/3).
     return uniforms.float() ** (2.0 / 3.0) * 0.999 + 0.001
 
 

@@ -1,22 +1,25 @@
-"""Resizing of uint8 images in torch, batched and on any device: the bits of Pillow (bicubic) and of TensorFlow (the others)."""
+"""Resizing and JPEG round trips of uint8 images, batched, with the bits of Pillow, torch or TensorFlow."""
 
 from __future__ import annotations
 
+import io
 from collections.abc import Callable
 from functools import lru_cache
 
 import numpy as np
+import simplejpeg
 import torch
+from PIL import Image
 from torch import Tensor
 
 PRECISION_BITS = 22
-"""Bits behind the point of Pillow's fixed-point weights."""
+"""Fraction bits of Pillow's fixed-point weights."""
 IMAGES_AT_ONCE = 4
-"""Images per slice of the work on a CPU, so that its intermediate results stay in the cache."""
+"""Images per slice on a CPU, so that intermediate results stay in the cache."""
 
 
 def _in_slices(images: Tensor, size: tuple[int, int], resize: Callable[[Tensor, int, int], Tensor]) -> Tensor:
-    """Apply ``resize(slice, height, width)`` to slices of images; return images that have the size already unchanged."""
+    """Apply ``resize(slice, height, width)`` to slices of images; images that already have the size pass unchanged."""
     if tuple(images.shape[-2:]) == size:
         return images
     slices = images.split(IMAGES_AT_ONCE if images.device.type == "cpu" else max(1, len(images)))
@@ -26,10 +29,9 @@ def _in_slices(images: Tensor, size: tuple[int, int], resize: Callable[[Tensor, 
 def resize_bicubic(images: Tensor, size: tuple[int, int]) -> Tensor:
     """Resize uint8 ``[B, C, H, W]`` to ``size`` (height, width) as ``PIL.Image.resize(..., BICUBIC)`` does.
 
-    A horizontal and then a vertical pass, each a sum of weighted pixels in 32-bit integers with ``PRECISION_BITS`` bits
-    behind the point, rounded and clipped to uint8. Shrinking widens the kernel (antialiasing). Pillow up to version 12
-    always works in this order, as public checkpoints were trained; version 13 starts with the vertical pass for images
-    that lose more than two rows per column lost.
+    A horizontal, then a vertical pass of weighted sums in 32-bit integers, each rounded and clipped to uint8; shrinking
+    widens the kernel (antialiasing). Pillow up to 12 always works in this order, as public checkpoints were trained;
+    version 13 starts with the vertical pass for images that lose more than two rows per column lost.
     """
     return _in_slices(images, tuple(size), _bicubic_slice)
 
@@ -44,14 +46,15 @@ def _bicubic_slice(images: Tensor, height: int, width: int) -> Tensor:
 
 
 def _resize_rows(pixels: Tensor, length: int) -> Tensor:
-    """Resize the second last axis of int32 ``[B, C, N, M]`` to ``length``."""
+    """Resize the second to last axis of int32 ``[B, C, N, M]`` to ``length``."""
     return _weighted_rows(pixels, *_taps(pixels.shape[-2], length, pixels.device), PRECISION_BITS)
 
 
 def _weighted_rows(pixels: Tensor, indices: Tensor, weights: Tensor, bits: int) -> Tensor:
-    """Add up int32 rows ``indices [taps, length]`` of the second last axis times ``weights``, with ``bits`` behind the point."""
+    """Sum int32 rows ``indices [taps, length]`` of the second to last axis times ``weights`` with ``bits`` fraction bits."""
     shape = (*pixels.shape[:-2], indices.shape[1], pixels.shape[-1])
-    total = pixels.new_full(shape, 1 << (bits - 1))  # rounds the shift below to the nearest
+    # Half a unit: rounds the shift below to the nearest.
+    total = pixels.new_full(shape, 1 << (bits - 1))
     for index, weight in zip(indices, weights, strict=True):
         total.addcmul_(pixels.index_select(-2, index), weight)
     return total.bitwise_right_shift_(bits).clamp_(0, 255)
@@ -62,17 +65,18 @@ def _taps(length: int, new_length: int, device: torch.device) -> tuple[Tensor, T
     """Return input positions ``[taps, new_length]`` and int32 weights ``[taps, new_length, 1]`` of a pass.
 
     Keys' cubic convolution kernel with a = -1/2 (Keys 1981, eq. 4), stretched by the scale when shrinking; the weights of
-    an output pixel are divided by their sum and rounded half away from zero, in Pillow's order of operations.
+    an output pixel are divided by their sum and rounded half away from zero.
     """
     scale = length / new_length
     stretch = max(scale, 1.0)
     support = 2.0 * stretch
     centres = (np.arange(new_length) + 0.5) * scale
-    first = np.maximum((centres - support + 0.5).astype(np.int64), 0)  # C's conversion: towards zero
+    # The order of operations is Pillow's; C converts towards zero and sums one after the other, unlike np.sum.
+    first = np.maximum((centres - support + 0.5).astype(np.int64), 0)
     end = np.minimum((centres + support + 0.5).astype(np.int64), length)
     positions = first + np.arange((end - first).max())[:, None]
     weights = np.where(positions < end, _cubic((positions - centres + 0.5) * (1.0 / stretch)), 0.0)
-    weights = weights / np.cumsum(weights, axis=0)[-1] * (1 << PRECISION_BITS)  # one after the other, unlike np.sum
+    weights = weights / np.cumsum(weights, axis=0)[-1] * (1 << PRECISION_BITS)
     fixed = np.trunc(weights + np.copysign(0.5, weights)).astype(np.int32)
     indices = torch.from_numpy(np.minimum(positions, length - 1))
     return indices.to(device), torch.from_numpy(fixed)[..., None].to(device)
@@ -86,10 +90,8 @@ def _cubic(x: np.ndarray) -> np.ndarray:
 
 
 def resize_bilinear(images: Tensor, size: tuple[int, int]) -> Tensor:
-    """Resize uint8 ``[B, C, H, W]`` to ``size`` (height, width) as torch does on a CPU: bilinear, without antialiasing.
-
-    Torch has no such kernel for GPUs; there, the same integers are computed by the operations of ``resize_bicubic``.
-    """
+    """Resize uint8 ``[B, C, H, W]`` to ``size`` (height, width) as torch does on a CPU: bilinear, without antialiasing."""
+    # Torch has no such kernel for GPUs; the same integers are computed there.
     if images.device.type == "cpu":
         return torch.nn.functional.interpolate(images, size=size, mode="bilinear")
     return bilinear_by_integers(images, *size)
@@ -101,19 +103,18 @@ def bilinear_by_integers(images: Tensor, height: int, width: int) -> Tensor:
     for length, axis in ((width, -1), (height, -2)):
         if images.shape[axis] != length:
             pixels = pixels.transpose(axis, -2).contiguous()
-            pixels = _weighted_rows(pixels, *_bilinear_taps(pixels.shape[-2], length, pixels.device)).transpose(
-                axis, -2
-            )
+            taps = _bilinear_taps(pixels.shape[-2], length, pixels.device)
+            pixels = _weighted_rows(pixels, *taps).transpose(axis, -2)
     return pixels.contiguous().to(torch.uint8)
 
 
 @lru_cache(maxsize=64)
 def _bilinear_taps(length: int, new_length: int, device: torch.device) -> tuple[Tensor, Tensor, int]:
-    """Return positions, weights and bits of ``_weighted_rows``: as many bits as let the weights fit into 16, as in torch."""
+    """Return positions, weights and bits for ``_weighted_rows``: as many bits as keep the weights within 16, as in torch."""
     source = np.maximum((np.arange(new_length) + 0.5) * (length / new_length) - 0.5, 0.0)
     above = np.minimum(source.astype(np.int64), length - 1)
-    share = source - above
-    weights = np.stack([1.0 - share, share])
+    fraction = source - above
+    weights = np.stack([1.0 - fraction, fraction])
     bits = next(bits for bits in range(PRECISION_BITS) if int(0.5 + weights.max() * (1 << (bits + 1))) >= 1 << 15)
     fixed = torch.from_numpy((0.5 + weights * (1 << bits)).astype(np.int32))[..., None]
     indices = torch.from_numpy(np.stack([above, np.minimum(above + 1, length - 1)]))
@@ -123,9 +124,8 @@ def _bilinear_taps(length: int, new_length: int, device: torch.device) -> tuple[
 def resize_lanczos3(images: Tensor, size: tuple[int, int]) -> Tensor:
     """Resize uint8 ``[B, C, H, W]`` to ``size`` (height, width) as TensorFlow does, by ``lanczos3`` with antialias.
 
-    A vertical and then a horizontal pass in float32, each product rounded before it is added; the result is rounded and
-    clipped to uint8. The kernel is ``sinc(x) sinc(x / 3)`` for ``|x| <= 3`` (Duchon 1979), stretched by the scale when
-    shrinking.
+    A vertical, then a horizontal pass in float32, rounded and clipped to uint8. The kernel is ``sinc(x) sinc(x / 3)`` for
+    ``|x| <= 3`` (Duchon 1979), stretched by the scale when shrinking.
     """
     return _in_slices(images, size, _lanczos3_slice)
 
@@ -139,23 +139,24 @@ def _lanczos3_slice(images: Tensor, height: int, width: int) -> Tensor:
 def _lanczos3_rows(pixels: Tensor, length: int) -> Tensor:
     total = pixels.new_zeros(*pixels.shape[:-2], length, pixels.shape[-1])
     for index, weight in zip(*_lanczos3_taps(pixels.shape[-2], length, pixels.device), strict=True):
-        total.add_(pixels.index_select(-2, index).mul_(weight))  # addcmul_ rounds once, TensorFlow twice
+        # addcmul_ rounds once; TensorFlow rounds the product first.
+        total.add_(pixels.index_select(-2, index).mul_(weight))
     return total
 
 
 @lru_cache(maxsize=64)
 def _lanczos3_taps(length: int, new_length: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """Return input positions ``[taps, new_length]`` and float32 weights ``[taps, new_length, 1]`` of a pass."""
-    one, half, radius = np.float32(1.0), np.float32(0.5), np.float32(3.0)
-    scale = one / (np.float32(new_length) / np.float32(length))
-    stretch = max(scale, one)
+    unit, half, radius = np.float32(1.0), np.float32(0.5), np.float32(3.0)
+    scale = unit / (np.float32(new_length) / np.float32(length))
+    stretch = max(scale, unit)
     centres = (np.arange(new_length, dtype=np.float32) + half) * scale
     first = np.clip(np.ceil(centres - radius * stretch - half).astype(np.int64), 0, length - 1)
     last = np.clip(np.floor(centres + radius * stretch - half).astype(np.int64), 0, length - 1)
     positions = first + np.arange((last - first).max() + 1)[:, None]
-    weights = _lanczos3(np.abs((positions.astype(np.float32) + half - centres) * (one / stretch)))
+    weights = _lanczos3(np.abs((positions.astype(np.float32) + half - centres) * (unit / stretch)))
     weights = np.where(positions <= last, weights, np.float32(0.0))
-    weights *= one / np.cumsum(weights, axis=0)[-1]  # one after the other, unlike np.sum
+    weights *= unit / np.cumsum(weights, axis=0)[-1]
     indices = torch.from_numpy(np.minimum(positions, length - 1))
     return indices.to(device), torch.from_numpy(weights)[..., None].to(device)
 
@@ -169,15 +170,14 @@ def _lanczos3(x: np.ndarray) -> np.ndarray:
 
 
 def _sine(angle: np.ndarray) -> np.ndarray:
-    """Sine of float32 numbers, rounded correctly (NumPy's own float32 sine is not, on some processors)."""
+    # NumPy's own float32 sine is not correctly rounded on some processors.
     return np.sin(angle.astype(np.float64)).astype(np.float32)
 
 
 def crop_and_resize(images: Tensor, area: float, size: tuple[int, int]) -> Tensor:
-    """Cut out the centre of uint8 ``[B, C, H, W]`` and resize it as ``tf.image.crop_and_resize`` (bilinear) does.
+    """Crop the centre of uint8 ``[B, C, H, W]`` and resize it as ``tf.image.crop_and_resize`` (bilinear) does.
 
-    ``area`` is the fraction of the image that is kept; both sides are multiplied by its square root. The image becomes
-    float32 in [0, 1] and uint8 again as with ``tf.image.convert_image_dtype``: times 255.5, cut off.
+    ``area`` is the fraction of the image that remains. The result is uint8 as from ``tf.image.convert_image_dtype``.
     """
     pixels = images.float().mul_(1.0 / 255.0)
     pixels = _interpolate_rows(pixels.transpose(-1, -2), area, size[1]).transpose(-1, -2)
@@ -186,12 +186,27 @@ def crop_and_resize(images: Tensor, area: float, size: tuple[int, int]) -> Tenso
 
 
 def _interpolate_rows(pixels: Tensor, area: float, length: int) -> Tensor:
-    """Sample the second last axis at ``length`` places, from one border of the crop to the other."""
-    one, last = np.float32(1.0), np.float32(pixels.shape[-2] - 1)
+    """Sample the second to last axis at ``length`` places, from one border of the crop to the other."""
+    unit, last = np.float32(1.0), np.float32(pixels.shape[-2] - 1)
     side = np.sqrt(np.float32(area))
-    low = (one - side) / np.float32(2.0)
+    low = (unit - side) / np.float32(2.0)
     step = (low + side - low) * last / np.float32(length - 1)
     places = torch.from_numpy(low * last + np.arange(length, dtype=np.float32) * step).to(pixels.device)
     above = pixels.index_select(-2, places.floor().long())
     below = pixels.index_select(-2, places.ceil().long())
     return above + (below - above) * (places - places.floor())[:, None]
+
+
+QUALITY = 95
+"""TensorFlow's default."""
+
+
+def jpeg_round_trip(images: Tensor) -> Tensor:
+    """Return ``tf.io.decode_image(tf.io.encode_jpeg(image))`` of uint8 RGB ``[B, 3, H, W]``, on the same device."""
+    rows = images.permute(0, 2, 3, 1).cpu().contiguous().numpy()
+    decoded = np.empty_like(rows)
+    for row, image in enumerate(rows):
+        stream = io.BytesIO()
+        Image.fromarray(image).save(stream, "JPEG", quality=QUALITY, subsampling="4:2:0")
+        decoded[row] = simplejpeg.decode_jpeg(stream.getvalue(), fastdct=True, fastupsample=False)
+    return torch.from_numpy(decoded).permute(0, 3, 1, 2).contiguous().to(images.device)

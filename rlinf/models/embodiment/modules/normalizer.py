@@ -1,4 +1,4 @@
-"""Actions and states between the units of the environment and [-1, 1], by bounds of the training data."""
+"""Actions and states between env units and [-1, 1], by bounds of the training data."""
 
 from __future__ import annotations
 
@@ -17,10 +17,7 @@ from rlinf.options import closest
 
 
 def select_stats(norm_stats: Mapping[str, Any], unnorm_key: str | None) -> Mapping[str, Any]:
-    """Return the statistics of one data set: ``action``, and ``proprio`` if it has states; None: of the only data set.
-
-    Raise ConfigError as ``check_statistics``.
-    """
+    """Return the checked statistics of one data set (``action``, and ``proprio`` if any); None: of the only data set."""
     if unnorm_key is None:
         if len(norm_stats) != 1:
             raise ConfigError(
@@ -31,8 +28,8 @@ def select_stats(norm_stats: Mapping[str, Any], unnorm_key: str | None) -> Mappi
         unnorm_key = next(iter(norm_stats))
     if unnorm_key not in norm_stats:
         known = closest(unnorm_key, norm_stats) or next(iter(norm_stats), "<name>")
-        found = f"Unknown model.unnorm_key '{unnorm_key}'.{did_you_mean(unnorm_key, norm_stats)}"
-        raise ConfigError(f"{found} Set model.unnorm_key={known}")
+        problem = f"Unknown model.unnorm_key '{unnorm_key}'.{did_you_mean(unnorm_key, norm_stats)}"
+        raise ConfigError(f"{problem} Set model.unnorm_key={known}")
     stats = norm_stats[unnorm_key]
     for part in ("action", "proprio"):
         check_statistics(stats.get(part) or {} if isinstance(stats, Mapping) else stats, f"{part} of '{unnorm_key}'")
@@ -45,7 +42,7 @@ def select_action_stats(norm_stats: Mapping[str, Any], unnorm_key: str | None) -
 
 
 def unit_range_stats(action_dim: int, state_dim: int | None = None) -> dict[str, Any]:
-    """Return the statistics, under the key ``unit_range``, of actions (and states) whose units are [-1, 1] already."""
+    """Return statistics, under the key ``unit_range``, of actions (and states) in units of [-1, 1]."""
     widths = {"action": action_dim} | ({"proprio": state_dim} if state_dim else {})
     bounds = {"q01": -1.0, "q99": 1.0, "min": -1.0, "max": 1.0, "mask": True}
     return {"unit_range": {part: {name: [x] * dim for name, x in bounds.items()} for part, dim in widths.items()}}
@@ -55,9 +52,7 @@ class ActionNormalizer:
     """``x = 0.5 * (n + 1) * (high - low) + low`` where ``mask``; elsewhere ``x = n``. Computed in float64.
 
     Args:
-        stats: Two lists of ``D`` numbers and optionally ``mask`` (``D`` booleans; absent: all true).
-        action_dim: ``D`` that the model has; None: not checked.
-        bounds: Names of the two lists.
+        stats: Two lists of ``D`` numbers, named by ``bounds``, and optionally ``mask`` (``D`` booleans; default: true).
         unnormalize_epsilon: Added to ``high - low`` when unnormalising (OpenVLA-OFT: 1e-8); normalising always adds 1e-8.
     """
 
@@ -72,7 +67,7 @@ class ActionNormalizer:
         if low not in stats or high not in stats:
             raise ConfigError(
                 f"The statistics hold {', '.join(stats)}; normalising by {low} and {high} needs both. "
-                "Set another model.unnorm_key"
+                "Set a different model.unnorm_key"
             )
         self.range = Range.of(stats, bounds, "action or state")
         self.low, self.high = (np.array(stats[name], dtype=np.float64) for name in bounds)
@@ -81,8 +76,8 @@ class ActionNormalizer:
         self._by_device: dict[torch.device, tuple[Tensor, Tensor, Tensor]] = {}
         if action_dim not in (None, len(self.low)):
             raise ConfigError(
-                f"model.action_token_len is {action_dim}, but the action statistics have {len(self.low)} numbers. "
-                f"Set model.action_token_len={len(self.low)}, or another model.unnorm_key"
+                f"model.action_token_len is {action_dim}, but the action statistics have {len(self.low)} dimensions. "
+                f"Set model.action_token_len={len(self.low)}, or a different model.unnorm_key"
             )
 
     def _tensors(self, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
@@ -99,7 +94,7 @@ class ActionNormalizer:
         return torch.where(mask, 0.5 * (normalized + 1.0) * span + low, normalized)
 
     def normalize(self, actions: Tensor) -> Tensor:
-        """Map ``[..., D]`` in env units to [-1, 1], float64, clipped; a dimension with high = low gives -1 at it."""
+        """Map ``[..., D]`` in env units to [-1, 1], float64, clipped; a dimension with high = low gives -1 there."""
         low, high, mask = self._tensors(actions.device)
         actions = actions.double()
         scaled = 2.0 * (actions - low) / (high - low + 1e-8) - 1.0

@@ -9,18 +9,18 @@ import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 
-from rlinf.models.embodiment.modules.float32 import without_autocast
+from rlinf.models.precision import without_autocast
 
 TOKEN_WIDTH = 256
 NAME, READOUT_FILE = "readout_token", "readout_token.safetensors"
-"""Attribute of a policy and start of the names of its weights; their file, where the policy's own cannot hold them."""
+"""Attribute of a policy and prefix of its weight names; file for policies whose own files cannot hold them."""
 
 
 class ReadoutToken(nn.Module):
-    """Encode the states of images and prompt into one token, from which a decoder must reconstruct each of them.
+    """Encode the states of images and prompt into one token, from which a decoder reconstructs each of them.
 
-    The encoder is a small transformer over the states and a learned token. The decoder reads the token and a position. RLT's
-    decoder also reads the states before the position, from which much of the next state can be guessed without any token.
+    The encoder is a small transformer over the states and a learned token. The decoder reads the token and a position.
+    (RLT's decoder also reads earlier states, which make the next state easy to guess without the token.)
     """
 
     def __init__(self, hidden_size: int) -> None:
@@ -37,7 +37,7 @@ class ReadoutToken(nn.Module):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Draw new weights: torch's defaults, and a token of deviation 1."""
+        """Draw new weights: torch's defaults, and a token of std 1."""
         for module in self.modules():
             if isinstance(module, nn.MultiheadAttention):
                 module._reset_parameters()
@@ -46,33 +46,27 @@ class ReadoutToken(nn.Module):
         nn.init.normal_(self.token)
 
     def forward(self, states: Tensor, mask: Tensor | None) -> Tensor:
-        """Return the token, float32 ``[B, TOKEN_WIDTH]``, of ``states [B, P, H]``.
-
-        ``mask`` is bool ``[B, P]``, false on padding; None: nothing is padding.
-        """
+        """Return the token, float32 ``[B, TOKEN_WIDTH]``, of ``states [B, P, H]``; ``mask``: bool, false on padding."""
         with without_autocast(states):
             standard, positions = self._inputs(states, mask)
-            own = self.token.expand(len(states), 1, -1)
-            sequence = torch.cat([own, self.read(standard) + positions], dim=1)
+            token = self.token.expand(len(states), 1, -1)
+            sequence = torch.cat([token, self.read(standard) + positions], dim=1)
             ignored = None if mask is None else nn.functional.pad(~mask, (1, 0), value=False)
             return self.encoder(sequence, src_key_padding_mask=ignored)[:, 0]
 
     def loss(self, states: Tensor, mask: Tensor | None) -> Tensor:
-        """Return the mean squared error ``[B]`` of the reconstructed states, each scaled to mean 0 and deviation 1.
-
-        No gradient reaches the states. A decoder that predicts the mean reaches 1.
-        """
+        """Return the mean squared error ``[B]`` of the reconstructed states, each scaled to mean 0 and std 1."""
         states = states.detach()
         with without_autocast(states):
             standard, positions = self._inputs(states, mask)
-            found = self.decoder(self(states, mask).unsqueeze(1) + positions)
-            errors = (found - standard).square().mean(-1)
+            decoded = self.decoder(self(states, mask).unsqueeze(1) + positions)
+            errors = (decoded - standard).square().mean(-1)
             if mask is None:
                 return errors.mean(1)
             return (errors * mask).sum(1) / mask.sum(1)
 
     def _inputs(self, states: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Return standardised states ``[B, P, H]``, and codes ``[B or 1, P, width]`` of their positions without padding."""
+        """Return standardised states ``[B, P, H]``, and position codes ``[B or 1, P, width]`` that skip padding."""
         standard = nn.functional.layer_norm(states.float(), states.shape[-1:])
         numbers = torch.arange(states.shape[1], device=states.device)[None] if mask is None else mask.cumsum(1) - 1
         halves = torch.arange(TOKEN_WIDTH // 2, device=states.device)
@@ -82,7 +76,7 @@ class ReadoutToken(nn.Module):
 
 
 def holds_readout_token(folder: str | Path) -> bool:
-    """Return whether a folder of a policy, or of its adapters, holds the weights of a ``ReadoutToken``."""
+    """Return whether a folder of a policy, or of its adapters, has the weights of a ``ReadoutToken``."""
     for file in Path(folder).glob("*.safetensors"):
         with safe_open(file, framework="pt") as opened:
             if file.name == READOUT_FILE or any(name.startswith(f"{NAME}.") for name in opened.keys()):

@@ -20,7 +20,7 @@ def load_tokenizer(path: str | None, vocab_size: int) -> Any:
     except (OSError, ValueError) as error:
         raise ConfigError(
             f"'{folder}' holds no tokenizer that can be loaded ({str(error).splitlines()[0]}); many public checkpoints "
-            "have none, and name the language model whose tokenizer they use. Set tokenizer.tokenizer_model=<its folder>"
+            "lack it and name the language model whose tokenizer they use. Set tokenizer.tokenizer_model=<its folder>"
         ) from error
     if len(tokenizer) > vocab_size:
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""The critic: hidden states to values."""
+"""The value head: hidden states to values."""
 
 from __future__ import annotations
 
@@ -6,15 +6,11 @@ from collections.abc import Sequence
 
 from torch import Tensor, nn
 
-from rlinf.models.embodiment.modules.float32 import without_autocast
+from rlinf.models.precision import without_autocast
 
 
 class ValueHead(nn.Module):
-    """Perceptron ``mlp.{0,2,...}``; by default Linear(H, 512), GELU, Linear(512, 128), GELU, Linear(128, 1, no bias).
-
-    Public RL checkpoints have these parameter names. Initialisation: the hidden layers keep torch's default (uniform in
-    +-1/sqrt(fan_in)), the last layer is normal with deviation 0.02 and bias 0, so that values start near 0.
-    """
+    """MLP ``mlp.{0,2,...}``; by default Linear(H, 512), GELU, Linear(512, 128), GELU, Linear(128, 1, no bias)."""
 
     def __init__(
         self,
@@ -32,10 +28,10 @@ class ValueHead(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draw new weights (see the class)."""
         for layer in self.mlp:
             if isinstance(layer, nn.Linear):
                 layer.reset_parameters()
+        # Small weights in the last layer let values start near 0.
         nn.init.normal_(self.mlp[-1].weight, std=0.02)
         if self.mlp[-1].bias is not None:
             nn.init.zeros_(self.mlp[-1].bias)

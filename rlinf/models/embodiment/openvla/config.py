@@ -1,4 +1,4 @@
-"""Configuration of OpenVLA: the fields of public ``config.json`` files, and switches for models from scratch."""
+"""Configuration of OpenVLA: the fields of public ``config.json`` files, and options for models from scratch."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ class VisionTowerSpec:
 
     Attributes:
         kind: ``dinov2`` (class and register tokens, LayerScale) or ``siglip``.
-        num_prefix_tokens: Class token and registers, cut off the output.
-        feature_layer: Index of the block whose output is the feature (negative: from the end), without the final norm.
+        num_prefix_tokens: Class token and registers, which are removed from the output.
+        feature_layer: Index of the layer whose output is the feature (negative: from the end), without the final norm.
         mlp_stem_dim: Hidden width of a two-layer patch embedding; None: one linear layer.
-        film_dim: Width of the text vector that modulates the blocks; None: no FiLM.
+        film_dim: Width of the text vector of FiLM; None: no FiLM.
     """
 
     kind: str
@@ -56,50 +56,44 @@ class VisionTowerSpec:
 
     @property
     def num_used_blocks(self) -> int:
-        """Blocks that are run; the others only lie in the file."""
+        """Layers that are run; the remaining ones are only part of the file."""
         return self.depth + self.feature_layer + 1 if self.feature_layer < 0 else self.feature_layer + 1
 
 
 CROP_AREA = 0.9
-"""Part of an image that models see which were trained on random crops of it (the public fine-tuning's ``image_aug``)."""
+"""Crop area of models trained with random crops (``image_aug`` of the public fine-tuning)."""
 
 
 class OpenVLAConfig(PreTrainedConfig):
-    """OpenVLA (Kim et al. 2024). The first block of arguments are public fields, the second are ours.
+    """OpenVLA (Kim et al. 2024). Fields without an entry below are public ones.
 
     Args:
-        timm_model_ids: Names of one or two vision transformers; kind, size and patch are read off the name.
+        timm_model_ids: Names of one or two vision transformers, which contain kind, size and patch.
         image_sizes: Pixels per tower.
         image_resize_strategy: ``resize-naive``, ``letterbox`` or ``resize-crop``.
         use_fused_vision_backbone: Two towers, whose features are concatenated.
         timm_override_act_layers: Activation per tower; None: erf GELU.
         text_config: Differences from ``LlamaConfig`` defaults.
-        pad_to_multiple_of: Padding rows at the end of the vocabulary; action tokens lie right before them.
-        n_action_bins: Number of action tokens.
+        pad_to_multiple_of: Padding rows at the end of the vocabulary, right after the action tokens.
         norm_stats: Data set name to action statistics.
         vision_overrides: Per tower: ``embed_dim, depth, num_heads, mlp_ratio, patch_size, hidden_act``.
-        vision_feature_layer: Block whose output is used; -2 in public checkpoints.
-        action_decoding: ``autoregressive``, or ``parallel``: placeholder tokens behind the prompt, bidirectional
-            attention, every action token read off its own placeholder (Kim et al. 2025, OpenVLA-OFT, without chunks).
+        vision_feature_layer: Layer whose output is used; -2 in public checkpoints.
+        action_decoding: ``autoregressive``, or ``parallel``: placeholder tokens after the prompt, bidirectional
+            attention, one action token read at each (Kim et al. 2025, OpenVLA-OFT, without chunks).
         learned_placeholders: Train the placeholder embeddings; false: zeros, as in OpenVLA-OFT.
         action_bin_rule: ``midpoints`` (public) or ``grid``; see ``ActionTokenizer``.
-        use_film: Modulate vision blocks by the mean text embedding (OpenVLA-OFT's form of Perez et al. 2018).
+        use_film: Modulate vision layers by the mean text embedding (OpenVLA-OFT's form of Perez et al. 2018).
         mlp_stem_dim: Hidden width of a two-layer patch embedding; None: one linear layer.
-        patches_per_token: Neighbouring patches that the projector joins into one token: a square block if this is a
-            square number, else a run within a row.
+        patches_per_token: Neighbouring patches per image token: a square if this is a square number, else a run in a row.
         num_images_in_input: Cameras that the model sees, in the order of the observation.
-        prompt_template: Text around ``{instruction}``.
-        prompt_suffix_token_id: Appended to the prompt when not there yet; None: nothing.
-        image_mean, image_std: Per channel, of images in [0, 1], for a processor that is made again; None: the towers'
-            own. A mean near the background's colour makes small objects stand out, without which a small model does not
-            learn.
-        image_preparation: The first step on an image. ``rlds``: compress it as JPEG and back, and resize it to the model's
-            input by Lanczos-3, as in RLDS data sets and the public evaluation on LIBERO, with the bits of TensorFlow;
-            ``none``: only the resizing above.
-        center_crop: Cut out the centre, 0.9 of the area, and enlarge it, as the public evaluations do for models that were
-            fine-tuned on random crops of that area (``image_aug``).
-        weight_init: Random weights: ``normal`` (deviation ``text_config.initializer_range`` everywhere, as in public
-            models) or ``fan_in`` (deviation 1/sqrt(inputs), embeddings 1), with which small models learn faster.
+        prompt_suffix_token_id: Appended to prompts that do not end with it; None: nothing.
+        image_mean, image_std: Per channel, of images in [0, 1], for a new processor; None: the towers' own. Small models
+            from scratch need a mean near the background's colour to see small objects.
+        image_preparation: ``rlds``: a JPEG round trip and Lanczos-3 resize come first, as in RLDS data sets and the
+            public evaluation on LIBERO; ``none``: only the resize above.
+        center_crop: Crop the centre (0.9 of the area) and enlarge it, as public evaluations after ``image_aug`` do.
+        weight_init: Random weights: ``normal`` (std ``text_config.initializer_range``) or ``fan_in`` (std 1/sqrt(inputs),
+            embeddings 1), with which small models learn faster.
         max_prompt_len: Prompts are padded to this length; None: to the longest of the batch.
     """
 
@@ -147,13 +141,13 @@ class OpenVLAConfig(PreTrainedConfig):
         self.timm_model_ids = list(
             self.timm_model_ids or ["vit_large_patch14_reg4_dinov2.lvd142m", "vit_so400m_patch14_siglip_224"]
         )
-        towers = len(self.timm_model_ids)
-        self.timm_override_act_layers = list(self.timm_override_act_layers or [None] * towers)
-        self.image_sizes = list(self.image_sizes or [224] * towers)
+        num_towers = len(self.timm_model_ids)
+        self.timm_override_act_layers = list(self.timm_override_act_layers or [None] * num_towers)
+        self.image_sizes = list(self.image_sizes or [224] * num_towers)
         if self.use_fused_vision_backbone is None:
-            self.use_fused_vision_backbone = towers == 2
+            self.use_fused_vision_backbone = num_towers == 2
         self.norm_stats = self.norm_stats or {}
-        self.vision_overrides = list(self.vision_overrides or [{} for _ in range(towers)])
+        self.vision_overrides = list(self.vision_overrides or [{} for _ in range(num_towers)])
         if not isinstance(self.text_config, LlamaConfig):
             llama2 = {"vocab_size": 32064, "pad_token_id": self.pad_token_id}
             self.text_config = LlamaConfig(**(self.text_config or llama2))
@@ -162,7 +156,7 @@ class OpenVLAConfig(PreTrainedConfig):
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path: str | Path, **kwargs: Any) -> Any:
-        """Read ``config.json``; data sets of ``dataset_statistics.json`` are added to ``norm_stats`` and win there."""
+        """Read ``config.json``; ``dataset_statistics.json`` is merged into ``norm_stats`` and takes precedence."""
         folder = checkpoint_folder(pretrained_model_name_or_path)
         result = super().from_pretrained(folder, **kwargs)
         config = result[0] if isinstance(result, tuple) else result
@@ -170,16 +164,16 @@ class OpenVLAConfig(PreTrainedConfig):
         return result
 
     def _check(self) -> None:
-        towers = len(self.timm_model_ids)
-        if towers != (2 if self.use_fused_vision_backbone else 1):
+        num_towers = len(self.timm_model_ids)
+        if num_towers != (2 if self.use_fused_vision_backbone else 1):
             raise field_error(
-                f"use_fused_vision_backbone is {self.use_fused_vision_backbone} and timm_model_ids has {towers} names; "
-                "required: two towers, which are fused, or one", "use_fused_vision_backbone=null",
+                f"use_fused_vision_backbone is {self.use_fused_vision_backbone} and timm_model_ids has {num_towers} names; "
+                "required: two fused towers, or one", "use_fused_vision_backbone=null",
             )  # fmt: skip
         for name in ("image_sizes", "timm_override_act_layers", "vision_overrides"):
-            found = len(getattr(self, name))
-            if found != towers:
-                problem = f"{name} has {found} entries; required: one per vision tower ({towers})"
+            count = len(getattr(self, name))
+            if count != num_towers:
+                problem = f"{name} has {count} entries; required: one per vision tower ({num_towers})"
                 raise field_error(problem, f"{name}=null")
         check_choice("action_decoding", self.action_decoding, ("autoregressive", "parallel"))
         check_choice("weight_init", self.weight_init, ("normal", "fan_in"))
@@ -195,21 +189,21 @@ class OpenVLAConfig(PreTrainedConfig):
         if self.text_config.model_type != "llama":
             raise ConfigError(
                 f"text_config.model_type is '{self.text_config.model_type}'; required: llama. "
-                "Set model.model_type=hf_vla for a vision-language model of another kind"
+                "Set model.model_type=hf_vla for a vision-language model of a different kind"
             )
 
     @property
     def crop_area(self) -> float:
-        """Fraction of an image's area that the policy sees outside of augmented cloning."""
+        """Fraction of an image's area that the policy sees, except in augmented cloning."""
         return CROP_AREA if self.center_crop else 1.0
 
     @property
     def action_vocab_size(self) -> int:
-        """Vocabulary without padding rows; its last ``n_action_bins`` ids are the action tokens."""
+        """Vocabulary size without padding; its last ``n_action_bins`` ids are the action tokens."""
         return self.text_config.vocab_size - self.pad_to_multiple_of
 
     def vision_towers(self) -> list[VisionTowerSpec]:
-        """Read the towers off their names, image sizes and overrides."""
+        """Parse the towers from their names, image sizes and overrides."""
         towers = [self._tower(i) for i in range(len(self.timm_model_ids))]
         if len({tower.grid_size for tower in towers}) > 1:
             sizes = ",".join(str(towers[0].grid_size * tower.patch_size) for tower in towers)
@@ -220,7 +214,7 @@ class OpenVLAConfig(PreTrainedConfig):
         return towers
 
     def token_block(self) -> tuple[int, int]:
-        """Return height and width, in patches, of one token."""
+        """Return height and width, in patches, of one image token."""
         grid_size, patches = self.vision_towers()[0].grid_size, self.patches_per_token
         side = round(patches**0.5)
         if side * side == patches and grid_size % side == 0:
@@ -264,12 +258,10 @@ class OpenVLAConfig(PreTrainedConfig):
             film_dim=self.text_config.hidden_size if self.use_film else None,
         )
         if not 1 <= spec.num_used_blocks <= depth:
-            found = f"vision_feature_layer is {self.vision_feature_layer}"
-            raise field_error(f"{found}; required: a block of a tower of depth {depth}", "vision_feature_layer=-1")
+            problem = f"vision_feature_layer is {self.vision_feature_layer}; required: a layer of the {depth}"
+            raise field_error(problem, "vision_feature_layer=-1")
         if spec.image_size % patch_size:
             fitting = [size // patch_size * patch_size for size in self.image_sizes]
-            problem = (
-                f"image_sizes are {self.image_sizes}; required: multiples of the patch size {patch_size} of '{name}'"
-            )
+            problem = f"image_sizes are {self.image_sizes}; required: multiples of {patch_size}, '{name}'s patch size"
             raise field_error(problem, f"image_sizes={fitting}".replace(" ", ""))
         return spec

@@ -1,23 +1,66 @@
-"""A Llama layer that can return its last positions only, and with attention in both directions."""
+"""A Llama layer with bidirectional attention and an option to compute the last positions only."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import silu
 from transformers import LlamaForCausalLM
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaModel, eager_attention_forward
+from transformers.models.llama.modeling_llama import (
+    LlamaDecoderLayer,
+    LlamaMLP,
+    LlamaModel,
+    LlamaRMSNorm,
+    eager_attention_forward,
+)
 
-from rlinf.models.embodiment.modules.lean import LeanMLP, LeanRMSNorm
-from rlinf.models.embodiment.openvla.kv_cache import KVCache
+
+class KVCache:
+    """Keys and values of every layer, in buffers of the final length, so that a new token copies nothing else.
+
+    For decoding without gradients. The buffers are allocated at the first update, in its dtype.
+
+    Attributes:
+        max_len: Positions of the complete sequence, future ones included.
+        length: Positions written so far; ``run_layers`` counts them, once all layers have written.
+        rotary: Rotary tables of all positions; ``run_layers`` computes them at the first call.
+    """
+
+    def __init__(self, max_len: int) -> None:
+        self.max_len = max_len
+        self.length = 0
+        self.rotary: tuple[Tensor, Tensor] | None = None
+        self._buffers: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def repeated(self, times: int, length: int) -> KVCache:
+        """Return a cache with ``times`` adjacent copies of each row and its first ``length`` positions."""
+        cache = KVCache(self.max_len)
+        cache.length = length
+        is_shared = len(self.rotary[0]) == 1  # by all rows
+        cache.rotary = self.rotary if is_shared else tuple(x.repeat_interleave(times, dim=0) for x in self.rotary)
+        for layer, parts in self._buffers.items():
+            cache._buffers[layer] = tuple(part.repeat_interleave(times, dim=0) for part in parts)
+        return cache
+
+    def update(self, key: Tensor, value: Tensor, layer_idx: int) -> tuple[Tensor, Tensor]:
+        """Append ``[B, heads, S, head_dim]``; return all keys and values so far, as views of the buffers."""
+        end = self.length + key.shape[2]
+        if end > self.max_len:
+            raise ValueError(f"The cache holds {self.max_len} positions, and {end} are needed.")
+        if layer_idx not in self._buffers:
+            shape = (*key.shape[:2], self.max_len, key.shape[3])
+            self._buffers[layer_idx] = key.new_empty(shape), value.new_empty(shape)
+        keys, values = self._buffers[layer_idx]
+        keys[:, :, self.length : end] = key
+        values[:, :, self.length : end] = value
+        return keys[:, :, :end], values[:, :, :end]
 
 
 class LlamaActionLayer(LlamaDecoderLayer):
-    """``LlamaDecoderLayer`` with the same parameters and numbers, for calls by ``run_layers``.
-
-    ``num_queries`` returns the last positions only: keys and values are computed for all of them, queries, output
-    projection and MLP are not. In the last layer nothing else is read, so most of its work is left out.
-    """
+    """``LlamaDecoderLayer`` with the same parameters and numbers, for calls by ``run_layers``."""
 
     def forward(
         self,
@@ -31,18 +74,18 @@ class LlamaActionLayer(LlamaDecoderLayer):
         """Transform ``[B, S, H]`` into ``[B, num_queries or S, H]``.
 
         Args:
-            hidden_states: Input.
             attention_mask: ``[B or 1, 1, queries, keys]``, bool (sdpa on a CPU) or additive; ``[B, keys]`` for flash
                 attention; None: all keys (up to the query if causal).
-            rotary: Of ``rotary_tables``, for these positions.
-            cache: Keys and values of earlier positions, extended in place. (Under transformers' name of this argument,
-                gradient checkpointing would leave the cache out.)
+            rotary: From ``rotary_tables``, for these positions.
+            cache: Keys and values of earlier positions, extended in place.
             num_queries: Positions to return, counted from the end; None: all.
-            is_causal: Used where ``attention_mask`` is None.
+            is_causal: Used if ``attention_mask`` is None.
         """
+        # Under transformers' name of the argument cache, gradient checkpointing would drop it.
         attention, residual = self.self_attn, hidden_states
         keys_from = queries_from = self.input_layernorm(hidden_states)
         query_rotary = rotary
+        # The last layer needs keys and values of all positions, but queries, projection and MLP of the last ones only.
         if num_queries is not None:
             residual, queries_from = residual[:, -num_queries:], queries_from[:, -num_queries:]
             query_rotary = tuple(table[:, -num_queries:] for table in rotary)
@@ -67,7 +110,7 @@ class LlamaActionLayer(LlamaDecoderLayer):
 
 
 def use_action_layers(language_model: LlamaForCausalLM) -> None:
-    """Turn the layers of a freshly built model into ``LlamaActionLayer`` (same parameters), and their parts into lean ones."""
+    """Turn the layers of a new model into ``LlamaActionLayer`` with lean MLPs and norms; parameters stay the same."""
     for layer in language_model.model.layers:
         layer.__class__ = LlamaActionLayer
         layer.input_layernorm.__class__ = layer.post_attention_layernorm.__class__ = LeanRMSNorm
@@ -76,15 +119,13 @@ def use_action_layers(language_model: LlamaForCausalLM) -> None:
 
 
 def _rotate(heads: Tensor, cos: Tensor, signed_sin: Tensor) -> Tensor:
-    """Rotary position embedding (Su et al. 2021) of ``[B, S, heads, head_dim]``, halves of a head being the pairs."""
+    """Apply rotary embeddings (Su et al. 2021) to ``[B, S, heads, head_dim]``, pairing the halves of a head."""
     return torch.addcmul(heads * cos, heads.roll(heads.shape[-1] // 2, dims=-1), signed_sin)
 
 
 def _attend_once(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float) -> Tensor:
-    """Attend with one query per head, ``[B, heads, 1, head_dim]``, and return ``[B, 1, heads, head_dim]``.
-
-    Heads that share keys ``[B, key_heads, keys, head_dim]`` are the queries of one, so that no key is repeated.
-    """
+    """Attend with one query per head, ``[B, heads, 1, head_dim]``, and return ``[B, 1, heads, head_dim]``."""
+    # Heads that share keys become queries of one head, so that no key is repeated.
     grouped = query.unflatten(1, (key.shape[1], -1)).squeeze(3)
     attended = nn.functional.scaled_dot_product_attention(grouped, key, value, attn_mask=mask, scale=scaling)
     return attended.flatten(1, 2).unsqueeze(1)
@@ -93,10 +134,7 @@ def _attend_once(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None,
 def rotary_tables(
     decoder: LlamaModel, embeddings: Tensor, key_mask: Tensor | None, length: int
 ) -> tuple[Tensor, Tensor]:
-    """Cosines, and sines with the first half of a head negated, of all positions: ``[B or 1, length, 1, head_dim]``.
-
-    Positions count all but padding (``key_mask`` bool ``[B, length]``; None: no padding).
-    """
+    """Return cosines, and sines with a negated first half, of all positions: ``[B or 1, length, 1, head_dim]``."""
     if key_mask is None:
         positions = torch.arange(length, device=embeddings.device)[None]
     else:
@@ -117,9 +155,9 @@ def run_layers(
 ) -> Tensor:
     """Run a model of ``LlamaActionLayer`` on ``embeddings [B, S, H]``; return the last ``num_queries`` positions, normed.
 
-    The embeddings are the last ``S`` positions of the sequence; earlier positions are in ``cache``, which grows in place.
+    The embeddings are the last ``S`` positions of the sequence; earlier ones are in ``cache``, which grows in place.
     ``key_mask`` is bool ``[B, keys]``, false on padding; with a cache ``[B, cache.max_len]``, future positions included.
-    ``last_inputs``, if given, receives the input of the last layer, ``[B, S, H]``: the last states that all positions have.
+    ``last_inputs``, if given, receives the input of the last layer, ``[B, S, H]``.
     """
     length = num_keys = embeddings.shape[1]
     if cache is None:
@@ -136,7 +174,8 @@ def run_layers(
         if implementation.startswith("flash"):
             return key_mask
         if implementation == "sdpa" and key_mask is None and queries == num_keys:
-            return None  # the kernel knows this case without a mask
+            # The kernel handles this case without a mask.
+            return None
         allowed = attention_mask(key_mask, queries, num_keys, is_causal, embeddings.device)
         if implementation == "eager":
             return additive(allowed, embeddings.dtype)
@@ -164,9 +203,9 @@ def run_layers(
 def attention_mask(
     key_mask: Tensor | None, num_queries: int, num_keys: int, is_causal: bool, device: torch.device
 ) -> Tensor | None:
-    """Return which of the keys each query sees, the queries being the last of them; None: all.
+    """Return which keys each query sees, bool ``[B or 1, 1, num_queries, num_keys]``; None: all.
 
-    The result is bool ``[B or 1, 1, num_queries, num_keys]``; ``key_mask`` ``[B, num_keys]`` is false on padding.
+    The queries are the last positions; ``key_mask`` ``[B, num_keys]`` is false on padding.
     """
     allowed = None
     if is_causal and num_queries > 1:
@@ -179,17 +218,67 @@ def attention_mask(
 
 
 def additive(allowed: Tensor | None, dtype: torch.dtype) -> Tensor | None:
-    """Turn a bool mask into what eager attention adds to its scores."""
+    """Turn a bool mask into the additive mask of eager attention."""
     if allowed is None:
         return None
     return torch.zeros(allowed.shape, dtype=dtype, device=allowed.device).masked_fill_(~allowed, torch.finfo(dtype).min)
 
 
 def aligned(allowed: Tensor, dtype: torch.dtype) -> Tensor:
-    """Turn a bool mask into the numbers that GPU kernels of sdpa add to their scores.
-
-    sdpa would do so in every layer. Its kernels take rows that start at a multiple of 8 numbers as they are, and copy others.
-    """
+    """Turn a bool mask into the additive mask of GPU kernels of sdpa, which would do so in every layer."""
+    # The kernels copy rows that do not start at a multiple of 8 elements.
     *shape, num_keys = allowed.shape
-    whole = torch.zeros(*shape, -(-num_keys // 8) * 8, dtype=dtype, device=allowed.device)
-    return whole[..., :num_keys].masked_fill_(~allowed, float("-inf"))
+    padded = torch.zeros(*shape, -(-num_keys // 8) * 8, dtype=dtype, device=allowed.device)
+    return padded[..., :num_keys].masked_fill_(~allowed, float("-inf"))
+
+
+class LeanMLP(LlamaMLP):
+    """``LlamaMLP`` with SwiGLU (Shazeer 2020) that stores ``gate`` and ``up``, but not ``silu(gate)``."""
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        return self.down_proj(_SwiGLU.apply(self.gate_proj(hidden_states), self.up_proj(hidden_states)))
+
+
+class LeanRMSNorm(LlamaRMSNorm):
+    """``LlamaRMSNorm`` (Zhang and Sennrich 2019) that stores its 16-bit input instead of a float32 copy."""
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        # A float32 input needs no copy.
+        if hidden_states.dtype == torch.float32:
+            return super().forward(hidden_states)
+        return _RMSNorm.apply(hidden_states, self.weight, self.variance_epsilon)
+
+
+class _SwiGLU(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
+        ctx.save_for_backward(gate, up)
+        return silu(gate).mul_(up)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
+        gate, up = ctx.saved_tensors
+        up_grad = silu(gate).mul_(gradient)
+        gate_grad = gradient * up
+        torch.ops.aten.silu_backward.grad_input(gate_grad, gate, grad_input=gate_grad)
+        return gate_grad, up_grad
+
+
+class _RMSNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+        wide = x.float()
+        scale = torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + epsilon)
+        ctx.save_for_backward(x, weight, scale)
+        return weight * wide.mul_(scale).to(x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor | None, None]:
+        x, weight, scale = ctx.saved_tensors
+        wide, weight_grad = x.float(), None
+        if ctx.needs_input_grad[1]:
+            weight_grad = (gradient * (wide * scale).to(x.dtype)).sum_to_size(weight.shape).to(weight.dtype)
+        normed_grad = (gradient * weight).to(x.dtype).float()
+        scale_grad = (normed_grad * wide).sum(-1, keepdim=True)
+        square_grad = -0.5 * scale_grad * scale.pow(3) / x.shape[-1]
+        return (normed_grad.mul_(scale) + wide.mul_(2).mul_(square_grad)).to(x.dtype), weight_grad, None

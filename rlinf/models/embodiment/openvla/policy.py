@@ -21,16 +21,15 @@ from rlinf.models.embodiment.base import Inputs, check_hidden_size
 from rlinf.models.embodiment.checkpoint_policy import CheckpointPolicy
 from rlinf.models.embodiment.folder_policy import open_safetensors
 from rlinf.models.embodiment.modules.action_tokenizer import ActionTokenizer
-from rlinf.models.embodiment.modules.float32 import linear_in_float32
 from rlinf.models.embodiment.modules.normalizer import ActionNormalizer, select_action_stats
 from rlinf.models.embodiment.modules.readout_token import ReadoutToken
 from rlinf.models.embodiment.modules.value_head import ValueHead
 from rlinf.models.embodiment.openvla.config import OpenVLAConfig
-from rlinf.models.embodiment.openvla.kv_cache import KVCache
-from rlinf.models.embodiment.openvla.llama_layer import run_layers, use_action_layers
+from rlinf.models.embodiment.openvla.llama_layer import KVCache, run_layers, use_action_layers
 from rlinf.models.embodiment.openvla.vision_tower import Projector, VisionBackbone, VisionTower
 from rlinf.models.embodiment.openvla.weights import from_public, to_public
 from rlinf.models.embodiment.token_action_model import PrefixStates, TokenActionModel
+from rlinf.models.precision import linear_in_float32
 from rlinf.models.sampling import check_finite, draw_uniforms, sample_tokens
 from rlinf.types import ActionPrediction, BaseActions, Observation
 
@@ -39,9 +38,8 @@ class OpenVLAForRLActionPrediction(TokenActionModel, CheckpointPolicy):
     """Image and instruction in, action tokens out, with a value head.
 
     Sequence: BOS, image tokens, (padding,) prompt, then ``A = action_dim * action_chunks_len`` action tokens
-    (autoregressive) or placeholders (parallel). Only the columns of the action bins are ever computed, so that nothing
-    else can be sampled. The value is read at the last prompt position (autoregressive) or at the last placeholder
-    (parallel).
+    (autoregressive) or placeholders (parallel). Only logits of the action bins are computed. The value is read at the last
+    prompt position (autoregressive) or at the last placeholder (parallel).
     """
 
     config_class = OpenVLAConfig
@@ -102,38 +100,35 @@ class OpenVLAForRLActionPrediction(TokenActionModel, CheckpointPolicy):
         if attn_implementation == "flash_attention_2":
             raise ConfigError(
                 "model.cuda_graph=true with model.attn_implementation=flash_attention_2, which reads the lengths of padded "
-                "rows on the CPU; required: another kernel. Set model.attn_implementation=sdpa, or model.cuda_graph=false"
+                "rows on the CPU; required: a different kernel. Set model.attn_implementation=sdpa, or model.cuda_graph=false"
             )
 
     def _add_modules(self) -> None:
-        """Add a subclass's own modules, before random weights are drawn."""
+        """Add a subclass's modules, before random weights are drawn."""
 
     # -- properties ---------------------------------------------------------------------------------------------------
 
     @property
     def num_image_tokens(self) -> int:
-        """Positions that the images take in the sequence."""
         return self.projector.tokens_per_image * self.config.num_images_in_input
 
     @property
     def min_action(self) -> Any:
-        """Lower bound of the action statistics, float64 ``[D]``."""
         return self.action_normalizer.low
 
     @property
     def max_action(self) -> Any:
-        """Upper bound of the action statistics, float64 ``[D]``."""
         return self.action_normalizer.high
 
     @property
     def frozen_modules(self) -> list[str]:
-        """Layers behind the feature layers of the vision towers: part of public files, and never run."""
+        """Layers after the feature layers of the vision towers: part of public files, and never run."""
         towers = [(name, module) for name, module in self.named_modules() if isinstance(module, VisionTower)]
         return [f"{name}.{part}" for name, tower in towers for part in tower.unused]
 
     @property
     def _value_position(self) -> int:
-        """Index of the state for the value, among the states of the action tokens."""
+        """Index of the value's state among the states of the action tokens."""
         return -1 if self.config.action_decoding == "parallel" else 0
 
     def get_input_embeddings(self) -> nn.Module:
@@ -158,7 +153,6 @@ class OpenVLAForRLActionPrediction(TokenActionModel, CheckpointPolicy):
                 self._init_weights_by_fan_in()
 
     def _init_weights_by_fan_in(self) -> None:
-        """Signals keep their size from layer to layer, which a small model needs to learn quickly."""
         for name, module in self.named_modules():
             if isinstance(module, nn.Linear) and not name.startswith(("value_head.", "readout_token.")):
                 init.normal_(module.weight, std=module.in_features**-0.5)
@@ -174,25 +168,22 @@ class OpenVLAForRLActionPrediction(TokenActionModel, CheckpointPolicy):
     # -- forward pass --------------------------------------------------------------------------------------------
 
     def preprocess(self, observation: Observation) -> dict[str, Tensor]:
-        """Tokenise instructions and send uint8 images to the model's device, where they are resized and normalised.
-
-        Without padding, the result has no ``attention_mask``: to look at one on a GPU later would mean to wait.
-        """
+        """Tokenise instructions and send uint8 images to the model's device, where they are resized and normalised."""
         processor = self._ready_processor()
-        wanted = self.config.num_images_in_input
-        device = self.device
+        wanted, device = self.config.num_images_in_input, self.device
         input_ids, attention_mask = processor.encode_instructions(self.instructions(observation))
         pixels = []
         for image in self._camera_images(observation, wanted):
             frames = to_device(torch.from_numpy(image), device).permute(0, 3, 1, 2)
             resize = processor.image_processor.preprocess_tensors
             pixels.append(resize(frames, observation.is_resized, observation.is_cropped))
+        # Without padding there is no mask, because inspecting one later on a GPU would synchronise.
         mask = {} if bool(attention_mask.all()) else {"attention_mask": to_device(attention_mask, device)}
         pixel_values = pixels[0] if wanted == 1 else torch.cat(pixels, dim=1)
         return {"input_ids": to_device(input_ids, device), **mask, "pixel_values": pixel_values}
 
     def resize_images(self, observation: Observation) -> Observation:
-        """Resize the images that the policy reads, JPEG round trip and crop included, where no image grows."""
+        """Resize the images that the policy reads, JPEG round trip and crop included, unless one would grow."""
         resize = self._ready_processor().image_processor.resize_once
         images = dict(observation.images)
         for name in list(images)[: self.config.num_images_in_input]:
@@ -205,7 +196,6 @@ class OpenVLAForRLActionPrediction(TokenActionModel, CheckpointPolicy):
         return replace(observation, images=images, is_resized=True)
 
     def prompt_lengths(self, observation: Observation) -> Sequence[Hashable]:
-        """Tokens of each row's prompt; reject prompts that are longer than the language model's positions."""
         lengths = self._ready_processor().prompt_lengths(self.instructions(observation))
         self.check_length(max(lengths) + self.num_image_tokens)
         return lengths
@@ -213,13 +203,13 @@ class OpenVLAForRLActionPrediction(TokenActionModel, CheckpointPolicy):
     def _embed_prompt(
         self, input_ids: Tensor, attention_mask: Tensor | None = None, **observed: Tensor
     ) -> tuple[Tensor, Tensor | None]:
-        """Return embeddings ``[B, 1 + P + L - 1, H]`` and their bool mask, None when nothing is padding."""
+        """Return embeddings ``[B, 1 + P + L - 1, H]`` and their bool mask; None: no padding."""
         return self._embed_masked(input_ids, _key_mask(attention_mask), **observed)
 
     def _embed_masked(
         self, input_ids: Tensor, key_mask: Tensor | None, **observed: Tensor
     ) -> tuple[Tensor, Tensor | None]:
-        """Return ``_embed_prompt`` for a bool mask; no number decides which kernels run."""
+        """Return ``_embed_prompt`` for a bool mask, without operations that depend on values."""
         text = self.get_input_embeddings()(input_ids)
         tokens = self._observation_tokens(text, key_mask, **observed)
         self.check_length(text.shape[1] + tokens.shape[1])
@@ -233,19 +223,19 @@ class OpenVLAForRLActionPrediction(TokenActionModel, CheckpointPolicy):
         return self.projector(self.vision_backbone(pixel_values.to(text.dtype), language))
 
     def _language_vector(self, text: Tensor, key_mask: Tensor | None) -> Tensor:
-        """Return the mean text embedding ``[B, H]``, with which FiLM modulates the vision blocks."""
+        """Return the mean text embedding ``[B, H]``, with which FiLM modulates the vision layers."""
         if key_mask is None:
             return text.mean(1)
         weights = key_mask.to(text.dtype)
         return (text * weights[..., None]).sum(1) / weights.sum(1, keepdim=True)
 
     def _placeholder_embeddings(self, embeddings: Tensor) -> Tensor:
-        """Return the embeddings behind the prompt in parallel decoding, ``[B, A, H]``."""
+        """Return the embeddings after the prompt in parallel decoding, ``[B, A, H]``."""
         shape = (len(embeddings), self.num_logprobs, embeddings.shape[-1])
         return embeddings.new_zeros(shape) if self.placeholders is None else self.placeholders.expand(shape)
 
     def _bin_logits(self, hidden_states: Tensor) -> Tensor:
-        """Logits of the action bins only, float32 ``[..., n_action_bins]``."""
+        """Return logits of the action bins only, float32 ``[..., n_action_bins]``."""
         first, end = self.action_tokenizer.first_token, self.action_tokenizer.vocab_size
         return linear_in_float32(hidden_states, self.language_model.lm_head.weight[first:end])
 
@@ -256,7 +246,7 @@ class OpenVLAForRLActionPrediction(TokenActionModel, CheckpointPolicy):
         return self._bin_logits(hidden_states), hidden_states[:, self._value_position]
 
     def _action_states(self, inputs: Inputs, tokens: Tensor | None, prefix: list[PrefixStates] | None) -> Tensor:
-        """Return the hidden states ``[B, A, H]`` from which the action tokens are read; arguments as of ``_score``."""
+        """Return the hidden states ``[B, A, H]`` at which the action tokens are read; arguments as in ``_score``."""
         embeddings, key_mask = self._embed_prompt(**inputs)
         seen: list[Tensor] = []
         if self.config.action_decoding == "parallel":
@@ -269,19 +259,19 @@ class OpenVLAForRLActionPrediction(TokenActionModel, CheckpointPolicy):
         return hidden_states
 
     def _prefix_states(self, seen: list[Tensor], embeddings: Tensor) -> Tensor:
-        """States ``[B, P, H]`` of images and prompt: the inputs of the last layer (``seen``), normed."""
+        """Return states ``[B, P, H]`` of images and prompt: the normed inputs of the last layer (``seen``)."""
         return self.language_model.model.norm(seen[0][:, : embeddings.shape[1]])
 
     def _read_out(self, embeddings: Tensor, key_mask: Tensor | None, **options: Any) -> Tensor:
-        """Return the hidden states from which parallel decoding reads the action tokens, ``[B, A, H]``."""
+        """Return the hidden states of the action tokens in parallel decoding, ``[B, A, H]``."""
         return self._run_behind(embeddings, key_mask, self._placeholder_embeddings(embeddings), **options)
 
     def _behind_prompt(
         self, function: Callable[..., tuple[Tensor, ...]], inputs: Inputs, *more: Any, settings: tuple[Any, ...] = ()
     ) -> tuple[Tensor, ...]:
-        """Return ``function(embeddings, key_mask, *more, *settings)`` of a prompt, without gradients: by a CUDA graph if there are any.
+        """Return ``function(embeddings, key_mask, *more, *settings)`` of a prompt, without gradients.
 
-        ``more`` are further tensors. No number decides which kernels run.
+        It runs as a CUDA graph if enabled, so no tensor value may decide which kernels run. ``more`` are further tensors.
         """
         observed = dict(inputs)
         prompt = (observed.pop("input_ids"), _key_mask(observed.pop("attention_mask", None)))
@@ -295,7 +285,6 @@ class OpenVLAForRLActionPrediction(TokenActionModel, CheckpointPolicy):
         return self._graphs.run(run, (*prompt, *observed.values(), *more), *settings, weights=self.parameters)
 
     def _states_to_act(self, inputs: Inputs) -> Tensor:
-        """Return ``_read_out`` of a prompt, without gradients."""
         return self._behind_prompt(lambda *prompt: (self._read_out(*prompt),), inputs)[0]
 
     def _run_behind(self, embeddings: Tensor, key_mask: Tensor | None, extra: Tensor, **options: Any) -> Tensor:
@@ -317,7 +306,6 @@ class OpenVLAForRLActionPrediction(TokenActionModel, CheckpointPolicy):
         temperature: float = 1.0,
         uniforms: Tensor | None = None,
     ) -> ActionPrediction:
-        """Act on ``input_ids [B, L]`` (BOS, padding, text); see ``ActionModel.predict_action_batch``."""
         inputs = {"input_ids": input_ids, "attention_mask": attention_mask, "pixel_values": pixel_values}
         if self.config.action_decoding == "parallel":
             states = self._states_to_act(inputs)
@@ -325,7 +313,8 @@ class OpenVLAForRLActionPrediction(TokenActionModel, CheckpointPolicy):
             bins = sample_tokens(logits, do_sample, temperature, uniforms)
         else:
             bins, logits, value_state = self._decode(inputs, do_sample, temperature, uniforms)
-        if not do_sample:  # a sampled rollout does not wait for the GPU
+        # A sampled rollout skips the check, which would wait for the GPU.
+        if not do_sample:
             check_finite(logits)
         sequences = torch.cat([input_ids, bins + self.action_tokenizer.first_token], dim=1)
         return ActionPrediction(self.decode_actions(sequences), sequences, logits, self._values(value_state))
@@ -341,7 +330,7 @@ class OpenVLAForRLActionPrediction(TokenActionModel, CheckpointPolicy):
     def _decode_tokens(
         self, embeddings: Tensor, key_mask: Tensor | None, uniforms: Tensor | None, do_sample: bool, temperature: float
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Bins ``[B, A]``, their logits, and the hidden state of the value. No number decides which kernels run, as a CUDA graph needs."""
+        """Return bins ``[B, A]``, their logits, and the hidden state of the value."""
         cache, key_mask, first = self._prefill(embeddings, key_mask)
         bins, logits, _ = self._continue(cache, key_mask, first, do_sample, temperature, uniforms)
         return bins, logits, first
@@ -349,7 +338,7 @@ class OpenVLAForRLActionPrediction(TokenActionModel, CheckpointPolicy):
     def _prefill(
         self, embeddings: Tensor, key_mask: Tensor | None, **options: Any
     ) -> tuple[KVCache, Tensor | None, Tensor]:
-        """Return the prompt's keys and values, a mask that covers the tokens to come, and the first token's state ``[B, H]``."""
+        """Return the prompt's cache, a mask that covers future tokens, and the first token's state ``[B, H]``."""
         num_later = self.num_logprobs - 1
         cache = KVCache(embeddings.shape[1] + num_later)
         key_mask = None if key_mask is None else nn.functional.pad(key_mask, (0, num_later), value=True)
@@ -366,7 +355,7 @@ class OpenVLAForRLActionPrediction(TokenActionModel, CheckpointPolicy):
         temperature: float = 1.0,
         uniforms: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Decode behind a prefilled prompt: bins ``[B, A]``, their logits, and their states ``[B, A, H]``."""
+        """Decode after a prefilled prompt: bins ``[B, A]``, their logits, and their states ``[B, A, H]``."""
         bins, logits, states = [], [], [state]
         for i in range(self.num_logprobs):
             if i > 0:
@@ -402,18 +391,19 @@ class OpenVLAForRLActionPrediction(TokenActionModel, CheckpointPolicy):
         return BaseActions(self.decode_actions(greedy).unsqueeze(1), features, sample if samples else None)
 
     def _greedy(self, states: Tensor) -> Tensor:
-        """Tokens ``[B, A]`` of parallel decoding. Not checked, which would wait for the GPU: features that are NaN show it."""
+        """Return the greedy tokens ``[B, A]`` of parallel decoding."""
+        # Not checked, which would wait for the GPU: features that are NaN show it.
         return self._bin_logits(states).argmax(-1) + self.action_tokenizer.first_token
 
     def _sampled(self, states: Tensor, uniforms: Tensor) -> Tensor:
-        """Tokens ``[B, K, A]`` of parallel decoding for ``uniforms [B, K, A]``."""
+        """Return sampled tokens ``[B, K, A]`` of parallel decoding for ``uniforms [B, K, A]``."""
         logits = self._bin_logits(states).unsqueeze(1).expand(-1, uniforms.shape[1], -1, -1)
         return sample_tokens(logits, True, uniforms=uniforms) + self.action_tokenizer.first_token
 
     def _decode_samples(
         self, cache: KVCache, key_mask: Tensor | None, first: Tensor, prompt_len: int, uniforms: Tensor
     ) -> Tensor:
-        """Tokens as ``_sampled``, decoded one after the other behind one prompt of ``prompt_len`` positions."""
+        """Return tokens as ``_sampled``, decoded token by token after one prompt of ``prompt_len`` positions."""
         times = uniforms.shape[1]
         key_mask = None if key_mask is None else key_mask.repeat_interleave(times, dim=0)
         cache, first = cache.repeated(times, prompt_len), first.repeat_interleave(times, dim=0)
@@ -430,8 +420,8 @@ class OpenVLAForRLActionPrediction(TokenActionModel, CheckpointPolicy):
     ) -> CausalLMOutput:
         """Run the language model over BOS, image tokens and text (padding on the right), as the public fine-tuning does.
 
-        ``labels [B, L]`` are -100 where not scored; ``loss`` is the mean over all scored tokens of the batch. Returned with
-        it are ``logits [B, P + L, vocab_size]`` and the last layer's ``hidden_states``, after the norm.
+        ``labels [B, L]`` are -100 where not scored; ``loss`` is the mean over all scored tokens of the batch. Also returns
+        ``logits [B, P + L, vocab_size]`` and the last layer's normed ``hidden_states``.
         """
         embeddings, key_mask = self._embed_prompt(input_ids, attention_mask, pixel_values=pixel_values)
         hidden_states = run_layers(self.language_model.model, embeddings, key_mask, None, is_causal=True)
@@ -466,10 +456,11 @@ OpenVLAPolicy = OpenVLAForRLActionPrediction
 
 
 def _key_mask(attention_mask: Tensor | None) -> Tensor | None:
-    """Return a mask as bool; None when nothing is padding."""
+    """Return a mask as bool; None: no padding."""
     key_mask = None if attention_mask is None else attention_mask.bool()
+    # Kernels without a mask do less work; on a GPU the check would synchronise.
     if key_mask is not None and key_mask.device.type == "cpu" and bool(key_mask.all()):
-        return None  # without a mask, kernels do less; on a GPU it would take a wait to find out
+        return None
     return key_mask
 
 

@@ -16,8 +16,12 @@ from transformers.image_processing_utils import BaseImageProcessor
 
 from rlinf.distributed.transfers import to_device
 from rlinf.errors import ConfigError
-from rlinf.models.embodiment.modules.image_resize import crop_and_resize, resize_bicubic, resize_lanczos3
-from rlinf.models.embodiment.modules.jpeg import jpeg_round_trip
+from rlinf.models.embodiment.modules.image_resize import (
+    crop_and_resize,
+    jpeg_round_trip,
+    resize_bicubic,
+    resize_lanczos3,
+)
 from rlinf.models.embodiment.modules.tokenizer import load_tokenizer
 from rlinf.models.embodiment.openvla.config import CROP_AREA, OPENVLA_PROMPT, OpenVLAConfig
 from rlinf.models.loading import field_error
@@ -26,11 +30,10 @@ STRATEGIES = ("resize-naive", "letterbox", "resize-crop")
 
 
 class PrismaticImageProcessor(BaseImageProcessor):
-    """Resize to each tower's size and normalise, channels of the towers concatenated.
+    """Resize to each tower's size and normalise, concatenating the towers' channels.
 
-    Public ``preprocessor_config.json`` files state mean and deviation twice; ``tvf_normalize_params`` (rounded to
-    bfloat16) are the ones that the checkpoints were trained with, and win over ``means``/``stds``; so do the other
-    ``tvf_*`` entries over the strategy.
+    Public ``preprocessor_config.json`` files state settings twice; checkpoints were trained with the ``tvf_*`` ones
+    (``tvf_normalize_params`` rounded to bfloat16), which take precedence.
 
     Args:
         use_fused_vision_backbone: Two towers.
@@ -38,11 +41,9 @@ class PrismaticImageProcessor(BaseImageProcessor):
             last tower's mean colour, then as the next) or ``resize-crop`` (shorter side to size, centre crop).
         input_sizes: ``[3, H, W]`` per tower.
         interpolations: Must be ``bicubic``.
-        means, stds: Per tower, used where ``tvf_normalize_params`` is absent.
-        image_preparation, do_center_crop: ``image_preparation`` and ``center_crop`` of ``OpenVLAConfig``, both to the size
-            of the first tower and before everything else.
-        **kwargs: ``tvf_normalize_params, tvf_resize_params, tvf_crop_params, tvf_do_letterbox, tvf_letterbox_fill`` are
-            read; other entries are kept for saving.
+        means, stds: Per tower, used without ``tvf_normalize_params``.
+        image_preparation, do_center_crop: As in ``OpenVLAConfig``, to the first tower's size, before all other steps.
+        **kwargs: ``tvf_*`` settings; other entries are stored for saving.
     """
 
     model_input_names = ["pixel_values"]
@@ -69,9 +70,8 @@ class PrismaticImageProcessor(BaseImageProcessor):
         self.image_preparation = image_preparation
         self.do_center_crop = do_center_crop
         if image_resize_strategy not in STRATEGIES:
-            raise ConfigError(
-                f"image_resize_strategy is '{image_resize_strategy}'; required: {' or '.join(STRATEGIES)}"
-            )
+            problem = f"image_resize_strategy is '{image_resize_strategy}'; required: {' or '.join(STRATEGIES)}"
+            raise ConfigError(problem)
         if set(self.interpolations) != {"bicubic"}:
             raise ConfigError(f"interpolations are {self.interpolations}; only bicubic is supported.")
 
@@ -85,10 +85,7 @@ class PrismaticImageProcessor(BaseImageProcessor):
 
     @classmethod
     def for_config(cls, config: OpenVLAConfig) -> PrismaticImageProcessor:
-        """Build the processor of a model without a ``preprocessor_config.json``.
-
-        Mean and deviation are from ``config``, else 0.5 per SigLIP tower, ImageNet's (rounded to bfloat16) per DINOv2.
-        """
+        """Build the processor of a model without a ``preprocessor_config.json``."""
         imagenet = {"mean": [0.484375, 0.455078125, 0.40625], "std": [0.228515625, 0.2236328125, 0.224609375]}
         half = {"mean": [0.5] * 3, "std": [0.5] * 3}
         params = [dict(imagenet if spec.kind == "dinov2" else half) for spec in config.vision_towers()]
@@ -104,12 +101,12 @@ class PrismaticImageProcessor(BaseImageProcessor):
         )
 
     def apply_transform(self, image: Image.Image) -> Tensor:
-        """Turn one PIL image into ``[3 * towers, H, W]`` float32."""
+        """Map one PIL image to ``[3 * towers, H, W]`` float32."""
         pixels = torch.from_numpy(np.array(image.convert("RGB"), dtype=np.uint8))
         return self.preprocess_tensors(pixels.permute(2, 0, 1)[None])[0]
 
     def _geometry(self, tower: int) -> tuple[int | tuple[int, int], tuple[int, int]]:
-        """Size to resize to (one number: of the shorter side) and height and width to crop to, ``tvf_*`` first."""
+        """Return the resize size (an int: of the shorter side) and the crop height and width, ``tvf_*`` first."""
         _, height, width = self.input_sizes[tower]
         size: Any = (height, width) if self.image_resize_strategy == "resize-naive" else height
         crop: Any = (height, width)
@@ -131,22 +128,17 @@ class PrismaticImageProcessor(BaseImageProcessor):
         return list(fill) if fill is not None else [int(255 * value) for value in self.normalization[-1][0]]
 
     def preprocess_tensors(self, images: Tensor, is_resized: bool = False, is_cropped: bool = False) -> Tensor:
-        """Turn uint8 ``[B, 3, H, W]`` into ``[B, 3 * towers, H', W']`` float32 on its own device.
+        """Map uint8 ``[B, 3, H, W]`` to ``[B, 3 * towers, H', W']`` float32 on its device, with the public processor's bits.
 
-        The public processor, which resizes with Pillow, gives the same numbers: see ``resize_bicubic``.
-
-        Args:
-            images: As the cameras show them.
-            is_resized: They come from ``resize_once``.
-            is_cropped: They were cropped before, so ``do_center_crop`` is left out.
+        ``is_resized``: the images come from ``resize_once``. ``is_cropped``: omit ``do_center_crop``.
         """
         num_towers = len(self.normalization)
         resized = [images] * num_towers if is_resized else self._resize_for_towers(images, is_cropped)
-        towers = [_normalize(each, *statistics) for each, statistics in zip(resized, self.normalization, strict=True)]
+        towers = [_normalize(batch, *statistics) for batch, statistics in zip(resized, self.normalization, strict=True)]
         return towers[0] if num_towers == 1 else torch.cat(towers, dim=1)
 
     def resize_once(self, images: Tensor) -> Tensor | None:
-        """Resize uint8 ``[B, 3, H, W]``; return None where the towers want different sizes, or larger images than these."""
+        """Resize uint8 ``[B, 3, H, W]``; None if the towers need different sizes, or larger images than these."""
         geometries = {self._geometry(tower) for tower in range(len(self.normalization))}
         _, (height, width) = next(iter(geometries))
         fits = len(geometries) == 1 and height * width <= images.shape[-2] * images.shape[-1]
@@ -166,7 +158,8 @@ class PrismaticImageProcessor(BaseImageProcessor):
         if self._letterbox_fill is not None:
             height, width = images.shape[-2:]
             side = max(height, width)
-            left, top = (side - width) // 2, (side - height) // 2  # an odd rest leaves it one pixel short of a square
+            # An odd difference leaves the result one pixel short of a square, as in the public code.
+            left, top = (side - width) // 2, (side - height) // 2
             colour = to_device(torch.tensor(self._letterbox_fill, dtype=images.dtype), images.device).view(1, 3, 1, 1)
             square = colour.repeat(len(images), 1, height + 2 * top, width + 2 * left)
             square[..., top : top + height, left : left + width] = images
@@ -178,24 +171,23 @@ class PrismaticImageProcessor(BaseImageProcessor):
         images = resize_bicubic(images, target)
         if target == crop:
             return images
-        top, left = (round((whole - part) / 2.0) for whole, part in zip(target, crop, strict=True))
-        # negative numbers cut; a crop that is larger than the image is filled up with black
+        top, left = (round((full - part) / 2.0) for full, part in zip(target, crop, strict=True))
+        # Negative numbers crop; a crop that is larger than the image is padded with black.
         return pad(images, (-left, left + crop[1] - target[1], -top, top + crop[0] - target[0]))
 
     def preprocess(self, images: Any, return_tensors: str | None = "pt", **_: Any) -> BatchFeature:
         """Process one PIL image or array ``[H, W, 3]``, or a list of them."""
         batch = images if isinstance(images, (list, tuple)) else [images]
-        pil_images = [each if isinstance(each, Image.Image) else Image.fromarray(np.asarray(each)) for each in batch]
+        pil_images = [img if isinstance(img, Image.Image) else Image.fromarray(np.asarray(img)) for img in batch]
         pixels = torch.stack([self.apply_transform(pil_image) for pil_image in pil_images])
         return BatchFeature({"pixel_values": pixels.float().numpy()}, tensor_type=return_tensors)
 
 
 def _normalize(images: Tensor, mean: Sequence[float], std: Sequence[float]) -> Tensor:
-    """``(x / 255 - mean) / std``; divided by a tensor, because CUDA multiplies by the inverse of a plain number.
-
-    The channels of a camera's pixel lie side by side. Whole rows are several times as fast as three numbers at a time.
-    """
-    rows = images.permute(0, 2, 3, 1).flatten(2).float()  # [B, H, W * 3]: a view, where the channels are last in memory
+    """Return ``(x / 255 - mean) / std`` of uint8 images."""
+    # Tensors divide as on a CPU: CUDA multiplies by the inverse of a plain number. The channels of a pixel are adjacent
+    # in a camera image, and complete rows are several times as fast as three values at a time.
+    rows = images.permute(0, 2, 3, 1).flatten(2).float()  # [B, H, W * 3]
     width = images.shape[-1]
     white, mean, std = (to_device(torch.tensor(values), rows.device) for values in ([255.0], mean, std))
     rows.div_(white).sub_(mean.repeat(width)).div_(std.repeat(width))
@@ -203,10 +195,9 @@ def _normalize(images: Tensor, mean: Sequence[float], std: Sequence[float]) -> T
 
 
 class PrismaticProcessor:
-    """Image processor and tokenizer of one model; ``processor(text, images)`` gives the tensors of one forward pass.
+    """Image processor and tokenizer of one model; ``processor(text, images)`` returns the tensors of a forward pass.
 
     Args:
-        image_processor: See ``PrismaticImageProcessor``.
         tokenizer: Tokenizer with a padding and a BOS token; its padding side is set to the left.
         prompt_template: Text around ``{instruction}``, for ``encode_instructions``.
         prompt_suffix_token_id: Appended to prompts that do not end with it; None: nothing.
@@ -232,34 +223,30 @@ class PrismaticProcessor:
     def from_pretrained(
         cls, path: str, tokenizer: Any = None, image_processor: Any = None, **kwargs: Any
     ) -> PrismaticProcessor:
-        """Build from a folder; parts that are given are not loaded."""
         remote = {"trust_remote_code": kwargs.pop("trust_remote_code", False)}
         tokenizer = tokenizer or AutoTokenizer.from_pretrained(path, padding_side="left", **remote)
         return cls(image_processor or PrismaticImageProcessor.from_pretrained(path), tokenizer, **kwargs)
 
     def save_pretrained(self, save_directory: str | Path, **_: Any) -> None:
-        """Write tokenizer and image processor files into a folder."""
         self.tokenizer.save_pretrained(str(save_directory))
         self.image_processor.save_pretrained(str(save_directory))
 
     def __call__(
         self, text: str | Sequence[str], images: Any, return_tensors: str | None = "pt", **_: Any
     ) -> BatchFeature:
-        """Tokenise finished prompts (see ``encode``) and process images."""
+        """Tokenise complete prompts (see ``encode``) and process images."""
         input_ids, attention_mask = self.encode([text] if isinstance(text, str) else list(text))
         pixel_values = self.image_processor.preprocess(images, return_tensors="pt")["pixel_values"]
         data = {"input_ids": input_ids, "attention_mask": attention_mask, "pixel_values": pixel_values}
         return BatchFeature(data, tensor_type=return_tensors)
 
     def encode_instructions(self, instructions: Sequence[str]) -> tuple[Tensor, Tensor]:
-        """Put instructions (lower-cased) into the prompt and encode them."""
-        return self.encode([self.prompt_template.format(instruction=each.lower()) for each in instructions])
+        return self.encode([self.prompt_template.format(instruction=text.lower()) for text in instructions])
 
     def prompt_lengths(self, instructions: Sequence[str]) -> list[int]:
-        """Return the tokens of each prompt, before padding; ``max_prompt_len`` where all are padded to it."""
         if self.max_prompt_len is not None:
             return [self.max_prompt_len] * len(instructions)
-        return [len(self._ids(self.prompt_template.format(instruction=each.lower()))) for each in instructions]
+        return [len(self._ids(self.prompt_template.format(instruction=text.lower()))) for text in instructions]
 
     def encode(self, prompts: Sequence[str]) -> tuple[Tensor, Tensor]:
         """Return int64 ``input_ids`` and ``attention_mask`` ``[B, L]``: BOS, padding, then the text."""
@@ -284,7 +271,8 @@ class PrismaticProcessor:
                 ids = [self.tokenizer.bos_token_id, *ids]
             if self.prompt_suffix_token_id is not None and ids[-1] != self.prompt_suffix_token_id:
                 ids.append(self.prompt_suffix_token_id)
-            if len(self._prompt_ids) >= 4096:  # clients of a server choose prompts
+            # Clients of a server choose prompts, so the cache must not grow without bounds.
+            if len(self._prompt_ids) >= 4096:
                 self._prompt_ids.clear()
             self._prompt_ids[prompt] = ids
         return ids
@@ -297,7 +285,7 @@ def load_processor(tokenizer_config: Any, model_config: OpenVLAConfig, path: str
         images = PrismaticImageProcessor.from_pretrained(path)
     else:
         images = PrismaticImageProcessor.for_config(model_config)
-    # Public processors do not know these steps, which come first.
+    # Public preprocessor files do not contain these steps, which come first.
     images.image_preparation, images.do_center_crop = model_config.image_preparation, model_config.center_crop
     names = ("prompt_template", "prompt_suffix_token_id", "max_prompt_len")
     return PrismaticProcessor(images, tokenizer, **{name: getattr(model_config, name) for name in names})

@@ -1,4 +1,4 @@
-"""Vision transformers of OpenVLA, from the layers of transformers' own DINOv2 and SigLIP."""
+"""Vision transformers of OpenVLA, built from transformers' own DINOv2 and SigLIP layers."""
 
 from __future__ import annotations
 
@@ -23,12 +23,11 @@ class Film(nn.Module):
         self.shift = nn.Linear(text_dim, embed_dim)
 
     def forward(self, hidden_states: Tensor, text: Tensor) -> Tensor:
-        """Modulate ``[B, N, embed_dim]`` by ``text [B, text_dim]``."""
         return torch.addcmul(self.shift(text).unsqueeze(1), hidden_states, 1 + self.scale(text).unsqueeze(1))
 
 
 class DinoBlock(Dinov2WithRegistersLayer):
-    """DINOv2 block with optional FiLM after the attention residual, and an MLP of any width (not only multiples)."""
+    """DINOv2 layer with optional FiLM after the attention residual, and an MLP of any width."""
 
     def __init__(self, config: Dinov2WithRegistersConfig, mlp_dim: int, film_dim: int | None) -> None:
         super().__init__(config)
@@ -37,7 +36,6 @@ class DinoBlock(Dinov2WithRegistersLayer):
         self.film = Film(film_dim, config.hidden_size) if film_dim else None
 
     def forward(self, hidden_states: Tensor, text: Tensor | None = None) -> Tensor:
-        """Transform ``[B, N, embed_dim]``; ``text [B, film_dim]`` is needed with FiLM only."""
         attended, _ = self.attention(self.norm1(hidden_states))
         hidden_states = hidden_states + self.layer_scale1(attended)
         if self.film is not None:
@@ -46,14 +44,13 @@ class DinoBlock(Dinov2WithRegistersLayer):
 
 
 class SiglipBlock(SiglipEncoderLayer):
-    """SigLIP block with optional FiLM after the attention residual."""
+    """SigLIP layer with optional FiLM after the attention residual."""
 
     def __init__(self, config: SiglipVisionConfig, film_dim: int | None) -> None:
         super().__init__(config)
         self.film = Film(film_dim, config.hidden_size) if film_dim else None
 
     def forward(self, hidden_states: Tensor, text: Tensor | None = None) -> Tensor:
-        """Transform ``[B, N, embed_dim]``; ``text [B, film_dim]`` is needed with FiLM only."""
         attended, _ = self.self_attn(self.layer_norm1(hidden_states))
         hidden_states = hidden_states + attended
         if self.film is not None:
@@ -62,7 +59,7 @@ class SiglipBlock(SiglipEncoderLayer):
 
 
 class PatchEmbedding(nn.Module):
-    """Non-overlapping patches to vectors: one linear layer, or, with ``mlp_stem_dim``, two with a GELU between."""
+    """Non-overlapping patches to vectors: one linear layer, or two with a GELU between (``mlp_stem_dim``)."""
 
     def __init__(self, spec: VisionTowerSpec) -> None:
         super().__init__()
@@ -76,10 +73,10 @@ class PatchEmbedding(nn.Module):
             self.proj = nn.Conv2d(3, spec.embed_dim, kernel_size=spec.patch_size, stride=spec.patch_size)
 
     def forward(self, pixel_values: Tensor) -> Tensor:
-        """Map ``[B, 3, H, W]`` to ``[B, N, embed_dim]``, patches row by row."""
+        """Map ``[B, 3, H, W]`` to ``[B, N, embed_dim]``, patches in row-major order."""
         batch, channels, height, width = pixel_values.shape
         size = self.patch_size
-        # Rows of pixels stay whole: the weights, which are small, are reordered instead of the images.
+        # Pixel rows stay contiguous: the weights, which are small, are reordered instead of the images.
         patches = pixel_values.permute(0, 2, 3, 1).reshape(batch, height // size, size, width // size, size * channels)
         patches = patches.transpose(2, 3).reshape(batch, -1, size * size * channels)
         first = self.proj if self.stem is None else self.stem
@@ -90,7 +87,7 @@ class PatchEmbedding(nn.Module):
 
 
 class AttentionPool(nn.Module):
-    """SigLIP's pooling head: part of public files, never used by OpenVLA; kept so that a saved folder is complete."""
+    """SigLIP's pooling head: part of public files, never used by OpenVLA, present so that a saved folder is complete."""
 
     def __init__(self, spec: VisionTowerSpec) -> None:
         super().__init__()
@@ -104,7 +101,7 @@ class AttentionPool(nn.Module):
 
 
 class VisionTower(nn.Module):
-    """One vision transformer, run up to the block ``feature_layer``; the layers behind it are kept for saving."""
+    """One vision transformer, run up to the layer ``feature_layer``; later layers are kept for saving only."""
 
     def __init__(self, spec: VisionTowerSpec, config: OpenVLAConfig) -> None:
         super().__init__()
@@ -125,7 +122,7 @@ class VisionTower(nn.Module):
 
     @property
     def unused(self) -> list[str]:
-        """Names of the layers behind the feature layer."""
+        """Names of the layers after the feature layer."""
         blocks = [f"blocks.{index}" for index in range(self.spec.num_used_blocks, self.spec.depth)]
         return blocks + [name for name in ("norm", "attn_pool") if hasattr(self, name)]
 
@@ -133,7 +130,7 @@ class VisionTower(nn.Module):
         """Map ``[B, 3, H, W]`` to patch features ``[B, N, embed_dim]``; ``text [B, film_dim]`` feeds FiLM."""
         hidden_states = self.patch_embed(pixel_values)
         if self.spec.kind == "dinov2":
-            # with registers, class token and registers have no position; without, the class token has the first one
+            # With registers, class token and registers have no position; without, the class token has the first one.
             cls_token = self.cls_token.expand(len(hidden_states), -1, -1)
             if self.reg_token is None:
                 hidden_states = torch.cat([cls_token, hidden_states], dim=1) + self.pos_embed
@@ -147,7 +144,7 @@ class VisionTower(nn.Module):
 
 
 class VisionBackbone(nn.Module):
-    """One tower (``featurizer``), or two whose features are concatenated (``fused_featurizer`` gets channels 3..5)."""
+    """One tower (``featurizer``), or two with concatenated features (``fused_featurizer`` gets channels 3..5)."""
 
     def __init__(self, config: OpenVLAConfig) -> None:
         super().__init__()
@@ -162,18 +159,15 @@ class VisionBackbone(nn.Module):
         channels = 3 if self.fused_featurizer is None else 6
         features = []
         for image in pixel_values.split(channels, dim=1):
-            found = self.featurizer(image[:, :3], text)
+            tower_features = self.featurizer(image[:, :3], text)
             if self.fused_featurizer is not None:
-                found = torch.cat([found, self.fused_featurizer(image[:, 3:], text)], dim=-1)
-            features.append(found)
+                tower_features = torch.cat([tower_features, self.fused_featurizer(image[:, 3:], text)], dim=-1)
+            features.append(tower_features)
         return features[0] if len(features) == 1 else torch.cat(features, dim=1)
 
 
 class Projector(nn.Module):
-    """Patch features to language tokens; ``patches_per_token`` neighbours are concatenated first.
-
-    Two towers: fc1, GELU, fc2, GELU, fc3 with a hidden width of four times the input; one tower: fc1, GELU, fc2.
-    """
+    """Patch features to language tokens; ``patches_per_token`` neighbours are concatenated first."""
 
     def __init__(self, config: OpenVLAConfig, vision_dim: int, grid_size: int) -> None:
         super().__init__()
@@ -191,14 +185,14 @@ class Projector(nn.Module):
 
     @property
     def tokens_per_image(self) -> int:
-        """Language tokens of one image."""
         return self.grid_size**2 // (self.block_height * self.block_width)
 
     def forward(self, features: Tensor) -> Tensor:
         """Map ``[B, images * N, vision_dim]`` to ``[B, images * tokens_per_image, hidden_size]``."""
         batch, _, width = features.shape
         height, run = self.block_height, self.block_width
-        if height > 1:  # the rows of a block lie one below the other
+        # The patch rows of a token are not adjacent in memory.
+        if height > 1:
             features = features.reshape(batch, -1, height, self.grid_size // run, run, width).transpose(2, 3)
         hidden_states = self.fc2(nn.functional.gelu(self.fc1(features.reshape(batch, -1, height * run * width))))
         return hidden_states if self.fc3 is None else self.fc3(nn.functional.gelu(hidden_states))

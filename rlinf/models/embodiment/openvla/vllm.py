@@ -1,4 +1,4 @@
-"""The adapter through which vLLM runs an OpenVLA policy; importing it does not need vLLM."""
+"""The adapter that runs an OpenVLA policy in vLLM; importing it does not import vLLM."""
 
 from __future__ import annotations
 
@@ -13,19 +13,14 @@ from rlinf.models.embodiment.openvla.config import OpenVLAConfig
 
 
 class OpenVLAVllmAdapter:
-    """Let vLLM run an OpenVLA policy (``ActionModel.vllm_adapter``).
-
-    Attributes:
-        model_class: ``module:Class`` of the model that the engine registers.
-        excluded: First parts of the names of tensors that only the trainer needs.
-    """
+    """Runs an OpenVLA policy in vLLM (``ActionModel.vllm_adapter``); ``excluded`` modules stay with the trainer."""
 
     model_class = "rlinf.models.embodiment.openvla.vllm_model:OpenVLAForVllm"
     excluded = ("value_head", "readout_token")
 
     @staticmethod
     def check(config: OpenVLAConfig) -> None:
-        """Reject parallel decoding, whose attention in both directions vLLM does not have."""
+        """Reject parallel decoding, whose bidirectional attention vLLM does not support."""
         if config.action_decoding != "autoregressive":
             raise ConfigError(
                 f"rollout.backend=vllm decodes token by token, and the model has action_decoding={config.action_decoding}. "
@@ -34,17 +29,14 @@ class OpenVLAVllmAdapter:
 
     @staticmethod
     def engine_config(model: Any) -> OpenVLAConfig:
-        """Return the configuration of a model for the engine: its own, and ``pixel_statistics``."""
         config = copy.deepcopy(model.config)
         config.pixel_statistics = pixel_statistics(model)
         return config
 
     @staticmethod
     def prompts(model: Any, inputs: dict[str, Tensor]) -> list[dict[str, Any]]:
-        """Turn the result of ``preprocess`` into prompts: BOS, the image's token, text; padding left out.
-
-        Images go as bytes, a quarter of the numbers that the engine makes of them again.
-        """
+        """Turn the result of ``preprocess`` into prompts: BOS, image token, text; no padding."""
+        # Images are sent as bytes, a quarter of the size; the engine normalises them again.
         token = image_token(model.config)
         pixels = to_bytes(inputs["pixel_values"], pixel_statistics(model)).cpu().numpy()
         tokens, masks = inputs["input_ids"].cpu(), inputs.get("attention_mask")
@@ -58,13 +50,13 @@ class OpenVLAVllmAdapter:
 
 
 def pixel_statistics(model: Any) -> list[list[float]]:
-    """Return mean and deviation of each channel of ``pixel_values``, of images in [0, 1]."""
+    """Return mean and std of each channel of ``pixel_values``, of images in [0, 1]."""
     towers = model.processor.image_processor.normalization
     return [[x for tower in towers for x in tower[part]] * model.config.num_images_in_input for part in (0, 1)]
 
 
 def to_bytes(pixel_values: Tensor, statistics: list[list[float]]) -> Tensor:
-    """Return the uint8 images ``[B, channels, H, W]`` of which ``normalized`` makes ``pixel_values``."""
+    """Return the uint8 images ``[B, channels, H, W]`` from which ``normalized`` computes ``pixel_values``."""
     mean, std = _per_channel(pixel_values, statistics)
     return ((pixel_values.float() * std + mean) * 255.0).round().clamp(0, 255).to(torch.uint8)
 
@@ -81,11 +73,10 @@ def _per_channel(pixels: Tensor, statistics: list[list[float]]) -> Tensor:
 
 
 def image_token(config: OpenVLAConfig) -> int:
-    """Return the id of the image's placeholder in a prompt: an action token. Only the first one in a prompt counts."""
+    """Return the image placeholder's id in a prompt: an action token, of which only the first one counts."""
     return config.action_vocab_size - config.n_action_bins
 
 
 def num_image_tokens(config: OpenVLAConfig) -> int:
-    """Return the positions that the images take."""
     grid_size = config.vision_towers()[0].grid_size
     return grid_size**2 // config.patches_per_token * config.num_images_in_input

@@ -1,7 +1,4 @@
-"""OpenVLA inside vLLM: our own vision tower and projector, vLLM's language model.
-
-Imported in the engine's process only; importing it needs vLLM.
-"""
+"""OpenVLA inside vLLM: our vision tower and projector, vLLM's language model. Imported in the engine's process only."""
 
 from __future__ import annotations
 
@@ -31,11 +28,11 @@ from rlinf.models.embodiment.openvla.vision_tower import Projector, VisionBackbo
 from rlinf.models.embodiment.openvla.vllm import image_token, normalized, num_image_tokens
 
 FIELDS = ("pixel_values", "text_ids")
-"""Of one image: uint8 ``[1, channels, H, W]``, and the prompt ``[1, L]`` (BOS and text), whose mean embedding feeds FiLM."""
+"""Fields of an image: uint8 ``[1, channels, H, W]``, and the prompt ``[1, L]`` (BOS and text), whose mean feeds FiLM."""
 
 
 class OpenVLAForVllmConfig(OpenVLAConfig):
-    """Under a name of its own, because vLLM has another class for ``openvla``; with the statistics of the policy's processor."""
+    """The policy's configuration with its pixel statistics, under a separate name: vLLM has a different ``openvla``."""
 
     model_type = "rlinf_openvla"
     pixel_statistics: list[list[float]] | None = None
@@ -56,7 +53,7 @@ class OpenVLADataParser(MultiModalDataParser):
 
 
 class OpenVLAProcessingInfo(BaseProcessingInfo):
-    """One image item a prompt, without a tokenizer."""
+    """One image item per prompt, without a tokenizer."""
 
     def get_data_parser(self) -> OpenVLADataParser:
         return OpenVLADataParser()
@@ -69,7 +66,7 @@ class OpenVLAProcessingInfo(BaseProcessingInfo):
 
 
 class OpenVLADummyInputs(BaseDummyInputsBuilder[OpenVLAProcessingInfo]):
-    """Inputs of the run with which vLLM measures memory."""
+    """Inputs of vLLM's memory profiling run."""
 
     def get_dummy_text(self, mm_counts: Mapping[str, int]) -> str:
         return ""
@@ -87,7 +84,7 @@ class OpenVLADummyInputs(BaseDummyInputsBuilder[OpenVLAProcessingInfo]):
 
 
 class OpenVLAMultiModalProcessor(BaseMultiModalProcessor[OpenVLAProcessingInfo]):
-    """Widens the image token of a prompt to one token per position of the image."""
+    """Expands the image token of a prompt to one token per image position."""
 
     requires_tokenizer = False
 
@@ -114,11 +111,9 @@ class OpenVLAForVllm(nn.Module, SupportsMultiModal):
     """The autoregressive OpenVLA policy without its value head, under the same tensor names.
 
     Prompt: BOS, image token, text without padding. The trainer's positions skip padding, so they agree.
-
-    Attributes:
-        head_dtype: Number format of the logits, on every GPU of the engine: as in ``linear_in_float32`` of the trainer.
     """
 
+    # Logits are float32 on every GPU of the engine, as from ``linear_in_float32`` of the trainer.
     head_dtype: ClassVar[str] = "float32"
 
     @classmethod
@@ -143,7 +138,7 @@ class OpenVLAForVllm(nn.Module, SupportsMultiModal):
 
     @staticmethod
     def config_of(config: OpenVLAConfig) -> OpenVLAForVllmConfig:
-        """Return the policy's configuration under the name that vLLM knows it by."""
+        """Return the policy's configuration under the model type that vLLM knows."""
         values = {name: value for name, value in config.to_dict().items() if name != "model_type"}
         return OpenVLAForVllmConfig(**values)
 
@@ -167,7 +162,7 @@ class OpenVLAForVllm(nn.Module, SupportsMultiModal):
         pixels = normalized(images, self.config.pixel_statistics).to(weight.dtype)
         language = None
         if self.config.use_film:
-            # The sum is in the embedding's own number format, as in the trainer.
+            # The mean is computed in the embedding's number format, as in the trainer.
             means = [self.language_model.embed_input_ids(ids.flatten().to(weight.device)).mean(0) for ids in text_ids]
             language = torch.stack(means)
         return tuple(self.projector(self.vision_backbone(pixels, language)))
@@ -180,13 +175,11 @@ class OpenVLAForVllm(nn.Module, SupportsMultiModal):
         inputs_embeds: Tensor | None = None,
         **_: Any,
     ) -> Tensor | IntermediateTensors:
-        """Hidden states of the language model."""
         return self.language_model.model(input_ids, positions, intermediate_tensors, inputs_embeds=inputs_embeds)
 
     def compute_logits(self, hidden_states: Tensor) -> Tensor | None:
-        """Logits of the whole vocabulary; the request's ``allowed_token_ids`` leave the action bins."""
+        """Return logits of the complete vocabulary; ``allowed_token_ids`` of the request selects the action bins."""
         return self.language_model.compute_logits(hidden_states)
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
-        """Load the tensors of the trainer's state dict."""
         return AutoWeightsLoader(self).load_weights(weights)

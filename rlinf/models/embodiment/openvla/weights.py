@@ -1,8 +1,4 @@
-"""Weights between public OpenVLA files (timm names) and our modules (names of transformers' vision layers).
-
-Only the insides of vision blocks differ: timm joins queries, keys and values in one matrix, and has other names for
-some layers.
-"""
+"""Weights between public OpenVLA files (timm names) and our modules (transformers' names)."""
 
 from __future__ import annotations
 
@@ -16,7 +12,7 @@ from rlinf.distributed.deferred import Weight
 from rlinf.models.embodiment.openvla.config import OpenVLAConfig
 
 _BLOCK = re.compile(r"(vision_backbone\.(?:fused_)?featurizer)\.blocks\.(\d+)\.(.+)")
-# public name inside a block -> ours; three targets: rows are split into queries, keys and values
+# Public name inside a layer to ours; three targets: rows are split into queries, keys and values.
 _DINO_NAMES = {
     "attn.qkv": ("attention.q_proj", "attention.k_proj", "attention.v_proj"),
     "attn.proj": ("attention.o_proj",),
@@ -38,7 +34,7 @@ def _names_by_tower(config: OpenVLAConfig) -> dict[str, dict[str, tuple[str, ...
 
 
 def from_public(state_dict: Mapping[str, Weight], config: OpenVLAConfig) -> dict[str, Weight]:
-    """Rename and split the tensors of a public checkpoint; names that are ours already pass through."""
+    """Rename and split the tensors of a public checkpoint; names that are ours already pass unchanged."""
     tables = _names_by_tower(config)
     result: dict[str, Weight] = {}
     for name, tensor in state_dict.items():
@@ -50,7 +46,7 @@ def from_public(state_dict: Mapping[str, Weight], config: OpenVLAConfig) -> dict
             continue
         targets, rest = table[public], match[3][len(public) :]
         for target, part in zip(targets, tensor.chunk(len(targets)), strict=True):
-            # parts of one tensor become parameters of their own, with memory of their own
+            # Parts of one tensor become separate parameters, which need separate memory.
             result[f"{match[1]}.blocks.{match[2]}.{target}{rest}"] = part if len(targets) == 1 else part.clone()
     return result
 
@@ -62,7 +58,7 @@ def to_public(state_dict: Mapping[str, Tensor], config: OpenVLAConfig) -> dict[s
     for name, tensor in state_dict.items():
         match = _BLOCK.fullmatch(name)
         table = tables[match[1]] if match else {}
-        found = next(
+        entry = next(
             (
                 (public, targets, target)
                 for public, targets in table.items()
@@ -71,13 +67,13 @@ def to_public(state_dict: Mapping[str, Tensor], config: OpenVLAConfig) -> dict[s
             ),
             None,
         )
-        if match is None or found is None:
+        if match is None or entry is None:
             result[name] = tensor
             continue
-        public, targets, target = found
+        public, targets, target = entry
         if target != targets[0]:
             continue
         stem, rest = f"{match[1]}.blocks.{match[2]}.", match[3][len(target) :]
-        parts = [state_dict[f"{stem}{each}{rest}"] for each in targets]
+        parts = [state_dict[f"{stem}{part}{rest}"] for part in targets]
         result[f"{stem}{public}{rest}"] = parts[0] if len(parts) == 1 else torch.cat(parts)
     return result

@@ -1,4 +1,4 @@
-"""The continuous action head and the state input of OpenVLA-OFT, under the names of its public files."""
+"""The continuous action head and the state input of OpenVLA-OFT, with the names of its public files."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class _ResidualMLP(nn.Module):
 
 
 class L1ActionHead(nn.Module):
-    """Hidden states of a step's action tokens, concatenated, to its normalised action (Kim et al. 2025, OpenVLA-OFT)."""
+    """Maps the concatenated hidden states of a step to its normalised action (Kim et al. 2025, OpenVLA-OFT)."""
 
     def __init__(self, hidden_size: int, action_dim: int) -> None:
         super().__init__()
@@ -44,7 +44,7 @@ class L1ActionHead(nn.Module):
 
 
 class ProprioProjector(nn.Module):
-    """The normalised state as one token of the language model: Linear, GELU, Linear."""
+    """Maps the normalised state ``[B, S]`` to one token ``[B, H]`` of the language model."""
 
     def __init__(self, state_dim: int, hidden_size: int) -> None:
         super().__init__()
@@ -52,5 +52,4 @@ class ProprioProjector(nn.Module):
         self.fc2 = nn.Linear(hidden_size, hidden_size)
 
     def forward(self, state: Tensor) -> Tensor:
-        """Map ``[B, S]`` to ``[B, H]``."""
         return self.fc2(nn.functional.gelu(self.fc1(state)))

@@ -16,30 +16,27 @@ NEW_PARTS = {
     "film": "use_film=true",
     "placeholders": "learned_placeholders=true",
 }
-"""TrainerContext that a base OpenVLA does not have, and the option that each belongs to."""
+"""Parts that a base OpenVLA does not have, and the option of each."""
 ACTION_BOUNDS = {"bounds_q99": ("q01", "q99"), "bounds": ("min", "max")}
 
 
 class OpenVLAOFTConfig(OpenVLAConfig):
-    """OpenVLA-OFT (Kim et al. 2025): parallel decoding of action chunks with attention in both directions.
+    """OpenVLA-OFT (Kim et al. 2025): parallel decoding of action chunks with bidirectional attention.
 
-    Public folders hold the ``config.json`` of OpenVLA, without these fields: set other values than the defaults by
-    ``model.override_config``. See ``OpenVLAConfig`` for inherited fields.
+    Public folders have OpenVLA's ``config.json`` without these fields: set them by ``model.override_config``. See
+    ``OpenVLAConfig`` for inherited fields.
 
     Args:
-        use_proprio: Read the robot's state as one more token.
-        state_dim: Numbers of the state; None: as many as its statistics have.
-        action_head: ``discrete`` (action tokens) or ``l1`` (a continuous head behind the same hidden states).
-        action_normalization: ``bounds_q99`` (statistics ``q01`` and ``q99``: LIBERO, BRIDGE) or ``bounds`` (``min`` and
-            ``max``: ALOHA); of actions and state alike.
+        use_proprio: Read the robot's state as an additional token.
+        state_dim: Dimensions of the state; None: those of its statistics.
+        action_head: ``discrete`` (action tokens) or ``l1`` (a continuous head on the same hidden states).
+        action_normalization: Statistics of actions and state: ``bounds_q99`` (LIBERO, BRIDGE) or ``bounds`` (ALOHA).
         stop_token_in_input: End the input with ``</s>``, as the public models; false: with the placeholders.
-        greedy_over_vocabulary: The greedy action token is the likeliest of the whole vocabulary, as in the public
-            evaluation (one outside the bins decodes as the nearest bin); false: of the action bins. Sampling and
-            log-probabilities are over the bins either way.
-        action_decoding: Always ``parallel``.
-        new_parts: TrainerContext that the folder may lack, and that then start again, as in the public fine-tuning of a base OpenVLA:
-            ``action_head``, ``proprio_projector`` and ``placeholders`` at random, ``film`` as the identity (the public code
-            draws it at random). A part that the folder has is loaded. Building the model empties this list.
+        greedy_over_vocabulary: Greedy tokens are the argmax over the complete vocabulary, as in the public evaluation
+            (ids outside the bins decode as the nearest bin); false: over the action bins, as for sampling.
+        new_parts: Parts that a folder may lack and that are then newly initialised, as in the public fine-tuning:
+            ``action_head``, ``proprio_projector`` and ``placeholders`` at random, ``film`` as the identity. Building the
+            model empties this list.
     """
 
     model_type = "openvla_oft"
@@ -64,7 +61,7 @@ class OpenVLAOFTConfig(OpenVLAConfig):
 
     @classmethod
     def get_config_dict(cls, pretrained_model_name_or_path: str | Path, **kwargs: Any) -> tuple[dict, dict]:
-        """Read ``config.json`` without its ``model_type``: ``openvla`` in public folders, whose way of decoding is not ours."""
+        """Read ``config.json``, ignoring the decoding of public folders (``model_type`` ``openvla``)."""
         values, rest = super().get_config_dict(pretrained_model_name_or_path, **kwargs)
         if values.pop("model_type", None) != cls.model_type:
             values.pop("action_decoding", None)
@@ -105,5 +102,5 @@ class OpenVLAOFTConfig(OpenVLAConfig):
 
     @property
     def action_bounds(self) -> tuple[str, str]:
-        """Names of the statistics that actions and states are normalised by."""
+        """Names of the statistics that normalise actions and states."""
         return ACTION_BOUNDS[self.action_normalization]

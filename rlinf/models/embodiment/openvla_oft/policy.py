@@ -29,17 +29,17 @@ from rlinf.types import ActionEvaluation, ActionPrediction, EnvSpec, Observation
 class OpenVLAOFTForRLActionPrediction(OpenVLAForRLActionPrediction):
     """All tokens of an action chunk in one pass, from images, instruction and (optionally) the robot's state.
 
-    Sequence: BOS, image tokens, state token, (padding,) prompt, ``A`` placeholders (zeros, or learned), ``</s>``. Every
-    position sees every other. Token ``i`` is read ``i`` positions behind the end of the prompt, so that the first is read
-    at the last prompt token and the last placeholder is only seen; the value is read at the last prompt token, too.
+    Sequence: BOS, image tokens, state token, (padding,) prompt, ``A`` placeholders (zeros, or learned), ``</s>``, with
+    bidirectional attention. Token ``i`` is read ``i`` positions after the last prompt token, where the value is read, too.
 
-    With ``action_head=l1`` the chunk is a regression on the same hidden states: it can be cloned and evaluated, and has no
-    log-probabilities. Its ``sequences`` are the normalised actions ``[B, A]``.
+    With ``action_head=l1`` the chunk is a regression on the same hidden states: it has no log-probabilities, and its
+    ``sequences`` are the normalised actions ``[B, A]``.
     """
 
     config_class = OpenVLAOFTConfig
     without_state = "model.init_config.use_proprio=false model.init_config.state_dim=null"
-    vllm_adapter: ClassVar[None] = None  # vLLM decodes causally, one token after the other
+    # vLLM supports causal decoding only.
+    vllm_adapter: ClassVar[None] = None
     base_model_prefix = "openvla_oft"
     lora_target_modules: ClassVar[str] = (
         r"(vision_backbone\..*\.(q_proj|k_proj|v_proj|o_proj|out_proj|fc1|fc2|film\.scale|film\.shift)|projector\.fc\d"
@@ -56,7 +56,8 @@ class OpenVLAOFTForRLActionPrediction(OpenVLAForRLActionPrediction):
         self.state_normalizer = _state_normalizer(config, self.unnorm_key)
         self.state_range = None if self.state_normalizer is None else self.state_normalizer.range
         self.proprio_projector = ProprioProjector(self.state_dim, hidden_size) if config.use_proprio else None
-        config.new_parts = []  # a folder written from here on has them
+        # A folder that is written from here on has all parts.
+        config.new_parts = []
 
     @classmethod
     def check_settings(cls, config: OpenVLAOFTConfig, *, unnorm_key: str | None, **arguments: Any) -> None:
@@ -71,20 +72,17 @@ class OpenVLAOFTForRLActionPrediction(OpenVLAForRLActionPrediction):
     def check_env(cls, config: OpenVLAOFTConfig, env: EnvSpec) -> None:
         super().check_env(config, env)
         if config.use_proprio and env.state_dim == 0:
-            problem = (
-                f"The model reads the robot's state (use_proprio=true), but env.name={env.name} gives none as it is set"
-            )
+            problem = f"The model reads the state (use_proprio=true), but env.name={env.name} gives none as it is set"
             raise field_error(problem, "use_proprio=false")
 
     @classmethod
     def check_rl(cls, config: OpenVLAOFTConfig) -> None:
-        """Reject ``action_head=l1``, which gives one action without a distribution."""
         if config.action_head == "l1":
             raise without_logprobs("action_head", "l1", "discrete")
 
     @property
     def state_dim(self) -> int:
-        """Numbers of the state that the model reads; 0: none."""
+        """Dimensions of the state that the model reads; 0: none."""
         return 0 if self.state_normalizer is None else len(self.state_normalizer.low)
 
     @property
@@ -94,21 +92,21 @@ class OpenVLAOFTForRLActionPrediction(OpenVLAForRLActionPrediction):
     # -- forward pass --------------------------------------------------------------------------------------------
 
     def preprocess(self, observation: Observation) -> dict[str, Tensor]:
-        """Prepare images and instructions as the base class, and ``proprio [B, S]``: the state, normalised to [-1, 1]."""
+        """Prepare inputs as the base class, and ``proprio [B, S]``: the state, normalised to [-1, 1]."""
         inputs = super().preprocess(observation)
         if self.state_normalizer is None:
             return inputs
         given = 0 if observation.state is None else observation.state.shape[1]
         if given != self.state_dim:
             raise ConfigError(
-                f"The model reads a state of {self.state_dim} numbers (use_proprio), and the environment gives "
+                f"The model reads a state of {self.state_dim} dimensions (use_proprio), and the environment gives "
                 f"{given or 'none'}; required: the same. Set env.state=proprio, or a model.unnorm_key of this environment"
             )
         state = self.state_normalizer.normalize(to_device(torch.from_numpy(observation.state), self.device))
         return inputs | {"proprio": state.float()}
 
     def _stop_embeddings(self, num_rows: int) -> Tensor:
-        """Return the embedding of ``</s>``, ``[B, 1, H]``, or nothing, ``[B, 0, H]``."""
+        """Return the embedding of ``</s>``, ``[B, 1, H]``, or an empty tensor, ``[B, 0, H]``."""
         num_stops = int(self.config.stop_token_in_input)
         ids = torch.full((num_rows, num_stops), self.config.text_config.eos_token_id, device=self.device)
         return self.get_input_embeddings()(ids)
@@ -136,7 +134,7 @@ class OpenVLAOFTForRLActionPrediction(OpenVLAForRLActionPrediction):
         return hidden_states[:, : self.num_logprobs]
 
     def forward(self, **inputs: Tensor | None) -> CausalLMOutput:
-        """Return ``logits [B, A, vocab_size]`` and ``hidden_states`` (``[B, A, H]``, after the norm) of the read-out."""
+        """Return ``logits [B, A, vocab_size]`` and normed ``hidden_states`` (``[B, A, H]``) of the action tokens."""
         hidden_states = self._read_out(*self._embed_prompt(**inputs))
         return CausalLMOutput(logits=self.language_model.lm_head(hidden_states), hidden_states=(hidden_states,))
 
@@ -151,7 +149,6 @@ class OpenVLAOFTForRLActionPrediction(OpenVLAForRLActionPrediction):
         uniforms: Tensor | None = None,
         **inputs: Tensor | None,
     ) -> ActionPrediction:
-        """Act on ``input_ids [B, L]`` (BOS, padding, text); see ``ActionModel.predict_action_batch``."""
         hidden_states = self._states_to_act({"input_ids": input_ids, **inputs})
         values = self._values(hidden_states[:, 0])
         if self.action_head is not None:
@@ -172,7 +169,6 @@ class OpenVLAOFTForRLActionPrediction(OpenVLAForRLActionPrediction):
         return 0 if self.action_head is not None else super().num_candidate_uniforms
 
     def _greedy(self, states: Tensor) -> Tensor:
-        """As the base class; of the L1 head, normalised actions instead of tokens."""
         if self.action_head is not None:
             return self.action_head(states).flatten(1)
         if self.config.greedy_over_vocabulary:
@@ -180,7 +176,7 @@ class OpenVLAOFTForRLActionPrediction(OpenVLAForRLActionPrediction):
         return super()._greedy(states)
 
     def _sampled(self, states: Tensor, uniforms: Tensor) -> Tensor:
-        """As the base class; of the L1 head, its one action, ``K`` times."""
+        # The L1 head has one action, repeated K times.
         if self.action_head is not None:
             return self._greedy(states).unsqueeze(1).expand(-1, uniforms.shape[1], -1)
         return super()._sampled(states, uniforms)
@@ -194,7 +190,7 @@ class OpenVLAOFTForRLActionPrediction(OpenVLAForRLActionPrediction):
         return super().evaluate_actions(inputs, sequences, temperature)
 
     def sft_loss(self, inputs: Inputs, actions: Tensor, uniforms: Tensor | None = None) -> Tensor:
-        """Cross-entropy of the tokens of ``actions [B, C, D]``, or mean absolute error of the normalised ones; ``[B]``."""
+        """Return the cross-entropy ``[B]`` of the tokens of ``actions [B, C, D]``, or the mean absolute error (l1)."""
         if self.action_head is None:
             return super().sft_loss(inputs, actions, uniforms)
         target = to_device(self.action_normalizer.normalize(actions).float(), self.device)
@@ -204,7 +200,6 @@ class OpenVLAOFTForRLActionPrediction(OpenVLAForRLActionPrediction):
         return losses if readout is None else losses + readout.loss(*prefix[0])
 
     def decode_actions(self, sequences: Tensor) -> Tensor:
-        """Turn the last ``A`` tokens (l1: normalised numbers) into actions in env units, float32 ``[B, C, D]``."""
         if self.action_head is None:
             return super().decode_actions(sequences)
         normalized = sequences[:, -self.num_logprobs :].unflatten(1, (self.action_chunks_len, self.action_dim))
@@ -231,17 +226,17 @@ def _state_normalizer(config: OpenVLAOFTConfig, unnorm_key: str | None) -> Actio
         raise ConfigError(
             f"use_proprio is true, but the statistics of '{unnorm_key or next(iter(config.norm_stats))}' "
             f"hold {', '.join(stats)} and no proprio. Set env.state=proprio where the statistics are the "
-            "environment's, else another model.unnorm_key"
+            "environment's, else a different model.unnorm_key"
         )
     normalizer = ActionNormalizer(stats["proprio"], bounds=config.action_bounds)
     if config.state_dim not in (None, len(normalizer.low)):
         raise ConfigError(
-            f"state_dim is {config.state_dim}, but the statistics of the state have {len(normalizer.low)} numbers. "
+            f"state_dim is {config.state_dim}, but the statistics of the state have {len(normalizer.low)} dimensions. "
             f"Set model.init_config.state_dim={len(normalizer.low)}"
         )
     return normalizer
 
 
 def _extended(key_mask: Tensor | None, num_keys: int) -> Tensor | None:
-    """Add keys that are not padding at the end of a mask ``[B, keys]``."""
+    """Append keys without padding to a mask ``[B, keys]``."""
     return None if key_mask is None else nn.functional.pad(key_mask, (0, num_keys), value=True)

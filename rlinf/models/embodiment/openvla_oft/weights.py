@@ -1,4 +1,4 @@
-"""Weights of public OpenVLA-OFT folders: OpenVLA's safetensors, and parts in files of their own next to them."""
+"""Weights of public OpenVLA-OFT folders: OpenVLA's safetensors and separate files of additional parts."""
 
 from __future__ import annotations
 
@@ -23,11 +23,7 @@ MAX_LORA_ALPHA = 16
 
 
 def read_oft_weights(folder: Path, config: OpenVLAOFTConfig) -> dict[str, Weight]:
-    """Read ``model*.safetensors`` and the files ``<part>--<step>_checkpoint.pt`` of the same folder.
-
-    TrainerContext: ``action_head``, ``proprio_projector``, ``value_head``, and ``vision_backbone`` (with FiLM), which takes the
-    place of the whole vision backbone of the safetensors; adapters inside it are added to its weights.
-    """
+    """Read ``model*.safetensors`` and the files ``<part>--<step>_checkpoint.pt`` of the same folder."""
     wanted = {
         "action_head": (config.action_head == "l1", "action_head=l1"),
         "proprio_projector": (config.use_proprio, "use_proprio=true"),
@@ -38,10 +34,10 @@ def read_oft_weights(folder: Path, config: OpenVLAOFTConfig) -> dict[str, Weight
     chosen = {part: path for part in wanted if (path := _newest(folder, part)) is not None}
     steps = {part: _step(path) for part, path in chosen.items()}
     if len(set(steps.values())) > 1:
-        found = ", ".join(path.name for path in chosen.values())
+        names = ", ".join(path.name for path in chosen.values())
         raise CheckpointError(
-            f"The newest parts in '{folder}' are of different steps: {found}. Move the files of other steps away, or set "
-            "model.model_path=<another folder>"
+            f"The newest parts in '{folder}' are of different steps: {names}. Move the files of the remaining steps away, or set "
+            "model.model_path=<a different folder>"
         )
     for part, path in chosen.items():
         is_wanted, override = wanted[part]
@@ -51,7 +47,7 @@ def read_oft_weights(folder: Path, config: OpenVLAOFTConfig) -> dict[str, Weight
         tensors = torch.load(path, map_location="cpu", weights_only=True)
         tensors = {name.removeprefix("module."): tensor for name, tensor in tensors.items()}
         if part == "vision_backbone":
-            state_dict = {name: each for name, each in state_dict.items() if not name.startswith("vision_backbone.")}
+            state_dict = {name: weight for name, weight in state_dict.items() if name.split(".")[0] != part}
             state_dict |= {_film_name(name): tensor for name, tensor in merge_adapters(tensors).items()}
         else:
             state_dict |= {f"{part}.{name}": tensor for name, tensor in tensors.items()}
@@ -59,29 +55,27 @@ def read_oft_weights(folder: Path, config: OpenVLAOFTConfig) -> dict[str, Weight
 
 
 def absent_parts(folder: Path, config: OpenVLAOFTConfig, names: Iterable[str]) -> list[str]:
-    """Return the names in ``config.new_parts`` without a tensor in ``names``; reject a folder that lacks another part."""
+    """Return the ``config.new_parts`` without a tensor in ``names``; reject a folder that lacks any other part."""
     present = {"film" if ".film." in name else name.split(".")[0] for name in names}
     absent = [part for part in config.optional_parts if part not in present]
     rejected = [part for part in absent if part not in config.new_parts]
     if rejected:
         raise CheckpointError(
             f"The weights in '{folder}' do not fit the model: missing {rejected}, which "
-            f"{', '.join(NEW_PARTS[part] for part in rejected)} needs. Set model.model_path=<a folder with them>, or start them "
-            f"again: model.override_config.new_parts=[{','.join([*config.new_parts, *rejected])}]"
+            f"{', '.join(NEW_PARTS[part] for part in rejected)} needs. Set model.model_path=<a folder with them>, or initialise them: "
+            f"model.override_config.new_parts=[{','.join([*config.new_parts, *rejected])}]"
         )
     if absent:
         listed = ", ".join(absent)
-        logger.info("'%s' does not hold %s: started again (model.override_config.new_parts).", folder, listed)
+        logger.info("'%s' does not hold %s: newly initialised (model.override_config.new_parts).", folder, listed)
     return absent
 
 
 def draw_parts(
     parts: Iterable[str], config: OpenVLAOFTConfig, action_dim: int, num_tokens: int, state_dim: int
 ) -> dict[str, Tensor]:
-    """Return new tensors of ``parts``: torch's defaults for the layers, FiLM as the identity, normal placeholders.
-
-    A random FiLM would disturb the features of the base model, and its base weights are not saved next to LoRA adapters.
-    """
+    """Return new tensors of ``parts``: torch's defaults for layers, FiLM as the identity, normal placeholders."""
+    # A random FiLM would disturb the base model's features, and base weights are not saved next to LoRA adapters.
     width = config.text_config.hidden_size
     drawn: dict[str, Tensor] = {}
     modules = {
@@ -106,8 +100,7 @@ def draw_parts(
 def merge_adapters(state_dict: dict[str, Tensor]) -> dict[str, Tensor]:
     """Add the low-rank updates of PEFT's layers to their weights: ``W + min(r, 16) / r * B A``, in the dtype of ``W``.
 
-    Tensors are ``X.base_layer.{weight,bias}``, ``X.lora_A.<adapter>.weight [r, in]`` and ``X.lora_B.<adapter>.weight
-    [out, r]``; other names pass through.
+    Names: ``X.base_layer.{weight,bias}``, ``X.lora_A.<adapter>.weight`` and ``X.lora_B...``; others pass unchanged.
     """
     merged = {name.replace(".base_layer.", "."): tensor for name, tensor in state_dict.items() if ".lora_" not in name}
     for name, down in state_dict.items():
@@ -120,18 +113,17 @@ def merge_adapters(state_dict: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _film_name(name: str) -> str:
-    """Name of a tensor of the FiLM backbone in our modules: the wrapped block's own layers, and ``film`` in it."""
+    """Return our name of a tensor of the FiLM backbone: the wrapped layer's own modules, and ``film`` in it."""
     name = re.sub(r"(\.blocks\.\d+)\.block\.", r"\1.", name)
     return re.sub(r"(\.blocks\.\d+)\.(scale|shift)\.", r"\1.film.\2.", name)
 
 
 def _newest(folder: Path, part: str) -> Path | None:
-    """Return the file of the highest step, if any."""
     files = sorted(folder.glob(f"{part}--*_checkpoint.pt"))
     if len(files) > 1 and any(not _step(path).isdigit() for path in files):
         raise CheckpointError(
             f"'{folder}' holds several files of {part}: {', '.join(path.name for path in files)}. The one of the highest "
-            "step would be taken, but not all have a number. Move the others away"
+            "step would be taken, but not all have a number. Move the remaining ones away"
         )
     return max(files, key=lambda path: int(_step(path))) if len(files) > 1 else next(iter(files), None)
 

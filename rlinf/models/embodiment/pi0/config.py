@@ -1,4 +1,4 @@
-"""Configuration of pi0 and pi0.5: sizes by the names of public checkpoints, or spelled out."""
+"""Configuration of pi0 and pi0.5: sizes by the names of public checkpoints, or given explicitly."""
 
 from __future__ import annotations
 
@@ -19,16 +19,12 @@ GEMMA_SIZES = {
     "gemma_2b": {"width": 2048, "depth": 18, "mlp_dim": 16384, **_HEADS},
 }
 SIGLIP_SIZES = {
-    "hidden_size": 1152,
-    "num_hidden_layers": 27,
-    "num_attention_heads": 16,
-    "intermediate_size": 4304,
-    "image_size": 224,
+    "hidden_size": 1152, "num_hidden_layers": 27, "num_attention_heads": 16, "intermediate_size": 4304, "image_size": 224,
     "patch_size": 14,
-}
+}  # fmt: skip
 NUM_CAMERA_SLOTS = 3
-"""Public checkpoints have seen a base camera and two wrist cameras, in this order."""
-# field of a lerobot config.json -> ours
+"""Public checkpoints were trained with a base camera and two wrist cameras, in this order."""
+# Field of a lerobot config.json to ours.
 _LEROBOT_FIELDS = {
     "chunk_size": "action_horizon",
     "max_action_dim": "action_dim",
@@ -40,31 +36,27 @@ _LEROBOT_FIELDS = {
 
 
 class Pi0Config(PreTrainedConfig):
-    """pi0 (Black et al. 2024) and pi0.5 (Black et al. 2025): the network, then its inputs, then how it acts in RL.
+    """pi0 (Black et al. 2024) and pi0.5 (Black et al. 2025): network, inputs, then the RL policy.
 
     Args:
         pi05: pi0.5: adaptive norms get the time, and the state is part of the prompt. False: pi0.
-        paligemma_variant, action_expert_variant: Names of sizes, used where ``vlm`` and ``expert`` are not given.
+        paligemma_variant, action_expert_variant: Names of sizes, used without ``vlm`` and ``expert``.
         vlm, expert: ``width, depth, mlp_dim, num_heads, num_kv_heads, head_dim``.
         vision: ``hidden_size, num_hidden_layers, num_attention_heads, intermediate_size, image_size, patch_size``.
-        vocab_size: Of the language model.
         action_dim: Width that states and actions are padded to with zeros.
         action_horizon: Actions that the network predicts; ``model.action_chunks_len`` of them are executed.
         max_token_len: Longest prompt; None: 48 (pi0) or 200 (pi0.5).
-        image_mean, image_std: Per channel, of images in [0, 1]; public checkpoints have 0.5, which gives [-1, 1]. A mean near
-            the background's colour makes small objects stand out to a small model from random weights.
-        cameras: Names of the env's cameras; None: the env's first three, in its order. Position counts: base, left wrist,
-            right wrist. A null stands for an absent camera.
+        image_mean, image_std: Per channel, of images in [0, 1]; 0.5 in public checkpoints. Small models from scratch need
+            a mean near the background's colour to see small objects.
+        cameras: Env cameras by position: base, left wrist, right wrist (null: absent); None: the env's first three.
         discrete_state_input: Write the state into the prompt, as 256 bins of [-1, 1]; None: as ``pi05``.
         use_quantile_norm: Normalise by q01 and q99; false: by mean and std; None: as ``pi05``.
         norm_stats: Data set name to the statistics of ``action`` and ``proprio``.
         num_steps: ``n``, denoising steps.
-        noise_method: How a step becomes a distribution; see ``step_moments``. ``flow_ode`` has no log-probabilities.
+        noise_method: Distribution of a step; see ``step_moments``. ``flow_ode`` has no log-probabilities.
         noise_level: ``a`` of ``flow_sde`` and ``flow_cps``.
-        noise_std_range: Bounds of the deviation that ``flow_noise`` learns; None: those in the weights, [0.08, 0.16] for a
-            new head.
-        joint_logprob: All steps are sampled and scored; false: one of them per call, drawn at random, the others follow the
-            velocity.
+        noise_std_range: Bounds of the std that ``flow_noise`` learns; None: those in the weights, else [0.08, 0.16].
+        joint_logprob: Sample and score all steps; false: one random step per call.
         value_hidden_sizes, noise_hidden_sizes: Hidden layers of the heads.
         freeze_vlm: Train the action expert, its projections and the heads only, as public RL recipes do.
     """
@@ -104,8 +96,8 @@ class Pi0Config(PreTrainedConfig):
     def __post_init__(self, **kwargs: Any) -> None:
         gemma = ("width", "depth", "mlp_dim", *_HEADS)
         self.vlm = _sizes("vlm", self.vlm or _gemma_sizes("paligemma_variant", self.paligemma_variant), gemma)
-        own = self.expert or _gemma_sizes("action_expert_variant", self.action_expert_variant)
-        self.expert = _sizes("expert", own, gemma)
+        expert = self.expert or _gemma_sizes("action_expert_variant", self.action_expert_variant)
+        self.expert = _sizes("expert", expert, gemma)
         self.vision = _sizes("vision", self.vision or SIGLIP_SIZES, tuple(SIGLIP_SIZES))
         self.image_mean = list(self.image_mean or [0.5] * 3)
         self.image_std = list(self.image_std or [0.5] * 3)
@@ -114,33 +106,33 @@ class Pi0Config(PreTrainedConfig):
         self.noise_std_range = None if self.noise_std_range is None else list(self.noise_std_range)
         self.value_hidden_sizes = list(self.value_hidden_sizes or [512, 256, 128])
         self.noise_hidden_sizes = list(self.noise_hidden_sizes or [128, 64])
-        kwargs.pop("precision", None)  # of the converter; here model.precision says how the weights are held
+        # The converter's entry is ignored: model.precision sets the number format.
+        kwargs.pop("precision", None)
         super().__post_init__(**kwargs)
         self._check()
 
     @property
     def hidden_size(self) -> int:
-        """Width of the language model."""
         return self.vlm["width"]
 
     @property
     def image_sizes(self) -> list[int]:
-        """Pixels of the side of a square image."""
+        """Side of a square image in pixels."""
         return [self.vision["image_size"]]
 
     @property
     def longest_prompt(self) -> int:
-        """``max_token_len``, or the default of the kind."""
+        """``max_token_len``, or the default of the model."""
         return (200 if self.pi05 else 48) if self.max_token_len is None else self.max_token_len
 
     @property
     def state_in_prompt(self) -> bool:
-        """``discrete_state_input``, or the default of the kind."""
+        """``discrete_state_input``, or the default of the model."""
         return self.pi05 if self.discrete_state_input is None else self.discrete_state_input
 
     @property
     def by_quantiles(self) -> bool:
-        """``use_quantile_norm``, or the default of the kind."""
+        """``use_quantile_norm``, or the default of the model."""
         return self.pi05 if self.use_quantile_norm is None else self.use_quantile_norm
 
     @property
@@ -154,12 +146,10 @@ class Pi0Config(PreTrainedConfig):
             raise field_error(f"num_steps is {self.num_steps}; required: 1 or more", "num_steps=4")
         bounds = self.noise_std_range
         if bounds is not None and not (len(bounds) == 2 and 0.0 < bounds[0] <= bounds[1]):
-            problem = f"noise_std_range is {bounds}; required: two positive deviations, the smaller first, or null"
+            problem = f"noise_std_range is {bounds}; required: two positive stds, the smaller first, or null"
             raise field_error(problem, "noise_std_range=[0.08,0.16]")
         if self.state_in_prompt and not self.by_quantiles:
-            problem = (
-                "discrete_state_input has bins of [-1, 1], to which use_quantile_norm=False does not map the state"
-            )
+            problem = "discrete_state_input has bins of [-1, 1], and use_quantile_norm=False does not map it there"
             raise field_error(problem, "use_quantile_norm=true")
         shared = ("depth", "num_kv_heads", "head_dim")
         different = [name for name in shared if self.vlm[name] != self.expert[name]]
@@ -167,16 +157,12 @@ class Pi0Config(PreTrainedConfig):
             raise ConfigError(
                 f"vlm and expert differ in {', '.join(different)} ({[self.vlm[name] for name in different]} and "
                 f"{[self.expert[name] for name in different]}); required: the same. Set model.init_config.expert."
-                f"{different[0]}={self.vlm[different[0]]} for random weights, or model.model_path=<another folder>"
+                f"{different[0]}={self.vlm[different[0]]} for random weights, or model.model_path=<a different folder>"
             )
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path: str | Path, **kwargs: Any) -> Any:
-        """Read the configuration of a folder: ours, openpi's, lerobot's, or ``tiny_config.json``.
-
-        Where the file does not say whether this is pi0.5 (openpi's converter does not), the names of the tensors do.
-        Statistics under ``assets/<name>/norm_stats.json`` are added to ``norm_stats`` as ``<name>``.
-        """
+        """Read the configuration of a folder: ours, openpi's, lerobot's, or ``tiny_config.json``."""
         folder = checkpoint_folder(pretrained_model_name_or_path)
         path = next((folder / name for name in cls.config_files if (folder / name).is_file()), folder / "config.json")
         values = read_json(path)
@@ -184,6 +170,7 @@ class Pi0Config(PreTrainedConfig):
         if str(values.get("type")) in ("pi0", "pi05"):
             pi05 = values["type"] == "pi05"
             values = {ours: values[name] for name, ours in _LEROBOT_FIELDS.items() if name in values} | {"pi05": pi05}
+        # openpi's converter does not record whether this is pi0.5; the tensor names do.
         if "pi05" not in values:
             values["pi05"] = any(name.removeprefix("model.") == "time_mlp_in.weight" for name in _tensor_names(folder))
         values["norm_stats"] = _openpi_statistics(folder) | (values.get("norm_stats") or {})
@@ -191,17 +178,17 @@ class Pi0Config(PreTrainedConfig):
 
 
 def check_attention(implementation: str | None) -> None:
-    """Reject a kernel that takes no masks."""
+    """Reject attention kernels without mask support."""
     if implementation not in (None, "sdpa", "eager"):
-        found = f"model.attn_implementation is {implementation}, whose kernels take no masks"
-        raise ConfigError(f"{found}. Set model.attn_implementation=sdpa")
+        problem = f"model.attn_implementation is {implementation}, whose kernels take no masks"
+        raise ConfigError(f"{problem}. Set model.attn_implementation=sdpa")
 
 
 def check_sizes(config: Pi0Config, action_dim: int, action_chunks_len: int) -> None:
     """Reject sizes of the model section that exceed the network's."""
     if action_dim > config.action_dim:
         raise ConfigError(
-            f"model.action_token_len is {action_dim}, and the policy's actions have {config.action_dim} numbers at most. "
+            f"model.action_token_len is {action_dim}, and the policy's actions have {config.action_dim} dimensions at most. "
             f"Set model.action_token_len={config.action_dim} or less"
         )
     if action_chunks_len > config.action_horizon:
@@ -239,20 +226,20 @@ def _tensor_names(folder: Path) -> list[str]:
                 names += file.keys()
         except SafetensorError as error:
             raise CheckpointError(
-                f"'{path}' cannot be read ({error}). Set model.model_path=<another folder>"
+                f"'{path}' cannot be read ({error}). Set model.model_path=<a different folder>"
             ) from error
     return names
 
 
 def _openpi_statistics(folder: Path) -> dict[str, Any]:
-    found = {}
+    statistics = {}
     for path in sorted((folder / "assets").rglob("norm_stats.json")):
         values = read_json(path).get("norm_stats") or {}
         if not {"actions", "state"} <= values.keys():
             raise CheckpointError(
                 f"'{path}' has statistics of {sorted(values)} under 'norm_stats'; required: actions and state. Set "
-                "model.model_path=<another folder>, or move this file away"
+                "model.model_path=<a different folder>, or move this file away"
             )
         name = path.parent.relative_to(folder / "assets").as_posix()
-        found[name] = {"action": values["actions"], "proprio": values["state"]}
-    return found
+        statistics[name] = {"action": values["actions"], "proprio": values["state"]}
+    return statistics

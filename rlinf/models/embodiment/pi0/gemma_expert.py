@@ -1,8 +1,4 @@
-"""The two transformers of pi0: a Gemma that reads images and text, and an action expert that attends to its keys.
-
-Both are stacks of the same layer. Layer ``i`` of the expert sees the keys and values of layer ``i`` of the other one, which
-are computed once per observation.
-"""
+"""The two transformers of pi0: a Gemma that reads images and text, and an action expert."""
 
 from __future__ import annotations
 
@@ -33,7 +29,7 @@ class AdaRMSNorm(nn.Module):
         self.dense = nn.Linear(width, 3 * width)
 
     def forward(self, x: Tensor, condition: Tensor) -> tuple[Tensor, Tensor]:
-        """Return ``norm(x) (1 + scale) + shift`` for ``x [B, S, W]``, ``condition [B, W]``, and the gate ``[B, 1, W]``."""
+        """Return ``norm(x) (1 + scale) + shift`` and the gate ``[B, 1, W]``, for ``x [B, S, W]`` and ``condition [B, W]``."""
         scale, shift, gate = self.dense(condition).unsqueeze(1).chunk(3, dim=-1)
         normed = x.float() * torch.rsqrt(x.float().square().mean(-1, keepdim=True) + NORM_EPS)
         return (normed * (1.0 + scale.float()) + shift.float()).type_as(x), gate.type_as(x)
@@ -48,10 +44,7 @@ def _gated_sum(residual: Tensor, x: Tensor, gate: Tensor | None) -> Tensor:
 
 
 class GemmaActionLayer(GemmaDecoderLayer):
-    """``GemmaDecoderLayer`` with the same parameters, for attention in both directions and to another stack's keys.
-
-    ``adaptive`` makes both norms an ``AdaRMSNorm``.
-    """
+    """``GemmaDecoderLayer`` with bidirectional attention, also to another stack's keys; ``adaptive``: with ``AdaRMSNorm``."""
 
     def __init__(self, config: GemmaConfig, layer_idx: int, adaptive: bool) -> None:
         super().__init__(config, layer_idx)
@@ -68,15 +61,14 @@ class GemmaActionLayer(GemmaDecoderLayer):
         condition: Tensor | None = None,
         keys_only: bool = False,
     ) -> tuple[Tensor, Tensor]:
-        """Transform ``[B, S, W]``. Return hidden states ``[B, S, W]``, and the own keys and values ``[2, B, kv_heads, S, head_dim]``.
+        """Transform ``[B, S, W]``; return it and the layer's keys and values ``[2, B, kv_heads, S, head_dim]``.
 
         Args:
-            hidden_states: Input.
-            attention_mask: bool, broadcastable to ``[B, 1, S, prefix + S]``: true where a key is seen.
+            attention_mask: bool, broadcastable to ``[B, 1, S, prefix + S]``: true for visible keys.
             rotation: Cosines and sines ``[B, S, head_dim]``.
-            prefix: Keys and values ``[2, B, kv_heads, P, head_dim]`` in front of the own ones.
+            prefix: Preceding keys and values ``[2, B, kv_heads, P, head_dim]``.
             condition: ``[B, W]`` of the adaptive norms.
-            keys_only: Compute the keys and values alone; the hidden states come back as they were.
+            keys_only: Compute keys and values only; the hidden states are returned unchanged.
         """
         attention = self.self_attn
 
@@ -85,11 +77,11 @@ class GemmaActionLayer(GemmaDecoderLayer):
 
         normed, gate = _normed(self.input_layernorm, hidden_states, condition)
         key = _rotate(heads(attention.k_proj(normed)), *rotation)
-        own = torch.stack([key, heads(attention.v_proj(normed))])
+        keys_values = torch.stack([key, heads(attention.v_proj(normed))])
         if keys_only:
-            return hidden_states, own
+            return hidden_states, keys_values
         query = _rotate(heads(attention.q_proj(normed)), *rotation)
-        keys, values = own if prefix is None else torch.cat([prefix, own], dim=3)
+        keys, values = keys_values if prefix is None else torch.cat([prefix, keys_values], dim=3)
         implementation = attention.config._attn_implementation
         if implementation == "eager":
             lowest = torch.finfo(query.dtype).min
@@ -99,7 +91,7 @@ class GemmaActionLayer(GemmaDecoderLayer):
         attended, _ = kernel(attention, query, keys, values, attention_mask, **options)
         hidden_states = _gated_sum(hidden_states, attention.o_proj(attended.flatten(2)), gate)
         normed, gate = _normed(self.post_attention_layernorm, hidden_states, condition)
-        return _gated_sum(hidden_states, self.mlp(normed), gate), own
+        return _gated_sum(hidden_states, self.mlp(normed), gate), keys_values
 
 
 class GemmaStack(nn.Module):
@@ -129,7 +121,7 @@ class GemmaStack(nn.Module):
         prefix: list[Tensor] | None = None,
         condition: Tensor | None = None,
     ) -> Tensor:
-        """Transform ``[B, S, W]`` at ``positions [B, S]``; see ``GemmaActionLayer`` for the other arguments."""
+        """Transform ``[B, S, W]`` at ``positions [B, S]``; remaining arguments as in ``GemmaActionLayer``."""
         rotation = rotary_embedding(positions, self.head_dim, hidden_states.dtype)
         for index, layer in enumerate(self.layers):
             seen = None if prefix is None else prefix[index]
@@ -139,14 +131,14 @@ class GemmaStack(nn.Module):
     def keys_and_values(
         self, hidden_states: Tensor, attention_mask: Tensor, positions: Tensor
     ) -> tuple[list[Tensor], Tensor]:
-        """Return the keys and values of every layer, and what the last layer reads, ``[B, S, W]``; nothing else of it is computed."""
+        """Return the keys and values of every layer, and the input of the last layer, ``[B, S, W]``."""
         rotation = rotary_embedding(positions, self.head_dim, hidden_states.dtype)
-        found = []
+        keys_values = []
         for index, layer in enumerate(self.layers):
             last = index == len(self.layers) - 1
             hidden_states, key_value = layer(hidden_states, attention_mask, rotation, keys_only=last)
-            found.append(key_value)
-        return found, hidden_states
+            keys_values.append(key_value)
+        return keys_values, hidden_states
 
 
 class SiglipTower(nn.Module):
@@ -166,7 +158,7 @@ class SiglipTower(nn.Module):
         self.post_layernorm = nn.LayerNorm(width, eps=NORM_EPS)
 
     def forward(self, pixel_values: Tensor) -> Tensor:
-        """Map ``[N, 3, H, W]`` in [-1, 1] to ``[N, num_tokens, hidden_size]``, patches row by row."""
+        """Map ``[N, 3, H, W]`` in [-1, 1] to ``[N, num_tokens, hidden_size]``, patches in row-major order."""
         patches = self.embeddings.patch_embedding(pixel_values.to(self.embeddings.patch_embedding.weight.dtype))
         hidden_states = patches.flatten(2).transpose(1, 2) + self.embeddings.position_embedding.weight
         for layer in self.encoder.layers:
@@ -175,7 +167,7 @@ class SiglipTower(nn.Module):
 
 
 def rotary_embedding(positions: Tensor, head_dim: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Cosines and sines ``[B, S, head_dim]`` of rotary positions (Su et al. 2021), halves of a head rotated together."""
+    """Return cosines and sines ``[B, S, head_dim]`` of rotary positions (Su et al. 2021), pairing the halves of a head."""
     exponent = torch.arange(0, head_dim, 2, dtype=torch.float32, device=positions.device) / head_dim
     angle = positions[..., None].float() / ROPE_THETA**exponent
     angle = torch.cat([angle, angle], dim=-1)

@@ -19,12 +19,12 @@ from rlinf.errors import CheckpointError
 from rlinf.files import write_text
 from rlinf.models.embodiment.checkpoint_policy import CheckpointPolicy
 from rlinf.models.embodiment.folder_policy import open_safetensors
-from rlinf.models.embodiment.modules.float32 import without_autocast
 from rlinf.models.embodiment.modules.flow import time_embedding
 from rlinf.models.embodiment.modules.readout_token import ReadoutToken
 from rlinf.models.embodiment.modules.value_head import ValueHead
 from rlinf.models.embodiment.pi0.config import Pi0Config
 from rlinf.models.embodiment.pi0.gemma_expert import AdaRMSNorm, GemmaStack, SiglipTower
+from rlinf.models.precision import without_autocast
 
 NEW_STD_RANGE = (0.08, 0.16)
 
@@ -35,7 +35,7 @@ class Prefix:
 
     Attributes:
         keys_values: Per layer, keys and values ``[2, B, kv_heads, P, head_dim]``.
-        mask: bool ``[B, P]``: a key that is there.
+        mask: bool ``[B, P]``, true for present keys.
         states: Input of the last layer of the language model, ``[B, P, width]``.
     """
 
@@ -44,13 +44,13 @@ class Prefix:
     states: Tensor
 
     def repeated(self, times: int) -> Prefix:
-        """Return ``times`` copies of each row, next to each other."""
-        keys_values = [each.repeat_interleave(times, dim=1) for each in self.keys_values]
-        return Prefix(keys_values, *(each.repeat_interleave(times, dim=0) for each in (self.mask, self.states)))
+        """Return ``times`` adjacent copies of each row."""
+        keys_values = [tensor.repeat_interleave(times, dim=1) for tensor in self.keys_values]
+        return Prefix(keys_values, *(tensor.repeat_interleave(times, dim=0) for tensor in (self.mask, self.states)))
 
 
 class Pi0Network(CheckpointPolicy):
-    """SigLIP and Gemma read images and text; the action expert, attending to their keys, predicts velocities."""
+    """SigLIP and Gemma read images and text; the action expert attends to their keys and predicts velocities."""
 
     config_class = Pi0Config
     base_model_prefix = "pi0"
@@ -67,7 +67,8 @@ class Pi0Network(CheckpointPolicy):
         self.language_model = GemmaStack(config.vlm, attention)
         self.language_model.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         self.expert = GemmaStack(config.expert, attention, adaptive=config.pi05)
-        self.expert_lm_head = nn.Linear(width, config.vocab_size, bias=False)  # part of public files, and never used
+        # Part of public files, and never used.
+        self.expert_lm_head = nn.Linear(width, config.vocab_size, bias=False)
         self.action_in_proj = nn.Linear(config.action_dim, width)
         self.action_out_proj = nn.Linear(width, config.action_dim)
         if config.pi05:
@@ -87,10 +88,8 @@ class Pi0Network(CheckpointPolicy):
 
     @property
     def frozen_modules(self) -> list[str]:
-        """Modules that no output depends on; with ``freeze_vlm``, also all modules that read images and text.
-
-        The expert reads keys and values of the language model only, so the rest of its last layer is never used.
-        """
+        """Modules that no output depends on; with ``freeze_vlm``, also all modules that read images and text."""
+        # The expert reads only keys and values of the language model, so the rest of its last layer is never used.
         if self.config.freeze_vlm:
             return ["expert_lm_head", "vision_tower", "projector", "language_model"]
         last = f"language_model.layers.{self.config.vlm['depth'] - 1}"
@@ -99,12 +98,12 @@ class Pi0Network(CheckpointPolicy):
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
-        """Random weights: deviation 1/sqrt(inputs), embeddings that come out with deviation 1, adaptive norms at zero."""
+        """Random weights: std 1/sqrt(inputs), embeddings with output std 1, adaptive norms at zero."""
         super()._init_weights(module)
         if isinstance(module, (nn.Linear, nn.Conv2d)):
             init.normal_(module.weight, std=module.weight[0].numel() ** -0.5)
         elif isinstance(module, nn.Embedding):
-            # tokens, but not positions, are multiplied by sqrt(width) later
+            # Tokens, but not positions, are multiplied by sqrt(width) later.
             is_position = module is self.vision_tower.embeddings.position_embedding
             init.normal_(module.weight, std=1.0 if is_position else module.embedding_dim**-0.5)
         elif type(module).__name__ == "GemmaRMSNorm":
@@ -112,7 +111,7 @@ class Pi0Network(CheckpointPolicy):
 
     @torch.no_grad()
     def _init_composites(self) -> None:
-        """Draw heads and norms here: transformers calls ``_init_weights`` for no module without parameters of its own."""
+        """Initialise heads and norms: transformers skips modules without parameters of their own."""
         if self.value_head is not None:
             self.value_head.reset_parameters()
         if self.readout_token is not None:
@@ -144,7 +143,7 @@ class Pi0Network(CheckpointPolicy):
         attention_mask: Tensor,
         state: Tensor | None = None,
     ) -> Prefix:
-        """Run the language model over images and text, all of which see each other; ``state`` is not part of it."""
+        """Run the language model over images and text with full attention; ``state`` is not part of it."""
         with torch.set_grad_enabled(torch.is_grad_enabled() and not self.config.freeze_vlm):
             embeddings, mask = self.embed_prefix(pixel_values, image_mask, input_ids, attention_mask)
             positions = prefix_positions(mask)
@@ -152,10 +151,7 @@ class Pi0Network(CheckpointPolicy):
         return Prefix(keys_values, mask, states)
 
     def velocity(self, prefix: Prefix, state: Tensor | None, x: Tensor, t: Tensor) -> tuple[Tensor, Tensor]:
-        """Predict ``noise - action`` at ``x [B, horizon, action_dim]``, ``t [B]``: float32, of the shape of ``x``.
-
-        Returned with it are the expert's outputs ``[B, horizon, width]``.
-        """
+        """Predict ``noise - action`` at ``x [B, horizon, action_dim]`` and ``t [B]``, float32, and return the expert's outputs."""
         dtype, (batch, horizon, _) = self.action_in_proj.weight.dtype, x.shape
         with without_autocast(x):
             time = time_embedding(t, self.config.expert["width"]).to(dtype)
@@ -166,12 +162,13 @@ class Pi0Network(CheckpointPolicy):
                 tokens = torch.cat([tokens, time[:, None].expand(-1, horizon, -1)], dim=-1)
                 tokens = self.action_time_mlp_out(nn.functional.silu(self.action_time_mlp_in(tokens)))
                 tokens = torch.cat([self.state_proj(state.to(dtype))[:, None], tokens], dim=1)
-        own_dtype, num_tokens = prefix.keys_values[0].dtype, tokens.shape[1]
-        tokens, condition = tokens.to(own_dtype), None if condition is None else condition.to(own_dtype)
-        own = torch.ones(num_tokens, num_tokens, dtype=torch.bool, device=x.device)
-        own[: num_tokens - horizon, num_tokens - horizon :] = False  # the state does not see the actions
+        prefix_dtype, num_tokens = prefix.keys_values[0].dtype, tokens.shape[1]
+        tokens, condition = tokens.to(prefix_dtype), None if condition is None else condition.to(prefix_dtype)
+        self_mask = torch.ones(num_tokens, num_tokens, dtype=torch.bool, device=x.device)
+        # The state does not see the actions.
+        self_mask[: num_tokens - horizon, num_tokens - horizon :] = False
         keys = prefix.mask[:, None, None].expand(-1, 1, num_tokens, -1)
-        mask = torch.cat([keys, own.expand(batch, 1, -1, -1)], dim=-1)
+        mask = torch.cat([keys, self_mask.expand(batch, 1, -1, -1)], dim=-1)
         positions = prefix.mask.sum(1, keepdim=True) + torch.arange(num_tokens, device=x.device)
         output = self.expert(tokens, mask, positions, prefix.keys_values, condition)[:, -horizon:]
         with without_autocast(x):
@@ -182,9 +179,9 @@ class Pi0Network(CheckpointPolicy):
     @classmethod
     def _read_weights(cls, folder: Path, config: Pi0Config, arguments: dict[str, Any]) -> dict[str, Weight]:
         state_dict = from_public(open_safetensors(folder))
-        if config.noise_std_range is not None and any(name.startswith("dsrl_actor.") for name in state_dict):
-            bounds = deviation_bounds(config.noise_std_range)
-            state_dict |= {f"dsrl_actor.{name}": bound for name, bound in bounds.items()}
+        if config.noise_std_range is not None and any(name.startswith("noise_head.") for name in state_dict):
+            bounds = std_bounds(config.noise_std_range)
+            state_dict |= {f"noise_head.{name}": bound for name, bound in bounds.items()}
         return state_dict
 
     @classmethod
@@ -200,7 +197,6 @@ class Pi0Network(CheckpointPolicy):
         return {"override_config.pi05": not config.pi05}
 
     def save_pretrained(self, save_directory: str | Path, *args: Any, **kwargs: Any) -> None:
-        """Write a folder with openpi's tensor names and statistics files; see ``CheckpointPolicy.save_pretrained``."""
         super().save_pretrained(save_directory, *args, **kwargs)
         for name, stats in self.config.norm_stats.items():
             if "proprio" in stats:
@@ -211,25 +207,25 @@ class Pi0Network(CheckpointPolicy):
 
 
 def prefix_positions(mask: Tensor) -> Tensor:
-    """Positions ``[B, P]`` that count present tokens only."""
+    """Return positions ``[B, P]`` that count present tokens only."""
     return (mask.cumsum(1) - 1).clamp_min(0)
 
 
 def _heads(config: Pi0Config, value_head: bool) -> dict[str, nn.Module | None]:
-    width, dsrl_actor = config.expert["width"], None
+    width, noise_head = config.expert["width"], None
     if config.noise_method == "flow_noise":
         std_range = config.noise_std_range or NEW_STD_RANGE
-        dsrl_actor = StdHead(width, config.noise_hidden_sizes, config.action_dim, std_range)
+        noise_head = StdHead(width, config.noise_hidden_sizes, config.action_dim, std_range)
     return {
         "value_head": ValueHead(width, config.value_hidden_sizes, nn.ReLU, bias=True) if value_head else None,
-        "dsrl_actor": dsrl_actor,
+        "noise_head": noise_head,
     }
 
 
 class StdHead(nn.Module):
-    """Deviation of a denoising step (Zhang et al. 2025, ReinFlow): a tanh perceptron whose output spans a range.
+    """Std of a denoising step (Zhang et al. 2025, ReinFlow): a tanh MLP whose output spans a range.
 
-    ``log var = low + (high - low) (tanh(mlp(h)) + 1) / 2``, with ``low`` and ``high`` the logarithms of the squared bounds.
+    ``log var = low + (high - low) (tanh(mlp(h)) + 1) / 2``, with the log variances ``low`` and ``high`` of the bounds.
     """
 
     def __init__(self, width: int, hidden_sizes: Sequence[int], action_dim: int, std_range: Sequence[float]) -> None:
@@ -243,11 +239,11 @@ class StdHead(nn.Module):
             layers.append(nn.Sequential(parts))
         self.mlp_logvar = nn.Module()
         self.mlp_logvar.moduleList = nn.ModuleList(layers)
-        for name, bound in deviation_bounds(std_range).items():
+        for name, bound in std_bounds(std_range).items():
             self.register_buffer(name, bound)
 
     def forward(self, hidden_states: Tensor) -> Tensor:
-        """Map ``[B, H, W]`` to float32 deviations ``[B, H, action_dim]``."""
+        """Map ``[B, H, W]`` to float32 stds ``[B, H, action_dim]``."""
         output = hidden_states.to(self.mlp_logvar.moduleList[0].linear_1.weight.dtype)
         with without_autocast(hidden_states):
             for layer in self.mlp_logvar.moduleList:
@@ -256,15 +252,15 @@ class StdHead(nn.Module):
         return torch.exp(0.5 * (low + (high - low) * (torch.tanh(output.float()) + 1.0) / 2.0))
 
 
-def deviation_bounds(std_range: Sequence[float]) -> dict[str, Tensor]:
-    """Return the buffers of a ``StdHead``: the logarithms of the squared bounds."""
+def std_bounds(std_range: Sequence[float]) -> dict[str, Tensor]:
+    """Return the buffers of a ``StdHead``: the log variances of the bounds."""
     low, high = (torch.tensor([2.0 * math.log(bound)]) for bound in std_range)
     return {"logvar_min": low, "logvar_max": high}
 
 
 LM_HEAD = "paligemma_with_expert.paligemma.lm_head.weight"
 EMBED_TOKENS = "paligemma_with_expert.paligemma.model.language_model.embed_tokens.weight"
-# prefix of public names -> prefix of ours; all other names are the same
+# Prefix of public names to ours; all other names are the same.
 _PREFIXES = {
     "paligemma_with_expert.paligemma.model.vision_tower.vision_model.": "vision_tower.",
     "paligemma_with_expert.paligemma.model.multi_modal_projector.linear.": "projector.",
@@ -284,14 +280,14 @@ def from_public(state_dict: Mapping[str, Weight]) -> dict[str, Weight]:
         if EMBED_TOKENS in tensors and not torch.equal(in_memory(head), in_memory(tensors[EMBED_TOKENS])):
             raise CheckpointError(
                 f"'{EMBED_TOKENS}' and '{LM_HEAD}' are one tensor in pi0, and differ here. "
-                "Set model.model_path=<another folder>"
+                "Set model.model_path=<a different folder>"
             )
         tensors[EMBED_TOKENS] = head
     return {_renamed(name, _PREFIXES): tensor for name, tensor in tensors.items()}
 
 
 def to_public(state_dict: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Undo ``from_public``, in openpi's form: the result has the names of an openpi file (and our heads)."""
+    """Undo ``from_public`` with openpi's names (and our heads)."""
     names = {ours: public for public, ours in _PREFIXES.items()}
     tensors = {_renamed(name, names): tensor for name, tensor in state_dict.items()}
     tensors[LM_HEAD] = tensors.pop(EMBED_TOKENS)

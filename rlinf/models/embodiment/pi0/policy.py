@@ -27,21 +27,21 @@ from rlinf.options import override_text
 from rlinf.types import BaseActions, EnvSpec, Observation
 
 PROMPT_BLOCK = 64
-"""Tokens of which a prompt has a multiple where a CUDA graph reads it."""
+"""Prompts are padded to a multiple of so many tokens for CUDA graphs."""
 
 
 class Pi0ForRLActionPrediction(Pi0Network, FlowPolicy):
     """Images, instruction and state in, a chunk of actions out (``FlowPolicy``).
 
-    **Values** belong to a step: the value head on the mean of the expert's outputs. A rollout returns the mean over all
-    its ``n`` steps; ``evaluate_actions`` the mean over the scored steps: all with ``joint_logprob``, else the chosen one.
+    Values belong to steps: the value head on the expert's mean output. A rollout returns the mean over all ``n`` steps;
+    ``evaluate_actions`` the mean over the scored steps: all with ``joint_logprob``, else the chosen one.
     """
 
     fsdp_wrap_modules: ClassVar[tuple[str, ...]] = ("GemmaActionLayer", "SiglipEncoderLayer")
     lora_target_modules: ClassVar[str] = r"(vision_tower\..*\.(\w_proj|out_proj|fc\d)|(language_model|expert)\..*_proj)"
-    trained_in_full: ClassVar[tuple[str, ...]] = ("value_head", "dsrl_actor", "readout_token")
+    trained_in_full: ClassVar[tuple[str, ...]] = ("value_head", "noise_head", "readout_token")
     float32_modules: ClassVar[tuple[str, ...]] = (
-        "value_head", "dsrl_actor", "readout_token", "state_proj", "action_in_proj", "action_out_proj", "action_time_mlp_in",
+        "value_head", "noise_head", "readout_token", "state_proj", "action_in_proj", "action_out_proj", "action_time_mlp_in",
         "action_time_mlp_out", "time_mlp_in", "time_mlp_out",
     )  # fmt: skip
 
@@ -86,11 +86,12 @@ class Pi0ForRLActionPrediction(Pi0Network, FlowPolicy):
 
     @classmethod
     def reads_state(cls, config: Pi0Config) -> bool:
-        return config.reads_state  # false if pi0.5 leaves the state out of its prompt
+        # False if pi0.5 leaves the state out of its prompt.
+        return config.reads_state
 
     @classmethod
     def check_env(cls, config: Pi0Config, env: EnvSpec) -> None:
-        """Check that the env shows the cameras of the policy, and a state that fits into its input."""
+        """Check that the env has the policy's cameras, and a state that fits into its input."""
         given = list(env.cameras)
         names = given if config.cameras is None else [name for name in config.cameras if name is not None]
         if not given:
@@ -105,7 +106,7 @@ class Pi0ForRLActionPrediction(Pi0Network, FlowPolicy):
                 f"cameras={override_text(given)}",
             )
         if config.reads_state and env.state_dim is not None and not 0 < env.state_dim <= config.action_dim:
-            fix = env.override_for_state(1, config.action_dim) or "another env.name=<one with such a state>"
+            fix = env.override_for_state(1, config.action_dim) or "env.name=<one with such a state>"
             raise ConfigError(
                 f"The model reads the robot's state, of width {config.action_dim} at most, but env.name={env.name} gives "
                 f"{f'one of width {env.state_dim}' if env.state_dim else 'none'} as it is set. Set {fix}"
@@ -113,13 +114,14 @@ class Pi0ForRLActionPrediction(Pi0Network, FlowPolicy):
 
     @classmethod
     def check_cuda_graph(cls, config: Pi0Config, attn_implementation: str) -> None:
-        """Accept all settings: none of the kernels reads a number on the CPU."""
+        """Accept all settings: no kernel depends on values on the CPU."""
 
     # -- properties ---------------------------------------------------------------------------------------------------
 
     @property
     def steering_dim(self) -> int:
-        """Noise of one action, padding included: a head sets the same for all actions of the horizon, as DSRL does for pi0."""
+        """Noise dimensions of one action, padding included."""
+        # As DSRL does for pi0, an actor sets the same noise for all actions of the horizon.
         return self.config.action_dim
 
     def steering_uniforms(self, noise: Tensor) -> Tensor:
@@ -128,7 +130,7 @@ class Pi0ForRLActionPrediction(Pi0Network, FlowPolicy):
 
     @property
     def feature_dim(self) -> int:
-        """Width of the expert's outputs for the executed actions, of a state of the language model, or of its token."""
+        """Width of the expert's outputs for the executed actions, of a language model state, or of its token."""
         if self.feature_kind == "token":
             return TOKEN_WIDTH
         hidden = self.action_chunks_len * self.config.expert["width"]
@@ -136,12 +138,11 @@ class Pi0ForRLActionPrediction(Pi0Network, FlowPolicy):
 
     @property
     def num_sft_uniforms(self) -> int:
-        """Noise and time."""
+        # The noise, and the time.
         return self._chunk_size + 1
 
     @property
     def sft_chunk_len(self) -> int:
-        """The horizon; only ``action_chunks_len`` of its actions are executed."""
         return self.config.action_horizon
 
     # -- inputs --------------------------------------------------------------------------------------------------
@@ -149,8 +150,7 @@ class Pi0ForRLActionPrediction(Pi0Network, FlowPolicy):
     def preprocess(self, observation: Observation, image_mask: Tensor | None = None) -> dict[str, Tensor]:
         """Tokenise prompts, normalise states, resize images, and send all of it to the model's device.
 
-        ``image_mask``: bool ``[B, cameras]``, False where a camera is absent in this row; None: all are present. A camera
-        that is absent in all rows is left out: its keys would be masked, and positions count present tokens only.
+        ``image_mask``: bool ``[B, cameras]``, False for an absent camera; None: all are present.
         """
         processor = self._ready_processor()
         images = [self._resized(observation.images[name]) for name in self._cameras(observation)]
@@ -163,8 +163,8 @@ class Pi0ForRLActionPrediction(Pi0Network, FlowPolicy):
         input_ids, attention_mask = processor.encode(self.instructions(observation), in_prompt)
         present = torch.ones(pixel_values.shape[:2], dtype=torch.bool) if image_mask is None else image_mask.bool()
         if present.shape != pixel_values.shape[:2]:
-            found, required = list(present.shape), list(pixel_values.shape[:2])
-            raise ConfigError(f"image_mask has the shape {found}; required: {required} (rows, cameras)")
+            shapes = f"{list(present.shape)}; required: {list(pixel_values.shape[:2])}"
+            raise ConfigError(f"image_mask has the shape {shapes} (rows, cameras)")
         inputs = {
             "pixel_values": pixel_values,
             "image_mask": to_device(present, self.device),
@@ -177,7 +177,7 @@ class Pi0ForRLActionPrediction(Pi0Network, FlowPolicy):
         return inputs
 
     def resize_images(self, observation: Observation) -> Observation:
-        """Resize the images that the policy reads, where none grows; images of the wanted size stay as they are."""
+        """Resize the images that the policy reads, unless one would grow."""
         size, images = self.config.vision["image_size"], dict(observation.images)
         for name in self._cameras(observation):
             if images[name].shape[1] * images[name].shape[2] > size * size:
@@ -190,7 +190,6 @@ class Pi0ForRLActionPrediction(Pi0Network, FlowPolicy):
         return resize_with_pad(frames, self.config.vision["image_size"])
 
     def prompt_lengths(self, observation: Observation) -> Sequence[Hashable]:
-        """Tokens of each row's prompt, which may hold the state."""
         in_prompt = self._state(observation).numpy() if self.config.state_in_prompt else None
         return self._ready_processor().encode(self.instructions(observation), in_prompt)[1].sum(1).tolist()
 
@@ -205,12 +204,12 @@ class Pi0ForRLActionPrediction(Pi0Network, FlowPolicy):
         return names
 
     def _state(self, observation: Observation) -> Tensor:
-        """The state in the network's units, float64 ``[B, S]`` on the CPU."""
+        """Return the state in the network's units, float64 ``[B, S]`` on the CPU."""
         if observation.state is None:
             raise ConfigError("The policy reads the robot's state, and the env gives none. Set env.state=proprio")
         width = observation.state.shape[1]
         if width > self.config.action_dim:
-            problem = f"The environment's state has {width} numbers and the policy takes {self.config.action_dim} (action_dim)"
+            problem = f"The environment's state has {width} dimensions and the policy takes {self.config.action_dim} (action_dim)"
             raise ConfigError(f"{problem}. Set env.state=proprio")
         stats = select_stats(self.config.norm_stats, self.unnorm_key).get("proprio")
         if stats is None:
@@ -237,16 +236,17 @@ class Pi0ForRLActionPrediction(Pi0Network, FlowPolicy):
         return BaseActions(self._chunk(chain).unsqueeze(1), features, sample if samples else None)
 
     def _graph_inputs(self, inputs: Inputs) -> Inputs:
-        """Pad prompts to a multiple of 64 tokens: with the state in it, a prompt has another length in nearly every call."""
+        """Pad prompts to a multiple of 64 tokens."""
+        # With the state in it, a prompt has a different length in nearly every call.
         length = inputs["input_ids"].shape[1]
-        room = min(-(-length // PROMPT_BLOCK) * PROMPT_BLOCK, self.config.longest_prompt) - length
+        padding = min(-(-length // PROMPT_BLOCK) * PROMPT_BLOCK, self.config.longest_prompt) - length
         names = ("input_ids", "attention_mask")
-        return inputs | {name: nn.functional.pad(inputs[name], (0, room)) for name in names}
+        return inputs | {name: nn.functional.pad(inputs[name], (0, padding)) for name in names}
 
     def sft_loss(self, inputs: Inputs, actions: Tensor, uniforms: Tensor | None = None) -> Tensor:
         """Return the flow-matching loss (Black et al. 2024, section IV): the velocity's mean squared error at a random time.
 
-        ``actions [B, horizon, D]`` are padded with zeros to ``config.action_dim``, which the loss covers. ``uniforms`` are
+        ``actions [B, horizon, D]`` are padded with zeros to ``config.action_dim``, which the loss includes. ``uniforms`` are
         ``[B, num_sft_uniforms]``: noise, and last the time.
         """
         actions = to_device(self.action_normalizer.normalize(actions).float(), self.device)
@@ -264,14 +264,13 @@ class Pi0ForRLActionPrediction(Pi0Network, FlowPolicy):
     def flow_loss(
         self, inputs: Inputs, actions: Tensor, noise: Tensor, t: Tensor, prefix: Prefix | None = None
     ) -> Tensor:
-        """Squared errors ``[B, horizon, action_dim]`` of the velocity for normalised ``actions`` at ``t [B]``."""
+        """Return squared errors ``[B, horizon, action_dim]`` of the velocity for normalised ``actions`` at ``t [B]``."""
         x, target = noisy_actions(actions, noise, t[:, None, None])
         prefix = self.encode_prefix(**inputs) if prefix is None else prefix
         velocity, _ = self.velocity(prefix, inputs.get("state"), x, t)
         return (velocity - target).square()
 
     def _chunk(self, x: Tensor) -> Tensor:
-        """Cut normalised actions ``[B, horizon, action_dim]`` to the executed ones, in env units ``[B, C, D]``."""
         return self.action_normalizer.unnormalize(x[:, : self.action_chunks_len, : self.action_dim]).float()
 
 

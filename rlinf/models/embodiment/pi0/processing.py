@@ -30,9 +30,8 @@ class StatisticsNormalizer:
     ``mask`` is false, ``n = x``.
 
     Args:
-        stats: ``mean`` and ``std``, or ``q01`` and ``q99``; padding, which does not vary, is cut off their ends.
+        stats: ``mean`` and ``std``, or ``q01`` and ``q99``; constant padding at their ends is removed.
         dim: Width of the states or actions.
-        use_quantiles: Which of the two.
         name: ``action`` or ``proprio``, for messages.
     """
 
@@ -53,7 +52,7 @@ class StatisticsNormalizer:
                 given, fix = f"model.action_token_len={dim}", f"model.action_token_len={described}"
             raise ConfigError(
                 f"The statistics of '{name}' have {format_count(described, 'dimension')}, and {given}; required: equal. "
-                f"Set {fix}, or model.unnorm_key=<another data set>"
+                f"Set {fix}, or model.unnorm_key=<a different data set>"
             )
         first, second = first[:dim], second[:dim]
         mask = np.array(stats.get("mask") or [True] * dim, dtype=bool)[:dim]
@@ -75,9 +74,9 @@ class StatisticsNormalizer:
 def resize_with_pad(images: Tensor, size: int) -> Tensor:
     """Resize uint8 ``[B, 3, H, W]`` to ``size x size``, keeping the aspect, with black borders.
 
-    Bilinear without antialiasing, of the uint8 tensor, sizes rounded down: bit for bit what openpi does with tensors on a CPU. In
-    float32 a fifth of the pixels differ by one grey value. Images that have the size already come back as they are.
+    Bilinear without antialiasing, of the uint8 tensor, sizes rounded down: bit for bit openpi's result on a CPU.
     """
+    # In float32, a fifth of the pixels would differ by one grey value.
     height, width = images.shape[-2:]
     if (height, width) == (size, size):
         return images
@@ -90,20 +89,17 @@ def resize_with_pad(images: Tensor, size: int) -> Tensor:
 
 
 def discretize_state(state: np.ndarray) -> np.ndarray:
-    """Bins 0..255 of a state in [-1, 1]; -1 below it, 255 above."""
+    """Return the bins 0..255 of a state in [-1, 1]; -1 below it, 255 above."""
     return np.digitize(state, np.linspace(-1.0, 1.0, _NUM_STATE_BINS + 1)[:-1]) - 1
 
 
 class Pi0Processor:
-    """Prompts to token ids.
-
-    Without states: the instruction, then a newline that is encoded by itself. With them:
-    ``Task: <instruction>, State: <bins>;\\nAction: ``.
-    """
+    """Prompts to token ids: the instruction and a newline, or ``Task: <instruction>, State: <bins>;\\nAction: ``."""
 
     def __init__(self, tokenizer: Any, max_token_len: int) -> None:
         self.tokenizer = tokenizer
         self.max_token_len = max_token_len
+        # The newline is encoded separately, as in the public code.
         self._newline = tokenizer.encode("\n", add_special_tokens=False)
 
     def encode(self, instructions: Sequence[str], states: np.ndarray | None = None) -> tuple[Tensor, Tensor]:
@@ -111,7 +107,7 @@ class Pi0Processor:
 
         Underscores and newlines become spaces. ``states [B, S]`` are in the network's units; None: not in the prompt.
         """
-        texts = [each.strip().replace("_", " ").replace("\n", " ") for each in instructions]
+        texts = [text.strip().replace("_", " ").replace("\n", " ") for text in instructions]
         ending = self._newline
         if states is not None:
             bins = [" ".join(map(str, row)) for row in discretize_state(states)]
@@ -130,7 +126,6 @@ class Pi0Processor:
         return ids, mask
 
     def save_pretrained(self, save_directory: str | Path, **_: Any) -> None:
-        """Write the tokenizer's files into a folder."""
         self.tokenizer.save_pretrained(str(save_directory))
 
 

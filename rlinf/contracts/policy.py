@@ -40,10 +40,7 @@ class PolicyChecker:
     """Checks of a policy in torch (``torch_checks``), in vLLM (``vllm_checks``) or on a server (``remote_checks``).
 
     Attributes:
-        model: The policy in evaluation mode.
-        observation: ``NUM_ROWS`` observations of the env.
         action_range: Largest minus smallest action of the env, float32 ``[D]``.
-        temperature: Temperature of the action distribution.
         is_exact: Weights and computation are float32.
         num_trained_rows: Batch size of the backward pass, at most ``NUM_ROWS``.
     """

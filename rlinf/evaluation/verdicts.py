@@ -55,7 +55,6 @@ class Verdict:
 
     Attributes:
         answer: ``YES``, ``NO``, ``UNCLEAR`` or ``UNKNOWN``.
-        reason: The numbers as text.
         is_fault: The result is evidence against the policy or its success rate.
         fraction: Fraction of the stake that the effect of a yes explains, in [0, 1]; None: not a yes, or not about one effect.
         is_partial: The 95 % interval of that fraction is below ``FULL_FRACTION``.

@@ -70,8 +70,6 @@ class OffPolicyTrainer(ActionTrainer):
     Each rank steps its own envs. Transitions are all-gathered, so all ranks make identical updates.
 
     Args:
-        env: Envs of this rank, with auto-reset.
-        make_learner: Class of the algorithm.
         autocast: Returns the context in which the base policy computes.
         demonstrations: Dataset from which a fraction of each batch is drawn, if any.
     """

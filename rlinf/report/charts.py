@@ -92,10 +92,7 @@ def line_chart(
 
     Args:
         series: Curves; values that are not finite, or not positive on a logarithmic axis, are left out.
-        x_label, y_label: Axis labels with units.
-        percent: Show fractions as 0 to 100 % on the y axis.
         log: Use a logarithmic y axis, unless all values are 0.
-        size: Width and height in user units of the SVG.
     """
     log = log and any(y for curve in series for _, y in curve.points)
 

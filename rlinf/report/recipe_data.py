@@ -29,7 +29,6 @@ class Samples:
     """Completions of one validation.
 
     Attributes:
-        step: Optimiser steps before it.
         rows: ``prompt``, ``completion``, ``reference``, ``reward``, ``rewards`` (by part) and ``num_tokens`` of each completion, and
             the prompt's ``images``, as files relative to the folder.
     """

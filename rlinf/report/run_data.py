@@ -43,7 +43,6 @@ class FolderData:
     """Common content of the folders of runs and evaluations; missing parts are empty.
 
     Attributes:
-        comparison: From ``compare.json``.
         traces: Profiler traces, see ``traces_of``.
         config, manifest: Texts of ``config.yaml`` and ``manifest.json``, of the run or else of its newest checkpoint.
     """

@@ -37,9 +37,7 @@ class TrainerContext:
     """Components that the trainers of a run share, on one rank.
 
     Attributes:
-        worker: Scores and updates the policy.
         sync: Pushes new weights to the rollout policy.
-        fingerprint: Fingerprint of the simulator, for manifests.
         fps: Frames per second of the behaviour-cloning dataset, for manifests; None: unknown.
         warned_of_clipping: The run has warned about clipped actions.
     """

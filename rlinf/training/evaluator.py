@@ -26,8 +26,6 @@ class Evaluator:
 
     Args:
         env: Made with ``auto_reset=False``; offloaded after each evaluation.
-        stop_signal: Interrupts an evaluation on all ranks.
-        autocast: Returns the context in which the policy computes.
         episodes: Runs them elsewhere; None: on this rank.
     """
 

@@ -32,7 +32,6 @@ class MinibatchPlan:
 
     Attributes:
         num_rows: Valid rows of all ranks.
-        num_minibatches: Number per epoch.
     """
 
     def __init__(self, valid: Tensor, env_groups: range, minibatch_size: int, seed: int) -> None:

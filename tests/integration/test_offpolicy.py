@@ -464,7 +464,7 @@ def test_settings_of_a_head_that_is_there_are_not_ignored(tmp_path):
         assert override == "algorithm.actor.scale=0.5"
         config_of(tmp_path / "new", "trainer.max_steps=2", source, override)
         for more in ("algorithm.actor.name=direct", "algorithm.actor.hidden_size=32", "model.features=pooled"):
-            assert "=" in rejected(source, override, more, match="made with " + more.partition("=")[0])
+            assert "=" in rejected(source, override, more, match="trained with " + more.partition("=")[0])
         source = f"{key}={tmp_path / 'td3'}"
         override = rejected(source, "algorithm.actor.scale=0.5", match="algorithm.name=td3|noise of 0.3")
         assert override.startswith("algorithm=td3")

@@ -31,7 +31,6 @@ class Finding:
     Attributes:
         text: The measured value, and its threshold.
         set: Overrides to type; "" if the evidence does not indicate a setting.
-        steps: First and last step of the evidence, as in ``metrics.jsonl``.
         rule: Name of the rule, set by ``diagnose``.
     """
 
@@ -87,7 +86,6 @@ class Record:
     """Metrics and configuration of a run.
 
     Attributes:
-        lines: Lines of ``metrics.jsonl``.
         manifest: Manifest of the run, or else of its newest checkpoint.
         gain: Paired comparison of the evaluations before (a) and after (b), as in ``compare.json``; None without one.
     """

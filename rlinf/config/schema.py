@@ -72,16 +72,9 @@ REGISTRIES = {"env": ENVS, "algorithm": ALGORITHMS}
 """Sections with a ``name`` that selects their dataclass from a registry."""
 
 SOURCES = (
-    "checkpoint",
-    "resume",
-    "init_from",
-    "model.model_path",
-    "model.lora_path",
-    "sft.dataset",
-    "algorithm.replay_from",
-    "algorithm.offline_dataset",
-    "evaluation.compare",
-)
+    "checkpoint", "resume", "init_from", "model.model_path", "model.lora_path", "sft.dataset", "algorithm.replay_from",
+    "algorithm.offline_dataset", "evaluation.compare",
+)  # fmt: skip
 """Keys of input folders: a ``latest`` in them is resolved before a new run becomes the latest one."""
 
 

@@ -63,7 +63,7 @@ def launch(config: RecipeConfig, script: str | None, dry_run: bool, arguments: S
     # A launcher has assigned one GPU per rank already, if there are any.
     device = (
         resolve_device(config.policy.device, 1, "policy.device=cpu")
-        if connected
+        if is_connected()
         else choose_device(config, plan, dry_run)
     )
     check_engines(config, plan, device)
@@ -103,8 +103,8 @@ def launch(config: RecipeConfig, script: str | None, dry_run: bool, arguments: S
 @contextmanager
 def _resume_hint(config: RecipeConfig, arguments: Sequence[str]) -> Iterator[None]:
     """Print the command that resumes a run after a signal or a failed upload."""
-    others = [argument for argument in arguments if not argument.startswith("train.resume=")]
-    command = shlex.join(["rlinf", "launch", *others, "train.resume=true"])
+    rest = [argument for argument in arguments if not argument.startswith("train.resume=")]
+    command = shlex.join(["rlinf", "launch", *rest, "train.resume=true"])
     saves = config.train.ckpt.enable_checkpoint
     try:
         yield

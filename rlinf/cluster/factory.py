@@ -71,7 +71,7 @@ def env_maker(config: RunConfig, num_sharers: int, num_threads: int = 1) -> Call
         return partial(make_env, with_share_of_cores(config.env, num_sharers, most))
     nodes = EnvNodes(
         cluster.num_env_workers,
-        num_envs_at_once=num_threads * (cluster.num_rollout_workers or cluster.num_processes),
+        num_parallel_envs=num_threads * (cluster.num_rollout_workers or cluster.num_processes),
         start_s=cluster.deadlines.start,
         timeout_s=cluster.env_worker_timeout_s,
         max_restarts=cluster.env_worker_restarts,

@@ -20,9 +20,9 @@ class PolicyReplica:
         """Version of the weights; None: a push is missing or incomplete, so it does not act."""
         return self.receiver.version
 
-    def begin(self, header: PushHeader) -> None:
+    def start_push(self, header: PushHeader) -> None:
         """Prepare for the weights of a version; see ``WeightReceiver``. It does not act until ``commit``."""
-        self.receiver.begin(header)
+        self.receiver.start_push(header)
 
     def load(self, bucket: WeightsHandle) -> None:
         """Take a bucket of weights."""

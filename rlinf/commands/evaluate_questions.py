@@ -35,7 +35,7 @@ from rlinf.recipes.questions import Question, QuestionPacker, QuestionsConfig, r
 from rlinf.recipes.rewards import make_rewards
 from rlinf.recipes.rollouts import LocalGenerator
 from rlinf.recipes.samples import BadRowError, Prompt
-from rlinf.recipes.token_trainer import PRECISIONS, own_share, write_images
+from rlinf.recipes.token_trainer import PRECISIONS, rank_slice, write_images
 from rlinf.report.compare_folders import compare_folders, evaluation_folder
 from rlinf.report.run_page import write_report
 from rlinf.seeding import derive_seed
@@ -215,7 +215,7 @@ def _complete(
     calls = [
         range(start, min(start + config.batch_size, len(questions)))
         for start in range(0, len(questions), config.batch_size)
-    ][own_share(-(-len(questions) // config.batch_size))]
+    ][rank_slice(-(-len(questions) // config.batch_size))]
     num_questions = sum(map(len, calls))
     for rows in calls:
         prompts = [_packed(packer, questions, row, config.questions) for row in rows]
@@ -224,7 +224,7 @@ def _complete(
             question, text = questions[row], completion.text
             answer = Answer(
                 question.id, question.category, question.prompt, text, question.expected, find(text),
-                completion.reward == 1, len(completion.tokens), completion.is_cut,
+                completion.reward == 1, len(completion.tokens), completion.is_truncated,
             )  # fmt: skip
             answers.append((answer, completion.prompt.previews))
         correct = sum(answer.is_correct for answer, _ in answers)

@@ -25,6 +25,7 @@ def augment(observation: Observation, config: AugmentConfig, seed: int, rows: np
         return observation
     images = {}
     for camera, batch in observation.images.items():
+        # A generator per row, so that neither threads nor ranks nor batch sizes change its numbers.
         uniforms = [np.random.default_rng(derive_seed(seed, camera, int(row))).random(6) for row in rows]
         pairs = zip(batch, uniforms, strict=True)
         images[camera] = np.stack([augment_image(image, config, numbers) for image, numbers in pairs])
@@ -32,10 +33,7 @@ def augment(observation: Observation, config: AugmentConfig, seed: int, rows: np
 
 
 def augment_image(image: np.ndarray, config: AugmentConfig, uniforms: np.ndarray) -> np.ndarray:
-    """Return a changed copy of one image, uint8 ``[H, W, 3]``.
-
-    ``uniforms`` are six numbers in [0, 1): position of the crop (top, left), brightness, contrast, saturation, hue.
-    """
+    """Return a changed copy of uint8 ``[H, W, 3]``; six uniforms in [0, 1): crop top, left, brightness, contrast, saturation, hue."""
     pixels = np.ascontiguousarray(image.transpose(2, 0, 1)).astype(np.float32) / np.float32(255.0)
     signed = (2.0 * uniforms[2:] - 1.0).astype(np.float32)
     if config.crop_area < 1.0:

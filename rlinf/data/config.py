@@ -15,17 +15,13 @@ GOOD, BAD = "good", "bad"
 class ExpertConfig:
     """Settings of the scripted expert."""
 
-    aim_offset_m: list[float] = option(
-        [0.0, 0.0], "Aiming error (x, y) of the expert in metres (tabletop, Meta-World, SO-101)."
-    )
+    aim_offset_m: list[float] = option([0.0, 0.0], "Aiming error (x, y) of the expert in metres, if supported.")
     aim_offset_rule: str = option(
         "constant",
-        "Aiming error: constant; by_instruction: rotated per task and colour; half: only odd initial states (tabletop).",
+        "Aiming error: constant, rotated by_instruction, or in half of the initial states.",
         choices=("constant", "by_instruction", "half"),
     )
-    jitter: float = option(
-        0.0, "Std of noise on executed actions, but not on labels, relative to the action range.", minimum=0
-    )
+    jitter: float = option(0.0, "Std of noise on executed actions (not labels), per action range.", minimum=0)
     keep_failures: bool = option(True, "Keep failed demonstrations.")
 
     def __post_init__(self) -> None:
@@ -45,12 +41,8 @@ class ExpertConfig:
 class AugmentConfig:
     """Image augmentation of behaviour cloning; never in RL or evaluation. OpenVLA's: 0.9, 0.2, 0.2, 0.2, 0.05."""
 
-    crop_area: float = option(
-        1.0, "Fraction of an image's area in a random crop, which is enlarged; 1: no crop.", minimum=0.1, maximum=1
-    )
-    brightness: float = option(
-        0.0, "Maximum shift of all channels, as a fraction of the full range.", minimum=0, maximum=1
-    )
+    crop_area: float = option(1.0, "Fraction of the image area in a random crop; 1: no crop.", minimum=0.1, maximum=1)
+    brightness: float = option(0.0, "Maximum brightness shift, as a fraction of the range.", minimum=0, maximum=1)
     contrast: float = option(0.0, "Maximum deviation from 1 of the contrast factor.", minimum=0, maximum=1)
     saturation: float = option(0.0, "Maximum deviation from 1 of the saturation factor.", minimum=0, maximum=1)
     hue: float = option(0.0, "Maximum hue shift; 1 is a full rotation.", minimum=0, maximum=0.5)
@@ -61,38 +53,24 @@ class SFTConfig:
     """Behaviour cloning of a dataset or the scripted expert, before RL."""
 
     max_steps: int = option(0, "Optimiser steps; 0: no behaviour cloning.", minimum=0)
-    dataset: PathText | None = option(
-        None, "Folder of demonstrations (LeRobotDataset v3.0 or RLDS); null: the scripted expert's, in memory."
-    )
+    dataset: PathText | None = option(None, "Folder (LeRobotDataset v3.0 or RLDS); null: the scripted expert.")
     cameras: list[str] | None = option(
-        None, "Cameras of the dataset for `env.cameras`, in the same order; null: the same names."
+        None, "Cameras of the dataset, in the order of `env.cameras`; null: equal names."
     )
     action_key: str | list[str] | None = option(None, "Column, or list of columns, with the actions; null: action.")
-    state_key: str | list[str] | None = option(
-        None, "Column, or list of columns, with the state; null: observation.state."
-    )
-    skip_unreadable_rows: bool = option(
-        False, "Skip rows without a readable image, after reading all; false: raise an error."
-    )
+    state_key: str | list[str] | None = option(None, "Column, or columns, with the state; null: observation.state.")
+    skip_unreadable_rows: bool = option(False, "Skip rows without a readable image; false: raise an error.")
     allow_mismatch: list[str] = option([], "Keys of `env` in which a dataset of `rlinf collect` may differ, or fps.")
     filter: str = option(
         "all",
-        "Cloned rows: all; successes: successful episodes; interventions: a human acted; corrected: interventions, and "
-        "successful episodes without one.",
+        "Cloned rows: all, successes, interventions, or corrected (interventions and unaided successes).",
         choices=("all", "successes", "interventions", "corrected"),
     )
-    intervention_weight: int = option(
-        1, "Occurrences of an intervention's rows per epoch; other rows occur once.", minimum=1
-    )
+    intervention_weight: int = option(1, "Occurrences of an intervention's rows per epoch.", minimum=1)
     advantage_top_fraction: float | None = option(
-        None,
-        "RECAP: fraction of each instruction's rows that is labelled good, by advantage; null: no labels.",
-        minimum=0,
-        maximum=1,
+        None, "RECAP: fraction of rows that is labelled good, by advantage; null: no labels.", minimum=0, maximum=1
     )
-    advantage_steps: int | None = option(
-        None, "Steps of the n-step return in an advantage; null: the episode's return.", minimum=1
-    )
+    advantage_steps: int | None = option(None, "Steps of the n-step return of an advantage; null: all.", minimum=1)
     num_workers: int = option(2, "Threads per rank that prefetch batches; 0: read when needed.", minimum=0)
     augment: AugmentConfig = option(AugmentConfig(), "Image augmentation.")
     num_demonstrations: int = option(1200, "Episodes of the scripted expert.", minimum=1)
@@ -102,9 +80,7 @@ class SFTConfig:
     warmup_steps: int = option(50, "Optimiser steps of linear warm-up.", minimum=0)
     eval_every: int = option(0, "Optimiser steps between evaluations; 0: only at the end.", minimum=0)
     time_limit_s: float | None = option(
-        None,
-        "Minimum seconds of cloning: it continues beyond max_steps until then; null: stop at max_steps.",
-        minimum=0,
+        None, "Minimum seconds of cloning, beyond max_steps; null: no minimum.", minimum=0
     )
 
 
@@ -112,14 +88,10 @@ class SFTConfig:
 class CollectConfig:
     """Options of `rlinf collect`, for episodes of the scripted expert or a policy."""
 
-    num_episodes: int = option(
-        100, "Episodes, spread evenly over the tasks, each with its own initial state.", minimum=1
-    )
+    num_episodes: int = option(100, "Episodes, spread evenly over tasks and initial states.", minimum=1)
     only_success: bool = option(True, "Store only successful episodes; false: all.")
     num_envs: int = option(8, "Parallel envs; their episodes stay in memory until all have ended.", minimum=1)
     split: str = option("train", "Initial states: train, or eval (held out).", choices=("train", "eval"))
     greedy: bool = option(True, "The policy takes the most likely action; false: it samples at `rollout.temperature`.")
     video: bool = option(False, "Store MP4 files, which are small and lossy; false: PNG images, which are exact.")
-    fps: int | None = option(
-        None, "Env steps per second, for time stamps and videos; null: the env's, else 10.", minimum=1
-    )
+    fps: int | None = option(None, "Env steps per second of the dataset; null: the env's, else 10.", minimum=1)

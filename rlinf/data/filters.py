@@ -75,8 +75,8 @@ def filtered_rows(dataset: StoredDemonstrations, config: SFTConfig, is_good: np.
     if not selected.any():
         raise ConfigError(
             f"{dataset.info.folder} has {num_rows} rows, but none passes sft.filter={config.filter} (successful episodes: "
-            f"{len(np.unique(last_rows[succeeded]))}; rows of interventions: {intervened.sum()}); required: one or more. Set sft.filter=all, or "
-            "sft.dataset=<a different folder>"
+            f"{len(np.unique(last_rows[succeeded]))}; rows of interventions: {intervened.sum()}); required: one or more. "
+            "Set sft.filter=all, or sft.dataset=<a different folder>"
         )
     index = np.flatnonzero(selected)
     index = np.repeat(index, np.where(intervened[index], config.intervention_weight, 1))

@@ -35,11 +35,7 @@ def describe_dataset(folder: str | os.PathLike, key: str = "sft.dataset") -> Dat
 def open_dataset(
     sft: SFTConfig, env: VectorEnv, folder: str | None = None, outcomes: bool = False
 ) -> StoredDemonstrations:
-    """Open ``sft.dataset``, or ``folder``, for a policy of ``env``, with cameras under the env's names.
-
-    With ``outcomes``, also read the consequences of the actions. The state is read if the dataset has one of the env's width. The
-    dataset must be complete, with all cameras, and actions of the same width and meaning.
-    """
+    """Open a complete dataset for a policy of ``env``, with its cameras; ``outcomes``: also consequences of the actions."""
     folder = sft.dataset if folder is None else folder
     info = describe_dataset(folder)
     actions, width = action_columns(info, sft.action_key, env.action_dim)

@@ -114,11 +114,7 @@ class VideoFrames(Frames):
 
 
 def frame_numbers(shown: np.ndarray, wanted: np.ndarray) -> np.ndarray:
-    """Return the frame of a video for each row, int64 ``[R]``, by time or else by number; -1: unknown.
-
-    The number decides if the video has as many frames as rows and no gap, and each frame is less than one step from its row's
-    time. ``shown``, ``[F]``, are increasing times of frames in seconds, and ``wanted``, ``[R]``, of the rows, in their order.
-    """
+    """Return the frame for each row's time, int64 ``[R]``, by time or, without gaps, by number; -1: unknown. Times in seconds."""
     number, steps = np.searchsorted((shown[1:] + shown[:-1]) / 2, wanted), np.diff(shown)
     tolerance = TOLERANCE_S + np.spacing(wanted.astype(np.float32))  # time stamps are stored as float32
     is_there = np.abs(shown[number] - wanted) <= tolerance

@@ -29,27 +29,18 @@ class ConvertConfig:
     source: PathText | None = option(None, "HDF5 file, or folder of files (.hdf5, .h5), of robomimic or LIBERO.")
     dataset: PathText | None = option(None, "New folder of the LeRobotDataset.")
     task: str | None = option(None, "Instruction of all episodes; null: from each file.")
-    cameras: list[str] | None = option(
-        None, "Keys under obs that become cameras; null: all images (uint8, 3 channels)."
-    )
+    cameras: list[str] | None = option(None, "Keys under obs that become cameras; null: all images.")
     state_keys: list[str] | None = option(None, "Keys under obs that form the state; []: no state; null: the layout's.")
     mask: str | None = option(None, "Filter key of robomimic: only episodes in mask/<key>; null: all.")
-    rotate_images: bool | None = option(
-        None, "Rotate images by 180 degrees; null: only LIBERO's, which are upside down."
-    )
-    seen_after_action: bool | None = option(
-        None, "Row t has the observation after action t; null: measured for LIBERO, else false."
-    )
+    rotate_images: bool | None = option(None, "Rotate images by 180 degrees; null: only LIBERO's.")
+    seen_after_action: bool | None = option(None, "Row t was observed after action t; null: measured for LIBERO.")
     fps: int | None = option(None, "Env steps per second; null: from the file, else 20.", minimum=1)
     video: bool = option(False, "Store MP4 files (small, lossy); false: PNG images (exact).")
 
 
 @dataclass(frozen=True)
 class FileLayout:
-    """A project's file layout: keys under ``obs`` of the state, and names of cameras by key.
-
-    Other cameras are named by their key without ``_image``. ``env``: settings of the rlinf env with the same conventions.
-    """
+    """A project's file layout: state keys under ``obs``, camera names by key, and settings of the matching rlinf env."""
 
     name: str
     state: tuple[str, ...]
@@ -82,11 +73,7 @@ class Hdf5Episode:
 
 @dataclass(frozen=True)
 class Hdf5Demonstrations:
-    """The checked episodes of one or more files; images are read episode by episode.
-
-    ``cameras`` and ``state_keys`` name keys under ``obs``; ``image_shapes`` are (height, width). ``rotate_images``: by 180
-    degrees. ``env_args`` are the first file's.
-    """
+    """The checked episodes; images are read episode by episode. ``cameras`` and ``state_keys`` name keys under ``obs``."""
 
     layout: FileLayout
     episodes: list[Hdf5Episode]
@@ -117,6 +104,7 @@ class Hdf5Demonstrations:
         rewards = np.asarray(demo["rewards"][done], np.float32).reshape(-1)
         success = rewards >= 1.0
         ended = success[-1]
+        # robomimic's `dones` may also mark successes inside an episode, so only the last one counts.
         if "dones" in list(demo):
             ended = flags_of(demo["dones"][-1], f"`dones` of {episode.name}").all()
         return {
@@ -211,7 +199,6 @@ def _listed(group: Any) -> list[str]:
 
 
 def _names(file: Any, path: Path, mask: str | None) -> list[str]:
-    """Return the names of the selected episodes, in the order of their numbers."""
     group, data = import_h5py().Group, _child(file, "data")
     names = [name for name in data if isinstance(data[name], group)] if isinstance(data, group) else []
     if not names:
@@ -237,7 +224,6 @@ def _names(file: Any, path: Path, mask: str | None) -> list[str]:
 
 
 def _describe(file: Any, demo: Any, path: Path, config: ConvertConfig) -> Hdf5Demonstrations:
-    """Describe all episodes by the first one."""
     observed = _listed(_child(demo, "obs"))
     if not observed:
         raise ConfigError(
@@ -280,7 +266,6 @@ def _describe(file: Any, demo: Any, path: Path, config: ConvertConfig) -> Hdf5De
 def _check_named(
     option_name: str, keys: Sequence[str], known: Sequence[str], observed: Sequence[str], path: Path
 ) -> None:
-    """Reject unknown and repeated keys."""
     what = "images (uint8, [T, H, W, 3])" if option_name == "cameras" else "vectors"
     example = f"Set '{option_name}={override_text(known[:2])}'"
     example += "" if option_name == "cameras" else " or state_keys=[]"
@@ -297,7 +282,6 @@ def _check_named(
 
 
 def _control_freq(env_args: Mapping[str, Any], path: Path) -> int:
-    """Return the env steps per second that a file states, an integer."""
     settings = env_args.get("env_kwargs")
     value = settings.get("control_freq") if isinstance(settings, dict) else None
     if value is None:

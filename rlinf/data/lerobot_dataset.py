@@ -65,11 +65,7 @@ def open_dataset(
     folder: Path, cameras: Mapping[str, str], state_key: str | Sequence[str] | None, outcomes: bool = False, *,
     action_key: str | Sequence[str] = layout.ACTION, skip_unreadable: bool = False,
 ) -> StoredDemonstrations:  # fmt: skip
-    """Read the numbers of all rows, locate the frames of ``cameras`` (name in the env to column), and check consistency.
-
-    Several columns of the state, or of the actions, are concatenated. With ``outcomes``, also read the consequences of the
-    actions, if available. With ``skip_unreadable``, skip rows without a readable image instead of raising UnreadableRowError.
-    """
+    """Read the numbers of all rows, locate the frames of ``cameras`` (name in the env to column), and check consistency."""
     pa = layout.import_pyarrow(f"Reading {folder}")
     info, description = layout.read_info(folder), describe(folder)
     action_keys, state_keys = column_names(action_key), column_names(state_key)
@@ -91,6 +87,7 @@ def open_dataset(
     if counts != declared:
         text = "it has {} rows and {} episodes; its description states {} and {}"
         raise damaged(folder, text.format(*counts, *declared))
+    # Files may contain rows in any order; their index defines it.
     order = np.argsort(rows["index"], kind="stable")
     columns, rows = ({name: values[order] for name, values in table.items()} for table in (columns, rows))
     if len(twice := np.flatnonzero(np.diff(rows["index"]) == 0)):
@@ -288,7 +285,6 @@ def _video_frames(
 
 
 def _recorded_env(path: Path) -> dict[str, Any]:
-    """Return the env section recorded by `rlinf collect`; empty for datasets of other tools."""
     if not path.is_file():
         return {}
     try:

@@ -84,6 +84,7 @@ class LeRobotWriter:
             "video_path": layout.VIDEOS if video else None,
             "features": self._features(),
         }
+        # Renamed at the end, so that a folder under its final name is always complete.
         self._partial = self.folder.with_name(f".{self.folder.name}.{os.getpid()}.tmp")
         self._partial.mkdir(parents=True)
         self.about: dict[str, Any] = {}
@@ -122,14 +123,8 @@ class LeRobotWriter:
     ) -> None:
         """Write one episode of ``T`` rows; row ``t`` has the observation before action ``t``. ConfigError for wrong shapes.
 
-        Args:
-            images: Camera name to uint8 ``[T, H, W, 3]``.
-            state: float32 ``[T, S]``, or None.
-            actions: float32 ``[T, D]``.
-            rewards: float32 ``[T]``.
-            success: bool ``[T]``: the goal is reached after the action.
-            truncated: The time limit ended the episode.
-            more: The additional columns, ``[T, D]`` or ``[T]``; executed actions default to ``actions``.
+        ``images`` map cameras to uint8 ``[T, H, W, 3]``; ``state [T, S]``, ``actions [T, D]``, ``rewards [T]`` are float32, ``success``
+        bool ``[T]`` (after the action). ``truncated``: by the time limit. ``more``: additional columns.
         """
         length, first = len(actions), self.info["total_frames"]
         if not length:
@@ -274,6 +269,7 @@ class LeRobotWriter:
         encoded = []
         for image in images:
             buffer = io.BytesIO()
+            # Level 1: PNG is exact at any level, and higher ones take several times as long.
             Image.fromarray(image).save(buffer, "PNG", compress_level=1)
             encoded.append({"bytes": buffer.getvalue(), "path": None})
         return pa.array(encoded, pa.struct([("bytes", pa.binary()), ("path", pa.string())]))

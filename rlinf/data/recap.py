@@ -17,17 +17,13 @@ HIDDEN_SIZE, DROPOUT, NUM_STEPS, BATCH_SIZE, LEARNING_RATE = 128, 0.5, 200, 64, 
 
 
 def label_rows(dataset: StoredDemonstrations, features: Tensor, config: SFTConfig, seed: int) -> np.ndarray:
-    """Return which rows are good, bool ``[N]``: ``sft.advantage_top_fraction`` per instruction, and a human's interventions.
-
-    The value model reads ``features``, float32 ``[N, F]``, which a policy computes from the rows. Raise ConfigError without
-    enough episodes, or without a success or a good row.
-    """
+    """Label ``sft.advantage_top_fraction`` of each instruction's rows, and interventions, as good, from ``features [N, F]``."""
     success, last_rows, fraction = dataset.outcomes.success, dataset.last_rows, config.advantage_top_fraction
     if dataset.num_episodes < NUM_FOLDS or not success.any():
         raise ConfigError(
-            f"{dataset.info.folder} has {dataset.num_episodes} episodes, {len(np.unique(last_rows[success]))} of them with success; required "
-            f"for sft.advantage_top_fraction={fraction}: {NUM_FOLDS} episodes, one of them with success. Set sft.dataset=<more episodes>, or "
-            "sft.advantage_top_fraction=null"
+            f"{dataset.info.folder} has {dataset.num_episodes} episodes, {len(np.unique(last_rows[success]))} of them with success; "
+            f"required for sft.advantage_top_fraction={fraction}: {NUM_FOLDS} episodes, one of them with success. "
+            "Set sft.dataset=<more episodes>, or sft.advantage_top_fraction=null"
         )
     returns, longest = steps_to_success(success, last_rows)
     values = cross_fitted_values(features, returns, last_rows, seed)
@@ -41,10 +37,7 @@ def label_rows(dataset: StoredDemonstrations, features: Tensor, config: SFTConfi
 
 
 def steps_to_success(success: np.ndarray, last_rows: np.ndarray) -> tuple[np.ndarray, int]:
-    """Return the return of each row, float32 ``[N]``, and the rows ``T`` of the longest episode.
-
-    A return is -(actions until the first success) / T, 0 after it, and -1 in an episode without success (section IV-A).
-    """
+    """Return -(actions until success) / T per row, -1 without success (section IV-A), and the longest episode's length ``T``."""
     ends, lengths = np.unique(last_rows, return_counts=True)
     returns, longest = np.full(len(success), -1.0, dtype=np.float32), int(lengths.max())
     for end, length in zip(ends, lengths, strict=True):
@@ -58,11 +51,7 @@ def steps_to_success(success: np.ndarray, last_rows: np.ndarray) -> tuple[np.nda
 def advantages(
     returns: np.ndarray, values: np.ndarray, last_rows: np.ndarray, longest: int, steps: int | None
 ) -> np.ndarray:
-    """Return the return of each row minus its value, ``[N]``.
-
-    If the episode continues for ``steps`` more rows without success, the n-step return replaces it: their reward plus the
-    value after them.
-    """
+    """Return return minus value, ``[N]``; with ``steps``, an n-step return unless success or the end comes earlier."""
     if steps is None:
         return returns - values
     later = np.arange(len(returns)) + steps
@@ -82,10 +71,7 @@ def largest(scores: np.ndarray, groups: np.ndarray, fraction: float) -> np.ndarr
 
 
 def cross_fitted_values(features: Tensor, returns: np.ndarray, last_rows: np.ndarray, seed: int) -> np.ndarray:
-    """Return the value of each row, float32 ``[N]``, from a network trained on other episodes (cross-fitting).
-
-    A network outputs a distribution over bins of [-1, 0] (equation 1), whose mean is the value.
-    """
+    """Return each row's value, float32 ``[N]``: the mean over bins of [-1, 0] (equation 1) of a network of other episodes."""
     features = (features - features.mean(0)) / (features.std(0) + 1e-6)
     target = torch.from_numpy(np.rint((returns + 1) * (NUM_BINS - 1)).astype(np.int64))
     episodes = np.random.default_rng(derive_seed(seed, "value parts")).permutation(np.unique(last_rows))

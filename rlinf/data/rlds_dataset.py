@@ -142,10 +142,7 @@ INSTRUCTIONS = ("steps/language_instruction", f"{OBSERVATION}natural_language_in
 
 
 def describe(folder: Path) -> DatasetInfo:
-    """Read the dataset's description; ConfigError if it lacks actions, an instruction or the training split.
-
-    A camera with variable image sizes (-1) gets the size of its first image.
-    """
+    """Read the dataset's description; ConfigError if incomplete. Variable image sizes (-1) are those of the first image."""
     try:
         features = dict(_leaves(json.loads((folder / FEATURES).read_text(encoding="utf-8"))))
         about = json.loads((folder / "dataset_info.json").read_text(encoding="utf-8"))
@@ -184,11 +181,7 @@ def open_dataset(
     folder: Path, cameras: Mapping[str, str], state_key: str | Sequence[str] | None, outcomes: bool = False, *,
     action_key: str | Sequence[str] = "action", skip_unreadable: bool = False,
 ) -> StoredDemonstrations:  # fmt: skip
-    """Read the numbers of all env steps, and locate the images of ``cameras`` (name in the env to name in the data).
-
-    Columns of the state, or of the actions, are concatenated. With ``outcomes``, also read rewards and whether an episode ended
-    by its own rules, if available. ``skip_unreadable``: see ``StoredDemonstrations.check_images``.
-    """
+    """Read the numbers of all env steps, and locate the images of ``cameras`` (name in the env to name in the data)."""
     info = describe(folder)
     instruction = _instruction_of(dict(_leaves(json.loads((folder / FEATURES).read_text(encoding="utf-8")))))
     paths = sorted(folder.glob(f"*-{SPLIT}.*-?????-of-?????"))
@@ -262,7 +255,6 @@ def _numbers(values: Any, length: int, width: int, name: str) -> np.ndarray:
 
 
 def _first_sizes(folder: Path, keys: Sequence[str]) -> dict[str, tuple[int, int]]:
-    """Return (height, width) of the first image of each column."""
     first = np.zeros(1, np.int64)
     for path in sorted(folder.glob(f"*-{SPLIT}.*-?????-of-?????"))[:1]:
         with open(path, "rb") as file:
@@ -277,7 +269,6 @@ def _first_sizes(folder: Path, keys: Sequence[str]) -> dict[str, tuple[int, int]
 
 
 def _observed(columns: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the columns under ``steps/observation``, by their names there."""
     return {key.removeprefix(OBSERVATION): value for key, value in columns.items() if key.startswith(OBSERVATION)}
 
 

@@ -53,10 +53,7 @@ class ImageStatistics:
         self.num_images += other.num_images
 
     def result(self) -> dict[str, np.ndarray]:
-        """Return the statistics in LeRobotDataset's form: levels / 255, each ``[3, 1, 1]``, and ``count`` of images ``[1]``.
-
-        A quantile is the smallest level whose cumulative fraction reaches it.
-        """
+        """Return LeRobotDataset's form: levels / 255, each ``[3, 1, 1]``, exact quantiles, and ``count`` of images ``[1]``."""
         levels = np.arange(256) / 255
         frequency = self.histogram / self.histogram.sum(1, keepdims=True)
         mean = frequency @ levels
@@ -92,8 +89,7 @@ def normalization_statistics(actions: np.ndarray, state: np.ndarray | None) -> d
 def glitches(values: np.ndarray) -> np.ndarray:
     """Return which values of ``[N, D]`` are far from all remaining ones for at most two rows, bool ``[N, D]``.
 
-    Far: beyond the remaining values by half their span over ``MIN_FRACTION`` (by the full span for a binary gripper); never if
-    they are constant. A value that lasts longer is a motion.
+    Far: beyond them by half their span (binary grippers: the full span) over ``MIN_FRACTION``. A longer change is a motion.
     """
     count = len(values)
     if count < 10:
@@ -137,7 +133,6 @@ def _as_lists(values: np.ndarray, name: str) -> dict[str, list]:
 
 
 def _log_change(name: str, column: int, rows: np.ndarray, values: np.ndarray, what: str) -> None:
-    """Log which rows made a rule change a column."""
     if rank() == 0 and len(rows):
         value, further = values[rows[0], column], f" and {len(rows) - 1} more rows" if len(rows) > 1 else ""
         logger.warning("column %d of the %s: row %d%s, %g: %s", column, name, rows[0], further, value, what)

@@ -36,16 +36,10 @@ def column_names(key: str | Sequence[str] | None) -> list[str]:
 
 @dataclass(frozen=True)
 class DatasetInfo:
-    """The description of a dataset.
+    """The description of a dataset. ``image_shapes``: camera column to (height, width).
 
-    Attributes:
-        image_shapes: Camera column to (height, width).
-        state_dims: Columns that may serve as state, to their widths; ``state_key`` is the default.
-        action_dim: ``D``, the width of the column ``action``; 0 without it.
-        fps: Rows per second; None: unknown.
-        env: The env section of the configuration of ``rlinf collect``; empty if unknown.
-        num_rows: None: unknown until it is opened.
-        has_rewards, reports_success_per_row, reports_intervention: Whether it has these columns.
+    ``state_dims``: columns that may serve as state, to their widths; ``state_key`` is the default. ``action_dim``: of the column
+    ``action``; 0 without it. ``fps``: rows per second. ``env``: the env section of ``rlinf collect``; empty if unknown.
     """
 
     folder: Path
@@ -135,6 +129,7 @@ class StoredDemonstrations:
         logger.warning("%s is used without these rows: %s", self.info.folder, reason)
         self.unreadable[list(faults)] = True
         readable = np.flatnonzero(~self.unreadable)
+        # The nearest readable row replaces an unreadable one, so that batches keep their shape.
         self._image_rows = readable[np.searchsorted((readable[1:] + readable[:-1]) / 2, np.arange(len(self)))]
         return self
 
@@ -159,10 +154,7 @@ class StoredDemonstrations:
         return digest.hexdigest()
 
     def rows(self, index: np.ndarray) -> tuple[Observation, Tensor]:
-        """Return the observations of rows ``index`` (int64 ``[B]``) and their actions, float32 ``[B, C, D]``.
-
-        An episode's last action is repeated past its end. Raise UnreadableRowError for a row without a readable image.
-        """
+        """Return observations and float32 ``[B, C, D]`` actions, the last one repeated past the end; or UnreadableRowError."""
         try:
             images = {camera: frames.read(self._image_rows[index]) for camera, frames in self.frames.items()}
         except ConfigError as error:

@@ -13,7 +13,6 @@ from rlinf.errors import ConfigError
 
 
 def import_av(wanted_by: str) -> ModuleType:
-    """Import ``av`` (PyAV)."""
     return import_reader("av", wanted_by, "MP4 files")
 
 
@@ -32,7 +31,6 @@ class VideoWriter:
         self._stream.codec_context.time_base = Fraction(1, fps)
 
     def append(self, images: np.ndarray) -> None:
-        """Write uint8 ``[T, H, W, 3]``."""
         for image in images:
             frame = self._frame_of(np.ascontiguousarray(image), format="rgb24")
             frame.pts, frame.time_base = self.num_frames, self._stream.codec_context.time_base

@@ -1,4 +1,4 @@
-"""Environments by name. Importing ``rlinf.envs`` is cheap: simulators are imported when an env is made."""
+"""Registry of environments. Importing ``rlinf.envs`` is cheap: simulators are imported when an env is built."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The environment contract: one base class owns chunks, auto-reset, truncation, reward modes and episode statistics."""
+"""The env contract: a base class for chunks, auto-reset, truncation, reward modes and episode statistics."""
 
 from __future__ import annotations
 
@@ -25,34 +25,32 @@ from rlinf.seeding import derive_seed
 from rlinf.types import ChunkStep, EpisodeSpec, Observation
 
 ROUNDING = 1e-3
-"""Fraction of the range by which a number may lie outside its bounds before it counts as cut: rounding of a policy's units."""
+"""Fraction of the range by which an action may exceed its bounds before it counts as clipped: rounding of a policy's units."""
 
 
 class VectorEnv(gymnasium.vector.VectorEnv, ABC):
-    """``B`` environments stepped together: a gymnasium vector env whose observations are ``rlinf.types.Observation``.
+    """``B`` parallel environments: a gymnasium vector env whose observations are ``rlinf.types.Observation``.
 
-    A subclass sets the class attributes and implements ``all_task_names``, ``state_dim``, ``_reset_env``,
-    ``_step_envs``, ``_observe`` and, optionally, ``expert_actions`` and ``render_frames``. An episode must be a
-    function of its ``EpisodeSpec`` and the actions alone: not of ``num_envs``, the row, or its earlier episodes.
+    A subclass sets the class attributes and implements ``all_task_names``, ``state_dim``, ``_reset_env``, ``_step_envs``,
+    ``_observe`` and, optionally, ``expert_actions`` and ``render_frames``. An episode must be a function of its
+    ``EpisodeSpec`` and the actions only, not of ``num_envs``, the env slot, or earlier episodes.
 
-    Actions are clipped to ``[action_low, action_high]`` before the simulator sees them.
+    Actions are clipped to ``[action_low, action_high]`` before the simulator gets them.
 
     Attributes:
         config_class: Dataclass of its configuration (``EnvConfig`` or a subclass).
         suite: ``EpisodeSpec.suite`` of its episodes.
-        camera_names: Cameras that ``config.cameras`` may name; None: any.
-        packages: Distributions whose exact versions affect its results, e.g. ``("mujoco",)``; the manifest records them.
-        free_settings: Fields of the config that do not change any episode; the manifest leaves them out.
+        camera_names: Valid names for ``config.cameras``; None: any.
+        packages: Distributions whose exact versions affect its results, e.g. ``("mujoco",)``; recorded in the manifest.
+        free_settings: Config fields that do not change any episode; left out of the manifest.
         action_dim: ``D``, the length of ``action_low`` and ``action_high`` (float32), which the subclass passes.
-        auto_reset: True: the next episode starts at the end of the chunk in which one ended. False: a finished row
-            freezes (last observation, zero reward, ``executed`` false), and rows may be idle.
-        task_names: Tasks of the suite that ``config.tasks`` selects, in the suite's order; ``EpisodeSpec.task_id``
-            is an index into this list.
-        max_episode_steps: Env steps of the longest possible episode.
+        auto_reset: True: the next episode starts after the chunk in which one ended. False: a finished env freezes (last
+            observation, zero reward, ``executed`` false), and envs may be idle.
+        task_names: Tasks of the suite that ``config.tasks`` selects, in order; ``EpisodeSpec.task_id`` is an index.
         num_restarts: Simulators that were lost and replaced so far.
-        on_gpu: All rows are one simulation on a GPU; a rollout then plays them in one thread.
-        metadata: ``metadata["autoreset_mode"]`` is gymnasium's ``SAME_STEP`` with auto-reset, else ``DISABLED``.
-            ``metadata["render_fps"]``, if known, is the number of env steps per second of simulated time.
+        on_gpu: All envs are one simulation on a GPU, so a rollout uses one thread.
+        metadata: ``autoreset_mode`` is gymnasium's ``SAME_STEP`` with auto-reset, else ``DISABLED``. ``render_fps``, if known, is
+            the number of env steps per second of simulated time.
     """
 
     config_class: ClassVar[type[EnvConfig]] = EnvConfig
@@ -77,9 +75,9 @@ class VectorEnv(gymnasium.vector.VectorEnv, ABC):
             )
         if num_envs < 1:
             raise ConfigError(f"num_envs={num_envs}; required: at least 1.")
-        for one, other in (("_reset_env", "_reset_envs"), ("_step_envs", "_step_chunk")):
-            if all(getattr(type(self), name) is getattr(VectorEnv, name) for name in (one, other)):
-                raise NotImplementedError(f"{type(self).__name__} overrides neither {one} nor {other}.")
+        for names in (("_reset_env", "_reset_envs"), ("_step_envs", "_step_chunk")):
+            if all(getattr(type(self), name) is getattr(VectorEnv, name) for name in names):
+                raise NotImplementedError(f"{type(self).__name__} overrides neither {names[0]} nor {names[1]}.")
         self.check_names(config)
         self.config, self.num_envs, self.auto_reset = config, int(num_envs), bool(auto_reset)
         self.action_low = np.asarray(action_low, dtype=np.float32)
@@ -100,14 +98,14 @@ class VectorEnv(gymnasium.vector.VectorEnv, ABC):
         self._stats = EpisodeStats(self.num_envs, config)
         self._finished = np.zeros(self.num_envs, dtype=bool)
         self._lost = np.zeros(self.num_envs, dtype=bool)
-        self._judge = SuccessOverride(self) if overrides_success(config) else None
+        self._success_override = SuccessOverride(self) if overrides_success(config) else None
 
     # A subclass implements these.
 
     @classmethod
     @abstractmethod
     def all_task_names(cls, config: EnvConfig) -> list[str]:
-        """Return the names of all tasks of the suite, without the ``config.tasks`` filter."""
+        """Return the names of all tasks of the suite, ignoring ``config.tasks``."""
 
     @cached_property
     def state_dim(self) -> int:
@@ -121,66 +119,57 @@ class VectorEnv(gymnasium.vector.VectorEnv, ABC):
         """Return the current observations of the envs ``ids``, in new arrays of ``K`` rows."""
 
     def _reset_env(self, index: int, spec: EpisodeSpec) -> None:
-        """Put env ``index`` into the first state of ``spec``, whatever its state. Override this or ``_reset_envs``."""
+        """Reset env ``index`` to the first state of ``spec``, whatever its state. Override this or ``_reset_envs``."""
         raise NotImplementedError
 
     def _step_envs(self, ids: np.ndarray, actions: np.ndarray) -> SimulatorStep:
-        """Advance the envs ``ids`` (int64 ``[K]``) by one step with ``actions`` (float32 ``[K, D]``, within bounds).
-
-        Override this or ``_step_chunk``.
-        """
+        """Step the envs ``ids`` (int64 ``[K]``) once with ``actions`` (float32 ``[K, D]``). Override this or ``_step_chunk``."""
         raise NotImplementedError
 
     def _reset_envs(self, ids: np.ndarray, specs: Sequence[EpisodeSpec]) -> None:
-        """Put each of the envs ``ids`` (int64 ``[K]``) into the first state of its episode."""
         for index, spec in zip(ids, specs, strict=True):
             self._reset_env(int(index), spec)
 
     def _step_chunk(self, ids: np.ndarray, actions: np.ndarray, steps_left: np.ndarray) -> SimulatorChunk:
-        """Advance the envs ``ids`` by up to ``C`` steps of ``actions [K, C, D]``, each until its episode ends.
+        """Step the envs ``ids`` up to ``C`` times with ``actions [K, C, D]``, each until its episode ends.
 
-        ``steps_left``, int64 ``[K]``, are the env steps until the episode is truncated, at least 1. An override that
-        loses the simulator of a row must put the row back into the first state of ``self._specs[row]`` and set
-        ``self._lost[row]``. The same holds in every other call.
+        ``steps_left``, int64 ``[K]``, are the env steps until truncation, at least 1. An override that loses a simulator must put
+        its env back into the first state of ``self._specs[env]`` and set ``self._lost[env]``; so must every other call.
         """
         return chunk_of_steps(self._step_envs, ids, actions, steps_left, self.config.terminate_on_success)
 
     def expert_actions(self) -> np.ndarray:
         """Return the scripted expert's actions in the current state, float32 ``[B, D]``, within bounds.
 
-        Idle and finished rows are unused. An override may take keyword options (``expert_options``); each is a key of
+        Entries of idle and finished envs are unused. An override may take keyword options (``expert_options``), set by keys of
         ``sft.expert``. ConfigError if the env has no expert.
         """
         raise ConfigError(f"Environment '{self.suite}' has no scripted expert.")
 
     def render_frames(self, ids: Sequence[int], size: int) -> np.ndarray:
-        """Return images of the rows ``ids`` for videos, uint8 ``[K, size, size, 3]``; ConfigError without any."""
-        raise ConfigError(f"Environment '{self.suite}' cannot draw frames (asked for {len(ids)} of {size} pixels).")
+        """Return video frames of the envs ``ids``, uint8 ``[K, size, size, 3]``; ConfigError if unsupported."""
+        raise ConfigError(f"Environment '{self.suite}' cannot render frames (requested {len(ids)} of {size} pixels).")
 
     def chunk_paths(self, ids: Sequence[int], chunks: np.ndarray, size: int) -> np.ndarray | None:
-        """Return where ``chunks [K, C, D]`` would lead the hands of the rows ``ids`` on the images of ``render_frames``.
+        """Predict the hands' paths under ``chunks [K, C, D]`` in the images of ``render_frames``; None: unknown.
 
-        The result, ``[K, C + 1, 2]``, is the hand now and after each action, in pixels to the right of and below the
-        upper left corner; NaN behind the camera. None: unknown. The states of the envs do not change.
+        The result, ``[K, C + 1, 2]``, is the hand's position now and after each action, in pixels to the right of and below the
+        upper left corner; NaN behind the camera. The states of the envs do not change.
         """
         return None
 
     @classmethod
     def has_expert(cls, config: EnvConfig) -> bool:
-        """Return whether there is a scripted expert under ``config``."""
         return cls.expert_actions is not VectorEnv.expert_actions
 
     @classmethod
     def expert_options(cls) -> list[str]:
-        """Return the names of the keyword options that ``expert_actions`` takes."""
+        """Return the names of the keyword options of ``expert_actions``."""
         return list(inspect.signature(cls.expert_actions).parameters)[1:]
 
     @classmethod
     def check_expert(cls, config: EnvConfig, options: Mapping[str, Any], instead: str) -> None:
-        """Check that there is a scripted expert, and that it takes the ``options`` of ``sft.expert``.
-
-        ``instead`` names overrides that do without it.
-        """
+        """Check that there is a scripted expert with these ``options`` of ``sft.expert``; ``instead``: overrides that avoid it."""
         if not cls.has_expert(config):
             raise ConfigError(f"env.name={config.name} has no scripted expert ({cls.without_expert}). Set {instead}")
         for name in options.keys() - cls.expert_options():
@@ -190,18 +179,15 @@ class VectorEnv(gymnasium.vector.VectorEnv, ABC):
             )
 
     def poses(self, ids: Sequence[int]) -> list[dict[str, list[float]]]:
-        """Return where the objects of the rows ``ids`` are now, for ``rlinf.evaluation.fingerprint``; empty if unknown.
-
-        Each row maps an object's name to its position (3 numbers, metres) and orientation (quaternion, 4 numbers).
-        """
+        """Return each env's objects: name to position (3, metres) and quaternion (4), for the fingerprint; empty if unknown."""
         return [{} for _ in ids]
 
     def rows_lost_with(self, ids: np.ndarray) -> np.ndarray:
-        """Return ``ids`` and all rows that lose their simulator when one of ``ids`` does; all rows by default."""
+        """Return ``ids`` and all envs that lose their simulator when one of ``ids`` does; by default all envs."""
         return np.arange(self.num_envs) if len(ids) else ids
 
     def num_finished_calls(self) -> int:
-        """Return a number that grows with the progress of simulators in worker processes; 0 without. Any thread may call."""
+        """Return a counter of simulator calls in worker processes, as a sign of progress; 0 without. Thread-safe."""
         return 0
 
     def offload(self) -> None:
@@ -209,53 +195,49 @@ class VectorEnv(gymnasium.vector.VectorEnv, ABC):
 
     @classmethod
     def reports_success(cls, config: EnvConfig) -> bool:
-        """Return whether episodes can succeed; without, evaluations show returns alone."""
+        """Return whether episodes can succeed; otherwise evaluations show only returns."""
         return True
 
     @classmethod
     def acts_in_choices(cls, config: EnvConfig) -> bool:
-        """Return whether some number of an action is a choice, which the env rounds."""
+        """Return whether an action dimension is a discrete choice, which the env rounds."""
         return False
 
     def instruction_of(self, task_id: int) -> str | None:
-        """Return the instruction of a task if all its episodes share one, else None."""
+        """Return the instruction of a task if all its episodes have the same one, else None."""
         return None
 
     @classmethod
     def packages_of(cls, config: EnvConfig) -> tuple[str, ...]:
-        """Return ``packages`` under ``config``."""
         return cls.packages
 
     @classmethod
     def state_width(cls, config: EnvConfig) -> int | None:
-        """Return ``state_dim`` under ``config``, for checks before an env is made; None: unknown."""
+        """Return ``state_dim`` under ``config``, for checks before an env is built; None: unknown."""
         return None
 
     @classmethod
     def is_registered(cls, config: EnvConfig) -> bool:
-        """Return whether ``config`` names an env that code of others has registered elsewhere, e.g. with gymnasium."""
+        """Return whether user code has registered the env of ``config`` elsewhere, e.g. with gymnasium."""
         return False
 
     @classmethod
     def action_width(cls, config: EnvConfig) -> int | None:
-        """Return ``action_dim`` under ``config``, before an env is made; None: unknown."""
+        """Return ``action_dim`` under ``config``, before an env is built; None: unknown."""
         return None
 
     @classmethod
     def moved(cls, config: EnvConfig, what: str) -> EnvConfig | None:
-        """Return settings of the same episodes with ``objects`` or ``cameras`` elsewhere, for ``rlinf audit``; None: it cannot."""
+        """Return settings of the same episodes with moved ``objects`` or ``cameras``, for ``rlinf audit``; None: unsupported."""
         return None
 
     @classmethod
     def check_statistics(cls, config: EnvConfig, statistics: Mapping[str, Any]) -> None:
-        """Raise ConfigError if a checkpoint was trained on actions of another meaning; accept all by default.
-
-        ``statistics`` are the ``norm_stats`` of the checkpoint's training data, see ``action_statistics``.
-        """
+        """Raise ConfigError if a checkpoint's ``norm_stats`` belong to actions with a different meaning; accept all by default."""
 
     @classmethod
     def check_drawing(cls, config: EnvConfig) -> None:
-        """Raise an error if videos (``render_frames``) cannot be drawn, before a simulator starts."""
+        """Raise an error if videos (``render_frames``) cannot be rendered, before a simulator starts."""
 
     @classmethod
     def check_names(cls, config: EnvConfig) -> None:
@@ -267,39 +249,31 @@ class VectorEnv(gymnasium.vector.VectorEnv, ABC):
 
     @classmethod
     def horizon_of(cls, config: EnvConfig, task: str) -> int:
-        """Return the env steps after which an episode of the task named ``task`` is truncated."""
+        """Return the env steps after which an episode of ``task`` is truncated."""
         return config.max_episode_steps
 
     @classmethod
     def longest_horizon(cls, config: EnvConfig) -> int:
-        """Return the largest ``horizon_of`` of the tasks that ``config.tasks`` selects."""
+        """Return the largest ``horizon_of`` of the selected tasks."""
         return max(cls.horizon_of(config, task) for task in select_tasks(cls.all_task_names(config), config.tasks))
 
     @classmethod
     def num_init_states(cls, config: EnvConfig, split: str) -> int:
-        """Return the number of initial states per task in a split."""
         return config.num_eval_init_states if split == "eval" else config.num_train_init_states
 
     @classmethod
     def observation_bytes(cls, config: EnvConfig) -> int:
-        """Return the size of the images and the state of one row of ``Observation``."""
+        """Return the bytes of images and state of one ``Observation``."""
         return len(config.cameras) * config.image_size**2 * 3 + 4 * (cls.state_width(config) or 0)
 
     def episode_specs(self, split: str) -> Sequence[EpisodeSpec]:
-        """Return the episodes of a split ("train" or "eval"), round robin over the tasks.
-
-        The splits share no (init_state_id, seed).
-        """
+        """Return the episodes of a split ("train" or "eval"), round robin over tasks. Splits share no (init_state_id, seed)."""
         return drawn_episodes(self.suite, len(self.task_names), self.config, split)
 
     # The base class owns these.
 
     def action_statistics(self) -> dict[str, Any]:
-        """Return the statistics of a uniform distribution between the bounds, in OpenVLA's ``norm_stats`` format.
-
-        ``{"action": {"q01", "q99", "mask", "min", "max", "mean", "std"}}``, each a list of ``D`` numbers, and the same
-        under ``"proprio"`` if ``state_bounds`` are known.
-        """
+        """Return uniform statistics between the action bounds (and state bounds, as ``proprio``), in OpenVLA's ``norm_stats`` format."""
         statistics = {"action": uniform_statistics(self.action_low, self.action_high)}
         if self.state_bounds() is not None:
             statistics["proprio"] = uniform_statistics(*self.state_bounds())
@@ -310,26 +284,25 @@ class VectorEnv(gymnasium.vector.VectorEnv, ABC):
         return None
 
     def current_specs(self) -> list[EpisodeSpec | None]:
-        """Return the episode of each row; for a frozen row the one that ended, for an idle row None."""
+        """Return the episode of each env: of a frozen env the one that ended, of an idle env None."""
         self._check_reset()
         return list(self._specs)
 
     def reset(
         self, *, seed: int | None = None, options: dict[str, Any] | None = None
     ) -> tuple[Observation, dict[str, Any]]:
-        """Start an episode in every row; return the observation of ``B`` rows, and infos (empty).
+        """Start an episode in every env; return the observation of ``B`` envs, and infos (empty).
 
-        Raise ConfigError for options or episodes that do not fit, or an image or state of the wrong dtype or shape;
-        NonFiniteError for a state with NaN or infinity.
+        Raise ConfigError for invalid options or episodes, or an image or state of the wrong dtype or shape; NonFiniteError for a
+        state with NaN or infinity.
 
         Args:
-            seed: Seed for drawing training episodes. None: continue the previous draw, as in gymnasium; the first reset,
-                and each reset with ``episodes``, starts a draw with seed 0.
-            options: ``episodes``: one ``EpisodeSpec`` per row; by default, training episodes are drawn. Without
-                auto-reset, None makes a row idle: its simulator is neither reset nor stepped, it has no result, and its
-                observation repeats the first row that has an episode.
-                ``next_episode``: called with the row for each next episode under auto-reset, in row order; by default,
-                training episodes are drawn.
+            seed: Seed for drawing training episodes. None: continue the previous draw, as in gymnasium; the first reset, and each
+                reset with ``episodes``, starts a draw with seed 0.
+            options: ``episodes``: one ``EpisodeSpec`` per env; by default, training episodes are drawn. Without auto-reset, None
+                makes an env idle: its simulator is neither reset nor stepped, it has no result, and its observation repeats
+                the first env with an episode. ``next_episode``: called with the env index for each next episode under
+                auto-reset, in order; by default, training episodes are drawn.
         """
         options = dict(options or {})
         episodes, next_episode = options.pop("episodes", None), options.pop("next_episode", None)
@@ -338,6 +311,7 @@ class VectorEnv(gymnasium.vector.VectorEnv, ABC):
             raise ConfigError(f"Unknown reset option '{name}'.{did_you_mean(name, ('episodes', 'next_episode'))}")
         if seed is not None or episodes is not None or self._draw is None:
             split = self.episode_specs("train")
+            # All envs draw from one generator, so the sequence depends on the seed and the order of ends only.
             generator = np.random.default_rng(derive_seed(seed or 0, "env", "episodes"))
             self._draw = lambda _row: split[int(generator.integers(len(split)))]
         specs = [self._draw(row) for row in range(self.num_envs)] if episodes is None else list(episodes)
@@ -349,8 +323,9 @@ class VectorEnv(gymnasium.vector.VectorEnv, ABC):
         self._start(np.arange(self.num_envs), specs)
         self._lost[:] = False
         used = self._rows_in_use()
-        self._observation = self._seen(used)
+        self._observation = self._observe_checked(used)
         if len(used) < self.num_envs:
+            # Callers may concatenate rows of all envs, so idle ones repeat an existing observation.
             shown = np.zeros(self.num_envs, dtype=np.int64)
             shown[used] = np.arange(len(used))
             self._observation = self._observation.select(shown)
@@ -359,9 +334,9 @@ class VectorEnv(gymnasium.vector.VectorEnv, ABC):
     def chunk_step(self, actions: np.ndarray) -> ChunkStep:
         """Apply up to ``C`` actions per env, ``[B, C, D]`` in env units. Actions after the end of an episode are not executed.
 
-        Observations are made once, after the chunk. With auto-reset, the next episode starts after the chunk. Do not
-        write into the arrays of the result. Raise ConfigError for actions, images or states that do not fit;
-        NonFiniteError for a reward or a state with NaN or infinity.
+        Observations are made once, after the chunk; with auto-reset, the next episode then starts. Do not write into the
+        result's arrays. Raise ConfigError for invalid actions, images or states; NonFiniteError for a reward or a state with NaN
+        or infinity.
         """
         given, actions = np.asarray(actions, dtype=np.float32), self._checked_actions(actions)
         beyond = np.abs(given - actions) > ROUNDING * (self.action_high - self.action_low)
@@ -369,21 +344,28 @@ class VectorEnv(gymnasium.vector.VectorEnv, ABC):
         rewards = np.zeros((num_envs, chunk_len), dtype=np.float32)
         executed = np.zeros((num_envs, chunk_len), dtype=bool)
         terminated, truncated = np.zeros(num_envs, dtype=bool), np.zeros(num_envs, dtype=bool)
+        # A simulator that was lost before this chunk (by render_frames, say) already is in the first state of its episode: its
+        # env skips the chunk and restarts below, because the caller's action was for a different state.
         running = ~self._finished
         ids = np.flatnonzero(running & ~self._lost)
         if len(ids):
-            step_chunk = self._step_chunk if self._judge is None else self._judge.step_chunk
+            # An override of success must look at every step, so it runs the chunk one action at a time.
+            step_chunk = self._step_chunk if self._success_override is None else self._success_override.step_chunk
             chunk = step_chunk(ids, actions[ids], (self._stats.horizons - self._stats.num_steps)[ids])
             executed[ids] = chunk.executed
             self._stats.add_actions(ids, given[ids], beyond[ids], chunk.executed)
             rewards[ids], terminated[ids], truncated[ids] = self._stats.add(ids, chunk)
+            # Before anything is stored in the state of the env, so that the error names the episode that is still current.
             if not np.isfinite(rewards).all():
                 row, position = np.argwhere(~np.isfinite(rewards))[0]
                 what = f"the reward of action {position} of its chunk (from 0) is {rewards[row, position]}"
                 raise self._not_finite(int(row), what)
-        if self._judge is None:
-            self._show(np.flatnonzero(running))
+        # The override has observed every step itself. Observing now would show an env whose worker was lost after its episode
+        # ended in the first state of that episode.
+        if self._success_override is None:
+            self._update_observation(np.flatnonzero(running))
         final_ids = np.flatnonzero(terminated | truncated)
+        # Copied before `_start` clears the statistics of envs whose next episode starts.
         success = self._stats.success.copy()
         last = self._observation.select(final_ids) if len(final_ids) else None
         ended = [(int(row), self._specs[row]) for row in final_ids]
@@ -392,12 +374,15 @@ class VectorEnv(gymnasium.vector.VectorEnv, ABC):
             self._finished[final_ids] = True
         elif ended:
             self._start(final_ids, [self._next_episode(row) for row, _ in ended])
+        # An env whose episode ended in this chunk is not lost: its result is complete, and the next episode resets it anyway.
         lost_ids = np.flatnonzero(self._lost & running & ~(terminated | truncated))
         if len(lost_ids):
             rewards[lost_ids], executed[lost_ids], success[lost_ids] = 0.0, False, False
-            self._begin(lost_ids)  # their simulators already are in the first state of the episode
+            self._reset_statistics(lost_ids)  # their simulators are already in the first state of the episode
+        # Cleared before the last observation, which may itself lose a simulator and set the flag for the next chunk.
         self._lost[:] = False
-        self._show(np.sort(np.concatenate([final_ids, lost_ids])) if self.auto_reset else lost_ids)
+        # Without auto-reset, a finished env keeps its last observation.
+        self._update_observation(np.sort(np.concatenate([final_ids, lost_ids])) if self.auto_reset else lost_ids)
         return ChunkStep(
             self._observation, rewards, executed, terminated, truncated, success, final_ids, last, episodes, lost_ids
         )
@@ -405,9 +390,9 @@ class VectorEnv(gymnasium.vector.VectorEnv, ABC):
     def step(self, actions: np.ndarray) -> tuple[Observation, np.ndarray, np.ndarray, np.ndarray, dict[str, Any]]:
         """Apply one action per env, ``[B, D]``, and return gymnasium's five results; raise as ``chunk_step`` does.
 
-        Infos hold ``success`` bool ``[B]``. If an episode ended, also ``final_obs`` (object ``[B]``: observation of one
-        row, or None), its mask ``_final_obs``, and ``episodes`` (object ``[B]``: ``EpisodeResult`` or None); if a
-        simulator was lost, ``lost_env_ids`` as in ``ChunkStep``.
+        Infos contain ``success`` bool ``[B]``. If an episode ended, also ``final_obs`` (object ``[B]``: observation of one env, or
+        None), its mask ``_final_obs``, and ``episodes`` (object ``[B]``: ``EpisodeResult`` or None); if a simulator was lost,
+        ``lost_env_ids`` as in ``ChunkStep``.
         """
         actions = np.asarray(actions)
         if actions.ndim != 2:
@@ -423,33 +408,34 @@ class VectorEnv(gymnasium.vector.VectorEnv, ABC):
             infos["lost_env_ids"] = result.lost_env_ids
         return result.observation, result.rewards[:, 0], result.terminated, result.truncated, infos
 
-    def _show(self, ids: np.ndarray) -> None:
-        """Renew the rows ``ids`` of the current observation without writing into arrays that were handed out."""
+    def _update_observation(self, ids: np.ndarray) -> None:
+        """Update the envs ``ids`` in the current observation, without writing into arrays that callers have."""
         if len(ids):
-            seen = self._seen(ids)
-            self._observation = seen if len(ids) == self.num_envs else self._observation.replaced(ids, seen)
+            observed = self._observe_checked(ids)
+            self._observation = observed if len(ids) == self.num_envs else self._observation.replaced(ids, observed)
 
-    def _seen(self, ids: np.ndarray) -> Observation:
-        """Return the checked observation of the rows ``ids``."""
-        seen = checked_observation(self._observe(ids), len(ids), self.state_dim)
-        if seen.state is not None and not np.isfinite(seen.state).all():
-            row, place = np.argwhere(~np.isfinite(seen.state))[0]
-            raise self._not_finite(int(ids[row]), f"number {place} of the state (from 0) is {seen.state[row, place]}")
-        return seen
+    def _observe_checked(self, ids: np.ndarray) -> Observation:
+        observed = checked_observation(self._observe(ids), len(ids), self.state_dim)
+        if observed.state is not None and not np.isfinite(observed.state).all():
+            row, place = np.argwhere(~np.isfinite(observed.state))[0]
+            raise self._not_finite(
+                int(ids[row]), f"value {place} of the state (from 0) is {observed.state[row, place]}"
+            )
+        return observed
 
     def _not_finite(self, row: int, what: str) -> NonFiniteError:
         spec = self._specs[row]
         return NonFiniteError(
-            f"env.name={self.config.name} gives numbers that are not finite: env {row}, task '{self.task_names[spec.task_id]}', "
-            f"{spec}, env step {self._stats.num_steps[row]}: {what}. Fix the environment, or leave the task out with "
+            f"env.name={self.config.name} has values that are not finite: env {row}, task '{self.task_names[spec.task_id]}', "
+            f"{spec}, env step {self._stats.num_steps[row]}: {what}. Fix the environment, or exclude the task with "
             "env.tasks=[...]"
         )
 
     def _start(self, ids: np.ndarray, specs: Sequence[EpisodeSpec | None]) -> None:
-        """Start the episode ``specs[k]`` in the row ``ids[k]``; None leaves the row idle."""
+        """Start the episode ``specs[k]`` in env ``ids[k]``; None leaves the env idle."""
         for index, spec in zip(ids, specs, strict=True):
             if spec is None and self.auto_reset:
-                raise ConfigError(f"Row {index} got None for an episode; only auto_reset=False allows idle rows.")
+                raise ConfigError(f"Env {index} got None for an episode; only auto_reset=False allows idle envs.")
             if spec is not None and (spec.suite != self.suite or not 0 <= spec.task_id < len(self.task_names)):
                 raise ConfigError(
                     f"{spec} is not an episode of '{self.suite}' with the tasks {', '.join(self.task_names)}."
@@ -458,18 +444,17 @@ class VectorEnv(gymnasium.vector.VectorEnv, ABC):
             self._specs = list(specs)
         for index, spec in zip(ids, specs, strict=True):
             self._specs[index] = spec
-        self._begin(ids)
+        self._reset_statistics(ids)
         used = [k for k, spec in enumerate(specs) if spec is not None]
         self._reset_envs(ids[used], [specs[k] for k in used])
 
-    def _begin(self, ids: np.ndarray) -> None:
-        """Clear the statistics of the rows ``ids``; their new episodes are ``self._specs``."""
+    def _reset_statistics(self, ids: np.ndarray) -> None:
+        """Reset the statistics of the envs ``ids``; their new episodes are ``self._specs``."""
         specs = [self._specs[index] for index in ids]
         self._finished[ids] = [spec is None for spec in specs]
-        self._stats.begin(ids, [0 if spec is None else self._task_horizons[spec.task_id] for spec in specs])
+        self._stats.start(ids, [0 if spec is None else self._task_horizons[spec.task_id] for spec in specs])
 
     def _rows_in_use(self) -> np.ndarray:
-        """Return the rows that are not idle, int64 ``[K]``."""
         return np.array([index for index, spec in enumerate(self._specs) if spec is not None], dtype=np.int64)
 
     def _checked_actions(self, actions: np.ndarray) -> np.ndarray:
@@ -482,6 +467,6 @@ class VectorEnv(gymnasium.vector.VectorEnv, ABC):
 
 
 def options_of_expert(expert: Any) -> dict[str, Any]:
-    """Return the keyword options for ``VectorEnv.expert_actions`` from ``sft.expert``, without those that change nothing."""
+    """Return keyword options for ``VectorEnv.expert_actions`` from ``sft.expert``, without those that have no effect."""
     options: dict[str, Any] = {"aim_offset_m": tuple(expert.aim_offset_m)} if any(expert.aim_offset_m) else {}
     return options | ({"aim_offset_rule": expert.aim_offset_rule} if expert.aim_offset_rule != "constant" else {})

@@ -1,4 +1,4 @@
-"""Configuration that every environment shares."""
+"""Configuration common to all environments."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from rlinf.memory import num_cores
 from rlinf.options import PathText, option, override_text
 
 SMALL_GPU = 40 * 10**9
-"""Bytes of a GPU below which simulators that draw on it leave too little to the policy."""
+"""GPUs with fewer bytes leave too little memory to the policy if many simulators render on them."""
 FEW_SIMULATORS = 8
-"""Simulator processes that may draw on such a GPU, over all worker threads of a rollout."""
+"""Simulator processes that may render on such a GPU, over all worker threads of a rollout."""
 SIMULATOR_BYTES = 250 * 10**6
-"""Bytes of a GPU that a process with a graphics context takes: an assumption."""
+"""GPU memory of a process with a graphics context in bytes: an assumption."""
 
 
 @dataclass
@@ -25,31 +25,20 @@ class EnvConfig:
     usual_cameras: ClassVar[tuple[str, ...]] = ("front",)  # the default of `cameras`
 
     name: str = option("tabletop", "Registered environment.")
-    tasks: list[str] | None = option(None, "Task names to draw from; null: all tasks of the suite.")
-    max_episode_steps: int = option(16, "Env steps after which a running episode is truncated.", minimum=1)
+    tasks: list[str] | None = option(None, "Task names; null: all tasks of the suite.")
+    max_episode_steps: int = option(16, "Env steps after which an episode is truncated.", minimum=1)
     image_size: int = option(64, "Height and width of the camera images in pixels.", minimum=16)
-    cameras: list[str] | None = option(
-        None,
-        "Cameras to render, in the order in which the policy gets them; null: the usual ones of the environment, as many as the "
-        "model reads (a state policy reads none).",
-    )
+    cameras: list[str] | None = option(None, "Rendered cameras, in order; null: default ones, as the model reads.")
     reward_mode: str = option(
         "shaped",
-        "sparse: success bonus only; shaped: dense reward of the simulator plus the bonus; relative: change of "
-        "the dense reward since the previous step plus the bonus.",
+        "sparse: success bonus; shaped: plus dense reward; relative: plus its change.",
         choices=("sparse", "shaped", "relative"),
     )
-    success_bonus: float = option(1.0, "Reward added at the step of success.")
+    success_bonus: float = option(1.0, "Reward added at the first step of success.")
     terminate_on_success: bool = option(True, "End the episode at success.")
-    success_classifier: PathText | None = option(
-        None,
-        "Folder of `rlinf classifier`, which decides on success by the image after each env step; null: the simulator does.",
-    )
+    success_classifier: PathText | None = option(None, "Folder of a success classifier; null: the simulator decides.")
     success_label_noise: float | None = option(
-        None,
-        "Fraction of failing episodes that are called a success at a step drawn evenly; null: none.",
-        minimum=0,
-        maximum=1,
+        None, "Fraction of failures with a planted false success; null: none.", minimum=0, maximum=1
     )
     num_train_init_states: int = option(100_000, "Initial states per task in the training split.", minimum=1)
     num_eval_init_states: int = option(1_000, "Initial states per task in the evaluation split (disjoint).", minimum=1)
@@ -59,37 +48,30 @@ class EnvConfig:
             self.cameras = list(self.usual_cameras)
 
     def default_cameras(self) -> list[str]:
-        """Return the cameras that are rendered unless others are named."""
+        """Return the cameras that are rendered by default."""
         return list(self.usual_cameras)
 
 
 @dataclass
 class ProcessEnvConfig(EnvConfig):
-    """Settings of environments whose simulators run one environment each, in worker processes."""
+    """Settings of environments whose simulators run in worker processes."""
 
     num_processes: int | None = option(
         None,
-        "Simulator processes of each worker thread of a rollout, and of the evaluation; null: one per core, shared by threads and ranks, "
-        "at most one per env, and 8 over all threads that draw on a GPU below 40 GB; 0: none, they run in the calling process, without "
-        "deadlines and restarts.",
+        "Simulator processes per rollout thread; null: by cores, fewer on a small GPU; 0: this process.",
         minimum=0,
     )
-    step_timeout_s: float = option(60, "Seconds that one env step or one image may take.", minimum=0.1)
-    reset_timeout_s: float = option(300, "Seconds that making or resetting one simulator may take.", minimum=0.1)
-    max_restarts: int = option(
-        20, "Worker processes that may be replaced (after a crash or a missed deadline) before the run ends.", minimum=0
-    )
+    step_timeout_s: float = option(60, "Time limit of one env step or image in seconds.", minimum=0.1)
+    reset_timeout_s: float = option(300, "Time limit for building or resetting one simulator in seconds.", minimum=0.1)
+    max_restarts: int = option(20, "Worker processes that may be replaced after a crash or timeout.", minimum=0)
 
 
 ROWS_OF_GPU_STAGE = 32
-"""Rows below which a policy call on a GPU takes as long with half of them: its time is the launch of its kernels."""
+"""Batch size below which half of it takes a GPU as long: the time is kernel launches."""
 
 
 def default_num_worker_threads(config: EnvConfig, num_envs: int, policy_on_gpu: bool = False) -> int:
-    """Return how many threads play ``num_envs`` envs best: two, or one if two cost more.
-
-    They do where a step costs less than handing it over, and on a GPU where each would have fewer than ``ROWS_OF_GPU_STAGE`` rows.
-    """
+    """Return 2 rollout threads, or 1 if a step is cheaper than a thread switch or the GPU would get tiny batches."""
     if policy_on_gpu and num_envs < 2 * ROWS_OF_GPU_STAGE:
         return 1
     in_process = not isinstance(config, ProcessEnvConfig) or config.num_processes == 0
@@ -97,18 +79,15 @@ def default_num_worker_threads(config: EnvConfig, num_envs: int, policy_on_gpu: 
 
 
 def with_share_of_cores(config: EnvConfig, num_sharers: int, most: int | None = None) -> EnvConfig:
-    """Return the settings of one of ``num_sharers`` envs that step at the same time: its fraction of processes, unless set.
-
-    It has at most ``most`` of them, if given.
-    """
+    """Divide the cores among ``num_sharers`` parallel envs, at most ``most`` processes each, unless ``num_processes`` is set."""
     if not isinstance(config, ProcessEnvConfig) or config.num_processes is not None:
         return config
-    share = max(1, num_cores() // num_sharers)
-    return replace(config, num_processes=share if most is None else min(share, most))
+    count = max(1, num_cores() // num_sharers)
+    return replace(config, num_processes=count if most is None else min(count, most))
 
 
 def most_simulators(config: EnvConfig, gpu_bytes: int | None, num_threads: int) -> int | None:
-    """Return how many processes each of ``num_threads`` envs of a rank may have on a GPU of ``gpu_bytes``; None: any number."""
+    """Return how many processes each of a rank's ``num_threads`` envs may have on a GPU of ``gpu_bytes``; None: any number."""
     if gpu_bytes is None or gpu_bytes >= SMALL_GPU or not config.cameras:
         return None
     return max(1, FEW_SIMULATORS // num_threads)
@@ -120,29 +99,29 @@ def select_tasks(names: list[str], wanted: list[str] | None) -> list[str]:
         return list(names)
     for name in wanted:
         if name not in names:
-            mended = list(dict.fromkeys(closest(other, names) or names[0] for other in wanted))
+            fixed = list(dict.fromkeys(closest(other, names) or names[0] for other in wanted))
             raise ConfigError(
-                f"Unknown task '{name}' in env.tasks.{did_you_mean(name, names)} Set env.tasks={override_text(mended)}"
+                f"Unknown task '{name}' in env.tasks.{did_you_mean(name, names)} Set env.tasks={override_text(fixed)}"
             )
     if not wanted:
         raise ConfigError(f"env.tasks is []; required: at least one task, or null for all. Set env.tasks=[{names[0]}]")
-    once = list(dict.fromkeys(wanted))
-    if len(once) < len(wanted):
-        raise ConfigError(f"env.tasks={override_text(wanted)} names a task twice. Set env.tasks={override_text(once)}")
+    unique = list(dict.fromkeys(wanted))
+    if len(unique) < len(wanted):
+        raise ConfigError(f"env.tasks={override_text(wanted)} repeats a task. Set env.tasks={override_text(unique)}")
     return [name for name in names if name in wanted]
 
 
 def check_cameras(cameras: Sequence[str], known: Sequence[str] | None = None) -> None:
-    """Raise ConfigError if a name in ``env.cameras`` is not ``known`` (None: any name is) or is there twice."""
+    """Raise ConfigError if a name in ``env.cameras`` is not ``known`` (None: any name is) or repeated."""
     for camera in cameras:
         if known is not None and camera not in known:
-            mended = dict.fromkeys(closest(name, known) or known[0] for name in cameras)
+            fixed = dict.fromkeys(closest(name, known) or known[0] for name in cameras)
             raise ConfigError(
                 f"Unknown camera '{camera}' in env.cameras.{did_you_mean(camera, known)} "
-                f"Set env.cameras={override_text(list(mended))}"
+                f"Set env.cameras={override_text(list(fixed))}"
             )
-    once = list(dict.fromkeys(cameras))
-    if len(once) < len(cameras):
+    unique = list(dict.fromkeys(cameras))
+    if len(unique) < len(cameras):
         raise ConfigError(
-            f"env.cameras={override_text(list(cameras))} names a camera twice. Set env.cameras={override_text(once)}"
+            f"env.cameras={override_text(list(cameras))} repeats a camera. Set env.cameras={override_text(unique)}"
         )

@@ -1,4 +1,4 @@
-"""Lists of episodes: splits, and the order in which tasks take turns."""
+"""Lists of episodes: the splits, with tasks in turn."""
 
 from __future__ import annotations
 
@@ -11,17 +11,14 @@ from rlinf.errors import ConfigError, did_you_mean
 from rlinf.types import EpisodeSpec
 
 EVAL_INIT_STATE_OFFSET = 1_000_000_000
-"""First ``init_state_id`` of the evaluation split of envs whose initial states are drawn by number."""
+"""First ``init_state_id`` of the evaluation split of envs that draw initial states by number."""
 
 SPLITS = ("train", "eval")
 
 
 @dataclass(frozen=True)
 class EpisodeList(Sequence[EpisodeSpec]):
-    """The episodes of a split, round robin over the tasks, so that the first ``n`` are spread evenly.
-
-    There are ``num_init_states`` per task, with ids from ``first_init_state_id`` on; all specs share ``seed``.
-    """
+    """Episodes of a split, round robin over tasks; init state ids start at ``first_init_state_id``, and all share ``seed``."""
 
     suite: str
     num_tasks: int
@@ -43,13 +40,12 @@ class EpisodeList(Sequence[EpisodeSpec]):
 
 
 def check_split(split: str) -> None:
-    """Raise ConfigError if ``split`` is not "train" or "eval"."""
     if split not in SPLITS:
         raise ConfigError(f"Unknown split '{split}'.{did_you_mean(split, SPLITS)}")
 
 
 def drawn_episodes(suite: str, num_tasks: int, config: EnvConfig, split: str) -> EpisodeList:
-    """Return the episodes of a split of a suite whose initial states are drawn by number."""
+    """Return the episodes of a split of a suite that draws initial states by number."""
     check_split(split)
     if config.num_train_init_states > EVAL_INIT_STATE_OFFSET:
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""The env of an exported policy whose code is not part of the export: what the policy sees, and no episodes."""
+"""Env of an exported policy whose env code is not in the export: it has observations, but no episodes."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from rlinf.types import Observation
 
 @dataclass
 class ExternalConfig(EnvConfig):
-    """What an exported policy reads, and a note on the env that it was trained on."""
+    """Inputs of an exported policy, and its training env."""
 
     name: str = option("external", "Registered environment.")
-    state_dim: int = option(0, "Dimension of the state that the policy reads; 0: none.", minimum=0)
-    trained_on: str = option("", "Overrides that choose the env of the training where its code is installed.")
+    state_dim: int = option(0, "Dimension of the policy's state; 0: none.", minimum=0)
+    trained_on: str = option("", "Overrides that select the training env where its code is installed.")
 
 
 class ExternalEnv(VectorEnv):
-    """Describes observations for serving and for one policy call; it cannot be built, so nothing is rolled out in it."""
+    """Describes observations, for serving and for one policy call; it cannot be built, so nothing is rolled out in it."""
 
     config_class = ExternalConfig
     suite = "external"

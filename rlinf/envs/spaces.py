@@ -1,4 +1,4 @@
-"""The spaces of a vector env, checks of its inputs and outputs, and statistics of its bounds."""
+"""Spaces of a vector env, checks of its inputs and outputs, and statistics of its bounds."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rlinf.types import Observation
 
 
 def observation_space(config: EnvConfig, state_dim: int) -> gymnasium.spaces.Dict:
-    """Return the space of one row of ``rlinf.types.Observation``."""
+    """Return the space of one env's ``rlinf.types.Observation``."""
     image = gymnasium.spaces.Box(0, 255, (config.image_size, config.image_size, 3), np.uint8)
     spaces: dict[str, gymnasium.Space] = {
         "images": gymnasium.spaces.Dict({name: image for name in config.cameras}),
@@ -24,7 +24,7 @@ def observation_space(config: EnvConfig, state_dim: int) -> gymnasium.spaces.Dic
 
 
 def checked_actions(actions: np.ndarray, num_envs: int, low: np.ndarray, high: np.ndarray) -> np.ndarray:
-    """Return actions as float32 ``[B, C, D]``, clipped to the bounds ``[D]``; reject numbers that are not finite."""
+    """Return actions as float32 ``[B, C, D]``, clipped to the bounds ``[D]``; ConfigError if not finite or of a wrong shape."""
     actions = np.asarray(actions, dtype=np.float32)
     if actions.ndim != 3 or actions.shape[0] != num_envs or actions.shape[2] != len(low) or not actions.shape[1]:
         raise ConfigError(f"Actions have shape {actions.shape}; required: [{num_envs}, chunk >= 1, {len(low)}].")
@@ -34,36 +34,34 @@ def checked_actions(actions: np.ndarray, num_envs: int, low: np.ndarray, high: n
     return np.clip(actions, low, high)
 
 
-def checked_observation(seen: Observation, num_rows: int, state_dim: int) -> Observation:
-    """Return ``seen`` if its images are uint8 ``[K, H, W, 3]`` and its state float32 ``[K, S]``."""
-    for name, image in seen.images.items():
+def checked_observation(observation: Observation, num_rows: int, state_dim: int) -> Observation:
+    """Return ``observation`` if its images are uint8 ``[K, H, W, 3]`` and its state float32 ``[K, S]``."""
+    for name, image in observation.images.items():
         if image.dtype != np.uint8 or image.ndim != 4 or image.shape[::3] != (num_rows, 3):
             raise ConfigError(
                 f"Images of '{name}' are {image.dtype} {image.shape}; they must be uint8 [{num_rows}, height, width, 3]"
             )
-    state = seen.state
+    state = observation.state
     if state_dim and (state is None or state.dtype != np.float32 or state.shape != (num_rows, state_dim)):
-        found = "None" if state is None else f"{state.dtype} {state.shape}"
-        raise ConfigError(f"`state` is {found}; it must be float32 [{num_rows}, {state_dim}]")
-    return seen
+        actual = "None" if state is None else f"{state.dtype} {state.shape}"
+        raise ConfigError(f"`state` is {actual}; it must be float32 [{num_rows}, {state_dim}]")
+    return observation
 
 
 def checked_image(image: np.ndarray, env: str, instead: str) -> np.ndarray:
-    """Return the images ``[..., H, W, 3]`` that ``env`` has drawn; raise ConfigError if they are not uint8 in colour.
-
-    A cast would turn brightness from 0 to 1 into black. ``instead`` names overrides that do without images.
-    """
+    """Return images ``[..., H, W, 3]`` of ``env``; ConfigError unless uint8 in colour. ``instead``: overrides without images."""
+    # Not cast, because brightness from 0 to 1 would become black.
     if image.dtype != np.uint8 or image.ndim < 3 or image.shape[-1] != 3:
         extremes = f" from {image.min():g} to {image.max():g}" if image.size else ""
         raise ConfigError(
-            f"{env} draws images of {image.dtype} {image.shape} with numbers{extremes}; required: uint8 (height, "
+            f"{env} renders images of {image.dtype} {image.shape} with values{extremes}; required: uint8 (height, "
             f"width, 3) from 0 to 255. Register a version of it with a wrapper that converts them, or set {instead}"
         )
     return image
 
 
 def resized(image: np.ndarray, size: int) -> np.ndarray:
-    """Return an image ``[H, W, 3]`` stretched to ``[size, size, 3]``."""
+    """Resize an image ``[H, W, 3]`` to ``[size, size, 3]``, ignoring its aspect ratio."""
     return np.asarray(Image.fromarray(image).resize((size, size)))
 
 

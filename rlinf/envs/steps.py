@@ -1,4 +1,4 @@
-"""The results of env steps: of one step, or of a chunk."""
+"""Results of env steps: of one step, or of a chunk."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from rlinf.flags import flags_of
 class SimulatorStep(NamedTuple):
     """The result of one env step of ``K`` envs.
 
-    ``dense_reward`` counts in the reward modes "shaped" and "relative". ``success``: the state reaches the goal.
-    ``terminated``: the episode has ended for a reason other than success, such as a failure; None: never. ``truncated``: the
-    simulator cuts the episode, before ``VectorEnv`` does; None: never. Flags are bool, or numbers 0 and 1.
+    ``dense_reward`` counts in the reward modes "shaped" and "relative". ``success``: the state reaches the goal. ``terminated``:
+    the episode has ended for a reason other than success, such as a failure; None: never. ``truncated``: the simulator
+    truncates the episode, before ``VectorEnv`` does; None: never. Flags are bool, or 0 and 1.
     """
 
     dense_reward: np.ndarray
@@ -25,17 +25,16 @@ class SimulatorStep(NamedTuple):
 
 
 class SimulatorChunk(NamedTuple):
-    """The result of up to ``C`` env steps of ``K`` envs; 0 and false for steps that were not executed.
+    """The result of up to ``C`` env steps of ``K`` envs, ``[K, C]`` each; 0 and false for steps that were not executed.
 
-    All are ``[K, C]``. ``executed`` is true up to and including the step at which the episode ended, ``told`` where the
-    env said whether the state reaches the goal.
+    ``executed`` includes the step at which the episode ended. ``success_known``: the env reports success or failure.
     """
 
     dense_reward: np.ndarray
     success: np.ndarray
     terminated: np.ndarray
     executed: np.ndarray
-    told: np.ndarray
+    success_known: np.ndarray
     truncated: np.ndarray
 
     def ended(self, terminate_on_success: bool) -> np.ndarray:
@@ -44,7 +43,7 @@ class SimulatorChunk(NamedTuple):
 
     @staticmethod
     def empty(num_envs: int, chunk_len: int) -> SimulatorChunk:
-        """Return a chunk in which nothing was executed."""
+        """Return a chunk without executed steps."""
         flags = [np.zeros((num_envs, chunk_len), dtype=bool) for _ in range(5)]
         return SimulatorChunk(np.zeros((num_envs, chunk_len), dtype=np.float32), *flags)
 
@@ -56,7 +55,7 @@ def chunk_of_steps(
     steps_left: np.ndarray,
     terminate_on_success: bool,
 ) -> SimulatorChunk:
-    """Call ``step_envs(ids, actions)`` up to ``C`` times with the rows whose episodes still run; see ``VectorEnv._step_chunk``."""
+    """Call ``step_envs(ids, actions)`` up to ``C`` times for envs with a running episode; see ``VectorEnv._step_chunk``."""
     num_envs, chunk_len, _ = actions.shape
     chunk = SimulatorChunk.empty(num_envs, chunk_len)
     active = np.ones(num_envs, dtype=bool)
@@ -69,6 +68,6 @@ def chunk_of_steps(
         for name in ("success", "terminated", "truncated"):
             if (flags := getattr(step, name)) is not None:
                 getattr(chunk, name)[rows, position] = flags_of(flags, f"`{name}` of a SimulatorStep")
-        chunk.executed[rows, position] = chunk.told[rows, position] = True
+        chunk.executed[rows, position] = chunk.success_known[rows, position] = True
         active = ~chunk.ended(terminate_on_success)[:, position] & active & (position + 1 < steps_left)
     return chunk

@@ -1,4 +1,4 @@
-"""The networks of a success classifier: an image and the sentence of the task to one number."""
+"""Networks of a success classifier: from an image and an instruction to a logit."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from rlinf.types import Observation
 
 WIDTH, GROUPS = 32, 4
 NUM_ROWS = 16
-"""Rows of every call: other numbers of rows may round differently, and an episode must not depend on its neighbours."""
+"""Batch size of every call: a different one may round differently, and an episode must not depend on other envs."""
 
 
 def _layer(channels: int, kernel: int, stride: int) -> list[nn.Module]:
@@ -28,63 +28,64 @@ def _layer(channels: int, kernel: int, stride: int) -> list[nn.Module]:
 
 
 class SuccessNetwork(nn.Module):
-    """Convolutions whose channels the sentence scales and shifts (Perez et al. 2018, FiLM), and their maximum over the image."""
+    """A CNN with FiLM conditioning on the instruction (Perez et al. 2018), and max pooling over the image."""
 
-    def __init__(self, num_sentences: int) -> None:
+    def __init__(self, num_instructions: int) -> None:
         super().__init__()
         self.encoder = nn.Sequential(*_layer(3, 5, 2), nn.ReLU(), *_layer(WIDTH, 3, 2), nn.ReLU(), *_layer(WIDTH, 3, 1))
-        self.sentences = nn.Embedding(num_sentences, 2 * WIDTH)
+        self.instructions = nn.Embedding(num_instructions, 2 * WIDTH)
         self.decoder = nn.Sequential(*_layer(WIDTH, 3, 1), nn.ReLU(), *_layer(WIDTH, 3, 1), nn.ReLU())
         self.head = nn.Linear(WIDTH, 1)
 
-    def forward(self, images: Tensor, sentences: Tensor) -> Tensor:
-        """Return logits ``[B]`` of images ``[B, H, W, 3]`` in 0 to 255, and sentences, int64 ``[B]``."""
-        found = self.encoder(images.permute(0, 3, 1, 2).float() / 127.5 - 0.5)
-        scale, shift = self.sentences(sentences)[:, :, None, None].chunk(2, 1)
-        found = self.decoder(torch.relu(found * (1 + scale) + shift))
-        return self.head(found.amax((2, 3)))[:, 0]
+    def forward(self, images: Tensor, instructions: Tensor) -> Tensor:
+        """Return logits ``[B]`` of images ``[B, H, W, 3]`` in 0 to 255, and instruction ids, int64 ``[B]``."""
+        features = self.encoder(images.permute(0, 3, 1, 2).float() / 127.5 - 0.5)
+        scale, shift = self.instructions(instructions)[:, :, None, None].chunk(2, 1)
+        features = self.decoder(torch.relu(features * (1 + scale) + shift))
+        return self.head(features.amax((2, 3)))[:, 0]
 
 
 class SuccessClassifier:
-    """Trained networks, with what ``classifier.json`` says: ``networks``, ``camera``, ``image_shape``, ``instructions``, ``threshold``."""
+    """Trained networks, and ``classifier.json``: ``networks``, ``camera``, ``image_shape``, ``instructions``, ``threshold``."""
 
     def __init__(self, networks: Sequence[SuccessNetwork], about: dict[str, Any]) -> None:
         self.networks, self.about = nn.ModuleList(networks).eval(), about
 
     @classmethod
     def load(cls, folder: str) -> SuccessClassifier:
-        """Read the folder of ``save``; the process's random numbers are not used."""
+        """Load from a folder of ``save``, without using the process's random numbers."""
         about = read_classifier(folder)
         with torch.device("meta"):
             networks = [SuccessNetwork(len(about["instructions"])) for _ in range(about["networks"])]
-        found = cls(networks, about)
-        found.networks.load_state_dict(load_file(Path(folder).expanduser() / CLASSIFIER_WEIGHTS), assign=True)
-        return found
+        classifier = cls(networks, about)
+        classifier.networks.load_state_dict(load_file(Path(folder).expanduser() / CLASSIFIER_WEIGHTS), assign=True)
+        return classifier
 
     def save(self, folder: Path) -> None:
-        """Write weights and description; the description comes last."""
+        """Write weights, then the description."""
         write_bytes(folder / CLASSIFIER_WEIGHTS, save(self.networks.state_dict()))
         write_text(folder / CLASSIFIER_FILE, json.dumps(self.about, indent=1))
 
     @torch.no_grad()
-    def logits(self, images: np.ndarray, sentences: np.ndarray) -> np.ndarray:
-        """Return the networks' mean logit, float32 ``[N]``, for images ``[N, H, W, 3]`` and numbers of sentences, int64 ``[N]``."""
-        found = []
-        with torch.autocast("cpu", enabled=False):  # an env may step inside the policy's autocast
+    def logits(self, images: np.ndarray, instructions: np.ndarray) -> np.ndarray:
+        """Return the networks' mean logit, float32 ``[N]``, for images ``[N, H, W, 3]`` and instruction ids, int64 ``[N]``."""
+        logits = []
+        # An env may step inside the policy's autocast, which would change the logits.
+        with torch.autocast("cpu", enabled=False):
             for first in range(0, len(images), NUM_ROWS):
                 rows = np.minimum(first + np.arange(NUM_ROWS), len(images) - 1)
-                shown, said = torch.from_numpy(images[rows]), torch.from_numpy(sentences[rows])
-                found.append(torch.stack([network(shown, said) for network in self.networks]).mean(0).numpy())
-        return np.concatenate(found)[: len(images)]
+                inputs = torch.from_numpy(images[rows]), torch.from_numpy(instructions[rows])
+                logits.append(torch.stack([network(*inputs) for network in self.networks]).mean(0).numpy())
+        return np.concatenate(logits)[: len(images)]
 
     def sees_success(self, observation: Observation) -> np.ndarray:
-        """Return bool ``[B]``: the logit is at least the threshold. Raise ConfigError for a sentence that was not in training."""
+        """Return bool ``[B]``: the logit is at least the threshold. ConfigError for an instruction that was not in training."""
         known = self.about["instructions"]
-        for sentence in observation.instruction:
-            if sentence not in known:
+        for instruction in observation.instruction:
+            if instruction not in known:
                 raise ConfigError(
-                    f"The success classifier does not know the instruction '{sentence}'; required: one of its {len(known)}, such as "
+                    f"The success classifier does not know the instruction '{instruction}'; required: one of its {len(known)}, such as "
                     f"'{known[0]}'. Train it on episodes with this instruction, or set env.success_classifier=null"
                 )
-        sentences = np.array([known.index(sentence) for sentence in observation.instruction])
-        return self.logits(observation.images[self.about["camera"]], sentences) >= self.about["threshold"]
+        ids = np.array([known.index(instruction) for instruction in observation.instruction])
+        return self.logits(observation.images[self.about["camera"]], ids) >= self.about["threshold"]

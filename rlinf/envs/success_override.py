@@ -1,4 +1,4 @@
-"""Success by somebody else than the simulator: a classifier that looks at the image, and planted false positives."""
+"""Override of a simulator's success: by a classifier of images, or by planted false positives."""
 
 from __future__ import annotations
 
@@ -21,10 +21,9 @@ if TYPE_CHECKING:
 
 
 class SuccessOverride:
-    """Decides on the success of an env's rows after every env step, so a chunk is executed one action at a time.
+    """Decides on success after every env step, so a chunk is executed one action at a time.
 
-    Each step is looked at, planted errors or not: a row that ended earlier in a chunk shows its last observation, even if its worker is
-    lost later. The simulator's own word is kept as ``EpisodeResult.true_success``.
+    The simulator's own success becomes ``EpisodeResult.true_success``.
     """
 
     def __init__(self, env: VectorEnv) -> None:
@@ -37,7 +36,7 @@ class SuccessOverride:
             self.classifier = SuccessClassifier.load(config.success_classifier)
 
     def step_chunk(self, ids: np.ndarray, actions: np.ndarray, steps_left: np.ndarray) -> SimulatorChunk:
-        """Step as ``VectorEnv._step_chunk`` does, with another success."""
+        """Step as ``VectorEnv._step_chunk`` does, and replace success."""
         env, chunk = self.env, SimulatorChunk.empty(*actions.shape[:2])
         active = np.ones(len(ids), dtype=bool)
         for position in range(actions.shape[1]):
@@ -46,47 +45,49 @@ class SuccessOverride:
                 break
             step = env._step_chunk(ids[rows], actions[rows, position : position + 1], steps_left[rows] - position)
             active[rows] = step.executed[:, 0] & ~env._lost[ids[rows]]
-            for whole, part in zip(chunk, step, strict=True):
-                whole[rows, position] = part[:, 0]
+            for array, values in zip(chunk, step, strict=True):
+                array[rows, position] = values[:, 0]
             rows = np.flatnonzero(active)
             if len(rows):
                 self._decide(ids[rows], chunk, rows, position)
-            over = chunk.ended(env.config.terminate_on_success)[:, position]
-            active &= ~over & (position + 1 < steps_left) & ~env._lost[ids]
+            ended = chunk.ended(env.config.terminate_on_success)[:, position]
+            active &= ~ended & (position + 1 < steps_left) & ~env._lost[ids]
         return chunk
 
     def _decide(self, ids: np.ndarray, chunk: SimulatorChunk, rows: np.ndarray, position: int) -> None:
-        """Replace the success of the ``rows`` of a chunk, which are the rows ``ids`` of the env, at one ``position``."""
-        env, told, truly = self.env, chunk.told[rows, position], chunk.success[rows, position]
-        env._stats.truly[ids] = np.maximum(env._stats.truly[ids], np.where(told, truly, -1))
-        env._show(ids)
+        """Replace the success of the ``rows`` of a chunk, which are the envs ``ids``, at one ``position``."""
+        env, known, success = self.env, chunk.success_known[rows, position], chunk.success[rows, position]
+        env._stats.true_success[ids] = np.maximum(env._stats.true_success[ids], np.where(known, success, -1))
+        # Even without a classifier: an env whose episode ended earlier in the chunk must show its last observation, although its
+        # worker may be lost later.
+        env._update_observation(ids)
         if self.classifier is not None:
             chunk.success[rows, position] = self.classifier.sees_success(env._observation.select(ids))
-            chunk.told[rows, position] = True
+            chunk.success_known[rows, position] = True
         if self.rate:
             steps = env._stats.num_steps[ids] + position + 1
             due = [self._planted_step(env._specs[row], int(env._stats.horizons[row])) for row in ids]
             chunk.success[rows, position] |= steps == due
 
     def _planted_step(self, spec: EpisodeSpec, horizon: int) -> int:
-        """Return the env step, from 1, of an episode's planted false positive; 0: it has none."""
-        words = spec.suite, self.env.task_names[spec.task_id], spec.init_state_id
-        generator = np.random.default_rng(derive_seed(spec.seed, "false positive", *words))
+        """Return the env step, from 1, of an episode's planted false positive; 0: none."""
+        # Seeded by the episode, so that it has the same error in any env slot, run and number of envs.
+        episode = spec.suite, self.env.task_names[spec.task_id], spec.init_state_id
+        generator = np.random.default_rng(derive_seed(spec.seed, "false positive", *episode))
         return int(generator.integers(1, horizon + 1)) if generator.random() < self.rate else 0
 
 
 def overrides_success(config: EnvConfig) -> bool:
-    """Return whether anybody but the simulator decides on success."""
+    """Return whether the simulator's success is overridden."""
     return config.success_classifier is not None or bool(config.success_label_noise)
 
 
 def without_success_override(config: EnvConfig) -> EnvConfig:
-    """Return the settings of the same simulators, which decide on success."""
     return replace(config, success_classifier=None, success_label_noise=None)
 
 
 def read_classifier(folder: str) -> dict[str, Any]:
-    """Return what ``rlinf classifier`` has written about a classifier; raise ConfigError for another folder."""
+    """Return the description of a classifier by ``rlinf classifier``; ConfigError if the folder has none."""
     path = Path(folder).expanduser() / CLASSIFIER_FILE
     try:
         about = json.loads(path.read_text(encoding="utf-8"))
@@ -94,12 +95,12 @@ def read_classifier(folder: str) -> dict[str, Any]:
             raise ValueError(f"{path} is of an earlier version")
         return about
     except (OSError, ValueError) as error:
-        found = f"env.success_classifier='{folder}' is not a classifier ({type(error).__name__}: {error})"
-        raise ConfigError(f"{found}; required: the output_dir of `rlinf classifier`. Set it, or null") from error
+        problem = f"env.success_classifier='{folder}' is not a classifier ({type(error).__name__}: {error})"
+        raise ConfigError(f"{problem}; required: the output_dir of `rlinf classifier`. Set it, or null") from error
 
 
 def check_success_classifier(config: EnvConfig) -> None:
-    """Raise ConfigError if ``config.success_classifier``, which is given, is not a classifier, or was trained on another camera or size of image."""
+    """Raise ConfigError if ``config.success_classifier`` is no classifier, or expects a different camera or image size."""
     about, shown = read_classifier(config.success_classifier), config.cameras or []
     (height, width), camera = about["image_shape"], about["camera"]
     if camera not in shown or not height == width == config.image_size:

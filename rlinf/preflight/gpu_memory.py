@@ -16,7 +16,7 @@ import numpy as np
 from rlinf.config.schema import RunConfig
 from rlinf.distributed.process_group import local_world_size, world_size
 from rlinf.engines.config import VllmOptions
-from rlinf.engines.gpu_fraction import engine_fraction, share_beside
+from rlinf.engines.gpu_fraction import colocated_fraction, engine_fraction
 from rlinf.engines.weight_handle import BUCKET_BYTES
 from rlinf.envs import ENVS
 from rlinf.envs.config import (
@@ -205,7 +205,7 @@ def _engine_beside(config: RunConfig, estimate: MemoryEstimate, gpu_bytes: int) 
         return estimate.engine
     fraction = options.gpu_memory_utilization
     if fraction is None:
-        fraction = share_beside(gpu_bytes, _policy_bytes(config, estimate))
+        fraction = colocated_fraction(gpu_bytes, _policy_bytes(config, estimate))
     return 2 * BUCKET_BYTES["cuda"] + int(fraction * gpu_bytes)
 
 

@@ -1,7 +1,7 @@
 """Roll out a policy in vectorised environments and return a ``RolloutBatch``.
 
-The envs are split over worker threads. While the simulator of one thread runs, the policy of another thread acts
-(MuJoCo and torch release the GIL). Each iteration starts new episodes. Random numbers derive from the seed, the
+The envs are split over worker threads. While the simulator of one thread runs, the policy acts in a different
+thread (MuJoCo and torch release the GIL). Each iteration starts new episodes. Random numbers derive from the seed, the
 iteration and the global env index, so a rollout depends on the weights and the iteration only; splitting envs over
 threads or ranks changes nothing but the rounding of matrix products. With ``continue_episodes``, a rollout also depends
 on where the previous one ended.
@@ -165,7 +165,6 @@ class RolloutCollector:
         _results(closings)
 
     def _envs_of(self, env_groups: Sequence[int]) -> np.ndarray:
-        """Return the global indices of the envs of some groups: int64 ``[B]``."""
         size = self.sampler.group_size
         return (np.array(env_groups, dtype=np.int64)[:, None] * size + np.arange(size)).ravel()
 
@@ -230,10 +229,7 @@ class RolloutCollector:
         return RolloutBatch.concatenate(parts, recorder.observation())
 
     def _uniforms(self, env_ids: np.ndarray, width: int, step: int, attempt: int) -> Tensor:
-        """Draw the random numbers of the actions of ``env_ids`` in the open interval (0, 1): float32 ``[T, B, U]``.
-
-        Each env group has its own random stream, so a rank draws no numbers of other ranks.
-        """
+        """Draw the actions' random numbers in (0, 1), float32 ``[T, B, U]``, from one random stream per env group."""
         size = self.sampler.group_size
         drawn = {}
         for env_group in np.unique(env_ids // size).tolist():

@@ -26,17 +26,14 @@ class CudaStream:
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Run a block on this thread's stream.
-
-        Weights are pushed and updated on the default stream. This stream waits for it at the start of the block, and the default
-        stream waits for this one at the end, so neither sees weights that the other still uses.
-        """
+        """Run a block on this thread's stream."""
         # Autocast caches casts of weights, made on the first thread's stream, for all threads, so these must use a common stream.
         if not (self._on_gpu and self._own_stream) or torch.is_autocast_enabled("cuda"):
             yield
             return
         if self._stream is None:
             self._stream = torch.cuda.Stream()
+        # Weights are pushed and updated on the default stream, so each stream waits for the other at the block's ends.
         default = torch.cuda.default_stream()
         self._stream.wait_stream(default)
         try:

@@ -57,10 +57,9 @@ class Demonstrations:
 
 
 class ScriptedExpert:
-    """Scripted expert of an env.
+    """Scripted expert of an env. Noise on executed actions covers states around its path; labels have none.
 
-    Executed actions carry Gaussian noise, so that demonstrations cover states around the expert's path. Labels are the
-    expert's actions without noise. ``numbers`` has one number per env; with ``seed``, it determines the noise.
+    ``numbers`` has one number per env; with ``seed``, it determines the noise.
     """
 
     def __init__(self, env: VectorEnv, expert: ExpertConfig, seed: int, numbers: Sequence[int]) -> None:
@@ -146,15 +145,13 @@ def demonstration_specs(env: VectorEnv, num_episodes: int, seed: int) -> list[Ep
 def collect_demonstrations(
     env: VectorEnv, num_episodes: int, expert: ExpertConfig, chunk_len: int, seed: int
 ) -> Demonstrations:
-    """Collect training episodes of the scripted expert, tasks in equal fractions, in an env without auto-reset.
-
-    ``seed`` determines episodes and noise. Each episode has its own noise, so ``env.num_envs`` changes nothing.
-    """
+    """Collect episodes of the scripted expert, tasks in equal fractions; ``env.num_envs`` does not change them."""
     specs = demonstration_specs(env, num_episodes, seed)
     observations: list[Observation] = []
     actions: list[np.ndarray] = []
     episodes: list[EpisodeResult] = []
     for start in range(0, num_episodes, env.num_envs):
+        # Numbered over all episodes, so that the noise does not depend on the number of envs.
         batch_specs, numbers = specs[start : start + env.num_envs], range(start, start + env.num_envs)
         batch = run_episodes(env, batch_specs, ScriptedExpert(env, expert, seed, numbers))
         selected = np.zeros(env.num_envs, dtype=bool)

@@ -38,10 +38,7 @@ EXCEEDED = "rollout/parity_exceeded"
 
 
 class ParityGate:
-    """Decide at which steps a gap (``max_gap``, see ``check_parity``) stops the run.
-
-    ``always_stops``: at every step, as in float32. Otherwise only at the first step of the process and after its first policy update.
-    """
+    """Decides at which steps a gap stops the run: all if ``always_stops``, else the first one and that after the first update."""
 
     def __init__(self, max_gap: float | None, always_stops: bool) -> None:
         self.max_gap, self.always_stops = max_gap, always_stops
@@ -68,10 +65,7 @@ class ParityGate:
         return metrics | {EXCEEDED: float(fault is not None)}
 
     def check_first_update(self, metrics: Mapping[str, float], step: int) -> None:
-        """Raise ParityError if the first minibatch of an update has an ``approx_kl`` that rounding does not explain.
-
-        The log-probabilities before it come from the same weights. Without ``approx_kl``, or in 16 bits, nothing is checked.
-        """
+        """Raise ParityError if the first minibatch's ``approx_kl`` exceeds rounding: it is scored by the rollout's weights."""
         kl = metrics.get("approx_kl")
         if kl is None or not self.always_stops:
             return
@@ -156,10 +150,7 @@ def _compare(
     what: str, batch: RolloutBatch, step: int, gap: Tensor, exp_mean: float, limit: float | None,
     pair: tuple[Tensor, Tensor],
 ) -> tuple[float, str | None]:  # fmt: skip
-    """Return the largest of the gaps ``[T, B]`` of all ranks, and an error text if it is too large; raise if one is not finite.
-
-    Without ``limit``, ``exp_mean`` is compared instead. ``pair`` contains the rollout's and the trainer's numbers.
-    """
+    """Return the largest gap of ``[T, B]`` over ranks, and an error text if above ``limit`` (None: if ``exp_mean`` is too large)."""
     worst = int(torch.nan_to_num(gap, nan=float("inf")).argmax())
     chunk, column = divmod(worst, gap.shape[1])
     # NaN compares as false, so it must count as the worst sample explicitly.

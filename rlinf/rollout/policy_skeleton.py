@@ -18,8 +18,7 @@ from rlinf.rollout.shared_memory import TensorForm, reject_main_script
 class PolicySkeleton:
     """A pickled policy without the numbers of its state dict, which a weight push delivers.
 
-    So a rollout worker needs neither the weight files nor their source (a folder, a checkpoint, adapters, statistics of a
-    dataset). Buffers outside the state dict are included.
+    So a rollout worker needs neither the weight files nor their source. Buffers outside the state dict are included.
     """
 
     data: bytes
@@ -31,8 +30,8 @@ class PolicySkeleton:
         try:
             _Pickler(data, model).dump(model)
         except Exception as error:  # user classes may raise anything
-            message = f"The policy cannot be sent to rollout workers: {type(error).__name__}: {error}. Set cluster.placement=colocated cluster.start=auto"
-            raise ConfigError(message) from error
+            message = f"The policy cannot be sent to rollout workers: {type(error).__name__}: {error}"
+            raise ConfigError(f"{message}. Set cluster.placement=colocated cluster.start=auto") from error
         return cls(data.getvalue())
 
     def build(self, device: str) -> Any:

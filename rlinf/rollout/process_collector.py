@@ -47,11 +47,7 @@ class _RolloutWorker(ChildProcess):
 
 @dataclass(frozen=True)
 class ProcessSettings:
-    """Settings of each rollout process.
-
-    ``seed`` is for the global random generators, which each process seeds differently. ``prepare`` (imports of user code) is
-    called before anything else is sent to the process.
-    """
+    """Settings of each rollout process; ``prepare`` (imports of user code) is called first, and ``seed`` differs per process."""
 
     num_threads: int = 1
     precision: str = "fp32"
@@ -62,26 +58,21 @@ class ProcessSettings:
 class ProcessCollector:
     """Collects the rollouts of a ``RolloutCollector`` in processes, which share no GIL.
 
-    Each process has the envs of consecutive groups and acts for them. The policy's tensors are moved into shared memory, so
-    the processes see every update written into them; nothing is pushed. Episodes and random numbers derive from the iteration
-    and the env group, so the number of processes changes only the rounding of matrix products.
+    Each process has the envs of consecutive groups and acts for them. The policy's tensors are moved into shared memory, so the
+    processes see every update written into them. Episodes and random numbers derive from the iteration and the env group, so
+    the number of processes changes only the rounding of matrix products.
 
-    With ``max_ahead`` of 1 or more, the processes collect while the policy is trained: so many rollouts can be submitted
-    before the first result is read. Each uses its own copy of the trained weights, made by ``submit``. Frozen weights are
-    stored once.
+    With ``max_ahead`` of 1 or more, the processes collect while the policy is trained: each pending rollout uses its own copy of the
+    trained weights, made by ``submit``. Frozen weights are stored once.
 
-    The processes start in the background. Their log records and warnings appear in this process while it waits for them. Raise
+    The processes start in the background; their log records and warnings appear here while this process waits for them. Raise
     ConfigError, leaving no process and the policy unchanged, if one cannot start or something cannot be sent to it.
 
     Args:
-        make_collector: ``make_collector(rank=, num_ranks=, autocast=)`` returns the collector of a process. It, the policy and
-            the envs are sent to the processes, so their classes must be in importable modules.
+        make_collector: ``make_collector(rank=, num_ranks=, autocast=)`` returns a process's collector; all classes in modules.
         model: The policy, on the CPU. Its tensors must stay where they are from now on.
         num_env_groups: Over all ranks; a multiple of the processes of all ranks.
-        num_processes: Of this rank.
-        max_ahead: Rollouts that can be pending, each with its own weights. 0: one, with the weights of ``model``, which must not
-            change until its result is read.
-        rank, num_ranks: This process collects from the envs of its ``rank_range``.
+        max_ahead: Pending rollouts; 0: one, with the weights of ``model``, which must not change until its result is read.
     """
 
     def __init__(
@@ -113,6 +104,7 @@ class ProcessCollector:
                 self.workers.append(_RolloutWorker(number, num_threads, task, len(models)))
                 place, of = rank * num_processes + number, num_processes * num_ranks
                 seed = derive_seed(settings.seed, "rollout process", place)
+                # User code is imported by `prepare`, so the task follows in shared memory instead of in this message.
                 start = WorkerStart(settings.prepare, task.start, task.size, place, of, seed, num_threads, level)
                 self._send(self.workers[-1], start)
         except BaseException as error:
@@ -130,7 +122,6 @@ class ProcessCollector:
 
     @record_function("rollout")
     def collect(self, *arguments: Any, **options: Any) -> RolloutBatch:
-        """Collect one rollout: ``submit``, then ``result``."""
         return self.result(self.submit(*arguments, **options))
 
     def submit(
@@ -184,7 +175,7 @@ class ProcessCollector:
 
     def _check_running(self) -> None:
         if any(worker.process is None for worker in self.workers):
-            raise RLinfError("The rollout processes have ended, by close() or an error. Make another collector")
+            raise RLinfError("The rollout processes have ended, by close() or an error. Build a new collector")
 
     def _send(self, worker: _RolloutWorker, message: Any) -> None:
         try:
@@ -242,7 +233,6 @@ def _copy_of_trained(model: ActionModel) -> ActionModel:
 
 @torch.no_grad()
 def _copy_tensors(source: nn.Module, target: nn.Module) -> None:
-    """Copy the tensors that ``_copy_of_trained`` does not share."""
     new = _tensors(source)
     for name, tensor in _tensors(target).items():
         if tensor is not new[name]:

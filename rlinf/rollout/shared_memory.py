@@ -21,16 +21,13 @@ ALIGNMENT = 64
 
 
 class TensorForm(NamedTuple):
-    """Metadata of a tensor: everything except its numbers.
-
-    ``is_trained`` is its ``requires_grad``. Other processes compute no gradients, but torch chooses kernels by it, and
-    different kernels round differently.
-    """
+    """Metadata of a tensor: everything except its numbers. ``is_trained`` is its ``requires_grad``."""
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     dtype: torch.dtype
     is_parameter: bool
+    # Without gradients, too: torch chooses kernels by it, and different kernels round differently.
     is_trained: bool
 
     @classmethod
@@ -85,7 +82,7 @@ class SharedTask:
         try:
             pickler.dump(task)
         except Exception as error:  # user classes may raise anything
-            message = f"The policy or the env cannot be sent to another process: {type(error).__name__}: {error}."
+            message = f"The policy or the env cannot be sent to a different process: {type(error).__name__}: {error}."
             raise ConfigError(message) from error
         _reject_overlaps(list(tensors.values()), pickler.other_tensors)
         self.start, self.size = end, data.tell()
@@ -164,7 +161,7 @@ class _TaskUnpickler(pickle.Unpickler):
 
 
 class PackedReply(NamedTuple):
-    """A pickle without its arrays, and their sizes in bytes. The arrays follow one another in the worker's reply buffer."""
+    """A pickle without its arrays, and their sizes in bytes. The arrays are consecutive in the worker's reply buffer."""
 
     data: bytes
     sizes: list[int]
@@ -177,6 +174,7 @@ def write_reply(value: Any, file: int) -> PackedReply:
     _ReplyPickler(data, protocol=5, buffer_callback=buffers.append).dump(value)
     views = [buffer.raw() for buffer in buffers]
     total = sum(aligned(view.nbytes) for view in views)
+    # The reader truncates the file after each reply, which frees the memory in the meantime.
     if os.fstat(file).st_size < total:
         os.ftruncate(file, total)
     if views:

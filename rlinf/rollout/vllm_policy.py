@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from rlinf.engines.config import VllmOptions
-from rlinf.engines.gpu_fraction import ALONE
+from rlinf.engines.gpu_fraction import SEPARATE_GPU_FRACTION
 from rlinf.engines.vllm_engine import EngineSpec, GenerateRequest, VllmEngine, kv_cache_bytes
 from rlinf.engines.weight_handle import WeightBuckets
 from rlinf.errors import ConfigError, RLinfError
@@ -101,16 +101,16 @@ class VllmPolicy:
     def predict_action_batch(
         self, *, do_sample: bool = True, temperature: float = 1.0, uniforms: Tensor | None = None, **inputs: Tensor
     ) -> ActionPrediction:
-        """Sample the actions of ``B`` rows; without ``do_sample``, take the most likely tokens.
+        """Sample the actions of ``B`` rows, with seeds from ``uniforms [B, 2]``; without ``do_sample``, take the most likely tokens.
 
-        ``uniforms``, ``[B, 2]`` in (0, 1), are converted to the rows' seeds; None: new seeds at each call. In the result, ``logits``
-        are ``[B, A, 1]``: the engine's log-probabilities of the sampled tokens. ``values`` are 0.
+        In the result, ``logits`` are ``[B, A, 1]``, the engine's log-probabilities of the sampled tokens; ``values`` are 0.
         """
         num_tokens = self.num_logprobs
         sampling = {
             "max_tokens": num_tokens, "min_tokens": num_tokens, "ignore_eos": True,
             "allowed_token_ids": self.allowed_token_ids, "temperature": temperature if do_sample else 0.0,
         }  # fmt: skip
+        # Each row has its own seed, so that its actions do not depend on the batch that vLLM forms.
         seeds = None if uniforms is None or not do_sample else row_seeds(uniforms)
         prompts = self.adapter.prompts(self.model, inputs)
         greedy_temperature = None if do_sample else temperature
@@ -161,7 +161,7 @@ def engine_arguments(model: ActionModel, options: VllmOptions, num_envs: int) ->
         "max_model_len": max_model_len,
         "max_num_seqs": num_envs,
         "kv_cache_memory_bytes": memory,
-        "gpu_memory_utilization": ALONE if options.gpu_memory_utilization is None else options.gpu_memory_utilization,
+        "gpu_memory_utilization": SEPARATE_GPU_FRACTION if options.gpu_memory_utilization is None else options.gpu_memory_utilization,
         "tensor_parallel_size": options.tensor_parallel_size,
         "enforce_eager": options.enforce_eager,
         "enable_sleep_mode": torch.cuda.is_available() and options.sleep,

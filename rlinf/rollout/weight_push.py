@@ -64,6 +64,7 @@ class WeightPush:
         state = self.trainer_model.state_dict()
         trained = {name for name, spec in manifest_of(self.trainer_model).items() if spec.trained}
         suspects = {name: x for name, x in state.items() if name in trained or seen.get(name) != self._writes(name, x)}
+        # All ranks must reach the collective calls below, so a local error is raised on all of them first.
         on_every_rank(lambda: check_finite({name: local_part(tensor)[0] for name, tensor in suspects.items()}))
         if self._replica is not None:
             if base != version:
@@ -87,18 +88,15 @@ class WeightPush:
 
     def _copy(self, version: int, base: int | None) -> None:
         manifest = manifest_of(self.trainer_model)
-        self._replica.begin(PushHeader(version, manifest, base))
+        self._replica.start_push(PushHeader(version, manifest, base))
         wanted = {name for name, spec in manifest.items() if base is None or spec.trained}
         for name, tensor in gathered(self.trainer_model, wanted):
             self._replica.take(name, tensor)
         self._replica.commit()
 
     def _check_replica(self, tensors: dict[str, Tensor]) -> None:
-        """Compare this rank's part of the weights with the replica, bit for bit.
-
-        Log-probabilities would not reveal a stale value head, a stale layer that is hardly used, or, in 16 bits, an update smaller
-        than the rounding.
-        """
+        """Compare this rank's part of the weights with the replica, bit for bit."""
+        # Log-probabilities would not reveal a stale value head or, in 16 bits, an update smaller than the rounding.
         held = self._replica.tensors
 
         def pairs() -> Iterator[tuple[str, Tensor, Tensor]]:
@@ -117,11 +115,7 @@ class WeightPush:
 
 
 def gathered(model: nn.Module, names: set[str]) -> Iterator[tuple[str, Tensor]]:
-    """Yield the full tensors ``names`` of a model's state dict, with one gather for each FSDP unit that contains any.
-
-    Only one unit is gathered at a time, and a tensor is valid until the next one is requested. A collective call if the model
-    is sharded.
-    """
+    """Yield full tensors of a model's state dict, one FSDP unit at a time; each is valid until the next one (a collective call)."""
     state = model.state_dict()
     units: dict[str, list[str]] = {}
     prefixes = [name for name, module in model.named_modules() if isinstance(module, FSDPModule)]

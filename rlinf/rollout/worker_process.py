@@ -40,11 +40,7 @@ class RolloutTask:
 
 @dataclass(frozen=True)
 class WorkerStart:
-    """First message to a worker, readable before any user code is imported.
-
-    ``prepare`` is called before the task, which starts at ``start`` in the shared memory, is read. ``rank`` and ``num_ranks``
-    count the workers of all ranks.
-    """
+    """First message, readable before user code is imported. ``prepare`` runs before the task at ``start`` is read."""
 
     prepare: Callable[[], object]
     start: int
@@ -99,10 +95,7 @@ def _requests(connection: Connection) -> Iterator[Any]:
 
 
 def _work(requests: Iterator[Any], sender: _Sender, memory: int, buffers: Sequence[int]) -> None:
-    """Read a ``WorkerStart``; then, for each rollout, the index of the policy to use, and the remaining arguments.
-
-    The reply goes into the buffer of the same index.
-    """
+    """Read a ``WorkerStart``; then, per rollout, the policy's index (and the reply buffer's) and the remaining arguments."""
     for start in requests:
         logging.root.setLevel(start.log_level)
         logging.root.addHandler(logging.handlers.QueueHandler(cast("Any", sender)))
@@ -110,6 +103,7 @@ def _work(requests: Iterator[Any], sender: _Sender, memory: int, buffers: Sequen
         torch.set_num_threads(start.num_threads)
         seed_everything(start.seed)
         start.prepare()
+        # After `prepare`, because unpickling the task imports user classes that it may register.
         task: RolloutTask = read_task(mmap.mmap(memory, start.start + start.size), start.start, start.size)
         models = task.models.eval()
         collector = task.make_collector(

@@ -24,17 +24,12 @@ class _Request:
 
 
 class Batcher:
-    """Collects rows into batches, which one thread computes.
+    """Collects rows into batches of ``max_rows``, which one thread computes with ``act``.
 
     A batch starts as soon as it is full, every client has a pending request, or ``wait_s`` have passed since its first row. A
     client has one request at a time, so a single client never waits for a batch to fill.
 
-    Args:
-        act: ``rows -> one result for each``, called in the thread. A result must not depend on the remaining rows. An exception as a
-            result is raised for the client of this row.
-        max_rows: Rows of a batch. A larger request is split.
-        wait_s: Longest wait for rows of further clients.
-        num_clients: Returns the number of connected clients.
+    ``act`` returns one result per row, independent of the remaining rows; an exception as a result is raised for its client.
     """
 
     def __init__(
@@ -48,12 +43,7 @@ class Batcher:
         self._task = asyncio.create_task(self._run())
 
     async def submit(self, rows: Sequence[Any], timeout_s: float, *, waits: bool = False) -> list[Any]:
-        """Return the results of rows. With ``waits``, a full queue does not reject them: for a client with one row at a time.
-
-        Raises:
-            BusyError: Too many rows are pending.
-            TimeoutError: There was no result in time. Rows that still wait are dropped.
-        """
+        """Return the results of rows; BusyError if too many are pending (unless ``waits``), TimeoutError if too late."""
         if not waits and sum(len(request.rows) for request in (*self._current, *self._waiting)) >= self.most_rows:
             raise BusyError(f"{self.most_rows} observations or more are pending")
         requests = [_Request(rows[first : first + self.max_rows]) for first in range(0, len(rows), self.max_rows)]
@@ -97,7 +87,6 @@ class Batcher:
             self._current = []
 
     async def _wait_for_change(self) -> None:
-        """Wait for the next call of ``wake``."""
         await self._changed.wait()
         self._changed.clear()
 

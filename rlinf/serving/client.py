@@ -32,7 +32,7 @@ COME_BACK = (408, 425, 429, 500, 502, 503, 504)
 
 
 class _BusyError(Exception):
-    """The server is overloaded and asks for a retry."""
+    """The server is overloaded and requests a retry."""
 
 
 class PolicyClient:
@@ -41,14 +41,12 @@ class PolicyClient:
     Raises ConfigError for an invalid URL or a rejected key, PolicyServerError without a server of this protocol.
 
     Args:
-        url: ``ws://host:port``, optionally with a path.
         timeout_s: Longest wait for a reply, for the metadata, for a server that does not read, and for a busy one.
         connect_timeout_s: Longest time without a server: at the start, and whenever the connection is lost.
         api_key: Sent as ``Authorization: Api-Key <key>``; None: nothing.
 
     Attributes:
-        metadata: The server's first message.
-        digest: SHA-256 of ``metadata``, which identifies the served policy.
+        metadata, digest: The server's first message, and its SHA-256, which identifies the served policy.
     """
 
     def __init__(self, url: str, timeout_s: float, connect_timeout_s: float, api_key: str | None = None) -> None:
@@ -60,11 +58,7 @@ class PolicyClient:
         self._connect(time.monotonic() + connect_timeout_s)
 
     def ask(self, request: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the reply to a request; reconnect if the connection is lost.
-
-        Raise RejectedRequestError if the server rejects it, and PolicyServerError if the server is too busy, replies too late or
-        not at all, or serves a different policy by now.
-        """
+        """Return the reply to a request, reconnecting if needed; RejectedRequestError if rejected, PolicyServerError if too late."""
         data, deadline, busy_until, wait = encode(dict(request)), None, time.monotonic() + self.timeout_s, FIRST_WAIT_S
         while True:
             try:
@@ -75,8 +69,8 @@ class PolicyClient:
             except _BusyError as error:
                 left = busy_until - time.monotonic()
                 if left <= 0:
-                    found = f"has been busy for {self.timeout_s:g} s (model.timeout_s): {error}"
-                    raise self._late(found, "ask with fewer processes") from None
+                    problem = f"has been busy for {self.timeout_s:g} s (model.timeout_s): {error}"
+                    raise self._late(problem, "ask with fewer processes") from None
                 time.sleep(min(wait, left))
                 wait = min(2 * wait, LONGEST_WAIT_S)
             except TimeoutError:
@@ -96,8 +90,8 @@ class PolicyClient:
                 deadline = deadline or time.monotonic() + self.connect_timeout_s
                 self._wait(deadline, FIRST_WAIT_S, error)
 
-    def _late(self, found: str, other_fix: str = "look at the server's log") -> PolicyServerError:
-        return PolicyServerError(f"{self.url} {found}. Set model.timeout_s={10 * self.timeout_s:g}, or {other_fix}")
+    def _late(self, problem: str, other_fix: str = "look at the server's log") -> PolicyServerError:
+        return PolicyServerError(f"{self.url} {problem}. Set model.timeout_s={10 * self.timeout_s:g}, or {other_fix}")
 
     def close(self) -> None:
         if self._connection is not None:
@@ -156,6 +150,7 @@ class PolicyClient:
                 failure = error
             self._wait(deadline, wait, failure)
             wait = min(2 * wait, LONGEST_WAIT_S)
+        # Only the metadata identify a policy: a proxy or a restart may move it to a different machine.
         digest = hashlib.sha256(encode(metadata)).hexdigest()
         if self.metadata is not None and digest != self.digest:
             self.close()
@@ -169,7 +164,6 @@ class PolicyClient:
         self.metadata, self.digest = metadata, digest
 
     def _open(self) -> dict[str, Any]:
-        """Connect once and return the server's first message."""
         self._connection = connect(
             self.url,
             additional_headers=self._headers,
@@ -197,18 +191,16 @@ class PolicyClient:
             raise
 
     def _wait(self, deadline: float, seconds: float, error: Exception) -> None:
-        """Sleep, or raise PolicyServerError after the deadline."""
         left = deadline - time.monotonic()
         if left <= 0:
             raise PolicyServerError(
-                f"No policy is available at {self.url} after {self.connect_timeout_s:g} s (model.connect_timeout_s): {error}. Start it with "
-                "rlinf serve checkpoint=<folder>, or set model.url=<its address>"
+                f"No policy is available at {self.url} after {self.connect_timeout_s:g} s (model.connect_timeout_s): {error}. "
+                "Start it with rlinf serve checkpoint=<folder>, or set model.url=<its address>"
             ) from error
         time.sleep(min(seconds, left))
 
 
 def _name(metadata: Mapping[str, Any]) -> str:
-    """Return a text that identifies a served policy."""
     facts = metadata.get("rlinf")
     return f"manifest {facts['digest']}" if isinstance(facts, dict) and "digest" in facts else str(dict(metadata))[:200]
 

@@ -46,14 +46,11 @@ def encode_named(value: Any) -> bytes:
 
 
 def decode(data: Any, max_text: int | None = None) -> Any:
-    """Decode a message of either layout; arrays are writable copies.
-
-    Raise MessageError if it is text, truncated, contains anything but maps, lists, plain values and arrays of numbers, or if a
-    text has more than ``max_text`` bytes (checked before the text is built; None: any).
-    """
+    """Decode a message of either layout to writable arrays; MessageError if malformed or a text exceeds ``max_text`` bytes."""
     if not isinstance(data, bytes | bytearray):
         raise MessageError("The message is text; required: a binary frame of msgpack")
     try:
+        # The limits apply while msgpack reads, before a small message can expand in memory.
         counted = _Budget("entries", MAX_MESSAGE_ITEMS)
         options = {"object_hook": counted.items, "list_hook": counted.items, "max_str_len": max_text or len(data)}
         value = msgpack.unpackb(data, max_array_len=MAX_ITEMS, max_map_len=MAX_ITEMS, max_ext_len=0, **options)
@@ -121,7 +118,7 @@ def _decoded(value: Any, depth: int, pixels: _Budget) -> Any:
         return [_decoded(item, depth + 1, pixels) for item in value]
     if not isinstance(value, dict):
         return value
-    # Both layouts at once: keys of openpi's arrays are bytes.
+    # Covers both layouts: keys of openpi's arrays are bytes.
     named = {key.decode("ascii", "replace") if isinstance(key, bytes) else key: item for key, item in value.items()}
     if "__ndarray__" in named:
         return _array(named)

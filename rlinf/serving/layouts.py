@@ -124,9 +124,7 @@ ROBOTS = {
 class Names:
     """A user's map of keys; a part without a key is not sent."""
 
-    image: str | list[str | list[str]] | None = option(
-        None, "Key of the image, or list of keys; an entry [a, b] is key b of map a."
-    )
+    image: str | list[str | list[str]] | None = option(None, "Key of the image, or keys; [a, b] is key b of map a.")
     state: str | dict[str, Any] | None = option(None, "Key of the state, or a map from keys of its parts to widths.")
     prompt: str | None = option(None, "Key of the instruction.")
     channels_first: bool = option(False, "Images are [3, H, W].")
@@ -178,14 +176,9 @@ def check_layout(
     owner: str,
     fix: str,
 ) -> None:
-    """Reject a layout that lacks a path for a part of a policy or an env, and a map with keys of parts that do not exist.
+    """Raise ConfigError if there are more cameras than paths, the state's width differs, or a key of a map is unused.
 
-    Raise ConfigError if there are more cameras than paths, the state has a different width, or a key of a map is unused.
-
-    Args:
-        keys: Name of the layout, or the map.
-        cameras, state_dim: Names of the images, and the width of the state; 0: without a state; None: unknown.
-        owner: The policy or env, for the message.
+    ``state_dim``: 0: without a state; None: unknown. ``owner``: the policy or env, for the message.
     """
     if isinstance(keys, Mapping):
         idle = [_text(place) for place in layout.images[len(cameras) :]]

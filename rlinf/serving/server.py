@@ -75,20 +75,16 @@ class PolicyServer:
     _closing: bool = False
 
     async def run(self, bound: socket.socket, on_listening: Callable[[], None], stop: asyncio.Event) -> None:
-        """Serve until ``stop`` is set; then complete pending requests and return.
-
-        Args:
-            bound: A bound socket that does not listen yet, so that clients wait while a policy loads.
-            on_listening: Called when clients can connect.
-            stop: Set in the running loop.
-        """
+        """Serve on a bound socket until ``stop`` is set; then complete pending requests. ``on_listening``: clients can connect."""
         self.batcher = Batcher(
             self.act, self.limits.max_batch, self.limits.batch_wait_s, num_clients=lambda: max(1, len(self._idle_since))
         )
+        # The socket is bound early but listens only now, so clients wait while a policy loads.
         async with serve(
             self._connection,
             sock=bound,
             process_request=self._accepted,
+            # Images hardly compress, and deflate would cost milliseconds per request.
             compression=None,
             max_size=self.limits.max_message,
             max_queue=2,
@@ -131,10 +127,7 @@ class PolicyServer:
         return None
 
     def _disconnect_idle(self) -> bool:
-        """Disconnect the client that has been idle longest; return whether one was idle for long enough.
-
-        A client of vla-eval stays: it counts an episode whose connection is closed as failed.
-        """
+        """Disconnect the longest idle client; return whether there was one. vla-eval's stay: a closed episode counts as failed."""
         idle = {
             connection: since
             for connection, since in self._idle_since.items()
@@ -199,6 +192,7 @@ class PolicyServer:
                 return
 
     async def _reply(self, message: Any) -> dict[str, Any]:
+        # Decoding may take milliseconds, in which other clients must be served.
         rows, is_batch = await asyncio.to_thread(self._rows, message)
         actions, seconds = await self._act(rows)
         timing = {"infer_ms": 1000 * seconds}
@@ -207,7 +201,6 @@ class PolicyServer:
         return {"actions": result, "server_timing": dict(timing), "policy_timing": timing}
 
     def _rows(self, message: Any) -> tuple[list[Any], bool]:
-        """Return the rows of a message, and whether it is a list of requests."""
         request = decode(message, self.limits.max_prompt)
         if not isinstance(request, dict):
             raise MessageError(f"The request is a {type(request).__name__}; required: a map")
@@ -219,7 +212,6 @@ class PolicyServer:
         return [self.read(item) for item in requests], BATCH in request
 
     async def _act(self, rows: Sequence[Any], *, waits: bool = False) -> tuple[list[np.ndarray], float]:
-        """Return a chunk for each row, and the seconds until the result."""
         start = time.monotonic()
         try:
             actions = await self.batcher.submit(rows, self.limits.infer_timeout_s, waits=waits)
@@ -229,11 +221,8 @@ class PolicyServer:
         return actions, time.monotonic() - start
 
     async def _speak_vla_eval(self, connection: ServerConnection) -> None:
-        """Reply to each observation with one action of a chunk; an error leaves the connection open.
-
-        vla-eval counts an episode with an error or a closed connection as failed. So a busy server rejects nothing: a client has one
-        pending observation, and ``max_clients`` bounds their number.
-        """
+        """Reply to each observation with one action of a chunk; an error leaves the connection open."""
+        # vla-eval counts an episode with an error as failed, so a busy server rejects nothing: `max_clients` bounds the queue.
         session = vla_eval.ClientSession(self.chunks)
         async for message in self._messages(connection):
             try:

@@ -23,13 +23,9 @@ FIELDS = ("type", "payload", "seq", "timestamp")
 
 @dataclass(frozen=True)
 class Hello:
-    """Content of the server's hello, and the number of executed actions per chunk.
+    """Content of the server's hello, and the number of executed actions per chunk (``execute``).
 
-    Attributes:
-        name: Of the policy; stored in vla-eval's results.
-        reads_state: Ask benchmarks for a state.
-        num_cameras: With two or more, ask benchmarks for their wrist camera's image.
-        execute: Actions of a chunk until the next policy call.
+    ``reads_state`` requests a state from benchmarks, ``num_cameras`` of two or more the wrist camera's image.
     """
 
     name: str

@@ -127,7 +127,7 @@ def test_the_episodes_of_a_killed_actor_restart(caplog):
     assert equal_rows(step.observation.select([0, 1]), undisturbed.observation.select([0, 1]))
     first, _ = alone.reset(options={"episodes": specs})
     assert equal_rows(step.observation.select([2, 3]), first.select([2, 3]))
-    assert "rows 2 to 3" in caplog.text and "Its episodes restart (restart 1 of 20)" in caplog.text
+    assert "envs 2 to 3" in caplog.text and "Its episodes restart (restart 1 of 20)" in caplog.text
     again = env.chunk_step(actions).observation.select([2, 3])
     assert equal_rows(again, alone.chunk_step(actions).observation.select([2, 3]))
     assert not equal_rows(again, alone.chunk_step(actions * 0).observation.select([2, 3])), "a control"
@@ -167,7 +167,7 @@ def test_a_silent_actor_is_named_with_its_wait_and_replaced_but_not_too_often(ca
     step = env.chunk_step(np.zeros((2, 1, 2), np.float32))
     assert step.lost_env_ids.tolist() == [0, 1]
     assert "step_chunk made no progress for 2 s (cluster.env_worker_timeout_s)" in caplog.text
-    assert "no answer: it is stopped or lost" in caplog.text
+    assert "no reply: it is stopped or lost" in caplog.text
     kill(env, 0)
     with pytest.raises(SimulatorError, match=r"2 env actors have been lost .*set cluster.env_worker_restarts=4"):
         env.chunk_step(np.zeros((2, 1, 2), np.float32))
@@ -218,7 +218,7 @@ def test_the_stacks_of_actors_and_their_simulators_are_in_the_report(tmp_path, m
         time.sleep(0.05)
     try:
         report = stack_dump.stacks_of_children()
-        assert "The env actor of the rows 0 to 1 on" in report
+        assert "The env actor of the envs 0 to 1 on" in report
         assert "in step_chunk" in report and "in fall_asleep" in report  # of the actor, and of the simulator's process
         os.kill(simulator, signal.SIGSTOP)
         report = stack_dump.stacks_of_children()
@@ -239,7 +239,8 @@ def test_actors_with_other_software_are_refused(monkeypatch):
     software = what_ranks_share(()) | {"version of torch": "1.0"}
     monkeypatch.setattr("rlinf.envs.remote.env.what_ranks_share", lambda words: software)
     with pytest.raises(
-        ConfigError, match=r"other software than the run:\n  version of torch: the actor on .*, the run on .* has 1.0"
+        ConfigError,
+        match=r"different software than the run:\n  version of torch: the actor on .*, the run on .* has 1.0",
     ):
         remote_walk(1, False, count=1)
 

@@ -360,7 +360,7 @@ def test_another_checkpoint_after_a_restart_ends_the_evaluation_with_both_digest
         client = PolicyClient(url, 20, 20)
     other_rows, other = rows_of(checkpoints[1])
     with serving(other_rows, other, port=int(url.rpartition(":")[2])):
-        with pytest.raises(PolicyServerError, match="another policy") as error:
+        with pytest.raises(PolicyServerError, match="a different policy") as error:
             client.ask({"images": {"front": np.zeros((64, 64, 3), np.uint8)}, "prompt": "go"})
         digests = [each["rlinf"]["digest"] for each in (metadata, other)]
         assert digests[0] != digests[1] and all(digest in str(error.value) for digest in digests)
@@ -478,7 +478,10 @@ def test_servers_that_cannot_be_reached_or_say_nothing_are_named():
     with pytest.raises(PolicyServerError, match=r"model.connect_timeout_s") as error:
         PolicyClient(url, 1, 0.3)
     assert url in str(error.value) and "rlinf serve" in str(error.value)
-    with foreign({}, is_silent=True) as url, pytest.raises(PolicyServerError, match="the server speaks first"):
+    with (
+        foreign({}, is_silent=True) as url,
+        pytest.raises(PolicyServerError, match="the server sends the first message"),
+    ):
         PolicyClient(url, 0.3, 1)
     with pytest.raises(ConfigError, match="Set e.g. model.url=ws://"):
         PolicyClient("here:8000", 1, 1)

@@ -187,7 +187,7 @@ def test_the_limits_sentences_and_steps_are_the_packages(arm):
     assert np.array_equal(so101.DELTA, _DELTA_ACTION_SCALE)
     for task_id, task in enumerate(so101.TASKS.values()):
         arm.reset(EpisodeSpec("so101", task_id, 0, 0))
-        assert arm._env.task_description == task.sentence.format("red")
+        assert arm._env.task_description == task.instruction.format("red")
         assert arm._env._target_low == pytest.approx(so101.LOW) and arm._env._target_high == pytest.approx(so101.HIGH)
         assert 1 / arm._env.control_dt == so101.CONTROL_FREQ_HZ
         view = arm.observe()
@@ -201,10 +201,10 @@ def test_pictures_of_light_meshes_show_the_scene_of_the_full_ones(arm):
     images = {}
     for rendering in ("fast", "full"):
         arm.config.rendering = rendering
-        images[rendering] = arm._draw("wrist", 48).astype(int)
+        images[rendering] = arm._render_camera("wrist", 48).astype(int)
     arm.config.rendering = "fast"
     arm.reset(EpisodeSpec("so101", 0, 2, 0))
-    other = arm._draw("wrist", 48).astype(int)
+    other = arm._render_camera("wrist", 48).astype(int)
     near = np.abs(images["fast"] - images["full"]).mean()
     assert near < np.abs(other - images["full"]).mean(), "another scene looks as near"
     red = [image[..., 0] > 2 * image[..., 1] + 40 for image in images.values()]

@@ -156,7 +156,7 @@ def test_each_frame_is_scored_by_networks_that_have_not_seen_its_episode(monkeyp
             super().__init__()
             self.number = number
 
-        def forward(self, images, sentences):
+        def forward(self, images, instruction_ids):
             return torch.full((len(images),), float(self.number))
 
     def fake(frames, num_instructions, config, number):
@@ -196,16 +196,16 @@ def test_each_frame_is_learned_with_its_own_instruction(data, monkeypatch):
     seen = []
 
     class Told(SuccessNetwork):
-        def forward(self, images, sentences):
-            seen.append((images[:, 0, 0, 0].long(), sentences))
-            return super().forward(images, sentences)
+        def forward(self, images, instruction_ids):
+            seen.append((images[:, 0, 0, 0].long(), instruction_ids))
+            return super().forward(images, instruction_ids)
 
     monkeypatch.setattr(command, "SuccessNetwork", Told)
     monkeypatch.setattr(command, "augment", lambda images, mirror, generator: torch.from_numpy(images))
-    sentences = np.arange(30) % 3
-    images = np.zeros((30, 8, 8, 3), np.uint8) + sentences[:, None, None, None].astype(np.uint8)
+    instruction_ids = np.arange(30) % 3
+    images = np.zeros((30, 8, 8, 3), np.uint8) + instruction_ids[:, None, None, None].astype(np.uint8)
     command.train(
-        LabelledFrames(images, sentences, np.arange(30) < 15, np.arange(30)), 3, ClassifierConfig(num_steps=2), 0
+        LabelledFrames(images, instruction_ids, np.arange(30) < 15, np.arange(30)), 3, ClassifierConfig(num_steps=2), 0
     )
     for shown, told in seen:
         own = len(told) * 3 // 4

@@ -15,8 +15,7 @@ from rlinf.config.schema import build_config
 from rlinf.data.config import ExpertConfig
 from rlinf.data.damage import UnreadableRowError
 from rlinf.data.frames import Frames
-from rlinf.data.prefetch import Prefetcher
-from rlinf.data.rows import shuffled_rows
+from rlinf.data.rows import Prefetcher, shuffled_rows
 from rlinf.data.stored import DatasetInfo, StoredDemonstrations
 from rlinf.envs import make_env
 from rlinf.envs.tabletop.config import TabletopConfig

@@ -217,12 +217,12 @@ def test_episode_list_is_round_robin_and_disjoint():
         (lambda: build().reset(options={"episodes": [spec(0)]}), "1 episodes for 2 envs"),
         (lambda: build().reset(options={"episodes": [None, None]}), "None for each of 2 envs"),
         (lambda: build(1, True).reset(options={"episodes": [None]}), "None for each of 1 envs"),
-        (lambda: build(2, True).reset(options={"episodes": [spec(0), None]}), "Row 1 got None.*auto_reset=False"),
+        (lambda: build(2, True).reset(options={"episodes": [spec(0), None]}), "Env 1 got None.*auto_reset=False"),
         (lambda: build(1).reset(options={"episodes": [EpisodeSpec("other", 0, 0, 0)]}), "not an episode of 'counting'"),
         (lambda: build(1).reset(options={"episodes": [spec(0, task_id=3)]}), "not an episode of 'counting'"),
         (lambda: build().step(np.zeros((2, 1))), "call reset"),
         (lambda: build().expert_actions(), "no scripted expert"),
-        (lambda: build().render_frames([0], 64), "cannot draw"),
+        (lambda: build().render_frames([0], 64), "cannot render"),
         (lambda: make_env(EnvConfig(name="tabletpo"), 1, auto_reset=True), "Did you mean 'tabletop'"),
         (lambda: make_env(EnvConfig(name="tabletop"), 1, auto_reset=True), "required: a TabletopConfig. Pass TabletopConfig"),
         (lambda: make_env(OmegaConf.create({"name": "tabletop"}), 1, auto_reset=True),
@@ -342,7 +342,7 @@ def test_a_missing_package_is_named_with_its_installation(name, monkeypatch):
         ("libero", {"suite": "libero_goal", "tasks": ["turn_on_the_stov"]}, "Did you mean 'turn_on_the_stove'"),
         ("libero", {"suite": "libero_goall"}, "Did you mean 'libero_goal'"),
         ("maniskill", {"cameras": ["base_camra"]}, r"base_camra.*Did you mean 'base_camera'.*Set env.cameras=\[base_camera\]"),
-        ("maniskill", {"cameras": ["base_camera"] * 2}, r"names a camera twice. Set env.cameras=\[base_camera\]"),
+        ("maniskill", {"cameras": ["base_camera"] * 2}, r"repeats a camera. Set env.cameras=\[base_camera\]"),
         ("maniskill", {"tasks": ["PickCube"]}, r"PickCube.*Did you mean 'PickCube-v1'.*Set env.tasks=\[PickCube-v1\]"),
         ("maniskill", {"tasks": None, "state": "full"}, "'PickCube-v1': 42.*env.state=proprio"),
         ("maniskill_gpu", {"tasks": None}, r"leaves 12.*env.tasks=\[PickCube-v1\]"),
@@ -363,8 +363,8 @@ def test_names_that_do_not_fit_are_refused_with_the_nearest_one_before_a_simulat
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize(("where", "words"), [
-    ("first state", "env 1, task 'two', .*init_state_id=7.*, env step 0: number 0 of the state .from 0. is"),
-    ("state", "env 1, task 'two', .*init_state_id=7.*, env step 2: number 0 of the state .from 0. is"),
+    ("first state", "env 1, task 'two', .*init_state_id=7.*, env step 0: value 0 of the state .from 0. is"),
+    ("state", "env 1, task 'two', .*init_state_id=7.*, env step 2: value 0 of the state .from 0. is"),
     ("reward", "env 1, task 'two', .*init_state_id=7.*, env step 2: the reward of action 1 of its chunk .from 0. is"),
 ])  # fmt: skip
 def test_rewards_and_states_that_are_not_finite_are_refused_by_env_task_and_step(where, words, value):

@@ -12,7 +12,7 @@ import torch
 from rlinf.config.compose import compose_config
 from rlinf.config.schema import build_config
 from rlinf.distributed.parallel import choose_sharding
-from rlinf.engines.gpu_fraction import engine_fraction, share_beside
+from rlinf.engines.gpu_fraction import colocated_fraction, engine_fraction
 from rlinf.envs.config import most_simulators, with_share_of_cores
 from rlinf.envs.graphics import backend
 from rlinf.envs.libero.env import LiberoConfig
@@ -266,9 +266,12 @@ def test_fixes_that_are_named_can_help():
 def test_the_share_of_an_engine_beside_a_policy(caplog):
     """Of 3 billion weights trained in full (62 GB) 8 of 80 and 69 of 141 GB are left, of a 7B with LoRA (18 GB) 52 of 80."""
     policy_3b, policy_7b = 62 * GB, 18 * GB
-    shares = [share_beside(size * GB, policy_3b) for size in (24, 80, 141)]
+    shares = [colocated_fraction(size * GB, policy_3b) for size in (24, 80, 141)]
     assert shares == pytest.approx([0, 8 / 80, 69 / 141])
-    assert share_beside(80 * GB, policy_7b) == pytest.approx(52 / 80) and share_beside(141 * GB, policy_7b) == 0.8
+    assert (
+        colocated_fraction(80 * GB, policy_7b) == pytest.approx(52 / 80)
+        and colocated_fraction(141 * GB, policy_7b) == 0.8
+    )
     words = {"key": "rollout.gpu_memory_utilization", "apart": "mode=disaggregated"}
     assert engine_fraction(None, 141 * GB, policy_3b, 6 * GB, **words) == pytest.approx(69 / 141)
     with pytest.raises(

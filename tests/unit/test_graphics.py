@@ -73,7 +73,7 @@ def test_the_devices_of_egl_are_listed_without_ending_this_process():
     [
         ("import os; os.kill(os.getpid(), 11)", 300.0, "exit status -11"),
         ("raise RuntimeError('Failed to find a supported physical device')", 300.0, "supported physical device"),
-        ("import time; time.sleep(60)", 1.0, "no answer within 1 s"),
+        ("import time; time.sleep(60)", 1.0, "no result within 1 s"),
     ],
 )
 def test_a_vulkan_that_fails_is_named_with_its_cure(fresh, script, limit_s, words):

@@ -19,7 +19,7 @@ from rlinf.envs import make_env
 from rlinf.envs.graphics import backend as graphics
 from rlinf.envs.gymnasium import env as gymnasium_env
 from rlinf.envs.gymnasium.env import GymnasiumConfig, GymnasiumSimulator, action_bounds, action_of, spaces_of
-from rlinf.envs.process.trial import finished, tried
+from rlinf.envs.process.trial import run_in_child, run_trial
 from rlinf.errors import ConfigError, MissingDependencyError, SimulatorError
 from rlinf.imports import import_string
 from rlinf.preflight.compatibility import check_evaluation
@@ -171,7 +171,7 @@ gymnasium.register("Endless-v0", entry_point=Walk)
 
 def tried_here(trial, config, what):
     """A trial without the process around it, which takes a second."""
-    return finished(import_string(trial)(config))
+    return run_trial(import_string(trial)(config))
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -181,7 +181,7 @@ def walk_module(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(str(folder))
         importlib.import_module("walk_for_tests")
-        patch.setattr(gymnasium_env, "tried", tried_here)
+        patch.setattr(gymnasium_env, "run_in_child", tried_here)
         yield
     sys.modules.pop("walk_for_tests")  # so that tests which come back to this file on this worker register again
     for name in [name for name, spec in gymnasium.registry.items() if "walk_for_tests" in str(spec.entry_point)]:
@@ -378,7 +378,7 @@ def test_pictures_of_another_number_format_are_refused_before_a_run(monkeypatch,
     }  # fmt: skip
     monkeypatch.setattr("walk_for_tests.Walk.render", lambda self: images[kind])
     monkeypatch.setattr(gymnasium_env, "_results", {})
-    with pytest.raises(ConfigError, match=f"env.id=.* draws images of {found}.*required: uint8.*set env.cameras"):
+    with pytest.raises(ConfigError, match=f"env.id=.* renders images of {found}.*required: uint8.*set env.cameras"):
         build(cameras=["render"], image_size=20)
 
 
@@ -392,7 +392,7 @@ def test_pictures_of_another_number_format_are_refused_before_a_run(monkeypatch,
     ({"id": "walk_for_tests:Endless-v0"}, ["without a time limit", "env.max_episode_steps=200"]),
     ({"kwargs": {"gravityy": 1}}, ["gravityy", "env.kwargs={...}"]),
     ({"cameras": ["front"]}, ["front", "env.cameras=[render]"]),
-    ({"cameras": ["render", "render"]}, ["twice", "Set env.cameras=[render]"]),
+    ({"cameras": ["render", "render"]}, ["repeats a camera", "Set env.cameras=[render]"]),
     ({"tasks": ["other"]}, ["other", "Set env.tasks=[Pendulum-v1]"]),
 ])  # fmt: skip
 def test_what_does_not_fit_is_refused_with_what_to_type(settings, words):
@@ -508,7 +508,7 @@ def test_a_class_that_is_no_gymnasium_env_is_named():
     ("Raises-v0", ["first reset", "LookupError", "cup.obj", "walk_for_tests.py"]),
 ])  # fmt: skip
 def test_an_env_that_dies_or_hangs_at_its_first_call_ends_a_process_of_its_own(monkeypatch, name, words):
-    monkeypatch.setattr(gymnasium_env, "tried", tried)
+    monkeypatch.setattr(gymnasium_env, "run_in_child", run_in_child)
     with pytest.raises(SimulatorError) as raised:
         build(name=name, step_timeout_s=0.5)
     assert all(word in str(raised.value) for word in [f"walk_for_tests:{name}", *words]), raised.value
@@ -528,7 +528,7 @@ gymnasium.register("{name}-lambda-v0", entry_point=lambda **kwargs: Own(**kwargs
 
 @pytest.mark.parametrize("kind", ["class", "lambda"])
 def test_what_a_plugin_registers_reaches_the_worker_processes(monkeypatch, tmp_path, kind):
-    monkeypatch.setattr(gymnasium_env, "tried", tried)
+    monkeypatch.setattr(gymnasium_env, "run_in_child", run_in_child)
     monkeypatch.syspath_prepend(str(tmp_path))
     name = f"plugin_of_{kind}"
     (tmp_path / f"{name}.py").write_text(PLUGIN.format(name=name))
@@ -544,7 +544,7 @@ def test_an_env_of_the_main_script_runs_in_this_process_or_is_refused(monkeypatc
     monkeypatch.setitem(
         gymnasium.registry, "OfMain-v0", gymnasium.envs.registration.EnvSpec("OfMain-v0", maker, max_episode_steps=6)
     )
-    monkeypatch.setattr(gymnasium_env, "tried", tried)
+    monkeypatch.setattr(gymnasium_env, "run_in_child", run_in_child)
     with pytest.raises(ConfigError, match=r"OfMain-v0.*that registers it: plugins=\["):
         make_env(GymnasiumConfig(id="OfMain-v0"), 1, auto_reset=False)
     env = make_env(GymnasiumConfig(id="OfMain-v0", num_processes=0), 1, auto_reset=False)

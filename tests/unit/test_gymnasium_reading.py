@@ -17,7 +17,7 @@ from rlinf.contracts.env import check_env
 from rlinf.envs import make_env
 from rlinf.envs.gymnasium import env as gymnasium_env
 from rlinf.envs.gymnasium.env import GymnasiumConfig
-from rlinf.envs.process.trial import finished
+from rlinf.envs.process.trial import run_trial
 from rlinf.errors import ConfigError
 from rlinf.evaluation.result import EvaluationResult, Success
 from rlinf.imports import import_string
@@ -101,7 +101,7 @@ for name, changes in {
 
 def tried_here(trial, config, what):
     """A trial without the process around it, which takes a second."""
-    return finished(import_string(trial)(config))
+    return run_trial(import_string(trial)(config))
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -111,7 +111,7 @@ def arm_module(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(str(folder))
         importlib.import_module("arm_for_tests")
-        patch.setattr(gymnasium_env, "tried", tried_here)
+        patch.setattr(gymnasium_env, "run_in_child", tried_here)
         yield
     sys.modules.pop("arm_for_tests")
     for name in [name for name, spec in gymnasium.registry.items() if "arm_for_tests" in str(spec.entry_point)]:
@@ -212,9 +212,9 @@ def test_a_sentence_of_info_holds_for_the_episode():
 
 
 @pytest.mark.parametrize(("name", "words"), [
-    ("TwoTexts-v0", ["two sentences, 'hint' and 'task'", "at most one Text", "FilterObservation"]),
+    ("TwoTexts-v0", ["two instructions, 'hint' and 'task'", "at most one Text", "FilterObservation"]),
     ("TwoPlaces-v0", ["Text space 'task' and info['instruction']", "one instruction", "Wrapper"]),
-    ("Listed-v0", ["['lift', 'it'] (list)", "one sentence"]),
+    ("Listed-v0", ["['lift', 'it'] (list)", "required: a str"]),
     ("Renamed-v0", ["info['task_success']", "info['success'], info['is_success'], info['succeed']", "env.success_return="]),
     ("Planes-v0", ["['top']", "(3, 6, 9)", "neither a camera (uint8, [H, W, 3])", "env.state=none"]),
 ])  # fmt: skip
@@ -225,14 +225,16 @@ def test_what_cannot_be_read_is_refused_in_one_sentence_before_an_episode(name, 
 
 
 def test_success_has_three_names_and_counts_are_none():
-    from rlinf.envs.gymnasium.reading import SUCCESS_KEYS, success_of
+    from rlinf.envs.gymnasium.reading import SUCCESS_KEYS, read_success
 
-    assert [success_of({key: 1.0}, "x") for key in SUCCESS_KEYS] == [True] * 3
-    assert success_of({"num_successes": 1, "success_rate": 0.0, "solved_by": "me", "success_reward": 0.0}, "x") is None
+    assert [read_success({key: 1.0}, "x") for key in SUCCESS_KEYS] == [True] * 3
+    assert (
+        read_success({"num_successes": 1, "success_rate": 0.0, "solved_by": "me", "success_reward": 0.0}, "x") is None
+    )
     with pytest.raises(ConfigError, match="goal_reached"):
-        success_of({"goal_reached": np.bool_(False)}, "x")
+        read_success({"goal_reached": np.bool_(False)}, "x")
     with pytest.warns(UserWarning, match="goal_reached"):  # a run that has started continues
-        assert success_of({"goal_reached": True}, "x", rejects=False) is None
+        assert read_success({"goal_reached": True}, "x", rejects=False) is None
     build("Renamed-v0", success_return=1.0)  # a return counts instead
 
 

@@ -200,7 +200,7 @@ def test_pictures_are_upright():
 
 def goal_colour(sim, size=256):
     """Mean colour of the pixels of topview where the goal must be: 1.5 m above (0, 0.5), 45 degrees wide, y upwards."""
-    image, (x, y, z) = sim._draw("topview", size).astype(int), sim._numbers[36:]
+    image, (x, y, z) = sim._render_camera("topview", size).astype(int), sim._numbers[36:]
     scale = size / 2 / np.tan(np.radians(22.5)) / (1.5 - z)
     row, column = round(size / 2 - (y - 0.5) * scale), round(size / 2 + x * scale)
     return image[row - 1 : row + 2, column - 1 : column + 2].reshape(-1, 3).mean(0)

@@ -67,7 +67,7 @@ def test_metadata_with_arrays_are_compared():
     with serving(handle) as url:
         client = PolicyClient(url, 60, 60)
         client.ask({}), client.ask({})
-        said = r"another policy than before.*\[1\., 1\.\].* instead of .*\[0\., 0\.\]"
+        said = r"a different policy than before.*\[1\., 1\.\].* instead of .*\[0\., 0\.\]"
         with pytest.raises(PolicyServerError, match=said):
             client.ask({})
 

@@ -151,7 +151,7 @@ def test_weights_that_left_the_shared_memory_are_refused(parts):
     parameter = next(model.parameters())
     shared = parameter.data
     parameter.data = shared.clone()
-    with pytest.raises(RLinfError, match="1 tensors of the policy are not in the memory"):
+    with pytest.raises(RLinfError, match="1 tensors of the policy are not in the shared memory"):
         processes.collect(model, 0, 0, needs_values=False)
     parameter.data = shared
     processes.collect(model, 0, 0, needs_values=False)
@@ -200,7 +200,7 @@ def test_what_workers_log_and_warn_arrives_here(tmp_path, caplog):
 def test_workers_end_with_a_parent_that_is_killed():
     model, make = make_parts()
     code = "import time; from test_process_collector import *; model, make = make_parts(); "
-    code += "made = ProcessCollector(make, model, num_blocks=BLOCKS, num_processes=1); "
+    code += "made = ProcessCollector(make, model, num_env_groups=ENV_GROUPS, num_processes=1); "
     code += "print(*[worker.process.pid for worker in made.workers], flush=True); time.sleep(600)"
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *sys.path])}
     parent = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, env=environment)
@@ -311,12 +311,12 @@ def test_records_to_a_parent_that_has_left_are_dropped_and_answers_are_not():
 
 def test_what_cannot_be_sent_is_refused_before_a_process_starts(monkeypatch):
     model, make = make_parts()
-    with pytest.raises(ConfigError, match="cannot be sent to another process.*lambda"):
+    with pytest.raises(ConfigError, match="cannot be sent to a different process.*lambda"):
         ProcessCollector(partial(make, make_env=lambda count: None), model, num_env_groups=ENV_GROUPS, num_processes=2)
     monkeypatch.setattr(type(model), "__module__", "__main__")
     with pytest.raises(ConfigError, match="MLPForRLActionPrediction is defined in the main script"):
         ProcessCollector(make, model, num_env_groups=ENV_GROUPS, num_processes=2)
-    with pytest.raises(ConfigError, match="cannot be sent to another process: RuntimeError: no copies"):
+    with pytest.raises(ConfigError, match="cannot be sent to a different process: RuntimeError: no copies"):
         ProcessCollector(partial(make, make_env=Uncopied()), model, num_env_groups=ENV_GROUPS, num_processes=2)
     with pytest.raises(ValueError, match="4 env groups on 3 ranks"):
         ProcessCollector(make, model, num_env_groups=ENV_GROUPS, num_processes=3)

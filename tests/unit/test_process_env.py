@@ -143,7 +143,7 @@ def test_a_killed_worker_loses_its_episodes_and_only_these_and_they_begin_again(
     with caplog.at_level(logging.WARNING, "rlinf"):
         step = env.chunk_step(actions_of(specs, 1))
     assert step.lost_env_ids.tolist() == [2, 3] and step.lost_env_ids.dtype == np.int64 and env.num_restarts == 1
-    assert "SIGKILL" in caplog.text and "rows [2, 3]" in caplog.text and "restart 1 of 20" in caplog.text
+    assert "SIGKILL" in caplog.text and "envs [2, 3]" in caplog.text and "restart 1 of 20" in caplog.text
     assert not step.executed[2:].any() and not step.rewards[2:].any() and step.executed[:2].all()
     assert not (step.terminated | step.truncated).any() and step.final_observation is None
     assert equal_rows(step.observation.select([2, 3]), first.select([2, 3]))
@@ -317,7 +317,7 @@ def test_rows_without_an_episode_cost_no_simulator_and_workers_of_such_rows_are_
     assert equal_rows(step.observation.select(range(3)), reference[0].observation) and not step.executed[3:].any()
     assert env.expert_actions()[:3].all() and not env.expert_actions()[3:].any()
     for call in (lambda: env.render_frames([0, 4], 16), lambda: env.poses([4])):
-        with pytest.raises(ConfigError, match=r"called for the rows \[4\], which have no episode"):
+        with pytest.raises(ConfigError, match=r"called for the envs \[4\], which have no episode"):
             call()
     os.kill(pids(env)[1], signal.SIGKILL)
     step = env.chunk_step(zeros(env))
@@ -341,7 +341,7 @@ def test_a_simulator_that_always_fails_in_one_episode_ends_the_run_and_the_episo
     with pytest.raises(SimulatorError, match="(?s)RuntimeError: unstable.*failure 3 in.*env.num_processes=0") as caught:
         for _ in range(20):
             env.chunk_step(zeros(env))
-    assert f"{specs[guilty]} of the task 'far' in row {guilty}. " in str(caught.value) and env.num_restarts == 3
+    assert f"{specs[guilty]} of the task 'far' in env {guilty}. " in str(caught.value) and env.num_restarts == 3
 
 
 def test_a_fingerprint_whose_steps_always_fail_ends_the_run(make):
@@ -373,7 +373,7 @@ def test_a_closed_env_says_so(make):
         other.close()
     for closed in (env, *others):
         for call in (lambda: closed.chunk_step(zeros(closed)), closed.reset, lambda: closed.render_frames([0], 16)):  # noqa: B023
-            with pytest.raises(SimulatorError, match="env.name=walk is closed.*Make another env"):
+            with pytest.raises(SimulatorError, match="env.name=walk is closed.*Build a new env"):
                 call()
 
 

@@ -137,7 +137,7 @@ def test_objects_for_which_there_is_no_place_are_an_error():
     layout = FAMILIES["reach"].sample(np.random.default_rng(0), distractors=False)
     layout = replace(layout, pusher=layout.blocks[0])
     with pytest.raises(
-        ConfigError, match="env.object_offset_m=0.0 found no place .* 0.08 m .* Set env.object_offset_m"
+        ConfigError, match="env.object_offset_m=0.0 leaves no valid positions .* 0.08 m.* Set env.object_offset_m"
     ):
         FAMILIES["reach"].moved(layout, np.random.default_rng(0), 0.0, 0.045)
 

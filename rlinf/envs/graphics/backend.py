@@ -1,7 +1,7 @@
-"""Choose and try the OpenGL and Vulkan drivers that render images.
+"""Choose and test the OpenGL and Vulkan drivers that render images.
 
-MuJoCo (tabletop, Meta-World, LIBERO) renders with OpenGL, SAPIEN (ManiSkill) with Vulkan. A broken driver may kill a
-process silently, so each driver is first tried in a separate process.
+MuJoCo (tabletop, Meta-World, LIBERO) renders with OpenGL, SAPIEN (ManiSkill) with Vulkan. A broken driver may kill a process
+silently, so each driver is first tested in a separate process.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ INSTALL_HINT = (
 )
 NO_MUJOCO = "The package 'mujoco' is missing. Install it with `pip install mujoco==3.3.0`."
 PROBED_VARIABLE = "RLINF_PROBED_MUJOCO_GL"
-"""Tells child processes which backend already worked in a parent, so that they do not try again."""
+"""Passes the backend that worked in a parent to its child processes, which then skip the test."""
 SINGLE_THREADED_MESA = ("LP_NUM_THREADS", "0")
 """Mesa's rasteriser threads slow down images of these sizes."""
 PROBE_TIMEOUT_S = 60.0
-"""A probe takes one to two seconds, but far longer on a busy machine or a cold disk."""
+"""A test takes one to two seconds, but far longer on a busy machine or a cold disk."""
 _PROBE = """
 import importlib, mujoco, sys
 context = importlib.import_module(sys.argv[1]).GLContext(16, 16)
@@ -89,7 +89,7 @@ print(json.dumps(names))
 
 
 def import_mujoco() -> ModuleType:
-    """Import MuJoCo, which loads the GL of ``MUJOCO_GL``; raise MissingDependencyError if either is missing."""
+    """Import MuJoCo, which loads the GL of ``MUJOCO_GL``; MissingDependencyError if either is missing."""
     if importlib.util.find_spec("mujoco") is None:
         raise MissingDependencyError(NO_MUJOCO)
     try:
@@ -99,12 +99,12 @@ def import_mujoco() -> ModuleType:
 
 
 def cannot_render(backend: str, error: Exception) -> MissingDependencyError:
-    """Return the error for a ``backend`` that failed, with what to install."""
+    """Return the error for a ``backend`` that failed, with the packages to install."""
     return MissingDependencyError(f"MuJoCo cannot render with MUJOCO_GL={backend}: {error}. {INSTALL_HINT}")
 
 
 def probe_rendering() -> tuple[str | None, str]:
-    """Return MuJoCo's GL backend here and a sentence, or None and what to install (about one second)."""
+    """Return MuJoCo's GL backend and a message, or None and a message with the packages to install (about one second)."""
     if importlib.util.find_spec("mujoco") is None:
         return None, NO_MUJOCO
     failures, wanted = [], os.environ.get("MUJOCO_GL", "").lower()
@@ -126,13 +126,13 @@ def probe_rendering() -> tuple[str | None, str]:
 def choose_backend() -> str:
     """Return the GL backend of this process, and set ``MUJOCO_GL`` and ``PYOPENGL_PLATFORM`` for it and its children.
 
-    Each backend is tried once, in a separate process (``probe_rendering``); children use the backend of their parent.
-    With EGL and a GPU, ``MUJOCO_EGL_DEVICE_ID`` is set too, unless it is already set (``egl_device``). Raise
-    MissingDependencyError if the backend of ``MUJOCO_GL``, or without it every backend, fails.
+    Each backend is tested once, in a separate process (``probe_rendering``); children use the backend of their parent. With EGL
+    and a GPU, also set ``MUJOCO_EGL_DEVICE_ID`` (``egl_device``), unless it is set. Raise MissingDependencyError if the backend
+    of ``MUJOCO_GL``, or without it every backend, fails.
     """
     wanted = os.environ.get("MUJOCO_GL", "").lower()
-    tried = wanted in CONTEXT_MODULES and os.environ.get(PROBED_VARIABLE) == wanted
-    backend, message = (wanted, "") if tried else probe_rendering()
+    tested = wanted in CONTEXT_MODULES and os.environ.get(PROBED_VARIABLE) == wanted
+    backend, message = (wanted, "") if tested else probe_rendering()
     if backend is None:
         raise MissingDependencyError(message)
     os.environ.update({**_environment_of(backend), PROBED_VARIABLE: backend})
@@ -144,7 +144,7 @@ def choose_backend() -> str:
 
 
 def probe_vulkan(device: str) -> tuple[bool, str]:
-    """Return whether SAPIEN renders on "cpu" (Mesa's lavapipe) or "gpu" (the NVIDIA driver), and a sentence (about one second)."""
+    """Return whether SAPIEN renders on "cpu" (Mesa's lavapipe) or "gpu" (NVIDIA driver), and a message (about one second)."""
     if importlib.util.find_spec("sapien") is None:
         return False, "The package 'sapien' is missing. Install it with `bash scripts/setup.sh --sims`."
     failure = _failure_of(_VULKAN_PROBE, VULKAN_DEVICES[device], _vulkan_environment(device))
@@ -155,11 +155,7 @@ def probe_vulkan(device: str) -> tuple[bool, str]:
 
 @functools.cache
 def choose_vulkan(device: str) -> str:
-    """Return SAPIEN's name of a render device ("cpu" or "gpu"), and set its environment here and in child processes.
-
-    On the CPU, ``VK_ICD_FILENAMES`` is set to lavapipe, unless the user has set it or ``VK_DRIVER_FILES``. Raise
-    MissingDependencyError if the device fails.
-    """
+    """Return SAPIEN's name of a render device ("cpu" or "gpu"), after testing it and setting its environment, also for children."""
     works, message = probe_vulkan(device)
     if not works:
         raise MissingDependencyError(message)
@@ -171,11 +167,11 @@ def choose_vulkan(device: str) -> str:
 def egl_device(
     environment: Mapping[str, str], cuda_numbers: list[int | None], cuda_names: Sequence[str] = ()
 ) -> str | None:
-    """Return the EGL device of the first GPU that CUDA shows; None: leave the choice to MuJoCo.
+    """Return the EGL device of the first GPU visible to CUDA; None: leave the choice to MuJoCo.
 
-    CUDA counts only the GPUs in ``CUDA_VISIBLE_DEVICES``, which may name one by a prefix of its UUID (``cuda_names``).
-    EGL counts all GPUs and software renderers in an order of its own: ``cuda_numbers`` are their CUDA numbers, or None.
-    A part of a GPU (MIG) cannot render and has no EGL device. ``MUJOCO_EGL_DEVICE_ID`` in ``environment`` is kept.
+    CUDA counts only the GPUs in ``CUDA_VISIBLE_DEVICES``, which may name one by a prefix of its UUID (``cuda_names``). EGL counts
+    all GPUs and software renderers in a different order: ``cuda_numbers`` are their CUDA numbers, or None. A part of a GPU (MIG)
+    cannot render and has no EGL device. ``MUJOCO_EGL_DEVICE_ID`` in ``environment`` has priority.
     """
     first = next(iter(visible_gpus(environment, max(1, len(cuda_numbers)))), "")
     if first.startswith("GPU-"):
@@ -187,22 +183,22 @@ def egl_device(
 
 def list_egl_devices() -> list[int | None]:
     """Return the CUDA number of each EGL device (without ``CUDA_VISIBLE_DEVICES``), or None if it has none."""
-    return _ask_driver(_EGL_DEVICES)
+    return _query_driver(_EGL_DEVICES)
 
 
 @functools.cache
 def may_draw_on_gpu() -> bool:
-    """Return whether MuJoCo's simulators may draw on a GPU: with EGL, unless its devices here, or the chosen one, are software."""
+    """Return whether MuJoCo may render on a GPU: with EGL, unless its devices, or the chosen one, are software."""
     wanted = os.environ.get("MUJOCO_GL", "").lower()
     if wanted == "osmesa" or not glob.glob(NVIDIA_DEVICES):
-        return wanted != "osmesa"  # without a GPU here, the question is about another machine
+        return wanted != "osmesa"  # without a GPU here, the run is for a different machine
     numbers, chosen = list_egl_devices(), os.environ.get(EGL_DEVICE, "")
     if chosen.isdigit() and int(chosen) < len(numbers):
         return numbers[int(chosen)] is not None
     return any(number is not None for number in numbers)
 
 
-def _ask_driver(script: str) -> list:
+def _query_driver(script: str) -> list:
     """Run a script that prints a list, without ``CUDA_VISIBLE_DEVICES``; empty if the driver is missing."""
     result = _run([script], {name: value for name, value in os.environ.items() if name != VISIBLE})
     return json.loads(result.stdout) if result.returncode == 0 else []
@@ -217,11 +213,11 @@ def _environment_of(backend: str) -> dict[str, str]:
     names = {"MUJOCO_GL": backend}
     if backend in ("egl", "osmesa"):
         names["PYOPENGL_PLATFORM"] = backend
-    # Whether CUDA may show a GPU; to be sure would take another process.
+    # Only a guess, because asking CUDA would take a separate process.
     may_have_gpu = os.environ[VISIBLE].strip() if VISIBLE in os.environ else glob.glob(NVIDIA_DEVICES)
     if backend == "egl" and EGL_DEVICE not in os.environ and may_have_gpu:
         by_name = os.environ.get(VISIBLE, "").strip().startswith("GPU-")
-        device = egl_device(os.environ, list_egl_devices(), _ask_driver(_CUDA_NAMES) if by_name else ())
+        device = egl_device(os.environ, list_egl_devices(), _query_driver(_CUDA_NAMES) if by_name else ())
         if device is not None:
             names |= {EGL_DEVICE: device, CHOSEN_EGL_DEVICE: device}
     return names
@@ -229,20 +225,20 @@ def _environment_of(backend: str) -> dict[str, str]:
 
 def _vulkan_environment(device: str) -> dict[str, str]:
     chosen = os.environ.get("VK_ICD_FILENAMES") or os.environ.get("VK_DRIVER_FILES")
-    found = sorted(path for pattern in LAVAPIPE_FILES for path in glob.glob(pattern))
-    return {"VK_ICD_FILENAMES": found[0]} if device == "cpu" and found and not chosen else {}
+    drivers = sorted(path for pattern in LAVAPIPE_FILES for path in glob.glob(pattern))
+    return {"VK_ICD_FILENAMES": drivers[0]} if device == "cpu" and drivers and not chosen else {}
 
 
 def _failure_of(script: str, argument: str, environment: dict[str, str]) -> str | None:
-    """Run a probe in a separate process, which a broken driver may crash. Return the reason of a failure, or None."""
+    """Run a test in a separate process, which a broken driver may crash. Return the reason of a failure, or None."""
     try:
         result = _run([script, argument], {**os.environ, **environment})
     except subprocess.TimeoutExpired:
-        return f"no answer within {PROBE_TIMEOUT_S:.0f} s"
+        return f"no result within {PROBE_TIMEOUT_S:.0f} s"
     if "rendering works" in result.stdout:
         return None
     lines = [line for line in result.stderr.splitlines() if line.strip()]
     start = next((number for number, line in enumerate(lines) if line.startswith("Traceback")), -1)
-    # The first exception: those below it are of objects that it left half made.
+    # The first exception: later ones come from its half-initialised objects.
     reasons = [line for line in lines[start + 1 :] if start >= 0 and not line.startswith(" ")] or lines[-1:]
     return reasons[0].strip() if reasons else f"exit status {result.returncode}"

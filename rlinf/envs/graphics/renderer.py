@@ -15,7 +15,7 @@ import numpy as np
 from rlinf.envs.graphics.backend import CONTEXT_MODULES, cannot_render, choose_backend, import_mujoco
 
 SIGHT_MARGIN = 0.001
-"""Fraction of a mesh's box and of the model's extent. A mesh that lies farther outside the image is not drawn."""
+"""Fraction of a mesh's box and of the model's extent by which a skipped mesh must be outside the image."""
 
 DEFAULT_GROUPS = np.array([1, 1, 1, 0, 0, 0], dtype=np.uint8)
 
@@ -29,15 +29,14 @@ def _close_at_exit() -> None:
 
 
 class StateRenderer:
-    """Draw states of one model into square images of one size.
+    """Renders states of one model to square images of one size.
 
-    The GL context is made at the first image. It is current only during a call, and a lock serialises calls, so any
-    thread may call. With ``fast``, meshes outside the image are not drawn: without shadows and reflections they
-    cannot be seen, but would cost as much as the others.
+    The GL context is created at the first image. It is current only during a call, and a lock serialises calls, so any thread may
+    call. With ``fast``, meshes outside the image are skipped: without shadows and reflections they are invisible, but expensive.
 
     Args:
         max_geoms: Upper bound of the geoms in the scene.
-        fast: Leave out shadows, reflections, sky and multisampling; False: as the model's author set them.
+        fast: No shadows, reflections, sky and multisampling; False: as the model's author set them.
     """
 
     def __init__(self, model: Any, size: int, max_geoms: int = 100, fast: bool = True) -> None:
@@ -56,7 +55,7 @@ class StateRenderer:
         failures = [ImportError, AttributeError, RuntimeError, OSError, mujoco.FatalError]
         if backend in ("egl", "osmesa"):
             failures.append(importlib.import_module("OpenGL.error").Error)
-        with ExitStack() as opened:  # a signal that raises in here leaves nothing half open
+        with ExitStack() as opened:  # so that an exception from a signal leaks nothing
             try:
                 gl = importlib.import_module(CONTEXT_MODULES[backend]).GLContext(self.size, self.size)
                 opened.callback(gl.free)
@@ -77,10 +76,9 @@ class StateRenderer:
         _close_at_exit()
 
     def render(self, states: list[Any], cameras: list[Any], geom_groups: np.ndarray | None = None) -> np.ndarray:
-        """Draw each state from each camera. Return images, uint8 ``[len(cameras), len(states), size, size, 3]``.
+        """Render each of ``K`` states from each camera (id or ``MjvCamera``), uint8 ``[len(cameras), K, size, size, 3]``.
 
-        ``cameras`` are ids of fixed cameras, or free cameras (``mujoco.MjvCamera``). ``states`` are ``K`` ``mujoco.MjData`` with up-to-date kinematics. ``geom_groups``, uint8 ``[K, 6]``, is 1 where
-        a state shows a geom group; None: MuJoCo's default groups.
+        Kinematics must be up to date. ``geom_groups``, uint8 ``[K, 6]``: visible geom groups of each state; None: MuJoCo's default.
         """
         mujoco = self._mujoco
         pixels = np.empty((len(cameras), len(states), self.size, self.size, 3), dtype=np.uint8)
@@ -96,7 +94,9 @@ class StateRenderer:
                     self._update_scene(state)
                     mujoco.mjr_render(viewport, scene, context)
                     mujoco.mjr_readPixels(pixels[column, row], None, viewport, context)
+            # A context is current in one thread only; the next call may come from a different thread.
             self._release()
+        # OpenGL's first row is the bottom one.
         return np.ascontiguousarray(pixels[:, :, ::-1])
 
     def _fixed_camera(self, camera_id: int) -> Any:
@@ -108,6 +108,7 @@ class StateRenderer:
         mujoco, model = self._mujoco, self.model
         hidden = np.flatnonzero(self._option.geomgroup == 0)
         groups = model.geom_group.copy()
+        # Hidden by moving them to an invisible group, because MuJoCo has no mask of single geoms.
         if len(self._meshes) and len(hidden):
             model.geom_group[self._out_of_sight(state)] = hidden[0]
         everything = mujoco.mjtCatBit.mjCAT_ALL.value
@@ -115,7 +116,7 @@ class StateRenderer:
         model.geom_group[:] = groups
 
     def _out_of_sight(self, state: Any) -> np.ndarray:
-        """Return the meshes whose bounding boxes lie entirely outside one of the view's planes (the far plane aside)."""
+        """Return the meshes with bounding boxes entirely outside one of the view's planes (except the far plane)."""
         model, meshes = self.model, self._meshes
         self._mujoco.mjv_updateCamera(model, state, self._camera, self._scene)
         view = self._mujoco.mjv_averageCamera(*self._scene.camera)  # of the two eyes
@@ -134,13 +135,13 @@ class StateRenderer:
         normals /= np.linalg.norm(normals, axis=1, keepdims=True)
         axes = state.geom_xmat[meshes].reshape(-1, 3, 3)
         centres, half_sizes = model.geom_aabb[meshes, :3], model.geom_aabb[meshes, 3:]
-        places = state.geom_xpos[meshes] + (axes @ centres[:, :, None])[:, :, 0] - view.pos
+        positions = state.geom_xpos[meshes] + (axes @ centres[:, :, None])[:, :, 0] - view.pos
         reach = (np.abs(normals @ axes) * half_sizes[:, None]).sum(2)  # of a box along each normal, [G, 5]
         reach += SIGHT_MARGIN * (reach + model.stat.extent)
-        return meshes[(places @ normals.T < -reach).any(1)]
+        return meshes[(positions @ normals.T < -reach).any(1)]
 
     def close(self) -> None:
-        """Free the GL context; a later ``render`` opens a new one."""
+        """Free the GL context; a later ``render`` creates a new one."""
         with self._lock:
             if self._gl is None:
                 return
@@ -174,10 +175,9 @@ def _release_function(backend: str) -> Any:
 
 
 def project(model: Any, data: Any, camera_id: int, points: np.ndarray, size: int) -> np.ndarray:
-    """Return the places of ``points [N, 3]`` (metres) in a square image of ``size`` pixels from a perspective camera.
+    """Project ``points [N, 3]`` (metres) to a square image of ``size`` pixels from a perspective camera.
 
-    ``model`` and ``data`` are MuJoCo's, with up-to-date kinematics. The result, ``[N, 2]``, is in pixels to the right
-    of and below the upper left corner; NaN behind the camera.
+    The result, ``[N, 2]``, is in pixels to the right of and below the upper left corner; NaN behind the camera.
     """
     right, up, back = ((points - data.cam_xpos[camera_id]) @ data.cam_xmat[camera_id].reshape(3, 3)).T
     focal = size / 2 / np.tan(np.deg2rad(model.cam_fovy[camera_id]) / 2)

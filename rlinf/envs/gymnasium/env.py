@@ -1,4 +1,4 @@
-"""Any environment that is registered with gymnasium and acts with bounded or integers."""
+"""Environments that are registered with gymnasium, with bounded or discrete actions."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ import numpy as np
 from rlinf.envs.config import ProcessEnvConfig, check_cameras
 from rlinf.envs.graphics.backend import choose_backend, import_mujoco
 from rlinf.envs.gymnasium import reading
-from rlinf.envs.gymnasium.reading import TrainerContext
+from rlinf.envs.gymnasium.reading import ObservationParts
 from rlinf.envs.process.env import ProcessVectorEnv
 from rlinf.envs.process.simulator import Simulator, SingleStep, View
-from rlinf.envs.process.trial import Trial, finished, tried
+from rlinf.envs.process.trial import Trial, run_in_child, run_trial
 from rlinf.envs.spaces import checked_image, resized
 from rlinf.errors import ConfigError, MissingDependencyError, did_you_mean
 from rlinf.imports import import_string
@@ -33,7 +33,7 @@ from rlinf.types import EpisodeSpec
 
 CAMERA = "render"
 MAKE_ERRORS = TypeError, ValueError, LookupError, AttributeError, AssertionError, ArithmeticError, RuntimeError, OSError
-"""Errors of an env's constructor for arguments that it does not take."""
+"""Errors of an env's constructor for invalid arguments."""
 
 
 @dataclass
@@ -43,45 +43,27 @@ class GymnasiumConfig(ProcessEnvConfig):
     usual_cameras: ClassVar[tuple[str, ...]] = ()
 
     name: str = option("gymnasium", "Registered environment.")
-    max_episode_steps: int | None = option(
-        None, "Env steps after which a running episode is truncated; null: as the id is registered.", minimum=1
-    )
-    cameras: list[str] | None = option(
-        None,
-        f"Cameras, stretched to a square: boxes of uint8 [H, W, 3] in the observation, by their keys, and {CAMERA}, the image of "
-        "render_mode=rgb_array; null: the observation's, as many as the model reads.",
-    )
-    success_bonus: float = option(0.0, "Reward added at the step of success.")
+    max_episode_steps: int | None = option(None, "Env steps until truncation; null: as registered.", minimum=1)
+    cameras: list[str] | None = option(None, f"Image keys of the observation, or {CAMERA}; null: all image keys.")
+    success_bonus: float = option(0.0, "Reward added at the first step of success.")
     terminate_on_success: bool = option(False, "End the episode at success.")
-    id: str = option(
-        "Pendulum-v1", "Id for gymnasium.make; 'module:Id' imports the module first, which registers the id."
-    )
-    kwargs: dict[str, Any] = option({}, "Arguments for gymnasium.make besides render_mode.")
-    new_each_episode: bool = option(
-        True,
-        "Make the env again for each episode: some keep things over a reset (Box2D's contacts, where MuJoCo's camera looks), and "
-        "an episode would depend on what ran before; false: reset it only, for envs that are slow to make.",
-    )
-    state: str = option("full", "full: the flattened rest of the observation; none.", choices=("full", "none"))
-    instruction: str = option("do the task", "What a policy of language is told, if the env has no own sentence.")
-    reward_scale: float = option(1.0, "Factor of the env's rewards; returns of some units or tens are learnt fastest.")
+    id: str = option("Pendulum-v1", "Id for gymnasium.make; 'module:Id' imports the module first.")
+    kwargs: dict[str, Any] = option({}, "Arguments for gymnasium.make, except render_mode.")
+    new_each_episode: bool = option(True, "Rebuild the env for each episode, because a reset may not clear all state.")
+    state: str = option("full", "full: the flattened remaining observation; none.", choices=("full", "none"))
+    instruction: str = option("do the task", "Instruction, if the env itself has none.")
+    reward_scale: float = option(1.0, "Factor of the env's rewards; returns of 1 to 100 are learnt fastest.")
     success_return: float | None = option(
-        None,
-        "Sum of rewards (before the factor) from which an episode counts as a success when it ends; null: what the env says in "
-        "info['success'], info['is_success'] or info['succeed'], at any step.",
+        None, "Return (unscaled) from which an episode is a success; null: use `info`."
     )
-    expert: str | None = option(
-        None,
-        "Scripted expert, 'module:function': called with the env's observation and the env, it returns an action; null: the env's method "
-        "`expert_action()`, if it has one.",
-    )
+    expert: str | None = option(None, "Expert 'module:function' of (observation, env); null: env.expert_action().")
 
     def default_cameras(self) -> list[str]:
-        """Return the cameras in the observation. Tries the env once."""
+        """Return the cameras in the observation, after trying the env once."""
         return list(spaces_of(self).parts.cameras)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Take along how user code has registered the id in this process: the module to import, and what it told gymnasium."""
+        """Include how user code registered the id in this process: the module to import, and gymnasium's spec."""
         spec, module, pickled = gymnasium.registry.get(self.id), _module_of(self.id), None
         with suppress(pickle.PicklingError, AttributeError, TypeError):  # of a lambda
             pickled = None if spec is None else pickle.dumps(spec)
@@ -97,15 +79,15 @@ class GymnasiumConfig(ProcessEnvConfig):
 
 
 class Spaces(NamedTuple):
-    """Facts of an env that making it and one step show.
+    """Facts of an env, measured by building it and one step.
 
-    ``state_low`` and ``state_high``, ``[S]``, are infinite if unbounded, ``horizon`` and ``render_fps`` None if unknown. ``packages`` are the
-    distributions of its code and of its imports, such as the physics engine; ``uses_mujoco``: MuJoCo draws, which needs a GL.
+    ``state_low`` and ``state_high``, ``[S]``, may be infinite, ``horizon`` and ``render_fps`` None. ``packages``: distributions of its
+    code and imports. ``uses_mujoco``: it renders with MuJoCo, which needs a GL.
     """
 
     action_low: np.ndarray
     action_high: np.ndarray
-    parts: TrainerContext
+    parts: ObservationParts
     state_low: np.ndarray
     state_high: np.ndarray
     horizon: int | None
@@ -116,16 +98,15 @@ class Spaces(NamedTuple):
     acts_in_choices: bool
     has_expert: bool
     reports_success: bool = False
-    has_sentence: bool = False
+    has_instruction: bool = False
 
 
 def make_single(config: GymnasiumConfig, render_mode: str | None) -> gymnasium.Env:
-    """Make the env of ``config``, without the time limit of its registration (``VectorEnv`` truncates).
-
-    Raise ConfigError for a wrong id, module or ``env.kwargs``; MissingDependencyError for a missing package or GL.
-    """
+    """Build the env without its registered time limit; ConfigError, or MissingDependencyError for a missing package or GL."""
     options = {"max_episode_steps": -1, "disable_env_checker": True}
-    options |= {} if render_mode is None else {"render_mode": render_mode}  # an env that draws nothing may not take it
+    options |= (
+        {} if render_mode is None else {"render_mode": render_mode}
+    )  # an env that renders nothing may not take it
     try:
         return gymnasium.make(config.id, **options, **config.kwargs)
     except gymnasium.error.DependencyNotInstalled as error:
@@ -133,7 +114,7 @@ def make_single(config: GymnasiumConfig, render_mode: str | None) -> gymnasium.E
     except (gymnasium.error.UnregisteredEnv, gymnasium.error.VersionNotFound) as error:
         hint = did_you_mean(config.id, list(gymnasium.registry))
         raise ConfigError(
-            f"There is no environment '{config.id}' in gymnasium ({error}).{hint} An id of your own needs the code that "
+            f"There is no environment '{config.id}' in gymnasium ({error}).{hint} Your own id needs the code that "
             "registers it: plugins=[<file or module>], or env.id=my_package.my_module:MyEnv-v0"
         ) from error
     except ImportError as error:
@@ -144,23 +125,23 @@ def make_single(config: GymnasiumConfig, render_mode: str | None) -> gymnasium.E
                 f"The module of env.id={config.id} cannot be imported ({error}). It must be installed or on PYTHONPATH."
             ) from error
         raise MissingDependencyError(
-            f"env.id={config.id} needs a package that is missing or too old: {error}. Install it, or set another env.id=..."
+            f"env.id={config.id} needs a package that is missing or too old: {error}. Install it, or set a different env.id=..."
         ) from error
     except (*MAKE_ERRORS, gymnasium.error.Error) as error:
         if "gymnasium.Env class" in str(error) or "`gymnasium.Env`" in str(error):
-            raise reading.old_interface(
+            raise reading.old_interface_error(
                 config.id, "its class is not a gymnasium.Env", "`class MyEnv(gymnasium.Env):`"
             ) from error
         if importlib.util.find_spec("mujoco") is not None:
             import_mujoco()  # raises if the GL fails, which MuJoCo loads at import
         raise ConfigError(
             f"gymnasium.make('{config.id}') fails with env.kwargs={config.kwargs}: {type(error).__name__}: {error}. "
-            "Fix the environment, or set env.kwargs={...} with arguments that it takes"
+            "Fix the environment, or set env.kwargs={...} with valid arguments"
         ) from error
 
 
 def spaces_of(config: GymnasiumConfig) -> Spaces:
-    """Return the spaces of the env of ``config``, which is tried once, in a process of its own; raise as ``tried``."""
+    """Return the spaces of the env of ``config``, which is run_in_child once in a child process; raise as ``run_in_child``."""
     return _tried(replace(config, cameras=[]))
 
 
@@ -168,21 +149,21 @@ _results: dict[tuple[Any, ...], Spaces] = {}
 
 
 def _tried(config: GymnasiumConfig) -> Spaces:
-    """Return the result of ``trial``, for which an env of the main script that shall run in this process needs this one."""
+    """Return the cached result of ``trial``. An env of the main script with ``num_processes=0`` has to be run_in_child in this process."""
     if (key := (*_key(config), config.success_return is None, *config.cameras)) not in _results:
         is_here = config.num_processes == 0 and _module_of(config.id) == "__main__"
         what = f"env.id={config.id}"
-        _results[key] = finished(trial(config)) if is_here else tried(f"{__name__}:trial", config, what)
+        _results[key] = run_trial(trial(config)) if is_here else run_in_child(f"{__name__}:trial", config, what)
     return _results[key]
 
 
 def _module_of(env_id: str) -> str | None:
-    """Return the module of the class or function that is registered for an id; None for a text or none."""
+    """Return the module of the class or function that is registered for an id; None for a string or if unregistered."""
     return getattr(getattr(gymnasium.registry.get(env_id), "entry_point", None), "__module__", None)
 
 
 def trial(config: GymnasiumConfig) -> Trial:
-    """Make the env, run one step of an episode, and draw ``config.cameras``; return its ``Spaces``, without code of its own."""
+    """Build the env, run one step of an episode, and render ``config.cameras``; return its ``Spaces`` in picklable form."""
     yield "construction"
     spaces = _spaces_here(*_key(config))
     simulator = GymnasiumSimulator(replace(config, max_episode_steps=2, success_return=0.0), [config.id])
@@ -192,19 +173,20 @@ def trial(config: GymnasiumConfig) -> Trial:
     yield "step"
     simulator.step((spaces.action_low + spaces.action_high) / 2)
     simulator.observe()
-    reports_success = config.success_return is None and reading.success_of(simulator.info, config.id) is not None
+    reports_success = config.success_return is None and reading.read_success(simulator.info, config.id) is not None
     simulator.close()
-    parts, has_sentence = replace(spaces.parts, state=[]), simulator.sentence is not None
-    return spaces._replace(parts=parts, reports_success=reports_success, has_sentence=has_sentence)
+    parts, has_instruction = replace(spaces.parts, state=[]), simulator.instruction is not None
+    return spaces._replace(parts=parts, reports_success=reports_success, has_instruction=has_instruction)
 
 
 def _key(config: GymnasiumConfig) -> tuple[str, str, str]:
     return config.id, json.dumps(config.kwargs, sort_keys=True), config.state
 
 
+# Building an env may take seconds, and several checks need these facts.
 @functools.cache
 def _spaces_here(env_id: str, kwargs: str, state: str) -> Spaces:
-    """Return what an env tells that is made in this process, without images. ``parts`` holds its spaces."""
+    """Return the facts of an env that is built in this process, without images. ``parts`` includes its spaces."""
     env = make_single(GymnasiumConfig(id=env_id, kwargs=json.loads(kwargs)), None)
     try:
         low, high = action_bounds(env.action_space, env_id)
@@ -223,25 +205,22 @@ def _spaces_here(env_id: str, kwargs: str, state: str) -> Spaces:
 
 
 def action_bounds(space: gymnasium.Space, env_id: str) -> tuple[np.ndarray, np.ndarray]:
-    """Return the float32 bounds ``[D]`` of the numbers that encode an action of ``space``.
-
-    A choice among ``n`` is one number, which ``action_of`` rounds. Its bounds lie 0.5 beyond the first and the last
-    choice, so that each choice has an equal fraction of the range.
-    """
+    """Return float32 bounds ``[D]`` of encoded actions; a discrete choice is one dimension, rounded by ``action_of``."""
+    # Half a unit beyond the first and last choice, so that each choice has an equal part of the range.
     margin = 0.5 if np.issubdtype(space.dtype, np.integer) else 0.0
     low, high = _limits(space)
     with np.errstate(over="ignore"):
         bounds = np.float32(np.ravel(low) - margin), np.float32(np.ravel(high) + margin)
     if not (bounds[0].size and np.isfinite(bounds).all()):
         raise ConfigError(
-            f"env.id={env_id} acts in {space}; required: a Box of numbers with finite bounds, Discrete, MultiDiscrete or "
-            "MultiBinary. Register a version with a gymnasium.ActionWrapper that has one, and name it in env.id"
+            f"env.id={env_id} has the action space {space}; required: a Box with finite bounds, Discrete, MultiDiscrete or "
+            "MultiBinary. Register a version with a gymnasium.ActionWrapper, and name it in env.id"
         )
     return bounds
 
 
 def _limits(space: gymnasium.Space) -> tuple[Any, Any]:
-    """Return the smallest and the largest action in the space's own type; infinite for a space of another kind."""
+    """Return the smallest and the largest action in the space's own dtype; infinite for an unsupported space."""
     match space:
         case gymnasium.spaces.Discrete():
             return space.start, space.start + space.n - 1
@@ -255,11 +234,9 @@ def _limits(space: gymnasium.Space) -> tuple[Any, Any]:
 
 
 def action_of(space: gymnasium.Space, numbers: np.ndarray) -> Any:
-    """Decode ``numbers`` (float32 ``[D]``, within ``action_bounds``) into an action of ``space``.
-
-    They are clipped again in the type of the space: 0.1 in float32 is more than 0.1 in float64.
-    """
+    """Decode ``numbers`` (float32 ``[D]``) to an action of ``space``, clipped in its dtype: 0.1 in float32 exceeds 0.1 in float64."""
     numbers = np.rint(numbers) if np.issubdtype(space.dtype, np.integer) else numbers
+    # In long double, which represents both the float32 numbers and integer limits exactly.
     action = np.clip(numbers.reshape(space.shape).astype(np.longdouble), *_limits(space)).astype(space.dtype)
     return action[()]  # a scalar for Discrete: an env may use it as a dictionary key
 
@@ -274,10 +251,7 @@ def _packages_behind(env_class: type) -> tuple[str, ...]:
 
 
 class GymnasiumVectorEnv(ProcessVectorEnv):
-    """Envs of one gymnasium id: observation as state, image as image, reward as dense reward.
-
-    The env's own ``terminated`` and ``truncated`` end an episode, as the time limit does.
-    """
+    """Envs of one gymnasium id. Their own ``terminated`` and ``truncated`` end an episode, as the time limit does."""
 
     config_class = GymnasiumConfig
     suite: ClassVar[str] = "gymnasium"
@@ -310,7 +284,6 @@ class GymnasiumVectorEnv(ProcessVectorEnv):
 
     @classmethod
     def reports_success(cls, config: GymnasiumConfig) -> bool:
-        """Return whether ``info`` of a step tells success, or a return counts as one."""
         return config.success_return is not None or spaces_of(config).reports_success
 
     @classmethod
@@ -324,7 +297,7 @@ class GymnasiumVectorEnv(ProcessVectorEnv):
 
     @classmethod
     def check_drawing(cls, config: GymnasiumConfig) -> None:
-        """Check that the env can be drawn by drawing an image, except with MuJoCo, whose GL takes seconds to open."""
+        """Check rendering with one image, except with MuJoCo, whose GL takes seconds to open."""
         spaces = spaces_of(config)
         if not spaces.can_draw and not spaces.parts.cameras:
             raise ConfigError(
@@ -339,7 +312,6 @@ class GymnasiumVectorEnv(ProcessVectorEnv):
 
     @classmethod
     def state_width(cls, config: GymnasiumConfig) -> int:
-        """Return how many numbers the flattened observation has, 0 for ``state=none``."""
         return len(spaces_of(config).state_low)
 
     @classmethod
@@ -352,7 +324,6 @@ class GymnasiumVectorEnv(ProcessVectorEnv):
         return len(spaces_of(config).action_low)
 
     def state_bounds(self) -> tuple[np.ndarray, np.ndarray] | None:
-        """Return the bounds of the observation, if all are finite."""
         spaces = spaces_of(self.config)
         finite = np.isfinite(spaces.state_low).all() and np.isfinite(spaces.state_high).all()
         return (spaces.state_low, spaces.state_high) if self.state_dim and finite else None
@@ -365,8 +336,8 @@ class GymnasiumVectorEnv(ProcessVectorEnv):
         return horizon
 
     def instruction_of(self, task_id: int) -> str | None:
-        """Return ``config.instruction``; None if the env has sentences of its own."""
-        return None if spaces_of(self.config).has_sentence else self.config.instruction
+        """Return ``config.instruction``; None if the env has its own instructions."""
+        return None if spaces_of(self.config).has_instruction else self.config.instruction
 
 
 class GymnasiumSimulator(Simulator):
@@ -381,7 +352,7 @@ class GymnasiumSimulator(Simulator):
         self._horizon = config.max_episode_steps or self._spaces.horizon
         self._observation: Any = None
         self.info: Mapping[str, Any] = {}  # of the last step
-        self.sentence: str | None = None
+        self.instruction: str | None = None
         self._num_steps, self._return = 0, 0.0
 
     def reset(self, spec: EpisodeSpec) -> None:
@@ -389,40 +360,38 @@ class GymnasiumSimulator(Simulator):
         seed = derive_seed(spec.seed, "gymnasium", self.config.id, spec.init_state_id) % 2**31
         if self._env is None or self.config.new_each_episode:
             self.close()
+            # The render mode is fixed at construction, and any episode may be rendered later.
             self._env = make_single(self.config, "rgb_array" if self._spaces.can_draw else None)
-        self._observation, info = reading.reset_of(self._env, self.config.id, seed)
-        self.sentence = reading.sentence_of(self._spaces.parts, self._observation, info, self.config.id)
+        self._observation, info = reading.reset(self._env, self.config.id, seed)
+        self.instruction = reading.instruction_of(self._spaces.parts, self._observation, info, self.config.id)
         self._num_steps, self._return = 0, 0.0
 
     def step(self, action: np.ndarray) -> SingleStep:
-        taken = action_of(self._env.action_space, action)
-        result = reading.step_of(self._env, self.config.id, taken)
+        result = reading.step(self._env, self.config.id, action_of(self._env.action_space, action))
         self._observation, reward, terminated, truncated, self.info = result
         self._num_steps, self._return = self._num_steps + 1, self._return + reward
         if self.config.success_return is None:
-            success = reading.success_of(self.info, self.config.id, rejects=False)
+            success = reading.read_success(self.info, self.config.id, rejects=False)
         else:
-            is_over = terminated or truncated or self._num_steps >= self._horizon
-            success = is_over and self._return >= self.config.success_return
-        said = reading.sentence_of(self._spaces.parts, self._observation, self.info, self.config.id)
-        self.sentence = said or self.sentence
+            has_ended = terminated or truncated or self._num_steps >= self._horizon
+            success = has_ended and self._return >= self.config.success_return
+        instruction = reading.instruction_of(self._spaces.parts, self._observation, self.info, self.config.id)
+        self.instruction = instruction or self.instruction
         return SingleStep(self.config.reward_scale * reward, success, terminated, truncated)
 
     def observe(self) -> View:
         state = self._spaces.parts.flattened(self._observation, self.config.id) if len(self._spaces.state_low) else None
         images = {camera: self._image(camera, self.config.image_size) for camera in self.config.cameras}
-        return View(images, state, self.config.instruction if self.sentence is None else self.sentence)
+        return View(images, state, self.config.instruction if self.instruction is None else self.instruction)
 
     def _image(self, camera: str, size: int) -> np.ndarray:
-        """Return the image of a camera, uint8 ``[size, size, 3]``."""
         path = self._spaces.parts.cameras.get(camera)
         if path is None:
             return self.render(size)
-        seen = np.asarray(reading.part(self._observation, path))
-        return resized(checked_image(seen, f"env.id={self.config.id}", "env.cameras=[]"), size)
+        image = np.asarray(reading.part(self._observation, path))
+        return resized(checked_image(image, f"env.id={self.config.id}", "env.cameras=[]"), size)
 
     def expert_action(self) -> np.ndarray:
-        """Return the action of ``env.expert``, or of the env's own ``expert_action``, within the bounds."""
         expert, action = f"env.expert={self.config.expert}", None
         if self.config.expert is None:
             expert, action = "expert_action()", self._env.get_wrapper_attr("expert_action")()
@@ -447,7 +416,7 @@ class GymnasiumSimulator(Simulator):
             choose_backend()
         viewer = getattr(getattr(self._env.unwrapped, "mujoco_renderer", None), "viewer", None)
         if viewer is not None:
-            viewer.make_context_current()  # another row's context may still be current
+            viewer.make_context_current()  # a different env's context may still be current
         without = "env.cameras=[] evaluation.num_videos_per_task=0"
         try:
             image = self._env.render() if self._spaces.can_draw else None
@@ -456,7 +425,7 @@ class GymnasiumSimulator(Simulator):
                 f"Images of env.id={self.config.id} need a package that is missing: {error}. Or set {without}"
             ) from error
         if not isinstance(image, np.ndarray) or image.ndim != 3:
-            raise ConfigError(f"env.id={self.config.id} gives no image under render_mode=rgb_array. Set {without}")
+            raise ConfigError(f"env.id={self.config.id} returns no image under render_mode=rgb_array. Set {without}")
         return resized(checked_image(image, f"env.id={self.config.id}", without), size)
 
     def close(self) -> None:

@@ -39,9 +39,9 @@ if TYPE_CHECKING:
     from rlinf.types import EpisodeSpec
 
 NUM_RECORDED = 50
-"""Recorded initial states of each task."""
+"""Recorded initial states per task."""
 DRAWN_OFFSET = 1000
-"""First ``init_state_id`` of states that are drawn; smaller ones are recorded states."""
+"""First ``init_state_id`` of drawn states; smaller ones are recorded states."""
 EVAL_SEED, TRAIN_SEED = 0, 1
 """Seeds of the splits. The evaluation scripts of OpenVLA and OpenVLA-OFT seed each task's env with 0."""
 SETTLING_ACTION = np.array([0.0, 0.0, 0.0, 0.0, 0.0, 0.0, -1.0])
@@ -59,70 +59,47 @@ class LiberoConfig(ProcessEnvConfig):
     suite: str = option("libero_spatial", "Suite of tasks.", choices=tuple(HORIZONS))
     max_episode_steps: int | None = option(
         None,
-        "Env steps after which a running episode is truncated; null: the published ones ("
+        "Env steps after which an episode is truncated; null: as published ("
         + ", ".join(f"{suite} {steps}" for suite, steps in HORIZONS.items())
         + ").",
         minimum=1,
     )
-    image_size: int = option(
-        256, "Height and width of the camera images in pixels; published data has 256.", minimum=16
-    )
+    image_size: int = option(256, "Height and width of camera images in pixels; published data has 256.", minimum=16)
     cameras: list[str] | None = option(
-        None,
-        f"Cameras to render, in the order in which the policy gets them: {', '.join(CAMERAS)}; null: as many as the model reads.",
+        None, f"Rendered cameras, in order: {', '.join(CAMERAS)}; null: as the model reads."
     )
-    reward_mode: str = option(
-        "sparse",
-        "LIBERO has no dense reward, so all three are the success bonus.",
-        choices=("sparse", "shaped", "relative"),
-    )
+    reward_mode: str = option("sparse", "All are the success bonus.", choices=("sparse", "shaped", "relative"))
     num_eval_init_states: int = option(
-        NUM_RECORDED, "Recorded initial states per task in the evaluation split.", minimum=1, maximum=NUM_RECORDED
+        NUM_RECORDED, "Evaluated initial states per task.", minimum=1, maximum=NUM_RECORDED
     )
     train_init_states: str = option(
         "drawn",
-        "drawn: LIBERO draws the objects' places, so that training never sees the states of the evaluation; recorded: "
-        "the 50 states of the evaluation, as in published RL results (only fixtures stand a centimetre or so elsewhere).",
+        "drawn: random states; recorded: the evaluation's 50 states, as in published RL results.",
         choices=("drawn", "recorded"),
     )
     gripper: str = option(
         "env",
-        "Last number of an action. env: -1 opens, 1 closes, as LIBERO's datasets and pi0 have it; openvla: 1 opens, 0 "
-        "closes, decided at 0.5, as OpenVLA and OpenVLA-OFT have it.",
+        "Gripper convention. env: -1 opens, 1 closes (LIBERO, pi0); openvla: 1 opens, 0 closes.",
         choices=("env", "openvla"),
     )
-    state: str = option(
-        "proprio",
-        "proprio: position of the hand (x, y, z, metres), its rotation (axis times angle, radians), both finger joints "
-        "(metres); none.",
-        choices=("proprio", "none"),
-    )
-    num_settling_steps: int = option(
-        10, "Env steps at the start in which objects fall into place; they do not count.", minimum=0
-    )
+    state: str = option("proprio", "proprio: hand pose and finger joints; none.", choices=("proprio", "none"))
+    num_settling_steps: int = option(10, "Uncounted env steps at the start in which objects come to rest.", minimum=0)
     rendering: str = option(
-        "full",
-        "full: robosuite's own images, pixel by pixel; fast: without shadows, reflections and multisampling (5 times "
-        "as fast without a GPU), not for published checkpoints.",
-        choices=("full", "fast"),
+        "full", "full: robosuite's exact images; fast: without shadows and antialiasing.", choices=("full", "fast")
     )
-    max_scenes: int = option(
-        10, "Tasks that a worker process keeps in memory, about 0.5 GB each; building one takes 2 to 7 s.", minimum=1
-    )
-    assets_dir: PathText | None = option(
-        None, "LIBERO's folder of meshes and textures; null: RLINF_LIBERO_ASSETS, or where LIBERO itself keeps it."
-    )
+    max_scenes: int = option(10, "Cached tasks per worker process, about 0.5 GB each.", minimum=1)
+    assets_dir: PathText | None = option(None, "Folder of LIBERO's assets; null: RLINF_LIBERO_ASSETS or default.")
 
 
 class LiberoVectorEnv(ProcessVectorEnv):
     """One suite of LIBERO.
 
-    An action is a displacement of the hand (x, y, z; 1 is 5 cm), a rotation (1 is 0.5 rad), both to be reached within
-    50 ms, and the gripper.
+    An action is a displacement of the hand (x, y, z; 1 is 5 cm), a rotation (1 is 0.5 rad), both to be reached within 50 ms,
+    and the gripper.
 
-    Evaluation takes the recorded initial states 0 to 49 of each task in order, with tasks in turn. Instructions,
-    horizons, settling, image orientation, fixtures and sensor timing equal OpenVLA's evaluation script. Raises
-    MissingDependencyError without LIBERO, a package of the right version, the assets or a GL for images.
+    Evaluation uses the recorded initial states 0 to 49 of each task in order, with tasks in turn. Instructions, horizons,
+    settling, image orientation, fixtures and sensor timing equal OpenVLA's evaluation script. Raises MissingDependencyError
+    without LIBERO, a package of the right version, the assets or a GL for images.
     """
 
     config_class = LiberoConfig
@@ -149,26 +126,22 @@ class LiberoVectorEnv(ProcessVectorEnv):
 
     @classmethod
     def all_task_names(cls, config: LiberoConfig) -> list[str]:
-        """Return LIBERO's own names of the suite's tasks, in its order; raise MissingDependencyError without LIBERO."""
         if config.suite not in HORIZONS:
             raise ConfigError(f"Unknown suite '{config.suite}' in env.suite.{did_you_mean(config.suite, HORIZONS)}")
         return list(suite_tasks(config.suite))
 
     @classmethod
     def check_statistics(cls, config: LiberoConfig, statistics: Mapping[str, Any]) -> None:
-        """Reject statistics with the other gripper convention: the policy would do the opposite, or nothing.
-
-        The smallest gripper number is negative with ``env.gripper=env``, and 0 or more with ``env.gripper=openvla``.
-        """
+        """Reject the other gripper convention: its smallest value is negative for ``env``, at least 0 for ``openvla``."""
         action = statistics["action"]
         numbers = action.get("min", action.get("q01"))
         if numbers is None or len(numbers) != 7:
-            return  # mean and deviation do not show the convention; another width is rejected elsewhere
+            return  # mean and std do not show the convention; a different width is rejected elsewhere
         lowest = float(numbers[6])
         needed = "openvla" if lowest >= 0.0 else "env"
         if needed != config.gripper:
             raise ConfigError(
-                f"The smallest gripper number in the policy's action statistics is {lowest:g}, and env.gripper is "
+                f"The smallest gripper value in the policy's action statistics is {lowest:g}, and env.gripper is "
                 f"{config.gripper}; required: the convention of the policy. Set env.gripper={needed}"
             )
 
@@ -177,7 +150,7 @@ class LiberoVectorEnv(ProcessVectorEnv):
         return config.max_episode_steps or HORIZONS[config.suite]
 
     def episode_specs(self, split: str) -> Sequence[EpisodeSpec]:
-        """Return the episodes of a split, tasks in turn; "eval": the recorded states in their order."""
+        """Return the episodes of a split, tasks in turn; "eval": the recorded states in order."""
         check_split(split)
         first = DRAWN_OFFSET if split == "train" and self.config.train_init_states == "drawn" else 0
         seed = EVAL_SEED if split == "eval" else TRAIN_SEED
@@ -185,7 +158,6 @@ class LiberoVectorEnv(ProcessVectorEnv):
 
     @classmethod
     def num_init_states(cls, config: LiberoConfig, split: str) -> int:
-        """Return the number of initial states per task; only so many states are recorded."""
         recorded = split == "eval" or config.train_init_states == "recorded"
         return min(super().num_init_states(config, split), NUM_RECORDED if recorded else sys.maxsize)
 
@@ -194,16 +166,15 @@ class LiberoVectorEnv(ProcessVectorEnv):
         return {"proprio": 8, "none": 0}[config.state]
 
     def state_bounds(self) -> tuple[np.ndarray, np.ndarray] | None:
-        """Return bounds of the hand over all suites; checkpoints bring tighter ones."""
+        """Return bounds of the hand over all suites; checkpoints have tighter ones."""
         return (STATE_LOW, STATE_HIGH) if self.state_dim else None
 
     def instruction_of(self, task_id: int) -> str:
-        """Return the task's name in words, as in published evaluations."""
         return instruction(self.task_names[task_id])
 
 
 class LiberoSimulator(Simulator):
-    """One env of a suite. It switches scenes when an episode has another task."""
+    """One env of a suite. It switches scenes when the task changes."""
 
     config: LiberoConfig
 
@@ -215,15 +186,16 @@ class LiberoSimulator(Simulator):
         self._state: SceneState | None = None
 
     def reset(self, spec: EpisodeSpec) -> None:
-        """Start at a recorded state (``init_state_id`` below 50) or a drawn one (from 1000 on); let objects settle."""
+        """Start at a recorded state (``init_state_id`` below 50) or a drawn one (from 1000); let objects settle."""
         task, suite, number = self.task_names[spec.task_id], self.config.suite, spec.init_state_id
         states = recorded_states(suite, task)
         if len(states) <= number < DRAWN_OFFSET:
             raise ConfigError(
-                f"{spec} asks for recorded state {number} of {task}, which has {len(states)}; drawn ones start at "
+                f"{spec} is recorded state {number} of {task}, which has {len(states)}; drawn ones start at "
                 f"{DRAWN_OFFSET}."
             )
         scene = _scene_of(suite, task, self._assets, self.config.rendering == "fast", self.config.max_scenes)
+        # Envs of this process may use the scene at the same time; each has its own `SceneState`.
         with scene.lock:
             if scene is not self._scene:
                 self._task, self._scene, self._state = task, scene, scene.new_state()
@@ -235,12 +207,11 @@ class LiberoSimulator(Simulator):
                 scene.step(self._state, SETTLING_ACTION)
 
     def step(self, action: np.ndarray) -> SingleStep:
-        """Advance by one env step (50 ms)."""
         with self._scene.lock:
             return SingleStep(0.0, self._scene.step(self._state, self._libero_action(action)))
 
     def _libero_action(self, action: np.ndarray) -> np.ndarray:
-        """Return the action in LIBERO's own gripper convention, float64 ``[7]``."""
+        """Return the action in LIBERO's gripper convention, float64 ``[7]``."""
         numbers = np.asarray(action, dtype=np.float64).copy()
         if self.config.gripper == "openvla":
             numbers[6] = -np.sign(2.0 * numbers[6] - 1.0)
@@ -253,31 +224,28 @@ class LiberoSimulator(Simulator):
         return View(dict(zip(self.config.cameras, images, strict=True)), state, instruction(self._task))
 
     def render(self, size: int) -> np.ndarray:
-        """Return an image of the camera that faces the robot, turned as the policy sees it."""
         with self._scene.lock:
             return self._scene.render(self._state, ["agentview"], size)[0]
 
     def chunk_path(self, chunk: np.ndarray, size: int) -> np.ndarray:
-        """Return the path of the hand, simulated."""
         actions = np.stack([self._libero_action(action) for action in chunk])
         with self._scene.lock:
             return self._scene.path(self._state, actions, "agentview", size)
 
     def poses(self) -> dict[str, list[float]]:
-        """Return objects and fixtures: position (metres) and quaternion (w, x, y, z)."""
         return self._scene.poses(self._state)
 
     def close(self) -> None:
-        """Hand the scene to other envs of this process."""
         self._task, self._scene, self._state = "", None, None
 
 
+# Shared by all envs of a process: a scene takes 0.5 GB, and `SceneState` keeps the envs apart.
 _scenes: OrderedDict[tuple[Any, ...], Scene] = OrderedDict()
 _scenes_lock = threading.Lock()
 
 
 def _scene_of(suite: str, task: str, assets: Path, fast: bool, max_scenes: int) -> Scene:
-    """Return this process's scene of a task. The least recently used scenes make room."""
+    """Return this process's scene of a task. The least recently used scenes are dropped."""
     key = suite, task, assets, fast
     with _scenes_lock:
         if key not in _scenes:

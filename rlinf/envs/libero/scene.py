@@ -24,12 +24,12 @@ CAMERAS = {"agentview": "agentview", "wrist": "robot0_eye_in_hand"}
 
 CONTROL_FREQ_HZ = 20
 SIM_STEPS = 25
-"""Simulator steps of 2 ms in one env step."""
+"""Simulator steps of 2 ms per env step."""
 SEEN_SIM_STEP = 23
 """Simulator step (from 0) of an env step at which robosuite's sensors read, after ``reset`` and ``set_init_state``.
 
-Bodies and cameras are read at the start of that simulator step, the gripper's joints at its end, and marks (the flame of the
-stove) as the previous env step left them.
+Bodies and cameras are read at the start of that step, the gripper's joints at its end, and sites (the flame of the stove) as
+the previous env step left them.
 """
 GEOM_GROUPS = np.array([[0, 1, 1, 0, 0, 0]], dtype=np.uint8)
 """robosuite shows visual geoms (group 1 and MuJoCo's 2), not collision geoms (group 0)."""
@@ -38,15 +38,11 @@ MAX_GEOMS = 1000
 
 @dataclass
 class SceneState:
-    """One env's part of a scene that several envs of a process share.
+    """State of one env; several envs of a process share a scene.
 
-    Attributes:
-        data: ``mujoco.MjData``.
-        controller: robosuite's arm controller, with its goal.
-        gripper: The gripper's current command, which changes by a fixed amount per simulator step.
-        fixtures: Body id to (position, quaternion) in this env's episode; the model can hold one env's only.
-        sites: Colours of the model's sites, among them flames, ``[num_sites, 4]``.
-        seen_qpos, seen_sites, seen_gripper: Joints, ``sites`` and finger joints when the sensors read.
+    ``controller`` is robosuite's arm controller, with its goal, ``gripper`` the gripper's current command, which changes by a fixed
+    amount per simulator step. ``fixtures``: body id to (position, quaternion); the model can hold only one env's. ``sites``: colours
+    of the model's sites, among them flames. ``seen_*``: joints, ``sites`` and finger joints at the time of the sensors.
     """
 
     data: Any
@@ -60,13 +56,13 @@ class SceneState:
 
 
 class _SimulationView:
-    """The controller's view of the simulation, whose kinematics ``Scene.step`` keeps up to date."""
+    """The controller's view of the simulation, whose kinematics ``Scene.step`` updates."""
 
     def __init__(self, mujoco: Any, sim: Any) -> None:
         self._mujoco, self.model, self.data = mujoco, sim.model, sim.data
 
     def forward(self) -> None:
-        """Solve for accelerations again. The solver starts from its last answer, so every call changes the result."""
+        """Solve for accelerations again. The solver is warm-started, so every call changes the result."""
         self._mujoco.mj_forwardSkip(self.model._model, self.data._data, self._mujoco.mjtStage.mjSTAGE_VEL, 1)
 
 
@@ -79,7 +75,7 @@ class Scene:
         self._mujoco, self._fast_rendering = mujoco, fast_rendering
         self.lock = threading.RLock()
         try:
-            with _numpy_seed(np.random.get_state()):  # robosuite draws places, which every episode overwrites
+            with _numpy_seed(np.random.get_state()):  # robosuite draws positions, which every episode overwrites
                 self._env = env_class(
                     bddl_file_name=str(bddl_file), use_camera_obs=False, has_offscreen_renderer=False,
                     control_freq=CONTROL_FREQ_HZ, hard_reset=False,
@@ -91,16 +87,16 @@ class Scene:
             ) from error
         self._sim, self._robot = self._env.sim, self._env.robots[0]
         self.model = self._sim.model._model
-        self._env.visualize({name: False for name in self._env._visualizations})  # marks of gripper and regions
+        self._env.visualize({name: False for name in self._env._visualizations})  # hide marks of gripper and regions
         self._compiled_sites = self.model.site_rgba.copy()
         self._joint_samplers = list(self._env.object_property_initializers)
         self._bodies = dict(self._env.obj_body_id)
         self._fixture_ids = [self._bodies[name] for name in self._env.fixtures_dict]
-        for body in self._fixture_ids:  # undo robosuite's draw of their places
+        for body in self._fixture_ids:  # undo robosuite's draw of their positions
             self.model.body_pos[body], self.model.body_quat[body] = np.zeros(3), (1.0, 0.0, 0.0, 0.0)
         self._compiled_fixtures = self._fixtures()
         self._published: dict[int, list[tuple[Any, int]]] = {}
-        self._shown = mujoco.MjData(self.model)
+        self._sensor_data = mujoco.MjData(self.model)
         self._renderers: dict[int, StateRenderer] = {}
 
     def new_state(self) -> SceneState:
@@ -108,35 +104,35 @@ class Scene:
         return SceneState(self._mujoco.MjData(self.model))
 
     def restore(self, state: SceneState, recorded: np.ndarray, seed: int, index: int) -> None:
-        """Overwrite ``state`` with the recorded one of the number ``index``, float64 ``[1 + nq + nv]``.
+        """Overwrite ``state`` with the ``recorded`` one, float64 ``[1 + nq + nv]``, of the number ``index``.
 
-        A recorded state does not contain the places of the fixtures (cabinet, stove), which LIBERO draws within about a
-        centimetre at each reset. Here they equal episode ``index`` of a script that calls ``env.seed(seed)`` once, and
-        then ``env.reset()`` and ``env.set_init_state(recorded)`` for each episode (OpenVLA's evaluation: seed 0).
+        A recorded state does not include the poses of the fixtures (cabinet, stove), which LIBERO draws within about a centimetre
+        at each reset. Here they equal episode ``index`` of a script that calls ``env.seed(seed)`` once, and then ``env.reset()`` and
+        ``env.set_init_state(recorded)`` for each episode (OpenVLA's evaluation: seed 0).
         """
         if len(recorded) != 1 + self.model.nq + self.model.nv:
             raise ConfigError(
-                f"The recorded initial state has {len(recorded)} numbers, but the task's model has 1 + {self.model.nq} + "
-                f"{self.model.nv}: package and assets have different versions. Set env.assets_dir=<other assets>"
+                f"The recorded initial state has {len(recorded)} values, but the task's model has 1 + {self.model.nq} + "
+                f"{self.model.nv}: package and assets have different versions. Set env.assets_dir=<matching assets>"
             )
         generator, num_loads = self._published_draw(state, seed, index)
         with _numpy_seed(generator):
             self._draw(state, num_loads)
         self._sim.set_state_from_flattened(recorded)
-        self._begin(state)
+        self._start(state)
 
     def draw(self, state: SceneState, seed: int) -> None:
-        """Start at a state that LIBERO draws from ``seed`` (32 bits), fixtures included. Objects then fall."""
+        """Start at a state that LIBERO draws from ``seed`` (32 bits), including fixtures. Objects then fall."""
         with _numpy_seed(seed):
             self._draw(state, num_loads=1)
-        self._begin(state)
+        self._start(state)
 
     def step(self, state: SceneState, action: np.ndarray) -> bool:
         """Advance by one env step (50 ms), and return whether the goal is reached.
 
-        The result equals robosuite's ``env.step``, which computes positions and velocities three times in each
-        simulator step, here once; accelerations are computed three times here as well. ``action`` is float64 ``[7]`` in
-        LIBERO's convention (gripper: -1 opens, 1 closes).
+        The result equals robosuite's ``env.step``, which computes positions and velocities three times in each simulator step, here
+        once; accelerations are computed three times here as well. ``action`` is float64 ``[7]`` in LIBERO's convention (gripper: -1
+        opens, 1 closes).
         """
         mujoco, model, data, robot = self._mujoco, self.model, state.data, self._robot
         self._activate(state)
@@ -149,6 +145,7 @@ class Scene:
             torques = state.controller.run_controller()
             data.ctrl[robot._ref_joint_actuator_indexes] = np.clip(torques, torque_low, torque_high)
             robot.grip_action(robot.gripper, action[6:])
+            # The sensors' camera poses are those before this simulator step, the fingers those after it.
             if number == SEEN_SIM_STEP:
                 state.seen_qpos, state.seen_sites = data.qpos.copy(), state.sites
             mujoco.mj_step2(model, data)
@@ -156,53 +153,51 @@ class Scene:
                 state.seen_gripper = data.qpos[robot._ref_gripper_joint_pos_indexes].copy()
         state.gripper = robot.gripper.current_action
         self._env._post_process()
+        # robosuite changes sites (flames) after the physics, so they show in images of the next env step.
         state.sites = model.site_rgba.copy()
         return bool(self._env._check_success())
 
     def proprioception(self, state: SceneState) -> np.ndarray:
         """Return float32 ``[8]``: hand position (metres) and rotation (axis times radians), both fingers (metres)."""
-        self._show(state)
-        hand = self._shown.body(self._robot.robot_model.eef_name)
-        position = self._shown.site_xpos[self._robot.eef_site_id]
+        self._restore_sensors(state)
+        hand = self._sensor_data.body(self._robot.robot_model.eef_name)
+        position = self._sensor_data.site_xpos[self._robot.eef_site_id]
         return np.concatenate([position, axis_angle(hand.xquat), state.seen_gripper]).astype(np.float32)
 
     def render(self, state: SceneState, cameras: list[str], size: int) -> list[np.ndarray]:
-        """Return uint8 ``[size, size, 3]`` per camera: robosuite's images turned by 180 degrees, as in published datasets.
-
-        They are upright, with left and right exchanged.
-        """
+        """Return uint8 ``[size, size, 3]`` per camera, rotated by 180 degrees as in published datasets: upright, but mirrored."""
         if not cameras:
             return []
-        self._show(state)
+        self._restore_sensors(state)
         if size not in self._renderers:
             self._renderers[size] = StateRenderer(self.model, size, MAX_GEOMS, fast=self._fast_rendering)
         ids = [self.model.camera(CAMERAS[name]).id for name in cameras]
-        images = self._renderers[size].render([self._shown], ids, GEOM_GROUPS)[:, 0]
+        images = self._renderers[size].render([self._sensor_data], ids, GEOM_GROUPS)[:, 0]
         return [np.ascontiguousarray(image[:, ::-1]) for image in images]
 
     def path(self, state: SceneState, actions: np.ndarray, camera: str, size: int) -> np.ndarray:
-        """Return where ``actions [C, 7]`` would lead the hand in an image of ``render``: ``[C + 1, 2]`` pixels. Simulates a copy."""
-        sim = state.controller.sim  # shared, as in ``state``
+        """Return the hand's path under ``actions [C, 7]`` in an image of ``render``: ``[C + 1, 2]`` pixels. Simulates a copy."""
+        sim = state.controller.sim  # shared with `state`
+        # A deep copy that shares the simulation: only the controller's goal and interpolation may differ.
         controller = copy.deepcopy(state.controller, {id(sim): sim})
-        moved = replace(state, data=copy.copy(state.data), controller=controller, gripper=state.gripper.copy())
-        camera_id, places = self.model.camera(CAMERAS[camera]).id, []
+        simulated = replace(state, data=copy.copy(state.data), controller=controller, gripper=state.gripper.copy())
+        camera_id, positions = self.model.camera(CAMERAS[camera]).id, []
         for action in [None, *actions]:
             if action is not None:
-                self.step(moved, action)
-            self._show(moved)
-            places.append(self._shown.site_xpos[self._robot.eef_site_id].copy())
-        self._show(state)
-        path = project(self.model, self._shown, camera_id, np.stack(places), size)
+                self.step(simulated, action)
+            self._restore_sensors(simulated)
+            positions.append(self._sensor_data.site_xpos[self._robot.eef_site_id].copy())
+        self._restore_sensors(state)
+        path = project(self.model, self._sensor_data, camera_id, np.stack(positions), size)
         path[:, 0] = size - path[:, 0]
         return path
 
     def poses(self, state: SceneState) -> dict[str, list[float]]:
-        """Return object and fixture to position (metres) and quaternion (w, x, y, z)."""
         data = state.data
         return {name: [*data.xpos[body].tolist(), *data.xquat[body].tolist()] for name, body in self._bodies.items()}
 
     def _activate(self, state: SceneState) -> None:
-        """Make robosuite's objects work on ``state``."""
+        """Let robosuite's objects work on ``state``."""
         self._sim.data._data = state.data
         self._robot.controller = state.controller
         self._robot.gripper.current_action = state.gripper
@@ -210,7 +205,7 @@ class Scene:
             self.model.body_pos[body], self.model.body_quat[body] = position, quaternion
         self.model.site_rgba[:] = state.sites
 
-    def _begin(self, state: SceneState) -> None:
+    def _start(self, state: SceneState) -> None:
         self._sim.forward()
         self._env._post_process()
         state.controller = self._robot.controller
@@ -220,14 +215,14 @@ class Scene:
         state.seen_qpos = state.data.qpos.copy()
         state.seen_gripper = state.data.qpos[self._robot._ref_gripper_joint_pos_indexes].copy()
 
-    def _show(self, state: SceneState) -> None:
-        """Put ``_shown`` into the state that the sensors of ``state`` have read."""
+    def _restore_sensors(self, state: SceneState) -> None:
+        """Put ``_sensor_data`` into the state that the sensors of ``state`` have read."""
         self._activate(state)
         self.model.site_rgba[:] = state.seen_sites
-        self._shown.qpos[:] = state.seen_qpos
-        self._mujoco.mj_kinematics(self.model, self._shown)
-        self._mujoco.mj_comPos(self.model, self._shown)
-        self._mujoco.mj_camlight(self.model, self._shown)
+        self._sensor_data.qpos[:] = state.seen_qpos
+        self._mujoco.mj_kinematics(self.model, self._sensor_data)
+        self._mujoco.mj_comPos(self.model, self._sensor_data)
+        self._mujoco.mj_camlight(self.model, self._sensor_data)
 
     def _fixtures(self) -> dict[int, tuple[np.ndarray, np.ndarray]]:
         return {
@@ -248,8 +243,7 @@ class Scene:
     def _draw(self, state: SceneState, num_loads: int) -> int:
         """Reset the simulation as LIBERO's ``env.reset()`` does, with NumPy's global generator.
 
-        ``num_loads``: how often LIBERO has loaded the model; its list of joints to draw grows each time. Return it,
-        plus 1 for each time that LIBERO found no place and started over.
+        Return ``num_loads``, how often LIBERO has loaded the model (its list of joints to draw grows each time), plus its failed draws.
         """
         from robosuite.utils.errors import RandomizationError
 
@@ -258,7 +252,7 @@ class Scene:
             state.fixtures, state.sites = self._compiled_fixtures, self._compiled_sites
             self._activate(state)
             self._sim.reset()
-            for _ in range(2):  # for a new simulation and a new renderer: each call moves the solver's first guess
+            for _ in range(2):  # LIBERO calls it twice, and each call changes the solver's warm start
                 self._sim.forward()
             try:
                 self._env._reset_internal()
@@ -279,7 +273,7 @@ def axis_angle(quaternion: np.ndarray) -> np.ndarray:
 
 @contextlib.contextmanager
 def _numpy_seed(seed: Any) -> Iterator[None]:
-    """Give LIBERO, which draws from NumPy's global generator, its own state (``seed``: a number or a state)."""
+    """Give LIBERO, which draws from NumPy's global generator, its own state (``seed``: an integer or a state)."""
     before = np.random.get_state()
     np.random.seed(seed) if isinstance(seed, int) else np.random.set_state(seed)
     try:
@@ -292,7 +286,7 @@ _import_lock = threading.Lock()
 
 
 def _import_libero(assets: Path) -> Any:
-    """Import LIBERO and point it to the assets. Without a settings file, its import would ask a question on stdin."""
+    """Import LIBERO and set its assets. Without a settings file, its import would ask a question on stdin."""
     choose_backend()  # otherwise robosuite sets MUJOCO_GL itself
     with _import_lock, tempfile.TemporaryDirectory() as folder:
         Path(folder, "config.yaml").touch()

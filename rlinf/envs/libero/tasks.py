@@ -1,4 +1,4 @@
-"""LIBERO's tasks and the asset files that they need, read from its package without importing LIBERO, robosuite or torch."""
+"""LIBERO's tasks and their asset files, read from its package without importing LIBERO, robosuite or torch."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from rlinf.errors import ConfigError, MissingDependencyError
 from rlinf.options import override_text
 
 HORIZONS = {"libero_spatial": 220, "libero_object": 280, "libero_goal": 300, "libero_10": 520, "libero_90": 400}
-"""Suite to env steps of an episode after the settling steps, as in the evaluation scripts of OpenVLA, OpenVLA-OFT and openpi."""
+"""Suite to env steps of an episode after settling, as in the evaluation scripts of OpenVLA, OpenVLA-OFT and openpi."""
 
 ASSETS_VARIABLE = "RLINF_LIBERO_ASSETS"
 REQUIRED = {"robosuite": ((1, 4), (1, 5), "robosuite==1.4.0"), "mujoco": ((2, 3), (3, 3, 3), "mujoco==3.3.0")}
-"""Distribution to the first supported version, the first unsupported one, and what to install."""
+"""Distribution to the first supported version, the first unsupported one, and the requirement to install."""
 _INSTALL = (
     "Install LIBERO with `bash scripts/setup.sh --sims`, or with `pip install --no-deps hf-libero==0.1.4 "
     "robosuite==1.4.0 bddl==1.0.1`."
@@ -40,19 +40,16 @@ _ASSETS_HINT = (
 @functools.cache
 def package_folder() -> Path:
     """Return the folder of LIBERO's files in the installed package."""
-    found = importlib.util.find_spec("libero")
-    for folder in (found.submodule_search_locations or ()) if found is not None else ():
+    spec = importlib.util.find_spec("libero")
+    for folder in (spec.submodule_search_locations or ()) if spec is not None else ():
         if (Path(folder) / "libero" / "bddl_files").is_dir():
             return Path(folder) / "libero"
     raise _missing("libero")
 
 
 def check_packages() -> None:
-    """Check that robosuite and MuJoCo have versions that reproduce LIBERO's published results.
-
-    MuJoCo draws floors darker from 3.3.3 on, and collides boxes differently from 3.4 on; published policies then lose
-    20 to 86 points of success.
-    """
+    """Check that robosuite and MuJoCo have versions that reproduce LIBERO's published results."""
+    # MuJoCo renders floors darker from 3.3.3 on, and collides boxes differently from 3.4 on: published policies lose 20 to 86 points.
     package_folder()
     for name in ("robosuite", "bddl"):
         if importlib.util.find_spec(name) is None:
@@ -91,12 +88,11 @@ def instruction(task: str) -> str:
 
 
 def bddl_file(suite: str, task: str) -> Path:
-    """Return the file that describes a task."""
     return package_folder() / "bddl_files" / suite / f"{task}.bddl"
 
 
 class _ArrayUnpickler(pickle.Unpickler):
-    """Read NumPy arrays only: a pickle could otherwise run any code."""
+    """Reads only NumPy arrays: a pickle could otherwise run any code."""
 
     ALLOWED = {
         ("numpy.core.multiarray", "_reconstruct"): np.empty(0).__reduce__()[0],
@@ -113,13 +109,13 @@ class _ArrayUnpickler(pickle.Unpickler):
 
 
 def read_states(path: Path) -> np.ndarray:
-    """Return a file's initial states, float64 ``[N, 1 + nq + nv]`` (time, positions, velocities): a pickle in a zip archive."""
+    """Read initial states, float64 ``[N, 1 + nq + nv]`` (time, positions, velocities), from a pickle in a zip archive."""
     try:
         with zipfile.ZipFile(path) as archive:
             name = next(name for name in archive.namelist() if name.endswith("data.pkl"))
             states = _ArrayUnpickler(io.BytesIO(archive.read(name))).load()
         if not isinstance(states, np.ndarray) or states.dtype != np.float64 or states.ndim != 2:
-            raise ConfigError(f"it holds a {type(states).__name__}, not a float64 matrix")
+            raise ConfigError(f"it contains a {type(states).__name__}, not a float64 matrix")
     except (OSError, StopIteration, zipfile.BadZipFile, pickle.UnpicklingError, ConfigError, EOFError) as error:
         raise ConfigError(f"The initial states in {path} cannot be read: {error}. {_INSTALL}") from error
     return states
@@ -127,16 +123,12 @@ def read_states(path: Path) -> np.ndarray:
 
 @functools.cache
 def recorded_states(suite: str, task: str) -> np.ndarray:
-    """Return the task's 50 initial states in published evaluations."""
+    """Return the task's 50 initial states of published evaluations."""
     return read_states(package_folder() / "init_files" / suite / f"{task}.pruned_init")
 
 
 def find_assets(configured: str | None) -> Path:
-    """Return the folder of LIBERO's meshes and textures.
-
-    ``env.assets_dir`` names it, else RLINF_LIBERO_ASSETS. Without both, the package, LIBERO's settings and LIBERO's
-    download folder are searched.
-    """
+    """Return LIBERO's assets folder: env.assets_dir, RLINF_LIBERO_ASSETS, or that of the package, its settings or its downloads."""
     settings = Path(os.environ.get("LIBERO_CONFIG_PATH", "~/.libero")).expanduser() / "config.yaml"
     named = {"env.assets_dir": configured, ASSETS_VARIABLE: os.environ.get(ASSETS_VARIABLE)}
     for key, folder in named.items():
@@ -161,8 +153,8 @@ def _assets_of_settings(settings: Path) -> Path | None:
         return None
     import yaml
 
-    found = yaml.safe_load(settings.read_text(encoding="utf-8"))
-    return Path(found["assets"]) if isinstance(found, dict) and "assets" in found else None
+    content = yaml.safe_load(settings.read_text(encoding="utf-8"))
+    return Path(content["assets"]) if isinstance(content, dict) and "assets" in content else None
 
 
 def check_assets(assets: Path, suite: str, tasks: Sequence[str]) -> None:
@@ -194,10 +186,7 @@ def missing_files(assets: Path, suite: str, task: str) -> list[str]:
 
 @functools.cache
 def object_models() -> dict[str, str]:
-    """Return a mapping from object category, as in task files, to model file within the assets.
-
-    LIBERO's classes name the file in two parts: a base class has a path with a placeholder, its subclasses the name.
-    """
+    """Return object category to model file. LIBERO's base classes have a path with a placeholder, subclasses the name."""
     folders, models = {}, {}
     for file in sorted((package_folder() / "envs" / "objects").glob("*_objects.py")):
         for node in ast.parse(file.read_text(encoding="utf-8")).body:
@@ -218,6 +207,6 @@ def _missing_behind(assets: Path, name: str) -> list[str]:
     model = assets / name
     if not model.is_file():
         return [name]
-    # Textures are not checked: LIBERO replaces some, and robosuite drops those that no material uses.
+    # Textures are not checked: LIBERO replaces some, and robosuite drops unused ones.
     named = [mesh.get("file") for mesh in ElementTree.parse(model).iter("mesh")]
     return [f"{file} of {name}" for file in dict.fromkeys(named) if not (model.parent / file).is_file()]

@@ -27,17 +27,12 @@ class ManiSkillConfig(ManiSkillOptions, ProcessEnvConfig):
 
     name: str = option("maniskill", "Registered environment.")
     render_device: str = option(
-        "cpu",
-        "Where images are rendered: cpu (Mesa's lavapipe), gpu (the NVIDIA driver). They differ by some grey levels.",
-        choices=("cpu", "gpu"),
+        "cpu", "Renderer of images: cpu (Mesa's lavapipe) or gpu (NVIDIA).", choices=("cpu", "gpu")
     )
 
 
 class ManiSkillVectorEnv(ManiSkillSuite, ProcessVectorEnv):
-    """ManiSkill's tabletop tasks of one Panda arm, by instruction.
-
-    Raises MissingDependencyError without ManiSkill or a working Vulkan, which it needs even without cameras.
-    """
+    """ManiSkill's tabletop tasks by instruction. Raises MissingDependencyError without ManiSkill or a working Vulkan."""
 
     config_class = ManiSkillConfig
     simulator_class: ClassVar[str] = "rlinf.envs.maniskill.env:ManiSkillSimulator"
@@ -58,10 +53,9 @@ class ManiSkillSimulator(Simulator):
         self._scene: Scene | None = None
 
     def reset(self, spec: EpisodeSpec) -> None:
-        """Draw robot, objects and goal of ``spec`` with ManiSkill's own seeded reset."""
         task = self.task_names[spec.task_id]
         if self._scene is None or self._scene.task != task:
-            # SAPIEN keeps its renderer (7 s to make in software) only while a scene exists: make the next scene before closing this.
+            # SAPIEN keeps its renderer (7 s to build in software) only while a scene exists, so build the next scene first.
             previous, device = self._scene, VULKAN_DEVICES[self.config.render_device]
             self._scene = Scene(self.config, task, 1, "physx_cpu", device)
             if previous is not None:
@@ -78,7 +72,6 @@ class ManiSkillSimulator(Simulator):
         return View(images, None if state is None else state[0], TASKS[self._scene.task].instruction)
 
     def render(self, size: int) -> np.ndarray:
-        """Return an image of ManiSkill's camera for human viewers."""
         return self._scene.frames([0], size)[0]
 
     def poses(self) -> dict[str, list[float]]:

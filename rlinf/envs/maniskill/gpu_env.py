@@ -1,4 +1,4 @@
-"""ManiSkill 3 on an NVIDIA GPU: all envs are rows of one simulation."""
+"""ManiSkill 3 on an NVIDIA GPU: all envs are in one simulation."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ class ManiSkillGpuConfig(ManiSkillOptions):
 
 
 class ManiSkillGpuVectorEnv(ManiSkillSuite):
-    """One task of ManiSkill, ``B`` rows in one simulation on the GPU.
+    """One task of ManiSkill, ``B`` envs in one simulation on the GPU.
 
-    Rows are reset together, each drawn by its own seed, so that an episode's initial state depends on its spec alone.
-    PhysX on the GPU is not bit-reproducible, so equal actions give nearly, not exactly, equal trajectories. A row whose
-    episode ends inside a chunk is put back after each step of the others. Raises ConfigError for more than one task,
-    MissingDependencyError without ManiSkill, a GPU or its Vulkan driver.
+    Envs are reset together, each with its own seed, so that an episode's initial state depends on its spec only. PhysX on the GPU
+    is not bit-reproducible, so equal actions give nearly, not exactly, equal trajectories. An env whose episode ends inside a
+    chunk is restored after each step of the running envs. Raises ConfigError for more than one task, MissingDependencyError
+    without ManiSkill, a GPU or its Vulkan driver.
     """
 
     config_class = ManiSkillGpuConfig
     devices: ClassVar[tuple[str, str]] = ("physx_cuda", "gpu")
-    """Where it simulates, and where it renders."""
+    """Simulation backend, and render device."""
     on_gpu: ClassVar[bool] = True
     config: ManiSkillGpuConfig
 
@@ -64,24 +64,22 @@ class ManiSkillGpuVectorEnv(ManiSkillSuite):
         return Observation(self._scene.images(ids), self._scene.state(ids), [self.instruction_of(0)] * len(ids))
 
     def render_frames(self, ids: Sequence[int], size: int) -> np.ndarray:
-        """Return uint8 ``[K, size, size, 3]`` of ManiSkill's camera for human viewers."""
         return self._scene.frames(ids, size)
 
     def poses(self, ids: Sequence[int]) -> list[dict[str, list[float]]]:
         return [self._scene.poses(int(row)) for row in ids]
 
     def offload(self) -> None:
-        """Free the simulation; the next reset builds another."""
         self.close_extras()
         self._specs = None
 
     def close_extras(self, **kwargs: object) -> None:
-        """Free the simulation, and the GPU memory that torch keeps of its tensors."""
         if self._scene is not None:
             import torch
 
             self._scene.close()
             self._scene = None
+            # The scene may be in reference cycles, which would hold the GPU memory until some later collection.
             gc.collect()
             if torch.cuda.is_available():
                 torch.cuda.empty_cache()

@@ -1,4 +1,4 @@
-"""ManiSkill 3's tabletop tasks (Tao et al., 2024, arXiv:2410.00425), and a simulation of one task with any number of rows."""
+"""ManiSkill 3's tabletop tasks (Tao et al., 2024, arXiv:2410.00425), and a simulation of one task with any number of envs."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ FIXED_ACTORS = ("ground", "table-workspace")
 
 
 class Task(NamedTuple):
-    """A task of ManiSkill: instruction, time limit of its registration, and width of the observation mode "state"."""
+    """A task of ManiSkill: instruction, registered time limit, and width of the observation mode "state"."""
 
     instruction: str
     horizon: int
@@ -48,51 +48,39 @@ TASKS = {
     "PullCubeTool-v1": Task("pull the cube closer with the L-shaped tool", 100, 39),
     "RollBall-v1": Task("push the ball so that it rolls into the target", 80, 44),
 }
-"""The tasks of one Panda arm at a table whose models are part of the package; nothing is downloaded."""
+"""Tasks of one Panda arm at a table, with models in the package, so nothing is downloaded."""
 
 
 @dataclass
 class ManiSkillOptions(EnvConfig):
-    """Settings that ManiSkill on the CPU and on the GPU share."""
+    """Settings of ManiSkill, on the CPU and on the GPU."""
 
     usual_cameras: ClassVar[tuple[str, ...]] = ("base_camera",)
 
-    tasks: list[str] | None = option(["PickCube-v1"], "Task names to draw from; null: all twelve.")
-    max_episode_steps: int | None = option(
-        None, "Env steps after which a running episode is truncated; null: as ManiSkill registers the task.", minimum=1
-    )
-    image_size: int = option(128, "Height and width of the camera images in pixels.", minimum=16)
-    cameras: list[str] | None = option(
-        None,
-        "Cameras to render: base_camera (in front of the robot), hand_camera (mounts it on every robot); null: as many as "
-        "the model reads.",
-    )
+    tasks: list[str] | None = option(["PickCube-v1"], "Task names; null: all twelve.")
+    max_episode_steps: int | None = option(None, "Env steps until truncation; null: ManiSkill's limit.", minimum=1)
+    image_size: int = option(128, "Height and width of camera images in pixels.", minimum=16)
+    cameras: list[str] | None = option(None, "Rendered cameras: base_camera, hand_camera; null: as the model reads.")
     reward_mode: str = option(
         "relative",
-        "sparse: success bonus only; shaped: ManiSkill's normalised dense reward (0 to 1; 0 until success where the task "
-        "has none) plus the bonus; relative: change of that reward since the previous step plus the bonus.",
+        "sparse: success bonus; shaped: plus dense reward (0 to 1); relative: plus its change.",
         choices=("sparse", "shaped", "relative"),
     )
     control_mode: str = option(
         "pd_ee_delta_pose",
-        "pd_ee_delta_pose: 6 numbers move the hand (metres, radians; 1 is 0.1), 1 the gripper; pd_ee_delta_pos: 3 and 1; "
-        "pd_joint_delta_pos: 7 joints and 1. All in [-1, 1]; gripper: 1 open, -1 closed.",
+        "Hand pose (1 is 0.1 m or rad), hand position or joints, and gripper (1 open).",
         choices=tuple(ACTION_DIMS),
     )
     state: str = option(
         "proprio",
-        "proprio: 9 joint positions, 9 velocities, pose of the hand (7); full: ManiSkill's observation mode 'state', "
-        "which knows the objects; none.",
+        "proprio: joint positions, velocities, hand pose; full: ManiSkill's 'state'; none.",
         choices=("full", "proprio", "none"),
     )
-    show_goals: bool = option(
-        False,
-        "Draw goals that ManiSkill hides from its cameras (PickCube-v1), so that a policy of images can see them.",
-    )
+    show_goals: bool = option(False, "Render goals that ManiSkill hides from its cameras (PickCube-v1).")
 
 
 class ManiSkillSuite(VectorEnv):
-    """The common part of ManiSkill on the CPU and on the GPU."""
+    """Base class of ManiSkill on the CPU and on the GPU."""
 
     suite: ClassVar[str] = "maniskill"
     camera_names: ClassVar[tuple[str, ...]] = CAMERAS
@@ -120,13 +108,13 @@ class ManiSkillSuite(VectorEnv):
 
     @classmethod
     def state_width(cls, config: ManiSkillOptions) -> int:
-        """Return ``state_dim`` under ``config``; raise ConfigError if the full states of the tasks differ in width."""
+        """Return ``state_dim`` under ``config``; ConfigError if the tasks' full states differ in width."""
         if config.state != "full":
             return PROPRIO_DIM if config.state == "proprio" else 0
         widths = {task: TASKS[task].state_dim for task in select_tasks(list(TASKS), config.tasks)}
         if len(set(widths.values())) > 1:
             raise ConfigError(
-                f"env.state=full has another width for each task ({widths}), and a policy needs one. "
+                f"env.state=full has a different width for each task ({widths}), but a policy needs one. "
                 "Set env.state=proprio, or one task: env.tasks=[PickCube-v1]"
             )
         return next(iter(widths.values()))
@@ -136,12 +124,11 @@ class ManiSkillSuite(VectorEnv):
 
 
 def seed_of(task: str, init_state_id: int, seed: int) -> int:
-    """Return the seed of an episode for ManiSkill's ``reset(seed=...)``."""
     return derive_seed(seed, "maniskill", task, init_state_id) % 2**31
 
 
 class Scene:
-    """One simulation of a task, ``num_envs`` rows wide (1 with "physx_cpu", any number with "physx_cuda")."""
+    """A simulation of a task with ``num_envs`` envs (1 with "physx_cpu", any number with "physx_cuda")."""
 
     def __init__(
         self, config: ManiSkillOptions, task: str, num_envs: int, sim_backend: str, render_device: str
@@ -150,9 +137,9 @@ class Scene:
         import mani_skill.envs  # registers the tasks
         from mani_skill.utils.registration import REGISTERED_ENVS
 
-        mani_skill.logger.setLevel(logging.ERROR)  # it warns about its own tasks whenever it builds a scene
+        mani_skill.logger.setLevel(logging.ERROR)  # it warns about its own tasks at each scene
         if sim_backend == "physx_cpu" and not gc.get_freeze_count():
-            # ManiSkill collects garbage whenever it builds a scene, which takes 8/9 of a reset unless imported objects are frozen.
+            # ManiSkill collects garbage at each scene, which takes 8/9 of a reset unless imported objects are frozen.
             gc.collect()
             gc.freeze()
 
@@ -171,10 +158,8 @@ class Scene:
             self._seeds = draw_each_row_by_its_seed(self._env)
 
     def reset(self, rows: np.ndarray, seeds: Sequence[int]) -> None:
-        """Put ``rows`` (int64 ``[K]``) into the initial states of ``seeds``, in one call of ManiSkill.
-
-        On the CPU the simulation is rebuilt: PhysX keeps contacts in a scene, which ManiSkill's reset does not clear.
-        """
+        """Reset the envs ``rows`` (int64 ``[K]``) to the initial states of ``seeds``, in one call of ManiSkill."""
+        # PhysX keeps contacts over a reset, so on the CPU the simulation is rebuilt.
         options: dict[str, Any] = {"reconfigure": True} if self._on_cpu else {}
         seed: list[int] | None = [seeds[0]]
         if self._num_envs > 1:
@@ -182,25 +167,23 @@ class Scene:
 
             options["env_idx"] = torch.as_tensor(rows, device=self._env.device)
             self._seeds.update(zip(np.asarray(rows).tolist(), seeds, strict=True))
-            seed = None  # with one, ManiSkill would make two generators for each row of the simulation
+            seed = None  # otherwise ManiSkill would create two generators per env
         observation, _ = self._env.reset(seed=seed, options=options)
         self._state[rows] = _array(observation)[rows]
 
     def step(self, rows: np.ndarray, actions: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Advance ``rows`` (int64 ``[K]``) with ``actions`` (float32 ``[K, D]``); the other rows do not change.
-
-        Return the dense reward float32 ``[K]``, and success and failure bool ``[K]``.
-        """
-        others = np.setdiff1d(np.arange(self._num_envs), rows)
-        before = self._env.get_state_dict() if len(others) else None
+        """Step only the envs ``rows`` (int64 ``[K]``); return reward float32 ``[K]``, success and failure bool ``[K]``."""
+        idle = np.setdiff1d(np.arange(self._num_envs), rows)
+        # ManiSkill steps all envs, so the idle ones get their state back afterwards.
+        before = self._env.get_state_dict() if len(idle) else None
         padded = np.zeros((self._num_envs, actions.shape[1]), np.float32)
         padded[rows] = actions
         observation, reward, _, _, info = self._env.step(padded)
         self._state[rows] = _array(observation)[rows]
-        if len(others):
+        if len(idle):
             import torch
 
-            index = torch.as_tensor(others, device=self._env.device)
+            index = torch.as_tensor(idle, device=self._env.device)
             self._env.set_state_dict(_select(before, index), index)
         failure = _array(info["fail"])[rows] if "fail" in info else np.zeros(len(rows), bool)
         return _array(reward)[rows].astype(np.float32), _array(info["success"])[rows], failure
@@ -233,7 +216,7 @@ class Scene:
         return np.concatenate([_array(part)[rows] for part in parts], axis=1).astype(np.float32)
 
     def frames(self, rows: Sequence[int], size: int) -> np.ndarray:
-        """Return uint8 ``[K, size, size, 3]`` of ManiSkill's camera for human viewers, with all goals drawn."""
+        """Return uint8 ``[K, size, size, 3]`` of ManiSkill's camera for human viewers, with all goals visible."""
         images = _array(self._env.render_rgb_array())[list(rows)]
         images = checked_image(images, "ManiSkill", "evaluation.num_videos_per_task=0")
         return np.stack([resized(image, size) for image in images])
@@ -249,7 +232,7 @@ class Scene:
 
 
 class EqualGenerators(Sequence):
-    """A generator for each of ``count`` rows, all under one seed. A row draws from one or two, and no more are made."""
+    """A generator for each of ``count`` envs, all with the same seed. Created on demand: an env draws from one or two."""
 
     def __init__(self, count: int) -> None:
         self.count = count
@@ -257,7 +240,7 @@ class EqualGenerators(Sequence):
         self._of_row: dict[int, np.random.RandomState] = {}
 
     def seed(self, seed: int) -> None:
-        """Start anew under another seed."""
+        """Restart all generators with a new seed."""
         self._seed = seed
         self._of_row.clear()
 
@@ -265,21 +248,21 @@ class EqualGenerators(Sequence):
         return self.count
 
     def __getitem__(self, row: Any) -> np.random.RandomState:
-        row = range(self.count)[row]  # as a list counts, also from its end
+        row = range(self.count)[row]  # like a list, also with negative indices
         if row not in self._of_row:
             if len(self._made) == len(self._of_row):
                 self._made.append(np.random.RandomState(0))
             generator = self._of_row[row] = self._made[len(self._of_row)]
-            generator.seed(self._seed)  # as a new generator, in a tenth of the time
+            generator.seed(self._seed)  # equals a new generator, in a tenth of the time
         return self._of_row[row]
 
 
 def draw_each_row_by_its_seed(env: Any) -> dict[int, int]:
-    """Make the initial state of each row depend on its own seed alone. Return row to seed, to be filled before each reset.
+    """Make the initial state of each env depend only on its own seed. Return env to seed, to be filled before each reset.
 
-    ManiSkill's tasks draw for all rows at once, from torch's generator under the seed of the first row, or from
-    generators of the rows. Here each row is initialised separately, with all generators under its seed. The expensive
-    parts of a reset (moving states to and from the GPU, observing all rows) still happen once.
+    ManiSkill's tasks draw for all envs together, from torch's generator under the first env's seed, or from the envs' generators.
+    Here each env is initialised separately, with all generators under its seed. The expensive parts of a reset (moving states to
+    and from the GPU, observing all envs) still happen once.
     """
     import torch
     from mani_skill.envs.utils.randomization.batched_rng import BatchedRNG
@@ -290,14 +273,14 @@ def draw_each_row_by_its_seed(env: Any) -> dict[int, int]:
         mask = env.scene._reset_mask
         gpus = [env.device] if env.device.type == "cuda" else []
         env._episode_seed, env._batched_episode_rng = np.zeros(env.num_envs, np.int64), BatchedRNG.from_rngs(generators)
-        with torch.random.fork_rng(gpus):  # the policy draws from these generators too
+        with torch.random.fork_rng(gpus):  # the policy draws from these generators, too
             for k, row in enumerate(env_idx.tolist()):
                 generators.seed(seeds[row])
                 env._episode_seed[:] = seeds[row]
                 env._episode_rng = generators[0]
                 torch.manual_seed(seeds[row])
                 env.scene._reset_mask = torch.zeros_like(mask)
-                env.scene._reset_mask[row] = True  # what a task sets goes to these rows
+                env.scene._reset_mask[row] = True  # a task writes to the envs of this mask
                 initialize(env_idx[k : k + 1], options)
         env.scene._reset_mask = mask
 
@@ -310,5 +293,4 @@ def _array(tensor: Any) -> np.ndarray:
 
 
 def _select(tree: Any, index: Any) -> Any:
-    """Take the rows ``index`` of every tensor of nested dictionaries."""
     return {name: _select(value, index) for name, value in tree.items()} if isinstance(tree, dict) else tree[index]

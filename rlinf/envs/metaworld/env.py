@@ -98,38 +98,29 @@ class MetaWorldConfig(ProcessEnvConfig):
     usual_cameras: ClassVar[tuple[str, ...]] = ("corner4",)
 
     name: str = option("metaworld", "Registered environment.")
-    max_episode_steps: int = option(200, "Env steps after which a running episode is truncated.", minimum=1)
-    image_size: int = option(128, "Height and width of the camera images in pixels.", minimum=16)
+    max_episode_steps: int = option(200, "Env steps after which an episode is truncated.", minimum=1)
+    image_size: int = option(128, "Height and width of camera images in pixels.", minimum=16)
     cameras: list[str] | None = option(
-        None,
-        f"Cameras to render, in the order in which the policy gets them: {', '.join(CAMERAS)}; null: as many as the model reads.",
+        None, f"Rendered cameras, in order: {', '.join(CAMERAS)}; null: as the model reads."
     )
     reward_mode: str = option(
         "relative",
-        "sparse: success bonus only; shaped: dense reward of the simulator (0 to 1) plus the bonus; relative: change of "
-        "the dense reward since the previous step plus the bonus.",
+        "sparse: success bonus; shaped: plus dense reward (0 to 1); relative: plus its change.",
         choices=("sparse", "shaped", "relative"),
     )
     state: str = option(
         "proprio",
-        "proprio: hand position (x, y, z, metres) and opening of the gripper (0 to 1); full: Meta-World's 39 numbers and the "
-        "task, one-hot among all 50; none.",
+        "proprio: hand position and gripper; full: 39 values and the one-hot task; none.",
         choices=("full", "proprio", "none"),
     )
-    action_repeat: int = option(
-        1, "Simulator steps of one env step, all with the same action; a success ends the repetition.", minimum=1
-    )
-    upright: bool = option(
-        True,
-        "Turn the images of the corner cameras by 180 degrees, so that up is up; false: as Meta-World draws them.",
-    )
+    action_repeat: int = option(1, "Simulator steps per env step, with one action; a success ends them.", minimum=1)
+    upright: bool = option(True, "Rotate images of the corner cameras by 180 degrees, to be upright.")
 
 
 class MetaWorldVectorEnv(ProcessVectorEnv):
-    """Meta-World's tasks by instruction; an action moves the hand by up to 1 cm a step along (x, y, z), and the gripper.
+    """Meta-World's tasks by instruction; an action moves the hand by up to 1 cm per step along (x, y, z), and the gripper.
 
-    Goals are part of the state and drawn in the image. Dense reward: Meta-World's own (0 to 10) times 0.1. Raises
-    MissingDependencyError without Meta-World, MuJoCo or a GL for its images.
+    Goals are in the state and visible. Dense reward: Meta-World's (0 to 10) times 0.1. Raises MissingDependencyError.
     """
 
     config_class = MetaWorldConfig
@@ -156,11 +147,10 @@ class MetaWorldVectorEnv(ProcessVectorEnv):
 
     @classmethod
     def state_width(cls, config: MetaWorldConfig) -> int:
-        """Return 4 (proprio); 39, and one for each of the 50 tasks whatever ``config.tasks`` (full); or 0 (none)."""
+        """Return 4 (proprio), 39 plus one for each of the 50 tasks (full), or 0 (none)."""
         return {"full": 39 + len(INSTRUCTIONS), "proprio": 4, "none": 0}[config.state]
 
     def state_bounds(self) -> tuple[np.ndarray, np.ndarray] | None:
-        """Return the space of the hand and [0, 1] for the gripper (proprio); None for other states."""
         if self.config.state != "proprio":
             return None
         return np.array([*HAND_LOW, 0.0]), np.array([*HAND_HIGH, 1.0])
@@ -170,7 +160,7 @@ class MetaWorldVectorEnv(ProcessVectorEnv):
 
 
 class MetaWorldSimulator(Simulator):
-    """One env of Meta-World. It switches scenes when an episode has another task."""
+    """One env of Meta-World. It switches scenes when the task changes."""
 
     config: MetaWorldConfig
 
@@ -184,7 +174,6 @@ class MetaWorldSimulator(Simulator):
         _simulators.add(self)
 
     def reset(self, spec: EpisodeSpec) -> None:
-        """Draw and place the objects and the goal of ``spec``, from a generator of its own."""
         task = self.task_names[spec.task_id]
         if task != self._task:
             self.close()
@@ -199,48 +188,46 @@ class MetaWorldSimulator(Simulator):
         return SingleStep(REWARD_SCALE * float(reward), info["success"])
 
     def observe(self) -> View:
-        images = {camera: self._draw(camera, self.config.image_size) for camera in self.config.cameras}
+        images = {camera: self._render_camera(camera, self.config.image_size) for camera in self.config.cameras}
         return View(images, self._state(), INSTRUCTIONS[self._task])
 
     def expert_action(self, aim_offset_m: tuple[float, float] = (0.0, 0.0)) -> np.ndarray:
-        """Return the action of Meta-World's scripted expert, off by ``aim_offset_m`` (x, y)."""
         from metaworld.policies import ENV_POLICY_MAP
 
-        seen = self._numbers.copy()
-        seen[:2] -= aim_offset_m
-        return np.clip(ENV_POLICY_MAP[self._task]().get_action(seen), -1.0, 1.0).astype(np.float32)
+        numbers = self._numbers.copy()
+        numbers[:2] -= aim_offset_m
+        return np.clip(ENV_POLICY_MAP[self._task]().get_action(numbers), -1.0, 1.0).astype(np.float32)
 
     def render(self, size: int) -> np.ndarray:
-        """Return an image of the first camera, or of corner4."""
-        return self._draw(self._video_camera, size)
+        return self._render_camera(self._video_camera, size)
 
     def chunk_path(self, chunk: np.ndarray, size: int) -> np.ndarray:
-        """Return the path of the fingers, simulated as if no success ended the repetition of an action."""
+        """Return the simulated path of the fingers, as if no success ended the repetition of an action."""
         mujoco, env, camera, data = import_mujoco(), self._env, self._video_camera, self._env.data
-        places = [env.tcp_center]
+        positions = [env.tcp_center]
+        # The env's data is swapped for a copy, because Meta-World's methods always step `env.data`.
         try:
             env.data = copy.copy(data)
             for action in np.repeat(chunk, self.config.action_repeat, axis=0):
                 env.set_xyz_action(action[:3])
                 env.do_simulation([action[-1], -action[-1]], n_frames=env.frame_skip)
                 mujoco.mj_forward(env.model, env.data)
-                places.append(env.tcp_center)
+                positions.append(env.tcp_center)
         finally:
             env.data = data
-        seen = np.stack(places[:: self.config.action_repeat])
-        path = project(env.model, data, env.model.camera(camera).id, seen, size)
-        return size - path if self._is_turned(camera) else path
+        points = np.stack(positions[:: self.config.action_repeat])
+        path = project(env.model, data, env.model.camera(camera).id, points, size)
+        return size - path if self._is_rotated(camera) else path
 
     def poses(self) -> dict[str, list[float]]:
-        """Return position and quaternion of the hand and of every body that does not belong to the arm."""
         model, data = self._env.model, self._env.data
         arm = model.body("base").id
         bodies = [model.body(index) for index in range(1, model.nbody)]
-        seen = [body for body in bodies if body.name == "hand" or (body.name and body.rootid[0] != arm)]
-        return {body.name: [*data.xpos[body.id].tolist(), *data.xquat[body.id].tolist()] for body in seen}
+        movable = [body for body in bodies if body.name == "hand" or (body.name and body.rootid[0] != arm)]
+        return {body.name: [*data.xpos[body.id].tolist(), *data.xquat[body.id].tolist()] for body in movable}
 
     def close(self) -> None:
-        """Hand the scene to other simulators of this process."""
+        # Scenes go back to a pool, because building one takes 0.1 s and tasks change often.
         if self._env is not None:
             with _idle_scenes_lock:
                 _idle_scenes.append((self._task, self._env))
@@ -259,14 +246,14 @@ class MetaWorldSimulator(Simulator):
     def _video_camera(self) -> str:
         return next(iter(self.config.cameras), "corner4")
 
-    def _is_turned(self, camera: str) -> bool:
+    def _is_rotated(self, camera: str) -> bool:
         return self.config.upright and camera in UPSIDE_DOWN_CAMERAS
 
-    def _draw(self, camera: str, size: int) -> np.ndarray:
+    def _render_camera(self, camera: str, size: int) -> np.ndarray:
         _show_goal(self._env)
         renderer = _renderer_of(self._env.fullpath, size)
         image = renderer.render([self._env.data], [renderer.model.camera(camera).id])[0, 0]
-        if self._is_turned(camera):
+        if self._is_rotated(camera):
             image = image[::-1, ::-1]
         return np.ascontiguousarray(image)
 
@@ -276,7 +263,7 @@ _idle_scenes_lock = threading.Lock()
 
 
 def _take_scene(task: str) -> Any:
-    """Return an idle env of Meta-World of this process, or make one (0.1 s, 15 MB)."""
+    """Return an idle Meta-World env of this process, or build one (0.1 s, 15 MB)."""
     with _idle_scenes_lock:
         for index in reversed(range(len(_idle_scenes))):
             if _idle_scenes[index][0] == task:
@@ -293,10 +280,8 @@ def _take_scene(task: str) -> Any:
 
 
 def _restart(env: Any, seed: int) -> np.ndarray:
-    """Put ``env`` into an initial state that depends on ``seed`` only, and return its 39 numbers.
-
-    Meta-World's ``reset(seed)`` does not do this: it draws from NumPy's global generator, or not at all.
-    """
+    """Put ``env`` into an initial state that depends on ``seed`` only, and return its 39 values."""
+    # Meta-World's own reset(seed) draws from NumPy's global generator, or not at all.
     mujoco = import_mujoco()
     env.np_random = np.random.default_rng(seed)
     env._freeze_rand_vec = False
@@ -306,15 +291,13 @@ def _restart(env: Any, seed: int) -> np.ndarray:
         env._freeze_rand_vec = True
     env.curr_path_length = 0
     mujoco.mj_fwdPosition(env.model, env.data)
-    seen = env._prev_obs = env._get_curr_obs_combined_no_goal()
-    return np.concatenate([seen, seen, env._get_pos_goal()])
+    observed = env._prev_obs = env._get_curr_obs_combined_no_goal()
+    return np.concatenate([observed, observed, env._get_pos_goal()])
 
 
 def _show_goal(env: Any) -> None:
-    """Place the marks of the goal, which Meta-World does not move in some tasks.
-
-    The first mark of its list is the goal's, but the list of pick-out-of-hole-v3 places it at the puck.
-    """
+    """Move the marks of the goal, which Meta-World does not do in some tasks."""
+    # The first mark is the goal's, but pick-out-of-hole-v3 lists it at the puck.
     for index, (site, position) in enumerate(env._target_site_config):
         env._set_pos_site(site, env._target_pos if index == 0 else position)
 
@@ -325,14 +308,11 @@ _renderers_lock = threading.Lock()
 
 
 def _renderer_of(model_path: str, size: int) -> StateRenderer:
-    """Return this process's renderer for all envs of a model. It holds its own copy of the model, with equal geoms.
-
-    A renderer takes 150 MB and about a second to make. For each image size there are at most as many as envs (at
-    least ``MIN_RENDERERS``), so that envs of different tasks need not share one; the least recently used one is closed.
-    """
+    """Return this process's renderer for all envs of a model, with its own copy of the model."""
     with _renderers_lock:
         renderers = _renderers.setdefault(size, OrderedDict())
         if model_path not in renderers:
+            # A renderer takes 150 MB and a second to build: at most one per env and size, so that tasks need not alternate.
             while len(renderers) >= max(MIN_RENDERERS, len(_simulators)):
                 renderers.popitem(last=False)[1].close()
             renderers[model_path] = StateRenderer(import_mujoco().MjModel.from_xml_path(model_path), size, MAX_GEOMS)

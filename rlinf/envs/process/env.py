@@ -1,8 +1,8 @@
-"""Simulators of one environment each, in worker processes, as one vector env.
+"""Vector env of simulators that run one environment each, in worker processes.
 
-Each worker owns some rows. Commands go over pipes to all workers before any answer is awaited. Images and states are in
-anonymous shared memory, which leaves nothing behind however a process ends. A worker that dies, raises or misses its
-deadline is replaced, and its rows restart their episodes (``ChunkStep.lost_env_ids``).
+Each worker owns some envs. Calls go over pipes to all workers before any reply is awaited. Images and states are in anonymous
+shared memory, which leaves nothing behind however a process ends. A worker that dies, raises or misses its deadline is
+replaced, and its envs restart their episodes (``ChunkStep.lost_env_ids``).
 """
 
 from __future__ import annotations
@@ -34,24 +34,25 @@ from rlinf.memory import num_cores
 from rlinf.types import EpisodeSpec, Observation
 
 MAX_FAILURES = 3
-"""Number of failures in one episode that ends the run."""
+"""Failures in one episode that end the run."""
 CLOSE_TIMEOUT_S = 5.0
 SLOW_CALLS = ("construction", "reset")
-"""Calls that may take ``env.reset_timeout_s``."""
+"""Calls with the time limit ``env.reset_timeout_s``."""
 
 
 class Worker(Part, ChildProcess):
-    """The parent's end of a worker process and the rows that it owns. The process may be replaced."""
+    """The parent's end of a worker process and its envs. The process may be replaced."""
 
     def start(self, task: SimulatorTask, memory: SharedMemory) -> None:
         # Threads of the simulator and of Mesa's rasteriser would compete with the other workers for the cores.
         environment = {"LP_NUM_THREADS": "0", **os.environ, "OMP_NUM_THREADS": "1"}
-        name = f"simulators of rows {self.ids[0]} to {self.ids[-1]}"
+        name = f"simulators of envs {self.ids[0]} to {self.ids[-1]}"
         self.launch("rlinf.envs.process.worker_process:main", name, [memory], environment)
         self.send(task, task.config.reset_timeout_s)
 
     def send(self, message: Any, timeout_s: float) -> bool:
         """Send a message. Return False if a stopped process did not read it before the deadline."""
+        # Timeouts of the socket, because a stopped process would block a send of more bytes than the pipe holds for ever.
         with socket.socket(fileno=os.dup(self.connection.fileno())) as pipe:
             limit = struct.pack("ll", int(timeout_s), int(timeout_s % 1 * 1e6))
             for option in (socket.SO_SNDTIMEO, socket.SO_RCVTIMEO):
@@ -59,13 +60,13 @@ class Worker(Part, ChildProcess):
         try:
             self.connection.send(message)
         except (BrokenPipeError, ConnectionResetError):
-            pass  # The process has died; ``receive`` reports why.
+            pass  # the process has died; `receive` reports the cause
         except BlockingIOError:
             return False
         return True
 
     def receive(self, timeout_s: float, name: str) -> Any:
-        """Return the answer to ``name``, or a ``Failure`` if the process died or stopped while answering."""
+        """Return the reply to ``name``, or a ``Failure`` if the process died or stopped while replying."""
         try:
             if self.connection.poll():
                 return self.connection.recv()
@@ -78,7 +79,7 @@ class Worker(Part, ChildProcess):
         return Failure(None, ending, self.read_log(), from_outside=-status in outside)
 
     def give_up(self, timeout_s: float, name: str) -> Failure:
-        """Kill a process that has been silent for too long, after it has dumped its stacks."""
+        """Kill a process that has exceeded its time limit, after it has dumped its stacks."""
         dump_stacks(self.process, self.log)
         self.process.kill()
         key = "env.reset_timeout_s" if name in SLOW_CALLS else "env.step_timeout_s"
@@ -88,12 +89,12 @@ class Worker(Part, ChildProcess):
 
 
 class ProcessVectorEnv(SpreadVectorEnv):
-    """``num_envs`` simulators of one kind, spread over worker processes, which start at the first reset.
+    """``num_envs`` simulators of one kind, divided among worker processes, which start at the first reset.
 
-    A subclass sets ``simulator_class`` (``"module:Class"`` of a ``rlinf.envs.process.simulator.Simulator``, which the
-    workers import), ``config_class``, ``suite``, ``all_task_names`` and ``state_dim``. Any call raises SimulatorError
-    if more than ``config.max_restarts`` workers were lost, if a simulator failed ``MAX_FAILURES`` times in one episode
-    (both close the env), or if the env is closed.
+    A subclass sets ``simulator_class`` (``"module:Class"`` of a ``rlinf.envs.process.simulator.Simulator``, which the workers
+    import), ``config_class``, ``suite``, ``all_task_names`` and ``state_dim``. Any call raises SimulatorError if more than
+    ``config.max_restarts`` workers were lost, if a simulator failed ``MAX_FAILURES`` times in one episode (both close the env),
+    or if the env is closed.
     """
 
     config_class: ClassVar[type[ProcessEnvConfig]] = ProcessEnvConfig
@@ -114,13 +115,14 @@ class ProcessVectorEnv(SpreadVectorEnv):
         if config.num_processes != 0 and self.simulator_class.startswith("__main__:"):
             raise ConfigError(
                 f"The simulator '{self.simulator_class}' of env.name={config.name} is defined in the main script, which "
-                "worker processes cannot import. Move it into another file, or set env.num_processes=0"
+                "worker processes cannot import. Move it to a module, or set env.num_processes=0"
             )
         self._task = SimulatorTask(self.simulator_class, config, self.task_names, self.num_envs, self.state_dim)
         self._memory = SharedMemory(self._task.row_type.itemsize * self.num_envs)
+        # A worker writes its rows while this process waits, so nothing else may touch them; observations are copied out.
         self._rows = np.frombuffer(self._memory.map, dtype=self._task.row_type)
         self._instructions = np.full(self.num_envs, "", dtype=object)
-        self._num_failures = np.zeros(self.num_envs, dtype=np.int64)  # in the current episode of each row
+        self._num_failures = np.zeros(self.num_envs, dtype=np.int64)  # in the current episode of each env
         count = 1 if config.num_processes == 0 else min(config.num_processes or num_cores(), self.num_envs)
         self._workers = [Worker(ids) for ids in np.array_split(np.arange(self.num_envs), count)]
 
@@ -133,19 +135,16 @@ class ProcessVectorEnv(SpreadVectorEnv):
         return list(inspect.signature(import_string(cls.simulator_class).expert_action).parameters)[1:]
 
     def worker_processes(self) -> list[subprocess.Popen]:
-        """Return the running processes, in the order of their rows."""
         return [worker.process for worker in self._workers if worker.process is not None]
 
     def num_finished_calls(self) -> int:
         return int(self._rows["num_calls"].sum())
 
     def offload(self) -> None:
-        """End the workers. The next reset starts new ones; call nothing else before it."""
         self.close_extras()
         self._specs = None
 
     def close_extras(self, **kwargs: object) -> None:
-        """Ask the workers to end, and kill those that do not."""
         if self._local is not None:
             self._local.close()
         end_all(self._workers, CLOSE_TIMEOUT_S)
@@ -162,49 +161,49 @@ class ProcessVectorEnv(SpreadVectorEnv):
         state = self._rows["state"][ids] if self.state_dim else None
         return Observation(images, state, self._instructions[ids].tolist())
 
-    def _ask_rows(
-        self, name: str, ids: np.ndarray, *arguments: Any, of_rows: Sequence[np.ndarray] = ()
+    def _call_rows(
+        self, name: str, ids: np.ndarray, *arguments: Any, per_env: Sequence[np.ndarray] = ()
     ) -> Mapping[Worker, Any]:
         idle = np.setdiff1d(ids, self._rows_in_use()).tolist()
         if idle:
-            raise ConfigError(f"{name} was called for the rows {idle}, which have no episode since the last reset.")
-        return super()._ask_rows(name, ids, *arguments, of_rows=of_rows)
+            raise ConfigError(f"{name} was called for the envs {idle}, which have no episode since the last reset.")
+        return super()._call_rows(name, ids, *arguments, per_env=per_env)
 
     def _call(self, calls: dict[Worker, Call]) -> dict[Worker, Any]:
-        """Let each worker call a method of its ``SimulatorRows``."""
         if self.closed:
             raise self._closed_error(calls, self.config.name)
         if self.config.num_processes == 0:
             if self._local is None:
                 self._local = SimulatorRows(self._task, self._memory.map)
-            played = {worker: getattr(self._local, name)(*arguments) for worker, (name, arguments) in calls.items()}
-            return self._taken(calls, played)
+            results = {worker: getattr(self._local, name)(*arguments) for worker, (name, arguments) in calls.items()}
+            return self._store_instructions(calls, results)
         for worker in calls:
             if worker.process is None:
                 worker.start(self._task, self._memory)
-        answers, failed = self._exchange(calls)
+        results, failed = self._exchange(calls)
+        # A replacement may fail in its reset, too, until the limits of failures or restarts are reached.
         while failed:
             for worker, failure in failed.items():
                 self._replace(worker, failure)
             used = self._rows_in_use()
             resets = {worker: self._reset_call(worker, used[worker.positions(used)]) for worker in failed}
-            shown, failed = self._exchange(resets)
-            self._taken(resets, shown)
-        return self._taken(calls, answers)
+            reset_results, failed = self._exchange(resets)
+            self._store_instructions(resets, reset_results)
+        return self._store_instructions(calls, results)
 
-    def _taken(self, calls: dict[Worker, Call], answers: dict[Worker, Any]) -> dict[Worker, Any]:
-        """Store the instructions that resets and steps have returned; return the rest of the answers."""
-        for worker, answer in answers.items():
+    def _store_instructions(self, calls: dict[Worker, Call], results: dict[Worker, Any]) -> dict[Worker, Any]:
+        """Store the instructions that resets and steps return; return the remaining results."""
+        for worker, result in results.items():
             name, arguments = calls[worker]
             if name in ("reset", "step_chunk"):
-                answers[worker], self._instructions[arguments[0]] = answer
-        return answers
+                results[worker], self._instructions[arguments[0]] = result
+        return results
 
     def _exchange(self, calls: dict[Worker, Call]) -> tuple[dict[Worker, Any], dict[Worker, Failure]]:
-        """Send all calls, then collect answers and failures.
+        """Send all calls, then collect results and failures.
 
-        A worker fails if one call of a simulator exceeds the time limit. An error that the user must fix is raised
-        again, once all workers have answered.
+        A worker fails if one simulator call exceeds the time limit. An error that the user must fix is raised again, once all
+        workers have replied.
         """
         names = {name for name, _ in calls.values()}
         timeout_s = self.config.reset_timeout_s if names == {"reset"} else self.config.step_timeout_s
@@ -212,6 +211,7 @@ class ProcessVectorEnv(SpreadVectorEnv):
         try:
             num_calls, silent_s = {}, dict.fromkeys(calls, 0.0)
             for worker, call in calls.items():
+                # Flags of earlier calls would blame the wrong simulator for a crash.
                 self._rows["busy"][worker.ids] = False
                 num_calls[worker] = self._num_calls(worker)
                 if not worker.send(call, timeout_s):
@@ -221,7 +221,7 @@ class ProcessVectorEnv(SpreadVectorEnv):
                 ready = wait([worker.connection for worker in waiting], timeout=poll_s)
                 before, now = now, time.monotonic()
                 for worker in waiting:
-                    # Time in which this process itself did not run (Ctrl-Z, a stalled machine) does not count as silence.
+                    # Time in which this process itself was stopped (Ctrl-Z, a stalled machine) does not count.
                     silent_s[worker] += min(now - before, poll_s)
                     if worker.connection in ready or worker.process.poll() is not None:
                         results[worker] = worker.receive(timeout_s, calls[worker][0])
@@ -229,7 +229,7 @@ class ProcessVectorEnv(SpreadVectorEnv):
                         num_calls[worker], silent_s[worker] = finished, 0.0
                     elif silent_s[worker] > timeout_s:
                         results[worker] = worker.give_up(timeout_s, calls[worker][0])
-        except BaseException:  # Ctrl-C: the next call must not read the answers to this one.
+        except BaseException:  # also Ctrl-C: the next call must not read replies to this one
             for worker in calls:
                 worker.kill()
             raise
@@ -247,10 +247,10 @@ class ProcessVectorEnv(SpreadVectorEnv):
         worker.end(deadline=0.0)
         self.num_restarts += 1
         busy = worker.ids[self._rows["busy"][worker.ids]]
-        failed = busy if len(busy) else worker.ids  # no row is busy if the process died before it made a simulator
+        failed = busy if len(busy) else worker.ids  # none is busy if the process died before it built a simulator
         self._num_failures[failed] += not failure.from_outside
         what = (
-            f"A worker process of env.name={self.config.name} with the rows {worker.ids.tolist()} was lost: "
+            f"A worker process of env.name={self.config.name} with the envs {worker.ids.tolist()} was lost: "
             f"{failure.message}\n{failure.traceback}".rstrip()
         )
         if self._num_failures[failed[0]] >= MAX_FAILURES:
@@ -265,5 +265,5 @@ class ProcessVectorEnv(SpreadVectorEnv):
     def _episode_of(self, busy: np.ndarray) -> str:
         spec = self._specs[busy[0]] if len(busy) else None
         if spec is None:
-            return "these rows while starting, before any simulator ran"
-        return f"one episode: {spec} of the task '{self.task_names[spec.task_id]}' in row {busy[0]}"
+            return "these envs while starting, before any simulator ran"
+        return f"one episode: {spec} of the task '{self.task_names[spec.task_id]}' in env {busy[0]}"

@@ -1,4 +1,4 @@
-"""The contract of a simulator that runs one environment; ``ProcessVectorEnv`` makes a vector env of it."""
+"""Interface of a simulator that runs one environment, for ``ProcessVectorEnv``."""
 
 from __future__ import annotations
 
@@ -16,10 +16,7 @@ if TYPE_CHECKING:
 
 
 class SingleStep(NamedTuple):
-    """The result of one env step of one environment, see ``rlinf.envs.steps.SimulatorStep``. ``success`` None: not told.
-
-    Numbers and flags may be NumPy scalars; the worker checks them.
-    """
+    """Result of one env step, see ``rlinf.envs.steps.SimulatorStep``. ``success`` None: not reported. NumPy scalars are fine."""
 
     dense_reward: float
     success: bool | None
@@ -28,10 +25,7 @@ class SingleStep(NamedTuple):
 
 
 class View(NamedTuple):
-    """The observation of one environment: a row of ``rlinf.types.Observation``.
-
-    ``images`` map each of ``config.cameras`` to uint8 ``[H, W, 3]``; ``state`` is float32 ``[S]``, or None.
-    """
+    """Observation of one env: camera to uint8 ``[H, W, 3]``, state float32 ``[S]`` or None, and instruction."""
 
     images: dict[str, np.ndarray]
     state: np.ndarray | None
@@ -39,11 +33,11 @@ class View(NamedTuple):
 
 
 class Simulator(ABC):
-    """One environment, made and used by one thread of a worker process.
+    """One environment, built and used by one thread of a worker process.
 
-    An episode must be a function of its ``EpisodeSpec`` and the actions alone, not of earlier episodes. Import the
-    simulator's packages in the constructor or later, never at module level; torch is not needed. ``task_names`` are the
-    tasks that ``config.tasks`` selects; ``EpisodeSpec.task_id`` is an index into them.
+    An episode must be a function of its ``EpisodeSpec`` and the actions only, not of earlier episodes. Import the simulator's
+    packages in the constructor or later, never at module level; torch is not needed. ``task_names`` are the tasks that
+    ``config.tasks`` selects; ``EpisodeSpec.task_id`` is an index.
     """
 
     def __init__(self, config: EnvConfig, task_names: Sequence[str]) -> None:
@@ -51,34 +45,31 @@ class Simulator(ABC):
 
     @abstractmethod
     def reset(self, spec: EpisodeSpec) -> None:
-        """Put the environment into the first state of ``spec``, whatever its state."""
+        """Reset to the first state of ``spec``, whatever the current state."""
 
     @abstractmethod
     def step(self, action: np.ndarray) -> SingleStep:
-        """Advance by one env step with ``action`` (float32 ``[D]``, within bounds)."""
+        """Step once with ``action`` (float32 ``[D]``, within bounds)."""
 
     @abstractmethod
     def observe(self) -> View:
         """Return the current observation; called once per chunk and after a reset."""
 
     def expert_action(self) -> np.ndarray:
-        """Return the scripted expert's action in the current state, float32 ``[D]``.
-
-        An override may take keyword options, see ``VectorEnv.expert_actions``.
-        """
+        """Return the scripted expert's action, float32 ``[D]``; keyword options as in ``VectorEnv.expert_actions``."""
         raise ConfigError(f"Environment '{self.config.name}' has no scripted expert.")
 
     def render(self, size: int) -> np.ndarray:
-        """Return an image for videos, uint8 ``[size, size, 3]``."""
-        raise ConfigError(f"Environment '{self.config.name}' cannot draw frames (asked for {size} pixels).")
+        """Return a video frame, uint8 ``[size, size, 3]``."""
+        raise ConfigError(f"Environment '{self.config.name}' cannot render frames (requested {size} pixels).")
 
     def chunk_path(self, chunk: np.ndarray, size: int) -> np.ndarray | None:
-        """Return a row of ``VectorEnv.chunk_paths`` for ``chunk [C, D]``, ``[C + 1, 2]``; None: unknown."""
+        """Return the hand's path under ``chunk [C, D]``, ``[C + 1, 2]``, as in ``VectorEnv.chunk_paths``; None: unknown."""
         return None
 
     def poses(self) -> dict[str, list[float]]:
-        """Return object name to current position (metres) and orientation (quaternion), for the simulator's fingerprint."""
+        """Return object name to position (metres) and orientation (quaternion), for the simulator's fingerprint."""
         return {}
 
     def close(self) -> None:  # noqa: B027
-        """Free what the simulator holds; nothing by default."""
+        """Free resources; nothing by default."""

@@ -1,4 +1,4 @@
-"""Try an env of somebody else in a process of its own, where a crash or a hang ends that process alone."""
+"""Try a user's env in a separate process, so that a crash or a hang ends only that process."""
 
 from __future__ import annotations
 
@@ -22,40 +22,37 @@ LOG_CHARACTERS = 2000
 OTHER_STACKS = re.compile(r"^Thread 0x.*?(?=^Current thread)|^Extension modules:[^\n]*", re.MULTILINE | re.DOTALL)
 
 Trial = Generator[str, None, Any]
-"""Yields the name of each call before it: one of ``SLOW_CALLS``, or another, which may take ``env.step_timeout_s``. Returns the result."""
+"""Yields the name of each call before it: one of ``SLOW_CALLS``, else with the limit ``env.step_timeout_s``. Returns the result."""
 
 
-def tried(trial: str, config: ProcessEnvConfig, what: str) -> Any:
-    """Run the ``Trial`` ``"module:function"`` of ``config`` in a child process, and return its result.
-
-    Raise the RLinfError that it raises, and SimulatorError if it raises another error, dies, or misses the deadline of a call. ``what``
-    names the env in messages.
-    """
-    worker, call, answer = Worker(np.zeros(1, dtype=np.int64)), "construction", cast(Any, None)
+def run_in_child(trial: str, config: ProcessEnvConfig, what: str) -> Any:
+    """Run the ``Trial`` ``"module:function"`` in a child process; raise its RLinfError, or SimulatorError with the name ``what``."""
+    worker, call, reply = Worker(np.zeros(1, dtype=np.int64)), "construction", cast(Any, None)
     environment = {"LP_NUM_THREADS": "0", **os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
     worker.launch(f"{__name__}:main", f"the trial of {what}", [], environment, logs_output=True)
     try:
         worker.send((trial, config), config.reset_timeout_s)
-        while not isinstance(answer, Failure | tuple):
-            call = answer or call
+        while not isinstance(reply, Failure | tuple):
+            call = reply or call
             timeout_s, waited_s = config.reset_timeout_s if call in SLOW_CALLS else config.step_timeout_s, 0.0
-            # Polls, because a process that the env has started may hold the pipe open after its end.
+            # Polls, because a process that the env has started may keep the pipe open after this one's end.
             while not worker.connection.poll(poll_s := min(POLL_S, timeout_s / 4)) and worker.process.poll() is None:
                 if (waited_s := waited_s + poll_s) > timeout_s:
                     break
-            answer = worker.give_up(timeout_s, call) if waited_s > timeout_s else worker.receive(timeout_s, call)
+            reply = worker.give_up(timeout_s, call) if waited_s > timeout_s else worker.receive(timeout_s, call)
     finally:
         worker.kill()
-    if not isinstance(answer, Failure):
-        return answer[0]
-    if answer.error is not None:
-        raise getattr(rlinf.errors, answer.error)(answer.message)
+    if not isinstance(reply, Failure):
+        return reply[0]
+    if reply.error is not None:
+        raise getattr(rlinf.errors, reply.error)(reply.message)
+    # A crash prints the stacks of all threads; only the current one is the user's.
     log = OTHER_STACKS.sub("", worker.read_log())[-LOG_CHARACTERS:].strip()
     output = f" Its last output:\n{log}\n" if log else " It printed nothing. "
-    raise SimulatorError(f"{what} fails in its first {call}: {answer.message}.{output}Fix the environment")
+    raise SimulatorError(f"{what} fails in its first {call}: {reply.message}.{output}Fix the environment")
 
 
-def finished(calls: Trial, report: Any = bool) -> Any:
+def run_trial(calls: Trial, report: Any = bool) -> Any:
     """Run a trial in this process, and return its result; ``report`` gets the name of each call before it."""
     try:
         while True:
@@ -65,12 +62,12 @@ def finished(calls: Trial, report: Any = bool) -> Any:
 
 
 def main() -> None:
-    """Run a trial in this process, which its parent has started."""
+    """Run a trial in this child process."""
     connection, _, parent = own_end()
     threading.Thread(target=exit_with_parent, args=(parent,), daemon=True).start()
     try:
         trial, config = connection.recv()
-        connection.send((finished(import_string(trial)(config), connection.send),))
+        connection.send((run_trial(import_string(trial)(config), connection.send),))
     except BaseException as error:  # noqa: BLE001 - the parent reports it
         failure, place = failure_of(error), traceback.extract_tb(error.__traceback__)[-1]
         where = "" if failure.error else f" ({place.filename}, line {place.lineno})"

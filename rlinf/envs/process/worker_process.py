@@ -1,4 +1,4 @@
-"""The child's side of ``ProcessVectorEnv``: the simulators of some rows, and the loop of their worker process."""
+"""Worker process of ``ProcessVectorEnv``: the simulators of some envs, and the loop that serves calls."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ MARGIN_S = 2.0
 
 @dataclass(frozen=True)
 class SimulatorTask:
-    """The class (``"module:Class"``) and arguments of a worker's simulators, and the size of their rows in memory."""
+    """Class (``"module:Class"``) and arguments of a worker's simulators, and the size of their shared memory."""
 
     simulator_class: str
     config: ProcessEnvConfig
@@ -39,7 +39,7 @@ class SimulatorTask:
 
     @property
     def row_type(self) -> np.dtype:
-        """One row of the shared memory: number of finished simulator calls, whether a call is running, state, and images."""
+        """Shared memory of one env: number of finished simulator calls, whether a call is running, state, and images."""
         size = self.config.image_size
         images = (len(self.config.cameras), size, size, 3)
         state = ("state", np.float32, (self.state_dim,))
@@ -47,10 +47,7 @@ class SimulatorTask:
 
 
 class SimulatorRows:
-    """The simulators of some rows, which run one after the other. Each is made when its row is first reset.
-
-    Observations go into ``memory``, ``task.num_envs`` rows of ``task.row_type``.
-    """
+    """Simulators of some envs, built at their first reset. Observations go to ``memory`` (``task.num_envs`` of ``row_type``)."""
 
     def __init__(self, task: SimulatorTask, memory: Any) -> None:
         self.task = task
@@ -59,24 +56,24 @@ class SimulatorRows:
         self._simulators: dict[int, Simulator] = {}
 
     def reset(self, ids: Sequence[int], specs: Sequence[EpisodeSpec]) -> tuple[None, list[str]]:
-        """Start an episode in each of the rows ``ids``, write its observation, and return None and the instructions."""
+        """Start an episode in each of the envs ``ids``, write its observation, and return None and the instructions."""
         instructions = []
-        for index, spec in zip(self._each(ids), specs, strict=True):
+        for index, spec in zip(self._marked(ids), specs, strict=True):
             if index not in self._simulators:
                 self._simulators[index] = self._make(self.task.config, self.task.task_names)
                 self._count(index)
             self._simulators[index].reset(spec)
             self._count(index)
-            instructions.append(self._show(index))
+            instructions.append(self._write(index))
         return None, instructions
 
     def step_chunk(
         self, ids: Sequence[int], actions: np.ndarray, steps_left: np.ndarray
     ) -> tuple[SimulatorChunk, list[str]]:
-        """Step the rows ``ids`` as in ``VectorEnv._step_chunk``; write their observations and return the instructions."""
+        """Step the envs ``ids`` as in ``VectorEnv._step_chunk``; write their observations and return the instructions."""
         chunk = SimulatorChunk.empty(*actions.shape[:2])
         instructions, name = [], self.task.config.name
-        for row, index in enumerate(self._each(ids)):
+        for row, index in enumerate(self._marked(ids)):
             simulator = self._simulators[index]
             for position in range(min(len(actions[row]), steps_left[row])):
                 step = simulator.step(actions[row, position])
@@ -85,46 +82,47 @@ class SimulatorRows:
                 for flag in ("success", "terminated", "truncated"):
                     if (value := getattr(step, flag)) is not None:
                         getattr(chunk, flag)[row, position] = flag_of(value, f"`{flag}` of env.name={name}")
-                chunk.executed[row, position], chunk.told[row, position] = True, step.success is not None
+                chunk.executed[row, position], chunk.success_known[row, position] = True, step.success is not None
                 if chunk.ended(self.task.config.terminate_on_success)[row, position]:
                     break
-            instructions.append(self._show(index))
+            instructions.append(self._write(index))
         return chunk, instructions
 
     def expert_actions(self, ids: Sequence[int], options: dict[str, Any]) -> np.ndarray:
-        return np.stack([self._simulators[index].expert_action(**options) for index in self._each(ids)])
+        return np.stack([self._simulators[index].expert_action(**options) for index in self._marked(ids)])
 
     def render_frames(self, ids: Sequence[int], size: int) -> np.ndarray:
         frames = []
-        for index in self._each(ids):
+        for index in self._marked(ids):
             frames.append(self._simulators[index].render(size))
             self._count(index)
         return np.stack(frames)
 
     def chunk_paths(self, ids: Sequence[int], chunks: np.ndarray, size: int) -> np.ndarray | None:
-        each = zip(self._each(ids), chunks, strict=True)
-        paths = [self._simulators[index].chunk_path(chunk, size) for index, chunk in each]
+        pairs = zip(self._marked(ids), chunks, strict=True)
+        paths = [self._simulators[index].chunk_path(chunk, size) for index, chunk in pairs]
         known = [path for path in paths if path is not None]
         return np.stack(known) if len(known) == len(paths) else None
 
     def poses(self, ids: Sequence[int]) -> list[dict[str, list[float]]]:
-        return [self._simulators[index].poses() for index in self._each(ids)]
+        return [self._simulators[index].poses() for index in self._marked(ids)]
 
     def close(self) -> None:
         while self._simulators:
             self._simulators.popitem()[1].close()
 
-    def _each(self, ids: Sequence[int]) -> Iterator[int]:
-        """Yield the rows ``ids``, each marked as busy meanwhile. A row whose simulator fails stays marked."""
+    def _marked(self, ids: Sequence[int]) -> Iterator[int]:
+        """Yield the envs ``ids``, marking each as busy meanwhile. An env whose simulator fails stays marked."""
         for index in ids:
             self.rows["busy"][index] = True
+            # Not in a `finally`: after a failure, the flag tells the parent which simulator was at fault.
             yield index
             self.rows["busy"][index] = False
 
-    def _count(self, index: int) -> None:  # the parent sees the progress, and extends the deadline
+    def _count(self, index: int) -> None:  # the parent sees this progress and extends the deadline
         self.rows["num_calls"][index] += 1
 
-    def _show(self, index: int) -> str:
+    def _write(self, index: int) -> str:
         images, state, instruction = self._simulators[index].observe()
         row = self.rows[index]
         for camera, place in zip(self.task.config.cameras, row["images"], strict=True):
@@ -137,8 +135,8 @@ class SimulatorRows:
 
 def _checked(name: str, array: np.ndarray | None, dtype: type, shape: tuple[int, ...]) -> np.ndarray:
     if array is None or array.dtype != dtype or array.shape != shape:
-        found = "None" if array is None else f"{array.dtype} {array.shape}"
-        raise ConfigError(f"Simulator.observe() returned {name} of {found}; required: {np.dtype(dtype)} {shape}.")
+        actual = "None" if array is None else f"{array.dtype} {array.shape}"
+        raise ConfigError(f"Simulator.observe() returned {name} of {actual}; required: {np.dtype(dtype)} {shape}.")
     return array
 
 
@@ -150,18 +148,18 @@ def main() -> None:
 
 
 def _serve(connection: Connection, memory: int, parent: int) -> None:
-    """Answer calls until the parent closes its end of the pipe, which also happens when it dies."""
+    """Serve calls until the parent closes its end of the pipe, or dies."""
     rows = None
     try:
         task = connection.recv()
         limit_s = max(task.config.step_timeout_s, task.config.reset_timeout_s) + MARGIN_S
-        # If C code holds Python's lock beyond every deadline, the thread stalls and the alarm ends the process.
+        # If C code holds the GIL beyond every deadline, the thread stalls and the alarm ends the process.
         alarm = partial(signal.setitimer, signal.ITIMER_REAL, limit_s)
         threading.Thread(target=exit_with_parent, args=(parent, alarm), daemon=True).start()
         rows = SimulatorRows(task, mmap.mmap(memory, task.row_type.itemsize * task.num_envs))
         while True:
             name, arguments = connection.recv()
-            connection.send(_answer(getattr(rows, name), arguments))
+            connection.send(_result(getattr(rows, name), arguments))
     except (EOFError, ConnectionResetError, BrokenPipeError):
         pass
     except Exception as error:  # noqa: BLE001 - the parent reports it
@@ -171,7 +169,7 @@ def _serve(connection: Connection, memory: int, parent: int) -> None:
             rows.close()
 
 
-def _answer(method: Callable[..., Any], arguments: tuple) -> Any:
+def _result(method: Callable[..., Any], arguments: tuple) -> Any:
     try:
         return method(*arguments)
     except BaseException as error:  # noqa: BLE001 - the parent reports it and replaces this process

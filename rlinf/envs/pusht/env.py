@@ -1,6 +1,6 @@
 """PushT: a disc pushes a T onto its outline (Florence et al. 2021, arXiv:2109.00137; as in Chi et al. 2023, arXiv:2303.04137).
 
-The simulator is the package gym-pusht, whose observations, rewards and successes are kept to the last bit.
+The simulator is the package gym-pusht; observations, rewards and successes are bit-equal to it.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from rlinf.seeding import derive_seed
 if TYPE_CHECKING:
     from rlinf.types import EpisodeSpec
 
-SENTENCE = "Push the T-shaped block onto the T-shaped target."
+INSTRUCTION = "Push the T-shaped block onto the T-shaped target."
 BOARD = 512
 """Width of the square board, in the package's pixels."""
 DISTANCE_UNIT = 128
-"""Pixels of distance that cost 1 under ``env.dense=keypoints``."""
+"""Distance in pixels that costs 1 under ``env.dense=keypoints``."""
 CONTROL_FREQ_HZ = 10
 STATE_HIGH = {"full": (BOARD,) * 4 + (2 * np.pi,), "keypoints": (BOARD,) * 18, "proprio": (BOARD, BOARD), "none": ()}
-"""Usual highest values of each ``env.state``; the lowest are 0."""
+"""Usual upper bounds of each ``env.state``; the lower ones are 0."""
 
 
 @dataclass
@@ -41,44 +41,37 @@ class PushTConfig(ProcessEnvConfig):
     usual_cameras: ClassVar[tuple[str, ...]] = ("top",)
 
     name: str = option("pusht", "Registered environment.")
-    max_episode_steps: int = option(300, "Env steps (0.1 s) after which a running episode is truncated.", minimum=1)
-    image_size: int = option(96, "Height and width of the camera images in pixels.", minimum=16)
+    max_episode_steps: int = option(300, "Env steps (0.1 s) after which an episode is truncated.", minimum=1)
+    image_size: int = option(96, "Height and width of camera images in pixels.", minimum=16)
     cameras: list[str] | None = option(None, "Cameras to render: top; null: as many as the model reads.")
     reward_mode: str = option(
         "relative",
-        "sparse: success bonus only; shaped: dense reward of the simulator (0 to 1) plus the bonus; relative: change of the dense "
-        "reward since the previous step plus the bonus.",
+        "sparse: success bonus; shaped: plus dense reward (0 to 1); relative: plus its change.",
         choices=("sparse", "shaped", "relative"),
     )
     state: str = option(
         "keypoints",
-        "keypoints: eight corners of the T and the disc (x, y), 18 numbers; full: disc (x, y), T (x, y) and its angle, 5 numbers; "
-        "proprio: disc (x, y); none. Positions are in pixels of a board of 512, angles in radians from 0 to 2 pi.",
+        "keypoints: corners of the T, and disc; full: disc, T, angle; proprio: disc; none.",
         choices=tuple(STATE_HIGH),
     )
     dense: str = option(
         "coverage",
-        "coverage: the package's reward, the covered fraction of the outline over 0.95, at most 1; keypoints: that minus the mean "
-        "distance of the T's corners from their places, in units of 128 pixels.",
+        "coverage: covered fraction over 0.95; keypoints: minus the corners' distance.",
         choices=("coverage", "keypoints"),
     )
-    action_repeat: int = option(
-        1, "Simulator steps of one env step, all with the same action; a success ends the repetition.", minimum=1
-    )
+    action_repeat: int = option(1, "Simulator steps per env step, with one action; a success ends them.", minimum=1)
     action: str = option(
         "target",
-        "target: the place on the board (0 to 512) to which the disc is pulled, as in the package; step: that place relative to the "
-        "disc, from -1 to 1, in units of env.step_size.",
+        "The disc's target. target: on the board (0 to 512); step: relative, in [-1, 1].",
         choices=("target", "step"),
     )
-    step_size: float = option(64.0, "Pixels of an action of 1 under env.action=step.", minimum=1)
+    step_size: float = option(64.0, "Pixels per action of 1 with env.action=step.", minimum=1)
 
 
 class PushTVectorEnv(ProcessVectorEnv):
-    """Push the T onto the green outline. An action is the place to which the disc is pulled for 0.1 s.
+    """Push the T onto the green outline. An action is the position to which the disc is pulled for 0.1 s.
 
-    Dense reward: the covered fraction of the outline over 0.95, at most 1. Success: more than 0.95 is covered. Raises
-    MissingDependencyError without gym-pusht.
+    Dense reward: the covered fraction of the outline over 0.95, at most 1. Success: more than 0.95. Raises MissingDependencyError.
     """
 
     config_class = PushTConfig
@@ -92,7 +85,7 @@ class PushTVectorEnv(ProcessVectorEnv):
         if importlib.util.find_spec("gym_pusht") is None:
             raise MissingDependencyError(
                 "The package 'gym-pusht' is missing, and env.name=pusht needs it. Install it with "
-                "`bash scripts/setup.sh --arms`, or set another env=..."
+                "`bash scripts/setup.sh --arms`, or set a different env=..."
             )
         bounds = (np.zeros(2), np.full(2, BOARD)) if config.action == "target" else (-np.ones(2), np.ones(2))
         super().__init__(config, num_envs, auto_reset, *bounds)
@@ -104,16 +97,14 @@ class PushTVectorEnv(ProcessVectorEnv):
 
     @classmethod
     def state_width(cls, config: PushTConfig) -> int:
-        """Return 18 (keypoints), 5 (full), 2 (proprio) or 0 (none)."""
         return len(STATE_HIGH[config.state])
 
     def state_bounds(self) -> tuple[np.ndarray, np.ndarray] | None:
-        """Return 0 to 512 for positions and 0 to 2 pi for the angle."""
         high = np.array(STATE_HIGH[self.config.state], dtype=np.float64)
         return (np.zeros_like(high), high) if len(high) else None
 
     def instruction_of(self, task_id: int) -> str:
-        return SENTENCE
+        return INSTRUCTION
 
 
 class PushTSimulator(Simulator):
@@ -129,7 +120,6 @@ class PushTSimulator(Simulator):
         self._env: Any = PushTEnv(obs_type="state", render_mode="rgb_array")
 
     def reset(self, spec: EpisodeSpec) -> None:
-        """Draw the places of disc and T as the package does; it builds the physics anew."""
         self._env.reset(seed=derive_seed(spec.seed, "pusht", spec.init_state_id) % 2**31)
 
     def step(self, action: np.ndarray) -> SingleStep:
@@ -142,14 +132,13 @@ class PushTSimulator(Simulator):
 
     def observe(self) -> View:
         images = {camera: self.render(self.config.image_size) for camera in self.config.cameras}
-        return View(images, self._state(), SENTENCE)
+        return View(images, self._state(), INSTRUCTION)
 
     def render(self, size: int) -> np.ndarray:
-        """Return the board as the package draws it for its images, without the mark of the last action."""
+        """Return the board as the package renders it for observations, without the mark of the last action."""
         return np.ascontiguousarray(self._env._get_img(self._env._draw(), size, size))
 
     def poses(self) -> dict[str, list[float]]:
-        """Return the poses of disc and T, in pixels of the board."""
         bodies = {"disc": self._env.agent, "T": self._env.block}
         return {
             name: [*body.position, 0.0, math.cos(body.angle / 2), 0.0, 0.0, math.sin(body.angle / 2)]
@@ -157,13 +146,12 @@ class PushTSimulator(Simulator):
         }
 
     def _distance(self) -> float:
-        """Return the mean distance in pixels of the T's corners from their places on the outline."""
+        """Return the mean distance in pixels of the T's corners from their goal positions."""
         goal = self._env.get_goal_pose_body(self._env.goal_pose)
         wanted = [goal.local_to_world(corner) for shape in self._env._block_shapes for corner in shape.get_vertices()]
         return float(np.linalg.norm(self._env.get_keypoints(self._env._block_shapes) - np.array(wanted), axis=1).mean())
 
     def _target(self, action: np.ndarray) -> np.ndarray:
-        """Return where ``action`` pulls the disc."""
         if self.config.action == "target":
             return action.astype(np.float64)
         return np.clip(np.array(self._env.agent.position) + self.config.step_size * action, 0.0, BOARD)

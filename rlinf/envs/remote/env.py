@@ -1,9 +1,8 @@
-"""A vector env whose simulators run on other machines, in actors of Ray.
+"""A vector env whose simulators run on other machines, in Ray actors.
 
-The base class (episodes, statistics, auto-reset) runs here, so a caller cannot tell the difference. Each actor has
-neighbouring
-rows: it gets actions, and returns rewards and the changed rows of the observation. An actor that is lost or silent is
-replaced, and its rows restart their episodes (``ChunkStep.lost_env_ids``).
+The base class (episodes, statistics, auto-reset) runs here, so callers see no difference. Each actor has consecutive envs: it
+receives actions, and returns rewards and the changed observations. An actor that is lost or makes no progress is replaced,
+and its envs restart their episodes (``ChunkStep.lost_env_ids``).
 """
 
 from __future__ import annotations
@@ -26,37 +25,32 @@ from rlinf.distributed.stack_dump import REMOTE_S, own_remote
 from rlinf.distributed.start import describe_differences, what_ranks_share
 from rlinf.envs.base import VectorEnv
 from rlinf.envs.config import EnvConfig
-from rlinf.envs.remote.host import EnvFacts, EnvHost, HostAnswer, HostTask
+from rlinf.envs.remote.host import EnvFacts, EnvHost, HostReply, HostTask
 from rlinf.envs.spread import Call, Part, SpreadVectorEnv
 from rlinf.envs.success_override import without_success_override
 from rlinf.errors import ConfigError, RankError, SimulatorError
 from rlinf.types import EpisodeSpec, Observation
 
 RESOURCE = "rlinf_env"
-"""Machines that were added to the cluster with this resource get all actors; without any such machine, all machines share them."""
-NOWHERE = "a machine that has not answered yet"
-SILENT = "it is stopped or lost, or it holds Python's lock"
+"""Machines with this Ray resource get all actors; if there is none, all machines get some."""
+NOWHERE = "a machine that has not replied yet"
+SILENT = "it is stopped or lost, or it holds the GIL"
 POLL_S = 1.0
 CLOSE_TIMEOUT_S = 5.0
 MAX_REASON = 1500
-"""Characters of Ray's report of a lost actor."""
+"""Maximum characters of Ray's report of a lost actor."""
 
 
 @dataclass(frozen=True)
 class EnvNodes:
-    """Number and time limits of the actors that hold the simulators of a run.
+    """Number and time limits of a run's env actors: ``count`` per env, each of which may be replaced ``max_restarts`` times.
 
-    Attributes:
-        count: Actors of each env; at most one for each row.
-        num_envs_at_once: Envs of the run, over all ranks, that play at the same time.
-        start_s: Time limit for starting an actor and building its env.
-        timeout_s: Longest time in which it then makes no progress.
-        max_restarts: Actors that each env may replace.
-        prepare: Called in each actor first: imports of user code.
+    ``num_parallel_envs`` vector envs step at the same time, over all ranks. ``start_s`` limits starting an actor and building its
+    env, ``timeout_s`` the time without progress afterwards. ``prepare`` (imports of user code) is called first.
     """
 
     count: int
-    num_envs_at_once: int = 1
+    num_parallel_envs: int = 1
     start_s: float = 900.0
     timeout_s: float = 600.0
     max_restarts: int = 20
@@ -64,10 +58,7 @@ class EnvNodes:
 
 
 class _Actor(Part):
-    """The rows of an env in one actor of Ray, which may be replaced.
-
-    ``handle`` is Ray's, None before the start and after the end. The actor has replaced ``num_restarts`` simulators.
-    """
+    """The envs in one Ray actor, which may be replaced. ``handle`` is None before the start and after the end."""
 
     def __init__(self, ids: np.ndarray) -> None:
         super().__init__(ids, first=int(ids[0]))
@@ -75,14 +66,13 @@ class _Actor(Part):
         self.host, self.pid, self.num_restarts = NOWHERE, 0, 0
 
     def __str__(self) -> str:
-        return f"The env actor of the rows {self.ids[0]} to {self.ids[-1]} on {self.host} (process {self.pid})"
+        return f"The env actor of the envs {self.ids[0]} to {self.ids[-1]} on {self.host} (process {self.pid})"
 
 
 class RemoteVectorEnv(SpreadVectorEnv):
-    """``num_envs`` rows of a registered env in actors of Ray. ``RemoteVectorEnv.of`` makes the class for the env's class ``kind``.
+    """A registered env, divided among Ray actors. ``RemoteVectorEnv.of`` builds the class for the env's class ``kind``.
 
-    Raise ConfigError if an actor has other software than this process. Any call raises SimulatorError if more than
-    ``nodes.max_restarts`` actors were lost, which closes the env, or if the env is closed.
+    Raise ConfigError for different software versions; SimulatorError after ``nodes.max_restarts`` lost actors or if closed.
     """
 
     kind: ClassVar[type[VectorEnv]]
@@ -92,9 +82,10 @@ class RemoteVectorEnv(SpreadVectorEnv):
 
     @classmethod
     def of(cls, kind: type[VectorEnv], nodes: EnvNodes) -> type[Self]:
-        """Return the subclass that has its rows of ``kind`` on ``nodes``, and answers for ``kind`` otherwise."""
+        """Return a subclass for ``kind`` on ``nodes``, with the class attributes and class methods of ``kind``."""
         names = ("config_class", "suite", "camera_names", "packages", "free_settings", "on_gpu")
         inherited: dict[str, Any] = {name: getattr(kind, name) for name in names}
+        # Class methods are those of `kind`, so checks before a run need neither Ray nor an actor.
         for name, value in vars(VectorEnv).items():
             if isinstance(value, classmethod):
                 inherited[name] = staticmethod(getattr(kind, name))
@@ -114,13 +105,13 @@ class RemoteVectorEnv(SpreadVectorEnv):
         self._software = what_ranks_share(())
         own_remote(self)
         try:
-            found, lost = self._open(self._workers)
+            facts, lost = self._open(self._workers)
             for actor, why in lost.items():
                 raise SimulatorError(
                     f"{actor} did not start: {why}. See the machines and resources of the cluster with `ray status`; if starting only "
-                    f"needs longer, set cluster.deadlines.start={2 * self.nodes.start_s:g}"
+                    f"takes longer, set cluster.deadlines.start={2 * self.nodes.start_s:g}"
                 )
-            self._facts = found[self._workers[0]]
+            self._facts = facts[self._workers[0]]
             super().__init__(config, num_envs, auto_reset, self._facts.action_low, self._facts.action_high)
         except BaseException:
             self._kill(self._workers)
@@ -138,7 +129,6 @@ class RemoteVectorEnv(SpreadVectorEnv):
 
     @property
     def num_restarts(self) -> int:  # type: ignore[override]
-        """Simulators and actors that were lost and replaced."""
         return self._num_lost + self._past_restarts + sum(actor.num_restarts for actor in self._workers)
 
     def action_statistics(self) -> dict[str, Any]:
@@ -152,42 +142,39 @@ class RemoteVectorEnv(SpreadVectorEnv):
 
     def episode_specs(self, split: str) -> Sequence[EpisodeSpec]:
         first = self._workers[0]
-        return self._ask({first: ("episode_specs", (split,))})[first]
+        return self._call_all({first: ("episode_specs", (split,))})[first]
 
     def places(self) -> list[tuple[str, int]]:
-        """Return host and process id of each actor, in the order of their rows."""
+        """Return host and process id of each actor, in the order of their envs."""
         return [(actor.host, actor.pid) for actor in self._workers]
 
     def offload(self) -> None:
-        """Free what the actors can build again. Reset before anything else."""
-        self._ask({actor: ("offload", ()) for actor in self._workers})
+        self._call_all({actor: ("offload", ()) for actor in self._workers})
         self._specs = None
 
     def close_extras(self, **kwargs: object) -> None:
-        """Close the envs of the actors, and end the actors."""
         closings = [actor.handle.close.remote() for actor in self._alive()]
         if closings:
             self._ray.wait(closings, num_returns=len(closings), timeout=CLOSE_TIMEOUT_S)
         self._kill(self._workers)
 
     def ask_stacks(self) -> Callable[[float], str]:
-        """Ask all actors for their stacks, simulators included; see ``RemoteProcesses``."""
-        asked = {actor: actor.handle.stacks.options(concurrency_group="control").remote() for actor in self._alive()}
-        return lambda deadline: self._stacks(asked, deadline)
+        """Request the stacks of all actors and their simulators; see ``RemoteProcesses``."""
+        requests = {actor: actor.handle.stacks.options(concurrency_group="control").remote() for actor in self._alive()}
+        return lambda deadline: self._stacks(requests, deadline)
 
     def _alive(self) -> list[_Actor]:
-        """Return the actors that can be asked; none after Ray has ended."""
         return [actor for actor in self._workers if actor.handle is not None and self._ray.is_initialized()]
 
-    def _stacks(self, asked: dict[_Actor, Any], deadline: float) -> str:
+    def _stacks(self, requests: dict[_Actor, Any], deadline: float) -> str:
         text, left = "", max(0.0, deadline - time.monotonic())
-        ready = self._ray.wait(list(asked.values()), num_returns=len(asked), timeout=left)[0] if asked else []
-        for actor, reference in asked.items():
+        ready = self._ray.wait(list(requests.values()), num_returns=len(requests), timeout=left)[0] if requests else []
+        for actor, reference in requests.items():
             text += f"\n{actor}:\n"
             try:
-                text += self._ray.get(reference) if reference in ready else f"no answer: {SILENT}\n"
+                text += self._ray.get(reference) if reference in ready else f"no reply: {SILENT}\n"
             except self._ray.exceptions.RayError as error:
-                text += f"no answer: {_reason(error)}\n"
+                text += f"no reply: {_reason(error)}\n"
         return text
 
     def _reset_call(self, part: _Actor, rows: np.ndarray) -> Call:
@@ -199,65 +186,62 @@ class RemoteVectorEnv(SpreadVectorEnv):
         return Observation(images, self._state[ids] if self.state_dim else None, self._instructions[ids].tolist())
 
     def _call(self, calls: dict[_Actor, Call]) -> dict[_Actor, Any]:
-        """Let each actor call a method of its ``EnvHost``."""
         if any(actor.handle is None for actor in calls):
             raise self._closed_error(calls, self._task_config.name)
-        values, lost = self._exchange_in_time(calls)
+        # All envs of a lost actor restart, so its replacement resets those with an episode. It may be lost again meanwhile.
+        values, lost = self._exchange_and_store(calls)
         while lost:
             for actor, why in lost.items():
                 self._replace(actor, why)
             opened, lost = self._open(list(lost))
             used = self._rows_in_use() if self._specs is not None else np.zeros(0, dtype=np.int64)
             resets = {actor: self._reset_call(actor, used[actor.positions(used)]) for actor in opened}
-            lost |= self._exchange_in_time(resets)[1]
+            lost |= self._exchange_and_store(resets)[1]
         return values
 
-    def _exchange_in_time(self, calls: dict[_Actor, Call]) -> tuple[dict[_Actor, Any], dict[_Actor, str]]:
-        """Call methods of ``EnvHost``, store the observations, and return the values and why actors were lost."""
-        asked = {actor: ("call", (name, *arguments)) for actor, (name, arguments) in calls.items()}
-        answers, lost = self._exchange(asked, self.nodes.timeout_s, "cluster.env_worker_timeout_s")
-        return {actor: self._take(actor, answer) for actor, answer in answers.items()}, lost
+    def _exchange_and_store(self, calls: dict[_Actor, Call]) -> tuple[dict[_Actor, Any], dict[_Actor, str]]:
+        """Call methods of ``EnvHost``, store the observations, and return the values, and why actors were lost."""
+        requests = {actor: ("call", (name, *arguments)) for actor, (name, arguments) in calls.items()}
+        replies, lost = self._exchange(requests, self.nodes.timeout_s, "cluster.env_worker_timeout_s")
+        return {actor: self._store(actor, reply) for actor, reply in replies.items()}, lost
 
-    def _take(self, actor: _Actor, answer: HostAnswer) -> Any:
-        """Store the observations of an answer, and return its value."""
-        rows = answer.rows + actor.first
-        if answer.observation is not None:
-            for camera, image in answer.observation.images.items():
+    def _store(self, actor: _Actor, reply: HostReply) -> Any:
+        rows = reply.rows + actor.first
+        if reply.observation is not None:
+            for camera, image in reply.observation.images.items():
                 self._images[camera][rows] = image
-            if answer.observation.state is not None:
-                self._state[rows] = answer.observation.state
-            self._instructions[rows] = answer.observation.instruction
-        self._lost[actor.ids] |= answer.lost
-        actor.num_restarts = answer.num_restarts
-        return answer.value
+            if reply.observation.state is not None:
+                self._state[rows] = reply.observation.state
+            self._instructions[rows] = reply.observation.instruction
+        self._lost[actor.ids] |= reply.lost
+        actor.num_restarts = reply.num_restarts
+        return reply.value
 
     def _exchange(
         self, calls: dict[_Actor, Call], limit_s: float, key: str
     ) -> tuple[dict[_Actor, Any], dict[_Actor, str]]:
-        """Send all calls, then collect answers, and the reasons of actors that were lost.
-
-        An actor is lost after ``limit_s`` seconds without an answer or progress; ``key`` is the setting.
-        """
+        """Send all calls, then collect replies, and why actors were lost (``limit_s`` seconds without progress; ``key`` sets it)."""
         ray = self._ray
-        answers: dict[_Actor, Any] = {}
+        replies: dict[_Actor, Any] = {}
         lost: dict[_Actor, str] = {}
         waits = {}
         for actor, (name, arguments) in calls.items():
             waits[actor] = _Wait(getattr(actor.handle, name).remote(*arguments), arguments[0] if arguments else name)
         poll_s, now = min(POLL_S, limit_s / 4), time.monotonic()
         try:
-            while waiting := [actor for actor in calls if actor not in answers and actor not in lost]:
+            while waiting := [actor for actor in calls if actor not in replies and actor not in lost]:
                 ready, _ = ray.wait([waits[actor].reference for actor in waiting], num_returns=1, timeout=poll_s)
                 before, now = now, time.monotonic()
                 for actor in waiting:
                     wait = waits[actor]
                     try:
                         if wait.reference in ready:
-                            answers[actor] = ray.get(wait.reference)
+                            replies[actor] = ray.get(wait.reference)
                             continue
-                        # Time in which this process itself did not run does not count as silence.
+                        # Time in which this process itself was stopped does not count.
                         wait.silent_s += min(now - before, poll_s)
-                        if wait.has_moved(ray, actor.handle):
+                        # An actor whose simulators still finish calls is slow, but not lost.
+                        if wait.has_progressed(ray, actor.handle):
                             wait.silent_s = 0.0
                     except ray.exceptions.RayTaskError as error:
                         raise RankError(f"{actor} failed: {error}") from None
@@ -268,15 +252,15 @@ class RemoteVectorEnv(SpreadVectorEnv):
                             f"{wait.name} made no progress for {limit_s:g} s ({key}). "
                             f"Stack traces:{self.ask_stacks()(time.monotonic() + REMOTE_S)}"
                         )
-        except BaseException:  # Ctrl-C: the next call must not read the answers to this one.
+        except BaseException:  # also Ctrl-C: the next call must not read replies to this one
             self._kill(calls)
             raise
-        for failure in answers.values():
+        for failure in replies.values():
             if isinstance(failure, Failure):
                 if failure.error is not None:
                     raise getattr(rlinf.errors, failure.error)(failure.message)
                 raise RankError(f"An env actor failed: {failure.message}\n{failure.traceback}".rstrip())
-        return answers, lost
+        return replies, lost
 
     def _replace(self, actor: _Actor, why: str) -> None:
         self._kill([actor])
@@ -286,14 +270,14 @@ class RemoteVectorEnv(SpreadVectorEnv):
         self._restart_rows(actor.ids, f"{actor}: {why}", self._num_lost, self.nodes.max_restarts)
 
     def _open(self, actors: Sequence[_Actor]) -> tuple[dict[_Actor, EnvFacts], dict[_Actor, str]]:
-        """Start actors and let them build their envs; return their facts, and why others did not start; reject other software."""
+        """Start actors that build their envs; return their facts, and why actors did not start; reject different software."""
         nodes, config = self.nodes, self._task_config
         machines = [machine["Resources"] for machine in self._ray.nodes() if machine["Alive"]]
         chosen = [machine for machine in machines if RESOURCE in machine]
-        total = nodes.count * nodes.num_envs_at_once
+        total = nodes.count * nodes.num_parallel_envs
         sharers = -(-total // max(1, len(chosen or machines)))
         options = {
-            "num_cpus": 0,  # the cores are shared, see HostTask.num_sharers
+            "num_cpus": 0,  # `HostTask.num_sharers` divides the cores
             "scheduling_strategy": "SPREAD",
             "max_restarts": 0,
             "concurrency_groups": {"control": 2},
@@ -304,20 +288,20 @@ class RemoteVectorEnv(SpreadVectorEnv):
             path = [entry or os.getcwd() for entry in sys.path]
             actor.host, actor.pid = NOWHERE, 0
             actor.handle = self._ray.remote(**options)(EnvHost).remote(path, pickle.dumps(nodes.prepare), task)
-        answers, lost = self._exchange(
+        replies, lost = self._exchange(
             {actor: ("open", ()) for actor in actors}, nodes.start_s, "cluster.deadlines.start"
         )
-        for actor, facts in answers.items():
+        for actor, facts in replies.items():
             actor.host, actor.pid = facts.host, facts.pid
             lines = describe_differences([(socket.gethostname(), self._software), (facts.host, facts.software)])
             if lines:
                 self._kill(self._workers)
-                told = "\n  ".join(lines).replace("rank 1 on", "the actor on").replace("rank 0 on", "the run on")
+                differences = "\n  ".join(lines).replace("rank 1 on", "the actor on").replace("rank 0 on", "the run on")
                 raise ConfigError(
-                    f"{actor} has other software than the run:\n  {told}\nStart all machines of the cluster in the same "
+                    f"{actor} has different software than the run:\n  {differences}\nStart all machines of the cluster in the same "
                     "environment, from the same code"
                 )
-        return answers, lost
+        return replies, lost
 
     def _kill(self, actors: Sequence[_Actor] | dict[_Actor, Any]) -> None:
         for actor in actors:
@@ -327,26 +311,26 @@ class RemoteVectorEnv(SpreadVectorEnv):
 
 
 class _Wait:
-    """A call that an actor has not answered yet; ``silent_s``: seconds since its last progress."""
+    """A pending call of an actor; ``silent_s``: seconds since its last progress."""
 
     def __init__(self, reference: Any, name: str) -> None:
         self.reference, self.name, self.silent_s = reference, name, 0.0
-        self._question: Any = None
+        self._poll: Any = None
         self._num_calls = -1
 
-    def has_moved(self, ray: Any, handle: Any) -> bool:
-        """Return whether the actor's simulators have finished calls since the last time; do not wait for an answer."""
-        if self._question is None:
-            self._question = handle.num_finished_calls.options(concurrency_group="control").remote()
+    def has_progressed(self, ray: Any, handle: Any) -> bool:
+        """Return whether the actor's simulators have finished calls since the last poll; never wait."""
+        if self._poll is None:
+            self._poll = handle.num_finished_calls.options(concurrency_group="control").remote()
             return False
-        if not ray.wait([self._question], timeout=0)[0]:
+        if not ray.wait([self._poll], timeout=0)[0]:
             return False
-        before, self._num_calls = self._num_calls, ray.get(self._question)
-        self._question = None
+        before, self._num_calls = self._num_calls, ray.get(self._poll)
+        self._poll = None
         return before not in (-1, self._num_calls)
 
 
 def _reason(error: Exception) -> str:
-    """Return Ray's report in a line, or whole where an actor could not be made."""
+    """Return the first line of Ray's report, or all of it if an actor could not be created."""
     text = str(error).strip() or type(error).__name__
     return text[:MAX_REASON] if "creation task" in text else text.splitlines()[0]

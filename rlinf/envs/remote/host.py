@@ -1,4 +1,4 @@
-"""Rows of a vector env that another process asks for; it runs in an actor of Ray, but knows nothing of Ray."""
+"""Envs of a vector env that lives in a different process. Runs in a Ray actor, but does not depend on Ray."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ COUNTERPARTS = ("reset", "step_chunk", "expert_actions", "offload")
 
 @dataclass(frozen=True)
 class HostTask:
-    """The settings of a host's env, its number of rows, and how many hosts share the cores of a machine."""
+    """Settings of a host's env, its number of envs, and how many hosts divide the cores of a machine."""
 
     config: EnvConfig
     num_envs: int
@@ -37,7 +37,7 @@ class HostTask:
 
 @dataclass(frozen=True)
 class EnvFacts:
-    """Facts of the env for the asking process, which does not build it. ``instructions`` has one per task."""
+    """Facts of the env for the calling process, which does not build it. ``instructions`` has one per task."""
 
     host: str
     pid: int
@@ -52,14 +52,11 @@ class EnvFacts:
     metadata: dict[str, Any]
 
 
-class HostAnswer(NamedTuple):
+class HostReply(NamedTuple):
     """The result ``value`` of a call, and its side effects.
 
-    Attributes:
-        rows: int64 ``[K]``: the rows that the call may have changed.
-        observation: Of these rows.
-        lost: bool ``[rows of the host]``: the simulator was lost, and the row is in the first state of its episode.
-        num_restarts: Simulators lost so far.
+    ``rows``, int64 ``[K]``: envs that may have changed, with their ``observation``. ``lost``, bool per env: the simulator was lost, and
+    the env is in the first state of its episode. ``num_restarts``: simulators lost so far.
     """
 
     value: Any
@@ -70,24 +67,24 @@ class HostAnswer(NamedTuple):
 
 
 class EnvHost:
-    """A vector env whose base class, which owns episodes, statistics and auto-reset, runs in another process.
+    """A vector env whose base class, with episodes, statistics and auto-reset, runs in the calling process.
 
-    All calls but ``stacks`` and ``num_finished_calls`` come from one thread, because graphics contexts belong to a
-    thread. ``path`` is ``sys.path`` of the asking process. ``prepare`` (imports of user code) is called before the
-    ``HostTask`` is unpickled.
+    ``path`` is the caller's ``sys.path``; ``prepare`` (imports of user code) is called before the ``HostTask`` is unpickled.
     """
 
+    # Ray calls all methods except `stacks` and `num_finished_calls` in one thread, which graphics contexts require.
     def __init__(self, path: Sequence[str], prepare: bytes, task: bytes) -> None:
         self._start = path, prepare, task
         self._env: Any = None
 
     def open(self) -> EnvFacts | Failure:
-        """Build the env, and describe it."""
-        return _told(self._open)
+        return _caught(self._open)
 
-    def call(self, name: str, *arguments: Any) -> HostAnswer | Failure:
-        """Call a method of this class that has a counterpart in the env, else the env's own; return an error that it raises."""
-        return _told(lambda: getattr(self, name)(*arguments) if name in COUNTERPARTS else self._ask(name, *arguments))
+    def call(self, name: str, *arguments: Any) -> HostReply | Failure:
+        """Call a method of this class if listed in ``COUNTERPARTS``, else of the env; return an exception as a ``Failure``."""
+        return _caught(
+            lambda: getattr(self, name)(*arguments) if name in COUNTERPARTS else self._env_call(name, *arguments)
+        )
 
     def _open(self) -> EnvFacts:
         path, prepare, pickled = self._start
@@ -95,6 +92,7 @@ class EnvHost:
         pickle.loads(prepare)()
         task: HostTask = pickle.loads(pickled)
         config = with_share_of_cores(task.config, task.num_sharers)
+        # Auto-reset is off, because the base class of the calling process decides about episodes.
         env = self._env = make_env(config, task.num_envs, auto_reset=False)
         env._specs = [None] * task.num_envs
         return EnvFacts(
@@ -107,32 +105,31 @@ class EnvHost:
             task_names=env.task_names,
             action_statistics=env.action_statistics(),
             state_bounds=env.state_bounds(),
-            instructions=[env.instruction_of(number) for number in range(len(env.task_names))],
+            instructions=[env.instruction_of(task_id) for task_id in range(len(env.task_names))],
             metadata=dict(env.metadata),
         )
 
-    def reset(self, ids: np.ndarray, all_specs: Sequence[EpisodeSpec | None]) -> HostAnswer:
-        """Start an episode in each of the rows ``ids``. ``all_specs`` are then the episodes of all rows."""
+    def reset(self, ids: np.ndarray, all_specs: Sequence[EpisodeSpec | None]) -> HostReply:
+        """Start an episode in each of the envs ``ids``. ``all_specs`` are then the episodes of all envs."""
         self._env._specs = list(all_specs)
         if len(ids):
             self._env._reset_envs(ids, [all_specs[row] for row in ids])
-        return self._answer(None, ids)
+        return self._reply(None, ids)
 
-    def step_chunk(self, ids: np.ndarray, actions: np.ndarray, steps_left: np.ndarray) -> HostAnswer:
+    def step_chunk(self, ids: np.ndarray, actions: np.ndarray, steps_left: np.ndarray) -> HostReply:
         chunk: SimulatorChunk = self._env._step_chunk(ids, actions, steps_left)
-        return self._answer(chunk, ids)
+        return self._reply(chunk, ids)
 
-    def expert_actions(self, ids: np.ndarray, options: dict[str, Any]) -> HostAnswer:
-        """Return the expert's actions of the rows ``ids``."""
-        return self._answer(self._env.expert_actions(**options)[ids], ())
+    def expert_actions(self, ids: np.ndarray, options: dict[str, Any]) -> HostReply:
+        return self._reply(self._env.expert_actions(**options)[ids], ())
 
-    def _ask(self, name: str, *arguments: Any) -> HostAnswer:
-        return self._answer(getattr(self._env, name)(*arguments), ())
+    def _env_call(self, name: str, *arguments: Any) -> HostReply:
+        return self._reply(getattr(self._env, name)(*arguments), ())
 
-    def offload(self) -> HostAnswer:
+    def offload(self) -> HostReply:
         self._env.offload()
         self._env._specs = [None] * self._env.num_envs
-        return self._answer(None, ())
+        return self._reply(None, ())
 
     def close(self) -> None:
         if self._env is not None:
@@ -142,19 +139,19 @@ class EnvHost:
         return 0 if self._env is None else self._env.num_finished_calls()
 
     def stacks(self) -> str:
-        """Return the stacks of this process and of its simulators."""
         return all_stacks()
 
-    def _answer(self, value: Any, ids: Sequence[int] | np.ndarray) -> HostAnswer:
+    def _reply(self, value: Any, ids: Sequence[int] | np.ndarray) -> HostReply:
         env = self._env
         lost = env._lost.copy()
         env._lost[:] = False
+        # Replies contain the observations of lost envs, too, because the caller caches all observations.
         rows = np.union1d(np.asarray(ids, dtype=np.int64), np.intersect1d(np.flatnonzero(lost), env._rows_in_use()))
-        return HostAnswer(value, rows, env._observe(rows) if len(rows) else None, lost, env.num_restarts)
+        return HostReply(value, rows, env._observe(rows) if len(rows) else None, lost, env.num_restarts)
 
 
-def _told(call: Callable[[], Any]) -> Any:
+def _caught(call: Callable[[], Any]) -> Any:
     try:
         return call()
-    except Exception as error:  # noqa: BLE001 - the asking process raises it
+    except Exception as error:  # noqa: BLE001 - the caller raises it
         return failure_of(error)

@@ -1,4 +1,4 @@
-"""SO-101: tasks of a small arm that people own, from the package so101-nexus (MuJoCo), which brings the arm's meshes."""
+"""SO-101: tasks of a low-cost arm, from the package so101-nexus (MuJoCo), which includes the arm's meshes."""
 
 from __future__ import annotations
 
@@ -31,13 +31,10 @@ if TYPE_CHECKING:
 
 
 class Task(NamedTuple):
-    """A task of the package: its class, its sentence for cubes of one colour, its time limit in control steps.
-
-    ``pays_nearness``: its reward pays for being near at each step, so that waiting would earn more than success.
-    """
+    """A task: class, instruction, time limit in control steps, and whether its reward pays for being near at each step."""
 
     env_class: str
-    sentence: str
+    instruction: str
     horizon: int
     pays_nearness: bool = False
 
@@ -62,7 +59,7 @@ SHARED_STATE = 36
 FULL_STATE = SHARED_STATE + 6 + len(TASKS)
 MAX_GEOMS = 200
 DRAWN = ("body_pos", "geom_contype", "geom_conaffinity", "geom_rgba", "mat_rgba")
-"""Arrays of the model that a reset of the package writes: the goal's place, which cubes are there, colours."""
+"""Model arrays that a reset of the package writes: the goal's position, visible cubes, colours."""
 
 
 @dataclass
@@ -72,50 +69,37 @@ class SO101Config(ProcessEnvConfig):
     usual_cameras: ClassVar[tuple[str, ...]] = ("overhead",)
 
     name: str = option("so101", "Registered environment.")
-    max_episode_steps: int | None = option(
-        None,
-        "Env steps after which a running episode is truncated; null: the package's 512 control steps (Touch) or 1024.",
-        minimum=1,
-    )
+    max_episode_steps: int | None = option(None, "Env steps until truncation; null: 512 (Touch) or 1024.", minimum=1)
     cameras: list[str] | None = option(
-        None,
-        f"Cameras to render, in the order in which the policy gets them: {', '.join(CAMERAS)}; null: as many as the model reads.",
+        None, f"Rendered cameras, in order: {', '.join(CAMERAS)}; null: as the model reads."
     )
     state: str = option(
         "full",
-        "full: 45 numbers, docs/lerobot.md; proprio: the positions of the six joints, in env.units; none.",
+        "full: 45 values (docs/lerobot.md); proprio: joint positions; none.",
         choices=("full", "proprio", "none"),
     )
     control: str = option(
         "delta",
-        "delta: numbers from -1 to 1 move the targets of the joints by up to 0.05 rad (gripper: 0.2) a control step; joints: the "
-        "targets themselves, in env.units.",
+        "delta: moves joint targets by up to 0.05 rad (gripper 0.2); joints: targets.",
         choices=("delta", "joints"),
     )
     units: str = option(
         "radians",
-        "Units of joint positions in state=proprio and control=joints. radians; lerobot: degrees, and 0 (closed) to 100 (open) for the "
-        "gripper, as LeRobot's SO-101 with use_degrees.",
+        "Of joint positions; lerobot: degrees, gripper 0 (closed) to 100 (open).",
         choices=("radians", "lerobot"),
     )
-    action_repeat: int = option(
-        1, "Control steps (0.02 s) of one env step, all with the same action; a success ends the repetition.", minimum=1
-    )
-    colours: list[str] = option(["red"], f"Colours of the cubes that a task may name: {', '.join(COLOURS)}.")
-    num_distractors: int = option(0, "Cubes of the other colours that lie around.", minimum=0)
+    action_repeat: int = option(1, "Control steps (0.02 s) per env step; a success ends them.", minimum=1)
+    colours: list[str] = option(["red"], f"Possible colours of the target cube: {', '.join(COLOURS)}.")
+    num_distractors: int = option(0, "Additional cubes of other colours.", minimum=0)
     rendering: str = option(
         "fast",
-        "fast: few triangles, no shadows and no antialiasing; full: the package's meshes and settings, 30 times slower.",
+        "fast: few triangles, no shadows; full: the package's images, 30 times slower.",
         choices=("fast", "full"),
     )
 
 
 class SO101VectorEnv(ProcessVectorEnv):
-    """Tasks of the SO-101 arm by sentence.
-
-    Dense reward: the package's; of Touch, whose own pays for being near, its change. Success is the package's. Raises
-    MissingDependencyError without so101-nexus, which needs Python 3.12 or 3.13, or without a GL for its images.
-    """
+    """Tasks of the SO-101 arm by instruction, with the package's rewards and success. Needs Python 3.12 or 3.13."""
 
     config_class = SO101Config
     suite: ClassVar[str] = "so101"
@@ -130,7 +114,7 @@ class SO101VectorEnv(ProcessVectorEnv):
             needs = f" It needs Python 3.12 or 3.13, and this is Python {platform.python_version()}." if too_old else ""
             raise MissingDependencyError(
                 f"The package 'so101-nexus' is missing, and env.name=so101 needs it.{needs} Type "
-                f"`{'PYTHON=python3.12 RLINF_VENV=.venv312 ' if too_old else ''}bash scripts/setup.sh --arms`, or set another env=..."
+                f"`{'PYTHON=python3.12 RLINF_VENV=.venv312 ' if too_old else ''}bash scripts/setup.sh --arms`, or set a different env=..."
             )
         if config.cameras:
             choose_backend()
@@ -144,27 +128,24 @@ class SO101VectorEnv(ProcessVectorEnv):
 
     @classmethod
     def check_names(cls, config: SO101Config) -> None:
-        """Check tasks, cameras, and the colours of cubes."""
         super().check_names(config)
         unknown = [colour for colour in config.colours if colour not in COLOURS]
         if unknown or not config.colours or len(set(config.colours)) < len(config.colours):
             raise ConfigError(
-                f"env.colours=[{','.join(config.colours)}]; required: one or more of {', '.join(COLOURS)}, each once. Set "
+                f"env.colours=[{','.join(config.colours)}]; required: one or more of {', '.join(COLOURS)}, without repetition. Set "
                 "env.colours=[red]"
             )
         if config.num_distractors >= len(config.colours):
             raise ConfigError(
-                f"env.num_distractors={config.num_distractors} with {len(config.colours)} colours; required: fewer, because a "
-                f"distractor has a colour of its own. Set env.colours=[{','.join(COLOURS[: config.num_distractors + 1])}]"
+                f"env.num_distractors={config.num_distractors} with {len(config.colours)} colours; required: fewer, because each "
+                f"distractor has its own colour. Set env.colours=[{','.join(COLOURS[: config.num_distractors + 1])}]"
             )
 
     @classmethod
     def state_width(cls, config: SO101Config) -> int:
-        """Return 45 (full), 6 (proprio) or 0 (none)."""
         return {"full": FULL_STATE, "proprio": 6, "none": 0}[config.state]
 
     def state_bounds(self) -> tuple[np.ndarray, np.ndarray] | None:
-        """Return the joint limits (proprio); None for other states."""
         return joint_limits(self.config) if self.config.state == "proprio" else None
 
     @classmethod
@@ -172,13 +153,13 @@ class SO101VectorEnv(ProcessVectorEnv):
         return config.max_episode_steps or -(-TASKS[task].horizon // config.action_repeat)
 
     def instruction_of(self, task_id: int) -> str | None:
-        """Return the sentence of a task with one cube; None with cubes of several colours."""
+        """Return the instruction of a task with one colour; None with several colours."""
         colours = self.config.colours
-        return TASKS[self.task_names[task_id]].sentence.format(colours[0]) if len(colours) == 1 else None
+        return TASKS[self.task_names[task_id]].instruction.format(colours[0]) if len(colours) == 1 else None
 
 
 class SO101Simulator(Simulator):
-    """One arm. A scene takes 0.7 s and 90 MB, so the simulators of a thread share one per task, each with its own state."""
+    """One arm. A scene takes 0.7 s and 90 MB, so a thread's simulators have one per task, each with its own state."""
 
     config: SO101Config
 
@@ -187,20 +168,19 @@ class SO101Simulator(Simulator):
         import_mujoco()  # reports a missing package or GL, before so101-nexus imports it
         self._envs: dict[str, Any] = {}
         self._task, self._env = "", None
-        self._own: dict[str, np.ndarray] = {}
+        self._drawn: dict[str, np.ndarray] = {}
         self._numbers = np.zeros(0, dtype=np.float32)
         self._paid = 0.0
 
     def reset(self, spec: EpisodeSpec) -> None:
-        """Draw and place the cubes and the arm's first pose from a seed of ``spec``."""
         self._task = self.task_names[spec.task_id]
         if self._task not in self._envs:
             settings = self.config.control, tuple(self.config.colours), self.config.num_distractors
-            self._envs[self._task] = own_state(scene_of(threading.get_ident(), self._task, *settings))
+            self._envs[self._task] = with_separate_state(scene_of(threading.get_ident(), self._task, *settings))
         self._env = self._envs[self._task]
         seed = derive_seed(spec.seed, "so101", self._task, spec.init_state_id) % 2**31
         self._numbers, info = self._env.reset(seed=seed)
-        self._own = {name: getattr(self._env.model, name).copy() for name in DRAWN}
+        self._drawn = {name: getattr(self._env.model, name).copy() for name in DRAWN}
         self._paid = float(self._env._compute_reward(dict(info))) if TASKS[self._task].pays_nearness else 0.0
 
     def step(self, action: np.ndarray) -> SingleStep:
@@ -210,6 +190,7 @@ class SO101Simulator(Simulator):
         for _ in range(self.config.action_repeat):
             self._numbers, reward, _, _, info = self._env.step(taken)
             total += float(reward) - self._paid
+            # Touch pays for being near at each step; its change cannot be earned by waiting.
             if TASKS[self._task].pays_nearness:
                 self._paid = float(reward)
             if info["success"]:
@@ -217,11 +198,10 @@ class SO101Simulator(Simulator):
         return SingleStep(total, info["success"])
 
     def observe(self) -> View:
-        images = {camera: self._draw(camera, self.config.image_size) for camera in self.config.cameras}
+        images = {camera: self._render_camera(camera, self.config.image_size) for camera in self.config.cameras}
         return View(images, self._state(), self._env.task_description)
 
     def expert_action(self, aim_offset_m: tuple[float, float] = (0.0, 0.0)) -> np.ndarray:
-        """Return the action of a scripted expert that takes the cube to be off by ``aim_offset_m`` (x, y)."""
         self._enter()
         wanted = np.clip(wanted_joints(self._env, self._task, np.asarray(aim_offset_m)), LOW, HIGH)
         now = self._env.data.ctrl[self._env._actuator_ids]  # the targets that the motors hold
@@ -232,20 +212,19 @@ class SO101Simulator(Simulator):
         return in_units(self.config, target).astype(np.float32)
 
     def render(self, size: int) -> np.ndarray:
-        """Return an image of the first camera, or from the side."""
-        return self._draw(next(iter(self.config.cameras), "side"), size)
+        return self._render_camera(next(iter(self.config.cameras), "side"), size)
 
     def poses(self) -> dict[str, list[float]]:
-        """Return position and quaternion of the fingers and of every cube."""
         env = self._env
-        found = {"fingers": env._get_tcp_pose().tolist()}
+        poses = {"fingers": env._get_tcp_pose().tolist()}
         for index, slot in enumerate(env._slots):
-            found[f"cube {index}"] = env.data.qpos[slot.qpos_addr : slot.qpos_addr + 7].tolist()
-        return found
+            poses[f"cube {index}"] = env.data.qpos[slot.qpos_addr : slot.qpos_addr + 7].tolist()
+        return poses
 
     def _enter(self) -> None:
-        """Put what the episode's reset has drawn into the model, which other simulators share."""
-        for name, values in self._own.items():
+        """Restore what the episode's reset has drawn in the model, which other simulators use too."""
+        # The reset of a different episode may have overwritten these arrays of the common model.
+        for name, values in self._drawn.items():
             getattr(self._env.model, name)[:] = values
 
     def _state(self) -> np.ndarray | None:
@@ -258,30 +237,28 @@ class SO101Simulator(Simulator):
         numbers[SHARED_STATE + 6 + list(TASKS).index(self._task)] = 1.0
         return numbers
 
-    def _draw(self, camera: str, size: int) -> np.ndarray:
+    def _render_camera(self, camera: str, size: int) -> np.ndarray:
         key = self._task, size, self.config.rendering, self.config.num_distractors, *self.config.colours
         with _renderers_lock:
             if key not in _renderers:
-                model, is_fast = (
-                    copy.copy(self._env.model),
-                    self.config.rendering == "fast",
-                )  # physics keeps every vertex
+                # A copy, because the physics needs every vertex.
+                model, is_fast = copy.copy(self._env.model), self.config.rendering == "fast"
                 if is_fast:
                     lighten(model)
                 _renderers[key] = StateRenderer(model, size, MAX_GEOMS, fast=is_fast)
             renderer = _renderers[key]
             for name in ("mat_rgba", "geom_rgba"):
-                getattr(renderer.model, name)[:] = self._own[name]
+                getattr(renderer.model, name)[:] = self._drawn[name]
             return renderer.render([self._env.data], [camera_of(self._env, camera)])[0, 0]
 
 
 _renderers: dict[tuple, StateRenderer] = {}
-"""This process's renderers by task, size and scene: arms of one task share one."""
+"""This process's renderers by task, size and scene, for all arms of a task."""
 _renderers_lock = threading.Lock()
 
 
 def camera_of(env: Any, name: str) -> Any:
-    """Return the id of the camera in the arm's hand, or a free camera where the package places it."""
+    """Return the id of the wrist camera, or a free camera at the package's pose."""
     from so101_nexus.camera_utils import compute_angled_camera_params, compute_overhead_camera_params
 
     if name == "wrist":
@@ -300,8 +277,8 @@ def camera_of(env: Any, name: str) -> Any:
     return camera
 
 
-def own_state(scene: Any) -> Any:
-    """Return the package's env with the model of ``scene`` and a state of its own."""
+def with_separate_state(scene: Any) -> Any:
+    """Return the package's env with the model of ``scene`` and a separate state."""
     env = copy.copy(scene)
     env.data = import_mujoco().MjData(env.model)
     env._obj_geom_mask = env._obj_geom_mask.copy()
@@ -310,7 +287,7 @@ def own_state(scene: Any) -> Any:
 
 @functools.lru_cache(maxsize=16)
 def scene_of(thread: int, task: str, control: str, colours: tuple[str, ...], num_distractors: int) -> Any:
-    """Return the package's env of ``task`` for the simulators of a ``thread`` (0.7 s)."""
+    """Build (0.7 s) and cache one so101-nexus env per thread and task."""
     from so101_nexus import objects, observations
 
     pool = [objects.CubeObject(color=colour) for colour in colours]
@@ -321,7 +298,7 @@ def scene_of(thread: int, task: str, control: str, colours: tuple[str, ...], num
     options: dict[str, Any] = {"objects": pool, "n_distractors": num_distractors}
     if task == "PickAndPlace":
         names += ["TargetPosition", "TargetOffset"]
-        if num_distractors:  # this task draws them from a pool of their own
+        if num_distractors:  # this task has a separate pool for them
             options |= {"objects": pool[:-num_distractors], "distractors": pool[-num_distractors:]}
     env_class = import_string(TASKS[task].env_class)
     config = env_class.default_config_cls(observations=[getattr(observations, name)() for name in names], **options)
@@ -329,7 +306,7 @@ def scene_of(thread: int, task: str, control: str, colours: tuple[str, ...], num
 
 
 def in_units(config: SO101Config, joints: np.ndarray) -> np.ndarray:
-    """Return joint positions ``[6]`` in radians in ``env.units``."""
+    """Convert joint positions ``[6]`` from radians to ``env.units``."""
     if config.units == "radians":
         return joints
     return np.append(np.degrees(joints[:5]), 100 * (joints[5] - LOW[5]) / (HIGH[5] - LOW[5]))
@@ -341,7 +318,7 @@ def joint_limits(config: SO101Config) -> tuple[np.ndarray, np.ndarray]:
 
 
 def from_units(config: SO101Config, joints: np.ndarray) -> np.ndarray:
-    """Return joint positions ``[6]`` in ``env.units`` in radians."""
+    """Convert joint positions ``[6]`` from ``env.units`` to radians."""
     if config.units == "radians":
         return joints
     return np.append(np.radians(joints[:5]), LOW[5] + joints[5] / 100 * (HIGH[5] - LOW[5]))

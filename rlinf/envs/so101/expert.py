@@ -1,4 +1,4 @@
-"""A scripted expert for the SO-101: it sees the cube's pose, and solves the arm's kinematics for each phase's pose."""
+"""Scripted expert for the SO-101: it knows the cube's pose, and solves inverse kinematics for each phase's target."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ HOVER_M, CARRY_M = 0.06, 0.09
 NEAR_M, ASIDE_M = 0.012, 0.020
 UPRIGHT_REACH_M, FULL_REACH_M, MOST_TILT = 0.28, 0.45, np.deg2rad(65)
 TURN_M_PER_RAD = 0.02
-"""Metres of error of position that weigh as much as a radian of error of direction."""
+"""Position error in metres that weighs as much as a radian of direction error."""
 DAMPING, NUM_STEPS = 0.02, 25
 
 
 def wanted_joints(env: Any, task: str, offset: np.ndarray) -> np.ndarray:
-    """Return the six joint positions in radians that the expert wants next; ``offset`` (x, y metres) misplaces the cube."""
+    """Return the expert's next six joint positions in radians; ``offset`` (x, y metres) is its error about the cube."""
     cube_pose = env._slots[env._target_slot_idx].qpos_addr
     cube = env.data.qpos[cube_pose : cube_pose + 7].copy()
     cube[:2] += offset
@@ -28,7 +28,7 @@ def wanted_joints(env: Any, task: str, offset: np.ndarray) -> np.ndarray:
 
 
 def directions(cube: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return where the fingers point at a cube, down or for a far one outwards, and along which of its edges they close."""
+    """Return the fingers' direction at a cube (down, or outwards for a far one), and the cube's edge along which they close."""
     reach = np.linalg.norm(cube[:2])
     outwards = np.append(cube[:2] / max(reach, 1e-6), 0.0)
     tilt = MOST_TILT * np.clip((reach - UPRIGHT_REACH_M) / (FULL_REACH_M - UPRIGHT_REACH_M), 0.0, 1.0)
@@ -37,15 +37,15 @@ def directions(cube: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     w, x, y, z = cube[3:]
     yaw = np.arctan2(2 * (w * z + x * y), 1 - 2 * (y * y + z * z))
     turn = yaw - np.arctan2(tangent[1], tangent[0])
-    turn = (turn + np.pi / 4) % (np.pi / 2) - np.pi / 4  # of the edge that is nearest to the tangent
-    turn *= np.cos(tilt) ** 2  # fingers that lie flat cannot turn
+    turn = (turn + np.pi / 4) % (np.pi / 2) - np.pi / 4  # to the edge nearest to the tangent
+    turn *= np.cos(tilt) ** 2  # horizontal fingers cannot turn
     across = np.cos(turn) * tangent - np.sin(turn) * outwards
     across -= (across @ forward) * forward
     return forward, across / np.linalg.norm(across)
 
 
 def solve(env: Any, place: np.ndarray, forward: np.ndarray, across: np.ndarray) -> np.ndarray:
-    """Return the five arm joints with which the fingers are at ``place``, by damped least squares; it has priority."""
+    """Return the five arm joints with the fingers at ``place``, by damped least squares; position has priority."""
     mujoco, model, data = import_mujoco(), env.model, import_mujoco().MjData(env.model)
     data.qpos[:] = env.data.qpos
     joints, dofs, site = env._arm_qpos_addrs, env._arm_qvel_addrs, env._tcp_site_id
@@ -55,7 +55,7 @@ def solve(env: Any, place: np.ndarray, forward: np.ndarray, across: np.ndarray) 
         mujoco.mj_comPos(model, data)
         mujoco.mj_jacSite(model, data, moved, turned, site)
         axes = data.site_xmat[site].reshape(3, 3)
-        side = across if axes[:, 0] @ across >= 0 else -across  # fingers close the same way when turned by half a turn
+        side = across if axes[:, 0] @ across >= 0 else -across  # half a turn makes no difference to closing fingers
         error = np.cross(axes[:, 2], forward) + 0.5 * np.cross(axes[:, 0], side)
         jacobian = np.concatenate([moved[:, dofs], TURN_M_PER_RAD * turned[:, dofs]])
         wanted = np.concatenate([place - data.site_xpos[site], TURN_M_PER_RAD * error])
@@ -93,7 +93,7 @@ def pick_lift(env: Any, cube: np.ndarray) -> tuple[np.ndarray, float]:
 
 
 def pick_and_place(env: Any, cube: np.ndarray) -> tuple[np.ndarray, float]:
-    """Grasp the cube, carry it above the disc, put it down, and let go."""
+    """Grasp the cube, carry it above the disc, put it down, and release it."""
     goal = env._get_target_pos()
     to_goal = goal[:2] - cube[:2]
     if np.linalg.norm(to_goal) < 0.7 * env.config.goal_thresh and cube[2] < env._initial_obj_z + 0.006:

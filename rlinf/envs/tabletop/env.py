@@ -1,4 +1,4 @@
-"""The built-in simulator: language-conditioned tasks on a table, many states over one renderer."""
+"""The built-in simulator: language-conditioned tasks on a table, with many states and one renderer."""
 
 from __future__ import annotations
 
@@ -21,16 +21,15 @@ from rlinf.types import EpisodeSpec, Observation
 REWARD_PER_METRE = 3.0
 SPEED_SCALE_M_PER_S = 0.5
 MOVED_M = 0.03
-"""Distance by which ``moved`` moves."""
+"""Displacement of ``moved``."""
 
 
 class TabletopVectorEnv(VectorEnv):
     """Coloured blocks and zones on a table, and a pusher that moves by ``(dx, dy)``; one action space for all tasks.
 
-    A task is a family (``rlinf.envs.tabletop.tasks``); colours, positions and the instruction follow from the
-    ``EpisodeSpec``. The dense reward is 3 per metre of progress towards the goal. The first image opens the GL
-    context. Calls may come from any thread, one at a time. Raises MissingDependencyError without MuJoCo or a GL for its
-    images.
+    A task is a family (``rlinf.envs.tabletop.tasks``); colours, positions and the instruction derive from the ``EpisodeSpec``.
+    The dense reward is 3 per metre of progress towards the goal. The GL context opens with the first image. Calls may come from
+    any thread, one at a time. Raises MissingDependencyError without MuJoCo or a GL for its images.
     """
 
     config_class = TabletopConfig
@@ -67,7 +66,6 @@ class TabletopVectorEnv(VectorEnv):
         return {"full": 31, "proprio": 4, "none": 0}[config.state]
 
     def state_bounds(self) -> tuple[np.ndarray, np.ndarray] | None:
-        """Return [-1, 1] for the pusher's numbers, [-2, 2] for differences of positions, [0, 1] for one-hot columns."""
         if not self.state_dim:
             return None
         high = np.array([1.0] * 4 + [2.0] * 16 + [1.0] * 11)[: self.state_dim]
@@ -76,7 +74,6 @@ class TabletopVectorEnv(VectorEnv):
 
     @classmethod
     def moved(cls, config: TabletopConfig, what: str) -> TabletopConfig | None:
-        """Move ``objects`` or ``cameras`` by 3 cm."""
         names = {"objects": "object_offset_m", "cameras": "camera_offset_m"}
         return replace(config, **{names[what]: MOVED_M}) if what in names else None
 
@@ -106,15 +103,16 @@ class TabletopVectorEnv(VectorEnv):
         self._simulator.step(ids, actions)
         dense, success = np.zeros(len(ids), dtype=np.float32), np.zeros(len(ids), dtype=bool)
         for rows, family in self._by_family(ids):
-            own = ids[rows]
-            scene = self._scene(own)
+            family_ids = ids[rows]
+            scene = self._scene(family_ids)
+            # The mark has no contacts, so it changes images but not the physics.
             for row in np.flatnonzero(family.touched(scene)):
-                self._stages[own[row]] = scene.stage[row] = 1
-                self._simulator.mark(own[row], scene.block(scene.first)[row])
+                self._stages[family_ids[row]] = scene.stage[row] = 1
+                self._simulator.mark(family_ids[row], scene.block(scene.first)[row])
             to_go = family.distance_to_go(scene)
-            dense[rows] = REWARD_PER_METRE * (self._to_go[own] - to_go)
+            dense[rows] = REWARD_PER_METRE * (self._to_go[family_ids] - to_go)
             success[rows] = family.success(scene)
-            self._to_go[own] = to_go
+            self._to_go[family_ids] = to_go
         return SimulatorStep(dense, success)
 
     def _observe(self, ids: np.ndarray) -> Observation:
@@ -128,11 +126,7 @@ class TabletopVectorEnv(VectorEnv):
     def expert_actions(
         self, aim_offset_m: tuple[float, float] = (0.0, 0.0), aim_offset_rule: str = "constant"
     ) -> np.ndarray:
-        """Return the scripted expert's actions, float32 ``[B, 2]``; ``aim_offset_m`` is an error of its aim.
-
-        ``aim_offset_rule`` is ``constant``, ``by_instruction`` (each task and colour named first has a direction of its
-        own, evenly over the circle) or ``half`` (no error in episodes with an even initial state).
-        """
+        """Return the scripted expert's actions, float32 ``[B, 2]``, with the aiming error of ``sft.expert``."""
         self._check_reset()
         actions = np.zeros((self.num_envs, 2), dtype=np.float32)
         offsets = np.tile(np.asarray(aim_offset_m, dtype=np.float64), (self.num_envs, 1))
@@ -148,12 +142,11 @@ class TabletopVectorEnv(VectorEnv):
         return actions
 
     def render_frames(self, ids: Sequence[int], size: int) -> np.ndarray:
-        """Return uint8 ``[K, size, size, 3]`` of the front camera."""
         self._check_reset()
         return self._render(np.asarray(ids, dtype=np.int64), [self._simulator.camera_ids["front"]], size)[0]
 
     def chunk_paths(self, ids: Sequence[int], chunks: np.ndarray, size: int) -> np.ndarray:
-        """Return the paths of the pushers, ``[K, C + 1, 2]``, simulated as if no episode ended in the chunk."""
+        """Return the simulated paths of the pushers, ``[K, C + 1, 2]``, as if no episode ended in the chunk."""
         self._check_reset()
         simulator, camera = self._simulator, self._simulator.camera_ids["front"]
         paths = [
@@ -163,12 +156,10 @@ class TabletopVectorEnv(VectorEnv):
         return np.stack(paths)
 
     def poses(self, ids: Sequence[int]) -> list[dict[str, list[float]]]:
-        """Return position and orientation of all bodies of the scene, including hidden ones."""
         self._check_reset()
         return [self._simulator.poses(int(index)) for index in ids]
 
     def offload(self) -> None:
-        """Free the GL contexts. The next image opens them again."""
         self.close_extras()
 
     def close_extras(self, **kwargs: object) -> None:
@@ -201,9 +192,8 @@ class TabletopVectorEnv(VectorEnv):
     def _state(self, ids: np.ndarray) -> np.ndarray | None:
         """Return float32 ``[K, S]``; positions are in units of ``WORKSPACE_M``, hidden objects are 0.
 
-        Columns of "full": pusher position 2 and velocity 2; way to the next target 2; displacement that the target
-        object needs 2; blocks 6 and zones 6 relative to the pusher; colours that the instruction names 3 + 3
-        (one-hot); family 4 (one-hot); stage 1.
+        Columns of "full": pusher position 2 and velocity 2; vector to the next target 2; remaining displacement of the target object
+        2; blocks 6 and zones 6 relative to the pusher; colours in the instruction 3 + 3 (one-hot); family 4 (one-hot); stage 1.
         """
         if self.config.state == "none":
             return None
@@ -213,8 +203,8 @@ class TabletopVectorEnv(VectorEnv):
             return proprio.astype(np.float32)
         aim, carry = np.zeros((len(ids), 2)), np.zeros((len(ids), 2))
         for rows, family in self._by_family(ids):
-            own = self._scene_of(ids[rows], pusher[rows], blocks[rows])
-            aim[rows], carry[rows] = family.aim(own) - own.pusher, family.carry(own)
+            scene = self._scene_of(ids[rows], pusher[rows], blocks[rows])
+            aim[rows], carry[rows] = family.aim(scene) - scene.pusher, family.carry(scene)
         objects = np.concatenate([blocks, self._zones[ids]], axis=1) - pusher[:, None]
         objects = np.where(self._shown[ids][:, :, None], objects, 0.0).reshape(len(ids), -1)
         one_hot = np.eye(NUM_COLOURS + 1)[:, :NUM_COLOURS]

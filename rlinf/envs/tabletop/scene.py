@@ -17,9 +17,9 @@ BLOCK_HALF_SIZE_M = 0.027
 ZONE_RADIUS_M = 0.05
 PUSHER_RADIUS_M, PUSHER_LENGTH_M = 0.016, 0.05
 WORKSPACE_M = 0.2
-"""Objects start within plus or minus this distance."""
+"""Initial positions are within plus or minus this distance."""
 PUSHER_LIMIT_M = 0.28
-"""The pusher's commands lie within plus or minus this distance."""
+"""The pusher's commands are within plus or minus this distance."""
 HOVER_HEIGHT_M = 0.08
 PUSH_HEIGHT_M = 0.03
 STEP_M = 0.05
@@ -44,7 +44,7 @@ _RGBA = {
 
 
 def tabletop_xml() -> str:
-    """Return the MJCF of the scene. Units: metres, kilograms, seconds. Everything moves in the plane; no gravity."""
+    """Return the MJCF of the scene in metres, kilograms, seconds. Everything moves in the plane; no gravity."""
     half, radius = BLOCK_HALF_SIZE_M, PUSHER_RADIUS_M
     blocks = "".join(
         f'<body name="block_{colour}" pos="0 0 {half}">'
@@ -93,7 +93,7 @@ def tabletop_xml() -> str:
 
 
 class TabletopSimulator:
-    """``num_envs`` independent states of one model, with its cameras ``camera_offset_m`` to the right. Arrays of positions are in metres."""
+    """``num_envs`` states of one model, with its cameras ``camera_offset_m`` to the right. Positions are in metres."""
 
     def __init__(self, num_envs: int, camera_offset_m: float = 0.0) -> None:
         mujoco = self._mujoco = import_mujoco()
@@ -104,7 +104,7 @@ class TabletopSimulator:
             self.model.cam_pos[camera] += right
         self.states: list[Any] = [mujoco.MjData(self.model) for _ in range(num_envs)]
         self.camera_ids = {name: self.model.camera(name).id for name in CAMERAS}
-        # Views into the simulator's memory: reading attributes of MjData at each step costs more than the physics.
+        # Views of the simulator's memory: reading attributes of MjData at each step costs more than the physics.
         self._positions = [state.qpos for state in self.states]
         self._velocities = [state.qvel for state in self.states]
         self._controls = [state.ctrl for state in self.states]
@@ -115,7 +115,7 @@ class TabletopSimulator:
         self._pusher = self.model.joint("pusher_x").qposadr[0]
 
     def place(self, index: int, pusher: np.ndarray, height: float, blocks: np.ndarray, zones: np.ndarray) -> None:
-        """Put one state at rest: ``pusher [2]``, its height, ``blocks, zones [3, 2]``; NaN hides an object."""
+        """Reset a state: ``pusher [2]``, its height, ``blocks, zones [3, 2]``; NaN hides an object."""
         state, qpos = self.states[index], self._positions[index]
         self._mujoco.mj_resetData(self.model, state)
         qpos[:9].reshape(3, 3)[:, :2] = np.where(np.isnan(blocks), _FAR, blocks)
@@ -132,13 +132,13 @@ class TabletopSimulator:
         self._mujoco.mj_camlight(self.model, state)
 
     def mark(self, index: int, position: np.ndarray) -> None:
-        """Lay the black mark on top of the block at ``position [2]``."""
+        """Put the black mark on top of the block at ``position [2]``."""
         self._groups[index, MARK_GROUP] = 1
         self._mocaps[index][3] = (*position, 2 * BLOCK_HALF_SIZE_M + 0.002)
         self._mujoco.mj_kinematics(self.model, self.states[index])
 
     def step(self, ids: np.ndarray, actions: np.ndarray) -> None:
-        """Command displacements ``actions [K, 2]`` (units of ``STEP_M``) of the pushers from their current positions, for one step."""
+        """Move the pushers' targets by ``actions [K, 2]`` (units of ``STEP_M``) from their current positions, for one step."""
         first = self._pusher
         hovers = self._hovers[ids].tolist()
         pushers = np.stack([self._positions[index][first : first + 2] for index in ids])
@@ -147,16 +147,15 @@ class TabletopSimulator:
             self._simulate(self.states[index], alone)
 
     def _simulate(self, state: Any, alone: bool) -> None:
-        """Advance a state by one env step."""
         mujoco, model = self._mujoco, self.model
-        # A hovering pusher touches nothing, so skip the constraint solver, which is half of the physics.
+        # A hovering pusher touches nothing, so the constraint solver, half of the cost, can be skipped.
         model.opt.disableflags = self._no_constraints if alone else 0
         mujoco.mj_step(model, state, NUM_SUBSTEPS)
         mujoco.mj_kinematics(model, state)
         mujoco.mj_camlight(model, state)
 
     def path(self, index: int, actions: np.ndarray) -> np.ndarray:
-        """Return where ``actions [C, 2]`` would lead the middle of a pusher: ``[C + 1, 3]``, the first now. Simulates a copy."""
+        """Return the path of a pusher's middle under ``actions [C, 2]``: ``[C + 1, 3]``, the first now. Simulates a copy."""
         state = copy.copy(self.states[index])
         pusher, body = state.qpos[self._pusher : self._pusher + 2], state.body("pusher")
         places = [body.xpos.copy()]
@@ -167,7 +166,6 @@ class TabletopSimulator:
         return np.stack(places) + (0.0, 0.0, PUSHER_LENGTH_M / 2)
 
     def poses(self, index: int) -> dict[str, list[float]]:
-        """Return body name to position (metres) and quaternion of one state."""
         state = self.states[index]
         return {
             self.model.body(body).name: [*state.xpos[body].tolist(), *state.xquat[body].tolist()]
@@ -175,7 +173,6 @@ class TabletopSimulator:
         }
 
     def shown(self, ids: np.ndarray) -> np.ndarray:
-        """Return which geom groups each state shows, uint8 ``[K, 6]``."""
         return self._groups[ids]
 
     def read(self, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

@@ -1,4 +1,4 @@
-"""The task families of the tabletop: layouts, instructions, goals and scripted experts, vectorised over envs."""
+"""Task families of the tabletop: layouts, instructions, goals and scripted experts, vectorised over envs."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from rlinf.envs.tabletop.scene import (
 from rlinf.errors import ConfigError
 
 MIN_DISTANCE_M = 0.115
-"""Smallest distance between objects, and between the pusher's start and the objects."""
+"""Minimum distance between objects, and between the pusher's start and the objects."""
 MIN_MOVED_DISTANCE_M = 0.08
-"""Smallest distance between objects that were moved, and of these to the pusher; a block is 0.076 across."""
+"""Minimum distance between moved objects, and to the pusher; a block is 0.076 across."""
 MOST_MOVES = 10_000
 """Draws of moved objects before an error; the largest offset and tolerance need fewer than 100."""
 NUM_COLOURS = 3
@@ -32,10 +32,7 @@ NUM_COLOURS = 3
 
 @dataclass
 class Layout:
-    """First state of an episode: ``pusher [2]``, ``blocks, zones [3, 2]`` in metres; NaN rows are hidden.
-
-    ``first, second`` are the colour indices in the instruction; ``second`` is -1 if it names only one.
-    """
+    """First state of an episode in metres (NaN: hidden), and the colours in the instruction (``second`` -1: only one)."""
 
     pusher: np.ndarray
     blocks: np.ndarray
@@ -46,10 +43,7 @@ class Layout:
 
 @dataclass
 class Scene:
-    """``K`` current states: ``pusher [K, 2]``, ``blocks, zones [K, 3, 2]``, ``first, second, stage`` int ``[K]``.
-
-    ``tolerance_m`` is the distance in metres below which a point counts as reached.
-    """
+    """``K`` current states: positions ``[K, 2]``, ``[K, 3, 2]`` in metres; colours and stage int ``[K]``; distance of a reached goal."""
 
     pusher: np.ndarray
     blocks: np.ndarray
@@ -67,7 +61,7 @@ class Scene:
 
 
 class Family(ABC):
-    """One task family, for ``K`` rows at once; distances in metres. ``height`` is the pusher's."""
+    """A task family, vectorised over ``K`` envs; distances in metres. ``height`` is the pusher's."""
 
     name: ClassVar[str]
     horizon: ClassVar[int]
@@ -77,11 +71,11 @@ class Family(ABC):
 
     @abstractmethod
     def instruction(self, layout: Layout) -> str:
-        """Return the sentence that states the goal."""
+        """Return the instruction that states the goal."""
 
     @abstractmethod
     def distance_to_go(self, scene: Scene) -> np.ndarray:
-        """Return ``[K]``, the remaining way; its decrease is the dense reward."""
+        """Return ``[K]``, the remaining distance; its decrease is the dense reward."""
 
     @abstractmethod
     def success(self, scene: Scene) -> np.ndarray:
@@ -92,7 +86,7 @@ class Family(ABC):
         """Return ``[K, 2]``, the position of the pusher's next target."""
 
     def carry(self, scene: Scene) -> np.ndarray:
-        """Return ``[K, 2]``, the displacement that the object at ``aim`` still needs (0 if it may stay)."""
+        """Return ``[K, 2]``, the remaining displacement of the object at ``aim`` (0 if it need not move)."""
         return np.zeros_like(scene.pusher)
 
     def touched(self, scene: Scene) -> np.ndarray:
@@ -125,24 +119,24 @@ class Family(ABC):
         return True
 
     def moved(self, layout: Layout, generator: np.random.Generator, distance_m: float, tolerance_m: float) -> Layout:
-        """Move each object by ``distance_m`` in a direction of its own, until a layout is accepted.
+        """Move each object by ``distance_m`` in its own random direction, until a layout is accepted.
 
-        Objects and pusher then neither touch nor lie so close (``tolerance_m``) that an episode succeeds at once. Raise
-        ConfigError if ``MOST_MOVES`` draws have found no such layout.
+        Objects and pusher then neither touch nor are so close (``tolerance_m``) that an episode succeeds immediately. Raise ConfigError
+        after ``MOST_MOVES`` draws.
         """
         least = max(MIN_MOVED_DISTANCE_M, tolerance_m)
         objects = np.concatenate([layout.blocks, layout.zones])
         for _ in range(MOST_MOVES):
             angles = generator.uniform(0, 2 * np.pi, len(objects))
-            found = objects + distance_m * np.stack([np.cos(angles), np.sin(angles)], axis=1)
-            everything = np.concatenate([layout.pusher[None], found])
+            moved = objects + distance_m * np.stack([np.cos(angles), np.sin(angles)], axis=1)
+            everything = np.concatenate([layout.pusher[None], moved])
             apart = norm(everything[:, None] - everything)[~np.eye(len(everything), dtype=bool)]
-            elsewhere = replace(layout, blocks=found[:NUM_COLOURS], zones=found[NUM_COLOURS:])
+            elsewhere = replace(layout, blocks=moved[:NUM_COLOURS], zones=moved[NUM_COLOURS:])
             if not (apart < least).any() and self.accepts(elsewhere):  # hidden objects are NaN
                 return elsewhere
         raise ConfigError(
-            f"env.object_offset_m={distance_m} found no place for the objects of an episode of '{self.name}' in {MOST_MOVES} "
-            f"draws; required: {least} m between each two and to the pusher. Set env.object_offset_m=0.03 env.tolerance_m=0.045"
+            f"env.object_offset_m={distance_m} leaves no valid positions in an episode of '{self.name}' after {MOST_MOVES} "
+            f"draws; required: distances of {least} m, also to the pusher. Set env.object_offset_m=0.03 env.tolerance_m=0.045"
         )
 
 
@@ -178,7 +172,7 @@ class ReachZone(Reach):
 
 
 class TouchTwo(Family):
-    """Move the hovering pusher over one block, then over another; a black mark shows that the first is done."""
+    """Move the hovering pusher over one block, then over a second; a black mark shows that the first is done."""
 
     name, horizon = "touch_two", 28
 
@@ -218,11 +212,13 @@ class Push(Family):
         return f"push the {BLOCK_COLOURS[layout.first]} block to the {ZONE_COLOURS[layout.second]} zone"
 
     def accepts(self, layout: Layout) -> bool:
-        """Return whether the way behind the block and on to the zone is free of other blocks and on the table."""
+        """Return whether the path behind the block and on to the zone is free of other blocks and on the table."""
         block, zone = layout.blocks[layout.first], layout.zones[layout.second]
         behind = block - self.behind_m * unit(zone - block)
-        others = np.delete(layout.blocks, layout.first, axis=0)
-        return bool(np.abs(behind).max() < WORKSPACE_M + 0.05 and _segment_distance(others, behind, zone).min() > 0.09)
+        obstacles = np.delete(layout.blocks, layout.first, axis=0)
+        return bool(
+            np.abs(behind).max() < WORKSPACE_M + 0.05 and _segment_distance(obstacles, behind, zone).min() > 0.09
+        )
 
     def aim(self, scene: Scene) -> np.ndarray:
         return scene.block(scene.first)
@@ -238,7 +234,7 @@ class Push(Family):
         return norm(self.carry(scene)) < scene.tolerance_m
 
     def expert(self, scene: Scene, aim_offset_m: np.ndarray) -> np.ndarray:
-        """Go round the block to the point behind it, then push towards the zone, steering sideways errors out."""
+        """Go around the block to the point behind it, then push towards the zone, correcting sideways errors."""
         block = self.aim(scene)
         forward = unit(self.carry(scene) + aim_offset_m)
         side = np.stack([-forward[:, 1], forward[:, 0]], axis=1)
@@ -275,11 +271,11 @@ def straight(way: np.ndarray) -> np.ndarray:
 
 
 def _spread(generator: np.random.Generator, count: int) -> np.ndarray:
-    """Draw ``[count, 2]`` points in the workspace, each at least ``MIN_DISTANCE_M`` from the others."""
+    """Draw ``[count, 2]`` points in the workspace, at least ``MIN_DISTANCE_M`` apart."""
     points: list[tuple[float, float]] = []
     tries = 0
     while len(points) < count:
-        if tries == 50:  # there may be no room left: start over
+        if tries == 50:  # no point may be possible any more: start over
             points, tries = [], 0
         # Plain floats are faster than array operations for so few points.
         x, y = generator.uniform(-WORKSPACE_M, WORKSPACE_M, 2).tolist()

@@ -49,8 +49,6 @@ def export(
     written folder predicts different actions.
 
     Args:
-        checkpoint: Checkpoint or run folder, or an export.
-        output: Folder that does not exist or is empty.
         merge_lora: Merge the adapters into the base weights, so that the folder is complete.
         overrides: Applied to the checkpoint's configuration, e.g. ``["plugins=[my_model.py]"]``.
     """

@@ -25,7 +25,6 @@ class Arm:
     """A lerobot robot (an ``EpisodicRobot``) with absolute actions; an episode ends at the env's horizon.
 
     Args:
-        robot: A connected robot.
         env: A single env, used only for its tasks, instructions and horizon.
         repeat_s: Time after which a repeated camera image counts as missing.
     """

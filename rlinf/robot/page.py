@@ -33,7 +33,6 @@ class Page:
 
     Args:
         robot: Asks its questions on the page from now on, and has the images.
-        host, port: Address to listen on; port 0: any free port.
 
     Attributes:
         path, url: Address of the page.

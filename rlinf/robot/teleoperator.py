@@ -46,7 +46,6 @@ class TakeOver:
         is_relative: bool ``[D]``: action dimensions that are displacements, which need no alignment.
 
     Attributes:
-        policy_acts: Whether the policy acts.
         action: The operator's action ``[D]``; None: the policy acts, or the robot holds.
         is_correction: The action is entirely the operator's, not a step of the alignment.
 

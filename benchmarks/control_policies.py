@@ -84,7 +84,7 @@ def best_offset(
 ) -> tuple[Sequence[float], list[EvaluationResult]]:
     """Evaluate a policy with each constant correction of a grid; return the most successful one, the first of equals, and all results.
 
-    Where the env tells no success, it is the one with the highest return. Take ``specs`` of the training split, and evaluate the winner on held-out episodes: the best of many on the same episodes flatters.
+    Where the env reports no success, it is the one with the highest return. Take ``specs`` of the training split, and evaluate the winner on held-out episodes: the best of many on the same episodes flatters.
     ``options`` go to ``evaluate_policy``.
     """
     results = [

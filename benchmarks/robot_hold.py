@@ -145,7 +145,7 @@ class Constant:
 
     model = SimpleNamespace(action_dim=1, num_observations=1)
 
-    def stream(self, spec: EpisodeSpec) -> None:
+    def start_episode(self, spec: EpisodeSpec) -> None:
         return None
 
     def act(self, row: Observation, streams: Any) -> np.ndarray:
@@ -167,12 +167,12 @@ def camera_kills(args: argparse.Namespace) -> list[float]:
         os.kill(os.getpid(), signal.SIGINT)
 
     threading.Thread(target=killer, daemon=True).start()
-    settings = RobotConfig(fps=FPS, displacements=[])
+    settings = RobotConfig(fps=FPS, relative_dims=[])
     try:
         with RobotEpisodes(
             Constant(), Arm(watched, table), EnvSpec("table", ["front"], ["front"], 64, 1), settings
         ) as episodes:
-            episodes.play([EpisodeSpec("table", 0, 0, 0)], lambda result: None)
+            episodes.run([EpisodeSpec("table", 0, 0, 0)], lambda result: None)
     except KeyboardInterrupt:
         pass
     return found

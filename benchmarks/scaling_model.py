@@ -122,7 +122,7 @@ class Workload:
 
     Attributes:
         samples: Policy calls.
-        blocks: Groups of envs, which are not divided between GPUs.
+        env_groups: Groups of envs, which are not divided between GPUs.
         rollout, score, update: Seconds of a GPU by its samples.
         steps: Optimiser steps.
         sample_bytes: Of the images and everything else of a sample.
@@ -134,7 +134,7 @@ class Workload:
     """
 
     samples: float
-    blocks: int
+    env_groups: int
     rollout: Line
     score: Line
     update: Line
@@ -148,7 +148,7 @@ class Workload:
 
     def times(self, factor: float) -> Workload:
         """Return the iteration of ``factor`` times as many envs."""
-        return replace(self, samples=self.samples * factor, blocks=round(self.blocks * factor))
+        return replace(self, samples=self.samples * factor, env_groups=round(self.env_groups * factor))
 
 
 @dataclass(frozen=True)
@@ -212,8 +212,8 @@ def predict(work: Workload, machine: Machine, placement: str, trainers: int, wor
     both_s = max(playing_s, training_s) if placement == "async" else playing_s + training_s
     memory = min(trainers, machine.gpus) * held * work.sample_bytes
     limit = max(busy, key=lambda name: busy[name])
-    if workers > work.blocks or trainers > work.blocks:
-        limit = "too few blocks of envs"
+    if workers > work.env_groups or trainers > work.env_groups:
+        limit = "too few env groups"
     elif memory > machine.memory:
         limit = "main memory"
     return Iteration(trainers, workers, both_s + busy["pushing weights"], busy, memory, limit)
@@ -227,7 +227,7 @@ def best(work: Workload, machine: Machine, placement: str, gpus: int) -> Iterati
         raise ValueError(f"placement '{placement}' on {gpus} GPU; required: at least 2")
     counts = [count for count in range(1, gpus) if gpus % count == 0]
     found = [predict(work, machine, placement, count, gpus - count) for count in counts]
-    return min(found, key=lambda each: (each.limit == "too few blocks of envs", each.seconds))
+    return min(found, key=lambda each: (each.limit == "too few env groups", each.seconds))
 
 
 def evaluation_fraction(evaluation_s: float, evaluators: int, every: int, iteration_s: float) -> float:
@@ -256,7 +256,7 @@ def measured(lines: Sequence[Mapping[str, Any]], skip: int = 1) -> dict[str, flo
 
 
 EXAMPLE = Workload(
-    samples=128 * 64, blocks=128, steps=32, sample_bytes=256 * 256 * 3, spread=0.05,
+    samples=128 * 64, env_groups=128, steps=32, sample_bytes=256 * 256 * 3, spread=0.05,
     rollout=Line(fixed_s=60.0, row_s=0.014), score=Line(0.0, 0.010), update=Line(0.0, 0.040),
     gradient_bytes=0.45e9,
 )  # fmt: skip
@@ -400,7 +400,7 @@ class Recorded:
         if cluster["max_staleness"]:
             self.placement = "async"
         self.rows = rollout["num_envs"] * rollout["num_chunks"]
-        self.blocks = rollout["num_envs"] // rollout["group_size"]
+        self.env_groups = rollout["num_envs"] // rollout["group_size"]
         self.steps = max(1, self.rows // config["trainer"]["minibatch_size"]) * config["algorithm"]["update_epochs"]
         self.sample_bytes = len(env.get("cameras") or ()) * env.get("image_size", 0) ** 2 * 3
         self.phases = measured(read_metrics(folder))
@@ -416,7 +416,7 @@ def workload_of(runs: list[Recorded]) -> Workload:
     lines = {name: Line.through([(run.rows, run.phases[name]) for run in runs]) for name in PHASES}
     largest = max(runs, key=lambda run: run.rows)
     return Workload(
-        largest.rows, largest.blocks, lines["rollout"], lines["score"], lines["update"], steps=largest.steps,
+        largest.rows, largest.env_groups, lines["rollout"], lines["score"], lines["update"], steps=largest.steps,
         sample_bytes=largest.sample_bytes,
     )  # fmt: skip
 
@@ -424,7 +424,7 @@ def workload_of(runs: list[Recorded]) -> Workload:
 def compare(runs: list[Recorded], work: Workload, machine: Machine) -> None:
     """Print what the model predicts for each run, next to what was measured."""
     for run in runs:
-        own = replace(work, samples=run.rows, blocks=run.blocks, steps=run.steps)
+        own = replace(work, samples=run.rows, env_groups=run.env_groups, steps=run.steps)
         predicted, seconds = predict(own, machine, run.placement, run.ranks, run.workers), sum(run.phases.values())
         line = {"run": run.name, "placement": run.placement, "ranks": run.ranks, "workers": run.workers,
                 "predicted_s": round(predicted.seconds, 3), "measured_s": round(seconds, 3),

@@ -7,7 +7,7 @@ ratio is the model FLOPs utilisation of the update.
 
     python benchmarks/update.py [--rounds 5] [overrides ...]
 
-On CPUs with AMX, ``model.precision=bf16-mixed model.attn_implementation=eager`` is the fastest (docs/performance.md).
+On CPUs with AMX, ``model.precision=bf16-mixed model.attn_implementation=eager`` is the fastest (docs/gpu.md).
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def rollout_to_train_on(
     collector.close(), env.close()
     batch.old_logprobs, batch.values = worker.evaluate(batch)
     algorithm.compute_advantages(batch)
-    plan = MinibatchPlan(batch.loss_mask, collector.blocks, config.trainer.minibatch_size, seed=0)
+    plan = MinibatchPlan(batch.loss_mask, collector.env_groups, config.trainer.minibatch_size, seed=0)
     return worker, algorithm, batch.flatten(), list(plan.epoch(0))
 
 

@@ -1,7 +1,7 @@
 """Reinforcement learning of vision-language-action models in robot simulators.
 
-The functions below are what the commands run; docs/python.md shows them at work. Importing this package imports neither
-torch nor a simulator: each name is loaded when it is first used.
+The commands run the functions below; docs/python.md has examples. Importing this package imports neither torch nor a
+simulator: each name is loaded at first use.
 """
 
 from typing import TYPE_CHECKING
@@ -34,7 +34,8 @@ __all__ = [
     "train",
 ]
 
-if not TYPE_CHECKING:  # a type checker would take every name for one of them
+# Hidden from type checkers: with a module ``__getattr__``, they would accept any name.
+if not TYPE_CHECKING:
     __getattr__ = lazy_attributes(__name__, _LAZY)
 
 

@@ -1,4 +1,4 @@
-"""``python -m rlinf`` is the command ``rlinf``."""
+"""``python -m rlinf``: the command ``rlinf``."""
 
 import sys
 

@@ -1,7 +1,7 @@
-"""The public functions: load a policy, make an env, train, evaluate, compare. The commands run the same code.
+"""The public functions: load a policy, make an env, train, evaluate, audit, compare. The commands run the same code.
 
 ``overrides`` are written as on the command line (``["trainer.max_steps=3"]``). ``plugins`` are modules or .py files that register
-models, envs and algorithms; no other code from outside the package is run, unless ``trust_remote_code`` is set.
+models, envs and algorithms. No other external code is run, unless ``trust_remote_code`` is set.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ IN_MEMORY_KEYS = (
     "seed", "plugins", "rollout.temperature", "evaluation.greedy", "evaluation.split", "evaluation.num_episodes",
     "evaluation.num_envs",
 )  # fmt: skip
-"""Keys, besides ``env.*``, that an in-memory evaluation reads."""
+"""Keys that an in-memory evaluation reads, in addition to ``env.*``."""
 
 
 def load_policy(
@@ -68,20 +68,19 @@ def load_policy(
     plugins: Sequence[str] = (),
     trust_remote_code: bool = False,
 ) -> Policy:
-    """Load a policy that acts: ``rlinf.load_policy("outputs/quickstart/latest").act(observation)``.
+    """Load a policy: ``rlinf.load_policy("outputs/quickstart/latest").act(observation)``.
 
     Args:
         folder: A run folder (its newest checkpoint), a checkpoint, an export, the folder of a public model, or, with
             ``model_type``, its id on the Hugging Face hub.
-        model_type: Type of a public model whose config.json names another one or none (``openvla_oft``), or is not
+        model_type: Type of a public model (``openvla_oft``), if its config.json names none or a different one, or is not
             downloaded yet. A run, checkpoint or export must be of this type.
         device: ``cpu`` or ``cuda``; None: the configuration's, by default the GPU if there is one.
-        overrides: Changes to the configuration of the checkpoint or model type: ``["model.precision=fp32"]``,
-            ``["model.unnorm_key=bridge_orig"]``.
+        overrides: Changes to the configuration of the checkpoint or model type: ``["model.unnorm_key=bridge_orig"]``.
         plugins: A checkpoint's plugins are not imported unless they are given here.
         trust_remote_code: Run Python code stored in the model's folder.
 
-    With ``torch.distributed`` initialised, all ranks call it: the first one reads and verifies the files for all.
+    With ``torch.distributed`` initialised, all ranks must call it: rank 0 reads and verifies the files for all ranks.
     """
     _check_overrides(overrides, "load_policy")
     overrides = [*overrides, *_code(plugins, trust_remote_code)]
@@ -111,11 +110,11 @@ def make_env(
     plugins: Sequence[str] = (),
     **settings: Any,
 ) -> VectorEnv:
-    """Make ``num_envs`` environments that step together, a ``gymnasium.vector.VectorEnv``.
+    """Build a ``gymnasium.vector.VectorEnv`` of ``num_envs`` environments.
 
     Args:
         env: Name as in ``env=...`` of the commands, or a configuration (``policy.config.env``).
-        auto_reset: Start the next episode when one ends; False: its row stays idle until ``reset``.
+        auto_reset: Start the next episode when one ends; False: its env slot stays idle until ``reset``.
         **settings: Keys of the env: ``tasks=["reach"]``, ``max_episode_steps=32``.
     """
     _check_overrides(overrides, "make_env")
@@ -136,17 +135,20 @@ def train(
     Args:
         overrides: As on the command line; ``resume=<run folder>`` continues a run.
         config_dir: Folder of your own groups and experiments, as ``--config-dir``: ``env/dot.yaml`` in it makes ``env=dot`` known.
-        sft_only: Only clone behaviour, as ``rlinf sft`` does.
+        sft_only: Only run behaviour cloning, as ``rlinf sft`` does.
 
     Raises:
-        RLinfError: The configuration is rejected before anything starts, or training failed in a way that you can fix.
+        RLinfError: The configuration is rejected before anything starts, or training failed for a reason that you can fix.
         KeyboardInterrupt: A signal stopped training; a checkpoint was saved.
     """
     _check_overrides(overrides, "train")
-    own = [] if config_dir is None else ["--config-dir", os.fspath(config_dir)]
+    flags = [] if config_dir is None else ["--config-dir", os.fspath(config_dir)]
     try:
-        (folder,) = run_training([*own, *overrides, *_code(plugins, trust_remote_code)], "sft" if sft_only else "train")
-    except SystemExit as stop:  # a notebook continues
+        (folder,) = run_training(
+            [*flags, *overrides, *_code(plugins, trust_remote_code)], "sft" if sft_only else "train"
+        )
+    except SystemExit as stop:
+        # A SystemExit would end the caller's program; a notebook survives a KeyboardInterrupt.
         raise KeyboardInterrupt("training was stopped by a signal; all training so far is saved") from stop
     return folder
 
@@ -167,16 +169,16 @@ def evaluate(
 
     Args:
         policy: A run folder, checkpoint or export; a policy of ``load_policy``; or any object with ``act(observation)``, or a
-            function of an observation, that returns actions ``[B, C, D]`` or ``[B, D]``. It is called with all running episodes
-            at once and must remember nothing, unless it has ``reset()``: then episodes run one by one, and it is called before each.
-        env: Name or configuration of the env; None: the one that the policy was trained in.
+            function of an observation, that returns actions ``[B, C, D]`` or ``[B, D]``. Each call contains the observations of all
+            running episodes, so the policy must be stateless. If it has ``reset()``, episodes run one by one after a call of it.
+        env: Name or configuration of the env; None: the policy's training env.
         episodes: Number of episodes; None: ``evaluation.num_episodes``.
-        overrides: ``["evaluation.greedy=false", "seed=3", "output_dir=outputs/mine"]``. An object takes only keys of the env, the
+        overrides: ``["evaluation.greedy=false", "seed=3", "output_dir=outputs/mine"]``. For an object, only keys of the env, the
             seed, the temperature and the list of episodes.
 
     Returns:
-        ``success_rate`` and its ``interval`` (95 %), both None if the env tells no success, ``return_mean``, ``per_task``, ``results``
-        (one per episode); ``print(result.table())``.
+        ``success_rate`` and its ``interval`` (95 %), both None if the env reports no success, ``return_mean``, ``per_task``,
+        ``results`` (one per episode); ``print(result.table())``.
     """
     _check_overrides(overrides, "evaluate")
     overrides = [*overrides, *_code(plugins, trust_remote_code)]
@@ -186,7 +188,7 @@ def evaluate(
         return evaluation.evaluate(configure(_of_folder(policy, env, overrides, "evaluate"), "evaluate"))
     with _opened_object(policy, env, overrides, "evaluate") as (model, made, config):
         specs = episode_list(made, config.evaluation.split, config.evaluation.num_episodes)
-        return evaluate_policy(model, made, specs, **evaluation.sampling_of(config))
+        return evaluate_policy(model, made, specs, **evaluation.sampling_settings(config))
 
 
 def audit(
@@ -198,10 +200,10 @@ def audit(
     plugins: Sequence[str] = (),
     trust_remote_code: bool = False,
 ) -> Audit:
-    """Ask whether a policy reads its instruction, looks, reacts, or remembers, as ``rlinf audit`` does.
+    """Test whether a policy uses its instruction, its images and its latest observations, as ``rlinf audit`` does.
 
-    A folder is audited like ``rlinf audit checkpoint=<folder>``, and a page is written. An object is audited in memory, and nothing is
-    written; its initial states of training are taken to be the first of the training split.
+    A folder is audited like ``rlinf audit checkpoint=<folder>``, and a page is written. An object is audited in memory, and nothing
+    is written; the first initial states of the training split count as its training states.
 
     Args:
         policy, env, overrides: See ``evaluate``.
@@ -221,11 +223,11 @@ def audit(
         check_episodes(specs)
 
         def moved(what: str) -> VectorEnv | None:
-            elsewhere = made.moved(config.env, what)
-            return None if elsewhere is None else make_vector_env(elsewhere, made.num_envs, auto_reset=False)
+            env_config = made.moved(config.env, what)
+            return None if env_config is None else make_vector_env(env_config, made.num_envs, auto_reset=False)
 
         seen = made.episode_specs("train")[: len(specs)]
-        return Auditor(model, made, specs, **evaluation.sampling_of(config)).run(seen, auditing.NOT_KNOWN, moved)
+        return Auditor(model, made, specs, **evaluation.sampling_settings(config)).run(seen, auditing.NOT_KNOWN, moved)
 
 
 def compare(
@@ -237,14 +239,14 @@ def compare(
     """Compare two evaluations of the same episodes pair by pair (McNemar's exact test), as ``rlinf evaluate --compare``.
 
     Args:
-        a, b: Two results of ``evaluate``, or two folders of evaluations or runs. Folders record the conditions of the
-            evaluations, which must be equal; results do not.
+        a, b: Two results of ``evaluate``, or two folders of evaluations or runs. Folders record the evaluations' conditions,
+            which must be equal; results do not.
         allow_mismatch: As in ``evaluation.allow_mismatch``.
 
     Returns:
         ``total.difference`` (b - a), ``total.interval``, ``total.p_value``; ``print(comparison.table())``.
     """
-    are_folders = [isinstance(one, (str, os.PathLike)) for one in (a, b)]
+    are_folders = [isinstance(side, (str, os.PathLike)) for side in (a, b)]
     if all(are_folders):
         return compare_folders(a, b, allow_mismatch)
     if any(are_folders):
@@ -255,7 +257,7 @@ def compare(
 def _of_folder(
     folder: str | os.PathLike, env: str | EnvConfig | None, overrides: Sequence[str], function: str
 ) -> Namespace:
-    """Return the arguments of the command that does with a folder what ``function`` does."""
+    """Return the arguments of the command ``function`` for a folder."""
     if env is not None and not isinstance(env, str):
         required = "with a folder the name of an env, and overrides=['env.<key>=...'] for its settings"
         raise ConfigError(f"{function} got a folder and an env configuration; required: {required}")
@@ -270,18 +272,20 @@ def _opened_object(
     overrides: Sequence[str],
     function: str,
 ) -> Iterator[tuple[Any, VectorEnv, RunConfig]]:
-    """Give what ``evaluate_policy`` plays, its env, which is closed at the end, and the settings."""
+    """Yield the policy in the form that ``evaluate_policy`` takes, its env, which is closed at the end, and the configuration."""
     is_ours = isinstance(policy, Policy)
     if isinstance(policy, type) or not callable(getattr(policy, "act", policy)):
         required = "a folder, a policy of rlinf.load_policy, an object with act, or a function of an observation"
         raise ConfigError(f"{function} got a {type(policy).__name__}; required: {required}")
     if env is None and not (is_ours and policy.cameras is not None):
-        raise ConfigError(f"{function} needs the env of this policy. Pass env='tabletop', or another of `rlinf models`")
+        raise ConfigError(
+            f"{function} needs the env of this policy. Pass env='tabletop', or a different env of `rlinf models`"
+        )
     for key in _typed_values(overrides):
         if key not in IN_MEMORY_KEYS and key.partition(".")[0] != "env":
-            found = f"{function} got the override '{key}', which has no effect on an object"
-            fix = "Pass other overrides to load_policy, or evaluate the folder"
-            raise ConfigError(f"{found}; required: keys of env, {', '.join(IN_MEMORY_KEYS)}. {fix}")
+            problem = f"{function} got the override '{key}', which has no effect on an object"
+            fix = "Pass it to load_policy, or evaluate the folder"
+            raise ConfigError(f"{problem}; required: keys of env, {', '.join(IN_MEMORY_KEYS)}. {fix}")
     config = run_config(env, overrides, base=policy.config if is_ours else None)
     settings = config.evaluation
     num_envs = 1 if remembers(policy) else min(settings.num_envs, settings.num_episodes or settings.num_envs)
@@ -300,7 +304,7 @@ def run_config(
     base: RunConfig | None = None,
     config_dir: str | None = None,
 ) -> RunConfig:
-    """Return the configuration of a loaded policy (``base``), or the defaults, with another env and overrides.
+    """Return the configuration of a loaded policy (``base``), or the defaults, with a different env and overrides.
 
     ``settings`` are keys of the env, applied last; ``config_dir`` is a folder of the user's own groups.
     """
@@ -317,7 +321,7 @@ def run_config(
         saved = plain_container(compose_config([], config_dir)) if base is None else to_mapping(base)
         if env is not None and not is_named:
             saved["env"] = to_mapping(env)
-        # The code that a loaded configuration names stays: the user allowed it at loading.
+        # Plugins and remote code of the loaded configuration remain allowed: the user allowed them when loading it.
         replaced = [key for key, value in _typed_values(chosen).items() if isinstance(value, str)]
         code = [f"{key}={_value(value)}" for key, value in code_values(saved) if key.partition(".")[0] not in replaced]
         composed = plain_container(compose_on_saved(saved, [*code, *chosen], config_dir))
@@ -339,13 +343,14 @@ def _check_settings(settings: Mapping[str, Any], composed: Mapping[str, Any]) ->
     for key, value in settings.items():
         meant = closest(key, [*known, *arguments])
         if key not in known and meant in arguments:
-            found = f"make_env got {key}={value!r}, which is neither an argument nor a key of the env"
-            raise ConfigError(f"{found}. Pass {meant}={value!r}")
+            raise ConfigError(
+                f"make_env got {key}={value!r}, which is neither an argument nor a key of the env. Pass {meant}={value!r}"
+            )
 
 
 def _public_model(folder: str | os.PathLike, model_type: str | None) -> list[str] | None:
     """Return the overrides that name a public model and its type; None for a run, a checkpoint or an export."""
-    path, typed = Path(folder).expanduser(), "Pass model_type='openvla', or another of `rlinf models`"
+    path, typed = Path(folder).expanduser(), "Pass model_type='openvla', or a different type of `rlinf models`"
     if is_checkpoint(path) or is_export(path) or is_run(path):
         return None
     if model_type is None and not path.exists() and not follow_latest(path).exists():
@@ -355,26 +360,27 @@ def _public_model(folder: str | os.PathLike, model_type: str | None) -> list[str
         )
     if model_type is None and not (path / "config.json").is_file():
         return None
-    found, own = model_of_folder(path)
-    name = model_type or found
+    folder_type, folder_keys = model_of_folder(path)
+    name = model_type or folder_type
     if name is None:
         raise CheckpointError(f"{path / 'config.json'} names no model_type. {typed}")
     chosen = f"model={name}" if name in search.group_options("model") else f"model.model_type={name}"
     keys = {"action_dim": "action_token_len", "action_chunks_len": "action_chunks_len", "unnorm_key": "unnorm_key"}
-    saved = read_json(path / POLICY_FILE) if (path / POLICY_FILE).is_file() else {}  # a model folder of a checkpoint
+    # The `model` folder of a checkpoint has the constructor's arguments in a file next to config.json.
+    saved = read_json(path / POLICY_FILE) if (path / POLICY_FILE).is_file() else {}
     sizes = [f"model.{key}={_quoted(saved[name]) if isinstance(saved[name], str) else saved[name]}"
              for name, key in keys.items() if name in saved]  # fmt: skip
-    sizes += [f"model.{key}={value}" for key, value in own.items() if name == found]
+    sizes += [f"model.{key}={value}" for key, value in folder_keys.items() if name == folder_type]
     return [chosen, *sizes, f"model.model_path={_quoted(path if path.is_dir() else folder)}"]
 
 
 def _check_overrides(overrides: Sequence[str], function: str) -> None:
     """Raise ConfigError unless overrides are a list of strings without the flags of the command line."""
     _check_list(overrides, f"overrides of {function}")
-    for word in overrides:
-        if not isinstance(word, str) or word.startswith("-"):
+    for override in overrides:
+        if not isinstance(override, str) or override.startswith("-"):
             flags = "Flags are for the command line: in Python, plugins=[...] imports code, and a loop makes a sweep"
-            raise ConfigError(f"{function} got the override {word!r}; required: strings such as 'seed=3'. {flags}")
+            raise ConfigError(f"{function} got the override {override!r}; required: strings such as 'seed=3'. {flags}")
 
 
 def _code(plugins: Sequence[str], trust_remote_code: bool) -> list[str]:
@@ -385,7 +391,8 @@ def _code(plugins: Sequence[str], trust_remote_code: bool) -> list[str]:
 
 
 def _check_list(values: Any, name: str) -> None:
-    """Raise ConfigError unless ``values`` is a list; a string would be iterated letter by letter."""
+    """Raise ConfigError unless ``values`` is a list of strings."""
+    # A string is a sequence, too: it would be iterated letter by letter.
     if isinstance(values, (str, os.PathLike)):
         raise ConfigError(f"{name}: got '{values}', which is not a list. Pass ['{values}']")
     if not isinstance(values, Sequence):
@@ -393,7 +400,7 @@ def _check_list(values: Any, name: str) -> None:
 
 
 def _value(value: Any) -> str:
-    """Return a value in the syntax of overrides, with texts quoted."""
+    """Return a value in the syntax of overrides, with strings quoted."""
     if isinstance(value, (list, tuple)):
         return f"[{','.join(map(_value, value))}]"
     return _quoted(value) if isinstance(value, (str, os.PathLike)) else override_text(value)

@@ -14,8 +14,8 @@ from typing import Any
 class RLinfError(Exception):
     """Base of every error that the user can fix; the CLI prints it without a traceback and exits with 2.
 
-    ``fix`` holds arguments that fix it, and their new values. The message ends with them: ``Pass name=value``.
-    ``rlinf.options.fixed_by_settings`` turns them into the override to set.
+    ``fix`` maps arguments to values that fix it. The message ends with them: ``Pass name=value``, or, within
+    ``rlinf.options.fixed_by_settings``, ``Set key=value``.
     """
 
     def __init__(self, message: str = "", **fix: Any) -> None:
@@ -28,27 +28,28 @@ class RLinfError(Exception):
         return f"{self.args[0]} Pass {fix}" if fix else self.args[0]
 
     def __reduce__(self) -> tuple:
-        return _with_message, (type(self), self.args[0] if self.args else "", self.__dict__)
+        return _restored, (type(self), self.args[0] if self.args else "", self.__dict__)
 
-    def finished(self, message: str) -> RLinfError:
-        """Return an error of this class whose whole text is ``message``."""
-        kept = {name: value for name, value in self.__dict__.items() if name != "__notes__"}
-        return _with_message(type(self), message, {**kept, "fix": {}})
+    def with_message(self, message: str) -> RLinfError:
+        """Return an error of this class with ``message`` as its complete text."""
+        attributes = {name: value for name, value in self.__dict__.items() if name != "__notes__"}
+        return _restored(type(self), message, {**attributes, "fix": {}})
 
 
-def _with_message(cls: type[RLinfError], message: str, attributes: dict[str, Any]) -> RLinfError:
-    """Make an error from its message; ``cls`` itself may take what the message is composed of."""
+def _restored(cls: type[RLinfError], message: str, attributes: dict[str, Any]) -> RLinfError:
+    """Create an error from its message and attributes."""
+    # Not `cls(message)`: the constructors of some subclasses take the parts of the message.
     error = cls.__new__(cls, message)
     error.__dict__.update(attributes)
     return error
 
 
 class ConfigError(RLinfError, ValueError):
-    """A configuration value is unknown, out of range or contradicts another one."""
+    """A configuration value is unknown, out of range or contradicts a different value."""
 
 
 class RejectedInputError(ConfigError):
-    """A policy rejects an observation, or does not answer with actions; it may take other observations."""
+    """A policy rejects an observation, or returns no valid actions. It may accept other observations."""
 
 
 class MissingDependencyError(RLinfError, ImportError):
@@ -60,7 +61,7 @@ class CheckpointError(RLinfError):
 
 
 class UploadError(CheckpointError):
-    """A run is complete on the disk, and not all of it was uploaded."""
+    """The run is complete on the disk, but not completely uploaded."""
 
 
 class SimulatorError(RLinfError):
@@ -68,11 +69,11 @@ class SimulatorError(RLinfError):
 
 
 class PolicyServerError(RLinfError):
-    """A policy that acts elsewhere does not answer, answers what does not fit, or rejects what it is asked."""
+    """A policy server does not reply, sends an invalid reply, or rejects a request."""
 
 
 class RejectedRequestError(PolicyServerError):
-    """A policy server is there and rejects one request; it may take another one."""
+    """A policy server rejected one request. It may accept the next one."""
 
 
 class ManifestMismatchError(CheckpointError):
@@ -92,7 +93,7 @@ class RankError(RuntimeError):
 
 
 class RankKilledError(RankError):
-    """A signal from outside, or a crash in native code, ended a rank."""
+    """An external signal, or a crash in native code, ended a rank."""
 
 
 EXIT_FAULT = 1
@@ -100,7 +101,7 @@ EXIT_USER_ERROR = 2
 
 
 def exit_status(error: Exception) -> int:
-    """Return the exit status of a command that ends with an error: 2 for one that the user can fix, else 1."""
+    """Return the exit status for an error: 2 if the user can fix it, else 1."""
     return EXIT_USER_ERROR if isinstance(error, RLinfError) else EXIT_FAULT
 
 
@@ -110,7 +111,7 @@ def print_error(error: Exception) -> None:
     print(f"{type(error).__name__}: {error}{notes}", file=sys.stderr, flush=True)
 
 
-ALIASES = {
+SYNONYMS = {
     "batch": ("batch_size", "minibatch_size"),
     "batch_size": ("minibatch_size", "micro_batch_size"),
     "ckpt": ("checkpoint",),
@@ -143,25 +144,25 @@ ALIASES = {
     "vf_coef": ("value_coef",),
     "world_size": ("num_processes",),
 }
-"""Names that users know from other libraries, and the names accepted here, most likely first."""
+"""Names in other libraries, and the names accepted here, most likely first. Only suggestions use them."""
 
 SIMILARITY = 0.7
-"""Smallest similarity (``difflib``'s ratio) of a suggested name; below it a hint is more likely wrong than right."""
+"""Smallest similarity (``difflib``'s ratio) of a suggested name; below it, a suggestion is more likely wrong than right."""
 
 
 def closest(name: str, names: Iterable[str]) -> str | None:
     """Return the known name that the user probably meant, or None.
 
-    Tried in this order: ``ALIASES``, a name with these initials, the most similar name, the first name with this prefix.
+    Tried in this order: ``SYNONYMS``, a name with these initials, the most similar name, the first name with this prefix.
     """
     name, known = str(name).lower(), {str(option).lower(): str(option) for option in names}
-    for alias in (name, *ALIASES.get(name, ())):
-        if alias in known:
-            return known[alias]
-    found = [o for o in known if "_" in o and name == "".join(word[:1] for word in o.split("_"))]
-    found += difflib.get_close_matches(name, known, n=1, cutoff=SIMILARITY)
-    found += [o for o in known if len(name) > 2 and o.startswith(name)]
-    return known[found[0]] if found else None
+    for synonym in (name, *SYNONYMS.get(name, ())):
+        if synonym in known:
+            return known[synonym]
+    matches = [o for o in known if "_" in o and name == "".join(part[:1] for part in o.split("_"))]
+    matches += difflib.get_close_matches(name, known, n=1, cutoff=SIMILARITY)
+    matches += [o for o in known if len(name) > 2 and o.startswith(name)]
+    return known[matches[0]] if matches else None
 
 
 def did_you_mean(name: str, options: Iterable[str]) -> str:

@@ -24,7 +24,7 @@ logger = logging.getLogger("rlinf")
 
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 FULL_BELOW = 2**20
-"""A write that fails without a reason is blamed on a full disk if fewer bytes than these are free."""
+"""Free bytes below which a write error without a reason counts as a full disk."""
 
 
 class TextFileError(ConfigError):
@@ -32,7 +32,7 @@ class TextFileError(ConfigError):
 
 
 def decode_text(content: bytes, path: str | os.PathLike, line: int = 1) -> str:
-    """Return the text of a UTF-8 file, or of its part from ``line`` on, without a byte order mark; raise TextFileError for others."""
+    """Return the text of a UTF-8 file, or of its part from ``line`` on, without a byte order mark; raise TextFileError if invalid."""
     try:
         return (content.removeprefix(codecs.BOM_UTF8) if line == 1 else content).decode("utf-8")
     except UnicodeDecodeError as error:
@@ -48,7 +48,8 @@ def parse_json(content: bytes, path: str | os.PathLike, line: int = 1, **options
     try:
         value = json.loads(text, **options)
         if _SURROGATE.search(text):
-            json.dumps(value, ensure_ascii=False).encode()  # half a pair cannot be written, nor become tokens
+            # Half a surrogate pair can neither be written as UTF-8 nor tokenised: fail here, where the line is known.
+            json.dumps(value, ensure_ascii=False).encode()
         return value
     except (ValueError, RecursionError) as error:
         line, reason = line + getattr(error, "lineno", 1) - 1, getattr(error, "msg", error)
@@ -56,12 +57,13 @@ def parse_json(content: bytes, path: str | os.PathLike, line: int = 1, **options
 
 
 def parse_json_lines(content: bytes, path: str | os.PathLike) -> list[Any]:
-    """Return the values of a JSON-lines file, which only newlines separate; raise TextFileError as ``parse_json``."""
+    """Return the values of a JSON-lines file; raise TextFileError as ``parse_json``."""
+    # Not `splitlines`: it also splits at separators (U+2028) that may be inside a JSON string.
     return [parse_json(line, path, n) for n, line in enumerate(content.split(b"\n"), start=1) if line.strip()]
 
 
 def write_text(path: str | os.PathLike, text: str) -> Path:
-    """Write a UTF-8 text file atomically; half a surrogate pair becomes its escape, as JSON has it. See ``write_bytes``."""
+    """Write a UTF-8 text file atomically; half a surrogate pair becomes its JSON escape. See ``write_bytes``."""
     return write_bytes(path, text.encode("utf-8", "backslashreplace"))
 
 
@@ -77,7 +79,8 @@ def write_bytes(path: str | os.PathLike, content: bytes) -> Path:
 
 
 def replace_folder(partial: Path, folder: Path) -> None:
-    """Rename a finished folder; an existing one of that name stays whole until then."""
+    """Replace a folder by a finished one."""
+    # Two renames instead of deleting first: a process that is killed here leaves at least one complete folder.
     former = folder.with_name(f".{folder.name}.old")
     shutil.rmtree(former, ignore_errors=True)
     if folder.exists():
@@ -116,15 +119,15 @@ def write_error(error: BaseException, path: str | os.PathLike) -> OSError | None
 
 @contextmanager
 def locked_folder(folder: Path) -> Iterator[None]:
-    """Keep other runs out of a folder until the block or this process ends; raise ConfigError if one is writing there.
+    """Lock a folder against other runs until the block or this process ends; raise ConfigError if a run is writing there.
 
-    A folder that is made here, and to which the block adds nothing, is removed again.
+    A folder that is created here, and to which the block adds nothing, is removed again.
     """
     made = [place for place in (folder, *folder.parents) if not place.exists()]
     folder.mkdir(parents=True, exist_ok=True)
     with open(folder / LOCK_FILE, "a+", encoding="utf-8") as file:
         file.seek(0)
-        busy = f"Another run is writing to {folder} ({file.read().strip() or 'it has just started'})"
+        busy = f"A different run is writing to {folder} ({file.read().strip() or 'it has just started'})"
         lock(file, f"{busy}. Wait until it ends, or set output_dir=<another folder>")
         file.truncate(0)
         file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
@@ -132,26 +135,28 @@ def locked_folder(folder: Path) -> Iterator[None]:
         try:
             yield
         finally:
-            with suppress(OSError):  # an empty folder that stays must not hide the error of the block
+            # Suppressed, because a folder that cannot be removed must not hide an error of the block.
+            with suppress(OSError):
                 if made and os.listdir(folder) == [LOCK_FILE]:
                     (folder / LOCK_FILE).unlink()
-                    for place in made:  # inner ones first, until one holds something and cannot be removed
+                    # Innermost first; the first folder that is not empty raises and ends the loop.
+                    for place in made:
                         place.rmdir()
 
 
 def lock(file: IO[str], busy: str | None) -> None:
-    """Lock an open file until it is closed; raise ``ConfigError(busy)`` if another process holds the lock, or wait for it (None).
-
-    Some cluster file systems have no locks; there only a warning is logged.
-    """
+    """Lock an open file until it is closed. If it is locked, raise ``ConfigError(busy)``; without ``busy``, wait."""
     try:
         fcntl.flock(file, fcntl.LOCK_EX | (0 if busy is None else fcntl.LOCK_NB))
     except BlockingIOError as error:
         raise ConfigError(busy) from error
     except OSError as error:
+        # Some cluster file systems have no locks. A warning is better than no runs there.
         if error.errno not in (errno.ENOSYS, errno.ENOLCK, errno.ENOTSUP):
             raise
-        logger.warning("%s cannot be locked (%s). Start no other run that writes there", file.name, error.strerror)
+        logger.warning(
+            "%s cannot be locked (%s). Do not start a second run that writes there", file.name, error.strerror
+        )
 
 
 def sha256_of(path: str | os.PathLike) -> str:
@@ -161,9 +166,9 @@ def sha256_of(path: str | os.PathLike) -> str:
 
 
 def mark_latest(folder: str | os.PathLike) -> None:
-    """Point ``latest``, next to ``folder``, at it: a symbolic link, or a text file if links are impossible.
+    """Atomically point ``latest``, next to ``folder``, at it: a symbolic link, or a text file where links are impossible.
 
-    The replacement is atomic. A failure (``latest`` is a folder) is only logged as a warning.
+    A failure (``latest`` is a folder) is only logged as a warning.
     """
     folder = Path(folder)
     latest, partial = folder.with_name(LATEST), folder.with_name(f".{LATEST}.{os.getpid()}.tmp")
@@ -182,12 +187,12 @@ def mark_latest(folder: str | os.PathLike) -> None:
 
 def follow_latest(path: str | os.PathLike) -> Path:
     """Return ``path`` with each ``latest`` (a link, or the text file of ``mark_latest``) replaced by its target, and ``~`` by the home."""
-    found = Path()
+    resolved = Path()
     for part in Path(path).expanduser().parts:
-        place = found / part
+        place = resolved / part
         if part == LATEST and place.is_symlink():
-            place = found / os.readlink(place)
+            place = resolved / os.readlink(place)
         elif part == LATEST and place.is_file():
-            place = found / place.read_text(encoding="utf-8").strip()
-        found = place
-    return found
+            place = resolved / place.read_text(encoding="utf-8").strip()
+        resolved = place
+    return resolved

@@ -1,4 +1,4 @@
-"""Flags and rewards that code or files of others give: success, the end of an episode, an intervention."""
+"""Checks for flags and rewards from external code or files: success, the end of an episode, an intervention."""
 
 from __future__ import annotations
 
@@ -10,11 +10,9 @@ from rlinf.errors import ConfigError
 
 
 def flags_of(values: Any, what: str) -> np.ndarray:
-    """Return flags as bool, in the shape of ``values``; raise ConfigError unless all are true, false, 0 or 1.
-
-    ``bool`` would take NaN, text and fractions for true. ``what`` names the flags in the message.
-    """
+    """Return flags as bool, in the shape of ``values``; raise ConfigError, which names ``what``, unless all are true, false, 0 or 1."""
     array = _array(values, what)
+    # Not `bool(...)`, which takes NaN, text and fractions for true.
     is_flag = np.isin(array, (0, 1)) if array.dtype.kind in "biuf" else np.zeros(array.shape, dtype=bool)
     if not is_flag.all():
         place = tuple(map(int, np.argwhere(~is_flag)[0]))
@@ -24,12 +22,12 @@ def flags_of(values: Any, what: str) -> np.ndarray:
 
 
 def flag_of(value: Any, what: str) -> bool:
-    """Return one flag, which may also be an array of one element; raise ConfigError as ``flags_of``."""
+    """Return one flag, also from an array of one element; raise ConfigError as ``flags_of``."""
     return bool(value) if isinstance(value, bool | np.bool_) else bool(flags_of(_single(value, what), what))
 
 
 def number_of(value: Any, what: str) -> float:
-    """Return one number, which may also be an array of one element; raise ConfigError for anything else."""
+    """Return one number, also from an array of one element; raise ConfigError for anything else."""
     array = _single(value, what)
     if array.dtype.kind not in "biuf":
         raise ConfigError(f"{what} is {value!r:.80}; required: a number")
@@ -45,5 +43,6 @@ def _single(value: Any, what: str) -> np.ndarray:
 def _array(values: Any, what: str) -> np.ndarray:
     try:
         return np.asarray(values)
-    except (ValueError, TypeError, RuntimeError) as error:  # a ragged list, a tensor with a gradient or on a GPU
+    except (ValueError, TypeError, RuntimeError) as error:
+        # A ragged list, a tensor with a gradient, or a tensor on a GPU.
         raise ConfigError(f"{what} is {values!r:.80}, which is no array ({error})") from error

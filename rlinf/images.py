@@ -1,4 +1,4 @@
-"""Open images and convert them to RGB: the one place that decides on orientation, number format and transparency."""
+"""Image loading: conversion to RGB, with the orientation, the number format and transparency resolved."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ def open_image(image: Any, folder: Path = Path(), name: str = "") -> Image.Image
     Args:
         image: A PIL image, pixels uint8 ``[H, W]`` or ``[H, W, 1, 3 or 4]``, a path, a ``data:`` URI, the bytes of a file, or a
             mapping with ``bytes`` and ``path``.
-        folder: Where a relative path starts.
-        name: For messages; empty: the path.
+        folder: Base of a relative path.
+        name: Name in messages; empty: the path.
     """
     if isinstance(image, (Image.Image, np.ndarray)):
         return to_rgb(image if isinstance(image, Image.Image) else _from_pixels(image), name or "the image")
@@ -54,12 +54,10 @@ def open_image(image: Any, folder: Path = Path(), name: str = "") -> Image.Image
 
 
 def to_rgb(image: Image.Image, name: str = "the image") -> Image.Image:
-    """Return a PIL image upright (EXIF) and in RGB, transparent pixels over white; raise ImageError for 16 bits and floats.
-
-    Of colour files with 16 bits per channel, Pillow reads the upper 8.
-    """
+    """Return a PIL image upright (EXIF) and in RGB, transparent pixels over white; raise ImageError for 16 bits and floats."""
+    # Colour files with 16 bits per channel do not get here: Pillow has read their upper 8 bits.
     if image.mode not in MODES:
-        raise ImageError(f"{name} has pixels of the mode '{image.mode}' (16 or 32 bits, or floats), and nothing says which are black and "
+        raise ImageError(f"{name} has pixels of the mode '{image.mode}' (16 or 32 bits, or floats), without the values of black and "
                          "white; required: 8 bits per channel. Scale them to 0 to 255 and save them as uint8.")  # fmt: skip
     if image.getexif().get(0x0112, 1) != 1:
         image = ImageOps.exif_transpose(image)

@@ -1,8 +1,7 @@
-"""The conditions under which a checkpoint was made, so that using it under others does not go unnoticed.
+"""The conditions under which a checkpoint was made, and their comparison with the present ones.
 
-A policy given images of another size, actions scaled by other statistics or another simulator version still runs, only
-worse. Every checkpoint therefore holds a ``manifest.json``. Loading it for evaluation compares these conditions with the
-present ones and rejects a difference that changes results, unless the user names the field.
+A policy still runs with a different image size, action statistics or simulator version, only worse. Every checkpoint therefore
+holds a ``manifest.json``. An evaluation rejects differences that change results, unless the user names the field.
 """
 
 from __future__ import annotations
@@ -28,33 +27,33 @@ FORMAT = 2
 LIBRARIES = ("torch", "transformers", "numpy", "gymnasium", "peft")
 
 POLICY_FIELDS = ("model", "normalization", "preprocessing", "actions", "lora", "precision")
-"""Sections that change what a policy does."""
+"""Sections that change a policy's actions."""
 
 BASE_FIELD = "lora.base_sha256"
-"""Hash of the base weights that adapters belong to."""
+"""Hash of the adapters' base weights."""
 
 WORLD_FIELDS = ("env", "simulators", "renderer", "questions")
-"""Sections that change what a policy sees, what its actions do or how success is counted. A field that only one side has
-is reported, not rejected: a setting of a later version, a task that was not played, an unused renderer."""
+"""Sections that change observations, dynamics or success. A field that only one manifest has is reported, not rejected: a setting
+of a later version, a task without episodes, an unused renderer."""
 
 MUST_MATCH_MINOR = ("transformers",)
 """Libraries whose major and minor version and origin must match, because earlier releases have changed numbers."""
 
 ACTION_FIELDS = ("action_decoding", "action_bin_rule", "n_action_bins", "action_dim")
-"""Fields recorded for every model that has them; its class may name more (``manifest_fields``)."""
+"""Fields that are recorded for every model that has them; a model class may add more (``manifest_fields``)."""
 
 
 def other_project() -> str | None:
-    """Return a message with the fix if the installed package ``rlinf`` is another project of that name, else None."""
+    """Return a message with the fix if the installed package ``rlinf`` is a different project of that name, else None."""
     try:
-        found = distribution("rlinf")
+        installed = distribution("rlinf")
     except PackageNotFoundError:
         return None
-    if found.metadata["Summary"] == rlinf.__doc__.splitlines()[0].rstrip("."):
+    if installed.metadata["Summary"] == rlinf.__doc__.splitlines()[0].rstrip("."):
         return None
     return (
-        f"The installed package rlinf {found.version} is another project of that name; this one is {__version__}. "
-        "Run pip uninstall -y rlinf, and then pip install -e . in the clone of this one"
+        f"The installed package rlinf {installed.version} is a different project of that name; this one is {__version__}. "
+        "Run pip uninstall -y rlinf, and then pip install -e . in the clone of this project"
     )
 
 
@@ -63,25 +62,22 @@ class Manifest:
     """The conditions under which a policy was made.
 
     Attributes:
-        versions: Versions of Python and the installed libraries; for one installed from a repository (a fork), also its
-            address and commit.
+        versions: Versions of Python and the installed libraries; of a library from a git repository, also URL and commit.
         model: ``model_type`` and class.
         normalization: ``unnorm_key`` and the action ``statistics`` of that key.
         preprocessing: Image size, cameras, prompt and image processor settings.
-        actions: Numbers per action, actions per chunk, bins.
+        actions: Action dimension, actions per chunk, bins.
         lora: ``state`` (``none``, ``adapter``: separate from the base weights, ``merged``: added to them, which must not
             happen twice), the adapter's rank, alpha and targets, and ``base_sha256``.
-        precision: As in ``model.precision``.
         env: The env section of the configuration without settings that change no episode (``VectorEnv.free_settings``);
             ``max_episode_steps`` holds the horizon of each task.
         renderer: ``MUJOCO_GL``, set when a graphics backend is chosen.
         simulators: Version of each package in the env class's ``packages``; must match exactly.
         probe: The simulator's fingerprint (see ``rlinf/evaluation/fingerprint.py``), or None. Differences are a warning.
-        fps: Rows a second of the dataset that the policy has cloned, or None; it should act at that rate.
-        policy_version: Number of weight updates behind the policy.
-        seed: Seed of the run.
+        fps: Frames per second of the dataset for behaviour cloning, or None. The policy should act at that rate.
+        policy_version: Number of weight updates before this policy.
         git_revision: Commit of the code, if it is in a git repository.
-        questions: Of an evaluation on questions: digest of the file, how answers were drawn and found.
+        questions: For an evaluation on questions: digest of the file, sampling and extraction of the completions' answers.
         files: Path relative to the manifest's folder, to the SHA-256 of the file.
     """
 
@@ -113,12 +109,12 @@ class Manifest:
 
     @property
     def digest(self) -> str:
-        """SHA-256 of everything in it, the hashes of the weights among it."""
+        """SHA-256 of the manifest, which contains the hashes of the weights."""
         return hashlib.sha256(json.dumps(asdict(self), sort_keys=True).encode()).hexdigest()
 
     @classmethod
     def load(cls, folder: str | Path) -> Manifest:
-        """Read ``manifest.json`` of ``folder``; raise CheckpointError if it is missing, damaged or of another format."""
+        """Read ``manifest.json`` of ``folder``; raise CheckpointError if it is missing, damaged or of a different format."""
         path = Path(folder) / MANIFEST_FILE
         try:
             return cls.from_text(path.read_text(encoding="utf-8"), path)
@@ -130,7 +126,7 @@ class Manifest:
 
     @classmethod
     def from_text(cls, text: str, source: object) -> Manifest:
-        """Read the content of a manifest; raise CheckpointError, with the name ``source``, if it is damaged or of another format."""
+        """Parse a manifest; raise CheckpointError, with the name ``source``, if it is damaged or of a different format."""
         try:
             data = json.loads(text)
             number = data.pop("format")
@@ -145,10 +141,14 @@ class Manifest:
             raise CheckpointError(f"{source} cannot be read as a manifest ({reason}).") from error
 
     def _check_types(self) -> None:
-        for each in fields(self):
-            value, wanted = getattr(self, each.name), str(each.type)
-            if not isinstance(value, dict) and wanted.startswith("dict") and not (value is None and "None" in wanted):
-                raise TypeError(f"'{each.name}' is a {type(value).__name__}, not a mapping")
+        for field_ in fields(self):
+            value, declared = getattr(self, field_.name), str(field_.type)
+            if (
+                not isinstance(value, dict)
+                and declared.startswith("dict")
+                and not (value is None and "None" in declared)
+            ):
+                raise TypeError(f"'{field_.name}' is a {type(value).__name__}, not a mapping")
         for name, digest in self.files.items():
             if not isinstance(digest, str) or Path(name).is_absolute() or ".." in Path(name).parts:
                 raise ValueError(f"'files' names '{name}', which is not a file of the folder with its SHA-256")
@@ -174,32 +174,32 @@ class Mismatch:
 
 
 def compare(saved: Manifest, present: Manifest) -> list[Mismatch]:
-    """Return the fields that differ, those that must match first.
+    """Return the fields that differ, with those that must match first.
 
-    ``files`` are left to ``verify_files``, the fingerprint ``probe`` to ``rlinf.evaluation.fingerprint``.
+    ``files`` are compared by ``verify_files``, the fingerprint ``probe`` by ``rlinf.evaluation.fingerprint``.
     """
     before, now = saved.flatten(), present.flatten()
-    found = []
+    mismatches = []
     for name in dict.fromkeys([*before, *now]):
         old, new = before.get(name), now.get(name)
         if _canonical(old) != _canonical(new):
             on_both_sides = name in before and name in now
-            found.append(Mismatch(name, old, new, _must_match(name, old, new, on_both_sides)))
-    return sorted(found, key=lambda mismatch: not mismatch.must_match)
+            mismatches.append(Mismatch(name, old, new, _must_match(name, old, new, on_both_sides)))
+    return sorted(mismatches, key=lambda mismatch: not mismatch.must_match)
 
 
 def check(saved: Manifest, present: Manifest, allow_mismatch: Sequence[str] = ()) -> list[Mismatch]:
-    """Return the differences of the present conditions from the checkpoint's, unless one is rejected.
+    """Return the differences of the present conditions from the checkpoint's, if all of them are allowed.
 
-    Of the fields in ``allow_mismatch``, which may differ, ``env`` stands for all that start with ``env.``.
+    The fields in ``allow_mismatch`` may differ; ``env`` stands for all fields that start with ``env.``.
 
     Raises:
         ManifestMismatchError: Fields that must match differ.
         ConfigError: ``allow_mismatch`` names a field that does not exist.
     """
     check_allowed(allow_mismatch, saved, present)
-    sentence = "The checkpoint was made under conditions that differ from the present ones"
-    return reject_mismatches(compare(saved, present), allow_mismatch, sentence)
+    headline = "The checkpoint was made under conditions that differ from the present ones"
+    return reject_mismatches(compare(saved, present), allow_mismatch, headline)
 
 
 def check_allowed(allow_mismatch: Sequence[str], *manifests: Manifest, also: Sequence[str] = ()) -> None:
@@ -212,15 +212,15 @@ def check_allowed(allow_mismatch: Sequence[str], *manifests: Manifest, also: Seq
             raise ConfigError(f"evaluation.allow_mismatch names '{name}', which no manifest has.{hint}")
 
 
-def reject_mismatches(mismatches: list[Mismatch], allow_mismatch: Sequence[str], sentence: str) -> list[Mismatch]:
-    """Return ``mismatches``, or raise ManifestMismatchError with those that must match and are not in ``allow_mismatch``."""
+def reject_mismatches(mismatches: list[Mismatch], allow_mismatch: Sequence[str], headline: str) -> list[Mismatch]:
+    """Return ``mismatches``; raise ManifestMismatchError if a field must match and is not in ``allow_mismatch``."""
     prefixes = tuple(f"{name}." for name in allow_mismatch)
     rejected = [m for m in mismatches if m.must_match and not f"{m.field}.".startswith(prefixes)]
     if rejected:
         lines = "\n".join(f"  {mismatch}" for mismatch in rejected)
         names = ",".join([*allow_mismatch, *(mismatch.field for mismatch in rejected)])
         raise ManifestMismatchError(
-            f"{sentence}:\n{lines}\nRestore them, or accept the differences with 'evaluation.allow_mismatch=[{names}]'."
+            f"{headline}:\n{lines}\nRestore them, or accept the differences with 'evaluation.allow_mismatch=[{names}]'."
         )
     return mismatches
 
@@ -240,7 +240,7 @@ def changed_files(folder: str | Path, manifest: Manifest) -> list[str]:
 
 def verify_files(folder: str | Path, manifest: Manifest) -> None:
     """Raise CheckpointError if a file of the manifest is missing or changed, or if the manifest lists none."""
-    fix = "Use another checkpoint, or copy it again."
+    fix = "Use a different checkpoint, or copy it again."
     if not manifest.files:
         raise CheckpointError(f"The {MANIFEST_FILE} in {folder} lists no files, so they cannot be verified. {fix}")
     if changed := changed_files(folder, manifest):
@@ -256,21 +256,22 @@ def library_versions() -> dict[str, str]:
 
 
 def package_versions(names: Iterable[str]) -> dict[str, str]:
-    """Return the versions of installed distributions; one from a repository has its address and commit appended."""
-    found = {}
+    """Return the versions of installed distributions, with URL and commit for a distribution from a git repository."""
+    versions = {}
     for name in names:
         try:
             package = distribution(name)
         except PackageNotFoundError:
             continue
-        origin = json.loads(package.read_text("direct_url.json") or "{}")  # PEP 610
+        # PEP 610: a fork has the version of its origin, so only the commit distinguishes them.
+        origin = json.loads(package.read_text("direct_url.json") or "{}")
         commit = origin.get("vcs_info", {}).get("commit_id")
-        found[name] = f"{package.version} ({origin['url']}@{commit})" if commit else package.version
-    return found
+        versions[name] = f"{package.version} ({origin['url']}@{commit})" if commit else package.version
+    return versions
 
 
 def git_revision() -> str | None:
-    """Return the commit of the repository that holds this file (with ``-dirty`` if files differ), or None."""
+    """Return the commit of this file's repository (with ``-dirty`` if files differ), or None."""
     try:
         result = subprocess.run(
             ["git", "describe", "--always", "--abbrev=40", "--dirty"],
@@ -284,7 +285,8 @@ def git_revision() -> str | None:
 def _must_match(name: str, saved: Any, present: Any, on_both_sides: bool) -> bool:
     section, _, rest = name.partition(".")
     if name == BASE_FIELD:
-        return saved is not None  # checkpoints made before it was recorded are accepted
+        # A manifest without the hash is accepted: there is nothing to compare.
+        return saved is not None
     if section in POLICY_FIELDS:
         return True
     if section == "versions":
@@ -302,10 +304,10 @@ def _minor(text: str) -> tuple[list[str], str]:
 def _flatten(value: Any, path: str = "") -> dict[str, Any]:
     if not isinstance(value, dict) or (path and not value):
         return {path: value}
-    found = {}
+    flat = {}
     for name, item in value.items():
-        found |= _flatten(item, f"{path}.{name}" if path else str(name))
-    return found
+        flat |= _flatten(item, f"{path}.{name}" if path else str(name))
+    return flat
 
 
 def _canonical(value: Any) -> str:

@@ -10,7 +10,7 @@ from pathlib import Path
 from rlinf.number_formats import GIB
 
 CPU_QUOTA = Path("/sys/fs/cgroup/cpu.max")
-"""Microseconds of processor time that a container may use in each period, or ``max``; and the period."""
+"""File with a container's CPU quota in microseconds per period, or ``max``, and the period."""
 
 
 def main_memory_bytes() -> int:
@@ -22,9 +22,10 @@ def main_memory_bytes() -> int:
 
 
 def num_cores() -> int:
-    """Return the number of cores that this process may use: of its affinity, or the container's quota if that is lower."""
+    """Return the number of cores in this process's affinity, or the container's quota if that is lower."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     quota, _, period = (CPU_QUOTA.read_text() if CPU_QUOTA.is_file() else "max").partition(" ")
+    # An affinity of 64 cores with a quota of 2 would start 64 threads, which throttle one another.
     return min(cores, max(1, int(quota) // int(period))) if quota.isdigit() else cores
 
 

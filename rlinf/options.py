@@ -84,7 +84,7 @@ def to_mapping(config: Any) -> dict[str, Any]:
     return {name: _plain(getattr(config, name)) for name in public_fields(type(config))}
 
 
-def check_words(words: typing.Iterable[str], keys: typing.Iterable[str]) -> None:
+def check_arguments(words: typing.Iterable[str], keys: typing.Iterable[str]) -> None:
     """Raise ConfigError for a word that is not ``key=value``; ``keys`` are the keys of the command."""
     for word in words:
         if "=" not in word:

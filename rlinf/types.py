@@ -119,7 +119,7 @@ class Observation:
         )
 
     @staticmethod
-    def of_moments(moments: Sequence[Observation]) -> Observation:
+    def stack_history(moments: Sequence[Observation]) -> Observation:
         """Return the same rows at several moments, the present one last: images ``[B, M, H, W, 3]``, state ``[B, M, S]``."""
         present = moments[-1]
         return Observation(

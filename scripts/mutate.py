@@ -58,8 +58,8 @@ SLOW_PACKAGES = (
 TOKEN_TEST = "tests/numerics/test_cloning_losses.py::test_the_token_and_the_policy_learn_side_by_side"
 TWO_RANKS = ["tests/integration/test_recipe_ranks.py::test_two_ranks_are_one"]
 BLOCKS = [
-    "tests/integration/test_blocks.py::test_advantages_and_minibatches_of_one_rollout_have_the_same_bits_on_any_number_of_ranks",
-    "tests/integration/test_blocks.py::test_all_ranks_refuse_the_worst_sample_of_all_and_metrics_of_their_own",
+    "tests/integration/test_env_groups.py::test_advantages_and_minibatches_of_one_rollout_have_the_same_bits_on_any_number_of_ranks",
+    "tests/integration/test_env_groups.py::test_all_ranks_refuse_the_worst_sample_of_all_and_metrics_of_their_own",
 ]
 TWO_PLAY = [
     "tests/integration/test_offpolicy_loops.py::test_two_ranks_learn_what_one_process_does_bit_for_bit_and_either_goes_on",
@@ -203,8 +203,8 @@ NAMES = {
 MERGED = (
     "sum_over_ranks",
     "sum_counts",
-    "sum_blocks",
-    "gather_blocks",
+    "sum_env_groups",
+    "gather_env_groups",
     "maximum",
     "any_rank",
     "gather_objects",
@@ -275,7 +275,7 @@ def _on_a_single_rank(call: ast.Call, name: str) -> ast.expr:
         return ast.List(call.args[:1], ast.Load())
     if name == "full_tensor":
         return _local(call.args[0])
-    if name == "sum_blocks":
+    if name == "sum_env_groups":
         return _parsed("(%s).sum(0)", call.args[0])
     return call.func.value if name == "over_ranks" else call.args[0]
 

@@ -5,11 +5,11 @@
 #   bash scripts/setup.sh          what training needs
 #   bash scripts/setup.sh --dev    also what the tests need (pytest, ruff, a headless browser)
 #   bash scripts/setup.sh --sims   also Meta-World, LIBERO and ManiSkill, and the Vulkan that ManiSkill needs (docs/simulators.md)
-#   bash scripts/setup.sh --arms   also PushT, and with Python 3.12 or 3.13 the SO-101 arm (docs/arms.md)
-#   bash scripts/setup.sh --vllm   also vLLM, in the build for GPUs or for CPUs (docs/vllm.md)
+#   bash scripts/setup.sh --arms   also PushT, and with Python 3.12 or 3.13 the SO-101 arm (docs/lerobot.md)
+#   bash scripts/setup.sh --vllm   also vLLM, in the build for GPUs or for CPUs (docs/hf_model.md)
 #   bash scripts/setup.sh --lerobot  also lerobot, whose policies act here, and ours there (docs/lerobot.md): it needs Python 3.12, and makes
 #                                  .venv-lerobot beside an environment of an older one
-#   bash scripts/setup.sh --ray --megatron   also Ray, and megatron-core (docs/megatron.md)
+#   bash scripts/setup.sh --ray --megatron   also Ray, and megatron-core (docs/policies.md)
 #   bash scripts/setup.sh --slurm  also SLURM's daemons, with which the tests start a cluster of two nodes on this machine
 #   bash scripts/setup.sh --locked the versions of scripts/constraints.txt, with which all tests passed, instead of the newest
 # Options can be combined: --dev --sims --arms --vllm --ray --megatron --slurm makes one environment with everything.

@@ -83,7 +83,8 @@ def gpus_are_hidden_from_no_other_file():
 @contextmanager
 def plugins_go_again(folder: Path):
     """Two tests may write a plugin of one name, and a plugin that is still imported does not register again."""
-    places = (str(folder), str(Path(__file__).parent / "fixtures"))
+    tests = Path(__file__).parent
+    places = (str(folder), str(tests / "fixtures"), str(tests.parent / "examples" / "embodiment" / "plugins"))
     modules, path = set(sys.modules), list(sys.path)
     registries = {registry: dict(registry.entries()) for registry in (ALGORITHMS, ENVS, MODELS)}
     yield

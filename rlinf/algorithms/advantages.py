@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 ROUNDING = 1e-6
-"""A deviation of at most this times the largest magnitude is float32 rounding and counts as 0."""
+"""A standard deviation of at most this times the largest magnitude is float32 rounding and counts as 0."""
 
 
 def gae(
@@ -18,18 +18,15 @@ def gae(
     gamma: float,
     gae_lambda: float,
 ) -> tuple[Tensor, Tensor]:
-    """Return generalised advantage estimates (Schulman et al. 2016, eq. 16), which tell truncation from termination.
+    """Return generalised advantage estimates (Schulman et al. 2016, eq. 16), with truncation and termination kept apart.
 
     ``delta_t = r_t + gamma V(s_{t+1}) - V(s_t)`` and ``A_t = delta_t + gamma lambda A_{t+1}`` within an episode, where
     ``V(s_{t+1})`` is 0 after a termination, ``bootstrap_values[t]`` (the value of the true final observation) after a
-    truncation and in the last row, and ``values[t + 1]`` elsewhere. Unlike implementations that treat a time limit as a
-    termination, this one bootstraps there; unlike those that add the bootstrap to the reward, it leaves rewards alone. Raise ValueError if
-    a reward or a value is NaN or infinite.
+    truncation and at the last time step, and ``values[t + 1]`` elsewhere. Raise ValueError if a reward or a value is NaN or infinite.
 
     Args:
         rewards, values, bootstrap_values: ``[T, B]``.
-        terminated: bool ``[T, B]``: the episode ended by its own rules at ``t``.
-        truncated: bool ``[T, B]``: the episode was cut at ``t``.
+        terminated, truncated: bool ``[T, B]``, as in gymnasium.
         gamma: Discount per policy call.
         gae_lambda: Between 0 (one-step) and 1 (Monte Carlo).
 
@@ -39,6 +36,7 @@ def gae(
     reject_not_finite(rewards=rewards, values=values, bootstrap_values=bootstrap_values)
     num_steps = rewards.shape[0]
     following = torch.cat([values[1:], bootstrap_values[-1:]])
+    # A time limit is not a termination: the state has a value. Adding it to the reward instead would change reported returns.
     following = torch.where(truncated, bootstrap_values, following)
     following = torch.where(terminated, torch.zeros_like(following), following)
     deltas = rewards + gamma * following - values
@@ -52,25 +50,22 @@ def gae(
 
 
 def action_advantages(advantages: Tensor, action_rewards: Tensor) -> Tensor:
-    """Spread chunk advantages over the actions of the chunk, without the rewards paid before each action.
+    """Return per-action advantages ``[T, B, C]`` of ``advantages [T, B]`` and ``action_rewards [T, B, C]``.
 
     ``A_{t,c} = A_t - sum_{c' < c} r_{t,c'}``: an action cannot change earlier rewards. Given the observation and the
-    earlier actions they are a baseline, so the gradient stays unbiased. Rewards inside a chunk are not discounted, as in
-    the chunk's reward. From ``advantages [T, B]`` and ``action_rewards [T, B, C]`` to ``[T, B, C]``.
+    earlier actions they are a baseline, so the gradient stays unbiased. Like the chunk's reward, this discounts nothing in a chunk.
     """
     earlier = action_rewards.cumsum(-1) - action_rewards
     return advantages.unsqueeze(-1) - earlier
 
 
 def episode_returns(rewards: Tensor, loss_mask: Tensor) -> Tensor:
-    """Return the undiscounted return of the episode in each column: ``[T, B] -> [B]``.
-
-    The sum is in float64, so that equal rewards in another order give equal returns. Raises ValueError if a valid reward
-    is NaN or infinite: a NaN deviation would pass for a group without variance.
-    """
+    """Return the undiscounted return of the episode in each column: ``[T, B] -> [B]``."""
     valid = torch.where(loss_mask, rewards, 0.0)
+    # A NaN std would pass for a group without variance.
     reject_not_finite(rewards=valid)
-    return valid.double().cumsum(0)[-1].to(rewards.dtype)  # one after the other, whatever the number of envs
+    # In float64, equal rewards in a different order give equal returns. cumsum adds in sequence for any number of envs, `sum` does not.
+    return valid.double().cumsum(0)[-1].to(rewards.dtype)
 
 
 def group_advantages(
@@ -78,14 +73,8 @@ def group_advantages(
 ) -> tuple[Tensor, Tensor]:
     """Return group relative advantages (Shao et al. 2024, eq. 3 of DeepSeekMath): ``(R_i - mean) / (std + eps)``.
 
-    The standard deviation is the population's (divided by the group size ``n``), so no advantage exceeds
-    ``sqrt(n - 1)``. A deviation within ``eps`` or rounding counts as 0.
-
-    Args:
-        returns: ``[B]``, one per episode.
-        group_ids: int64 ``[B]``.
-        scale_by_std: False omits the division (Dr. GRPO, Liu et al. 2025).
-        eps: Added to the deviation.
+    ``std`` is the population's (divided by the group size ``n``), so no advantage exceeds ``sqrt(n - 1)``. A ``std`` within ``eps`` or
+    rounding counts as 0. Without ``scale_by_std`` there is no division (Dr. GRPO, Liu et al. 2025).
 
     Returns:
         Advantages ``[B]`` and bool ``[B]``: the returns of the episode's group differ.
@@ -99,20 +88,17 @@ def leave_one_out_advantages(returns: Tensor, group_ids: Tensor, eps: float = 1e
     """Return leave-one-out advantages: ``R_i - 1 / (n - 1) sum_{j != i} R_j`` in a group of ``n``.
 
     RLOO (Kool et al. 2019; Ahmadian et al. 2024). Equal to ``n / (n - 1) (R_i - mean)``: the advantages of a group sum to
-    0, and none exceeds the largest difference of two returns. Dividing by the deviation of the other episodes would
-    fail in a group ``[y, x, x, x]``, where it is 0. A group of one episode has advantage 0, and a deviation within ``eps``
+    0, and none exceeds the largest difference of two returns. A group of one episode has advantage 0, and a std within ``eps``
     or rounding counts as 0. Shapes are as in ``group_advantages``.
     """
     centred, _, counts, varied = _compare_in_groups(returns, group_ids, eps)
+    # Not divided by the std of the remaining episodes: in a group [y, x, x, x] it is 0 for the first.
     advantages = centred * counts / (counts - 1).clamp_min(1)
     return torch.where(varied, advantages, 0.0).to(returns.dtype), varied
 
 
 def _compare_in_groups(returns: Tensor, group_ids: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return for each episode ``[B]``: return minus group mean, the group's deviation and size, and whether its returns differ.
-
-    A NaN deviation counts as different returns.
-    """
+    """Return for each episode ``[B]``: return minus group mean, the group's std and size, and whether its returns differ."""
     _, inverse = torch.unique(group_ids, return_inverse=True)
     values, num_groups = returns.double(), int(inverse.max()) + 1
     zeros = values.new_zeros(num_groups)
@@ -121,16 +107,17 @@ def _compare_in_groups(returns: Tensor, group_ids: Tensor, eps: float) -> tuple[
     std = (zeros.index_add(0, inverse, centred**2) / counts).sqrt()
     largest = zeros.scatter_reduce(0, inverse, values.abs(), "amax")
     equal = std <= eps + ROUNDING * largest
+    # `~equal`, not `std > ...`: a NaN std must count as different returns.
     return centred, std[inverse], counts[inverse], ~equal[inverse]
 
 
 def reject_not_finite(**tensors: Tensor) -> None:
-    """Raise ValueError for a NaN or infinite number in one of the tensors ``[T, B]``."""
+    """Raise ValueError for a NaN or infinite element of a tensor ``[T, B]``."""
     for name, tensor in tensors.items():
         bad = torch.nonzero(~torch.isfinite(tensor)).tolist()
         if bad:
             step, env = bad[0]
             raise ValueError(
                 f"{name} of the rollout are not finite in {len(bad)} of {tensor.numel()} policy calls; the first is "
-                f"{tensor[step, env]} at call {step} of env {env}. No setting fixes this: check what computes these numbers"
+                f"{tensor[step, env]} at call {step} of env {env}. No setting fixes this: check the code that computes them"
             )

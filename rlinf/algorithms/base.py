@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -19,6 +19,9 @@ from rlinf.imports import import_string
 from rlinf.number_formats import format_count
 from rlinf.types import ActionEvaluation, LossOutput, RolloutBatch
 
+if TYPE_CHECKING:
+    from rlinf.training.action_trainer import ActionTrainer
+
 
 @dataclass
 class LossCounts:
@@ -26,7 +29,7 @@ class LossCounts:
 
     Attributes:
         units: Importance ratios (tokens, actions or chunks).
-        entropies: Units whose entropy is averaged.
+        entropies: Tokens, actions or chunks over which the entropy is averaged.
         calls: Policy calls.
     """
 
@@ -49,13 +52,13 @@ class LossCounts:
 
 @dataclass(frozen=True)
 class Updates:
-    """Counts of the updates of an iteration, and rows for the table of a dry run.
+    """Numbers of updates in an iteration, and their lines in the plan of a dry run.
 
     Attributes:
-        rows_per_rank: Of an update.
-        minibatches_per_epoch: 0: no epochs.
-        per_iteration: Updates, of all epochs.
-        table: Label to text.
+        rows_per_rank: Batch rows of one update.
+        minibatches_per_epoch: 0 for algorithms without epochs.
+        per_iteration: Updates in all epochs.
+        table: Label to text, for the plan.
     """
 
     rows_per_rank: int
@@ -65,50 +68,53 @@ class Updates:
 
 
 class AnyAlgorithm:
-    """What a run asks the class of its algorithm. ``config`` is its ``RunConfig``.
+    """Base class of all algorithms, on-policy and off-policy. ``config`` is the run's ``RunConfig``.
 
     Attributes:
-        config_class: Its configuration dataclass.
-        freezes_policy: Only an actor on the policy is trained. The policy stays whole on every rank and has no optimiser.
+        config_class: Configuration dataclass of ``algorithm.*``.
+        freezes_policy: Only an actor on top of the policy is trained. The policy is replicated on every rank and has no optimiser.
     """
 
     config_class: ClassVar[type[AnyAlgorithmConfig]] = AnyAlgorithmConfig
     freezes_policy: ClassVar[bool] = False
 
     @classmethod
-    def make_trainer(cls, parts: Any, env: Any, workers: Any) -> Any:
-        """Make the ``ActionTrainer`` of a run's ``TrainerContext``; ``env`` evaluates the policy, and ``workers`` play if they are not None."""
+    def make_trainer(cls, context: Any, env: Any, workers: Any) -> ActionTrainer:
+        """Build the trainer from the run's ``TrainerContext``.
+
+        ``env`` is the evaluation env. ``workers`` are the ``RolloutWorkers`` that collect the rollouts; None: this rank collects them.
+        """
         raise NotImplementedError(f"{cls.__name__} does not implement make_trainer")
 
     @classmethod
     def check(cls, config: Any, policy: tuple[Any, Any] | None) -> None:
-        """Raise ConfigError for a run that cannot be trained; ``policy`` is class and own configuration, None: unknown."""
+        """Raise ConfigError for an unsupported run; ``policy`` is the model's class and its configuration, None if unknown."""
 
     @classmethod
     def updates(cls, config: Any) -> Updates:
-        """Return the counts of an iteration, as far as they are known before it."""
+        """Return the updates per iteration, where they are known in advance."""
         return Updates(0, 0, 0, {})
 
     @classmethod
     def buffer_bytes(cls, config: Any, model: Any, call_bytes: int) -> int:
-        """Return the bytes of the experience that a rank holds: one rollout, whose policy calls take ``call_bytes`` each."""
+        """Return the bytes of one rank's experience: by default one rollout, at ``call_bytes`` per policy call."""
         return config.rollout.num_envs * config.rollout.num_chunks // config.cluster.num_processes * call_bytes
 
 
 class Algorithm(AnyAlgorithm, ABC):
-    """A policy-gradient algorithm, no I/O. Only ``compute_advantages`` and ``of_minibatch`` may ask the other ranks.
+    """A policy-gradient algorithm, without I/O. Only ``compute_advantages`` and ``of_minibatch`` may call collectives.
 
     Attributes:
         clip_fraction: Fraction of the clip ranges in this iteration (``clip_decay``), which the trainer sets.
         needs_values: The model must have a value head.
-        needs_whole_episodes: Returns count whole episodes (one episode per env and iteration).
-        needs_groups: Whole episodes are compared within groups of one ``EpisodeSpec`` (``rollout.group_size`` of 2 or more).
+        needs_full_episodes: The return is that of a complete episode (one episode per env and iteration).
+        needs_groups: Complete episodes are compared within groups of one ``EpisodeSpec`` (``rollout.group_size`` of 2 or more).
         penalizes_rewards: ``compute_advantages`` subtracts the KL penalty from the rewards, so the loss has none.
     """
 
     config_class: ClassVar[type[AlgorithmConfig]] = AlgorithmConfig
     needs_values: ClassVar[bool] = False
-    needs_whole_episodes: ClassVar[bool] = False
+    needs_full_episodes: ClassVar[bool] = False
     needs_groups: ClassVar[bool] = False
     penalizes_rewards: ClassVar[bool] = False
     clip_fraction: float = 1.0
@@ -117,39 +123,42 @@ class Algorithm(AnyAlgorithm, ABC):
         self.config = config
 
     @classmethod
-    def make_trainer(cls, parts: Any, env: Any, workers: Any) -> Any:
-        return import_string("rlinf.training.rl_trainer:make_rl_trainer")(cls, parts, env, workers)
+    def make_trainer(cls, context: Any, env: Any, workers: Any) -> ActionTrainer:
+        # By name: `training` imports `algorithms`, so an import here would point upwards in the layers. mypy still sees the result's type.
+        trainer: ActionTrainer = import_string("rlinf.training.rl_trainer:make_rl_trainer")(cls, context, env, workers)
+        return trainer
 
     @classmethod
     def check(cls, config: Any, policy: tuple[Any, Any] | None) -> None:
+        # By name, as in `make_trainer`: `preflight` is a layer above.
         import_string("rlinf.preflight.validation:check_policy_gradient")(config, policy)
         cls.check_old_logprobs(config, policy)
 
     @classmethod
     def check_old_logprobs(cls, config: Any, policy: tuple[Any, Any] | None) -> None:
-        """Reject ``old_logprobs=rollout`` where the numbers of the rollout cannot stand for the trainer's."""
+        """Raise ConfigError for ``old_logprobs=rollout`` where the rollout's log-probs or values cannot replace the trainer's."""
         algorithm, ahead, backend = config.algorithm, config.cluster.max_staleness, config.rollout.backend
         if algorithm.old_logprobs == "trainer":
             return
-        found, required, fix = "", "", ""
+        conflict, required, fix = "", "", ""
         if ahead:
-            found, fix = f"cluster.max_staleness={ahead}", "cluster.max_staleness=0"
-            required = "log-probabilities of the present weights, because older ones have played"
+            conflict, fix = f"cluster.max_staleness={ahead}", "cluster.max_staleness=0"
+            required = "log-probabilities of the present weights, because older weights made the rollout"
         elif algorithm.tis_cap is not None:
-            found, fix = f"algorithm.tis_cap={algorithm.tis_cap:g}", "algorithm.tis_cap=null"
+            conflict, fix = f"algorithm.tis_cap={algorithm.tis_cap:g}", "algorithm.tis_cap=null"
             required = "the trainer's own log-probabilities, because a weight trainer / rollout would always be 1"
         elif algorithm.kl_coef > 0:
-            found, fix = f"algorithm.kl_coef={algorithm.kl_coef:g}", "algorithm.kl_coef=0"
+            conflict, fix = f"algorithm.kl_coef={algorithm.kl_coef:g}", "algorithm.kl_coef=0"
             required = (
                 "the trainer's own log-probabilities, which are compared with the reference's, scored in the same way"
             )
         elif cls.needs_values and (backend != "torch" or (policy and not policy[0].values_in_rollouts(policy[1]))):
             who = f"rollout.backend={backend}" if backend != "torch" else f"{policy[0].__name__} as configured"
-            found, fix = f"algorithm.name={algorithm.name} and {who}", "algorithm=grpo rollout=groups"
+            conflict, fix = f"algorithm.name={algorithm.name} and {who}", "algorithm=grpo rollout=groups"
             required = "values of the rollout that equal the trainer's"
-        if found:
+        if conflict:
             raise ConfigError(
-                f"algorithm.old_logprobs=rollout with {found}; required: {required}. Set algorithm.old_logprobs=trainer, or {fix}"
+                f"algorithm.old_logprobs=rollout with {conflict}; required: {required}. Set algorithm.old_logprobs=trainer, or {fix}"
             )
 
     @classmethod
@@ -171,18 +180,18 @@ class Algorithm(AnyAlgorithm, ABC):
 
     @property
     def discount(self) -> float:
-        """Discount per policy call of the return by whose deviation rewards are scaled; 1 without an option ``gamma``."""
+        """Discount per policy call of the return that ``scale_rewards`` uses; 1 without an option ``gamma``."""
         return getattr(self.config, "gamma", 1.0)
 
     @property
     def max_resamples(self) -> int:
-        """How many times an iteration may play new episodes to replace ``uninformative_envs``."""
+        """How many times an iteration may roll out new episodes to replace ``uninformative_envs``."""
         return 0
 
     def uninformative_envs(self, batch: RolloutBatch) -> Tensor:
-        """Return the envs of a time-major rollout that teach nothing, in whole groups, bool ``[B]``.
+        """Return the envs without a learning signal, in complete groups, bool ``[B]``.
 
-        The rollout is this rank's and not scored yet: it has no ``old_logprobs`` and ``values``.
+        ``batch`` is this rank's time-major rollout, not scored yet: it has no ``old_logprobs`` and ``values``.
         """
         return torch.zeros(batch.loss_mask.shape[1], dtype=torch.bool)
 
@@ -191,7 +200,7 @@ class Algorithm(AnyAlgorithm, ABC):
         return False
 
     def per_action(self, advantages: Tensor, action_rewards: Tensor) -> Tensor:
-        """Return the advantages ``[T, B]`` of calls for their actions, ``[T, B, C]``, as ``advantage_level`` says."""
+        """Return advantages ``[T, B, C]`` of actions for the advantages ``[T, B]`` of calls, by ``advantage_level``."""
         if self.config.advantage_level == "action":
             return action_advantages(advantages, action_rewards)
         return spread_over_actions(advantages, action_rewards.shape[-1])
@@ -200,16 +209,16 @@ class Algorithm(AnyAlgorithm, ABC):
     def compute_advantages(self, batch: RolloutBatch) -> dict[str, float]:
         """Fill ``advantages [T, B, C]`` and ``returns [T, B]`` of this rank's time-major rollout; return metrics.
 
-        Groups of envs are whole. Means over the envs of all ranks come from ``rlinf.algorithms.statistics``; metrics must be
-        the same on all ranks. ``loss_mask`` may be cleared for samples that teach nothing.
+        Every group of envs is complete on one rank. Take means over the envs of all ranks from ``rlinf.algorithms.statistics``; metrics
+        must be the same on all ranks. ``loss_mask`` may be cleared for samples without a learning signal.
         """
 
     def of_minibatch(self, batch: RolloutBatch) -> RolloutBatch:
-        """Return this rank's rows of a minibatch as the loss reads them (a collective call)."""
+        """Return this rank's rows of a minibatch, transformed for the loss (a collective call)."""
         return batch
 
     def loss(self, batch: RolloutBatch, evaluation: ActionEvaluation, counts: LossCounts, iteration: int) -> LossOutput:
-        """Return the loss of one flattened micro-batch, already divided by the counts of the whole minibatch."""
+        """Return the loss of one flattened micro-batch, divided by the counts of the entire minibatch."""
         config = self.config
         action_mask = batch.action_mask & batch.loss_mask.unsqueeze(-1)
 
@@ -218,10 +227,11 @@ class Algorithm(AnyAlgorithm, ABC):
 
         logprobs, mask = aggregate_logprobs(evaluation.logprobs, action_mask, config.logprob_level)
         old_logprobs = units(batch.old_logprobs)
-        # Advantages are [N, C]. A chunk-level ratio needs one per call: the first column, as all are equal then.
+        # Advantages are [N, C]. A chunk-level ratio needs one per call: the first column, because all columns are equal then.
         advantages = batch.advantages.unsqueeze(-1)[:, : logprobs.shape[1]]
         weights = None
         if config.tis_cap is not None:
+            # Before the clipping: the weight corrects for who sampled the action, not for the updates since.
             weights = truncated_importance_weights(old_logprobs, units(batch.rollout_logprobs), mask, config.tis_cap)
         low, high = self.clip_fraction * config.clip_range_low, self.clip_fraction * config.clip_range_high
         total, sums = clipped_policy_loss(
@@ -235,6 +245,7 @@ class Algorithm(AnyAlgorithm, ABC):
         loss = policy_loss - config.entropy_coef * entropy
         if self.needs_reference:
             kl = kl_penalty(logprobs, units(batch.ref_logprobs), mask, config.kl_estimator) / counts.units
+            # REINFORCE++ has subtracted the penalty from the rewards; here it is only reported.
             if not self.penalizes_rewards:
                 loss = loss + config.kl_coef * kl
             metrics["kl_to_reference"] = kl.detach()

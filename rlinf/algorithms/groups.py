@@ -1,4 +1,4 @@
-"""Algorithms without a value function, which compare whole episodes in groups of one ``EpisodeSpec``."""
+"""Algorithms without a value function, which compare the episode returns of a group with one ``EpisodeSpec``."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class GroupAlgorithm(Algorithm):
     """Compares the episode returns of a group; each column of the rollout holds one episode."""
 
     config_class: ClassVar[type[AlgorithmConfig]] = GroupConfig
-    needs_whole_episodes: ClassVar[bool] = True
+    needs_full_episodes: ClassVar[bool] = True
     needs_groups: ClassVar[bool] = True
     config: GroupConfig
 
@@ -56,7 +56,7 @@ class GroupAlgorithm(Algorithm):
         }
 
     def _compare(self, batch: RolloutBatch) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Return for each env, ``[B]`` each: return, advantage, whether its group's returns differ, whether its return is known."""
+        """Return tensors ``[B]``: return, advantage, whether the returns of the env's group differ, whether the return is known."""
         known = known_episodes(batch)
         returns = episode_returns(batch.rewards, batch.loss_mask)
         advantages, varied = torch.zeros_like(returns), torch.zeros_like(known)
@@ -66,11 +66,9 @@ class GroupAlgorithm(Algorithm):
 
 
 def known_episodes(batch: RolloutBatch) -> Tensor:
-    """Return which columns hold one episode from its start, so that its return is known, bool ``[B]``.
-
-    After a lost simulator it is not: the rest of the rollout is long enough for a quick success of the restarted
-    episode, but not for a failure at the time limit.
-    """
+    """Return which columns hold one episode from its start, so that its return is known, bool ``[B]``."""
+    # A simulator that is lost restarts its episode in mid-rollout. The remaining steps suffice for a quick success, but not for a
+    # failure at the time limit: counting such episodes would bias the group's returns upwards.
     return (batch.episode_ids == batch.episode_ids[0]).all(0) & batch.loss_mask[0]
 
 

@@ -1,4 +1,4 @@
-"""Group relative policy optimisation: compare episodes of one initial state, without a value function."""
+"""Group relative policy optimisation: compares episodes of one initial state, without a value function."""
 
 from __future__ import annotations
 

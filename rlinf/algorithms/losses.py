@@ -1,7 +1,7 @@
 """Policy-gradient and value losses: pure functions of tensors that return *sums over valid elements*.
 
-The caller divides by the number of valid elements of the whole minibatch, over all micro-batches and ranks
-(``LossCounts``), so results do not depend on how the minibatch was split.
+The caller divides by the number of valid elements of the minibatch, over all its micro-batches and ranks (``LossCounts``),
+so results do not depend on how the minibatch was split.
 """
 
 from __future__ import annotations
@@ -12,9 +12,7 @@ from torch import Tensor
 
 
 def aggregate_logprobs(logprobs: Tensor, action_mask: Tensor, level: str) -> tuple[Tensor, Tensor]:
-    """Sum token log-probabilities over the unit whose probability ratio is clipped.
-
-    Return log-probabilities and a bool mask of the valid ones, both in the shape above.
+    """Sum token log-probabilities over the unit of the importance ratio; return the sums and a bool mask of valid ones, of one shape.
 
     Args:
         logprobs: ``[N, A]`` with ``A = C * D``.
@@ -22,7 +20,8 @@ def aggregate_logprobs(logprobs: Tensor, action_mask: Tensor, level: str) -> tup
         level: ``token`` -> ``[N, C, D]``; ``action`` -> ``[N, C, 1]``; ``chunk`` -> ``[N, 1, 1]`` (executed actions only).
     """
     num_rows, num_actions = action_mask.shape
-    tokens = logprobs.reshape(num_rows, num_actions, logprobs.shape[1] // num_actions)  # not -1: there may be no rows
+    # Not -1 for the last size: a rank's part of a minibatch may have no rows.
+    tokens = logprobs.reshape(num_rows, num_actions, logprobs.shape[1] // num_actions)
     if level == "token":
         return tokens, action_mask.unsqueeze(-1).expand_as(tokens)
     actions = tokens.sum(-1, keepdim=True)
@@ -54,9 +53,10 @@ def clipped_policy_loss(
         weights: Factors of the losses in the same shape, without gradient; None means 1.
 
     Returns:
-        The sum over valid elements, and sums of ``approx_kl`` (k3, Schulman 2020), ``clip_fraction`` (the clipped loss is the larger
-        one) and ``outside_fraction`` (the ratio is outside the bounds).
+        The sum over valid elements, and sums of ``approx_kl`` (k3, Schulman 2020), ``clip_fraction`` (the clipped loss is larger)
+        and ``outside_fraction`` (the ratio is outside the bounds).
     """
+    # The mask comes before exp: an infinite ratio of a masked element, times 0, would make the gradient NaN.
     log_ratio = torch.where(mask, logprobs - old_logprobs, 0.0)
     ratio = log_ratio.exp()
     unclipped = -advantages * ratio
@@ -71,7 +71,8 @@ def clipped_policy_loss(
         metrics = {
             "approx_kl": torch.where(mask, (ratio - 1) - log_ratio, 0.0).sum(),
             "clip_fraction": ((clipped > unclipped) & mask).sum().float(),
-            "outside_fraction": (bounded != ratio).sum().float(),  # a masked ratio is 1
+            # Needs no mask: a masked ratio is 1, which is inside the bounds.
+            "outside_fraction": (bounded != ratio).sum().float(),
         }
     return torch.where(mask, losses, 0.0).sum(), metrics
 
@@ -79,8 +80,8 @@ def clipped_policy_loss(
 def truncated_importance_weights(old_logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor, cap: float) -> Tensor:
     """Return ``min(p_trainer / p_rollout, cap)`` before the update, 1 where masked; all tensors have one shape.
 
-    Truncated importance sampling corrects for a rollout policy whose probabilities differ slightly from the trainer's
-    (Yao et al. 2025, "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training").
+    Truncated importance sampling corrects for rollout probabilities that differ slightly from the trainer's (Yao et al. 2025,
+    "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training").
     """
     return torch.where(mask, old_logprobs - rollout_logprobs, 0.0).exp().clamp_max(cap)
 

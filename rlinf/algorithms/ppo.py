@@ -31,6 +31,7 @@ class PPO(Algorithm):
         )  # fmt: skip
         mask = batch.loss_mask
         per_action = self.per_action(advantages, batch.action_rewards)
+        # Metrics describe the advantages before normalisation, after which the mean would always be 0.
         action_mask = batch.action_mask & mask.unsqueeze(-1)
         metrics = {
             "train/explained_variance": explained_variance(batch.values, batch.returns, mask),
@@ -52,6 +53,7 @@ class PPO(Algorithm):
         output = super().loss(batch, evaluation, counts, iteration)
         bounds = (config.value_clip_range, config.huber_delta)
         critic = value_loss(evaluation.values, batch.values, batch.returns, batch.loss_mask, *bounds) / counts.calls
+        # During critic warm-up the policy's loss is left out, so that no gradient reaches the policy; its metrics are still reported.
         policy = 0.0 if self.policy_is_frozen(iteration) else output.loss
         total = policy + config.value_coef * critic
         output.metrics |= {"value_loss": critic.detach(), "loss": total.detach()}

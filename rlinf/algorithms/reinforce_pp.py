@@ -1,4 +1,4 @@
-"""REINFORCE++: advantages normalised over the whole rollout, without a value function or groups."""
+"""REINFORCE++: advantages normalised over the entire rollout, without a value function or groups."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ class ReinforcePP(Algorithm):
         A_t  = sum_{i >= t} gamma^(i - t) (r_i - kl_coef KL_i)     to the end of the episode
         A'_t = (A_t - mean(A)) / std(A)                            over the valid actions of the rollout, all ranks
 
-    The paper has ``gamma = 1`` and one reward at the end. The surrogate is PPO's, without a KL term. A time limit counts as
-    an end, for want of a value to bootstrap from.
+    The paper has ``gamma = 1`` and one reward at the end. The surrogate is PPO's, without a KL term. A time limit counts as a
+    termination, because there is no value to bootstrap from.
     """
 
     config_class: ClassVar[type[ReinforcePPConfig]] = ReinforcePPConfig
-    needs_whole_episodes: ClassVar[bool] = True
+    needs_full_episodes: ClassVar[bool] = True
     penalizes_rewards: ClassVar[bool] = True
     config: ReinforcePPConfig
 
@@ -41,7 +41,8 @@ class ReinforcePP(Algorithm):
             tokens = batch.old_logprobs.unflatten(-1, (batch.action_mask.shape[-1], -1))
             scored = (batch.action_mask & batch.loss_mask.unsqueeze(-1)).unsqueeze(-1).expand_as(tokens)
             kl = kl_estimates(tokens, batch.ref_logprobs.view_as(tokens), scored, config.kl_estimator)
-            rewards = rewards - config.kl_coef * kl.sum(-1)  # 0 for actions that were not executed
+            # `kl` is 0 for actions that were not executed, because `scored` masks them.
+            rewards = rewards - config.kl_coef * kl.sum(-1)
         sums = rewards.sum(-1)
         zeros = torch.zeros_like(sums)
         # With values of 0 and lambda 1, GAE is the discounted return-to-go within the episode.

@@ -1,4 +1,4 @@
-"""REINFORCE with a leave-one-out baseline: the mean return of the other episodes of one initial state."""
+"""REINFORCE with a leave-one-out baseline: the mean return of the group's remaining episodes."""
 
 from __future__ import annotations
 
@@ -14,9 +14,8 @@ from rlinf.algorithms.groups import GroupAlgorithm
 class RLOO(GroupAlgorithm):
     """RLOO (Ahmadian et al. 2024): ``A_i = R_i - 1 / (n - 1) sum_{j != i} R_j`` for every call of episode ``i``.
 
-    ``R_i`` is the undiscounted return of the episode. The surrogate is PPO's; in the first minibatch of a rollout its
-    gradient is REINFORCE's. The KL penalty is a term of the loss, as in GRPO. The paper subtracts it from ``R_i``,
-    after which no group would have equal returns.
+    ``R_i`` is the undiscounted return. The surrogate is PPO's; in the first minibatch of a rollout its gradient is REINFORCE's.
+    The KL penalty is a term of the loss, as in GRPO: subtracted from ``R_i``, as in the paper, it would leave no group with equal returns.
     """
 
     config_class: ClassVar[type[RLOOConfig]] = RLOOConfig

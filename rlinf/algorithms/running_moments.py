@@ -1,28 +1,28 @@
-"""Running mean and variance of the states that a policy reads, or of returns."""
+"""Running mean and variance of the policy's input states, or of returns."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
 
-from rlinf.distributed.sums import sum_blocks
+from rlinf.distributed.sums import sum_env_groups
 
 EPSILON = 1e-8
-"""Added to a variance before its root is taken."""
+"""Added to a variance before the square root."""
 CLIP = 10.0
 """Largest magnitude after normalisation."""
 FIRST_COUNT = 1e-4
-"""Weight of the first mean 0 and variance 1, in rows."""
+"""Weight of the initial mean 0 and variance 1, in samples."""
 
 
 class RunningMoments(nn.Module):
-    """Mean and variance of ``n`` numbers over all rows so far, as buffers that a checkpoint holds.
+    """Mean and variance of ``dim`` features over all samples so far, as buffers that a checkpoint holds.
 
     ``EPSILON``, ``CLIP`` and ``FIRST_COUNT`` have the values of Stable-Baselines3's ``VecNormalize``.
 
     Attributes:
-        mean, var: float64 ``[n]``. The variance is the population's.
-        count: float64 ``[1]``, rows.
+        mean, var: float64 ``[dim]``. The variance is the population's.
+        count: float64 ``[1]``, samples.
     """
 
     mean: Tensor
@@ -37,32 +37,30 @@ class RunningMoments(nn.Module):
 
     @property
     def std(self) -> Tensor:
-        """Divisor of the normalisation, float64 ``[n]``."""
+        """Divisor of the normalisation, float64 ``[dim]``."""
         return (self.var + EPSILON).sqrt()
 
-    def normalize(self, rows: Tensor) -> Tensor:
-        """Return ``(rows - mean) / sqrt(var + EPSILON)``, clipped at ``CLIP``: ``[..., n]``, float32, computed in float64."""
-        return ((rows.double() - self.mean) / self.std).clamp(-CLIP, CLIP).float()
+    def normalize(self, values: Tensor) -> Tensor:
+        """Return ``(values - mean) / sqrt(var + EPSILON)``, clipped at ``CLIP``: ``[..., dim]``, float32, computed in float64."""
+        return ((values.double() - self.mean) / self.std).clamp(-CLIP, CLIP).float()
 
     def update(self, values: Tensor, mask: Tensor) -> None:
-        """Count the rows of a rollout (a collective call); the result has the same bits on any number of ranks.
+        """Add the samples of a rollout in ``mask`` (a collective call); the result has the same bits on any number of ranks.
 
-        Args:
-            values: Time-major ``[T, B, n]`` of the ``B`` envs of this rank.
-            mask: bool ``[T, B]``: the row counts.
+        ``values`` is time-major ``[T, B, dim]`` for the ``B`` envs of this rank, ``mask`` bool ``[T, B]``.
         """
         valid = mask.unsqueeze(-1)
-        rows = torch.where(valid, values.double(), 0.0)
-        *sums, count = _sum(torch.cat([rows, valid.double()], -1)).tolist()
+        samples = torch.where(valid, values.double(), 0.0)
+        *sums, count = _sum(torch.cat([samples, valid.double()], -1)).tolist()
         if count == 0:
             return
         mean = torch.tensor(sums, dtype=torch.float64) / count
-        squares = _sum(torch.where(valid, rows - mean, 0.0) ** 2)
+        squares = _sum(torch.where(valid, samples - mean, 0.0) ** 2)
         self.merge(mean, squares / count, count)
 
     @torch.no_grad()
     def merge(self, mean: Tensor, var: Tensor, count: float) -> None:
-        """Merge with the moments ``[n]`` of ``count`` other rows, in place (Chan et al. 1979, eq. 2.1).
+        """Merge with the moments ``[dim]`` of ``count`` new samples, in place (Chan et al. 1979, eq. 2.1).
 
         With ``d = mean_b - mean_a`` and ``n = n_a + n_b``: ``mean = mean_a + d n_b / n`` and
         ``n var = n_a var_a + n_b var_b + d^2 n_a n_b / n``.
@@ -71,16 +69,16 @@ class RunningMoments(nn.Module):
         total = self.count + count
         delta = mean - self.mean
         squares = self.var * self.count + var * count + delta**2 * self.count * count / total
-        # In place: processes that play share the memory.
+        # In place: rollout processes share this memory.
         self.mean.add_(delta * count / total)
         self.var.copy_(squares / total)
         self.count.copy_(total)
 
 
 def discounted_sums(rewards: Tensor, episode_ids: Tensor, gamma: float) -> Tensor:
-    """Return ``R_t = gamma R_{t-1} + r_t`` within each episode, which starts at 0: float64 ``[T, B]``.
+    """Return ``R_t = gamma R_{t-1} + r_t`` within each episode, from 0 at its start: float64 ``[T, B]``, as both arguments.
 
-    This is the sum whose deviation scales rewards (Engstrom et al. 2020, section 3). Both arguments are ``[T, B]``.
+    Rewards are divided by the std of this sum (Engstrom et al. 2020, section 3).
     """
     sums = rewards.double().clone()
     for t in range(1, len(sums)):
@@ -88,7 +86,7 @@ def discounted_sums(rewards: Tensor, episode_ids: Tensor, gamma: float) -> Tenso
     return sums
 
 
-def _sum(rows: Tensor) -> Tensor:
-    """Return the sums ``[n]`` of rows ``[T, B, n]`` over time and the envs of all ranks."""
-    # cumsum adds one after the other. The order of `sum` depends on the number of rows.
-    return sum_blocks(rows.cumsum(0)[-1])
+def _sum(samples: Tensor) -> Tensor:
+    """Return the sums ``[dim]`` of samples ``[T, B, dim]`` over time and the envs of all ranks."""
+    # cumsum adds in sequence. The order in which `sum` adds depends on the size.
+    return sum_env_groups(samples.cumsum(0)[-1])

@@ -1,8 +1,8 @@
-"""Statistics over the rollout of all ranks, of which each rank holds its own envs.
+"""Statistics over the rollouts of all ranks; each rank holds the rollout of its envs.
 
-Every function is a collective call: all ranks call the same ones in the same order. What an env contributes is added up in
-float64, then the envs are added in their order (``rlinf.distributed.sums``). So results have the same bits on any number of
-ranks, where a mean of the ranks' own means would not.
+Every function is a collective call: all ranks call the same functions in the same order. Each env is summed in float64, then the
+sums are added in the order of the envs (``rlinf.distributed.sums``). So results have the same bits on any number of ranks;
+a mean of the ranks' means would not.
 """
 
 from __future__ import annotations
@@ -11,23 +11,21 @@ import torch
 from torch import Tensor
 
 from rlinf.algorithms.advantages import ROUNDING
-from rlinf.distributed.sums import maximum, sum_blocks
+from rlinf.distributed.sums import maximum, sum_env_groups
 
 
 def masked_mean(values: Tensor, mask: Tensor) -> float:
-    """Return the mean of the elements in ``mask`` over all ranks, 0 without any.
+    """Return the mean over all ranks of the elements in ``mask``, 0 if there are none.
 
-    Args:
-        values: ``[B]``, or time-major ``[T, B, ...]``; ``B`` envs of this rank.
-        mask: bool of that shape.
+    ``values`` are ``[B]``, or time-major ``[T, B, ...]``, for ``B`` envs of this rank; ``mask`` is bool of that shape.
     """
     return _means(mask, values)[0]
 
 
 def masked_normalize(advantages: Tensor, mask: Tensor, eps: float = 1e-8) -> Tensor:
-    """Shift and scale to mean 0 and deviation 1 over the elements in ``mask`` of all ranks; the others become 0.
+    """Shift and scale the elements in ``mask`` to mean 0 and std 1 over all ranks; elements outside it become 0.
 
-    If the deviation is within rounding, all become 0. Shapes are as in ``masked_mean``.
+    If the std is within rounding, all become 0. Shapes are as in ``masked_mean``.
     """
     valid = torch.where(mask, advantages, 0.0).double()
     (mean,) = _means(mask, valid)
@@ -39,9 +37,9 @@ def masked_normalize(advantages: Tensor, mask: Tensor, eps: float = 1e-8) -> Ten
 
 
 def normalize_rows(advantages: Tensor, mask: Tensor, eps: float = 1e-8) -> Tensor:
-    """Shift and scale the rows of a minibatch, of which each rank has any number, as ``masked_normalize`` does a rollout.
+    """Shift and scale the rows ``[N, C]`` of a minibatch to mean 0 and std 1 over all ranks; ``N`` may differ between ranks.
 
-    The deviation is the sample's (``n - 1``), as in Stable-Baselines3; a single element stays as it is. Both arguments are ``[N, C]``.
+    The std is the sample's (``n - 1``), as in Stable-Baselines3; a single element is not changed.
     """
     valid = torch.where(mask, advantages, 0.0).double()
     total, count = _sums(valid, mask.double())
@@ -54,7 +52,7 @@ def normalize_rows(advantages: Tensor, mask: Tensor, eps: float = 1e-8) -> Tenso
 
 def _sums(*values: Tensor) -> list[float]:
     """Return the sum of each tensor over all ranks."""
-    return sum_blocks(torch.stack([each.sum() for each in values]).unsqueeze(0)).tolist()
+    return sum_env_groups(torch.stack([tensor.sum() for tensor in values]).unsqueeze(0)).tolist()
 
 
 def explained_variance(values: Tensor, returns: Tensor, mask: Tensor) -> float:
@@ -64,16 +62,16 @@ def explained_variance(values: Tensor, returns: Tensor, mask: Tensor) -> float:
     """
     returns, errors = returns.double(), returns.double() - values.double()
     mean_return, mean_error = _means(mask, returns, errors)
-    variance, rest = _means(mask, (returns - mean_return) ** 2, (errors - mean_error) ** 2)
-    return 0.0 if variance < 1e-12 else 1 - rest / variance
+    variance, error_variance = _means(mask, (returns - mean_return) ** 2, (errors - mean_error) ** 2)
+    return 0.0 if variance < 1e-12 else 1 - error_variance / variance
 
 
 def _means(mask: Tensor, *values: Tensor) -> list[float]:
     """Return the means of several tensors over the elements in ``mask`` of all ranks."""
-    parts = [torch.where(mask, each, 0.0).double() for each in values] + [mask.double()]
+    summands = [torch.where(mask, tensor, 0.0).double() for tensor in values] + [mask.double()]
     if mask.ndim > 1:
-        parts = [part.movedim(1, 0).flatten(1) for part in parts]  # an env in each row
-    # cumsum adds one after the other. The order of `sum` depends on the number of rows.
-    rows = torch.stack([part.reshape(len(part), -1).cumsum(1)[:, -1] for part in parts], 1)
-    *sums, count = sum_blocks(rows).tolist()
+        summands = [summand.movedim(1, 0).flatten(1) for summand in summands]  # [B, T * ...]
+    # cumsum adds in sequence. The order in which `sum` adds depends on the size.
+    env_sums = torch.stack([summand.reshape(len(summand), -1).cumsum(1)[:, -1] for summand in summands], 1)
+    *sums, count = sum_env_groups(env_sums).tolist()
     return [total / max(count, 1) for total in sums]

@@ -64,7 +64,7 @@ USAGES = {
     "launch": "--config <recipe> [dataset script] [key=value ...] [--dry-run]",
     "evaluate": "checkpoint=<folder> [key=value ...]\n       rlinf evaluate checkpoint=<folder> questions=<file> [key=value ...]\n"
     "       rlinf evaluate --compare A B",
-    "robot": "checkpoint=<folder> [fps=20] [execution=overlap] [latency_s=0.15] [key=value ...]",
+    "robot": "checkpoint=<folder> [fps=20] [execution=async] [latency_s=0.15] [key=value ...]",
     "audit": "checkpoint=<folder> [key=value ...]",
     "serve": "checkpoint=<folder> [port=8000] [host=127.0.0.1] [key=value ...]",
     "play": "checkpoint=<folder> [episode=...] [output=...] [window=...] [key=value ...]",

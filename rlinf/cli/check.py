@@ -12,7 +12,7 @@ from rlinf.contracts.env import PROPERTIES, check_properties
 from rlinf.envs import ENVS, make_env
 from rlinf.envs.base import VectorEnv
 from rlinf.errors import ConfigError
-from rlinf.options import check_words
+from rlinf.options import check_arguments
 
 MAX_STEPS = 64
 """Env steps after which episodes are cut for the check, unless ``env.max_episode_steps`` is given."""
@@ -24,7 +24,7 @@ def check(arguments: Sequence[str]) -> int:
     The env is a packaged or registered name, with its keys as overrides; plugins=[...] imports yours first. The exit status is
     1 if a property is violated. Long episodes are cut at 64 env steps, unless env.max_episode_steps says how many.
     """
-    check_words(split(arguments)[0].overrides, ("env", "env.<key>", "plugins"))
+    check_arguments(split(arguments)[0].overrides, ("env", "env.<key>", "plugins"))
     args = parse(arguments)
     name = given_value(args.overrides, "env")
     keys = [item.key_or_group for item in parse_overrides(args.overrides)]

@@ -13,7 +13,7 @@ import yaml
 from rlinf.checkpoints.folders import resolve_checkpoint
 from rlinf.cli.table import format_table
 from rlinf.commands.hydra_app import configure, parse, split
-from rlinf.commands.open_checkpoint import open_checkpoint, open_elsewhere, policy_for
+from rlinf.commands.open_checkpoint import open_checkpoint, open_remote, policy_for
 from rlinf.config.schema import RunConfig
 from rlinf.contracts.env import spread_specs
 from rlinf.contracts.report import Check
@@ -107,7 +107,7 @@ def _checker(config: RunConfig) -> Iterator[PolicyChecker]:
     try:
         # Before the first image: once software OpenGL is there, libraries of transformers do not load any more.
         if config.model.url is not None:
-            model = open_elsewhere(config, env, config.evaluation.allow_mismatch).policy
+            model = open_remote(config, env, config.evaluation.allow_mismatch).policy
         elif named is None:
             model = policy_for(config, env)
         else:

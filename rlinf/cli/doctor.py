@@ -29,7 +29,7 @@ from rlinf.errors import RLinfError
 from rlinf.manifest import Manifest, other_project, verify_files
 from rlinf.models import MODELS
 from rlinf.number_formats import GIB, format_bytes
-from rlinf.options import check_words
+from rlinf.options import check_arguments
 
 YES, NO, OPTIONAL = "yes", "no", "-"
 MAIN_JOB = "quickstart"
@@ -52,7 +52,7 @@ def doctor(arguments: Sequence[str]) -> int:
     """
     from rlinf.commands.hydra_app import split
 
-    check_words(
+    check_arguments(
         split(arguments)[0].overrides,
         ("experiment", "checkpoint", "env", "plugins", "and every key in docs/configuration.md"),
     )
@@ -170,7 +170,7 @@ def check_extras() -> list[Finding]:
     no_browser = "not installed (tests open reports in it): apt-get install chromium"
     return [
         check_extra("wandb", "tracking"),
-        check_extra("ray", "VllmGenerationWorker as an actor, docs/megatron.md"),
+        check_extra("ray", "VllmGenerationWorker as an actor, docs/policies.md"),
         check_vllm(),
         check_extra("flash_attn", "GPU attention kernel; sdpa needs nothing"),
         Finding("browser", YES if browser else OPTIONAL, browser or no_browser),

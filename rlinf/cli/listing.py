@@ -17,7 +17,7 @@ from rlinf.config.search import find_experiment, group_options
 from rlinf.envs import ENVS
 from rlinf.errors import ConfigError
 from rlinf.models import MODELS
-from rlinf.options import check_words, from_mapping
+from rlinf.options import check_arguments, from_mapping
 
 FALLBACK = (
     "Any other model_type of transformers works without a registration, from model.model_path=<folder or hub id>: a text model\n"
@@ -33,7 +33,7 @@ TEMPLATE = "your_"
 
 def models(arguments: Sequence[str]) -> int:
     """Print registered models, envs and algorithms with their origin, config groups and experiments."""
-    check_words(split(arguments)[0].overrides, ("plugins",))
+    check_arguments(split(arguments)[0].overrides, ("plugins",))
     args = parse(arguments)
     if any(not override.startswith("plugins=") for override in args.overrides):
         raise ConfigError("`rlinf models` takes plugins=[...] and --config-dir only. Run rlinf models")

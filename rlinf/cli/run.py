@@ -25,7 +25,7 @@ from rlinf.errors import ConfigError
 from rlinf.evaluation.config import EvaluationConfig
 from rlinf.imports import import_string
 from rlinf.models.loading import hide_progress_bars
-from rlinf.options import PathText, check_words, from_mapping, option, public_fields, unknown_key_message
+from rlinf.options import PathText, check_arguments, from_mapping, option, public_fields, unknown_key_message
 from rlinf.preflight.folders import check_writable
 from rlinf.recipes.load import with_overrides
 from rlinf.robot.config import RobotConfig
@@ -129,7 +129,7 @@ def robot(arguments: Sequence[str]) -> int:
     """Let a policy act in real time, one action every 1 / fps seconds, on a robot that is a row of the env.
 
     It plays the episodes of `rlinf evaluate`, one after the other, with its keys, files and comparisons, and writes timing.json. Keys of
-    its own are fps, execution, displacements, max_relative_target, max_observation_age_s, max_failures, teleoperator, handover_max_step, record, first_episode,
+    its own are fps, execution, relative_dims, max_relative_target, max_observation_age_s, max_failures, teleoperator, handover_max_step, record, first_episode,
     expert_threshold, expert_patience, expert_steps, success, page_host, page_port, arm, blind, real_time, latency_s, delay_steps, drop_frames and noise (docs/robot.md).
     """
     arguments = with_checkpoint(arguments)
@@ -227,7 +227,7 @@ def convert(arguments: Sequence[str]) -> int:
 def classifier(arguments: Sequence[str]) -> int:
     """Train a classifier of success from the frames of labelled episodes, and measure its errors on episodes that it has not seen.
 
-    `env.success_classifier=<output_dir>` then lets it decide on success, and so on the reward (docs/classifier.md).
+    `env.success_classifier=<output_dir>` then lets it decide on success, and so on the reward (docs/robot.md).
     """
     from rlinf.commands.classifier import ClassifierConfig, classifier
 
@@ -237,7 +237,7 @@ def classifier(arguments: Sequence[str]) -> int:
 
 def _own_config(arguments: Sequence[str], kind: type[T]) -> T:
     """Return the settings of a command whose keys are the fields of ``kind`` alone."""
-    check_words(arguments, public_fields(kind))
+    check_arguments(arguments, public_fields(kind))
     return from_mapping(kind, values_of(arguments))
 
 
@@ -279,7 +279,7 @@ def _split(arguments: Sequence[str]) -> tuple[dict, list[str]]:
     own, others = {}, []
     sections_of_recipes = [key.partition(".")[0] for key in TOKEN_KEYS]
     own_keys, other_keys = public_fields(ExportConfig), [*public_fields(RunConfig), *sections_of_recipes]
-    check_words(arguments, own_keys)
+    check_arguments(arguments, own_keys)
     for word in arguments:
         key, _, value = word.partition("=")
         if key in own_keys:

@@ -30,9 +30,9 @@ from rlinf.preflight.placement import (
     BY_RAY,
     COLOCATED,
     SPLIT,
+    FreeCapacity,
     Node,
     Placement,
-    StoreRoom,
     has_rollout_workers,
     ranks_by_ray,
 )
@@ -111,19 +111,19 @@ def reserved(config: RunConfig) -> Iterator[Reservation | None]:
         return
     needed = store_bytes(config) if has_rollout_workers(config) else None
     fixes = f"model.is_lora=true, cluster.max_staleness=0, or {COLOCATED}"
-    room = None if needed is None else StoreRoom(needed, fixes)
+    capacity = None if needed is None else FreeCapacity(needed, fixes)
     start_s = config.cluster.deadlines.start
-    with reserved_places(partial(Placement.of, config), start_s, config.plugins, room) as reservation:
+    with reserved_places(partial(Placement.of, config), start_s, config.plugins, capacity) as reservation:
         yield reservation
 
 
-def check_machine(placement_of: Callable[[Sequence[Node] | None], Placement], room: StoreRoom | None) -> None:
+def check_machine(placement_of: Callable[[Sequence[Node] | None], Placement], capacity: FreeCapacity | None) -> None:
     """Make the checks of ``reserved_places`` that start nothing."""
     import_ray(SPLIT)
     if check_address(SPLIT) is None:
         _gpus_of_rollout_workers(placement_of)
-        if room is not None:
-            _store_size(room)
+        if capacity is not None:
+            _store_size(capacity)
 
 
 @contextmanager
@@ -131,7 +131,7 @@ def reserved_places(
     placement_of: Callable[[Sequence[Node] | None], Placement],
     start_s: float,
     plugins: Sequence[str] = (),
-    room: StoreRoom | None = None,
+    capacity: FreeCapacity | None = None,
 ) -> Iterator[Reservation]:
     """Reserve a place for each rollout worker, and for each rank that Ray starts, and free all places at the end.
 
@@ -140,10 +140,10 @@ def reserved_places(
     Args:
         placement_of: Returns the placement of the run on some machines, or rejects them; None: they are not known yet.
         start_s: Seconds to wait for room, and for the answers of the machines.
-        room: In the store of objects of each machine with rollout workers; None: not known.
+        capacity: In the store of objects of each machine with rollout workers; None: not known.
     """
     ray = import_ray(BY_RAY)
-    with _connected(ray, placement_of, room) as has_other_machines, ExitStack() as stack:
+    with _connected(ray, placement_of, capacity) as has_other_machines, ExitStack() as stack:
         alive = [(node["NodeManagerHostname"], node["Resources"]) for node in ray.nodes() if node["Alive"]]
         placement = placement_of([Node(host, has.get("CPU", 0.0), has.get("GPU", 0.0)) for host, has in alive])
         machine = CommandMachine.here(plugins, _gpus(placement)[: placement.gpus_of_ranks])
@@ -159,7 +159,7 @@ def reserved_places(
             workers = group.id.hex()
             if has_other_machines:
                 _compare_machines(ray, start_s, group, machine)
-            _check_stores(ray, [group] if ranks is None else [group, placement_group(ranks)], room)
+            _check_stores(ray, [group] if ranks is None else [group, placement_group(ranks)], capacity)
         address = ray.get_runtime_context().gcs_address
         yield Reservation(address, workers, placement.gpus_per_rollout_worker, machine, ranks, placement.on_gpu, host)
 
@@ -188,7 +188,7 @@ def _places(
 
 @contextmanager
 def _connected(
-    ray: ModuleType, placement_of: Callable[[Sequence[Node] | None], Placement], room: StoreRoom | None
+    ray: ModuleType, placement_of: Callable[[Sequence[Node] | None], Placement], capacity: FreeCapacity | None
 ) -> Iterator[bool]:
     """Be connected to a cluster for the block, and yield whether it may have other machines.
 
@@ -203,7 +203,7 @@ def _connected(
     with tempfile.TemporaryDirectory(prefix="rlinf-ray-", dir="/tmp", ignore_cleanup_errors=True) as folder:
         try:
             if address is None:
-                _start(ray, placement_of, folder, room)
+                _start(ray, placement_of, folder, capacity)
             else:
                 initialise(ray, address, log_to_driver=True)
             with watched(ray):
@@ -213,14 +213,17 @@ def _connected(
 
 
 def _start(
-    ray: ModuleType, placement_of: Callable[[Sequence[Node] | None], Placement], folder: str, room: StoreRoom | None
+    ray: ModuleType,
+    placement_of: Callable[[Sequence[Node] | None], Placement],
+    folder: str,
+    capacity: FreeCapacity | None,
 ) -> None:
     """Start a cluster on this machine. Ranks that Ray does not start have the first GPUs, and Ray the others."""
     placement, gpus = placement_of(None), _gpus_of_rollout_workers(placement_of)
     former = os.environ.get("CUDA_VISIBLE_DEVICES")
     os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
     try:
-        store = {} if room is None else {"object_store_memory": _store_size(room)}  # else Ray chooses
+        store = {} if capacity is None else {"object_store_memory": _store_size(capacity)}  # else Ray chooses
         counts = {"num_cpus": placement.cpus, "num_gpus": len(gpus)}
         initialise(ray, None, log_to_driver=True, **counts, **store, _temp_dir=folder)
     finally:
@@ -237,29 +240,29 @@ def _gpus_of_rollout_workers(placement_of: Callable[[Sequence[Node] | None], Pla
     return gpus
 
 
-def _store_size(room: StoreRoom) -> int:
+def _store_size(capacity: FreeCapacity) -> int:
     """Return the size of the object store of a cluster on this machine; reject more than the free shared memory."""
-    needed = room.num_bytes
+    needed = capacity.num_bytes
     size = max(OBJECT_STORE_BYTES, needed)
     free = shutil.disk_usage(SHARED_MEMORY).free if os.path.isdir(SHARED_MEMORY) else size
     if needed > free:
         raise ConfigError(
             f"Weights and rollouts of this run need {format_bytes(needed)} of shared memory, and {SHARED_MEMORY} has {format_bytes(free)} free. "
-            f"Enlarge it (docker run --shm-size={needed}), or set {room.fixes}"
+            f"Enlarge it (docker run --shm-size={needed}), or set {capacity.fixes}"
         )
     return min(size, free)
 
 
-def _check_stores(ray: ModuleType, groups: Sequence[Any], room: StoreRoom | None) -> None:
+def _check_stores(ray: ModuleType, groups: Sequence[Any], capacity: FreeCapacity | None) -> None:
     """Reject machines whose store of objects is too small for weights and rollouts, which Ray would write to disks.
 
     ``groups`` has the places of rollout workers and, where Ray starts the ranks, of ranks.
     """
     from ray.util import placement_group_table
 
-    if room is None:
+    if capacity is None:
         return
-    needed = room.num_bytes
+    needed = capacity.num_bytes
     used = {node for group in groups for node in placement_group_table(group)["bundles_to_node_id"].values()}
     if len(groups) == 1:
         used.add(ray.get_runtime_context().get_node_id())
@@ -269,7 +272,7 @@ def _check_stores(ray: ModuleType, groups: Sequence[Any], room: StoreRoom | None
             raise ConfigError(
                 f"Ray's store of objects has {format_bytes(size)} on {node['NodeManagerHostname']}; required: {format_bytes(needed)} for the "
                 f"weights and rollouts of this run. Start Ray there with `ray start --object-store-memory={needed}`, or set "
-                f"{room.fixes}"
+                f"{capacity.fixes}"
             )
 
 

@@ -38,13 +38,13 @@ def worker_maker(config: RunConfig, shell: PolicySkeleton, placement: Placement)
 
 
 class RolloutWorker(PolicyReplica):
-    """The envs of some blocks, and a copy of the policy that a push fills. Without blocks, it only evaluates.
+    """The envs of some env groups, and a copy of the policy that a push fills. Without env groups, it only evaluates.
 
     With ``rollout.backend=vllm`` an engine plays the rollouts, and takes its weights from the copy, which still
     evaluates, preprocesses and computes values.
 
-    Any rollout worker may play any blocks, up to its fraction of ``placement.num_blocks`` in a call: a rollout depends on the
-    weights, the iteration, the attempt and the block alone.
+    Any rollout worker may play any env groups, up to its fraction of ``placement.num_env_groups`` in a call: a rollout depends on the
+    weights, the iteration, the attempt and the env group alone.
 
     Args:
         number: Of this rollout worker, over all machines.
@@ -56,15 +56,15 @@ class RolloutWorker(PolicyReplica):
     ) -> None:
         self.config = config
         torch.set_num_threads(placement.torch_threads(config.cluster.num_threads, num_cores() // num_neighbours))
-        seed_everything(derive_seed(config.seed, "worker", number), config.trainer.deterministic)
+        seed_everything(derive_seed(config.seed, "player", number), config.trainer.deterministic)
         super().__init__(shell, resolve_device(config.cluster.device, 1))
-        self.engine = _engine(config, self.model, placement) if placement.num_blocks else None
+        self.engine = _engine(config, self.model, placement) if placement.num_env_groups else None
         self.policy: Any = self.model if self.engine is None else self.engine
         num_envs = -(-config.evaluation.num_envs // placement.num_rollout_workers)
         self.env = env_maker(config, num_neighbours)(num_envs, auto_reset=False)
         self._autocast = partial(autocast, self.model, config.model.precision)
         self.collector = None
-        if placement.num_blocks:
+        if placement.num_env_groups:
             num_threads = placement.worker_threads(threads_of_rank(config, self.env, placement.num_ranks))
             make = collector_factory(config, self.env, num_threads, num_threads * num_neighbours)
             self.collector = make(autocast=self._autocast, rank=number, num_ranks=placement.num_rollout_workers)
@@ -87,18 +87,18 @@ class RolloutWorker(PolicyReplica):
             self.engine.update_weights(version)
         return version
 
-    def collect(self, step: int, needs_values: bool, attempt: int, blocks: Sequence[int]) -> RolloutBatch:
-        """Play a rollout of some blocks with the present weights; see ``RolloutCollector.collect``."""
+    def collect(self, step: int, needs_values: bool, attempt: int, env_groups: Sequence[int]) -> RolloutBatch:
+        """Play a rollout of some env groups with the present weights; see ``RolloutCollector.collect``."""
         version = self._held()
         self.env.offload()  # of the last evaluation
-        return self.collector.collect(self.policy, step, version, needs_values, attempt, blocks)
+        return self.collector.collect(self.policy, step, version, needs_values, attempt, env_groups)
 
     def evaluate(self, specs: Sequence[EpisodeSpec]) -> tuple[list[EpisodeResult], int]:
         """Play episodes of an evaluation; return their results and the number of replaced simulators."""
         self._held()
         before = self.env.num_restarts
         with evaluation_mode(self.model), self._autocast():
-            results = self._episodes.play(specs, lambda result: None)
+            results = self._episodes.run(specs, lambda result: None)
         return results, self.env.num_restarts - before
 
     def record(

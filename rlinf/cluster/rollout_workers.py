@@ -24,10 +24,10 @@ from rlinf.cluster.reservation import Reservation
 from rlinf.cluster.weights import StoredWeights, WeightStore
 from rlinf.distributed.child_process import Failure
 from rlinf.distributed.config import DeadlinesConfig
-from rlinf.distributed.deadlines import clock, go_on
+from rlinf.distributed.deadlines import clock, heartbeat
 from rlinf.distributed.process_group import rank
 from rlinf.distributed.stack_dump import DUMP_SIGNAL, own_remote
-from rlinf.distributed.sums import own_blocks
+from rlinf.distributed.sums import rank_range
 from rlinf.errors import RankError
 from rlinf.evaluation.evaluator import Video
 from rlinf.files import write_bytes
@@ -47,7 +47,7 @@ FETCH_S = 30.0
 """Seconds in which what a lost rollout worker has answered must come from its machine; else it is played again."""
 SHARE_OF_RANKS = 0.5
 """Part of a deadline after which a silent rollout worker is replaced where several ranks train. The others wait for its rank within the same
-deadline, so another rollout worker must play the same blocks in the rest of it."""
+deadline, so another rollout worker must play the same env groups in the rest of it."""
 
 
 class ClusterSettings(Protocol):
@@ -78,7 +78,7 @@ class RolloutWorkers:
 
     A rollout worker answers calls in their order. One that is lost (its process or machine ends, or it misses a deadline) is
     replaced: the new one gets the unanswered calls again, each with the weights that the old one had for it. Its
-    answers are the same, because a rollout depends on weights, iteration, attempt and block alone.
+    answers are the same, because a rollout depends on weights, iteration, attempt and env group alone.
 
     Args:
         make: Makes a ``PolicyReplica`` in the process of a rollout worker, from its number and the number of rollout workers on its machine.
@@ -98,7 +98,7 @@ class RolloutWorkers:
         self.make, self.placement, self.reservation = make, placement, reservation
         self.max_restarts, self.way_on = cluster.max_restarts, way_on
         self.numbers = self.placement.rollout_workers_of(rank())  # of this rank
-        self.blocks = own_blocks(self.placement.num_blocks, rank(), self.placement.num_ranks)
+        self.env_groups = rank_range(self.placement.num_env_groups, rank(), self.placement.num_ranks)
         self.num_replaced = 0
         self.weights: StoredWeights | None = None
         self._deadlines = asdict(cluster.deadlines)
@@ -145,7 +145,7 @@ class RolloutWorkers:
             start = time.monotonic()
             ready, _ = ray.wait([call.ref for call in calls], timeout=POLL_S)
             waited = min(time.monotonic() - start, 2 * POLL_S)  # this process may have been stopped (Ctrl-Z)
-            go_on()  # the deadlines of the rollout workers apply
+            heartbeat()  # the deadlines of the rollout workers apply
             for call in [call for call in calls if call.ref in ready]:
                 try:
                     for each in ray.get(call.before):
@@ -242,7 +242,7 @@ class RolloutWorkers:
                 f"{text}. {self.num_replaced} rollout workers of this rank have been lost (cluster.max_restarts={limit}). Look for the cause in the "
                 f"log, then {self.way_on}, or raise it: cluster.max_restarts={2 * limit + 2}"
             )
-        logger.warning("%s. Another one takes its place and plays the same blocks again.", text)
+        logger.warning("%s. Another one takes its place and plays the same env groups again.", text)
         again = [call for call in self._open[number] if not _has_answer(call)]
         ray.kill(self._actors[number])
         self._start(number)
@@ -356,7 +356,7 @@ class RemoteCollector:
     """Collects rollouts by rollout workers; the same calls as ``RolloutCollector``, and ``collect`` in two parts."""
 
     def __init__(self, workers: RolloutWorkers) -> None:
-        self.workers, self.blocks = workers, workers.blocks
+        self.workers, self.env_groups = workers, workers.env_groups
 
     def wait_until_ready(self) -> None:
         """Wait until all rollout workers can play, or raise why one cannot."""
@@ -364,17 +364,17 @@ class RemoteCollector:
 
     def collect(
         self, model: Any, step: int, policy_version: int, needs_values: bool, attempt: int = 0,
-        blocks: Sequence[int] | None = None,
+        env_groups: Sequence[int] | None = None,
     ) -> RolloutBatch:  # fmt: skip
         """Play one rollout with the weights that the rollout workers hold; see ``RolloutCollector.collect``."""
-        return self.take(self.issue(model, step, policy_version, needs_values, attempt, blocks))
+        return self.result(self.submit(model, step, policy_version, needs_values, attempt, env_groups))
 
-    def issue(
+    def submit(
         self, model: Any, step: int, policy_version: int, needs_values: bool, attempt: int = 0,
-        blocks: Sequence[int] | None = None,
+        env_groups: Sequence[int] | None = None,
     ) -> list[Call]:  # fmt: skip
         """Ask the rollout workers for one rollout, with the last push's weights, and return at once; ``take`` waits for it."""
-        wanted = np.array(self.blocks if blocks is None else blocks, dtype=np.int64)
+        wanted = np.array(self.env_groups if env_groups is None else env_groups, dtype=np.int64)
         numbers = self.workers.numbers
         shares = zip(numbers, np.array_split(wanted, len(numbers)), strict=True)
         return [
@@ -383,8 +383,8 @@ class RemoteCollector:
             if len(share)
         ]
 
-    def take(self, calls: Sequence[Call]) -> RolloutBatch:
-        """Return an issued rollout, in the order of its blocks."""
+    def result(self, calls: Sequence[Call]) -> RolloutBatch:
+        """Return a submitted rollout, in the order of its env groups."""
         return RolloutBatch.concatenate([answer.batch() for answer in self.workers.answers(calls)])  # copies the arrays
 
     def close(self) -> None:
@@ -399,8 +399,8 @@ class RemoteEpisodes:
         self.workers, self.num_envs = workers, num_envs  # ``num_envs``: over all rollout workers of all ranks
         self.num_restarts = 0
 
-    def play(self, specs: Sequence[EpisodeSpec], on_result: Callable[[EpisodeResult], None]) -> list[EpisodeResult]:
-        """See ``Episodes.play``. A free rollout worker takes the next episodes, one for each of its envs."""
+    def run(self, specs: Sequence[EpisodeSpec], on_result: Callable[[EpisodeResult], None]) -> list[EpisodeResult]:
+        """See ``Episodes.run``. A free rollout worker takes the next episodes, one for each of its envs."""
         num_rollout_workers = self.workers.placement.num_rollout_workers
         count = max(1, min(-(-self.num_envs // num_rollout_workers), -(-len(specs) // len(self.workers.numbers))))
         parts = [(specs[first : first + count],) for first in range(0, len(specs), count)]

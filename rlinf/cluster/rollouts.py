@@ -49,7 +49,7 @@ def make_collector(
         make,
         model,
         settings,
-        num_blocks=rollout.num_envs // rollout.group_size,
+        num_env_groups=rollout.num_envs // rollout.group_size,
         num_processes=rollout.worker_processes,
         max_ahead=ahead,
         rank=rank(),

@@ -1,4 +1,4 @@
-"""The audit of one policy from its configuration to a table and a page."""
+"""Audit of one policy, from its configuration to a table and a page."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from typing import Any
 from rlinf.checkpoints.folders import is_checkpoint, read_loop_state
 from rlinf.checkpoints.saved_config import flat, read_saved_config
 from rlinf.cluster.factory import env_maker
-from rlinf.commands.evaluate import conditions, digest_of_server, open_policy, sampling_of, server_untold
+from rlinf.commands.evaluate import conditions, open_policy, sampling_settings, server_digest, unknown_policy_warning
 from rlinf.commands.hydra_app import configure, given_value
 from rlinf.config.overrides import parse_overrides
 from rlinf.config.schema import RunConfig
@@ -41,18 +41,18 @@ from rlinf.seeding import seed_everything
 from rlinf.types import EpisodeSpec
 
 NUM_EPISODES = 100
-"""Episodes of each condition, unless ``evaluation.num_episodes`` is typed."""
+"""Default number of episodes per condition."""
 TITLE_WIDTH = 44
-NOT_KNOWN = "of the training split; which of them it has seen is not known"
+NOT_KNOWN = "of the training split; it is not known which of them the policy has seen"
 EVAL_STATES = "env.num_eval_init_states"
 SEEN_KEYS = (
     "seed", "rollout.num_envs", "rollout.group_size", "rollout.init_states", "sft.dataset", "sft.num_demonstrations",
 )  # fmt: skip
-"""Settings that say which episodes a run plays first."""
+"""Settings that determine the first training episodes of a run."""
 
 
 def configured(args: Namespace) -> RunConfig | None:
-    """Return the configuration of an audit, with its number of episodes and its folder; None: ``--cfg`` has printed it."""
+    """Return the configuration of an audit with its defaults; None: ``--cfg`` has printed it."""
     key = "evaluation.num_episodes"
     if not any(item.key_or_group == key for item in parse_overrides(args.overrides)):  # null is a value, too
         args.overrides = [*args.overrides, f"{key}={NUM_EPISODES}"]
@@ -65,11 +65,9 @@ def configured(args: Namespace) -> RunConfig | None:
 def audit(config: RunConfig) -> Audit:
     """Audit ``config.checkpoint``, or the configured model without one, in one process.
 
-    Prints each condition as it ends and the answers, and writes ``audit.json`` and ``report.html`` into ``config.output_dir``. Each
-    condition is kept on disk as it ends: the same call with the same ``output_dir`` continues an audit that was interrupted.
-
-    Raise ConfigError for a configuration that an audit does not fit, or an ``output_dir`` that holds anything but an interrupted audit
-    of the same policy with the same settings; else as ``open_policy``.
+    Prints conditions and verdicts, and writes ``audit.json`` and ``report.html`` into ``config.output_dir``. Each condition is saved
+    when it ends: the same call with the same ``output_dir`` resumes an interrupted audit. Raise ConfigError for unsupported settings,
+    or an ``output_dir`` that is neither empty nor an interrupted audit of the same policy and settings; else as ``open_policy``.
     """
     output = Path(config.output_dir)
     check(config)
@@ -79,19 +77,17 @@ def audit(config: RunConfig) -> Audit:
     except BaseException as error:
         count = num_saved(output)
         if count and not isinstance(error, (ConfigError, CheckpointError)):  # the same command would be rejected again
-            kept = f"{count} conditions are kept in {output}"
-            print(f"\n{kept}; the same command with output_dir={output} continues", file=sys.stderr, flush=True)
+            saved = f"{count} conditions are saved in {output}"
+            print(f"\n{saved}; the same command with output_dir={output} continues", file=sys.stderr, flush=True)
         raise
 
 
 def _audit(config: RunConfig, output: Path) -> Audit:
-    """Play and write; see ``audit``."""
     start, settings = time.monotonic(), config.evaluation
     set_num_threads(config.cluster.num_threads, 1)
     seed_everything(config.seed)
-    make, world = env_maker(config, 1), ENVS.get(config.env.name)
     num_envs = min(settings.num_envs, settings.num_episodes or settings.num_envs)
-    env = make(num_envs, auto_reset=False)
+    env = env_maker(config, 1)(num_envs, auto_reset=False)
     try:
         specs = episode_list(env, settings.split, settings.num_episodes)
         check_episodes(specs)
@@ -99,67 +95,66 @@ def _audit(config: RunConfig, output: Path) -> Audit:
         device = resolve_device(config.cluster.device, 1)
         model = model.to(device)
         seen, note = seen_episodes(config, env, len(specs))
-        server = digest_of_server(config, model)
+        server = server_digest(config, model)
         present = {"device": device, **conditions(config, manifest, saved, specs, server)}
-        named = config.checkpoint or config.model.url or config.model.model_path
-        kept = AuditCheckpoint(
-            output, named or f"model.model_type={config.model.model_type} without a checkpoint", present
-        )
-        if kept.num_known:
-            print(f"{kept.num_known} conditions are known from {kept.folder}", flush=True)
+        name = config.checkpoint or config.model.url or config.model.model_path
+        name = name or f"model.model_type={config.model.model_type} without a checkpoint"
+        progress = AuditCheckpoint(output, name, present)
+        if progress.num_known:
+            print(f"{progress.num_known} conditions were done before ({progress.folder})", flush=True)
             if server is not None and saved is None:
-                warnings.append(server_untold(config.model.url, f"{kept.num_known} conditions"))
+                warnings.append(unknown_policy_warning(config.model.url, f"{progress.num_known} conditions"))
 
         def moved(what: str) -> VectorEnv | None:
-            elsewhere = world.moved(config.env, what)
-            if elsewhere is None:
+            changed = ENVS.get(config.env.name).moved(config.env, what)
+            if changed is None:
                 return None
-            env.offload()  # two simulators at once may not fit
-            return env_maker(replace(config, env=elsewhere), 1)(num_envs, auto_reset=False)
+            env.offload()  # two simulators may not fit in memory
+            return env_maker(replace(config, env=changed), 1)(num_envs, auto_reset=False)
 
         auditor = Auditor(
             model,
             env,
             specs,
-            **sampling_of(config),
+            **sampling_settings(config),
             on_row=lambda row: print(row_text(row, TITLE_WIDTH), flush=True),
-            kept=kept,
+            checkpoint=progress,
         )
         print(f"{'condition'.ljust(TITLE_WIDTH)}  success      k/n  change  95 % interval", flush=True)
         with autocast(model, config.model.precision):
-            found = auditor.run(seen, note, moved)
+            result = auditor.run(seen, note, moved)
     finally:
         env.close()
-    found.warnings = warnings + found.warnings
-    print("\n" + found.answers(), flush=True)
+    result.warnings = warnings + result.warnings
+    print("\n" + result.answers(), flush=True)
     facts = {"checkpoint": config.checkpoint, "env": config.env.name, "seed": config.seed, "split": settings.split}
     title = f"Audit of {config.experiment_name}"
-    print(f"audit: {output / AUDIT_FILE}\nreport: {write_audit(found, output, title, facts)}")
-    kept.remove()
+    print(f"audit: {output / AUDIT_FILE}\nreport: {write_audit(result, output, title, facts)}")
+    # Saved conditions are deleted only after the result is on disk.
+    progress.remove()
     print(f"took {format_duration(time.monotonic() - start)}", flush=True)
-    return found
+    return result
 
 
 def write_audit(audit: Audit, folder: str | os.PathLike, title: str, facts: Mapping[str, Any]) -> Path:
     """Write ``audit.json`` and ``report.html`` into a folder, and return the page's path."""
     folder = Path(folder)
     write_text(folder / AUDIT_FILE, json.dumps({**audit.as_dict(), **facts}, indent=1, default=str))
-    shown = {**facts, "episodes": audit.num_episodes, "actions cut": clipped_text(audit)}
-    return write_page(
-        folder / REPORT_FILE, "audit.html", title, audit=audit, facts=shown, least_fraction=LEAST_FRACTION
-    )
+    facts = {**facts, "episodes": audit.num_episodes, "actions clipped": clipped_text(audit)}
+    page = folder / REPORT_FILE
+    return write_page(page, "audit.html", title, audit=audit, facts=facts, least_fraction=LEAST_FRACTION)
 
 
 def check(config: RunConfig) -> None:
-    """Raise ConfigError for what an audit does not do, before anything starts."""
+    """Raise ConfigError for settings that an audit does not support, before anything starts."""
     settings, cluster = config.evaluation, config.cluster
     if cluster.num_processes > 1 or cluster.num_rollout_workers is not None:
         name = "num_rollout_workers" if cluster.num_rollout_workers is not None else "num_processes"
         reject(f"cluster.{name}={getattr(cluster, name)} with `rlinf audit`", "one process", f"cluster.{name}=null")
     for key in ("compare", "stop_when"):
         if getattr(settings, key) is not None:
-            found = f"evaluation.{key}={getattr(settings, key)} with `rlinf audit`, whose conditions are compared with each other"
-            reject(found, "`rlinf evaluate`", f"evaluation.{key}=null")
+            actual = f"evaluation.{key}={getattr(settings, key)} with `rlinf audit`, whose conditions are compared with each other"
+            reject(actual, "`rlinf evaluate`", f"evaluation.{key}=null")
     check_held_out(settings.split)
     folder = Path(config.output_dir)
     if folder.exists() and any(folder.iterdir()) and not (folder / PARTIAL_AUDIT).exists():
@@ -167,26 +162,24 @@ def check(config: RunConfig) -> None:
 
 
 def seen_episodes(config: RunConfig, env: VectorEnv, count: int) -> tuple[Sequence[EpisodeSpec], str]:
-    """Return up to ``count`` episodes from initial states that the policy was trained on, and where they come from.
-
-    What a checkpoint has seen follows from its own configuration and from how far it had come, not from the audit's settings.
-    """
+    """Return up to ``count`` episodes from initial states on which the policy was trained, and their origin as text."""
     folder = Path(config.checkpoint) if config.checkpoint is not None else None
     if folder is not None and is_checkpoint(folder):
+        # The checkpoint's own configuration and progress determine its training episodes, not the audit's settings.
         state, saved = read_loop_state(folder), flat(read_saved_config(folder))
-        given = flat({"env": to_mapping(config)["env"]})
-        same_env = all(given.get(key) == saved[key] for key in saved if key.startswith("env.") and key != EVAL_STATES)
+        present = flat({"env": to_mapping(config)["env"]})
+        same_env = all(present.get(key) == saved[key] for key in saved if key.startswith("env.") and key != EVAL_STATES)
         if same_env and saved.keys() >= set(SEEN_KEYS):
-            seen, note = _played_episodes(env, state, saved)
-            if found := _first(seen, count):
-                return found, note
+            seen, note = _training_episodes(env, state, saved)
+            if distinct := _first(seen, count):
+                return distinct, note
     return env.episode_specs("train")[:count], NOT_KNOWN
 
 
-def _played_episodes(
+def _training_episodes(
     env: VectorEnv, state: Mapping[str, Any], saved: Mapping[str, Any]
 ) -> tuple[Iterable[EpisodeSpec], str]:
-    """Return the training episodes that a run has played, by its ``loop_state`` and its configuration with dotted keys."""
+    """Return the training episodes of a run, from its ``loop_state`` and its configuration with dotted keys."""
     if state.get("env_steps", 0) > 0:
         sampler = EpisodeSampler(
             env.episode_specs("train"),
@@ -196,18 +189,19 @@ def _played_episodes(
             init_states=saved["rollout.init_states"],
         )
         groups = range(sampler.num_groups)
-        played = (sampler.spec(step, group, 0) for step in range(state["step"]) for group in groups)
-        return played, "of its first rollouts"
+        specs = (sampler.spec(step, group, 0) for step in range(state["step"]) for group in groups)
+        return specs, "of its first rollouts"
     if state.get("sft_step", 0) > 0 and saved["sft.dataset"] is None:
         return demonstration_specs(env, saved["sft.num_demonstrations"], saved["seed"]), "of its demonstrations"
     return (), NOT_KNOWN
 
 
 def _first(specs: Iterable[EpisodeSpec], count: int) -> list[EpisodeSpec]:
-    """Return the first ``count`` different episodes."""
-    found: dict[EpisodeSpec, None] = {}
+    """Return the first ``count`` distinct episodes."""
+    distinct: dict[EpisodeSpec, None] = {}
+    # Not `dict.fromkeys`: a long run's episodes are a generator of millions.
     for spec in specs:
-        found[spec] = None
-        if len(found) == count:
+        distinct[spec] = None
+        if len(distinct) == count:
             break
-    return list(found)
+    return list(distinct)

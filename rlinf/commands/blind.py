@@ -1,4 +1,4 @@
-"""The comparison of two policies on a robot, while nobody who watches knows which one acts."""
+"""Blind comparison of two policies on a robot: no observer knows which one acts."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from rlinf.cluster.factory import env_maker
 from rlinf.commands.evaluate import (
     OpenedPolicy,
     check_output,
-    on_robot,
+    make_robot,
     open_evaluation,
-    results_are_kept,
-    robot_of,
-    sampling_of,
-    server_untold,
+    report_saved_results,
+    robot_episodes,
+    sampling_settings,
     stop_warning,
+    unknown_policy_warning,
     write_result,
     write_timing,
 )
@@ -47,73 +47,73 @@ from rlinf.types import EpisodeResult
 logger = logging.getLogger("rlinf")
 
 SIDES = ("a", "b")
-"""Folders below ``output_dir``: of the policy of ``blind``, which is the baseline, and of the other one."""
+"""Folders below ``output_dir``: the baseline, which is the policy of ``blind``, and the evaluated policy."""
 
 
 def blind(config: RunConfig, other: RunConfig, settings: RobotConfig) -> Comparison:
-    """Play each episode of ``rlinf.commands.evaluate.evaluate`` with both policies, in an order that is drawn.
+    """Run each episode of ``rlinf.commands.evaluate.evaluate`` with both policies, in random order.
 
-    Nothing tells whose episode it is until all are played; then the two results are written, each as ``evaluate`` does, and compared.
-    The same call with the same ``output_dir`` continues after an interruption, in the same order. Raise as ``evaluate``.
+    Nothing reveals the policy of an episode until all are done. Then both results are written, as ``evaluate`` does, and compared.
+    The same call with the same ``output_dir`` resumes an interrupted comparison in the same order. Raise as ``evaluate``.
 
     Args:
-        other: Names the policy that is the baseline; ``config`` has env, episodes and sampling of both.
+        other: Names the baseline policy; ``config`` has env, episodes and sampling of both.
     """
-    output, asked = Path(config.output_dir), replace(config.evaluation, compare=None)
+    output, evaluation = Path(config.output_dir), replace(config.evaluation, compare=None)
     check_output(output, None)
     if not partial_files(output):
         check_output(output / SIDES[1], None)
-    config = replace(config, evaluation=asked)
+    config = replace(config, evaluation=evaluation)
     other = replace(
         other,
         env=config.env,
-        evaluation=asked,
+        evaluation=evaluation,
         cluster=config.cluster,
         seed=config.seed,
         rollout=replace(other.rollout, temperature=config.rollout.temperature),
     )
-    names = [each.checkpoint or each.model.url for each in (other, config)]
-    with results_are_kept(output), ExitStack() as stack:
+    names = [side.checkpoint or side.model.url for side in (other, config)]
+    with report_saved_results(output), ExitStack() as stack:
         prepare_rank(config)
         set_num_threads(config.cluster.num_threads, 1)
         seed_everything(config.seed, config.trainer.deterministic)
-        configs = [
-            replace(each, output_dir=str(output / side)) for each, side in zip((other, config), SIDES, strict=True)
-        ]
-        _play(configs, settings, output, stack)
-    comparison = compare_folders(*(output / side for side in SIDES), asked.allow_mismatch)
+        sides = zip((other, config), SIDES, strict=True)
+        configs = [replace(side, output_dir=str(output / name)) for side, name in sides]
+        _run(configs, settings, output, stack)
+    comparison = compare_folders(*(output / side for side in SIDES), evaluation.allow_mismatch)
     print(f"{comparison.table()}\na is {names[0]}\nb is {names[1]}", flush=True)
     return comparison
 
 
-def _play(configs: list[RunConfig], settings: RobotConfig, output: Path, stack: ExitStack) -> None:
-    """Open both policies, play, and write both results."""
+def _run(configs: list[RunConfig], settings: RobotConfig, output: Path, stack: ExitStack) -> None:
+    """Open both policies, run the episodes, and write both results."""
     config, device, starts = configs[1], resolve_device(configs[1].cluster.device, 1), output / run_folder.STARTS_FOLDER
     env = env_maker(config, 1)(1, auto_reset=False)
     stack.callback(env.close)
-    opened = [open_evaluation(each, env, settings.first_episode) for each in configs]
-    check_conditions(*(each.manifest for each in opened), config.evaluation.allow_mismatch)
+    opened = [open_evaluation(side, env, settings.first_episode) for side in configs]
+    check_conditions(*(policy.manifest for policy in opened), config.evaluation.allow_mismatch)
     settings = replace(settings, fps=settings.fps or opened[1].manifest.fps)
-    here, plays = replace(config, output_dir=str(output)), 2 * len(opened[0].specs)
-    acting, person = robot_of(here, env, settings, plays, starts, stack)
+    num_episodes = 2 * len(opened[0].specs)
+    # The initial images are shared: the second run of an episode starts from the image of the first.
+    robot, operator = make_robot(replace(config, output_dir=str(output)), env, settings, num_episodes, starts, stack)
     sides, present = [], {"device": device, "robot": settings.conditions(), "seed": config.seed}
-    for name, each, policy in zip(SIDES, configs, opened, strict=True):
+    for name, side, policy in zip(SIDES, configs, opened, strict=True):
         policy.model = policy.model.to(device)
         stack.enter_context(evaluation_mode(policy.model))
-        sides.append(stack.enter_context(on_robot(each, env, acting, person, policy, settings)))
+        sides.append(stack.enter_context(robot_episodes(side, env, robot, operator, policy, settings)))
         present |= {f"{name}.{key}": value for key, value in policy.conditions.items()}
-    with PartialResults(output, present) as kept:
-        num_known = len(kept.known)
-        with _unnamed(configs):
-            results = _results(config, env, opened, sides, kept)
-        for each, policy, side, result in zip(configs, opened, sides, results, strict=True):
-            if num_known and policy.untold:
-                policy.warnings.append(server_untold(each.model.url, f"{num_known} episodes"))
-            write_result(each, result, kept.earlier_s, policy.manifest, policy.warnings)
-            write_timing(Path(each.output_dir), settings, side)
+    with PartialResults(output, present) as saved:
+        num_known = len(saved.known)
+        with _anonymous(configs):
+            results = _results(config, env, opened, sides, saved)
+        for side, policy, episodes, result in zip(configs, opened, sides, results, strict=True):
+            if num_known and policy.is_unverified:
+                policy.warnings.append(unknown_policy_warning(side.model.url, f"{num_known} episodes"))
+            write_result(side, result, saved.earlier_s, policy.manifest, policy.warnings)
+            write_timing(Path(side.output_dir), settings, episodes)
             if starts.is_dir():
-                shutil.copytree(starts, Path(each.output_dir) / starts.name, dirs_exist_ok=True)
-            print(f"report: {write_report(each.output_dir)}\n", flush=True)
+                shutil.copytree(starts, Path(side.output_dir) / starts.name, dirs_exist_ok=True)
+            print(f"report: {write_report(side.output_dir)}\n", flush=True)
 
 
 def _results(
@@ -121,49 +121,54 @@ def _results(
     env: VectorEnv,
     opened: Sequence[OpenedPolicy],
     sides: Sequence[RobotEpisodes],
-    kept: PartialResults,
+    saved: PartialResults,
 ) -> list[EvaluationResult]:
-    """Play the episodes that are not known yet; return the results of both policies."""
-    asked, specs, line = config.evaluation, opened[0].specs, Progress(updates=config.tracking.progress)
+    """Run the remaining episodes; return the results of both policies."""
+    evaluation, specs, line = config.evaluation, opened[0].specs, Progress(updates=config.tracking.progress)
 
-    def keep(result: EpisodeResult) -> None:
-        kept.add(result)
-        line.update("episodes of both", kept.num_results, 2 * len(specs))
+    def save(result: EpisodeResult) -> None:
+        saved.add(result)
+        line.update("episodes of both", saved.num_results, 2 * len(specs))
 
-    pairs = BlindPairs(sides, kept.known, keep, config.seed)
+    pairs = BlindPairs(sides, saved.known, save, config.seed)
     first, second = pairs.results
     decided = UntilDecided(pairs.baseline, len(specs))
-    rule = decided if asked.stop_when == DECIDED else stop_rule(asked.stop_when, None, len(specs))
-    whole = [result for spec, result in second.items() if spec in first]
-    plan = EvaluationPlan(known=whole, episodes=pairs, stop=rule, look_every=1)
-    found = evaluate_policy(opened[1].model, env, specs, **sampling_of(config), plan=plan)
-    played, plan = [one.spec for one in found.results], EvaluationPlan(known=list(first.values()), episodes=pairs)
-    results = [evaluate_policy(opened[0].model, env, played, **sampling_of(config), plan=plan), found]
-    results[0].wall_s = found.wall_s
-    for result in results if asked.stop_when is not None else ():
-        result.stopping = {"stop_when": asked.stop_when, "num_planned": len(specs)}
-        result.warnings += stop_warning(result)
+    rule = decided if evaluation.stop_when == DECIDED else stop_rule(evaluation.stop_when, None, len(specs))
+    # An interruption may leave the last episode with one result only: it is not complete, and `pairs` runs the rest.
+    complete = [result for spec, result in second.items() if spec in first]
+    plan = EvaluationPlan(known=complete, episodes=pairs, stop=rule, look_every=1)
+    result = evaluate_policy(opened[1].model, env, specs, **sampling_settings(config), plan=plan)
+    done, plan = (
+        [episode.spec for episode in result.results],
+        EvaluationPlan(known=list(first.values()), episodes=pairs),
+    )
+    results = [evaluate_policy(opened[0].model, env, done, **sampling_settings(config), plan=plan), result]
+    results[0].wall_s = result.wall_s
+    for side in results if evaluation.stop_when is not None else ():
+        side.stopping = {"stop_when": evaluation.stop_when, "num_planned": len(specs)}
+        side.warnings += stop_warning(side)
     return results
 
 
 @contextmanager
-def _unnamed(configs: Sequence[RunConfig]) -> Iterator[None]:
-    """Leave the names of the policies out of messages and errors."""
-    names = sorted({name for each in configs for name in (each.checkpoint, each.model.url) if name}, key=len)
+def _anonymous(configs: Sequence[RunConfig]) -> Iterator[None]:
+    """Remove the names of the policies from log messages and errors."""
+    names = sorted({name for side in configs for name in (side.checkpoint, side.model.url) if name}, key=len)
 
-    def without(text: str) -> str:
+    def without_names(text: str) -> str:
+        # Longest first: one name may be a prefix of the other.
         for name in reversed(names):
             text = text.replace(name, "one of the two policies")
         return text
 
     def rewrite(record: logging.LogRecord) -> bool:
-        record.msg, record.args = without(record.getMessage()), ()
+        record.msg, record.args = without_names(record.getMessage()), ()
         return True
 
     logger.addFilter(rewrite)
     try:
         yield
     except RLinfError as error:
-        raise RLinfError(without(str(error))) from None
+        raise RLinfError(without_names(str(error))) from None
     finally:
         logger.removeFilter(rewrite)

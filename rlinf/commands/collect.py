@@ -1,4 +1,4 @@
-"""Plays the scripted expert or a policy, and stores the episodes as a LeRobotDataset."""
+"""Collection of episodes of the scripted expert or a policy as a LeRobotDataset."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from rlinf.commands.open_checkpoint import Opened, open_checkpoint, open_elsewhere, policy_for
+from rlinf.commands.open_checkpoint import Opened, open_checkpoint, open_remote, policy_for
 from rlinf.commands.signals import ctrl_c_waits, sigterm_is_ctrl_c
 from rlinf.config.schema import RunConfig, expert_acts
 from rlinf.data.lerobot_dataset import OWN_FILE
@@ -26,7 +26,7 @@ from rlinf.manifest import package_versions
 from rlinf.models.precision import autocast, evaluation_mode
 from rlinf.number_formats import format_interval
 from rlinf.options import to_mapping
-from rlinf.rollout.demonstrations import Demonstrator, EpisodeBatch, ExpertDemonstrator, play_episodes
+from rlinf.rollout.demonstrations import ActionSource, EpisodeBatch, ScriptedExpert, run_episodes
 from rlinf.seeding import derive_seed, seed_everything
 from rlinf.tracking.progress import Progress
 from rlinf.types import EpisodeResult, EpisodeSpec, Observation
@@ -35,37 +35,35 @@ DEFAULT_FPS = 10
 
 
 class PolicyDemonstrator:
-    """A policy; a chunk of its actions is executed before it is asked again. The first envs play ``specs``."""
+    """Actions of a policy, which executes complete chunks; env slot ``i`` runs ``specs[i]``."""
 
     def __init__(self, policy: BatchedPolicy, specs: Sequence[EpisodeSpec]) -> None:
         self.policy, self.specs = policy, list(specs)
-        self._streams = [policy.stream(spec) for spec in self.specs]
+        self._streams = [policy.start_episode(spec) for spec in self.specs]
         self._chunks: list[list[np.ndarray]] = [[] for _ in self.specs]
 
     def act(self, observation: Observation, running: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        asked = [row for row in np.flatnonzero(running).tolist() if not self._chunks[row]]
-        if asked:
-            chosen = self.policy.act(observation.select(asked), [self._streams[row] for row in asked])
-            for row, chunk in zip(asked, chosen, strict=True):
-                self._chunks[row] = list(chunk)
-        width = next(len(chunk[0]) for chunk in self._chunks if chunk)
-        actions = np.zeros((len(observation), width), dtype=np.float32)
-        for row in np.flatnonzero(running).tolist():
-            actions[row] = self._chunks[row].pop(0)
+        idle = [slot for slot in np.flatnonzero(running).tolist() if not self._chunks[slot]]
+        if idle:
+            chunks = self.policy.act(observation.select(idle), [self._streams[slot] for slot in idle])
+            for slot, chunk in zip(idle, chunks, strict=True):
+                self._chunks[slot] = list(chunk)
+        action_dim = next(len(chunk[0]) for chunk in self._chunks if chunk)
+        actions = np.zeros((len(observation), action_dim), dtype=np.float32)
+        for slot in np.flatnonzero(running).tolist():
+            actions[slot] = self._chunks[slot].pop(0)
         return actions, actions
 
     def restart(self, row: int) -> None:
-        self._chunks[row], self._streams[row] = [], self.policy.stream(self.specs[row])
+        self._chunks[row], self._streams[row] = [], self.policy.start_episode(self.specs[row])
 
 
 def collect(config: RunConfig) -> Path:
-    """Play ``collect.num_episodes`` episodes, store all or the successful ones, and print a summary.
+    """Run ``collect.num_episodes`` episodes, store all or the successful ones, print a summary and return the folder.
 
-    The dataset depends on the configuration and the seed only, not on the number of envs. ``meta/rlinf.json`` in it
-    records the env's configuration, what acted, and how every episode ended.
-
-    Return the folder. Where Ctrl-C, SIGTERM or a simulator cuts the collection short, the episodes that have ended are stored before
-    KeyboardInterrupt or SimulatorError continues. Raise ConfigError if no episode is to be stored.
+    The dataset depends only on the configuration and the seed, not on the number of envs. Its ``meta/rlinf.json`` records the env's
+    configuration, the policy or expert, and the outcome of every episode. After Ctrl-C, SIGTERM or a SimulatorError, finished
+    episodes are stored before the exception is raised. Raise ConfigError if no episode is to be stored.
     """
     settings = config.collect
     set_num_threads(config.cluster.num_threads, 1)
@@ -86,33 +84,35 @@ def collect(config: RunConfig) -> Path:
         )
         with sigterm_is_ctrl_c(), writer:
             results: list[EpisodeResult] = []
-            cut_short: KeyboardInterrupt | SimulatorError | None = None
+            interruption: KeyboardInterrupt | SimulatorError | None = None
             try:
                 _record(config, env, specs, policy, writer, results)
             except (KeyboardInterrupt, SimulatorError) as error:
-                cut_short = error
+                # Raised again after the writer has closed: hours of episodes must not be lost.
+                interruption = error
             stored = [r for r in results if r.success or not settings.only_success]
-            if cut_short is not None and not stored:
-                raise cut_short
+            if interruption is not None and not stored:
+                raise interruption
             if not stored:
-                untold = "" if _played(env, results).total.is_reported else f"; env={config.env.name} tells no success"
+                reported = _as_result(env, results).total.is_reported
+                reason = "" if reported else f"; env={config.env.name} does not report success"
                 raise ConfigError(
-                    f"None of {len(results)} episodes succeeded{untold} and collect.only_success=true, so there is nothing to store. "
-                    "Set collect.only_success=false, or let another checkpoint act"
+                    f"None of {len(results)} episodes succeeded{reason} and collect.only_success=true, so there is nothing to store. "
+                    "Set collect.only_success=false, or checkpoint=<a better policy>"
                 )
             writer.about[OWN_FILE] = _conditions(config, env, about, results)
-            played = _played(env, results)
+            result = _as_result(env, results)
     finally:
         env.close()
-    print(_summary(writer.folder, played, len(stored), sum(r.num_env_steps for r in stored)), flush=True)
-    if cut_short is not None:
-        print(f"cut short after {len(results)} of {len(specs)} episodes; those that were stored are whole", flush=True)
-        raise cut_short
+    print(_summary(writer.folder, result, len(stored), sum(r.num_env_steps for r in stored)), flush=True)
+    if interruption is not None:
+        print(f"interrupted after {len(results)} of {len(specs)} episodes; the stored ones are complete", flush=True)
+        raise interruption
     return writer.folder
 
 
 def collection_specs(env: VectorEnv, split: str, num_episodes: int, seed: int) -> list[EpisodeSpec]:
-    """Draw different episodes of a split, tasks in turn; raise ConfigError if the split has fewer."""
+    """Draw distinct episodes of a split, alternating tasks; raise ConfigError if the split has fewer."""
     available, num_tasks = env.episode_specs(split), len(env.task_names)
     rounds, needed = len(available) // num_tasks, -(-num_episodes // num_tasks)
     if needed > rounds:
@@ -125,11 +125,11 @@ def collection_specs(env: VectorEnv, split: str, num_episodes: int, seed: int) -
 
 
 def _policy(config: RunConfig, env: VectorEnv) -> tuple[BatchedPolicy | None, dict[str, Any]]:
-    """Return the policy (None: the expert acts), and what the dataset records of who acted."""
+    """Return the policy (None: the expert acts), and its description for the dataset."""
     if expert_acts(config):
         return None, {"demonstrator": "expert", "expert": to_mapping(config.sft.expert)}
     if config.model.url is not None:
-        opened = open_elsewhere(config, env, config.evaluation.allow_mismatch)
+        opened = open_remote(config, env, config.evaluation.allow_mismatch)
         where: dict[str, Any] = {"url": config.model.url}
     elif config.checkpoint is None:
         opened = Opened(None, None, policy_for(config, env), None)
@@ -155,46 +155,46 @@ def _record(
     writer: LeRobotWriter,
     results: list[EpisodeResult],
 ) -> None:
-    """Play all episodes in batches of one per env, write those that are wanted in the order of ``specs``, and append to
-    ``results`` the outcome of each episode that was written or discarded."""
+    """Run the episodes in batches of one per env, write the selected ones in order, and append every outcome to ``results``."""
     progress = Progress(updates=config.tracking.progress)
     for start in range(0, len(specs), env.num_envs):
-        batch = list(specs[start : start + env.num_envs])
-        numbers = range(start, start + env.num_envs)
-        with _acting(config, policy):
-            actor: Demonstrator = (
-                ExpertDemonstrator(env, config.sft.expert, config.seed, numbers)
-                if policy is None
-                else PolicyDemonstrator(policy, batch)
-            )
-            played = play_episodes(env, batch, actor)
-        for row, result in enumerate(played.results):
+        batch_specs = list(specs[start : start + env.num_envs])
+        source: ActionSource
+        if policy is None:
+            numbers = range(start, start + env.num_envs)
+            source = ScriptedExpert(env, config.sft.expert, config.seed, numbers)
+        else:
+            source = PolicyDemonstrator(policy, batch_specs)
+        with _inference(config, policy):
+            batch = run_episodes(env, batch_specs, source)
+        for slot, result in enumerate(batch.results):
+            # An episode and its result must be stored together: Ctrl-C in between would leave them inconsistent.
             with ctrl_c_waits():
                 if result.success or not config.collect.only_success:
-                    _write_episode(writer, played, row)
+                    _write_episode(writer, batch, slot)
                 results.append(result)
-        progress.update("collect", len(results), len(specs), success_rate=_played(env, results).success_rate)
+        progress.update("collect", len(results), len(specs), success_rate=_as_result(env, results).success_rate)
     progress.close()
 
 
-def _write_episode(writer: LeRobotWriter, played: EpisodeBatch, row: int) -> None:
-    times = np.flatnonzero(played.alive[:, row])
-    seen = [played.seen[t] for t in times]
+def _write_episode(writer: LeRobotWriter, batch: EpisodeBatch, slot: int) -> None:
+    times = np.flatnonzero(batch.alive[:, slot])
+    seen = [batch.seen[t] for t in times]
     writer.add_episode(
-        {camera: np.stack([view.images[camera][row] for view in seen]) for camera in seen[0].images},
-        None if seen[0].state is None else np.stack([view.state[row] for view in seen]),
-        played.labels[times, row],
-        seen[0].instruction[row],
-        rewards=played.rewards[times, row],
-        success=played.success[times, row],
-        truncated=bool(played.truncated[row]),
-        more={EXECUTED: played.executed[times, row]},
+        {camera: np.stack([view.images[camera][slot] for view in seen]) for camera in seen[0].images},
+        None if seen[0].state is None else np.stack([view.state[slot] for view in seen]),
+        batch.labels[times, slot],
+        seen[0].instruction[slot],
+        rewards=batch.rewards[times, slot],
+        success=batch.success[times, slot],
+        truncated=bool(batch.truncated[slot]),
+        more={EXECUTED: batch.executed[times, slot]},
     )
 
 
 @contextlib.contextmanager
-def _acting(config: RunConfig, policy: BatchedPolicy | None):
-    """The mode and the number format in which a policy acts, as in an evaluation."""
+def _inference(config: RunConfig, policy: BatchedPolicy | None):
+    """Evaluation mode and precision of a policy."""
     if policy is None:
         yield
         return
@@ -205,12 +205,12 @@ def _acting(config: RunConfig, policy: BatchedPolicy | None):
 def _conditions(
     config: RunConfig, env: VectorEnv, about: dict[str, Any], results: list[EpisodeResult]
 ) -> dict[str, Any]:
-    """What the dataset records besides the format's own files."""
+    """Return the contents of ``meta/rlinf.json``, in addition to the format's own files."""
     stored = [result.success or not config.collect.only_success for result in results]
     numbers = iter(range(len(results)))
     episodes = [
-        {"episode_index": next(numbers) if kept else None, **row}
-        for row, kept in zip(_played(env, results).as_dict()["results"], stored, strict=True)
+        {"episode_index": next(numbers) if is_stored else None, **row}
+        for row, is_stored in zip(_as_result(env, results).as_dict()["results"], stored, strict=True)
     ]
     return {
         **about,
@@ -224,24 +224,24 @@ def _conditions(
     }
 
 
-def _played(env: VectorEnv, results: list[EpisodeResult]) -> EvaluationResult:
-    """Return episodes as a result, which knows whether their success is told."""
+def _as_result(env: VectorEnv, results: list[EpisodeResult]) -> EvaluationResult:
+    """Wrap finished episodes in an EvaluationResult that records whether the env reports success."""
     return EvaluationResult(results, reports_success=env.reports_success(env.config))
 
 
-def _summary(folder: Path, played: EvaluationResult, num_stored: int, num_rows: int) -> str:
-    """The closing lines: episodes, success or else return, rows, size, and the command to run next."""
-    total, tasks = played.total, sorted(played.per_task.items())
+def _summary(folder: Path, result: EvaluationResult, num_stored: int, num_frames: int) -> str:
+    """Return the closing lines: episodes, success or return, frames, size, and the option to train on them."""
+    total, tasks = result.total, sorted(result.per_task.items())
     noun = "task" if len(tasks) == 1 else "tasks"
     size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
     interval = format_interval(*total.interval, " - ")
     rate = f"{total.successes} successes = {total.success_rate:.1%} (95 % {interval})"
     lines = [
-        f"played    {played.episodes} episodes of {len(tasks)} {noun}, {rate if total.is_reported else total}",
-        f"stored    {num_stored} episodes, {num_rows:,} rows, {size / 2**20:.1f} MiB",
+        f"ran       {result.episodes} episodes of {len(tasks)} {noun}, {rate if total.is_reported else total}",
+        f"stored    {num_stored} episodes, {num_frames:,} frames, {size / 2**20:.1f} MiB",
         f"dataset   {folder}",
-        f"clone it  sft.dataset={folder}",
+        f"train     sft.dataset={folder}",
     ]
-    for task, found in tasks if len(tasks) > 1 else ():
-        lines.insert(-3, f"          {task}: {found.count if found.is_reported else found}")
+    for task, success in tasks if len(tasks) > 1 else ():
+        lines.insert(-3, f"          {task}: {success.count if success.is_reported else success}")
     return "\n".join(lines)

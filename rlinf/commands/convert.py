@@ -1,4 +1,4 @@
-"""Writes demonstrations in HDF5 as a LeRobotDataset."""
+"""Conversion of HDF5 demonstrations to a LeRobotDataset."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ SHOWN_TASKS = 10
 
 
 def convert(config: ConvertConfig) -> Path:
-    """Write all episodes of ``config.source`` into the new folder ``config.dataset``, one episode in memory at a time.
+    """Write all episodes of ``config.source`` into the new folder ``config.dataset``, with one episode in memory at a time.
 
-    Every episode is checked before the first one is written. The folder appears when it is whole; Ctrl-C and SIGTERM leave nothing.
+    Every episode is checked before the first one is written. Ctrl-C and SIGTERM leave no folder.
     """
     for key in ("source", "dataset"):
         if getattr(config, key) is None:
@@ -40,9 +40,8 @@ def convert(config: ConvertConfig) -> Path:
     demonstrations = open_demonstrations(config)
     for camera, (height, width) in demonstrations.image_shapes.items():
         if config.video and (height % 2 or width % 2):
-            reject(
-                f"The images of '{camera}' have {height} x {width} pixels", "even sides for MP4 files", "video=false"
-            )
+            actual = f"The images of '{camera}' have {height} x {width} pixels"
+            reject(actual, "even sides for MP4 files", "video=false")
     writer = LeRobotWriter(
         config.dataset,
         fps=demonstrations.fps,
@@ -65,9 +64,9 @@ def convert(config: ConvertConfig) -> Path:
 
 
 def _conditions(config: ConvertConfig, demonstrations: Hdf5Demonstrations, outcomes: list[bool]) -> dict[str, Any]:
-    """What the dataset records besides the format's own files."""
+    """Return the contents of ``meta/rlinf.json``, in addition to the format's own files."""
 
-    def row(number: int, episode: Hdf5Episode) -> dict[str, Any]:
+    def describe(number: int, episode: Hdf5Episode) -> dict[str, Any]:
         return {
             "episode_index": number,
             "file": episode.path.name,
@@ -87,32 +86,31 @@ def _conditions(config: ConvertConfig, demonstrations: Hdf5Demonstrations, outco
         "env": dict(demonstrations.layout.env),
         "env_args": demonstrations.env_args,
         "whole": True,
-        "episodes": [row(number, episode) for number, episode in enumerate(demonstrations.episodes)],
+        "episodes": [describe(number, episode) for number, episode in enumerate(demonstrations.episodes)],
     }
 
 
 def _summary(folder: Path, demonstrations: Hdf5Demonstrations, outcomes: list[bool]) -> str:
-    """Return the closing lines: episodes, the pairing of rows, and the command to clone them."""
+    """Return the closing lines: episodes, the pairing of observations and actions, and the options to train on them."""
     episodes = demonstrations.episodes
     late = sum(episode.seen_after_action for episode in episodes)
     tasks = list(dict.fromkeys(episode.task for episode in episodes))
     sizes = ", ".join(f"{name} {height} x {width}" for name, (height, width) in demonstrations.image_shapes.items())
     num_bytes = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
-    num_rows = sum(episode.num_rows for episode in episodes)
+    num_frames = sum(episode.num_rows for episode in episodes)
     lines = [
         f"read      {len(episodes)} episodes in the layout of {demonstrations.layout.name}, {sum(outcomes)} with a reward of 1 (success)",
-        f"images  {sizes}{', turned by 180 degrees' if demonstrations.rotate_images else ''}",
+        f"images    {sizes}{', rotated by 180 degrees' if demonstrations.rotate_images else ''}",
         *(f"task      {task}" for task in tasks[:SHOWN_TASKS]),
-        f"stored    {len(episodes)} episodes, {num_rows:,} rows, {num_bytes / 2**20:.1f} MiB",
+        f"stored    {len(episodes)} episodes, {num_frames:,} frames, {num_bytes / 2**20:.1f} MiB",
         f"dataset   {folder}",
-        f"clone it  sft.dataset={folder} 'sft.cameras={override_text(list(demonstrations.cameras))}'",
+        f"train     sft.dataset={folder} 'sft.cameras={override_text(list(demonstrations.cameras))}'",
     ]
     if len(tasks) > SHOWN_TASKS:
         lines.insert(-3, f"          and {len(tasks) - SHOWN_TASKS} more")
     if late < len(episodes):
-        lines.insert(2, f"paired    each observation with the action of its row in {len(episodes) - late} episodes")
+        lines.insert(2, f"paired    each observation with the action of its frame in {len(episodes) - late} episodes")
     if late:
-        lines.insert(
-            2, f"paired    each observation with the next action in {late} episodes, seen after the action of their row"
-        )
+        reason = "because they record observations after the action"
+        lines.insert(2, f"paired    each observation with the next action in {late} episodes, {reason}")
     return "\n".join(lines)

@@ -1,4 +1,4 @@
-"""The evaluation of one policy from its configuration to a table, a JSON file, videos and a report."""
+"""Evaluation of one policy, from its configuration to a table, a JSON file, videos and a report."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from rlinf.cluster.factory import env_maker
 from rlinf.cluster.reservation import Reservation, reserved_places
 from rlinf.cluster.rollout_worker import worker_maker
 from rlinf.cluster.rollout_workers import RemoteEpisodes, RolloutWorkers
-from rlinf.commands.open_checkpoint import Opened, open_checkpoint, open_elsewhere, policy_for
+from rlinf.commands.open_checkpoint import Opened, open_checkpoint, open_remote, policy_for
 from rlinf.commands.ranks import prepare_rank
 from rlinf.config.schema import RunConfig
-from rlinf.distributed.deadlines import go_on, waiting
+from rlinf.distributed.deadlines import deadline, heartbeat
 from rlinf.distributed.launch import launch
 from rlinf.distributed.process_group import (
     gather_objects,
@@ -45,7 +45,7 @@ from rlinf.evaluation.evaluator import (
     RankGroup,
     episode_list,
     evaluate_policy,
-    fraction_of,
+    rank_slice,
 )
 from rlinf.evaluation.fingerprint import NUM_EPISODES, compare_fingerprints, take_fingerprint
 from rlinf.evaluation.partial import PartialResults, num_saved, partial_files
@@ -72,12 +72,12 @@ from rlinf.report.compare_folders import (
 from rlinf.report.run_page import write_report
 from rlinf.robot.arm import Arm, connected_robot, connected_teleoperator, disconnect
 from rlinf.robot.config import RobotConfig
+from rlinf.robot.human import HumanLabelledRobot
 from rlinf.robot.loop import RobotEpisodes
-from rlinf.robot.page import OnPage, Page
-from rlinf.robot.person import PersonTells
+from rlinf.robot.page import Page, PageTeleoperator
 from rlinf.robot.recorder import EpisodeRecorder
 from rlinf.robot.robot import EnvRobot, EpisodicRobot
-from rlinf.robot.teleoperator import ScriptedPerson, Teleoperator
+from rlinf.robot.teleoperator import ScriptedOperator, Teleoperator
 from rlinf.rollout.policy_skeleton import PolicySkeleton
 from rlinf.seeding import seed_everything
 from rlinf.tracking.progress import Progress
@@ -86,31 +86,29 @@ from rlinf.types import EpisodeResult, EpisodeSpec
 logger = logging.getLogger("rlinf")
 
 VERSION_FIELDS = ("versions.", "simulators.")
-"""Fields of a manifest whose differences are told also where they are not rejected."""
+"""Manifest fields with differences that are reported although they are accepted."""
 
 CONNECTION_FIELDS = ("timeout_s", "connect_timeout_s", "api_key_env")
-"""Settings of ``model`` that change no episode."""
+"""Settings of ``model`` that do not affect episodes."""
 
 
 def evaluate(config: RunConfig, robot: RobotConfig | None = None) -> EvaluationResult:
     """Evaluate ``config.checkpoint`` (a checkpoint, a run folder or an export), or the configured model without one.
 
-    With ``robot``, the policy acts in real time on the env as a robot, and ``timing.json`` is written, too.
-
     Prints a table, and writes ``result.json``, ``videos/``, ``episodes/``, ``config.yaml``, ``manifest.json`` and ``report.html`` into
-    ``config.output_dir``. With ``evaluation.compare`` it also writes ``compare.json``. ``cluster.num_processes`` ranks play
-    their fractions of the episodes, or ``cluster.num_rollout_workers`` rollout workers play all. Results are kept on disk as they come: the same call with the same ``output_dir`` continues
-    an evaluation that was interrupted. After the death of a rank that was started here, the ranks start again, as long as
-    results come.
+    ``config.output_dir``; also ``compare.json`` with ``evaluation.compare``, and ``timing.json`` with ``robot`` (real time). The
+    episodes are divided among ``cluster.num_processes`` ranks or ``cluster.num_rollout_workers`` rollout workers. Results are saved
+    immediately: the same call with the same ``output_dir`` resumes an interrupted evaluation. Ranks that were started here are
+    restarted after the death of one, as long as new results arrive.
 
-    Raise as ``open_policy``; ConfigError for another list of episodes than the split or the comparison allows, or an ``output_dir`` in
-    which something would be overwritten; and RankError if a rank fails.
+    Raise as ``open_policy``; ConfigError for episodes that the split or the comparison does not allow, or an ``output_dir`` with
+    files that would be overwritten; and RankError if a rank fails.
     """
     settings, output, cluster = config.evaluation, Path(config.output_dir), config.cluster
     check_output(output, evaluation_folder(settings.compare) if settings.compare else None)
     device = resolve_device(cluster.device, started_here(cluster.num_processes))
-    kept = -1
-    with results_are_kept(output):
+    count = -1
+    with report_saved_results(output):
         while True:
             try:
                 with _reserved(config) as reservation:
@@ -118,33 +116,34 @@ def evaluate(config: RunConfig, robot: RobotConfig | None = None) -> EvaluationR
                     launch(_evaluate_rank, work, cluster.num_processes, device, deadlines=deadlines)
                 return EvaluationResult.from_json(output / run_folder.RESULT_FILE)
             except RankKilledError as error:
-                before, kept = kept, num_saved(output)
-                if kept <= max(before, 0):  # nothing was played since the last start
+                before, count = count, num_saved(output)
+                # No new result since the last start: the next one would die in the same place.
+                if count <= max(before, 0):
                     raise
-                logger.warning("%s\nThe ranks start again; %d results are kept.", error, kept)
+                logger.warning("%s\nThe ranks start again; %d results are saved.", error, count)
 
 
 @contextmanager
-def results_are_kept(output: Path) -> Iterator[None]:
-    """Say, if the block fails, how many results are kept and how it continues."""
+def report_saved_results(output: Path) -> Iterator[None]:
+    """If the block fails, print the number of saved results and how to resume."""
     try:
         yield
     except BaseException as error:
-        kept = num_saved(output)
-        if kept and not isinstance(error, (ConfigError, CheckpointError)):  # the same command would be rejected again
-            known = f"{kept} results are kept in {output}"
-            print(f"\n{known}; the same command with output_dir={output} continues", file=sys.stderr, flush=True)
+        count = num_saved(output)
+        if count and not isinstance(error, (ConfigError, CheckpointError)):  # the same command would be rejected again
+            saved = f"{count} results are saved in {output}"
+            print(f"\n{saved}; the same command with output_dir={output} continues", file=sys.stderr, flush=True)
         raise
 
 
 @dataclass
 class OpenedPolicy:
-    """What an evaluation has before its first episode.
+    """The policy, episodes and conditions of an evaluation before its first episode.
 
     Attributes:
-        manifest: Of the present conditions.
+        manifest: The present conditions.
         baseline, before: Folder of ``evaluation.compare``, resolved once because ``latest`` may move, and its result; None: none.
-        untold: It cannot be told whether earlier processes played the same policy.
+        is_unverified: Earlier processes may have run a different policy.
     """
 
     specs: list[EpisodeSpec]
@@ -154,11 +153,11 @@ class OpenedPolicy:
     baseline: Path | None
     before: EvaluationResult | None
     warnings: list[str]
-    untold: bool
+    is_unverified: bool
 
 
 def _evaluate_rank(work: tuple[RunConfig, Reservation | None, RobotConfig | None]) -> None:
-    """Play this rank's fraction of the episodes, or let rollout workers or a robot play all; rank 0 writes."""
+    """Run this rank's fraction of the episodes, or let rollout workers or a robot run all; rank 0 writes."""
     config, reservation, robot = work
     prepare_rank(config)
     settings, output = config.evaluation, Path(config.output_dir)
@@ -172,7 +171,7 @@ def _evaluate_rank(work: tuple[RunConfig, Reservation | None, RobotConfig | None
         stack.callback(env.close)
         episodes: Episodes | None = None
         device = resolve_device(config.cluster.device, 1)
-        with waiting("start"):
+        with deadline("start"):
             opened = open_evaluation(config, env, 0 if robot is None else robot.first_episode)
             if reservation is None:
                 opened.model = opened.model.to(device)
@@ -182,18 +181,18 @@ def _evaluate_rank(work: tuple[RunConfig, Reservation | None, RobotConfig | None
                 episodes = RemoteEpisodes(workers, _most_envs(settings))
             if robot is not None:
                 robot = replace(robot, fps=robot.fps or opened.manifest.fps)
-                wanted = None if opened.baseline is None else opened.baseline / run_folder.STARTS_FOLDER
-                acting, person = robot_of(config, env, robot, len(opened.specs), wanted, stack)
-                episodes = stack.enter_context(on_robot(config, env, acting, person, opened, robot))
+                starts = None if opened.baseline is None else opened.baseline / run_folder.STARTS_FOLDER
+                device_robot, operator = make_robot(config, env, robot, len(opened.specs), starts, stack)
+                episodes = stack.enter_context(robot_episodes(config, env, device_robot, operator, opened, robot))
                 opened.conditions["robot"] = robot.conditions()
-            # Rank 0 alone has the fingerprint of the simulator.
+            # Only rank 0 has the fingerprint of the simulator.
             present = gather_objects({"device": device, **opened.conditions})[0]
         with (
-            waiting("evaluate"),
+            deadline("evaluate"),
             PartialResults(output, present, rank()) as partial,
             autocast(opened.model, config.model.precision),
         ):
-            result = _play(config, env, opened, partial, ranks, episodes)
+            result = _run(config, env, opened, partial, ranks, episodes)
             if isinstance(episodes, RobotEpisodes) and episodes.recorder is not None:
                 print(f"recorded: {episodes.recorder.write(result.results)}", flush=True)
         if robot is not None and isinstance(episodes, RobotEpisodes):
@@ -201,70 +200,69 @@ def _evaluate_rank(work: tuple[RunConfig, Reservation | None, RobotConfig | None
 
 
 def write_timing(output: Path, settings: RobotConfig, episodes: RobotEpisodes) -> None:
-    """Write and print the numbers of the clock."""
+    """Write and print the timing statistics."""
     timing = {"settings": asdict(settings), **episodes.timing.as_dict()}
     write_text(output / run_folder.TIMING_FILE, json.dumps(timing, indent=2))
     print(f"{episodes.timing}\ntiming: {output / run_folder.TIMING_FILE}", flush=True)
 
 
-def robot_of(
-    config: RunConfig, env: VectorEnv, settings: RobotConfig, num_episodes: int, wanted: Path | None, stack: ExitStack
+def make_robot(
+    config: RunConfig, env: VectorEnv, settings: RobotConfig, num_episodes: int, starts: Path | None, stack: ExitStack
 ) -> tuple[EpisodicRobot, Teleoperator | None]:
-    """Return a row of the env as a robot, or the robot of ``arm``, perhaps with a person who tells success, and who may take over.
+    """Return the simulated robot or ``arm``, with a human who labels success if configured, and the teleoperator (None: none).
 
-    ``stack`` disconnects them. ``wanted`` holds the first images of episodes as the person is to lay them out again; None: nothing is shown.
+    ``stack`` disconnects them. ``starts`` contains initial images that the human is to reproduce; None: no overlay.
     """
-    row = EnvRobot(env, settings)
-    acting: EpisodicRobot = row
+    simulated = EnvRobot(env, settings)
+    robot: EpisodicRobot = simulated
     if settings.arm is not None:
         arm = connected_robot(settings.arm)
         stack.callback(disconnect, arm)
-        acting = Arm(arm, env, 0.5 / settings.rate)
-    person: Teleoperator | None = None
+        robot = Arm(arm, env, 0.5 / settings.rate)
+    operator: Teleoperator | None = None
     if settings.teleoperator == "scripted":
-        person = ScriptedPerson(row, settings)
+        operator = ScriptedOperator(simulated, settings)
     elif settings.teleoperator != "none":
-        person = connected_teleoperator(settings.teleoperator)
-        stack.callback(disconnect, person)
+        operator = connected_teleoperator(settings.teleoperator)
+        stack.callback(disconnect, operator)
     if settings.success != "env":
         output = Path(config.output_dir)
-        acting = told = PersonTells(acting, output / run_folder.STARTS_FOLDER, wanted)
-        told.number, told.num_episodes = num_saved(output), num_episodes
+        robot = labelled = HumanLabelledRobot(robot, output / run_folder.STARTS_FOLDER, starts)
+        labelled.number, labelled.num_episodes = num_saved(output), num_episodes
         if settings.success == "page":
-            page = Page(told, settings.page_host, settings.page_port)
+            page = Page(labelled, settings.page_host, settings.page_port)
             stack.callback(page.close)
             print(f"page: {page.url}", flush=True)
-            if person is not None and not hasattr(person, "get_teleop_events"):
-                person = OnPage(person, page)
-    return acting, person
+            if operator is not None and not hasattr(operator, "get_teleop_events"):
+                operator = PageTeleoperator(operator, page)
+    return robot, operator
 
 
-def on_robot(
+def robot_episodes(
     config: RunConfig,
     env: VectorEnv,
-    acting: EpisodicRobot,
-    person: Teleoperator | None,
+    robot: EpisodicRobot,
+    operator: Teleoperator | None,
     opened: OpenedPolicy,
     settings: RobotConfig,
 ) -> RobotEpisodes:
-    """Let the policy act on a robot, from which a person may take over."""
-    policy = BatchedPolicy(opened.model, env.task_names, **sampling_of(config), num_rows=1)  # the quickest
+    """Return the episodes of the policy on a robot, in which an operator may intervene."""
+    # One row per call, not the usual NUM_ROWS: latency matters here, and there is no other episode to agree with.
+    policy = BatchedPolicy(opened.model, env.task_names, **sampling_settings(config), num_rows=1)
     recorder = None
-    if person is not None:
+    if operator is not None:
         opened.warnings.append(
-            f"A person could take over: successes belong to policy and person (teleoperator={settings.teleoperator})"
+            f"An operator could intervene: successes belong to policy and operator (teleoperator={settings.teleoperator})"
         )
     if settings.record is not None:
-        kept = Path(config.output_dir) / run_folder.ROBOT_EPISODES_FOLDER
-        recorder = EpisodeRecorder(
-            Path(settings.record).expanduser(), kept, max(1, round(settings.rate)), to_mapping(config.env)
-        )
-    computes = partial(autocast, opened.model, config.model.precision)
-    return RobotEpisodes(policy, acting, env_spec(config), settings, computes, person, recorder)
+        pending, fps = Path(config.output_dir) / run_folder.ROBOT_EPISODES_FOLDER, max(1, round(settings.rate))
+        recorder = EpisodeRecorder(Path(settings.record).expanduser(), pending, fps, to_mapping(config.env))
+    context = partial(autocast, opened.model, config.model.precision)
+    return RobotEpisodes(policy, robot, env_spec(config), settings, context, operator, recorder)
 
 
 def open_evaluation(config: RunConfig, env: VectorEnv, first: int) -> OpenedPolicy:
-    """Open the policy, leave the episodes before ``first`` out, and reject a comparison that would fail after hours of episodes."""
+    """Open the policy, skip the first ``first`` episodes, and reject a comparison now that would fail after hours of episodes."""
     settings, baseline, before = config.evaluation, None, None
     specs = episode_list(env, settings.split, settings.num_episodes, first)
     model, manifest, saved, warnings = open_policy(config, env)
@@ -275,14 +273,13 @@ def open_evaluation(config: RunConfig, env: VectorEnv, first: int) -> OpenedPoli
     if settings.split == "train":
         warnings.append(TRAINING_SPLIT)
         _warn([TRAINING_SPLIT])
-    server = digest_of_server(config, model)
+    server = server_digest(config, model)
     present = conditions(config, manifest, saved, specs, server)
-    return OpenedPolicy(
-        specs, model, manifest, present, baseline, before, warnings, server is not None and saved is None
-    )
+    is_unverified = server is not None and saved is None
+    return OpenedPolicy(specs, model, manifest, present, baseline, before, warnings, is_unverified)
 
 
-def _play(
+def _run(
     config: RunConfig,
     env: VectorEnv,
     opened: OpenedPolicy,
@@ -290,11 +287,11 @@ def _play(
     ranks: RankGroup,
     episodes: Episodes | None,
 ) -> EvaluationResult:
-    """Play, write the result, record episodes and write the report."""
+    """Run the episodes, write the result, record episodes and write the report."""
     settings, output, specs = config.evaluation, Path(config.output_dir), opened.specs
     known = gather_objects(partial.known)[0]
-    if known and opened.untold:
-        opened.warnings.append(server_untold(config.model.url, f"{len(known)} episodes"))
+    if known and opened.is_unverified:
+        opened.warnings.append(unknown_policy_warning(config.model.url, f"{len(known)} episodes"))
         _warn(opened.warnings[-1:])
     plan = EvaluationPlan(
         video_folder=output / run_folder.VIDEOS_FOLDER if settings.num_videos_per_task else None,
@@ -307,7 +304,7 @@ def _play(
         look_every=_most_envs(settings),
     )
     progress = _Progress(partial, known, len(specs), config.tracking.progress, env.reports_success(env.config))
-    result = evaluate_policy(opened.model, env, specs, **sampling_of(config), on_result=progress.add, plan=plan)
+    result = evaluate_policy(opened.model, env, specs, **sampling_settings(config), on_result=progress.add, plan=plan)
     if settings.stop_when is not None:
         result.stopping = {"stop_when": settings.stop_when, "num_planned": len(specs)}
         result.warnings += stop_warning(result)
@@ -325,77 +322,75 @@ def _play(
     return result
 
 
-def sampling_of(config: RunConfig) -> dict[str, Any]:
-    """Return how actions are drawn, as ``evaluate_policy`` takes it."""
+def sampling_settings(config: RunConfig) -> dict[str, Any]:
+    """Return the sampling arguments of ``evaluate_policy``."""
     return {"greedy": config.evaluation.greedy, "temperature": config.rollout.temperature, "seed": config.seed}
 
 
-def digest_of_server(config: RunConfig, model: Any) -> str | None:
-    """Return the digest of the metadata of a remote policy; None: the policy is here."""
+def server_digest(config: RunConfig, model: Any) -> str | None:
+    """Return the digest of a remote policy's metadata; None: the policy is local."""
     return None if config.model.url is None else model.client.digest
 
 
 def _reserved(config: RunConfig) -> AbstractContextManager[Reservation | None]:
-    """Reserve a place for each rollout worker, if rollout workers are to play."""
+    """Reserve a place for each rollout worker, if there are any."""
     if config.cluster.num_rollout_workers is None:
         return nullcontext()
     return reserved_places(partial(Placement.of_evaluation, config), config.cluster.deadlines.start, config.plugins)
 
 
 def _rollout_workers(config: RunConfig, reservation: Reservation, model: ActionModel) -> RolloutWorkers:
-    """Start the rollout workers, and bring them the weights of a policy on the CPU."""
+    """Start the rollout workers, and push the weights of a policy on the CPU to them."""
     placement = Placement.of_evaluation(config)
-    few = replace(config, evaluation=replace(config.evaluation, num_envs=_most_envs(config.evaluation)))
-    make = worker_maker(few, PolicySkeleton.of(model), placement)
-    way_on = f"run the same command with output_dir={config.output_dir}"
-    workers = RolloutWorkers(make, config.cluster, placement, reservation, model, way_on)
+    bounded = replace(config, evaluation=replace(config.evaluation, num_envs=_most_envs(config.evaluation)))
+    make = worker_maker(bounded, PolicySkeleton.of(model), placement)
+    hint = f"run the same command with output_dir={config.output_dir}"
+    workers = RolloutWorkers(make, config.cluster, placement, reservation, model, hint)
     try:
         workers.wait_until_ready()
-        with waiting("push"):
+        with deadline("push"):
             workers.update_weights(0)
     except BaseException:
         workers.close()
         raise
-    print(f"evaluation: played by rollout workers: {len(workers.numbers)}", flush=True)
+    print(f"evaluation: {len(workers.numbers)} rollout workers", flush=True)
     return workers
 
 
 def write_result(
     config: RunConfig, result: EvaluationResult, earlier_s: float, manifest: Manifest, warnings: list[str]
 ) -> None:
-    """Write and print what an evaluation has found, with the ``warnings`` from before it."""
+    """Write and print the result of an evaluation, including the ``warnings`` from before it."""
     output = Path(config.output_dir)
     _warn(result.warnings)
     result.warnings = warnings + result.warnings
     result.wall_s += earlier_s
     manifest.save(output)
     write_text(output / run_folder.CONFIG_FILE, yaml.safe_dump(to_mapping(config), sort_keys=False))
-    (output / run_folder.COMPARISON_FILE).unlink(missing_ok=True)  # it was made of an earlier result
+    # A comparison of an earlier result in this folder is no longer valid.
+    (output / run_folder.COMPARISON_FILE).unlink(missing_ok=True)
     result.to_json(output / run_folder.RESULT_FILE)
     print(f"{result.table()}\nresults: {output / run_folder.RESULT_FILE}", flush=True)
 
 
 def check_output(output: Path, baseline: Path | None) -> None:
-    """Raise ConfigError for a folder in which an evaluation would overwrite something.
-
-    It is the baseline's, holds a finished evaluation, or is or lies in a run, checkpoint or export.
-    """
+    """Raise ConfigError if ``output`` is the baseline, a finished evaluation, or in a run, checkpoint or export."""
     place = output.resolve()
     if baseline is not None and baseline.resolve() == place:
         raise ConfigError(
-            f"evaluation.compare={baseline} and output_dir={output} are one folder: the baseline would be overwritten and "
-            "compared with itself. Set output_dir=<another folder>"
+            f"evaluation.compare={baseline} and output_dir={output} are the same folder; required: a different folder, because the "
+            "baseline would be overwritten. Set output_dir=<a new folder>"
         )
     for folder in (place, *place.parents):
         if _belongs_to_training(folder):
             raise ConfigError(
-                f"output_dir is '{output}', which is or lies in a run, checkpoint or export ({folder}); an evaluation "
-                "would overwrite its files. Set output_dir=<another folder>"
+                f"output_dir is '{output}', in a run, checkpoint or export ({folder}), whose files an evaluation would overwrite. Set "
+                "output_dir=<a new folder>"
             )
     if (place / run_folder.RESULT_FILE).exists() and not partial_files(place):
         raise ConfigError(
-            f"output_dir is '{output}', which holds the {run_folder.RESULT_FILE} of a finished evaluation. Delete the folder, or type "
-            "output_dir=<another folder>"
+            f"output_dir is '{output}', which contains the {run_folder.RESULT_FILE} of a finished evaluation. Delete the folder, or set "
+            "output_dir=<a new folder>"
         )
 
 
@@ -412,7 +407,7 @@ def _belongs_to_training(folder: Path) -> bool:
 
 
 def _num_envs(settings: EvaluationConfig, has_rollout_workers: bool) -> int:
-    """Return this rank's fraction of the envs, at most one for each episode, but enough for the fingerprint."""
+    """Return this rank's number of envs: at most one per episode, but enough for the fingerprint."""
     least = NUM_EPISODES if settings.probe and rank() == 0 else 1
     if has_rollout_workers:
         return min(settings.num_envs, least)
@@ -424,7 +419,7 @@ def _most_envs(settings: EvaluationConfig) -> int:
 
 
 class _Progress:
-    """Keeps each result, and shows on rank 0 how far its fraction is."""
+    """Saves each result, and shows the progress of rank 0."""
 
     def __init__(
         self,
@@ -434,45 +429,48 @@ class _Progress:
         updates: bool,
         reports_success: bool,
     ) -> None:
-        self._partial, self._tells_success = partial, reports_success
-        self._num_episodes = len(known) + len(fraction_of(range(num_episodes - len(known)), rank(), world_size()))
+        self._partial, self._reports_success = partial, reports_success
+        self._num_episodes = len(known) + len(rank_slice(range(num_episodes - len(known)), rank(), world_size()))
         self._results = list(known)
         self._line = Progress(enabled=rank() == 0, updates=updates)
         if known:
-            self._line.note(f"{len(known)} of {num_episodes} episodes are known from {partial.path}")
+            self._line.note(f"{len(known)} of {num_episodes} episodes were done before ({partial.path})")
             self._show()
 
     def add(self, result: EpisodeResult) -> None:
         """Count one episode."""
-        go_on()
+        heartbeat()
         self._partial.add(result)
         self._results.append(result)
         self._show()
 
     def _show(self) -> None:
         done = self._partial.num_results
-        shown = {"return": sum(one.episode_return for one in self._results) / len(self._results)}
-        if self._tells_success or any(one.success_reported or one.success for one in self._results):
-            shown = {"successes": sum(one.success for one in self._results)} | shown
-        self._line.update("evaluation", done, self._num_episodes, **shown)
+        metrics = {"return": sum(result.episode_return for result in self._results) / len(self._results)}
+        if self._reports_success or any(result.success_reported or result.success for result in self._results):
+            metrics = {"successes": sum(result.success for result in self._results)} | metrics
+        self._line.update("evaluation", done, self._num_episodes, **metrics)
 
 
 def open_policy(config: RunConfig, env: VectorEnv) -> tuple[Any, Manifest, Manifest | None, list[str]]:
     """Open ``config.checkpoint`` or the server at ``model.url``, or build the configured policy.
 
-    Return the policy on the CPU, the present conditions (the fingerprint on rank 0 only), the conditions of the checkpoint or server
-    (None: not known), and warnings for a reader of the result. Raise as ``open_checkpoint`` and ``open_elsewhere``.
+    Return the policy on the CPU, the present conditions (with the fingerprint on rank 0 only), the conditions of the checkpoint or
+    server (None: not known), and warnings for a reader of the result. Raise as ``open_checkpoint`` and ``open_remote``.
     """
     warnings = []
     allowed = [name for name in config.evaluation.allow_mismatch if name not in COMPARISON_NAMES]
     if config.model.url is not None:
-        opened = open_elsewhere(config, env, allowed)
+        opened = open_remote(config, env, allowed)
         if opened.manifest is None:
-            untold = "tells nothing of its policy, so neither weights nor conditions were compared"
-            warnings.append(f"{config.model.url} {untold}")
+            warnings.append(
+                f"{config.model.url} does not describe its policy, so neither weights nor conditions were compared"
+            )
         elif opened.policy.rows_of_call != NUM_ROWS:
-            rows = f"calls its policy with {opened.policy.rows_of_call} rows (max_batch), an evaluation with {NUM_ROWS}"
-            warnings.append(f"{config.model.url} {rows}: actions may be rounded differently")
+            sizes = (
+                f"calls its policy with {opened.policy.rows_of_call} rows (max_batch), an evaluation with {NUM_ROWS}"
+            )
+            warnings.append(f"{config.model.url} {sizes}: actions may be rounded differently")
     elif config.checkpoint is not None:
         opened = open_checkpoint(config.checkpoint, config, allowed)
     else:
@@ -485,19 +483,19 @@ def open_policy(config: RunConfig, env: VectorEnv) -> tuple[Any, Manifest, Manif
         if mismatch.must_match:
             warnings.append(f"allowed by evaluation.allow_mismatch: {mismatch}")
         elif mismatch.field.startswith(VERSION_FIELDS):
-            warnings.append(f"another version than the checkpoint was made with: {mismatch}")
+            warnings.append(f"the checkpoint was written with a different version: {mismatch}")
     if config.evaluation.probe and rank() == 0:
         manifest.probe = take_fingerprint(env)
         moved = compare_fingerprints(saved.probe, manifest.probe) if saved is not None else []
-        warnings += [f"the simulator has changed since the checkpoint was made: {line}" for line in moved]
+        warnings += [f"the simulator has changed since the checkpoint was written: {line}" for line in moved]
     _warn(warnings)
     return model, manifest, saved, warnings
 
 
-def server_untold(url: str | None, played: str) -> str:
-    """Say that the results of earlier processes, ``12 episodes``, may be another policy's."""
-    doubt = f"whether {url} served the same policy during the {played} of earlier processes"
-    return f"It is not known {doubt}: it tells nothing of its policy"
+def unknown_policy_warning(url: str | None, earlier: str) -> str:
+    """Return the warning that earlier results (e.g. ``12 episodes``) may be from a different policy."""
+    doubt = f"whether {url} served the same policy during the {earlier} of earlier processes"
+    return f"It is not known {doubt}: it does not describe its policy"
 
 
 def _warn(warnings: Sequence[str]) -> None:
@@ -513,11 +511,11 @@ def _check_comparable(
     specs: Sequence[EpisodeSpec],
     config: RunConfig,
 ) -> None:
-    """Raise now what a comparison would raise after hours of episodes."""
+    """Raise the errors that a comparison would raise after hours of episodes."""
     allowed = config.evaluation.allow_mismatch
     check_conditions(baseline, manifest, allowed)
-    rows = [EpisodeResult(spec, env.task_names[spec.task_id], False, 0.0, 0) for spec in specs]
-    planned = EvaluationResult(rows, config.evaluation.greedy, config.rollout.temperature, config.seed)
+    episodes = [EpisodeResult(spec, env.task_names[spec.task_id], False, 0.0, 0) for spec in specs]
+    planned = EvaluationResult(episodes, config.evaluation.greedy, config.rollout.temperature, config.seed)
     compare(before, planned, allowed)
     if before.stopping is not None and before.episodes < len(specs):
         raise ConfigError(
@@ -527,10 +525,10 @@ def _check_comparable(
 
 
 def stop_warning(result: EvaluationResult) -> list[str]:
-    """Say how an evaluation that could end early has ended, and which interval accounts for that."""
-    played, planned = result.episodes, result.stopping["num_planned"]
-    interval = format_interval(*rate_confidence_sequence(result.total.successes, played))
-    ended = f"ended after {played} of {planned} episodes" if played < planned else f"played all {planned} episodes"
+    """Return the warning about the intervals of an evaluation that could end early."""
+    done, planned = result.episodes, result.stopping["num_planned"]
+    interval = format_interval(*rate_confidence_sequence(result.total.successes, done))
+    ended = f"ended after {done} of {planned} episodes" if done < planned else f"ran all {planned} episodes"
     return [
         f"The evaluation {ended} with evaluation.stop_when={result.stopping['stop_when']}. The intervals of tasks and total do not "
         f"account for an early end; the 95 % interval of the success rate that does is {interval}"
@@ -544,19 +542,19 @@ def conditions(
     specs: Sequence[EpisodeSpec],
     server: str | None = None,
 ) -> dict[str, Any]:
-    """Return all that a result depends on, as JSON values.
+    """Return everything on which a result depends, as JSON values.
 
     Args:
-        manifest: Of the present conditions; the weights below adapters are in it.
+        manifest: The present conditions, which include the weights below adapters.
         saved: The checkpoint's manifest; None: ``config.model`` names the weights.
-        server: Digest of the server's metadata; None: the policy is here.
+        server: Digest of the server's metadata; None: the policy is local.
     """
     model, free = config.model, {*CONNECTION_FIELDS}
     weights: Any = (
-        [weights_digest(path) for path in (model.model_path, model.lora_path)] if saved is None else saved.files
+        saved.files if saved is not None else [weights_digest(p) for p in (model.model_path, model.lora_path)]
     )
     if saved is not None:
-        free.add("url")  # a known policy may move
+        free.add("url")  # a server with a known manifest may move to a new address
     return {
         "episodes": [len(specs), str(specs[0]), str(specs[-1])],
         "weights": weights,

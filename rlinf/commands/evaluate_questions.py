@@ -1,4 +1,4 @@
-"""The evaluation of a language or vision-language model on a file of questions."""
+"""Evaluation of a language or vision-language model on a file of questions."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import yaml
 
 from rlinf import run_folder
 from rlinf.checkpoints.folders import checkpoints_in
-from rlinf.distributed.deadlines import waiting
+from rlinf.distributed.deadlines import deadline
 from rlinf.distributed.launch import launch
 from rlinf.distributed.process_group import gather_objects, local_world_size, rank, resolve_device, set_num_threads
 from rlinf.distributed.start import launch_context, started_here
@@ -47,13 +47,11 @@ MODEL_CONFIG = "config.json"
 
 
 def evaluate_questions(config: QuestionsConfig) -> AnswerResult:
-    """Let a model answer a file of questions.
+    """Evaluate a model on a file of questions.
 
-    Prints a table, and writes ``result.json``, ``config.yaml``, ``manifest.json`` and ``report.html`` into the output
-    folder. The report of a run shows the evaluations in its folder ``eval``. Several ranks answer their fractions. The
-    death or an error of a rank ends the evaluation, and nothing is written. Raise ConfigError, before the model is
-    loaded, if the file or a setting cannot be used, ManifestMismatchError if the evaluation to compare with had other
-    conditions, and RankError if a rank failed.
+    Prints a table, and writes ``result.json``, ``config.yaml``, ``manifest.json`` and ``report.html`` into the output folder. The
+    report of a run shows the evaluations in its folder ``eval``. If a rank fails, nothing is written. Raise ConfigError for an
+    invalid file or setting before the model is loaded, ManifestMismatchError for a baseline with different conditions, and RankError.
     """
     model = find_model(config.checkpoint)
     output = _output_folder(config, model, _run_of(model))
@@ -66,12 +64,13 @@ def evaluate_questions(config: QuestionsConfig) -> AnswerResult:
 
 
 def _evaluate_rank(work: tuple[QuestionsConfig, str, Path]) -> None:
-    """Answer this rank's fraction of the questions; rank 0 writes."""
+    """Complete this rank's fraction of the questions; rank 0 writes."""
     config, model, output = work
     set_num_threads(config.cluster.num_threads, local_world_size())
-    with waiting("start"):
+    with deadline("start"):
         questions = read_questions(config)
-        answer_type, reward, find = scoring(config.answer_type, all(each.has_options for each in questions))
+        has_options = all(question.has_options for question in questions)
+        answer_type, reward, find = scoring(config.answer_type, has_options)
         baseline = None if config.compare is None else evaluation_folder(config.compare)
         processor = load_processor(model)
         declared = num_positions(load_config(model).get_text_config())
@@ -84,9 +83,9 @@ def _evaluate_rank(work: tuple[QuestionsConfig, str, Path]) -> None:
         max_new_tokens=config.max_tokens, end_tokens=end_tokens(generator.model, packer.tokenizer),
     )  # fmt: skip
     start = time.monotonic()
-    with waiting("evaluate"):
-        own = _answer(questions, packer, completer, config, find)
-        answered = [each for part in gather_objects(own) for each in part]
+    with deadline("evaluate"):
+        rank_answers = _complete(questions, packer, completer, config, find)
+        answered = [answer for part in gather_objects(rank_answers) for answer in part]
     if rank() == 0:
         seconds = time.monotonic() - start
         answers = [replace(answer, images=write_images(output, previews)) for answer, previews in answered]
@@ -104,10 +103,12 @@ def _write(
     baseline: Path | None,
     run: Path | None,
 ) -> None:
-    """Write and print what an evaluation has found."""
-    cut = sum(answer.is_cut for answer in result.answers)
-    if cut > len(result.answers) / 10:
-        warning = f"{cut} of {len(result.answers)} completions were cut at max_tokens={config.max_tokens}"
+    """Write and print the result."""
+    num_truncated = sum(answer.is_cut for answer in result.answers)
+    if num_truncated > len(result.answers) / 10:
+        warning = (
+            f"{num_truncated} of {len(result.answers)} completions were truncated at max_tokens={config.max_tokens}"
+        )
         result.warnings.append(warning)
         logger.warning(warning)
     manifest.save(output)
@@ -127,8 +128,7 @@ def find_model(path: str) -> str:
     """Return the folder or hub id of a model; raise CheckpointError without one.
 
     Args:
-        path: Such a folder or id; the folder of a recipe's run, or one with several runs: the newest export; a checkpoint that was
-            exported too, as the last one is; ``latest``: the newest export below ``outputs``.
+        path: A folder or id; a folder of runs (the newest export); an exported checkpoint; ``latest`` (the newest export in ``outputs``).
     """
     folder = follow_latest(path)
     if path == run_folder.LATEST and not folder.exists():
@@ -136,7 +136,9 @@ def find_model(path: str) -> str:
     if not folder.exists():
         if path.count("/") == 1 and not path.startswith((".", "/", "~")):
             return path
-        raise CheckpointError(f"There is no folder {folder}; required: the folder of a model or of a run.")
+        raise CheckpointError(
+            f"There is no folder {folder}; required: the folder of a model or of a run. Set checkpoint=<folder>"
+        )
     if (folder / MODEL_CONFIG).is_file():
         return str(folder)
     no_lora(folder)
@@ -147,11 +149,11 @@ def find_model(path: str) -> str:
             if (twin / MODEL_CONFIG).is_file():
                 return str(twin)
     depths = [f"{above}{run_folder.SAFETENSORS_FOLDER}/*" for above in ("", "*/", "*/*/")]
-    exports = [found.parent for depth in depths for found in folder.glob(f"{depth}/{MODEL_CONFIG}")]
+    exports = [path.parent for depth in depths for path in folder.glob(f"{depth}/{MODEL_CONFIG}")]
     if not exports:
         raise CheckpointError(
-            f"{folder} holds no model: neither {MODEL_CONFIG} nor {run_folder.SAFETENSORS_FOLDER}/*/{MODEL_CONFIG} of a run. Export one: "
-            f"rlinf export checkpoint={folder} output=<folder>"
+            f"{folder} contains no model: neither {MODEL_CONFIG} nor {run_folder.SAFETENSORS_FOLDER}/*/{MODEL_CONFIG} of a run. Export "
+            f"one: rlinf export checkpoint={folder} output=<folder>"
         )
     newest = max(exports, key=lambda export: (export / MODEL_CONFIG).stat().st_mtime_ns)
     final = newest.with_name(run_folder.FINAL_FOLDER)
@@ -177,14 +179,14 @@ def _output_folder(config: QuestionsConfig, model: str, run: Path | None) -> Pat
     taken = next((name for name in names if (output / name).exists()), None)
     if taken is not None:
         raise ConfigError(
-            f"output_dir is '{output}', which holds a {taken}; nothing is overwritten. Delete the folder, or set "
-            "output_dir=<another folder>"
+            f"output_dir is '{output}', which contains a {taken}; nothing is overwritten. Delete the folder, or set "
+            "output_dir=<a new folder>"
         )
     return output
 
 
 def _check(questions: list[Question], packer: QuestionPacker, file: str) -> None:
-    """Raise ConfigError for a question that cannot be asked, as far as that shows without reading images."""
+    """Raise ConfigError for an invalid question, as far as that is visible without reading images (only those of the first are read)."""
     is_first = True
     for number, question in enumerate(questions):
         try:
@@ -204,24 +206,22 @@ def _load(config: QuestionsConfig, model: str, processor: Any) -> HuggingFaceGen
     )  # fmt: skip
 
 
-def _answer(
+def _complete(
     questions: list[Question],
     packer: QuestionPacker,
     completer: Completer,
     config: QuestionsConfig,
     find: Callable[[str], str | None],
 ) -> list[tuple[Answer, list[bytes]]]:
-    """Return this rank's answers with the previews of their images, in the order of the questions; a bad image ends the evaluation with the row that names it.
-
-    Ranks share whole calls of the model, so each call has the rows that it has in one process, and its results the same bits.
-    """
+    """Return this rank's answers with the previews of their images, in the order of the questions; raise ConfigError for a bad image."""
     answers: list[tuple[Answer, list[bytes]]] = []
     progress = Progress(enabled=rank() == 0)
+    # Ranks divide complete batches, so each batch has the rows that it has in one process, and results are bit-equal.
     calls = [
         range(start, min(start + config.batch_size, len(questions)))
         for start in range(0, len(questions), config.batch_size)
     ][own_share(-(-len(questions) // config.batch_size))]
-    num_own = sum(map(len, calls))
+    num_questions = sum(map(len, calls))
     for rows in calls:
         prompts = [_packed(packer, questions, row, config.questions) for row in rows]
         seeds = [derive_seed(config.seed, "question", row) for row in rows] if config.temperature else None
@@ -233,7 +233,7 @@ def _answer(
             )  # fmt: skip
             answers.append((answer, completion.prompt.previews))
         correct = sum(answer.is_correct for answer, _ in answers)
-        progress.update("questions", len(answers), num_own, correct=correct)
+        progress.update("questions", len(answers), num_questions, correct=correct)
     progress.close()
     return answers
 
@@ -254,25 +254,21 @@ def _manifest(config: QuestionsConfig, model: str, generator: HuggingFaceGenerat
     sampling = {"temperature": config.temperature, "max_tokens": config.max_tokens}
     if config.temperature:
         sampling["seed"] = config.seed
-    asked = {name: getattr(config, name) for name in ("request", "system_prompt", "fps", "max_pixels")}
+    prompt = {name: getattr(config, name) for name in ("request", "system_prompt", "fps", "max_pixels")}
     return Manifest(
         versions=library_versions(),
-        model={
-            "model_type": network.config.model_type,
-            "class": type(network).__name__,
-            "sha256": weights_digest(model),
-        },
+        model={"model_type": network.config.model_type, "class": type(network).__name__, "sha256": weights_digest(model)},
         normalization={}, preprocessing={}, actions={},
         lora=saved.lora if saved else {"state": "none"},
         precision=PRECISIONS[dtype], env={}, renderer=None,
         policy_version=saved.policy_version if saved else 0,
         seed=config.seed, git_revision=git_revision(),
-        questions={"sha256": sha256_of(Path(config.questions).expanduser()), "answer_type": answer_type, **sampling, **asked},
+        questions={"sha256": sha256_of(Path(config.questions).expanduser()), "answer_type": answer_type, **sampling, **prompt},
     )  # fmt: skip
 
 
 def _write_files(output: Path, questions: list[Question], result: AnswerResult) -> None:
-    """Write one file for each question: ``questions/<category>/<video or id>.json``."""
+    """Write one file per question: ``questions/<category>/<video or id>.json``."""
     taken: set[Path] = set()
     for question, answer in zip(questions, result.answers, strict=True):
         video = question.row.get("video")

@@ -1,4 +1,4 @@
-"""From a checkpoint to a folder for others: it loads with ``from_pretrained``, and was loaded once before."""
+"""Export of a checkpoint to a folder that loads with ``from_pretrained``."""
 
 from __future__ import annotations
 
@@ -42,18 +42,17 @@ MAX_GAP = 1e-5
 def export(
     checkpoint: str | os.PathLike, output: str | os.PathLike, merge_lora: bool = False, overrides: Sequence[str] = ()
 ) -> Path:
-    """Write model (or adapter), processor, ``dataset_statistics.json``, ``config.yaml`` and ``manifest.json``.
+    """Write model (or adapter), processor, ``dataset_statistics.json``, ``config.yaml`` and ``manifest.json``; return ``output``.
 
-    The folder of an action policy is read back before it gets its name, and must give the same logits and actions on a random
-    observation. The folder of a token policy has its weights in chunks (``rlinf.checkpoints.hf_folder``). Return ``output``. Raise
-    CheckpointError if it exists, the checkpoint is damaged or has no adapters to merge, its configuration names code that no
-    override names, or the written folder gives other numbers.
+    Weights of a token policy are written in chunks (``rlinf.checkpoints.hf_folder``). Raise CheckpointError if ``output`` is not
+    empty, the checkpoint is damaged or has no adapters to merge, its configuration contains code that no override allows, or the
+    written folder predicts different actions.
 
     Args:
         checkpoint: Checkpoint or run folder, or an export.
         output: Folder that does not exist or is empty.
-        merge_lora: Add the adapters into the base weights, so that the folder needs no others.
-        overrides: Laid over the checkpoint's configuration, e.g. ``["plugins=[my_model.py]"]``.
+        merge_lora: Merge the adapters into the base weights, so that the folder is complete.
+        overrides: Applied to the checkpoint's configuration, e.g. ``["plugins=[my_model.py]"]``.
     """
     checkpoint, output = resolve_checkpoint(checkpoint), Path(output)
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
@@ -73,7 +72,7 @@ def export(
         manifest = replace(manifest, lora={"state": "merged"})
     elif is_adapter(model) and config.model.model_path is None:
         raise CheckpointError(
-            f"The adapters of {checkpoint} belong to random base weights that lie nowhere else. Set merge_lora=true"
+            f"The adapters of {checkpoint} belong to random base weights, which are stored nowhere else. Set merge_lora=true"
         )
     partial = output.with_name(f".{output.name}.tmp")
     try:
@@ -83,32 +82,33 @@ def export(
         exported = _with_code_of_model(config, partial, model)
         write_text(partial / CONFIG_FILE, yaml.safe_dump(to_mapping(exported), sort_keys=False))
         replace(manifest, files=hash_files(partial)).save(partial)
+        # Read the folder back before it gets its final name: a folder that exists is known to load.
         code = shlex.split(code_overrides(to_mapping(replace(exported, plugins=config.plugins))))
         _compare(model, load_policy(partial, read_config(partial, code)).eval(), observation, output)
         if output.exists():
             output.rmdir()
         os.rename(partial, output)
     except OSError as error:
-        raise CheckpointError(
-            f"Cannot write {output}: {error}. Check space and permissions, or choose another output."
-        ) from error
+        raise CheckpointError(f"Cannot write {output}: {error}. Check space and permissions, or set output") from error
     finally:
         shutil.rmtree(partial, ignore_errors=True)
     return output
 
 
 def _with_code_of_model(config: RunConfig, folder: Path, model: Any) -> RunConfig:
-    """Return the configuration of an export, which runs where the code of its env and its algorithm is not installed.
+    """Return a configuration that runs without the code of the env and the algorithm.
 
-    The plug-in file that registers the model is copied into ``folder``. An env whose code comes from elsewhere becomes
-    ``external``, with a note of what it was.
+    The plug-in file that registers the model is copied into ``folder``. An env from a plug-in becomes ``external``, with a record
+    of the original.
     """
-    code_of_model = MODELS.entries()[config.model.model_type].origin if config.model.model_type in MODELS else BUILTIN
-    at_hand = (BUILTIN, code_of_model)
+    model_origin = MODELS.entries()[config.model.model_type].origin if config.model.model_type in MODELS else BUILTIN
+    available = (BUILTIN, model_origin)
     env, algorithm = config.env, config.algorithm
-    env_class, leaves_plugins = ENVS.get(env.name), any(plugin != code_of_model for plugin in config.plugins)
-    is_of_plugin = ENVS.entries()[env.name].origin not in at_hand or (leaves_plugins and env_class.is_registered(env))
-    if is_of_plugin or any(code_values({"env": to_mapping(env)})):
+    env_class, drops_plugins = ENVS.get(env.name), any(plugin != model_origin for plugin in config.plugins)
+    is_from_plugin = ENVS.entries()[env.name].origin not in available or (
+        drops_plugins and env_class.is_registered(env)
+    )
+    if is_from_plugin or any(code_values({"env": to_mapping(env)})):
         state_dim = env_class.state_width(env)
         if state_dim is None:
             state_dim = getattr(model.config, "state_dim", None)
@@ -116,9 +116,9 @@ def _with_code_of_model(config: RunConfig, folder: Path, model: Any) -> RunConfi
             cameras=env.cameras, image_size=env.image_size, max_episode_steps=env_class.longest_horizon(env),
             state_dim=state_dim or 0, trained_on=env_overrides(config),
         )  # fmt: skip
-    if ALGORITHMS.entries()[algorithm.name].origin not in at_hand:
+    if ALGORITHMS.entries()[algorithm.name].origin not in available:
         algorithm = RunConfig().algorithm
-    plugins = [plugin for plugin in config.plugins if plugin == code_of_model]
+    plugins = [plugin for plugin in config.plugins if plugin == model_origin]
     for plugin in plugins:
         if plugin.endswith(".py"):
             shutil.copy(plugin, folder)
@@ -127,38 +127,32 @@ def _with_code_of_model(config: RunConfig, folder: Path, model: Any) -> RunConfi
 
 
 def _export_tokens(checkpoint: Path, output: Path, merge_lora: bool, overrides: Sequence[str]) -> Path:
-    """Write the policy of a token run, whose other files come from the model that training started with."""
+    """Write the policy of a token run; tokenizer and config files come from the model with which training started."""
     from rlinf.checkpoints.hf_folder import HFFolder  # imports transformers
 
     values = flat(read_saved_config(checkpoint))
-    for word in overrides:
-        key, _, value = word.partition("=")
+    for override in overrides:
+        key, _, value = override.partition("=")
         if key not in TOKEN_KEYS:
-            found = f"'{word}' changes nothing in the export of {checkpoint}, which is one of a recipe"
-            raise ConfigError(f"{found}; keys are {', '.join(TOKEN_KEYS)}.")
+            actual = f"'{override}' changes nothing in the export of {checkpoint}, a checkpoint of a recipe"
+            raise ConfigError(f"{actual}; keys are {', '.join(TOKEN_KEYS)}.")
         values[key] = value
     verify_checkpoint(checkpoint)
     manifest = Manifest.load(checkpoint)
     _check_lora(checkpoint, manifest, merge_lora)
     lora = {key: value for key, value in manifest.lora.items() if key not in ("state", "base_sha256")}
     source, dtype = (values.get(key) for key in TOKEN_KEYS)
-    folder = HFFolder(
-        source,
-        torch_dtype_of(dtype),
-        lora=LoraConfig(**lora) if manifest.lora["state"] == "adapter" else None,
-        merge_lora=merge_lora,
-    )
+    adapter = LoraConfig(**lora) if manifest.lora["state"] == "adapter" else None
+    write = HFFolder(source, torch_dtype_of(dtype), lora=adapter, merge_lora=merge_lora)
     try:
-        folder(checkpoint, output)
+        write(checkpoint, output)
     except OSError as error:
-        raise CheckpointError(
-            f"Cannot write {output}: {error}. Check space and permissions, or choose another output"
-        ) from error
+        raise CheckpointError(f"Cannot write {output}: {error}. Check space and permissions, or set output") from error
     return output
 
 
 def random_observation(config: RunConfig, model: Any, num_rows: int = 2, seed: int = 0) -> Observation:
-    """Make up an observation of the shapes that the env gives."""
+    """Return a random observation with the shapes of the env."""
     generator = np.random.default_rng(seed)
     size = config.env.image_size
     images = {name: generator.integers(0, 256, (num_rows, size, size, 3), np.uint8) for name in config.env.cameras}
@@ -172,7 +166,7 @@ def random_observation(config: RunConfig, model: Any, num_rows: int = 2, seed: i
 def _check_lora(checkpoint: Path, manifest: Manifest, merge_lora: bool) -> None:
     state = manifest.lora.get("state")
     if merge_lora and state != "adapter":
-        reason = "were merged before; a second time would count them twice" if state == "merged" else "do not exist"
+        reason = "were merged before, and would count twice" if state == "merged" else "do not exist"
         raise CheckpointError(f"merge_lora=true, but the adapters of {checkpoint} {reason}. Set merge_lora=false")
     if not has_policy(checkpoint):
         return
@@ -181,7 +175,7 @@ def _check_lora(checkpoint: Path, manifest: Manifest, merge_lora: bool) -> None:
         merged = json.loads((source / "config.json").read_text(encoding="utf-8")).get("merged_adapters")
         if not merged:
             raise CheckpointError(
-                f"The manifest of {checkpoint} says that adapters were merged, but its config.json names none."
+                f"The manifest of {checkpoint} records merged adapters, but its config.json has none."
             )
 
 
@@ -195,5 +189,5 @@ def _compare(written: Any, read: Any, observation: Observation, output: Path) ->
         if not gap <= MAX_GAP:
             raise CheckpointError(
                 f"{output} was not written: read back, its {name} differ by {gap:.2e} (accepted: {MAX_GAP:.0e}). "
-                f"{type(written).__name__}.save_pretrained and from_pretrained do not fit each other."
+                f"{type(written).__name__}.save_pretrained and from_pretrained are inconsistent."
             )

@@ -1,4 +1,4 @@
-"""Runs a task under Hydra (one output folder per run, ``-m``, ``--cfg job``) after our own checks of its arguments."""
+"""Runs a command under Hydra (one output folder per run, ``-m``, ``--cfg job``), after checks of its arguments."""
 
 from __future__ import annotations
 
@@ -47,28 +47,28 @@ from rlinf.run_folder import CHECKPOINTS_FOLDER, LATEST, STATE_FILE, SUMMARY_FIL
 T = TypeVar("T")
 
 AUTO = "auto"
-"""As ``resume``: the newest whole checkpoint, or a new run."""
+"""Value of ``resume``: the newest complete checkpoint, or a new run."""
 
 POLICY_KEYS = ("checkpoint", "model", "model.model_path", "model.url")
-"""A command that sets any of these keys names its policy."""
+"""Keys that specify a policy."""
 
 
 def split(arguments: Sequence[str]) -> tuple[Namespace, list[str]]:
-    """Return the flags of Hydra with the other words as ``overrides``, and the flags that Hydra does not know."""
+    """Return Hydra's flags with the remaining arguments as ``overrides``, and flags unknown to Hydra."""
     parser = get_args_parser()
     parser.allow_abbrev = False
     return parser.parse_known_intermixed_args(list(arguments))
 
 
 def parse(arguments: Sequence[str]) -> Namespace:
-    """Parse the flags and overrides that Hydra knows; ``--config-name`` of an experiment becomes ``experiment=``."""
+    """Parse flags and overrides; ``--config-name`` of an experiment becomes ``experiment=``."""
     args, unknown = split(arguments)
     if unknown:
         raise _no_flag(unknown[0], args.overrides)
     modes = {"-m": args.multirun, "--cfg": args.cfg, "--info": args.info, "--shell-completion": args.shell_completion}
-    given = [flag for flag, wanted in modes.items() if wanted]
-    if len(given) > 1:
-        raise ConfigError(f"{' and '.join(given)} exclude each other; required: one of them. Leave {given[0]} out")
+    flags = [flag for flag, is_set in modes.items() if is_set]
+    if len(flags) > 1:
+        raise ConfigError(f"{' and '.join(flags)} exclude each other; required: one of them. Remove {flags[0]}")
     search.register(args.config_dir)
     args.overrides = normalize_overrides(args.overrides, sweeps=args.multirun)
     name = args.config_name
@@ -86,10 +86,10 @@ def parse(arguments: Sequence[str]) -> Namespace:
 
 
 def _no_flag(flag: str, others: Sequence[str]) -> ConfigError:
-    """Say how the setting is written that somebody gave as a flag."""
+    """Return the error for a setting that was typed as a flag, with its spelling as an override."""
     name, _, value = flag.lstrip("-").partition("=")
     name = name.replace("-", "_")
-    value = value or next((word for word in others if "=" not in word), "<value>")
+    value = value or next((argument for argument in others if "=" not in argument), "<value>")
     keys = [name] if "." in name else keys_named(name)
     example = overrides_text(keys, value) or "e.g. trainer.max_steps=10"
     return ConfigError(f"'{flag}' is not a flag; settings have no dashes: key=value. Set {example}")
@@ -98,20 +98,16 @@ def _no_flag(flag: str, others: Sequence[str]) -> ConfigError:
 def run_training(arguments: Sequence[str], command: str) -> list[Path]:
     """Compose, check and run ``train`` or ``sft``; a sweep ends with a table of its runs.
 
-    Every run (of a sweep, too) is checked before Hydra makes a folder, so that a rejected configuration leaves nothing. Hydra
-    then makes the folders, and each run takes the configuration that was checked. Runs that are not known before, because
-    a sweeper plugin chooses them or a launcher plugin starts them in other processes, are checked when they start.
-
     Return the folders of the runs that ended in this process; none if the arguments only ask for information.
     """
     args = parse(arguments)
     if args.multirun and is_connected():
         raise ConfigError(
-            "-m under torchrun or srun: the runs of a sweep would share one start of the ranks; required: one run for each "
-            "launch. Leave -m out and launch each value, or run rlinf -m without a launcher and set cluster.num_processes=<ranks>"
+            "-m under torchrun or srun: the runs of a sweep would share one start of the ranks; required: one run per "
+            "launch. Remove -m and launch each value, or run rlinf -m without a launcher and set cluster.num_processes=<ranks>"
         )
-    only_tells = args.info or args.help or args.hydra_help or args.shell_completion
-    if not (only_tells or args.multirun) and (resumed := _resumed(args)) is not None:
+    only_prints = args.info or args.help or args.hydra_help or args.shell_completion
+    if not (only_prints or args.multirun) and (resumed := _resumed(args)) is not None:
         composed = compose_resumed(args, resumed)
         config = build(composed, command)
         if args.cfg:
@@ -120,18 +116,22 @@ def run_training(arguments: Sequence[str], command: str) -> list[Path]:
         check(config, command)
         start(config, command)
         return [Path(config.output_dir)]
+    # All runs of a sweep are checked before Hydra makes a folder, so a rejected configuration leaves nothing behind. Runs that a
+    # sweeper plugin chooses, or a launcher plugin starts in different processes, are unknown here and checked when they start.
     checked: dict[tuple[str, ...], RunConfig] = {}
-    if not only_tells:
+    if not only_prints:
         for overrides in sweep_jobs(args.overrides) if args.multirun else [args.overrides]:
             composed = compose_normalized(overrides, args.config_dir, args.config_name)
             if args.cfg:
                 typed_config(composed)
-                if args.cfg == "job" and args.package is None:  # what Hydra would compose again, twice
+                # Printed here, because Hydra would compose the configuration twice more.
+                if args.cfg == "job" and args.package is None:
                     print(OmegaConf.to_yaml(composed, resolve=args.resolve))
                     return []
                 continue
-            of_the_task = (each.input_line for each in parse_overrides(overrides) if not each.is_hydra_override())
-            checked[tuple(of_the_task)] = config = build(composed, command)  # as hydra.overrides.task names them
+            # The key equals `hydra.overrides.task`, by which the job finds its checked configuration.
+            task = (override.input_line for override in parse_overrides(overrides) if not override.is_hydra_override())
+            checked[tuple(task)] = config = build(composed, command)
             check(config, command)
     folders, failures = _run_under_hydra(args, command, checked)
     finished = [folder for folder in folders if (folder / SUMMARY_FILE).is_file()]
@@ -145,14 +145,14 @@ def run_training(arguments: Sequence[str], command: str) -> list[Path]:
 
 
 def _resumed(args: Namespace) -> str | None:
-    """Return the run to resume, or None; ``resume=auto`` in the overrides becomes the newest checkpoint."""
+    """Return the run to resume, or None; replace ``resume=auto`` in the overrides by the newest checkpoint."""
     resumed = given_value(args.overrides, "resume")
     if resumed == AUTO:
         resumed, searched = newest_run(args)
-        named = "null" if resumed is None else override_text(resumed)
-        args.overrides = [*_without_resume(args.overrides), f"resume={named}"]
-        found = resumed or "there is no whole checkpoint, so a new run starts"
-        print(f"resume=auto: {found} (searched: {searched})", flush=True)
+        value = "null" if resumed is None else override_text(resumed)
+        args.overrides = [*_without_resume(args.overrides), f"resume={value}"]
+        outcome = resumed or "there is no complete checkpoint, so a new run starts"
+        print(f"resume=auto: {outcome} (searched: {searched})", flush=True)
     return resumed
 
 
@@ -163,7 +163,7 @@ def _without_resume(overrides: Sequence[str]) -> list[str]:
 def _run_under_hydra(
     args: Namespace, command: str, checked: dict[tuple[str, ...], RunConfig]
 ) -> tuple[list[Path], list[RLinfError | RankError]]:
-    """Let Hydra make the folders and run each job; return the folders of the runs that ended, and the errors of the others."""
+    """Run each job under Hydra, which makes the folders; return the folders of finished runs, and the errors of failed ones."""
     folders: list[Path] = []
     failures: list[RLinfError | RankError] = []
     process = os.getpid()
@@ -178,14 +178,12 @@ def _run_under_hydra(
                 config = build(fitted(composed, hydra_config.overrides.task), command)
                 check(config, command)
             config.output_dir = hydra_config.runtime.output_dir
-            _unmake(Path(config.output_dir), absent)
+            _remove_empty(Path(config.output_dir), absent)
             check_new_folder(config)
             start(config, command)
             folders.append(Path(config.output_dir))
-        except (
-            RLinfError,
-            RankError,
-        ) as error:  # Hydra would print it its own way; the other runs of a sweep continue.
+        except (RLinfError, RankError) as error:
+            # Collected, not raised: Hydra would print it in its own format and end the remaining runs of a sweep.
             if os.getpid() != process:
                 raise
             failures.append(error)
@@ -198,15 +196,15 @@ def _run_under_hydra(
     return folders, failures
 
 
-def _unmake(folder: Path, absent: Collection[Path]) -> None:
-    """Remove the empty folder that Hydra has made for a run, and those above it that were ``absent``; the run makes them again."""
+def _remove_empty(folder: Path, absent: Collection[Path]) -> None:
+    """Remove the empty folder that Hydra has made, and its parents that were ``absent``, so that a run that fails leaves none."""
     for place in (folder, *(parent for parent in folder.parents if parent in absent)):
-        with suppress(OSError):  # it holds something
+        with suppress(OSError):  # not empty
             place.rmdir()
 
 
 def build(composed: DictConfig, command: str) -> RunConfig:
-    """Return the typed configuration of ``train`` or ``sft``, the latter without its RL."""
+    """Return the typed configuration of ``train`` or ``sft`` (without RL)."""
     config = build_config(composed)
     if command == "sft":
         config.trainer.max_steps = 0
@@ -214,7 +212,8 @@ def build(composed: DictConfig, command: str) -> RunConfig:
 
 
 def check(config: RunConfig, command: str) -> None:
-    """Check a configuration as a whole (``validate``); only now torch is imported, so that a misspelt word is rejected at once."""
+    """Check a complete configuration (``validate``)."""
+    # Imports torch, which takes seconds: typos are rejected before.
     from rlinf.preflight.validation import validate
 
     validate(config, command)
@@ -229,10 +228,9 @@ def start(config: RunConfig, command: str) -> None:
 
 
 def compose_resumed(args: Namespace, resumed: str) -> DictConfig:
-    """Compose the continuation of the run ``resumed``, which continues in its own folder unless ``output_dir`` is given.
+    """Compose the continuation of the run ``resumed``, in its own folder unless ``output_dir`` is given.
 
-    Its configuration is the one stored in the checkpoint, with the overrides laid over it; a chosen experiment (or a
-    config of the user) is composed afresh instead.
+    Overrides apply to the checkpoint's configuration; a chosen experiment (or the user's config) is composed from scratch instead.
     """
     folder = resolve_checkpoint(resumed)
     keys = [item.key_or_group for item in parse_overrides(args.overrides)]
@@ -241,7 +239,7 @@ def compose_resumed(args: Namespace, resumed: str) -> DictConfig:
     else:
         composed = compose_on_saved(read_saved_config(folder), args.overrides, args.config_dir, folder)
     if is_connected() and "cluster.num_processes" not in keys:
-        composed.cluster.num_processes = None  # the ranks that were started, however many trained the checkpoint
+        composed.cluster.num_processes = None  # the number of started ranks, whatever number trained the checkpoint
     if "output_dir" not in keys:
         run_folder = folder.parent.parent if folder.parent.name == CHECKPOINTS_FOLDER else folder.parent
         composed.output_dir = str(run_folder)
@@ -249,8 +247,7 @@ def compose_resumed(args: Namespace, resumed: str) -> DictConfig:
 
 
 def newest_run(args: Namespace) -> tuple[str | None, Path]:
-    """Return the newest whole checkpoint in ``output_dir``, if that is given, or else of all runs of the experiment below the present
-    folder (None: there is none), and the absolute path of the folder that was searched."""
+    """Return the newest complete checkpoint (None: none) in ``output_dir`` or else of the experiment's runs, and the searched folder."""
     output_dir = given_value(args.overrides, "output_dir")
     if output_dir is not None:
         folder = Path(output_dir).expanduser()
@@ -269,41 +266,39 @@ def newest_run(args: Namespace) -> tuple[str | None, Path]:
 
 
 def with_checkpoint(arguments: Sequence[str]) -> list[str]:
-    """Return the words of a command, with ``checkpoint=`` before a folder that comes first."""
+    """Return the arguments, with ``checkpoint=`` before a leading folder."""
     first = arguments[0] if arguments and not set("=~") & set(arguments[0]) else "-"
     is_folder = Path(first).is_dir() or ("/" in first and not Path(first).is_file()) or Path(first).name == LATEST
     return [f"checkpoint={first}", *arguments[1:]] if is_folder and first[0] != "-" else list(arguments)
 
 
 def require_policy(arguments: Sequence[str], command: str, keys: Sequence[str] = POLICY_KEYS, more: str = "") -> None:
-    """Raise ConfigError unless the words of a command name its policy by one of ``keys``; ``more`` ends the usage."""
-    if not any(word.partition("=")[0] in keys for word in arguments):
+    """Raise ConfigError unless the arguments set one of ``keys``; ``more`` is appended to the usage."""
+    if not any(argument.partition("=")[0] in keys for argument in arguments):
         usage = f"rlinf {command} checkpoint=outputs/quickstart/latest{more}"
         raise ConfigError(f"`rlinf {command}` needs a checkpoint or run folder. Run {usage}")
 
 
 def own_settings(arguments: Sequence[str], kind: type[T]) -> tuple[Namespace, T]:
-    """Parse a command's words, of which the fields of ``kind`` are its own settings and the others Hydra's."""
-    own = [word for word in arguments if word.partition("=")[0] in public_fields(kind)]
-    args = parse([word for word in arguments if word not in own])
-    return args, from_mapping(kind, values_of(own))
+    """Parse arguments into Hydra's and the command's settings, the fields of ``kind``."""
+    settings = [argument for argument in arguments if argument.partition("=")[0] in public_fields(kind)]
+    args = parse([argument for argument in arguments if argument not in settings])
+    return args, from_mapping(kind, values_of(settings))
 
 
 def given_value(overrides: Sequence[str], key: str) -> str | None:
     """Return the value of the last override of ``key``, or None."""
-    value = values_of(word for word in overrides if word.partition("=")[0].lstrip("+") == key).get(key)
+    value = values_of(override for override in overrides if override.partition("=")[0].lstrip("+") == key).get(key)
     return None if value is None else str(value)
 
 
 def configure(args: Namespace, command: str) -> RunConfig | None:
-    """Compose and check the configuration of a command that runs once, laid over the checkpoint's if ``checkpoint=`` is given.
+    """Compose and check the configuration of a command that runs once, on top of the checkpoint's if ``checkpoint=`` is given.
 
-    Return None if ``--cfg`` asks to print the configuration only.
+    Return None if ``--cfg`` only prints the configuration.
     """
     if args.multirun:
-        raise ConfigError(
-            f"`rlinf {command}` runs once; sweeps (-m) are for `rlinf train` and `rlinf sft`. Leave -m out"
-        )
+        raise ConfigError(f"`rlinf {command}` runs once; sweeps (-m) are for `rlinf train` and `rlinf sft`. Remove -m")
     checkpoint = given_value(args.overrides, "checkpoint")
     if checkpoint is None:
         composed = compose_config(args.overrides, args.config_dir, args.config_name)
@@ -311,7 +306,7 @@ def configure(args: Namespace, command: str) -> RunConfig | None:
         folder = resolve_checkpoint(checkpoint)
         composed = compose_on_saved(read_saved_config(folder), args.overrides, args.config_dir, folder)
         composed.checkpoint = str(folder)
-        # How many had trained it, and where, says nothing about this command.
+        # The processes and machines of the training do not apply to this command.
         for key in ("num_processes", "num_rollout_workers", "start", "placement"):
             if given_value(args.overrides, f"cluster.{key}") is None:
                 composed.cluster[key] = getattr(ClusterConfig(), key)
@@ -326,7 +321,7 @@ def configure(args: Namespace, command: str) -> RunConfig | None:
 
 
 def sweep_jobs(overrides: Sequence[str]) -> list[list[str]]:
-    """Return the overrides of every run that Hydra's own sweeper makes of ``overrides``; none for another sweeper."""
+    """Return the overrides of every run of Hydra's default sweeper; none for a sweeper plugin."""
     choices = {}
     for override in parse_overrides(overrides):
         if override.key_or_group == "hydra/sweeper":
@@ -340,15 +335,16 @@ def sweep_jobs(overrides: Sequence[str]) -> list[list[str]]:
 
 @contextmanager
 def _arguments(args: Namespace) -> Iterator[None]:
-    """Hand the normalised arguments to Hydra, which reads them from ``sys.argv``, and let it pass errors on."""
-    words = ["rlinf", *args.overrides]
+    """Pass the normalised arguments to Hydra, which reads them from ``sys.argv``."""
+    arguments = ["rlinf", *args.overrides]
     for name, value in vars(args).items():
         if name != "overrides" and value not in (None, False):
             flag = f"--{name.replace('_', '-')}"
-            words += [flag] if value is True else [flag, value]
-    GlobalHydra.instance().clear()  # of an earlier run in this process
-    previous, sys.argv = sys.argv, words
+            arguments += [flag] if value is True else [flag, value]
+    GlobalHydra.instance().clear()  # the state of an earlier run in this process
+    previous, sys.argv = sys.argv, arguments
     try:
+        # Without this variable, Hydra prints errors and exits instead of raising them.
         with env_override({"HYDRA_FULL_ERROR": "1"}):
             yield
     finally:

@@ -1,4 +1,4 @@
-"""The launch of a recipe: checks against this machine, the plan, and the ranks."""
+"""Launch of a recipe: checks against this machine, the plan, and the ranks."""
 
 from __future__ import annotations
 
@@ -37,19 +37,21 @@ from rlinf.recipes.plan import (
     choose_device,
     describe,
     make_plan,
-    store_room,
+    store_capacity,
 )
 from rlinf.recipes.rewards import make_rewards
 from rlinf.recipes.rollout_workers import RolloutWorkerPlaces, place_rollout_workers
 
 SHARED_GPUS = "each rank that a launcher has started generates on its own GPU, between its updates (mode=colocated)"
-ON_THE_CPU = "on the CPU the trained model generates, as with rollout.backend=torch"
+ON_THE_CPU = "on the CPU the trained model itself generates, as with rollout.backend=torch"
 
 
 def launch(config: RecipeConfig, script: str | None, dry_run: bool, arguments: Sequence[str]) -> None:
-    """Check a recipe against this machine, print what it needs, and train it on its ranks unless ``dry_run``.
+    """Check a recipe against this machine, print its plan, and train it on its ranks unless ``dry_run``.
 
-    ``script`` is its dataset script; ``arguments`` are the words of the command, for the one that continues.
+    Args:
+        script: Dataset script of the recipe.
+        arguments: Command-line arguments, from which the command that resumes is made.
     """
     script = find_script(script) if script else None
     place = launch_context(os.environ) if is_connected() else None
@@ -59,26 +61,28 @@ def launch(config: RecipeConfig, script: str | None, dry_run: bool, arguments: S
             "machine. Start it once"
         )
     if asks_for_gpus(config) and not dry_run:
-        with suppress(RLinfError):  # who loads the model reports it
-            # Into the hub's cache: whether it reads images changes the plan.
+        # Download the config now: the plan depends on whether the model reads images. Errors are reported when the model loads.
+        with suppress(RLinfError):
             load_config(config.policy.model_name_or_path)
     plan = make_plan(config, None if place is None else place.size)
     device = _device(config, plan, dry_run)
     check_engines(config, plan, device)
     is_elsewhere = device == "cuda" and torch.cuda.device_count() == 0
     if plan.workers and not is_elsewhere:
-        check_machine(partial(place_rollout_workers, config, plan, device), store_room(config))
+        check_machine(partial(place_rollout_workers, config, plan, device), store_capacity(config))
     try:
         _check_sources(config, script)
     except (ConfigError, CheckpointError) as error:
-        typed = tuple(word.partition("=")[0] for word in arguments if "=" in word)
+        typed = tuple(argument.partition("=")[0] for argument in arguments if "=" in argument)
         if not dry_run or str(error).startswith(typed):
             raise
-        # The plan of a recipe can be read before its own data and model are made.
+        # A dry run shows the plan before the recipe's own data and model exist.
         print(f"warning: a run would be rejected: {error}", file=sys.stderr)
     print(describe(config, plan, *count_rows(config, script)), flush=True)
     where = "GPUs" if device == "cuda" else "CPU"
-    machine = f"{plan.num_gpus} GPUs, which this one lacks" if is_elsewhere else f"this one, on its {where}"
+    machine = (
+        f"a machine with {plan.num_gpus} GPUs (this one has none)" if is_elsewhere else f"this one, on its {where}"
+    )
     print(f"{'machine:':<14}{machine}", flush=True)
     if script is not None:
         print(f"{'script:':<14}{script}", flush=True)
@@ -92,15 +96,15 @@ def launch(config: RecipeConfig, script: str | None, dry_run: bool, arguments: S
     deadlines = asdict(config.cluster.deadlines)
     with _places(config, plan, device) as places:
         work = (config, script, device, places)
-        with _told_how_to_go_on(config, arguments):
+        with _resume_hint(config, arguments):
             start_ranks(_execute_rank, work, plan.policy_gpus, device, config.train.fsdp_offload, deadlines)
 
 
 @contextmanager
-def _told_how_to_go_on(config: RecipeConfig, arguments: Sequence[str]) -> Iterator[None]:
-    """Print the command that continues a run after a signal or a failed upload."""
-    words = [word for word in arguments if not word.startswith("train.resume=")]
-    command = shlex.join(["rlinf", "launch", *words, "train.resume=true"])
+def _resume_hint(config: RecipeConfig, arguments: Sequence[str]) -> Iterator[None]:
+    """Print the command that resumes a run after a signal or a failed upload."""
+    others = [argument for argument in arguments if not argument.startswith("train.resume=")]
+    command = shlex.join(["rlinf", "launch", *others, "train.resume=true"])
     saves = config.train.ckpt.enable_checkpoint
     try:
         yield
@@ -109,7 +113,7 @@ def _told_how_to_go_on(config: RecipeConfig, arguments: Sequence[str]) -> Iterat
             print(f"continue with: {command}", file=sys.stderr, flush=True)
         raise
     except UploadError as error:
-        raise UploadError(f"{error}. To try all of it again: {command}" if saves else str(error)) from None
+        raise UploadError(f"{error}. To retry the upload: {command}" if saves else str(error)) from None
 
 
 @contextmanager
@@ -119,15 +123,15 @@ def _places(config: RecipeConfig, plan: Plan, device: str) -> Iterator[RolloutWo
         yield None
         return
     placement_of = partial(place_rollout_workers, config, plan, device)
-    with reserved_places(placement_of, config.cluster.deadlines.start, room=store_room(config)) as reservation:
+    with reserved_places(placement_of, config.cluster.deadlines.start, capacity=store_capacity(config)) as reservation:
         yield RolloutWorkerPlaces(placement_of(), reservation)
 
 
 def count_rows(config: RecipeConfig, script: Path | None) -> tuple[int | None, str]:
-    """Return the rows to train on, without validation rows; or None, and why they are unknown. Raise ConfigError for unreadable data."""
+    """Return the number of training rows, or None and the reason why it is unknown; raise ConfigError for unreadable data."""
     dataset = config.train.train_policy.dataset
     if script is not None:
-        return None, f"{script.name} may read other rows"
+        return None, f"{script.name} may read different rows"
     if dataset.streaming:
         return None, f"'{dataset.name}' is a stream"
     if local_folder(dataset.name) is None:
@@ -140,7 +144,7 @@ def count_rows(config: RecipeConfig, script: Path | None) -> tuple[int | None, s
 
 
 def _check_sources(config: RecipeConfig, script: Path | None) -> None:
-    """Raise for rewards, data and a model that are not there before anything is printed; what may be on the hub passes."""
+    """Raise for missing rewards, data or model, except those that may be on the hub."""
     method, validation = config.train.train_policy, config.validation
     if script is None:
         if method.type == "grpo":
@@ -154,30 +158,28 @@ def _check_sources(config: RecipeConfig, script: Path | None) -> None:
     if Path(model).exists():
         with fixed_by_settings("policy", path="model_name_or_path", trust_remote_code=None):
             load_config(model)
-    elif model.startswith(("/", ".")) or model.count("/") > 1 or made_by(model):  # of the hub's, the ranks tell
+    elif model.startswith(("/", ".")) or model.count("/") > 1 or made_by(model):  # else a hub id, which the ranks check
         recipe = next((name for name in recipe_names() if name in Path(model).parts), None)
         make = f"rlinf launch --config {recipe}" if recipe else made_by(model)
-        either = f"Make it with {make}, or set" if make else "Set"
+        fix = f"Make it with {make}, or set" if make else "Set"
         raise ConfigError(
-            f"policy.model_name_or_path={model} does not exist. {either} policy.model_name_or_path=<folder or hub id>"
+            f"policy.model_name_or_path={model} does not exist. {fix} policy.model_name_or_path=<folder or hub id>"
         )
 
 
 def _device(config: RecipeConfig, plan: Plan, is_plan: bool = False) -> str:
-    """Return the device of the ranks; a launcher has given each of its own a GPU, where there are some."""
+    # A launcher has assigned one GPU per rank already, if there are any.
     if not is_connected():
         return choose_device(config, plan, is_plan)
     return resolve_device(config.policy.device, 1, "policy.device=cpu")
 
 
 def _warn_about_wandb(config: RecipeConfig) -> None:
-    """Leave Weights & Biases out where its package is missing, and say when it stays offline."""
+    """Remove the wandb logger if its package is missing, and warn if it writes offline."""
     loggers = [name.lower() for name in config.logging.logger]
     if "wandb" in loggers and importlib.util.find_spec("wandb") is None:
-        print(
-            "warning: the package wandb is not installed, so metrics stay on this machine (pip install wandb)",
-            file=sys.stderr,
-        )
+        hint = "pip install wandb"
+        print(f"warning: wandb is not installed, so metrics stay on this machine ({hint})", file=sys.stderr)
         loggers.remove("wandb")
     elif "wandb" in loggers and not (os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_MODE") == "disabled"):
         print("warning: WANDB_API_KEY is not set, so wandb writes offline, into the folder of the run", file=sys.stderr)
@@ -189,7 +191,7 @@ def _execute_rank(work: tuple[RecipeConfig, Path | None, str, RolloutWorkerPlace
     if device == "cpu":
         hide_gpus()
     else:
-        # Else one rank would take the rollout workers' GPUs, too.
+        # Without this, a single rank would also see the rollout workers' GPUs.
         isolate_rank(visible_gpus(os.environ, torch.cuda.device_count()), 0)
     hide_progress_bars()
     set_num_threads(config.cluster.num_threads, local_world_size())

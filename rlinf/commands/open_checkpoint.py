@@ -1,4 +1,4 @@
-"""From the path of a checkpoint or an export to a policy that acts: found, verified, compared with the present, loaded."""
+"""Opening of a checkpoint, an export or a remote policy: resolve, verify, compare conditions, load."""
 
 from __future__ import annotations
 
@@ -29,14 +29,13 @@ from rlinf.run_folder import STATISTICS_FILE
 
 @dataclass
 class Opened:
-    """A policy: of a checkpoint or an export whose files are verified, of a server, or of the configuration alone.
+    """A policy on the CPU: from verified files, from a server, or built from the configuration.
 
     Attributes:
-        folder: Where it lies; None: not here.
-        manifest: Its manifest; None: it has none.
-        policy: On the CPU.
-        present: The present conditions; None: they were not compared.
-        differences: How ``present`` differs from ``manifest``, where that is allowed.
+        folder: Folder of the files; None: not local.
+        manifest: Conditions at the time of training; None: unknown.
+        present: The present conditions; None: not compared.
+        differences: Accepted differences between ``present`` and ``manifest``.
     """
 
     folder: Path | None
@@ -54,17 +53,17 @@ def open_checkpoint(
     resumes: bool = False,
     deferred: bool = False,
 ) -> Opened:
-    """Find, verify and load a checkpoint or an export; a collective call on all ranks.
+    """Resolve, verify and load a checkpoint or an export (a collective call on all ranks).
 
-    Raise CheckpointError without a whole checkpoint of this model type, ManifestMismatchError if another condition
-    differs than ``allow_mismatch`` names, and ConfigError if a size in ``config`` differs from the folder's.
+    Raise CheckpointError without a complete checkpoint of this model type, ManifestMismatchError for a difference that
+    ``allow_mismatch`` does not name, and ConfigError if a size in ``config`` differs from the folder's.
 
     Args:
-        path: A checkpoint, an export, or a run folder, which means its newest checkpoint.
-        config: Says how the policy is run, and what the present conditions are.
+        path: A checkpoint, an export, or a run folder (its newest checkpoint).
+        config: Runtime settings of the policy, and the present conditions.
         allow_mismatch: Conditions that may differ, as in ``evaluation.allow_mismatch``; None: do not compare conditions.
         resumes: ``load_checkpoint`` follows and reads the base weights below adapters, so they are not read here.
-        deferred: Leave the weights in their files, if they can be: ``make_parallel`` reads them.
+        deferred: Leave the weights in their files if possible; ``make_parallel`` reads them.
     """
     folder = on_rank_zero(lambda: resolve_checkpoint(path), f"read {path}")
     saved = Manifest.load(folder)
@@ -78,8 +77,8 @@ def open_checkpoint(
     return opened
 
 
-def open_here(config: RunConfig, allow_mismatch: Sequence[str]) -> Opened:
-    """Open ``config.checkpoint`` like ``open_checkpoint``; without one, the folder of a public model at ``config.model.model_path``."""
+def open_local(config: RunConfig, allow_mismatch: Sequence[str]) -> Opened:
+    """Open ``config.checkpoint``; without one, the folder of a public model at ``config.model.model_path``."""
     if config.checkpoint is not None:
         return open_checkpoint(config.checkpoint, config, allow_mismatch)
     policy = build_policy(config)
@@ -87,33 +86,33 @@ def open_here(config: RunConfig, allow_mismatch: Sequence[str]) -> Opened:
     return Opened(Path(str(config.model.model_path)), manifest, policy, manifest)
 
 
-def open_elsewhere(config: RunConfig, env: VectorEnv, allow_mismatch: Sequence[str]) -> Opened:
-    """Connect to the policy behind ``config.model.url``; compare the conditions that it tells with those here.
+def open_remote(config: RunConfig, env: VectorEnv, allow_mismatch: Sequence[str]) -> Opened:
+    """Connect to the policy at ``config.model.url``, and compare conditions with its checkpoint's.
 
-    The server tells the conditions of the policy, and this process has the conditions of the world. Both are compared with the
-    checkpoint's. Raise ConfigError for actions that do not fit the env, and ManifestMismatchError for a condition that differs and that
-    ``allow_mismatch`` does not name.
+    Raise ConfigError if its actions do not fit the env, and ManifestMismatchError for a difference that ``allow_mismatch`` does not
+    name.
     """
     policy = build_policy(config)
     if policy.action_dim != env.action_dim:
-        found = f"{config.model.url} acts with {policy.action_dim} numbers"
+        actual = f"{config.model.url} has action_dim {policy.action_dim}"
         fix = f"model.action_token_len={env.action_dim} if its server has such actions, or env=<the env of the policy>"
-        raise ConfigError(f"{found}; required: {env.action_dim}, the action of env={config.env.name}. Set {fix}")
+        raise ConfigError(f"{actual}; required: {env.action_dim}, the action_dim of env={config.env.name}. Set {fix}")
     saved = policy.manifest
     if saved is None:
         return Opened(None, None, policy, build_manifest(config, policy, policy_version=0))
-    there = policy.present
-    preprocessing = {**there.preprocessing, "cameras": list(config.env.cameras)}
-    world = {**conditions_of(config), "versions": there.versions, "precision": there.precision}
+    # The policy's conditions hold on the server, the env's in this process: compare a combination with the checkpoint's.
+    remote = policy.present
+    preprocessing = {**remote.preprocessing, "cameras": list(config.env.cameras)}
+    local = {**conditions_of(config), "versions": remote.versions, "precision": remote.precision}
     renderer = os.environ.get("MUJOCO_GL")
-    present = replace(there, **world, preprocessing=preprocessing, renderer=renderer, probe=None, files={})
+    present = replace(remote, **local, preprocessing=preprocessing, renderer=renderer, probe=None, files={})
     return Opened(None, saved, policy, present, check(saved, present, allow_mismatch))
 
 
 def read_config(folder: str | os.PathLike, overrides: Sequence[str] = ()) -> RunConfig:
-    """Return the configuration stored in a checkpoint or an export, with ``overrides`` laid over it.
+    """Return the configuration stored in a checkpoint or an export, with ``overrides``.
 
-    Code runs only where an override names it, e.g. ``plugins=[my_model.py]``; raise CheckpointError for other code.
+    Raise CheckpointError for code that no override names (e.g. ``plugins=[my_model.py]``).
     """
     saved = read_saved_config(Path(folder))
     composed = compose_on_saved(saved, overrides, folder=folder)
@@ -126,14 +125,13 @@ def load_policy(
 ) -> Any:
     """Build the policy of a checkpoint or an export, on the CPU, with its processor.
 
-    Weights, sizes, processor and action statistics come from the folder; how the policy is run (precision, attention,
-    ``unnorm_key``, ...) comes from ``config``. Adapters are put on the base weights that ``config.model`` names. Raise
-    CheckpointError if the folder holds adapters and ``config`` expects none, and ManifestMismatchError if they belong
-    to other base weights than ``config.model.model_path`` and ``config.evaluation.allow_mismatch`` does not name that.
+    Weights, sizes, processor and action statistics come from the folder; runtime settings (precision, attention, ``unnorm_key``,
+    ...) and the base weights of adapters from ``config``. Raise CheckpointError for adapters that ``config`` does not expect, and
+    ManifestMismatchError for adapters of different base weights, unless ``config.evaluation.allow_mismatch`` names that.
 
     Args:
-        reads_base: Read the base weights below the adapters of a checkpoint that holds them, because they were random.
-        deferred: Leave the weights in their files, if they can be.
+        reads_base: Read the (random) base weights that a checkpoint stores below its adapters.
+        deferred: Leave the weights in their files if possible.
     """
     source = policy_folder(folder)
     if (source / "adapter_config.json").is_file():
@@ -156,13 +154,13 @@ def policy_for(
 def statistics_of_env(
     config: RunConfig, env: VectorEnv, dataset: StoredDemonstrations | None = None
 ) -> dict[str, Any] | None:
-    """Return the action statistics of the cloned dataset, else the bounds of the env, as ``override_config_kwargs`` of ``build_policy``.
+    """Return the action statistics of the cloned dataset, or else the env's bounds, as overrides for ``build_policy``.
 
-    Return None where the folder at ``model.model_path`` has its own. Random weights have none, and neither has a model of other data
-    that is adapted to this env (``model.unnorm_key`` is the env's name, and the folder has no statistics of that name).
+    Return None if the folder at ``model.model_path`` has the statistics of ``model.unnorm_key``.
     """
     name = config.env.name
     if config.model.model_path is not None:
+        # Only a model that is being adapted to this env (unnorm_key is its name) may lack the statistics.
         if config.model.unnorm_key != name:
             return None
         settings, _ = get_model_config_and_processor(config)
@@ -173,17 +171,18 @@ def statistics_of_env(
 
 def _load_adapter(folder: Path, source: Path, config: RunConfig, reads_base: bool, deferred: bool) -> Any:
     if not config.model.is_lora:
-        raise CheckpointError(f"{source} holds LoRA adapters and no base weights. Set model.is_lora=true")
-    brings_base = is_checkpoint(folder) and "base_sha256" not in Manifest.load(folder).lora  # it was random
-    if brings_base:
+        raise CheckpointError(f"{source} contains LoRA adapters and no base weights. Set model.is_lora=true")
+    # Random base weights have no file and no hash: the checkpoint stores them, and nothing is to be compared.
+    has_base = is_checkpoint(folder) and "base_sha256" not in Manifest.load(folder).lora
+    if has_base:
         allowed = [*config.evaluation.allow_mismatch, BASE_FIELD]
         config = replace(config, evaluation=replace(config.evaluation, allow_mismatch=allowed))
     overrides = None
     statistics = source / STATISTICS_FILE
-    if statistics.is_file():  # of the env, where the base weights had none
+    if statistics.is_file():  # those of the env, if the base weights had none
         overrides = {"norm_stats": json.loads(statistics.read_text(encoding="utf-8"))}
     adapted = replace(config, model=replace(config.model, lora_path=str(source)))
-    model = build_policy(adapted, overrides, deferred=deferred and not brings_base)
-    if brings_base and reads_base:
+    model = build_policy(adapted, overrides, deferred=deferred and not has_base)
+    if has_base and reads_base:
         load_weights(folder, model)
     return model

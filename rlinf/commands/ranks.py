@@ -1,4 +1,4 @@
-"""First steps of every rank of a command."""
+"""Set-up of every rank of a command."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import socket
 
 from rlinf.config.plugins import load_plugins
 from rlinf.config.schema import RunConfig
-from rlinf.distributed.deadlines import waiting
+from rlinf.distributed.deadlines import deadline
 from rlinf.distributed.process_group import gather_objects
 from rlinf.distributed.start import reject_differences
 from rlinf.engines.vllm_engine import expandable_segments
@@ -18,28 +18,26 @@ from rlinf.models.loading import hide_progress_bars
 from rlinf.options import to_mapping
 
 
-@waiting("start")
+@deadline("start")
 def prepare_rank(config: RunConfig) -> None:
-    """Import the plugins on this rank, and compare them and the configuration between ranks.
-
-    Raise ConfigError on all ranks if one differs.
-    """
+    """Import the plugins on this rank; raise ConfigError on all ranks if plugins or configurations differ between ranks."""
     plugins = load_plugins(config.plugins)
     hide_progress_bars()
-    own = {f"plugin {path} (sha256)": sha256_of(path) for path in plugins if path.endswith(".py")}
+    digests = {f"plugin {path} (sha256)": sha256_of(path) for path in plugins if path.endswith(".py")}
+    # By section, so that the error names the section with the difference.
     for section, values in to_mapping(config).items():
         text = json.dumps(values, sort_keys=True, default=str)
-        own[f"configuration of {section} (sha256)"] = hashlib.sha256(text.encode()).hexdigest()
-    reject_differences(gather_objects((socket.gethostname(), own)))
+        digests[f"configuration of {section} (sha256)"] = hashlib.sha256(text.encode()).hexdigest()
+    reject_differences(gather_objects((socket.gethostname(), digests)))
 
 
-@waiting("start")
+@deadline("start")
 def reject_expandable_segments() -> None:
-    """Raise ConfigError on all ranks if one's settings of torch's memory keep its weights from its engine (a collective call)."""
-    for rank, (host, found) in enumerate(gather_objects((socket.gethostname(), expandable_segments()))):
-        if found:
+    """Raise ConfigError on all ranks if one uses expandable segments, which an engine cannot share (a collective call)."""
+    for rank, (host, setting) in enumerate(gather_objects((socket.gethostname(), expandable_segments()))):
+        if setting:
             raise ConfigError(
-                f"{found} on rank {rank} on {host}, set by a run before in this Python process or by you; required with "
+                f"{setting} on rank {rank} on {host}, set by an earlier run in this Python process or by you; required with "
                 "rollout.backend=vllm: no expandable segments, whose memory cannot be shared with the engine. Start this run in a "
                 "new Python process without the variable, or set rollout.backend=torch"
             )

@@ -1,4 +1,4 @@
-"""The evaluation of a policy on a robot, in real time."""
+"""Evaluation of a policy on a robot, in real time."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import os
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler
 from pathlib import Path
+from typing import Any
 
 from rlinf.commands.blind import blind
 from rlinf.commands.evaluate import evaluate
@@ -14,7 +15,6 @@ from rlinf.commands.signals import sigterm_is_ctrl_c
 from rlinf.config.schema import RunConfig
 from rlinf.data.formats import describe_dataset
 from rlinf.envs import ENVS
-from rlinf.errors import ConfigError
 from rlinf.evaluation.compare import Comparison
 from rlinf.evaluation.result import EvaluationResult
 from rlinf.options import override_text, to_mapping
@@ -29,73 +29,67 @@ logger = logging.getLogger("rlinf")
 
 
 def robot(config: RunConfig, settings: RobotConfig, other: RunConfig | None = None) -> EvaluationResult | Comparison:
-    """Play the episodes of ``rlinf.commands.evaluate.evaluate`` on a robot: a row of the env, or an arm; raise as it does.
+    """Run the episodes of ``rlinf.commands.evaluate.evaluate`` on a single simulated robot or an arm; raise as it does.
 
-    With ``other``, the configuration of ``blind``, compare both policies (``rlinf.commands.blind``). Raise ConfigError for ranks, rollout workers, videos or recorded episodes, which a single robot does not have.
+    With ``other``, the configuration of ``blind``, compare both policies (``rlinf.commands.blind``). Raise ConfigError for
+    settings that a single robot does not support: ranks, rollout workers, recordings.
     """
-    asked, cluster = config.evaluation, config.cluster
-    for key, found, required in (
+    evaluation, cluster = config.evaluation, config.cluster
+    for key, value, required in (
         ("cluster.num_processes", cluster.num_processes, 1),
         ("cluster.num_rollout_workers", cluster.num_rollout_workers, None),
-        ("evaluation.record_episodes", asked.record_episodes, 0),
+        ("evaluation.record_episodes", evaluation.record_episodes, 0),
     ):
-        if found not in (required, 0):
-            value = "null" if required is None else required
-            raise ConfigError(
-                f"{key}={found} with `rlinf robot`; required: {value}, because there is one robot. Set {key}={value}"
-            )
+        if value not in (required, 0):
+            text = override_text(required)
+            reject(f"{key}={value} with `rlinf robot`", f"{text}, because there is one robot", f"{key}={text}")
     if settings.blind is not None and settings.record is not None:
-        reject(
-            f"record={settings.record} with blind={settings.blind}",
-            "record=null, because the dataset would not say whose episodes they are",
-            "record=null",
-        )
+        required = "record=null, because the dataset would mix the episodes of both policies"
+        reject(f"record={settings.record} with blind={settings.blind}", required, "record=null")
     _check_arm(config, settings)
     _check_take_over(config, settings)
-    if settings.success == "page":  # before a policy loads for minutes
+    if settings.success == "page":
+        # An occupied port must end the command now, not after a policy has loaded for minutes.
         listening(settings.page_host, settings.page_port, BaseHTTPRequestHandler).server_close()
-    single = replace(asked, num_envs=1, num_videos_per_task=0, probe=False)
-    config = replace(config, evaluation=single)
+    config = replace(config, evaluation=replace(evaluation, num_envs=1, num_videos_per_task=0, probe=False))
     with sigterm_is_ctrl_c():
         return evaluate(config, settings) if other is None else blind(config, other, settings)
 
 
 def _check_arm(config: RunConfig, settings: RobotConfig) -> None:
-    """Check that nothing is asked of a robot of lerobot which an env alone can do, and that its actions are limited positions in its units."""
+    """Check that a lerobot robot gets no settings of the simulated one, and clipped joint positions in its units as actions."""
     if settings.arm is None:
         return
-    needed = {"success": "person"} if settings.success == "env" else {}
-    needed |= {"displacements": [], "real_time": True, "delay_steps": 0, "drop_frames": 0.0, "noise": 0.0}
-    needed |= {"teleoperator": "none"} if settings.teleoperator == "scripted" else {}
-    reasons = {
-        "success": "no env tells it",
-        "displacements": "its actions are positions",
-        "real_time": "its clock does not jump",
-    }
-    for key, value in needed.items():
-        found = getattr(settings, key)
-        if found != value:
-            text = override_text(value)
-            reason = reasons.get(key, "that belongs to a simulated robot")
-            reject(
-                f"{key}={override_text(found)} with arm={settings.arm}",
-                f"{key}={text}, because {reason}",
-                f"{key}={text}",
-            )
+    simulated = "that belongs to a simulated robot"
+    table: list[tuple[str, Any, str]] = [
+        ("relative_dims", [], "its actions are positions"),
+        ("real_time", True, "its clock cannot be simulated"),
+        ("delay_steps", 0, simulated),
+        ("drop_frames", 0.0, simulated),
+        ("noise", 0.0, simulated),
+    ]
+    if settings.success == "env":
+        table.insert(0, ("success", "human", "no env reports it"))
+    if settings.teleoperator == "scripted":
+        table.append(("teleoperator", "none", simulated))
+    for key, required, reason in table:
+        if (value := getattr(settings, key)) != required:
+            fix = f"{key}={override_text(required)}"
+            reject(f"{key}={override_text(value)} with arm={settings.arm}", f"{fix}, because {reason}", fix)
     if settings.max_relative_target is None:
-        required = "the largest change of a position from one action to the next, or the arm may jump"
+        required = "the maximum change of a position per step, or the arm may jump"
         reject(
             f"max_relative_target=null with arm={settings.arm}", required, "max_relative_target=2.0, in the env's units"
         )
-    for key, value in (("control", "joints"), ("units", "lerobot")):
-        if (found := getattr(config.env, key, None)) != value:
-            named = f"env.{key}={found}" if found else f"env.name={config.env.name}, which has no env.{key},"
-            fix = f"env.{key}={value}" if found else "env=so101 env.control=joints env.units=lerobot"
-            reject(f"{named} with arm={settings.arm}", f"env.{key}={value}, positions of joints as the arm's", fix)
+    for key, required in (("control", "joints"), ("units", "lerobot")):
+        if (value := getattr(config.env, key, None)) != required:
+            actual = f"env.{key}={value}" if value else f"env.name={config.env.name}, which has no env.{key},"
+            fix = f"env.{key}={required}" if value else "env=so101 env.control=joints env.units=lerobot"
+            reject(f"{actual} with arm={settings.arm}", f"env.{key}={required}, positions of joints as the arm's", fix)
 
 
 def _check_take_over(config: RunConfig, settings: RobotConfig) -> None:
-    """Check that a scripted person has an expert, and that the folder of the episodes is new, or has some of the same kind."""
+    """Check that a scripted operator has an expert, and that ``record`` is new or contains episodes of the same kind."""
     if settings.teleoperator == "scripted":
         ENVS.get(config.env.name).check_expert(config.env, {}, "teleoperator=none")
     if settings.record is None:
@@ -104,12 +98,12 @@ def _check_take_over(config: RunConfig, settings: RobotConfig) -> None:
     check_writable(settings.record, "record")
     if os.path.lexists(folder := Path(settings.record).expanduser()):
         info = describe_dataset(folder, "record")
-        if not info.says_intervention or info.env != recorded_env(to_mapping(config.env)):
-            required = f"a new folder, or episodes that were recorded with the present env.name={config.env.name} and its settings"
-            reject(f"record={settings.record} holds other episodes", required, "record=<a new folder>")
+        if not info.reports_intervention or info.env != recorded_env(to_mapping(config.env)):
+            required = f"a new folder, or episodes recorded with env.name={config.env.name} and its present settings"
+            reject(f"record={settings.record} holds episodes of a different kind", required, "record=<a new folder>")
     if config.evaluation.split == "eval":
         logger.warning(
-            "record=%s with evaluation.split=eval: a policy that learns from these episodes must not be evaluated on them. Set "
-            "evaluation.split=train to keep them apart",
+            "record=%s with evaluation.split=eval: a policy that is trained on these episodes must not be evaluated on them. Set "
+            "evaluation.split=train",
             settings.record,
         )

@@ -1,4 +1,4 @@
-"""A checkpoint as a server of actions: opened and compared like for an evaluation, then asked over the network."""
+"""Policy server: opens a checkpoint like an evaluation, then serves actions over the network."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from rlinf.commands.open_checkpoint import Opened, open_here
+from rlinf.commands.open_checkpoint import Opened, open_local
 from rlinf.commands.serve_config import ServeConfig
 from rlinf.config.saved_code import env_overrides
 from rlinf.config.schema import RunConfig
@@ -39,13 +39,13 @@ from rlinf.types import Observation
 logger = logging.getLogger("rlinf")
 
 PROTOCOL = 1
-"""Version of what ``rlinf`` adds to openpi's protocol: the metadata, batches, random numbers."""
+"""Version of rlinf's extensions of openpi's protocol: metadata, batches, random numbers."""
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
 @dataclass(frozen=True)
 class RequestRow:
-    """One checked observation, and the random numbers ``[U]`` of its sample; None: the most likely action."""
+    """One validated observation, and the uniforms ``[U]`` of its sample; None: greedy."""
 
     observation: Observation
     uniforms: np.ndarray | None
@@ -53,10 +53,7 @@ class RequestRow:
 
 
 class PolicyRows:
-    """Reads requests for a policy, and acts for several at once.
-
-    ``settings`` say how clients name the parts of an observation, and the rows of a call.
-    """
+    """Validates requests for a policy, and runs them in batches."""
 
     def __init__(self, policy: Policy, settings: ServeConfig) -> None:
         self.policy, self.num_rows, self.max_prompt = policy, settings.max_batch, settings.max_prompt_bytes
@@ -68,20 +65,20 @@ class PolicyRows:
         self.num_states = self.num_far = 0
 
     def read(self, request: Mapping[str, Any]) -> RequestRow:
-        """Check a request under ``settings.keys``; raise MessageError or ConfigError if it does not fit the policy."""
+        """Validate a request in the layout of ``settings.keys``; raise MessageError or ConfigError."""
         return self._row(self.layout, request)
 
     def read_named(self, request: Mapping[str, Any]) -> RequestRow:
-        """Check a request of vla-eval; raise as ``read``."""
+        """Validate a request of vla-eval; raise as ``read``."""
         return self._row(self.named, request)
 
     def _row(self, layout: MessageLayout, request: Mapping[str, Any]) -> RequestRow:
         size = self.policy.config.env.image_size
         parts = layout.read(request, self.policy.cameras, self.reads_state, size, self.max_prompt)
         if not isinstance(parts["instruction"], str):
-            raise MessageError(f"The prompt is a {type(parts['instruction']).__name__}; required: a sentence")
+            raise MessageError(f"The prompt is a {type(parts['instruction']).__name__}; required: text")
         prompt = parts["instruction"]
-        # No words at all are mostly a mistake in Python; here an audit asks what the policy does without them.
+        # `Policy.rows` rejects an empty instruction, but an audit sends one to measure the policy without it.
         rows, _ = self.policy.rows({**parts, "instruction": prompt.strip() or "nothing"})
         rows = replace(rows, instruction=[prompt])
         if self.state_range is not None:
@@ -89,10 +86,10 @@ class PolicyRows:
         uniforms, temperature = request.get("uniforms"), request.get("temperature", 1.0)
         if uniforms is not None:
             uniforms = np.asarray(uniforms, dtype=np.float32)
-            wanted = self.policy.model.num_uniforms
-            if uniforms.shape != (wanted,) or not ((uniforms > 0) & (uniforms < 1)).all():
+            count = self.policy.model.num_uniforms
+            if uniforms.shape != (count,) or not ((uniforms > 0) & (uniforms < 1)).all():
                 raise MessageError(
-                    f"uniforms have the shape {list(uniforms.shape)}; required: [{wanted}] numbers in (0, 1)"
+                    f"uniforms have the shape {list(uniforms.shape)}; required: [{count}] numbers in (0, 1)"
                 )
         if not isinstance(temperature, int | float) or not 0 < temperature < float("inf"):
             raise MessageError(f"temperature is {temperature!r}; required: a number above 0")
@@ -100,45 +97,45 @@ class PolicyRows:
 
     @property
     def largest_message(self) -> int:
-        """Bytes of ``max_batch`` observations, with 64 KiB each beside the images."""
+        """Bytes of ``max_batch`` observations, with 64 KiB each in addition to the images."""
         policy = self.policy
         images = len(policy.cameras) * 3 * policy.config.env.image_size**2
         return self.num_rows * (images + 8 * policy.model.num_uniforms + 2**16)
 
     def act(self, rows: Sequence[RequestRow]) -> list[np.ndarray | Exception]:
-        """Return float32 ``[C, D]`` for each row, which depends on no other row, or the error of a prompt that is too long."""
-        kinds: dict[tuple[bool, float], list[int]] = {}
-        actions: dict[int, np.ndarray | Exception] = {}
+        """Return actions float32 ``[C, D]`` per row, independent of the remaining rows, or the error of a too long prompt."""
+        batches: dict[tuple[bool, float], list[int]] = {}
+        results: dict[int, np.ndarray | Exception] = {}
         model = self.policy.model
-        for number, row in enumerate(rows):
-            try:  # alone, and before it is one of many equally long rows
+        for index, row in enumerate(rows):
+            # Check each prompt before it is in a batch, so that a bad one fails only its own request.
+            try:
                 model.prompt_lengths(row.observation)
-                kinds.setdefault((row.uniforms is None, row.temperature), []).append(number)
+                batches.setdefault((row.uniforms is None, row.temperature), []).append(index)
             except ConfigError as error:
-                actions[number] = error
+                results[index] = error
         with evaluation_mode(model), autocast(model, self.policy.config.model.precision):
-            for (is_greedy, temperature), numbers in kinds.items():
-                observation = Observation.concatenate([rows[number].observation for number in numbers])
-                uniforms = None if is_greedy else np.stack([rows[number].uniforms for number in numbers])
-                chosen = act_for_rows(model, observation, uniforms, temperature, self.num_rows)
-                actions |= zip(numbers, chosen, strict=True)
-        return [actions[number] for number in range(len(rows))]
+            for (is_greedy, temperature), indices in batches.items():
+                observation = Observation.concatenate([rows[index].observation for index in indices])
+                uniforms = None if is_greedy else np.stack([rows[index].uniforms for index in indices])
+                actions = act_for_rows(model, observation, uniforms, temperature, self.num_rows)
+                results |= zip(indices, actions, strict=True)
+        return [results[index] for index in range(len(rows))]
 
     def _note(self, state: np.ndarray) -> None:
-        """Count states far beyond the statistics; warn at 1, 2, 4, ... of them. Raise MessageError for a number beyond any unit."""
+        """Count out-of-range states; raise MessageError for values in wrong units."""
         far = bool(self.state_range.far(state)[0])
         self.num_states, self.num_far = self.num_states + 1, self.num_far + far
         if far:
-            found, widths = self.state_range.farthest(state)
+            text, widths = self.state_range.farthest(state)
+            # Warn at 1, 2, 4, ... such states: a robot outside its range would fill the log.
             if self.num_far & (self.num_far - 1) == 0:
-                logger.warning(
-                    "%d of %d states are far beyond the statistics: %s", self.num_far, self.num_states, found
-                )
+                logger.warning("%d of %d states are far beyond the statistics: %s", self.num_far, self.num_states, text)
             if widths > GARBAGE:
-                raise MessageError(f"{found} Required: a measurement in the units of the policy's training data")
+                raise MessageError(f"{text} Required: a measurement in the units of the policy's training data")
 
     def warm_up(self) -> None:
-        """Act once for a black image: the first call of a model may compile, and takes longer than clients wait."""
+        """Run one call on a black image: the first call may compile, which takes longer than clients wait."""
         config = self.policy.config.env
         images = {
             name: np.zeros((1, config.image_size, config.image_size, 3), np.uint8) for name in self.policy.cameras
@@ -148,22 +145,23 @@ class PolicyRows:
 
 
 def serve(config: RunConfig, settings: ServeConfig) -> None:
-    """Serve ``config.checkpoint``, or the folder ``config.model.model_path``, until SIGTERM or Ctrl-C; answer all requests that came before.
+    """Serve ``config.checkpoint``, or the folder ``config.model.model_path``, until SIGTERM or Ctrl-C; finish pending requests.
 
-    Raise ConfigError for an address that is taken or open to others without a key, or for names that do not fit the policy; else as
-    ``open_here``.
+    Raise ConfigError for an occupied address, a public address without a key, or names that do not fit the policy; else as
+    ``open_local``.
     """
     api_key = _api_key(settings)
     env, cameras = config.env, settings.cameras or config.env.cameras
     if settings.cameras is not None and (settings.keys in ROBOTS or len(cameras) != len(env.cameras)):
-        found = f"cameras={override_text(cameras)} with keys={settings.keys}"
-        reject(found, f"a name for each of {override_text(env.cameras)}, and keys=rlinf", "cameras=null")
+        actual = f"cameras={override_text(cameras)} with keys={settings.keys}"
+        reject(actual, f"a name for each of {override_text(env.cameras)}, and keys=rlinf", "cameras=null")
     layout = layout_of(settings.keys, cameras)
     check_layout(settings.keys, layout, env.cameras, ENVS.get(env.name).state_width(env), "The policy", "keys=rlinf")
+    # Bind first, listen last: an occupied port is reported before the policy loads, and early clients are refused until it is warm.
     with contextlib.closing(_bound(settings)) as bound:
         set_num_threads(config.cluster.num_threads, 1)
         seed_everything(config.seed)
-        opened = open_here(config, config.evaluation.allow_mismatch)
+        opened = open_local(config, config.evaluation.allow_mismatch)
         model = opened.policy.to(resolve_device(config.cluster.device, 1)).eval()
         rows = PolicyRows(Policy(model, config), settings)
         rows.warm_up()
@@ -191,23 +189,22 @@ def serve(config: RunConfig, settings: ServeConfig) -> None:
             if error.errno != errno.EADDRINUSE:
                 raise
             raise _taken(settings, error) from error
-    print("served until a signal came; everything that was asked is answered", flush=True)
+    print("stopped by a signal; all pending requests were answered", flush=True)
 
 
 async def _until_signal(server: PolicyServer, bound: socket.socket, on_listening: Callable[[], None]) -> None:
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
-    bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # so that the next server can have the port at once
+    bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # so that the next server can use the port immediately
     await server.run(bound, on_listening, stop)
 
 
 def metadata_of(opened: Opened, rows: PolicyRows, settings: ServeConfig) -> dict[str, Any]:
-    """Return what a client is told first: plain values, under one key, because openpi's clients look for their own."""
+    """Return the metadata that a client receives first: plain values under one key, because openpi's clients read their own keys."""
     policy = rows.policy
-    present = replace(
-        opened.present, git_revision=opened.manifest.git_revision
-    )  # an edited comment does not change the policy
+    # An edited comment changes the revision, not the policy.
+    present = replace(opened.present, git_revision=opened.manifest.git_revision)
     return {
         "rlinf": {
             "protocol": PROTOCOL,
@@ -231,23 +228,23 @@ def metadata_of(opened: Opened, rows: PolicyRows, settings: ServeConfig) -> dict
 
 
 def _api_key(settings: ServeConfig) -> str | None:
-    """Return the key that clients must send, which an address that others reach needs."""
+    """Return the key that clients must send; raise ConfigError for a public address without one."""
     name = settings.api_key_env
     if name is None:
         if settings.host not in LOOPBACK:
-            found = f"host={settings.host}, which other machines may reach, without a key"
-            reject(found, "a key", "api_key_env=RLINF_API_KEY and that variable, or host=127.0.0.1 and a tunnel")
+            actual = f"host={settings.host}, which other machines may reach, without a key"
+            reject(actual, "a key", "api_key_env=RLINF_API_KEY and that variable, or host=127.0.0.1 and a tunnel")
         return None
     key = os.environ.get(name)
     if not key:
-        raise ConfigError(f"api_key_env={name}, and this variable is not set. Set export {name}=<a long random word>")
+        raise ConfigError(f"api_key_env={name}, and this variable is not set. Set export {name}=<a long random text>")
     return key
 
 
 def _bound(settings: ServeConfig) -> socket.socket:
-    """Take the address before a policy loads for minutes; nobody is listened to yet."""
+    """Return a socket that is bound to the address, and does not listen yet."""
     family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
-    # Two sockets that both reuse an address could have it together. Only what a dead server has left needs that.
+    # Try without SO_REUSEADDR first: two servers that both set it could share an address. Only a dead server's port needs it.
     for reuse in (0, 1):
         bound = socket.socket(family, socket.SOCK_STREAM)
         try:
@@ -261,20 +258,20 @@ def _bound(settings: ServeConfig) -> socket.socket:
 
 
 def _taken(settings: ServeConfig, error: OSError) -> ConfigError:
-    found = f"host={settings.host} port={settings.port} cannot be used ({error.strerror or error})"
-    return ConfigError(f"{found}. Set port=0, which takes a free one, or host=127.0.0.1")
+    actual = f"host={settings.host} port={settings.port} cannot be used ({error.strerror or error})"
+    return ConfigError(f"{actual}. Set port=0 for any free port, or host=127.0.0.1")
 
 
 def _announce(bound: socket.socket, opened: Opened, config: RunConfig, settings: ServeConfig) -> None:
-    """Say where the policy is, and how it is evaluated from there."""
+    """Print the addresses, and the command that evaluates the policy there."""
     host, port = bound.getsockname()[:2]
     at = f"[{host}]" if ":" in host else host
     print(f"serving {opened.folder}, {config.model.model_type}, manifest {opened.manifest.digest[:12]}")
     print(
         f"openpi's protocol at ws://{at}:{port}, vla-eval's at ws://{at}:{port}{PATH}, health at http://{at}:{port}/healthz"
     )
-    shown = {"127.0.0.1": "127.0.0.1", "0.0.0.0": "<this machine>"}.get(host, at)
-    words = env_overrides(config)
-    if config.evaluation.allow_mismatch:  # what differs here must be allowed there too
-        words += f" 'evaluation.allow_mismatch={override_text(config.evaluation.allow_mismatch)}'"
-    print(f"evaluate it: rlinf evaluate model=remote model.url=ws://{shown}:{port} {words}", flush=True)
+    name = {"127.0.0.1": "127.0.0.1", "0.0.0.0": "<this machine>"}.get(host, at)
+    overrides = env_overrides(config)
+    if config.evaluation.allow_mismatch:  # accepted differences must be accepted by the client, too
+        overrides += f" 'evaluation.allow_mismatch={override_text(config.evaluation.allow_mismatch)}'"
+    print(f"evaluate it: rlinf evaluate model=remote model.url=ws://{name}:{port} {overrides}", flush=True)

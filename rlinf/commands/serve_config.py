@@ -11,31 +11,25 @@ from rlinf.serving import KEYS
 
 @dataclass
 class ServeConfig:
-    """Where a policy is served, to whom, and what a client may ask for."""
+    """Address, protocol and limits of a policy server."""
 
-    host: str = option("127.0.0.1", "Address to listen at. Other machines reach 0.0.0.0, which needs `api_key_env`.")
-    port: int = option(8000, "Port; 0: a free one.", minimum=0, maximum=65535)
+    host: str = option("127.0.0.1", "Address to listen on; 0.0.0.0 (all machines) needs `api_key_env`.")
+    port: int = option(8000, "Port; 0: any free port.", minimum=0, maximum=65535)
     api_key_env: str | None = option(
-        None, "Environment variable that holds the key which clients send as `Authorization: Api-Key <key>`."
+        None, "Environment variable with the key that clients send (`Authorization: Api-Key <key>`)."
     )
-    keys: str = option("rlinf", "Names of the parts of an observation.", choices=KEYS)
+    keys: str = option("rlinf", "Naming convention of observation keys.", choices=KEYS)
     cameras: list[str] | None = option(
-        None, "Names that clients have for the policy's cameras, in their order (`keys=rlinf`); null: the policy's own."
+        None, "Client names of the policy's cameras, in order (`keys=rlinf`); null: the policy's names."
     )
     execute: int | None = option(
-        None, "Actions of a chunk that are used on `/vla-eval` before the policy is asked again; null: all.", minimum=1
+        None, "Actions of a chunk executed on `/vla-eval` before the next policy call; null: all.", minimum=1
     )
-    max_batch: int = option(
-        NUM_ROWS,
-        "Rows of each call of the policy; fewer are filled up. Another number than in the evaluation may round otherwise.",
-        minimum=1,
-    )
-    batch_wait_ms: float = option(5.0, "Longest wait for observations of other clients.", minimum=0)
+    max_batch: int = option(NUM_ROWS, "Batch size of each policy call; smaller batches are padded.", minimum=1)
+    batch_wait_ms: float = option(5.0, "Maximum wait for observations of additional clients.", minimum=0)
     max_message_mib: int | None = option(
-        None, "Largest message that is read; null: one with `max_batch` observations, or 8 if that is less.", minimum=1
+        None, "Maximum message size; null: `max_batch` observations, at least 8.", minimum=1
     )
-    max_prompt_bytes: int = option(4096, "Longest prompt that is read, or other text in a message.", minimum=1)
-    max_clients: int = option(
-        64, "Connections at a time; one that has asked nothing for a minute makes room for another.", minimum=1
-    )
-    infer_timeout_s: float = option(60.0, "Longest wait for an action; then the client gets an error.", minimum=0.1)
+    max_prompt_bytes: int = option(4096, "Maximum size of a prompt or other text.", minimum=1)
+    max_clients: int = option(64, "Maximum connections; idle ones (one minute) are dropped first.", minimum=1)
+    infer_timeout_s: float = option(60.0, "Maximum wait for an action before the client gets an error.", minimum=0.1)

@@ -1,4 +1,4 @@
-"""Signals in a command that writes a folder."""
+"""Signal handling of commands that write a folder."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ from typing import Any
 
 
 @contextmanager
-def _answered(number: int, handler: Callable[..., Any]) -> Iterator[None]:
-    """Answer a signal by ``handler`` inside; it arrives in the main thread alone, so that another thread changes nothing."""
+def _handled(number: int, handler: Callable[..., Any]) -> Iterator[None]:
+    """Handle a signal by ``handler`` inside the block."""
+    # Python delivers signals to the main thread only, and other threads may not install handlers.
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -23,12 +24,12 @@ def _answered(number: int, handler: Callable[..., Any]) -> Iterator[None]:
 
 
 def sigterm_is_ctrl_c() -> AbstractContextManager[None]:
-    """Let SIGTERM, with which a cluster announces that it takes the machine back, do what Ctrl-C does."""
-    return _answered(signal.SIGTERM, _ctrl_c)
+    """Treat SIGTERM, by which a cluster announces preemption, like Ctrl-C."""
+    return _handled(signal.SIGTERM, _ctrl_c)
 
 
 def _ctrl_c(*_: object) -> None:
-    """Do what Ctrl-C does, also where a script has started the command by `&` and so lets it ignore SIGINT."""
+    # A command that a script started with `&` ignores SIGINT, so raising the signal would do nothing.
     if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
         raise KeyboardInterrupt
     signal.raise_signal(signal.SIGINT)
@@ -36,9 +37,9 @@ def _ctrl_c(*_: object) -> None:
 
 @contextmanager
 def ctrl_c_waits() -> Iterator[None]:
-    """Let SIGINT take effect after the block, which must not be half done."""
+    """Delay SIGINT until the end of the block."""
     arrived: list[int] = []
-    with _answered(signal.SIGINT, lambda number, _frame: arrived.append(number)):
+    with _handled(signal.SIGINT, lambda number, _frame: arrived.append(number)):
         yield
     if arrived:
         _ctrl_c()

@@ -1,4 +1,4 @@
-"""From a configuration to a finished run folder: build the parts, run the trainers."""
+"""Training, from a configuration to a finished run folder: build the parts, run the trainers."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ from rlinf.commands.open_checkpoint import open_checkpoint, policy_for
 from rlinf.commands.ranks import prepare_rank, reject_expandable_segments
 from rlinf.config.saved_code import code_overrides
 from rlinf.config.schema import RunConfig
-from rlinf.data.chosen import needs_outcomes
+from rlinf.data.filters import needs_outcomes
 from rlinf.data.formats import open_dataset
 from rlinf.data.stored import StoredDemonstrations
-from rlinf.distributed.deadlines import DeadlineError, waiting
+from rlinf.distributed.deadlines import DeadlineError, deadline
 from rlinf.distributed.deferred import deferred_parameters
 from rlinf.distributed.launch import launch
 from rlinf.distributed.parallel import (
@@ -88,17 +88,17 @@ from rlinf.training.train_worker import TrainWorker, rl_trainer_config, sft_trai
 logger = logging.getLogger("rlinf")
 
 MOST_ENVS_PER_CORE = 1024
-"""More are warned of: they are more likely a slip of the keyboard than meant."""
+"""Above this, warn: probably a typo."""
 
 
 @dataclass
 class Run:
-    """One rank of one run. ``train`` and ``sft`` start it on every rank.
+    """One rank of one run.
 
     Attributes:
-        parts: What the trainers are made of.
-        cloning: Clones; None: the run does no cloning, or has done it.
-        rl: Improves the policy; None: the run is one of cloning only.
+        parts: Shared parts of the trainers.
+        cloning: Trainer of behaviour cloning; None: not configured, or done.
+        rl: Trainer of RL; None: the run only clones.
     """
 
     parts: TrainerContext
@@ -107,17 +107,18 @@ class Run:
 
     @property
     def loop(self) -> Loop:
-        """Runs the trainers."""
+        """Training loop of the run."""
         return self.parts.loop
 
     def close(self) -> None:
-        """Close the env of the evaluations and an engine, then what the loop writes to, even if some of that fails."""
+        """Close trainers, engine, evaluation env and loop, even if one of them fails."""
         with self._closing():
             pass
 
     @contextmanager
     def _closing(self) -> Iterator[None]:
-        with self.loop, ExitStack() as stack:  # calls the last one first
+        # The stack closes in reverse order: trainers first, because their threads still use engine and env.
+        with self.loop, ExitStack() as stack:
             stack.callback(self.parts.evaluator.env.close)
             if self.parts.sync.generator is not None:
                 stack.callback(self.parts.sync.generator.close)
@@ -128,28 +129,29 @@ class Run:
     def execute(self) -> None:
         """Run behaviour cloning and RL as configured, then write summary and report."""
         parts, loop, rl = self.parts, self.loop, self.rl
-        who = None
+        workers = None
         with self._closing(), self._reporting():
+            # Engine and rollout workers start before cloning, which may take hours: their errors must show now.
             engine = getattr(parts.sync.generator, "engine", None)
             if engine is not None:
-                engine.start()  # its faults show before the hours of cloning
+                engine.start()
             if rl is not None:
-                with waiting("start"):
+                with deadline("start"):
                     rl.wait_until_ready()
-                who = rl.rollout_workers()
+                workers = rl.rollout_workers()
                 if rank() == 0:
-                    print(f"rollouts of each rank: played by {who}", flush=True)
+                    print(f"rollout workers per rank: {workers}", flush=True)
             if self.cloning is not None:
                 loop.fit(self.cloning)
                 self.cloning.close()
             if rl is not None:
                 loop.fit(rl)
         if rank() == 0:
-            write_summary(parts.config, loop.state, loop.checkpoints.names(), who)
+            write_summary(parts.config, loop.state, loop.checkpoints.names(), workers)
 
     @contextmanager
     def _reporting(self) -> Iterator[None]:
-        """Write the batch whose loss or gradient was not finite."""
+        """Write the batch of a non-finite loss or gradient to a folder."""
         try:
             yield
         except NonFiniteError as error:
@@ -157,29 +159,37 @@ class Run:
             if failed is not None:
                 if rank() == failed.rank:
                     write_failed_batch(failed, folder)
-                barrier()  # the first rank that fails ends the others, so all wait until the report is there
+                # The first rank that exits ends all ranks: wait until the report is written.
+                barrier()
                 error.add_note(f"Report of the batch: {folder}")
             raise
 
 
-@waiting("start")
+@deadline("start")
 def build(config: RunConfig, reservation: Reservation | None = None) -> Run:
-    """Build the parts of one rank. The configuration is validated and has its ``output_dir``."""
+    """Build the parts of one rank from a validated configuration with its ``output_dir``."""
     device = resolve_device(config.cluster.device, 1)  # of this rank, which sees one GPU
-    memory = -int(*maximum(-rank_memory_bytes(device, local_world_size())))  # of the poorest rank
+    # Memory first: it decides between sharding and replicas, and all ranks must decide by the smallest one.
+    memory = -int(*maximum(-rank_memory_bytes(device, local_world_size())))
     set_num_threads(config.cluster.num_threads, local_world_size())
+    # A run that does not fit is rejected here, before simulators start and weights are read.
     recomputed = _fit_to_gpu(config, memory) if device == "cuda" else 0
+    # Seed after the estimate, which builds a model and draws random numbers on rank 0 only.
     seed_everything(config.seed, config.trainer.deterministic)
-    resumed_from, state = _where_to_begin(config)
+    # The state comes before the env: its phase decides the number of envs.
+    resumed_from, state = _starting_point(config)
     has_rollout_workers = reservation is not None and reservation.group is not None
     if reservation is not None and (has_rollout_workers or config.cluster.num_env_workers):
-        reservation.join()  # env nodes are in the same cluster
+        reservation.join()  # env workers are in the same Ray cluster
     env = _evaluation_env(config, state)
     if rank() == 0 and config.cluster.num_env_workers:
         print(f"simulators: {describe_places(env)}", flush=True)
+    # The env comes before the dataset, whose cameras, state and actions are checked against it.
     dataset = _dataset(config, env, state, resumed_from)
-    with torch.random.fork_rng(devices=[]):  # only rank 0 takes it, and an env may draw from torch's generator
+    # Only rank 0 takes the fingerprint, and an env may draw from torch's generator: keep the ranks' generators equal.
+    with torch.random.fork_rng(devices=[]):
         fingerprint = take_fingerprint(env) if rank() == 0 and config.evaluation.probe else None
+    # The policy needs all three: action bounds (env), statistics (dataset), and the fingerprint to compare a checkpoint's with.
     model, fps = _policy(config, env, dataset, resumed_from, fingerprint)
     if dataset is not None:
         compare_with_statistics(model, dataset, config.env.name)
@@ -188,7 +198,8 @@ def build(config: RunConfig, reservation: Reservation | None = None) -> Run:
 
         if find_layers(model):
             set_training_options(model, recomputed=recomputed, compiled=config.model.compile)
-    parallel, sync = _on_ranks(config, model, device, memory, reservation if has_rollout_workers else None)
+    # Sharding replaces parameters, so it precedes the optimiser, and the checkpoint is read into the shards.
+    parallel, sync = _distribute(config, model, device, memory, reservation if has_rollout_workers else None)
     workers = sync.generator if isinstance(sync.generator, RolloutWorkers) else None
     worker = _worker(config, parallel, state)
     if resumed_from is not None:
@@ -201,7 +212,7 @@ def build(config: RunConfig, reservation: Reservation | None = None) -> Run:
         config.trainer,
         to_mapping(config),
         checkpoints=CheckpointManager(
-            folder, save_mode=config.trainer.save_mode, max_keep=config.trainer.max_keep, latest=_latest_of(folder)
+            folder, save_mode=config.trainer.save_mode, max_keep=config.trainer.max_keep, latest=_latest_target(folder)
         ),
         stop_signal=stop_signal,
         progress=Progress(enabled=rank() == 0, updates=config.tracking.progress),
@@ -217,50 +228,49 @@ def build(config: RunConfig, reservation: Reservation | None = None) -> Run:
     else:
         cloning = CloningTrainer(parts, dataset) if state.phase == "sft" else None
         run = Run(parts, cloning, ALGORITHMS.get(config.algorithm.name).make_trainer(parts, env, workers))
-    loop.tracker = _tracker(config, state, resumed_from) if rank() == 0 else None  # the first to write into the folder
+    # The tracker is the first to write into the folder, so a run that fails to build leaves no metrics.
+    loop.tracker = _tracker(config, state, resumed_from) if rank() == 0 else None
     return run
 
 
-def _latest_of(folder: Path) -> Path | None:
-    """Return what ``outputs/<experiment>/latest`` or ``multirun/<experiment>/latest`` is to name: a run, or the sweep around it."""
+def _latest_target(folder: Path) -> Path | None:
+    """Return the target of ``outputs/<experiment>/latest`` or ``multirun/<experiment>/latest``: a run, or the sweep around it."""
     names = [path.name for path in folder.absolute().parents]
     return folder if names[1:2] == ["outputs"] else folder.parent if names[2:3] == ["multirun"] else None
 
 
 def _fit_to_gpu(config: RunConfig, memory: int) -> bool | int:
-    """Return how many blocks are recomputed on a GPU of ``memory`` bytes. Raise ConfigError if the run does not fit there.
-
-    Rank 0 estimates, which takes up to a minute, and all ranks return or raise its result.
-    """
-    recomputed, rejection = broadcast_object(_ask_gpu(config, memory) if rank() == 0 else None, 0)
-    if rejection is not None:
-        raise rejection
+    """Return the number of recomputed layers for a GPU of ``memory`` bytes; raise ConfigError if the run does not fit."""
+    # Only rank 0 estimates, which takes up to a minute. Its error is broadcast, or the remaining ranks would hang.
+    recomputed, error = broadcast_object(_estimate_fit(config, memory) if rank() == 0 else None, 0)
+    if error is not None:
+        raise error
     return recomputed
 
 
-def _ask_gpu(config: RunConfig, memory: int) -> tuple[bool | int, RLinfError | None]:
+def _estimate_fit(config: RunConfig, memory: int) -> tuple[bool | int, RLinfError | None]:
     from rlinf.preflight.gpu_memory import fit_to_gpu, measure  # imports torch's compiler
 
     try:
         measured = measure(config)
         recomputed = fit_to_gpu(config, memory, measured)
-    except RLinfError as rejection:
-        return 0, rejection
+    except RLinfError as error:
+        return 0, error
     if measured.unknown:
         print(f"memory of passes: unknown: {measured.unknown}", flush=True)
     if recomputed:
-        which = "all blocks" if recomputed is True else f"the first {format_count(recomputed, 'block')}"
-        chosen = measured.unknown and config.model.gradient_checkpointing == "auto"
-        fix = "; if memory suffices without, set model.gradient_checkpointing=false" if chosen else ""
-        print(f"activations: {which} are recomputed{fix}", flush=True)
+        which = "all layers" if recomputed is True else f"the first {format_count(recomputed, 'layer')}"
+        is_guess = measured.unknown and config.model.gradient_checkpointing == "auto"
+        hint = "; if memory suffices without, set model.gradient_checkpointing=false" if is_guess else ""
+        print(f"activations: {which} are recomputed{hint}", flush=True)
     return recomputed, None
 
 
-def _where_to_begin(config: RunConfig) -> tuple[Path | None, LoopState]:
-    """Return the checkpoint that is resumed, if any, and the state of the run."""
+def _starting_point(config: RunConfig) -> tuple[Path | None, LoopState]:
+    """Return the checkpoint to resume, if any, and the state of the run."""
     if config.resume is None:
         start = config.model.model_path
-        if config.init_from is not None:  # `latest` may soon be another one
+        if config.init_from is not None:  # resolved now: `latest` may soon be a different run
             start = _find_checkpoint(config.init_from)
         phase = "sft" if config.sft.max_steps > 0 else "rl"
         return None, LoopState(phase=phase, start=None if start is None else str(start))
@@ -270,8 +280,8 @@ def _where_to_begin(config: RunConfig) -> tuple[Path | None, LoopState]:
     if rank() == 0 and state.rollbacks and config.trainer.max_steps > 0:
         rate = rl_trainer_config(config.trainer, state.rollbacks).learning_rate
         print(
-            f"learning rate of RL: {rate:g} = {typed:g} / 2^{state.rollbacks}, because the run has gone back to its best "
-            "checkpoint; another trainer.learning_rate is taken as it is",
+            f"learning rate of RL: {rate:g} = {typed:g} / 2^{state.rollbacks}, because the run was rolled back to its best "
+            "checkpoint; set trainer.learning_rate explicitly to override",
             flush=True,
         )
     return folder, state
@@ -284,7 +294,7 @@ def _find_checkpoint(path: str) -> Path:
 
 def _evaluation_env(config: RunConfig, state: LoopState) -> VectorEnv:
     num_envs = config.evaluation.num_envs
-    # While the expert plays, every rank has all of them: the order of the demonstrations depends on their number.
+    # While the expert collects demonstrations, every rank has all envs: the order of the demonstrations depends on their number.
     if state.phase != "sft" or config.sft.dataset is not None:
         num_envs = max(-(-num_envs // world_size()), min(num_envs, NUM_EPISODES))
     return env_maker(config, local_world_size())(num_envs, auto_reset=False)
@@ -293,7 +303,7 @@ def _evaluation_env(config: RunConfig, state: LoopState) -> VectorEnv:
 def _dataset(
     config: RunConfig, env: VectorEnv, state: LoopState, resumed_from: Path | None
 ) -> StoredDemonstrations | None:
-    """Open the dataset that is cloned; raise CheckpointError if the resumed run has cloned another one. Record its hash in the state."""
+    """Open the dataset to clone, and record its hash in the state; raise CheckpointError if a resumed run cloned a different one."""
     if state.phase != "sft":
         return None
     sft = config.sft
@@ -305,8 +315,8 @@ def _dataset(
         digest = f"{digest} {sft.advantage_top_fraction} {sft.advantage_steps}"
     if resumed_from is not None and state.dataset != digest:
         raise CheckpointError(
-            f"{resumed_from} has cloned other demonstrations than sft.dataset={override_text(config.sft.dataset)} "
-            "(other rows, tasks or statistics). Set sft.dataset=<the dataset of the run>, or start a new run with "
+            f"{resumed_from} has cloned different demonstrations from sft.dataset={override_text(config.sft.dataset)} "
+            "(rows, tasks or statistics differ). Set sft.dataset=<the dataset of the run>, or start a new run with "
             f"init_from={config.resume} resume=null output_dir=<a new folder>"
         )
     state.dataset = digest
@@ -320,13 +330,10 @@ def _policy(
     resumed_from: Path | None,
     fingerprint: dict[str, Any] | None,
 ) -> tuple[torch.nn.Module, float | None]:
-    """Build the policy, or load the one that is resumed or started with, whose conditions must fit.
-
-    Also return the rate of the dataset that it clones, or had cloned before.
-    """
+    """Build the policy, or load that of ``resume`` or ``init_from``; also return the frame rate of its cloned dataset."""
     source, trainer = resumed_from or config.init_from, config.trainer
     fps = None if dataset is None else dataset.info.fps
-    # Ranks that share the weights read them once it is known who holds what.
+    # Sharded ranks read only their shards of the weights, once the sharding is known.
     may_shard = trainer.sharding == "auto" and world_size() > 1 and not trains_actor(config)
     deferred = trainer.sharding == "fsdp2" or trainer.cpu_offload or may_shard
     if source is None:
@@ -334,21 +341,18 @@ def _policy(
     # A new run may continue in another env or precision; a resumed one may not.
     free = [] if resumed_from is not None else ["env", "precision", "lora", "renderer"]
     if resumed_from is None and config.sft.max_steps > 0 and config.sft.advantage_top_fraction is not None:
-        free.append("preprocessing.prompt_suffix")  # which this run teaches
+        free.append("preprocessing.prompt_suffix")  # the policy learns the suffix in this run
     allowed = [*config.evaluation.allow_mismatch, *free]
     opened = open_checkpoint(source, config, allowed, resumes=resumed_from is not None, deferred=deferred)
     for line in compare_fingerprints(opened.manifest.probe, fingerprint):
-        logger.warning("the simulator has changed since %s was made: %s", opened.folder, line)
+        logger.warning("the simulator has changed since %s was written: %s", opened.folder, line)
     return opened.policy, opened.manifest.fps if dataset is None else fps
 
 
-def _on_ranks(
+def _distribute(
     config: RunConfig, model: torch.nn.Module, device: str, memory: int, reservation: Reservation | None
 ) -> tuple[Parallel, WeightPush]:
-    """Replicate or shard the policy, and make the rollout worker: the policy itself, or copies that the first push fills.
-
-    ``memory`` are the bytes of a rank.
-    """
+    """Replicate or shard the policy for ranks of ``memory`` bytes, and make the rollout policy (the first push fills copies)."""
     trainer, rollout = config.trainer, config.rollout
     choice = sharding_choice(config, model, world_size(), memory)
     if rank() == 0:
@@ -358,21 +362,20 @@ def _on_ranks(
         read_deferred(model, sources, "cpu")
     take_weights_of_rank_0(model)
     trained = trained_names(model)
-    shell = None if reservation is None else PolicySkeleton.of(model)
-    has_engine = shell is None and rollout.backend == "vllm" and trainer.max_steps > 0
+    skeleton = None if reservation is None else PolicySkeleton.of(model)
+    has_engine = skeleton is None and rollout.backend == "vllm" and trainer.max_steps > 0
     options = _engine_options(config, model, memory) if has_engine and device == "cuda" else rollout.vllm
-    # Where rollout workers have the copies, a rank's own copy describes the policy and holds no numbers.
-    rollout_model = empty_copy(model, device if shell is None else "meta") if choice.sharded else model
+    # With rollout workers, the rank's own copy only describes the policy: keep it on the meta device, without memory.
+    rollout_model = empty_copy(model, device if skeleton is None else "meta") if choice.sharded else model
     parallel = make_parallel(
         model, device, choice.sharded, shard_size=trainer.shard_size, cpu_offload=trainer.cpu_offload
     )
     checkpoints.on_every_rank(lambda: check_read(model, sources), "read the weights")
     generator: Any = None
-    if shell is not None:
+    if skeleton is not None:
         placement = Placement.of(config)
-        generator = RolloutWorkers(
-            worker_maker(config, shell, placement), config.cluster, placement, reservation, model
-        )
+        make = worker_maker(config, skeleton, placement)
+        generator = RolloutWorkers(make, config.cluster, placement, reservation, model)
     elif has_engine:
         from rlinf.rollout.vllm_policy import VllmPolicy  # imports transformers
 
@@ -391,7 +394,8 @@ def _worker(config: RunConfig, parallel: Parallel, state: LoopState) -> TrainWor
     in_sft = state.phase == "sft"
     rl = rl_trainer_config(config.trainer, state.rollbacks)
     settings = sft_trainer_config(config.trainer, config.sft) if in_sft else rl
-    is_frozen = not in_sft and ALGORITHMS.get(config.algorithm.name).freezes_policy  # masters would be for nothing
+    # A frozen policy gets no optimiser, whose float32 master weights would waste memory.
+    is_frozen = not in_sft and ALGORITHMS.get(config.algorithm.name).freezes_policy
     worker = TrainWorker(
         parallel.model,
         None if is_frozen else settings,
@@ -431,15 +435,16 @@ def _execute_rank(work: tuple[RunConfig, Reservation | None]) -> None:
     run = build(config, reservation)
     if rank() == 0:
         announce(config)
-    while (back := _execute(run, config)) is not None:
-        config = replace(config, resume=str(back.checkpoint), init_from=None)
-        if rank() == 0:  # at once: a run that is killed while it builds must not resume the checkpoints that it left
-            checkpoints.set_aside_later(back.checkpoint)
+    while (rollback := _execute(run, config)) is not None:
+        config = replace(config, resume=str(rollback.checkpoint), init_from=None)
+        # Before the build: a run that is killed while it builds must not resume the discarded checkpoints.
+        if rank() == 0:
+            checkpoints.set_aside_later(rollback.checkpoint)
         run = build(config, reservation)
 
 
 def announce(config: RunConfig) -> None:
-    """Print the numbers of a run that starts, what a resumed one changes, and what may be a slip of the keyboard."""
+    """Print the plan of a run, the changes of a resumed one, and warnings about probable typos."""
     print(format_derived(config), flush=True)
     if config.resume is not None:
         folder = folders.resolve_checkpoint(config.resume)
@@ -447,44 +452,43 @@ def announce(config: RunConfig) -> None:
             print(f"changed since {folder.name}: {change}", flush=True)
     ranks, cores = started_here(config.cluster.num_processes), num_cores()
     if ranks > cores and not ranks_by_ray(config) and resolve_device(config.cluster.device, 1) == "cpu":
-        print(f"warning: cluster.num_processes={ranks}, and this machine has {cores} cores for them", flush=True)
+        print(f"warning: cluster.num_processes={ranks} on a machine with {cores} cores", flush=True)
     envs_per_core = config.rollout.num_envs / cores
     if config.trainer.max_steps > 0 and envs_per_core > MOST_ENVS_PER_CORE:
-        given = f"rollout.num_envs={config.rollout.num_envs} is {envs_per_core:,.0f} envs for each of {cores} cores"
-        print(f"warning: {given}, which simulate them one after the other; each takes memory too", flush=True)
+        ratio = f"rollout.num_envs={config.rollout.num_envs} is {envs_per_core:,.0f} envs per core ({cores} cores)"
+        print(f"warning: {ratio}; a core steps its envs one after the other, and each takes memory", flush=True)
     if config.evaluation.split == "train":
         print(f"warning: {TRAINING_SPLIT}", flush=True)
 
 
 def _execute(run: Run, config: RunConfig) -> RolledBack | None:
-    """Execute one rank; returns where the run continues if it goes back, which a resumed run would do as well."""
+    """Execute one rank; return the rollback of a run that must continue from an earlier checkpoint."""
     stop_signal = run.loop.stop_signal
     try:
         with stop_signal.handled():
             run.execute()
         return None
-    except RolledBack as back:
-        return back.with_traceback(None)  # which holds the policy
+    except RolledBack as rollback:
+        return rollback.with_traceback(None)  # the traceback would keep the policy in memory
     except StopRequested as stop:
         if rank() == 0:
-            words = f"rlinf train resume={run.loop.folder} {code_overrides(to_mapping(config))}".rstrip()
-            way_on = f"continue with: {words}" if run.loop.checkpoints.names() else "nothing had been trained yet"
-            print(f"\n{stop}; {way_on}", file=sys.stderr, flush=True)
+            command = f"rlinf train resume={run.loop.folder} {code_overrides(to_mapping(config))}".rstrip()
+            hint = f"continue with: {command}" if run.loop.checkpoints.names() else "nothing had been trained yet"
+            print(f"\n{stop}; {hint}", file=sys.stderr, flush=True)
         number = stop_signal.number
-        sys.exit(1 if number is None else 128 + number)  # None: another rank received the signal
+        sys.exit(1 if number is None else 128 + number)  # None: a different rank received the signal
 
 
 def train(config: RunConfig) -> Path:
-    """Run an experiment: cloning if ``sft.max_steps`` > 0, evaluation, RL, evaluation, report.
+    """Run an experiment (cloning if ``sft.max_steps`` > 0, evaluation, RL, evaluation, report) and return its folder.
 
-    Where Ray has started the ranks and one is lost, all start again from the newest checkpoint,
-    ``cluster.max_restarts`` times at most, and twice at most from the same one. Return the run folder. Raise
-    ConfigError if another run writes there, or vLLM is to play in a process whose GPU memory it could not share;
-    RankKilledError or DeadlineError if a rank was lost or silent and all may not start again.
+    If Ray has started the ranks and one is lost, all restart from the newest checkpoint, at most ``cluster.max_restarts`` times,
+    and at most twice from the same one. Raise ConfigError if a different run writes there, or vLLM cannot share this process's
+    GPU memory; RankKilledError or DeadlineError if a rank was lost or silent and no restart is left.
     """
     with locked_folder(Path(config.output_dir)), reserved(config) as reservation:
         passed = _passed_over(config) if ranks_by_ray(config) else {}
-        begun: list[str | None] = []
+        starts: list[str | None] = []
         for num_restarts in itertools.count():
             try:
                 _launch(config, reservation)
@@ -498,52 +502,47 @@ def train(config: RunConfig) -> Path:
                 except CheckpointError as damage:
                     error.add_note(f"The ranks did not start again: {damage}")
                     raise error from None
-                if begun[-2:] == [config.resume] * 2:
+                # Without progress, the third attempt would fail like the first two.
+                if starts[-2:] == [config.resume] * 2:
+                    origin = config.resume or "the start"
                     error.add_note(
-                        f"The ranks did not start again: they had twice from {config.resume or 'the beginning'}, and got no further"
+                        f"The ranks did not start again: giving up after two restarts from {origin} without progress"
                     )
                     raise
-                begun.append(config.resume)
-                goes_on = f"from {config.resume}" if config.resume else "from the start: there is no checkpoint yet"
-                logger.warning(
-                    "%s\nAll ranks start again %s (%d of %d times).", error, goes_on, num_restarts + 1, limit
-                )
+                starts.append(config.resume)
+                origin = f"from {config.resume}" if config.resume else "from the start: there is no checkpoint yet"
+                logger.warning("%s\nAll ranks start again %s (%d of %d times).", error, origin, num_restarts + 1, limit)
     return Path(config.output_dir)
 
 
 def _launch(config: RunConfig, reservation: Reservation | None) -> None:
     """Run an experiment on its ranks."""
     cluster = config.cluster
-    alone = config.trainer.sharding == "fsdp2" or config.trainer.cpu_offload
+    needs_group = config.trainer.sharding == "fsdp2" or config.trainer.cpu_offload
     folders = (Path.cwd(), Path(config.output_dir))
     places = None if reservation is None else reservation.rank_places(cluster.deadlines.start, folders)
     if places is None:
         device = resolve_device(cluster.device, started_here(cluster.num_processes))
     else:
         device = "cuda" if reservation.ranks_on_gpu else "cpu"
-    if device == "cuda" and config.rollout.backend == "torch":  # what an engine shares must not be in such segments
+    # An engine cannot share memory in expandable segments, so they are for the torch backend only.
+    if device == "cuda" and config.rollout.backend == "torch":
         os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
     work = (config, reservation)
-    launch(_execute_rank, work, cluster.num_processes, device, alone, asdict(cluster.deadlines), places)
+    launch(_execute_rank, work, cluster.num_processes, device, needs_group, asdict(cluster.deadlines), places)
 
 
 def _passed_over(config: RunConfig) -> dict[Path, int]:
-    """Return the checkpoints of this run's folder that are later than the one that it resumes, with their inodes."""
-    begins = None if config.resume is None else folders.resolve_checkpoint(config.resume)
-    if begins is None or begins.parent.resolve() != (Path(config.output_dir) / CHECKPOINTS_FOLDER).resolve():
+    """Return the checkpoints of this run's folder that are later than the resumed one, with their inodes."""
+    start = None if config.resume is None else folders.resolve_checkpoint(config.resume)
+    if start is None or start.parent.resolve() != (Path(config.output_dir) / CHECKPOINTS_FOLDER).resolve():
         return {}
-    return {path: path.stat().st_ino for path in folders.later_checkpoints(begins)}
+    return {path: path.stat().st_ino for path in folders.later_checkpoints(start)}
 
 
 def _resumed(config: RunConfig, passed: Mapping[Path, int]) -> RunConfig:
-    """Return the configuration with which a run continues from its newest checkpoint, or starts again if it has none.
-
-    Raise CheckpointError if all checkpoints are damaged.
-
-    Args:
-        passed: Checkpoints that the run has passed over. It sets them aside when it has read all that it needs, and may have
-            been lost before.
-    """
+    """Return the configuration that resumes the newest checkpoint; raise CheckpointError if all checkpoints are damaged."""
+    # Checkpoints in `passed` still exist if the run was lost before it could set them aside: they are not its newest ones.
     if any(path.exists() and path.stat().st_ino == inode for path, inode in passed.items()):
         return config
     if not folders.has_checkpoints(Path(config.output_dir)):
@@ -552,5 +551,5 @@ def _resumed(config: RunConfig, passed: Mapping[Path, int]) -> RunConfig:
 
 
 def sft(config: RunConfig) -> Path:
-    """Run the behaviour cloning of an experiment only."""
+    """Run only the behaviour cloning of an experiment."""
     return train(replace(config, trainer=replace(config.trainer, max_steps=0)))

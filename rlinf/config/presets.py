@@ -1,4 +1,4 @@
-"""Settings with which an algorithm is another library's: ``algorithm.preset`` sets them together (docs/golden.md)."""
+"""Settings with which an algorithm is another library's: ``algorithm.preset`` sets them together (docs/results.md)."""
 
 from __future__ import annotations
 

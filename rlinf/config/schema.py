@@ -24,7 +24,7 @@ from rlinf.data.config import GOOD, CollectConfig, SFTConfig
 from rlinf.distributed.start import launch_context
 from rlinf.envs import ENVS
 from rlinf.envs.config import EnvConfig
-from rlinf.errors import ALIASES, ConfigError, MissingDependencyError, RLinfError, closest, did_you_mean
+from rlinf.errors import SYNONYMS, ConfigError, MissingDependencyError, RLinfError, closest, did_you_mean
 from rlinf.evaluation.config import EvaluationConfig
 from rlinf.files import follow_latest
 from rlinf.models.config import ModelConfig, TokenizerConfig
@@ -124,7 +124,7 @@ def fields_meant(name: str) -> list[str]:
     """Return the dotted keys whose last part is ``name`` or what it is an alias of: ``trainer.max_steps`` and
     ``sft.max_steps`` for ``max_steps`` and for ``steps``."""
     keys = list(field_types())
-    return [key for meant in (name, *ALIASES.get(name, ())) for key in keys if key.rpartition(".")[2] == meant]
+    return [key for meant in (name, *SYNONYMS.get(name, ())) for key in keys if key.rpartition(".")[2] == meant]
 
 
 def overrides_text(keys: Iterable[str], value: Any) -> str:
@@ -144,7 +144,7 @@ def unknown_key_error(dotted: str, value: Any, known: Iterable[str], hints: Mapp
     (section, _, name), known = dotted.rpartition("."), list(known)
     others = {key for key in field_types() if key.rpartition(".")[0] != section}  # of this one, `known` tells
     elsewhere = [key for key in fields_meant(name) if key in others]
-    if not set(known).isdisjoint(ALIASES.get(name, ())):
+    if not set(known).isdisjoint(SYNONYMS.get(name, ())):
         elsewhere = []
     elif not elsewhere and not section and closest(name, known) is None:
         similar = closest(name, (key.rpartition(".")[2] for key in others))

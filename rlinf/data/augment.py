@@ -1,7 +1,7 @@
-"""Random crops and colours of the images of behaviour cloning.
+"""Image augmentation of behaviour cloning: random crops and colours.
 
-Operations, order and bounds are as in OpenVLA's public fine-tuning (``image_aug``), which TensorFlow computes there:
-crop, brightness, contrast, saturation, hue; clipped to [0, 1] after each.
+Operations, order and bounds are as in OpenVLA's public fine-tuning (``image_aug``), which uses TensorFlow: crop, brightness,
+contrast, saturation, hue; clipped to [0, 1] after each.
 """
 
 from __future__ import annotations
@@ -16,26 +16,25 @@ from rlinf.types import Observation
 
 
 def augment(observation: Observation, config: AugmentConfig, seed: int, rows: np.ndarray) -> Observation:
-    """Return the observation with each image of each row changed at random; unchanged if ``config`` asks for nothing.
+    """Return the observation with each image of each row randomly changed; the same observation without augmentation.
 
-    An image's numbers follow from ``seed`` (of the optimiser step), its camera and its place in the whole minibatch
-    (``rows``, int64 ``[B]``) alone, so neither threads nor ranks nor a resumed run change them. Every camera has a crop
-    and colours of its own, as in OpenVLA.
+    Random numbers depend only on ``seed`` (of the optimiser step), the camera and the row's position in the complete minibatch
+    (``rows``, int64 ``[B]``), not on threads, ranks or a resume. Every camera has its own crop and colours, as in OpenVLA.
     """
     if config == AugmentConfig():
         return observation
     images = {}
     for camera, batch in observation.images.items():
         uniforms = [np.random.default_rng(derive_seed(seed, camera, int(row))).random(6) for row in rows]
-        each = zip(batch, uniforms, strict=True)
-        images[camera] = np.stack([augment_image(image, config, numbers) for image, numbers in each])
+        pairs = zip(batch, uniforms, strict=True)
+        images[camera] = np.stack([augment_image(image, config, numbers) for image, numbers in pairs])
     return replace(observation, images=images, is_cropped=config.crop_area < 1.0)
 
 
 def augment_image(image: np.ndarray, config: AugmentConfig, uniforms: np.ndarray) -> np.ndarray:
     """Return a changed copy of one image, uint8 ``[H, W, 3]``.
 
-    ``uniforms`` are six numbers in [0, 1): place of the crop (top, left), brightness, contrast, saturation, hue.
+    ``uniforms`` are six numbers in [0, 1): position of the crop (top, left), brightness, contrast, saturation, hue.
     """
     pixels = np.ascontiguousarray(image.transpose(2, 0, 1)).astype(np.float32) / np.float32(255.0)
     signed = (2.0 * uniforms[2:] - 1.0).astype(np.float32)
@@ -58,33 +57,33 @@ def _clip(pixels: np.ndarray) -> np.ndarray:
 
 
 def _crop(pixels: np.ndarray, side: float, from_top: float, from_left: float) -> np.ndarray:
-    """Cut ``side`` of both sides out of ``[3, H, W]`` and enlarge it bilinearly; the borders of the crop become the outermost pixels."""
+    """Crop a fraction ``side`` of both sides of ``[3, H, W]``, and resize to the full size bilinearly, aligning corners."""
     for axis, place in ((1, from_top), (2, from_left)):
         last = pixels.shape[axis] - 1
         places = (place * (1.0 - side) + np.linspace(0.0, side, last + 1)) * last
         low = np.floor(places).astype(np.int64)
-        share = (places - low).astype(np.float32).reshape((-1, 1) if axis == 1 else -1)
+        weight = (places - low).astype(np.float32).reshape((-1, 1) if axis == 1 else -1)
         above, below = pixels.take(low, axis), pixels.take(np.minimum(low + 1, last), axis)
-        pixels = above + (below - above) * share
+        pixels = above + (below - above) * weight
     return pixels
 
 
 def _value_and_span(pixels: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return the largest channel (the value of HSV) and its distance from the smallest one, ``[H, W]`` each."""
+    """Return HSV's value (the largest channel) and its distance from the smallest channel, ``[H, W]`` each."""
     red, green, blue = pixels
     value = np.maximum(np.maximum(red, green), blue)
     return value, value - np.minimum(np.minimum(red, green), blue)
 
 
 def _saturate(pixels: np.ndarray, factor: np.float32) -> np.ndarray:
-    """Multiply the saturation of HSV, at most to 1: the distances of the channels from the largest one grow alike."""
+    """Multiply HSV's saturation, at most to 1: all distances from the largest channel grow by the same factor."""
     value, span = _value_and_span(pixels)
     most = np.divide(value, span, out=np.full_like(value, np.inf), where=span > 0)
     return value - (value - pixels) * np.minimum(factor, most)
 
 
 def _turn_hue(pixels: np.ndarray, turn: np.float32) -> np.ndarray:
-    """Add ``turn`` (1: the whole circle) to the hue of HSV."""
+    """Add ``turn`` (1: a full rotation) to HSV's hue."""
     red, green, blue = pixels
     value, span = _value_and_span(pixels)
     numerator = np.where(value == red, green - blue, np.where(value == green, blue - red, red - green))
@@ -92,7 +91,7 @@ def _turn_hue(pixels: np.ndarray, turn: np.float32) -> np.ndarray:
     sixths += np.where(value == red, np.float32(0), np.where(value == green, np.float32(2), np.float32(4)))
     sixths += np.float32(6) * turn
     channels = []
-    # Red, green, blue: each falls from the value by the span over the part of the circle that faces it.
+    # HSV to RGB, piecewise linear; offsets 5, 3, 1 give R, G, B.
     for offset in (5, 3, 1):
         place = np.mod(sixths + np.float32(offset), np.float32(6))
         channels.append(value - span * np.minimum(place, np.float32(4) - place).clip(0, 1))

@@ -28,25 +28,25 @@ READERS: dict[str, ModuleType] = {INFO: lerobot_dataset, rlds_dataset.FEATURES: 
 
 
 def describe_dataset(folder: str | os.PathLike, key: str = "sft.dataset") -> DatasetInfo:
-    """Read the description of a dataset, but no rows; raise ConfigError, with the ``key`` that names it, without a dataset."""
+    """Read the description of a dataset, but no rows; ConfigError, naming the option ``key``, if there is no dataset."""
     return _reader(folder, key).describe(Path(folder).expanduser())
 
 
 def open_dataset(
     sft: SFTConfig, env: VectorEnv, folder: str | None = None, outcomes: bool = False
 ) -> StoredDemonstrations:
-    """Open ``sft.dataset``, or another ``folder``, for a policy of ``env``, with cameras under the env's names.
+    """Open ``sft.dataset``, or ``folder``, for a policy of ``env``, with cameras under the env's names.
 
-    With ``outcomes``, the consequences of the actions are read, too. The state is read if the dataset has one of the
-    env's width. The dataset must be whole, and have the cameras, and actions of the same width and meaning.
+    With ``outcomes``, also read the consequences of the actions. The state is read if the dataset has one of the env's width. The
+    dataset must be complete, with all cameras, and actions of the same width and meaning.
     """
     folder = sft.dataset if folder is None else folder
     info = describe_dataset(folder)
     actions, width = action_columns(info, sft.action_key, env.action_dim)
     if width != env.action_dim:
         raise ConfigError(
-            f"The actions of {info.folder} have {width} numbers, but actions of env.name={env.config.name} have "
-            f"{env.action_dim}. Set sft.dataset=<another folder>, or env=<another env>"
+            f"{info.folder} has action_dim={width}; required: {env.action_dim} for env.name={env.config.name}. "
+            "Set sft.dataset=<a different folder>, or env=<a different env>"
         )
     cameras = env.config.cameras
     columns = dict(zip(cameras, image_columns(info, cameras, sft.cameras), strict=True))
@@ -57,20 +57,20 @@ def open_dataset(
             info.folder, columns, state if 0 < env.state_dim == state_dim else None, outcomes,
             action_key=actions, skip_unreadable=sft.skip_unreadable_rows,
         )  # fmt: skip
-        dataset.rows(np.zeros(1, dtype=np.int64))  # unreadable images are reported before the weights load
+        dataset.rows(np.zeros(1, dtype=np.int64))  # to report unreadable images before the weights load
     except UnreadableRowError as error:
-        raise error.finished(f"{str(error).rstrip('.')}. {SKIP}") from error
+        raise error.with_message(f"{str(error).rstrip('.')}. {SKIP}") from error
     env.check_statistics(env.config, dataset.statistics())
     return dataset
 
 
 def _compare_rates(info: DatasetInfo, env: VectorEnv, allow_mismatch: Sequence[str]) -> None:
-    """Warn of rows at another rate than the env's steps; a dataset may have rounded it to an integer."""
+    """Warn if the rate of the rows differs from the env's; a dataset may have rounded it to an integer."""
     rate = env.metadata.get("render_fps")
     if info.fps and rate and abs(info.fps - rate) >= max(1, 0.05 * rate) and "fps" not in allow_mismatch:
         logger.warning(
-            "%s has %g rows a second, and env.name=%s takes %g steps a second, so a cloned action takes another time than in the "
-            "dataset. Set 'sft.allow_mismatch=%s' if that is meant",
+            "%s has %g rows per second, but env.name=%s takes %g steps per second, so a cloned action lasts longer or shorter than "
+            "in the dataset. Set 'sft.allow_mismatch=%s' if that is intended",
             info.folder, info.fps, env.config.name, rate, override_text([*allow_mismatch, "fps"]),
         )  # fmt: skip
 
@@ -83,22 +83,22 @@ def image_columns(info: DatasetInfo, env_cameras: Sequence[str], cameras: Sequen
     example = f"Set sft.cameras=[{','.join(known[: len(env_cameras)])}]"
     if len(wanted) != len(env_cameras):
         raise ConfigError(
-            f"{named}, but env.cameras is [{','.join(env_cameras)}]; required: one column for each camera, in their "
+            f"{named}, but env.cameras is [{','.join(env_cameras)}]; required: one column per camera, in their "
             f"order. {example}"
         )
-    found = []
+    columns: list[str] = []
     for name in wanted:
         column = name if name in info.image_shapes else f"{IMAGES}{name}"
         if column not in info.image_shapes:
             raise ConfigError(f"{info.folder} has no camera '{name}'.{did_you_mean(name, known)} {example}")
-        if column in found:
+        if column in columns:
             raise ConfigError(f"{named}, which names '{column}' twice; required: one column for each camera. {example}")
-        found.append(column)
-    return found
+        columns.append(column)
+    return columns
 
 
 def action_columns(info: DatasetInfo, action_key: str | Sequence[str] | None, wanted: int) -> tuple[list[str], int]:
-    """Return the columns of the actions and their joint width; raise ConfigError, with columns of width ``wanted``, if one is missing."""
+    """Return the columns of the actions and their total width; ConfigError, with columns of width ``wanted``, if one is missing."""
     names, known = column_names(action_key or "action"), dict(info.state_dims)
     known |= {"action": info.action_dim} if info.action_dim else {}
     missing = next((name for name in names if name not in known), None)
@@ -109,11 +109,13 @@ def action_columns(info: DatasetInfo, action_key: str | Sequence[str] | None, wa
     if len(likely) > 1 and sum(known.get(name, 0) for name in likely) == wanted:
         fix = f"'sft.action_key={override_text(likely)}'"
     columns = ", ".join(f"{name} ({width})" for name, width in known.items())
-    raise ConfigError(f"{info.folder} has no numbers '{missing}' for the actions, but {columns or 'none'}. Set {fix}")
+    raise ConfigError(
+        f"{info.folder} has no numeric column '{missing}' for the actions; it has {columns or 'none'}. Set {fix}"
+    )
 
 
 def state_columns(info: DatasetInfo, state_key: str | Sequence[str] | None) -> tuple[list[str], int]:
-    """Return the columns of the state (``state_key``, or the usual one) and their joint width; none without the usual one."""
+    """Return the columns of the state (``state_key``, or the default) and their total width; none without the default."""
     names = column_names(info.state_key if state_key is None else state_key)
     missing = next((name for name in names if name not in info.state_dims), None)
     if missing is None:

@@ -1,4 +1,4 @@
-"""Read camera frames of a dataset by row, from images inside files or from videos. Threads may share the readers."""
+"""Camera frames of a dataset by row, from encoded images or videos. Threads may share the readers."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from rlinf.data.video import VideoReader
 from rlinf.images import open_image
 
 MAX_OPEN_VIDEOS = 16
-"""Video files that a thread keeps open at a time."""
+"""Open video files per thread."""
 TOLERANCE_S = 1e-4
-"""Largest distance of a frame from the time of its row, as lerobot's."""
+"""Largest difference between the times of a frame and its row, as in lerobot."""
 
 
 class Frames(ABC):
@@ -30,22 +30,22 @@ class Frames(ABC):
     shape: tuple[int, int]
     """(height, width) in the dataset's description; (): any."""
     faults: Mapping[int, str] = MappingProxyType({})
-    """Rows of which it is known without decoding that they have no image, and why."""
+    """Rows known to have no image without decoding, and the reason."""
 
     @abstractmethod
     def read(self, rows: np.ndarray) -> np.ndarray:
-        """Return the frames of ``rows`` (int64 ``[B]``), uint8 ``[B, H, W, 3]``; reject missing or damaged ones."""
+        """Return the frames of ``rows`` (int64 ``[B]``), uint8 ``[B, H, W, 3]``; raise ConfigError if one is missing or damaged."""
 
     def _checked(self, image: np.ndarray, row: int, place: str | os.PathLike) -> np.ndarray:
         if self.shape and image.shape[:2] != self.shape:
-            found, described = (" x ".join(map(str, shape)) for shape in (image.shape[:2], self.shape))
-            raise damaged(place, f"the image of row {row} has {found} pixels, but its description says {described}")
+            size, required = (" x ".join(map(str, shape)) for shape in (image.shape[:2], self.shape))
+            raise damaged(place, f"the image of row {row} has {size} pixels; required by its description: {required}")
         return image
 
 
 @dataclass(eq=False)
 class EncodedFrames(Frames):
-    """PNG or JPEG images: row ``n`` is stored in the open ``files[file_ids[n]]``, ``lengths[n]`` bytes from ``offsets[n]`` on."""
+    """PNG or JPEG images: row ``n`` is in the open file ``files[file_ids[n]]``, ``lengths[n]`` bytes from ``offsets[n]`` on."""
 
     files: Sequence[BinaryIO]
     file_ids: np.ndarray
@@ -66,7 +66,7 @@ class EncodedFrames(Frames):
 
 @dataclass(eq=False)
 class VideoFrames(Frames):
-    """Frames of videos that hold many episodes each: row ``n`` is shown by ``paths[file_ids[n]]`` at ``times[n]``, in its time base."""
+    """Frames of videos with many episodes each: row ``n`` is at ``times[n]`` (in the time base) of ``paths[file_ids[n]]``."""
 
     paths: Sequence[Path]
     file_ids: np.ndarray
@@ -79,7 +79,7 @@ class VideoFrames(Frames):
     def locate(
         cls, paths: Sequence[Path], file_ids: np.ndarray, starts: np.ndarray, stamps: np.ndarray, shape: tuple[int, int]
     ) -> VideoFrames:
-        """Find the frame of each row, ``stamps`` seconds after its episode, which starts ``starts`` seconds into the file."""
+        """Find the frame of each row, ``stamps`` seconds into its episode, which starts ``starts`` seconds into the file."""
         times, faults = np.zeros(len(starts), dtype=np.int64), {}
         for number, path in enumerate(paths):
             with closing(VideoReader(path)) as reader:
@@ -87,22 +87,24 @@ class VideoFrames(Frames):
             rows = np.flatnonzero(file_ids == number)
             rows = rows[np.argsort(starts[rows], kind="stable")]
             wanted = starts[rows] + stamps[rows]
-            found = frame_numbers(ticks * base, wanted)
-            times[rows] = ticks[found]
+            numbers = frame_numbers(ticks * base, wanted)
+            times[rows] = ticks[numbers]
             about = f"{len(ticks)} frames for {len(rows)} rows, the last one at {ticks[-1] * base:.4f} s"
-            for row, second in zip(rows[found < 0].tolist(), wanted[found < 0], strict=True):
-                faults[row] = f"{path} has no frame of its own at {second:.4f} s ({about})"
+            for row, second in zip(rows[numbers < 0].tolist(), wanted[numbers < 0], strict=True):
+                faults[row] = f"{path} has no separate frame at {second:.4f} s ({about})"
         return cls(paths, file_ids, times, shape, faults)
 
     def read(self, rows: np.ndarray) -> np.ndarray:
-        found: dict[int, np.ndarray] = {}
+        frames: dict[int, np.ndarray] = {}
+        # In the order of files and times, because seeking in a video is slow.
         for position in np.lexsort((self.times[rows], self.file_ids[rows])).tolist():
             row = int(rows[position])
             reader = self._reader(int(self.file_ids[row]))
-            found[position] = self._checked(reader.frame_at(int(self.times[row])), row, reader.path)
-        return np.stack([found[position] for position in range(len(rows))])
+            frames[position] = self._checked(reader.frame_at(int(self.times[row])), row, reader.path)
+        return np.stack([frames[position] for position in range(len(rows))])
 
     def _reader(self, file_id: int) -> VideoReader:
+        # Per thread, because FFmpeg's decoders are not thread-safe.
         readers: dict[int, VideoReader] = self._local.__dict__.setdefault("readers", {})
         if file_id not in readers:
             if len(readers) >= MAX_OPEN_VIDEOS:
@@ -112,16 +114,16 @@ class VideoFrames(Frames):
 
 
 def frame_numbers(shown: np.ndarray, wanted: np.ndarray) -> np.ndarray:
-    """Return which frame of a video each row shows, int64 ``[R]``, -1 for none: the one at its time, or the one of its number, if known.
+    """Return the frame of a video for each row, int64 ``[R]``, by time or else by number; -1: unknown.
 
-    It is known where the video has as many frames as rows and no gap, and each frame is less than one away from its row's time.
-    ``shown``, ``[F]``, are the seconds of the frames, increasing, and ``wanted``, ``[R]``, of the rows, in their order.
+    The number decides if the video has as many frames as rows and no gap, and each frame is less than one step from its row's
+    time. ``shown``, ``[F]``, are increasing times of frames in seconds, and ``wanted``, ``[R]``, of the rows, in their order.
     """
     number, steps = np.searchsorted((shown[1:] + shown[:-1]) / 2, wanted), np.diff(shown)
-    tolerance = TOLERANCE_S + np.spacing(wanted.astype(np.float32))  # as which time stamps are stored
+    tolerance = TOLERANCE_S + np.spacing(wanted.astype(np.float32))  # time stamps are stored as float32
     is_there = np.abs(shown[number] - wanted) <= tolerance
-    own = np.flatnonzero(is_there)
-    is_there[own[1:]] = np.diff(number[own]) > 0  # a frame belongs to one row
+    matched = np.flatnonzero(is_there)
+    is_there[matched[1:]] = np.diff(number[matched]) > 0  # a frame belongs to one row
     if not is_there.all() and len(shown) == len(wanted) > 1:
         step = np.median(steps)
         if (np.abs(steps - step) < step / 2).all() and (np.abs(shown - wanted) < 0.99 * step).all():

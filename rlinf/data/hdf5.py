@@ -1,4 +1,4 @@
-"""Read demonstrations in HDF5, as robomimic and LIBERO publish them, episode by episode."""
+"""Read HDF5 demonstrations of robomimic and LIBERO, episode by episode."""
 
 from __future__ import annotations
 
@@ -19,40 +19,36 @@ from rlinf.flags import flags_of
 from rlinf.options import PathText, option, override_text
 
 CONTROL_FREQ_HZ = 20
-"""Env steps per second of robosuite, where a file does not say its own."""
+"""Env steps per second of robosuite, if a file does not state its own."""
 
 
 @dataclass
 class ConvertConfig:
-    """What `rlinf convert` reads, and where it writes."""
+    """Input and output of `rlinf convert`."""
 
-    source: PathText | None = option(
-        None, "HDF5 file, or folder of such files (.hdf5, .h5), of robomimic or of LIBERO."
-    )
+    source: PathText | None = option(None, "HDF5 file, or folder of files (.hdf5, .h5), of robomimic or LIBERO.")
     dataset: PathText | None = option(None, "New folder of the LeRobotDataset.")
-    task: str | None = option(None, "Instruction of all episodes; null: what each file says.")
-    cameras: list[str] | None = option(None, "Keys under obs to take as cameras; null: all images (uint8, 3 channels).")
-    state_keys: list[str] | None = option(
-        None, "Keys under obs that make up the state, one after the other; []: no state; null: the layout's."
+    task: str | None = option(None, "Instruction of all episodes; null: from each file.")
+    cameras: list[str] | None = option(
+        None, "Keys under obs that become cameras; null: all images (uint8, 3 channels)."
     )
-    mask: str | None = option(None, "Filter key of robomimic: only the episodes named in mask/<key>; null: all.")
+    state_keys: list[str] | None = option(None, "Keys under obs that form the state; []: no state; null: the layout's.")
+    mask: str | None = option(None, "Filter key of robomimic: only episodes in mask/<key>; null: all.")
     rotate_images: bool | None = option(
-        None, "Turn images by 180 degrees; null: LIBERO's, which it stores upside down."
+        None, "Rotate images by 180 degrees; null: only LIBERO's, which are upside down."
     )
     seen_after_action: bool | None = option(
-        None,
-        "Row t holds the observation after action t, so that each observation goes with the next action; null: measured in files "
-        "of LIBERO, false in others.",
+        None, "Row t has the observation after action t; null: measured for LIBERO, else false."
     )
-    fps: int | None = option(None, "Env steps per second; null: what the file says of its env, else 20.", minimum=1)
-    video: bool = option(False, "Store MP4 files, which are small and lossy; false: PNG images, which are exact.")
+    fps: int | None = option(None, "Env steps per second; null: from the file, else 20.", minimum=1)
+    video: bool = option(False, "Store MP4 files (small, lossy); false: PNG images (exact).")
 
 
 @dataclass(frozen=True)
 class FileLayout:
-    """The common layout of a project's files: keys under ``obs`` of the state, and names of cameras by key.
+    """A project's file layout: keys under ``obs`` of the state, and names of cameras by key.
 
-    Other cameras have their key without ``_image`` as name. ``env``: settings of our env, if there is one, that follow.
+    Other cameras are named by their key without ``_image``. ``env``: settings of the rlinf env with the same conventions.
     """
 
     name: str
@@ -75,7 +71,7 @@ LIBERO = FileLayout(
 
 @dataclass(frozen=True)
 class Hdf5Episode:
-    """Where an episode is: file, group, instruction, rows, and whether row ``t`` was seen after action ``t`` of the file."""
+    """File, group, instruction and rows of an episode, and whether row ``t`` was observed after action ``t``."""
 
     path: Path
     name: str
@@ -86,10 +82,10 @@ class Hdf5Episode:
 
 @dataclass(frozen=True)
 class Hdf5Demonstrations:
-    """The checked episodes of one or several files; their images are read when it is their turn.
+    """The checked episodes of one or more files; images are read episode by episode.
 
-    ``cameras`` and ``state_keys`` name keys under ``obs``; ``image_shapes`` are (height, width). ``rotate_images``:
-    images are turned by 180 degrees. ``env_args`` are the first file's.
+    ``cameras`` and ``state_keys`` name keys under ``obs``; ``image_shapes`` are (height, width). ``rotate_images``: by 180
+    degrees. ``env_args`` are the first file's.
     """
 
     layout: FileLayout
@@ -107,24 +103,22 @@ class Hdf5Demonstrations:
         """Yield the arguments of ``LeRobotWriter.add_episode``, episode by episode."""
         for path in dict.fromkeys(episode.path for episode in self.episodes):
             with _opened(path) as file:
-                for episode in (each for each in self.episodes if each.path == path):
+                for episode in [episode for episode in self.episodes if episode.path == path]:
                     with _reading(f"{episode.name} of {path}"):
-                        found = self._read(file["data"][episode.name], episode)
-                    yield found
+                        arguments = self._read(file["data"][episode.name], episode)
+                    yield arguments  # outside `_reading`, which must not catch the consumer's exceptions
 
     def _read(self, demo: Any, episode: Hdf5Episode) -> dict[str, Any]:
         seen = slice(0, episode.num_rows)
         done = slice(1, None) if episode.seen_after_action else seen
         images = {camera: demo[f"obs/{key}"][seen] for camera, key in self.cameras.items()}
         if self.rotate_images:
-            images = {camera: np.ascontiguousarray(each[:, ::-1, ::-1]) for camera, each in images.items()}
+            images = {camera: np.ascontiguousarray(image[:, ::-1, ::-1]) for camera, image in images.items()}
         rewards = np.asarray(demo["rewards"][done], np.float32).reshape(-1)
         success = rewards >= 1.0
-        ended = (
-            bool(flags_of(demo["dones"][-1], f"`dones` of {episode.name}").all())
-            if "dones" in list(demo)
-            else bool(success[-1])
-        )
+        ended = success[-1]
+        if "dones" in list(demo):
+            ended = flags_of(demo["dones"][-1], f"`dones` of {episode.name}").all()
         return {
             "images": images,
             "state": _state(demo, self.state_keys)[seen] if self.state_keys else None,
@@ -132,12 +126,12 @@ class Hdf5Demonstrations:
             "task": episode.task,
             "rewards": rewards,
             "success": success,
-            "truncated": not ended,
+            "truncated": not bool(ended),
         }
 
 
 def open_demonstrations(config: ConvertConfig) -> Hdf5Demonstrations:
-    """Check all episodes of ``config.source`` but their pixels. All files must fit the first one."""
+    """Check all episodes of ``config.source`` except their pixels. All files must match the first one."""
     if config.task is not None and not config.task.strip():
         raise ConfigError(f"task='{config.task}'; required: the instruction. Set 'task=<what the robot is to do>'")
     paths = _files(config)
@@ -151,20 +145,20 @@ def open_demonstrations(config: ConvertConfig) -> Hdf5Demonstrations:
                 demo, place = file["data"][name], f"{name} of {path}"
                 if first is None:
                     first = _describe(file, demo, path, config)
-                found = _checked_shapes(demo, first, place)
-                if shapes and found != shapes:
-                    key = next(key for key in shapes if shapes[key] != found[key])
+                demo_shapes = _checked_shapes(demo, first, place)
+                if shapes and demo_shapes != shapes:
+                    key = next(key for key in shapes if shapes[key] != demo_shapes[key])
                     raise ConfigError(
-                        f"{key} of {place} has rows of shape {list(found[key])}, and of {episodes[0].name} of "
-                        f"{episodes[0].path} {list(shapes[key])}; required: one shape. Convert them into two datasets"
+                        f"{key} of {place} has rows of shape {list(demo_shapes[key])}, and of {episodes[0].name} of "
+                        f"{episodes[0].path} {list(shapes[key])}; required: one shape. Convert them to two datasets"
                     )
-                shapes = found
+                shapes = demo_shapes
                 if late is None:
                     late = _seen_after_action(file, names, path, first.layout, config)
                 num_rows = len(demo["actions"]) - late
                 if num_rows < 1:
                     raise ConfigError(
-                        f"{place} has {len(demo['actions'])} actions; required: at least {1 + late}. Use another file"
+                        f"{place} has {len(demo['actions'])} actions; required: at least {1 + late}. Use a different file"
                     )
                 task = _task(file, demo, path, first.layout, config)
                 episodes.append(Hdf5Episode(path, name, task, num_rows, late))
@@ -177,20 +171,19 @@ def _files(config: ConvertConfig) -> list[Path]:
     source = Path(config.source).expanduser()
     if source.is_file():
         return [source]
-    if found := sorted(path for path in source.rglob("*") if path.suffix in (".hdf5", ".h5")):
-        return found
-    what = "holds no file *.hdf5 or *.h5" if source.is_dir() else "does not exist"
+    if paths := sorted(path for path in source.rglob("*") if path.suffix in (".hdf5", ".h5")):
+        return paths
+    what = "has no file *.hdf5 or *.h5" if source.is_dir() else "does not exist"
     raise ConfigError(f"source='{config.source}' {what}. Set source=<HDF5 file, or folder of such files>")
 
 
 def import_h5py() -> ModuleType:
-    """Return the module ``h5py``."""
     return import_reader("h5py", "`rlinf convert`", "HDF5 files")
 
 
 @contextmanager
 def _reading(place: object) -> Iterator[None]:
-    """Turn whatever h5py raises over a file that it cannot read into one error."""
+    """Convert any exception of h5py about an unreadable file to one error."""
     try:
         yield
     except RLinfError:
@@ -205,7 +198,7 @@ def _opened(path: Path) -> Any:
 
 
 def _child(group: Any, path: str) -> Any:
-    """Return the object at ``path``; None if no group lists it. A damaged link raises, which ``group.get`` would take for none."""
+    """Return the object at ``path``; None if no group lists it. A damaged link raises, unlike with ``group.get``."""
     for name in path.split("/"):
         if not isinstance(group, import_h5py().Group) or name not in list(group):
             return None
@@ -218,15 +211,15 @@ def _listed(group: Any) -> list[str]:
 
 
 def _names(file: Any, path: Path, mask: str | None) -> list[str]:
-    """Return the names of the episodes to take, in the order of their numbers."""
+    """Return the names of the selected episodes, in the order of their numbers."""
     group, data = import_h5py().Group, _child(file, "data")
-    found = [name for name in data if isinstance(data[name], group)] if isinstance(data, group) else []
-    if not found:
+    names = [name for name in data if isinstance(data[name], group)] if isinstance(data, group) else []
+    if not names:
         has = ", ".join(file) or "nothing"
         raise ConfigError(
-            f"{path} has no episodes under 'data', but {has}; required: the layout of robomimic or LIBERO. Use another file"
+            f"{path} has no episodes under 'data', but {has}; required: the layout of robomimic or LIBERO. Use a different file"
         )
-    names = sorted(found, key=lambda name: (len(name), name))
+    names = sorted(names, key=lambda name: (len(name), name))
     if mask is None:
         return names
     masks = _listed(_child(file, "mask"))
@@ -266,7 +259,7 @@ def _describe(file: Any, demo: Any, path: Path, config: ConvertConfig) -> Hdf5De
     convention = _text(file["data"].attrs.get("macros_image_convention", "opengl"))
     if layout.rotated and config.rotate_images is None and convention != "opengl":
         raise ConfigError(
-            f"{path} says of its images macros_image_convention={convention}; required: opengl, as in LIBERO's own files, which are "
+            f"{path} has macros_image_convention={convention}; required: opengl, as in LIBERO's own files, which are "
             "upside down. Look at an image, and set rotate_images=true or rotate_images=false"
         )
     env_args = _json(file["data"].attrs.get("env_args"), f"env_args of {path}")
@@ -277,7 +270,7 @@ def _describe(file: Any, demo: Any, path: Path, config: ConvertConfig) -> Hdf5De
         image_shapes={camera: demo[f"obs/{key}"].shape[1:3] for camera, key in cameras.items()},
         state_keys=tuple(state_keys),
         state_dim=sum(int(np.prod(demo[f"obs/{key}"].shape[1:])) for key in state_keys),
-        action_dim=0,  # told by the checks that follow
+        action_dim=0,  # set after the checks
         rotate_images=layout.rotated if config.rotate_images is None else config.rotate_images,
         fps=config.fps or _control_freq(env_args, path),
         env_args=env_args,
@@ -287,38 +280,37 @@ def _describe(file: Any, demo: Any, path: Path, config: ConvertConfig) -> Hdf5De
 def _check_named(
     option_name: str, keys: Sequence[str], known: Sequence[str], observed: Sequence[str], path: Path
 ) -> None:
-    """Reject keys that are not there, and the same key twice."""
+    """Reject unknown and repeated keys."""
     what = "images (uint8, [T, H, W, 3])" if option_name == "cameras" else "vectors"
     example = f"Set '{option_name}={override_text(known[:2])}'"
     example += "" if option_name == "cameras" else " or state_keys=[]"
     wrong = next((key for key in keys if key not in known), None)
     if wrong is not None or not keys:
-        found = f"{option_name} names '{wrong}'" if keys else "There are no images to take"
+        problem = f"{option_name} names '{wrong}'" if keys else "There are no images"
         raise ConfigError(
-            f"{found}; {path} has the {what} {', '.join(known) or '(none)'} among {', '.join(observed)}. {example}"
+            f"{problem}; {path} has the {what} {', '.join(known) or '(none)'} among {', '.join(observed)}. {example}"
         )
     if len(set(keys)) < len(keys):
         raise ConfigError(
-            f"{option_name} is {override_text(list(keys))}, which names a key twice; required: each once. {example}"
+            f"{option_name} is {override_text(list(keys))}, which repeats a key; required: distinct keys. {example}"
         )
 
 
 def _control_freq(env_args: Mapping[str, Any], path: Path) -> int:
-    """Return the env steps per second that a file says, an integer."""
+    """Return the env steps per second that a file states, an integer."""
     settings = env_args.get("env_kwargs")
     value = settings.get("control_freq") if isinstance(settings, dict) else None
     if value is None:
         return CONTROL_FREQ_HZ
     if not isinstance(value, (int, float)) or isinstance(value, bool) or not (value >= 1 and value % 1 == 0):
         raise ConfigError(
-            f"env_args of {path} says control_freq={value!r}; required: an integer of env steps per second, at least 1. "
+            f"env_args of {path} has control_freq={value!r}; required: an integer of env steps per second, at least 1. "
             "Set fps=<n>"
         )
     return int(value)
 
 
 def _is_numbers(data: Any) -> bool:
-    """Whether an object of a file is a dataset of numbers with rows."""
     return isinstance(data, import_h5py().Dataset) and bool(data.shape) and data.dtype.kind in "biuf"
 
 
@@ -327,58 +319,59 @@ def _is_image(data: Any) -> bool:
 
 
 def _checked_shapes(demo: Any, described: Hdf5Demonstrations, place: str) -> dict[str, tuple[int, ...]]:
-    """Return the shape of a row of each key, all of which must be there, equally long, and finite where they are numbers."""
+    """Return the shape of a row of each key. All must exist, have equal lengths, and be finite if numeric."""
     images = [f"obs/{key}" for key in described.cameras.values()]
     numbers = ["actions", "rewards", *(f"obs/{key}" for key in described.state_keys)]
     measured = [*numbers, "dones"] if "dones" in list(demo) else numbers
-    found = {key: _child(demo, key) for key in (*measured, *images)}
-    for key, data in found.items():
+    datasets = {key: _child(demo, key) for key in (*measured, *images)}
+    for key, data in datasets.items():
         if data is None:
             known = [*demo, *(f"obs/{name}" for name in _listed(_child(demo, "obs")))]
             raise ConfigError(
-                f"{place} has no '{key}'; it has {', '.join(known)}. Use another file, or other cameras= or state_keys="
+                f"{place} has no '{key}'; it has {', '.join(known)}. Use a different file, cameras= or state_keys="
             )
         if not (_is_image(data) if key in images else _is_numbers(data)):
             what = f"{data.dtype} {data.shape}" if hasattr(data, "dtype") else "a group"
             needed = "images (uint8, [T, H, W, 3])" if key in images else "a row of numbers for each step"
-            raise ConfigError(f"'{key}' of {place} is {what}; required: {needed}. Use another file")
-    lengths = {key: data.shape[0] for key, data in found.items()}
+            raise ConfigError(f"'{key}' of {place} is {what}; required: {needed}. Use a different file")
+    lengths = {key: data.shape[0] for key, data in datasets.items()}
     if len(set(lengths.values())) > 1:
-        told = ", ".join(f"{key} {length}" for key, length in lengths.items())
-        raise damaged(place, f"its rows are {told}; required: the same number everywhere")
+        counts = ", ".join(f"{key} {length}" for key, length in lengths.items())
+        raise damaged(place, f"its rows are {counts}; required: the same number everywhere")
     for key in measured:
-        width, single = int(np.prod(found[key].shape[1:])), key in ("rewards", "dones")
+        width, single = int(np.prod(datasets[key].shape[1:])), key in ("rewards", "dones")
         if width != 1 and (single or not width):
             needed = "one" if single else "at least one"
-            raise ConfigError(f"'{key}' of {place} has {width} numbers in a row; required: {needed}. Use another file")
+            raise ConfigError(
+                f"'{key}' of {place} has {width} numbers in a row; required: {needed}. Use a different file"
+            )
         with _reading(place):
-            values = np.asarray(found[key][()], np.float64).reshape(-1, width)
+            values = np.asarray(datasets[key][()], np.float64).reshape(-1, width)
         bad = np.flatnonzero(~np.isfinite(values).all(1))
         if len(bad):
             raise damaged(place, f"{key} of row {bad[0]} is not finite")
-    return {key: found[key].shape[1:] for key in (*numbers, *images)}
+    return {key: datasets[key].shape[1:] for key in (*numbers, *images)}
 
 
 def _seen_after_action(file: Any, names: Sequence[str], path: Path, layout: FileLayout, config: ConvertConfig) -> bool:
-    """Return whether row ``t`` of the episodes of a file was seen after action ``t``.
+    """Return whether row ``t`` of a file's episodes was observed after action ``t``.
 
-    LIBERO's own script plays the actions again and reads the sensors after each, while ``states[t]`` is the state
-    before it. The arm's joints, which are in both, tell: they come first in ``states``, after the time. The first
-    episode whose arm moves is measured.
+    LIBERO's own script replays the actions and reads the sensors after each, while ``states[t]`` is the state before it. The
+    arm's joints, which are in both (first in ``states``, after the time), decide: the first episode with motion is measured.
     """
     if config.seen_after_action is not None or layout is not LIBERO:
         return bool(config.seen_after_action)
-    choice = "Set seen_after_action=true (as LIBERO's own script writes: row t was seen after action t) or seen_after_action=false"
-    unknown = "so whether its rows were seen after their actions cannot be measured"
+    choice = "Set seen_after_action=true (as LIBERO's own script writes: row t was observed after action t) or seen_after_action=false"
+    unknown = "so whether its rows were observed after their actions cannot be measured"
     for name in names:
         demo = file["data"][name]
-        found = {key: _child(demo, key) for key in ("obs/joint_states", "states")}
-        for key, data in found.items():
+        datasets = {key: _child(demo, key) for key in ("obs/joint_states", "states")}
+        for key, data in datasets.items():
             if not _is_numbers(data) or data.ndim != 2:
                 raise ConfigError(
                     f"{name} of {path} has no vectors '{key}', {unknown}; required: one for each row. {choice}"
                 )
-        joints, states = (data[()] for data in found.values())
+        joints, states = (data[()] for data in datasets.values())
         arm = states[:, 1 : 1 + joints.shape[1]]
         if joints.shape != arm.shape:
             raise ConfigError(
@@ -391,20 +384,20 @@ def _seen_after_action(file: Any, names: Sequence[str], path: Path, layout: File
 
 
 def _task(file: Any, demo: Any, path: Path, layout: FileLayout, config: ConvertConfig) -> str:
-    """Return the instruction: the option, LIBERO's file name (as in published evaluations), or what the file says."""
+    """Return the instruction: the option, LIBERO's file name (as in published evaluations), or the file's metadata."""
     if config.task is not None:
         return config.task
     if layout is LIBERO and path.stem.endswith("_demo"):
         return instruction(path.stem.removesuffix("_demo"))
     about = _json(demo.attrs.get("ep_meta"), f"ep_meta of {demo.name[1:]} in {path}")
     problem = _json(file["data"].attrs.get("problem_info"), f"problem_info of {path}")
-    said = about.get("lang") or problem.get("language_instruction")
-    if isinstance(said, list) and all(isinstance(part, str) for part in said):
-        said = "".join(said)
-    if isinstance(said, str) and (text := said.strip('" ')):
+    value = about.get("lang") or problem.get("language_instruction")
+    if isinstance(value, list) and all(isinstance(part, str) for part in value):
+        value = "".join(value)
+    if isinstance(value, str) and (text := value.strip('" ')):
         return text
     raise ConfigError(
-        f"{path} does not say the instruction of {demo.name[1:]} (no problem_info, no lang in ep_meta); required: one. "
+        f"{path} lacks the instruction of {demo.name[1:]} (no problem_info, no lang in ep_meta); required: one. "
         "Set 'task=<what the robot is to do>'"
     )
 
@@ -419,13 +412,13 @@ def _text(value: Any) -> str:
 
 
 def _json(value: Any, place: str) -> dict[str, Any]:
-    """Return an attribute that holds a JSON object; empty without it."""
+    """Return an attribute with a JSON object; empty without it."""
     if value is None:
         return {}
     try:
-        found = json.loads(_text(value))
+        content = json.loads(_text(value))
     except ValueError as error:
         raise damaged(place, error) from error
-    if not isinstance(found, (dict, type(None))):
-        raise damaged(place, f"it is {found!r}; required: a JSON object")
-    return found or {}
+    if not isinstance(content, (dict, type(None))):
+        raise damaged(place, f"it is {content!r}; required: a JSON object")
+    return content or {}

@@ -21,20 +21,20 @@ from rlinf.errors import ConfigError
 from rlinf.flags import flags_of
 
 OWN_FILE = "rlinf.json"
-"""File in ``meta`` where ``rlinf collect`` records the env section of the configuration."""
+"""File in ``meta`` with the env section of the configuration of ``rlinf collect``."""
 
 OUTCOMES = (layout.EXECUTED, layout.REWARD, layout.DONE, layout.TRUNCATED, layout.SUCCESS, layout.INTERVENTION)
-"""Columns of the executed actions and of their consequences."""
+"""Columns of the executed actions and their consequences."""
 
 EPISODE_COLUMNS = re.compile(
     r"episode_index|length|dataset_(from|to)_index|(data|videos/.+)/(chunk_index|file_index|from_timestamp)"
 )
-"""Columns of ``meta/episodes`` that are read; the others are statistics."""
+"""Columns of ``meta/episodes`` that are read; the remaining ones are statistics."""
 ROW_KINDS = {name: "float64" if kind == "float32" else kind for name, kind in layout.ROW_COLUMNS.items()}
 
 
 def describe(folder: Path) -> DatasetInfo:
-    """Read the dataset's description; raise ConfigError if that fails or the format has another version."""
+    """Read the dataset's description; ConfigError if that fails or the format has a different version."""
     info = layout.read_info(folder)
     features = info["features"]
     images = {name: feature for name, feature in features.items() if feature["dtype"] in ("image", "video")}
@@ -56,7 +56,7 @@ def describe(folder: Path) -> DatasetInfo:
         num_rows=info["total_frames"],
         has_rewards=layout.REWARD in features,
         reports_success_per_row=layout.SUCCESS in features,
-        says_intervention=layout.INTERVENTION in features,
+        reports_intervention=layout.INTERVENTION in features,
         fps=info["fps"],
     )
 
@@ -65,31 +65,36 @@ def open_dataset(
     folder: Path, cameras: Mapping[str, str], state_key: str | Sequence[str] | None, outcomes: bool = False, *,
     action_key: str | Sequence[str] = layout.ACTION, skip_unreadable: bool = False,
 ) -> StoredDemonstrations:  # fmt: skip
-    """Read the numbers of all rows, locate the frames of ``cameras`` (name in the env to column), and compare rows, episodes and files.
+    """Read the numbers of all rows, locate the frames of ``cameras`` (name in the env to column), and check consistency.
 
-    Several columns of the state, or of the actions, are joined. With ``outcomes``, also the consequences of the actions, as far as the
-    dataset tells them. With ``skip_unreadable``, rows without a readable image are left out instead of raising UnreadableRowError.
+    Several columns of the state, or of the actions, are concatenated. With ``outcomes``, also read the consequences of the
+    actions, if available. With ``skip_unreadable``, skip rows without a readable image instead of raising UnreadableRowError.
     """
     pa = layout.import_pyarrow(f"Reading {folder}")
     info, description = layout.read_info(folder), describe(folder)
     action_keys, state_keys = column_names(action_key), column_names(state_key)
-    told = OUTCOMES if action_keys == [layout.ACTION] else OUTCOMES[1:]  # executed_action belongs to action
-    told = [name for name in told if outcomes and name in info["features"]]
-    kinds = dict.fromkeys(told) | dict.fromkeys([*action_keys, *state_keys], "float32") | ROW_KINDS
+    recorded = (
+        OUTCOMES if action_keys == [layout.ACTION] else OUTCOMES[1:]
+    )  # executed_action refers to the column action
+    recorded = [name for name in recorded if outcomes and name in info["features"]]
+    kinds = dict.fromkeys(recorded) | dict.fromkeys([*action_keys, *state_keys], "float32") | ROW_KINDS
     dims = {layout.EXECUTED: description.action_dim, layout.ACTION: description.action_dim, **description.state_dims}
     widths = {name: (dims.get(name, 1), kind) for name, kind in kinds.items()}
     spools = {key: _ImageSpool(folder, key) for key in cameras.values() if info["features"][key]["dtype"] == "image"}
     episodes = _episodes(pa, folder, info)
     columns = _read_rows(pa, folder, widths, spools)
     rows = {name: columns[name][:, 0] for name in ROW_KINDS}
-    found, told = (len(rows["index"]), len(episodes["episode_index"])), (info["total_frames"], info["total_episodes"])
-    if found != told:
-        counts = "it has {} rows and {} episodes, but its description says {} and {}"
-        raise damaged(folder, counts.format(*found, *told))
+    counts, declared = (
+        (len(rows["index"]), len(episodes["episode_index"])),
+        (info["total_frames"], info["total_episodes"]),
+    )
+    if counts != declared:
+        text = "it has {} rows and {} episodes; its description states {} and {}"
+        raise damaged(folder, text.format(*counts, *declared))
     order = np.argsort(rows["index"], kind="stable")
-    columns, rows = ({name: values[order] for name, values in each.items()} for each in (columns, rows))
+    columns, rows = ({name: values[order] for name, values in table.items()} for table in (columns, rows))
     if len(twice := np.flatnonzero(np.diff(rows["index"]) == 0)):
-        raise damaged(folder, f"data/ holds two rows with the index {rows['index'][twice[0]]}")
+        raise damaged(folder, f"data/ has two rows with the index {rows['index'][twice[0]]}")
     tasks = _tasks(pa, folder)
     numbers = sorted(tasks)
     if len(unknown := np.setdiff1d(rows["task_index"], numbers)):
@@ -113,12 +118,14 @@ def open_dataset(
 
 
 def _tables(pa: ModuleType, path: Path, names: Collection[str] | None = None, by_group: bool = False) -> Iterator[Any]:
-    """Yield the columns ``names`` of a parquet file, at once or by groups of rows; raise ConfigError if it is damaged or lacks one."""
+    """Yield the columns ``names`` of a parquet file, as one table or by row groups; ConfigError if damaged or one is missing."""
     try:
         with pa.parquet.ParquetFile(path) as file:
             known, groups = file.schema_arrow.names, range(file.num_row_groups)
             if missing := sorted(set(names or ()) - set(known)):
-                raise ConfigError(f"{path} has no column '{missing[0]}', but {', '.join(known)}. Use another dataset")
+                raise ConfigError(
+                    f"{path} has no column '{missing[0]}', but {', '.join(known)}. Use a different dataset"
+                )
             for group in groups if by_group else (groups,):
                 yield file.read_row_groups([group] if by_group else group, columns=names)
     except (OSError, pa.ArrowException) as error:
@@ -131,7 +138,7 @@ def _read_rows(
     """Return columns of numbers, ``[T, width]`` each, and copy the images, because parquet cannot read single rows."""
     parts: dict[str, list[np.ndarray]] = {name: [] for name in widths}
     if not (paths := sorted((folder / "data").glob("*/*.parquet"))):
-        raise damaged(folder, "data/ holds no rows")
+        raise damaged(folder, "data/ has no rows")
     for path in paths:
         (table,) = _tables(pa, path, list(widths))
         for name, (width, kind) in widths.items():
@@ -143,87 +150,91 @@ def _read_rows(
 
 
 def _numbers(pa: ModuleType, column: Any, place: str, width: int, kind: str | None) -> np.ndarray:
-    """Return a column of numbers, ``width`` in each row, as ``[T, width]``; raise ConfigError if it holds others, or ``kind`` would change one."""
+    """Return a numeric column as ``[T, width]``; ConfigError for other types or widths, or if ``kind`` would change a number."""
     flat, kinds = column.combine_chunks(), pa.types
     lengths = np.ones(len(flat), dtype=np.int64)
     if kinds.is_list(flat.type) or kinds.is_large_list(flat.type) or kinds.is_fixed_size_list(flat.type):
         lengths = pa.compute.fill_null(pa.compute.list_value_length(flat), 0).to_numpy(zero_copy_only=False)
         flat = flat.flatten()
     if not (kinds.is_floating(flat.type) or kinds.is_integer(flat.type) or kinds.is_boolean(flat.type)):
-        raise ConfigError(f"{place} is a column of {column.type}; required: numbers. Use another dataset")
+        raise ConfigError(f"{place} is a column of {column.type}; required: numbers. Use a different dataset")
     if len(wrong := np.flatnonzero(lengths != width)):
-        found = f"row {wrong[0]} has {lengths[wrong[0]]} numbers"
-        raise damaged(place, f"{found}, but its description says {width}; {len(wrong)} of {len(lengths)} rows differ")
+        problem = f"row {wrong[0]} has {lengths[wrong[0]]} numbers"
+        raise damaged(place, f"{problem}; its description states {width}; {len(wrong)} of {len(lengths)} rows differ")
     if flat.null_count:
         raise damaged(place, f"row {flat.is_null().to_numpy(zero_copy_only=False).argmax() // width} lacks a number")
     try:
         return (flat if kind is None else flat.cast(kind)).to_numpy(zero_copy_only=False).reshape(-1, width)
     except pa.ArrowInvalid as error:
-        raise ConfigError(f"{place} does not fit into {kind} ({error}). Use another dataset") from error
+        raise ConfigError(f"{place} does not fit into {kind} ({error}). Use a different dataset") from error
 
 
 def _episodes(pa: ModuleType, folder: Path, info: Mapping[str, Any]) -> dict[str, np.ndarray]:
-    """Return the numbers of ``meta/episodes`` in the order of the episodes, ``[E]`` each; raise ConfigError if a data file is missing."""
+    """Return the numbers of ``meta/episodes`` in the order of the episodes, ``[E]`` each; ConfigError if a data file is missing."""
     place = folder / layout.EPISODES_FOLDER
     tables = [table for path in sorted(place.glob("*/*.parquet")) for table in _tables(pa, path)]
     try:
-        table, found = pa.concat_tables(tables, promote_options="permissive").sort_by("episode_index"), {}
+        table, numbers = pa.concat_tables(tables, promote_options="permissive").sort_by("episode_index"), {}
     except pa.ArrowException as error:
         raise damaged(place, error) from error
     for name in filter(EPISODE_COLUMNS.fullmatch, table.column_names):
         kind = "float64" if "timestamp" in name else "int64"
-        found[name] = _numbers(pa, table.column(name), f"{name} of {place}", 1, kind)[:, 0]
-    files = zip(found.get("data/chunk_index", ()), found.get("data/file_index", ()), strict=False)
+        numbers[name] = _numbers(pa, table.column(name), f"{name} of {place}", 1, kind)[:, 0]
+    files = zip(numbers.get("data/chunk_index", ()), numbers.get("data/file_index", ()), strict=False)
     for chunk, file in sorted(set(files)):
         layout.file_of(folder, info, "data_path", layout.DATA, chunk_index=chunk, file_index=file)
-    return found
+    return numbers
 
 
 def _check_rows(
     folder: Path, fps: float | None, rows: Mapping[str, np.ndarray], episodes: Mapping[str, np.ndarray]
 ) -> np.ndarray:
-    """Compare rows with ``meta/episodes``, frame numbers and the rate; return the position of each row's episode there, int64 ``[N]``."""
+    """Compare rows with ``meta/episodes``, frame numbers and the rate; return each row's position in the episodes, int64 ``[N]``."""
     ids, first, episode, counts = np.unique(rows["episode_index"], True, True, True)
     starts = rows["index"][first]
-    found = {"episode_index": ids, "length": counts, "dataset_from_index": starts, "dataset_to_index": starts + counts}
-    for name, values in found.items():
+    computed = {
+        "episode_index": ids,
+        "length": counts,
+        "dataset_from_index": starts,
+        "dataset_to_index": starts + counts,
+    }
+    for name, values in computed.items():
         known = episodes.get(name, values)
         if not np.array_equal(known, values):
             at = int(np.flatnonzero(known[: len(values)] != values[: len(known)])[:1].sum())
-            told = f"{name} of episode {ids[at]} is {values[at]} by its rows, but {known[at]} by"
-            raise damaged(folder, f"{told} {layout.EPISODES_FOLDER}")
-    wanted = (
-        np.arange(len(episode)) + (rows["frame_index"][first] - first)[episode]
-    )  # a trimmed episode keeps its numbers
+            problem = f"{name} of episode {ids[at]} is {values[at]} by its rows, but {known[at]} by"
+            raise damaged(folder, f"{problem} {layout.EPISODES_FOLDER}")
+    # A trimmed episode keeps its frame numbers, so they need not start at 0.
+    wanted = np.arange(len(episode)) + (rows["frame_index"][first] - first)[episode]
     if len(wrong := np.flatnonzero(rows["frame_index"] != wanted)):
         row = wrong[0]
-        found = f"row {row} (episode {ids[episode[row]]}) has the frame_index {rows['frame_index'][row]}"
-        raise damaged(folder, f"{found}; required: {wanted[row]}, after the row before it")
+        problem = f"row {row} (episode {ids[episode[row]]}) has the frame_index {rows['frame_index'][row]}"
+        raise damaged(folder, f"{problem}; required: {wanted[row]}, after the row before it")
     steps = np.diff(rows["timestamp"])[np.diff(episode) == 0]
     if fps is not None and len(steps) and not abs(np.median(steps) * fps - 1) < 0.1:
         stamps = f"the time stamps of its rows are {np.median(steps):.4f} s apart"
-        raise damaged(folder, f"{stamps}, but {layout.INFO} says fps={fps:g}")
+        raise damaged(folder, f"{stamps}, but {layout.INFO} states fps={fps:g}")
     return episode
 
 
 def _outcomes(folder: Path, columns: Mapping[str, np.ndarray], actions: np.ndarray) -> Outcomes:
-    """Return the consequences of the actions; an episode counts as cut unless a column says that it terminated."""
+    """Return the consequences of the actions; an episode counts as truncated unless a column marks it as terminated."""
     flags = {
         name: flags_of(columns[name][:, 0], f"Column '{name}' of {folder}") for name in OUTCOMES[2:] if name in columns
     }
-    done, cut = flags.get(layout.DONE), flags.get(layout.TRUNCATED)
+    done, truncated = flags.get(layout.DONE), flags.get(layout.TRUNCATED)
     rewards = columns.get(layout.REWARD)
     return Outcomes(
         executed=columns.get(layout.EXECUTED, actions).astype(np.float32).reshape(len(actions), -1),
         rewards=None if rewards is None else rewards.astype(np.float32).reshape(-1),
         success=flags.get(layout.SUCCESS),
         intervention=flags.get(layout.INTERVENTION),
-        terminated=np.zeros(len(actions), dtype=bool) if done is None or cut is None else done & ~cut,
+        terminated=np.zeros(len(actions), dtype=bool) if done is None or truncated is None else done & ~truncated,
     )
 
 
 class _ImageSpool:
-    """The encoded images of one column in a nameless temporary file, in the order of the rows."""
+    """The encoded images of one column in an unnamed temporary file, in the order of the rows."""
 
     def __init__(self, folder: Path, key: str) -> None:
         self.folder, self.key = folder, key
@@ -234,7 +245,7 @@ class _ImageSpool:
     def append(self, column: Any, source: Path) -> None:
         """Copy the images of a column of the parquet file ``source``."""
         if min(getattr(column.type, "get_field_index", lambda _: -1)(name) for name in ("bytes", "path")) < 0:
-            required = "required: images (bytes, path). Use another camera"
+            required = "required: images (bytes, path). Use a different camera"
             raise ConfigError(f"{self.key} of {source} is a column of {column.type}; {required}")
         for value in column.to_pylist():
             encoded, reason = (value or {}).get("bytes"), f"no image '{self.key}', in {source}"
@@ -277,7 +288,7 @@ def _video_frames(
 
 
 def _recorded_env(path: Path) -> dict[str, Any]:
-    """Return the env section that `rlinf collect` recorded; empty for datasets of others."""
+    """Return the env section recorded by `rlinf collect`; empty for datasets of other tools."""
     if not path.is_file():
         return {}
     try:
@@ -293,7 +304,7 @@ def _tasks(pa: ModuleType, folder: Path) -> dict[int, str]:
     texts = [field.name for field in table.schema if "string" in str(field.type)]
     usual = [name for name in ("task", "__index_level_0__") if name in texts]
     if "task_index" not in table.column_names or not (usual or len(texts) == 1):
-        required = "required: task_index, and the instructions as 'task'. Use another dataset"
+        required = "required: task_index, and the instructions as 'task'. Use a different dataset"
         raise ConfigError(f"{path} has the columns {', '.join(table.column_names)}; {required}")
     numbers = _numbers(pa, table.column("task_index"), f"task_index of {path}", 1, "int64")[:, 0].tolist()
     instructions = table.column((*usual, *texts)[0]).to_pylist()
@@ -303,12 +314,12 @@ def _tasks(pa: ModuleType, folder: Path) -> dict[int, str]:
 
 
 def _height_width(name: str, feature: Mapping[str, Any]) -> tuple[int, int]:
-    """Return (height, width) of ``[H, W, C]`` or ``[C, H, W]``, told apart by the axes' names or the size of C."""
+    """Return (height, width) of ``[H, W, C]`` or ``[C, H, W]``, distinguished by the axes' names or the size of C."""
     shape, axes = feature["shape"], feature.get("names")
     if isinstance(axes, dict) and len(axes) == 1:
         (axes,) = axes.values()
     if len(shape) not in (2, 3) or min(shape) < 1:
-        required = "required: [height, width, channels]. Use another dataset"
+        required = "required: [height, width, channels]. Use a different dataset"
         raise ConfigError(f"The image '{name}' has the shape {list(shape)}; {required}")
     channels_first = len(shape) == 3 and shape[0] == 3 != shape[-1]
     if len(shape) == 3 and isinstance(axes, (list, dict)) and axes:

@@ -25,11 +25,11 @@ FILES_PER_CHUNK = 1000
 ACTION = "action"
 STATE = "observation.state"
 EXECUTED = "executed_action"
-"""The action with the demonstrator's noise, where ``action`` is without."""
+"""The action with the expert's noise, if ``action`` is without."""
 REWARD, DONE, TRUNCATED, SUCCESS = "next.reward", "next.done", "next.truncated", "next.success"
-"""Consequences of a row's action; datasets of others may lack any of them."""
+"""Consequences of a row's action; datasets of other tools may lack any of them."""
 INTERVENTION = "intervention"
-"""The row's action is a person's, who has taken over from a policy."""
+"""A human had taken over from a policy and chose the row's action."""
 IMAGES = "observation.images."
 """Prefix of camera columns."""
 
@@ -44,14 +44,14 @@ ROW_COLUMNS = {
 
 
 def import_pyarrow(wanted_by: str) -> ModuleType:
-    """Return the module ``pyarrow``, with ``pyarrow.parquet``."""
+    """Import ``pyarrow`` with ``pyarrow.parquet``."""
     for part in ("parquet", "compute"):
         import_reader(f"pyarrow.{part}", wanted_by, "parquet files")
     return import_reader("pyarrow", wanted_by, "parquet files")
 
 
 def read_info(folder: Path) -> dict[str, Any]:
-    """Read ``meta/info.json``; raise ConfigError if that fails, a value that is read is of another kind, or the format has another version."""
+    """Read ``meta/info.json``; ConfigError if that fails, a value has a wrong type, or the format a different version."""
     path, place = folder / INFO, "it"
     try:
         info = json.loads(path.read_text(encoding="utf-8"))
@@ -59,7 +59,7 @@ def read_info(folder: Path) -> dict[str, Any]:
             info[place] = index(info[place]) if place.startswith("total") else info[place]
         place = "fps"
         if info.setdefault(place) is not None and not 0 < info[place] < 1e6:
-            raise ValueError(f"{info[place]}; required: rows a second")
+            raise ValueError(f"{info[place]}; required: rows per second")
         for name, feature in info["features"].items():
             place = f"features.{name}"
             feature["dtype"], feature["shape"] = str(feature["dtype"]), tuple(map(index, feature["shape"]))
@@ -68,17 +68,19 @@ def read_info(folder: Path) -> dict[str, Any]:
     if not str(info["codebase_version"]).startswith("v3."):
         raise ConfigError(
             f"{folder} is a LeRobotDataset of version {info['codebase_version']}; required: {VERSION}. Convert it with lerobot's script "
-            "convert_dataset_v21_to_v30, or use another folder"
+            "convert_dataset_v21_to_v30, or use a different folder"
         )
     return info
 
 
 def _not_a_description(path: Path, reason: str) -> ConfigError:
-    return ConfigError(f"{path} cannot be read as the description of a LeRobotDataset ({reason}). Use another folder")
+    return ConfigError(
+        f"{path} cannot be read as the description of a LeRobotDataset ({reason}). Use a different folder"
+    )
 
 
 def file_of(folder: Path, info: Mapping[str, Any], key: str, usual: str, **numbers: Any) -> Path:
-    """Return the path of a file by the template ``info[key]``; raise ConfigError if that is none, or the file is missing."""
+    """Return the path of a file from the template ``info[key]``; ConfigError if the template is invalid or the file missing."""
     try:
         name = info.get(key, usual).format(**numbers)
     except (AttributeError, LookupError, TypeError, ValueError) as error:
@@ -89,9 +91,9 @@ def file_of(folder: Path, info: Mapping[str, Any], key: str, usual: str, **numbe
 
 
 def path_inside(folder: Path, path: str) -> Path:
-    """Return ``folder / path`` for an untrusted ``path`` of a dataset; raise ConfigError if it leads out of the folder."""
+    """Return ``folder / path`` for an untrusted ``path`` of a dataset; ConfigError if it leads out of the folder."""
     if Path(path).is_absolute() or ".." in Path(path).parts:
         raise ConfigError(
-            f"The dataset {folder} names the file '{path}'; required: a path within the folder. Use another dataset"
+            f"The dataset {folder} names the file '{path}'; required: a path within the folder. Use a different dataset"
         )
     return folder / path

@@ -22,7 +22,7 @@ from rlinf.flags import flags_of
 
 MIB = 2**20
 EXTRAS = {layout.REWARD: "float32", layout.DONE: "bool", layout.TRUNCATED: "bool", layout.SUCCESS: "bool"}
-"""Columns besides observation and action: the consequences of the row's action."""
+"""Columns of the consequences of the row's action."""
 
 
 class LeRobotWriter:
@@ -32,15 +32,14 @@ class LeRobotWriter:
     pyarrow, or PyAV with ``video``, is not installed.
 
     Args:
-        folder: The dataset; must not exist.
         fps: Env steps per second of simulated (or real) time.
         image_shapes: Camera name to (height, width).
         state_dim: ``S``; 0: no state.
         video: Write MP4 files (lossy, much smaller); False: PNG images inside the parquet files (exact).
-        more: Further columns: ``lerobot_format.EXECUTED`` where executed actions differ from the stored ones, ``INTERVENTION``.
+        more: Additional columns: ``lerobot_format.EXECUTED`` if executed actions differ from the stored ones, ``INTERVENTION``.
 
     Attributes:
-        about: Names of more JSON files in ``meta`` to their content, written by ``close``.
+        about: Names of additional JSON files in ``meta`` to their content, written by ``close``.
         data_file_mib, video_file_mib: Size beyond which the next parquet or MP4 file is started.
     """
 
@@ -61,9 +60,7 @@ class LeRobotWriter:
         self._pa = layout.import_pyarrow("Writing a LeRobotDataset")
         self.folder = Path(folder).expanduser().absolute()
         if os.path.lexists(self.folder):
-            raise ConfigError(
-                f"dataset is '{folder}', which exists, and nothing is overwritten. Set dataset=<a new folder>"
-            )
+            raise ConfigError(f"dataset is '{folder}', which exists and is not overwritten. Set dataset=<a new folder>")
         odd = {name: shape for name, shape in image_shapes.items() if shape[0] % 2 or shape[1] % 2}
         if video and odd:
             raise ConfigError(f"The images {odd} have an odd side, which MP4 cannot hold. Set collect.video=false")
@@ -123,7 +120,7 @@ class LeRobotWriter:
         truncated: bool = False,
         more: Mapping[str, np.ndarray] | None = None,
     ) -> None:
-        """Write one episode of ``T`` rows; row ``t`` holds the observation before action ``t``. Raise ConfigError for other shapes.
+        """Write one episode of ``T`` rows; row ``t`` has the observation before action ``t``. ConfigError for wrong shapes.
 
         Args:
             images: Camera name to uint8 ``[T, H, W, 3]``.
@@ -131,21 +128,21 @@ class LeRobotWriter:
             actions: float32 ``[T, D]``.
             rewards: float32 ``[T]``.
             success: bool ``[T]``: the goal is reached after the action.
-            truncated: The time limit ended the episode, and not its own rules.
-            more: The further columns, ``[T, D]`` or ``[T]``; without executed actions, these are ``actions``.
+            truncated: The time limit ended the episode.
+            more: The additional columns, ``[T, D]`` or ``[T]``; executed actions default to ``actions``.
         """
         length, first = len(actions), self.info["total_frames"]
         if not length:
             raise ConfigError("An episode has no actions; required: one or more")
-        done, cut = np.zeros((2, length), dtype=bool)
-        done[-1], cut[-1] = True, truncated
+        done, time_limit = np.zeros((2, length), dtype=bool)
+        done[-1], time_limit[-1] = True, truncated
         episode_index = self.info["total_episodes"]
         task_index = self._tasks.setdefault(task, len(self._tasks))
         columns: dict[str, np.ndarray] = {
             layout.ACTION: np.asarray(actions, np.float32),
             layout.REWARD: np.asarray(rewards, np.float32),
             layout.DONE: done,
-            layout.TRUNCATED: cut,
+            layout.TRUNCATED: time_limit,
             layout.SUCCESS: flags_of(success, "`success`"),
             "timestamp": (np.arange(length) / self.fps).astype(np.float32),
             "frame_index": np.arange(length),
@@ -162,8 +159,8 @@ class LeRobotWriter:
         seen = {key: np.asarray(images.get(key.removeprefix(layout.IMAGES))) for key in self.image_shapes}
         for name, values in (columns | seen).items():
             shape = (length, *self.info["features"][name]["shape"])
-            is_whole = values.dtype == np.uint8 if name in seen else np.isfinite(values).all()
-            if not is_whole or (values.shape != shape and values.shape + (1,) != shape):
+            is_valid = values.dtype == np.uint8 if name in seen else np.isfinite(values).all()
+            if not is_valid or (values.shape != shape and values.shape + (1,) != shape):
                 kind = "uint8" if name in seen else "finite numbers"
                 raise ConfigError(
                     f"'{name}' of episode {episode_index} is {values.dtype} {values.shape}; required: {kind} {shape}"
@@ -180,7 +177,7 @@ class LeRobotWriter:
         about |= self._add_rows(columns, {} if self.video else images)
         about |= {"dataset_from_index": first, "dataset_to_index": first + length}
         about |= {"meta/episodes/chunk_index": 0, "meta/episodes/file_index": 0}
-        about |= {f"stats/{key}/{name}": x.tolist() for key, found in statistics.items() for name, x in found.items()}
+        about |= {f"stats/{key}/{name}": x.tolist() for key, stats in statistics.items() for name, x in stats.items()}
         self._episodes.append(about)
         for name, values in columns.items():
             self._columns[name].append(values)
@@ -188,7 +185,7 @@ class LeRobotWriter:
         self.info["total_frames"] += length
 
     def close(self) -> Path:
-        """Finish the files and rename the folder; raise ConfigError without any episode, or if the name is taken by now."""
+        """Finish the files and rename the folder; ConfigError without episodes, or if the folder exists by now."""
         pa = self._pa
         if not self._episodes:
             self.abort()
@@ -205,7 +202,7 @@ class LeRobotWriter:
         columns = {name: np.concatenate(parts) for name, parts in self._columns.items()}
         statistics = {name: vector_statistics(x.reshape(len(x), -1)) for name, x in columns.items()}
         statistics |= {key: counted.result() for key, counted in self._images.items()}
-        plain = {key: {name: x.tolist() for name, x in found.items()} for key, found in statistics.items()}
+        plain = {key: {name: x.tolist() for name, x in stats.items()} for key, stats in statistics.items()}
         write_text(self._partial / layout.INFO, json.dumps(self.info, indent=4, ensure_ascii=False))
         write_text(self._partial / layout.STATS, json.dumps(plain, indent=4))
         pa.parquet.write_table(self._task_table(), self._partial / layout.TASKS)
@@ -219,10 +216,11 @@ class LeRobotWriter:
                 raise FileExistsError(self.folder)
             os.rename(self._partial, self.folder)
         except OSError as error:
+            # Hours of collected episodes must not be lost to a name that was taken meanwhile.
             instead = self.folder.with_name(f"{self.folder.name}-{os.getpid()}")
             os.rename(self._partial, instead)
             raise ConfigError(
-                f"'{self.folder}' was created by another process meanwhile. The episodes are in '{instead}'"
+                f"'{self.folder}' was created by a different process meanwhile. The episodes are in '{instead}'"
             ) from error
         return self.folder
 
@@ -245,7 +243,7 @@ class LeRobotWriter:
         return features
 
     def _add_rows(self, columns: Mapping[str, np.ndarray], images: Mapping[str, np.ndarray]) -> dict[str, int]:
-        """Append a row group to the current parquet file, or start the next one if it is full."""
+        """Append a row group to the current parquet file, or start the next file if it is full."""
         pa = self._pa
         shown = self.image_shapes if images else ()
         arrays = {key: self._image_column(images[key.removeprefix(layout.IMAGES)]) for key in shown}
@@ -263,6 +261,7 @@ class LeRobotWriter:
         if self._data_file is None:
             path = self._partial / layout.DATA.format(**where)
             path.parent.mkdir(parents=True, exist_ok=True)
+            # A dictionary of PNG files would only cost memory: no two are equal.
             plain = [name for name in arrays if name not in self.image_shapes]
             self._data_file = pa.parquet.ParquetWriter(path, table.schema, compression="snappy", use_dictionary=plain)
         self._data_file.write_table(table)
@@ -280,7 +279,7 @@ class LeRobotWriter:
         return pa.array(encoded, pa.struct([("bytes", pa.binary()), ("path", pa.string())]))
 
     def _add_video(self, key: str, images: np.ndarray) -> dict[str, Any]:
-        """Append an episode's frames to the camera's current MP4 file, or start the next one if it is full."""
+        """Append an episode's frames to the camera's current MP4 file, or start the next file if it is full."""
         video = self._videos.get(key)
         if video is not None and video.num_bytes > self.video_file_mib * MIB:
             video.close()
@@ -299,7 +298,7 @@ class LeRobotWriter:
         return {"chunk_index": chunk, "file_index": file}
 
     def _task_table(self) -> Any:
-        """Return a table with one row per task; pandas metadata make the instruction its index."""
+        """Return a table with one row per task; pandas metadata declare the instruction as its index."""
         pa = self._pa
         index = "__index_level_0__"
         table = pa.table(

@@ -1,4 +1,4 @@
-"""Read batches ahead in threads while the model trains on earlier ones."""
+"""Prefetching of batches in threads while the model trains."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from typing import Generic, TypeVar
 Batch = TypeVar("Batch")
 
 BATCHES_PER_WORKER = 2
-"""Batches ahead for each thread."""
+"""Prefetched batches per thread."""
 
 
 class Prefetcher(Generic[Batch]):
-    """Makes the batches of consecutive optimiser steps in threads, and returns them in order.
+    """Computes the batches of consecutive optimiser steps in threads, and returns them in order.
 
     ``make_batch(step)`` is thread-safe; decoding images releases the GIL. 0 ``num_workers``: on demand.
     """
@@ -34,7 +34,7 @@ class Prefetcher(Generic[Batch]):
             self._executor.shutdown(cancel_futures=True)
 
     def next(self) -> Batch:
-        """Return the batch of the next step, or raise the error of the thread that made it."""
+        """Return the batch of the next step, or raise the exception of its thread."""
         if self._executor is None:
             self._next_step += 1
             return self._make_batch(self._next_step - 1)

@@ -1,8 +1,8 @@
-"""Read RLDS folders, the format of Open X-Embodiment and LIBERO: a TensorFlow dataset whose examples are episodes.
+"""Read RLDS folders, the format of Open X-Embodiment and LIBERO: TensorFlow datasets with one example per episode.
 
 ``features.json`` must list ``steps/action``, images and a state under ``steps/observation``, and the instruction as
-``steps/language_instruction`` (or ``steps/observation/natural_language_instruction``). Only the split ``train`` is
-read, without TensorFlow, which would be a large dependency.
+``steps/language_instruction`` (or ``steps/observation/natural_language_instruction``). Only the split ``train`` is read,
+without TensorFlow, which would be a large dependency.
 
 A record of a TFRecord file is its length (uint64, little endian), a checksum of these eight bytes, the message and its checksum.
 Checksums are CRC-32C, rotated and shifted (tensorflow/core/lib/hash/crc32c.h). Messages are protocol buffers
@@ -35,14 +35,14 @@ VARINT, FIXED64, BYTES, FIXED32 = 0, 1, 2, 5
 
 
 class Blobs(NamedTuple):
-    """Places of the byte strings of a feature, int64 ``[N]`` each."""
+    """Positions of the byte strings of a feature, int64 ``[N]`` each."""
 
     offsets: np.ndarray
     lengths: np.ndarray
 
 
 def records(data: memoryview) -> Iterator[tuple[int, int]]:
-    """Yield start and end of each message in a TFRecord file; raise ValueError if a length or a checksum is wrong."""
+    """Yield start and end of each message in a TFRecord file; ValueError if a length or checksum is wrong."""
     position = 0
     while position < len(data):
         if position + HEADER.size > len(data):
@@ -50,39 +50,39 @@ def records(data: memoryview) -> Iterator[tuple[int, int]]:
         length, checksum = HEADER.unpack_from(data, position)
         if checksum != masked_crc32c(bytes(data[position : position + 8])):
             raise ValueError(f"no record starts at byte {position}")
-        begin = position + HEADER.size
-        position = begin + length + 4
+        start = position + HEADER.size
+        position = start + length + 4
         if position > len(data):
-            raise ValueError(f"the record at byte {begin - HEADER.size} has {length} bytes, but the file ends before")
-        if CHECKSUM.unpack_from(data, begin + length)[0] != masked_crc32c(data[begin : begin + length]):
-            raise ValueError(f"the record at byte {begin - HEADER.size} is damaged: its checksum does not match")
-        yield begin, begin + length
+            raise ValueError(f"the record at byte {start - HEADER.size} has {length} bytes, but the file ends earlier")
+        if CHECKSUM.unpack_from(data, start + length)[0] != masked_crc32c(data[start : start + length]):
+            raise ValueError(f"the record at byte {start - HEADER.size} is damaged: its checksum does not match")
+        yield start, start + length
 
 
 def masked_crc32c(data: bytes | memoryview) -> int:
-    """Return the checksum of ``data`` in the form of TFRecord files."""
+    """Return the masked checksum of ``data``, as in TFRecord files."""
     crc = crc32c(data)
     return ((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF
 
 
-def parse_example(data: memoryview, begin: int, end: int) -> dict[str, np.ndarray | Blobs]:
-    """Return the features of the ``tf.train.Example`` in ``data[begin:end]``: float32 or int64 arrays, or ``Blobs``."""
-    found = {}
-    for _, _, features_begin, features_end in _fields(data, begin, end):  # Example.features
-        for _, _, entry_begin, entry_end in _fields(data, features_begin, features_end):  # Features.feature
+def parse_example(data: memoryview, start: int, end: int) -> dict[str, np.ndarray | Blobs]:
+    """Return the features of the ``tf.train.Example`` in ``data[start:end]``: float32 or int64 arrays, or ``Blobs``."""
+    features = {}
+    for _, _, features_start, features_end in _fields(data, start, end):  # Example.features
+        for _, _, entry_start, entry_end in _fields(data, features_start, features_end):  # Features.feature
             name, value = "", (0, 0)
-            for number, _, first, last in _fields(data, entry_begin, entry_end):
+            for number, _, first, last in _fields(data, entry_start, entry_end):
                 if number == 1:
                     name = bytes(data[first:last]).decode()
                 else:
                     value = (first, last)
-            found[name] = _feature(data, *value)
-    return found
+            features[name] = _feature(data, *value)
+    return features
 
 
-def _feature(data: memoryview, begin: int, end: int) -> np.ndarray | Blobs:
-    """Read a ``Feature``: field 1 holds a BytesList, 2 a FloatList, 3 an Int64List, each with its values in field 1."""
-    for kind, _, first, last in _fields(data, begin, end):
+def _feature(data: memoryview, start: int, end: int) -> np.ndarray | Blobs:
+    """Read a ``Feature``: field 1 is a BytesList, 2 a FloatList, 3 an Int64List, each with its values in field 1."""
+    for kind, _, first, last in _fields(data, start, end):
         values = [(wire, a, b) for _, wire, a, b in _fields(data, first, last)]
         if kind == 1:
             offsets = np.array([a for _, a, _ in values], dtype=np.int64)
@@ -93,6 +93,7 @@ def _feature(data: memoryview, begin: int, end: int) -> np.ndarray | Blobs:
         for wire, a, b in values:
             if wire == VARINT:
                 numbers.append(_varint(data, a)[0])
+            # Packed encoding: one field with all numbers.
             while wire == BYTES and a < b:
                 number, a = _varint(data, a)
                 numbers.append(number)
@@ -120,7 +121,7 @@ def _fields(data: memoryview, position: int, end: int) -> Iterator[tuple[int, in
 
 
 def _varint(data: memoryview, position: int) -> tuple[int, int]:
-    """Read a number with seven bits per byte, lowest first; return it and the position after it."""
+    """Read a number with seven bits per byte, lowest first; return it and the next position."""
     number = shift = 0
     while True:
         byte = data[position]
@@ -141,9 +142,9 @@ INSTRUCTIONS = ("steps/language_instruction", f"{OBSERVATION}natural_language_in
 
 
 def describe(folder: Path) -> DatasetInfo:
-    """Read the dataset's description; raise ConfigError if it lacks actions, an instruction or the training split.
+    """Read the dataset's description; ConfigError if it lacks actions, an instruction or the training split.
 
-    A camera whose images may have any size (-1) has the size of the first one.
+    A camera with variable image sizes (-1) gets the size of its first image.
     """
     try:
         features = dict(_leaves(json.loads((folder / FEATURES).read_text(encoding="utf-8"))))
@@ -155,7 +156,7 @@ def describe(folder: Path) -> DatasetInfo:
     except (OSError, ValueError, KeyError, TypeError, AttributeError, ArithmeticError, RecursionError) as error:
         raise ConfigError(
             f"{folder} cannot be read as an RLDS dataset ({type(error).__name__}: {error}); required: {FEATURES} and "
-            f"dataset_info.json with a split '{SPLIT}'. Use another folder"
+            f"dataset_info.json with a split '{SPLIT}'. Use a different folder"
         ) from error
     needed = {
         ACTION: ACTION in vectors,
@@ -164,7 +165,7 @@ def describe(folder: Path) -> DatasetInfo:
     }
     if missing := " and no ".join(name for name, there in needed.items() if not there):
         has = ", ".join(f"{name} ({kind})" for name, (kind, _) in features.items())
-        raise ConfigError(f"The dataset {folder} has no {missing}; it has {has}. Use another folder")
+        raise ConfigError(f"The dataset {folder} has no {missing}; it has {has}. Use a different folder")
     if free := [key for key, shape in shapes.items() if len(shape) < 2 or min(shape) < 1]:
         shapes |= _first_sizes(folder, free)
     return DatasetInfo(
@@ -185,12 +186,13 @@ def open_dataset(
 ) -> StoredDemonstrations:  # fmt: skip
     """Read the numbers of all env steps, and locate the images of ``cameras`` (name in the env to name in the data).
 
-    Columns of the state, or of the actions, are joined. With ``outcomes``, also rewards and whether an episode ended by its own rules,
-    as far as the dataset tells. ``skip_unreadable``: see ``StoredDemonstrations.check_images``.
+    Columns of the state, or of the actions, are concatenated. With ``outcomes``, also read rewards and whether an episode ended
+    by its own rules, if available. ``skip_unreadable``: see ``StoredDemonstrations.check_images``.
     """
     info = describe(folder)
     instruction = _instruction_of(dict(_leaves(json.loads((folder / FEATURES).read_text(encoding="utf-8")))))
     paths = sorted(folder.glob(f"*-{SPLIT}.*-?????-of-?????"))
+    # Stay open: images are read from them by position, row by row.
     files: list[BinaryIO] = [open(path, "rb") for path in paths]
     widths = {ACTION: info.action_dim} | {f"{OBSERVATION}{key}": width for key, width in info.state_dims.items()}
     action_keys, state_keys = (
@@ -198,7 +200,7 @@ def open_dataset(
         for keys in (action_key, state_key)
     )
     actions, states, tasks, task_ids = [], [], {}, []
-    told: dict[str, list[np.ndarray]] = {REWARD: [], TERMINAL: []} if outcomes else {}
+    recorded: dict[str, list[np.ndarray]] = {REWARD: [], TERMINAL: []} if outcomes else {}
     episode_ids: list[np.ndarray] = []
     file_ids: list[np.ndarray] = []
     images: dict[str, list[Blobs]] = {camera: [] for camera in cameras}
@@ -207,18 +209,18 @@ def open_dataset(
             raise damaged(folder, f"{paths[number].name} is empty")
         with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped, memoryview(mapped) as data:
             try:
-                for begin, end in records(data):
-                    found = parse_example(data, begin, end)
-                    offsets, lengths = _blobs(found[instruction], None, instruction)
+                for start, end in records(data):
+                    example = parse_example(data, start, end)
+                    offsets, lengths = _blobs(example[instruction], None, instruction)
                     length = len(offsets)
                     for parts, keys in ((actions, action_keys), (states, state_keys)):
-                        columns = [_numbers(found[key], length, widths[key], key) for key in keys]
+                        columns = [_numbers(example[key], length, widths[key], key) for key in keys]
                         parts += [np.concatenate(columns, axis=1)] * bool(columns)
-                    for key, parts in told.items():
-                        if key in found:
-                            parts.append(_numbers(found[key], length, 1, key)[:, 0])
+                    for key, parts in recorded.items():
+                        if key in example:
+                            parts.append(_numbers(example[key], length, 1, key)[:, 0])
                     for camera, key in cameras.items():
-                        images[camera].append(_blobs(found[OBSERVATION + key], length, key))
+                        images[camera].append(_blobs(example[OBSERVATION + key], length, key))
                     texts = [bytes(data[a : a + n]).decode() for a, n in zip(offsets, lengths, strict=True)]
                     task_ids.append(np.array([tasks.setdefault(text, len(tasks)) for text in texts], dtype=np.int64))
                     episode_ids.append(np.full(length, len(episode_ids)))
@@ -226,7 +228,7 @@ def open_dataset(
             except (ValueError, KeyError, IndexError) as error:
                 raise damaged(f"Episode {len(episode_ids)} in {paths[number]}", error) from error
     if not actions or len(actions) != info.num_episodes:
-        raise damaged(folder, f"it has {len(actions)} episodes, but its description says {info.num_episodes}")
+        raise damaged(folder, f"it has {len(actions)} episodes; its description states {info.num_episodes}")
     where, frames = np.concatenate(file_ids), {}
     for camera, blobs in images.items():
         offsets, lengths = map(np.concatenate, zip(*blobs, strict=True))
@@ -235,13 +237,13 @@ def open_dataset(
             files, where, offsets, lengths, info.image_shapes[cameras[camera]], paths, faults
         )
     rows, task_ids, episode_ids = map(np.concatenate, (actions, task_ids, episode_ids))
-    found = None
+    results = None
     if outcomes:
-        rewards, terminal = (np.concatenate(parts) if parts else None for parts in told.values())
+        rewards, terminal = (np.concatenate(parts) if parts else None for parts in recorded.values())
         ends = np.zeros(len(rows), bool) if terminal is None else flags_of(terminal, f"{TERMINAL} of {folder}")
-        found = Outcomes(rows, rewards, None, ends)
+        results = Outcomes(rows, rewards, None, ends)
     state = np.concatenate(states) if states else None
-    dataset = StoredDemonstrations(info, frames, state, rows, task_ids, list(tasks), episode_ids, outcomes=found)
+    dataset = StoredDemonstrations(info, frames, state, rows, task_ids, list(tasks), episode_ids, outcomes=results)
     return dataset.check_images(skip_unreadable)
 
 
@@ -249,28 +251,28 @@ def _blobs(blobs: Any, length: int | None, name: str) -> Blobs:
     if not len(blobs):
         raise ValueError(f"it has no steps, because {name} is empty")
     if not isinstance(blobs, Blobs) or length not in (None, len(blobs.offsets)):
-        raise ValueError(f"an episode of {length} steps has another number of values of {name}")
+        raise ValueError(f"an episode of {length} steps has a different number of values of {name}")
     return blobs
 
 
 def _numbers(values: Any, length: int, width: int, name: str) -> np.ndarray:
     if isinstance(values, Blobs) or values.size != length * width:
-        raise ValueError(f"an episode of {length} steps has not {width} numbers of {name} in each")
+        raise ValueError(f"an episode of {length} steps lacks {width} numbers of {name} in each")
     return values.astype(np.float32).reshape(length, width)
 
 
 def _first_sizes(folder: Path, keys: Sequence[str]) -> dict[str, tuple[int, int]]:
-    """Return (height, width) of the first image of columns."""
+    """Return (height, width) of the first image of each column."""
     first = np.zeros(1, np.int64)
     for path in sorted(folder.glob(f"*-{SPLIT}.*-?????-of-?????"))[:1]:
         with open(path, "rb") as file:
             try:
                 data = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
-                found = parse_example(data, *next(records(data)))
-                images = {key: EncodedFrames([file], first, *found[key], (), [path]) for key in keys}
+                example = parse_example(data, *next(records(data)))
+                images = {key: EncodedFrames([file], first, *example[key], (), [path]) for key in keys}
             except (ValueError, KeyError, IndexError, TypeError, StopIteration) as error:
                 raise damaged(path, error) from error
-            return {key: each.read(first).shape[1:3] for key, each in images.items()}
+            return {key: frames.read(first).shape[1:3] for key, frames in images.items()}
     return {}
 
 

@@ -1,4 +1,4 @@
-"""Rows of demonstrations: their source, and their order in optimiser steps."""
+"""Row indices of demonstrations: their order in optimiser steps, and the rows of a chunk."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class BatchSource(Protocol):
 def shuffled_rows(num_rows: int, step: int, batch_size: int, seed: int) -> np.ndarray:
     """Return the rows of optimiser step ``step``, int64 ``[batch_size]``.
 
-    Every epoch is a permutation of all rows. A batch may hold the end of one epoch and the start of the next.
+    Every epoch is a permutation of all rows. A batch may contain the end of an epoch and the start of the next.
     """
     positions = np.arange(step * batch_size, (step + 1) * batch_size)
     index = np.empty(batch_size, dtype=np.int64)
@@ -41,5 +41,5 @@ def _epoch_order(num_rows: int, seed: int, epoch: int) -> np.ndarray:
 
 
 def following_rows(rows: np.ndarray, last_rows: np.ndarray, chunk_len: int) -> np.ndarray:
-    """Return each row and the ``chunk_len - 1`` after it, int64 ``[B, C]``; the episode's last row is repeated past its end."""
+    """Return each row and its ``chunk_len - 1`` successors, int64 ``[B, C]``, repeating the episode's last row past its end."""
     return np.minimum(rows[:, None] + np.arange(chunk_len), last_rows[:, None])

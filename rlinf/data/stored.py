@@ -1,4 +1,4 @@
-"""Demonstrations on disk: the description of a dataset, and its rows."""
+"""Demonstrations on disk: the description of a dataset, and access to its rows."""
 
 from __future__ import annotations
 
@@ -27,11 +27,10 @@ logger = logging.getLogger("rlinf")
 DESCRIPTIONS = ("meta/info.json", "meta/stats.json", "dataset_info.json", "features.json")
 """Description files of the two formats."""
 NUMBERS = re.compile(r"u?int\d+|float\d+")
-"""Kinds of columns that may be actions or a state."""
+"""Dtypes of columns that may be actions or a state."""
 
 
 def column_names(key: str | Sequence[str] | None) -> list[str]:
-    """Return the columns that a setting names."""
     return [key] if isinstance(key, str) else list(key or ())
 
 
@@ -41,13 +40,12 @@ class DatasetInfo:
 
     Attributes:
         image_shapes: Camera column to (height, width).
-        state_dims: Columns that may serve as state, to their widths; ``state_key`` is the usual one.
+        state_dims: Columns that may serve as state, to their widths; ``state_key`` is the default.
         action_dim: ``D``, the width of the column ``action``; 0 without it.
-        fps: Rows a second; None: unknown.
-        env: The env section of the configuration it was collected with; empty if unknown.
-        num_rows: None: unknown before it is opened.
-        has_rewards, reports_success_per_row, says_intervention: It tells the reward of each row, whether the goal was reached, or whether a
-            person acted who had taken over.
+        fps: Rows per second; None: unknown.
+        env: The env section of the configuration of ``rlinf collect``; empty if unknown.
+        num_rows: None: unknown until it is opened.
+        has_rewards, reports_success_per_row, reports_intervention: Whether it has these columns.
     """
 
     folder: Path
@@ -62,16 +60,16 @@ class DatasetInfo:
     num_rows: int | None = None
     has_rewards: bool = False
     reports_success_per_row: bool = False
-    says_intervention: bool = False
+    reports_intervention: bool = False
     fps: float | None = None
 
 
 @dataclass(frozen=True)
 class Outcomes:
-    """The executed actions (with the demonstrator's noise) of the ``N`` rows of a dataset, and their consequences.
+    """The executed actions (with the expert's noise) of the ``N`` rows of a dataset, and their consequences.
 
     ``success``: the goal was reached after the action. ``terminated``: the episode ended there by its own rules.
-    ``intervention``: a person acted, who had taken over. None: the dataset does not tell.
+    ``intervention``: a human had taken over and acted. None: the dataset has no such column.
     """
 
     executed: np.ndarray
@@ -87,9 +85,9 @@ class StoredDemonstrations:
 
     Raises ConfigError without rows, if a number is not finite, or if the rows of an episode are not consecutive.
 
-    ``frames`` maps each camera of the env, in its order, to the frames of its column. ``task_ids``, int64 ``[N]``,
-    index ``tasks``, which are instructions. ``last_rows``, int64 ``[N]``, are the last rows of the rows' episodes.
-    ``chunk_len`` is ``C``. Of rows that are ``unreadable``, bool ``[N]``, nobody is to learn: they show the nearest row's images.
+    ``frames`` maps each camera of the env, in its order, to its frames. ``task_ids``, int64 ``[N]``, index ``tasks``, which
+    are instructions. ``last_rows``, int64 ``[N]``, are the last rows of the rows' episodes. ``chunk_len`` is ``C``. Rows that
+    are ``unreadable``, bool ``[N]``, return the nearest row's images and must not be used for training.
     """
 
     info: DatasetInfo
@@ -104,7 +102,7 @@ class StoredDemonstrations:
 
     def __post_init__(self) -> None:
         if not len(self.actions):
-            raise damaged(self.info.folder, "it holds no rows")
+            raise damaged(self.info.folder, "it has no rows")
         rewards = None if self.outcomes is None or self.outcomes.rewards is None else self.outcomes.rewards[:, None]
         for name, values in (("action", self.actions), ("state", self.state), ("reward", rewards)):
             if values is not None and not np.isfinite(values).all():
@@ -117,11 +115,11 @@ class StoredDemonstrations:
         if len(np.unique(self.episode_ids)) != len(ends):
             raise damaged(self.info.folder, "the rows of an episode are not consecutive in the order of their index")
         self.unreadable = np.zeros(len(self.actions), dtype=bool)
-        self._shown = np.arange(len(self.actions))
+        self._image_rows = np.arange(len(self.actions))
         self._statistics: dict[str, Any] | None = None
 
     def check_images(self, skip: bool) -> StoredDemonstrations:
-        """Raise UnreadableRowError at the first row that is known to have no image. With ``skip``, read all and leave such rows out."""
+        """Raise UnreadableRowError at the first row known to have no image. With ``skip``, read all and mark such rows."""
         faults = dict(fault for frames in self.frames.values() for fault in frames.faults.items())
         for row in np.setdiff1d(np.arange(len(self)), list(faults)).tolist() if skip else ():
             try:
@@ -134,31 +132,31 @@ class StoredDemonstrations:
         reason = f"{len(faults)} of {len(self)} rows have no image; row {row} (episode {self.episode_ids[row]}): {faults[row]}"
         if not skip or len(faults) == len(self):
             raise damaged(self.info.folder, reason, UnreadableRowError)
-        logger.warning("%s is used without them: %s", self.info.folder, reason)
+        logger.warning("%s is used without these rows: %s", self.info.folder, reason)
         self.unreadable[list(faults)] = True
         readable = np.flatnonzero(~self.unreadable)
-        self._shown = readable[np.searchsorted((readable[1:] + readable[:-1]) / 2, np.arange(len(self)))]
+        self._image_rows = readable[np.searchsorted((readable[1:] + readable[:-1]) / 2, np.arange(len(self)))]
         return self
 
     def __len__(self) -> int:
         return len(self.actions)
 
     def statistics(self) -> dict[str, Any]:
-        """Return the ``normalization_statistics`` of all rows, which log what they change once."""
+        """Return the ``normalization_statistics`` of all rows; computed, and logged, once."""
         if self._statistics is None:
             self._statistics = normalization_statistics(self.actions, self.state)
         return self._statistics
 
     def digest(self) -> str:
-        """Return a hash of everything but the pixels: numbers, tasks, and the dataset's description and statistics."""
-        found = hashlib.sha256(json.dumps(self.tasks).encode())
+        """Return a hash of everything but the pixels: numbers, tasks, and the dataset's description files."""
+        digest = hashlib.sha256(json.dumps(self.tasks).encode())
         for values in (self.actions, self.state, self.task_ids, self.episode_ids):
             if values is not None:
-                found.update(repr(values.shape).encode() + np.ascontiguousarray(values).tobytes())
+                digest.update(repr(values.shape).encode() + np.ascontiguousarray(values).tobytes())
         for name in DESCRIPTIONS:
             path = Path(self.info.folder) / name
-            found.update(path.read_bytes() if path.is_file() else b"")
-        return found.hexdigest()
+            digest.update(path.read_bytes() if path.is_file() else b"")
+        return digest.hexdigest()
 
     def rows(self, index: np.ndarray) -> tuple[Observation, Tensor]:
         """Return the observations of rows ``index`` (int64 ``[B]``) and their actions, float32 ``[B, C, D]``.
@@ -166,7 +164,7 @@ class StoredDemonstrations:
         An episode's last action is repeated past its end. Raise UnreadableRowError for a row without a readable image.
         """
         try:
-            images = {camera: frames.read(self._shown[index]) for camera, frames in self.frames.items()}
+            images = {camera: frames.read(self._image_rows[index]) for camera, frames in self.frames.items()}
         except ConfigError as error:
             raise UnreadableRowError(str(error)) from error
         observation = Observation(

@@ -1,4 +1,4 @@
-"""Write MP4 files of camera frames, and read single frames at exact times. PyAV is imported at first use."""
+"""Write MP4 files of camera frames, and read frames at exact times. PyAV is imported at first use."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from rlinf.errors import ConfigError
 
 
 def import_av(wanted_by: str) -> ModuleType:
-    """Return the module ``av``, which is PyAV."""
+    """Import ``av`` (PyAV)."""
     return import_reader("av", wanted_by, "MP4 files")
 
 
 class VideoWriter:
-    """Writes H.264, 4:2:0, ``height`` and ``width`` even; every second frame is a key frame, so that seeking is fast, as in LeRobot."""
+    """Writes H.264, 4:2:0, with even ``height`` and ``width``; every second frame is a key frame for fast seeking, as in LeRobot."""
 
     def __init__(self, path: Path, fps: int, height: int, width: int) -> None:
         av = import_av("Writing a video")
@@ -52,7 +52,7 @@ class VideoWriter:
 
 
 class VideoReader:
-    """Reads single frames of a video file in any format of FFmpeg. Use it in one thread only."""
+    """Reads single frames of a video file in any format of FFmpeg. Not thread-safe."""
 
     def __init__(self, path: Path) -> None:
         av = import_av(f"Reading {path}")
@@ -62,6 +62,7 @@ class VideoReader:
             self._stream = self._container.streams.video[0]
         except (OSError, IndexError, av.error.FFmpegError) as error:
             raise damaged(path, f"it cannot be read as a video: {type(error).__name__}: {error}") from error
+        # Reading threads already run in parallel.
         self._stream.codec_context.thread_count = 1
         self._errors = av.error.FFmpegError
         self.time_base = Fraction(self._stream.time_base)
@@ -70,7 +71,7 @@ class VideoReader:
         self._frames, self._frame = iter(()), None
 
     def times(self) -> np.ndarray:
-        """Return the presentation times of all frames in units of ``time_base``, increasing int64 ``[F]``; nothing is decoded."""
+        """Return the presentation times of all frames in units of ``time_base``, increasing int64 ``[F]``, without decoding."""
         try:
             packets = [packet.pts for packet in self._container.demux(self._stream) if not packet.is_discard]
         except self._errors as error:
@@ -80,8 +81,9 @@ class VideoReader:
         return np.unique(np.array([time for time in packets if time is not None], dtype=np.int64))
 
     def frame_at(self, time: int) -> np.ndarray:
-        """Return the frame of a presentation time, uint8 ``[H, W, 3]``; raise ConfigError without one."""
+        """Return the frame at a presentation time, uint8 ``[H, W, 3]``; ConfigError if there is none."""
         try:
+            # Decode on from the current frame if it is close: a seek decodes from the last key frame.
             if self._frame is None or not 0 <= time - self._frame.pts <= 4 * self._step:
                 self._container.seek(time - self._step, stream=self._stream)
                 self._frames = self._container.decode(self._stream)

@@ -90,7 +90,7 @@ clock = Clock()
 
 
 @contextmanager
-def waiting(name: str) -> Iterator[None]:
+def deadline(name: str) -> Iterator[None]:
     """Give the block the deadline ``cluster.deadlines.<name>``; the one around it starts again after it.
 
     It covers the rank's own work, too, for which the other ranks wait. A single process waits for nothing.
@@ -102,7 +102,7 @@ def waiting(name: str) -> Iterator[None]:
         clock.switch(before)
 
 
-def go_on() -> None:
+def heartbeat() -> None:
     """Start the present deadline again, because the work has made progress."""
     clock.switch(clock.name)
 
@@ -110,7 +110,7 @@ def go_on() -> None:
 def portable(error: Exception, rank: int) -> Exception:
     """Return what other processes print of a rank's error: an error of the user as it is, any other with its traceback."""
     if isinstance(error, RLinfError):
-        return error.finished("\n".join([str(error), *getattr(error, "__notes__", [])]))
+        return error.with_message("\n".join([str(error), *getattr(error, "__notes__", [])]))
     if isinstance(error, RankError):
         return error
     text = "".join(traceback.format_exception(error))[-20000:]

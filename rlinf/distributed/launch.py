@@ -20,7 +20,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from rlinf.distributed.config import DeadlinesConfig
-from rlinf.distributed.deadlines import GRACE_S, DeadlineError, Watchdog, portable, report, reported, waiting
+from rlinf.distributed.deadlines import GRACE_S, DeadlineError, Watchdog, deadline, portable, report, reported
 from rlinf.distributed.devices import (
     gpu_uuids,
     hide_gpus,
@@ -344,14 +344,14 @@ def _take_part(
     """
     with Watchdog(store, rank, size, work.deadlines, ends_process):
         try:
-            with waiting("start"):
+            with deadline("start"):
                 if gpus:
                     _isolate(gpus, rank)
                 if work.device == "cuda":
                     agree(store, rank, size, "gpus", {"gpus": gpu_uuids()}, reject_shared_gpus)
                 _join_group(work.device, store, rank, size)
             work.function(work.argument)
-            with waiting("save"):
+            with deadline("save"):
                 dist.barrier()  # gloo aborts if one rank closes its connections while another still uses them
         except Exception as error:
             # Reported before this rank closes its connections, which makes the others fail with errors that hide the cause.

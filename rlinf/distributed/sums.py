@@ -1,6 +1,6 @@
 """Sums, counts and maxima over ranks.
 
-A *block* is one group of envs, or one env without groups. Blocks are numbered over all ranks, and each rank owns
+An *env group* is one group of envs, or one env without groups. Env groups are numbered over all ranks, and each rank owns
 equally many neighbouring ones.
 """
 
@@ -13,16 +13,16 @@ from torch import Tensor
 from rlinf.distributed.process_group import world_size
 
 
-def own_blocks(num_blocks: int, rank: int, num_ranks: int) -> range:
-    """Return the blocks of a rank: block ``b`` belongs to rank ``b * num_ranks // num_blocks``."""
-    if num_blocks % num_ranks:
-        raise ValueError(f"{num_blocks} blocks of envs on {num_ranks} ranks; required: a multiple of the ranks")
-    share = num_blocks // num_ranks
+def rank_range(num_env_groups: int, rank: int, num_ranks: int) -> range:
+    """Return the env groups of a rank: env group ``b`` belongs to rank ``b * num_ranks // num_env_groups``."""
+    if num_env_groups % num_ranks:
+        raise ValueError(f"{num_env_groups} env groups on {num_ranks} ranks; required: a multiple of the ranks")
+    share = num_env_groups // num_ranks
     return range(rank * share, (rank + 1) * share)
 
 
-def gather_blocks(own: Tensor) -> Tensor:
-    """Gather the rows of each rank's blocks, in the order of the blocks: ``[K_own, ...] -> [K, ...]``."""
+def gather_env_groups(own: Tensor) -> Tensor:
+    """Gather the rows of each rank's env groups, in the order of the env groups: ``[K_own, ...] -> [K, ...]``."""
     if world_size() == 1:
         return own
     joined = own.new_empty((world_size(), *own.shape))
@@ -30,9 +30,9 @@ def gather_blocks(own: Tensor) -> Tensor:
     return joined.flatten(0, 1)
 
 
-def sum_blocks(own: Tensor) -> Tensor:
-    """Sum the rows of all blocks, with equal bits on any number of ranks: float64 ``[K_own, n] -> [n]``."""
-    return gather_blocks(own).cumsum(0)[-1]
+def sum_env_groups(own: Tensor) -> Tensor:
+    """Sum the rows of all env groups, with equal bits on any number of ranks: float64 ``[K_own, n] -> [n]``."""
+    return gather_env_groups(own).cumsum(0)[-1]
 
 
 def sum_counts(*counts: int) -> tuple[int, ...]:

@@ -16,9 +16,9 @@ from gymnasium.vector.utils import batch_space
 from rlinf.envs.config import EnvConfig, check_cameras, select_tasks
 from rlinf.envs.episode_stats import EpisodeStats
 from rlinf.envs.episodes import drawn_episodes
-from rlinf.envs.judge import Judge, check_classifier, is_judged
 from rlinf.envs.spaces import checked_actions, checked_observation, observation_space, uniform_statistics
 from rlinf.envs.steps import SimulatorChunk, SimulatorStep, chunk_of_steps
+from rlinf.envs.success_override import SuccessOverride, check_success_classifier, overrides_success
 from rlinf.errors import ConfigError, NonFiniteError, did_you_mean
 from rlinf.options import override_text
 from rlinf.seeding import derive_seed
@@ -100,7 +100,7 @@ class VectorEnv(gymnasium.vector.VectorEnv, ABC):
         self._stats = EpisodeStats(self.num_envs, config)
         self._finished = np.zeros(self.num_envs, dtype=bool)
         self._lost = np.zeros(self.num_envs, dtype=bool)
-        self._judge = Judge(self) if is_judged(config) else None
+        self._judge = SuccessOverride(self) if overrides_success(config) else None
 
     # A subclass implements these.
 
@@ -263,7 +263,7 @@ class VectorEnv(gymnasium.vector.VectorEnv, ABC):
         select_tasks(cls.all_task_names(config), config.tasks)
         check_cameras(config.cameras, cls.camera_names)
         if config.success_classifier is not None:
-            check_classifier(config)
+            check_success_classifier(config)
 
     @classmethod
     def horizon_of(cls, config: EnvConfig, task: str) -> int:

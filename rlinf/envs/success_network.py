@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save
 from torch import Tensor, nn
 
-from rlinf.envs.judge import read_classifier
+from rlinf.envs.success_override import read_classifier
 from rlinf.errors import ConfigError
 from rlinf.files import write_bytes, write_text
 from rlinf.run_folder import CLASSIFIER_FILE, CLASSIFIER_WEIGHTS

@@ -1,4 +1,4 @@
-"""Results of an evaluation on a file of questions."""
+"""Results of a language model's evaluation on a file of questions."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from rlinf.files import write_text
 
 @dataclass(frozen=True)
 class Answer:
-    """What a model answered to one question.
+    """A model's answer to one question.
 
     Attributes:
-        id: Of the question; unique within its file.
-        category: Subset or category, by which accuracies are listed.
+        id: The question's id, unique within its file.
+        category: Subset, by which accuracies are listed.
         prompt: The question as text, before the chat template.
         completion: The model's text, without special tokens.
-        found: The answer found in the completion, or None.
-        num_tokens: Length of the completion, with the token that ends it.
-        is_cut: The completion reached the largest length without an end.
-        images: Files of the question's first images, made small, relative to the folder of the result.
+        found: The answer extracted from the completion, or None.
+        num_tokens: Length of the completion, including the end token.
+        is_cut: The completion was truncated at the maximum length.
+        images: Thumbnails of the question's first images, relative to the folder of the result.
     """
 
     id: str
@@ -46,7 +46,7 @@ class AnswerResult:
     """Answers to the questions of a file, in its order.
 
     Attributes:
-        answer_type: How an answer was found.
+        answer_type: How answers are extracted.
         temperature: Of the sampling; 0: the most likely tokens.
         wall_s: Duration in seconds, without loading the model.
     """
@@ -67,10 +67,10 @@ class AnswerResult:
     @property
     def per_category(self) -> dict[str, Success]:
         """Correct answers by category, in order of first appearance."""
-        found: dict[str, list[Answer]] = {}
+        categories: dict[str, list[Answer]] = {}
         for answer in self.answers:
-            found.setdefault(answer.category, []).append(answer)
-        return {category: _count(answers) for category, answers in found.items()}
+            categories.setdefault(answer.category, []).append(answer)
+        return {category: _count(answers) for category, answers in categories.items()}
 
     def as_dict(self) -> dict[str, Any]:
         """Return everything as JSON values."""
@@ -100,7 +100,7 @@ class AnswerResult:
 
 
 def holds_answers(path: str | os.PathLike) -> bool:
-    """Return whether a ``result.json`` holds answers; a result of episodes, or a damaged one, does not."""
+    """Return whether a ``result.json`` contains answers, not episodes."""
     try:
         data = json.loads(Path(path).read_text(encoding="utf-8"))
     except (OSError, ValueError):

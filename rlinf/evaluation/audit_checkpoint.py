@@ -1,4 +1,4 @@
-"""Keep on disk what a running audit has played, so that an interrupted one continues where it stopped."""
+"""Save the finished conditions of a running audit, so that an interrupted audit can resume."""
 
 from __future__ import annotations
 
@@ -28,20 +28,20 @@ SHOWN = 5
 
 
 def num_saved(folder: Path) -> int:
-    """Return the number of conditions that an unfinished audit has left in its folder."""
+    """Return the number of saved conditions of an unfinished audit."""
     return sum(path.name != CONDITIONS_FILE for path in (folder / PARTIAL_AUDIT).glob("*.json"))
 
 
 class AuditCheckpoint:
-    """The folder ``audit.partial``: all that results depend on, a result for each finished condition, and the records of ``clean``.
+    """Folder ``audit.partial``: all settings that results depend on, the finished conditions, and the records of ``clean``.
 
-    Raise ConfigError if it holds conditions of another policy or of other settings, and CheckpointError if it is damaged.
+    Raise ConfigError if its policy or settings differ, and CheckpointError if it is damaged.
 
     Args:
         policy: Name of the policy in messages.
 
     Attributes:
-        num_known: Conditions that earlier processes have finished.
+        num_known: Number of conditions that earlier processes have finished.
     """
 
     def __init__(self, folder: Path, policy: str, conditions: Mapping[str, Any]) -> None:
@@ -53,29 +53,26 @@ class AuditCheckpoint:
             self._check()
 
     def result(self, key: str, specs: Sequence[EpisodeSpec]) -> EvaluationResult | None:
-        """Return the result of a condition that an earlier process has finished; None: play it.
-
-        Raise CheckpointError if the file is damaged, or holds other episodes.
-        """
+        """Return the result of a condition of an earlier process, or None; raise CheckpointError if it is damaged or of other episodes."""
         path = self._file(key)
         if not path.exists():
             return None
         try:
-            found = EvaluationResult.from_json(path)
+            evaluation = EvaluationResult.from_json(path)
         except CheckpointError as error:
             raise self._damaged(path, str(error)) from error
-        if [one.spec for one in found.results] != list(specs):
-            raise self._damaged(path, "it holds other episodes than this audit plays")
-        return found
+        if [result.spec for result in evaluation.results] != list(specs):
+            raise self._damaged(path, "its episodes are not those of this audit")
+        return evaluation
 
     def add(self, key: str, result: EvaluationResult) -> None:
-        """Keep the result of a condition."""
+        """Save the result of a condition."""
         if not self.path.exists():
             write_text(self.path, json.dumps(self.present, indent=1))
         result.to_json(self._file(key))
 
     def add_records(self, records: Mapping[EpisodeSpec, EpisodeRecord], specs: Sequence[EpisodeSpec]) -> None:
-        """Keep the records of the episodes, in the order of ``specs``."""
+        """Save the records of the episodes, in the order of ``specs``."""
         rows = [records[spec] for spec in specs]
         arrays: dict[str, Any] = {
             f"image {name}": np.stack([row.images[name] for row in rows]) for name in rows[0].images
@@ -90,7 +87,7 @@ class AuditCheckpoint:
         write_bytes(self.folder / RECORDS_FILE, content.getvalue())
 
     def records(self, specs: Sequence[EpisodeSpec]) -> dict[EpisodeSpec, EpisodeRecord]:
-        """Return the records of ``add_records``; raise CheckpointError if the file is missing or damaged."""
+        """Read the records of ``add_records``; raise CheckpointError if the file is missing or damaged."""
         path = self.folder / RECORDS_FILE
         try:
             with np.load(path, allow_pickle=False) as file:
@@ -110,14 +107,14 @@ class AuditCheckpoint:
             raise self._damaged(path, f"{type(error).__name__}: {error}") from error
 
     def remove(self) -> None:
-        """Delete the folder: the audit is written."""
+        """Delete the folder once the audit is written."""
         shutil.rmtree(self.folder)
 
     def _file(self, key: str) -> Path:
         return self.folder / f"{quote(key, safe='')}.json"  # a camera may have any name
 
     def _check(self) -> None:
-        """Reject the folder of another audit."""
+        """Raise ConfigError if the folder is of a different audit."""
         try:
             saved = json.loads(self.path.read_text(encoding="utf-8"))
             before, now = dict(saved["conditions"]), self.present["conditions"]
@@ -126,17 +123,17 @@ class AuditCheckpoint:
             raise self._damaged(self.path, f"{type(error).__name__}: {error}") from error
         names = sorted(name for name in {**before, **now} if before.get(name) != now.get(name))
         if names:
-            found = f"{self.folder} holds {self.num_known} conditions of an interrupted audit of {policy}"
+            content = f"{self.folder} holds {self.num_known} conditions of an interrupted audit of {policy}"
             differences = "; ".join(
                 str(Mismatch(name, before.get(name), now.get(name), True)) for name in names[:SHOWN]
             )
             more = f"; and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
             raise ConfigError(
-                f"{found}, this one is of {self.present['policy']}, and they differ: {differences}{more}. Restore them to continue, "
-                "delete the folder, or set output_dir=<another folder>"
+                f"{content}, this one is of {self.present['policy']}, and they differ: {differences}{more}. Restore them to resume, "
+                "delete the folder, or set output_dir=<new folder>"
             )
 
     def _damaged(self, path: Path, why: str) -> CheckpointError:
         return CheckpointError(
-            f"{path} of an interrupted audit cannot be read ({why}). Delete {self.folder}, or set output_dir=<another folder>"
+            f"{path} of an interrupted audit cannot be read ({why}). Delete {self.folder}, or set output_dir=<new folder>"
         )

@@ -1,4 +1,4 @@
-"""Does a policy read, look and react, or does it remember? The same episodes again, with one thing changed at a time."""
+"""Audit of a policy: rerun the same episodes with one disturbance at a time, to see what its success depends on."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
-from rlinf.envs.judge import is_judged
+from rlinf.envs.success_override import overrides_success
 from rlinf.errors import ConfigError, RejectedInputError, RejectedRequestError
 from rlinf.evaluation.audit_checkpoint import AuditCheckpoint
 from rlinf.evaluation.compare import EPISODES, compare
@@ -19,19 +19,19 @@ from rlinf.evaluation.disturbed_env import (
     Motion,
     NoPolicy,
     Sight,
-    both,
+    compose,
+    draw_push,
     fixed,
-    images_of,
-    push_of,
+    map_images,
     pushed,
     random_actions,
     replace_instruction,
-    states_of,
-    through,
+    still_images,
+    still_states,
 )
 from rlinf.evaluation.evaluator import evaluate_policy
 from rlinf.evaluation.result import EvaluationResult, actions_clipped, clipping_warning, far_warning
-from rlinf.evaluation.verdicts import UNCLEAR, ConditionRow, Verdict, judged_verdict, verdicts
+from rlinf.evaluation.verdicts import UNCLEAR, ConditionRow, Verdict, success_label_verdict, verdicts
 from rlinf.number_formats import format_interval, format_points
 from rlinf.types import EpisodeSpec
 
@@ -41,22 +41,22 @@ if TYPE_CHECKING:
     from rlinf.types import SupportsAct
 
 SHIFT = 1 / 16
-"""Part of an image's width by which it is shifted."""
+"""Fraction of an image's width by which it is shifted."""
 BRIGHTNESS = 1.3
-"""Factor of all pixels of a brighter image."""
+"""Factor of all pixel values of a brighter image."""
 VISIBLE = 32
-"""Grey levels (of 255) by which a number of an image differs visibly."""
+"""Smallest visible difference of a pixel value (of 255)."""
 MOVED_WORLDS = {"objects": "objects moved by a few centimetres", "cameras": "cameras moved by a few centimetres"}
 
 
 @dataclass
 class Audit:
-    """What an audit has found.
+    """Result of an audit.
 
     Attributes:
         rows: Success in each condition, ``clean`` first.
-        verdicts: Answers, in the order of the page.
-        actions_clipped_fraction, actions_max_abs: See ``EvaluationResult``; of the clean episodes.
+        verdicts: In the order of the page.
+        actions_clipped_fraction, actions_max_abs: As in ``EvaluationResult``, of the clean episodes.
     """
 
     rows: list[ConditionRow]
@@ -68,17 +68,17 @@ class Audit:
 
     @property
     def faults(self) -> list[Verdict]:
-        """Answers that speak against the policy or its success rate."""
-        return [one for one in self.verdicts if one.is_fault]
+        """Verdicts against the policy or its success rate."""
+        return [verdict for verdict in self.verdicts if verdict.is_fault]
 
     def summary(self) -> str:
-        """Return three sentences: what speaks against the policy, which small changes stop it, and what it does only in part."""
-        cheats = "; ".join(f"{one.question} {one.answer}" for one in self.faults) or "nothing found"
-        breaks = "; ".join(each for one in self.verdicts for each in one.breaks) or "nothing found"
-        partly = "; ".join(f"{one.question} {one.shown}" for one in self.verdicts if one.is_partial) or "nothing found"
-        open_ones = [one.question for one in self.verdicts if one.answer == UNCLEAR]
-        rest = f" Open: {' '.join(open_ones)}" if open_ones else ""
-        return f"Cheats: {cheats}. Breaks when: {breaks}. Partly: {partly}.{rest}"
+        """Return in one line: faults, small disturbances that make it fail, partial effects, and open questions."""
+        cheats = "; ".join(f"{verdict.question} {verdict.answer}" for verdict in self.faults) or "nothing found"
+        breaks = "; ".join(change for verdict in self.verdicts for change in verdict.breaks) or "nothing found"
+        partial = [f"{verdict.question} {verdict.shown}" for verdict in self.verdicts if verdict.is_partial]
+        unclear = [verdict.question for verdict in self.verdicts if verdict.answer == UNCLEAR]
+        rest = f" Open: {' '.join(unclear)}" if unclear else ""
+        return f"Cheats: {cheats}. Breaks when: {breaks}. Partly: {'; '.join(partial) or 'nothing found'}.{rest}"
 
     def as_dict(self) -> dict[str, Any]:
         """Return everything as JSON values."""
@@ -87,26 +87,25 @@ class Audit:
             "actions_clipped_fraction": self.actions_clipped_fraction,
             "actions_max_abs": self.actions_max_abs,
             "summary": self.summary(),
-            "verdicts": [vars(one) for one in self.verdicts],
+            "verdicts": [vars(verdict) for verdict in self.verdicts],
             "rows": [row.as_dict() for row in self.rows],
             "warnings": self.warnings,
         }
 
     def table(self) -> str:
-        """Return rows and answers as text."""
+        """Return rows and verdicts as text."""
         width = max(len(row.title) for row in self.rows)
         head = f"{'condition'.ljust(width)}  success      k/n  change  95 % interval"
         return "\n".join([head, *(row_text(row, width) for row in self.rows), "", self.answers()])
 
     def answers(self) -> str:
-        """Return the answers as text."""
-        return "\n".join(
-            [*(f"{one.question} {one.shown.upper()}: {one.reason}." for one in self.verdicts), self.summary()]
-        )
+        """Return the verdicts and the summary as text."""
+        lines = [f"{verdict.question} {verdict.shown.upper()}: {verdict.reason}." for verdict in self.verdicts]
+        return "\n".join([*lines, self.summary()])
 
 
 def row_text(row: ConditionRow, width: int) -> str:
-    """Return a line of the table, with a title of ``width`` letters."""
+    """Return a line of the table, with its title padded to ``width`` characters."""
     name = row.title.ljust(width)
     if row.success is None:
         return f"{name}  not possible here: {row.note}"
@@ -119,12 +118,13 @@ def row_text(row: ConditionRow, width: int) -> str:
 
 
 class Auditor:
-    """Plays a policy in one condition after the other.
+    """Evaluates a policy in one condition after the other.
 
     Args:
-        specs: The episodes of all conditions but ``seen``; a condition that needs another episode plays those that have one.
+        specs: Episodes of all conditions except ``seen``. A condition that takes something from a different episode runs those that
+            have a suitable one.
         on_row: Called with each row as soon as it is known.
-        kept: Keeps each finished condition, and knows the conditions of an interrupted audit; None: nothing is kept.
+        checkpoint: Saves each finished condition and returns those of an interrupted audit; None: nothing is saved.
         sampling: ``greedy``, ``temperature`` and ``seed`` of ``evaluate_policy``.
     """
 
@@ -135,50 +135,50 @@ class Auditor:
         specs: Sequence[EpisodeSpec],
         *,
         on_row: Callable[[ConditionRow], None] = lambda row: None,
-        kept: AuditCheckpoint | None = None,
+        checkpoint: AuditCheckpoint | None = None,
         **sampling: Any,
     ) -> None:
         self.model, self.env, self.specs, self.options = model, env, list(specs), sampling
-        self.on_row, self.kept = on_row, kept
+        self.on_row, self.checkpoint = on_row, checkpoint
         self.rows: dict[str, ConditionRow] = {}
         self.results: dict[str, EvaluationResult] = {}
         self.records: dict[EpisodeSpec, EpisodeRecord] = {}
         self.warnings: list[str] = []
 
     def run(self, seen: Sequence[EpisodeSpec], seen_note: str, moved: Callable[[str], VectorEnv | None]) -> Audit:
-        """Play all conditions.
+        """Run all conditions.
 
         Args:
             seen: Episodes from initial states of training; empty: unknown.
             seen_note: Where they come from.
-            moved: Makes an env like the first one whose ``objects`` or ``cameras`` are elsewhere; None: it cannot. It is closed here.
+            moved: Builds the same env with moved ``objects`` or ``cameras``, which is closed here; None: not supported.
         """
-        self.play("clean", "as evaluated")
+        self.run_condition("clean", "as evaluated")
         self._baselines()
         self._instructions()
         self._images()
         self._state()
         self._pushes()
-        self._actions_of_others()
+        self._replayed_actions()
         for what, title in MOVED_WORLDS.items():
             self._moved(what, title, moved)
         if seen:
-            self.play("seen", "initial states of training", specs=list(seen), note=seen_note)
+            self.run_condition("seen", "initial states of training", specs=list(seen), note=seen_note)
         else:
             self.skip("seen", "initial states of training", seen_note)
         better = max(("idle", "random"), key=lambda key: self.rows[key].success.success_rate)
         matched = {"baseline": compare(self.results[better], self.results["clean"]).total}
         if "pushed" in self.results:
             matched["pushed"] = compare(self.results["pushed_replay"], self.results["pushed"]).total
-        at_once = sum(one.success and one.num_env_steps <= 1 for one in self.results["idle"].results)
-        answers = verdicts(self.rows, at_once, matched)
-        clean, told = self.results["clean"], list(dict.fromkeys(self.warnings))
-        if is_judged(self.env.config):
-            answers.append(judged_verdict(clean, self.results["idle"].total))
+        reset_successes = sum(result.success and result.num_env_steps <= 1 for result in self.results["idle"].results)
+        answers = verdicts(self.rows, reset_successes, matched)
+        clean, warnings = self.results["clean"], list(dict.fromkeys(self.warnings))
+        if overrides_success(self.env.config):
+            answers.append(success_label_verdict(clean, self.results["idle"].total))
         actions = clean.actions_clipped_fraction, clean.actions_max_abs
-        return Audit(list(self.rows.values()), answers, len(self.specs), told, *actions)
+        return Audit(list(self.rows.values()), answers, len(self.specs), warnings, *actions)
 
-    def play(
+    def run_condition(
         self,
         key: str,
         title: str,
@@ -190,55 +190,60 @@ class Auditor:
         specs: list[EpisodeSpec] | None = None,
         note: str = "",
     ) -> None:
-        """Play one condition and keep its row, ``clean`` with its records. A rejection of the policy becomes the row's note; other errors are raised."""
+        """Run one condition and store its row; ``clean`` also fills the records. If the policy rejects its input, the row has a note."""
         is_clean, episodes = key == "clean", self.specs if specs is None else specs
-        played = DisturbedEnv(self.env if env is None else env, sight, motion, self.records if is_clean else None)
+        disturbed_env = DisturbedEnv(
+            self.env if env is None else env, sight, motion, self.records if is_clean else None
+        )
         try:
-            result = None if self.kept is None else self.kept.result(key, episodes)
+            result = None if self.checkpoint is None else self.checkpoint.result(key, episodes)
             if result is not None and is_clean:
-                self.records |= self.kept.records(episodes)
+                self.records |= self.checkpoint.records(episodes)
             if result is None:
                 result = evaluate_policy(
-                    self.model if model is None else model, cast("VectorEnv", played), episodes, **self.options
+                    self.model if model is None else model, cast("VectorEnv", disturbed_env), episodes, **self.options
                 )
-                if self.kept is not None:
+                if self.checkpoint is not None:
+                    # Records first: a resumed audit that finds the result of `clean` also needs its records.
                     if is_clean:
-                        self.kept.add_records(self.records, self.specs)
-                    self.kept.add(key, result)
+                        self.checkpoint.add_records(self.records, self.specs)
+                    self.checkpoint.add(key, result)
         except (RejectedInputError, RejectedRequestError) as error:
             if is_clean:
                 raise
-            if env is None:  # the unchanged env tells a rejected condition from a policy that has failed
+            # A policy that now fails in the undisturbed env, too, is broken: raise instead of noting a rejected condition.
+            if env is None:
                 evaluate_policy(self.model, self.env, self.specs[:1], **self.options)
             self.skip(key, title, str(error))
             return
         if is_clean and not result.total.is_reported:
             raise ConfigError(
-                f"An audit counts successes, and none of {len(self.specs)} episodes has told success, only returns; required: an "
-                "env that tells it. Set env.success_return=<sum of rewards that is a success> (env=gymnasium)"
+                f"An audit counts successes, but none of {len(self.specs)} episodes reports success, only returns; required: an "
+                "env that reports success. Set env.success_return=<sum of rewards that is a success> (env=gymnasium)"
             )
+        # The warnings of a disturbed condition are about the disturbance, those of `clean` about the policy.
         disturbed = (
             []
             if is_clean
             else clipping_warning(*actions_clipped(result.results))
             + far_warning(result.states_far_fraction)
-            + result.judged_warning()
+            + result.success_label_warning()
         )
-        self.warnings += [] if specs is not None else [one for one in result.warnings if one not in disturbed]
+        self.warnings += [] if specs is not None else [text for text in result.warnings if text not in disturbed]
         self.results[key] = result
         pairs = None if key in ("clean", "seen") else compare(self.results["clean"], result, [EPISODES]).total
-        self._keep(ConditionRow(key, title, result.total, pairs, note))
+        self._add(ConditionRow(key, title, result.total, pairs, note))
 
     def skip(self, key: str, title: str, why: str) -> None:
-        """Keep the row of a condition that is not possible."""
-        self._keep(ConditionRow(key, title, note=why))
+        """Add the row of a condition that is not possible."""
+        self._add(ConditionRow(key, title, note=why))
 
-    def _keep(self, row: ConditionRow) -> None:
+    def _add(self, row: ConditionRow) -> None:
         self.rows[row.key] = row
         self.on_row(row)
 
     def _without_policy(self, key: str, title: str, motion: Motion, specs: list[EpisodeSpec] | None = None) -> None:
-        self.play(key, title, motion=motion, model=NoPolicy(self.env.action_dim), specs=specs)
+        self.run_condition(key, title, motion=motion, model=NoPolicy(self.env.action_dim), specs=specs)
 
     def _baselines(self) -> None:
         env, horizon = self.env, self.env.max_episode_steps
@@ -248,81 +253,88 @@ class Auditor:
         self._without_policy("random", "no policy: random actions", fixed(drawn))
 
     def _instructions(self) -> None:
-        sentences: dict[str, list[str]] = {}
+        by_task: dict[str, list[str]] = {}
         for spec, record in self.records.items():
-            sentences.setdefault(self.env.task_names[spec.task_id], []).append(record.instruction)
-        others = swapped(sentences)
-        everything = [record.instruction for record in self.records.values()]
-        if others:
-            self.play("swapped", "another instruction", sight=replace_instruction(others))
+            by_task.setdefault(self.env.task_names[spec.task_id], []).append(record.instruction)
+        replacements = swapped(by_task)
+        instructions = [record.instruction for record in self.records.values()]
+        if replacements:
+            self.run_condition("swapped", "a different instruction", sight=replace_instruction(replacements))
         else:
-            self.skip("swapped", "another instruction", "all episodes have the same instruction")
-        self.play("blank", "no instruction", sight=replace_instruction(dict.fromkeys(everything, "")))
-        self.play("paraphrased", "the instruction in other words", sight=replace_instruction(paraphrased(everything)))
+            self.skip("swapped", "a different instruction", "all episodes have the same instruction")
+        self.run_condition("blank", "no instruction", sight=replace_instruction(dict.fromkeys(instructions, "")))
+        paraphrases = replace_instruction(paraphrased(instructions))
+        self.run_condition("paraphrased", "the instruction paraphrased", sight=paraphrases)
 
     def _images(self) -> None:
         cameras = list(next(iter(self.records.values())).images)
-        titles = {"other_images": "first image of another episode", "black": "all cameras black"}
+        titles = {"other_images": "first image of a different episode", "black": "all cameras black"}
         if not cameras:
             for key, title in titles.items():
                 self.skip(key, title, "the env shows no images")
             return
-        others = {
-            spec: self.records[other].images
-            for spec, other in self._others(lambda spec, other: True).items()
-            if differ(self.records[spec].images, self.records[other].images)
+        swapped_images = {
+            spec: self.records[partner].images
+            for spec, partner in self._partners(lambda spec, partner: True).items()
+            if differ(self.records[spec].images, self.records[partner].images)
         }
-        if 2 * len(others) > len(self.specs):
-            self.play("other_images", titles["other_images"], sight=images_of(others), specs=list(others))
+        if 2 * len(swapped_images) > len(self.specs):
+            sight = still_images(swapped_images)
+            self.run_condition("other_images", titles["other_images"], sight=sight, specs=list(swapped_images))
         else:
             self.skip("other_images", titles["other_images"], "the episodes of a task start with the same image")
-        self.play("black", titles["black"], sight=through(cameras, np.zeros_like))
+        self.run_condition("black", titles["black"], sight=map_images(cameras, np.zeros_like))
         for name in cameras:
             if len(cameras) > 1:
-                self.play(f"black_{name}", f"camera {name} black", sight=through([name], np.zeros_like))
-            self.play(f"shifted_{name}", f"camera {name} shifted by {SHIFT:.0%}", sight=through([name], shift))
-            self.play(
-                f"brighter_{name}", f"camera {name} {BRIGHTNESS - 1:.0%} brighter", sight=through([name], brighten)
+                self.run_condition(f"black_{name}", f"camera {name} black", sight=map_images([name], np.zeros_like))
+            self.run_condition(
+                f"shifted_{name}", f"camera {name} shifted by {SHIFT:.0%}", sight=map_images([name], shift)
+            )
+            self.run_condition(
+                f"brighter_{name}", f"camera {name} {BRIGHTNESS - 1:.0%} brighter", sight=map_images([name], brighten)
             )
 
     def _state(self) -> None:
-        images = images_of({spec: record.images for spec, record in self.records.items()})
-        own = {spec: record.state for spec, record in self.records.items() if record.state is not None}
-        pairs = self._others(lambda spec, other: True).items() if own else ()
-        others = {spec: own[other] for spec, other in pairs if not np.allclose(own[spec], own[other], atol=1e-3)}
-        why = "the episodes of a task start with the same state" if own else "the env shows no state"
+        images = still_images({spec: record.images for spec, record in self.records.items()})
+        first = {spec: record.state for spec, record in self.records.items() if record.state is not None}
+        pairs = self._partners(lambda spec, partner: True).items() if first else ()
+        swapped_states = {
+            spec: first[partner] for spec, partner in pairs if not np.allclose(first[spec], first[partner], atol=1e-3)
+        }
+        reason = "the episodes of a task start with the same state" if first else "the env shows no state"
         for key, title, states in (
-            ("other_state", "first state of another episode", others),
-            ("frozen_state", "state of the start throughout", own),
+            ("other_state", "first state of a different episode", swapped_states),
+            ("frozen_state", "state frozen at the start", first),
         ):
             if 2 * len(states) > len(self.specs):
-                self.play(key, title, sight=states_of(states), specs=list(states))
+                self.run_condition(key, title, sight=still_states(states), specs=list(states))
             else:
-                self.skip(key, title, why)
-        self.play("frozen", "images and state of the start throughout", sight=both(images, states_of(own)))
+                self.skip(key, title, reason)
+        frozen = compose(images, still_states(first))
+        self.run_condition("frozen", "images and state frozen at the start", sight=frozen)
 
     def _pushes(self) -> None:
         env = self.env
-        own = {spec: as_array(record, env.action_dim) for spec, record in self.records.items()}
-        pushes = {spec: push_of(spec, env.action_low, env.action_high, len(own[spec])) for spec in self.specs}
-        self.play("pushed", "pushed on the way", motion=pushed(pushes))
-        self._without_policy("pushed_replay", "pushed on the way, its own actions replayed", pushed(pushes, fixed(own)))
+        actions = {spec: as_array(record, env.action_dim) for spec, record in self.records.items()}
+        pushes = {spec: draw_push(spec, env.action_low, env.action_high, len(actions[spec])) for spec in self.specs}
+        self.run_condition("pushed", "pushed during the episode", motion=pushed(pushes))
+        self._without_policy("pushed_replay", "pushed, its actions replayed", pushed(pushes, fixed(actions)))
 
-    def _actions_of_others(self) -> None:
-        succeeded = {one.spec for one in self.results["clean"].results if one.success}
-        said = {spec: record.instruction for spec, record in self.records.items()}
-        same = self._others(lambda spec, other: other in succeeded and said[spec] == said[other])
-        any_sentence = self._others(lambda spec, other: other in succeeded)
-        found = any_sentence | same
-        title = "its actions of another episode replayed"
+    def _replayed_actions(self) -> None:
+        succeeded = {result.spec for result in self.results["clean"].results if result.success}
+        texts = {spec: record.instruction for spec, record in self.records.items()}
+        # An episode with the same instruction is the stronger test, so it takes precedence.
+        same = self._partners(lambda spec, partner: partner in succeeded and texts[spec] == texts[partner])
+        partners = self._partners(lambda spec, partner: partner in succeeded) | same
+        title = "its actions from a different episode replayed"
         if not succeeded:
             self.skip("other_actions", title, "no episode succeeded")
             return
-        if 2 * len(found) <= len(self.specs):
-            self.skip("other_actions", title, "most episodes have no other one of their task that succeeded")
+        if 2 * len(partners) <= len(self.specs):
+            self.skip("other_actions", title, "for most episodes, no other episode of the task succeeded")
             return
-        actions = {spec: as_array(self.records[other], self.env.action_dim) for spec, other in found.items()}
-        self._without_policy("other_actions", title, fixed(actions), list(found))
+        actions = {spec: as_array(self.records[partner], self.env.action_dim) for spec, partner in partners.items()}
+        self._without_policy("other_actions", title, fixed(actions), list(partners))
 
     def _moved(self, what: str, title: str, moved: Callable[[str], VectorEnv | None]) -> None:
         env = moved(what)
@@ -330,19 +342,19 @@ class Auditor:
             self.skip(f"moved_{what}", title, f"{type(self.env).__name__} cannot move {what}")
             return
         try:
-            self.play(f"moved_{what}", title, env=env)
+            self.run_condition(f"moved_{what}", title, env=env)
         finally:
             env.close()
 
-    def _others(self, fits: Callable[[EpisodeSpec, EpisodeSpec], bool]) -> dict[EpisodeSpec, EpisodeSpec]:
-        """Return for each episode the next one of its task in the list that fits, if there is one."""
-        found = {}
-        for place, spec in enumerate(self.specs):
-            following = self.specs[place + 1 :] + self.specs[:place]
-            other = next((one for one in following if one.task_id == spec.task_id and fits(spec, one)), None)
-            if other is not None:
-                found[spec] = other
-        return found
+    def _partners(self, fits: Callable[[EpisodeSpec, EpisodeSpec], bool]) -> dict[EpisodeSpec, EpisodeSpec]:
+        """Map each episode to the next suitable episode of its task, if there is one."""
+        partners = {}
+        for index, spec in enumerate(self.specs):
+            following = self.specs[index + 1 :] + self.specs[:index]
+            partner = next((other for other in following if other.task_id == spec.task_id and fits(spec, other)), None)
+            if partner is not None:
+                partners[spec] = partner
+        return partners
 
 
 def as_array(record: EpisodeRecord, action_dim: int) -> np.ndarray:
@@ -350,9 +362,9 @@ def as_array(record: EpisodeRecord, action_dim: int) -> np.ndarray:
     return np.stack(record.actions) if record.actions else np.zeros((0, action_dim), dtype=np.float32)
 
 
-def differ(one: Mapping[str, np.ndarray], other: Mapping[str, np.ndarray]) -> bool:
-    """Return whether any camera ``[H, W, 3]`` shows something else: more than 1 in 200 numbers differ by more than ``VISIBLE``."""
-    gaps = [np.abs(one[name].astype(np.int16) - other[name]) > VISIBLE for name in one]
+def differ(first: Mapping[str, np.ndarray], second: Mapping[str, np.ndarray]) -> bool:
+    """Return whether more than 1 in 200 values of any camera's image ``[H, W, 3]`` differ by more than ``VISIBLE``."""
+    gaps = [np.abs(first[name].astype(np.int16) - second[name]) > VISIBLE for name in first]
     return any(gap.mean() > 1 / 200 for gap in gaps)
 
 
@@ -364,23 +376,21 @@ def shift(images: np.ndarray) -> np.ndarray:
 
 
 def brighten(images: np.ndarray) -> np.ndarray:
-    """Make images brighter by the factor ``BRIGHTNESS``, up to 255."""
+    """Multiply images by ``BRIGHTNESS``, clipped at 255."""
     return np.minimum(images.astype(np.float32) * BRIGHTNESS, 255).astype(np.uint8)
 
 
 def check_episodes(specs: Sequence[EpisodeSpec]) -> None:
-    """Raise ConfigError for a list that is too short to say anything."""
+    """Raise ConfigError if the list is too short for an audit."""
     if len(specs) < 2:
-        raise ConfigError(
-            f"An audit of {len(specs)} episodes says nothing; required: at least 2. Set evaluation.num_episodes=100"
-        )
+        raise ConfigError(f"An audit of {len(specs)} episodes; required: at least 2. Set evaluation.num_episodes=100")
 
 
 def check_held_out(split: str) -> None:
-    """Raise ConfigError for the training split, whose episodes a policy may remember."""
+    """Raise ConfigError for the training split, whose episodes a policy may have memorised."""
     if split == "train":
         raise ConfigError(
-            "evaluation.split=train in an audit compares episodes of training with themselves; required: held-out episodes. "
+            "evaluation.split=train in an audit compares training episodes with themselves; required: held-out episodes. "
             "Set evaluation.split=eval"
         )
 
@@ -390,27 +400,24 @@ SYNONYMS = {
     "put": "place", "place": "put", "open": "pull open", "close": "shut", "turn on": "switch on", "turn off": "switch off",
     "stack": "pile up", "bowl": "dish", "plate": "platter", "cabinet": "cupboard", "mug": "cup",
 }  # fmt: skip
-"""Phrases that may stand for each other. Colours, sides and names of goods have none."""
+"""Synonyms of an instruction's verbs and nouns; colours, sides and product names have none."""
 
 
-def paraphrased(sentences: Sequence[str]) -> dict[str, str]:
-    """Return each sentence in other words: synonyms for the words that have one, and a polite frame."""
-    words = sorted(SYNONYMS, key=len, reverse=True)
-    pattern = re.compile(rf"\b({'|'.join(map(re.escape, words))})\b")
-    return {one: f"please {pattern.sub(lambda match: SYNONYMS[match[0]], one)} now" for one in sentences}
+def paraphrased(instructions: Sequence[str]) -> dict[str, str]:
+    """Map each instruction to a paraphrase: synonyms, and "please ... now"."""
+    phrases = sorted(SYNONYMS, key=len, reverse=True)  # longer ones first: "turn on" before a part of it
+    pattern = re.compile(rf"\b({'|'.join(map(re.escape, phrases))})\b")
+    return {text: f"please {pattern.sub(lambda match: SYNONYMS[match[0]], text)} now" for text in instructions}
 
 
-def swapped(sentences_of_tasks: Mapping[str, Sequence[str]]) -> dict[str, str]:
-    """Return for each sentence another one that asks for something else; empty if there is only one.
-
-    Of a task with several sentences, it is another one of the same task: half of the sorted list further on, so that sentences with
-    two objects differ in the first, too. Else it is the sentence of the next task.
-    """
-    tasks = {task: sorted(set(sentences)) for task, sentences in sentences_of_tasks.items()}
-    everything = sorted({one for sentences in tasks.values() for one in sentences})
-    found = {}
-    for sentences in tasks.values():
-        others = sentences if len(sentences) > 1 else everything
-        for one in sentences:
-            found[one] = others[(others.index(one) + max(1, len(others) // 2)) % len(others)]
-    return {one: other for one, other in found.items() if one != other}
+def swapped(task_instructions: Mapping[str, Sequence[str]]) -> dict[str, str]:
+    """Map each instruction to a different one, of the same task if it has several; empty if there is only one instruction."""
+    tasks = {task: sorted(set(instructions)) for task, instructions in task_instructions.items()}
+    all_instructions = sorted({text for instructions in tasks.values() for text in instructions})
+    replacements = {}
+    for instructions in tasks.values():
+        choices = instructions if len(instructions) > 1 else all_instructions
+        # Half of the sorted list away, so that instructions with two objects also differ in the first object.
+        for text in instructions:
+            replacements[text] = choices[(choices.index(text) + max(1, len(choices) // 2)) % len(choices)]
+    return {text: replacement for text, replacement in replacements.items() if text != replacement}

@@ -1,7 +1,6 @@
-"""Compare two evaluations on the same episodes, pair by pair.
+"""Paired comparison of two evaluations on the same episodes.
 
-Overlapping intervals do not show that two policies are equally good: part of the spread is the difficulty of the
-episodes, which both share. Pairing removes it, so fewer episodes reveal the same difference.
+Pairing removes the difficulty of the episodes from the spread, so fewer episodes reveal the same difference.
 """
 
 from __future__ import annotations
@@ -21,17 +20,17 @@ from rlinf.manifest import Mismatch, reject_mismatches
 from rlinf.number_formats import format_p_value, format_points
 
 EPISODES = "episodes"
-"""Name in ``evaluation.allow_mismatch`` that lets the lists of episodes differ."""
+"""Value of ``evaluation.allow_mismatch`` that allows different lists of episodes."""
 QUESTIONS = "questions"
-"""Name in ``evaluation.allow_mismatch`` that lets the lists of questions differ."""
-SEQUENTIAL_METHOD = "Sequential test of the episodes on which the two differ (Robbins 1970), two-sided: p-value and 95 % interval may be read at any moment"
+"""Value of ``evaluation.allow_mismatch`` that allows different lists of questions."""
+SEQUENTIAL_METHOD = "Sequential test of the episodes on which the two differ (Robbins 1970), two-sided: p-value and 95 % interval are valid at any time"
 METHOD = "Exact conditional McNemar test, two-sided; 95 % interval of the paired difference: Newcombe 1998, method 10"
 RETURN_METHOD = "Returns: exact sign test, two-sided, without episodes of equal returns; 95 % interval of the mean difference: percentile bootstrap of the pairs"
 
 
 @dataclass(frozen=True)
 class Pairs:
-    """Outcomes of the episodes that two policies played: counts of success by both, by one only, by neither."""
+    """Paired outcomes of two policies: number of episodes in which both, only one, or neither succeeded."""
 
     both: int
     only_a: int
@@ -79,10 +78,10 @@ class Pairs:
 
 @dataclass(frozen=True)
 class SequentialPairs(Pairs):
-    """Pairs of an evaluation that could end early: interval and p-value hold whatever the moment.
+    """Pairs of an evaluation that could end early; interval and p-value are valid at any time.
 
     Attributes:
-        signs: For each episode, in the order of the list, 1 if only the second policy succeeded, -1 if only the first, else 0.
+        signs: Per episode, in list order: 1 if only the second policy succeeded, -1 if only the first, else 0.
     """
 
     signs: tuple[int, ...]
@@ -99,31 +98,27 @@ class SequentialPairs(Pairs):
         return sequential_p_value(self.signs, self.num_planned)
 
     def forecast(self) -> str:
-        """Say which policy is better, or about how many more episodes would decide."""
-        played = f"after {self.episodes} of {self.num_planned} episodes"
+        """Return which policy is better, or how many more episodes would decide."""
+        progress = f"after {self.episodes} of {self.num_planned} episodes"
         if self.p_value <= LEVEL:
             low, high = self.interval
-            # The test asks who wins more often; the interval must hold for every size of the difference, and is wider.
-            doubt = "; by how much is open, so the wider interval includes 0" if low <= 0 <= high else ""
-            return f"Decided {played}: {'b' if self.difference > 0 else 'a'} is better{doubt}"
+            # The test only asks which policy wins more often; the interval must hold for every size of the difference, so it is wider.
+            doubt = "; the size of the difference is open, so the wider interval includes 0" if low <= 0 <= high else ""
+            return f"Decided {progress}: {'b' if self.difference > 0 else 'a'} is better{doubt}"
         more = episodes_to_decide(self.signs, self.num_planned)
         if more is None:
-            return f"Not decided {played}: the two differ too little for a forecast"
+            return f"Not decided {progress}: the two differ too little for a forecast"
         if self.episodes + more <= self.num_planned:
-            return f"Not decided {played}: about {more} more would decide, if the two continue to differ as so far"
+            return f"Not decided {progress}: about {more} more would decide, if the two continue to differ as so far"
         return (
-            f"Not decided {played}: a list of about {self.episodes + more}, planned from the start, would decide, if the two differ as so far; "
-            "these episodes, played on and read again, do not make such a list"
+            f"Not decided {progress}: a new list of about {self.episodes + more}, planned from the start, would decide, if the two "
+            "differ as so far; extending this list would not be a valid test"
         )
 
 
 @dataclass(frozen=True)
 class ReturnPairs:
-    """Returns of the episodes that two policies played.
-
-    Attributes:
-        a, b: The returns of each policy, episode by episode.
-    """
+    """Returns ``a`` and ``b`` of two policies in the same episodes."""
 
     a: tuple[float, ...]
     b: tuple[float, ...]
@@ -140,12 +135,12 @@ class ReturnPairs:
 
     @property
     def higher_a(self) -> int:
-        """Number of episodes in which the first policy has the higher return."""
+        """Number of episodes with a higher return of the first policy."""
         return sum(difference < 0 for difference in self.differences)
 
     @property
     def higher_b(self) -> int:
-        """Number of episodes in which the second policy has the higher return."""
+        """Number of episodes with a higher return of the second policy."""
         return sum(difference > 0 for difference in self.differences)
 
     @cached_property
@@ -181,12 +176,12 @@ class Comparison:
     Attributes:
         per_task: Task to its pairs, in the order of the first result.
         num_unpaired: Number of episodes that only one of the two has.
-        a, b: Names of the two, for tables.
+        a, b: Names of the two evaluations, for tables.
         mismatches: Accepted differences of conditions.
-        unit: What the pairs are: episodes or questions.
+        unit: "episodes" or "questions".
         sequential: Pairs of all tasks, if one of the two evaluations could end early.
         returns: Task to the returns of its episodes; empty for questions, and for evaluations that could end early.
-        reports_success: Episodes can succeed; else ``returns`` is all there is to compare.
+        reports_success: Episodes can succeed; else only ``returns`` are compared.
     """
 
     per_task: dict[str, Pairs]
@@ -209,11 +204,11 @@ class Comparison:
     @cached_property
     def return_total(self) -> ReturnPairs | None:
         """Returns of all tasks together; None without ``returns``."""
-        a, b = (sum((getattr(one, name) for one in self.returns.values()), ()) for name in ("a", "b"))
+        a, b = (sum((getattr(pairs, name) for pairs in self.returns.values()), ()) for name in ("a", "b"))
         return ReturnPairs(a, b) if a else None
 
     def as_dict(self) -> dict[str, Any]:
-        """Return everything as JSON values; ``total`` is null if the env tells no success, ``returns`` without any."""
+        """Return everything as JSON values; ``total`` is null if the env reports no success, ``returns`` if there are none."""
         tasks = self.per_task.items() if self.reports_success else ()
         returns = {task: pairs.as_dict() for task, pairs in self.returns.items()}
         return {
@@ -227,9 +222,9 @@ class Comparison:
     @property
     def method(self) -> str:
         """How p-values and intervals are computed."""
-        of_success = METHOD if self.sequential is None else SEQUENTIAL_METHOD
-        used = ((of_success, self.reports_success), (RETURN_METHOD, bool(self.returns)))
-        return ". ".join(method for method, is_used in used if is_used)
+        success_method = METHOD if self.sequential is None else SEQUENTIAL_METHOD
+        methods = ((success_method, self.reports_success), (RETURN_METHOD, bool(self.returns)))
+        return ". ".join(method for method, is_used in methods if is_used)
 
     @property
     def test(self) -> str:
@@ -237,7 +232,7 @@ class Comparison:
         return "McNemar" if self.sequential is None else "sequential"
 
     def table(self) -> str:
-        """Return a text table, one line per task and the total, and sentences about the total."""
+        """Return a text table, one line per task and the total, and the verdict."""
         lines = [
             f"a: {self.a}",
             f"b: {self.b}",
@@ -270,15 +265,15 @@ class Comparison:
         return lines
 
     def verdict(self) -> str:
-        """Return the total of success and of returns, each in one sentence, as far as there are any."""
-        sentences = [self._success_verdict()] if self.reports_success else []
+        """Return one line about total success and one about total returns, if there are any."""
+        lines = [self._success_verdict()] if self.reports_success else []
         if self.return_total is not None:
             total = self.return_total
-            sentences.append(
+            lines.append(
                 f"return b - a = {total.change}, higher in b in {total.higher_b} and in a in {total.higher_a} of {len(total.a)} "
                 f"episodes, {format_p_value(total.p_value)}"
             )
-        return "\n".join(sentences)
+        return "\n".join(lines)
 
     def _success_verdict(self) -> str:
         total = self.total
@@ -306,27 +301,27 @@ def mcnemar_exact(only_a: int, only_b: int) -> float:
 def compare(result_a: EvaluationResult, result_b: EvaluationResult, allow_mismatch: Sequence[str] = ()) -> Comparison:
     """Pair two results by task, initial state and seed.
 
-    Raise ManifestMismatchError if actions were drawn in different ways, and ConfigError if an episode occurs twice, or the
-    lists differ more than ``allow_mismatch`` says.
+    Raise ManifestMismatchError if actions were drawn in different ways, and ConfigError if the lists differ or repeat an episode.
 
     Args:
-        allow_mismatch: ``"episodes"`` compares the common ones of two lists; ``"greedy"``, ``"temperature"`` and
-            ``"seed"`` accept a difference in how actions were drawn.
+        allow_mismatch: ``"episodes"`` compares the common episodes of two lists; ``"greedy"``, ``"temperature"`` and ``"seed"`` accept
+            a difference in how actions were drawn.
     """
-    sentence = "Actions were drawn in different ways in the two evaluations (first: saved, second: present)"
-    mismatches = reject_mismatches(sampling_differences(result_a, result_b), allow_mismatch, sentence)
+    message = "Actions were drawn in different ways in the two evaluations (first: saved, second: present)"
+    mismatches = reject_mismatches(sampling_differences(result_a, result_b), allow_mismatch, message)
     first, second = _by_episode(result_a, "first"), _by_episode(result_b, "second")
     fix = "Evaluate both with the same env, evaluation.split and evaluation.num_episodes"
-    stopped = [one for one in (result_a, result_b) if one.stopping is not None]
-    short = min(stopped, key=lambda one: len(one.results), default=None)
-    if short is not None and {episode_of(one) for one in short.results} <= first.keys() & second.keys():
-        allow_mismatch = [*allow_mismatch, EPISODES]  # it has the start of the other's list
+    stopped = [result for result in (result_a, result_b) if result.stopping is not None]
+    short = min(stopped, key=lambda result: len(result.results), default=None)
+    # An evaluation that ended early is the start of the other list: not a mismatch.
+    if short is not None and {episode_of(result) for result in short.results} <= first.keys() & second.keys():
+        allow_mismatch = [*allow_mismatch, EPISODES]
     comparison = _pair(first, second, EPISODES, fix, allow_mismatch)
-    comparison.mismatches = [str(one) for one in mismatches]
+    comparison.mismatches = [str(mismatch) for mismatch in mismatches]
     comparison.reports_success = result_a.total.is_reported or result_b.total.is_reported
     if short is not None:
-        order = [episode_of(one) for one in short.results if episode_of(one) in first and episode_of(one) in second]
-        num_planned = max(one.stopping["num_planned"] for one in stopped)
+        order = [key for key in map(episode_of, short.results) if key in first and key in second]
+        num_planned = max(result.stopping["num_planned"] for result in stopped)
         _make_sequential(comparison, [(first[key], second[key]) for key in order], num_planned)
     else:
         comparison.returns = _pair_returns(result_a, result_b)
@@ -335,36 +330,33 @@ def compare(result_a: EvaluationResult, result_b: EvaluationResult, allow_mismat
 
 def _pair_returns(result_a: EvaluationResult, result_b: EvaluationResult) -> dict[str, ReturnPairs]:
     """Return the returns of the common episodes by task."""
-    second = {episode_of(one): one.episode_return for one in result_b.results}
-    found: dict[str, list[tuple[float, float]]] = {}
-    for one in result_a.results:
-        if episode_of(one) in second:
-            found.setdefault(one.task, []).append((one.episode_return, second[episode_of(one)]))
-    return {task: ReturnPairs(*zip(*pairs, strict=True)) for task, pairs in found.items()}
+    second = {episode_of(result): result.episode_return for result in result_b.results}
+    tasks: dict[str, list[tuple[float, float]]] = {}
+    for result in result_a.results:
+        if episode_of(result) in second:
+            tasks.setdefault(result.task, []).append((result.episode_return, second[episode_of(result)]))
+    return {task: ReturnPairs(*zip(*pairs, strict=True)) for task, pairs in tasks.items()}
 
 
 def _make_sequential(
     comparison: Comparison, pairs: Sequence[tuple[tuple[str, bool], tuple[str, bool]]], num_planned: int
 ) -> None:
-    """Let a comparison count ``pairs``, in the order of the list, by the test that may be read at any moment."""
+    """Switch a comparison to the sequential test of ``pairs``, which are in list order."""
     signs: dict[str, list[int]] = {}
     for (task, a), (_, b) in pairs:
         signs.setdefault(task, []).append(b - a)
-    every = tuple(b - a for (_, a), (_, b) in pairs)
-    comparison.sequential = SequentialPairs(*astuple(comparison.total), every, num_planned)
+    all_signs = tuple(b - a for (_, a), (_, b) in pairs)
+    comparison.sequential = SequentialPairs(*astuple(comparison.total), all_signs, num_planned)
     comparison.per_task = {
-        task: SequentialPairs(*astuple(found), tuple(signs[task]), num_planned)
-        for task, found in comparison.per_task.items()
+        task: SequentialPairs(*astuple(task_pairs), tuple(signs[task]), num_planned)
+        for task, task_pairs in comparison.per_task.items()
     }
 
 
 def compare_answers(result_a: AnswerResult, result_b: AnswerResult, allow_mismatch: Sequence[str] = ()) -> Comparison:
-    """Pair two results by question, in any order; ``allow_mismatch`` with ``"questions"`` compares the common ones of two lists.
-
-    Raise ConfigError if the lists differ and that is not allowed, or they have no question in common.
-    """
+    """Pair two results by question, in any order; ``allow_mismatch=["questions"]`` compares the common questions of two lists."""
     first, second = (
-        {(one.id, one.prompt, one.expected): (one.category, one.is_correct) for one in result.answers}
+        {(answer.id, answer.prompt, answer.expected): (answer.category, answer.is_correct) for answer in result.answers}
         for result in (result_a, result_b)
     )
     return _pair(first, second, QUESTIONS, "Evaluate both with the same questions=<file>", allow_mismatch)
@@ -389,21 +381,21 @@ def _pair(first: Outcomes, second: Outcomes, unit: str, fix: str, allow_mismatch
     for key in common:
         outcomes.setdefault(first[key][0], []).append((first[key][1], second[key][1]))
     cells = ((True, True), (True, False), (False, True), (False, False))
-    per_task = {task: Pairs(*(seen.count(cell) for cell in cells)) for task, seen in outcomes.items()}
+    per_task = {task: Pairs(*(pairs.count(cell) for cell in cells)) for task, pairs in outcomes.items()}
     return Comparison(per_task, unpaired, unit=unit)
 
 
 def sampling_differences(result_a: EvaluationResult, result_b: EvaluationResult) -> list[Mismatch]:
-    """Return differences in how actions were drawn; temperature and seed count only if both are sampled."""
+    """Return differences in how actions were drawn; temperature and seed only count if both are sampled."""
     names = ["greedy"] if result_a.greedy or result_b.greedy else ["temperature", "seed"]
     pairs = {name: (getattr(result_a, name), getattr(result_b, name)) for name in names}
     return [Mismatch(name, old, new, must_match=True) for name, (old, new) in pairs.items() if old != new]
 
 
 def _by_episode(result: EvaluationResult, which: str) -> Outcomes:
-    """Return outcomes by suite, task, initial state and seed, without ``task_id``, which depends on ``env.tasks``."""
-    found = {episode_of(one): (one.task, bool(one.success)) for one in result.results}
-    if len(found) < len(result.results):
-        rows = f"{len(result.results)} rows for {len(found)} episodes"
+    """Return outcomes by episode; raise ConfigError if one occurs twice."""
+    outcomes = {episode_of(episode): (episode.task, bool(episode.success)) for episode in result.results}
+    if len(outcomes) < len(result.results):
+        rows = f"{len(result.results)} rows for {len(outcomes)} episodes"
         raise ConfigError(f"The {which} result has {rows}; each must have been run once. Evaluate again")
-    return found
+    return outcomes

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from rlinf.options import PathText, option
 
 NUM_ROWS = 16
-"""Rows of a policy call; larger calls gain little, and waste more when few episodes are still running."""
+"""Batch size of a policy call; larger calls gain little, and waste more when few episodes are still running."""
 
 TRAINING_SPLIT = (
-    "evaluation.split=train: these are episodes of training, so the success rate says nothing of held-out episodes"
+    "evaluation.split=train: these are training episodes, so the success rate does not apply to held-out episodes"
 )
 """Warning on the terminal when the training split is evaluated."""
 
@@ -21,34 +21,31 @@ class EvaluationConfig:
 
     num_episodes: int | None = option(
         200,
-        "Episodes, spread evenly over the tasks; null: every initial state of every task of the split once.",
+        "Episodes, spread evenly over the tasks; null: every initial state once.",
         minimum=1,
     )
-    num_envs: int = option(64, "Environments stepped together, over all ranks; does not change any result.", minimum=1)
+    num_envs: int = option(64, "Parallel environments over all ranks; results do not depend on it.", minimum=1)
     greedy: bool = option(True, "Take the most likely action; false: sample.")
     split: str = option("eval", "Which initial states: eval (held out) or train.", choices=("eval", "train"))
     num_videos_per_task: int = option(2, "MP4s per task: the first success and the first failure; 0: none.", minimum=0)
     record_episodes: int = option(
         0,
-        "Episodes of each task, the first ones of the list, that the report plays step by step with what the policy "
-        "wanted and thought (docs/evaluation.md); 0: none.",
+        "Recorded episodes per task, shown step by step in the report; 0: none.",
         minimum=0,
     )
     video_size: int = option(224, "Pixels of a video frame's side.", minimum=32)
     probe: bool = option(
         True,
-        "Record the simulator's fingerprint (what it shows and does in a few fixed episodes), and warn if it has changed since.",
+        "Take the simulator's fingerprint in a few fixed episodes, and warn if it has changed.",
     )
     compare: PathText | None = option(
-        None, "Folder of an earlier evaluation on the same episodes, to compare with pair by pair (McNemar's test)."
+        None, "Folder of an earlier evaluation on the same episodes for a paired comparison (McNemar)."
     )
     stop_when: str | float | None = option(
         None,
-        "End before the list does: 'decided', when a sequential paired test tells the policy from evaluation.compare; a number, "
-        "when the 95 % interval of the success rate that holds at any moment is at most so wide (0.1: 10 percentage points).",
+        "Stop early: 'decided' (sequential paired test against evaluation.compare), or the width of the 95 % interval (0.1: 10 points).",
     )
     allow_mismatch: list[str] = option(
         [],
-        "Manifest fields in which a checkpoint may differ from the present conditions, e.g. [env.max_episode_steps]; "
-        "of a comparison also: episodes (the lists differ), conditions (a manifest is missing), greedy, temperature, seed.",
+        "Manifest fields that may differ, e.g. [env.max_episode_steps]; for comparisons also episodes, conditions, greedy, temperature, seed.",
     )

@@ -1,4 +1,4 @@
-"""How well scores tell success from failure: threshold, error rates with intervals, calibration."""
+"""Quality of a success classifier: threshold, error rates with intervals, calibration."""
 
 from __future__ import annotations
 
@@ -12,41 +12,40 @@ NUM_BINS = 10
 
 
 def choose_threshold(scores: np.ndarray, labels: np.ndarray, false_positives: float) -> float:
-    """Return the smallest threshold that at most the fraction ``false_positives`` of the failures reach.
+    """Return the smallest threshold with a false positive rate of at most ``false_positives``.
 
-    ``scores`` are float32 ``[N]``; ``labels``, bool ``[N]``, are true for successes. Of ``n`` failures, at most
-    ``floor(n * false_positives)`` have a score of at least the threshold.
+    ``scores`` are float32 ``[N]``; ``labels``, bool ``[N]``, are true for successes.
     """
     failures = np.sort(scores[~labels])[::-1]
+    # 1e-9: 100 * 0.29 is 28.999999999999996, which would allow one false positive too few.
     allowed = int(len(failures) * false_positives + 1e-9)
     return float(np.nextafter(failures[allowed], np.float32(np.inf)))
 
 
-def errors(seen: np.ndarray, labels: np.ndarray, episodes: np.ndarray) -> dict[str, Any]:
-    """Return ``errors`` of ``seen``, bool ``[N]``, with counts, shares and 95 % Wilson intervals.
+def errors(detected: np.ndarray, labels: np.ndarray, episodes: np.ndarray) -> dict[str, Any]:
+    """Return the error rates of ``detected``, bool ``[N]``, as counts, fractions and 95 % Wilson intervals.
 
-    ``false_positives``: failures that are seen as success, of the failures. ``false_negatives``: successes that are not seen, of the
-    successes. ``false_positive_episodes``: episodes with a false positive, of those with failures. The intervals of frames take frames
-    as independent.
+    ``false_positives`` is a fraction of the failures, ``false_negatives`` of the successes, ``false_positive_episodes`` of the episodes
+    with failures. The intervals assume independent frames.
     """
-    wrong, failed, found = seen & ~labels, np.unique(episodes[~labels]), {}
-    kinds = ("false_positives", wrong[~labels]), ("false_negatives", ~seen[labels])
-    for name, each in (*kinds, ("false_positive_episodes", np.isin(failed, episodes[wrong]))):
-        k, n = int(each.sum()), len(each)
-        found[name] = {"count": k, "of": n, "share": k / n, "interval": list(wilson_interval(k, n))}
-    return {"errors": found}
+    wrong, failed, rates = detected & ~labels, np.unique(episodes[~labels]), {}
+    kinds = ("false_positives", wrong[~labels]), ("false_negatives", ~detected[labels])
+    for name, is_error in (*kinds, ("false_positive_episodes", np.isin(failed, episodes[wrong]))):
+        k, n = int(is_error.sum()), len(is_error)
+        rates[name] = {"count": k, "of": n, "fraction": k / n, "interval": list(wilson_interval(k, n))}
+    return {"errors": rates}
 
 
 def calibration(logits: np.ndarray, labels: np.ndarray) -> dict[str, Any]:
     """Return the ``reliability`` in ``NUM_BINS`` bins of equal width, without empty ones, and the ``calibration_error``.
 
-    ``ECE = sum_b n_b / N |share of successes in b - mean probability in b|`` (Guo et al. 2017, equation 3, of the probability of success).
+    ``ECE = sum_b n_b / N |success rate in b - mean probability in b|`` (Guo et al. 2017, equation 3).
     """
     probabilities = 1 / (1 + np.exp(-logits.astype(np.float64)))
     numbers = np.minimum((probabilities * NUM_BINS).astype(int), NUM_BINS - 1)
     table = []
     for inside in (numbers == number for number in np.unique(numbers)):
-        mean, share = float(probabilities[inside].mean()), float(labels[inside].mean())
-        table.append({"probability": mean, "success": share, "frames": int(inside.sum())})
-    error = sum(one["frames"] * abs(one["success"] - one["probability"]) for one in table) / len(labels)
+        mean, rate = float(probabilities[inside].mean()), float(labels[inside].mean())
+        table.append({"probability": mean, "success": rate, "frames": int(inside.sum())})
+    error = sum(row["frames"] * abs(row["success"] - row["probability"]) for row in table) / len(labels)
     return {"reliability": table, "calibration_error": error}

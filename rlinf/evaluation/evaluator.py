@@ -1,8 +1,6 @@
 """Measure the success of a policy on a fixed list of episodes, each run once without auto-reset.
 
 The result depends only on the policy and the list, not on the number of environments or on which episodes run together.
-Each episode draws from its own random stream. Every policy call has the same number of rows (the last row is repeated) and
-prompts of one length, because matrix products of other shapes, and attention next to padding, may round differently.
 """
 
 from __future__ import annotations
@@ -36,16 +34,16 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 MAX_SLUG_LEN = 100
-"""Letters of a task's name in the name of a video; file names have at most 255."""
+"""Longest task name in a video's file name; file names have at most 255 characters."""
 
 
-class Stream(np.random.Generator):
-    """The random stream of an episode, and the memory of a policy that reads several observations.
+class EpisodeContext(np.random.Generator):
+    """Random generator of one episode, with the observation history and the pending actions of its policy.
 
     Attributes:
-        seen: The last observations of the episode, one row each; before there are enough, the first one is repeated.
+        seen: The last observations of the episode, one row each, padded at the start with the first one.
         planned: Actions ``[D]`` of the last chunk that were not executed yet.
-        far: Whether each state lay far beyond the policy's statistics (``Range.far``).
+        far: Whether each state was far outside the policy's statistics (``Range.far``).
     """
 
     def __init__(self, seed: int, num_observations: int = 1) -> None:
@@ -55,16 +53,16 @@ class Stream(np.random.Generator):
         self.far: list[bool] = []
 
     def see(self, row: Observation) -> None:
-        """Add the present observation."""
+        """Append an observation; the first one fills the history."""
         self.seen.extend([row] * (1 if self.seen else self.seen.maxlen or 1))
 
 
 @dataclass
 class BatchedPolicy:
-    """SupportsAct for rows, each with its own random stream, in calls of ``num_rows`` rows.
+    """Act for a batch of episodes, each with its own random generator, in calls of ``num_rows`` rows.
 
-    A model of several ``num_observations`` sees each env step, so one action is executed at a time: the rest of a chunk waits in the
-    stream of its episode.
+    A model with several ``num_observations`` must see each env step, so it returns one action at a time; the remaining actions of a
+    chunk wait in the episode's context.
     """
 
     model: ActionModel
@@ -77,34 +75,35 @@ class BatchedPolicy:
     def __post_init__(self) -> None:
         self.state_range = getattr(self.model, "state_range", None)
 
-    def stream(self, spec: EpisodeSpec) -> Stream:
-        """Return the random stream of an episode, keyed by its task's name, since ``task_id`` depends on ``env.tasks``."""
-        words = ("evaluation", spec.suite, self.task_names[spec.task_id], spec.init_state_id, spec.seed)
-        return Stream(derive_seed(self.seed, *words), getattr(self.model, "num_observations", 1))
+    def start_episode(self, spec: EpisodeSpec) -> EpisodeContext:
+        """Return the context of an episode, seeded by its spec."""
+        # Keyed by the task's name: task_id depends on env.tasks, and the draws must not.
+        key = ("evaluation", spec.suite, self.task_names[spec.task_id], spec.init_state_id, spec.seed)
+        return EpisodeContext(derive_seed(self.seed, *key), getattr(self.model, "num_observations", 1))
 
-    def act(self, observation: Observation, streams: Sequence[Stream]) -> np.ndarray:
-        """Return float32 actions ``[K, C, D]`` for the ``K`` rows of ``observation``; ``C`` is 1 for a model that remembers."""
+    def act(self, observation: Observation, contexts: Sequence[EpisodeContext]) -> np.ndarray:
+        """Return float32 actions ``[K, C, D]`` for ``K`` rows; ``C`` is 1 for a model with several ``num_observations``."""
         if self.state_range is not None and observation.state is not None:
-            for stream, far in zip(streams, self.state_range.far(observation.state), strict=True):
-                stream.far.append(bool(far))
+            for context, far in zip(contexts, self.state_range.far(observation.state), strict=True):
+                context.far.append(bool(far))
         if getattr(self.model, "num_observations", 1) == 1:
-            return act_for_rows(self.model, observation, self.draws(streams), self.temperature, self.num_rows)
-        for row, stream in enumerate(streams):
-            stream.see(observation.select([row]))
-        planning = [stream for stream in streams if not stream.planned]
+            return act_for_rows(self.model, observation, self.draws(contexts), self.temperature, self.num_rows)
+        for row, context in enumerate(contexts):
+            context.see(observation.select([row]))
+        planning = [context for context in contexts if not context.planned]
         if planning:
-            seen = Observation.concatenate([Observation.of_moments(list(stream.seen)) for stream in planning])
+            seen = Observation.concatenate([Observation.stack_history(list(context.seen)) for context in planning])
             chunks = act_for_rows(self.model, seen, self.draws(planning), self.temperature, self.num_rows)
-            for stream, chunk in zip(planning, chunks, strict=True):
-                stream.planned = list(chunk)
-        return np.stack([stream.planned.pop(0)[None] for stream in streams])
+            for context, chunk in zip(planning, chunks, strict=True):
+                context.planned = list(chunk)
+        return np.stack([context.planned.pop(0)[None] for context in contexts])
 
-    def draws(self, streams: Sequence[Stream]) -> np.ndarray | None:
-        """Return the next random numbers of each stream, float32 ``[K, U]``; None for greedy actions."""
+    def draws(self, contexts: Sequence[EpisodeContext]) -> np.ndarray | None:
+        """Return the next random numbers of each episode, float32 ``[K, U]``; None for greedy actions."""
         if self.greedy:
             return None
-        found = [stream.random(self.model.num_uniforms, dtype=np.float32) for stream in streams]
-        return np.maximum(np.stack(found), np.finfo(np.float32).tiny)  # the logarithm of 0 is infinite
+        uniforms = [context.random(self.model.num_uniforms, dtype=np.float32) for context in contexts]
+        return np.maximum(np.stack(uniforms), np.finfo(np.float32).tiny)  # the logarithm of 0 is infinite
 
 
 def act_for_rows(
@@ -114,11 +113,11 @@ def act_for_rows(
     temperature: float,
     num_rows: int = NUM_ROWS,
 ) -> np.ndarray:
-    """Return float32 actions ``[K, C, D]`` for ``K`` rows, each of which depends on its own row alone.
+    """Return float32 actions ``[K, C, D]``; the actions of a row do not depend on the other rows.
 
     Args:
         uniforms: float32 ``[K, U]`` in (0, 1), which decide the samples; None: take the most likely actions.
-        num_rows: Rows of a call of the model; fewer are filled up by the last one, unless the model acts elsewhere.
+        num_rows: Batch size of a model call; smaller batches are padded.
     """
     actions: dict[int, np.ndarray] = {}
     for rows, _, prediction in predictions_for_rows(model, observation, uniforms, temperature, num_rows):
@@ -133,8 +132,10 @@ def predictions_for_rows(
     temperature: float,
     num_rows: int = NUM_ROWS,
 ) -> Iterator[tuple[list[int], dict[str, Any], ActionPrediction]]:
-    """Make the calls of ``act_for_rows``; yield of each its rows, which come first, and its inputs and prediction of all rows."""
-    groups: dict[Hashable, list[int]] = {}  # rows with prompts of one length
+    """Yield the row numbers, inputs and prediction of each model call of ``act_for_rows``; padding rows come last."""
+    # Matrix products of a different shape, and attention next to padding, may round differently. So all calls have
+    # num_rows rows (the last one is repeated) and prompts of one length, and a row's actions ignore its neighbours.
+    groups: dict[Hashable, list[int]] = {}
     for row, length in enumerate(model.prompt_lengths(observation)):
         groups.setdefault(length, []).append(row)
     for rows in (group[at : at + num_rows] for group in groups.values() for at in range(0, len(group), num_rows)):
@@ -150,15 +151,15 @@ def predictions_for_rows(
 
 
 class CallablePolicy(BatchedPolicy):
-    """SupportsAct by the ``act`` of any object, or by a function; they make their own random draws."""
+    """Act by any object with ``act``, or by a function; they make their own random draws."""
 
-    def stream(self, spec: EpisodeSpec) -> Stream:
-        """Tell an object that remembers something that an episode starts."""
+    def start_episode(self, spec: EpisodeSpec) -> EpisodeContext:
+        """Reset a policy that has ``reset``, and return the context."""
         if remembers(self.model):
             self.model.reset()
-        return super().stream(spec)
+        return super().start_episode(spec)
 
-    def act(self, observation: Observation, streams: Sequence[Stream]) -> np.ndarray:
+    def act(self, observation: Observation, contexts: Sequence[EpisodeContext]) -> np.ndarray:
         """Return float32 actions ``[K, C, D]`` for the ``K`` rows of ``observation``, checked."""
         try:
             returned = getattr(self.model, "act", self.model)(observation)
@@ -167,36 +168,36 @@ class CallablePolicy(BatchedPolicy):
         actions = np.asarray(returned, dtype=np.float32)
         actions = actions[:, None] if actions.ndim == 2 else actions
         bad = actions[~np.isfinite(actions)]
-        if actions.ndim != 3 or len(actions) != len(streams) or bad.size:
+        if actions.ndim != 3 or len(actions) != len(contexts) or bad.size:
             name = type(self.model).__name__
-            who = f"act of {name}" if hasattr(self.model, "act") else getattr(self.model, "__name__", name)
-            held = f", {bad.size} of whose numbers are not finite (the first: {bad[0]})" if bad.size else ""
+            function = f"act of {name}" if hasattr(self.model, "act") else getattr(self.model, "__name__", name)
+            not_finite = f", {bad.size} of whose numbers are not finite (the first: {bad[0]})" if bad.size else ""
             raise RejectedInputError(
-                f"{who} returned actions of the shape {list(actions.shape)}{held}; required: finite "
-                f"numbers [{len(streams)}, C, D] or [{len(streams)}, D], one row for each observation"
+                f"{function} returned actions of the shape {list(actions.shape)}{not_finite}; required: finite "
+                f"numbers [{len(contexts)}, C, D] or [{len(contexts)}, D], one row for each observation"
             )
         return actions
 
 
 def remembers(policy: Any) -> bool:
-    """Return whether a policy, not one of our models, may remember an episode: it has ``reset``."""
+    """Return whether a policy that is not an ``ActionModel`` has ``reset``, so may hold the state of one episode."""
     return not hasattr(policy, "predict_action_batch") and callable(getattr(policy, "reset", None))
 
 
 Video = tuple[int, dict[str, Any], str]
-"""Number and description of a video, and the episode if it ended differently when it was replayed."""
+"""Episode number, description for ``result.json``, and the episode's name if its replay ended differently (else "")."""
 
 
 class Episodes(Protocol):
-    """Plays the episodes of one rank."""
+    """Runs the episodes of one rank."""
 
     @property
     def num_restarts(self) -> int:
-        """Simulators' worker processes that were lost and replaced so far."""
+        """Number of simulator processes that were lost and replaced so far."""
         ...
 
-    def play(self, specs: Sequence[EpisodeSpec], on_result: Callable[[EpisodeResult], None]) -> list[EpisodeResult]:
-        """Return the results in the order of ``specs``; each goes to ``on_result`` as soon as it is known."""
+    def run(self, specs: Sequence[EpisodeSpec], on_result: Callable[[EpisodeResult], None]) -> list[EpisodeResult]:
+        """Return the results in the order of ``specs``; call ``on_result`` as each episode ends."""
         ...
 
     def record(self, numbered: Sequence[tuple[int, EpisodeResult]], folder: Path, size: int) -> list[Video]:
@@ -206,7 +207,7 @@ class Episodes(Protocol):
 
 @dataclass
 class LocalEpisodes:
-    """Plays them in this process (an ``Episodes``)."""
+    """Runs episodes in this process (an ``Episodes``)."""
 
     policy: BatchedPolicy
     env: VectorEnv
@@ -215,7 +216,7 @@ class LocalEpisodes:
     def num_restarts(self) -> int:
         return self.env.num_restarts
 
-    def play(self, specs: Sequence[EpisodeSpec], on_result: Callable[[EpisodeResult], None]) -> list[EpisodeResult]:
+    def run(self, specs: Sequence[EpisodeSpec], on_result: Callable[[EpisodeResult], None]) -> list[EpisodeResult]:
         size = self.env.num_envs
         batches = (specs[first : first + size] for first in range(0, len(specs), size))
         return [result for batch in batches for result in _run(self.policy, self.env, batch, on_result)]
@@ -225,41 +226,36 @@ class LocalEpisodes:
 
 
 def episode_list(env: VectorEnv, split: str, num_episodes: int | None, first: int = 0) -> list[EpisodeSpec]:
-    """Return the episodes of a split from the ``first`` on, which are spread evenly over the tasks; None: all of them.
-
-    Raise ConfigError if the split has fewer.
-    """
+    """Return episodes of a split, starting at number ``first`` and spread evenly over the tasks; ``num_episodes=None``: all of them."""
     available = env.episode_specs(split)
     if first >= len(available):
         raise ConfigError(
-            f"first_episode={first}, but the split '{split}' has {len(available)} episodes. Set first_episode=0, or another below that number"
+            f"first_episode={first}, but the split '{split}' has {len(available)} episodes. Set first_episode to a smaller number, e.g. 0"
         )
     if num_episodes is None:
         return [available[number] for number in range(first, len(available))]
     if len(available) < first + num_episodes:
-        beyond = f" from episode {first} on" if first else ""
+        offset = f" from episode {first} on" if first else ""
         raise ConfigError(
-            f"evaluation.num_episodes={num_episodes}{beyond}, but the split '{split}' has {len(available)} episodes. "
+            f"evaluation.num_episodes={num_episodes}{offset}, but the split '{split}' has {len(available)} episodes. "
             f"Set evaluation.num_episodes={max(1, len(available) - first)}, or raise env.num_{split}_init_states"
         )
     return [available[number] for number in range(first, first + num_episodes)]
 
 
-def fraction_of(episodes: Sequence[T], rank: int, num_ranks: int) -> Sequence[T]:
-    """Return the neighbouring episodes that a rank plays.
-
-    Lists take the tasks in turn, so every share has all tasks. With every ``num_ranks``-th episode, a rank could have the long tasks alone.
-    """
+def rank_slice(episodes: Sequence[T], rank: int, num_ranks: int) -> Sequence[T]:
+    """Return the contiguous slice of the episodes that a rank runs."""
+    # Lists cycle through the tasks, so a slice has all tasks. Every num_ranks-th episode could give one rank all long tasks.
     count = len(episodes)
     return episodes[count * rank // num_ranks : count * (rank + 1) // num_ranks]
 
 
 @dataclass(frozen=True)
 class RankGroup:
-    """The processes that share the episodes of an evaluation.
+    """Processes among which the episodes of an evaluation are divided.
 
     Attributes:
-        rank, count: Number of this process, and of all.
+        rank, count: Number of this process, and number of processes.
         gather: Calls a function on this rank and returns the results of all ranks, in rank order.
     """
 
@@ -270,18 +266,17 @@ class RankGroup:
 
 @dataclass(frozen=True)
 class EvaluationPlan:
-    """Who plays an evaluation, when it ends, and its videos.
+    """Where an evaluation runs, when it ends, and its videos.
 
     Attributes:
         video_folder: Folder of the MP4s; None: no videos.
         num_videos_per_task: 1: the first success of each task; 2: also the first failure; more: further pairs.
         video_size: Pixels of a frame's side.
         known: Results of the same policy on some of the episodes, which are not run again.
-        ranks: This process plays the ``fraction_of`` of the episodes.
-        episodes: Plays them elsewhere, with the same settings and weights; None: the policy plays in this process.
-        stop: Says after which number of first episodes the list ends. Later results do not count, so the outcome depends
-            neither on ``look_every`` nor on who played; each task is played at least once. None: the whole list.
-        look_every: Episodes that are played, over all ranks, before ``stop`` is asked again; None: as many as all envs play at once.
+        ranks: This process runs the ``rank_slice`` of the episodes.
+        episodes: Runs them elsewhere, with the same settings and weights; None: in this process.
+        stop: Early stopping; the result is the first episodes of the list, with at least one of each task. None: the full list.
+        look_every: Episodes, over all ranks, between two checks of ``stop``; None: one for each env. It does not change the result.
     """
 
     video_folder: Path | None = None
@@ -307,12 +302,11 @@ def evaluate_policy(
 ) -> EvaluationResult:
     """Run every episode of a list once, and return the results in the order of ``specs``.
 
-    With several ranks, each plays its fraction, and all return the result of a single process (except ``wall_s``). Raise ConfigError if
-    ``specs`` is empty, an episode does not end, or a policy with ``reset`` would play several at once.
+    With several ranks, each runs its slice, and all return the result of a single process (except ``wall_s``).
 
     Args:
-        model: The policy; or any object with ``act``, or a function, which is called with all running episodes at once. One with
-            ``reset`` needs a single env: it is called before each episode.
+        model: The policy; or any object with ``act``, or a function, which is called with the batch of all running episodes. A policy
+            with ``reset`` needs a single env and is reset before each episode.
         env: Any number of environments, made with ``auto_reset=False``.
         greedy: Take the most likely actions; False samples at ``temperature``.
         seed: Seed of the sampling; an episode's draws depend only on it and the spec.
@@ -321,8 +315,10 @@ def evaluate_policy(
     if not specs:
         raise ConfigError("The list of episodes (specs) is empty; required: at least one")
     if remembers(model) and env.num_envs > 1:
-        found = f"{type(model).__name__} has reset, so it remembers an episode, and env has {env.num_envs} at once"
-        raise ConfigError(f"{found}; required: one. Make it with num_envs=1")
+        raise ConfigError(
+            f"{type(model).__name__} has reset, so it holds the state of one episode, but env has num_envs={env.num_envs}; required: 1. "
+            "Make env with num_envs=1"
+        )
     start = time.monotonic()
     episodes = plan.episodes
     if episodes is None:
@@ -330,28 +326,30 @@ def evaluate_policy(
         episodes = LocalEpisodes(kind(model, env.task_names, greedy, temperature, seed), env)
     restarts_before = episodes.num_restarts
     with evaluation_mode(model):
-        results = _play(episodes, specs, plan, env.num_envs, on_result)
-        found = EvaluationResult(results, greedy, temperature, seed, reports_success=env.reports_success(env.config))
-        found.warnings += found.judged_warning()
-        found.warnings += clipping_warning(*actions_clipped(results)) + far_warning(found.states_far_fraction)
+        results = _run_all(episodes, specs, plan, env.num_envs, on_result)
+        evaluation = EvaluationResult(
+            results, greedy, temperature, seed, reports_success=env.reports_success(env.config)
+        )
+        evaluation.warnings += evaluation.success_label_warning()
+        evaluation.warnings += clipping_warning(*actions_clipped(results)) + far_warning(evaluation.states_far_fraction)
         if plan.video_folder is not None:
-            _add_videos(found, episodes, plan)
+            _add_videos(evaluation, episodes, plan)
     num_restarts = sum(plan.ranks.gather(lambda: episodes.num_restarts - restarts_before))
     if num_restarts:
-        found.warnings.append(
+        evaluation.warnings.append(
             f"{num_restarts} of the simulators' worker processes were lost and replaced, and their episodes restarted; see the log"
         )
     num_missing = len(env.task_names) - len({result.spec.task_id for result in results})
     if num_missing:
-        found.warnings.append(
+        evaluation.warnings.append(
             f"{num_missing} of {len(env.task_names)} tasks have no episode in the list of {len(specs)} "
             "(evaluation.num_episodes), so the total leaves them out"
         )
-    found.wall_s = time.monotonic() - start
-    return found
+    evaluation.wall_s = time.monotonic() - start
+    return evaluation
 
 
-def _play(
+def _run_all(
     episodes: Episodes,
     specs: Sequence[EpisodeSpec],
     plan: EvaluationPlan,
@@ -359,52 +357,53 @@ def _play(
     on_result: Callable[[EpisodeResult], None],
 ) -> list[EpisodeResult]:
     """Return the results of all ranks, up to the episode at which ``plan.stop`` ends the list."""
-    ranks, stop, found = plan.ranks, plan.stop, {result.spec: result for result in plan.known}
+    ranks, stop, results = plan.ranks, plan.stop, {result.spec: result for result in plan.known}
     size = len(specs) if stop is None else plan.look_every or num_envs * ranks.count
     tasks = [spec.task_id for spec in specs]
     least = 1 + max(tasks.index(task) for task in set(tasks))  # each task once
     for first in range(0, len(specs), size):
-        queue = fraction_of(
-            [spec for spec in specs[first : first + size] if spec not in found], ranks.rank, ranks.count
+        queue = rank_slice(
+            [spec for spec in specs[first : first + size] if spec not in results], ranks.rank, ranks.count
         )
-        for played in ranks.gather(partial(episodes.play, queue, on_result)):
-            found |= {result.spec: result for result in played}
+        for rank_results in ranks.gather(partial(episodes.run, queue, on_result)):
+            results |= {result.spec: result for result in rank_results}
         done = specs[: first + size]
-        count = None if stop is None else stop.stop_at([found[spec] for spec in done])
+        # Asked in list order and cut to the rule's count, so the outcome depends neither on `size` nor on the number of ranks.
+        count = None if stop is None else stop.stop_at([results[spec] for spec in done])
         if count is not None and len(done) >= least:
             specs = specs[: max(count, least)]
             break
-    return [found[spec] for spec in specs]
+    return [results[spec] for spec in specs]
 
 
 def _add_videos(evaluation: EvaluationResult, episodes: Episodes, plan: EvaluationPlan) -> None:
-    """Replay the chosen episodes, shared out to the ranks, and warn of those that end differently."""
+    """Replay and record selected episodes on all ranks, and warn if any ends differently than before."""
     ranks, folder = plan.ranks, Path(plan.video_folder)
-    chosen = _chosen(evaluation.results, plan.num_videos_per_task, evaluation.total.is_reported)
-    own = list(enumerate(chosen))[ranks.rank :: ranks.count]
-    parts = ranks.gather(lambda: episodes.record(own, folder, plan.video_size))
+    chosen = _select_videos(evaluation.results, plan.num_videos_per_task, evaluation.total.is_reported)
+    rank_episodes = list(enumerate(chosen))[ranks.rank :: ranks.count]
+    parts = ranks.gather(lambda: episodes.record(rank_episodes, folder, plan.video_size))
     recorded = sorted((item for part in parts for item in part), key=lambda item: item[0])
     evaluation.videos = [video for _, video, _ in recorded]
     changed = [episode for _, _, episode in recorded if episode]
     if changed:
         evaluation.warnings.append(
             f"{len(changed)} of {len(chosen)} episodes ended differently when replayed for the videos (first: "
-            f"{changed[0]}): the simulator or the policy is not deterministic, so another evaluation may give other numbers"
+            f"{changed[0]}): the simulator or the policy is not deterministic, so a second evaluation may give different numbers"
         )
 
 
 def _reset(env: VectorEnv, specs: Sequence[EpisodeSpec]) -> Observation:
-    """Start ``specs`` in the first rows, leave the other rows idle, and return the observation."""
+    """Start ``specs`` in the first env slots, leave the remaining ones idle, and return the observation."""
     idle = [None] * (env.num_envs - len(specs))
     observation, _ = env.reset(options={"episodes": [*specs, *idle]})
     return observation
 
 
 def _step(
-    policy: BatchedPolicy, env: VectorEnv, observation: Observation, running: np.ndarray, streams: list
+    policy: BatchedPolicy, env: VectorEnv, observation: Observation, running: np.ndarray, contexts: list
 ) -> np.ndarray:
-    """Return actions ``[B, C, D]``, zero in rows that are not running."""
-    chosen = policy.act(observation.select(running), [streams[row] for row in running])
+    """Return actions ``[B, C, D]``, zero for env slots that are not running."""
+    chosen = policy.act(observation.select(running), [contexts[row] for row in running])
     actions = np.zeros((env.num_envs, *chosen.shape[1:]), np.float32)
     actions[running] = chosen
     return actions
@@ -413,21 +412,22 @@ def _step(
 def _run(
     policy: BatchedPolicy, env: VectorEnv, specs: Sequence[EpisodeSpec], on_result: Callable[[EpisodeResult], None]
 ) -> list[EpisodeResult]:
-    """Run at most ``num_envs`` episodes in parallel until all have ended; one whose simulator is lost restarts."""
+    """Run at most ``num_envs`` episodes in parallel until all have ended; restart an episode if its simulator is lost."""
     observation = _reset(env, specs)
-    streams = [policy.stream(spec) for spec in specs]
+    contexts = [policy.start_episode(spec) for spec in specs]
     results: dict[int, EpisodeResult] = {}
     horizon = max(env.horizon_of(env.config, task) for task in env.task_names)
     calls_left = horizon
     while calls_left > 0:
         running = np.array([row for row in range(len(specs)) if row not in results])
-        step = env.chunk_step(_step(policy, env, observation, running, streams))
+        step = env.chunk_step(_step(policy, env, observation, running, contexts))
         observation = step.observation
+        # A restarted episode needs a fresh context: its random draws must be the same as without the loss.
         for row in step.lost_env_ids.tolist():
-            streams[row] = policy.stream(specs[row])
+            contexts[row] = policy.start_episode(specs[row])
         calls_left = horizon if len(step.lost_env_ids) else calls_left - 1
         for row, result in zip(step.final_env_ids.tolist(), step.episodes, strict=True):
-            far = streams[row].far
+            far = contexts[row].far
             results[row] = replace(result, states_far_fraction=float(np.mean(far)) if far else None)
             on_result(results[row])
         if len(results) == len(specs):
@@ -439,14 +439,16 @@ def _run(
     )
 
 
-def _chosen(results: Sequence[EpisodeResult], num_per_task: int, is_reported: bool = True) -> list[EpisodeResult]:
-    """Return the first successes and the first failures of each task; the first episodes where the env tells no success."""
+def _select_videos(
+    results: Sequence[EpisodeResult], num_per_task: int, is_reported: bool = True
+) -> list[EpisodeResult]:
+    """Return the first successes and failures of each task, or its first episodes if the env reports no success."""
     chosen: dict[tuple[str, bool], list[EpisodeResult]] = {}
     limits = {True: (num_per_task + 1) // 2, False: num_per_task // 2 if is_reported else num_per_task}
     for result in results:
-        kept = chosen.setdefault((result.task, result.success), [])
-        if len(kept) < limits[result.success]:
-            kept.append(result)
+        group = chosen.setdefault((result.task, result.success), [])
+        if len(group) < limits[result.success]:
+            group.append(result)
     return [result for key in sorted(chosen, key=lambda key: (key[0], not key[1])) for result in chosen[key]]
 
 
@@ -471,29 +473,29 @@ def _record(
 
 
 def success_of(result: EpisodeResult, env: VectorEnv) -> bool | None:
-    """Return whether an episode succeeded; None: the env does not tell."""
+    """Return whether an episode succeeded; None: the env does not report success."""
     is_reported = result.success_reported or result.success or env.reports_success(env.config)
     return bool(result.success) if is_reported else None
 
 
 def slug(task: str) -> str:
-    """Return the name of a task as a part of a file's name."""
+    """Return a task name as part of a file name."""
     return re.sub(r"[^a-z0-9]+", "_", task.lower()).strip("_")[:MAX_SLUG_LEN]
 
 
 class Watcher(Protocol):
-    """Sees what happens in replayed episodes."""
+    """Callbacks of ``replay_episodes``."""
 
-    def begin(self) -> None:
-        """The episodes start, or start again because a simulator was lost."""
+    def reset(self) -> None:
+        """Called when the episodes start, or restart because a simulator was lost."""
         ...
 
     def decided(self, rows: np.ndarray, chunks: np.ndarray) -> None:
-        """The policy has decided on ``chunks [K, C, D]`` for the rows ``rows [K]``, which are not executed yet."""
+        """Called with the policy's ``chunks [K, C, D]`` for the env slots ``rows [K]``, before they are executed."""
         ...
 
     def stepped(self, rows: np.ndarray, step: ChunkStep) -> None:
-        """The rows ``rows`` have executed one action."""
+        """Called after the env slots ``rows`` have executed one action."""
         ...
 
 
@@ -502,21 +504,23 @@ def replay_episodes(
 ) -> list[tuple[EpisodeResult, str, list[np.ndarray]]]:
     """Run at most ``env.num_envs`` episodes and record their frames; a lost simulator restarts all of them.
 
-    Each chunk is executed action by action, so that every env step has a frame. Returned for each episode: its result, its
-    instruction, and frames ``uint8 [size, size, 3]`` of the first observation and after each env step.
+    Returns:
+        The result, the instruction and the frames of each episode: ``uint8 [size, size, 3]``, the first observation's and one after
+        each env step.
     """
     if watcher is not None:
-        watcher.begin()
+        watcher.reset()
     observation = _reset(env, specs)
     instructions = observation.instruction[: len(specs)]
-    streams = [policy.stream(spec) for spec in specs]
+    contexts = [policy.start_episode(spec) for spec in specs]
     frames = [[frame] for frame in env.render_frames(np.arange(len(specs)), size)]
     results: dict[int, EpisodeResult] = {}
     while len(results) < len(specs):
         running = np.array([row for row in range(len(specs)) if row not in results])
-        actions = _step(policy, env, observation, running, streams)
+        actions = _step(policy, env, observation, running, contexts)
         if watcher is not None:
             watcher.decided(running, actions[running])
+        # One action at a time instead of the chunk, so that every env step has a frame.
         for position in range(actions.shape[1]):
             alive = np.array([row for row in running if row not in results])
             if not len(alive):

@@ -1,9 +1,7 @@
-"""The fingerprint of a simulator: what it shows and does in a few fixed episodes.
+"""Fingerprint of a simulator: images, object poses and states in a few fixed episodes.
 
-Versions in a manifest say that something changed; the fingerprint says whether it matters here. It is taken when a
-checkpoint is made and again when the checkpoint is evaluated: first images, poses of the settled objects, and both again
-after some fixed actions. Differences only cause a warning: the success rate that follows is still a measurement, but of
-another world.
+Versions in a manifest show that something changed; the fingerprint shows whether it matters here. It is taken when a checkpoint is
+saved and again when it is evaluated, before and after some fixed actions. Differences only cause a warning.
 """
 
 from __future__ import annotations
@@ -22,24 +20,24 @@ if TYPE_CHECKING:
 NUM_EPISODES = 4
 NUM_ACTIONS = 12
 MAX_TRIES = 3
-"""Tries of these actions, each of which loses a simulator, that end the run."""
+"""Attempts before a run ends because a simulator is lost in each of them."""
 HOLD_STEPS = 3
-"""Env steps for which an action is repeated: single random ones would cancel out."""
+"""Env steps for which an action is repeated; single random actions would cancel out."""
 THUMBNAIL_SIZE = 8
 
 MAX_GREY_GAP = 3.0
-"""Largest difference of a thumbnail's cell (of 255) that another rasteriser explains; above it, the scene has changed."""
+"""Largest difference of a thumbnail's cell (of 255) that a different rasteriser explains; above it, the scene has changed."""
 MAX_POSITION_GAP_M = 0.001
 MAX_ANGLE_GAP_DEG = 1.0
 MAX_STATE_GAP = 0.01
-"""Largest difference of a number of the state, absolute below 1 and relative above."""
+"""Largest difference of a state dimension, absolute below 1 and relative above."""
 
 
 def take_fingerprint(env: VectorEnv) -> dict[str, Any]:
-    """Play the start of the first evaluation episodes, ``NUM_EPISODES`` or as many as there are rows.
+    """Run the first steps of the first ``NUM_EPISODES`` evaluation episodes, at most one for each env slot.
 
     Args:
-        env: Made with ``auto_reset=False``. Its episodes are replaced: reset it before further use.
+        env: Made with ``auto_reset=False``; reset it before further use.
 
     Returns:
         JSON values: ``num_actions``, and one item per episode with ``task``, ``init_state_id``, ``seed``,
@@ -76,24 +74,23 @@ def take_fingerprint(env: VectorEnv) -> dict[str, Any]:
 
 
 def fixed_actions(low: np.ndarray, high: np.ndarray, num_envs: int) -> np.ndarray:
-    """Return the actions of a fingerprint, float32 ``[num_envs, NUM_ACTIONS, D]``: the same random ones in every row."""
-    shares = np.random.default_rng(0).random((-(-NUM_ACTIONS // HOLD_STEPS), len(low)))
-    held = np.repeat(shares, HOLD_STEPS, axis=0)[:NUM_ACTIONS]
+    """Return random actions, float32 ``[num_envs, NUM_ACTIONS, D]``, the same for every env."""
+    uniforms = np.random.default_rng(0).random((-(-NUM_ACTIONS // HOLD_STEPS), len(low)))
+    held = np.repeat(uniforms, HOLD_STEPS, axis=0)[:NUM_ACTIONS]
     return np.broadcast_to(low + held * (high - low), (num_envs, *held.shape)).astype(np.float32)
 
 
 def compare_fingerprints(saved: dict[str, Any] | None, present: dict[str, Any] | None) -> list[str]:
-    """Describe the differences between two fingerprints.
+    """Return one line per difference beyond the tolerances above, or one line if a fingerprint cannot be read.
 
-    Return one line per difference beyond the tolerances above, or one line if a fingerprint cannot be read. Episodes and cameras that
-    only one of the two has are not compared. If the number of actions differs, only the start is. None: not taken.
+    Only episodes and cameras in both are compared, and only the start if the number of actions differs. None: not taken.
     """
     if saved is None or present is None:
         return []
     try:
         return _compare(saved, present)
     except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
-        return [f"not known, because a fingerprint cannot be read ({type(error).__name__}: {error})"]
+        return [f"unknown, because a fingerprint cannot be read ({type(error).__name__}: {error})"]
 
 
 def _compare(saved: dict[str, Any], present: dict[str, Any]) -> list[str]:
@@ -155,18 +152,16 @@ def _differences(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
             continue
         moved, turned = pose_gap(old, new)
         if not (moved <= MAX_POSITION_GAP_M and turned <= MAX_ANGLE_GAP_DEG):  # NaN counts as moved
-            lines.append(f"{name} is {1000 * moved:.1f} mm and {turned:.1f} degrees from where it was")
+            lines.append(f"{name} is {1000 * moved:.1f} mm and {turned:.1f} degrees from its earlier pose")
     lines += [f"there is a new object {name}" for name in now["poses"] if name not in before["poses"]]
     return lines + _state_differences(before["state"], now["state"])
 
 
 def pose_gap(before: list[float], now: list[float]) -> tuple[float, float]:
-    """Return the distance (metres) and the angle (degrees) between two poses of 7 numbers.
-
-    The angle between unit quaternions is ``2 arccos |<q, r>|``; q and -q are one orientation.
-    """
+    """Return the distance (metres) and the angle (degrees) between two poses (position and quaternion)."""
     old, new = np.array(before, np.float64), np.array(now, np.float64)
     lengths = np.linalg.norm(old[3:]) * np.linalg.norm(new[3:])
+    # 2 arccos |<q, r>|: q and -q are the same orientation.
     cosine = np.minimum(1.0, abs(old[3:] @ new[3:]) / lengths) if lengths else 1.0  # NaN stays NaN
     return float(np.linalg.norm(new[:3] - old[:3])), float(np.degrees(2 * np.arccos(cosine)))
 
@@ -179,5 +174,5 @@ def _state_differences(before: list[float] | None, now: list[float] | None) -> l
     worst = int(gap.argmax()) if len(gap) else 0
     if not len(gap) or gap[worst] <= MAX_STATE_GAP:
         return []
-    return [f"{int((gap > MAX_STATE_GAP).sum())} of {len(gap)} numbers of the state differ, most number {worst}: "
+    return [f"{int((gap > MAX_STATE_GAP).sum())} of {len(gap)} state dimensions differ, most dimension {worst}: "
             f"{old[worst]:.4g}, now {new[worst]:.4g}"]  # fmt: skip

@@ -14,11 +14,10 @@ def wilson_interval(successes: int, trials: int, z: float = Z_95) -> tuple[float
     """Return the score interval of a binomial proportion (Wilson 1927, JASA 22:209, without continuity correction).
 
     ``(p + z^2/2n +- z sqrt(p(1-p)/n + z^2/4n^2)) / (1 + z^2/n)`` with ``p = successes / n`` and ``n = trials``.
-    Unlike ``p +- z sqrt(p(1-p)/n)`` it stays inside [0, 1] and has a width at 0 and n successes. Without trials it is
-    (0, 1). Raise ValueError if ``successes`` is not in 0..``trials``.
+    Unlike ``p +- z sqrt(p(1-p)/n)`` it stays inside [0, 1] and has a width at 0 and n successes. Without trials it is (0, 1).
     """
     if not 0 <= successes <= trials:
-        raise ValueError(f"{successes} successes of {trials} trials: successes must lie in 0..{trials}.")
+        raise ValueError(f"{successes} successes of {trials} trials: successes must be in 0..{trials}.")
     if trials == 0:
         return 0.0, 1.0
     rate = successes / trials
@@ -70,20 +69,19 @@ STUDENT_T_95 = (
 def mean_interval(values: Sequence[float]) -> tuple[float, float, float]:
     """Return the mean of independent runs and the ends of its 95 % interval by Student's t (Student 1908, Biometrika 6:1).
 
-    ``m +- t s / sqrt(n)`` with the standard deviation ``s`` of ``n - 1`` degrees of freedom. The values, one per run, are
-    a sample of all seeds; the interval over a run's episodes is another one. A single value has infinite ends.
+    ``m +- t s / sqrt(n)`` with the std ``s`` of ``n - 1`` degrees of freedom. A single value has infinite ends.
     """
     count = len(values)
     mean = math.fsum(values) / count
     if count == 1:
         return mean, -math.inf, math.inf
-    deviation = math.sqrt(math.fsum((value - mean) ** 2 for value in values) / (count - 1))
+    std = math.sqrt(math.fsum((value - mean) ** 2 for value in values) / (count - 1))
     degrees = count - 1
     # Beyond the table, the first terms of the expansion in 1 / degrees (Abramowitz and Stegun 1964, 26.7.5) suffice.
     z = Z_95
     tail = z + (z**3 + z) / (4 * degrees) + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * degrees**2)
     t = STUDENT_T_95[degrees - 1] if degrees <= len(STUDENT_T_95) else tail
-    spread = t * deviation / math.sqrt(count)
+    spread = t * std / math.sqrt(count)
     return mean, mean - spread, mean + spread
 
 
@@ -93,8 +91,7 @@ NUM_RESAMPLES = 10_000
 def bootstrap_interval(values: Sequence[float]) -> tuple[float, float]:
     """Return the ends of the 95 % percentile bootstrap interval of a mean (Efron 1979, Annals of Statistics 7:1).
 
-    They are the 2.5 % and 97.5 % quantiles of the means of ``NUM_RESAMPLES`` samples, each of as many values, drawn with
-    replacement by a fixed seed. A single value has infinite ends.
+    They are the 2.5 % and 97.5 % quantiles of the means of ``NUM_RESAMPLES`` resamples with a fixed seed. A single value has infinite ends.
     """
     if len(values) == 1:
         return -math.inf, math.inf
@@ -105,7 +102,7 @@ def bootstrap_interval(values: Sequence[float]) -> tuple[float, float]:
 
 
 def difference_interval(successes: tuple[int, int], trials: tuple[int, int], z: float = Z_95) -> tuple[float, float]:
-    """Return the interval (95 %, or by the quantile ``z``) of the difference (first minus second) of two proportions of different trials.
+    """Return the 95 % interval of the difference (first minus second) of two proportions of independent trials.
 
     Method 10 of Newcombe 1998 (Statistics in Medicine 17:873): ``lower = p1 - p2 - sqrt((p1-l1)^2 + (u2-p2)^2)`` and
     ``upper = p1 - p2 + sqrt((u1-p1)^2 + (p2-l2)^2)`` with the Wilson intervals ``(l, u)`` of both. Without trials it is (-1, 1).

@@ -1,4 +1,4 @@
-"""Keep the results of a running evaluation on disk, so that an interrupted one continues where it stopped."""
+"""Save the results of a running evaluation, so that an interrupted evaluation can resume."""
 
 from __future__ import annotations
 
@@ -16,26 +16,24 @@ from rlinf.types import EpisodeResult, EpisodeSpec
 
 
 def partial_files(folder: Path) -> list[Path]:
-    """Return the files of an unfinished evaluation: ``PARTIAL_FILE`` of rank 0, and one for each other rank that started."""
+    """Return the files of an unfinished evaluation: ``PARTIAL_FILE`` of rank 0, and one for each further rank."""
     return sorted(folder.glob(f"{Path(PARTIAL_FILE).stem}*.jsonl"))
 
 
 def num_saved(folder: Path) -> int:
-    """Return the number of results that an unfinished evaluation has left."""
+    """Return the number of saved results of an unfinished evaluation."""
     return sum(max(0, path.read_bytes().count(b"\n") - 1) for path in partial_files(folder))
 
 
 class PartialResults:
-    """A file with one line of conditions and one line per episode that this rank has finished.
+    """A file with one line of conditions and one line per finished episode of this rank.
 
-    A context manager; rank 0 deletes the files of all ranks on success. An episode's result depends only on the conditions and its
-    spec, so earlier processes under equal conditions have computed what this process would. Rank 0 reads the results of any number
-    of ranks. Raise ConfigError if a file holds results under other conditions or another process writes to it, and CheckpointError
-    if it is damaged.
+    A context manager; rank 0 deletes the files of all ranks on success. Raise ConfigError if a file has different conditions or is open
+    in a different process, and CheckpointError if it is damaged.
 
     Attributes:
         conditions: Everything that results depend on, as JSON values.
-        known: Results of earlier processes, on rank 0.
+        known: Results of earlier processes and any number of ranks, on rank 0.
         earlier_s: Seconds that these processes took until their last result.
     """
 
@@ -49,8 +47,8 @@ class PartialResults:
         folder.mkdir(parents=True, exist_ok=True)
         self._file = open(self.path, "a", encoding="utf-8")
         try:
-            busy = f"Another evaluation is writing to {self.path}. Wait until it ends"
-            lock(self._file, f"{busy}, or set output_dir=<another folder>")
+            busy = f"A different evaluation is writing to {self.path}. Wait until it ends"
+            lock(self._file, f"{busy}, or set output_dir=<new folder>")
             if rank == 0:
                 for path in partial_files(folder):
                     self._read(path)
@@ -76,7 +74,7 @@ class PartialResults:
             if self.rank == 0 and error_type is None:
                 for path in partial_files(self.path.parent):
                     path.unlink()
-            elif error_type is not None and self.path.read_bytes().count(b"\n") <= 1:  # the conditions alone
+            elif error_type is not None and self.path.read_bytes().count(b"\n") <= 1:  # only the conditions
                 self.path.unlink()
 
     def _write(self, values: dict[str, Any]) -> None:
@@ -85,9 +83,10 @@ class PartialResults:
             self._file.flush()
 
     def _read(self, path: Path) -> None:
-        """Read the whole lines of a file that an earlier process wrote."""
+        """Read the complete lines of a file of an earlier process."""
         content = path.read_bytes()
         try:
+            # A killed process may leave half a line at the end.
             lines = parse_json_lines(content[: content.rfind(b"\n") + 1], path)
             saved = lines[0] if lines else self.conditions
             seconds = [line.pop("wall_s") for line in lines[1:]]
@@ -95,12 +94,12 @@ class PartialResults:
             differ = sorted(key for key in {**saved, **self.conditions} if saved.get(key) != self.conditions.get(key))
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             raise CheckpointError(
-                f"{path} cannot be read ({type(error).__name__}: {error}). Delete it, or set output_dir=<another folder>"
+                f"{path} cannot be read ({type(error).__name__}: {error}). Delete it, or set output_dir=<new folder>"
             ) from error
         if differ:
             raise ConfigError(
-                f"{path} holds {len(results)} results of an interrupted evaluation under other conditions "
-                f"({', '.join(differ)}). Restore them to continue, delete the file, or set output_dir=<another folder>"
+                f"{path} holds {len(results)} results of an interrupted evaluation under different conditions "
+                f"({', '.join(differ)}). Restore them to resume, delete the file, or set output_dir=<new folder>"
             )
         self.known += results
         self.earlier_s = max([self.earlier_s, *seconds])

@@ -1,7 +1,4 @@
-"""The file of a recorded episode: a script that hands one JSON value to the report.
-
-A page that is opened as a file may load scripts, but no data.
-"""
+"""File format of a recorded episode: a JavaScript file that passes one JSON value to the report."""
 
 from __future__ import annotations
 
@@ -16,9 +13,10 @@ from rlinf.errors import CheckpointError
 from rlinf.files import write_text
 from rlinf.types import EpisodeSpec
 
-JUDGEMENTS = ("value", "entropy", "logprob")
+SCORES = ("value", "entropy", "logprob")
+# A script instead of a JSON file: a page that is opened from disk may load scripts, but not data.
 BEFORE, AFTER = "rlinfEpisode(", ");\n"
-"""What stands before and after the JSON value."""
+"""Text before and after the JSON value."""
 
 
 def write_recording(path: str | os.PathLike, content: dict[str, Any]) -> Path:
@@ -27,7 +25,7 @@ def write_recording(path: str | os.PathLike, content: dict[str, Any]) -> Path:
 
 
 def read_recording(path: str | os.PathLike) -> dict[str, Any]:
-    """Return the content of a recording (docs/evaluation.md); raise CheckpointError for another file."""
+    """Return the content of a recording (docs/evaluation.md); raise CheckpointError if the file is not one."""
     try:
         text = Path(path).read_text(encoding="utf-8")
         if not (text.startswith(BEFORE) and text.endswith(AFTER)):
@@ -40,7 +38,7 @@ def read_recording(path: str | os.PathLike) -> dict[str, Any]:
 
 
 def is_recording(path: Path) -> bool:
-    """Return whether a file starts as ``write_recording`` starts it."""
+    """Return whether a file starts like a recording."""
     if path.suffix != ".js" or not path.is_file():
         return False
     with open(path, "rb") as file:
@@ -48,13 +46,13 @@ def is_recording(path: Path) -> bool:
 
 
 def _check(content: dict[str, Any]) -> None:
-    """Raise an error of any kind if the report could not show ``content``."""
+    """Raise any error if the report could not show ``content``."""
     hash(EpisodeSpec(**content["spec"]))
     texts = [content["task"], content["instruction"], *content["frames"]]
     numbers = [content["number"], content["size"], content["as_counted"], *content["rewards"]]
     kinds = [(texts, str), (numbers, (int, float)), ([content["success"]], (int, float, type(None)))]
     if not all(isinstance(value, kind) for values, kind in kinds for value in values):
-        raise TypeError("a text or a number is of another type")
+        raise TypeError("a text or a number has the wrong type")
     num_steps, calls, width = len(content["rewards"]), content["calls"], len(content["low"])
     if len(content["frames"]) != num_steps + 1 or len(content["high"]) != width:
         raise ValueError("frames, rewards and bounds do not fit together")
@@ -66,5 +64,5 @@ def _check(content: dict[str, Any]) -> None:
         if chunk.ndim != 2 or chunk.shape[1] != width or not 0 < end - call["step"] <= len(chunk):
             raise ValueError(f"the chunk at step {call['step']} does not fit")
         np.asarray([point for point in call["path"] or () if point is not None], dtype=float).reshape(-1, 2)
-        if not all(call[name] is None or isinstance(call[name], (int, float)) for name in JUDGEMENTS):
-            raise TypeError("a judgement is not a number")
+        if not all(call[name] is None or isinstance(call[name], (int, float)) for name in SCORES):
+            raise TypeError("a score is not a number")

@@ -1,4 +1,4 @@
-"""Record episodes step by step: images, the policy's decision in each call, and its own judgement of that."""
+"""Record episodes step by step: images, and for each policy call the action chunk, value, entropy and log-probability."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from rlinf.errors import CheckpointError, ConfigError, RLinfError
 from rlinf.evaluation.evaluator import (
     BatchedPolicy,
     CallablePolicy,
+    EpisodeContext,
     RankGroup,
-    Stream,
     predictions_for_rows,
     replay_episodes,
     slug,
     success_of,
 )
-from rlinf.evaluation.recorded import JUDGEMENTS, is_recording, write_recording
+from rlinf.evaluation.recorded import SCORES, is_recording, write_recording
 from rlinf.evaluation.result import EvaluationResult
 from rlinf.files import replace_folder
 from rlinf.models.precision import evaluation_mode
@@ -49,20 +49,20 @@ def record_episodes(
     size: int = 224,
     ranks: RankGroup = RankGroup(),
 ) -> None:
-    """Play the first ``num_per_task`` episodes of each task again, and write a recording of each into ``folder``.
+    """Rerun the first ``num_per_task`` episodes of each task, and write a recording of each into ``folder``.
 
-    The evaluation stays as it is. Earlier recordings in ``folder`` stay whole until all new ones are written; with
-    ``num_per_task=0`` nothing is touched. Raise CheckpointError if ``folder`` holds anything but recordings.
+    Raise CheckpointError if ``folder`` contains other files.
 
     Args:
-        evaluation: The result of ``evaluate_policy`` with the same model, env and ranks.
+        evaluation: Result of ``evaluate_policy`` with the same model, env and ranks; not changed.
     """
     if not num_per_task:
         return
     folder = Path(folder)
     unfinished = folder.with_name(f".{folder.name}.tmp")
-    ranks.gather(lambda: _make_room(folder, unfinished) if ranks.rank == 0 else None)
-    kind: Any = JudgedPolicy if hasattr(model, "predict_action_batch") else CallablePolicy
+    # Earlier recordings stay complete until all new ones are written; gather also makes the other ranks wait for the folder.
+    ranks.gather(lambda: _make_folder(folder, unfinished) if ranks.rank == 0 else None)
+    kind: Any = ScoringPolicy if hasattr(model, "predict_action_batch") else CallablePolicy
     policy = kind(model, env.task_names, evaluation.greedy, evaluation.temperature, evaluation.seed)
     numbered = _first_of_tasks(evaluation.results, num_per_task)[ranks.rank :: ranks.count]
     with evaluation_mode(model):
@@ -71,20 +71,20 @@ def record_episodes(
 
 
 def recording_failed(error: Exception, folder: Path) -> RLinfError:
-    """Return the error of an evaluation whose result is written, but whose episodes could not be recorded."""
+    """Return the error for an evaluation that is saved, but without its recordings."""
     cause = f"{type(error).__name__}: {error}"
     return RLinfError(
-        f"The episodes of {folder} could not be recorded ({cause}); its result is kept. To continue without recordings, set "
+        f"The episodes of {folder} could not be recorded ({cause}); its result is saved. To continue without recordings, set "
         "evaluation.record_episodes=0"
     )
 
 
-def _make_room(folder: Path, unfinished: Path) -> None:
-    """Make an empty folder for new recordings; raise CheckpointError if replacing ``folder`` would delete other files."""
-    others = [path.name for path in folder.iterdir() if not is_recording(path)] if folder.exists() else []
-    if others:
+def _make_folder(folder: Path, unfinished: Path) -> None:
+    """Create an empty folder for new recordings; raise CheckpointError if replacing ``folder`` would delete other files."""
+    foreign = [path.name for path in folder.iterdir() if not is_recording(path)] if folder.exists() else []
+    if foreign:
         raise CheckpointError(
-            f"{folder} holds '{others[0]}', which is not a recorded episode. Move it to another folder"
+            f"{folder} holds '{foreign[0]}', which is not a recorded episode. Move it to another folder"
         )
     if unfinished.exists():
         shutil.rmtree(unfinished)
@@ -92,37 +92,37 @@ def _make_room(folder: Path, unfinished: Path) -> None:
 
 
 @dataclass
-class JudgedPolicy(BatchedPolicy):
-    """A ``BatchedPolicy`` that keeps the judgements of its last actions, one of ``judge`` for each row."""
+class ScoringPolicy(BatchedPolicy):
+    """A ``BatchedPolicy`` that stores the ``score`` of each row's last actions."""
 
-    judgements: list[dict[str, float | None]] = field(default_factory=list)
+    scores: list[dict[str, float | None]] = field(default_factory=list)
 
-    def act(self, observation: Observation, streams: Sequence[Stream]) -> np.ndarray:
-        """Return float32 actions ``[K, C, D]``, bit-equal to ``BatchedPolicy.act``. A policy that remembers has no judgements."""
+    def act(self, observation: Observation, contexts: Sequence[EpisodeContext]) -> np.ndarray:
+        """Return the actions of ``BatchedPolicy.act``, bit-equal; a model with several ``num_observations`` has no scores."""
         if getattr(self.model, "num_observations", 1) > 1:
-            self.judgements = [dict.fromkeys(JUDGEMENTS)] * len(observation)
-            return super().act(observation, streams)
+            self.scores = [dict.fromkeys(SCORES)] * len(observation)
+            return super().act(observation, contexts)
         actions: dict[int, np.ndarray] = {}
-        judged: dict[int, dict[str, float | None]] = {}
+        scored: dict[int, dict[str, float | None]] = {}
         for rows, inputs, prediction in predictions_for_rows(
-            self.model, observation, self.draws(streams), self.temperature
+            self.model, observation, self.draws(contexts), self.temperature
         ):
             actions |= zip(rows, prediction.actions[: len(rows)].float().cpu().numpy(), strict=True)
-            judged |= zip(rows, judge(self.model, inputs, prediction, self.temperature)[: len(rows)], strict=True)
-        self.judgements = [judged[row] for row in range(len(observation))]
+            scored |= zip(rows, score(self.model, inputs, prediction, self.temperature)[: len(rows)], strict=True)
+        self.scores = [scored[row] for row in range(len(observation))]
         return np.stack([actions[row] for row in range(len(observation))])
 
 
-def judge(
+def score(
     model: ActionModel, inputs: dict[str, Any], prediction: ActionPrediction, temperature: float
 ) -> list[dict[str, float | None]]:
-    """Return ``value``, ``entropy`` and ``logprob`` of each row of a prediction; None where the policy has no such number.
+    """Return ``value``, ``entropy`` and ``logprob`` of each row of a prediction; None if the policy has no such output.
 
-    Log-probability and entropy, in nat, belong to the whole chunk: they are sums over its ``A`` columns, at ``temperature``.
+    Log-probability and entropy, in nat, are sums over the chunk's ``A`` columns, at ``temperature``.
     """
-    found: dict[str, Any] = dict.fromkeys(JUDGEMENTS)
+    scores: dict[str, Any] = dict.fromkeys(SCORES)
     if getattr(model, "value_head", None) is not None:
-        found["value"] = prediction.values
+        scores["value"] = prediction.values
     try:
         model.check_rl(model.config)
     except ConfigError:  # the model's present settings do not allow it
@@ -130,9 +130,9 @@ def judge(
     else:
         has_logprobs = model.has_logprobs
     if has_logprobs:
-        found["logprob"] = model.rollout_logprobs(prediction, temperature).sum(1)
-        found["entropy"] = model.evaluate_actions(inputs, prediction.sequences, temperature).entropy.sum(1)
-    columns = {name: None if numbers is None else numbers.float().tolist() for name, numbers in found.items()}
+        scores["logprob"] = model.rollout_logprobs(prediction, temperature).sum(1)
+        scores["entropy"] = model.evaluate_actions(inputs, prediction.sequences, temperature).entropy.sum(1)
+    columns = {name: None if values is None else values.float().tolist() for name, values in scores.items()}
     return [
         {name: None if column is None else column[row] for name, column in columns.items()}
         for row in range(len(prediction.actions))
@@ -140,41 +140,41 @@ def judge(
 
 
 class Recorder:
-    """Keeps the calls and rewards of replayed episodes (a ``Watcher``).
+    """Stores the policy calls and rewards of replayed episodes (a ``Watcher``).
 
     Attributes:
-        calls: Of each row: the env step (from 0) of the first action, the chunk, its path in the image, and judgements.
-        rewards: Of each row and env step.
+        calls: For each env slot: the env step (from 0) of the first action, the chunk, its path in the image, and scores.
+        rewards: For each env slot and env step.
     """
 
     def __init__(self, policy: BatchedPolicy, env: VectorEnv, num_rows: int, size: int) -> None:
         self.policy, self.env, self.num_rows, self.size = policy, env, num_rows, size
-        self.begin()
+        self.reset()
 
-    def begin(self) -> None:
-        """Forget all."""
+    def reset(self) -> None:
+        """Drop everything, at the start and when a lost simulator restarts the episodes."""
         self.calls: list[list[dict[str, Any]]] = [[] for _ in range(self.num_rows)]
         self.rewards: list[list[float]] = [[] for _ in range(self.num_rows)]
 
     def decided(self, rows: np.ndarray, chunks: np.ndarray) -> None:
-        """Keep what the policy decided, and where it would lead."""
+        """Store each chunk with its path in the image and its scores."""
         paths = self.env.chunk_paths(
             rows.tolist(), np.clip(chunks, self.env.action_low, self.env.action_high), self.size
         )
-        judged = getattr(self.policy, "judgements", [dict.fromkeys(JUDGEMENTS)] * len(rows))
-        for place, row in enumerate(rows.tolist()):
-            call = {"step": len(self.rewards[row]), "chunk": chunks[place].tolist()}
-            call["path"] = None if paths is None else _without_nan(paths[place])
-            self.calls[row].append({**call, **judged[place]})
+        scored = getattr(self.policy, "scores", [dict.fromkeys(SCORES)] * len(rows))
+        for index, row in enumerate(rows.tolist()):
+            call = {"step": len(self.rewards[row]), "chunk": chunks[index].tolist()}
+            call["path"] = None if paths is None else _without_nan(paths[index])
+            self.calls[row].append({**call, **scored[index]})
 
     def stepped(self, rows: np.ndarray, step: ChunkStep) -> None:
-        """Keep the rewards."""
+        """Store the rewards."""
         for row in rows.tolist():
             self.rewards[row].append(float(step.rewards[row, 0]))
 
 
 def _first_of_tasks(results: Sequence[EpisodeResult], num_per_task: int) -> list[tuple[int, EpisodeResult]]:
-    """Return the first results of each task with their numbers in the list."""
+    """Return the first results of each task with their indices in the list."""
     seen: Counter[str] = Counter()
     chosen = []
     for number, result in enumerate(results):
@@ -190,8 +190,8 @@ def _record(
     for first in range(0, len(numbered), env.num_envs):
         batch = numbered[first : first + env.num_envs]
         recorder = Recorder(policy, env, len(batch), size)
-        played = replay_episodes(policy, env, [counted.spec for _, counted in batch], size, recorder)
-        for row, ((number, counted), (result, instruction, frames)) in enumerate(zip(batch, played, strict=True)):
+        replays = replay_episodes(policy, env, [counted.spec for _, counted in batch], size, recorder)
+        for row, ((number, counted), (result, instruction, frames)) in enumerate(zip(batch, replays, strict=True)):
             same = (result.success, result.num_env_steps) == (counted.success, counted.num_env_steps)
             content = {
                 "number": number, "spec": asdict(result.spec), "task": result.task, "instruction": instruction,
@@ -204,7 +204,7 @@ def _record(
 
 
 def _image(frame: np.ndarray) -> str:
-    """Return a JPEG as an address that holds its data."""
+    """Return a frame as a JPEG data URL."""
     from PIL import Image
 
     file = io.BytesIO()

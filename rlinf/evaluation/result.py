@@ -17,9 +17,9 @@ from rlinf.number_formats import format_interval
 from rlinf.types import EpisodeResult, EpisodeSpec
 
 MOST_FAR = 0.01
-"""Fraction of states far beyond their statistics above which a result warns."""
+"""Fraction of states far outside their statistics above which a result warns."""
 MOST_CLIPPED = 0.05
-"""Fraction of cut numbers of actions above which a result warns."""
+"""Fraction of clipped action values above which a result warns."""
 
 
 @dataclass(frozen=True)
@@ -27,8 +27,8 @@ class Success:
     """Number of successes and episodes; its text is ``85.0% (17/20)``, or the return of a task without success.
 
     Attributes:
-        returns: Mean return of the same episodes and the ends of its 95 % interval (Student's t); None: not known.
-        is_reported: The task has a success; else ``returns`` is all there is to show.
+        returns: Mean return of the same episodes and the ends of its 95 % interval (Student's t); None: unknown.
+        is_reported: The task reports success; else only ``returns`` is shown.
     """
 
     successes: int
@@ -38,14 +38,14 @@ class Success:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Success:
-        """Return what ``as_dict`` has written; older files have no return."""
+        """Read the values of ``as_dict``; older files have no return."""
         low, high = values.get("return_interval") or (-math.inf, math.inf)
         returns = (values["return_mean"], low, high) if "return_mean" in values else None
         return cls(values["successes"] or 0, values["episodes"], returns, values.get("reports_success", True))
 
     @property
     def success_rate(self) -> float:
-        """Success rate; NaN without episodes, and where the task has no success."""
+        """Success rate; NaN without episodes, or if the task reports no success."""
         return self.successes / self.episodes if self.episodes and self.is_reported else float("nan")
 
     @property
@@ -63,16 +63,13 @@ class Success:
 
     @property
     def return_text(self) -> str:
-        """Mean return and interval as text, ``-512.3 (95 % -580.1 to -444.5)``; "" if not known."""
+        """Mean return and interval as text, ``-512.3 (95 % -580.1 to -444.5)``; "" if unknown."""
         mean, low, high = self.returns or (None, -math.inf, math.inf)
         ends = f" (95 % {low:.4g} to {high:.4g})" if self.episodes > 1 else ""
         return "" if mean is None else f"{mean:.4g}{ends}"
 
     def as_dict(self) -> dict[str, Any]:
-        """Return both as JSON values, and the return if it is known.
-
-        Success is null where the task has none. ``return_interval`` is null for a single episode.
-        """
+        """Return success (null if not reported) and return as JSON values; ``return_interval`` is null for a single episode."""
         values: dict[str, Any] = {"success_rate": None, "successes": None, "episodes": self.episodes, "interval": None}
         if self.is_reported:
             rate = self.success_rate if self.episodes else None
@@ -89,13 +86,11 @@ class EvaluationResult:
     """Results of a fixed list of episodes, in the order of the list.
 
     Attributes:
-        results: One per ``EpisodeSpec``.
         greedy: The most likely actions were taken; else they were sampled with ``temperature`` and ``seed``.
         wall_s: Duration in seconds, including videos.
         warnings: Caveats about the numbers: accepted differences of conditions, a simulator that has changed.
-        stopping: ``{"stop_when", "num_planned"}`` if the evaluation could end before its list did.
-        videos: ``{"path", "task", "instruction", "success"}`` per MP4; paths are relative to the folder of
-            ``result.json``.
+        stopping: ``{"stop_when", "num_planned"}`` if the evaluation could end early.
+        videos: ``{"path", "task", "instruction", "success"}`` per MP4; paths are relative to the folder of ``result.json``.
         reports_success: Episodes of the env can succeed (``VectorEnv.reports_success``).
     """
 
@@ -124,37 +119,38 @@ class EvaluationResult:
 
     @property
     def true_success(self) -> Success | None:
-        """Success by the simulator's own word, where a classifier or planted errors decided on ``total``; None: it is ``total``, or untold."""
-        told = [result.true_success for result in self.results if result.true_success is not None]
-        return Success(sum(told), len(told)) if told else None
+        """Success reported by the simulator if ``total`` is a classifier's or has label noise; None: the same, or unknown."""
+        labels = [result.true_success for result in self.results if result.true_success is not None]
+        return Success(sum(labels), len(labels)) if labels else None
 
-    def judged_warning(self) -> list[str]:
-        """Return a sentence on how far the success that was seen is from the true one, where they can differ."""
-        truly = self.true_success
-        if truly is None:
+    def success_label_warning(self) -> list[str]:
+        """Return a warning that compares the detected success with the true one, if they can differ."""
+        true_success = self.true_success
+        if true_success is None:
             return []
         false = sum(result.success and result.true_success is False for result in self.results)
         missed = sum(result.true_success is True and not result.success for result in self.results)
-        interval = format_interval(*truly.interval, " - ")
+        interval = format_interval(*true_success.interval, " - ")
         return [
-            f"success is what the classifier sees (env.success_classifier, env.success_label_noise); by the simulator it is {truly} "
-            f"(95 % {interval}): {false} of {self.successes} seen successes are false, and {missed} of {truly.successes} were not seen"
+            "success is detected by the classifier (env.success_classifier, env.success_label_noise); the simulator reports "
+            f"{true_success} (95 % {interval}): {false} of {self.successes} detected successes are false, and {missed} of "
+            f"{true_success.successes} were not detected"
         ]
 
     def _count(self, results: Sequence[EpisodeResult]) -> Success:
         returns = mean_interval([result.episode_return for result in results]) if results else None
-        # An env may tell success at the end of an episode only, and then it is known once an episode has ended.
+        # Some envs report success only at the end of an episode, so it is known only once an episode has ended.
         is_reported = self.reports_success or any(result.success_reported or result.success for result in self.results)
         return Success(sum(bool(result.success) for result in results), len(results), returns, is_reported)
 
     @property
     def success_rate(self) -> float | None:
-        """Success rate over all tasks; None: the env tells no success."""
+        """Success rate over all tasks; None: the env reports no success."""
         return self.total.success_rate if self.total.is_reported else None
 
     @property
     def successes(self) -> int | None:
-        """Number of successful episodes; None: the env tells no success."""
+        """Number of successful episodes; None: the env reports no success."""
         return self.total.successes if self.total.is_reported else None
 
     @property
@@ -164,7 +160,7 @@ class EvaluationResult:
 
     @property
     def interval(self) -> tuple[float, float] | None:
-        """95 % Wilson interval of ``success_rate``; None: the env tells no success."""
+        """95 % Wilson interval of ``success_rate``; None: the env reports no success."""
         return self.total.interval if self.total.is_reported else None
 
     @property
@@ -179,38 +175,38 @@ class EvaluationResult:
 
     @property
     def actions_clipped_fraction(self) -> float | None:
-        """Fraction of the numbers of all actions that lay outside the bounds and were cut; None: not recorded."""
+        """Fraction of all action values that were clipped to the bounds; None: not recorded."""
         return actions_clipped(self.results)[0]
 
     @property
     def actions_max_abs(self) -> float | None:
-        """Largest magnitude of these numbers before the cut; None: not recorded."""
+        """Largest magnitude of the actions before clipping; None: not recorded."""
         return actions_clipped(self.results)[1]
 
     @property
     def states_far_fraction(self) -> float | None:
-        """Fraction of the states in which a number lay far beyond the policy's statistics; None: nothing to compare."""
-        known = [one for one in self.results if one.states_far_fraction is not None]
-        steps = sum(one.num_env_steps for one in known)
-        return sum(one.states_far_fraction * one.num_env_steps for one in known) / steps if steps else None
+        """Fraction of states far outside the policy's statistics; None: no statistics."""
+        known = [result for result in self.results if result.states_far_fraction is not None]
+        steps = sum(result.num_env_steps for result in known)
+        return sum(result.states_far_fraction * result.num_env_steps for result in known) / steps if steps else None
 
     def headline(self) -> str:
-        """Return success with its interval and the return in one line, short enough for 80 columns behind the name of the evaluation."""
+        """Return success, its interval and the return in one line that fits 80 columns with the evaluation's name."""
         total = self.total
         if not total.is_reported:
-            return f"return {total.return_text} of {self.episodes} episodes; the env tells no success"
+            return f"return {total.return_text} of {self.episodes} episodes; the env reports no success"
         interval = format_interval(*total.interval, " - ")
-        truly = "" if self.true_success is None else f", by the simulator {self.true_success}"
-        return f"{total.count} = {total.success_rate:.1%} (95 % {interval}){truly}, return {self.return_mean:.4g}"
+        simulator = "" if self.true_success is None else f", by the simulator {self.true_success}"
+        return f"{total.count} = {total.success_rate:.1%} (95 % {interval}){simulator}, return {self.return_mean:.4g}"
 
     def success_by_step(self) -> list[tuple[int, float]]:
-        """Return ``(t, share)`` up to the longest episode: the fraction of episodes that succeeded within ``t`` env steps."""
+        """Return ``(t, fraction of episodes that succeeded within t env steps)`` up to the longest episode."""
         ends = [result.num_env_steps for result in self.results if result.success]
         longest = max(result.num_env_steps for result in self.results)
         return [(t, sum(end <= t for end in ends) / self.episodes) for t in range(longest + 1)]
 
     def metrics(self) -> dict[str, float]:
-        """Return the ``eval/`` metrics, with the success rate of each task, unless the env tells no success."""
+        """Return the ``eval/`` metrics; without those of success if the env reports none."""
         total, (return_low, return_high) = self.total, self.return_interval
         low, high = total.interval
         metrics = {
@@ -224,10 +220,12 @@ class EvaluationResult:
             "eval/return_high": return_high,
             **{f"eval/success_rate/{task}": success.success_rate for task, success in self.per_task.items()},
         }
-        if (truly := self.true_success) is not None:
-            metrics["eval/true_success_rate"] = truly.success_rate
-        of_success = ("eval/success", "eval/interval")
-        return {name: value for name, value in metrics.items() if total.is_reported or not name.startswith(of_success)}
+        if self.true_success is not None:
+            metrics["eval/true_success_rate"] = self.true_success.success_rate
+        success_metrics = ("eval/success", "eval/interval")
+        return {
+            name: value for name, value in metrics.items() if total.is_reported or not name.startswith(success_metrics)
+        }
 
     def summary(self) -> dict[str, Any]:
         """Return the numbers of ``Success.as_dict`` for ``summary.json``."""
@@ -275,7 +273,7 @@ class EvaluationResult:
 
 
 def success_table(rows: Sequence[tuple[str, Success]], first: str, second: str) -> str:
-    """Return a text table of success, if it is told, and return; ``first`` and ``second`` head the names and the rates."""
+    """Return a text table of success, if it is reported, and return; ``first`` and ``second`` are the column titles of names and rates."""
     width = max(len(first), *(len(name) for name, _ in rows))
     is_reported, with_returns = rows[-1][1].is_reported, rows[-1][1].returns is not None
     head = f"  {second}     k/n  {'95 % interval':15}" if is_reported else "  episodes"
@@ -289,31 +287,35 @@ def success_table(rows: Sequence[tuple[str, Success]], first: str, second: str) 
 
 
 def actions_clipped(results: Sequence[EpisodeResult]) -> tuple[float | None, float | None]:
-    """Return the fraction of cut numbers of the actions of some episodes, and the largest magnitude; None: not recorded."""
-    known = [one for one in results if one.actions_clipped_fraction is not None and one.actions_max_abs is not None]
+    """Return the clipped fraction of all action values and the largest magnitude; None: not recorded."""
+    known = [
+        result
+        for result in results
+        if result.actions_clipped_fraction is not None and result.actions_max_abs is not None
+    ]
     if not known:
         return None, None
-    num_steps = max(1, sum(one.num_env_steps for one in known))
-    clipped = sum(one.actions_clipped_fraction * one.num_env_steps for one in known) / num_steps
-    return clipped, max(one.actions_max_abs for one in known)
+    num_steps = max(1, sum(result.num_env_steps for result in known))
+    clipped = sum(result.actions_clipped_fraction * result.num_env_steps for result in known) / num_steps
+    return clipped, max(result.actions_max_abs for result in known)
 
 
 def far_warning(fraction: float | None) -> list[str]:
-    """Return a sentence if more than ``MOST_FAR`` of the states lie far beyond the policy's statistics; for ``states_far_fraction``."""
+    """Return a warning if more than ``MOST_FAR`` of the states are far outside the policy's statistics."""
     if fraction is None or fraction <= MOST_FAR:
         return []
     return [
-        f"{fraction:.1%} of the states hold a number more than five half-widths from the middle of the policy's statistics. The likely "
-        "cause is a state in other units than the training data's, or the statistics of another data set (model.unnorm_key)"
+        f"{fraction:.1%} of the states have a dimension more than five half-widths from the middle of the policy's statistics. Likely "
+        "cause: the state has different units than in training, or the statistics are of a different dataset (model.unnorm_key)"
     ]
 
 
 def clipping_warning(fraction: float | None, largest: float | None) -> list[str]:
-    """Return a sentence if more than ``MOST_CLIPPED`` of the numbers of actions were cut; for ``actions_clipped``."""
+    """Return a warning if more than ``MOST_CLIPPED`` of the action values were clipped."""
     if fraction is None or fraction <= MOST_CLIPPED:
         return []
     return [
-        f"{fraction:.1%} of the numbers of the actions lay outside the bounds of the env and were cut (the largest: {largest:.4g}). "
-        "The likely cause is a policy of other units or another normalisation: compare its actions with the env's action_low and "
-        "action_high, and set model.unnorm_key to the data set that it was trained on"
+        f"{fraction:.1%} of the action values were outside the env's bounds and were clipped (largest magnitude: {largest:.4g}). Likely "
+        "cause: the policy uses different units or a different normalisation. Compare its actions with the env's action_low and "
+        "action_high, and set model.unnorm_key to the dataset that it was trained on"
     ]

@@ -1,7 +1,7 @@
-"""Decide between two policies while their episodes are played: a paired test that may be read at any moment.
+"""Sequential paired test of two policies, valid after every episode.
 
-A p-value of a fixed list that is read after every episode until it is small finds differences between equal policies: with 200
-episodes, in up to one of five comparisons. The test here is made to be read so.
+A fixed-sample p-value that is checked after every episode finds differences between equal policies: with 200 episodes, in up to one
+of five comparisons.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ from functools import cache
 import numpy as np
 
 LEVEL = 0.05
-"""Probability, at most, that two equally good policies are ever told apart."""
+"""Upper bound of the probability that two equally good policies are ever declared different."""
 PRIOR = 3.0
-"""Both parameters of the beta distribution over the fraction of wins. Larger ones expect smaller differences."""
+"""Both parameters of the beta prior over the fraction of wins; larger values expect smaller differences."""
 LEAST_EPISODES = 6
-"""Shortest list that can decide: policies that differ in all of 5 episodes win all of them with probability 1/16 if none is better."""
+"""Shortest list that can decide: 5 wins of 5 have probability 1/16 if neither policy is better."""
 MOST_MORE = 100_000
-"""Episodes beyond which no forecast is made."""
+"""Largest forecast, in episodes."""
 MOST_COUNTED = 2000
-"""Episodes of the longest list for which a forecast counts the threshold; longer ones take Ville's, which is hardly larger."""
+"""Longest list for which a forecast uses the exact threshold; beyond it, Ville's is hardly larger."""
 
 
 def log_e_value(wins: float, differing: float) -> float:
@@ -45,9 +45,10 @@ def log_e_value(wins: float, differing: float) -> float:
 def crossing_probability(log_level: float, num_episodes: int) -> float:
     """Return the probability that the e-value ever reaches a level within ``num_episodes`` if neither policy is better.
 
-    Exact: a symmetric random walk, stopped where it reaches the level. It is largest if the two differ on all episodes, the case
-    that is counted here. Ville's inequality, ``exp(-log_level)``, holds for any number of episodes and is larger.
+    Exact: a symmetric random walk, stopped where it reaches the level. Ville's inequality, ``exp(-log_level)``, holds for any number of
+    episodes and is larger.
     """
+    # The probability is largest if the two policies differ on all episodes, so only this case is computed.
     gammas = np.array([math.lgamma(PRIOR + number) for number in range(num_episodes + 1)])
     running, reached = np.ones(1), 0.0
     for differing in range(1, num_episodes + 1):
@@ -75,36 +76,34 @@ def log_threshold(num_episodes: int) -> float:
 def log_e_values(signs: Sequence[int]) -> list[float]:
     """Return the logarithm of the e-value after each episode; a sign is 1 (only the second policy succeeded), -1 or 0."""
     wins = differing = 0
-    found = []
+    values = []
     for sign in signs:
         wins += sign > 0
         differing += sign != 0
-        found.append(log_e_value(wins, differing))
-    return found
+        values.append(log_e_value(wins, differing))
+    return values
 
 
 def decided_at(signs: Sequence[int], num_episodes: int) -> int | None:
-    """Return after how many episodes of a list of ``num_episodes`` the test decides; None: not yet."""
+    """Return the number of episodes after which the test of a list of ``num_episodes`` decides; None: not yet."""
     threshold = log_threshold(num_episodes) - 1e-12
     return next((1 + place for place, value in enumerate(log_e_values(signs)) if value >= threshold), None)
 
 
 def sequential_p_value(signs: Sequence[int], num_episodes: int) -> float:
-    """Return the two-sided p-value so far, which may be read after every episode of a list of ``num_episodes``.
+    """Return the two-sided p-value so far, valid after every episode of a list of ``num_episodes``.
 
-    It is the probability that equally good policies ever reach the largest e-value that was reached, so it never grows.
+    It is the probability that equally good policies ever reach the largest e-value so far, so it never grows.
     """
     return min(1.0, crossing_probability(max([0.0, *log_e_values(signs)]), num_episodes))
 
 
 def episodes_to_decide(signs: Sequence[int], num_episodes: int) -> int | None:
-    """Return about how many more episodes would decide if the two continue to differ as so far; None: more than ``MOST_MORE``.
-
-    Beyond the list of ``num_episodes``, the threshold belongs to a longer list, planned from the start.
-    """
+    """Forecast how many more episodes decide if the two continue to differ as so far; None: more than ``MOST_MORE``."""
     more = _more_to_reach(log_threshold(num_episodes), signs)
     if more is None or len(signs) + more <= num_episodes:
         return more
+    # Beyond the list, the threshold is that of a longer list, which would have to be planned from the start.
     more = _more_to_reach(math.log(1 / LEVEL), signs)
     if more is None or len(signs) + more > MOST_COUNTED:
         return more
@@ -112,13 +111,13 @@ def episodes_to_decide(signs: Sequence[int], num_episodes: int) -> int | None:
 
 
 def _more_to_reach(threshold: float, signs: Sequence[int]) -> int | None:
-    """Return after how many more episodes that differ as ``signs`` the e-value reaches a threshold; None: more than ``MOST_MORE``."""
+    """Return how many more episodes like ``signs`` bring the e-value to a threshold; None: more than ``MOST_MORE``."""
     wins, losses = sum(sign > 0 for sign in signs), sum(sign < 0 for sign in signs)
     differing = wins + losses
-    share, rate = (wins / differing, differing / len(signs)) if differing else (0.5, 0.0)
+    win_rate, rate = (wins / differing, differing / len(signs)) if differing else (0.5, 0.0)
 
     def decides(more: int) -> bool:
-        return log_e_value(wins + share * rate * more, differing + rate * more) >= threshold
+        return log_e_value(wins + win_rate * rate * more, differing + rate * more) >= threshold
 
     if not decides(MOST_MORE):
         return None
@@ -130,7 +129,7 @@ def _more_to_reach(threshold: float, signs: Sequence[int]) -> int | None:
 
 
 def rate_confidence_sequence(successes: int, episodes: int) -> tuple[float, float]:
-    """Return an interval that contains the success rate after every episode at once, with a probability of at least 95 %.
+    """Return an interval that contains the success rate after all episodes simultaneously, with a probability of at least 95 %.
 
     Robbins 1970, section 2: all rates ``p`` at which ``B(1/2 + k, 1/2 + n - k) / B(1/2, 1/2)``, the likelihood of ``k`` successes in ``n``
     episodes averaged over a Beta(1/2, 1/2) distribution, is less than ``1 / LEVEL`` times ``p^k (1 - p)^(n - k)``.
@@ -145,17 +144,17 @@ def rate_confidence_sequence(successes: int, episodes: int) -> tuple[float, floa
 
 
 def difference_confidence_sequence(only_first: int, only_second: int, same: int) -> tuple[float, float]:
-    """Return such an interval of the paired difference of two success rates, second minus first.
+    """Return a 95 % confidence sequence of the paired difference of two success rates, second minus first.
 
-    The mixture has a Dirichlet(1/2, 1/2, 1/2) distribution over the fractions of the three outcomes. A difference is in the interval
-    if some shares with this difference are: its likelihood is the largest one of these shares.
+    The mixture is Dirichlet(1/2, 1/2, 1/2) over the probabilities of the three outcomes. A difference is in the interval if any
+    probabilities with this difference are: its likelihood is the largest one among them.
     """
 
     def log_likelihood(difference: float) -> float:
         less, more = (only_first, only_second) if difference >= 0 else (only_second, only_first)
-        share = _fraction_of_less(less, more, same, abs(difference))
-        rest = 1 - 2 * share - abs(difference)
-        return _times_log(less, share) + _times_log(more, share + abs(difference)) + _times_log(same, rest)
+        probability = _likeliest_probability(less, more, same, abs(difference))
+        rest = 1 - 2 * probability - abs(difference)
+        return _times_log(less, probability) + _times_log(more, probability + abs(difference)) + _times_log(same, rest)
 
     episodes = only_first + only_second + same
     least = _log_mixture(only_first, only_second, same) + math.log(LEVEL)
@@ -163,8 +162,8 @@ def difference_confidence_sequence(only_first: int, only_second: int, same: int)
     return _outermost(log_likelihood, least, best, -1.0), _outermost(log_likelihood, least, best, 1.0)
 
 
-def _fraction_of_less(less: int, more: int, same: int, difference: float) -> float:
-    """Return the most likely share ``x`` of an outcome whose opposite has the fraction ``x + difference``.
+def _likeliest_probability(less: int, more: int, same: int, difference: float) -> float:
+    """Return the most likely probability ``x`` of an outcome if the opposite outcome has ``x + difference``.
 
     The zero of the derivative of ``less ln x + more ln(x + d) + same ln(1 - 2 x - d)``, a quadratic equation.
     """
@@ -177,20 +176,20 @@ def _fraction_of_less(less: int, more: int, same: int, difference: float) -> flo
 
 
 def _log_mixture(*counts: int) -> float:
-    """Return the logarithm of the likelihood of counts, averaged over a Dirichlet distribution with parameters 1/2."""
+    """Return the log likelihood of counts, averaged over a Dirichlet distribution with parameters 1/2."""
     parts = sum(math.lgamma(count + 0.5) - math.lgamma(0.5) for count in counts)
     return parts + math.lgamma(len(counts) / 2) - math.lgamma(sum(counts) + len(counts) / 2)
 
 
-def _times_log(count: int, share: float) -> float:
-    """Return ``count ln(share)``, and 0 without a count."""
+def _times_log(count: int, probability: float) -> float:
+    """Return ``count ln(probability)``, and 0 without a count."""
     if not count:
         return 0.0
-    return count * math.log(share) if share > 0 else -math.inf
+    return count * math.log(probability) if probability > 0 else -math.inf
 
 
 def _outermost(log_likelihood: Callable[[float], float], least: float, inside: float, end: float) -> float:
-    """Return the point next to ``end`` at which a likelihood that falls from ``inside`` to ``end`` is still ``least``."""
+    """Return the point closest to ``end`` at which a likelihood that falls from ``inside`` to ``end`` is still at least ``least``."""
     if log_likelihood(end) >= least:
         return end
     outside = end

@@ -18,24 +18,21 @@ Episode = tuple[str, str, int, int]
 
 
 def episode_of(result: EpisodeResult) -> Episode:
-    """Return what names the episode of a result in every evaluation."""
+    """Return the key of a result's episode, equal in all evaluations."""
     return result.spec.suite, result.task, result.spec.init_state_id, result.spec.seed
 
 
 class StopRule(Protocol):
-    """Says when enough episodes have been played."""
+    """Decides after how many episodes an evaluation ends."""
 
     def stop_at(self, results: Sequence[EpisodeResult]) -> int | None:
-        """Return the smallest number of first episodes that are enough; None: more are needed.
-
-        ``results`` are the first ones of the list, in its order, whatever the order in which the episodes ended.
-        """
+        """Return the smallest sufficient number of episodes; None: continue. ``results`` are in list order, not in the order of ending."""
         ...
 
 
 @dataclass(frozen=True)
 class UntilDecided:
-    """Until the sequential paired test (``rlinf.evaluation.sequential``) tells the policy from a baseline.
+    """Stop when the sequential paired test (``rlinf.evaluation.sequential``) finds the policy different from a baseline.
 
     Attributes:
         baseline: Whether the baseline succeeded in each episode of the list.
@@ -46,22 +43,22 @@ class UntilDecided:
     num_planned: int
 
     def stop_at(self, results: Sequence[EpisodeResult]) -> int | None:
-        played = [one for one in results if episode_of(one) in self.baseline]
-        signs = [int(one.success) - int(self.baseline[episode_of(one)]) for one in played]
+        paired = [result for result in results if episode_of(result) in self.baseline]
+        signs = [int(result.success) - int(self.baseline[episode_of(result)]) for result in paired]
         count = decided_at(signs, self.num_planned)
-        return None if count is None else 1 + results.index(played[count - 1])
+        return None if count is None else 1 + results.index(paired[count - 1])
 
 
 @dataclass(frozen=True)
 class UntilNarrow:
-    """Until the 95 % interval of the success rate that holds at any moment is at most ``width`` wide."""
+    """Stop when the 95 % confidence sequence of the success rate is at most ``width`` wide."""
 
     width: float
 
     def stop_at(self, results: Sequence[EpisodeResult]) -> int | None:
         successes = 0
-        for number, one in enumerate(results, start=1):
-            successes += one.success
+        for number, result in enumerate(results, start=1):
+            successes += result.success
             low, high = rate_confidence_sequence(successes, number)
             if high - low <= self.width:
                 return number
@@ -69,9 +66,9 @@ class UntilNarrow:
 
 
 def stop_rule(stop_when: str | float | None, baseline: EvaluationResult | None, num_planned: int) -> StopRule | None:
-    """Return the rule that ``evaluation.stop_when`` asks for; None: play the whole list."""
+    """Return the rule of ``evaluation.stop_when``; None: run the full list."""
     if stop_when is None:
         return None
     if stop_when == DECIDED and baseline is not None:
-        return UntilDecided({episode_of(one): bool(one.success) for one in baseline.results}, num_planned)
+        return UntilDecided({episode_of(result): bool(result.success) for result in baseline.results}, num_planned)
     return UntilNarrow(float(stop_when))

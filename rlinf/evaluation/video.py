@@ -1,4 +1,4 @@
-"""Write videos of episodes that any browser plays, with instruction, env step and outcome above the image."""
+"""MP4 videos of episodes for any browser, with instruction, env step and outcome above the image."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ BAND_COLOUR, TEXT_COLOUR = (24, 26, 31), (236, 238, 242)
 
 
 def wrap_text(text: str, font: Any, width: int) -> list[str]:
-    """Break ``text`` into lines of at most ``width`` pixels; longer words are split."""
+    """Break ``text`` into lines of at most ``width`` pixels; split a word that is longer."""
     lines = [""]
     for word in text.split():
-        joined = f"{lines[-1]} {word}".strip()
-        if font.getlength(joined) <= width:
-            lines[-1] = joined
+        extended = f"{lines[-1]} {word}".strip()
+        if font.getlength(extended) <= width:
+            lines[-1] = extended
             continue
         if lines[-1]:
             lines.append("")
@@ -37,7 +37,7 @@ def wrap_text(text: str, font: Any, width: int) -> list[str]:
 def overlay(frame: np.ndarray, instruction: str, step: int, num_steps: int, success: bool | None) -> np.ndarray:
     """Return a frame with a band of text above it, uint8 ``[H + band, W, 3]``, both sides even as H.264 requires.
 
-    Env steps count from 0. The outcome is shown as a word and a coloured bar; it is None while the episode runs.
+    ``success`` is None while the episode runs.
     """
     from PIL import Image, ImageDraw, ImageFont
 
@@ -73,8 +73,8 @@ def write_video(
 ) -> Path:
     """Write an MP4 (H.264, yuv420p, index at the front) atomically, and return its path.
 
-    ``frames`` are uint8 ``[H, W, 3]``, the first observation and one after each env step, shown at ``fps`` per second. The last one, with the outcome above it, stays for ``hold_s`` seconds. Without imageio-ffmpeg a
-    MissingDependencyError is raised, and an OSError if ffmpeg cannot write the file.
+    ``frames`` are uint8 ``[H, W, 3]``: the first observation's and one after each env step. The last one, with the outcome, stays for
+    ``hold_s`` seconds.
     """
     try:
         import imageio_ffmpeg
@@ -89,7 +89,7 @@ def write_video(
     height, width = images[0].shape[:2]
     partial = path.with_name(f".{path.stem}.tmp.mp4")
     # imageio_ffmpeg.write_frames forks a process that runs Python code, which may wait forever for a lock that another
-    # thread held at the fork. The process group of its own shields ffmpeg from Ctrl-C.
+    # thread held at the fork. Its own process group protects ffmpeg from Ctrl-C.
     command = [
         imageio_ffmpeg.get_ffmpeg_exe(), "-y", "-v", "warning",
         "-f", "rawvideo", "-pix_fmt", "rgb24", "-s", f"{width}x{height}", "-r", str(fps), "-i", "-", "-an",

@@ -15,7 +15,7 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
 
 from rlinf.distributed.config import SHARDINGS
-from rlinf.distributed.deadlines import go_on
+from rlinf.distributed.deadlines import heartbeat
 from rlinf.distributed.deferred import deferred_parameters
 from rlinf.distributed.devices import own_device
 from rlinf.distributed.parallel import (
@@ -209,7 +209,7 @@ class HuggingFacePolicy(TokenPolicy):
         packed, with_entropy = self.config.sequence_packing, self.config.report_entropy
 
         def loss_of(number: int) -> tuple[Tensor, dict[str, Tensor]]:
-            go_on()  # the micro-batch before is done
+            heartbeat()  # the micro-batch before is done
             part, counted = parts[min(number, len(parts) - 1)], float(number < len(parts))
             trained, row = trained_tokens(part), borrowed[number]
             num_rows, num_columns = trained.shape

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from rlinf.distributed.deadlines import go_on
+from rlinf.distributed.deadlines import heartbeat
 from rlinf.distributed.parallel import full_tensor
 from rlinf.distributed.process_group import sum_over_ranks
 from rlinf.distributed.transfers import fetch
@@ -216,7 +216,7 @@ class TokenPolicy(PolicyInterface):
         with evaluation_mode(model):
             for rows in batches:
                 found.append(self._logprobs(model, data.select_indices(rows)))
-                go_on()
+                heartbeat()
         if found:  # one copy for all, so that nothing waits in between
             logprobs[[row for rows in batches for row in rows]] = torch.cat(found).to(ids.device)
         return BatchedDataDict({"logprobs": logprobs})

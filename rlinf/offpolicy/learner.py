@@ -50,8 +50,8 @@ class OffPolicyLearner(AnyAlgorithm, ABC):
         self.num_updates = 0
 
     @classmethod
-    def make_trainer(cls, parts: Any, env: Any, workers: Any) -> Any:
-        return import_string("rlinf.offpolicy.trainer:make_offpolicy_trainer")(cls, parts)
+    def make_trainer(cls, context: Any, env: Any, workers: Any) -> Any:
+        return import_string("rlinf.offpolicy.trainer:make_offpolicy_trainer")(cls, context)
 
     @classmethod
     def check(cls, config: Any, policy: tuple[Any, Any] | None) -> None:

@@ -21,9 +21,9 @@ from rlinf.checkpoints.trainer_state import read_entries, read_tensors
 from rlinf.cluster.factory import env_maker, episode_sampler
 from rlinf.data.formats import open_dataset
 from rlinf.data.stored import StoredDemonstrations
-from rlinf.distributed.deadlines import waiting
+from rlinf.distributed.deadlines import deadline
 from rlinf.distributed.process_group import gather_objects, local_world_size, rank, world_size
-from rlinf.distributed.sums import own_blocks
+from rlinf.distributed.sums import rank_range
 from rlinf.distributed.transfers import to_device
 from rlinf.envs.base import VectorEnv
 from rlinf.errors import CheckpointError, NonFiniteError, RLinfError
@@ -102,7 +102,7 @@ class OffPolicyTrainer(ActionTrainer):
         self._is_noted = False  # what the warm-up has shown
         self._starts_as_base = False  # the actor is new and changes nothing yet
         num_envs = parts.config.rollout.num_envs
-        self._own = own_blocks(num_envs, rank(), world_size())  # envs of this rank
+        self._own = rank_range(num_envs, rank(), world_size())  # envs of this rank
         self._corrections = Corrections(env.task_names)
         self._seen: Observation  # by the envs of this rank, at present
         self._proposal: BaseActions | None = None  # what the frozen policy says of that
@@ -148,7 +148,8 @@ class OffPolicyTrainer(ActionTrainer):
             self.policy = model
         else:
             with torch.random.fork_rng(devices=[]):
-                torch.manual_seed(derive_seed(seed, "actor"))
+                # The tag is part of every published seed, so it outlives the name that actors had.
+                torch.manual_seed(derive_seed(seed, "head"))
                 actor = make_actor(config.actor, model.feature_dim, model, self.make_learner.noise_std(config))
             self.policy = ActorPolicy(model, actor, *self._bounds)
             self._starts_as_base = actor.starts_as_base
@@ -402,7 +403,7 @@ class OffPolicyTrainer(ActionTrainer):
             episodes.values = self.learner.values(actor.encoder(features), base, actions).cpu().numpy()
         return actions, greedy
 
-    @waiting("rollout")
+    @deadline("rollout")
     def _play(self, step: int, call: int, actions: Tensor, greedy: Tensor, is_last: bool) -> CallOutcome:
         """Act in the envs of this rank, and ask about what they show then; return what came of it in the envs of all ranks.
 

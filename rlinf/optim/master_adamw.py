@@ -1,4 +1,4 @@
-"""The optimiser of all trainers: AdamW, whose steps are not rounded to 16 bits."""
+"""The optimiser of all trainers: AdamW with float32 master weights."""
 
 from __future__ import annotations
 
@@ -11,26 +11,27 @@ from torch.distributed.tensor import DTensor
 
 from rlinf.errors import RLinfError
 
-COPIES_AT_ONCE = 2**29
-"""Bytes of float32 gradients that are made before the 16-bit ones are given up."""
+CHUNK_BYTES = 2**29
+"""Bytes of float32 gradients that are made before their 16-bit sources are freed."""
 
 
 class MasterAdamW(torch.optim.AdamW):
-    """AdamW (Loshchilov and Hutter 2019) on float32 masters of parameters in 16 bits, and on others directly.
+    """AdamW (Loshchilov and Hutter 2019) that steps float32 masters of 16-bit parameters, and other parameters directly.
 
-    A step of reinforcement learning is mostly smaller than the rounding of a 16-bit weight, which would swallow it. The fused
-    kernel of each device is used, CPUs included; parameters may lie on several devices, and be shards, all of a group or none.
+    It uses the fused kernel of each device, CPUs included. Parameters may be on several devices; in a group, all or none are shards.
 
     Args:
         parameters: Parameters of the model, or groups of them, as ``torch.optim.AdamW`` takes them.
-        masters: Masters of a former optimiser, which are stepped further; a parameter without one gets a new one.
+        masters: Masters of a former optimiser, to be reused; a parameter without one gets a new one.
         decoupled: False: weight decay is part of the gradient, as in Adam (Kingma and Ba 2015).
-        **settings: Of ``torch.optim.AdamW``, but for ``fused`` and ``foreach``.
+        **settings: Arguments of ``torch.optim.AdamW`` except ``fused`` and ``foreach``.
 
     Attributes:
         parameters: The trained parameters of the model.
         masters: The stepped tensors, in the same order: a float32 copy, or the parameter itself. Groups and state hold these.
     """
+
+    # An RL step is mostly smaller than the rounding of a 16-bit weight: stepped directly, the weight would never change.
 
     def __init__(
         self,
@@ -59,31 +60,32 @@ class MasterAdamW(torch.optim.AdamW):
         if missing:
             raise RLinfError(
                 f"The optimiser lacks {len(missing)} of {len(trained)} trained tensors of {type(model).__name__}, which would never change "
-                f"(first: {missing[0]}). Give it all parameters that need gradients, or freeze these with requires_grad_(False)"
+                f"(first: {missing[0]}). Pass all parameters that require gradients, or freeze these with requires_grad_(False)"
             )
 
     def master_of(self, parameter: nn.Parameter) -> nn.Parameter | None:
-        """Return the stepped tensor of a parameter of the model; None: it is not trained."""
+        """Return the stepped tensor of a model parameter, None if it is not trained."""
         return self._master_of.get(parameter)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget the gradients of parameters and masters."""
+        """Set the gradients of parameters and masters to None."""
         for tensor in (*self.parameters, *self.masters):
             tensor.grad = None
 
     @torch.no_grad()
     def gather_gradients(self) -> None:
         """Add the gradients of a backward pass to the masters' gradients, where sums are not rounded to 16 bits."""
-        for part in _in_chunks([pair for pair in self._pairs if pair[0].grad is not None]):
-            new = [pair for pair in part if pair[1].grad is None]
-            known = [pair for pair in part if pair[1].grad is not None]
+        # In chunks, so that 16-bit and float32 gradients of the entire model never exist together.
+        for chunk in _in_chunks([pair for pair in self._pairs if pair[0].grad is not None]):
+            new = [pair for pair in chunk if pair[1].grad is None]
+            known = [pair for pair in chunk if pair[1].grad is not None]
             for _, master in new:
                 master.grad = torch.empty_like(master)
             if new:
-                torch._foreach_copy_(_own(m.grad for _, m in new), _own(p.grad for p, _ in new))
+                torch._foreach_copy_(_local(m.grad for _, m in new), _local(p.grad for p, _ in new))
             if known:
-                _add(_own(m.grad for _, m in known), _own(p.grad for p, _ in known))
-            for parameter, _ in part:
+                _add(_local(m.grad for _, m in known), _local(p.grad for p, _ in known))
+            for parameter, _ in chunk:
                 parameter.grad = None
 
     @torch.no_grad()
@@ -92,35 +94,36 @@ class MasterAdamW(torch.optim.AdamW):
         self.gather_gradients()
         super().step()
         if self._pairs:
-            torch._foreach_copy_(*(_own(side) for side in zip(*self._pairs, strict=True)))
+            torch._foreach_copy_(*(_local(side) for side in zip(*self._pairs, strict=True)))
         for _, master in self._pairs:
             master.grad = None
 
 
 def _in_chunks(pairs: list[tuple[nn.Parameter, nn.Parameter]]) -> Iterator[list[tuple[nn.Parameter, nn.Parameter]]]:
-    """Split parameters and masters into parts whose float32 gradients take about ``COPIES_AT_ONCE``."""
-    part, size = [], 0
+    """Split parameters and masters into chunks whose float32 gradients take about ``CHUNK_BYTES``."""
+    chunk, size = [], 0
     for pair in pairs:
-        part.append(pair)
+        chunk.append(pair)
         size += pair[1].numel() * torch.float32.itemsize
-        if size >= COPIES_AT_ONCE:
-            yield part
-            part, size = [], 0
-    if part:
-        yield part
+        if size >= CHUNK_BYTES:
+            yield chunk
+            chunk, size = [], 0
+    if chunk:
+        yield chunk
 
 
 def _add(sums: list[Tensor], gradients: list[Tensor]) -> None:
     """Add gradients in 16 bits to float32 ones."""
-    if sums[0].device.type != "cpu":  # there, tensors of two formats would take a kernel each
-        casts = [torch.empty_like(each) for each in sums]
+    # On a GPU, `_foreach_add_` of two dtypes would start a kernel per tensor.
+    if sums[0].device.type != "cpu":
+        casts = [torch.empty_like(tensor) for tensor in sums]
         torch._foreach_copy_(casts, gradients)
         gradients = casts
     torch._foreach_add_(sums, gradients)
 
 
-def _own(tensors: Iterable[Tensor]) -> list[Tensor]:
-    """Return this rank's parts of tensors, for operations on many tensors at once."""
+def _local(tensors: Iterable[Tensor]) -> list[Tensor]:
+    """Return this rank's shards as plain tensors, which the ``_foreach`` functions need."""
     return [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors]
 
 

@@ -1,4 +1,4 @@
-"""The policy of a former moment, kept as the weights that training changes."""
+"""Earlier weights of a policy, such as those of the reference policy before RL."""
 
 from __future__ import annotations
 
@@ -16,60 +16,61 @@ from rlinf.errors import CheckpointError
 
 
 class Reference:
-    """A copy of a model's trained weights, of this rank's shards of them, and of its buffers, to compute with in their place.
+    """A copy of a model's trained weights (this rank's shards) and buffers, which can be swapped into the model.
 
-    Frozen weights exist once: with LoRA the copy holds the adapters only.
+    Frozen weights exist once: with LoRA the copy holds only the adapters.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
-        self._give_up_gathered()
-        self._kept = {name: tensor.detach().clone() for name, tensor in self._changing().items()}
+        self._free_gathered()
+        self._copies = {name: tensor.detach().clone() for name, tensor in self._changing().items()}
 
     def _changing(self) -> dict[str, Tensor]:
         """Return the tensors of the model that training changes."""
         trained: dict[str, Tensor] = {name: p for name, p in self._model.named_parameters() if p.requires_grad}
         for path, module in self._model.named_modules():
-            own = dict(module.named_buffers(path, recurse=False))
+            buffers = dict(module.named_buffers(path, recurse=False))
             unsaved = {f"{path}.{name}".removeprefix(".") for name in module._non_persistent_buffers_set}
-            trained |= {name: buffer for name, buffer in own.items() if name not in unsaved}
+            trained |= {name: buffer for name, buffer in buffers.items() if name not in unsaved}
         return trained
 
     def parts(self) -> dict[str, Tensor]:
-        """Return the kept weights by name, sharded as the model is; writing into them changes what is kept."""
-        return self._kept
+        """Return the copies by name, sharded as the model is. They are not cloned: writing into them changes the reference."""
+        return self._copies
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return the kept weights whole, on the CPU of rank 0; nothing on other ranks (a collective call)."""
-        whole = {}
-        for name, kept in self._kept.items():
-            tensor = full_tensor(kept)  # one at a time: together they may not fit on a rank
+        """Return the full weights on the CPU of rank 0, nothing on other ranks (a collective call)."""
+        full = {}
+        for name, shard in self._copies.items():
+            # One at a time: all full tensors together may not fit on a rank.
+            tensor = full_tensor(shard)
             if rank() == 0:
-                whole[name] = tensor.cpu()
-        return whole
+                full[name] = tensor.cpu()
+        return full
 
     @torch.no_grad()
     def load(self, tensors: Mapping[str, Weight]) -> None:
-        """Keep these whole weights instead; names that are not trained are ignored. From files, only the kept ones are read.
+        """Replace the copies by these full weights. Names that are not trained are ignored, and not read from files.
 
-        Raise CheckpointError if the weight of a trained parameter is missing, or has another shape.
+        Raise CheckpointError if the weight of a trained parameter is missing or has a different shape.
         """
         misfits = [
-            name for name, kept in self._kept.items() if name not in tensors or tensors[name].shape != kept.shape
+            name for name, copy in self._copies.items() if name not in tensors or tensors[name].shape != copy.shape
         ]
         if misfits:
             raise CheckpointError(
-                f"The reference policy does not fit the model: {len(misfits)} of its {len(self._kept)} trained tensors are missing or "
-                f"have another shape: {', '.join(misfits[:3])}"
+                f"The reference policy does not fit the model: {len(misfits)} of its {len(self._copies)} trained tensors are missing or "
+                f"have a different shape: {', '.join(misfits[:3])}"
             )
-        for name, kept in self._kept.items():
-            part, where = local_part(kept)
+        for name, copy in self._copies.items():
+            part, where = local_part(copy)
             if part.numel():
                 part.copy_(part_of(tensors[name], where))
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
-        """Put the kept weights into the model, and the present ones back at the end."""
+        """Swap the copies into the model, and the present weights back at the end."""
         self._exchange()
         try:
             yield
@@ -78,16 +79,18 @@ class Reference:
 
     @torch.no_grad()
     def _exchange(self) -> None:
-        self._give_up_gathered()
+        self._free_gathered()
         tensors = self._changing()
-        for name, kept in self._kept.items():
-            own, other = local_part(tensors[name])[0], local_part(kept)[0]
-            present = own.clone()
-            own.copy_(other)
-            other.copy_(present)
+        for name, copy in self._copies.items():
+            in_model, in_copy = local_part(tensors[name])[0], local_part(copy)[0]
+            # A copy of one tensor at a time: a second copy of the entire model may not fit.
+            present = in_model.clone()
+            in_model.copy_(in_copy)
+            in_copy.copy_(present)
 
-    def _give_up_gathered(self) -> None:
-        """A forward pass without a backward pass leaves the root of a sharded model whole, with the weights of then."""
+    def _free_gathered(self) -> None:
+        """Reshard the model."""
+        # A forward pass without a backward pass leaves the root module gathered, with weights that would be out of date after a swap.
         for module in self._model.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()

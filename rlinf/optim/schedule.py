@@ -1,4 +1,4 @@
-"""The learning rate of each step: a linear warm-up, then a decay. All trainers have it."""
+"""The learning rate schedule of all trainers: a linear warm-up, then a decay."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ DECAYS: dict[str, Callable[[float], float]] = {
     "cosine": lambda progress: (1 + math.cos(math.pi * progress)) / 2,
     "linear": lambda progress: 1 - progress,
 }
-"""Fraction of the peak by the fraction of the decay that is over; none: the rate stays constant after the warm-up."""
+"""Fraction of the peak, by progress of the decay from 0 to 1; none: the rate is constant after the warm-up."""
 
 
 def learning_rate(
@@ -23,22 +23,18 @@ def learning_rate(
     decay_ratio: float | None = None,
     min_factor: float = 0.0,
 ) -> float:
-    """Return the learning rate of a step.
-
-    It rises linearly over the warm-up, whose last step has the peak, and then decays. No step has the rate 0 unless the peak is 0:
-    an update with rate 0 would waste its batch.
+    """Return the learning rate of ``step`` (from 0): linear up to ``peak`` at the last warm-up step, then a decay.
 
     Args:
-        step: Number of the step, from 0.
-        num_steps: Steps of the run; infinite: it does not decay.
-        peak: Learning rate after the warm-up.
-        warmup_steps: Steps of the warm-up; a float up to 1.0 is a fraction of ``num_steps``. At most ``num_steps``.
+        num_steps: Steps of the run; infinite: no decay.
+        warmup_steps: Number of warm-up steps, or a float up to 1.0: a fraction of ``num_steps``. At most ``num_steps``.
         decay: Key of ``DECAYS``; None: none.
-        decay_ratio: Fraction of all steps, the last ones, that decay; None: all after the warm-up.
-        min_factor: Smallest fraction of the peak while it decays.
+        decay_ratio: Fraction of all steps, at the end, in which the rate decays; None: all steps after the warm-up.
+        min_factor: Lower bound of the decay, as a fraction of the peak.
     """
-    share = isinstance(warmup_steps, float) and warmup_steps <= 1
-    warmup = min(num_steps, round(warmup_steps * num_steps) if share else int(warmup_steps))
+    is_fraction = isinstance(warmup_steps, float) and warmup_steps <= 1
+    warmup = min(num_steps, round(warmup_steps * num_steps) if is_fraction else int(warmup_steps))
+    # `step + 1`: a first update with rate 0 would waste its batch.
     if step < warmup:
         return peak * (step + 1) / warmup
     first = warmup if decay_ratio is None else max(warmup, num_steps - round(decay_ratio * num_steps))

@@ -1,4 +1,4 @@
-"""One optimiser step, of action policies and token policies alike."""
+"""The optimiser step of all trainers, for action policies and token policies."""
 
 from __future__ import annotations
 
@@ -16,16 +16,17 @@ from rlinf.errors import NonFiniteError
 from rlinf.optim.master_adamw import MasterAdamW
 from rlinf.optim.schedule import learning_rate
 
-Part = TypeVar("Part")
+MicroBatch = TypeVar("MicroBatch")
 
 
 class Totals(dict[str, float]):
     """Metrics of a minibatch, summed over its micro-batches and ranks. Each micro-batch adds its fraction of a mean."""
 
-    def add(self, shares: Sequence[Mapping[str, Tensor | float]], *others: Tensor) -> list[float]:
-        """Add the fractions of micro-batches, in their order. Return ``others`` as floats, which come by the same copy from a GPU."""
-        values = iter(fetch([*(value for metrics in shares for value in metrics.values()), *others]))
-        for metrics in shares:
+    def add(self, micro_batches: Sequence[Mapping[str, Tensor | float]], *extra: Tensor) -> list[float]:
+        """Add the metrics of micro-batches, in their order; return ``extra`` as floats."""
+        # One copy from the GPU for all of them: each copy waits until the GPU has finished.
+        values = iter(fetch([*(value for metrics in micro_batches for value in metrics.values()), *extra]))
+        for metrics in micro_batches:
             for name in metrics:
                 self[name] = self.get(name, 0.0) + next(values)
         return list(values)
@@ -36,7 +37,7 @@ class Totals(dict[str, float]):
 
 
 class _Norms(NamedTuple):
-    """The masters of each part that have gradients, the norm of each part (0.0: without gradients), and the norm of all."""
+    """The masters with gradients of each part, the norm of each part (0.0 without gradients), and the norm of all gradients."""
 
     parts: list[list[nn.Parameter]]
     norms: list[Tensor | float]
@@ -44,22 +45,21 @@ class _Norms(NamedTuple):
 
 
 class TrainStep:
-    """Accumulates gradients over micro-batches, then rejects, clips, schedules and steps. Every trainer steps by one.
+    """Accumulates gradients over micro-batches; checks, clips, schedules and steps. Every trainer uses one.
 
     Args:
-        optimizer: Steps the parameters.
         max_grad_norm: The gradients of each part are scaled down to this norm; 0 turns clipping off.
         warmup_steps: Steps over which the learning rates rise linearly to the optimiser's.
-        parts: Masters that are clipped together; None: all of them are one part.
+        parts: Groups of masters, each clipped by its own norm; None: one part.
         clips_together: Clip all parts by the norm of all gradients.
-        parallel: How the ranks hold the model, whose gradients are summed over them; None: the caller sums.
-        norm_of: Returns the norm of the gradients of a part over all ranks.
+        parallel: How the ranks hold the model; gradients are summed over them. None: the caller sums them.
+        norm_of: Returns the norm of a part's gradients over all ranks.
 
     Attributes:
         num_steps: Steps taken.
-        decay: Fraction of the learning rates after the warm-up, which the trainer sets.
+        decay: Factor of the learning rates after the warm-up, which the trainer sets.
         grad_norm: Norm of all gradients at the last ``apply``, before clipping.
-        part_norms: Norms of the gradients of the parts at the last ``accumulate``.
+        part_norms: Norms of the parts' gradients at the last ``accumulate``.
     """
 
     def __init__(
@@ -80,60 +80,62 @@ class TrainStep:
         self.num_steps, self.decay = 0, 1.0
         self.grad_norm = 0.0
         self._peaks = [group["lr"] for group in optimizer.param_groups]
-        self._measured: tuple[_Norms, list[float]] | None = None  # by ``accumulate``, for ``apply``
+        # `accumulate` measures the norms and `apply` uses them, so that both share one wait for the GPU.
+        self._measured: tuple[_Norms, list[float]] | None = None
         self.part_norms = [0.0] * len(self.parts)
 
     def set_learning_rate(self, rate: float) -> None:
-        """Step all parameters with this learning rate from now on (after a warm-up)."""
+        """Set the learning rate of all parameters (after the warm-up)."""
         self._peaks = [rate] * len(self._peaks)
 
     def accumulate(
         self,
-        micro_batches: Iterable[Part],
-        loss_of: Callable[[Part], tuple[Tensor, Mapping[str, Tensor]]],
+        micro_batches: Iterable[MicroBatch],
+        loss_of: Callable[[MicroBatch], tuple[Tensor, Mapping[str, Tensor]]],
         frozen: Sequence[nn.Parameter] = (),
     ) -> Totals:
-        """Add up the gradients of a minibatch over micro-batches and ranks, and the metrics of this rank.
-
-        The host waits for a GPU once, at the end, for the metrics and the norms of the gradients together.
+        """Sum the gradients of a minibatch over micro-batches and ranks; return the metrics of this rank.
 
         Args:
-            micro_batches: What ``loss_of`` takes, one after the other; with shards, as many on every rank.
-            loss_of: Returns the micro-batch's fraction of the loss and of each metric. A fraction divides by counts of the whole
-                minibatch, so numbers of micro-batches and ranks change no result.
-            frozen: Masters whose gradients are dropped at the end.
+            micro_batches: Inputs of ``loss_of``; with a sharded model, the same number on every rank.
+            loss_of: Returns the micro-batch's fraction of the loss and of each metric: sums divided by counts of the entire minibatch,
+                so that the result does not depend on the numbers of micro-batches and ranks.
+            frozen: Masters without a step: their gradients are dropped at the end.
         """
-        found: list[Mapping[str, Tensor]] = []
-        parts = list(micro_batches)
-        for number, part in enumerate(parts, start=1):
+        batch_metrics: list[Mapping[str, Tensor]] = []
+        batches = list(micro_batches)
+        for number, batch in enumerate(batches, start=1):
             if self.parallel is not None:
-                self.parallel.start_backward(is_last=number == len(parts))
-            loss, metrics = loss_of(part)
+                self.parallel.start_backward(is_last=number == len(batches))
+            loss, metrics = loss_of(batch)
             loss.backward()
+            # After every micro-batch: sums of many 16-bit gradients would be rounded to 16 bits.
             self.optimizer.gather_gradients()
-            found.append(metrics)
+            batch_metrics.append(metrics)
         if self.parallel is not None:
             self.parallel.sum_gradients(self.optimizer.masters)
+        # Dropped after the sum over ranks, which must sum the same tensors everywhere, and before the norms.
         for master in frozen:
             master.grad = None
         totals, norms = Totals(), self._norms()
-        self._measured = (norms, totals.add(found, norms.total, *norms.norms))
+        self._measured = (norms, totals.add(batch_metrics, norms.total, *norms.norms))
         self.part_norms = self._measured[1][1:]
         return totals
 
     def _norms(self) -> _Norms:
         parts = [[p for p in part if p.grad is not None] for part in self.parts]
         norms = [self.norm_of(part) if part else 0.0 for part in parts]
-        found = [norm for norm in norms if isinstance(norm, Tensor)]
-        if len(parts) == 1 and found:
-            return _Norms(parts, norms, found[0])
-        squares = [norm.to(found[0].device) ** 2 for norm in found] or [torch.zeros(())]
+        tensors = [norm for norm in norms if isinstance(norm, Tensor)]
+        # One part: its norm itself, because the root of its square would have different bits.
+        if len(parts) == 1 and tensors:
+            return _Norms(parts, norms, tensors[0])
+        squares = [norm.to(tensors[0].device) ** 2 for norm in tensors] or [torch.zeros(())]
         return _Norms(parts, norms, torch.stack(squares).sum().sqrt())
 
     def apply(self, loss: float) -> float:
         """Clip the gradients and take the step; return ``grad_norm``.
 
-        The gradients must still be as the last ``accumulate`` left them, if there was any since the last step.
+        The gradients must not have changed since the last ``accumulate``, whose norms are used.
         Raise NonFiniteError, before anything changes, if ``loss`` or a gradient is NaN or infinite.
         """
         if self._measured is None:
@@ -151,14 +153,13 @@ class TrainStep:
         return self.grad_norm
 
     def step(self, moves: bool = True) -> None:
-        """Take the step by the gradients as they are, with the learning rates of the schedule, and forget them.
+        """Take an unclipped step with the scheduled learning rates, and clear the gradients.
 
-        Args:
-            moves: False: without any gradient, the step only counts.
+        Without ``moves`` (no parameter has a gradient) the step is only counted.
         """
-        share = self.decay * learning_rate(self.num_steps, math.inf, warmup_steps=self.warmup_steps)
+        factor = self.decay * learning_rate(self.num_steps, math.inf, warmup_steps=self.warmup_steps)
         for group, peak in zip(self.optimizer.param_groups, self._peaks, strict=True):
-            group["lr"] = peak * share
+            group["lr"] = peak * factor
         if moves:
             self.optimizer.step()
         self.optimizer.zero_grad()

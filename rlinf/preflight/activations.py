@@ -37,14 +37,14 @@ MOST_READS = 10_000
 """Numbers that a phase may read. One that reads more is taken to loop until a number changes, which none does here."""
 
 
-class Line(NamedTuple):
+class LinearFit(NamedTuple):
     """Bytes of a pass: ``fixed``, and ``row`` for each row."""
 
     fixed: float
     row: float
 
     @classmethod
-    def through(cls, few: float, more: float) -> Line:
+    def through(cls, few: float, more: float) -> LinearFit:
         """Return the line through the bytes of ``FEW`` and ``MORE`` rows."""
         row = (more - few) / (MORE - FEW)
         return cls(few - FEW * row, row)
@@ -55,7 +55,7 @@ class Line(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Passes:
+class PassMemory:
     """Bytes of the passes of a policy, without its weights and their gradients.
 
     Attributes:
@@ -66,28 +66,30 @@ class Passes:
         saved: Bytes of a row that recomputing each block saves, in the order of ``find_layers``.
     """
 
-    acts: Line
-    scores: Line
-    updates: Line
-    recomputes: Line
+    acts: LinearFit
+    scores: LinearFit
+    updates: LinearFit
+    recomputes: LinearFit
     saved: tuple[float, ...] = ()
 
-    def update(self, recomputed: int) -> Line:
+    def update(self, recomputed: int) -> LinearFit:
         """Return the bytes of a forward and a backward pass that recompute the first blocks.
 
         Between none and all blocks, the peak is taken to fall with the bytes that the recomputed ones save.
         """
         share = sum(self.saved[:recomputed]) / (sum(self.saved) or 1.0)
-        return Line(*(kept + share * (less - kept) for kept, less in zip(self.updates, self.recomputes, strict=True)))
+        return LinearFit(
+            *(kept + share * (less - kept) for kept, less in zip(self.updates, self.recomputes, strict=True))
+        )
 
 
-NOTHING = Passes(*[Line(0.0, 0.0)] * 4)
+NOTHING = PassMemory(*[LinearFit(0.0, 0.0)] * 4)
 """Of a policy without weights here."""
 
 
 def measure_passes(
     model: ActionModel, observe: Callable[[int], Observation], precision: str, phases: Iterable[str]
-) -> Passes:
+) -> PassMemory:
     """Count the bytes of the passes of ``model``, which is on the meta device and has a processor.
 
     Args:
@@ -96,14 +98,14 @@ def measure_passes(
         phases: ``rl`` (acting, scoring, updates), ``sft`` (updates of cloning), ``actor`` (proposals of a frozen policy).
     """
     few, more = (_measure(model, observe(rows), rows, precision, phases) for rows in (FEW, MORE))
-    acts, scores = (Line.through(few.peaks[name], more.peaks[name]) for name in ("acts", "scores"))
+    acts, scores = (LinearFit.through(few.peaks[name], more.peaks[name]) for name in ("acts", "scores"))
     # Of two kinds of updates, the one that needs more.
     kind = max(more.updates, key=more.updates.get, default=None)
     if kind is None:
-        return Passes(acts, scores, *[Line(0.0, 0.0)] * 2)
-    updates = Line.through(few.updates[kind], more.updates[kind])
+        return PassMemory(acts, scores, *[LinearFit(0.0, 0.0)] * 2)
+    updates = LinearFit.through(few.updates[kind], more.updates[kind])
     if not (blocks := find_layers(model)):
-        return Passes(acts, scores, updates, updates)
+        return PassMemory(acts, scores, updates, updates)
     set_training_options(model, recomputed=True, compiled=False)
     less = [
         _measure(model, observe(rows), rows, precision, [kind], found.sequences).updates[kind]
@@ -111,10 +113,12 @@ def measure_passes(
     ]
     for block in blocks:
         del block.forward  # of the instance; the one of the class is back
-    return Passes(acts, scores, updates, Line.through(*less), tuple(max(0.0, size / MORE) for size in more.saved[kind]))
+    return PassMemory(
+        acts, scores, updates, LinearFit.through(*less), tuple(max(0.0, size / MORE) for size in more.saved[kind])
+    )
 
 
-class _Peaks:
+class PeakMemory:
     """Peaks of one number of rows.
 
     Attributes:
@@ -138,9 +142,9 @@ def _measure(
     precision: str,
     phases: Iterable[str],
     known: Tensor | None = None,
-) -> _Peaks:
+) -> PeakMemory:
     """Count the bytes of each phase. With ``known`` sequences, of updates only: none is sampled or scored."""
-    found, phases = _Peaks(), list(phases)
+    found, phases = PeakMemory(), list(phases)
     for phase in phases:
         with MetaBytes(model) as memory, AsOnGpu(), autocast(model, precision):
             with torch.no_grad():

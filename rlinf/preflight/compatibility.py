@@ -331,7 +331,7 @@ def check_chosen_rows(sft: SFTConfig, info: DatasetInfo | None) -> None:
         INTERVENTION: sft.filter in ("interventions", "corrected") or weighs,
     }
     for column, is_there in (
-        () if info is None else ((SUCCESS, info.reports_success_per_row), (INTERVENTION, info.says_intervention))
+        () if info is None else ((SUCCESS, info.reports_success_per_row), (INTERVENTION, info.reports_intervention))
     ):
         if needed[column] and not is_there:
             found = f"{info.folder} ({info.format}) has no column {column}, and {' '.join(asked)}"

@@ -33,7 +33,7 @@ from rlinf.models.building import get_model_config_and_processor
 from rlinf.models.embodiment.modules.normalizer import unit_range_stats
 from rlinf.models.layers import find_layers
 from rlinf.number_formats import format_bytes, format_count
-from rlinf.preflight.activations import NOTHING, Passes, measure_passes
+from rlinf.preflight.activations import NOTHING, PassMemory, measure_passes
 from rlinf.preflight.compatibility import env_spec
 from rlinf.preflight.derived import derive, trains_actor
 from rlinf.preflight.memory import MemoryEstimate, estimate_memory, policy_on_meta_device
@@ -81,7 +81,7 @@ class GpuMemory:
     simulators: int
     engine: int
     engine_sleeps: bool
-    passes: Passes
+    passes: PassMemory
     pipeline_stages: int
     acting_rows: int
     scoring_rows: int
@@ -152,7 +152,7 @@ class Measured(NamedTuple):
     """A policy on the meta device (None: it cannot be built there), the bytes of its passes, and why they are unknown (empty: known)."""
 
     model: Any
-    passes: Passes
+    passes: PassMemory
     unknown: str
 
 

@@ -11,7 +11,7 @@ from rlinf.config.schema import RunConfig
 from rlinf.distributed.process_group import resolve_device
 from rlinf.distributed.ray.cluster import check_address, import_ray
 from rlinf.distributed.start import launch_context
-from rlinf.distributed.sums import own_blocks
+from rlinf.distributed.sums import rank_range
 from rlinf.preflight.reject import reject
 
 SPLIT = "cluster.placement=disaggregated"
@@ -51,7 +51,7 @@ class Node:
 
 
 @dataclass(frozen=True)
-class StoreRoom:
+class FreeCapacity:
     """The room that a run with rollout workers needs in Ray's store of objects on each machine with rollout workers, for weights and rollouts."""
 
     num_bytes: int
@@ -64,12 +64,12 @@ class Placement:
     """Which rollout workers there are, whose they are, and what Ray reserves for each of them and for each rank that it starts.
 
     Where there are fewer rollout workers than ranks, neighbouring ranks share one, which belongs to the first of them. Otherwise rollout workers and
-    blocks are divided alike: rollout worker ``p`` belongs to rank ``p * num_ranks // num_rollout_workers``, and plays the blocks
-    that a rank of ``num_rollout_workers`` would own, which are blocks of its rank.
+    env groups are divided alike: rollout worker ``p`` belongs to rank ``p * num_ranks // num_rollout_workers``, and plays the env groups
+    that a rank of ``num_rollout_workers`` would own, which are env groups of its rank.
 
     Attributes:
         num_ranks, num_rollout_workers: Over all machines; 0 rollout workers: the ranks play.
-        num_blocks: Over all ranks; 0: rollout workers own no blocks, and each takes the next one.
+        num_env_groups: Over all ranks; 0: rollout workers own no env groups, and each takes the next one.
         gpus_per_rollout_worker: As many as an engine is split over, else one; 0 on CPUs, where ranks have none either.
         by_ray: Ray starts the ranks.
         ranks_compute: Else they only read and write, and leave all GPUs to the rollout workers.
@@ -77,7 +77,7 @@ class Placement:
 
     num_ranks: int
     num_rollout_workers: int
-    num_blocks: int
+    num_env_groups: int
     gpus_per_rollout_worker: int
     by_ray: bool = False
     ranks_compute: bool = True
@@ -104,8 +104,8 @@ class Placement:
         else:
             on_gpu = resolve_device(cluster.device, 0 if by_ray else 1) == "cuda"
         gpus_per_rollout_worker = rollout.vllm.tensor_parallel_size if workers and rollout.backend == "vllm" else 1
-        num_blocks = rollout.num_envs // rollout.group_size
-        placement = cls(ranks, workers, num_blocks, gpus_per_rollout_worker if on_gpu else 0, by_ray)
+        num_env_groups = rollout.num_envs // rollout.group_size
+        placement = cls(ranks, workers, num_env_groups, gpus_per_rollout_worker if on_gpu else 0, by_ray)
         if nodes is not None:
             check = placement.check_nodes_of_ranks if by_ray else placement.check_nodes
             check(nodes, COLOCATED, "cluster.device=cpu")
@@ -150,7 +150,7 @@ class Placement:
         if self.is_shared:
             sharers = self.num_ranks // self.num_rollout_workers
             return range(rank // sharers, rank // sharers + (rank % sharers == 0))
-        return own_blocks(self.num_rollout_workers, rank, self.num_ranks)
+        return rank_range(self.num_rollout_workers, rank, self.num_ranks)
 
     @property
     def is_shared(self) -> bool:
@@ -180,9 +180,9 @@ class Placement:
         gpus = "a GPU" if self.gpus_per_rollout_worker == 1 else f"{self.gpus_per_rollout_worker} GPUs of one machine"
         need = f"a CPU and {gpus}" if self.on_gpu else "a CPU"
         possible = fitting // self.num_ranks * self.num_ranks
-        while possible and self.num_blocks % possible:
+        while possible and self.num_env_groups % possible:
             possible -= self.num_ranks
-        if not self.num_blocks and not possible:  # ranks may share a rollout worker
+        if not self.num_env_groups and not possible:  # ranks may share a rollout worker
             possible = max((few for few in range(1, fitting + 1) if self.num_ranks % few == 0), default=0)
         fix = f"cluster.num_rollout_workers={possible}" if possible else without_rollout_workers
         if self.on_gpu and not possible:
@@ -218,7 +218,7 @@ class Placement:
             )
         fix = f"{without_ray}, or {on_cpu}" if self.on_gpu else without_ray
         for ranks in range(self.num_ranks, 1, -1):
-            if self.num_blocks % ranks == 0 and fit(ranks, ranks * split):
+            if self.num_env_groups % ranks == 0 and fit(ranks, ranks * split):
                 fix = f"cluster.num_processes={ranks}" + (f" cluster.num_rollout_workers={ranks}" if split else "")
                 break
         reject(f"{found}, and of the Ray cluster {'; '.join(map(str, nodes))}", f"{need} for each {who}", fix)

@@ -162,7 +162,7 @@ def rollout_workers_section(case: Case) -> None:
 
 def learning_section(case: Case) -> None:
     if case.learns:
-        check_blocks(case.config)
+        check_env_groups(case.config)
         ALGORITHMS.get(case.config.algorithm.name).check(case.config, case.policy)
         check_whole_episodes(case.config)
     if case.trains and case.config.sft.max_steps > 0:
@@ -325,7 +325,7 @@ def check_batches(config: RunConfig) -> None:
     check_rollout_memory(config)
 
 
-def check_blocks(config: RunConfig) -> None:
+def check_env_groups(config: RunConfig) -> None:
     """Check that every rank plays equally many whole groups of envs."""
     rollout, ranks = config.rollout, config.cluster.num_processes
     if rollout.num_envs % (ranks * rollout.group_size):
@@ -450,7 +450,7 @@ def check_algorithm(config: RunConfig) -> None:
             found += f" and rollout.auto_reset={override_text(rollout.auto_reset)}"
             required = "groups of episodes, one per env and iteration (the group rollout=groups sets both)"
             reject(found, required, " ".join(fixes))
-    elif algorithm_class.needs_whole_episodes and rollout.auto_reset:
+    elif algorithm_class.needs_full_episodes and rollout.auto_reset:
         required = "whole episodes, one per env and iteration (the group rollout=episodes sets this)"
         reject(f"{name} with rollout.auto_reset=true", required, "rollout.auto_reset=false")
 

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 import torch
 
-from rlinf.distributed.deadlines import go_on
+from rlinf.distributed.deadlines import heartbeat
 from rlinf.distributed.process_group import gather_objects, rank
 from rlinf.llm.batch_checks import response_mask
 from rlinf.llm.batched_data_dict import BatchedDataDict
@@ -117,7 +117,7 @@ class Completer:
         outputs = self.generator.generate(batches, greedy=seeds is None)
         for each, output in zip(slices, outputs, strict=True):
             rows = prompts[each]
-            go_on()
+            heartbeat()
             mask = response_mask(output)
             for row, prompt in enumerate(rows):
                 tokens = output["output_ids"][row][mask[row]].tolist()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from rlinf.distributed.deadlines import portable, waiting
+from rlinf.distributed.deadlines import deadline, portable
 from rlinf.distributed.process_group import gather_objects, rank, world_size
 from rlinf.distributed.sums import maximum
 from rlinf.errors import ConfigError
@@ -21,7 +21,7 @@ def check_equal_rows(rows: Any) -> None:
     row, all ranks raise its error.
     """
     if isinstance(rows, StreamedRows):
-        with waiting("start"):
+        with deadline("start"):
             check_equal_stream(rows)
         return
     if world_size() == 1:
@@ -32,7 +32,7 @@ def check_equal_rows(rows: Any) -> None:
         packed = {row: tokens_of(rows[row]) for row in (0, len(rows) // 2, len(rows) - 1)}
     except Exception as raised:  # noqa: BLE001 - whatever a packer raises, the other ranks wait for this one
         error = raised
-    with waiting("start"):
+    with deadline("start"):
         told = gather_objects((len(rows), packed, None if error is None else portable(error, rank())))
     for each in (error, *(other for *_, other in told)):
         if each is not None:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from rlinf.distributed import deadlines
-from rlinf.distributed.deadlines import waiting
+from rlinf.distributed.deadlines import deadline
 from rlinf.distributed.process_group import any_rank, barrier, rank, sum_over_ranks, world_size
 from rlinf.errors import ConfigError
 from rlinf.llm.batched_data_dict import BatchedDataDict
@@ -94,7 +94,7 @@ class GRPOTrainer(TokenTrainer):
     def step(self, step: int) -> TokenUpdate:
         """Collect answers and learn from them."""
         start = time.monotonic()
-        with waiting("rollout"):
+        with deadline("rollout"):
             with self.completer.generator.ready():
                 groups, num_replaced = self._collect(step)
             barrier()  # here, because a rank whose rollout worker is replaced is late by up to this deadline

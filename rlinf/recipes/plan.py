@@ -21,7 +21,7 @@ from rlinf.models.hf_model import check_tensor_parallel, load_config, model_shap
 from rlinf.models.lora import apply_lora
 from rlinf.models.precision import torch_dtype_of
 from rlinf.number_formats import format_bytes
-from rlinf.preflight.placement import StoreRoom
+from rlinf.preflight.placement import FreeCapacity
 from rlinf.recipes.config import RecipeConfig
 from rlinf.recipes.schedule import count_steps
 
@@ -310,7 +310,7 @@ def memory_lines(config: RecipeConfig, plan: Plan) -> list[tuple[str, str]]:
     return lines
 
 
-def store_room(config: RecipeConfig) -> StoreRoom | None:
+def store_capacity(config: RecipeConfig) -> FreeCapacity | None:
     """Return what rollout workers need in Ray's store of objects; None: the shapes of the model are not known on this machine.
 
     Frozen weights are stored once. Of the trained ones there are the last version and the one that is being stored.
@@ -327,7 +327,7 @@ def store_room(config: RecipeConfig) -> StoreRoom | None:
     sizes = {key: tensor.numel() * tensor.element_size() for key, tensor in model.state_dict().items()}
     num_bytes = sum(sizes[key] * (2 if spec.trained else 1) for key, spec in manifest_of(model).items())
     fix = without_rollout_workers(config)
-    return StoreRoom(num_bytes, fix if lora is not None else f"policy.lora.r=8, or {fix}")
+    return FreeCapacity(num_bytes, fix if lora is not None else f"policy.lora.r=8, or {fix}")
 
 
 def why_no_engine(model_config: Any) -> str | None:

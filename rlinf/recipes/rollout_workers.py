@@ -13,7 +13,7 @@ import torch
 from rlinf.cluster.policy_replica import PolicyReplica
 from rlinf.cluster.reservation import Reservation
 from rlinf.cluster.rollout_workers import RolloutWorkers
-from rlinf.distributed.deadlines import go_on, waiting
+from rlinf.distributed.deadlines import deadline, heartbeat
 from rlinf.distributed.process_group import given_num_threads, rank, receive_object, send_object
 from rlinf.engines.weight_handle import WeightBuckets
 from rlinf.llm.batched_data_dict import BatchedDataDict
@@ -130,7 +130,7 @@ class RemoteGenerator:
     @contextmanager
     def ready(self) -> Iterator[None]:
         """Push the present weights, unless the rollout workers hold them (a collective call)."""
-        with waiting("push"):
+        with deadline("push"):
             self.workers.update_weights(self.policy.num_steps)
         yield
 
@@ -188,7 +188,7 @@ def _answers_from(owner: int, batches: Sequence[BatchedDataDict]) -> list[Batche
     own = []
     for _ in range(receive_object(owner)):
         answer = receive_object(owner)
-        go_on()
+        heartbeat()
         if answer is not None:
             own.append(answer)
     return own
@@ -227,7 +227,7 @@ def make_generator(
     )
     make = partial(TokenRolloutWorker, settings, shell, places.placement)
     workers = RolloutWorkers(make, config.cluster, places.placement, places.reservation, policy.model, way_on(config))
-    with waiting("start"):
+    with deadline("start"):
         workers.wait_until_ready()
     return RemoteGenerator(policy, workers)
 

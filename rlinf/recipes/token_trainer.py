@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from rlinf.checkpoints.hf_folder import token_manifest
-from rlinf.distributed.deadlines import go_on, waiting
+from rlinf.distributed.deadlines import deadline, heartbeat
 from rlinf.distributed.process_group import rank, world_size
 from rlinf.files import write_bytes, write_text
 from rlinf.llm.hf_policy import HuggingFacePolicy
@@ -108,7 +108,7 @@ class TokenTrainer(ABC):
     def begin(self) -> None:
         """Export and upload the last checkpoint of a run that was interrupted after it: it is whole before it is exported."""
         if self.is_done() and self.loop.resumed_from is not None:
-            with waiting("save"):
+            with deadline("save"):
                 self.loop.checkpoints.finish(self.loop.resumed_from)
 
     def is_done(self) -> bool:
@@ -126,7 +126,7 @@ class TokenTrainer(ABC):
         self.policy.set_learning_rate(rate)
         found = self.step(step)
         check_equal_stream(self.rows)
-        go_on()
+        heartbeat()
         state.num_tokens += found.num_tokens
         seconds = time.monotonic() - start
         speed, done = found.num_tokens / seconds, step + 1

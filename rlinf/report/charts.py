@@ -1,4 +1,4 @@
-"""Draw line charts as inline SVG, with values on hover and without a script, so that a report is one file."""
+"""Line charts as inline SVG, with values on hover and without a script, so that a report is a single file."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Series:
         points: ``(x, y)``; a ``y`` of None leaves a gap.
         colour: Index into the palette, 1 to ``NUM_COLOURS``.
         bands: Interval per point, drawn as bars; may be empty.
-        filled: Draw the intervals as an area instead, clipped to the y axis, which only the points determine.
+        filled: Draw the intervals as an area instead; the y axis then only depends on the points.
     """
 
     label: str
@@ -37,7 +37,7 @@ class Series:
 
 
 def nice_ticks(low: float, high: float, count: int = 5) -> list[float]:
-    """Return round numbers (1, 2, 2.5 or 5 times a power of ten apart) that enclose ``low`` and ``high``."""
+    """Return evenly spaced round numbers that enclose ``low`` and ``high``."""
     if high <= low:
         high = low + (abs(low) or 1.0)
     rough = (high - low) / count
@@ -63,7 +63,7 @@ def _thin(points: Sequence, limit: int) -> list:
 
 
 class _Axis:
-    """Maps values to pixels; ticks round the range outward."""
+    """Map from values to pixels; the outermost ticks are the ends of the range."""
 
     def __init__(self, ticks: list[float], start: float, end: float, log: bool = False) -> None:
         self.ticks, self.log = ticks, log
@@ -74,8 +74,8 @@ class _Axis:
         return math.log10(value) if self.log else value
 
     def __call__(self, value: float) -> float:
-        share = (self._of(value) - self._low) / (self._high - self._low)
-        return round(self.start + share * (self.end - self.start), 1)
+        fraction = (self._of(value) - self._low) / (self._high - self._low)
+        return round(self.start + fraction * (self.end - self.start), 1)
 
 
 def line_chart(
@@ -91,24 +91,24 @@ def line_chart(
     """Return an ``<svg>`` element with the curves, or "" if there is nothing to draw.
 
     Args:
-        series: Curves; those without a finite point are left out, as are values of 0 or less on a logarithmic axis.
+        series: Curves; values that are not finite, or not positive on a logarithmic axis, are left out.
         x_label, y_label: Axis labels with units.
         percent: Show fractions as 0 to 100 % on the y axis.
         log: Use a logarithmic y axis, unless all values are 0.
-        size: Width and height in units of the image, in which text has a fixed size.
+        size: Width and height in user units of the SVG.
     """
-    log = log and any(y for one in series for _, y in one.points)
+    log = log and any(y for curve in series for _, y in curve.points)
 
     def is_drawn(y: float | None) -> bool:
         return y is not None and math.isfinite(y) and (y > 0 or not log)
 
-    series = [replace(one, points=[(x, y if is_drawn(y) else None) for x, y in one.points]) for one in series]
-    series = [one for one in series if any(y is not None for _, y in one.points)]
+    series = [replace(curve, points=[(x, y if is_drawn(y) else None) for x, y in curve.points]) for curve in series]
+    series = [curve for curve in series if any(y is not None for _, y in curve.points)]
     if not series:
         return ""
-    xs = sorted({x for one in series for x, _ in one.points})
-    ys = [y for one in series for _, y in one.points if y is not None]
-    ys += [end for one in series if not one.filled for band in one.bands if band for end in band]
+    xs = sorted({x for curve in series for x, _ in curve.points})
+    ys = [y for curve in series for _, y in curve.points if y is not None]
+    ys += [end for curve in series if not curve.filled for band in curve.bands if band for end in band]
     width, height = size
     right, bottom = width - RIGHT, height - BOTTOM
     first = 0.0 if 0 < xs[0] <= xs[-1] / 2 else xs[0]  # 0, unless that wastes half of the width
@@ -123,7 +123,7 @@ def line_chart(
     x_axis = _Axis([first, xs[-1] if xs[-1] > first else x_ticks[-1]], LEFT, right)
     y_axis = _Axis(y_ticks, bottom, TOP, log)
     visible = [tick for tick in x_ticks if x_axis.ticks[0] <= tick <= x_axis.ticks[-1] * (1 + 1e-9)]
-    label = f"{y_label} against {x_label}: {', '.join(one.label for one in series)}"
+    label = f"{y_label} against {x_label}: {', '.join(curve.label for curve in series)}"
     parts = [f'<svg class="chart" viewBox="0 0 {width} {height}" role="img" aria-label="{escape(label, quote=True)}">']
     for tick in y_ticks:
         y = y_axis(tick)
@@ -136,8 +136,8 @@ def line_chart(
         parts.append(_text("tick", f'x="{x}" y="{bottom + 17}"', anchor, format_number(tick)))
     parts.append(_text("label", f'x="{(LEFT + right) / 2}" y="{height - 7}"', "middle", x_label))
     parts.append(_text("label", f'transform="translate(13 {(TOP + bottom) / 2}) rotate(-90)"', "middle", y_label))
-    for one in series:
-        parts += _curve(one, x_axis, y_axis)
+    for curve in series:
+        parts += _curve(curve, x_axis, y_axis)
     parts += _hover(series, _thin(xs, MAX_HOVER_POINTS), x_axis, y_axis, x_label.split(" (")[0], percent)
     parts.append("</svg>")
     return "".join(parts)
@@ -149,69 +149,73 @@ def _text(style: str, place: str, anchor: str, text: str) -> str:
 
 def legend(series: Sequence[Series]) -> str:
     """Return the legend of several curves as HTML; "" for a single curve."""
-    drawn = [one for one in series if any(y is not None for _, y in one.points)]
+    drawn = [curve for curve in series if any(y is not None for _, y in curve.points)]
     if len(drawn) < 2:
         return ""
-    items = "".join(f'<span><i class="c{one.colour}"></i>{escape(one.label)}</span>' for one in drawn)
+    items = "".join(f'<span><i class="c{curve.colour}"></i>{escape(curve.label)}</span>' for curve in drawn)
     return f'<div class="legend">{items}</div>'
 
 
-def _curve(one: Series, x_axis: _Axis, y_axis: _Axis) -> list[str]:
-    parts, pieces, piece = [_area(one, x_axis, y_axis)] if one.filled else [], [], []
-    for x, y in _thin(one.points, MAX_POINTS):
+def _curve(curve: Series, x_axis: _Axis, y_axis: _Axis) -> list[str]:
+    parts, pieces, piece = [_area(curve, x_axis, y_axis)] if curve.filled else [], [], []
+    for x, y in _thin(curve.points, MAX_POINTS):
         if y is None:
             pieces, piece = [*pieces, piece], []
         else:
             piece.append(f"{x_axis(x)},{y_axis(y)}")
     for points in [*pieces, piece]:
         if len(points) > 1:
-            parts.append(f'<polyline class="curve s{one.colour}" points="{" ".join(points)}"/>')
+            parts.append(f'<polyline class="curve s{curve.colour}" points="{" ".join(points)}"/>')
         elif points:
             x, y = points[0].split(",")
-            parts.append(f'<circle class="dot s{one.colour}" cx="{x}" cy="{y}" r="3"/>')
-    for (x, y), band in zip(one.points, one.bands or [None] * len(one.points), strict=True):
-        if band is not None and not one.filled:
+            parts.append(f'<circle class="dot s{curve.colour}" cx="{x}" cy="{y}" r="3"/>')
+    for (x, y), band in zip(curve.points, curve.bands or [None] * len(curve.points), strict=True):
+        if band is not None and not curve.filled:
             px, low, high = x_axis(x), y_axis(band[0]), y_axis(band[1])
-            parts.append(f'<path class="bar s{one.colour}" d="M{px} {low}V{high}M{px - 4} {low}h8M{px - 4} {high}h8"/>')
-        if one.markers and y is not None:
-            parts.append(f'<circle class="dot s{one.colour}" cx="{x_axis(x)}" cy="{y_axis(y)}" r="3.5"/>')
+            parts.append(
+                f'<path class="bar s{curve.colour}" d="M{px} {low}V{high}M{px - 4} {low}h8M{px - 4} {high}h8"/>'
+            )
+        if curve.markers and y is not None:
+            parts.append(f'<circle class="dot s{curve.colour}" cx="{x_axis(x)}" cy="{y_axis(y)}" r="3.5"/>')
     return parts
 
 
-def _area(one: Series, x_axis: _Axis, y_axis: _Axis) -> str:
-    """Return the intervals of a curve as one area, clipped to the y axis."""
+def _area(curve: Series, x_axis: _Axis, y_axis: _Axis) -> str:
+    """Return the intervals of a curve as an area, clipped to the y axis."""
     bottom, top = y_axis.ticks[0], y_axis.ticks[-1]
     upper, lower = [], []
-    for (x, y), band in _thin(list(zip(one.points, one.bands, strict=True)), MAX_POINTS):
+    for (x, y), band in _thin(list(zip(curve.points, curve.bands, strict=True)), MAX_POINTS):
         if y is not None and band is not None:
             low, high = (min(max(end, bottom), top) for end in band)
             lower.append(f"{x_axis(x)},{y_axis(low)}")
             upper.append(f"{x_axis(x)},{y_axis(high)}")
-    return f'<polygon class="area s{one.colour}" points="{" ".join([*upper, *reversed(lower)])}"/>' if upper else ""
+    return f'<polygon class="area s{curve.colour}" points="{" ".join([*upper, *reversed(lower)])}"/>' if upper else ""
 
 
 def _hover(
     series: Sequence[Series], xs: Sequence[float], x_axis: _Axis, y_axis: _Axis, x_name: str, percent: bool
 ) -> list[str]:
-    """Return one invisible strip per x value, which shows a line, dots and a box of values under the pointer."""
+    """Return an invisible strip per x value, which shows a line, dots and a box of values on hover."""
     right, bottom = x_axis.end, y_axis.start
-    lookup = [dict(one.points) for one in series]
-    bands = [dict(zip([x for x, _ in one.points], one.bands, strict=True)) if one.bands else {} for one in series]
+    lookup = [dict(curve.points) for curve in series]
+    bands = [
+        dict(zip([x for x, _ in curve.points], curve.bands, strict=True)) if curve.bands else {} for curve in series
+    ]
     pixels = [x_axis(x) for x in xs]
     parts = []
     for number, (x, px) in enumerate(zip(xs, pixels, strict=True)):
         start = (pixels[number - 1] + px) / 2 if number else LEFT
         end = (px + pixels[number + 1]) / 2 if number + 1 < len(xs) else right
         lines, dots = [f"{x_name} {format_number(x)}"], []
-        for one, values, intervals in zip(series, lookup, bands, strict=True):
+        for curve, values, intervals in zip(series, lookup, bands, strict=True):
             y = values.get(x)
             if y is None:
                 continue
-            text = f"{one.label.split(' (')[0]} {format_number(y, percent)}"
+            text = f"{curve.label.split(' (')[0]} {format_number(y, percent)}"
             if intervals.get(x):
                 text += f" ({' to '.join(format_number(round(end_, 3), percent) for end_ in intervals[x])})"
             lines.append(text)
-            dots.append(f'<circle class="dot s{one.colour}" cx="{px}" cy="{y_axis(y)}" r="3.5"/>')
+            dots.append(f'<circle class="dot s{curve.colour}" cx="{px}" cy="{y_axis(y)}" r="3.5"/>')
         if not dots:
             continue
         width = 6.1 * max(map(len, lines)) + 14
@@ -237,12 +241,12 @@ def interval_bar(rate: float, low: float, high: float, colour: int) -> str:
 def difference_bar(difference: float, low: float, high: float) -> str:
     """Return a difference of success rates with its interval on a scale of -100 to +100 %, as a small ``<svg>``."""
     zero = '<line class="zero" x1="80.0" x2="80.0" y1="1" y2="15"/>'
-    shares = ((value + 1) / 2 for value in (difference, low, high))
-    return _bar(f"{difference:+.1%}, {low:+.1%} to {high:+.1%}", *shares, 1, zero)
+    fractions = ((value + 1) / 2 for value in (difference, low, high))
+    return _bar(f"{difference:+.1%}, {low:+.1%} to {high:+.1%}", *fractions, 1, zero)
 
 
 def _bar(label: str, value: float, low: float, high: float, colour: int, marks: str = "") -> str:
-    """Return a dot and its interval on a track; all three are fractions of its 160 units."""
+    """Return a dot and its interval on a track; the values are fractions of its width, 160 units."""
     return (
         f'<svg class="interval" viewBox="0 0 160 16" role="img" aria-label="{label}">'
         f'<rect class="track" x="0" y="6.5" width="160" height="3" rx="1.5"/>{marks}<rect class="range s{colour}" '

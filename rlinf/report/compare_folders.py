@@ -1,4 +1,4 @@
-"""Compare two evaluations on disk: check that their conditions agree, and store the comparison."""
+"""Compare two evaluations on disk: check that their conditions are equal, and store the comparison."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ from rlinf.tracking.tracker import read_metrics
 logger = logging.getLogger("rlinf")
 
 CONDITIONS = "conditions"
-"""Name in ``evaluation.allow_mismatch`` that lets a manifest be missing."""
+"""Value of ``evaluation.allow_mismatch`` that allows a missing manifest."""
 COMPARISON_NAMES = (EPISODES, QUESTIONS, CONDITIONS, "greedy", "temperature")
-"""Names in ``evaluation.allow_mismatch`` that are not fields of a manifest."""
+"""Values of ``evaluation.allow_mismatch`` that are not fields of a manifest."""
 
 
 def compare_folders(
@@ -34,20 +34,18 @@ def compare_folders(
 ) -> Comparison:
     """Compare two evaluations on disk, write ``compare.json`` into the second folder and update its report.
 
-    Raise CheckpointError if a folder holds no result or no manifest, ManifestMismatchError if the simulator, its
-    settings or versions, or how actions were drawn, differ, and ConfigError for other lists or one folder twice.
+    Raise CheckpointError if a folder has no result or no manifest, ManifestMismatchError if the simulator, its settings or versions, or
+    the sampling differ, and ConfigError if the episodes differ or the folders are the same.
 
     Args:
-        folder_a, folder_b: Evaluation folders, their ``result.json``, or run folders, which stand for their closing
-            evaluation. The first is the baseline.
-        allow_mismatch: Fields of the manifest in which conditions may differ; fields of the policy always may. Also
-            accepted: ``"episodes"`` or ``"questions"`` (different lists), ``"conditions"`` (a missing manifest), and ``"greedy"``,
-            ``"temperature"`` and ``"seed"`` (how actions were drawn).
+        folder_a, folder_b: Evaluation folders, their ``result.json``, or run folders (their closing evaluation); the first is the
+            baseline.
+        allow_mismatch: Fields of the manifest that may differ, and ``COMPARISON_NAMES``; fields of the policy always may.
     """
     folders = [evaluation_folder(path) for path in (folder_a, folder_b)]
     if folders[0].resolve() == folders[1].resolve():
         raise ConfigError(
-            f"{folder_a} and {folder_b} are one evaluation. Run rlinf evaluate --compare <baseline folder> <other folder>"
+            f"{folder_a} and {folder_b} are the same evaluation. Run rlinf evaluate --compare <baseline folder> <other folder>"
         )
     mismatches = check_conditions(*folders, allow_mismatch)
     comparison = _compare(*(folder / RESULT_FILE for folder in folders), allow_mismatch)
@@ -62,31 +60,34 @@ def compare_folders(
 def _compare(file_a: Path, file_b: Path, allow_mismatch: Sequence[str]) -> Comparison:
     is_a, is_b = holds_answers(file_a), holds_answers(file_b)
     if is_a != is_b:
-        kinds = [f"{file} holds {'questions' if one else 'episodes'}" for file, one in ((file_a, is_a), (file_b, is_b))]
-        raise ConfigError(f"{' and '.join(kinds)}; required: two evaluations of one kind. Name another folder")
+        kinds = [
+            f"{file} holds {'questions' if is_answers else 'episodes'}"
+            for file, is_answers in ((file_a, is_a), (file_b, is_b))
+        ]
+        raise ConfigError(f"{' and '.join(kinds)}; required: two evaluations of the same kind. Pass a different folder")
     if is_a:
         return compare_answers(AnswerResult.from_json(file_a), AnswerResult.from_json(file_b), allow_mismatch)
     return compare(EvaluationResult.from_json(file_a), EvaluationResult.from_json(file_b), allow_mismatch)
 
 
 def evaluation_folder(path: str | os.PathLike) -> Path:
-    """Return the folder of an evaluation, given itself, its ``result.json``, or the run that it closed."""
+    """Return the evaluation folder of an evaluation, its ``result.json``, or a run."""
     folder = follow_latest(path)
     folder = folder.parent if folder.name == RESULT_FILE else folder
     if (folder / RESULT_FILE).is_file():
         return folder
-    below = sorted(str(found.parent) for found in folder.glob(f"{EVALUATIONS_FOLDER}/*/{RESULT_FILE}"))
+    below = sorted(str(path.parent) for path in folder.glob(f"{EVALUATIONS_FOLDER}/*/{RESULT_FILE}"))
     for place in (folder / EVALUATIONS_FOLDER / tag for tag in closing_tags(read_metrics(folder) if below else [])):
         if (place / RESULT_FILE).is_file():
             return place
-    hint = f"Name one of its evaluations: {', '.join(below)}" if below else "Name a folder that `rlinf evaluate` wrote"
+    hint = f"Pass one of its evaluations: {', '.join(below)}" if below else "Pass a folder written by `rlinf evaluate`"
     raise CheckpointError(f"{path} holds no {RESULT_FILE}, so there is nothing to compare. {hint}")
 
 
 def check_conditions(folder_a: Path | Manifest, folder_b: Path | Manifest, allow_mismatch: Sequence[str]) -> list[str]:
-    """Return the accepted differences between the conditions of two evaluations; policies may differ.
+    """Return the accepted differences between the conditions of two evaluations; raise as ``compare_folders``.
 
-    A folder may be the manifest of an evaluation that has not run yet. Raise as ``compare_folders``.
+    A folder may be replaced by the manifest of an evaluation that has not run yet.
     """
     places = [folder for folder in (folder_a, folder_b) if isinstance(folder, Path)]
     missing = [str(folder) for folder in places if not (folder / MANIFEST_FILE).is_file()]
@@ -95,8 +96,11 @@ def check_conditions(folder_a: Path | Manifest, folder_b: Path | Manifest, allow
             return [f"{folder} has no {MANIFEST_FILE}; its conditions are unknown" for folder in missing]
         fix = f"Evaluate again, or set 'evaluation.allow_mismatch=[{','.join([*allow_mismatch, CONDITIONS])}]'"
         raise CheckpointError(f"{' and '.join(missing)} has no {MANIFEST_FILE}, so conditions are unknown. {fix}")
-    first, second = (Manifest.load(one) if isinstance(one, Path) else one for one in (folder_a, folder_b))
+    first, second = (Manifest.load(folder) if isinstance(folder, Path) else folder for folder in (folder_a, folder_b))
     check_allowed(allow_mismatch, first, second, also=COMPARISON_NAMES)
-    worlds = [one for one in compare_manifests(first, second) if one.field.partition(".")[0] not in POLICY_FIELDS]
-    sentence = "The two evaluations ran under conditions that differ (first: saved, second: present)"
-    return [str(one) for one in reject_mismatches(worlds, allow_mismatch, sentence) if one.must_match]
+    differences = compare_manifests(first, second)
+    # Two evaluations compare two policies, so only fields of the env must be equal.
+    env_fields = [mismatch for mismatch in differences if mismatch.field.partition(".")[0] not in POLICY_FIELDS]
+    message = "The two evaluations ran under different conditions (first: saved, second: present)"
+    accepted = reject_mismatches(env_fields, allow_mismatch, message)
+    return [str(mismatch) for mismatch in accepted if mismatch.must_match]

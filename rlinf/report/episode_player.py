@@ -1,4 +1,4 @@
-"""The episode player of a report: recorded episodes step by step, alone or two policies side by side."""
+"""Episode player of a report: recorded episodes step by step, of one policy or of two side by side."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from rlinf.report.run_data import RunData
 from rlinf.run_folder import BASELINE_FOLDER, RECORDINGS_FOLDER
 from rlinf.types import EpisodeSpec
 
-PARTING_FRACTION = 0.1
-"""Two actions differ if one of their numbers does by more than this fraction of its range."""
+DIVERGENCE_FRACTION = 0.1
+"""Two actions differ if any dimension differs by more than this fraction of its range."""
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class Side:
 
     Attributes:
         folder: Relative to the page.
-        colour: Number of its colour in the charts.
+        colour: Index of its colour in the charts.
     """
 
     name: str
@@ -37,7 +37,7 @@ class Side:
 
 
 def copy_baseline(baseline: Path, folder: Path) -> None:
-    """Copy the recordings of the evaluation ``baseline`` into the evaluation ``folder``, in place of earlier copies."""
+    """Copy the recordings of the evaluation ``baseline`` into the evaluation ``folder``, replacing earlier copies."""
     target = folder / BASELINE_FOLDER
     shutil.rmtree(target, ignore_errors=True)
     if (folder / RECORDINGS_FOLDER).is_dir() and (baseline / RECORDINGS_FOLDER).is_dir():
@@ -51,29 +51,31 @@ def player(data: RunData) -> dict[str, Any]:
     """Return the values of ``pages/player.html``."""
     sides = _sides(data)
     left_out: list[str] = []
-    found = [read_recordings(data.folder / side.folder, left_out) for side in sides]
-    both = list(zip(sides, found, strict=True))
-    specs = dict.fromkeys(spec for recordings in found for spec in recordings)
+    side_recordings = [read_recordings(data.folder / side.folder, left_out) for side in sides]
+    both = list(zip(sides, side_recordings, strict=True))
+    specs = dict.fromkeys(spec for recordings in side_recordings for spec in recordings)
     episodes = [
         _episode([(side, recordings[spec]) for side, recordings in both if spec in recordings]) for spec in specs
     ]
-    return {"episodes": episodes, "left_out": left_out, "num_sides": len(sides), "parting_fraction": PARTING_FRACTION}
+    return {
+        "episodes": episodes,
+        "left_out": left_out,
+        "num_sides": len(sides),
+        "divergence_fraction": DIVERGENCE_FRACTION,
+    }
 
 
 def read_recordings(folder: Path, left_out: list[str]) -> dict[EpisodeSpec, tuple[str, dict[str, Any]]]:
-    """Return the file name and content of each recording in a folder, by episode, in the order of their names.
-
-    Why a file cannot be shown is added to ``left_out``.
-    """
-    found = {}
+    """Return file name and content of each recording in a folder, by episode; append the reasons for skipped files to ``left_out``."""
+    recordings = {}
     for path in sorted(folder.glob("*.js")):
         try:
             content = read_recording(path)
         except CheckpointError as error:
             left_out.append(str(error))
         else:
-            found[EpisodeSpec(**content["spec"])] = (path.name, content)
-    return found
+            recordings[EpisodeSpec(**content["spec"])] = (path.name, content)
+    return recordings
 
 
 def executed_actions(recording: dict[str, Any]) -> np.ndarray:
@@ -84,46 +86,44 @@ def executed_actions(recording: dict[str, Any]) -> np.ndarray:
     return np.clip(np.concatenate(taken), recording["low"], recording["high"])
 
 
-def parting_step(first: dict[str, Any], second: dict[str, Any]) -> int | None:
-    """Return the first env step (from 0) at which two recordings of an episode take different actions; None: at none.
-
-    Actions differ by more than ``PARTING_FRACTION``. One that continues where the other has ended parts there.
-    """
-    one, other = executed_actions(first), executed_actions(second)
-    if one.shape[1] != other.shape[1]:
+def divergence_step(first: dict[str, Any], second: dict[str, Any]) -> int | None:
+    """Return the first env step (from 0) at which two recordings of an episode differ in their actions or have ended; None: never."""
+    actions, other = executed_actions(first), executed_actions(second)
+    if actions.shape[1] != other.shape[1]:
         return 0
-    common = min(len(one), len(other))
+    common = min(len(actions), len(other))
     width = np.subtract(first["high"], first["low"])
-    tolerance = PARTING_FRACTION * np.where(np.isfinite(width), width, 1.0)
-    differs = (np.abs(one[:common] - other[:common]) > tolerance).any(1)
+    tolerance = DIVERGENCE_FRACTION * np.where(np.isfinite(width), width, 1.0)
+    differs = (np.abs(actions[:common] - other[:common]) > tolerance).any(1)
     if differs.any():
         return int(differs.argmax())
-    return common if len(one) != len(other) else None
+    return common if len(actions) != len(other) else None
 
 
 def _sides(data: RunData) -> list[Side]:
-    """Return the baseline and the evaluation that was compared with it, or else what the table of tasks shows."""
+    """Return the compared evaluations (baseline first), or else those in the table of tasks."""
     compared = data.comparison is not None and (data.folder / BASELINE_FOLDER).is_dir()
     if compared:
         first, second = short_names(data.comparison["a"], data.comparison["b"])
         return [Side(f"a: {first}", BASELINE_FOLDER, 2), Side(f"b: {second}", RECORDINGS_FOLDER, 1)]
     return [
-        Side(one.name, (Path(one.folder) / RECORDINGS_FOLDER).as_posix(), colour) for one, colour in data.in_the_table
+        Side(evaluation.name, (Path(evaluation.folder) / RECORDINGS_FOLDER).as_posix(), colour)
+        for evaluation, colour in data.in_the_table
     ]
 
 
 def short_names(first: str, second: str) -> tuple[str, str]:
-    """Return the ends of two paths: as few parts as tell them apart."""
+    """Return the shortest ends of two paths that differ."""
     parts = [Path(path).parts for path in (first, second)]
     for count in range(1, max(map(len, parts)) + 1):
-        one, other = (Path(*path[-count:]).as_posix() for path in parts)
-        if one != other:
-            return one, other
+        ends = [Path(*path[-count:]).as_posix() for path in parts]
+        if ends[0] != ends[1]:
+            return ends[0], ends[1]
     return first, second
 
 
 def _episode(sides: Sequence[tuple[Side, tuple[str, dict[str, Any]]]]) -> dict[str, Any]:
-    """Return what the page knows of an episode before its recordings are loaded."""
+    """Return the data of an episode that the page has before its recordings are loaded."""
     contents = [content for _, (_, content) in sides]
     first = contents[0]
     shown = [
@@ -135,8 +135,8 @@ def _episode(sides: Sequence[tuple[Side, tuple[str, dict[str, Any]]]]) -> dict[s
     ]  # fmt: skip
     is_pair = len(contents) == 2
     images, sizes = ({content["frames"][0] for content in contents}, {content["size"] for content in contents})
-    same_start = len(images) == 1 if len(sizes) == 1 else None  # None: images of other sizes always differ
+    same_start = len(images) == 1 if len(sizes) == 1 else None  # None: images of different sizes always differ
     return {
         "task": first["task"], "instruction": first["instruction"], "number": first["number"],
-        "sides": shown, "parting": parting_step(*contents) if is_pair else None, "same_start": same_start,
+        "sides": shown, "divergence": divergence_step(*contents) if is_pair else None, "same_start": same_start,
     }  # fmt: skip

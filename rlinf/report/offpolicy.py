@@ -1,4 +1,4 @@
-"""The part of the report about an actor on a frozen policy: env steps, corrections, and how well the critics predict."""
+"""Section of the report about an off-policy actor on a frozen base policy: sample efficiency, baselines and curves."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ TARGETS = (0.5, 0.8, 0.9)
 """Success-rate thresholds of the table of env steps."""
 
 SHAKEN_ACTORS = ("residual", "expo", "rlt")
-"""Actors whose warm-up plays the frozen policy and noise."""
+"""Actors whose warm-up steps are the base policy's actions plus noise."""
 
 
 def actor_section(data: RunData) -> dict[str, Any] | None:
@@ -31,53 +31,56 @@ def actor_section(data: RunData) -> dict[str, Any] | None:
 
 
 def warmup_success(lines: Sequence[dict[str, Any]], algorithm: dict[str, Any]) -> Success | None:
-    """Return the success of the frozen policy and uniform noise, in the whole iterations of the warm-up; None without any."""
+    """Return the success of the base policy plus uniform noise in the complete warm-up iterations; None without any."""
     actor, warmup = algorithm.get("actor") or {}, algorithm.get("learning_starts", 0)
     if actor.get("name") not in SHAKEN_ACTORS:
         return None
-    played = [
+    warmup_lines = [
         line
         for line in lines
         if "rollout/success_rate" in line and "rollout/base_policy_queries" in line and line["rollout/env_steps_total"] <= warmup
     ]  # fmt: skip
-    successes = sum(line["rollout/success_rate"] * line["rollout/num_episodes"] for line in played)
-    episodes = sum(line["rollout/num_episodes"] for line in played)
+    successes = sum(line["rollout/success_rate"] * line["rollout/num_episodes"] for line in warmup_lines)
+    episodes = sum(line["rollout/num_episodes"] for line in warmup_lines)
     return Success(round(successes), int(episodes)) if episodes else None
 
 
 def actor_warnings(data: RunData) -> list[str]:
-    """Return what a reader should know of the success of an actor: whether noise alone would have reached it."""
+    """Return a warning if noise without learning is as successful as the actor."""
     noise = warmup_success(data.lines, data.settings.get("algorithm") or {})
     if noise is None or data.after is None or data.after.result.total.interval[0] > noise.interval[1]:
         return []
     return [
-        f"Uniform noise around the frozen policy, without any learning, solved {noise} of the training episodes of the warm-up. The "
-        f"actor's {data.after.result.total} are not clearly more: their 95 % intervals overlap"
+        f"The base policy with uniform noise, without learning, solved {noise} of the training episodes of the warm-up. The actor's "
+        f"{data.after.result.total} is not clearly higher: the 95 % intervals overlap"
     ]
 
 
 def _reached(data: RunData) -> list[tuple[float, float, int, Success | None]]:
-    """Return each of ``TARGETS`` with env steps, calls and success of the first evaluation there; None: in none of these env steps."""
-    calls, found = 0, []
+    """Return each of ``TARGETS`` with env steps, queries and success of the first evaluation that reached it (success None: not reached)."""
+    queries, evaluations = 0, []
     for line in data.lines:
-        calls = line.get("rollout/base_policy_queries", calls)  # an evaluation has a line of its own
+        queries = line.get("rollout/base_policy_queries", queries)  # the line of an evaluation does not have it
         if line["phase"] == "rl" and line.get("eval/success_rate") is not None:
             success = Success(int(line["eval/successes"]), int(line["eval/episodes"]))
-            found.append((line["rollout/env_steps_total"], calls, success, line["eval/success_rate"]))
-    if not found:
+            evaluations.append((line["rollout/env_steps_total"], queries, success, line["eval/success_rate"]))
+    if not evaluations:
         return []
-    last = (found[-1][0], 0, None, None)
-    firsts = [(target, next((each for each in found if each[3] >= target), last)) for target in TARGETS]
-    return [(target, *each[:3]) for target, each in firsts]
+    last = (evaluations[-1][0], 0, None, None)
+    firsts = [(target, next((point for point in evaluations if point[3] >= target), last)) for target in TARGETS]
+    return [(target, *point[:3]) for target, point in firsts]
 
 
 def _controls(data: RunData) -> list[tuple[str, Success, int]]:
-    """Return name, success and colour of what the frozen policy reaches without any learning, and of the evaluations."""
+    """Return name, success and colour of the noise baseline and of the evaluations; empty without the baseline."""
     rows = []
     noise = warmup_success(data.lines, data.settings.get("algorithm") or {})
     if noise is not None:
-        rows.append(("frozen policy and uniform noise: the warm-up (training episodes)", noise, 3))
-    evaluated = [(f"{one.name} ({data.episodes})", one.result.total, colour) for one, colour in data.in_the_table]
+        rows.append(("base policy and uniform noise: the warm-up (training episodes)", noise, 3))
+    evaluated = [
+        (f"{evaluation.name} ({data.episodes})", evaluation.result.total, colour)
+        for evaluation, colour in data.in_the_table
+    ]
     return rows and rows + evaluated
 
 
@@ -87,14 +90,14 @@ def _curves(lines: Sequence[dict[str, Any]]) -> list[Markup]:
     curves: Curves = (
         (
             "Critics against returns",
-            {"train/q_initial": "expected by the critics", "train/return_initial": "reached until the end or the time limit"},
+            {"train/q_initial": "predicted by the critics", "train/return_initial": "observed until the end or the time limit"},
             "discounted return", {},
         ),
-        ("Size of corrections", {"rollout/residual_norm": "all tasks", **by_task}, "halves of the range", {"zero": True}),
-        ("Numbers of the actor at their bound", {"train/action_saturation": "share"}, "share", {"percent": True}),
-        ("Chunks left as they were", {"rollout/base_action_fraction": "share"}, "share", {"percent": True}),
+        ("Residual norm", {"rollout/residual_norm": "all tasks", **by_task}, "normalised action", {"zero": True}),
+        ("Action saturation", {"train/action_saturation": "fraction"}, "fraction at the bound", {"percent": True}),
+        ("Base actions taken", {"rollout/base_action_fraction": "fraction"}, "fraction of chunks", {"percent": True}),
         ("Critic loss", {"train/critic_loss": "critic loss"}, "squared error", {"zero": True}),
-        ("Values of drawn transitions", {"train/q_mean": "value", "train/target_mean": "target"}, "value", {}),
-        ("Weight of the entropy", {"train/alpha": "alpha"}, "alpha", {"log": True}),
+        ("Values of sampled transitions", {"train/q_mean": "value", "train/target_mean": "target"}, "value", {}),
+        ("Entropy coefficient", {"train/alpha": "alpha"}, "alpha", {"log": True}),
     )  # fmt: skip
     return curve_cards(lines, "rollout/env_steps_total", "env steps", curves)

@@ -1,4 +1,4 @@
-"""Fill the pages: their templates are in ``pages``, and charts are drawn here."""
+"""Render report pages: fill the templates in ``pages``, and draw their charts."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ STYLE = FOLDER / "report.css"
 
 @functools.cache
 def pages() -> Environment:
-    """Return the templates, which escape all but ``Markup``, and reject a name that they are not given."""
+    """Return the template environment; it escapes everything except ``Markup``, and raises on undefined names."""
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-    found = Environment(
+    environment = Environment(
         loader=FileSystemLoader(FOLDER / "pages"),
         autoescape=True,
         undefined=StrictUndefined,
@@ -40,16 +40,17 @@ def pages() -> Environment:
         lstrip_blocks=True,
     )
     formats = (format_bytes, format_interval, format_number, format_p_value, format_points, quote)
-    found.globals |= {each.__name__: each for each in formats}
-    found.globals["file"] = lambda name: Markup((FOLDER / name).read_text(encoding="utf-8"))
+    environment.globals |= {function.__name__: function for function in formats}
+    environment.globals["file"] = lambda name: Markup((FOLDER / name).read_text(encoding="utf-8"))
     for draw in (interval_bar, difference_bar):
-        found.globals[draw.__name__] = lambda *numbers, draw=draw: Markup(draw(*numbers))
-    found.filters["script"] = lambda value: Markup(json.dumps(value).replace("<", "\\u003c"))
-    return found
+        environment.globals[draw.__name__] = lambda *numbers, draw=draw: Markup(draw(*numbers))
+    # "<" is escaped: a text "</script>" in the data would end the script.
+    environment.filters["script"] = lambda value: Markup(json.dumps(value).replace("<", "\\u003c"))
+    return environment
 
 
 def write_page(path: str | os.PathLike, template: str, tab: str, **values: Any) -> Path:
-    """Fill ``template``, whose title is ``tab``, write it to ``path`` and return that."""
+    """Render ``template`` with the title ``tab``, write it to ``path`` and return the path."""
     return write_text(Path(path), pages().get_template(template).render(tab=tab, **values))
 
 
@@ -62,7 +63,7 @@ def card(
 
 
 Curves = tuple[tuple[str, dict[str, str], str, dict[str, bool]], ...]
-"""Title, metric to label, y axis and options of each chart. Metrics of equal label are one curve."""
+"""Title, metric to label, y axis and options of each chart. Metrics with the same label form a single curve."""
 
 
 def curve_cards(lines: Sequence[dict[str, Any]], x: str, x_label: str, curves: Curves) -> list[Markup]:
@@ -83,7 +84,7 @@ def series_of(lines: Sequence[dict[str, Any]], x: str, names: Sequence[str], lab
 
 
 def clipped_text(result: EvaluationResult | Audit) -> str | None:
-    """Return the fraction of cut numbers of actions and the largest magnitude as text; None: not recorded."""
+    """Return the clipped fraction of action values and the largest magnitude as text; None: not recorded."""
     if result.actions_clipped_fraction is None:
         return None
     return f"{result.actions_clipped_fraction:.1%} (largest: {result.actions_max_abs:.4g})"

@@ -1,6 +1,6 @@
 "use strict";
-/* Plays recorded episodes. The page calls rlinfPlayer with the list (``_episode`` of player.py); each recording is a script that
-   calls rlinfEpisode, and is loaded when it is first shown. */
+/* Episode player. The page calls rlinfPlayer with the list of episodes (``_episode`` of episode_player.py). Each recording is a script
+   that calls rlinfEpisode, and is loaded when it is first shown. */
 
 const rlinfRecordings = new Map();  // source -> promise of a recording
 
@@ -44,10 +44,10 @@ function rlinfPlayer(episodes) {
   }
 
   function format(number) {
-    return number === null ? "not known" : Number(number).toPrecision(3);
+    return number === null ? "unknown" : Number(number).toPrecision(3);
   }
 
-  /* The call that decided, or will decide, what follows the image after `step` env steps. */
+  /* The policy call with the action after `step` env steps. */
   function callAt(recording, step) {
     const calls = recording.calls.filter(call => call.step <= step);
     return calls[calls.length - 1];
@@ -88,8 +88,8 @@ function rlinfPlayer(episodes) {
     side.bars.replaceChildren(make("line", {x1: 0, x2: count * (width + 1), y1: 1, y2: 1}));
     call.chunk.forEach((action, position) => action.forEach((number, place) => {
       const middle = (high[place] + low[place]) / 2, half = (high[place] - low[place]) / 2;
-      const share = isFinite(half) && half > 0 ? (number - middle) / half : number / largest;
-      const height = Math.max(-1, Math.min(1, share));
+      const fraction = isFinite(half) && half > 0 ? (number - middle) / half : number / largest;
+      const height = Math.max(-1, Math.min(1, fraction));
       side.bars.append(make("rect", {
         class: position < done ? "passed" : position === done ? "next" : "ahead", x: position * (width + 1) + place + 0.5, width: 0.8,
         y: height > 0 ? 1 - height : 1, height: Math.max(0.02, Math.abs(height)),
@@ -105,8 +105,8 @@ function rlinfPlayer(episodes) {
     drawBars(side, call, done);
     const reward = at > 0 ? `reward ${format(recording.rewards[at - 1])}` : "start";
     const place = at < last ? `action ${done + 1} of ${call.chunk.length}` : "ended";
-    const judged = `value ${format(call.value)}, entropy ${format(call.entropy)}, log-prob ${format(call.logprob)}`;
-    side.numbers.textContent = `step ${at} of ${last}, ${place}, ${reward}; ${judged}`;
+    const scores = `value ${format(call.value)}, entropy ${format(call.entropy)}, log-prob ${format(call.logprob)}`;
+    side.numbers.textContent = `step ${at} of ${last}, ${place}, ${reward}; ${scores}`;
   }
 
   function makeChart(name, title, sides, length) {
@@ -114,7 +114,7 @@ function rlinfPlayer(episodes) {
     const usable = side => side.recording.calls.filter(call => call[name] !== null && isFinite(call[name]));
     const all = sides.flatMap(usable).map(call => call[name]);
     const heading = make("h3", {}, title);
-    if (!all.length) return {element: make("div", {}, heading, make("p", {class: "note"}, "The policy has no such number.")), move() {}};
+    if (!all.length) return {element: make("div", {}, heading, make("p", {class: "note"}, "The policy does not provide it.")), move() {}};
     let low = Math.min(...all), high = Math.max(...all);
     if (high - low < 1e-9) { low -= 0.5; high += 0.5; }
     const x = step => LEFT + (WIDTH - LEFT - 6) * step / Math.max(1, length);
@@ -177,30 +177,30 @@ function rlinfPlayer(episodes) {
     const charts = CHARTS.map(([name, title]) => makeChart(name, title, sides, length));
     const play = button("Play", "play or pause", toggle), count = make("span", {class: "count"});
     const controls = make("div", {class: "controls"}, button("\u25C0", "one step back", () => { stop(); go(current.step - 1); }), play,
-      button("\u25B6", "one step on", () => { stop(); go(current.step + 1); }), track, count);
+      button("\u25B6", "one step forward", () => { stop(); go(current.step + 1); }), track, count);
     current = {sides, charts, slider, play, count, length, step: 0};
     slider.addEventListener("input", () => { stop(); go(Number(slider.value)); });
     const notes = [];
-    if (episode.parting !== null) {
-      const place = 100 * Math.min(1, episode.parting / Math.max(1, length));
-      track.append(make("i", {class: "parting", style: `left: calc(8px + (100% - 16px) * ${place / 100})`, title: "here they part"}));
-      controls.append(button(`They part at step ${episode.parting}`, "go to where they part", () => { stop(); go(episode.parting); }));
+    if (episode.divergence !== null) {
+      const place = 100 * Math.min(1, episode.divergence / Math.max(1, length));
+      track.append(make("i", {class: "divergence", style: `left: calc(8px + (100% - 16px) * ${place / 100})`, title: "they diverge here"}));
+      controls.append(button(`They diverge at step ${episode.divergence}`, "go to where they diverge", () => { stop(); go(episode.divergence); }));
     } else if (sides.length > 1) {
-      notes.push(make("p", {class: "note"}, "No number of an action differs by more than 10 % of its range."));
+      notes.push(make("p", {class: "note"}, "No action dimension differs by more than 10 % of its range."));
     }
     if (episode.same_start === null) {
-      notes.push(make("p", {class: "note"}, "The first images were not compared: they differ in size."));
+      notes.push(make("p", {class: "note"}, "The first images were not compared because they differ in size."));
     }
-    if (episode.same_start === false) notes.push(make("p", {class: "note"}, "The two do not begin with the same image."));
+    if (episode.same_start === false) notes.push(make("p", {class: "note"}, "The two start with different images."));
     shown.replaceChildren(make("h3", {}, episode.instruction), make("div", {class: "sides"}, ...sides.map(side => side.figure)),
-      controls, ...notes, make("div", {class: "judged"}, ...charts.map(chart => chart.element)));
+      controls, ...notes, make("div", {class: "scores"}, ...charts.map(chart => chart.element)));
     go(0);
     section.dataset.shown = number;
   }
 
   function open(number) {
     stop();
-    buttons.forEach((each, i) => each.setAttribute("aria-current", i === number));
+    buttons.forEach((button, i) => button.setAttribute("aria-current", i === number));
     section.dataset.episode = number;
     delete section.dataset.shown;
     Promise.all(episodes[number].sides.map(side => rlinfLoad(side.source))).then(
@@ -208,7 +208,7 @@ function rlinfPlayer(episodes) {
       error => { shown.replaceChildren(make("p", {class: "note"}, error.message)); current = null; section.dataset.shown = number; });
   }
 
-  buttons.forEach((each, number) => each.addEventListener("click", () => { open(number); section.focus({preventScroll: true}); }));
+  buttons.forEach((button, number) => button.addEventListener("click", () => { open(number); section.focus({preventScroll: true}); }));
   section.addEventListener("keydown", event => {
     const acts = {ArrowLeft: () => go(current.step - 1), ArrowRight: () => go(current.step + 1), " ": toggle};
     const isOwn = event.target.matches("input") || (event.key === " " && event.target.matches("button"));

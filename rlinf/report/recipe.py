@@ -1,4 +1,4 @@
-"""Write the report of a recipe's run, or of an evaluation on questions: one HTML file, as ``rlinf.report.run_page``."""
+"""Write the report of a recipe's run, or of an evaluation on questions, as a single HTML file."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from rlinf.report.why.rules import diagnose
 from rlinf.run_folder import REPORT_FILE, SAFETENSORS_FOLDER
 
 MAX_COMPLETIONS = 40
-"""Completions on the page; the files of the run hold all."""
+"""Maximum number of completions on the page; the files of the run contain all."""
 
 CURVES: Curves = (
     (
@@ -35,10 +35,10 @@ CURVES: Curves = (
     ("Completion length", {"rollout/completion_length_max": "longest", "rollout/completion_length_mean": "mean",
                            "eval/completion_length_mean": "mean, validation"}, "tokens", {"zero": True}),
     (
-        "Cut completions", {"rollout/truncated_fraction": "training", "eval/truncated_fraction": "validation"},
-        "share without an end", {"zero": True},
+        "Truncated completions", {"rollout/truncated_fraction": "training", "eval/truncated_fraction": "validation"},
+        "fraction of completions", {"zero": True},
     ),
-    ("Spread of rewards", {"rollout/reward_std": "standard deviation"}, "reward", {"zero": True}),
+    ("Std of rewards", {"rollout/reward_std": "std"}, "reward", {"zero": True}),
     (
         "Groups with equal rewards", {"rollout/zero_variance_group_fraction": "equal rewards"}, "fraction of groups",
         {"zero": True},
@@ -55,8 +55,8 @@ CURVES: Curves = (
         "fraction of pairs", {"percent": True},
     ),
     (
-        "Cut rows and equal pairs",
-        {"sft/cut_row_fraction": "cut", "train/cut_row_fraction": "cut", "train/equal_pair_fraction": "equal pairs"},
+        "Truncated rows and equal pairs",
+        {"sft/cut_row_fraction": "truncated", "train/cut_row_fraction": "truncated", "train/equal_pair_fraction": "equal pairs"},
         "fraction of the rows", {"zero": True},
     ),
     ("Implicit rewards", {"train/preference_chosen": "chosen", "train/preference_rejected": "rejected"}, "nat", {}),
@@ -68,10 +68,7 @@ CURVES: Curves = (
 
 
 def write_token_report(folder: str | os.PathLike) -> Path:
-    """Write ``report.html`` into the folder of a recipe's run or an evaluation on questions, and return its path.
-
-    Raise CheckpointError if the folder has neither metrics nor a result.
-    """
+    """Write ``report.html`` into the folder of a recipe's run or an evaluation on questions, and return its path."""
     run = read_token_run(folder)
     title, tiles = _title(run), {}
     if run.before_and_after is None and run.samples:  # there is no first validation to compare with
@@ -101,7 +98,7 @@ def _facts(run: TokenRun) -> dict[str, Any]:
     steps = max((line["steps"] for line in run.lines), default=None)
     seconds = next((line["time/total_s"] for line in reversed(run.lines) if "time/total_s" in line), None)
     results = list(run.results.values())
-    sampling = {"greedy" if one.temperature == 0 else f"temperature {one.temperature:g}" for one in results}
+    sampling = {"greedy" if result.temperature == 0 else f"temperature {result.temperature:g}" for result in results}
     return {
         "method": run.setting("train.train_policy.type"), "model": run.setting("policy.model_name_or_path"),
         "dataset": run.setting("train.train_policy.dataset.name"), "steps": steps,
@@ -113,7 +110,7 @@ def _facts(run: TokenRun) -> dict[str, Any]:
 
 
 def _gains(run: TokenRun) -> list[tuple[str, tuple[str, Success], tuple[str, Success], Pairs]]:
-    """Return each reward of 0 and 1 before and after training, with its paired comparison."""
+    """Return each binary reward before and after training, with its paired comparison."""
     if run.before_and_after is None:
         return []
     ends = [(samples.name, samples.successes()) for samples in run.before_and_after]
@@ -125,12 +122,12 @@ def _gains(run: TokenRun) -> list[tuple[str, tuple[str, Success], tuple[str, Suc
 
 
 def _rewards(run: TokenRun) -> list[Markup]:
-    """Return a chart for the sum of rewards, and one for each part: of training, and of validations with intervals."""
+    """Return a chart for the sum of rewards and for each part, with training and validations."""
     names = dict.fromkeys(
         name.split("/", 1)[1] for line in run.lines for name in line
         if name.startswith(("rollout/reward_mean", "eval/reward_mean"))
     )  # fmt: skip
-    if len(names) == 2:  # the only part is the sum, but for its weight
+    if len(names) == 2:  # the only part equals the sum, except for its weight
         del names["reward_mean"]
     return [_reward_card(run, name) for name in names]
 
@@ -141,15 +138,15 @@ def _reward_card(run: TokenRun, name: str) -> Markup:
     validation = series_of(run.lines, "steps", [f"eval/{name}"], "validation (most likely tokens)", 1)
     counted = {samples.step: samples.successes().get(part) for samples in run.samples}
     known = [counted.get(round(x)) for x, _ in validation.points]
-    validation.bands = [None if one is None else one.interval for one in known]
+    validation.bands = [None if success is None else success.interval for success in known]
     validation.markers = True
-    values = [y for one in (training, validation) for _, y in one.points if y is not None]
+    values = [y for series in (training, validation) for _, y in series.points if y is not None]
     percent = all(0 <= value <= 1 for value in values) and bool(part)
     return card(f"Reward {part}" if part else "Reward", [training, validation], "step", "mean reward", percent=percent)
 
 
 def _completions(run: TokenRun) -> dict[str, Any]:
-    """Return the validations that are shown side by side, the first and the last or the last alone, and the order of their prompts."""
+    """Return the validations shown side by side (the first and the last, or only the last), and the order of their prompts."""
     shown = list(run.before_and_after or run.samples[-1:])
     rewards = [[row["reward"] for row in samples.rows] for samples in shown]
     changed = [len(set(values)) > 1 for values in zip(*rewards, strict=True)]
@@ -158,6 +155,6 @@ def _completions(run: TokenRun) -> dict[str, Any]:
 
 
 def _stored(folder: Path, names: Sequence[str]) -> list[str]:
-    """Return the images of a prompt in base64, to be in the page itself."""
+    """Return the images of a prompt in base64, for embedding in the page."""
     files = (folder / name for name in names)
     return [base64.b64encode(file.read_bytes()).decode() for file in files if file.is_file()]

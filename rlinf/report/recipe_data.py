@@ -1,4 +1,4 @@
-"""Read the folder of a recipe's run, or of an evaluation on questions, for its report."""
+"""Data for the report of a recipe's run, or of an evaluation on questions."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from rlinf.run_folder import COMPARISON_FILE, EVALUATIONS_FOLDER, RESULT_FILE, S
 from rlinf.tracking.tracker import read_metrics
 
 TOKEN_METRICS = ("throughput/tokens_per_s", "eval/loss", "eval/reward_mean")
-"""Only runs of recipes have these metrics."""
+"""Metrics that only runs of recipes have."""
 
 
 @dataclass
@@ -30,8 +30,8 @@ class Samples:
 
     Attributes:
         step: Optimiser steps before it.
-        rows: ``prompt``, ``completion``, ``reference``, ``reward``, ``rewards`` (by part) and ``num_tokens`` of each; ``images`` of a
-            prompt that has some, as files relative to the folder.
+        rows: ``prompt``, ``completion``, ``reference``, ``reward``, ``rewards`` (by part) and ``num_tokens`` of each completion, and
+            the prompt's ``images``, as files relative to the folder.
     """
 
     step: int
@@ -39,7 +39,7 @@ class Samples:
 
     @property
     def name(self) -> str:
-        """When it was, in words."""
+        """Time of the validation as text."""
         return f"after step {self.step}" if self.step else "before training"
 
     def parts(self) -> dict[str, list[float]]:
@@ -47,14 +47,14 @@ class Samples:
         return {name: [row["rewards"][name] for row in self.rows] for name in self.rows[0]["rewards"]}
 
     def successes(self) -> dict[str, Success]:
-        """Return the counts of the rewards whose values are all 0 or 1."""
+        """Return the counts of the binary rewards."""
         counted = {name: values for name, values in self.parts().items() if set(values) <= {0, 1}}
         return {name: Success(int(sum(values)), len(values)) for name, values in counted.items()}
 
 
 @dataclass
 class TokenRun(FolderData):
-    """The content of a recipe's folder; its ``lines`` have ``steps``, the optimiser steps done by then.
+    """Content of a recipe's folder; its ``lines`` have ``steps``, the number of optimiser steps so far.
 
     Attributes:
         samples: Completions of the validations, oldest first.
@@ -68,7 +68,7 @@ class TokenRun(FolderData):
 
     @cached_property
     def before_and_after(self) -> tuple[Samples, Samples] | None:
-        """The first and the last validation, with the same prompts in the same order; None without two such."""
+        """The first and the last validation, if their prompts are equal; else None."""
         if len(self.samples) < 2:
             return None
         first, last = self.samples[0], self.samples[-1]
@@ -76,7 +76,7 @@ class TokenRun(FolderData):
         return (first, last) if same else None
 
     def paired(self, part: str) -> Pairs | None:
-        """Return a reward of 0 and 1 before (a) and after (b), pair by pair; None without both."""
+        """Return the pairs of a binary reward before (a) and after (b); None without both."""
         if self.before_and_after is None:
             return None
         columns = [samples.parts().get(part, []) for samples in self.before_and_after]
@@ -112,7 +112,7 @@ def read_token_run(folder: str | os.PathLike) -> TokenRun:
         raise CheckpointError(f"{folder} is not a run folder: it has neither metrics.jsonl nor result.json.")
     compared = [folder / COMPARISON_FILE, *folder.glob(f"{EVALUATIONS_FOLDER}/*/{COMPARISON_FILE}")]
     compared = [path for path in compared if path.is_file()]
-    if compared:  # of a run, the newest evaluation that was compared with another model
+    if compared:  # the newest evaluation that was compared with a different model
         newest = max(compared, key=lambda path: path.stat().st_mtime)
         run.comparison = json.loads(newest.read_text(encoding="utf-8"))
     run.config, run.manifest = saved_texts(folder, sorted(folder.glob("safetensors/*")))
@@ -125,15 +125,15 @@ def read_token_run(folder: str | os.PathLike) -> TokenRun:
 
 
 def _step_of(path: Path) -> int:
-    """Return the number in ``step_<number>``; of another name, one after all steps."""
+    """Return the number in ``step_<number>``, or a very large number for a different name, so that it is last."""
     match = re.fullmatch(r"step_(\d+)", path.name.removesuffix(".jsonl"))
     return int(match[1]) if match else 2**63
 
 
 def _with_steps(lines: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return lines with ``steps``; a line of a validation takes them from the update before it, and has 0 before the first."""
-    found, steps = [], 0
+    """Return lines with ``steps``; a validation has those of the update before it, or 0."""
+    extended, steps = [], 0
     for line in lines:
         steps = line["step"] + 1 if "time/update_s" in line else steps
-        found.append({**line, "steps": steps})
-    return found
+        extended.append({**line, "steps": steps})
+    return extended

@@ -1,4 +1,4 @@
-"""Read the folder of a run or an evaluation for its report."""
+"""Data for the report of a run or an evaluation."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from rlinf.tracking.tracker import read_metrics
 TAG_NAMES = {"after_sft": "after SFT", "before_rl": "before RL", "after_rl": "after RL"}
 
 CLOSING_TAGS = ("after_rl", "after_sft")
-"""Names in ``eval/`` of a run's closing evaluation: after RL, or after cloning if the run only clones."""
+"""Names in ``eval/`` of a run's closing evaluation: after RL, or after behaviour cloning if there is no RL."""
 
 
 @dataclass
 class Evaluation:
-    """An evaluation in a run folder; ``folder`` is relative to that."""
+    """An evaluation of a run; ``folder`` is relative to the run's folder."""
 
     tag: str
     folder: str
@@ -34,17 +34,17 @@ class Evaluation:
 
     @property
     def name(self) -> str:
-        """The tag as words."""
+        """Readable name of the tag."""
         return TAG_NAMES.get(self.tag, self.tag.replace("_", " "))
 
 
 @dataclass
 class FolderData:
-    """What the folders of all runs and evaluations hold; missing parts are empty.
+    """Common content of the folders of runs and evaluations; missing parts are empty.
 
     Attributes:
         comparison: From ``compare.json``.
-        traces: See ``traces_of``.
+        traces: Profiler traces, see ``traces_of``.
         config, manifest: Texts of ``config.yaml`` and ``manifest.json``, of the run or else of its newest checkpoint.
     """
 
@@ -67,7 +67,7 @@ class FolderData:
 
 @dataclass
 class RunData(FolderData):
-    """The content of a run folder; without ``compare.json``, ``comparison`` is before against after RL.
+    """Content of a run folder; without ``compare.json``, ``comparison`` is ``gain``.
 
     Attributes:
         evaluations: From ``eval/<tag>/result.json`` (or ``result.json``), oldest first.
@@ -78,7 +78,7 @@ class RunData(FolderData):
 
     @property
     def episodes(self) -> str:
-        """The kind of evaluation episodes, in words."""
+        """Kind of evaluation episodes as text."""
         split = (self.settings.get("evaluation") or {}).get("split")
         return "training episodes" if split == "train" else "held-out episodes"
 
@@ -89,8 +89,8 @@ class RunData(FolderData):
 
     def evaluation(self, *tags: str) -> Evaluation | None:
         """Return the evaluation of the first tag that exists, or None."""
-        found = {one.tag: one for one in self.evaluations}
-        return next((found[tag] for tag in tags if tag in found), None)
+        by_tag = {evaluation.tag: evaluation for evaluation in self.evaluations}
+        return next((by_tag[tag] for tag in tags if tag in by_tag), None)
 
     @property
     def before(self) -> Evaluation | None:
@@ -99,8 +99,8 @@ class RunData(FolderData):
 
     @property
     def in_the_table(self) -> list[tuple[Evaluation, int]]:
-        """The evaluations whose tasks are shown, with their colours: before and after RL, or else the newest."""
-        shown = [one for one in (self.before, self.after) if one] or self.evaluations[-1:]
+        """Evaluations in the table of tasks, with their colours: before and after RL, or else the newest."""
+        shown = [evaluation for evaluation in (self.before, self.after) if evaluation] or self.evaluations[-1:]
         return list(zip(shown, [1] if len(shown) == 1 else [2, 1], strict=False))
 
     @property
@@ -110,14 +110,11 @@ class RunData(FolderData):
 
     @cached_property
     def gain(self) -> dict[str, Any] | None:
-        """Paired comparison of ``before`` (a) with ``after`` (b), as in ``compare.json``.
-
-        None if one is missing, or if episodes or the way of drawing actions differ.
-        """
+        """Paired comparison of ``before`` (a) with ``after`` (b), as in ``compare.json``; None if they cannot be paired."""
         if self.before is None or self.after is None:
             return None
         first, second = self.before.result, self.after.result
-        same_episodes = {one.spec for one in first.results} == {one.spec for one in second.results}
+        same_episodes = {result.spec for result in first.results} == {result.spec for result in second.results}
         if not same_episodes or sampling_differences(first, second):
             return None
         comparison = compare(first, second)
@@ -126,7 +123,7 @@ class RunData(FolderData):
 
 
 def setting_of(settings: dict[str, Any], key: str, default: Any = None) -> Any:
-    """Return a value of a configuration by its dotted key; ``default`` if it is not there or null."""
+    """Return a value of a configuration by its dotted key; ``default`` if it is missing or null."""
     value: Any = settings
     for part in key.split("."):
         value = value.get(part) if isinstance(value, dict) else None
@@ -134,12 +131,12 @@ def setting_of(settings: dict[str, Any], key: str, default: Any = None) -> Any:
 
 
 def closing_tags(lines: Sequence[Mapping[str, Any]]) -> Sequence[str]:
-    """Return the ``CLOSING_TAGS`` that can end a run with these metrics: once RL has started, only ``after_rl``."""
+    """Return the ``CLOSING_TAGS`` that can end a run with these metrics; only ``after_rl`` once RL has started."""
     return CLOSING_TAGS[:1] if any(line["phase"] == "rl" for line in lines) else CLOSING_TAGS
 
 
 def read_run(folder: str | os.PathLike) -> RunData:
-    """Read a run folder; missing parts are empty. Raise CheckpointError if it has neither metrics nor an evaluation."""
+    """Read a run folder; raise CheckpointError if it has neither metrics nor an evaluation."""
     folder = Path(folder)
     data = RunData(folder, lines=read_metrics(folder))
     for path in sorted(results_of(folder), key=lambda path: (path.parent == folder, path.stat().st_mtime, path)):
@@ -161,20 +158,20 @@ def read_run(folder: str | os.PathLike) -> RunData:
 
 
 def results_of(folder: Path) -> list[Path]:
-    """Return the files of results of a run, or of an evaluation."""
+    """Return the ``result.json`` files of a run or an evaluation."""
     below = f"{run_folder.EVALUATIONS_FOLDER}/*/{run_folder.RESULT_FILE}"
     return [*sorted(folder.glob(below)), *folder.glob(run_folder.RESULT_FILE)]
 
 
 def saved_texts(folder: Path, others: Sequence[Path] = ()) -> list[str]:
-    """Return the texts of configuration and manifest of a folder, else of its newest checkpoint or ``others``; "" without."""
+    """Return the texts of configuration and manifest ("" if missing), of a folder, else of its newest checkpoint or ``others``."""
     states = folder.glob(f"{run_folder.CHECKPOINTS_FOLDER}/*/{run_folder.STATE_FILE}")
     newest_first = sorted(states, key=lambda path: -path.stat().st_mtime)
     places = [folder, *(path.parent for path in newest_first), *others]
     paths = ([place / file for place in places] for file in (run_folder.CONFIG_FILE, run_folder.MANIFEST_FILE))
-    return [next((path.read_text(encoding="utf-8") for path in each if path.is_file()), "") for each in paths]
+    return [next((path.read_text(encoding="utf-8") for path in group if path.is_file()), "") for group in paths]
 
 
 def traces_of(folder: Path) -> list[str]:
-    """Return the files of recorded steps, relative to the folder, one a rank."""
+    """Return the profiler traces, one per rank, relative to the folder."""
     return sorted(str(path.relative_to(folder)) for path in folder.glob(f"{run_folder.PROFILE_FOLDER}/trace_*.json.gz"))

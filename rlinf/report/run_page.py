@@ -1,7 +1,6 @@
-"""Write the report of a run: one HTML file with headline, curves, tasks, videos, configuration and manifest.
+"""Write the report of a run: a single HTML file with headline, curves, tasks, videos, configuration and manifest.
 
-The page uses no script, font or image from elsewhere and links videos and recorded episodes by relative paths, so the run
-folder can be moved or served as a whole.
+Videos and recorded episodes are linked by relative paths, so the run folder can be moved or served.
 """
 
 from __future__ import annotations
@@ -28,24 +27,22 @@ from rlinf.run_folder import CHECKPOINTS_FOLDER, EVALUATIONS_FOLDER, REPORT_FILE
 
 
 def write_report(run_folder: str | os.PathLike) -> Path:
-    """Write ``report.html`` into the folder of a run or an evaluation, and return its path.
-
-    The page shows what the folder holds: ``metrics.jsonl``, ``eval/<tag>/result.json``, ``config.yaml``,
-    ``manifest.json`` and ``summary.json``; of an evaluation ``result.json`` and ``compare.json``; of both ``episodes/``. Raise
-    CheckpointError if the folder has neither metrics nor an evaluation.
-    """
+    """Write ``report.html`` into the folder of a run or an evaluation, and return its path."""
     if is_token_folder(run_folder):
         return write_token_report(run_folder)
     data = read_run(run_folder)
     title = _title(data)
     newest = data.after or next(reversed(data.evaluations), None)
-    told = [(one, colour) for one, colour in data.in_the_table if one.result.total.is_reported]
-    series = [Series(one.name, one.result.success_by_step(), colour) for one, colour in told]
+    series = [
+        Series(evaluation.name, evaluation.result.success_by_step(), colour)
+        for evaluation, colour in data.in_the_table
+        if evaluation.result.total.is_reported
+    ]
     solved = card("Solved within t env steps", series, "t (env steps)", "fraction of episodes", percent=True)
     return write_page(
         data.folder / REPORT_FILE, "run.html", f"{title}: {newest.result.total}" if newest else title, title=title, data=data,
         facts=_facts(data), warnings=_warnings(data), findings=diagnose(record_of(data)) if data.lines else None, success_curves=_success_curves(data),
-        tasks=_tasks(data), success_by_step=solved, head=actor_section(data),
+        tasks=_tasks(data), success_by_step=solved, actor=actor_section(data),
         curves=_training_curves(data), profile_steps=data.setting("trainer.profile_steps"), **player(data),
     )  # fmt: skip
 
@@ -69,20 +66,20 @@ def _place(folder: Path) -> str:
 
 
 def _facts(data: RunData) -> dict[str, Any]:
-    config, results = data.settings, [one.result for one in data.evaluations]
-    drawn = {"greedy" if one.greedy else f"sampled at temperature {one.temperature:g}" for one in results}
+    config, results = data.settings, [evaluation.result for evaluation in data.evaluations]
+    drawn = {"greedy" if result.greedy else f"sampled at temperature {result.temperature:g}" for result in results}
     return {
         "model": data.setting("model.model_type"), "env": data.suite or data.setting("env.name"),
         "algorithm": data.setting("algorithm.name"), "seed": data.summary.get("seed", config.get("seed")),
         "env steps": f"{data.summary['env_steps']:,}" if "env_steps" in data.summary else None,
         "checkpoint": config.get("checkpoint"), "best checkpoint": data.summary.get("best_checkpoint", {}).get("name"), "actions": drawn.pop() if len(drawn) == 1 else None,
-        "actions cut": clipped_text(results[-1]) if results else None,
+        "actions clipped": clipped_text(results[-1]) if results else None,
         "training time": format_duration(data.summary["train_wall_s"]) if "train_wall_s" in data.summary else None,
     }  # fmt: skip
 
 
 def _warnings(data: RunData) -> list[str]:
-    """Return the warnings of the newest evaluation, of the parity gate, and of a head that noise equals."""
+    """Return the warnings of the newest evaluation, of the parity gate, and of an actor that is no better than noise."""
     lines = list(data.evaluations[-1].result.warnings) if data.evaluations else []
     checked = [line for line in data.lines if "rollout/parity_exceeded" in line]
     beyond = [line["step"] for line in checked if line["rollout/parity_exceeded"]]
@@ -95,8 +92,8 @@ def _warnings(data: RunData) -> list[str]:
 
 
 def _tasks(data: RunData) -> list[tuple[str, list[Success | None]]]:
-    """Return each task, and all together, with its success in each evaluation of the table."""
-    results = [one.result for one, _ in data.in_the_table]
+    """Return each task, and their total, with its success in each evaluation of the table."""
+    results = [evaluation.result for evaluation, _ in data.in_the_table]
     tasks = dict.fromkeys(task for result in results for task in result.per_task)
     rows: list[tuple[str, list[Success | None]]] = [
         (task, [result.per_task.get(task) for result in results]) for task in tasks
@@ -108,7 +105,7 @@ EVALUATED = (
     ("Success rate", "success_rate", "interval_low", "interval_high"),
     ("Return", "return_mean", "return_low", "return_high"),
 )
-"""What evaluations are drawn by: metric and ends of its interval."""
+"""Title, metric and ends of its interval, of each chart of evaluations."""
 
 
 def _success_curves(data: RunData) -> list[Markup]:
@@ -157,21 +154,22 @@ def _training_curves(data: RunData) -> list[Markup]:
 
 def with_axes(lines: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return the lines with ``env_steps`` of RL and training ``minutes``, carried forward if a line has none."""
-    found, env_steps, seconds = [], 0.0, 0.0
+    extended, env_steps, seconds = [], 0.0, 0.0
     for line in lines:
         env_steps = line.get("rollout/env_steps_total") or env_steps
         seconds = line.get("time/total_s") or seconds
-        found.append({**line, "env_steps": env_steps, "minutes": seconds / 60})
-    return found
+        extended.append({**line, "env_steps": env_steps, "minutes": seconds / 60})
+    return extended
 
 
 def _evaluated(lines: Sequence[dict[str, Any]], x: str, episodes: str, names: Sequence[str]) -> Series:
-    """Return the curve of an evaluated number (the first of ``names``) with its interval (the others)."""
+    """Return the curve of an evaluation metric; ``names`` are the metric and the ends of its interval."""
     value, low, high = (f"eval/{name}" for name in names)
-    found = [line for line in lines if line.get(value) is not None]
-    bands: list[Interval | None] = [(line[low], line[high]) if line[low] is not None else None for line in found]
-    points: list[tuple[float, float | None]] = [(line[x], line[value]) for line in found]
-    if len(points) == 2:  # before and after: no line, because nothing was measured in between
+    lines = [line for line in lines if line.get(value) is not None]
+    bands: list[Interval | None] = [(line[low], line[high]) if line[low] is not None else None for line in lines]
+    points: list[tuple[float, float | None]] = [(line[x], line[value]) for line in lines]
+    # Before and after training only: no line, because nothing was measured in between.
+    if len(points) == 2:
         points.insert(1, (points[1][0], None))
         bands.insert(1, None)
     return Series(f"evaluation ({episodes})", points, 1, bands, markers=True)

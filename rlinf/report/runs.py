@@ -1,4 +1,4 @@
-"""Group runs that differ only in their seed, and summarise each group: as a table, or as a page with the mean curve of each."""
+"""Group runs that differ only in their seed, and summarise the groups: as a table, or as a page with mean curves."""
 
 from __future__ import annotations
 
@@ -29,24 +29,23 @@ from rlinf.report.run_page import RL_CURVES, with_axes
 from rlinf.run_folder import CHECKPOINTS_FOLDER, CONFIG_FILE, LATEST, METRICS_FILE, REPORT_FILE, SUMMARY_FILE
 
 SAME_IN_A_GROUP = ("seed", "output_dir", "resume", "checkpoint", "dataset", "experiment_name")
-"""Keys that do not separate groups; the experiment's name separates them anyway. Runs with different initial weights
-(``init_from``) differ in more than their seed."""
+"""Keys that do not separate groups; the experiment's name separates them anyway."""
 PRESETS = {"algorithm.name": "algorithm.", "model.model_type": "model.", "env.name": "env."}
-"""Keys that choose a preset, and the start of the keys that follow from it."""
+"""Keys that choose a preset, and the prefix of the keys that the preset sets."""
 MAX_KEYS = 3
-"""Number of keys in a label."""
+"""Maximum number of keys in a label."""
 NO_NAME = r"[\d\W_T]*"
-"""Folders of sweeps and of runs without `output_dir` have numbers and times as names."""
+"""Folder names that are only a number or a time, of sweeps and of runs without `output_dir`."""
 
 
 @dataclass
 class RunGroup:
-    """Runs of one configuration, in the order given.
+    """Runs of the same configuration.
 
     Attributes:
-        label: Name of the folder of a single run, else of the experiment and at most ``MAX_KEYS`` keys in which groups of this name differ.
+        label: Folder name of a single run, else the experiment's name and at most ``MAX_KEYS`` keys in which groups of that name differ.
         runs: All runs, including those that repeat a seed.
-        settings: What they share.
+        settings: Their common configuration.
     """
 
     label: str
@@ -55,7 +54,8 @@ class RunGroup:
 
     @property
     def counted(self) -> list[RunData]:
-        """One run per seed, the newest that ended: a repeated seed is not a second sample."""
+        """One run per seed, the newest finished one."""
+        # A repeated seed is not a second sample: counting it would make the interval over seeds too narrow.
         by_seed: dict[Any, RunData] = {}
         for number, run in enumerate(self.runs):
             seed = seed_of(run)
@@ -66,33 +66,34 @@ class RunGroup:
 
     @property
     def success_rates(self) -> list[float]:
-        """Success rates of the closing evaluations of the counted runs that tell success."""
-        return [one.result.success_rate for one in self.closing if one.result.total.is_reported]
+        """Success rates of the closing evaluations of the counted runs that report success."""
+        return [evaluation.result.success_rate for evaluation in self.closing if evaluation.result.total.is_reported]
 
     @property
     def returns(self) -> list[float]:
         """Mean returns of the closing evaluations of the counted runs."""
-        return [one.result.return_mean for one in self.closing]
+        return [evaluation.result.return_mean for evaluation in self.closing]
 
     @property
     def closing(self) -> list[Evaluation]:
         """The closing evaluations of the counted runs."""
-        return [one for one in map(closing_evaluation, self.counted) if one is not None]
+        return [evaluation for run in self.counted if (evaluation := closing_evaluation(run)) is not None]
 
     @property
     def success(self) -> tuple[float, float, float] | None:
-        """Mean success and the ends of its 95 % interval: over seeds, cut to [0, 1], or of a single run over its episodes (Wilson)."""
+        """Mean success and the ends of its 95 % interval: over seeds, clipped to [0, 1], or of a single run over its episodes (Wilson)."""
         rates = self.success_rates
         if not rates:
             return None
         if len(rates) == 1:
-            return rates[0], *next(one.result.total for one in self.closing if one.result.total.is_reported).interval
+            totals = [evaluation.result.total for evaluation in self.closing]
+            return rates[0], *next(total for total in totals if total.is_reported).interval
         mean, low, high = mean_interval(rates)
         return mean, max(low, 0.0), min(high, 1.0)
 
     @property
     def texts(self) -> tuple[str, str, str, str]:
-        """Mean, least and interval of success, and the return with its interval; "-" where nothing was measured."""
+        """Mean, minimum and interval of success, and the return with its interval, as text; "-" if not measured."""
         if self.success is None:
             return "-", "-", "-", self._return_text
         mean, *ends = self.success
@@ -107,12 +108,12 @@ class RunGroup:
 
 
 def closing_evaluation(run: RunData) -> Evaluation | None:
-    """Return the evaluation that closed a run; None if the run was stopped before."""
+    """Return the closing evaluation of a run; None if the run was stopped before it."""
     return run.evaluation(*closing_tags(run.lines)) if run.summary else None
 
 
 def _age(run: RunData) -> tuple[bool, float]:
-    """Return a sort key for the runs of a seed: unfinished runs first, then oldest to newest."""
+    """Return a sort key for runs of the same seed: unfinished runs first, then oldest to newest."""
     files = [run.folder / name for name in (METRICS_FILE, SUMMARY_FILE)]
     times = [file.stat().st_mtime for file in files if file.is_file()]
     return closing_evaluation(run) is not None, max(times, default=0.0)
@@ -128,17 +129,20 @@ def first_weights(run: RunData) -> str | None:
     if run.settings.get("resume") is None:
         return run.settings.get("init_from")
     saved = [read_saved_config(path.parent) for path in run.folder.glob(f"{CHECKPOINTS_FOLDER}/*/{CONFIG_FILE}")]
-    return next((one["init_from"] for one in saved if one.get("init_from") is not None), None)
+    return next((config["init_from"] for config in saved if config.get("init_from") is not None), None)
 
 
 def read_runs(folders: Sequence[str | os.PathLike]) -> list[RunData]:
-    """Read run folders, following ``latest``; a sweep folder means all of its runs."""
+    """Read the runs of ``run_folders``."""
     return [read_run(folder) for folder in run_folders(folders)]
 
 
 def run_folders(folders: Sequence[str | os.PathLike]) -> list[Path]:
-    """Return run folders, following ``latest``; a folder in a run means the run, one of several runs all of them, of recipes the newest."""
-    found: dict[Path, Path] = {}
+    """Resolve folders to run folders: ``latest`` is followed, a checkpoint means its run, a sweep means all of its runs.
+
+    A folder of several runs of recipes means the newest one.
+    """
+    resolved: dict[Path, Path] = {}
     for name in folders:
         folder = follow_latest(name)
         if folder.parent.name == CHECKPOINTS_FOLDER:
@@ -151,8 +155,8 @@ def run_folders(folders: Sequence[str | os.PathLike]) -> list[Path]:
         for place in [folder] if is_run else below:
             if not place.is_dir():
                 raise CheckpointError(f"There is no folder {place}; required: a run folder, or the folder of a sweep.")
-            found.setdefault(place.resolve(), place)
-    return list(found.values())
+            resolved.setdefault(place.resolve(), place)
+    return list(resolved.values())
 
 
 def group_runs(runs: Sequence[RunData]) -> list[RunGroup]:
@@ -169,33 +173,34 @@ def group_runs(runs: Sequence[RunData]) -> list[RunGroup]:
         keys = differing_keys([members[0][0] for members in by_settings.values()])
         for members in by_settings.values():
             settings = members[0][0]
-            shown = [f"{key}={override_text(settings[key])}" for key in _telling(keys) if key in settings]
+            shown = [f"{key}={override_text(settings[key])}" for key in _label_keys(keys) if key in settings]
             groups.append(RunGroup(" ".join([name, *shown]), [run for _, run in members], settings))
     folders = [group.runs[0].folder.resolve().name if len(group.runs) == 1 else "" for group in groups]
     num_folders, num_labels = Counter(folders), Counter(group.label for group in groups)
     for group, folder in zip(groups, folders, strict=True):
         if folder and num_folders[folder] == 1 and not re.fullmatch(NO_NAME, folder):
             group.label = folder
-        elif num_labels[group.label] > 1:  # keys are not enough
+        elif num_labels[group.label] > 1:  # the keys do not distinguish the groups
             group.label += f" {os.path.relpath(group.runs[0].folder)}"
     return groups
 
 
 def differing_keys(settings: Sequence[dict[str, Any]]) -> list[str]:
     """Return the keys in which flat configurations differ."""
-    keys = dict.fromkeys(key for one in settings for key in one)
-    return [key for key in keys if any(key not in one or one[key] != settings[0].get(key) for one in settings)]
+    keys = dict.fromkeys(key for config in settings for key in config)
+    first = settings[0]
+    return [key for key in keys if any(key not in config or config[key] != first.get(key) for config in settings)]
 
 
-def _telling(keys: Sequence[str]) -> list[str]:
-    """Return at most ``MAX_KEYS`` keys, presets first; keys that follow from a preset are left out."""
+def _label_keys(keys: Sequence[str]) -> list[str]:
+    """Return at most ``MAX_KEYS`` keys, presets first, without the keys that a preset sets."""
     presets = [key for key in PRESETS if key in keys]
     followers = tuple(PRESETS[key] for key in presets)
     return [*presets, *(key for key in keys if not key.startswith(followers))][:MAX_KEYS]
 
 
 def sweep_table(folders: Sequence[str | os.PathLike]) -> str:
-    """Return the summary of a sweep: a line per run, and a line per configuration with mean, least and interval."""
+    """Return the summary of a sweep: a line per run, and a line per configuration with mean, minimum and interval."""
     groups = group_runs(read_runs(folders))
     rows = [("run", "seed", "success", "k/n", "return", "folder")]
     for group in groups:
@@ -204,29 +209,27 @@ def sweep_table(folders: Sequence[str | os.PathLike]) -> str:
             total = None if closing is None else closing.result.total
             is_reported = total is not None and total.is_reported
             numbers = (f"{total.success_rate:.1%}", total.count) if is_reported else ("-", "-")
-            earned = "-" if total is None else total.return_text
-            rows.append((group.label, seed_in_words(group, run), *numbers, earned, os.path.relpath(run.folder)))
-    together = [
-        ("configuration", "seeds", "mean", "least", "95 % interval (over seeds; of one seed over episodes)", "return")
+            return_text = "-" if total is None else total.return_text
+            rows.append((group.label, seed_text(group, run), *numbers, return_text, os.path.relpath(run.folder)))
+    summary = [
+        ("configuration", "seeds", "mean", "min", "95 % interval (over seeds; of one seed over episodes)", "return")
     ]
-    together += [(group.label, str(len(group.closing)), *group.texts) for group in groups]
+    summary += [(group.label, str(len(group.closing)), *group.texts) for group in groups]
     place = os.path.commonpath([os.path.relpath(folder) for folder in folders])
-    lines = ["", *_columns(rows), "", *_columns(together)]
+    lines = ["", *_columns(rows), "", *_columns(summary)]
     return "\n".join([*lines, *repeated_seeds(groups), f"curves: rlinf report {place}"])
 
 
-def seed_in_words(group: RunGroup, run: RunData) -> str:
-    """Return the seed of a run as text, marked if another run of the same seed counts instead."""
+def seed_text(group: RunGroup, run: RunData) -> str:
+    """Return the seed of a run as text, marked if a different run of the same seed is counted."""
     return f"{seed_of(run)}{'' if run in group.counted else ' (not counted)'}"
 
 
 def repeated_seeds(groups: Sequence[RunGroup]) -> list[str]:
-    """Return a sentence about runs that repeat a seed, or an empty list."""
+    """Return a note about runs that repeat a seed, or an empty list."""
     count = sum(len(group.runs) - len(group.counted) for group in groups)
-    runs = (
-        f"{count} run{'s' if count > 1 else ''} with a seed that another run of the same configuration has, not counted"
-    )
-    return [f"{runs}: of each seed, the newest run that ended counts."] if count else []
+    runs = f"{count} run{'s' if count > 1 else ''} with a repeated seed of the same configuration not counted"
+    return [f"{runs}: only the newest finished run of each seed counts."] if count else []
 
 
 def _columns(rows: Sequence[Sequence[str]]) -> list[str]:
@@ -239,7 +242,7 @@ SUCCESS_CURVES = (
     ("Success of evaluations against training time", "eval/success_rate", "minutes", "training time (minutes)"),
     ("Success of rollouts against env steps", "rollout/success_rate", "env_steps", "env steps"),
 )
-"""Title, metric, x axis and its label."""
+"""Title, metric, x axis and its label of each chart."""
 EPISODE_INTERVALS = {
     "eval/success_rate": ("eval/interval_low", "eval/interval_high"),
     "eval/return_mean": ("eval/return_low", "eval/return_high"),
@@ -248,7 +251,7 @@ EPISODE_INTERVALS = {
 
 
 def write_runs_report(runs: Sequence[RunData], output: str | os.PathLike) -> Path:
-    """Write the page to ``output``, replacing it, and return its path; at most ``NUM_COLOURS`` configurations are drawn."""
+    """Write the page of several runs to ``output``, and return its path; at most ``NUM_COLOURS`` configurations are drawn."""
     output, groups = Path(output), group_runs(runs)
     drawn = groups[:NUM_COLOURS]
     title = f"{len(runs)} runs"
@@ -260,8 +263,8 @@ def write_runs_report(runs: Sequence[RunData], output: str | os.PathLike) -> Pat
         for name, metric, x, x_label in SUCCESS_CURVES
         if is_reported
     ]
-    earned = _series(drawn, "eval/return_mean", "env_steps")
-    cards.append(card("Return of evaluations against env steps", earned, "env steps", "return", has_legend=False))
+    returns = _series(drawn, "eval/return_mean", "env_steps")
+    cards.append(card("Return of evaluations against env steps", returns, "env steps", "return", has_legend=False))
     small = [
         card(
             name, _series(drawn, next(iter(metrics)), "step"), "RL iteration", y_label, size=SMALL, has_legend=False, **options
@@ -277,69 +280,69 @@ def write_runs_report(runs: Sequence[RunData], output: str | os.PathLike) -> Pat
 
 
 def compared_pairs(groups: Sequence[RunGroup]) -> list[tuple[str, str, dict[str, Any] | str]]:
-    """Return names and paired comparison (as in ``compare.json``) of each two of up to three single runs, else of each with the first.
+    """Return names and paired comparison of single runs: all pairs of up to three, else each with the first.
 
-    Two that did not play the same episodes in the same way have the reason instead of a comparison.
+    The comparison is as in ``compare.json``, or the reason as text if the two cannot be compared.
     """
-    alone = [(group.label, group.closing[0].result) for group in groups if len(group.closing) == 1]
-    pairs = itertools.combinations(alone, 2) if len(alone) <= 3 else ((alone[0], other) for other in alone[1:])
-    found: list[tuple[str, str, dict[str, Any] | str]] = []
+    single = [(group.label, group.closing[0].result) for group in groups if len(group.closing) == 1]
+    pairs = itertools.combinations(single, 2) if len(single) <= 3 else ((single[0], other) for other in single[1:])
+    comparisons: list[tuple[str, str, dict[str, Any] | str]] = []
     for (name_a, a), (name_b, b) in pairs:
         try:
-            found.append((name_a, name_b, compare(a, b).as_dict()))
+            comparisons.append((name_a, name_b, compare(a, b).as_dict()))
         except (ConfigError, ManifestMismatchError) as error:
-            found.append((name_a, name_b, str(error).partition(". ")[0]))
-    return found
+            comparisons.append((name_a, name_b, str(error).partition(". ")[0]))
+    return comparisons
 
 
 def curve(group: RunGroup, metric: str, x: str) -> Series:
     """Return the mean of a metric over the counted runs of a group with its 95 % interval.
 
-    Only RL iterations that all runs with this metric have are drawn, so that a run that ended early does not bend the curve.
     ``x`` is ``step``, or the mean over the runs of ``env_steps`` or ``minutes``.
     """
-    found = [
+    by_step = [
         {line["step"]: line for line in with_axes(run.lines) if line["phase"] == "rl" and line.get(metric) is not None}
         for run in group.counted
     ]
-    found = [lines for lines in found if lines]
-    steps = sorted(set.intersection(*map(set, found))) if found else []
+    by_step = [lines for lines in by_step if lines]
+    # Only iterations that all of these runs have: a run that ended early must not bend the curve.
+    steps = sorted(set.intersection(*map(set, by_step))) if by_step else []
     points, bands = [], []
     for step in steps:
-        lines = [lines[step] for lines in found]
+        lines = [lines[step] for lines in by_step]
         mean, low, high = mean_interval([line[metric] for line in lines])
         points.append((sum(line[x] for line in lines) / len(lines), mean))
         if len(lines) == 1:  # of one seed, over its episodes
             low, high = (lines[0].get(name) for name in EPISODE_INTERVALS.get(metric, ("", "")))
         bands.append(None if low is None or high is None else (low, high))
-    label = f"{group.label} ({len(found)} seeds)" if len(found) > 1 else group.label
+    label = f"{group.label} ({len(by_step)} seeds)" if len(by_step) > 1 else group.label
     return Series(label, points, bands=bands, markers=len(points) < 30, filled=True)
 
 
 def _series(groups: Sequence[RunGroup], metric: str, x: str) -> list[Series]:
-    found = [curve(group, metric, x) for group in groups]
-    for number, series in enumerate(found, 1):
+    curves = [curve(group, metric, x) for group in groups]
+    for number, series in enumerate(curves, 1):
         series.colour = number
-    return found
+    return curves
 
 
 def _note(groups: Sequence[RunGroup]) -> str:
-    sentences = [
-        "A curve is the mean over the seeds of a configuration at the iterations that all of them have; the area is its 95 % "
-        "interval (Student's t); of one seed, the interval over the episodes of an evaluation."
+    note = [
+        "Curves: mean over the seeds of a configuration at their common iterations. Areas: 95 % interval over the seeds (Student's t), "
+        "or of a single seed over the episodes of an evaluation."
     ]
     if len(groups) > NUM_COLOURS:
-        sentences.append(f"The first {NUM_COLOURS} of {len(groups)} configurations are drawn.")
-    return " ".join([*sentences, *repeated_seeds(groups)])
+        note.append(f"Only the first {NUM_COLOURS} of {len(groups)} configurations are drawn.")
+    return " ".join([*note, *repeated_seeds(groups)])
 
 
 def _run_row(group: RunGroup, run: RunData, output: Path) -> tuple[str, ...]:
-    """Return label, seed, success, interval, return and folder of a run, and its page if there is one."""
+    """Return label, seed, success, interval, return, folder and page ("" if missing) of a run."""
     closing = closing_evaluation(run)
     total = None if closing is None else closing.result.total
     is_reported = total is not None and total.is_reported
     numbers = (str(total), format_interval(*total.interval)) if is_reported else ("-", "-")
-    earned = "-" if total is None else total.return_text
+    return_text = "-" if total is None else total.return_text
     relative = os.path.relpath(run.folder.resolve(), output.resolve().parent)
     page = f"{relative}/{REPORT_FILE}" if (run.folder / REPORT_FILE).is_file() else ""
-    return group.label, seed_in_words(group, run), *numbers, earned, relative, page
+    return group.label, seed_text(group, run), *numbers, return_text, relative, page

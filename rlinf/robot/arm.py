@@ -1,4 +1,4 @@
-"""A robot of lerobot, real or simulated by a package of its own, whose scene a person puts back."""
+"""A lerobot robot, real or simulated by its own package, in a scene that a human resets."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ import yaml
 
 from rlinf.envs.base import VectorEnv
 from rlinf.errors import ConfigError, MissingDependencyError
-from rlinf.robot.robot import Robot, answer_of, cameras_of
+from rlinf.robot.robot import Robot, call_device, camera_names
 from rlinf.types import EpisodeResult, EpisodeSpec
 
 logger = logging.getLogger("rlinf")
 
 
 class Arm:
-    """A robot of lerobot (an ``EpisodicRobot``); its actions are positions, and an episode ends after the env's number of them.
+    """A lerobot robot (an ``EpisodicRobot``) with absolute actions; an episode ends at the env's horizon.
 
     Args:
-        robot: Connected.
-        env: A single env, which names tasks and instructions; nothing moves in it.
-        repeat_s: Time after which a camera must have another image.
+        robot: A connected robot.
+        env: A single env, used only for its tasks, instructions and horizon.
+        repeat_s: Time after which a repeated camera image counts as missing.
     """
 
     num_restarts = 0
@@ -54,47 +54,49 @@ class Arm:
         return self.env.reset(options={"episodes": [spec]})[0].instruction[0]
 
     def position(self) -> dict[str, float]:
-        """Return where its joints are, which are also its actions."""
-        seen = self._observe()
-        return {name: seen[name] for name in self.action_features if name in seen}
+        """Return the joint positions, which are also the actions that hold them."""
+        reading = self._read()
+        return {name: reading[name] for name in self.action_features if name in reading}
 
     def get_observation(self) -> dict[str, Any]:
-        """Return the robot's; raise TimeoutError for an image that is not new: lerobot's cameras return the last one for 0.5 s."""
-        seen, now = self._observe(), time.monotonic()
-        for name in cameras_of(self.robot):
+        """Return the robot's observation; raise TimeoutError if a camera has no new image."""
+        reading, now = self._read(), time.monotonic()
+        # lerobot's cameras return their last image for 0.5 s after a failure, which is too long to keep acting on it.
+        for name in camera_names(self.robot):
             image, since = self._images.get(name, (None, now))
-            if seen.get(name) is not image:
-                self._images[name] = (seen.get(name), now)
+            if reading.get(name) is not image:
+                self._images[name] = (reading.get(name), now)
             elif now - since > self.repeat_s:
                 raise TimeoutError(f"the camera {name} has no new image")
-        return seen
+        return reading
 
-    def _observe(self) -> dict[str, Any]:
-        return answer_of(lambda: dict(self.robot.get_observation()))
+    def _read(self) -> dict[str, Any]:
+        return call_device(lambda: dict(self.robot.get_observation()))
 
     def send_action(self, action: dict[str, Any]) -> dict[str, Any]:
-        self._num_sent += 1  # also if it does not reach the robot, or the episode of a dead bus would not end
+        # Undelivered actions count too; otherwise an episode on a dead bus would never end.
+        self._num_sent += 1
         if self._num_sent == self.env.horizon_of(self.env.config, self.task):
             self.result = EpisodeResult(self.spec, self.task, False, 0.0, self._num_sent)
-        return answer_of(self.robot.send_action, action)
+        return call_device(self.robot.send_action, action)
 
 
 def connected_robot(path: str) -> Any:
-    """Connect the robot of a file of lerobot's configuration (YAML with ``type``), as lerobot's commands take it.
+    """Connect the robot that a lerobot configuration file (YAML with ``type``) describes.
 
-    Raise MissingDependencyError without lerobot; ConfigError for a file that it does not read, and a robot that does not connect.
+    Raise MissingDependencyError without lerobot; ConfigError for an invalid file or a robot that does not connect.
     """
     return _connected("arm", path, ("lerobot.robots", "RobotConfig", "make_robot_from_config"), "get_observation")
 
 
 def connected_teleoperator(path: str) -> Any:
-    """Connect the teleoperator of such a file; raise as ``connected_robot``."""
+    """Connect the teleoperator that a lerobot configuration file describes; raise as ``connected_robot``."""
     kind = ("lerobot.teleoperators", "TeleoperatorConfig", "make_teleoperator_from_config")
     return _connected("teleoperator", path, kind, "get_action")
 
 
 def _connected(key: str, path: str, kind: tuple[str, str, str], try_out: str) -> Any:
-    """Make and connect the device of a file; ``kind`` names package, class of the configuration and maker, ``try_out`` a method."""
+    """Make and connect a device; ``kind``: package, config class and factory; ``try_out``: method for a first reading."""
     file = Path(path).expanduser()
     try:
         values = yaml.safe_load(file.read_text(encoding="utf-8"))
@@ -109,54 +111,55 @@ def _connected(key: str, path: str, kind: tuple[str, str, str], try_out: str) ->
         lerobot = importlib.import_module(package)
     except ImportError as error:
         raise MissingDependencyError(
-            f"{key}={path} needs the package lerobot, which does not import ({error}). Run bash scripts/setup.sh --lerobot, and take its Python"
+            f"{key}={path} needs the package lerobot, which does not import ({error}). Run bash scripts/setup.sh --lerobot, and use its Python"
         ) from error
-    missing = [each for group in (package, "lerobot.cameras") for each in _import_all(group)]
+    missing = [module for group in (package, "lerobot.cameras") for module in _import_all(group)]
     known = sorted(getattr(lerobot, config).get_known_choices())
     name = values.get("type") if isinstance(values, dict) else None
     if name not in known:
-        lacking = f" (not importable: {', '.join(missing)})" if missing else ""
+        not_importable = f" (not importable: {', '.join(missing)})" if missing else ""
         raise ConfigError(
-            f"{key}={path} has type {name}; required: {', '.join(known)}{lacking}. Add the module that registers another one: "
-            "plugins=[<module>]"
+            f"{key}={path} has type {name}; required: {', '.join(known)}{not_importable}. Set plugins=[<module>] to register a "
+            "different type"
         )
     try:
         decoded = draccus.decode(getattr(lerobot, config), values)
         device = getattr(lerobot, make)(decoded)
-    except Exception as error:  # draccus and lerobot raise what they like
+    except Exception as error:  # draccus and lerobot raise anything
         raise ConfigError(
-            f"{key}={path}: lerobot rejects it ({type(error).__name__}: {error}). Set other fields in it"
+            f"{key}={path}: lerobot rejects it ({type(error).__name__}: {error}). Correct the fields of the file"
         ) from error
     try:
+        # Calibration asks questions on the terminal, which is read for success labels: `is_calibrated` is checked instead.
         can_calibrate = "calibrate" in inspect.signature(device.connect).parameters
         device.connect(**({"calibrate": False} if can_calibrate else {}))
         getattr(device, try_out)()
-    except Exception as error:  # buses, cameras and simulators, too
+    except Exception as error:  # errors of buses, cameras and simulators
         with suppress(Exception):
             device.disconnect()
         raise ConfigError(
-            f"{key}={path}: it does not connect ({type(error).__name__}: {error}). Look at port, power and calibration "
+            f"{key}={path}: it does not connect ({type(error).__name__}: {error}). Check port, power and calibration "
             "(lerobot-calibrate)"
         ) from error
     if getattr(decoded, "disable_torque_on_disconnect", False):
         logger.warning(
-            "%s=%s: the arm goes limp when the command ends, also by an error or Ctrl-C. Set disable_torque_on_disconnect: false in the file "
-            "to let it stay where it is",
+            "%s=%s: the arm goes limp when the command ends, also after an error or Ctrl-C. Set "
+            "disable_torque_on_disconnect: false in the file to keep it in place",
             key, path,
         )  # fmt: skip
     return device
 
 
 def disconnect(device: Any) -> None:
-    """Disconnect a device; warn where its driver cannot, as without its cable."""
+    """Disconnect a device; warn if its driver fails, as with a pulled cable."""
     try:
-        answer_of(device.disconnect)
+        call_device(device.disconnect)
     except OSError as error:
         logger.warning("%s is not disconnected (%s)", type(device).__name__, error)
 
 
 def _import_all(package: str) -> list[str]:
-    """Import the modules of a package, which register their configurations; return the names of those that lack another package."""
+    """Import the modules of a package, which register their configurations; return the names that cannot be imported."""
     missing = []
     for module in pkgutil.iter_modules(importlib.import_module(package).__path__, f"{package}."):
         try:

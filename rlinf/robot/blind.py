@@ -1,4 +1,4 @@
-"""Two policies that play each episode in an order which nobody who watches is told."""
+"""Episodes of two policies in a hidden random order, for a blind comparison."""
 
 from __future__ import annotations
 
@@ -13,18 +13,16 @@ from rlinf.types import EpisodeResult, EpisodeSpec
 
 
 class BlindPairs:
-    """Plays each episode with both policies (an ``Episodes``, whose results are the second policy's).
-
-    Before an episode both policies are asked, so the pause before the first action does not tell who acts.
+    """Runs each episode with both policies (an ``Episodes``, whose results are the second policy's).
 
     Args:
         sides: Episodes of the first policy, the baseline, and of the second, on one robot.
-        known: Results of earlier processes, in the order of play.
-        keep: Called with each result as soon as it is known, and not told whose it is.
-        seed: Of the order.
+        known: Results of earlier processes, in execution order.
+        save: Called with each result as soon as it is known, without the policy's name.
+        seed: Seed of the order.
 
     Attributes:
-        results: Of each policy, by episode.
+        results: Results of each policy, by episode.
         baseline: Success of the first policy.
     """
 
@@ -32,14 +30,16 @@ class BlindPairs:
         self,
         sides: Sequence[RobotEpisodes],
         known: Sequence[EpisodeResult],
-        keep: Callable[[EpisodeResult], None],
+        save: Callable[[EpisodeResult], None],
         seed: int,
     ) -> None:
-        self.sides, self.keep, self.seed = sides, keep, seed
+        self.sides, self.save, self.seed = sides, save, seed
         self.results: tuple[dict[EpisodeSpec, EpisodeResult], ...] = ({}, {})
         self.baseline: dict[Episode, bool] = {}
+        # Both policies compute a chunk before each episode, so the pause before the first action reveals nothing.
         for side in sides:
-            side.thinking = sides
+            side.warmed_up = sides
+        # Saved results carry no policy name. The drawn order, which depends on the seed only, assigns them again.
         for result in known:
             self._note(next(side for side in self.order(result.spec) if result.spec not in self.results[side]), result)
 
@@ -48,16 +48,15 @@ class BlindPairs:
         return self.sides[0].num_restarts
 
     def order(self, spec: EpisodeSpec) -> tuple[int, int]:
-        """Return which policy plays an episode first, and which plays it then."""
-        words = (spec.suite, spec.task_id, spec.init_state_id, spec.seed)
-        first = derive_seed(self.seed, "blind", *words) % 2
+        """Return the indices of the policies in the order in which they run an episode."""
+        first = derive_seed(self.seed, "blind", spec.suite, spec.task_id, spec.init_state_id, spec.seed) % 2
         return first, 1 - first
 
-    def play(self, specs: Sequence[EpisodeSpec], on_result: Callable[[EpisodeResult], None]) -> list[EpisodeResult]:
+    def run(self, specs: Sequence[EpisodeSpec], on_result: Callable[[EpisodeResult], None]) -> list[EpisodeResult]:
         for spec in specs:
             for side in self.order(spec):
                 if spec not in self.results[side]:
-                    self._note(side, self.sides[side].play([spec], self.keep)[0])
+                    self._note(side, self.sides[side].run([spec], self.save)[0])
         return [self.results[1][spec] for spec in specs]
 
     def record(self, numbered: Sequence[tuple[int, EpisodeResult]], folder: Path, size: int) -> list[Video]:

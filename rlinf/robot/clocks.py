@@ -1,4 +1,4 @@
-"""Real and simulated time, and a policy that is asked in each of them."""
+"""Real and simulated clocks, and the policy thread that runs under them."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ import numpy as np
 from rlinf.types import Observation
 
 
-class Answer(NamedTuple):
-    """A chunk ``[C, D]``, or the error in its place; the place that was due at its observation, and the seconds that it took."""
+class ChunkReply(NamedTuple):
+    """A chunk ``[C, D]`` or the error of the call, the position that was due at its observation, and the call's duration."""
 
     chunk: np.ndarray | BaseException
     seen_at: int
@@ -24,68 +24,68 @@ class Answer(NamedTuple):
 
 
 class Timekeeper(ABC):
-    """Time, and a policy in a thread of its own, which answers one question at a time.
+    """A clock, and a policy in its own thread, with at most one pending call.
 
     Args:
-        act: Returns the chunk ``[C, D]`` of one row.
-        latency_s: Seconds that are added to each answer.
+        act: Returns the chunk ``[C, D]`` for one observation.
+        latency_s: Seconds added to each call.
     """
 
     def __init__(self, act: Callable[[Observation], np.ndarray], latency_s: float) -> None:
         self._act, self.latency_s = act, latency_s
-        self._questions: SimpleQueue[tuple[Future, Observation] | None] = SimpleQueue()
-        # Python waits for all other threads when it ends, and a policy elsewhere may be gone for minutes.
-        Thread(target=self._answer_all, name="policy", daemon=True).start()
-        self._open: tuple[Future, int, float] | None = None
+        self._requests: SimpleQueue[tuple[Future, Observation] | None] = SimpleQueue()
+        # A daemon: Python joins all other threads at exit, and a remote policy may be unreachable for minutes.
+        Thread(target=self._serve, name="policy", daemon=True).start()
+        self._pending: tuple[Future, int, float] | None = None
         self.begin()
 
     def begin(self) -> None:
-        """Start an episode: it is 0 o'clock, and no question is open."""
-        if self._open is not None:
-            wait([self._open[0]])
-        self._open = None
-        self._set_to_zero()
+        """Start an episode: reset the clock, with no pending call."""
+        if self._pending is not None:
+            wait([self._pending[0]])
+        self._pending = None
+        self._reset()
 
-    def ask(self, row: Observation, seen_at: int) -> None:
-        """Ask for the chunk of a row; the place ``seen_at`` was due when it was seen."""
-        self._open = Future(), seen_at, self.now()
-        self._questions.put((self._open[0], row))
+    def submit(self, observation: Observation, seen_at: int) -> None:
+        """Request the chunk for an observation; position ``seen_at`` was due when it was made."""
+        self._pending = Future(), seen_at, self.now()
+        self._requests.put((self._pending[0], observation))
 
     @property
-    def is_asked(self) -> bool:
-        """Whether a question is open."""
-        return self._open is not None
+    def is_pending(self) -> bool:
+        """Whether a call is pending."""
+        return self._pending is not None
 
-    def answer(self, wait_s: float) -> Answer | None:
-        """Return the answer, for which this waits up to ``wait_s``; None: it is not there."""
-        if self._open is None:
+    def poll(self, wait_s: float) -> ChunkReply | None:
+        """Return the reply, waiting up to ``wait_s`` for it; None: it is not ready."""
+        if self._pending is None:
             return None
-        future, seen_at, asked_at = self._open
-        if not self._is_there(future, asked_at, wait_s):
+        future, seen_at, submitted_at = self._pending
+        if not self._is_ready(future, submitted_at, wait_s):
             return None
-        self._open = None
+        self._pending = None
         error = future.exception()
         chunk, latency_s = (error, 0.0) if error is not None else future.result()
-        return Answer(chunk, seen_at, latency_s)
+        return ChunkReply(chunk, seen_at, latency_s)
 
     def drop(self) -> None:
-        """Forget the open question, whose answer nobody waits for."""
-        if self._open is not None:
-            self._open[0].cancel()
-        self._open = None
+        """Discard the pending call."""
+        if self._pending is not None:
+            self._pending[0].cancel()
+        self._pending = None
 
     def close(self) -> None:
-        """End the thread; wait a second for its answer, because code of torch must not run while Python ends."""
-        self._questions.put(None)
-        if self._open is not None and not self._open[0].cancel():
-            wait([self._open[0]], 1.0)
+        """End the thread; wait up to a second for its reply, because torch code must not run while Python exits."""
+        self._requests.put(None)
+        if self._pending is not None and not self._pending[0].cancel():
+            wait([self._pending[0]], 1.0)
 
-    def _answer_all(self) -> None:
-        for future, row in iter(self._questions.get, None):
+    def _serve(self) -> None:
+        for future, observation in iter(self._requests.get, None):
             if future.set_running_or_notify_cancel():
                 try:
-                    future.set_result(self._timed(row))
-                except BaseException as error:  # noqa: BLE001 whatever a policy raises goes to who asked
+                    future.set_result(self._timed(observation))
+                except BaseException as error:  # noqa: BLE001 whatever a policy raises is re-raised by the caller
                     future.set_exception(error)
 
     @abstractmethod
@@ -94,23 +94,23 @@ class Timekeeper(ABC):
 
     @abstractmethod
     def sleep_until(self, moment: float) -> None:
-        """Return when it is ``moment``, or at once if it was."""
+        """Return at ``moment``, or immediately if it has passed."""
 
     @abstractmethod
-    def _set_to_zero(self) -> None:
-        """Let it be 0 o'clock."""
+    def _reset(self) -> None:
+        """Set the clock to 0."""
 
     @abstractmethod
-    def _timed(self, row: Observation) -> tuple[np.ndarray, float]:
-        """Return a chunk, and how long it took."""
+    def _timed(self, observation: Observation) -> tuple[np.ndarray, float]:
+        """Return a chunk, and the seconds that it took."""
 
     @abstractmethod
-    def _is_there(self, future: Future, asked_at: float, wait_s: float) -> bool:
-        """Return whether the answer is there within ``wait_s``."""
+    def _is_ready(self, future: Future, submitted_at: float, wait_s: float) -> bool:
+        """Return whether the reply is ready within ``wait_s``."""
 
 
 class RealTime(Timekeeper):
-    """Time as it passes."""
+    """The machine's monotonic clock."""
 
     def now(self) -> float:
         return time.monotonic() - self._start
@@ -118,21 +118,21 @@ class RealTime(Timekeeper):
     def sleep_until(self, moment: float) -> None:
         time.sleep(max(0.0, moment - self.now()))
 
-    def _set_to_zero(self) -> None:
+    def _reset(self) -> None:
         self._start = time.monotonic()
 
-    def _timed(self, row: Observation) -> tuple[np.ndarray, float]:
+    def _timed(self, observation: Observation) -> tuple[np.ndarray, float]:
         start = time.monotonic()
-        chunk = self._act(row)
+        chunk = self._act(observation)
         time.sleep(self.latency_s)
         return chunk, time.monotonic() - start
 
-    def _is_there(self, future: Future, asked_at: float, wait_s: float) -> bool:
+    def _is_ready(self, future: Future, submitted_at: float, wait_s: float) -> bool:
         return bool(wait([future], wait_s).done)
 
 
 class SimulatedTime(Timekeeper):
-    """Time that jumps from step to step. An answer takes ``latency_s``, however long it takes."""
+    """A clock that jumps from step to step. Each call takes ``latency_s``, however long it really takes."""
 
     def now(self) -> float:
         return self._now
@@ -140,11 +140,12 @@ class SimulatedTime(Timekeeper):
     def sleep_until(self, moment: float) -> None:
         self._now = max(self._now, moment)
 
-    def _set_to_zero(self) -> None:
+    def _reset(self) -> None:
         self._now = 0.0
 
-    def _timed(self, row: Observation) -> tuple[np.ndarray, float]:
-        return self._act(row), self.latency_s
+    def _timed(self, observation: Observation) -> tuple[np.ndarray, float]:
+        return self._act(observation), self.latency_s
 
-    def _is_there(self, future: Future, asked_at: float, wait_s: float) -> bool:
-        return self._now + wait_s + 1e-9 >= asked_at + self.latency_s
+    def _is_ready(self, future: Future, submitted_at: float, wait_s: float) -> bool:
+        # The small term absorbs the rounding of `step * period`.
+        return self._now + wait_s + 1e-9 >= submitted_at + self.latency_s

@@ -1,13 +1,13 @@
-"""Play a policy in vectorised environments and return a ``RolloutBatch``.
+"""Roll out a policy in vectorised environments and return a ``RolloutBatch``.
 
-The envs are split over worker threads. Each thread acts and steps in turn, so one thread's simulator runs while another
-thread's policy does (MuJoCo and torch release the GIL). An iteration starts from fresh episodes. Its random numbers
-follow from the seed, the iteration and the global env index. A rollout therefore depends on the weights and the
-iteration alone; how the envs are split over threads and ranks only changes the rounding of matrix products. With
-``continue_episodes``, it also depends on where the rollout before has ended.
+The envs are split over worker threads. While the simulator of one thread runs, the policy of another thread acts
+(MuJoCo and torch release the GIL). Each iteration starts new episodes. Random numbers derive from the seed, the
+iteration and the global env index, so a rollout depends on the weights and the iteration only; splitting envs over
+threads or ranks changes nothing but the rounding of matrix products. With ``continue_episodes``, a rollout also depends
+on where the previous one ended.
 
-When a simulator is lost (``ChunkStep.lost_env_ids``), the episode restarts under a new id. What the policy did in the
-lost episode stays in the batch with ``loss_mask`` false.
+If a simulator is lost (``ChunkStep.lost_env_ids``), its episode restarts under a new id. Actions of the lost episode
+stay in the batch with ``loss_mask`` false.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 from torch.profiler import record_function
 
-from rlinf.distributed.sums import own_blocks
+from rlinf.distributed.sums import rank_range
 from rlinf.envs.base import VectorEnv
 from rlinf.models.embodiment.base import ActionModel
 from rlinf.rollout.cuda_stream import CudaStream
@@ -34,46 +34,48 @@ from rlinf.seeding import derive_seed
 from rlinf.types import ChunkStep, EpisodeSpec, Observation, RolloutBatch
 
 ATTEMPT_STRIDE = 1 << 32
-"""Offset between the group and episode ids of two rollouts of one iteration."""
+"""Offset between the group and episode ids of two attempts at one iteration."""
 
 
 class Collector(Protocol):
-    """Plays the rollouts of a rank. ``RolloutCollector.collect`` explains the arguments."""
+    """Rollouts of one rank. ``RolloutCollector.collect`` explains the arguments."""
 
-    blocks: range
+    env_groups: range
 
-    def issue(
+    def submit(
         self, model: Any, step: int, policy_version: int, needs_values: bool, attempt: int = 0,
-        blocks: Sequence[int] | None = None,
+        env_groups: Sequence[int] | None = None,
     ) -> Any:  # fmt: skip
-        """Ask for a rollout with the weights ``policy_version``, which were pushed last; return at once a token for ``take``."""
+        """Request a rollout with the weights ``policy_version``, pushed last; return immediately a handle for ``result``."""
 
-    def take(self, issued: Any) -> RolloutBatch:
-        """Return a rollout that was asked for; wait for it if need be."""
+    def result(self, pending: Any) -> RolloutBatch:
+        """Wait for a submitted rollout and return it."""
 
     def wait_until_ready(self) -> None:
         """Wait until the threads, processes or rollout workers have started."""
 
     def close(self) -> None:
-        """End them."""
+        """Stop the threads, processes or rollout workers."""
 
 
 @dataclass
 class _WorkerThread:
-    """A rollout worker thread and the envs that it plays; the thread owns their graphics contexts."""
+    """A thread, its envs and its CUDA stream. The envs' graphics contexts belong to the thread."""
 
     env: VectorEnv
     executor: ThreadPoolExecutor
     stream: CudaStream
-    rollout: _Rollout | None = None  # the present one
-    observation: Observation | None = None  # of episodes that continue
+    rollout: _Rollout | None = None
+    # The last observation, with `continue_episodes`. A rollout takes it at the start and hands it back only if it succeeds.
+    observation: Observation | None = None
 
-    def next_episode(self, row: int) -> EpisodeSpec:  # under auto-reset
+    # The env keeps this callback across rollouts if episodes continue, so it has to look up the current rollout.
+    def next_episode(self, row: int) -> EpisodeSpec:
         return self.rollout.next_episode(row)
 
 
 class _Recorder:
-    """The observations of a rollout. All worker threads write into the arrays ``[T, B, ...]`` that the batch will hold."""
+    """The observations of a rollout. All worker threads write into the arrays ``[T, B, ...]`` of the batch."""
 
     def __init__(self, num_chunks: int, num_envs: int) -> None:
         self.shape = (num_chunks, num_envs)
@@ -83,43 +85,43 @@ class _Recorder:
         self.is_resized = False
 
     def allocate(self, example: Observation) -> None:
-        """Allocate zeros for rows like ``example``'s."""
+        """Allocate zeros in the shapes and dtypes of ``example``."""
         self.is_resized = example.is_resized
         self.images = {name: np.zeros((*self.shape, *x.shape[1:]), x.dtype) for name, x in example.images.items()}
         if example.state is not None:
             self.state = np.zeros((*self.shape, *example.state.shape[1:]), example.state.dtype)
 
     def write(self, t: int, columns: np.ndarray, observation: Observation) -> None:
-        """Record the rows of ``observation`` in the envs ``columns``."""
+        """Record an observation of the envs ``columns`` at policy call ``t``."""
         for name, image in observation.images.items():
             self.images[name][t, columns] = image
         if self.state is not None:
             self.state[t, columns] = observation.state
-        for column, sentence in zip(columns.tolist(), observation.instruction, strict=True):
-            self.instruction[t][column] = sentence
+        for column, instruction in zip(columns.tolist(), observation.instruction, strict=True):
+            self.instruction[t][column] = instruction
 
     def observation(self) -> Observation:
-        """Return the ``T * B`` rows, time-major."""
+        """Return all ``T * B`` observations, time-major."""
         rows = self.shape[0] * self.shape[1]
         return Observation(
             images={name: image.reshape(rows, *image.shape[2:]) for name, image in self.images.items()},
             state=None if self.state is None else self.state.reshape(rows, -1),
-            instruction=[sentence for chunk in self.instruction for sentence in chunk],
+            instruction=[text for chunk in self.instruction for text in chunk],
             is_resized=self.is_resized,
         )
 
 
 @dataclass(eq=False)
 class RolloutCollector:
-    """Collect rollouts of ``num_chunks`` policy calls from every env of this rank; see ``RolloutConfig``.
+    """Collect rollouts of ``num_chunks`` policy calls from each env of this rank; see ``RolloutConfig``.
 
     Attributes:
-        make_env: ``make_env(num_envs) -> VectorEnv`` with the wanted auto-reset mode.
-        num_envs: Environments over all ranks, in groups of ``sampler.group_size``.
-        num_worker_threads: Threads that play; they share torch's threads equally.
-        rank, num_ranks: This process plays the envs of its ``own_blocks``.
-        autocast: Makes the context in which the policy runs.
-        continue_episodes: Episodes that run at the end of a rollout continue in the next one.
+        make_env: ``make_env(num_envs) -> VectorEnv`` with the required auto-reset mode.
+        num_envs: Over all ranks, in groups of ``sampler.group_size``.
+        num_worker_threads: They split torch's threads equally.
+        rank, num_ranks: This process steps the envs of its ``rank_range``.
+        autocast: Returns the context in which the policy runs.
+        continue_episodes: Episodes running at the end of a rollout continue in the next one.
         device: Of the policy, ``cpu`` or ``cuda``.
     """
 
@@ -139,7 +141,7 @@ class RolloutCollector:
 
     def __post_init__(self) -> None:
         self._stop = Event()
-        self.blocks = own_blocks(self.num_envs // self.sampler.group_size, self.rank, self.num_ranks)
+        self.env_groups = rank_range(self.num_envs // self.sampler.group_size, self.rank, self.num_ranks)
         several = self.num_worker_threads > 1
         self.worker_threads = [
             _WorkerThread(
@@ -147,7 +149,7 @@ class RolloutCollector:
                 ThreadPoolExecutor(1, thread_name_prefix="rollout"),
                 CudaStream(self.device, several and not env.on_gpu),
             )
-            for rows in np.array_split(self._envs_of(self.blocks), self.num_worker_threads)
+            for rows in np.array_split(self._envs_of(self.env_groups), self.num_worker_threads)
             for env in [self.make_env(len(rows))]
         ]
 
@@ -155,44 +157,44 @@ class RolloutCollector:
         """Do nothing: simulators start with the first episode."""
 
     def close(self) -> None:
-        """Close the envs, each in the thread that owns its graphics context. A running rollout stops after its chunk."""
+        """Close each env in the thread that owns its graphics context. A running rollout stops after its chunk."""
         self._stop.set()
         closings = [thread.executor.submit(thread.env.close) for thread in self.worker_threads]
         for thread in self.worker_threads:
             thread.executor.shutdown()
         _results(closings)
 
-    def _envs_of(self, blocks: Sequence[int]) -> np.ndarray:
-        """Return the envs of some blocks, counted over all ranks: int64 ``[B]``."""
+    def _envs_of(self, env_groups: Sequence[int]) -> np.ndarray:
+        """Return the global indices of the envs of some groups: int64 ``[B]``."""
         size = self.sampler.group_size
-        return (np.array(blocks, dtype=np.int64)[:, None] * size + np.arange(size)).ravel()
+        return (np.array(env_groups, dtype=np.int64)[:, None] * size + np.arange(size)).ravel()
 
-    def issue(self, *arguments: Any, **options: Any) -> Callable[[], RolloutBatch]:
-        """Return a function that plays the rollout, with the weights that the model has then; nothing is played before."""
+    def submit(self, *arguments: Any, **options: Any) -> Callable[[], RolloutBatch]:
+        """Return a function that collects the rollout when ``result`` calls it, with the model's weights at that time."""
         return partial(self.collect, *arguments, **options)
 
-    def take(self, issued: Callable[[], RolloutBatch]) -> RolloutBatch:
-        return issued()
+    def result(self, pending: Callable[[], RolloutBatch]) -> RolloutBatch:
+        return pending()
 
     @record_function("rollout")
     def collect(
         self, model: ActionModel, step: int, policy_version: int, needs_values: bool, attempt: int = 0,
-        blocks: Sequence[int] | None = None,
+        env_groups: Sequence[int] | None = None,
     ) -> RolloutBatch:  # fmt: skip
-        """Play one rollout; return the time-major batch of the envs of ``blocks``, in their order, without the trainer's fields.
+        """Collect the rollout of ``env_groups``: a time-major batch in their order, without the trainer's fields.
 
-        Without auto-reset, the policy acts only for rows whose episodes still run. Rows after the end of an episode are
-        0 and have ``loss_mask`` false.
+        Without auto-reset, the policy acts only in envs with a running episode. Entries after the end of an episode are 0,
+        with ``loss_mask`` false.
 
         Args:
             model: Policy in evaluation mode.
-            step: Iteration; fixes episodes and random numbers.
+            step: Iteration; determines episodes and random numbers.
             policy_version: Recorded with every sample.
             needs_values: Compute ``bootstrap_values``.
-            attempt: Number of the rollout within the iteration; group and episode ids of two attempts differ.
-            blocks: Blocks of this rank that play (fewer than all require ``auto_reset=False``); None: all.
+            attempt: Rollout within the iteration; group and episode ids of two attempts differ.
+            env_groups: Env groups of this rank (a subset requires ``auto_reset=False``); None: all.
         """
-        env_ids = self._envs_of(self.blocks if blocks is None else blocks)
+        env_ids = self._envs_of(self.env_groups if env_groups is None else env_groups)
         recorder = _Recorder(self.num_chunks, len(env_ids))
         num_threads = torch.get_num_threads()
         self._stop = stop = Event()
@@ -209,47 +211,52 @@ class RolloutCollector:
                 num_torch_threads=max(1, num_threads // len(self.worker_threads)),
             )  # fmt: skip
             rollouts.append((thread.executor, rollout))
-            rollout.observation, thread.observation = thread.observation, None  # after an error, episodes start again
+            # Moved, not copied: if this rollout fails, its episodes are in an unknown state, so the next one resets the envs.
+            rollout.observation, thread.observation = thread.observation, None
         try:
+            # All threads reset before any steps, because one observation must be known before the recorder allocates its arrays.
             first_rows = _results([executor.submit(rollout.start) for executor, rollout in rollouts])[0]
             recorder.allocate(model.resize_images(first_rows.select([0])))
-            parts = _results([executor.submit(rollout.play, needs_values, stop) for executor, rollout in rollouts])
+            parts = _results([executor.submit(rollout.run, needs_values, stop) for executor, rollout in rollouts])
         except BaseException:
             stop.set()
             raise
         finally:
             torch.set_num_threads(num_threads)
+        # Only after all threads have succeeded: episodes continue in all envs or in none.
         for _, rollout in rollouts:
             rollout.thread.observation = rollout.observation if self.continue_episodes else None
-            rollout.thread.rollout = None  # which holds the images
+            rollout.thread.rollout = None  # frees the images
         return RolloutBatch.concatenate(parts, recorder.observation())
 
     def _uniforms(self, env_ids: np.ndarray, width: int, step: int, attempt: int) -> Tensor:
         """Draw the random numbers of the actions of ``env_ids`` in the open interval (0, 1): float32 ``[T, B, U]``.
 
-        Each block of envs has a stream of its own, so no rank draws the numbers of another.
+        Each env group has its own random stream, so a rank draws no numbers of other ranks.
         """
         size = self.sampler.group_size
         drawn = {}
-        for block in np.unique(env_ids // size).tolist():
-            generator = torch.Generator().manual_seed(derive_seed(self.sampler.seed, "actions", step, attempt, block))
-            drawn[block] = torch.rand(self.num_chunks, size, width, generator=generator)
+        for env_group in np.unique(env_ids // size).tolist():
+            generator = torch.Generator().manual_seed(
+                derive_seed(self.sampler.seed, "actions", step, attempt, env_group)
+            )
+            drawn[env_group] = torch.rand(self.num_chunks, size, width, generator=generator)
         columns = [drawn[env // size][:, env % size] for env in env_ids.tolist()]
         return torch.stack(columns, 1).clamp_min_(torch.finfo(torch.float32).tiny)
 
 
 def _results(futures: list[Future]) -> list[Any]:
-    """Wait for all results. Raise the first exception without waiting for the others."""
+    """Wait for all results, or raise the first exception without waiting for the remaining futures."""
     wait(futures, return_when=FIRST_EXCEPTION)
     return [future.result() for future in futures if future.done()]
 
 
 @dataclass
 class _Rollout:
-    """The part of one rollout that one worker thread plays.
+    """One worker thread's part of a rollout.
 
-    ``env_ids``, int64 ``[B]``, are the global indices of the rows; further rows of ``env`` stay idle. ``columns`` is
-    their place among all rows of this rank. The policy samples from ``uniforms``, ``[T, B, U]`` in (0, 1).
+    ``env_ids``, int64 ``[B]``, are global indices; further envs of ``env`` stay idle. ``columns`` are their positions in the
+    rank's batch. The policy samples from ``uniforms``, ``[T, B, U]`` in (0, 1).
     """
 
     collector: RolloutCollector
@@ -267,17 +274,18 @@ class _Rollout:
 
     def __post_init__(self) -> None:
         self.env, self.stream = self.thread.env, self.thread.stream
-        self.observation: Observation | None = None  # the present one of the rows
+        self.observation: Observation | None = None
         count = len(self.env_ids)
-        self.positions = np.zeros(count, dtype=np.int64)  # finished episodes of each row
-        self.num_restarts = np.zeros(count, dtype=np.int64)  # lost episodes of each row
+        self.positions = np.zeros(count, dtype=np.int64)  # finished episodes of each env
+        self.num_restarts = np.zeros(count, dtype=np.int64)  # lost episodes of each env
         self.lost_episode_ids: list[int] = []
         self.uncounted = np.zeros(self.env.num_envs, dtype=bool)
         self.specs: dict[int, EpisodeSpec] = {}
 
     def start(self) -> Observation:
         """Reset each env to its first episode of this iteration, unless episodes continue."""
-        self.thread.rollout = self  # in this thread: a rollout that failed may still play its last call
+        # Set in the worker thread itself, because a failed rollout may still be stepping there until now.
+        self.thread.rollout = self
         if self.observation is not None:
             return self.observation
         sampler = self.collector.sampler
@@ -288,32 +296,33 @@ class _Rollout:
         return self.observation
 
     def next_episode(self, row: int) -> EpisodeSpec:
-        """Return the next episode of a row, under auto-reset."""
+        """Return the next episode of an env slot, under auto-reset."""
         self.positions[row] += 1
         return self.collector.sampler.spec(self.step, int(self.env_ids[row]), int(self.positions[row]), self.attempt)
 
     @torch.no_grad()
-    def play(self, needs_values: bool, stop: Event) -> RolloutBatch:
+    def run(self, needs_values: bool, stop: Event) -> RolloutBatch:
         """Act and step ``num_chunks`` times; raise CancelledError when ``stop`` is set."""
-        # After a failure, `collect` has already restored torch's thread count, which is global: leave it alone.
+        # torch's thread count is global, and after a failure `collect` has already restored it.
         if not stop.is_set():
             torch.set_num_threads(self.num_torch_threads)
         model, temperature = self.model, self.collector.temperature
         count = len(self.env_ids)
-        alive = np.ones(count, dtype=bool)
+        running = np.ones(count, dtype=bool)
         chunks: list[ChunkStep] = []
         tokens: list[Tensor] = []
         logprobs: list[Tensor] = []
         values: list[Tensor] = []
-        alives, episode_ids, episodes = [], [], []
+        counted, episode_ids, episodes = [], [], []
         with self.collector.autocast(), self.stream.running():
             for t in range(self.collector.num_chunks):
                 if stop.is_set():
                     raise CancelledError
-                live = np.flatnonzero(alive)
+                live = np.flatnonzero(running)
                 if len(live):
                     seen = self.observation if len(live) == self.env.num_envs else self.observation.select(live)
-                    seen = model.resize_images(seen)  # once: scoring and updates read the images as recorded here
+                    # Resize once and record the result, so that scoring and updates read the same pixels as the rollout.
+                    seen = model.resize_images(seen)
                     self.recorder.write(t, self.columns.start + live, seen)
                     drawn = self.uniforms[t] if len(live) == count else self.uniforms[t, live]
                     inputs = {"uniforms": self.stream.send(drawn), **model.preprocess(seen)}
@@ -322,33 +331,33 @@ class _Rollout:
                         sampled = prediction.sequences[:, -model.num_sampled :]
                         scored = model.rollout_logprobs(prediction, temperature)
                         results = (sampled, scored, prediction.values, prediction.actions)
-                        *kept, acted = self.stream.fetch(results)
-                    for parts, part in zip((tokens, logprobs, values), kept, strict=True):
+                        *recorded, acted = self.stream.fetch(results)
+                    for parts, part in zip((tokens, logprobs, values), recorded, strict=True):
                         parts.append(_spread(part, live, count))
                     actions = _spread(acted, live, self.env.num_envs).numpy()
                 else:
                     for parts in (tokens, logprobs, values):
                         parts.append(torch.zeros_like(parts[-1]))
-                alives.append(alive)
+                counted.append(running)
                 episode_ids.append(self._episode_ids())
                 first = self.positions == 0
-                chunk = self.env.chunk_step(actions)  # does not step simulators whose episode has ended
+                chunk = self.env.chunk_step(actions)
                 ended = zip(chunk.final_env_ids, chunk.episodes, strict=True)
                 episodes += [(row, episode) for row, episode in ended if first[row]]
                 chunks.append(chunk)
                 if len(lost := chunk.lost_env_ids):
                     # The actions of a lost episode led to no return, so the loss must not see them.
                     self.lost_episode_ids += episode_ids[-1][lost].tolist()
-                    # Only first episodes count as results. A crash takes all rows of its process with it, so what had ended by
-                    # then is mostly quick successes, and so are the second tries that end in time. Counting either would bias
-                    # the success rate: drop the results of the whole process.
+                    # Only the first episode of an env counts as a result. A crash takes all envs of its process with it. Episodes
+                    # that had ended by then are mostly quick successes, and so are restarts that end in time: counting either
+                    # would bias the success rate, so all results of the process are dropped.
                     self.uncounted[self.env.rows_lost_with(lost[self.positions[lost] == 0])] = True
-                    self.num_restarts[lost] += 1  # a new episode id for the second try
+                    self.num_restarts[lost] += 1  # gives the restart a new episode id
                 self.observation = chunk.observation
                 if not self.env.auto_reset:
-                    alive = alive & ~(chunk.terminated | chunk.truncated)[:count]
-            batch = self._batch(chunks, alives, episode_ids, tokens, logprobs)
-            batch.episodes = [(int(self.env_ids[row]), one) for row, one in episodes if not self.uncounted[row]]
+                    running = running & ~(chunk.terminated | chunk.truncated)[:count]
+            batch = self._batch(chunks, counted, episode_ids, tokens, logprobs)
+            batch.episodes = [(int(self.env_ids[row]), episode) for row, episode in episodes if not self.uncounted[row]]
             if needs_values:
                 self._fill_bootstrap(chunks, batch)
                 batch.rollout_values = torch.stack(values) if model.predicts_values else None
@@ -357,7 +366,7 @@ class _Rollout:
         return batch
 
     def _episode_ids(self) -> np.ndarray:
-        """Return a number for each current episode, unique over the iteration and all ranks; remember its spec."""
+        """Return the ids of the current episodes, unique over iteration and ranks, and store their specs."""
         num_earlier = self.positions + self.num_restarts
         ids = num_earlier * self.collector.num_envs + self.env_ids + self.attempt * ATTEMPT_STRIDE
         for number, spec in zip(ids.tolist(), self.env.current_specs(), strict=False):  # idle rows come last
@@ -365,7 +374,7 @@ class _Rollout:
         return ids
 
     def _batch(
-        self, chunks: list[ChunkStep], alives: list[np.ndarray], episode_ids: list[np.ndarray],
+        self, chunks: list[ChunkStep], counted: list[np.ndarray], episode_ids: list[np.ndarray],
         tokens: list[Tensor], logprobs: list[Tensor],
     ) -> RolloutBatch:  # fmt: skip
         def stack(arrays: list[np.ndarray]) -> Tensor:
@@ -374,12 +383,12 @@ class _Rollout:
         shape, ids = (len(chunks), len(self.env_ids)), stack(episode_ids)
         groups = torch.tensor(self.env_ids // self.collector.sampler.group_size + self.attempt * ATTEMPT_STRIDE)
         return RolloutBatch(
-            observation=self.observation,  # placeholder: `collect` puts the recorder's rows here
+            observation=self.observation,  # placeholder: `collect` puts the recorder's observations here
             action_tokens=torch.stack(tokens),
             rollout_logprobs=torch.stack(logprobs),
             action_rewards=stack([chunk.rewards for chunk in chunks]),
             action_mask=stack([chunk.executed for chunk in chunks]),
-            loss_mask=stack(alives) & ~torch.isin(ids, torch.tensor(self.lost_episode_ids, dtype=torch.int64)),
+            loss_mask=stack(counted) & ~torch.isin(ids, torch.tensor(self.lost_episode_ids, dtype=torch.int64)),
             terminated=stack([chunk.terminated for chunk in chunks]),
             truncated=stack([chunk.truncated for chunk in chunks]),
             bootstrap_values=torch.zeros(shape),
@@ -390,7 +399,7 @@ class _Rollout:
         )
 
     def _fill_bootstrap(self, chunks: list[ChunkStep], batch: RolloutBatch) -> None:
-        """Fill in the values of the final observations of truncated episodes, and of the observations after the last chunk."""
+        """Fill in values of the final observations of truncated episodes, and of those after the last chunk."""
         where: list[tuple[int, int]] = []
         observations: list[Observation] = []
         for t, chunk in enumerate(chunks):
@@ -406,16 +415,17 @@ class _Rollout:
         if not where:
             return
         final = Observation.concatenate(observations)
-        block = len(self.env_ids)
-        for start in range(0, len(where), block):
-            places = where[start : start + block]
+        # At most as many rows as a policy call of the rollout, whose memory is known to suffice.
+        batch_size = len(self.env_ids)
+        for start in range(0, len(where), batch_size):
+            places = where[start : start + batch_size]
             inputs = self.model.preprocess(final.select(np.arange(start, start + len(places))))
             (values,) = self.stream.fetch((self.model.predict_values(**inputs),))
             batch.bootstrap_values[[t for t, _ in places], [row for _, row in places]] = values
 
 
 def _spread(values: Tensor, rows: np.ndarray, count: int) -> Tensor:
-    """Return ``count`` rows: ``values`` at the indices ``rows``, 0 elsewhere."""
+    """Return an array of ``count`` rows: ``values`` at the indices ``rows``, 0 elsewhere."""
     if len(rows) == count:
         return values
     spread = values.new_zeros(count, *values.shape[1:])

@@ -1,4 +1,4 @@
-"""The GPU as a worker thread of a rollout sees it: a stream of its own, and one copy of all results of a policy call."""
+"""CUDA stream of a rollout's worker thread, which copies all results of a policy call to the CPU in one transfer."""
 
 from __future__ import annotations
 
@@ -12,13 +12,11 @@ from rlinf.distributed.devices import own_device
 
 
 class CudaStream:
-    """Runs the policy calls of one worker thread, and brings their results to the CPU. On a CPU it does nothing.
+    """Runs the policy calls of one worker thread and copies their results to the CPU. On a CPU it does nothing.
 
-    Kernels of a stream run in their order, and a thread that waits for its results waits for all kernels before them. Two
-    threads on one stream would wait for each other's calls, so each stream has a stream, and waits once in a call.
-
-    ``own_stream``: False for an only stream, which has nobody to wait for, and whose cached memory serves updates too then; and for
-    a simulation on the GPU, which works on the default stream.
+    Kernels of a stream run in order, so threads on a common stream would wait for each other's calls. Hence each thread has
+    its own stream, and synchronises once per call. ``own_stream=False``: use the default stream. That suits a single thread,
+    whose cached memory then serves updates too, and a simulation on the GPU, which works on the default stream.
     """
 
     def __init__(self, device: str, own_stream: bool = True) -> None:
@@ -28,12 +26,12 @@ class CudaStream:
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Run a block on the stream of this stream.
+        """Run a block on this thread's stream.
 
-        Trained weights are pushed and updated on the default stream. The stream waits for its work when the block starts, and
-        the default stream waits for the stream when the block ends, so neither sees weights that the other still uses.
+        Weights are pushed and updated on the default stream. This stream waits for it at the start of the block, and the default
+        stream waits for this one at the end, so neither sees weights that the other still uses.
         """
-        # Autocast keeps casts of weights, made on the stream of the first thread, for all threads: these must share a stream.
+        # Autocast caches casts of weights, made on the first thread's stream, for all threads, so these must use a common stream.
         if not (self._on_gpu and self._own_stream) or torch.is_autocast_enabled("cuda"):
             yield
             return
@@ -48,11 +46,11 @@ class CudaStream:
             default.wait_stream(self._stream)
 
     def send(self, tensor: Tensor) -> Tensor:
-        """Return ``tensor`` on the device of the policy, without waiting for it."""
+        """Return ``tensor`` on the policy's device, without waiting for the copy."""
         return tensor.pin_memory().to(own_device(), non_blocking=True) if self._on_gpu else tensor
 
     def fetch(self, results: Sequence[Tensor]) -> list[Tensor]:
-        """Return the results of a policy call on the CPU: by one copy, and one event that is waited for."""
+        """Return the results of a policy call on the CPU, with one copy and one synchronisation."""
         elsewhere = [result for result in results if result.device.type != "cpu"]
         if not elsewhere:
             return list(results)
@@ -64,16 +62,18 @@ class CudaStream:
             return numbers.cpu()
         size = len(numbers)
         if self._buffer is None or len(self._buffer) < size:
-            self._buffer = torch.empty(size, dtype=torch.uint8, pin_memory=True)  # other memory makes the copy wait
+            # Pinned memory, because a copy to pageable memory would block the thread.
+            self._buffer = torch.empty(size, dtype=torch.uint8, pin_memory=True)
         self._buffer[:size].copy_(numbers, non_blocking=True)
-        copied = torch.cuda.Event(blocking=True)  # a thread that waits leaves its core to the simulators
+        # A blocking event sleeps instead of spinning, which leaves the core to the simulators.
+        copied = torch.cuda.Event(blocking=True)
         copied.record()
         copied.synchronize()
         return self._buffer[:size].clone()  # the next call overwrites the buffer
 
 
 def packed(tensors: Sequence[Tensor]) -> Tensor:
-    """Return the bytes of ``tensors`` one after the other, uint8."""
+    """Concatenate the bytes of ``tensors``, uint8."""
     return torch.cat([tensors[k].contiguous().flatten().view(torch.uint8) for k in _by_width(tensors)])
 
 
@@ -87,5 +87,5 @@ def unpacked(numbers: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _by_width(tensors: Sequence[Tensor]) -> list[int]:
-    """Order ``tensors`` by the bytes of a number: numbers in memory must start at a multiple of their size."""
+    """Return the indices of ``tensors`` by decreasing element size: numbers in memory must start at a multiple of their size."""
     return sorted(range(len(tensors)), key=lambda k: -tensors[k].element_size())

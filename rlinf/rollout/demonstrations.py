@@ -1,4 +1,4 @@
-"""Demonstrations: episodes that are played for behaviour cloning and kept in memory."""
+"""Demonstrations for behaviour cloning: episodes of a scripted expert or a policy, collected in memory."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ from rlinf.seeding import derive_seed
 from rlinf.types import EpisodeResult, EpisodeSpec, Observation
 
 
-class Demonstrator(Protocol):
-    """Plays demonstrations, one episode in each env."""
+class ActionSource(Protocol):
+    """Source of the actions of demonstrations, with one episode in each env."""
 
     def act(self, observation: Observation, running: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return labels and actions to execute, float32 ``[B, D]`` each. Only rows that are ``running`` (bool ``[B]``) are used."""
+        """Return labels and actions to execute, float32 ``[B, D]`` each. Only entries with ``running`` (bool ``[B]``) are used."""
 
     def restart(self, row: int) -> None:
-        """Note that the episode in ``row`` restarts."""
+        """Handle the restart of the episode in env ``row``."""
 
 
 @dataclass
 class Demonstrations:
-    """``N`` observations, the expert's actions there, and the result of each demonstration.
+    """``N`` observations, the expert's actions for them, and the result of each episode.
 
-    ``actions`` are float32 ``[N, C, D]`` in env units: the expert's at this row and the ``C - 1`` following rows. The
-    last one is repeated past the end of the episode.
+    ``actions`` are float32 ``[N, C, D]`` in env units: the expert's actions for this and the ``C - 1`` following observations.
+    The last one is repeated past the end of the episode.
     """
 
     observation: Observation
@@ -49,18 +49,18 @@ class Demonstrations:
 
     @property
     def success_rate(self) -> float:
-        """The demonstrator's fraction of successful episodes."""
+        """Fraction of successful episodes."""
         return float(np.mean([episode.success for episode in self.episodes]))
 
     def rows(self, index: np.ndarray) -> tuple[Observation, Tensor]:
         return self.observation.select(index), self.actions[torch.from_numpy(index)]
 
 
-class ExpertDemonstrator:
-    """The scripted expert of an env.
+class ScriptedExpert:
+    """Scripted expert of an env.
 
-    Executed actions carry Gaussian noise, so that the demonstrations cover states around the expert's path. The labels
-    are the expert's actions without noise. ``numbers`` has one number per env, which fixes, with ``seed``, its noise.
+    Executed actions carry Gaussian noise, so that demonstrations cover states around the expert's path. Labels are the
+    expert's actions without noise. ``numbers`` has one number per env; with ``seed``, it determines the noise.
     """
 
     def __init__(self, env: VectorEnv, expert: ExpertConfig, seed: int, numbers: Sequence[int]) -> None:
@@ -83,12 +83,11 @@ class ExpertDemonstrator:
 
 @dataclass
 class EpisodeBatch:
-    """Episodes that were played side by side, the ``k``-th in the ``k``-th of ``B`` envs. The other envs were idle.
+    """Episodes that ran in parallel, the ``k``-th in the ``k``-th of ``B`` envs. The remaining envs were idle.
 
-    ``seen`` are ``T`` observations of all envs, each before an action. ``labels`` and ``executed`` are float32 ``[T, B,
-    D]``; ``rewards`` (float32) and ``success`` (bool), ``[T, B]``, follow from the executed action. ``truncated``, bool
-    ``[B]``: the time limit ended the episode. ``alive``, bool ``[T, B]``: the row belongs to the env's episode.
-    ``results`` has one per episode.
+    ``seen`` are ``T`` observations of all envs, each before an action. ``labels`` and ``executed`` are float32 ``[T, B, D]``;
+    ``rewards`` (float32) and ``success`` (bool), ``[T, B]``, follow from the executed action. ``truncated``, bool ``[B]``: the
+    time limit ended the episode. ``alive``, bool ``[T, B]``: the env's episode was running. ``results``: one per episode.
     """
 
     seen: list[Observation]
@@ -106,24 +105,24 @@ class EpisodeBatch:
         return len(self.alive) - 1 - self.alive[::-1].argmax(0)
 
 
-def play_episodes(env: VectorEnv, specs: Sequence[EpisodeSpec], demonstrator: Demonstrator) -> EpisodeBatch:
-    """Play episodes side by side, one action at a time, in an env without auto-reset; other envs stay idle."""
+def run_episodes(env: VectorEnv, specs: Sequence[EpisodeSpec], source: ActionSource) -> EpisodeBatch:
+    """Run episodes in parallel, one action at a time, in an env without auto-reset; remaining envs stay idle."""
     observation, _ = env.reset(options={"episodes": [*specs, *[None] * (env.num_envs - len(specs))]})
     running = np.arange(env.num_envs) < len(specs)
     seen, labels, rewards, success, done, alive = [], [], [], [], [], []
     truncated = np.zeros(env.num_envs, dtype=bool)
     results: list[EpisodeResult | None] = [None] * len(specs)
     while running.any():
-        wanted, executed = demonstrator.act(observation, running)
+        labelled, executed = source.act(observation, running)
         seen.append(observation)
-        labels.append(wanted)
+        labels.append(labelled)
         done.append(executed)
         alive.append(running.copy())
         step = env.chunk_step(np.where(running[:, None], executed, np.float32(0))[:, None])
         rewards.append(step.rewards[:, 0])
         success.append(step.success)
-        for row in step.lost_env_ids.tolist():  # the episode restarts: keep only the rows from its second start
-            demonstrator.restart(row)
+        for row in step.lost_env_ids.tolist():  # the episode restarts: keep only its second run
+            source.restart(row)
             for earlier in alive:
                 earlier[row] = False
         for row, result in zip(step.final_env_ids, step.episodes, strict=True):
@@ -131,12 +130,12 @@ def play_episodes(env: VectorEnv, specs: Sequence[EpisodeSpec], demonstrator: De
         truncated |= step.truncated & running
         running &= ~(step.terminated | step.truncated)
         observation = step.observation
-    wanted, did = np.stack(labels).astype(np.float32), np.stack(done).astype(np.float32)
-    return EpisodeBatch(seen, wanted, np.stack(rewards), np.stack(success), did, truncated, np.stack(alive), results)
+    labelled, did = np.stack(labels).astype(np.float32), np.stack(done).astype(np.float32)
+    return EpisodeBatch(seen, labelled, np.stack(rewards), np.stack(success), did, truncated, np.stack(alive), results)
 
 
 def demonstration_specs(env: VectorEnv, num_episodes: int, seed: int) -> list[EpisodeSpec]:
-    """Draw the training episodes of demonstrations, with tasks in equal fractions."""
+    """Draw training episodes for demonstrations, with tasks in equal fractions."""
     all_specs = env.episode_specs("train")
     num_tasks = len(env.task_names)
     rounds = len(all_specs) // num_tasks
@@ -147,28 +146,27 @@ def demonstration_specs(env: VectorEnv, num_episodes: int, seed: int) -> list[Ep
 def collect_demonstrations(
     env: VectorEnv, num_episodes: int, expert: ExpertConfig, chunk_len: int, seed: int
 ) -> Demonstrations:
-    """Let the scripted expert of an env without auto-reset play training episodes, with tasks in equal fractions.
+    """Collect training episodes of the scripted expert, tasks in equal fractions, in an env without auto-reset.
 
-    ``seed`` fixes episodes and noise. Each demonstration has its own noise, so ``env.num_envs`` changes nothing.
+    ``seed`` determines episodes and noise. Each episode has its own noise, so ``env.num_envs`` changes nothing.
     """
     specs = demonstration_specs(env, num_episodes, seed)
     observations: list[Observation] = []
     actions: list[np.ndarray] = []
     episodes: list[EpisodeResult] = []
     for start in range(0, num_episodes, env.num_envs):
-        batch = specs[start : start + env.num_envs]
-        numbers = range(start, start + env.num_envs)
-        played = play_episodes(env, batch, ExpertDemonstrator(env, expert, seed, numbers))
-        kept = np.zeros(env.num_envs, dtype=bool)
-        kept[: len(batch)] = [result.success or expert.keep_failures for result in played.results]
-        episodes += [result for row, result in enumerate(played.results) if kept[row]]
-        last = played.last
-        for t in range(len(played.alive)):
-            rows = np.flatnonzero(played.alive[t] & kept)
+        batch_specs, numbers = specs[start : start + env.num_envs], range(start, start + env.num_envs)
+        batch = run_episodes(env, batch_specs, ScriptedExpert(env, expert, seed, numbers))
+        selected = np.zeros(env.num_envs, dtype=bool)
+        selected[: len(batch_specs)] = [result.success or expert.keep_failures for result in batch.results]
+        episodes += [result for row, result in enumerate(batch.results) if selected[row]]
+        last = batch.last
+        for t in range(len(batch.alive)):
+            rows = np.flatnonzero(batch.alive[t] & selected)
             if len(rows):
-                observations.append(played.seen[t].select(rows))
+                observations.append(batch.seen[t].select(rows))
                 following = following_rows(np.full(len(rows), t), last[rows], chunk_len)
-                actions.append(played.labels[following, rows[:, None]])
+                actions.append(batch.labels[following, rows[:, None]])
     if not episodes:
         raise ConfigError(
             f"None of {num_episodes} demonstrations succeeded and sft.expert.keep_failures=false. "

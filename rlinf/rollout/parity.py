@@ -3,8 +3,8 @@
 In float32 the gate limits the largest gap and stops the run at any step. In 16 bits a single large gap may be rounding,
 so the gate limits the mean of ``exp |gap|``, which rounding keeps near 1. It then stops the run only where rounding is
 smallest and faults are most visible: at the first step of a process (backend, versions, hardware, settings) and at the
-first step after an update of the policy (weight sync). Later it warns, because a policy at the edge of its number
-format may cross the limit too.
+first step after an update of the policy (weight sync). Later it warns, because a policy at the edge of its number format
+may cross the limit too.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ logger = logging.getLogger("rlinf")
 MAX_GAP = 1e-3
 """Largest gap in float32: of log-probabilities in nats, of values relative to the largest value (at least 1).
 
-The log-density of a Gaussian of deviation ``s`` changes by up to ``|z| / s`` times the rounding of its mean, which grows without
-bound as ``s`` shrinks. The limit is therefore multiplied by the largest density (at least 1); a probability never exceeds 1.
+The log-density of a Gaussian with std ``s`` changes by up to ``|z| / s`` times the rounding of its mean, which is unbounded as
+``s`` shrinks. The limit is therefore multiplied by the largest density (at least 1); a probability never exceeds 1.
 Measured: at most 1e-5 nat with each model family on the tabletop tasks.
 """
 MAX_FIRST_KL = 1e-4
@@ -40,8 +40,7 @@ EXCEEDED = "rollout/parity_exceeded"
 class ParityGate:
     """Decide at which steps a gap (``max_gap``, see ``check_parity``) stops the run.
 
-    ``always_stops``: at every step, as in float32. Otherwise only at the first step of the process and at the first one
-    after an update of the policy.
+    ``always_stops``: at every step, as in float32. Otherwise only at the first step of the process and after its first policy update.
     """
 
     def __init__(self, max_gap: float | None, always_stops: bool) -> None:
@@ -57,6 +56,7 @@ class ParityGate:
 
     def check(self, batch: RolloutBatch, step: int) -> dict[str, float]:
         """Return the metrics of ``check_parity`` and ``rollout/parity_exceeded``; raise ParityError to stop the run."""
+        # Cleared before the comparison, so that only one step is strict in 16 bits.
         stops, self._stops = self._stops or self.always_stops, False
         metrics, fault = check_parity(batch, step, self.max_gap)
         if fault is not None and stops:
@@ -70,7 +70,7 @@ class ParityGate:
     def check_first_update(self, metrics: Mapping[str, float], step: int) -> None:
         """Raise ParityError if the first minibatch of an update has an ``approx_kl`` that rounding does not explain.
 
-        The same weights gave the log-probabilities before it. Without ``approx_kl``, or in 16 bits, nothing is checked.
+        The log-probabilities before it come from the same weights. Without ``approx_kl``, or in 16 bits, nothing is checked.
         """
         kl = metrics.get("approx_kl")
         if kl is None or not self.always_stops:
@@ -80,8 +80,8 @@ class ParityGate:
             raise ParityError(
                 f"The first minibatch of step {step} was scored by the same weights as the rollout, but its approx_kl "
                 f"is {kl:.3g}; at most {limit:.3g} is accepted. The model computes different values in training mode "
-                "and in evaluation mode (dropout, batch statistics), or the update has another temperature or other "
-                "inputs. `rlinf diagnose` tells which. If the precision explains it, set "
+                "and in evaluation mode (dropout, batch statistics), or the update uses a different temperature or different "
+                "inputs. `rlinf diagnose` reports which. If the precision explains it, set "
                 f"trainer.parity_max_gap={(2 * kl) ** 0.5:.2g}"
             )
 
@@ -89,20 +89,19 @@ class ParityGate:
 def check_parity(batch: RolloutBatch, step: int, max_gap: float | None) -> tuple[dict[str, float], str | None]:
     """Compare ``rollout_logprobs`` with ``old_logprobs`` of executed actions, and ``rollout_values`` with ``values``.
 
-    Different code computes the two from the same weights, so in float32 log-probabilities agree to about 1e-5. A larger
-    gap means that rollout and trainer saw different weights, images, prompts, masks or temperatures; every importance
-    ratio of the update would be wrong. Values are compared because advantages mix the trainer's values with the
-    rollout's values of truncated episodes.
+    Different code computes the two from the same weights, so in float32 log-probabilities agree to about 1e-5. A larger gap
+    means that rollout and trainer saw different weights, images, prompts, masks or temperatures; every importance ratio of the
+    update would be wrong. Values are compared because advantages mix the trainer's values with the rollout's values of
+    truncated episodes.
 
     Args:
         batch: This rank's envs, time-major; ``rollout_values`` may be None.
-        step: Iteration of the run.
         max_gap: Largest accepted difference (see ``MAX_GAP``); None: limit the mean of ``exp |gap|`` to ``MAX_EXP_GAP``.
 
     Returns:
-        Metrics of all ranks (importance ratios of whole actions). Then, if the gap is too large, a sentence that names the worst
-        sample of all ranks, else None. ParityError if a number is not finite. Every rank returns and raises the same (a
-        collective call).
+        Metrics of all ranks (importance ratios of complete actions), and an error text that names the worst sample of all
+        ranks if the gap is too large, else None. ParityError if a number is not finite. Every rank returns and raises the same
+        (a collective call).
     """
     executed, difference = _differences(batch)
     mask = executed.unsqueeze(-1)
@@ -113,7 +112,7 @@ def check_parity(batch: RolloutBatch, step: int, max_gap: float | None) -> tuple
     peaks = [torch.where(mask, x.reshape(difference.shape), 0.0).max().exp() for x in pair]
     densities = maximum(*map(_number, peaks))
     limit = None if max_gap is None else max_gap * max(1.0, min(densities))
-    largest, fault = _judge("log-probabilities", batch, step, gap.flatten(2).amax(-1), exp_mean, limit, pair)
+    largest, fault = _compare("log-probabilities", batch, step, gap.flatten(2).amax(-1), exp_mean, limit, pair)
     metrics = {
         "rollout/logprob_gap_mean": gap_mean,
         "rollout/logprob_gap_max": largest,
@@ -125,13 +124,13 @@ def check_parity(batch: RolloutBatch, step: int, max_gap: float | None) -> tuple
         (largest_value,) = maximum(_number(torch.where(valid, batch.values.abs(), 0.0).max()))
         gap = torch.where(valid, (batch.values - batch.rollout_values).abs() / max(1.0, largest_value), 0.0)
         exp_mean, pair = masked_mean(gap.exp(), valid), (batch.rollout_values, batch.values)
-        largest, other = _judge("values", batch, step, gap, exp_mean, max_gap, pair)
+        largest, other = _compare("values", batch, step, gap, exp_mean, max_gap, pair)
         metrics["rollout/value_gap_max"], fault = largest, fault or other
     return metrics, fault
 
 
 def importance_ratios(batch: RolloutBatch) -> dict[str, float]:
-    """Return mean and maximum over all ranks of the probability ratios trainer / rollout of executed actions (a collective call)."""
+    """Return mean and maximum of the probability ratios trainer / rollout of executed actions, over all ranks (a collective call)."""
     executed, difference = _differences(batch)
     ratios = torch.where(executed, difference.sum(-1).exp(), 0.0)
     largest, num_executed = maximum(_number(ratios.max()), _number(executed.sum()))
@@ -142,7 +141,7 @@ def importance_ratios(batch: RolloutBatch) -> dict[str, float]:
 
 
 def _differences(batch: RolloutBatch) -> tuple[Tensor, Tensor]:
-    """Return which actions count, bool ``[T, B, C]``, and ``old_logprobs - rollout_logprobs`` ``[T, B, C, D]``, elsewhere 0."""
+    """Return a mask of counted actions, bool ``[T, B, C]``, and ``old_logprobs - rollout_logprobs`` ``[T, B, C, D]``, elsewhere 0."""
     executed = batch.action_mask & batch.loss_mask.unsqueeze(-1)
     difference = (batch.old_logprobs - batch.rollout_logprobs).unflatten(-1, (executed.shape[-1], -1))
     return executed, torch.where(executed.unsqueeze(-1), difference, 0.0)
@@ -153,30 +152,33 @@ def _number(value: Tensor) -> float:
     return float(torch.nan_to_num(value.double(), nan=float("inf"), posinf=float("inf")))
 
 
-def _judge(
+def _compare(
     what: str, batch: RolloutBatch, step: int, gap: Tensor, exp_mean: float, limit: float | None,
     pair: tuple[Tensor, Tensor],
 ) -> tuple[float, str | None]:  # fmt: skip
-    """Return the largest of the gaps ``[T, B]`` of all ranks, and a sentence if it is too large; reject one that is not finite.
+    """Return the largest of the gaps ``[T, B]`` of all ranks, and an error text if it is too large; raise if one is not finite.
 
-    Without ``limit``, ``exp_mean`` is judged instead. ``pair`` holds the rollout's and the trainer's numbers.
+    Without ``limit``, ``exp_mean`` is compared instead. ``pair`` contains the rollout's and the trainer's numbers.
     """
     worst = int(torch.nan_to_num(gap, nan=float("inf")).argmax())
     chunk, column = divmod(worst, gap.shape[1])
-    own = _number(gap[chunk, column])
-    (largest,) = maximum(own)
+    # NaN compares as false, so it must count as the worst sample explicitly.
+    local_gap = _number(gap[chunk, column])
+    (largest,) = maximum(local_gap)
     is_finite = largest < float("inf")
     if is_finite and not (exp_mean > MAX_EXP_GAP if limit is None else largest > limit):
         return largest, None
-    rollout, trainer = ([round(x, 4) for x in each[chunk, column].flatten().tolist()] for each in pair)
+    rollout, trainer = ([round(x, 4) for x in values[chunk, column].flatten().tolist()] for values in pair)
     sample = (
         f"policy call {chunk} of env {rank() * gap.shape[1] + column}, {batch.specs.get(int(batch.episode_ids[chunk, column]))}, "
         f"instruction '{batch.observation.instruction[worst]}', rollout {rollout}, trainer {trainer}"
     )
-    _, found, sample = max(gather_objects((own, float(gap[chunk, column]), sample)), key=lambda each: each[0])
+    _, worst_gap, sample = max(
+        gather_objects((local_gap, float(gap[chunk, column]), sample)), key=lambda entry: entry[0]
+    )
     accepted = f"a mean exp|difference| of {MAX_EXP_GAP:g}" if limit is None else f"{limit:g}"
     text = (
-        f"Rollout and trainer {what} differ by {found:.3g} at step {step} (mean exp|difference| {exp_mean:.3g}); at "
+        f"Rollout and trainer {what} differ by {worst_gap:.3g} at step {step} (mean exp|difference| {exp_mean:.3g}); at "
         f"most {accepted} is accepted. Worst sample: {sample}. "
         "The two see different weights, inputs or temperatures."
     )

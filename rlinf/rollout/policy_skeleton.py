@@ -1,4 +1,4 @@
-"""A policy without its weights, in bytes that another process can read."""
+"""A pickled policy without its weights, for other processes."""
 
 from __future__ import annotations
 
@@ -16,37 +16,34 @@ from rlinf.rollout.shared_memory import TensorForm, reject_main_script
 
 @dataclass(frozen=True)
 class PolicySkeleton:
-    """A pickled policy without the numbers of its state dict, which a push of weights brings.
+    """A pickled policy without the numbers of its state dict, which a weight push delivers.
 
-    A rollout worker needs neither the files of the weights nor their origin (a folder, a checkpoint, adapters, statistics of a
-    dataset). Buffers outside the state dict keep their numbers.
+    So a rollout worker needs neither the weight files nor their source (a folder, a checkpoint, adapters, statistics of a
+    dataset). Buffers outside the state dict are included.
     """
 
     data: bytes
 
     @classmethod
     def of(cls, model: nn.Module) -> PolicySkeleton:
-        """Return the shell of a plain model on the CPU, or of one whose weights are still in their files.
-
-        Raise ConfigError if it cannot be sent to another process.
-        """
+        """Pickle a plain model on the CPU, or one whose weights are still in files; ConfigError if it cannot be sent to a process."""
         data = io.BytesIO()
         try:
             _Pickler(data, model).dump(model)
-        except Exception as error:  # classes of users raise what they like
+        except Exception as error:  # user classes may raise anything
             message = f"The policy cannot be sent to rollout workers: {type(error).__name__}: {error}. Set cluster.placement=colocated cluster.start=auto"
             raise ConfigError(message) from error
         return cls(data.getvalue())
 
     def build(self, device: str) -> Any:
-        """Return the policy on a device, in evaluation mode. Its state dict holds arbitrary numbers."""
+        """Return the policy on a device, in evaluation mode. Its state dict is uninitialised."""
         from transformers import PreTrainedModel
         from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY
 
         policy = _Unpickler(io.BytesIO(self.data)).load()
         for module in policy.modules():
             if isinstance(module, PreTrainedModel):
-                # Its constructor, which a pickle does not call, does this. Without it, a model returns no hidden states.
+                # The constructor does this, but unpickling does not call it; without it, a model returns no hidden states.
                 _CAN_RECORD_REGISTRY[str(type(module))] = module._can_record_outputs
         return policy.to(device).eval()
 
@@ -60,7 +57,7 @@ class _Pickler(pickle.Pickler):
 
     def persistent_id(self, value: Any) -> tuple[int, TensorForm] | None:
         reject_main_script(value)
-        # The id is the same for tied tensors, which stay tied.
+        # Tied tensors have the same id, so they stay tied.
         return (id(value), TensorForm.of(value)) if isinstance(value, Tensor) and id(value) in self.pushed else None
 
 

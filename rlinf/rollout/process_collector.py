@@ -1,4 +1,4 @@
-"""Play a policy in several processes, each with a fraction of the envs and a replica of the policy in shared memory."""
+"""Collect rollouts in several processes, each with a fraction of the envs and a policy in shared memory."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from torch.profiler import record_function
 
 import rlinf.errors
 from rlinf.distributed.child_process import POLL_S, ChildProcess, Failure, SharedMemory, end_all
-from rlinf.distributed.sums import own_blocks
+from rlinf.distributed.sums import rank_range
 from rlinf.errors import ConfigError, RankError, RLinfError
 from rlinf.models.embodiment.base import ActionModel
 from rlinf.rollout.collector import RolloutCollector
-from rlinf.rollout.shared_memory import SharedTask, read_answer
+from rlinf.rollout.shared_memory import SharedTask, read_reply
 from rlinf.rollout.worker_process import READY, RolloutTask, WorkerStart
 from rlinf.seeding import derive_seed
 from rlinf.types import RolloutBatch
@@ -33,15 +33,15 @@ CLOSE_TIMEOUT_S = 5.0
 
 
 class _RolloutWorker(ChildProcess):
-    """One process, the memories of its answers, its open requests in order, and its answers that were not taken yet."""
+    """A process, its shared memory for replies, its open requests in order, and replies that were not read yet."""
 
     def __init__(self, number: int, num_threads: int, task: SharedTask, num_slots: int) -> None:
         self.number = number
-        self.asked: deque[Hashable] = deque([READY])
-        self.answered: dict[Hashable, Any] = {}
-        self.answers = [SharedMemory(1) for _ in range(num_slots)]
+        self.requests: deque[Hashable] = deque([READY])
+        self.replies: dict[Hashable, Any] = {}
+        self.buffers = [SharedMemory(1) for _ in range(num_slots)]
         environment = {**os.environ, "OMP_NUM_THREADS": str(num_threads)}
-        memories = [task.memory, *self.answers]
+        memories = [task.memory, *self.buffers]
         self.launch("rlinf.rollout.worker_process:main", f"rollout worker {number}", memories, environment)
 
 
@@ -49,8 +49,8 @@ class _RolloutWorker(ChildProcess):
 class ProcessSettings:
     """Settings of each rollout process.
 
-    ``seed`` is for the global random generators, which each process seeds differently. ``prepare`` (imports of user
-    code) is called before anything else is sent to the process.
+    ``seed`` is for the global random generators, which each process seeds differently. ``prepare`` (imports of user code) is
+    called before anything else is sent to the process.
     """
 
     num_threads: int = 1
@@ -60,31 +60,28 @@ class ProcessSettings:
 
 
 class ProcessCollector:
-    """Collects the rollouts of a ``RolloutCollector`` in processes, which share no Python lock.
+    """Collects the rollouts of a ``RolloutCollector`` in processes, which share no GIL.
 
-    Each process has the envs of neighbouring blocks and acts for them. The policy's tensors are moved into shared
-    memory, so the processes see every update that is written into them; nothing is pushed. Episodes and random numbers
-    derive from the iteration and the block, so the number of processes changes no more than the rounding of matrix
-    products.
+    Each process has the envs of consecutive groups and acts for them. The policy's tensors are moved into shared memory, so
+    the processes see every update written into them; nothing is pushed. Episodes and random numbers derive from the iteration
+    and the env group, so the number of processes changes only the rounding of matrix products.
 
-    With ``max_ahead`` of 1 or more, the processes play while the policy is trained: so many rollouts can be asked for
-    before the first is taken. There are as many copies of the trained weights, and a rollout is played with the copy
-    that ``issue`` made. Frozen weights exist once.
+    With ``max_ahead`` of 1 or more, the processes collect while the policy is trained: so many rollouts can be submitted
+    before the first result is read. Each uses its own copy of the trained weights, made by ``submit``. Frozen weights are
+    stored once.
 
-    The processes start at once, in the background. Their log records and warnings appear in this process while it waits
-    for them. Raise ConfigError, and leave no process and the policy as before, if one cannot be started or something
-    cannot be sent to it.
+    The processes start in the background. Their log records and warnings appear in this process while it waits for them. Raise
+    ConfigError, leaving no process and the policy unchanged, if one cannot start or something cannot be sent to it.
 
     Args:
-        make_collector: ``make_collector(rank=, num_ranks=, autocast=)`` makes the collector of a process. It, the policy and the
-            envs are sent to the processes, so their classes must be in modules.
+        make_collector: ``make_collector(rank=, num_ranks=, autocast=)`` returns the collector of a process. It, the policy and
+            the envs are sent to the processes, so their classes must be in importable modules.
         model: The policy, on the CPU. Its tensors must stay where they are from now on.
-        settings: Of each process.
-        num_blocks: Blocks over all ranks; a multiple of the processes of all ranks.
+        num_env_groups: Over all ranks; a multiple of the processes of all ranks.
         num_processes: Of this rank.
-        max_ahead: Rollouts that can be asked for and not taken, each with weights of its own. 0: one, with the weights of ``model``,
-            which must not change before it is taken.
-        rank, num_ranks: This process plays the envs of its ``own_blocks``.
+        max_ahead: Rollouts that can be pending, each with its own weights. 0: one, with the weights of ``model``, which must not
+            change until its result is read.
+        rank, num_ranks: This process collects from the envs of its ``rank_range``.
     """
 
     def __init__(
@@ -93,19 +90,19 @@ class ProcessCollector:
         model: ActionModel,
         settings: ProcessSettings = ProcessSettings(),
         *,
-        num_blocks: int,
+        num_env_groups: int,
         num_processes: int,
         max_ahead: int = 0,
         rank: int = 0,
         num_ranks: int = 1,
     ) -> None:
         self.model = model
-        self.blocks = own_blocks(num_blocks, rank, num_ranks)
-        own_blocks(num_blocks, 0, num_processes * num_ranks)  # raises if they cannot be shared
+        self.env_groups = rank_range(num_env_groups, rank, num_ranks)
+        rank_range(num_env_groups, 0, num_processes * num_ranks)  # raises if they cannot be divided
         self.num_processes = num_processes
         self._warned: dict[Any, Any] = {}
-        self._versions: list[int | None] = [None] * max(1, max_ahead)  # of the weights of the replicas
-        self._untaken: dict[int, tuple[int, int]] = {}  # rollout worker to the (step, attempt) of its rollout
+        self._versions: list[int | None] = [None] * max(1, max_ahead)  # of the replicas' weights
+        self._unread: dict[int, tuple[int, int]] = {}  # replica to the (step, attempt) of its rollout
         self.workers: list[_RolloutWorker] = []
         level, num_threads = logging.getLogger("rlinf").getEffectiveLevel(), settings.num_threads
         try:
@@ -125,63 +122,64 @@ class ProcessCollector:
             raise ConfigError(f"A rollout process cannot be started: {type(error).__name__}: {error}.") from error
 
     def wait_until_ready(self) -> None:
-        """Wait until all processes can play. Raise a user error of one unchanged, RankError if one died or hit a bug."""
-        self._answers(READY)
+        """Wait for all processes to start. Raise a user error of one unchanged, RankError if one died or hit a bug."""
+        self._replies(READY)
 
     def close(self) -> None:
         end_all(self.workers, CLOSE_TIMEOUT_S)
 
     @record_function("rollout")
     def collect(self, *arguments: Any, **options: Any) -> RolloutBatch:
-        """Play one rollout: ``issue``, then ``take``."""
-        return self.take(self.issue(*arguments, **options))
+        """Collect one rollout: ``submit``, then ``result``."""
+        return self.result(self.submit(*arguments, **options))
 
-    def issue(
+    def submit(
         self, model: ActionModel, step: int, policy_version: int, needs_values: bool, attempt: int = 0,
-        blocks: Sequence[int] | None = None,
+        env_groups: Sequence[int] | None = None,
     ) -> tuple[int, int]:  # fmt: skip
-        """Ask for a rollout of the shared ``model``; return ``step`` and ``attempt``, for ``take``.
+        """Request a rollout of the shared ``model``; return ``step`` and ``attempt``, the handle for ``result``.
 
-        ``RolloutCollector.collect`` explains the arguments. A copy gets the present weights, unless it holds
-        ``policy_version`` already. The steps take the copies in turn: raise RLinfError if the rollout of ``step -
-        max_ahead`` was not taken.
+        ``RolloutCollector.collect`` explains the arguments. The steps use the copies of the weights in turn. A copy gets the present
+        weights, unless it holds ``policy_version`` already. Raise RLinfError if the result of ``step - max_ahead`` was not read.
         """
         moved = self._task.moved() if model is self.model else ["all"]
         if moved:
             raise RLinfError(
-                f"{len(moved)} tensors of the policy are not in the memory that the rollout processes share ({', '.join(moved[:3])}); "
-                "required: updates written into the tensors that it had. Rollouts would come from older weights. "
+                f"{len(moved)} tensors of the policy are not in the shared memory of the rollout processes ({', '.join(moved[:3])}); "
+                "required: in-place updates of the original tensors. Rollouts would use older weights. "
                 "Set rollout.worker_processes=0"
             )
         self._check_running()
         slot = step % len(self.replicas)
-        if slot in self._untaken:
+        if slot in self._unread:
             raise RLinfError(
-                f"The rollout {self._untaken[slot]} (step, attempt) must be taken before {(step, attempt)} is asked for: both are played "
-                f"with the same one of {len(self.replicas)} copies of the weights"
+                f"The result of rollout {self._unread[slot]} (step, attempt) must be read before {(step, attempt)} is submitted: both use "
+                f"the same one of {len(self.replicas)} copies of the weights"
             )
-        self._untaken[slot] = (step, attempt)
+        self._unread[slot] = (step, attempt)
         if self._versions[slot] != policy_version:
             self._versions[slot] = policy_version
             _copy_tensors(self.model, self.replicas[slot])
         wanted = {"step": step, "policy_version": policy_version, "needs_values": needs_values, "attempt": attempt}
-        shares = np.array_split(np.array(self.blocks if blocks is None else blocks, dtype=np.int64), len(self.workers))
-        for worker, share in zip(self.workers, shares, strict=True):
-            if len(share):
-                worker.asked.append((step, attempt))
-                self._send(worker, (slot, wanted | {"blocks": share.tolist()}))
+        parts = np.array_split(
+            np.array(self.env_groups if env_groups is None else env_groups, dtype=np.int64), len(self.workers)
+        )
+        for worker, part in zip(self.workers, parts, strict=True):
+            if len(part):
+                worker.requests.append((step, attempt))
+                self._send(worker, (slot, wanted | {"env_groups": part.tolist()}))
         return step, attempt
 
-    def take(self, issued: tuple[int, int]) -> RolloutBatch:
-        """Wait for a rollout that was asked for, and return it; raise as ``wait_until_ready`` does."""
+    def result(self, pending: tuple[int, int]) -> RolloutBatch:
+        """Wait for a submitted rollout and return it; raise as ``wait_until_ready`` does."""
         self._check_running()
-        answers, slot = self._answers(issued), issued[0] % len(self.replicas)
-        memories = [worker.answers[slot].file for worker in answers]
-        parts = [read_answer(answer, file.fileno()) for answer, file in zip(answers.values(), memories, strict=True)]
-        batch = RolloutBatch.concatenate(parts)  # copies the arrays
+        replies, slot = self._replies(pending), pending[0] % len(self.replicas)
+        memories = [worker.buffers[slot].file for worker in replies]
+        parts = [read_reply(reply, file.fileno()) for reply, file in zip(replies.values(), memories, strict=True)]
+        batch = RolloutBatch.concatenate(parts)  # copies the arrays out of the shared memory
         for file in memories:
-            file.truncate(0)  # frees the memory while the policy is updated
-        del self._untaken[slot]
+            file.truncate(0)  # frees the memory during the updates
+        del self._unread[slot]
         return batch
 
     def _check_running(self) -> None:
@@ -192,25 +190,26 @@ class ProcessCollector:
         try:
             worker.connection.send(message)
         except (BrokenPipeError, ConnectionResetError):
-            pass  # the process has died; `_answers` raises why
+            pass  # the process has died; `_replies` raises the cause
 
-    def _answers(self, wanted: Hashable) -> dict[_RolloutWorker, Any]:
-        """Wait for the answers of all workers that were asked for ``wanted``; end all workers and raise the first failure."""
-        asked = [worker for worker in self.workers if wanted in worker.asked or wanted in worker.answered]
+    def _replies(self, wanted: Hashable) -> dict[_RolloutWorker, Any]:
+        """Wait for the replies of all workers with the request ``wanted``; on a failure, end all workers and raise it."""
+        workers = [worker for worker in self.workers if wanted in worker.requests or wanted in worker.replies]
         try:
-            while waiting := [worker for worker in asked if wanted not in worker.answered]:
+            while waiting := [worker for worker in workers if wanted not in worker.replies]:
                 wait([worker.connection for worker in waiting], timeout=POLL_S)
                 for worker in waiting:
+                    # A worker handles its requests in order, so a reply belongs to the oldest one.
                     if (message := self._receive(worker)) is not None:
-                        worker.answered[worker.asked.popleft()] = message
-        except BaseException:  # Ctrl-C, too: the next call must not read the answers to this one
+                        worker.replies[worker.requests.popleft()] = message
+        except BaseException:  # also Ctrl-C: the next call must not read replies to this one
             for worker in self.workers:
                 worker.kill()
             raise
-        return {worker: worker.answered.pop(wanted) for worker in asked}
+        return {worker: worker.replies.pop(wanted) for worker in workers}
 
     def _receive(self, worker: _RolloutWorker) -> Any:
-        """Return an answer if there is one, or raise the worker's error; pass its log records and warnings on."""
+        """Return a reply if there is one, or raise the worker's error; pass its log records and warnings on."""
         try:
             if not worker.connection.poll():
                 return None
@@ -236,7 +235,7 @@ class ProcessCollector:
 
 
 def _copy_of_trained(model: ActionModel) -> ActionModel:
-    """Return a copy of a policy with trained weights of its own; it shares the frozen ones."""
+    """Return a copy of a policy with its own trained weights; the frozen ones are shared."""
     frozen = {id(parameter): parameter for parameter in model.parameters() if not parameter.requires_grad}
     return copy.deepcopy(model, frozen)
 

@@ -1,4 +1,4 @@
-"""Choose episodes as a pure function of seed, iteration, group and position, so that nothing needs to be saved."""
+"""Choice of training episodes: a pure function of seed, iteration, group and position, so nothing needs to be saved."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from rlinf.types import EpisodeSpec
 class EpisodeSampler:
     """Choose training episodes, with tasks in equal fractions.
 
-    ``specs`` are the training split, ``num_tasks`` tasks in round-robin order. Each iteration has ``num_groups`` groups
-    over all ranks, of ``group_size`` envs that share each episode. ``spec`` explains ``init_states``.
+    ``specs`` are the training split, ``num_tasks`` tasks in round-robin order. Each iteration has ``num_groups`` groups over
+    all ranks; the ``group_size`` envs of a group share each episode. ``spec`` explains ``init_states``.
     """
 
     specs: Sequence[EpisodeSpec]
@@ -26,12 +26,11 @@ class EpisodeSampler:
     init_states: str = "random"
 
     def spec(self, step: int, env_id: int, position: int, attempt: int = 0) -> EpisodeSpec:
-        """Return episode ``position`` of an env (global index) in iteration ``step``, in its rollout ``attempt``.
+        """Return episode ``position`` of an env (global index) in iteration ``step`` and rollout ``attempt``.
 
-        ``random``: group ``g`` plays task ``(g + position) mod num_tasks`` from a uniformly drawn initial state.
-        ``ordered``: the split in its order; each iteration starts ``num_groups`` episodes later. The second episode of
-        an env is the one with which the next iteration starts. ``fixed``: as ``ordered``, but each iteration starts at
-        the first episode.
+        ``random``: group ``g`` gets task ``(g + position) mod num_tasks`` with a uniformly drawn initial state. ``ordered``: the
+        split in its order; each iteration starts ``num_groups`` episodes later, so the second episode of an env equals its first
+        one of the next iteration. ``fixed``: as ``ordered``, but each iteration starts at the first episode.
         """
         group = env_id // self.group_size
         if self.init_states == "random":

@@ -1,4 +1,4 @@
-"""The shared memory of ``ProcessCollector`` and its workers: the task with the policy's tensors, and the answers."""
+"""Shared memory of ``ProcessCollector`` and its workers: the task with the policy's tensors, and the replies."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from rlinf.distributed.child_process import SharedMemory
 from rlinf.errors import ConfigError
 
 ALIGNMENT = 64
-"""Each array starts at a multiple of so many bytes."""
+"""Each array starts at a multiple of this many bytes."""
 
 
 class TensorForm(NamedTuple):
-    """All of a tensor but its numbers.
+    """Metadata of a tensor: everything except its numbers.
 
-    ``is_trained`` is its ``requires_grad``: other processes compute no gradients, but torch chooses kernels by it, and
+    ``is_trained`` is its ``requires_grad``. Other processes compute no gradients, but torch chooses kernels by it, and
     different kernels round differently.
     """
 
@@ -44,14 +44,14 @@ class TensorForm(NamedTuple):
         return nn.Parameter(tensor, self.is_trained) if self.is_parameter else tensor
 
 
-class Place(NamedTuple):
-    """The place of a tensor in shared memory."""
+class BufferSlice(NamedTuple):
+    """Position of a tensor in shared memory."""
 
     offset: int
     form: TensorForm
 
     def tensor(self, memory: mmap.mmap) -> Tensor:
-        """Return the tensor, which shares the memory."""
+        """Return the tensor as a view of the shared memory."""
         form, count = self.form, math.prod(self.form.shape)
         flat = torch.frombuffer(memory, dtype=form.dtype, count=count, offset=self.offset)
         return flat.as_strided(form.shape, form.stride)
@@ -60,12 +60,11 @@ class Place(NamedTuple):
 class SharedTask:
     """A task for other processes. Its model's tensors are moved into shared memory, so all processes see every update.
 
-    Raise ConfigError, and move nothing, if the task holds an object that cannot be pickled or a class of the main
-    script, or if two tensors of the model share memory, which the move would separate.
+    Raise ConfigError, and move nothing, if the task contains an object that cannot be pickled or a class of the main script,
+    or if two tensors of the model share memory, which the move would separate.
 
     Args:
-        task: Anything that can be pickled and holds ``model``.
-        model: On the CPU.
+        task: Contains ``model`` and can be pickled.
 
     Attributes:
         memory: Tensors, then the pickled task.
@@ -74,17 +73,18 @@ class SharedTask:
 
     def __init__(self, task: Any, model: nn.Module) -> None:
         self.model = model
-        tensors = {id(each): each for each in self._tensors().values() if each.numel()}
+        tensors = {id(tensor): tensor for tensor in self._tensors().values() if tensor.numel()}
+        # Before pickling, to fail early; the tensors elsewhere in the task are only known after it.
         _reject_overlaps(list(tensors.values()), [])
-        places, end = {}, 0
+        slices, end = {}, 0
         for key, tensor in tensors.items():
-            places[key] = Place(end, TensorForm.of(tensor))
+            slices[key] = BufferSlice(end, TensorForm.of(tensor))
             end += aligned(tensor.numel() * tensor.element_size())
         data = io.BytesIO()
-        pickler = _TaskPickler(data, places)
+        pickler = _TaskPickler(data, slices)
         try:
             pickler.dump(task)
-        except Exception as error:  # classes of users raise what they like
+        except Exception as error:  # user classes may raise anything
             message = f"The policy or the env cannot be sent to another process: {type(error).__name__}: {error}."
             raise ConfigError(message) from error
         _reject_overlaps(list(tensors.values()), pickler.other_tensors)
@@ -92,7 +92,7 @@ class SharedTask:
         self.memory = SharedMemory(end + self.size)
         self.memory.map[end : end + self.size] = data.getvalue()
         for key, tensor in tensors.items():
-            shared = places[key].tensor(self.memory.map)
+            shared = slices[key].tensor(self.memory.map)
             tensor.data = shared.copy_(tensor.detach())
         self._addresses = {name: tensor.data_ptr() for name, tensor in self._tensors().items()}
 
@@ -104,22 +104,23 @@ class SharedTask:
         return dict([*self.model.named_parameters(), *self.model.named_buffers()])
 
 
-def _reject_overlaps(moved: list[Tensor], others: list[Tensor]) -> None:
-    """Raise ConfigError if a tensor that moves shares memory with another one, which would then miss its updates."""
-    extents = [(*_extent(tensor), True) for tensor in moved] + [(*_extent(tensor), False) for tensor in others]
+def _reject_overlaps(moved: list[Tensor], fixed: list[Tensor]) -> None:
+    """Raise ConfigError if a tensor that moves shares memory with a different one, which would then miss its updates."""
+    extents = [(*_extent(tensor), True) for tensor in moved] + [(*_extent(tensor), False) for tensor in fixed]
     moved_end = end = 0
+    # Sorted by address, an overlap shows as a start before the end of the tensors so far.
     for first, last, moves in sorted(extents):
         if first < (end if moves else moved_end):
             raise ConfigError(
                 "The policy cannot be moved into shared memory: two of its tensors are views of the same memory; required: "
-                "memory of its own for each parameter and buffer."
+                "separate memory for each parameter and buffer."
             )
         end = max(end, last)
         moved_end = max(moved_end, last) if moves else moved_end
 
 
 def _extent(tensor: Tensor) -> tuple[int, int]:
-    """Return the addresses of a strided tensor's first byte and of the byte behind its last one."""
+    """Return the address of a strided tensor's first byte, and the end of its last one."""
     steps = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     return tensor.data_ptr(), tensor.data_ptr() + (steps + 1) * tensor.element_size()
 
@@ -136,21 +137,21 @@ def reject_main_script(value: Any) -> None:
 
 
 class _TaskPickler(pickle.Pickler):
-    """Writes the ``Place`` of a shared tensor in its stead, and notes the other tensors on the CPU."""
+    """Writes a ``BufferSlice`` in place of each shared tensor, and collects the remaining tensors on the CPU."""
 
-    def __init__(self, file: io.BytesIO, places: dict[int, Place]) -> None:
+    def __init__(self, file: io.BytesIO, slices: dict[int, BufferSlice]) -> None:
         super().__init__(file, protocol=5)
-        self.places = places
+        self.slices = slices
         self.other_tensors: list[Tensor] = []
 
-    def persistent_id(self, value: Any) -> Place | None:
+    def persistent_id(self, value: Any) -> BufferSlice | None:
         reject_main_script(value)
         if not isinstance(value, Tensor):
             return None
-        place = self.places.get(id(value))
-        if place is None and value.device.type == "cpu" and value.layout == torch.strided and value.numel():
+        buffer_slice = self.slices.get(id(value))
+        if buffer_slice is None and value.device.type == "cpu" and value.layout == torch.strided and value.numel():
             self.other_tensors.append(value)
-        return place
+        return buffer_slice
 
 
 class _TaskUnpickler(pickle.Unpickler):
@@ -158,22 +159,22 @@ class _TaskUnpickler(pickle.Unpickler):
         super().__init__(io.BytesIO(memory[start : start + size]))
         self.memory = memory
 
-    def persistent_load(self, place: Place) -> Tensor:
-        return place.form.typed(place.tensor(self.memory))
+    def persistent_load(self, pid: BufferSlice) -> Tensor:
+        return pid.form.typed(pid.tensor(self.memory))
 
 
-class StoredAnswer(NamedTuple):
-    """A pickle without its arrays, and their sizes in bytes. They lie one after the other in the memory of the worker's answers."""
+class PackedReply(NamedTuple):
+    """A pickle without its arrays, and their sizes in bytes. The arrays follow one another in the worker's reply buffer."""
 
     data: bytes
     sizes: list[int]
 
 
-def write_answer(value: Any, file: int) -> StoredAnswer:
+def write_reply(value: Any, file: int) -> PackedReply:
     """Write the arrays and tensors of ``value`` into the file of a shared memory, which grows if needed."""
     buffers: list[pickle.PickleBuffer] = []
     data = io.BytesIO()
-    _AnswerPickler(data, protocol=5, buffer_callback=buffers.append).dump(value)
+    _ReplyPickler(data, protocol=5, buffer_callback=buffers.append).dump(value)
     views = [buffer.raw() for buffer in buffers]
     total = sum(aligned(view.nbytes) for view in views)
     if os.fstat(file).st_size < total:
@@ -184,22 +185,22 @@ def write_answer(value: Any, file: int) -> StoredAnswer:
             for view in views:
                 memory[first : first + view.nbytes] = view
                 first += aligned(view.nbytes)
-    return StoredAnswer(data.getvalue(), [view.nbytes for view in views])
+    return PackedReply(data.getvalue(), [view.nbytes for view in views])
 
 
-def read_answer(answer: StoredAnswer, file: int) -> Any:
-    """Return the value. Its arrays lie in the shared memory: copy them before the worker writes its next answer."""
+def read_reply(reply: PackedReply, file: int) -> Any:
+    """Return the value. Its arrays are views of the shared memory: copy them before the worker writes its next reply."""
     views, first = [], 0
-    if answer.sizes:
-        memory = memoryview(mmap.mmap(file, sum(map(aligned, answer.sizes))))
-        for size in answer.sizes:
+    if reply.sizes:
+        memory = memoryview(mmap.mmap(file, sum(map(aligned, reply.sizes))))
+        for size in reply.sizes:
             views.append(memory[first : first + size])
             first += aligned(size)
-    return pickle.loads(answer.data, buffers=views)
+    return pickle.loads(reply.data, buffers=views)
 
 
-class _AnswerPickler(pickle.Pickler):
-    """Writes tensors as arrays, which a pickle can leave out."""
+class _ReplyPickler(pickle.Pickler):
+    """Writes tensors as arrays, which a pickle can store out of band."""
 
     def reducer_override(self, value: Any) -> Any:
         return (torch.from_numpy, (value.numpy(),)) if isinstance(value, Tensor) else NotImplemented

@@ -1,4 +1,4 @@
-"""A rollout policy that acts through vLLM, next to the torch model that is trained."""
+"""A rollout policy that samples actions with vLLM, in addition to the torch model that is trained."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ SEED_BITS = 24
 class VllmPolicy:
     """Sample action tokens in a vLLM engine. The torch model preprocesses images and computes values.
 
-    ``model`` is unsharded; its weights are sent to the engine. At most ``num_envs`` act at once. ``trained`` are the
-    tensors that training changes, if ``model`` is the replica of another one; None: ``trained_names(model)``.
+    ``model`` is unsharded; its weights are sent to the engine. A call has at most ``num_envs`` rows. ``trained`` are the tensors
+    that training changes, if ``model`` is the replica of a different one; None: ``trained_names(model)``.
     """
 
     predicts_values = False  # vLLM runs no value head: ``predict_values`` asks the torch model
@@ -62,14 +62,15 @@ class VllmPolicy:
 
     def update_weights(self, version: int) -> None:
         """Send the torch model's weights to the engine, unless it has this version already."""
-        self.version = None  # unknown if the transfer fails
+        # Reset first: after a failed transfer, the engine may hold parts of two versions.
+        self.version = None
         if self.engine.version != version:
             weights = MergedWeights(self.model, version, self.buckets, self.trained, self.adapter.excluded)
             self.engine.update_weights(weights)
         self.version = version
 
     def sleep(self) -> None:
-        """Let the engine release its GPU memory until it gets weights or observations again."""
+        """Let the engine free its GPU memory until it receives weights or observations."""
         self.engine.sleep(keep_weights=len(self.trained) < len(list(base_tensors(self.model))))
 
     def close(self) -> None:
@@ -91,11 +92,9 @@ class VllmPolicy:
     num_uniforms = 2  # two random numbers make the seed of a row
 
     def resize_images(self, observation: Observation) -> Observation:
-        """Resize images with the torch model."""
         return self.model.resize_images(observation)
 
     def preprocess(self, observation: Observation) -> dict[str, Tensor]:
-        """Preprocess with the torch model."""
         return self.model.preprocess(observation)
 
     @torch.no_grad()
@@ -104,8 +103,8 @@ class VllmPolicy:
     ) -> ActionPrediction:
         """Sample the actions of ``B`` rows; without ``do_sample``, take the most likely tokens.
 
-        ``uniforms``, ``[B, 2]`` in (0, 1), make the seeds of the rows; None: new seeds at each call. In the result,
-        ``logits`` are ``[B, A, 1]``: the engine's log-probabilities of the sampled tokens. ``values`` are 0.
+        ``uniforms``, ``[B, 2]`` in (0, 1), are converted to the rows' seeds; None: new seeds at each call. In the result, ``logits``
+        are ``[B, A, 1]``: the engine's log-probabilities of the sampled tokens. ``values`` are 0.
         """
         num_tokens = self.num_logprobs
         sampling = {
@@ -117,9 +116,7 @@ class VllmPolicy:
         greedy_temperature = None if do_sample else temperature
         result = self.engine.generate(GenerateRequest(prompts, sampling, seeds, greedy_temperature))
         if result.version != self.version:
-            raise RLinfError(
-                f"The vLLM engine answered with weights of version {result.version}; required: {self.version}."
-            )
+            raise RLinfError(f"The vLLM engine used weights of version {result.version}; required: {self.version}.")
         tokens = torch.tensor(result.token_ids, device=inputs["input_ids"].device)
         sequences = torch.cat([inputs["input_ids"], tokens], dim=1)
         logprobs = torch.tensor(result.logprobs, dtype=torch.float32, device=tokens.device)
@@ -128,7 +125,7 @@ class VllmPolicy:
         )
 
     def rollout_logprobs(self, prediction: ActionPrediction, temperature: float = 1.0) -> Tensor:
-        """Return the engine's log-probabilities among the action tokens at its temperature, float32 ``[B, A]``."""
+        """Return the engine's log-probabilities of the sampled tokens among the action tokens, float32 ``[B, A]``."""
         return prediction.logits.squeeze(-1)
 
     def predict_values(self, **inputs: Tensor) -> Tensor:
@@ -137,7 +134,7 @@ class VllmPolicy:
 
 
 def adapter_of(model: ActionModel | type[ActionModel]) -> Any:
-    """Return the class that adapts a model to vLLM; raise ConfigError if it has none, or no ``decode_actions``."""
+    """Return the class that adapts a model to vLLM; ConfigError if it has none, or no ``decode_actions``."""
     name = model.__name__ if isinstance(model, type) else type(model).__name__
     if model.vllm_adapter is None:
         raise ConfigError(

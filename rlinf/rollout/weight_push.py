@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from rlinf.distributed.deadlines import waiting
+from rlinf.distributed.deadlines import deadline
 from rlinf.distributed.parallel import local_part
 from rlinf.distributed.process_group import any_rank, gather_objects
 from rlinf.engines.weight_transfer import ModuleReceiver, PushHeader, manifest_of
@@ -19,16 +19,16 @@ from rlinf.optim.finite import check_finite, different
 
 
 class WeightPush:
-    """Keeps the rollout policy, which collects the rollouts, equal to the trained model.
+    """Keeps the rollout policy equal to the trained model.
 
-    The rollout policy is ``generator`` if there is one, else ``rollout_model``. A ``rollout_model`` that is not the
-    trained model itself is a full replica on each rank, so that rollouts of a sharded trainer need no collective calls.
-    The first push copies every tensor, the next ones only the trained ones.
+    The rollout policy is ``generator`` if there is one, else ``rollout_model``. A ``rollout_model`` other than the trained
+    model itself is a full replica on each rank, so rollouts of a sharded trainer need no collective calls. The first push
+    copies every tensor, later ones only the trained ones.
 
     Args:
         trainer_model: The trained model, sharded or not.
         rollout_model: ``trainer_model`` itself, or a full model of the same architecture. On the meta device it only describes
-            the policy, and ``generator`` takes the weights from the trained model.
+            the policy, and ``generator`` gets the weights from the trained model.
         generator: An engine or rollout workers with ``update_weights(version)``, or None.
     """
 
@@ -41,7 +41,7 @@ class WeightPush:
 
     @property
     def rollout_policy(self) -> Any:
-        """The policy that collects rollouts; RLinfError if the last push failed, because it may hold parts of two versions."""
+        """The policy for rollouts; RLinfError if the last push failed, because it may mix two versions."""
         if self.version is None:
             raise RLinfError(
                 "The rollout policy has no complete weights: the last push failed, or there was none. Push again"
@@ -49,15 +49,16 @@ class WeightPush:
         return self.rollout_model.eval() if self.generator is None else self.generator
 
     @torch.no_grad()
-    @waiting("push")
+    @deadline("push")
     def push(self, version: int) -> int:
-        """Bring the rollout policy to the trained weights (a collective call), and return ``version``.
+        """Copy the trained weights to the rollout policy (a collective call), and return ``version``.
 
-        A replica that holds this version already is not copied again. Frozen tensors are looked at in the first push, and where
-        torch counts a write into them (it counts none through ``.data``). Costs one all-gather for each FSDP unit with trained
-        weights, and two sums of flags. Raise NonFiniteError, before any copy, if a weight is not finite, and RLinfError if names
-        or shapes differ, the copy does not equal the original, or another rank rejected.
+        A replica that has this version already is not copied again. Frozen tensors are checked in the first push, and when torch
+        counts a write into them (it counts none through ``.data``). Costs one all-gather for each FSDP unit with trained weights,
+        and two sums of flags. Raise NonFiniteError, before any copy, if a weight is not finite, and RLinfError if names or shapes
+        differ, the copy does not equal the original, or a different rank failed.
         """
+        # Until the push has succeeded, the rollout policy may mix two versions and must not be used.
         base, self.version = self.version, None
         seen, self._seen = self._seen, {}
         state = self.trainer_model.state_dict()
@@ -75,14 +76,14 @@ class WeightPush:
         return version
 
     def rest(self) -> None:
-        """Let an engine release its GPU memory until the next push or rollout."""
+        """Let an engine free its GPU memory until the next push or rollout."""
         if self.generator is not None:
             self.generator.sleep()
 
     def _writes(self, name: str, tensor: Tensor) -> list[int]:
-        """Return how often torch has written into a tensor and its replica; a frozen one need not be read while that stays."""
+        """Return torch's counts of writes into a tensor and its replica; an unchanged frozen tensor need not be read again."""
         replica = {} if self._replica is None else self._replica.tensors
-        return [each._version for each in (local_part(tensor)[0], replica.get(name)) if each is not None]
+        return [copy._version for copy in (local_part(tensor)[0], replica.get(name)) if copy is not None]
 
     def _copy(self, version: int, base: int | None) -> None:
         manifest = manifest_of(self.trainer_model)
@@ -95,8 +96,8 @@ class WeightPush:
     def _check_replica(self, tensors: dict[str, Tensor]) -> None:
         """Compare this rank's part of the weights with the replica, bit for bit.
 
-        Log-probabilities would not show a stale value head, a stale layer that is hardly used, or, in 16 bits, an
-        update that is smaller than the rounding.
+        Log-probabilities would not reveal a stale value head, a stale layer that is hardly used, or, in 16 bits, an update smaller
+        than the rounding.
         """
         held = self._replica.tensors
 
@@ -110,16 +111,16 @@ class WeightPush:
         if stale:
             raise RLinfError(
                 f"The rollout policy differs from the trained policy after the weight push in {len(stale)} of "
-                f"{len(held)} tensors: {', '.join(stale[:8])}. Rollouts would come from older weights; this is a fault of "
+                f"{len(held)} tensors: {', '.join(stale[:8])}. Rollouts would use older weights; this is a fault of "
                 "the weight push (WeightPush), or something writes into the rollout policy"
             )
 
 
 def gathered(model: nn.Module, names: set[str]) -> Iterator[tuple[str, Tensor]]:
-    """Yield the full tensors ``names`` of a model's state dict, with one gather for each FSDP unit that has any of them.
+    """Yield the full tensors ``names`` of a model's state dict, with one gather for each FSDP unit that contains any.
 
-    Only one unit is whole at a time, and a tensor is valid until the next one is asked for. A collective call on all
-    ranks if the model is sharded.
+    Only one unit is gathered at a time, and a tensor is valid until the next one is requested. A collective call if the model
+    is sharded.
     """
     state = model.state_dict()
     units: dict[str, list[str]] = {}
@@ -127,18 +128,21 @@ def gathered(model: nn.Module, names: set[str]) -> Iterator[tuple[str, Tensor]]:
     for name in state:
         if name in names:
             owner = max(
-                (each for each in prefixes if f"{name}.".startswith(f"{each}." if each else "")), key=len, default=""
+                (prefix for prefix in prefixes if f"{name}.".startswith(f"{prefix}." if prefix else "")),
+                key=len,
+                default="",
             )
             units.setdefault(owner, []).append(name)
-    for owner, own in units.items():
+    for owner, unit_names in units.items():
         unit = model.get_submodule(owner)
         if not isinstance(unit, FSDPModule):
-            yield from ((name, state[name]) for name in own)
+            yield from ((name, state[name]) for name in unit_names)
             continue
-        unit.reshard()  # the last evaluation may have left the root whole, with weights from before the step
+        # The last evaluation may have left the root unit gathered, with weights from before the update.
+        unit.reshard()
         unit.unshard()
         try:
-            for name in own:
+            for name in unit_names:
                 module, _, part = name.rpartition(".")
                 yield name, getattr(model.get_submodule(module), part)
         finally:
@@ -146,11 +150,11 @@ def gathered(model: nn.Module, names: set[str]) -> Iterator[tuple[str, Tensor]]:
 
 
 def on_every_rank(check: Callable[[], None]) -> None:
-    """Run a check without collective calls. Raise the first error of any rank on all ranks, so that none waits for another."""
+    """Run a check without collective calls. Raise the first error of any rank on all ranks, so that no rank waits for it."""
     error: RLinfError | None = None
     try:
         check()
-    except RLinfError as found:
-        error = found
+    except RLinfError as raised:
+        error = raised
     if any_rank(error is not None):
-        raise next(each for each in gather_objects(error) if each is not None)
+        raise next(item for item in gather_objects(error) if item is not None)

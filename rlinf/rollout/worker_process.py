@@ -1,4 +1,4 @@
-"""The child's side of ``ProcessCollector``: a ``RolloutCollector``, a replica of the policy, and the loop that plays."""
+"""Worker process of ``ProcessCollector``: a ``RolloutCollector`` and a replica of the policy."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ from torch import nn
 from rlinf.distributed.child_process import exit_with_parent, failure_of, own_end
 from rlinf.models.precision import autocast
 from rlinf.rollout.collector import RolloutCollector
-from rlinf.rollout.shared_memory import read_task, write_answer
+from rlinf.rollout.shared_memory import read_task, write_reply
 from rlinf.seeding import seed_everything
 
 READY = "ready"
-"""The first message of a worker, which can play from then on."""
+"""First message of a worker, once it can collect."""
 
 
 @dataclass(frozen=True)
 class RolloutTask:
-    """The common task of all workers of a rank: their collectors, the policies that play, in shared memory, and its precision."""
+    """Common task of all workers of a rank: their collectors, the policies in shared memory, and the precision."""
 
     make_collector: Callable[..., RolloutCollector]
     models: nn.ModuleList
@@ -40,10 +40,10 @@ class RolloutTask:
 
 @dataclass(frozen=True)
 class WorkerStart:
-    """The first message to a worker, which can be read before any code of the user is imported.
+    """First message to a worker, readable before any user code is imported.
 
-    ``prepare`` is called before the task, which lies at ``start`` of the shared memory, is read. ``rank`` and
-    ``num_ranks`` count the workers of all ranks.
+    ``prepare`` is called before the task, which starts at ``start`` in the shared memory, is read. ``rank`` and ``num_ranks``
+    count the workers of all ranks.
     """
 
     prepare: Callable[[], object]
@@ -57,7 +57,7 @@ class WorkerStart:
 
 
 class _Sender:
-    """Sends answers, log records and warnings to the parent, from any thread."""
+    """Sends replies, log records and warnings to the parent, from any thread."""
 
     def __init__(self, connection: Connection) -> None:
         self._connection, self._lock = connection, threading.Lock()
@@ -67,7 +67,7 @@ class _Sender:
             self._connection.send(message)
 
     def put_nowait(self, message: Any) -> None:
-        """Send a record or a warning, as ``logging.handlers.QueueHandler`` asks; a parent that has left needs none."""
+        """Send a record or a warning for ``logging.handlers.QueueHandler``; ignore a parent that has exited."""
         with suppress(OSError):
             self.send(message)
 
@@ -78,18 +78,18 @@ class _Sender:
 
 def main() -> None:
     """Run a worker."""
-    connection, (memory, *answers), parent = own_end()
+    connection, (memory, *buffers), parent = own_end()
     threading.Thread(target=exit_with_parent, args=(parent,), daemon=True).start()
     sender = _Sender(connection)
     try:
-        # The requests end when the parent closes its end of the pipe, or dies.
-        _work(_requests(connection), sender, memory, answers)
+        # Requests end when the parent closes its end of the pipe or dies.
+        _work(_requests(connection), sender, memory, buffers)
     except Exception as error:  # noqa: BLE001 - the parent raises it
         with suppress(ConnectionResetError, BrokenPipeError):
             sender.send(failure_of(error))
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(0)  # Python would take its time to free all modules
+    os._exit(0)  # a normal exit spends time on freeing all modules
 
 
 def _requests(connection: Connection) -> Iterator[Any]:
@@ -98,10 +98,10 @@ def _requests(connection: Connection) -> Iterator[Any]:
             yield connection.recv()
 
 
-def _work(requests: Iterator[Any], sender: _Sender, memory: int, answers: Sequence[int]) -> None:
-    """Read a ``WorkerStart``; then, for each rollout, the number of the policy that plays, and the other arguments.
+def _work(requests: Iterator[Any], sender: _Sender, memory: int, buffers: Sequence[int]) -> None:
+    """Read a ``WorkerStart``; then, for each rollout, the index of the policy to use, and the remaining arguments.
 
-    The answer goes into the memory of that number.
+    The reply goes into the buffer of the same index.
     """
     for start in requests:
         logging.root.setLevel(start.log_level)
@@ -118,6 +118,6 @@ def _work(requests: Iterator[Any], sender: _Sender, memory: int, answers: Sequen
         try:
             sender.send(READY)
             for slot, arguments in requests:
-                sender.send(write_answer(collector.collect(models[slot], **arguments), answers[slot]))
+                sender.send(write_reply(collector.collect(models[slot], **arguments), buffers[slot]))
         finally:
             collector.close()

@@ -1,4 +1,4 @@
-"""Requests of all connections, answered together by one thread."""
+"""Batching of requests from all connections for one inference thread."""
 
 from __future__ import annotations
 
@@ -10,69 +10,69 @@ from dataclasses import dataclass, field
 from typing import Any
 
 MAX_WAITING = 16
-"""Batches of rows that may be under way. More are rejected: they would be answered later and later."""
+"""Pending batches. Further requests are rejected, because replies would only get later."""
 
 
 class BusyError(RuntimeError):
-    """Too many rows are under way already."""
+    """Too many rows are pending."""
 
 
 @dataclass
-class _Ask:
+class _Request:
     rows: Sequence[Any]
-    answer: asyncio.Future = field(default_factory=lambda: asyncio.get_running_loop().create_future())
+    result: asyncio.Future = field(default_factory=lambda: asyncio.get_running_loop().create_future())
 
 
 class Batcher:
-    """Collects rows and lets one thread answer them.
+    """Collects rows into batches, which one thread computes.
 
-    A batch starts as soon as it is full, or every client has asked, or ``wait_s`` have passed since its first row. A client
-    waits for its answer before it asks again, so one that is alone never waits for others.
+    A batch starts as soon as it is full, every client has a pending request, or ``wait_s`` have passed since its first row. A
+    client has one request at a time, so a single client never waits for a batch to fill.
 
     Args:
-        act: ``rows -> one answer for each``, called in the thread. It must not let a row's answer depend on the others. An answer
-            that is an exception goes to who asked for this row.
-        max_rows: Rows of a batch. A request with more is answered in pieces.
-        wait_s: Longest wait for rows of other clients.
-        num_clients: Says how many clients there are.
+        act: ``rows -> one result for each``, called in the thread. A result must not depend on the remaining rows. An exception as a
+            result is raised for the client of this row.
+        max_rows: Rows of a batch. A larger request is split.
+        wait_s: Longest wait for rows of further clients.
+        num_clients: Returns the number of connected clients.
     """
 
     def __init__(
         self, act: Callable[[list[Any]], Sequence[Any]], max_rows: int, wait_s: float, num_clients: Callable[[], int]
     ) -> None:
         self.act, self.max_rows, self.wait_s, self.num_clients = act, max_rows, wait_s, num_clients
-        self._waiting: deque[_Ask] = deque()
-        self._in_hand: list[_Ask] = []
-        self._came = asyncio.Event()
+        self._waiting: deque[_Request] = deque()
+        self._current: list[_Request] = []
+        self._changed = asyncio.Event()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="inference")
         self._task = asyncio.create_task(self._run())
 
-    async def ask(self, rows: Sequence[Any], timeout_s: float, *, waits: bool = False) -> list[Any]:
-        """Return the answers to rows. With ``waits`` they are never too many: for a client that asks for one row at a time.
+    async def submit(self, rows: Sequence[Any], timeout_s: float, *, waits: bool = False) -> list[Any]:
+        """Return the results of rows. With ``waits``, a full queue does not reject them: for a client with one row at a time.
 
         Raises:
-            BusyError: Too many rows are under way.
-            TimeoutError: There was no answer in time. Rows that still wait are dropped.
+            BusyError: Too many rows are pending.
+            TimeoutError: There was no result in time. Rows that still wait are dropped.
         """
-        if not waits and sum(len(ask.rows) for ask in (*self._in_hand, *self._waiting)) >= self.most_rows:
-            raise BusyError(f"{self.most_rows} observations or more are under way")
-        asks = [_Ask(rows[first : first + self.max_rows]) for first in range(0, len(rows), self.max_rows)]
-        self._waiting += asks
+        if not waits and sum(len(request.rows) for request in (*self._current, *self._waiting)) >= self.most_rows:
+            raise BusyError(f"{self.most_rows} observations or more are pending")
+        requests = [_Request(rows[first : first + self.max_rows]) for first in range(0, len(rows), self.max_rows)]
+        self._waiting += requests
         self.wake()
-        answers = await asyncio.wait_for(asyncio.gather(*(ask.answer for ask in asks)), timeout_s)
-        return [answer for piece in answers for answer in piece]
+        results = await asyncio.wait_for(asyncio.gather(*(request.result for request in requests)), timeout_s)
+        return [result for piece in results for result in piece]
 
     @property
     def most_rows(self) -> int:
-        """Rows that one request may have, and after which further requests are rejected."""
+        """Largest number of rows of a request, and of pending rows."""
         return MAX_WAITING * self.max_rows
 
     def wake(self) -> None:
-        """Look again whether a batch is full: rows came, or a client has left."""
-        self._came.set()
+        """Check again whether a batch is full: rows arrived, or a client has left."""
+        self._changed.set()
 
     async def close(self) -> None:
-        """End the thread after the batch that it works on."""
+        """Stop the thread after its current batch."""
         self._task.cancel()
         await asyncio.gather(self._task, return_exceptions=True)
         self._thread.shutdown(wait=False, cancel_futures=True)
@@ -80,60 +80,61 @@ class Batcher:
     async def _run(self) -> None:
         loop = asyncio.get_running_loop()
         while True:
-            await self._next()
-            if not self._waiting:  # a client has left
+            # One task forms all batches, so no lock is needed; the event loop stays free while the thread computes.
+            await self._wait_for_change()
+            if not self._waiting:  # woken by a client that has left
                 continue
             deadline = loop.time() + self.wait_s
             while len(self._waiting) < self.num_clients() and (left := deadline - loop.time()) > 0:
-                if sum(len(ask.rows) for ask in self._waiting) >= self.max_rows:
+                if sum(len(request.rows) for request in self._waiting) >= self.max_rows:
                     break
                 try:
-                    await asyncio.wait_for(self._next(), left)
+                    await asyncio.wait_for(self._wait_for_change(), left)
                 except TimeoutError:
                     break
-            self._in_hand = self._taken()
-            await self._answer(self._in_hand)
-            self._in_hand = []
+            self._current = self._next_batch()
+            await self._compute(self._current)
+            self._current = []
 
-    async def _next(self) -> None:
-        """Wait until a request comes that has not been seen yet."""
-        await self._came.wait()
-        self._came.clear()
+    async def _wait_for_change(self) -> None:
+        """Wait for the next call of ``wake``."""
+        await self._changed.wait()
+        self._changed.clear()
 
-    def _taken(self) -> list[_Ask]:
-        """Take the oldest requests, as many as fit into a batch, at least one."""
-        taken: list[_Ask] = []
+    def _next_batch(self) -> list[_Request]:
+        """Remove the oldest requests from the queue, as many as fit into a batch, at least one."""
+        batch: list[_Request] = []
         while self._waiting:
-            ask = self._waiting[0]
-            if ask.answer.done():  # nobody waits for it any more
+            request = self._waiting[0]
+            if request.result.done():  # timed out, or the client has left
                 self._waiting.popleft()
                 continue
-            if taken and sum(len(one.rows) for one in taken) + len(ask.rows) > self.max_rows:
+            if batch and sum(len(queued.rows) for queued in batch) + len(request.rows) > self.max_rows:
                 break
-            taken.append(self._waiting.popleft())
+            batch.append(self._waiting.popleft())
         if self._waiting:
-            self._came.set()  # the rest starts the next batch at once
-        return taken
+            self._changed.set()  # so that the remaining requests start the next batch without a wait
+        return batch
 
-    async def _answer(self, asks: Sequence[_Ask]) -> None:
-        """Answer requests together; if that fails, each alone, so that one cannot spoil the others."""
-        rows = [row for ask in asks for row in ask.rows]
+    async def _compute(self, requests: Sequence[_Request]) -> None:
+        """Compute requests together; if that fails, separately, so that a bad request fails alone."""
+        rows = [row for request in requests for row in request.rows]
         if not rows:
             return
         try:
-            answers = await asyncio.get_running_loop().run_in_executor(self._thread, self.act, rows)
-        except Exception as error:  # noqa: BLE001 whatever a policy raises goes to who asked
-            if len(asks) == 1:
-                if not asks[0].answer.done():
-                    asks[0].answer.set_exception(error)
+            results = await asyncio.get_running_loop().run_in_executor(self._thread, self.act, rows)
+        except Exception as error:  # noqa: BLE001 raised again for the client
+            if len(requests) == 1:
+                if not requests[0].result.done():
+                    requests[0].result.set_exception(error)
                 return
-            for ask in asks:
-                await self._answer([ask])
+            for request in requests:
+                await self._compute([request])
             return
         first = 0
-        for ask in asks:
-            own = list(answers[first : first + len(ask.rows)])
-            first += len(ask.rows)
-            rejected = [answer for answer in own if isinstance(answer, Exception)]
-            if not ask.answer.done():
-                ask.answer.set_exception(rejected[0]) if rejected else ask.answer.set_result(own)
+        for request in requests:
+            part_results = list(results[first : first + len(request.rows)])
+            first += len(request.rows)
+            errors = [result for result in part_results if isinstance(result, Exception)]
+            if not request.result.done():
+                request.result.set_exception(errors[0]) if errors else request.result.set_result(part_results)

@@ -1,4 +1,4 @@
-"""A client of openpi's protocol that waits for its server, comes back to it, and knows if it is another one by then."""
+"""Client of openpi's protocol that waits for its server, reconnects, and then verifies that the policy is the same."""
 
 from __future__ import annotations
 
@@ -25,30 +25,30 @@ OPEN_TIMEOUT_S, PING_INTERVAL_S = 10, 20
 FIRST_WAIT_S, LONGEST_WAIT_S = 0.1, 2.0
 MESSAGE_TOO_BIG, TRY_AGAIN_LATER = 1009, 1013
 GOODBYE_S = 1
-"""Longest wait for the end of a connection whose server has said that something is wrong."""
+"""Longest wait for the close frame after an error message of the server."""
 MAX_REPLY = 256 * 2**20
 COME_BACK = (408, 425, 429, 500, 502, 503, 504)
-"""Statuses of a server, or of a proxy before it, that is not ready yet."""
+"""HTTP statuses of a server, or of a proxy in front of it, that is not ready yet."""
 
 
 class _BusyError(Exception):
-    """The server has too much to do, and asks to be asked later."""
+    """The server is overloaded and asks for a retry."""
 
 
 class PolicyClient:
-    """One connection to a policy. A request holds everything that its reply depends on, so it may be asked again.
+    """A connection to a served policy. A request contains everything that its reply depends on, so it can be repeated.
 
     Raises ConfigError for an invalid URL or a rejected key, PolicyServerError without a server of this protocol.
 
     Args:
-        url: ``ws://host:port``, perhaps with a path.
-        timeout_s: Longest wait for a reply, for what the server says first, for a server that reads nothing, and for one that is busy.
+        url: ``ws://host:port``, optionally with a path.
+        timeout_s: Longest wait for a reply, for the metadata, for a server that does not read, and for a busy one.
         connect_timeout_s: Longest time without a server: at the start, and whenever the connection is lost.
         api_key: Sent as ``Authorization: Api-Key <key>``; None: nothing.
 
     Attributes:
-        metadata: What the server has said first.
-        digest: SHA-256 of it, which tells one server from another.
+        metadata: The server's first message.
+        digest: SHA-256 of ``metadata``, which identifies the served policy.
     """
 
     def __init__(self, url: str, timeout_s: float, connect_timeout_s: float, api_key: str | None = None) -> None:
@@ -60,10 +60,10 @@ class PolicyClient:
         self._connect(time.monotonic() + connect_timeout_s)
 
     def ask(self, request: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the reply to a request, from another connection if the first one is lost.
+        """Return the reply to a request; reconnect if the connection is lost.
 
-        Raise RejectedRequestError if the server rejects it, and PolicyServerError if the server is too busy, answers too
-        late or not at all, or is another one by now.
+        Raise RejectedRequestError if the server rejects it, and PolicyServerError if the server is too busy, replies too late or
+        not at all, or serves a different policy by now.
         """
         data, deadline, busy_until, wait = encode(dict(request)), None, time.monotonic() + self.timeout_s, FIRST_WAIT_S
         while True:
@@ -80,9 +80,10 @@ class PolicyClient:
                 time.sleep(min(wait, left))
                 wait = min(2 * wait, LONGEST_WAIT_S)
             except TimeoutError:
-                self.close()  # a reply that comes later must not be taken for the next one
-                raise self._late(f"has not answered within {self.timeout_s:g} s (model.timeout_s)") from None
+                self.close()  # a late reply must not be mistaken for the next one
+                raise self._late(f"has not replied within {self.timeout_s:g} s (model.timeout_s)") from None
             except (ConnectionClosed, OSError) as error:
+                # Requests have no side effects, so the loop repeats this one on a new connection.
                 self.close()
                 size, goodbye = f"{len(data) / 2**20:.1f} MiB", getattr(error, "rcvd", None)
                 if isinstance(error.__cause__, BlockingIOError | ssl.SSLWantWriteError):
@@ -99,31 +100,31 @@ class PolicyClient:
         return PolicyServerError(f"{self.url} {found}. Set model.timeout_s={10 * self.timeout_s:g}, or {other_fix}")
 
     def close(self) -> None:
-        """Close the connection."""
         if self._connection is not None:
             connection, self._connection = self._connection, None
             connection.close_timeout = 1
             connection.close()
 
     def _read(self, message: str | bytes) -> dict[str, Any]:
-        if isinstance(message, str):  # the protocol's way to say that something is wrong, before it closes
+        # In openpi's protocol, a text frame is an error message, after which the server closes the connection.
+        if isinstance(message, str):
             code = self._end_code()
             self.close()
             if code == TRY_AGAIN_LATER:
                 raise _BusyError(message.strip())
             kind = PolicyServerError if message.startswith(TimeoutError.__name__) else RejectedRequestError
-            raise kind(f"{self.url} answers: {message.strip()}")
+            raise kind(f"{self.url} reports: {message.strip()}")
         try:
             reply = decode(message)
         except MessageError as error:
-            raise PolicyServerError(f"{self.url} has sent what cannot be read: {error}") from error
+            raise PolicyServerError(f"{self.url} has sent an unreadable message: {error}") from error
         if not isinstance(reply, dict):
             kind = type(reply).__name__
             raise PolicyServerError(f"{self.url} has sent a {kind}; required: a map, as openpi's servers send it")
         return reply
 
     def _end_code(self) -> int | None:
-        """Wait for the end of the connection, and return its code; None: it continues."""
+        """Wait for the close frame and return its code; None: the connection stays open."""
         try:
             self._connection.recv(timeout=GOODBYE_S)
         except ConnectionClosed as closed:
@@ -133,7 +134,7 @@ class PolicyClient:
         return None
 
     def _connect(self, deadline: float) -> None:
-        """Connect before a moment of the monotonic clock, and compare the server with the one before."""
+        """Connect before ``deadline`` (monotonic clock), and compare the server with the previous one."""
         wait = FIRST_WAIT_S
         while True:
             try:
@@ -149,7 +150,7 @@ class PolicyClient:
                     raise ConfigError(f"{self.url} rejects the key (status {status}). {fix}") from error
                 if status not in COME_BACK:
                     fix = "required: a policy. Set model.url=<address and path of a server>"
-                    raise ConfigError(f"{self.url} answers with status {status}; {fix}") from error
+                    raise ConfigError(f"{self.url} replies with status {status}; {fix}") from error
                 failure: Exception = error
             except (OSError, WebSocketException, _BusyError) as error:
                 failure = error
@@ -158,38 +159,38 @@ class PolicyClient:
         digest = hashlib.sha256(encode(metadata)).hexdigest()
         if self.metadata is not None and digest != self.digest:
             self.close()
-            before, now = (_name(each) for each in (self.metadata, metadata))
+            before, now = _name(self.metadata), _name(metadata)
             if before == now:
-                now += f" with another {_differing(self.metadata, metadata)}"
+                now += f" with a different {_differing(self.metadata, metadata)}"
             raise PolicyServerError(
-                f"{self.url} serves another policy than before: {now} instead of {before}; episodes of both do not make one "
-                "result. Serve the first one again, or evaluate anew with output_dir=<another folder>"
+                f"{self.url} serves a different policy than before: {now} instead of {before}; their episodes cannot be combined. "
+                "Serve the first policy again, or restart the evaluation with output_dir=<a different folder>"
             )
         self.metadata, self.digest = metadata, digest
 
     def _open(self) -> dict[str, Any]:
-        """Connect once, and return what the server says first."""
+        """Connect once and return the server's first message."""
         self._connection = connect(
             self.url,
             additional_headers=self._headers,
             compression=None,
             max_size=MAX_REPLY,
-            proxy=None,  # of pages on the web; requests to a policy go straight to it
+            proxy=None,  # a system-wide web proxy must not receive observations
             open_timeout=OPEN_TIMEOUT_S,
             ping_interval=PING_INTERVAL_S,
-            ping_timeout=self.timeout_s,  # some servers answer nothing while they compute
+            ping_timeout=self.timeout_s,  # some servers do not answer pings while they compute
         )
         seconds = math.floor(self.timeout_s)
         limit = struct.pack("ll", seconds, int(1e6 * (self.timeout_s - seconds)))
-        # A timeval. websockets has no limit for sending.
+        # websockets has no timeout for sending, so the socket gets one (a timeval).
         self._connection.socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
         try:
             return self._read(self._connection.recv(timeout=self.timeout_s))
         except TimeoutError:
             self.close()
             raise PolicyServerError(
-                f"{self.url} has accepted the connection and said nothing within {self.timeout_s:g} s (model.timeout_s); required: "
-                "openpi's protocol, in which the server speaks first. Set model.url=<another address>"
+                f"{self.url} has accepted the connection and sent nothing within {self.timeout_s:g} s (model.timeout_s); required: "
+                "openpi's protocol, in which the server sends the first message. Set model.url=<address of a policy>"
             ) from None
         except ConnectionClosed:
             self.close()
@@ -200,19 +201,19 @@ class PolicyClient:
         left = deadline - time.monotonic()
         if left <= 0:
             raise PolicyServerError(
-                f"No policy answers at {self.url} after {self.connect_timeout_s:g} s (model.connect_timeout_s): {error}. Start it with "
+                f"No policy is available at {self.url} after {self.connect_timeout_s:g} s (model.connect_timeout_s): {error}. Start it with "
                 "rlinf serve checkpoint=<folder>, or set model.url=<its address>"
             ) from error
         time.sleep(min(seconds, left))
 
 
 def _name(metadata: Mapping[str, Any]) -> str:
-    """Return what tells a served policy from another one."""
-    own = metadata.get("rlinf")
-    return f"manifest {own['digest']}" if isinstance(own, dict) and "digest" in own else str(dict(metadata))[:200]
+    """Return a text that identifies a served policy."""
+    facts = metadata.get("rlinf")
+    return f"manifest {facts['digest']}" if isinstance(facts, dict) and "digest" in facts else str(dict(metadata))[:200]
 
 
 def _differing(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
-    """Return the names of what one policy is served with now and was not before."""
-    old, new = (each.get("rlinf") if isinstance(each.get("rlinf"), dict) else each for each in (before, now))
+    """Return the names of the metadata entries that differ."""
+    old, new = (data.get("rlinf") if isinstance(data.get("rlinf"), dict) else data for data in (before, now))
     return ", ".join(sorted(name for name in {**old, **new} if encode(old.get(name)) != encode(new.get(name))))

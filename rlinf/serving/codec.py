@@ -1,7 +1,7 @@
-"""Messages as bytes: msgpack with arrays in the layouts of openpi and of vla-eval, both read, each checked before it is built.
+"""Messages as bytes: msgpack with arrays in openpi's or vla-eval's layout; both are read, and checked before arrays are built.
 
-openpi writes an array as a map with keys of type bin, vla-eval as one with keys of type str. vla-eval also sends images as
-PNG or JPEG. Object arrays, text arrays and anything else whose bytes are not plain little-endian numbers are rejected.
+openpi writes an array as a map with bin keys, vla-eval as one with str keys. vla-eval also sends images as PNG or JPEG.
+Object arrays, text arrays and anything else but plain little-endian numbers are rejected.
 """
 
 from __future__ import annotations
@@ -20,39 +20,36 @@ from rlinf.images import ImageError, to_rgb
 from rlinf.serving import MessageError
 
 DTYPE = re.compile(r"[<|=]?(b1|[iu][1248]|f[248])|bool|u?int(8|16|32|64)|float(16|32|64)")
-"""Number formats of arrays, in the notations of NumPy."""
+"""Number formats of arrays, in NumPy's notations."""
 
 MAX_AXES = 8
 MAX_DEPTH = 8
-"""Maps and lists inside each other, of which a message of either protocol has three."""
+"""Nesting of maps and lists; messages of both protocols have three levels."""
 MAX_ITEMS = 4096
-"""Entries of a map or of a list; arrays count as one."""
+"""Entries of a map or list; an array counts as one."""
 MAX_MESSAGE_ITEMS = 65_536
-"""Entries of all maps and lists of a message: each costs time in which no other thread of Python runs."""
+"""Entries of all maps and lists of a message: reading each takes time while holding the GIL."""
 MAX_PIXELS = 4096 * 4096
-"""Of all compressed images of a message, as it declares them: a small file can hold an image that fills the memory."""
+"""Declared pixels of all compressed images of a message: a small file can expand to fill the memory."""
 
 FORMATS = {"png": "PNG", "jpeg": "JPEG"}
 
 
 def encode(value: Any) -> bytes:
-    """Return a message in the layout of openpi; arrays keep their type and shape."""
+    """Encode a message in openpi's layout; arrays keep their dtype and shape."""
     return msgpack.packb(value, default=_openpi)
 
 
 def encode_named(value: Any) -> bytes:
-    """Return a message in the layout of vla-eval, with arrays under keys of type str."""
+    """Encode a message in vla-eval's layout, with arrays under str keys."""
     return msgpack.packb(value, default=_vla_eval)
 
 
 def decode(data: Any, max_text: int | None = None) -> Any:
-    """Read a message of either layout; arrays are copies, which can be written.
+    """Decode a message of either layout; arrays are writable copies.
 
-    Raise MessageError if it is text, is cut off, holds something else than maps, lists, plain values and arrays of numbers, or a longer
-    text.
-
-    Args:
-        max_text: Bytes that a text in it may have, checked before the text is built; None: any number.
+    Raise MessageError if it is text, truncated, contains anything but maps, lists, plain values and arrays of numbers, or if a
+    text has more than ``max_text`` bytes (checked before the text is built; None: any).
     """
     if not isinstance(data, bytes | bytearray):
         raise MessageError("The message is text; required: a binary frame of msgpack")
@@ -70,12 +67,12 @@ def decode(data: Any, max_text: int | None = None) -> Any:
 
 
 def too_long(what: str, num_bytes: object, limit: int | None) -> MessageError:
-    """Return the error of a text that is longer than the server reads."""
+    """Return the error of a text that exceeds the server's limit."""
     return MessageError(f"{what} has {num_bytes} bytes; required: at most {limit} (max_prompt_bytes of the server)")
 
 
 class _Budget:
-    """What a message may still have of something."""
+    """Remaining amount of something that a message may contain."""
 
     def __init__(self, what: str, limit: int) -> None:
         self.what, self.limit, self.left = what, limit, limit
@@ -86,7 +83,7 @@ class _Budget:
             raise MessageError(f"The message has too many {self.what}; required: {self.limit} at most")
 
     def items(self, value: Any) -> Any:
-        """Count a map or a list that has been read, and return it."""
+        """Count the entries of a decoded map or list, and return it."""
         self.take(len(value))
         return value
 
@@ -124,6 +121,7 @@ def _decoded(value: Any, depth: int, pixels: _Budget) -> Any:
         return [_decoded(item, depth + 1, pixels) for item in value]
     if not isinstance(value, dict):
         return value
+    # Both layouts at once: keys of openpi's arrays are bytes.
     named = {key.decode("ascii", "replace") if isinstance(key, bytes) else key: item for key, item in value.items()}
     if "__ndarray__" in named:
         return _array(named)
@@ -157,7 +155,7 @@ def _scalar(parts: Mapping[str, Any]) -> np.generic:
 
 
 def _image(parts: Mapping[str, Any], pixels_left: _Budget) -> np.ndarray:
-    """Decode an image uint8 ``[H, W, C]``; its size is checked before its pixels exist."""
+    """Decode an image uint8 ``[H, W, C]``; its size is checked before its pixels are allocated."""
     shape, data, kind = _shape(parts.get("shape")), parts.get("data"), parts.get("format")
     if len(shape) != 3 or shape[2] not in (1, 3, 4):
         raise MessageError(f"An image has the shape {list(shape)}; required: [H, W, 1, 3 or 4]")
@@ -169,9 +167,7 @@ def _image(parts: Mapping[str, Any], pixels_left: _Budget) -> np.ndarray:
     try:
         with Image.open(io.BytesIO(data), formats=(FORMATS[kind],)) as image:
             if sorted(image.size) != sorted(shape[:2]):
-                raise MessageError(
-                    f"An image of {image.size[1]} x {image.size[0]} says that it has the shape {list(shape)}"
-                )
+                raise MessageError(f"An image of {image.size[1]} x {image.size[0]} declares the shape {list(shape)}")
             pixels = np.array(image if image.mode in ("L", "RGBA") else to_rgb(image))
     except ImageError as error:
         raise MessageError(str(error)) from error
@@ -179,7 +175,7 @@ def _image(parts: Mapping[str, Any], pixels_left: _Budget) -> np.ndarray:
         raise MessageError(f"An image cannot be read as {kind} ({type(error).__name__})") from error
     pixels = pixels[..., None] if pixels.ndim == 2 else pixels
     if pixels.shape != shape or pixels.dtype != np.uint8:
-        raise MessageError(f"An image of {pixels.dtype} {list(pixels.shape)} says that it is uint8 {list(shape)}")
+        raise MessageError(f"An image of {pixels.dtype} {list(pixels.shape)} declares uint8 {list(shape)}")
     return pixels
 
 
@@ -193,6 +189,6 @@ def _shape(shape: Any) -> tuple[int, ...]:
     fits = isinstance(shape, list) and len(shape) <= MAX_AXES
     if not fits or any(type(size) is not int or not 0 <= size < 2**31 for size in shape):
         raise MessageError(f"An array has the shape {shape!r}; required: at most {MAX_AXES} sizes, none negative")
-    if math.prod(max(1, size) for size in shape) >= 2**31:  # a size of 0 must not hide the others
+    if math.prod(max(1, size) for size in shape) >= 2**31:  # a size of 0 must not hide large ones
         raise MessageError(f"An array has the shape {shape}; required: a product of the sizes above 0 below 2**31")
     return tuple(shape)

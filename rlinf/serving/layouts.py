@@ -1,4 +1,4 @@
-"""Places of an observation's parts in a request, for each robot that openpi's protocol knows, and for ours."""
+"""Keys of an observation's parts in a request: for each robot in openpi's protocol, and for rlinf."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ Path = tuple[str, ...]
 
 @dataclass(frozen=True)
 class MessageLayout:
-    """Places of the parts of an observation.
+    """Paths of the parts of an observation.
 
     Attributes:
         images: One for each image, in the order of the policy's cameras.
-        states: The numbers of the state, one array after the other, with their widths; None: any width.
+        states: Arrays that are concatenated to the state, with their widths; None: any width.
         prompt: The instruction; None: it is not sent.
         channels_first: Images are ``[3, H, W]``.
     """
@@ -36,7 +36,7 @@ class MessageLayout:
 
     @property
     def state_width(self) -> int | None:
-        """Width of the whole state; None: any, or it is not sent."""
+        """Width of the complete state; None: any, or it is not sent."""
         widths = [width for _, width in self.states]
         return None if None in widths or not widths else sum(widths)
 
@@ -48,13 +48,12 @@ class MessageLayout:
         image_size: int | None = None,
         max_prompt: int | None = None,
     ) -> dict[str, Any]:
-        """Return ``images``, ``state`` and ``instruction`` of a request. Raise MessageError if a part is missing or malformed.
+        """Return ``images``, ``state`` and ``instruction`` of a request; MessageError if a part is missing or malformed.
 
         Args:
-            cameras: Names that the policy has for ``images``; more images than that are ignored.
-            reads_state: The policy has a state.
-            image_size: Images must have so many rows and columns; None: any.
-            max_prompt: Bytes that the prompt may have; None: any number.
+            cameras: The policy's names for ``images``; additional images are ignored.
+            image_size: Required height and width of images; None: any.
+            max_prompt: Longest prompt in bytes; None: any.
         """
         prompt = _at(request, self.prompt)
         if max_prompt is not None and isinstance(prompt, str | bytes) and len(prompt) > max_prompt:
@@ -73,9 +72,10 @@ class MessageLayout:
             raise MessageError(f"{_text(place)} is {shape}; required: an image with three axes")
         if self.channels_first and image.shape[0] == 3:
             image = image.transpose(1, 2, 0)
-        if size is not None and image.shape != (size, size, 3):  # before anything is computed of it
+        # Checked before any computation, whose cost would depend on the client's image.
+        if size is not None and image.shape != (size, size, 3):
             raise MessageError(f"{_text(place)} has the shape {list(image.shape)}; required: {[size, size, 3]}")
-        if image.dtype.kind == "f":  # openpi's clients may send 0 to 1
+        if image.dtype.kind == "f":  # openpi's clients may send floats in [0, 1]
             if not np.isfinite(image).all() or image.min(initial=0) < 0 or image.max(initial=0) > 1:
                 raise MessageError(
                     f"{_text(place)} is {image.dtype} outside 0 to 1; required: uint8, or floats of 0 to 1"
@@ -84,7 +84,7 @@ class MessageLayout:
         return np.ascontiguousarray(image)
 
     def request(self, observation: Observation, row: int) -> dict[str, Any]:
-        """Return the request for one row of an observation, whose cameras fill ``images`` in their order."""
+        """Return the request for one batch row of an observation, whose cameras fill ``images`` in their order."""
         request: dict[str, Any] = {}
         for place, images in zip(self.images, observation.images.values(), strict=False):
             image = images[row]
@@ -117,38 +117,38 @@ ROBOTS = {
         "prompt": "prompt",
     },
 }
-"""Keys of openpi's robots, as ``model.keys`` may name them."""
+"""Keys of openpi's robots, for ``model.keys``."""
 
 
 @dataclass(frozen=True)
 class Names:
-    """What a map of keys says; a part without a key is not sent."""
+    """A user's map of keys; a part without a key is not sent."""
 
     image: str | list[str | list[str]] | None = option(
-        None, "Key of the image, or of each; [a, b] in a list is b in a."
+        None, "Key of the image, or list of keys; an entry [a, b] is key b of map a."
     )
-    state: str | dict[str, Any] | None = option(None, "Key of the state, or the keys of its parts with their widths.")
+    state: str | dict[str, Any] | None = option(None, "Key of the state, or a map from keys of its parts to widths.")
     prompt: str | None = option(None, "Key of the instruction.")
     channels_first: bool = option(False, "Images are [3, H, W].")
 
     def layout(self, section: str) -> MessageLayout:
-        """Return the places; raise ConfigError if two parts have one, or none has any."""
+        """Return the layout; ConfigError if two parts have the same path, or no part has any."""
         images = [self.image] if isinstance(self.image, str) else self.image or []
         states = {self.state: None} if isinstance(self.state, str) else self.state or {}
         places = [(place,) if isinstance(place, str) else tuple(place) for place in images]
-        own = [*places, *((key,) for key in states), *([] if self.prompt is None else [(self.prompt,)])]
-        shared = [_text(one) for at, one in enumerate(own) if any(one[: len(x)] == x[: len(one)] for x in own[:at])]
-        whole = (None,) if len(states) == 1 else ()  # the one part may be all of the state
-        odd = [width for width in states.values() if width not in whole and (type(width) is not int or width < 1)]
-        if shared or odd or not own:
-            found = (
-                f"{section}.state has the width {override_text(odd[0])}"
-                if odd
-                else f"{section} names {shared[0] if shared else 'nothing'}"
-            )
+        paths = [*places, *((key,) for key in states), *([] if self.prompt is None else [(self.prompt,)])]
+        shared = [_text(p) for at, p in enumerate(paths) if any(p[: len(q)] == q[: len(p)] for q in paths[:at])]
+        any_width = (None,) if len(states) == 1 else ()  # a single part may have any width
+        odd = [width for width in states.values() if width not in any_width and (type(width) is not int or width < 1)]
+        if shared or odd or not paths:
+            problem = f"{section} names {shared[0] if shared else 'nothing'}"
+            if odd:
+                problem = f"{section}.state has the width {override_text(odd[0])}"
             example = f"'{section}={{image: observation/image, state: observation/state, prompt: prompt}}'"
             again = " for two parts of the observation" if shared and not odd else ""
-            raise ConfigError(f"{found}{again}; required: a key for each part, widths of 1 or more. Set e.g. {example}")
+            raise ConfigError(
+                f"{problem}{again}; required: a key for each part, widths of 1 or more. Set e.g. {example}"
+            )
         prompt = None if self.prompt is None else (self.prompt,)
         return MessageLayout(
             tuple(places), tuple(((key,), width) for key, width in states.items()), prompt, self.channels_first
@@ -156,7 +156,7 @@ class Names:
 
 
 def layout_of(keys: str | Mapping[str, Any], cameras: Sequence[str]) -> MessageLayout:
-    """Return the layout that ``keys`` names: one of ``ROBOTS``, ``rlinf``, where images have the names ``cameras``, or a map."""
+    """Return the layout ``keys``: one of ``ROBOTS``, ``rlinf`` (images have the names ``cameras``), or a user's map."""
     if isinstance(keys, Mapping):
         return from_mapping(Names, keys, "model.keys").layout("model.keys")
     if keys not in KEYS:
@@ -178,15 +178,14 @@ def check_layout(
     owner: str,
     fix: str,
 ) -> None:
-    """Reject a layout that has no place for what a policy or an env has, and a map of keys for what it does not have.
+    """Reject a layout that lacks a path for a part of a policy or an env, and a map with keys of parts that do not exist.
 
-    Raise ConfigError if there are more cameras than places, the state has another width, or a key of a map names
-    nothing.
+    Raise ConfigError if there are more cameras than paths, the state has a different width, or a key of a map is unused.
 
     Args:
         keys: Name of the layout, or the map.
-        cameras, state_dim: Names of the images, and the width of the state; 0: without one; None: not known.
-        owner: What has them, for the message.
+        cameras, state_dim: Names of the images, and the width of the state; 0: without a state; None: unknown.
+        owner: The policy or env, for the message.
     """
     if isinstance(keys, Mapping):
         idle = [_text(place) for place in layout.images[len(cameras) :]]
@@ -194,15 +193,15 @@ def check_layout(
         if idle:
             shows = f"the cameras {override_text(list(cameras))} and {'no' if state_dim == 0 else 'a'} state"
             raise ConfigError(
-                f"model.keys has '{idle[0]}', which names nothing in the observation: {owner} has {shows}. Leave '{idle[0]}' out of "
-                "model.keys, or set an env that shows it, e.g. more of env.cameras"
+                f"model.keys has '{idle[0]}', which matches nothing in the observation: {owner} has {shows}. Leave '{idle[0]}' out of "
+                "model.keys, or choose an env that provides it, e.g. more of env.cameras"
             )
         keys = "model.keys"
-        if not layout.images:  # images are not sent
+        if not layout.images:  # the map leaves images out on purpose
             cameras = ()
     if len(cameras) > len(layout.images):
-        found = f"{owner} has the cameras {override_text(list(cameras))}"
-        raise ConfigError(f"{found}; required: at most {len(layout.images)}, which {keys} has keys for. Set {fix}")
+        problem = f"{owner} has the cameras {override_text(list(cameras))}"
+        raise ConfigError(f"{problem}; required: at most {len(layout.images)}, for which {keys} has keys. Set {fix}")
     width = layout.state_width
     if width is not None and state_dim not in (None, 0, width):
         raise ConfigError(

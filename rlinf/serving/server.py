@@ -1,4 +1,4 @@
-"""A policy behind a WebSocket: openpi's protocol at ``/``, vla-eval's at ``/vla-eval``, health at ``/healthz``."""
+"""WebSocket server of a policy: openpi's protocol at ``/``, vla-eval's at ``/vla-eval``, health at ``/healthz``."""
 
 from __future__ import annotations
 
@@ -27,19 +27,19 @@ logger = logging.getLogger("rlinf")
 
 HEALTH = ("/healthz", "/health")
 BATCH = "rlinf/batch"
-"""Key of a request that holds a list of requests; the reply has an axis of them before the others."""
+"""Key of a request that contains a list of requests; the reply's actions then have a leading batch axis."""
 
 PING_INTERVAL_S, PONG_TIMEOUT_S = 20, 120
 """A client that computes for a while answers no ping, so the limit is long."""
 TRY_AGAIN_LATER = 1013
 GOING_AWAY, INTERNAL_ERROR = 1001, 1011
 IDLE_S = 60
-"""A client that has asked nothing for so long makes room for another one, where ``max_clients`` are connected."""
+"""After this time without a request, a client is disconnected if ``max_clients`` are connected and a new one arrives."""
 
 
 @dataclass
 class Limits:
-    """What a client may ask for, see ``ServeConfig``."""
+    """Limits of requests, see ``ServeConfig``."""
 
     max_batch: int
     batch_wait_s: float
@@ -51,16 +51,16 @@ class Limits:
 
 @dataclass
 class PolicyServer:
-    """Answers requests of any number of clients.
+    """Serves any number of clients.
 
     Args:
-        read: A request as arrays and text -> the row of it, checked; raises ``MessageError`` or ``RLinfError``. Runs in any thread.
-        read_named: The same for ``/vla-eval``, where each image has a name, and no robot's keys.
-        act: Rows -> float32 ``[C, D]`` for each, or the exception that rejects it. Runs in a thread of its own, so that a long call
-            delays nothing but actions.
-        metadata: What a client is told first: plain values.
-        chunks: How ``/vla-eval`` reads requests, and what it is told first.
-        api_key: What clients must send as ``Authorization: Api-Key <key>``; None: nothing.
+        read: Converts a request (arrays and text) to a checked row; raises ``MessageError`` or ``RLinfError``. Runs in any thread.
+        read_named: The same for ``/vla-eval``, where each image has a name, and there are no robot's keys.
+        act: Converts rows to float32 ``[C, D]`` each, or an exception that rejects the row. Runs in its own thread, so a long call
+            delays only actions.
+        metadata: First message to a client: plain values.
+        chunks: Settings of ``/vla-eval`` and its first message.
+        api_key: Required as ``Authorization: Api-Key <key>``; None: no key.
     """
 
     read: Callable[[Mapping[str, Any]], Any]
@@ -75,10 +75,10 @@ class PolicyServer:
     _closing: bool = False
 
     async def run(self, bound: socket.socket, on_listening: Callable[[], None], stop: asyncio.Event) -> None:
-        """Serve until ``stop`` is set; then answer what has been asked, and return.
+        """Serve until ``stop`` is set; then complete pending requests and return.
 
         Args:
-            bound: A socket with its address, which nobody listens to yet, so that clients wait while a policy loads.
+            bound: A bound socket that does not listen yet, so that clients wait while a policy loads.
             on_listening: Called when clients can connect.
             stop: Set in the running loop.
         """
@@ -102,15 +102,16 @@ class PolicyServer:
         await self.batcher.close()
 
     async def _drain(self, server: Server) -> None:
-        """Accept nobody else, let those who wait have their answers, and say goodbye."""
+        """Accept no further connections, complete pending requests, and close."""
         self._closing = True
         server.close(close_connections=False)
+        # Clients with a pending request are closed after their reply, see `_speak_openpi`.
         idle = [connection for connection, since in self._idle_since.items() if since is not None]
         await asyncio.gather(*(connection.close(GOING_AWAY) for connection in idle))
         await server.wait_closed()
 
     def _accepted(self, connection: ServerConnection, request: Request) -> Response | None:
-        """Answer all but the WebSocket of a client that may ask; None: continue."""
+        """Respond to anything but a permitted WebSocket handshake; None: continue with the handshake."""
         path = request.path.partition("?")[0]
         if path in HEALTH:
             text = "OK\n" if path == HEALTH[0] else json.dumps({"status": "ok"})
@@ -118,19 +119,19 @@ class PolicyServer:
         if path not in ("/", vla_eval.PATH):
             places = f"/ (openpi), {vla_eval.PATH}, {HEALTH[0]}"
             return connection.respond(http.HTTPStatus.NOT_FOUND, f"{path} is unknown; there are {places}\n")
-        if "Origin" in request.headers:  # which only browsers send
-            return connection.respond(http.HTTPStatus.FORBIDDEN, "pages of a browser may not ask\n")
+        if "Origin" in request.headers:  # only browsers send it; a web page must not control a robot
+            return connection.respond(http.HTTPStatus.FORBIDDEN, "requests from web pages are not allowed\n")
         if self.api_key is not None:
             given = request.headers.get("Authorization", "")
             if not hmac.compare_digest(given.encode(), f"Api-Key {self.api_key}".encode()):
                 return connection.respond(http.HTTPStatus.UNAUTHORIZED, "required: Authorization: Api-Key <key>\n")
-        if len(self._idle_since) >= self.limits.max_clients and not self._make_room():
+        if len(self._idle_since) >= self.limits.max_clients and not self._disconnect_idle():
             text = f"{self.limits.max_clients} clients are connected (max_clients)\n"
             return connection.respond(http.HTTPStatus.SERVICE_UNAVAILABLE, text)
         return None
 
-    def _make_room(self) -> bool:
-        """Say goodbye to the client that has asked nothing for longest; return whether there is one that may go.
+    def _disconnect_idle(self) -> bool:
+        """Disconnect the client that has been idle longest; return whether one was idle for long enough.
 
         A client of vla-eval stays: it counts an episode whose connection is closed as failed.
         """
@@ -143,7 +144,8 @@ class PolicyServer:
         if longest is None or time.monotonic() - idle[longest] < IDLE_S:
             return False
         del self._idle_since[longest]
-        goodbye = asyncio.ensure_future(longest.close(GOING_AWAY, "idle, and another client came"))
+        # Kept in a set, because the event loop holds only weak references to tasks.
+        goodbye = asyncio.ensure_future(longest.close(GOING_AWAY, "idle, and a new client needs the connection"))
         self._goodbyes.add(goodbye)
         goodbye.add_done_callback(self._goodbyes.discard)
         return True
@@ -159,10 +161,10 @@ class PolicyServer:
             pass
         finally:
             self._idle_since.pop(connection, None)
-            self.batcher.wake()  # all who are left may have asked
+            self.batcher.wake()  # the remaining clients may all have pending requests
 
     async def _messages(self, connection: ServerConnection) -> AsyncIterator[Any]:
-        """Yield what a client asks, until it has made room for another one: what it still sends is not read."""
+        """Yield a client's requests, until it is disconnected as idle: later ones are not read."""
         async for message in connection:
             if connection not in self._idle_since:
                 return
@@ -170,10 +172,10 @@ class PolicyServer:
             yield message
 
     async def _speak_openpi(self, connection: ServerConnection) -> None:
-        """Send the metadata, then one reply for each request; an error is a text, after which the connection ends."""
+        """Send the metadata, then one reply per request; an error is a text frame, after which the connection ends."""
         left_out = () if MANIFESTS in connection.request.headers else ("manifest", "present")
-        told = {name: value for name, value in self.metadata.get("rlinf", {}).items() if name not in left_out}
-        await connection.send(encode({**self.metadata, "rlinf": told}))
+        facts = {name: value for name, value in self.metadata.get("rlinf", {}).items() if name not in left_out}
+        await connection.send(encode({**self.metadata, "rlinf": facts}))
         previous_s = None
         async for message in self._messages(connection):
             start = time.monotonic()
@@ -183,8 +185,8 @@ class PolicyServer:
                 await connection.send(f"The server is busy: {error}")
                 await connection.close(TRY_AGAIN_LATER)
                 return
-            except Exception as error:  # noqa: BLE001 whatever a policy raises goes to who asked
-                await connection.send(self._told(error))
+            except Exception as error:  # noqa: BLE001 sent to the client
+                await connection.send(self._error_text(error))
                 await connection.close(INTERNAL_ERROR)
                 return
             if previous_s is not None:
@@ -200,8 +202,9 @@ class PolicyServer:
         rows, is_batch = await asyncio.to_thread(self._rows, message)
         actions, seconds = await self._act(rows)
         timing = {"infer_ms": 1000 * seconds}
-        answer = np.stack(actions) if is_batch else actions[0]
-        return {"actions": answer, "server_timing": dict(timing), "policy_timing": timing}
+        # openpi's clients expect no batch axis unless they have sent a list.
+        result = np.stack(actions) if is_batch else actions[0]
+        return {"actions": result, "server_timing": dict(timing), "policy_timing": timing}
 
     def _rows(self, message: Any) -> tuple[list[Any], bool]:
         """Return the rows of a message, and whether it is a list of requests."""
@@ -209,27 +212,27 @@ class PolicyServer:
         if not isinstance(request, dict):
             raise MessageError(f"The request is a {type(request).__name__}; required: a map")
         requests = request[BATCH] if BATCH in request else [request]
-        if not isinstance(requests, list) or not requests or not all(isinstance(one, dict) for one in requests):
+        if not isinstance(requests, list) or not requests or not all(isinstance(item, dict) for item in requests):
             raise MessageError(f"{BATCH} is not a list of requests")
         if len(requests) > self.batcher.most_rows:
             raise MessageError(f"{BATCH} has {len(requests)} requests; required: at most {self.batcher.most_rows}")
-        return [self.read(one) for one in requests], BATCH in request
+        return [self.read(item) for item in requests], BATCH in request
 
     async def _act(self, rows: Sequence[Any], *, waits: bool = False) -> tuple[list[np.ndarray], float]:
-        """Return a chunk for each row, and the seconds from the question to the answer."""
+        """Return a chunk for each row, and the seconds until the result."""
         start = time.monotonic()
         try:
-            actions = await self.batcher.ask(rows, self.limits.infer_timeout_s, waits=waits)
+            actions = await self.batcher.submit(rows, self.limits.infer_timeout_s, waits=waits)
         except TimeoutError:
             limit = f"infer_timeout_s={self.limits.infer_timeout_s:g}"
             raise TimeoutError(f"there was no action in time ({limit} of the server)") from None
         return actions, time.monotonic() - start
 
     async def _speak_vla_eval(self, connection: ServerConnection) -> None:
-        """Answer each observation with one action of a chunk; an error leaves the connection open.
+        """Reply to each observation with one action of a chunk; an error leaves the connection open.
 
-        vla-eval counts the episode of an error, and of a connection that is closed, as failed. So nobody is told that the server is
-        busy: a client has one observation under way, and ``max_clients`` bounds how many there are.
+        vla-eval counts an episode with an error or a closed connection as failed. So a busy server rejects nothing: a client has one
+        pending observation, and ``max_clients`` bounds their number.
         """
         session = vla_eval.ClientSession(self.chunks)
         async for message in self._messages(connection):
@@ -242,8 +245,8 @@ class PolicyServer:
                 reply = session.reply(seq)
             except MessageError as error:
                 reply = session.failed(error)
-            except Exception as error:  # noqa: BLE001 whatever a policy raises goes to who asked
-                reply = session.failed(self._told(error))
+            except Exception as error:  # noqa: BLE001 sent to the client
+                reply = session.failed(self._error_text(error))
             if reply is not None:
                 await connection.send(reply)
             self._idle_since[connection] = time.monotonic()
@@ -251,8 +254,8 @@ class PolicyServer:
                 await connection.close(GOING_AWAY)
                 return
 
-    def _told(self, error: Exception) -> str:
-        """Return what a client is told of an error; the traceback of what nobody expected is logged here."""
+    def _error_text(self, error: Exception) -> str:
+        """Return the error text for a client; log the traceback of an unexpected error."""
         if not isinstance(error, MessageError | RLinfError | TimeoutError):
             logger.error("A request failed", exc_info=error)
         return f"{type(error).__name__}: {error}"

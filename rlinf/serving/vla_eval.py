@@ -1,6 +1,6 @@
-"""The five messages of vla-eval, protocol version 1, as its model servers speak them.
+"""The five messages of vla-eval, protocol version 1, on the side of the model server.
 
-Its benchmarks ask for one action at a time, so a chunk is handed out by the server: one queue for each connection.
+Benchmarks request one action at a time, so the server keeps a queue of a chunk's actions per connection.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ FIELDS = ("type", "payload", "seq", "timestamp")
 
 @dataclass(frozen=True)
 class Hello:
-    """What a client is told first, and how many actions of a chunk it executes.
+    """Content of the server's hello, and the number of executed actions per chunk.
 
     Attributes:
-        name: Of the policy; results of vla-eval keep it.
-        reads_state: Benchmarks are asked to send a state.
-        num_cameras: Benchmarks with a wrist camera are asked to send it where there are two or more.
-        execute: Actions of a chunk until the policy is asked again.
+        name: Of the policy; stored in vla-eval's results.
+        reads_state: Ask benchmarks for a state.
+        num_cameras: With two or more, ask benchmarks for their wrist camera's image.
+        execute: Actions of a chunk until the next policy call.
     """
 
     name: str
@@ -53,21 +53,18 @@ class Hello:
 
 
 class ClientSession:
-    """One connection; the caller asks the policy in between: ``read``, perhaps ``take``, then ``reply``."""
+    """One connection. For each message: ``read``, then ``take`` if a new chunk is needed, then ``reply``."""
 
     def __init__(self, hello: Hello) -> None:
         self.hello = hello
         self._queue: deque[np.ndarray] = deque()
-        self._answer: tuple[str, dict[str, Any]] | None = None
+        self._reply: tuple[str, dict[str, Any]] | None = None
         self._acts = False
         self._seq = 0
 
     def read(self, message: Any) -> tuple[int, dict[str, Any] | None]:
-        """Take a message; return its number, and the request to the policy if a new chunk is needed.
-
-        Raise MessageError if it breaks the protocol.
-        """
-        self._answer, self._acts, self._seq = None, False, 0
+        """Read a message; return its number, and a request to the policy if a new chunk is needed. MessageError if malformed."""
+        self._reply, self._acts, self._seq = None, False, 0
         if not isinstance(message, dict) or any(name not in message for name in FIELDS):
             raise MessageError(f"The message is not a map with {', '.join(FIELDS)}")
         kind, payload, seq = message["type"], message["payload"], message["seq"]
@@ -79,7 +76,7 @@ class ClientSession:
         if kind == "hello":
             if payload.get("protocol_version") != VERSION:
                 raise MessageError(f"protocol_version is {payload.get('protocol_version')}; required: {VERSION}")
-            self._answer = "hello", self.hello.payload(str(payload.get("harness_version", "")))
+            self._reply = "hello", self.hello.payload(str(payload.get("harness_version", "")))
         elif kind in ("episode_start", "episode_end"):
             self._queue.clear()
         elif kind == "observation":
@@ -95,19 +92,19 @@ class ClientSession:
         self._queue.extend(chunk[: self.hello.execute])
 
     def reply(self, seq: int) -> bytes | None:
-        """Return the answer to the message that was read last, or None if it has none."""
+        """Return the reply to the last message, or None if it has none."""
         if self._acts:
-            self._answer = "action", {"actions": self._queue.popleft()}
-        return None if self._answer is None else _message(*self._answer, seq)
+            self._reply = "action", {"actions": self._queue.popleft()}
+        return None if self._reply is None else _message(*self._reply, seq)
 
     def failed(self, error: object) -> bytes:
-        """Return the answer to a message that failed, and drop the queued actions."""
+        """Return the reply to a failed message, and drop the queued actions."""
         self._queue.clear()
         return _message("error", {"error": f"observation_failed: {error}"}, self._seq)
 
 
 def request_of(payload: Mapping[str, Any]) -> dict[str, Any]:
-    """Return an observation of vla-eval under our own keys: ``images``, ``state``, ``prompt``."""
+    """Rename the keys of a vla-eval observation to rlinf's: ``images``, ``state``, ``prompt``."""
     state = payload.get("states", payload.get("state"))
     return {
         "images": payload.get("images"),

@@ -12,16 +12,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rlinf.data.advantages import label_rows
 from rlinf.data.augment import augment
-from rlinf.data.chosen import chosen
 from rlinf.data.config import BAD, GOOD
 from rlinf.data.damage import UnreadableRowError
+from rlinf.data.filters import filtered_rows
 from rlinf.data.formats import SKIP
 from rlinf.data.prefetch import Prefetcher
+from rlinf.data.recap import label_rows
 from rlinf.data.rows import BatchSource, shuffled_rows
 from rlinf.data.stored import StoredDemonstrations
-from rlinf.distributed.deadlines import go_on, waiting
+from rlinf.distributed.deadlines import deadline, heartbeat
 from rlinf.distributed.process_group import any_rank, broadcast_object, gather_objects, rank, world_size
 from rlinf.errors import ConfigError
 from rlinf.models.embodiment.base import ActionModel
@@ -101,7 +101,7 @@ class CloningTrainer(ActionTrainer):
         start, config = time.monotonic(), self.parts.config
         observation, actions = self._next_batch()
         self._waits.append(time.monotonic() - start)
-        go_on()  # the batch has its deadline, and the update has one
+        heartbeat()  # the batch has its deadline, and the update has one
         noise = derive_seed(config.seed, "sft noise", step)
         found = self.worker.sft_update(observation, actions, config.sft.batch_size, step, noise)
         self.loop.state.policy_version += 1
@@ -165,10 +165,10 @@ class CloningTrainer(ActionTrainer):
                 observation = replace(dataset.rows(rows)[0], suffixes=[""] * len(rows))
                 found.append(model.propose(model.preprocess(observation)).features.float().cpu())
                 self.loop.progress.update("values", rows[-1] + 1 - mine[0], len(mine))
-                go_on()
+                heartbeat()
         return torch.cat([part for of_rank in gather_objects(found) for part in of_rank])
 
-    @waiting("rollout")
+    @deadline("rollout")
     def _demonstrations(self) -> tuple[BatchSource, dict[str, float]]:
         """Return the dataset, or let the expert play (the same on every rank); with the metric of how often that succeeds."""
         config, progress = self.parts.config.sft, self.loop.progress
@@ -176,9 +176,9 @@ class CloningTrainer(ActionTrainer):
         if self.dataset is not None:
             self.dataset.chunk_len = chunk_len
             is_good = None if config.advantage_top_fraction is None else self._labels()
-            source = chosen(self.dataset, config, is_good)
+            source = filtered_rows(self.dataset, config, is_good)
             which = (
-                "" if source is self.dataset else f", of which an epoch has {len(source)} (sft.filter={config.rows})"
+                "" if source is self.dataset else f", of which an epoch has {len(source)} (sft.filter={config.filter})"
             )
             progress.note(
                 f"{self.dataset.num_episodes} demonstrations, {len(self.dataset)} rows in {config.dataset}{which}"

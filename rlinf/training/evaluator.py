@@ -7,7 +7,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 
 from rlinf.config.schema import RunConfig
-from rlinf.distributed.deadlines import go_on
+from rlinf.distributed.deadlines import heartbeat
 from rlinf.distributed.process_group import rank, world_size
 from rlinf.envs.base import VectorEnv
 from rlinf.evaluation.evaluator import Episodes, EvaluationPlan, RankGroup, episode_list, evaluate_policy
@@ -63,7 +63,7 @@ class Evaluator:
                     greedy=settings.greedy,
                     temperature=self.config.rollout.temperature,
                     seed=self.config.seed,
-                    on_result=lambda _: go_on(),
+                    on_result=lambda _: heartbeat(),
                     plan=plan,
                 )
         except StopRequested:

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from rlinf.checkpoints.checkpoint_manager import CheckpointManager
 from rlinf.checkpoints.trainer_state import read_entries, read_tensors
 from rlinf.config.training import TrainerConfig
-from rlinf.distributed.deadlines import waiting
+from rlinf.distributed.deadlines import deadline
 from rlinf.distributed.process_group import any_rank, rank
 from rlinf.manifest import Manifest
 from rlinf.run_folder import CHECKPOINTS_FOLDER, TRAINER_FOLDER
@@ -147,7 +147,7 @@ class Loop:
                 stack.callback(self.tracker.close)
             stack.callback(self.profile_window.close)
 
-    @waiting("update")
+    @deadline("update")
     def fit(self, trainer: Trainer) -> None:
         """Run a trainer from the present step to its end, or until an evaluation reaches the target or shows a collapse.
 
@@ -178,7 +178,7 @@ class Loop:
         if self.tracker is not None:
             self.tracker.log(step, metrics, self.trainer.phase)
 
-    @waiting("evaluate")
+    @deadline("evaluate")
     def evaluate(self, tag: str, step: int) -> None:
         """Evaluate the present weights (a collective call). ``step`` is the step of its line of metrics."""
         self.trainer.evaluate(tag, step)
@@ -242,7 +242,7 @@ class Loop:
         if self._saved_steps != (state.sft_step, state.step):
             self.save()
 
-    @waiting("save")
+    @deadline("save")
     def save(self, is_last: bool = False) -> None:
         """Save the present state (a collective call). With ``is_last`` the run is complete, and its policy is exported."""
         state, trainer = self.state, self.trainer
@@ -280,7 +280,7 @@ class Loop:
         # What is exported may also be uploaded, for longer than a deadline allows.
         unlimited = ends_well and self.checkpoints.export is not None
         try:
-            with nullcontext() if unlimited else waiting("save"):
+            with nullcontext() if unlimited else deadline("save"):
                 self.checkpoints.close()
         except Exception as other:  # the writer may raise any
             if ends_well:

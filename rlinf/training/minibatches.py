@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from rlinf.distributed.sums import gather_blocks
+from rlinf.distributed.sums import gather_env_groups
 from rlinf.seeding import derive_seed
 
 
@@ -22,13 +22,13 @@ class Minibatch(NamedTuple):
 class MinibatchPlan:
     """Deals the valid rows of a rollout to ``M = ceil(rows / minibatch_size)`` minibatches, as cards are dealt.
 
-    Each block shuffles its rows. Row ``j`` of the block before which there are ``P`` rows goes to minibatch ``(P + j) mod M``. So
-    minibatches differ by at most one row, each takes its fraction of every block, and only the numbers of rows need to be known
+    Each env group shuffles its rows. Row ``j`` of the env group before which there are ``P`` rows goes to minibatch ``(P + j) mod M``. So
+    minibatches differ by at most one row, each takes its fraction of every env group, and only the numbers of rows need to be known
     of other ranks. The rows of a minibatch do not depend on the number of ranks.
 
     Args:
         valid: bool ``[T, B]``, of this rank's envs.
-        blocks: This rank's blocks; each has ``B / len(blocks)`` neighbouring envs.
+        env_groups: This rank's env groups; each has ``B / len(env_groups)`` neighbouring envs.
         minibatch_size: Largest number of rows of a minibatch over all ranks.
         seed: Fixes the order.
 
@@ -37,25 +37,25 @@ class MinibatchPlan:
         num_minibatches: In an epoch.
     """
 
-    def __init__(self, valid: Tensor, blocks: range, minibatch_size: int, seed: int) -> None:
-        self._blocks, self._seed = blocks, seed
+    def __init__(self, valid: Tensor, env_groups: range, minibatch_size: int, seed: int) -> None:
+        self._env_groups, self._seed = env_groups, seed
         rows = torch.arange(valid.numel()).view(valid.shape)
-        parts = zip(*(each.tensor_split(len(blocks), dim=1) for each in (rows, valid)), strict=True)
+        parts = zip(*(each.tensor_split(len(env_groups), dim=1) for each in (rows, valid)), strict=True)
         self._rows = [part[is_valid] for part, is_valid in parts]
-        counts = gather_blocks(torch.tensor([len(part) for part in self._rows]))
+        counts = gather_env_groups(torch.tensor([len(part) for part in self._rows]))
         self.num_rows = int(counts.sum())
         self.num_minibatches = -(-self.num_rows // minibatch_size)
         ends = torch.cat([torch.zeros(1, dtype=torch.int64), counts.cumsum(0)])
-        self._starts = ends[blocks.start : blocks.stop].tolist()
-        self._ends_of_ranks = ends[:: len(blocks)]
+        self._starts = ends[env_groups.start : env_groups.stop].tolist()
+        self._ends_of_ranks = ends[:: len(env_groups)]
 
     def epoch(self, number: int) -> Iterator[Minibatch]:
         """Yield the minibatches of an epoch: as many on every rank, together all valid rows."""
         if not self.num_minibatches:
             return
         places, rows = [], []
-        for block, start, own in zip(self._blocks, self._starts, self._rows, strict=True):
-            generator = torch.Generator().manual_seed(derive_seed(self._seed, number, block))
+        for env_group, start, own in zip(self._env_groups, self._starts, self._rows, strict=True):
+            generator = torch.Generator().manual_seed(derive_seed(self._seed, number, env_group))
             rows.append(own[torch.randperm(len(own), generator=generator)])
             places.append(torch.arange(start, start + len(own)) % self.num_minibatches)
         place = torch.cat(places)

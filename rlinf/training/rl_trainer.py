@@ -19,10 +19,10 @@ from rlinf.algorithms.running_moments import CLIP, RunningMoments, discounted_su
 from rlinf.cluster.rollout_workers import RolloutWorkers
 from rlinf.cluster.rollouts import make_collector
 from rlinf.distributed import deadlines
-from rlinf.distributed.deadlines import waiting
+from rlinf.distributed.deadlines import deadline
 from rlinf.distributed.deferred import open_tensors
 from rlinf.distributed.process_group import gather_objects, rank
-from rlinf.distributed.sums import maximum, sum_blocks, sum_counts
+from rlinf.distributed.sums import maximum, sum_counts, sum_env_groups
 from rlinf.envs.base import VectorEnv
 from rlinf.errors import CheckpointError, ConfigError, RLinfError
 from rlinf.optim.reference import Reference
@@ -40,7 +40,7 @@ from rlinf.types import RolloutBatch
 
 
 @dataclass
-class _Issued:
+class _PendingRollout:
     """A rollout that was asked for.
 
     Attributes:
@@ -69,7 +69,7 @@ class RLTrainer(ActionTrainer):
     """Improve a policy by its own rollouts.
 
     With ``cluster.max_staleness = s``, the rollout of an iteration is played with the weights of ``s`` iterations before, while the
-    policy is updated: it is issued before the update of iteration ``step - s``. So each rollout is trained on once, and never later than
+    policy is updated: it is submitted before the update of iteration ``step - s``. So each rollout is trained on once, and never later than
     ``s`` iterations after its weights. At the start, the first ``s + 1`` of them are played with the first weights.
 
     Args:
@@ -86,8 +86,8 @@ class RLTrainer(ActionTrainer):
         self.gate = parity_gate(parts.config)
         self.return_moments = RunningMoments(1) if algorithm.config.scale_rewards else None
         self.reference: Reference | None = None
-        self._issued: dict[int, _Issued] = {}
-        self._updated = False  # the policy, since the last rollout was issued
+        self._pending: dict[int, _PendingRollout] = {}
+        self._updated = False  # the policy, since the last rollout was submitted
 
     def begin(self) -> None:
         """Start RL with an optimiser of its own, or continue with it, after an evaluation of the policy before it."""
@@ -95,7 +95,7 @@ class RLTrainer(ActionTrainer):
         if state.phase != "rl":
             state.phase = "rl"
             self.worker.start_phase(rl_trainer_config(trainer, state.rollbacks))
-        self._issue_again()  # before anything is saved, because a checkpoint has the rollouts under way
+        self._resubmit()  # before anything is saved, because a checkpoint has the rollouts under way
         if self.return_moments is not None:
             loop.restore(self._reward_scale())
         if trainer.on_collapse == "rollback" and state.checkpoint_name == state.start:
@@ -134,12 +134,12 @@ class RLTrainer(ActionTrainer):
         clock, env_steps_before = Clock(), state.env_steps
         self.worker.train_step.decay = self.decayed(step)
         algorithm.clip_fraction = learning_rate(step, self.num_steps, decay=algorithm.config.clip_decay)
-        self._issue_until(step, step)
+        self._submit_until(step, step)
         clock.lap("sync")
         batch = self._collect(step)
         self._resample(batch, step)
         clock.lap("rollout")
-        self._issue_until(step + config.cluster.max_staleness, step)
+        self._submit_until(step + config.cluster.max_staleness, step)
         clock.lap("sync")
         self._score(batch)
         metrics = self._check(batch, step)
@@ -153,7 +153,7 @@ class RLTrainer(ActionTrainer):
         read = batch.loss_mask.clone()
         metrics |= check_equal_on_ranks(algorithm.compute_advantages(batch))
         flat, seed = batch.flatten(), derive_seed(config.seed, "minibatches", step)
-        plan = MinibatchPlan(batch.loss_mask, self.collector.blocks, config.trainer.minibatch_size, seed)
+        plan = MinibatchPlan(batch.loss_mask, self.collector.env_groups, config.trainer.minibatch_size, seed)
         updates: list[dict[str, float]] = []
         for epoch in range(algorithm.config.update_epochs):
             for minibatch in plan.epoch(epoch):
@@ -171,22 +171,22 @@ class RLTrainer(ActionTrainer):
             metrics[f"train/{name}"] = sum(update[name] for update in updates) / len(updates)
         return metrics | clock.metrics()
 
-    def _issue_until(self, last: int, step: int) -> None:
+    def _submit_until(self, last: int, step: int) -> None:
         """Ask, in iteration ``step``, for the rollouts up to ``last`` that were not asked for, to be played with the present weights."""
         last = min(last, self.num_steps - 1)
-        for each in range(max(self._issued, default=step - 1) + 1, last + 1):
+        for each in range(max(self._pending, default=step - 1) + 1, last + 1):
             weights = None if each == step else Reference(self.worker.model)
             ahead = RolloutAhead(each, self.loop.state.policy_version, step, self._updated)
             self.sync.push(ahead.policy_version)
-            self._issued[each] = _Issued(ahead, weights, self._issue(ahead), time.monotonic())
+            self._pending[each] = _PendingRollout(ahead, weights, self._submit(ahead), time.monotonic())
             self._updated = False
 
-    def _issue(self, ahead: RolloutAhead, attempt: int = 0, blocks: Sequence[int] | None = None) -> Any:
-        """Ask for a rollout, or for some blocks of it again, with the weights that were pushed last."""
+    def _submit(self, ahead: RolloutAhead, attempt: int = 0, env_groups: Sequence[int] | None = None) -> Any:
+        """Ask for a rollout, or for some env groups of it again, with the weights that were pushed last."""
         policy, needs_values = self.sync.rollout_policy, self.algorithm.needs_values
-        return self.collector.issue(policy, ahead.step, ahead.policy_version, needs_values, attempt, blocks)
+        return self.collector.submit(policy, ahead.step, ahead.policy_version, needs_values, attempt, env_groups)
 
-    def _issue_again(self) -> None:
+    def _resubmit(self) -> None:
         """Ask again for the rollouts that were under way when the checkpoint that is resumed was written, with their weights."""
         resumed_from, staleness = self.loop.resumed_from, self.parts.config.cluster.max_staleness
         found = [RolloutAhead(**each) for each in self.loop.state.rollouts_ahead]
@@ -197,14 +197,14 @@ class RLTrainer(ActionTrainer):
             self.loop.restore({f"{ahead.name}.{name}": part for name, part in weights.parts().items()})
             with weights.in_place():
                 self.sync.push(ahead.policy_version)
-                self._issued[ahead.step] = _Issued(ahead, weights, self._issue(ahead), time.monotonic())
+                self._pending[ahead.step] = _PendingRollout(ahead, weights, self._submit(ahead), time.monotonic())
 
     def state_dict(self) -> dict[str, Tensor]:
         """Note the rollouts that are under way in the loop's state; return the weights that play them, and the scale of rewards."""
-        self.loop.state.rollouts_ahead = [asdict(each.ahead) for each in self._issued.values()]
+        self.loop.state.rollouts_ahead = [asdict(each.ahead) for each in self._pending.values()]
         return self._reward_scale() | {
             f"{each.ahead.name}.{name}": part
-            for each in self._issued.values()
+            for each in self._pending.values()
             if each.weights is not None
             for name, part in each.weights.parts().items()
         }
@@ -240,18 +240,18 @@ class RLTrainer(ActionTrainer):
             moments.update(torch.from_numpy(batch.observation.state).unflatten(0, read.shape), read)
             self._updated = True
 
-    @waiting("rollout")
-    def _collect(self, step: int, attempt: int = 0, blocks: Sequence[int] | None = None) -> RolloutBatch | None:
-        """Take the rollout of this rank's blocks, or play some of them again (None without any). Count its env steps."""
-        state, issued, batch = self.loop.state, self._issued[step], None
-        handle, version = issued.handle, issued.ahead.policy_version
-        if blocks is not None:
-            with nullcontext() if issued.weights is None else issued.weights.in_place():
+    @deadline("rollout")
+    def _collect(self, step: int, attempt: int = 0, env_groups: Sequence[int] | None = None) -> RolloutBatch | None:
+        """Take the rollout of this rank's env groups, or play some of them again (None without any). Count its env steps."""
+        state, pending, batch = self.loop.state, self._pending[step], None
+        handle, version = pending.handle, pending.ahead.policy_version
+        if env_groups is not None:
+            with nullcontext() if pending.weights is None else pending.weights.in_place():
                 if self.sync.version != version:  # on all ranks
                     self.sync.push(version)
-                handle = self._issue(issued.ahead, attempt, blocks) if blocks else None
+                handle = self._submit(pending.ahead, attempt, env_groups) if env_groups else None
         if handle is not None:
-            batch = self.collector.take(handle)
+            batch = self.collector.result(handle)
             self.sync.rest()
             played = batch.policy_version.unique().tolist()
             if played != [version]:
@@ -259,26 +259,30 @@ class RLTrainer(ActionTrainer):
                     f"The rollout of step {step} was played by weights {played}; required: weights {version}"
                 )
         state.env_steps += sum_counts(0 if batch is None else int(batch.action_mask.sum()))[0]
-        if blocks is None:
-            deadlines.clock.add_rollout(time.monotonic() - issued.since)
+        if env_groups is None:
+            deadlines.clock.add_rollout(time.monotonic() - pending.since)
         return batch
 
     def _resample(self, batch: RolloutBatch, step: int) -> None:
         """Play groups that teach nothing again, until every group teaches something or ``max_resamples`` is reached (dynamic sampling)."""
         for attempt in range(1, 1 + self.algorithm.max_resamples):
-            uninformative = self.algorithm.uninformative_envs(batch).tensor_split(len(self.collector.blocks))
-            blocks = [block for block, envs in zip(self.collector.blocks, uninformative, strict=True) if envs.any()]
-            if sum_counts(len(blocks)) == (0,):
+            uninformative = self.algorithm.uninformative_envs(batch).tensor_split(len(self.collector.env_groups))
+            env_groups = [
+                env_group
+                for env_group, envs in zip(self.collector.env_groups, uninformative, strict=True)
+                if envs.any()
+            ]
+            if sum_counts(len(env_groups)) == (0,):
                 break
-            self._replace(batch, blocks, step, attempt)
+            self._replace(batch, env_groups, step, attempt)
 
-    def _replace(self, batch: RolloutBatch, blocks: Sequence[int], step: int, attempt: int) -> None:
-        """Play some blocks of a rollout again, from other initial states, and keep those that now teach something."""
-        more = self._collect(step, attempt, blocks)
+    def _replace(self, batch: RolloutBatch, env_groups: Sequence[int], step: int, attempt: int) -> None:
+        """Play some env groups of a rollout again, from other initial states, and keep those that now teach something."""
+        more = self._collect(step, attempt, env_groups)
         if more is None:
             return
-        num_envs, first = len(batch.group_ids[0]) // len(self.collector.blocks), self.collector.blocks.start
-        columns = torch.cat([torch.arange(num_envs) + (block - first) * num_envs for block in blocks])
+        num_envs, first = len(batch.group_ids[0]) // len(self.collector.env_groups), self.collector.env_groups.start
+        columns = torch.cat([torch.arange(num_envs) + (env_group - first) * num_envs for env_group in env_groups])
         replace_envs(batch, columns, more, ~self.algorithm.uninformative_envs(more))
 
     def _score(self, batch: RolloutBatch) -> None:
@@ -308,8 +312,8 @@ class RLTrainer(ActionTrainer):
 
     def _scored_sample(self, batch: RolloutBatch, step: int) -> RolloutBatch:
         """Return a rollout of one policy call of each env, other ones at each step, with the trainer's numbers of them."""
-        blocks = self.collector.blocks
-        first_env = blocks.start * (batch.loss_mask.shape[1] // len(blocks))
+        env_groups = self.collector.env_groups
+        first_env = env_groups.start * (batch.loss_mask.shape[1] // len(env_groups))
         sampled = one_call_of_each_env(batch, step + first_env)
         sampled.old_logprobs, sampled.values = self.worker.evaluate(sampled)
         return sampled
@@ -329,19 +333,19 @@ class RLTrainer(ActionTrainer):
 
         Where they have changed meanwhile, the trainer scores one call of each env with them.
         """
-        issued, version = self._issued.pop(step), self.loop.state.policy_version
-        played = issued.ahead.policy_version
-        if issued.ahead.updated:
+        pending, version = self._pending.pop(step), self.loop.state.policy_version
+        played = pending.ahead.policy_version
+        if pending.ahead.updated:
             self.gate.policy_was_updated()
         if self.algorithm.config.old_logprobs == "rollout":
             metrics = self._check_sample(batch, step)
-        elif issued.weights is None or played == version:
+        elif pending.weights is None or played == version:
             metrics = self.gate.check(batch, step)
         else:
-            with issued.weights.in_place():
+            with pending.weights.in_place():
                 sampled = self._scored_sample(batch, step)
             metrics = self.gate.check(sampled, step) | importance_ratios(batch)
-        metrics["rollout/staleness_iterations"] = issued.ahead.lag
+        metrics["rollout/staleness_iterations"] = pending.ahead.lag
         return metrics | {"rollout/staleness_updates": version - played}
 
 
@@ -392,7 +396,7 @@ def rollout_metrics(batch: RolloutBatch) -> dict[str, float]:
         truly = (episode.true_success is not None, bool(episode.true_success))
         numbers = (1.0, episode.success, episode.episode_return, length, clipped * length, *truly)
         own[env % num_envs] += torch.tensor(numbers, dtype=torch.float64)
-    count, *sums, num_clipped, num_told, num_true = sum_blocks(own).tolist()
+    count, *sums, num_clipped, num_told, num_true = sum_env_groups(own).tolist()
     (largest,) = maximum(max((episode.actions_max_abs or 0.0 for _, episode in batch.episodes), default=0.0))
     num_lost = len(batch.episode_ids.unique()) - len(batch.episode_ids[batch.loss_mask].unique())
     names = ("rollout/success_rate", "rollout/return_mean", "rollout/episode_len")

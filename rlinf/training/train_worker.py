@@ -16,7 +16,7 @@ from torch.profiler import record_function
 from rlinf.algorithms.base import Algorithm, LossCounts
 from rlinf.config.training import TrainerConfig
 from rlinf.data.config import SFTConfig
-from rlinf.distributed.deadlines import go_on
+from rlinf.distributed.deadlines import heartbeat
 from rlinf.distributed.parallel import Parallel, Replicated
 from rlinf.distributed.process_group import any_rank, gather_objects, rank, world_size
 from rlinf.distributed.sums import maximum
@@ -170,7 +170,7 @@ class TrainWorker:
                 scored = model.evaluate_actions(inputs, to_device(tokens[rows], device), self.temperature)
                 if start < len(valid):
                     found.append((scored.logprobs, scored.values))
-                go_on()
+                heartbeat()
         if found:  # one copy for all, so that nothing waits in between
             logprobs[valid], values[valid] = (torch.cat(parts).cpu() for parts in zip(*found, strict=True))
         shape = batch.loss_mask.shape
@@ -274,7 +274,7 @@ class TrainWorker:
             metrics["grad_norm"] = self.train_step.apply(metrics["loss"])
         except NonFiniteError as error:
             self._fail(metrics["loss"], own_loss, minibatch, error)
-        go_on()
+        heartbeat()
         return metrics | {"learning_rate": self.optimizer.param_groups[0]["lr"]}
 
     def _check_gradient(self, minibatch: _Described) -> None:

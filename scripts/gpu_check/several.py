@@ -163,10 +163,10 @@ def ended(
 
 def reduce_often(setting: Setting, fail: Callable[[], None]) -> None:
     """Add up over the ranks; the last rank fails after some rounds."""
-    from rlinf.distributed.deadlines import waiting
+    from rlinf.distributed.deadlines import deadline
 
     tensor = torch.ones(2**20, device=setting.device)
-    with waiting("update"):
+    with deadline("update"):
         for number in range(1000):
             if number == 10 and dist.get_rank() == dist.get_world_size() - 1:
                 (setting.folder / "failed_at").write_text(str(time.time()))

@@ -54,11 +54,11 @@ def delayed(folder, staleness: int, *more: str) -> dict[str, torch.Tensor]:
     run, copies = build(run_config(folder, *SMALL, *more, "algorithm.tis_cap=2.0")), {}
     run.parts.config.cluster.max_staleness = staleness
 
-    def issue(model, step, *arguments):
+    def submit(model, step, *arguments):
         policy = copies.setdefault(step, copy.deepcopy(model).eval())
         return partial(run.rl.collector.collect, policy, step, *arguments)
 
-    run.rl.collector.issue = issue
+    run.rl.collector.submit = submit
     return finish(run)
 
 
@@ -66,16 +66,16 @@ def delayed(folder, staleness: int, *more: str) -> dict[str, torch.Tensor]:
 def test_the_numbers_are_those_of_one_thing_after_the_other_with_older_weights(tmp_path, staleness, more):
     """With dynamic sampling and a KL penalty, too; bit for bit. Every rollout is trained on, once."""
     taken, run = [], build(run_config(tmp_path / "ahead", *ahead(staleness, *more)))
-    take = run.rl.collector.take
-    run.rl.collector.take = lambda issued: (taken.append(issued), take(issued))[1]
+    take = run.rl.collector.result
+    run.rl.collector.result = lambda pending: (taken.append(pending), take(pending))[1]
     weights = finish(run)
     expected = delayed(tmp_path / "delayed", staleness, *more)
     assert weights.keys() == expected.keys() and all(torch.equal(weights[name], expected[name]) for name in weights)
     lines = lines_of(tmp_path / "ahead")
     assert lines == lines_of(tmp_path / "delayed")
     assert [line["rollout/staleness_iterations"] for line in lines] == [min(step, staleness) for step in range(5)]
-    assert [issued for issued in taken if issued[1] == 0] == [(step, 0) for step in range(5)]
-    assert any(issued[1] for issued in taken) == (more is GRPO), "groups were played again"
+    assert [pending for pending in taken if pending[1] == 0] == [(step, 0) for step in range(5)]
+    assert any(pending[1] for pending in taken) == (more is GRPO), "groups were played again"
     assert max(line["rollout/importance_ratio_max"] for line in lines) > 1.01, "control: the weights were older"
     if staleness == 2:
         other = delayed(tmp_path / "other", 0, *more)
@@ -167,15 +167,15 @@ def stale_weights(monkeypatch):
 
 def wrong_number(monkeypatch):
     """One log-probability of each policy call is wrong from the second rollout on."""
-    take = process_collector.ProcessCollector.take
+    take = process_collector.ProcessCollector.result
 
-    def wrong(self, issued):
-        batch = take(self, issued)
-        if issued[0]:
+    def wrong(self, pending):
+        batch = take(self, pending)
+        if pending[0]:
             batch.rollout_logprobs[..., 1] += 0.02
         return batch
 
-    monkeypatch.setattr(process_collector.ProcessCollector, "take", wrong)
+    monkeypatch.setattr(process_collector.ProcessCollector, "result", wrong)
 
 
 @pytest.mark.parametrize(("fault", "step"), [(stale_weights, 2), (wrong_number, 1)])
@@ -188,7 +188,7 @@ def test_the_parity_gate_finds_faults_in_rollouts_of_older_weights(tmp_path, mon
 
 def test_a_rollout_of_another_version_is_refused(tmp_path):
     run = build(run_config(tmp_path, *ahead(1, *PPO)))
-    issue = run.rl.collector.issue
-    run.rl.collector.issue = lambda model, step, version, *more: issue(model, step, version + (step == 2), *more)
+    submit = run.rl.collector.submit
+    run.rl.collector.submit = lambda model, step, version, *more: submit(model, step, version + (step == 2), *more)
     with pytest.raises(RLinfError, match="rollout of step 2 was played by weights .*; required: weights"):
         finish(run)

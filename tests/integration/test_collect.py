@@ -21,7 +21,7 @@ from rlinf.envs import make_env
 from rlinf.envs.tabletop.scene import NUM_SUBSTEPS, TIMESTEP_S
 from rlinf.errors import CheckpointError, ConfigError, MissingDependencyError, SimulatorError
 from rlinf.preflight.validation import validate
-from rlinf.rollout.demonstrations import ExpertDemonstrator, play_episodes
+from rlinf.rollout.demonstrations import ScriptedExpert, run_episodes
 from rlinf.tracking import read_metrics
 from rlinf.types import EpisodeSpec
 
@@ -79,8 +79,8 @@ def test_the_dataset_holds_what_the_expert_saw_and_wanted(expert):
     config = build_config(compose_config([*ENV, "sft.expert.aim_offset_m=[0.07,0.0]", "sft.expert.jitter=0.3"]))
     env = make_env(config.env, 1, auto_reset=False)
     for number, episode in enumerate(about["episodes"]):
-        expert_of_episode = ExpertDemonstrator(env, config.sft.expert, config.seed, [number])
-        batch = play_episodes(env, [EpisodeSpec(**episode["spec"])], expert_of_episode)
+        expert_of_episode = ScriptedExpert(env, config.sft.expert, config.seed, [number])
+        batch = run_episodes(env, [EpisodeSpec(**episode["spec"])], expert_of_episode)
         rows, found = np.flatnonzero(dataset.episode_ids == number), dataset.outcomes
         for stored, played in (
             (actions[:, 0].numpy(), batch.labels[:, 0]),
@@ -114,7 +114,7 @@ def test_only_successes_are_stored_whatever_the_number_of_envs(expert, tmp_path,
     assert kept == [episode | {"episode_index": place} for episode, place in zip(every, places, strict=True)]
     assert_rows(folder, expert, rows := np.flatnonzero(np.isin(open_all(expert).episode_ids, stored)))
     printed = capsys.readouterr().out
-    assert f"played    10 episodes of 2 tasks, {len(stored)} successes" in printed
+    assert f"ran       10 episodes of 2 tasks, {len(stored)} successes" in printed
     assert f"stored    {len(stored)} episodes, {len(rows)} rows" in printed and f"sft.dataset={folder}" in printed
 
 
@@ -123,7 +123,7 @@ def test_nothing_is_written_without_an_episode(tmp_path, capsys, monkeypatch):
     assert main([*words, "env.max_episode_steps=1"]) == 2
     error = capsys.readouterr().err
     assert "None of 2 episodes succeeded" in error and "Set collect.only_success=false" in error
-    monkeypatch.setattr(collecting, "play_episodes", Mock(side_effect=KeyboardInterrupt))
+    monkeypatch.setattr(collecting, "run_episodes", Mock(side_effect=KeyboardInterrupt))
     assert main(words) == 130
     assert list(tmp_path.iterdir()) == []
 
@@ -152,9 +152,9 @@ def failing(monkeypatch) -> None:
         if len(batches) == 2:
             raise SimulatorError("a worker was lost too often")
         batches.append(batch)
-        return play_episodes(env, batch, actor)
+        return run_episodes(env, batch, actor)
 
-    monkeypatch.setattr(collecting, "play_episodes", play)
+    monkeypatch.setattr(collecting, "run_episodes", play)
 
 
 @pytest.mark.parametrize(("fault", "code", "kept"), [(stopping, 130, 3), (terminating, 130, 3), (failing, 2, 4)])
@@ -165,7 +165,7 @@ def test_a_collection_that_is_cut_short_keeps_what_has_ended(fault, code, kept, 
     handlers = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
     assert main(words) == code
     assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == handlers
-    assert f"cut short after {kept} of 10 episodes" in capsys.readouterr().out
+    assert f"interrupted after {kept} of 10 episodes" in capsys.readouterr().out
     assert_rows(tmp_path / "data", expert, np.flatnonzero(open_all(expert).episode_ids < kept))
     about = recorded(tmp_path / "data")
     assert about["episodes"] == recorded(expert)["episodes"][:kept] and not about["whole"]
@@ -192,7 +192,7 @@ def test_a_run_goes_on_with_the_dataset_that_it_began_with(cloned, expert, tmp_p
     resume = f"resume={tmp_path / 'run'}"
     for dataset in (f"sft.dataset={other}", "sft.dataset=null"):
         with pytest.raises(
-            CheckpointError, match="has cloned other demonstrations than .*Set sft.dataset=.*init_from="
+            CheckpointError, match="has cloned different demonstrations from .*Set sft.dataset=.*init_from="
         ):
             clone(tmp_path / "run", expert, *CLONE, resume, "sft.max_steps=5", dataset)
     moved = Path(shutil.copytree(expert, tmp_path / "moved"))

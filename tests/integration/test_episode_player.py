@@ -1,4 +1,4 @@
-"""The rollout worker of recorded episodes in a report, clicked in a real browser from a file."""
+"""The player of recorded episodes in a report, clicked in a real browser from a file."""
 
 import json
 import re
@@ -17,7 +17,7 @@ from rlinf.evaluation.recorded import read_recording, write_recording
 from rlinf.evaluation.recording import record_episodes
 from rlinf.models import build_policy
 from rlinf.report.compare_folders import compare_folders
-from rlinf.report.episode_player import parting_step
+from rlinf.report.episode_player import divergence_step
 from rlinf.report.run_page import write_report
 from rlinf.run_folder import BASELINE_FOLDER, RECORDINGS_FOLDER
 
@@ -54,7 +54,7 @@ WATCH = """
 <script>
 const seen = [];
 function look(name) {
-  const section = document.querySelector('.rollout worker');
+  const section = document.querySelector('.player');
   seen.push({name, step: section.dataset.step, sides: [...section.querySelectorAll('.side')].map(side => ({
     caption: side.querySelector('figcaption').textContent, image: side.querySelector('img').src,
     drawn: side.querySelector('img').naturalWidth, wide: side.querySelector('img').getBoundingClientRect().width,
@@ -65,19 +65,19 @@ function look(name) {
 }
 const wait = ms => new Promise(done => setTimeout(done, ms));
 const until = async meets => { for (let i = 0; i < 300 && !meets(); i++) await wait(20); };
-const rollout worker = document.querySelector('.rollout worker'), images = () => [...rollout worker.querySelectorAll('img')];
-const shows = number => until(() => rollout worker.dataset.shown === String(number) && images().every(image => image.naturalWidth));
-const press = key => rollout worker.dispatchEvent(new KeyboardEvent('keydown', {key, bubbles: true, cancelable: true}));
+const player = document.querySelector('.player'), images = () => [...player.querySelectorAll('img')];
+const shows = number => until(() => player.dataset.shown === String(number) && images().every(image => image.naturalWidth));
+const press = key => player.dispatchEvent(new KeyboardEvent('keydown', {key, bubbles: true, cancelable: true}));
 (async () => {
   await shows(0); look('opened');
-  rollout worker.querySelectorAll('.episodes button')[1].click(); await shows(1); look('clicked');
+  player.querySelectorAll('.episodes button')[1].click(); await shows(1); look('clicked');
   press('ArrowRight'); press('ArrowRight'); look('two on');
   press('ArrowLeft'); look('one back');
-  const slider = rollout worker.querySelector('input');
+  const slider = player.querySelector('input');
   if (slider) { slider.value = slider.max; slider.dispatchEvent(new Event('input')); }
   look('end');
-  press(' '); press(' '); look('paused'); press(' '); await until(() => slider && rollout worker.dataset.step === slider.max); look('played');
-  rollout worker.querySelectorAll('[aria-label="go to where they part"]').forEach(button => button.click()); look('parting');
+  press(' '); press(' '); look('paused'); press(' '); await until(() => slider && player.dataset.step === slider.max); look('played');
+  player.querySelectorAll('[aria-label="go to where they diverge"]').forEach(button => button.click()); look('divergence');
   document.body.innerHTML = '<pre id="seen"></pre>'; document.getElementById('seen').textContent = JSON.stringify(seen);
 })();
 </script>
@@ -125,7 +125,7 @@ def test_a_click_shows_both_policies_and_keys_go_through_the_steps(folders, tmp_
     assert seen["end"]["sides"][0]["image"] == pair[0]["frames"][-1] and seen["end"]["step"] == "8"
     assert seen["paused"]["step"] == "0" and seen["played"]["step"] == "8"
     assert "action" not in seen["played"]["sides"][0]["numbers"]
-    assert seen["parting"]["step"] == str(parting_step(*pair)), "the button goes to where they part"
+    assert seen["divergence"]["step"] == str(divergence_step(*pair)), "the button goes to where they part"
     at_0, at_2, at_8 = (seen[name]["cursors"] for name in ("clicked", "two on", "end"))
     assert len(at_0) == 3 and np.allclose(np.subtract(at_2, at_0) * 4, np.subtract(at_8, at_0)) and at_8 > at_0
 

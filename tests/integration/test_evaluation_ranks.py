@@ -20,7 +20,7 @@ from rlinf.config.schema import RunConfig, build_config
 from rlinf.distributed.deadlines import portable
 from rlinf.envs import make_env
 from rlinf.errors import ConfigError, RankError, RankKilledError
-from rlinf.evaluation.evaluator import evaluate_policy, fraction_of
+from rlinf.evaluation.evaluator import evaluate_policy, rank_slice
 from rlinf.evaluation.partial import PartialResults, num_saved, partial_files
 from rlinf.evaluation.result import EvaluationResult
 from rlinf.models import build_policy
@@ -101,12 +101,12 @@ def test_ranks_that_die_without_a_result_are_not_started_for_ever(tmp_path, monk
     monkeypatch.setattr(command, "launch", launch)
     with pytest.raises(RankError, match="killed by SIGKILL"):
         evaluate(configured(tmp_path, "cluster.num_processes=2"))
-    assert len(launches) == 3 and "2 results are kept in" in capsys.readouterr().err
+    assert len(launches) == 3 and "2 results are saved in" in capsys.readouterr().err
     error = RankError("a bug")
     monkeypatch.setattr(command, "launch", lambda *_, **__: (_ for _ in ()).throw(portable(error, 1)))
     with pytest.raises(RankError, match="a bug"):
         evaluate(configured(tmp_path, "cluster.num_processes=2"))
-    assert f"2 results are kept in {tmp_path};" in capsys.readouterr().err
+    assert f"2 results are saved in {tmp_path};" in capsys.readouterr().err
     rejected = ConfigError("other conditions")
     monkeypatch.setattr(command, "launch", lambda *_, **__: (_ for _ in ()).throw(rejected))
     with pytest.raises(ConfigError, match="other conditions"):
@@ -153,7 +153,7 @@ def test_results_of_any_number_of_ranks_are_known_to_the_next(tmp_path):
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
 def test_every_episode_has_one_rank_and_every_rank_all_tasks(num_ranks):
     episodes = [number % 4 for number in range(50)]  # the tasks take turns
-    shares = [fraction_of(episodes, rank, num_ranks) for rank in range(num_ranks)]
+    shares = [rank_slice(episodes, rank, num_ranks) for rank in range(num_ranks)]
     assert sum(shares, []) == episodes
     for task in range(4):
         counts = [share.count(task) for share in shares]

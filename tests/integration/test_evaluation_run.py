@@ -249,7 +249,7 @@ def test_another_version_of_a_library_is_told_where_it_is_not_refused(quick, tmp
     folder = edited(quick, tmp_path / "rl_000003", **changes)
     result = evaluate(replace(configured(quick, tmp_path / "other"), checkpoint=str(folder)))
     line = f'versions.torch: saved "1.0.0", present "{saved.versions["torch"]}"'
-    assert result.warnings == [f"another version than the checkpoint was made with: {line}"]
+    assert result.warnings == [f"the checkpoint was written with a different version: {line}"]
     assert line in caplog.text and line in (tmp_path / "other" / "report.html").read_text().replace("&#34;", '"')
 
 
@@ -303,11 +303,11 @@ def test_nothing_of_a_run_a_checkpoint_an_export_or_an_evaluation_is_overwritten
     monkeypatch.setattr("rlinf.cluster.factory.make_env", lambda *_, **__: pytest.fail("nothing may be started"))
     run = quick[0].parents[1]
     for output in (quick[0], quick[0] / "model", run, run / "eval" / "mine", exported, tmp_path / "metrics" / "deep"):
-        with pytest.raises(ConfigError, match=r"output_dir is '.*', which is or lies in a run.*Set output_dir="):
+        with pytest.raises(ConfigError, match=r"output_dir is '.*', in a run, checkpoint or export.*Set output_dir="):
             evaluate(configured(quick, output))
-    with pytest.raises(ConfigError, match=r"is '.*a', which holds the result.json of a finished.*output_dir="):
+    with pytest.raises(ConfigError, match=r"is '.*a', which contains the result.json of a finished.*output_dir="):
         evaluate(configured(quick, tmp_path / "a", evaluation={"greedy": False}))
-    with pytest.raises(ConfigError, match=r"compare=.*a and output_dir=.*a are one folder.*Set output_dir="):
+    with pytest.raises(ConfigError, match=r"compare=.*a and output_dir=.*a are the same folder.*Set output_dir="):
         evaluate(configured(quick, tmp_path / "b" / ".." / "a", evaluation={"compare": str(tmp_path / "a")}))
     assert (contents(tmp_path), contents(run)) == before
 
@@ -379,7 +379,7 @@ def test_an_interrupted_evaluation_goes_on_where_it_stopped(quick, tmp_path, mon
         stop_after(context, 5)
         evaluate(config)
     path = tmp_path / "out" / "result.partial.jsonl"
-    said = f"5 results are kept in {path.parent}; the same command with output_dir={tmp_path / 'out'} continues"
+    said = f"5 results are saved in {path.parent}; the same command with output_dir={tmp_path / 'out'} continues"
     assert said in capsys.readouterr().err
     lines = path.read_text().splitlines()
     path.write_text("\n".join([*lines[:-1], json.dumps(json.loads(lines[-1]) | {"wall_s": 100.0})]) + "\n")
@@ -468,7 +468,7 @@ def test_a_simulator_that_has_drifted_since_the_checkpoint_is_warned_of(quick, t
     monkeypatch.setattr(scene, "tabletop_xml", lambda: description.replace("0.23 0.23 0.25", "0.15 0.15 0.17"))
     with caplog.at_level(logging.WARNING, "rlinf"):
         warned = evaluate(replace(config, output_dir=str(tmp_path / "darker"))).warnings
-    assert warned and all("has changed since the checkpoint was made: " in line for line in warned)
+    assert warned and all("has changed since the checkpoint was written: " in line for line in warned)
     assert all("grey levels" in line for line in warned)
     assert warned[0] in caplog.text
     off = replace(config, output_dir=str(tmp_path / "off"), evaluation=replace(config.evaluation, probe=False))

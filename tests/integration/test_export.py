@@ -116,7 +116,7 @@ def test_merging_twice_and_merging_nothing_are_refused(lora, mlp, tmp_path):
 
 
 def test_adapters_without_lasting_base_weights_are_refused(lora, tmp_path):
-    with pytest.raises(CheckpointError, match="lie nowhere else. Set merge_lora=true"):
+    with pytest.raises(CheckpointError, match="stored nowhere else. Set merge_lora=true"):
         export(lora[0], tmp_path / "adapter")
 
 

@@ -11,7 +11,7 @@ from transformers import AutoConfig
 
 from rlinf.algorithms import NLLLossFn
 from rlinf.distributed.config import DeadlinesConfig
-from rlinf.distributed.deadlines import waiting
+from rlinf.distributed.deadlines import deadline
 from rlinf.distributed.launch import launch
 from rlinf.distributed.parallel import full_tensor
 from rlinf.distributed.process_group import rank
@@ -69,7 +69,7 @@ def step_of_rank(arguments) -> None:
     for family, place in CASES:
         rows = samples(family, folders[family], PLACES[place])
         own = rows[:2] if rank() == 0 else rows[2:]
-        with waiting("update"):
+        with deadline("update"):
             found = step(folders[family], own, "fsdp2")
         torch.save(found, Path(output) / f"{family} {place} {rank()}.pt")
 

@@ -20,6 +20,13 @@ from rlinf.types import Observation
 PROJECT = Path(__file__).parents[2]
 PAGE = (PROJECT / "docs" / "adding_a_model.md").read_text(encoding="utf-8")
 BLOCKS = re.findall(r"(<!-- excerpt -->\n)?```(python|yaml|toml)\n(.*?)```", PAGE, re.DOTALL)
+PLUGINS = PROJECT / "examples" / "embodiment" / "plugins"
+
+
+def block(language: str, words: str) -> str:
+    """Return the only block of the page in ``language`` that contains ``words``."""
+    (code,) = (code for _, kind, code in BLOCKS if kind == language and words in code)
+    return code
 
 
 @pytest.fixture(scope="module")
@@ -60,7 +67,7 @@ def test_the_page_runs(page):
 def test_excerpts_are_the_templates_own_lines():
     source = Path(template.__file__).read_text(encoding="utf-8")
     excerpts = [code for excerpt, language, code in BLOCKS if excerpt and language == "python"]
-    assert len(excerpts) == 5
+    assert len(excerpts) == 2
     assert all(code in source for code in excerpts)
 
 
@@ -77,9 +84,9 @@ def test_a_yaml_of_ones_own_names_its_plugin_beside_it(tmp_path, monkeypatch):
 
     others = {name: entry for name, entry in MODELS.entries().items() if name != "your_model_type"}
     monkeypatch.setattr(MODELS, "_entries", others)
-    registration = next(code for _, language, code in BLOCKS if language == "python")
+    registration = block("python", "register_model(\n")
     (tmp_path / "your_file.py").write_text(registration, encoding="utf-8")
-    experiment = [code for _, language, code in BLOCKS if language == "yaml"][1]
+    experiment = block("yaml", "your_file.py")
     (tmp_path / "your_experiment.yaml").write_text(experiment, encoding="utf-8")
     config = build_config(compose_config(["experiment=your_experiment"], config_dir=str(tmp_path)))
     assert config.plugins == [str(tmp_path / "your_file.py")] and config.model.init_config == {"n_action_bins": 32}
@@ -99,7 +106,7 @@ def test_the_pages_other_models_are_diagnosed_and_train(name, check, cloning, tm
         (f"{name}_policy.py", "python", f"class {name.title()}Policy"),
         (f"{name}_experiment.yaml", "yaml", f"{name}_policy.py"),
     ):
-        (code,) = (code for _, found, code in BLOCKS if found == language and words in code)
+        code = (PLUGINS / file).read_text(encoding="utf-8") if name == "bin" else block(language, words)
         (tmp_path / file).write_text(code, encoding="utf-8")
     own = ["--config-dir", ".", f"experiment={name}_experiment"]
     main(["diagnose", *own])
@@ -118,7 +125,7 @@ def test_the_pages_other_models_are_diagnosed_and_train(name, check, cloning, tm
 
 
 def test_the_pages_yaml_is_the_packaged_file_and_has_only_known_keys():
-    section = yaml.safe_load(next(code for _, language, code in BLOCKS if language == "yaml"))["model"]
+    section = yaml.safe_load(block("yaml", "vocab_size"))["model"]
     packaged = yaml.safe_load((PROJECT / "examples/embodiment/config/your_config.yaml").read_text(encoding="utf-8"))
     assert packaged["model"] == section
     assert len(section) == 14 and set(section) <= set(public_fields(ModelConfig))

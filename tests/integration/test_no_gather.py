@@ -173,7 +173,7 @@ def collect_pictures(argument: tuple[Path, int, bool]) -> None:
     batch = collector.collect(Still(), 0, 0, needs_values=True)
     held = [gather_objects(batch)] if gathers else []
     flat = batch.flatten()
-    plan = MinibatchPlan(batch.loss_mask, collector.blocks, 256, seed=0)
+    plan = MinibatchPlan(batch.loss_mask, collector.env_groups, 256, seed=0)
     for minibatch in plan.epoch(0):
         flat.observation.select(minibatch.rows[:32].numpy())  # a micro-batch
     collector.close()

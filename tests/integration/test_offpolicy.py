@@ -576,7 +576,7 @@ def test_a_frozen_policy_has_no_optimiser_and_the_one_of_cloning_goes(tmp_path, 
     run = build(config_of(tmp_path / "frozen", "trainer.max_steps=1"))
     assert run.parts.worker.optimizer is None
     run.execute()
-    assert "rollouts of each rank: played by the thread that updates\n" in capsys.readouterr().out
+    assert "rollout workers per rank: the thread that updates\n" in capsys.readouterr().out
     estimate = estimate_memory(run.parts.config)
     assert (estimate.masters, estimate.gradients, estimate.optimizer) == (0, 0, 0)
     assert estimate.rollout_buffer == run.rl.replay.num_bytes

@@ -39,7 +39,9 @@ def plugin_folder():
 def learning(folder: Path) -> list[dict]:
     """Return the lines of the iterations; sums over all calls of a rank are rounded where others would be."""
     lines = [line for line in untimed_metrics(folder) if "rollout/return_mean" in line]
-    return [{key: round(value, 9) if "correction" in key else value for key, value in line.items()} for line in lines]
+    return [
+        {key: round(value, 9) if "residual_norm" in key else value for key, value in line.items()} for line in lines
+    ]
 
 
 def check_equal(one: Path, other: Path) -> None:

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from rlinf.checkpoints.trainer_state import load_trainer_state, trainer_tensors, write_tensors
 from rlinf.commands.export import random_observation
-from rlinf.commands.train import _on_ranks
+from rlinf.commands.train import _distribute
 from rlinf.config.compose import compose_config
 from rlinf.config.schema import build_config
 from rlinf.config.training import TrainerConfig
@@ -242,7 +242,7 @@ def lora_on_ranks(folder):
     torch.set_num_threads(1)
     config = config_of(*LORA)
     config.cluster.device = "cpu"
-    held, sync = _on_ranks(config, policy_of(config), "cpu", 10**12, None)
+    held, sync = _distribute(config, policy_of(config), "cpu", 10**12, None)
     worker = worker_of(held, config)
     gradients, sent = adapter_gradients(worker, config), []
     with pytest.MonkeyPatch.context() as patch:

@@ -183,7 +183,7 @@ class TestPlayersOfARunThatHasNotBegun:
         workers, version = collector.workers, 10 * (1 + answers_are_lost)
         sync.push(version)
         expected = collector.collect(None, 3, version, True)
-        calls = collector.issue(None, 3, version, True)
+        calls = collector.submit(None, 3, version, True)
         refs = [call.ref for call in calls]
         wait_for(calls)
         with torch.no_grad():
@@ -196,7 +196,7 @@ class TestPlayersOfARunThatHasNotBegun:
         newer = collector.collect(None, 3, version + 1, True)
         assert newer.policy_version.unique().tolist() == [version + 1]
         assert [call.ref for call in calls[1:]] == refs[1:] and (calls[0].ref == refs[0]) == (not answers_are_lost)
-        batch = collector.take(calls)
+        batch = collector.result(calls)
         assert batch.policy_version.unique().tolist() == [version]
         assert batch.tensors().keys() == expected.tensors().keys()
         assert all(torch.equal(tensor, expected.tensors()[name]) for name, tensor in batch.tensors().items())
@@ -206,11 +206,11 @@ class TestPlayersOfARunThatHasNotBegun:
         collector, workers = built.rl.collector, built.rl.collector.workers
         built.rl.sync.push(20)
         old = workers.weights.trained[0].hex()
-        calls = collector.issue(None, 0, 20, True)
+        calls = collector.submit(None, 0, 20, True)
         wait_for(calls)
         built.rl.sync.push(21)
         assert old in counted(), "a rollout worker that is lost now plays with them"
-        collector.take(calls)
+        collector.result(calls)
         del calls
         assert is_freed(old) and workers.weights.trained[0].hex() in counted()
 
@@ -218,14 +218,14 @@ class TestPlayersOfARunThatHasNotBegun:
         """The time that an evaluation takes is that of the evaluation, and its deadline is longer."""
         collector, workers = built.rl.collector, built.rl.collector.workers
         built.rl.sync.push(30)
-        calls = collector.issue(None, 0, 30, True)
+        calls = collector.submit(None, 0, 30, True)
         wait_for(calls)
         evaluation = workers.ask(0, "evaluate", "evaluate", [])
         lost = workers.num_replaced
         workers._watch(0, 601.0)
         assert workers.num_replaced == lost
         assert workers.answers([evaluation]) == [([], 0)]
-        collector.take(calls)
+        collector.result(calls)
 
     def test_a_player_for_which_no_machine_has_room_ends_the_run(self, built, monkeypatch):
         """Instead of as many replacements as are allowed, each after a whole deadline."""

@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from rlinf.algorithms import DPOLossFn, GRPOLossFn, NLLLossFn
 from rlinf.distributed import BatchedDataDict
 from rlinf.distributed.config import DeadlinesConfig
-from rlinf.distributed.deadlines import waiting
+from rlinf.distributed.deadlines import deadline
 from rlinf.distributed.launch import launch
 from rlinf.distributed.parallel import Replicated, Sharded, full_tensor
 from rlinf.distributed.process_group import rank
@@ -45,7 +45,7 @@ def train_one_rank(arguments) -> None:
         policy = HuggingFacePolicy(folder, learning_rate=1e-3, eos_token_id=[], sharding=sharding, **sizes)
         assert isinstance(policy.parallel, Sharded if sharding == "fsdp2" else Replicated)
         rows = batch.slice(*SHARES[name][number])
-        with waiting("update"):
+        with deadline("update"):
             metrics, gradients = step(policy, rows, loss_fn)
         state = {key: full_tensor(tensor) for key, tensor in policy.model.state_dict().items()}
         torch.save((metrics, gradients, state), f"{output}/{name}_{number}.pt")

@@ -52,7 +52,7 @@ def test_a_method_is_above_noise_if_its_interval_is(tmp_path):
     group = tmp_path / "quickstart" / race.OWN_CLONES
     for seed, last in enumerate((0.94, 0.96, 0.92)):
         write_run(group / f"residual_seed{seed}", [0.3, last])
-        write_run(group / f"edit_seed{seed}", [0.3, last - 0.2 * (seed == 0)])
+        write_run(group / f"expo_seed{seed}", [0.3, last - 0.2 * (seed == 0)])
         write_run(group / f"ppo_seed{seed}", [0.3, 0.5, 0.5, 0.9], frozen=False)
     write_run(group / "ppo_seed3", [0.3, 0.5], frozen=False)
     (group / "ppo_seed3" / "summary.json").unlink()  # it was stopped
@@ -64,7 +64,7 @@ def test_a_method_is_above_noise_if_its_interval_is(tmp_path):
     # 94 % and s = 2 points over three seeds: 94 +- 4.303 * 2 / sqrt(3); noise 80 +- the same
     assert "| 94.0 % (89.0 - 99.0) | yes | 1,024 | 2 | 2 |" in rows["| residual"]
     assert "0*, 1*, 2" in rows["| residual"]
-    assert "| 87.3 % (" in rows["| edit"] and "| no | 1,024 |" in rows["| edit"], "control: a wide interval"
+    assert "| 87.3 % (" in rows["| expo"] and "| no | 1,024 |" in rows["| expo"], "control: a wide interval"
     assert "80.0 % (75.0 - 85.0)" in rows["| uniform noise 1"]
     wide = {"uniform noise 1": [(40, 50)] * 3, "uniform noise 0.5": [(30, 50), (39, 50), (45, 50)]}  # 76 %, up to 100
     for controls, above in ((wide, "no"), ({"base": [(10, 50)]}, "")):

@@ -8,14 +8,14 @@ from types import SimpleNamespace
 
 import torch
 
-from rlinf.distributed.deadlines import clock, waiting
+from rlinf.distributed.deadlines import clock, deadline
 from rlinf.distributed.launch import launch
 from rlinf.distributed.process_group import rank
 from rlinf.llm.batched_data_dict import BatchedDataDict
 from rlinf.llm.losses import GRPOLossFn
 from rlinf.models import HuggingFacePolicy
 from rlinf.preflight.placement import Placement
-from rlinf.recipes import workers as recipe_players
+from rlinf.recipes import rollout_workers as recipe_players
 from rlinf.recipes.completions import Completer
 from rlinf.recipes.datasets import PackedRows, Rows
 from rlinf.recipes.grpo import Groups, GRPOTrainer
@@ -69,7 +69,7 @@ def update_on_one_rank(work) -> None:
                 assert wait_for(folder / "names")
 
     generator.ready = late
-    with waiting("update"):
+    with deadline("update"):
         trainer.step(0)
 
 
@@ -105,7 +105,7 @@ def generate_on_one_rank(work) -> None:
             if rank() == 1:
                 (folder / f"known_{len(known)}").touch()
 
-        recipe_players.go_on = went_on  # of this process
+        recipe_players.heartbeat = went_on  # of this process
         generator = RemoteGenerator(SimpleNamespace(), SlowPlayer(folder, Placement(3, 1, 0, 0)))
         batches = [batch_of(rank(), place) for place in range(num_batches[rank()])]
         found = [each["input_ids"].tolist() for each in generator.generate(batches, greedy=False)]

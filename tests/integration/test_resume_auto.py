@@ -23,7 +23,7 @@ def steps_in(folder: Path) -> list[int]:
 def test_the_same_command_begins_a_run_and_goes_on_with_it(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     assert start("output_dir=mine", "trainer.max_steps=1") == 0
-    assert "there is no whole checkpoint, so a new run starts" in capsys.readouterr().out
+    assert "there is no complete checkpoint, so a new run starts" in capsys.readouterr().out
     assert start("output_dir=mine", "trainer.max_steps=2") == 0
     assert f"resume=auto: mine/checkpoints/rl_000001 (searched: {Path.cwd() / 'mine'})" in capsys.readouterr().out
     assert steps_in(tmp_path / "mine") == [1, 2]

@@ -29,7 +29,7 @@ def test_processes_train_as_threads_do(tmp_path, capsys):
         assert type(run.rl.collector) is (ProcessCollector if name == "processes" else RolloutCollector)
         run.execute()
         number = "2 processes" if name == "processes" else "2 threads"
-        assert f"rollouts of each rank: played by {number}" in capsys.readouterr().out
+        assert f"rollout workers per rank: {number}" in capsys.readouterr().out
         assert json.loads((tmp_path / name / "summary.json").read_text())["rollout_workers"] == number
         runs[name] = untimed_metrics(tmp_path / name)
 

@@ -237,7 +237,7 @@ def test_an_evaluation_of_a_server_that_tells_nothing_says_so_also_where_it_is_c
         interrupted(out)
         result = evaluate(remote(url, out, *FOREIGN))
     assert result.episodes == 6 and all(row.num_env_steps == 12 for row in result.results)
-    assert any(f"{url} tells nothing of its policy" in warning for warning in result.warnings)
+    assert any(f"{url} does not describe its policy" in warning for warning in result.warnings)
     assert any("during the 3 episodes of earlier processes" in warning for warning in result.warnings)
 
 
@@ -405,8 +405,8 @@ def foreign(reply, is_silent=False, asked=None):
 @pytest.mark.parametrize(
     ("keys", "env", "said"),
     [
-        ("{image: [a, b], prompt: p}", [], "model.keys has 'b', which names nothing in the observation: .* Leave 'b' out"),
-        ("{image: a, state: s}", ["env.state=none"], "model.keys has 's', which names nothing in the observation: .* no state"),
+        ("{image: [a, b], prompt: p}", [], "model.keys has 'b', which matches nothing in the observation: .* Leave 'b' out"),
+        ("{image: a, state: s}", ["env.state=none"], "model.keys has 's', which matches nothing in the observation: .* no state"),
         ("{image: a}", [], "no key 'model.keys.image'.* Known: channels_first, image, prompt, state"),
         ("{image: 3}", [], "model.keys.image is '3'"),
         ("{image: a, prompt: a}", [], "names a for two parts"),
@@ -450,7 +450,7 @@ FOREIGN = [
         ({"actions": np.zeros(2)}, r"\[2\]; required: \[3, 2\]"),
         ({"actions": [[0.0, 0.0]] * 3}, "no actions, but actions"),
         ({"state": np.zeros(2)}, "no actions, but state"),
-        ("ValueError: no such key", "answers: ValueError: no such key"),
+        ("ValueError: no such key", "reports: ValueError: no such key"),
         (b"\xc1", "cannot be read"),
         (None, r"within 0.5 s \(model.timeout_s\)"),
     ],

@@ -13,7 +13,7 @@ from run_results import gap, run_config
 from rlinf.commands import train as train_module
 from rlinf.commands.train import build
 from rlinf.distributed.config import DeadlinesConfig
-from rlinf.distributed.deadlines import waiting
+from rlinf.distributed.deadlines import deadline
 from rlinf.distributed.launch import launch
 from rlinf.distributed.parallel import full_tensor
 from rlinf.distributed.process_group import rank, world_size
@@ -52,7 +52,7 @@ def train_with_equal_last_groups(argument: tuple[Path, str, float]) -> None:
     folder, sharding, factor = argument
     name = f"run {sharding} {factor} {world_size()}"
     run = built(folder / name, *GRPO, f"trainer.sharding={sharding}", "model.val_micro_batch_size=5")
-    algorithm, first = run.rl.algorithm, run.rl.collector.blocks.start
+    algorithm, first = run.rl.algorithm, run.rl.collector.env_groups.start
     compute, score, loss_of, rows = algorithm.compute_advantages, run.rl._score, algorithm.loss, []
 
     def score_fewer(batch):
@@ -77,7 +77,7 @@ def train_with_equal_last_groups(argument: tuple[Path, str, float]) -> None:
     before = weights(run)
     run.rl.sync.push(0)
     rejected = nullcontext() if factor else pytest.raises(ConfigError, match="No gradient reaches the policy")
-    with waiting("update"), rejected:
+    with deadline("update"), rejected:
         loss = run.rl.iteration(0)["train/loss"]
     run.close()
     if not factor:
@@ -109,7 +109,7 @@ def play_the_last_group_again(folder: Path) -> None:
     run = built(folder / f"run {world_size()}", *GRPO, "algorithm.max_resamples=2")
     run.rl.algorithm.uninformative_envs = lambda batch: batch.group_ids[0] == 3
     run.rl.sync.push(0)
-    with waiting("rollout"):
+    with deadline("rollout"):
         metrics = run.rl.iteration(0)
     run.close()
     (folder / f"{rank()} of {world_size()}.json").write_text(json.dumps(metrics))

@@ -293,7 +293,7 @@ def test_an_upload_that_fails_ends_a_whole_run_and_is_done_by_the_next_command(h
     assert f"out/{STAMP} is complete, but not all of it was uploaded: Cannot upload" in failed.stderr
     again = "rlinf launch --config recipe.yaml mine.py train.resume=true"
     by_hand = f"hf upload me/policy-{STAMP} out/{STAMP}/safetensors/final --private"
-    assert f"To upload it later, type {by_hand}. To try all of it again: {again}" in failed.stderr
+    assert f"To upload it later, type {by_hand}. To retry the upload: {again}" in failed.stderr
     assert not hub.files
     for folder in (run / "checkpoints" / "step_2", run / "safetensors" / "final"):
         verify_files(folder, Manifest.load(folder))

@@ -168,7 +168,7 @@ def test_a_rollout_whose_episodes_are_all_lost_teaches_nothing(algorithm):
 def test_resampling_is_as_often_as_configured_and_groups_are_asked_for():
     for algorithm in (GRPO(GRPOConfig(max_resamples=3)), RLOO(RLOOConfig(max_resamples=3))):
         assert algorithm.max_resamples == 3
-        assert algorithm.needs_groups and algorithm.needs_whole_episodes
+        assert algorithm.needs_groups and algorithm.needs_full_episodes
         assert not algorithm.needs_values and not algorithm.penalizes_rewards
 
 
@@ -233,4 +233,4 @@ def test_reinforce_pp_sums_the_penalty_of_the_tokens_of_executed_actions():
     algorithm = ReinforcePP(ReinforcePPConfig(kl_coef=0.5, normalize_advantages=False))
     algorithm.compute_advantages(batch)
     torch.testing.assert_close(batch.returns, torch.tensor([[3 - 0.5 * 0.4, 1 + 0.5 * 0.6]]))
-    assert algorithm.penalizes_rewards and algorithm.needs_whole_episodes and not algorithm.needs_groups
+    assert algorithm.penalizes_rewards and algorithm.needs_full_episodes and not algorithm.needs_groups

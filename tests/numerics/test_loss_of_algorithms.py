@@ -63,7 +63,7 @@ def test_what_an_algorithm_does_unless_it_says_otherwise():
     algorithm = Plain(AlgorithmConfig())
     assert not algorithm.needs_reference and algorithm.max_resamples == 0 and not algorithm.policy_is_frozen(0)
     assert not (algorithm.needs_values or algorithm.needs_groups)
-    assert not (algorithm.needs_whole_episodes or algorithm.penalizes_rewards)
+    assert not (algorithm.needs_full_episodes or algorithm.penalizes_rewards)
     uninformative = algorithm.uninformative_envs(rollout())
     assert uninformative.dtype == torch.bool and uninformative.tolist() == [False] * 3
     assert Plain(AlgorithmConfig(kl_coef=0.5)).needs_reference

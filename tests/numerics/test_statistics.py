@@ -1,4 +1,4 @@
-"""Statistics over a rollout against NumPy in float64; that ranks do not change a bit is in tests/integration/test_blocks.py."""
+"""Statistics over a rollout against NumPy in float64; that ranks do not change a bit is in tests/integration/test_env_groups.py."""
 
 import threading
 
@@ -37,7 +37,7 @@ def test_the_mean_is_over_the_elements_in_the_mask(shape):
 @pytest.mark.parametrize("shape", SHAPES)
 def test_an_env_contributes_one_row(monkeypatch, shape):
     rows = []
-    monkeypatch.setattr(statistics, "sum_blocks", lambda own: (rows.append(own), own.sum(0))[1])
+    monkeypatch.setattr(statistics, "sum_env_groups", lambda own: (rows.append(own), own.sum(0))[1])
     values, mask = drawn(shape)
     masked_mean(values, mask)
     kept = torch.where(mask, values, 0.0).double()
@@ -101,10 +101,10 @@ def test_a_minibatch_is_normalised_over_all_ranks(monkeypatch, ends):
 
     kept = advantages.double().numpy()[mask.numpy()]
     expected = (kept - kept.mean()) / kept.std(ddof=1)
-    monkeypatch.setattr(statistics, "sum_blocks", gathered)
+    monkeypatch.setattr(statistics, "sum_env_groups", gathered)
     found = torch.cat(on_threads(len(ends), normalised))[mask]
     np.testing.assert_allclose(found, expected, rtol=1e-6, atol=1e-6)
-    monkeypatch.setattr(statistics, "sum_blocks", lambda own: own.cumsum(0)[-1])
+    monkeypatch.setattr(statistics, "sum_env_groups", lambda own: own.cumsum(0)[-1])
     alone = torch.cat(on_threads(len(ends), normalised))[mask]
     is_one = len(set(ends) - {0}) == 1
     assert np.allclose(alone, expected, atol=1e-6) == is_one, "control: ranks that do not tell each other"

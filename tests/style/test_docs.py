@@ -73,7 +73,7 @@ def test_reference_has_every_key_once():
 
 @pytest.mark.parametrize(
     ("page", "kind"),
-    [("docs/serving.md", ServeConfig), ("docs/robot.md", RobotConfig), ("docs/classifier.md", ClassifierConfig)],
+    [("docs/serving.md", ServeConfig), ("docs/robot.md", RobotConfig), ("docs/robot.md", ClassifierConfig)],
 )
 def test_the_page_of_a_command_has_every_key_of_its_own(page, kind):
     rows = re.findall(r"^\| (`\w+`(?:, `\w+`)*) \|", text_of(page), re.MULTILINE)

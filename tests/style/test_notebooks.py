@@ -66,6 +66,6 @@ def test_links_of_a_notebook_lead_to_files(path):
 
 
 def test_the_page_lists_every_notebook():
-    page = (ROOT / "docs" / "notebooks.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "python.md").read_text(encoding="utf-8")
     assert re.findall(r"\]\(\.\./examples/notebooks/(\w+)\.ipynb\)", page) == [path.stem for path in NOTEBOOKS]
     assert len(NOTEBOOKS) == 7

@@ -64,7 +64,7 @@ def test_a_broken_link_ends_the_build(tmp_path):
     (tmp_path / "docs" / "python.md").write_text(page)
     result = build(tmp_path, tmp_path / "site")
     assert result.returncode == 1
-    lines = [line for line in result.stderr.splitlines() if "'python.md'" in line]
+    lines = [line for line in result.stderr.splitlines() if "Doc file 'python.md'" in line]
     assert len(lines) == 2 and "no_such.md" in lines[0] + lines[1] and "no-such-heading" in lines[0] + lines[1], (
         result.stderr
     )

@@ -15,7 +15,7 @@ from rlinf.models import build_policy
 from rlinf.models.embodiment.modules.normalizer import unit_range_stats
 from rlinf.models.layers import find_layers, set_training_options
 from rlinf.preflight import activations
-from rlinf.preflight.activations import AsOnGpu, Line, MetaBytes, attend, measure_passes
+from rlinf.preflight.activations import AsOnGpu, LinearFit, MetaBytes, attend, measure_passes
 from rlinf.preflight.activations import _measure as measured_rows
 from rlinf.preflight.gpu_memory import _observation as observation
 from rlinf.preflight.gpu_memory import measure
@@ -166,7 +166,7 @@ def test_only_the_first_blocks_are_recomputed():
 
 
 def test_lines():
-    line = Line.through(10.0 + 3.0 * activations.FEW, 10.0 + 3.0 * activations.MORE)
+    line = LinearFit.through(10.0 + 3.0 * activations.FEW, 10.0 + 3.0 * activations.MORE)
     assert (line.fixed, line.row, line.at(7)) == (10.0, 3.0, 31)
 
 

@@ -1,4 +1,4 @@
-"""docs/adding_an_algorithm.md is executed: its file and YAML are written to a folder, and the algorithm trains."""
+"""docs/adding_an_algorithm.md and the example that it names are executed, and the algorithms train."""
 
 import json
 import re
@@ -26,8 +26,10 @@ from rlinf.tracking import METRICS
 from rlinf.training.loop import Loop
 from rlinf.types import ActionEvaluation, RolloutBatch
 
-PAGE = (Path(__file__).parents[2] / "docs" / "adding_an_algorithm.md").read_text(encoding="utf-8")
-FILE, PLAIN, SEARCH = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "docs" / "adding_an_algorithm.md").read_text(encoding="utf-8")
+FILE, PLAIN = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+SEARCH = (ROOT / "examples" / "embodiment" / "plugins" / "random_search.py").read_text(encoding="utf-8")
 YAML = re.search(r"```yaml\n(.*?)```", PAGE, re.DOTALL).group(1)
 COMMAND = re.search(r"rlinf train (--config-dir.*?)\n```", PAGE, re.DOTALL).group(1)
 SMALL = [

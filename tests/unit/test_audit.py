@@ -16,10 +16,10 @@ from rlinf.envs.tabletop.scene import BLOCK_COLOURS, ZONE_COLOURS
 from rlinf.errors import ConfigError
 from rlinf.evaluation.auditor import Audit, Auditor, brighten, paraphrased, shift, swapped
 from rlinf.evaluation.compare import Pairs
-from rlinf.evaluation.disturbed_env import DisturbedEnv, NoPolicy, TimedPush, fixed, push_of, pushed
+from rlinf.evaluation.disturbed_env import DisturbedEnv, NoPolicy, TimedPush, draw_push, fixed, pushed
 from rlinf.evaluation.evaluator import evaluate_policy
 from rlinf.evaluation.result import Success
-from rlinf.evaluation.verdicts import NO, UNCLEAR, UNTOLD, YES, ConditionRow, Effect, verdicts
+from rlinf.evaluation.verdicts import NO, UNCLEAR, UNKNOWN, YES, ConditionRow, Effect, verdicts
 from tests.fixtures.audited_policies import (
     Blind,
     Deaf,
@@ -125,7 +125,7 @@ def test_the_headline_tells_what_is_done_in_part_only():
     audit = Audit(list(rows.values()), found, 100)
     partly = "Cheats: nothing found. Breaks when: nothing found. Partly: Does it read the instruction? yes (50%)."
     assert audit.summary().startswith(partly)
-    assert "Does it read the instruction? YES (50%): another instruction: -48.0 points of 96.0" in audit.answers()
+    assert "Does it read the instruction? YES (50%): a different instruction: -48.0 points of 96.0" in audit.answers()
 
 
 def test_a_policy_that_ignores_the_instruction_is_found(full_state, sees):
@@ -140,7 +140,9 @@ def test_a_policy_that_reads_only_the_state_is_found_in_python():
     found = answers(audit)
     assert {row.key: row for row in audit.rows}["black"].success.successes == 0, "which is no sign that it looks"
     assert audit.num_episodes == NUM_EPISODES and "not known" in {row.key: row.note for row in audit.rows}["seen"]
-    with pytest.raises(ConfigError, match="1 episodes says nothing.*Set evaluation.num_episodes=100"):
+    with pytest.raises(
+        ConfigError, match="An audit of 1 episodes; required: at least 2.*Set evaluation.num_episodes=100"
+    ):
         rlinf.audit(StateOnly(), CONFIG, episodes=1)
     with pytest.raises(ConfigError, match="evaluation.split=train in an audit compares .* Set evaluation.split=eval"):
         rlinf.audit(StateOnly(), CONFIG, overrides=["evaluation.split=train"])
@@ -165,7 +167,7 @@ def test_a_policy_that_remembers_its_training_is_found(table):
     motions = {seen.images["front"][0].tobytes(): motion for seen, motion in motions_of_the_expert(table, specs)}
     audit = audited(Replays(motions, by_picture=True), table)
     found = answers(audit)
-    assert (found["better"], found["remembers"], found["reads"], found["looks"]) == (NO, YES, UNTOLD, UNTOLD)
+    assert (found["better"], found["remembers"], found["reads"], found["looks"]) == (NO, YES, UNKNOWN, UNKNOWN)
     assert "+100.0 points" in audit.verdicts[-2].reason
 
 
@@ -191,10 +193,10 @@ def test_replayed_actions_give_the_same_episodes_and_pushes_are_where_they_are_s
 
 def test_pushes_go_to_a_corner_of_the_action_space_after_a_third_of_the_episode(table):
     low, high = table.action_low, table.action_high
-    pushes = [push_of(spec, low, high, 12) for spec in table.episode_specs("eval")[:20]]
+    pushes = [draw_push(spec, low, high, 12) for spec in table.episode_specs("eval")[:20]]
     assert {(push.start, push.end) for push in pushes} == {(4, 7)}
     assert {tuple(push.action.tolist()) for push in pushes} == {(-1, -1), (-1, 1), (1, -1), (1, 1)}
-    assert push_of(table.episode_specs("eval")[0], low, high, 2).end == 2
+    assert draw_push(table.episode_specs("eval")[0], low, high, 2).end == 2
 
 
 def test_an_answer_needs_an_interval_on_one_side_of_a_quarter_of_the_stake():
@@ -212,7 +214,7 @@ def test_a_policy_no_better_than_random_is_not_accused_of_deafness():
     rows = {key: ConditionRow(key, key, rate, pairs) for key in keys}
     rows |= {key: none for key in ("other_images", "black", "other_state", "seen")}
     found = verdicts(rows, 2, {"baseline": pairs})
-    assert [one.answer for one in found] == [NO, YES, *[UNTOLD] * 6]
+    assert [one.answer for one in found] == [NO, YES, *[UNKNOWN] * 6]
     assert [one.is_fault for one in found] == [True, True, *[False] * 6]
     better = rows | {"idle": ConditionRow("", "", Success(0, 20)), "random": ConditionRow("", "", Success(0, 20))}
     found = verdicts(better, 0, {"baseline": Pairs(0, 0, 15, 5)})

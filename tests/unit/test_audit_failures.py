@@ -20,7 +20,7 @@ from rlinf.evaluation.auditor import Auditor
 from rlinf.evaluation.compare import Pairs
 from rlinf.evaluation.disturbed_env import EpisodeRecord
 from rlinf.evaluation.result import EvaluationResult, Success
-from rlinf.evaluation.verdicts import NO, UNTOLD, YES, ConditionRow, judged_verdict, verdicts
+from rlinf.evaluation.verdicts import NO, UNKNOWN, YES, ConditionRow, success_label_verdict, verdicts
 from rlinf.types import EpisodeResult, EpisodeSpec
 from tests.fixtures.audited_policies import StateOnly
 
@@ -91,7 +91,7 @@ def test_a_policy_that_refuses_everything_from_then_on_ends_the_audit(table):
         audited(Fails(IsGone(), RejectedRequestError("out of memory")), table)
 
 
-def test_questions_whose_conditions_were_refused_cannot_be_told():
+def test_questions_whose_conditions_were_refused_inconclusive():
     """By hand-made rows of a policy that succeeds in 90 of 100 episodes, and in 5 by the actions of others."""
     clean, none = ConditionRow("clean", "", Success(90, 100)), ConditionRow("", "", note="rejected")
     costs, nothing = Pairs(5, 85, 0, 10), Pairs(90, 0, 0, 10)
@@ -108,8 +108,8 @@ def test_questions_whose_conditions_were_refused_cannot_be_told():
     reacts, remembers, breaks = answers()
     assert reacts.startswith(YES) and remembers.startswith(NO) and breaks.startswith(NO), "a control"
     reacts, remembers, breaks = answers(frozen=none, seen=none, paraphrased=none)
-    assert reacts == f"{UNTOLD}: rejected" and remembers.startswith(f"{UNTOLD}: rejected")
-    assert breaks == f"{UNTOLD}: none of them was possible"
+    assert reacts == f"{UNKNOWN}: rejected" and remembers.startswith(f"{UNKNOWN}: rejected")
+    assert breaks == f"{UNKNOWN}: none of them was possible"
 
 
 def test_an_audit_tells_whether_the_seen_success_is_true():
@@ -119,14 +119,14 @@ def test_an_audit_tells_whether_the_seen_success_is_true():
         def act(self, seen):
             return np.zeros((len(seen), 2), dtype=np.float32)
 
-    for rate, answer in ((1.0, NO), (1e-9, UNTOLD)):  # nothing is seen, so nothing is to be true
+    for rate, answer in ((1.0, NO), (1e-9, UNKNOWN)):  # nothing is seen, so nothing is to be true
         env = make_env(replace(CONFIG, success_label_noise=rate), 6, auto_reset=False)
         audit, rows = audited(Idle(), env)
         env.close()
         assert rows["clean"].success.successes == 6 * (rate == 1.0)
         verdict = audit.verdicts[-1]
         assert (verdict.answer, verdict.is_fault, len(audit.verdicts)) == (answer, answer == NO, 9)
-    assert "Is the success that is seen true?" not in audit.summary()
+    assert "Are the detected successes true?" not in audit.summary()
 
 
 def test_false_seen_successes_are_counted_by_hand():
@@ -135,13 +135,16 @@ def test_false_seen_successes_are_counted_by_hand():
         return EvaluationResult([EpisodeResult(spec, "a", seen, 1.0, 3, true_success=true) for seen, true in outcomes])
 
     good, idle = [(True, True)] * 7 + [(False, False), (False, True)], Success(2, 9)
-    found = judged_verdict(played(*good), idle)
+    found = success_label_verdict(played(*good), idle)
     assert (found.answer, found.is_fault) == (YES, False) and "0 of 7" in found.reason
-    found = judged_verdict(played(*good, (True, False)), idle)
+    found = success_label_verdict(played(*good, (True, False)), idle)
     assert (found.answer, found.is_fault) == (NO, True)
-    assert "1 of 8 seen successes are false (95 % 2.2% - 47.1%)" in found.reason and "80.0% (8/10)" in found.reason
-    blind = judged_verdict(played((True, None), (False, None)), idle)
-    assert (blind.answer, blind.is_fault) == (UNTOLD, False) and "22.2% (2/9) are seen without a policy" in blind.reason
+    assert "1 of 8 detected successes are false (95 % 2.2% - 47.1%)" in found.reason and "80.0% (8/10)" in found.reason
+    blind = success_label_verdict(played((True, None), (False, None)), idle)
+    assert (blind.answer, blind.is_fault) == (
+        UNKNOWN,
+        False,
+    ) and "22.2% (2/9) are detected without a policy" in blind.reason
 
 
 def test_conditions_that_need_another_episode_play_those_that_have_one():
@@ -159,7 +162,7 @@ def test_conditions_that_need_another_episode_play_those_that_have_one():
         assert rows[key].success.episodes == rows[key].pairs.episodes == rows[key].pairs.a.successes == 3, key
     rows = rows_of([reach[0], zone[0]])
     env.close()
-    assert rows["other_actions"].note == "most episodes have no other one of their task that succeeded"
+    assert rows["other_actions"].note == "for most episodes, no other episode of the task succeeded"
 
 
 def test_what_is_kept_of_an_audit_is_read_as_it_was_and_refused_where_it_is_damaged(tmp_path):
@@ -191,7 +194,7 @@ def test_what_is_kept_of_an_audit_is_read_as_it_was_and_refused_where_it_is_dama
     said = "2 conditions .* audit of one, this one is of two, .* weights.a: saved 1, present 2"
     with pytest.raises(ConfigError, match=said):
         AuditCheckpoint(tmp_path, "two", {"weights": {"a": 2}})
-    with pytest.raises(CheckpointError, match="holds other episodes"):
+    with pytest.raises(CheckpointError, match="its episodes are not those of this audit"):
         again.result("clean", specs[::-1])
     for name, read in (
         ("records.npz", lambda: again.records(specs)),

@@ -182,7 +182,7 @@ def test_an_audit_prints_its_rows_and_answers_and_writes_a_page(run, here, capsy
     assert data["num_episodes"] == 3 and data["rows"][0]["success"]["episodes"] == 3 and len(data["verdicts"]) == 8
     counted = json.loads((run / "eval" / "after_rl" / "result.json").read_text())["results"][:3]
     assert data["rows"][0]["success"]["successes"] == sum(one["success"] for one in counted), "as in the evaluation"
-    assert "Does it react to what happens?" in (folder / "report.html").read_text()
+    assert "Does it react to changes during an episode?" in (folder / "report.html").read_text()
     assert main(["audit", *words, f"output_dir={folder}"]) == EXIT_USER_ERROR
     assert "not empty. Delete it, or set output_dir=<new folder>" in capsys.readouterr().err
     assert main(["audit", "env=tabletop"]) == EXIT_USER_ERROR and "needs a checkpoint" in capsys.readouterr().err
@@ -205,7 +205,9 @@ def test_an_interrupted_audit_goes_on_where_it_stopped_and_with_the_same_policy_
     monkeypatch.setattr(AuditCheckpoint, "add", stopped)
     with pytest.raises(KeyboardInterrupt):
         audit(configured(parse([*words, "output_dir=parts"])))
-    assert "5 conditions are kept in parts; the same command with output_dir=parts continues" in capsys.readouterr().err
+    assert (
+        "5 conditions are saved in parts; the same command with output_dir=parts continues" in capsys.readouterr().err
+    )
     for changed, both in (
         (["evaluation.greedy=false"], "greedy: saved true, present false"),
         (["model=mlp", "env=tabletop"], "rl_000001, this one is of model.model_type=mlp without a checkpoint"),
@@ -213,11 +215,11 @@ def test_an_interrupted_audit_goes_on_where_it_stopped_and_with_the_same_policy_
         other = [*(words if len(changed) == 1 else words[1:]), *changed, "output_dir=parts"]
         assert main(["audit", *other]) == EXIT_USER_ERROR
         printed = capsys.readouterr().err
-        assert both in printed and "holds 5 conditions" in printed and "output_dir=<another folder>" in printed
+        assert both in printed and "holds 5 conditions" in printed and "output_dir=<new folder>" in printed
     monkeypatch.setattr(AuditCheckpoint, "add", counted)
     assert main(["audit", *words, "output_dir=parts"]) == 0
     found = [(here / name / "audit.json").read_text() for name in ("whole", "parts")]
-    assert found[0] == found[1] and "5 conditions are known" in capsys.readouterr().out
+    assert found[0] == found[1] and "5 conditions were done before" in capsys.readouterr().out
     rows = [row["key"] for row in json.loads(found[0])["rows"] if row["success"] is not None]
     assert sorted(played) == sorted(rows), "each condition was played once"
     assert [path.name for path in sorted((here / "parts").iterdir())] == ["audit.json", "report.html"]

@@ -14,9 +14,9 @@ from rlinf.commands import classifier as command
 from rlinf.commands.classifier import (
     ClassifierConfig,
     LabelledFrames,
-    changed,
+    augment,
     classifier,
-    cross_fitted,
+    cross_fit,
     label_rows,
 )
 from rlinf.data.lerobot_writer import LeRobotWriter
@@ -159,7 +159,7 @@ def test_each_frame_is_scored_by_networks_that_have_not_seen_its_episode(monkeyp
         def forward(self, images, sentences):
             return torch.full((len(images),), float(self.number))
 
-    def fake(frames, num_sentences, config, number):
+    def fake(frames, num_instructions, config, number):
         seen[number] = set(frames.episodes.tolist())
         return Number(4**number)
 
@@ -167,7 +167,7 @@ def test_each_frame_is_scored_by_networks_that_have_not_seen_its_episode(monkeyp
     episodes = np.repeat(np.arange(12), 5)
     zeros = np.zeros(60, dtype=np.int64)
     frames = LabelledFrames(np.zeros((60, 8, 8, 3), np.uint8), zeros, np.arange(60) % 5 == 0, episodes)
-    logits, networks = cross_fitted(frames, 1, ClassifierConfig(num_folds=3))
+    logits, networks = cross_fit(frames, 1, ClassifierConfig(num_folds=3))
     assert len(networks) == 3 and [len(each) for each in seen.values()] == [8] * 3
     wanted = [sum(4**number for number in seen if episode not in seen[number]) for episode in episodes]
     assert logits.tolist() == wanted and set(wanted) == {1, 4, 16}
@@ -192,7 +192,7 @@ def test_each_frame_is_learned_with_its_own_instruction(data, monkeypatch):
     """But for the successes that are shown under another one, the last quarter. Frames hold the number of their instruction."""
     about = {"camera": None}
     stored = command.read_frames(ClassifierConfig(data=data), "data", about)
-    assert stored.sentences.tolist() == (stored.episodes % 2).tolist() and about["instructions"] == INSTRUCTIONS
+    assert stored.instructions.tolist() == (stored.episodes % 2).tolist() and about["instructions"] == INSTRUCTIONS
     seen = []
 
     class Told(SuccessNetwork):
@@ -201,7 +201,7 @@ def test_each_frame_is_learned_with_its_own_instruction(data, monkeypatch):
             return super().forward(images, sentences)
 
     monkeypatch.setattr(command, "SuccessNetwork", Told)
-    monkeypatch.setattr(command, "changed", lambda images, mirror, generator: torch.from_numpy(images))
+    monkeypatch.setattr(command, "augment", lambda images, mirror, generator: torch.from_numpy(images))
     sentences = np.arange(30) % 3
     images = np.zeros((30, 8, 8, 3), np.uint8) + sentences[:, None, None, None].astype(np.uint8)
     command.train(
@@ -223,14 +223,14 @@ def test_two_datasets_are_joined_as_different_episodes():
         )
         for value in (1, 2)
     )
-    found = one.joined(other)
+    found = one.concatenate(other)
     assert found.episodes.tolist() == [0, 1, 2, 3] and found.images[:, 0, 0, 0].tolist() == [1, 1, 2, 2]
 
 
 def test_pictures_are_mirrored_only_if_asked():
     ramp = np.broadcast_to(np.arange(64, dtype=np.uint8)[None, None, :, None] * 4, (16, 64, 64, 3))
     for mirror, ways in ((False, {1}), (True, {1, -1})):
-        found = changed(ramp, mirror, np.random.default_rng(0)).numpy()
+        found = augment(ramp, mirror, np.random.default_rng(0)).numpy()
         assert {int(np.sign(each[32, 40, 0] - each[32, 20, 0])) for each in found} == ways
 
 
@@ -291,7 +291,7 @@ def test_shuffled_labels_give_no_classifier(tmp_path):
     ("settings", "words"),
     [
         ({"success": False}, "all of them failures"),
-        ({"camera": "side"}, "cameras \\[side\\]; required: 'front'"),
+        ({"camera": "side"}, "cameras \\[side\\]; required: the camera 'front'"),
     ],
 )
 def test_frames_that_do_not_fit_are_refused_before_training(data, tmp_path, monkeypatch, settings, words):
@@ -391,7 +391,7 @@ def test_an_evaluation_tells_both(trained):
         1,
     )  # the simulator is one step late, and the episode over
     assert found.metrics()["eval/true_success_rate"] == pytest.approx(1 / 3)
-    assert "1 of 2 seen" in next(one for one in found.warnings if "simulator" in one)
+    assert "1 of 2 detected" in next(one for one in found.warnings if "simulator" in one)
 
 
 @pytest.mark.parametrize(
@@ -414,6 +414,6 @@ def test_the_folder_of_an_earlier_version_is_refused(trained, tmp_path):
 
 def test_more_episodes_are_learned_from_too(data, tmp_path):
     other = write(tmp_path / "other", 6)
-    config = ClassifierConfig(data=data, more=other, output_dir=str(tmp_path / "out"), num_steps=30, num_folds=2)
+    config = ClassifierConfig(data=data, extra_data=other, output_dir=str(tmp_path / "out"), num_steps=30, num_folds=2)
     about = classifier(config).about
     assert (about["frames"], about["successes"], about["networks"]) == (46 * 6 - 30 * 2, 30, 2)

@@ -56,7 +56,7 @@ def parts():
     env.close()
 
 
-def collect(parts, *, auto_reset=True, group_size=1, num_worker_threads=2, attempt=0, blocks=None, **kwargs):
+def collect(parts, *, auto_reset=True, group_size=1, num_worker_threads=2, attempt=0, env_groups=None, **kwargs):
     config, env, model = parts
     sampler = EpisodeSampler(
         env.episode_specs("train"), 2, num_groups=NUM_ENVS // group_size, group_size=group_size, seed=3
@@ -66,7 +66,7 @@ def collect(parts, *, auto_reset=True, group_size=1, num_worker_threads=2, attem
         num_chunks=NUM_CHUNKS, temperature=1.0, num_worker_threads=num_worker_threads, **kwargs,
     )  # fmt: skip
     try:
-        return collector.collect(model, 7, 42, needs_values=True, attempt=attempt, blocks=blocks)
+        return collector.collect(model, 7, 42, needs_values=True, attempt=attempt, env_groups=env_groups)
     finally:
         collector.close()
 
@@ -149,7 +149,7 @@ def test_a_second_attempt_plays_the_given_envs_only_and_replaces_whole_groups(pa
     assert not set(first.group_ids[0].tolist()) & set(whole.group_ids[0].tolist())
     envs = torch.tensor([0, 1, 4, 5])
     with CountedRows(parts[2]) as rows:
-        more = collect(parts, auto_reset=False, group_size=2, attempt=1, blocks=[0, 2])
+        more = collect(parts, auto_reset=False, group_size=2, attempt=1, env_groups=[0, 2])
     assert rows.acted == len(envs) * HORIZON and len(more.episodes) == len(envs)
     assert more.specs == {key: spec for key, spec in whole.specs.items() if key in more.episode_ids}
     for name, tensor in whole.tensors().items():

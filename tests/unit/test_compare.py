@@ -186,7 +186,7 @@ def test_folders_are_compared_and_the_page_shows_it(tmp_path):
     low, high = found.total.interval
     assert "Paired comparison" in page and "Newcombe" in page
     assert f"+25.0 ({100 * low:+.1f} to {100 * high:+.1f})" in page
-    with pytest.raises(ConfigError, match="are one evaluation.*Run rlinf evaluate --compare"):
+    with pytest.raises(ConfigError, match="are the same evaluation.*Run rlinf evaluate --compare"):
         compare_folders(a, a / "result.json")
     assert not (a / "report.html").exists() and not (a / "compare.json").exists()
 

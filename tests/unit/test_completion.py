@@ -46,7 +46,7 @@ def offered(line, capsys):
         ("rlinf train env=no_such_env env.ta", ["env.tasks="]),
         ("rlinf why outputs/", []),
         ("rlinf robot max_", ["max_relative_target=", "max_failures="]),
-        ("rlinf robot success=", ["env", "person", "page"]),
+        ("rlinf robot success=", ["env", "human", "page"]),
         ("rlinf robot real_time=", ["true", "false"]),
         ("rlinf robot evaluation.gre", ["evaluation.greedy="]),
         ("rlinf serve keys=", ["rlinf", *ROBOTS]),

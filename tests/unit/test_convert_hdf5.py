@@ -146,7 +146,7 @@ def test_a_file_of_libero_is_turned_and_each_observation_goes_with_the_action_th
     assert about["env"] == {"name": "libero", "gripper": "env", "rendering": "full"} and about["rotate_images"]
     assert all(episode["seen_after_action"] for episode in about["episodes"])
     printed = capsys.readouterr().out
-    assert "turned by 180 degrees" in printed and "with the next action in 2 episodes" in printed
+    assert "rotated by 180 degrees" in printed and "with the next action in 2 episodes" in printed
     unpaired = opened(convert(source, tmp_path / "as_stored", "seen_after_action=false"), "agentview")
     assert len(unpaired) == 9 and not np.array_equal(unpaired.actions[:3], dataset.actions[:3])
 
@@ -289,7 +289,7 @@ def other_convention(tmp_path: Path) -> list[str]:
 @pytest.mark.parametrize(
     ("make", "expected"),
     [
-        (lambda tmp_path: [f"source={tmp_path}"], "holds no file .*Set source="),
+        (lambda tmp_path: [f"source={tmp_path}"], "has no file .*Set source="),
         (lambda tmp_path: ["source=nowhere"], "source='nowhere' does not exist"),
         (lambda tmp_path: [], "needs source="),
         (cut, "image.hdf5 is damaged or incomplete .*truncated"),
@@ -317,22 +317,22 @@ def other_convention(tmp_path: Path) -> list[str]:
         (edited(lambda file: replace(file, "mask/train", None), "mask=train"), "mask/train of .* is a group.*Set mask=null"),
         (with_obs("agentview_image", lambda images: images.astype(np.float32)), "'obs/agentview_image' of demo_1 .*uint8"),
         (says("data", "env_args", [1]), r"env_args of .*it is \[1\]; required: a JSON object"),
-        (says("data", "env_args", {"env_kwargs": {"control_freq": "20"}}), "control_freq='20'; required: a whole .*Set fps=<n>"),
+        (says("data", "env_args", {"env_kwargs": {"control_freq": "20"}}), "control_freq='20'; required: an integer .*Set fps=<n>"),
         (says("data", "env_args", {"env_kwargs": {"control_freq": 0.4}}), "control_freq=0.4; required"),
         (says("data", "env_args", {"env_kwargs": {"control_freq": 12.5}}), "control_freq=12.5; required"),
-        (says("data", "problem_info", {"language_instruction": None}), "does not say the instruction"),
-        (says("data/demo_0", "ep_meta", {"lang": 3}), "does not say the instruction"),
+        (says("data", "problem_info", {"language_instruction": None}), "lacks the instruction"),
+        (says("data/demo_0", "ep_meta", {"lang": 3}), "lacks the instruction"),
         (option("task="), "task=''; required: the instruction"),
         (option("cameras=a,b"), "cameras is 'a,b'.*Set e.g. 'cameras=.a,b.'"),
         (option("mask=trian"), "mask=trian, but .* has mask/ with none, train.*Did you mean 'train'.*Set mask="),
         (option("cameras=[agentview]"), "cameras names 'agentview'; .* agentview_image, robot0_eye_in_hand_image among"),
         (option("cameras=[]"), "There are no images"),
-        (option("cameras=[agentview_image,agentview_image]"), "names a key twice"),
+        (option("cameras=[agentview_image,agentview_image]"), "repeats a key"),
         (option("state_keys=[joints]"), "state_keys names 'joints'.*object.*or state_keys="),
         (option("video=true", "rotate_images=yes"), "rotate_images is 'yes'"),
         (option("tsak=lift"), "There is no key 'tsak'"),
         (option("lift"), "'lift' is not a key=value"),
-        (no_language, "does not say the instruction of data/demo_0.*Set 'task="),
+        (no_language, "lacks the instruction of data/demo_0.*Set 'task="),
         (other_convention, "macros_image_convention=opencv; required: opengl"),
     ],
 )  # fmt: skip

@@ -66,8 +66,8 @@ def test_the_report_says_when_rates_were_reached(tmp_path):
     words = words_of(page)
     assert "50% 1,024 1,104 55.0% (55/100" in words and "80% 2,048 2,208 81.0% (81/100" in words
     assert "90% not within 2,048" in words
-    assert "expected by the critics" in words and "Critics against returns" in words
-    assert "An episode that a time limit cut counts with what it had reached until then" in words
+    assert "predicted by the critics" in words and "Critics against returns" in words
+    assert "A truncated episode counts with its return so far" in words
     assert "without any learning, solved" not in words
 
 
@@ -75,7 +75,7 @@ def test_the_report_says_when_rates_were_reached(tmp_path):
 def test_a_head_that_is_no_better_than_noise_is_said_so(tmp_path, noise, is_said):
     words = words_of(write_report(make_run(tmp_path, [30, 55, 79, 81], noise)))
     assert f"uniform noise: the warm-up (training episodes) {noise:.1%} ({round(64 * noise)}/64" in words
-    assert ("Uniform noise around the frozen policy, without any learning, solved 75.0% (48/64)" in words) == is_said
+    assert ("The base policy with uniform noise, without learning, solved 75.0% (48/64)" in words) == is_said
 
 
 def test_only_the_warm_up_counts_and_only_where_it_is_noise_around_the_frozen_policy():

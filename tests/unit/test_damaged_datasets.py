@@ -12,9 +12,9 @@ import pytest
 import yaml
 
 from rlinf.data import lerobot_dataset, rlds_dataset
-from rlinf.data.chosen import chosen
 from rlinf.data.config import SFTConfig
 from rlinf.data.damage import UnreadableRowError
+from rlinf.data.filters import filtered_rows
 from rlinf.data.formats import describe_dataset, image_columns, open_dataset
 from rlinf.data.frames import frame_numbers
 from rlinf.data.rlds_dataset import Blobs, masked_crc32c
@@ -84,35 +84,37 @@ DAMAGED_ROWS = {
 def test_damaged_rows_are_refused_when_the_dataset_is_opened(lerobot, column, change, expected):
     open_lerobot(lerobot)
     change_column(lerobot, column, change)
-    with pytest.raises(ConfigError, match=f"(?s){expected}.*[Uu]se another"):
+    with pytest.raises(ConfigError, match=f"(?s){expected}.*[Uu]se a different"):
         open_lerobot(lerobot)
 
 
 @pytest.mark.parametrize("name", ["total_frames", "total_episodes"])
 def test_a_description_without_its_counts_is_refused(lerobot, name):
     change_info(lerobot, lambda info: info.pop(name))
-    with pytest.raises(ConfigError, match=rf"info.json cannot be read .*'{name}'.*Use another"):
+    with pytest.raises(ConfigError, match=rf"info.json cannot be read .*'{name}'.*Use a different"):
         describe_dataset(lerobot)
 
 
 @pytest.mark.parametrize("content", ["{", "[]", "{}", '{"env": 3}'])
 def test_a_damaged_record_of_the_conditions_is_refused(lerobot, content):
     (lerobot / "meta" / "rlinf.json").write_text(content)
-    with pytest.raises(ConfigError, match=r"rlinf.json is damaged.*use another"):
+    with pytest.raises(ConfigError, match=r"rlinf.json is damaged.*use a different"):
         describe_dataset(lerobot)
 
 
 def test_images_of_another_size_than_described_are_refused(lerobot):
     height, width = describe_dataset(lerobot).image_shapes[FRONT]
     change_info(lerobot, lambda info: info["features"][FRONT].update(shape=[64, 64, 3]))
-    with pytest.raises(ConfigError, match=rf"row 1 has {height} x {width} pixels, but its description says 64 x 64"):
+    with pytest.raises(
+        ConfigError, match=rf"row 1 has {height} x {width} pixels; required by its description: 64 x 64"
+    ):
         open_lerobot(lerobot).rows(np.array([1]))
 
 
 def test_videos_outside_the_folder_are_refused(tmp_path):
     folder = Path(shutil.copytree(FIXTURES / "lerobot" / "video", tmp_path / "video"))
     change_info(folder, lambda info: info.update(video_path="../other/{video_key}/file-{file_index:03d}.mp4"))
-    with pytest.raises(ConfigError, match=r"'../other/.*required: a path within the folder. Use another"):
+    with pytest.raises(ConfigError, match=r"'../other/.*required: a path within the folder. Use a different"):
         open_lerobot(folder)
 
 
@@ -196,7 +198,9 @@ def test_rlds_images_of_another_size_than_described_are_refused(rlds):
     text = (rlds / "features.json").read_text()
     assert '"16"' in text
     (rlds / "features.json").write_text(text.replace('"16"', '"32"'))
-    with pytest.raises(ConfigError, match=r"tiny_rlds-train.* has 16 x 16 pixels, but its description says 32 x 32"):
+    with pytest.raises(
+        ConfigError, match=r"tiny_rlds-train.* has 16 x 16 pixels; required by its description: 32 x 32"
+    ):
         open_rlds(rlds).rows(np.array([0]))
 
 
@@ -219,7 +223,7 @@ DIFFERENT = {  # 12 rows in 3 episodes at 10 a second
     "end": (EPISODES, "dataset_to_index", [3], "dataset_to_index of episode 0 is {}"),
     "episode": (EPISODES, "episode_index", [0, 1, 3], "episode_index of episode 2 is 2 by its rows, but 3"),
     "data file": (EPISODES, "data/file_index", [0, 1], "data/chunk-000/file-001.parquet is missing"),
-    "rate": (None, "timestamp", list(np.arange(12) / 30), "0.0333 s apart, but meta/info.json says fps=10"),
+    "rate": (None, "timestamp", list(np.arange(12) / 30), "0.0333 s apart, but meta/info.json states fps=10"),
 }
 
 
@@ -238,7 +242,7 @@ WRONG_COLUMNS = {
         "observation.state",
         [[1.0] * 5, [1.0] * 3],
         None,
-        r"observation.state of .* \(row 0 has 5 numbers.* says 4",
+        r"observation.state of .* \(row 0 has 5 numbers.* states 4",
     ),
     "null row": ("observation.state", [None], None, "row 0 has 0 numbers"),
     "null": ("observation.state", [[1.0, 2.0, None, 4.0]], None, "row 0 lacks a number"),
@@ -392,7 +396,7 @@ def test_every_row_shows_its_own_frame_though_episodes_begin_early_in_the_file(f
         drift(filmed, frames)
         assert shown(open_lerobot(filmed)) == list(range(12))
     drift(filmed, 1.0)
-    with pytest.raises(UnreadableRowError, match="has no frame of its own at"):
+    with pytest.raises(UnreadableRowError, match="has no separate frame at"):
         open_lerobot(filmed)
 
 
@@ -426,7 +430,7 @@ def test_rows_without_a_readable_image_are_left_out_on_request(lerobot, content,
         open_lerobot(lerobot).rows(np.arange(12))
     found = lerobot_dataset.open_dataset(lerobot, {"front": FRONT}, None, skip_unreadable=True)
     assert np.flatnonzero(found.unreadable).tolist() == [0, 7] and "2 of 12 rows have no image" in caplog.text
-    source = chosen(found, SFTConfig())
+    source = filtered_rows(found, SFTConfig())
     assert len(source) == 10
     rows = [row for row in range(12) if row not in (0, 7)]
     np.testing.assert_array_equal(source.rows(np.arange(10))[0].images["front"], expected[rows])
@@ -503,7 +507,7 @@ def test_another_rate_than_the_envs_is_a_warning_that_can_be_accepted(lerobot, c
     assert not caplog.text
     with caplog.at_level(logging.WARNING):
         open_dataset(sft_of(folder), env_of(rate=12.5))
-    assert "10 rows a second" in caplog.text and "12.5 steps" in caplog.text
+    assert "10 rows per second" in caplog.text and "12.5 steps" in caplog.text
     words = suggestion(caplog.text)
     caplog.clear()
     open_dataset(sft_of(folder, words), env_of(rate=12.5))

@@ -24,7 +24,7 @@ from rlinf.config.compose import compose_config
 from rlinf.config.schema import build_config
 from rlinf.distributed import deadlines, launch, process_group
 from rlinf.distributed.config import DeadlinesConfig
-from rlinf.distributed.deadlines import Clock, DeadlineError, Watchdog, go_on, portable, report, reported, waiting
+from rlinf.distributed.deadlines import Clock, DeadlineError, Watchdog, deadline, heartbeat, portable, report, reported
 from rlinf.errors import ConfigError, RankError, RLinfError
 from rlinf.optim.train_step import TrainStep
 from rlinf.preflight.validation import validate
@@ -47,7 +47,7 @@ def note(folder: str, name: str) -> None:
 
 
 def stop_before_an_update(folder: str) -> None:
-    with waiting("update"):
+    with deadline("update"):
         note(folder, f"rank{process_group.rank()}")
         if process_group.rank() == 1:
             os.kill(os.getpid(), signal.SIGSTOP)
@@ -55,7 +55,7 @@ def stop_before_an_update(folder: str) -> None:
 
 
 def fall_asleep_before_a_push(folder: str) -> None:
-    with waiting("push"):
+    with deadline("push"):
         note(folder, f"rank{process_group.rank()}")
         if process_group.rank() == 1:
             time.sleep(600)
@@ -69,7 +69,7 @@ def play_in_a_simulator_that_falls_asleep(folder: str) -> None:
         Path(folder, "simulators").write_text(" ".join(str(worker.process.pid) for worker in env._workers))
         Path(folder, "fault").write_text("step hang")
     dist.barrier()
-    with waiting("rollout"):
+    with deadline("rollout"):
         note(folder, f"rank{process_group.rank()}")
         if process_group.rank() == 0:
             env.chunk_step(torch.zeros(2, 1, 2).numpy())
@@ -112,7 +112,7 @@ def test_a_hang_ends_with_its_name_and_the_stacks_of_all(function, name, stacks,
 
 def work_long_in_short_steps(_argument) -> None:
     for _ in range(4):
-        with waiting("update"):
+        with deadline("update"):
             time.sleep(LIMIT_S / 2)
             dist.all_reduce(torch.zeros(1))
 
@@ -128,7 +128,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from rlinf.distributed import launch, process_group
-from rlinf.distributed.deadlines import waiting
+from rlinf.distributed.deadlines import deadline
 from rlinf.distributed.start import launch_context
 
 {inspect.getsource(note)}
@@ -181,7 +181,7 @@ def train_and_note_unnamed_calls(config) -> None:
             return _call(*arguments, **options)
 
         setattr(dist, name, noted)
-    for owner, name in ((TrainStep, "apply"), (train_worker.TrainWorker, "evaluate"), (train_worker, "go_on")):
+    for owner, name in ((TrainStep, "apply"), (train_worker.TrainWorker, "evaluate"), (train_worker, "heartbeat")):
 
         def progress(*arguments, _call=getattr(owner, name), _name=name, **options):
             result = _call(*arguments, **options)
@@ -210,13 +210,13 @@ def test_every_collective_call_of_a_run_is_in_a_named_wait(tmp_path):
         *calls, control = json.loads((tmp_path / f"calls{rank}").read_text())
         assert control == ["all_reduce", None]
         assert not [call for call in calls if call[1] is None]
-        events = [name for name, _ in calls if name in ("apply", "evaluate", "go_on")]
+        events = [name for name, _ in calls if name in ("apply", "evaluate", "heartbeat")]
         applied = [number for number, name in enumerate(events) if name == "apply"]
         scored = [number for number, name in enumerate(events) if name == "evaluate"]
-        assert len(applied) >= 4 and all(events[number + 1] == "go_on" for number in applied)
+        assert len(applied) >= 4 and all(events[number + 1] == "heartbeat" for number in applied)
         assert len(scored) == 2
         # The step before them has one, too.
-        assert all(events[number - 2 : number] == ["go_on", "go_on"] for number in scored)
+        assert all(events[number - 2 : number] == ["heartbeat", "heartbeat"] for number in scored)
         assert (tmp_path / f"rollouts{rank}").read_text() == "2"
         assert {"start", "update", "rollout", "save", "evaluate"} <= {name for _, name in calls}
 
@@ -239,28 +239,28 @@ def test_only_whole_rollouts_of_rl_count_for_the_deadline_of_the_next(monkeypatc
     """Neither the demonstrations of an expert nor the few envs of a resample."""
     clock = Clock()
     monkeypatch.setattr(deadlines, "clock", clock)
-    with waiting("rollout"):
+    with deadline("rollout"):
         pass
     assert not clock.rollouts
     batch = SimpleNamespace(action_mask=torch.ones(2, 3), policy_version=torch.zeros(2))
     ahead = SimpleNamespace(policy_version=0)
     trainer = SimpleNamespace(
         loop=SimpleNamespace(state=SimpleNamespace(env_steps=0)),
-        sync=SimpleNamespace(version=0, rest=lambda: None), collector=SimpleNamespace(take=lambda _: batch), _issue=lambda *_: "handle",
-        _issued={0: SimpleNamespace(handle="handle", ahead=ahead, weights=None, since=time.monotonic())},
+        sync=SimpleNamespace(version=0, rest=lambda: None), collector=SimpleNamespace(result=lambda _: batch), _submit=lambda *_: "handle",
+        _pending={0: SimpleNamespace(handle="handle", ahead=ahead, weights=None, since=time.monotonic())},
     )  # fmt: skip
-    for blocks, number in (([0], 0), ([], 0), (None, 1), ([0], 1)):
-        RLTrainer._collect(trainer, 0, blocks=blocks)
+    for env_groups, number in (([0], 0), ([], 0), (None, 1), ([0], 1)):
+        RLTrainer._collect(trainer, 0, env_groups=env_groups)
         assert len(clock.rollouts) == number
     assert clock.name is None
 
 
 def test_progress_begins_a_deadline_again_and_a_reset_is_never_lost():
     clock = deadlines.clock
-    with waiting("update"):
+    with deadline("update"):
         clock.tick(601.0)
         assert clock.expired({"update": 600.0}) == ("update", 600.0)
-        go_on()
+        heartbeat()
         assert clock.expired({"update": 600.0}) is None and clock.name == "update"
     own, entered, reset = Clock(), threading.Event(), threading.Thread(target=lambda: None)
 
@@ -312,9 +312,9 @@ def test_a_rank_does_not_wait_for_ever_for_the_error_of_an_alarm(monkeypatch):
 
 def test_the_wait_around_another_begins_again_after_it():
     clock = deadlines.clock
-    with waiting("update"):
+    with deadline("update"):
         clock.seconds = 5.0
-        with pytest.raises(KeyError), waiting("save"):
+        with pytest.raises(KeyError), deadline("save"):
             assert (clock.name, clock.seconds) == ("save", 0.0)
             raise KeyError
         assert (clock.name, clock.seconds) == ("update", 0.0)
@@ -322,7 +322,7 @@ def test_the_wait_around_another_begins_again_after_it():
 
 
 def test_every_named_wait_has_a_deadline():
-    names = set(re.findall(r'waiting\("(\w+)"\)', "".join(p.read_text() for p in (ROOT / "rlinf").rglob("*.py"))))
+    names = set(re.findall(r'deadline\("(\w+)"\)', "".join(p.read_text() for p in (ROOT / "rlinf").rglob("*.py"))))
     assert names == {field for field in DeadlinesConfig.__dataclass_fields__}
 
 
@@ -336,7 +336,7 @@ def test_an_error_of_a_rank_keeps_its_class_and_its_text_in_another_process():
     error = ComposedError("A fault")
     error.add_note("a note")
     # A test file has no name by which another process could import it.
-    pickled = pickle.loads(pickle.dumps(BadRowError("It is empty.", 3, "rows").finished("said")))
+    pickled = pickle.loads(pickle.dumps(BadRowError("It is empty.", 3, "rows").with_message("said")))
     assert type(pickled) is BadRowError and str(pickled) == "said" and pickled.row == 3
     arrived = portable(error, 1)
     assert type(arrived) is ComposedError and arrived.place == "somewhere"

@@ -21,7 +21,7 @@ from rlinf.data.stored import DatasetInfo, StoredDemonstrations
 from rlinf.envs import make_env
 from rlinf.envs.tabletop.config import TabletopConfig
 from rlinf.errors import ConfigError
-from rlinf.rollout.demonstrations import Demonstrations, ExpertDemonstrator, collect_demonstrations, play_episodes
+from rlinf.rollout.demonstrations import Demonstrations, ScriptedExpert, collect_demonstrations, run_episodes
 from rlinf.seeding import derive_seed
 from rlinf.tracking.progress import Progress
 from rlinf.training import cloning_trainer, train_worker
@@ -266,8 +266,8 @@ def episode_of(batch, row: int):
 def test_an_episode_that_begins_again_is_recorded_from_its_new_begin():
     env = tabletop(num_envs=3)
     specs = env.episode_specs("train")[:3]
-    plain = play_episodes(env, specs, ExpertDemonstrator(env, EXPERT, 0, range(3)))
-    lossy = play_episodes(Flaky(env, row=1, at=2), specs, ExpertDemonstrator(env, EXPERT, 0, range(3)))
+    plain = run_episodes(env, specs, ScriptedExpert(env, EXPERT, 0, range(3)))
+    lossy = run_episodes(Flaky(env, row=1, at=2), specs, ScriptedExpert(env, EXPERT, 0, range(3)))
     env.close()
     for row in range(3):
         times, labels, images = episode_of(plain, row)
@@ -287,7 +287,7 @@ def test_labels_in_memory_follow_the_episode_and_rewards_belong_to_it():
     rng = np.random.default_rng(derive_seed(5, "demonstrations"))
     specs, count = env.episode_specs("train"), len(env.task_names)
     drawn = [specs[int(rng.integers(len(specs) // count)) * count + i % count] for i in range(4)]
-    batch = play_episodes(env, drawn, ExpertDemonstrator(env, EXPERT, 5, range(4)))
+    batch = run_episodes(env, drawn, ScriptedExpert(env, EXPERT, 5, range(4)))
     env.close()
     episodes = [episode_of(batch, row)[1] for row in range(4)]
     expected = slow_labels(episodes, 3)
@@ -308,7 +308,7 @@ def test_demonstrations_do_not_depend_on_the_number_of_envs_and_no_episode_is_pl
     found = collect_demonstrations(env, 5, EXPERT, 1, seed=5)
     env.close()
     one = tabletop(num_envs=1)
-    batches = [play_episodes(one, [spec], ExpertDemonstrator(one, EXPERT, 5, [k])) for k, spec in enumerate(begun)]
+    batches = [run_episodes(one, [spec], ScriptedExpert(one, EXPERT, 5, [k])) for k, spec in enumerate(begun)]
     one.close()
     assert len(begun) == 5 and found.episodes == [batch.results[0] for batch in batches if batch.results[0].success]
     expected = np.concatenate([batch.labels for batch in batches if batch.results[0].success])

@@ -105,7 +105,7 @@ def test_damaged_records_are_refused(tmp_path, damage):
     data = path.read_bytes()
     assert len(list(records(memoryview(data)))) == 3
     path.write_bytes(change(data, rlds_dataset.open_dataset(folder, CAMERAS, "state").actions[1].tobytes()))
-    with pytest.raises(ConfigError, match=rf"damaged or incomplete.*{words}.*use another") as caught:
+    with pytest.raises(ConfigError, match=rf"damaged or incomplete.*{words}.*use a different") as caught:
         rlds_dataset.open_dataset(folder, CAMERAS, "state")
     assert path.name in str(caught.value)
 
@@ -115,7 +115,7 @@ def test_a_missing_file_and_missing_parts_are_refused(tmp_path):
     about = json.loads((folder / "dataset_info.json").read_text())
     about["splits"][0]["shardLengths"] = ["4"]
     (folder / "dataset_info.json").write_text(json.dumps(about))
-    with pytest.raises(ConfigError, match="it has 3 episodes, but its description says 4"):
+    with pytest.raises(ConfigError, match="it has 3 episodes; its description states 4"):
         rlds_dataset.open_dataset(folder, CAMERAS, "state")
     features = json.loads((folder / "features.json").read_text())
     del features["featuresDict"]["features"]["steps"]["sequence"]["feature"]["featuresDict"]["features"][

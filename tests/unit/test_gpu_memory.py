@@ -19,7 +19,7 @@ from rlinf.envs.libero.env import LiberoConfig
 from rlinf.errors import ConfigError
 from rlinf.models.layers import find_layers, set_training_options
 from rlinf.preflight import gpu_memory
-from rlinf.preflight.activations import Line, Passes, _measure
+from rlinf.preflight.activations import LinearFit, PassMemory, _measure
 from rlinf.preflight.gpu_memory import (
     GB,
     GpuMemory,
@@ -76,7 +76,7 @@ def oft():
 
 
 def memory_of(**changes):
-    passes = Passes(Line(0, 10), Line(0, 5), Line(100, 50), Line(100, 20), saved=(20.0, 10.0))
+    passes = PassMemory(LinearFit(0, 10), LinearFit(0, 5), LinearFit(100, 50), LinearFit(100, 20), saved=(20.0, 10.0))
     base = {"state": 1000, "half_gradients": 0, "gathered": 0, "simulators": 0, "engine": 0, "engine_sleeps": True, "passes": passes,
             "pipeline_stages": 2, "acting_rows": 4, "scoring_rows": 8}  # fmt: skip
     return GpuMemory(**base | changes)
@@ -243,13 +243,13 @@ def test_fixes_that_are_named_can_help():
         "model.is_lora=true, or trainer.cpu_offload=true, or cluster.num_processes"
     )
     assert "is_lora" not in gpu_memory._less_state(config_of(*words), memory, False)
-    config, row = config_of(*words, "model.val_micro_batch_size=1"), Line(0, 100 * GB)
-    passes = Passes(Line(0, 0), row, Line(0, 0), Line(0, 0))
+    config, row = config_of(*words, "model.val_micro_batch_size=1"), LinearFit(0, 100 * GB)
+    passes = PassMemory(LinearFit(0, 0), row, LinearFit(0, 0), LinearFit(0, 0))
     with pytest.raises(ConfigError, match="takes .* in scoring; .*Set trainer.cpu_offload=true, or"):
         gpu_memory._check_passes(config, memory_of(passes=passes, scoring_rows=1), 80 * GB, 0)
     with pytest.raises(ConfigError, match="Set model.val_micro_batch_size=1$"):
         gpu_memory._check_passes(config, memory_of(passes=passes, scoring_rows=2), 120 * GB, 0)  # control
-    passes = Passes(row, Line(0, 0), Line(0, 0), Line(0, 0))
+    passes = PassMemory(row, LinearFit(0, 0), LinearFit(0, 0), LinearFit(0, 0))
     config.rollout.num_envs = config.rollout.group_size
     with pytest.raises(ConfigError, match="in a rollout; .*Set trainer.cpu_offload=true, or"):
         gpu_memory._check_passes(config, memory_of(passes=passes), 80 * GB, 0)
@@ -368,7 +368,7 @@ def test_a_policy_that_cannot_be_built_without_numbers_is_not_refused(monkeypatc
 def test_rank_0_estimates_for_all(monkeypatch):
     from rlinf.commands import train
 
-    monkeypatch.setattr(train, "_ask_gpu", lambda *_: pytest.fail("another rank estimated"))
+    monkeypatch.setattr(train, "_estimate_fit", lambda *_: pytest.fail("another rank estimated"))
     monkeypatch.setattr(train, "rank", lambda: 1)
     monkeypatch.setattr(train, "broadcast_object", lambda value, source: (3, None))
     assert train._fit_to_gpu(config_of("experiment=quickstart"), 10**9) == 3

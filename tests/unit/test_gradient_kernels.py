@@ -74,7 +74,7 @@ def test_a_step_of_950_tensors_takes_at_most_60_kernels():
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("at_once", [2**28, 100])
 def test_the_bits_are_those_of_a_loop(dtype, at_once, monkeypatch):
-    monkeypatch.setattr(master_adamw, "COPIES_AT_ONCE", at_once)
+    monkeypatch.setattr(master_adamw, "CHUNK_BYTES", at_once)
     (ours, step), (theirs, other) = make(dtype, 40), make(dtype, 40)
     monkeypatch.setattr(other.optimizer, "gather_gradients", lambda: one_by_one(other.optimizer))
     for seed in range(6):

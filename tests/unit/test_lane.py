@@ -10,7 +10,7 @@ import torch
 from rlinf.config.compose import compose_config
 from rlinf.config.schema import build_config
 from rlinf.envs.config import EnvConfig, default_num_worker_threads
-from rlinf.rollout import stream as lane_module
+from rlinf.rollout import cuda_stream as lane_module
 from rlinf.rollout.cuda_stream import CudaStream, packed, unpacked
 
 RESULTS = [
@@ -124,7 +124,7 @@ def seconds_of_a_step(pipeline_stages, policy, env, launch, waits, num_steps=50)
 
 
 def test_two_lanes_pay_with_one_wait_a_call_and_enough_rows():
-    """The computed figures of docs/performance.md."""
+    """The computed figures of docs/gpu.md."""
     one = seconds_of_a_step(1, 0.1, 0.1, 0.03, 1)
     four_waits, one_wait = (seconds_of_a_step(2, 0.06, 0.06, 0.03, waits) for waits in (4, 1))
     assert (round(one, 3), round(four_waits, 3), round(one_wait, 3)) == (0.230, 0.213, 0.151)

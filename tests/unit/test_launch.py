@@ -126,7 +126,7 @@ def test_a_dry_run_counts_the_rows_that_are_here(recipe, capsys):
 def test_a_dry_run_says_why_rows_are_unknown(recipe, capsys):
     stream = ["train.train_policy.dataset.streaming=true", "train.max_num_steps=3"]
     for words, reason in (
-        (["scripts/mine.py"], "mine.py may read other rows"),
+        (["scripts/mine.py"], "mine.py may read different rows"),
         (stream, "rows.jsonl' is a stream"),
         (["train.train_policy.dataset.name=no/where"], "'no/where' is not on this machine"),
     ):
@@ -285,7 +285,7 @@ def test_without_a_key_wandb_stays_offline_and_without_its_package_it_is_left_ou
     assert "wandb" not in capsys.readouterr().err
     monkeypatch.setattr("rlinf.commands.launch.importlib.util.find_spec", lambda name: None)
     assert main(["launch", "--config", recipe()]) == 0
-    assert "the package wandb is not installed" in capsys.readouterr().err
+    assert "wandb is not installed" in capsys.readouterr().err
     assert calls[-1][0].logging.logger == ["console"]
 
 

@@ -84,7 +84,7 @@ def test_actions_are_those_of_lerobots_own_class(kind: str, folders: Folders) ->
     """The whole chunk, with the same noise; channels in another order, or moments, give other actions."""
     model = build_policy({"model": section(folders[kind])})
     policy, before, after = theirs(folders[kind])
-    rows = Observation.of_moments([observation(), observation(seed=1)]) if kind == "diffusion" else observation()
+    rows = Observation.stack_history([observation(), observation(seed=1)]) if kind == "diffusion" else observation()
     noise = (
         {} if model.config.noise_shape is None else {"noise": greedy_noise(model.config.noise_shape).repeat(3, 1, 1)}
     )
@@ -359,10 +359,10 @@ def test_an_evaluation_does_not_depend_on_who_plays_together(
 def test_a_history_is_kept_for_each_episode(folders: Folders) -> None:
     """200 steps of three episodes that start at different times equal single runs of ``select_action``, with n_obs_steps=2."""
     from rlinf.evaluation.evaluator import Stream
-    from rlinf.evaluation.recording import JudgedPolicy
+    from rlinf.evaluation.recording import ScoringPolicy
 
     model = build_policy({"model": section(folders["diffusion"])})
-    policy = JudgedPolicy(model, ["reach"], greedy=True, temperature=1.0, seed=0)
+    policy = ScoringPolicy(model, ["reach"], greedy=True, temperature=1.0, seed=0)
     generator = np.random.default_rng(2)
     resets = [{0, 37, 111}, {0, 50}, {0, 3, 4, 150}]
     seen = generator.standard_normal((200, 3, STATE), dtype=np.float32)
@@ -392,7 +392,7 @@ def test_a_history_is_kept_for_each_episode(folders: Folders) -> None:
 def test_codes_are_drawn_for_each_row(folders: Folders) -> None:
     """VQ-BeT draws codes from torch's global stream: a row alone draws as it does among others, and as lerobot's own class."""
     model = build_policy({"model": section(folders["vqbet"])})
-    rows = Observation.of_moments([observation(seed=0), observation(seed=1)])
+    rows = Observation.stack_history([observation(seed=0), observation(seed=1)])
     inputs = model.preprocess(rows)
     found = model.propose(inputs, 2)
     alone = model.preprocess(rows.select([2]))

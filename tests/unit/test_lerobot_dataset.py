@@ -235,7 +235,7 @@ def test_a_dataset_without_state_and_with_one_number_per_action(tmp_path):
 def test_nothing_is_overwritten_and_nothing_is_left_of_a_failure(tmp_path):
     folder = write(tmp_path / "data", episodes())
     before = (folder / "meta" / "info.json").read_text()
-    with pytest.raises(ConfigError, match="exists, and nothing is overwritten. Set dataset="):
+    with pytest.raises(ConfigError, match="exists and is not overwritten. Set dataset="):
         write(folder, episodes(lengths=(2,)))
     assert (folder / "meta" / "info.json").read_text() == before
     with pytest.raises(RuntimeError), LeRobotWriter(
@@ -270,7 +270,7 @@ def test_an_episode_of_another_shape_is_not_cut_anew(tmp_path, key, change):
 
 def test_a_folder_that_another_process_has_made_meanwhile_costs_no_episodes(tmp_path):
     made = episodes()
-    with pytest.raises(ConfigError, match="by another process meanwhile") as caught, LeRobotWriter(
+    with pytest.raises(ConfigError, match="by a different process meanwhile") as caught, LeRobotWriter(
         tmp_path / "data", fps=10, image_shapes={"front": (32, 48), "side": (32, 48)}, state_dim=3, action_dim=2, video=False
     ) as writer:  # fmt: skip
         for episode in made:
@@ -290,7 +290,7 @@ def test_a_dataset_cut_short_or_of_another_version_is_refused(tmp_path):
     path = folder / "meta" / "info.json"
     info = json.loads(path.read_text())
     path.write_text(json.dumps(info | {"total_frames": 13}))
-    with pytest.raises(ConfigError, match="incomplete .it has 12 rows and 3 episodes.* 13 and 3.*use another"):
+    with pytest.raises(ConfigError, match="incomplete .it has 12 rows and 3 episodes.* 13 and 3.*use a different"):
         open_fixture(folder)
     data = folder / "data/chunk-000/file-000.parquet"
     data.write_bytes(data.read_bytes()[:-100])
@@ -318,7 +318,7 @@ def test_a_video_that_is_missing_or_cut_and_a_frame_that_it_does_not_have_are_re
     with pytest.raises(ConfigError, match="cannot be read as a video"):
         open_fixture(folder).rows(np.array([0]))
     video.unlink()
-    with pytest.raises(ConfigError, match=r"file-000.mp4 is missing.*use another"):
+    with pytest.raises(ConfigError, match=r"file-000.mp4 is missing.*use a different"):
         open_fixture(folder)
 
 

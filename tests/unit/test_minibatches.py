@@ -1,22 +1,23 @@
-"""The rows of each minibatch: dealt from all blocks, and known without asking the other ranks more than once."""
+"""The rows of each minibatch: dealt from all env groups, and known without asking the other ranks more than once."""
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlinf.distributed.sums import own_blocks
+from rlinf.distributed.sums import rank_range
 from rlinf.training import minibatches
 from rlinf.training.minibatches import MinibatchPlan
 
 
-def plans(monkeypatch, valid: torch.Tensor, num_blocks: int, num_ranks: int, size: int, seed: int = 3):
+def plans(monkeypatch, valid: torch.Tensor, num_env_groups: int, num_ranks: int, size: int, seed: int = 3):
     """Return the plan of each rank over the envs ``valid [T, B]``; what ranks tell each other is put in by hand."""
-    counts = torch.tensor([int(part.sum()) for part in valid.tensor_split(num_blocks, 1)])
-    monkeypatch.setattr(minibatches, "gather_blocks", lambda own: counts)
+    counts = torch.tensor([int(part.sum()) for part in valid.tensor_split(num_env_groups, 1)])
+    monkeypatch.setattr(minibatches, "gather_env_groups", lambda own: counts)
     shares = valid.tensor_split(num_ranks, 1)
     return [
-        MinibatchPlan(shares[rank], own_blocks(num_blocks, rank, num_ranks), size, seed) for rank in range(num_ranks)
+        MinibatchPlan(shares[rank], rank_range(num_env_groups, rank, num_ranks), size, seed)
+        for rank in range(num_ranks)
     ]
 
 
@@ -30,12 +31,12 @@ def places(rows: torch.Tensor, rank: int, share: int) -> list[tuple[int, int]]:
     st.integers(0, 10**6),
 )  # fmt: skip
 def test_the_rows_of_all_ranks_are_dealt_evenly(shape, num_chunks, size, seed):
-    num_blocks, group, num_ranks = shape
-    num_envs = num_blocks * group
+    num_env_groups, group, num_ranks = shape
+    num_envs = num_env_groups * group
     valid = torch.rand(num_chunks, num_envs, generator=torch.Generator().manual_seed(seed)) < 0.7
     with pytest.MonkeyPatch.context() as monkeypatch:
-        ranks = plans(monkeypatch, valid, num_blocks, num_ranks, size)
-        (alone,) = plans(monkeypatch, valid, num_blocks, 1, size)
+        ranks = plans(monkeypatch, valid, num_env_groups, num_ranks, size)
+        (alone,) = plans(monkeypatch, valid, num_env_groups, 1, size)
     count, share = int(valid.sum()), num_envs // num_ranks
     assert all(plan.num_rows == count and plan.num_minibatches == -(-count // size) for plan in ranks)
     for epoch in range(2):
@@ -50,9 +51,9 @@ def test_the_rows_of_all_ranks_are_dealt_evenly(shape, num_chunks, size, seed):
         sizes = [len(rows) for rows in whole]
         assert len(sizes) == -(-count // size) and max(sizes, default=0) <= size
         assert max(sizes, default=0) - min(sizes, default=0) <= 1
-        for block in range(num_blocks):
-            taken = [sum(env // group == block for _, env in rows) for rows in whole]
-            assert max(taken, default=0) - min(taken, default=0) <= 1, "each takes its fraction of every block"
+        for env_group in range(num_env_groups):
+            taken = [sum(env // group == env_group for _, env in rows) for rows in whole]
+            assert max(taken, default=0) - min(taken, default=0) <= 1, "each takes its fraction of every env group"
         for shares in zip(*dealt, strict=True):
             assert {each.max_rows for each in shares} == {max(len(each.rows) for each in shares)}
 
@@ -63,11 +64,11 @@ def test_one_row_of_each_block_is_not_all_in_the_first_minibatch(monkeypatch):
 
 
 def test_the_order_depends_on_seed_epoch_and_block(monkeypatch):
-    def order(seed=3, epoch=0, blocks=(0, 1)):
+    def order(seed=3, epoch=0, env_groups=(0, 1)):
         valid = torch.ones(50, 2, dtype=torch.bool)
         (plan,) = plans(monkeypatch, valid, 2, 1, 100, seed)
         (only,) = plan.epoch(epoch)
-        return [[row // 2 for row in only.rows.tolist() if row % 2 == block] for block in blocks]
+        return [[row // 2 for row in only.rows.tolist() if row % 2 == env_group] for env_group in env_groups]
 
     first, second = order()
     assert first != second and sorted(first) == sorted(second) == list(range(50)) != first

@@ -52,13 +52,16 @@ def test_kept_results_are_not_continued_where_one_condition_differs(tmp_path):
     before = {"weights": None, "env.success_bonus": 1.0, "greedy": True}
     PartialResults(tmp_path, before)._file.close()
     for name in (*before, "a_new_one"):
-        with pytest.raises(ConfigError, match=rf"other conditions \({name}\)"):
+        with pytest.raises(ConfigError, match=rf"different conditions \({name}\)"):
             PartialResults(tmp_path, before | {name: "other"})
     assert PartialResults(tmp_path, before).known == [], "a control"
 
 
 def test_two_evaluations_do_not_write_into_one_folder(tmp_path):
-    with PartialResults(tmp_path, {}), pytest.raises(ConfigError, match="Another evaluation is writing .* output_dir="):
+    with (
+        PartialResults(tmp_path, {}),
+        pytest.raises(ConfigError, match="A different evaluation is writing .* output_dir="),
+    ):
         PartialResults(tmp_path, {})
     PartialResults(tmp_path, {})._file.close()  # a control: the first one has ended
 

@@ -12,7 +12,7 @@ from rlinf.cluster.rollout_worker import worker_maker
 from rlinf.config.compose import compose_config
 from rlinf.config.schema import build_config
 from rlinf.distributed.ray.ranks import neighbours_first
-from rlinf.distributed.sums import own_blocks
+from rlinf.distributed.sums import rank_range
 from rlinf.errors import ConfigError, MissingDependencyError
 from rlinf.preflight.placement import COLOCATED, Node, Placement, check_evaluation_workers, check_placement
 from rlinf.preflight.validation import validate
@@ -137,7 +137,7 @@ def test_a_launcher_and_a_missing_package_are_refused(monkeypatch):
     for start in ("ray", "auto"):
         with pytest.raises(
             ConfigError,
-            match=r"split in a .* torchrun has started 4 times.*Set cluster.start=ray cluster.num_processes=4 and",
+            match=r"disaggregated in a .* torchrun has started 4 times.*Set cluster.start=ray cluster.num_processes=4 and",
         ):
             check_placement(config_of("cluster.num_processes=4", f"cluster.start={start}"))
         few = config_of("cluster.num_rollout_workers=2", "cluster.placement=colocated", f"cluster.start={start}")
@@ -171,12 +171,12 @@ def test_every_player_and_every_block_has_one_owner(ranks, per_rank, per_player,
     placement = Placement.of(config)
     owned = [list(placement.rollout_workers_of(rank)) for rank in range(ranks)]
     assert sum(owned, []) == list(range(workers)) and {len(each) for each in owned} == {per_rank}
-    blocks = [
-        list(own_blocks(placement.num_blocks, worker, placement.num_rollout_workers)) for worker in range(workers)
+    env_groups = [
+        list(rank_range(placement.num_env_groups, worker, placement.num_rollout_workers)) for worker in range(workers)
     ]
-    assert sum(blocks, []) == list(range(workers * per_player))
+    assert sum(env_groups, []) == list(range(workers * per_player))
     for rank, own in enumerate(owned):
-        assert sum((blocks[worker] for worker in own), []) == list(
+        assert sum((env_groups[worker] for worker in own), []) == list(
             range(rank * per_rank * per_player, (rank + 1) * per_rank * per_player)
         )
 
@@ -185,7 +185,7 @@ def test_every_player_and_every_block_has_one_owner(ranks, per_rank, per_player,
     ("ranks", "workers", "of_rank", "of_player"), [(1, 2, 2, 1), (1, 1, 2, 2), (2, 2, 2, 2), (1, 8, 2, 1)]
 )
 def test_players_share_the_worker_threads_of_the_ranks(ranks, workers, of_rank, of_player):
-    placement = Placement(ranks, workers, num_blocks=64, gpus_per_rollout_worker=0)
+    placement = Placement(ranks, workers, num_env_groups=64, gpus_per_rollout_worker=0)
     assert placement.worker_threads(of_rank) == of_player
 
 
@@ -199,7 +199,7 @@ def test_a_player_has_its_part_of_the_threads_of_the_key_then_of_the_variable_th
     if variable is not None:
         monkeypatch.setenv("OMP_NUM_THREADS", variable)
     config = config_of(f"cluster.num_threads={key or 'null'}")
-    placement = Placement(1, 2, num_blocks=64, gpus_per_rollout_worker=0)
+    placement = Placement(1, 2, num_env_groups=64, gpus_per_rollout_worker=0)
     make = worker_maker(config, PolicySkeleton(b""), placement)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")  # by Ray, in the process of the rollout worker
     assert placement.torch_threads(make.args[0].cluster.num_threads, of_machine=5) == expected

@@ -79,8 +79,8 @@ def test_two_players_play_bit_for_bit_what_two_threads_of_a_rank_play(run, worke
 
 
 def test_any_player_can_play_any_blocks(run, workers):
-    blocks = [1, 2, 4, 7]
-    check_equal(workers[0].collect(1, True, 0, blocks), workers[1].collect(1, True, 0, blocks))
+    env_groups = [1, 2, 4, 7]
+    check_equal(workers[0].collect(1, True, 0, env_groups), workers[1].collect(1, True, 0, env_groups))
 
 
 def test_players_evaluate_as_the_run_does(run, workers):

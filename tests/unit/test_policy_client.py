@@ -41,7 +41,7 @@ def busy_until(first_free):
             if number >= first_free:
                 connection.send(REPLY)
             else:
-                connection.send("The server is busy: 16 observations or more are under way")
+                connection.send("The server is busy: 16 observations or more are pending")
                 connection.close(1013)
 
     return handle

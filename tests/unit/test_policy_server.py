@@ -263,7 +263,7 @@ def test_a_client_that_has_asked_nothing_for_long_makes_room_for_another(monkeyp
         tell(asking, {"prompt": "wait"})
         monkeypatch.setattr("rlinf.serving.server.IDLE_S", 0)
         with greeted(port) as third:
-            assert "another client" in check_closed(idle, 1001).rcvd.reason
+            assert "a new client" in check_closed(idle, 1001).rcvd.reason
             tell(third, {"prompt": "wait"})
             SLOW.set()
             check_acts(third)

@@ -35,7 +35,7 @@ from rlinf.rollout.weight_push import WeightPush
 from rlinf.rollout.worker_process import _Sender
 
 NUM_ENVS, NUM_CHUNKS, GROUP_SIZE = 8, 5, 2
-BLOCKS = NUM_ENVS // GROUP_SIZE
+ENV_GROUPS = NUM_ENVS // GROUP_SIZE
 CONFIG = build_config(
     compose_config(["model=mlp", "env.tasks=[reach,reach_zone]", "env.cameras=[]", "env.max_episode_steps=3"])
 )
@@ -57,7 +57,7 @@ def parts():
     """A policy, collector in two threads, and one in two processes of the same policy."""
     model, make = make_parts()
     threads = make(num_worker_threads=2)
-    processes = ProcessCollector(partial(make, num_worker_threads=1), model, num_blocks=BLOCKS, num_processes=2)
+    processes = ProcessCollector(partial(make, num_worker_threads=1), model, num_env_groups=ENV_GROUPS, num_processes=2)
     yield model, threads, processes
     threads.close()
     processes.close()
@@ -76,12 +76,12 @@ def check_equal(batch, other, rounding=0.0):
         assert one.episode_return == pytest.approx(two.episode_return, abs=rounding)
 
 
-@pytest.mark.parametrize(("blocks", "rounding"), [(None, 0), ([0, 3], 0), ([0, 1, 3], 1e-6)])
-def test_processes_play_what_threads_play(parts, blocks, rounding):
+@pytest.mark.parametrize(("env_groups", "rounding"), [(None, 0), ([0, 3], 0), ([0, 1, 3], 1e-6)])
+def test_processes_play_what_threads_play(parts, env_groups, rounding):
     """Bit for bit with an MLP where a process has as many rows as a thread: threads split a group, processes do not."""
     model, threads, processes = parts
     for step, attempt in ((0, 0), (7, 2)):
-        options = {"needs_values": True, "attempt": attempt, "blocks": blocks}
+        options = {"needs_values": True, "attempt": attempt, "env_groups": env_groups}
         batch, other = (each.collect(model, step, 42, **options) for each in (threads, processes))
         check_equal(batch, other, rounding)
     with pytest.raises(AssertionError):  # control
@@ -94,7 +94,7 @@ def test_a_rollout_stays_as_it_is_when_the_next_one_is_played(parts):
     state, tokens = batch.observation.state.copy(), batch.action_tokens.clone()
     processes.collect(model, 2, 42, needs_values=False)
     np.testing.assert_array_equal(batch.observation.state, state)
-    assert [os.fstat(worker.answers[0].file.fileno()).st_size for worker in processes.workers] == [0, 0]
+    assert [os.fstat(worker.buffers[0].file.fileno()).st_size for worker in processes.workers] == [0, 0]
     assert torch.equal(batch.action_tokens, tokens)
 
 
@@ -123,19 +123,19 @@ def test_a_rollout_is_played_with_the_weights_of_when_it_was_asked_for(is_replic
     played = empty_copy(model, "cpu") if is_replica else model
     push = WeightPush(model, played)
     threads = make()
-    collector = ProcessCollector(make, played, num_blocks=BLOCKS, num_processes=1, max_ahead=2)
+    collector = ProcessCollector(make, played, num_env_groups=ENV_GROUPS, num_processes=1, max_ahead=2)
     shared = next(played.parameters()).data_ptr()
-    assert all(next(worker.parameters()).data_ptr() == shared for worker in collector.workers)
+    assert all(next(replica.parameters()).data_ptr() == shared for replica in collector.replicas)
     first, handles = trained.detach().clone(), []
     for version in (0, 1):
         push.push(version)
-        handles.append(collector.issue(played, 5 + version, version, needs_values=True))
+        handles.append(collector.submit(played, 5 + version, version, needs_values=True))
         with torch.no_grad():
             trained += 0.1
-    with pytest.raises(RLinfError, match=r"\(5, 0\) .* must be taken before \(7, 0\) is asked for.* one of 2 copies"):
-        collector.issue(played, 7, 2, needs_values=True)
-    batches = {(6, 0, 0.1): collector.take(handles[1]), (5, 0, 0.0): collector.take(handles[0])}
-    batches[5, 1, 0.0] = collector.take(collector.issue(played, 5, 0, needs_values=True, attempt=1))
+    with pytest.raises(RLinfError, match=r"\(5, 0\) .* must be read before \(7, 0\) is submitted.* one of 2 copies"):
+        collector.submit(played, 7, 2, needs_values=True)
+    batches = {(6, 0, 0.1): collector.result(handles[1]), (5, 0, 0.0): collector.result(handles[0])}
+    batches[5, 1, 0.0] = collector.result(collector.submit(played, 5, 0, needs_values=True, attempt=1))
     for (step, attempt, change), batch in batches.items():
         trained.data.copy_(first + change)
         check_equal(threads.collect(model, step, step - 5, needs_values=True, attempt=attempt), batch)
@@ -161,7 +161,7 @@ def test_weights_that_left_the_shared_memory_are_refused(parts):
 
 def faulty(fault: str, file: Path, num_processes: int) -> tuple:
     model, make = make_parts(partial(FaultyTabletop, fault, str(file)), num_worker_threads=1)
-    return model, ProcessCollector(make, model, num_blocks=BLOCKS, num_processes=num_processes)
+    return model, ProcessCollector(make, model, num_env_groups=ENV_GROUPS, num_processes=num_processes)
 
 
 @pytest.mark.parametrize(("fault", "error", "message"), [
@@ -265,7 +265,7 @@ def test_a_process_that_cannot_start_leaves_none_and_a_policy_that_plays(monkeyp
 
     monkeypatch.setattr(ChildProcess, "launch", launch_one)
     with pytest.raises(ConfigError, match="cannot be started: BlockingIOError.*no more processes"):
-        ProcessCollector(make, model, num_blocks=BLOCKS, num_processes=2)
+        ProcessCollector(make, model, num_env_groups=ENV_GROUPS, num_processes=2)
     assert [process.poll() is not None for process in launched] == [True]
     threads = make(autocast=nullcontext)
     threads.collect(model, 0, 0, needs_values=False)
@@ -275,7 +275,9 @@ def test_a_process_that_cannot_start_leaves_none_and_a_policy_that_plays(monkeyp
 def test_workers_prepare_before_they_import_user_code_and_say_what_keeps_them_from_starting(tmp_path):
     model, make = make_parts(partial(FaultyTabletop, "start", str(tmp_path / "once")), num_worker_threads=1)
     prepare = partial(note_modules, str(tmp_path / "modules"))
-    collector = ProcessCollector(make, model, ProcessSettings(prepare=prepare), num_blocks=BLOCKS, num_processes=1)
+    collector = ProcessCollector(
+        make, model, ProcessSettings(prepare=prepare), num_env_groups=ENV_GROUPS, num_processes=1
+    )
     process = collector.workers[0].process
     with pytest.raises(SimulatorError, match="no table"):
         collector.wait_until_ready()
@@ -287,7 +289,9 @@ def test_each_worker_has_random_numbers_that_repeat(tmp_path):
     drawn = []
     for seed in (1, 1, 2):
         model, make = make_parts(partial(FaultyTabletop, "draw", str(tmp_path / "drawn")), num_worker_threads=1)
-        collector = ProcessCollector(make, model, ProcessSettings(seed=seed), num_blocks=BLOCKS, num_processes=2)
+        collector = ProcessCollector(
+            make, model, ProcessSettings(seed=seed), num_env_groups=ENV_GROUPS, num_processes=2
+        )
         collector.wait_until_ready()
         collector.close()
         drawn.append(sorted((tmp_path / "drawn").read_text().split()))
@@ -308,11 +312,11 @@ def test_records_to_a_parent_that_has_left_are_dropped_and_answers_are_not():
 def test_what_cannot_be_sent_is_refused_before_a_process_starts(monkeypatch):
     model, make = make_parts()
     with pytest.raises(ConfigError, match="cannot be sent to another process.*lambda"):
-        ProcessCollector(partial(make, make_env=lambda count: None), model, num_blocks=BLOCKS, num_processes=2)
+        ProcessCollector(partial(make, make_env=lambda count: None), model, num_env_groups=ENV_GROUPS, num_processes=2)
     monkeypatch.setattr(type(model), "__module__", "__main__")
     with pytest.raises(ConfigError, match="MLPForRLActionPrediction is defined in the main script"):
-        ProcessCollector(make, model, num_blocks=BLOCKS, num_processes=2)
+        ProcessCollector(make, model, num_env_groups=ENV_GROUPS, num_processes=2)
     with pytest.raises(ConfigError, match="cannot be sent to another process: RuntimeError: no copies"):
-        ProcessCollector(partial(make, make_env=Uncopied()), model, num_blocks=BLOCKS, num_processes=2)
-    with pytest.raises(ValueError, match="4 blocks of envs on 3 ranks"):
-        ProcessCollector(make, model, num_blocks=BLOCKS, num_processes=3)
+        ProcessCollector(partial(make, make_env=Uncopied()), model, num_env_groups=ENV_GROUPS, num_processes=2)
+    with pytest.raises(ValueError, match="4 env groups on 3 ranks"):
+        ProcessCollector(make, model, num_env_groups=ENV_GROUPS, num_processes=3)

@@ -11,7 +11,7 @@ from rlinf.checkpoints.checkpoint_manager import CheckpointManager
 from rlinf.config.training import TrainerConfig
 from rlinf.distributed import deadlines
 from rlinf.distributed.config import DeadlinesConfig
-from rlinf.distributed.deadlines import waiting
+from rlinf.distributed.deadlines import deadline
 from rlinf.llm import hf_policy
 from rlinf.llm.batched_data_dict import BatchedDataDict
 from rlinf.llm.losses import NLLLossFn
@@ -98,7 +98,7 @@ def test_a_deadline_is_that_of_a_step_and_not_of_the_run(tmp_path):
     config = {"train": {"ckpt": {"enable_checkpoint": False}}}
     loop_of(tmp_path, trainer, Saves(), config).fit(trainer)
     assert trainer.done == [0, 1, 2, 3, 4]
-    with pytest.raises(AssertionError), waiting("update"):
+    with pytest.raises(AssertionError), deadline("update"):
         work()
         work()
 
@@ -124,10 +124,10 @@ def test_every_micro_batch_and_every_generation_starts_the_deadline_again(tiny_l
     completer = Completer(
         generator, tokenizer, lambda *_, **__: (0.0, {}), batch_size=1, max_new_tokens=2, end_tokens=[2]
     )
-    with waiting("update"):
+    with deadline("update"):
         policy.get_logprobs(batch)
         policy.train(batch, NLLLossFn())
-    with waiting("update"):
+    with deadline("update"):
         completer.complete([Prompt(row.tolist(), {}, None, {}) for row in ids])
     assert calls == [score] * 3 + [train] * 3 + [generate] * 3
 

@@ -12,7 +12,7 @@ from rlinf.cli import main
 from rlinf.commands import launch as launching
 from rlinf.errors import ConfigError
 from rlinf.llm.causal_lm import CausalLMConfig, load_causal_lm
-from rlinf.preflight.placement import Node, StoreRoom
+from rlinf.preflight.placement import FreeCapacity, Node
 from rlinf.recipes import plan as planning
 from rlinf.recipes.load import load_recipe, packaged_recipes
 from rlinf.recipes.plan import (
@@ -23,7 +23,7 @@ from rlinf.recipes.plan import (
     fraction_of_engine,
     make_plan,
     num_steps,
-    store_room,
+    store_capacity,
 )
 from rlinf.recipes.rollout_workers import place_rollout_workers
 
@@ -131,7 +131,7 @@ def started(monkeypatch):
     starts = []
 
     @contextmanager
-    def reserved(placement_of, start_s, room=None):
+    def reserved(placement_of, start_s, capacity=None):
         placement = placement_of()
         placement_of([Node("here", placement.cpus, torch.cuda.device_count() - placement.gpus_of_ranks)])
         yield placement
@@ -180,7 +180,7 @@ def test_without_gpus_a_dry_run_plans_for_another_machine_and_a_run_is_refused(n
     assert main(run_words(name, "--dry-run")) == 0
     shown = capsys.readouterr().out
     assert f"total GPUs:   {sum(GPUS[name])}\n" in shown
-    assert f"machine:      {sum(GPUS[name])} GPUs, which this one lacks" in shown
+    assert f"machine:      a machine with {sum(GPUS[name])} GPUs (this one has none)" in shown
     assert main(run_words(name)) == 2
     assert "and torch sees 0. Set policy.device=cpu" in capsys.readouterr().err
     assert main(run_words(name, "policy.device=cpu")) == 0
@@ -343,13 +343,13 @@ def test_an_engine_on_the_gpu_of_the_policy_takes_what_that_leaves(tmp_path, mon
 
 def test_players_need_two_versions_of_what_is_trained_and_one_of_the_rest(tiny_lm):
     words = [f"policy.model_name_or_path={tiny_lm()}", "train.param_dtype=float32"]
-    whole = store_room(plan_of("mistral-7b-p-fsdp1-r-tp1-grpo", *words)[0])
+    whole = store_capacity(plan_of("mistral-7b-p-fsdp1-r-tp1-grpo", *words)[0])
     weights = load_causal_lm(tiny_lm(), CausalLMConfig()).state_dict()
     size = sum(tensor.numel() * 4 for tensor in weights.values())
-    assert whole == StoreRoom(2 * size, "policy.lora.r=8, or mode=colocated")
-    adapters = store_room(plan_of("mistral-7b-p-fsdp1-r-tp1-grpo", *words, "policy.lora.r=1")[0])
+    assert whole == FreeCapacity(2 * size, "policy.lora.r=8, or mode=colocated")
+    adapters = store_capacity(plan_of("mistral-7b-p-fsdp1-r-tp1-grpo", *words, "policy.lora.r=1")[0])
     assert size < adapters.num_bytes < 1.5 * size and adapters.fixes == "mode=colocated"
-    assert store_room(plan_of("mistral-7b-p-fsdp1-r-tp1-grpo")[0]) is None, "the model is not on this machine"
+    assert store_capacity(plan_of("mistral-7b-p-fsdp1-r-tp1-grpo")[0]) is None, "the model is not on this machine"
 
 
 def test_where_ranks_share_players_fewer_of_them_are_suggested():

@@ -16,7 +16,8 @@ from rlinf.llm.hf_generation import SamplingConfig
 from rlinf.models import HuggingFacePolicy
 from rlinf.options import from_mapping
 from rlinf.preflight.placement import Placement
-from rlinf.recipes import equal_rows, workers
+from rlinf.recipes import equal_rows
+from rlinf.recipes import rollout_workers as workers
 from rlinf.recipes.config import RecipeConfig
 from rlinf.recipes.datasets import StreamedRows
 from rlinf.recipes.rollout_workers import RolloutWorkerPlaces, TokenRolloutWorker, make_generator, way_on

@@ -14,10 +14,10 @@ from rlinf.envs.tabletop.config import TabletopConfig
 from rlinf.errors import CheckpointError, ConfigError
 from rlinf.evaluation.evaluator import evaluate_policy
 from rlinf.evaluation.recorded import read_recording, write_recording
-from rlinf.evaluation.recording import JudgedPolicy, record_episodes
+from rlinf.evaluation.recording import ScoringPolicy, record_episodes
 from rlinf.models import build_policy
 from rlinf.preflight.compatibility import check_evaluation
-from rlinf.report.episode_player import copy_baseline, executed_actions, parting_step, short_names
+from rlinf.report.episode_player import copy_baseline, divergence_step, executed_actions, short_names
 from rlinf.run_folder import BASELINE_FOLDER, RECORDINGS_FOLDER
 from rlinf.types import EpisodeSpec
 
@@ -67,7 +67,7 @@ def test_recorded_numbers_are_those_of_the_policy_on_what_it_saw(tmp_path, overr
         assert sum(recording["rewards"]) == pytest.approx(counted[spec].episode_return, abs=1e-5)
         assert len(recording["frames"]) == len(recording["rewards"]) + 1 == counted[spec].num_env_steps + 1
         observation, _ = alone.reset(options={"episodes": [spec]})
-        stream = JudgedPolicy(model, env.task_names, greedy, 1.0, 5).stream(spec)
+        stream = ScoringPolicy(model, env.task_names, greedy, 1.0, 5).start_episode(spec)
         for call in recording["calls"]:
             draws = None if greedy else torch.from_numpy(stream.random((1, model.num_uniforms), dtype=np.float32))
             with torch.no_grad():
@@ -202,7 +202,7 @@ def test_two_policies_part_where_an_executed_action_differs():
     assert executed_actions(recording_of(actions, 3)).tolist() == [*actions[:3], [1.0, 1.0]], "clipped to the bounds"
 
     def part(changed):
-        return parting_step(recording_of(actions, 3), recording_of(changed, 2))
+        return divergence_step(recording_of(actions, 3), recording_of(changed, 2))
 
     assert part(actions) is None, "chunks of another length with the same actions"
     assert part([*actions[:2], [0.39, 0.0], actions[3]]) is None, "below 10 % of the range of 2"

@@ -102,7 +102,7 @@ def test_cut_actions_are_counted_reported_and_warned_of(tmp_path):
     wild = rlinf.evaluate(lambda seen: np.full((len(seen), env.action_dim), 50.0), CONFIG, episodes=3)
     assert wild.actions_clipped_fraction == 1.0 and wild.actions_max_abs == 50.0
     (warning,) = wild.warnings
-    assert "100.0% of the numbers" in warning and "largest: 50" in warning and "normalisation" in warning
+    assert "100.0% of the action values" in warning and "magnitude: 50" in warning and "normalisation" in warning
     path = wild.to_json(tmp_path / "result.json")
     assert json.loads(path.read_text())["actions_clipped_fraction"] == 1.0
     assert "100.0% (largest: 50)" in write_report(tmp_path).read_text()
@@ -113,13 +113,13 @@ def test_cut_actions_are_counted_reported_and_warned_of(tmp_path):
 def test_an_audit_tells_of_cut_actions_once():
     audit = rlinf.audit(lambda seen: np.full((len(seen), 2), 50.0), CONFIG, episodes=3)
     assert audit.as_dict()["actions_clipped_fraction"] == 1.0 and audit.as_dict()["actions_max_abs"] == 50.0
-    assert len([one for one in audit.warnings if "were cut" in one]) == 1
+    assert len([one for one in audit.warnings if "were clipped" in one]) == 1
 
 
 def test_a_decision_says_why_its_interval_may_include_zero():
     signs = (1,) * 6
     wide = SequentialPairs(0, 0, 6, 0, signs, 6)
     assert wide.p_value <= 0.05 and wide.interval[0] <= 0 <= wide.interval[1], "the case at hand"
-    assert wide.forecast().endswith("b is better; by how much is open, so the wider interval includes 0")
+    assert wide.forecast().endswith("b is better; the size of the difference is open, so the wider interval includes 0")
     signs = (1,) * 30
     assert SequentialPairs(0, 0, 30, 0, signs, 30).forecast().endswith("b is better")

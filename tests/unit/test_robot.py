@@ -64,7 +64,7 @@ class Foretell:
         self.model = SimpleNamespace(action_dim=1, num_observations=1)
         self.chunk_len, self.fails, self.calls, self.seen = chunk_len, fails, 0, []
 
-    def stream(self, spec):
+    def start_episode(self, spec):
         return None
 
     def act(self, row, streams):
@@ -78,17 +78,17 @@ class Foretell:
 def played(clock=None, policy=None, **settings):
     clock, policy = clock or Clock(), policy or Foretell()
     with RobotEpisodes(policy, clock, ENV, RobotConfig(**{"real_time": False} | settings)) as episodes:
-        episodes.play([SPEC], lambda result: None)
+        episodes.run([SPEC], lambda result: None)
     return clock.sent, episodes.timing
 
 
-@pytest.mark.parametrize("displacements", [[], [0]])
-def test_the_next_chunk_is_asked_for_in_time(displacements):
+@pytest.mark.parametrize("relative_dims", [[], [0]])
+def test_the_next_chunk_is_asked_for_in_time(relative_dims):
     """0.15 s are three steps of 20 Hz. A step waits 0.025 s, so an answer to step t is used at t + 3."""
-    sent, timing = played(latency_s=0.15, displacements=displacements)
+    sent, timing = played(latency_s=0.15, relative_dims=relative_dims)
     assert sent == list(range(1, 21)), "every action is the one for its step"
-    assert (timing.held, timing.lost, timing.missed) == (0, 0, 0)
-    assert "missed" not in str(timing) and "missed 3" in str(replace(timing, missed=3)), (
+    assert (timing.idle_steps, timing.lost, timing.overrun_steps) == (0, 0, 0)
+    assert "overrun" not in str(timing) and "3 overrun steps" in str(replace(timing, overrun_steps=3)), (
         "counters that are 0 are left out"
     )
     assert timing.stale == 3 * (timing.as_dict()["calls"] - 1), (
@@ -97,40 +97,40 @@ def test_the_next_chunk_is_asked_for_in_time(displacements):
 
 
 def test_waiting_holds_the_robot():
-    sent, timing = played(latency_s=0.15, execution="wait")
+    sent, timing = played(latency_s=0.15, execution="sync")
     assert sent == [*range(1, 9), 0, 0, 0, *range(9, 17), 0], "the chunk of step 8 starts three steps later"
-    assert (timing.held, timing.stale) == (4, 0)
+    assert (timing.idle_steps, timing.stale) == (4, 0)
 
 
 @pytest.mark.parametrize(
-    ("displacements", "expected"),
+    ("relative_dims", "expected"),
     [
         ([], [1, 2, 3, 4, 5, 5, 5, 8, 8, 8, 11, 11, 11]),
         ([0], [1, 2, 3, 4, 5, 0, 0, 6, 7, 8, 11 + 6, 0, 0, 12 - 6]),
     ],
 )
-def test_a_chunk_that_is_shorter_than_the_latency_leaves_gaps(displacements, expected):
+def test_a_chunk_that_is_shorter_than_the_latency_leaves_gaps(relative_dims, expected):
     """Four actions. A hold makes positions late, and keeps displacements for later.
 
     The question of step 1 is answered at step 4 and gives the action 5 alone; the question of step 4, at step 7, the action
     for step 7 (8), or the one after 5 (6). The question of step 7 was planned with 8 + 9 + 10 in place of 6 + 7 + 8, the next
     one with 11 in place of 17: displacements make up for these 6.
     """
-    sent, timing = played(policy=Foretell(chunk_len=4), latency_s=0.15, displacements=displacements)
-    assert sent[: len(expected)] == expected and timing.held > 0
+    sent, timing = played(policy=Foretell(chunk_len=4), latency_s=0.15, relative_dims=relative_dims)
+    assert sent[: len(expected)] == expected and timing.idle_steps > 0
 
 
-@pytest.mark.parametrize("execution", ["overlap", "wait"])
+@pytest.mark.parametrize("execution", ["async", "sync"])
 def test_a_quick_policy_acts_as_without_a_clock(execution):
     sent, timing = played(latency_s=0.02, execution=execution)
-    assert sent == list(range(1, 21)) and (timing.held, timing.stale) == (0, 0)
+    assert sent == list(range(1, 21)) and (timing.idle_steps, timing.stale) == (0, 0)
 
 
 def test_control_actions_of_another_time_are_noticed(monkeypatch):
     monkeypatch.setattr(
         ChunkSchedule, "offer", lambda self, chunk, seen_at, due: self.__dict__.update(_chunk=chunk, _first=due) or 0
     )
-    assert played(latency_s=0.15, displacements=[])[0] != list(range(1, 21))
+    assert played(latency_s=0.15, relative_dims=[])[0] != list(range(1, 21))
 
 
 def test_steps_that_an_answer_takes():
@@ -139,7 +139,7 @@ def test_steps_that_an_answer_takes():
 
 def test_a_displacement_that_was_not_made_is_made_next():
     """A gripper's command, the second number, is no displacement. One of two planned units is executed, in two places."""
-    schedule = ChunkSchedule(overlaps=True, displaces=np.array([True, False]))
+    schedule = ChunkSchedule(overlaps=True, is_relative=np.array([True, False]))
     plan = np.array([[2.0, 5.0], [2.0, 6.0], [2.0, 7.0], [2.0, 8.0]], np.float32)
     for _ in range(2):
         schedule.execute(np.array([1.0, 0.0]), np.array([1.0, 0.0]))
@@ -154,14 +154,14 @@ def test_a_displacement_that_was_not_made_is_made_next():
 
 
 def test_schedule_by_hand():
-    schedule = ChunkSchedule(overlaps=True, displaces=np.array([False]))
-    assert schedule.action(0) is None and schedule.asks(0, 0)
+    schedule = ChunkSchedule(overlaps=True, is_relative=np.array([False]))
+    assert schedule.action(0) is None and schedule.needs_chunk(0, 0)
     schedule.offer(np.arange(4.0)[:, None], seen_at=2, due=4)
     assert [schedule.action(step) for step in (1, 6)] == [None, None] and schedule.action(5) == 3
-    assert [schedule.asks(step, 2) for step in (3, 4, 6)] == [False, True, True]
-    schedule = ChunkSchedule(overlaps=False, displaces=np.array([False]))
+    assert [schedule.needs_chunk(step, 2) for step in (3, 4, 6)] == [False, True, True]
+    schedule = ChunkSchedule(overlaps=False, is_relative=np.array([False]))
     schedule.offer(np.arange(4.0)[:, None], seen_at=2, due=4)
-    assert schedule.action(4) == 0 and not schedule.asks(7, 2) and schedule.asks(8, 2)
+    assert schedule.action(4) == 0 and not schedule.needs_chunk(7, 2) and schedule.needs_chunk(8, 2)
 
 
 def test_lost_observations_are_survived_until_the_last_one_is_too_old():
@@ -169,7 +169,7 @@ def test_lost_observations_are_survived_until_the_last_one_is_too_old():
     sent, timing = played(Clock(lost=range(5, 12)), max_observation_age_s=0.2)
     assert sent[:8] == list(range(1, 9)), "an action is still the one for its time"
     assert sent[8:12] == [0] * 4 and sent[12:] == list(range(13, 21))
-    assert (timing.lost, timing.held) == (7, 4)
+    assert (timing.lost, timing.idle_steps) == (7, 4)
     policy = Foretell(chunk_len=2)
     sent, _ = played(Clock(lost=range(5, 12)), policy, max_observation_age_s=0.2)
     assert sent[4:8] == [5, 6, 0, 0] and policy.seen.count(4) == 1, "an old observation is not asked about again"
@@ -177,26 +177,26 @@ def test_lost_observations_are_survived_until_the_last_one_is_too_old():
 
 def test_a_camera_that_never_comes_moves_nothing():
     policy = Foretell()
-    for displacements, held in (([], 5), ([0], 0)):  # a position of 0 would move an arm that stands at 5
-        sent, timing = played(Clock(lost=range(100), at=5.0), policy, displacements=displacements)
+    for relative_dims, held in (([], 5), ([0], 0)):  # a position of 0 would move an arm that stands at 5
+        sent, timing = played(Clock(lost=range(100), at=5.0), policy, relative_dims=relative_dims)
         assert set(sent) == {held} and timing.lost == 20 and policy.calls == 0
 
 
 def test_positions_are_limited_from_where_the_robot_is():
-    assert played(Clock(at=5.0), displacements=[], max_relative_target=0.5)[0][:3] == [4.5, 4.0, 3.5]
-    assert played(Clock(at=5.0), displacements=[0], max_relative_target=0.5)[0][:3] == [0.5, 1.0, 1.5]
+    assert played(Clock(at=5.0), relative_dims=[], max_relative_target=0.5)[0][:3] == [4.5, 4.0, 3.5]
+    assert played(Clock(at=5.0), relative_dims=[0], max_relative_target=0.5)[0][:3] == [0.5, 1.0, 1.5]
 
 
 def test_a_failed_call_costs_a_hold_and_no_episode():
-    sent, timing = played(policy=Foretell(chunk_len=1, fails=(4, 5)), displacements=[])
+    sent, timing = played(policy=Foretell(chunk_len=1, fails=(4, 5)), relative_dims=[])
     assert sent == [1, 2, 2, 2, *range(5, 21)], "calls 4 and 5 are of steps 2 and 3, which repeat the action before"
-    assert (timing.failures, timing.held) == (2, 2)
+    assert (timing.failures, timing.idle_steps) == (2, 2)
 
 
 def test_failures_of_the_policy_count_only_in_a_row():
     """Six calls fail, never three in a row (``max_failures``)."""
-    sent, timing = played(policy=Foretell(chunk_len=1, fails=(4, 5, 8, 9, 12, 13)), displacements=[])
-    assert timing.failures == timing.held == 6 and sent[-1] == 20
+    sent, timing = played(policy=Foretell(chunk_len=1, fails=(4, 5, 8, 9, 12, 13)), relative_dims=[])
+    assert timing.failures == timing.idle_steps == 6 and sent[-1] == 20
 
 
 def test_a_policy_that_is_gone_ends_the_command_and_the_robot_holds():
@@ -211,7 +211,7 @@ def test_a_chunk_that_is_not_finite_is_a_failed_call():
     policy = Foretell(chunk_len=1)
     as_it_was = policy.act
     policy.act = lambda row, streams: as_it_was(row, streams) * (np.nan if policy.calls in (3, 4) else 1)
-    sent, timing = played(policy=policy, displacements=[], max_relative_target=5.0)
+    sent, timing = played(policy=policy, relative_dims=[], max_relative_target=5.0)
     assert np.isfinite(sent).all() and timing.failures == 2 and sent[-1] == 20
 
 
@@ -234,7 +234,7 @@ def test_a_bus_that_fails_now_and_then_is_survived():
         return as_it_was(action)
 
     clock.position, clock.send_action = position, send_action
-    sent, timing = played(clock, displacements=[], max_relative_target=1.0)
+    sent, timing = played(clock, relative_dims=[], max_relative_target=1.0)
     assert timing.lost == 3 and sent[:3] == [1, 2, 3] and max(np.diff(sent)) == 1.0
     clock.position = lambda: (_ for _ in ()).throw(ConnectionError("unplugged"))
     with pytest.raises(RLinfError, match="where it is.*unplugged"):
@@ -244,16 +244,22 @@ def test_a_bus_that_fails_now_and_then_is_survived():
 class Slide(Clock):
     """A joint that is moved by its action, a displacement or a position; some actions are lost, some answers have no numbers."""
 
-    def __init__(self, displaces, lost=(), untold=(), **more):
+    def __init__(self, is_relative, lost=(), untold=(), **more):
         super().__init__(**more)
-        self.displaces, self.lost_actions, self.untold, self.where, self.calls = displaces, lost, untold, [self.at], 0
+        self.is_relative, self.lost_actions, self.untold, self.where, self.calls = (
+            is_relative,
+            lost,
+            untold,
+            [self.at],
+            0,
+        )
 
     def send_action(self, action):
         self.calls += 1
         if self.calls in self.lost_actions:
             self.where.append(self.where[-1])
             raise OSError(5, "Input/output error")  # a serial port without its cable
-        self.where.append(action["joint"] + (self.where[-1] if self.displaces else 0.0))
+        self.where.append(action["joint"] + (self.where[-1] if self.is_relative else 0.0))
         super().send_action(action)
         return {"joint": float("nan")} if self.calls in self.untold else action
 
@@ -276,48 +282,48 @@ def recorded(robot, plan, **settings):
     policy, rows = Foretell(), Rows()
     policy.act = lambda row, streams: np.array(plan, np.float32)[None, :, None]
     with RobotEpisodes(policy, robot, ENV, RobotConfig(real_time=False, **settings), recorder=rows) as episodes:
-        episodes.play([SPEC], lambda result: None)
+        episodes.run([SPEC], lambda result: None)
     return rows.labels, episodes.timing
 
 
 def test_a_lost_displacement_was_not_executed_and_is_still_to_be_made(caplog):
     """The third action does not arrive: the arm stays, which is its label, and is then moved back, not twice."""
     arm = Slide(True, lost=(3,), num_steps=4)
-    labels, timing = recorded(arm, [1.0, 1.0, -1.0, 0.5], displacements=[0])
+    labels, timing = recorded(arm, [1.0, 1.0, -1.0, 0.5], relative_dims=[0])
     assert arm.where == [0, 1, 2, 2, 1, 1.5] and labels == [1, 1, 0, -1, 0.5] and timing.lost == 1
     assert labels == np.diff(arm.where).tolist() and "Input/output error" in caplog.text
 
 
 def test_a_lost_position_leaves_the_arm_where_it_was():
     arm = Slide(False, lost=(3,), num_steps=4, at=5.0)
-    labels, _ = recorded(arm, [6.0, 7.0, 8.0, 9.0, 10.0], displacements=[])
+    labels, _ = recorded(arm, [6.0, 7.0, 8.0, 9.0, 10.0], relative_dims=[])
     assert arm.where == [5, 6, 7, 7, 9, 10] and labels == [6, 7, 7, 9, 10], "the time of position 8 is over"
 
 
-@pytest.mark.parametrize(("displacements", "sent"), [([0], [1, 2, 3, 4, 5, 6]), ([], [1, 2, 2.5, 3, 3.5, 4])])
-def test_an_answer_without_numbers_is_not_sent_again_and_not_recorded(displacements, sent):
+@pytest.mark.parametrize(("relative_dims", "sent"), [([0], [1, 2, 3, 4, 5, 6]), ([], [1, 2, 2.5, 3, 3.5, 4])])
+def test_an_answer_without_numbers_is_not_sent_again_and_not_recorded(relative_dims, sent):
     """What was executed of action 3 is not known. A displacement counts as made; positions are limited from 2, the last that is known."""
-    arm = Slide(bool(displacements), untold=(3,), num_steps=6)
-    limit = {"displacements": displacements} | ({} if displacements else {"max_relative_target": 1.0})
+    arm = Slide(bool(relative_dims), untold=(3,), num_steps=6)
+    limit = {"relative_dims": relative_dims} | ({} if relative_dims else {"max_relative_target": 1.0})
     labels, timing = recorded(
-        arm, [1.0, 2.0, 3.0, 4.0, 5.0, 6.0] if displacements else [1.0, 2.0, 2.5, 3.0, 3.5, 4.0], **limit
+        arm, [1.0, 2.0, 3.0, 4.0, 5.0, 6.0] if relative_dims else [1.0, 2.0, 2.5, 3.0, 3.5, 4.0], **limit
     )
     assert arm.sent == sent and timing.lost == 1
     assert labels == [*sent[:2], None, *sent[3:]]
 
 
-@pytest.mark.parametrize("displacements", [[], [0]])
+@pytest.mark.parametrize("relative_dims", [[], [0]])
 @pytest.mark.parametrize("wrong", [np.nan, np.inf, -np.inf, 1e300])
-def test_no_number_that_is_not_finite_reaches_a_motor_or_a_dataset(displacements, wrong):
+def test_no_number_that_is_not_finite_reaches_a_motor_or_a_dataset(relative_dims, wrong):
     """It comes from the position, three observations and every third answer; the robot acts on what is finite."""
-    arm = Slide(bool(displacements), untold=range(2, 40, 3), num_steps=12, at=5.0)
+    arm = Slide(bool(relative_dims), untold=range(2, 40, 3), num_steps=12, at=5.0)
     as_it_was, tries = arm.get_observation, []
     arm.get_observation = lambda: as_it_was() if len(arm.sent) not in (4, 5, 6) else {"now": wrong}
     arm.position = lambda: tries.append(0) or {"joint": wrong if len(tries) < 3 else 5.0}
     rows, policy = Rows(), Foretell()
-    settings = RobotConfig(real_time=False, displacements=displacements, max_relative_target=2.0)
+    settings = RobotConfig(real_time=False, relative_dims=relative_dims, max_relative_target=2.0)
     with RobotEpisodes(policy, arm, ENV, settings, recorder=rows) as episodes:
-        episodes.play([SPEC], lambda result: None)
+        episodes.run([SPEC], lambda result: None)
     assert np.isfinite(arm.sent).all() and np.isfinite([label for label in rows.labels if label is not None]).all()
     assert np.isfinite(policy.seen).all() and episodes.timing.lost == 2 + 3 + 4
     arm.position = lambda: {"joint": wrong}
@@ -356,13 +362,13 @@ def test_an_image_of_another_kind_ends_the_command_and_the_robot_holds(wrong, na
     spec = EnvSpec("clock", ["top"], ["top"], 4, 1)
     with RobotEpisodes(policy, clock, spec, RobotConfig(real_time=False)) as episodes:
         with pytest.raises(ConfigError, match=named):
-            episodes.play([SPEC], lambda result: None)
+            episodes.run([SPEC], lambda result: None)
     assert clock.sent == [1, 2, 3, 0] and policy.calls == 2
 
 
 def test_an_episode_has_its_own_random_stream_where_its_first_observation_is_lost():
     class Drawn(Foretell):
-        def stream(self, spec):
+        def start_episode(self, spec):
             return spec
 
         def act(self, row, streams):
@@ -375,7 +381,7 @@ def test_an_episode_has_its_own_random_stream_where_its_first_observation_is_los
 
 def test_a_changed_action_is_counted():
     sent, timing = played(policy=Foretell(chunk_len=4), max_relative_target=0.5)
-    assert sent == [0.5 * step for step in range(1, 21)] and timing.limited == 20
+    assert sent == [0.5 * step for step in range(1, 21)] and timing.clipped_steps == 20
 
 
 def test_an_episode_begins_again_where_the_robot_was_lost():
@@ -388,7 +394,7 @@ def test_an_episode_begins_again_where_the_robot_was_lost():
 
     clock = Lost()
     with RobotEpisodes(Foretell(), clock, ENV, RobotConfig(real_time=False)) as episodes:
-        results = episodes.play([SPEC, SPEC], lambda result: None)
+        results = episodes.run([SPEC, SPEC], lambda result: None)
     assert len(results) == 2 and episodes.num_restarts == 1 and clock.sent == list(range(1, 21))
 
 
@@ -404,7 +410,7 @@ def test_the_policy_computes_in_its_context(real_time):
     for computes in (nullcontext, lambda: torch.autocast("cpu", torch.bfloat16)):
         settings = RobotConfig(real_time=real_time, fps=100)
         with RobotEpisodes(Autocast(), Clock(num_steps=3), ENV, settings, computes) as episodes:
-            episodes.play([SPEC], lambda result: None)
+            episodes.run([SPEC], lambda result: None)
     assert {*found} == {(False, False), (True, False)}
 
 
@@ -418,7 +424,7 @@ def test_a_policy_that_never_answers_does_not_keep_the_command():
     """As a server that is gone: Python would wait for each thread that is not a daemon."""
     asked, gone = threading.Event(), threading.Event()
     clock = RealTime(lambda row: asked.set() or gone.wait(60), 0.0)
-    clock.ask(None, 0)
+    clock.submit(None, 0)
     assert asked.wait(10)
     start = time.monotonic()
     clock.close()
@@ -434,7 +440,7 @@ def test_a_robot_that_does_not_fit_is_refused():
     check_fits(camera, ENV, 1)  # more cameras than the policy reads
     for named, fault in {
         "cameras": (camera, EnvSpec("clock", ["front"], ["front"], 64, 1), 1),
-        "numbers of its state": (Clock(), EnvSpec("clock", [], [], 64, 2), 1),
+        "state dimensions": (Clock(), EnvSpec("clock", [], [], 64, 2), 1),
         "joints": (Clock(), ENV, 2),
     }.items():
         with pytest.raises(ConfigError, match=named):
@@ -445,8 +451,8 @@ def test_a_robot_that_does_not_fit_is_refused():
 
 
 def test_a_policy_that_remembers_is_refused():
-    with pytest.raises(ConfigError, match=r"displacements=\[1\]"):
-        RobotEpisodes(Foretell(), Clock(), ENV, RobotConfig(displacements=[1]))
+    with pytest.raises(ConfigError, match=r"relative_dims=\[1\]"):
+        RobotEpisodes(Foretell(), Clock(), ENV, RobotConfig(relative_dims=[1]))
     policy = Foretell()
     policy.model.num_observations = 2
     with pytest.raises(ConfigError, match="2 observations"):
@@ -502,7 +508,9 @@ def test_faults_of_the_robot_depend_on_the_episode_alone(tmp_path):
     assert not any(same(found["none"], found[name]) for name in ("late", "noise", "lost")), "control"
     assert all(one.num_env_steps == 16 and not one.actions_max_abs for one in found["lost"].results), "nothing moves"
     timing = json.loads((tmp_path / "late" / "timing.json").read_text())
-    assert timing["latency_ms"]["median"] == 150 and timing["held"] > 0 and timing["settings"]["latency_s"] == 0.15
+    assert (
+        timing["latency_ms"]["median"] == 150 and timing["idle_steps"] > 0 and timing["settings"]["latency_s"] == 0.15
+    )
 
 
 def test_observations_are_delayed_by_whole_steps():

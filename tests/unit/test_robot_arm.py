@@ -79,11 +79,11 @@ def test_an_episode_ends_after_the_actions_of_the_env():
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({}, "success=env with arm=.*no env tells it.*Set success=person"),
-        ({"success": "person"}, r"displacements=null with arm=.*positions.*Set displacements=\[\]"),
-        ({"success": "person", "displacements": [], "noise": 0.1}, "noise=0.1 .*simulated robot.*Set noise=0.0"),
-        ({"success": "person", "displacements": [], "teleoperator": "scripted"}, "Set teleoperator=none"),
-        ({"success": "person", "displacements": []}, "max_relative_target=null .*may jump.*Set max_relative_target="),
+        ({}, "success=env with arm=.*no env reports it.*Set success=human"),
+        ({"success": "human"}, r"relative_dims=null with arm=.*positions.*Set relative_dims=\[\]"),
+        ({"success": "human", "relative_dims": [], "noise": 0.1}, "noise=0.1 .*simulated robot.*Set noise=0.0"),
+        ({"success": "human", "relative_dims": [], "teleoperator": "scripted"}, "Set teleoperator=none"),
+        ({"success": "human", "relative_dims": []}, "max_relative_target=null .*may jump.*Set max_relative_target="),
     ],
 )
 def test_what_an_env_alone_can_do_is_refused(tmp_path, given, message):
@@ -97,12 +97,12 @@ def test_what_an_env_alone_can_do_is_refused(tmp_path, given, message):
 def test_actions_in_other_units_are_refused(control, units, message):
     config = SimpleNamespace(env=SimpleNamespace(control=control, units=units))
     with pytest.raises(ConfigError, match=message):
-        _check_arm(config, RobotConfig(arm="arm.yaml", success="person", displacements=[], max_relative_target=2.0))
+        _check_arm(config, RobotConfig(arm="arm.yaml", success="human", relative_dims=[], max_relative_target=2.0))
 
 
 def test_an_arm_of_an_env_with_other_actions_is_refused_by_name(tmp_path):
     """The tabletop's actions are displacements, and no setting of it says so. What the message says to type is accepted."""
-    words = {"success": "person", "displacements": [], "max_relative_target": 2.0}
+    words = {"success": "human", "relative_dims": [], "max_relative_target": 2.0}
     with pytest.raises(ConfigError, match="env.name=tabletop.*positions of joints") as error:
         robot(run_config(tmp_path, "env=tabletop"), RobotConfig(arm="arm.yaml", **words))
     typed = str(error.value).partition(" Set ")[2].split()

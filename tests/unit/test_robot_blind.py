@@ -8,7 +8,7 @@ import torch
 from run_results import run_config
 
 from rlinf.cli import run
-from rlinf.commands.blind import _unnamed, blind
+from rlinf.commands.blind import _anonymous, blind
 from rlinf.commands.open_checkpoint import policy_for
 from rlinf.commands.robot import robot
 from rlinf.errors import ConfigError, RLinfError
@@ -124,7 +124,7 @@ class Always:
     def __init__(self, success):
         self.success = success
 
-    def play(self, specs, on_result):
+    def run(self, specs, on_result):
         results = [EpisodeResult(spec, "reach", self.success, 0.0, 5) for spec in specs]
         for result in results:
             on_result(result)
@@ -145,7 +145,7 @@ def test_the_order_is_a_fair_coin_that_the_seed_throws():
 def test_the_sequential_test_sees_each_pair():
     kept = []
     pairs = BlindPairs([Always(False), Always(True)], [], kept.append, seed=1)
-    results = pairs.play(SPECS[:20], lambda result: None)
+    results = pairs.run(SPECS[:20], lambda result: None)
     assert UntilDecided(pairs.baseline, 200).stop_at(results) == decided_at([1] * 20, 200)
     again = BlindPairs([Always(False), Always(True)], kept[:25], kept.append, seed=1)
     assert {*again.results[0]} | {*again.results[1]} == {*SPECS[:13]} and sum(map(len, again.results)) == 25
@@ -156,7 +156,7 @@ def test_the_sequential_test_sees_each_pair():
 def test_names_of_policies_are_left_out_of_messages(caplog):
     configs = policies("unused")
     configs[0].checkpoint, configs[1].checkpoint = "/runs/a", "/runs/a/latest"
-    with pytest.raises(RLinfError, match="^one of the two policies has gone$"), _unnamed(configs):
+    with pytest.raises(RLinfError, match="^one of the two policies has gone$"), _anonymous(configs):
         logging.getLogger("rlinf").warning("The connection to %s is lost (%s)", "/runs/a/latest", 7)
         raise ConfigError("/runs/a has gone")
     assert caplog.messages == ["The connection to one of the two policies is lost (7)"]

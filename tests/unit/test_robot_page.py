@@ -19,8 +19,8 @@ from rlinf.commands.robot import robot as robot_command
 from rlinf.errors import ConfigError
 from rlinf.robot import page as module
 from rlinf.robot.config import RobotConfig
-from rlinf.robot.page import GONE_S, OnPage, Page
-from rlinf.robot.person import PersonTells
+from rlinf.robot.human import HumanLabelledRobot
+from rlinf.robot.page import BROWSER_TIMEOUT_S, Page, PageTeleoperator
 from rlinf.robot.teleoperator import TakeOver
 from rlinf.types import EpisodeResult, EpisodeSpec
 
@@ -62,7 +62,7 @@ def state_with(url, text):
 
 def post(url, **values):
     try:
-        return urlopen(f"{url}answer", json.dumps(values).encode(), timeout=10).status
+        return urlopen(f"{url}choice", json.dumps(values).encode(), timeout=10).status
     except HTTPError as error:
         return error.code
 
@@ -76,7 +76,7 @@ def test_an_episode_on_the_page(tmp_path):
     (tmp_path / "wanted").mkdir()
     Image.new("RGB", (6, 4), (200, 200, 200)).save(tmp_path / "wanted" / "1_2_3.png")
     robot, told = Camera(40), []
-    person = PersonTells(robot, tmp_path / "starts", tmp_path / "wanted")
+    person = HumanLabelledRobot(robot, tmp_path / "starts", tmp_path / "wanted")
     person.number, person.num_episodes = 2, 30
 
     def loop():
@@ -88,25 +88,25 @@ def test_an_episode_on_the_page(tmp_path):
         acting = threading.Thread(target=loop)
         acting.start()
         first = state_with(page.url, "pick it up")
-        assert first["answers"] == {"": "ready"} and first["wanted"] is True
+        assert first["choices"] == {"": "ready"} and first["wanted"] is True
         assert grey_of(get(f"{page.url}wanted")) == 200 and b"<html" in get(page.url)
         robot.grey, until = 90, time.monotonic() + 10
         while grey_of(get(f"{page.url}now")) != 90:  # it follows what the person moves
             assert time.monotonic() < until
-        assert [post(page.url, number=first["number"], answer=answer) for answer in ("y", "", "")] == [404, 200, 404]
+        assert [post(page.url, number=first["number"], choice=choice) for choice in ("y", "", "")] == [404, 200, 404]
         second = state_with(page.url, "succeed")
         assert "3 of 30: pick it up" in second["text"], "two were played by an earlier process"
-        assert post(page.url, number=first["number"], answer="y") == 404, "that question is over"
-        assert post(page.url, number=second["number"], answer="y") == 200
+        assert post(page.url, number=first["number"], choice="y") == 404, "that question is over"
+        assert post(page.url, number=second["number"], choice="y") == 200
         acting.join(10)
-        assert told == [True] and json.loads(get(f"{page.url}state"))["answers"] == {}
+        assert told == [True] and json.loads(get(f"{page.url}state"))["choices"] == {}
         assert not (tmp_path / "starts" / "overlay.png").exists(), "the browser lays them over each other"
 
         others = (f"{page.url}nothing", page.url.replace(page.path, "/"), page.url.replace(page.path, "/guess/state"))
         for url in others:
             with pytest.raises(HTTPError, match="404"):
                 get(url)
-        assert post(page.url.replace(page.path, "/guess/"), number=second["number"], answer="y") == 404
+        assert post(page.url.replace(page.path, "/guess/"), number=second["number"], choice="y") == 404
         taken = int(page.url.split(":")[2].split("/")[0])
         with pytest.raises(ConfigError, match="Set page_port=0"):
             Page(person, "127.0.0.1", taken)
@@ -130,7 +130,7 @@ def test_a_judgement_is_taken_back_on_the_page(tmp_path, monkeypatch):
     page_file.write_text(module.HTML.read_text().replace("undoSeconds = 5", "undoSeconds = 1") + CLICKS)
     monkeypatch.setattr(module, "HTML", page_file)
     robot, told = Camera(40), []
-    person = PersonTells(robot, tmp_path / "starts", None)
+    person = HumanLabelledRobot(robot, tmp_path / "starts", None)
 
     def loop():
         person.begin(SPEC)
@@ -171,26 +171,26 @@ class Leader:
 def test_who_has_a_leader_arm_takes_over_on_the_page(tmp_path, monkeypatch):
     with pytest.raises(ConfigError, match="Set success=page"):
         TakeOver(Leader(), Camera(40), np.array([False]), 1.0)
-    person, last = PersonTells(Camera(40), tmp_path, None), np.array([5.5], np.float32)
+    person, last = HumanLabelledRobot(Camera(40), tmp_path, None), np.array([5.5], np.float32)
     with closing(Page(person, "127.0.0.1", 0)) as page:
         assert post(page.url, takes_over=True) == 404, "there is no teleoperator yet"
-        who = TakeOver(OnPage(Leader(), page), Camera(40), np.array([False]), 1.0)
-        who.look(last)
+        who = TakeOver(PageTeleoperator(Leader(), page), Camera(40), np.array([False]), 1.0)
+        who.update(last)
         assert not who.policy_acts and who.action is None, "nobody looks at the page, so the robot holds"
         acting = []
         for takes_over in (None, True, False):
             if takes_over is not None:
                 assert post(page.url, takes_over=takes_over) == 200
             assert json.loads(get(f"{page.url}state"))["takes_over"] is bool(takes_over)
-            who.look(last)
-            who.tell(last)
+            who.update(last)
+            who.show(last)
             acting.append((who.policy_acts, None if who.action is None else who.action.tolist()))
         assert acting == [(True, None), (False, [6.5]), (True, None)], "one unit nearer to where the leader is"
         post(page.url, takes_over=True)
         person.robot.begin = lambda spec: "again"
-        person.ask = lambda text, answers: ""
+        person.ask = lambda text, choices: ""
         person.begin(SPEC)
         assert person.takes_over is False, "an episode starts with the policy"
-        page.looked_s -= 2 * GONE_S
-        who.look(last)
+        page.last_seen_s -= 2 * BROWSER_TIMEOUT_S
+        who.update(last)
         assert not who.policy_acts and who.action is None

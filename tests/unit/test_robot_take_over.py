@@ -13,8 +13,8 @@ from run_results import run_config
 
 from rlinf.commands.robot import robot
 from rlinf.data import lerobot_dataset
-from rlinf.data.chosen import chosen
 from rlinf.data.config import SFTConfig
+from rlinf.data.filters import filtered_rows
 from rlinf.data.stored import DatasetInfo, Outcomes
 from rlinf.errors import ConfigError
 from rlinf.preflight.compatibility import check_chosen_rows
@@ -22,7 +22,7 @@ from rlinf.robot import recorder as recording
 from rlinf.robot.config import RobotConfig
 from rlinf.robot.loop import RobotEpisodes
 from rlinf.robot.recorder import EpisodeRecorder
-from rlinf.robot.teleoperator import ScriptedPerson, TakeOver
+from rlinf.robot.teleoperator import ScriptedOperator, TakeOver
 from rlinf.types import EpisodeResult, EpisodeSpec
 from tests.unit.test_robot import ENV, SPEC, WORDS, Clock, Foretell
 
@@ -55,17 +55,22 @@ def played(person, clock=None, policy=None, recorder=None, **settings):
     clock, policy = clock or Clock(), policy or Foretell()
     settings = RobotConfig(**{"real_time": False} | settings)
     with RobotEpisodes(policy, clock, ENV, settings, teleoperator=person, recorder=recorder) as episodes:
-        episodes.play([SPEC], lambda result: None)
+        episodes.run([SPEC], lambda result: None)
     return clock.sent, episodes.timing
 
 
-@pytest.mark.parametrize("displacements", [[], [0]])
-def test_a_person_acts_and_the_policy_is_asked_afresh(displacements):
+@pytest.mark.parametrize("relative_dims", [[], [0]])
+def test_a_person_acts_and_the_policy_is_asked_afresh(relative_dims):
     """The chunk of step 0 holds 1 to 8. The person acts at steps 3 and 4; the policy then plans from step 5, not from its old chunk."""
     person, policy = Person(steps=(3, 4)), Foretell()
-    sent, timing = played(person, policy=policy, displacements=displacements, handover_max_step=1000.0)
+    sent, timing = played(person, policy=policy, relative_dims=relative_dims, handover_max_step=1000.0)
     assert sent == [1, 2, 3, 100, 100, *range(6, 21)] and 5 in policy.seen
-    assert (timing.corrected, timing.helped, timing.gone, timing.held) == (2, 1, 0, 0)
+    assert (timing.intervention_steps, timing.intervened_episodes, timing.teleop_lost_steps, timing.idle_steps) == (
+        2,
+        1,
+        0,
+        0,
+    )
     assert person.told == [1, 2, 3, *range(6, 21)], (
         "a person is told what the policy does, and does not fight the own hand"
     )
@@ -75,13 +80,13 @@ def test_a_person_acts_and_the_policy_is_asked_afresh(displacements):
 def test_a_teleoperator_that_says_no_flag_is_gone_and_the_policy_goes_on_afterwards(events, caplog):
     person, calls = Person(), []
     person.get_teleop_events = lambda: calls.append(0) or (events if len(calls) == 4 else {})
-    sent, timing = played(person, displacements=[0])
-    assert sent[:3] == [1, 2, 3] and sent[3] == 0 and 100 not in sent and timing.gone == 1
+    sent, timing = played(person, relative_dims=[0])
+    assert sent[:3] == [1, 2, 3] and sent[3] == 0 and 100 not in sent and timing.teleop_lost_steps == 1
 
 
 def test_the_answer_to_a_question_from_before_the_take_over_is_dropped():
     """0.3 s are six steps. The policy was asked at step 2 for the chunk that follows; at the hand-back at step 4 the robot holds until step 10."""
-    sent, _ = played(Person(steps=(3,)), latency_s=0.3, displacements=[0])
+    sent, _ = played(Person(steps=(3,)), latency_s=0.3, relative_dims=[0])
     assert sent[:10] == [1, 2, 3, 100, 0, 0, 0, 0, 0, 0]
     assert sent[10] == 5 + 0, "the chunk that was planned at step 4 starts, as nothing was executed since"
 
@@ -89,31 +94,31 @@ def test_the_answer_to_a_question_from_before_the_take_over_is_dropped():
 def test_control_a_chunk_that_is_not_dropped_is_noticed(monkeypatch):
     monkeypatch.setattr("rlinf.robot.schedule.ChunkSchedule.clear", lambda self: None)
     policy = Foretell()
-    sent, _ = played(Person(steps=(3, 4)), policy=policy, displacements=[0])
+    sent, _ = played(Person(steps=(3, 4)), policy=policy, relative_dims=[0])
     assert sent[5] != 6 and 5 not in policy.seen
 
 
 def test_positions_of_the_person_are_aligned_by_hand():
     """The robot is at 3 when the person takes over at 10: 2 units a step, until they have met. Then the person is free."""
-    sent, _ = played(Person(steps=range(3, 9), action=10.0), displacements=[], handover_max_step=2.0)
+    sent, _ = played(Person(steps=range(3, 9), action=10.0), relative_dims=[], handover_max_step=2.0)
     assert sent[:9] == [1, 2, 3, 5, 7, 9, 10, 10, 10]
     take_over = TakeOver(Person(steps=range(9)), Clock(), np.array([False]), 2.0)
     take_over.teleoperator.action, last, found = 5.0, np.array([2.0], np.float32), []
     for wanted in (5.0, 5.0, 50.0):
         take_over.teleoperator.action = wanted
-        take_over.look(last)
+        take_over.update(last)
         last = take_over.action
         found.append((last.item(), take_over.is_correction))
     assert found == [(4, False), (5, True), (50, True)], "only the person's own action is a correction"
-    sent, _ = played(Person(steps=(3,), action=10.0), displacements=[0])
+    sent, _ = played(Person(steps=(3,), action=10.0), relative_dims=[0])
     assert sent[3] == 10, "a displacement needs no alignment"
 
 
 def test_a_teleoperator_that_vanishes_leaves_a_robot_that_holds(caplog):
     person = Person(steps=range(3, 9), action=10.0, gone=(5, 6, 7))
-    sent, timing = played(person, displacements=[], handover_max_step=100.0)
+    sent, timing = played(person, relative_dims=[], handover_max_step=100.0)
     assert sent[:10] == [1, 2, 3, 10, 10, 10, 10, 10, 10, 10], "positions are held"
-    assert (timing.gone, timing.held, timing.corrected) == (3, 3, 3)
+    assert (timing.teleop_lost_steps, timing.idle_steps, timing.intervention_steps) == (3, 3, 3)
     assert (
         "ConnectionError: unplugged" in caplog.text and caplog.text.count("is gone") == 1 and "is back" in caplog.text
     )
@@ -123,7 +128,7 @@ def test_a_teleoperator_that_vanishes_leaves_a_robot_that_holds(caplog):
 
 def test_a_teleoperator_without_numbers_is_gone():
     sent, timing = played(Person(steps=(3, 4), action=float("nan")))
-    assert np.isfinite(sent).all() and timing.gone == 2
+    assert np.isfinite(sent).all() and timing.teleop_lost_steps == 2
 
 
 @pytest.mark.parametrize("wants", ["false", float("nan"), None, 0.5])
@@ -131,14 +136,14 @@ def test_only_true_means_that_the_person_acts(wants):
     person = Person()
     person.get_teleop_events = lambda: {"is_intervention": wants}
     sent, timing = played(person)
-    assert set(sent) == {0} and timing.gone == 20 and timing.corrected == 0
+    assert set(sent) == {0} and timing.teleop_lost_steps == 20 and timing.intervention_steps == 0
 
 
 def test_a_leader_arm_whose_driver_fails_is_gone():
     person = Person(steps=(3, 4))
     person.get_action = lambda: (_ for _ in ()).throw(RuntimeError("the port is closed"))
     sent, timing = played(person)
-    assert sent[:5] == [1, 2, 3, 0, 0] and timing.gone == 2
+    assert sent[:5] == [1, 2, 3, 0, 0] and timing.teleop_lost_steps == 2
 
 
 def test_a_correction_that_does_not_arrive_is_none():
@@ -170,7 +175,7 @@ def test_what_a_person_does_without_a_picture_is_not_recorded():
 def test_a_teleoperator_that_does_not_fit_is_refused():
     person = Person()
     with pytest.raises(ConfigError, match="handover_max_step"):
-        played(person, displacements=[])
+        played(person, relative_dims=[])
     person.is_calibrated = False
     with pytest.raises(ConfigError, match="calibrat"):
         played(person)
@@ -186,8 +191,8 @@ def test_the_scripted_person_takes_over_after_errors_in_a_row():
     env = SimpleNamespace(
         action_low=np.full(1, -2.0), action_high=np.full(1, 2.0), expert_actions=lambda: np.ones((1, 1), np.float32)
     )
-    robot = SimpleNamespace(env=env, num_begun=1, action_features={"joint": float})
-    person = ScriptedPerson(robot, RobotConfig(expert_threshold=0.5, expert_patience=2, expert_steps=2))
+    robot = SimpleNamespace(env=env, num_started=1, action_features={"joint": float})
+    person = ScriptedOperator(robot, RobotConfig(expert_threshold=0.5, expert_patience=2, expert_steps=2))
 
     def step(action):
         wants = person.get_teleop_events()["is_intervention"]
@@ -198,7 +203,7 @@ def test_the_scripted_person_takes_over_after_errors_in_a_row():
         return wants
 
     assert [step(action) for action in (3, 1.5, 3, 3, 3, 3, 3, 3)] == [0, 0, 0, 0, 1, 1, 0, 0]
-    robot.num_begun = 2
+    robot.num_started = 2
     assert not step(1.0), "an episode starts with the policy"
 
 
@@ -222,14 +227,14 @@ def test_episodes_that_were_kept_become_a_dataset(tmp_path):
     assert np.flatnonzero(data.outcomes.intervention).tolist() == [1, 6]
     assert np.flatnonzero(data.outcomes.success).tolist() == [3] == np.flatnonzero(data.outcomes.rewards).tolist()
     assert np.flatnonzero(data.outcomes.terminated).tolist() == [3]
-    assert data.info.env["reward_mode"] == "sparse" and data.info.says_intervention
+    assert data.info.env["reward_mode"] == "sparse" and data.info.reports_intervention
     assert recorder.write(results) is None, "no more episodes were kept"
-    recorder.kept = tmp_path / "kept_later"
+    recorder.pending = tmp_path / "kept_later"
     played(Person(steps=(0,)), Clock(num_steps=4), recorder=_Renamed(recorder, results[1]))
     for _ in range(2):  # the second time is a process that was killed after it had written
-        saved = {path: path.read_bytes() for path in recorder.kept.iterdir()}
+        saved = {path: path.read_bytes() for path in recorder.pending.iterdir()}
         assert recorder.write(results) == folder
-        recorder.kept.mkdir()
+        recorder.pending.mkdir()
         [path.write_bytes(content) for path, content in saved.items()]
     grown = lerobot_dataset.open_dataset(folder, {}, "observation.state", outcomes=True)
     assert grown.actions[:, 0].tolist() == [*data.actions[:, 0], 100, 2, 3, 4] and grown.num_episodes == 3
@@ -237,7 +242,7 @@ def test_episodes_that_were_kept_become_a_dataset(tmp_path):
     assert np.array_equal(grown.outcomes.success[:8], data.outcomes.success)
     assert np.array_equal(grown.outcomes.terminated[:8], data.outcomes.terminated)
     folder.rename(tmp_path / ".made.old")  # a process was killed between the two renames
-    recorder.kept = tmp_path / "kept_last"
+    recorder.pending = tmp_path / "kept_last"
     played(Person(steps=(0,)), Clock(num_steps=4), recorder=_Renamed(recorder, results[1]))
     recorder.write(results)
     assert lerobot_dataset.open_dataset(folder, {}, "observation.state", outcomes=True).num_episodes == 4
@@ -273,12 +278,12 @@ def test_a_folder_of_another_rate_or_other_columns_is_not_added_to(tmp_path):
     other = EpisodeRecorder(folder, tmp_path / "other", 20, {"name": "tower"})
     for recorder in (EpisodeRecorder(folder, tmp_path / "kept", 20, {"name": "clock"}), before, other):
         played(Person(steps=(1,)), Clock(num_steps=4), recorder=_Renamed(recorder, result))
-        if recorder.kept.name == "kept":
+        if recorder.pending.name == "kept":
             recorder.write([result])
             continue
         with pytest.raises(ConfigError, match="fps=20.*required: 10" if recorder is before else "env="):
             recorder.write([result])
-        assert len(list(recorder.kept.glob("*.npz"))) == 1, "the episode stays"
+        assert len(list(recorder.pending.glob("*.npz"))) == 1, "the episode stays"
     assert lerobot_dataset.open_dataset(folder, {}, "observation.state").num_episodes == 1
     with pytest.raises(ConfigError, match="fps=20.*required: 10.*Set fps=20"):
         EpisodeRecorder(folder, tmp_path / "again", 10, {"name": "clock"})
@@ -309,9 +314,9 @@ def test_the_command_records_and_refuses(tmp_path, caplog):
     timing = json.loads((tmp_path / "eval" / "timing.json").read_text())
     data = lerobot_dataset.open_dataset(folder, {}, "observation.state", outcomes=True)
     assert len(data) == timing["steps"] == sum(result.num_env_steps for result in found.results)
-    assert data.outcomes.intervention.sum() == timing["corrected"] > 0 and timing["helped"] == 6
+    assert data.outcomes.intervention.sum() == timing["intervention_steps"] > 0 and timing["intervened_episodes"] == 6
     assert "must not be evaluated" in caplog.text and not (tmp_path / "eval" / "recorded").exists()
-    with pytest.raises(ConfigError, match="holds other episodes"):
+    with pytest.raises(ConfigError, match="episodes of a different kind"):
         robot(run_config(tmp_path / "again", *WORDS, "env.max_episode_steps=9"), settings)
 
 
@@ -349,29 +354,29 @@ class Stored:
     ],
 )
 def test_rows_by_hand(rows, weight, chunk_len, expected):
-    found = chosen(Stored(chunk_len), SFTConfig(filter=rows, intervention_weight=weight))
+    found = filtered_rows(Stored(chunk_len), SFTConfig(filter=rows, intervention_weight=weight))
     assert found.rows(np.arange(len(found))).tolist() == expected
 
 
 def test_all_rows_are_the_dataset_itself():
     dataset = Stored()
-    assert chosen(dataset, SFTConfig()) is dataset
+    assert filtered_rows(dataset, SFTConfig()) is dataset
 
 
 def test_control_without_interventions_other_rows_are_chosen():
     config = SFTConfig(filter="corrected", intervention_weight=2)
-    ignored = chosen(Stored(person=np.zeros(10, bool)), config)
-    assert ignored.index.tolist() == list(range(8)) != chosen(Stored(), config).index.tolist()
+    ignored = filtered_rows(Stored(person=np.zeros(10, bool)), config)
+    assert ignored.index.tolist() == list(range(8)) != filtered_rows(Stored(), config).index.tolist()
 
 
 def test_no_rows_and_missing_columns_are_refused():
     with pytest.raises(ConfigError, match="sft.filter=interventions"):
-        chosen(Stored(person=np.zeros(10, bool)), SFTConfig(filter="interventions"))
+        filtered_rows(Stored(person=np.zeros(10, bool)), SFTConfig(filter="interventions"))
     bare = DatasetInfo("data/theirs", "LeRobotDataset v3.0", 1, {}, {}, "observation.state", 2)
     for settings, column in (
-        ({"rows": "successes"}, "next.success"),
-        ({"rows": "interventions"}, "column intervention"),
-        ({"rows": "corrected"}, "next.success"),
+        ({"filter": "successes"}, "next.success"),
+        ({"filter": "interventions"}, "column intervention"),
+        ({"filter": "corrected"}, "next.success"),
         ({"intervention_weight": 2}, "column intervention"),
     ):
         with pytest.raises(ConfigError, match=column):

@@ -104,10 +104,10 @@ def collecting(auto_reset: bool, num_worker_threads=2, make=ClockEnv, horizon=HO
         collector.close()
 
 
-def play(auto_reset: bool, num_worker_threads: int = 2, attempt: int = 0, blocks=None, needs_values=True, **kwargs):
+def play(auto_reset: bool, num_worker_threads: int = 2, attempt: int = 0, env_groups=None, needs_values=True, **kwargs):
     policy = kwargs.pop("policy", ClockPolicy)()
     with collecting(auto_reset, num_worker_threads, **kwargs) as (collector, sampler):
-        return collector.collect(policy, 3, 42, needs_values, attempt, blocks), sampler
+        return collector.collect(policy, 3, 42, needs_values, attempt, env_groups), sampler
 
 
 def expected_rows(batch, sampler, auto_reset: bool, attempt: int):
@@ -232,15 +232,15 @@ def test_rollouts_of_ranks_and_of_chosen_envs_are_columns_of_the_whole(auto_rese
     assert_equal_rollouts(whole, RolloutBatch.concatenate(parts))
     assert_equal_rollouts(whole, RolloutBatch.concatenate([whole]))
     for num_worker_threads in (1, 2):
-        part, _ = play(False, num_worker_threads, blocks=[0, 2])
+        part, _ = play(False, num_worker_threads, env_groups=[0, 2])
         assert_equal_rollouts(play(False)[0].select_envs(torch.tensor([0, 1, 4, 5])), part)
         assert sorted(env for env, _ in part.episodes) == [0, 1, 4, 5] == sorted(part.specs)
 
 
 def test_a_worker_thread_without_an_env_plays_nothing():
-    for num_ranks, block in ((1, 1), (3, 2)):
-        rank = block if num_ranks > 1 else 0
-        one, _ = play(False, num_worker_threads=2, group_size=1, num_ranks=num_ranks, rank=rank, blocks=[5])
+    for num_ranks, env_group in ((1, 1), (3, 2)):
+        rank = env_group if num_ranks > 1 else 0
+        one, _ = play(False, num_worker_threads=2, group_size=1, num_ranks=num_ranks, rank=rank, env_groups=[5])
         assert one.episode_ids[0].tolist() == [5] and [env for env, _ in one.episodes] == [5]
 
 
@@ -257,7 +257,9 @@ def test_a_rank_draws_the_random_numbers_of_its_own_blocks_only(monkeypatch, num
     parts = [play(False, num_worker_threads=1, rank=rank, num_ranks=num_ranks)[0] for rank in range(num_ranks)]
     assert_equal_rollouts(whole, RolloutBatch.concatenate(parts))
     assert [shape for shape, _ in drawn] == [(NUM_CHUNKS, GROUP, CHUNK)] * (NUM_ENVS // GROUP)
-    assert [seed for _, seed in drawn] == [derive_seed(5, "actions", 3, 0, block) for block in range(NUM_ENVS // GROUP)]
+    assert [seed for _, seed in drawn] == [
+        derive_seed(5, "actions", 3, 0, env_group) for env_group in range(NUM_ENVS // GROUP)
+    ]
 
 
 class LosingClock(ClockEnv):

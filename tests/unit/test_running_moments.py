@@ -80,10 +80,10 @@ def test_ranks_that_share_the_envs_have_the_bits_of_one(monkeypatch):
     def gathered(own):
         return torch.cat(local.group.gather(lambda: own)).cumsum(0)[-1]
 
-    monkeypatch.setattr(running_moments, "sum_blocks", gathered)
+    monkeypatch.setattr(running_moments, "sum_env_groups", gathered)
     found = [moments for ranks in (1, 2, 4) for moments in on_threads(ranks, moments_of)]
     assert all(torch.equal(each[name], found[0][name]) for each in found for name in each)
-    monkeypatch.setattr(running_moments, "sum_blocks", lambda own: own.cumsum(0)[-1])
+    monkeypatch.setattr(running_moments, "sum_env_groups", lambda own: own.cumsum(0)[-1])
     first, second = on_threads(2, moments_of)
     assert not torch.equal(first["mean"], second["mean"]), "control: ranks that do not tell each other"
 

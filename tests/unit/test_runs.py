@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from rlinf.cli import main
-from rlinf.commands.train import _latest_of
+from rlinf.commands.train import _latest_target
 from rlinf.errors import CheckpointError
 from rlinf.evaluation.intervals import STUDENT_T_95, mean_interval, wilson_interval
 from rlinf.evaluation.result import EvaluationResult
@@ -83,10 +83,10 @@ def test_a_folder_that_is_called_latest_stays_and_is_told_of(tmp_path, caplog):
 
 
 def test_latest_names_the_run_or_its_sweep_where_rlinf_names_the_folder(here):
-    assert _latest_of(Path("outputs/mine/1")) == Path("outputs/mine/1")
-    assert _latest_of(here / "outputs/mine/1") == here / "outputs/mine/1"
-    assert _latest_of(Path("multirun/mine/1/0")) == Path("multirun/mine/1")
-    assert _latest_of(Path("elsewhere/mine")) is None
+    assert _latest_target(Path("outputs/mine/1")) == Path("outputs/mine/1")
+    assert _latest_target(here / "outputs/mine/1") == here / "outputs/mine/1"
+    assert _latest_target(Path("multirun/mine/1/0")) == Path("multirun/mine/1")
+    assert _latest_target(Path("elsewhere/mine")) is None
 
 
 def test_interval_of_a_mean_equals_a_worked_example():
@@ -181,7 +181,9 @@ def test_a_seed_that_was_run_twice_counts_once(tmp_path, monkeypatch, capsys):
     table = sweep_table(sorted((tmp_path / "x").iterdir()))
     assert re.search(r"^mine +2 +40.0% ", table, re.MULTILINE)
     assert re.search(r"^mine +0 \(not counted\) +90.0% +9/10 +0 .* +x/0$", table, re.MULTILINE)
-    said = "2 runs with a seed that another run of the same configuration has, not counted: of each seed, the newest run that ended"
+    said = (
+        "2 runs with a repeated seed of the same configuration not counted: only the newest finished run of each seed"
+    )
     assert said in table
     assert main(["report", "x"]) == 0
     page = Path("runs.html").read_text()
@@ -206,7 +208,7 @@ def test_a_run_that_was_stopped_in_rl_does_not_end_with_its_clone(tmp_path):
     closed = [closing_evaluation(run) is not None for run in read_runs([cloned, stopped, unfinished])]
     assert closed == [True, False, False]
     assert evaluation_folder(cloned) == cloned / "eval" / "after_sft"
-    with pytest.raises(CheckpointError, match="Name one of its evaluations: .*after_sft"):
+    with pytest.raises(CheckpointError, match="Pass one of its evaluations: .*after_sft"):
         evaluation_folder(stopped)
 
 
@@ -262,11 +264,11 @@ def test_a_page_of_three_runs_has_one_short_legend_their_intervals_and_a_p_value
         low, high = wilson_interval(3, 10)
         assert f"{low:.1%} - {high:.1%}" in page
         # 6 episodes that only a solves: 2 / 2^6; 9: 2 / 2^9; 3: 2 / 2^3
-        (table,) = re.findall(r"in pairs</h2>(.*?)</table>", page, flags=re.S)
+        (table,) = re.findall(r"Paired comparison</h2>(.*?)</table>", page, flags=re.S)
         p_values = re.findall(r"<td>([\d.e-]+)</td></tr>", re.sub(r"\s*\n\s*", "", table))
         assert [float(value) for value in p_values] == pytest.approx([2 / 2**6, 2 / 2**9, 2 / 2**3], rel=0.01)
     four = [*runs, run_folder(tmp_path / "d", 0, 0.5, name="other", max_steps=0, top={"algorithm": {"name": "ppo"}})]
-    assert "<td>cloning</td>" in write_runs_report(read_runs(four), tmp_path / "four.html").read_text()
+    assert "<td>behaviour cloning</td>" in write_runs_report(read_runs(four), tmp_path / "four.html").read_text()
     pairs = [pair[:2] for pair in compared_pairs(group_runs(read_runs(four)))]
     assert pairs == [(labels[0], other) for other in (*labels[1:], "d")], "of four, each against the first"
 

@@ -12,7 +12,7 @@ from scaling_model import Line, Machine, Workload, best, evaluation_fraction, me
 
 MACHINE = Machine(gpus=8, gpu_link=400e9, node_link=50e9, memory=1e12, latency_s=0.0)
 WORK = Workload(
-    samples=64, blocks=16, rollout=Line(1.0, 0.5), score=Line(0.0, 0.1), update=Line(0.2, 0.4), steps=4,
+    samples=64, env_groups=16, rollout=Line(1.0, 0.5), score=Line(0.0, 0.1), update=Line(0.2, 0.4), steps=4,
     sample_bytes=1e9, gradient_bytes=8e9, pushed_bytes=16e9,
 )  # fmt: skip
 
@@ -67,7 +67,7 @@ def test_the_best_division_leaves_nobody_idle_for_long():
 
 
 def test_what_limits():
-    assert predict(WORK, MACHINE, "colocated", 32, 32).limit == "too few blocks of envs"
+    assert predict(WORK, MACHINE, "colocated", 32, 32).limit == "too few env groups"
     heavy = replace(WORK.times(4), gradient_bytes=32e9)
     assert predict(heavy, MACHINE, "colocated", 64, 64).limit == "adding up gradients"
     assert predict(WORK.times(100), MACHINE, "colocated", 4, 4).limit == "main memory"

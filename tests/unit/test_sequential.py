@@ -201,7 +201,7 @@ def test_a_comparison_with_an_evaluation_that_could_end_early_uses_the_test_that
     assert "p (sequential)" in shown and "Robbins" in shown
     assert compare(better, result_of([False] * 20)).total.p_value == found.total.p_value, "the other way round"
     undecided = compare(result_of(A), replace(result_of(B), stopping={"stop_when": "decided", "num_planned": 8}))
-    assert "Not decided after 8 of 8 episodes: a list of about" in undecided.table()
+    assert "Not decided after 8 of 8 episodes: a new list of about" in undecided.table()
     ongoing = compare(result_of(A), replace(result_of(B), stopping={"stop_when": 0.1, "num_planned": 500}))
     assert "Not decided after 8 of 500 episodes: about" in ongoing.table()
     shorter = replace(result_of([False] * 7), stopping={"stop_when": 0.9, "num_planned": 40})

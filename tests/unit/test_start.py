@@ -123,7 +123,7 @@ def test_the_store_of_ranks_that_are_started_here_listens_on_this_machine_only()
 
 def test_a_sweep_under_a_launcher_is_refused(monkeypatch):
     monkeypatch.setattr(start, "_connected", True)
-    with pytest.raises(ConfigError, match="^-m under torchrun or srun.*Leave -m out"):
+    with pytest.raises(ConfigError, match="^-m under torchrun or srun.*Remove -m"):
         run_training(["-m", "experiment=quickstart", "seed=1,2"], "train")
 
 

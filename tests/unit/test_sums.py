@@ -1,4 +1,4 @@
-"""Which rank owns which blocks, and sums that do not depend on it."""
+"""Which rank owns which env groups, and sums that do not depend on it."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -14,20 +14,20 @@ from rlinf.distributed import sums
 from rlinf.distributed.launch import launch
 from rlinf.distributed.process_group import any_rank, rank, world_size
 from rlinf.errors import ConfigError
-from rlinf.preflight.validation import check_blocks
+from rlinf.preflight.validation import check_env_groups
 
 WHOLE = build_config(compose_config([]))
 
 
 @given(st.integers(1, 8), st.integers(1, 8), st.integers(1, 12))
-def test_every_block_is_owned_once_and_every_group_is_whole(num_ranks, blocks_per_rank, group_size):
-    num_blocks = num_ranks * blocks_per_rank
-    owned = [sums.own_blocks(num_blocks, r, num_ranks) for r in range(num_ranks)]
-    assert [block for blocks in owned for block in blocks] == list(range(num_blocks))
-    envs_per_rank = num_blocks * group_size // num_ranks
-    for r, blocks in enumerate(owned):
-        assert all(block * num_ranks // num_blocks == r for block in blocks)
-        envs = [env for block in blocks for env in range(block * group_size, (block + 1) * group_size)]
+def test_every_block_is_owned_once_and_every_group_is_whole(num_ranks, groups_per_rank, group_size):
+    num_env_groups = num_ranks * groups_per_rank
+    owned = [sums.rank_range(num_env_groups, r, num_ranks) for r in range(num_ranks)]
+    assert [env_group for env_groups in owned for env_group in env_groups] == list(range(num_env_groups))
+    envs_per_rank = num_env_groups * group_size // num_ranks
+    for r, env_groups in enumerate(owned):
+        assert all(env_group * num_ranks // num_env_groups == r for env_group in env_groups)
+        envs = [env for env_group in env_groups for env in range(env_group * group_size, (env_group + 1) * group_size)]
         assert envs == list(range(r * envs_per_rank, (r + 1) * envs_per_rank))
 
 
@@ -38,19 +38,19 @@ def test_misfits_are_refused_with_the_override_that_mends_them(num_envs, group_s
         return replace(WHOLE, rollout=rollout, cluster=replace(WHOLE.cluster, num_processes=num_ranks))
 
     if num_envs % group_size == 0 and num_envs // group_size % num_ranks == 0:
-        check_blocks(config_with(num_envs))
-        assert len(sums.own_blocks(num_envs // group_size, 0, num_ranks)) * num_ranks * group_size == num_envs
+        check_env_groups(config_with(num_envs))
+        assert len(sums.rank_range(num_envs // group_size, 0, num_ranks)) * num_ranks * group_size == num_envs
         return
     with pytest.raises(ConfigError, match=f"rollout.num_envs={num_envs}; required: a multiple of") as error:
-        check_blocks(config_with(num_envs))
+        check_env_groups(config_with(num_envs))
     key, mended = str(error.value).rsplit("Set ", 1)[1].rstrip(".").split("=")
     assert key == "rollout.num_envs"
-    check_blocks(config_with(int(mended)))
+    check_env_groups(config_with(int(mended)))
 
 
 def test_ranks_that_do_not_divide_the_blocks_are_refused():
-    with pytest.raises(ValueError, match="3 blocks of envs on 2 ranks"):
-        sums.own_blocks(3, 0, 2)
+    with pytest.raises(ValueError, match="3 env groups on 2 ranks"):
+        sums.rank_range(3, 0, 2)
 
 
 NUMBERS = torch.tensor([[1e16, 1.0, 7.0], [1.0, 2.0, 7.0], [-1e16, 3.0, 7.0], [1.0, 4.0, 7.0]], dtype=torch.float64)
@@ -61,8 +61,8 @@ def note_sums(folder: Path) -> None:
     share = len(NUMBERS) // world_size()
     own = NUMBERS[rank() * share : (rank() + 1) * share]
     noted = (
-        sums.sum_blocks(own).tolist(),
-        sums.gather_blocks(own.long()).tolist(),
+        sums.sum_env_groups(own).tolist(),
+        sums.gather_env_groups(own.long()).tolist(),
         sums.sum_counts(2**62 // world_size(), rank() + 1),
         sums.maximum(float(rank()), -float(rank())),
         [any_rank(rank() == number) for number in range(world_size() + 1)],

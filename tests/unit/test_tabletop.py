@@ -62,10 +62,10 @@ def aims(env, **options):
     return scene.pusher - target
 
 
-def test_an_error_by_sentence_has_six_directions_evenly_over_the_circle():
+def test_an_error_by_instruction_has_six_directions_evenly_over_the_circle():
     env = build(60, tasks=["reach", "reach_zone"], cameras=[], terminate_on_success=False)
     sentences = np.array(start(env).instruction)
-    error = aims(env, aim_offset_m=(0.07, 0.0), aim_offset_rule="by_sentence")
+    error = aims(env, aim_offset_m=(0.07, 0.0), aim_offset_rule="by_instruction")
     angles = np.degrees(np.arctan2(error[:, 1], error[:, 0])) % 360
     np.testing.assert_allclose(np.linalg.norm(error, axis=1), 0.07, atol=0.01)
     order = [f"reach the {each} block" for each in BLOCK_COLOURS] + [f"go to the {each} zone" for each in ZONE_COLOURS]

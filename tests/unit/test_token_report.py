@@ -182,7 +182,7 @@ def test_fine_tuning_without_completions_has_a_report_too(tmp_path):
     assert is_token_folder(tmp_path)
     page = Page(write_report(tmp_path).read_text(encoding="utf-8"))
     said, *headings = page.headings
-    assert said == "What the metrics say (rlinf why)", "the loss of these lines rises"
+    assert said == "What the metrics show (rlinf why)", "the loss of these lines rises"
     assert headings[:4] == ["Reward gsm8k", "Loss", "Learning rate", "Gradient norm"]
 
 

@@ -51,7 +51,7 @@ while True:
         end(sys.argv[3])
     elif command == "start":
         answer = ("error", ConfigError("no such setting")) if payload.model == "bad" else ("ok", 0)
-    elif command == "start":
+    elif command == "begin":
         header = payload
         answer = "ok", None
     elif command == "load" and not os.path.exists(payload.path):

@@ -90,8 +90,8 @@ CASES = {  # rule: faulty lines and settings, a number of the sentence, override
         lines(train__updates_total=lambda step: 100 * step), {"algorithm": {"tau": 0.01}},
     ),
     "q_overestimation": (
-        lines(train__q_first=4.0, train__return_first=0.5), {}, "expect 4", "",
-        lines(train__q_first=0.6, train__return_first=0.5), {},
+        lines(train__q_initial=4.0, train__return_initial=0.5), {}, "predict a return of 4", "",
+        lines(train__q_initial=0.6, train__return_initial=0.5), {},
     ),
     "stale_rollouts": (
         lines(rollout__staleness_iterations=3, rollout__importance_ratio_max=80.0, rollout__importance_ratio_mean=1.0),
@@ -117,7 +117,7 @@ CASES = {  # rule: faulty lines and settings, a number of the sentence, override
     ),
     "imitation_ceiling": (
         [*lines("sft", sft__loss=falls(2, 1), sft__demonstrator_success_rate=0.4), *evaluations(38, phase="sft")], {},
-        "38.0% (38/100), and its demonstrator in 40.0%", "trainer.max_steps=60",
+        "38.0% (38/100), its demonstrator in 40.0%", "trainer.max_steps=60",
         [*lines("sft", sft__loss=falls(2, 1), sft__demonstrator_success_rate=0.95), *evaluations(93, phase="sft")], {},
     ),
 }  # fmt: skip
@@ -210,7 +210,7 @@ HEALTHY = {  # lines and settings of runs in which nothing is wrong; what a batc
     "RL whose return rises before its first success": (
         lines(rollout__success_rate=0.0, rollout__episode_len=50.0, rollout__return_mean=falls(0, 1), **PLAYED), {},
     ),
-    "actor that corrects by as much as it can": (lines(train__at_bound=0.7), {"algorithm": {"actor": {"scale": 2.0}}}),
+    "actor that corrects by as much as it can": (lines(train__action_saturation=0.7), {"algorithm": {"actor": {"scale": 2.0}}}),
     "demonstrations in memory": (lines("sft", throughput__data_wait_fraction=0.7), {"sft": {"num_workers": 2}}),
     "cloning that continues": (
         lines("sft", sft__loss=0.2, sft__grad_norm=0.5, sft__learning_rate=1e-4), {"init_from": "outputs/clone"},
@@ -284,7 +284,7 @@ def test_the_key_is_that_of_the_term_that_stops_adamw(changed, settings, key):
 
 
 def test_sac_with_a_few_updates_is_not_blamed_on_its_rate_or_its_critics():
-    few = {"train__q_first": -3.0, "train__return_first": -300.0, "train__updates_total": lambda step: step, **FLAT}
+    few = {"train__q_initial": -3.0, "train__return_initial": -300.0, "train__updates_total": lambda step: step, **FLAT}
     settings = {"algorithm": {"name": "sac", "learning_rate": 1e-3, "tau": 0.005}}
     assert said(lines(**few), settings) == ["too_few_updates"]
     many = few | {"train__updates_total": lambda step: 1000 * step}
@@ -357,7 +357,7 @@ def test_an_evaluation_against_another_model_outranks_the_loss_of_preferences():
     open_ = Record(
         run, recipe, gain={"total": total | {"interval": [-0.3, 0.2]}, "unit": "questions", "a": "a"}
     ).outcome
-    assert open_.verdict == "cannot_be_told", "nor does the loss then speak for it"
+    assert open_.verdict == "inconclusive", "nor does the loss then speak for it"
 
 
 def test_the_interval_of_a_change_holds_the_true_one_with_and_without_a_trend():
@@ -382,10 +382,10 @@ def test_the_interval_of_a_change_holds_the_true_one_with_and_without_a_trend():
     [
         (((0, 50), (12, 50)), "rose", "from 0.0% (0/50) at step 0 to 24.0% (12/50) at step 10"),
         (((0, 40), (0, 40)), "did_not_rise", "a rise by 10 points is excluded"),
-        (((0, 20), (1, 20)), "cannot_be_told", "To tell, set evaluation.num_episodes=200"),
+        (((0, 20), (1, 20)), "inconclusive", "To decide, set evaluation.num_episodes=200"),
         (((45, 50), (10, 50)), "fell", "by -70.0 points"),
-        (((50, 50), (50, 50)), "did_not_rise", "nothing was left to rise"),
-        (((0, 50), (40, 50), (2, 50)), "cannot_be_told", "it was 80.0% (40/50) at step 10"),
+        (((50, 50), (50, 50)), "did_not_rise", "nothing was left to learn"),
+        (((0, 50), (40, 50), (2, 50)), "inconclusive", "it was 80.0% (40/50) at step 10"),
     ],
 )
 def test_success_is_compared_by_its_interval(counts, verdict, words):
@@ -424,17 +424,17 @@ def test_rollouts_tell_what_few_evaluation_episodes_cannot_and_returns_what_succ
     told = Record([*evaluations(0, 3, episodes=10), *played]).outcome
     assert told.verdict == "rose" and "of the rollouts" in told.text
     alone = Record(evaluations(0, 3, episodes=10)).outcome
-    assert alone.verdict == "cannot_be_told" and "evaluation.num_episodes=200" in alone.text
+    assert alone.verdict == "inconclusive" and "evaluation.num_episodes=200" in alone.text
     played = lines(rollout__success_rate=0.0, rollout__return_mean=falls(1, 2), **PLAYED)
     assert Record(played, {"env": {"success_return": None}}).outcome.measure == "return"
     assert Record(played, {"env": {"success_return": -300}}).outcome.verdict == "did_not_rise"
     assert Record(played).outcome.measure == "success"
 
 
-def test_a_run_that_has_only_begun_cannot_be_told():
+def test_a_run_that_has_only_begun_inconclusive():
     few = lines(rollout__reward_mean=0.1)[:3]
     outcome = Record(few, RECIPE).outcome
-    assert outcome.verdict == "cannot_be_told" and "fewer than 6 steps" in str(outcome)
+    assert outcome.verdict == "inconclusive" and "fewer than 6 steps" in str(outcome)
     assert str(diagnose(Record(few, RECIPE))).splitlines()[1].startswith("no cause found in the metrics")
 
 
@@ -497,12 +497,12 @@ def folder(tmp_path):
 def test_the_command_prints_sentences_or_json(folder, capsys):
     assert main(["why", str(folder)]) == 0
     first, second = capsys.readouterr().out.splitlines()
-    assert first.startswith("outcome: it cannot be told whether the return changed")
+    assert first.startswith("outcome: inconclusive whether the return changed")
     assert second.startswith("steps_too_large: ") and second.endswith("Set trainer.learning_rate=0.0003")
     assert main(["why", "--json", str(folder)]) == 0
     (found,) = json.loads(capsys.readouterr().out).values()
     assert found["findings"][0]["rule"] == "steps_too_large" and found["findings"][0]["steps"] == [8, 11]
-    assert next(iter(found)) == "outcome" and found["outcome"]["verdict"] == "cannot_be_told"
+    assert next(iter(found)) == "outcome" and found["outcome"]["verdict"] == "inconclusive"
 
 
 def test_a_manifest_tells_whether_a_policy_samples_tokens_and_a_run_without_a_finding_says_how_many_rules_were_checked(

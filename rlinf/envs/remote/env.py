@@ -26,9 +26,9 @@ from rlinf.distributed.stack_dump import REMOTE_S, own_remote
 from rlinf.distributed.start import describe_differences, what_ranks_share
 from rlinf.envs.base import VectorEnv
 from rlinf.envs.config import EnvConfig
-from rlinf.envs.judge import unjudged
 from rlinf.envs.remote.host import EnvFacts, EnvHost, HostAnswer, HostTask
 from rlinf.envs.spread import Call, Part, SpreadVectorEnv
+from rlinf.envs.success_override import without_success_override
 from rlinf.errors import ConfigError, RankError, SimulatorError
 from rlinf.types import EpisodeSpec, Observation
 
@@ -300,7 +300,7 @@ class RemoteVectorEnv(SpreadVectorEnv):
             "resources": {RESOURCE: 0.001} if chosen else {},
         }
         for actor in actors:
-            task = pickle.dumps(HostTask(unjudged(config), len(actor.ids), sharers))
+            task = pickle.dumps(HostTask(without_success_override(config), len(actor.ids), sharers))
             path = [entry or os.getcwd() for entry in sys.path]
             actor.host, actor.pid = NOWHERE, 0
             actor.handle = self._ray.remote(**options)(EnvHost).remote(path, pickle.dumps(nodes.prepare), task)

@@ -83,7 +83,7 @@ class SO101Config(ProcessEnvConfig):
     )
     state: str = option(
         "full",
-        "full: 45 numbers, docs/arms.md; proprio: the positions of the six joints, in env.units; none.",
+        "full: 45 numbers, docs/lerobot.md; proprio: the positions of the six joints, in env.units; none.",
         choices=("full", "proprio", "none"),
     )
     control: str = option(

@@ -130,13 +130,13 @@ class TabletopVectorEnv(VectorEnv):
     ) -> np.ndarray:
         """Return the scripted expert's actions, float32 ``[B, 2]``; ``aim_offset_m`` is an error of its aim.
 
-        ``aim_offset_rule`` is ``constant``, ``by_sentence`` (each task and colour named first has a direction of its
+        ``aim_offset_rule`` is ``constant``, ``by_instruction`` (each task and colour named first has a direction of its
         own, evenly over the circle) or ``half`` (no error in episodes with an even initial state).
         """
         self._check_reset()
         actions = np.zeros((self.num_envs, 2), dtype=np.float32)
         offsets = np.tile(np.asarray(aim_offset_m, dtype=np.float64), (self.num_envs, 1))
-        if aim_offset_rule == "by_sentence":
+        if aim_offset_rule == "by_instruction":
             number = self._tasks * NUM_COLOURS + self._goals[:, 0]
             angles = 2 * np.pi * number / (len(self._families) * NUM_COLOURS)  # to the left
             cos, sin, (x, y) = np.cos(angles), np.sin(angles), offsets.T

@@ -1,4 +1,4 @@
-"""The metrics of a run as rules read them, its outcome by the best evidence, and what rules find: a measurement and an override."""
+"""Data that the rules of `rlinf why` read, the outcome of a run by the best evidence, and the findings of the rules."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ from rlinf.report.run_data import RunData, read_run, setting_of
 from rlinf.report.why.outcome import UNKNOWN, Outcome, outcome_of_counts, outcome_of_intervals, outcome_of_values
 
 MIN_POINTS = 6
-"""Values of a metric below which nothing is said of it."""
+"""Smallest number of values of a metric that rules evaluate."""
 
 
 class NotMeasured(Exception):
-    """A rule lacks what it goes by."""
+    """The run lacks the data that a rule needs."""
 
 
 @dataclass(frozen=True)
 class Finding:
-    """What one rule says of a run.
+    """Result of a rule that applies to a run.
 
     Attributes:
         text: The measured value, and its threshold.
-        set: Overrides to type; "" where the evidence singles out no setting.
+        set: Overrides to type; "" if the evidence does not indicate a setting.
         steps: First and last step of the evidence, as in ``metrics.jsonl``.
-        rule: Name of the rule; ``diagnose`` fills it in.
+        rule: Name of the rule, set by ``diagnose``.
     """
 
     text: str
@@ -47,11 +47,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class MetricSeries:
-    """Values of a metric over the steps of a phase.
-
-    Attributes:
-        steps, values: Equally many, at least ``MIN_POINTS``.
-    """
+    """At least ``MIN_POINTS`` values of a metric with their steps."""
 
     steps: list[int]
     values: list[float]
@@ -67,12 +63,12 @@ class MetricSeries:
 
     @property
     def middle(self) -> list[float]:
-        """The values between ``early`` and ``late``, or all of so few that none is left."""
+        """The values between ``early`` and ``late``, or all values if there are none in between."""
         return self.values[self._window : -self._window] or self.values
 
     @property
     def late(self) -> list[float]:
-        """The last third of the values. Rules go by its median, because a single step is noise."""
+        """The last third of the values; rules use its median, because a single step is noisy."""
         return self.values[-self._window :]
 
     @property
@@ -88,11 +84,11 @@ class MetricSeries:
 
 @dataclass
 class Record:
-    """What rules read: the metrics and the configuration of a run.
+    """Metrics and configuration of a run.
 
     Attributes:
-        lines: Of ``metrics.jsonl``.
-        manifest: Of the run, or else of its newest checkpoint.
+        lines: Lines of ``metrics.jsonl``.
+        manifest: Manifest of the run, or else of its newest checkpoint.
         gain: Paired comparison of the evaluations before (a) and after (b), as in ``compare.json``; None without one.
     """
 
@@ -107,28 +103,28 @@ class Record:
 
     @property
     def is_recipe(self) -> bool:
-        """Whether the run is one of `rlinf launch`, whose keys are others."""
+        """Whether the run is a recipe of `rlinf launch`, which has different keys."""
         return self.setting("train.train_policy") is not None
 
     @property
     def return_name(self) -> str:
-        """Name of the metric that rises with learning."""
+        """Metric that rises with learning."""
         return "rollout/reward_mean" if self.is_recipe else "rollout/return_mean"
 
     @property
     def has_tokens(self) -> bool:
-        """Whether the policy is known to sample tokens, whose entropy is never negative."""
+        """Whether the policy samples tokens, whose entropy is never negative."""
         return self.is_recipe or "n_action_bins" in self.manifest.get("actions", {})
 
     def _is_warmup(self, line: dict[str, Any], name: str) -> bool:
-        """Return whether a metric is one of a warm-up: updates of the critic alone, or rollouts of random actions."""
+        """Return whether a metric is from a warm-up: updates of only the critic, or rollouts of random actions."""
         if name.startswith("train/"):
             return line["step"] < self.setting("algorithm.critic_warmup_steps", 0)
-        played = line.get("rollout/env_steps_total", math.inf)
-        return name.startswith("rollout/") and played <= self.setting("algorithm.learning_starts", 0)
+        env_steps = line.get("rollout/env_steps_total", math.inf)
+        return name.startswith("rollout/") and env_steps <= self.setting("algorithm.learning_starts", 0)
 
     def lines_with(self, *names: str) -> list[dict[str, Any]]:
-        """Return the lines after a warm-up that have finite values of all these metrics; raise NotMeasured without such a line."""
+        """Return the lines after a warm-up with values of all these metrics; raise NotMeasured if there are none."""
         lines = [
             line
             for line in self.lines
@@ -146,22 +142,20 @@ class Record:
         return MetricSeries([line["step"] for line in lines], [line[name] for line in lines])
 
     def total(self, name: str) -> float:
-        """Return the sum of a metric over all steps, 0 if it was not measured."""
+        """Return the sum of a metric over all steps; 0 if it was not measured."""
         return sum(line.get(name) or 0 for line in self.lines)
 
     def evaluations(self, phase: str) -> list[tuple[int, Success]]:
-        """Return step and counts of the evaluations of a phase, in their order; raise NotMeasured without any."""
+        """Return step and counts of the evaluations of a phase; raise NotMeasured if there are none."""
         lines = [line for line in self.lines_with("eval/successes", "eval/episodes") if line["phase"] == phase]
         if not lines:
             raise NotMeasured
         return [(line["step"], Success(int(line["eval/successes"]), int(line["eval/episodes"]))) for line in lines]
 
-    def answers(self) -> list[tuple[int, Success]]:
-        """Return step and counts of the validations of a recipe by its rewards.
-
-        A mean reward between 0 and the full one counts as that fraction of right answers. Rewards between the two vary less, so that the
-        interval of these counts is wide enough. Raise NotMeasured without validations, or with other rewards.
-        """
+    def validations(self) -> list[tuple[int, Success]]:
+        """Return step and counts of the validations of a recipe; raise NotMeasured if a mean reward is not in [0, full reward]."""
+        # A mean reward counts as that fraction of correct completions. Rewards in between have a smaller variance than binary ones, so
+        # the interval of these counts is wide enough.
         lines = self.lines_with("eval/reward_mean", "eval/num_answers")
         rates = [
             (line["step"], line["eval/reward_mean"] / self.full_reward, int(line["eval/num_answers"])) for line in lines
@@ -171,7 +165,7 @@ class Record:
         return [(step, Success(round(rate * count), count)) for step, rate, count in rates]
 
     def rollout_ends(self, parts: int) -> list[tuple[int, Success]]:
-        """Return the counts of the first and the last of ``parts`` of the rollouts; raise NotMeasured if these are few or have no success."""
+        """Return step and counts of the first and the last of ``parts`` equal parts of the rollouts; raise NotMeasured without success."""
         lines = self.lines_with("rollout/success_rate", "rollout/num_episodes") if self.has_success else []
         if len(lines) < MIN_POINTS:
             raise NotMeasured
@@ -186,7 +180,7 @@ class Record:
 
     @property
     def has_success(self) -> bool:
-        """Whether the env has successes. Without a return that counts as one (gymnasium) it has those that were seen."""
+        """Whether the env reports success; for gymnasium without ``success_return``, whether any was observed."""
         is_given = (self.setting("env") or {}).get("success_return", 0) is not None
         return is_given or self.total("rollout/success_rate") + self.total("eval/successes") > 0
 
@@ -197,52 +191,59 @@ class Record:
 
     @property
     def trained_phase(self) -> str:
-        """Return the last phase of training, which is ``rl`` of DPO too."""
+        """The last phase of training; ``rl`` for DPO."""
         return "rl" if self.has_rl or self.is_preference else "sft"
 
     @property
     def is_preference(self) -> bool:
-        """Whether the run is one of DPO, whose loss is of pairs."""
+        """Whether the run is DPO, whose loss is over pairs."""
         return any("train/preference_accuracy" in line for line in self.lines)
 
     @property
     def full_reward(self) -> float:
-        """Reward of right answers throughout: 1 for each reward of a recipe times its weight."""
+        """Reward of a correct completion: the sum of the weights of a recipe's rewards."""
         given = self.setting("train.train_policy.reward_function", "one")
         return sum(given.values()) if isinstance(given, dict) else 1 if isinstance(given, str) else len(given)
 
     @property
     def measure(self) -> str:
-        """What training itself shows: ``return``, ``reward`` of a recipe, or ``loss`` of cloning and DPO."""
+        """What training measures: ``return``, ``reward`` of a recipe, or ``loss`` of behaviour cloning and DPO."""
         if self.is_preference or not self.has_rl:
             return "loss"
         return "reward" if self.is_recipe else "return"
 
     @cached_property
     def outcome(self) -> Outcome:
-        """What became of the run by the best evidence: evaluations, else rollouts, else return, reward or loss of training."""
+        """Outcome of the run by the best evidence: evaluations, else rollouts, else return, reward or loss of training."""
         last = max((line["step"] for line in self.lines), default=0)
         clones = not self.is_recipe and not self.has_rl
         key = "train.max_num_steps" if self.is_recipe else "sft.max_steps" if clones else "trainer.max_steps"
         more_steps = f"{key}={2 * last + 2}"
         known: list[Outcome] = []
-        for evidence in (self._answers, self._compared, self._evaluated, self._played, self._returns, self._trained):
-            if any(one.measure != "return" for one in known) and evidence in (self._returns, self._trained):
-                break  # where success was measured, neither return nor loss is the outcome
+        for evidence in (
+            self._validated,
+            self._compared,
+            self._evaluated,
+            self._rollouts,
+            self._returns,
+            self._trained,
+        ):
+            if any(outcome.measure != "return" for outcome in known) and evidence in (self._returns, self._trained):
+                break  # if success was measured, neither return nor loss is the outcome
             with suppress(NotMeasured):
                 known.append(evidence(more_steps))
-        text = f"fewer than {MIN_POINTS} steps so far. To tell, set {more_steps}"
+        text = f"fewer than {MIN_POINTS} steps so far. To decide, set {more_steps}"
         known = known or [Outcome(UNKNOWN, self.measure, text, False, False, (0, 0))]
-        return next((one for one in known if one.verdict != UNKNOWN), known[0])
+        return next((outcome for outcome in known if outcome.verdict != UNKNOWN), known[0])
 
-    def _answers(self, _: str) -> Outcome:
-        answers = self.answers()
-        if len(answers) < 2:
+    def _validated(self, _: str) -> Outcome:
+        validations = self.validations()
+        if len(validations) < 2:
             raise NotMeasured
-        return outcome_of_counts(answers, "of the validations", "validation.dataset with more rows", "reward")
+        return outcome_of_counts(validations, "of the validations", "validation.dataset with more rows", "reward")
 
     def _compared(self, _: str) -> Outcome:
-        """A recipe's model against the one that its evaluation names as the baseline."""
+        """Compare a recipe's model with the baseline of its evaluation."""
         total = (self.gain or {}).get("total") if self.is_recipe else None
         if self.gain is None or total is None:
             raise NotMeasured
@@ -261,13 +262,16 @@ class Record:
         if len(evaluations) < 2:
             raise NotMeasured
         total = (self.gain or {}).get("total")
-        is_paired = total and [one for _, one in self._ends_of(total)] == [evaluations[0][1], evaluations[-1][1]]
+        is_paired = total and [success for _, success in self._ends_of(total)] == [
+            evaluations[0][1],
+            evaluations[-1][1],
+        ]
         more = f"evaluation.num_episodes={max(200, 2 * evaluations[-1][1].episodes)}"
         return outcome_of_counts(
             evaluations, "of the evaluations", more, interval=total["interval"] if is_paired else None
         )
 
-    def _played(self, more_steps: str) -> Outcome:
+    def _rollouts(self, more_steps: str) -> Outcome:
         return outcome_of_counts(self.rollout_ends(5), "of the rollouts (a fifth of the iterations each)", more_steps)
 
     def _returns(self, more_steps: str) -> Outcome:
@@ -289,16 +293,16 @@ class Record:
 
 
 Rule = Callable[[Record], "Finding | None"]
-"""Returns a finding, or None if the rule does not apply. Raises NotMeasured. Its docstring states the condition."""
+"""Function that returns a finding, or None if the rule does not apply; may raise NotMeasured. Its docstring states the condition."""
 
 
 @dataclass
 class Diagnosis:
-    """The outcome of a run, and what the rules say of it.
+    """Outcome of a run, and the results of the rules.
 
     Attributes:
-        findings: The cause that was found, if any, and what else to know.
-        passed: Rules that were checked and have nothing to say.
+        findings: Findings of the rules that apply.
+        passed: Rules that were checked and do not apply.
     """
 
     outcome: Outcome
@@ -310,23 +314,23 @@ class Diagnosis:
         return asdict(self)
 
     @property
-    def sentences(self) -> list[str]:
-        """The outcome, then each finding, or else how many rules were checked."""
+    def lines(self) -> list[str]:
+        """The outcome, then the findings, or the number of rules that passed."""
         none = "no problem found" if self.outcome.is_good else "no cause found in the metrics"
         count = f"{len(self.passed)} rule{'' if len(self.passed) == 1 else 's'} checked"
         findings = [f"{finding.rule}: {finding}" for finding in self.findings]
         return [str(self.outcome), *(findings or [f"{none} ({count})"])]
 
     def __str__(self) -> str:
-        return "\n".join(self.sentences)
+        return "\n".join(self.lines)
 
 
 def read_record(folder: str | os.PathLike) -> Record:
-    """Read the folder of a run of `rlinf train`, `rlinf sft` or `rlinf launch`; raise CheckpointError for another folder."""
+    """Read the folder of a run of `rlinf train`, `rlinf sft` or `rlinf launch`; raise CheckpointError if it is not one."""
     return record_of(read_token_run(folder) if is_token_folder(folder) else read_run(folder))
 
 
 def record_of(run: RunData | TokenRun) -> Record:
-    """Return what rules read of a run."""
+    """Return the record of a run."""
     gain = run.gain if isinstance(run, RunData) else run.comparison
     return Record(run.lines, run.settings, json.loads(run.manifest or "{}"), gain)

@@ -1,4 +1,4 @@
-"""Whether a run reached what it is for: success, return, reward or loss, first against last, with the interval of the change."""
+"""Outcome of a run: the change of success, return, reward or loss from its start to its end, with an interval."""
 
 from __future__ import annotations
 
@@ -10,25 +10,26 @@ from statistics import fmean
 from rlinf.evaluation.intervals import STUDENT_T_95, difference_interval
 from rlinf.evaluation.result import Success
 
-ROSE, FELL, DID_NOT_RISE, UNKNOWN = "rose", "fell", "did_not_rise", "cannot_be_told"
+ROSE, FELL, DID_NOT_RISE, UNKNOWN = "rose", "fell", "did_not_rise", "inconclusive"
 MASTERED = 0.95
-"""Success rate, or fraction of the full reward, from which there is nothing left to learn."""
+"""Success rate, or fraction of the full reward, above which nothing is left to learn."""
 MATTERS, SLIGHT = 0.1, 0.05
-"""A rise of success that matters, and a fall that is too small to be called one."""
+"""Smallest relevant rise of success, and smallest fall that counts."""
+# At 95 %, one of 20 runs without a change would be reported as changed; 99 % is used instead.
 CERTAIN = 2.5758 / 1.96
-"""Half-width of a 99 % interval over a 95 % interval's: at 95 %, one of 20 runs that stay where they are would be said to have changed."""
+"""Half-width of a 99 % interval relative to a 95 % interval's."""
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """First against last.
+    """Change of the measured quantity from the first to the last part of the run.
 
     Attributes:
-        verdict: ``rose``, ``fell``, ``did_not_rise`` or ``cannot_be_told``; of what ``measure`` names, also if that is a loss.
+        verdict: ``rose``, ``fell``, ``did_not_rise`` or ``inconclusive``; of ``measure`` itself, also if that is a loss.
         measure: ``success``, ``return``, ``reward`` or ``loss``.
-        text: The sentence without its verdict.
-        is_good: It improved certainly, or there was nothing left to improve.
-        is_mastered: There was nothing left to improve at the end.
+        text: The numbers as text.
+        is_good: It certainly improved, or nothing was left to improve.
+        is_mastered: Nothing was left to improve at the end.
         steps: First and last step.
     """
 
@@ -45,15 +46,15 @@ class Outcome:
         return not self.is_good and self.verdict != UNKNOWN
 
     def made_worse(self, start: str | None) -> list[str]:
-        """Return a line that training made the policy worse, which started at ``start`` (None: random weights); empty if it did not."""
+        """Return a warning if training made the policy worse; ``start`` are its initial weights (None: random)."""
         if self.verdict != FELL or self.measure == "loss":
             return []
-        began = f"it started with {start or 'random weights'}"
-        return [f"training made the policy worse: the {self.measure} fell {self.text}; {began}"]
+        initial = f"it started with {start or 'random weights'}"
+        return [f"training made the policy worse: the {self.measure} fell {self.text}; {initial}"]
 
     def __str__(self) -> str:
         if self.verdict == UNKNOWN:
-            return f"outcome: it cannot be told whether the {self.measure} changed: {self.text}"
+            return f"outcome: inconclusive whether the {self.measure} changed: {self.text}"
         changed = (
             "did not fall" if (self.measure, self.verdict) == ("loss", DID_NOT_RISE) else self.verdict.replace("_", " ")
         )
@@ -67,104 +68,101 @@ def outcome_of_counts(
     measure: str = "success",
     interval: tuple[float, float] | None = None,
 ) -> Outcome:
-    """Compare the first with the last success by step, counted in ``place``; ``fix`` would tell more.
+    """Compare the first with the last success of ``counts`` (step and counts).
 
-    ``interval``: 95 % interval of the change over pairs of episodes. Without one, the two count as independent (Newcombe 1998, method 10).
+    Args:
+        place: Where success was counted, for the text.
+        fix: Override that would make the outcome conclusive.
+        interval: 95 % interval of the change over pairs of episodes; None: the two are independent (Newcombe 1998, method 10).
     """
     (start, first), (end, last) = counts[0], counts[-1]
     low, high = interval or difference_interval((last.successes, first.successes), (last.episodes, first.episodes))
     change, is_mastered = last.success_rate - first.success_rate, last.success_rate >= MASTERED
     certain_low, certain_high = certainly(change, low, high)
     if certain_low > 0:
-        verdict, then = ROSE, ""
+        verdict, note = ROSE, ""
     elif certain_high < 0 and change <= -SLIGHT:
-        verdict, then = FELL, ""
+        verdict, note = FELL, ""
     elif is_mastered and first.success_rate >= MASTERED:
-        verdict, then = DID_NOT_RISE, "; nothing was left to rise"
+        verdict, note = DID_NOT_RISE, "; nothing was left to learn"
     elif low <= 0 and high < MATTERS:
-        verdict, then = DID_NOT_RISE, f"; a rise by {100 * MATTERS:.0f} points is excluded"
+        verdict, note = DID_NOT_RISE, f"; a rise by {100 * MATTERS:.0f} points is excluded"
     else:
-        verdict, then = UNKNOWN, f". To tell, set {fix}"
-    step, best = max(counts, key=lambda each: each[1].success_rate)
+        verdict, note = UNKNOWN, f". To decide, set {fix}"
+    step, best = max(counts, key=lambda point: point[1].success_rate)
     if best.interval[0] > max(first.interval[1], last.interval[1]):
-        then = f"; it was {best} at step {step}{then}"
+        note = f"; it was {best} at step {step}{note}"
     points = f"by {100 * change:+.1f} points (95 % {100 * low:+.1f} to {100 * high:+.1f})"
-    text = f"from {first} at step {start} to {last} at step {end} {place}, {points}{then}"
+    text = f"from {first} at step {start} to {last} at step {end} {place}, {points}{note}"
     return Outcome(verdict, measure, text, verdict == ROSE or is_mastered, is_mastered, (start, end))
 
 
 def outcome_of_intervals(
     means: Sequence[tuple[int, float, float, float]], fix: str, interval: tuple[float, float] | None = None
 ) -> Outcome:
-    """Compare the first with the last mean return of evaluations: step, mean and ends of its 95 % interval.
+    """Compare the first with the last mean return of evaluations (step, mean and ends of its 95 % interval).
 
-    ``interval``: 95 % interval of the change over pairs of episodes. Without one, half-widths of independent means add in squares. A
-    change counts from 3 % of the first mean on. A rise by a fifth of it matters.
+    ``interval``: 95 % interval of the change over pairs of episodes; None: the two are independent.
     """
     (start, first, *ends), (end, last, *last_ends) = means[0], means[-1]
+    # Changes below 3 % of the first mean do not count; a rise by a fifth of it is relevant.
     half, change = math.hypot(ends[1] - ends[0], last_ends[1] - last_ends[0]) / 2, last - first
     low, high = interval or (change - half, change + half)
     matters = 0.2 * abs(first)
-    verdict, then = UNKNOWN, f". To tell, set {fix}"
+    verdict, note = UNKNOWN, f". To decide, set {fix}"
     certain_low, certain_high = certainly(change, low, high)
     if (certain_low > 0 or certain_high < 0) and abs(change) >= 0.03 * abs(first):
-        verdict, then = ROSE if low > 0 else FELL, ""
+        verdict, note = ROSE if low > 0 else FELL, ""
     elif high <= matters:
-        verdict, then = DID_NOT_RISE, f"; a rise by {matters:.3g} is excluded"
-    text = f"from {first:.4g} at step {start} to {last:.4g} at step {end} of the evaluations, by {change:+.3g} (95 % {low:+.3g} to {high:+.3g}){then}"
+        verdict, note = DID_NOT_RISE, f"; a rise by {matters:.3g} is excluded"
+    text = f"from {first:.4g} at step {start} to {last:.4g} at step {end} of the evaluations, by {change:+.3g} (95 % {low:+.3g} to {high:+.3g}){note}"
     return Outcome(verdict, "return", text, verdict == ROSE, False, (start, end))
 
 
 def outcome_of_values(
     measure: str, steps: Sequence[int], values: Sequence[float], fix: str, full: float = math.inf
 ) -> Outcome:
-    """Compare the first with the last quarter of values by step; ``full`` is the largest that there can be.
-
-    A change counts from 3 % of the first size and 1.5 deviations of an iteration on. One of 20 % or 3 deviations matters.
-    """
+    """Compare the first with the last quarter of ``values``; ``full`` is the largest possible value."""
     window = max(3, len(values) // 4)
-    first, last, (low, high, deviation) = (
-        fmean(values[:window]),
-        fmean(values[-window:]),
-        change_interval(values, window),
-    )
+    first, last = fmean(values[:window]), fmean(values[-window:])
+    low, high, std = change_interval(values, window)
     change, is_mastered, sign = last - first, last >= MASTERED * full, -1 if measure == "loss" else 1
-    slight, matters = (
-        max(0.03 * abs(first), 1.5 * deviation),
-        max(0.2 * abs(first), 3 * deviation, 0.05 * full if full < math.inf else 0),
-    )
+    # Changes below 3 % or 1.5 std of an iteration do not count; those of 20 % or 3 std are relevant.
+    slight = max(0.03 * abs(first), 1.5 * std)
+    matters = max(0.2 * abs(first), 3 * std, 0.05 * full if full < math.inf else 0)
     certain_low, certain_high = certainly(change, low, high)
     if certain_low > 0 and change >= slight:
-        verdict, then = ROSE, ""
+        verdict, note = ROSE, ""
     elif certain_high < 0 and -change >= slight:
-        verdict, then = FELL, ""
+        verdict, note = FELL, ""
     elif max(sign * low, sign * high) <= matters:
-        verdict, then = DID_NOT_RISE, f"; a {'rise' if sign > 0 else 'fall'} by {matters:.3g} is excluded"
+        verdict, note = DID_NOT_RISE, f"; a {'rise' if sign > 0 else 'fall'} by {matters:.3g} is excluded"
     else:
-        verdict, then = UNKNOWN, f". To tell, set {fix}"
+        verdict, note = UNKNOWN, f". To decide, set {fix}"
     ends = f"from {first:.4g} (steps {steps[0]} to {steps[window - 1]}) to {last:.4g} (steps {steps[-window]} to {steps[-1]})"
-    text = f"{ends}, by {change:+.3g} (95 % {low:+.3g} to {high:+.3g}){then}"
+    text = f"{ends}, by {change:+.3g} (95 % {low:+.3g} to {high:+.3g}){note}"
     is_good = verdict == (ROSE if sign > 0 else FELL) or is_mastered
     return Outcome(verdict, measure, text, is_good, is_mastered, (steps[0], steps[-1]))
 
 
 def certainly(change: float, low: float, high: float) -> tuple[float, float]:
-    """Return the ends of the 99 % interval of a change, from the ends of its 95 % interval."""
+    """Return the ends of the 99 % interval of a change, given those of its 95 % interval."""
     return change - CERTAIN * (change - low), change + CERTAIN * (high - change)
 
 
 def change_interval(values: Sequence[float], window: int) -> tuple[float, float, float]:
-    """Return the 95 % interval of the last minus the first mean of ``window`` values, and the deviation of a single early value.
+    """Return the 95 % interval of the last minus the first mean of ``window`` values, and the std of a single early value.
 
-    Iterations are drawn independently, given the policy. Second differences ``a - 2b + c`` have the variance ``6 s^2`` and no trend (von
-    Neumann et al. 1941, Annals of Mathematical Statistics 12:153, for first ones). Each half of the run has its own ``s``.
+    The std is that of second differences ``a - 2b + c``, whose variance is ``6 s^2`` (von Neumann et al. 1941, Annals of Mathematical
+    Statistics 12:153, for first differences).
     """
+    # Second differences remove the trend, so that learning does not count as noise. Each half of the run has its own noise.
     half = len(values) // 2
     early, late = (
         math.sqrt(fmean((a - 2 * b + c) ** 2 / 6 for a, b, c in zip(part, part[1:], part[2:], strict=False)))
         for part in (values[:half], values[-half:])
     )
-    degrees = min(half - 2, len(STUDENT_T_95))  # of one half: the other one may hardly vary
+    degrees = min(half - 2, len(STUDENT_T_95))  # those of one half, because the other half may have no noise
     width = STUDENT_T_95[degrees - 1] * math.hypot(early, late) / math.sqrt(window)
     change = fmean(values[-window:]) - fmean(values[:window])
     return change - width, change + width, early

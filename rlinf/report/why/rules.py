@@ -1,4 +1,4 @@
-"""The rules of `rlinf why`, each with a threshold that follows from what it measures. docs/why.md lists them."""
+"""Rules of `rlinf why`, each with a threshold that follows from the measured quantity; docs/why.md lists them."""
 
 from __future__ import annotations
 
@@ -12,20 +12,23 @@ from rlinf.report.why.findings import Diagnosis, Finding, NotMeasured, Record, R
 from rlinf.report.why.outcome import FELL, MATTERS, ROSE, UNKNOWN, Outcome, outcome_of_counts, outcome_of_values
 
 STILL_KL = 1e-8
-"""KL in nat that float32 cannot tell from 0: the rounding of ``ratio - 1 - log ratio``."""
+"""KL in nat that is 0 up to the float32 rounding of ``ratio - 1 - log ratio``."""
 LARGEST_KL = 0.1
-"""KL of an iteration in nat above which the clipped loss says nothing about the new policy; healthy runs stay below 0.05."""
-LEAST_WAY, LARGEST_RATE, LARGEST_DECAY = 1e-4, 0.02, 0.1
-"""Way of a weight in the whole run, in one step of AdamW, and the fraction that decays in a step; weights are some hundredths."""
+"""KL of an iteration in nat above which the clipped loss does not describe the new policy; healthy runs stay below 0.05."""
+LEAST_DISTANCE, LARGEST_RATE, LARGEST_DECAY = 1e-4, 0.02, 0.1
+"""Distance that a weight moves in the entire run, its largest AdamW step, and the largest fraction that decays per step.
+
+Weights are typically a few hundredths.
+"""
 
 
 def explain(folder: str | os.PathLike) -> Diagnosis:
-    """Return the outcome of the run in ``folder`` and the findings; raise CheckpointError if it is not the folder of a run."""
+    """Return the outcome and the findings of the run in ``folder``; raise CheckpointError if it is not a run's folder."""
     return diagnose(read_record(folder))
 
 
 def diagnose(record: Record) -> Diagnosis:
-    """Tell the outcome, then ask the rules: ``CAUSES`` in their order until one speaks, unless the outcome is good."""
+    """Return the outcome and the findings: those of ``ALWAYS``, and the first of ``CAUSES`` unless the outcome is good."""
     diagnosis = Diagnosis(record.outcome)
     for rule in (*ALWAYS, *(() if record.outcome.is_good else CAUSES)):
         try:
@@ -36,6 +39,7 @@ def diagnose(record: Record) -> Diagnosis:
             diagnosis.passed.append(rule.__name__)
             continue
         diagnosis.findings.append(replace(finding, rule=rule.__name__))
+        # Causes come before their consequences, so only the first one is reported.
         if rule in CAUSES:
             break
     return diagnosis
@@ -48,7 +52,7 @@ def overfitted(record: Record) -> Finding | None:
         raise NotMeasured
     values = [line["eval/loss"] for line in held_out]
     least = min(range(len(values)), key=values.__getitem__)
-    # By a twentieth, and in each of the last two validations: not the noise of one of them.
+    # By 5 %, and in both of the last two validations, so that the noise of a single one does not count.
     rises = min(values[-2:]) - values[least]
     is_slight = rises < 0.05 * max(values[least], values[0] - values[least])
     if is_slight or least >= len(values) - 2 or median(loss.late) >= median(loss.early):
@@ -59,22 +63,20 @@ def overfitted(record: Record) -> Finding | None:
 
 
 def imitation_ceiling(record: Record) -> Finding | None:
-    """A clone is as good as its demonstrator, which succeeds in 90 % or less, and no RL follows."""
+    """The BC policy is as good as its demonstrator, which succeeds in 90 % or less, and no RL follows."""
     lines = record.lines_with("sft/demonstrator_success_rate")
-    step, clone = record.evaluations("sft")[-1]
+    step, bc_success = record.evaluations("sft")[-1]
     demonstrator = lines[-1]["sft/demonstrator_success_rate"]
     if record.has_rl:
         raise NotMeasured
-    if demonstrator > 0.9 or not clone.interval[0] <= demonstrator <= clone.interval[1]:
+    if demonstrator > 0.9 or not bc_success.interval[0] <= demonstrator <= bc_success.interval[1]:
         return None
-    text = (
-        f"The clone succeeds in {clone}, and its demonstrator in {demonstrator:.1%}: imitation cannot exceed it, RL can"
-    )
+    text = f"The BC policy succeeds in {bc_success}, its demonstrator in {demonstrator:.1%}: imitation cannot exceed it, RL can"
     return Finding(text, "trainer.max_steps=60", (lines[0]["step"], step))
 
 
 def constant_return(record: Record) -> Finding | None:
-    """Every iteration has the same return; of a recipe, every answer has the same reward."""
+    """Every iteration has the same return; of a recipe, every completion has the same reward."""
     returns = record.series(record.return_name)
     spread = max(returns.values) - min(returns.values)
     if record.is_recipe:
@@ -82,21 +84,21 @@ def constant_return(record: Record) -> Finding | None:
     if spread > 1e-5 * max(map(abs, returns.values)):
         return None
     if record.setting("init_from") and record.outcome.measure == "return" and returns.values[0] > 0:
-        raise NotMeasured  # a trained policy may have all the return that there is
-    text = f"Every iteration has the return {returns.values[0]:.4g}, whatever the actions were: there is nothing to learn from"
+        raise NotMeasured  # a trained policy may already have the maximum return
+    text = f"Every iteration has the return {returns.values[0]:.4g}, regardless of the actions: there is no learning signal"
     if record.is_recipe:
         if median(record.series("rollout/truncated_fraction").late) >= 0.3:
-            raise NotMeasured  # answers that are cut before their end say nothing of their rewards
-        text = f"Every answer has the reward {returns.values[0]:g}: its function or column does not fit, or no answer is right"
+            raise NotMeasured  # the rewards of truncated completions show nothing
+        text = f"Every completion has the reward {returns.values[0]:g}: the reward function or column is wrong, or no completion is correct"
     return Finding(text, "", returns.all_steps)
 
 
 def zero_variance_groups(record: Record) -> Finding | None:
-    """From the start, all returns are equal in half of the groups, not counting those in which all attempts succeed."""
+    """From the start, all returns are equal in half of the groups, excluding groups in which all attempts succeed."""
     fraction = record.series("rollout/zero_variance_group_fraction")
-    # Groups in which all attempts succeed teach nothing either. They are at most as frequent as success.
+    # Groups in which all attempts succeed have no signal either. They are at most as frequent as success.
     has_counts = record.has_success and not record.is_recipe
-    first, last = (one.success_rate for _, one in record.rollout_ends(3)) if has_counts else (0.0, 0.0)
+    first, last = (success.success_rate for _, success in record.rollout_ends(3)) if has_counts else (0.0, 0.0)
     # Groups that became equal later are a consequence, not a cause.
     if min(median(fraction.early) - first, median(fraction.late) - last) < 0.5:
         return None
@@ -106,18 +108,18 @@ def zero_variance_groups(record: Record) -> Finding | None:
 
 
 def steps_too_small(record: Record) -> Finding | None:
-    """AdamW moves no weight by more than 1e-4 in the whole run, or its epsilon exceeds the norm of the gradient."""
+    """AdamW moves no weight by more than 1e-4 in the entire run, or its epsilon exceeds the gradient norm."""
     name, (key, rate) = "sft" if record.trained_phase == "sft" else "train", rate_of(record)
     used, norms = record.series(f"{name}/learning_rate"), [line.get(f"{name}/grad_norm") for line in record.lines]
     eps = record.setting("trainer.adam_eps", 0.0)
     norm = max((value for value in norms if value is not None), default=math.inf)
     updates, mean = num_updates(record, used.steps)[0], fmean(used.values)
     # The first moment over the root of the second is at most about 1, and less for gradients below epsilon.
-    way = mean * updates * (1.0 if math.isinf(norm) else norm / (norm + eps) if norm else 0.0)
-    if way >= LEAST_WAY and eps <= norm:
+    distance = mean * updates * (1.0 if math.isinf(norm) else norm / (norm + eps) if norm else 0.0)
+    if distance >= LEAST_DISTANCE and eps <= norm:
         return None
-    text = f"AdamW moves a weight by at most {way:.2g} in the whole run ({updates:.0f} steps at {mean:.2g}, gradient norm up to {norm:.2g})"
-    change = f"{key}={min(1e-3, max(1e-5, rate * 0.1 / max(way, 1e-9))):.1g}"
+    text = f"AdamW moves a weight by at most {distance:.2g} in the entire run ({updates:.0f} steps at {mean:.2g}, gradient norm up to {norm:.2g})"
+    change = f"{key}={min(1e-3, max(1e-5, rate * 0.1 / max(distance, 1e-9))):.1g}"
     if used.values[0] < used.values[-1] < 0.1 * record.setting(key, rate):
         change = "train.optm_warmup_steps=0" if record.is_recipe else "trainer.warmup_steps=0"
     elif norm == 0 or eps > norm:
@@ -126,16 +128,16 @@ def steps_too_small(record: Record) -> Finding | None:
 
 
 def policy_never_moves(record: Record) -> Finding | None:
-    """The KL of several updates is 0 but for rounding in every iteration, or the whole run is warm-up of the critic."""
+    """The KL of several updates is 0 up to rounding in every iteration, or the entire run is warm-up of the critic."""
     warmup, planned = record.setting("algorithm.critic_warmup_steps", 0), record.setting("trainer.max_steps", 0)
     if 0 < planned <= warmup and record.has_rl:
-        text = f"The first {warmup} iterations train the critic alone, and the run has {planned}"
+        text = f"The first {warmup} iterations only train the critic, and the run has {planned}"
         return Finding(text, "algorithm.critic_warmup_steps=0", record.outcome.steps)
     kl = record.series("train/approx_kl")
     largest = max(map(abs, kl.values))
     if largest > STILL_KL or num_updates(record, kl.steps)[1] <= 1:  # of a single update, the KL is measured before it
         return None
-    text = f"The KL of old to new policy is at most {largest:.1g} nat in every iteration, which is 0 but for rounding"
+    text = f"The KL of old to new policy is at most {largest:.1g} nat in every iteration, which is 0 up to rounding"
     return Finding(text, "", kl.all_steps)
 
 
@@ -143,7 +145,7 @@ def kl_penalty_too_strong(record: Record) -> Finding | None:
     """The KL to the reference stays below 0.05 nat, and the weight of its penalty allows no more."""
     key = "train.train_policy.kl_beta" if record.is_recipe else "algorithm.kl_coef"
     weight, kl = record.setting(key, 0), record.series("train/kl_to_reference")
-    # Advantages of deviation 1 gain at most sqrt(2 KL) over the reference: beyond this KL, the penalty is the larger of the two.
+    # Advantages of std 1 gain at most sqrt(2 KL) over the reference: above this KL, the penalty exceeds the gain.
     allowed = 1 / (2 * weight**2) if weight else math.inf
     if allowed > 0.05 or median(kl.late) > 0.05:
         return None
@@ -155,7 +157,7 @@ def steps_too_large(record: Record) -> Finding | None:
     """The KL of an iteration is above 0.1 nat, or a step of AdamW moves a weight by 0.02 or decays it by a tenth."""
     (key, rate), moved, steps = rate_of(record), 0.0, record.outcome.steps
     decay = record.setting("trainer.weight_decay", 0.0) * rate
-    is_large = rate >= LARGEST_RATE or decay > LARGEST_DECAY  # known, however few iterations have told their KL
+    is_large = rate >= LARGEST_RATE or decay > LARGEST_DECAY  # from the configuration, so it needs no measured KL
     with suppress(NotMeasured) if is_large else nullcontext():
         if record.trained_phase == "rl" and any("train/approx_kl" in line for line in record.lines):
             kl = record.series("train/approx_kl")
@@ -164,15 +166,15 @@ def steps_too_large(record: Record) -> Finding | None:
             raise NotMeasured
     if moved <= LARGEST_KL and not is_large:
         return None
-    text = f"AdamW moves each weight by up to {rate:.2g} in a step, and weights are some hundredths"
+    text = f"AdamW moves each weight by up to {rate:.2g} per step, and weights are a few hundredths"
     if moved > LARGEST_KL:
-        text = f"The policy moves by {moved:.3g} nat in an iteration; above {LARGEST_KL:g} its old samples say nothing about it"
+        text = f"The policy moves by {moved:.3g} nat per iteration; above {LARGEST_KL:g} its old samples do not describe it"
     change = f"{key}={min(rate / 2, max(rate / 100, rate * math.sqrt(0.02 / max(moved, LARGEST_KL)), 1e-6), 2e-3):.1g}"
     if decay > LARGEST_DECAY:
         change = "trainer.weight_decay=0"
-        text = f"Weight decay takes {decay:.0%} of each weight in every step, so that nothing learnt stays"
+        text = f"Weight decay removes {decay:.0%} of each weight per step, so nothing that is learned stays"
     elif moved > LARGEST_KL and not record.has_tokens and record.series("train/entropy").values[0] < -1:
-        change = ""  # of narrow actions, any step of the weights is a large one
+        change = ""  # with a narrow action distribution, any change of the weights is a large KL
     return Finding(text, change, steps)
 
 
@@ -181,8 +183,8 @@ def entropy_collapse(record: Record) -> Finding | None:
     entropy = record.series("train/entropy")
     before, after = median(entropy.early), median(entropy.late)
     if len(set(entropy.values)) == 1:
-        raise NotMeasured  # the policy does not learn its noise
-    # Of Gaussian actions, -2.5 nat is a std of 1 % of the range, and 3 nat less a twentieth of it. Of tokens, the entropy ends at 0.
+        raise NotMeasured  # the policy has a fixed std
+    # For Gaussian actions, -2.5 nat is a std of 1 % of the range, and a fall by 3 nat divides it by 20. For tokens, the entropy ends at 0.
     tokens_gone = after < 0.01 or (after < 0.05 and after < before / 10)
     is_gone = tokens_gone if record.has_tokens else after < -2.5 or before - after > 3
     if not is_gone or return_change(record).verdict == ROSE:
@@ -193,46 +195,46 @@ def entropy_collapse(record: Record) -> Finding | None:
 
 
 def too_few_updates(record: Record) -> Finding | None:
-    """An off-policy run has made fewer updates than its target critics take to follow the critics (1 / `algorithm.tau`)."""
+    """An off-policy run has made fewer updates than the time constant of its target critics (1 / `algorithm.tau`)."""
     line = record.lines_with("train/updates_total")[-1]
     updates, needed = line["train/updates_total"], 1 / (record.setting("algorithm.tau") or 0.005)
     if updates >= needed:
         return None
-    text = f"The run has made {updates:.0f} updates, and target critics follow within {needed:.0f} (1 / algorithm.tau): nothing can be learnt yet"
+    text = f"The run has made {updates:.0f} updates, but target critics need {needed:.0f} (1 / algorithm.tau) to follow: too early to learn anything"
     return Finding(text, "", (record.lines[0]["step"], line["step"]))
 
 
 def q_overestimation(record: Record) -> Finding | None:
-    """The critics expect more than the episodes return, by half of the largest return."""
-    expected, reached = record.series("train/q_initial"), record.series("train/return_initial")
-    late, real = median(expected.late), median(reached.late)
-    # Half of the largest return that was ever reached: critics are off by a tenth or two in healthy runs.
-    if late - real <= 0.5 * max(map(abs, reached.values)):
+    """The critics predict more than the observed returns, by half of the largest return."""
+    predicted, returns = record.series("train/q_initial"), record.series("train/return_initial")
+    late, observed = median(predicted.late), median(returns.late)
+    # In healthy runs, critics are off by 10 or 20 % of the largest return.
+    if late - observed <= 0.5 * max(map(abs, returns.values)):
         return None
-    text = f"The critics expect {late:.3g} of an episode, which then returns {real:.3g}: the policy follows the errors of its critics"
-    return Finding(text, "", expected.late_steps)
+    text = f"The critics predict a return of {late:.3g}, but the observed return is {observed:.3g}: the policy exploits the errors of its critics"
+    return Finding(text, "", predicted.late_steps)
 
 
 def stale_rollouts(record: Record) -> Finding | None:
-    """Importance ratios of rollouts played ahead are off by a tenth on average, or reach ten times `algorithm.tis_cap`."""
+    """Importance ratios of asynchronous rollouts are off by 0.1 on average, or reach ten times `algorithm.tis_cap`."""
     lag = record.series("rollout/staleness_iterations")
     largest, cap = record.series("rollout/importance_ratio_max"), record.setting("algorithm.tis_cap", math.inf)
     if not median(lag.late):
         raise NotMeasured
     mean = median(record.series("rollout/importance_ratio_mean").late)
-    # The mean of true ratios is 1. Where it is off by a tenth, few samples carry the estimate.
+    # The expectation of the ratios is 1. If the mean is off by 0.1, few samples dominate the estimate.
     if abs(mean - 1) <= 0.1 and median(largest.late) <= 10 * cap:
         return None
     old = f"Rollouts are {median(lag.late):.0f} iterations old"
-    text = f"{old}: importance ratios reach {median(largest.late):.3g}, and are {mean:.3g} on average instead of 1"
+    text = f"{old}: importance ratios reach {median(largest.late):.3g}, and their mean is {mean:.3g} instead of 1"
     return Finding(text, f"cluster.max_staleness={max(0, round(median(lag.late)) - 1)}", lag.late_steps)
 
 
 def return_without_success(record: Record) -> Finding | None:
-    """The return of the rollouts certainly rises, in the last third less than before, and the success of the same episodes does not."""
+    """The return of the rollouts certainly rises, more slowly in the last third, but the success of the same episodes does not."""
     returns, change = record.series("rollout/return_mean"), return_change(record)
-    played = record.lines_with("rollout/return_mean", "rollout/success_rate")
-    rates, values = ([line[name] for line in played] for name in ("rollout/success_rate", "rollout/return_mean"))
+    lines = record.lines_with("rollout/return_mean", "rollout/success_rate")
+    rates, values = ([line[name] for line in lines] for name in ("rollout/success_rate", "rollout/return_mean"))
     per_success = sum(r * v for r, v in zip(rates, values, strict=True)) / (sum(r * r for r in rates) or math.inf)
     ends = record.rollout_ends(4)
     success = outcome_of_counts(ends, "", "")
@@ -250,7 +252,7 @@ def return_without_success(record: Record) -> Finding | None:
         return None
     bonus, needed = record.setting("env.success_bonus", 0.0), record.setting("env.success_return", -math.inf)
     reached = max(returns.values) / record.setting("env.reward_scale", 1.0)
-    text = f"The return of the rollouts rises, {change.text}, and the success of the same episodes does not: the reward does not measure success, or the success criterion is wrong"
+    text = f"The return of the rollouts rises, {change.text}, but the success of the same episodes does not: the reward does not measure success, or the success criterion is wrong"
     fix = f"env.success_bonus={-bonus:g}" if bonus < 0 else ""
     if reached < needed and not ends[1][1].successes:
         fix = f"env.success_return={reached:.3g}"
@@ -258,55 +260,55 @@ def return_without_success(record: Record) -> Finding | None:
 
 
 def return_falls(record: Record) -> Finding | None:
-    """The return certainly falls, although the policy moves by small steps: by at most 0.1 nat an iteration, where that is measured."""
+    """The return certainly falls, although the policy moves by at most 0.1 nat per iteration, if that is measured."""
     change = record.outcome if record.outcome.measure == "return" else return_change(record)
-    # `steps_too_large` has passed.
-    if change.verdict != FELL:
+    if change.verdict != FELL:  # `steps_too_large` comes earlier in CAUSES and has passed
         return None
     scale = record.setting("env.reward_scale", 1.0)
-    text = f"The return falls, {change.text}: the updates lower what they should raise, as with a turned sign or a diverged critic"
+    text = f"The return falls, {change.text}: the updates lower the return, as with a wrong sign or a diverged critic"
     return Finding(text, f"env.reward_scale={-scale:g}" if scale < 0 else "", change.steps)
 
 
 def return_change(record: Record) -> Outcome:
-    """Return the change of the return of the rollouts, or of the reward of a recipe's answers."""
+    """Return the change of the return of the rollouts, or of the reward of a recipe's completions."""
     returns = record.series(record.return_name)
     return outcome_of_values("return", returns.steps, returns.values, "")
 
 
 def rate_of(record: Record) -> tuple[str, float]:
-    """Return key and value of the learning rate of the last phase; a run that was rolled back uses a fraction of the configured rate."""
+    """Return key and value of the learning rate of the last phase."""
     phase = record.trained_phase
     keys = ["train.optm_lr"] if record.is_recipe else ["sft.learning_rate"] if phase == "sft" else []
-    # A head on a frozen policy has a rate of its own.
+    # An off-policy actor has its own learning rate.
     for key in [*keys, "algorithm.learning_rate", "trainer.learning_rate"]:
         rate = record.setting(key)
         if isinstance(rate, float | int):
+            # A run that was rolled back uses a fraction of the configured rate.
             used = [line.get("train/learning_rate") for line in record.lines if line.get("phase") == phase]
             return key, next(filter(None, reversed(used)), rate) if key == "trainer.learning_rate" else rate
     return "trainer.learning_rate", 1e-4
 
 
 def num_updates(record: Record, steps: list[int]) -> tuple[float, float]:
-    """Return the optimiser steps over ``steps``, and of an iteration; infinity where the configuration does not tell."""
+    """Return the number of optimiser steps over ``steps`` and per iteration; infinity if unknown."""
     counted = [line["train/updates_total"] for line in record.lines if line.get("train/updates_total") is not None]
     if counted:  # off-policy
         return counted[-1], counted[-1] / len(counted)
-    num_steps, an_iteration = steps[-1] - steps[0] + 1, 1.0  # cloning logs one step of several
+    num_steps, per_iteration = steps[-1] - steps[0] + 1, 1.0  # behaviour cloning logs only one of several steps
     if record.is_recipe:
-        an_iteration = record.setting("train.train_policy.mu_iterations", 1)
+        per_iteration = record.setting("train.train_policy.mu_iterations", 1)
     elif record.trained_phase == "rl":
         samples = record.setting("rollout.num_envs", 0) * record.setting("rollout.num_chunks", 0)
         minibatch = record.setting("trainer.minibatch_size", 0)
         known = samples and minibatch
-        an_iteration = record.setting("algorithm.update_epochs", 1) * samples / minibatch if known else math.inf
-    return num_steps * an_iteration, an_iteration
+        per_iteration = record.setting("algorithm.update_epochs", 1) * samples / minibatch if known else math.inf
+    return num_steps * per_iteration, per_iteration
 
 
 ALWAYS: tuple[Rule, ...] = (overfitted, imitation_ceiling)
-"""Rules about more than the outcome."""
+"""Rules that are checked whatever the outcome is."""
 CAUSES: tuple[Rule, ...] = (
     kl_penalty_too_strong, steps_too_large, constant_return, zero_variance_groups, steps_too_small, policy_never_moves, entropy_collapse, too_few_updates,
     q_overestimation, stale_rollouts, return_without_success, return_falls,
 )  # fmt: skip
-"""Rules that explain a bad outcome, causes before their consequences."""
+"""Rules that explain a bad outcome, in order: causes before their consequences."""

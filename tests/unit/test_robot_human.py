@@ -10,7 +10,7 @@ from run_results import run_config
 from rlinf.commands.robot import robot as robot_command
 from rlinf.errors import RLinfError
 from rlinf.robot.config import RobotConfig
-from rlinf.robot.person import OVERLAY, READY, SUCCESS, PersonTells, ask_on_terminal
+from rlinf.robot.human import OVERLAY, READY, SUCCESS, HumanLabelledRobot, ask_on_terminal
 from rlinf.robot.robot import EpisodeVoidError, check_fits
 from rlinf.types import EnvSpec, EpisodeResult, EpisodeSpec
 from tests.unit.test_robot import WORDS
@@ -25,10 +25,10 @@ class Camera:
     observation_features, action_features = {"front": (4, 6, 3)}, {"joint": float}
 
     def __init__(self, grey):
-        self.grey, self.result, self.num_begun = grey, None, 0
+        self.grey, self.result, self.num_started = grey, None, 0
 
     def begin(self, spec):
-        self.result, self.num_begun = None, self.num_begun + 1
+        self.result, self.num_started = None, self.num_started + 1
         return "pick it up"
 
     def get_observation(self):
@@ -54,7 +54,7 @@ class Answers:
 
 def told(tmp_path, *answers, grey=40, wanted=None):
     robot, person = Camera(grey), Answers(*answers)
-    return robot, person, PersonTells(robot, tmp_path, wanted, person)
+    return robot, person, HumanLabelledRobot(robot, tmp_path, wanted, person)
 
 
 @pytest.mark.parametrize(("answer", "success"), [("y", True), ("n", False)])
@@ -83,7 +83,7 @@ def test_an_episode_is_repeated_and_keeps_its_number(tmp_path):
         _ = tells.result
     tells.begin(SPEC)
     robot.end()
-    assert tells.result.success and robot.num_begun == 2
+    assert tells.result.success and robot.num_started == 2
     assert all("episode 1:" in person.shown[index] for index in (0, 2))
 
 
@@ -92,10 +92,10 @@ def test_the_command_counts_the_episodes_of_its_list(tmp_path, monkeypatch, caps
     words = (*WORDS, "evaluation.num_episodes=3", "env.max_episode_steps=4")
     monkeypatch.setattr("sys.stdin", io.StringIO("\ny\n"))
     with pytest.raises(RLinfError, match="Nobody answers"):
-        robot_command(run_config(tmp_path, *words), RobotConfig(success="person", real_time=False))
+        robot_command(run_config(tmp_path, *words), RobotConfig(success="human", real_time=False))
     assert capsys.readouterr().out.count("1 of 3: reach") == 2, "when it starts and when it is judged"
     monkeypatch.setattr("sys.stdin", io.StringIO("\nn\n\ny\n"))
-    found = robot_command(run_config(tmp_path, *words), RobotConfig(success="person", real_time=False))
+    found = robot_command(run_config(tmp_path, *words), RobotConfig(success="human", real_time=False))
     said = capsys.readouterr().out
     assert [said.count(f"{number} of 3: reach") for number in (1, 2, 3)] == [0, 2, 2]
     assert [result.success for result in found.results] == [True, False, True]
@@ -105,7 +105,7 @@ def test_nobody_answers(tmp_path):
     robot, _, tells = told(tmp_path, "")
     tells.begin(SPEC)
     robot.end()
-    with pytest.raises(RLinfError, match="success=person.*Set success=env"):
+    with pytest.raises(RLinfError, match="success=human.*Set success=env"):
         _ = tells.result
     assert tells.result is not None, "whoever handles the error is not asked again"
 

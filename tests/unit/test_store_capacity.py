@@ -8,7 +8,7 @@ import pytest
 from rlinf.cluster import reservation
 from rlinf.distributed.ray.cluster import OBJECT_STORE_BYTES
 from rlinf.errors import ConfigError
-from rlinf.preflight.placement import StoreRoom
+from rlinf.preflight.placement import FreeCapacity
 
 GIB = 2**30
 
@@ -23,7 +23,7 @@ def ray_of(own: str, nodes: list[dict]) -> SimpleNamespace:
 
 
 def size_of(num_bytes: int) -> int:
-    return reservation._store_size(StoreRoom(num_bytes, "smaller=true"))
+    return reservation._store_size(FreeCapacity(num_bytes, "smaller=true"))
 
 
 def test_a_store_is_as_large_as_the_run_needs_or_the_run_is_refused(monkeypatch, tmp_path):
@@ -43,10 +43,10 @@ def test_a_machine_of_the_cluster_with_a_small_store_is_refused(monkeypatch):
     ray = ray_of("one", [node("one", GIB)])
     table = SimpleNamespace(placement_group_table=lambda group: {"bundles_to_node_id": {0: "one"}})
     monkeypatch.setitem(sys.modules, "ray.util", table)
-    for room in (None, StoreRoom(GIB, "smaller=true")):
-        reservation._check_stores(ray, [None], room)
+    for capacity in (None, FreeCapacity(GIB, "smaller=true")):
+        reservation._check_stores(ray, [None], capacity)
     with pytest.raises(ConfigError, match=f"object-store-memory={GIB + 1}`, or set smaller=true"):
-        reservation._check_stores(ray, [None], StoreRoom(GIB + 1, "smaller=true"))
+        reservation._check_stores(ray, [None], FreeCapacity(GIB + 1, "smaller=true"))
 
 
 def test_the_machines_whose_stores_must_suffice_are_those_of_players_and_ranks(monkeypatch):
@@ -56,7 +56,7 @@ def test_the_machines_whose_stores_must_suffice_are_those_of_players_and_ranks(m
 
     def check(groups, small):
         nodes = [node(name, GIB // (1 + (name == small))) for name in ("a", "b", "c", "command", "unused")]
-        reservation._check_stores(ray_of("command", nodes), groups, StoreRoom(GIB, "smaller=true"))
+        reservation._check_stores(ray_of("command", nodes), groups, FreeCapacity(GIB, "smaller=true"))
 
     for groups, rejected, allowed in (
         (["workers"], ["a", "b", "command"], ["c", "unused"]),  # the ranks are on the machine of the command

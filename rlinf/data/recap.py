@@ -1,4 +1,4 @@
-"""Which rows of a folder of episodes are good, by a value model: RECAP (Physical Intelligence 2025, pi*0.6, arXiv:2511.14759)."""
+"""Advantage labels of a dataset's rows, by a value model: RECAP (Physical Intelligence 2025, pi*0.6, arXiv:2511.14759)."""
 
 from __future__ import annotations
 
@@ -6,36 +6,36 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from rlinf.data.chosen import rows_of_person
 from rlinf.data.config import SFTConfig
+from rlinf.data.filters import intervention_rows
 from rlinf.data.stored import StoredDemonstrations
 from rlinf.errors import ConfigError
 from rlinf.seeding import derive_seed
 
-NUM_PARTS, NUM_BINS = 4, 51
+NUM_FOLDS, NUM_BINS = 4, 51
 HIDDEN_SIZE, DROPOUT, NUM_STEPS, BATCH_SIZE, LEARNING_RATE = 128, 0.5, 200, 64, 1e-3
 
 
 def label_rows(dataset: StoredDemonstrations, features: Tensor, config: SFTConfig, seed: int) -> np.ndarray:
-    """Return which rows are good, bool ``[N]``: ``sft.advantage_top_fraction`` of each instruction, and what a person did.
+    """Return which rows are good, bool ``[N]``: ``sft.advantage_top_fraction`` per instruction, and a human's interventions.
 
-    The value model reads ``features``, float32 ``[N, F]``: what a policy sees in the rows. Raise ConfigError without enough episodes,
-    or without a success or a good row.
+    The value model reads ``features``, float32 ``[N, F]``, which a policy computes from the rows. Raise ConfigError without
+    enough episodes, or without a success or a good row.
     """
-    success, last_rows, share = dataset.outcomes.success, dataset.last_rows, config.advantage_top_fraction
-    if dataset.num_episodes < NUM_PARTS or not success.any():
+    success, last_rows, fraction = dataset.outcomes.success, dataset.last_rows, config.advantage_top_fraction
+    if dataset.num_episodes < NUM_FOLDS or not success.any():
         raise ConfigError(
             f"{dataset.info.folder} has {dataset.num_episodes} episodes, {len(np.unique(last_rows[success]))} of them with success; required "
-            f"for sft.advantage_top_fraction={share}: {NUM_PARTS} episodes, one of them with success. Set sft.dataset=<more episodes>, or "
+            f"for sft.advantage_top_fraction={fraction}: {NUM_FOLDS} episodes, one of them with success. Set sft.dataset=<more episodes>, or "
             "sft.advantage_top_fraction=null"
         )
     returns, longest = steps_to_success(success, last_rows)
     values = cross_fitted_values(features, returns, last_rows, seed)
-    found = advantages(returns, values, last_rows, longest, config.advantage_steps)
-    is_good = largest(found, dataset.task_ids, share) | rows_of_person(dataset)
+    scores = advantages(returns, values, last_rows, longest, config.advantage_steps)
+    is_good = largest(scores, dataset.task_ids, fraction) | intervention_rows(dataset)
     if not is_good.any():
         raise ConfigError(
-            f"sft.advantage_top_fraction={share} labels no row as good; required: one. Set sft.advantage_top_fraction=0.3"
+            f"sft.advantage_top_fraction={fraction} labels no row as good; required: one or more. Set sft.advantage_top_fraction=0.3"
         )
     return is_good
 
@@ -48,10 +48,10 @@ def steps_to_success(success: np.ndarray, last_rows: np.ndarray) -> tuple[np.nda
     ends, lengths = np.unique(last_rows, return_counts=True)
     returns, longest = np.full(len(success), -1.0, dtype=np.float32), int(lengths.max())
     for end, length in zip(ends, lengths, strict=True):
-        own = np.arange(end + 1 - length, end + 1)
-        if success[own].any():
-            left = own[success[own]][0] + 1 - own
-            returns[own] = -np.maximum(left, 0) / longest
+        rows = np.arange(end + 1 - length, end + 1)
+        if success[rows].any():
+            left = rows[success[rows]][0] + 1 - rows
+            returns[rows] = -np.maximum(left, 0) / longest
     return returns, longest
 
 
@@ -60,51 +60,53 @@ def advantages(
 ) -> np.ndarray:
     """Return the return of each row minus its value, ``[N]``.
 
-    Where the episode continues without success for ``steps`` more rows, their reward and the value after them take the return's place.
+    If the episode continues for ``steps`` more rows without success, the n-step return replaces it: their reward plus the
+    value after them.
     """
     if steps is None:
         return returns - values
     later = np.arange(len(returns)) + steps
-    goes_on = later <= last_rows
+    continues = later <= last_rows
     later = np.minimum(later, last_rows)
-    goes_on &= returns[later] < 0
-    return np.where(goes_on, values[later] - steps / longest, returns) - values
+    continues &= returns[later] < 0
+    return np.where(continues, values[later] - steps / longest, returns) - values
 
 
-def largest(found: np.ndarray, groups: np.ndarray, share: float) -> np.ndarray:
-    """Return bool ``[N]``: the number is among the largest ``share`` of its group, rounded."""
-    chosen = np.zeros(len(found), dtype=bool)
+def largest(scores: np.ndarray, groups: np.ndarray, fraction: float) -> np.ndarray:
+    """Return bool ``[N]``: the value is among the largest ``fraction`` of its group, rounded."""
+    selected = np.zeros(len(scores), dtype=bool)
     for group in np.unique(groups):
-        own = np.flatnonzero(groups == group)
-        chosen[own[np.argsort(-found[own], kind="stable")][: round(share * len(own))]] = True
-    return chosen
+        rows = np.flatnonzero(groups == group)
+        selected[rows[np.argsort(-scores[rows], kind="stable")][: round(fraction * len(rows))]] = True
+    return selected
 
 
 def cross_fitted_values(features: Tensor, returns: np.ndarray, last_rows: np.ndarray, seed: int) -> np.ndarray:
-    """Return the value of each row, float32 ``[N]``, by a network that was trained on other episodes.
+    """Return the value of each row, float32 ``[N]``, from a network trained on other episodes (cross-fitting).
 
-    A network gives a distribution over bins of [-1, 0] (equation 1), whose mean is the value.
+    A network outputs a distribution over bins of [-1, 0] (equation 1), whose mean is the value.
     """
     features = (features - features.mean(0)) / (features.std(0) + 1e-6)
     target = torch.from_numpy(np.rint((returns + 1) * (NUM_BINS - 1)).astype(np.int64))
     episodes = np.random.default_rng(derive_seed(seed, "value parts")).permutation(np.unique(last_rows))
     bins, values = torch.linspace(-1, 0, NUM_BINS), np.zeros(len(returns), dtype=np.float32)
+    # Forked, so that labels do not depend on earlier random numbers, nor later ones on the labels.
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(derive_seed(seed, "values"))
-        for part in np.array_split(episodes, NUM_PARTS):
-            is_mine = np.isin(last_rows, part)
-            others = torch.from_numpy(np.flatnonzero(~is_mine))
+        for fold in np.array_split(episodes, NUM_FOLDS):
+            held_out = np.isin(last_rows, fold)
+            training_rows = torch.from_numpy(np.flatnonzero(~held_out))
             network = nn.Sequential(
                 nn.Dropout(DROPOUT), nn.Linear(features.shape[1], HIDDEN_SIZE), nn.ReLU(), nn.Dropout(DROPOUT),
                 nn.Linear(HIDDEN_SIZE, NUM_BINS),
             )  # fmt: skip
             optimizer = torch.optim.AdamW(network.parameters(), lr=LEARNING_RATE)
             for _ in range(NUM_STEPS):
-                rows = others[torch.randint(len(others), (BATCH_SIZE,))]
+                rows = training_rows[torch.randint(len(training_rows), (BATCH_SIZE,))]
                 loss = nn.functional.cross_entropy(network(features[rows]), target[rows])
                 optimizer.zero_grad()
                 loss.backward()
                 optimizer.step()
             with torch.no_grad():
-                values[is_mine] = (network.eval()(features[torch.from_numpy(is_mine)]).softmax(1) @ bins).numpy()
+                values[held_out] = (network.eval()(features[torch.from_numpy(held_out)]).softmax(1) @ bins).numpy()
     return values

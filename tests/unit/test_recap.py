@@ -10,10 +10,10 @@ from run_results import clone, run_config
 from rlinf import load_policy
 from rlinf.checkpoints.folders import read_loop_state, resolve_checkpoint
 from rlinf.commands.robot import robot
-from rlinf.data import advantages as module
-from rlinf.data.advantages import advantages, cross_fitted_values, label_rows, largest, steps_to_success
-from rlinf.data.chosen import chosen
+from rlinf.data import recap as module
 from rlinf.data.config import BAD, GOOD, SFTConfig
+from rlinf.data.filters import filtered_rows
+from rlinf.data.recap import advantages, cross_fitted_values, label_rows, largest, steps_to_success
 from rlinf.data.stored import DatasetInfo, Outcomes, StoredDemonstrations
 from rlinf.errors import ConfigError, ManifestMismatchError
 from rlinf.models import build_policy
@@ -155,7 +155,7 @@ def test_no_success_and_few_episodes_and_no_good_row_are_refused(monkeypatch):
 def test_rows_have_their_labels_two_times_of_three():
     dataset = walks(4)
     is_good = dataset.actions[:, 0] > 0
-    source = chosen(dataset, SFTConfig(advantage_top_fraction=0.3), is_good)
+    source = filtered_rows(dataset, SFTConfig(advantage_top_fraction=0.3), is_good)
     observation, actions = source.rows(np.arange(len(source)))
     found = [
         (suffix, action > 0) for suffix, action in zip(observation.suffixes, actions[:, 0, 0].tolist(), strict=True)

@@ -14,7 +14,7 @@ from rlinf.algorithms.base import LossCounts
 from rlinf.commands.train import build
 from rlinf.distributed.launch import launch
 from rlinf.distributed.process_group import rank, world_size
-from rlinf.distributed.sums import own_blocks
+from rlinf.distributed.sums import rank_range
 from rlinf.errors import ConfigError, ParityError
 from rlinf.optim.reference import Reference
 from rlinf.preflight.derived import parity_gate
@@ -35,7 +35,7 @@ RUNS = {
     "rloo": ["experiment=quickstart_rloo", "rollout.group_size=2", "algorithm.normalize_advantages=true"],
     "reinforce_pp": ["model=mlp", "env.cameras=[]", "algorithm=reinforce_pp", "algorithm.kl_coef=0.1", "rollout.auto_reset=false"],
 }  # fmt: skip
-FAULTS = ("a mean of each rank", "blocks numbered on each rank")
+FAULTS = ("a mean of each rank", "env groups numbered on each rank")
 
 
 def config_of(folder: Path, name: str, *more: str):
@@ -46,11 +46,11 @@ def planted(fault: str | None) -> ExitStack:
     """Return the context in which a fault is there."""
     stack = ExitStack()
     if fault == FAULTS[0]:
-        stack.enter_context(mock.patch.object(statistics, "sum_blocks", lambda own: own.cumsum(0)[-1]))
+        stack.enter_context(mock.patch.object(statistics, "sum_env_groups", lambda own: own.cumsum(0)[-1]))
     elif fault == FAULTS[1]:
-        first = own_blocks(4, rank(), world_size()).start
+        first = rank_range(4, rank(), world_size()).start
         derive = minibatches.derive_seed
-        local = lambda seed, number, block: derive(seed, number, block - first)  # noqa: E731
+        local = lambda seed, number, env_group: derive(seed, number, env_group - first)  # noqa: E731
         stack.enter_context(mock.patch.object(minibatches, "derive_seed", local))
     return stack
 
@@ -67,8 +67,8 @@ def use(argument: tuple[Path, tuple[tuple[str, str | None], ...]]) -> None:
         with planted(fault):
             algorithm = ALGORITHMS.get(config.algorithm.name)(config.algorithm)
             metrics = parity_gate(config).check(batch, 0) | rollout_metrics(batch) | algorithm.compute_advantages(batch)
-            blocks = own_blocks(rollout.num_envs // rollout.group_size, rank(), world_size())
-            plan = MinibatchPlan(batch.loss_mask, blocks, config.trainer.minibatch_size, seed=5)
+            env_groups = rank_range(rollout.num_envs // rollout.group_size, rank(), world_size())
+            plan = MinibatchPlan(batch.loss_mask, env_groups, config.trainer.minibatch_size, seed=5)
             epochs = [list(plan.epoch(epoch)) for epoch in range(2)]
         flat, rows = batch.flatten(), [each.rows for epoch in epochs for each in epoch]
         counts = [LossCounts.of(flat.select(index), config.algorithm).over_ranks() for index in rows]
@@ -102,7 +102,7 @@ def recorded(tmp_path_factory) -> Path:
         config = config_of(folder / name, name)
         run = build(config)
         run.rl.reference = Reference(run.parts.worker.model)
-        run.rl._issue_until(0, 0)
+        run.rl._submit_until(0, 0)
         batch = run.rl._collect(0)
         run.rl._score(batch)
         run.close()

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from rlinf.envs.base import VectorEnv
 
 
-class Judge:
+class SuccessOverride:
     """Decides on the success of an env's rows after every env step, so a chunk is executed one action at a time.
 
     Each step is looked at, planted errors or not: a row that ended earlier in a chunk shows its last observation, even if its worker is
@@ -75,12 +75,12 @@ class Judge:
         return int(generator.integers(1, horizon + 1)) if generator.random() < self.rate else 0
 
 
-def is_judged(config: EnvConfig) -> bool:
+def overrides_success(config: EnvConfig) -> bool:
     """Return whether anybody but the simulator decides on success."""
     return config.success_classifier is not None or bool(config.success_label_noise)
 
 
-def unjudged(config: EnvConfig) -> EnvConfig:
+def without_success_override(config: EnvConfig) -> EnvConfig:
     """Return the settings of the same simulators, which decide on success."""
     return replace(config, success_classifier=None, success_label_noise=None)
 
@@ -98,7 +98,7 @@ def read_classifier(folder: str) -> dict[str, Any]:
         raise ConfigError(f"{found}; required: the output_dir of `rlinf classifier`. Set it, or null") from error
 
 
-def check_classifier(config: EnvConfig) -> None:
+def check_success_classifier(config: EnvConfig) -> None:
     """Raise ConfigError if ``config.success_classifier``, which is given, is not a classifier, or was trained on another camera or size of image."""
     about, shown = read_classifier(config.success_classifier), config.cameras or []
     (height, width), camera = about["image_shape"], about["camera"]

@@ -1,0 +1,149 @@
+"""Episodes of a robot in which a human resets the scene and labels success."""
+
+from __future__ import annotations
+
+import io
+import sys
+import termios
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from PIL import Image
+
+from rlinf.errors import RLinfError
+from rlinf.files import write_bytes
+from rlinf.images import open_image
+from rlinf.robot.robot import LOST, EpisodeVoidError, EpisodicRobot, camera_names, to_image
+from rlinf.types import EpisodeResult, EpisodeSpec
+
+OVERLAY = "overlay.png"
+"""The target initial image and the present image, blended half and half."""
+READY, AGAIN = {"": "ready"}, {"o": "look again"}
+SUCCESS = {"y": "success", "n": "failure", "r": "repeat the episode"}
+
+Ask = Callable[[str, Mapping[str, str]], str]
+"""Shows a text and returns a key of the choices (letter -> meaning); raises EOFError if nobody can reply."""
+
+
+def ask_on_terminal(text: str, choices: Mapping[str, str], read: Callable[[str], str] = input) -> str:
+    """Ask until the human types a choice or a text that starts with it."""
+    # Discard lines typed before the question: they would start an arm while hands are in the scene.
+    if read is input and sys.stdin.isatty():
+        termios.tcflush(sys.stdin, termios.TCIFLUSH)
+    legend = ", ".join(f"{letter or 'Enter'}: {meaning}" for letter, meaning in choices.items())
+    while (choice := read(f"{text} ({legend}) ").strip().lower()[:1]) not in choices:
+        pass
+    return choice
+
+
+class HumanLabelledRobot:
+    """A robot (an ``EpisodicRobot``) with a human who starts each episode and labels its success.
+
+    The initial image of each episode is saved. With ``reference``, the human sees it over the present image and arranges the
+    scene to match.
+
+    Args:
+        robot: Executes the actions, and decides when an episode ends.
+        folder: Folder for the initial images.
+        reference: Folder of such images from an earlier run of the episodes, perhaps the same folder; None: no overlay.
+        ask: Asks the human.
+
+    Attributes:
+        number, num_episodes: Number of the episode, from 1, and of all episodes; None: not known.
+        heading: These numbers and the instruction.
+        seen: Newest image of the first camera, uint8 ``[H, W, 3]``; None: none came.
+        start: File of the reference image of the episode; None: unknown.
+        takes_over: Whether the human acts through a teleoperator; None: there is no teleoperator.
+        overlays: Write the overlay to a file; False: a page draws it.
+    """
+
+    def __init__(self, robot: EpisodicRobot, folder: Path, reference: Path | None, ask: Ask = ask_on_terminal) -> None:
+        self.robot, self.folder, self.reference, self.ask = robot, folder, reference, ask
+        self.seen: np.ndarray | None = None
+        self.start: Path | None = None
+        self.takes_over: bool | None = None
+        self.overlays = True
+        self._label: bool | None = None
+        self.number, self.num_episodes, self.heading = 0, None, ""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.robot, name)
+
+    def get_observation(self) -> dict[str, Any]:
+        values = self.robot.get_observation()
+        camera = next(iter(camera_names(self.robot)), None)
+        self.seen = None if camera is None else to_image(self.robot, values, camera)
+        return values
+
+    def look(self) -> None:
+        """Refresh ``seen``; None if no image comes."""
+        try:
+            self.get_observation()
+        except LOST:
+            self.seen = None
+
+    def begin(self, spec: EpisodeSpec) -> str:
+        """Reset the scene; wait until the human confirms it."""
+        self._label, self.number = None, self.number + 1
+        self.takes_over = None if self.takes_over is None else False
+        instruction, name = self.robot.begin(spec), f"{spec.task_id}_{spec.init_state_id}_{spec.seed}.png"
+        has_reference = self.reference is not None and (self.reference / name).is_file()
+        self.start = self.reference / name if has_reference else None
+        draws = self.overlays and self.start is not None
+        of_all = "" if self.num_episodes is None else f" of {self.num_episodes}"
+        self.heading = f"episode {self.number}{of_all}: {instruction}"
+        choices = READY | (AGAIN if draws else {})
+        while True:
+            overlay = self._overlay() if draws else ""
+            if self._ask(f"\n{self.heading}\n{overlay}reset the scene", choices) not in AGAIN:
+                break
+        # Only now is the scene as the episode starts: an image from before the confirmation may show hands.
+        self.look()
+        if self.seen is not None:
+            _write(self.seen, self.folder / name)
+        return instruction
+
+    @property
+    def result(self) -> EpisodeResult | None:
+        """Labelled result of the episode; the human is asked once."""
+        result = self.robot.result
+        if result is None:
+            return None
+        if self._label is None:
+            # Set first: an interrupted question must not be asked again while the command ends.
+            self._label = False
+            self._label = self._success()
+        return replace(result, success=self._label, success_reported=True, true_success=None)
+
+    def _success(self) -> bool:
+        choice = self._ask(f"{self.heading}\ndid it succeed?", SUCCESS)
+        if choice == "r":
+            self.number -= 1
+            raise EpisodeVoidError("the human repeats it")
+        return choice == "y"
+
+    def _ask(self, text: str, choices: Mapping[str, str]) -> str:
+        try:
+            return self.ask(text, choices)
+        except EOFError as error:
+            raise RLinfError(
+                "Nobody answers on the terminal (success=human), and the robot holds. Set success=env, or type the answers"
+            ) from error
+
+    def _overlay(self) -> str:
+        """Blend the reference with the present image; return a line with both files."""
+        self.look()
+        if self.seen is None:
+            return "no image came; "
+        before = np.asarray(open_image(self.start).resize(self.seen.shape[1::-1]), np.float32)
+        _write((before / 2 + self.seen / 2).astype(np.uint8), self.folder / OVERLAY)
+        return f"reference: {self.start}, reference and present: {self.folder / OVERLAY}\n"
+
+
+def _write(image: np.ndarray, path: Path) -> None:
+    content = io.BytesIO()
+    Image.fromarray(image).save(content, "PNG")
+    write_bytes(path, content.getvalue())

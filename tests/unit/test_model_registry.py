@@ -188,7 +188,7 @@ def test_an_index_without_weights_is_refused(tmp_path):
 
 
 def test_a_model_without_gradient_checkpointing_names_the_override():
-    with pytest.raises(ConfigError, match="MLP.* has no repeated blocks.*model.gradient_checkpointing=false"):
+    with pytest.raises(ConfigError, match="MLP.* has no repeated layers.*model.gradient_checkpointing=false"):
         get_model(MLP | {"gradient_checkpointing": True})
 
 

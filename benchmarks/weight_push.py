@@ -42,7 +42,7 @@ class Remote:
     def send(self, command: str, payload: Any) -> None:
         self.connection.send((command, payload))
 
-    def answer(self, command: str) -> Any:
+    def reply(self, command: str) -> Any:
         return self.connection.recv()
 
 

@@ -20,9 +20,9 @@ class PolicyReplica:
         """Version of the weights; None after no push or an incomplete one."""
         return self.receiver.version
 
-    def begin(self, header: PushHeader) -> None:
+    def start_push(self, header: PushHeader) -> None:
         """Prepare for the weights of a version; see ``WeightReceiver``. The policy cannot act until ``commit``."""
-        self.receiver.begin(header)
+        self.receiver.start_push(header)
 
     def load(self, bucket: WeightsHandle) -> None:
         """Load a bucket of weights."""

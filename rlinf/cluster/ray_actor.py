@@ -84,11 +84,11 @@ class RolloutWorkerActor:
                 return worker.version
             # Frozen weights are sent once, to a worker without weights. Later pushes contain the trained weights only.
             if worker.version is None:
-                worker.begin(PushHeader(weights.version, weights.manifest))
+                worker.start_push(PushHeader(weights.version, weights.manifest))
                 for ref in weights.frozen:
                     worker.load(replace(ray.get(ref), version=weights.version))
             else:
-                worker.begin(PushHeader(weights.version, base=worker.version))
+                worker.start_push(PushHeader(weights.version, base=worker.version))
             for ref in weights.trained:
                 worker.load(ray.get(ref))
             return worker.commit()

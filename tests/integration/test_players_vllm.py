@@ -76,7 +76,7 @@ def test_a_run_with_engines_in_players_is_bit_for_bit_that_of_an_engine_in_a_ran
 
 def push(worker, model, version, base=None, end=True):
     manifest = manifest_of(model)
-    worker.begin(PushHeader(version, manifest if base is None else None, base))
+    worker.start_push(PushHeader(version, manifest if base is None else None, base))
     for bucket in stored_buckets(model.state_dict().items(), version):
         worker.load(bucket)
     return worker.commit() if end else None

@@ -304,6 +304,6 @@ def test_a_run_that_is_stopped_says_whether_it_was_saved(model, tmp_path, monkey
         start(config)
     log = capfd.readouterr().err
     assert end.value.code == 128 + signal.SIGTERM and len(list(tmp_path.glob("2*/checkpoints/step_1"))) == saves
-    assert ("what was trained is saved first" in log) == ("its checkpoint is saved" in log) == saves
-    assert ("what was trained is not saved" in log) == ("nothing was saved" in log) == (not saves)
+    assert ("training so far is saved first" in log) == ("its checkpoint is saved" in log) == saves
+    assert ("training so far is not saved" in log) == ("nothing was saved" in log) == (not saves)
     assert len(list(tmp_path.glob("2*/report.html"))) == 1, "the report shows the steps until then"

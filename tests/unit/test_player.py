@@ -52,7 +52,7 @@ def workers(run):
 
 def push(worker, model, version, base=None, end=True):
     manifest = manifest_of(model)
-    worker.begin(PushHeader(version, manifest if base is None else None, base))
+    worker.start_push(PushHeader(version, manifest if base is None else None, base))
     for bucket in stored_buckets(model.state_dict().items(), version):
         worker.load(bucket)
     return worker.commit() if end else None
@@ -95,18 +95,18 @@ def test_players_evaluate_as_the_run_does(run, workers):
 def test_a_player_acts_only_with_complete_weights(run, workers):
     worker, model = workers[0], run.parts.sync.rollout_model
     with pytest.raises(
-        WeightsRejectedError, match="replaces some tensors of version 3, but the receiver holds version 7"
+        WeightsRejectedError, match="replaces some tensors of version 3, but the receiver has version 7"
     ):
         push(worker, model, 8, base=3)
     assert worker.version == 7, "the old weights stay"
-    worker.begin(PushHeader(8, manifest_of(model)))
+    worker.start_push(PushHeader(8, manifest_of(model)))
     buckets = list(stored_buckets(model.state_dict().items(), 8))
     damaged = buckets[0].data.copy()
     damaged[100_000] ^= 1
     for act in (lambda: worker.collect(0, True, 0, [0]), lambda: worker.evaluate([])):
         with pytest.raises(RLinfError, match="no complete weights"):
             act()
-    with pytest.raises(WeightsRejectedError, match="damaged on the way"):
+    with pytest.raises(WeightsRejectedError, match="damaged in transfer"):
         worker.load(replace(buckets[0], data=damaged))
     with pytest.raises(WeightsRejectedError):
         worker.commit()

@@ -16,8 +16,7 @@ from rlinf.llm.hf_generation import SamplingConfig
 from rlinf.models import HuggingFacePolicy
 from rlinf.options import from_mapping
 from rlinf.preflight.placement import Placement
-from rlinf.recipes import equal_rows
-from rlinf.recipes import rollout_workers as workers
+from rlinf.recipes import equal_rows, rollout_workers
 from rlinf.recipes.config import RecipeConfig
 from rlinf.recipes.datasets import StreamedRows
 from rlinf.recipes.rollout_workers import RolloutWorkerPlaces, TokenRolloutWorker, make_generator, resume_hint
@@ -51,8 +50,8 @@ def test_only_a_rank_with_players_makes_their_shell(tiny_lm, monkeypatch, number
         def wait_until_ready(self):
             pass
 
-    monkeypatch.setattr(workers, "RolloutWorkers", NoPlayers)
-    monkeypatch.setattr(workers, "rank", lambda: number)
+    monkeypatch.setattr(rollout_workers, "RolloutWorkers", NoPlayers)
+    monkeypatch.setattr(rollout_workers, "rank", lambda: number)
     policy = HuggingFacePolicy(tiny_lm(), device_map=None)
     tokenizer = SimpleNamespace(eos_token_id=2, pad_token_id=0)
     make_generator(RecipeConfig(), policy, tokenizer, None, RolloutWorkerPlaces(Placement(2, 1, 0, 0), None))

@@ -21,7 +21,7 @@ class PolicyReplica:
         return self.receiver.version
 
     def start_push(self, header: PushHeader) -> None:
-        """Prepare for the weights of a version; see ``WeightReceiver``. It does not act until ``commit``."""
+        """Prepare for the weights of a version; see ``WeightReceiver``. The policy cannot act until ``commit``."""
         self.receiver.start_push(header)
 
     def load(self, bucket: WeightsHandle) -> None:

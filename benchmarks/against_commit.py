@@ -1,22 +1,22 @@
-"""The code as it is now next to an earlier commit: the same numbers, and no slower?
+"""Compare the present code with an earlier commit: equal metrics, and no slower?
 
-Both trees run alternately, each time in a process of its own.
+Both trees run alternately, each time in a separate process.
 
     python benchmarks/against_commit.py <commit> [--experiment quickstart] [--seeds 0 0 0] [--threads 1] [overrides ...]
     python benchmarks/against_commit.py <commit> --benchmark update [overrides ...]
     python benchmarks/against_commit.py <commit> --commands [models help ...] [--rounds 5]
 
 An experiment is run once for each seed. ``ours`` and ``peer`` are the median seconds of training that ``summary.json`` states;
-``equal_metrics`` says whether the metrics of both trees are equal but for times. A change that only moves code must give 1.0 and true on one
+``equal_metrics`` tells whether all metrics except times are equal. A change that only moves code must give 1.0 and true on one
 thread. ``success`` is the success rate at the end, by tree and seed.
 
 With ``--benchmark update`` each tree runs its own ``benchmarks/update.py``; ``ours`` and ``peer`` are the medians of its ``ours``, a rate.
 Overrides then go to our tree only.
 
-With ``--commands`` it is the processor time that commands take before they answer: the median of user and system time of the process and
-of its children, in seconds, because wall time would measure the other programs of the machine, too. The first run of each command in each
+With ``--commands`` it is the CPU time of commands until their output: the median of user and system time of the process and its
+children, in seconds, because wall time would also measure other programs of the machine. The first run of each command in each
 tree fills the caches of Python and of the disk, and is left out. ``first_step`` is the time until a run of ``tabletop_ppo_mlp`` prints its
-first iteration, evaluation before it included; the others are the time of the whole command. ``sizes`` has the numbers of each command;
+first iteration, including the evaluation before it; for other commands it is the time of the complete command. ``sizes`` has the numbers of each command;
 ``ours``, ``peer`` and ``ratio`` belong to the first command.
 """
 
@@ -53,7 +53,7 @@ def environment(tree: Path, threads: int) -> dict[str, str]:
 
 
 def run(tree: Path, command: list[str], threads: int) -> str:
-    """Run a command of a tree; return what it prints."""
+    """Run a command of a tree; return its output."""
     # Kept to as many cores as threads: the script of an old tree may set threads of its own.
     cores = ",".join(map(str, sorted(os.sched_getaffinity(0))[:threads]))
     command = ["taskset", "-c", cores, sys.executable, *command]
@@ -150,7 +150,7 @@ def main() -> None:
     parser.add_argument("commit")
     parser.add_argument("--experiment", default="quickstart")
     parser.add_argument("--benchmark", help="a script of benchmarks/ whose `ours` is a rate, instead of an experiment")
-    parser.add_argument("--commands", nargs="*", choices=COMMANDS, help="time before these commands answer; none: all")
+    parser.add_argument("--commands", nargs="*", choices=COMMANDS, help="time these commands; none: all")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 0, 0], help="one round for each")
     parser.add_argument("--rounds", type=int, default=5, help="of each command")
     parser.add_argument("--threads", type=int, default=1)

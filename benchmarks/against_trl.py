@@ -1,15 +1,15 @@
-"""The recipes next to TRL: supervised fine-tuning with packing, and iterations of GRPO; speed and memory.
+"""Compare the recipes with TRL: supervised fine-tuning with packing, and iterations of GRPO; speed and memory.
 
-Both sides train the same tiny model (float32, AdamW) in processes of their own, on the CPU with as many threads, and take their
-steps in turn. What TRL has on by default and ours not is switched off: gradient checkpointing, bfloat16, and the weights of the KL
+Both sides train the same tiny model (float32, AdamW) in separate processes, on the CPU with the same number of threads, and step
+alternately. Features that only TRL enables by default are switched off: gradient checkpointing, bfloat16, and the weights of the KL
 penalty (``use_bias_correction_kl``).
 
     python -m venv trl && trl/bin/pip install torch==2.13.0+cpu trl==1.16.0 transformers==5.19.0 datasets==5.2.0
     python benchmarks/against_trl.py sft --peer-python trl/bin/python [--length 1024] [--packed-rows 4] [--steps 12]
     python benchmarks/against_trl.py grpo --peer-python trl/bin/python [--beta 0.04] [--updates 1] [--iterations 8]
 
-``sft``: TRL packs the rows (``packing=True``, strategy ``bfd``) into rows of ``--length`` tokens, one to a forward pass, and tells which
-rows it has trained in a step; ours (``SFTTrainer`` of the recipes with ``sequence_packing``) trains the same rows with the same limit.
+``sft``: TRL packs the rows (``packing=True``, strategy ``bfd``) into rows of ``--length`` tokens, one to a forward pass, and reports the
+rows of each step; ours (``SFTTrainer`` of the recipes with ``sequence_packing``) trains the same rows with the same limit.
 The losses of the first step must agree to 1e-5, and gradient norms to 1e-5 of the norm. The control, a loss over prompts too, must not.
 All later losses must agree to 1e-3. ``ours`` and ``peer`` are medians of tokens a second, prompts included; no padding is counted.
 
@@ -17,10 +17,10 @@ All later losses must agree to 1e-3. ``ours`` and ``peer`` are medians of tokens
 with ``--beta`` the log-probabilities of the reference; ``--updates`` optimiser steps in micro-batches of ``--micro-batch`` rows. The
 answers are drawn and so differ, but nearly all have ``--answer-tokens`` tokens, because a random model ends one in ``--vocab-size``
 tokens; both numbers are reported and must agree to 2 %. The losses of given answers with stale log-probabilities must agree to 1e-5,
-and gradient norms to 1e-5 of the norm. The control, the same without staleness, must not. Deviations are scaled with n - 1 in TRL and
-with n in ours, so advantages are given here. ``ours`` and ``peer`` are medians of iterations a second.
+and gradient norms to 1e-5 of the norm. The control, the same without staleness, must not. The std divides by n - 1 in TRL and
+by n in ours, so advantages are given here. ``ours`` and ``peer`` are medians of iterations a second.
 
-``cpu_ratio`` compares seconds of processor time instead, which other programs on the machine change less. ``memory_mb`` is the peak of
+``cpu_ratio`` compares CPU seconds instead, which depend less on other programs of the machine. ``memory_mb`` is the peak of
 each process, and how much of it came with training, after imports and with the model loaded.
 """
 

@@ -1,4 +1,4 @@
-"""Controls of a learned correction: the same policy moved by one vector, or shaken, without any learning."""
+"""Baselines for a learned residual, without learning: the same policy with a constant offset, or with noise."""
 
 from __future__ import annotations
 

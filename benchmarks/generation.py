@@ -1,13 +1,13 @@
-"""Generation of action tokens: transformers' ``generate``, ours in torch, and vLLM, with the same weights and prompts.
+"""Generation of action tokens with the same weights and prompts: transformers' ``generate``, ours in torch, and vLLM.
 
 The job of all three: continue prompts of equal length by a fixed number of tokens sampled among the action tokens (the last
 ones of the vocabulary), and return their log-probabilities. ``ours`` is ``HuggingFaceGeneration(allowed_token_ids=...)``;
 ``peer`` is ``generate(do_sample=True)`` with a logits processor that leaves the action tokens, and
 ``compute_transition_scores``; ``vllm`` is ``VllmGeneration`` (left out, with the reason, where vLLM is not installed).
-``--all-tokens`` samples from the whole vocabulary instead.
+``--all-tokens`` samples from the full vocabulary instead.
 
 In float32, ours and the peer must choose the same greedy tokens, or the script stops. Times are medians of alternating calls.
-Beside them: what it takes to bring new weights to the engine. Ours uses the trainer's own tensors; vLLM gets a copy through
+In addition: the time to push new weights to the engine. Ours uses the trainer's own tensors; vLLM gets a copy through
 shared memory. ``ratio`` of the last line belongs to the worst case.
 
     python benchmarks/generation.py [--device cuda] [--dtype float32] [--batch-sizes 16 32] [--num-tokens 7 56]
@@ -77,7 +77,7 @@ def generate_with_transformers(
 
 
 def start_vllm(arguments: argparse.Namespace, folder: str, token_ids: list[int] | None) -> VllmGeneration | None:
-    """Start the engine with room for the largest batch."""
+    """Start the engine with capacity for the largest batch."""
     if importlib.util.find_spec("vllm") is None:
         print(f"vllm: skipped ({NO_VLLM})", flush=True)
         return None
@@ -185,7 +185,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--num-layers", type=int, default=8)
     parser.add_argument("--vocab-size", type=int, default=32064)
     parser.add_argument("--num-action-tokens", type=int, default=256)
-    parser.add_argument("--all-tokens", action="store_true", help="sample from the whole vocabulary")
+    parser.add_argument("--all-tokens", action="store_true", help="sample from the full vocabulary")
     return parser.parse_args()
 
 

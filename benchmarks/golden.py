@@ -1,17 +1,17 @@
-"""PPO, SAC and TD3 from scratch next to Stable-Baselines3: same tasks, settings, seeds, env steps and evaluation episodes.
+"""Compare PPO, SAC and TD3 from scratch with Stable-Baselines3: same tasks, settings, seeds, env steps and evaluation episodes.
 
     python benchmarks/golden.py --tasks hopper,halfcheetah --algorithms sac,td3 --seeds 0,1,2 --steps 200000 --out /tmp/golden
 
-A run of ours is ``rlinf train experiment=gymnasium_<task>_<algorithm> algorithm.preset=sb3``. The other library gets its settings from
+Our run is ``rlinf train experiment=gymnasium_<task>_<algorithm> algorithm.preset=sb3``. Stable-Baselines3 gets its settings from
 the same composed configuration. Each run is a process with one thread. Its policy is evaluated before training and after every
 ``trainer.eval_every`` iterations of the experiment, greedily, in the same 20 episodes for both libraries; this time does not count.
 
-A finished run is a JSON file in ``--out``, and is not made again. ``--record`` adds them to docs/golden_runs.json, whose rows the table
+A finished run is a JSON file in ``--out``, and is not repeated. ``--record`` adds them to docs/golden_runs.json, whose rows the table
 shows, too. ``--only table`` runs nothing. Several commands with different seeds can share a folder.
 
 The table has interquartile means over the seeds, with 95 % intervals of 10,000 stratified bootstrap samples (Agarwal et al. 2021,
 "Deep reinforcement learning at the edge of the statistical precipice"). In the last line, a return R counts as
-(R - S) / (P - S), S: before training, P: mean of the other library at the end; ``ratio`` is ours / peer, above 1: ours is better.
+(R - S) / (P - S), S: before training, P: final mean of Stable-Baselines3; ``ratio`` is ours / peer, above 1: ours is better.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def configured(overrides: Sequence[str]) -> Any:
 
 
 def run_ours(overrides: list[str]) -> Row:
-    """Train in a process of its own; return the curve, and seconds of training."""
+    """Train in a separate process; return the curve, and seconds of training."""
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch, "run")
         command = [
@@ -240,7 +240,7 @@ def run(row: Row, path: Path) -> None:
 
 
 def start(row: Row, path: Path) -> None:
-    """Make one run in a process with one thread; tell what came of it."""
+    """Run in a process with one thread; print the outcome."""
     path.parent.mkdir(parents=True, exist_ok=True)
     env = {**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     env["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [env.get("PYTHONPATH")])])

@@ -1,7 +1,7 @@
-"""An update of SAC on an actor: critics computed as one with a fused Adam, next to the same update written plainly.
+"""A SAC update with batched critics and a fused Adam, compared with a plain implementation.
 
 The plain update has a network for each critic, Adam as torch runs it on a CPU by default, and a loop over the targets' tensors. Both draw
-their batches from the same buffer and train on the same numbers of rows. They take turns, so that a busy machine slows both; the median of
+their batches from the same buffer and train on the same numbers of rows. They alternate, so that a busy machine slows both; the median of
 an update is compared. One thread, unless ``--threads`` says otherwise.
 
     python benchmarks/offpolicy_update.py [--updates 200] [--critics 2] [--hidden-size 128] [--batch-size 128] [--threads 1]

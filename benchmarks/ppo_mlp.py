@@ -1,14 +1,14 @@
-"""PPO on the state of the tabletop: env steps and seconds until 95 % of the held-out episodes succeed, next to Stable-Baselines3.
+"""PPO on the state of the tabletop, compared with Stable-Baselines3: env steps and seconds to 95 % success on held-out episodes.
 
 ``ours`` is ``rlinf train experiment=tabletop_ppo_mlp``; ``peer`` is Stable-Baselines3's PPO on the same simulator, with the same
-networks ([256, 256], tanh), the same number of env steps per update phase and one thread each, in an environment of its own:
+networks ([256, 256], tanh), the same number of env steps per update phase and one thread each, in a separate environment:
 
     python -m venv /tmp/sb3 && /tmp/sb3/bin/pip install torch==2.13.0 stable-baselines3==2.9.2 mujoco==3.3.0 omegaconf pyyaml pillow
     python benchmarks/ppo_mlp.py --peer-python /tmp/sb3/bin/python [--seeds 2,3,4,5,6] [--against daa9868]
 
 The peer runs twice, with its own defaults (10 epochs, batches of 64, learning rate 3e-4, gamma 0.99) and with the values of our
 experiment; the better median counts. Both policies are evaluated after every update phase on the same 100 episodes, greedily;
-this time does not count. Beside other work, compare processor seconds. ``--against REF`` also compares our env steps per second of training with those of a git ref.
+this time does not count. On a busy machine, compare CPU seconds. ``--against REF`` also compares our env steps per second of training with those of a git ref.
 Ratios are peer / ours: above 1 means that ours needs less.
 """
 

@@ -1,27 +1,27 @@
-"""Race of methods: held-out success against env steps, processor time and passes of the policy.
+"""Comparison of methods: held-out success against env steps, CPU time and forward passes.
 
-A seed is that of a whole pipeline: demonstrations, cloning, and what learns on the clone. With ``--one-clone SEED`` all
-start at the clone of that seed. This compares methods at less cost; its intervals do not say what another clone gives.
+A seed covers the full pipeline: demonstrations, behaviour cloning, and the method on the BC policy. With ``--one-clone SEED`` all
+methods start at the BC policy of that seed. This costs less, but its intervals do not cover the variation between BC policies.
 
-Four gaps: ``quickstart``, ``quickstart_turned``, ``quickstart_precise`` (the clone of ``quickstart_turned``, a
-smaller tolerance) and ``quickstart_two_headed``. PPO and GRPO train the whole policy. ``filtered``, ``hg_dagger`` and
-``recap`` clone from a folder of the clone's episodes, which the scripted person corrects; ``rlpd`` is ``residual`` with
-this folder. The others freeze the policy and train an actor. Controls learn no correction: the clone itself, uniform noise around its actions, the best constant of
-a grid (chosen on training episodes), and the best of eight of its own chunks by learned critics.
+Four gaps: ``quickstart``, ``quickstart_varied_offset``, ``quickstart_precise`` (the BC policy of ``quickstart_varied_offset``, a
+smaller tolerance) and ``quickstart_bimodal``. PPO and GRPO train the full policy. ``filtered``, ``hg_dagger`` and ``recap`` clone a
+folder of the BC policy's episodes with corrections by the scripted expert; ``rlpd`` is ``residual`` with this folder. The remaining
+methods freeze the policy and train an actor. Baselines without a learned residual: the BC policy itself, uniform noise on its
+actions, the best constant offset of a grid (chosen on training episodes), and the best of eight of its chunks by learned critics.
 
-    python benchmarks/race.py [--gaps quickstart_turned ...] [--methods residual ppo ...] [--seeds 41 42 43 44 45]
+    python benchmarks/race.py [--gaps quickstart_varied_offset ...] [--methods residual ppo ...] [--seeds 41 42 43 44 45]
                               [--one-clone SEED] [--output FOLDER] [overrides ...]
 
-Each (gap, method, seed) is a run folder in ``FOLDER/<gap>/own_clones`` or ``FOLDER/<gap>/one_clone_<SEED>``. What is
-there is kept: a race that was stopped, or is run in parts, continues with the same command. ``table.md`` and ``race.png``
-show all runs of the folder; ``--without-runs`` only makes these two. Overrides belong to every run: give another
-FOLDER with them. Needs matplotlib.
+Each (gap, method, seed) is a run folder in ``FOLDER/<gap>/own_clones`` or ``FOLDER/<gap>/one_clone_<SEED>``. Finished
+runs are not repeated: an interrupted comparison continues with the same command. ``table.md`` and ``race.png`` show all runs of
+the folder; ``--without-runs`` only writes these two. Overrides apply to every run: use a separate FOLDER with them. Needs
+matplotlib.
 
-Seconds are processor time of training, without evaluations; of cloning, by the clock. Env steps of a folder count. A pass is an observation that went through the policy:
-to act, to be scored, or to be trained on. The env steps of a seed to 90 % are those of its first evaluation of at
-least 90 %. The interval of a mean over seeds is Student's, that of a single seed Wilson's. ``ours`` and ``peer``
-are the median env steps of ``residual`` and PPO to 90 %, on the first gap where both reach it. The table marks the
-seeds that chose settings.
+Seconds are CPU time of training without evaluations, and wall time of cloning. Env steps of a folder count. A pass is one
+observation in a forward pass of the policy: to act, to be scored, or to be trained on. Env steps to 90 % are those of a seed's
+first evaluation with at least 90 %. The interval of a mean over seeds is Student's, that of a single seed Wilson's. ``ours`` and
+``peer`` are the median env steps of ``residual`` and PPO to 90 %, on the first gap where both reach it. The table marks the seeds
+with which settings were chosen.
 """
 
 from __future__ import annotations
@@ -81,9 +81,9 @@ class Gap:
 
 GAPS = {
     "quickstart": Gap(4_096, 61_440),
-    "quickstart_turned": Gap(12_288, 81_920),
-    "quickstart_precise": Gap(32_768, 81_920, "quickstart_turned"),  # the tolerance is all that differs
-    "quickstart_two_headed": Gap(12_288, 61_440),
+    "quickstart_varied_offset": Gap(12_288, 81_920),
+    "quickstart_precise": Gap(32_768, 81_920, "quickstart_varied_offset"),  # the tolerance is all that differs
+    "quickstart_bimodal": Gap(12_288, 61_440),
 }
 
 
@@ -452,7 +452,7 @@ def main() -> None:
     parser.add_argument("--gaps", nargs="+", choices=GAPS, default=list(GAPS))
     parser.add_argument("--methods", nargs="*", choices=METHODS, default=list(METHODS))
     parser.add_argument("--seeds", type=int, nargs="+", default=list(SEEDS))
-    parser.add_argument("--one-clone", type=int, metavar="SEED", help="start all seeds at the clone of this one")
+    parser.add_argument("--one-clone", type=int, metavar="SEED", help="start all seeds at the BC policy of this seed")
     parser.add_argument("--output", type=Path, default=Path("outputs/race"))
     parser.add_argument("--without-runs", action="store_true", help="only make the table and the image")
     parser.add_argument("overrides", nargs="*", help="Hydra overrides of all runs")

@@ -1,7 +1,7 @@
-"""Does RL do what more imitation cannot? The quickstart, with cloning continued for the same wall time next to it.
+"""Does RL exceed further imitation? The quickstart, compared with behaviour cloning for the same wall time.
 
-For each seed: behaviour cloning, then (a) PPO as in the quickstart, and (b) from the same cloned checkpoint and optimiser
-state, cloning on until as much training time has passed as (a) took in all. Both are evaluated greedily on the same
+For each seed: behaviour cloning, then (a) PPO as in the quickstart, and (b) from the same BC checkpoint and optimiser
+state, further cloning for the total training time of (a). Both are evaluated greedily on the same
 held-out episodes. ``ours`` and ``peer`` are the success rates of (a) and (b) over all seeds; ``figure.html`` in the output
 folder draws both against training time.
 

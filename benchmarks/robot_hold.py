@@ -1,8 +1,8 @@
-"""How long after `kill -9` of its policy's server, or of its camera's process, a robot makes its first action that holds.
+"""Time from `kill -9` of the policy server, or of the camera process, to the first holding action of the robot.
 
-Both act at 20 Hz in real time. The policy is `rlinf serve` of a checkpoint, in the middle of an episode; each kill comes at another moment of a step,
-and the next one after the server was started again. The camera's process sends 30 images a second. The newest one is kept, as
-`read_latest` of lerobot's cameras keeps it. Milliseconds are printed; required: at most 200. There is no peer to compare with.
+Both act at 20 Hz in real time. The policy is `rlinf serve` of a checkpoint, in the middle of an episode; each kill comes at a different time within a step,
+and the next one after the server has restarted. The camera's process sends 30 images a second. Only the newest one is
+used, as with `read_latest` of lerobot's cameras. Milliseconds are printed; required: at most 200. There is no peer for a comparison.
 
     python benchmarks/robot_hold.py [--checkpoint outputs/quickstart/latest] [--kills 10] [--port 8031]
 """

@@ -1,11 +1,11 @@
-"""Rollout speed: env steps per second end to end, against the slower of its two parts alone.
+"""Rollout speed: env steps per second end to end, compared with the slower of its two parts.
 
-``ours`` are two processes that act for, and step, a fraction of the envs each (``rollout.worker_processes=2``). ``threads`` is the same with two
+``ours`` is two processes, each with policy and half of the envs (``rollout.worker_processes=2``). ``threads`` is the same with two
 worker threads of this process. ``peer`` is the slower of stepping and rendering the same envs with given
-actions, and of running the same policy on given observations with all of torch's threads. Doing one after the other reaches
+actions, and of running the same policy on given observations with all of torch's threads. In sequence, they reach
 ``1 / (1/env + 1/policy)``, printed as ``in_turn``. The first size is the quickstart's.
 
-All take turns in each round, and ``ratio`` is the median over rounds, so that a busy moment of the machine slows all alike.
+All alternate in each round, and ``ratio`` is the median over rounds, so that a busy machine slows all of them equally.
 
     python benchmarks/rollout.py [--num-envs 64 128 256] [--rounds 7]
 """
@@ -45,7 +45,7 @@ def seconds_of(functions: dict[str, Callable[[], object]], rounds: int) -> dict[
 
 
 def measure(num_envs: int, num_chunks: int, rounds: int) -> dict[str, float]:
-    """Env steps per second of the parts and of the whole."""
+    """Env steps per second of the parts and of the rollout."""
     config = build_config(
         compose_config(["experiment=quickstart", f"rollout.num_envs={num_envs}", "rollout.worker_processes=2"])
     )

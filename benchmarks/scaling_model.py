@@ -1,7 +1,7 @@
-"""Predict an iteration on more GPUs than were measured, and check the model on this machine.
+"""Prediction of the iteration time on more GPUs than were measured, and a check of the model on this machine.
 
 Without arguments, one worker is measured with two numbers of envs, and the times of 2 and 4 workers are predicted from these and
-compared with what they take: workers are processes that play (``rollout.worker_processes``), or ranks (``cluster.num_processes``).
+compared with what they take: workers are rollout processes (``rollout.worker_processes``), or ranks (``cluster.num_processes``).
 Envs and losses sleep as long as heavy ones compute, so that the cores of this machine do not limit; what sleeps is the same for
 all numbers of workers. Rank 0's clock is used. It takes about seven minutes. The last line is one JSON object: ``ours`` is the largest relative error of an
 iteration, ``peer`` the largest that is accepted.
@@ -11,8 +11,8 @@ iteration, ``peer`` the largest that is accepted.
     python benchmarks/scaling_model.py --oft
     python benchmarks/scaling_model.py --runs outputs/half outputs/whole [--gpus-per-node 8 --gpu-link 400e9 --node-link 400e9]
 
-``--runs`` takes folders of runs. Those of one process that trains and plays, which differ in ``rollout.num_envs``, give the model. All
-others (more ranks, processes or rollout workers) are compared with what it predicts for them, so a small cluster can check the model before a
+``--runs`` takes folders of runs. Runs of a single process with different ``rollout.num_envs`` give the model. All
+remaining runs (more ranks, processes or rollout workers) are compared with its predictions, so a small cluster can check the model before a
 large one is rented. Then it prints a table for 1 to 1024 GPUs with as many envs on each GPU as the largest run of one process had.
 ``--example`` prints this table for a 7B policy, from estimates. ``--oft`` prints where they come from, with every assumption: samples
 per second of OpenVLA-OFT 7B with LoRA on 8 H100, from FLOPs and launches, with and without three changes.
@@ -374,7 +374,7 @@ def check(sleep_s: float, iterations: int) -> dict:
 
 def table(work: Workload, machine: Machine, pushed_bytes: float) -> None:
     """Print an iteration on 1 to 1024 GPUs, with as many envs on each, and what limits it at 8, 64 and 1024."""
-    print(f"{'GPUs':>5} {'placement':>10} {'trainers':>8} {'players':>8} {'seconds':>9} {'samples/s':>10}  limit")
+    print(f"{'GPUs':>5} {'placement':>10} {'trainers':>8} {'workers':>8} {'seconds':>9} {'samples/s':>10}  limit")
     for gpus in (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024):
         for placement in PLACEMENTS:
             if placement != "colocated" and gpus == 1:

@@ -1,6 +1,6 @@
-"""What `rlinf serve` costs: a round trip with two cameras against a call in this process, and eight clients at once against one after the other.
+"""Cost of `rlinf serve`: a round trip with two cameras against a local call, and eight concurrent clients against sequential ones.
 
-The server is the command in a process of its own, the clients talk to it on loopback. Round trips and calls in this process alternate, act on the
+The server is the command in a separate process; clients connect over loopback. Round trips and calls in this process alternate, act on the
 same observations with the same policy and as many rows, and must return the same bits; ``overhead_ms`` is the difference of the medians
 (required: at most 5). Of the clients, ``ours`` counts observations per second of all at once, ``peer`` of the same ones one after the other on
 the same server, where each call is filled up to as many rows. ``peer_unfilled`` is one after the other on a server with ``max_batch=1``, which

@@ -1,4 +1,4 @@
-"""Processor time of an image of the SO-101 arm: few triangles against the package's meshes and settings, in one run.
+"""CPU time of rendering the SO-101 arm: simplified meshes against the package's meshes and settings.
 
     python benchmarks/so101_images.py --save images.png
 

@@ -1,7 +1,7 @@
-"""Two processes that take turns, ours and TRL's, for ``against_trl.py``; run as a script, this file is the side of TRL.
+"""Two alternating processes, ours and TRL's, for ``against_trl.py``; as a script, this file is TRL's side.
 
 ``Side(python, script, settings)`` starts a process. The script reads the settings, and answers messages until there are none, with
-``serve``. Each side has a Python of its own: TRL's has no rlinf, and ours no TRL, so TRL is imported where it is used. Its trainer
+``serve``. Each side has a separate Python: TRL's has no rlinf, and ours no TRL, so TRL is imported where it is used. Its trainer
 runs in a thread and waits between steps, so that the two sides take turns.
 """
 

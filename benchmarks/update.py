@@ -1,8 +1,8 @@
 """Speed of one PPO update of the quickstart, and how much of the machine's matrix-product speed it reaches.
 
-``ours`` is samples per second of ``TrainWorker.update`` (forward, loss, backward, clipping, AdamW) over a whole rollout.
-``peer`` is what these samples would take if the machine did nothing but the same number of multiplications at its measured
-matmul speed: the best over the sizes of the model's largest layers and a large square, in the same dtype and threads. Their
+``ours`` is samples per second of ``TrainWorker.update`` (forward, loss, backward, clipping, AdamW) over a complete rollout.
+``peer`` is the speed if the machine only did the same number of multiplications at its measured matmul
+speed: the best over the sizes of the model's largest layers and a large square, in the same dtype and threads. Their
 ratio is the model FLOPs utilisation of the update.
 
     python benchmarks/update.py [--rounds 5] [overrides ...]

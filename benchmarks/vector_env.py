@@ -1,4 +1,4 @@
-"""Our vector env against gymnasium's synchronous and asynchronous vector envs, on the same scene, in one run.
+"""Our vector env compared with gymnasium's synchronous and asynchronous vector envs on the same scene.
 
 Every side steps the tabletop task "reach" with random actions, resets where an episode ends (in the same step), and
 renders a 64 px image of every env at every step. The peers get single envs that call the simulator directly, each

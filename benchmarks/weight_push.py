@@ -1,6 +1,6 @@
-"""Push bf16 weights to another process through shared memory; the peer is one memcpy of as many bytes.
+"""A push of bf16 weights to a different process through shared memory, compared with one memcpy of the same bytes.
 
-Both are timed in turn, one torch thread in each process; the best of all rounds counts. The two processes work at the same time,
+Both are timed alternately, with one torch thread in each process; the best of all rounds counts. The two processes work at the same time,
 so on a machine without two free cores the ratio is that of their sum: the CPU times of both sides are printed too.
 The last line is a JSON object.
 """
@@ -42,7 +42,7 @@ class Remote:
     def send(self, command: str, payload: Any) -> None:
         self.connection.send((command, payload))
 
-    def answer(self, command: str) -> Any:
+    def reply(self, command: str) -> Any:
         return self.connection.recv()
 
 

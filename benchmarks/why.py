@@ -1,10 +1,10 @@
-"""How often `rlinf why` tells the outcome of a run and its cause, and how often it names a wrong key or accuses a healthy run.
+"""How often `rlinf why` reports the outcome of a run and its cause, a wrong key, or a fault in a healthy run.
 
-There are two sets, counted apart. The first is made here: each fault is injected into a short run on a CPU, beside healthy runs of
-several algorithms and seeds. Thresholds were chosen on the runs marked with *, and later on all of them. The second is held out:
-runs of three tasks, recorded in `tests/fixtures/why_heldout.jsonl` by somebody who had not read the rules.
+There are two sets, counted apart. The first is made here: each fault is injected into a short run on a CPU, in addition to healthy runs
+of several algorithms and seeds. Thresholds were chosen on the runs marked with *, and later on all of them. The second is held out:
+runs of three tasks, recorded in `tests/fixtures/why_heldout.jsonl` by an author who had not read the rules.
 
-A cause is right if a rule or a key that it says is one of those of the fault; a key is wrong if it is not among them. The peer is a
+A cause is right if a reported rule or key belongs to the fault; a key is wrong if it does not. The peer is a
 reader who compares success before and after, and finds a fault in every run whose last success rate is not certainly above its first.
 
     python benchmarks/why.py [--only NAME ...] [--folder outputs/why] [--read] [--held-out]

@@ -58,7 +58,7 @@ def parse_json(content: bytes, path: str | os.PathLike, line: int = 1, **options
 
 def parse_json_lines(content: bytes, path: str | os.PathLike) -> list[Any]:
     """Return the values of a JSON-lines file; raise TextFileError as ``parse_json``."""
-    # Not `splitlines`: it also splits at separators (U+2028) that may be inside a JSON string.
+    # Not `splitlines`, which also splits at carriage returns.
     return [parse_json(line, path, n) for n, line in enumerate(content.split(b"\n"), start=1) if line.strip()]
 
 

@@ -55,7 +55,7 @@ def open_image(image: Any, folder: Path = Path(), name: str = "") -> Image.Image
 
 def to_rgb(image: Image.Image, name: str = "the image") -> Image.Image:
     """Return a PIL image upright (EXIF) and in RGB, transparent pixels over white; raise ImageError for 16 bits and floats."""
-    # Colour files with 16 bits per channel do not get here: Pillow has read their upper 8 bits.
+    # Colour files with 16 bits per channel pass this check: Pillow has read only their upper 8 bits.
     if image.mode not in MODES:
         raise ImageError(f"{name} has pixels of the mode '{image.mode}' (16 or 32 bits, or floats), without the values of black and "
                          "white; required: 8 bits per channel. Scale them to 0 to 255 and save them as uint8.")  # fmt: skip

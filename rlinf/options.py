@@ -1,4 +1,4 @@
-"""Documented configuration fields of dataclasses, and strict conversion from a mapping to the dataclass."""
+"""Documented configuration fields, and strict conversion from a mapping to a configuration dataclass."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from typing import Annotated, Any
 from rlinf.errors import ConfigError, RLinfError, closest, did_you_mean
 
 LARGEST = 2**32
-"""Largest number, also as seconds, of an option without a maximum of its own; far above it numbers overflow somewhere."""
+"""Maximum of an option without ``maximum``, as a number or as seconds. Larger values overflow somewhere."""
 
 PathText = Annotated[str, "path"]
-"""Type of options that may name a file or folder: a leading ``~`` means the home folder."""
+"""Type of options for files or folders: a leading ``~`` means the home folder."""
 LITERAL = r"For the text ${...} itself, write '\${...}'"
 
 
@@ -36,9 +36,9 @@ def option(
 
     Args:
         default: Lists, dicts and dataclasses are copied for each instance.
-        help: One sentence, with the unit, for the configuration reference.
+        help: One short statement with the unit, for the configuration reference.
         choices: Accepted values.
-        minimum, maximum: Smallest and largest accepted number; null is accepted if the type allows it.
+        minimum, maximum: Inclusive bounds; null is accepted if the type allows it.
         below: Exclusive upper bound.
     """
     metadata = {"help": help, "choices": choices, "minimum": minimum, "maximum": maximum, "below": below}
@@ -53,16 +53,16 @@ def public_fields(cls: type) -> dict[str, dataclasses.Field]:
 
 
 def from_mapping(cls: type, mapping: Mapping[str, Any], path: str = "") -> Any:
-    """Build a configuration dataclass, whose fields are ``option``s, from a plain mapping or ``DictConfig``, strictly.
+    """Build a configuration dataclass, whose fields are ``option``s, strictly from a plain mapping or ``DictConfig``.
 
     Missing keys take the dataclass default. An integer is accepted as a float; nothing else is converted. Raise
     ConfigError if a key is unknown, or a value has the wrong type, is not among the choices or is out of bounds. ``path`` is the
-    dotted path of ``mapping`` in the whole configuration, for messages.
+    dotted path of ``mapping`` in the configuration, for messages.
     """
     mapping = plain_container(mapping)
     if not isinstance(mapping, Mapping):
-        found, keys = f"{path or 'The configuration'} is {override_text(mapping)!r}", ", ".join(public_fields(cls))
-        raise ConfigError(f"{found}; required: a section with the keys {keys}.")
+        problem, keys = f"{path or 'The configuration'} is {override_text(mapping)!r}", ", ".join(public_fields(cls))
+        raise ConfigError(f"{problem}; required: a section with the keys {keys}.")
     known, hints, values = public_fields(cls), typing.get_type_hints(cls, include_extras=True), {}
     for key, value in mapping.items():
         dotted = f"{path}.{key}" if path else str(key)
@@ -84,19 +84,19 @@ def to_mapping(config: Any) -> dict[str, Any]:
     return {name: _plain(getattr(config, name)) for name in public_fields(type(config))}
 
 
-def check_arguments(words: typing.Iterable[str], keys: typing.Iterable[str]) -> None:
-    """Raise ConfigError for a word that is not ``key=value``; ``keys`` are the keys of the command."""
-    for word in words:
-        if "=" not in word:
-            raise ConfigError(f"'{word}' is not a key=value; keys are {', '.join(keys)}.")
+def check_arguments(arguments: typing.Iterable[str], keys: typing.Iterable[str]) -> None:
+    """Raise ConfigError for an argument that is not ``key=value``; ``keys`` are the keys of the command."""
+    for argument in arguments:
+        if "=" not in argument:
+            raise ConfigError(f"'{argument}' is not a key=value; keys are {', '.join(keys)}.")
 
 
 def unknown_key_message(
     dotted: str, value: Any, known: typing.Iterable[str], hints: Mapping[str, Any] | None = None
 ) -> str:
-    """Return a message that a key does not exist, with the known keys of its section and the override to set instead.
+    """Return the message for an unknown key, with the known keys of its section and the override to set instead.
 
-    ``hints`` are the types of the known keys: the value of a list is shown in brackets.
+    ``hints`` are the types of the known keys: values of lists are shown in brackets.
     """
     section, dot, key = dotted.rpartition(".")
     names = list(known)
@@ -106,14 +106,14 @@ def unknown_key_message(
 
 
 def override_of(dotted: str, value: Any, hint: Any = Any) -> str:
-    """Return ``key=value`` as the command line takes it; a single item for a list gets brackets and quotes."""
+    """Return ``key=value`` in the syntax of the command line; a single item of a list gets brackets and quotes."""
     if not _match(value, hint)[0] and _match([value], hint)[0]:
         return f"'{dotted}={override_text([value])}'"
     return f"{dotted}={override_text(value)}"
 
 
 def override_text(value: Any) -> str:
-    """Return a value as the command line takes it: ``null``, ``true``, ``[1,2]``; ``...`` for a section."""
+    """Return a value in the syntax of the command line: ``null``, ``true``, ``[1,2]``; ``...`` for a section."""
     if value is None:
         return "null"
     if isinstance(value, bool):
@@ -126,7 +126,7 @@ def override_text(value: Any) -> str:
 
 
 def type_name(hint: Any) -> str:
-    """Return a type in the words of the configuration reference: ``int``, ``list of str``, ``float or null``."""
+    """Return the name of a type in the configuration reference: ``int``, ``list of str``, ``float or null``."""
     if hint is type(None):
         return "null"
     if hint is Any:
@@ -142,9 +142,9 @@ def type_name(hint: Any) -> str:
 
 @contextmanager
 def fixed_by_settings(section: str, **renamed: str | None) -> Iterator[None]:
-    """Have library errors that are raised inside name the override to set instead of the argument to pass.
+    """Replace "Pass argument=value" by "Set key=value" in library errors that are raised inside.
 
-    ``section`` holds the settings; ``renamed`` maps arguments to settings where their names differ, or to None where there is none.
+    ``section`` holds the keys; ``renamed`` maps arguments to keys of a different name, or to None if there is no key.
     """
     try:
         yield
@@ -197,18 +197,19 @@ def _convert(value: Any, hint: Any, dotted: str, field: dataclasses.Field) -> An
     if not accepted:
         if _match([value], hint)[0]:
             example = override_of(dotted, value, hint)
-        elif isinstance(value, (int, float, date, time)) and _match("", hint)[0]:  # which a text looks like
+        # The command line has parsed a text such as 1e3 or 2026-01-01 as a number or a date; quotes keep it a text.
+        elif isinstance(value, (int, float, date, time)) and _match("", hint)[0]:
             example = f"'{dotted}=\"{override_text(value)}\"'"
         elif isinstance(value, list) and value and _match(value[0], hint)[0]:
-            one, all_of_them = override_text(value[0]), ",".join(map(override_text, value))
-            example = f"{dotted}={one}, or -m {dotted}={all_of_them} for one run of each"
-        found = f"{dotted} is {override_text(value)!r} ({type(value).__name__})"
-        raise ConfigError(f"{found}; required: {type_name(hint)}. Set e.g. {example}")
+            first, all_values = override_text(value[0]), ",".join(map(override_text, value))
+            example = f"{dotted}={first}, or -m {dotted}={all_values} for one run of each"
+        problem = f"{dotted} is {override_text(value)!r} ({type(value).__name__})"
+        raise ConfigError(f"{problem}; required: {type_name(hint)}. Set e.g. {example}")
     choices = field.metadata.get("choices")
     if choices and converted is not None and converted not in choices:
         close = closest(str(converted), map(str, choices)) or override_text(choices[0])
-        found, names = f"{dotted} is {override_text(converted)!r}", ", ".join(map(override_text, choices))
-        raise ConfigError(f"{found}; required: one of {names}. Set {dotted}={close}")
+        problem, names = f"{dotted} is {override_text(converted)!r}", ", ".join(map(override_text, choices))
+        raise ConfigError(f"{problem}; required: one of {names}. Set {dotted}={close}")
     numbers = converted if isinstance(converted, list) else [converted]
     if any(isinstance(number, float) and not math.isfinite(number) for number in numbers):
         what = "a finite number" if numbers is not converted else "finite numbers"
@@ -224,20 +225,20 @@ def _convert(value: Any, hint: Any, dotted: str, field: dataclasses.Field) -> An
 
 
 def _section_class(hint: Any) -> type | None:
-    """Return the dataclass of a section, which may also be null; None for any other type."""
+    """Return the dataclass of a section or an optional section; None for any other type."""
     types_of_value = [item for item in typing.get_args(hint) or (hint,) if item is not type(None)]
     is_section = len(types_of_value) == 1 and dataclasses.is_dataclass(types_of_value[0])
     return types_of_value[0] if is_section else None
 
 
 def bounds_text(metadata: Mapping[str, Any]) -> str:
-    """Return the accepted numbers in words: ``at least 0 and below 1``; empty without bounds."""
-    words = (("minimum", "at least"), ("maximum", "at most"), ("below", "below"))
-    return " and ".join(f"{word} {metadata[key]}" for key, word in words if metadata.get(key) is not None)
+    """Describe the bounds: ``at least 0 and below 1``; empty without bounds."""
+    labels = (("minimum", "at least"), ("maximum", "at most"), ("below", "below"))
+    return " and ".join(f"{label} {metadata[key]}" for key, label in labels if metadata.get(key) is not None)
 
 
 def keys_help(kind: type, width: int) -> str:
-    """Return each key of a configuration dataclass with its default, choices, bounds and meaning."""
+    """Return the help text of a configuration dataclass: each key with default, choices, bounds and meaning."""
     lines, defaults, indent = [], to_mapping(kind()), " " * 6
     for name, field in public_fields(kind).items():
         limits = " | ".join(map(override_text, field.metadata["choices"] or ())) or bounds_text(field.metadata)
@@ -253,7 +254,7 @@ def _within(number: float, metadata: Mapping[str, Any]) -> bool:
 
 
 def _match(value: Any, hint: Any) -> tuple[bool, Any]:
-    """Return whether ``value`` is of type ``hint``, and the value as that type."""
+    """Return whether ``value`` is of type ``hint``, and the converted value."""
     if hint is Any:
         return True, value
     if hint is PathText:
@@ -270,6 +271,7 @@ def _match(value: Any, hint: Any) -> tuple[bool, Any]:
         return isinstance(value, Mapping), copy.deepcopy(value)
     if hint is float and isinstance(value, int) and not isinstance(value, bool):
         return True, float(value)
+    # Python's bool is an int: `batch_size=true` must not count as 1.
     if isinstance(value, bool) and hint is not bool:
         return False, value
     return isinstance(value, hint), value

@@ -1,4 +1,4 @@
-"""Registries of models, envs and algorithms: built in, registered by user code, or by other packages' entry points."""
+"""Registries of models, envs and algorithms: built-in, registered by user code, or by entry points of other packages."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from rlinf.imports import import_string
 T = TypeVar("T")
 
 installed_points = functools.cache(entry_points)
-"""Return the entry points of all installed packages, whose hundreds of files are read once."""
+"""Return the entry points of all installed packages. Cached, because it reads hundreds of files."""
 
 BUILTIN, USER_CODE = "rlinf", "user code"
 _origins = [USER_CODE]
@@ -24,7 +24,7 @@ _origins = [USER_CODE]
 
 @dataclass(frozen=True)
 class Entry:
-    """A name of the configuration, and its object or ``"module:attribute"``, imported at first use."""
+    """A registered name, and its object or ``"module:attribute"``, which is imported at first use."""
 
     name: str
     target: Any
@@ -46,10 +46,10 @@ class Registry(Generic[T]):
     """Lazily imported objects by name.
 
     Args:
-        kind: What the names stand for, in messages (``"env"``).
+        kind: Kind of the objects, in messages (``"env"``).
         group: Entry-point group of other packages (``"rlinf.envs"``).
         builtin: Name to ``"module:attribute"``.
-        configs: Name of a built-in class to the ``"module:attribute"`` of its ``config_class``, where that loads less.
+        configs: Name of a built-in class to the ``"module:attribute"`` of its ``config_class``, if that imports less.
 
     Attributes:
         hidden: Entry points that are ignored because their name was taken.
@@ -64,7 +64,7 @@ class Registry(Generic[T]):
         self._scanned = False
 
     def register(self, name: str, target: Any, origin: str | None = None) -> None:
-        """Add or replace a name; ``origin`` is by default the one of ``registering``."""
+        """Add or replace a name; ``origin`` is by default that of ``registering``."""
         self._entries[name] = Entry(name, target, origin or _origins[-1])
 
     def entries(self) -> dict[str, Entry]:
@@ -87,7 +87,8 @@ class Registry(Generic[T]):
     def config_class(self, name: str) -> type:
         """Return the configuration dataclass of a registered class; raise ConfigError as ``get``."""
         entry = self.entries().get(name)
-        is_known = name in self._configs and entry.origin == BUILTIN  # and no class of a user has replaced it
+        # A user's class that replaces a built-in one has its own configuration.
+        is_known = name in self._configs and entry.origin == BUILTIN
         return import_string(self._configs[name]) if is_known else self.get(name).config_class
 
     def get(self, name: str) -> T:
@@ -108,5 +109,5 @@ class Registry(Generic[T]):
         except AttributeError as error:
             raise ConfigError(
                 f"The {self.kind} '{name}' of {entry.origin} is registered as '{entry.target}', which does not exist: {error}. "
-                f"Required: module:attribute. Fix the registration, or set another {self.kind}"
+                f"Required: module:attribute. Fix the registration, or set a different {self.kind}"
             ) from error

@@ -1,13 +1,13 @@
-"""Names of the files and folders of a run, an evaluation and a checkpoint, besides those of transformers' model folders."""
+"""Names of the files and folders of a run, an evaluation and a checkpoint, except those of transformers' model folders."""
 
 # Of a run and of an evaluation
-LATEST = "latest"  # link next to the run folders of an experiment, to the last one that started to have checkpoints
+LATEST = "latest"  # link next to the run folders of an experiment, to the last run that started to write checkpoints
 LOCK_FILE, CONFIG_FILE, MANIFEST_FILE = ".lock", "config.yaml", "manifest.json"
 METRICS_FILE, DAMAGED_FILE = "metrics.jsonl", "metrics.damaged.jsonl"
 SUMMARY_FILE, REPORT_FILE = "summary.json", "report.html"  # written last
 PROFILE_FOLDER, TENSORBOARD_FOLDER, FAILED_BATCH_FOLDER = "profile", "tensorboard", "failed_batch"
-REFERENCE_FILE = "reference.safetensors"  # the trained weights with which RL started, for a KL penalty
-FROZEN_FOLDER = "frozen"  # the policies below the heads of the checkpoints, by the digests of their weights
+REFERENCE_FILE = "reference.safetensors"  # the trained weights at the start of RL, for a KL penalty
+FROZEN_FOLDER = "frozen"  # the base policies of the checkpoints' actors, by the digests of their weights
 SAMPLES_FOLDER = "samples"  # completions and rewards of each validation of a recipe
 
 # Of an evaluation
@@ -17,8 +17,8 @@ CLASSIFIER_FILE, CLASSIFIER_WEIGHTS = "classifier.json", "classifier.safetensors
 TIMING_FILE = "timing.json"  # lateness, latencies and lost steps of a robot
 PARTIAL_FILE = "result.partial.jsonl"  # of rank 0; rank 2 writes to result.partial.2.jsonl
 VIDEOS_FOLDER, RECORDINGS_FOLDER = "videos", "episodes"
-STARTS_FOLDER = "starts"  # first images of the episodes of a robot whose scene a person puts back
-ROBOT_EPISODES_FOLDER = "recorded"  # episodes of a robot, until a dataset is made of them
+STARTS_FOLDER = "starts"  # first images of a robot's episodes, for an operator who resets the scene
+ROBOT_EPISODES_FOLDER = "recorded"  # episodes of a robot, before the export to a dataset
 BASELINE_FOLDER = "episodes_of_baseline"  # copies of the recordings of the baseline, so that the folder can be moved
 AUDIT_FILE, PARTIAL_AUDIT = "audit.json", "audit.partial"
 CONDITIONS_FILE, RECORDS_FILE = "conditions.json", "records.npz"  # of an unfinished audit
@@ -26,7 +26,7 @@ CONDITIONS_FILE, RECORDS_FILE = "conditions.json", "records.npz"  # of an unfini
 # Of a checkpoint
 CHECKPOINTS_FOLDER, SAFETENSORS_FOLDER, FINAL_FOLDER = "checkpoints", "safetensors", "final"
 STATE_FILE, TRAINER_FOLDER, RANDOM_FOLDER = "state.json", "trainer_state", "rng"
-ROLLBACKS_FILE = "rollbacks.json"  # how often a run has gone back to it, and the halved trainer.learning_rate
+ROLLBACKS_FILE = "rollbacks.json"  # number of rollbacks to it, and the halved trainer.learning_rate
 MODEL_FOLDER, ADAPTER_FOLDER = "model", "adapter"
 ADAPTER_FILE, FULL_FILE = "adapter_model.safetensors", "trained_in_full.safetensors"
 STATISTICS_FILE = "dataset_statistics.json"

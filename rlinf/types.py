@@ -1,12 +1,12 @@
 """Types that cross module boundaries, with their shapes.
 
-Axes: ``B`` parallel envs (or rows of a batch), ``T`` chunks of a rollout, ``C`` actions per chunk, ``D`` numbers per
-action, ``A`` log-probability columns per policy call (``C * D`` for a token policy), ``K`` numbers that describe a
-sample (``A`` tokens, or a whole denoising chain), ``H, W`` pixels, ``S`` state width.
+Axes: ``B`` parallel envs (or batch rows), ``T`` chunks of a rollout, ``C`` actions per chunk, ``D`` action dimensions, ``A``
+log-probability columns per policy call (``C * D`` for a token policy), ``K`` values of a sample (``A`` tokens, or an entire
+denoising chain), ``H, W`` pixels, ``S`` state dimensions.
 
-Clocks: an *env step* is one simulator step. A *chunk* is one policy call and the ``C`` env steps that it decides. An
-*iteration* is one rollout and its updates. Within an update, an *optimiser step* trains one minibatch. A bare ``step``
-is an iteration in ``rlinf.rollout`` and ``rlinf.training``, an env step in ``rlinf.envs``, an optimiser step in cloning.
+Time: an *env step* is one simulator step. A *chunk* is one policy call and its ``C`` env steps. An *iteration* is one rollout and its
+updates. Within an update, an *optimiser step* trains one minibatch. A bare ``step`` is an iteration in ``rlinf.rollout`` and
+``rlinf.training``, an env step in ``rlinf.envs``, an optimiser step in behaviour cloning.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, order=True)
 class EpisodeSpec:
-    """Everything that defines an episode before the policy acts: equal specs give bit-identical first observations.
+    """The initial conditions of an episode: equal specs give bit-equal first observations.
 
     Attributes:
         suite: Name of the task suite (``"tabletop"``).
         task_id: Index into the suite's tasks.
         init_state_id: Index of the task's initial state; training and evaluation ranges are disjoint.
-        seed: Seeds everything random inside the episode.
+        seed: Seed of all randomness in the episode.
     """
 
     suite: str
@@ -41,16 +41,16 @@ class EpisodeSpec:
 
 @dataclass(frozen=True)
 class EnvSpec:
-    """The observations of an environment, known from its settings before it is built.
+    """The observation space of an environment, known from its settings before it is built.
 
     Attributes:
         name: ``env.name``.
-        cameras: Names of the images, in their order.
-        default_cameras: Cameras that it shows unless its settings name others.
+        cameras: Names of the images, in order.
+        default_cameras: Cameras without an explicit setting.
         image_size: Height and width of an image in pixels.
-        state_dim: Width of ``Observation.state``; 0: no state; None: not known yet.
-        override_for_state: ``(narrowest, widest) -> override`` of the env's settings under which the state is that wide, such
-            as ``env.state=proprio``; None: impossible.
+        state_dim: Dimensions of ``Observation.state``; 0: no state; None: unknown.
+        override_for_state: ``(min_dim, max_dim) -> override``, such as ``env.state=proprio``, for a state of these dimensions; None:
+            impossible.
     """
 
     name: str
@@ -63,15 +63,15 @@ class EnvSpec:
 
 @dataclass
 class Observation:
-    """What a policy sees of ``B`` envs.
+    """The observations of ``B`` envs.
 
     Attributes:
         images: Camera name to uint8 ``[B, H, W, 3]``.
         state: float32 ``[B, S]`` or None.
-        instruction: ``B`` sentences.
-        is_resized: The images are as ``ActionModel.resize_images`` returns them.
-        is_cropped: A part was cut out at random and enlarged (``sft.augment``), in the place of a policy's centre crop.
-        suffixes: What a policy reads after each instruction; None: its own ``prompt_suffix``.
+        instruction: ``B`` strings.
+        is_resized: ``ActionModel.resize_images`` has resized the images.
+        is_cropped: The images have a random crop (``sft.augment``), which replaces the policy's centre crop.
+        suffixes: Text after each instruction in the prompt; None: the policy's ``prompt_suffix``.
     """
 
     images: dict[str, np.ndarray]
@@ -104,8 +104,8 @@ class Observation:
         state = None if self.state is None else self.state.copy()
         if state is not None:
             state[index] = rows.state
-        sentences = dict(zip(index.tolist(), rows.instruction, strict=True))
-        return Observation(images, state, [sentences.get(row, old) for row, old in enumerate(self.instruction)])
+        instructions = dict(zip(index.tolist(), rows.instruction, strict=True))
+        return Observation(images, state, [instructions.get(row, old) for row, old in enumerate(self.instruction)])
 
     @staticmethod
     def concatenate(parts: Sequence[Observation]) -> Observation:
@@ -114,19 +114,19 @@ class Observation:
         return Observation(
             images={name: np.concatenate([part.images[name] for part in parts]) for name in first.images},
             state=None if first.state is None else np.concatenate([part.state for part in parts]),
-            instruction=[sentence for part in parts for sentence in part.instruction],
+            instruction=[instruction for part in parts for instruction in part.instruction],
             is_resized=first.is_resized,
         )
 
     @staticmethod
-    def stack_history(moments: Sequence[Observation]) -> Observation:
-        """Return the same rows at several moments, the present one last: images ``[B, M, H, W, 3]``, state ``[B, M, S]``."""
-        present = moments[-1]
+    def stack_history(history: Sequence[Observation]) -> Observation:
+        """Stack ``M`` consecutive observations, the latest last: images ``[B, M, H, W, 3]``, state ``[B, M, S]``."""
+        latest = history[-1]
         return Observation(
-            images={name: np.stack([each.images[name] for each in moments], 1) for name in present.images},
-            state=None if present.state is None else np.stack([each.state for each in moments], 1),
-            instruction=present.instruction,
-            is_resized=present.is_resized,
+            images={name: np.stack([observation.images[name] for observation in history], 1) for name in latest.images},
+            state=None if latest.state is None else np.stack([observation.state for observation in history], 1),
+            instruction=latest.instruction,
+            is_resized=latest.is_resized,
         )
 
 
@@ -135,8 +135,8 @@ class ActionPrediction(NamedTuple):
 
     Attributes:
         actions: ``[B, C, D]`` float32 in env units.
-        sequences: Token policies: ``[B, L + A]`` prompt and action tokens. Other policies: ``[B, K]``, from which
-            ``evaluate_actions`` scores the same actions (flow policies: the denoising chain).
+        sequences: Token policies: ``[B, L + A]`` prompt and action tokens. Other policies: ``[B, K]``, the input of
+            ``evaluate_actions`` for the same actions (flow policies: the denoising chain).
         logits: Token policies: ``[B, A, n_bins or V]``. Gaussian policies: ``[B, A, 2]`` means and log-stds.
         values: ``[B]`` float32.
     """
@@ -152,9 +152,9 @@ class BaseActions(NamedTuple):
 
     Attributes:
         chunks: float32 ``[B, N, C, D]`` in env units; the first of the ``N`` candidates is the greedy one.
-        features: float32 ``[B, F]``, what the model says about the observation.
-        sample: Draws further chunks ``[B, K, C, D]`` from uniforms ``[B, K, num_candidate_uniforms]``, without another pass over
-            images and prompt. It holds what that pass computed. None: not asked for.
+        features: float32 ``[B, F]``, the model's features of the observation.
+        sample: Draws more chunks ``[B, K, C, D]`` from uniforms ``[B, K, num_candidate_uniforms]``, without a second pass over
+            images and prompt, whose results it holds. None: not requested.
     """
 
     chunks: Tensor
@@ -175,12 +175,12 @@ class EpisodeResult:
     """One finished episode.
 
     Attributes:
-        actions_clipped_fraction: Fraction of the numbers of its actions that lay outside the bounds and were cut; None: not recorded.
-        actions_max_abs: Largest magnitude of these numbers before the cut; None: not recorded.
-        states_far_fraction: Fraction of its states in which a number lay far beyond the policy's statistics; None: nothing to compare.
-        success_reported: The env said at some step whether the goal is reached.
-        true_success: The simulator said at some step that it is, where a classifier or planted errors decide on ``success``; None:
-            the simulator decides, or does not tell.
+        actions_clipped_fraction: Fraction of its action values that were outside the bounds and clipped; None: not recorded.
+        actions_max_abs: Largest magnitude of an action value before clipping; None: not recorded.
+        states_far_fraction: Fraction of its states with a value far outside the policy's statistics; None: no statistics.
+        success_reported: The env reported at some step whether the goal is reached.
+        true_success: The simulator's success, if ``success`` comes from a classifier or has label noise; None: ``success`` is the
+            simulator's, or it reports none.
     """
 
     spec: EpisodeSpec
@@ -200,19 +200,19 @@ class ChunkStep:
     """The result of ``VectorEnv.chunk_step``.
 
     Attributes:
-        observation: What the policy sees next. Under auto-reset, rows of finished episodes show the new episode.
+        observation: The next observation. With auto-reset, env slots of finished episodes show the new episode.
         rewards: float32 ``[B, C]``; 0 if not executed.
-        executed: bool ``[B, C]``: the action was applied. False after the episode's end inside the chunk and, without
-            auto-reset, in rows that had already finished.
-        terminated: bool ``[B]``: the episode ended by its own rules during this chunk.
-        truncated: bool ``[B]``: the time limit, or the simulator, cut the episode during this chunk (never both).
+        executed: bool ``[B, C]``: the action was applied. False after the end of the episode inside the chunk and, without
+            auto-reset, in env slots that had already finished.
+        terminated: bool ``[B]``: the episode reached a terminal state during this chunk.
+        truncated: bool ``[B]``: the time limit, or the simulator, truncated the episode during this chunk (never both).
         success: bool ``[B]``: success at the end of this chunk, or of the episode that ended in it.
-        final_env_ids: int64 ``[K]``: rows whose episode ended during this chunk.
+        final_env_ids: int64 ``[K]``: env slots with an episode that ended during this chunk.
         final_observation: True last observation of these K episodes, or None if K is 0.
         episodes: The K results, in the order of ``final_env_ids``.
-        lost_env_ids: int64 ``[L]``: rows whose simulator was lost (it crashed, hung or was killed). Their episode is
-            void and the same ``EpisodeSpec`` has restarted: the observation is its first, ``rewards`` and ``success``
-            are 0, ``executed``, ``terminated`` and ``truncated`` are false.
+        lost_env_ids: int64 ``[L]``: env slots with a lost simulator (it crashed, hung or was killed). Their episode is void, and
+            the same ``EpisodeSpec`` has restarted: the observation is its first, ``rewards`` and ``success`` are 0, ``executed``,
+            ``terminated`` and ``truncated`` are false.
     """
 
     observation: Observation
@@ -231,7 +231,7 @@ class SupportsAct(Protocol):
     """Anything with ``act``."""
 
     def act(self, observation: Observation) -> np.ndarray:
-        """Return actions for ``B`` rows in env units: float32 ``[B, C, D]`` or ``[B, D]``."""
+        """Return actions for ``B`` observations in env units: float32 ``[B, C, D]`` or ``[B, D]``."""
         ...
 
 
@@ -245,22 +245,24 @@ class RolloutBatch:
         rollout_logprobs: float32 ``[T, B, A]``, computed by the rollout policy.
         action_rewards: float32 ``[T, B, C]``.
         action_mask: bool ``[T, B, C]``: the action was executed.
-        loss_mask: bool ``[T, B]``: the policy call counts. False after an episode's end, and throughout an episode
-            whose simulator was lost.
+        loss_mask: bool ``[T, B]``: the policy call counts. False after an episode's end, and in all calls of an episode
+            with a lost simulator.
         terminated, truncated: bool ``[T, B]``.
-        bootstrap_values: float32 ``[T, B]``: value of the true final observation if ``truncated``; in the last row of a
+        bootstrap_values: float32 ``[T, B]``: value of the true final observation if ``truncated``; at the last call of a
             running episode, value of the observation after its last chunk; else 0.
-        group_ids: int64 ``[T, B]``: equal for episodes that share an ``EpisodeSpec``.
-        episode_ids: int64 ``[T, B]``. An episode that restarts after its simulator was lost has a new id.
-        policy_version: int64 ``[T, B]``: number of weight updates behind the sample.
-        rollout_values: float32 ``[T, B]``, computed by the rollout policy; None if it has none or none are needed.
+        group_ids: int64 ``[T, B]``: equal for episodes with the same ``EpisodeSpec``.
+        episode_ids: int64 ``[T, B]``. An episode that restarts after the loss of its simulator has a new id.
+        policy_version: int64 ``[T, B]``: number of weight updates before the sample.
+        rollout_values: float32 ``[T, B]``, computed by the rollout policy; None if it has none or they are not needed.
         values, old_logprobs, ref_logprobs: ``[T, B]``, ``[T, B, A]``, ``[T, B, A]``, filled in by the trainer.
         advantages, returns: ``[T, B, C]``, ``[T, B]``, filled in by ``Algorithm.compute_advantages``.
-        episodes: Env, counted over all ranks, and result of its first episode. Later episodes are left out: quick ones, mostly
-            successes, are more likely to finish within the rollout. Envs whose first episode was lost with its simulator, and
-            all envs of that simulator's process, have none.
+        episodes: Env index over all ranks, and result of its first episode. An env has none if its simulator's process was lost
+            during that episode.
         specs: ``episode_ids`` to ``EpisodeSpec``.
     """
+
+    # `episodes` leaves later episodes out, because they are a biased sample: quick ones, mostly successes, are more likely to finish
+    # within the rollout.
 
     observation: Observation
     action_tokens: Tensor
@@ -295,16 +297,16 @@ class RolloutBatch:
         return {f.name: value for f in fields(self) if isinstance(value := getattr(self, f.name), Tensor)}
 
     def select_envs(self, columns: Tensor) -> RolloutBatch:
-        """Return the envs ``columns`` of a time-major batch, with the ``episodes`` of the whole batch."""
+        """Return the envs ``columns`` of a time-major batch, with all of its ``episodes``."""
         num_chunks, num_envs = self.loss_mask.shape
         rows = np.arange(num_chunks)[:, None] * num_envs + columns.numpy()
         return self._changed(lambda tensor: tensor[:, columns], self.observation.select(rows.ravel()))
 
     @classmethod
     def concatenate(cls, parts: Sequence[RolloutBatch], observation: Observation | None = None) -> RolloutBatch:
-        """Join time-major rollouts of different envs and equally many chunks along ``B``, in the order given.
+        """Concatenate time-major rollouts of different envs along ``B``; all have the same number of chunks.
 
-        ``observation`` is the joined ``T * B`` rows if the caller already has them; None joins the parts' observations.
+        ``observation`` is the concatenated ``T * B`` rows if the caller has them; None concatenates the parts' observations.
         """
         import torch
 
@@ -317,7 +319,7 @@ class RolloutBatch:
         return replace(parts[0], observation=observation, episodes=episodes, specs=specs, **joined)
 
     def _changed(self, change: Callable[[Tensor], Tensor], observation: Observation) -> RolloutBatch:
-        """Return a copy with ``change`` applied to every tensor, and another observation."""
+        """Return a copy with ``change`` applied to every tensor, and a new observation."""
         tensors: dict[str, Any] = {name: change(tensor) for name, tensor in self.tensors().items()}
         return replace(self, observation=observation, **tensors)
 
@@ -326,11 +328,11 @@ class RolloutBatch:
         return self._changed(lambda tensor: tensor.flatten(0, 1), self.observation)
 
     def to(self, device: Any) -> RolloutBatch:
-        """Return the batch with its tensors on a device; it must come from main memory, and the host does not wait for the copies."""
+        """Copy the tensors from main memory to a device, without waiting for the copies."""
         return self._changed(lambda tensor: tensor.to(device, non_blocking=True), self.observation)
 
     def select(self, index: Tensor | slice, observation: bool = True) -> RolloutBatch:
-        """Return the rows ``index`` of a flattened batch; ``observation=False`` keeps the whole batch's observation."""
+        """Return the rows ``index`` of a flattened batch; ``observation=False`` does not select in the observation."""
         chosen = index if isinstance(index, slice) else index.cpu().numpy()
         seen = self.observation.select(chosen) if observation else self.observation
         return self._changed(lambda tensor: tensor[index], seen)
@@ -348,10 +350,10 @@ def _join_time_major(parts: Sequence[Observation], num_chunks: int) -> Observati
         images={name: join([part.images[name] for part in parts]) for name in first.images},
         state=None if first.state is None else join([part.state for part in parts]),
         instruction=[
-            sentence
+            instruction
             for t in range(num_chunks)
             for part, width in zip(parts, widths, strict=True)
-            for sentence in part.instruction[t * width : (t + 1) * width]
+            for instruction in part.instruction[t * width : (t + 1) * width]
         ],
         is_resized=first.is_resized,
     )
@@ -359,7 +361,7 @@ def _join_time_major(parts: Sequence[Observation], num_chunks: int) -> Observati
 
 @dataclass
 class LossOutput:
-    """A scalar loss for ``backward``, and detached metrics; summed over micro-batches they are the values to log."""
+    """A scalar loss for ``backward``, and detached metrics; their sums over micro-batches are logged."""
 
     loss: Tensor
     metrics: dict[str, Any]

@@ -186,16 +186,22 @@ def recipe_page() -> str:
         section = section_of(hints[name])
         if section is not None:
             for path, text, cls in sections(section, name, field.metadata["help"]):
-                parts += [f"## {path}\n", prose(text), table(cls, path), ""]
+                # The validation dataset has the keys of the training dataset.
+                keys = "Keys of `train.train_policy.dataset`." if path == "validation.dataset" else table(cls, path)
+                parts += [f"## {path}\n", prose(text), keys, ""]
     parts += [
         "## Other names\n",
-        "Keys of released recipes that have no effect or a different name; each gets one line in the log.\n",
+        "Keys of released recipes. Keys without a section, from older releases, are rejected with this hint.\n",
     ]
-    parts += ["| keys | what happens |", "|---|---|"]
-    parts += [f"| `{key}` | read as `{new}` |" for key, new in ALIASES.items()]
-    parts += grouped((key, f"no effect: {reason}") for key, (_, reason) in WITHOUT_EFFECT.items())
-    parts += grouped((key, f"older: use {new}") for key, new in OLDER.items())
-    parts += ["", "## Not done\n", "The values that are supported.\n", "| key | supported | why |", "|---|---|---|"]
+    parts += ["| key | effect |", "|---|---|"]
+    parts += [f"| `{key}` | renamed to `{new}` |" for key, new in ALIASES.items()]
+    reasons: dict[str, list[str]] = {}
+    for key, (_, reason) in WITHOUT_EFFECT.items():
+        reasons.setdefault(reason, []).append(f"`{key}`")
+    parts += [f"| {', '.join(keys)} | none: {reason} |" for reason, keys in reasons.items()]
+    parts += [f"| `{key}` | use {new} |" for key, new in OLDER.items()]
+    parts += ["", "## Not done\n", "Accepted keys and their supported values.\n"]
+    parts += ["| key | supported | reason |", "|---|---|---|"]
     for key, (values, reason) in NOT_DONE.items():
         shown = ", ".join(f"`{override_text(value)}`" for value in values if value != "")
         parts.append(f"| `{key}` | {shown} | {escape(reason)} |")

@@ -141,7 +141,7 @@ TESTS = {
         "tests/integration/test_training.py::test_a_rank_that_is_done_with_its_demonstrations_stops_with_one_that_heard_the_signal",
     ],
     "rlinf/offpolicy/trainer.py": TWO_PLAY,
-    "rlinf/offpolicy/corrections.py": TWO_PLAY,
+    "rlinf/offpolicy/residual_norm.py": TWO_PLAY,
     "rlinf/models/embodiment/mlp_action_model.py": _cloning("mlp"),
     "rlinf/models/embodiment/token_action_model.py": _cloning("openvla"),
     "rlinf/models/embodiment/openvla/policy.py": _cloning("openvla"),

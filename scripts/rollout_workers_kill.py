@@ -1,13 +1,13 @@
-"""Kills rollout workers of a run at random moments, and compares the run with one that was left alone.
+"""Stress test: kills rollout workers of a run at random moments, and compares the run with an undisturbed run.
 
-A small policy is trained with rollouts and evaluations that two rollout workers play. A rollout worker chosen at random gets SIGKILL, ``--kills`` times
-over the whole run: while it is built, takes weights, plays, evaluates or waits. In the end the metrics of each iteration and the
-weights must be those of the undisturbed run bit for bit, each block of each iteration must have been trained on once, and no process
-and no shared memory of the run may be left.
+A small policy is trained with two rollout workers for rollouts and evaluations. A random rollout worker gets SIGKILL, ``--kills`` times
+in the run: while it is built, loads weights, collects, evaluates or waits. At the end, metrics and weights must be bit-equal to the
+undisturbed run's, each env group of each iteration must have been trained on once, and no process and no shared memory of the run
+may remain.
 
     python scripts/rollout_workers_kill.py [--kills 100] [--iterations 60] [--seed 0] [cluster.max_staleness=1 algorithm.tis_cap=2.0 ...]
 
-The last line is one JSON object; the exit status is 1 where a number differs or something is left.
+The last line is one JSON object; the exit status is 1 if a value differs or something remains.
 """
 
 from __future__ import annotations
@@ -39,15 +39,15 @@ OVERRIDES = [
     "tracking.progress=false", "cluster.num_threads=1", "cluster.start=ray", "cluster.placement=disaggregated", "cluster.num_rollout_workers=2",
 ]  # fmt: skip
 MARK = "RLINF_ROLLOUT_WORKERS_KILL"
-"""Variable of the environment by which the processes of a run are known."""
+"""Environment variable that marks the processes of a run."""
 SHORTEST_S, LONGEST_S = 0.005, 4.0
-"""Bounds of the time before a kill; the logarithm is uniform. A new rollout worker takes some seconds until it plays."""
+"""Bounds of the log-uniform time before a kill. A new rollout worker takes some seconds until its first rollout."""
 LEFT_S = 60.0
-"""Seconds that the processes of a run have to end after it."""
+"""Seconds after a run within which its processes must have ended."""
 
 
 def train_and_note(kills: int, words: list[str]) -> None:
-    """Train, and write a line for each iteration: the blocks that are trained on, and hashes of their log-probabilities.
+    """Train, and write a line for each iteration: the env groups, and hashes of their log-probabilities.
 
     An iteration does not end before its part of the kills.
     """
@@ -213,7 +213,7 @@ def compare(alone: RunWithKills, disturbed: RunWithKills, kills: int, iterations
         "name": "rollout_workers_kill",
         "kills": disturbed.killed.total(),
         "during": dict(disturbed.killed),
-        "replaced": log.count("Another one takes its place"),
+        "replaced": log.count("A replacement runs the same env groups"),
         "iterations": iterations,
         "blocks_trained": len(blocks),
         "seconds": [round(alone.seconds, 1), round(disturbed.seconds, 1)],

@@ -54,7 +54,7 @@ class Remote:
             os.kill(os.getpid(), signal.SIGKILL)
         self.connection.send((command, payload))
 
-    def answer(self, command):
+    def reply(self, command):
         status, answer = self.connection.recv()
         if status == "error":
             raise answer

@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
-# Adds this machine to a Ray cluster by hand.
+# Adds this machine to a Ray cluster manually.
 #
-#   bash examples/cluster/ray.sh head                  the machine on which `rlinf` runs
-#   bash examples/cluster/ray.sh join node-a:6379      another machine; Ray puts ranks and rollout workers on the GPUs of both
-#   bash examples/cluster/ray.sh envs node-a:6379      a machine that only simulates (cluster.num_env_workers)
+#   bash examples/cluster/ray.sh head                  the machine of the command `rlinf`
+#   bash examples/cluster/ray.sh join node-a:6379      an additional machine; Ray places ranks and rollout workers on the GPUs of both
+#   bash examples/cluster/ray.sh envs node-a:6379      a machine for simulators only (cluster.num_env_workers)
 #   bash examples/cluster/ray.sh stop                  ends Ray on this machine
 #
 # Then, on the first machine: RAY_ADDRESS=node-a:6379 rlinf train ... cluster.start=ray cluster.num_processes=16

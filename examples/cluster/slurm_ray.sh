@@ -1,9 +1,9 @@
 #!/bin/bash
-# A Ray cluster for the time of a job: Ray puts the ranks on the first nodes, and rollout workers on the others.
+# A Ray cluster for the duration of a job: Ray places the ranks on the first nodes, and rollout workers on the remaining nodes.
 #
 #   sbatch examples/cluster/slurm_ray.sh experiment=libero_ppo_openvla_oft cluster.num_processes=8 cluster.num_rollout_workers=8 output_dir=/runs/oft
 #
-# Sent again, the same words continue the run. The nodes share the folder of output_dir.
+# Submitting the same arguments again continues the run. All nodes must see the folder of output_dir.
 #SBATCH --job-name=rlinf-split
 #SBATCH --nodes=2
 #SBATCH --ntasks-per-node=1
@@ -12,20 +12,20 @@
 #SBATCH --signal=TERM@900
 set -euo pipefail
 [ $# -ge 1 ] || { echo "usage: sbatch $0 <overrides of rlinf train>" >&2; exit 2; }
-# sbatch runs a copy of this script, so the folder cannot be taken from its name.
+# sbatch runs a copy of this script, so $0 does not name the folder.
 here="${RLINF_CLUSTER_FOLDER:-$SLURM_SUBMIT_DIR/examples/cluster}"
 mapfile -t nodes < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
 port="${PORT:-6379}"
-# Ray looks names up by itself, not as the system does, so it gets the number where there is one that other nodes reach.
+# Ray resolves names itself, not as the system does, so it gets the IP address if there is one that other nodes can reach.
 number="$(getent ahostsv4 "${nodes[0]}" | awk '$1 !~ /^127[.]/ { print $1; exit }')" || true
 address="${number:-${nodes[0]}}:$port"
-# Ray's daemons ask for a token as soon as the user has one. A new one keeps the other users of the nodes out; srun passes it on.
+# Ray's daemons require a token as soon as the user has one. A new token keeps other users of the nodes out; srun forwards it.
 export RAY_AUTH_MODE=token
 RAY_AUTH_TOKEN="${RAY_AUTH_TOKEN:-$(python -c 'import secrets; print(secrets.token_hex(32))')}"
 export RAY_AUTH_TOKEN
 on() { srun --overlap --nodes=1 --ntasks=1 --nodelist="$1" "${@:2}"; }
 
-# Its processes end with the job.
+# The daemons end with the job.
 on "${nodes[0]}" ray start --head --port="$port" --disable-usage-stats --block &
 python "$here/wait_for_ray.py" "$address" 1
 for node in "${nodes[@]:1}"; do

@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
-# Starts the ranks of this machine. Run it on every machine, with the same words:
+# Starts the ranks of this machine. Run it on every machine with the same arguments:
 #
 #   FIRST=node-a NODES=2 bash examples/cluster/torchrun.sh train experiment=quickstart output_dir=/runs/first
 #
-#   FIRST   host of the first machine, which all others reach on PORT
+#   FIRST   host of the first machine, which all machines can reach on PORT
 #   NODES   machines (default 1)
-#   RANKS   ranks of a machine (default: its GPUs, or 1)
+#   RANKS   ranks per machine (default: its GPUs, or 1)
 #   PORT    of the store (default 29500)
 set -euo pipefail
 if [ -z "${RANKS:-}" ]; then

@@ -231,7 +231,7 @@ class Algorithm(AnyAlgorithm, ABC):
         advantages = batch.advantages.unsqueeze(-1)[:, : logprobs.shape[1]]
         weights = None
         if config.tis_cap is not None:
-            # Before the clipping: the weight corrects for who sampled the action, not for the updates since.
+            # The weight corrects for a rollout policy that differs from the trainer's, the ratio for the updates since.
             weights = truncated_importance_weights(old_logprobs, units(batch.rollout_logprobs), mask, config.tis_cap)
         low, high = self.clip_fraction * config.clip_range_low, self.clip_fraction * config.clip_range_high
         total, sums = clipped_policy_loss(

@@ -1,4 +1,4 @@
-"""The frozen policy below an actor lies once in the run folder, so that each checkpoint holds the actor alone."""
+"""The frozen base policy of an actor, stored once in the run folder, so that checkpoints hold only the actor."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from rlinf.models.base_weights import weights_digest
 from rlinf.models.embodiment.actor_policy import ActorPolicy, actor_settings, base_store_folder
 
 
-def keep_base(policy: ActorPolicy, run: Path, resumed: Path | None) -> None:
-    """Write the frozen base of ``policy`` into the folder of a run, to which its checkpoints refer from now on.
+def store_base(policy: ActorPolicy, run: Path, resumed: Path | None) -> None:
+    """Write the base of ``policy`` into the run folder, to which its checkpoints then refer (a collective call).
 
-    A collective call. Nothing is written if the folder has the base of ``resumed``, the checkpoint that ``policy`` was read from.
+    Nothing is written if the folder already has the base of ``resumed``, the checkpoint that ``policy`` was read from.
     Raise CheckpointError if it cannot be written.
     """
 
-    def keep() -> str:
+    def store() -> str:
         known = None if resumed is None else actor_settings(policy_folder(resumed)).get("base_store")
         if known is not None and base_store_folder(run, known).is_dir():
             return known
@@ -31,7 +31,7 @@ def keep_base(policy: ActorPolicy, run: Path, resumed: Path | None) -> None:
         try:
             with naming(partial):
                 write_policy(
-                    partial, policy.base, {name: each.cpu() for name, each in policy.base.state_dict().items()}
+                    partial, policy.base, {name: tensor.cpu() for name, tensor in policy.base.state_dict().items()}
                 )
             digest = weights_digest(str(partial))
             if not base_store_folder(run, digest).is_dir():
@@ -40,4 +40,4 @@ def keep_base(policy: ActorPolicy, run: Path, resumed: Path | None) -> None:
         finally:
             shutil.rmtree(partial, ignore_errors=True)
 
-    policy.base_store = on_rank_zero(keep, f"write the frozen policy into {run}")
+    policy.base_store = on_rank_zero(store, f"write the frozen policy into {run}")

@@ -1,17 +1,17 @@
-"""Checkpoints: one folder per moment of a run, complete or absent.
+"""Checkpoints of a run: each a folder, complete or absent.
 
 ::
 
     sft_000700/
-      model/            or adapter/: weights as safetensors, loads with from_pretrained; of an actor on a frozen policy, the actor
+      model/            or adapter/: weights as safetensors, loads with from_pretrained; the actor only, for off-policy runs
       trainer_state/    float32 masters and optimiser state as torch.distributed.checkpoint, for any number of ranks
       rng/rank_0.pt     random states of each rank
       state.json        counters of the loop
       config.yaml       resolved configuration
       manifest.json     conditions (see rlinf/manifest.py) and the SHA-256 of every file above
 
-The folder is written under a temporary name and then renamed, so one under its final name is complete. Nothing is read
-back through an unrestricted pickle.
+The folder is written under a temporary name and then renamed, so a folder with its final name is complete. Nothing is loaded
+with an unrestricted pickle.
 """
 
 from __future__ import annotations
@@ -58,15 +58,15 @@ Result = TypeVar("Result")
 
 @dataclass
 class RunState:
-    """A run at one moment, with all that a checkpoint needs of it.
+    """The inputs of a checkpoint.
 
     Attributes:
         model: The policy, sharded or not.
         optimizer: Its optimiser; None omits the state.
         loop_state, run_config: Counters and the resolved configuration, as JSON values.
         best: Name of the checkpoint with the best evaluation so far, which is not deleted.
-        generators: Random generators of this rank, by name, beside the global ones of Python, NumPy and torch.
-        more: Further tensors for ``trainer_state``, sharded or not, by name.
+        generators: Random generators of this rank, by name, in addition to the global ones of Python, NumPy and torch.
+        more: Additional tensors for ``trainer_state``, sharded or not, by name.
     """
 
     model: nn.Module
@@ -81,12 +81,12 @@ class RunState:
 
 @dataclass
 class Snapshot:
-    """This rank's part of a checkpoint, taken at one moment.
+    """This rank's part of a checkpoint, not written yet.
 
     Attributes:
         tensors: The local parts of ``trainer_tensors`` and ``RunState.more``.
-        model: Names the files of the policy; its weights are not read.
-        weights: The whole acting weights (with adapters: the masters) on rank 0; None: the checkpoint has no policy files.
+        model: Determines the policy's files; its weights are not read.
+        weights: The full weights on rank 0 (with adapters: the masters); None: the checkpoint has no policy files.
         state: ``state.json`` without the time.
         config: ``config.yaml``.
         manifest: Conditions; ``files`` are filled in after all other files are written.
@@ -104,13 +104,11 @@ class Snapshot:
 def take_snapshot(
     run: RunState, with_policy: bool = True, copy: Callable[[dict[str, Tensor]], dict[str, Tensor]] = dict
 ) -> Snapshot:
-    """Collect the content of a checkpoint; a collective call on all ranks.
+    """Collect the content of a checkpoint (a collective call).
 
-    Frozen weights are left out where they can be read elsewhere: below adapters if the manifest has their digest, below an actor
-    if the run folder has them.
-
-    ``with_policy`` adds ``model/`` or ``adapter/``. Without ``copy``, which copies tensors to memory of their own, nothing may
-    change before the snapshot is written.
+    Frozen weights are left out if they are stored elsewhere: the base of adapters if the manifest has its digest, the base policy of
+    an actor if the run folder has it. ``with_policy`` adds ``model/`` or ``adapter/``. Without ``copy``, which copies tensors to
+    separate memory, nothing may change before the snapshot is written.
     """
     model, optimizer = run.model, run.optimizer
     with_base = not (leaves_base(model) or (is_adapter(model) and "base_sha256" in run.manifest.lora))
@@ -126,9 +124,8 @@ def take_snapshot(
         model=model,
         weights=copy(_full_weights(model, optimizer)) if with_policy else None,
         state=json.loads(json.dumps(state)),
-        config=yaml.safe_dump(
-            json.loads(json.dumps(run.run_config)), sort_keys=False
-        ),  # plain copies: YAML needs no aliases
+        # Through JSON: for an object that occurs twice, YAML would write an alias, which `PlainLoader` rejects.
+        config=yaml.safe_dump(json.loads(json.dumps(run.run_config)), sort_keys=False),
         manifest=replace(run.manifest),
     )
 
@@ -136,14 +133,14 @@ def take_snapshot(
 def write_snapshot(
     folder: Path, snapshot: Snapshot, max_keep: int = -1, group: dist.ProcessGroup | None = None
 ) -> None:
-    """Write a checkpoint, which replaces one of that name, and delete others; a collective call of ``group``, or of all ranks.
+    """Write or replace a checkpoint, and delete old ones; a collective call of ``group``, or of all ranks.
 
-    Raise CheckpointError if a file cannot be written; nothing is left behind.
+    Raise CheckpointError if a file cannot be written; no partial folder remains.
 
     Args:
         folder: Final name, ``<run folder>/checkpoints/<phase>_<step>``.
-        max_keep: Number of newest checkpoints of the same phase to keep beside the best; -1 keeps all.
-        group: All ranks, for a thread beside the training thread.
+        max_keep: Number of newest checkpoints of the same phase to keep in addition to the best; -1 keeps all.
+        group: A group of all ranks for calls from a thread other than the training thread.
     """
     partial = folder.with_name(f".{folder.name}.tmp")
     try:
@@ -159,6 +156,7 @@ def write_snapshot(
             state = snapshot.state | {"saved_at": time.time()}
             write_text(partial / STATE_FILE, json.dumps(state, indent=1))
             write_text(partial / CONFIG_FILE, snapshot.config)
+            # The manifest has the hashes of all other files, so it is written last.
             replace(snapshot.manifest, files=hash_files(partial)).save(partial)
             replace_folder(partial, folder)
             _prune(folder, max_keep, state["best_checkpoint"])
@@ -170,7 +168,7 @@ def write_snapshot(
 
 
 def save_checkpoint(folder: str | os.PathLike, *, max_keep: int = -1, with_policy: bool = True, **run: Any) -> Path:
-    """Write a checkpoint now and return its folder; see ``RunState`` (its fields are keywords here) and ``write_snapshot``."""
+    """Write a checkpoint and return its folder; ``run`` are the fields of ``RunState``, see also ``write_snapshot``."""
     folder = Path(folder)
     write_snapshot(folder, take_snapshot(RunState(**run), with_policy), max_keep)
     return folder
@@ -183,11 +181,11 @@ def load_checkpoint(
     optimizer: Optimizer | None = None,
     generators: Mapping[str, torch.Generator] | None = None,
 ) -> dict[str, Any]:
-    """Restore weights, optimiser state and random states, and return ``loop_state``; a collective call on all ranks.
+    """Restore weights, optimiser state and random states, and return ``loop_state`` (a collective call).
 
-    Base weights that the checkpoint leaves out (``take_snapshot``) stay as they are. ``model`` may be sharded in another way and
-    over other ranks than at saving; a rank without a saved random state keeps its own. The optimiser keeps its present learning
-    rate, betas and so on. Raise CheckpointError if the folder is not a checkpoint, is damaged, or does not fit the model.
+    Base weights that the checkpoint leaves out (``take_snapshot``) are not changed. The number of ranks and the sharding may differ
+    from those at saving; a rank without a saved random state keeps its present one. The optimiser keeps its present learning rate,
+    betas and so on. Raise CheckpointError if the folder is not a checkpoint, is damaged, or does not fit the model.
     """
     folder = Path(folder)
     verify_checkpoint(folder)
@@ -205,7 +203,7 @@ def load_checkpoint(
 
 
 def load_weights(folder: str | os.PathLike, model: nn.Module) -> None:
-    """Load only the weights of a checkpoint into ``model``; otherwise like ``load_checkpoint``."""
+    """Load only the weights of a checkpoint into ``model``, as ``load_checkpoint`` does."""
     folder = Path(folder)
     verify_checkpoint(folder)
     _load_state(folder, model, None)
@@ -217,12 +215,10 @@ def _load_state(folder: Path, model: nn.Module, optimizer: Optimizer | None) -> 
 
 
 def verify_checkpoint(folder: Path) -> None:
-    """Raise CheckpointError if a file of a checkpoint or an export is missing or differs from its manifest.
-
-    Rank 0 checks while the others wait. A folder whose files stay the same is hashed once in a process.
-    """
+    """Raise CheckpointError if a file of a checkpoint or an export is missing or differs from its manifest."""
 
     def verify() -> None:
+        # Cached by the fingerprint, because hashing a large model takes minutes and several callers verify the same folder.
         if (damage := folders.damage_of(folder, folders.fingerprint(folder))) is not None:
             raise CheckpointError(damage)
 
@@ -230,36 +226,38 @@ def verify_checkpoint(folder: Path) -> None:
 
 
 def on_rank_zero(action: Callable[[], Result], what: str, group: dist.ProcessGroup | None = None) -> Result:
-    """Run ``action`` on rank 0 while the others wait; every rank returns its result, or raises like ``on_every_rank``."""
+    """Run ``action`` on rank 0 while other ranks wait; every rank returns its result, or raises like ``on_every_rank``."""
     return on_every_rank(action if rank() == 0 else lambda: None, what, group)[0]
 
 
 def on_every_rank(action: Callable[[], Result], what: str, group: dist.ProcessGroup | None = None) -> list[Result]:
     """Run ``action`` on all ranks and return their results.
 
-    If it raises an ``OSError`` or a ``CheckpointError`` on one rank, every rank raises a ``CheckpointError``.
+    If it raises an ``OSError`` or a ``CheckpointError`` on any rank, every rank raises a ``CheckpointError``.
     """
+    # Gathered rather than raised here: a rank that raised alone would leave the remaining ranks in the next collective call.
     result, failure = None, None
     try:
         result = action()
     except CheckpointError as error:
         failure = str(error)
     except OSError as error:
-        failure = f"Cannot {what}: {error}. Check space and permissions, or choose another output_dir."
-    parts = gather_objects((result, failure), group)
-    if message := next((each for _, each in parts if each is not None), None):
+        failure = f"Cannot {what}: {error}. Check space and permissions, or choose a different output_dir."
+    outcomes = gather_objects((result, failure), group)
+    if message := next((text for _, text in outcomes if text is not None), None):
         raise CheckpointError(message)
-    return [each for each, _ in parts]
+    return [value for value, _ in outcomes]
 
 
 def _start_folder(partial: Path) -> None:
-    for leftover in partial.parent.glob(".*.tmp"):  # of a process that was killed while writing
+    # Leftovers of a process that was killed while writing.
+    for leftover in partial.parent.glob(".*.tmp"):
         shutil.rmtree(leftover, ignore_errors=True)
     (partial / RANDOM_FOLDER).mkdir(parents=True)
 
 
 def _full_weights(model: nn.Module, optimizer: Optimizer | None) -> dict[str, Tensor]:
-    """Return the whole acting weights (masters, if the model has adapters) on the CPU of rank 0; a collective call."""
+    """Return the full weights (masters, if the model has adapters) on the CPU of rank 0 (a collective call)."""
     adapter, weights = is_adapter(model), {}
     tensors = weights_to_save(model, optimizer) if adapter else model.state_dict()
     if leaves_base(model):
@@ -274,41 +272,37 @@ def _full_weights(model: nn.Module, optimizer: Optimizer | None) -> dict[str, Te
 
 
 def _prune(newest: Path, max_keep: int, best: str | None) -> None:
-    """Delete checkpoints of the same phase except ``newest``, the ``max_keep - 1`` before it, and the best one.
-
-    The policy that was exported from a checkpoint, to the folder of its name in ``safetensors``, goes with it.
-    """
+    """Delete checkpoints of the same phase, with their exports, except ``newest``, the ``max_keep - 1`` before it, and the best."""
     if max_keep < 0:
         return
     phase = newest.name.rpartition("_")[0]
-    others = [
+    former = [
         path for path in folders.checkpoints_in(newest.parent)
         if path != newest and re.fullmatch(rf"{re.escape(phase)}_\d+", path.name)
     ]  # fmt: skip
-    for path in others[: max(0, len(others) + 1 - max(1, max_keep))]:
+    for path in former[: max(0, len(former) + 1 - max(1, max_keep))]:
         if path.name != best:
             _remove(path)
             _remove(newest.parent.parent / SAFETENSORS_FOLDER / path.name)
 
 
 def _remove(folder: Path) -> None:
-    """Delete a folder, if it is there, under a name that nobody takes for a whole one while it is being deleted."""
+    """Delete a folder if it exists."""
     if folder.is_dir():
+        # Renamed first: a process that is killed here must not leave half a checkpoint under a valid name.
         hidden = folder.with_name(f".{folder.name}.tmp")
         os.rename(folder, hidden)
         shutil.rmtree(hidden)
 
 
 def set_aside_later(resumed: Path) -> None:
-    """Move checkpoints later than ``resumed`` into ``superseded_<n>`` next to them; call it on one rank.
-
-    The run repeats these steps, and a later resume must not take the old ones.
-    """
+    """Move checkpoints later than ``resumed`` into ``superseded_<n>`` next to them; call it on one rank."""
+    # The run repeats these steps, and a later resume must not take the old checkpoints.
     later = folders.later_checkpoints(resumed)
     if not later:
         return
     former = [folders.SUPERSEDED.fullmatch(path.name) for path in resumed.parent.iterdir()]
-    folder = resumed.parent / f"superseded_{1 + max((int(found[1]) for found in former if found), default=0)}"
+    folder = resumed.parent / f"superseded_{1 + max((int(match[1]) for match in former if match), default=0)}"
     folder.mkdir()
     for path in later:
         os.rename(path, folder / path.name)

@@ -1,4 +1,4 @@
-"""Checkpoints of a run: when they are written, which of them stay, and from which one a run continues."""
+"""Saving, deletion, export and upload of a run's checkpoints, and the choice of the checkpoint to resume."""
 
 from __future__ import annotations
 
@@ -45,34 +45,34 @@ class Export(Protocol):
 
 
 class Upload(Protocol):
-    """Takes finished folders of a run elsewhere (``rlinf.checkpoints.upload``): with ``every``, not only at the end."""
+    """Uploads finished folders of a run (``rlinf.checkpoints.upload``): with ``every``, not only at the end."""
 
     every: bool
 
     def upload(self, run_folder: Path, folders: Sequence[Path], is_final: bool) -> None:
-        """Take ``folders`` of ``run_folder`` there; raise CheckpointError if that fails."""
+        """Upload ``folders`` of ``run_folder``; raise CheckpointError if that fails."""
 
-    def by_hand(self, run_folder: Path, folders: Sequence[Path]) -> list[str]:
-        """Return the commands that take ``folders`` there without this package."""
+    def commands(self, run_folder: Path, folders: Sequence[Path]) -> list[str]:
+        """Return shell commands that upload ``folders`` without this package."""
 
 
 class CheckpointManager:
-    """Writes the checkpoints of one run, ``<folder>/checkpoints/<name>``. Every rank has one; its methods are collective calls.
+    """Writes the checkpoints of one run, ``<folder>/checkpoints/<name>``. Every rank has a manager; its methods are collective calls.
 
-    A checkpoint gets its name when it is whole on all ranks. If a thread writes it (``save_mode="async"``), all tensors are copied
-    first, also in main memory, so it shows the moment of the call. A second save waits for the first.
+    With ``save_mode="async"``, ``save`` copies all tensors, also those in main memory, and a thread writes them. A second save waits
+    for the first.
 
     Args:
         folder: The run folder.
-        save_mode: ``sync``: a save returns when the checkpoint is whole. ``async``: it returns when the copy is taken, and the next
-            call raises an error of the writing.
-        max_keep: Number of newest checkpoints to keep beside the best one; -1 keeps all.
-        keeps_any: Write checkpoints; without, only the last policy is exported.
+        save_mode: ``sync``: a save returns when the checkpoint is complete. ``async``: it returns when the copy is complete, and the
+            next call raises an error of the writing.
+        max_keep: Number of newest checkpoints to keep in addition to the best; -1 keeps all.
+        keeps_any: Write checkpoints; False: only the last policy is exported.
         with_policy: Checkpoints hold ``model/`` or ``adapter/``, as for action policies.
         export: Writes ``<folder>/safetensors/final`` from the last checkpoint.
-        exports_all: It also writes ``<folder>/safetensors/<name>`` from every other one, which goes when its checkpoint goes.
-        latest: Folder that the link ``latest`` beside it names, from the first checkpoint on; None: none does.
-        uploads: Take the written folders on rank 0; at the end, an upload with ``every`` also takes all checkpoints on the
+        exports_all: Also export every other checkpoint to ``<folder>/safetensors/<name>``, which is deleted with its checkpoint.
+        latest: Folder to which the link ``latest`` next to it points from the first checkpoint on; None: no link.
+        uploads: Uploads of the written folders, on rank 0. At the end, an upload with ``every`` also retries all checkpoints on the
             disk. ``close`` raises their errors, when everything is on the disk.
     """
 
@@ -101,18 +101,19 @@ class CheckpointManager:
         self._group: dist.ProcessGroup | None = None
         if save_mode == "async":
             on_gpu = torch.cuda.is_available()
-            # It copies tensors on the CPU too, and keeps the memory of its copies for the next save.
+            # It also copies CPU tensors, and reuses the memory of its copies for the next save.
             options = StagingOptions(
                 use_pinned_memory=on_gpu, use_shared_memory=False, use_async_staging=False, use_non_blocking_copy=on_gpu
             )
             self._stager = DefaultStager(options)
-            if world_size() > 1:  # collective calls of the thread and of the training must not mix
+            # A separate group: collective calls of the writing thread and of the training must not mix.
+            if world_size() > 1:
                 self._group = new_group()
 
     def save(self, name: str, *, is_last: bool = False, **run: Any) -> None:
         """Save the present state as ``checkpoints/<name>``.
 
-        Raise CheckpointError on all ranks if this checkpoint, or with ``async`` the one before, could not be written.
+        Raise CheckpointError on all ranks if this checkpoint, or with ``async`` the previous one, could not be written.
 
         Args:
             name: ``<phase>_<step>``; a checkpoint of that name is replaced.
@@ -133,10 +134,7 @@ class CheckpointManager:
         self._run(lambda: self._write(name, snapshot, is_last))
 
     def finish(self, checkpoint: Path) -> None:
-        """Export and upload the last checkpoint of a run that was interrupted before that.
-
-        Raise CheckpointError if the export cannot be written.
-        """
+        """Export and upload the last checkpoint of an interrupted run; raise CheckpointError if the export cannot be written."""
         self.wait()
 
         def finish() -> None:
@@ -157,15 +155,15 @@ class CheckpointManager:
     ) -> dict[str, Any]:
         """Restore a checkpoint into ``model``, ``optimizer`` and ``generators`` in place, and return its ``loop_state``.
 
-        Raise CheckpointError if it is damaged or does not fit the model; ManifestMismatchError if a condition of ``present`` that
-        is not in ``allow_mismatch`` differs, for example the base weights of adapters.
+        Raise CheckpointError if it is damaged or does not fit the model; ManifestMismatchError if a condition of ``present``, such as
+        the base weights of adapters, differs and is not in ``allow_mismatch``.
         """
         if present is not None:
             check(Manifest.load(checkpoint), present, allow_mismatch)
         return load_checkpoint(checkpoint, model=model, optimizer=optimizer, generators=generators)
 
     def wait(self) -> None:
-        """Wait until nothing is being written; raise its error."""
+        """Wait until the thread has written the last checkpoint; raise its error."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
@@ -174,7 +172,7 @@ class CheckpointManager:
             raise failure
 
     def close(self) -> None:
-        """Wait, free the memory of the copies, and raise errors, on rank 0 also of uploads; nothing can be saved afterwards."""
+        """Wait, free the memory of the copies, and raise errors, on rank 0 also of uploads. Nothing can be saved afterwards."""
         try:
             self.wait()
         finally:
@@ -185,23 +183,23 @@ class CheckpointManager:
             commands = [
                 command
                 for upload, folders in self._upload_failures
-                for command in upload.by_hand(self.folder, [folder for folder in folders if folder.is_dir()])
+                for command in upload.commands(self.folder, [folder for folder in folders if folder.is_dir()])
             ]
             later = f". To upload it later, type {' and '.join(commands)}" if commands else ""
             raise UploadError(f"{self.folder} is complete, but not all of it was uploaded: {failures}{later}")
 
     def names(self) -> list[str]:
-        """Return the names of the whole checkpoints."""
+        """Return the names of the complete checkpoints."""
         return [path.parent.name for path in self.folder.glob(f"{CHECKPOINTS_FOLDER}/[!.]*/{STATE_FILE}")]
 
     def best_of(self, scores: Mapping[str, float], also: str | None = None) -> str | None:
-        """Return the existing checkpoint, or ``also``, with the highest score (``comparable``), the newest of equals.
+        """Return the existing checkpoint, or ``also``, with the highest score (``comparable``); the newest of equal ones.
 
         ``scores`` are by name, in the order of the evaluations.
         """
-        there = {*self.names(), also}
-        found = [name for name in reversed(list(scores)) if name in there]
-        return max(found, key=lambda name: comparable(scores[name]), default=None)
+        existing = {*self.names(), also}
+        names = [name for name in reversed(list(scores)) if name in existing]
+        return max(names, key=lambda name: comparable(scores[name]), default=None)
 
     def _run(self, work: Callable[[], None]) -> None:
         if self.save_mode == "sync":
@@ -218,7 +216,7 @@ class CheckpointManager:
         self._thread.start()
 
     def _write(self, name: str, snapshot: Snapshot, is_last: bool) -> None:
-        """Write, export and upload a checkpoint; a collective call of the writing threads."""
+        """Write, export and upload a checkpoint (a collective call of the writing threads)."""
         exported = self.folder / SAFETENSORS_FOLDER / (FINAL_FOLDER if is_last else name)
         if self.keeps_any:
             checkpoint = self.folder / CHECKPOINTS_FOLDER / name
@@ -235,36 +233,38 @@ class CheckpointManager:
                 shutil.rmtree(checkpoint)
             if self.latest is not None:
                 mark_latest(self.latest)
-                self.latest = None  # a run that starts later keeps the link
+                # Only once: a run that starts later has taken over the link.
+                self.latest = None
             self._upload(folders, is_last)
 
         on_rank_zero(finish, f"write {exported}", self._group)
 
     def _export(self, checkpoint: Path, exported: Path) -> list[Path]:
-        """Export a checkpoint, and return the folders that were written."""
+        """Export a checkpoint, and return the written folders."""
         if self.export is None:
             return []
-        for leftover in exported.parent.glob(".*.tmp"):  # of a process that was killed while writing
+        # Leftovers of a process that was killed while writing.
+        for leftover in exported.parent.glob(".*.tmp"):
             shutil.rmtree(leftover, ignore_errors=True)
         self.export(checkpoint, exported)
         return [exported]
 
     def _upload(self, folders: Sequence[Path], is_final: bool) -> None:
-        for each in self.uploads:
-            if is_final and each.every:
+        for upload in self.uploads:
+            if is_final and upload.every:
                 for earlier in self._earlier(folders):
-                    self._try_upload(each, earlier, is_final=False)
-            if is_final or each.every:
-                self._try_upload(each, folders, is_final)
+                    self._try_upload(upload, earlier, is_final=False)
+            if is_final or upload.every:
+                self._try_upload(upload, folders, is_final)
 
     def _earlier(self, folders: Sequence[Path]) -> list[list[Path]]:
-        """Return the other whole checkpoints of the run, each with its export."""
+        """Return all complete checkpoints of the run except those in ``folders``, each with its export."""
         checkpoints = [self.folder / CHECKPOINTS_FOLDER / name for name in sorted(self.names())]
-        found = [[path, self.folder / SAFETENSORS_FOLDER / path.name] for path in checkpoints if path not in folders]
-        return [[path for path in pair if path.is_dir()] for pair in found]
+        pairs = [[path, self.folder / SAFETENSORS_FOLDER / path.name] for path in checkpoints if path not in folders]
+        return [[path for path in pair if path.is_dir()] for pair in pairs]
 
     def _try_upload(self, upload: Upload, folders: Sequence[Path], is_final: bool) -> None:
-        """Upload folders; forget the error of an earlier try."""
+        """Upload folders; clear the error of an earlier attempt."""
         key = (upload, tuple(folders))
         self._upload_failures.pop(key, None)
         try:
@@ -275,9 +275,9 @@ class CheckpointManager:
 
 
 def newest_checkpoint(output_dir: Path, name: str = "") -> Path | None:
-    """Return the newest whole checkpoint of the runs in ``<output_dir>/<name>`` (``name`` empty: of any run), or None.
+    """Return the newest complete checkpoint of the runs in ``<output_dir>/<name>`` (``name`` empty: of any run), or None.
 
-    A collective call. The run that saved last counts; a damaged checkpoint is skipped with a warning.
+    A collective call. It searches the run that saved last first, and skips damaged checkpoints with a warning.
     """
 
     def find() -> Path | None:
@@ -297,5 +297,5 @@ def newest_checkpoint(output_dir: Path, name: str = "") -> Path | None:
 
 
 def comparable(score: float) -> float:
-    """Return a score by which checkpoints are compared: one that is NaN or infinite is the lowest."""
+    """Return a score for comparisons: NaN and infinity become the lowest."""
     return score if math.isfinite(score) else -math.inf

@@ -1,4 +1,4 @@
-"""Find checkpoints, and tell them from runs and exports, without reading a weight: this needs no torch."""
+"""Discovery of checkpoints, runs and exports, without torch and without reading weights."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from rlinf.tracking.tracker import PHASES
 logger = logging.getLogger("rlinf")
 
 SUPERSEDED = re.compile(r"superseded_(\d+)")
-"""Name of folders next to checkpoints that hold those whose steps a resumed run repeats."""
+"""Name of a folder with checkpoints of steps that a resumed run repeats."""
 FORMAT = 1
 
 
@@ -29,27 +29,27 @@ def read_loop_state(folder: str | os.PathLike) -> dict[str, Any]:
 
 
 def saved_at(folder: str | os.PathLike) -> float:
-    """Return when a checkpoint was written, in seconds; damaged ones have the time of their folder."""
+    """Return when a checkpoint was written, in seconds; for a damaged one, the time of its folder."""
     return _moment(Path(folder))[2]
 
 
 def is_checkpoint(folder: str | os.PathLike) -> bool:
-    """Return whether a folder has the files of a checkpoint, whatever their content."""
+    """Return whether a folder is a checkpoint, which may be damaged."""
     return (Path(folder) / run_folder.STATE_FILE).is_file()
 
 
 def is_export(folder: str | os.PathLike) -> bool:
-    """Return whether ``rlinf export`` wrote a folder: it holds a policy, but nothing to resume from."""
+    """Return whether a folder is an export: a policy and its conditions, without the state of a run."""
     folder = Path(folder)
     has_files = (folder / run_folder.MANIFEST_FILE).is_file() and (folder / run_folder.CONFIG_FILE).is_file()
     return has_files and _has_policy(folder)
 
 
 def is_run(folder: str | os.PathLike) -> bool:
-    """Return whether a folder is a run folder, or ``latest``, which names one."""
+    """Return whether a folder is a run folder, or ``latest``, which points to one."""
     folder = follow_latest(folder)
-    has_begun = (folder / run_folder.METRICS_FILE).is_file() or (folder / run_folder.CHECKPOINTS_FOLDER).is_dir()
-    return has_begun and not _has_policy(folder)
+    has_started = (folder / run_folder.METRICS_FILE).is_file() or (folder / run_folder.CHECKPOINTS_FOLDER).is_dir()
+    return has_started and not _has_policy(folder)
 
 
 def policy_folder(folder: str | os.PathLike) -> Path:
@@ -73,15 +73,15 @@ def _has_policy(folder: Path) -> bool:
 
 
 def has_policy(checkpoint: Path) -> bool:
-    """Return whether a checkpoint or an export has files for ``from_pretrained``; checkpoints of token policies have none."""
+    """Return whether a checkpoint or an export has files for ``from_pretrained``; checkpoints of token policies do not."""
     return any(map(_has_policy, _places(checkpoint)))
 
 
 def resolve_checkpoint(path: str | os.PathLike) -> Path:
-    """Return the checkpoint folder that a user's path means; raise CheckpointError if there is none.
+    """Return the checkpoint folder for a user's path; raise CheckpointError if there is none.
 
-    A checkpoint or an export is returned as it is. A run folder, or its ``checkpoints``, means the last undamaged checkpoint
-    in it. A folder of runs means its ``latest``, or else the one that has saved last.
+    A checkpoint or an export is returned itself, for a run folder or its ``checkpoints`` the last undamaged checkpoint. In a folder
+    of runs, ``latest`` is used, or else the run that has saved last.
     """
     path = follow_latest(path)
     if not path.exists():
@@ -89,8 +89,8 @@ def resolve_checkpoint(path: str | os.PathLike) -> Path:
     if is_checkpoint(path) or is_export(path):
         return path
     parent = path / run_folder.CHECKPOINTS_FOLDER if (path / run_folder.CHECKPOINTS_FOLDER).is_dir() else path
-    found = checkpoints_in(parent)
-    for folder in reversed(found):
+    candidates = checkpoints_in(parent)
+    for folder in reversed(candidates):
         damage = damage_of(folder, fingerprint(folder))
         if damage is None:
             return folder
@@ -100,12 +100,12 @@ def resolve_checkpoint(path: str | os.PathLike) -> Path:
         newest = max(runs, key=lambda run: max(map(saved_at, checkpoints_in(run / run_folder.CHECKPOINTS_FOLDER))))
         return resolve_checkpoint(path / run_folder.LATEST if path / run_folder.LATEST in runs else newest)
     looked = f"no {run_folder.STATE_FILE} in {path} or in {parent}/*"
-    if found:
-        looked = f"{len(found)} checkpoints in {parent} are all damaged"
-    others = sorted(
+    if candidates:
+        looked = f"{len(candidates)} checkpoints in {parent} are all damaged"
+    siblings = sorted(
         run for run in path.parent.glob("*") if run != path and not run.is_symlink() and has_checkpoints(run)
     )
-    instead = f" The newest run beside it that has one is {others[-1]}" if others else ""
+    instead = f" The newest run with a checkpoint in {path.parent} is {siblings[-1]}" if siblings else ""
     raise CheckpointError(
         f"{path} holds no usable checkpoint: {looked}. Name a checkpoint folder or a run folder; a run that ended before its "
         f"first checkpoint can only be started again.{instead}"
@@ -119,18 +119,18 @@ def later_checkpoints(resumed: Path) -> list[Path]:
 
 
 def has_checkpoints(run: Path) -> bool:
-    """Return whether a run folder holds any checkpoint, whole or damaged."""
+    """Return whether a run folder holds any checkpoint, complete or damaged."""
     return bool(checkpoints_in(run / run_folder.CHECKPOINTS_FOLDER))
 
 
 def checkpoints_in(parent: Path) -> list[Path]:
-    """Return checkpoint folders, oldest first by phase and step; the time of saving decides between equals."""
+    """Return checkpoint folders, sorted by phase, step and time of saving, oldest first."""
     paths = parent.iterdir() if parent.is_dir() else ()
     return sorted((path for path in paths if not path.name.startswith(".") and is_checkpoint(path)), key=_moment)
 
 
 def _moment(folder: Path) -> tuple[int, int, float, str]:
-    """Return phase and step (from the folder's name, or else its state), time of saving, and name."""
+    """Return the sort key: phase and step (from the folder's name, or else its state), time of saving, and name."""
     try:
         state = read_state(folder)
         saved_at, loop = float(state["saved_at"]), state["loop_state"]
@@ -145,15 +145,15 @@ def _moment(folder: Path) -> tuple[int, int, float, str]:
 
 
 def fingerprint(folder: Path) -> tuple:
-    """Return names, sizes and times of the files; while they stay the same, a verified folder is not hashed again."""
+    """Return names, sizes and times of the files; if they are unchanged, a verified folder is not hashed again."""
     files = [(path, path.stat()) for path in sorted(folder.rglob("*")) if path.is_file()]
-    # The time of the last change of the inode, which no copy or touch can set back as it can st_mtime_ns.
+    # st_ctime_ns, because a copy or touch can set st_mtime_ns back, but not the time of the inode's last change.
     return tuple((str(path), state.st_size, state.st_mtime_ns, state.st_ctime_ns) for path, state in files)
 
 
 @functools.cache
 def damage_of(folder: Path, fingerprint: tuple) -> str | None:
-    """Return the damage of a checkpoint or an export in words, or None."""
+    """Return a description of a checkpoint's or export's damage, or None."""
     try:
         verify_files(folder, Manifest.load(folder))
     except CheckpointError as error:
@@ -167,7 +167,7 @@ def _warn_once(text: str) -> None:
 
 
 def read_state(folder: Path) -> dict[str, Any]:
-    """Return ``state.json`` of a checkpoint; raise CheckpointError if it is missing, damaged or of another format."""
+    """Return ``state.json`` of a checkpoint; raise CheckpointError if it is missing, damaged or of a different format."""
     path = folder / run_folder.STATE_FILE
     try:
         state = json.loads(path.read_text(encoding="utf-8"))
@@ -179,7 +179,7 @@ def read_state(folder: Path) -> dict[str, Any]:
         raise CheckpointError(f"{folder} is not a checkpoint: it has no {run_folder.STATE_FILE}. {hint}") from error
     except (OSError, ValueError, KeyError, TypeError) as error:
         reason = f"{type(error).__name__}: {error}"
-        raise CheckpointError(f"{path} cannot be read ({reason}). Use another checkpoint.") from error
+        raise CheckpointError(f"{path} cannot be read ({reason}). Use a different checkpoint.") from error
     if not complete:
         raise CheckpointError(f"{path} is not of format {FORMAT}, which this version of rlinf reads.")
     return state

@@ -1,14 +1,14 @@
-"""From a checkpoint of a token policy to a folder that transformers, vLLM and others load.
+"""Export of a token policy's checkpoint to a folder for transformers, vLLM and other programs.
 
 ::
 
     safetensors/final/
-      00000.safetensors, 00001.safetensors, ...   weights, one chunk after the other
-      model.safetensors.index.json                which tensor is in which chunk
-      config.json, tokenizer.json, ...            the files of the model that training started with
+      00000.safetensors, 00001.safetensors, ...   weights, in chunks
+      model.safetensors.index.json                tensor names to chunks
+      config.json, tokenizer.json, ...            files of the initial model
       manifest.json                               conditions, and the SHA-256 of every file above
 
-Weights are read from the checkpoint's shards unit by unit, on one rank: no rank ever holds the model whole.
+Weights are read from the checkpoint's shards unit by unit, on one rank: no rank ever holds the full model.
 """
 
 from __future__ import annotations
@@ -51,23 +51,23 @@ logger = logging.getLogger("rlinf")
 CHUNK_BYTES = 4 * GIB
 INDEX_FILE = "model.safetensors.index.json"
 COPIED = {".json", ".jinja", ".model", ".py", ".tiktoken", ".txt"}
-"""Endings of the source's files that go along: configurations, tokenizer, processor, templates, code."""
+"""Suffixes of the source's files that are copied: configurations, tokenizer, processor, templates, code."""
 TEMPLATES_FOLDER = "additional_chat_templates"
 LEFT_OUT = {"adapter_config.json", "trainer_state.json", MANIFEST_FILE, STATISTICS_FILE}
-"""Files of a source that say something else about its own weights."""
+"""Files of a source that describe only its original weights."""
 
 
 class HFFolder:
     """Writes the policy in a checkpoint of a token run as a Hugging Face folder (an ``Export`` of the manager).
 
-    Construct it in the training thread: building even an empty model changes settings of the process for a moment. Calling it does
-    not. Raises ConfigError if adapters cannot be merged into the weight files of ``source``.
+    Construct it in the training thread: building even an empty model changes global settings for a moment, and calling it does not.
+    Raises ConfigError if adapters cannot be merged into the weight files of ``source``.
 
     Args:
-        source: Model that training started with, a folder or hub id.
+        source: The initial model, a folder or hub id.
         lora: Settings of the trained adapters; None: all weights are trained.
-        merge_lora: Add adapters to the weights of ``source``, in its names; False writes them as an adapter folder of PEFT.
-        chunk_bytes: Most bytes of tensors in a file, unless one tensor alone has more.
+        merge_lora: Add adapters to the weights of ``source``, under its names; False writes them as an adapter folder of PEFT.
+        chunk_bytes: Maximum bytes of tensors in a file, except for a single larger tensor.
     """
 
     def __init__(
@@ -94,9 +94,9 @@ class HFFolder:
                 self._adapted = _adapted_layers(self.model, source)
 
     def __call__(self, checkpoint: Path, output: Path) -> None:
-        """Write ``output`` whole, or not at all; a folder of that name is replaced.
+        """Write or replace ``output`` atomically.
 
-        Raise CheckpointError if the checkpoint cannot be read or belongs to another ``source``; OSError if a file cannot be written.
+        Raise CheckpointError if the checkpoint cannot be read or belongs to a different ``source``; OSError if a file cannot be written.
         """
         logger.info("Prepare to exporting safetensors to %s at rank 0", output)
         partial = output.with_name(f".{output.name}.tmp")
@@ -134,17 +134,19 @@ class HFFolder:
     def _check(self, checkpoint: Path, manifest: Manifest) -> None:
         if (manifest.lora.get("state") == "adapter") != self.has_adapters:
             holds, wanted = ("no adapters", "with") if self.has_adapters else ("adapters", "without")
-            raise CheckpointError(f"{checkpoint} holds {holds}; it is exported {wanted} any. Use another checkpoint")
+            raise CheckpointError(
+                f"{checkpoint} holds {holds}; it is exported {wanted} any. Use a different checkpoint"
+            )
         saved = manifest.lora.get("base_sha256")
         present = weights_digest(self.source) if self.has_adapters else None
         if saved != present:
             raise CheckpointError(
-                f"The adapters of {checkpoint} belong to other base weights (digest {saved}) than {self.source} ({present}). "
+                f"The adapters of {checkpoint} belong to different base weights (digest {saved}) than {self.source} ({present}). "
                 "Name the model that they were trained on"
             )
 
     def _merged(self, trained: _Trained) -> Iterator[tuple[str, Tensor]]:
-        """Yield the tensors in the source's files, each with its adapter added."""
+        """Yield the tensors in the source's files, with their adapters added."""
         adapters = {name: p.data for name, p in self.model.named_parameters() if ".lora_" in name}
         trained.read_into(adapters)
         for path in _weight_files(self.source):
@@ -161,9 +163,9 @@ class HFFolder:
 def token_manifest(
     model: Any, source: str, *, precision: str, seed: int, policy_version: int, lora: LoraConfig | None = None
 ) -> Manifest:
-    """Record the conditions of a token policy, without sections for envs and actions.
+    """Return the manifest of a token policy, without sections for envs and actions.
 
-    ``source`` is the folder or hub id that training started with. Settings of adapters are recorded with a digest of its weights.
+    ``source`` is the folder or hub id of the initial model, whose digest is recorded with the settings of adapters.
     """
     adapters: dict[str, Any] = {"state": "none"}
     if lora is not None:
@@ -177,7 +179,7 @@ def token_manifest(
 
 
 class _Trained:
-    """The trained tensors in a checkpoint, by the names that they have in the model."""
+    """The trained tensors in a checkpoint, by their names in the model."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -185,28 +187,28 @@ class _Trained:
         self.entries = {name.removeprefix(MODEL): entry for name, entry in entries.items() if name.startswith(MODEL)}
 
     def read(self, names: Iterable[str]) -> dict[str, Tensor]:
-        """Return tensors in the number format in which they were saved."""
+        """Return tensors in their saved dtype."""
         entries = {name: self.entries[name] for name in names}
-        found = {name: torch.empty(each.size, dtype=each.properties.dtype) for name, each in entries.items()}
-        return self.read_into(found)
+        targets = {name: torch.empty(entry.size, dtype=entry.properties.dtype) for name, entry in entries.items()}
+        return self.read_into(targets)
 
     def read_into(self, targets: dict[str, Tensor]) -> dict[str, Tensor]:
         """Fill tensors in place, and return them."""
         if not targets.keys() <= self.entries.keys():
-            lacks = sorted(targets.keys() - self.entries.keys())
-            found = f"it lacks {len(lacks)} of its tensors ({', '.join(lacks[:3])})"
-            raise CheckpointError(f"{self.folder} is of another model: {found}")
+            missing = sorted(targets.keys() - self.entries.keys())
+            problem = f"it lacks {len(missing)} of its tensors ({', '.join(missing[:3])})"
+            raise CheckpointError(f"{self.folder} is of a different model: {problem}")
         read_tensors(self.folder, {f"{MODEL}{name}": tensor for name, tensor in targets.items()}, no_dist=True)
         return targets
 
 
 def _public(model: Any, trained: _Trained) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors of a model under the names and in the shapes of public checkpoints, tied ones once."""
+    """Yield the tensors of a model under the names and in the shapes of public checkpoints, tied tensors once."""
     names = model.state_dict().keys()
     if names != trained.entries.keys():
         other = sorted(names ^ trained.entries.keys())
-        found = f"{trained.folder} is of another model than {type(model).__name__}"
-        raise CheckpointError(f"{found}: {len(other)} tensors are in one of them only ({', '.join(other[:3])})")
+        problem = f"{trained.folder} is of a different model than {type(model).__name__}"
+        raise CheckpointError(f"{problem}: {len(other)} tensors are in one of them only ({', '.join(other[:3])})")
     for _, unit in itertools.groupby(names, layer_prefix):
         weights = {f"model.{name}": tensor for name, tensor in trained.read(unit).items()}
         yield from HFModel(model).public_state_dict(weights).items()
@@ -215,27 +217,27 @@ def _public(model: Any, trained: _Trained) -> Iterator[tuple[str, Tensor]]:
 def _adapted_layers(model: Any, source: str) -> dict[str, Any]:
     """Return the adapted layer of each adapted weight, by the weight's name in the files of ``source``."""
     layers = {f"{name}.weight": module for name, module in model.named_modules() if isinstance(module, BaseTunerLayer)}
-    own = dict(base_tensors(model))
+    model_tensors = dict(base_tensors(model))
     transforms = get_model_conversion_mapping(model)
-    renamings = [each for each in transforms if isinstance(each, WeightRenaming)]
-    converters = [each for each in transforms if isinstance(each, WeightConverter)]
-    found = {}
+    renamings = [transform for transform in transforms if isinstance(transform, WeightRenaming)]
+    converters = [transform for transform in transforms if isinstance(transform, WeightConverter)]
+    adapted = {}
     for path in _weight_files(source):
         with safe_open(path, framework="pt") as file:
             for name in file.keys():
-                renamed, _ = rename_source_key(name, renamings, converters, model.base_model_prefix, own)
+                renamed, _ = rename_source_key(name, renamings, converters, model.base_model_prefix, model_tensors)
                 if renamed in layers:
-                    found[name] = layers.pop(renamed)
+                    adapted[name] = layers.pop(renamed)
     if layers:
         raise ConfigError(
             f"{len(layers)} adapted weights ({', '.join(sorted(layers)[:3])}) have no tensor of their own in the files of {source}, so "
             "adapters cannot be merged into these. Export them as adapters (merge_lora=false)"
         )
-    return found
+    return adapted
 
 
 def _write_adapter(output: Path, model: Any, trained: _Trained, source: str) -> None:
-    """Write the layout of PEFT, whose names start below ``AutoModel*.from_pretrained(source)``."""
+    """Write an adapter folder for ``PeftModel.from_pretrained(AutoModel*.from_pretrained(source), ...)``."""
     tensors = adapter_state_dict(model, trained.read(trained.entries))
     save_file(tensors, output / ADAPTER_FILE, metadata={"format": "pt"})
     config = copy.copy(model.peft_config["default"])
@@ -244,10 +246,7 @@ def _write_adapter(output: Path, model: Any, trained: _Trained, source: str) -> 
 
 
 def write_chunks(folder: Path, tensors: Iterable[tuple[str, Tensor]], chunk_bytes: int = CHUNK_BYTES) -> None:
-    """Write ``00000.safetensors``, ``00001.safetensors``, ... and their index; no more than one chunk is in memory.
-
-    Tensors may have any memory layout; views of one memory are written apart.
-    """
+    """Write ``00000.safetensors``, ``00001.safetensors``, ... and their index; at most one chunk is in memory."""
     index: dict[str, str] = {}
     total = held = 0
     chunk: dict[str, Tensor] = {}
@@ -265,7 +264,7 @@ def write_chunks(folder: Path, tensors: Iterable[tuple[str, Tensor]], chunk_byte
         if chunk and held + size > chunk_bytes:
             flush()
             held = 0
-        # safetensors takes neither strides nor memory that two tensors share
+        # A contiguous copy: safetensors accepts neither strides nor two tensors in the same memory.
         chunk[name] = tensor.detach().cpu().clone(memory_format=torch.contiguous_format)
         held, total = held + size, total + size
     if chunk:
@@ -274,13 +273,13 @@ def write_chunks(folder: Path, tensors: Iterable[tuple[str, Tensor]], chunk_byte
 
 
 def _origin(source: str, patterns: Sequence[str]) -> Path:
-    """Return the folder of a model; for a hub id, the folder of the downloaded files."""
+    """Return the folder of a model, or of the downloaded files of a hub id."""
     folder = Path(source).expanduser()
     return folder if folder.is_dir() else Path(snapshot_download(source, allow_patterns=list(patterns)))
 
 
 def _weight_files(source: str) -> list[Path]:
-    """Return the safetensors files of a model in the order of their names, without those that transformers does not read."""
+    """Return the safetensors files of a model that transformers reads, sorted by name."""
     folder = _origin(source, ["model*.safetensors", INDEX_FILE])
     if (folder / INDEX_FILE).is_file():
         files = set(json.loads((folder / INDEX_FILE).read_text(encoding="utf-8"))["weight_map"].values())
@@ -305,9 +304,9 @@ def _copy_source_files(source: str, folder: Path) -> None:
 
 
 def _adapt_config(path: Path, dtype: torch.dtype, architecture: str, packed: bool) -> None:
-    """Let ``config.json`` name the class and the number format of the written weights.
+    """Set the class and the dtype of the written weights in ``config.json``.
 
-    ``packed``: quantised weights of the source were copied as they are.
+    ``packed``: quantised weights of the source were copied unchanged.
     """
     config, name = json.loads(path.read_text(encoding="utf-8")), str(dtype).removeprefix("torch.")
     if not packed:
@@ -320,7 +319,7 @@ def _adapt_config(path: Path, dtype: torch.dtype, architecture: str, packed: boo
 
 
 def _set_dtype(config: dict[str, Any], name: str) -> None:
-    """Set the number format in a configuration and in its nested ones."""
+    """Set the dtype in a configuration and in its nested configurations."""
     for key, value in config.items():
         if key in ("dtype", "torch_dtype") and isinstance(value, str):
             config[key] = name

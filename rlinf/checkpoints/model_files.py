@@ -1,4 +1,4 @@
-"""Write the part of a checkpoint that other programs load: weights as safetensors with config and processor files."""
+"""The part of a checkpoint for ``from_pretrained``: weights as safetensors, with config and processor files."""
 
 from __future__ import annotations
 
@@ -14,15 +14,12 @@ from rlinf.run_folder import ADAPTER_FOLDER, MODEL_FOLDER, STATISTICS_FILE
 
 
 def save_model_files(folder: Path, model: Any, weights: dict[str, Tensor]) -> None:
-    """Write the whole state dict ``weights`` into ``folder/model``, or ``folder/adapter`` for a model with adapters."""
+    """Write the full state dict ``weights`` into ``folder/model``, or ``folder/adapter`` for a model with adapters."""
     write_policy(folder / (ADAPTER_FOLDER if is_adapter(model) else MODEL_FOLDER), model, weights)
 
 
 def write_policy(folder: Path, model: Any, weights: dict[str, Tensor]) -> None:
-    """Write weights (or adapters), config, processor and action statistics into ``folder`` itself; may raise OSError.
-
-    Call it on one rank; ``model`` is a ``PreTrainedModel``, sharded or not.
-    """
+    """Write weights (or adapters), config, processor and action statistics into ``folder``, on one rank; may raise OSError."""
     try:
         if is_adapter(model):
             from rlinf.models.lora import save_adapter  # imports peft and transformers
@@ -47,7 +44,7 @@ def write_policy(folder: Path, model: Any, weights: dict[str, Tensor]) -> None:
 
 
 def leaves_base(model: Any) -> bool:
-    """Return whether checkpoints of a model hold an actor alone, because its run folder has the frozen policy."""
+    """Return whether checkpoints of a model hold only an actor, because its run folder has the frozen base policy."""
     return getattr(model, "base_store", None) is not None
 
 

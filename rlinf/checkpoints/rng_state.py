@@ -1,4 +1,4 @@
-"""Save the random states of a process as tensors and numbers, which can be read without running pickled code."""
+"""The random states of a process, saved as tensors and numbers, which load without running pickled code."""
 
 from __future__ import annotations
 
@@ -17,43 +17,43 @@ from rlinf.files import naming
 
 def rng_state(generators: Mapping[str, torch.Generator] | None = None) -> dict[str, Any]:
     """Return a copy of the random states of Python, NumPy and torch, and of generators by name."""
-    version, words, gauss = random.getstate()
-    found = np.random.get_state(legacy=False)
+    version, integers, gauss = random.getstate()
+    legacy = np.random.get_state(legacy=False)
     state: dict[str, Any] = {
-        "python": {"version": version, "words": torch.tensor(words, dtype=torch.int64), "gauss": gauss},
+        "python": {"version": version, "integers": torch.tensor(integers, dtype=torch.int64), "gauss": gauss},
         "numpy": {
-            "name": found["bit_generator"], "keys": torch.from_numpy(found["state"]["key"].astype(np.int64)),
-            "position": int(found["state"]["pos"]), "has_gauss": int(found["has_gauss"]), "cached": float(found["gauss"]),
+            "name": legacy["bit_generator"], "keys": torch.from_numpy(legacy["state"]["key"].astype(np.int64)),
+            "position": int(legacy["state"]["pos"]), "has_gauss": int(legacy["has_gauss"]), "cached": float(legacy["gauss"]),
         },
         "torch": torch.get_rng_state(),
     }  # fmt: skip
     if torch.cuda.is_available():
         state["cuda"] = torch.cuda.get_rng_state()
-    return state | {"generators": {name: each.get_state() for name, each in (generators or {}).items()}}
+    return state | {"generators": {name: generator.get_state() for name, generator in (generators or {}).items()}}
 
 
 def save_rng_state(path: Path, state: dict[str, Any]) -> None:
-    """Write what ``rng_state`` returned."""
+    """Write the result of ``rng_state``."""
     with naming(path):
         torch.save(state, path)
 
 
 def load_rng_state(path: Path, generators: Mapping[str, torch.Generator] | None = None) -> None:
-    """Restore the random states in a file; raise CheckpointError if it holds something else."""
+    """Restore the random states in a file; raise CheckpointError if its content is different."""
     try:
         state = torch.load(path, weights_only=True)
         _set_state(state)
         for name, generator in (generators or {}).items():
             generator.set_state(state["generators"][name])
     except (pickle.UnpicklingError, EOFError, KeyError, AttributeError, TypeError, ValueError, RuntimeError) as error:
-        # Without the error's text, which recommends loading the file with pickled code.
+        # Without the error's text, which recommends `weights_only=False`, and so running pickled code.
         reason = type(error).__name__
-        raise CheckpointError(f"{path} holds no random states ({reason}). Use another checkpoint.") from error
+        raise CheckpointError(f"{path} holds no random states ({reason}). Use a different checkpoint.") from error
 
 
 def _set_state(state: dict[str, Any]) -> None:
     python, legacy = state["python"], state["numpy"]
-    random.setstate((python["version"], tuple(python["words"].tolist()), python["gauss"]))
+    random.setstate((python["version"], tuple(python["integers"].tolist()), python["gauss"]))
     keys = legacy["keys"].numpy().astype(np.uint32)
     np.random.set_state((legacy["name"], keys, legacy["position"], legacy["has_gauss"], legacy["cached"]))
     torch.set_rng_state(state["torch"])

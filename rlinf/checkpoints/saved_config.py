@@ -1,4 +1,4 @@
-"""Read the configuration in a checkpoint."""
+"""The configuration in a checkpoint."""
 
 from __future__ import annotations
 
@@ -16,8 +16,9 @@ TOKEN_KEYS = ("policy.model_name_or_path", "train.param_dtype")
 
 
 class PlainLoader(yaml.SafeLoader):
-    """Reads YAML without aliases: nested ones make a small file as large as anybody likes."""
+    """A YAML loader that rejects aliases."""
 
+    # Nested aliases let a small file expand to any size in memory ("billion laughs").
     def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node:
         if self.check_event(yaml.AliasEvent):
             raise yaml.composer.ComposerError(None, None, "it has an alias (*name)")
@@ -31,15 +32,15 @@ def read_saved_config(folder: Path) -> dict[str, Any]:
         saved = yaml.load(path.read_text(encoding="utf-8"), PlainLoader)
     except (OSError, yaml.YAMLError) as error:
         reason = f"{type(error).__name__}: {error}"
-        raise CheckpointError(f"{path} cannot be read ({reason}). Use another checkpoint.") from error
+        raise CheckpointError(f"{path} cannot be read ({reason}). Use a different checkpoint.") from error
     if not isinstance(saved, dict):
-        raise CheckpointError(f"{path} holds no configuration. Use another checkpoint.")
+        raise CheckpointError(f"{path} holds no configuration. Use a different checkpoint.")
     return saved
 
 
 def flat(mapping: Mapping[str, Any], path: str = "") -> dict[str, Any]:
     """Return a nested mapping with dotted keys."""
-    found: dict[str, Any] = {}
+    result: dict[str, Any] = {}
     for key, value in mapping.items():
-        found |= flat(value, f"{path}{key}.") if isinstance(value, Mapping) else {f"{path}{key}": value}
-    return found
+        result |= flat(value, f"{path}{key}.") if isinstance(value, Mapping) else {f"{path}{key}": value}
+    return result

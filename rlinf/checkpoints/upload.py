@@ -1,6 +1,6 @@
-"""Take what a run has written to the Hugging Face hub or to S3.
+"""Uploads of a run's checkpoints and exports to the Hugging Face hub or to S3.
 
-Credentials come from the environment, are checked before training, and appear in no message. What fails is tried ``TRIES`` times.
+Credentials come from the environment, are checked before training, and appear in no message. Every request has ``TRIES`` attempts.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from rlinf.run_folder import CONFIG_FILE, MANIFEST_FILE, SAFETENSORS_FOLDER, STA
 
 TRIES = 3
 BACKOFF_S = 2.0
-"""Seconds before the second try; twice as many before each later one."""
+"""Seconds before the second attempt, doubled before each later attempt."""
 SECRETS = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN", "AWS_ACCESS_KEY_ID")
 AWS_NAMES = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_DEFAULT_REGION")
 
-# The base of its HTTP errors belongs to the HTTP library that huggingface_hub uses: requests, httpx or httpx2.
+# The base class of HfHubHTTPError is the error of the HTTP library that huggingface_hub uses: requests, httpx or httpx2.
 HUB_ERRORS = (OSError, HfHubHTTPError.__bases__[0], HFValidationError)
 
 logger = logging.getLogger("rlinf")
@@ -46,8 +46,8 @@ class HubUpload:
     Raises ConfigError if the token is missing, unknown to the hub or read-only.
 
     Args:
-        repo_name: A name, whose owner is the owner of the token, or ``owner/name``.
-        private: Only the owner sees the repository.
+        repo_name: ``owner/name``, or a name of the token's owner.
+        private: Make the repository private.
     """
 
     every = False
@@ -60,7 +60,7 @@ class HubUpload:
             )
         self.api, self.private = HfApi(token=token), private
         try:
-            owner = _tried(self.api.whoami, HUB_ERRORS, "ask the hub for the owner of HF_TOKEN")
+            owner = _retried(self.api.whoami, HUB_ERRORS, "ask the hub for the owner of HF_TOKEN")
         except CheckpointError as error:
             raise ConfigError(f"{where}: {error}. Set HF_TOKEN, or train.ckpt.upload_hf=false") from error
         role = owner.get("auth", {}).get("accessToken", {}).get("role")
@@ -74,7 +74,7 @@ class HubUpload:
         """Upload the exported policy; raise CheckpointError if that fails."""
         repo_id = self._repo_id(run_folder)
         for folder in _exported(folders):
-            states = [each / STATE_FILE for each in folders if (each / STATE_FILE).is_file()]  # of the checkpoint
+            states = [path / STATE_FILE for path in folders if (path / STATE_FILE).is_file()]  # of the checkpoint
             state = json.loads(states[0].read_text(encoding="utf-8")) if states else {"loop_state": {}}
             write_text(folder / "README.md", model_card(folder, state["loop_state"].get("scores")))
 
@@ -83,10 +83,12 @@ class HubUpload:
                 message = f"Policy of {run_folder.name}"
                 return self.api.upload_folder(repo_id=repo_id, folder_path=folder, commit_message=message)
 
-            logger.info("Uploaded %s: %s", folder, _tried(send, HUB_ERRORS, f"upload {folder} to the hub as {repo_id}"))
+            logger.info(
+                "Uploaded %s: %s", folder, _retried(send, HUB_ERRORS, f"upload {folder} to the hub as {repo_id}")
+            )
 
-    def by_hand(self, run_folder: Path, folders: Sequence[Path]) -> list[str]:
-        """Return the command of the hub's own tool that uploads the exported policy."""
+    def commands(self, run_folder: Path, folders: Sequence[Path]) -> list[str]:
+        """Return the command of the hub's CLI that uploads the exported policy."""
         command, flag = ["hf", "upload", self._repo_id(run_folder)], ["--private"][: self.private]
         return [shlex.join([*command, str(folder), *flag]) for folder in _exported(folders)]
 
@@ -97,9 +99,8 @@ class HubUpload:
 class S3Upload:
     """Uploads checkpoints and exported policies to ``<bucket>/<prefix>/<name of output_dir>/<time of the run>/...``.
 
-    Without the run in the keys, runs would overwrite each other. A folder's manifest is sent last, so a folder that has one is whole,
-    and one that has the same is not sent again. Raises ConfigError if the bucket cannot be used, or a variable of the environment is
-    missing; MissingDependencyError if boto3 is not installed. The bucket must exist.
+    A folder with an equal manifest in the bucket is not sent again. Raises ConfigError if the bucket does not exist or cannot be used,
+    or an environment variable is missing; MissingDependencyError if boto3 is not installed.
     """
 
     def __init__(self, bucket: str | None, prefix: str = "", every: bool = False) -> None:
@@ -122,7 +123,7 @@ class S3Upload:
         session = boto3.Session()
         try:
             is_complete = session.get_credentials() is not None and session.region_name is not None
-        except BotoCoreError:  # half a pair of keys
+        except BotoCoreError:  # only one of the two keys is set
             is_complete = False
         if not is_complete:
             missing = [name for name in AWS_NAMES if not os.environ.get(name)]
@@ -130,10 +131,10 @@ class S3Upload:
                 f"train.ckpt.upload_s3 needs credentials and a region, and {', '.join(missing)} {'is' if len(missing) == 1 else 'are'} not "
                 "set. Set them in the environment, or train.ckpt.upload_s3=false"
             )
-        # Region, endpoint (AWS_ENDPOINT_URL) and keys come from the environment; what fails is tried again here.
+        # Region, endpoint (AWS_ENDPOINT_URL) and keys come from the environment. One attempt, because `_retried` repeats it.
         self.client = session.client("s3", config=Config(retries={"total_max_attempts": 1}))
         try:
-            _tried(lambda: self.client.head_bucket(Bucket=bucket), self._errors, f"use the S3 bucket '{bucket}'")
+            _retried(lambda: self.client.head_bucket(Bucket=bucket), self._errors, f"use the S3 bucket '{bucket}'")
         except CheckpointError as error:
             raise ConfigError(
                 f"{error}. Set train.ckpt.s3_bucket=<a bucket of yours>, check {', '.join(AWS_NAMES)}"
@@ -145,40 +146,41 @@ class S3Upload:
             if self._is_there(run_folder, folder / MANIFEST_FILE):
                 continue
             files = [path for path in sorted(folder.rglob("*")) if path.is_file()]
+            # The manifest last, so that a folder with a manifest in the bucket is complete.
             for path in sorted(files, key=lambda path: path == folder / MANIFEST_FILE):
                 key = self.key_of(run_folder, path)
                 send = partial(self.client.upload_file, str(path), self.bucket, key)
-                _tried(send, self._errors, f"upload {path} to s3://{self.bucket}/{key}")
+                _retried(send, self._errors, f"upload {path} to s3://{self.bucket}/{key}")
             logger.info("Uploaded %s: s3://%s/%s", folder, self.bucket, self.key_of(run_folder, folder))
 
-    def by_hand(self, run_folder: Path, folders: Sequence[Path]) -> list[str]:
-        """Return the commands of AWS's own tool that upload the folders."""
+    def commands(self, run_folder: Path, folders: Sequence[Path]) -> list[str]:
+        """Return the commands of the AWS CLI that upload the folders."""
         command, root = ["aws", "s3", "cp", "--recursive"], f"s3://{self.bucket}"
         return [shlex.join([*command, str(path), f"{root}/{self.key_of(run_folder, path)}"]) for path in folders]
 
     def _is_there(self, run_folder: Path, manifest: Path) -> bool:
         """Return whether the bucket has a folder with this manifest, which holds the hashes of all files."""
-        with suppress(*self._errors):  # also of a manifest that is not there
+        with suppress(*self._errors):  # also if the manifest does not exist
             sent = self.client.get_object(Bucket=self.bucket, Key=self.key_of(run_folder, manifest))["Body"].read()
             return sent == manifest.read_bytes()
         return False
 
     def key_of(self, run_folder: Path, path: Path) -> str:
-        """Return the key of a file, or the first part of the keys of a folder."""
+        """Return the key of a file, or the prefix of a folder's keys."""
         run = run_folder.absolute()
         parts = (self.prefix, run.parent.name, run.name, path.relative_to(run_folder).as_posix())
         return "/".join(part for part in parts if part)
 
 
 def model_card(folder: Path, scores: dict[str, float] | None = None) -> str:
-    """Return the README of an export: its origin, settings, and ``scores``, the run's validations by name of the checkpoint."""
+    """Return the README of an export: its origin, settings, and ``scores``, the run's validations by checkpoint name."""
     manifest = Manifest.load(folder)
     config = yaml.safe_load((folder / CONFIG_FILE).read_text(encoding="utf-8"))
     base = _value(config, "policy.model_name_or_path")
     datasets = _value(config, "train.train_policy.dataset.name")
     kind = str(_value(config, "train.train_policy.type") or "").upper()
     head: dict[str, Any] = {"library_name": "transformers", "tags": ["rlinf", *([kind.lower()] if kind else [])]}
-    # The hub knows models and datasets by its own names, not by paths of this machine.
+    # Local paths are left out: in the card's metadata, the hub accepts only its ids of models and datasets.
     named = (("base_model", base), ("datasets", datasets))
     head |= {key: name for key, name in named if name and not Path(name).exists()}
     trained = {"merged": "LoRA adapters, merged", "adapter": "LoRA adapters"}
@@ -212,8 +214,8 @@ def _value(config: Any, path: str) -> Any:
     return config
 
 
-def _tried(action: Callable[[], Result], errors: tuple[type[Exception], ...], what: str) -> Result:
-    """Return the result of ``action``, tried ``TRIES`` times; raise CheckpointError without any secret in it."""
+def _retried(action: Callable[[], Result], errors: tuple[type[Exception], ...], what: str) -> Result:
+    """Return the result of ``action`` in ``TRIES`` attempts; raise CheckpointError without any secret."""
     for number in range(TRIES - 1):
         with suppress(*errors):
             return action()
@@ -224,5 +226,5 @@ def _tried(action: Callable[[], Result], errors: tuple[type[Exception], ...], wh
         reason = f"{type(error).__name__}: {error}"
         for secret in {*(os.environ.get(name) for name in SECRETS), get_token()} - {None, ""}:
             reason = reason.replace(secret, "***")
-        # Without the error itself, whose text may hold a secret.
+        # `from None`, because the text of the error may contain a secret.
         raise CheckpointError(f"Cannot {what}, tried {TRIES} times ({reason})") from None

@@ -25,37 +25,31 @@ COMMANDS = {
     "sft": ("rlinf.cli.run:sft", "behaviour cloning only"),
     "launch": ("rlinf.cli.launch:launch", "language and vision-language models from a recipe: SFT, GRPO, DPO"),
     "evaluate": ("rlinf.cli.run:evaluate", "success rate of a checkpoint on held-out episodes, with videos"),
-    "robot": ("rlinf.cli.run:robot", "a checkpoint in real time, on a robot that an env simulates"),
-    "audit": ("rlinf.cli.run:audit", "whether a policy reads its instruction, looks, reacts, or remembers"),
-    "serve": ("rlinf.cli.run:serve", "a checkpoint as a server of actions, for other machines and programs"),
-    "play": ("rlinf.cli.play:play", "one episode of a checkpoint as a video, in a window where there is a display"),
+    "robot": ("rlinf.cli.run:robot", "a checkpoint in real time, on a simulated or physical robot"),
+    "audit": ("rlinf.cli.run:audit", "whether a policy uses its instruction and images, reacts, or memorises"),
+    "serve": ("rlinf.cli.run:serve", "a checkpoint as a policy server for other machines and programs"),
+    "play": ("rlinf.cli.play:play", "one episode of a checkpoint as a video, in a window if there is a display"),
     "report": ("rlinf.cli.report:report", "the page of a run, or the curves of several runs with intervals over seeds"),
-    "why": ("rlinf.cli.report:why", "what the metrics of a run say: the fault, and the key to change"),
-    "collect": (
-        "rlinf.cli.run:collect",
-        "demonstrations of the scripted expert or of a checkpoint, as a LeRobotDataset",
-    ),
+    "why": ("rlinf.cli.report:why", "diagnosis of a run from its metrics: the cause, and the key to change"),
+    "collect": ("rlinf.cli.run:collect", "demonstrations of the scripted expert or a checkpoint, as a LeRobotDataset"),
     "convert": ("rlinf.cli.run:convert", "HDF5 demonstrations of robomimic and LIBERO to a LeRobotDataset"),
-    "classifier": ("rlinf.cli.run:classifier", "a classifier of success from labelled frames, with its errors"),
-    "export": ("rlinf.cli.run:export", "a checkpoint as a folder for from_pretrained, adapters merged if asked"),
+    "classifier": ("rlinf.cli.run:classifier", "a success classifier from labelled frames, with its errors"),
+    "export": ("rlinf.cli.run:export", "a checkpoint as a folder for from_pretrained, optionally with merged adapters"),
     "doctor": ("rlinf.cli.doctor:doctor", "what works on this machine, and the memory that an experiment needs"),
-    "check": ("rlinf.cli.check:check", "whether an env keeps its contract, yours included, property by property"),
+    "check": ("rlinf.cli.check:check", "whether an env (also yours) fulfils its contract, property by property"),
     "check-policy": (
         "rlinf.cli.check_policy:check_policy",
-        "whether a policy folder of lerobot is whole, or would act blindly",
+        "whether a lerobot policy folder is complete and consistent",
     ),
-    "diagnose": (
-        "rlinf.cli.diagnose:diagnose",
-        "whether a model acts or generates as it is scored, in torch and in vLLM",
-    ),
+    "diagnose": ("rlinf.cli.diagnose:diagnose", "whether a model's samples and scores agree, in torch and in vLLM"),
     "models": ("rlinf.cli.listing:models", "registered models, envs, algorithms and experiments"),
 }
 
 ON_TAB = {"--install-completion": "rlinf.cli.completion:install", "--complete": "rlinf.cli.completion:complete"}
-"""Completion in a shell: the word that a user types, and the one that the shell's script asks with."""
+"""Arguments of shell completion: typed by the user, and used by the shell's script."""
 
 WITH_RANKS = ("train", "sft", "launch", "evaluate")
-"""Commands that use all processes that torchrun or srun has started. The others run on rank 0 alone."""
+"""Commands that use all processes of torchrun or srun; the remaining ones run on rank 0 only."""
 
 USAGES = {
     "train": "experiment=<name> [key=value ...]\n       rlinf train model=<name> env=<name> algorithm=<name> [key=value ...]",
@@ -79,7 +73,7 @@ USAGES = {
     "check-policy": "<folder> [interpreter=<python>] [override_config={...}] [migrate=<new folder>]",
     "diagnose": "model=<name> [key=value ...]\n       rlinf diagnose <folder or hub id> [key=value ...]",
 }
-"""What follows the command."""
+"""Arguments in the usage of each command."""
 
 OWN_KEYS = {
     "robot": "rlinf.robot.config:RobotConfig",
@@ -89,7 +83,7 @@ OWN_KEYS = {
     "classifier": "rlinf.commands.classifier:ClassifierConfig",
     "export": "rlinf.cli.run:ExportConfig",
 }
-"""Dataclass of the keys that a command alone has."""
+"""Dataclasses of command-specific keys."""
 
 EXAMPLES = """examples:
   rlinf train experiment=quickstart                      a small VLA on a laptop: SFT, then PPO, in minutes
@@ -128,26 +122,25 @@ def usage() -> str:
 
 
 def help_of(command: str) -> str:
-    """Return usage and docstring of a command, which are read from its file, because importing it may take seconds."""
+    """Return usage and docstring of a command."""
+    # The docstring is parsed from the file, because importing the module may take seconds.
     module, _, function = COMMANDS[command][0].partition(":")
     source = Path(__file__).with_name(f"{module.rpartition('.')[2]}.py").read_text(encoding="utf-8")
-    found = next(node for node in ast.parse(source).body if isinstance(node, ast.FunctionDef) and node.name == function)
-    text = f"usage: rlinf {command} {USAGES[command]}\n\n{wrapped(ast.get_docstring(found))}"
+    functions = {node.name: node for node in ast.parse(source).body if isinstance(node, ast.FunctionDef)}
+    text = f"usage: rlinf {command} {USAGES[command]}\n\n{wrapped(ast.get_docstring(functions[function]))}"
     if command in OWN_KEYS:
-        return (
-            f"{text}\n\nkeys of its own, with their defaults:\n{keys_help(import_string(OWN_KEYS[command]), _width())}"
-        )
+        return f"{text}\n\nits keys, with their defaults:\n{keys_help(import_string(OWN_KEYS[command]), _width())}"
     if command not in ("train", "sft"):
         return text
     groups = {name: ", ".join(options_of(folder)) for name, folder in group_folders().items()}
     indented = {"width": _width(), "subsequent_indent": " " * 13, "break_on_hyphens": False}
     lines = [textwrap.fill(f"  {name:<10} {options}", **indented) for name, options in groups.items()]
-    head = "choices, as name=choice (`rlinf models` shows choices of other packages, too):"
+    head = "choices, as name=choice (`rlinf models` also shows choices of third-party packages):"
     return "\n".join([f"{text}\n\n{head}", *lines])
 
 
 def wrapped(text: str) -> str:
-    """Return a docstring whose paragraphs fit the terminal; those with indented lines, such as examples, stay as they are."""
+    """Wrap the paragraphs of a docstring to the terminal, except those with indented lines (examples)."""
     paragraphs = text.split("\n\n")
     options = {"width": _width(), "break_on_hyphens": False, "break_long_words": False}
     return "\n\n".join(text if "\n " in text else textwrap.fill(text, **options) for text in paragraphs)
@@ -158,63 +151,67 @@ def _width() -> int:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command; ``arguments`` are the words after ``rlinf`` (None: ``sys.argv``), and return the exit status.
+    """Run a command with the arguments after ``rlinf`` (None: ``sys.argv``), and return the exit status.
 
     0 success; 1 ``doctor``, ``check`` or ``diagnose`` found a fault, or one of several ranks failed; 2 an error that the user can fix;
     130 interrupted; 141 the reader of the output is gone (``| head``). Other errors are bugs and keep their traceback.
     """
-    words = list(sys.argv[1:] if arguments is None else arguments)
-    if isinstance(sys.stdout, TextIOWrapper):  # files of others may hold text that no terminal can show
+    arguments = list(sys.argv[1:] if arguments is None else arguments)
+    # Names from files and folders may contain characters that the terminal cannot show.
+    if isinstance(sys.stdout, TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")
-    if not words or words[0] in ("-h", "--help", "help"):
+    if not arguments or arguments[0] in ("-h", "--help", "help"):
         print(usage())
-        return 0 if words else EXIT_USER_ERROR
-    if words[0] in ("-V", "--version", "version"):
+        return 0 if arguments else EXIT_USER_ERROR
+    command, *rest = arguments
+    if command in ("-V", "--version", "version"):
         print(__version__)
         return 0
-    if words[0] not in (*COMMANDS, *ON_TAB):
-        print(f"rlinf: there is no command '{words[0]}'.{did_you_mean(words[0], COMMANDS)}", file=sys.stderr)
+    if command not in (*COMMANDS, *ON_TAB):
+        print(f"rlinf: there is no command '{command}'.{did_you_mean(command, COMMANDS)}", file=sys.stderr)
         return EXIT_USER_ERROR
     try:
-        if words[0] in ON_TAB:
-            return import_string(ON_TAB[words[0]])(words[1:])
-        if {"-h", "--help"} & set(words):
-            print(help_of(words[0]))
+        if command in ON_TAB:
+            return import_string(ON_TAB[command])(rest)
+        if {"-h", "--help"} & set(rest):
+            print(help_of(command))
             return 0
-        status = _on_ranks(words, import_string(COMMANDS[words[0]][0]))
-        sys.stdout.flush()  # here a closed pipe is handled below; at the exit it would print a traceback
+        status = _run(arguments, import_string(COMMANDS[command][0]))
+        # A closed pipe raises here and is handled below; at interpreter exit it would print a traceback.
+        sys.stdout.flush()
         return status
     except (RLinfError, RankError) as error:
         print_error(error)
         return EXIT_USER_ERROR if isinstance(error, RLinfError) else EXIT_FAULT
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the rest of the buffer is flushed at the exit
+        # The buffer is flushed again at exit: let it go nowhere.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_PIPE
     except OSError as error:
-        told = {
+        messages = {
             errno.ENAMETOOLONG: f"{error.filename or 'A path'!r} is longer than a path may be on this system. Use a shorter one",
-            errno.ENOSPC: f"The disk is full: {error}. Free some space, or choose a folder on another disk",
+            errno.ENOSPC: f"The disk is full: {error}. Free some space, or choose a folder on a different disk",
         }
-        if error.errno not in told:
+        if error.errno not in messages:
             raise
-        print(told[error.errno], file=sys.stderr)
+        print(messages[error.errno], file=sys.stderr)
         return EXIT_USER_ERROR
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return EXIT_INTERRUPTED
 
 
-def _on_ranks(words: list[str], command: Callable[[list[str]], int]) -> int:
+def _run(arguments: list[str], command: Callable[[list[str]], int]) -> int:
     """Run a command in this process, or as one of the ranks that a launcher has started."""
     place = launch_context(os.environ)
     if place is None:
-        return command(words[1:])
-    if words[0] in WITH_RANKS:
+        return command(arguments[1:])
+    if arguments[0] in WITH_RANKS:
         from rlinf.distributed.launch import run_with_ranks
 
-        return run_with_ranks(place, words, lambda: command(words[1:]))
+        return run_with_ranks(place, arguments, lambda: command(arguments[1:]))
     if place.rank:
         return 0
-    print(f"`rlinf {words[0]}` runs in one process: rank 0 runs it, the others have ended", file=sys.stderr)
-    clear_launch_context(os.environ)  # else the command would wait for the other ranks
-    return command(words[1:])
+    print(f"`rlinf {arguments[0]}` runs in one process: rank 0 runs it, the remaining ranks exit", file=sys.stderr)
+    clear_launch_context(os.environ)  # otherwise the command would wait for the remaining ranks
+    return command(arguments[1:])

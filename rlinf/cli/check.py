@@ -1,4 +1,4 @@
-"""``rlinf check``: whether an env keeps the contract that training and evaluation build on."""
+"""``rlinf check``: check of an env against the contract on which training and evaluation rely."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from rlinf.errors import ConfigError
 from rlinf.options import check_arguments
 
 MAX_STEPS = 64
-"""Env steps after which episodes are cut for the check, unless ``env.max_episode_steps`` is given."""
+"""Maximum env steps of an episode during the check, unless ``env.max_episode_steps`` is given."""
 
 
 def check(arguments: Sequence[str]) -> int:
-    """Drive an env by random actions and print one line per property of its contract.
+    """Step an env with random actions and print one line per property of its contract.
 
     The env is a packaged or registered name, with its keys as overrides; plugins=[...] imports yours first. The exit status is
-    1 if a property is violated. Long episodes are cut at 64 env steps, unless env.max_episode_steps says how many.
+    1 if a property is violated. Episodes are truncated at 64 env steps, unless env.max_episode_steps is given.
     """
     check_arguments(split(arguments)[0].overrides, ("env", "env.<key>", "plugins"))
     args = parse(arguments)
@@ -30,30 +30,30 @@ def check(arguments: Sequence[str]) -> int:
     keys = [item.key_or_group for item in parse_overrides(args.overrides)]
     others = [key for key in keys if key.partition(".")[0] not in ("env", "plugins")]
     if name is None or others or args.multirun or args.cfg:
-        given = f"got {', '.join(others)}" if others else "needs one env, and no flag but --config-dir"
+        actual = f"got {', '.join(others)}" if others else "needs one env, and no flag except --config-dir"
         usage = "rlinf check env=tabletop, or rlinf check env=gymnasium env.id=Pendulum-v1"
-        raise ConfigError(f"`rlinf check` {given}; required: env=<name>, env.<key>=... and plugins=[...]. Run {usage}")
-    rest = [word for word, key in zip(args.overrides, keys, strict=True) if key != "env"]
+        raise ConfigError(f"`rlinf check` {actual}; required: env=<name>, env.<key>=... and plugins=[...]. Run {usage}")
+    rest = [override for override, key in zip(args.overrides, keys, strict=True) if key != "env"]
     config = run_config(name, rest, config_dir=args.config_dir).env
     horizon = ENVS.get(config.name).longest_horizon(config)
     if horizon > MAX_STEPS and "env.max_episode_steps" not in keys:
         config = replace(config, max_episode_steps=MAX_STEPS)
-        other = "env.max_episode_steps=<number> checks another length"
-        print(f"episodes of up to {horizon} env steps are cut at {MAX_STEPS}; {other}")
+        hint = "env.max_episode_steps=<number> checks a different length"
+        print(f"episodes of up to {horizon} env steps are truncated at {MAX_STEPS}; {hint}")
         horizon = MAX_STEPS
     width = max(map(len, PROPERTIES.values()))
-    left, num_violated = list(PROPERTIES), 0
+    unchecked, num_violated = list(PROPERTIES), 0
 
     def make(num_envs: int, auto_reset: bool) -> VectorEnv:
         return make_env(config, num_envs, auto_reset=auto_reset)
 
     for key, violations in check_properties(make, max(horizon, MAX_STEPS)):
-        left.remove(key)
+        unchecked.remove(key)
         num_violated += bool(violations)
         print(f"{PROPERTIES[key]:<{width}}  {'FAIL' if violations else 'pass'}", flush=True)
-        for sentence in violations:
-            print(f"    {sentence}", flush=True)
-    for key in left:
+        for violation in violations:
+            print(f"    {violation}", flush=True)
+    for key in unchecked:
         print(f"{PROPERTIES[key]:<{width}}  not checked")
-    print(f"\n{name}: {f'{num_violated} properties violated' if num_violated else 'keeps the contract'}")
+    print(f"\n{name}: {f'{num_violated} properties violated' if num_violated else 'fulfils the contract'}")
     return int(num_violated > 0)

@@ -1,4 +1,4 @@
-"""``rlinf check-policy``: whether a policy folder of lerobot is whole, without an env."""
+"""``rlinf check-policy``: check of a lerobot policy folder, without an env."""
 
 from __future__ import annotations
 
@@ -15,32 +15,33 @@ from rlinf.recipes.load import with_overrides
 
 @dataclass
 class PolicyCheckConfig:
-    """How a folder is read."""
+    """Settings of ``rlinf check-policy``."""
 
     interpreter: PathText | None = option(None, "Python with lerobot, as `model.interpreter`.")
     override_config: dict[str, Any] = option({}, "Fields to replace, as `model.override_config`.")
-    migrate: PathText | None = option(None, "New folder, to be written from the folder of an old lerobot, and checked.")
+    migrate: PathText | None = option(None, "New folder for the migrated policy of an old lerobot.")
 
 
 def check_policy(arguments: Sequence[str]) -> int:
-    """Print what a policy folder of lerobot reads and gives, and what would make it blind.
+    """Print the inputs and outputs of a lerobot policy folder, and the problems that would make it blind.
 
-    Found are lost or foreign statistics, swapped images, other units, weights that do not fit, and a tokenizer that is not here. Each
-    line names the feature and the fix. Weights are compared where a Python has lerobot: this one, interpreter=<python>, or
-    .venv-lerobot. override_config={...} lays changes over the folder's configuration. migrate=<new folder> first writes the folder
-    of an old lerobot as the present one would. The exit status is 1 if something was found.
+    Problems are missing or foreign statistics, swapped images, wrong units, mismatched weights, and a missing tokenizer. Each
+    line names the feature and the fix. Weights are compared if a Python has lerobot: this one, interpreter=<python>, or
+    .venv-lerobot. override_config={...} changes the folder's configuration. migrate=<new folder> first converts the folder of an
+    old lerobot. The exit status is 1 if there is a problem.
     """
-    folders = [word for word in arguments if "=" not in word]
+    folders = [argument for argument in arguments if "=" not in argument]
     if len(folders) != 1:
-        found = f"`rlinf check-policy` got {', '.join(folders) or 'no folder'}"
-        raise ConfigError(f"{found}; required: one folder that lerobot has saved. Run rlinf check-policy <folder>")
-    settings = from_mapping(PolicyCheckConfig, with_overrides({}, [word for word in arguments if "=" in word]))
+        actual = f"`rlinf check-policy` got {', '.join(folders) or 'no folder'}"
+        raise ConfigError(f"{actual}; required: one folder saved by lerobot. Run rlinf check-policy <folder>")
+    overrides = [argument for argument in arguments if "=" in argument]
+    settings = from_mapping(PolicyCheckConfig, with_overrides({}, overrides))
     report = import_target(MODELS.get("lerobot").check_folder)
-    rows, wrong = report(folders[0], settings.interpreter, settings.override_config, settings.migrate)
+    rows, problems = report(folders[0], settings.interpreter, settings.override_config, settings.migrate)
     folder = settings.migrate or folders[0]
     if rows:
         print(format_table(("part", folder), rows))
-    for sentence in wrong:
-        print(f"BLIND: {sentence}")
-    print(f"\n{folder}: {f'{len(wrong)} found, so it is rejected' if wrong else 'nothing is wrong'}")
-    return int(bool(wrong))
+    for problem in problems:
+        print(f"BLIND: {problem}")
+    print(f"\n{folder}: {f'{len(problems)} problems, so it is rejected' if problems else 'no problem found'}")
+    return int(bool(problems))

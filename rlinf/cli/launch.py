@@ -1,4 +1,4 @@
-"""``rlinf launch``: its words are checked before the imports of ``rlinf.commands.launch``, which take seconds."""
+"""``rlinf launch``: checks its arguments before the imports of ``rlinf.commands.launch``, which take seconds."""
 
 from __future__ import annotations
 
@@ -21,30 +21,30 @@ class _Parser(argparse.ArgumentParser):
 def launch(arguments: Sequence[str]) -> int:
     """Train a language or vision-language model from a recipe, a TOML or YAML file.
 
-    --config takes a file, or the name of a recipe that comes with rlinf. A path that does not exist here is looked up among
-    the files that come with rlinf, a dataset script too: ./tools/dataset/gsm8k_grpo.py, or tools.dataset.gsm8k_grpo.
-    key=value changes a key of the recipe by its dotted path: train.epoch=2. --dry-run prints what the recipe needs and does.
+    --config takes a file, or the name of a packaged recipe. A path that does not exist here is looked up among rlinf's files, a
+    dataset script too: ./tools/dataset/gsm8k_grpo.py, or tools.dataset.gsm8k_grpo. key=value changes a key of the recipe by its
+    dotted path: train.epoch=2. --dry-run prints the plan of the recipe.
     """
     parser = _Parser(prog="rlinf launch", add_help=False, allow_abbrev=False)
     parser.add_argument("--config")
     parser.add_argument("--dry-run", action="store_true")
-    given, words = parser.parse_known_args(list(arguments))
-    for word in words:
-        if word.startswith("-"):
-            found = f"'{word}' is not a flag of `rlinf launch`"
-            raise ConfigError(f"{found}.{did_you_mean(word.partition('=')[0], FLAGS)}")
-    if given.config is None:
+    flags, others = parser.parse_known_args(list(arguments))
+    for argument in others:
+        if argument.startswith("-"):
+            hint = did_you_mean(argument.partition("=")[0], FLAGS)
+            raise ConfigError(f"'{argument}' is not a flag of `rlinf launch`.{hint}")
+    if flags.config is None:
         known = f"a TOML or YAML file, or one of {', '.join(recipe_names())}"
         raise ConfigError(f"`rlinf launch` needs --config <recipe>: {known}")
-    overrides = [word for word in words if "=" in word]
-    scripts = [word for word in words if "=" not in word]
+    overrides = [argument for argument in others if "=" in argument]
+    scripts = [argument for argument in others if "=" not in argument]
     if len(scripts) > 1:
         required = "required: one, and overrides as key=value."
         raise ConfigError(f"{' and '.join(scripts)} are several dataset scripts; {required}")
-    config, notices = load_recipe(given.config, overrides)
+    config, notices = load_recipe(flags.config, overrides)
     for line in notices:
         print(f"note: {line}", file=sys.stderr)
     from rlinf.commands.launch import launch as launch_recipe
 
-    launch_recipe(config, scripts[0] if scripts else None, given.dry_run, arguments)
+    launch_recipe(config, scripts[0] if scripts else None, flags.dry_run, arguments)
     return 0

@@ -1,4 +1,4 @@
-"""``rlinf models``."""
+"""``rlinf models``: registered names, config groups and experiments."""
 
 from __future__ import annotations
 
@@ -22,13 +22,11 @@ from rlinf.options import check_arguments, from_mapping
 FALLBACK = (
     "Any other model_type of transformers works without a registration, from model.model_path=<folder or hub id>: a text model\n"
     "becomes an HFModel (SFT, GRPO and DPO on text), a vision-language model a policy of the type hf_vla.\n"
-    "The algorithms sac and td3 train an actor on a frozen policy, from a clone or model.model_path, or mlp and cnn from scratch:\n"
+    "The algorithms sac and td3 train an actor on a frozen policy (cloned, or from model.model_path), or mlp and cnn from scratch:\n"
     "docs/offpolicy.md."
 )
-
-
 TEMPLATE = "your_"
-"""Starts the names of files that are there to be copied."""
+"""Name prefix of template files."""
 
 
 def models(arguments: Sequence[str]) -> int:
@@ -61,7 +59,7 @@ def models(arguments: Sequence[str]) -> int:
 
 
 def _about(name: str) -> str:
-    """Return the first sentence of the comment that starts an experiment's file; nothing of another package's."""
+    """Return the first line of text in the leading comment of an experiment's file; empty for third-party packages."""
     path = find_experiment(name)
     lines = takewhile(lambda line: line.startswith("#"), path.read_text().splitlines() if path else ())
     text = " ".join(line.lstrip("# ") for line in lines)

@@ -22,19 +22,18 @@ from rlinf.seeding import seed_everything
 
 @dataclass
 class PlayConfig:
-    """What to play, and where to show it."""
+    """Episode and video of ``rlinf play``."""
 
-    episode: int = option(0, "Number in the list of evaluation episodes, from 0.", minimum=0)
+    episode: int = option(0, "Index in the list of evaluation episodes.", minimum=0)
     output: PathText | None = option(None, "MP4 to write; null: in outputs/<experiment_name>/play.")
-    window: bool = option(True, "Also open the MP4 in the player of the desktop, where there is a display.")
+    window: bool = option(True, "Open the MP4 in the desktop's video player if there is a display.")
 
 
 def play(arguments: Sequence[str]) -> int:
-    """Play one evaluation episode of a checkpoint, write it as an MP4, and open that in a window if there is a display.
+    """Run one evaluation episode of a checkpoint, write it as an MP4, and open that in a window if there is a display.
 
-    A policy elsewhere plays as in `rlinf evaluate`: model=remote model.url=ws://... env=<name>. The number counts the episodes of
-    `rlinf evaluate`, and the episode ends as it does there. `rlinf evaluate` has the other keys, too: evaluation.split=train,
-    evaluation.greedy=false, evaluation.video_size=448.
+    It has the keys of `rlinf evaluate` and equal episodes: evaluation.split=train, evaluation.greedy=false,
+    evaluation.video_size=448; for a remote policy model=remote model.url=ws://... env=<name>.
     """
     arguments = with_checkpoint(arguments)
     args, settings = own_settings(arguments, PlayConfig)
@@ -49,7 +48,7 @@ def play(arguments: Sequence[str]) -> int:
 
 
 def play_episode(config: RunConfig, settings: PlayConfig) -> Path:
-    """Play an episode of ``config.checkpoint``, or of the configured model without one, write and show its video, and return the MP4."""
+    """Run an episode of ``config.checkpoint`` or the configured model, write and show its video, and return the MP4."""
     from rlinf.commands.evaluate import open_policy
     from rlinf.distributed.process_group import resolve_device, set_num_threads
     from rlinf.evaluation.evaluator import BatchedPolicy, replay_episodes, success_of
@@ -62,15 +61,15 @@ def play_episode(config: RunConfig, settings: PlayConfig) -> Path:
     try:
         specs = env.episode_specs(evaluation.split)
         if settings.episode >= len(specs):
-            found = f"episode={settings.episode}, and the split '{evaluation.split}' has {len(specs)} episodes, from 0"
-            more = f"raise env.num_{evaluation.split}_init_states"
-            raise ConfigError(f"{found}. Set episode={len(specs) - 1}, or {more}")
+            actual = f"episode={settings.episode}, and the split '{evaluation.split}' has {len(specs)} episodes, from 0"
+            fix = f"raise env.num_{evaluation.split}_init_states"
+            raise ConfigError(f"{actual}. Set episode={len(specs) - 1}, or {fix}")
         model, *_ = open_policy(replace(config, evaluation=replace(evaluation, probe=False)), env)
         model = model.to(resolve_device(config.cluster.device, 1))
         policy = BatchedPolicy(model, env.task_names, evaluation.greedy, config.rollout.temperature, config.seed)
         with evaluation_mode(model), autocast(model, config.model.precision):
-            played = replay_episodes(policy, env, [specs[settings.episode]], evaluation.video_size)
-            ((result, instruction, frames),) = played
+            episodes = replay_episodes(policy, env, [specs[settings.episode]], evaluation.video_size)
+            ((result, instruction, frames),) = episodes
     finally:
         env.close()
     success = success_of(result, env)
@@ -87,7 +86,7 @@ def play_episode(config: RunConfig, settings: PlayConfig) -> Path:
 
 
 def show(path: Path) -> bool:
-    """Open a file in the desktop's player; return whether there is a display and a player."""
+    """Open a file in the desktop's video player; return whether there is a display and a player."""
     has_display = sys.platform == "darwin" or any(os.environ.get(name) for name in ("DISPLAY", "WAYLAND_DISPLAY"))
     opener = shutil.which("open" if sys.platform == "darwin" else "xdg-open")
     if not has_display or opener is None:

@@ -1,4 +1,4 @@
-"""Commands that train a policy, evaluate it, and pass it on: each reads its words here and works in ``rlinf.commands``."""
+"""Command-line front ends of ``rlinf.commands``: each parses its arguments here."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def train(arguments: Sequence[str]) -> int:
       rlinf train experiment=quickstart                             a small VLA on a laptop, in minutes
       rlinf train experiment=quickstart seed=3 trainer.max_steps=20
       rlinf train -m experiment=quickstart seed=0,1,2               one run per value
-      rlinf train experiment=quickstart resume=auto                 continue where it stopped
+      rlinf train experiment=quickstart resume=auto                 resume the newest run
       rlinf train experiment=quickstart --cfg job                   print every key and its value, and stop
 
     Keys are explained in docs/configuration.md. --config-dir <folder> adds your own YAML files; --hydra-help shows Hydra's flags.
@@ -68,11 +68,11 @@ def _trained(arguments: Sequence[str], command: str) -> int:
 def evaluate(arguments: Sequence[str]) -> int:
     """Evaluate a checkpoint under its own configuration, or the configured model if ``checkpoint=`` is not given.
 
-    Model and env come from the checkpoint's configuration. Overrides change single keys; a whole group (``env=tabletop``)
-    replaces a section. ``--compare A B`` runs nothing: it compares two evaluations (or those that closed two runs) episode
-    by episode. ``evaluation.compare=A`` does so after an evaluation.
+    Model and env come from the checkpoint's configuration. Overrides change single keys; a group (``env=tabletop``) replaces a
+    section. ``--compare A B`` only compares two evaluations (or the final ones of two runs) episode by episode;
+    ``evaluation.compare=A`` does so after an evaluation.
 
-    With ``questions=<file>``, a language or vision-language model answers questions: multiple choice, or exact answers by
+    With ``questions=<file>``, a language or vision-language model is evaluated on questions: multiple choice, or exact answers with
     ``answer_type=<reward>``. docs/recipes.md lists the keys.
     """
     if not arguments:
@@ -80,21 +80,22 @@ def evaluate(arguments: Sequence[str]) -> int:
     if COMPARE_FLAG in arguments:
         return _compare(list(arguments))
     arguments = with_checkpoint(arguments)
-    if any(word.startswith("questions=") for word in arguments):
+    if any(argument.startswith("questions=") for argument in arguments):
         return _questions(arguments)
-    return _carried_out(arguments, "evaluate")
+    return _run_command(arguments, "evaluate")
 
 
-def _carried_out(arguments: Sequence[str], command: str) -> int:
-    """Run the function of ``rlinf.commands`` that has the command's name; its imports take seconds and follow the checks."""
+def _run_command(arguments: Sequence[str], command: str) -> int:
+    """Configure and run the function of ``rlinf.commands`` with the command's name."""
     config = configure(parse(with_checkpoint(arguments)), command)
     if config is not None:
+        # Imported by name, after the checks, because the imports take seconds.
         import_string(f"rlinf.commands.{command}:{command}")(config)
     return 0
 
 
 def _questions(arguments: Sequence[str]) -> int:
-    """Evaluate on a file of questions, which has keys of its own."""
+    """Evaluate on a file of questions."""
     from rlinf.commands.evaluate_questions import evaluate_questions
     from rlinf.recipes.questions import QuestionsConfig
 
@@ -106,64 +107,60 @@ def _questions(arguments: Sequence[str]) -> int:
     return 0
 
 
-def _compare(words: list[str]) -> int:
+def _compare(arguments: list[str]) -> int:
     """Print the comparison of the two evaluations after the flag."""
     from rlinf.report.compare_folders import compare_folders, evaluation_folder
 
-    position = words.index(COMPARE_FLAG)
-    folders, rest = words[position + 1 : position + 3], words[:position] + words[position + 3 :]
+    position = arguments.index(COMPARE_FLAG)
+    folders, rest = arguments[position + 1 : position + 3], arguments[:position] + arguments[position + 3 :]
     key = "evaluation.allow_mismatch"
-    if len(folders) < 2 or any(not word.startswith(f"{key}=") for word in rest):
-        command, required = f"rlinf evaluate {COMPARE_FLAG}", f"two folders of evaluations, and nothing else but {key}"
-        found = f"`{command}` got '{' '.join([*folders, *rest])}'"
-        raise ConfigError(f"{found}; required: {required}. Run {command} <baseline folder> <other folder>")
-    given = {name.partition(".")[2]: value for name, value in values_of(rest).items()}
-    settings = from_mapping(EvaluationConfig, given, "evaluation")
+    if len(folders) < 2 or any(not argument.startswith(f"{key}=") for argument in rest):
+        command, required = f"rlinf evaluate {COMPARE_FLAG}", f"two folders of evaluations, and no key except {key}"
+        actual = f"`{command}` got '{' '.join([*folders, *rest])}'"
+        raise ConfigError(f"{actual}; required: {required}. Run {command} <baseline folder> <other folder>")
+    values = {name.partition(".")[2]: value for name, value in values_of(rest).items()}
+    settings = from_mapping(EvaluationConfig, values, "evaluation")
     print(compare_folders(*folders, settings.allow_mismatch).table())
-    written = evaluation_folder(folders[1])
-    print(f"comparison: {written / COMPARISON_FILE}\nreport: {written / REPORT_FILE}")
+    output = evaluation_folder(folders[1])
+    print(f"comparison: {output / COMPARISON_FILE}\nreport: {output / REPORT_FILE}")
     return 0
 
 
 def robot(arguments: Sequence[str]) -> int:
-    """Let a policy act in real time, one action every 1 / fps seconds, on a robot that is a row of the env.
+    """Run a policy in real time, one action every 1 / fps seconds, on a simulated robot (a single env) or a physical arm.
 
-    It plays the episodes of `rlinf evaluate`, one after the other, with its keys, files and comparisons, and writes timing.json. Keys of
-    its own are fps, execution, relative_dims, max_relative_target, max_observation_age_s, max_failures, teleoperator, handover_max_step, record, first_episode,
-    expert_threshold, expert_patience, expert_steps, success, page_host, page_port, arm, blind, real_time, latency_s, delay_steps, drop_frames and noise (docs/robot.md).
+    It runs the episodes of `rlinf evaluate` one after the other, with its keys, files and comparisons, and also writes timing.json
+    (docs/robot.md).
     """
     arguments = with_checkpoint(arguments)
     args, settings = own_settings(arguments, RobotConfig)
     require_policy(arguments, "robot")
-    others = None if settings.blind is None else _blind_words(args, settings.blind)
+    other_args = None if settings.blind is None else _blind_baseline(args, settings.blind)
     config = configure(args, "evaluate")
     if config is not None:
-        other = None if others is None else configure(others, "evaluate")
+        other = None if other_args is None else configure(other_args, "evaluate")
         import_string("rlinf.commands.robot:robot")(config, settings, other)
     return 0
 
 
-def _blind_words(args: Namespace, policy: str) -> Namespace:
-    """Let a command compare with ``policy``, and return the words of a command that evaluates it."""
-    if (given := given_value(args.overrides, "evaluation.compare")) is not None:
+def _blind_baseline(args: Namespace, policy: str) -> Namespace:
+    """Make ``policy`` the baseline of a comparison, and return the arguments that evaluate it."""
+    if (compare := given_value(args.overrides, "evaluation.compare")) is not None:
         raise ConfigError(
-            f"evaluation.compare={given} with blind={policy}; required: one of them, because blind is the baseline. Leave evaluation.compare out"
+            f"evaluation.compare={compare} with blind={policy}; required: one of them, because blind is the baseline. Remove evaluation.compare"
         )
     args.overrides = [*args.overrides, f"evaluation.compare={policy}"]
     key = "model.url" if "://" in policy else "checkpoint"
-    rest = [
-        item.input_line
-        for item in parse_overrides(args.overrides)
-        if item.key_or_group not in ("checkpoint", "model.url")
-    ]
+    policy_keys = ("checkpoint", "model.url")
+    rest = [item.input_line for item in parse_overrides(args.overrides) if item.key_or_group not in policy_keys]
     return Namespace(**{**vars(args), "overrides": [*rest, f"{key}={policy}"]})
 
 
 def audit(arguments: Sequence[str]) -> int:
-    """Ask whether a policy reads its instruction, looks, reacts, or remembers: the same episodes, with one thing changed at a time.
+    """Measure whether a policy uses its instruction and images, reacts, or memorises: equal episodes, with one change at a time.
 
-    It has the keys of `rlinf evaluate`. Each condition plays 100 episodes unless evaluation.num_episodes says otherwise. The page
-    is written to outputs/<experiment>/audit_<time> unless output_dir says otherwise. docs/audit.md explains the answers.
+    It has the keys of `rlinf evaluate`. Defaults: 100 episodes per condition (evaluation.num_episodes), and a page in
+    outputs/<experiment>/audit_<time> (output_dir). docs/audit.md explains the verdicts.
     """
     arguments = with_checkpoint(arguments)
     args = parse(arguments)
@@ -178,12 +175,10 @@ def audit(arguments: Sequence[str]) -> int:
 
 
 def serve(arguments: Sequence[str]) -> int:
-    """Serve a checkpoint, or the folder of a public model (model=lerobot model.model_path=...), to clients of openpi and of vla-eval.
+    """Serve a checkpoint, or a public model (model=lerobot model.model_path=...), to clients of openpi and vla-eval.
 
-    It ends with SIGTERM or Ctrl-C.
-
-    `rlinf evaluate model=remote model.url=ws://127.0.0.1:8000` evaluates it from another process (docs/serving.md). Keys that are not the
-    server's change the checkpoint's configuration: cluster.device=cuda, model.precision=bf16.
+    `rlinf evaluate model=remote model.url=ws://127.0.0.1:8000` evaluates it from a different process (docs/serving.md). Other keys
+    change the checkpoint's configuration: cluster.device=cuda, model.precision=bf16. SIGTERM or Ctrl-C ends the server.
     """
     require_packages("`rlinf serve`")
     arguments = with_checkpoint(arguments)
@@ -199,8 +194,8 @@ def serve(arguments: Sequence[str]) -> int:
 
 
 def _check_checkpoint(arguments: Sequence[str]) -> None:
-    """Reject a folder without a checkpoint before the imports of the command, which take seconds."""
-    folder = given_value([word for word in arguments if word.startswith("checkpoint=")], "checkpoint")
+    """Reject a folder without a checkpoint before the command's imports, which take seconds."""
+    folder = given_value([argument for argument in arguments if argument.startswith("checkpoint=")], "checkpoint")
     if folder is not None:
         resolve_checkpoint(folder)
 
@@ -208,16 +203,13 @@ def _check_checkpoint(arguments: Sequence[str]) -> None:
 def collect(arguments: Sequence[str]) -> int:
     """Store episodes of the env's scripted expert, or of the policy of ``checkpoint`` or ``model.model_path``, as a LeRobotDataset.
 
-    With a checkpoint, model and env come from its configuration. Overrides change single keys; a whole group
-    (``env=tabletop``) replaces a section.
+    Model and env come from the checkpoint's configuration. Overrides change keys; a group (``env=tabletop``) replaces a section.
     """
-    return _carried_out(arguments, "collect")
+    return _run_command(arguments, "collect")
 
 
 def convert(arguments: Sequence[str]) -> int:
-    """Write demonstrations in HDF5, of robomimic or of LIBERO, as a LeRobotDataset.
-    See docs/datasets.md.
-    """
+    """Convert HDF5 demonstrations of robomimic or LIBERO to a LeRobotDataset (docs/datasets.md)."""
     from rlinf.commands.convert import ConvertConfig, convert
 
     convert(_own_config(arguments, ConvertConfig))
@@ -225,9 +217,9 @@ def convert(arguments: Sequence[str]) -> int:
 
 
 def classifier(arguments: Sequence[str]) -> int:
-    """Train a classifier of success from the frames of labelled episodes, and measure its errors on episodes that it has not seen.
+    """Train a success classifier on frames of labelled episodes, and measure its errors on held-out episodes.
 
-    `env.success_classifier=<output_dir>` then lets it decide on success, and so on the reward (docs/robot.md).
+    `env.success_classifier=<output_dir>` then uses it for success and reward (docs/robot.md).
     """
     from rlinf.commands.classifier import ClassifierConfig, classifier
 
@@ -236,28 +228,28 @@ def classifier(arguments: Sequence[str]) -> int:
 
 
 def _own_config(arguments: Sequence[str], kind: type[T]) -> T:
-    """Return the settings of a command whose keys are the fields of ``kind`` alone."""
+    """Return the settings of a command without any keys except the fields of ``kind``."""
     check_arguments(arguments, public_fields(kind))
     return from_mapping(kind, values_of(arguments))
 
 
 @dataclass
 class ExportConfig:
-    """What to export, and where."""
+    """Source and destination of an export."""
 
     checkpoint: PathText | None = option(None, "Checkpoint or run folder.")
-    output: PathText | None = option(None, "Folder to write; loads with `from_pretrained`.")
-    merge_lora: bool = option(False, "Add the adapters into the weights.")
+    output: PathText | None = option(None, "New folder, which loads with `from_pretrained`.")
+    merge_lora: bool = option(False, "Merge the adapters into the weights.")
 
 
 def export(arguments: Sequence[str]) -> int:
     """Write a checkpoint as a folder that ``from_pretrained`` loads.
 
-    Other keys override the checkpoint's configuration, e.g. ``plugins=[my_model.py]``, or ``policy.model_name_or_path=`` where the
-    model of a recipe has moved.
+    Additional keys override the checkpoint's configuration, e.g. ``plugins=[my_model.py]``, or ``policy.model_name_or_path=`` if a
+    recipe's model has moved.
     """
-    own, overrides = _split(with_checkpoint(arguments))
-    config = from_mapping(ExportConfig, own)
+    settings, overrides = _split(with_checkpoint(arguments))
+    config = from_mapping(ExportConfig, settings)
     for key in ("checkpoint", "output"):
         if getattr(config, key) is None:
             usage = "rlinf export checkpoint=outputs/quickstart/latest output=my_policy"
@@ -275,17 +267,17 @@ def export(arguments: Sequence[str]) -> int:
 
 
 def _split(arguments: Sequence[str]) -> tuple[dict, list[str]]:
-    """Return the values of the command's own keys, and the overrides of the configuration."""
-    own, others = {}, []
-    sections_of_recipes = [key.partition(".")[0] for key in TOKEN_KEYS]
-    own_keys, other_keys = public_fields(ExportConfig), [*public_fields(RunConfig), *sections_of_recipes]
-    check_arguments(arguments, own_keys)
-    for word in arguments:
-        key, _, value = word.partition("=")
-        if key in own_keys:
-            own |= values_of([word])
-        elif key.partition(".")[0] in other_keys:
-            others.append(word)
+    """Return the values of the export's keys, and the overrides of the configuration."""
+    settings, overrides = {}, []
+    recipe_sections = [key.partition(".")[0] for key in TOKEN_KEYS]
+    export_keys, sections = public_fields(ExportConfig), [*public_fields(RunConfig), *recipe_sections]
+    check_arguments(arguments, export_keys)
+    for argument in arguments:
+        key, _, value = argument.partition("=")
+        if key in export_keys:
+            settings |= values_of([argument])
+        elif key.partition(".")[0] in sections:
+            overrides.append(argument)
         else:
-            raise ConfigError(unknown_key_message(key, value, [*own_keys, *other_keys]))
-    return own, others
+            raise ConfigError(unknown_key_message(key, value, [*export_keys, *sections]))
+    return settings, overrides

@@ -1,1 +1,1 @@
-"""Who plays the rollouts of a run: threads of a rank, its processes, or rollout workers that Ray has placed."""
+"""Where a run collects rollouts: in threads of a rank, in its processes, or in rollout workers that Ray places."""

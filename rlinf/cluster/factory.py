@@ -1,4 +1,4 @@
-"""Make the collector of a run, on a rank or a rollout worker."""
+"""Builds the collector of a rank or a rollout worker."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ from rlinf.rollout.sampler import EpisodeSampler
 
 def threads_of_rank(config: RunConfig, env: VectorEnv, num_ranks: int) -> int:
     """Return the number of worker threads for the envs of a rank."""
-    if env.on_gpu:  # it steps all rows at once: two of half the size would take as long each, one after the other
+    # An env on the GPU steps all env slots in one kernel. Two envs of half the size would each take as long, in sequence.
+    if env.on_gpu:
         return 1
     num_envs = config.rollout.num_envs // num_ranks
     on_gpu = resolve_device(config.cluster.device, 1) == "cuda" and config.rollout.backend == "torch"
@@ -43,7 +44,7 @@ def episode_sampler(config: RunConfig, env: VectorEnv) -> EpisodeSampler:
 def collector_factory(
     config: RunConfig, env: VectorEnv, num_worker_threads: int, num_sharers: int
 ) -> Callable[..., RolloutCollector]:
-    """Return ``make(rank=, num_ranks=, autocast=)``; ``num_sharers`` worker threads share the cores of this machine."""
+    """Return ``make(rank=, num_ranks=, autocast=)``, for a machine with ``num_sharers`` worker threads in all."""
     rollout = config.rollout
     return partial(
         RolloutCollector,
@@ -60,9 +61,9 @@ def collector_factory(
 
 
 def env_maker(config: RunConfig, num_sharers: int, num_threads: int = 1) -> Callable[..., VectorEnv]:
-    """Return ``make(num_envs, auto_reset=)``, which builds one of ``num_sharers`` envs on this machine's cores.
+    """Return ``make(num_envs, auto_reset=)``, which builds one of ``num_sharers`` envs of this machine.
 
-    Each rank or rollout worker has an env in each of its ``num_threads`` worker threads.
+    Each rank or rollout worker builds one in each of its ``num_threads`` worker threads.
     """
     cluster = config.cluster
     if not cluster.num_env_workers:
@@ -81,8 +82,8 @@ def env_maker(config: RunConfig, num_sharers: int, num_threads: int = 1) -> Call
 
 
 def describe_places(env: VectorEnv) -> str:
-    """Return in words where the simulators of an env are."""
+    """Describe the processes of an env's simulators."""
     if not isinstance(env, RemoteVectorEnv):
-        return "in the process that acts, or in worker processes of it"
+        return "in the process of the policy, or in its worker processes"
     hosts = Counter(host for host, _ in env.places())
-    return "in actors of Ray: " + ", ".join(f"{count} on {host}" for host, count in sorted(hosts.items()))
+    return "in Ray actors: " + ", ".join(f"{count} on {host}" for host, count in sorted(hosts.items()))

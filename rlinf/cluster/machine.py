@@ -1,4 +1,4 @@
-"""What every machine of a run on Ray must have in common, and what it must not share."""
+"""Checks of the machines of a run on Ray: equal software, separate GPUs."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rlinf.config.plugins import load_plugins
-from rlinf.distributed.start import reject_differences, what_ranks_share
+from rlinf.distributed.start import rank_fingerprint, reject_differences
 from rlinf.errors import ConfigError
 from rlinf.files import sha256_of
 
 
 @dataclass(frozen=True)
 class CommandMachine:
-    """The command's machine, with which the machines of ranks and rollout workers compare themselves."""
+    """The command's machine, for comparison with the machines of ranks and rollout workers."""
 
     plugins: Sequence[str]
     gpus: Sequence[str] = ()  # used by ranks without Ray, as in ``CUDA_VISIBLE_DEVICES``
@@ -26,26 +26,26 @@ class CommandMachine:
     @classmethod
     def here(cls, plugins: Sequence[str], gpus: Sequence[str] = ()) -> CommandMachine:
         """Describe this machine. Imports the plugins."""
-        own = {f"plugin {path} (sha256)": sha256_of(path) for path in load_plugins(plugins) if path.endswith(".py")}
-        return cls(plugins, gpus, software=what_ranks_share([]) | own)
+        digests = {f"plugin {path} (sha256)": sha256_of(path) for path in load_plugins(plugins) if path.endswith(".py")}
+        return cls(plugins, gpus, software=rank_fingerprint([]) | digests)
 
     def check(self) -> None:
-        """Reject a rollout worker in this process if its code or packages differ from the ranks', or a rank uses its GPU."""
+        """Raise ConfigError if this rollout worker's code or packages differ from the ranks', or a rank uses its GPU."""
         here = self._compare()
         if not self.gpus or here.host != self.host:
             return
         import ray
 
-        shared = set(self.gpus) & set(ray.get_runtime_context().get_accelerator_ids().get("GPU", ()))
-        if shared:
+        # Ray does not know which GPUs the ranks use: it did not start them.
+        overlap = set(self.gpus) & set(ray.get_runtime_context().get_accelerator_ids().get("GPU", ()))
+        if overlap:
             raise ConfigError(
-                f"Ray gives a rollout worker GPU {min(shared)} of {self.host}, which a rank uses; required: GPUs that no rank uses. Start "
-                "Ray on that machine with `ray start --num-gpus=0`, or offer it only the GPUs that no rank uses: "
-                "CUDA_VISIBLE_DEVICES=<their numbers> ray start"
+                f"Ray gives a rollout worker GPU {min(overlap)} of {self.host}, which a rank uses; required: a free GPU. Start Ray on that "
+                "machine with `ray start --num-gpus=0`, or with the free GPUs only: CUDA_VISIBLE_DEVICES=<their numbers> ray start"
             )
 
     def check_for_rank(self, folders: Sequence[str]) -> None:
-        """Reject a rank on this machine if its code or packages differ from the command's, or a folder is missing."""
+        """Raise ConfigError if this rank's code or packages differ from the command's, or a folder is missing."""
         here = self._compare()
         for folder in folders:
             if not os.path.isdir(folder):

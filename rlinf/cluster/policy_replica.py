@@ -1,4 +1,4 @@
-"""A copy of a policy that is trained elsewhere: the base class of all rollout workers."""
+"""A copy of a policy that a different process trains: the base class of all rollout workers."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from rlinf.rollout.policy_skeleton import PolicySkeleton
 
 
 class PolicyReplica:
-    """A policy with the weights of the last push, made from its shell."""
+    """A policy with the weights of the last push, built from its skeleton."""
 
     def __init__(self, shell: PolicySkeleton, device: str) -> None:
         self.model = shell.build(device)
@@ -17,15 +17,15 @@ class PolicyReplica:
 
     @property
     def version(self) -> int | None:
-        """Version of the weights; None: a push is missing or incomplete, so it does not act."""
+        """Version of the weights; None after no push or an incomplete one."""
         return self.receiver.version
 
-    def begin(self, header: PushHeader) -> None:
+    def start_push(self, header: PushHeader) -> None:
         """Prepare for the weights of a version; see ``WeightReceiver``. It does not act until ``commit``."""
-        self.receiver.begin(header)
+        self.receiver.start_push(header)
 
     def load(self, bucket: WeightsHandle) -> None:
-        """Take a bucket of weights."""
+        """Load a bucket of weights."""
         self.receiver.load(bucket)
 
     def commit(self) -> int:
@@ -33,7 +33,7 @@ class PolicyReplica:
         return self.receiver.commit()
 
     def close(self) -> None:
-        """Free what it holds."""
+        """Free its resources."""
 
     def _held(self) -> int:
         """Return the version of the weights; raise RLinfError if a push is missing or incomplete."""

@@ -1,4 +1,4 @@
-"""The machines of a run on Ray: a cluster, a place for each rank and rollout worker, and a check that all are alike."""
+"""The machines of a run on Ray: a cluster, a place for each rank and rollout worker, and a check that the machines match."""
 
 from __future__ import annotations
 
@@ -41,30 +41,30 @@ logger = logging.getLogger("rlinf")
 
 SHARED_MEMORY = "/dev/shm"
 LOOPBACK = "127.0.0.1"
-ROOM_S = 10.0
-"""Seconds after which the log says that the cluster has no room."""
+CAPACITY_WARNING_S = 10.0
+"""Seconds after which the log reports that the cluster has no free capacity."""
 
 
 @dataclass(frozen=True)
 class Reservation:
-    """Places in a Ray cluster. Every rank gets it."""
+    """Places in a Ray cluster, as every rank receives them."""
 
     address: str
-    group: str | None  # id of Ray's placement group with one bundle for each rollout worker; None: the ranks play
+    group: str | None  # id of Ray's placement group with one bundle for each rollout worker; None: the ranks collect
     gpus_per_rollout_worker: int
     machine: CommandMachine
     ranks: str | None = None  # id of the placement group with one bundle for each rank that Ray starts
     ranks_on_gpu: bool = False
-    host: str = LOOPBACK  # at which Ray's ranks reach the command
+    host: str = LOOPBACK  # address of the command for ranks that Ray starts
 
     def join(self) -> None:
-        """Connect this process to the cluster, unless it is."""
+        """Connect this process to the cluster, unless it is connected."""
         ray = import_ray(BY_RAY)
         if not ray.is_initialized():
             initialise(ray, self.address, log_to_driver=True)
 
     def rank_places(self, start_s: float, folders: Sequence[str | os.PathLike]) -> RankPlaces | None:
-        """Return where the ranks can start within ``start_s``, on machines with these folders; None without ranks of Ray."""
+        """Return the places in which ranks start within ``start_s``, on machines with these folders; None if Ray starts no ranks."""
         if self.ranks is None:
             return None
         check = partial(self.machine.check_for_rank, [os.path.abspath(folder) for folder in folders])
@@ -85,27 +85,26 @@ class Reservation:
         return ray.remote(**options)(actor_class).remote()
 
     def num_neighbours(self, number: int) -> int:
-        """Return the number of rollout workers on the machine of a rollout worker, itself included."""
+        """Return the number of rollout workers on a rollout worker's machine, including it."""
         from ray.util import placement_group_table
 
         nodes = placement_group_table(placement_group(self.group))["bundles_to_node_id"]
         return list(nodes.values()).count(nodes[number])
 
     def signal(self, node: str, pid: int, number: int) -> Any:
-        """Send a signal to a process of a machine; return Ray's reference to the sending."""
+        """Send a signal to a process of a machine; return Ray's reference to the task that sends it."""
         ray = import_ray(SPLIT)
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
         there = NodeAffinitySchedulingStrategy(node, soft=False)
         remote = ray.remote(num_cpus=0, scheduling_strategy=there, max_retries=0)
-        return remote(
-            lambda: os.kill(pid, number)
-        ).remote()  # Ray makes tasks of Python functions only, not of ``os.kill``
+        # A lambda, because Ray accepts only Python functions as tasks, not `os.kill`.
+        return remote(lambda: os.kill(pid, number)).remote()
 
 
 @contextmanager
 def reserved(config: RunConfig) -> Iterator[Reservation | None]:
-    """Yield the ``reserved_places`` of a run; None where Ray starts neither ranks nor rollout workers."""
+    """Yield the ``reserved_places`` of a run; None if Ray starts neither ranks nor rollout workers."""
     if not has_rollout_workers(config) and not ranks_by_ray(config):
         yield None
         return
@@ -118,7 +117,7 @@ def reserved(config: RunConfig) -> Iterator[Reservation | None]:
 
 
 def check_machine(placement_of: Callable[[Sequence[Node] | None], Placement], capacity: FreeCapacity | None) -> None:
-    """Make the checks of ``reserved_places`` that start nothing."""
+    """Run the checks of ``reserved_places`` that start nothing."""
     import_ray(SPLIT)
     if check_address(SPLIT) is None:
         _gpus_of_rollout_workers(placement_of)
@@ -135,12 +134,12 @@ def reserved_places(
 ) -> Iterator[Reservation]:
     """Reserve a place for each rollout worker, and for each rank that Ray starts, and free all places at the end.
 
-    Raise ConfigError if no cluster answers at ``RAY_ADDRESS``, it has no room, or its machines differ.
+    Raise ConfigError if there is no cluster at ``RAY_ADDRESS``, it has too little free capacity, or its machines differ.
 
     Args:
-        placement_of: Returns the placement of the run on some machines, or rejects them; None: they are not known yet.
-        start_s: Seconds to wait for room, and for the answers of the machines.
-        capacity: In the store of objects of each machine with rollout workers; None: not known.
+        placement_of: Returns the placement of the run on some machines, or rejects them; None: unknown machines.
+        start_s: Seconds to wait for free capacity, and for the machines' replies.
+        capacity: Required space in the object store of each machine with rollout workers; None: unknown.
     """
     ray = import_ray(BY_RAY)
     with _connected(ray, placement_of, capacity) as has_other_machines, ExitStack() as stack:
@@ -168,16 +167,18 @@ def reserved_places(
 def _places(
     ray: ModuleType, start_s: float, bundle: dict[str, float], count: int, noun: str, strategy: str
 ) -> Iterator[Any]:
-    """Reserve places, wait until there is room for them, and free them at the end."""
+    """Reserve places, wait until they are available, and free them at the end."""
     from ray.util import remove_placement_group
 
     group = ray.util.placement_group([bundle] * count, strategy=strategy)
     try:
-        if not group.wait(ROOM_S):
-            logger.warning("Other jobs take the CPUs or GPUs of the Ray cluster; waiting for room for the %s.", noun)
+        if not group.wait(CAPACITY_WARNING_S):
+            logger.warning(
+                "Other jobs use the CPUs or GPUs of the Ray cluster; waiting for free places for the %s.", noun
+            )
             if not group.wait(start_s):
                 raise ConfigError(
-                    f"The Ray cluster has had no room for {count} {noun} for {start_s:g} s; required: {bundle} for each. "
+                    f"The Ray cluster has had no free places for {count} {noun} for {start_s:g} s; required: {bundle} for each. "
                     "End other jobs, or set a longer cluster.deadlines.start"
                 )
         yield group
@@ -190,16 +191,16 @@ def _places(
 def _connected(
     ray: ModuleType, placement_of: Callable[[Sequence[Node] | None], Placement], capacity: FreeCapacity | None
 ) -> Iterator[bool]:
-    """Be connected to a cluster for the block, and yield whether it may have other machines.
+    """Connect to a cluster for the block, and yield whether it may have other machines.
 
-    It is the cluster of this process, if it is connected already, or the cluster at ``RAY_ADDRESS``, or a new one on
-    this machine, which does not outlive this process.
+    The cluster is the one of this process, if it is connected already, the one at ``RAY_ADDRESS``, or a new one on this machine,
+    which ends with this process.
     """
     if ray.is_initialized():
         yield True
         return
     address = check_address(BY_RAY)
-    # Ray's sockets lie there, and a path of a socket has at most 107 letters.
+    # In /tmp, not TMPDIR: Ray's sockets are in this folder, and the path of a socket has at most 107 characters.
     with tempfile.TemporaryDirectory(prefix="rlinf-ray-", dir="/tmp", ignore_cleanup_errors=True) as folder:
         try:
             if address is None:
@@ -218,7 +219,7 @@ def _start(
     folder: str,
     capacity: FreeCapacity | None,
 ) -> None:
-    """Start a cluster on this machine. Ranks that Ray does not start have the first GPUs, and Ray the others."""
+    """Start a cluster on this machine. Ranks that Ray does not start have the first GPUs, and Ray the remaining ones."""
     placement, gpus = placement_of(None), _gpus_of_rollout_workers(placement_of)
     former = os.environ.get("CUDA_VISIBLE_DEVICES")
     os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
@@ -233,7 +234,7 @@ def _start(
 
 
 def _gpus_of_rollout_workers(placement_of: Callable[[Sequence[Node] | None], Placement]) -> list[str]:
-    """Return the GPUs of this machine that follow the ranks' GPUs; reject too few."""
+    """Return the GPUs of this machine after the ranks' GPUs; raise ConfigError if there are too few."""
     placement = placement_of(None)
     gpus = _gpus(placement)[placement.gpus_of_ranks :]
     placement_of([Node(socket.gethostname(), float(placement.cpus), float(len(gpus)))])
@@ -241,7 +242,7 @@ def _gpus_of_rollout_workers(placement_of: Callable[[Sequence[Node] | None], Pla
 
 
 def _store_size(capacity: FreeCapacity) -> int:
-    """Return the size of the object store of a cluster on this machine; reject more than the free shared memory."""
+    """Return the object store's size for a cluster on this machine; raise ConfigError if it exceeds the free shared memory."""
     needed = capacity.num_bytes
     size = max(OBJECT_STORE_BYTES, needed)
     free = shutil.disk_usage(SHARED_MEMORY).free if os.path.isdir(SHARED_MEMORY) else size
@@ -254,10 +255,11 @@ def _store_size(capacity: FreeCapacity) -> int:
 
 
 def _check_stores(ray: ModuleType, groups: Sequence[Any], capacity: FreeCapacity | None) -> None:
-    """Reject machines whose store of objects is too small for weights and rollouts, which Ray would write to disks.
+    """Raise ConfigError for machines whose object store is too small for weights and rollouts.
 
-    ``groups`` has the places of rollout workers and, where Ray starts the ranks, of ranks.
+    ``groups`` has the places of rollout workers and, if Ray starts the ranks, of ranks.
     """
+    # Ray would not fail: it would write the objects to disk, and every push and rollout would be slow.
     from ray.util import placement_group_table
 
     if capacity is None:
@@ -270,7 +272,7 @@ def _check_stores(ray: ModuleType, groups: Sequence[Any], capacity: FreeCapacity
         size = int(node["Resources"].get("object_store_memory", 0))
         if node["NodeID"] in used and size < needed:
             raise ConfigError(
-                f"Ray's store of objects has {format_bytes(size)} on {node['NodeManagerHostname']}; required: {format_bytes(needed)} for the "
+                f"Ray's object store has {format_bytes(size)} on {node['NodeManagerHostname']}; required: {format_bytes(needed)} for the "
                 f"weights and rollouts of this run. Start Ray there with `ray start --object-store-memory={needed}`, or set "
                 f"{capacity.fixes}"
             )
@@ -282,18 +284,19 @@ def _gpus(placement: Placement) -> list[str]:
 
 
 def _compare_machines(ray: ModuleType, start_s: float, group: Any, machine: CommandMachine) -> None:
-    """Reject places on machines that differ from this one, before a model is loaded. Each rollout worker checks its own again."""
+    """Raise ConfigError for places on machines that differ from this one."""
+    # Each rollout worker checks its machine again. This check comes before the model is loaded, which may take minutes.
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-    asked = []
+    checks = []
     for bundle, needs in enumerate(group.bundle_specs):
         place = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=bundle)
         options = {"num_cpus": 1, "num_gpus": needs.get("GPU", 0), "scheduling_strategy": place, "max_retries": 0}
-        asked.append(ray.remote(**options)(failure_in).remote(machine.check))
+        checks.append(ray.remote(**options)(failure_in).remote(machine.check))
     try:
-        found = ray.get(asked, timeout=start_s)
+        failures = ray.get(checks, timeout=start_s)
     except ray.exceptions.RayError as error:
         raise ConfigError(
-            f"A machine of the Ray cluster cannot tell its version of rlinf: {error}\nInstall the same rlinf on all machines"
+            f"A machine of the Ray cluster cannot report its version of rlinf: {error}\nInstall the same rlinf on all machines"
         ) from error
-    raise_failure(found)
+    raise_failure(failures)

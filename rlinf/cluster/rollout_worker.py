@@ -1,4 +1,4 @@
-"""A rollout worker: plays a policy that is trained elsewhere. It does not depend on Ray."""
+"""A rollout worker: runs episodes of a policy that a different process trains. It does not depend on Ray."""
 
 from __future__ import annotations
 
@@ -32,23 +32,24 @@ if TYPE_CHECKING:
 
 
 def worker_maker(config: RunConfig, shell: PolicySkeleton, placement: Placement) -> Callable[[int, int], RolloutWorker]:
-    """Return ``make(number, num_neighbours)`` with this process's ``OMP_NUM_THREADS``, which Ray overwrites."""
+    """Return ``make(number, num_neighbours)``."""
+    # Read here, because Ray overwrites OMP_NUM_THREADS in the worker's process.
     cluster = replace(config.cluster, num_threads=given_num_threads(config.cluster.num_threads))
     return partial(RolloutWorker, replace(config, cluster=cluster), shell, placement)
 
 
 class RolloutWorker(PolicyReplica):
-    """The envs of some env groups, and a copy of the policy that a push fills. Without env groups, it only evaluates.
+    """Envs, and a copy of the policy with the weights of the last push. Without env groups in the placement, it only evaluates.
 
-    With ``rollout.backend=vllm`` an engine plays the rollouts, and takes its weights from the copy, which still
+    With ``rollout.backend=vllm``, an engine samples the actions of rollouts. It takes its weights from the copy, which still
     evaluates, preprocesses and computes values.
 
-    Any rollout worker may play any env groups, up to its fraction of ``placement.num_env_groups`` in a call: a rollout depends on the
-    weights, the iteration, the attempt and the env group alone.
+    Any rollout worker may run any env groups, up to its fraction of ``placement.num_env_groups`` per call: a rollout depends only on
+    the weights, the iteration, the attempt and the env group.
 
     Args:
-        number: Of this rollout worker, over all machines.
-        num_neighbours: RolloutWorkers on this machine, this one included; they share its cores.
+        number: Number of this rollout worker, over all machines.
+        num_neighbours: Rollout workers on this machine, including this one; they divide its cores.
     """
 
     def __init__(
@@ -76,25 +77,26 @@ class RolloutWorker(PolicyReplica):
 
     @property
     def version(self) -> int | None:
-        """See ``PolicyReplica.version``; None also if the engine holds another one."""
+        """See ``PolicyReplica.version``; None also if the engine has a different version."""
         held = super().version
         return held if self.engine is None or self.engine.version == held else None
 
     def commit(self) -> int:
-        """End a push, to the engine too; return the version."""
+        """End a push, also to the engine; return the version."""
         version = super().commit()
         if self.engine is not None:
             self.engine.update_weights(version)
         return version
 
     def collect(self, step: int, needs_values: bool, attempt: int, env_groups: Sequence[int]) -> RolloutBatch:
-        """Play a rollout of some env groups with the present weights; see ``RolloutCollector.collect``."""
+        """Collect a rollout of some env groups with the present weights; see ``RolloutCollector.collect``."""
         version = self._held()
-        self.env.offload()  # of the last evaluation
+        # The envs of the last evaluation would take memory from the rollout's.
+        self.env.offload()
         return self.collector.collect(self.policy, step, version, needs_values, attempt, env_groups)
 
     def evaluate(self, specs: Sequence[EpisodeSpec]) -> tuple[list[EpisodeResult], int]:
-        """Play episodes of an evaluation; return their results and the number of replaced simulators."""
+        """Run episodes of an evaluation; return their results and the number of replaced simulators."""
         self._held()
         before = self.env.num_restarts
         with evaluation_mode(self.model), self._autocast():
@@ -104,10 +106,8 @@ class RolloutWorker(PolicyReplica):
     def record(
         self, numbered: Sequence[tuple[int, EpisodeResult]], folder: str, size: int
     ) -> list[tuple[Video, bytes]]:
-        """Return videos of evaluated episodes (see ``Episodes.record``) with the contents of their files.
-
-        The rank writes them to a folder of the name ``folder``, which this machine may not see.
-        """
+        """Return videos of evaluated episodes (see ``Episodes.record``) with the contents of their files."""
+        # The rank writes them to `folder`: this machine may not have the run's file system.
         self._held()
         with evaluation_mode(self.model), self._autocast(), tempfile.TemporaryDirectory(prefix="rlinf-") as parent:
             videos = self._episodes.record(numbered, Path(parent, folder), size)
@@ -125,16 +125,17 @@ class RolloutWorker(PolicyReplica):
 
 
 def _engine(config: RunConfig, model: ActionModel, placement: Placement) -> VllmPolicy | None:
-    """Start the engine of ``rollout.backend=vllm`` on the GPUs of this process, to find its faults at once."""
+    """Start the engine of ``rollout.backend=vllm`` on the GPUs of this process, so that its errors occur before training."""
     rollout = config.rollout
     if rollout.backend == "torch":
         return None
-    found = expandable_segments() if model.device.type == "cuda" else None
-    if found is not None:
+    segments = expandable_segments() if model.device.type == "cuda" else None
+    if segments is not None:
         required = "required with rollout.backend=vllm: no expandable segments, whose memory the engine cannot share"
         fix = "Start Ray on that machine without the variable, or set rollout.backend=torch"
-        raise ConfigError(f"{found} in a rollout worker on {socket.gethostname()}; {required}. {fix}")
-    from rlinf.rollout.vllm_policy import VllmPolicy  # with PEFT and transformers, which evaluation does not need
+        raise ConfigError(f"{segments} in a rollout worker on {socket.gethostname()}; {required}. {fix}")
+    # Imported here: it imports PEFT and transformers, which workers that only evaluate do not need.
+    from rlinf.rollout.vllm_policy import VllmPolicy
 
     policy = VllmPolicy(model, rollout.vllm, rollout.num_envs // placement.num_rollout_workers, torch.get_num_threads())
     policy.engine.start()

@@ -1,4 +1,4 @@
-"""Choose the collector of a run: threads of the rank, processes, or rollout workers on other machines."""
+"""The choice of a run's collector: threads of the rank, processes, or rollout workers on other machines."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ def make_collector(
     autocast: Callable[[], AbstractContextManager],
     workers: RolloutWorkers | None = None,
 ) -> Collector:
-    """Return the collector of this rank's rollouts: its rollout workers, if it has any, else ``model`` plays.
+    """Return the collector of this rank's rollouts: its rollout workers if it has any, else ``model`` under ``autocast()``.
 
-    ``model`` acts in the memory in which it is updated, and in the context that ``autocast`` makes.
+    ``model`` is not copied: rollouts and updates use the same memory.
     """
     if workers is not None:
         return RemoteCollector(workers)
@@ -39,7 +39,7 @@ def make_collector(
     if not rollout.worker_processes:
         return make(autocast=autocast, rank=rank(), num_ranks=world_size())
     settings = ProcessSettings(
-        # Where they play ahead, this process computes at the same time.
+        # With rollouts ahead of the updates, this process computes at the same time and needs cores, too.
         num_threads=max(1, torch.get_num_threads() // (rollout.worker_processes + (ahead > 0))),
         precision=config.model.precision,
         seed=config.seed,

@@ -1,4 +1,4 @@
-"""The trained weights in Ray's store of objects, from which rollout workers take them."""
+"""The trained weights in Ray's object store, from which rollout workers load them."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ NAMESPACE = "rlinf"
 
 @dataclass(frozen=True)
 class StoredWeights:
-    """Weights in the store: enough for a rollout worker without weights, and for one with another version."""
+    """Weights in the store, for rollout workers with any earlier version or none."""
 
-    version: int  # number of weight updates that produced them
+    version: int  # number of weight updates before them
     manifest: Mapping[str, TensorSpec]  # every tensor
     frozen: Sequence[Any]  # references to buckets, the same in all weights of a run
     trained: Sequence[Any]  # references to buckets
@@ -34,9 +34,8 @@ class StoredWeights:
 class WeightStore:
     """Puts the weights of a trained model, sharded or not, into the store, once for all ranks.
 
-    Rank 0 stores them, and the others get its references. RolloutWorkers of one machine read the same memory, and Ray copies
-    it to each machine once. Ray frees weights when no rank, and no call to a rollout worker, refers to them any more. ``run``
-    names the run in the cluster.
+    Rank 0 stores them and passes the references to the other ranks. Rollout workers of one machine read the same memory; Ray copies
+    it to each machine once, and frees it when no rank and no pending call refers to it. ``run`` names the run in the cluster.
     """
 
     def __init__(self, model: nn.Module, run: str) -> None:
@@ -45,14 +44,12 @@ class WeightStore:
         self._post = _post(run) if world_size() > 1 else None
 
     def put(self, version: int) -> StoredWeights:
-        """Store the present weights, of which the frozen ones are stored once (a collective call of all ranks).
-
-        Raise ConfigError if the store is full.
-        """
+        """Store the present weights; frozen weights only the first time (a collective call). Raise ConfigError if the store is full."""
         import ray
 
+        # Drop the last push's references first, so that the store need not hold two versions.
         if rank() == 0 and self._post is not None:
-            self._post.set.remote(None)  # of the last push; frees it
+            self._post.set.remote(None)
         manifest = manifest_of(self.model)
         if self._frozen is None:
             self._frozen = self._stored({name for name, spec in manifest.items() if not spec.trained}, version)
@@ -66,7 +63,7 @@ class WeightStore:
         return weights if rank() == 0 else ray.get(self._post.get.remote())
 
     def _stored(self, names: set[str], version: int) -> list[Any]:
-        """Return references to the buckets of some tensors on rank 0; the others only take part in gathering them."""
+        """Return references to the buckets of some tensors on rank 0; other ranks only take part in gathering them."""
         import ray
 
         tensors = gathered(self.model, names)
@@ -76,25 +73,28 @@ class WeightStore:
         try:
             return [ray.put(bucket) for bucket in stored_buckets(tensors, version)]
         except (ray.exceptions.ObjectStoreFullError, ray.exceptions.OutOfDiskError) as error:
-            found = f"Ray's object store has no room for the weights of version {version}: {str(error).splitlines()[0]}"
+            problem = (
+                f"Ray's object store is too full for the weights of version {version}: {str(error).splitlines()[0]}"
+            )
             fix = "Free /dev/shm where the run starts Ray, else start Ray with more: ray start --object-store-memory=<bytes>"
-            raise ConfigError(f"{found} {fix}") from error
+            raise ConfigError(f"{problem} {fix}") from error
 
 
 class _Post:
-    """Passes references from rank 0 to other ranks. Ray counts references only if an actor or a task passes them."""
+    """A Ray actor that passes references from rank 0 to other ranks."""
 
-    kept: Any = None
+    # Ray counts references only if an actor or a task passes them. References pickled into torch's store would never be freed.
+    value: Any = None
 
     def set(self, value: Any) -> None:
-        self.kept = value
+        self.value = value
 
     def get(self) -> Any:
-        return self.kept
+        return self.value
 
 
 def _post(run: str) -> Any:
-    """Return the run's actor, which rank 0 starts on its machine (a collective call)."""
+    """Return the run's ``_Post`` actor, which rank 0 starts on its machine (a collective call)."""
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
@@ -113,7 +113,7 @@ BUCKET_BYTES = 64 * 1024**2
 
 @dataclass(frozen=True)
 class StoredBucket(WeightsHandle):
-    """A bucket with its own copy of the bytes: uint8 ``[nbytes]``, read-only in a store of objects."""
+    """A bucket with its own copy of the bytes: uint8 ``[nbytes]``, read-only in the object store."""
 
     data: np.ndarray = field(default_factory=lambda: np.zeros(0, np.uint8))
 
@@ -124,7 +124,7 @@ class StoredBucket(WeightsHandle):
 
 
 def stored_buckets(tensors: Iterable[tuple[str, Tensor]], version: int) -> Iterator[StoredBucket]:
-    """Yield tensors, which must be on one device, bucket by bucket. A bucket is valid until the next but one is asked for."""
+    """Yield tensors of one device in buckets. A bucket is valid until the second next one is requested."""
     buckets = WeightBuckets(BUCKET_BYTES)
     try:
         for handle in buckets.pack(tensors, version):

@@ -72,10 +72,7 @@ class LabelledFrames:
 
 
 def classifier(config: ClassifierConfig) -> SuccessClassifier:
-    """Train the networks, choose the threshold, measure the errors, write the folder and print a summary.
-
-    Raise ConfigError for invalid datasets, frames of one class, or a classifier no better than chance.
-    """
+    """Train, calibrate and write a success classifier; raise ConfigError for invalid data, or one no better than chance."""
     for key in ("data", "output_dir"):
         if getattr(config, key) is None:
             usage = "rlinf classifier data=data/labelled output_dir=outputs/classifier"
@@ -197,10 +194,7 @@ def cross_fit(
 
 
 def train(frames: LabelledFrames, num_instructions: int, config: ClassifierConfig, number: int) -> SuccessNetwork:
-    """Train the network of fold ``number``, which also seeds weights and batches.
-
-    Half of a batch are successes. Half of the failures are successes under a different instruction, if there are several.
-    """
+    """Train the network of fold ``number`` on batches with half successes and a quarter of swapped instructions."""
     generator = np.random.default_rng(derive_seed(config.seed, "classifier batches", number))
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(derive_seed(config.seed, "classifier weights", number))

@@ -22,10 +22,7 @@ SHOWN_TASKS = 10
 
 
 def convert(config: ConvertConfig) -> Path:
-    """Write all episodes of ``config.source`` into the new folder ``config.dataset``, with one episode in memory at a time.
-
-    Every episode is checked before the first one is written. Ctrl-C and SIGTERM leave no folder.
-    """
+    """Check all episodes of ``config.source``, and write them one by one into the new folder ``config.dataset``."""
     for key in ("source", "dataset"):
         if getattr(config, key) is None:
             usage = "rlinf convert source=<HDF5 file or folder> dataset=data/<name>"

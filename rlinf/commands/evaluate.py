@@ -141,7 +141,6 @@ class OpenedPolicy:
     """The policy, episodes and conditions of an evaluation before its first episode.
 
     Attributes:
-        manifest: The present conditions.
         baseline, before: Folder of ``evaluation.compare``, resolved once because ``latest`` may move, and its result; None: none.
         is_unverified: Earlier processes may have run a different policy.
     """
@@ -209,10 +208,7 @@ def write_timing(output: Path, settings: RobotConfig, episodes: RobotEpisodes) -
 def make_robot(
     config: RunConfig, env: VectorEnv, settings: RobotConfig, num_episodes: int, starts: Path | None, stack: ExitStack
 ) -> tuple[EpisodicRobot, Teleoperator | None]:
-    """Return the simulated robot or ``arm``, with a human who labels success if configured, and the teleoperator (None: none).
-
-    ``stack`` disconnects them. ``starts`` contains initial images that the human is to reproduce; None: no overlay.
-    """
+    """Return the simulated robot or ``arm`` and its teleoperator; ``starts`` contains initial images for a human to reproduce."""
     simulated = EnvRobot(env, settings)
     robot: EpisodicRobot = simulated
     if settings.arm is not None:
@@ -542,13 +538,7 @@ def conditions(
     specs: Sequence[EpisodeSpec],
     server: str | None = None,
 ) -> dict[str, Any]:
-    """Return everything on which a result depends, as JSON values.
-
-    Args:
-        manifest: The present conditions, which include the weights below adapters.
-        saved: The checkpoint's manifest; None: ``config.model`` names the weights.
-        server: Digest of the server's metadata; None: the policy is local.
-    """
+    """Return everything on which a result depends, as JSON values; ``saved``: the checkpoint's manifest (None: no checkpoint)."""
     model, free = config.model, {*CONNECTION_FIELDS}
     weights: Any = (
         saved.files if saved is not None else [weights_digest(p) for p in (model.model_path, model.lora_path)]

@@ -35,7 +35,7 @@ from rlinf.recipes.questions import Question, QuestionPacker, QuestionsConfig, r
 from rlinf.recipes.rewards import make_rewards
 from rlinf.recipes.rollouts import LocalGenerator
 from rlinf.recipes.samples import BadRowError, Prompt
-from rlinf.recipes.token_trainer import PRECISIONS, own_share, write_images
+from rlinf.recipes.token_trainer import PRECISIONS, rank_slice, write_images
 from rlinf.report.compare_folders import compare_folders, evaluation_folder
 from rlinf.report.run_page import write_report
 from rlinf.seeding import derive_seed
@@ -125,11 +125,7 @@ def _write(
 
 
 def find_model(path: str) -> str:
-    """Return the folder or hub id of a model; raise CheckpointError without one.
-
-    Args:
-        path: A folder or id; a folder of runs (the newest export); an exported checkpoint; ``latest`` (the newest export in ``outputs``).
-    """
+    """Return the model at a folder, hub id, run (its newest export) or ``latest``; raise CheckpointError without one."""
     folder = follow_latest(path)
     if path == run_folder.LATEST and not folder.exists():
         folder = Path("outputs")
@@ -220,7 +216,7 @@ def _complete(
     calls = [
         range(start, min(start + config.batch_size, len(questions)))
         for start in range(0, len(questions), config.batch_size)
-    ][own_share(-(-len(questions) // config.batch_size))]
+    ][rank_slice(-(-len(questions) // config.batch_size))]
     num_questions = sum(map(len, calls))
     for rows in calls:
         prompts = [_packed(packer, questions, row, config.questions) for row in rows]
@@ -229,7 +225,7 @@ def _complete(
             question, text = questions[row], completion.text
             answer = Answer(
                 question.id, question.category, question.prompt, text, question.expected, find(text),
-                completion.reward == 1, len(completion.tokens), completion.is_cut,
+                completion.reward == 1, len(completion.tokens), completion.is_truncated,
             )  # fmt: skip
             answers.append((answer, completion.prompt.previews))
         correct = sum(answer.is_correct for answer, _ in answers)

@@ -96,11 +96,7 @@ def export(
 
 
 def _with_code_of_model(config: RunConfig, folder: Path, model: Any) -> RunConfig:
-    """Return a configuration that runs without the code of the env and the algorithm.
-
-    The plug-in file that registers the model is copied into ``folder``. An env from a plug-in becomes ``external``, with a record
-    of the original.
-    """
+    """Return a configuration that runs without third-party envs and algorithms; copy the model's plug-in into ``folder``."""
     model_origin = MODELS.entries()[config.model.model_type].origin if config.model.model_type in MODELS else BUILTIN
     available = (BUILTIN, model_origin)
     env, algorithm = config.env, config.algorithm

@@ -96,10 +96,7 @@ def _no_flag(flag: str, others: Sequence[str]) -> ConfigError:
 
 
 def run_training(arguments: Sequence[str], command: str) -> list[Path]:
-    """Compose, check and run ``train`` or ``sft``; a sweep ends with a table of its runs.
-
-    Return the folders of the runs that ended in this process; none if the arguments only ask for information.
-    """
+    """Compose, check and run ``train`` or ``sft``, or a sweep; return the folders of the runs that ended in this process."""
     args = parse(arguments)
     if args.multirun and is_connected():
         raise ConfigError(
@@ -228,10 +225,7 @@ def start(config: RunConfig, command: str) -> None:
 
 
 def compose_resumed(args: Namespace, resumed: str) -> DictConfig:
-    """Compose the continuation of the run ``resumed``, in its own folder unless ``output_dir`` is given.
-
-    Overrides apply to the checkpoint's configuration; a chosen experiment (or the user's config) is composed from scratch instead.
-    """
+    """Compose the continuation of the run ``resumed`` from its checkpoint's configuration, or from a chosen experiment."""
     folder = resolve_checkpoint(resumed)
     keys = [item.key_or_group for item in parse_overrides(args.overrides)]
     if search.GROUP in keys or args.config_name != ROOT:
@@ -293,10 +287,7 @@ def given_value(overrides: Sequence[str], key: str) -> str | None:
 
 
 def configure(args: Namespace, command: str) -> RunConfig | None:
-    """Compose and check the configuration of a command that runs once, on top of the checkpoint's if ``checkpoint=`` is given.
-
-    Return None if ``--cfg`` only prints the configuration.
-    """
+    """Compose and check a configuration, on top of the checkpoint's if given; return None if ``--cfg`` only prints it."""
     if args.multirun:
         raise ConfigError(f"`rlinf {command}` runs once; sweeps (-m) are for `rlinf train` and `rlinf sft`. Remove -m")
     checkpoint = given_value(args.overrides, "checkpoint")

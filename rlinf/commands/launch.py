@@ -29,7 +29,7 @@ from rlinf.recipes.datasets import SECTION, check_place, local_folder, made_by
 from rlinf.recipes.launch_worker import find_script, rows_of, train
 from rlinf.recipes.load import recipe_names
 from rlinf.recipes.plan import (
-    SPLIT,
+    DISAGGREGATED,
     Plan,
     asks_for_gpus,
     asks_for_rollout_workers,
@@ -47,17 +47,12 @@ ON_THE_CPU = "on the CPU the trained model itself generates, as with rollout.bac
 
 
 def launch(config: RecipeConfig, script: str | None, dry_run: bool, arguments: Sequence[str]) -> None:
-    """Check a recipe against this machine, print its plan, and train it on its ranks unless ``dry_run``.
-
-    Args:
-        script: Dataset script of the recipe.
-        arguments: Command-line arguments, from which the command that resumes is made.
-    """
+    """Check a recipe, print its plan, and train it unless ``dry_run``; ``arguments`` are for the command that resumes."""
     script = find_script(script) if script else None
     place = launch_context(os.environ) if is_connected() else None
     if place is not None and asks_for_rollout_workers(config):
         raise ConfigError(
-            f"{SPLIT} in a command that {place.launcher} has started {place.size} times; required: one command, whose ranks are on its "
+            f"{DISAGGREGATED} in a command that {place.launcher} has started {place.size} times; required: one command, whose ranks are on its "
             "machine. Start it once"
         )
     if asks_for_gpus(config) and not dry_run:

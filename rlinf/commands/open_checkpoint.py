@@ -87,11 +87,7 @@ def open_local(config: RunConfig, allow_mismatch: Sequence[str]) -> Opened:
 
 
 def open_remote(config: RunConfig, env: VectorEnv, allow_mismatch: Sequence[str]) -> Opened:
-    """Connect to the policy at ``config.model.url``, and compare conditions with its checkpoint's.
-
-    Raise ConfigError if its actions do not fit the env, and ManifestMismatchError for a difference that ``allow_mismatch`` does not
-    name.
-    """
+    """Connect to the policy at ``config.model.url``; raise ManifestMismatchError for a difference that is not allowed."""
     policy = build_policy(config)
     if policy.action_dim != env.action_dim:
         actual = f"{config.model.url} has action_dim {policy.action_dim}"
@@ -110,10 +106,7 @@ def open_remote(config: RunConfig, env: VectorEnv, allow_mismatch: Sequence[str]
 
 
 def read_config(folder: str | os.PathLike, overrides: Sequence[str] = ()) -> RunConfig:
-    """Return the configuration stored in a checkpoint or an export, with ``overrides``.
-
-    Raise CheckpointError for code that no override names (e.g. ``plugins=[my_model.py]``).
-    """
+    """Return the configuration of a checkpoint or export with ``overrides``; raise CheckpointError for code they do not name."""
     saved = read_saved_config(Path(folder))
     composed = compose_on_saved(saved, overrides, folder=folder)
     composed.output_dir = saved.get("output_dir")
@@ -131,7 +124,6 @@ def load_policy(
 
     Args:
         reads_base: Read the (random) base weights that a checkpoint stores below its adapters.
-        deferred: Leave the weights in their files if possible.
     """
     source = policy_folder(folder)
     if (source / "adapter_config.json").is_file():
@@ -154,10 +146,7 @@ def policy_for(
 def statistics_of_env(
     config: RunConfig, env: VectorEnv, dataset: StoredDemonstrations | None = None
 ) -> dict[str, Any] | None:
-    """Return the action statistics of the cloned dataset, or else the env's bounds, as overrides for ``build_policy``.
-
-    Return None if the folder at ``model.model_path`` has the statistics of ``model.unnorm_key``.
-    """
+    """Return the action statistics of the dataset, else of the env's bounds; None: the model's folder has its own."""
     name = config.env.name
     if config.model.model_path is not None:
         # Only a model that is being adapted to this env (unnorm_key is its name) may lack the statistics.

@@ -29,11 +29,7 @@ logger = logging.getLogger("rlinf")
 
 
 def robot(config: RunConfig, settings: RobotConfig, other: RunConfig | None = None) -> EvaluationResult | Comparison:
-    """Run the episodes of ``rlinf.commands.evaluate.evaluate`` on a single simulated robot or an arm; raise as it does.
-
-    With ``other``, the configuration of ``blind``, compare both policies (``rlinf.commands.blind``). Raise ConfigError for
-    settings that a single robot does not support: ranks, rollout workers, recordings.
-    """
+    """Run an evaluation on one simulated or physical robot; with ``other``, compare its policy blindly; raise as ``evaluate``."""
     evaluation, cluster = config.evaluation, config.cluster
     for key, value, required in (
         ("cluster.num_processes", cluster.num_processes, 1),

@@ -145,11 +145,7 @@ class PolicyRows:
 
 
 def serve(config: RunConfig, settings: ServeConfig) -> None:
-    """Serve ``config.checkpoint``, or the folder ``config.model.model_path``, until SIGTERM or Ctrl-C; finish pending requests.
-
-    Raise ConfigError for an occupied address, a public address without a key, or names that do not fit the policy; else as
-    ``open_local``.
-    """
+    """Serve a checkpoint or a public model until SIGTERM or Ctrl-C; raise ConfigError for an invalid address or names."""
     api_key = _api_key(settings)
     env, cameras = config.env, settings.cameras or config.env.cameras
     if settings.cameras is not None and (settings.keys in ROBOTS or len(cameras) != len(env.cameras)):

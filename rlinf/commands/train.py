@@ -93,13 +93,7 @@ MOST_ENVS_PER_CORE = 1024
 
 @dataclass
 class Run:
-    """One rank of one run.
-
-    Attributes:
-        parts: Shared parts of the trainers.
-        cloning: Trainer of behaviour cloning; None: not configured, or done.
-        rl: Trainer of RL; None: the run only clones.
-    """
+    """One rank of a run: shared parts, and the trainers of cloning (None: not configured, or done) and RL (None: ``rlinf sft``)."""
 
     parts: TrainerContext
     cloning: CloningTrainer | None

@@ -1,4 +1,4 @@
-"""From command-line overrides to a composed configuration, with Hydra's errors in our words."""
+"""Composition of a configuration from command-line overrides, with readable errors in place of Hydra's."""
 
 from __future__ import annotations
 
@@ -47,21 +47,20 @@ _KEY = re.compile(r"^(\+\+|\+|~)?([\w/.@:-]+)(=.*)?$", re.DOTALL)
 
 
 def normalize_overrides(overrides: Iterable[str], sweeps: bool = False) -> list[str]:
-    """Accept what users naturally type: ``+experiment=x`` like ``experiment=x``, new keys in free-form sections, text without quotes.
-
-    With ``sweeps``, ``a,b`` is one value after the other, else text for keys that take text.
-    """
+    """Accept ``+experiment=x``, new keys in free-form sections, unquoted text, and with ``sweeps`` values ``a,b``."""
     result, overrides, types = [], list(overrides), field_types()
     any_keys = [key for key, hint in types.items() if dict in map(typing.get_origin, (hint, *typing.get_args(hint)))]
     free = tuple(f"{path}." for path in (*any_keys, *REGISTRIES))
     for position, override in enumerate(overrides):
         match = _KEY.match(override)
         if not match or (match[3] is None and match[1] != "~"):
-            raise _bare_word(override, next((word for word in overrides[position + 1 :] if "=" not in word), "<value>"))
+            raise _no_override(
+                override, next((text for text in overrides[position + 1 :] if "=" not in text), "<value>")
+            )
         prefix, key, value = match[1] or "", match[2], match[3] or ""
         if key == search.GROUP and prefix in ("+", "++"):
             prefix = ""
-        # The class that was chosen has the keys of ``env`` and ``algorithm``; ``build_config`` checks them against it.
+        # Keys of ``env`` and ``algorithm`` depend on the chosen class, against which ``build_config`` checks them.
         if not prefix and (key.startswith(free) or key in any_keys):
             prefix = "++"
         many = sweeps or str not in (types.get(key), *typing.get_args(types.get(key)))
@@ -69,35 +68,34 @@ def normalize_overrides(overrides: Iterable[str], sweeps: bool = False) -> list[
     return result
 
 
-def _bare_word(word: str, following: str) -> ConfigError:
-    """Say what a word without ``=`` was probably meant to be."""
-    hint = closest(word, search.experiment_names())
-    if keys_named(word):
-        example = overrides_text(keys_named(word), following)
-    elif text := text_in(word):
-        return ConfigError(f"'{word}' is {text}, which this command does not take. {PAGE}")
-    elif Path(word).expanduser().is_dir():
-        example = f"checkpoint={word} to evaluate, export or collect with it, resume={word} to train on"
+def _no_override(argument: str, following: str) -> ConfigError:
+    """Return the error for an argument without ``=``, with its probable meaning."""
+    hint = closest(argument, search.experiment_names())
+    if keys_named(argument):
+        example = overrides_text(keys_named(argument), following)
+    elif text := text_in(argument):
+        return ConfigError(f"'{argument}' is {text}, which this command does not accept. {PAGE}")
+    elif Path(argument).expanduser().is_dir():
+        example = (
+            f"checkpoint={argument} to evaluate, export or collect with it, resume={argument} to continue training"
+        )
     else:
         example = f"e.g. experiment={hint}" if hint else "e.g. trainer.max_steps=10"
-    return ConfigError(f"'{word}' is not an override; required: key=value. Set {example}")
+    return ConfigError(f"'{argument}' is not an override; required: key=value. Set {example}")
 
 
 def keys_named(name: str) -> list[str]:
-    """Return what a user may mean by ``name``: the keys with this last part, or ``experiment``."""
+    """Return the keys with the last part ``name``, or ``experiment``."""
     return [name] if name == search.GROUP else fields_meant(name)
 
 
 def compose_config(overrides: Iterable[str] = (), config_dir: str | None = None, root: str = ROOT) -> DictConfig:
-    """Compose the packaged groups, experiments and overrides into one configuration (without the node ``hydra``).
-
-    ``overrides`` are as on the command line, ``config_dir`` has the user's own groups and experiments, ``root`` is the primary config.
-    """
+    """Compose groups, experiments (also the user's in ``config_dir``) and overrides on the primary config ``root``, without ``hydra``."""
     return compose_normalized(normalize_overrides(overrides), config_dir, root)
 
 
 def compose_normalized(overrides: list[str], config_dir: str | None = None, root: str = ROOT) -> DictConfig:
-    """Compose like ``compose_config`` from overrides that are normalised, or that a sweep has made of such."""
+    """Compose like ``compose_config``, from normalised overrides."""
     search.register(config_dir)
     try:
         _load_named_plugins(overrides)
@@ -107,7 +105,7 @@ def compose_normalized(overrides: list[str], config_dir: str | None = None, root
 
 
 def _load_named_plugins(overrides: list[str]) -> None:
-    """Import the plugins that overrides or their experiment name, because Hydra asks for the names that these register."""
+    """Import the plugins of overrides or their experiment, because Hydra needs the names that these register."""
     typed = {item.key_or_group: item.value() for item in parse_overrides(overrides) if not item.is_sweep_override()}
     for key in (search.GROUP, *to_mapping(RunConfig())):
         names = typed.get(key, "") if key == search.GROUP or dataclasses.is_dataclass(getattr(RunConfig(), key)) else ""
@@ -118,20 +116,17 @@ def _load_named_plugins(overrides: list[str]) -> None:
     if "plugins" not in typed and path is not None:
         with suppress(yaml.YAMLError):  # Hydra reads the file after this, and reports the error
             experiment = OmegaConf.load(path)
-            if OmegaConf.is_list(experiment):  # Hydra leaves it out without a word
-                raise ConfigError(f"{path} holds a list; required: keys of the configuration, such as trainer.")
+            if OmegaConf.is_list(experiment):  # Hydra ignores a list silently
+                raise ConfigError(f"{path} contains a list; required: keys of the configuration, such as trainer.")
             plugins = experiment.get("plugins")
     load_plugins(from_mapping(RunConfig, {"plugins": plugins or []}).plugins)
 
 
 def fitted(composed: DictConfig, overrides: Iterable[str]) -> DictConfig:
-    """Leave out the keys of an experiment that the env or algorithm typed beside it lacks, and tell them on one line.
-
-    Then set the values of ``algorithm.preset``, except those that were typed or that the experiment has.
-    """
+    """Remove (and print) experiment keys that a typed env or algorithm lacks, then apply ``algorithm.preset`` to unset keys."""
     typed = {item.key_or_group: item.value() for item in parse_overrides(overrides)}
     for section in REGISTRIES if typed.get(search.GROUP) else ():
-        if not isinstance(typed.get(section), str):  # the experiment's own choice
+        if not isinstance(typed.get(section), str):  # the experiment chooses the env or algorithm
             continue
         name = composed[section].name
         known = public_fields(section_class(section, name))
@@ -140,10 +135,8 @@ def fitted(composed: DictConfig, overrides: Iterable[str]) -> DictConfig:
             for key in lacks:
                 del composed[section][key]
         if lacks:
-            print(
-                f"left out of the experiment, because {section}={name} has no such keys: {', '.join(lacks)}",
-                file=sys.stderr,
-            )
+            reason = f"because {section}={name} has no such keys"
+            print(f"removed from the experiment, {reason}: {', '.join(lacks)}", file=sys.stderr)
     path = search.find_experiment(str(typed.get(search.GROUP)))
     given = {} if path is None else OmegaConf.to_container(OmegaConf.load(path))
     sections = (*given.items(), *typed.items())
@@ -157,7 +150,7 @@ def _compose(overrides: list[str], root: str) -> DictConfig:
 
 
 def explain(error: Exception, overrides: list[str], root: str = ROOT) -> ConfigError:
-    """Turn an error of Hydra, OmegaConf or the YAML reader into one sentence; ``overrides`` are normalised."""
+    """Turn an error of Hydra, OmegaConf or the YAML reader into a one-line message; ``overrides`` are normalised."""
     if isinstance(error, MissingConfigException):
         group, _, name = (error.missing_cfg_file or "").rpartition("/")
         return ConfigError(no_such_option(group, name, error.options or []))
@@ -169,8 +162,8 @@ def explain(error: Exception, overrides: list[str], root: str = ROOT) -> ConfigE
     if ambiguous:
         key, value = ambiguous.groups()
         sweep = f"Run rlinf train -m {key}={value} for one run per value"
-        either = f"set '{key}=[{value}]' for a list, or '{key}=\"{value}\"' for a text"
-        return ConfigError(f"{key}={value} holds several values. {sweep}, or {either}")
+        fix = f"set '{key}=[{value}]' for a list, or '{key}=\"{value}\"' for a text"
+        return ConfigError(f"{key}={value} contains several values. {sweep}, or {fix}")
     if match := re.match(r"Error merging override (?:\+\+)?([^=]+)=(.*)", str(error)):
         key, value = match.groups()
         return ConfigError(f"{key} is {value}; required: a section. Set one of its keys: {key}.<key>=<value>")
@@ -183,9 +176,9 @@ def explain(error: Exception, overrides: list[str], root: str = ROOT) -> ConfigE
 
 
 def no_such_option(group: str, name: str, options: Iterable[str]) -> str:
-    """Say that a group has no such option, and which one was meant or where they are listed."""
+    """Return the message for an unknown option of a group, with a similar one or the place of the list."""
     close, env = closest(name, options), env_of_task(name, options) if group == "env" else None
-    if env:  # a task's exact name means more than an env's similar one
+    if env:  # the exact name of a task is a better hint than a similar env
         hint = f" It is a task of {env}. Set env={env} 'env.tasks=[{name}]'"
     elif close:
         hint = f" Did you mean '{close}'? Set {group}={close}"
@@ -199,7 +192,7 @@ def no_such_option(group: str, name: str, options: Iterable[str]) -> str:
 
 
 def env_of_task(task: str, envs: Iterable[str]) -> str | None:
-    """Return the first of the envs that has such a task under its default settings; one that is not installed has none."""
+    """Return the first installed env that has such a task under its default settings."""
     for name in envs:
         if name in ENVS:
             try:
@@ -213,7 +206,7 @@ def env_of_task(task: str, envs: Iterable[str]) -> str | None:
 def _unknown_key(override: Override, root: str) -> str | None:
     """Explain an override of a key that does not exist, by walking the configuration without it."""
     node: Any = _compose([], root)
-    whole, parts = node, override.key_or_group.split(".")
+    complete, parts = node, override.key_or_group.split(".")
     for depth, part in enumerate(parts):
         if not isinstance(node, DictConfig) or part not in node:
             known = [str(key) for key in node] if isinstance(node, DictConfig) else []
@@ -224,15 +217,15 @@ def _unknown_key(override: Override, root: str) -> str | None:
                 return unknown_key_error(path, override.value(), known if depth else [*known, search.GROUP])
             near = closest(part, known)
             meant = ".".join([*parts[:depth], near or part, *parts[depth + 1 :]])
-            keys = [meant] if near and OmegaConf.select(whole, meant) is not None else fields_meant(parts[-1])
-            typed = f" Set {overrides_text(keys, override.value())}"
-            return f"There is no key '{path}'.{typed if keys else did_you_mean(part, known)}"
+            keys = [meant] if near and OmegaConf.select(complete, meant) is not None else fields_meant(parts[-1])
+            fix = f" Set {overrides_text(keys, override.value())}"
+            return f"There is no key '{path}'.{fix if keys else did_you_mean(part, known)}"
         node = node[part]
     return None
 
 
 def reason_of(error: BaseException) -> str:
-    """Return in one line what an error of Hydra, OmegaConf or the YAML parser says, with file and line where it knows them."""
+    """Return the message of an error of Hydra, OmegaConf or the YAML parser in one line, with file and line if known."""
     inner = error
     while not str(inner).strip() and (inner.__cause__ or inner.__context__) is not None:
         inner = inner.__cause__ or inner.__context__
@@ -250,11 +243,11 @@ def compose_on_saved(
     config_dir: str | None = None,
     folder: str | Path = "the checkpoint",
 ) -> DictConfig:
-    """Lay overrides over the configuration of an earlier run, whose other values stay.
+    """Apply overrides to the configuration of an earlier run.
 
-    Group choices (``env=tabletop``) replace the whole section, values replace single keys. ``output_dir`` and the keys that
-    name a checkpoint, an evaluation, a server or a dataset to write belong to the earlier run and are not taken over. Keys that
-    name code have to be typed again, else CheckpointError is raised. ``folder`` is the place of ``saved``, for messages.
+    Group choices (``env=tabletop``) replace a section, values replace single keys. ``output_dir`` and the keys of checkpoints,
+    evaluations, servers and datasets of the earlier run are reset. Raise CheckpointError for keys that load code, unless they are
+    typed again. ``folder`` is the location of ``saved``, for messages.
     """
     parsed = parse_overrides(normalize_overrides(overrides))
     parsed = [item for item in parsed if not item.key_or_group.startswith("hydra.")]
@@ -264,16 +257,16 @@ def compose_on_saved(
         if override.is_sweep_override():
             raise ConfigError(f"{given} asks for a sweep; only `rlinf train -m` and `rlinf sft -m` do sweeps.")
         if key == search.GROUP:
-            instead = "Leave it out, and override single keys or whole groups, e.g. env=tabletop"
-            raise ConfigError(f"{given} cannot be laid over a checkpoint, which has its own configuration. {instead}")
+            fix = "Remove it, and override single keys or complete groups, e.g. env=tabletop"
+            raise ConfigError(f"{given} cannot be applied to a checkpoint, which has its own configuration. {fix}")
         if override.is_delete():
             raise ConfigError(f"{given}: a checkpoint's configuration has a value for every key. Set {key}=<value>")
         if key.partition(".")[0] not in public_fields(RunConfig):
             raise ConfigError(unknown_key_error(key, override.value(), public_fields(RunConfig)))
     groups = [item for item in parsed if item.key_or_group in sections and isinstance(item.value(), str)]
-    # A mapping is merged into the saved one; its other keys stay.
+    # A mapping is merged into the saved one, so only its leaves count as typed.
     typed = {key for override in parsed for key, _ in leaves(override.value(), override.key_or_group)}
-    if isinstance(plugins := saved.get("plugins"), list):  # an export brings the plug-in file of its model
+    if isinstance(plugins := saved.get("plugins"), list):  # an export contains the plug-in file of its model
         paths = [(Path(folder) / str(name), name) for name in plugins]
         saved = {**saved, "plugins": [str(path) if path.is_file() else name for path, name in paths]}
     check_code(saved, typed, folder)

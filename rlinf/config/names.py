@@ -1,4 +1,4 @@
-"""Names that come with rlinf, by listing its YAML files: the quick answer for help and completion, without Hydra."""
+"""Names of rlinf's YAML files: fast lookups for help and completion, without Hydra."""
 
 from __future__ import annotations
 
@@ -10,17 +10,15 @@ GROUP = "experiment"
 
 
 def packaged_experiments() -> Path:
-    """Return the folder of the experiments that come with rlinf.
-
-    In the source tree this is ``examples/embodiment/config``; a wheel carries the same files as ``rlinf/experiments``.
-    """
+    """Return the folder of rlinf's experiments."""
+    # A wheel contains the files of ``examples/embodiment/config`` as ``rlinf/experiments``.
     package = Path(rlinf.__file__).parent
     installed = package / "experiments"
     return installed if installed.is_dir() else package.parent / "examples" / "embodiment" / "config"
 
 
 def group_folders() -> dict[str, Path]:
-    """Return the folder of each group whose options a user chooses from; the files in it are its options."""
+    """Return the folder of each config group; the files in it are its options."""
     folders = [path for path in sorted(Path(__file__).parent.iterdir()) if len(list(path.glob("*.yaml"))) > 1]
     return {GROUP: packaged_experiments()} | {path.name: path for path in folders}
 

@@ -1,4 +1,4 @@
-"""Overrides (``key=value``) as users type them: every value except a list, mapping, number or quoted text is text."""
+"""Parsing of overrides (``key=value``): every value except a list, mapping, number or quoted text is text."""
 
 from __future__ import annotations
 
@@ -16,51 +16,49 @@ from omegaconf.errors import GrammarParseError
 from rlinf.errors import ConfigError
 
 _ITEM = r"""("(?:\\.|[^"\\])*"|'(?:\\.|[^'\\])*')|[^\s{0}](?:[^{0}]*[^\s{0}])?"""
-"""Quoted text, or text up to the next of some characters."""
+"""Pattern of quoted text, or of text up to one of the characters ``{0}``."""
 
 
 def parse_overrides(overrides: Iterable[str]) -> list[Override]:
-    """Parse overrides that have their quotes (``quoted``); raise ConfigError if a key, a list or a mapping follows no grammar."""
+    """Parse overrides that are quoted (``quoted``); raise ConfigError for a syntax error."""
     try:
         return OverridesParser.create().parse_overrides(list(overrides))
     except OverrideParseException as error:
         raise unreadable(error) from error
 
 
-def values_of(words: Iterable[str]) -> dict[str, Any]:
-    """Return key to value, of words as typed for a command without sweeps."""
-    parsed = parse_overrides(quoted(word) for word in words)
+def values_of(arguments: Iterable[str]) -> dict[str, Any]:
+    """Return the values of overrides of a command without sweeps, by key."""
+    parsed = parse_overrides(quoted(argument) for argument in arguments)
     for item in parsed:
         if item.is_delete():
-            raise ConfigError(f"'{item.input_line}' deletes a key; required: key=value. Leave the key out")
+            raise ConfigError(f"'{item.input_line}' deletes a key; required: key=value. Remove the key")
     return {item.key_or_group: item.value() for item in parsed}
 
 
 def unreadable(error: OverrideParseException) -> ConfigError:
-    """Say which override cannot be read, and how to quote it."""
-    written = str(error.override).removeprefix("++")  # which ``normalize_overrides`` may have added
+    """Return the error for an override with a syntax error, with its correct quotes."""
+    written = str(error.override).removeprefix("++")  # ``normalize_overrides`` may have added it
     key, _, value = written.partition("=")
     reason = str(error).strip().splitlines()[0]
     hint = "Quote a list for the shell, e.g. 'model.image_size=[224,224]', and a text twice"
-    return ConfigError(
-        f"The override '{written}' cannot be read: {reason}. {hint}: {shlex.quote(f'{key}={_text(value)}')}"
-    )
+    example = shlex.quote(f"{key}={_text(value)}")
+    return ConfigError(f"The override '{written}' cannot be read: {reason}. {hint}: {example}")
 
 
-def quoted(word: str, sweeps: bool = False, splits: bool = False, interpolates: bool = False) -> str:
-    """Return an override with quotes around text, or around items of a list, that Hydra would change or could not read.
+def quoted(override: str, sweeps: bool = False, splits: bool = False, interpolates: bool = False) -> str:
+    """Quote the text, or the list items, of an override (``key=value``) that Hydra would change or could not read.
 
     Args:
-        word: ``key=value``.
-        sweeps: ``a,b`` is a sweep over two values, else text, if Hydra can read it.
-        splits: It is one also if Hydra cannot: its items get quotes.
-        interpolates: A whole ``${...}`` in the text is an interpolation; other ``${`` are escaped.
+        sweeps: Read ``a,b`` as a sweep over two values, else as text, if Hydra can parse it.
+        splits: Read it as a sweep also if Hydra cannot parse it, with quoted items.
+        interpolates: Read a complete ``${...}`` in the text as an interpolation; escape any other ``${``.
     """
-    key, equals, value = word.partition("=")
+    key, equals, value = override.partition("=")
     if not equals:
-        return word
+        return override
     try:
-        parsed = OverridesParser.create().parse_override(word)
+        parsed = OverridesParser.create().parse_override(override)
     except HydraException:
         parsed = None
     if parsed is None and (value[:1] in ("[", "{") or (splits and "," in value)):
@@ -68,10 +66,11 @@ def quoted(word: str, sweeps: bool = False, splits: bool = False, interpolates: 
         return f"{key}={re.sub(_ITEM.replace('{0}', ends), lambda item: _item(item, interpolates), value)}"
     if parsed is not None and parsed.is_sweep_override():
         is_text = not sweeps
-    elif parsed is not None:  # Hydra strips text and takes backslashes out of it; casts stay
+    elif parsed is not None:
+        # Hydra strips spaces and removes backslashes: quote such text, but neither interpolations nor casts.
         changed = isinstance(parsed._value, str) and parsed._value != value
         is_text = changed and "${" not in value and not re.match(r"\w+\(", value)
-    return f"{key}={_text(value, interpolates)}" if parsed is None or is_text else word
+    return f"{key}={_text(value, interpolates)}" if parsed is None or is_text else override
 
 
 def _item(item: re.Match, interpolates: bool) -> str:
@@ -79,7 +78,7 @@ def _item(item: re.Match, interpolates: bool) -> str:
 
 
 def _text(value: str, interpolates: bool = False) -> str:
-    """Return text in double quotes, as Hydra reads it back."""
+    """Return text in double quotes, in Hydra's syntax."""
     if interpolates and "${" in value:
         try:
             grammar_parser.parse(value)

@@ -1,4 +1,4 @@
-"""Settings with which an algorithm is another library's: ``algorithm.preset`` sets them together (docs/results.md)."""
+"""Values of ``algorithm.preset``, which make an algorithm equal to a different library's (docs/results.md)."""
 
 from __future__ import annotations
 
@@ -62,16 +62,13 @@ PRESETS: dict[str, dict[str, dict[str, Any]]] = {
         },
     }
 }
-"""By the name of the preset and of the algorithm: dotted key to value."""
+"""Preset -> algorithm -> dotted key -> value."""
 
 
 def apply_preset(composed: DictConfig, explicit: Collection[str]) -> DictConfig:
-    """Set the values of ``algorithm.preset``, if there is one, but for the keys that were set explicitly.
-
-    Raise ConfigError for an algorithm without values in the preset.
-    """
+    """Apply ``algorithm.preset`` except for ``explicit`` keys; raise ConfigError for an algorithm that it does not know."""
     preset, name = (OmegaConf.select(composed, key) for key in (KEY, "algorithm.name"))
-    if preset not in PRESETS:  # none, or a word that the option rejects
+    if preset not in PRESETS:  # none, or a value that the option rejects
         return composed
     if name not in PRESETS[preset]:
         known = ", ".join(PRESETS[preset])

@@ -1,4 +1,4 @@
-"""Values of a saved configuration that would run code: a checkpoint stays data until the user types these values again."""
+"""Detection of saved configuration values that would run code: they must be typed again, so a checkpoint remains data."""
 
 from __future__ import annotations
 
@@ -13,37 +13,34 @@ from rlinf.errors import CheckpointError
 from rlinf.options import override_text, to_mapping
 
 SECTIONS = ("env", "model")
-"""Sections whose values may be names that are imported: ``env.id`` of gymnasium, fields of an env or model of others."""
+"""Sections with values that may be imported: gymnasium's ``env.id``, fields of third-party envs or models."""
 
 NAMES = ("env.tasks", "env.cameras", "env.instruction")
-"""Texts in them that are never imported."""
+"""Text values in these sections that are never imported."""
 
 IMPORTED = ("env.id",)
-"""Keys whose text before a colon gymnasium imports as a module."""
+"""Keys with a text of which gymnasium imports the part before a colon."""
 
 _CODE = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w./-]*")
 _INTERPOLATION = re.compile(r"(\\*)\$\{")
 
 
 def check_code(saved: Mapping[str, Any], typed: Collection[str], folder: str | Path) -> None:
-    """Raise CheckpointError for values that would make Python import or trust code, with everything that has to be typed.
-
-    The user has replaced the values of the keys and groups ``typed``, e.g. ``{"plugins", "env"}``. ``folder`` is for the message.
-    """
+    """Raise CheckpointError for values that would run code, except those of the keys and groups ``typed`` (e.g. ``{"plugins"}``)."""
     names = tuple(f"{name}." for name in typed)
-    found = [(key, value) for key, value in code_values(saved) if not f"{key}.".startswith(names)]
-    if found:
+    untyped = [(key, value) for key, value in code_values(saved) if not f"{key}.".startswith(names)]
+    if untyped:
         reason = f"The configuration in {folder} names Python code to run, and a checkpoint runs none by itself"
-        raise CheckpointError(f"{reason}. Read that code first. Set {_overrides(found)}")
+        raise CheckpointError(f"{reason}. Read that code first. Set {_overrides(untyped)}")
 
 
 def code_overrides(config: Mapping[str, Any]) -> str:
-    """Return what has to be typed again wherever a checkpoint of a run with this configuration is used; mostly nothing."""
+    """Return overrides that load code (``plugins``, ...) and must be repeated on the command line; usually empty."""
     return _overrides(code_values(config))
 
 
 def code_values(saved: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Yield key and value of all that names code: plugins, trust in a folder's code, ``module:attribute``."""
+    """Yield keys and values that load code: plugins, ``trust_remote_code``, ``module:attribute``."""
     if saved.get("plugins"):
         yield "plugins", saved["plugins"]
     model = saved.get("model")
@@ -57,7 +54,7 @@ def code_values(saved: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 
 
 def literal(value: Any) -> Any:
-    """Return ``value`` such that OmegaConf reads ``${...}`` in its texts as these characters."""
+    """Escape ``${`` in all texts of ``value``, so that OmegaConf does not interpolate."""
     if isinstance(value, str):
         return _INTERPOLATION.sub(lambda match: rf"{match[1] * 2}\${{", value)
     if isinstance(value, Mapping):
@@ -66,7 +63,7 @@ def literal(value: Any) -> Any:
 
 
 def leaves(value: Any, path: str) -> Iterator[tuple[str, Any]]:
-    """Yield dotted key and value of everything that is not a mapping; below ``""`` also the items of lists."""
+    """Yield dotted key and value of all non-mappings; with an empty ``path`` also of list items."""
     if isinstance(value, Mapping):
         for key, item in value.items():
             yield from leaves(item, f"{path}.{key}" if path else "")
@@ -78,24 +75,22 @@ def leaves(value: Any, path: str) -> Iterator[tuple[str, Any]]:
 
 
 def env_overrides(config: Any) -> str:
-    """Return the overrides that give a different command the env of a ``RunConfig``, quoted for a shell.
-
-    Of a policy that was exported without the code of its env (``external``), the env that it was trained on.
-    """
+    """Return the overrides that reproduce the env of a ``RunConfig`` in a different command, quoted for a shell."""
+    # A policy that was exported without its env's code (``external``) records the env on which it was trained.
     if getattr(config.env, "trained_on", None):
         return config.env.trained_on
     defaults = to_mapping(type(config.env)())
     changed = {name: value for name, value in to_mapping(config.env).items() if defaults.get(name) != value}
     changed["cameras"] = list(config.env.cameras)
-    words = [f"env.{name}={typed(value)}" for name, value in changed.items() if name != "name"]
+    keys = [f"env.{name}={typed(value)}" for name, value in changed.items() if name != "name"]
     plugins = [f"plugins={typed(config.plugins)}"] if config.plugins else []
-    return shlex.join([*plugins, f"env={config.env.name}", *words])
+    return shlex.join([*plugins, f"env={config.env.name}", *keys])
 
 
 def typed(value: Any) -> str:
-    """Return a value as Hydra reads it from the command line, mappings and texts with spaces or commas included."""
+    """Return a value in the syntax of Hydra's command line."""
     if isinstance(value, Mapping):
-        return "{" + ",".join(f"{key}: {typed(each)}" for key, each in value.items()) + "}"
+        return "{" + ",".join(f"{key}: {typed(item)}" for key, item in value.items()) + "}"
     if isinstance(value, (list, tuple)):
         return f"[{','.join(map(typed, value))}]"
     if isinstance(value, str) and not re.fullmatch(r"[\w./:@-]+", value):

@@ -1,4 +1,4 @@
-"""The whole configuration of a run as one dataclass, and the way from a composed mapping to it."""
+"""The complete configuration of a run as a dataclass, and its construction from a composed mapping."""
 
 from __future__ import annotations
 
@@ -45,26 +45,16 @@ from rlinf.tracking.config import TrackingConfig
 
 @dataclass
 class RunConfig:
-    """Everything that a run needs to know; `rlinf train` composes it from packaged groups, files and overrides."""
+    """Configuration of a run; `rlinf train` composes it from packaged groups, files and overrides."""
 
-    experiment_name: str = option("default", "Names the run folder; by default, the name of the experiment file.")
+    experiment_name: str = option("default", "Name of the run folder; default: the experiment file's name.")
     seed: int = option(0, "Seed of everything random in the run.", minimum=0, maximum=2**63 - 1)
-    output_dir: PathText | None = option(
-        None, "Run folder; null: outputs/<experiment_name>/<date>_<time> under the folder where the command runs."
-    )
+    output_dir: PathText | None = option(None, "Run folder; null: outputs/<experiment_name>/<date>_<time>.")
     checkpoint: PathText | None = option(None, "Checkpoint or run folder to evaluate, export or collect with.")
     dataset: PathText | None = option(None, "New folder into which `rlinf collect` writes demonstrations.")
-    resume: PathText | None = option(
-        None,
-        "Checkpoint or run folder to continue: weights, optimiser, counters and random state. auto: the newest whole checkpoint of "
-        "output_dir, or else of the experiment; without one, a new run.",
-    )
-    init_from: PathText | None = option(
-        None, "Checkpoint or run folder whose weights start this run, and nothing else of it."
-    )
-    plugins: list[PathText] = option(
-        [], "Python modules or .py files to import first; they register models, envs, algorithms."
-    )
+    resume: PathText | None = option(None, "Checkpoint or run folder to resume; auto: the newest one, else a new run.")
+    init_from: PathText | None = option(None, "Checkpoint or run folder with the initial weights of a new run.")
+    plugins: list[PathText] = option([], "Python modules or .py files that register models, envs, algorithms.")
     model: ModelConfig = option(ModelConfig(), "The policy network.")
     tokenizer: TokenizerConfig = option(TokenizerConfig(), "Tokenizer and processors.")
     env: EnvConfig = option(EnvConfig(), "The simulator.")
@@ -79,7 +69,7 @@ class RunConfig:
 
 
 REGISTRIES = {"env": ENVS, "algorithm": ALGORITHMS}
-"""Sections whose dataclass is the ``config_class`` of what their ``name`` stands for in a registry."""
+"""Sections with a ``name`` that selects their dataclass from a registry."""
 
 SOURCES = (
     "checkpoint",
@@ -92,7 +82,7 @@ SOURCES = (
     "algorithm.offline_dataset",
     "evaluation.compare",
 )
-"""Keys of folders to read: a ``latest`` in them is resolved before a new run becomes the latest one."""
+"""Keys of input folders: a ``latest`` in them is resolved before a new run becomes the latest one."""
 
 
 def section_class(section: str, name: str) -> type:
@@ -104,8 +94,8 @@ def section_class(section: str, name: str) -> type:
         )
     if name not in registry:
         fix = f"Set {section}={closest(name, registry) or '<name>'}, or plugins=[<its module>]"
-        found = f"{section}.name is {override_text(name)!r}, which is not registered"
-        raise ConfigError(f"{found}.{did_you_mean(name, registry)} {fix}")
+        actual = f"{section}.name is {override_text(name)!r}, which is not registered"
+        raise ConfigError(f"{actual}.{did_you_mean(name, registry)} {fix}")
     return registry.config_class(name)
 
 
@@ -113,22 +103,21 @@ def field_types(config: Any = None, path: str = "") -> dict[str, Any]:
     """Return the type of every dotted key, sections included, under the default env and algorithm."""
     config = RunConfig() if config is None else config
     names, hints = public_fields(type(config)), typing.get_type_hints(type(config))
-    found = {path + name: hints[name] for name in names}
+    types = {path + name: hints[name] for name in names}
     for name in names:
         if dataclasses.is_dataclass(getattr(config, name)):
-            found |= field_types(getattr(config, name), f"{path}{name}.")
-    return found
+            types |= field_types(getattr(config, name), f"{path}{name}.")
+    return types
 
 
 def fields_meant(name: str) -> list[str]:
-    """Return the dotted keys whose last part is ``name`` or what it is an alias of: ``trainer.max_steps`` and
-    ``sft.max_steps`` for ``max_steps`` and for ``steps``."""
+    """Return the dotted keys with the last part ``name`` or an alias: ``steps`` means ``trainer.max_steps`` and ``sft.max_steps``."""
     keys = list(field_types())
     return [key for meant in (name, *SYNONYMS.get(name, ())) for key in keys if key.rpartition(".")[2] == meant]
 
 
 def overrides_text(keys: Iterable[str], value: Any) -> str:
-    """Write the override of each key, the first or the second or ..."""
+    """Return the overrides of the keys, joined by "or"."""
     types = field_types()
     return " or ".join(override_of(key, value, types.get(key, Any)) for key in keys)
 
@@ -137,12 +126,9 @@ MODELS_OWN = " A key of the model itself: model.init_config.{0}={1} for random w
 
 
 def unknown_key_error(dotted: str, value: Any, known: Iterable[str], hints: Mapping[str, Any] | None = None) -> str:
-    """Say that the key does not exist, and name the section that has it or the most similar ``known`` key.
-
-    ``hints`` are the types of the known keys; None: the types under the default env and algorithm.
-    """
+    """Return the message for an unknown key; ``hints``: types of the ``known`` keys (None: of the default env and algorithm)."""
     (section, _, name), known = dotted.rpartition("."), list(known)
-    others = {key for key in field_types() if key.rpartition(".")[0] != section}  # of this one, `known` tells
+    others = {key for key in field_types() if key.rpartition(".")[0] != section}  # this section's keys are in `known`
     elsewhere = [key for key in fields_meant(name) if key in others]
     if not set(known).isdisjoint(SYNONYMS.get(name, ())):
         elsewhere = []
@@ -153,36 +139,32 @@ def unknown_key_error(dotted: str, value: Any, known: Iterable[str], hints: Mapp
         types = field_types()
         if hints is None:
             hints = {key: types.get(f"{section}.{key}" if section else key, Any) for key in known}
-        own = section == "model" and closest(name, known) is None
-        return unknown_key_message(dotted, value, known, hints) + own * MODELS_OWN.format(name, override_text(value))
+        is_models = section == "model" and closest(name, known) is None
+        return unknown_key_message(dotted, value, known, hints) + is_models * MODELS_OWN.format(
+            name, override_text(value)
+        )
     return f"There is no key '{dotted}'. Set {overrides_text(elsewhere, value)}"
 
 
-def _lacking(section: str, name: str, key: str, value: Any, cls: type) -> str:
-    """Say that the settings ``cls`` of an env or an algorithm have no such key, and which others have it."""
+def _unknown_section_key(section: str, name: str, key: str, value: Any, cls: type) -> str:
+    """Return the message for a key that an env or algorithm lacks, with those that have it."""
     dotted, others = f"{section}.{key}", []
     for other in REGISTRIES[section]:
-        with suppress(MissingDependencyError):  # of a simulator that is not installed
+        with suppress(MissingDependencyError):  # its simulator is not installed
             others += [other] if key in public_fields(section_class(section, other)) else []
     if not others:
         return unknown_key_error(dotted, value, public_fields(cls), typing.get_type_hints(cls))
-    return (
-        f"{section}={name} has no key '{key}'; of the others, {', '.join(others)} {'has' if len(others) == 1 else 'have'} it. "
-        f"Leave {dotted} out, or set {section}={others[0]}"
-    )
+    return f"{section}={name} has no key '{key}', which belongs to {', '.join(others)}. Remove {dotted}, or set {section}={others[0]}"
 
 
 def chunks_needed(config: RunConfig) -> int:
-    """Return the policy calls that reach the end of the longest episode."""
+    """Return the number of policy calls (chunks) in the longest episode."""
     longest = ENVS.get(config.env.name).longest_horizon(config.env)
     return math.ceil(longest / config.model.action_chunks_len)
 
 
 def declared_policy(config: RunConfig) -> tuple[Any, Any] | None:
-    """Return the policy's class and its own configuration: of the checkpoint whose weights are taken, else of the model section.
-
-    Return None if that configuration is not on this machine.
-    """
+    """Return the policy's class and model configuration, from the checkpoint or the model section; None: not on this machine."""
     source = config.checkpoint or config.init_from
     if source is not None:
         checkpoint = resolve_checkpoint(source)
@@ -193,27 +175,24 @@ def declared_policy(config: RunConfig) -> tuple[Any, Any] | None:
 
 
 def is_alone(config: RunConfig) -> bool:
-    """Return whether no weights of the policy were trained before RL, and an actor can train an encoder of its own instead.
-
-    A run that continues from a checkpoint says what it was.
-    """
+    """Return whether RL starts from untrained weights, so that an actor can train its own encoder instead."""
     with suppress(RLinfError, AttributeError):
-        sources = [each for each in (config.resume, config.init_from, config.checkpoint) if each not in (None, "auto")]
-        if sources:
-            return read_saved_config(resolve_checkpoint(sources[0]))["model"].get("features") == "inputs"
-        found = declared_policy(config)
+        folders = [path for path in (config.resume, config.init_from, config.checkpoint) if path not in (None, "auto")]
+        if folders:
+            return read_saved_config(resolve_checkpoint(folders[0]))["model"].get("features") == "inputs"
+        policy = declared_policy(config)
         is_new = config.sft.max_steps == 0 and config.model.model_path is None and config.model.url is None
-        return is_new and found is not None and found[0].implements("make_encoder")
+        return is_new and policy is not None and policy[0].implements("make_encoder")
     return False
 
 
 def expert_acts(config: RunConfig) -> bool:
-    """Return whether `rlinf collect` plays the scripted expert: no policy is named."""
+    """Return whether `rlinf collect` runs the scripted expert, because no policy is specified."""
     return config.checkpoint is None and config.model.url is None and config.model.model_path is None
 
 
 def cameras_read(config: RunConfig) -> list[str]:
-    """Return the usual cameras of the env, as many as the model reads; all of them for a dataset of the expert."""
+    """Return the env's default cameras, as many as the model reads; all of them for a dataset of the expert."""
     try:
         usual = config.env.default_cameras()
     except (ConfigError, MissingDependencyError):  # an unknown env, which `validate` reports
@@ -221,21 +200,21 @@ def cameras_read(config: RunConfig) -> list[str]:
     if config.dataset is not None and expert_acts(config):
         return usual
     try:
-        found = declared_policy(config)
+        policy = declared_policy(config)
     except RLinfError:  # an unknown model or folder, which `validate` reports
         return usual
-    wanted = None if found is None else found[0].num_cameras(found[1])
-    return usual[:wanted] if isinstance(wanted, int) else usual  # ``validate`` reports another type
+    count = None if policy is None else policy[0].num_cameras(policy[1])
+    return usual[:count] if isinstance(count, int) else usual  # ``validate`` reports a wrong type
 
 
 LEAST_IMAGE = 36
-"""Side of the smallest images that the layers of `cnn` can read, in pixels; smaller ones of an env are enlarged."""
+"""Minimum image side of `cnn` in pixels; smaller images of an env are enlarged."""
 
 
 def size_by_env(config: RunConfig, num_cameras: int) -> None:
-    """Fill in the sizes of random weights that are null: the env's. ``validate`` reports an env that cannot tell."""
+    """Replace null sizes of random weights by the env's; ``validate`` reports an env of unknown sizes."""
     model, env, sizes = config.model, config.env, config.model.init_config
-    of_env: dict[str, Any] = {
+    env_sizes: dict[str, Any] = {
         "state_dim": 1,
         "image_size": max(env.image_size, LEAST_IMAGE),
         "num_images_in_input": num_cameras or 1,
@@ -244,18 +223,14 @@ def size_by_env(config: RunConfig, num_cameras: int) -> None:
         if model.action_token_len is None:
             model.action_token_len = ENVS.get(env.name).action_width(env)
         if sizes.get("state_dim", 0) is None:
-            of_env["state_dim"] = ENVS.get(env.name).state_width(env) or 0
+            env_sizes["state_dim"] = ENVS.get(env.name).state_width(env) or 0
     model.action_token_len = model.action_token_len or type(model)().action_token_len
-    sizes |= {key: value for key, value in of_env.items() if sizes.get(key, 0) is None}
+    sizes |= {key: value for key, value in env_sizes.items() if sizes.get(key, 0) is None}
 
 
 def build_config(mapping: Mapping[str, Any]) -> RunConfig:
-    """Turn a composed configuration into a ``RunConfig`` (``typed_config``), and fill in what follows from others of its values.
-
-    Where ``cluster.num_processes`` is null, it is the number of processes that a launcher has started, or 1.
-    Where ``env.cameras`` is null, they follow from what the model reads, and ``rollout.num_chunks`` from the longest episode;
-    ``validate`` reports an env that cannot tell.
-    """
+    """Turn a composed configuration into a ``RunConfig``, and replace nulls that follow from different values."""
+    # The order matters: sizes before cameras, which depend on the model; the algorithm completes what then is known.
     config, env = typed_config(mapping), mapping.get("env", {})
     if config.cluster.num_processes is None:
         place = launch_context(os.environ)
@@ -273,18 +248,16 @@ def build_config(mapping: Mapping[str, Any]) -> RunConfig:
     for dotted in SOURCES:
         *sections, key = dotted.split(".")
         owner = reduce(getattr, sections, config)
-        path = getattr(owner, key, None)  # not every algorithm has all of them
+        path = getattr(owner, key, None)  # only some algorithms have these keys
         if path is not None and LATEST in Path(path).parts:
             setattr(owner, key, str(follow_latest(path)))
     return config
 
 
 def typed_config(mapping: Mapping[str, Any]) -> RunConfig:
-    """Check the keys and types of a nested mapping or ``DictConfig``, whose missing keys and sections take their defaults.
-
-    Plugins are imported first, so that their names are known.
-    """
+    """Check the keys and types of a nested mapping or ``DictConfig``; missing keys and sections take their defaults."""
     values = dict(plain_container(mapping))
+    # Plugins first: they register the names that the sections may use.
     values["plugins"] = load_plugins(from_mapping(RunConfig, {"plugins": values.get("plugins", [])}).plugins)
     for section in REGISTRIES:
         given, default = values.get(section), getattr(RunConfig(), section).name
@@ -294,12 +267,12 @@ def typed_config(mapping: Mapping[str, Any]) -> RunConfig:
             known = public_fields(cls)
             unknown, absent = set(given) - set(known), set(known) - set(given)
             of_default = set(given) >= set(public_fields(section_class(section, default)))
-            if of_default and unknown and (absent or len(unknown) > 1):  # the name was changed alone
-                found = f"{section}.name is '{name}', with the settings of {default}"
-                raise ConfigError(f"{found}. Choose the group instead of the name. Set {section}={name}")
+            if of_default and unknown and (absent or len(unknown) > 1):  # only the name was changed
+                actual = f"{section}.name is '{name}', with the settings of {default}"
+                raise ConfigError(f"{actual}; required: the group instead of the name. Set {section}={name}")
             for key, value in given.items():
                 if key not in known:
-                    raise ConfigError(_lacking(section, name, key, value, cls))
+                    raise ConfigError(_unknown_section_key(section, name, key, value, cls))
             values[section] = from_mapping(cls, given, section)
         elif section not in values:
             values[section] = section_class(section, default)()

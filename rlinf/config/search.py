@@ -1,8 +1,8 @@
-"""Where Hydra looks for configuration: packaged groups, experiment files, users' folders, other packages.
+"""Hydra's search path: packaged groups, experiment files, users' folders, third-party packages.
 
-A packaged group holds the differences from its dataclass; Hydra is shown the rest, too. An experiment is a YAML file with the
-differences from the defaults, used as ``experiment=name``, ``+experiment=name`` or ``--config-name name``. Its keys are global
-(as with Hydra's ``# @package _global_``), and without an ``experiment_name`` of its own it gets the name of its file.
+A packaged group contains the differences from its dataclass; Hydra sees the merged values. An experiment is a YAML file with
+differences from the defaults (``experiment=name``, ``+experiment=name`` or ``--config-name name``). Its keys are global (as with
+Hydra's ``# @package _global_``), and its default ``experiment_name`` is the name of its file.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ from rlinf.registry import installed_points
 
 PACKAGE = "pkg://rlinf.config"
 REGISTERED = {"model": MODELS, **REGISTRIES}
-"""Groups whose options are also the names of a registry."""
+"""Groups with a registry, the names of which are options, too."""
 
 
 def experiment_folders() -> list[Path]:
-    """Return the folders whose YAML files are experiments: ``--config-dir``, its ``experiment/``, the folder of rlinf."""
+    """Return the folders of experiment files: ``--config-dir``, its ``experiment/``, rlinf's."""
     return [*user_folders, *(folder / GROUP for folder in user_folders), packaged_experiments()]
 
 
@@ -55,7 +55,7 @@ def find_experiment(name: str) -> Path | None:
 
 
 class GroupSource(FileConfigSource):
-    """Shows the groups of a folder to Hydra, each laid over the defaults of its dataclass unless it is laid over another of its group."""
+    """Hydra source of the groups of a folder, merged into the defaults of their dataclass unless they extend a YAML of the group."""
 
     @staticmethod
     def scheme() -> str:
@@ -66,9 +66,8 @@ class GroupSource(FileConfigSource):
         section, _, _ = config_path.rpartition("/")
         default, config = getattr(RunConfig(), section, None), result.config
         if not isinstance(config, DictConfig):
-            raise ConfigError(
-                f"{self.path}/{config_path}.yaml holds a list; required: keys of the {section or 'configuration'}."
-            )
+            required = f"keys of the {section or 'configuration'}"
+            raise ConfigError(f"{self.path}/{config_path}.yaml contains a list; required: {required}.")
         if not dataclasses.is_dataclass(default) or _has_base(config, section):
             return result
         if section in REGISTRIES:
@@ -78,7 +77,7 @@ class GroupSource(FileConfigSource):
 
 
 def _has_base(config: DictConfig, section: str) -> bool:
-    """Whether the defaults list of a group's YAML names another YAML of the group, which brings the defaults of the dataclass."""
+    """Return whether the defaults list names a YAML of the same group, which already has the defaults of the dataclass."""
     items = config.get("defaults", [])
     bases = [item for item in items if isinstance(item, str) and item != "_self_"]
     return bool(bases) or any(
@@ -87,7 +86,7 @@ def _has_base(config: DictConfig, section: str) -> bool:
 
 
 class ExperimentSource(FileConfigSource):
-    """Shows the YAML files of one folder to Hydra as the group ``experiment``."""
+    """Hydra source of the YAML files of one folder as the group ``experiment``."""
 
     @staticmethod
     def scheme() -> str:
@@ -122,7 +121,7 @@ class ExperimentSource(FileConfigSource):
 
 
 class RegisteredSource(ConfigSource):
-    """Shows Hydra what is registered and has no YAML, with the defaults of its dataclass."""
+    """Hydra source of registered names without a YAML, with the defaults of their dataclass."""
 
     @staticmethod
     def scheme() -> str:
@@ -166,7 +165,8 @@ class RLinfSearchPath(SearchPathPlugin):
         search_path.append("rlinf experiments", f"{ExperimentSource.scheme()}://{packaged_experiments()}")
         for point in installed_points().select(group="rlinf.configs"):
             search_path.append(point.name, f"pkg://{point.value}")
-        search_path.append("registered", f"{RegisteredSource.scheme()}://names")  # the last: a YAML goes before it
+        # Last, so that a YAML with the same name takes precedence.
+        search_path.append("registered", f"{RegisteredSource.scheme()}://names")
 
 
 def choose_by(key: str, values: dict) -> Any:
@@ -177,19 +177,15 @@ def choose_by(key: str, values: dict) -> Any:
 
 
 def register(config_dir: str | None = None) -> None:
-    """Make Hydra see the above, and the YAML files of the user's ``--config-dir`` as groups and experiments.
-
-    Raise ConfigError if a file in it has the name of a packaged one, which Hydra would take instead.
-    """
+    """Register these sources and the user's ``--config-dir`` with Hydra; raise ConfigError if a packaged file hides one of the user's."""
     folder = None if config_dir is None else Path(config_dir).expanduser().resolve()
     if folder is not None and not folder.is_dir():
         raise ConfigError(f"--config-dir is '{config_dir}', which is not a folder. Set --config-dir <folder>")
     for path in sorted(folder.rglob("*.yaml")) if folder is not None else ():
         if (Path(__file__).parent / path.relative_to(folder)).is_file():
-            other_name = path.with_name(f"my_{path.name}")
-            taken = f"{path} has the name of a file of rlinf, which Hydra takes"
-            raise ConfigError(f"{taken}. Rename it, e.g. {other_name}")
-        decode_text(path.read_bytes(), path)  # raises where it is not UTF-8; Hydra would not name the file
+            actual = f"{path} has the name of a file of rlinf, which takes precedence"
+            raise ConfigError(f"{actual}. Rename it, e.g. {path.with_name(f'my_{path.name}')}")
+        decode_text(path.read_bytes(), path)  # raises if it is not UTF-8; Hydra's error would not name the file
     OmegaConf.register_new_resolver("by", choose_by, replace=True)
     OmegaConf.register_new_resolver("home", os.path.expanduser, replace=True)
     plugins = Plugins.instance()
@@ -201,13 +197,13 @@ def register(config_dir: str | None = None) -> None:
 
 
 def group_options(group: str) -> list[str]:
-    """Return the names that ``group=`` accepts, also from other packages and the registered user folder."""
+    """Return the names that ``group=`` accepts, including third-party packages and the user's folder."""
     GlobalHydra.instance().clear()
     with initialize_config_module("rlinf.config", version_base="1.3", job_name="rlinf"):
         return GlobalHydra.instance().config_loader().get_group_options(group)
 
 
 def is_complete(path: Path) -> bool:
-    """Whether a YAML is a primary config of its own: its defaults list includes ``train``."""
+    """Return whether a YAML is a primary config: its defaults list includes ``train``."""
     defaults = OmegaConf.load(path).get("defaults", [])
     return any(item in ("train", "/train") for item in defaults)

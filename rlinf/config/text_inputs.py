@@ -1,4 +1,4 @@
-"""Text and language models given to commands that train policies of simulators."""
+"""Detection of text datasets and language models given to commands that train policies in simulators."""
 
 from __future__ import annotations
 
@@ -9,19 +9,17 @@ from rlinf.models import MODELS
 from rlinf.models.fallback import folder_config
 
 SUFFIXES = (".jsonl", ".json", ".txt", ".csv", ".parquet", ".arrow")
-"""Of files that hold rows of text. The datasets of robots are folders."""
+"""Suffixes of text datasets; datasets of robots are folders."""
 
 PAGE = "To train a model on text, use `rlinf launch --config <recipe>`: docs/recipes.md"
 
 
 def text_in(path: str | Path) -> str | None:
-    """Say what text a path holds: a file of rows, a folder of such files, a language model; None: none of these.
-
-    Runs, checkpoints, exports and other models are not text, though rows may lie next to them (``metrics.jsonl``).
-    """
+    """Describe the text at a path (a file, a folder of files, a language model); None: no text."""
     path = Path(path).expanduser()
     if path.is_file():
         return "a file of text" if path.suffix in SUFFIXES else None
+    # Runs and checkpoints also contain .jsonl files (metrics), and are no text.
     if not path.is_dir() or is_run(path) or is_checkpoint(path) or is_export(path):
         return None
     model_type = language_model_in(path)
@@ -37,6 +35,7 @@ def language_model_in(path: str | Path) -> str | None:
     """Return the ``model_type`` of a folder with a causal language model that reads no images; None for other folders."""
     from transformers.models.auto import modeling_auto
 
-    found = folder_config(str(path)).get("model_type")
-    is_text = found in modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES and found not in MODELS
-    return found if is_text and found not in modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES else None
+    model_type = folder_config(str(path)).get("model_type")
+    is_text = model_type in modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES and model_type not in MODELS
+    reads_images = model_type in modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
+    return model_type if is_text and not reads_images else None

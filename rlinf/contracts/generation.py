@@ -1,8 +1,8 @@
-"""Checks of token policies, engines and language models, your own included.
+"""Checks of token policies, generation engines and language models.
 
-``check_generation`` and ``check_policy`` test a class against its interface and return one sentence per violation.
-``validate_log_probability_consistency`` compares two backends. ``length_checks`` and ``consistency_checks`` try a
-language model; ``rlinf diagnose <model>`` prints them.
+``check_generation`` and ``check_policy`` test a class against its interface and return a message per violation.
+``validate_log_probability_consistency`` compares two backends. ``length_checks`` and ``consistency_checks`` test a language model;
+``rlinf diagnose <model>`` prints them.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ from rlinf.options import from_mapping
 logger = logging.getLogger(__name__)
 
 ROUNDING = 1e-5
-"""Log-probabilities this close are the same: two passes over the same weights may add in another order."""
+"""Largest difference of equal log-probabilities: two passes over the same weights may sum in a different order."""
 NUM_SAMPLES = 8
-"""Responses that are sampled for each prompt."""
+"""Number of sampled responses per prompt."""
 CHANCE = 1e-6
-"""An outcome that is less probable is reported as an error."""
+"""Probability below which an outcome is reported as an error."""
 PROMPT_LENGTHS = (4, 16)
 NUM_NEW_TOKENS = 16
 _OUTPUT_KEYS = ("output_ids", "generation_lengths", "unpadded_sequence_lengths", "logprobs")
@@ -47,10 +47,10 @@ Generate = Callable[[BatchedDataDict, int, bool], BatchedDataDict]
 
 
 def check_generation(backend: GenerationInterface | PolicyInterface, prompts: BatchedDataDict) -> list[str]:
-    """Check ``GenerationOutputSpec``, that greedy generation repeats, and that the other kind samples.
+    """Check ``GenerationOutputSpec``, that greedy generation repeats, and that sampling samples; return a message per violation.
 
-    ``backend`` is ready to generate, with ``do_sample`` on; ``prompts`` are a few right-padded prompts of different lengths, of two
-    tokens or more. Return one sentence per violation; empty if the contract holds.
+    ``backend`` is ready to generate, with ``do_sample`` on; ``prompts`` are a few right-padded prompts of different lengths, of at least
+    two tokens.
     """
     greedy = backend.generate(prompts, greedy=True)
     many = BatchedDataDict(prompts).repeat_interleave(NUM_SAMPLES)
@@ -59,19 +59,16 @@ def check_generation(backend: GenerationInterface | PolicyInterface, prompts: Ba
     if report:
         return report
     if not backend.generate(prompts, greedy=True)["output_ids"].equal(greedy["output_ids"]):
-        report.append("Greedy generation of the same prompts gave other tokens the second time.")
+        report.append("Greedy generation of the same prompts returned different tokens the second time.")
     probability = float(sampled["logprobs"][response_mask(sampled)].sum().exp())
     if _responses(sampled) == _responses(greedy.repeat_interleave(NUM_SAMPLES)) and probability < CHANCE:
         chance = f"by its own logprobs the probability of that is {probability:.1g}"
-        report.append(f"generate with greedy=False gave the greedy tokens of all {many.size} rows; {chance}.")
+        report.append(f"generate with greedy=False returned the greedy tokens of all {many.size} rows; {chance}.")
     return report
 
 
 def check_policy(policy: PolicyInterface, prompts: BatchedDataDict) -> list[str]:
-    """Check generation, log-probabilities, the reference (if there is one) and one training step, which changes the policy.
-
-    ``policy`` must not have been trained. For prompts and result, see ``check_generation``.
-    """
+    """Check generation, log-probabilities, the reference, if any, and a training step of an untrained policy; see ``check_generation``."""
     report = check_generation(policy, prompts)
     if report:
         return report
@@ -85,8 +82,8 @@ def check_policy(policy: PolicyInterface, prompts: BatchedDataDict) -> list[str]
     if not gap <= MAX_EXP_GAP:
         report.append(f"generate and get_logprobs disagree: mean exp|difference| is {gap:.3f}, over {MAX_EXP_GAP}.")
 
-    def is_close(found: Tensor, expected: Tensor) -> bool:
-        return torch.allclose(found, expected, rtol=0, atol=ROUNDING)
+    def is_close(actual: Tensor, expected: Tensor) -> bool:
+        return torch.allclose(actual, expected, rtol=0, atol=ROUNDING)
 
     has_reference = type(policy).get_reference_logprobs is not PolicyInterface.get_reference_logprobs
     before = policy.get_reference_logprobs(sampled)["logprobs"] if has_reference else logprobs
@@ -125,7 +122,7 @@ def _output_faults(output: BatchedDataDict, prompts: BatchedDataDict, kind: str)
     if logprobs[~response].any() or (logprobs > 0).any():
         yield f"{kind}: logprobs are positive somewhere, or not 0 outside the response."
     if response.any() and not logprobs[response].any():
-        yield f"{kind}: logprobs of the response are 0 everywhere, as if each token had been certain."
+        yield f"{kind}: logprobs of the response are 0 everywhere, as if each token were certain."
 
 
 def _responses(output: BatchedDataDict) -> list[list[int]]:
@@ -139,17 +136,16 @@ def validate_log_probability_consistency(
     test_data: BatchedDataDict,
     threshold: float = MAX_EXP_GAP,
 ) -> bool:
-    """Sample from ``test_data`` (prompts) with the inference backend, score the result with the other, and compare.
+    """Sample from ``test_data`` (prompts) with the inference backend, score with the training backend, and compare.
 
-    Return whether ``mean(exp|training - inference|)`` over the generated tokens is at most ``threshold`` (1 is equality); NaN is not.
-    The reason of a False is logged as a warning. Raise ConfigError if the backends know different vocabularies, return
-    log-probabilities of different shapes, or nothing was generated.
+    Return whether ``mean(exp|training - inference|)`` over the generated tokens is at most ``threshold`` (1: equal); if not, log the
+    reason as a warning. Raise ConfigError if vocabularies or shapes differ, or nothing was generated.
     """
     backends = (training_backend, inference_backend)
     training_size, inference_size = map(vocab_size, backends)
     if None not in (training_size, inference_size) and training_size != inference_size:
         sizes = f"The training backend has vocab_size={training_size}, the inference backend {inference_size}"
-        raise ConfigError(f"{sizes}; required: one vocabulary. Pass one model_name to both")
+        raise ConfigError(f"{sizes}; required: the same vocabulary. Pass the same model_name to both")
     inference_backend.prepare_for_generation()
     try:
         output = inference_backend.generate(test_data, greedy=False)
@@ -170,7 +166,7 @@ def validate_log_probability_consistency(
 
 
 def vocab_size(backend: Any) -> int | None:
-    """Return the ``vocab_size`` of ``backend``, else of ``backend.model.config``, else None."""
+    """Return the ``vocab_size`` of a backend or its model's config, or None."""
     if hasattr(backend, "vocab_size"):
         return backend.vocab_size
     config = getattr(getattr(backend, "model", None), "config", None)
@@ -180,17 +176,17 @@ def vocab_size(backend: Any) -> int | None:
 def log_probability_error(training: Tensor, inference: Tensor, mask: Tensor) -> float:
     """Return ``mean(exp|training - inference|)`` over the tokens of ``mask``; raise ConfigError for an empty ``mask``."""
     if not mask.any():
-        raise ConfigError("No token was generated to compare. Give shorter prompts or max_new_tokens=8")
+        raise ConfigError("No token was generated to compare. Pass shorter prompts or max_new_tokens=8")
     differences = (training.float() - inference.to(training.device).float()).abs()[mask.to(training.device)]
     return float(differences.exp().mean())
 
 
 class DiagnosticError(RLinfError):
-    """A language model failed a diagnostic; the message lists the failed checks."""
+    """Raised if a language model fails a diagnostic; the message lists the failed checks."""
 
 
 def test_max_model_len_respected(model_name: str, **kwargs: Any) -> list[Check]:
-    """Ask for more tokens than ``max_model_len`` leaves room for: prompt and response must fill it exactly.
+    """Generate more tokens than fit into ``max_model_len``: prompt and response must fill it exactly.
 
     ``model_name`` is a folder or hub id, ``kwargs`` are fields of ``CausalLMConfig``. A failed check raises DiagnosticError.
     """
@@ -198,7 +194,7 @@ def test_max_model_len_respected(model_name: str, **kwargs: Any) -> list[Check]:
 
 
 def test_generation_consistency(model_name: str, **kwargs: Any) -> list[Check]:
-    """Compare log-probabilities from decoding with a cache and from one pass; arguments and error as above."""
+    """Compare log-probabilities of cached decoding and of a single forward pass; as ``test_max_model_len_respected``."""
     return _all_passed(consistency_checks, model_name, kwargs)
 
 
@@ -208,17 +204,17 @@ test_generation_consistency.__test__ = False
 
 
 def length_checks(model: Any, generate: Generate, engine: str) -> list[Check]:
-    """Run the checks of ``test_max_model_len_respected`` on a loaded model; ``engine`` names what ``generate`` uses."""
+    """Run the checks of ``test_max_model_len_respected`` on a loaded model; ``engine`` is the name of the engine of ``generate``."""
     limit, checks = length_limit(model), []
     for prompts, greedy, setting in _settings(model):
         lengths = generate(prompts, limit, greedy)["unpadded_sequence_lengths"]
         longest, shortest = int(lengths.max()), int(lengths.min())
         detail = f"{shortest} to {longest} tokens, limit {limit}"
         checks.append(Check(f"{engine}: length, {setting}", shortest == longest == limit, detail))
-    name = f"{engine}: length, prompt that fills the limit"
+    name = f"{engine}: length, prompt at the limit"
     try:
         generate(_prompts(model, 1, limit), limit, True)
-        checks.append(Check(name, False, "accepted; it leaves no room for a response"))
+        checks.append(Check(name, False, "accepted, although no token is left for a response"))
     except ConfigError as error:
         checks.append(Check(name, True, f"rejected: {str(error).split('.')[0]}"))
     return checks
@@ -226,7 +222,7 @@ def length_checks(model: Any, generate: Generate, engine: str) -> list[Check]:
 
 @torch.no_grad()
 def consistency_checks(model: Any, generate: Generate, engine: str) -> list[Check]:
-    """Run the checks of ``test_generation_consistency`` on a loaded model; ``engine`` names what ``generate`` uses."""
+    """Run the checks of ``test_generation_consistency`` on a loaded model; ``engine`` is the name of the engine of ``generate``."""
     checks = []
     for prompts, greedy, setting in _settings(model):
         output = generate(prompts, NUM_NEW_TOKENS, greedy)
@@ -238,12 +234,12 @@ def consistency_checks(model: Any, generate: Generate, engine: str) -> list[Chec
 
 
 def length_limit(model: Any) -> int:
-    """Return the number of tokens of prompt and response in all checks."""
+    """Return the maximum number of tokens of prompt and response in the checks."""
     return min(max(PROMPT_LENGTHS) + NUM_NEW_TOKENS, context_length(model) or 1 << 30)
 
 
 def torch_engine(model: Any) -> Generate:
-    """Return a function that generates with the loaded model."""
+    """Return a function that generates with a loaded model."""
 
     def generate(prompts: BatchedDataDict, num_tokens: int, greedy: bool) -> BatchedDataDict:
         config = SamplingConfig(max_new_tokens=num_tokens, max_model_len=length_limit(model), eos_token_id=[])
@@ -254,7 +250,7 @@ def torch_engine(model: Any) -> Generate:
 
 @contextmanager
 def vllm_engine(model_name: str, model: Any, config: CausalLMConfig) -> Iterator[Generate]:
-    """Run a vLLM engine for a loaded ``model``, which ``config`` describes, and give a function that generates with it."""
+    """Run a vLLM engine of a loaded ``model``, and yield a function that generates with it."""
     worker = VllmGenerationWorker(
         model_name, temperature=1.0, eos_token_id=[], max_model_len=length_limit(model), max_num_seqs=max(BATCH_SIZES),
         dtype=str(model.dtype).removeprefix("torch."), trust_remote_code=config.trust_remote_code,
@@ -271,15 +267,15 @@ def vllm_engine(model_name: str, model: Any, config: CausalLMConfig) -> Iterator
 
 
 def _settings(model: Any) -> Iterator[tuple[BatchedDataDict, bool, str]]:
-    """Yield prompts, whether to be greedy, and the words for both."""
+    """Yield prompts, whether to be greedy, and a description of both."""
     lengths = [length for length in PROMPT_LENGTHS if length < length_limit(model)]
     for size, length, greedy in itertools.product(BATCH_SIZES, lengths, (True, False)):
-        words = f"batch {size}, prompts of {length}, {'greedy' if greedy else 'sampled'}"
-        yield _prompts(model, size, length), greedy, words
+        description = f"batch {size}, prompts of {length}, {'greedy' if greedy else 'sampled'}"
+        yield _prompts(model, size, length), greedy, description
 
 
 def _prompts(model: Any, batch_size: int, prompt_len: int) -> BatchedDataDict:
-    """Return random tokens; the first row has ``prompt_len``, each further row one fewer, padded on the right."""
+    """Return random right-padded prompts; the first row has ``prompt_len`` tokens, each further row one token less."""
     random = torch.Generator().manual_seed(prompt_len)
     device = next(model.parameters()).device
     ids = torch.randint(model.config.get_text_config().vocab_size, (batch_size, prompt_len), generator=random)

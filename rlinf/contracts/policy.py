@@ -1,7 +1,7 @@
 """Check that an action model acts as it is scored; ``rlinf diagnose model=... env=...`` prints the checks.
 
-The first observations of four episodes are enough: no episode is played and nothing is learned. Log-probabilities may differ by
-``MAX_GAP`` in float32; in other number formats ``mean(exp|difference|)`` is at most ``MAX_EXP_GAP``.
+They use the first observations of four episodes. Log-probabilities may differ by ``MAX_GAP`` in float32; in other number formats
+``mean(exp|difference|)`` is at most ``MAX_EXP_GAP``.
 """
 
 from __future__ import annotations
@@ -24,29 +24,28 @@ from rlinf.types import ActionEvaluation, ActionPrediction, Observation
 
 NUM_ROWS = max(BATCH_SIZES)
 MAX_GAP = 1e-4
-"""Largest accepted difference in float32: of log-probabilities in nats, of actions in fractions of their range."""
+"""Largest accepted difference in float32: of log-probabilities in nat, of actions as a fraction of their range."""
 ROUNDED = 0.02
-"""The same for the median of other number formats, where single tokens may be drawn again."""
+"""Largest accepted median difference in other number formats, in which rounding may change single tokens."""
 NUM_DRAWS = 24
-"""Calls whose samples are compared with the distribution that scores them."""
+"""Number of calls whose samples are compared with their scored distribution."""
 MAX_DEVIATIONS = 5.0
-"""Standard errors by which a mean may be off."""
+"""Largest accepted error of a mean, in standard errors."""
 WARMER = 1.01
-"""Temperatures whose entropies are compared differ by this factor."""
+"""Factor between the two temperatures whose entropies are compared."""
 
 
 @dataclass
 class PolicyChecker:
-    """The checks of one policy. ``torch_checks`` needs the model only, ``vllm_checks`` an engine that runs it, ``remote_checks``
-    a policy that acts elsewhere.
+    """Checks of a policy in torch (``torch_checks``), in vLLM (``vllm_checks``) or on a server (``remote_checks``).
 
     Attributes:
-        model: The policy as it is trained, in evaluation mode.
-        observation: ``NUM_ROWS`` rows of the env.
+        model: The policy in evaluation mode.
+        observation: ``NUM_ROWS`` observations of the env.
         action_range: Largest minus smallest action of the env, float32 ``[D]``.
-        temperature: Of the action distribution.
+        temperature: Temperature of the action distribution.
         is_exact: Weights and computation are float32.
-        num_trained_rows: Rows of the backward pass, ``NUM_ROWS`` at most.
+        num_trained_rows: Batch size of the backward pass, at most ``NUM_ROWS``.
     """
 
     model: ActionModel
@@ -58,20 +57,20 @@ class PolicyChecker:
 
     @property
     def other_temperature(self) -> float:
-        """A second temperature, which shows a temperature that is ignored; within the bounds of vLLM."""
+        """A second temperature within vLLM's bounds, which reveals an ignored temperature."""
         return self.temperature * 1.5 if self.temperature <= 1 else self.temperature / 1.5
 
     @property
     def prompts(self) -> dict[str, Observation]:
-        """The observation with its instructions cut to half of their words, unless that changes nothing, and as it is."""
+        """The observation with instructions truncated to half of their words, unless that changes nothing, and with full ones."""
         words = [text.split() for text in self.observation.instruction]
         short = [" ".join(row[: -(-len(row) // 2)]) for row in words]
-        prompts = {"short": replace(self.observation, instruction=short), "whole": self.observation}
-        return {"whole": self.observation} if short == list(map(" ".join, words)) else prompts
+        prompts = {"short": replace(self.observation, instruction=short), "full": self.observation}
+        return {"full": self.observation} if short == list(map(" ".join, words)) else prompts
 
     @property
     def mixed(self) -> Observation:
-        """The observation with a short instruction in every second row, so that rows differ in length."""
+        """The observation with a short instruction in every second row, so that prompt lengths differ."""
         short = next(iter(self.prompts.values())).instruction
         rows = enumerate(zip(short, self.observation.instruction, strict=True))
         return replace(self.observation, instruction=[pair[row % 2] for row, pair in rows])
@@ -86,10 +85,8 @@ class PolicyChecker:
         seed: int = 0,
         drawn: Tensor | None = None,
     ) -> tuple[dict[str, Tensor], ActionPrediction]:
-        """Return inputs and prediction of some rows. A row's random numbers do not depend on the others.
-
-        ``drawn [NUM_ROWS, U]`` are the random numbers; None draws them from ``seed``.
-        """
+        """Return inputs and prediction of some rows; ``drawn [NUM_ROWS, U]`` are the random numbers, by default drawn from ``seed``."""
+        # Drawn for all rows, so that a row's random numbers do not depend on which rows are in the batch.
         inputs = policy.preprocess(observation.select(rows))
         if drawn is None:
             drawn = torch.rand(NUM_ROWS, policy.num_uniforms, generator=torch.Generator().manual_seed(seed))
@@ -102,27 +99,27 @@ class PolicyChecker:
         return inputs, prediction
 
     def score(self, inputs: dict[str, Tensor], sequences: Tensor, temperature: float | None = None) -> ActionEvaluation:
-        """Score samples as the trainer does, from the columns of ``sequences`` that a rollout keeps."""
+        """Score samples like the trainer, from the columns of ``sequences`` that a rollout stores."""
         sampled = sequences[:, -self.model.num_sampled :]
         return self.model.evaluate_actions(inputs, sampled, temperature or self.temperature)
 
-    def agreement(self, name: str, found: Tensor, expected: Tensor) -> Check:
+    def agreement(self, name: str, actual: Tensor, expected: Tensor) -> Check:
         """Compare log-probabilities."""
-        gap = (found - expected).abs()
+        gap = (actual - expected).abs()
         if self.is_exact:
             return _bounded(name, gap.max(), MAX_GAP, "largest gap {:.1e}")
         return _bounded(name, gap.exp().mean(), MAX_EXP_GAP, "mean exp|gap| {:.4f}")
 
-    def closeness(self, name: str, found: Tensor, expected: Tensor, scale: Tensor) -> Check:
-        """Compare numbers ``[..., D]`` in fractions of ``scale [D]``."""
-        difference = (found - expected).abs() / scale.to(found.device)
+    def closeness(self, name: str, actual: Tensor, expected: Tensor, scale: Tensor) -> Check:
+        """Compare values ``[..., D]`` as fractions of ``scale [D]``."""
+        difference = (actual - expected).abs() / scale.to(actual.device)
         if self.is_exact:
             return _bounded(name, difference.max(), MAX_GAP, "largest difference {:.1e}")
         return _bounded(name, difference.median(), ROUNDED, "median difference {:.1e}")
 
     @torch.no_grad()
     def torch_checks(self) -> list[Check]:
-        """Run all checks of the policy in torch; only the first one, on which the others build, if it fails."""
+        """Run all checks of the policy in torch; if the first one fails, only that, because all others rely on it."""
         if not self.model.has_logprobs:
             return self.acting_checks()
         checks = [self.type_check()]
@@ -132,32 +129,32 @@ class PolicyChecker:
         return checks
 
     def acting_checks(self) -> list[Check]:
-        """Check a policy without log-probabilities: the shape of its actions, independent rows, draws that repeat."""
+        """Check a policy without log-probabilities: action shapes, independent rows, repeatable samples."""
         actions, model = self.act(self.model, self.mixed)[1].actions, self.model
         shape = (NUM_ROWS, model.action_chunks_len, len(self.action_range))
         passed = actions.shape == shape and actions.dtype == torch.float32 and bool(actions.isfinite().all())
-        found = f"{str(actions.dtype).removeprefix('torch.')} {list(actions.shape)}"
-        detail = "as promised" if passed else f"{found}; required: finite float32 {list(shape)}"
+        actual = f"{str(actions.dtype).removeprefix('torch.')} {list(actions.shape)}"
+        detail = "as required" if passed else f"{actual}; required: finite float32 {list(shape)}"
         checks = [Check("torch: shapes, number formats", passed, detail)]
         if passed:
             checks += [*self.row_checks(model, "torch"), *self.repeat_checks(model, "torch")]
-        return [*checks, Check("torch: log-probabilities", None, "it has none: nothing is compared with a score")]
+        return [*checks, Check("torch: log-probabilities", None, "not available, so nothing is scored")]
 
     def remote_checks(self) -> list[Check]:
-        """Check a policy that only acts, because it is elsewhere: its actions repeat and do not depend on other rows."""
+        """Check a policy on a server: its actions repeat and do not depend on other rows."""
         checks = []
         for kind, do_sample in (
             (("greedy", False), ("sampled", True)) if self.model.num_uniforms else (("greedy", False),)
         ):
             first, second = (self.act(self.model, self.mixed, do_sample=do_sample)[1].actions for _ in range(2))
-            alone = [self.act(self.model, self.mixed, [row], do_sample)[1].actions for row in range(NUM_ROWS)]
-            checks.append(self.closeness(f"remote: the same again, {kind} actions", second, first, self.action_range))
-            name = f"remote: a row alone and in a batch, {kind} actions"
-            checks.append(self.closeness(name, torch.cat(alone), first, self.action_range))
+            single = [self.act(self.model, self.mixed, [row], do_sample)[1].actions for row in range(NUM_ROWS)]
+            checks.append(self.closeness(f"remote: repeatable, {kind} actions", second, first, self.action_range))
+            name = f"remote: a single row and in a batch, {kind} actions"
+            checks.append(self.closeness(name, torch.cat(single), first, self.action_range))
         return checks
 
     def type_check(self) -> Check:
-        """Check the shapes and number formats that ``ActionModel`` promises, and that ``decode_actions``, if any, repeats the actions."""
+        """Check the shapes and number formats of ``ActionModel``, and that ``decode_actions``, if implemented, gives the same actions."""
         model = self.model
         inputs, prediction = self.act(model, self.mixed)
         evaluation = self.score(inputs, prediction.sequences)
@@ -171,26 +168,26 @@ class PolicyChecker:
             "evaluate_actions: values": (evaluation.values, (NUM_ROWS,)),
         }
         faults = [
-            f"{name} {str(found.dtype).removeprefix('torch.')} {list(found.shape)}, required: float32 {list(shape)}"
-            for name, (found, shape) in wanted.items()
-            if (found.shape, found.dtype) != (shape, float32)
+            f"{name} {str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}, required: float32 {list(shape)}"
+            for name, (tensor, shape) in wanted.items()
+            if (tensor.shape, tensor.dtype) != (shape, float32)
         ]
-        faults += [f"{name} not finite" for name, (found, _) in wanted.items() if not found.isfinite().all()]
+        faults += [f"{name} not finite" for name, (tensor, _) in wanted.items() if not tensor.isfinite().all()]
         for sequences in (prediction.sequences, prediction.sequences[:, -model.num_sampled :]):
             if faults or not model.implements("decode_actions"):
                 break
             if not torch.equal(model.decode_actions(sequences), prediction.actions):
-                faults.append("decode_actions(sequences) are other actions")
-        return Check("torch: shapes, number formats, decoding", not faults, "; ".join(faults) or "as promised")
+                faults.append("decode_actions(sequences) differs from the actions")
+        return Check("torch: shapes, number formats, decoding", not faults, "; ".join(faults) or "as required")
 
     @torch.no_grad()
     def rollout_checks(self, policy: ActionModel | VllmPolicy, engine: str) -> list[Check]:
-        """Check a policy that acts: it scores as the trainer does, its rows are independent, its draws repeat."""
+        """Check a rollout policy: parity with the trainer, independent rows, repeatable samples."""
         checks = self.parity_checks(policy, engine) + self.row_checks(policy, engine)
         return [*checks, *self.repeat_checks(policy, engine), self.draw_check(policy, engine)]
 
     def parity_checks(self, policy: ActionModel | VllmPolicy, engine: str) -> list[Check]:
-        """Compare log-probabilities of samples, and of greedy tokens (other greedy actions have none), with the model's."""
+        """Compare log-probabilities of samples and greedy tokens with the model's; continuous greedy actions have none."""
         name, checks, other = f"{engine}: rollout against training", [], self.other_temperature
         settings = [
             (observation, size, self.temperature, f"batch {size}, {length} prompts")
@@ -200,46 +197,44 @@ class PolicyChecker:
         for (observation, size, temperature, setting), do_sample in itertools.product(settings, (False, True)):
             inputs, prediction = self.act(policy, observation, range(size), do_sample, temperature)
             if do_sample or not prediction.sequences.is_floating_point():
-                found = policy.rollout_logprobs(prediction, temperature)
+                actual = policy.rollout_logprobs(prediction, temperature)
                 expected = self.score(inputs, prediction.sequences, temperature).logprobs
                 kind = "sampled" if do_sample else "greedy"
-                checks.append(self.agreement(f"{name}, {setting}, {kind}", found, expected))
+                checks.append(self.agreement(f"{name}, {setting}, {kind}", actual, expected))
         if prediction.sequences.is_floating_point():
             checks.append(Check(f"{name}, greedy", None, "no tokens: only samples are scored"))
         return checks
 
     def row_checks(self, policy: ActionModel | VllmPolicy, engine: str) -> list[Check]:
-        """Compare the actions of a row alone and next to rows of other lengths."""
+        """Compare the actions of a single row and in a batch with different prompt lengths."""
         checks = []
         for do_sample in (False, True):
             batch = self.act(policy, self.mixed, do_sample=do_sample)[1].actions
-            alone = [self.act(policy, self.mixed, [row], do_sample)[1].actions for row in range(NUM_ROWS)]
-            name = f"{engine}: a row alone and in a batch, {'sampled' if do_sample else 'greedy'} actions"
-            checks.append(self.closeness(name, torch.cat(alone), batch, self.action_range))
+            single = [self.act(policy, self.mixed, [row], do_sample)[1].actions for row in range(NUM_ROWS)]
+            name = f"{engine}: a single row and in a batch, {'sampled' if do_sample else 'greedy'} actions"
+            checks.append(self.closeness(name, torch.cat(single), batch, self.action_range))
         return checks
 
     def repeat_checks(self, policy: ActionModel | VllmPolicy, engine: str) -> list[Check]:
-        """Check that greedy actions repeat, and sampled ones with the same uniforms only."""
+        """Check that greedy actions repeat, and sampled ones only with the same uniforms."""
         checks = []
         for kind, do_sample in (("greedy", False), ("sampled, same uniforms", True)):
             first, second = (self.act(policy, self.mixed, do_sample=do_sample)[1].actions for _ in range(2))
-            checks.append(self.closeness(f"{engine}: the same again, {kind}", second, first, self.action_range))
-        one, other = (self.act(policy, self.mixed, seed=seed)[1].sequences[:, -policy.num_sampled :] for seed in (0, 1))
-        num_equal = int((one == other).all(-1).sum())
-        detail = f"{num_equal} of {NUM_ROWS} rows drew the same"
-        return [*checks, Check(f"{engine}: other uniforms, other samples", num_equal < NUM_ROWS, detail)]
+            checks.append(self.closeness(f"{engine}: repeatable, {kind}", second, first, self.action_range))
+        first, second = (
+            self.act(policy, self.mixed, seed=seed)[1].sequences[:, -policy.num_sampled :] for seed in (0, 1)
+        )
+        num_equal = int((first == second).all(-1).sum())
+        detail = f"{num_equal} of {NUM_ROWS} rows have the same sample"
+        return [*checks, Check(f"{engine}: different uniforms, different samples", num_equal < NUM_ROWS, detail)]
 
     def draw_check(self, policy: ActionModel | VllmPolicy, engine: str) -> Check:
-        """Check that samples are as surprising as scored: the mean of ``-log p(sample)`` is the entropy.
-
-        Rollout and training score the whole distribution, so both agree with a sampler that draws from another one (top-k,
-        top-p, its own temperature). The entropy of a column is conditioned on the columns before it. The differences are
-        therefore uncorrelated, and their mean has the standard error of a mean of independent numbers.
-
-        Where no rare token was drawn, the variance of the sample is near 0 and says too little. So the variance of ``log p``
-        counts as well: ``T dH/dT`` where logits are divided by ``T``, half the number of dimensions of a Gaussian. Two rare tokens
-        more than expected are accepted.
-        """
+        """Check that samples come from the scored distribution: the mean of ``-log p(sample)`` must be the entropy."""
+        # A sampler of a different distribution (top-k, top-p, its own temperature) agrees in log-probabilities, so only this check
+        # finds it. The entropy of a column is conditioned on the columns before it, so the differences are uncorrelated, and their
+        # mean has the standard error of independent numbers. Without rare tokens in the sample, its variance is too small, so the
+        # variance of log p is used as well: T dH/dT if logits are divided by T (for a Gaussian, half the number of dimensions).
+        # Two more rare tokens than expected are accepted.
         differences, variances = [], []
         for seed in range(1, 1 + NUM_DRAWS):
             inputs, prediction = self.act(policy, self.observation, seed=seed)
@@ -248,9 +243,9 @@ class PolicyChecker:
             has_entropy = scored.entropy != 0
             differences.append((-scored.logprobs - scored.entropy)[has_entropy])
             variances.append(((warmer.entropy - scored.entropy) / (WARMER - 1))[has_entropy])
-        name, difference = f"{engine}: samples are as surprising as scored", torch.cat(differences).double()
+        name, difference = f"{engine}: samples are from the scored distribution", torch.cat(differences).double()
         if not len(difference):
-            return Check(name, None, "the model gives no entropy")
+            return Check(name, None, "the model has no entropy")
         variance = max(float(difference.var()), float(torch.cat(variances).double().mean()))
         error = (variance / difference.numel()) ** 0.5
         two_rare = 2 * float(difference.abs().max()) / difference.numel()
@@ -259,72 +254,67 @@ class PolicyChecker:
         return Check(name, abs(mean) <= MAX_DEVIATIONS * error + two_rare + MAX_GAP, detail)
 
     def transform_check(self) -> Check:
-        """Compare samples with the inverse transform of the scored distribution at given random numbers, half of them in its tails."""
-        model, name = self.model, "torch: samples are those of the random numbers"
+        """Compare samples with the inverse transform of the scored distribution, for random numbers of which half are in its tails."""
+        model, name = self.model, "torch: samples are the inverse transform of the random numbers"
         generator = torch.Generator().manual_seed(0)
         shape = (NUM_DRAWS // 4, NUM_ROWS, model.num_uniforms)
         drawn, tails = torch.rand(shape, generator=generator), 10.0 ** -(4.0 * torch.rand(shape, generator=generator))
         drawn[::4], drawn[2::4] = tails[::4], 1.0 - tails[2::4]
-        found, expected = [], []
+        actual, expected = [], []
         for numbers in drawn:
             inputs, prediction = self.act(model, self.observation, drawn=numbers)
             logits, sequences = prediction.logits, prediction.sequences
             logprobs = model.rollout_logprobs(prediction, self.temperature)
             if model.num_uniforms != model.num_logprobs:
-                return Check(name, None, "not one number for each log-probability")
+                return Check(name, None, "not one random number per log-probability")
             if sequences.is_floating_point():
-                # For a Gaussian, log p = 1/2 - entropy - deviation^2 / 2.
-                found.append(logprobs + self.score(inputs, sequences).entropy - 0.5)
+                # For a Gaussian, log p = 1/2 - entropy - z^2 / 2 with the standardised sample z.
+                actual.append(logprobs + self.score(inputs, sequences).entropy - 0.5)
                 expected.append(-0.5 * torch.special.ndtri(numbers.double()).square().to(logprobs))
             else:
-                if isinstance(model, TokenActionModel):  # ``logits`` may cover the whole vocabulary
+                if isinstance(model, TokenActionModel):  # ``logits`` may be over the complete vocabulary
                     logits = logits[..., -model.action_tokenizer.num_bins :]
                 tokens = sample_tokens(logits, True, self.temperature, numbers.to(logits.device))
-                found.append(logprobs)
+                actual.append(logprobs)
                 expected.append(token_logprobs(logits, tokens, self.temperature)[0])
-        return self.agreement(name, torch.cat(found), torch.cat(expected))
+        return self.agreement(name, torch.cat(actual), torch.cat(expected))
 
     def score_checks(self) -> list[Check]:
-        """Compare scores and values of a row alone and next to rows of other lengths."""
+        """Compare scores and values of a single row and in a batch with different prompt lengths."""
         inputs, prediction = self.act(self.model, self.mixed)
-        batch, alone = self.score(inputs, prediction.sequences), []
+        batch, single = self.score(inputs, prediction.sequences), []
         for row in range(NUM_ROWS):
-            single = self.model.preprocess(self.mixed.select([row]))
-            alone.append(self.score(single, prediction.sequences[row : row + 1]))
-        logprobs, entropy, values = map(torch.cat, zip(*alone, strict=True))
-        name, scale = "torch: a row alone and in a batch", batch.values.abs().max().clamp_min(1.0)
-        found, expected = torch.cat([logprobs, entropy], 1), torch.cat([batch.logprobs, batch.entropy], 1)
+            row_inputs = self.model.preprocess(self.mixed.select([row]))
+            single.append(self.score(row_inputs, prediction.sequences[row : row + 1]))
+        logprobs, entropy, values = map(torch.cat, zip(*single, strict=True))
+        name, scale = "torch: a single row and in a batch", batch.values.abs().max().clamp_min(1.0)
+        actual, expected = torch.cat([logprobs, entropy], 1), torch.cat([batch.logprobs, batch.entropy], 1)
         return [
-            self.agreement(f"{name}, log-probs", found, expected),
+            self.agreement(f"{name}, log-probs", actual, expected),
             self.closeness(f"{name}, values", values[:, None], batch.values[:, None], scale),
         ]
 
     def input_checks(self) -> list[Check]:
-        """Check that log-probabilities of the same samples change with another row's images, state or instruction.
-
-        An input that ``preprocess`` leaves out is not read on purpose, so it is noted, not failed.
-        """
+        """Check that log-probabilities of the same samples change with a different row's images, state or instruction."""
         model, observation = self.model, self.mixed
         inputs, prediction = self.act(model, observation)
         before = self.score(inputs, prediction.sequences).logprobs
-        others = observation.select(np.roll(np.arange(NUM_ROWS), 1))
+        shifted = observation.select(np.roll(np.arange(NUM_ROWS), 1))
         parts = {"images": observation.images, "state": observation.state, "instruction": observation.instruction}
         checks = []
         for part in [part for part, given in parts.items() if given is not None and len(given)]:
-            name = f"torch: log-probs with another row's {part} differ"
-            changed = model.preprocess(replace(observation, **{part: getattr(others, part)}))
+            name = f"torch: log-probs with a different row's {part} differ"
+            changed = model.preprocess(replace(observation, **{part: getattr(shifted, part)}))
+            # An input that ``preprocess`` omits is unused on purpose, so this is not a failure.
             if all(torch.equal(changed[key], inputs[key]) for key in inputs):
-                checks.append(Check(name, None, "not read, or equal in all rows"))
+                checks.append(Check(name, None, "not used, or equal in all rows"))
             else:
                 checks.append(_difference(name, self.score(changed, prediction.sequences).logprobs, before))
-        other = self.score(inputs, prediction.sequences, self.other_temperature).logprobs
-        return [*checks, _difference("torch: log-probs at another temperature differ", other, before)]
+        changed = self.score(inputs, prediction.sequences, self.other_temperature).logprobs
+        return [*checks, _difference("torch: log-probs at a different temperature differ", changed, before)]
 
     def training_checks(self) -> list[Check]:
-        """Compare scores in training mode (dropout on) and in evaluation mode, and look for gradients.
-
-        The model is left in evaluation mode and without gradients.
-        """
+        """Compare scores in training and evaluation mode, and check gradients; the model is left in evaluation mode without gradients."""
         model, rows = self.model, range(self.num_trained_rows)
         inputs, prediction = self.act(model, self.mixed, rows)
         expected = self.score(inputs, prediction.sequences).logprobs
@@ -342,7 +332,7 @@ class PolicyChecker:
         passed: bool | None = True
         detail = f"{len(trained) - len(idle)} of {len(trained)}"
         if faulty:
-            passed, detail = False, f"{len(faulty)} of {len(trained)} not finite, as {_abridged(faulty[0])}"
+            passed, detail = False, f"{len(faulty)} of {len(trained)} not finite, e.g. {_abridged(faulty[0])}"
         elif len(idle) == len(trained):
             passed = False
         elif idle:
@@ -350,12 +340,12 @@ class PolicyChecker:
         name = "torch: training mode against evaluation mode, log-probs"
         return [
             self.agreement(name, evaluation.logprobs.detach(), expected),
-            Check("torch: gradients reach the tensors that are trained", passed, detail),
+            Check("torch: gradients reach the trained tensors", passed, detail),
         ]
 
     @torch.no_grad()
     def vllm_checks(self, policy: VllmPolicy) -> list[Check]:
-        """Check the engine with the model's weights, and again after an update, which changes ``self.model`` for good."""
+        """Check the engine with the model's weights, and again after an update, which changes ``self.model`` permanently."""
         if policy.engine.spec.engine_args["dtype"] != "float32" and self.is_exact:
             return replace(self, is_exact=False).vllm_checks(policy)
         policy.update_weights(1)
@@ -371,12 +361,13 @@ class PolicyChecker:
             scored = self.score(inputs, prediction.sequences)
             return policy.rollout_logprobs(prediction, self.temperature), scored.logprobs
 
-        found, expected = logprobs()
-        stale = float((found - expected).abs().mean())
+        # A negative control: if stale weights passed, too, the check after the update would show nothing.
+        actual, expected = logprobs()
+        stale = float((actual - expected).abs().mean())
         policy.update_weights(2)
-        found, expected = logprobs()
-        fresh = float((found - expected).abs().mean())
-        checks.append(self.agreement("vllm: rollout against training, after an update", found, expected))
+        actual, expected = logprobs()
+        fresh = float((actual - expected).abs().mean())
+        checks.append(self.agreement("vllm: rollout against training, after an update", actual, expected))
         name, detail = "before the update was sent, log-probs differed", f"mean gap {stale:.1e}, afterwards {fresh:.1e}"
         return [*checks, Check(f"vllm: {name}", stale > max(MAX_GAP, 2 * fresh), detail)]
 
@@ -385,12 +376,12 @@ def _bounded(name: str, number: Tensor, limit: float, text: str) -> Check:
     return Check(name, float(number) <= limit, f"{text.format(float(number))}, limit {limit:g}")
 
 
-def _difference(name: str, found: Tensor, expected: Tensor) -> Check:
-    """Check that log-probabilities differ (a control)."""
-    change = float((found - expected).abs().max())
+def _difference(name: str, actual: Tensor, expected: Tensor) -> Check:
+    """Check that log-probabilities differ (a negative control)."""
+    change = float((actual - expected).abs().max())
     return Check(name, change > MAX_GAP, f"by {change:.1e}, required: more than {MAX_GAP:g}")
 
 
 def _abridged(name: str, length: int = 28) -> str:
-    """Return both ends of the name of a parameter."""
+    """Return both ends of a parameter name."""
     return name if len(name) <= length else f"{name[: length // 2 - 2]}..{name[-length // 2 :]}"

@@ -1,4 +1,4 @@
-"""Shared by the checks of models: a row of the table of ``rlinf diagnose``, and the sizes of their batches."""
+"""Result of a model check in the table of ``rlinf diagnose``, and the batch sizes of the checks."""
 
 from __future__ import annotations
 
@@ -9,10 +9,7 @@ BATCH_SIZES = (1, 4)
 
 @dataclass(frozen=True)
 class Check:
-    """One row of the table: the property, whether it held, and the numbers.
-
-    ``passed`` is None if there was nothing to decide, and ``detail`` says why.
-    """
+    """A row of the table: property, result (None: nothing to check, for the reason in ``detail``) and numbers."""
 
     name: str
     passed: bool | None

@@ -44,7 +44,6 @@ ROW_COLUMNS = {
 
 
 def import_pyarrow(wanted_by: str) -> ModuleType:
-    """Import ``pyarrow`` with ``pyarrow.parquet``."""
     for part in ("parquet", "compute"):
         import_reader(f"pyarrow.{part}", wanted_by, "parquet files")
     return import_reader("pyarrow", wanted_by, "parquet files")

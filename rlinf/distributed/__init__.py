@@ -1,4 +1,4 @@
-"""Processes, collectives, devices and FSDP. ``BatchedDataDict`` and ``RayVirtualCluster`` are found here too."""
+"""Processes, collectives, devices and FSDP; also exports ``BatchedDataDict`` and ``RayVirtualCluster``."""
 
 from rlinf.imports import lazy_attributes
 

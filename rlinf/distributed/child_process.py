@@ -1,4 +1,4 @@
-"""A Python process that this one starts, asks and ends: simulators, rollout workers."""
+"""Child processes with a pipe and shared memory: simulators, rollout processes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import NamedTuple
 
-from rlinf.distributed.stack_dump import DUMP_SIGNAL, own_child
+from rlinf.distributed.stack_dump import DUMP_SIGNAL, register_child
 from rlinf.errors import RLinfError
 
 ROOT = Path(__file__).parents[2]
@@ -25,8 +25,8 @@ POLL_S = 1.0
 PARENT_POLL_S = 0.5
 _START = """
 import os, signal, sys
-# These signals reach the whole process group or job (SIGHUP when a terminal closes, SIGUSR1 from a batch system); the parent decides
-# when this process ends.
+# These signals reach the entire process group or job (SIGHUP when a terminal closes, SIGUSR1 from a batch system); the parent
+# decides when this process ends.
 for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
     signal.signal(number, signal.SIG_IGN)
 given = sys.argv[1].split(os.pathsep)
@@ -37,12 +37,12 @@ import_string(sys.argv[2])()
 
 
 class Failure(NamedTuple):
-    """Why a call gave no answer."""
+    """Why a call in a different process failed."""
 
     error: str | None  # name of a class in ``rlinf.errors`` if the user must fix it
     message: str  # the error's text, or how the process ended
     traceback: str  # of the child; may be empty
-    from_outside: bool = False  # the process was killed from outside, not by its simulator
+    from_outside: bool = False  # the process was killed externally, not by its simulator
 
 
 class SharedMemory:
@@ -58,7 +58,7 @@ class SharedMemory:
 
 
 class ChildProcess:
-    """The parent's end: the process, a pipe to it, and the log of its native crashes. It can be started again."""
+    """The parent's side: the process, a pipe to it, and the log of its native crashes. It can be restarted."""
 
     process: subprocess.Popen | None = None
     connection: Connection
@@ -72,12 +72,12 @@ class ChildProcess:
         interpreter: str | None = None,
         logs_output: bool = False,
     ) -> None:
-        """Start a process with exactly this environment, which shares some memories and is called ``name`` in reports.
+        """Start ``main`` (``"module:function"``), which calls ``child_end`` first, in a process with exactly this environment.
 
-        With ``logs_output``, what it prints goes to the log.
-
-        It runs ``main`` (``"module:function"``), which calls ``own_end`` first. ``interpreter`` is another Python, which has packages of
-        its own and this project's code.
+        Args:
+            name: Name of the process in reports.
+            interpreter: A different Python, with its own packages and this project's code.
+            logs_output: Its output goes to the log.
         """
         self.connection, theirs = Pipe()
         self.log = tempfile.TemporaryFile()
@@ -96,10 +96,10 @@ class ChildProcess:
                 pass_fds=files,
                 env=dict(environment),
             )
-        own_child(self.process, name, self.log)
+        register_child(self.process, name, self.log)
 
     def ending(self) -> tuple[int, str]:
-        """Wait briefly for a process that has closed its pipe, or kill it. Return its status, and the words for it."""
+        """Wait briefly for a process that has closed its pipe, or kill it. Return its status and a description."""
         self.end(deadline=time.monotonic() + POLL_S)
         status = self.process.returncode
         return status, f"killed by {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"
@@ -130,24 +130,26 @@ def end_all(children: Sequence[ChildProcess], timeout_s: float) -> None:
     """Ask processes to end, and kill those that have not after ``timeout_s`` together."""
     for child in children:
         if child.process is not None:
-            child.connection.close()  # upon which it ends after its present work
+            # The process ends at the end of its pipe, after its present work. All are told before the first wait.
+            child.connection.close()
     deadline = time.monotonic() + timeout_s
     for child in children:
         child.end(deadline)
         child.process = None
 
 
-def own_end() -> tuple[Connection, list[int], int]:
+def child_end() -> tuple[Connection, list[int], int]:
     """Return the child's end of the pipe, the file descriptors of the shared memories, and the parent's process id."""
     parent, pipe, log, *memories = (int(number) for number in sys.argv[3:])
-    del sys.argv[1:]  # some simulators read it
+    # Some simulators parse sys.argv.
+    del sys.argv[1:]
     faulthandler.enable(log)
     faulthandler.register(DUMP_SIGNAL, log)
     return Connection(pipe), memories, parent
 
 
 def exit_with_parent(parent: int, while_running: Callable[[], object] = lambda: None) -> None:
-    """End this process when its parent has died; a thread runs this."""
+    """End this process when its parent has died. Run it in a thread."""
     while os.getppid() == parent:
         while_running()
         time.sleep(PARENT_POLL_S)
@@ -155,7 +157,7 @@ def exit_with_parent(parent: int, while_running: Callable[[], object] = lambda: 
 
 
 def failure_in(work: Callable[[], object]) -> Failure | None:
-    """Do some work, and return its error for another process; None if it succeeds."""
+    """Call ``work`` and return its error for a different process; None if it succeeds."""
     try:
         work()
     except Exception as error:  # noqa: BLE001 - the other process raises it
@@ -164,7 +166,7 @@ def failure_in(work: Callable[[], object]) -> Failure | None:
 
 
 def failure_of(error: BaseException) -> Failure:
-    """Describe an error that is being handled, for another process."""
+    """Describe an error that is being handled, for a different process."""
     known = [cls.__name__ for cls in type(error).__mro__ if cls.__module__ == RLinfError.__module__]
     message = str(error) if known else f"{type(error).__name__}: {error}"
     return Failure(known[0] if known else None, message, traceback.format_exc())

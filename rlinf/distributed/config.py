@@ -12,23 +12,14 @@ SHARDINGS = ("replicate", "auto", "fsdp2")
 
 @dataclass
 class DeadlinesConfig:
-    """Seconds that each thing which several ranks do together may take before the run ends with the stacks of all ranks."""
+    """Deadlines in seconds for work of several ranks; when one expires, the run ends with the stacks of all ranks."""
 
-    start: float = option(
-        900.0, "Reaching the other ranks, opening files, building the model and the simulators.", minimum=1
-    )
-    push: float = option(1800.0, "Bringing new weights to the rollout policy.", minimum=1)
+    start: float = option(900.0, "Seconds to connect all ranks and build model and simulators.", minimum=1)
+    push: float = option(1800.0, "Seconds to push new weights to the rollout policy.", minimum=1)
+    # Derived: the first rollout compiles kernels, and how long later ones take depends on the env. See `Clock.limit_of`.
     rollout: float | None = option(
-        None,
-        "One rollout; also the demonstrations of an expert. null: an hour for the first, then ten times the "
-        "median of the last five, at least 1200. Where several ranks train, a silent rollout worker is replaced after half of any deadline, before the ranks' own ends the run.",
-        minimum=1,
+        None, "Seconds of a rollout; null: derived from the last five (at least 1200).", minimum=1
     )
-    update: float = option(
-        600.0,
-        "Scoring and updates of an iteration, or cloning, in which the rank has finished no optimiser step and "
-        "scored no micro-batch.",
-        minimum=1,
-    )
-    save: float = option(1800.0, "One checkpoint, or the report at the end.", minimum=1)
-    evaluate: float = option(7200.0, "An evaluation without a new result of the rank.", minimum=1)
+    update: float = option(600.0, "Seconds without an optimiser step or a scored micro-batch.", minimum=1)
+    save: float = option(1800.0, "Seconds to save a checkpoint or write the final report.", minimum=1)
+    evaluate: float = option(7200.0, "Seconds of an evaluation without a new result.", minimum=1)

@@ -1,4 +1,4 @@
-"""Weights that are still in their files: parameters on the meta device, until a rank knows which rows of them it holds."""
+"""Deferred weights: parameters on the meta device that are read from files once a rank knows which rows it holds."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from torch import Tensor, nn
 from rlinf.errors import CheckpointError
 
 _SOURCE = "rows_in_file"
-"""Attribute of a deferred parameter. It stays when adapters rename the parameter or its number format changes."""
+"""Attribute of a deferred parameter. It survives when adapters rename the parameter or its dtype changes."""
 
 
 @dataclass(frozen=True)
 class FileTensor:
-    """A tensor in a safetensors file, or some of its rows, not read yet."""
+    """A tensor in a safetensors file, or some of its rows, which is not read yet."""
 
     file: Path
     name: str
@@ -25,25 +25,25 @@ class FileTensor:
     dtype: torch.dtype | None = None  # to which the rows are rounded; None: the file's
 
     def rows(self, start: int = 0, stop: int | None = None) -> Tensor:
-        """Read rows ``start:stop``, or the number if the tensor has no dimensions, and no other bytes of the file."""
+        """Read only rows ``start:stop``, or the scalar if the tensor has no dimensions."""
         from safetensors import SafetensorError, safe_open
 
         try:
             with safe_open(self.file, framework="pt") as file:
                 if self.shape:
                     stop = self.shape[0] if stop is None else stop
-                    found = file.get_slice(self.name)[self.first_row + start : self.first_row + stop]
+                    tensor = file.get_slice(self.name)[self.first_row + start : self.first_row + stop]
                 else:
-                    found = file.get_tensor(self.name)
-                return found if self.dtype is None else found.to(self.dtype)
+                    tensor = file.get_tensor(self.name)
+                return tensor if self.dtype is None else tensor.to(self.dtype)
         except (OSError, SafetensorError) as error:
             raise CheckpointError(f"'{self.name}' in '{self.file}' cannot be read ({error}).") from error
 
     def chunk(self, chunks: int) -> list[FileTensor]:
         """Divide the rows as ``Tensor.chunk`` does; nothing is read."""
-        rows, *others = self.shape
+        rows, *row_shape = self.shape
         size = -(-rows // chunks)
-        sizes = {start: torch.Size((min(size, rows - start), *others)) for start in range(0, rows, size)}
+        sizes = {start: torch.Size((min(size, rows - start), *row_shape)) for start in range(0, rows, size)}
         return [replace(self, shape=shape, first_row=self.first_row + start) for start, shape in sizes.items()]
 
     def clone(self) -> FileTensor:
@@ -64,20 +64,20 @@ def open_tensors(files: list[Path]) -> dict[str, FileTensor]:
     """Return the tensors of safetensors files by name; only the headers are read."""
     from safetensors import SafetensorError, safe_open
 
-    found = {}
+    tensors = {}
     for path in files:
         try:
             with safe_open(path, framework="pt") as file:
                 for name in file.keys():
-                    found[name] = FileTensor(path, name, torch.Size(file.get_slice(name).get_shape()))
+                    tensors[name] = FileTensor(path, name, torch.Size(file.get_slice(name).get_shape()))
         except (OSError, SafetensorError) as error:
             problem = f"'{path}' cannot be read as safetensors ({error})"
             raise CheckpointError(f"{problem}. Set model.model_path=<another folder>") from error
-    return found
+    return tensors
 
 
 def defer(parameter: nn.Parameter, source: FileTensor) -> None:
-    """Note the file tensor of a parameter on the meta device."""
+    """Record the file tensor of a parameter on the meta device."""
     setattr(parameter, _SOURCE, source)
 
 
@@ -87,7 +87,7 @@ def is_deferred(model: nn.Module) -> bool:
 
 
 def deferred_parameters(model: nn.Module) -> dict[str, FileTensor]:
-    """Return the file tensors of the deferred parameters, in their present format; a shared parameter appears once.
+    """Return the file tensors of the deferred parameters, in the parameters' dtypes; a shared parameter appears once.
 
     Raise ValueError if a parameter or buffer is on the meta device without a file.
     """
@@ -100,5 +100,5 @@ def deferred_parameters(model: nn.Module) -> dict[str, FileTensor]:
             else:
                 sources[name] = replace(source, dtype=tensor.dtype)
     if lost:
-        raise ValueError(f"{lost[:5]} ({len(lost)}) are on the meta device, and nothing says what they hold")
+        raise ValueError(f"{lost[:5]} ({len(lost)}) are on the meta device without a file")
     return sources

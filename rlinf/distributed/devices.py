@@ -1,7 +1,7 @@
-"""Choose the GPU of a rank, its simulators and its engines. No other file of the package names a CUDA device.
+"""The GPU of a rank, its simulators and its engines. No other file of the package names a CUDA device.
 
-``CUDA_VISIBLE_DEVICES`` names the rank's own GPU before CUDA starts, so a rank sees that GPU alone. Whatever takes "the
-first GPU" (a new thread, ManiSkill, a simulator process, a restarted engine) then takes the right one.
+``CUDA_VISIBLE_DEVICES`` names only the rank's GPU before CUDA starts. Code that uses "the first GPU" (a new thread,
+ManiSkill, a simulator process, a restarted engine) then uses the correct GPU.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 EGL_DEVICE = "MUJOCO_EGL_DEVICE_ID"
 CHOSEN_EGL_DEVICE = "RLINF_CHOSEN_EGL_DEVICE_ID"
-"""Copy of an ``EGL_DEVICE`` set by this package. A process with another GPU may replace that one, but not a user's own."""
+"""Copy of an ``EGL_DEVICE`` that this package set. A process with a different GPU may replace it, but not a user's value."""
 
 
 def visible_gpus(environment: Mapping[str, str], count: int) -> list[str]:
@@ -37,37 +37,37 @@ def visible_gpus(environment: Mapping[str, str], count: int) -> list[str]:
 def rank_environment(environment: Mapping[str, str], gpus: Sequence[str], rank: int) -> dict[str, str]:
     """Return the launcher's ``environment`` for one rank, in which CUDA shows only the rank's GPU, ``gpus[rank]``.
 
-    A ``MUJOCO_EGL_DEVICE_ID`` set by the user is kept.
+    A ``MUJOCO_EGL_DEVICE_ID`` of the user is not changed.
     """
     if rank >= len(gpus):
         raise ConfigError(
             f"Rank {rank} needs its own GPU, but CUDA shows {len(gpus)} ({', '.join(gpus) or 'none'}). "
             f"Set cluster.num_processes={max(1, len(gpus))}, or cluster.device=cpu"
         )
-    own = dict(environment)
-    if own.get(EGL_DEVICE) == own.pop(CHOSEN_EGL_DEVICE, None):
-        own.pop(EGL_DEVICE, None)  # chosen for the launcher's first GPU
-    return own | {VISIBLE: gpus[rank]}
+    variables = dict(environment)
+    # Chosen by this package for the launcher's first GPU, so wrong for this rank's.
+    if variables.get(EGL_DEVICE) == variables.pop(CHOSEN_EGL_DEVICE, None):
+        variables.pop(EGL_DEVICE, None)
+    return variables | {VISIBLE: gpus[rank]}
 
 
 def isolate_rank(gpus: Sequence[str], rank: int) -> None:
-    """Hide all GPUs but the rank's own from this process. Call it before CUDA starts."""
-    own = rank_environment(os.environ, gpus, rank)
-    for name in set(os.environ) - set(own):
+    """Hide all GPUs except the rank's from this process. Call it before CUDA starts."""
+    variables = rank_environment(os.environ, gpus, rank)
+    for name in set(os.environ) - set(variables):
         del os.environ[name]
-    os.environ.update(own)
+    os.environ.update(variables)
 
 
 def hide_gpus() -> None:
-    """Hide all GPUs from this process and those that it starts. Call it before CUDA starts."""
+    """Hide all GPUs from this process and its children. Call it before CUDA starts."""
     os.environ[VISIBLE] = ""
 
 
 def engine_gpus(gpus: Sequence[str], first: int, count: int, key: str) -> list[str]:
-    """Return the GPUs of an engine with ``count`` ranks, starting at the process's own GPU ``gpus[first]``.
+    """Return the GPUs of an engine with ``count`` ranks, starting at this process's GPU ``gpus[first]``; none on the CPU.
 
-    ``gpus`` is empty if the engine runs on the CPU. The override ``key``, which sets ``count``, is named in the
-    ConfigError if there are fewer GPUs.
+    Raise ConfigError, which names the override ``key`` of ``count``, if there are fewer GPUs.
     """
     if gpus and first + count > len(gpus):
         raise ConfigError(
@@ -78,7 +78,7 @@ def engine_gpus(gpus: Sequence[str], first: int, count: int, key: str) -> list[s
 
 
 def own_engine_gpus(count: int, key: str) -> list[str]:
-    """Return ``engine_gpus`` of this process, empty without GPUs. Only the main thread's current device is the rank's."""
+    """Return ``engine_gpus`` of this process, empty without GPUs. Call it on the main thread: only there the device is the rank's."""
     import torch
 
     if not torch.cuda.is_available():
@@ -87,7 +87,7 @@ def own_engine_gpus(count: int, key: str) -> list[str]:
 
 
 def own_index() -> int:
-    """Return the index of this rank's GPU in this process, as ``rank_index`` chooses it."""
+    """Return the index of this rank's GPU in this process; see ``rank_index``."""
     import torch
     import torch.distributed as dist
 

@@ -1,4 +1,4 @@
-"""Run a function on all ranks of a run, which a launcher has started or this module starts, and end them together."""
+"""Runs a function on all ranks, which a launcher has started or this module starts, and ends them together."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ from rlinf.distributed.start import START_S, LaunchContext, LauncherRanks, agree
 from rlinf.errors import EXIT_FAULT, RankError, RankKilledError, RLinfError, exit_status, print_error
 
 FORWARDED_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
-# ``torch.cuda.is_available`` then asks the driver's library, and starts no CUDA in a rank that has not hidden other GPUs yet.
+# ``torch.cuda.is_available`` then queries NVML, and does not start CUDA in a rank that has not hidden other GPUs yet.
 os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
 ALLOCATOR = "PYTORCH_ALLOC_CONF"
-"""Settings of torch's memory on GPUs, which it reads when CUDA starts."""
+"""Settings of torch's GPU allocator, read when CUDA starts."""
 KILLED_HINT = (
     "SIGKILL: usually out of memory (see `dmesg`). SIGSEGV, SIGABRT: a crash in native code; its Python stack is printed "
     "above. Continue from the last checkpoint with rlinf train resume=<run folder>"
@@ -47,7 +47,7 @@ KILLED_HINT = (
 
 
 _launcher_ranks: LauncherRanks | None = None
-"""On rank 0, the ranks that torchrun or srun has started, while its command runs."""
+"""On rank 0, the ranks of torchrun or srun, while the command runs."""
 
 
 class Work(NamedTuple):
@@ -71,14 +71,13 @@ def launch(
     """Run ``function(argument)`` on ``num_processes`` ranks with a process group.
 
     Inside ``run_with_ranks``, these are the launcher's ranks. Otherwise a single rank runs in this process, with a
-    process group only if ``process_group`` is set, and several are started on this machine, or in ``places`` by Ray.
-    Each of several ranks sees only its own GPU (``rlinf.distributed.devices``) and has ``deadlines`` in seconds by name
+    process group only if ``process_group`` is set; several ranks are started on this machine, or in ``places`` by Ray.
+    Each of several ranks sees only its GPU (``rlinf.distributed.devices``) and has ``deadlines`` in seconds by name
     (None: the defaults of ``DeadlinesConfig``).
 
-    A rank that fails or is killed ends the others, and the first error is raised here: an RLinfError unchanged,
-    RankKilledError after a signal from outside, else RankError with the traceback. SIGINT, SIGTERM, SIGUSR1 and SIGHUP
-    reach every rank that is started here as SIGTERM, and end this call with SystemExit; a second SIGINT kills the
-    ranks. None of them outlives this call.
+    If a rank fails or is killed, all ranks end, and the first error is raised here: an RLinfError unchanged, RankKilledError
+    after an external signal, else RankError with the traceback. SIGINT, SIGTERM, SIGUSR1 and SIGHUP are forwarded to every
+    rank started here as SIGTERM, and end this call with SystemExit; a second SIGINT kills the ranks. No rank outlives this call.
     """
     work = Work(function, argument, device, asdict(DeadlinesConfig()) if deadlines is None else dict(deadlines))
     if _launcher_ranks is not None:
@@ -96,7 +95,8 @@ def launch(
     gpus: Sequence[str] = ()
     if device == "cuda" and places is None:
         gpus = visible_gpus(os.environ, torch.cuda.device_count())
-        rank_environment(os.environ, gpus, num_processes - 1)  # raises if the last rank has no GPU
+        # Raises here, before any rank starts, if the last rank has no GPU.
+        rank_environment(os.environ, gpus, num_processes - 1)
     with Ranks(places) as ranks:
         ranks.start(work, num_processes, gpus)
         ranks.wait()
@@ -104,16 +104,15 @@ def launch(
 
 
 class Ranks:
-    """The ranks of one ``launch``, processes of this machine or of Ray's. A context manager that ends them."""
+    """The ranks of one ``launch``: processes of this machine or of Ray. A context manager that ends them."""
 
     def __init__(self, places: RankPlaces | None) -> None:
         self.places = places
-        self.processes: list[
-            Any
-        ] = []  # a ``RemoteRank`` has the calls of ``multiprocessing.Process`` that are used here
+        # A `RemoteRank` has the methods of `multiprocessing.Process` that are used here.
+        self.processes: list[Any] = []
         self.signals: list[int] = []  # received and forwarded
-        self.hung: set[int] = set()  # killed because another rank had failed
-        # The store listens before its port is passed on: a port that is merely looked up may be taken before it is used.
+        self.hung: set[int] = set()  # killed because a different rank had failed
+        # The store listens before its port is passed on: a port that is only looked up may be taken before it is used.
         self._store = _store("127.0.0.1" if places is None else places.host)
         self._spawned: mp.ProcessContext | None = None
         self._handlers = {number: signal.getsignal(number) for number in FORWARDED_SIGNALS}
@@ -126,7 +125,8 @@ class Ranks:
     def start(self, work: Work, num_processes: int, gpus: Sequence[str]) -> None:
         """Start all ranks, and forward signals to them from then on."""
         for number in self._handlers.keys() - {signal.SIGTERM}:
-            signal.signal(number, signal.SIG_IGN)  # inherited by the ranks, which a terminal would signal too
+            # Ranks inherit this: a terminal signals the entire process group, but only `_forward` should reach the ranks.
+            signal.signal(number, signal.SIG_IGN)
         if self.places is None:
             arguments = (work, num_processes, self._store.port, gpus)
             self._spawned = mp.start_processes(
@@ -147,50 +147,54 @@ class Ranks:
                 process.kill() if kill else process.terminate()
 
     def wait(self) -> None:
-        """Wait until all ranks have ended. One that fails ends the others, which would wait for it forever."""
+        """Wait until all ranks have ended. If a rank fails, end all ranks, which would wait for it forever."""
         while alive := [process for process in self.processes if process.is_alive()]:
             # Checked before each wait: a process closes its sentinel a moment before it has an exit code.
             if not self.signals and any(process.exitcode for process in self.processes):
-                return self._end_others()
+                return self._end_remaining()
             multiprocessing.connection.wait([process.sentinel for process in alive])
 
-    def _end_others(self) -> None:
+    def _end_remaining(self) -> None:
         hangs = isinstance(reported(self._store), DeadlineError)
         for process in self.processes:
+            # A rank that is alive after the deadline could not reply, perhaps because it holds Python's lock.
             if hangs and process.is_alive():
-                _signal(process, DUMP_SIGNAL)  # it could not answer, perhaps because it holds Python's lock
+                _signal(process, DUMP_SIGNAL)
         for rank, process in enumerate(self.processes):
             process.join(1.0 if hangs else GRACE_S)
             if process.exitcode is None:
                 self.hung.add(rank)
-                process.kill()  # inside a collective call, a rank cannot run its handler of SIGTERM
+                # SIGKILL: inside a collective call, a rank cannot run its handler of SIGTERM.
+                process.kill()
                 process.join()
 
     def raise_verdict(self) -> None:
-        """Raise why the ranks, which have ended, did not all succeed."""
+        """Raise the error of the ended ranks, unless all succeeded."""
+        # In the order of causes: a user error, a signal to the command, a lost or killed rank, and only then its consequences.
         error = reported(self._store)
         if isinstance(error, (RLinfError, DeadlineError)):
             raise error
         if self.signals:
             if self.signals[0] == signal.SIGINT and self.processes[0].exitcode == -signal.SIGTERM:
-                raise KeyboardInterrupt  # the ranks had not installed their handlers yet
+                # The ranks had not installed their handlers yet, so there is nothing to resume.
+                raise KeyboardInterrupt
             sys.exit(128 + self.signals[0])
-        remote = [(rank, each) for rank, each in enumerate(self.processes) if isinstance(each, RemoteRank)]
-        if faults := [f"Rank {rank} could not be run: {each.fault}" for rank, each in remote if each.fault]:
+        remote = [(rank, process) for rank, process in enumerate(self.processes) if isinstance(process, RemoteRank)]
+        if faults := [f"Rank {rank} could not be run: {process.fault}" for rank, process in remote if process.fault]:
             raise RankError("; ".join(faults))
-        if killed := [text for rank, each in enumerate(self.processes) if (text := self._killed(rank, each))]:
-            # The errors of the others (lost connections) are only its consequence.
+        if killed := [text for rank, process in enumerate(self.processes) if (text := self._killed(rank, process))]:
             raise RankKilledError(f"{'; '.join(killed)}. {KILLED_HINT}")
         if error is not None:
             raise error
-        for rank, each in remote:
-            if each.exitcode:
-                raise RankError(f"Rank {rank} ended with status {each.exitcode}; the log says why")
-        while self._spawned is not None and not self._spawned.join():  # raises the error of a rank that reported none
+        for rank, process in remote:
+            if process.exitcode:
+                raise RankError(f"Rank {rank} ended with status {process.exitcode}; its error is in the log")
+        # `join` raises the error of a rank that ended before it could report one.
+        while self._spawned is not None and not self._spawned.join():
             pass
 
     def _killed(self, rank: int, process: Any) -> str | None:
-        """Return in words by what a rank was killed from outside, or lost; None if it was not."""
+        """Describe how a rank was lost or killed externally; None if it was not."""
         if isinstance(process, RemoteRank) and process.lost:
             return f"Rank {rank} was lost: {process.lost}"
         if process.exitcode < 0 and rank not in self.hung:
@@ -209,7 +213,8 @@ class Ranks:
 
 
 def _store(host: str) -> dist.TCPStore:
-    """Open a store at one address of this machine. By default it would listen on all, and its values are unpickled."""
+    """Open a store at one address of this machine."""
+    # torch's default is to listen on all addresses. Values of the store are unpickled, so anyone who reaches it can run code.
     listener = socket.socket()
     listener.bind((host, 0))
     listener.listen()
@@ -224,11 +229,10 @@ def _signal(process: Any, number: int) -> None:
         os.kill(process.pid, number)
 
 
-def run_with_ranks(context: LaunchContext, words: Sequence[str], command: Callable[[], int]) -> int:
-    """Run a command on rank 0 of the processes that a launcher has started; the others take part in its launches.
+def run_with_ranks(context: LaunchContext, arguments: Sequence[str], command: Callable[[], int]) -> int:
+    """Run a command on rank 0 of a launcher's processes; other ranks run its launches. Return the exit status.
 
-    Every rank prints an error of the user, or of a rank. ``words``, the command with its arguments, must be the same on
-    all ranks. Return the exit status.
+    Every rank prints an error of the user, or of a rank. ``arguments``, the command line, must be equal on all ranks.
     """
     faulthandler.enable()
     address = ":".join(map(str, context.address))
@@ -243,7 +247,7 @@ def run_with_ranks(context: LaunchContext, words: Sequence[str], command: Callab
     restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)
     ranks = LauncherRanks(context, dist.PrefixStore(f"rlinf/{restarts}", store))
     try:
-        ranks.compare(words)
+        ranks.compare(arguments)
         gpus = visible_gpus(os.environ, torch.cuda.device_count())
         if context.local_rank < len(gpus):
             _isolate(gpus, context.local_rank)
@@ -263,7 +267,7 @@ def run_with_ranks(context: LaunchContext, words: Sequence[str], command: Callab
 
 
 def _lead(ranks: LauncherRanks, command: Callable[[], int]) -> int:
-    """Run the command of rank 0, and tell the other ranks its exit status or error."""
+    """Run the command of rank 0, and send its exit status or error to other ranks."""
     global _launcher_ranks
     _launcher_ranks, end = ranks, RankError("Rank 0 failed; its traceback is in the log")
     try:
@@ -281,7 +285,7 @@ def _lead(ranks: LauncherRanks, command: Callable[[], int]) -> int:
 
 
 def _run_with_launcher(ranks: LauncherRanks, work: Work, allocator: str | None) -> None:
-    """Run a piece of work as one of the launcher's ranks; ``allocator`` is rank 0's setting of ``ALLOCATOR``."""
+    """Run work as one of the launcher's ranks; ``allocator`` is rank 0's value of ``ALLOCATOR``."""
     if allocator is not None:
         os.environ.setdefault(ALLOCATOR, allocator)
     store = dist.PrefixStore(f"launch/{ranks.num_launches}", ranks.store)
@@ -296,6 +300,7 @@ def _dump_stacks_on_signals() -> None:
 def _run_rank(rank: int, work: Work, num_processes: int, port: int, gpus: Sequence[str]) -> None:
     _dump_stacks_on_signals()
     parent = multiprocessing.parent_process()
+    # A killed parent signals nobody. In a collective call this rank runs no Python on its main thread, so a thread waits.
     threading.Thread(target=lambda: (parent.join(), os._exit(1)), daemon=True).start()
     os.environ |= {"LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(num_processes)}
     store = _connected_store("127.0.0.1", port, work)
@@ -303,9 +308,9 @@ def _run_rank(rank: int, work: Work, num_processes: int, port: int, gpus: Sequen
 
 
 def _run_placed_rank(rank: int, work: Work, num_processes: int, host: str, port: int) -> None:
-    """Be a rank that Ray has placed. The command prints the error that this rank reports."""
+    """Run as a rank that Ray has placed. The command prints this rank's error."""
     if work.device == "cuda":
-        isolate_rank(visible_gpus(os.environ, 1), 0)  # Ray shows it the GPU of its place
+        isolate_rank(visible_gpus(os.environ, 1), 0)  # Ray shows only the GPU of this place
     else:
         hide_gpus()
     _dump_stacks_on_signals()
@@ -317,7 +322,7 @@ def _run_placed_rank(rank: int, work: Work, num_processes: int, host: str, port:
         sys.exit(EXIT_FAULT)
     try:
         _take_part(work, store, rank, num_processes, ends_process=False)
-    except Exception as error:  # noqa: BLE001 - it is in the store
+    except Exception as error:  # noqa: BLE001 - the store has it
         sys.exit(exit_status(error))
 
 
@@ -326,11 +331,12 @@ def _connected_store(host: str, port: int, work: Work) -> dist.TCPStore:
 
 
 def _isolate(gpus: Sequence[str], rank: int) -> None:
-    """Hide all GPUs but the rank's own; raise RankError if CUDA has started, because it would continue with all of them."""
+    """Hide all GPUs except the rank's; raise RankError if CUDA has started."""
+    # CUDA reads the visible GPUs at its start: later changes of the environment have no effect.
     if torch.cuda.is_initialized():
         raise RankError(
-            f"Rank {rank} has started CUDA while it imported modules, so it cannot hide the GPUs of other ranks. Take what starts "
-            "CUDA out of the top level of your modules: tensors on a GPU, torch.cuda.current_device() and the like"
+            f"Rank {rank} has started CUDA while it imported modules, so it cannot hide the GPUs of other ranks. Remove code that starts "
+            "CUDA from the top level of your modules: tensors on a GPU, torch.cuda.current_device() and the like"
         )
     isolate_rank(gpus, rank)
 
@@ -338,9 +344,9 @@ def _isolate(gpus: Sequence[str], rank: int) -> None:
 def _take_part(
     work: Work, store: dist.Store, rank: int, size: int, ends_process: bool, gpus: Sequence[str] = ()
 ) -> None:
-    """Do a piece of work as one rank of a process group. Every rank raises the first error of any.
+    """Run work as one rank of a process group. Every rank raises the first error of any rank.
 
-    ``gpus`` are the GPUs of this machine if the rank's own, ``gpus[rank]``, is yet to be isolated.
+    ``gpus`` are the GPUs of this machine if the rank's, ``gpus[rank]``, is not isolated yet.
     """
     with Watchdog(store, rank, size, work.deadlines, ends_process):
         try:
@@ -351,10 +357,11 @@ def _take_part(
                     agree(store, rank, size, "gpus", {"gpus": gpu_uuids()}, reject_shared_gpus)
                 _join_group(work.device, store, rank, size)
             work.function(work.argument)
+            # gloo aborts if a rank closes its connections while a different rank still uses them.
             with deadline("save"):
-                dist.barrier()  # gloo aborts if one rank closes its connections while another still uses them
+                dist.barrier()
         except Exception as error:
-            # Reported before this rank closes its connections, which makes the others fail with errors that hide the cause.
+            # Reported before this rank closes its connections: then other ranks fail with errors that hide the cause.
             raise report(store, portable(error, rank)) from error
         finally:
             if dist.is_initialized():

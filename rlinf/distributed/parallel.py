@@ -1,4 +1,4 @@
-"""How ranks hold a trained model: as replicas (``Replicated``) or as shards (``Sharded``, FSDP2)."""
+"""Data parallelism of a trained model: replicas (``Replicated``) or shards (``Sharded``, FSDP2)."""
 
 from __future__ import annotations
 
@@ -39,13 +39,13 @@ ENTRY_POINTS = ("predict_action_batch", "evaluate_actions", "sft_loss")
 SMALL_STATE = GIB
 """Bytes of weights, gradients and optimiser on a rank up to which sharding would only cost time."""
 FITS = 0.6
-"""Fraction of a rank's memory that its replica may take; activations and rollouts need the rest."""
+"""Fraction of a rank's memory that its replica may take; activations and rollouts need the remaining memory."""
 BYTES_OF_STEPS = 16
-"""Of a trained parameter: its float32 master, gradient and two moments of AdamW. Each replica has them once more."""
+"""Bytes per trained parameter: float32 master, gradient and two moments of AdamW. Every replica has them."""
 STEPS_FIT = 0.25
-"""Fraction of a rank's memory that these may take; with more, sharding them frees more than it costs."""
+"""Fraction of a rank's memory that these may take; above it, sharding frees more than it costs."""
 LOCAL_SUMS = GIB // 2
-"""Bytes of whole float32 gradients up to which a rank sums micro-batches before the ranks sum theirs."""
+"""Bytes of full float32 gradients up to which a rank sums micro-batches before the sum over ranks."""
 
 
 class Parallel(ABC):
@@ -54,7 +54,7 @@ class Parallel(ABC):
     model: nn.Module
 
     @abstractmethod
-    def whole(self) -> Any:
+    def gathered(self) -> Any:
         """Return a context in which this rank holds all weights, so that forward passes call no collective.
 
         Entering it is a collective call. Weights must not change inside it, and no backward pass may run.
@@ -62,26 +62,25 @@ class Parallel(ABC):
 
     @abstractmethod
     def start_backward(self, is_last: bool) -> None:
-        """Prepare for the backward pass of a micro-batch; ``is_last``: of the last one before a step."""
+        """Prepare for the backward pass of a micro-batch; ``is_last``: the last one before a step."""
 
     @abstractmethod
     def sum_gradients(self, stepped: Sequence[nn.Parameter]) -> None:
-        """Sum the gradients of what an optimiser steps over the ranks (a collective call), once per step."""
+        """Sum the gradients of the stepped parameters over the ranks (a collective call), once per step."""
 
 
 class Replicated(Parallel):
-    """Every rank holds the whole model, which also plays: no push, no copy.
+    """Every rank holds the full model, which also collects rollouts: no push, no copy.
 
-    The ranks start with equal weights (``take_weights_of_rank_0``) and take equal steps, so the weights stay equal bit
-    for bit.
+    The ranks start with equal weights (``take_weights_of_rank_0``) and take equal steps, so the weights remain bit-equal.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
 
     @contextmanager
-    def whole(self) -> Iterator[None]:
-        """See ``Parallel.whole``."""
+    def gathered(self) -> Iterator[None]:
+        """See ``Parallel.gathered``."""
         yield
 
     def start_backward(self, is_last: bool) -> None:
@@ -89,7 +88,7 @@ class Replicated(Parallel):
 
     @torch.no_grad()
     def sum_gradients(self, stepped: Sequence[nn.Parameter]) -> None:
-        """Sum in one all-reduce. A tensor without a gradient on any rank has none afterwards, so it is not stepped."""
+        """Sum in one all-reduce. A tensor that has no gradient on any rank has none afterwards, so it is not stepped."""
         if world_size() == 1 or not stepped:
             return
         parts = [torch.zeros_like(p) if p.grad is None else p.grad for p in stepped]
@@ -97,7 +96,8 @@ class Replicated(Parallel):
         flat = torch.cat([part.flatten() for part in (*parts, to_device(torch.tensor(has), parts[0].device))])
         dist.all_reduce(flat)
         *sums, present = flat.split([*(p.numel() for p in stepped), len(stepped)])
-        held = has if all(has) else present.tolist()  # the answer is known without waiting for a GPU
+        # If this rank has all gradients, no tensor lacks one, which is known without waiting for the GPU.
+        held = has if all(has) else present.tolist()
         for parameter, gradient, ranks in zip(stepped, sums, held, strict=True):
             parameter.grad = gradient.view_as(parameter) if ranks else None
 
@@ -106,16 +106,12 @@ class Sharded(Parallel):
     """Fully sharded data parallelism (FSDP2; Zhao et al. 2023, arXiv:2304.11277) over the modules that a model declares.
 
     Trained 16-bit weights become float32 shards. They are gathered and used in 16 bits; their gradients are summed over
-    ranks and micro-batches in float32. ``model.compute_dtypes`` then maps their names to the 16-bit format. Frozen
-    weights stay in 16 bits, and modules in ``float32_modules`` stay in float32.
-
-    Deferred parameters (``rlinf.distributed.deferred``) are sharded before they are read, so a rank reads only its
-    rows.
+    ranks and micro-batches in float32. ``model.compute_dtypes`` then maps their names to the 16-bit dtype. Frozen
+    weights remain in 16 bits, and modules in ``float32_modules`` remain in float32.
 
     Args:
         model: Changed in place, unit by unit: the device never holds more of it than the shards and one unit.
-        device: ``cuda`` or ``cpu``.
-        shard_size: Ranks that share the weights; the groups of so many ranks hold replicas. None: all ranks.
+        shard_size: Ranks over which the weights are sharded; groups of that size hold replicas. None: all ranks.
         cpu_offload: Keep shards, their gradients and the optimiser's moments in main memory.
     """
 
@@ -139,7 +135,7 @@ class Sharded(Parallel):
         for module in [] if dtype is None else _float32_modules(model, dtype):
             fully_shard(module, mp_policy=MixedPrecisionPolicy(cast_forward_inputs=False), **shared)
             layers = [layer for layer in layers if not any(layer is inner for inner in module.modules())]
-        # The model casts its own inputs: a cast here would round the denoising chain and the state of a flow policy.
+        # The model casts its inputs itself: a cast here would round the denoising chain and the state of a flow policy.
         sums = None if dtype is None else torch.float32
         policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=sums, cast_forward_inputs=False)
         for module in [*layers, model]:
@@ -147,6 +143,7 @@ class Sharded(Parallel):
                 if parameter.requires_grad and parameter.element_size() == 2:
                     parameter.data = parameter.data.float()
             fully_shard(module, mp_policy=policy, **shared)
+        # After sharding, so that each rank reads only its rows.
         read_deferred(model, sources, "cpu" if cpu_offload else device)
         for unit in self.units():
             # Losses are fractions of a mean over all ranks, so their gradients are added, not averaged.
@@ -157,57 +154,57 @@ class Sharded(Parallel):
                 register_fsdp_forward_method(model, name)
         trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
         self._sums_locally = 4 * trained <= LOCAL_SUMS
-        self._is_whole = False
+        self._is_gathered = False
 
     def units(self) -> Iterator[nn.Module]:
-        """Yield the FSDP modules in the order of ``model.modules()``, the root last."""
+        """Yield the FSDP modules in the order of ``model.modules()``, and the root last."""
         yield from (
             module for module in self.model.modules() if isinstance(module, FSDPModule) and module is not self.model
         )
         yield self.model
 
     @contextmanager
-    def whole(self) -> Iterator[None]:
-        """See ``Parallel.whole``."""
-        if self._is_whole:
+    def gathered(self) -> Iterator[None]:
+        """See ``Parallel.gathered``."""
+        if self._is_gathered:
             yield
             return
         units = list(self.units())
-        self._is_whole = True
+        self._is_gathered = True
         try:
             for unit in units:
-                unit.reshard()  # a forward pass without a backward pass has left the root whole, with the weights of then
+                # A forward pass without a backward pass leaves the root gathered, with weights that may be out of date.
+                unit.reshard()
                 unit.set_reshard_after_forward(False, recurse=False)
                 unit.unshard()
             yield
         finally:
-            self._is_whole = False
+            self._is_gathered = False
             for unit in units:
                 unit.reshard()
-                # FSDP2's own default: the root is used first in the backward pass.
+                # FSDP2's default: the root stays gathered, because the backward pass uses it first.
                 unit.set_reshard_after_forward(unit is not self.model, recurse=False)
 
     def start_backward(self, is_last: bool) -> None:
-        """Sum over the ranks in the last backward pass only, where the whole gradients of a rank are small (``LOCAL_SUMS``)."""
+        """See ``Parallel.start_backward``."""
+        # With small gradients (``LOCAL_SUMS``), a rank sums micro-batches locally and communicates only in the last backward pass.
         self.model.set_requires_gradient_sync(is_last or not self._sums_locally)
 
     def sum_gradients(self, stepped: Sequence[nn.Parameter]) -> None:
-        """The backward pass has summed them."""
+        """Do nothing: the backward pass has summed them."""
 
 
 def take_weights_of_rank_0(model: nn.Module) -> None:
-    """Give every rank the parameters and buffers of rank 0 (a collective call); only differing ones are sent.
-
-    Equal seeds are not enough: code that only one rank runs may have drawn numbers. Deferred weights come from the same
-    files.
-    """
+    """Copy the parameters and buffers of rank 0 to every rank (a collective call); only different tensors are sent."""
     if world_size() == 1:
         return
+    # Equal seeds are not enough: code that only one rank runs may have drawn random numbers. Deferred weights need no copy: all
+    # ranks read the same files.
     tensors = dict(model.named_parameters()) | dict(model.named_buffers())
     tensors = {name: tensor for name, tensor in tensors.items() if not tensor.is_meta}
-    first, *others = gather_objects({name: _checksum(tensor) for name, tensor in tensors.items()})
-    for name in first:
-        if any(other[name] != first[name] for other in others):
+    checksums = gather_objects({name: _checksum(tensor) for name, tensor in tensors.items()})
+    for name in checksums[0]:
+        if any(checksum[name] != checksums[0][name] for checksum in checksums):
             sent = tensors[name].detach().cpu().contiguous()
             dist.broadcast(sent, 0)
             tensors[name].data.copy_(sent)
@@ -220,7 +217,7 @@ def _checksum(tensor: Tensor) -> int:
 def make_parallel(
     model: nn.Module, device: str, sharded: bool, *, shard_size: int | None = None, cpu_offload: bool = False
 ) -> Parallel:
-    """Hold a model on all ranks, with its deferred weights read. A replica moves to ``device`` whole."""
+    """Shard or replicate a model over all ranks, on ``device``, and read its deferred weights."""
     if sharded:
         return Sharded(model, device, shard_size=shard_size, cpu_offload=cpu_offload)
     read_deferred(model, deferred_parameters(model), device)
@@ -229,14 +226,14 @@ def make_parallel(
 
 @torch.no_grad()
 def read_deferred(model: nn.Module, sources: Mapping[str, FileTensor], device: str) -> None:
-    """Put deferred parameters on ``device`` and read them, one after the other; of a sharded one, this rank's rows only.
+    """Allocate deferred parameters on ``device`` and read them one by one; of a sharded parameter, only this rank's rows.
 
     ``sources`` is the result of ``deferred_parameters`` before the model was sharded.
     """
     if not sources:
         return
     swaps = torch.__future__.get_swap_module_params_on_conversion()
-    # Parameters stay the same objects, so tied ones stay tied.
+    # Parameters remain the same objects, so tied parameters remain tied.
     torch.__future__.set_swap_module_params_on_conversion(True)
     try:
         model._apply(lambda t: torch.empty_like(t, device=device) if t.device.type == "meta" else t)
@@ -250,10 +247,8 @@ def read_deferred(model: nn.Module, sources: Mapping[str, FileTensor], device: s
 
 
 def empty_copy(model: nn.Module, device: str) -> nn.Module:
-    """Return a copy of a plain model on a device, with empty parameters and copied buffers.
-
-    The copy keeps ``requires_grad``: torch chooses kernels by it, and different kernels round differently.
-    """
+    """Return a copy of an unsharded model on a device, with empty parameters and copied buffers."""
+    # With the same requires_grad: torch chooses kernels by it, and different kernels round differently.
     memo: dict[int, Any] = {}
     for parameter in model.parameters():
         memo[id(parameter)] = nn.Parameter(torch.empty_like(parameter, device=device), parameter.requires_grad)
@@ -264,16 +259,16 @@ def check_can_shard(model: nn.Module) -> None:
     """Raise ConfigError if a model, which may be on the meta device, declares no units to shard."""
     declared = tuple(getattr(model, "fsdp_wrap_modules", ()))
     if not declared:
-        found = "its fsdp_wrap_modules are empty; required: the classes of its layers"
+        problem = "its fsdp_wrap_modules are empty; required: the classes of its layers"
     elif not _layers(model):
-        found = f"none of its fsdp_wrap_modules {sorted(declared)} occurs in it"
+        problem = f"none of its fsdp_wrap_modules {sorted(declared)} occurs in it"
     else:
         return
-    raise ConfigError(f"{type(model).__name__} cannot be sharded: {found}.", sharding="replicate")
+    raise ConfigError(f"{type(model).__name__} cannot be sharded: {problem}.", sharding="replicate")
 
 
 def _layers(model: nn.Module) -> list[nn.Module]:
-    """Return the modules that a model declares as units, inner ones before those around them."""
+    """Return the modules that a model declares as units, inner modules before outer ones."""
     names = set(model.fsdp_wrap_modules)
     return [module for module in reversed(list(model.modules())) if type(module).__name__ in names]
 
@@ -286,7 +281,7 @@ def _mesh(device: str, shard_size: int | None) -> DeviceMesh:
 
 
 def _float32_modules(model: nn.Module, dtype: torch.dtype) -> Iterator[nn.Module]:
-    """Yield the modules that stay in float32 although the model computes in ``dtype``."""
+    """Yield the modules that remain in float32 although the model computes in ``dtype``."""
     for name in getattr(model, "float32_modules", ()):
         module = getattr(model, name, None)
         if isinstance(module, nn.Parameter):
@@ -303,21 +298,21 @@ def _float32_modules(model: nn.Module, dtype: torch.dtype) -> Iterator[nn.Module
 
 @dataclass(frozen=True)
 class StateBytes:
-    """Bytes of training one model on one rank."""
+    """Bytes of a model and its optimiser on one rank."""
 
     weights: int  # trained shards are float32
     masters: int  # float32 copies of trained 16-bit weights; shards need none
     gradients: int  # of trained parameters, summed in float32
-    moments: int  # two float32 numbers of AdamW for each trained parameter
+    moments: int  # two float32 values of AdamW for each trained parameter
 
     @property
     def total(self) -> int:
-        """Their sum."""
+        """Sum of all bytes."""
         return self.weights + self.masters + self.gradients + self.moments
 
     @classmethod
     def of(cls, model: nn.Module, num_shards: int | None) -> StateBytes:
-        """Count for a model, which may be on the meta device, in ``num_shards`` shards; None: replicated."""
+        """Count the bytes for a model, which may be on the meta device, in ``num_shards`` shards; None: replicated."""
         parameters = list(model.parameters())
         weights = sum(p.numel() * p.element_size() for p in parameters)
         trained = sum(p.numel() for p in parameters if p.requires_grad)
@@ -341,19 +336,19 @@ def choose_sharding(
     sharding: str, model: nn.Module, num_ranks: int, memory_bytes: int, *, cpu_offload: bool = False,
     shard_size: int | None = None,
 ) -> Choice:  # fmt: skip
-    """Choose how ranks with ``memory_bytes`` each hold a model.
+    """Choose replicas or shards for ranks with ``memory_bytes`` each.
 
     Args:
         sharding: One of ``rlinf.distributed.config.SHARDINGS``.
         model: The model, or its shapes on the meta device, with the adapters and frozen parameters of the training.
-        cpu_offload: Asks for shards.
-        shard_size: Ranks that divide the weights; the reason says so if it has no effect.
+        cpu_offload: Requires shards.
+        shard_size: Ranks over which the weights are sharded; the reason reports if it has no effect.
     """
     if sharding == "replicate" and cpu_offload:
         raise ConfigError("sharding=replicate with cpu_offload=true; required: shards to offload.", sharding="fsdp2")
     if sharding == "replicate" and shard_size is not None:
-        found = f"sharding=replicate with shard_size={shard_size}"
-        raise ConfigError(f"{found}; required: shards of that size, or none.", sharding="fsdp2", shard_size=None)
+        problem = f"sharding=replicate with shard_size={shard_size}; required: shards of that size, or none."
+        raise ConfigError(problem, sharding="fsdp2", shard_size=None)
     if sharding == "fsdp2" or cpu_offload:
         check_can_shard(model)
         return Choice(True, "as configured" if sharding == "fsdp2" else "cpu_offload=true moves shards")
@@ -364,8 +359,8 @@ def choose_sharding(
         return Choice(False, f"there is one rank{unused}")
     needed = StateBytes.of(model, None).total
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    share = trained / max(1, sum(p.numel() for p in model.parameters()))
-    text = f"{share:.1%} of the parameters are trained, and a replica takes {format_bytes(needed)} of a rank's {format_bytes(memory_bytes)}"
+    fraction = trained / max(1, sum(p.numel() for p in model.parameters()))
+    text = f"{fraction:.1%} of the parameters are trained, and a replica takes {format_bytes(needed)} of a rank's {format_bytes(memory_bytes)}"
     steps_fit = BYTES_OF_STEPS * trained <= STEPS_FIT * memory_bytes
     if needed <= SMALL_STATE:
         return Choice(False, f"{text}, which is at most {format_bytes(SMALL_STATE)}{unused}")
@@ -376,7 +371,7 @@ def choose_sharding(
 
 
 def rank_memory_bytes(device: str, num_ranks: int) -> int:
-    """Return the memory of one rank: all of its GPU, or its fraction of the main memory."""
+    """Return the memory of one rank: its GPU's, or its fraction of the main memory."""
     if device == "cuda":
         return torch.cuda.get_device_properties(own_device()).total_memory
     return main_memory_bytes() // num_ranks
@@ -391,22 +386,22 @@ def full_tensor(tensor: Tensor) -> Tensor:
 
 
 def local_part(tensor: Tensor) -> tuple[Tensor, tuple[slice, ...]]:
-    """Return this rank's part of a tensor and its place in the whole: everything unless it is sharded."""
+    """Return this rank's part of a tensor and its slices in the full tensor; the full tensor unless it is sharded."""
     if not isinstance(tensor, DTensor):
         return tensor, (...,)
     shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
     return tensor.to_local(), tuple(slice(start, start + size) for start, size in zip(offset, shape, strict=True))
 
 
-def part_of(whole: Weight, where: tuple[Any, ...]) -> Tensor:
-    """Return the part of a tensor at a place from ``local_part``; from a file, only its rows are read."""
-    if isinstance(whole, Tensor):
-        return whole[where]
-    return whole.rows() if where[0] is ... else whole.rows(where[0].start, where[0].stop)
+def part_of(full: Weight, where: tuple[Any, ...]) -> Tensor:
+    """Return the part of a full tensor at slices from ``local_part``; from a file, only its rows are read."""
+    if isinstance(full, Tensor):
+        return full[where]
+    return full.rows() if where[0] is ... else full.rows(where[0].start, where[0].stop)
 
 
 def grad_norm(parameters: list[nn.Parameter]) -> Tensor:
-    """Return the global 2-norm of the gradients, a float32 scalar on their device; a collective call if they are sharded."""
+    """Return the global 2-norm of the gradients, a float32 scalar on their device; a collective call for shards."""
     norm = torch.nn.utils.get_total_norm([p.grad for p in parameters], foreach=True)
     return full_tensor(norm).float()
 

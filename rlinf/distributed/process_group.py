@@ -1,4 +1,4 @@
-"""The process group of a run: this process's rank and device, and objects and sums that ranks exchange."""
+"""The process group of a run: rank, device, and the exchange of objects and sums."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def local_world_size() -> int:
 
 
 def given_num_threads(num_threads: int | None) -> int | None:
-    """Return ``num_threads`` (``cluster.num_threads``), else the number of ``OMP_NUM_THREADS``, else None."""
+    """Return ``num_threads`` (``cluster.num_threads``), else ``OMP_NUM_THREADS``, else None."""
     first = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
     return num_threads or (int(first) if first.isdigit() and int(first) else None)
 
@@ -42,7 +42,7 @@ def set_num_threads(num_threads: int | None, num_processes: int) -> None:
 
 
 def resolve_device(device: str, num_processes: int, on_cpu: str = "cluster.device=cpu") -> str:
-    """Return ``cuda`` or ``cpu`` for ``auto``; raise ConfigError if ``cuda`` has fewer GPUs than ranks. ``on_cpu``: its fix."""
+    """Return ``cuda`` or ``cpu`` for ``auto``; raise ConfigError, with the fix ``on_cpu``, if there are fewer GPUs than ranks."""
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     if device == "cuda" and torch.cuda.device_count() < num_processes:
@@ -55,15 +55,13 @@ def resolve_device(device: str, num_processes: int, on_cpu: str = "cluster.devic
 
 GLOO = "gloo_one_thread"
 GROUP_TIMEOUT = timedelta(days=1)
-"""torch's own limit of a collective call, beyond every deadline: it would name no wait and show no stacks."""
+"""torch's limit of a collective call, longer than every deadline: its error would have neither the deadline's name nor stacks."""
 
 
 def _gloo_with_one_thread(store: dist.Store, rank: int, size: int, timeout: timedelta) -> dist.ProcessGroupGloo:
-    """Create torch's gloo group with one worker thread instead of two.
-
-    PyTorch 2.13 has a race: its two threads assign the name of the finished collective to one string without a lock. A
-    name of more than 15 letters (FSDP's gathers have such names) lies on the heap and is sometimes freed twice.
-    """
+    """Create torch's gloo group with one worker thread instead of two."""
+    # PyTorch 2.13 has a race: its two threads assign the name of the finished collective to one string without a lock. A name
+    # of more than 15 characters (FSDP's gathers have such names) is on the heap and is sometimes freed twice.
     options = dist.ProcessGroupGloo._Options()
     options._timeout, options._threads = timeout, 1
     options._devices = [dist.ProcessGroupGloo.create_default_device()]
@@ -74,17 +72,15 @@ dist.Backend.register_backend(GLOO, _gloo_with_one_thread, devices=["cpu"])
 
 
 def backend_of(device: str) -> str:
-    """Return the collective backends of a device: gloo with one thread for CPU tensors, nccl for GPU tensors.
-
-    Numbers and objects of the loop bypass the GPU, where they would wait for all queued work.
-    """
+    """Return the collective backends of a device: gloo with one thread for CPU tensors, nccl for GPU tensors."""
+    # Both on a GPU: the loop's numbers and objects are CPU tensors, so their exchange does not wait for queued GPU work.
     return f"cpu:{GLOO},cuda:nccl" if device == "cuda" else GLOO
 
 
 def new_group(backend: str = GLOO, ranks: Sequence[int] | None = None) -> dist.ProcessGroup:
-    """Return another group, of all ranks or of ``ranks``. A collective call of all ranks, also of those outside the group."""
+    """Return a new group of all ranks or of ``ranks``. A collective call of all ranks, also of ranks outside the group."""
     world = dist.group.WORLD
-    # PyTorch 2.13 binds a new group to the GPU of the default group, and asks its backend for one of CUDA, which gloo has not.
+    # PyTorch 2.13 binds a new group to the GPU of the default group, and then requires a CUDA backend, which gloo does not have.
     bound, world.bound_device_id = world.bound_device_id, None
     try:
         return dist.new_group(ranks, backend=backend, timeout=GROUP_TIMEOUT)
@@ -93,15 +89,13 @@ def new_group(backend: str = GLOO, ranks: Sequence[int] | None = None) -> dist.P
 
 
 def new_mesh(device: str, num_groups: int) -> DeviceMesh:
-    """Return a mesh of all ranks: ``num_groups`` of neighbouring ranks, which hold replicas, and inside each its shards.
-
-    PyTorch 2.13 would give the groups of such a mesh its own timeout, of half an hour at most, and on GPUs gloo's two threads.
-    """
-    grid, own = torch.arange(world_size()).view(num_groups, -1), []
+    """Return a mesh of all ranks: ``num_groups`` replicas on neighbouring ranks, each sharded over its ranks."""
+    # Not `init_device_mesh`: PyTorch 2.13 gives its groups a timeout of at most half an hour, and on GPUs gloo with two threads.
+    grid, rank_groups = torch.arange(world_size()).view(num_groups, -1), []
     for groups in (grid.T.tolist(), grid.tolist()):
         made = [(ranks, new_group(backend_of(device), ranks)) for ranks in groups]
-        own += [group for ranks, group in made if rank() in ranks]
-    return DeviceMesh.from_group(own, device, mesh=grid, mesh_dim_names=("replicas", "shards"))
+        rank_groups += [group for ranks, group in made if rank() in ranks]
+    return DeviceMesh.from_group(rank_groups, device, mesh=grid, mesh_dim_names=("replicas", "shards"))
 
 
 def sum_over_ranks(values: list[float]) -> list[float]:
@@ -119,12 +113,12 @@ def any_rank(flag: bool) -> bool:
 
 
 def barrier() -> None:
-    """Wait until every rank is here."""
+    """Wait until every rank has called this."""
     sum_over_ranks([0.0])
 
 
 def gather_objects(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
-    """Return the values of all ranks, in rank order, on every rank; ``group`` holds all of them too."""
+    """Return the values of all ranks, in rank order, on every rank. ``group`` must contain all ranks."""
     if world_size() == 1:
         return [value]
     values = [None] * world_size()
@@ -133,12 +127,12 @@ def gather_objects(value: Any, group: dist.ProcessGroup | None = None) -> list[A
 
 
 def send_object(value: Any, to: int) -> None:
-    """Send a value to another rank, which takes it with ``receive_object``."""
+    """Send a value to a rank, which calls ``receive_object``."""
     dist.send_object_list([value], to)
 
 
 def receive_object(source: int) -> Any:
-    """Wait for the next value that another rank sends to this one, and return it."""
+    """Wait for the next value from the rank ``source``, and return it."""
     values = [None]
     dist.recv_object_list(values, source)
     return values[0]

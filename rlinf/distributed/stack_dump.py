@@ -1,4 +1,4 @@
-"""Dump the Python stacks of a silent process; ``faulthandler`` writes them on a signal even while C code runs."""
+"""Dumps of the Python stacks of silent processes; ``faulthandler`` writes them on a signal, even while C code runs."""
 
 from __future__ import annotations
 
@@ -15,24 +15,21 @@ from collections.abc import Callable
 from typing import IO, Protocol
 
 DUMP_SIGNAL = signal.SIGUSR2
-"""The signal that the process has registered with ``faulthandler``. Batch systems announce the end of a job by SIGUSR1."""
+"""The signal that processes register with ``faulthandler``. Not SIGUSR1, with which batch systems announce the end of a job."""
 POLL_S = 0.3
 MAX_POLLS = 10
-"""After these the process is killed without its stacks; a stopped process writes none."""
+"""Polls after which the process is killed without its stacks; a stopped process writes none."""
 CHILDREN_S = 2.0
 """Seconds that all children together have to write their stacks."""
 REMOTE_S = CHILDREN_S + 1.5
-"""Seconds that processes elsewhere, with their own children, have to send their stacks."""
+"""Seconds that remote processes, with their own children, have to send their stacks."""
 
 
 class RemoteProcesses(Protocol):
-    """Simulators or other processes that are not children of this one."""
+    """Processes that are not children of this process, such as simulators on other machines."""
 
-    def ask_stacks(self) -> Callable[[float], str]:
-        """Ask for their stacks; return a function that waits for them until a time of ``time.monotonic()`` at most.
-
-        It returns them, each below a line with the name of its process.
-        """
+    def request_stacks(self) -> Callable[[float], str]:
+        """Request stacks; return a function that waits for them until a time of ``time.monotonic()``, and returns them with names."""
         ...
 
 
@@ -41,39 +38,41 @@ _children: weakref.WeakKeyDictionary[subprocess.Popen, tuple[str, IO]] = weakref
 
 
 def dump_stacks(process: subprocess.Popen, log: IO) -> None:
-    """Make ``process`` write its stacks to ``log``; return once it has, it has ended, or after ``MAX_POLLS``."""
+    """Have ``process`` write its stacks to ``log``; return when it has written them or ended, or after ``MAX_POLLS``."""
     size = before = os.fstat(log.fileno()).st_size
     process.send_signal(DUMP_SIGNAL)
     for _ in range(MAX_POLLS):
         time.sleep(POLL_S)
         last, size = size, os.fstat(log.fileno()).st_size
+        # A size that no longer grows means that the last stack is complete.
         if size == last > before or process.poll() is not None:
             return
 
 
-def own_child(process: subprocess.Popen, name: str, log: IO) -> None:
+def register_child(process: subprocess.Popen, name: str, log: IO) -> None:
     """Register a simulator's or an engine's process, which dumps its stacks to ``log``, for ``stacks_of_children``."""
     _children[process] = (name, log)
 
 
-def own_remote(processes: RemoteProcesses) -> None:
-    """Register processes elsewhere for ``stacks_of_children``."""
+def register_remote(processes: RemoteProcesses) -> None:
+    """Register remote processes for ``stacks_of_children``."""
     _remote.add(processes)
 
 
 def running_children() -> dict[subprocess.Popen, tuple[str, IO]]:
-    """Return the registered processes that still run."""
+    """Return the registered processes that are running."""
     children = list(_children.items())
     return {process: about for process, about in children if process.returncode is None and not about[1].closed}
 
 
 def stacks_of_children() -> str:
-    """Return the stacks of this process's simulators and engines, then of processes elsewhere, in ``REMOTE_S`` at most.
+    """Return the stacks of this process's simulators and engines, then of remote processes, within ``REMOTE_S``.
 
     Equal stacks appear once, with the names of all their processes.
     """
+    # Remote processes first, so that they work while this process waits for its children.
     remote_deadline = time.monotonic() + REMOTE_S
-    waits = [processes.ask_stacks() for processes in list(_remote)]
+    waits = [processes.request_stacks() for processes in list(_remote)]
     before = {process: os.fstat(log.fileno()).st_size for process, (_, log) in running_children().items()}
     for process in before:
         process.send_signal(DUMP_SIGNAL)
@@ -88,16 +87,16 @@ def stacks_of_children() -> str:
     names: dict[str, list[str]] = {}
     for process, size in before.items():
         name, log = _children[process]
-        # Not read: the process writes at the position that it shares with this one.
+        # pread, not read: the child writes at the file position that it shares with this process.
         text = os.pread(log.fileno(), written[process] - size, size).decode(errors="replace")
-        text = re.sub(r"0x[0-9a-f]+", "", text) or "no answer: it is stopped or holds Python's lock\n"
+        text = re.sub(r"0x[0-9a-f]+", "", text) or "no reply: it is stopped or holds Python's lock\n"
         names.setdefault(text, []).append(f"{name} (process {process.pid})")
     texts = [f"\n{', '.join(all_names)}:\n{text}" for text, all_names in names.items()]
     return "".join([*texts, *(wait(remote_deadline) for wait in waits)])
 
 
 def all_stacks() -> str:
-    """Return the Python stacks of this process, and of its children and processes elsewhere."""
+    """Return the Python stacks of this process, its children and remote processes."""
     with tempfile.TemporaryFile() as file:
         faulthandler.dump_traceback(file)
         file.seek(0)
@@ -108,5 +107,6 @@ def kill_children() -> None:
     """Kill this process's simulators and engines."""
     for process in running_children():
         with contextlib.suppress(ProcessLookupError):
-            is_session = os.getpgid(process.pid) == process.pid  # an engine's, which has processes of its own
+            # An engine leads its own session, whose processes must end with it.
+            is_session = os.getpgid(process.pid) == process.pid
             (os.killpg if is_session else os.kill)(process.pid, signal.SIGKILL)

@@ -1,7 +1,7 @@
-"""The ranks that torchrun or srun has started: how a process recognises them, compares them and takes work from rank 0.
+"""The ranks of torchrun or srun: detection, comparison, and the work that rank 0 sends.
 
-Rank 0 runs the command. The other ranks wait at a store for its launches, so all share its configuration and its run
-folder, and rank 0 alone prints.
+Rank 0 runs the command. Other ranks wait at a store for its launches, so all ranks have its configuration and its run
+folder, and only rank 0 prints.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from typing import TYPE_CHECKING, Any
 
 from rlinf.errors import ConfigError
 
-# A command that runs alone reads this module, too, and torch would cost it seconds.
+# A command without a launcher imports this module, too, and torch would cost it seconds.
 if TYPE_CHECKING:
     from torch.distributed import Store
 
 START_S = 900.0
-"""Seconds that a rank waits for rank 0, and for all ranks to be there, before there is a configuration."""
+"""Seconds that a rank waits for rank 0, and for all ranks to connect, before there is a configuration."""
 POLL_S = 0.1
 LEAVE_S = 5.0
-"""Seconds that a rank waits at its end for the others to come to theirs."""
+"""Seconds that a rank waits at its end until all ranks are about to end."""
 
 TORCHRUN = {"rank": "RANK", "size": "WORLD_SIZE", "local_rank": "LOCAL_RANK"}
-# Not SLURM_NTASKS, which a batch script has too, where one process runs alone.
+# Not SLURM_NTASKS, which a batch script with a single process has, too.
 SRUN = {"rank": "SLURM_PROCID", "size": "SLURM_STEP_NUM_TASKS", "local_rank": "SLURM_LOCALID"}
 MPIRUN = {"rank": "OMPI_COMM_WORLD_RANK", "size": "OMPI_COMM_WORLD_SIZE"}
 ADDRESS = ("MASTER_ADDR", "MASTER_PORT")
@@ -42,25 +42,25 @@ ADDRESS = ("MASTER_ADDR", "MASTER_PORT")
 
 @dataclass(frozen=True)
 class LaunchContext:
-    """What torchrun or srun tells this process about itself."""
+    """This process's rank and the address of rank 0, from the variables of torchrun or srun."""
 
     launcher: str  # torchrun or srun
     rank: int
     size: int
     local_rank: int  # on its machine
     address: tuple[str, int]  # of the store
-    serves: bool  # this process opens the store; else it connects to it
+    serves: bool  # this process opens the store; else it connects
 
 
 def launch_context(environment: Mapping[str, str]) -> LaunchContext | None:
-    """Return what a launcher tells a process with this environment; None: no launcher, or a single process."""
+    """Parse the launcher's variables in an environment; None: no launcher, or a single process."""
     for launcher, names in (("torchrun", TORCHRUN), ("srun", SRUN), ("mpirun", MPIRUN)):
         size = environment.get(names["size"], "").strip()
         if names["rank"] not in environment or size in ("", "1"):
             continue
         if launcher == "mpirun":
             raise ConfigError(
-                f"mpirun has started several processes ({MPIRUN['size']}={size}), and each would be a whole run. Start them with "
+                f"mpirun has started several processes ({MPIRUN['size']}={size}), and each would be a separate run. Start them with "
                 "torchrun or srun, or run the command once with cluster.num_processes=<ranks of this machine>"
             )
         numbers = {key: _number(environment, name, launcher) for key, name in names.items()}
@@ -69,13 +69,14 @@ def launch_context(environment: Mapping[str, str]) -> LaunchContext | None:
             host = host or first_host(
                 environment.get("SLURM_STEP_NODELIST") or environment.get("SLURM_JOB_NODELIST", "")
             )
-            if not port:  # one that all tasks of the step know, and other steps on the machine most likely do not use
+            # A port that all tasks of the step can compute, and that other steps on the machine most likely do not use.
+            if not port:
                 job, step = (int(environment.get(f"SLURM_{name}_ID", "0")) for name in ("JOB", "STEP"))
                 port = str(10_000 + (31 * job + step) % 20_000)
         if not host or not (port or "").isdigit():
             raise ConfigError(
                 f"{launcher} has started {size} processes, but {ADDRESS[0]} is '{host or ''}' and {ADDRESS[1]} is '{port or ''}'; "
-                f"required: where rank 0 can be reached. Set both, or (in a shell of its job) unset {names['rank']} {names['size']}"
+                f"required: the address of rank 0. Set both, or (in a shell of its job) unset {names['rank']} {names['size']}"
             )
         serves = numbers["rank"] == 0 and environment.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
         return LaunchContext(launcher, **numbers, address=(host, int(port)), serves=serves)
@@ -85,8 +86,10 @@ def launch_context(environment: Mapping[str, str]) -> LaunchContext | None:
 def _number(environment: Mapping[str, str], name: str, launcher: str) -> int:
     value = environment.get(name, "").strip()
     if not value.isdigit():
-        found = f"{name} is '{value}'" if value else f"{name} is not set"
-        raise ConfigError(f"{found} in a process that {launcher} has started; required: a number. Set {name}=<number>")
+        problem = f"{name} is '{value}'" if value else f"{name} is not set"
+        raise ConfigError(
+            f"{problem} in a process that {launcher} has started; required: a number. Set {name}=<number>"
+        )
     return int(value)
 
 
@@ -97,18 +100,19 @@ def first_host(nodelist: str) -> str:
 
 
 def clear_launch_context(environment: dict[str, str] | os._Environ) -> None:
-    """Remove the launcher's variables from the environment of a process that continues alone."""
+    """Remove the launcher's variables from the environment of a process without ranks."""
     for names in (TORCHRUN, SRUN, MPIRUN):
         for name in names.values():
             environment.pop(name, None)
 
 
-def what_ranks_share(arguments: Sequence[str]) -> dict[str, Any]:
-    """Return the values that must agree on all ranks: the command's words, rlinf's code, all packages."""
-    metadata = (each.metadata for each in distributions())  # parses a file at each access
-    versions = {each["Name"].lower(): each["Version"] for each in metadata if each["Name"]}
+def rank_fingerprint(arguments: Sequence[str]) -> dict[str, Any]:
+    """Return the values that must be equal on all ranks: the command's arguments, rlinf's code, all packages."""
+    # A generator, because `.metadata` parses a file at each access.
+    metadata = (package.metadata for package in distributions())
+    versions = {fields["Name"].lower(): fields["Version"] for fields in metadata if fields["Name"]}
     return {
-        **{f"the word {word.partition('=')[0]}": word for word in arguments},
+        **{f"argument {argument.partition('=')[0]}": argument for argument in arguments},
         "source of rlinf (sha256)": source_hash(),
         "python": platform.python_version(),
         **{f"version of {name}": version for name, version in versions.items()},
@@ -125,15 +129,15 @@ def source_hash() -> str:
 
 
 def describe_differences(
-    found: Sequence[tuple[str, Mapping[str, Any]]], limit: int = 20, noun: str = "rank"
+    fingerprints: Sequence[tuple[str, Mapping[str, Any]]], limit: int = 20, noun: str = "rank"
 ) -> list[str]:
-    """Return a line for each value in which a rank differs from rank 0; at most ``limit``, and the number of others.
+    """Return at most ``limit`` lines about values in which a rank differs from rank 0, and the number of further differences.
 
-    ``found`` has the host and the values of each rank, or of each ``noun``.
+    ``fingerprints`` has the host and the values of each rank, or of each ``noun``.
     """
-    host, first = found[0]
+    host, first = fingerprints[0]
     lines = []
-    for rank, (other, values) in enumerate(found):
+    for rank, (other, values) in enumerate(fingerprints):
         for name in sorted({*first, *values}):
             expected, value = first.get(name, "(absent)"), values.get(name, "(absent)")
             if value != expected:
@@ -141,39 +145,39 @@ def describe_differences(
     return lines if len(lines) <= limit else [*lines[:limit], f"and {len(lines) - limit} more"]
 
 
-def reject_differences(found: Sequence[tuple[str, Mapping[str, Any]]], noun: str = "rank") -> None:
+def reject_differences(fingerprints: Sequence[tuple[str, Mapping[str, Any]]], noun: str = "rank") -> None:
     """Raise ConfigError if ranks differ; see ``describe_differences``."""
-    lines = describe_differences(found, noun=noun)
+    lines = describe_differences(fingerprints, noun=noun)
     if lines:
-        fix = f"Start all {noun}s with the same words, in the same environment, from the same code"
-        raise ConfigError(f"The {noun}s of this run are not alike:\n  " + "\n  ".join(lines) + f"\n{fix}")
+        fix = f"Start all {noun}s with the same arguments, in the same environment, from the same code"
+        raise ConfigError(f"The {noun}s of this run differ:\n  " + "\n  ".join(lines) + f"\n{fix}")
 
 
-def reject_shared_gpus(found: Sequence[tuple[str, Mapping[str, Any]]]) -> None:
-    """Raise ConfigError unless each rank sees one GPU of its own; ``found`` has the host and ``gpus`` of each rank."""
+def reject_shared_gpus(reports: Sequence[tuple[str, Mapping[str, Any]]]) -> None:
+    """Raise ConfigError unless each rank sees exactly one GPU, a different one; ``reports`` has the host and ``gpus`` of each rank."""
     owners: dict[str, str] = {}
-    for rank, (host, values) in enumerate(found):
-        gpus, who = values["gpus"], f"rank {rank} on {host}"
-        shared = owners.get(gpus[0]) if gpus else None
-        if len(gpus) != 1 or shared is not None:
-            has = f"shares GPU {gpus[0]} with {shared}" if shared else f"sees {len(gpus)} GPUs, none of them its own"
+    for rank, (host, values) in enumerate(reports):
+        gpus, name = values["gpus"], f"rank {rank} on {host}"
+        owner = owners.get(gpus[0]) if gpus else None
+        if len(gpus) != 1 or owner is not None:
+            has = f"has the same GPU {gpus[0]} as {owner}" if owner else f"sees {len(gpus)} GPUs, not exactly one"
             raise ConfigError(
-                f"{who} {has}; required: one GPU for each rank. Start at most as many ranks on a machine as it has GPUs, or set "
+                f"{name} {has}; required: one GPU for each rank. Start at most as many ranks on a machine as it has GPUs, or set "
                 "cluster.device=cpu"
             )
-        owners[gpus[0]] = who
+        owners[gpus[0]] = name
 
 
 def agree(
     store: Store, rank: int, size: int, key: str, values: dict[str, Any], check: Callable[[list], None]
 ) -> list[str]:
-    """Let rank 0 check the values of all ranks; return their hosts, or raise its ConfigError on every rank."""
+    """Have rank 0 check the values of all ranks; return their hosts, or raise its ConfigError on every rank."""
     store.set(f"{key}/{rank}", pickle.dumps((socket.gethostname(), values)))
     if rank == 0:
-        found = [pickle.loads(store.get(f"{key}/{each}")) for each in range(size)]
-        verdict: ConfigError | list[str] = [host for host, _ in found]
+        reports = [pickle.loads(store.get(f"{key}/{number}")) for number in range(size)]
+        verdict: ConfigError | list[str] = [host for host, _ in reports]
         try:
-            check(found)
+            check(reports)
         except ConfigError as error:
             verdict = error
         store.set(f"{key}/verdict", pickle.dumps(verdict))
@@ -187,32 +191,33 @@ _connected = False
 
 
 def is_connected() -> bool:
-    """Return whether this process is one of the ranks of a launcher, and connected to the others."""
+    """Return whether this process is a rank of a launcher and is connected to all ranks."""
     return _connected
 
 
 def started_here(num_processes: int) -> int:
-    """Return how many of a run's ranks this process is or starts: one of a launcher's ranks, else all."""
+    """Return how many of a run's ranks this process runs or starts: one if it is a launcher's rank, else all."""
     return 1 if _connected else num_processes
 
 
 class LauncherRanks:
-    """The ranks of a launcher, connected by a store. Rank 0 sends work, which the others take in order."""
+    """The ranks of a launcher, connected by a store. Rank 0 sends work, which other ranks take in order."""
 
     def __init__(self, context: LaunchContext, store: Store) -> None:
         self.context, self.store = context, store
-        self.num_launches = 0  # pieces of work so far
+        self.num_launches = 0  # so far
 
     def compare(self, arguments: Sequence[str]) -> None:
-        """Reject ranks that differ, on all ranks; note how many share this machine in ``LOCAL_WORLD_SIZE``."""
+        """Raise ConfigError on all ranks if ranks differ; set ``LOCAL_WORLD_SIZE`` to the number of ranks on this machine."""
         global _connected
-        context, values = self.context, what_ranks_share(arguments)
+        context, values = self.context, rank_fingerprint(arguments)
         hosts = agree(self.store, context.rank, context.size, "machine", values, reject_differences)
         os.environ["LOCAL_WORLD_SIZE"] = str(hosts.count(socket.gethostname()))
         _connected = True
 
     def send(self, work: tuple) -> None:
-        """Let the other ranks take ``work``, which is pickled. Plugins are found where rank 0 finds them."""
+        """Send ``work`` to other ranks, pickled."""
+        # With sys.path, so that other ranks can import rank 0's plugins to unpickle the work.
         self._set(f"work/{self.num_launches}", (list(sys.path), pickle.dumps(work)))
         self.num_launches += 1
 
@@ -232,13 +237,15 @@ class LauncherRanks:
         return pickle.loads(work)
 
     def end(self, result: int | Exception) -> None:
-        """Tell the others the exit status, or the error, of the command."""
+        """Send the exit status, or the error, of the command to other ranks."""
         self._set("end", result)
 
     def leave(self) -> None:
-        """Wait until all ranks are about to end: a launcher kills the others when the first one ends."""
+        """Wait until all ranks are about to end."""
+        # A launcher kills the remaining ranks as soon as the first rank ends.
         deadline = time.monotonic() + LEAVE_S
-        with suppress(RuntimeError):  # rank 0, or the launcher that owned the store, is gone
+        # RuntimeError: rank 0, or the launcher that owned the store, has ended.
+        with suppress(RuntimeError):
             num_left = self.store.add("left", 1)
             while num_left < self.context.size and time.monotonic() < deadline:
                 time.sleep(POLL_S)

@@ -1,7 +1,7 @@
 """Sums, counts and maxima over ranks.
 
-An *env group* is one group of envs, or one env without groups. Env groups are numbered over all ranks, and each rank owns
-equally many neighbouring ones.
+An *env group* is one group of envs, or one env without groups. Env groups are numbered over all ranks, and each rank has the same
+number of consecutive env groups.
 """
 
 from __future__ import annotations
@@ -17,22 +17,23 @@ def rank_range(num_env_groups: int, rank: int, num_ranks: int) -> range:
     """Return the env groups of a rank: env group ``b`` belongs to rank ``b * num_ranks // num_env_groups``."""
     if num_env_groups % num_ranks:
         raise ValueError(f"{num_env_groups} env groups on {num_ranks} ranks; required: a multiple of the ranks")
-    share = num_env_groups // num_ranks
-    return range(rank * share, (rank + 1) * share)
+    per_rank = num_env_groups // num_ranks
+    return range(rank * per_rank, (rank + 1) * per_rank)
 
 
-def gather_env_groups(own: Tensor) -> Tensor:
-    """Gather the rows of each rank's env groups, in the order of the env groups: ``[K_own, ...] -> [K, ...]``."""
+def gather_env_groups(values: Tensor) -> Tensor:
+    """Gather the values of each rank's env groups, in the order of the env groups: ``[K_rank, ...] -> [K, ...]``."""
     if world_size() == 1:
-        return own
-    joined = own.new_empty((world_size(), *own.shape))
-    dist.all_gather(list(joined), own.contiguous())
-    return joined.flatten(0, 1)
+        return values
+    gathered = values.new_empty((world_size(), *values.shape))
+    dist.all_gather(list(gathered), values.contiguous())
+    return gathered.flatten(0, 1)
 
 
-def sum_env_groups(own: Tensor) -> Tensor:
-    """Sum the rows of all env groups, with equal bits on any number of ranks: float64 ``[K_own, n] -> [n]``."""
-    return gather_env_groups(own).cumsum(0)[-1]
+def sum_env_groups(values: Tensor) -> Tensor:
+    """Sum the values of all env groups, with equal bits on any number of ranks: float64 ``[K_rank, n] -> [n]``."""
+    # Gather and add in sequence. An all-reduce adds in an order that depends on the number of ranks, and so would `sum`.
+    return gather_env_groups(values).cumsum(0)[-1]
 
 
 def sum_counts(*counts: int) -> tuple[int, ...]:
@@ -45,7 +46,7 @@ def sum_counts(*counts: int) -> tuple[int, ...]:
 
 
 def maximum(*values: float) -> tuple[float, ...]:
-    """Return the maximum of each number over the ranks; none may be NaN."""
+    """Return the maximum of each value over the ranks; no value may be NaN."""
     if world_size() == 1:
         return values
     largest = torch.tensor(values, dtype=torch.float64)

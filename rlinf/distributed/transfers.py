@@ -1,4 +1,4 @@
-"""Tensors on their way to a GPU and back; the host waits for the GPU only where it must."""
+"""Copies of tensors to and from a GPU with as few waits for the GPU as possible."""
 
 from __future__ import annotations
 
@@ -9,24 +9,25 @@ from torch import Tensor
 
 
 def to_device(tensor: Tensor, device: torch.device | str) -> Tensor:
-    """Return a tensor on a device. The host waits only for a copy that comes from a GPU."""
+    """Return a tensor on a device. The host waits only for a copy from a GPU."""
+    # A copy from a GPU must block: the host would read memory that is not written yet.
     return tensor.to(device, non_blocking=tensor.device.type == "cpu")
 
 
 def fetch(numbers: Sequence[Tensor | float]) -> list[float]:
-    """Return tensors of one number each as floats, by one copy from each device."""
-    found = [0.0] * len(numbers)
-    places: dict[torch.device, list[int]] = {}
+    """Return scalar tensors as floats, by one copy from each device."""
+    floats = [0.0] * len(numbers)
+    indices_of_device: dict[torch.device, list[int]] = {}
     tensors: dict[int, Tensor] = {}
     for index, number in enumerate(numbers):
         if isinstance(number, Tensor):
             number = number.detach().reshape(())
             tensors[index] = number if number.is_floating_point() else number.double()
-            places.setdefault(number.device, []).append(index)
+            indices_of_device.setdefault(number.device, []).append(index)
         else:
-            found[index] = float(number)
-    for indices in places.values():
+            floats[index] = float(number)
+    for indices in indices_of_device.values():
         values = torch.stack([tensors[index] for index in indices]).tolist()
         for index, value in zip(indices, values, strict=True):
-            found[index] = value
-    return found
+            floats[index] = value
+    return floats

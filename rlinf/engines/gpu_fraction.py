@@ -1,4 +1,4 @@
-"""The fraction of a GPU that an engine takes, alone or beside the policy."""
+"""GPU memory fraction of an engine, on a separate GPU or colocated with the policy."""
 
 from __future__ import annotations
 
@@ -8,66 +8,69 @@ from rlinf.errors import ConfigError
 
 logger = logging.getLogger("rlinf")
 
-ALONE = 0.8
-"""Fraction of a GPU of its own."""
+SEPARATE_GPU_FRACTION = 0.8
+"""Fraction on a GPU without the policy."""
 PASSES_BYTES = 10 * 10**9
-"""Bytes that are left to the passes of a policy on the same GPU, and to libraries: an assumption."""
+"""Assumed bytes for the passes of a policy on the same GPU, and for libraries."""
 PASSES_FRACTION, LEAST_PASSES = 0.25, 3 * 10**9
-"""On a small GPU, this fraction is left to them instead, or these bytes, half of which are libraries."""
+"""Small GPUs reserve this fraction instead, or at least these bytes, half of them for libraries."""
 LEAST_CACHE = 10**9
-"""Bytes besides its weights without which an engine is not worth starting."""
+"""Minimum bytes of an engine's cache."""
 
 
-def passes_beside(gpu_bytes: int) -> int:
-    """Return the bytes that an engine leaves to passes."""
+def passes_bytes(gpu_bytes: int) -> int:
+    """Return the bytes reserved for the policy's passes."""
     return min(PASSES_BYTES, max(LEAST_PASSES, int(PASSES_FRACTION * gpu_bytes)))
 
 
-def share_beside(gpu_bytes: int, policy_bytes: int) -> float:
-    """Return the fraction of an engine on a GPU where a policy takes ``policy_bytes`` between its passes."""
-    return min(ALONE, max(0, gpu_bytes - policy_bytes - passes_beside(gpu_bytes)) / gpu_bytes)
+def colocated_fraction(gpu_bytes: int, policy_bytes: int) -> float:
+    """Return the fraction of an engine next to a policy that takes ``policy_bytes`` between its passes."""
+    return min(SEPARATE_GPU_FRACTION, max(0, gpu_bytes - policy_bytes - passes_bytes(gpu_bytes)) / gpu_bytes)
 
 
 def engine_fraction(
-    given: float | None, gpu_bytes: int, policy_bytes: int, engine_weights: int, *, key: str, apart: str
+    configured: float | None, gpu_bytes: int, policy_bytes: int, engine_weights: int, *, key: str, apart: str
 ) -> float:
-    """Return the fraction of an engine beside a policy.
+    """Return the fraction of an engine that is colocated with a policy.
 
-    Raise ConfigError if both do not fit; warn if a configured share leaves less to passes than is assumed.
+    Raise ConfigError if both do not fit; warn if a configured fraction leaves less for passes than is assumed.
 
     Args:
-        given: The configured share; None: the result of ``share_beside``.
+        configured: Configured fraction; None: ``colocated_fraction``.
         policy_bytes: Bytes of the policy on the GPU between its passes.
-        engine_weights: Bytes of the engine's own weights.
-        key: The setting of the fraction.
-        apart: Overrides with which the engine has a GPU of its own, or none is needed.
+        apart: Overrides that avoid colocation, or shrink the policy.
     """
-    usual, room, passes = share_beside(gpu_bytes, policy_bytes), gpu_bytes - policy_bytes, passes_beside(gpu_bytes)
-    beside = f"beside a policy that takes {policy_bytes / 1e9:.1f} GB"
+    default, free, passes = (
+        colocated_fraction(gpu_bytes, policy_bytes),
+        gpu_bytes - policy_bytes,
+        passes_bytes(gpu_bytes),
+    )
+    beside = f"next to a policy that takes {policy_bytes / 1e9:.1f} GB"
     card = f"on a GPU of {gpu_bytes / 1e9:.0f} GB"
-    least = engine_weights + LEAST_CACHE
-    if (room if given is not None else usual * gpu_bytes) < least:
-        left = "" if given is not None else f", and {passes / 1e9:.0f} GB for its passes,"
-        found = f"An engine needs {engine_weights / 1e9:.1f} GB for weights and {LEAST_CACHE / 1e9:.0f} GB for its cache {beside}{left} {card}"
+    minimum = engine_weights + LEAST_CACHE
+    if (free if configured is not None else default * gpu_bytes) < minimum:
+        left = "" if configured is not None else f", and {passes / 1e9:.0f} GB for its passes,"
+        need = f"An engine needs {engine_weights / 1e9:.1f} GB for weights and {LEAST_CACHE / 1e9:.0f} GB for its cache {beside}{left} {card}"
         smaller = (
-            f"{key}={_rounded_up(least / gpu_bytes)} for passes that take less, or "
-            if given is None and room >= least
+            f"{key}={_rounded_up(minimum / gpu_bytes)} for smaller passes, or "
+            if configured is None and free >= minimum
             else ""
         )
-        raise ConfigError(f"{found}; required: a GPU for both. Set {smaller}{apart}")
-    if given is None:
-        return usual
-    found = f"{key}={given:g} is {given * gpu_bytes / 1e9:.1f} GB {beside}"
-    if given * gpu_bytes > room:
-        most = f"at most {room / gpu_bytes:.2f}, and less for passes"
-        raise ConfigError(f"{found} {card}; required: {most}. Set {key}={int(100 * usual) / 100:g}, or {key}=null")
-    if given * gpu_bytes > room - passes:
+        raise ConfigError(f"{need}; required: a GPU for both. Set {smaller}{apart}")
+    if configured is None:
+        return default
+    actual = f"{key}={configured:g} is {configured * gpu_bytes / 1e9:.1f} GB {beside}"
+    if configured * gpu_bytes > free:
+        limit = f"at most {free / gpu_bytes:.2f}, and less for passes"
+        raise ConfigError(f"{actual} {card}; required: {limit}. Set {key}={int(100 * default) / 100:g}, or {key}=null")
+    # Only a warning: the passes are an assumption, and the user may know better.
+    if configured * gpu_bytes > free - passes:
         logger.warning(
             "%s %s, which leaves %.1f GB for its passes; with %s=null it would leave %.1f GB.",
-            found, card, room / 1e9 - given * gpu_bytes / 1e9, key, passes / 1e9,
+            actual, card, free / 1e9 - configured * gpu_bytes / 1e9, key, passes / 1e9,
         )  # fmt: skip
-    return given
+    return configured
 
 
-def _rounded_up(share: float) -> float:
-    return -(-100 * share // 1) / 100
+def _rounded_up(fraction: float) -> float:
+    return -(-100 * fraction // 1) / 100

@@ -1,7 +1,7 @@
-"""A vLLM engine in a process of its own, and the commands it answers.
+"""Client of a vLLM engine in a separate process.
 
 vLLM occupies the default process group and most threads and memory of its process, so it never runs in a training rank. The engine
-process ends when its parent does, even if the parent is killed, and every wait for an answer has a deadline.
+process ends with its parent, even if the parent is killed, and every wait for a reply has a deadline.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from typing import Any
 import torch
 
 from rlinf.distributed.devices import VISIBLE, own_engine_gpus
-from rlinf.distributed.stack_dump import dump_stacks, own_child
+from rlinf.distributed.stack_dump import dump_stacks, register_child
 from rlinf.engines.weight_handle import WeightsRejectedError
 from rlinf.engines.weight_transfer import WeightSource, push
 from rlinf.errors import ConfigError, MissingDependencyError, RLinfError
@@ -39,7 +39,7 @@ STOP_S = 10.0
 """Seconds for the engine to exit before it is killed."""
 LOG_LINES = 15
 GREEDY_TEMPERATURE = "rlinf.engines.vllm_sampling:GreedyTemperature"
-"""A logits processor of the engine, and the key of its value in a request."""
+"""Logits processor of the engine, and the key of its value in a request."""
 MIN_TEMPERATURE = 0.01
 """vLLM silently raises lower temperatures to this."""
 MAX_TEMPERATURE = 2.0
@@ -49,7 +49,7 @@ CPU_BLOCK_LEN = 128
 
 
 class EngineError(RLinfError):
-    """The engine failed, died or did not answer in time."""
+    """The engine failed, died or missed a deadline."""
 
 
 class EngineEndedError(EngineError):
@@ -66,7 +66,7 @@ def require_vllm(instead: str = "use HuggingFaceGeneration") -> None:
 
 
 def expandable_segments() -> str | None:
-    """Return the variable that keeps torch's GPU memory from being shared with an engine, with its value, or None."""
+    """Return the variable and value that prevent sharing torch's GPU memory with an engine; None: not set."""
     for key in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
         if "expandable_segments:true" in os.environ.get(key, "").lower():
             return f"{key} is '{os.environ[key]}'"
@@ -75,16 +75,14 @@ def expandable_segments() -> str | None:
 
 @dataclass(frozen=True)
 class EngineSpec:
-    """The model and settings of an engine.
+    """Model and settings of an engine.
 
     Attributes:
-        model: Folder or hub id of a model that vLLM knows; None: use ``model_class``.
-        model_class: ``module:Class`` of a vLLM model class to register. It starts without weights, which ``update_weights`` loads.
+        model: Folder or hub id of a model supported by vLLM; None: use ``model_class``.
+        model_class: ``module:Class`` of a vLLM model class to register; ``update_weights`` loads its weights.
         config: Configuration that ``model_class.config_of`` converts for vLLM.
         engine_args: Arguments of ``vllm.LLM``.
-        num_threads: CPU threads.
-        settings_key: Where the user sets engine arguments, for messages.
-        temperature_key: Where the user sets the temperature, for messages.
+        settings_key, temperature_key: Keys of engine arguments and temperature, for messages.
     """
 
     model: str | None = None
@@ -97,19 +95,19 @@ class EngineSpec:
 
     @property
     def num_gpus(self) -> int:
-        """Number of GPUs that the engine needs unless it runs on the CPU."""
+        """GPUs of the engine unless it runs on the CPU."""
         sizes = (self.engine_args.get(f"{name}_parallel_size") for name in ("tensor", "pipeline"))
         return math.prod(size or 1 for size in sizes)
 
 
 @dataclass
 class GenerateRequest:
-    """A batch of prompts.
+    """Batch of prompts.
 
     Attributes:
         prompts: Token ids, and for a ``model_class`` or ``IMAGE_FAMILIES`` image tensors as numpy arrays (``image``).
-        sampling: Arguments of ``vllm.SamplingParams`` that all prompts share.
-        seeds: Seed of each prompt, or None.
+        sampling: Arguments of ``vllm.SamplingParams`` for all prompts.
+        seeds: Seed per prompt, or None.
         greedy_temperature: Divides the logits of greedy requests, for which vLLM's own ``temperature`` is 0; None: 1.
     """
 
@@ -121,7 +119,7 @@ class GenerateRequest:
 
 @dataclass
 class GenerateResult:
-    """The new tokens of each prompt, their log-probabilities, and the version of the weights."""
+    """New tokens per prompt, their log-probabilities, and the version of the weights."""
 
     token_ids: list[list[int]]
     logprobs: list[list[float]]
@@ -129,16 +127,16 @@ class GenerateResult:
 
 
 class VllmEngine:
-    """Start an engine and talk to it. A context manager; threads may share it.
+    """Thread-safe client that owns an engine process; a context manager.
 
-    Each answer, also to the start, has a deadline of ``timeout_s`` seconds. Raises ConfigError if the engine needs more GPUs than
-    this process sees; MissingDependencyError if vLLM is not installed.
+    Each command, including the start, has a deadline of ``timeout_s`` seconds. Raises ConfigError if the engine needs more GPUs
+    than this process sees; MissingDependencyError if vLLM is not installed.
     """
 
     def __init__(self, spec: EngineSpec, timeout_s: float = 600.0) -> None:
         require_vllm()
         self.spec = spec
-        # Chosen here, because a thread that restarts the engine may have another current device.
+        # Chosen here, because a thread that restarts the engine may have a different current device.
         self.gpus = own_engine_gpus(spec.num_gpus, f"{spec.settings_key}.tensor_parallel_size")
         self.timeout_s = timeout_s
         self.version: int | None = None
@@ -160,36 +158,37 @@ class VllmEngine:
 
     @property
     def pid(self) -> int | None:
-        """Process id of the running engine."""
+        """Process id of the engine; None: not running."""
         return None if self._process is None else self._process.pid
 
     def start(self) -> None:
-        """Start the process and wait until it can generate. Idempotent. Raise ConfigError if vLLM rejects the settings."""
+        """Start the process and wait until it is ready. Idempotent. Raise ConfigError if vLLM rejects the settings."""
         with self._lock:
             if self._process is not None:
                 return
-            mine, theirs = socket.socketpair()
+            local_end, remote_end = socket.socketpair()
             self._log = tempfile.TemporaryFile()
             # vLLM leaves temporary files behind; they go into this folder, which is removed with the engine.
             self._folder = tempfile.TemporaryDirectory(prefix="rlinf-vllm-", ignore_cleanup_errors=True)
-            command = [sys.executable, "-m", PROCESS, str(theirs.fileno()), str(os.getpid()), self._folder.name]
+            command = [sys.executable, "-m", PROCESS, str(remote_end.fileno()), str(os.getpid()), self._folder.name]
             self._process = subprocess.Popen(
                 command,
                 env=engine_environment(self.spec.num_threads, self.gpus) | {"TMPDIR": self._folder.name},
-                pass_fds=[theirs.fileno()],
+                pass_fds=[remote_end.fileno()],
                 stdin=subprocess.DEVNULL,
                 stdout=self._log,
                 stderr=self._log,
                 start_new_session=True,  # Ctrl-C must reach the parent only, which stops the engine cleanly
             )
-            own_child(self._process, "the vLLM engine", self._log)
-            theirs.close()
-            self._connection = Connection(mine.detach())
+            register_child(self._process, "the vLLM engine", self._log)
+            # Only the engine may hold the other end, so that its death closes the connection.
+            remote_end.close()
+            self._connection = Connection(local_end.detach())
             atexit.register(self.close)
             self.num_starts += 1
             try:
                 version = self._call("start", self.spec)
-                # A restarted engine holds the checkpoint, not the weights it was given later, even if both are version 0.
+                # A restarted engine has the checkpoint's weights, not the pushed ones, even if both are version 0.
                 self.version = version if self._loaded is None else None
             except RLinfError:
                 self._kill()
@@ -198,13 +197,12 @@ class VllmEngine:
     def generate(self, request: GenerateRequest) -> GenerateResult:
         """Generate for all prompts. If the engine's process ends meanwhile, restart it once with the same weights.
 
-        Raise EngineError if the engine has no weights yet, failed, ended twice, or was closed and lost the weights it was given.
+        Raise EngineError if the engine has no weights, failed, ended twice, or was closed and lost its weights.
         """
         with self._lock:
             if not self._is_asleep and self._loaded is not None and self.version != self._loaded.version:
                 raise EngineError(
-                    f"The vLLM engine was given weights of version {self._loaded.version} and has lost them: it ended, or a later "
-                    "push was rejected. Call update_weights again"
+                    f"The vLLM engine has lost the weights of version {self._loaded.version}. Call update_weights again"
                 )
             self.start()
             try:
@@ -220,8 +218,8 @@ class VllmEngine:
     def update_weights(self, source: WeightSource) -> int:
         """Load new weights, clear all caches and return the version. If the engine fails, restart it once.
 
-        Frozen tensors are sent once, if the source ``builds_on`` the weights loaded before. It must stay valid: a restarted engine
-        loads it again. Raise WeightsRejectedError if weights are incomplete (the old ones stay) or damaged (the engine has none then).
+        Frozen tensors are sent once, if the source ``builds_on`` the previous weights. It must stay valid: a restarted engine loads
+        it again. Raise WeightsRejectedError if weights are incomplete (the old ones stay) or damaged (the engine then has none).
         """
         with self._lock:
             self.start()
@@ -241,10 +239,10 @@ class VllmEngine:
             return source.version
 
     def sleep(self, keep_weights: bool = True) -> bool:
-        """Release the GPU memory of cache and weights until the next request or push; return whether that was possible.
+        """Release the GPU memory of cache and weights until the next request or push; return whether it was released.
 
-        An engine on the CPU, or without ``enable_sleep_mode``, stays as it is. Without ``keep_weights``, which keeps a copy in main
-        memory, the weights must be sent again.
+        Does nothing on the CPU or without ``enable_sleep_mode``. With ``keep_weights`` the weights move to main memory; else they
+        must be pushed again.
         """
         with self._lock:
             if self._process is None or not self.gpus or not self.spec.engine_args.get("enable_sleep_mode"):
@@ -255,7 +253,7 @@ class VllmEngine:
             return True
 
     def wake(self) -> None:
-        """Take the GPU memory back, and push weights that were not kept. Idempotent; ``generate`` does it if needed."""
+        """Allocate the GPU memory again, and push weights that were discarded. Idempotent; ``generate`` calls it."""
         with self._lock:
             if self._is_asleep:
                 self._rouse()
@@ -265,12 +263,14 @@ class VllmEngine:
     def _rouse(self) -> None:
         if self._is_asleep:
             self._is_asleep = False
-            torch.cuda.empty_cache()  # the engine cannot take memory that this process only keeps for later
+            # The engine cannot allocate memory that torch caches in this process.
+            torch.cuda.empty_cache()
             self._call("wake", None)
 
     def _push(self, source: WeightSource) -> None:
         self._rouse()
         base = self.version if self.version is not None and source.builds_on(self._loaded) else None
+        # An interrupted push leaves the engine without usable weights.
         self.version = None
         try:
             self.version = push(source, self, base)
@@ -279,7 +279,7 @@ class VllmEngine:
             raise
 
     def close(self) -> None:
-        """Stop the process, wait until it has exited, and free its memory. ``start`` starts a new one."""
+        """Stop the process, and wait until it has exited. ``start`` starts a new one."""
         with self._lock:
             if self._process is None:
                 return
@@ -291,7 +291,7 @@ class VllmEngine:
                 self._kill()
 
     def _kill(self) -> None:
-        """Kill the process and its children, which vLLM has with tensor parallelism."""
+        """Kill the process and its children, which exist with tensor parallelism."""
         if self._process is None:
             return
         atexit.unregister(self.close)
@@ -305,26 +305,26 @@ class VllmEngine:
         self._folder.cleanup()
 
     def send(self, command: str, payload: Any) -> None:
-        """Send a command; ``answer`` must follow."""
+        """Send a command; ``reply`` must follow."""
         with self._killed_on_failure(command):
             self._connection.send((command, payload))
 
-    def answer(self, command: str) -> Any:
-        """Wait for the answer to the last command; raise the engine's error, EngineError or EngineEndedError."""
+    def reply(self, command: str) -> Any:
+        """Wait for the reply to the last command; raise the engine's error, EngineError or EngineEndedError."""
         with self._killed_on_failure(command):
             self._wait(command)
-            status, answer = self._connection.recv()
+            status, result = self._connection.recv()
         if status == "error":
-            raise answer
-        return answer
+            raise result
+        return result
 
     def _call(self, command: str, payload: Any) -> Any:
         self.send(command, payload)
-        return self.answer(command)
+        return self.reply(command)
 
     @contextlib.contextmanager
     def _killed_on_failure(self, command: str) -> Iterator[None]:
-        """Kill an engine that does not answer: a late answer would be taken for the answer to the next command."""
+        """Kill the engine if a command fails: a late reply would be mistaken for the reply to the next command."""
         try:
             yield
         except (EOFError, ConnectionError, BrokenPipeError) as error:
@@ -337,13 +337,13 @@ class VllmEngine:
             raise
 
     def _wait(self, command: str) -> None:
-        """Wait for an answer; raise EngineError with the engine's stack traces after the deadline."""
+        """Wait for a reply; raise EngineError with the engine's stack traces after the deadline."""
         deadline = time.monotonic() + self.timeout_s
         while not self._connection.poll(min(1.0, max(0.0, deadline - time.monotonic()))):
             if time.monotonic() >= deadline:
                 dump_stacks(self._process, self._log)
                 raise EngineError(
-                    f"The vLLM engine (process {self._process.pid}) did not answer '{command}' within {self.timeout_s:g} s. "
+                    f"The vLLM engine (process {self._process.pid}) did not reply to '{command}' within {self.timeout_s:g} s. "
                     f"Set {self.spec.settings_key}.timeout_s={2 * self.timeout_s:g} if it needs longer. {self._log_tail(60)}"
                 )
 
@@ -361,19 +361,21 @@ def engine_environment(num_threads: int, gpus: Sequence[str]) -> dict[str, str]:
         "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
         "OMP_NUM_THREADS": str(num_threads),
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # reloading weights needs the engine core in this process
+        # Reloading weights needs the engine core in this process.
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_LOGGING_LEVEL": environment.get("VLLM_LOGGING_LEVEL", "ERROR"),
         "VLLM_NO_USAGE_STATS": "1",
     }
     if gpus:
         environment[VISIBLE] = ",".join(gpus)
     else:
-        environment["TORCHDYNAMO_DISABLE"] = "1"  # compiling costs 4 s at the first prompt and saves nothing on CPUs
+        # Compilation costs 4 s at the first prompt and saves nothing on CPUs.
+        environment["TORCHDYNAMO_DISABLE"] = "1"
     return environment
 
 
 def kv_cache_bytes(text_config: Any, num_sequences: int, max_model_len: int, dtype: torch.dtype) -> int:
-    """Return the bytes of a CPU engine's key-value cache for this many sequences of ``max_model_len`` tokens at once."""
+    """Return the bytes of a CPU engine's key-value cache for ``num_sequences`` sequences of ``max_model_len`` tokens."""
     heads = text_config.num_attention_heads
     key_heads = getattr(text_config, "num_key_value_heads", None) or heads
     head_dim = getattr(text_config, "head_dim", None) or text_config.hidden_size // heads
@@ -382,10 +384,8 @@ def kv_cache_bytes(text_config: Any, num_sequences: int, max_model_len: int, dty
 
 
 def check_temperature(temperature: float | None, key: str) -> None:
-    """Raise ConfigError for a temperature that vLLM would change or reject; None and 0 (greedy) are accepted."""
+    """Raise ConfigError for a temperature that vLLM would change or reject; None and 0 (greedy) pass."""
     if not temperature or MIN_TEMPERATURE <= temperature <= MAX_TEMPERATURE:
         return
     side, bound = ("below", MIN_TEMPERATURE) if temperature < MIN_TEMPERATURE else ("above", MAX_TEMPERATURE)
-    raise ConfigError(
-        f"{key}={temperature:g} is {side} {bound:g}, the limit of sampling in vLLM. Set {key}={bound:g}, or be greedy"
-    )
+    raise ConfigError(f"{key}={temperature:g} is {side} {bound:g}, vLLM's limit. Set {key}={bound:g}, or 0 (greedy)")

@@ -1,4 +1,4 @@
-"""Images of a prompt, as the trainer's own processor made them, for vLLM. Only the engine's process imports this; it needs vLLM."""
+"""Pass a prompt's preprocessed images to vLLM. Only the engine's process imports this module, which needs vLLM."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from rlinf.errors import ConfigError
 
 
 def engine_input(ids: list[int], tensors: Mapping[str, Tensor], model_config: Any) -> DecoderOnlyEngineInput:
-    """Return a prompt as vLLM's renderer would, but with the given patches, which nothing resizes or normalises again.
+    """Return a prompt as vLLM's renderer does, but with the trainer's patches, which are not resized or normalised again.
 
-    Raise ConfigError if its image tokens are not as many as its images need.
+    Raise ConfigError if the number of image tokens does not match the images.
 
     Args:
         ids: Tokens of the prompt.
@@ -29,20 +29,21 @@ def engine_input(ids: list[int], tensors: Mapping[str, Tensor], model_config: An
         return tokens_input(ids)
     num_patches = tensors["image_grid_thw"].prod(-1)
     num_tokens = (num_patches // model_config.vision_config.spatial_merge_size**2).tolist()
-    places = [place for place, token in enumerate(ids) if token == model_config.image_token_id]
-    if len(places) != sum(num_tokens):
+    positions = [position for position, token in enumerate(ids) if token == model_config.image_token_id]
+    if len(positions) != sum(num_tokens):
         raise ConfigError(
-            f"A prompt has {len(places)} tokens of images (id {model_config.image_token_id}), and its {len(num_tokens)} images need "
-            f"{sum(num_tokens)}. Give the tokens that the model's processor returns with the images"
+            f"A prompt has {len(positions)} image tokens (id {model_config.image_token_id}), but its {len(num_tokens)} images need "
+            f"{sum(num_tokens)}. Pass the tokens that the model's processor returns with the images"
         )
     fields = {
         "pixel_values": MultiModalFieldConfig.flat_from_sizes("image", num_patches),
         "image_grid_thw": MultiModalFieldConfig.batched("image", keep_on_cpu=True),
     }
     items = MultiModalKwargsItems.from_hf_inputs(BatchFeature(tensors), fields)
-    # vLLM encodes images of equal hashes once, also over different prompts.
+    # vLLM encodes images with equal hashes once, even across prompts.
     parts = zip(tensors["pixel_values"].split(num_patches.tolist()), tensors["image_grid_thw"], strict=True)
     hashes = [hashlib.sha256(patches.numpy().tobytes() + grid.numpy().tobytes()).hexdigest() for patches, grid in parts]
-    rest = iter(places)
+    # The placeholders of an image are contiguous, so it takes the next count positions.
+    rest = iter(positions)
     ranges = [PlaceholderRange(next(islice(rest, count - 1, None)) - count + 1, count) for count in num_tokens]
     return mm_input(ids, items, {"image": hashes}, {"image": ranges})

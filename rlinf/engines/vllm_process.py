@@ -1,6 +1,6 @@
-"""The process of a vLLM engine: ``python -m rlinf.engines.vllm_process <socket> <parent> <folder>``.
+"""Process of a vLLM engine: ``python -m rlinf.engines.vllm_process <socket> <parent> <folder>``.
 
-It imports almost nothing, so that it can watch its parent from the start, long before vLLM is imported.
+It imports almost nothing, so that it watches its parent long before vLLM is imported.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ POLL_S = 0.2
 
 
 def end_with(parent: int, folder: str) -> None:
-    """Kill this process as soon as its parent is gone."""
+    """Kill this process when its parent ends."""
 
     def watch() -> None:
         while os.getppid() == parent:
@@ -30,13 +30,14 @@ def end_with(parent: int, folder: str) -> None:
 
 
 def end(folder: str) -> None:
-    """Remove the folder of temporary files, then kill this process and its children without waiting for vLLM's threads."""
+    """Remove the temporary folder, then kill this process and its children without waiting for vLLM's threads."""
     shutil.rmtree(folder, ignore_errors=True)
     os.killpg(0, signal.SIGKILL)
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # batch systems send it to all processes; children inherit this
+    # Batch systems send SIGUSR1 to all processes; children inherit the handler.
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     faulthandler.register(signal.SIGUSR2)  # rlinf.distributed.stack_dump.DUMP_SIGNAL
     end_with(int(sys.argv[2]), sys.argv[3])
     importlib.import_module("rlinf.engines.vllm_server").serve(Connection(int(sys.argv[1])))

@@ -1,4 +1,4 @@
-"""Additions to vLLM's sampling. Only the engine's process imports this; it needs vLLM."""
+"""Logits processor for vLLM. Only the engine's process imports this module, which needs vLLM."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from rlinf.engines.vllm_engine import GREEDY_TEMPERATURE
 
 
 class GreedyTemperature(AdapterLogitsProcessor):
-    """Divide the logits of greedy requests by the temperature, which vLLM does for sampled requests only.
+    """Logits processor that divides the logits of greedy requests by the temperature; vLLM does so only for sampled requests.
 
-    The token stays the same, and its log-probability equals the trainer's at this temperature.
+    The tokens are unchanged, and their log-probabilities equal the trainer's at this temperature.
     """
 
     def is_argmax_invariant(self) -> bool:

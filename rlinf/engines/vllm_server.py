@@ -1,4 +1,4 @@
-"""The server in the engine's process: answer the commands of ``VllmEngine``."""
+"""Server in the engine's process, which executes the commands of ``VllmEngine``."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ from rlinf.errors import ConfigError
 
 CPU_CACHE_BYTES = 4 * 1024**3
 DECODE_GRAPHS = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
-"""vLLM's ``compilation_config``: no compiler; a graph of each size of batch for steps of one token."""
+"""``compilation_config`` of vLLM: no compiler; one graph per batch size for decoding steps."""
 CPU_NUM_SEQUENCES = 256
-"""Default of ``max_num_seqs``; sequences that do not fit into the cache wait."""
+"""Default of ``max_num_seqs``; sequences beyond the cache size wait."""
 
 
 class VllmServer(WeightReceiver):
-    """Own a ``vllm.LLM``."""
+    """Owner of a ``vllm.LLM``; each command is a method."""
 
     def __init__(self, spec: EngineSpec) -> None:
         from vllm import LLM
@@ -49,7 +49,8 @@ class VllmServer(WeightReceiver):
             model = spec.model
             super().__init__(0 if spec.model_class is None else None)
             if spec.model_class is not None:
-                os.environ[MODEL_CLASS] = spec.model_class  # for worker processes
+                # Worker processes of tensor parallelism read the class from the environment.
+                os.environ[MODEL_CLASS] = spec.model_class
                 arguments["worker_extension_cls"] = f"{WorkerExtension.__module__}.{WorkerExtension.__name__}"
                 model_class = register(spec.model_class)
                 config = model_class.config_of(spec.config)
@@ -66,14 +67,14 @@ class VllmServer(WeightReceiver):
             except (VLLMError, ValueError, TypeError, OSError) as error:
                 raise ConfigError(
                     f"vLLM rejects '{spec.model or spec.model_class}': {error}. The settings were {arguments}. "
-                    f"Set {spec.settings_key}.<setting>=<another value>"
+                    f"Set {spec.settings_key}.<setting>=<different value>"
                 ) from error
         self.spec, self._is_loading = spec, False
         self.model_config = config = self.llm.llm_engine.model_config.hf_config
         self.vocab_size = config.get_text_config().vocab_size
-        is_own = spec.model_class is not None
-        self.reads_images = not is_own and getattr(config, "vision_config", None) is not None
-        self.names = TensorNames(model_class.required_tensors(config)) if is_own else LanguageModelNames(config)
+        is_registered = spec.model_class is not None
+        self.reads_images = not is_registered and getattr(config, "vision_config", None) is not None
+        self.names = TensorNames(model_class.required_tensors(config)) if is_registered else LanguageModelNames(config)
         self.llm.collective_rpc(keep_names, args=(self.names,))
 
     def generate(self, request: GenerateRequest) -> GenerateResult:
@@ -93,14 +94,14 @@ class VllmServer(WeightReceiver):
             outputs = [output.outputs[0] for output in self._run(prompts, sampling)]
         except (VLLMClientError, ValueError) as error:
             raise ConfigError(
-                f"vLLM rejects a prompt or its settings {request.sampling}: {error}. If a prompt is too long, give shorter ones "
+                f"vLLM rejects a prompt or its settings {request.sampling}: {error}. If a prompt is too long, pass shorter ones "
                 f"or set {self.spec.settings_key}.max_model_len=<more than {self.max_model_len}>"
             ) from error
         wanted = request.sampling.get("min_tokens", 0)
         shortest = min((len(output.token_ids) for output in outputs), default=wanted)
         if shortest < wanted:
             raise ConfigError(
-                f"max_model_len={self.max_model_len} leaves room for {shortest} tokens after a prompt; required: {wanted}. "
+                f"max_model_len={self.max_model_len} leaves {shortest} tokens after a prompt; required: {wanted}. "
                 f"Set {self.spec.settings_key}.max_model_len={self.max_model_len + wanted - shortest}"
             )
         token_ids = [list(output.token_ids) for output in outputs]
@@ -109,7 +110,7 @@ class VllmServer(WeightReceiver):
         return GenerateResult(token_ids, logprobs, self.version)
 
     def _input(self, prompt: Mapping[str, Any]) -> dict[str, Any]:
-        """Return a prompt for ``llm.generate``; with ``reads_images`` as its renderer would."""
+        """Return a prompt for ``llm.generate``; with ``reads_images``, in its renderer's format."""
         tensors = {name: torch.from_numpy(array) for name, array in prompt.get("image", {}).items()}
         if self.reads_images:
             from rlinf.engines.vllm_images import engine_input
@@ -122,32 +123,34 @@ class VllmServer(WeightReceiver):
         """Return vLLM's output for each prompt."""
         from vllm import RequestOutput
 
-        if self.reads_images:  # vLLM's own renderer would ask for images, and process them itself
+        # vLLM's renderer would require raw images and preprocess them again, so it is bypassed.
+        if self.reads_images:
             return self.llm._render_and_run_requests(iter(prompts), sampling, RequestOutput, use_tqdm=False)
         return self.llm.generate(prompts, sampling, use_tqdm=False)
 
     def sleep(self, keep_weights: bool) -> int | None:
-        """Release the GPU memory; return the version of the weights that are kept."""
+        """Release the GPU memory; return the version of the retained weights (None: discarded)."""
         self.llm.sleep(level=1 if keep_weights else 2)
         self._version = self._version if keep_weights else None
         return self._version
 
     def wake(self, _: object) -> None:
-        """Take the GPU memory back."""
+        """Allocate the GPU memory again."""
         self.llm.wake_up()
 
     def check(self, manifest: Mapping[str, TensorSpec]) -> None:
         """See ``WeightReceiver.check``."""
         if self._is_loading:
-            raise EngineError("An earlier push ended halfway, and vLLM cannot start again in half-loaded layers.")
+            raise EngineError("An earlier push was interrupted, and vLLM cannot reload partially loaded layers.")
         self.names.check(manifest)
 
     def receive(self, handle: WeightsHandle) -> None:
         """Let every worker open the bucket and load it."""
         if not self._is_loading:
             self._is_loading = True
-            self.llm.collective_rpc(call_loader, args=("begin", self._manifest))
+            self.llm.collective_rpc(call_loader, args=("start", self._manifest))
         self.llm.collective_rpc(call_loader, args=("load", handle))
+        # Open it again: the sender must not have rewritten the bucket while the workers read it.
         try:
             handle.open(self._mapped)
         except WeightsRejectedError as error:
@@ -155,19 +158,20 @@ class VllmServer(WeightReceiver):
 
     def finish(self, is_complete: bool) -> None:
         """Clear every cache that depends on the weights."""
-        if not self._is_loading:  # nothing is trained
+        if not self._is_loading:  # no tensor is trained
             return
         missing = self.llm.collective_rpc(call_loader, args=("finish",))[0]
         self._is_loading = False
         if missing and is_complete:
             raise EngineError(
                 f"vLLM left {len(missing)} parameters of '{self.spec.model or self.spec.model_class}' without new weights: "
-                f"{', '.join(missing[:8])}. It cannot take weights for this architecture"
+                f"{', '.join(missing[:8])}. It cannot update weights of this architecture"
             )
         self.llm.reset_prefix_cache()
         self.llm.reset_mm_cache()
         self.llm.llm_engine.reset_encoder_cache()
-        gc.collect()  # drop all views, because the sender may free the shared memory now
+        # Drop all views, because the sender may now free the shared memory.
+        gc.collect()
 
     @property
     def max_model_len(self) -> int:
@@ -175,7 +179,7 @@ class VllmServer(WeightReceiver):
         return self.llm.llm_engine.model_config.max_model_len
 
     def _check(self, request: GenerateRequest) -> None:
-        """Raise ConfigError for requests that vLLM would answer with wrong numbers, or reject without naming a fix."""
+        """Raise ConfigError for requests that vLLM would process incorrectly, or reject without a usable message."""
         check_temperature(request.sampling.get("temperature"), self.spec.temperature_key)
         ids = [prompt["prompt_token_ids"] for prompt in request.prompts]
         unknown = sorted({token for row in ids for token in row if not 0 <= token < self.vocab_size})
@@ -187,17 +191,15 @@ class VllmServer(WeightReceiver):
         longest = max(map(len, ids), default=0)
         if longest >= self.max_model_len:
             raise ConfigError(
-                f"vLLM rejects a prompt of {longest} tokens: it leaves no room for a response within max_model_len="
-                f"{self.max_model_len}. Give shorter prompts or set {self.spec.settings_key}.max_model_len=<more than {longest}>"
+                f"vLLM rejects a prompt of {longest} tokens: it leaves no tokens for a response within max_model_len="
+                f"{self.max_model_len}. Pass shorter prompts or set {self.spec.settings_key}.max_model_len=<more than {longest}>"
             )
 
 
 def graph_arguments(engine_args: Mapping[str, Any], on_gpu: bool) -> dict[str, Any]:
-    """Return ``engine_args`` with ``enforce_eager`` decided: on a GPU, decoding runs in CUDA graphs unless it is true.
-
-    A graph replays the kernels of the eager model, so log-probabilities stay those that the parity gate compares. vLLM's own default
-    would compile the model, too, for a minute at each start, into other kernels.
-    """
+    """Return ``engine_args`` with ``enforce_eager`` set: on a GPU, decoding uses CUDA graphs unless it is true."""
+    # A graph replays the eager kernels, so that log-probabilities still match the parity gate's. vLLM's default would also compile
+    # the model, into different kernels, which takes a minute per start.
     eager = engine_args.get("enforce_eager")
     arguments = {**engine_args, "enforce_eager": not on_gpu if eager is None else eager}
     if not arguments["enforce_eager"]:
@@ -206,17 +208,16 @@ def graph_arguments(engine_args: Mapping[str, Any], on_gpu: bool) -> dict[str, A
 
 
 def language_model_arguments(model: str, engine_args: dict[str, Any]) -> dict[str, Any]:
-    """Return arguments for a language model that complete ``engine_args``.
-
-    They set the number format, because vLLM's own ``auto`` turns float32 into 16 bits. On CPUs they set the cache size, because
-    ``gpu_memory_utilization`` would allocate a fraction of all main memory at once. Images arrive normalised, so vLLM must not do it again.
-    """
+    """Return additional ``vllm.LLM`` arguments for a language model: dtype, cache size and image settings."""
     config = AutoConfig.from_pretrained(model, trust_remote_code=engine_args.get("trust_remote_code", False))
     arguments: dict[str, Any] = {}
+    # vLLM's own auto converts float32 to 16 bits.
     if engine_args.get("dtype", "auto") == "auto":
         arguments["dtype"] = str(config.dtype or config.get_text_config().dtype or torch.float32).removeprefix("torch.")
+    # On CPUs, gpu_memory_utilization would immediately allocate that fraction of main memory.
     if not torch.cuda.is_available() and engine_args.get("kv_cache_memory_bytes") is None:
         arguments["kv_cache_memory_bytes"] = cpu_cache_bytes(config.get_text_config(), engine_args | arguments)
+    # Images arrive normalised, so vLLM must not normalise them again.
     if getattr(config, "vision_config", None) is not None:
         arguments |= {"skip_tokenizer_init": False, "mm_device_do_normalize": False, "mm_processor_cache_gb": 0,
                       "limit_mm_per_prompt": {"video": 0}}  # fmt: skip
@@ -224,16 +225,16 @@ def language_model_arguments(model: str, engine_args: dict[str, Any]) -> dict[st
 
 
 def cpu_cache_bytes(text_config: Any, engine_args: dict[str, Any]) -> int:
-    """Return the bytes of a key-value cache on CPUs: all sequences, at most ``CPU_CACHE_BYTES``, at least one sequence."""
+    """Return the bytes of a CPU cache: for all sequences, at most ``CPU_CACHE_BYTES``, but at least for one sequence."""
     dtype = getattr(torch, str(engine_args["dtype"]).removeprefix("torch."))
     max_model_len = engine_args.get("max_model_len") or text_config.max_position_embeddings
     num_sequences = engine_args.get("max_num_seqs", CPU_NUM_SEQUENCES)
-    one, all_at_once = (kv_cache_bytes(text_config, n, max_model_len, dtype) for n in (1, num_sequences))
-    return max(one, min(all_at_once, CPU_CACHE_BYTES))
+    smallest, largest = (kv_cache_bytes(text_config, n, max_model_len, dtype) for n in (1, num_sequences))
+    return max(smallest, min(largest, CPU_CACHE_BYTES))
 
 
 def serve(connection: Connection) -> None:
-    """Answer commands until ``stop`` arrives or the parent ends."""
+    """Execute commands until ``stop`` arrives or the parent ends."""
     server = None
     while True:
         try:
@@ -245,12 +246,12 @@ def serve(connection: Connection) -> None:
         try:
             if command == "start":
                 server = VllmServer(payload)
-                answer = "ok", server.version
+                reply = "ok", server.version
             else:
-                answer = "ok", getattr(server, command)(payload)
+                reply = "ok", getattr(server, command)(payload)
         except (WeightsRejectedError, ConfigError, EngineError) as error:
-            answer = "error", error
+            reply = "error", error
         except Exception as error:  # noqa: BLE001 (the parent reports it)
             message = f"The vLLM engine failed at '{command}': {error}\n{traceback.format_exc()}"
-            answer = "error", EngineError(message)
-        connection.send(answer)
+            reply = "error", EngineError(message)
+        connection.send(reply)

@@ -1,6 +1,6 @@
-"""Load new weights into an engine: complete, under the names that vLLM expects, with all names of tied weights.
+"""Load new weights into an engine, under the names that vLLM expects and all names of tied weights.
 
-Only the engine's processes use this; importing it does not need vLLM.
+Only the engine's processes use this module; its import does not need vLLM.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from rlinf.engines.weight_transfer import join_parts
 
 
 class TensorNames:
-    """The tensors that a model needs: meta tensors by name; tied names share one tensor."""
+    """Required tensors of a model: meta tensors by name; tied names refer to one tensor."""
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
         self.tensors = tensors
@@ -29,14 +29,14 @@ class TensorNames:
         check_manifest(manifest, self.tensors)
 
     def read(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return some of the tensors of a checked manifest under the names that vLLM loads."""
+        """Return tensors of a checked manifest under the names that vLLM loads."""
         return complete_tied(tensors, self.tensors)
 
 
 class LanguageModelNames(TensorNames):
-    """The tensors of a language model of transformers, under its names in memory or under the names of a public checkpoint.
+    """Tensors of a transformers language model, under its module names or the names of a public checkpoint.
 
-    They differ if transformers joins or renames weights while loading (experts); vLLM loads the names of a checkpoint.
+    These differ if transformers merges or renames weights while loading (experts); vLLM loads checkpoint names.
     """
 
     def __init__(self, config: Any) -> None:
@@ -50,8 +50,8 @@ class LanguageModelNames(TensorNames):
 
     def check(self, manifest: Mapping[str, TensorSpec]) -> None:
         """See ``TensorNames.check``."""
-        given = manifest.keys()
-        self.are_public = len(given & self.public.tensors.keys()) > len(given & self.tensors.keys())
+        names = manifest.keys()
+        self.are_public = len(names & self.public.tensors.keys()) > len(names & self.tensors.keys())
         self.public.check(manifest) if self.are_public else super().check(manifest)
 
     def read(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -62,10 +62,7 @@ class LanguageModelNames(TensorNames):
 
 
 class BucketLoader:
-    """Load buckets in place in one worker of vLLM. With tensor parallelism each worker is a process of its own.
-
-    Only handles are sent to it; it opens them itself.
-    """
+    """Loader of weight buckets in one vLLM worker, which opens the handles itself (with tensor parallelism, in its own process)."""
 
     def __init__(self, worker: Any, names: TensorNames) -> None:
         self.worker, self.names = worker, names
@@ -73,8 +70,8 @@ class BucketLoader:
         self._parts: dict[str, tuple[Tensor, int]] = {}
         self._loaded: set[str] | None = None
 
-    def begin(self, manifest: Mapping[str, TensorSpec]) -> None:
-        """Let every layer take new weights."""
+    def start(self, manifest: Mapping[str, TensorSpec]) -> None:
+        """Prepare every layer for new weights."""
         from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
 
         self.names.check(manifest)
@@ -83,7 +80,7 @@ class BucketLoader:
         if not torch.cuda.is_available():
             for module in model.modules():
                 if getattr(getattr(module, "quant_method", None), "moe_kernel", None) is not None:
-                    # On CPUs, vLLM repacks experts only if they have no kernel yet.
+                    # On CPUs, vLLM repacks experts only if they have no kernel.
                     module.quant_method.moe_kernel = None
         with self._config():
             initialize_layerwise_reload(model)
@@ -91,14 +88,14 @@ class BucketLoader:
     def load(self, handle: WeightsHandle) -> None:
         """Load the tensors of a bucket."""
         weights = self.names.read(dict(join_parts(handle, self._mapped, self._parts)))
-        # vLLM keeps the tensors of a layer until the layer is complete; by then the bucket may have been overwritten.
+        # vLLM retains the tensors of a layer until the layer is complete; by then the bucket may have been overwritten.
         copies = ((name, tensor.clone()) for name, tensor in weights.items())
         with self._config():
             loaded = self.worker.get_model().load_weights(copies)
         self._loaded = None if loaded is None or self._loaded is None else self._loaded | loaded
 
     def finish(self) -> list[str]:
-        """Make the new weights usable; return the parameters that got none, which vLLM only logs."""
+        """Activate the new weights; return the parameters without new weights, which vLLM only logs."""
         from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
 
         worker, model = self.worker, self.worker.get_model()
@@ -119,7 +116,7 @@ class BucketLoader:
 
 
 def keep_names(worker: Any, names: TensorNames) -> None:
-    """Give a worker its loader. ``collective_rpc`` passes the worker, here and below."""
+    """Attach a loader to a worker. ``collective_rpc`` passes the worker, here and below."""
     worker.rlinf_loader = BucketLoader(worker, names)
 
 

@@ -1,6 +1,6 @@
-"""The module that a worker process of an engine imports before it makes its model.
+"""Register a model class in the worker processes of an engine.
 
-With tensor parallelism, vLLM starts each worker as a new process, which knows the models of vLLM only.
+With tensor parallelism, vLLM starts each worker as a new process, which knows only vLLM's models.
 """
 
 from __future__ import annotations
@@ -10,22 +10,22 @@ import os
 from rlinf.imports import import_string
 
 MODEL_CLASS = "RLINF_VLLM_MODEL_CLASS"
-"""The variable that names the model class of this engine, ``module:Class``, for its worker processes."""
+"""Environment variable with the engine's model class, ``module:Class``, for its worker processes."""
 
 
 class WorkerExtension:
-    """An extension of vLLM's worker that adds nothing: vLLM imports the module of an extension in every worker."""
+    """Empty extension of vLLM's worker; vLLM imports its module, i.e. this one, in every worker."""
 
 
 def register(model_class: str) -> type:
-    """Make a model class known to vLLM in this process, under its own name."""
+    """Register a model class with vLLM in this process, under its class name."""
     from vllm import ModelRegistry
 
     name = model_class.rpartition(":")[2]
-    found: type = import_string(model_class)
+    loaded: type = import_string(model_class)
     if name not in ModelRegistry.get_supported_archs():
-        ModelRegistry.register_model(name, found)
-    return found
+        ModelRegistry.register_model(name, loaded)
+    return loaded
 
 
 if MODEL_CLASS in os.environ:

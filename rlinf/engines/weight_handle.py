@@ -1,4 +1,4 @@
-"""Share weights with another process on the same machine: shared memory on CPUs, CUDA IPC on GPUs."""
+"""Weights in memory that other processes on the same machine can open: shared memory on CPUs, CUDA IPC on GPUs."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ from rlinf.distributed.devices import gpu_uuids, index_of_gpu
 from rlinf.errors import ConfigError, RLinfError
 
 ALIGNMENT = 64
-"""Every tensor starts at a multiple of this many bytes. The first block is the header, which starts with the nonce."""
+"""Alignment of tensors in bytes. The first block is the header, which starts with the nonce."""
 NONCE_LEN = 16
 BUCKET_BYTES = {"cpu": 8 * 1024**2, "cuda": 256 * 1024**2}
-"""Size of a bucket. On CPUs it stays in the cache between writer and reader; on GPUs, few and large transfers are faster."""
+"""Bucket size. On CPUs it fits the cache between writer and reader; on GPUs, few large transfers are faster."""
 
 
 class WeightsRejectedError(RLinfError):
-    """Weights are incomplete, wrong or damaged, or their memory has been overwritten or freed; the message names the tensor."""
+    """Weights are incomplete, wrong or damaged, or their memory was overwritten or freed."""
 
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """Number format and shape of a tensor, and whether it can change between two pushes."""
+    """Dtype and shape of a tensor, and whether training changes it."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -39,13 +39,12 @@ class TensorSpec:
 
 @dataclass(frozen=True)
 class TensorEntry(TensorSpec):
-    """A tensor in shared memory, or a part of one that is larger than a bucket.
+    """Tensor in shared memory, or part of a tensor that is larger than a bucket.
 
     Attributes:
         offset: First byte in the shared memory.
-        start: First element of the part, counted in the flattened tensor.
-        stop: Element after the last one.
-        checksum: Sum of the 64-bit words modulo 2^64: a change of any one byte changes it.
+        start, stop: Element range within the flattened tensor.
+        checksum: Sum of the 64-bit words modulo 2^64, which detects a change of any single byte.
     """
 
     offset: int = 0
@@ -54,8 +53,8 @@ class TensorEntry(TensorSpec):
     checksum: int = 0
 
     @property
-    def is_whole(self) -> bool:
-        """Return whether the entry is the whole tensor."""
+    def is_complete(self) -> bool:
+        """Return whether the entry is the complete tensor."""
         return self.stop - self.start == math.prod(self.shape)
 
     @property
@@ -66,18 +65,15 @@ class TensorEntry(TensorSpec):
 
 @dataclass(frozen=True)
 class WeightsHandle:
-    """A small picklable reference to weights. Valid until its ``WeightBuffer`` is written again or freed.
-
-    It may hold all weights, or be one of the buckets of a push.
+    """Small picklable reference to all weights or one bucket of a push, valid until its ``WeightBuffer`` is rewritten or freed.
 
     Attributes:
         version: Number of weight updates that produced these weights.
-        manifest: Every tensor, or part of one, by name.
+        manifest: Tensors, or parts of tensors, by name.
         nbytes: Size of the shared memory.
-        nonce: Random bytes of one ``write``. The shared memory starts with them as long as it holds these weights.
+        nonce: Random bytes per ``write``; the shared memory starts with them while it contains these weights.
         path: File of the shared memory (CPU), or None.
-        ipc: ``(rebuild, arguments)`` of the shared memory on a GPU, or None.
-        gpu: UUID of that GPU.
+        ipc, gpu: ``(rebuild, arguments)`` of the shared memory on a GPU, and its UUID.
     """
 
     version: int
@@ -89,10 +85,10 @@ class WeightsHandle:
     gpu: str = ""
 
     def open(self, mapped: dict[str, Tensor] | None = None, verify: bool = False) -> dict[str, Tensor]:
-        """Return all tensors by name, as views of the shared memory. A part of a tensor is flat.
+        """Return all tensors by name, as views of the shared memory; a part of a tensor is flat.
 
-        Raise WeightsRejectedError if they have been overwritten, freed or, with ``verify``, damaged; or if they are on a GPU that
-        this process does not see. ``mapped`` holds the shared memory opened during the same push; this one is added.
+        Raise WeightsRejectedError if they were overwritten, freed or, with ``verify``, damaged; or if they are on a GPU that this
+        process does not see. ``mapped`` caches the shared memory opened during a push.
         """
         memory = self._map({} if mapped is None else mapped)
         if verify:
@@ -100,19 +96,20 @@ class WeightsHandle:
         return {name: _view(memory, entry) for name, entry in self.manifest.items()}
 
     def buckets(self, trained_only: bool) -> Iterator[WeightsHandle]:
-        """Yield this handle: it is a ``WeightSource`` of one bucket, which always sends everything."""
+        """Yield this handle: a ``WeightSource`` of one bucket, which always sends all tensors."""
         assert not trained_only
         yield self
 
     def builds_on(self, loaded: object) -> bool:
-        """Return False: a handle does not know the weights loaded before."""
+        """Return False: a handle does not know the previous weights."""
         return False
 
     def _map(self, mapped: dict[str, Tensor]) -> Tensor:
         if self.ipc is not None:
             rebuild, arguments = self.ipc
             arguments = list(arguments)
-            arguments[6] = index_of_gpu(self.gpu, gpu_uuids())  # GPUs may be numbered differently in the other process
+            # Argument 6 of torch's rebuild function is the device index, which may differ in this process.
+            arguments[6] = index_of_gpu(self.gpu, gpu_uuids())
             if arguments[6] is None:
                 raise WeightsRejectedError(
                     f"The weights of version {self.version} are on the GPU {self.gpu}, but this process sees {gpu_uuids()}; nothing was "
@@ -124,7 +121,7 @@ class WeightsHandle:
                 size = os.stat(self.path).st_size
             except FileNotFoundError:
                 size = 0
-            # Mapping more than the file would lengthen it, and a closed descriptor's number may belong to another file now.
+            # Mapping more than the file would extend it, and a closed descriptor's number may now belong to a different file.
             if size == self.nbytes and self.path not in mapped:
                 mapped[self.path] = torch.from_file(self.path, shared=True, size=size, dtype=torch.uint8)
             memory = mapped[self.path] if size == self.nbytes else None
@@ -137,18 +134,18 @@ class WeightsHandle:
 
     def _verify(self, memory: Tensor) -> None:
         pairs = zip(self.manifest.items(), _checksums(memory, self.manifest.values()), strict=True)
-        damaged = [name for (name, entry), found in pairs if found != entry.checksum]
+        damaged = [name for (name, entry), checksum in pairs if checksum != entry.checksum]
         if damaged:
             raise WeightsRejectedError(
-                f"Weights version {self.version} were damaged on the way: {', '.join(damaged[:8])} ({len(damaged)} of "
-                f"{len(self.manifest)} tensors of this bucket) differ from the sent ones. Push again"
+                f"Weights version {self.version} were damaged in transfer: {', '.join(damaged[:8])} ({len(damaged)} of "
+                f"{len(self.manifest)} tensors of this bucket) differ from the sent tensors. Push again"
             )
 
 
 class WeightBuffer:
-    """Reusable shared memory for the weights of one process.
+    """Reusable shared memory for weights. Keep the buffer while its handles are in use.
 
-    It has no name, so it disappears with the process. Keep the buffer while its handles are in use.
+    The memory has no name, so it is freed with the process.
     """
 
     def __init__(self) -> None:
@@ -160,7 +157,7 @@ class WeightBuffer:
 
     @torch.no_grad()
     def write(self, tensors: Mapping[str, Tensor], version: int) -> WeightsHandle:
-        """Copy tensors, which must be on one device, bit for bit; earlier handles become invalid."""
+        """Copy tensors of one device bit for bit; earlier handles become invalid."""
         if not tensors:
             raise ConfigError("WeightBuffer.write got no tensors. Pass e.g. model.state_dict()")
         sizes = (_padded(tensor.numel() * tensor.element_size()) for tensor in tensors.values())
@@ -170,40 +167,40 @@ class WeightBuffer:
         return self.seal(version)
 
     def clear(self, nbytes: int, device: torch.device) -> None:
-        """Start with empty shared memory of ``nbytes``, header included; earlier handles become invalid."""
+        """Empty the shared memory and resize it to ``nbytes``, including the header; earlier handles become invalid."""
         if self._memory is None or len(self._memory) != nbytes or self._memory.device != device:
             self._allocate(nbytes, device)
-        self._memory[:NONCE_LEN].zero_()  # a concurrent reader must see that the weights change
+        # A concurrent reader must see that the weights change.
+        self._memory[:NONCE_LEN].zero_()
         self._entries, self._end = {}, ALIGNMENT
 
     def add(self, name: str, tensor: Tensor, start: int = 0) -> int:
-        """Copy the elements of a tensor from ``start`` on, as many as fit; return the number of the first one left out.
-
-        A tensor is divided only if it does not fit into empty memory.
-        """
+        """Copy as many elements of a flattened tensor from ``start`` as fit; return the index after the last copied one."""
         count, itemsize = tensor.numel(), tensor.element_size()
-        room, whole = len(self._memory) - self._end, _padded((count - start) * itemsize)
-        if whole <= room:
+        free = len(self._memory) - self._end
+        # A tensor is split only if it does not fit into empty memory.
+        if _padded((count - start) * itemsize) <= free:
             stop = count
         elif self._entries:
             return start
         else:
-            stop = start + room // itemsize
+            stop = start + free // itemsize
         entry = TensorEntry(tensor.dtype, tuple(tensor.shape), True, self._end, start, stop)
         used = (stop - start) * itemsize
-        self._memory[self._end + used : self._end + entry.padded_nbytes].zero_()  # part of the checksum
-        part = tensor if entry.is_whole else tensor.reshape(-1)[start:stop]
+        self._memory[self._end + used : self._end + entry.padded_nbytes].zero_()  # the checksum covers the padding
+        part = tensor if entry.is_complete else tensor.reshape(-1)[start:stop]
         _view(self._memory, entry).copy_(part)
         self._entries[name] = entry
         self._end += entry.padded_nbytes
         return stop
 
     def seal(self, version: int) -> WeightsHandle:
-        """Return the handle of the added tensors."""
+        """Write checksums and nonce, and return the handle of the added tensors."""
         sums = _checksums(self._memory, self._entries.values())
         pairs = zip(self._entries.items(), sums, strict=True)
         manifest = {name: replace(entry, checksum=checksum) for (name, entry), checksum in pairs}
         nonce, nbytes, device = secrets.token_bytes(NONCE_LEN), len(self._memory), self._memory.device
+        # Last, because the nonce makes the memory valid for readers.
         self._memory[:NONCE_LEN].copy_(torch.tensor(list(nonce), dtype=torch.uint8))
         if device.type == "cpu":
             return WeightsHandle(version, manifest, nbytes, nonce, path=f"/proc/{os.getpid()}/fd/{self._fd}")
@@ -232,10 +229,9 @@ class WeightBuffer:
 
 
 class WeightBuckets:
-    """Two blocks of shared memory through which weights of any size pass: one is filled while the other one is read.
+    """Double-buffered shared memory for weights of any size: one buffer is filled while the receiver reads the other.
 
-    Args:
-        nbytes: Bytes of tensors in each; None: ``BUCKET_BYTES`` of the device.
+    ``nbytes`` is the size of each buffer; None: ``BUCKET_BYTES`` of the device.
     """
 
     def __init__(self, nbytes: int | None = None) -> None:
@@ -244,7 +240,7 @@ class WeightBuckets:
 
     @torch.no_grad()
     def pack(self, tensors: Iterable[tuple[str, Tensor]], version: int) -> Iterator[WeightsHandle]:
-        """Copy tensors, which must be on one device, bucket by bucket. Asking for a bucket overwrites the last but one."""
+        """Copy tensors of one device bucket by bucket. Each bucket overwrites the last but one."""
         buffers = cycle(self._buffers)
         buffer: WeightBuffer | None = None
         for name, tensor in tensors:
@@ -268,32 +264,32 @@ class WeightBuckets:
             buffer.close()
 
 
-def check_manifest(given: Mapping[str, TensorSpec], required: Mapping[str, Tensor]) -> None:
-    """Raise WeightsRejectedError if tensors are missing, unknown, of another shape, or quantised.
+def check_manifest(manifest: Mapping[str, TensorSpec], required: Mapping[str, Tensor]) -> None:
+    """Raise WeightsRejectedError if tensors are missing, unknown, of a different shape, or quantised.
 
-    ``required`` is ``state_dict(keep_vars=True)`` of the receiving model, on any device; one name of a tied tensor is enough.
+    ``required`` is the receiving model's ``state_dict(keep_vars=True)``; one name of a tied tensor is enough.
     """
-    present = {id(tensor) for name, tensor in required.items() if name in given}
+    present = {id(tensor) for name, tensor in required.items() if name in manifest}
     missing = sorted(name for name, tensor in required.items() if id(tensor) not in present)
-    unknown = sorted(set(given) - set(required))
+    unknown = sorted(set(manifest) - set(required))
     reshaped, quantised = [], []
-    for name, entry in sorted(given.items()):
+    for name, entry in sorted(manifest.items()):
         if name in required and tuple(required[name].shape) != entry.shape:
             reshaped.append(f"{name} is {list(entry.shape)} instead of {list(required[name].shape)}")
         if name in required and required[name].is_floating_point() > entry.dtype.is_floating_point:
             quantised.append(f"{name} is {entry.dtype} instead of {required[name].dtype}")
-    faults = {"missing": missing, "unknown": unknown, "other shape:": reshaped, "quantised:": quantised}
+    faults = {"missing": missing, "unknown": unknown, "different shape:": reshaped, "quantised:": quantised}
     parts = [f"{fault} {', '.join(names[:8])} ({len(names)} in all)" for fault, names in faults.items() if names]
     if parts:
         raise WeightsRejectedError(
-            f"Weights rejected, nothing was changed: {'; '.join(parts)}. Required: the {len(required)} tensors of the model"
+            f"Weights rejected: {'; '.join(parts)}. Required: the {len(required)} tensors of the model"
         )
 
 
-def complete_tied(given: Mapping[str, Tensor], required: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return ``given``, with tied weights under all their names; ``check_manifest`` requires only one of them."""
-    by_id = {id(required[name]): tensor for name, tensor in given.items()}
-    return {name: given.get(name, by_id[id(tensor)]) for name, tensor in required.items() if id(tensor) in by_id}
+def complete_tied(tensors: Mapping[str, Tensor], required: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return ``tensors`` with tied weights under all their names; ``check_manifest`` requires only one."""
+    by_id = {id(required[name]): tensor for name, tensor in tensors.items()}
+    return {name: tensors.get(name, by_id[id(tensor)]) for name, tensor in required.items() if id(tensor) in by_id}
 
 
 def _padded(nbytes: int) -> int:
@@ -303,7 +299,7 @@ def _padded(nbytes: int) -> int:
 def _view(memory: Tensor, entry: TensorEntry) -> Tensor:
     nbytes = (entry.stop - entry.start) * entry.dtype.itemsize
     flat = memory[entry.offset : entry.offset + nbytes].view(entry.dtype)
-    return flat.view(entry.shape) if entry.is_whole else flat
+    return flat.view(entry.shape) if entry.is_complete else flat
 
 
 def _checksums(memory: Tensor, entries: Iterable[TensorEntry]) -> list[int]:

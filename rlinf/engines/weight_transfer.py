@@ -1,6 +1,6 @@
-"""Push weights to a receiver: ``begin``, ``load`` for each bucket, ``commit``. In between, nobody acts with them.
+"""Push weights to a receiver: ``start_push``, ``load`` per bucket, ``commit``. In between, the receiver has no version.
 
-A push is complete or rejected. The first one sends every tensor, the next ones only what training changes.
+A push is complete or rejected. The first one sends all tensors, later ones only the trained tensors.
 """
 
 from __future__ import annotations
@@ -19,11 +19,8 @@ from rlinf.optim.finite import not_finite
 
 
 class WeightSource(Protocol):
-    """Weights of one version that can be sent more than once. A ``WeightsHandle`` is one.
-
-    Attributes:
-        version: Number of weight updates that produced them.
-        manifest: Every tensor by name.
+    """Weights of one version that can be sent repeatedly, e.g. a ``WeightsHandle``.
+    ``version`` counts weight updates; ``manifest`` has the specs of all tensors by name.
     """
 
     @property
@@ -33,22 +30,22 @@ class WeightSource(Protocol):
     def manifest(self) -> Mapping[str, TensorSpec]: ...
 
     def builds_on(self, loaded: Any) -> bool:
-        """Return whether the source ``loaded`` has the same frozen tensors."""
+        """Return whether ``loaded`` has the same frozen tensors."""
         ...
 
     def buckets(self, trained_only: bool) -> Iterator[WeightsHandle]:
-        """Yield all tensors of the manifest, or the ``trained`` ones. A bucket is valid until the next but one."""
+        """Yield all tensors of the manifest, or only the trained ones. A bucket is valid until the next but one."""
         ...
 
 
 @dataclass(frozen=True)
 class PushHeader:
-    """The argument of ``begin``.
+    """Argument of ``start_push``.
 
     Attributes:
         version: Version of the weights that follow.
-        manifest: Every tensor; None: as in the push before.
-        base: The version that the receiver must hold, because only trained tensors follow; None: all tensors follow.
+        manifest: Specs of all tensors; None: as in the previous push.
+        base: Version that the receiver must have, because only trained tensors follow; None: all tensors follow.
     """
 
     version: int
@@ -57,46 +54,46 @@ class PushHeader:
 
 
 class Peer(Protocol):
-    """A receiver in another process."""
+    """Receiver in a different process."""
 
     def send(self, command: str, payload: Any) -> None:
-        """Send a command without waiting for its answer."""
+        """Send a command without waiting for its reply."""
         ...
 
-    def answer(self, command: str) -> Any:
-        """Wait for the answer to the command sent last. Raises what the receiver raised."""
+    def reply(self, command: str) -> Any:
+        """Wait for the reply to the last command; raise the receiver's error."""
         ...
 
 
 def push(source: WeightSource, peer: Peer, base: int | None = None) -> int:
-    """Send weights to a receiver; fill a bucket while it loads the one before. Return the version that it holds then.
+    """Send weights to a receiver, and return its new version; the next bucket is filled while it loads the previous one.
 
-    If it holds version ``base``, only the trained tensors are sent. Raise WeightsRejectedError if the receiver rejects the weights;
-    then the next push must be complete.
+    If the receiver has version ``base``, only trained tensors are sent. Raise WeightsRejectedError if it rejects the weights; the next
+    push must then be complete.
     """
     manifest = source.manifest if base is None else None
-    peer.send("begin", PushHeader(source.version, manifest, base))
-    peer.answer("begin")
+    peer.send("start_push", PushHeader(source.version, manifest, base))
+    peer.reply("start_push")
     is_loading = False
     try:
         for handle in source.buckets(trained_only=base is not None):
             if is_loading:
-                is_loading = False  # also if the answer is an error
-                peer.answer("load")
+                # Before the reply, which may raise; the finally clause must not wait for a second one.
+                is_loading = False
+                peer.reply("load")
             peer.send("load", handle)
             is_loading = True
     finally:
         if is_loading:
-            peer.answer("load")
+            peer.reply("load")
     peer.send("commit", None)
-    return peer.answer("commit")
+    return peer.reply("commit")
 
 
 class ModuleWeights:
-    """The weights of an unsharded torch module, packed bucket by bucket when the receiver asks for them (a ``WeightSource``).
+    """``WeightSource`` of an unsharded torch module, packed lazily into ``buckets``.
 
-    The module must not change before the receiver has its next weights, because a restarted receiver asks again. Pushes of one
-    module take the shared memory ``buckets`` in turn.
+    The module must not change before the receiver has its next weights, because a restarted receiver loads these again.
     """
 
     def __init__(self, module: nn.Module, version: int, buckets: WeightBuckets) -> None:
@@ -104,7 +101,7 @@ class ModuleWeights:
         self.manifest = manifest_of(module)
 
     def builds_on(self, loaded: object) -> bool:
-        """Return whether ``loaded`` are weights of the same module."""
+        """Return whether ``loaded`` is from the same module."""
         return isinstance(loaded, ModuleWeights) and loaded.module is self.module
 
     def buckets(self, trained_only: bool) -> Iterator[WeightsHandle]:
@@ -113,12 +110,12 @@ class ModuleWeights:
         return self._buckets.pack(self.tensors(names), self.version)
 
     def tensors(self, names: set[str]) -> Iterator[tuple[str, Tensor]]:
-        """Yield some tensors of the manifest."""
+        """Yield the tensors of the given names."""
         return ((name, tensor) for name, tensor in self.module.state_dict().items() if name in names)
 
 
 def manifest_of(module: nn.Module) -> dict[str, TensorSpec]:
-    """Return the manifest of a module's state dict. Only parameters that need no gradient are frozen; a buffer may change."""
+    """Return the manifest of a module's state dict. Parameters without gradient are frozen; a buffer may change."""
     frozen = {name for name, p in module.named_parameters(remove_duplicate=False) if not p.requires_grad}
     return {
         name: TensorSpec(tensor.dtype, tuple(tensor.shape), name not in frozen)
@@ -127,7 +124,7 @@ def manifest_of(module: nn.Module) -> dict[str, TensorSpec]:
 
 
 class WeightReceiver(ABC):
-    """The state of a receiver. Subclasses check the manifest (``check``) and store the tensors (``receive``)."""
+    """State of a receiver. Subclasses check the manifest (``check``) and store the tensors (``receive``)."""
 
     def __init__(self, version: int | None = None) -> None:
         self._version = version
@@ -138,23 +135,23 @@ class WeightReceiver(ABC):
 
     @property
     def version(self) -> int | None:
-        """Version of the weights; None while they are missing or incomplete, so that nobody may act with them."""
+        """Version of the weights; None while they are missing or incomplete, so that they cannot be used."""
         return None if self._header is not None else self._version
 
     def held(self, _: object = None) -> int | None:
         """Return ``version``, as a command."""
         return self.version
 
-    def begin(self, header: PushHeader) -> None:
+    def start_push(self, header: PushHeader) -> None:
         """Prepare for the weights of a version.
 
-        Raise WeightsRejectedError, and change nothing, if the manifest does not fit the model or ``header.base`` is not held.
+        Raise WeightsRejectedError, without a change, if the manifest does not fit the model or the version is not ``header.base``.
         """
         self._header, self._mapped = None, {}
         if header.base is not None and (header.base != self._version or not self._manifest):
-            held = "no complete weights" if self._version is None else f"version {self._version}"
+            current = "no complete weights" if self._version is None else f"version {self._version}"
             raise WeightsRejectedError(
-                f"Version {header.version} replaces some tensors of version {header.base}, but the receiver holds {held}. Push all of them"
+                f"Version {header.version} replaces some tensors of version {header.base}, but the receiver has {current}. Push all tensors"
             )
         manifest = self._manifest if header.manifest is None else dict(header.manifest)
         self.check(manifest)
@@ -163,37 +160,39 @@ class WeightReceiver(ABC):
         self._missing = {name: math.prod(spec.shape) for name, spec in expected.items()}
 
     def load(self, handle: WeightsHandle) -> None:
-        """Take a bucket; raise WeightsRejectedError if it is damaged, not finite, or not part of this push.
+        """Load a bucket; raise WeightsRejectedError if it is damaged, not finite, or not part of this push.
 
-        If that is the first bucket, the old weights stay; otherwise the receiver has none until the next push.
+        An error at the first bucket leaves the old weights; at a later one, the receiver has none until the next push.
         """
+        # The header is restored at the end, so that an error ends the push.
         header, self._header = self._header, None
         if header is None or handle.version != header.version:
             wanted = "none: no push has started" if header is None else str(header.version)
             raise WeightsRejectedError(f"A bucket of version {handle.version} arrived; expected: {wanted}")
         weights = handle.open(self._mapped, verify=True)
-        if found := not_finite(weights):
-            name, number = next(iter(found.items()))
+        if problems := not_finite(weights):
+            name, number = next(iter(problems.items()))
             raise WeightsRejectedError(
-                f"Weights rejected: '{name}' holds {number} ({len(found)} of {len(weights)} tensors of this bucket are not finite)"
+                f"Weights rejected: '{name}' holds {number} ({len(problems)} of {len(weights)} tensors of this bucket are not finite)"
             )
         for name, entry in handle.manifest.items():
             self._arrived(name, entry.stop - entry.start)
+        # From here on the old weights are overwritten.
         self._version = None
         self.receive(handle)
         self._header = header
 
     def commit(self, _: object = None) -> int:
-        """End the push; return the version. Raise WeightsRejectedError, with the names, if tensors are missing."""
+        """End the push and return the version. Raise WeightsRejectedError if tensors are missing."""
         header, self._header = self._header, None
         self._mapped = {}
         if header is None:
-            raise WeightsRejectedError("The push ended before it had started, or one of its buckets was rejected.")
+            raise WeightsRejectedError("The push was not started, or one of its buckets was rejected.")
         if self._missing:
             self._version = None
             names = sorted(self._missing)
             raise WeightsRejectedError(
-                f"Weights version {header.version} lack {', '.join(names[:8])} ({len(names)} tensors). Push again"
+                f"Weights version {header.version} lack {', '.join(names[:8])} ({len(names)}). Push again"
             )
         self.finish(is_complete=header.base is None)
         self._version = header.version
@@ -205,10 +204,10 @@ class WeightReceiver(ABC):
 
     @abstractmethod
     def receive(self, handle: WeightsHandle) -> None:
-        """Take the tensors of a verified bucket."""
+        """Store the tensors of a verified bucket."""
 
     def finish(self, is_complete: bool) -> None:  # noqa: B027  (optional)
-        """Make the new weights usable. ``is_complete``: all were sent, not only the trained ones."""
+        """Activate the new weights. ``is_complete``: all tensors were sent, not only the trained ones."""
 
     def _arrived(self, name: str, count: int) -> None:
         left = self._missing.pop(name, None)
@@ -219,7 +218,7 @@ class WeightReceiver(ABC):
 
 
 class ModuleReceiver(WeightReceiver):
-    """Copy weights into a torch module: the rollout policy of this process or another one."""
+    """Receiver that copies weights into a torch module, in this process or a different one."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
@@ -240,7 +239,7 @@ class ModuleReceiver(WeightReceiver):
             self._copy(name, tensor)
 
     def take(self, name: str, tensor: Tensor) -> None:
-        """Take a tensor of this process, between ``begin`` and ``commit``."""
+        """Copy a tensor of this process, between ``start_push`` and ``commit``."""
         self._version = None
         self._arrived(name, tensor.numel())
         self._copy(name, tensor)
@@ -253,19 +252,19 @@ class ModuleReceiver(WeightReceiver):
 def join_parts(
     handle: WeightsHandle, mapped: dict[str, Tensor], parts: dict[str, tuple[Tensor, int]]
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield the whole tensors of a bucket: views of it, or copies whose last part has arrived.
+    """Yield the complete tensors of a bucket: views of it, or copies whose last part has arrived.
 
-    ``mapped`` keeps the shared memory that was opened during this push, and ``parts`` the incomplete tensors with the number of
-    arrived elements; both are empty before the first bucket.
+    ``mapped`` caches the shared memory opened during this push; ``parts`` has the incomplete tensors with the number of elements
+    received. Both are empty before the first bucket.
     """
     for name, tensor in handle.open(mapped).items():
         entry = handle.manifest[name]
-        if entry.is_whole:
+        if entry.is_complete:
             yield name, tensor
             continue
-        whole, count = parts.get(name) or (tensor.new_empty(entry.shape), 0)
-        whole.view(-1)[entry.start : entry.stop] = tensor
-        parts[name] = whole, count + len(tensor)
-        if parts[name][1] == whole.numel():
+        joined, count = parts.get(name) or (tensor.new_empty(entry.shape), 0)
+        joined.view(-1)[entry.start : entry.stop] = tensor
+        parts[name] = joined, count + len(tensor)
+        if parts[name][1] == joined.numel():
             del parts[name]
-            yield name, whole
+            yield name, joined

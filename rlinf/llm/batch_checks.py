@@ -1,4 +1,4 @@
-"""Checks of token batches that policies and generation backends make before they compute."""
+"""Checks of token batches before policies and generation backends compute."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from rlinf.llm.batched_data_dict import IMAGE_KEYS, BatchedDataDict, tokens_and_
 
 
 def verify_right_padding(data: Mapping[str, Any], pad_token_id: int | None = None, raise_error: bool = False) -> bool:
-    """Return whether every row is one or more tokens followed by padding only, which must hold ``pad_token_id`` if given.
+    """Return whether every row is one or more tokens followed only by padding (of ``pad_token_id`` if given).
 
-    With ``raise_error``, raise ConfigError with the first bad row instead of returning False.
+    With ``raise_error``, raise ConfigError for the first bad row instead.
     """
     ids, mask = tokens_and_mask(data)
     lengths = mask.sum(-1)
@@ -26,18 +26,16 @@ def verify_right_padding(data: Mapping[str, Any], pad_token_id: int | None = Non
     if raise_error and bad.any():
         row = int(bad.nonzero()[0, 0])
         if not lengths[row]:
-            raise ConfigError(f"Row {row} has no tokens: its mask is 0 everywhere. Give each row at least one token")
+            raise ConfigError(f"Row {row} has no tokens: its mask is 0 everywhere. Required: at least one token")
         if mask[row].equal(expected[row]):
-            raise ConfigError(f"Row {row} has other tokens than pad_token_id={pad_token_id} in its padding")
+            raise ConfigError(f"Row {row} has different tokens than pad_token_id={pad_token_id} in its padding")
         first = int((~mask[row]).nonzero()[0, 0])
-        raise ConfigError(
-            f"Row {row} is not padded on the right: column {first} is padding, but tokens follow it. Move it behind them"
-        )
+        raise ConfigError(f"Row {row} is not right-padded: column {first} is padding before tokens. Move it back")
     return not bool(bad.any())
 
 
 def verify_text_only(data: Mapping[str, Any], reader: str, instead: str) -> None:
-    """Raise ConfigError if a batch has inputs that the class ``reader`` would ignore; ``instead`` names one for images."""
+    """Raise ConfigError if a batch has inputs that the class ``reader`` would ignore; ``instead`` supports images."""
     for key in (*IMAGE_KEYS, "position_ids", "inputs_embeds"):
         if key in data:
             images = f", or use {instead}" if key in IMAGE_KEYS else ""
@@ -45,7 +43,7 @@ def verify_text_only(data: Mapping[str, Any], reader: str, instead: str) -> None
 
 
 def response_mask(data: Mapping[str, Any]) -> Tensor:
-    """Return the mask bool ``[B, S]`` of the generated tokens of ``GenerationOutputSpec``, also after truncation."""
+    """Return the mask bool ``[B, S]`` of the generated tokens of a ``GenerationOutputSpec``, truncated or not."""
     ids, mask = tokens_and_mask(data)
     ends = data.get("unpadded_sequence_lengths", mask.sum(-1)).to(ids.device)
     starts = (ends - data["generation_lengths"].to(ids.device)).unsqueeze(1)
@@ -56,15 +54,15 @@ def verify_token_ids(data: Mapping[str, Any], vocab_size: int | None = None) -> 
     """Raise ConfigError unless a batch has rows of integer token ids below ``vocab_size`` (None: any)."""
     ids, mask = tokens_and_mask(data)
     if not BatchedDataDict(data).size:
-        raise ConfigError(f"The batch has no rows: its tokens are {list(ids.shape)}. Give at least one row")
+        raise ConfigError(f"The batch has no rows: its tokens are {list(ids.shape)}. Pass at least one row")
     if ids.is_floating_point() or ids.dtype == torch.bool:
-        raise ConfigError(f"The token ids are {ids.dtype}; required: integers. Give input_ids.long()")
+        raise ConfigError(f"The token ids are {ids.dtype}; required: integers. Pass input_ids.long()")
     if vocab_size is None:
         return
     bad = ((ids < 0) | (ids >= vocab_size)) & mask
     if bad.any():
         row = int(bad.any(-1).nonzero()[0, 0])
+        token = int(ids[row][bad[row]][0])
         raise ConfigError(
-            f"Row {row} has the token id {int(ids[row][bad[row]][0])}; required: 0 to {vocab_size - 1}, because the model has "
-            f"vocab_size={vocab_size}. Use the model's own tokenizer"
+            f"Row {row} has the token id {token}; required: 0 to {vocab_size - 1} (vocab_size={vocab_size}). Use its tokenizer"
         )

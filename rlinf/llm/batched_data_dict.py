@@ -1,4 +1,4 @@
-"""A dictionary of token data whose values share the rows of a batch as their first axis."""
+"""Dictionary of batched token data, with the batch as the first axis of its values."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ Spec = TypeVar("Spec")
 
 IMAGE_KEYS = ("pixel_values", "pixel_attention_mask", "image_sizes", "image_grid_thw", "spatial_shapes",
               "batch_num_images")  # fmt: skip
-"""Keys without an axis of tokens. A tensor holds one image per row; a list holds a tensor of images per row."""
+"""Keys without a token axis. A tensor has one image per row; a list has a tensor of images per row."""
 
 
 class DynamicBatchingArgs(TypedDict, total=False):
-    """Fill micro-batches up to a number of tokens, padding included.
+    """Fill micro-batches up to a number of tokens, including padding.
 
     Attributes:
         max_tokens_per_microbatch: Maximum of ``rows * longest row``.
@@ -36,7 +36,7 @@ class DynamicBatchingArgs(TypedDict, total=False):
 
 
 class SequencePackingArgs(TypedDict, total=False):
-    """Fill micro-batches with sequences laid end to end in one row (``rlinf.llm.packing``).
+    """Fill micro-batches with sequences concatenated in one row (``rlinf.llm.packing``).
 
     Attributes:
         max_tokens_per_microbatch: Maximum sum of lengths.
@@ -48,13 +48,13 @@ class SequencePackingArgs(TypedDict, total=False):
 
 
 class BatchedDataDict(UserDict[str, Any], Generic[Spec]):
-    """A batch of rows by key. ``BatchedDataDict["GenerationDatumSpec"]`` documents the expected keys.
+    """Batch of rows by key. ``BatchedDataDict["GenerationDatumSpec"]`` documents the expected keys.
 
-    Tensors with axes and lists hold one entry per row. All other values (numbers, text, None, tensors without axes) belong to the
-    whole batch, and every part of it keeps them.
+    Tensors with axes and lists have one entry per row. The remaining values (numbers, text, None, 0-d tensors) belong to the complete
+    batch and are copied to every part.
 
     Attributes:
-        micro_batches: Row numbers of each micro-batch. ``shard_by_batch_size`` sets it with dynamic batching or packing.
+        micro_batches: Row numbers per micro-batch, set by ``shard_by_batch_size`` with dynamic batching or packing.
     """
 
     micro_batches: list[list[int]] | None = None
@@ -63,9 +63,9 @@ class BatchedDataDict(UserDict[str, Any], Generic[Spec]):
     def from_batches(
         cls, batches: Sequence[Mapping[str, Any]], pad_value_dict: Mapping[str, float] | None = None
     ) -> BatchedDataDict:
-        """Join batches along the rows; pad tensors on the right to the widest, with 0 or the value of their key.
+        """Concatenate batches; right-pad tensors to the widest, with 0 or the value of their key.
 
-        Raise ConfigError without a batch, or if keys or whole-batch values differ.
+        Raise ConfigError without a batch, or if keys or batch-level values differ.
         """
         if not batches:
             raise ConfigError("from_batches got no batch; required: one or more.")
@@ -73,7 +73,7 @@ class BatchedDataDict(UserDict[str, Any], Generic[Spec]):
         for batch in batches[1:]:
             if batch.keys() != batches[0].keys():
                 differing = sorted(batch.keys() ^ batches[0].keys())
-                raise ConfigError(f"from_batches got batches whose keys differ: {differing}. Give all the same keys")
+                raise ConfigError(f"from_batches got batches with different keys: {differing}. Pass equal keys")
         pad_values = pad_value_dict or {}
         return cls({key: _join([batch[key] for batch in batches], pad_values.get(key, 0), key) for key in batches[0]})
 
@@ -82,21 +82,21 @@ class BatchedDataDict(UserDict[str, Any], Generic[Spec]):
         """Number of rows; raises ConfigError if keys disagree or none has rows."""
         sizes = {key: len(value) for key, value in self.items() if _has_rows(value)}
         if len(set(sizes.values())) != 1:
-            hint = " Give images as a list, with one tensor per row" if set(IMAGE_KEYS) & set(sizes) else ""
+            hint = " Pass images as a list, with one tensor per row" if set(IMAGE_KEYS) & set(sizes) else ""
             raise ConfigError(f"The rows of a batch are {sizes or 'missing'}; required: one number for all keys.{hint}")
         return next(iter(sizes.values()))
 
     def lengths(self, key: str | None = None) -> list[int]:
-        """Return the tokens of each row: the values of ``key``, else of prompt and response, else of ``attention_mask``."""
+        """Return the number of tokens per row: from ``key``, else of prompt and response, else from ``attention_mask``."""
         name = key or "attention_mask"
         if key is None and "output_ids" in self:
             return tokens_and_mask(self)[1].sum(-1).tolist()
         if name not in self:
-            raise ConfigError(f"The batch has no '{name}', which gives the length of each row; it has {sorted(self)}.")
+            raise ConfigError(f"The batch has no '{name}', which is the length of each row; it has {sorted(self)}.")
         return (self[name] if key else self[name].sum(-1)).tolist()
 
     def select_indices(self, indices: Sequence[int] | Tensor) -> BatchedDataDict:
-        """Return rows by their numbers, in this order, or by a bool mask ``[B]``."""
+        """Return rows by number, in this order, or by a bool mask ``[B]``."""
         rows = torch.as_tensor(indices)
         if rows.dtype == torch.bool:
             if rows.shape != (self.size,):
@@ -121,14 +121,14 @@ class BatchedDataDict(UserDict[str, Any], Generic[Spec]):
         return self.slice(start, min(start + batch_size, self.size))
 
     def chunk(self, rank: int, chunks: int) -> BatchedDataDict:
-        """Return the ``rank``-th of ``chunks`` contiguous parts; the first ones take the remaining rows."""
+        """Return the ``rank``-th of ``chunks`` contiguous parts; the first ones take the surplus rows."""
         if not 0 <= rank < chunks:
             raise ConfigError(f"chunk got rank={rank} of chunks={chunks}; required: 0 to {chunks - 1}.")
         bounds = _bounds(self.size, chunks)
         return self.slice(bounds[rank], bounds[rank + 1])
 
     def reorder_data(self, indices: Sequence[int]) -> None:
-        """Move row ``i`` to ``indices[i]`` in place, which undoes the order that ``shard_by_batch_size`` returns."""
+        """Move row ``i`` to ``indices[i]`` in place, which undoes the order of ``shard_by_batch_size``."""
         if sorted(indices) != list(range(self.size)):
             raise ConfigError(f"reorder_data got {list(indices)}; required: each of 0 to {self.size - 1} once.")
         self.update(self.select_indices(torch.as_tensor(indices).argsort()))
@@ -138,7 +138,7 @@ class BatchedDataDict(UserDict[str, Any], Generic[Spec]):
         return self.select_indices(torch.arange(self.size).repeat_interleave(num_repeats))
 
     def truncate_tensors(self, dim: int, truncated_len: int) -> None:
-        """Truncate axis ``dim`` (1 or more) of all tensors to ``truncated_len``, in place; images stay whole."""
+        """Truncate axis ``dim`` (1 or more) of all tensors to ``truncated_len``, in place, except of images."""
         if dim < 1:
             raise ConfigError(f"truncate_tensors got dim={dim}; required: 1 or more. Use slice for rows")
         for key, value in self.items():
@@ -158,7 +158,7 @@ class BatchedDataDict(UserDict[str, Any], Generic[Spec]):
     def all_gather(
         self, group: dist.ProcessGroup | None = None, pad_value_dict: Mapping[str, float] | None = None
     ) -> BatchedDataDict:
-        """Return the batches of all ranks of ``group`` joined in rank order by ``from_batches``."""
+        """Return the batches of all ranks of ``group``, concatenated in rank order by ``from_batches``."""
         if not dist.is_initialized() or dist.get_world_size(group) == 1:
             return self
         parts: list[Any] = [None] * dist.get_world_size(group)
@@ -175,19 +175,18 @@ class BatchedDataDict(UserDict[str, Any], Generic[Spec]):
         dynamic_batching_args: DynamicBatchingArgs | None = None,
         sequence_packing_args: SequencePackingArgs | None = None,
     ) -> list[BatchedDataDict] | tuple[list[BatchedDataDict], list[int]]:
-        """Split the rows over ranks so that every rank gets a fraction of each global batch of ``batch_size`` rows (None: all).
+        """Split the rows over ranks; every rank gets a part of each global batch of ``batch_size`` rows (None: all rows).
 
         With ``shards=2, batch_size=4``, rows ``0..7`` go to ``[0, 1, 4, 5]`` and ``[2, 3, 6, 7]``. Raise ConfigError if the rows do not
         divide, a row does not fit, or the arguments exclude each other.
 
         Args:
-            allow_uneven_shards: Let the first parts take remaining rows. Excludes the two arguments below.
-            dynamic_batching_args: Deal rows by length, and fill ``micro_batches`` by padded tokens; all parts have equally many.
-            sequence_packing_args: Deal bins of sequences as ``micro_batches``; all parts have equally many.
+            allow_uneven_shards: Let the first parts take surplus rows. Excludes the two arguments below.
+            dynamic_batching_args: Distribute rows by length, and fill ``micro_batches`` by padded tokens, equally many per part.
+            sequence_packing_args: Distribute bins of sequences as ``micro_batches``, equally many per part.
 
         Returns:
-            The parts. With one of the last two arguments also the row numbers of all parts concatenated, for ``reorder_data`` of
-            the concatenated results.
+            The parts; with one of the last two arguments also their concatenated row numbers, for ``reorder_data`` of the results.
         """
         batch_size = self.size if batch_size is None else batch_size
         self._check_shards(shards, batch_size, allow_uneven_shards, dynamic_batching_args, sequence_packing_args)
@@ -204,7 +203,7 @@ class BatchedDataDict(UserDict[str, Any], Generic[Spec]):
             elif sequence_packing_args is not None:
                 capacity = sequence_packing_args["max_tokens_per_microbatch"]
                 bins = first_fit_decreasing([lengths[row] for row in batch], capacity, num_bins_multiple=shards)
-                dealt = [[[batch[item] for item in each] for each in bins[rank::shards]] for rank in range(shards)]
+                dealt = [[[batch[item] for item in items] for items in bins[rank::shards]] for rank in range(shards)]
             else:
                 bounds = _bounds(len(batch), shards)
                 dealt = [[batch[bounds[rank] : bounds[rank + 1]]] for rank in range(shards)]
@@ -212,7 +211,7 @@ class BatchedDataDict(UserDict[str, Any], Generic[Spec]):
                 for group in groups:
                     micro_batches[rank].append(list(range(len(rows[rank]), len(rows[rank]) + len(group))))
                     rows[rank] += group
-        parts = [self.select_indices(each) for each in rows]
+        parts = [self.select_indices(part_rows) for part_rows in rows]
         if arguments is None:
             return parts
         for part, marked in zip(parts, micro_batches, strict=True):
@@ -249,16 +248,14 @@ class BatchedDataDict(UserDict[str, Any], Generic[Spec]):
     def _check_shards(self, shards: int, batch_size: int, uneven: bool, dynamic: Any, packing: Any) -> None:
         if min(shards, batch_size) < 1:
             raise ConfigError(f"shard_by_batch_size got shards={shards}, batch_size={batch_size}; required: 1 or more.")
-        for given, spec in ((dynamic, DynamicBatchingArgs), (packing, SequencePackingArgs)):
+        for arguments, spec in ((dynamic, DynamicBatchingArgs), (packing, SequencePackingArgs)):
             known = spec.__annotations__.keys()
-            if given is not None and not {"max_tokens_per_microbatch"} <= given.keys() <= known:
+            if arguments is not None and not {"max_tokens_per_microbatch"} <= arguments.keys() <= known:
                 raise ConfigError(
-                    f"shard_by_batch_size got {dict(given)}; required: max_tokens_per_microbatch; known: {', '.join(known)}."
+                    f"shard_by_batch_size got {dict(arguments)}; required: max_tokens_per_microbatch; known: {', '.join(known)}."
                 )
         if uneven + (dynamic is not None) + (packing is not None) > 1:
-            raise ConfigError(
-                "allow_uneven_shards, dynamic_batching_args and sequence_packing_args exclude each other. Give one of them"
-            )
+            raise ConfigError("allow_uneven_shards, dynamic_batching_args and sequence_packing_args exclude each other")
         if packing is not None or uneven:
             return
         hint = "" if dynamic is not None else ", or allow_uneven_shards=True"
@@ -273,8 +270,7 @@ class BatchedDataDict(UserDict[str, Any], Generic[Spec]):
 def tokens_and_mask(data: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
     """Return token ids ``[B, S]`` and bool mask ``[B, S]`` of prompts, training data or generation outputs.
 
-    If a batch has ``output_ids``, these are read instead of ``input_ids``. Raises ConfigError for missing keys, values that are
-    not tensors, and shapes that do not fit.
+    ``output_ids``, if present, replace ``input_ids``. Raises ConfigError for missing keys, non-tensors and mismatched shapes.
     """
     generated = "output_ids" in data
     keys = ("output_ids", "unpadded_sequence_lengths") if generated else ("input_ids", "attention_mask")
@@ -283,13 +279,15 @@ def tokens_and_mask(data: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
             raise ConfigError(f"The batch has no '{key}'; it has {sorted(data)}.")
         if not isinstance(data[key], Tensor):
             raise ConfigError(f"'{key}' is a {type(data[key]).__name__}; required: a torch.Tensor, right-padded.")
-    ids, other = (data[key] for key in keys)
-    if ids.ndim != 2 or other.shape != (ids.shape[:1] if generated else ids.shape):
+    ids, lengths_or_mask = (data[key] for key in keys)
+    if ids.ndim != 2 or lengths_or_mask.shape != (ids.shape[:1] if generated else ids.shape):
         required = "[B, S] and [B]" if generated else "one shape [B, S]"
-        raise ConfigError(f"{keys[0]} are {list(ids.shape)} and {keys[1]} {list(other.shape)}; required: {required}.")
+        raise ConfigError(
+            f"{keys[0]} are {list(ids.shape)} and {keys[1]} {list(lengths_or_mask.shape)}; required: {required}."
+        )
     if not generated:
-        return ids, other.bool()
-    return ids, torch.arange(ids.shape[1], device=ids.device) < other.to(ids.device).unsqueeze(1)
+        return ids, lengths_or_mask.bool()
+    return ids, torch.arange(ids.shape[1], device=ids.device) < lengths_or_mask.to(ids.device).unsqueeze(1)
 
 
 def _has_rows(value: Any) -> bool:
@@ -316,13 +314,13 @@ def _join(values: list[Any], pad_value: float, key: str) -> Any:
         return [item for value in values for item in value]
     if not _has_rows(first):
         if not all(torch.equal(first, value) if isinstance(first, Tensor) else first == value for value in values):
-            raise ConfigError(f"from_batches: '{key}' belongs to the whole batch and differs: {values}.")
+            raise ConfigError(f"from_batches: '{key}' belongs to the complete batch and differs: {values}.")
         return first
     return join_padded(values, key, pad_value)
 
 
 def join_padded(values: Sequence[Tensor], key: str, pad_value: float = 0.0) -> Tensor:
-    """Join tensors along the rows; pad every other axis at its end to the longest."""
+    """Concatenate tensors along the batch; pad the remaining axes at their ends to the longest."""
     if len({value.ndim for value in values}) > 1:
         shapes = [list(value.shape) for value in values]
         raise ConfigError(f"'{key}' has the shapes {shapes}; required: the same number of axes.")

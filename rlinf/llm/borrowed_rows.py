@@ -1,4 +1,4 @@
-"""A row with images for ranks without any, because shards of a vision tower are gathered by all ranks or by none."""
+"""Lend a row with images to ranks without any, because shards of a vision tower are gathered by all ranks or by none."""
 
 from __future__ import annotations
 
@@ -18,37 +18,38 @@ from rlinf.llm.logprobs import TOKEN_TYPE_KEYS
 def borrowed_rows(parts: Sequence[BatchedDataDict], num_passes: int) -> list[dict[str, Any] | None]:
     """Return the row with images that this rank adds to the micro-batch of each pass, or None (a collective call).
 
-    A row is added where another rank has images and this one has not. It is the shortest one with images of this rank, or of the
-    first rank with any. A real row suits every model; a made-up one would need its placeholders and image sizes.
+    A row is added if a different rank has images in this pass and this rank has none. It is the shortest row with images of this rank,
+    or of the first rank with images.
 
     Args:
-        parts: Micro-batches of this rank, at least one. The last one is repeated in further passes.
+        parts: Micro-batches of this rank, at least one; the last one is repeated in additional passes.
         num_passes: Passes of every rank.
     """
-    own = [bool(_rows_with_images(part)) for part in parts]
-    own += own[-1:] * (num_passes - len(parts))
+    # A real row suits every model; a synthetic one would need the model's placeholders and image sizes.
+    local = [bool(_rows_with_images(part)) for part in parts]
+    local += local[-1:] * (num_passes - len(parts))
     row = _shortest_row(parts)
     nobody = world_size()
-    some_rank_has_none, minus_lender, *anywhere = maximum(row is None, -nobody if row is None else -rank(), *own)
-    lender = int(-minus_lender)  # the first rank that has images
+    some_rank_has_none, minus_lender, *anywhere = maximum(row is None, -nobody if row is None else -rank(), *local)
+    lender = int(-minus_lender)  # the first rank with images
     if some_rank_has_none and lender != nobody:
         borrowed = broadcast_object(row, lender)
         row = borrowed if row is None else row
-    return [row if there and not here else None for there, here in zip(anywhere, own, strict=True)]
+    return [row if there and not here else None for there, here in zip(anywhere, local, strict=True)]
 
 
 def with_borrowed_row(part: Mapping[str, Any], chosen: Tensor, row: Mapping[str, Any]) -> tuple[dict[str, Any], Tensor]:
-    """Return a micro-batch with one more row, as ``batch_scores`` reads it, and ``chosen`` bool ``[B, S]`` without its tokens.
+    """Append a row to a micro-batch; return it for ``batch_scores``, and ``chosen`` bool ``[B, S]`` without the row's tokens.
 
-    Both passes run through the row, but it enters no loss, so its gradients are 0.
+    The row takes part in both passes but not in the loss, so its gradients are 0.
     """
     ids, mask = tokens_and_mask(part)
     length = len(row["input_ids"])
     width = max(length, ids.shape[1])
 
-    def with_row(values: Tensor, own: Tensor) -> Tensor:
+    def with_row(values: Tensor, row_values: Tensor) -> Tensor:
         widened = F.pad(values, (0, width - values.shape[1], 0, 1))
-        widened[-1, : len(own)] = own
+        widened[-1, : len(row_values)] = row_values
         return widened
 
     joined = {key: value for key, value in part.items() if key != "output_ids"}
@@ -72,12 +73,12 @@ def _shortest_row(parts: Sequence[BatchedDataDict]) -> dict[str, Any] | None:
     rows = [(int(tokens_and_mask(part)[1][row].sum()), part, row) for part in parts for row in _rows_with_images(part)]
     if not rows:
         return None
-    length, part, row = min(rows, key=lambda each: each[0])
-    found = {"input_ids": tokens_and_mask(part)[0][row, :length].cpu()}
+    length, part, row = min(rows, key=lambda candidate: candidate[0])
+    result = {"input_ids": tokens_and_mask(part)[0][row, :length].cpu()}
     for key in part:
         if key in IMAGE_KEYS:
             images = part[key][row]
-            found[key] = (images[None] if isinstance(part[key], Tensor) else images).cpu()
+            result[key] = (images[None] if isinstance(part[key], Tensor) else images).cpu()
         elif key in TOKEN_TYPE_KEYS:
-            found[key] = part[key][row, :length].cpu()
-    return found
+            result[key] = part[key][row, :length].cpu()
+    return result

@@ -23,22 +23,19 @@ from rlinf.options import option
 
 @dataclass
 class CausalLMConfig:
-    """How to load the weights."""
+    """Loading of the weights."""
 
-    torch_dtype: Any = option("float32", "Number format of the weights: float32, bfloat16, float16 or a torch.dtype.")
-    device_map: Any = option(
-        "auto",
-        "Placement as in transformers; auto: this rank's own GPU, without ranks all accelerators, else the CPU; null: the CPU.",
-    )
+    torch_dtype: Any = option("float32", "Dtype of the weights: float32, bfloat16, float16 or a torch.dtype.")
+    device_map: Any = option("auto", "Placement; auto: this rank's GPU, all accelerators, or the CPU; null: the CPU.")
     trust_remote_code: bool = option(False, "Run the Python code in the checkpoint folder.")
     load_in_8bit: bool = option(False, "Quantise to 8 bits (bitsandbytes, CUDA).")
     load_in_4bit: bool = option(False, "Quantise to 4 bits (bitsandbytes, CUDA).")
     attn_implementation: str = option("sdpa", "Attention kernel: sdpa, eager or flash_attention_2.")
-    tokenizer: Any = option(None, "Tokenizer or processor, for padding and end tokens that the model does not name.")
+    tokenizer: Any = option(None, "Tokenizer or processor, for padding and end tokens that the model lacks.")
 
 
 def load_causal_lm(model_name: str, config: CausalLMConfig, *, deferred: bool = False) -> Any:
-    """Load a model in evaluation mode and switch off all dropout; ``deferred``: leave its weights in files, if they can be."""
+    """Load a model in evaluation mode without dropout; ``deferred`` leaves its weights in their files, if possible."""
     model = _load(model_name, config, deferred)
     settle_end_tokens(model, config.tokenizer)
     return switch_off_dropout(model).eval()
@@ -49,7 +46,8 @@ def _load(model_name: str, config: CausalLMConfig, deferred: bool) -> Any:
     quantization = _quantization(config)
     num_accelerators = torch.accelerator.device_count() if torch.accelerator.is_available() else 0
     with_ranks = config.device_map == "auto" and torch.cuda.is_available() and dist.is_initialized()
-    device_map = {"": take_own_device()} if with_ranks else config.device_map  # any other GPU belongs to another rank
+    # The remaining GPUs belong to different ranks.
+    device_map = {"": take_own_device()} if with_ranks else config.device_map
     arguments = {
         "dtype": torch_dtype_of(config.torch_dtype),
         "attn_implementation": config.attn_implementation,
@@ -70,21 +68,19 @@ def _load(model_name: str, config: CausalLMConfig, deferred: bool) -> Any:
 
 
 def padding_token(model: Any, tokenizer: Any, given: int | None, ends: list[int]) -> int:
-    """Return the id that pads rows: the given one, else the model's, the tokenizer's, the first end token, or 0.
-
-    Ids without an embedding, which some published models name (-1), are skipped.
-    """
+    """Return the padding id: the given one, else the model's, the tokenizer's, the first end token, or 0."""
+    # Some published models have ids without an embedding (-1), which are skipped.
     vocab_size, tokenizer = model.config.get_text_config().vocab_size, getattr(tokenizer, "tokenizer", tokenizer)
     candidates = (given, model.generation_config.pad_token_id, getattr(tokenizer, "pad_token_id", None), *ends[:1], 0)
     return next(value for value in candidates if value is not None and 0 <= value < vocab_size)
 
 
 def _load_spread(model_name: str, **arguments: Any) -> Any:
-    """Let transformers spread a model over several devices, or quantise it, while loading."""
+    """Let transformers distribute a model over several devices, or quantise it, while loading."""
     try:
         with without_load_report():
             model, report = AutoModelForCausalLM.from_pretrained(model_name, output_loading_info=True, **arguments)
-    except (OSError, ValueError, RuntimeError, AssertionError) as error:  # the last where torch has no such device
+    except (OSError, ValueError, RuntimeError, AssertionError) as error:  # AssertionError: torch has no such device
         raise CheckpointError(
             f"'{model_name}' cannot be loaded with device_map={arguments['device_map']} ({error}).", device_map="auto"
         ) from error
@@ -98,7 +94,7 @@ def _load_spread(model_name: str, **arguments: Any) -> Any:
 
 def _quantization(config: CausalLMConfig) -> dict[str, Any]:
     if config.load_in_8bit and config.load_in_4bit:
-        raise ConfigError("load_in_8bit and load_in_4bit are both True; required: one of them.", load_in_8bit=False)
+        raise ConfigError("load_in_8bit and load_in_4bit are both True; required: one.", load_in_8bit=False)
     if not (config.load_in_8bit or config.load_in_4bit):
         return {}
     key = "load_in_8bit" if config.load_in_8bit else "load_in_4bit"

@@ -1,4 +1,4 @@
-"""Save work that ``generate`` of transformers wastes in any architecture when only the next token is needed."""
+"""Skip work of transformers' ``generate`` that the next token does not need, for any architecture."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from transformers.cache_utils import DynamicLayer
 
 
 class StaticLayer(DynamicLayer):
-    """A cache layer that preallocates ``max_len`` keys and values, so that a new token copies no earlier ones.
+    """Cache layer with preallocated ``max_len`` keys and values, so that a new token copies no earlier ones.
 
-    Unlike transformers' static layer it returns filled positions only, so masks need no change.
+    Unlike transformers' static layer it returns only filled positions, so masks need no change.
     """
 
     def __init__(self, max_len: int) -> None:
@@ -29,7 +29,8 @@ class StaticLayer(DynamicLayer):
         end = start + key_states.shape[2]
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-            length = max(self.max_len, end)  # some models cache image keys separately, which max_len does not count
+            # Some models cache image keys separately, which max_len does not count.
+            length = max(self.max_len, end)
             self._buffers = [
                 part.new_empty(*part.shape[:2], length, part.shape[3]) for part in (key_states, value_states)
             ]
@@ -40,7 +41,7 @@ class StaticLayer(DynamicLayer):
 
 
 def static_cache(model: Any, max_len: int) -> DynamicCache | None:
-    """Return a cache with static full-attention layers; None for models with a cache or state of their own."""
+    """Return a cache with static full-attention layers; None for models with their own cache or state."""
     takes_cache = "past_key_values" in inspect.signature(model.forward).parameters
     if not takes_cache or not model._supports_default_dynamic_cache():
         return None
@@ -51,10 +52,10 @@ def static_cache(model: Any, max_len: int) -> DynamicCache | None:
 
 @contextmanager
 def next_token_only(model: Any, token_ids: Tensor | None) -> Iterator[None]:
-    """Inside the context, compute only the inputs of the last position's logits; everything else is zeros.
+    """Inside the context, compute only what the last position's logits need; the remaining values are zeros.
 
-    The last layer's MLP computes the last position only, and the head the columns of ``token_ids [N]`` only (None: all). TrainerContext of
-    the model with unexpected names or types are left unchanged.
+    The last layer's MLP computes only the last position, and the LM head only the columns ``token_ids [N]`` (None: all). Modules with
+    unexpected names or types are unchanged.
     """
     with ExitStack() as stack:
         head = model.get_output_embeddings()
@@ -69,7 +70,8 @@ def next_token_only(model: Any, token_ids: Tensor | None) -> Iterator[None]:
 
 @contextmanager
 def _replaced_forward(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
-    if "forward" in vars(module):  # already replaced, for example by a placement over several devices
+    # Already replaced, for example by a placement over several devices.
+    if "forward" in vars(module):
         yield
         return
     module.forward = forward
@@ -92,13 +94,13 @@ def _columns_of(head: nn.Linear, token_ids: Tensor) -> Callable[[Tensor], Tensor
 
 
 def _last_position_of(mlp: Callable[..., Any]) -> Callable[..., Any]:
-    """Apply an MLP, which acts on each position alone, to the last position only."""
+    """Apply an MLP, which treats positions independently, only to the last position."""
 
     def forward(hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         if hidden_states.ndim != 3 or hidden_states.shape[1] == 1 or args or kwargs:
             return mlp(hidden_states, *args, **kwargs)
         last = mlp(hidden_states[:, -1:])
-        if not isinstance(last, Tensor):  # a mixture of experts that also returns its routing
+        if not isinstance(last, Tensor):  # a mixture of experts also returns its routing
             return mlp(hidden_states)
         output = last.new_zeros(*hidden_states.shape[:2], last.shape[-1])
         output[:, -1:] = last

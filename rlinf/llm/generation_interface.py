@@ -1,4 +1,4 @@
-"""The interface of generation backends, and the keys of their data and settings."""
+"""Interface of generation backends, and keys of their data and settings."""
 
 from __future__ import annotations
 
@@ -22,8 +22,7 @@ class GenerationDatumSpec(TypedDict):
     Attributes:
         input_ids: int64 ``[B, S]``, padded on the right.
         attention_mask: ``[B, S]``, 1 for tokens, 0 for padding; its sums are the prompt lengths.
-        sampling_seeds: int64 ``[B]``, optional: seed of each row. Then its random numbers depend on neither the other rows, nor the
-            rank, nor earlier calls.
+        sampling_seeds: int64 ``[B]``, optional: seed per row, independent of batch, rank and earlier calls.
     """
 
     input_ids: torch.Tensor
@@ -32,7 +31,7 @@ class GenerationDatumSpec(TypedDict):
 
 
 class GenerationOutputSpec(TypedDict):
-    """Prompts and responses, with all other keys of the prompts.
+    """Prompts and responses, with the remaining keys of the prompts.
 
     Attributes:
         output_ids: int64 ``[B, S]``, prompt and response without padding between them, padded on the right.
@@ -53,7 +52,7 @@ def generation_output(
 ) -> BatchedDataDict[GenerationOutputSpec]:
     """Return ``GenerationOutputSpec`` of prompts, responses (both int64 ``[length]``) and float32 log-probabilities per row."""
     rows = [torch.cat(pair) for pair in zip(prompts, responses, strict=True)]
-    scores = [F.pad(each, (len(prompt), 0)) for prompt, each in zip(prompts, logprobs, strict=True)]
+    scores = [F.pad(values, (len(prompt), 0)) for prompt, values in zip(prompts, logprobs, strict=True)]
     device = rows[0].device
     return BatchedDataDict(
         {
@@ -66,10 +65,10 @@ def generation_output(
 
 
 class GenerationConfig(TypedDict, total=False):
-    """Settings of a generation backend; ``None`` or a missing key restricts nothing.
+    """Settings of a generation backend; ``None`` or a missing key means no restriction.
 
     ``backend`` is ``"hf"`` or ``"vllm"``, and ``model_name`` a folder or hub id.
-    ``rlinf.llm.hf_generation.SamplingConfig`` documents the other keys.
+    ``rlinf.llm.hf_generation.SamplingConfig`` documents the remaining keys.
     """
 
     backend: str
@@ -86,12 +85,7 @@ class GenerationConfig(TypedDict, total=False):
 
 
 class VllmConfig(GenerationConfig, total=False):
-    """Settings of vLLM. Engine arguments go into ``vllm_cfg`` or next to the other keys.
-
-    Attributes:
-        vllm_cfg: ``tensor_parallel_size``, ``gpu_memory_utilization``, ``max_model_len`` and other engine arguments.
-        seed: Seed of the sampling (default 0).
-    """
+    """Settings of vLLM. Engine arguments are in ``vllm_cfg`` or at the top level; ``seed`` is the sampling seed (default 0)."""
 
     vllm_cfg: dict[str, Any]
     seed: int
@@ -101,7 +95,7 @@ class VllmConfig(GenerationConfig, total=False):
 
 
 class GenerationInterface(ABC):
-    """A backend that continues token sequences."""
+    """Backend that generates token sequences."""
 
     @abstractmethod
     def generate(

@@ -1,4 +1,4 @@
-"""Generation with the ``generate`` of transformers and a sampler of our own."""
+"""Generation with transformers' ``generate`` and our own sampler."""
 
 from __future__ import annotations
 
@@ -38,27 +38,19 @@ _CONSUMED = ("input_ids", "attention_mask", "output_ids", "generation_lengths", 
 
 @dataclass
 class SamplingConfig:
-    """How to choose tokens. The sampling settings of the checkpoint's own generation_config are ignored."""
+    """Sampling of tokens; the sampling settings of the checkpoint's generation_config are ignored."""
 
     max_new_tokens: int = option(128, "Maximum length of a response in tokens.", minimum=1)
-    temperature: float = option(1.0, "Divides the logits; more than 0.", minimum=1e-6)
-    top_p: float | None = option(
-        None, "Sample from the most likely tokens that add up to this.", minimum=1e-6, maximum=1
-    )
-    top_k: int | None = option(None, "Sample from this many most likely tokens.", minimum=1)
-    repetition_penalty: float = option(
-        1.0, "Divides positive, multiplies negative logits of earlier tokens (Keskar et al. 2019).", minimum=1e-6
-    )
-    allowed_token_ids: list[int] | None = option(
-        None, "Choose among these tokens only, such as action bins, and compute only their logits; null: all."
-    )
-    do_sample: bool = option(True, "False: always greedy, even `generate(greedy=False)`.")
-    pad_token_id: int | None = option(None, "Pads rows that have ended; null: the model's.")
-    eos_token_id: int | list[int] | None = option(None, "Id or ids that end a row; null: the model's; []: none.")
-    max_model_len: int | None = option(
-        None, "Maximum length of prompt plus response; null: what the model declares.", minimum=1
-    )
-    seed: int = option(0, "Seed of the sampling.")
+    temperature: float = option(1.0, "Divides the logits.", minimum=1e-6)
+    top_p: float | None = option(None, "Nucleus sampling probability.", minimum=1e-6, maximum=1)
+    top_k: int | None = option(None, "Sample from the k most likely tokens.", minimum=1)
+    repetition_penalty: float = option(1.0, "Repetition penalty (Keskar et al. 2019).", minimum=1e-6)
+    allowed_token_ids: list[int] | None = option(None, "Allowed tokens, such as action bins; null: all.")
+    do_sample: bool = option(True, "False: always greedy.")
+    pad_token_id: int | None = option(None, "Padding token; null: the model's.")
+    eos_token_id: int | list[int] | None = option(None, "End tokens; null: the model's; []: none.")
+    max_model_len: int | None = option(None, "Maximum length of prompt plus response; null: the model's.", minimum=1)
+    seed: int = option(0, "Sampling seed.")
 
 
 OTHER_NAMES = {
@@ -68,9 +60,9 @@ OTHER_NAMES = {
     "stop_token_ids": "eos_token_id=[<ids>]",
     "ignore_eos": "eos_token_id=[]",
 }
-"""Settings of other libraries, and what to pass instead."""
+"""Settings of different libraries, and their equivalents here."""
 MEDIA_TOKEN = re.compile(r"(image|video|audio|vision|boi|eoi|boa|eoa)_(\w+_)?token_(id|index)")
-"""Fields of a model's configuration that name tokens of images, videos and sounds."""
+"""Configuration fields with the tokens of images, videos and audio."""
 
 
 @dataclass
@@ -81,13 +73,13 @@ class HuggingFaceGenerationConfig(CausalLMConfig, SamplingConfig):
 
 
 class HuggingFaceGeneration(GenerationInterface):
-    """A generation backend that holds a model of transformers.
+    """Generation backend with a transformers model.
 
-    Tokens of images and other media (``media_tokens``) are never chosen, because an answer contains no media.
+    Media tokens (``media_tokens``) are never sampled, because a completion contains no media.
 
-    ``logprobs`` of the output come from ``softmax(logits / temperature)`` over ``allowed_token_ids``, before top-k, top-p and the
-    repetition penalty. Without any of the four they equal ``get_logprobs`` of a policy with the same temperature. Top-k, top-p
-    and the penalty make sampling off-policy.
+    Output ``logprobs`` come from ``softmax(logits / temperature)`` over ``allowed_token_ids``, before top-k, top-p and repetition
+    penalty. Without any of the four they equal ``get_logprobs`` of a policy with the same temperature. Top-k, top-p and the penalty
+    make sampling off-policy.
 
     Args:
         model_name: Folder or hub id.
@@ -104,12 +96,12 @@ class HuggingFaceGeneration(GenerationInterface):
         self._random = torch.Generator().manual_seed(self.config.seed)
 
     def prepare_for_generation(self, *args: Any, **kwargs: Any) -> None:
-        """Move the weights back to the device they were loaded on. Idempotent."""
+        """Move the weights back to their original device. Idempotent."""
         if self._movable:
             self.model.to(self._device)
 
     def finish_generation(self, *args: Any, **kwargs: Any) -> None:
-        """Move the weights to main memory; a model spread by ``device_map`` stays in place. Idempotent."""
+        """Move the weights to main memory, unless ``device_map`` distributes the model. Idempotent."""
         if self._movable and self._device.type != "cpu":
             self.model.to("cpu")
             torch.accelerator.empty_cache()
@@ -117,33 +109,32 @@ class HuggingFaceGeneration(GenerationInterface):
     def generate(
         self, data: BatchedDataDict[GenerationDatumSpec], greedy: bool = False
     ) -> BatchedDataDict[GenerationOutputSpec]:
-        """Generate a completion per row. Other rows in the batch affect it only by floating-point rounding."""
+        """Generate a completion per row; the remaining batch affects it only by floating-point rounding."""
         self.prepare_for_generation()
         return generate_tokens(self.model, data, self.config, greedy, self._random, self.config.tokenizer)
 
 
 def reject_other_names(settings: Iterable[str]) -> None:
-    """Raise ConfigError for sampling settings that other libraries name differently."""
+    """Raise ConfigError for sampling settings with a different name here."""
     for name in settings:
         if name in OTHER_NAMES:
             raise ConfigError(f"There is no setting '{name}'. Pass {OTHER_NAMES[name]}")
 
 
 def verify_sampling_tokens(config: SamplingConfig, vocab_size: int) -> None:
-    """Raise ConfigError if a setting names tokens outside the vocabulary, or allows none."""
+    """Raise ConfigError if a setting has tokens outside the vocabulary, or allows none."""
     for name in ("allowed_token_ids", "eos_token_id", "pad_token_id"):
         value = getattr(config, name)
         ids = [] if value is None else [value] if isinstance(value, int) else value
         unknown = sorted({token for token in ids if not 0 <= token < vocab_size})
         if unknown or (name == "allowed_token_ids" and value == []):
             raise ConfigError(
-                f"{name} has the ids {unknown[:8]}; required: one or more from 0 to {vocab_size - 1}. Pass {name}=None for "
-                "the default"
+                f"{name} has the ids {unknown[:8]}; required: some of 0 to {vocab_size - 1}. Pass {name}=None"
             )
 
 
 def media_tokens(config: Any) -> list[int]:
-    """Return the tokens that a vision-language model reserves for images, videos and sounds, from its configuration."""
+    """Return a vision-language model's tokens for images, videos and audio, from its configuration."""
     vocab_size = config.get_text_config().vocab_size
     named = {value for name, value in config.to_dict().items() if MEDIA_TOKEN.fullmatch(name) and type(value) is int}
     return sorted(token for token in named if 0 <= token < vocab_size)
@@ -158,13 +149,11 @@ def generate_tokens(
     random: torch.Generator,
     tokenizer: Any = None,
 ) -> BatchedDataDict[GenerationOutputSpec]:
-    """Continue right-padded rows with any causal language model of transformers.
-
-    Rows are moved to left padding for the model's ``generate``, and back to right padding for the output.
+    """Complete right-padded rows with any causal language model of transformers.
 
     Args:
-        random: CPU generator of the sampling; row ``i`` uses the ``i``-th numbers of a call. Not used with ``sampling_seeds``.
-        tokenizer: Supplies padding and end tokens if neither ``config`` nor the model does.
+        random: CPU generator; row ``i`` uses the ``i``-th numbers of a call. Unused with ``sampling_seeds``.
+        tokenizer: Source of padding and end tokens that neither ``config`` nor the model has.
     """
     data = BatchedDataDict(data)
     vocab_size = model.config.get_text_config().vocab_size
@@ -175,17 +164,18 @@ def generate_tokens(
     prompt_lengths = mask.sum(-1).tolist()
     ends = end_tokens(model, tokenizer, config.eos_token_id)
     pad = padding_token(model, tokenizer, config.pad_token_id, ends)
-    room = _new_tokens_allowed(prompt_lengths, config, context_length(model))
+    limits = _new_tokens_allowed(prompt_lengths, config, context_length(model))
     uniforms = _uniforms(data, config.max_new_tokens, random) if config.do_sample and not greedy else None
-    device = next(model.parameters()).device  # to which all that a step needs goes once, and not at each token
+    # All inputs of a decoding step go to the device once, not at each token.
+    device = next(model.parameters()).device
     columns, banned = None, torch.tensor(media_tokens(model.config), dtype=torch.int64, device=device)
     if config.allowed_token_ids is not None:
         columns = torch.tensor(sorted(set(config.allowed_token_ids)), device=device)
         banned = banned[:0]
     responses, logprobs = [ids] * data.size, [ids] * data.size
     may_pad = len(set(prompt_lengths)) == 1 or _ignores_left_padding(model)
-    # Rows near the end of the context must stop earlier, and some models read left padding: only equal rows share a call.
-    groups = [(allowed, 0 if may_pad else length) for allowed, length in zip(room, prompt_lengths, strict=True)]
+    # Rows near the end of the context must stop earlier, and some models read left padding: only equal rows are batched.
+    groups = [(allowed, 0 if may_pad else length) for allowed, length in zip(limits, prompt_lengths, strict=True)]
     for group in sorted(set(groups)):
         rows, allowed = [row for row, value in enumerate(groups) if value == group], group[0]
         prompts = [ids[row, : prompt_lengths[row]] for row in rows]
@@ -202,7 +192,7 @@ def generate_tokens(
 
 
 def _uniforms(data: BatchedDataDict, num_tokens: int, random: torch.Generator) -> Tensor:
-    """Return the random numbers ``[B, num_tokens]`` of a call, by the seeds of its rows if it has them."""
+    """Return the random numbers ``[B, num_tokens]`` of a call, from its row seeds if present."""
     if SEEDS_KEY not in data:
         return torch.rand(data.size, num_tokens, generator=random)
     rows = [torch.Generator().manual_seed(seed) for seed in data[SEEDS_KEY].tolist()]
@@ -210,7 +200,7 @@ def _uniforms(data: BatchedDataDict, num_tokens: int, random: torch.Generator) -
 
 
 def _ignores_left_padding(model: Any) -> bool:
-    """Return whether a model ignores left padding, tried once per model; recurrent layers of some families read it."""
+    """Return whether a model ignores left padding (tested once per model); some recurrent layers do not."""
     if not hasattr(model, "ignores_left_padding"):
         with evaluation_mode(model):
             model.ignores_left_padding = ignores_left_padding(model)
@@ -220,7 +210,7 @@ def _ignores_left_padding(model: Any) -> bool:
 def _continue(
     model: Any, prompts: list[Tensor], inputs: dict[str, Tensor], sampler: _Sampler, settings: dict[str, Any]
 ) -> list[tuple[Tensor, Tensor]]:
-    """Return the response tokens and their log-probabilities of each prompt; ``settings`` go to ``generate``."""
+    """Return response tokens and log-probabilities per prompt; ``settings`` are arguments of ``generate``."""
     home, device = prompts[0].device, next(model.parameters()).device
     width = max(map(len, prompts))
     ids = torch.full((len(prompts), width), settings["pad_token_id"], dtype=torch.long, device=home)
@@ -230,9 +220,10 @@ def _continue(
         mask[row, width - len(prompt) :] = 1
         for key in TOKEN_TYPE_KEYS & inputs.keys():
             inputs[key][row] = inputs[key][row].roll(width - len(prompt))
-    ids, mask = to_device(ids, device), to_device(mask, device)  # whole, and not row by row
+    ids, mask = to_device(ids, device), to_device(mask, device)  # one copy instead of one per row
     sampler.prompt_mask = mask.bool()
-    own, model.generation_config = model.generation_config, HFGenerationConfig()
+    # The checkpoint's generation_config would add its own sampling settings.
+    saved_config, model.generation_config = model.generation_config, HFGenerationConfig()
     try:
         with evaluation_mode(model), next_token_only(model, sampler.columns):
             sequences = model.generate(
@@ -242,10 +233,11 @@ def _continue(
                 **inputs,
                 generation_config=HFGenerationConfig(do_sample=False, **settings),
                 logits_processor=LogitsProcessorList([sampler]),
-                synced_gpus=False,  # the weights are whole, so a rank need not wait at each token for ranks with fewer answers
+                # The weights are gathered, so a rank need not wait at each token for ranks with shorter completions.
+                synced_gpus=False,
             )
     finally:
-        model.generation_config = own
+        model.generation_config = saved_config
     tokens, logprobs = sequences[:, width:].to(home), torch.stack(sampler.logprobs, dim=1).to(home)
     ends = torch.tensor(settings["eos_token_id"] or [], device=home, dtype=tokens.dtype)
     ended = torch.isin(tokens, ends)
@@ -254,17 +246,17 @@ def _continue(
 
 
 class _Sampler(LogitsProcessor):
-    """Choose each row's token, and leave only that token to the greedy search of ``generate``.
+    """Logits processor that samples each row's token, and leaves only this token to the greedy search of ``generate``.
 
-    The model's own ``generate`` handles the caches and inputs of its architecture, and a draw depends on its own row only.
-    ``logprobs`` are float32 ``[B]`` of every step. ``prompt_mask`` bool ``[B, S]`` must be set before the first step.
+    ``generate`` handles caches and inputs of the architecture, and a sample depends only on its row. ``logprobs`` are float32 ``[B]``
+    per step. ``prompt_mask`` bool ``[B, S]`` must be set before the first step.
     """
 
     prompt_mask: Tensor
 
     def __init__(self, config: SamplingConfig, uniforms: Tensor | None, columns: Tensor | None, banned: Tensor) -> None:
         self.config, self.columns, self.banned = config, columns, banned
-        # A uniform number that rounds to 1 would draw the last token even at probability 0.
+        # A uniform number that rounds to 1 would select the last token even at probability 0.
         self.uniforms = None if uniforms is None else uniforms.clamp(max=1 - 1e-6)
         self.logprobs: list[Tensor] = []
         self._restrictions = LogitsProcessorList()
@@ -290,7 +282,7 @@ class _Sampler(LogitsProcessor):
         return scores if self.columns is None else scores[:, self.columns]
 
     def _penalize(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        """Apply the repetition penalty to the tokens of each row, not to its padding."""
+        """Apply the repetition penalty to the tokens of each row, excluding its padding."""
         penalty = self.config.repetition_penalty
         if penalty == 1:
             return scores
@@ -305,12 +297,8 @@ def _new_tokens_allowed(prompt_lengths: list[int], config: SamplingConfig, decla
     if limit is None:
         return [config.max_new_tokens] * len(prompt_lengths)
     if declared and limit > declared:
-        raise ConfigError(
-            f"max_model_len={limit} exceeds the {declared} positions of the model. Pass max_model_len={declared}"
-        )
+        raise ConfigError(f"max_model_len={limit} exceeds the model's positions. Pass max_model_len={declared}")
     longest = max(prompt_lengths)
     if longest >= limit:
-        raise ConfigError(
-            f"A prompt has {longest} tokens, but max_model_len={limit} includes the response. Give {limit - 1} tokens or fewer"
-        )
+        raise ConfigError(f"A prompt has {longest} tokens; required with max_model_len={limit}: at most {limit - 1}")
     return [min(config.max_new_tokens, limit - length) for length in prompt_lengths]

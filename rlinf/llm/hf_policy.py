@@ -1,4 +1,4 @@
-"""A causal language model of transformers as an RL policy that generates, scores and learns."""
+"""RL policy over a causal language model of transformers that generates, scores and learns."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from rlinf.llm.borrowed_rows import borrowed_rows, with_borrowed_row
 from rlinf.llm.causal_lm import CausalLMConfig, load_causal_lm
 from rlinf.llm.generation_interface import GenerationDatumSpec, GenerationOutputSpec
 from rlinf.llm.hf_generation import generate_tokens, reject_other_names
-from rlinf.llm.logprobs import batch_logprobs, batch_scores, has_separable_actor
+from rlinf.llm.logprobs import batch_logprobs, batch_scores, has_separable_head
 from rlinf.llm.losses import TokenLoss, trained_tokens
 from rlinf.llm.packing import attend_each_sequence, keeps_sequences_apart
 from rlinf.llm.policy_interface import LogprobsSpec, LossFunction
@@ -60,40 +60,31 @@ _SPREAD = ("auto", "balanced", "balanced_low_0", "sequential")
 class HuggingFacePolicyConfig(CausalLMConfig, TokenPolicyConfig):
     """Keyword arguments of ``HuggingFacePolicy``."""
 
-    sequence_packing: bool = option(False, "Lay the rows of such a micro-batch end to end instead of padding them.")
-    gradient_checkpointing: bool = option(
-        False, "Keep the inputs of each repeated block only, and recompute the rest in the backward pass."
-    )
-    report_entropy: bool = option(
-        False,
-        "train() also returns entropy: its mean over the trained tokens, in nats. It takes two more chunks of logits.",
-    )
-    compile: bool = option(False, "Run the repeated blocks through torch.compile in train().")
+    sequence_packing: bool = option(False, "Concatenate the rows of a micro-batch instead of padding them.")
+    gradient_checkpointing: bool = option(False, "Recompute each layer in the backward pass to save memory.")
+    report_entropy: bool = option(False, "Return the mean token entropy in nats; takes memory for two logit chunks.")
+    compile: bool = option(False, "Compile the repeated layers in train() with torch.compile.")
     sharding: str = option(
         "auto",
-        "How ranks hold the model. replicate: each of them whole; fsdp2: in shards; auto: in shards if there are several ranks and a "
-        "replica is too large for it.",
+        "replicate: a full model per rank; fsdp2: shards; auto: shards if a replica is too large.",
         choices=SHARDINGS,
     )
-    shard_size: int | None = option(None, "Ranks that divide the weights among themselves; null: all.", minimum=1)
-    cpu_offload: bool = option(False, "Keep shards, their gradients and the optimiser in main memory.")
-    lora: dict[str, Any] | None = option(
-        None, "Train LoRA adapters only: rank, alpha, dropout, target_modules; {}: defaults."
-    )
+    shard_size: int | None = option(None, "Ranks that shard the weights; null: all.", minimum=1)
+    cpu_offload: bool = option(False, "Offload shards, gradients and optimiser to main memory.")
+    lora: dict[str, Any] | None = option(None, "Train only LoRA adapters: rank, alpha, dropout, target_modules.")
 
 
 class HuggingFacePolicy(TokenPolicy):
-    """A policy over any causal language model that transformers can load.
+    """Policy over any causal language model of transformers.
 
-    If ``torch.distributed`` is initialised, every rank calls each method, with its own rows. Gradients and counts are summed over
-    the ranks, so the number of ranks changes a step no more than the number of micro-batches does. A rank holds the model whole or
-    a shard of it (``sharding``). Shards are gathered once for each call that generates or scores, so ranks may do so for different
-    times; in ``train`` they are gathered layer by layer.
+    If ``torch.distributed`` is initialised, every rank calls each method, with its own rows. Gradients and counts are summed over the
+    ranks, so steps do not depend on the number of ranks or micro-batches, except for rounding. A rank has the full model or a shard
+    (``sharding``). Shards are gathered once per call that generates or scores, and layer by layer in ``train``.
 
-    Weights in 16 bits are updated through float32 copies that also accumulate the gradients, because RL steps are smaller than the
-    rounding of 16 bits. Dropout is always off; otherwise probability ratios would not start at 1.
+    16-bit weights are updated through float32 copies that also accumulate the gradients, because RL steps are smaller than 16-bit
+    rounding. Dropout is always off; otherwise probability ratios would not start at 1.
 
-    Raises ConfigError for keywords that are unknown or contradict each other; CheckpointError if ``model_name`` cannot be loaded.
+    Raises ConfigError for unknown or contradictory keywords; CheckpointError if ``model_name`` cannot be loaded.
 
     Args:
         model_name: Folder or hub id.
@@ -101,7 +92,7 @@ class HuggingFacePolicy(TokenPolicy):
 
     Attributes:
         model: The trained model.
-        parallel: How the ranks hold it.
+        parallel: Its placement on the ranks.
     """
 
     config: HuggingFacePolicyConfig
@@ -123,8 +114,7 @@ class HuggingFacePolicy(TokenPolicy):
         self.model = self._attending(self._load())
         if config.sequence_packing and not keeps_sequences_apart(self.model):
             raise ConfigError(
-                f"sequence_packing=True, but {type(self.model).__name__} lets packed sequences attend to each other. "
-                "Pass sequence_packing=False"
+                f"{type(self.model).__name__} does not separate packed sequences. Pass sequence_packing=False"
             )
         self._adapt(self.model)
         set_training_options(self.model, recomputed=config.gradient_checkpointing, compiled=config.compile)
@@ -138,54 +128,57 @@ class HuggingFacePolicy(TokenPolicy):
             sizes = {"shard_size": config.shard_size, "cpu_offload": config.cpu_offload}
             self.parallel = Sharded(self.model, _device_of(config), **sizes)
             check_read(self.model, sources)
-            has_separable_actor(self.model)  # here, where no rank can be elsewhere
-            self.model.reshard()  # the root would stay whole, with the weights of now
+            # Runs the model, which is a collective call with shards, so do it where all ranks are.
+            has_separable_head(self.model)
+            # The root would stay gathered, with its present weights.
+            self.model.reshard()
         self._initial: Reference | None = None
-        self._begin(self.model.config.get_text_config(), rank(), parallel=self.parallel)
+        self._init_training(self.model.config.get_text_config(), rank(), parallel=self.parallel)
 
     def generate(
         self, data: BatchedDataDict[GenerationDatumSpec], greedy: bool = False
     ) -> BatchedDataDict[GenerationOutputSpec]:
         """Generate a completion per row; ``logprobs`` equal ``get_logprobs`` of the output."""
-        with self.parallel.whole():
+        with self.parallel.gathered():
             return generate_tokens(self.model, data, self.config, greedy, self._random, self.config.tokenizer)
 
     def get_logprobs(self, data: BatchedDataDict[GenerationDatumSpec]) -> BatchedDataDict[LogprobsSpec]:
         """See ``TokenPolicy.get_logprobs``."""
-        with self.parallel.whole():
+        with self.parallel.gathered():
             return super().get_logprobs(data)
 
     def keep_reference(self) -> None:
-        """Make the present weights the reference policy. Call it before the state of a checkpoint is loaded."""
+        """Store the current weights as reference policy; call it before a checkpoint is loaded."""
         if self.config.lora is None:
             self._initial = Reference(self.model)
 
     def get_reference_logprobs(self, data: BatchedDataDict[GenerationDatumSpec]) -> BatchedDataDict[LogprobsSpec]:
-        """Return ``get_logprobs`` of the model without adapters, or with the trained weights that the first call keeps.
+        """Return ``get_logprobs`` without adapters, or with the initial weights, which the first call stores.
 
-        Raise CheckpointError if the first call comes after a step, and ``model_name`` no longer holds the initial weights.
+        Raise CheckpointError if the first call is after a step and ``model_name`` no longer has the initial weights.
         """
         if self.config.lora is not None:
-            with self.parallel.whole(), _without_adapters(self.model):
+            with self.parallel.gathered(), _without_adapters(self.model):
                 return self._score(self.model, data)
         if self._initial is None:
             self._initial = self._initial_weights()
-        with self._initial.in_place(), self.parallel.whole():
+        with self._initial.in_place(), self.parallel.gathered():
             return self._score(self.model, data)
 
     def save_pretrained(self, folder: str | Path) -> None:
-        """Write a folder that transformers, vLLM and other policies can load; adapters are merged into the weights.
+        """Write a folder for transformers, vLLM and policies, with adapters merged; a collective call.
 
-        All ranks must call this; rank 0 writes. Raises ConfigError if the weights are quantised.
+        Raises ConfigError if the weights are quantised.
         """
         if self.config.load_in_8bit or self.config.load_in_4bit:
             raise ConfigError("Adapters cannot be merged into quantised weights. Load them in 16 or 32 bits")
         names = list(self.model.state_dict())
-        with self.parallel.whole():
+        with self.parallel.gathered():
             if rank() == 0:
-                held = dict(self.model.named_parameters(remove_duplicate=False))
-                held |= dict(self.model.named_buffers(remove_duplicate=False))
-                weights = {name: held[name].detach() for name in names}
+                # The gathered tensors: state_dict() returns shards.
+                tensors = dict(self.model.named_parameters(remove_duplicate=False))
+                tensors |= dict(self.model.named_buffers(remove_duplicate=False))
+                weights = {name: tensors[name].detach() for name in names}
                 merged = weights if self.config.lora is None else merged_state_dict(self.model, weights)
                 self.model.save_pretrained(folder, state_dict=merged)
         if world_size() > 1:
@@ -204,12 +197,12 @@ class HuggingFacePolicy(TokenPolicy):
 
     def _accumulate(self, data: BatchedDataDict, loss_fn: LossFunction) -> dict[str, float]:
         if not isinstance(loss_fn, TokenLoss):
-            return self._train_step.accumulate([data], lambda whole: self._any_loss(whole, loss_fn))
+            return self._train_step.accumulate([data], lambda batch: self._any_loss(batch, loss_fn))
         counts, parts = self._prepare(data, loss_fn)
         packed, with_entropy = self.config.sequence_packing, self.config.report_entropy
 
         def loss_of(number: int) -> tuple[Tensor, dict[str, Tensor]]:
-            heartbeat()  # the micro-batch before is done
+            heartbeat()  # the previous micro-batch is done
             part, counted = parts[min(number, len(parts) - 1)], float(number < len(parts))
             trained, row = trained_tokens(part), borrowed[number]
             num_rows, num_columns = trained.shape
@@ -217,12 +210,12 @@ class HuggingFacePolicy(TokenPolicy):
             scores = batch_scores(self.model, scored, self.temperature, packed, with_entropy, trained)
             output = loss_fn.from_logprobs(scores.logprobs[:num_rows, :num_columns], part, counts)
             metrics = dict(output.metrics)
-            if scores.entropy is not None:  # 0 in the borrowed row
+            if scores.entropy is not None:  # it is 0 in the borrowed row
                 metrics["entropy"] = scores.entropy.sum() / counts.tokens
             metrics = {name: counted * value for name, value in metrics.items()}
             return counted * output.loss, {**metrics, "loss": counted * output.loss.detach()}
 
-        # Shards are gathered in every pass, so a rank with fewer micro-batches than another repeats its last one, for nothing.
+        # Shards are gathered in every pass, so a rank with fewer micro-batches repeats its last one, with weight 0.
         num_passes = int(*maximum(len(parts))) if self._sharded else len(parts)
         borrowed = borrowed_rows(parts, num_passes) if self._sharded else [None] * num_passes
         totals = self._train_step.accumulate(range(num_passes), loss_of)
@@ -238,7 +231,7 @@ class HuggingFacePolicy(TokenPolicy):
         return batch_logprobs(model, data, self.temperature, self.config.sequence_packing)
 
     def _initial_weights(self) -> Reference:
-        """Keep the weights that the policy started with; after a step they are read again."""
+        """Store the initial weights; after a step they are read again."""
         initial = Reference(self.model)
         if self._train_step.num_steps:
             model = self._load()
@@ -248,14 +241,14 @@ class HuggingFacePolicy(TokenPolicy):
         return initial
 
     def unloaded_model(self) -> nn.Module:
-        """Return a model like the trained one, unsharded and on the CPU, whose weights stay in their files where they can."""
+        """Return an unsharded copy of the model on the CPU, with weights left in their files where possible."""
         config = replace(self.config, device_map=None)
         model = self._attending(load_causal_lm(self.model_name, config, deferred=True))
         self._adapt(model)
         return model
 
     def _attending(self, model: nn.Module) -> nn.Module:
-        """Set how a model attends to packed rows and, on a GPU, to padded ones; return it."""
+        """Set the attention to packed rows and, on a GPU, to padded rows; return the model."""
         if (self.config.sequence_packing or _device_of(self.config) != "cpu") and not self.config.compile:
             attend_each_sequence(model)
         return model
@@ -264,11 +257,12 @@ class HuggingFacePolicy(TokenPolicy):
         """Add the adapters of the configuration."""
         if self._lora is not None:
             with torch.random.fork_rng():
-                torch.manual_seed(self.config.seed)  # the state before differs with the number of ranks
+                # The previous state depends on the number of ranks.
+                torch.manual_seed(self.config.seed)
                 model.peft_config = apply_lora(HFModel(model), self._lora).peft_config
 
     def _load(self) -> nn.Module:
-        # Shards move to the device one by one.
+        # With shards, weights move to the device shard by shard.
         config = replace(self.config, device_map=None) if self._sharded else self.config
         return load_causal_lm(self.model_name, config, deferred=self._sharded)
 
@@ -279,44 +273,45 @@ def _device_of(config: HuggingFacePolicyConfig) -> str:
 
 
 def _choose(model_name: str, config: HuggingFacePolicyConfig, lora: LoraConfig | None) -> Choice:
-    """Choose how the ranks hold a model, by its shapes; reject a model that does not fit, or cannot be sharded as requested."""
+    """Choose the sharding from the model's shapes; raise ConfigError if it does not fit or cannot be sharded as requested."""
     quantised = config.load_in_8bit or config.load_in_4bit
-    asked = config.sharding == "fsdp2" or config.cpu_offload
-    if asked and (quantised or isinstance(config.device_map, dict)):
-        found = f"sharding={config.sharding}, cpu_offload={config.cpu_offload}"
-        raise ConfigError(f"{found} with weights that are quantised or spread by device_map. Pass sharding='replicate'")
-    if asked and not dist.is_initialized():
+    is_requested = config.sharding == "fsdp2" or config.cpu_offload
+    if is_requested and (quantised or isinstance(config.device_map, dict)):
+        settings = f"sharding={config.sharding}, cpu_offload={config.cpu_offload}"
+        raise ConfigError(f"{settings} with quantised weights or a device_map. Pass sharding='replicate'")
+    if is_requested and not dist.is_initialized():
         raise ConfigError(f"sharding={config.sharding} without torch.distributed. Start the program with torchrun")
     if config.shard_size is not None and world_size() % config.shard_size:
         raise ConfigError(f"shard_size={config.shard_size} does not divide the {world_size()} ranks.", shard_size=None)
     on_gpu = _device_of(config) != "cpu"
-    if quantised or not (asked or world_size() > 1 or (on_gpu and lora is None)):
+    if quantised or not (is_requested or world_size() > 1 or (on_gpu and lora is None)):
         return Choice(False, "its weights are quantised" if quantised else "there is one rank")
     shapes = model_shapes(model_name, config.trust_remote_code, torch_dtype_of(config.torch_dtype))
     if lora is not None:
-        with torch.random.fork_rng(devices=[]):  # one process draws no adapters here
+        # Keep the random state: a single process does not initialise adapters here.
+        with torch.random.fork_rng(devices=[]):
             apply_lora(shapes, lora)
     memory = rank_memory_bytes(_device_of(config), local_world_size()) if world_size() > 1 else 0
-    asked_for = {"cpu_offload": config.cpu_offload, "shard_size": config.shard_size}
-    choice = choose_sharding(config.sharding, shapes, world_size(), memory, **asked_for)
+    sizes = {"cpu_offload": config.cpu_offload, "shard_size": config.shard_size}
+    choice = choose_sharding(config.sharding, shapes, world_size(), memory, **sizes)
     if on_gpu and not config.cpu_offload:
         _check_memory(model_name, config, shapes, choice.sharded)
     return choice
 
 
 def _check_memory(model_name: str, config: HuggingFacePolicyConfig, shapes: HFModel, sharded: bool) -> None:
-    """Raise ConfigError if training does not fit into the GPUs of a rank; called before weights are read."""
+    """Raise ConfigError if training does not fit into the GPUs of a rank, before weights are read."""
     needed = StateBytes.of(shapes, (config.shard_size or world_size()) if sharded else None).total
     is_spread = isinstance(config.device_map, dict) or config.device_map in _SPREAD
-    alone = not is_spread or (config.device_map == "auto" and dist.is_initialized())
-    gpus = [own_device().index] if alone else range(torch.cuda.device_count())
+    has_one_gpu = not is_spread or (config.device_map == "auto" and dist.is_initialized())
+    gpus = [own_device().index] if has_one_gpu else range(torch.cuda.device_count())
     available = sum(torch.cuda.get_device_properties(index).total_memory for index in gpus)
     if needed > available:
         num_parameters = sum(p.numel() for p in shapes.parameters() if p.requires_grad)
         raise ConfigError(
             f"Training {num_parameters / 1e9:.3g} billion weights of '{model_name}' takes {needed / 1e9:.3g} GB for weights, gradients "
             f"and optimiser on every rank, but {'the GPU has' if len(gpus) == 1 else 'the GPUs have'} {available / 1e9:.3g} GB. "
-            "Pass lora={} to train adapters, shard over more ranks, or train a smaller model"
+            "Pass lora={}, shard over more ranks, or train a smaller model"
         )
 
 

@@ -1,4 +1,4 @@
-"""Log-probabilities of the tokens of whole sequences: one implementation for policies, losses and checks."""
+"""Log-probabilities of the tokens of complete sequences, for policies, losses and checks."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ from rlinf.models.precision import evaluation_mode
 from rlinf.models.sampling import token_logprobs
 
 TOKEN_TYPE_KEYS = {"token_type_ids", "mm_token_type_ids"}
-"""Keys ``[B, S]`` that mark image tokens; 0 is text, which generated tokens are."""
+"""Keys ``[B, S]`` that mark image tokens; 0 is text, including generated tokens."""
 CHUNK_LOGITS = 2**25
-"""Maximum number of logits at a time: 128 MiB of float32. Forward and backward pass hold up to five such arrays."""
+"""Maximum logits per chunk: 128 MiB of float32. Forward and backward pass need up to five such arrays."""
 USEFUL_FRACTION = 0.75
-"""Below this fraction of scored positions the head is applied to these alone."""
+"""Below this fraction of scored positions, the LM head is applied only to these."""
 _TRIAL_COLUMNS = 2
-_SEPARABLE: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()  # answers of ``has_separable_actor``
+_SEPARABLE: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()  # results of ``has_separable_head``
 _KNOWN = {"input_ids", "attention_mask", "labels", *IMAGE_KEYS, *TOKEN_TYPE_KEYS}
 
 
 class TokenScores(NamedTuple):
-    """Numbers of every token given the tokens before it, float32 ``[B, S]``; column 0, padding and tokens that were not chosen are 0.
+    """Scores of every token given the previous ones, float32 ``[B, S]``; column 0, padding and unchosen tokens are 0.
 
     Attributes:
         logprobs: Log-probability of the token.
@@ -59,47 +59,43 @@ def batch_scores(
     with_entropy: bool = False,
     chosen: Tensor | None = None,
 ) -> TokenScores:
-    """Return ``sequence_scores`` of prompts, training data or generation outputs, padded on the right, images included.
+    """Return ``sequence_scores`` of right-padded prompts, training data or generation outputs, including images.
 
-    The content of padding does not matter, and columns that are padding in all rows are not computed.
+    The content of padding is ignored, and columns that are padding in all rows are not computed.
     """
     ids, mask = tokens_and_mask(data)
     columns, width = ids.shape[1], max(1, int(mask.sum(-1).max()))
     positions = context_length(model)
     if positions is not None and width > positions:
-        raise ConfigError(
-            f"A row has {width} tokens, more than the {positions} positions (max_position_embeddings) of the model"
-        )
+        raise ConfigError(f"A row has {width} tokens; required: at most the model's {positions} positions")
     inputs = image_inputs(model, data, width)
     if packed and inputs:
         raise ConfigError(f"sequence_packing=True does not support {', '.join(inputs)}. Pass sequence_packing=False")
-    ids, mask = (each[:, :width] for each in (ids.masked_fill(~mask, 0), mask))
+    ids, mask = ids.masked_fill(~mask, 0)[:, :width], mask[:, :width]
     chosen = None if chosen is None else chosen[:, :width]
     scores = sequence_scores(model, ids, mask, temperature, packed, inputs, with_entropy, chosen)
-    return TokenScores(*(None if each is None else F.pad(each, (0, columns - width)) for each in scores))
+    return TokenScores(*(None if values is None else F.pad(values, (0, columns - width)) for values in scores))
 
 
 def context_length(model: Any) -> int | None:
-    """Return the number of positions that a model declares (``num_positions``), or None."""
+    """Return the number of positions of a model (``num_positions``), or None."""
     config = getattr(model, "config", None)
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
     return num_positions(text)
 
 
 def image_inputs(model: Any, data: Mapping[str, Any], width: int) -> dict[str, Tensor]:
-    """Collect the inputs of a vision-language model besides its ``width`` columns of tokens, as its ``forward`` takes them."""
+    """Return the additional arguments of a vision-language model's ``forward``, for ``width`` columns of tokens."""
     taken = inspect.signature(model.forward).parameters
     lost = [key for key in data if key in taken and key not in _KNOWN and isinstance(data[key], Tensor | list)]
     if lost:
-        raise ConfigError(
-            f"The batch has {lost}, which {type(model).__name__} takes and a policy does not pass on. Remove or rename them"
-        )
+        raise ConfigError(f"The batch has {lost}, which is not passed to {type(model).__name__}. Remove or rename it")
     weight = next(model.parameters())
     inputs = {}
     for key in IMAGE_KEYS:
         if key in data:
             if key not in taken:
-                raise ConfigError(f"The batch has '{key}', and {type(model).__name__} takes none. Remove them")
+                raise ConfigError(f"The batch has '{key}', which {type(model).__name__} does not accept. Remove it")
             images = join_padded(data[key], key) if isinstance(data[key], list) else data[key]
             if len(images):
                 inputs[key] = to_device(images, weight.device)
@@ -135,23 +131,23 @@ def sequence_scores(
     with_entropy: bool = False,
     chosen: Tensor | None = None,
 ) -> TokenScores:
-    """Return the log-probability of every token given the tokens before it, and on request the entropy there.
+    """Return the log-probability of every token given the previous ones, and on request the entropy.
 
-    The vocabulary is the largest axis, so the head is applied to ``CHUNK_LOGITS`` logits at a time, and recomputed in the backward
-    pass, if the model ``has_separable_actor``.
+    The vocabulary is the largest axis, so the LM head is applied to ``CHUNK_LOGITS`` logits at a time and recomputed in the backward
+    pass, if the model ``has_separable_head``.
 
     Args:
-        input_ids, attention_mask: int64 and bool ``[B, S]``, padded on the right; best on the CPU, which must know the lengths.
+        input_ids, attention_mask: int64 and bool ``[B, S]``, right-padded, preferably on the CPU.
         temperature: Divides the logits.
-        packed: Lay the rows end to end and run them as one row (see ``rlinf.llm.packing``).
-        inputs: Further inputs of the model (``image_inputs``).
-        with_entropy: Compute the entropy, too; it takes two more arrays of the size of the logits of a chunk.
-        chosen: bool ``[B, S]``, tokens to which the head is applied; None: all.
+        packed: Concatenate the rows and run them as one row (see ``rlinf.llm.packing``).
+        inputs: Additional inputs of the model (``image_inputs``).
+        with_entropy: Also compute the entropy, which needs memory for two logit chunks.
+        chosen: bool ``[B, S]``, tokens to score; None: all.
     """
-    # Lengths decide shapes. Where they are known on the CPU, which is where batches come from, nothing waits for a GPU.
+    # Lengths determine shapes. Batches come from the CPU; reading their lengths there avoids a wait for the GPU.
     ids, attended = input_ids.cpu(), attention_mask.bool().cpu()
     predicted = attended.clone() if chosen is None else attended & chosen.cpu()
-    predicted[:, 0] = False  # in a packed row, the token before it is of another sequence
+    predicted[:, 0] = False  # in a packed row, the previous token is from a different sequence
     device, lengths = next(model.parameters()).device, attended.sum(-1)
     places = predicted.flatten().nonzero().flatten()
     if packed:
@@ -161,74 +157,69 @@ def sequence_scores(
         tokens = {"input_ids": ids, "attention_mask": attended.long(), **(inputs or {})}
         before = places - 1
     tokens = {name: to_device(tensor, device) for name, tensor in tokens.items()}
-    states, head = _run_to_actor(model, tokens, len(places), known_rows(lengths.tolist(), packed))
+    states, head = _run_to_head(model, tokens, len(places), known_rows(lengths.tolist(), packed))
     scored = states.flatten(0, 1)[to_device(before, states.device)]
     targets = to_device(ids.flatten()[places], scored.device)
     logprobs, entropy = _chunked_scores(scored, targets, head, temperature, with_entropy)
-    return TokenScores(*(None if each is None else _placed(each, places, ids.shape) for each in (logprobs, entropy)))
+    return TokenScores(*(None if v is None else _placed(v, places, ids.shape) for v in (logprobs, entropy)))
 
 
-def _placed(numbers: Tensor, places: Tensor, shape: torch.Size) -> Tensor:
-    """Return float32 zeros of a shape, with ``numbers`` at ``places`` of the flattened array."""
-    zeros = torch.zeros(shape.numel(), dtype=torch.float32, device=numbers.device)
-    return zeros.index_put((to_device(places, numbers.device),), numbers).view(shape)
+def _placed(values: Tensor, places: Tensor, shape: torch.Size) -> Tensor:
+    """Return float32 zeros of a shape, with ``values`` at the flat indices ``places``."""
+    zeros = torch.zeros(shape.numel(), dtype=torch.float32, device=values.device)
+    return zeros.index_put((to_device(places, values.device),), values).view(shape)
 
 
-def has_separable_actor(model: Any) -> bool:
-    """Return whether ``_head_logits`` makes the logits of a model from the hidden states that its head gets.
-
-    The first call for a model tries it on a few tokens. With shards all ranks must make the first call together, because it runs
-    the model; later, ranks never differ in how often they run it for a batch.
-    """
+def has_separable_head(model: Any) -> bool:
+    """Return whether the LM head's inputs and ``_head_logits`` give the logits of a model; the first call tests it on a few tokens."""
+    # With shards the first call is collective, because it runs the model; the cached result keeps ranks aligned later.
     if model not in _SEPARABLE:
-        _SEPARABLE[model] = _tried_actor(model)
+        _SEPARABLE[model] = _has_separable_head(model)
     return _SEPARABLE[model]
 
 
-def _tried_actor(model: Any) -> bool:
+def _has_separable_head(model: Any) -> bool:
     takes_few = "logits_to_keep" in inspect.signature(model.forward).parameters
     if not takes_few or model.get_output_embeddings() is None:
         return False
     ids = probe_tokens(model)
     with evaluation_mode(model):
-        given, logits = _run_with_few_logits(model, {"input_ids": ids})
-        if len(given) != 1 or given[0].shape[:-1] != ids.shape:
+        states, logits = _run_with_few_logits(model, {"input_ids": ids})
+        if len(states) != 1 or states[0].shape[:-1] != ids.shape:
             return False
-        return _are_equal(_logits_of(model, given[0][:, :_TRIAL_COLUMNS]), logits)
+        return _are_equal(_logits_of(model, states[0][:, :_TRIAL_COLUMNS]), logits)
 
 
-def _run_to_actor(
+def _run_to_head(
     model: Any, inputs: Mapping[str, Tensor], num_scored: int, rows: AbstractContextManager
 ) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
-    """Run a causal language model, without computing all logits if these are more than ``CHUNK_LOGITS`` or mostly not needed.
+    """Run a causal language model, without all logits if these are more than ``CHUNK_LOGITS`` or mostly unused.
 
-    Its head then gets a few columns only, and a hook keeps the hidden states of all. Ranks may differ in this choice: either way, a
-    sharded model gathers the same weights in the same order, in both passes, because its head is no unit of its own. ``rows`` is
-    the context of the pass (``known_rows``).
-
-    Return hidden states ``[B, S, H]`` and the function that turns them into logits ``[..., V]``; or logits and the identity.
+    Return hidden states ``[B, S, H]`` and the function from these to logits ``[..., V]``; or logits and the identity. ``rows`` is the
+    context of the pass (``known_rows``).
     """
     num_tokens = inputs["input_ids"].numel()
     is_large = num_tokens * model.config.get_text_config().vocab_size > CHUNK_LOGITS
-    is_separable = has_separable_actor(model)  # asked whatever the batch: no rank may decide alone to run the model
+    is_separable = has_separable_head(model)  # for every batch, because the first call is collective
+    # Ranks may differ in this branch: the head is not a separate FSDP unit, so both gather the same weights in the same order.
     with rows:
         if is_separable and (is_large or num_scored < USEFUL_FRACTION * num_tokens):
             (states,), _ = _run_with_few_logits(model, inputs)
             return states, lambda part: _logits_of(model, part)
-        return model(**inputs, use_cache=False).logits, lambda every: every
+        return model(**inputs, use_cache=False).logits, lambda logits: logits
 
 
 def _run_with_few_logits(model: Any, inputs: Mapping[str, Tensor]) -> tuple[list[Tensor], Tensor]:
-    """Run a model whose head gets only the first columns; return the head's whole inputs, and the logits of these columns."""
-    given: list[Tensor] = []
+    """Run a model with the LM head on the first columns; return the head's full inputs, and the logits of these columns."""
+    inputs_of_head: list[Tensor] = []
 
-    def show_few(_: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        given.extend(args)
+    def keep_few(_: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        inputs_of_head.extend(args)
         return tuple(states[:, :_TRIAL_COLUMNS] for states in args)
 
-    hook = model.get_output_embeddings().register_forward_pre_hook(show_few)
+    hook = model.get_output_embeddings().register_forward_pre_hook(keep_few)
     try:
-        return given, model(**inputs, use_cache=False).logits
+        return inputs_of_head, model(**inputs, use_cache=False).logits
     finally:
         hook.remove()
 
@@ -238,14 +229,14 @@ def _logits_of(model: Any, states: Tensor) -> Tensor:
 
 
 def _head_logits(config: Any, logits: Tensor) -> Tensor:
-    """Scale the output of a head like its model: Granite divides, Cohere multiplies, Gemma bounds it."""
+    """Scale the LM head's output as its model does: Granite divides, Cohere multiplies, Gemma soft-caps."""
     names = ("logits_scaling", "logit_scale", "final_logit_softcapping")
-    divisor, factor, bound = (getattr(config, name, None) for name in names)
+    divisor, factor, cap = (getattr(config, name, None) for name in names)
     if divisor is not None:
         logits = logits / divisor
     if factor is not None:
         logits = logits * factor
-    return logits if bound is None else bound * torch.tanh(logits / bound)
+    return logits if cap is None else cap * torch.tanh(logits / cap)
 
 
 def _are_equal(ours: Tensor, logits: Tensor) -> bool:
@@ -259,10 +250,7 @@ def _are_equal(ours: Tensor, logits: Tensor) -> bool:
 def _chunked_scores(
     states: Tensor, tokens: Tensor, head: Callable[[Tensor], Tensor], temperature: float, with_entropy: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """Return log-probabilities of ``tokens [N]`` and, on request, entropies, float32 ``[N]``, ``CHUNK_LOGITS`` logits at a time.
-
-    The backward pass recomputes the logits of a chunk instead of keeping them.
-    """
+    """Return log-probabilities of ``tokens [N]`` and, on request, entropies, float32 ``[N]``, ``CHUNK_LOGITS`` logits at a time."""
 
     def score(states: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor | None]:
         logprobs, entropy = token_logprobs(head(states), tokens, temperature, with_entropy)
@@ -276,9 +264,10 @@ def _chunked_scores(
     if len(tokens) <= rows:
         return score(states, tokens)
     chunks = zip(states.split(rows), tokens.split(rows), strict=True)
+    # The backward pass recomputes the logits of a chunk instead of storing them.
     if torch.is_grad_enabled():
-        found = [checkpoint(score, *chunk, use_reentrant=False, preserve_rng_state=False) for chunk in chunks]
+        scores = [checkpoint(score, *chunk, use_reentrant=False, preserve_rng_state=False) for chunk in chunks]
     else:
-        found = [score(*chunk) for chunk in chunks]
-    logprobs, entropies = zip(*found, strict=True)
+        scores = [score(*chunk) for chunk in chunks]
+    logprobs, entropies = zip(*scores, strict=True)
     return torch.cat(logprobs), torch.cat(entropies) if with_entropy else None

@@ -1,8 +1,7 @@
 """Losses of token policies: maximum likelihood, preferences, clipped policy gradient.
 
-A loss can be used in two ways. ``loss_fn(model, data)`` runs the model itself and returns a scalar. ``from_logprobs`` takes
-the log-probabilities of a part of a batch and divides by the counts of the whole batch, so that the losses of micro-batches
-or ranks add up to the loss of the batch.
+``loss_fn(model, data)`` runs the model and returns a scalar. ``from_logprobs`` takes the log-probabilities of a part of a batch and
+divides by the counts of the complete batch, so that the losses of micro-batches or ranks add up to the loss of the batch.
 
 ``logprobs [B, S]`` come from ``rlinf.llm.logprobs.sequence_logprobs``: column ``i`` belongs to token ``i``, column 0 and
 padding are 0. ``rlinf.llm.policy_interface.TrainingDatumSpec`` lists the keys of ``data``.
@@ -46,10 +45,10 @@ class TokenCounts:
 
 
 def trained_tokens(data: Mapping[str, Any]) -> Tensor:
-    """Return the mask bool ``[B, S]`` of the tokens that a loss trains on.
+    """Return the mask bool ``[B, S]`` of the trained tokens.
 
-    That is ``token_mask``; without it the response if ``generation_lengths`` is present, else every token. The first token,
-    padding and rows with ``sample_mask`` 0 are never included. Raises ConfigError for masks of another shape.
+    It is ``token_mask``, else the response if ``generation_lengths`` is present, else all tokens; always without the first token,
+    padding and rows with ``sample_mask`` 0. Raises ConfigError for masks of a different shape.
     """
     ids, mask = tokens_and_mask(data)
     chosen = mask.clone()
@@ -60,7 +59,7 @@ def trained_tokens(data: Mapping[str, Any]) -> Tensor:
             raise ConfigError(f"token_mask is {list(token_mask.shape)}; required: {list(ids.shape)}, as the tokens.")
         chosen &= token_mask.to(ids.device).bool()
     elif isinstance(data.get("labels"), Tensor) and data["labels"].shape == ids.shape:
-        raise ConfigError("data['labels'] are not read. Give token_mask=(labels != -100) instead")
+        raise ConfigError("data['labels'] are not read. Pass token_mask=(labels != -100) instead")
     elif "generation_lengths" in data:
         chosen &= response_mask(data)
     if "sample_mask" in data:
@@ -76,27 +75,25 @@ class TokenLoss(ABC):
     """A loss of log-probabilities.
 
     Attributes:
-        rows_per_sample: Number of neighbouring rows that form one sample and share a micro-batch.
+        rows_per_sample: Consecutive rows that form one sample and must be in one micro-batch.
         compares: The loss compares log-probabilities of the same tokens, so dropout must be off.
     """
 
     rows_per_sample: ClassVar[int] = 1
     compares: ClassVar[bool] = False
     _: KW_ONLY
-    temperature: float = option(
-        1.0, "Divides the logits if the loss runs the model itself; a policy scores with its own.", minimum=1e-6
-    )
+    temperature: float = option(1.0, "Divides the logits if the loss runs the model itself.", minimum=1e-6)
 
     def __post_init__(self) -> None:
         check_options(self)
 
     @property
     def needs_reference(self) -> bool:
-        """Whether ``data`` must hold ``reference_logprobs``."""
+        """Whether ``data`` must have ``reference_logprobs``."""
         return False
 
     def __call__(self, model: Any, data: Mapping[str, Any]) -> Tensor:
-        """Run a causal language model on a whole batch, padded on the right, and return the scalar loss."""
+        """Run a causal language model on a complete right-padded batch, and return the scalar loss."""
         verify_right_padding(data, raise_error=True)
         logprobs = batch_logprobs(model, data, self.temperature, chosen=trained_tokens(data))
         return self.from_logprobs(logprobs, data, self.counts(data)).loss
@@ -110,8 +107,8 @@ class TokenLoss(ABC):
     def from_logprobs(self, logprobs: Tensor, data: Mapping[str, Any], counts: TokenCounts) -> LossOutput:
         """Return the loss and metrics of a part of a batch with ``counts``; both add up over the parts.
 
-        ``logprobs`` are float32 ``[B, S]`` with gradients, of the rows of ``data``. Raise ConfigError if a key is missing, or the
-        whole batch has no trained token.
+        ``logprobs`` are float32 ``[B, S]`` with gradients. Raise ConfigError if a key is missing, or the complete batch has no trained
+        token.
         """
 
 
@@ -131,18 +128,13 @@ class DPOLossFn(TokenLoss):
     """Direct preference optimisation (Rafailov et al. 2023, eq. 7): row ``2i`` is chosen, row ``2i + 1`` rejected.
 
     ``-log sigmoid(beta (r_chosen - r_rejected))`` with ``r`` the sum over the trained tokens of a row of
-    ``logprobs - reference_logprobs``; it is log 2 if policy and reference agree. A pair counts if both rows count.
+    ``logprobs - reference_logprobs``; it is log 2 if policy and reference are equal. A pair counts if both rows count.
     """
 
     rows_per_sample: ClassVar[int] = 2
     compares: ClassVar[bool] = True
-    beta: float = option(0.1, "Strength of the pull towards the reference.", minimum=1e-6)
-    label_smoothing: float = option(
-        0.0,
-        "Probability of a wrong label (Mitchell 2023, A note on DPO with noisy preferences, eq. 3).",
-        minimum=0,
-        below=0.5,
-    )
+    beta: float = option(0.1, "Inverse KL strength towards the reference.", minimum=1e-6)
+    label_smoothing: float = option(0.0, "Probability of a swapped label (Mitchell 2023, eq. 3).", minimum=0, below=0.5)
 
     @property
     def needs_reference(self) -> bool:
@@ -178,13 +170,13 @@ class DPOLossFn(TokenLoss):
 class GRPOLossFn(TokenLoss):
     """Clipped policy gradient on given advantages, as in GRPO (Shao et al. 2024, eq. 3) and its relatives.
 
-    ``clipped_policy_loss`` computes the surrogate. Without ``old_logprobs`` every ratio is 1, which is right for one step per batch.
+    ``clipped_policy_loss`` computes the surrogate. Without ``old_logprobs`` every ratio is 1, as for one step per batch.
 
     Options: a sequence ratio is ``exp`` of the mean log-ratio of a row (GSPO, Zheng et al. 2025, eq. 7), which needs one
     advantage per row. ``loss_level`` token is the mean over all tokens of the batch (DAPO, Yu et al. 2025, eq. 8); sequence the
     mean over the rows of the means over their tokens (GRPO, eq. 3); sequence_sum the mean over the rows of their sums, without the
-    bias towards short rows (Dr. GRPO, Liu et al. 2025, section 3.1). ``importance_cap`` corrects for a generation backend with
-    other numerics by weights ``min(old / generation, cap)`` (truncated importance sampling, Yao et al. 2025).
+    bias towards short rows (Dr. GRPO, Liu et al. 2025, section 3.1). ``importance_cap`` corrects for different numerics of a
+    generation backend by weights ``min(old / generation, cap)`` (truncated importance sampling, Yao et al. 2025).
 
     With ``generation_logprobs``, the metrics ``logprob_gap_mean`` and ``logprob_gap_exp_mean`` compare them with ``old_logprobs``.
     """
@@ -192,16 +184,12 @@ class GRPOLossFn(TokenLoss):
     compares: ClassVar[bool] = True
     clip_range_low: float = option(0.2, "The ratio is clipped to at least 1 minus this.", minimum=0)
     clip_range_high: float = option(0.2, "The ratio is clipped to at most 1 plus this (DAPO, eq. 8).", minimum=0)
-    dual_clip: float | None = option(
-        None, "Bound on the loss of negative advantages (Ye et al. 2020, eq. 5); null: none.", minimum=1
-    )
+    dual_clip: float | None = option(None, "Dual clip for negative advantages (Ye et al. 2020, eq. 5).", minimum=1)
     ratio_level: str = option("token", "A ratio per token or per sequence.", choices=LEVELS)
-    loss_level: str = option("token", "What the mean of the loss is taken over.", choices=LOSS_LEVELS)
+    loss_level: str = option("token", "Averaging of the loss.", choices=LOSS_LEVELS)
     kl_coef: float = option(0.0, "Weight of the KL penalty to the reference policy.", minimum=0)
     kl_estimator: str = option("k3", "Estimator of the KL penalty (Schulman 2020).", choices=("k1", "k2", "k3"))
-    importance_cap: float | None = option(
-        None, "Cap of the importance weights, which need generation_logprobs; null: no weights.", minimum=0
-    )
+    importance_cap: float | None = option(None, "Cap of importance weights (needs generation_logprobs).", minimum=0)
 
     @property
     def needs_reference(self) -> bool:

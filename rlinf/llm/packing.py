@@ -1,10 +1,9 @@
-"""Choose the rows of each forward pass, lay several sequences end to end in one row, and attend to each alone.
+"""Choose the rows of each forward pass, pack several sequences into one row, and attend within each sequence.
 
-The position ids of a packed row restart at 0 with each sequence, and attention must be block-diagonal. Models of transformers
-that build their masks with ``create_causal_mask`` derive this from the position ids if they get no attention mask and no cache,
-for the kernels ``eager``, ``sdpa``, ``flex_attention`` and ``flash_attention_2``, including sliding windows (tested: ``eager``
-and ``sdpa``). Models with state-space or convolution layers, or with attention code of their own, may not;
-``keeps_sequences_apart`` finds out.
+The position ids of a packed row restart at 0 with each sequence, and attention must be block-diagonal. Transformers models that build
+their masks with ``create_causal_mask`` derive this from the position ids without an attention mask and a cache, for the kernels ``eager``,
+``sdpa``, ``flex_attention`` and ``flash_attention_2``, including sliding windows (tested: ``eager`` and ``sdpa``). Models with state-space
+or convolution layers, or custom attention, may not; ``keeps_sequences_apart`` tests it.
 """
 
 from __future__ import annotations
@@ -30,20 +29,20 @@ SDPA_BY_SEQUENCE = "sdpa_by_sequence"
 
 
 def first_fit_decreasing(lengths: Sequence[int], capacity: int, num_bins_multiple: int = 1) -> list[list[int]]:
-    """Pack items into few bins of ``capacity``: the longest first, each into the first bin with room (Johnson 1973).
+    """Pack items into few bins of ``capacity`` by first-fit decreasing (Johnson 1973); return ascending item indices.
 
-    Bins with most items are halved until the number of bins is a multiple of ``num_bins_multiple``. Return ascending item indices.
+    The bins with the most items are halved until the number of bins is a multiple of ``num_bins_multiple``.
     """
     check_fits(lengths, capacity)
     bins: list[list[int]] = []
-    room: list[int] = []
+    free: list[int] = []
     for item in sorted(range(len(lengths)), key=lambda index: -lengths[index]):
-        chosen = next((index for index, left in enumerate(room) if lengths[item] <= left), len(bins))
+        chosen = next((index for index, left in enumerate(free) if lengths[item] <= left), len(bins))
         if chosen == len(bins):
             bins.append([])
-            room.append(capacity)
+            free.append(capacity)
         bins[chosen].append(item)
-        room[chosen] -= lengths[item]
+        free[chosen] -= lengths[item]
     while len(bins) % num_bins_multiple:
         largest = max(range(len(bins)), key=lambda index: len(bins[index]))
         if len(bins[largest]) == 1:
@@ -53,13 +52,13 @@ def first_fit_decreasing(lengths: Sequence[int], capacity: int, num_bins_multipl
             )
         bins.append(bins[largest][1::2])
         bins[largest] = bins[largest][::2]
-    return [sorted(each) for each in bins]
+    return [sorted(items) for items in bins]
 
 
 def token_budget_runs(lengths: Sequence[int], max_tokens: int, length_multiple: int = 1) -> list[int]:
-    """Cut rows into consecutive runs whose padded size ``rows * longest`` is at most ``max_tokens``.
+    """Split rows into consecutive runs of padded size ``rows * longest`` at most ``max_tokens``; return the rows per run.
 
-    Lengths are first rounded up to a multiple of ``length_multiple``. Return the number of rows of each run.
+    Lengths are first rounded up to a multiple of ``length_multiple``.
     """
     rounded = [-(-length // length_multiple) * length_multiple for length in lengths]
     check_fits(rounded, max_tokens)
@@ -78,9 +77,9 @@ def token_budget_runs(lengths: Sequence[int], max_tokens: int, length_multiple: 
 def micro_batch_rows(
     lengths: Sequence[int], max_tokens: int, packed: bool, rows_per_sample: int = 1
 ) -> list[list[int]]:
-    """Return the row numbers of the micro-batches of one process; ``rows_per_sample`` neighbours stay together.
+    """Return the row numbers of the micro-batches of one process; ``rows_per_sample`` consecutive rows stay together.
 
-    A micro-batch has a padded size of at most ``max_tokens``, or that sum of lengths if it is ``packed`` by first-fit decreasing.
+    ``max_tokens`` limits the padded size of a micro-batch or, if ``packed``, the sum of its lengths.
     """
     samples = [lengths[start : start + rows_per_sample] for start in range(0, len(lengths), rows_per_sample)]
     if packed:
@@ -96,16 +95,16 @@ def micro_batch_rows(
 def deal_by_length(
     rows: Sequence[int], lengths: Sequence[int], shards: int, max_tokens: int, length_multiple: int = 1
 ) -> list[list[list[int]]]:
-    """Deal rows over shards by decreasing length, and cut all shards into micro-batches at the same places.
+    """Distribute rows over shards by decreasing length, and split all shards into micro-batches at the same positions.
 
-    The rows must be a multiple of ``shards``; ``lengths`` are by row number, the other arguments as in ``token_budget_runs``.
+    The number of rows must be a multiple of ``shards``; ``lengths`` are by row number.
     """
     ordered = sorted(rows, key=lambda row: -lengths[row])
     dealt = [ordered[rank::shards] for rank in range(shards)]
     # At each position the first shard has the longest row.
     runs = token_budget_runs([lengths[row] for row in dealt[0]], max_tokens, length_multiple)
     bounds = [sum(runs[:index]) for index in range(len(runs) + 1)]
-    return [[share[bounds[i] : bounds[i + 1]] for i in range(len(runs))] for share in dealt]
+    return [[part[bounds[i] : bounds[i + 1]] for i in range(len(runs))] for part in dealt]
 
 
 def check_fits(lengths: Sequence[int], max_tokens: int) -> None:
@@ -113,15 +112,14 @@ def check_fits(lengths: Sequence[int], max_tokens: int) -> None:
     longest = max(lengths, default=0)
     if longest > max_tokens:
         raise ConfigError(
-            f"A sequence of {longest} tokens is longer than max_tokens_per_microbatch={max_tokens}. "
-            f"Use max_tokens_per_microbatch={longest} or more"
+            f"A sequence of {longest} tokens is longer than max_tokens_per_microbatch={max_tokens}. Pass {longest} or more"
         )
 
 
 def pack_rows(input_ids: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
-    """Lay right-padded rows ``[B, S]`` with ``lengths [B]`` end to end.
+    """Concatenate right-padded rows ``[B, S]`` with ``lengths [B]``.
 
-    Return token ids and position ids, both ``[1, sum(lengths)]``; the positions restart at 0 with each sequence.
+    Return token ids and position ids, both ``[1, sum(lengths)]``; positions restart at 0 with each sequence.
     """
     mask = torch.arange(input_ids.shape[1], device=input_ids.device) < lengths.to(input_ids.device).unsqueeze(1)
     positions = torch.arange(input_ids.shape[1], device=input_ids.device).expand_as(input_ids)
@@ -130,11 +128,11 @@ def pack_rows(input_ids: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
 
 @dataclass(frozen=True)
 class PackedRow:
-    """In place of the mask of a packed row: its sequences, which do not see each other.
+    """Sequences of a packed row, in place of its attention mask.
 
     Attributes:
-        lengths: Of the sequences.
-        masks: Bool ``[1, 1, length, length]`` of each; None: each token sees all tokens before it, as far as its sequence starts.
+        lengths: Lengths of the sequences.
+        masks: Bool ``[1, 1, length, length]`` per sequence; None: causal.
     """
 
     lengths: list[int]
@@ -152,7 +150,7 @@ _ROWS: ContextVar[_Rows | None] = ContextVar("rows of the running pass", default
 
 @contextmanager
 def known_rows(lengths: list[int], packed: bool) -> Iterator[None]:
-    """Tell the attention of ``attend_each_sequence`` which rows run inside: right-padded ones, or the sequences of one row."""
+    """Set the row lengths for ``attend_each_sequence``: of right-padded rows, or of the sequences of one packed row."""
     token = _ROWS.set(_Rows(lengths, packed))
     try:
         yield
@@ -161,7 +159,7 @@ def known_rows(lengths: list[int], packed: bool) -> Iterator[None]:
 
 
 def attend_each_sequence(model: Any) -> None:
-    """Let a model whose kernel is ``sdpa`` attend to ``known_rows`` without a large mask: less work, and equal numbers."""
+    """Let an ``sdpa`` model attend to ``known_rows`` without a large mask: less work, equal results."""
     if attention_of(model) == "sdpa":
         model.set_attn_implementation(SDPA_BY_SEQUENCE)
 
@@ -172,10 +170,10 @@ def attention_of(model: Any) -> str:
 
 
 def packed_inputs(model: Any, input_ids: Tensor, lengths: Tensor) -> dict[str, Tensor]:
-    """Return the arguments with which a model runs right-padded rows ``[B, S]`` as one row (``pack_rows``)."""
+    """Return the model arguments that run right-padded rows ``[B, S]`` as one packed row."""
     ids, positions = pack_rows(input_ids, lengths)
     inputs = {"input_ids": ids, "position_ids": positions}
-    # With any mask, transformers does not look for sequences in the positions, which would wait for a GPU.
+    # With any mask, transformers does not search the positions for sequences, which would wait for a GPU.
     return inputs | ({"attention_mask": torch.ones_like(ids)} if attention_of(model) == SDPA_BY_SEQUENCE else {})
 
 
@@ -187,21 +185,19 @@ def attend_by_sequence(
     attention_mask: Tensor | PackedRow | None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Run the ``sdpa`` of transformers on each sequence of a ``PackedRow``, and on any other input as it is.
-
-    A kernel with a mask also computes the scores between sequences, which the mask discards. They are most of a packed row.
-    """
+    """Run transformers' ``sdpa`` on each sequence of a ``PackedRow``, and unchanged on different inputs."""
+    # A kernel with a mask would compute and discard the scores between sequences, most of a packed row.
     if not isinstance(attention_mask, PackedRow):
         return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
-    parts, sequences = [], (each.split(attention_mask.lengths, dim=2) for each in (query, key, value))
+    parts, sequences = [], (tensor.split(attention_mask.lengths, dim=2) for tensor in (query, key, value))
     for queries, keys, values, mask in zip(*sequences, attention_mask.masks, strict=True):
-        # Told so, the kernel skips half of the scores.
+        # With is_causal, the kernel skips half of the scores.
         settings = kwargs if mask is not None else kwargs | {"is_causal": True}
         parts.append(sdpa_attention_forward(module, queries, keys, values, mask, **settings)[0])
     return torch.cat(parts, dim=1), None
 
 
-def _waits_for_nothing(device: torch.device | str) -> bool:
+def _is_cpu(device: torch.device | str) -> bool:
     return torch.device(device).type == "cpu"
 
 
@@ -215,17 +211,14 @@ def mask_by_sequence(
     device: torch.device | str = "cpu",
     **kwargs: Any,
 ) -> Tensor | PackedRow | None:
-    """Return the mask of ``known_rows`` for ``attend_by_sequence``; of other rows, the mask of ``sdpa_mask``, whose arguments these are.
-
-    A right-padded row needs no mask, because no token sees the padding behind it; to find that out, ``sdpa_mask`` would wait for
-    a GPU. Layers that see another part than all tokens before them, such as a window, get a mask.
-    """
-    rows, on_cpu = _ROWS.get(), _waits_for_nothing(device)
+    """Return the mask of ``known_rows`` for ``attend_by_sequence``, else that of ``sdpa_mask``, with the same arguments."""
+    rows, on_cpu = _ROWS.get(), _is_cpu(device)
     options = {"q_length": q_length, "local_size": local_size, "device": device, **kwargs}
     if rows is None or (on_cpu and not rows.packed):
         options |= {"allow_is_causal_skip": allow_is_causal_skip, "attention_mask": attention_mask}
         return sdpa_mask(*args, mask_function=mask_function, **options)
     is_causal = allow_is_causal_skip and (local_size is None or local_size >= q_length)
+    # Right-padded rows need no mask, because no token sees the padding behind it; sdpa_mask would wait for a GPU to find out.
     if is_causal:
         return PackedRow(rows.lengths, [None] * len(rows.lengths)) if rows.packed else None
     options["allow_is_causal_skip"] = False
@@ -233,11 +226,11 @@ def mask_by_sequence(
         return sdpa_mask(*args, mask_function=mask_function, attention_mask=attention_mask, **options)
     numbers = torch.arange(len(rows.lengths)).repeat_interleave(torch.tensor(rows.lengths))
     apart = packed_sequence_mask_function(to_device(numbers, device)[None])
-    whole = sdpa_mask(*args, mask_function=and_masks(mask_function, apart), **options)
+    full = sdpa_mask(*args, mask_function=and_masks(mask_function, apart), **options)
     masks, start = [], 0
     for length in rows.lengths:
         part = slice(start, start := start + length)
-        mask = whole[..., part, part]
+        mask = full[..., part, part]
         # A comparison on a GPU would wait for it.
         masks.append(None if on_cpu and mask[0, 0].equal(torch.ones_like(mask[0, 0]).tril()) else mask)
     return PackedRow(rows.lengths, masks)
@@ -248,7 +241,7 @@ AttentionMaskInterface.register(SDPA_BY_SEQUENCE, mask_by_sequence)
 
 
 def keeps_sequences_apart(model: Any) -> bool:
-    """Return whether a model in evaluation mode keeps the sequences of a packed row apart, tried on two short ones."""
+    """Return whether a model in evaluation mode keeps packed sequences apart (tested on two short sequences)."""
     sequences = probe_tokens(model).view(2, -1)
     lengths = torch.full((2,), sequences.shape[1])
     inputs = packed_inputs(model, sequences, lengths)
@@ -256,7 +249,7 @@ def keeps_sequences_apart(model: Any) -> bool:
 
 
 def ignores_left_padding(model: Any) -> bool:
-    """Return whether left padding, which ``generate`` needs, leaves the logits of a model in evaluation mode unchanged."""
+    """Return whether left padding, as in ``generate``, leaves the logits of a model in evaluation mode unchanged."""
     ids = probe_tokens(model)
     mask = torch.ones_like(ids)
     mask[:, : ids.shape[1] // 2] = 0
@@ -269,11 +262,8 @@ def ignores_left_padding(model: Any) -> bool:
 def _reads_only(
     model: Any, last: Tensor, inputs: dict[str, Tensor], rows: AbstractContextManager | None = None
 ) -> bool:
-    """Return whether the last logits of a row depend on its last tokens ``[1, S]`` only.
-
-    Comparing logits is not enough, because a small leak may be below the rounding of 16 bits. The gradient to a token that is not
-    read is exactly 0 in every number format. ``rows`` is the context of ``inputs``.
-    """
+    """Return whether the last logits of a row depend only on its last tokens ``[1, S]``; ``rows`` is the context of ``inputs``."""
+    # A small leak may be below 16-bit rounding, but the gradient to an unread token is exactly 0 in every dtype.
     length, embedded = last.shape[1], []
 
     def make_leaf(module: nn.Module, args: Any, output: Tensor) -> Tensor:
@@ -289,14 +279,14 @@ def _reads_only(
         hook.remove()
     with torch.no_grad():
         output = model(input_ids=last, use_cache=False).logits[0]
-    # Relative to the largest logit; other shapes round differently.
+    # Relative to the largest logit, because different shapes round differently.
     tolerance = 1e-3 if output.dtype == torch.float32 else 5e-2
     same = (output.float() - logits.detach()).abs().max() <= tolerance * output.float().abs().max()
     return bool(same) and not bool(gradient[:, :-length].any())
 
 
 def probe_tokens(model: Any) -> Tensor:
-    """Return tokens ``[1, 16]`` without a special meaning in the configuration (an image, an end)."""
+    """Return tokens ``[1, 16]`` that are not special (image, end) in the configuration."""
     special = {value for key, value in model.config.to_dict().items() if "token" in key and isinstance(value, int)}
     plain = [token for token in range(model.config.get_text_config().vocab_size) if token not in special]
     return torch.tensor([[plain[i % len(plain)] for i in range(16)]], device=model.get_input_embeddings().weight.device)

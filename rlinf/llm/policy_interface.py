@@ -1,4 +1,4 @@
-"""The interface of token policies, the keys of their data, and the protocol of their losses."""
+"""Interface of token policies, keys of their data, and protocol of their losses."""
 
 from __future__ import annotations
 
@@ -13,11 +13,9 @@ from rlinf.llm.generation_interface import GenerationDatumSpec, GenerationOutput
 
 
 class LogprobsSpec(TypedDict):
-    """Log-probabilities of given tokens.
+    """Log-probabilities of tokens.
 
-    Attributes:
-        logprobs: float32 ``[B, S]``; column ``i`` is the log-probability of token ``i`` given the tokens before it. Column 0
-            and padding are 0.
+    ``logprobs`` are float32 ``[B, S]``; column ``i`` belongs to token ``i`` given the previous ones. Column 0 and padding are 0.
     """
 
     logprobs: torch.Tensor
@@ -25,13 +23,12 @@ class LogprobsSpec(TypedDict):
 
 
 class TrainingDatumSpec(TypedDict, total=False):
-    """Training data. Each loss (``rlinf.llm.losses``) documents which of the optional keys it needs.
+    """Training data. Each loss (``rlinf.llm.losses``) documents its optional keys.
 
     Attributes:
         input_ids: int64 ``[B, S]``, padded on the right.
         attention_mask: ``[B, S]``, 1 for tokens, 0 for padding.
-        token_mask: ``[B, S]``, 1 for tokens to train on. Default: the response if ``generation_lengths`` is present, else all
-            tokens but the first.
+        token_mask: ``[B, S]``, 1 for trained tokens. Default: the response, without ``generation_lengths`` all but the first.
         sample_mask: ``[B]``, 0 for rows to ignore.
         advantages: float32 ``[B]`` or ``[B, S]``.
         old_logprobs: float32 ``[B, S]`` of the policy before the update.
@@ -51,10 +48,7 @@ class TrainingDatumSpec(TypedDict, total=False):
 
 
 class LossFunction(Protocol):
-    """A loss that runs the model itself; ``PolicyInterface.train`` requires no more.
-
-    The losses of this package are also ``TokenLoss``, so a policy can evaluate them in micro-batches.
-    """
+    """Loss that runs the model itself. The losses of this package are also ``TokenLoss``, for micro-batches."""
 
     def __call__(self, model: Any, data: BatchedDataDict[TrainingDatumSpec]) -> Tensor:
         """Return the scalar loss of a batch."""
@@ -62,22 +56,22 @@ class LossFunction(Protocol):
 
 
 class PolicyInterface(ABC):
-    """A policy that generates, scores and learns. Tensors are padded on the right."""
+    """Policy that generates, scores and learns. Tensors are right-padded."""
 
     @abstractmethod
     def generate(
         self, data: BatchedDataDict[GenerationDatumSpec], greedy: bool
     ) -> BatchedDataDict[GenerationOutputSpec]:
-        """Generate a completion per prompt; ``greedy`` takes the most likely token instead of sampling."""
+        """Generate a completion per prompt, sampled or ``greedy``."""
 
     @abstractmethod
     def get_logprobs(self, data: BatchedDataDict[GenerationDatumSpec]) -> BatchedDataDict[LogprobsSpec]:
-        """Return the log-probabilities of the tokens of each row, without gradients."""
+        """Return the log-probabilities of all tokens, without gradients."""
 
     def get_reference_logprobs(self, data: BatchedDataDict[GenerationDatumSpec]) -> BatchedDataDict[LogprobsSpec]:
-        """Return ``get_logprobs`` of the policy before training, for losses that need a reference."""
-        raise NotImplementedError(f"{type(self).__name__} keeps no reference policy")
+        """Return ``get_logprobs`` of the initial policy, for losses that need a reference."""
+        raise NotImplementedError(f"{type(self).__name__} has no reference policy")
 
     @abstractmethod
     def train(self, data: BatchedDataDict[TrainingDatumSpec], loss_fn: LossFunction) -> dict[str, Any]:
-        """Take one optimiser step on the batch and return at least ``loss``."""
+        """Take one optimiser step on the batch, and return metrics, at least ``loss``."""

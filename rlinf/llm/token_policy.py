@@ -1,4 +1,4 @@
-"""The base of token policies: settings, scoring and training in micro-batches, and the reference policy."""
+"""Base class of token policies: settings, scoring and training in micro-batches, and the reference policy."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ from rlinf.seeding import derive_seed
 
 Result = TypeVar("Result")
 
-SUMMED_AT_ONCE = 2**24
-"""Numbers of a tensor that are copied in float64 at a time: 128 MiB."""
+SUM_CHUNK = 2**24
+"""Elements of a tensor that are converted to float64 at a time: 128 MiB."""
 
 
 @dataclass
@@ -44,22 +44,18 @@ class TokenPolicyConfig(SamplingConfig):
 
     learning_rate: float = option(1e-5, "Learning rate.", minimum=0, maximum=1)
     weight_decay: float = option(0.0, "Weight decay.", minimum=0)
-    optimizer: str = option(
-        "AdamW", "AdamW decays the weights; Adam adds the decay to the gradient.", choices=("AdamW", "Adam")
-    )
-    betas: list[float] = option([0.9, 0.999], "Decay rates of the two moments of Adam.")
-    epsilon: float = option(1e-8, "Added to the denominator of Adam's step.", minimum=0)
-    max_grad_norm: float = option(1.0, "Clip the gradient to this norm.", minimum=1e-6)
+    optimizer: str = option("AdamW", "Optimiser.", choices=("AdamW", "Adam"))
+    betas: list[float] = option([0.9, 0.999], "Adam betas.")
+    epsilon: float = option(1e-8, "Adam epsilon.", minimum=0)
+    max_grad_norm: float = option(1.0, "Maximum gradient norm.", minimum=1e-6)
     micro_batch_size: int = option(8, "Rows of one forward-backward pass.", minimum=1)
-    max_tokens_per_microbatch: int | None = option(
-        None, "Batch by tokens, padding included, instead of by rows.", minimum=1
-    )
+    max_tokens_per_microbatch: int | None = option(None, "Micro-batch by tokens, not by rows.", minimum=1)
 
 
 class TokenPolicy(PolicyInterface):
-    """A policy over one causal language model.
+    """Policy over one causal language model.
 
-    A subclass loads ``model`` and calls ``_begin``; it also sets ``model_name``, ``config`` and ``temperature``.
+    A subclass loads ``model``, sets ``model_name``, ``config`` and ``temperature``, and calls ``_init_training``.
     """
 
     model: nn.Module
@@ -67,8 +63,10 @@ class TokenPolicy(PolicyInterface):
     model_name: str
     temperature: float
 
-    def _begin(self, text_config: Any, rank: int, reference: nn.Module | None = None, **train_step: Any) -> None:
-        """Create the optimiser of ``model`` and the random generator; rank 0 samples with ``seed`` itself."""
+    def _init_training(
+        self, text_config: Any, rank: int, reference: nn.Module | None = None, **train_step: Any
+    ) -> None:
+        """Create optimiser and random generator; rank 0 samples with ``seed`` itself."""
         config = self.config
         trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
         self._optimizer = MasterAdamW(
@@ -84,21 +82,21 @@ class TokenPolicy(PolicyInterface):
 
     @property
     def optimizer(self) -> MasterAdamW:
-        """The optimiser, whose state a checkpoint holds."""
+        """Optimiser of the model."""
         return self._optimizer
 
     @property
     def num_steps(self) -> int:
-        """Optimiser steps that this object has taken."""
+        """Number of optimiser steps."""
         return self._train_step.num_steps
 
     @property
     def learning_rate(self) -> float:
-        """Learning rate of the last step, or of the first one."""
+        """Learning rate of the last step, before the first step of the next one."""
         return self._optimizer.param_groups[0]["lr"]
 
     def set_learning_rate(self, rate: float) -> None:
-        """Use this learning rate from the next step on."""
+        """Set the learning rate of the next steps."""
         self._train_step.set_learning_rate(rate)
 
     def get_logprobs(self, data: BatchedDataDict[GenerationDatumSpec]) -> BatchedDataDict[LogprobsSpec]:
@@ -106,10 +104,7 @@ class TokenPolicy(PolicyInterface):
         return self._score(self.model, data)
 
     def get_reference_logprobs(self, data: BatchedDataDict[GenerationDatumSpec]) -> BatchedDataDict[LogprobsSpec]:
-        """Return ``get_logprobs`` of the policy before its first step.
-
-        Raise CheckpointError if ``model_name`` is read for it, and no longer holds the initial weights.
-        """
+        """Return ``get_logprobs`` of the initial policy; raise CheckpointError if ``model_name`` has changed."""
         if self._reference is None:
             initial = self._load()
             self._check_initial(initial)
@@ -119,14 +114,14 @@ class TokenPolicy(PolicyInterface):
     def train(self, data: BatchedDataDict[TrainingDatumSpec], loss_fn: LossFunction) -> dict[str, Any]:
         """Take one optimiser step.
 
-        Return ``loss``, ``grad_norm`` (before clipping), ``num_tokens``, the metrics of the loss, and ``memory/...``. Raise
-        ConfigError, on all ranks, if the rows of one do not fit the loss, or the policy cannot use the loss; NonFiniteError if
-        loss or gradient is NaN or infinite, with the weights unchanged.
+        Return ``loss``, ``grad_norm`` (before clipping), ``num_tokens``, the metrics of the loss, and ``memory/...``. Raise ConfigError
+        on all ranks if the rows of any rank do not fit the loss, or the policy does not support the loss; NonFiniteError if loss or
+        gradient is NaN or infinite, with unchanged weights.
 
         Args:
             data: Rows of this data-parallel rank. Missing ``reference_logprobs`` that a ``TokenLoss`` needs are computed.
-            loss_fn: A ``TokenLoss`` is evaluated in micro-batches. ``HuggingFacePolicy`` also takes any other
-                ``loss_fn(model, data)``, which gets the whole batch at once, because how it averages is unknown.
+            loss_fn: A ``TokenLoss`` is evaluated in micro-batches. ``HuggingFacePolicy`` calls a different ``loss_fn(model, data)`` with
+                the complete batch, because its averaging is unknown.
         """
         data = BatchedDataDict(data)
         self._check_loss(loss_fn)
@@ -136,6 +131,7 @@ class TokenPolicy(PolicyInterface):
             metrics = self._accumulate(data, loss_fn)
         finally:
             self.model.eval()
+        # Before the first step changes the weights, so that a later reload of the reference can be verified.
         if self._train_step.num_steps == 0 and self._reference is None:
             self._checksum = weights_checksum(self.model)
         norm = self._train_step.apply(metrics["loss"])
@@ -147,19 +143,19 @@ class TokenPolicy(PolicyInterface):
 
     @abstractmethod
     def _accumulate(self, data: BatchedDataDict, loss_fn: LossFunction) -> dict[str, float]:
-        """Add up the gradients over micro-batches and ranks; return the metrics of all ranks."""
+        """Accumulate the gradients of micro-batches and ranks; return the metrics of all ranks."""
 
     @abstractmethod
     def _logprobs(self, model: nn.Module, data: BatchedDataDict) -> Tensor:
         """Return the log-probabilities float32 ``[B, S]`` of one micro-batch."""
 
     def _sum_values(self, values: list[float]) -> list[float]:
-        """Sum numbers over the data-parallel ranks."""
+        """Sum values over the data-parallel ranks."""
         return sum_over_ranks(values)
 
     def _check_loss(self, loss_fn: LossFunction) -> None:
         if not callable(loss_fn) or isinstance(loss_fn, type):
-            raise ConfigError(f"loss_fn is {loss_fn!r}; required: a loss. Give e.g. rlinf.algorithms.NLLLossFn()")
+            raise ConfigError(f"loss_fn is {loss_fn!r}; required: a loss. Pass e.g. rlinf.algorithms.NLLLossFn()")
         if isinstance(loss_fn, TokenLoss) and loss_fn.temperature not in (1.0, self.temperature):
             raise ConfigError(
                 f"{type(loss_fn).__name__} has temperature={loss_fn.temperature}, but the policy scores with "
@@ -167,23 +163,21 @@ class TokenPolicy(PolicyInterface):
             )
 
     def _prepare(self, data: BatchedDataDict, loss_fn: TokenLoss) -> tuple[TokenCounts, list[BatchedDataDict]]:
-        """Return the counts of all ranks and the micro-batches of this one, with reference log-probabilities if needed.
-
-        The loss checks its data here, before the passes in which ranks wait for each other.
-        """
+        """Return the counts of all ranks and this rank's micro-batches, with reference log-probabilities if needed."""
 
         def prepare() -> tuple[TokenCounts, list[list[int]], bool]:
             is_missing = loss_fn.needs_reference and "reference_logprobs" not in data
             return loss_fn.counts(data), self._micro_batches(data, loss_fn.rows_per_sample), is_missing
 
-        own, rows, is_missing = self._raise_on_all_ranks(prepare)
-        tokens, samples, num_missing = self._sum_values([own.tokens, own.samples, float(is_missing)])
+        local, rows, is_missing = self._raise_on_all_ranks(prepare)
+        tokens, samples, num_missing = self._sum_values([local.tokens, local.samples, float(is_missing)])
         counts = TokenCounts(tokens, samples)
         if num_missing:
             reference = self.get_reference_logprobs(data)["logprobs"]
             data.setdefault("reference_logprobs", reference)
-        parts = [data.select_indices(each) for each in rows]
+        parts = [data.select_indices(part_rows) for part_rows in rows]
 
+        # A dry run, so that the loss rejects its data before the passes in which ranks wait for each other.
         def check() -> None:
             for part in parts:
                 loss_fn.from_logprobs(torch.zeros(tokens_and_mask(part)[0].shape), part, counts)
@@ -192,7 +186,7 @@ class TokenPolicy(PolicyInterface):
         return counts, parts
 
     def _raise_on_all_ranks(self, function: Callable[[], Result]) -> Result:
-        """Run a function. If any data-parallel rank raises ConfigError, raise on all, so that none hangs in a collective."""
+        """Run a function; if any data-parallel rank raises ConfigError, raise on all, so that none hangs in a collective."""
         result, error = None, None
         try:
             result = function()
@@ -202,9 +196,7 @@ class TokenPolicy(PolicyInterface):
         if error is not None:
             raise error
         if num_failed:
-            raise ConfigError(
-                f"{num_failed} other rank(s) rejected their rows, so no step was taken. See their messages"
-            )
+            raise ConfigError(f"{num_failed} other rank(s) rejected their rows, so no step was taken")
         return result
 
     @torch.no_grad()
@@ -212,71 +204,65 @@ class TokenPolicy(PolicyInterface):
         data = BatchedDataDict(data)
         ids, _ = tokens_and_mask(data)
         logprobs = torch.zeros(ids.shape, dtype=torch.float32, device=ids.device)
-        batches, found = self._micro_batches(data, rows_per_sample=1), []
+        batches, scores = self._micro_batches(data, rows_per_sample=1), []
         with evaluation_mode(model):
             for rows in batches:
-                found.append(self._logprobs(model, data.select_indices(rows)))
+                scores.append(self._logprobs(model, data.select_indices(rows)))
                 heartbeat()
-        if found:  # one copy for all, so that nothing waits in between
-            logprobs[[row for rows in batches for row in rows]] = torch.cat(found).to(ids.device)
+        # A single copy at the end, so that the micro-batches do not wait for the device.
+        if scores:
+            logprobs[[row for rows in batches for row in rows]] = torch.cat(scores).to(ids.device)
         return BatchedDataDict({"logprobs": logprobs})
 
     def _micro_batches(self, data: BatchedDataDict, rows_per_sample: int) -> list[list[int]]:
-        """Check a batch, and choose the rows of each forward pass; ``rows_per_sample`` neighbours stay together."""
+        """Check a batch, and return the rows of each forward pass; ``rows_per_sample`` consecutive rows stay together."""
         text, size = self._text_config, self.config.micro_batch_size
         verify_token_ids(data, text.vocab_size)
         verify_right_padding(data, raise_error=True)
         lengths = tokens_and_mask(data)[1].sum(-1).tolist()
         context = num_positions(text)
         if context is not None and max(lengths) > context:
-            raise ConfigError(
-                f"A row has {max(lengths)} tokens, more than the {context} positions of the model. Give shorter rows"
-            )
+            raise ConfigError(f"A row has {max(lengths)} tokens; required: at most the model's {context} positions")
         if self.config.max_tokens_per_microbatch is not None:
             packed = getattr(self.config, "sequence_packing", False)
             return micro_batch_rows(lengths, self.config.max_tokens_per_microbatch, packed, rows_per_sample)
         if size % rows_per_sample:
-            raise ConfigError(
-                f"micro_batch_size={size} splits samples of {rows_per_sample} rows. Pass micro_batch_size={rows_per_sample}"
-            )
+            raise ConfigError(f"micro_batch_size={size} splits a sample. Pass micro_batch_size={rows_per_sample}")
         return [list(range(start, min(start + size, len(lengths)))) for start in range(0, len(lengths), size)]
 
     def _check_initial(self, model: nn.Module) -> None:
-        """Raise CheckpointError if a model read after a step has other weights than the policy had at first."""
+        """Raise CheckpointError if a reloaded model does not have the initial weights."""
         expected = self._checksum or weights_checksum(self.model)
         pairs = zip(weights_checksum(model), expected, strict=True)
-        # Shards add in another order.
-        if not all(math.isclose(one, other, rel_tol=1e-9, abs_tol=1e-9) for one, other in pairs):
+        # Not exact, because shards are summed in a different order.
+        if not all(math.isclose(actual, initial, rel_tol=1e-9, abs_tol=1e-9) for actual, initial in pairs):
             raise CheckpointError(
-                f"'{self.model_name}' no longer holds the weights that this policy started with, so they cannot be its "
-                "reference. Call get_reference_logprobs once before the first train"
+                f"'{self.model_name}' no longer has the initial weights. Call get_reference_logprobs before the first train"
             )
 
 
 def check_trainable(config: TokenPolicyConfig) -> None:
-    """Raise ConfigError for sampling that differs from the scored distribution, and for weights in float16."""
+    """Raise ConfigError for sampling that differs from the scored distribution, and for float16 weights."""
     neutral_values = {
         "top_k": (None,), "top_p": (None, 1.0), "repetition_penalty": (1.0,), "allowed_token_ids": (None,),
     }  # fmt: skip
     for name, neutral in neutral_values.items():
         value = getattr(config, name)
         if value not in neutral:
-            raise ConfigError(
-                f"{name}={value} changes the sampled distribution but not the trained log-probabilities. "
-                f"Pass {name}={neutral[-1]}, or generate with HuggingFaceGeneration"
-            )
+            raise ConfigError(f"{name}={value} changes the distribution only of sampling. Pass {name}={neutral[-1]}")
     if torch_dtype_of(config.torch_dtype) == torch.float16:
         raise ConfigError(f"torch_dtype={config.torch_dtype} loses small gradients. Pass torch_dtype='bfloat16'")
 
 
 def weights_checksum(model: nn.Module) -> list[float]:
-    """Return the sum of each tensor, to detect whether a folder still holds the same weights; a collective call with shards."""
+    """Return the sum of each tensor, to detect changed weights in a folder; a collective call with shards."""
     sums = [full_tensor(_sum(p.detach())) for p in model.parameters() if p.is_floating_point()]
     return fetch(sums)
 
 
 def _sum(tensor: Tensor) -> Tensor:
-    """Return the sum in float64, part by part: torch makes a float64 copy of all that it sums at once."""
-    if tensor.numel() <= SUMMED_AT_ONCE or isinstance(tensor, DTensor):
+    """Return the sum in float64."""
+    # In chunks, because torch makes a float64 copy of everything that it sums in one call.
+    if tensor.numel() <= SUM_CHUNK or isinstance(tensor, DTensor):
         return tensor.double().sum()
-    return torch.stack([part.double().sum() for part in tensor.flatten().split(SUMMED_AT_ONCE)]).sum()
+    return torch.stack([part.double().sum() for part in tensor.flatten().split(SUM_CHUNK)]).sum()

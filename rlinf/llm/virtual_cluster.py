@@ -1,4 +1,4 @@
-"""The accelerators that a generation backend may use."""
+"""Accelerators that a generation backend may use."""
 
 from __future__ import annotations
 
@@ -10,29 +10,23 @@ from rlinf.errors import ConfigError
 
 
 class RayVirtualCluster:
-    """The processes of one machine, one per accelerator. Despite its name it does not use Ray.
+    """Processes of one machine, one per accelerator. Despite its name it does not use Ray.
 
-    More machines or GPUs than there are raise ConfigError. To place a worker in a Ray cluster, use
+    Raises ConfigError for more machines or GPUs than exist. To place a worker in a Ray cluster, use
     ``ray.remote(VllmGenerationWorker).remote(model_name)``.
-
-    Args:
-        bundle_ct_per_node_list: Processes on each machine: ``[4]`` is one machine with four.
-        use_gpus: Require a GPU for each process.
     """
 
     def __init__(self, bundle_ct_per_node_list: Sequence[int], use_gpus: bool = True) -> None:
         counts = bundle_ct_per_node_list
         if not isinstance(counts, Sequence) or len(counts) != 1 or counts[0] < 1:
             raise ConfigError(
-                f"RayVirtualCluster got {counts}; required: a list, the number of processes on this one machine. "
-                "Use RayVirtualCluster([1])"
+                f"RayVirtualCluster got {counts}; required: one number of processes. Use RayVirtualCluster([1])"
             )
-        found = torch.cuda.device_count()
-        if use_gpus and found < counts[0]:
-            smaller = f"[{found}]" if found else f"{counts}, use_gpus=False"
+        num_gpus = torch.cuda.device_count()
+        if use_gpus and num_gpus < counts[0]:
+            smaller = f"[{num_gpus}]" if num_gpus else f"{counts}, use_gpus=False"
             raise ConfigError(
-                f"RayVirtualCluster({counts}) needs {counts[0]} GPUs, and torch sees {found or 'none'}. "
-                f"Use RayVirtualCluster({smaller})"
+                f"RayVirtualCluster({counts}) needs {counts[0]} GPUs, but torch sees {num_gpus or 'none'}. Use RayVirtualCluster({smaller})"
             )
         self._num_processes = counts[0]
         self.use_gpus = use_gpus

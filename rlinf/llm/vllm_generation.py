@@ -1,4 +1,4 @@
-"""Language models in vLLM behind the generation interface. Only constructing a class needs vLLM."""
+"""Generation backend with vLLM. Only constructing a class needs vLLM."""
 
 from __future__ import annotations
 
@@ -30,23 +30,23 @@ from rlinf.seeding import derive_seed
 
 TIMEOUT_S = 600.0
 IMAGE_FAMILIES = ("qwen2_5_vl", "qwen3_vl")
-"""Model types whose images reach the engine, as the tensors of ``IMAGE_INPUTS``."""
+"""Model types with supported images, as the tensors of ``IMAGE_INPUTS``."""
 IMAGE_INPUTS = ("pixel_values", "image_grid_thw")
 BANNED_BIAS = -100.0
-"""vLLM's smallest one; the probability becomes 0 in float32."""
+"""vLLM's minimum logit bias; the probability becomes 0 in float32."""
 
 
 class VllmGenerationWorker:
-    """One engine with one model. A plain class that can be a Ray actor: ``ray.remote(VllmGenerationWorker)``.
+    """Owner of one engine with one model; a plain class that can be a Ray actor: ``ray.remote(VllmGenerationWorker)``.
 
-    Raises MissingDependencyError if vLLM is not installed; ConfigError if a setting is out of bounds, or an engine argument is given twice
-    with different values.
+    Raises MissingDependencyError if vLLM is not installed; ConfigError if a setting is out of bounds, or an engine argument has two
+    different values.
 
     Args:
         model_name: Folder or hub id of a causal language model.
-        **kwargs: Keys of ``VllmConfig``. All other keys, flat or in ``vllm_cfg``, are engine arguments. ``timeout_s`` is the
-            deadline of each answer of the engine. ``seed`` (default 0) and the rank of this process determine the random numbers
-            across engine restarts; give each actor its own seed.
+        **kwargs: Keys of ``VllmConfig``; the remaining keys, flat or in ``vllm_cfg``, are engine arguments. ``timeout_s`` is the deadline
+            of each reply of the engine. ``seed`` (default 0) and the rank of this process determine the random numbers across
+            engine restarts; use a different seed per actor.
     """
 
     def __init__(self, model_name: str, **kwargs: Any) -> None:
@@ -63,7 +63,7 @@ class VllmGenerationWorker:
         self.engine = VllmEngine(spec, timeout_s=timeout_s)
 
     def start(self) -> None:
-        """Start the engine. Idempotent. Raises ConfigError for settings that do not fit the model."""
+        """Start the engine. Idempotent. Raise ConfigError for settings that do not fit the model."""
         verify_sampling_tokens(sampling_config(self.settings), self.vocab_size)
         if self.num_gpus > 1:
             check_tensor_parallel(self.model_config, self.num_gpus, "tensor_parallel_size")
@@ -79,18 +79,16 @@ class VllmGenerationWorker:
         images: Sequence[Mapping[str, Tensor]] | None = None,
         **kwargs: Any,
     ) -> BatchedDataDict[GenerationOutputSpec]:
-        """Generate a completion per row, without tokens of images or other media.
+        """Generate a completion per row, without media tokens.
 
-        ``logprobs`` belong to the distribution after temperature, penalty, allowed tokens, and (if sampled) top-k and top-p.
-        Raise ConfigError if vLLM rejects a setting or would replace it, a prompt is too long, or a token is not in the vocabulary;
-        EngineError if the engine failed or did not answer in time.
+        ``logprobs`` are of the distribution after temperature, penalty, allowed tokens, and (if sampled) top-k and top-p. Raise
+        ConfigError if vLLM rejects or would replace a setting, a prompt is too long, or a token is not in the vocabulary;
+        EngineError if the engine failed or missed its deadline.
 
         Args:
-            input_ids: Prompts int64 ``[B, S]``, padded on the right.
-            attention_mask: ``[B, S]``; None means no padding.
-            seeds: Seed of each row; None: the next ones of the worker.
-            images: ``IMAGE_INPUTS`` of each row, empty for text; None: text only.
-            **kwargs: Settings of the generation that override the worker's.
+            input_ids, attention_mask: Right-padded prompts, int64 ``[B, S]``; without a mask, no padding.
+            seeds: Seed per row; None: the worker's next seeds.
+            images: ``IMAGE_INPUTS`` per row, empty for text; None: text only.
         """
         unknown = sorted(set(kwargs) - set(GenerationConfig.__annotations__))
         if unknown:
@@ -104,6 +102,7 @@ class VllmGenerationWorker:
         sampling = sampling_arguments(settings, greedy)
         verify_sampling_tokens(sampling_config(settings), self.vocab_size)
         banned = media_tokens(self.model_config)
+        # A completion contains no media; the engine would look for their tensors.
         if banned and "allowed_token_ids" not in sampling:
             sampling["logit_bias"] = dict.fromkeys(banned, BANNED_BIAS)
         request = GenerateRequest([{"prompt_token_ids": ids} for ids in prompts], sampling)
@@ -127,16 +126,16 @@ class VllmGenerationWorker:
     def update_weights(self, weights_handle: WeightSource) -> int:
         """Load weights from the handle of a ``WeightBuffer`` (of any process) or a ``MergedWeights``; return their version.
 
-        Raise WeightsRejectedError if they lack tensors, and the old weights stay; or if they were damaged on the way.
+        Raise WeightsRejectedError if tensors are missing (the old weights stay) or damaged.
         """
         return self.engine.update_weights(weights_handle)
 
     def sleep(self) -> bool:
-        """Release the GPU memory until the next request; return whether that worked: an engine on the CPU cannot."""
+        """Release the GPU memory until the next request; return whether it was released (never on the CPU)."""
         return self.engine.sleep()
 
     def stop(self) -> None:
-        """Stop the engine and free all its memory."""
+        """Stop the engine."""
         self.engine.close()
 
     @cached_property
@@ -146,20 +145,16 @@ class VllmGenerationWorker:
 
     @cached_property
     def model_config(self) -> Any:
-        """Configuration of the model."""
+        """Transformers configuration of the model."""
         return load_config(self.model_name, self.trust_remote_code)
 
 
 class VllmGeneration(GenerationInterface):
-    """A generation backend with one vLLM engine.
+    """Generation backend with one vLLM engine.
 
-    After ``finish_generation`` an engine on the CPU has lost the weights of ``update_weights``; call it again. On a GPU it sleeps
-    with them. Raises MissingDependencyError if vLLM is not installed; ConfigError if ``model_name`` is missing, ``backend`` is not vllm, or
-    the cluster is too small.
-
-    Args:
-        cluster: ``RayVirtualCluster`` that limits the GPUs of the engine; None: no limit.
-        config: ``VllmConfig`` or a plain mapping; engine arguments flat or in ``vllm_cfg``.
+    ``finish_generation`` discards the pushed weights of an engine on the CPU; call ``update_weights`` again. On a GPU the engine sleeps
+    with them. Raises MissingDependencyError if vLLM is not installed; ConfigError if ``model_name`` is missing, ``backend`` is not vllm,
+    or the cluster is too small.
     """
 
     def __init__(self, cluster: Any, config: Mapping[str, Any]) -> None:
@@ -182,15 +177,15 @@ class VllmGeneration(GenerationInterface):
     def generate(
         self, data: BatchedDataDict[GenerationDatumSpec], greedy: bool
     ) -> BatchedDataDict[GenerationOutputSpec]:
-        """Generate a completion per row with ``VllmGenerationWorker.generate``; starts the engine if needed.
+        """Generate a completion per row with ``VllmGenerationWorker.generate``; start the engine if needed.
 
-        Raise ConfigError if the batch has positions, or images that vLLM gets of other families only (``IMAGE_FAMILIES``).
+        Raise ConfigError if the batch has positions, or images of a model type that is not in ``IMAGE_FAMILIES``.
         """
-        images, others = None, data
+        images, text_data = None, data
         if IMAGE_INPUTS[0] in data and self.worker.model_config.model_type in IMAGE_FAMILIES:
             images = images_of_rows(data)
-            others = {name: value for name, value in data.items() if name not in IMAGE_INPUTS}
-        verify_text_only(others, "VllmGeneration", "HuggingFaceGeneration")
+            text_data = {name: value for name, value in data.items() if name not in IMAGE_INPUTS}
+        verify_text_only(text_data, "VllmGeneration", "HuggingFaceGeneration")
         verify_token_ids(data)
         ids, mask = tokens_and_mask(data)
         seeds = data[SEEDS_KEY].tolist() if SEEDS_KEY in data else None
@@ -214,45 +209,45 @@ class VllmGeneration(GenerationInterface):
         return self.worker.update_weights(weights_handle)
 
     def finish_generation(self, *args: Any, **kwargs: Any) -> None:
-        """Let the engine sleep: its GPU memory is free, its weights wait in main memory. On a CPU, stop it. Idempotent."""
+        """Put the engine to sleep, with its weights in main memory; stop it on a CPU. Idempotent."""
         if not self.worker.sleep():
             self.worker.stop()
 
     def shutdown(self) -> None:
-        """Stop the engine and free all its memory. Idempotent."""
+        """Stop the engine. Idempotent."""
         self.worker.stop()
 
 
 def images_of_rows(data: Mapping[str, Any]) -> list[dict[str, Tensor]]:
-    """Return the ``IMAGE_INPUTS`` of each row of a batch, empty for text."""
+    """Return the ``IMAGE_INPUTS`` per row of a batch, empty for text."""
     for name in IMAGE_INPUTS:
         if not isinstance(data.get(name), list):
             raise ConfigError(
-                f"The batch has '{name}' as {type(data.get(name)).__name__}; required: a list with a tensor of the images of each row"
+                f"The batch has '{name}' as {type(data.get(name)).__name__}; required: a list with a tensor of images per row"
             )
     columns = [data[name] for name in IMAGE_INPUTS]
     return [dict(zip(IMAGE_INPUTS, row, strict=True)) if len(row[0]) else {} for row in zip(*columns, strict=True)]
 
 
 def engine_arguments(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Collect the arguments of ``vllm.LLM``: the keys that ``GenerationConfig`` does not have, and those in ``vllm_cfg``."""
+    """Return the arguments of ``vllm.LLM``: keys that are not in ``GenerationConfig``, and keys in ``vllm_cfg``."""
     settings = {*GenerationConfig.__annotations__, "vllm_cfg"}
     flat = {name: value for name, value in config.items() if name not in settings}
     nested = dict(config.get("vllm_cfg") or {})
     reject_other_names((*flat, *nested))
     for name in flat.keys() & nested.keys():
         if flat[name] != nested[name]:
-            raise ConfigError(f"{name} is {flat[name]}, and in vllm_cfg {nested[name]}; give it once")
+            raise ConfigError(f"{name} is {flat[name]}, but {nested[name]} in vllm_cfg; required: one value")
     return flat | nested
 
 
 def sampling_config(settings: Mapping[str, Any]) -> SamplingConfig:
-    """Check generation settings like ``HuggingFaceGeneration``; None and missing keys take the defaults."""
-    others = ("backend", "model_name")
-    given = {key: value for key, value in settings.items() if value is not None and key not in others}
-    if given.get("temperature") == 0:
+    """Check generation settings as ``HuggingFaceGeneration`` does; None and missing keys take the defaults."""
+    not_sampling = ("backend", "model_name")
+    values = {key: value for key, value in settings.items() if value is not None and key not in not_sampling}
+    if values.get("temperature") == 0:
         raise ConfigError("temperature=0 divides by 0. Pass temperature=1.0 and do_sample=False, or greedy=True")
-    config = from_mapping(SamplingConfig, given)
+    config = from_mapping(SamplingConfig, values)
     check_temperature(config.temperature, "temperature")
     return config
 
@@ -270,6 +265,7 @@ def sampling_arguments(settings: Mapping[str, Any], greedy: bool) -> dict[str, A
         "repetition_penalty": config.repetition_penalty,
         "allowed_token_ids": config.allowed_token_ids,
         "stop_token_ids": [eos] if isinstance(eos, int) else eos,
-        "ignore_eos": eos is not None,  # the given ids replace the model's own
+        # The configured ids replace the model's end tokens.
+        "ignore_eos": eos is not None,
     }
     return {name: value for name, value in values.items() if value is not None}

@@ -1,4 +1,4 @@
-"""Checks of a run that trains an actor on a frozen policy from a replay buffer."""
+"""Checks of the configuration of an off-policy run."""
 
 from __future__ import annotations
 
@@ -27,34 +27,34 @@ from rlinf.preflight.memory import policy_on_meta_device
 from rlinf.preflight.reject import reject
 
 UPDATE_S, ROW_WEIGHT_S = 4e-3, 1.5e-10
-"""Seconds of an update on one core, and of it for each row and weight (`benchmarks/offpolicy_update.py`)."""
+"""Seconds of an update on one core: a constant, and per row and weight (`benchmarks/offpolicy_update.py`)."""
 
 LONGEST_STEP_S = 60.0
 
-OF_REWARDS = ("reward_mode", "success_bonus")
-"""Settings of an env that change its rewards, and no episode."""
+REWARD_SETTINGS = ("reward_mode", "success_bonus")
+"""Env settings that change rewards, but not episodes."""
 
 LARGEST_FRACTION = 0.8
-"""Of the main memory, for the replay buffer and a policy that lies there; simulators and libraries need the rest."""
+"""Largest fraction of the main memory for the replay buffer and a policy on the CPU."""
 
 
 def check_off_policy(config: RunConfig, policy: tuple[Any, Any] | None) -> None:
-    """Check what an off-policy algorithm requires of the policy, the envs and this machine.
+    """Check the requirements of an off-policy algorithm on the policy, the envs and this machine.
 
-    ``policy`` is the class and the own configuration of the frozen policy; None: unknown.
+    ``policy`` is the class and the configuration of the base policy; None: unknown.
     """
     algorithm = cast(OffPolicyConfig, config.algorithm)
     name = f"algorithm.name={algorithm.name}"
     if policy is not None and not policy[0].implements("_propose"):
-        found = f"{name} with model.model_type={config.model.model_type}, which does not implement propose"
-        reject(found, "a policy that proposes chunks and features", "algorithm=ppo")
+        problem = f"{name} with model.model_type={config.model.model_type}, which does not implement propose"
+        reject(problem, "a policy that returns chunks and features", "algorithm=ppo")
     check_moments(config, policy, name, "algorithm=ppo")
     if algorithm.actor.name not in ACTORS:
         fix = f"algorithm.actor.name={closest(algorithm.actor.name, ACTORS) or 'residual'}"
         reject(f"algorithm.actor.name={algorithm.actor.name}", f"one of {', '.join(ACTORS)}", fix)
     if algorithm.num_target_critics > algorithm.num_critics:
-        found = f"algorithm.num_target_critics={algorithm.num_target_critics} of {algorithm.num_critics} critics"
-        reject(found, "no more than algorithm.num_critics", f"algorithm.num_target_critics={algorithm.num_critics}")
+        problem = f"algorithm.num_target_critics={algorithm.num_target_critics} of {algorithm.num_critics} critics"
+        reject(problem, "no more than algorithm.num_critics", f"algorithm.num_target_critics={algorithm.num_critics}")
     _check_run(config, name)
     _check_alone(config, algorithm)
     _check_saved(config, algorithm)
@@ -62,7 +62,7 @@ def check_off_policy(config: RunConfig, policy: tuple[Any, Any] | None) -> None:
     _check_learns(config, algorithm)
     _check_demonstrations(config, algorithm, policy)
     _check_replay_from(config, algorithm)
-    if policy is not None:  # of a hub id, the sizes are known when it is here
+    if policy is not None:  # the sizes of a hub id are only known once it is downloaded
         model = policy_on_meta_device(config)
         _check_candidates(config, algorithm, model)
         _check_times(config, algorithm, model)
@@ -70,7 +70,7 @@ def check_off_policy(config: RunConfig, policy: tuple[Any, Any] | None) -> None:
 
 
 def _check_run(config: RunConfig, name: str) -> None:
-    """Check that each rank plays and trains in one process, with a frozen policy of whole weights."""
+    """Check that each rank rolls out and trains in one process, with an unsharded base policy without adapters."""
     cluster, rollout = config.cluster, config.rollout
     for key, value, wanted, required in (
         ("cluster.placement", cluster.placement, "colocated", "rollouts in the process that trains"),
@@ -78,126 +78,120 @@ def _check_run(config: RunConfig, name: str) -> None:
             "cluster.max_staleness",
             cluster.max_staleness,
             0,
-            "no rollouts ahead; algorithm.overlap=true updates while the envs play",
+            "no asynchronous rollouts; algorithm.overlap=true updates while the envs step",
         ),
         ("rollout.worker_processes", rollout.worker_processes, 0, "rollouts in the process that trains"),
         (
             "rollout.backend",
             rollout.backend,
             "torch",
-            "the frozen policy in this process, because its features are read",
+            "the frozen policy in this process, because its features are used",
         ),
-        ("rollout.group_size", rollout.group_size, 1, "episodes of their own, because none are compared"),
-        ("rollout.auto_reset", rollout.auto_reset, True, "envs that start the next episode by themselves"),
-        ("rollout.continue_episodes", rollout.continue_episodes, False, "an iteration that starts with new episodes"),
-        ("trainer.sharding", config.trainer.sharding != "fsdp2", True, "a policy in one piece"),
-        ("trainer.cpu_offload", config.trainer.cpu_offload, False, "a policy in one piece"),
+        ("rollout.group_size", rollout.group_size, 1, "ungrouped episodes"),
+        ("rollout.auto_reset", rollout.auto_reset, True, "envs that reset automatically"),
+        ("rollout.continue_episodes", rollout.continue_episodes, False, "iterations that start new episodes"),
+        ("trainer.sharding", config.trainer.sharding != "fsdp2", True, "an unsharded policy"),
+        ("trainer.cpu_offload", config.trainer.cpu_offload, False, "an unsharded policy"),
     ):
         if value != wanted:
             now = config.trainer.sharding if key == "trainer.sharding" else value
             to = "replicate" if key == "trainer.sharding" else str(wanted).lower()
             reject(f"{key}={str(now).lower()} with {name}", required, f"{key}={to}")
     if config.model.is_lora:
-        found = f"model.is_lora=true with {name}, which freezes the policy"
         reject(
-            found,
+            f"model.is_lora=true with {name}, which freezes the policy",
             "weights without adapters",
             "merge_lora=true with `rlinf export`, and model.is_lora=false model.model_path=<export>",
         )
 
 
 def _check_alone(config: RunConfig, algorithm: OffPolicyConfig) -> None:
-    """Check that actions are not choices, and that an actor that acts alone is not compared with, or cloned into, a policy below it."""
+    """Check that actions are continuous, and that a standalone actor has no behaviour cloning of a base policy."""
     env, actor = config.env, ACTORS.get(algorithm.actor.name)
     if ENVS.get(env.name).acts_in_choices(env):
-        found = f"algorithm.name={algorithm.name} with env.name={env.name}, some of whose actions are choices"
-        reject(found, "actions of real numbers, along which the critics have a slope", "algorithm=ppo")
+        problem = f"algorithm.name={algorithm.name} with env.name={env.name}, some of whose actions are discrete"
+        reject(problem, "continuous actions, so that critics have a gradient", "algorithm=ppo")
     if getattr(algorithm, "entropy_in_target", False) and actor.critics_choose:
-        found = f"algorithm.entropy_in_target=true with algorithm.actor.name={algorithm.actor.name}, some of whose actions have no density"
-        reject(found, "an actor of one action", "algorithm.entropy_in_target=false")
+        problem = f"algorithm.entropy_in_target=true with algorithm.actor.name={algorithm.actor.name}, some of whose actions have no density"
+        reject(problem, "an actor of one action", "algorithm.entropy_in_target=false")
     if algorithm.actor.name != SCRATCH:
         return
     if config.sft.max_steps:
-        found = (
-            f"sft.max_steps={config.sft.max_steps} with algorithm.actor.name={SCRATCH}, which has no policy below it"
-        )
-        reject(found, "sft.max_steps=0", "sft.max_steps=0, or algorithm.actor.name=residual")
+        problem = f"sft.max_steps={config.sft.max_steps} with algorithm.actor.name={SCRATCH}, which has no base policy"
+        reject(problem, "sft.max_steps=0", "sft.max_steps=0, or algorithm.actor.name=residual")
 
 
 def _check_saved(config: RunConfig, algorithm: OffPolicyConfig) -> None:
-    """Check that an actor that is there already, and in a resumed run critics and rewards, fit this configuration.
-
-    A run that is resumed before RL has none of them.
-    """
+    """Check that a saved actor, and in a run resumed in RL its critics and rewards, fit this configuration."""
     source = config.resume or config.init_from
     if source is None:
         return
     folder = resolve_checkpoint(source)
-    whole = read_saved_config(folder)
-    saved = whole.get("algorithm") or {}
+    config_there = read_saved_config(folder)
+    saved = config_there.get("algorithm") or {}
     in_rl = config.resume is not None and read_loop_state(folder)["phase"] == "rl"
     holds_actor = has_policy(folder) and has_actor(policy_folder(folder))
-    afresh = (
+    new_run = (
         "" if holds_actor else f", or for a new run init_from={config.resume} resume=null output_dir=<a new folder>"
     )
     if in_rl and saved.get("name") != algorithm.name:
         reject(
-            f"algorithm.name={algorithm.name}, and {folder} was made with algorithm.name={saved.get('name')}",
-            "one algorithm in a run",
-            f"algorithm={saved.get('name')}{afresh}",
+            f"algorithm.name={algorithm.name}, but {folder} was trained with algorithm.name={saved.get('name')}",
+            "the same algorithm in a run",
+            f"algorithm={saved.get('name')}{new_run}",
         )
     if in_rl:
-        _check_rewards(config, folder, whole.get("env") or {})
+        _check_rewards(config, folder, config_there.get("env") or {})
         if saved.get("offline_dataset") is not None and algorithm.offline_dataset is None:
-            of_demonstrations = " ".join(
+            overrides = " ".join(
                 override_of(f"algorithm.{name}", saved[name])
                 for name in ("offline_dataset", "offline_ratio", "offline_episodes")
             )
             reject(
-                f"algorithm.offline_dataset=null, and {folder} was made with demonstrations",
-                "those with which the run started",
-                f"{of_demonstrations}, or for a new run init_from={config.resume} resume=null output_dir=<a new folder>",
+                f"algorithm.offline_dataset=null, but {folder} was trained with demonstrations",
+                "the demonstrations of the run",
+                f"{overrides}, or for a new run init_from={config.resume} resume=null output_dir=<a new folder>",
             )
     if not holds_actor:
         return
     settings, wanted = actor_settings(policy_folder(folder)), asdict(algorithm.actor)
     pairs = {f"algorithm.actor.{key}": (settings["actor"].get(key, value), value) for key, value in wanted.items()}
-    # The critics of an actor that chooses are saved with it; other critics only for the run that continues.
+    # Critics are saved with an actor that chooses by them; otherwise they are only in the trainer state of a resumed run.
     num_critics = saved.get("num_critics", algorithm.num_critics) if in_rl else settings["num_critics"]
     pairs["algorithm.num_critics"] = (num_critics or algorithm.num_critics, algorithm.num_critics)
     pairs["model.features"] = (settings["feature_kind"], config.model.features)
-    differences = {key: found for key, (found, here) in pairs.items() if found != here}
-    explores, here = settings["noise_std"], ALGORITHMS.get(algorithm.name).noise_std(algorithm)
-    fixes = [override_of(key, found) for key, found in differences.items()]
-    found = [f"{fix}, here {override_text(pairs[key][1])}" for key, fix in zip(differences, fixes, strict=True)]
-    if explores != here:
-        name = saved.get("name", "sac" if explores is None else "td3")
-        found.append(f"exploration by {_noise(explores)}, here {_noise(here)}")
-        std = [] if explores is None else [f"algorithm.noise_std={explores:g}"]
+    differences = {key: there for key, (there, here) in pairs.items() if there != here}
+    noise_there, noise_here = settings["noise_std"], ALGORITHMS.get(algorithm.name).noise_std(algorithm)
+    fixes = [override_of(key, value) for key, value in differences.items()]
+    problems = [f"{fix}, here {override_text(pairs[key][1])}" for key, fix in zip(differences, fixes, strict=True)]
+    if noise_there != noise_here:
+        name = saved.get("name", "sac" if noise_there is None else "td3")
+        problems.append(f"exploration by {_noise(noise_there)}, here {_noise(noise_here)}")
+        std = [] if noise_there is None else [f"algorithm.noise_std={noise_there:g}"]
         fixes = [*([] if name == algorithm.name else [f"algorithm={name}"]), *std, *fixes]
-    if found:
-        reject(f"The actor in {folder} was made with {'; '.join(found)}", "the actor that is there", " ".join(fixes))
+    if problems:
+        reject(f"The actor in {folder} was trained with {'; '.join(problems)}", "the saved actor", " ".join(fixes))
 
 
 def _check_rewards(config: RunConfig, folder: Path, saved: Mapping[str, Any]) -> None:
-    """Check that a run is resumed with the rewards that its buffer holds; ``saved`` is its env section."""
+    """Check that a run is resumed with the rewards of its replay buffer; ``saved`` is its env section."""
     there = {
         name: saved[name]
-        for name in OF_REWARDS
+        for name in REWARD_SETTINGS
         if saved.get(name, getattr(config.env, name)) != getattr(config.env, name)
     }
     if there:
         was = " ".join(override_of(f"env.{name}", value) for name, value in there.items())
         here = " ".join(override_of(f"env.{name}", getattr(config.env, name)) for name in there)
         reject(
-            f"The replay buffer of {folder} holds rewards of {was}, and this run has {here}",
-            "one reward in a buffer",
+            f"The replay buffer of {folder} has rewards of {was}, but this run has {here}",
+            "the same rewards",
             f"{was}, or for a new run init_from={config.resume} resume=null output_dir=<a new folder>",
         )
 
 
 def _check_token(config: RunConfig) -> None:
-    """Check that the features ``token`` have been trained, or are in this run."""
+    """Check that the readout token of ``model.features=token`` is trained, before or in this run."""
     if config.model.features != "token" or config.sft.max_steps > 0:
         return
     source = config.resume or config.init_from
@@ -206,84 +200,83 @@ def _check_token(config: RunConfig) -> None:
         folder = base_folder(folder)
     if folder is None or (Path(folder).is_dir() and not holds_readout_token(folder)):
         reject(
-            f"model.features=token, but cloning has trained no token with {folder or 'random weights'}",
-            "a policy that was cloned with it",
-            "sft.max_steps=1000 to clone in this run, or init_from=<run of `rlinf sft model.features=token`>, or model.features=pooled",
+            f"model.features=token, but {folder or 'random weights'} has no trained readout token",
+            "a policy whose behaviour cloning trained it",
+            "sft.max_steps=1000 to train it in this run, or init_from=<run of `rlinf sft model.features=token`>, or model.features=pooled",
         )
 
 
 def _noise(std: float | None) -> str:
-    return "noise that it learns" if std is None else f"noise of {std:g}"
+    return "learned noise" if std is None else f"noise of {std:g}"
 
 
 def _check_learns(config: RunConfig, algorithm: OffPolicyConfig) -> None:
-    """Check that something is learnt within the run."""
+    """Check that the run makes updates that change weights."""
     for key in ("learning_rate", "tau", "utd_ratio"):
         if getattr(algorithm, key) == 0:
             default = type(algorithm).__dataclass_fields__[key].default
-            reject(f"algorithm.{key}=0", "more than 0, because nothing would be learnt", f"algorithm.{key}={default:g}")
+            reject(f"algorithm.{key}=0", "more than 0, else nothing is learned", f"algorithm.{key}={default:g}")
     rollout = config.rollout
     num_steps = config.trainer.max_steps * rollout.num_envs * rollout.num_chunks * config.model.action_chunks_len
     if algorithm.learning_starts >= num_steps:
         reject(
             f"algorithm.learning_starts={algorithm.learning_starts} in a run of at most {num_steps:,} env steps",
-            "fewer, because the warm-up makes no update",
+            "fewer, because there are no updates before",
             f"algorithm.learning_starts={num_steps // 4}",
         )
 
 
 def _check_candidates(config: RunConfig, algorithm: OffPolicyConfig, model: Any) -> None:
-    """Check that the candidates of an actor that reads several differ, and that an actor that steers the policy has something to set."""
+    """Check that several candidates differ, and that DSRL has noise to set."""
     check_samples_noise(algorithm.actor, model)
     count = ACTORS.get(algorithm.actor.name).num_candidates_for(algorithm.actor)
     if count > 1 and model.num_candidate_uniforms == 0:
         reject(
-            f"algorithm.actor.name={algorithm.actor.name} with {count} candidates of model.model_type={config.model.model_type}, which "
-            "has one action for an observation, so that all are equal",
+            f"algorithm.actor.name={algorithm.actor.name} with {count} candidates of model.model_type={config.model.model_type}, whose "
+            "actions are deterministic, so that all candidates are equal",
             "one candidate",
             "algorithm.actor.num_candidates=1, or algorithm.actor.name=residual",
         )
 
 
 def _check_demonstrations(config: RunConfig, algorithm: OffPolicyConfig, policy: tuple[Any, Any] | None) -> None:
-    """Check that demonstrations and their fraction are both there or both not, and that they tell what the critics learn."""
-    folder, share, env = algorithm.offline_dataset, algorithm.offline_ratio, config.env
+    """Check that demonstrations and their ratio are set together, and that the demonstrations have rewards or successes."""
+    folder, ratio, env = algorithm.offline_dataset, algorithm.offline_ratio, config.env
     if folder is None:
-        if share > 0:
+        if ratio > 0:
             fix = "algorithm.offline_dataset=<folder of demonstrations>, or algorithm.offline_ratio=0"
-            reject(f"algorithm.offline_ratio={share:g} without algorithm.offline_dataset", "demonstrations", fix)
+            reject(f"algorithm.offline_ratio={ratio:g} without algorithm.offline_dataset", "demonstrations", fix)
         return
     if not algorithm.num_offline_rows:
-        found = f"algorithm.offline_dataset={folder} with algorithm.offline_ratio={share:g} of algorithm.batch_size={algorithm.batch_size}"
-        reject(
-            found, "one transition of a batch or more", "algorithm.offline_ratio=0.5, or algorithm.offline_dataset=null"
-        )
+        problem = f"algorithm.offline_dataset={folder} with algorithm.offline_ratio={ratio:g} of algorithm.batch_size={algorithm.batch_size}"
+        fix = "algorithm.offline_ratio=0.5, or algorithm.offline_dataset=null"
+        reject(problem, "at least one transition per batch", fix)
     actor = ACTORS.get(algorithm.actor.name)
     if actor.sets_noise:
-        found = f"algorithm.offline_dataset={folder} with algorithm.actor.name={algorithm.actor.name}"
-        required = "an actor whose actions the env executes, because the critics of this one value noise"
-        reject(found, required, "algorithm.actor.name=residual, or algorithm.offline_dataset=null")
+        problem = f"algorithm.offline_dataset={folder} with algorithm.actor.name={algorithm.actor.name}"
+        required = "an actor whose outputs are the env's actions, not noise of the policy"
+        reject(problem, required, "algorithm.actor.name=residual, or algorithm.offline_dataset=null")
     info = check_dataset(config, policy, folder, key="algorithm.offline_dataset")
     if algorithm.offline_episodes == "assume_success":
         if env.reward_mode != "sparse":
-            found = f"algorithm.offline_episodes=assume_success with env.reward_mode={env.reward_mode}"
-            reject(found, "a reward for success alone", "env.reward_mode=sparse")
+            problem = f"algorithm.offline_episodes=assume_success with env.reward_mode={env.reward_mode}"
+            reject(problem, "a reward only for success", "env.reward_mode=sparse")
         return
     if not (info.has_rewards or info.reports_success_per_row):
         reject(
-            f"{info.folder} tells neither rewards nor successes",
+            f"{info.folder} has neither rewards nor successes",
             "rewards (next.reward, steps/reward) or successes (next.success)",
             "algorithm.offline_episodes=assume_success env.reward_mode=sparse if each of its episodes ends in success, or "
             "algorithm.offline_dataset=null",
         )
     if env.reward_mode != "sparse":
-        made = {name: info.env.get(name, getattr(env, name)) for name in OF_REWARDS}
-        if not info.has_rewards or any(value != getattr(env, name) for name, value in made.items()):
-            with_rewards = " ".join(f"env.{name}={override_text(value)}" for name, value in made.items())
+        recorded = {name: info.env.get(name, getattr(env, name)) for name in REWARD_SETTINGS}
+        if not info.has_rewards or any(value != getattr(env, name) for name, value in recorded.items()):
+            with_rewards = " ".join(f"env.{name}={override_text(value)}" for name, value in recorded.items())
             reject(
-                f"env.reward_mode={env.reward_mode} env.success_bonus={env.success_bonus:g}, and {info.folder} "
+                f"env.reward_mode={env.reward_mode} env.success_bonus={env.success_bonus:g}, but {info.folder} "
                 + (f"was collected with {with_rewards}" if info.has_rewards else "has no rewards"),
-                "rewards of the present env",
+                "rewards of this env",
                 "env.reward_mode=sparse, for which successes are enough"
                 + (f", or {with_rewards}" if info.has_rewards else ""),
             )
@@ -297,16 +290,15 @@ def _check_replay_from(config: RunConfig, algorithm: OffPolicyConfig) -> None:
     instead = "algorithm.replay_from=null"
     folder = resolve_checkpoint(algorithm.replay_from)
     if not (has_policy(folder) and has_actor(policy_folder(folder)) and is_checkpoint(folder)):
-        found = f"algorithm.replay_from={algorithm.replay_from} means {folder}, which holds no replay buffer"
-        reject(found, "a checkpoint of an off-policy run", f"algorithm.replay_from=<another run>, or {instead}")
+        problem = f"algorithm.replay_from={algorithm.replay_from} means {folder}, which has no replay buffer"
+        reject(problem, "a checkpoint of an off-policy run", f"algorithm.replay_from=<other run>, or {instead}")
     if config.sft.max_steps > (0 if resumed is None else resumed["sft_step"]):
-        found = f"algorithm.replay_from={algorithm.replay_from} with sft.max_steps={config.sft.max_steps}, which makes another policy"
-        begun = f"sft.max_steps=0 init_from={folder}" + (
-            "" if resumed is None else " resume=null output_dir=<a new folder>"
-        )
-        reject(found, "the frozen policy of that run", f"{begun}, or {instead}")
+        problem = f"algorithm.replay_from={algorithm.replay_from} with sft.max_steps={config.sft.max_steps}, which changes the policy"
+        new_run = "" if resumed is None else " resume=null output_dir=<a new folder>"
+        fix = f"sft.max_steps=0 init_from={folder}{new_run}, or {instead}"
+        reject(problem, "the frozen policy of that run", fix)
     saved, actor = read_saved_config(folder), actor_settings(policy_folder(folder))["actor"]
-    free = set(ENVS.get(config.env.name).free_settings) - set(OF_REWARDS)
+    free = set(ENVS.get(config.env.name).free_settings) - set(REWARD_SETTINGS)
     pairs = {
         f"env.{name}": (saved["env"].get(name), value)
         for name, value in to_mapping(config.env).items()
@@ -316,31 +308,31 @@ def _check_replay_from(config: RunConfig, algorithm: OffPolicyConfig) -> None:
         pairs[f"model.{name}"] = (saved["model"].get(name), getattr(config.model, name))
     there, here = from_mapping(ActorConfig, actor, "actor"), algorithm.actor
     classes = ACTORS.get(there.name), ACTORS.get(here.name)
-    if len({one.num_candidates_for(each) for one, each in zip(classes, (there, here), strict=True)}) > 1:
+    if len({kind.num_candidates_for(actor) for kind, actor in zip(classes, (there, here), strict=True)}) > 1:
         pairs["algorithm.actor.num_candidates"] = (there.num_candidates, here.num_candidates)
         pairs["algorithm.actor.name"] = (there.name, here.name)
-    if any(one.sets_noise for one in classes):
+    if any(kind.sets_noise for kind in classes):
         pairs["algorithm.actor.name"] = (there.name, here.name)
     differing = {key: pair for key, pair in pairs.items() if pair[0] != pair[1]}
     if differing:
         was, now = (" ".join(override_of(key, pair[k]) for key, pair in differing.items()) for k in (0, 1))
         reject(
-            f"The replay buffer of {folder} was filled with {was}, and this run has {now}",
-            "the same",
+            f"The replay buffer of {folder} was filled with {was}, but this run has {now}",
+            "equal settings",
             f"{was}, or {instead}",
         )
 
 
 def _check_times(config: RunConfig, algorithm: OffPolicyConfig, model: Any) -> None:
-    """Check that an n-step return ends before the episode does, and that updates leave time to act."""
+    """Check that n-step returns are not longer than episodes, and that the updates of a policy call do not take too long."""
     longest, chunk_len = ENVS.get(config.env.name).longest_horizon(config.env), config.model.action_chunks_len
     calls = -(-longest // chunk_len)
     if algorithm.n_step > calls:
-        found = f"algorithm.n_step={algorithm.n_step} policy calls of {chunk_len} env steps"
-        reject(found, f"at most the {calls} calls of the longest episode", f"algorithm.n_step={min(3, calls)}")
+        problem = f"algorithm.n_step={algorithm.n_step} policy calls of {chunk_len} env steps"
+        reject(problem, f"at most the {calls} calls of the longest episode", f"algorithm.n_step={min(3, calls)}")
     per_call = algorithm.utd_ratio * config.rollout.num_envs * chunk_len
     on_cpu = resolve_device(config.cluster.device, 1) == "cpu"
-    # A GPU waits for the next kernel to be launched, whatever the sizes.
+    # On a GPU, such small updates are bound by kernel launches, so their sizes do not matter.
     seconds = per_call * (update_seconds(algorithm, model) if on_cpu else UPDATE_S)
     if seconds > LONGEST_STEP_S:
         reject(
@@ -352,31 +344,29 @@ def _check_times(config: RunConfig, algorithm: OffPolicyConfig, model: Any) -> N
 
 
 def update_seconds(algorithm: OffPolicyConfig, model: Any) -> float:
-    """Return about how long an update of an actor on ``model`` takes on one core.
-
-    Where an actor chooses, its target values two options for each of N candidates, forward alone: N times as much as an update of a critic.
-    """
+    """Return the approximate duration of an update on one core."""
     actor, kind = algorithm.actor, ACTORS.get(algorithm.actor.name)
     num_inputs = model.feature_dim + kind.base_dim_for(model) + kind.output_dim_for(model)
     num_weights = actor.hidden_size * (num_inputs + (actor.num_layers - 1) * actor.hidden_size)
+    # If critics choose, the target has a forward pass of two options for each of N candidates: about N times a critic update.
     num_networks = 1 + algorithm.num_critics * (1 + (kind.num_candidates_for(actor) if kind.critics_choose else 0))
     return UPDATE_S + ROW_WEIGHT_S * algorithm.batch_size * num_networks * num_weights
 
 
 def rounded_down(number: float) -> str:
-    """Write a positive number with two digits that are not more than it."""
+    """Format a positive number with two significant digits, rounded down."""
     return f"{float(Context(prec=2, rounding=ROUND_DOWN).create_decimal_from_float(number)):g}"
 
 
 def _check_replay(config: RunConfig, algorithm: OffPolicyConfig, model: Any) -> None:
-    """Check that the replay buffer, and the policy if it is there, fit into main memory, and that every env has room."""
+    """Check that the replay buffer, with the policy if it is on the CPU, fits into main memory, and has slots for every env."""
     capacity, num_envs = algorithm.replay_capacity, config.rollout.num_envs
     if capacity < 2 * num_envs:
-        found = f"algorithm.replay_capacity={capacity} for rollout.num_envs={num_envs}"
-        reject(found, "2 observations or more for each env", f"algorithm.replay_capacity={1000 * num_envs}")
+        problem = f"algorithm.replay_capacity={capacity} for rollout.num_envs={num_envs}"
+        reject(problem, "at least 2 observations per env", f"algorithm.replay_capacity={1000 * num_envs}")
     on_cpu = resolve_device(config.cluster.device, 1) == "cpu"
-    ranks = started_here(config.cluster.num_processes)  # each has the whole buffer
-    policy = ranks * sum(each.numel() * each.element_size() for each in model.parameters()) if on_cpu else 0
+    ranks = started_here(config.cluster.num_processes)  # each rank has the complete buffer
+    policy = ranks * sum(tensor.numel() * tensor.element_size() for tensor in model.parameters()) if on_cpu else 0
     size, offline = ranks * replay_bytes(algorithm, model), ranks * offline_bytes(algorithm, model)
     available = LARGEST_FRACTION * main_memory_bytes()
     if policy + offline + size > available:

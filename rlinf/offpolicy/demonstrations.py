@@ -1,4 +1,4 @@
-"""Demonstrations as a replay buffer of their own."""
+"""Demonstrations as a separate replay buffer."""
 
 from __future__ import annotations
 
@@ -14,19 +14,18 @@ from rlinf.data.stored import StoredDemonstrations
 from rlinf.envs.config import EnvConfig
 from rlinf.errors import ConfigError
 from rlinf.models.embodiment.actor_policy import ActorPolicy
-from rlinf.offpolicy.proposals import Answers
+from rlinf.offpolicy.base_outputs import DatasetOutputs
 from rlinf.offpolicy.replay import ReplayBuffer
 
 
 @dataclass(frozen=True)
 class Episode:
-    """An episode of a dataset, as the env of the run would have counted it.
+    """An episode of a dataset under the rules of the run's env.
 
     Attributes:
-        first: Its first row.
-        rewards: float32 ``[T]``, of its env steps; rows after the end are left out.
-        success: It reached the goal.
-        terminated: It ended by its own rules. Otherwise it was cut, and what its last action led to is not in the dataset.
+        first: Its first frame.
+        rewards: float32 ``[T]``, of its env steps; frames after the end are left out.
+        terminated: False: truncated; the outcome of its last action is not in the dataset.
     """
 
     first: int
@@ -35,23 +34,15 @@ class Episode:
     terminated: bool
 
 
-def episodes_of(dataset: StoredDemonstrations, env: EnvConfig, which: str = "all") -> list[Episode]:
-    """Return the episodes of a dataset under the rules of an env.
-
-    With ``env.reward_mode=sparse``, success alone is rewarded, whatever rewards are stored. Then nothing is paid after the first
-    success, so an episode ends there, as where the env ends it. Without stored successes, an episode succeeded if its last reward
-    is above 0.
-
-    Args:
-        dataset: Opened with ``outcomes``.
-        which: ``algorithm.offline_episodes``.
-    """
-    outcomes, is_sparse, found = dataset.outcomes, env.reward_mode == "sparse", []
+def read_episodes(dataset: StoredDemonstrations, env: EnvConfig, which: str = "all") -> list[Episode]:
+    """Return the episodes of a dataset under the rules of an env; ``which`` is ``algorithm.offline_episodes``."""
+    outcomes, is_sparse, episodes = dataset.outcomes, env.reward_mode == "sparse", []
     for last in np.unique(dataset.last_rows):
         first = int(np.searchsorted(dataset.last_rows, last))
         rows = slice(first, int(last) + 1)
         if dataset.unreadable[rows].any():  # its transitions would have a gap
             continue
+        # Without stored successes, an episode is successful if its last reward is positive.
         success = np.zeros(rows.stop - first, dtype=bool)
         if which == "assume_success":
             success[-1] = True
@@ -63,21 +54,22 @@ def episodes_of(dataset: StoredDemonstrations, env: EnvConfig, which: str = "all
             continue
         rewards = np.zeros(len(success), np.float32) if is_sparse else outcomes.rewards[rows]
         terminated = bool(outcomes.terminated[last])
+        # A sparse reward is paid only once, so the episode ends at the first success, even if the recording continues.
         if success.any() and (is_sparse or env.terminate_on_success):
             rewards, terminated = rewards[: success.argmax() + 1], True
             if is_sparse:
                 rewards[-1] = env.success_bonus
-        found.append(Episode(first, rewards, bool(success.any()), terminated))
-    return found
+        episodes.append(Episode(first, rewards, bool(success.any()), terminated))
+    return episodes
 
 
 @dataclass(frozen=True)
-class Slots:
-    """What the slots of the buffer hold, ``K`` of them.
+class ReplaySlots:
+    """Content of ``K`` slots of the buffer.
 
     Attributes:
-        rows: int64 ``[K]``, whose observation it is.
-        executed: bool ``[K, C]``; all false for the last observation of an episode that was cut.
+        rows: int64 ``[K]``, frame of the observation.
+        executed: bool ``[K, C]``; all false for the last observation of a truncated episode.
         rewards: float32 ``[K, C]``, 0 where not executed.
         terminated: bool ``[K]``.
     """
@@ -88,13 +80,11 @@ class Slots:
     terminated: np.ndarray
 
 
-def slots_of(episodes: Sequence[Episode], chunk_len: int) -> Slots:
-    """Cut episodes into policy calls of ``chunk_len`` env steps, the last one shorter.
-
-    What the last action of an episode that was cut led to is not known. So its last row executes nothing: the critic values it.
-    """
+def replay_slots(episodes: Sequence[Episode], chunk_len: int) -> ReplaySlots:
+    """Split episodes into policy calls of ``chunk_len`` env steps; the last one may be shorter."""
     rows, executed, rewards, terminated = [], [], [], []
     for episode in episodes:
+        # The outcome of a truncated episode's last action is unknown. So its last frame has no action: the critic values it.
         num_steps = len(episode.rewards) - (not episode.terminated)
         for start in range(0, num_steps, chunk_len):
             length = min(chunk_len, num_steps - start)
@@ -107,7 +97,7 @@ def slots_of(episodes: Sequence[Episode], chunk_len: int) -> Slots:
             executed.append(np.zeros(chunk_len, dtype=bool))
             rewards.append(np.zeros(chunk_len, np.float32))
             terminated.append(False)
-    return Slots(
+    return ReplaySlots(
         np.array(rows, np.int64),
         np.array(executed, dtype=bool).reshape(-1, chunk_len),
         np.array(rewards, np.float32).reshape(-1, chunk_len),
@@ -121,15 +111,14 @@ class OfflineData:
 
     Attributes:
         replay: Their transitions, in a buffer that never changes.
-        episodes: What they are.
-        num_asked: Observations about which the frozen policy was asked; 0: its answers were on disk.
-        out_of_reach: Fraction of the actions that the actor cannot give. They are stored as they are, so the critics learn of them.
-        digest: Of the stored rows, without the frozen policy's answers.
+        num_queries: Number of frames for which the base policy was queried; 0: from the cache.
+        out_of_reach: Fraction of the actions that the actor cannot output; they are stored unchanged, for the critics.
+        digest: Of the stored transitions, without the base policy's outputs.
     """
 
     replay: ReplayBuffer
     episodes: list[Episode]
-    num_asked: int
+    num_queries: int
     out_of_reach: float
     digest: str
 
@@ -139,12 +128,10 @@ class OfflineData:
         return float(np.mean([episode.success for episode in self.episodes]))
 
     def __str__(self) -> str:
-        asked = (
-            f"the frozen policy was asked about {self.num_asked} observations" if self.num_asked else "answers on disk"
-        )
+        source = f"computed for {self.num_queries} observations" if self.num_queries else "cached on disk"
         return (
             f"{len(self.episodes)} demonstrations, {self.success_rate:.1%} successes, {self.replay.num_transitions} transitions; "
-            f"{self.out_of_reach:.1%} of their actions are beyond the reach of the actor; {asked}"
+            f"{self.out_of_reach:.1%} of their actions are out of reach of the actor; outputs of the frozen policy: {source}"
         )
 
 
@@ -154,32 +141,31 @@ def offline_data(
     env: EnvConfig,
     which: str,
     seed: int,
-    ask: Callable[[np.ndarray], Answers],
+    query: Callable[[np.ndarray], DatasetOutputs],
 ) -> OfflineData:
-    """Fill a buffer with demonstrations. Raise ConfigError if no transition is left.
+    """Fill a buffer with demonstrations; raise ConfigError if there is no transition.
 
     Args:
         dataset: Opened with ``outcomes``.
-        policy: Says in which units actions are stored.
         which: ``algorithm.offline_episodes``.
-        ask: Returns what the frozen policy says of rows, int64 ``[K]``.
+        query: Returns the base policy's outputs for frames, int64 ``[K]``.
     """
     chunk_len, actor = policy.action_chunks_len, policy.actor
-    episodes = episodes_of(dataset, env, which)
-    slots = slots_of(episodes, chunk_len)
+    episodes = read_episodes(dataset, env, which)
+    slots = replay_slots(episodes, chunk_len)
     num_slots = len(slots.rows)
     if not num_slots:
         raise ConfigError(
             f"{dataset.info.folder} has no transition under algorithm.offline_episodes={which}; required: one or more. "
-            "Set algorithm.offline_episodes=all, or algorithm.offline_dataset=<another folder>"
+            "Set algorithm.offline_episodes=all, or algorithm.offline_dataset=<other folder>"
         )
-    answers = ask(slots.rows)
+    outputs = query(slots.rows)
     num_executed = slots.executed.sum(1)
     offsets = np.minimum(np.arange(chunk_len), np.maximum(num_executed, 1)[:, None] - 1)  # the last action is repeated
     chunks = torch.from_numpy(dataset.outcomes.executed[slots.rows[:, None] + offsets])
-    held = {
-        "features": answers.features,
-        "base": policy.base_inputs(answers.chunks.to(policy.device)).cpu(),
+    stored = {
+        "features": outputs.features,
+        "base": policy.base_inputs(outputs.chunks.to(policy.device)).cpu(),
         "actions": policy.normalize(chunks.unsqueeze(1).to(policy.device))[:, 0].cpu(),
         "rewards": torch.from_numpy(slots.rewards),
         "executed": torch.from_numpy(slots.executed),
@@ -189,24 +175,24 @@ def offline_data(
     replay = ReplayBuffer(
         max(2, num_slots), 1, feature_dim=actor.feature_dim, num_candidates=actor.num_candidates,
         output_dim=actor.output_dim, base_dim=actor.base_dim, chunk_len=chunk_len, seed=seed,
-        feature_dtype=answers.features.dtype,
+        feature_dtype=outputs.features.dtype,
     )  # fmt: skip
     for name, tensor in replay.tensors.items():
-        tensor[:num_slots, 0] = held[name]
+        tensor[:num_slots, 0] = stored[name]
     replay.counts[0] = num_slots
     digest = hashlib.sha256(slots.rows.tobytes())
     for name in ("actions", "rewards", "executed", "terminated"):
-        digest.update(held[name].contiguous().numpy().data)
-    done = held["has_action"]
-    beyond = _out_of_reach(policy, held["base"][done], held["actions"][done])
-    return OfflineData(replay, episodes, answers.num_asked, beyond, digest.hexdigest())
+        digest.update(stored[name].contiguous().numpy().data)
+    has_action = stored["has_action"]
+    out_of_reach = _out_of_reach(policy, stored["base"][has_action], stored["actions"][has_action])
+    return OfflineData(replay, episodes, outputs.num_queries, out_of_reach, digest.hexdigest())
 
 
 def _out_of_reach(policy: ActorPolicy, base: Tensor, actions: Tensor) -> float:
-    """Return the fraction of actions ``[K, A]`` that the actor makes of none of the chunks ``[K, N, A]`` of the frozen policy that it reads."""
-    count, each = base.shape[1], base.flatten(0, 1).unsqueeze(1).to(policy.device)
-    ones = torch.ones_like(each[:, 0])
-    low, high = (policy.actor.compose(each, sign * ones).unflatten(0, (-1, count)).cpu() for sign in (-1, 1))
+    """Return the fraction of actions ``[K, A]`` that the actor cannot compose from any of the base chunks ``[K, N, A]``."""
+    count, candidates = base.shape[1], base.flatten(0, 1).unsqueeze(1).to(policy.device)
+    ones = torch.ones_like(candidates[:, 0])
+    low, high = (policy.actor.compose(candidates, sign * ones).unflatten(0, (-1, count)).cpu() for sign in (-1, 1))
     wanted = actions.unsqueeze(1)
     is_within = ((wanted >= low - 1e-6) & (wanted <= high + 1e-6)).all(2)
     return float((~is_within.any(1)).float().mean())

@@ -1,4 +1,4 @@
-"""What SAC and TD3 have in common: critics of an actor, their targets, and the order of an update."""
+"""Common base of SAC and TD3: critics, target critics, and the update."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ from rlinf.optim.train_step import TrainStep
 from rlinf.seeding import derive_seed
 
 AT_BOUND = 0.99
-"""From here on a number of an actor counts as at its bound."""
+"""Magnitude from which an output of the actor counts as saturated."""
 
 
 class OffPolicyLearner(AnyAlgorithm, ABC):
-    """Trains an actor by critics that learn from transitions."""
+    """Actor-critic learner on batches of transitions."""
 
     config_class: ClassVar[type[OffPolicyConfig]] = OffPolicyConfig
     freezes_policy: ClassVar[bool] = True
@@ -46,7 +46,7 @@ class OffPolicyLearner(AnyAlgorithm, ABC):
         self.generator = torch.Generator().manual_seed(derive_seed(seed, "learner"))
         self._live: list[Tensor] = [*self.critics.parameters(), *actor.encoder.parameters()]
         self._slow: list[Tensor] = [*self.targets.parameters(), *self.target_encoder.parameters()]
-        self.steps = {"actor": self._adam(self.own_parameters()), "critics": self._adam(self._live)}
+        self.steps = {"actor": self._adam(self.actor_parameters()), "critics": self._adam(self._live)}
         self.num_updates = 0
 
     @classmethod
@@ -61,8 +61,8 @@ class OffPolicyLearner(AnyAlgorithm, ABC):
     def updates(cls, config: Any) -> Updates:
         algorithm, rollout = config.algorithm, config.rollout
         env_steps = rollout.num_envs * rollout.num_chunks * config.model.action_chunks_len
-        each = f"{algorithm.utd_ratio:g} an env step after the first {algorithm.learning_starts:,}"
-        table = {"updates": f"{each}, {algorithm.batch_size} transitions each"}
+        rate = f"{algorithm.utd_ratio:g} per env step after the first {algorithm.learning_starts:,}"
+        table = {"updates": f"{rate}, {algorithm.batch_size} transitions each"}
         return Updates(algorithm.batch_size, 0, int(algorithm.utd_ratio * env_steps), table)
 
     @classmethod
@@ -71,35 +71,35 @@ class OffPolicyLearner(AnyAlgorithm, ABC):
 
     @classmethod
     def noise_std(cls, config: Any) -> float | None:
-        """Return the deviation of the noise with which the actor explores; None: it learns its own."""
+        """Return the std of the actor's exploration noise; None: learned."""
         return None
 
-    def own_parameters(self) -> list[nn.Parameter]:
-        """Return the parameters of the actor that its own loss trains."""
+    def actor_parameters(self) -> list[nn.Parameter]:
+        """Return the parameters that the actor loss trains."""
         return list(self.actor.network.parameters())
 
     def _adam(self, parameters: Any) -> TrainStep:
         return TrainStep(MasterAdamW(parameters, decoupled=False, weight_decay=0.0, lr=self.config.learning_rate), 0.0)
 
-    def decay(self, share: float) -> None:
-        """Take this fraction of the learning rate from now on."""
-        for each in self.steps.values():
-            each.decay = share
+    def decay(self, factor: float) -> None:
+        """Multiply the learning rate by a factor from now on."""
+        for step in self.steps.values():
+            step.decay = factor
 
     @abstractmethod
     def next_actions(self, batch: Batch) -> tuple[Tensor, Tensor | None]:
-        """Return the actions ``[B, K, A]`` of the next observations, of which the target takes the best, and ``[B, 1]`` to add to its value."""
+        """Return ``K`` candidate actions ``[B, K, A]`` for the next observations, and a bonus ``[B, 1]`` on their value, or None."""
 
     @abstractmethod
     def actor_loss(self, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return the loss of the actor and metrics; the critics do not learn from it, and ``batch.features`` are encoded."""
+        """Return the actor loss and metrics; ``batch.features`` are encoded."""
 
     def actor_is_trained(self) -> bool:
-        """Return whether the present update trains the actor."""
+        """Return whether the current update trains the actor."""
         return self.num_updates >= self.config.critic_only_updates
 
     def target(self, batch: Batch) -> Tensor:
-        """Return what the critics learn, ``[B]``: ``sum g^k r_k + g^n max over K of min over M of Q(s', a')``."""
+        """Return the target values ``[B]``: ``sum g^k r_k + g^n max over K of min over M of Q(s', a')``."""
         with torch.no_grad():
             actions, bonus = self.next_actions(batch)
             values = self.targets.option_values(self.target_encoder(batch.next_features), batch.next_base, actions)
@@ -110,21 +110,21 @@ class OffPolicyLearner(AnyAlgorithm, ABC):
             return batch.returns + batch.discounts * (smallest if bonus is None else smallest + bonus).amax(1)
 
     def values(self, features: Tensor, base: Tensor, actions: Tensor) -> Tensor:
-        """Return the value ``[B]`` of actions ``[B, A]`` that the actor climbs (``actor_q``), at encoded features."""
-        found = self.critics(features, base[:, 0], actions)
+        """Return the values ``[B]`` of actions ``[B, A]`` that the actor maximises (``actor_q``), at encoded features."""
+        values = self.critics(features, base[:, 0], actions)
         match self.config.actor_q:
             case "min":
-                return found.amin(0)
+                return values.amin(0)
             case "first":
-                return found[0]
+                return values[0]
             case _:
-                return found.mean(0)
+                return values.mean(0)
 
     def update(self, batch: Batch, num_offline: int = 0) -> dict[str, Tensor]:
-        """Train critics and actor on a batch; return metrics. Raise NonFiniteError, before the step, if a loss is NaN or infinite.
+        """Train critics and actor on a batch; return metrics. Raise NonFiniteError before the step if a loss is NaN or infinite.
 
         Args:
-            num_offline: How many of them, the last ones, are of demonstrations; metrics tell their values apart.
+            num_offline: Number of demonstration transitions, at the end of the batch; their values are a separate metric.
         """
         batch = Batch(*(to_device(tensor, self.device) for tensor in vars(batch).values()))
         target = self.target(batch)
@@ -139,6 +139,7 @@ class OffPolicyLearner(AnyAlgorithm, ABC):
             online, offline = values.detach().split([len(target) - num_offline, num_offline], 1)
             metrics |= {"q_mean_online": online.mean()} if online.numel() else {}
             metrics |= {"q_mean_offline": offline.mean()}
+        # The actor does not train the encoder: its loss sees detached features.
         if self.actor_is_trained():
             loss, more = self.actor_loss(replace(batch, features=batch.features.detach()))
             self._step("actor", loss)
@@ -154,30 +155,32 @@ class OffPolicyLearner(AnyAlgorithm, ABC):
         if not math.isfinite(number):
             raise NonFiniteError(
                 f"The loss of the {name} is {number} at update {self.num_updates}; the step was not taken. "
-                "Set algorithm.learning_rate to less, or look at the rewards of the env"
+                "Set algorithm.learning_rate to less, or check the rewards of the env"
             )
-        stepped = step.optimizer.parameters
-        # Of these alone: the loss of the actor asks the critics, which do not learn from it.
-        for parameter, gradient in zip(stepped, torch.autograd.grad(loss, stepped, allow_unused=True), strict=True):
+        parameters = step.optimizer.parameters
+        # Not loss.backward(): the actor loss goes through the critics, which must not learn from it.
+        gradients = torch.autograd.grad(loss, parameters, allow_unused=True)
+        for parameter, gradient in zip(parameters, gradients, strict=True):
             parameter.grad = gradient
         step.step()
 
     def check_finite(self) -> None:
-        """Raise NonFiniteError if a weight of actor or critics is NaN or infinite; a finite loss with other gradients spoils them unseen."""
+        """Raise NonFiniteError if a weight of actor or critics is NaN or infinite."""
+        # A finite loss can have gradients that are not, so the check of the loss alone would miss them.
         for name, module in (("actor", self.actor), ("critics", self.critics)):
             bad = [key for key, parameter in module.named_parameters() if not bool(parameter.isfinite().all())]
             if bad:
                 raise NonFiniteError(
-                    f"{bad[0]} of the {name} is not finite after {self.num_updates} updates, although every loss was. Start again from "
-                    "the last checkpoint, and set algorithm.learning_rate to less"
+                    f"{bad[0]} of the {name} is not finite after {self.num_updates} updates, although every loss was. Resume from the "
+                    "last checkpoint, and set algorithm.learning_rate to less"
                 )
 
     def normal_for_options(self, num_rows: int) -> Tensor:
-        """Draw the standard normal numbers of the options of some observations."""
+        """Draw standard normal numbers ``[num_rows, noise_dim]`` for the candidates of observations."""
         return to_device(torch.randn(num_rows, self.actor.noise_dim, generator=self.generator), self.device)
 
-    def begin_with(self, critics: Critics) -> None:
-        """Take over the weights of critics; raise CheckpointError if they are others in number or width."""
+    def load_critics(self, critics: Critics) -> None:
+        """Load the weights of critics; raise CheckpointError if their number or width differs."""
         for module in (self.critics, self.targets):
             try:
                 module.load_state_dict(critics.state_dict())
@@ -191,9 +194,11 @@ class OffPolicyLearner(AnyAlgorithm, ABC):
         return {"critics": self.critics, "targets": self.targets, "target_encoder": self.target_encoder}
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Return what a checkpoint keeps, besides the actor, which is part of the policy."""
+        """Return the state without the actor, which is part of the policy."""
         state = {
-            f"{name}.{key}": value for name, each in self._modules().items() for key, value in each.state_dict().items()
+            f"{name}.{key}": value
+            for name, module in self._modules().items()
+            for key, value in module.state_dict().items()
         }
         for name, step in self.steps.items():
             for index, parameter in enumerate(step.optimizer.parameters):
@@ -202,20 +207,20 @@ class OffPolicyLearner(AnyAlgorithm, ABC):
         return state | {"num_updates": torch.tensor(self.num_updates), "generator": self.generator.get_state()}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Restore what ``state_dict`` returned."""
+        """Restore a ``state_dict``."""
         for name, module in self._modules().items():
             module.load_state_dict({key: state[f"{name}.{key}"] for key in module.state_dict()})
         for name, step in self.steps.items():
             step.optimizer.state.clear()
             for index, parameter in enumerate(step.optimizer.parameters):
                 prefix = f"{name}_optimizer.{index}."
-                found = {key.removeprefix(prefix): value for key, value in state.items() if key.startswith(prefix)}
-                if found:
-                    step.optimizer.state[parameter] = {key: value.to(parameter.device) for key, value in found.items()}
+                values = {key.removeprefix(prefix): value for key, value in state.items() if key.startswith(prefix)}
+                if values:
+                    step.optimizer.state[parameter] = {key: value.to(parameter.device) for key, value in values.items()}
         self.num_updates = int(state["num_updates"])
         self.generator.set_state(state["generator"].cpu())
 
 
 def action_saturation(r: Tensor) -> Tensor:
-    """Return the fraction of the numbers of an actor that are at their bound."""
+    """Return the fraction of the actor's outputs that are saturated."""
     return (r.detach().abs() > AT_BOUND).float().mean()

@@ -1,4 +1,4 @@
-"""What an actor learns from besides the run's own episodes: demonstrations, and the replay buffer of another run."""
+"""Further data of an off-policy run: demonstrations, and the replay buffer of an earlier run."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from rlinf.distributed.process_group import rank
 from rlinf.errors import CheckpointError
 from rlinf.manifest import POLICY_FIELDS, Manifest, compare
 from rlinf.models.embodiment.actor_policy import ActorPolicy, actor_settings
+from rlinf.offpolicy.base_outputs import DatasetOutputs, query_dataset
 from rlinf.offpolicy.demonstrations import OfflineData, offline_data
-from rlinf.offpolicy.proposals import Answers, answers_about
 from rlinf.offpolicy.replay import Batch, ReplayBuffer
 from rlinf.options import override_text
 from rlinf.preflight.conditions import build_manifest
@@ -31,15 +31,15 @@ from rlinf.training.action_trainer import TrainerContext
 
 
 class Offline:
-    """Demonstrations of which a fraction of each batch is drawn. Raises StopRequested if a signal comes while the policy is asked.
+    """Demonstrations from which a fraction of each batch is drawn.
 
     Args:
-        dataset: The demonstrations, opened with what came of their actions.
-        policy: Says features and chunks of them, on rank 0, unless it has said so in an earlier run.
-        autocast: Makes the context in which the frozen policy computes.
+        dataset: The demonstrations, opened with ``outcomes``.
+        policy: Computes features and chunks on rank 0, unless they are cached.
+        autocast: Returns the context in which the base policy computes.
 
     Attributes:
-        num_calls: Observations of them about which the frozen policy was asked, in the whole run.
+        num_queries: Number of base-policy queries for them in the entire run.
     """
 
     def __init__(
@@ -53,11 +53,11 @@ class Offline:
         manifest = build_manifest(config, policy, policy_version=0)
         seed = derive_seed(config.seed, "offline replay")
 
-        def ask(rows: np.ndarray) -> Answers:
-            def of_rank_0() -> Answers | None:
+        def query(rows: np.ndarray) -> DatasetOutputs:
+            def on_rank_0() -> DatasetOutputs | None:
                 if rank() > 0:
                     return None
-                return answers_about(
+                return query_dataset(
                     dataset,
                     rows,
                     policy,
@@ -68,87 +68,87 @@ class Offline:
                     progress=lambda done, total: parts.loop.progress.update("demonstrations", done, total),
                 )
 
-            return parts.loop.stop_signal.together(of_rank_0)[0]
+            # The other ranks wait, and a signal raises StopRequested on all of them.
+            return parts.loop.stop_signal.together(on_rank_0)[0]
 
-        self.data: OfflineData = offline_data(dataset, policy, config.env, self.config.offline_episodes, seed, ask)
-        self.num_calls = self.data.num_asked
+        self.data: OfflineData = offline_data(dataset, policy, config.env, self.config.offline_episodes, seed, query)
+        self.num_queries = self.data.num_queries
 
     def join(self, online: Batch) -> Batch:
-        """Append drawn transitions, ``algorithm.num_offline_rows``."""
+        """Append ``algorithm.num_offline_rows`` transitions of the demonstrations."""
         config = self.config
         return Batch.concatenate(
             [online, self.data.replay.sample(config.num_offline_rows, config.gamma, config.n_step)]
         )
 
     def metrics(self) -> dict[str, float]:
-        """Return the success rate of the demonstrations, and what they cost."""
+        """Return the success rate of the demonstrations, and the number of queries."""
         return {
             "rollout/success_rate_offline": self.data.success_rate,
-            "rollout/base_policy_queries_offline": self.num_calls,
+            "rollout/base_policy_queries_offline": self.num_queries,
         }
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Return what a checkpoint keeps: not the demonstrations, which stay where they are, but what they are."""
+        """Return generator, counter, and a digest instead of the demonstrations."""
         return {
             "generator": self.data.replay.generator.get_state(),
             "digest": torch.tensor(list(bytes.fromhex(self.data.digest)), dtype=torch.uint8),
-            "num_calls": torch.tensor(self.num_calls),
+            "num_queries": torch.tensor(self.num_queries),
         }
 
     def load_state_dict(self, state: Mapping[str, Tensor], folder: Path) -> None:
-        """Restore what ``state_dict`` returned, which ``folder`` holds. Raise CheckpointError if it is of other demonstrations."""
+        """Restore the ``state_dict`` of ``folder``; raise CheckpointError if its demonstrations differ."""
         if not state or bytes(state["digest"].tolist()).hex() != self.data.digest:
-            found = f"algorithm.offline_dataset={override_text(self.config.offline_dataset)}"
+            dataset = f"algorithm.offline_dataset={override_text(self.config.offline_dataset)}"
             raise CheckpointError(
-                f"{folder} was not made with the demonstrations of {found} under algorithm.offline_episodes="
+                f"{folder} was not trained with the demonstrations of {dataset} under algorithm.offline_episodes="
                 f"{self.config.offline_episodes}. Set both as in its config.yaml, or start a new run with its policy: "
                 f"init_from={folder} resume=null output_dir=<a new folder>"
             )
         self.data.replay.generator.set_state(state["generator"])
-        self.num_calls = int(state["num_calls"])
+        self.num_queries = int(state["num_queries"])
 
 
 def take_over_replay(
     folder: Path, replay: ReplayBuffer, policy: ActorPolicy, manifest: Manifest, prefix: str, more: Sequence[str]
 ) -> dict[str, Tensor]:
-    """Fill an empty buffer with another run's.
+    """Fill an empty buffer with that of an earlier run.
 
-    Raise CheckpointError if it was filled by another frozen policy, or under other conditions.
+    Raise CheckpointError if its base policy or conditions differ.
 
     Args:
-        folder: Checkpoint of the other run.
-        policy: Says which frozen policy the buffer must be of.
-        manifest: Says under which conditions the buffer must have asked it.
-        prefix: Of the names of the buffer's tensors.
-        more: Names of other tensors of the checkpoint, which are returned.
+        folder: Checkpoint of the earlier run.
+        policy: Policy whose base must be equal.
+        manifest: Conditions that must be equal.
+        prefix: Prefix of the names of the buffer's tensors.
+        more: Names of further tensors of the checkpoint to return.
     """
     settings = actor_settings(policy_folder(folder))
     if settings.get("base_sha256") != policy.base_sha256:
         raise CheckpointError(
-            f"The replay buffer of {folder} holds what another frozen policy said: the weights there have the digest "
-            f"{str(settings.get('base_sha256'))[:12]}, and the weights of this run {str(policy.base_sha256)[:12]}. "
+            f"The replay buffer of {folder} is of a different frozen policy: its weights have the digest "
+            f"{str(settings.get('base_sha256'))[:12]}, the weights of this run {str(policy.base_sha256)[:12]}. "
             f"Set init_from={folder} to start with its policy, or algorithm.replay_from=null"
         )
-    others = [
-        str(each) for each in compare(Manifest.load(folder), manifest) if each.field.partition(".")[0] in POLICY_FIELDS
-    ]
-    if others:
+    mismatches = compare(Manifest.load(folder), manifest)
+    differences = [str(mismatch) for mismatch in mismatches if mismatch.field.partition(".")[0] in POLICY_FIELDS]
+    if differences:
         raise CheckpointError(
-            f"The replay buffer of {folder} holds what the frozen policy said under other conditions: {'; '.join(others)}. "
+            f"The replay buffer of {folder} has outputs of the frozen policy under different conditions: {'; '.join(differences)}. "
             "Restore them, or set algorithm.replay_from=null"
         )
     bounds = load_file(policy_folder(folder) / ACTOR_WEIGHTS)
     for name in ("action_low", "action_high"):
         if not torch.equal(bounds[name], getattr(policy, name).cpu()):
             raise CheckpointError(
-                f"The replay buffer of {folder} holds actions with {name}={bounds[name].tolist()}, and the env of this run has "
+                f"The replay buffer of {folder} has actions with {name}={bounds[name].tolist()}, but the env of this run has "
                 f"{getattr(policy, name).tolist()}. Set algorithm.replay_from=null"
             )
-    held = {
+    tensors = {
         name: torch.empty(entry.size, dtype=entry.properties.dtype)
         for name, entry in read_entries(folder / TRAINER_FOLDER).items()
         if name.startswith(prefix) or name in more
     }
-    read_tensors(folder / TRAINER_FOLDER, held)
-    replay.take_over({name.removeprefix(prefix): tensor for name, tensor in held.items() if name.startswith(prefix)})
-    return {name: held[name] for name in more}
+    read_tensors(folder / TRAINER_FOLDER, tensors)
+    replay.take_over({name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)})
+    return {name: tensors[name] for name in more}

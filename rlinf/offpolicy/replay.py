@@ -1,4 +1,4 @@
-"""The replay buffer: the frozen policy's answer about each observation, the action, and its outcome."""
+"""Replay buffer of base-policy outputs, actions and outcomes."""
 
 from __future__ import annotations
 
@@ -20,10 +20,9 @@ class Batch:
     """Transitions.
 
     Attributes:
-        features, base, actions: ``[B, F]``, ``[B, N, A]``, ``[B, A]``; chunks in halves of the range of the env.
+        features, base, actions: ``[B, F]``, ``[B, N, A]``, ``[B, A]``; actions are normalised.
         returns: ``[B]``, discounted rewards of the executed env steps.
         discounts: ``[B]``, weight of the value of the next observation; 0 if the episode terminated.
-        next_features, next_base: Of the observation after them.
     """
 
     features: Tensor
@@ -36,23 +35,20 @@ class Batch:
 
     @staticmethod
     def concatenate(parts: Sequence[Batch]) -> Batch:
-        """Join batches along ``B``."""
+        """Concatenate batches along ``B``."""
         return Batch(*(torch.cat(column) for column in zip(*(vars(part).values() for part in parts), strict=True)))
 
 
 class ReplayBuffer:
-    """A ring of observations for each env, in the order in which they were made.
+    """Ring buffer of observations for each env, in temporal order.
 
-    An observation is stored once. The next one of its env is its successor: the state after the action, or the true last observation
-    of an episode that was cut. A slot without an action is such an end, or an observation whose action led to nothing (its simulator
-    was lost), or the newest one.
+    Each observation is stored once; its successor is the next slot of the same env. A slot has no action if it is the last observation
+    of a truncated episode, if the simulator was lost after it, or if it is the newest one.
 
     Args:
         capacity: Observations over all envs; each env has ``capacity // num_envs`` slots.
-        feature_dim, num_candidates, output_dim, chunk_len: ``F``, ``N``, ``A`` (of an action of the actor) and ``C``.
-        seed: Of its own random numbers.
-        base_dim: Numbers of a chunk of the frozen policy; None: ``output_dim``.
-        feature_dtype: Number format of the features.
+        feature_dim, num_candidates, output_dim, chunk_len: ``F``, ``N``, ``A`` and ``C``.
+        base_dim: Dimension of a base-policy chunk; None: ``output_dim``.
     """
 
     def __init__(
@@ -71,7 +67,7 @@ class ReplayBuffer:
         self.num_slots, self.num_envs = capacity // num_envs, num_envs
         if self.num_slots < 2:
             raise ConfigError(
-                f"algorithm.replay_capacity={capacity} for rollout.num_envs={num_envs}; required: 2 observations or more for each. "
+                f"algorithm.replay_capacity={capacity} for rollout.num_envs={num_envs}; required: at least 2 observations per env. "
                 f"Set algorithm.replay_capacity={1000 * num_envs}"
             )
         shape = (self.num_slots, num_envs)
@@ -84,6 +80,7 @@ class ReplayBuffer:
         self.terminated = torch.zeros(shape, dtype=torch.bool)
         self.counts = torch.zeros(num_envs, dtype=torch.int64)
         self.generator = torch.Generator().manual_seed(seed)
+        # Sorted list of the transitions, updated only for changed slots: a scan of a large buffer per batch would be slow.
         self._known, self._num_known = torch.empty(self.num_slots * num_envs, dtype=torch.int64), 0
         self._changed: tuple[int, int] | None = (0, self.num_slots - 1)
 
@@ -100,11 +97,11 @@ class ReplayBuffer:
 
     @property
     def num_transitions(self) -> int:
-        """Transitions that can be drawn."""
+        """Number of transitions that can be sampled."""
         return len(self.transitions())
 
     def observe(self, envs: Tensor, features: Tensor, base: Tensor) -> None:
-        """Store the next observation of each of the envs (int64 ``[K]``): ``features [K, F]`` and ``base [K, N, A]``."""
+        """Store the next observation of the envs (int64 ``[K]``): ``features [K, F]`` and ``base [K, N, A]``."""
         slots = self.counts[envs] % self.num_slots
         self._note(slots, (self.counts[envs] - 1) % self.num_slots)
         self.features[slots, envs], self.base[slots, envs] = features.cpu(), base.cpu()
@@ -113,13 +110,11 @@ class ReplayBuffer:
         self.counts[envs] += 1
 
     def act(self, envs: Tensor, actions: Tensor, rewards: Tensor, executed: Tensor, terminated: Tensor) -> None:
-        """Store the actions at the newest observation of each of the envs, and their outcome.
+        """Store actions ``[K, A]`` and their outcome at the newest observations of the envs (int64 ``[K]``).
 
         Args:
-            envs: int64 ``[K]``.
-            actions: ``[K, A]``.
             rewards, executed: ``[K, C]``; executed actions come first.
-            terminated: bool ``[K]``: the episode ended by its own rules; a time limit is not an end.
+            terminated: bool ``[K]``; false at a time limit.
         """
         slots = (self.counts[envs] - 1) % self.num_slots
         self._note(slots)
@@ -127,17 +122,17 @@ class ReplayBuffer:
         self.executed[slots, envs], self.terminated[slots, envs] = executed, terminated
         self.has_action[slots, envs] = True
 
-    def _note(self, *slots: Tensor) -> None:
-        """Note the first and the last slot that have changed."""
-        for each in slots:
-            if len(each):
-                first, last = int(each.min()), int(each.max())
+    def _note(self, *groups: Tensor) -> None:
+        """Extend the range of changed slots."""
+        for slots in groups:
+            if len(slots):
+                first, last = int(slots.min()), int(slots.max())
                 known = self._changed
                 self._changed = (first, last) if known is None else (min(first, known[0]), max(last, known[1]))
 
     def transitions(self) -> Tensor:
-        """Return the slots with an action whose outcome is known, as ``slot * num_envs + env``: int64, ascending."""
-        if self._changed is not None:  # only these slots are looked at again: a large buffer has mostly others
+        """Return the slots with an action and a known outcome, as ``slot * num_envs + env``: int64, ascending."""
+        if self._changed is not None:
             first, last = self._changed
             slots, newest = slice(first, last + 1), torch.where(self.counts > 0, (self.counts - 1) % self.num_slots, -1)
             is_newest = torch.arange(first, last + 1)[:, None] == newest
@@ -153,32 +148,26 @@ class ReplayBuffer:
         return self._known[: self._num_known]
 
     def sample(self, size: int, gamma: float, n_step: int = 1) -> Batch:
-        """Draw transitions uniformly, with replacement. Raise ConfigError for an empty buffer."""
+        """Draw transitions uniformly, with replacement; raise ConfigError for an empty buffer."""
         known = self.transitions()
         if not len(known):
-            raise ConfigError("The replay buffer holds no transition yet. Set algorithm.learning_starts=1024")
+            raise ConfigError("The replay buffer has no transition yet. Set algorithm.learning_starts=1024")
         drawn = known[torch.randint(len(known), (size,), generator=self.generator)]
         return self.batch(drawn, gamma, n_step)
 
     def batch(self, transitions: Tensor, gamma: float, n_step: int = 1) -> Batch:
-        """Return transitions of ``n_step`` policy calls, fewer where the episode ends: ``sum gamma^k r_k`` over executed env steps.
-
-        Args:
-            transitions: int64 ``[B]``, of ``transitions()``.
-            gamma: Discount per env step.
-            n_step: Policy calls.
-        """
+        """Return transitions over ``n_step`` policy calls, or fewer if the episode ends; ``gamma`` is the discount per env step."""
         slots, envs = transitions // self.num_envs, transitions % self.num_envs
         newest = (self.counts - 1) % self.num_slots
         here, returns = slots, torch.zeros(len(slots))
         discounts, going = torch.ones(len(slots)), torch.ones(len(slots), dtype=torch.bool)
         for _ in range(n_step):
             rows = here * self.num_envs + envs
-            executed = taken(self.executed, rows) & going[:, None]
+            executed = gather_rows(self.executed, rows) & going[:, None]
             powers = gamma ** torch.arange(executed.shape[1], dtype=torch.float32)
-            returns += discounts * (taken(self.rewards, rows) * powers * executed).sum(1)
+            returns += discounts * (gather_rows(self.rewards, rows) * powers * executed).sum(1)
             discounts = discounts * gamma ** executed.sum(1).float()
-            discounts[going & taken(self.terminated, rows)] = 0.0
+            discounts[going & gather_rows(self.terminated, rows)] = 0.0
             following = (here + 1) % self.num_slots
             here = torch.where(going & (discounts > 0), following, here)
             known = self.has_action[here, envs] & (self.terminated[here, envs] | (here != newest[envs]))
@@ -187,24 +176,19 @@ class ReplayBuffer:
                 break
         rows = here * self.num_envs + envs
         return Batch(
-            taken(self.features, transitions), taken(self.base, transitions), taken(self.actions, transitions),
-            returns, discounts, taken(self.features, rows), taken(self.base, rows),
+            gather_rows(self.features, transitions), gather_rows(self.base, transitions), gather_rows(self.actions, transitions),
+            returns, discounts, gather_rows(self.features, rows), gather_rows(self.base, rows),
         )  # fmt: skip
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Return what a checkpoint keeps: the slots that were written, and the generator."""
+        """Return the written slots, the counters and the generator."""
         filled = min(int(self.counts.max()), self.num_slots)
-        held = {name: tensor[:filled] for name, tensor in self.tensors.items()}
-        return held | {
+        return {name: tensor[:filled] for name, tensor in self.tensors.items()} | {
             "counts": self.counts, "num_slots": torch.tensor(self.num_slots), "generator": self.generator.get_state()
         }  # fmt: skip
 
     def take_over(self, state: dict[str, Tensor]) -> None:
-        """Append the observations of another buffer's ``state_dict``, whatever its size: of each env those that fit, the newest.
-
-        The ring of env ``e`` there goes into the ring of env ``e % num_envs`` here. Raise CheckpointError if it is of other features or
-        actions.
-        """
+        """Append the newest observations of a ``state_dict`` of any size; the ring of env ``e`` goes to that of ``e % num_envs``."""
         self._check_shapes(state)
         num_slots, num_envs = int(state["num_slots"]), len(state["counts"])
         for env in range(num_envs):
@@ -215,56 +199,53 @@ class ReplayBuffer:
             slots = (self.counts[here] + torch.arange(len(source))) % self.num_slots
             for name, tensor in self.tensors.items():
                 tensor[slots, here] = state[name][source, env]
-            # What follows here is another episode, so an action whose outcome is not known yet teaches nothing.
+            # The next observation here will be of a different episode, so an action with an unknown outcome is dropped.
             self.has_action[slots[-1], here] &= self.terminated[slots[-1], here]
             self.counts[here] += len(source)
         self._changed = (0, self.num_slots - 1)
 
-    def room_for(self, name: str, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """Return where a tensor of ``state_dict`` can be read before ``load_state_dict``: the buffer itself if it fits there."""
-        own = self.tensors.get(name)
-        fits = (
-            own is not None and own.dtype == dtype and own.shape[1:] == tuple(shape[1:]) and shape[0] <= self.num_slots
-        )
-        return own[: shape[0]] if fits else torch.empty(shape, dtype=dtype)
+    def tensor_for(self, name: str, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """Return a tensor into which a tensor of a ``state_dict`` can be read: a view of the buffer if it fits."""
+        tensor = self.tensors.get(name)
+        fits = tensor is not None and (tensor.dtype, tensor.shape[1:]) == (dtype, tuple(shape[1:]))
+        return tensor[: shape[0]] if fits and shape[0] <= self.num_slots else torch.empty(shape, dtype=dtype)
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        """Restore what ``state_dict`` returned. Raise CheckpointError if the buffer is of another size, or of other features or actions."""
+        """Restore a ``state_dict``; raise CheckpointError if its sizes differ."""
         num_slots, num_envs = int(state["num_slots"]), len(state["counts"])
         if (num_slots, num_envs) != (self.num_slots, self.num_envs):
             raise CheckpointError(
-                f"The replay buffer of the checkpoint has {num_slots} observations for each of {num_envs} envs, and this run "
+                f"The replay buffer of the checkpoint has {num_slots} observations for each of {num_envs} envs, but this run has "
                 f"{self.num_slots} for each of {self.num_envs}. Set algorithm.replay_capacity={num_slots * num_envs} "
                 f"rollout.num_envs={num_envs}"
             )
         self._check_shapes(state)
         for name, tensor in self.tensors.items():
-            if state[name].data_ptr() != tensor.data_ptr():  # not read into place
+            if state[name].data_ptr() != tensor.data_ptr():  # else it was read into the buffer already (`tensor_for`)
                 tensor[: len(state[name])] = state[name]
         self.counts.copy_(state["counts"])
         self.generator.set_state(state["generator"])
         self._changed = (0, self.num_slots - 1)
 
     def _check_shapes(self, state: dict[str, Tensor]) -> None:
-        """Check that an observation of a ``state_dict`` has the numbers of one here, which indexing would broadcast."""
+        """Raise CheckpointError if the dimensions of a ``state_dict`` differ."""
+        # Checked here, because assigning to an index would broadcast a tensor of dimension 1 without an error.
         for name, tensor in self.tensors.items():
             if state[name].shape[2:] != tensor.shape[2:]:
                 raise CheckpointError(
-                    f"'{name}' of the checkpoint's replay buffer is {list(state[name].shape[2:])} for each observation, and "
+                    f"'{name}' of the checkpoint's replay buffer is {list(state[name].shape[2:])} for each observation, but "
                     f"{list(tensor.shape[2:])} here. Use the model and algorithm sections of its config.yaml"
                 )
 
 
-def taken(tensor: Tensor, rows: Tensor) -> Tensor:
-    """Return rows, as ``slot * num_envs + env``, of a stored tensor ``[slots, envs, ...]``: quicker than by two indices."""
+def gather_rows(tensor: Tensor, rows: Tensor) -> Tensor:
+    """Return rows ``slot * num_envs + env`` of a tensor ``[slots, envs, ...]``."""
+    # index_select on the flattened tensor is faster than indexing with two index tensors.
     return tensor.flatten(0, 1).index_select(0, rows)
 
 
 def replay_bytes(config: OffPolicyConfig, model: Any, num_observations: int | None = None) -> int:
-    """Return the bytes of a replay buffer for a policy, which may be on the meta device.
-
-    ``num_observations`` is its size; None: ``algorithm.replay_capacity``.
-    """
+    """Return the bytes of a replay buffer of ``num_observations`` (None: ``algorithm.replay_capacity``); ``model`` may be on "meta"."""
     size = config.replay_capacity if num_observations is None else num_observations
     actor = ACTORS.get(config.actor.name)
     numbers = actor.num_candidates_for(config.actor) * actor.base_dim_for(model) + actor.output_dim_for(model)
@@ -272,11 +253,11 @@ def replay_bytes(config: OffPolicyConfig, model: Any, num_observations: int | No
 
 
 def offline_bytes(config: OffPolicyConfig, model: Any) -> int:
-    """Return the bytes, at most, of the demonstrations of a policy; 0 without any, or where their rows are not known yet."""
+    """Return an upper bound of the bytes of the demonstrations; 0 without any, or if their number of frames is unknown."""
     if config.offline_dataset is None:
         return 0
     info = describe_dataset(config.offline_dataset, "algorithm.offline_dataset")
     if info.num_rows is None:
         return 0
-    # Of each episode, the last call may be shorter, and its last observation may be one more.
+    # Each episode may have a shorter last call and an additional last observation.
     return replay_bytes(config, model, info.num_rows // model.action_chunks_len + 2 * info.num_episodes)

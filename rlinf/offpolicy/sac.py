@@ -1,4 +1,4 @@
-"""Soft actor-critic of an actor (Haarnoja et al. 2018); by default, the critics leave the entropy out (RLPD, Ball et al. 2023)."""
+"""Soft actor-critic (Haarnoja et al. 2018); by default without entropy in the target (RLPD, Ball et al. 2023)."""
 
 from __future__ import annotations
 
@@ -17,11 +17,7 @@ from rlinf.offpolicy.replay import Batch
 
 
 class SAC(OffPolicyLearner):
-    """``alpha log pi - mean Q`` for the actor; ``alpha`` is driven until the entropy is ``target_entropy``.
-
-    The density is over the numbers of the actor, in units of its scale. So the target means the same for every scale: the density
-    of the action differs by the constant ``A log scale``, which a target in units of the action would have to follow.
-    """
+    """Soft actor-critic: actor loss ``alpha log pi - mean Q``, with ``alpha`` tuned to ``target_entropy``."""
 
     config_class: ClassVar[type[SACConfig]] = SACConfig
     config: SACConfig
@@ -29,8 +25,9 @@ class SAC(OffPolicyLearner):
     def __init__(self, config: SACConfig, actor: Actor, seed: int) -> None:
         super().__init__(config, actor, seed)
         self.log_alpha = nn.Parameter(torch.tensor(math.log(config.initial_alpha), device=self.device))
+        # The entropy is that of the actor's outputs, before its scale, so that the target does not depend on algorithm.actor.scale.
         self.target_entropy = -0.5 * actor.output_dim if config.target_entropy is None else config.target_entropy
-        self.steps["actor"] = self._adam([*self.own_parameters(), self.log_alpha])
+        self.steps["actor"] = self._adam([*self.actor_parameters(), self.log_alpha])
 
     def next_actions(self, batch: Batch) -> tuple[Tensor, Tensor | None]:
         features, noise = self.actor.encoder(batch.next_features), self.normal_for_options(len(batch.actions))
@@ -55,7 +52,8 @@ class SAC(OffPolicyLearner):
             "residual_norm": r.detach().abs().mean(),
         }
         loss = (alpha * logprobs - values + self.actor.penalty(batch.base, actions)).mean()
-        return loss + alpha_loss - alpha_loss.detach(), metrics  # its gradient without its value: one step for both
+        # The gradient of the alpha loss without its value, so that a single step trains both.
+        return loss + alpha_loss - alpha_loss.detach(), metrics
 
     def state_dict(self) -> dict[str, Tensor]:
         return super().state_dict() | {"log_alpha": self.log_alpha.detach()}

@@ -1,4 +1,4 @@
-"""Twin delayed deep deterministic policy gradients of an actor (Fujimoto et al. 2018)."""
+"""Twin delayed deep deterministic policy gradient (Fujimoto et al. 2018)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from rlinf.offpolicy.replay import Batch
 
 
 class TD3(OffPolicyLearner):
-    """``-mean Q`` for the actor, which explores with noise of a fixed deviation; clipped noise smooths the target."""
+    """TD3: actor loss ``-mean Q``, exploration noise of fixed std, and target policy smoothing."""
 
     config_class: ClassVar[type[TD3Config]] = TD3Config
     config: TD3Config
@@ -25,7 +25,7 @@ class TD3(OffPolicyLearner):
         if config.target_policy:
             self.target_actor = copy.deepcopy(actor).requires_grad_(False)
             self._slow += self.target_actor.network.parameters()
-            self._live += self.own_parameters()
+            self._live += self.actor_parameters()
 
     def _modules(self) -> dict[str, nn.Module]:
         more = {} if self.target_actor is self.actor else {"target_actor": self.target_actor.network}
@@ -43,9 +43,8 @@ class TD3(OffPolicyLearner):
         smoothing = (config.target_noise_std * noise).clamp(-config.target_noise_clip, config.target_noise_clip)
         encoder = self.actor.encoder if self.target_actor is self.actor else self.target_encoder
         features = encoder(batch.next_features)
-        return self.target_actor.options(
-            features, batch.next_base, smoothing / config.noise_std
-        ), None  # an actor multiplies by it
+        # The actor multiplies its noise by noise_std, so the smoothing noise is divided by it.
+        return self.target_actor.options(features, batch.next_base, smoothing / config.noise_std), None
 
     def actor_loss(self, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
         base = self.actor.base_for_loss(batch.base, self.generator)

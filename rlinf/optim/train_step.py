@@ -114,7 +114,7 @@ class TrainStep:
             batch_metrics.append(metrics)
         if self.parallel is not None:
             self.parallel.sum_gradients(self.optimizer.masters)
-        # Dropped after the sum over ranks, which must sum the same tensors everywhere, and before the norms.
+        # Before the norms, which must not count them.
         for master in frozen:
             master.grad = None
         totals, norms = Totals(), self._norms()

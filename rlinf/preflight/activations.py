@@ -1,7 +1,7 @@
-"""The memory of passes, without running them: the policy is on torch's meta device, where tensors have no numbers.
+"""Peak memory of forward and backward passes, measured on torch's meta device, where tensors have no data.
 
-A pass there takes seconds for any model, and has as many bytes as a real one: tensors that autograd keeps, and tensors
-that live for a moment. Attention is counted as on a GPU, where it keeps no matrix of scores.
+A pass there takes seconds for any model, and its tensors (also those that autograd saves) have the sizes of a real one.
+Attention is counted by GPU kernels, which save no score matrix.
 """
 
 from __future__ import annotations
@@ -26,31 +26,31 @@ from rlinf.models.precision import autocast
 from rlinf.types import Observation
 
 GRAIN = 512
-"""Bytes to which torch's allocator on a GPU rounds up."""
+"""Bytes to which torch's CUDA allocator rounds up."""
 FEW, MORE = 8, 16
-"""Rows of the passes that are counted. With few, gradients of single weights are larger than all activations."""
+"""Batch sizes of the measured passes. In smaller ones, gradients of single weights would exceed all activations."""
 LINEAR = {
     functional.linear, functional.conv2d, torch.conv2d, torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.bmm, Tensor.bmm,
 }  # fmt: skip
 """Operations that autocast runs in 16 bits."""
 MOST_READS = 10_000
-"""Numbers that a phase may read. One that reads more is taken to loop until a number changes, which none does here."""
+"""Maximum tensor values that a phase may read; a phase with more is assumed to wait for a value that never changes here."""
 
 
 class LinearFit(NamedTuple):
-    """Bytes of a pass: ``fixed``, and ``row`` for each row."""
+    """Bytes of a pass as a linear function of the batch size: ``fixed`` plus ``row`` per batch row."""
 
     fixed: float
     row: float
 
     @classmethod
     def through(cls, few: float, more: float) -> LinearFit:
-        """Return the line through the bytes of ``FEW`` and ``MORE`` rows."""
+        """Return the fit through the bytes at the batch sizes ``FEW`` and ``MORE``."""
         row = (more - few) / (MORE - FEW)
         return cls(few - FEW * row, row)
 
     def at(self, rows: int) -> int:
-        """Return the bytes of so many rows."""
+        """Return the bytes at a batch size."""
         return max(0, int(self.fixed + rows * self.row))
 
 
@@ -59,11 +59,11 @@ class PassMemory:
     """Bytes of the passes of a policy, without its weights and their gradients.
 
     Attributes:
-        acts: A call of a rollout.
-        scores: A pass without gradients that scores samples.
-        updates: A forward and a backward pass that keep all activations.
-        recomputes: The same with all blocks recomputed.
-        saved: Bytes of a row that recomputing each block saves, in the order of ``find_layers``.
+        acts: A policy call of a rollout.
+        scores: A scoring pass without gradients.
+        updates: A forward and a backward pass without recomputation.
+        recomputes: The same with all layers recomputed.
+        saved: Bytes per batch row that recomputing each layer saves, in the order of ``find_layers``.
     """
 
     acts: LinearFit
@@ -73,59 +73,53 @@ class PassMemory:
     saved: tuple[float, ...] = ()
 
     def update(self, recomputed: int) -> LinearFit:
-        """Return the bytes of a forward and a backward pass that recompute the first blocks.
-
-        Between none and all blocks, the peak is taken to fall with the bytes that the recomputed ones save.
-        """
-        share = sum(self.saved[:recomputed]) / (sum(self.saved) or 1.0)
-        return LinearFit(
-            *(kept + share * (less - kept) for kept, less in zip(self.updates, self.recomputes, strict=True))
-        )
+        """Return the bytes of a forward and a backward pass that recompute the first layers, interpolated by the saved bytes."""
+        fraction = sum(self.saved[:recomputed]) / (sum(self.saved) or 1.0)
+        pairs = zip(self.updates, self.recomputes, strict=True)
+        return LinearFit(*(full + fraction * (reduced - full) for full, reduced in pairs))
 
 
 NOTHING = PassMemory(*[LinearFit(0.0, 0.0)] * 4)
-"""Of a policy without weights here."""
+"""Memory of a policy without local weights."""
 
 
 def measure_passes(
     model: ActionModel, observe: Callable[[int], Observation], precision: str, phases: Iterable[str]
 ) -> PassMemory:
-    """Count the bytes of the passes of ``model``, which is on the meta device and has a processor.
+    """Measure the memory of the passes of ``model``, which is on the meta device and has a processor.
 
     Args:
-        observe: Returns an observation of so many rows.
-        precision: ``model.precision``.
+        observe: Returns an observation of a given batch size.
         phases: ``rl`` (acting, scoring, updates), ``sft`` (updates of cloning), ``actor`` (proposals of a frozen policy).
     """
     few, more = (_measure(model, observe(rows), rows, precision, phases) for rows in (FEW, MORE))
     acts, scores = (LinearFit.through(few.peaks[name], more.peaks[name]) for name in ("acts", "scores"))
-    # Of two kinds of updates, the one that needs more.
+    # A run may clone and then do RL: only the update with more memory matters.
     kind = max(more.updates, key=more.updates.get, default=None)
     if kind is None:
         return PassMemory(acts, scores, *[LinearFit(0.0, 0.0)] * 2)
     updates = LinearFit.through(few.updates[kind], more.updates[kind])
-    if not (blocks := find_layers(model)):
+    if not (layers := find_layers(model)):
         return PassMemory(acts, scores, updates, updates)
     set_training_options(model, recomputed=True, compiled=False)
     less = [
-        _measure(model, observe(rows), rows, precision, [kind], found.sequences).updates[kind]
-        for rows, found in ((FEW, few), (MORE, more))
+        _measure(model, observe(rows), rows, precision, [kind], counted.sequences).updates[kind]
+        for rows, counted in ((FEW, few), (MORE, more))
     ]
-    for block in blocks:
-        del block.forward  # of the instance; the one of the class is back
+    for layer in layers:
+        del layer.forward  # the instance's recomputing wrapper; the class's method applies again
     return PassMemory(
         acts, scores, updates, LinearFit.through(*less), tuple(max(0.0, size / MORE) for size in more.saved[kind])
     )
 
 
 class PeakMemory:
-    """Peaks of one number of rows.
+    """Peak memory measured at one batch size.
 
     Attributes:
-        peaks: Bytes of acting and of scoring.
-        updates: Bytes of each kind of update.
-        saved: For each kind of update, the bytes that recomputing each block saves.
-        sequences: Samples of acting, which another count of updates can take.
+        peaks, updates: Bytes of acting and of scoring; of each kind of update.
+        saved: Bytes that recomputing each layer saves, by kind of update.
+        sequences: Samples of acting, reused to measure further updates.
     """
 
     def __init__(self) -> None:
@@ -143,15 +137,15 @@ def _measure(
     phases: Iterable[str],
     known: Tensor | None = None,
 ) -> PeakMemory:
-    """Count the bytes of each phase. With ``known`` sequences, of updates only: none is sampled or scored."""
-    found, phases = PeakMemory(), list(phases)
+    """Measure the peak of each phase; with ``known`` sequences, only of updates."""
+    result, phases = PeakMemory(), list(phases)
     for phase in phases:
         with MetaBytes(model) as memory, AsOnGpu(), autocast(model, precision):
             with torch.no_grad():
                 inputs = model.preprocess(observation)
                 if phase == "actor":
                     model.propose(inputs)
-                    found.peaks["acts"] = max(found.peaks["acts"], memory.peak)
+                    result.peaks["acts"] = max(result.peaks["acts"], memory.peak)
                     continue
                 sequences = None
                 if phase == "rl" and known is not None:
@@ -160,21 +154,21 @@ def _measure(
                     uniforms = torch.full((rows, model.num_uniforms), 0.5)
                     prediction = model.predict_action_batch(uniforms=uniforms, **inputs)
                     model.rollout_logprobs(prediction)
-                    sequences = found.sequences = prediction.sequences[:, -model.num_sampled :].clone()
+                    sequences = result.sequences = prediction.sequences[:, -model.num_sampled :].clone()
                     del prediction
-                    found.peaks["acts"] = max(found.peaks["acts"], memory.peak)
+                    result.peaks["acts"] = max(result.peaks["acts"], memory.peak)
                     memory.peak = memory.now
                     model.evaluate_actions(inputs, sequences)
-                    found.peaks["scores"] = memory.peak
+                    result.peaks["scores"] = memory.peak
             if any(p.requires_grad for p in model.parameters()):
-                found.updates[phase], found.saved[phase] = _update(
+                result.updates[phase], result.saved[phase] = _update(
                     model, memory, partial(_outputs, model, inputs, sequences, rows)
                 )
-    return found
+    return result
 
 
 def _outputs(model: ActionModel, inputs: Mapping[str, Tensor], sequences: Tensor | None, rows: int) -> list[Tensor]:
-    """Return the results of a pass with gradients: scores of sequences, or losses of cloning."""
+    """Run a pass with gradients; return the scores of sequences, or the cloning loss."""
     if sequences is not None:
         return [tensor for tensor in model.evaluate_actions(inputs, sequences) if tensor.requires_grad]
     uniforms = torch.full((rows, model.num_sft_uniforms), 0.5) if model.num_sft_uniforms else None
@@ -183,38 +177,36 @@ def _outputs(model: ActionModel, inputs: Mapping[str, Tensor], sequences: Tensor
 
 
 def _update(model: nn.Module, memory: MetaBytes, run: Callable[[], list[Tensor]]) -> tuple[int, list[int]]:
-    """Return the peak of a forward and a backward pass, and what recomputing each block would save."""
-    blocks, memory.peak = find_layers(model), memory.now
+    """Return the peak of a forward and a backward pass, and the bytes that recomputing each layer would save."""
+    layers, memory.peak = find_layers(model), memory.now
     saved: dict[int, int] = {}
-    with _watched(blocks, memory, saved), _no_gradients_kept(model):
+    with _watched(layers, memory, saved), _no_gradients_kept(model):
         outputs = run()
         total = torch.stack([output.float().sum() for output in outputs]).sum()
         del outputs
-        # ``backward`` would leave ``AsOnGpu``, which recomputed blocks need.
+        # ``Tensor.backward`` would disable the mode ``AsOnGpu``, which recomputed layers need: call the engine directly.
         torch.autograd.Variable._execution_engine.run_backward(
             (total,), (torch.ones_like(total),), False, False, (), allow_unreachable=True, accumulate_grad=True
         )
-    return memory.peak, [saved.get(id(block), 0) for block in blocks]
+    return memory.peak, [saved.get(id(layer), 0) for layer in layers]
 
 
 @contextmanager
-def _watched(blocks: list[nn.Module], memory: MetaBytes, saved: dict[int, int]) -> Iterator[None]:
-    """Record the bytes that each block keeps for the backward pass beyond its output. A block may run several times."""
-    begun: dict[int, int] = {}
+def _watched(layers: list[nn.Module], memory: MetaBytes, saved: dict[int, int]) -> Iterator[None]:
+    """Record the bytes that each layer saves for the backward pass, without its output; a layer may run several times."""
+    start: dict[int, int] = {}
 
-    def before(block: nn.Module, *_: Any) -> None:
-        begun[id(block)] = memory.now
+    def before(layer: nn.Module, *_: Any) -> None:
+        start[id(layer)] = memory.now
 
-    def after(block: nn.Module, _: Any, output: Any) -> None:
-        storages = {
-            t.untyped_storage()._cdata: t.untyped_storage().nbytes()
-            for t in tree_leaves(output)
-            if isinstance(t, Tensor)
-        }
-        saved[id(block)] = saved.get(id(block), 0) + memory.now - begun[id(block)] - sum(storages.values())
+    def after(layer: nn.Module, _: Any, output: Any) -> None:
+        tensors = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
+        # By storage: several outputs may be views of the same memory.
+        storages = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}
+        saved[id(layer)] = saved.get(id(layer), 0) + memory.now - start[id(layer)] - sum(storages.values())
 
-    hooks = [block.register_forward_pre_hook(before) for block in blocks]
-    hooks += [block.register_forward_hook(after) for block in blocks]
+    hooks = [layer.register_forward_pre_hook(before) for layer in layers]
+    hooks += [layer.register_forward_hook(after) for layer in layers]
     try:
         yield
     finally:
@@ -224,7 +216,7 @@ def _watched(blocks: list[nn.Module], memory: MetaBytes, saved: dict[int, int]) 
 
 @contextmanager
 def _no_gradients_kept(model: nn.Module) -> Iterator[None]:
-    """Drop each gradient when it is there: ``StateBytes`` counts them."""
+    """Free each gradient immediately, because ``StateBytes`` counts gradients."""
 
     def drop(parameter: Tensor) -> None:
         parameter.grad = None
@@ -238,9 +230,9 @@ def _no_gradients_kept(model: nn.Module) -> Iterator[None]:
 
 
 class MetaBytes(TorchDispatchMode):
-    """Count the bytes of the tensors on the meta device that are made inside, and the most that there are at a time.
+    """Count the bytes of meta tensors created in the context, and their peak, without the weights of ``model``.
 
-    Numbers that are read from there are 1 or true, and a copy to another device stays there. ``model``: its weights are not counted.
+    Values read from meta tensors are 1 or true, and a copy to a different device stays on the meta device.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -256,13 +248,12 @@ class MetaBytes(TorchDispatchMode):
             if name == "_local_scalar_dense":
                 self._num_reads += 1
                 if self._num_reads > MOST_READS:
-                    raise RuntimeError(
-                        f"a pass reads more than {MOST_READS:,} numbers, perhaps in a loop until one changes"
-                    )
+                    raise RuntimeError(f"a pass reads more than {MOST_READS:,} values, perhaps until one changes")
                 return True if args[0].dtype == torch.bool else 1.0 if args[0].is_floating_point() else 1
             if name == "_to_copy":
                 kwargs.pop("device", None)
-            if name == "nonzero":  # as if nothing were zero
+            # The result's size depends on data. Upper bound: assume that every element is non-zero.
+            if name == "nonzero":
                 return self._counted(torch.zeros(args[0].numel(), args[0].ndim, dtype=torch.int64, device="meta"))
             if name in ("index", "index_put_"):
                 args = (args[0], _without_masks(args[1]), *args[2:])
@@ -285,18 +276,18 @@ class MetaBytes(TorchDispatchMode):
 
 
 def _without_masks(indices: Iterable[Tensor | None]) -> list[Tensor | None]:
-    """Replace each mask among indices by numbers, one for each of its elements."""
-    found: list[Tensor | None] = []
+    """Replace each mask among indices by index tensors with one entry per element, an upper bound."""
+    result: list[Tensor | None] = []
     for index in indices:
         if index is None or index.dtype not in (torch.bool, torch.uint8):
-            found.append(index)
+            result.append(index)
         else:
-            found += [torch.zeros(index.numel(), dtype=torch.int64, device="meta") for _ in range(index.ndim)]
-    return found
+            result += [torch.zeros(index.numel(), dtype=torch.int64, device="meta") for _ in range(index.ndim)]
+    return result
 
 
 class AsOnGpu(TorchFunctionMode):
-    """Run attention by kernels of GPUs, and linear layers in 16 bits under autocast, which the meta device has not."""
+    """Use GPU kernels for attention, and 16 bits for linear layers under autocast, which the meta device does not support."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
@@ -323,7 +314,7 @@ def attend(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """Attend by the kernel that a GPU would choose: flash in 16 bits without a mask, else the memory-efficient one."""
+    """Compute attention by the kernel that a GPU would choose: flash in 16 bits without a mask, else the memory-efficient one."""
     if enable_gqa and key.shape[1] != query.shape[1]:
         times = query.shape[1] // key.shape[1]
         key, value = key.repeat_interleave(times, 1), value.repeat_interleave(times, 1)

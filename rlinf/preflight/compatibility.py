@@ -1,4 +1,4 @@
-"""Cross-checks of model, env, data and evaluation: each must give what the other reads."""
+"""Cross-checks of model, env, data and evaluation: each must provide the inputs of the next."""
 
 from __future__ import annotations
 
@@ -32,19 +32,19 @@ from rlinf.types import EnvSpec
 
 ATTENTION = ("sdpa", "eager", "flash_attention_2")
 ACTING = ("evaluate", "collect", "diagnose")
-"""The commands that ask a policy for actions and nothing else."""
+"""Commands that use only the actions of a policy."""
 
 KEYS_OF_THE_COLUMNS = ("name", "cameras", "image_size", "state", "max_episode_steps")
-"""Keys of ``env`` that ``check_dataset`` checks by the columns of a dataset, or that change no row."""
+"""Keys of ``env`` that ``check_dataset`` checks by the dataset's columns, or that change no frame."""
 
 
 def check_model(config: RunConfig) -> None:
-    """Check model type, number format, attention kernel and adapters."""
+    """Check model type, precision, attention kernel and adapters."""
     model = config.model
     if not entry_for(model).acts:
         reject(
             f"model.model_type={model.model_type} is a language model, which cannot act in env.name={config.env.name}",
-            "a policy, or a vision-language model to make one of",
+            "a policy or a vision-language model",
             "model=hf_vla model.model_path=<folder of an image-text-to-text model>",
         )
     if model.precision not in PRECISIONS:
@@ -54,55 +54,54 @@ def check_model(config: RunConfig) -> None:
         fix = f"model.attn_implementation={closest(attention, ATTENTION) or ATTENTION[0]}"
         reject(f"model.attn_implementation='{attention}'", f"one of {', '.join(ATTENTION)}", fix)
     if attention == "flash_attention_2":
-        found, instead = f"model.attn_implementation={attention}", "model.attn_implementation=sdpa"
+        actual, fix = f"model.attn_implementation={attention}", "model.attn_implementation=sdpa"
         if not torch.cuda.is_available():
-            reject(f"{found}, but torch sees no NVIDIA GPU", "a GPU", instead)
-        require_package("flash_attn", found, "flash-attn", instead)
+            reject(f"{actual}, but torch sees no NVIDIA GPU", "a GPU", fix)
+        require_package("flash_attn", actual, "flash-attn", fix)
     if model.image_size is not None and (len(model.image_size) != 2 or min(model.image_size) < 1):
-        found = f"model.image_size={override_text(model.image_size)}"
-        reject(found, "[height, width] in pixels", "'model.image_size=[224,224]'")
+        actual = f"model.image_size={override_text(model.image_size)}"
+        reject(actual, "[height, width] in pixels", "'model.image_size=[224,224]'")
     if model.lora_path is not None and not model.is_lora:
-        found = f"model.lora_path={model.lora_path} with model.is_lora=false"
-        reject(found, "an adapter to load", "model.is_lora=true")
+        actual = f"model.lora_path={model.lora_path} with model.is_lora=false"
+        reject(actual, "an adapter to load", "model.is_lora=true")
     if model.is_lora and model.lora.dropout > 0 and config.trainer.max_steps > 0:
         reason = "0 for RL, because dropout makes the log-probs of rollout and training differ"
         reject(f"model.lora.dropout={model.lora.dropout}", reason, "model.lora.dropout=0")
 
 
 def check_elsewhere(config: RunConfig, command: str) -> None:
-    """Check that a policy behind an address is only asked to act."""
+    """Check that a remote policy is used only for its actions."""
     url, name = config.model.url, config.model.model_type
     if not entry_for(config.model).is_remote:
         if url is not None:
-            reject(f"model.url={url} with model.model_type={name}", "a policy that acts elsewhere", "model=remote")
+            reject(f"model.url={url} with model.model_type={name}", "a remote policy", "model=remote")
         return
-    found = f"model.model_type={name}"
+    actual = f"model.model_type={name}"
     if url is None:
-        reject(f"{found} with model.url=null", "the address of a server", "model.url=ws://127.0.0.1:8000")
+        reject(f"{actual} with model.url=null", "the address of a server", "model.url=ws://127.0.0.1:8000")
     if config.checkpoint is not None:
-        reject(f"{found} with checkpoint={config.checkpoint}", "one policy", "checkpoint=null, or model.url=null")
+        reject(f"{actual} with checkpoint={config.checkpoint}", "one policy", "checkpoint=null, or model.url=null")
     for key in ("model_path", "lora_path", "init_config", "is_lora"):
         if getattr(config.model, key):
-            given = f"model.{key}={override_text(getattr(config.model, key))}"
-            reject(f"{given} with model.url={url}", "no weights here", "model=remote without a model of the experiment")
+            local = f"model.{key}={override_text(getattr(config.model, key))}"
+            reject(
+                f"{local} with model.url={url}", "no local weights", "model=remote without a model of the experiment"
+            )
     if command not in ACTING:
-        required = f"a policy with weights here; this one only acts (`rlinf {'`, `rlinf '.join(ACTING)}`)"
-        reject(f"{found} (model.url={url}) with `rlinf {command}`", required, "model=openvla_tiny model.url=null")
+        required = f"a policy with local weights; a remote one is for `rlinf {'`, `rlinf '.join(ACTING)}`"
+        reject(f"{actual} (model.url={url}) with `rlinf {command}`", required, "model=openvla_tiny model.url=null")
     if config.cluster.num_rollout_workers is not None:
-        found = f"cluster.num_rollout_workers={config.cluster.num_rollout_workers} with model.url={url}"
-        reject(
-            found, "ranks that ask the server themselves", "cluster.num_rollout_workers=null cluster.num_processes=2"
-        )
+        actual = f"cluster.num_rollout_workers={config.cluster.num_rollout_workers} with model.url={url}"
+        fix = "cluster.num_rollout_workers=null cluster.num_processes=2"
+        reject(actual, "ranks that call the server themselves", fix)
 
 
 def check_performance(config: RunConfig, policy: tuple[Any, Any] | None) -> None:
-    """Check that activations can be recomputed, and that there is a compiler, where the model section asks for them."""
+    """Check gradient checkpointing and ``model.compile``."""
     model = config.model
     if model.gradient_checkpointing is True and policy is not None and not getattr(policy[0], "fsdp_wrap_modules", ()):
-        found = (
-            f"model.gradient_checkpointing=true, but {policy[0].__name__} has no repeated blocks (fsdp_wrap_modules)"
-        )
-        reject(found, "blocks whose activations can be recomputed", "model.gradient_checkpointing=false")
+        actual = f"model.gradient_checkpointing=true, but {policy[0].__name__} has no layers (fsdp_wrap_modules)"
+        reject(actual, "layers with activations to recompute", "model.gradient_checkpointing=false")
     if model.compile:
         from rlinf.models.layers import check_compiler  # imports transformers
 
@@ -110,31 +109,25 @@ def check_performance(config: RunConfig, policy: tuple[Any, Any] | None) -> None
             check_compiler(resolve_device(config.cluster.device, 1))
 
 
-def check_moments(config: RunConfig, policy: tuple[Any, Any] | None, found: str, fix: str) -> None:
-    """Check that a policy which normalises its state has statistics of it, where ``found`` learns without rollouts that give some."""
+def check_moments(config: RunConfig, policy: tuple[Any, Any] | None, actual: str, fix: str) -> None:
+    """Reject random weights with state normalisation for ``actual``, a training without the rollouts that measure the statistics."""
     is_new = config.model.model_path is None and config.init_from is None and config.resume is None
     if is_new and policy is not None and getattr(policy[1], "normalize_state", False):
-        required = (
-            "a policy that has been trained by RL, because only its rollouts give the mean and variance of the state"
-        )
+        required = "a policy trained by RL, because only its rollouts measure mean and variance of the state"
         fix = f"model.init_config.normalize_state=false, or {fix}, or init_from=<its checkpoint>"
-        reject(f"model.init_config.normalize_state=true with {found}", required, fix)
+        reject(f"model.init_config.normalize_state=true with {actual}", required, fix)
 
 
 def check_history(settings: Any) -> None:
-    """Reject a policy that reads earlier observations, too, where nobody remembers them."""
+    """Reject a policy with an observation history, for commands that do not keep one."""
     count = getattr(settings, "n_obs_steps", 1)
     if count > 1:
-        required = "1: `rlinf evaluate`, `audit`, `play` and `collect` remember earlier ones, servers and heads do not"
-        reject(
-            f"a policy that reads {count} observations at a time (n_obs_steps)",
-            required,
-            "model.model_path=<another policy>",
-        )
+        required = "1: `rlinf evaluate`, `audit`, `play` and `collect` keep a history, servers and actors do not"
+        reject(f"a policy with n_obs_steps={count}", required, "model.model_path=<a different policy>")
 
 
 def check_cuda_graph(config: RunConfig, policy: tuple[Any, Any] | None) -> None:
-    """Check that there is a GPU for ``model.cuda_graph``, and a policy with a part that is recorded."""
+    """Check that there is a GPU for ``model.cuda_graph``, and that the policy supports it."""
     device = resolve_device(config.cluster.device, 1)
     if device != "cuda":
         reject(f"model.cuda_graph=true on the device '{device}'", "an NVIDIA GPU", "model.cuda_graph=false")
@@ -143,15 +136,15 @@ def check_cuda_graph(config: RunConfig, policy: tuple[Any, Any] | None) -> None:
 
 
 def check_precision(config: RunConfig) -> None:
-    """Check that gradients do not vanish in the number format of the weights."""
+    """Check that gradients do not underflow in the precision of the weights."""
     precision = config.model.precision
     if PRECISIONS[precision] is torch.float16:
-        found = f"model.precision={precision} is for evaluation: in float16 small gradients become 0"
-        reject(found, "fp32, bf16 or bf16-mixed for training", "model.precision=bf16-mixed")
+        actual = f"model.precision={precision} is for evaluation: in float16 small gradients underflow to 0"
+        reject(actual, "fp32, bf16 or bf16-mixed for training", "model.precision=bf16-mixed")
 
 
 def check_inputs(config: RunConfig, policy: tuple[Any, Any]) -> None:
-    """Check that the env shows what the policy (of ``declared_policy``) reads, and that both mean the same actions."""
+    """Check that the env provides the inputs of the policy (of ``declared_policy``), and that their action spaces agree."""
     policy_class, settings = policy
     policy_class.check_env(settings, env_spec(config))
     statistics = getattr(settings, "norm_stats", None) or {}
@@ -161,7 +154,7 @@ def check_inputs(config: RunConfig, policy: tuple[Any, Any]) -> None:
 
 
 def env_spec(config: RunConfig) -> EnvSpec:
-    """Return the inputs that the env of a configuration will give."""
+    """Return the observation spec of the configured env, without building it."""
     env, width_of = config.env, ENVS.get(config.env.name).state_width
 
     def override_for_state(narrowest: int, widest: int) -> str | None:
@@ -175,7 +168,7 @@ def env_spec(config: RunConfig) -> EnvSpec:
 
 
 def check_rollout(config: RunConfig, policy: tuple[Any, Any] | None) -> None:
-    """Check that the policy has log-probabilities; and that vLLM, where it is the backend, is installed and can run it."""
+    """Check that the policy has log-probabilities, and that vLLM, if configured, is installed and supports it."""
     if policy is not None:
         policy[0].check_rl(policy[1])
     rollout = config.rollout
@@ -192,47 +185,46 @@ def check_rollout(config: RunConfig, policy: tuple[Any, Any] | None) -> None:
     if size > 1 and ranks > 1 and config.cluster.placement == "colocated":
         reject(
             f"rollout.vllm.tensor_parallel_size={size} and cluster.num_processes={ranks}",
-            "one of them 1, because each rank has an engine, which would spread over the GPUs of the next ranks",
-            "rollout.vllm.tensor_parallel_size=1, or cluster.num_processes=1, or cluster.start=ray cluster.placement=disaggregated, whose rollout workers "
-            "have GPUs of their own",
+            "one of them 1, because each rank has an engine, which would use the GPUs of the next ranks",
+            "rollout.vllm.tensor_parallel_size=1, or cluster.num_processes=1, or cluster.start=ray cluster.placement=disaggregated (rollout "
+            "workers with their own GPUs)",
         )
     require_vllm("set rollout.backend=torch")
 
 
 def check_demonstrator(config: RunConfig) -> None:
     """Check that the env has the scripted expert that behaviour cloning needs."""
-    instead = "sft.dataset=<folder>, or sft.max_steps=0 for RL alone"
-    ENVS.get(config.env.name).check_expert(config.env, options_of_expert(config.sft.expert), instead)
+    fix = "sft.dataset=<folder>, or sft.max_steps=0 for RL only"
+    ENVS.get(config.env.name).check_expert(config.env, options_of_expert(config.sft.expert), fix)
 
 
 def check_evaluation(config: RunConfig) -> None:
-    """Check that there are enough different episodes, that the rule that ends them can be met, and that videos can be drawn."""
+    """Check the number of episodes, the stopping rule, and that videos can be rendered."""
     stop_when, compare = config.evaluation.stop_when, config.evaluation.compare
-    given = f"evaluation.stop_when={stop_when}"
+    rule = f"evaluation.stop_when={stop_when}"
     if isinstance(stop_when, str) and stop_when != DECIDED:
-        reject(given, f"'{DECIDED}', or the width of an interval between 0 and 1", f"evaluation.stop_when={DECIDED}")
+        reject(rule, f"'{DECIDED}', or the width of an interval between 0 and 1", f"evaluation.stop_when={DECIDED}")
     if stop_when == DECIDED and compare is None:
-        reject(
-            f"{given} without a baseline",
-            "an earlier evaluation of the same episodes",
-            "evaluation.compare=<its folder>",
-        )
+        required = "an earlier evaluation of the same episodes"
+        reject(f"{rule} without a baseline", required, "evaluation.compare=<its folder>")
     number = config.evaluation.num_episodes
     if stop_when == DECIDED and number is not None and number < LEAST_EPISODES:
-        found = f"{given} with evaluation.num_episodes={number}, which cannot decide even if the two differ in every episode"
-        reject(found, f"at least {LEAST_EPISODES}", "evaluation.num_episodes=200")
-    told = config.env.success_classifier is not None or ENVS.get(config.env.name).reports_success(config.env)
-    if stop_when is not None and not told:
-        found = f"{given} counts successes, which env={config.env.name} is not known to tell"
-        reject(found, "the whole list", "evaluation.stop_when=null")
+        actual = (
+            f"{rule} with evaluation.num_episodes={number}, too few to decide even if the two differ in every episode"
+        )
+        reject(actual, f"at least {LEAST_EPISODES}", "evaluation.num_episodes=200")
+    is_reported = config.env.success_classifier is not None or ENVS.get(config.env.name).reports_success(config.env)
+    if stop_when is not None and not is_reported:
+        actual = f"{rule} counts successes, which env={config.env.name} is not known to report"
+        reject(actual, "the complete list", "evaluation.stop_when=null")
     if isinstance(stop_when, float) and not 0 < stop_when < 1:
-        reject(given, "a width between 0 and 1", "evaluation.stop_when=0.1")
+        reject(rule, "a width between 0 and 1", "evaluation.stop_when=0.1")
     if config.evaluation.num_episodes is not None:
         _check_num_episodes(config, "evaluation")
     recorded, workers = config.evaluation.record_episodes, config.cluster.num_rollout_workers
     if recorded and (workers is not None or config.cluster.placement == "disaggregated"):
         reject(
-            f"evaluation.record_episodes={recorded} with rollout workers, which have the policy",
+            f"evaluation.record_episodes={recorded} with rollout workers, which run the policy",
             "no rollout workers; `rlinf evaluate` records episodes of any checkpoint later",
             "evaluation.record_episodes=0",
         )
@@ -242,58 +234,56 @@ def check_evaluation(config: RunConfig) -> None:
 
 def _check_num_episodes(config: RunConfig, section: str) -> None:
     """Check that the split of ``section`` has enough episodes."""
-    env, wanted, env_class = config.env, getattr(config, section), ENVS.get(config.env.name)
-    num_tasks, per_task = len(env.tasks or env_class.all_task_names(env)), env_class.num_init_states(env, wanted.split)
+    env, settings, env_class = config.env, getattr(config, section), ENVS.get(config.env.name)
+    num_tasks = len(env.tasks or env_class.all_task_names(env))
+    per_task = env_class.num_init_states(env, settings.split)
     available = num_tasks * per_task
-    if wanted.num_episodes > available:
-        split = f"the split '{wanted.split}' has {num_tasks} tasks x {per_task} initial states = {available}"
+    if settings.num_episodes > available:
+        split = f"the split '{settings.split}' has {num_tasks} tasks x {per_task} initial states = {available}"
         key = f"{section}.num_episodes"
-        raise ConfigError(f"{key}={wanted.num_episodes}, but {split}. Set {key}={available}")
+        raise ConfigError(f"{key}={settings.num_episodes}, but {split}. Set {key}={available}")
 
 
 def check_dataset(
     config: RunConfig, policy: tuple[Any, Any] | None, folder: str | None = None, key: str = "sft.dataset"
 ) -> DatasetInfo:
-    """Check that a dataset is whole as far as its description tells, and fits model and env; return that description.
-
-    ``key`` names the setting of the ``folder`` (None: ``sft.dataset``), and ``policy`` is a class with its configuration (None: unknown).
-    """
+    """Check the dataset in ``folder`` (of ``key``) by its description, which is returned; ``policy`` None: unknown."""
     sft, env = config.sft, config.env
     folder = sft.dataset if folder is None else folder
     info = describe_dataset(folder, key)
-    instead = f"{key}=<another folder>"
+    fix = f"{key}=<a different folder>"
     for package in info.packages:
         require_package(package, f"{key}={folder} ({info.format})", package, f"{key}=null")
     made_for = info.env.get("name", env.name)
     if made_for != env.name:
-        found = f"{info.folder} was collected with env.name={made_for}"
-        reject(found, f"env.name={env.name}", f"env={made_for}, or {instead}")
+        actual = f"{info.folder} was collected with env.name={made_for}"
+        reject(actual, f"env.name={env.name}", f"env={made_for}, or {fix}")
     _check_recorded_env(config, info.folder, info.env)
     for camera, column in zip(env.cameras, image_columns(info, env.cameras, sft.cameras), strict=True):
         height, width = info.image_shapes[column]
         if (height, width) != (env.image_size, env.image_size):
-            mended = f"env.image_size={height}" if height == width else "sft.cameras=<cameras with square images>"
+            resized = f"env.image_size={height}" if height == width else "sft.cameras=<cameras with square images>"
             reject(
                 f"The images '{column}' of {info.folder} have {height} x {width} pixels",
                 f"{env.image_size} x {env.image_size} (env.image_size) for the camera '{camera}' of the env",
-                f"{mended}, or {instead}",
+                f"{resized}, or {fix}",
             )
-    columns, width = action_columns(info, sft.action_key, config.model.action_token_len)
-    if width != config.model.action_token_len:
-        found, required = f"The actions of {info.folder} have {width} numbers", config.model.action_token_len
-        fix = f"model.action_token_len={width}, or {instead}"
-        reject(found, f"model.action_token_len={required}", fix)
-    (columns, given), wanted = state_columns(info, sft.state_key), ENVS.get(env.name).state_width(env)
+    columns, action_dim = action_columns(info, sft.action_key, config.model.action_token_len)
+    if action_dim != config.model.action_token_len:
+        actual = f"The actions of {info.folder} have {action_dim} dimensions"
+        required = f"model.action_token_len={config.model.action_token_len}"
+        reject(actual, required, f"model.action_token_len={action_dim}, or {fix}")
+    (columns, state_dim), env_state_dim = state_columns(info, sft.state_key), ENVS.get(env.name).state_width(env)
     reads_state = policy is not None and policy[0].reads_state(policy[1])
-    if wanted and given != wanted and (reads_state or sft.state_key is not None):
-        same = [name for name, width in info.state_dims.items() if width == wanted]
-        found = f"The state of {info.folder} ({', '.join(columns) or info.state_key}) has width {given}"
-        reject(found, f"{wanted}, as the env gives it", f"sft.state_key={same[0]}" if same else instead)
+    if env_state_dim and state_dim != env_state_dim and (reads_state or sft.state_key is not None):
+        same = [name for name, width in info.state_dims.items() if width == env_state_dim]
+        actual = f"The state of {info.folder} ({', '.join(columns) or info.state_key}) has {state_dim} dimensions"
+        reject(actual, f"{env_state_dim}, the env's", f"sft.state_key={same[0]}" if same else fix)
     return info
 
 
 def _check_recorded_env(config: RunConfig, folder: Path, recorded: Mapping[str, Any]) -> None:
-    """Check that rows of a collected dataset mean the same in the present env (action repeats, camera flips, physics)."""
+    """Check that a dataset was collected with the settings of the present env (action repeats, camera flips, physics)."""
     present, allowed = to_mapping(config.env), config.sft.allow_mismatch
     for name in allowed:
         if name not in present and name != "fps":
@@ -308,42 +298,39 @@ def _check_recorded_env(config: RunConfig, folder: Path, recorded: Mapping[str, 
         text = {name: value if isinstance(value, dict) else override_text(value) for name, value in settings.items()}
         return " ".join(f"env.{name}={text[name]}" for name in differing)
 
-    found = f"{folder} was collected with {overrides(recorded)}, and the present env has {overrides(present)}"
-    anyway = f"sft.allow_mismatch={override_text([*allowed, *differing])} to use it all the same"
-    raise ConfigError(f"{found}. Set {overrides(recorded)}, or {anyway}")
+    actual = f"{folder} was collected with {overrides(recorded)}, and the present env has {overrides(present)}"
+    accept = f"sft.allow_mismatch={override_text([*allowed, *differing])} to accept this"
+    raise ConfigError(f"{actual}. Set {overrides(recorded)}, or {accept}")
 
 
 def check_chosen_rows(sft: SFTConfig, info: DatasetInfo | None) -> None:
-    """Check that a dataset (None: the expert plays) has the columns by which rows are chosen, repeated and labelled."""
-    chooses, weighs, labels = sft.filter != "all", sft.intervention_weight > 1, sft.advantage_top_fraction is not None
-    asked = [f"sft.filter={sft.filter}"] * chooses + [f"sft.intervention_weight={sft.intervention_weight}"] * weighs
-    asked += [f"sft.advantage_top_fraction={sft.advantage_top_fraction}"] * labels
-    plain = (
-        ["sft.filter=all"] * chooses
-        + ["sft.intervention_weight=1"] * weighs
-        + ["sft.advantage_top_fraction=null"] * labels
-    )
-    plain = " ".join(plain)
-    if asked and info is None:
-        reject(f"{' '.join(asked)} without sft.dataset", "a folder of episodes", f"sft.dataset=<folder>, or {plain}")
-    needed = {
-        SUCCESS: sft.filter in ("successes", "corrected") or labels,
-        INTERVENTION: sft.filter in ("interventions", "corrected") or weighs,
-    }
-    for column, is_there in (
-        () if info is None else ((SUCCESS, info.reports_success_per_row), (INTERVENTION, info.reports_intervention))
+    """Check that a dataset (None: the expert acts) has the columns by which frames are filtered, weighted and labelled."""
+    filters, weighs, labels = sft.filter != "all", sft.intervention_weight > 1, sft.advantage_top_fraction is not None
+    table = [
+        (filters, f"sft.filter={sft.filter}", "sft.filter=all"),
+        (weighs, f"sft.intervention_weight={sft.intervention_weight}", "sft.intervention_weight=1"),
+        (labels, f"sft.advantage_top_fraction={sft.advantage_top_fraction}", "sft.advantage_top_fraction=null"),
+    ]
+    options = " ".join(option for is_set, option, _ in table if is_set)
+    defaults = " ".join(default for is_set, _, default in table if is_set)
+    if info is None:
+        if options:
+            reject(f"{options} without sft.dataset", "a folder of episodes", f"sft.dataset=<folder>, or {defaults}")
+        return
+    needs_success = sft.filter in ("successes", "corrected") or labels
+    needs_intervention = sft.filter in ("interventions", "corrected") or weighs
+    for column, is_needed, exists in (
+        (SUCCESS, needs_success, info.reports_success_per_row),
+        (INTERVENTION, needs_intervention, info.reports_intervention),
     ):
-        if needed[column] and not is_there:
-            found = f"{info.folder} ({info.format}) has no column {column}, and {' '.join(asked)}"
-            reject(
-                found,
-                "that column (`rlinf robot record=<folder>` writes it)",
-                f"{plain}, or sft.dataset=<another folder>",
-            )
+        if is_needed and not exists:
+            actual = f"{info.folder} ({info.format}) has no column {column}, and {options}"
+            required = "that column (`rlinf robot record=<folder>` writes it)"
+            reject(actual, required, f"{defaults}, or sft.dataset=<a different folder>")
 
 
 def check_collect(config: RunConfig) -> None:
-    """Check that the folder is new, that something can act, and that there are enough episodes."""
+    """Check that the folder is new, that a policy or an expert exists, and that there are enough episodes."""
     collect, env = config.collect, config.env
     if config.dataset is None:
         raise ConfigError("`rlinf collect` needs a folder to write. Set dataset=data/<name>")
@@ -354,16 +341,16 @@ def check_collect(config: RunConfig) -> None:
     if collect.video:
         require_package("av", "collect.video=true", "av", "collect.video=false")
     if expert_acts(config):
-        instead = "checkpoint=<checkpoint or run folder>, whose policy then plays"
-        ENVS.get(env.name).check_expert(env, options_of_expert(config.sft.expert), instead)
+        fix = "checkpoint=<checkpoint or run folder> to run its policy"
+        ENVS.get(env.name).check_expert(env, options_of_expert(config.sft.expert), fix)
     _check_num_episodes(config, "collect")
     if collect.video and env.image_size % 2:
         fix = f"collect.video=false, or env.image_size={env.image_size + 1}"
         reject(f"env.image_size={env.image_size}", "an even number for MP4 files", fix)
 
 
-def require_package(module: str, wanted_by: str, package: str, instead: str = "") -> None:
-    """Reject an option, or a command, whose optional package is not installed; ``instead`` does without."""
+def require_package(module: str, needed_by: str, package: str, override: str = "") -> None:
+    """Raise MissingDependencyError if the package of an option or command is missing; ``override`` avoids the dependency."""
     if importlib.util.find_spec(module) is None:
-        fix = f"Run pip install {package}{', or set ' if instead else ''}{instead}"
-        raise MissingDependencyError(f"{wanted_by} needs the package '{package}'. {fix}")
+        fix = f"Run pip install {package}{', or set ' if override else ''}{override}"
+        raise MissingDependencyError(f"{needed_by} needs the package '{package}'. {fix}")

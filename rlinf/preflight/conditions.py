@@ -1,4 +1,4 @@
-"""The current conditions as a manifest records them: configuration, model, versions and simulators."""
+"""The present conditions for a manifest: configuration, model, versions and simulators."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def conditions_of(config: RunConfig) -> dict[str, Any]:
-    """Return the fields of a manifest that follow from a configuration and this machine, without the model."""
+    """Return the manifest fields of a configuration and this machine, without the model."""
     env_class = ENVS.get(config.env.name)
     tasks = select_tasks(env_class.all_task_names(config.env), config.env.tasks)
     env = {name: value for name, value in asdict(config.env).items() if name not in env_class.free_settings}
@@ -43,10 +43,7 @@ def conditions_of(config: RunConfig) -> dict[str, Any]:
 def build_manifest(
     config: RunConfig, model: nn.Module, *, policy_version: int, fingerprint: dict[str, Any] | None = None
 ) -> Manifest:
-    """Record the current conditions of a policy, with the result of ``take_fingerprint`` if there is one.
-
-    The ``config`` of ``model`` holds ``norm_stats`` and preprocessing; it may have a ``processor``.
-    """
+    """Return the manifest of the present conditions of a policy, with the result of ``take_fingerprint`` if there is one."""
     settings = model.config.to_dict()
     lora: dict[str, Any] = {"state": "merged" if settings.get("merged_adapters") else "none"}
     if config.model.is_lora:
@@ -86,7 +83,7 @@ def build_manifest(
 
 
 def _normalized_state(config: RunConfig, settings: dict[str, Any]) -> dict[str, Any]:
-    """Return the env whose states a policy normalises by its running moments; a new run must have the same env."""
+    """Return the env of a policy's running state statistics; a new run must have the same env."""
     if not settings.get("normalize_state"):
         return {}
     names = ("name", "id", "state")
@@ -98,13 +95,13 @@ def _processor_settings(processor: Any) -> dict[str, Any] | None:
     if processor is None:
         return None
     image_processor = getattr(processor, "image_processor", None)
-    found = {}
+    settings: dict[str, Any] = {}
     if hasattr(image_processor, "to_dict"):
         hidden = ("_processor_class", "processor_class", "transformers_version", "name_or_path")
-        found = {name: value for name, value in image_processor.to_dict().items() if name not in hidden}
-        found = json.loads(json.dumps(found, default=str))
+        settings = {name: value for name, value in image_processor.to_dict().items() if name not in hidden}
+        settings = json.loads(json.dumps(settings, default=str))
     tokenizer = getattr(processor, "tokenizer", None)
     if tokenizer is not None:
         vocabulary = json.dumps(sorted(tokenizer.get_vocab().items()))
-        found["vocabulary_sha256"] = hashlib.sha256(vocabulary.encode()).hexdigest()
-    return found
+        settings["vocabulary_sha256"] = hashlib.sha256(vocabulary.encode()).hexdigest()
+    return settings

@@ -1,4 +1,4 @@
-"""The counts that follow from a configuration: envs x chunks -> samples -> minibatches -> micro-batches."""
+"""Counts derived from a configuration: envs x chunks -> samples -> minibatches -> micro-batches."""
 
 from __future__ import annotations
 
@@ -17,11 +17,7 @@ from rlinf.rollout.parity import MAX_GAP, ParityGate
 
 @dataclass(frozen=True)
 class DerivedNumbers:
-    """Counts that follow from a configuration.
-
-    A sample is one policy call. ``max_env_steps`` is for one rollout. ``rows_per_rank`` and ``micro_batches_per_rank`` are for
-    one minibatch. ``optimizer_steps`` and ``env_steps`` (at most) are for the RL phase.
-    """
+    """Counts of a run: ``max_env_steps`` per rollout, ``rows_per_rank`` per minibatch, ``optimizer_steps`` of all RL."""
 
     num_samples: int
     num_groups: int
@@ -37,7 +33,7 @@ class DerivedNumbers:
 
 
 def derive(config: RunConfig) -> DerivedNumbers:
-    """Compute the numbers. They are exact only for a configuration that ``validate`` accepts."""
+    """Compute the counts, which are exact for a configuration that ``validate`` accepts."""
     ranks, rollout, trainer = config.cluster.num_processes, config.rollout, config.trainer
     num_samples = rollout.num_envs * rollout.num_chunks
     max_env_steps = num_samples * config.model.action_chunks_len
@@ -58,15 +54,15 @@ def derive(config: RunConfig) -> DerivedNumbers:
 
 
 def trains_actor(config: RunConfig) -> bool:
-    """Return whether the run trains an actor on a policy that is frozen then."""
+    """Return whether RL trains an actor on a frozen policy."""
     return config.trainer.max_steps > 0 and ALGORITHMS.get(config.algorithm.name).freezes_policy
 
 
 def sharding_choice(config: RunConfig, model: nn.Module, num_ranks: int, memory_bytes: int) -> Choice:
-    """Choose how the ranks of a run hold its policy: as ``choose_sharding`` says, but whole where an actor learns on it."""
+    """Choose between shards and replicas by ``choose_sharding``; a frozen policy below an actor is replicated."""
     trainer = config.trainer
     if trainer.sharding == "auto" and trains_actor(config):
-        return Choice(False, "an actor learns on the whole policy")
+        return Choice(False, "an actor is trained on the full policy")
     with fixed_by_settings("trainer"):
         return choose_sharding(
             trainer.sharding, model, num_ranks, memory_bytes, cpu_offload=trainer.cpu_offload, shard_size=trainer.shard_size
@@ -74,22 +70,22 @@ def sharding_choice(config: RunConfig, model: nn.Module, num_ranks: int, memory_
 
 
 def format_derived(config: RunConfig) -> str:
-    """Return the numbers as a small table."""
+    """Return the plan of a run as a small table."""
     numbers, rollout, trainer, sft, model = derive(config), config.rollout, config.trainer, config.sft, config.model
     rows = {
-        "policy": f"{model.model_type}, {model.action_chunks_len} x {model.action_token_len} numbers a call",
+        "policy": f"{model.model_type}, chunks of {model.action_chunks_len} actions x {model.action_token_len} dimensions",
         "tasks": f"{config.env.name}: {', '.join(config.env.tasks or ['all tasks'])}",
     }
     if sft.max_steps > 0:
         passes = format_count(numbers.sft_micro_batches_per_rank, "micro-batch")
-        rows["behaviour cloning"] = f"{sft.max_steps} steps of {sft.batch_size} in {passes} a rank"
+        rows["behaviour cloning"] = f"{sft.max_steps} steps of {sft.batch_size} in {passes} per rank"
     if trainer.max_steps > 0:
         groups = f" = {numbers.num_groups} groups of {rollout.group_size}" if rollout.group_size > 1 else ""
         steps = f"{numbers.optimizer_steps:,} optimiser steps, up to {numbers.env_steps:,} env steps"
         calls = f"{rollout.num_chunks} chunks = {numbers.num_samples} samples"
         rows["rollout"] = f"{rollout.num_envs} envs{groups} x {calls}"
         rows |= ALGORITHMS.get(config.algorithm.name).updates(config).table
-        rows["in all"] = f"{trainer.max_steps} iterations, {steps}"
+        rows["total"] = f"{trainer.max_steps} iterations, {steps}"
     num_episodes = "all" if config.evaluation.num_episodes is None else config.evaluation.num_episodes
     rows["evaluation"] = f"{num_episodes} episodes of the split '{config.evaluation.split}'"
     rows["seed"] = str(config.seed)
@@ -100,18 +96,18 @@ def format_derived(config: RunConfig) -> str:
 
 
 def parity_gate(config: RunConfig) -> ParityGate:
-    """Return the parity gate of a run, which always stops it in float32."""
+    """Return the parity gate of a run; in float32 it stops the run at any step."""
     return ParityGate(accepted_gap(config), always_stops=not computes_in_16_bits(config))
 
 
 def accepted_gap(config: RunConfig) -> float | None:
-    """Return ``trainer.parity_max_gap``, or what it is by default: ``MAX_GAP`` in float32, None where a part computes in 16 bits."""
+    """Return ``trainer.parity_max_gap`` or its default: ``MAX_GAP`` in float32, None with any 16-bit computation."""
     if config.trainer.parity_max_gap is not None:
         return config.trainer.parity_max_gap
     return None if computes_in_16_bits(config) else MAX_GAP
 
 
 def computes_in_16_bits(config: RunConfig) -> bool:
-    """Return whether the policy or the engine that plays it computes in 16 bits."""
+    """Return whether the policy or its rollout engine computes in 16 bits."""
     in_vllm = config.rollout.vllm.dtype if config.rollout.backend == "vllm" else "auto"
     return "16" in f"{config.model.precision} {in_vllm}"

@@ -1,4 +1,4 @@
-"""Checks of the folders that a command reads or writes."""
+"""Checks of input and output folders."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from rlinf.run_folder import ADAPTER_FOLDER, CHECKPOINTS_FOLDER, METRICS_FILE, M
 
 
 def check_no_text(config: RunConfig, command: str) -> None:
-    """Check that the dataset holds demonstrations, and that the model can see."""
-    for key, path, instead in (
+    """Check that the dataset contains demonstrations, and that the model reads images."""
+    for key, path, required in (
         ("sft.dataset", config.sft.dataset, "demonstrations. Set sft.dataset=<LeRobotDataset or RLDS folder>"),
         (
             "model.model_path",
@@ -26,21 +26,21 @@ def check_no_text(config: RunConfig, command: str) -> None:
             "a policy or a vision-language model. Set model.model_path=<its folder>",
         ),
     ):
-        found = None if path is None else text_in(path)
-        if found is not None:
-            raise ConfigError(f"{key} is '{path}', {found}; `rlinf {command}` needs {instead}. {PAGE}")
+        kind = None if path is None else text_in(path)
+        if kind is not None:
+            raise ConfigError(f"{key} is '{path}', {kind}; `rlinf {command}` needs {required}. {PAGE}")
 
 
 def check_sources(config: RunConfig) -> None:
-    """Check that the folders to load exist and hold what they should."""
+    """Check that the input folders exist and have the expected contents."""
     if config.resume is not None and config.init_from is not None:
-        found = f"resume={config.resume} continues a run, and init_from={config.init_from} starts a new one"
-        reject(found, "they exclude each other", "resume=null or init_from=null")
+        actual = f"resume={config.resume} continues a run, and init_from={config.init_from} starts a new one"
+        reject(actual, "they exclude each other", "resume=null or init_from=null")
     for folder in (config.resume, config.init_from, config.checkpoint):
         if folder is not None:
             resolve_checkpoint(folder)
     if config.checkpoint is not None or config.model.url is not None:
-        return  # Weights and processor come from there.
+        return  # weights and processor come from the checkpoint or the server
     model, is_new = config.model, config.resume is None and config.init_from is None
     if is_new and model.model_path is None and not model.init_config:
         reject(
@@ -59,7 +59,7 @@ def check_sources(config: RunConfig) -> None:
 
 
 def check_hub_folder(key: str, path: str, markers: tuple[str, ...]) -> None:
-    """Check that ``path`` is a folder with one of the files ``markers``, or looks like a hub id (``organisation/name``)."""
+    """Check that ``path`` is a folder with one of the files ``markers``, or has the form of a hub id (``organisation/name``)."""
     folder = Path(path).expanduser()
     if folder.is_dir():
         with_marker = [
@@ -68,33 +68,34 @@ def check_hub_folder(key: str, path: str, markers: tuple[str, ...]) -> None:
             if not markers or any((candidate / name).is_file() for name in markers)
         ]
         if folder not in with_marker:
-            wanted = " or ".join(markers)
-            fitting = with_marker[0] if with_marker else f"<folder with {wanted}>"
-            raise ConfigError(f"{key}='{path}' is a folder without {wanted}. Set {key}={fitting}")
+            required = " or ".join(markers)
+            fix = with_marker[0] if with_marker else f"<folder with {required}>"
+            raise ConfigError(f"{key}='{path}' is a folder without {required}. Set {key}={fix}")
     elif path.startswith(("/", ".", "~")) or path.count("/") != 1 or folder.exists():
         raise ConfigError(f"{key}='{path}' is neither a folder nor a hub id (organisation/name). Set {key}=<folder>")
 
 
 def check_new_folder(config: RunConfig) -> None:
-    """Check that the output folder holds no run, except the one that is resumed."""
+    """Check that the output folder contains no run, except the resumed one."""
     folder = Path(config.output_dir).expanduser().resolve()
-    found = [name for name in (METRICS_FILE, CHECKPOINTS_FOLDER) if (folder / name).exists()]
-    if not found or (config.resume is not None and folder in resolve_checkpoint(config.resume).resolve().parents):
+    files = [name for name in (METRICS_FILE, CHECKPOINTS_FOLDER) if (folder / name).exists()]
+    if not files or (config.resume is not None and folder in resolve_checkpoint(config.resume).resolve().parents):
         return
-    instead = f"resume={config.output_dir} to continue it, or output_dir=<another folder>"
+    fix = f"resume={config.output_dir} to continue it, or output_dir=<a new folder>"
     if not any(folder.glob(f"{CHECKPOINTS_FOLDER}/*/{STATE_FILE}")):
-        instead = "output_dir=<another folder>, or delete this one: its run ended before the first checkpoint"
-    raise ConfigError(f"output_dir='{config.output_dir}' already holds a run ({', '.join(found)}). Set {instead}")
+        fix = "output_dir=<a new folder>, or delete this one: its run ended before the first checkpoint"
+    raise ConfigError(f"output_dir='{config.output_dir}' already contains a run ({', '.join(files)}). Set {fix}")
 
 
 def check_writable(output_dir: str, key: str = "output_dir") -> None:
-    """Check that the folder, or its nearest existing parent, is a folder that this user may write to."""
+    """Check that the folder, or its nearest existing parent, is writable."""
     folder = Path(output_dir).expanduser().absolute()
     existing = next(path for path in (folder, *folder.parents) if os.path.lexists(path))
     if not existing.is_dir():
-        raise ConfigError(f"{key}='{output_dir}', but '{existing}' is not a folder. Set {key}=<another folder>")
+        raise ConfigError(f"{key}='{output_dir}', but '{existing}' is not a folder. Set {key}=<a different folder>")
     try:
+        # Write something: permission bits say nothing about read-only mounts and quotas.
         os.rmdir(tempfile.mkdtemp(prefix=".rlinf-", dir=existing))
     except OSError as error:
         message = f"{key}='{output_dir}', but nothing can be written in '{existing}' ({error.strerror})"
-        raise ConfigError(f"{message}. Set {key}=<another folder>") from error
+        raise ConfigError(f"{message}. Set {key}=<a different folder>") from error

@@ -1,4 +1,4 @@
-"""The memory of a GPU at the peak of each phase, and the settings that fit into it, before weights are read.
+"""Peak memory of each phase on a GPU, and settings that fit, before weights are read.
 
 Weights and optimiser are counted by ``rlinf.preflight.memory``, passes by ``rlinf.preflight.activations``.
 """
@@ -16,7 +16,7 @@ import numpy as np
 from rlinf.config.schema import RunConfig
 from rlinf.distributed.process_group import local_world_size, world_size
 from rlinf.engines.config import VllmOptions
-from rlinf.engines.gpu_fraction import engine_fraction, share_beside
+from rlinf.engines.gpu_fraction import colocated_fraction, engine_fraction
 from rlinf.engines.weight_handle import BUCKET_BYTES
 from rlinf.envs import ENVS
 from rlinf.envs.config import (
@@ -47,12 +47,12 @@ GB = 10**9
 CARDS = (24, 40, 80, 141)
 """Sizes of GPUs in GB, for tables."""
 LIBRARIES = 3 * GB // 2
-"""Bytes of CUDA itself, workspaces of its libraries, and gaps between tensors: an assumption."""
+"""Assumed bytes of CUDA, workspaces of its libraries, and fragmentation."""
 FILLED = 0.95
 """Fraction of a GPU up to which ``model.gradient_checkpointing=auto`` fills it."""
-CARD_HEAD = ("GPU", "peak", "blocks recomputed", "largest model.micro_batch_size", "with all blocks recomputed")
+CARD_HEAD = ("GPU", "peak", "layers recomputed", "largest model.micro_batch_size", "with all layers recomputed")
 ASSUMED = (
-    f"assumed: {LIBRARIES / 1e9:g} GB for CUDA and gaps between tensors, {SIMULATOR_BYTES / 1e9:g} GB for each simulator process that draws on "
+    f"assumed: {LIBRARIES / 1e9:g} GB for CUDA and gaps between tensors, {SIMULATOR_BYTES / 1e9:g} GB for each simulator process that renders on "
     "the GPU;\nnot counted: a simulation on the GPU itself (ManiSkill)"
 )
 
@@ -62,17 +62,14 @@ class GpuMemory:
     """Bytes of a rank on its GPU.
 
     Attributes:
-        state: Weights, what steps them, and copies that act, in all phases.
-        half_gradients: Gradients in 16 bits, which come in the backward pass as activations go.
+        state: Weights, optimiser and rollout copies, in all phases.
+        half_gradients: 16-bit gradients, which replace activations during the backward pass.
         gathered: Layers that a sharded model gathers.
         simulators: Graphics contexts of simulator processes.
-        engine: A vLLM engine beside the policy.
-        engine_sleeps: It releases its memory while the policy is scored and updated.
-        passes: Of the policy.
-        pipeline_stages: Worker threads whose calls may coincide.
-        acting_rows: Rows of a call.
-        scoring_rows: Rows of a pass that scores.
-        unknown: Why the passes could not be counted; empty: they are.
+        engine, engine_sleeps: A vLLM engine on the policy's GPU, which frees its memory outside of rollouts.
+        pipeline_stages: Worker threads with possibly simultaneous policy calls.
+        acting_rows, scoring_rows: Batch size of a policy call and of a scoring pass.
+        unknown: Reason why the passes could not be measured; empty: they were.
     """
 
     state: int
@@ -89,7 +86,7 @@ class GpuMemory:
 
     @property
     def resident(self) -> int:
-        """Bytes of all phases."""
+        """Bytes allocated in all phases."""
         return self.state + self.gathered + self.simulators + LIBRARIES + (0 if self.engine_sleeps else self.engine)
 
     @property
@@ -104,7 +101,7 @@ class GpuMemory:
         return self.resident + self.passes.scores.at(self.scoring_rows)
 
     def passing(self, micro_batch: int) -> int:
-        """Return the bytes of the passes alone at their peak, with nothing recomputed."""
+        """Return the peak bytes of only the passes, without recomputation."""
         passes = self.passes
         acts = self.pipeline_stages * passes.acts.at(self.acting_rows)
         return max(acts, passes.scores.at(self.scoring_rows), passes.updates.at(micro_batch))
@@ -114,42 +111,39 @@ class GpuMemory:
         return max(self.acting, self.scoring, self.updating(micro_batch, recomputed))
 
     def rows(self, micro_batch: int) -> list[tuple[str, str, str]]:
-        """Return ``(role, part, size)`` of passes and simulators for a table; parts of size 0 are left out."""
+        """Return table rows ``(role, part, size)`` of passes and simulators."""
         if self.unknown:
             return [("passes", f"unknown: {self.unknown}", "-")]
-        passes, blocks = self.passes, len(self.passes.saved)
+        passes, layers = self.passes, len(self.passes.saved)
         calls = f"{format_count(self.pipeline_stages, 'call')} of {format_count(self.acting_rows, 'row')}"
         batch = f"activations of a micro-batch of {format_count(micro_batch, 'row')}"
+        recomputed = passes.update(layers).at(micro_batch) if layers else 0
         parts = [
             ("rollout", calls, self.pipeline_stages * passes.acts.at(self.acting_rows)),
             ("scoring", format_count(self.scoring_rows, "row"), passes.scores.at(self.scoring_rows)),
             ("update", batch, passes.updates.at(micro_batch)),
-            (
-                "update",
-                f"the same, all {blocks} blocks recomputed",
-                passes.update(blocks).at(micro_batch) if blocks else 0,
-            ),
+            ("update", f"the same, all {layers} layers recomputed", recomputed),
             ("simulators", "graphics contexts", self.simulators),
         ]
         return [(role, part, format_bytes(size)) for role, part, size in parts if size]
 
     def updating(self, micro_batch: int, recomputed: int) -> int:
-        """Return the bytes at the peak of an update that recomputes the first blocks."""
+        """Return the peak bytes of an update that recomputes the first ``recomputed`` layers."""
         return self.resident + max(self.half_gradients, self.passes.update(recomputed).at(micro_batch))
 
-    def blocks_to_recompute(self, micro_batch: int, limit: float) -> int | None:
-        """Return the fewest blocks with which an update fits into ``limit`` bytes; None: none do."""
+    def layers_to_recompute(self, micro_batch: int, limit: float) -> int | None:
+        """Return the fewest recomputed layers with which an update fits into ``limit`` bytes; None: it never fits."""
         counts = range(len(self.passes.saved) + 1)
         return next((n for n in counts if self.updating(micro_batch, n) <= limit), None)
 
     def largest_micro_batch(self, limit: float, recomputed: int | None = None) -> int:
-        """Return the most rows of an update that fits into ``limit`` bytes, with all blocks recomputed (None) or the first ones."""
+        """Return the largest micro-batch that fits into ``limit`` bytes, with all layers recomputed (None) or the first ones."""
         line = self.passes.update(len(self.passes.saved) if recomputed is None else recomputed)
         return max(0, math.floor((limit - self.resident - line.fixed) / line.row)) if line.row > 0 else 0
 
 
 class Measured(NamedTuple):
-    """A policy on the meta device (None: it cannot be built there), the bytes of its passes, and why they are unknown (empty: known)."""
+    """A policy on the meta device (None: cannot be built), its passes, and the reason if these are unknown."""
 
     model: Any
     passes: PassMemory
@@ -157,7 +151,7 @@ class Measured(NamedTuple):
 
 
 def measure(config: RunConfig) -> Measured:
-    """Count the bytes of the passes of a policy."""
+    """Measure the memory of a policy's passes on the meta device."""
     plain, model = replace(config.model, gradient_checkpointing=False, compile=False, cuda_graph=False), None
     try:
         model = policy_on_meta_device(replace(config, model=plain))
@@ -167,22 +161,22 @@ def measure(config: RunConfig) -> Measured:
         model.processor = get_model_config_and_processor(config)[1]
         observe, precision = partial(_observation, config), config.model.precision
         return Measured(model, measure_passes(model, observe, precision, phases_of(config)), "")
-    except Exception as error:  # of any type: a plug-in may do on the meta device whatever works on a real one only
+    except Exception as error:  # of any type: a plug-in's code may fail on the meta device in any way
         if model is None and isinstance(error, RLinfError):
-            raise  # a fault of the configuration, which the real model has too
+            raise  # an error of the configuration, which the real model has, too
         return Measured(model, NOTHING, f"{type(error).__name__}: {str(error).partition(chr(10))[0]}")
 
 
 def phases_of(config: RunConfig) -> list[str]:
-    """Return the phases of a run, as ``measure_passes`` names them."""
-    found = ["sft"] if config.sft.max_steps > 0 else []
+    """Return the phases of a run, arguments of ``measure_passes``."""
+    phases = ["sft"] if config.sft.max_steps > 0 else []
     if config.trainer.max_steps > 0:
-        found.append("head" if trains_actor(config) else "rl")
-    return found
+        phases.append("actor" if trains_actor(config) else "rl")
+    return phases
 
 
 def _observation(config: RunConfig, rows: int) -> Observation:
-    """Return what an env shows, with the longest name of a task as instruction."""
+    """Return a batch of the env's observations, with the longest task name as instruction."""
     spec, env = env_spec(config), config.env
     names = select_tasks(ENVS.get(env.name).all_task_names(env), env.tasks)
     images = {name: np.zeros((rows, spec.image_size, spec.image_size, 3), np.uint8) for name in env.cameras}
@@ -193,7 +187,7 @@ def _observation(config: RunConfig, rows: int) -> Observation:
 def estimate_gpu(
     config: RunConfig, gpu_bytes: int, measured: Measured | None = None
 ) -> tuple[MemoryEstimate, GpuMemory]:
-    """Estimate what a rank takes of a GPU, which need not be there. ``measured`` is the result of ``measure``; None: it is called."""
+    """Estimate the memory of a rank on a (possibly hypothetical) GPU; ``measured``: result of ``measure`` (None: it is called)."""
     model, passes, unknown = measure(config) if measured is None else measured
     estimate = estimate_memory(config, gpu_bytes, model)
     workers = Placement.of(config).num_rollout_workers
@@ -216,23 +210,23 @@ def estimate_gpu(
 
 
 def _engine_beside(config: RunConfig, estimate: MemoryEstimate, gpu_bytes: int) -> int:
-    """Bytes of an engine on the policy's GPU, whose fraction, unless set, is what the policy leaves."""
+    """Return the bytes of a vLLM engine on the policy's GPU; by default the engine gets what the policy leaves free."""
     options = config.rollout.vllm
     if not estimate.engine or options.kv_cache_memory_bytes is not None:
         return estimate.engine
-    share = options.gpu_memory_utilization
-    if share is None:
-        share = share_beside(gpu_bytes, _beside_engine(config, estimate))
-    return 2 * BUCKET_BYTES["cuda"] + int(share * gpu_bytes)
+    fraction = options.gpu_memory_utilization
+    if fraction is None:
+        fraction = colocated_fraction(gpu_bytes, _policy_bytes(config, estimate))
+    return 2 * BUCKET_BYTES["cuda"] + int(fraction * gpu_bytes)
 
 
-def _beside_engine(config: RunConfig, estimate: MemoryEstimate) -> int:
-    """Bytes of the policy on the GPU between its passes."""
+def _policy_bytes(config: RunConfig, estimate: MemoryEstimate) -> int:
+    """Return the bytes of the policy on the GPU between its passes."""
     return (0 if config.trainer.cpu_offload else estimate.trainer) + estimate.rollout_weights
 
 
 def _calls(config: RunConfig) -> tuple[int, int]:
-    """Return the worker threads of a rank, and the rows of a policy call of each."""
+    """Return the worker threads of a rank, and the batch size of their policy calls."""
     if config.trainer.max_steps == 0:
         return 1, 1
     envs, on_gpu = derive(config).envs_per_rank, config.rollout.backend == "torch"
@@ -242,34 +236,28 @@ def _calls(config: RunConfig) -> tuple[int, int]:
 
 
 def _gathered(model: Any) -> int:
-    """Bytes of two layers, the present and the next one, and of all parameters outside of layers."""
-    blocks = find_layers(model)
-    sizes = [sum(p.numel() * p.element_size() for p in block.parameters()) for block in blocks]
+    """Return the bytes of two layers, because FSDP2 prefetches the next one, and of all parameters outside of layers."""
+    sizes = [sum(p.numel() * p.element_size() for p in layer.parameters()) for layer in find_layers(model)]
     return 2 * max(sizes, default=0) + sum(p.numel() * p.element_size() for p in model.parameters()) - sum(sizes)
 
 
 def simulators_on_gpu(config: RunConfig, gpu_bytes: int) -> int:
-    """Return the simulator processes of a rank that draw on its GPU, in rollouts and in the evaluation."""
-    env = config.env
-    if (
-        not isinstance(env, ProcessEnvConfig)
-        or not env.cameras
-        or config.cluster.num_env_workers
-        or not may_draw_on_gpu()
-    ):
+    """Return the number of a rank's simulator processes that render on its GPU, in rollouts and in the evaluation."""
+    env, is_remote = config.env, config.cluster.num_env_workers > 0
+    if not isinstance(env, ProcessEnvConfig) or not env.cameras or is_remote or not may_draw_on_gpu():
         return 0
     count, all_ranks = 0, config.cluster.num_processes
-    ranks = local_world_size() if world_size() > 1 else all_ranks  # which share the cores of a machine
+    ranks = local_world_size() if world_size() > 1 else all_ranks  # ranks that share the cores of a machine
     streams, rows = _calls(config)
-    evaluated = max(1, config.evaluation.num_envs // all_ranks)
-    for threads, envs in ([(streams, rows)] if config.trainer.max_steps > 0 else []) + [(1, evaluated)]:
+    num_eval_envs = max(1, config.evaluation.num_envs // all_ranks)
+    for threads, envs in ([(streams, rows)] if config.trainer.max_steps > 0 else []) + [(1, num_eval_envs)]:
         shared = with_share_of_cores(env, threads * ranks, most_simulators(env, gpu_bytes, threads))
         count += threads * min(envs, shared.num_processes or 1)
     return count
 
 
 def _most_processes(config: RunConfig, gpu_bytes: int, free: int) -> int:
-    """Return the largest ``env.num_processes``, at least 1, whose simulators take at most ``free`` bytes."""
+    """Return the largest ``env.num_processes``, at least 1, with simulators of at most ``free`` bytes."""
     for number in range(max(1, simulators_on_gpu(config, gpu_bytes)), 1, -1):
         fewer = replace(config, env=replace(config.env, num_processes=number))
         if SIMULATOR_BYTES * simulators_on_gpu(fewer, gpu_bytes) <= free:
@@ -278,50 +266,47 @@ def _most_processes(config: RunConfig, gpu_bytes: int, free: int) -> int:
 
 
 def card_rows(config: RunConfig, measured: Measured) -> list[tuple[str, ...]]:
-    """Return, for GPUs of several sizes, the peak of a rank and the micro-batches that fit, in the columns of ``CARD_HEAD``."""
+    """Return the peak of a rank and the micro-batches that fit, a row per GPU size, in the columns of ``CARD_HEAD``."""
     micro, rows = config.model.micro_batch_size, []
     for size in CARDS:
         _, memory = estimate_gpu(config, size * GB, measured)
-        num_blocks, found = len(memory.passes.saved), memory.blocks_to_recompute(micro, FILLED * size * GB)
-        peak = memory.peak(micro, num_blocks if found is None else found)
-        fits = found is not None and peak <= size * GB
-        blocks = f"{found} of {num_blocks}" if fits else "does not fit"
+        num_layers, fewest = len(memory.passes.saved), memory.layers_to_recompute(micro, FILLED * size * GB)
+        peak = memory.peak(micro, num_layers if fewest is None else fewest)
+        fits = fewest is not None and peak <= size * GB
+        layers = f"{fewest} of {num_layers}" if fits else "does not fit"
+        has_updates = memory.passes.updates.row > 0
         largest = [memory.largest_micro_batch(size * GB, number) for number in (0, None)]
-        learns = memory.passes.updates.row > 0
-        rows.append(
-            (f"{size} GB", f"{peak / GB:.1f} GB", blocks, *(f"{number:,}" if learns else "-" for number in largest))
-        )
+        texts = [f"{number:,}" if has_updates else "-" for number in largest]
+        rows.append((f"{size} GB", f"{peak / GB:.1f} GB", layers, *texts))
     return rows
 
 
 def fit_to_gpu(config: RunConfig, gpu_bytes: int, measured: Measured | None = None) -> bool | int:
-    """Return how many blocks ``model.gradient_checkpointing`` recomputes on a GPU. Raise ConfigError if the run does not fit there.
-
-    Where passes cannot be counted, ``auto`` recomputes all blocks. True: all, of a policy whose blocks are not known.
-    """
+    """Return the number of layers to recompute on a GPU (True: all); raise ConfigError if the run does not fit."""
     measured = measure(config) if measured is None else measured
     if measured.model is None:
         return config.model.gradient_checkpointing is not False
     estimate, memory = estimate_gpu(config, gpu_bytes, measured)
-    num_blocks, chosen = len(find_layers(measured.model)), config.model.gradient_checkpointing
-    certain = replace(memory, simulators=0)  # no run is rejected for bytes that are an assumption
+    num_layers, chosen = len(find_layers(measured.model)), config.model.gradient_checkpointing
+    # The memory of simulators is an assumption: warn about it below, but reject no run for it.
+    certain = replace(memory, simulators=0)
     _check_state(config, estimate, certain, gpu_bytes)
     if memory.engine:
         engine_options(config, estimate, gpu_bytes)
     micro = config.model.micro_batch_size
-    found = 0 if chosen is False else num_blocks
+    recomputed = 0 if chosen is False else num_layers
     if not memory.unknown:
-        _check_passes(config, certain, gpu_bytes, found)
-        if chosen == "auto" and (fewest := memory.blocks_to_recompute(micro, FILLED * gpu_bytes)) is not None:
-            found = fewest
-    if memory.simulators and memory.peak(micro, found) > gpu_bytes:
-        most = _most_processes(config, gpu_bytes, gpu_bytes - certain.peak(micro, found))
+        _check_passes(config, certain, gpu_bytes, recomputed)
+        if chosen == "auto" and (fewest := memory.layers_to_recompute(micro, FILLED * gpu_bytes)) is not None:
+            recomputed = fewest
+    if memory.simulators and memory.peak(micro, recomputed) > gpu_bytes:
+        free = gpu_bytes - certain.peak(micro, recomputed)
         logger.warning(
             "The simulators of a rank are assumed to take %.1f GB of its GPU (%.2f GB each), and %.1f GB are left. If memory runs out, "
-            "set env.num_processes=%d, or MUJOCO_GL=osmesa to draw on the CPU.",
-            memory.simulators / GB, SIMULATOR_BYTES / GB, (gpu_bytes - certain.peak(micro, found)) / GB, most,
+            "set env.num_processes=%d, or MUJOCO_GL=osmesa to render on the CPU.",
+            memory.simulators / GB, SIMULATOR_BYTES / GB, free / GB, _most_processes(config, gpu_bytes, free),
         )  # fmt: skip
-    return found
+    return recomputed
 
 
 def _check_state(config: RunConfig, estimate: MemoryEstimate, memory: GpuMemory, gpu_bytes: int) -> None:
@@ -339,12 +324,12 @@ def _check_state(config: RunConfig, estimate: MemoryEstimate, memory: GpuMemory,
 
 
 def _less_state(config: RunConfig, memory: GpuMemory, frozen: bool) -> str:
-    """Return settings with which a policy takes less of a GPU between its passes."""
+    """Return overrides that reduce the memory of a policy between its passes."""
     fixes = ["rollout.vllm.sleep=true"] if memory.engine and not memory.engine_sleeps else []
     fixes += [] if config.model.is_lora or frozen else ["model.is_lora=true"]
     fixes += [] if config.trainer.cpu_offload or trains_actor(config) else ["trainer.cpu_offload=true"]
     if not (trains_actor(config) or config.trainer.cpu_offload or config.trainer.shard_size):
-        fixes.append("cluster.num_processes to more ranks, which share the weights")
+        fixes.append("cluster.num_processes to more ranks, which shard the weights")
     return ", or ".join(fixes) or "model to a smaller one"
 
 
@@ -353,39 +338,35 @@ def _check_passes(config: RunConfig, memory: GpuMemory, gpu_bytes: int, recomput
     needed = memory.updating(micro, recomputed)
     if needed > gpu_bytes:
         fits = memory.largest_micro_batch(gpu_bytes, recomputed)
-        fix = (
-            f"model.micro_batch_size={_divisor_up_to(micro, fits)}"
-            if fits
-            else _less_state(config, memory, frozen=False)
-        )
+        fix = f"model.micro_batch_size={_divisor_up_to(micro, fits)}"
+        fix = fix if fits else _less_state(config, memory, frozen=False)
         if config.model.gradient_checkpointing is False and memory.passes.saved:
             fix += ", or model.gradient_checkpointing=auto"
         reject(f"model.micro_batch_size={micro} takes {needed / GB:.1f} GB in an update", card, fix)
     if memory.scoring > gpu_bytes:
         line = memory.passes.scores
         fits = max(1, math.floor((gpu_bytes - memory.resident - line.fixed) / max(line.row, 1.0)))
-        found = f"model.val_micro_batch_size={memory.scoring_rows} takes {memory.scoring / GB:.1f} GB in scoring"
-        fewer = f"model.val_micro_batch_size={fits}"
-        reject(found, card, fewer if fits < memory.scoring_rows else _less_state(config, memory, frozen=False))
+        actual = f"model.val_micro_batch_size={memory.scoring_rows} takes {memory.scoring / GB:.1f} GB in scoring"
+        fix = f"model.val_micro_batch_size={fits}"
+        reject(actual, card, fix if fits < memory.scoring_rows else _less_state(config, memory, frozen=False))
     if config.trainer.max_steps > 0 and memory.pipeline_stages and memory.acting > gpu_bytes:
         _check_engine(config, memory, gpu_bytes)
-        line, free = (
-            memory.passes.acts,
-            gpu_bytes - memory.acting + memory.pipeline_stages * memory.passes.acts.at(memory.acting_rows),
-        )
+        line = memory.passes.acts
+        free = gpu_bytes - memory.acting + memory.pipeline_stages * line.at(memory.acting_rows)
         rows = max(1, math.floor((free / memory.pipeline_stages - line.fixed) / max(line.row, 1.0)))
         envs = rows * memory.pipeline_stages * config.cluster.num_processes
         step = config.cluster.num_processes * config.rollout.group_size
-        found = f"rollout.num_envs={config.rollout.num_envs} takes {memory.acting / GB:.1f} GB on each GPU in a rollout"
-        fits = max(1, envs // step) * step
-        fewer = f"rollout.num_envs={fits}"
-        reject(
-            found, card, fewer if fits < config.rollout.num_envs else _less_state(config, memory, trains_actor(config))
+        actual = (
+            f"rollout.num_envs={config.rollout.num_envs} takes {memory.acting / GB:.1f} GB on each GPU in a rollout"
         )
+        fits = max(1, envs // step) * step
+        fix = f"rollout.num_envs={fits}"
+        fix = fix if fits < config.rollout.num_envs else _less_state(config, memory, trains_actor(config))
+        reject(actual, card, fix)
 
 
 def _check_engine(config: RunConfig, memory: GpuMemory, gpu_bytes: int) -> None:
-    """Reject an engine without whose share a rollout fits, with the largest fraction that does."""
+    """Reject an engine that is the reason why a rollout does not fit, with the largest fraction that fits."""
     free = gpu_bytes - memory.acting + memory.engine - 2 * BUCKET_BYTES["cuda"]
     if memory.engine and config.rollout.vllm.kv_cache_memory_bytes is None and free >= gpu_bytes / 100:
         reject(
@@ -396,21 +377,21 @@ def _check_engine(config: RunConfig, memory: GpuMemory, gpu_bytes: int) -> None:
 
 
 def _divisor_up_to(number: int, most: int) -> int:
-    """Return the largest divisor of ``number`` that is at most ``most``, so that micro-batches divide a minibatch as before."""
+    """Return the largest divisor of ``number`` that is at most ``most``, so that micro-batches still divide a minibatch."""
     return max(divisor for divisor in range(1, number + 1) if number % divisor == 0 and divisor <= max(1, most))
 
 
 def engine_options(config: RunConfig, memory: MemoryEstimate, gpu_bytes: int) -> VllmOptions:
-    """Return ``rollout.vllm`` with the fraction of an engine beside the policy. Raise ConfigError if both do not fit on the GPU."""
+    """Return ``rollout.vllm`` with the GPU fraction of an engine on the policy's GPU; raise ConfigError if both do not fit."""
     options = config.rollout.vllm
     if options.kv_cache_memory_bytes is not None:
         return options
-    share = engine_fraction(
+    fraction = engine_fraction(
         options.gpu_memory_utilization,
         gpu_bytes,
-        _beside_engine(config, memory),
+        _policy_bytes(config, memory),
         2 * memory.num_parameters,
         key="rollout.vllm.gpu_memory_utilization",
         apart="rollout.backend=torch, or cluster.placement=disaggregated cluster.start=ray",
     )
-    return replace(options, gpu_memory_utilization=share)
+    return replace(options, gpu_memory_utilization=fraction)

@@ -1,4 +1,4 @@
-"""Estimate the memory that an experiment needs, by role, before anything is loaded."""
+"""Estimate of an experiment's memory by role, before anything is loaded."""
 
 from __future__ import annotations
 
@@ -27,19 +27,13 @@ class MemoryEstimate:
     """Bytes on one rank without its passes (``rlinf.preflight.gpu_memory``).
 
     Attributes:
-        num_parameters: Parameters of the policy.
-        num_trainable: Parameters that the optimiser updates.
-        weights: The trainer's fraction of the weights; trained shards are float32.
-        masters: Float32 copies of trainable 16-bit weights, which the optimiser steps; shards need none.
-        gradients: Gradients of the trainable parameters, summed in float32.
-        optimizer: Two float32 AdamW moments of the trainable parameters.
-        rollout_weights: The full copy that acts: of a rollout worker, or of a rank whose weights are sharded.
-        reference_weights: The trained weights with which RL started, for the KL penalty.
+        weights: The trainer's part of the weights; trained shards are float32.
+        masters, gradients, optimizer: Float32 master copies (none for shards), gradients and AdamW moments of trainable weights.
+        rollout_weights: The full rollout copy of a rollout worker, or of a rank with sharded weights.
+        reference_weights: The trained weights at the start of RL, for the KL penalty.
         engine: With vLLM: an engine's weights, the shared memory that transfers them, and the key-value cache.
-        rollout_buffer: Observations, samples and per-action numbers of this rank's envs; of an actor on a frozen policy, the
-            replay buffer and demonstrations.
-        num_rollout_workers: Of this rank, each with a copy and an engine of its own; 0: the rank plays.
-        is_sharded: The weights are gathered layer by layer.
+        rollout_buffer: Observations and samples of this rank's envs, or the replay buffer and demonstrations of an actor.
+        num_rollout_workers: Of this rank, each with its own copy and engine; 0: the rank rolls out.
     """
 
     num_parameters: int
@@ -57,19 +51,21 @@ class MemoryEstimate:
 
     @property
     def trainer(self) -> int:
-        """Bytes of what trains."""
+        """Bytes of the trainer."""
         return self.weights + self.masters + self.gradients + self.optimizer + self.reference_weights
 
     @property
     def total(self) -> int:
-        """Bytes of one rank and of its rollout workers; without rollout workers, its two roles share a process."""
-        return (
-            self.trainer + max(1, self.num_rollout_workers) * (self.rollout_weights + self.engine) + self.rollout_buffer
-        )
+        """Bytes of one rank and of its rollout workers."""
+        per_worker = self.rollout_weights + self.engine
+        return self.trainer + max(1, self.num_rollout_workers) * per_worker + self.rollout_buffer
 
     def rows(self) -> list[tuple[str, str, str]]:
-        """Return ``(role, part, size)`` for a table; parts of size 0 are left out."""
+        """Return table rows ``(role, part, size)`` of all parts with a size."""
         worker = "worker" if self.num_rollout_workers else "rollout"
+        owner = (
+            f"one rank and its {self.num_rollout_workers} rollout workers" if self.num_rollout_workers else "one rank"
+        )
         count = f"{self.num_parameters:,} parameters, {self.num_trainable:,} trained"
         parts = [
             ("trainer", f"weights ({count})", self.weights),
@@ -80,24 +76,13 @@ class MemoryEstimate:
             (worker, "copy of the weights", self.rollout_weights),
             (worker, "vLLM engine", self.engine),
             ("rollout", "rollout buffer", self.rollout_buffer),
-            (
-                "sum",
-                f"one rank and its {self.num_rollout_workers} rollout workers"
-                if self.num_rollout_workers
-                else "one rank",
-                self.total,
-            ),
+            ("sum", owner, self.total),
         ]
         return [(role, part, format_bytes(size)) for role, part, size in parts if size]
 
 
 def estimate_memory(config: RunConfig, gpu_bytes: int | None = None, model: Any = None) -> MemoryEstimate:
-    """Estimate the bytes of each role, without allocating them; ``model.model_path`` must be null or a folder.
-
-    Args:
-        gpu_bytes: Memory of each rank's GPU, which need not be there; None: this machine is asked.
-        model: Result of ``policy_on_meta_device``; None: it is built.
-    """
+    """Estimate the bytes of each role for ranks with ``gpu_bytes`` (None: this machine's); ``model``: on the meta device."""
     model = policy_on_meta_device(config) if model is None else model
     parameters = [(p.numel(), p.numel() * p.element_size(), p.requires_grad) for p in model.parameters()]
     trainer, ranks = config.trainer, config.cluster.num_processes
@@ -105,29 +90,28 @@ def estimate_memory(config: RunConfig, gpu_bytes: int | None = None, model: Any 
     choice = sharding_choice(config, model, ranks, memory)
     state = StateBytes.of(model, (trainer.shard_size or ranks) if choice.sharded else None)
     all_bytes = sum(size for _, size, _ in parameters)
-    kept = state.gradients if choice.sharded else sum(size for _, size, trained in parameters if trained)
-    buffer = 0
+    reference = state.gradients if choice.sharded else sum(size for _, size, trained in parameters if trained)
+    num_parameters, buffer = sum(count for count, _, _ in parameters), 0
     if trainer.max_steps > 0:
-        # Where an actor follows cloning, the sum is an upper bound: the optimiser goes before the buffer comes.
+        # If an actor follows cloning, the sum is an upper bound: the optimiser is freed before the buffer is allocated.
         algorithm = ALGORITHMS.get(config.algorithm.name)
         buffer = algorithm.buffer_bytes(config, model, sample_bytes(config, model))
     if trains_actor(config) and config.sft.max_steps == 0:
-        # The policy is frozen, and an actor is small.
-        none = dict.fromkeys(
-            ("num_trainable", "masters", "gradients", "optimizer", "rollout_weights", "reference_weights", "engine"), 0
+        # The policy is frozen, and an actor is negligible.
+        zeros = ("num_trainable", "masters", "gradients", "optimizer", "rollout_weights", "reference_weights", "engine")
+        return MemoryEstimate(
+            num_parameters=num_parameters, weights=all_bytes, rollout_buffer=buffer, **dict.fromkeys(zeros, 0)
         )
-        number = sum(count for count, _, _ in parameters)
-        return MemoryEstimate(num_parameters=number, weights=all_bytes, rollout_buffer=buffer, **none)
     workers = Placement.of(config).num_rollout_workers
     return MemoryEstimate(
-        num_parameters=sum(count for count, _, _ in parameters),
+        num_parameters=num_parameters,
         num_trainable=sum(count for count, _, trained in parameters if trained),
         weights=state.weights,
         masters=state.masters,
         gradients=state.gradients,
         optimizer=state.moments,
         rollout_weights=all_bytes if choice.sharded or workers else 0,
-        reference_weights=kept if getattr(config.algorithm, "kl_coef", 0) > 0 else 0,
+        reference_weights=reference if getattr(config.algorithm, "kl_coef", 0) > 0 else 0,
         engine=engine_bytes(config, model, all_bytes, gpu_bytes) if config.trainer.max_steps > 0 else 0,
         rollout_buffer=buffer,
         num_rollout_workers=workers // ranks,
@@ -136,11 +120,7 @@ def estimate_memory(config: RunConfig, gpu_bytes: int | None = None, model: Any 
 
 
 def engine_bytes(config: RunConfig, model: Any, weights: int, gpu_bytes: int | None = None) -> int:
-    """Return the bytes of the vLLM engine of a rank or rollout worker and of the two buckets that bring its ``weights`` bytes; 0 without vLLM.
-
-    Its cache has the configured size, or on CPUs a computed one. Else it takes the fraction ``rollout.vllm.gpu_memory_utilization`` of a
-    GPU of ``gpu_bytes`` (None: the one that is there).
-    """
+    """Return the bytes of a vLLM engine with ``weights`` bytes and its two transfer buckets; 0 without vLLM."""
     if config.rollout.backend != "vllm":
         return 0
     from rlinf.rollout.vllm_policy import engine_arguments
@@ -156,16 +136,11 @@ def engine_bytes(config: RunConfig, model: Any, weights: int, gpu_bytes: int | N
 
 
 def store_bytes(config: RunConfig) -> int | None:
-    """Return the bytes of weights and rollouts that one machine may have in Ray's store of objects, in a run with rollout workers.
-
-    None: The size of the policy is not known before its files are on this machine.
-
-    Frozen weights are stored once. Trained weights are there in several versions: the last one, the one that is being stored, and one
-    for each rollout under way. There are as many whole rollouts.
-    """
+    """Return the bytes of weights and rollouts that a machine may hold in Ray's object store; None: the weights are not here yet."""
     if config.model.model_path is not None and not Path(config.model.model_path).is_dir():
         return None
     model, ahead, rollout = policy_on_meta_device(config), config.cluster.max_staleness, config.rollout
+    # Frozen weights are stored once; of trained ones the last version, the one being stored, and one per pending rollout.
     trained = {name for name, spec in manifest_of(model).items() if spec.trained}
     sizes = {name: tensor.numel() * tensor.element_size() for name, tensor in model.state_dict().items()}
     copies = sum(size * (2 + ahead if name in trained else 1) for name, size in sizes.items())
@@ -173,10 +148,7 @@ def store_bytes(config: RunConfig) -> int | None:
 
 
 def sample_bytes(config: RunConfig, model: Any) -> int:
-    """Return the bytes of one policy call in a ``RolloutBatch`` with the trainer's fields.
-
-    Samples are counted as int64; continuous policies keep float32, which takes half of that.
-    """
+    """Return the bytes of one policy call in a ``RolloutBatch`` with the trainer's fields; float32 samples count as int64."""
     env, chunk_len = config.env, model.action_chunks_len
     observation = ENVS.get(env.name).observation_bytes(env)
     logprobs = (3 if getattr(config.algorithm, "kl_coef", 0) > 0 else 2) * 4 * model.num_logprobs
@@ -186,7 +158,7 @@ def sample_bytes(config: RunConfig, model: Any) -> int:
 
 
 def policy_on_meta_device(config: RunConfig) -> Any:
-    """Build the policy on torch's meta device: all shapes and number formats, but no memory."""
+    """Build the policy on torch's meta device, which has shapes and dtypes but no memory."""
     model_config, overrides = replace(config.model, lora_path=None), {}
     if model_config.model_path is not None:
         name, sizes = _architecture(model_config)
@@ -210,7 +182,7 @@ def available_memory(num_ranks: int) -> int | None:
 
 
 def _architecture(model_config: ModelConfig) -> tuple[str, dict[str, Any]]:
-    """Return model type and configuration fields of a checkpoint, as for random weights."""
+    """Return model type and configuration fields of a folder or hub model, as for random weights."""
     from transformers import AutoConfig
 
     entry = entry_for(model_config).resolve()

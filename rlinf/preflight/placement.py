@@ -1,4 +1,4 @@
-"""Where trainer ranks and rollout workers are, as a pure function of the configuration and of what the machines have."""
+"""Placement of trainer ranks and rollout workers, a pure function of the configuration and the machines' resources."""
 
 from __future__ import annotations
 
@@ -16,34 +16,34 @@ from rlinf.preflight.reject import reject
 
 SPLIT = "cluster.placement=disaggregated"
 COLOCATED = "cluster.placement=colocated cluster.start=auto cluster.num_rollout_workers=null"
-"""The overrides of a run without rollout workers."""
+"""Overrides of a run without rollout workers."""
 
 BY_RAY = "cluster.start=ray"
 
 CPUS = 1
-"""That Ray counts for a rank or a rollout worker. Its threads and simulators share the cores of its machine with the others there."""
+"""CPUs that Ray reserves for a rank or a rollout worker; their threads and simulators share all cores of the machine."""
 
 
 def has_rollout_workers(config: RunConfig) -> bool:
-    """Return whether rollout workers of their own play the rollouts of a run."""
+    """Return whether separate rollout workers collect the rollouts of a run."""
     return config.cluster.placement == "disaggregated" and config.trainer.max_steps > 0
 
 
 def ranks_by_ray(config: RunConfig) -> bool:
-    """Return whether Ray starts the ranks of a run. A single rank is the process of the command."""
+    """Return whether Ray starts the ranks of a run; a single rank is the process of the command."""
     return config.cluster.start == "ray" and config.cluster.num_processes > 1
 
 
 @dataclass(frozen=True)
 class Node:
-    """What Ray may give away of one machine."""
+    """Resources of one machine that Ray may assign."""
 
     name: str
     cpus: float
     gpus: float
 
     def room(self, gpus: int) -> int:
-        """Return how many processes have room there that need a CPU and some GPUs each."""
+        """Return the number of processes with a CPU and some GPUs each that fit on the machine."""
         return int(min([self.cpus // CPUS, *([self.gpus // gpus] if gpus else [])]))
 
     def __str__(self) -> str:
@@ -52,7 +52,7 @@ class Node:
 
 @dataclass(frozen=True)
 class FreeCapacity:
-    """The room that a run with rollout workers needs in Ray's store of objects on each machine with rollout workers, for weights and rollouts."""
+    """Free capacity that Ray's object store needs on each machine with rollout workers, for weights and rollouts."""
 
     num_bytes: int
     fixes: str
@@ -61,18 +61,17 @@ class FreeCapacity:
 
 @dataclass(frozen=True)
 class Placement:
-    """Which rollout workers there are, whose they are, and what Ray reserves for each of them and for each rank that it starts.
+    """Rollout workers, their ranks, and the resources that Ray reserves for them and for the ranks that it starts.
 
-    Where there are fewer rollout workers than ranks, neighbouring ranks share one, which belongs to the first of them. Otherwise rollout workers and
-    env groups are divided alike: rollout worker ``p`` belongs to rank ``p * num_ranks // num_rollout_workers``, and plays the env groups
-    that a rank of ``num_rollout_workers`` would own, which are env groups of its rank.
+    With fewer rollout workers than ranks, neighbouring ranks share one, which belongs to the first of them. Otherwise rollout worker
+    ``p`` belongs to rank ``p * num_ranks // num_rollout_workers``, and runs env groups of that rank only.
 
     Attributes:
-        num_ranks, num_rollout_workers: Over all machines; 0 rollout workers: the ranks play.
-        num_env_groups: Over all ranks; 0: rollout workers own no env groups, and each takes the next one.
-        gpus_per_rollout_worker: As many as an engine is split over, else one; 0 on CPUs, where ranks have none either.
+        num_ranks, num_rollout_workers: Over all machines; 0 rollout workers: the ranks roll out.
+        num_env_groups: Over all ranks; 0: env groups are not assigned, and each rollout worker takes the next one.
+        gpus_per_rollout_worker: Tensor-parallel size of an engine, else 1; 0 on CPUs, where ranks have none either.
         by_ray: Ray starts the ranks.
-        ranks_compute: Else they only read and write, and leave all GPUs to the rollout workers.
+        ranks_compute: False: ranks only read and write, and leave all GPUs to the rollout workers.
     """
 
     num_ranks: int
@@ -84,22 +83,23 @@ class Placement:
 
     @classmethod
     def of(cls, config: RunConfig, nodes: Sequence[Node] | None = None) -> Placement:
-        """Return the placement of a run on ``nodes``, the machines of the cluster; None: they are not known yet."""
+        """Return the placement of a run on the machines ``nodes``; None: not known yet."""
         cluster, rollout, by_ray = config.cluster, config.rollout, ranks_by_ray(config)
         ranks, workers = cluster.num_processes, 0
         if has_rollout_workers(config):
             workers = ranks if cluster.num_rollout_workers is None else cluster.num_rollout_workers
         if workers % ranks:
             fix = f"cluster.num_rollout_workers={max(1, math.ceil(workers / ranks)) * ranks}"
-            required = f"a multiple of cluster.num_processes={ranks}, so many for each rank"
+            required = f"a multiple of cluster.num_processes={ranks}"
             reject(f"cluster.num_rollout_workers={workers}", required, fix)
         if workers and rollout.num_envs % (workers * rollout.group_size):
-            share = workers * rollout.group_size
-            fix = f"rollout.num_envs={max(1, round(rollout.num_envs / share)) * share}"
-            unit = f"cluster.num_rollout_workers={workers} x rollout.group_size={rollout.group_size}"
-            required = f"a multiple of {unit}, because one rollout worker plays a group"
+            unit = workers * rollout.group_size
+            fix = f"rollout.num_envs={max(1, round(rollout.num_envs / unit)) * unit}"
+            text = f"cluster.num_rollout_workers={workers} x rollout.group_size={rollout.group_size}"
+            required = f"a multiple of {text}, because a group stays on one rollout worker"
             reject(f"rollout.num_envs={rollout.num_envs}", required, fix)
-        if by_ray and nodes is not None:  # this machine may have no GPU
+        # Ask the cluster's machines for GPUs: the machine of the command may have none.
+        if by_ray and nodes is not None:
             on_gpu = cluster.device == "cuda" or (cluster.device == "auto" and any(node.gpus for node in nodes))
         else:
             on_gpu = resolve_device(cluster.device, 0 if by_ray else 1) == "cuda"
@@ -122,22 +122,22 @@ class Placement:
 
     @property
     def gpus_of_ranks(self) -> int:
-        """The first GPUs of this machine, which the ranks that Ray does not start have for themselves."""
+        """Number of this machine's first GPUs that ranks outside of Ray use exclusively."""
         return self.num_ranks if self.on_gpu and self.ranks_compute and not self.by_ray else 0
 
     @property
     def on_gpu(self) -> bool:
-        """Ranks and rollout workers have GPUs of their own."""
+        """Whether ranks and rollout workers have their own GPUs."""
         return self.gpus_per_rollout_worker > 0
 
     @property
     def bundle(self) -> dict[str, float]:
-        """What Ray reserves for each rollout worker."""
+        """Resources that Ray reserves for each rollout worker."""
         return {"CPU": CPUS} | ({"GPU": self.gpus_per_rollout_worker} if self.on_gpu else {})
 
     @property
     def rank_bundle(self) -> dict[str, float]:
-        """What Ray reserves for each rank that it starts."""
+        """Resources that Ray reserves for each rank that it starts."""
         return {"CPU": CPUS} | ({"GPU": 1} if self.on_gpu else {})
 
     @property
@@ -154,25 +154,19 @@ class Placement:
 
     @property
     def is_shared(self) -> bool:
-        """A rollout worker belongs to several ranks."""
+        """Whether several ranks share a rollout worker."""
         return 0 < self.num_rollout_workers < self.num_ranks
 
     def worker_threads(self, of_rank: int) -> int:
-        """Return the worker threads of a rollout worker: its part of those with which a rank would play, ``of_rank``.
-
-        So a rollout worker calls the policy with as many rows as the rank would, wherever rollout workers divide the threads.
-        """
+        """Return the worker threads of a rollout worker, its part of the threads ``of_rank``, so that policy calls keep their size."""
         return max(1, of_rank * self.num_ranks // self.num_rollout_workers)
 
     def torch_threads(self, of_rank: int | None, of_machine: int) -> int:
-        """Return the threads with which a rollout worker computes: its part of ``given_num_threads`` (``of_rank``).
-
-        None: its fraction of the cores of its machine (``of_machine``).
-        """
+        """Return the compute threads of a rollout worker: its part of a rank's configured threads, else of the machine's cores."""
         return max(1, of_machine if of_rank is None else of_rank * self.num_ranks // self.num_rollout_workers)
 
     def check_nodes(self, nodes: Sequence[Node], without_rollout_workers: str, on_cpu: str) -> None:
-        """Reject machines without room for all rollout workers; the last two are overrides that need no rollout workers, or no GPUs."""
+        """Reject machines without capacity for all rollout workers; the last two arguments are overrides for the message."""
         fitting = sum(node.room(self.gpus_per_rollout_worker) for node in nodes)
         if fitting >= self.num_rollout_workers:
             return
@@ -183,7 +177,7 @@ class Placement:
         while possible and self.num_env_groups % possible:
             possible -= self.num_ranks
         if not self.num_env_groups and not possible:  # ranks may share a rollout worker
-            possible = max((few for few in range(1, fitting + 1) if self.num_ranks % few == 0), default=0)
+            possible = max((count for count in range(1, fitting + 1) if self.num_ranks % count == 0), default=0)
         fix = f"cluster.num_rollout_workers={possible}" if possible else without_rollout_workers
         if self.on_gpu and not possible:
             fix += f", or {on_cpu}"
@@ -194,53 +188,49 @@ class Placement:
         )
 
     def check_nodes_of_ranks(self, nodes: Sequence[Node], without_ray: str, on_cpu: str) -> None:
-        """Reject machines without room for all ranks and rollout workers, which Ray starts; see ``check_nodes``."""
+        """Reject machines without capacity for all ranks and rollout workers that Ray starts; see ``check_nodes``."""
 
         def fit(num_ranks: int, num_rollout_workers: int) -> bool:
-            """Return whether there is room for ranks, which take the first places, and for rollout workers in the rest."""
-            room = 0
+            capacity = 0
+            # Ray places the ranks first, so rollout workers get what they leave.
             for node in nodes:
                 ranks = min(num_ranks, node.room(int(self.on_gpu)))
                 num_ranks -= ranks
                 rest = Node(node.name, node.cpus - ranks * CPUS, node.gpus - ranks * self.on_gpu)
-                room += rest.room(self.gpus_per_rollout_worker)
-            return num_ranks == 0 and room >= num_rollout_workers
+                capacity += rest.room(self.gpus_per_rollout_worker)
+            return num_ranks == 0 and capacity >= num_rollout_workers
 
         if fit(self.num_ranks, self.num_rollout_workers):
             return
         split = self.num_rollout_workers > 0
-        found, need = f"cluster.num_processes={self.num_ranks}", "a CPU and a GPU" if self.on_gpu else "a CPU"
-        who = "rank"
-        if split:
-            found, who = (
-                f"{found} cluster.num_rollout_workers={self.num_rollout_workers}",
-                "rank and each rollout worker",
-            )
+        actual, need = f"cluster.num_processes={self.num_ranks}", "a CPU and a GPU" if self.on_gpu else "a CPU"
+        actual += f" cluster.num_rollout_workers={self.num_rollout_workers}" if split else ""
+        who = "rank and each rollout worker" if split else "rank"
         fix = f"{without_ray}, or {on_cpu}" if self.on_gpu else without_ray
         for ranks in range(self.num_ranks, 1, -1):
             if self.num_env_groups % ranks == 0 and fit(ranks, ranks * split):
                 fix = f"cluster.num_processes={ranks}" + (f" cluster.num_rollout_workers={ranks}" if split else "")
                 break
-        reject(f"{found}, and of the Ray cluster {'; '.join(map(str, nodes))}", f"{need} for each {who}", fix)
+        reject(f"{actual}, and of the Ray cluster {'; '.join(map(str, nodes))}", f"{need} for each {who}", fix)
 
 
 def check_placement(config: RunConfig) -> None:
-    """Check what a placement needs that can be known before there is a cluster."""
+    """Check the requirements of a placement that are known before the cluster exists."""
     cluster, place, learns = config.cluster, launch_context(os.environ), config.trainer.max_steps > 0
     if place is not None and (cluster.start == "ray" or cluster.placement == "disaggregated"):
         what, who = (BY_RAY, "ranks") if cluster.placement == "colocated" else (SPLIT, "ranks and rollout workers")
-        found = f"{what} in a command that {place.launcher} has started {place.size} times"
+        actual = f"{what} in a command that {place.launcher} has started {place.size} times"
         fix = f"{BY_RAY} cluster.num_processes={place.size} and start it once"
-        reject(found, f"one command, whose {who} Ray starts", fix)
+        reject(actual, f"one command, whose {who} Ray starts", fix)
     if cluster.placement == "colocated":
         if cluster.start == "ray" and cluster.num_processes == 1:
-            found = f"{BY_RAY} with cluster.num_processes=1 and cluster.placement=colocated"
+            actual = f"{BY_RAY} with cluster.num_processes=1 and cluster.placement=colocated"
             required = "ranks or rollout workers for Ray to start" if learns else "ranks for Ray to start"
-            reject(found, required, f"cluster.start=auto, or {SPLIT}" if learns else "cluster.start=auto")
+            reject(actual, required, f"cluster.start=auto, or {SPLIT}" if learns else "cluster.start=auto")
         if cluster.num_rollout_workers is not None:
-            found = f"cluster.num_rollout_workers={cluster.num_rollout_workers} with cluster.placement=colocated"
+            actual = f"cluster.num_rollout_workers={cluster.num_rollout_workers} with cluster.placement=colocated"
             fix = "cluster.num_rollout_workers=null"
-            reject(found, "rollout workers of their own", f"{SPLIT} {BY_RAY}, or {fix}" if learns else fix)
+            reject(actual, "separate rollout workers", f"{SPLIT} {BY_RAY}, or {fix}" if learns else fix)
     else:
         _check_rollout_workers(config)
     if cluster.start == "ray":
@@ -251,37 +241,37 @@ def check_placement(config: RunConfig) -> None:
 
 
 def _check_rollout_workers(config: RunConfig) -> None:
-    """Reject settings that do not go with rollout workers."""
+    """Reject settings that are incompatible with rollout workers."""
     cluster, rollout = config.cluster, config.rollout
     if config.trainer.max_steps == 0:
-        reject(f"{SPLIT} without RL (`rlinf sft`, trainer.max_steps=0)", "rollouts to play", COLOCATED)
+        reject(f"{SPLIT} without RL (`rlinf sft`, trainer.max_steps=0)", "rollouts", COLOCATED)
     if cluster.start != "ray":
         reject(f"{SPLIT} with cluster.start={cluster.start}", "Ray, which places the rollout workers", BY_RAY)
     if rollout.worker_processes:
-        reject(f"rollout.worker_processes={rollout.worker_processes} with {SPLIT}", "rollout workers as the processes that play",
-               f"rollout.worker_processes=0 cluster.num_rollout_workers={rollout.worker_processes * cluster.num_processes}")  # fmt: skip
+        num_workers = rollout.worker_processes * cluster.num_processes
+        actual = f"rollout.worker_processes={rollout.worker_processes} with {SPLIT}"
+        fix = f"rollout.worker_processes=0 cluster.num_rollout_workers={num_workers}"
+        reject(actual, "rollout workers as rollout processes", fix)
 
 
 def check_evaluation_workers(config: RunConfig) -> None:
-    """Check what an evaluation by rollout workers needs that can be known before there is a cluster."""
+    """Check the requirements of an evaluation by rollout workers that are known before the cluster exists."""
     cluster = config.cluster
     if cluster.num_rollout_workers is None:
         if cluster.start == "ray":
-            found = f"{BY_RAY} cluster.num_rollout_workers=null in an evaluation"
-            reject(
-                found, "rollout workers that play the episodes", "cluster.num_rollout_workers=2 cluster.num_processes=1"
-            )
+            actual = f"{BY_RAY} cluster.num_rollout_workers=null in an evaluation"
+            reject(actual, "rollout workers", "cluster.num_rollout_workers=2 cluster.num_processes=1")
         return
     workers = f"cluster.num_rollout_workers={cluster.num_rollout_workers}"
     place = launch_context(os.environ)
     if place is not None:
-        found = f"{workers} in a command that {place.launcher} has started {place.size} times"
+        actual = f"{workers} in a command that {place.launcher} has started {place.size} times"
         fix = f"{BY_RAY} cluster.num_processes=1 and start it once"
-        reject(found, "one command, which only reads and writes", fix)
+        reject(actual, "one command, which only reads and writes", fix)
     if cluster.start != "ray":
         reject(f"{workers} with cluster.start={cluster.start}", "Ray, which places the rollout workers", BY_RAY)
     if cluster.num_processes != 1:
-        found = f"cluster.num_processes={cluster.num_processes} with {workers}"
-        reject(found, "one rank, because the rollout workers play all episodes", "cluster.num_processes=1")
+        actual = f"cluster.num_processes={cluster.num_processes} with {workers}"
+        reject(actual, "one rank, because the rollout workers run all episodes", "cluster.num_processes=1")
     import_ray(workers)
     check_address(workers)

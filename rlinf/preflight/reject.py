@@ -1,4 +1,4 @@
-"""The shape of every rejection: the value found, the requirement, the override that fixes it."""
+"""The form of every rejected setting: actual value, requirement, override that fixes it."""
 
 from __future__ import annotations
 
@@ -7,6 +7,6 @@ from typing import NoReturn
 from rlinf.errors import ConfigError
 
 
-def reject(found: str, required: str, fix: str) -> NoReturn:
-    """Raise a ``ConfigError``: the values that were found, why they do not work, and overrides that fix it."""
-    raise ConfigError(f"{found}; required: {required}. Set {fix}")
+def reject(actual: str, required: str, fix: str) -> NoReturn:
+    """Raise a ``ConfigError`` with the actual values, the requirement, and overrides that fix it."""
+    raise ConfigError(f"{actual}; required: {required}. Set {fix}")

@@ -1,4 +1,4 @@
-"""Checks of the checkpoint with which a run starts, and the settings that a resumed run changes."""
+"""Checks of the checkpoint of ``resume`` or ``init_from``, and the settings that a resumed run changes."""
 
 from __future__ import annotations
 
@@ -20,78 +20,73 @@ from rlinf.preflight.reject import reject
 
 KEYS_OF_OTHER_COMMANDS = {
     "checkpoint": "resume={0} to continue its run, or init_from={0} to start with its weights",
-    "dataset": "sft.dataset={0} to clone it",
+    "dataset": "sft.dataset={0} to train on it",
 }
-"""Keys that training does not read, and what to set instead."""
+"""Keys that training does not read, and their replacements."""
 
 LAUNCH_KEYS = ("output_dir", "resume", "init_from")
-"""Keys that say how and where a run was started. A resumed run has its own, so ``changes_since`` ignores them."""
+"""Keys of how and where a run was started; ``changes_since`` ignores them."""
 
 
 def check_unread_keys(config: RunConfig, command: str) -> None:
     """Check that no key is set that training does not read."""
-    for key, instead in KEYS_OF_OTHER_COMMANDS.items():
+    for key, fix in KEYS_OF_OTHER_COMMANDS.items():
         value = getattr(config, key)
         if value is not None:
-            raise ConfigError(f"{key}={value} is not read by `rlinf {command}`. Set {instead.format(value)}")
+            raise ConfigError(f"{key}={value} is not read by `rlinf {command}`. Set {fix.format(value)}")
 
 
 def check_start(config: RunConfig, command: str) -> None:
-    """Check that the checkpoint of ``resume`` or ``init_from`` can continue as configured.
-
-    Raise CheckpointError for another model type, an export, or other conditions (``ManifestMismatchError``); ConfigError for another
-    seed, fewer steps than were done, or a checkpoint that was set aside.
-    """
+    """Check that the checkpoint of ``resume`` or ``init_from`` fits the configuration, and was not set aside."""
     folder = resolve_checkpoint(config.resume or config.init_from)
     if config.resume is not None and SUPERSEDED.fullmatch(folder.parent.name):
         back = folder.parent.parent / folder.name
         place = f"{back} (replacing the one there)" if back.exists() else back
-        found = f"resume={config.resume} was set aside when its run continued from an earlier checkpoint"
+        actual = f"resume={config.resume} was set aside when its run continued from an earlier checkpoint"
         move = f"Move {folder} back to {place}, and set resume={back}"
-        raise ConfigError(f"{found}; required: one in {back.parent}. {move}")
+        raise ConfigError(f"{actual}; required: one in {back.parent}. {move}")
     state = read_loop_state(folder) if config.resume is not None else None
     saved = Manifest.load(folder)
     check_model_type(folder, saved, config)
     if state is None:
         return
-    begin_again = f"init_from={config.resume} resume=null output_dir=<a new folder>"
+    new_run = f"init_from={config.resume} resume=null output_dir=<a new folder>"
     seed = read_saved_config(folder).get("seed")
     if seed != config.seed:
-        found = f"seed={config.seed}, and {folder} was made with seed={seed}"
-        reject(found, "one seed in a run", f"seed={seed}, or for a new run {begin_again}")
+        actual = f"seed={config.seed}, and {folder} was written with seed={seed}"
+        reject(actual, "one seed in a run", f"seed={seed}, or for a new run {new_run}")
     _check_reward_scale(config, folder, state)
     preprocessing = {**saved.preprocessing, "cameras": list(config.env.cameras)}
     reject_mismatches(
         compare(saved, replace(saved, **conditions_of(config), preprocessing=preprocessing)),
         config.evaluation.allow_mismatch,
-        f"{folder} was made under conditions that differ from the present ones (a new run may start with its weights: {begin_again})",
+        f"{folder} was written under conditions that differ from the present ones (a new run may start with its weights: {new_run})",
     )
     if command == "sft" and state["phase"] == "rl":
         raise ConfigError(f"{folder} has finished cloning and is in RL. Run rlinf train resume={config.resume}")
     if command == "train" and state["step"] > config.trainer.max_steps:
-        found = f"trainer.max_steps={config.trainer.max_steps} for {folder}"
+        actual = f"trainer.max_steps={config.trainer.max_steps} for {folder}"
         required = f"at least the {state['step']} iterations that it has done"
-        reject(found, required, f"trainer.max_steps={state['step'] + 10}, or resume=<an earlier checkpoint>")
+        reject(actual, required, f"trainer.max_steps={state['step'] + 10}, or resume=<an earlier checkpoint>")
 
 
 def _check_reward_scale(config: RunConfig, folder: Path, state: Mapping[str, Any]) -> None:
-    """Check that the rewards keep the units in which the critic of a resumed run has learnt."""
+    """Check that a resumed run has the reward scale with which its critic was trained."""
     if state["phase"] != "rl" or state["step"] == 0:
         return
-    before, now = (
-        each.get("scale_rewards", False) for each in (read_saved_config(folder)["algorithm"], vars(config.algorithm))
-    )
+    before = read_saved_config(folder)["algorithm"].get("scale_rewards", False)
+    now = getattr(config.algorithm, "scale_rewards", False)
     if before != now:
-        found = f"algorithm.scale_rewards={override_text(now)}, and {folder} was made with {override_text(before)}"
-        reject(found, "one unit of rewards in a run", f"algorithm.scale_rewards={override_text(before)}")
+        actual = f"algorithm.scale_rewards={override_text(now)}, and {folder} was written with {override_text(before)}"
+        reject(actual, "one reward scale in a run", f"algorithm.scale_rewards={override_text(before)}")
 
 
 def check_model_type(folder: Path, saved: Manifest, config: RunConfig) -> None:
-    """Check that the checkpoint holds the configured model type."""
-    found = saved.model.get("model_type")
-    if found != config.model.model_type:
-        given = f"{folder} holds a '{found}' and model.model_type is '{config.model.model_type}'"
-        raise CheckpointError(f"{given}. Set model.model_type={found}, or name another checkpoint")
+    """Check that the checkpoint contains the configured model type."""
+    model_type = saved.model.get("model_type")
+    if model_type != config.model.model_type:
+        actual = f"{folder} contains a '{model_type}' and model.model_type is '{config.model.model_type}'"
+        raise CheckpointError(f"{actual}. Set model.model_type={model_type}, or name a different checkpoint")
 
 
 def changes_since(saved: Mapping[str, Any], config: RunConfig) -> list[str]:
@@ -105,14 +100,11 @@ def changes_since(saved: Mapping[str, Any], config: RunConfig) -> list[str]:
 
 
 def check_no_actor(config: RunConfig) -> None:
-    """Check that a policy with an actor is trained by what trains actors."""
+    """Check that a policy with an actor is trained by an off-policy algorithm."""
     trains_actors = ALGORITHMS.get(config.algorithm.name).freezes_policy
     if trains_actors and (config.resume is not None or config.sft.max_steps == 0):
         return
     folder = resolve_checkpoint(config.resume or config.init_from)
     if has_policy(folder) and has_actor(policy_folder(folder)):
-        reject(
-            f"{folder} holds an actor on a frozen policy",
-            "an off-policy algorithm, and no cloning",
-            "algorithm=sac sft.max_steps=0",
-        )
+        actual = f"{folder} contains an actor on a frozen policy"
+        reject(actual, "an off-policy algorithm, and no cloning", "algorithm=sac sft.max_steps=0")

@@ -1,8 +1,7 @@
 """All cross-checks of a configuration, before any process, model or simulator starts.
 
-``validate`` asks one section after the other. Each function of ``SECTIONS`` decides what the command needs of its section, and
-checks a feature only where it is on. This module checks processes, optimiser, rollout and cloning; ``compatibility``
-checks model, env and data; ``folders`` and ``saved`` check the disk.
+``validate`` runs the functions of ``SECTIONS``, each of which checks what the command uses of its section. This module checks
+processes, optimiser, rollout and cloning; ``compatibility`` model, env and data; ``folders`` and ``saved`` the disk.
 """
 
 from __future__ import annotations
@@ -53,11 +52,11 @@ from rlinf.tracking.config import check_wandb
 
 COMMANDS = ("train", "sft", "evaluate", "serve", "collect", "diagnose")
 WITH_RANKS = ("train", "sft", "evaluate")
-"""The commands that run on several ranks, and evaluate."""
+"""Commands that run on several ranks, and evaluate."""
 
 
 class Case:
-    """A configuration, and what its command does with it."""
+    """A configuration and its command."""
 
     def __init__(self, config: RunConfig, command: str) -> None:
         self.config, self.command = config, command
@@ -66,21 +65,17 @@ class Case:
 
     @property
     def has_policy(self) -> bool:
-        """Whether the command loads a policy; otherwise the scripted expert of the env acts."""
+        """Whether the command loads a policy; otherwise the env's scripted expert acts."""
         return self.command != "collect" or not expert_acts(self.config)
 
     @cached_property
     def policy(self) -> tuple[Any, Any] | None:
-        """The policy's class and its own configuration, once the folders are checked; None: not on this machine."""
+        """The policy's class and model configuration, after the folders are checked; None: not on this machine."""
         return declared_policy(self.config)
 
 
 def validate(config: RunConfig, command: str = "train") -> None:
-    """Check that the parts of a configuration which ``command`` uses fit each other and this machine.
-
-    Raise ConfigError for a contradiction or an unknown name, MissingDependencyError for a package that is not installed, and
-    CheckpointError for a folder that is not a checkpoint.
-    """
+    """Check the parts of a configuration that ``command`` uses; raise ConfigError, MissingDependencyError or CheckpointError."""
     if command not in COMMANDS:
         raise ValueError(f"command is {command!r}; required: one of {', '.join(COMMANDS)}")
     case = Case(config, command)
@@ -91,7 +86,7 @@ def validate(config: RunConfig, command: str = "train") -> None:
 
 def env_section(case: Case) -> None:
     check_names(case.config)
-    if case.config.rollout.num_chunks is None:  # of a configuration that `build_config` has not completed
+    if case.config.rollout.num_chunks is None:  # the configuration does not come from `build_config`
         fix = f"rollout.num_chunks={chunks_needed(case.config)}"
         reject("rollout.num_chunks=null", "the policy calls of each env in an iteration", fix)
     if case.command == "collect":
@@ -183,7 +178,7 @@ SECTIONS = (
     model_section, cluster_section, sources_section, policy_section, evaluation_section, trainer_section, rollout_workers_section,
     learning_section, output_section,
 )  # fmt: skip
-"""The sections of a command with a policy. Folders come before the policy, which is read from them."""
+"""Checks of a command with a policy; folders come before the policy, which is read from them."""
 
 
 def check_names(config: RunConfig) -> None:
@@ -192,33 +187,33 @@ def check_names(config: RunConfig) -> None:
         chosen = getattr(config, section)
         expected = section_class(section, chosen.name)
         if not isinstance(chosen, expected):
-            found = f"{section}.name={chosen.name} with the settings of a {type(chosen).__name__}"
-            reject(found, f"a {expected.__name__}", f"the group instead of the name: {section}={chosen.name}")
+            actual = f"{section}.name={chosen.name} with the settings of a {type(chosen).__name__}"
+            reject(actual, f"a {expected.__name__}", f"{section}={chosen.name} instead of the name")
     ENVS.get(config.env.name).check_names(config.env)
 
 
 def check_env_nodes(config: RunConfig) -> None:
-    """Check that simulators on other machines can be reached, and that their own deadlines come first."""
+    """Check that env workers can be reached, and that their simulators have shorter deadlines."""
     cluster, env, workers = config.cluster, config.env, config.rollout.worker_processes
-    found = f"cluster.num_env_workers={cluster.num_env_workers}"
+    actual = f"cluster.num_env_workers={cluster.num_env_workers}"
     if workers:
-        required = "one of them 0, because the threads of a rank wait for simulators elsewhere at no cost"
-        reject(f"{found} with rollout.worker_processes={workers}", required, "rollout.worker_processes=0")
+        required = "one of them 0, because a rank's threads wait for remote simulators at no cost"
+        reject(f"{actual} with rollout.worker_processes={workers}", required, "rollout.worker_processes=0")
     if isinstance(env, ProcessEnvConfig) and env.num_processes != 0:
         longest = max(env.step_timeout_s, env.reset_timeout_s)
         if cluster.env_worker_timeout_s <= longest:
             reject(
                 f"cluster.env_worker_timeout_s={cluster.env_worker_timeout_s:g} with a simulator that may take {longest:g} s "
                 "(env.step_timeout_s, env.reset_timeout_s)",
-                "more, so that a slow simulator does not cost the rows of its whole actor",
+                "more, so that a slow simulator does not cost all envs of its worker",
                 f"cluster.env_worker_timeout_s={2 * longest:g}",
             )
-    import_ray(found)
-    check_address(found)
+    import_ray(actual)
+    check_address(actual)
 
 
 def check_devices(config: RunConfig, command: str) -> None:
-    """Check that there are devices for the ranks of the command, and that a launcher has started as many."""
+    """Check that there are devices for the command's ranks, and that a launcher has started the same number."""
     cluster, has_ranks = config.cluster, command in WITH_RANKS
     place = launch_context(os.environ)
     if place is not None and not is_connected():
@@ -227,71 +222,72 @@ def check_devices(config: RunConfig, command: str) -> None:
             f"instead: torchrun ... -m rlinf {command} <overrides>, or start the program once"
         )
     if place is not None and cluster.num_processes != place.size:
-        found = (
-            f"cluster.num_processes={cluster.num_processes}, and {place.launcher} has started {place.size} processes"
-        )
-        reject(found, "the same number", "cluster.num_processes=null, which takes all of them")
+        actual = f"cluster.num_processes={cluster.num_processes}, and {place.launcher} started {place.size} processes"
+        reject(actual, "the same number", "cluster.num_processes=null to use all of them")
     num_processes = cluster.num_processes if has_ranks and place is None else 1
-    # The machines of a Ray cluster are asked, when there is one.
+    # GPUs of a Ray cluster are unknown here: its machines are checked when the cluster exists.
     if cluster.device == "cuda" and not (command in ("train", "sft") and ranks_by_ray(config)):
         count = torch.cuda.device_count() if torch.cuda.is_available() else 0
         if count < num_processes:
-            found = f"cluster.device=cuda for {num_processes} processes (cluster.num_processes), and torch sees {count}"
-            reject(found, "a GPU for each", f"cluster.num_processes={count}" if count else "cluster.device=cpu")
+            actual = (
+                f"cluster.device=cuda for {num_processes} processes (cluster.num_processes), and torch sees {count}"
+            )
+            reject(actual, "a GPU for each", f"cluster.num_processes={count}" if count else "cluster.device=cpu")
 
 
 def check_sharding(config: RunConfig) -> None:
-    """Check that the ranks can hold the policy as ``trainer.sharding`` asks; a policy to shard must declare its blocks."""
+    """Check the settings of sharding; a policy to shard must declare its layers."""
     trainer, ranks = config.trainer, config.cluster.num_processes
     if trainer.shard_size is not None and ranks % trainer.shard_size:
-        found = f"trainer.shard_size={trainer.shard_size} with cluster.num_processes={ranks}"
-        reject(found, "a divisor of the ranks", "trainer.shard_size=null")
+        actual = f"trainer.shard_size={trainer.shard_size} with cluster.num_processes={ranks}"
+        reject(actual, "a divisor of the ranks", "trainer.shard_size=null")
     if trainer.sharding == "replicate" and (trainer.cpu_offload or trainer.shard_size is not None):
-        found = f"trainer.cpu_offload={trainer.cpu_offload}, trainer.shard_size={trainer.shard_size}"
-        reject(f"trainer.sharding=replicate with {found}".lower(), "shards", "trainer.sharding=fsdp2")
+        actual = f"trainer.cpu_offload={trainer.cpu_offload}, trainer.shard_size={trainer.shard_size}"
+        reject(f"trainer.sharding=replicate with {actual}".lower(), "shards", "trainer.sharding=fsdp2")
     if trainer.sharding == "fsdp2" or trainer.cpu_offload:
         with fixed_by_settings("trainer"):
             check_can_shard(policy_on_meta_device(config))
 
 
 def check_phases(config: RunConfig, command: str) -> None:
-    """Check that there is something to do."""
+    """Check that there are steps of cloning or RL."""
     cloning = config.sft.max_steps > 0
     if command == "sft" and not cloning:
         raise ConfigError("`rlinf sft` with sft.max_steps=0 has nothing to do. Set sft.max_steps=700")
     if not cloning and config.trainer.max_steps == 0:
         raise ConfigError("trainer.max_steps=0 and sft.max_steps=0: nothing to train. Set trainer.max_steps=100")
     if config.sft.dataset is not None and not cloning:
-        found = f"sft.dataset={config.sft.dataset} with sft.max_steps=0"
-        reject(found, "steps in which to clone it", "sft.max_steps=500, or sft.dataset=null")
+        actual = f"sft.dataset={config.sft.dataset} with sft.max_steps=0"
+        reject(actual, "cloning steps", "sft.max_steps=500, or sft.dataset=null")
 
 
 def check_collapse(config: RunConfig) -> None:
-    """Check that a run that watches for a collapse is evaluated, and that a run that rolls back can do so."""
+    """Check that a run with ``trainer.on_collapse`` is evaluated, and can roll back if it is to."""
     mode = f"trainer.on_collapse={config.trainer.on_collapse}"
     if config.trainer.on_collapse == "continue" or config.trainer.max_steps == 0:
         return
     if not config.trainer.eval_every:
         every = max(1, config.trainer.max_steps // 10)
-        reject(f"{mode} with trainer.eval_every=0", "evaluations, which show a collapse", f"trainer.eval_every={every}")
+        reject(f"{mode} with trainer.eval_every=0", "evaluations to detect it", f"trainer.eval_every={every}")
     if config.trainer.on_collapse == "stop":
         return
     if trains_actor(config):
-        found = f"{mode} with algorithm.name={config.algorithm.name}"
-        reject(found, "an algorithm whose rate trainer.learning_rate is", "trainer.on_collapse=stop")
-    elsewhere = {
+        actual = f"{mode} with algorithm.name={config.algorithm.name}"
+        reject(actual, "an algorithm that uses trainer.learning_rate", "trainer.on_collapse=stop")
+    # A rollback rebuilds the run in this process, which engines, workers and Ray's ranks would outlive.
+    unsupported = {
         f"rollout.backend={config.rollout.backend}": config.rollout.backend != "torch",
         f"cluster.placement={config.cluster.placement}": config.cluster.placement != "colocated",
         f"cluster.start={config.cluster.start}": ranks_by_ray(config),
         f"cluster.num_env_workers={config.cluster.num_env_workers}": config.cluster.num_env_workers > 0,
     }
-    for found, is_so in elsewhere.items():
-        if is_so:
-            reject(f"{mode} with {found}", "ranks that are started here and play", "trainer.on_collapse=stop")
+    for actual, is_set in unsupported.items():
+        if is_set:
+            reject(f"{mode} with {actual}", "local ranks that also roll out", "trainer.on_collapse=stop")
 
 
 def check_policy_gradient(config: RunConfig, policy: tuple[Any, Any] | None) -> None:
-    """Check what an algorithm that learns from rollouts requires of them and of the model."""
+    """Check the requirements of an on-policy algorithm for rollouts and model."""
     check_batches(config)
     check_algorithm(config)
     check_rollout(config, policy)
@@ -301,12 +297,9 @@ def check_batches(config: RunConfig) -> None:
     """Check that envs, samples, minibatches and micro-batches divide evenly."""
     rollout, ranks, minibatch = config.rollout, config.cluster.num_processes, config.trainer.minibatch_size
     if rollout.num_envs // ranks < (rollout.pipeline_stages or 1):
-        found = f"{rollout.num_envs // ranks} env per rank (rollout.num_envs={rollout.num_envs} over {ranks} ranks)"
-        reject(
-            found,
-            f"at least one for each of rollout.pipeline_stages={rollout.pipeline_stages}",
-            "rollout.pipeline_stages=1",
-        )
+        actual = f"{rollout.num_envs // ranks} env per rank (rollout.num_envs={rollout.num_envs} over {ranks} ranks)"
+        required = f"at least one for each of rollout.pipeline_stages={rollout.pipeline_stages}"
+        reject(actual, required, "rollout.pipeline_stages=1")
     check_rollout_processes(config)
     check_continued(config)
     check_staleness(config)
@@ -326,85 +319,80 @@ def check_batches(config: RunConfig) -> None:
 
 
 def check_env_groups(config: RunConfig) -> None:
-    """Check that every rank plays equally many whole groups of envs."""
+    """Check that every rank has the same number of complete env groups."""
     rollout, ranks = config.rollout, config.cluster.num_processes
     if rollout.num_envs % (ranks * rollout.group_size):
-        share = f"cluster.num_processes={ranks} x rollout.group_size={rollout.group_size}"
+        unit = f"cluster.num_processes={ranks} x rollout.group_size={rollout.group_size}"
         fix = f"rollout.num_envs={nearest_multiple(rollout.num_envs, ranks * rollout.group_size)}"
-        reject(f"rollout.num_envs={rollout.num_envs}", f"a multiple of {share}, because a group stays on one rank", fix)
+        reject(f"rollout.num_envs={rollout.num_envs}", f"a multiple of {unit}, because a group stays on one rank", fix)
 
 
 def check_continued(config: RunConfig) -> None:
-    """Check that the simulators keep the episodes that continue in the next iteration."""
+    """Check that simulators retain episodes that continue in the next iteration."""
     rollout, cluster = config.rollout, config.cluster
-    for key, value, wanted, required in (
-        ("rollout.auto_reset", rollout.auto_reset, True, "envs that start the next episode by themselves"),
-        ("rollout.offload_envs", rollout.offload_envs, False, "simulators that stay"),
+    for key, value, required, reason in (
+        ("rollout.auto_reset", rollout.auto_reset, True, "envs that reset automatically"),
+        ("rollout.offload_envs", rollout.offload_envs, False, "simulators that stay in memory"),
         ("cluster.placement", cluster.placement, "colocated", "rollout workers that are not replaced"),
     ):
-        if rollout.continue_episodes and value != wanted:
-            found = f"rollout.continue_episodes=true with {key}={override_text(value)}"
-            reject(found, required, f"rollout.continue_episodes=false, or {key}={override_text(wanted)}")
+        if rollout.continue_episodes and value != required:
+            actual = f"rollout.continue_episodes=true with {key}={override_text(value)}"
+            reject(actual, reason, f"rollout.continue_episodes=false, or {key}={override_text(required)}")
 
 
 def check_rollout_processes(config: RunConfig) -> None:
-    """Check that rollouts can be played in the processes that were asked for."""
+    """Check the requirements of ``rollout.worker_processes``."""
     rollout, env, count = config.rollout, config.env, config.rollout.worker_processes
     if not count:
         return
-    found = f"rollout.worker_processes={count}"
+    actual = f"rollout.worker_processes={count}"
     if rollout.pipeline_stages is not None:
-        reject(
-            f"{found} with rollout.pipeline_stages={rollout.pipeline_stages}",
-            "one of them",
-            "rollout.pipeline_stages=null",
-        )
+        actual = f"{actual} with rollout.pipeline_stages={rollout.pipeline_stages}"
+        reject(actual, "one of them", "rollout.pipeline_stages=null")
     if rollout.backend != "torch" or resolve_device(config.cluster.device, 1) != "cpu":
-        reject(f"{found} with a policy on a GPU or in an engine", "a policy on the CPU", "rollout.worker_processes=0")
+        reject(f"{actual} with a policy on a GPU or in an engine", "a policy on the CPU", "rollout.worker_processes=0")
     if ENVS.get(env.name).on_gpu or (isinstance(env, ProcessEnvConfig) and env.num_processes != 0):
-        kind = "simulates on the GPU" if ENVS.get(env.name).on_gpu else "has processes of its own (env.num_processes)"
-        found += f" with env.name={env.name}, which {kind}"
-        reject(found, "an env in the process that plays", "rollout.worker_processes=0")
-    blocks = rollout.num_envs // (config.cluster.num_processes * rollout.group_size)
-    if blocks % count:
+        kind = "simulates on the GPU" if ENVS.get(env.name).on_gpu else "has its own processes (env.num_processes)"
+        actual += f" with env.name={env.name}, which {kind}"
+        reject(actual, "an env in the rollout process", "rollout.worker_processes=0")
+    num_groups = rollout.num_envs // (config.cluster.num_processes * rollout.group_size)
+    if num_groups % count:
         what = "envs" if rollout.group_size == 1 else "groups"
-        fix = f"rollout.worker_processes={nearest_divisor(blocks, count, 1)}"
-        reject(f"{found} for {blocks} {what} per rank", f"one of {divisors_text(blocks, count, 1)}", fix)
+        fix = f"rollout.worker_processes={nearest_divisor(num_groups, count, 1)}"
+        reject(f"{actual} for {num_groups} {what} per rank", f"one of {divisors_text(num_groups, count, 1)}", fix)
 
 
 def check_staleness(config: RunConfig) -> None:
-    """Check that rollouts can be played ahead of training, and that the loss corrects for older weights."""
+    """Check that rollouts can run ahead of training, and that the loss corrects for older weights."""
     ahead = config.cluster.max_staleness
     if not ahead:
         return
-    found = f"cluster.max_staleness={ahead}"
+    actual = f"cluster.max_staleness={ahead}"
     if config.cluster.placement == "colocated" and not config.rollout.worker_processes:
         reject(
-            f"{found} with rollouts that the ranks play",
-            "processes or rollout workers that play while ranks train",
+            f"{actual} with rollouts in the training ranks",
+            "processes or rollout workers that roll out while ranks train",
             "rollout.worker_processes=1, or cluster.placement=disaggregated cluster.start=ray, or cluster.max_staleness=0",
         )
     if config.algorithm.tis_cap is None:
         reject(
-            f"{found} with algorithm.tis_cap=null",
-            "a cap: losses are weighed by min(trainer / rollout probability, cap), because older weights have played",
+            f"{actual} with algorithm.tis_cap=null",
+            "a cap: losses are weighted by min(trainer / rollout probability, cap), because older weights have rolled out",
             "algorithm.tis_cap=2.0",
         )
 
 
 def check_rollout_memory(config: RunConfig) -> None:
-    """Check that the observations of a rollout fit into the machine's memory. Each rank holds its own envs' observations.
-
-    A process that plays holds a copy, and hands it over in shared memory, which holds one more for each rollout that waits there.
-    """
+    """Check that the observations of a rollout fit into the machine's memory."""
     rollout, env, ranks = config.rollout, config.env, config.cluster.num_processes
-    row = ENVS.get(env.name).observation_bytes(env)
+    observation = ENVS.get(env.name).observation_bytes(env)
     ranks_here = min(ranks, int(os.environ.get("LOCAL_WORLD_SIZE", ranks)))
+    # A rollout process has a copy and passes it on in shared memory, where finished rollouts also wait.
     waiting = max(0, config.cluster.max_staleness - 1)
     copies = 3 + waiting if rollout.worker_processes else 1
-    size = f"{row} bytes"
+    size = f"{observation} bytes"
     size += f" x {copies} copies (rollout.worker_processes={rollout.worker_processes})" if copies > 1 else ""
-    per_env = copies * rollout.num_chunks * row
+    per_env = copies * rollout.num_chunks * observation
     num_envs, available = rollout.num_envs * ranks_here // ranks, main_memory_bytes()
     if num_envs * per_env > available:
         step = ranks_here * rollout.group_size
@@ -418,7 +406,7 @@ def check_rollout_memory(config: RunConfig) -> None:
 
 
 def check_micro_batch(config: RunConfig, batch: int, key: str) -> None:
-    """Check that the rows of a rank divide into micro-batches, or fit into one."""
+    """Check that a rank's batch divides into micro-batches, or fits into one."""
     ranks, micro = config.cluster.num_processes, config.model.micro_batch_size
     rows = batch // ranks
     if rows > micro and rows % micro:
@@ -430,63 +418,60 @@ def check_micro_batch(config: RunConfig, batch: int, key: str) -> None:
 
 
 def check_algorithm(config: RunConfig) -> None:
-    """Check what the algorithm requires of model and rollout."""
+    """Check the algorithm's requirements for model and rollout."""
     algorithm, rollout = config.algorithm, config.rollout
     algorithm_class, name = ALGORITHMS.get(algorithm.name), f"algorithm.name={algorithm.name}"
     if getattr(algorithm_class, "needs_values", False) and not config.model.value_head:
         fix = "model.value_head=true, or algorithm=grpo rollout=groups"
         reject(f"{name} with model.value_head=false", "a value head", fix)
     if algorithm.advantage_level == "action" and algorithm.logprob_level == "chunk":
-        found = "algorithm.advantage_level=action with algorithm.logprob_level=chunk"
-        reject(found, "a ratio for each action that has an advantage", "algorithm.logprob_level=action")
+        actual = "algorithm.advantage_level=action with algorithm.logprob_level=chunk"
+        reject(actual, "a probability ratio per action", "algorithm.logprob_level=action")
     if algorithm.advantage_level == "action" and algorithm_class.needs_groups:
-        found = f"algorithm.advantage_level=action with {name}, which has one advantage per episode"
-        reject(found, "an advantage per policy call", "algorithm.advantage_level=chunk, or algorithm=ppo")
+        actual = f"algorithm.advantage_level=action with {name}, which has one advantage per episode"
+        reject(actual, "an advantage per policy call", "algorithm.advantage_level=chunk, or algorithm=ppo")
     if algorithm_class.needs_groups:
         fixes = ["rollout.group_size=8"] if rollout.group_size < 2 else []
         fixes += ["rollout.auto_reset=false"] if rollout.auto_reset else []
         if fixes:
-            found = f"{name} with rollout.group_size={rollout.group_size}"
-            found += f" and rollout.auto_reset={override_text(rollout.auto_reset)}"
+            actual = f"{name} with rollout.group_size={rollout.group_size}"
+            actual += f" and rollout.auto_reset={override_text(rollout.auto_reset)}"
             required = "groups of episodes, one per env and iteration (the group rollout=groups sets both)"
-            reject(found, required, " ".join(fixes))
+            reject(actual, required, " ".join(fixes))
     elif algorithm_class.needs_full_episodes and rollout.auto_reset:
-        required = "whole episodes, one per env and iteration (the group rollout=episodes sets this)"
+        required = "complete episodes, one per env and iteration (the group rollout=episodes sets this)"
         reject(f"{name} with rollout.auto_reset=true", required, "rollout.auto_reset=false")
 
 
 def check_whole_episodes(config: RunConfig) -> None:
-    """Check that the first episode of each env ends within an iteration; otherwise only its success would count."""
+    """Check that the first episode of each env ends within an iteration; otherwise only its success would be counted."""
     rollout, chunk_len = config.rollout, config.model.action_chunks_len
     longest = ENVS.get(config.env.name).longest_horizon(config.env)
     covered = rollout.num_chunks * chunk_len
     if covered < longest:
         reject(
             f"{covered} env steps per iteration (rollout.num_chunks={rollout.num_chunks} x model.action_chunks_len={chunk_len})",
-            f"the longest episode's {longest} steps, because each iteration starts with fresh episodes",
+            f"the longest episode's {longest} steps, because each iteration starts new episodes",
             f"rollout.num_chunks={chunks_needed(config)}",
         )
 
 
 def check_sft(config: RunConfig, policy: tuple[Any, Any] | None) -> None:
-    """Check that the policy can be cloned, and the batch size and the demonstrations of behaviour cloning."""
+    """Check policy, batch size and demonstrations of behaviour cloning."""
     policy_class = entry_for(config.model).resolve().model if policy is None else policy[0]
     if not policy_class.implements("sft_loss"):
-        found = f"sft.max_steps={config.sft.max_steps}, but {policy_class.__name__} does not implement sft_loss"
-        reject(found, "a policy with that method, for behaviour cloning", "sft.max_steps=0")
+        actual = f"sft.max_steps={config.sft.max_steps}, but {policy_class.__name__} does not implement sft_loss"
+        reject(actual, "a policy with that method, for behaviour cloning", "sft.max_steps=0")
     if config.sft.advantage_top_fraction is not None:
-        found, fix = (
-            f"sft.advantage_top_fraction={config.sft.advantage_top_fraction}",
-            "sft.advantage_top_fraction=null",
-        )
+        actual = f"sft.advantage_top_fraction={config.sft.advantage_top_fraction}"
+        fix = "sft.advantage_top_fraction=null"
         if not policy_class.implements("_propose"):
-            found = f"{found}, but {policy_class.__name__} does not implement _propose"
-            reject(found, "a policy with that method, whose features the value model reads", fix)
+            actual = f"{actual}, but {policy_class.__name__} does not implement _propose"
+            reject(actual, "a policy with that method, which gives the value model its features", fix)
         if has_rollout_workers(config):
-            found = f"{found} with cluster.placement={config.cluster.placement}"
-            reject(
-                found, "ranks that play, whose policy the value model reads", f"cluster.placement=colocated, or {fix}"
-            )
+            actual = f"{actual} with cluster.placement={config.cluster.placement}"
+            required = "ranks with a rollout policy, which gives the value model its features"
+            reject(actual, required, f"cluster.placement=colocated, or {fix}")
     if policy is not None:
         policy_class.check_sft(policy[1])
     check_moments(config, policy, f"sft.max_steps={config.sft.max_steps}", "sft.max_steps=0")
@@ -495,13 +480,13 @@ def check_sft(config: RunConfig, policy: tuple[Any, Any] | None) -> None:
         fix = f"sft.batch_size={nearest_multiple(sft.batch_size, ranks)}"
         reject(f"sft.batch_size={sft.batch_size}", f"a multiple of cluster.num_processes={ranks}", fix)
     check_micro_batch(config, sft.batch_size, "sft.batch_size")
-    seen = None if policy is None else getattr(policy[1], "crop_area", None)
-    own = "init_config" if config.model.model_path is None else "override_config"
-    if seen is not None and sft.augment.crop_area < 1.0 and sft.augment.crop_area != seen:
+    crop_area = None if policy is None else getattr(policy[1], "crop_area", None)
+    section = "init_config" if config.model.model_path is None else "override_config"
+    if crop_area is not None and sft.augment.crop_area < 1.0 and sft.augment.crop_area != crop_area:
         reject(
-            f"sft.augment.crop_area={sft.augment.crop_area:g} for a policy that sees {seen:g} of each image's area in an evaluation",
+            f"sft.augment.crop_area={sft.augment.crop_area:g} for a policy that crops images to {crop_area:g} of their area in evaluations",
             "the same area, or no crop",
-            f"model.{own}.center_crop=true sft.augment.crop_area=0.9, or sft.augment.crop_area=1",
+            f"model.{section}.center_crop=true sft.augment.crop_area=0.9, or sft.augment.crop_area=1",
         )
     if sft.dataset is None:
         check_demonstrator(config)
@@ -509,15 +494,15 @@ def check_sft(config: RunConfig, policy: tuple[Any, Any] | None) -> None:
 
 
 def check_no_comparison(config: RunConfig, command: str) -> None:
-    """Check that only ``rlinf evaluate`` compares; a run's evaluations can be compared after it."""
+    """Reject keys of comparisons, which only ``rlinf evaluate`` makes."""
     compare = config.evaluation.compare
     if compare is not None:
-        later = f"evaluation.compare=null, and later run rlinf evaluate --compare {compare} <run folder>/eval/<tag>"
-        reject(f"evaluation.compare={compare} with `rlinf {command}`", "`rlinf evaluate`", later)
+        fix = f"evaluation.compare=null, and later run rlinf evaluate --compare {compare} <run folder>/eval/<tag>"
+        reject(f"evaluation.compare={compare} with `rlinf {command}`", "`rlinf evaluate`", fix)
     stop_when = config.evaluation.stop_when
     if stop_when is not None:
-        found = f"evaluation.stop_when={stop_when} with `rlinf {command}`, whose evaluations all play the same list"
-        reject(found, "`rlinf evaluate`", "evaluation.stop_when=null")
+        actual = f"evaluation.stop_when={stop_when} with `rlinf {command}`, whose evaluations all run the same list"
+        reject(actual, "`rlinf evaluate`", "evaluation.stop_when=null")
 
 
 def nearest_multiple(number: int, of: int) -> int:
@@ -525,15 +510,15 @@ def nearest_multiple(number: int, of: int) -> int:
     return max(1, round(number / of)) * of
 
 
-def nearest_divisor(number: int, wanted: int, multiple_of: int) -> int:
-    """Return the divisor of ``number`` that is a multiple of ``multiple_of`` and closest to ``wanted``."""
-    return min(_divisors(number, multiple_of), key=lambda divisor: (abs(divisor - wanted), divisor))
+def nearest_divisor(number: int, target: int, multiple_of: int) -> int:
+    """Return the divisor of ``number`` that is a multiple of ``multiple_of`` and closest to ``target``."""
+    return min(_divisors(number, multiple_of), key=lambda divisor: (abs(divisor - target), divisor))
 
 
-def divisors_text(number: int, wanted: int, multiple_of: int) -> str:
-    """List the divisors of ``number`` that are multiples of ``multiple_of``, the six around ``wanted`` if there are many."""
+def divisors_text(number: int, target: int, multiple_of: int) -> str:
+    """List up to six divisors of ``number`` around ``target`` that are multiples of ``multiple_of``."""
     divisors = _divisors(number, multiple_of)
-    start = min(max(0, bisect(divisors, wanted) - 3), max(0, len(divisors) - 6))
+    start = min(max(0, bisect(divisors, target) - 3), max(0, len(divisors) - 6))
     return ", ".join(map(str, divisors[start : start + 6]))
 
 
@@ -542,7 +527,7 @@ def _divisors(number: int, multiple_of: int) -> list[int]:
 
 
 def check_profile(config: RunConfig) -> None:
-    """Check that the profiled steps are steps of the run."""
+    """Check that the profiled steps exist."""
     steps, trainer = config.trainer.profile_steps, config.trainer
     if steps is None:
         return

@@ -1,4 +1,4 @@
-"""The parts of a run, made from its configuration."""
+"""Build the components of a run from its configuration."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from rlinf.models.embodiment.hf_vla.processing import load_vlm_processor
 from rlinf.models.end_tokens import end_tokens
 from rlinf.models.hf_model import load_config
 from rlinf.models.loading import num_positions
-from rlinf.recipes.completions import Answers, Completer, Generator
+from rlinf.recipes.completions import Completer, CompletionValidation, Generator
 from rlinf.recipes.config import RecipeConfig
 from rlinf.recipes.datasets import PackedRows, Rows, StreamedRows
 from rlinf.recipes.dpo import DPOTrainer
@@ -41,22 +41,21 @@ from rlinf.seeding import derive_seed
 logger = logging.getLogger("rlinf")
 
 TEST_FRACTION = 0.1
-"""Fraction of the rows that are kept for validation, if nothing else is said."""
+"""Default fraction of the rows held out for validation."""
 LOSS_LEVELS = {"token-mean": "token", "seq-mean-token-mean": "sequence", "seq-mean-token-sum": "sequence_sum"}
-"""``loss_type`` as ``GRPOLossFn`` names it."""
+"""Names of ``loss_type`` in ``GRPOLossFn``."""
 
 
 @dataclass
 class RecipeData:
-    """What a dataset script gives.
+    """Data and rewards of a dataset script.
 
     Attributes:
-        dataset: Rows to train on: a list, ``datasets.Dataset`` or ``datasets.IterableDataset``.
-        packer: Turns them into tokens.
-        reward_fns: Rewards of GRPO; None: the configuration names them.
-        val_dataset: Rows of the validation; None: the first ones of ``dataset`` (``test_size``).
-        val_packer: Turns them into tokens; None: ``packer``.
-        places: Where rollout workers of the run may be; None: the ranks generate.
+        dataset: Training rows: a list, ``datasets.Dataset`` or ``datasets.IterableDataset``.
+        reward_fns: Rewards of GRPO; None: those of the configuration.
+        val_dataset: Validation rows; None: the first rows of ``dataset`` (``test_size``).
+        val_packer: Packer of the validation rows; None: ``packer``.
+        places: Placement of the rollout workers; None: the ranks generate.
     """
 
     dataset: Any
@@ -68,7 +67,7 @@ class RecipeData:
 
 
 def load_processor(name: str) -> Any:
-    """Return the processor of a vision-language model, or the tokenizer of a language model."""
+    """Load the processor of a vision-language model, or the tokenizer of a language model."""
     model_config = load_config(name)
     if getattr(model_config, "vision_config", None) is not None:
         return load_vlm_processor(name, model_config)
@@ -79,7 +78,7 @@ def load_processor(name: str) -> Any:
 
 
 def longest_row(config: RecipeConfig) -> int:
-    """Return the most tokens of a row: ``policy.model_max_length``, or the positions of the model if they are fewer."""
+    """Return the maximum tokens of a row: ``policy.model_max_length``, limited by the positions of the model."""
     policy = config.policy
     declared = num_positions(load_config(policy.model_name_or_path).get_text_config())
     return min(policy.model_max_length, declared or policy.model_max_length)
@@ -121,7 +120,7 @@ def policy_settings(config: RecipeConfig, processor: Any) -> dict[str, Any]:
 
 
 def _sharding(config: RecipeConfig) -> dict[str, Any]:
-    """Return how the ranks hold the model: shards of ``dp_shard_size`` ranks, or each rank the whole."""
+    """Return the sharding settings of the model: shards over ``dp_shard_size`` ranks, or a full copy per rank."""
     size = config.policy.parallelism.dp_shard_size
     if world_size() == 1:
         return {"sharding": "auto"}
@@ -131,14 +130,14 @@ def _sharding(config: RecipeConfig) -> dict[str, Any]:
 
 
 def batch_size(config: RecipeConfig) -> int:
-    """Return the rows of one step (answers, in GRPO) over all replicas."""
+    """Return the rows of one step (completions, in GRPO) over all replicas."""
     parallelism = config.policy.parallelism
     replicas = parallelism.n_init_replicas * parallelism.dp_replicate_size
     return config.train.train_batch_per_replica * replicas
 
 
 def describe_data(config: RecipeConfig, trainer: TokenTrainer) -> dict[str, Any]:
-    """Return what determines the rows of a step."""
+    """Return the settings that determine the rows of a step, which a resumed run must repeat."""
     method = config.train.train_policy
     dataset = method.dataset
     return {
@@ -154,14 +153,14 @@ def describe_data(config: RecipeConfig, trainer: TokenTrainer) -> dict[str, Any]
 
 
 def describe_model(policy: HuggingFacePolicy) -> dict[str, Any]:
-    """Return which model a run started with, and what ends its answers (a collective call)."""
+    """Return the digest of the initial model, and the end tokens of its completions (a collective call)."""
     name, settings = policy.model_name, cast(Any, policy.model).generation_config
     digest = on_rank_zero(lambda: weights_digest(name), f"read {name}")
     return {"policy.model_name_or_path": digest, "end_tokens": settings.eos_token_id}
 
 
 def make_uploads(config: RecipeConfig) -> list[Upload]:
-    """Return what takes a run's folders elsewhere, with credentials that work; made on one rank. Raise ConfigError if they do not work."""
+    """Return the uploads of a run (made on one rank). Raise ConfigError if their credentials do not work."""
     ckpt = config.train.ckpt
     uploads: list[Upload] = []
     if ckpt.upload_hf:
@@ -174,20 +173,16 @@ def make_uploads(config: RecipeConfig) -> list[Upload]:
 def make_trainer(
     config: RecipeConfig, policy: HuggingFacePolicy, processor: Any, data: RecipeData, stack: ExitStack
 ) -> TokenTrainer:
-    """Return the trainer of ``train.train_policy.type``.
-
-    Raise ConfigError if the data are too few, a row cannot be used, or settings do not fit.
-    """
+    """Return the trainer of a recipe; raise ConfigError for too little data, a bad row, or settings that do not fit."""
     longest = longest_row(config)
     if longest < config.policy.model_max_length:
-        given = config.policy.model_max_length
-        logger.warning(
-            "policy.model_max_length=%d is more than the model has: rows have at most %d tokens", given, longest
-        )
+        requested = config.policy.model_max_length
+        logger.warning("policy.model_max_length=%d exceeds the model's positions; using %d tokens", requested, longest)
     config = replace(config, policy=replace(config.policy, model_max_length=longest))
     packers = [data.packer] if data.val_packer is None else [data.packer, data.val_packer]
     for packer in packers:
         packer.setup(config, processor)
+        # The model's generation config may have more end tokens than the processor.
         if isinstance(packer, ChatPacker):
             packer.end_tokens = end_tokens(policy.model, processor)
     trainer = getattr(_Maker(config, policy, processor, data, stack), config.train.train_policy.type)()
@@ -197,7 +192,7 @@ def make_trainer(
 
 @dataclass
 class _Maker:
-    """Makes the trainers of a recipe, each by a method with the name of ``train.train_policy.type``."""
+    """Factory with one method per ``train.train_policy.type``."""
 
     config: RecipeConfig
     policy: HuggingFacePolicy
@@ -206,19 +201,20 @@ class _Maker:
     stack: ExitStack
 
     def sft(self) -> SFTTrainer:
-        """Make the trainer of supervised fine-tuning."""
+        """Make the supervised fine-tuning trainer."""
         config, method = self.config, self.config.train.train_policy
         train_rows, val_rows = self._split()
         rows = self._packed(train_rows, self.data.packer.sample)
         packer = self._val_packer
         validation = None if val_rows is None else self._in_order(val_rows, packer.sample)
-        answers = None
+        completion_validation = None
         if val_rows is not None and config.validation.reward_function:
             completer = self._completer(make_rewards(config.validation.reward_function))
-            if method.prompt_column_name:  # a conversation holds the answer, its prompt has a column of its own
+            # The conversation contains the reference, so the prompt must come from a separate column.
+            if method.prompt_column_name:
                 packer = PromptPacker()
                 packer.setup(config, self.processor)
-            answers = self._answers(completer, val_rows, packer)
+            completion_validation = self._completion_validation(completer, val_rows, packer)
         return SFTTrainer(
             self.policy,
             rows,
@@ -227,16 +223,16 @@ class _Maker:
             validation_rows=validation,
             validation_batch_size=config.validation.batch_size,
             num_workers=method.dataloader_num_workers,
-            answers=answers,
+            completion_validation=completion_validation,
         )
 
     def dpo(self) -> DPOTrainer:
-        """Make the trainer of direct preference optimisation."""
+        """Make the direct preference optimisation trainer."""
         method = self.config.train.train_policy
         train_rows, val_rows = self._split()
         rows = self._packed(train_rows, self.data.packer.pair)
         if isinstance(rows, StreamedRows):
-            raise ConfigError("DPO keeps the reference log-probabilities of all rows, so it cannot stream its dataset.")
+            raise ConfigError("DPO stores the reference log-probabilities of all rows, so it cannot stream them.")
         return DPOTrainer(
             self.policy,
             rows,
@@ -248,7 +244,7 @@ class _Maker:
         )
 
     def grpo(self) -> GRPOTrainer:
-        """Make the trainer of group relative policy optimisation and its variants."""
+        """Make the trainer of GRPO and its variants."""
         method, size = self.config.train.train_policy, self.config.rollout.n_generation
         train_rows, val_rows = self._split()
         rows = self._packed(train_rows, self.data.packer.prompt)
@@ -274,7 +270,9 @@ class _Maker:
             groups=Groups(size, self.config.train.seed or 0, advantage, method.mu_iterations, max_resamples),
             loss=loss,
             completer=completer,
-            answers=None if val_rows is None else self._answers(completer, val_rows, self._val_packer),
+            completion_validation=None
+            if val_rows is None
+            else self._completion_validation(completer, val_rows, self._val_packer),
         )
 
     @property
@@ -282,16 +280,14 @@ class _Maker:
         return self.data.val_packer or self.data.packer
 
     def _split(self) -> tuple[Any, Rows | None]:
-        """Return the rows to train on, and the rows of the validation, if any."""
+        """Return the training rows and the validation rows (None: no validation)."""
         data = self.data
         if not self.config.validation.enable:
             return data.dataset, None
         if data.val_dataset is not None:
             return data.dataset, _as_rows(data.val_dataset)
         if is_streamed(data.dataset):
-            raise ConfigError(
-                "A streamed dataset has no rows to split off. Give val_dataset, or set validation.enable=false"
-            )
+            raise ConfigError("A stream cannot be split. Pass val_dataset, or set validation.enable=false")
         val_rows, train_rows = split_rows(self.config, _as_rows(data.dataset))
         return train_rows, val_rows
 
@@ -316,19 +312,18 @@ class _Maker:
         train = self.config.train
         if isinstance(rows, StreamedRows):
             if train.max_num_steps is None:
-                raise ConfigError(
-                    "A streamed dataset does not tell how many rows it has. Set train.max_num_steps=<steps>"
-                )
+                raise ConfigError("A streamed dataset has no known length. Set train.max_num_steps=<steps>")
             return train.max_num_steps
         return count_steps(len(rows), train.epoch, batch_size(self.config), rows_per_sample, train.max_num_steps)
 
-    def _answers(self, completer: Completer, dataset: Rows, packer: Packer) -> Answers:
+    def _completion_validation(self, completer: Completer, dataset: Rows, packer: Packer) -> CompletionValidation:
         rows = self._in_order(dataset, packer.prompt)
-        own = copy(completer)
-        own.batch_size = self.config.validation.batch_size or completer.batch_size
+        # A copy, because training and validation share the generator but may differ in batch size and rewards.
+        val_completer = copy(completer)
+        val_completer.batch_size = self.config.validation.batch_size or completer.batch_size
         if self.config.validation.reward_function:
-            own.rewards = make_rewards(self.config.validation.reward_function)
-        return Answers(own, [rows[number] for number in range(len(rows))])
+            val_completer.rewards = make_rewards(self.config.validation.reward_function)
+        return CompletionValidation(val_completer, [rows[index] for index in range(len(rows))])
 
     def _completer(self, rewards: Rewards) -> Completer:
         rollout, tokenizer = self.config.rollout, getattr(self.processor, "tokenizer", self.processor)
@@ -344,7 +339,7 @@ class _Maker:
         )
 
     def _generator(self, tokenizer: Any) -> Generator:
-        """Return what generates with the engine of ``rollout.backend``; in torch where vLLM is not installed or cannot read the inputs."""
+        """Return the generator of ``rollout.backend``; torch if vLLM is missing or does not support the model's inputs."""
         places, engine = self.data.places, _engine(self.config, self.policy, self.data.places)
         if places is not None:
             return make_generator(self.config, self.policy, tokenizer, engine, places)
@@ -354,13 +349,13 @@ class _Maker:
 def _engine(
     config: RecipeConfig, policy: HuggingFacePolicy, places: RolloutWorkerPlaces | None
 ) -> dict[str, Any] | None:
-    """Return the settings of the vLLM engine; None: torch generates."""
+    """Return the settings of the vLLM engine, or None if torch generates."""
     rollout = config.rollout
     if not rollout.backend.startswith("vllm"):
         return None
     reason = why_no_engine(policy.model.config)
     if reason is not None:
-        who = "The trained model generates" if places is None else "RolloutWorkers generate in torch"
+        who = "The trained model generates" if places is None else "Rollout workers generate in torch"
         logger.warning("rollout.backend=%s is not used: %s. %s", rollout.backend, reason, who)
         return None
     plan = make_plan(config, world_size()) if places is None else None
@@ -382,7 +377,7 @@ def _engine(
 
 
 def split_rows(config: RecipeConfig, rows: Rows) -> tuple[Rows | None, Rows]:
-    """Return the rows of the validation, by ``test_size``, and those to train on."""
+    """Split off the validation rows, by ``test_size``; return them and the training rows."""
     size = config.train.train_policy.dataset.test_size
     return rows.split_off(TEST_FRACTION if size is None else size)
 
@@ -392,5 +387,5 @@ def _as_rows(dataset: Any) -> Rows:
 
 
 def is_streamed(dataset: Any) -> bool:
-    """Return whether a dataset is read row by row."""
+    """Return whether a dataset is streamed, i.e. has no length."""
     return not isinstance(dataset, Rows) and not hasattr(dataset, "__len__")

@@ -1,4 +1,4 @@
-"""Checks of a recipe that concern several keys, or that this engine makes; before data and model are read."""
+"""Check combinations of a recipe's keys, and keys without support, before data and model are read."""
 
 from __future__ import annotations
 
@@ -14,77 +14,77 @@ NOT_DONE: dict[str, tuple[tuple, str]] = {
     "train.async_tp_enabled": ((False,), "there is no tensor parallelism in training"),
     "train.train_policy.use_remote_reward": ((False,), "rewards are functions of this process"),
     "train.train_policy.positive_nll_coef": ((None,), "the loss has no likelihood term"),
-    "train.train_policy.unbiased_loss_max_tokens": ((None,), "answers are divided by their own lengths"),
-    "train.train_policy.aipo_rho": ((None,), "no answer is older than the weights"),
+    "train.train_policy.unbiased_loss_max_tokens": ((None,), "completions are normalised by their own lengths"),
+    "train.train_policy.aipo_rho": ((None,), "no completion is older than the weights"),
     "train.fsdp_reduce_dtype": (("float32",), "gradients are summed in float32"),
     "policy.parallelism.tp_size": ((1,), "training shards weights by FSDP only; raise policy.parallelism.dp_shard_size instead"),
     "policy.parallelism.cp_size": ((1,), "training has no context parallelism"),
     "policy.parallelism.ep_size": ((1,), "training has no expert parallelism"),
     "policy.parallelism.pp_size": ((1,), "training has no pipeline parallelism"),
-    "policy.model_revision": ((None, ""), "a model is read at its newest revision; download the other one and name its folder"),
-    "policy.enable_liger_kernel": ((False,), "these kernels are not used"),
+    "policy.model_revision": ((None, ""), "a model is read at its newest revision; download a different revision and set its folder"),
+    "policy.enable_liger_kernel": ((False,), "Liger kernels are not used"),
     "policy.trainable_map": ((None,), "all weights are trained, or adapters (policy.lora)"),
     "policy.lora.use_rslora": ((False,), "the scale is lora_alpha / r"),
     "policy.lora.modules_to_save": ((None,), "only adapters are trained"),
-    "policy.lora.init_lora_weights": ((True,), "adapters start without effect"),
+    "policy.lora.init_lora_weights": ((True,), "adapters are initialised to have no effect"),
     "rollout.parallelism.cp_size": ((1,), "engines have no context parallelism"),
     "rollout.parallelism.ep_size": ((1,), "engines have no expert parallelism"),
     "rollout.parallelism.pp_size": ((1,), "engines have no pipeline parallelism; raise rollout.parallelism.tp_size instead"),
-    "rollout.parallelism.dp_shard_size": ((1, -1), "engines share weights by tensor parallelism (rollout.parallelism.tp_size)"),
-    "rollout.parallelism.dp_replicate_size": ((1,), "several engines are rollout.parallelism.n_init_replicas"),
-    "rollout.backend": (("vllm", "torch"), "that engine is not available"),
-    "rollout.mode": (("sync",), "training waits for its answers"),
-    "rollout.quantization": (("none", "mxfp4"), "rollouts use the weights that are trained"),
-    "validation.temperature": ((0.0,), "the most probable tokens are evaluated"),
-    "validation.repetition_penalty": ((1.0,), "the most probable tokens are evaluated, as the model gives them"),
-    "validation.n_generation": ((1,), "validation draws one answer to each prompt"),
-    "profiler.enable_nsys": ((False,), "that profiler is not available"),
+    "rollout.parallelism.dp_shard_size": ((1, -1), "engines shard weights by tensor parallelism (rollout.parallelism.tp_size)"),
+    "rollout.parallelism.dp_replicate_size": ((1,), "the number of engines is rollout.parallelism.n_init_replicas"),
+    "rollout.backend": (("vllm", "torch"), "this engine is not available"),
+    "rollout.mode": (("sync",), "training waits for its completions"),
+    "rollout.quantization": (("none", "mxfp4"), "rollouts use the trained weights"),
+    "validation.temperature": ((0.0,), "validation is greedy"),
+    "validation.repetition_penalty": ((1.0,), "validation is greedy, on unmodified logits"),
+    "validation.n_generation": ((1,), "validation generates one completion per prompt"),
+    "profiler.enable_nsys": ((False,), "this profiler is not available"),
 }  # fmt: skip
-"""Keys that are understood, the values that are possible here, and why no others are."""
+"""Accepted keys, their supported values, and the reason why different values are rejected."""
 
-_DRAWN = "answers are drawn from the whole distribution, which is scored and trained"
-_GREEDY = "the most probable tokens are evaluated"
-_FRESH = "every batch is generated with the newest weights"
+_SAMPLED = "completions are sampled from the full distribution, which is scored and trained"
+_GREEDY = "validation is greedy"
+_ON_POLICY = "every batch is generated with the newest weights"
 
 WITHOUT_EFFECT: dict[str, tuple[tuple, str]] = {
-    "policy.parallelism.cp_rotate_method": ((), "contexts are not parallel here"),
-    "policy.parallelism.pp_dynamic_shape": ((False,), "pipelines are not parallel here"),
-    "policy.parallelism.pp_micro_batch_size": ((1,), "pipelines are not parallel here"),
-    "rollout.parallelism.cp_rotate_method": ((), "contexts are not parallel here"),
-    "rollout.parallelism.pp_dynamic_shape": ((False,), "pipelines are not parallel here"),
-    "rollout.parallelism.pp_micro_batch_size": ((1,), "pipelines are not parallel here"),
+    "policy.parallelism.cp_rotate_method": ((), "there is no context parallelism"),
+    "policy.parallelism.pp_dynamic_shape": ((False,), "there is no pipeline parallelism"),
+    "policy.parallelism.pp_micro_batch_size": ((1,), "there is no pipeline parallelism"),
+    "rollout.parallelism.cp_rotate_method": ((), "there is no context parallelism"),
+    "rollout.parallelism.pp_dynamic_shape": ((False,), "there is no pipeline parallelism"),
+    "rollout.parallelism.pp_micro_batch_size": ((1,), "there is no pipeline parallelism"),
     "redis": (("",), "no redis server is needed"),
-    "eth_ips": (("",), "the launcher's addresses count"),
-    "train.deterministic": ((False,), "on a CPU, equal settings give equal bits either way"),
-    "train.optm_impl": (("fused",), "the fused optimiser is used where there is one"),
-    "train.master_dtype": (("float32",), "the optimiser steps float32 weights"),
-    "train.transfer_dtype": ((None,), "weights go to the rollout in train.param_dtype"),
-    "train.fsdp_reshard_after_forward": (("default", "always"), "each block is resharded after its forward pass"),
-    "train.sync_weight_interval": ((1,), _FRESH),
+    "eth_ips": (("",), "the launcher sets the addresses"),
+    "train.deterministic": ((False,), "on a CPU, runs are bit-equal in both cases"),
+    "train.optm_impl": (("fused",), "the fused optimiser is used where available"),
+    "train.master_dtype": (("float32",), "the optimiser updates float32 weights"),
+    "train.transfer_dtype": ((None,), "weights are sent to the rollout in train.param_dtype"),
+    "train.fsdp_reshard_after_forward": (("default", "always"), "each layer is resharded after its forward pass"),
+    "train.sync_weight_interval": ((1,), _ON_POLICY),
     "train.fp8.fp8_recipe": ((), "training in 8 bits is not available"),
     "train.fp8.quant_recipe": ((), "training in 8 bits is not available"),
-    "train.train_policy.dataloader_prefetch_factor": ((None, 1), "one batch is prepared ahead"),
-    "train.train_policy.min_filter_prefix_tokens": ((None,), "tokens that answers share are trained"),
-    "train.train_policy.on_policy": ((True,), _FRESH),
-    "train.train_policy.allowed_outdated_steps": ((0,), _FRESH),
-    "train.train_policy.no_outdated_rollout": ((True,), _FRESH),
-    "rollout.quantization": (("none",), "mxfp4 weights are read in train.param_dtype"),
-    "rollout.seed": ((None,), "train.seed counts"),
-    "rollout.include_stop_str_in_output": ((False,), "answers are trained as tokens, not as text"),
+    "train.train_policy.dataloader_prefetch_factor": ((None, 1), "one batch is prefetched"),
+    "train.train_policy.min_filter_prefix_tokens": ((None,), "common prefixes of completions are trained"),
+    "train.train_policy.on_policy": ((True,), _ON_POLICY),
+    "train.train_policy.allowed_outdated_steps": ((0,), _ON_POLICY),
+    "train.train_policy.no_outdated_rollout": ((True,), _ON_POLICY),
+    "rollout.quantization": (("none",), "mxfp4 weights are loaded in train.param_dtype"),
+    "rollout.seed": ((None,), "train.seed is used"),
+    "rollout.include_stop_str_in_output": ((False,), "completions are trained as tokens, not as text"),
     "rollout.vllm_use_flashinfer": ((False,), "the engine chooses its kernels"),
     "rollout.sampling_config.use_flashinfer": ((False,), "the engine chooses its kernels"),
-    "rollout.sampling_config.top_k": ((-1, None), _DRAWN),
-    "rollout.sampling_config.top_p": ((1.0,), _DRAWN),
-    "rollout.sampling_config.repetition_penalty": ((1.0,), _DRAWN),
+    "rollout.sampling_config.top_k": ((-1, None), _SAMPLED),
+    "rollout.sampling_config.top_p": ((1.0,), _SAMPLED),
+    "rollout.sampling_config.repetition_penalty": ((1.0,), _SAMPLED),
     "validation.top_k": ((-1, None), _GREEDY),
     "validation.top_p": ((1.0, None), _GREEDY),
-    "logging.report_mfu": ((True,), "the model's fraction of the peak speed is always logged on GPUs"),
+    "logging.report_mfu": ((True,), "MFU is always logged on GPUs"),
 }
-"""Keys that are taken out of a recipe, the values that say nothing, and what happens instead of others."""
+"""Ignored keys, their neutral values, and the reason printed for different values."""
 
 
 def check_recipe(config: RecipeConfig) -> None:
-    """Raise ConfigError for a recipe that cannot run."""
+    """Raise ConfigError if keys of a recipe contradict each other or a required key is empty."""
     _check_train(config)
     _check_ckpt(config)
     _check_batch(config)
@@ -101,23 +101,18 @@ def _check_train(config: RecipeConfig) -> None:
     betas = train.optm_betas
     if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
         raise ConfigError(
-            f"train.optm_betas is {override_text(betas)}; required: two numbers of at least 0 and below 1. Set "
-            "train.optm_betas=[0.9,0.999]"
+            f"train.optm_betas is {override_text(betas)}; required: two numbers in [0, 1). Set train.optm_betas=[0.9,0.999]"
         )
     warmup = train.optm_warmup_steps
     if isinstance(warmup, float) and warmup > 1:
-        raise ConfigError(
-            f"train.optm_warmup_steps is {warmup}; required: an integer of steps, or a fraction of at most 1.0. Set "
-            f"train.optm_warmup_steps={round(warmup)}"
-        )
+        key = "train.optm_warmup_steps"
+        raise ConfigError(f"{key} is {warmup}; required: steps, or a fraction up to 1.0. Set {key}={round(warmup)}")
     if method.dataset.streaming and train.max_num_steps is None:
-        raise ConfigError(
-            "train.train_policy.dataset.streaming=true, and a stream does not tell how many rows it has. Set train.max_num_steps=<steps>"
-        )
+        raise ConfigError("A stream (dataset.streaming=true) has no known length. Set train.max_num_steps=<steps>")
     unknown = [name for name in config.logging.logger if name.lower() not in LOGGERS]
     if unknown:
         raise ConfigError(
-            f"logging.logger names '{unknown[0]}'; required: any of {', '.join(LOGGERS)}. Set logging.logger=[console,wandb]"
+            f"logging.logger has '{unknown[0]}'; required: {', '.join(LOGGERS)}. Set logging.logger=[wandb]"
         )
     if "wandb" in map(str.lower, config.logging.logger):
         check_wandb("logging.project_name", config.logging.project_name)
@@ -125,13 +120,11 @@ def _check_train(config: RecipeConfig) -> None:
     if lora is not None and isinstance(lora.target_modules, str):
         names = ",".join(re.findall(r"\w*[^\W_]\w*", lora.target_modules)) or "q_proj,v_proj"
         raise ConfigError(
-            f"policy.lora.target_modules is '{lora.target_modules}'; required: all-linear or a list of names. Set "
-            f"'policy.lora.target_modules=[{names}]'"
+            f"policy.lora.target_modules is '{lora.target_modules}'; required: names. Set 'policy.lora.target_modules=[{names}]'"
         )
     if lora is not None and lora.lora_dropout > 0 and method.type != "sft":
         raise ConfigError(
-            f"policy.lora.lora_dropout is {lora.lora_dropout} with type={method.type}, whose log-probabilities must repeat. Set "
-            "policy.lora.lora_dropout=0"
+            f"policy.lora.lora_dropout is {lora.lora_dropout} with type={method.type}. Set policy.lora.lora_dropout=0"
         )
 
 
@@ -139,7 +132,7 @@ def _check_ckpt(config: RecipeConfig) -> None:
     ckpt = config.train.ckpt
     if ckpt.max_keep == 0:
         raise ConfigError(
-            "train.ckpt.max_keep is 0; required: at least 1, or -1 for all. Set train.ckpt.enable_checkpoint=false"
+            "train.ckpt.max_keep is 0; required: at least 1, or -1. Set train.ckpt.enable_checkpoint=false"
         )
     if ckpt.upload_s3 and not ckpt.s3_bucket:
         raise ConfigError(f"train.ckpt.upload_s3={ckpt.upload_s3} needs a bucket. Set train.ckpt.s3_bucket=<name>")
@@ -151,19 +144,16 @@ def _check_batch(config: RecipeConfig) -> None:
     """Raise ConfigError if a batch does not divide over ranks and groups."""
     shards, batch = config.policy.parallelism.dp_shard_size, config.train.train_batch_per_replica
     if shards == 0:
-        raise ConfigError(
-            "policy.parallelism.dp_shard_size is 0; required: at least 1, or -1. Set policy.parallelism.dp_shard_size=1"
-        )
+        raise ConfigError("dp_shard_size is 0; required: at least 1, or -1. Set policy.parallelism.dp_shard_size=1")
     per_row = config.rollout.n_generation if config.train.train_policy.type == "grpo" else 1
     unit = per_row * max(1, shards)
     if batch % unit:
         parts = f"policy.parallelism.dp_shard_size={shards} ranks" + (
-            f" of whole groups of rollout.n_generation={per_row}" if per_row > 1 else ""
+            f" of complete groups of rollout.n_generation={per_row}" if per_row > 1 else ""
         )
-        fits = max(1, batch // unit) * unit
+        fits, key = max(1, batch // unit) * unit, "train.train_batch_per_replica"
         raise ConfigError(
-            f"train.train_batch_per_replica={batch} does not divide over {parts}; required: a multiple of {unit}. Set "
-            f"train.train_batch_per_replica={fits}"
+            f"{key}={batch} does not divide over {parts}; required: a multiple of {unit}. Set {key}={fits}"
         )
 
 
@@ -171,59 +161,52 @@ def _check_rollout(config: RecipeConfig) -> None:
     method, rollout = config.train.train_policy, config.rollout
     if rollout.n_generation < 2:
         raise ConfigError(
-            f"rollout.n_generation is {rollout.n_generation}; required: at least 2, because answers are compared with the others of "
-            "their group. Set rollout.n_generation=8"
+            f"rollout.n_generation is {rollout.n_generation}; required: at least 2. Set rollout.n_generation=8"
         )
     if method.temperature == 0:
         raise ConfigError(
-            "train.train_policy.temperature is 0, so all answers of a group would be equal; required: above 0. Set "
-            "train.train_policy.temperature=1.0"
+            "train.train_policy.temperature is 0; required: above 0. Set train.train_policy.temperature=1.0"
         )
     key, buffer = "train.train_policy.overlong_reward.buffer_length", method.overlong_reward.buffer_length
     longest = min(rollout.max_response_length, config.policy.model_max_length)
     if method.overlong_reward.enable_overlong_penalty or "overlong" in method.reward_function:
         if (buffer or 0) > longest:
-            raise ConfigError(
-                f"{key} is {buffer}, and answers have at most {longest} tokens; required: no more. Set {key}=null"
-            )
-    other = rollout.sampling_config.temperature
-    if other not in (None, method.temperature):
+            raise ConfigError(f"{key} is {buffer}, but completions have at most {longest} tokens. Set {key}=null")
+    sampling = rollout.sampling_config.temperature
+    if sampling not in (None, method.temperature):
         raise ConfigError(
-            f"rollout.sampling_config.temperature={other}, but train.train_policy.temperature={method.temperature}; required: equal "
-            f"ones, because the loss compares their log-probabilities. Set rollout.sampling_config.temperature={method.temperature}"
+            f"rollout.sampling_config.temperature={sampling}, but train.train_policy.temperature={method.temperature}; required: equal "
+            f"values, because the loss compares their log-probabilities. Set rollout.sampling_config.temperature={method.temperature}"
         )
 
 
 def _check_cluster(config: RecipeConfig) -> None:
-    """Raise ConfigError for keys of rollout workers that contradict other keys."""
+    """Raise ConfigError if rollout workers are requested where they cannot run."""
     cluster, method = config.cluster, config.train.train_policy.type
-    given = {"cluster.placement": (cluster.placement, "disaggregated"), "cluster.start": (cluster.start, "ray")}
-    asking = [f"{key}={value}" for key, (value, asks) in given.items() if value == asks]
+    settings = {"cluster.placement": (cluster.placement, "disaggregated"), "cluster.start": (cluster.start, "ray")}
+    requests = [f"{key}={value}" for key, (value, requesting) in settings.items() if value == requesting]
     if cluster.num_rollout_workers is not None:
-        asking.append(f"cluster.num_rollout_workers={cluster.num_rollout_workers}")
-    if not asking:
+        requests.append(f"cluster.num_rollout_workers={cluster.num_rollout_workers}")
+    if not requests:
         return
     fix = "cluster.start=auto cluster.placement=null cluster.num_rollout_workers=null"
     if method != "grpo":
         raise ConfigError(
-            f"{asking[0]} with train.train_policy.type={method}; required: grpo, whose answers rollout workers generate. Set {fix}"
+            f"{requests[0]} with train.train_policy.type={method}; required: grpo, because rollout workers generate completions. Set {fix}"
         )
-    places = (("cluster.placement", cluster.placement, "null"), ("mode", config.mode, "disaggregated"))
-    for other, value, split in places:
+    placements = (("cluster.placement", cluster.placement, "null"), ("mode", config.mode, "disaggregated"))
+    for key, value, fixed in placements:
         if value == "colocated":
-            raise ConfigError(
-                f"{asking[0]} with {other}=colocated; required: one of them, because {asking[0]} asks for rollout workers. Set "
-                f"{other}={split}, or {fix}"
-            )
+            raise ConfigError(f"{requests[0]} with {key}=colocated; required: one of them. Set {key}={fixed}, or {fix}")
 
 
 def _check_validation(config: RecipeConfig) -> None:
     longest, trained = config.validation.max_response_length, config.rollout.max_response_length
     if config.validation.enable and longest not in (None, trained):
         raise ConfigError(
-            f"validation.max_response_length={longest}, but rollout.max_response_length={trained} bounds all answers; required: equal "
-            f"ones. Set rollout.max_response_length={longest}, or validation.max_response_length=null"
+            f"validation.max_response_length={longest}, but rollout.max_response_length={trained} limits all completions; required: equal "
+            f"values. Set rollout.max_response_length={longest}, or validation.max_response_length=null"
         )
     if config.validation.reward_function and config.train.train_policy.type == "dpo":
-        key, found = "validation.reward_function", override_text(config.validation.reward_function)
-        raise ConfigError(f"{key}={found} in DPO, whose validation scores pairs; required: null. Set {key}=null")
+        key, value = "validation.reward_function", override_text(config.validation.reward_function)
+        raise ConfigError(f"{key}={value} in DPO, whose validation scores pairs; required: null. Set {key}=null")

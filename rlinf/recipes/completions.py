@@ -1,4 +1,4 @@
-"""Completions of prompts, with their rewards: what GRPO trains on, and what a validation counts."""
+"""Generate completions of prompts and score them, for GRPO and for validation."""
 
 from __future__ import annotations
 
@@ -17,38 +17,33 @@ from rlinf.llm.batched_data_dict import BatchedDataDict
 from rlinf.llm.generation_interface import SEEDS_KEY
 from rlinf.recipes.rewards import Rewards
 from rlinf.recipes.samples import Prompt, Sample, collate
-from rlinf.recipes.token_trainer import Validation, own_share
+from rlinf.recipes.token_trainer import Validation, rank_slice
 
 
 class Generator(Protocol):
-    """Who answers (``rlinf.recipes.rollouts``)."""
+    """Generator of completions (see ``rlinf.recipes.rollouts``)."""
 
     def generate(self, batches: Sequence[BatchedDataDict], greedy: bool) -> Iterator[BatchedDataDict]:
-        """Yield what ``PolicyInterface.generate`` returns for each batch, in their order; called inside ``ready``.
-
-        Within an update or a validation, all ranks call it equally often.
-        """
+        """Yield the output of ``PolicyInterface.generate`` per batch, inside ``ready``; all ranks call it equally often."""
 
     def ready(self) -> AbstractContextManager[None]:
-        """Return a context in which the present weights generate (a collective call)."""
+        """Return a context in which the current weights generate (a collective call)."""
 
     def close(self) -> None:
-        """Free what it holds."""
+        """Release engines and rollout workers."""
 
 
 @dataclass
 class Completion:
-    """An answer to a prompt.
+    """Completion of a prompt, with its reward.
 
     Attributes:
-        prompt: The question.
-        tokens: Of the answer, with the token that ends it.
-        logprobs: Their log-probabilities, as the generator reports them.
-        text: The answer without special tokens.
-        reward: Weighted sum of the parts.
-        parts: Each reward by its name, without its weight.
-        is_cut: The answer has reached the largest length without an end.
-        advantage: Of the reward over the others of its group.
+        tokens: Generated tokens, including the end token.
+        logprobs: Their log-probabilities, as reported by the generator.
+        text: The completion without special tokens.
+        reward, parts: Weighted sum, and unweighted rewards by name.
+        is_truncated: The maximum length was reached without an end token.
+        advantage: Reward relative to the group.
     """
 
     prompt: Prompt
@@ -57,20 +52,21 @@ class Completion:
     text: str
     reward: float
     parts: dict[str, float]
-    is_cut: bool
+    is_truncated: bool
     advantage: float = 0.0
 
     def sample(self) -> Sample:
-        """Return prompt and answer as a row that trains the answer by its token ids."""
+        """Return prompt and completion as a training row."""
+        # The generated ids, not the text: tokenizing the text again may give different tokens.
         prompt = self.prompt.input_ids
         mask = [False] * len(prompt) + [True] * len(self.tokens)
         return Sample(prompt + self.tokens, mask, self.prompt.model_inputs)
 
     def describe(self, tokenizer: Any) -> dict[str, Any]:
-        """Return the completion as JSON values, but for the previews of its images: bytes."""
+        """Return the completion as JSON values, except for image previews, which are bytes."""
         previews = {"images": self.prompt.previews} if self.prompt.previews else {}
         runs = [list(run) for _, run in groupby(self.prompt.input_ids)]
-        # Four or more equal tokens are the place of an image, of which one is shown.
+        # A run of four or more equal tokens is an image placeholder, of which one token is printed.
         shown = [token for run in runs for token in (run[:1] if len(run) > 3 else run)]
         return {
             "prompt": tokenizer.decode(shown),
@@ -84,14 +80,7 @@ class Completion:
 
 
 class Completer:
-    """Generates answers and rewards them.
-
-    Args:
-        tokenizer: Decodes, and names the end token.
-        batch_size: Rows of one call of the generator.
-        max_new_tokens: Largest length of an answer.
-        end_tokens: Tokens that end an answer.
-    """
+    """Generates completions in batches of ``batch_size`` rows, and scores them."""
 
     def __init__(
         self,
@@ -107,60 +96,61 @@ class Completer:
         self.batch_size, self.max_new_tokens, self.end_tokens = batch_size, max_new_tokens, set(end_tokens)
 
     def complete(self, prompts: Sequence[Prompt], seeds: Sequence[int] | None = None) -> list[Completion]:
-        """Return an answer for each prompt, sampled with ``seeds``; None: the most likely tokens. Called inside ``ready``."""
+        """Return a completion per prompt, sampled with ``seeds`` (None: greedy). Call it inside ``ready``."""
         slices = [slice(start, start + self.batch_size) for start in range(0, len(prompts), self.batch_size)]
-        batches = [collate(prompts[each]) for each in slices]
-        for batch, each in zip(batches, slices, strict=True):
-            if seeds is not None:
-                batch[SEEDS_KEY] = torch.tensor(seeds[each])
-        found: list[Completion] = []
+        batches = [collate(prompts[rows]) for rows in slices]
+        if seeds is not None:
+            for batch, rows in zip(batches, slices, strict=True):
+                batch[SEEDS_KEY] = torch.tensor(seeds[rows])
+        completions: list[Completion] = []
         outputs = self.generator.generate(batches, greedy=seeds is None)
-        for each, output in zip(slices, outputs, strict=True):
-            rows = prompts[each]
+        for rows, output in zip(slices, outputs, strict=True):
+            # Each batch is progress: the deadline of the rollout starts anew.
             heartbeat()
             mask = response_mask(output)
-            for row, prompt in enumerate(rows):
+            for row, prompt in enumerate(prompts[rows]):
                 tokens = output["output_ids"][row][mask[row]].tolist()
-                is_cut = not tokens or tokens[-1] not in self.end_tokens
-                text = self.tokenizer.decode(tokens if is_cut else tokens[:-1], skip_special_tokens=True)
+                is_truncated = not tokens or tokens[-1] not in self.end_tokens
+                text = self.tokenizer.decode(tokens if is_truncated else tokens[:-1], skip_special_tokens=True)
                 facts = {"num_tokens": len(tokens), "max_tokens": self.max_new_tokens}
                 reward, parts = self.rewards(text, prompt, **facts)
                 logprobs = output["logprobs"][row][mask[row]].tolist()
-                found.append(Completion(prompt, tokens, logprobs, text, reward, parts, is_cut))
-        return found
+                completions.append(Completion(prompt, tokens, logprobs, text, reward, parts, is_truncated))
+        return completions
 
 
 def completion_metrics(completions: Sequence[Completion], section: str) -> dict[str, float]:
-    """Return means over the completions of all ranks, named ``<section>/...``; each rank gives its own, in the order of the ranks."""
-    own = [(each.reward, len(each.tokens), each.is_cut, each.parts) for each in completions]
-    every = [each for part in gather_objects(own) for each in part]
-    rewards = torch.tensor([each[0] for each in every], dtype=torch.float64)
-    lengths = torch.tensor([each[1] for each in every], dtype=torch.float64)
+    """Return means over the completions of all ranks, named ``<section>/...`` (a collective call)."""
+    local = [(item.reward, len(item.tokens), item.is_truncated, item.parts) for item in completions]
+    # Gathered in rank order and summed in float64, so that the means do not depend on the number of ranks.
+    gathered = [item for part in gather_objects(local) for item in part]
+    rewards = torch.tensor([item[0] for item in gathered], dtype=torch.float64)
+    lengths = torch.tensor([item[1] for item in gathered], dtype=torch.float64)
     metrics = {
         f"{section}/reward_mean": float(rewards.mean()),
         f"{section}/reward_std": float(rewards.std(correction=0)),
         f"{section}/completion_length_mean": float(lengths.mean()),
         f"{section}/completion_length_max": float(lengths.max()),
-        f"{section}/truncated_fraction": sum(each[2] for each in every) / len(every),
+        f"{section}/truncated_fraction": sum(item[2] for item in gathered) / len(gathered),
     }
-    for name in every[0][3]:
-        metrics[f"{section}/reward_mean/{name}"] = sum(each[3][name] for each in every) / len(every)
+    for name in gathered[0][3]:
+        metrics[f"{section}/reward_mean/{name}"] = sum(item[3][name] for item in gathered) / len(gathered)
     return metrics
 
 
-class Answers:
-    """A validation by the answers to its prompts, one each, of the most likely tokens."""
+class CompletionValidation:
+    """Validation by the rewards of one greedy completion per prompt."""
 
     def __init__(self, completer: Completer, prompts: Sequence[Prompt]) -> None:
         self.completer, self.prompts = completer, prompts
 
     def __call__(self, step: int) -> Validation:
-        """Return the mean reward, with all completions (a collective call)."""
-        share = own_share(len(self.prompts))
+        """Return the mean reward and all completions (a collective call)."""
+        rows = rank_slice(len(self.prompts))
         with self.completer.generator.ready():
-            own = self.completer.complete([self.prompts[row] for row in range(share.start, share.stop)])
-        metrics = completion_metrics(own, "eval") | {"eval/num_answers": float(len(self.prompts))}
-        described = gather_objects([each.describe(self.completer.tokenizer) for each in own])
-        samples = [each for part in described for each in part] if rank() == 0 else []
+            completions = self.completer.complete(self.prompts[rows])
+        metrics = completion_metrics(completions, "eval") | {"eval/num_completions": float(len(self.prompts))}
+        described = gather_objects([item.describe(self.completer.tokenizer) for item in completions])
+        samples = [sample for part in described for sample in part] if rank() == 0 else []
         reward = metrics["eval/reward_mean"]
-        return Validation(reward, metrics, f"reward {reward:.4f} of {len(self.prompts)} answers", samples)
+        return Validation(reward, metrics, f"reward {reward:.4f} of {len(self.prompts)} completions", samples)

@@ -1,4 +1,4 @@
-"""Rows of a dataset: from a hub, a folder or a file, in an order that depends on the seed alone."""
+"""Rows of a dataset from the hub, a folder or a file, in an order that depends only on the seed."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from rlinf.errors import ConfigError, MissingDependencyError
 from rlinf.files import TextFileError
 from rlinf.models.loading import hub_fault
 from rlinf.recipes.row_files import KINDS, METADATA, is_plain, stream_rows
-from rlinf.recipes.samples import BadRowError, cut_and_equal, tokens_of
+from rlinf.recipes.samples import BadRowError, tokens_of, truncated_and_equal
 from rlinf.seeding import derive_seed
 
 logger = logging.getLogger("rlinf")
@@ -29,9 +29,9 @@ Packed = TypeVar("Packed")
 
 SECTION = "train.train_policy.dataset"
 MAKERS = {"arithmetic": "scripts/make_arithmetic_data.py", "shapes": "scripts/make_shapes_vqa.py"}
-"""Scripts of this project by the folder that they write, which recipes name."""
+"""Scripts that write the datasets of the packaged recipes, by output folder."""
 READERS = (*KINDS, ".parquet")
-"""Suffixes of files."""
+"""Supported file suffixes."""
 CHECK_SECONDS = 30.0
 BLOCK_ROWS = 1000
 _SAVED = ("dataset_info.json", "dataset_dict.json")
@@ -39,14 +39,12 @@ _SAVED = ("dataset_info.json", "dataset_dict.json")
 
 @dataclass
 class Rows:
-    """A part of a dataset that is read by row number.
+    """Contiguous part of a dataset with random access.
 
     Attributes:
-        data: Anything with ``len`` whose items are mappings: a list, or a ``datasets.Dataset``.
-        start: Number of the first row within the dataset.
-        stop: Number after the last row; None: the end.
-        offset: Number of the first row of ``data``, for messages.
-        section: Keys of the recipe that name the dataset, for messages.
+        start, stop: Row range within ``data``; a stop of None is the end.
+        offset: Row number of the first item of ``data``, for messages.
+        section: Recipe section of the dataset, for messages.
     """
 
     data: Any
@@ -59,9 +57,7 @@ class Rows:
     def __post_init__(self) -> None:
         self.stop = len(self.data) if self.stop is None else self.stop
         if self.stop <= self.start:
-            raise ConfigError(
-                f"{self.source} has no rows; required: one or more. Set {self.section}.name or {self.section}.split"
-            )
+            raise ConfigError(f"{self.source} has no rows. Set {self.section}.name or {self.section}.split")
 
     def __len__(self) -> int:
         return self.stop - self.start
@@ -71,18 +67,15 @@ class Rows:
             raise IndexError(index)
         row = self.data[self.start + index]
         if not isinstance(row, Mapping):
-            raise BadRowError(f"it is {row!r}; required: columns and their values.")
+            raise BadRowError(f"it is {row!r}; required: a map of columns to values.")
         return dict(row)
 
     def number(self, index: int) -> int:
-        """Return the number of a row within the dataset, from 0."""
+        """Return the row number within the dataset, from 0."""
         return self.offset + self.start + index
 
     def split_off(self, size: int | float | None) -> tuple[Rows | None, Rows]:
-        """Return the first rows, for validation, and the others, for training.
-
-        ``size`` is a number of rows (int) or a fraction of them (float); None or 0: none.
-        """
+        """Return validation and training rows; ``size`` of the former is a count (int), a fraction (float), or None."""
         count = math.ceil(size * len(self)) if isinstance(size, float) else int(size or 0)
         if count < 0 or count >= len(self):
             raise ConfigError(f"{SECTION}.test_size={size} takes {count} of the {len(self)} rows of {self.source}; at least one must "
@@ -101,30 +94,28 @@ def load_rows(
     streaming: bool = False,
     section: str = SECTION,
 ) -> Any:
-    """Load rows with the ``datasets`` library.
-
-    Return ``Rows``, or a ``datasets.IterableDataset`` if ``streaming``. Images are left undecoded (path or bytes).
+    """Load rows with the ``datasets`` library; return ``Rows``, or a ``datasets.IterableDataset`` if ``streaming``.
 
     Args:
-        name: A file (csv, json, jsonl, parquet); a folder that ``save_to_disk`` wrote; a folder of such files or of images; or
-            ``owner/name`` on the hub. A mirror of the latter in ``$COSMOS_CACHE/datasets/<owner>/<name>`` is preferred.
-        split: One name, or several whose rows follow each other. A file has the split ``train``.
-        subset: Configuration of the dataset, or the folder of a mirror; empty: the default.
-        streaming: Read row by row, without a copy on disk.
-        section: Keys of the recipe that name the dataset, for messages.
+        name: File (csv, json, jsonl, parquet), folder of ``save_to_disk``, folder of such files or of images, or ``owner/name``
+            on the hub. A mirror in ``$COSMOS_CACHE/datasets/<owner>/<name>`` takes precedence over the hub.
+        split: Split, or splits to concatenate. A file has only the split ``train``.
+        subset: Configuration of the dataset, or subfolder of a mirror; empty: the default.
+        section: Recipe section of the dataset, for messages.
     """
     library = _import_datasets()
     splits = [split] if isinstance(split, str) else list(split)
     if not name or not splits:
         raise ConfigError(
-            f"{section}.name is {name!r} and split is {split!r}; required: both. Set {section}.name=<folder or file>"
+            f"{section}.name={name!r}, split={split!r}; required: both. Set {section}.name=<folder or file>"
         )
     library.disable_progress_bars()
     check_place(name, section)
     place = describe(name, split, subset)
     reason = hub_fault() if local_folder(name) is None else None
     try:
-        parts = [_load_split(library, name, each, subset, revision, streaming) for each in splits]
+        parts = [_load_split(library, name, split_name, subset, revision, streaming) for split_name in splits]
+        # Decoding is left to the packers, which report a broken image with its row number.
         for part in parts:
             if getattr(part, "features", None) is not None:
                 part.info.features = library.Features(_undecoded(part.features))
@@ -143,13 +134,13 @@ def load_rows(
 
 
 def describe(name: str, split: str | Sequence[str], subset: str = "") -> str:
-    """Return the name of a dataset in messages."""
+    """Return the dataset's name and split for messages."""
     splits = split if isinstance(split, str) else "+".join(split)
     return f"'{name}' ({subset + ', ' if subset else ''}split {splits})"
 
 
 def local_folder(name: str) -> Path | None:
-    """Return the folder that holds a dataset: its own, its file's, or its mirror in ``$COSMOS_CACHE``; else None."""
+    """Return the local folder of a dataset, of its file, or of its mirror in ``$COSMOS_CACHE``; None: not on this machine."""
     path = Path(name).expanduser()
     if path.is_file():
         return path.parent
@@ -160,7 +151,7 @@ def local_folder(name: str) -> Path | None:
 
 
 def cosmos_cache() -> Path:
-    """Return the folder of mirrored datasets and their videos."""
+    """Return the root folder of mirrored datasets and their videos."""
     return Path(os.environ.get("COSMOS_CACHE") or "~/.cache/cosmos").expanduser()
 
 
@@ -169,41 +160,40 @@ def _import_datasets() -> Any:
         import datasets
     except ImportError as error:
         raise MissingDependencyError(
-            "Recipes read data with the package datasets. Run pip install -e '.[recipes]' in the clone of rlinf"
+            "Recipes need the package datasets. Run pip install -e '.[recipes]' in the clone of rlinf"
         ) from error
     return datasets
 
 
 def made_by(name: str) -> str:
-    """Return the command that makes a file or folder of a recipe of this project; empty for any other."""
+    """Return the command that generates a dataset of a packaged recipe; empty for different datasets."""
     folder = next(iter(Path(name).parts), "")
     return f"python {MAKERS[folder]} {folder}" if folder in MAKERS else ""
 
 
 def check_place(name: str, section: str) -> None:
-    """Reject a file of a type that is not read, and the path of nothing; what may be on the hub passes."""
+    """Raise ConfigError for an unsupported file type or a missing path; names that may be on the hub pass."""
     path = Path(name).expanduser()
     if path.is_file() and path.suffix not in READERS:
         known = ", ".join(sorted(READERS))
         raise ConfigError(f"{section}.name={name} is a file of type '{path.suffix}'; required: {known}, or a folder.")
     if local_folder(name) is None and (path.is_absolute() or name.startswith(".") or path.suffix in READERS):
         make = f"Make it with {made_by(name)}, or set" if made_by(name) else "Set"
-        raise ConfigError(
-            f"{section}.name={name} does not exist. {make} {section}.name=<file, folder or owner/name on the hub>"
-        )
+        raise ConfigError(f"{section}.name={name} does not exist. {make} {section}.name=<file, folder or hub name>")
 
 
 def _load_split(library: Any, name: str, split: str, subset: str, revision: str | None, streaming: bool) -> Any:
-    """Return a split as a dataset, or as a list of rows where its files are JSON or tables of text, which declare no types."""
+    """Load a split as a dataset, or as a list of rows for JSON and CSV files, which declare no types."""
     path, folder = Path(name).expanduser(), local_folder(name)
-    part = f"train{split[len(split.partition('[')[0]) :]}"  # of files, which are one split
+    # Plain files have the single split train; a slice such as test[:100] is applied to it.
+    part = f"train{split[len(split.partition('[')[0]) :]}"
     paths = [path] if path.is_file() else _mirrored_files(folder, subset, split)
     if paths and paths[0].suffix not in KINDS:
         files = [str(file) for file in paths]
         return library.load_dataset("parquet", data_files=files, split=part, streaming=streaming)
     if paths:
         return _undeclared(library, {"train": paths}, KINDS[paths[0].suffix], part, streaming)
-    if folder is not None and any((folder / each).exists() for each in _SAVED):
+    if folder is not None and any((folder / file_name).exists() for file_name in _SAVED):
         saved = library.load_from_disk(str(folder))
         if isinstance(saved, library.DatasetDict):
             if split not in saved:
@@ -213,6 +203,7 @@ def _load_split(library: Any, name: str, split: str, subset: str, revision: str 
     source = {"path": str(folder or name), "name": subset or None, "revision": None if folder else revision}
     builder = library.load_dataset_builder(**source)
     is_declared = builder.info.features is not None or getattr(builder.config, "field", None) is not None
+    # Without declared features the library guesses types from the first rows and fails at later ones, so read the files here.
     by_split = {str(key): list(value) for key, value in (builder.config.data_files or {}).items()}
     if builder.name in ("csv", "json") and not is_declared:
         return _undeclared(library, by_split, getattr(builder.config, "sep", "json"), split, streaming)
@@ -223,7 +214,7 @@ def _load_split(library: Any, name: str, split: str, subset: str, revision: str 
 
 
 def _undeclared(library: Any, files: Mapping[str, Sequence[Any]], kind: str, split: str, streaming: bool) -> Any:
-    """Return a split of files by split, or a slice such as ``train[:100]``; raise ValueError for one that is not there."""
+    """Read a split, or a slice such as ``train[:100]``, of untyped ``files`` by split; raise ValueError if it is missing."""
     if streaming and split in files:
         source = {"files": [str(file) for file in files[split]], "kind": kind}
         return library.IterableDataset.from_generator(stream_rows, gen_kwargs=source)
@@ -237,7 +228,7 @@ def _undeclared(library: Any, files: Mapping[str, Sequence[Any]], kind: str, spl
 
 
 def _mirrored_files(folder: Path | None, subset: str, split: str) -> list[Path]:
-    """Return the files of a split in a mirror that has no description: ``<subset>/*<split>*.json``."""
+    """Return the files of a split in a mirror without a dataset card: ``<subset>/*<split>*.json``."""
     if folder is None or not subset or (folder / "README.md").exists():
         return []
     files = sorted(path for path in (folder / subset).glob(f"*{split}*") if path.suffix in READERS)
@@ -245,24 +236,24 @@ def _mirrored_files(folder: Path | None, subset: str, split: str) -> list[Path]:
 
 
 def _undecoded(features: Any) -> Any:
-    """Have images, videos and sounds anywhere in the columns returned as path and bytes; ``features`` is changed."""
-    for each in features.values() if isinstance(features, Mapping) else [getattr(features, "feature", None)]:
-        if type(each).__name__ in ("Image", "Video", "Audio"):
-            each.decode = False
-        elif each is not None:
-            _undecoded(each)
+    """Disable decoding of all images, videos and audio in ``features``, in place."""
+    for feature in features.values() if isinstance(features, Mapping) else [getattr(features, "feature", None)]:
+        if type(feature).__name__ in ("Image", "Video", "Audio"):
+            feature.decode = False
+        elif feature is not None:
+            _undecoded(feature)
     return features
 
 
 @dataclass
 class PackedRows(Generic[Packed]):
-    """Packed rows by optimiser step. The rows of a step depend on seed and step alone, so a resumed run reads the same.
+    """Packed rows by optimiser step. The rows of a step depend only on seed and step, so a resumed run reads the same rows.
 
     Attributes:
-        pack: Turns a row into a sample or a prompt; raises BadRowError for one that cannot be used.
-        seed: Each epoch is a permutation of all rows by seed and epoch. None: the order of the dataset in every epoch.
-        skip_bad_rows: Replace a bad row by the next good one of the dataset, instead of raising.
-        in_memory: Keep what ``pack`` returned.
+        pack: Converts a row to a sample, pair or prompt; raises BadRowError if it cannot.
+        seed: Shuffles each epoch; None: dataset order.
+        skip_bad_rows: Replace a bad row by the next good one instead of raising.
+        in_memory: Cache packed rows.
     """
 
     rows: Rows
@@ -271,59 +262,57 @@ class PackedRows(Generic[Packed]):
     skip_bad_rows: bool = False
     in_memory: bool = False
     _bad: set[int] = field(default_factory=set)
-    _kept: dict[int, Packed] = field(default_factory=dict)
+    _cache: dict[int, Packed] = field(default_factory=dict)
 
     def __len__(self) -> int:
         return len(self.rows)
 
     @property
     def num_skipped(self) -> int:
-        """Bad rows that this process has met."""
+        """Bad rows found by this process."""
         return len(self._bad)
 
     def check(self, seconds: float = CHECK_SECONDS) -> int:
-        """Pack rows in the order of the dataset until the time is over, and return their number.
-
-        Raise BadRowError if a row cannot be used, and ``skip_bad_rows`` is False; ConfigError if no row can be used.
-        """
-        end, number, num_cut, num_equal = time.monotonic() + seconds, 0, 0, 0
+        """Pack rows in dataset order for at most ``seconds``, and return their number; raise BadRowError for a bad row."""
+        # Limited by time: packing a complete dataset would delay the start.
+        end, number, num_truncated, num_equal = time.monotonic() + seconds, 0, 0, 0
         for number in range(len(self)):
-            is_cut, is_equal = cut_and_equal(self._pack_or_mark(number))
-            num_cut, num_equal = num_cut + is_cut, num_equal + is_equal
+            is_truncated, is_equal = truncated_and_equal(self._pack_or_mark(number))
+            num_truncated, num_equal = num_truncated + is_truncated, num_equal + is_equal
             if time.monotonic() > end:
                 break
         if self.num_skipped == number + 1:
             self._good(0)
         checked = f"of the first {number + 1} rows of {self.rows.source}"
-        if num_cut:
-            logger.warning("%d %s are longer than policy.model_max_length and are cut", num_cut, checked)
+        if num_truncated:
+            logger.warning("%d %s are longer than policy.model_max_length and are truncated", num_truncated, checked)
         if num_equal == len(self):
-            raise ConfigError(f"All {num_equal} pairs of {self.rows.source} are equal, so nothing can be learned; {num_cut} of them are cut "
-                              "at policy.model_max_length. Raise policy.model_max_length, or use other pairs")  # fmt: skip
+            raise ConfigError(f"All {num_equal} pairs of {self.rows.source} are equal, so nothing can be learned; {num_truncated} of them are truncated "
+                              "at policy.model_max_length. Raise policy.model_max_length, or use different pairs")  # fmt: skip
         if num_equal:
-            logger.warning("%d %s are pairs of equal answers, from which nothing is learned", num_equal, checked)
+            logger.warning("%d %s are pairs of equal completions, from which nothing is learned", num_equal, checked)
         if self._bad:
-            logger.warning("%d %s are left out", self.num_skipped, checked)
+            logger.warning("%d %s are skipped", self.num_skipped, checked)
         return number + 1
 
     def numbers(self, step: int, batch_size: int) -> np.ndarray:
-        """Return the rows of a step by number, int64 ``[batch_size]``; a batch may end one epoch and start the next."""
+        """Return the row numbers of a step, int64 ``[batch_size]``; a batch may span two epochs."""
         if self.seed is None:
             return np.arange(step * batch_size, (step + 1) * batch_size) % len(self)
         return shuffled_rows(len(self), step, batch_size, self.seed)
 
     def batch(self, step: int, batch_size: int, rank: int = 0, num_ranks: int = 1) -> list[Packed]:
-        """Return the rows of a step, counted from 0; of several ranks, the ``rank``-th of equal neighbouring shares."""
-        return [self[int(number)] for number in share(self.numbers(step, batch_size), rank, num_ranks)]
+        """Return this rank's rows of a step (from 0); ranks read equal, consecutive parts."""
+        return [self[int(number)] for number in rank_items(self.numbers(step, batch_size), rank, num_ranks)]
 
     def __getitem__(self, index: int) -> Packed:
-        """Return a row by its number, or the next good one."""
+        """Return a row by number, or the next good one."""
         if not 0 <= index < len(self):
             raise IndexError(index)
         return self._good(index)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return nothing: a step says which rows it reads."""
+        """Return an empty state: the step number determines the rows."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -335,25 +324,25 @@ class PackedRows(Generic[Packed]):
             if packed is not None:
                 return packed
         raise ConfigError(
-            f"None of the {len(self)} rows of {self.rows.source} can be used. The first one: {self._reason(0)}"
+            f"None of the {len(self)} rows of {self.rows.source} can be used. First row: {self._reason(0)}"
         )
 
     def _pack_or_mark(self, index: int) -> Packed | None:
         if index in self._bad:
             return None
-        if index in self._kept:
-            return self._kept[index]
+        if index in self._cache:
+            return self._cache[index]
         try:
             packed = self.pack(self.rows[index])
         except BadRowError as error:
             number = self.rows.number(index)
             if not self.skip_bad_rows:
                 raise error.at(number, self.rows.source) from None
-            logger.warning("Row %d of %s is left out: %s", number, self.rows.source, error.reason)
+            logger.warning("Row %d of %s is skipped: %s", number, self.rows.source, error.reason)
             self._bad.add(index)
             return None
         if self.in_memory:
-            self._kept[index] = packed
+            self._cache[index] = packed
         return packed
 
     def _reason(self, index: int) -> str:
@@ -364,8 +353,8 @@ class PackedRows(Generic[Packed]):
         return ""
 
 
-def share(items: Any, rank: int, num_ranks: int) -> Any:
-    """Return the ``rank``-th of equal neighbouring parts; raise ConfigError if it would be empty."""
+def rank_items(items: Any, rank: int, num_ranks: int) -> Any:
+    """Return the ``rank``-th of ``num_ranks`` equal, consecutive parts; raise ConfigError if they cannot be equal."""
     if len(items) % num_ranks:
         raise ConfigError(f"A batch of {len(items)} rows cannot be divided among {num_ranks} ranks. "
                           f"Set train.train_batch_per_replica={num_ranks * max(1, len(items) // num_ranks)}")  # fmt: skip
@@ -374,18 +363,14 @@ def share(items: Any, rank: int, num_ranks: int) -> Any:
 
 
 class StreamedRows(Generic[Packed]):
-    """Packed rows of a dataset that is read row by row, by consecutive steps.
+    """Packed rows of a streamed dataset, for consecutive steps; see ``PackedRows`` for ``pack``, ``seed`` and ``skip_bad_rows``.
 
     Rows are shuffled within blocks, by seed, epoch and block: a larger block mixes better and takes more memory. Every rank reads
-    every row and packs its own. ``state_dict`` remembers where the current block starts, and a resumed run reads that block again.
-
-    Args:
-        pack, seed, skip_bad_rows: See ``PackedRows``.
-        source: Name of the dataset in messages.
+    all rows and packs its part. ``state_dict`` stores the start of the current block, which a resumed run reads again.
 
     Attributes:
-        digest: On several ranks, of all blocks that were opened: their sizes, and the tokens of their first, middle and last rows.
-            An int that a float64 holds exactly. Ranks that read the same rows have the same one.
+        digest: On several ranks, hash of all opened blocks: their sizes, and the tokens of their first, middle and last rows. Equal
+            on ranks with equal rows; 48 bits, so that a float64 represents it exactly.
     """
 
     def __init__(
@@ -403,9 +388,7 @@ class StreamedRows(Generic[Packed]):
         self.digest = 0
         self._first = data.state_dict() if hasattr(data, "state_dict") else None
         if self._first is None:
-            raise ConfigError(
-                f"{source} is a {type(data).__name__}; required for streaming: a datasets.IterableDataset."
-            )
+            raise ConfigError(f"{source} is a {type(data).__name__}; required for streaming: datasets.IterableDataset.")
         self._state = {"epoch": 0, "block": 0, "position": 0, "step": 0, "data": self._first}
         self._iterator: Iterator | None = None
         self._block: PackedRows[Packed] | None = None
@@ -413,12 +396,12 @@ class StreamedRows(Generic[Packed]):
 
     @property
     def num_skipped(self) -> int:
-        """Bad rows that this process has met."""
+        """Bad rows found by this process."""
         return self._num_skipped + (self._block.num_skipped if self._block else 0)
 
     @property
     def num_read(self) -> int:
-        """Rows of the present epoch that were read so far."""
+        """Rows of the current epoch read so far."""
         return self._state["block"] * self.block_rows + (len(self._block) if self._block else 0)
 
     def check(self, seconds: float = CHECK_SECONDS) -> int:
@@ -427,12 +410,11 @@ class StreamedRows(Generic[Packed]):
         return self._block.check(seconds)
 
     def batch(self, step: int, batch_size: int, rank: int = 0, num_ranks: int = 1) -> list[Packed]:
-        """See ``PackedRows.batch``; the steps must follow each other."""
+        """See ``PackedRows.batch``; steps must be consecutive."""
         if step != self._state["step"]:
-            raise ConfigError(
-                f"Step {step} of {self.source} was asked for; a streamed dataset is at step {self._state['step']}."
-            )
-        chosen = set(share(range(batch_size), rank, num_ranks))
+            raise ConfigError(f"Step {step} of {self.source} was requested, but it is at step {self._state['step']}.")
+        # All ranks advance through the complete batch, so that their streams stay in step.
+        chosen = set(rank_items(range(batch_size), rank, num_ranks))
         packed = []
         for number in range(batch_size):
             block, index = self._next()
@@ -442,11 +424,11 @@ class StreamedRows(Generic[Packed]):
         return packed
 
     def state_dict(self) -> dict[str, Any]:
-        """Return where the stream is."""
+        """Return the position of the stream."""
         return dict(self._state)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue where ``state_dict`` was called, with the same rows in the same order."""
+        """Resume at the position of ``state_dict``, with the same rows in the same order."""
         self._state, self._iterator, self._block = dict(state), None, None
 
     def _next(self) -> tuple[PackedRows[Packed], int]:
@@ -456,6 +438,7 @@ class StreamedRows(Generic[Packed]):
             self._state["position"] = 0
             self._num_skipped += self._block.num_skipped
             self._block = None
+            # Before the next block is read, so that a resumed stream starts at this block.
             self._state["data"] = self._data.state_dict()
             self._open_block()
         self._state["position"] += 1

@@ -1,4 +1,4 @@
-"""All ranks must read the same rows, which they divide: a script that divides its rows itself would have them train on others."""
+"""Check that a dataset script passes the same rows to all ranks, which divide them."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from rlinf.errors import ConfigError
 from rlinf.recipes.datasets import StreamedRows
 from rlinf.recipes.samples import tokens_of
 
-CURE = "On every rank a script must give all rows, which are divided here"
+FIX = "A script must pass all rows on every rank; the trainer divides them"
 
 
 def check_equal_rows(rows: Any) -> None:
-    """Raise ConfigError on every rank if a dataset script gives other rows to one rank than to another (a collective call).
+    """Raise ConfigError on every rank if the rows differ between ranks (a collective call).
 
-    Their number and the first, the middle and the last row are compared; of a stream, the first block. If one rank cannot pack a
-    row, all ranks raise its error.
+    Compares the number of rows and the first, middle and last row; of a stream, the first block. If one rank cannot pack a row, all
+    ranks raise its error.
     """
     if isinstance(rows, StreamedRows):
         with deadline("start"):
@@ -30,29 +30,30 @@ def check_equal_rows(rows: Any) -> None:
     error: Exception | None = None
     try:
         packed = {row: tokens_of(rows[row]) for row in (0, len(rows) // 2, len(rows) - 1)}
-    except Exception as raised:  # noqa: BLE001 - whatever a packer raises, the other ranks wait for this one
+    except Exception as raised:  # noqa: BLE001 - the other ranks wait for this one whatever a packer raises
         error = raised
     with deadline("start"):
-        told = gather_objects((len(rows), packed, None if error is None else portable(error, rank())))
-    for each in (error, *(other for *_, other in told)):
-        if each is not None:
-            raise each
-    for number, (num_rows, others, _) in enumerate(told):
-        found = f"rank 0 has {told[0][0]} rows, rank {number} has {num_rows}"
-        if num_rows == told[0][0]:
-            changed = [row for row in others if others[row] != told[0][1][row]]
+        gathered = gather_objects((len(rows), packed, None if error is None else portable(error, rank())))
+    # A rank raises its local error, which has the traceback, before a copy from a different rank.
+    for rank_error in (error, *(remote for *_, remote in gathered)):
+        if rank_error is not None:
+            raise rank_error
+    expected_rows, expected, _ = gathered[0]
+    for number, (num_rows, tokens, _) in enumerate(gathered):
+        difference = f"rank 0 has {expected_rows} rows, rank {number} has {num_rows}"
+        if num_rows == expected_rows:
+            changed = [row for row in tokens if tokens[row] != expected[row]]
             if not changed:
                 continue
-            found = f"row {changed[0]} of rank {number} is not that of rank 0"
-        raise ConfigError(f"The dataset differs between the ranks: {found}. {CURE}")
+            difference = f"row {changed[0]} of rank {number} differs from rank 0"
+        raise ConfigError(f"The dataset differs between ranks: {difference}. {FIX}")
 
 
 def check_equal_stream(rows: Any) -> None:
-    """Raise ConfigError on every rank if a stream has given them different blocks so far (a collective call); else do nothing."""
+    """Raise ConfigError on every rank if a stream has read different blocks so far (a collective call); other rows pass."""
     if not isinstance(rows, StreamedRows) or world_size() == 1:
         return
+    # One reduction of (x, -x) gives maximum and minimum.
     largest, negative_smallest = maximum(rows.digest, -rows.digest)
     if largest != -negative_smallest:
-        raise ConfigError(
-            f"The stream of {rows.source} differs between the ranks, in its rows up to {rows.num_read}. {CURE}"
-        )
+        raise ConfigError(f"The stream of {rows.source} differs between ranks in its rows up to {rows.num_read}. {FIX}")

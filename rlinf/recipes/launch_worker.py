@@ -1,6 +1,6 @@
-"""What a dataset script calls: ``launch_worker(dataset=..., data_packer=..., reward_fns=...)``.
+"""Entry point of dataset scripts: ``launch_worker(dataset=..., data_packer=..., reward_fns=...)``.
 
-``rlinf launch`` runs the script as ``__main__`` on every rank. The recipe is then in place, so that the call trains.
+``rlinf launch`` sets the recipe and runs the script as ``__main__`` on every rank; the call then trains.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ SCRIPTS = Path("tools") / "dataset"
 
 @dataclass
 class _Launch:
-    """The recipe that a script trains, where its rollout workers may be, and whether it has called ``launch_worker``."""
+    """The current recipe, its rollout workers' placement, and the run's folder once ``launch_worker`` has returned."""
 
     config: RecipeConfig
     places: RolloutWorkerPlaces | None = None
@@ -46,24 +46,25 @@ def launch_worker(
     val_dataset: Callable[[RecipeConfig], Any] | Any = None,
     val_data_packer: Packer | None = None,
 ) -> Path:
-    """Train the recipe of ``rlinf launch`` with rows, packers and rewards of a script. Every rank calls it. Return the folder of the run.
+    """Train the recipe of ``rlinf launch`` with a script's data and rewards, and return the run's folder. Every rank calls it.
 
-    Raise ConfigError if ``rlinf launch`` has not started the script, or the run's settings and data do not fit.
+    Raise ConfigError outside ``rlinf launch``, or if settings and data do not fit.
 
     Args:
-        dataset: Rows, or a function of the recipe that returns them: a list of dicts, ``Rows``, a ``datasets.Dataset`` or
-            ``IterableDataset``. None: ``train.train_policy.dataset`` names them.
-        data_packer: Turns rows into tokens. None: ``PromptPacker`` for GRPO, else ``ChatPacker``.
-        reward_fns: Rewards, instead of ``train.train_policy.reward_function``: see ``make_rewards``.
-        val_dataset, val_data_packer: The same for validation. None: ``validation.dataset`` if it has a name, else the first
-            rows of ``dataset``; and ``data_packer``.
+        dataset: Rows (list of dicts, ``Rows``, ``datasets.Dataset`` or ``IterableDataset``), or a function from the recipe to rows.
+            None: ``train.train_policy.dataset``.
+        data_packer: Tokenizes rows. None: ``PromptPacker`` for GRPO, else ``ChatPacker``.
+        reward_fns: Rewards that replace ``train.train_policy.reward_function``; see ``make_rewards``.
+        val_dataset, val_data_packer: The same for validation. None: ``validation.dataset`` if named, else the first rows of
+            ``dataset``; and ``data_packer``.
     """
     if _launch is None:
         script = sys.argv[0] or "<script>"
         raise ConfigError(f"launch_worker has no recipe. Run rlinf launch --config <recipe> {script}")
     config, method = _launch.config, _launch.config.train.train_policy
     if method.type == "grpo":
-        make_rewards(reward_fns or method.reward_function)  # names are checked before data and model are read
+        # Only for its checks, before the slow loading of data and model.
+        make_rewards(reward_fns or method.reward_function)
     if config.validation.reward_function:
         make_rewards(config.validation.reward_function, setting="validation.reward_function")
     if val_dataset is None and config.validation.enable and config.validation.dataset.name:
@@ -81,7 +82,7 @@ def launch_worker(
 
 
 def rows_of(dataset: DatasetConfig, section: str = SECTION) -> Any:
-    """Load the rows that a recipe names; see ``load_rows``."""
+    """Load the rows of a recipe's dataset section; see ``load_rows``."""
     return load_rows(dataset.name, dataset.split, dataset.subset, dataset.revision or None, dataset.streaming, section)
 
 
@@ -90,43 +91,36 @@ def _made(dataset: Any, config: RecipeConfig) -> Any:
 
 
 def find_script(name: str) -> Path:
-    """Return the file of a dataset script. Raise ConfigError if it is missing.
+    """Return the file of a dataset script; raise ConfigError if it is missing.
 
-    Args:
-        name: A path or a dotted name, which may end in ``.py``. It is looked up below the working directory, then among the packaged
-            scripts (``tools.dataset.dummy_sft`` with or without the name of a package before it), then among installed modules.
+    ``name`` is a path or a dotted name, which may end in ``.py``. It is looked up below the working directory, then in the packaged
+    scripts (``tools.dataset.dummy_sft``, with or without a package prefix), then in installed modules.
     """
-    folder, given = packaged_recipes(), Path(name).expanduser()
+    folder, path = packaged_recipes(), Path(name).expanduser()
     stem = name.removesuffix(".py")
-    parts = stem.split(".") if given.parent == Path(".") else []
+    parts = stem.split(".") if path.parent == Path(".") else []
     dotted = [Path(*parts[first:]).with_suffix(".py") for first in range(len(parts))]
-    for each in (
-        given,
-        folder / given,
-        *dotted[:1],
-        *(folder / path for path in dotted),
-        *(folder / SCRIPTS / d for d in dotted[-1:]),
-    ):
-        if each.is_file():
-            return each
+    packaged = [
+        *(folder / candidate for candidate in dotted),
+        *(folder / SCRIPTS / candidate for candidate in dotted[-1:]),
+    ]
+    for candidate in (path, folder / path, *dotted[:1], *packaged):
+        if candidate.is_file():
+            return candidate
     if parts and all(part.isidentifier() for part in parts):
         with suppress(ModuleNotFoundError):
-            spec = importlib.util.find_spec(stem)  # it imports the parent packages
+            # find_spec imports the parent packages, hence last.
+            spec = importlib.util.find_spec(stem)
             if spec is not None and spec.origin and spec.origin.endswith(".py"):
                 return Path(spec.origin)
     known = ", ".join(sorted(path.stem for path in (folder / SCRIPTS).glob("*.py")))
-    raise ConfigError(
-        f"There is no dataset script '{name}' here, in {folder} or among the installed modules. Known: {known}."
-    )
+    raise ConfigError(f"There is no dataset script '{name}' here, in {folder} or installed. Known: {known}.")
 
 
 def train(config: RecipeConfig, script: Path | None = None, places: RolloutWorkerPlaces | None = None) -> Path:
-    """Train a recipe on this rank, with the rows of a dataset script or, without one, those that it names.
+    """Train a recipe on this rank, with a dataset script or the recipe's own dataset, and return the run's folder.
 
-    Raise ConfigError if the script does not call ``launch_worker``. Return the folder of the run.
-
-    Args:
-        places: Where rollout workers may be; None: the ranks generate.
+    Raise ConfigError if the script does not call ``launch_worker``. ``places`` is None if the ranks generate.
     """
     with _launched(config, places) as launched:
         if script is None:
@@ -134,16 +128,13 @@ def train(config: RecipeConfig, script: Path | None = None, places: RolloutWorke
         with _first_on_path(script.absolute().parent):
             runpy.run_path(str(script), run_name="__main__")
     if launched.folder is None:
-        raise ConfigError(
-            f"{script} has ended without a call of launch_worker. Call launch_worker(dataset=...) under "
-            "if __name__ == '__main__'"
-        )
+        raise ConfigError(f"{script} ended without a call of launch_worker. Call it under if __name__ == '__main__'")
     return launched.folder
 
 
 @contextmanager
 def _launched(config: RecipeConfig, places: RolloutWorkerPlaces | None) -> Iterator[_Launch]:
-    """Put a recipe in place for ``launch_worker``."""
+    """Set the recipe of ``launch_worker`` inside the context."""
     global _launch
     _launch = _Launch(config, places)
     try:
@@ -154,11 +145,11 @@ def _launched(config: RecipeConfig, places: RolloutWorkerPlaces | None) -> Itera
 
 @contextmanager
 def _first_on_path(folder: Path) -> Iterator[None]:
-    """Let a script import what lies next to it, and keep the words of the command from it."""
-    path, words = list(sys.path), sys.argv
+    """Put a script's folder first on the import path, and hide the arguments of ``rlinf launch`` from it."""
+    path, arguments = list(sys.path), sys.argv
     sys.path.insert(0, str(folder))
-    sys.argv = words[:1]
+    sys.argv = arguments[:1]
     try:
         yield
     finally:
-        sys.path[:], sys.argv = path, words
+        sys.path[:], sys.argv = path, arguments

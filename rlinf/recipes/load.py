@@ -1,4 +1,4 @@
-"""Read a recipe: find its file, lay overrides over it, translate older keys, and build its ``RecipeConfig``."""
+"""Load a recipe: find its file, apply overrides, translate older keys, and build its ``RecipeConfig``."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ from rlinf.recipes.checks import NOT_DONE, WITHOUT_EFFECT, check_recipe
 from rlinf.recipes.config import RecipeConfig
 
 SUFFIXES = (".toml", ".yaml")
-"""Hydra reads no ``.yml``."""
+"""Hydra does not read ``.yml``."""
 GRPO_KEYS = ("temperature", "epsilon_low", "epsilon_high", "kl_beta", "use_remote_reward")
-"""Without ``train.train_policy.type``, one of these means GRPO."""
+"""Keys that imply GRPO if ``train.train_policy.type`` is missing."""
 
 ALIASES = {
     "train.enable_validation": "validation.enable",
     "train.validation_step": "validation.freq",
     "train.validation_batch_per_replica": "validation.batch_size",
 }
-"""Keys of released recipes, and what they are read as."""
+"""Keys of released recipes, and their current names."""
 
 OLDER = {
     "dataset_name": "train.train_policy.dataset.name",
@@ -45,52 +45,45 @@ OLDER = {
     "dataset_test_size": "train.train_policy.dataset.test_size",
     "enable_logging": "logging.logger=[console,wandb]",
     "validation_freq": "validation.freq",
-    "vision_asset_column_name": "custom.vision_asset_column_name, which your dataset script reads",
-    "fps": "custom.fps, which your dataset script reads",
-    "max_pixels": "custom.max_pixels, which your dataset script reads",
+    "vision_asset_column_name": "custom.vision_asset_column_name in your dataset script",
+    "fps": "custom.fps in your dataset script",
+    "max_pixels": "custom.max_pixels in your dataset script",
 }
-"""Keys that older releases had in several sections, and what they are called today."""
+"""Keys of older releases, in any section, and their current names."""
 
 
 def packaged_recipes() -> Path:
-    """Return the folder of recipes and dataset scripts that come with rlinf.
-
-    In the source tree this is ``examples/reasoning``; a wheel carries the same files as ``rlinf/reasoning``.
-    """
+    """Return the folder of packaged recipes and scripts: ``examples/reasoning``, or in a wheel ``rlinf/reasoning``."""
     package = Path(rlinf.__file__).parent
     installed = package / "reasoning"
     return installed if installed.is_dir() else package.parent / "examples" / "reasoning"
 
 
 def recipe_names() -> list[str]:
-    """Return the names of the recipes that come with rlinf."""
+    """Return the names of the packaged recipes."""
     return sorted(path.stem for path in (packaged_recipes() / "configs").rglob("*.toml"))
 
 
 def find_recipe(name: str) -> Path:
-    """Return the file of a recipe.
+    """Return the file of a recipe; raise ConfigError if it is missing, or neither TOML nor YAML.
 
-    Raise ConfigError if it is missing, or neither TOML nor YAML.
-
-    Args:
-        name: A path below the working directory or, if nothing is there, below ``packaged_recipes()``; or the bare name of one of
-            ``recipe_names()``.
+    ``name`` is a path below the working directory or else below ``packaged_recipes()``, or one of ``recipe_names()``.
     """
     folder, path = packaged_recipes(), Path(name).expanduser()
-    found = [each for each in (path, folder / name) if each.is_file()]
-    if not found and path.parent == Path(".") and path.suffix not in SUFFIXES:
-        found = list((folder / "configs").rglob(f"{name}.toml"))
-    if not found:
+    files = [file for file in (path, folder / name) if file.is_file()]
+    if not files and path.parent == Path(".") and path.suffix not in SUFFIXES:
+        files = list((folder / "configs").rglob(f"{name}.toml"))
+    if not files:
         raise ConfigError(
-            f"--config is '{name}', and there is no such file here or in {folder}.{did_you_mean(path.stem, recipe_names())}"
+            f"--config is '{name}', which is not in . or {folder}.{did_you_mean(path.stem, recipe_names())}"
         )
-    if found[0].suffix not in SUFFIXES:
-        raise ConfigError(f"--config is '{name}'; required: a file with one of the endings {', '.join(SUFFIXES)}.")
-    return found[0]
+    if files[0].suffix not in SUFFIXES:
+        raise ConfigError(f"--config is '{name}'; required: a file with the suffix {' or '.join(SUFFIXES)}.")
+    return files[0]
 
 
 def read_recipe(path: Path) -> dict[str, Any]:
-    """Return the sections of a TOML file, or of a YAML file that Hydra composes with its defaults list."""
+    """Parse a TOML file, or compose a YAML file and its defaults list with Hydra."""
     text = decode_text(path.read_bytes(), path)
     if path.suffix == ".toml":
         try:
@@ -106,14 +99,9 @@ def read_recipe(path: Path) -> dict[str, Any]:
 
 
 def load_recipe(name: str, overrides: Sequence[str] = ()) -> tuple[RecipeConfig, list[str]]:
-    """Load and check a recipe.
+    """Load and check a recipe with overrides; also return a line for each key that was renamed or has no effect.
 
-    Return it, and a line for each key that was read as another one or has no effect. Raise ConfigError if a key is
-    unknown or older, a value is not accepted, or two keys contradict each other.
-
-    Args:
-        name: See ``find_recipe``.
-        overrides: ``key=value`` with the dotted path of a key, in Hydra's grammar.
+    Raise ConfigError if a key is unknown or outdated, a value is rejected, or two keys contradict each other.
     """
     mapping = with_overrides(read_recipe(find_recipe(name)), overrides)
     notices = translate(mapping)
@@ -124,7 +112,7 @@ def load_recipe(name: str, overrides: Sequence[str] = ()) -> tuple[RecipeConfig,
 
 
 def with_overrides(mapping: dict[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
-    """Lay ``key=value`` over a mapping, and return it; raise ConfigError for a key inside a value."""
+    """Apply ``key=value`` overrides to a mapping in place, and return it; raise ConfigError for a key below a value."""
     for key, value in values_of(overrides).items():
         _put(mapping, key, value)
     return mapping
@@ -133,12 +121,13 @@ def with_overrides(mapping: dict[str, Any], overrides: Sequence[str]) -> dict[st
 def translate(mapping: dict[str, Any]) -> list[str]:
     """Rename the keys of ``ALIASES``, infer the method, remove keys without effect, and return a line for each.
 
-    Raise ConfigError for a value that only an older release accepted, or that is not possible here (``NOT_DONE``).
+    Raise ConfigError for a value that only an older release accepted, or that is unsupported (``NOT_DONE``).
     """
     notices = []
     for old, new in ALIASES.items():
         if (section := _holder(mapping, old)) is not None:
             value = section.pop(_name(old))
+            # An explicit new key wins over its old name.
             if _holder(mapping, new) is None:
                 _put(mapping, new, value)
             notices.append(f"{old} is read as {new}")
@@ -151,15 +140,15 @@ def translate(mapping: dict[str, Any]) -> list[str]:
 
 
 def _without_dead_keys(mapping: dict[str, Any]) -> list[str]:
-    """Remove the keys that ``RecipeConfig`` has no field for, and return a line for each that asks for something."""
+    """Remove keys without a field in ``RecipeConfig``, and return a line for each non-neutral value."""
     known = dict(keys_of(RecipeConfig))
-    for key, (possible, reason) in NOT_DONE.items():
+    for key, (supported, reason) in NOT_DONE.items():
         if (section := _holder(mapping, key)) is not None:
             value = section[_name(key)]
-            if value not in possible:
+            if value not in supported:
                 raise ConfigError(
                     f"{key} is {override_text(value)}, but {reason}; required: "
-                    f"{' or '.join(map(override_text, possible))}. Set {key}={override_text(possible[0])}"
+                    f"{' or '.join(map(override_text, supported))}. Set {key}={override_text(supported[0])}"
                 )
             if key not in {*known, *WITHOUT_EFFECT}:
                 section.pop(_name(key))
@@ -169,13 +158,14 @@ def _without_dead_keys(mapping: dict[str, Any]) -> list[str]:
             value = section.pop(_name(key))
             if value not in neutral:
                 notices.append(f"{key}={override_text(value)} has no effect: {reason}")
+    # RecipeConfig has no section fp8, so an empty one would be unknown.
     if (train := _holder(mapping, "train.fp8")) is not None and not train["fp8"]:
-        del train["fp8"]  # all keys of this section are such keys
+        del train["fp8"]
     return notices
 
 
 def reject_unknown(mapping: Mapping[str, Any]) -> None:
-    """Raise ConfigError for a key that has another name today, or that belongs to another section."""
+    """Raise ConfigError for a renamed key, or a key in the wrong section."""
     known = {*dict(keys_of(RecipeConfig)), *NOT_DONE, *WITHOUT_EFFECT}
     for dotted in _leaves(mapping, RecipeConfig):
         name = _name(dotted)
@@ -189,7 +179,7 @@ def reject_unknown(mapping: Mapping[str, Any]) -> None:
 
 
 def keys_of(cls: type, prefix: str = "") -> Iterator[tuple[str, dataclasses.Field]]:
-    """Yield the dotted path and the field of every key below a section's dataclass, sections themselves included."""
+    """Yield dotted path and field of every key of a dataclass, including its sections."""
     hints = typing.get_type_hints(cls)
     for name, field in public_fields(cls).items():
         yield prefix + name, field
@@ -199,13 +189,13 @@ def keys_of(cls: type, prefix: str = "") -> Iterator[tuple[str, dataclasses.Fiel
 
 
 def section_of(hint: Any) -> type | None:
-    """Return the dataclass of a key that is a section; None for other keys."""
+    """Return the dataclass of a section's type hint; None if the key is not a section."""
     kinds = typing.get_args(hint) or (hint,)
     return next((kind for kind in kinds if isinstance(kind, type) and dataclasses.is_dataclass(kind)), None)
 
 
 def _leaves(mapping: Mapping[str, Any], cls: type, prefix: str = "") -> Iterator[str]:
-    """Yield the dotted path of every key that is given, not below a key that is unknown or free."""
+    """Yield the dotted path of every given key, except below unknown or free-form keys."""
     hints = typing.get_type_hints(cls)
     for key, value in mapping.items():
         yield f"{prefix}{key}"
@@ -219,7 +209,7 @@ def _name(dotted: str) -> str:
 
 
 def _holder(mapping: Any, dotted: str) -> dict[str, Any] | None:
-    """Return the section that holds a key; None if the key is not given."""
+    """Return the section that contains a key; None if the key is not given."""
     *sections, key = dotted.split(".")
     for section in sections:
         mapping = mapping.get(section) if isinstance(mapping, dict) else None

@@ -1,4 +1,4 @@
-"""Conversations of rows: their messages, tool calls, tools, images and videos, checked and in one form."""
+"""Check the conversations of rows (messages, tool calls, tools, images, videos) and convert them to one form."""
 
 from __future__ import annotations
 
@@ -11,56 +11,56 @@ from rlinf.recipes.samples import BadRowError
 
 ROLES = ("system", "user", "assistant", "tool", "developer")
 SHAREGPT_ROLES = {"human": "user", "gpt": "assistant"}
-"""Roles of messages with ``from`` and ``value``; ``ROLES`` has the other names."""
+"""Additional roles of messages with ``from`` and ``value``, as in ShareGPT files."""
 LEARNED_IF = ("weight", "loss_weight", "loss", "train", "train_on_turn", "training", "trainable")
-"""Fields by which a message of the assistant says whether it is learned."""
+"""Fields of an assistant message that state whether it is learned."""
 MEANINGFUL = frozenset(
     "audio channel function_call image images loss_mask loss_scale mask masked prefill prefix reasoning reasoning_content recipient "
     "rejection thinking thoughts train_detail video videos".split()
 )
-"""Further fields that change what a message says or teaches: the chat template shows them, or the row is rejected."""
+"""Fields that change the meaning of a message: the chat template renders them, or the row is rejected."""
 READ = {"role", "content", "tool_calls", "tool_call_id", "weight"}
-"""Fields of a message that are read here, or are of no meaning without a template that shows them."""
+"""Fields of a message that are read here, or have no meaning unless the template renders them."""
 SYSTEM_COLUMNS = ("system", "system_prompt", "system_message")
 UNREAD_COLUMNS = (
     "weight", "sample_weight", "loss_weight", "loss_mask", "train_on_turn", "history", "functions", "chat_template_kwargs", "input",
 )  # fmt: skip
 IMAGE_MARK = "<image>"
-"""Stands for the next image of a row in a text."""
+"""Placeholder in a text for the next image of the row."""
 
 
 def as_messages(prompt: Any) -> list[dict[str, Any]]:
-    """Return a prompt as messages: a text or a number is one of the user."""
+    """Convert a prompt to messages; a text or a number becomes one user message."""
     prompt = scalar_text(prompt, "its prompt")
     return [{"role": "user", "content": prompt}] if isinstance(prompt, str) else check_messages(prompt)
 
 
 def check_messages(messages: Any) -> list[dict[str, Any]]:
-    """Return messages with role and content; raise BadRowError for others."""
+    """Return messages with role and content; raise BadRowError if they are malformed."""
     if isinstance(messages, str) or not isinstance(messages, Sequence) or not len(messages):
-        raise BadRowError(
-            f"its conversation is {_short(messages)}; required: a list of messages with role and content."
-        )
+        raise BadRowError(f"its conversation is {_short(messages)}; required: messages with role and content.")
     return [_checked(number, message) for number, message in enumerate(messages)]
 
 
 def _checked(number: int, message: Any) -> dict[str, Any]:
-    """Return a message with role and content, whichever keys it has."""
+    """Return a message as role and content, from either key convention."""
     if not isinstance(message, Mapping):
         raise BadRowError(f"message {number} is {_short(message)}; required: role and content.")
-    given = {key: value for key, value in message.items() if value is not None}  # files give each row the keys of all
+    # Parquet and Arrow give each row the keys of all rows, with nulls.
+    given = {key: value for key, value in message.items() if value is not None}
     role_key, content_key = ("from", "value") if "from" in given and "role" not in given else ("role", "content")
     if calls := given.get("tool_calls"):
         if isinstance(calls, str):
             calls = _from_json(calls, f"the tool calls of message {number}")
         if not isinstance(calls, (list, tuple)):
-            raise BadRowError(f"message {number} has the tool calls {_short(calls)}; required: a list of them.")
+            raise BadRowError(f"message {number} has the tool calls {_short(calls)}; required: a list.")
         given["tool_calls"] = [_checked_call(number, call) for call in calls]
         given.setdefault(content_key, "")
     for key in (role_key, content_key):
         if key not in given:
-            raise BadRowError(f"message {number} has no '{key}', only {', '.join(sorted(given)) or 'nulls'}; required: role and "
-                              "content, or from and value.")  # fmt: skip
+            raise BadRowError(
+                f"message {number} has no '{key}', only {', '.join(sorted(given)) or 'nulls'}; required: role and content."
+            )
     role, content = given.pop(role_key), given.pop(content_key)
     role = SHAREGPT_ROLES.get(role, role) if role_key == "from" and isinstance(role, str) else role
     if role not in ROLES:
@@ -68,34 +68,32 @@ def _checked(number: int, message: Any) -> dict[str, Any]:
         raise BadRowError(f"message {number} has '{role_key}': {_short(role)}; required: one of {', '.join(known)}.")
     is_parts = isinstance(content, (list, tuple)) and all(isinstance(part, Mapping) for part in content)
     if not isinstance(content, str) and not is_parts:
-        raise BadRowError(
-            f"message {number} has '{content_key}': {_short(content)}; required: a text, or a list of parts."
-        )
+        raise BadRowError(f"message {number} has '{content_key}': {_short(content)}; required: a text or parts.")
     if role == "assistant":
         text_of(content)
     flags = {key: given.pop(key) for key in LEARNED_IF if key in given}
     for key, flag in flags.items():
         if isinstance(flag, str) or flag not in (0, 1) or (flag and "weight" not in key and role != "assistant"):
             raise BadRowError(
-                f"message {number} of the {role} has '{key}': {_short(flag)}; required: 0 or 1, and 1 for answers only."
+                f"{role} message {number} has '{key}': {_short(flag)}; required: 0, or 1 of the assistant."
             )
     given |= {"weight": 0} if 0 in flags.values() else {}
     return {**given, "role": role, "content": content}
 
 
 def meaningful(message: Mapping[str, Any]) -> list[str]:
-    """Return the fields of a message that nothing reads unless the chat template does."""
+    """Return the fields of a message that only a chat template can read."""
     return sorted(key for key in message if key in MEANINGFUL and (message[key] or "mask" in key))
 
 
 def system_of(row: Mapping[str, Any]) -> str:
-    """Return the system message in a column of a row; empty without one."""
+    """Return the system message in a column of the row; empty: none."""
     texts = (as_text(row[name], f"its column '{name}'") for name in SYSTEM_COLUMNS if row.get(name) is not None)
     return next((text for text in texts if text.strip()), "")
 
 
 def with_system(messages: Any, row: Mapping[str, Any], system: str = "") -> list[dict[str, Any]]:
-    """Return checked messages after the recipe's ``system`` message or the row's; raise BadRowError for two that differ."""
+    """Prepend the recipe's or the row's system message to checked messages; raise BadRowError if they differ."""
     messages = check_messages(messages)
     if column := system_of(row):
         first = text_of(messages[0]["content"]) if messages[0]["role"] == "system" else ""
@@ -107,24 +105,21 @@ def with_system(messages: Any, row: Mapping[str, Any], system: str = "") -> list
 
 
 def reject_unread(row: Mapping[str, Any]) -> None:
-    """Raise BadRowError for a column that would change the learned tokens and that nothing reads."""
+    """Raise BadRowError for a column that should change the learned tokens but is not read."""
     unread = {name: row[name] for name in UNREAD_COLUMNS if row.get(name) not in (None, "", [], 1)}
     for name, value in unread.items():
         if name != "input" or "instruction" in row:
-            raise BadRowError(f"nothing reads its column '{name}': {_short(value)}; required: all of it in the messages or the prompt. Remove "
+            raise BadRowError(f"nothing reads its column '{name}': {_short(value)}; required: its content in the messages or the prompt. Remove "
                               "the column, or read it in a dataset script.")  # fmt: skip
 
 
 def _checked_call(number: int, call: Any) -> dict[str, Any]:
-    """Return a tool call as templates read it: with arguments as a mapping, where the row has their JSON text."""
-    call = (
-        without_nulls(dict(call)) if isinstance(call, Mapping) else call
-    )  # nulls inside the arguments may be the file's
+    """Return a tool call as templates expect it, with its arguments parsed from JSON text."""
+    # Not recursive into the arguments, whose nulls may be values of the file.
+    call = without_nulls(dict(call)) if isinstance(call, Mapping) else call
     function = call.get("function") if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
-        raise BadRowError(
-            f"message {number} has the tool call {_short(call)}; required: a function with name and arguments."
-        )
+        raise BadRowError(f"message {number} has the tool call {_short(call)}; required: a function with name.")
     arguments = function.get("arguments", {})
     if isinstance(arguments, str):
         arguments = _from_json(arguments, f"the arguments of a tool call of message {number}")
@@ -132,7 +127,7 @@ def _checked_call(number: int, call: Any) -> dict[str, Any]:
 
 
 def tools_of(row: Mapping[str, Any]) -> list[Any] | None:
-    """Return the column ``tools`` of a row; None if it has none."""
+    """Return the column ``tools`` of a row; None: no tools."""
     tools = row.get("tools")
     if isinstance(tools, str):
         tools = _from_json(tools, "the column 'tools'") if tools.strip() else None
@@ -149,24 +144,21 @@ def _from_json(text: str, where: str) -> Any:
 
 
 def text_of(content: Any) -> str:
-    """Return the text of a content; raise BadRowError for other parts than text."""
+    """Return the text of a message content; raise BadRowError for images or videos."""
     if isinstance(content, str):
         return content
     if any(part.get("type") != "text" for part in content):
-        raise BadRowError(f"an answer has the parts {[part.get('type') for part in content]}; required: text only.")
+        raise BadRowError(f"an assistant message has parts {[part.get('type') for part in content]}; required: text.")
     return "".join(str(part.get("text") or "") for part in content)
 
 
 def images_of(row: Mapping[str, Any]) -> list[Any]:
-    """Return the images of a row: its ``images``, else its ``image``."""
+    """Return the images of a row, from the column ``images`` or else ``image``."""
     return _media(row, "images", "image")[1]
 
 
 def _media(row: Mapping[str, Any], *keys: str) -> tuple[str, list[Any]]:
-    """Return the first of some columns that has media, with them; else "" and none.
-
-    Files of tables hold null or an empty text where a row has none; ``datasets`` writes it with the keys ``bytes`` and ``path``.
-    """
+    """Return the first of ``keys`` that has media, and its entries; else "" and an empty list."""
     for key in keys:
         given = row.get(key)
         entries = list(given) if isinstance(given, (list, tuple)) else [given]
@@ -176,6 +168,7 @@ def _media(row: Mapping[str, Any], *keys: str) -> tuple[str, list[Any]]:
 
 
 def _is_medium(entry: Any) -> bool:
+    # A missing image is null or an empty text in a table, and a map of nulls (bytes, path) in ``datasets``.
     if isinstance(entry, Mapping):
         return any(map(_is_medium, entry.values()))
     return entry is not None and not (isinstance(entry, (str, bytes)) and not entry.strip())
@@ -183,20 +176,20 @@ def _is_medium(entry: Any) -> bool:
 
 def reject_media(
     row: Mapping[str, Any],
-    why: str = "the model, which reads text only, would not see",
+    why: str = "a text-only model would not see",
     fix: str = "set policy.model_name_or_path=<vision-language model>",
 ) -> None:
-    """Raise BadRowError if a row has images or videos that nothing would read."""
+    """Raise BadRowError if a row has images or videos, which would not be read."""
     key, images = _media(row, "images", "image")
     if images:
         raise BadRowError(
-            f"its column '{key}' has {sum(map(_is_medium, images))}, which {why}; required: none. Remove the column, or {fix}."
+            f"its column '{key}' has {sum(map(_is_medium, images))}, which {why}. Remove the column, or {fix}."
         )
     reject_videos(row)
 
 
 def reject_videos(row: Mapping[str, Any]) -> None:
-    """Raise BadRowError if a row has videos in a column; only those in messages are read."""
+    """Raise BadRowError if a row has videos in a column; only videos in messages are read."""
     key, videos = _media(row, "videos", "video")
     if videos:
         raise BadRowError(
@@ -206,7 +199,7 @@ def reject_videos(row: Mapping[str, Any]) -> None:
 
 
 def text_parts(text: str, has_images: bool) -> list[dict[str, Any]]:
-    """Return a text as parts of a message; in a row with images, ``IMAGE_MARK`` is the next one."""
+    """Split a text into message parts; in a row with images, each ``IMAGE_MARK`` becomes the next image."""
     pieces = text.split(IMAGE_MARK) if has_images else [text]
     parts: list[dict[str, Any]] = [{"type": "text", "text": pieces[0]}]
     for piece in pieces[1:]:
@@ -215,11 +208,11 @@ def text_parts(text: str, has_images: bool) -> list[dict[str, Any]]:
 
 
 def text_only(message: dict[str, Any]) -> dict[str, Any]:
-    """Return a message for a model that reads text only."""
+    """Return a message for a text-only model; raise BadRowError if it has images or videos."""
     content = message["content"]
     if not isinstance(content, str) and any(part.get("type") != "text" for part in content):
         kinds = sorted({str(part.get("type")) for part in content} - {"text"})
-        raise BadRowError(f"a message has parts of the type {', '.join(kinds)}, and the model reads text only; required: text. "
+        raise BadRowError(f"a message has parts of the type {', '.join(kinds)}, and the model is text-only; required: text. "
                           "Set policy.model_name_or_path=<vision-language model>.")  # fmt: skip
     return message | {"content": text_of(content)}
 

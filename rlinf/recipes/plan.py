@@ -1,4 +1,4 @@
-"""What a recipe needs and does, before anything is loaded: GPUs, steps, tokens, memory."""
+"""Plan a recipe before data and model are loaded: GPUs, steps, tokens and memory."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from huggingface_hub import try_to_load_from_cache
 
 from rlinf.distributed.parallel import StateBytes, rank_memory_bytes
-from rlinf.engines.gpu_fraction import ALONE, engine_fraction
+from rlinf.engines.gpu_fraction import SEPARATE_GPU_FRACTION, engine_fraction
 from rlinf.engines.weight_transfer import manifest_of
 from rlinf.errors import ConfigError, RLinfError
 from rlinf.llm.vllm_generation import IMAGE_FAMILIES
@@ -25,24 +25,23 @@ from rlinf.preflight.placement import FreeCapacity
 from rlinf.recipes.config import RecipeConfig
 from rlinf.recipes.schedule import count_steps
 
-SPLIT = "cluster.placement=disaggregated"
-"""The override of a recipe with rollout workers."""
-NOT_COUNTED = "activations, one gathered layer of a sharded model, and libraries are not counted"
+DISAGGREGATED = "cluster.placement=disaggregated"
+"""Override that enables rollout workers."""
+NOT_COUNTED = "without activations, one gathered layer of a sharded model, and libraries"
 
 
 @dataclass(frozen=True)
 class Plan:
-    """The ranks, steps and tokens of a recipe.
+    """Ranks, batch sizes and tokens of a recipe.
 
     Attributes:
-        replicas: Copies of the trained model, each with a batch of its own.
+        replicas: Data-parallel copies of the trained model.
         shards: Ranks of a replica, which divide its weights and its batch.
-        rollout workers: Processes that generate, besides the ranks of the policy; 0: these ranks do.
-        tp_size: GPUs over which a vLLM engine splits the model; 0: torch generates, on one.
-        batch_size: Rows of a step over all replicas; in GRPO its answers.
-        group_size: Answers to each prompt in GRPO; else 1.
+        workers: Rollout workers, in addition to the ranks; 0: the ranks generate.
+        tp_size: Tensor-parallel GPUs of a vLLM engine; 0: torch generates, on one GPU.
+        batch_size: Rows of a step over all replicas; in GRPO, completions.
+        group_size: Completions per prompt in GRPO; else 1.
         micro_batch: Rows of one forward-backward pass on one rank.
-        max_tokens: Most tokens of a step.
     """
 
     replicas: int
@@ -56,7 +55,7 @@ class Plan:
 
     @property
     def policy_gpus(self) -> int:
-        """GPUs, and ranks, of the trained model."""
+        """GPUs (ranks) of the trained model."""
         return self.replicas * self.shards
 
     @property
@@ -76,18 +75,15 @@ class Plan:
 
     @property
     def rows_per_rank(self) -> int:
-        """Rows of a step on one rank; in GRPO its answers."""
+        """Rows of a step on one rank; in GRPO, completions."""
         return self.batch_size // self.policy_gpus
 
 
 def make_plan(config: RecipeConfig, num_ranks: int | None = None) -> Plan:
     """Return the plan of a checked recipe.
 
-    Raise ConfigError if the recipe names other ranks than there are, or the batch does not divide over them.
-
-    Args:
-        config: Checked.
-        num_ranks: Ranks that a launcher has started, for ``dp_shard_size=-1``; None: those that the recipe names, -1 being 1.
+    Raise ConfigError if the recipe does not match the number of ranks, or the batch does not divide over them.
+    ``num_ranks`` is set by a launcher; None: from the recipe, where ``dp_shard_size=-1`` means 1.
     """
     train, sizes, rollout = config.train, config.policy.parallelism, config.rollout
     is_grpo = train.train_policy.type == "grpo"
@@ -95,17 +91,17 @@ def make_plan(config: RecipeConfig, num_ranks: int | None = None) -> Plan:
     shards = sizes.dp_shard_size if sizes.dp_shard_size > 0 else max(1, (num_ranks or 1) // replicas)
     if num_ranks is not None and replicas * shards != num_ranks:
         raise ConfigError(
-            f"{num_ranks} ranks were started, and the recipe has {replicas * shards} (policy.parallelism: {replicas} replicas of "
+            f"{num_ranks} ranks were started, but the recipe has {replicas * shards} (policy.parallelism: {replicas} replicas of "
             f"dp_shard_size={sizes.dp_shard_size}). Start {replicas * shards}, or set policy.parallelism.dp_shard_size=-1"
         )
     group_size = rollout.n_generation if is_grpo else 1
     unit = group_size * shards
     if train.train_batch_per_replica % unit:
         fits = max(1, train.train_batch_per_replica // unit) * unit
-        whole_groups = f" with whole groups of rollout.n_generation={group_size}" if is_grpo else ""
+        key = "train.train_batch_per_replica"
+        groups = f" with complete groups of rollout.n_generation={group_size}" if is_grpo else ""
         raise ConfigError(
-            f"train.train_batch_per_replica={train.train_batch_per_replica} does not divide over {shards} ranks{whole_groups}; "
-            f"required: a multiple of {unit}. Set train.train_batch_per_replica={fits}"
+            f"{key}={train.train_batch_per_replica} does not divide over {shards} ranks{groups}; required: a multiple of {unit}. Set {key}={fits}"
         )
     wants_engine = is_grpo and rollout.backend == "vllm"
     has_engine = wants_engine and why_no_engine(_config_of(config)) is None
@@ -116,7 +112,9 @@ def make_plan(config: RecipeConfig, num_ranks: int | None = None) -> Plan:
         in_torch = wants_engine and not has_engine
         workers = count_rollout_workers(config, replicas * shards, rollout.parallelism.tp_size if in_torch else 1)
     batch_size = train.train_batch_per_replica * replicas
-    answer = min(rollout.max_response_length, config.policy.model_max_length)
+    row_tokens = (
+        min(rollout.max_response_length, config.policy.model_max_length) if is_grpo else config.policy.model_max_length
+    )
     return Plan(
         replicas=replicas,
         shards=shards,
@@ -125,53 +123,48 @@ def make_plan(config: RecipeConfig, num_ranks: int | None = None) -> Plan:
         batch_size=batch_size,
         group_size=group_size,
         micro_batch=min(train.train_policy.mini_batch, train.train_batch_per_replica // shards),
-        max_tokens=batch_size * (answer if is_grpo else config.policy.model_max_length),
+        max_tokens=batch_size * row_tokens,
     )
 
 
 def asks_for_rollout_workers(config: RecipeConfig) -> bool:
-    """Return whether a key of ``cluster`` asks for rollout workers, on whatever machine."""
+    """Return whether a key of ``cluster`` requests rollout workers, with or without GPUs."""
     cluster = config.cluster
     return cluster.placement == "disaggregated" or cluster.start == "ray" or cluster.num_rollout_workers is not None
 
 
 def asks_for_gpus(config: RecipeConfig) -> bool:
-    """Return whether the rollout is to have GPUs of its own, where there are GPUs."""
+    """Return whether the rollout gets separate GPUs, if there are GPUs."""
     is_grpo = config.train.train_policy.type == "grpo"
     is_colocated = "colocated" in (config.mode, config.cluster.placement)
     return is_grpo and config.rollout.backend == "vllm" and not is_colocated
 
 
 def without_rollout_workers(config: RecipeConfig) -> str:
-    """Return the overrides with which the ranks of the policy generate."""
-    words = ["mode=colocated"]
+    """Return the overrides that let the ranks of the policy generate."""
+    overrides = ["mode=colocated"]
     if config.rollout.parallelism.tp_size > 1:
-        words.append("rollout.parallelism.tp_size=1")
+        overrides.append("rollout.parallelism.tp_size=1")
     if asks_for_rollout_workers(config):
-        words.append("cluster.start=auto cluster.placement=null cluster.num_rollout_workers=null")
-    return " ".join(words)
+        overrides.append("cluster.start=auto cluster.placement=null cluster.num_rollout_workers=null")
+    return " ".join(overrides)
 
 
 def count_rollout_workers(config: RecipeConfig, num_ranks: int, per_engine: int) -> int:
-    """Return the rollout workers of a recipe that has some.
+    """Return the number of rollout workers; raise ConfigError unless it is a multiple or a divisor of ``num_ranks``.
 
-    Raise ConfigError if they can be divided neither among the ranks nor the ranks among them.
-
-    Args:
-        config: Checked.
-        num_ranks: Ranks of the policy.
-        per_engine: RolloutWorkers in place of an engine of the recipe: without vLLM, one for each of its GPUs, if the ranks can share them.
+    ``per_engine`` is the number of rollout workers that replace one engine: without vLLM, one per GPU if divisible.
     """
-    given = config.cluster.num_rollout_workers
+    requested = config.cluster.num_rollout_workers
     engines = config.rollout.parallelism.n_init_replicas
-    workers = given or engines * per_engine
-    if given is None and workers % num_ranks and num_ranks % workers:
+    workers = requested or engines * per_engine
+    # One worker per GPU if that divides, else one per engine.
+    if requested is None and workers % num_ranks and num_ranks % workers:
         workers = engines
     if workers % num_ranks and num_ranks % workers:
-        key = "rollout.parallelism.n_init_replicas" if given is None else "cluster.num_rollout_workers"
+        key = "rollout.parallelism.n_init_replicas" if requested is None else "cluster.num_rollout_workers"
         raise ConfigError(
-            f"{key}={workers} rollout workers with {num_ranks} ranks of the policy; required: a multiple or a divisor of the ranks. Set "
-            f"cluster.num_rollout_workers={num_ranks}"
+            f"{key}={workers} with {num_ranks} ranks; required: a multiple or divisor. Set cluster.num_rollout_workers={num_ranks}"
         )
     return workers
 
@@ -182,20 +175,20 @@ def num_steps(config: RecipeConfig, plan: Plan, num_rows: int) -> int:
 
 
 def describe(config: RecipeConfig, plan: Plan, num_rows: int | None, reason: str = "") -> str:
-    """Return the plan as the lines that ``rlinf launch`` prints; ``reason`` says why ``num_rows`` is None."""
+    """Return the lines that ``rlinf launch`` prints; ``reason`` explains why ``num_rows`` is None."""
     method, train = config.train.train_policy, config.train
-    rows = "rows" if method.type != "grpo" else "answers"
+    rows = "rows" if method.type != "grpo" else "completions"
     batch = f"{plan.batch_size} {rows}"
     if plan.group_size > 1:
         batch += f" ({plan.batch_size // plan.group_size} prompts x {plan.group_size})"
-    ways = f"{plan.policy_gpus}"
+    ranks = f"{plan.policy_gpus}"
     if plan.policy_gpus > 1:
-        ways += f" ({plan.replicas} x {plan.shards} shards)" if plan.replicas > 1 else f" ({plan.shards} shards)"
+        ranks += f" ({plan.replicas} x {plan.shards} shards)" if plan.replicas > 1 else f" ({plan.shards} shards)"
     rollout = "none"
     if method.type == "grpo":
-        each = f"tensor parallel {plan.tp_size}" if plan.tp_size else "1, in torch"
-        rollout = f"{plan.rollout_gpus} ({plan.workers} x {each})" if plan.workers else "shared with the policy"
-    factor = "" if plan.group_size == 1 else f" * {plan.group_size} answers"
+        engine = f"tensor parallel {plan.tp_size}" if plan.tp_size else "1, in torch"
+        rollout = f"{plan.rollout_gpus} ({plan.workers} x {engine})" if plan.workers else "same as the policy"
+    factor = "" if plan.group_size == 1 else f" * {plan.group_size} completions"
     formula = f"{train.epoch} epochs * N rows{factor} / {plan.batch_size}"
     limit = "" if train.max_num_steps is None else f", at most {train.max_num_steps}"
     if num_rows is None:
@@ -205,7 +198,7 @@ def describe(config: RecipeConfig, plan: Plan, num_rows: int | None, reason: str
     kind = method.variant if method.type == "grpo" else method.type
     lines = [
         ("recipe", f"{kind} of {config.policy.model_name_or_path}"),
-        ("policy GPUs", ways),
+        ("policy GPUs", ranks),
         ("rollout GPUs", rollout),
         ("total GPUs", str(plan.num_gpus)),
         *engine_lines(config),
@@ -220,7 +213,7 @@ def describe(config: RecipeConfig, plan: Plan, num_rows: int | None, reason: str
 
 
 def engine_lines(config: RecipeConfig) -> list[tuple[str, str]]:
-    """Return where torch generates although the recipe asks for vLLM."""
+    """Return the lines that explain why torch generates although the recipe sets vLLM."""
     if config.train.train_policy.type != "grpo" or config.rollout.backend != "vllm":
         return []
     reason = why_no_engine(_config_of(config))
@@ -229,18 +222,18 @@ def engine_lines(config: RecipeConfig) -> list[tuple[str, str]]:
     if is_local(config.policy.model_name_or_path):
         return []
     condition = f"reads images and its type is not {' or '.join(IMAGE_FAMILIES)}"
-    return [("  or in torch", f"on each of these GPUs, if the model, which is not on this machine, {condition}")]
+    return [("  or in torch", f"on each of these GPUs, if the model (not on this machine) {condition}")]
 
 
 def describe_rollout_workers(plan: Plan) -> str:
-    """Return in words which rollout workers there are, and whose they are."""
-    sharers, share = plan.policy_gpus // plan.workers, plan.workers // plan.policy_gpus
-    whose = f"{sharers} ranks share each" if sharers > 1 else f"{share} of each rank"
-    return f"{plan.workers}, in processes that Ray starts; {whose}"
+    """Return the number of rollout workers, and of ranks per worker or workers per rank, as text."""
+    ranks_per_worker, workers_per_rank = plan.policy_gpus // plan.workers, plan.workers // plan.policy_gpus
+    ratio = f"1 per {ranks_per_worker} ranks" if ranks_per_worker > 1 else f"{workers_per_rank} per rank"
+    return f"{plan.workers}, in processes that Ray starts; {ratio}"
 
 
 class Sizes(NamedTuple):
-    """Bytes of the trained model: what a rank trains it with, and its weights alone."""
+    """Number of parameters, bytes of the weights, and bytes of a rank's training state."""
 
     parameters: int
     weights: int
@@ -248,7 +241,7 @@ class Sizes(NamedTuple):
 
 
 def sizes_of(config: RecipeConfig, plan: Plan) -> Sizes:
-    """Count a model by its shapes alone; its configuration must be on this machine."""
+    """Measure a model by its shapes, without loading it; its configuration must be on this machine."""
     model = model_shapes(config.policy.model_name_or_path, dtype=torch_dtype_of(config.train.param_dtype))
     weights = sum(p.numel() * p.element_size() for p in model.parameters())
     parameters = sum(p.numel() for p in model.parameters())
@@ -259,19 +252,20 @@ def sizes_of(config: RecipeConfig, plan: Plan) -> Sizes:
 
 
 def fraction_of_engine(config: RecipeConfig, plan: Plan | None) -> float:
-    """Return the fraction of its GPU that an engine takes. Raise ConfigError if it does not fit beside the policy there.
+    """Return the fraction of GPU memory for an engine. Raise ConfigError if it does not fit next to the policy.
 
-    ``plan`` is None in a run with rollout workers, whose engines have GPUs of their own.
+    ``plan`` is None in a run with rollout workers, whose engines have separate GPUs.
     """
-    given = config.rollout.gpu_memory_utilization
+    requested = config.rollout.gpu_memory_utilization
     if plan is None or plan.workers or config.policy.device == "cpu" or not torch.cuda.is_available():
-        return ALONE if given is None else given
+        return SEPARATE_GPU_FRACTION if requested is None else requested
     sizes, offloads = sizes_of(config, plan), config.train.fsdp_offload
-    whole = sizes.weights if plan.shards > 1 or offloads else 0  # shards are gathered while the engine generates
+    # Shards are gathered while the engine generates, so the full model needs memory, too.
+    gathered = sizes.weights if plan.shards > 1 or offloads else 0
     return engine_fraction(
-        given,
+        requested,
         rank_memory_bytes("cuda", 1),
-        (0 if offloads else sizes.state.total) + whole,
+        (0 if offloads else sizes.state.total) + gathered,
         sizes.weights,
         key="rollout.gpu_memory_utilization",
         apart="mode=disaggregated" if config.policy.lora is not None else "mode=disaggregated, or policy.lora.r=8",
@@ -279,9 +273,9 @@ def fraction_of_engine(config: RecipeConfig, plan: Plan | None) -> float:
 
 
 def memory_lines(config: RecipeConfig, plan: Plan) -> list[tuple[str, str]]:
-    """Return what the weights take on a GPU of each role, from the model's shapes alone.
+    """Return lines with the memory per GPU of policy and rollout, from the model's shapes.
 
-    Raise ConfigError if an engine does not fit beside the policy on the same GPU.
+    Raise ConfigError if an engine does not fit next to the policy on the same GPU.
     """
     name = config.policy.model_name_or_path
     if not is_local(name):
@@ -301,55 +295,52 @@ def memory_lines(config: RecipeConfig, plan: Plan) -> list[tuple[str, str]]:
         takes = ""
         if plan.tp_size:
             unseen = not torch.cuda.is_available() and config.rollout.gpu_memory_utilization is None
-            share = f"{fraction_of_engine(config, plan):.0%} of the GPU"
-            takes = f"; the engine takes {'what the policy leaves' if unseen and not plan.workers else share}"
-        has_gpus = plan.workers and plan.tp_size
-        lines.append(
-            ("  rollout", f"weights {format_bytes(sizes.weights // (plan.tp_size if has_gpus else 1))}{takes}")
-        )
+            # Called even if the text is not used, for its check that the engine fits.
+            fraction = f"{fraction_of_engine(config, plan):.0%} of the GPU"
+            takes = f"; the engine takes {'what the policy leaves' if unseen and not plan.workers else fraction}"
+        splits = plan.workers and plan.tp_size
+        lines.append(("  rollout", f"weights {format_bytes(sizes.weights // (plan.tp_size if splits else 1))}{takes}"))
     return lines
 
 
 def store_capacity(config: RecipeConfig) -> FreeCapacity | None:
-    """Return what rollout workers need in Ray's store of objects; None: the shapes of the model are not known on this machine.
-
-    Frozen weights are stored once. Of the trained ones there are the last version and the one that is being stored.
-    """
+    """Return the space that rollout workers need in Ray's object store; None: the model is not on this machine."""
     name, lora = config.policy.model_name_or_path, config.policy.lora
     if not is_local(name):
         return None
     try:
         model = model_shapes(name, dtype=torch_dtype_of(config.train.param_dtype))
     except RLinfError:
-        return None  # who loads the model reports it
+        return None  # the later loading of the model reports the error
     if lora is not None:
         apply_lora(model, LoraConfig(**lora.settings()))
     sizes = {key: tensor.numel() * tensor.element_size() for key, tensor in model.state_dict().items()}
+    # Frozen weights are stored once; of trained ones the last version stays until the new one is complete.
     num_bytes = sum(sizes[key] * (2 if spec.trained else 1) for key, spec in manifest_of(model).items())
     fix = without_rollout_workers(config)
     return FreeCapacity(num_bytes, fix if lora is not None else f"policy.lora.r=8, or {fix}")
 
 
 def why_no_engine(model_config: Any) -> str | None:
-    """Return why torch generates in place of vLLM; None: vLLM can. ``model_config`` is the configuration of transformers; None: not known."""
+    """Return the reason why vLLM cannot generate, or None. ``model_config`` is of transformers; None: unknown."""
     reads_images = getattr(model_config, "vision_config", None) is not None
     if reads_images and model_config.model_type not in IMAGE_FAMILIES:
-        return f"it gets images of {', '.join(IMAGE_FAMILIES)}, and the model type is {model_config.model_type}"
+        return f"it supports images for {', '.join(IMAGE_FAMILIES)}, but the model type is {model_config.model_type}"
     missing = [name for name in ("vllm", *(["torchvision"] if reads_images else [])) if find_spec(name) is None]
     return f"the package {missing[0]} is not installed" if missing else None
 
 
 def _config_of(config: RecipeConfig) -> Any:
-    """Return the configuration of the model, if it is on this machine and can be read."""
+    """Return the model's transformers configuration; None if it is not on this machine or unreadable."""
     name = config.policy.model_name_or_path
     try:
         return load_config(name) if is_local(name) else None
     except RLinfError:
-        return None  # who loads the model reports it
+        return None  # the later loading of the model reports the error
 
 
 def is_local(name: str) -> bool:
-    """Return whether the configuration of a model can be read without a network."""
+    """Return whether the model's configuration is on this machine."""
     if Path(name).expanduser().is_dir():
         return True
     try:
@@ -361,42 +352,37 @@ def is_local(name: str) -> bool:
 def choose_device(config: RecipeConfig, plan: Plan, is_plan: bool = False) -> str:
     """Return ``cuda`` or ``cpu`` for the policy's ranks. Raise ConfigError if torch sees fewer GPUs than the recipe needs.
 
-    Args:
-        config: Checked.
-        plan: Of the recipe.
-        is_plan: Nothing will run: where torch sees no GPU, the recipe is planned for another machine that has as many as it needs.
+    With ``is_plan`` nothing will run: on a machine without GPUs, the plan is for one with enough of them.
     """
     wanted = config.policy.device
-    # Those of rollout workers may be on other machines; Ray looks for them.
+    # GPUs of rollout workers may be on different machines, which Ray checks.
     needed = plan.policy_gpus if plan.workers and os.environ.get("RAY_ADDRESS") else plan.num_gpus
-    found = torch.cuda.device_count()
-    if wanted == "cpu" or (wanted == "auto" and found == 0 and needed == 1):
+    num_gpus = torch.cuda.device_count()
+    if wanted == "cpu" or (wanted == "auto" and num_gpus == 0 and needed == 1):
         return "cpu"
-    if found >= needed or (is_plan and found == 0):
+    if num_gpus >= needed or (is_plan and num_gpus == 0):
         return "cuda"
     roles = f"{plan.policy_gpus} for the policy, {plan.rollout_gpus} for the rollout"
-    fixes = [f"policy.device=cpu to run {plan.policy_gpus} ranks as processes of this machine"]
-    if plan.rollout_gpus and found >= plan.policy_gpus:
+    fixes = [f"policy.device=cpu to run {plan.policy_gpus} ranks as processes on this machine"]
+    if plan.rollout_gpus and num_gpus >= plan.policy_gpus:
         fixes.insert(0, f"{without_rollout_workers(config)} to generate on the policy's {plan.policy_gpus}")
-    elif plan.replicas <= found:
+    elif plan.replicas <= num_gpus:
         # The largest number of shards over which the batch divides.
         rows = config.train.train_batch_per_replica // plan.group_size
-        shards = max(size for size in range(1, found // plan.replicas + 1) if rows % size == 0)
+        shards = max(size for size in range(1, num_gpus // plan.replicas + 1) if rows % size == 0)
         colocated = f"{without_rollout_workers(config)} " if plan.rollout_gpus else ""
         fixes.insert(0, f"{colocated}policy.parallelism.dp_shard_size={shards}")
-    raise ConfigError(f"The recipe needs {needed} GPUs ({roles}), and torch sees {found}. Set {', or '.join(fixes)}")
+    raise ConfigError(f"The recipe needs {needed} GPUs ({roles}), and torch sees {num_gpus}. Set {', or '.join(fixes)}")
 
 
 def check_engines(config: RecipeConfig, plan: Plan, device: str) -> None:
-    """Raise ConfigError for engines that cannot be split over as many GPUs as the recipe says."""
+    """Raise ConfigError if the model or the placement does not support the recipe's tensor parallelism."""
     tp_size, model_config = plan.tp_size, _config_of(config)
     if tp_size > 1 and model_config is not None:
         check_tensor_parallel(model_config, tp_size, "rollout.parallelism.tp_size")
     if tp_size > 1 and device == "cuda" and not plan.workers:
-        apart = (
-            "mode=disaggregated cluster.placement=null and start the command once, for engines with GPUs of their own"
-        )
+        apart = "mode=disaggregated cluster.placement=null and start the command once, for engines with separate GPUs"
         raise ConfigError(
-            f"rollout.parallelism.tp_size is {tp_size}, and each rank of the policy generates on its own GPU, between its updates; "
+            f"rollout.parallelism.tp_size is {tp_size}, but each rank of the policy generates on its own GPU, between its updates; "
             f"required: 1. Set rollout.parallelism.tp_size=1, or {apart}"
         )

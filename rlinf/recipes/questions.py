@@ -1,4 +1,4 @@
-"""Files of questions, multiple choice and exact answers: their rows as prompts, and what a completion answers."""
+"""Read question files (multiple choice or exact answers), convert them to prompts, and extract the compared part of completions."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from rlinf.options import PathText, option
 from rlinf.recipes.config import RecipeConfig
 from rlinf.recipes.messages import IMAGE_MARK, check_messages, images_of, system_of, text_parts
 from rlinf.recipes.packers import ChatPacker, text_tokens
-from rlinf.recipes.rewards import ANSWERS, REWARDS, Reward
-from rlinf.recipes.row_files import KINDS, as_answer, as_text, scalar_text, stream_rows
+from rlinf.recipes.rewards import EXTRACTORS, REWARDS, Reward
+from rlinf.recipes.row_files import KINDS, as_reference, as_text, scalar_text, stream_rows
 from rlinf.recipes.samples import BadRowError, Prompt
 
 SUFFIXES = (*KINDS, ".parquet")
@@ -27,7 +27,7 @@ REASONING_REQUEST = (
     "Answer with the letter of the option. First write your thoughts, then the answer, with an empty line between them, like this:\n"
     "<think>\nyour thoughts\n</think>\n\n<answer>\nthe letter\n</answer>"
 )
-"""That of ``examples/reasoning/tools/dataset/cosmos_grpo.py``."""
+"""Request of ``examples/reasoning/tools/dataset/cosmos_grpo.py``, which trains this format."""
 
 _TAGS = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 _LETTER = re.compile("[A-Z]")
@@ -35,74 +35,55 @@ _LETTER = re.compile("[A-Z]")
 
 @dataclass
 class QuestionRanksConfig:
-    """The processes of an evaluation on questions."""
+    """Processes of an evaluation on questions."""
 
-    num_processes: int | None = option(
-        None, "Ranks that share the questions; null: one, or those that torchrun or srun has started.", minimum=1
-    )
-    num_threads: int | None = option(
-        None, "CPU threads per rank; null: OMP_NUM_THREADS, or all cores divided by the ranks of a machine.", minimum=1
-    )
-    deadlines: DeadlinesConfig = option(
-        DeadlinesConfig(), "Seconds that the ranks may wait; an evaluation uses start, evaluate and save."
-    )
+    num_processes: int | None = option(None, "Ranks; null: one, or those started by torchrun or srun.", minimum=1)
+    num_threads: int | None = option(None, "CPU threads per rank; null: OMP_NUM_THREADS, or cores / ranks.", minimum=1)
+    deadlines: DeadlinesConfig = option(DeadlinesConfig(), "Deadlines of the ranks: start, evaluate and save.")
 
 
 @dataclass
 class QuestionsConfig:
     """Keys of ``rlinf evaluate questions=...``."""
 
-    checkpoint: PathText = option(
-        "", "Folder or hub id of a model, folder of a recipe's run, or latest: the newest run below outputs/."
-    )
-    questions: PathText = option("", "File of questions: jsonl, json, csv, tsv or parquet.")
-    output_dir: PathText | None = option(
-        None, "Folder of the result; null: eval/<file> in the run, or for another model outputs/questions/<time>."
-    )
+    checkpoint: PathText = option("", "Model folder, hub id, recipe run, or latest: the newest run below outputs/.")
+    questions: PathText = option("", "Question file: jsonl, json, csv, tsv or parquet.")
+    output_dir: PathText | None = option(None, "Result folder; null: in the run, or outputs/questions/<time>.")
     answer_type: str | None = option(
         None,
-        "letter: the first capital letter anywhere; reasoning: the first one within the answer tags; or a reward, such as gsm8k, that "
-        "is 1 for a right answer. null: reasoning for questions with options.",
+        "letter: first capital letter; reasoning: first one in the answer tags (null with options); or a reward such as gsm8k.",
     )
-    prompt_column: str | None = option(
-        None,
-        "Column of the questions: a text or messages; null: the first of prompt, question, messages, conversations.",
-    )
-    answer_column: str = option("answer", "Column of the right answer.")
-    category_column: str | None = option(
-        None, "Column by which accuracies are listed; null: category or subset, if there is one."
-    )
-    request: str | None = option(None, "Text after each question; null: none, or for options what answer_type needs.")
-    system_prompt: str | None = option(None, "Message before each question, which may be empty; null: none.")
-    fps: float = option(1.0, "Frames of a second of video that the model reads.", minimum=0.01)
-    max_pixels: int | None = option(81920, "Larger frames are scaled down to this area; null: as they are.", minimum=1)
-    num_questions: int | None = option(None, "First questions of the file; null: all.", minimum=1)
-    temperature: float = option(0.0, "0: the most likely tokens; else the temperature of the sampling.", minimum=0)
-    seed: int = option(0, "Seed of the sampling; each question has its own random numbers.", minimum=0)
-    max_tokens: int = option(1024, "Most tokens of a completion.", minimum=1)
-    batch_size: int = option(8, "Questions of one call of the model; changes results by rounding only.", minimum=1)
+    prompt_column: str | None = option(None, "Question column; null: prompt, question, messages or conversations.")
+    answer_column: str = option("answer", "Column of the reference answer.")
+    category_column: str | None = option(None, "Column of the categories; null: category or subset, if present.")
+    request: str | None = option(None, "Text after each question; null: none, or by answer_type.")
+    system_prompt: str | None = option(None, "System message of each question, may be empty; null: none.")
+    fps: float = option(1.0, "Video frames per second.", minimum=0.01)
+    max_pixels: int | None = option(81920, "Maximum frame area in pixels; null: unlimited.", minimum=1)
+    num_questions: int | None = option(None, "Number of questions, from the start of the file; null: all.", minimum=1)
+    temperature: float = option(0.0, "Sampling temperature; 0: greedy.", minimum=0)
+    seed: int = option(0, "Sampling seed; each question has its own random numbers.", minimum=0)
+    max_tokens: int = option(1024, "Maximum tokens of a completion.", minimum=1)
+    batch_size: int = option(8, "Questions per call; affects results only by rounding.", minimum=1)
     dtype: str | None = option(
-        None, "Number format of the weights; null: as in the model's config.json.",
+        None, "Dtype of the weights; null: as in config.json.",
         choices=("float32", "bfloat16", "float16"),
     )  # fmt: skip
-    device: str = option("auto", "auto: a GPU if there is one.", choices=("auto", "cpu"))
+    device: str = option("auto", "auto: GPU if available.", choices=("auto", "cpu"))
     cluster: QuestionRanksConfig = option(QuestionRanksConfig(), "Ranks.")
-    compare: PathText | None = option(None, "Folder of an earlier evaluation on the same questions, to compare with.")
-    file_per_question: bool = option(
-        False, "Also write <output_dir>/questions/<category>/<video or id>.json, each with is_correct."
-    )
-    allow_mismatch: list[str] = option([], "Conditions in which the two of compare may differ.")
+    compare: PathText | None = option(None, "Folder of an earlier evaluation to compare with.")
+    file_per_question: bool = option(False, "Also write <output_dir>/questions/<category>/<video or id>.json.")
+    allow_mismatch: list[str] = option([], "Conditions that may differ in compare.")
 
 
 @dataclass
 class Question:
-    """One row of a file.
+    """One question of a file.
 
     Attributes:
         id: Value of the column ``id``, or the row number from 0.
-        category: For the table; the name of the file without any.
-        messages: The question, as messages; a text that no chat template changes is a string.
-        prompt: The same as plain text.
+        category: Its category, or the file name.
+        messages, prompt: The question as messages (a string: without chat template), and as plain text.
     """
 
     id: str
@@ -121,15 +102,15 @@ class Question:
 
 
 def read_questions(config: QuestionsConfig) -> list[Question]:
-    """Read and check a file of questions.
+    """Read and check a question file.
 
-    Raise ConfigError if the file is missing, not of a known kind or empty, or a row lacks a question or an answer.
+    Raise ConfigError if the file is missing, unsupported or empty, or a row lacks a question or a reference answer.
     """
     path = Path(config.questions).expanduser()
     rows = _read_rows(path)[: config.num_questions]
     if not rows:
         raise ConfigError(f"questions='{path}' has no rows; required: one or more. Set questions=<file>")
-    found: list[Question] = []
+    questions: list[Question] = []
     seen: dict[str, int] = {}
     for number, row in enumerate(rows):
         try:
@@ -137,12 +118,10 @@ def read_questions(config: QuestionsConfig) -> list[Question]:
         except BadRowError as error:
             raise ConfigError(f"Row {number} of {path}: {error.reason}") from None
         if question.id in seen:
-            raise ConfigError(
-                f"Rows {seen[question.id]} and {number} of {path} have the same id '{question.id}'; required: different ones."
-            )
+            raise ConfigError(f"Rows {seen[question.id]} and {number} of {path} have the same id '{question.id}'.")
         seen[question.id] = number
-        found.append(question)
-    return found
+        questions.append(question)
+    return questions
 
 
 def _read_rows(path: Path) -> list[Any]:
@@ -151,7 +130,7 @@ def _read_rows(path: Path) -> list[Any]:
     if path.suffix in KINDS:
         return list(stream_rows([path], KINDS[path.suffix]))
     if path.suffix != ".parquet":
-        raise ConfigError(f"questions is '{path}'; required: a file that ends with {', '.join(SUFFIXES)}.")
+        raise ConfigError(f"questions is '{path}'; required: a file with the suffix {' or '.join(SUFFIXES)}.")
     import pyarrow
     from pyarrow import parquet
 
@@ -163,119 +142,123 @@ def _read_rows(path: Path) -> list[Any]:
 
 def _question(number: int, row: Any, path: Path, config: QuestionsConfig) -> Question:
     if not isinstance(row, Mapping):
-        raise BadRowError(f"it is {row!r}; required: columns and their values.")
+        raise BadRowError(f"it is {row!r}; required: a map of columns to values.")
     row = dict(row)
     nested = row.get("qa_pairs")
-    asked = {**row, **nested} if isinstance(nested, Mapping) else row
-    options = _options(asked)
-    answer = asked.get(config.answer_column)
-    if answer is None or answer == "":
-        hint = did_you_mean(config.answer_column, asked)
+    columns = {**row, **nested} if isinstance(nested, Mapping) else row
+    options = _options(columns)
+    reference = columns.get(config.answer_column)
+    if reference is None or reference == "":
+        hint = did_you_mean(config.answer_column, columns)
         raise BadRowError(f"it has no answer in the column '{config.answer_column}'.{hint} Set answer_column=<column>")
-    right = answer if isinstance(answer, list) else [answer]
-    right = [_right_letter(each, options) for each in right] if options else right
-    expected = as_answer(right if isinstance(answer, list) else right[0], f"its column '{config.answer_column}'")
-    columns = PROMPT_COLUMNS if config.prompt_column is None else (config.prompt_column,)
-    name = next((each for each in columns if asked.get(each)), None)
+    references = reference if isinstance(reference, list) else [reference]
+    references = [_reference_letter(item, options) for item in references] if options else references
+    expected = as_reference(
+        references if isinstance(reference, list) else references[0], f"its column '{config.answer_column}'"
+    )
+    candidates = PROMPT_COLUMNS if config.prompt_column is None else (config.prompt_column,)
+    name = next((candidate for candidate in candidates if columns.get(candidate)), None)
     if name is None:
-        hint = did_you_mean(columns[0], asked)
-        raise BadRowError(f"it has no question in the column {' or '.join(columns)}.{hint} Set prompt_column=<column>")
+        hint = did_you_mean(candidates[0], columns)
+        raise BadRowError(f"it has no question column {' or '.join(candidates)}.{hint} Set prompt_column=<column>")
     identity = number if row.get("id") is None else as_text(row["id"], "its column 'id'")
-    asks = scalar_text(asked[name], f"its column '{name}'")
-    question = Question(str(identity), "", asks, "", expected, row, bool(options))
+    content = scalar_text(columns[name], f"its column '{name}'")
+    question = Question(str(identity), "", content, "", expected, row, bool(options))
     category = config.category_column
     names = ("category", "subset") if category is None else (category,)
     if category is not None and category not in row:
         raise BadRowError(f"it has no column '{category}'.{did_you_mean(category, row)} Set category_column=<column>")
-    filled = next((each for each in names if row.get(each) not in (None, "")), None)
-    question.category = path.stem if filled is None else as_text(row[filled], f"its column '{filled}'")
-    _ask(question, options, config, is_raw=name == "prompt")
+    category = next((name for name in names if row.get(name) not in (None, "")), None)
+    question.category = path.stem if category is None else as_text(row[category], f"its column '{category}'")
+    _complete(question, options, config, is_raw=name == "prompt")
     return question
 
 
-def _options(asked: Mapping[str, Any]) -> dict[str, str]:
-    """Return the options by letter; none for a question without."""
-    given = asked.get("index2ans") or asked.get("options") or asked.get("choices")
+def _options(columns: Mapping[str, Any]) -> dict[str, str]:
+    """Return the options by letter; empty for an open question."""
+    given = columns.get("index2ans") or columns.get("options") or columns.get("choices")
     if given is None:
         return {}
     if isinstance(given, list) and len(given) <= len(LETTERS):
         given = dict(zip(LETTERS, given, strict=False))
     if not isinstance(given, Mapping) or any(len(letter) != 1 or letter not in LETTERS for letter in given):
-        raise BadRowError(f"its options are {given!r}; required: a list, or texts by their letters A to Z.")
-    # A parquet file gives every row the letters of all rows.
+        raise BadRowError(f"its options are {given!r}; required: a list, or a map of letters A to Z to texts.")
+    # Parquet gives every row the letters of all rows, with nulls.
     return {letter: as_text(text, f"option {letter}") for letter, text in sorted(given.items()) if text is not None}
 
 
-def _right_letter(answer: Any, options: Mapping[str, str]) -> str:
-    """Return the letter of the right option, given as letter or as number from 0."""
+def _reference_letter(reference: Any, options: Mapping[str, str]) -> str:
+    """Return the letter of the correct option, given as letter or as index from 0."""
     letters = list(options)
-    is_number = isinstance(answer, int) and not isinstance(answer, bool) and 0 <= answer < len(letters)
-    letter = letters[answer] if is_number else str(answer).strip().upper()
+    # True is an int, too, but not an index.
+    is_number = isinstance(reference, int) and not isinstance(reference, bool) and 0 <= reference < len(letters)
+    letter = letters[reference] if is_number else str(reference).strip().upper()
     if letter not in options:
-        raise BadRowError(f"its answer is {answer!r}; required: the letter of an option ({', '.join(letters)}).")
+        raise BadRowError(f"its answer is {reference!r}; required: the letter of an option ({', '.join(letters)}).")
     return letter
 
 
-def _ask(question: Question, options: dict[str, str], config: QuestionsConfig, is_raw: bool) -> None:
-    """Complete ``messages`` and ``prompt`` by options, request, media and system message."""
+def _complete(question: Question, options: dict[str, str], config: QuestionsConfig, is_raw: bool) -> None:
+    """Add options, request, media and system message to ``messages`` and ``prompt``."""
     request = config.request
     if request is None and options:
         request = LETTER_REQUEST if config.answer_type == LETTER else REASONING_REQUEST
     lines = [f"({letter}) {text}" for letter, text in options.items()]
-    asked = question.messages
-    if isinstance(asked, str):
+    messages = question.messages
+    if isinstance(messages, str):
         separator = "\n" if options else " "
-        text = "\n".join([asked, *lines])
+        text = "\n".join([messages, *lines])
         text = f"{text}{separator}{request}" if request else text
         question.prompt = text
         is_plain = is_raw and not (options or question.media or system_of(question.row))
         if is_plain and config.system_prompt is None:
             question.messages = text
             return
-        asked = [{"role": "user", "content": text}]
+        messages = [{"role": "user", "content": text}]
     else:
-        asked = check_messages(asked)
-        while asked and asked[-1]["role"] == "assistant":
-            asked.pop()
-        if not asked:
-            raise BadRowError("its messages hold no question, only answers.")
+        messages = check_messages(messages)
+        # A training file may end with the reference reply, which must not be shown to the model.
+        while messages and messages[-1]["role"] == "assistant":
+            messages.pop()
+        if not messages:
+            raise BadRowError("its messages contain no question, only assistant messages.")
         ending = "\n".join([*lines, *([request] if request else [])])
-        content = asked[-1].get("content")
+        content = messages[-1].get("content")
         if ending and isinstance(content, list):
-            asked[-1]["content"] = [*content, {"type": "text", "text": f" {ending}"}]
+            messages[-1]["content"] = [*content, {"type": "text", "text": f" {ending}"}]
         elif ending:
-            asked[-1]["content"] = f"{content} {ending}"
-        question.prompt = "\n".join(_text_of(each.get("content")) for each in asked)
-    _place(question.media, asked, config)
+            messages[-1]["content"] = f"{content} {ending}"
+        question.prompt = "\n".join(_text_of(message.get("content")) for message in messages)
+    _insert_media(question.media, messages, config)
     if config.system_prompt is not None:
-        asked.insert(0, {"role": "system", "content": config.system_prompt})
-    question.messages = asked
+        messages.insert(0, {"role": "system", "content": config.system_prompt})
+    question.messages = messages
 
 
-def _place(media: list[tuple[str, Any]], asked: list[dict[str, Any]], config: QuestionsConfig) -> None:
-    """Turn marks into parts of messages, and put images or the video before the last question if no part names them."""
+def _insert_media(media: list[tuple[str, Any]], messages: list[dict[str, Any]], config: QuestionsConfig) -> None:
+    """Convert image marks to message parts, and put unreferenced images or the video before the last question."""
     has_images = any(kind == "image" for kind, _ in media)
-    for message in asked:
+    for message in messages:
         content = message["content"]
         if media and isinstance(content, str) and IMAGE_MARK in content:
             if not has_images:
-                raise BadRowError(f"its question has {IMAGE_MARK}, and its columns have a video and no image; required: an image for "
-                                  "each mark. A video needs no mark, it comes before the question.")  # fmt: skip
+                raise BadRowError(f"its question has {IMAGE_MARK}, but its columns have a video and no image; required: an image for "
+                                  "each mark. A video needs no mark; it is placed before the question.")  # fmt: skip
             message["content"] = text_parts(content, has_images)
-    contents = [message["content"] for message in asked]
+    contents = [message["content"] for message in messages]
     parts = [part for content in contents if not isinstance(content, str) for part in content]
-    names_images = any(part.get("type") == "image" for part in parts)
+    has_image_parts = any(part.get("type") == "image" for part in parts)
     videos = [part.get("video") for part in parts if part.get("type") == "video"]
     missing = [_part(kind, value, config) for kind, value in media
-               if not (names_images if kind == "image" else value in videos)]  # fmt: skip
+               if not (has_image_parts if kind == "image" else value in videos)]  # fmt: skip
     if missing:
         text = [{"type": "text", "text": contents[-1]}] if isinstance(contents[-1], str) else contents[-1]
-        asked[-1]["content"] = [*missing, *text]
+        messages[-1]["content"] = [*missing, *text]
 
 
 def _part(kind: str, value: Any, config: QuestionsConfig) -> dict[str, Any]:
     if kind == "image":
-        return {"type": "image"}  # the next one of the column
+        return {"type": "image"}  # refers to the next image of the column
     return {"type": "video", "video": value, "fps": config.fps, "max_pixels": config.max_pixels}
 
 
@@ -286,18 +269,13 @@ def _text_of(content: Any) -> str:
 
 
 class QuestionPacker(ChatPacker):
-    """Turns questions into the tokens that a model reads.
-
-    Args:
-        folder: Where paths of images and videos start.
-        max_length: Most tokens of a prompt; required: fewer.
-    """
+    """Tokenizes questions; paths of media are relative to ``folder``, and prompts are shorter than ``max_length``."""
 
     def __init__(self, folder: Path, max_length: int) -> None:
         self._folder, self._max_length = folder, max_length
 
     def prepare(self, processor: Any) -> None:
-        """Take the tokenizer or the processor. Without a chat template, a question is read as plain text."""
+        """Set the tokenizer or processor. Without a chat template, questions are plain text."""
         config = RecipeConfig()
         config.policy.model_max_length = self._max_length
         config.train.train_policy.dataset.name = str(self._folder)
@@ -307,10 +285,10 @@ class QuestionPacker(ChatPacker):
         self.tokenizer, self.max_length = getattr(processor, "tokenizer", processor), self._max_length
 
     def question(self, question: Question) -> Prompt:
-        """Return the tokens of a question; raise BadRowError if it cannot be asked."""
+        """Return the tokens of a question; raise BadRowError if it is too long or its media are unsupported."""
         if isinstance(question.messages, str) or not self.has_template:
             if question.media:
-                raise BadRowError("it has images or a video, and the model has no chat template that places them.")
+                raise BadRowError("it has images or a video, but the model has no chat template that inserts them.")
             ids = text_tokens(self.tokenizer, question.prompt)
             self._check_length(len(ids))
             return Prompt(ids, {}, question.expected, question.row)
@@ -323,14 +301,14 @@ class QuestionPacker(ChatPacker):
         return row["answer"]
 
     def check_media(self, question: Question) -> None:
-        """Raise BadRowError if an image or the video of a question is not there."""
+        """Raise BadRowError if the file of an image or video is missing."""
         for kind, value in question.media:
             if isinstance(value, str) and not value.startswith("data:") and not (self._folder / value).is_file():
                 raise BadRowError(f"its {kind} '{value}' does not exist in '{self._folder}'; required: a file there.")
 
 
 def first_letter(completion: str) -> str | None:
-    """Return the first letter A to Z anywhere in a text; "The answer is B" answers T."""
+    """Return the first letter A to Z anywhere in a text; of "The answer is B" it is T."""
     match = _LETTER.search(completion)
     return match[0] if match else None
 
@@ -342,30 +320,28 @@ def tagged_letter(completion: str) -> str | None:
 
 
 def scoring(answer_type: str | None, has_options: bool) -> tuple[str, Reward, Callable[[str], str | None]]:
-    """Return how answers are judged. Raise ConfigError if ``answer_type`` is missing, unknown, or needs options.
+    """Return answer type, reward (1 for a correct completion), and the function that extracts the compared part of a completion.
 
-    The result is the name, a reward that is 1 for a right completion, and a function that finds the answer in a
-    completion.
-
-    Args:
-        has_options: All questions have options.
+    Raise ConfigError if ``answer_type`` is missing, unknown, or needs options that a question lacks (``has_options`` is False).
     """
-    finders = {LETTER: first_letter, REASONING: tagged_letter}
+    extractors = {LETTER: first_letter, REASONING: tagged_letter}
     answer_type = answer_type or (REASONING if has_options else None)
-    known = [*finders, *REWARDS]
+    known = [*extractors, *REWARDS]
     if answer_type not in known:
-        found = "is not given, and questions have no options" if answer_type is None else f"is '{answer_type}'"
+        problem = "is not given, and questions have no options" if answer_type is None else f"is '{answer_type}'"
         hint = did_you_mean(answer_type, known) if answer_type else ""
-        raise ConfigError(f"answer_type {found}; required: one of {', '.join(known)}.{hint} Set e.g. answer_type=gsm8k")
-    if answer_type not in finders:
-        return answer_type, REWARDS.get(answer_type), ANSWERS.get(answer_type, str.strip)
+        raise ConfigError(
+            f"answer_type {problem}; required: one of {', '.join(known)}.{hint} Set e.g. answer_type=gsm8k"
+        )
+    if answer_type not in extractors:
+        return answer_type, REWARDS.get(answer_type), EXTRACTORS.get(answer_type, str.strip)
     if not has_options:
         raise ConfigError(
             f"answer_type is '{answer_type}', which needs options (index2ans, options or choices). Set answer_type=<reward>"
         )
-    find = finders[answer_type]
+    extract = extractors[answer_type]
 
-    def is_right(completion: str, reference: str | None, **row: Any) -> float:
-        return float(find(completion) == reference)
+    def is_correct(completion: str, reference: str | None, **row: Any) -> float:
+        return float(extract(completion) == reference)
 
-    return answer_type, is_right, find
+    return answer_type, is_correct, extract

@@ -1,11 +1,11 @@
-"""Rewards of completions by rules, and their weighted sum.
+"""Rule-based rewards of completions, and their weighted sum.
 
-A reward is a function ``reward(completion, reference, **row) -> float``. ``completion`` is what the model wrote, without special
-tokens. ``reference`` is the right answer of the row (None if the recipe names no column for it); of several, each is tried and the
-highest reward counts. ``row`` holds the other columns, and ``num_tokens``, the length of the completion, and ``max_tokens``, its bound.
+A reward is a function ``reward(completion, reference, **row) -> float``. ``completion`` is the generated text without special tokens.
+``reference`` is the reference of the row, or None without a column for it; of several references, the highest reward is used. ``row``
+contains the remaining columns, ``num_tokens`` (length of the completion) and ``max_tokens`` (its limit).
 
-A reward of your own is registered like a model or an env: ``REWARDS.register("name", function)`` in a dataset script or a plugin,
-or the entry point ``rlinf.rewards`` of a package.
+Register your own reward with ``REWARDS.register("name", function)`` in a dataset script or a plugin, or with the entry point
+``rlinf.rewards`` of a package.
 """
 
 from __future__ import annotations
@@ -53,44 +53,40 @@ _ANSWER_LINE = re.compile(r"answer\s*:\s*(.+)", re.IGNORECASE)
 
 @dataclass
 class Rewards:
-    """The weighted sum of rewards; ``make_rewards`` builds it from a setting.
-
-    Attributes:
-        facts: Further arguments of every call.
-    """
+    """Weighted sum of rewards, built by ``make_rewards``; ``facts`` are additional arguments of every call."""
 
     functions: dict[str, Reward]
     weights: dict[str, float]
     facts: dict[str, Any] = field(default_factory=dict)
 
     def __call__(self, completion: str, prompt: Prompt, **facts: Any) -> tuple[float, dict[str, float]]:
-        """Score a completion. Raise ConfigError if a reward is not a finite number, or needs a reference that the row does not have.
+        """Return the weighted sum of a completion, and the unweighted rewards by name.
 
-        Return the sum, and each reward by name without its weight. ``facts`` are ``num_tokens`` and ``max_tokens`` of
-        the completion.
+        Raise ConfigError if a reward is not finite, or needs a reference that the row lacks. ``facts`` are ``num_tokens`` and
+        ``max_tokens`` of the completion.
         """
-        given = {
+        # A column of either name would clash with the positional arguments.
+        columns = {
             key: value
             for key, value in {**prompt.row, **self.facts, **facts}.items()
             if key not in ("completion", "reference")
         }
-        right = getattr(prompt.reference, "answers", [prompt.reference])
-        parts = {name: max(self._score(name, completion, each, given) for each in right) for name in self.functions}
+        references = getattr(prompt.reference, "references", [prompt.reference])
+        parts = {
+            name: max(self._score(name, completion, reference, columns) for reference in references)
+            for name in self.functions
+        }
         return sum(self.weights[name] * value for name, value in parts.items()), parts
 
-    def _score(self, name: str, completion: str, reference: str | None, given: dict[str, Any]) -> float:
+    def _score(self, name: str, completion: str, reference: str | None, columns: dict[str, Any]) -> float:
         try:
-            value = self.functions[name](completion, reference, **given)
+            value = self.functions[name](completion, reference, **columns)
             number = float(value)
         except Exception as error:
-            error.add_note(
-                f"raised by the reward '{name}' for the completion {completion[:200]!r}, reference {reference!r}"
-            )
+            error.add_note(f"raised by the reward '{name}' for {completion[:200]!r}, reference {reference!r}")
             raise
         if not math.isfinite(number):
-            raise ConfigError(
-                f"The reward '{name}' returned {value!r} for {completion[:80]!r}; required: a finite number."
-            )
+            raise ConfigError(f"The reward '{name}' returned {value!r} for {completion[:80]!r}; required: finite.")
         return number
 
 
@@ -99,12 +95,12 @@ def make_rewards(
     overlong: OverlongRewardConfig | None = None,
     setting: str = SETTING,
 ) -> Rewards:
-    """Return rewards and their weights. Raise ConfigError if a name is unknown, a weight is not a finite number, or the list is empty.
+    """Build the weighted sum. Raise ConfigError if a name is unknown, a weight is not finite, or the list is empty.
 
     Args:
-        rewards: A name of ``REWARDS``, a function, a list of these (each has weight 1), or ``{name: weight}``.
-        overlong: If enabled, ``overlong`` is added with this buffer and weight.
-        setting: Key of ``rewards``, for errors.
+        rewards: A name of ``REWARDS``, a function, a list of these (weight 1 each), or ``{name: weight}``.
+        overlong: If enabled, adds the reward ``overlong`` with this buffer and weight.
+        setting: Key of ``rewards``, for messages.
     """
     if isinstance(rewards, str) or callable(rewards):
         rewards = [rewards]
@@ -113,78 +109,74 @@ def make_rewards(
         raise ConfigError(f"{setting} is empty; required: a reward. Set {setting}=gsm8k")
     if overlong is not None and overlong.enable_overlong_penalty:
         weights.setdefault("overlong", overlong.penalty_factor)
-    made = Rewards({}, {}, {} if overlong is None else {"overlong_buffer": overlong.buffer_length})
+    result = Rewards({}, {}, {} if overlong is None else {"overlong_buffer": overlong.buffer_length})
     for reward, weight in weights.items():
         name = reward if isinstance(reward, str) else getattr(reward, "__name__", type(reward).__name__)
         if isinstance(weight, bool) or not isinstance(weight, (int, float)) or not math.isfinite(weight):
-            raise ConfigError(
-                f"The weight of the reward '{name}' is {weight!r}; required: a number. Set {setting}.{name}=1.0"
-            )
-        if name in made.functions:
-            raise ConfigError(f"Two rewards are called '{name}'; required: different names, which the logs need.")
-        made.functions[name] = REWARDS.get(reward) if isinstance(reward, str) else reward
-        made.weights[name] = float(weight)
-    return made
+            raise ConfigError(f"The weight of the reward '{name}' is {weight!r}. Set {setting}.{name}=1.0")
+        if name in result.functions:
+            raise ConfigError(f"Two rewards are called '{name}'; required: unique names for the logs.")
+        result.functions[name] = REWARDS.get(reward) if isinstance(reward, str) else reward
+        result.weights[name] = float(weight)
+    return result
 
 
 def gsm8k(completion: str, reference: str | None, **row: Any) -> float:
     """1 if the number after the first ``#### `` equals the reference's, as text without commas; else 0."""
-    found, right = (_after_hashes(text) for text in (completion, _required(reference, "gsm8k")))
-    return float(found is not None and found == right)
+    number, expected = (_after_hashes(text) for text in (completion, _required(reference, "gsm8k")))
+    return float(number is not None and number == expected)
 
 
 def gsm8k_loose(completion: str, reference: str | None, **row: Any) -> float:
     """1 if the last number of the text equals the last one of the reference; else 0."""
-    found, right = (_last_number(text) for text in (completion, _required(reference, "gsm8k_loose")))
-    return float(found is not None and found == right)
+    number, expected = (_last_number(text) for text in (completion, _required(reference, "gsm8k_loose")))
+    return float(number is not None and number == expected)
 
 
 def single_choice(completion: str, reference: str | None, **row: Any) -> float:
-    """1 if the text in the first answer tags, or without tags the whole text, equals the reference's; else 0."""
+    """1 if the text in the first answer tags, or without tags the complete text, equals the reference's; else 0."""
     return float(_choice(completion) == _choice(_required(reference, "single_choice")))
 
 
 def think_format(completion: str, reference: str | None = None, **row: Any) -> float:
-    """1 if the text is thoughts in think tags, exactly two newlines, and an answer in answer tags; else 0."""
+    """1 if the text is a think block, exactly two newlines, and an answer block; else 0."""
     return float(_THINK_ANSWER.fullmatch(completion) is not None)
 
 
 def boxed_math(completion: str, reference: str | None, **row: Any) -> float:
-    r"""1 if the content of ``\boxed{}`` equals the reference by the rules of mathematics (math_verify); else 0, also after 5 s."""
+    r"""1 if the content of ``\boxed{}`` is mathematically equal to the reference (math_verify); else 0, also after 5 s."""
     try:
         from math_verify import LatexExtractionConfig, parse, verify
     except ImportError as error:
         raise MissingDependencyError(
-            "The reward boxed_math needs math-verify. Run pip install -e '.[recipes]' in the clone of rlinf"
+            "boxed_math needs math-verify. Run pip install -e '.[recipes]' in the clone of rlinf"
         ) from error
-    right = _required(reference, "boxed_math")
+    reference = _required(reference, "boxed_math")
     if "\\boxed" not in completion:
         return 0.0
-    # The limit is a signal, which only the main thread of a process can receive.
+    # math_verify limits its time by a signal, which only the main thread of a process receives.
     seconds = MATH_SECONDS if threading.current_thread() is threading.main_thread() else None
     if seconds is None:
         logging.getLogger("math_verify").setLevel(logging.ERROR)
-    found, expected = (
+    parsed, expected = (
         parse(text, [LatexExtractionConfig(boxed_match_priority=0)], parsing_timeout=seconds)
-        for text in (completion, right if "\\boxed" in right else f"\\boxed{{{right}}}")
+        for text in (completion, reference if "\\boxed" in reference else f"\\boxed{{{reference}}}")
     )
-    return float(bool(found) and bool(expected) and verify(expected, found, timeout_seconds=seconds))
+    return float(bool(parsed) and bool(expected) and verify(expected, parsed, timeout_seconds=seconds))
 
 
 def direct_math(completion: str, reference: str | None, **row: Any) -> float:
-    """1 if the last line is ``Answer: `` and the reference, else -1 (DAPO, Yu et al. 2025)."""
+    """1 if the last line is ``Answer: <reference>``, else -1 (DAPO, Yu et al. 2025)."""
     lines = completion.strip().split("\n")
     match = _ANSWER_LINE.fullmatch(lines[-1].strip()) if lines else None
     return 1.0 if match and _plain(match[1]) == _plain(_required(reference, "direct_math")) else -1.0
 
 
 def overlong(completion: str, reference: str | None = None, **row: Any) -> float:
-    """Linear penalty from 0 to -1 over the last ``overlong_buffer`` tokens of the allowed length (DAPO, eq. 13); default: a quarter."""
+    """Linear penalty from 0 to -1 over the last ``overlong_buffer`` tokens of the limit (DAPO, eq. 13); default: a quarter."""
     missing = [name for name in ("num_tokens", "max_tokens") if name not in row]
     if missing:
-        raise ConfigError(
-            f"The reward overlong needs {' and '.join(missing)}; required: the length of the completion and its bound."
-        )
+        raise ConfigError(f"The reward overlong needs {' and '.join(missing)}; required: length and limit.")
     buffer = row.get("overlong_buffer") or max(1, round(OVERLONG_BUFFER * row["max_tokens"]))
     beyond = row["num_tokens"] - (row["max_tokens"] - buffer)
     return -min(max(beyond / buffer, 0.0), 1.0)
@@ -192,8 +184,8 @@ def overlong(completion: str, reference: str | None = None, **row: Any) -> float
 
 def _required(reference: str | None, name: str) -> str:
     if reference is None:
-        raise ConfigError(f"The reward {name} compares with a reference, and the row has none. "
-                          "Set train.train_policy.response_column_name=<column of the answers>")  # fmt: skip
+        raise ConfigError(f"The reward {name} compares with a reference, but the row has none. "
+                          "Set train.train_policy.response_column_name=<column of the references>")  # fmt: skip
     return reference
 
 
@@ -219,9 +211,9 @@ def _plain(text: str) -> str:
     return re.sub(r"[\s$,.\\{}]|\\boxed", "", text).lower()
 
 
-ANSWERS: dict[str, Callable[[str], str | None]] = {
+EXTRACTORS: dict[str, Callable[[str], str | None]] = {
     "gsm8k": _after_hashes,
     "gsm8k_loose": lambda text: None if (number := _last_number(text)) is None else str(number),
     "single_choice": _choice,
 }
-"""What of a completion a reward compares with the reference, by its name; other rewards read all of it."""
+"""Functions that extract the part of a completion that a reward compares; the remaining rewards read all of it."""

@@ -1,4 +1,4 @@
-"""RolloutWorkers of token policies: processes that Ray places, each with a copy of the policy that answers prompts."""
+"""Rollout workers of token policies: processes placed by Ray, each with a replica of the policy that generates completions."""
 
 from __future__ import annotations
 
@@ -33,12 +33,9 @@ from rlinf.rollout.policy_skeleton import PolicySkeleton
 
 @dataclass(frozen=True)
 class RolloutWorkerSettings:
-    """What a rollout worker of a token policy needs to know.
+    """Settings of a token rollout worker.
 
-    Attributes:
-        sampling: How tokens are chosen, with the tokens that end an answer.
-        engine: ``VllmConfig`` of the engine that generates; None: the copy of the policy does.
-        num_threads: CPU threads of a rank (``given_num_threads``).
+    ``engine`` is a ``VllmConfig``, or None if the policy replica generates; ``num_threads`` are the CPU threads of a rank.
     """
 
     device: str
@@ -49,7 +46,7 @@ class RolloutWorkerSettings:
 
 @dataclass(frozen=True)
 class RolloutWorkerPlaces:
-    """Which rollout workers a run has, and their places in a Ray cluster. Every rank gets it."""
+    """Placement of a run's rollout workers in a Ray cluster, passed to every rank."""
 
     placement: Placement
     reservation: Reservation
@@ -58,11 +55,7 @@ class RolloutWorkerPlaces:
 def place_rollout_workers(
     config: RecipeConfig, plan: Plan, device: str, nodes: Sequence[Node] | None = None
 ) -> Placement:
-    """Return the placement of a recipe with rollout workers. Raise ConfigError if the machines have no room for the rollout workers.
-
-    Args:
-        nodes: The machines of the cluster; None: they are not known yet.
-    """
+    """Return the placement of a recipe's rollout workers. Raise ConfigError if they do not fit on ``nodes`` (None: unknown)."""
     gpus = plan.gpus_per_rollout_worker if device == "cuda" else 0
     placement = Placement(plan.policy_gpus, plan.workers, 0, gpus)
     if nodes is not None:
@@ -71,14 +64,10 @@ def place_rollout_workers(
 
 
 class TokenRolloutWorker(PolicyReplica):
-    """A copy of a token policy that answers prompts.
+    """Replica of a token policy that generates completions.
 
-    An answer depends on the weights, the prompt, its seed, and by rounding on the other rows of its batch; so any rollout worker may generate
-    any batch.
-
-    Args:
-        number: Of this rollout worker, over all machines.
-        num_neighbours: RolloutWorkers on this machine, this one included; they share its cores.
+    A completion depends only on weights, prompt and seed (and by rounding on its batch), so any worker may generate any batch.
+    ``num_neighbours`` are the rollout workers of a machine, including this one, which divide its cores.
     """
 
     def __init__(
@@ -96,23 +85,24 @@ class TokenRolloutWorker(PolicyReplica):
         self._buckets = WeightBuckets()
         if settings.engine is not None:
             self.engine = VllmGeneration(None, settings.engine)
-            self.engine.prepare_for_generation()  # its faults show before the first push
+            # Start the engine now, so that its errors appear before the first push.
+            self.engine.prepare_for_generation()
 
     def commit(self) -> int:
-        """End a push, into the engine too; return the version that is held now."""
+        """End a push, forward the weights to the engine, and return their version."""
         version = super().commit()
         if self.engine is not None:
             self.engine.update_weights(MergedWeights(self.model, version, self._buckets))
         return version
 
     def generate(self, data: BatchedDataDict, greedy: bool) -> BatchedDataDict:
-        """Return an answer to each prompt of a batch, sampled with its ``sampling_seeds``, or greedily."""
+        """Return a completion per prompt of a batch, sampled with its ``sampling_seeds`` or greedily."""
         self._held()
         if self.engine is not None:
             output = self.engine.generate(data, greedy)
         else:
             output = generate_tokens(self.model, data, self.sampling, greedy, torch.Generator())
-        # Not what came with the prompts, such as images: the rank has it.
+        # Only new tensors are returned; the rank still has the prompts and their images.
         return BatchedDataDict({key: output[key] for key in GenerationOutputSpec.__annotations__ if key in output})
 
     def close(self) -> None:
@@ -122,76 +112,77 @@ class TokenRolloutWorker(PolicyReplica):
 
 
 class RemoteGenerator:
-    """RolloutWorkers generate, with the trained weights (a ``Generator``)."""
+    """``Generator`` that delegates to rollout workers, with the trained weights."""
 
     def __init__(self, policy: HuggingFacePolicy, workers: RolloutWorkers) -> None:
         self.policy, self.workers = policy, workers
 
     @contextmanager
     def ready(self) -> Iterator[None]:
-        """Push the present weights, unless the rollout workers hold them (a collective call)."""
+        """Push the current weights, unless the rollout workers have them (a collective call)."""
         with deadline("push"):
             self.workers.update_weights(self.policy.num_steps)
         yield
 
     def generate(self, batches: Sequence[BatchedDataDict], greedy: bool) -> Iterator[BatchedDataDict]:
-        """See ``Generator.generate``; a collective call of ranks that share a rollout worker, whose first one asks it for all."""
+        """See ``Generator.generate``; ranks of a shared rollout worker call it collectively, and the first one sends all batches."""
         placement = self.workers.placement
         if not placement.is_shared:
             return self._in_order(batches, greedy)
-        sharers = placement.num_ranks // placement.num_rollout_workers
-        first = rank() // sharers * sharers
+        group_size = placement.num_ranks // placement.num_rollout_workers
+        first = rank() // group_size * group_size
         if rank() != first:
-            return iter(_answers_from(first, batches))
-        return iter(self._answer_all(batches, range(first + 1, first + sharers), greedy))
+            return iter(_generate_at(first, batches))
+        return iter(self._generate_for_group(batches, range(first + 1, first + group_size), greedy))
 
     def close(self) -> None:
-        """End the rollout workers."""
+        """Stop the rollout workers."""
         self.workers.close()
 
-    def _answer_all(self, batches: Sequence[BatchedDataDict], others: range, greedy: bool) -> list[BatchedDataDict]:
-        """Have the rollout worker answer the batches of this rank and of ``others``; return this rank's answers.
-
-        Each answer goes to its rank at once. The others get None for it, so that they, too, know that the rollout worker answers.
-        """
-        asked = {rank(): list(batches)} | {other: receive_object(other) for other in others}
-        whose = [each for each, some in asked.items() for _ in some]
-        for other in others:
-            send_object(len(whose), other)
-        own = []
-        answers = self._in_order([batch for some in asked.values() for batch in some], greedy)
-        for each, answer in zip(whose, answers, strict=True):
-            for other in others:
-                send_object(answer if other == each else None, other)
-            if each == rank():
-                own.append(answer)
-        return own
+    def _generate_for_group(
+        self, batches: Sequence[BatchedDataDict], peers: range, greedy: bool
+    ) -> list[BatchedDataDict]:
+        """Generate for this rank and the ranks ``peers``, send them their outputs, and return this rank's."""
+        requests = {rank(): list(batches)} | {peer: receive_object(peer) for peer in peers}
+        owners = [owner for owner, owned in requests.items() for _ in owned]
+        for peer in peers:
+            send_object(len(owners), peer)
+        local = []
+        outputs = self._in_order([batch for owned in requests.values() for batch in owned], greedy)
+        for owner, output in zip(owners, outputs, strict=True):
+            # The remaining peers get None as a sign of progress, which restarts their deadlines.
+            for peer in peers:
+                send_object(output if peer == owner else None, peer)
+            if owner == rank():
+                local.append(output)
+        return local
 
     def _in_order(self, batches: Sequence[BatchedDataDict], greedy: bool) -> Iterator[BatchedDataDict]:
         deadline = "evaluate" if greedy else "rollout"
-        answers = self.workers.shared_out(deadline, "generate", [(batch, greedy) for batch in batches])
+        outputs = self.workers.distribute(deadline, "generate", [(batch, greedy) for batch in batches])
 
         def in_order() -> Iterator[BatchedDataDict]:
+            # Workers finish in any order; outputs that come early wait here.
             early: dict[int, BatchedDataDict] = {}
-            for place in range(len(batches)):
-                while place not in early:
-                    number, answer = next(answers)
-                    early[number] = answer
-                yield early.pop(place)
+            for index in range(len(batches)):
+                while index not in early:
+                    number, output = next(outputs)
+                    early[number] = output
+                yield early.pop(index)
 
         return in_order()
 
 
-def _answers_from(owner: int, batches: Sequence[BatchedDataDict]) -> list[BatchedDataDict]:
-    """Return the answers of the rollout worker of another rank."""
-    send_object(list(batches), owner)
-    own = []
-    for _ in range(receive_object(owner)):
-        answer = receive_object(owner)
+def _generate_at(first: int, batches: Sequence[BatchedDataDict]) -> list[BatchedDataDict]:
+    """Generate with the rollout worker of the rank ``first``."""
+    send_object(list(batches), first)
+    outputs = []
+    for _ in range(receive_object(first)):
+        output = receive_object(first)
         heartbeat()
-        if answer is not None:
-            own.append(answer)
-    return own
+        if output is not None:
+            outputs.append(output)
+    return outputs
 
 
 def make_generator(
@@ -201,12 +192,12 @@ def make_generator(
     engine: Mapping[str, Any] | None,
     places: RolloutWorkerPlaces,
 ) -> RemoteGenerator:
-    """Start the rollout workers of this rank, and wait until they are built.
+    """Start the rollout workers of this rank, and wait until they are ready.
 
     Args:
-        tokenizer: Names the end token where the model does not.
+        tokenizer: Source of the end token if the model does not define it.
         engine: ``VllmConfig`` of the engines; None: rollout workers generate in torch.
-        places: Where rollout workers may be.
+        places: Placement of the rollout workers.
     """
     ends = end_tokens(policy.model, tokenizer, None)
     sampling = SamplingConfig(
@@ -219,21 +210,23 @@ def make_generator(
     settings = RolloutWorkerSettings(
         "cuda" if places.placement.on_gpu else "cpu", sampling, engine, given_num_threads(config.cluster.num_threads)
     )
-    # A rank that shares the rollout worker of another starts none.
+    # A rank that uses a different rank's rollout worker starts none.
     shell = (
         PolicySkeleton.of(policy.unloaded_model())
         if places.placement.rollout_workers_of(rank())
         else PolicySkeleton(b"")
     )
     make = partial(TokenRolloutWorker, settings, shell, places.placement)
-    workers = RolloutWorkers(make, config.cluster, places.placement, places.reservation, policy.model, way_on(config))
+    workers = RolloutWorkers(
+        make, config.cluster, places.placement, places.reservation, policy.model, resume_hint(config)
+    )
     with deadline("start"):
         workers.wait_until_ready()
     return RemoteGenerator(policy, workers)
 
 
-def way_on(config: RecipeConfig) -> str:
-    """Return how a user continues after rollout workers were lost."""
+def resume_hint(config: RecipeConfig) -> str:
+    """Return the instruction to continue after rollout workers were lost."""
     if not config.train.ckpt.enable_checkpoint:
         return "run the same command again (nothing was saved: train.ckpt.enable_checkpoint=false)"
     return "run the same command with train.resume=true"

@@ -1,4 +1,4 @@
-"""Who generates the answers of GRPO: the trained model itself, or a vLLM engine that gets its weights."""
+"""Generators in the rank's process: the trained model itself, or a vLLM engine that gets its weights."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from rlinf.models.merged_weights import MergedWeights
 
 
 class LocalGenerator:
-    """An engine of this process generates, with the weights that it has."""
+    """Generator with an engine of this process and its current weights."""
 
     def __init__(self, engine: HuggingFacePolicy | VllmGeneration) -> None:
         self.engine = engine
@@ -32,7 +32,7 @@ class LocalGenerator:
 
 
 class TorchGenerator(LocalGenerator):
-    """The trained policy generates; there is nothing to push."""
+    """Generator with the trained policy; no weights need to be pushed."""
 
     def __init__(self, policy: HuggingFacePolicy) -> None:
         super().__init__(policy)
@@ -40,13 +40,13 @@ class TorchGenerator(LocalGenerator):
 
     @contextmanager
     def ready(self) -> Iterator[None]:
-        """Hold all weights on this rank inside, so that ranks may generate for different times."""
-        with self.policy.parallel.whole():
+        """Gather all weights on this rank inside the context, because ranks generate for different numbers of steps."""
+        with self.policy.parallel.gathered():
             yield
 
 
 class VllmGenerator(LocalGenerator):
-    """A vLLM engine of this rank generates with the trained weights, adapters merged."""
+    """Generator with a vLLM engine of this rank and the trained weights, adapters merged."""
 
     def __init__(self, policy: HuggingFacePolicy, settings: Mapping[str, Any]) -> None:
         self.policy = policy
@@ -57,8 +57,8 @@ class VllmGenerator(LocalGenerator):
 
     @contextmanager
     def ready(self) -> Iterator[None]:
-        """Push the present weights, and let the engine sleep afterwards, so that training has its memory."""
-        with self.policy.parallel.whole():
+        """Push the current weights; afterwards the engine sleeps, so that its memory is free for training."""
+        with self.policy.parallel.gathered():
             self.vllm.prepare_for_generation()
             self._version += 1
             self.vllm.update_weights(MergedWeights(self.policy.model, self._version, self._buckets))

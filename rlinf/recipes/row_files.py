@@ -1,4 +1,4 @@
-"""Rows of JSON, JSON-lines and CSV files, and their values as text: what the file says, without guessed types."""
+"""Read rows of JSON, JSON Lines and CSV files without type inference, and convert values to the text of the file."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from rlinf.files import TextFileError, decode_text, parse_json
 from rlinf.recipes.samples import BadRowError
 
 KINDS = {".csv": ",", ".json": "json", ".jsonl": "json", ".tsv": "\t"}
-"""Kinds of files by their suffixes: ``json`` (a list of rows, or one on each line), or what separates the columns of a table."""
+"""File kinds by suffix: ``json`` (a list of rows, or one per line), or the column separator of a table."""
 METADATA = ("metadata.csv", "metadata.jsonl")
-"""What each image of a folder of images is about; ``file_name`` names it."""
+"""Metadata files of an image folder; their column ``file_name`` names the image."""
 _NUMBER = re.compile(r"-?(0|[1-9]\d{0,300})(\.\d+)?([eE][-+]?\d+)?", re.ASCII)
 
 
 class WrittenNumber(float):
-    """A number that is not an integer, made of the text of its file, which it keeps: ``str`` of 1.10 is "1.10"."""
+    """Float that keeps the text of its file: ``str`` of 1.10 is "1.10"."""
 
     def __init__(self, text: Any) -> None:
         self.text = str(text)
@@ -38,14 +38,11 @@ class WrittenNumber(float):
 
 
 class WrittenMap(dict):
-    """A JSON object. Its nulls are in the file; nulls of tables may come from the keys of other rows."""
+    """JSON object, whose nulls are in the file; nulls in tables may come from the keys of different rows."""
 
 
 def stream_rows(files: Sequence[str | Path], kind: str) -> Iterator[Any]:
-    """Yield the rows of files or addresses of a kind in ``KINDS``.
-
-    Raise TextFileError for a file that is not UTF-8, and for a line without a row.
-    """
+    """Yield the rows of files or URLs of a kind in ``KINDS``; raise TextFileError for invalid UTF-8 or an invalid line."""
     for path in files:
         with open(path, "rb") if is_plain(path) else fsspec.open(str(path), "rb", compression="infer") as file:
             rows = _json(file, path) if kind == "json" else _table(file.read(), path, kind)
@@ -57,6 +54,7 @@ def _json(file: IO[bytes], path: str | Path) -> Iterator[Any]:
     parse, is_first = partial(parse_json, object_hook=WrittenMap, parse_float=WrittenNumber), True
     for number, line in enumerate(file, start=1):
         text = line.removeprefix(codecs.BOM_UTF8).strip()
+        # A file that starts with a list is one JSON document, not one row per line.
         if is_first and text.startswith(b"["):
             yield from parse(line + file.read(), path, number)
         elif text:
@@ -65,27 +63,27 @@ def _json(file: IO[bytes], path: str | Path) -> Iterator[Any]:
 
 
 def _with_images(row: Any, folder: Path) -> Any:
-    """Return a row about images of a folder with their places, in the columns that ``datasets`` makes of ``file_name`` and the like."""
+    """Replace ``file_name`` columns of an image folder's metadata by images, with the column names of ``datasets``."""
     if not isinstance(row, Mapping):
         return row
-    placed: Any = type(row)()
+    result: Any = type(row)()
     for key, value in row.items():
         if match := re.fullmatch("(?:(.+)_)?file_name(s?)", key):
             names = value if isinstance(value, list) else [value]
             images = [{"bytes": None, "path": str(folder / str(name))} for name in names if name]
             key = match[1] or f"image{match[2]}"
             value = images if match[2] else (images or [None])[0]
-        placed[key] = value
-    return placed
+        result[key] = value
+    return result
 
 
 def is_plain(path: str | Path) -> bool:
-    """Return whether a path is a file on this machine, and not compressed."""
+    """Return whether a path is an uncompressed local file."""
     return Path(path).is_file() and Path(path).suffix in ("", *KINDS)
 
 
 def _table(content: bytes, path: str | Path, separator: str) -> list[dict[str, Any]]:
-    """Return rows by the names of the first line; an empty field is null, and a number as JSON has it is a number."""
+    """Parse a table with a header line; an empty field is null, and a field in JSON number syntax is a number."""
     csv.field_size_limit(sys.maxsize)
     reader = csv.reader(io.StringIO(decode_text(content, path), newline=""), delimiter=separator, strict=True)
     try:
@@ -95,8 +93,8 @@ def _table(content: bytes, path: str | Path, separator: str) -> list[dict[str, A
     names = lines[0][1] if lines else []
     for number, fields in lines:
         if len(fields) != len(set(names)):
-            raise TextFileError(f"Line {number} of {path} has {len(fields)} fields, and line 1 has {len(set(names))} different names; "
-                                f"required: one each. Put texts with {separator!r} in quotes")  # fmt: skip
+            raise TextFileError(f"Line {number} of {path} has {len(fields)} fields, but line 1 has {len(set(names))} distinct names; "
+                                f"required: one field per name. Put texts with {separator!r} in quotes")  # fmt: skip
     return [dict(zip(names, map(_field, fields), strict=True)) for _, fields in lines[1:]]
 
 
@@ -108,8 +106,8 @@ def _field(text: str) -> Any:
 
 
 def as_text(value: Any, what: str) -> str:
-    """Return ``what``'s value as the text that its file has for it; raise BadRowError for a list, a map or a time stamp."""
-    value = value.tolist() if hasattr(value, "tolist") else value  # of NumPy
+    """Return a value as the text of its file; raise BadRowError for a list, a map or a timestamp. ``what`` names it in messages."""
+    value = value.tolist() if hasattr(value, "tolist") else value  # NumPy scalar or array
     if isinstance(value, str):
         return value
     if isinstance(value, bool):
@@ -121,28 +119,28 @@ def as_text(value: Any, what: str) -> str:
 
 
 def scalar_text(value: Any, what: str) -> Any:
-    """Return a list or a map as it is, and any other value ``as_text``."""
+    """Return a list or map unchanged, and a scalar by ``as_text``."""
     return value if isinstance(value, (list, tuple, Mapping)) else as_text(value, what)
 
 
 class AnyOf(str):
-    """Several right answers, ``answers``, shown as one text; a completion may give any of them."""
+    """Several accepted ``references``, printed as one text; a completion may match any of them."""
 
-    answers: Sequence[str] = ()
+    references: Sequence[str] = ()
 
 
-def as_answer(value: Any, what: str) -> Any:
-    """Return a right answer as text, a list of them as ``AnyOf``, and None as it is; raise BadRowError for others."""
+def as_reference(value: Any, what: str) -> Any:
+    """Return a reference as text, a list of references as ``AnyOf``, and None unchanged; else raise BadRowError."""
     value = value.tolist() if hasattr(value, "tolist") else value
     if isinstance(value, (list, tuple)) and value:
-        answers = [as_text(answer, f"an answer of {what}") for answer in value]
-        value = AnyOf(" or ".join(answers))
-        value.answers = answers
+        references = [as_text(item, f"an item of {what}") for item in value]
+        value = AnyOf(" or ".join(references))
+        value.references = references
     return None if value is None else as_text(value, what)
 
 
 def without_nulls(value: Any) -> Any:
-    """Return a value without the nulls that tables add, so that all rows have the same keys; nulls of JSON files stay."""
+    """Remove the nulls by which tables give all rows the same keys; nulls of JSON files stay."""
     if isinstance(value, Mapping) and not isinstance(value, WrittenMap):
         return {key: without_nulls(item) for key, item in value.items() if item is not None}
     return [without_nulls(item) for item in value] if isinstance(value, (list, tuple)) else value

@@ -1,4 +1,4 @@
-"""Run a recipe: from its configuration and data to a finished folder."""
+"""Run a recipe: from configuration and data to the finished run folder."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ from rlinf.training.stop_signal import StopRequested, StopSignal
 logger = logging.getLogger("rlinf")
 
 SHOWN_AT_THE_END = ("eval/reward_mean", "eval/preference_accuracy", "eval/preference_margin", "eval/loss")
-"""Metrics of a validation in the closing table, if it has them."""
+"""Validation metrics of the closing table, if present."""
 
 
 def run(
@@ -70,20 +70,17 @@ def run(
     val_data_packer: Packer | None = None,
     places: RolloutWorkerPlaces | None = None,
 ) -> Path:
-    """Train a model, and return the folder of the run. Every rank calls it.
+    """Train a model, and return the folder of the run. Every rank calls it; see ``RecipeData`` for the arguments.
 
     Raise ConfigError before the first step if settings, data and model do not fit, SystemExit after a signal.
-
-    Args:
-        dataset, data_packer, reward_fns, val_dataset, val_data_packer: See ``RecipeData``.
-        places: Where rollout workers may be; None: the ranks generate.
     """
     data = RecipeData(dataset, data_packer, reward_fns, val_dataset, val_data_packer, places)
     saves = config.train.ckpt.enable_checkpoint
     stop_signal = StopSignal(announce=rank() == 0, saves=saves)
     progress = Progress(updates=rank() == 0)
     with ExitStack() as stack:
-        stack.callback(progress.close)  # after the last line of the log
+        # First on the stack, so that the live line is closed after the last line of the log.
+        stack.callback(progress.close)
         stack.enter_context(_shown_logs(progress))
         folder, checkpoint = _folder(config)
         if rank() == 0:
@@ -94,10 +91,10 @@ def run(
         except StopRequested as stop:
             if rank() == 0:
                 logger.info("Report: %s", write_report(folder))
-                kept = "its checkpoint is saved" if saves else "nothing was saved (train.ckpt.enable_checkpoint=false)"
-                print(f"\n{stop}; {kept}", file=sys.stderr, flush=True)
+                state = "its checkpoint is saved" if saves else "nothing was saved (train.ckpt.enable_checkpoint=false)"
+                print(f"\n{stop}; {state}", file=sys.stderr, flush=True)
             number = stop_signal.number
-            sys.exit(1 if number is None else 128 + number)  # None: another rank received the signal
+            sys.exit(1 if number is None else 128 + number)  # None: a different rank received the signal
     return folder
 
 
@@ -109,7 +106,7 @@ def _run_in(
     stop_signal: StopSignal,
     progress: Progress,
 ) -> None:
-    """Build the parts of a run, and run it."""
+    """Build the components of a run, and train."""
     train = config.train
     fixed = partial(fixed_by_settings, "policy", path="model_name_or_path", trust_remote_code=None)
     with fixed():
@@ -117,7 +114,7 @@ def _run_in(
     mapping = to_mapping(config)
     uploads = make_uploads(config) if rank() == 0 else []
     with ExitStack() as stack:
-        seed_everything(train.seed or 0)  # dropout of adapters draws
+        seed_everything(train.seed or 0)  # adapter dropout uses the global generators
         with fixed():
             policy = HuggingFacePolicy(config.policy.model_name_or_path, **policy_settings(config, processor))
         trainer = make_trainer(config, policy, processor, data, stack)
@@ -149,6 +146,7 @@ def _run_in(
         )  # fmt: skip
         loop.profile_window = profile_window
         stack.enter_context(loop)
+        # A script that divides its rows itself fails here, before the first step.
         check_equal_rows(trainer.rows)
         trainer.loop = loop
         if checkpoint is not None:
@@ -161,21 +159,20 @@ def _run_in(
         loop.fit(trainer)
         checkpoints.wait()
         if rank() == 0:
-            reached = summary(loop, train.train_policy.type)
-            write_text(folder / SUMMARY_FILE, json.dumps(reached, indent=1))
+            run_summary = summary(loop, train.train_policy.type)
+            write_text(folder / SUMMARY_FILE, json.dumps(run_summary, indent=1))
             report = write_report(folder)
             worse = explain(folder).outcome.made_worse(config.policy.model_name_or_path)
-            print(closing_table(reached, read_metrics(folder)), f"report: {report}", *worse, sep="\n", flush=True)
+            print(closing_table(run_summary, read_metrics(folder)), f"report: {report}", *worse, sep="\n", flush=True)
 
 
 def _save_every(config: RecipeConfig, trainer: TokenTrainer) -> int:
-    """Return the steps between two checkpoints; 0: only the last one is written. A stream has no epochs to count."""
+    """Return the steps between checkpoints; 0: only the last one. Raise ConfigError for epochs of a stream, which has no length."""
     ckpt = config.train.ckpt
     epochs = ckpt.save_freq_in_epoch
     if epochs and isinstance(trainer.rows, StreamedRows):
         raise ConfigError(
-            f"train.ckpt.save_freq_in_epoch={epochs}, but a streamed dataset does not tell how long an epoch is. "
-            "Set train.ckpt.save_freq_in_epoch=0 and train.ckpt.save_freq=<steps>"
+            "A stream has no epochs. Set train.ckpt.save_freq_in_epoch=0 and train.ckpt.save_freq=<steps>"
         )
     if not ckpt.enable_checkpoint or not epochs:
         return ckpt.save_freq if ckpt.enable_checkpoint else 0
@@ -184,19 +181,19 @@ def _save_every(config: RecipeConfig, trainer: TokenTrainer) -> int:
 
 
 def _profile_window(config: RecipeConfig, trainer: TokenTrainer, folder: Path) -> ProfileWindow:
-    """Return what records the steps of ``profiler``; raise ConfigError if they are not steps of the run."""
+    """Return the profiler of the configured steps; raise ConfigError if they exceed the run."""
     steps = config.profiler.steps
     if steps is not None and steps[1] >= trainer.num_steps:
         raise ConfigError(
-            f"profiler.sub_profiler_config records the steps {steps[0]} to {steps[1]}, counted from 0, of a run of "
-            f"{trainer.num_steps}; required: steps of the run. Set profiler.enable_profiler=false, or lower wait_steps, "
+            f"profiler.sub_profiler_config records the steps {steps[0]} to {steps[1]}, counted from 0, but the run has "
+            f"{trainer.num_steps} steps; required: steps of the run. Set profiler.enable_profiler=false, or lower wait_steps, "
             "warmup_steps and active_steps"
         )
     return ProfileWindow(steps, trainer.phase, folder, rank())
 
 
 def summary(loop: Loop, kind: str) -> dict[str, Any]:
-    """Return what a finished run has reached: steps, tokens, seconds, and the last and the best validation."""
+    """Return the content of summary.json: steps, tokens, seconds, last and best validation, and the model folder."""
     state = loop.state
     best = max(state.scores, key=lambda name: comparable(state.scores[name]), default=None)
     return {
@@ -210,8 +207,8 @@ def summary(loop: Loop, kind: str) -> dict[str, Any]:
     }
 
 
-def closing_table(reached: dict[str, Any], lines: list[dict[str, Any]]) -> str:
-    """Return the lines that end a run: its first and last validation, the best one, what training took, and where the model is."""
+def closing_table(run_summary: dict[str, Any], lines: list[dict[str, Any]]) -> str:
+    """Return the last lines of a run: first, last and best validation, training time, and the model folder."""
     evaluated = [line for line in lines if "eval/loss" in line or "eval/reward_mean" in line]
     ends = {"first": evaluated[0], "last": evaluated[-1]} if evaluated else {}
     keys = [key for key in SHOWN_AT_THE_END if any(key in line for line in ends.values())]
@@ -221,16 +218,16 @@ def closing_table(reached: dict[str, Any], lines: list[dict[str, Any]]) -> str:
         else []
     )
     table += [f"{name:10}" + "".join(f"  {line[key]:19.4g}" for key in keys) for name, line in ends.items()]
-    if best := reached["best_validation"]:
+    if best := run_summary["best_validation"]:
         table.append(f"best checkpoint: {best['checkpoint']}")
     table.append(
-        f"training took {reached['train_wall_s']:.0f} s, {reached['steps']} steps, {reached['tokens']:,.0f} tokens"
+        f"training took {run_summary['train_wall_s']:.0f} s, {run_summary['steps']} steps, {run_summary['tokens']:,.0f} tokens"
     )
-    return "\n".join([*table, f"model: {reached['model']}"])
+    return "\n".join([*table, f"model: {run_summary['model']}"])
 
 
 def _folder(config: RecipeConfig) -> tuple[Path, Path | None]:
-    """Return the folder of the run, and the checkpoint from which it continues (None: from the start), equal on all ranks."""
+    """Return the run's folder and the checkpoint to resume from (None: new run), equal on all ranks."""
     output, resume, name = Path(config.train.output_dir), config.train.resume, config.train.timestamp
     checkpoint = None
     if isinstance(resume, str) and resume not in ("", "auto", "true"):
@@ -239,31 +236,31 @@ def _folder(config: RecipeConfig) -> tuple[Path, Path | None]:
         checkpoint = newest_checkpoint(output, name)
         if checkpoint is None:
             logger.info(
-                "train.resume=%s, but %s holds no checkpoint, so the run starts from the start",
+                "train.resume=%s, but %s has no checkpoint, so a new run starts",
                 resume,
                 output / name,
             )
     if checkpoint is not None:
         logger.info("The run continues from %s", checkpoint)
         return checkpoint.parent.parent, checkpoint
+    # The time of rank 0, because clocks differ between ranks.
     folder = output / (name or gather_objects(time.strftime("%Y%m%d%H%M%S"))[0])
     if on_rank_zero(lambda: any(folder.glob(f"{CHECKPOINTS_FOLDER}/[!.]*")), f"read {folder}"):
-        raise ConfigError(
-            f"A run with checkpoints is in {folder} already. Set train.resume=true to continue with it, or another train.timestamp"
-        )
+        raise ConfigError(f"{folder} already has checkpoints. Set train.resume=true, or a different train.timestamp")
     return folder, None
 
 
 def _restore(checkpoint: Path, loop: Loop, trainer: TokenTrainer) -> None:
-    """Load a checkpoint into policy, dataset and loop; reject it if its next rows would be others."""
+    """Load a checkpoint into policy, dataset and loop; raise ConfigError if data or initial model differ."""
     present = trainer.manifest()
     loaded = loop.checkpoints.load(checkpoint, model=trainer.model, optimizer=trainer.optimizer, present=present)
     state = LoopState(**loaded | {"phase": "step"})
+    # Older checkpoints lack some entries, which are not compared.
     changed = [f"{name} was {state.data[name]} and is {value}" for name, value in loop.state.data.items()
-               if state.data.get(name, value) != value]  # older checkpoints lack some  # fmt: skip
+               if state.data.get(name, value) != value]  # fmt: skip
     if changed:
         raise ConfigError(
-            f"{checkpoint} was written with other data or another model: {'; '.join(changed)}. Set them as they were, or train.resume=false"
+            f"{checkpoint} has different data or model: {'; '.join(changed)}. Undo this, or set train.resume=false"
         )
     trainer.rows.load_state_dict(state.rows)
     loop.state = state
@@ -285,20 +282,20 @@ def _tracker(config: RecipeConfig, mapping: dict[str, Any], loop: Loop, trainer:
 
 
 class _LogLines(logging.Handler):
-    """Writes records between the updates of a live line; each of their lines starts with the rank."""
+    """Handler that prints records above the live line, each line prefixed with the rank."""
 
     def __init__(self, progress: Progress) -> None:
         super().__init__()
         self.setFormatter(logging.Formatter("[rlinf] %(asctime)s - rlinf - %(levelname)s - %(message)s"))
-        self._head, self._progress = f"[rank{rank()}]:", progress
+        self._prefix, self._progress = f"[rank{rank()}]:", progress
 
     def emit(self, record: logging.LogRecord) -> None:
-        self._progress.note("\n".join(self._head + line for line in self.format(record).split("\n")))
+        self._progress.note("\n".join(self._prefix + line for line in self.format(record).split("\n")))
 
 
 @contextmanager
 def _shown_logs(progress: Progress) -> Iterator[None]:
-    """Show what the package logs inside, from the level INFO on: ``[rank0]:[rlinf] <time> - rlinf - INFO - <text>``."""
+    """Print log records of level INFO and above as ``[rank0]:[rlinf] <time> - rlinf - INFO - <text>`` inside the context."""
     handler, level = _LogLines(progress), logger.level
     logger.addHandler(handler)
     logger.setLevel(logging.INFO)

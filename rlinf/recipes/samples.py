@@ -1,4 +1,4 @@
-"""Rows as the trainers of recipes read them, and the batch that they form."""
+"""Packed rows of recipes, and their collation into a batch."""
 
 from __future__ import annotations
 
@@ -21,49 +21,48 @@ class BadRowError(ConfigError):
     """A row of a dataset cannot be used.
 
     Args:
-        reason: The value found, and the requirement.
-        row: Row number within the dataset; a packer does not know it, the dataset adds it.
+        reason: Actual value and requirement.
+        row: Row number within the dataset, which the dataset adds (``at``).
         source: File or name of the dataset.
     """
 
     def __init__(self, reason: str, row: int | None = None, source: str = "") -> None:
         place = "A row of the dataset" if row is None else f"Row {row}{f' of {source}' if source else ''}"
-        super().__init__(f"{place} cannot be used: {reason} Fix the row, or set {SKIP_BAD_ROWS} to leave such rows out")
+        super().__init__(f"{place} cannot be used: {reason} Fix the row, or set {SKIP_BAD_ROWS} to skip such rows")
         self.reason, self.row, self.source = reason, row, source
 
     def at(self, row: int, source: str) -> BadRowError:
-        """Return the same error with the place of the row."""
+        """Return the same error with row number and source."""
         return BadRowError(self.reason, row, source)
 
 
 @dataclass
 class Sample:
-    """A row to train on.
+    """Training row.
 
     Attributes:
-        input_ids: Tokens of prompt and answer, ``[S]``.
-        token_mask: True where the token is learned, ``[S]``.
-        model_inputs: Inputs of a vision-language model besides the tokens (``pixel_values`` ...), of this row alone: as its
-            processor returns them for one text. Empty for text.
-        is_cut: The row is longer than ``policy.model_max_length``; ``input_ids`` are its first tokens.
+        input_ids: Tokens of prompt and completion, ``[S]``.
+        token_mask: True for learned tokens, ``[S]``.
+        model_inputs: Additional inputs of a vision-language model (``pixel_values`` ...) for this row; empty for text.
+        is_truncated: ``input_ids`` are the first ``policy.model_max_length`` tokens of a longer row.
     """
 
     input_ids: list[int]
     token_mask: list[bool]
     model_inputs: dict[str, Tensor] = field(default_factory=dict)
-    is_cut: bool = False
+    is_truncated: bool = False
 
 
 @dataclass
 class Prompt:
-    """A row to generate for.
+    """Prompt to complete.
 
     Attributes:
         input_ids: Tokens, ``[S]``.
         model_inputs: See ``Sample``.
-        reference: The right answer, for rewards, if any.
-        row: The row itself, for rewards and for the report.
-        previews: Small copies of its images as JPEG, for the report.
+        reference: Reference for the rewards, if any.
+        row: Columns of the row, for rewards and report.
+        previews: Small JPEGs of its images, for the report.
     """
 
     input_ids: list[int]
@@ -74,24 +73,24 @@ class Prompt:
 
 
 def tokens_of(row: Any) -> list[list[int]]:
-    """Return the tokens of a packed row: of a sample, a prompt, or a pair of samples."""
-    return [each.input_ids for each in (row if isinstance(row, tuple) else (row,))]
+    """Return the token lists of a packed row: a sample, a prompt, or a pair of samples."""
+    return [item.input_ids for item in (row if isinstance(row, tuple) else (row,))]
 
 
-def cut_and_equal(row: Any) -> tuple[bool, bool]:
-    """Return whether a packed row was cut, and whether it is a pair of equal samples, from which DPO learns nothing."""
-    samples = [each for each in (row if isinstance(row, tuple) else (row,)) if isinstance(each, Sample)]
+def truncated_and_equal(row: Any) -> tuple[bool, bool]:
+    """Return whether a packed row was truncated, and whether it is a pair of equal samples, from which DPO learns nothing."""
+    samples = [item for item in (row if isinstance(row, tuple) else (row,)) if isinstance(item, Sample)]
     is_equal = len(samples) == 2 and samples[0].input_ids == samples[1].input_ids
-    return any(sample.is_cut for sample in samples), is_equal
+    return any(sample.is_truncated for sample in samples), is_equal
 
 
 def collate(rows: Sequence[Sample] | Sequence[Prompt], pad_token_id: int = 0) -> BatchedDataDict:
-    """Return rows as one batch, padded on the right.
+    """Return rows as one right-padded batch.
 
     Returns:
-        ``input_ids`` int64 and ``attention_mask`` bool ``[B, S]``; of samples also ``token_mask`` bool ``[B, S]``. Further keys
-        are the model inputs that any row has: token types ``[B, S]``, and all others as a list of one tensor per row, which has
-        length 0 for a row without images.
+        ``input_ids`` int64 and ``attention_mask`` bool ``[B, S]``; for samples also ``token_mask`` bool ``[B, S]``. Additional
+        keys are the model inputs of any row: token types ``[B, S]``, all remaining ones as a list with one tensor per row (of
+        length 0 without images).
     """
     if not rows:
         raise ConfigError("collate got no rows; required: one or more.")
@@ -105,19 +104,18 @@ def collate(rows: Sequence[Sample] | Sequence[Prompt], pad_token_id: int = 0) ->
         for number, sample in enumerate(samples):
             if len(sample.token_mask) != len(sample.input_ids):
                 lengths = f"{len(sample.token_mask)} and {len(sample.input_ids)}"
-                raise ConfigError(
-                    f"token_mask and input_ids of sample {number} have the lengths {lengths}; required: equal ones."
-                )
+                raise ConfigError(f"token_mask and input_ids of sample {number} have lengths {lengths}.")
         masks = [torch.tensor(sample.token_mask, dtype=torch.bool) for sample in samples]
         batch["token_mask"] = pad_sequence(masks, batch_first=True)
     inputs = [row.model_inputs for row in rows]
-    for key in dict.fromkeys(key for each in inputs for key in each):
-        present = next(each[key] for each in inputs if key in each)
+    for key in dict.fromkeys(key for row_inputs in inputs for key in row_inputs):
+        present = next(row_inputs[key] for row_inputs in inputs if key in row_inputs)
         if key in TOKEN_TYPE_KEYS:
-            text = [torch.zeros(1, len(row.input_ids), dtype=present.dtype) for row in rows]  # 0 is text
-            types = [each.get(key, zeros)[0] for each, zeros in zip(inputs, text, strict=True)]
+            # Type 0 is text, for rows without images.
+            text = [torch.zeros(1, len(row.input_ids), dtype=present.dtype) for row in rows]
+            types = [row_inputs.get(key, zeros)[0] for row_inputs, zeros in zip(inputs, text, strict=True)]
             batch[key] = pad_sequence(types, batch_first=True)
         else:
             empty = present.new_zeros(0, *present.shape[1:])
-            batch[key] = [each.get(key, empty) for each in inputs]
+            batch[key] = [row_inputs.get(key, empty) for row_inputs in inputs]
     return BatchedDataDict(batch)

@@ -1,4 +1,4 @@
-"""How many steps a recipe takes."""
+"""Number of steps of a recipe."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from rlinf.errors import ConfigError
 def count_steps(num_rows: int, epochs: int, batch_size: int, rows_per_sample: int = 1, limit: int | None = None) -> int:
     """Return the optimiser steps of a run: ``epochs * num_rows * rows_per_sample / batch_size``, rounded down.
 
-    Raise ConfigError if the data do not fill one batch.
+    Raise ConfigError if the data does not fill one batch.
 
     Args:
-        batch_size: Of one step, over all ranks.
-        rows_per_sample: What one row of the dataset counts in a batch: the completions of a prompt in GRPO, else 1.
+        batch_size: Rows of one step, over all ranks.
+        rows_per_sample: Batch rows per dataset row: the completions per prompt in GRPO, else 1.
     """
     steps = epochs * num_rows * rows_per_sample // batch_size
     if steps < 1:
@@ -25,5 +25,5 @@ def count_steps(num_rows: int, epochs: int, batch_size: int, rows_per_sample: in
 
 
 def count_steps_per_epoch(num_rows: int, batch_size: int, rows_per_sample: int = 1) -> int:
-    """Return the optimiser steps of one pass over the dataset, rounded down but at least 1; arguments of ``count_steps``."""
+    """Return the optimiser steps of one epoch, rounded down but at least 1; see ``count_steps``."""
     return max(1, num_rows * rows_per_sample // batch_size)

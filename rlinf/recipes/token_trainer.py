@@ -1,4 +1,4 @@
-"""What the trainers of recipes share: the learning rate, lines of log and metrics, and validations."""
+"""Base class of the recipe trainers: learning rate, logging, metrics and validation."""
 
 from __future__ import annotations
 
@@ -34,18 +34,18 @@ from rlinf.training.loop import Loop, Update
 logger = logging.getLogger("rlinf")
 
 PRECISIONS = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
-"""``param_dtype`` as the manifest names it."""
+"""Names of ``param_dtype`` in the manifest."""
 
 
 @dataclass
 class TokenUpdate:
-    """What a step of a recipe returns.
+    """Result of a step.
 
     Attributes:
-        metrics: Named as in ``rlinf.tracking.METRICS``.
+        metrics: Metrics of ``rlinf.tracking.METRICS``.
         num_tokens: Tokens of the batch on all ranks, without padding.
         num_rows: Rows of the batch on all ranks.
-        shown: Further numbers of the console's line, by their names there.
+        shown: Additional values of the console line, by label.
     """
 
     loss: float
@@ -57,11 +57,11 @@ class TokenUpdate:
 
 @dataclass
 class Validation:
-    """What an evaluation returns on every rank.
+    """Result of a validation, on every rank.
 
     Attributes:
-        score: By which checkpoints are compared; higher is better.
-        metrics: Named as in ``rlinf.tracking.METRICS``.
+        score: Ranks checkpoints; higher is better.
+        metrics: Metrics of ``rlinf.tracking.METRICS``.
         samples: Completions with their rewards, on rank 0.
     """
 
@@ -72,10 +72,9 @@ class Validation:
 
 
 class TokenTrainer(ABC):
-    """Trains a token policy by ``step``, which a subclass has (see ``rlinf.training.loop.Trainer``).
+    """Trainer of a token policy; subclasses implement ``step`` and ``validate`` (see ``rlinf.training.loop.Trainer``).
 
-    Attributes:
-        config, loop: Of the run, set before ``begin``.
+    The run sets ``config`` and ``loop`` before ``begin``.
     """
 
     phase: str
@@ -93,30 +92,30 @@ class TokenTrainer(ABC):
 
     @abstractmethod
     def validate(self, step: int) -> Validation | None:
-        """Evaluate the present weights (a collective call); None: there is nothing to evaluate on."""
+        """Evaluate the current weights (a collective call); None: no validation data."""
 
     @property
     def model(self) -> nn.Module:
-        """The network that is trained."""
+        """The trained network."""
         return self.policy.model
 
     @property
     def optimizer(self) -> MasterAdamW:
-        """Its optimiser."""
+        """Optimiser of the trained network."""
         return self.policy.optimizer
 
     def begin(self) -> None:
-        """Export and upload the last checkpoint of a run that was interrupted after it: it is whole before it is exported."""
+        """Export and upload the last checkpoint if the run was interrupted between saving and exporting it."""
         if self.is_done() and self.loop.resumed_from is not None:
             with deadline("save"):
                 self.loop.checkpoints.finish(self.loop.resumed_from)
 
     def is_done(self) -> bool:
-        """Return whether no step is left."""
+        """Return whether all steps are done."""
         return self.loop.state.step >= self.num_steps
 
     def update(self, step: int) -> Update:
-        """Take one step with its learning rate, and write its line of the log."""
+        """Take one step with its learning rate, and log it."""
         start, state, config = time.monotonic(), self.loop.state, self.config
         train = config.train
         rate = learning_rate(
@@ -124,40 +123,41 @@ class TokenTrainer(ABC):
             train.optm_decay_ratio, train.optm_min_lr_factor,
         )  # fmt: skip
         self.policy.set_learning_rate(rate)
-        found = self.step(step)
+        result = self.step(step)
+        # The step may have opened a new block of the stream.
         check_equal_stream(self.rows)
         heartbeat()
-        state.num_tokens += found.num_tokens
+        state.num_tokens += result.num_tokens
         seconds = time.monotonic() - start
-        speed, done = found.num_tokens / seconds, step + 1
+        speed, done = result.num_tokens / seconds, step + 1
         if done % config.logging.log_interval == 0 or done == self.num_steps:
             logger.info(
                 "[Policy] Step: %d/%d, [Policy] Loss: %.6g%s, Learning rate: %.4g, Iteration time: %.2fs",
-                done, self.num_steps, found.loss,
-                "".join(f", {name}: {value:.4g}" for name, value in found.shown.items()), rate, seconds,
+                done, self.num_steps, result.loss,
+                "".join(f", {name}: {value:.4g}" for name, value in result.shown.items()), rate, seconds,
             )  # fmt: skip
-        metrics = found.metrics | {
+        metrics = result.metrics | {
             f"{'sft' if self.phase == 'sft' else 'train'}/learning_rate": rate,
             "time/update_s": seconds,
             "throughput/tokens_per_s": speed,
         }
         peak = peak_flops()
         if peak is not None:
-            flops = flops_per_token(self.policy.model, found.num_tokens / found.num_rows)
+            flops = flops_per_token(self.policy.model, result.num_tokens / result.num_rows)
             metrics["throughput/mfu"] = speed * flops / (peak * world_size())
-        shown = {} if "Reward" in found.shown else {"loss": found.loss}
-        shown |= {name.lower(): value for name, value in found.shown.items()}
+        shown = {} if "Reward" in result.shown else {"loss": result.loss}
+        shown |= {name.lower(): value for name, value in result.shown.items()}
         return Update(metrics, shown | {"tokens/s": speed})
 
     def evaluation_due(self, last: bool) -> str | None:
-        """Return the name of the present checkpoint if a validation is due, which may be so before the first step."""
+        """Return the name of the current checkpoint if a validation is due, possibly before the first step."""
         validation, state = self.config.validation, self.loop.state
         if state.step == 0:
             return state.name if validation.val_before_train else None
         return state.name if validation.enable and (last or state.step % validation.freq == 0) else None
 
     def evaluate(self, tag: str, step: int) -> None:
-        """Validate the present weights (a collective call)."""
+        """Validate the current weights (a collective call)."""
         start, state = time.monotonic(), self.loop.state
         result = self.validate(state.step)
         if result is None:
@@ -169,12 +169,12 @@ class TokenTrainer(ABC):
             write_samples(self.loop.folder / SAMPLES_FOLDER, tag, result.samples)
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Note the state of the dataset in the loop's state."""
+        """Store the dataset's state in the loop's state."""
         self.loop.state.rows = self.rows.state_dict()
         return {}
 
     def manifest(self) -> Manifest:
-        """Return the conditions of the policy."""
+        """Return the policy's manifest."""
         policy, train, steps = self.policy, self.config.train, self.loop.state.step
         precision, seed = PRECISIONS[train.param_dtype], train.seed or 0
         return token_manifest(
@@ -182,16 +182,16 @@ class TokenTrainer(ABC):
         )
 
     def close(self) -> None:  # noqa: B027 - most hold nothing
-        """Free what it holds."""
+        """Release resources."""
 
 
 def lora_of(policy: HuggingFacePolicy) -> LoraConfig | None:
-    """Return the settings of the adapters that are trained."""
+    """Return the settings of the trained adapters; None: all weights are trained."""
     return None if policy.config.lora is None else from_mapping(LoraConfig, policy.config.lora)
 
 
 def write_samples(folder: Path, name: str, samples: Sequence[Mapping[str, Any]]) -> None:
-    """Write completions into ``<name>.jsonl``, and their images by ``write_images``."""
+    """Write completions to ``<name>.jsonl``, and their images by ``write_images``."""
     lines = []
     for sample in samples:
         images = sample.get("images", ())
@@ -201,7 +201,7 @@ def write_samples(folder: Path, name: str, samples: Sequence[Mapping[str, Any]])
 
 
 def write_images(folder: Path, images: Sequence[bytes]) -> list[str]:
-    """Write JPEG images once into ``images/<digest>.jpg``, and return these names."""
+    """Write JPEG images to ``images/<digest>.jpg``, unless they exist, and return these names."""
     files = [f"images/{hashlib.sha256(image).hexdigest()[:16]}.jpg" for image in images]
     for file, image in zip(files, images, strict=True):
         if not (folder / file).exists():
@@ -209,11 +209,11 @@ def write_images(folder: Path, images: Sequence[bytes]) -> list[str]:
     return files
 
 
-def own_share(num_rows: int) -> slice:
-    """Return the neighbouring rows of a batch that this rank takes; the first ranks take one more if they do not divide."""
-    share, extra = divmod(num_rows, world_size())
-    start = rank() * share + min(rank(), extra)
-    return slice(start, start + share + (rank() < extra))
+def rank_slice(num_rows: int) -> slice:
+    """Return this rank's consecutive rows of a batch; the first ranks take one more if the rows do not divide evenly."""
+    size, extra = divmod(num_rows, world_size())
+    start = rank() * size + min(rank(), extra)
+    return slice(start, start + size + (rank() < extra))
 
 
 PEAK_FLOPS = {
@@ -229,39 +229,39 @@ PEAK_FLOPS = {
     "L4": 121e12,
     "RTX 4090": 165e12,
 }
-"""Peak of a GPU in bfloat16 without sparsity, by a part of its name, from the data sheets of its maker."""
+"""Peak FLOP/s of a GPU in bfloat16 without sparsity, by a part of its name, from the vendor's data sheets."""
 
 
 def flops_per_token(model: Any, length: float) -> float:
-    """Estimate the floating-point operations that training takes for a token (Kaplan et al. 2020, section 2.1).
+    """Estimate the floating-point operations of training per token (Kaplan et al. 2020, section 2.1).
 
-    A weight in a matrix product takes 2 operations forward, 2 for the gradient of its input, and, if it is trained, 2
-    for its own gradient. In a mixture, only the experts of one token count. Attention takes 4 times hidden size and
-    length per layer forward, and twice as many backward. Embeddings are looked up and cost nothing, unless they are
-    also the head. Passes that gradient checkpointing repeats are not counted. ``length`` is the mean number of tokens
-    of a row.
+    A weight in a matrix product takes 2 operations forward, 2 for its input's gradient, and 2 for its own gradient if it is trained.
+    In a mixture of experts, only the active ones count. Attention takes 4 x hidden size x length per layer forward, and twice that
+    backward. Embedding lookups and recomputation by gradient checkpointing are not counted. ``length`` is the mean length of a row.
     """
     embedding = model.get_input_embeddings()
     head = model.get_output_embeddings()
     tied = head is not None and getattr(head, "weight", None) is getattr(embedding, "weight", None)
+    # A tied embedding is also the output projection, whose product counts.
     looked_up = 0 if tied else sum(p.numel() for p in embedding.parameters())
     text = model.config.get_text_config()
     num_experts = getattr(text, "num_local_experts", None) or getattr(text, "num_experts", None)
     used = getattr(text, "num_experts_per_tok", None)
-    share = used / num_experts if used and num_experts else 1.0
-    sizes = [(p.numel() * (share if ".experts." in name else 1.0), p) for name, p in model.named_parameters()]
+    active = used / num_experts if used and num_experts else 1.0
+    sizes = [(p.numel() * (active if ".experts." in name else 1.0), p) for name, p in model.named_parameters()]
     total = sum(size for size, _ in sizes) - looked_up
     trained = min(total, sum(size for size, p in sizes if p.requires_grad))
-    # Causal attention looks at half of the row on average.
+    # Causal attention reads half of the row on average.
     attention = 4 * text.num_hidden_layers * text.hidden_size * length / 2
     return 4 * total + 2 * trained + 3 * attention
 
 
 def peak_flops() -> float | None:
-    """Return the peak of this process's device in bfloat16; None: it is not known."""
+    """Return the peak bfloat16 FLOP/s of this process's GPU; None: no GPU, or unknown."""
     if not torch.cuda.is_available():
         return None
     name = torch.cuda.get_device_name()
+    # Longest names first, in case two of them match.
     return next(
         (PEAK_FLOPS[key] for key in sorted(PEAK_FLOPS, key=len, reverse=True) if re.search(rf"\b{key}\b", name)), None
     )

@@ -1,4 +1,4 @@
-"""Videos of rows: where their files are, and their frames."""
+"""Find the video files of rows, and read their frames."""
 
 from __future__ import annotations
 
@@ -22,23 +22,21 @@ SUFFIXES = (".mp4", ".avi", ".mov")
 
 
 def find_video(name: str, dataset: str, subset: str = "") -> Path:
-    """Return the file of a video by its base name; archives of clips are unpacked at the first call.
+    """Return the file of a video by its base name; the first call unpacks the archives of clips.
 
-    Looked for in the folder of the dataset, and in ``$COSMOS_CACHE/datasets/<dataset>/<subset>/video_clips``.
+    Searches the dataset's folder, and ``$COSMOS_CACHE/datasets/<dataset>/<subset>/video_clips``.
     """
-    found, folders = _videos(dataset, subset, cosmos_cache())
-    path = found.get(Path(name).name)
+    videos, folders = _videos(dataset, subset, cosmos_cache())
+    path = videos.get(Path(name).name)
     if path is None:
         places = " and ".join(f"'{folder}'" for folder in folders)
-        raise BadRowError(
-            f"its video '{name}' is not among the {len(found)} in {places}; required: a file of this name there."
-        )
+        raise BadRowError(f"its video '{name}' is not among the {len(videos)} in {places}.")
     return path
 
 
 @lru_cache(maxsize=8)
 def _videos(dataset: str, subset: str, cache: Path) -> tuple[dict[str, Path], list[Path]]:
-    """Return videos by base name, and the folders that were searched."""
+    """Return videos by base name, and the searched folders."""
     folder = local_folder(dataset)
     name = dataset if folder is None or not Path(dataset).expanduser().exists() else folder.name
     clips = cache / "datasets" / name / subset / "video_clips"
@@ -48,22 +46,24 @@ def _videos(dataset: str, subset: str, cache: Path) -> tuple[dict[str, Path], li
         patterns = [f"{subset}/clips/*", f"{subset}/clips.tar.gz"]
         folder = Path(snapshot_download(dataset, repo_type="dataset", allow_patterns=patterns))
     unpack_clips(folder / subset, clips)
-    folders = list(dict.fromkeys(each for each in (folder / subset, clips) if each.is_dir()))
-    files = [path for each in folders for path in sorted(each.rglob("*")) if path.suffix.lower() in SUFFIXES]
+    folders = list(dict.fromkeys(path for path in (folder / subset, clips) if path.is_dir()))
+    files = [path for searched in folders for path in sorted(searched.rglob("*")) if path.suffix.lower() in SUFFIXES]
     return {path.name: path for path in files}, folders
 
 
 def unpack_clips(folder: Path, target: Path) -> None:
-    """Unpack ``clips/*.tar.gz`` or ``clips.tar.gz`` of a dataset's folder once; other processes wait for it."""
+    """Unpack ``clips/*.tar.gz`` or ``clips.tar.gz`` of a dataset's folder once; concurrent processes wait."""
     archives = sorted([*folder.glob("clips/*.tar.gz"), *folder.glob("clips.tar.gz")])
     if not archives or (target / ".prepared").exists():
         return
     target.parent.mkdir(parents=True, exist_ok=True)
     with (target.parent / ".video_clips.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
+        # A different process may have unpacked them while this one waited.
         if (target / ".prepared").exists():
             return
         target.mkdir(exist_ok=True)
+        # Unpacked next to the target and moved file by file, so that an interruption leaves no partial video there.
         with tempfile.TemporaryDirectory(dir=target.parent, prefix=".video_clips") as unpacked:
             for archive in archives:
                 with tarfile.open(archive) as opened:
@@ -77,12 +77,12 @@ def unpack_clips(folder: Path, target: Path) -> None:
 def read_frames(
     path: Path, fps: float = 1.0, max_pixels: int | None = None, max_frames: int = MAX_FRAMES
 ) -> list[Image.Image]:
-    """Read frames of a video at regular times, the first one included.
+    """Read frames of a video at regular times, including the first one.
 
     Args:
-        fps: Frames per second of the video's time.
-        max_pixels: A larger frame is scaled down to this area, its shape kept; None: as it is.
-        max_frames: Of more frames, this many are taken, spread evenly.
+        fps: Frames per second of video time.
+        max_pixels: Maximum area of a frame, whose aspect ratio is kept; None: unlimited.
+        max_frames: Maximum number of frames, sampled evenly.
     """
     av = import_av(f"Reading {path}")
     frames: list[Image.Image] = []
@@ -93,9 +93,7 @@ def read_frames(
                 if seconds + 1e-6 >= len(frames) / fps:
                     frames.append(_scaled(frame.to_image(), max_pixels))
     except (OSError, IndexError, av.error.FFmpegError) as error:
-        raise BadRowError(
-            f"the video '{path}' cannot be read ({type(error).__name__}: {error}); required: a video."
-        ) from error
+        raise BadRowError(f"the video '{path}' cannot be read ({type(error).__name__}: {error}).") from error
     if not frames:
         raise BadRowError(f"the video '{path}' has no frames; required: at least one.")
     if len(frames) > max_frames:

@@ -56,7 +56,7 @@ CURVES: Curves = (
     ),
     (
         "Truncated rows and equal pairs",
-        {"sft/cut_row_fraction": "truncated", "train/cut_row_fraction": "truncated", "train/equal_pair_fraction": "equal pairs"},
+        {"sft/truncated_row_fraction": "truncated", "train/truncated_row_fraction": "truncated", "train/equal_pair_fraction": "equal pairs"},
         "fraction of the rows", {"zero": True},
     ),
     ("Implicit rewards", {"train/preference_chosen": "chosen", "train/preference_rejected": "rejected"}, "nat", {}),

@@ -82,10 +82,7 @@ class Arm:
 
 
 def connected_robot(path: str) -> Any:
-    """Connect the robot that a lerobot configuration file (YAML with ``type``) describes.
-
-    Raise MissingDependencyError without lerobot; ConfigError for an invalid file or a robot that does not connect.
-    """
+    """Connect the robot of a lerobot configuration file; raise MissingDependencyError without lerobot, ConfigError if it fails."""
     return _connected("arm", path, ("lerobot.robots", "RobotConfig", "make_robot_from_config"), "get_observation")
 
 

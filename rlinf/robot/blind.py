@@ -19,11 +19,6 @@ class BlindPairs:
         sides: Episodes of the first policy, the baseline, and of the second, on one robot.
         known: Results of earlier processes, in execution order.
         save: Called with each result as soon as it is known, without the policy's name.
-        seed: Seed of the order.
-
-    Attributes:
-        results: Results of each policy, by episode.
-        baseline: Success of the first policy.
     """
 
     def __init__(

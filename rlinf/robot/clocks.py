@@ -24,12 +24,7 @@ class ChunkReply(NamedTuple):
 
 
 class Timekeeper(ABC):
-    """A clock, and a policy in its own thread, with at most one pending call.
-
-    Args:
-        act: Returns the chunk ``[C, D]`` for one observation.
-        latency_s: Seconds added to each call.
-    """
+    """A clock, and a policy ``act`` in its own thread, with at most one pending call and ``latency_s`` added to each."""
 
     def __init__(self, act: Callable[[Observation], np.ndarray], latency_s: float) -> None:
         self._act, self.latency_s = act, latency_s

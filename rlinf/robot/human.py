@@ -46,10 +46,8 @@ class HumanLabelledRobot:
     scene to match.
 
     Args:
-        robot: Executes the actions, and decides when an episode ends.
         folder: Folder for the initial images.
         reference: Folder of such images from an earlier run of the episodes, perhaps the same folder; None: no overlay.
-        ask: Asks the human.
 
     Attributes:
         number, num_episodes: Number of the episode, from 1, and of all episodes; None: not known.

@@ -42,16 +42,14 @@ class Timing:
     """Timing statistics and event counts over all episodes.
 
     Attributes:
-        lateness_s: Delay of each step's start.
-        latencies_s: Duration of each policy call.
+        lateness_s, latencies_s: Delay of each step's start; duration of each policy call.
         overrun_steps: Skipped steps, whose period had passed before they could start.
         idle_steps: Steps without an action, in which the robot held.
         stale: Actions dropped because their steps passed while the policy computed.
         lost: Missing observations, undelivered actions, and replies to actions without numbers.
         clipped_steps: Actions clipped by ``max_relative_target``.
         failures: Failed policy calls.
-        intervention_steps: Actions of the operator.
-        intervened_episodes: Episodes with such actions.
+        intervention_steps, intervened_episodes: Actions of the operator, and episodes with such actions.
         teleop_lost_steps: Steps without a reachable teleoperator.
     """
 
@@ -92,10 +90,7 @@ class RobotEpisodes:
     """Runs the episodes of an evaluation on a robot (an ``Episodes``), one after the other.
 
     Args:
-        policy: Acts on one observation at a time.
-        robot: Executes the actions.
         spec: The env for which the policy was trained.
-        settings: Rate, execution mode, limits.
         context: Returns the context in which the policy computes, because torch's contexts do not reach other threads.
         teleoperator: Lets an operator take over; None: no interventions.
         recorder: Saves the episodes; None: they are not saved.
@@ -178,11 +173,8 @@ class RobotEpisodes:
             return self.policy.act(observation, [self._stream])[0]
 
     def _episode(self, spec: EpisodeSpec) -> EpisodeResult:
-        """Run one episode.
-
-        ``step`` counts control periods. ``due`` is the chunk position to execute next: with absolute positions it equals ``step``,
-        with displacements it counts executed actions. ``seen_at`` and ``seen_step`` are their values at the newest observation.
-        """
+        # `step` counts control periods. `due` is the chunk position to execute next: with absolute positions it equals `step`,
+        # with displacements it counts executed actions. `seen_at` and `seen_step` are their values at the newest observation.
         settings, robot, time, timing = self.settings, self.robot, self.time, self.timing
         instruction = robot.begin(spec)
         schedule, period = ChunkSchedule(settings.execution == "async", self.is_relative), 1 / settings.rate
@@ -333,10 +325,7 @@ class RobotEpisodes:
         self.timing.stale += schedule.offer(reply.chunk, reply.seen_at, due)
 
     def _send(self, action: np.ndarray | None, last: np.ndarray) -> tuple[np.ndarray, bool, bool]:
-        """Send an action, or hold without one; ``last [D]`` was executed before.
-
-        Return the executed action ``[D]``, whether it arrived (else the robot held), and whether the robot has confirmed it.
-        """
+        """Send an action or hold; return the executed action ``[D]``, whether it arrived, and whether the robot confirmed it."""
         hold, limit, reply = np.where(self.is_relative, np.float32(0), last), self.settings.max_relative_target, None
         if action is not None and limit is not None:
             clipped = np.clip(action, last - limit, last + limit)

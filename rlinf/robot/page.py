@@ -122,10 +122,7 @@ def listening(host: str, port: int, handler: Callable[..., BaseHTTPRequestHandle
 
 
 class PageTeleoperator:
-    """A lerobot teleoperator without a button, such as a leader arm (a ``Teleoperator``): the page has the button.
-
-    It counts as lost while no browser shows the page, because nobody could take over. It gets no feedback.
-    """
+    """A lerobot teleoperator whose take-over button is on the page; lost while no browser shows it, and without feedback."""
 
     def __init__(self, teleoperator: Any, page: Page) -> None:
         self.teleoperator, self.page = teleoperator, page

@@ -33,8 +33,6 @@ class EpisodeRecorder:
     Args:
         folder: The dataset; new, or written by a recorder at the same rate.
         pending: Folder of the saved episodes, one file each; a process that resumes finds them there.
-        fps: Frames per second.
-        env: The env section of the configuration, which the dataset records.
     """
 
     def __init__(self, folder: Path, pending: Path, fps: int, env: Mapping[str, Any]) -> None:
@@ -72,10 +70,7 @@ class EpisodeRecorder:
         self.begin()
 
     def write(self, results: Sequence[EpisodeResult]) -> Path | None:
-        """Add the saved episodes of ``results`` to the dataset and delete their files; return its folder, or None without any frame.
-
-        Raise ConfigError if the dataset meanwhile has different columns or a different rate; the episodes stay saved.
-        """
+        """Add the saved episodes of ``results`` to the dataset, delete their files, and return its folder; None without any frame."""
         # Other processes may add to the same dataset: wait for them.
         self.folder.parent.mkdir(parents=True, exist_ok=True)
         with open(self.folder.with_name(f".{self.folder.name}.lock"), "a", encoding="utf-8") as file:

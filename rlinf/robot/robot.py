@@ -23,33 +23,25 @@ class EpisodeVoidError(Exception):
 
 
 class Robot(Protocol):
-    """The members of lerobot's ``Robot`` that are used here.
-
-    Features map names of scalars to ``float``, and names of cameras to the shape ``(H, W, 3)`` of their uint8 images.
-    """
+    """lerobot's ``Robot``, as used here; features map scalars to ``float``, and cameras to ``(H, W, 3)`` (uint8 images)."""
 
     @property
     def observation_features(self) -> dict[str, Any]:
         """Features of ``get_observation``."""
-        ...
 
     @property
     def action_features(self) -> dict[str, Any]:
         """Features of ``send_action``."""
-        ...
 
     @property
     def is_calibrated(self) -> bool:
         """Whether the robot is calibrated."""
-        ...
 
     def get_observation(self) -> dict[str, Any]:
         """Return the newest observation; raise TimeoutError or ConnectionError without one."""
-        ...
 
     def send_action(self, action: dict[str, Any]) -> dict[str, Any]:
         """Send an action; return the action that was sent."""
-        ...
 
 
 class EpisodicRobot(Robot, Protocol):
@@ -58,20 +50,16 @@ class EpisodicRobot(Robot, Protocol):
     @property
     def num_restarts(self) -> int:
         """Number of times that the robot was lost and has come back."""
-        ...
 
     def begin(self, spec: EpisodeSpec) -> str:
         """Reset the scene to the initial state of an episode; return the instruction."""
-        ...
 
     def position(self) -> dict[str, float]:
         """Return the action that would leave the robot where it is, by action feature."""
-        ...
 
     @property
     def result(self) -> EpisodeResult | None:
         """Result of the episode; None: it continues."""
-        ...
 
 
 def check_fits(robot: Robot, spec: EnvSpec, action_dim: int) -> None:
@@ -154,12 +142,7 @@ def observation_of(robot: Robot, values: Mapping[str, Any], cameras: Sequence[st
 
 
 class EnvRobot:
-    """A single env as a robot (an ``EpisodicRobot``): an action is one env step, and nothing moves between steps.
-
-    Args:
-        env: A single env, made with ``auto_reset=False``.
-        settings: Delays, lost frames and noise, drawn with the episode's seed.
-    """
+    """A single env (``auto_reset=False``) as an ``EpisodicRobot``: each action is one env step, with simulated faults."""
 
     is_calibrated = True
 

@@ -20,24 +20,19 @@ class Teleoperator(Protocol):
     @property
     def action_features(self) -> dict[str, Any]:
         """Features of ``get_action``, equal to the robot's."""
-        ...
 
     @property
     def is_calibrated(self) -> bool:
         """Whether the teleoperator is calibrated."""
-        ...
 
     def get_teleop_events(self) -> dict[Any, Any]:
         """Return events by name, or by an enum with that value; ``is_intervention``: the operator wants to act."""
-        ...
 
     def get_action(self) -> dict[str, Any]:
         """Return the operator's action; raise TimeoutError or ConnectionError without one."""
-        ...
 
     def send_feedback(self, feedback: dict[str, Any]) -> None:
         """Receive the policy's action, so that a teleoperator with motors can follow."""
-        ...
 
 
 class TakeOver:

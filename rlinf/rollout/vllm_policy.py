@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from rlinf.engines.config import VllmOptions
-from rlinf.engines.gpu_fraction import ALONE
+from rlinf.engines.gpu_fraction import SEPARATE_GPU_FRACTION
 from rlinf.engines.vllm_engine import EngineSpec, GenerateRequest, VllmEngine, kv_cache_bytes
 from rlinf.engines.weight_handle import WeightBuckets
 from rlinf.errors import ConfigError, RLinfError
@@ -161,7 +161,7 @@ def engine_arguments(model: ActionModel, options: VllmOptions, num_envs: int) ->
         "max_model_len": max_model_len,
         "max_num_seqs": num_envs,
         "kv_cache_memory_bytes": memory,
-        "gpu_memory_utilization": ALONE if options.gpu_memory_utilization is None else options.gpu_memory_utilization,
+        "gpu_memory_utilization": SEPARATE_GPU_FRACTION if options.gpu_memory_utilization is None else options.gpu_memory_utilization,
         "tensor_parallel_size": options.tensor_parallel_size,
         "enforce_eager": options.enforce_eager,
         "enable_sleep_mode": torch.cuda.is_available() and options.sleep,

@@ -88,7 +88,7 @@ class WeightPush:
 
     def _copy(self, version: int, base: int | None) -> None:
         manifest = manifest_of(self.trainer_model)
-        self._replica.begin(PushHeader(version, manifest, base))
+        self._replica.start_push(PushHeader(version, manifest, base))
         wanted = {name for name, spec in manifest.items() if base is None or spec.trained}
         for name, tensor in gathered(self.trainer_model, wanted):
             self._replica.take(name, tensor)

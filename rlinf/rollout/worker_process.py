@@ -19,7 +19,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from rlinf.distributed.child_process import exit_with_parent, failure_of, own_end
+from rlinf.distributed.child_process import child_end, exit_with_parent, failure_of
 from rlinf.models.precision import autocast
 from rlinf.rollout.collector import RolloutCollector
 from rlinf.rollout.shared_memory import read_task, write_reply
@@ -74,7 +74,7 @@ class _Sender:
 
 def main() -> None:
     """Run a worker."""
-    connection, (memory, *buffers), parent = own_end()
+    connection, (memory, *buffers), parent = child_end()
     threading.Thread(target=exit_with_parent, args=(parent,), daemon=True).start()
     sender = _Sender(connection)
     try:

@@ -206,6 +206,5 @@ def _name(metadata: Mapping[str, Any]) -> str:
 
 
 def _differing(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
-    """Return the names of the metadata entries that differ."""
     old, new = (data.get("rlinf") if isinstance(data.get("rlinf"), dict) else data for data in (before, now))
     return ", ".join(sorted(name for name in {**old, **new} if encode(old.get(name)) != encode(new.get(name))))

@@ -17,14 +17,14 @@ class TrackingConfig:
     """Where metrics go; `metrics.jsonl` is always written."""
 
     tensorboard: bool = option(True, "Write TensorBoard event files.")
-    wandb: bool = option(False, "Log to Weights & Biases; offline when WANDB_API_KEY is not set.")
+    wandb: bool = option(False, "Log to Weights & Biases; offline without WANDB_API_KEY.")
     wandb_project: str = option("rlinf", "Weights & Biases project.")
-    wandb_name: str | None = option(None, "Name of the run in Weights & Biases; null: the name of its folder.")
-    progress: bool = option(True, "Show one live line with success, steps/s and time left.")
+    wandb_name: str | None = option(None, "Run name in Weights & Biases; null: the folder's name.")
+    progress: bool = option(True, "Show a live line with success, steps/s and time left.")
 
 
 def check_wandb(key: str, name: str) -> None:
-    """Raise ConfigError for a project, the value of ``key``, or a ``WANDB_MODE`` that Weights & Biases would not take."""
+    """Raise ConfigError for a project (the value of ``key``) or a ``WANDB_MODE`` that Weights & Biases does not accept."""
     mode = os.environ.get("WANDB_MODE") or "online"
     if mode not in WANDB_MODES:
         raise ConfigError(
@@ -32,5 +32,5 @@ def check_wandb(key: str, name: str) -> None:
         )
     fit = re.sub(r"[/\\#?%:]", "-", name)[:128]
     if fit != name:
-        taken = "at most 128 letters without any of /\\#?%:"
-        raise ConfigError(f"{key} is '{name}'; required by Weights & Biases: {taken}. Set {key}={fit}")
+        required = "at most 128 characters without any of /\\#?%:"
+        raise ConfigError(f"{key} is '{name}'; required by Weights & Biases: {required}. Set {key}={fit}")

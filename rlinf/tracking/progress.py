@@ -1,4 +1,4 @@
-"""Show phase, step, success, speed and time left of a run on one live line."""
+"""Live progress line of a run: phase, step, success, speed and time left."""
 
 from __future__ import annotations
 
@@ -11,12 +11,11 @@ from rlinf.number_formats import format_duration
 
 
 class Progress:
-    """A progress line that is rewritten in place on a terminal, and printed again every ``interval_s`` elsewhere.
+    """A progress line, rewritten in place on a terminal, else printed at most every ``interval_s`` seconds.
 
     Args:
         enabled: False prints nothing.
-        updates: False prints notes only.
-        interval_s: Minimum seconds between two lines if ``stream`` is not a terminal.
+        updates: False prints only notes.
         clock: Returns seconds of a monotonic clock.
     """
 
@@ -48,9 +47,9 @@ class Progress:
         """Show a new state.
 
         Args:
-            phase: ``"sft"``, ``"rl"``, ``"eval"``, ..., whose time left is shown.
-            step: Steps done; the first call of a resumed run passes the step at which it resumes.
-            env_steps_per_s, **extra: More numbers to show, by name.
+            phase: ``"sft"``, ``"rl"``, ``"eval"``, ...; the time left is that of the phase.
+            step: Finished steps; the first call of a resumed run passes the step at which it resumes.
+            env_steps_per_s, **extra: Further numbers by name.
         """
         if not (self._enabled and self._updates):
             return
@@ -66,6 +65,7 @@ class Progress:
         parts += [f"{name} {value:.4g}" for name, value in extra.items()]
         start, first = self._phase_start
         if step > first:
+            # The speed is that of this process: steps before a resume took place at a different time.
             parts.append(f"{format_duration((now - start) / (step - first) * (num_steps - step))} left")
         self._show(" | ".join(parts), now, last=step >= num_steps)
 

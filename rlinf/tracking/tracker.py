@@ -24,7 +24,7 @@ logger = logging.getLogger("rlinf")
 
 
 def _require(module: str, package: str) -> Any:
-    """Import the optional package of a sink; raise MissingDependencyError with the fix if that fails."""
+    """Import an optional package; raise MissingDependencyError with the fix if that fails."""
     try:
         return importlib.import_module(module)
     except ImportError as error:
@@ -35,21 +35,19 @@ def _require(module: str, package: str) -> Any:
 
 
 def read_metrics(folder: str | os.PathLike) -> list[dict[str, Any]]:
-    """Read the lines of ``metrics.jsonl`` in a run folder.
+    """Return the lines of ``metrics.jsonl`` in a run folder; a missing file counts as empty, and damaged lines are dropped.
 
-    A missing file counts as empty, a last line cut by a crash is dropped, and other damaged lines are dropped with a warning.
-
-    Returns:
-        Dicts with ``step``, ``phase`` (``"sft"`` or ``"rl"``), ``time_s`` and metric names; null stands for NaN or infinity.
+    They are dicts with ``step``, ``phase`` (``"sft"`` or ``"rl"``), ``time_s`` and metric names; None stands for NaN or infinity.
     """
     lines, damaged = _split_lines(Path(folder) / METRICS_FILE)
     if damaged:
-        logger.warning("%s: %d damaged lines are left out", Path(folder) / METRICS_FILE, len(damaged))
+        logger.warning("%s: %d damaged lines are ignored", Path(folder) / METRICS_FILE, len(damaged))
     return lines
 
 
 def _split_lines(path: Path) -> tuple[list[dict[str, Any]], list[bytes]]:
-    """Return the parsed lines of a metrics file, and its damaged lines; text after the last newline was cut off."""
+    """Return the parsed lines of a metrics file, and its damaged lines."""
+    # Text after the last newline is an unfinished line of a run that was killed: dropped, but not damaged.
     lines, damaged = [], []
     for text in path.read_bytes().split(b"\n")[:-1] if path.exists() else ():
         try:
@@ -64,16 +62,13 @@ def _split_lines(path: Path) -> tuple[list[dict[str, Any]], list[bytes]]:
 
 
 class Tracker:
-    """Writes the metrics of one run; rank 0 only.
-
-    A resumed run passes ``run_id`` and the step at which it continues. Lines of ``metrics.jsonl`` from that step on were
-    written after the last checkpoint; they are dropped, so that every step appears once.
+    """Writes the metrics of a run, on rank 0.
 
     Args:
         run_config: Resolved configuration, for Weights & Biases.
-        run_id: Identity of the run to continue; None starts a new one.
-        resume_step: First step that will be logged again; None keeps all lines.
-        resume_phase: Phase of ``resume_step``. Lines of ``"sft"`` survive a resume in ``"rl"``, not the reverse.
+        run_id: Id of the run to resume; None: a new run.
+        resume_step: First step that will be logged again, so existing lines from there are dropped; None: all lines stay.
+        resume_phase: Phase of ``resume_step``; a resume in ``"rl"`` does not drop lines of ``"sft"``.
     """
 
     def __init__(
@@ -88,17 +83,18 @@ class Tracker:
         self.folder = Path(folder)
         self.folder.mkdir(parents=True, exist_ok=True)
         self.run_id = run_id or secrets.token_hex(4)
-        kept, damaged = _split_lines(self.folder / METRICS_FILE) if run_id is not None else ([], [])
+        lines, damaged = _split_lines(self.folder / METRICS_FILE) if run_id is not None else ([], [])
         if damaged:
             with naming(self.folder / DAMAGED_FILE), open(self.folder / DAMAGED_FILE, "ab") as file:
                 file.write(b"".join(line + b"\n" for line in damaged))
             where = self.folder / METRICS_FILE
             logger.warning("%d damaged lines of %s are moved to %s", len(damaged), where, DAMAGED_FILE)
+        # Lines at or after the resumed step were written after the last checkpoint; each step must appear only once.
         if resume_step is not None:
             point = (PHASES.index(resume_phase), resume_step)
-            kept = [line for line in kept if (PHASES.index(line["phase"]), line["step"]) < point]
-        write_text(self.folder / METRICS_FILE, "".join(json.dumps(line) + "\n" for line in kept))
-        self._start = time.monotonic() - (kept[-1]["time_s"] if kept else 0.0)
+            lines = [line for line in lines if (PHASES.index(line["phase"]), line["step"]) < point]
+        write_text(self.folder / METRICS_FILE, "".join(json.dumps(line) + "\n" for line in lines))
+        self._start = time.monotonic() - (lines[-1]["time_s"] if lines else 0.0)
         self._file = open(self.folder / METRICS_FILE, "a", encoding="utf-8")
         self._tensorboard = self._wandb = None
         if config.tensorboard:
@@ -119,12 +115,12 @@ class Tracker:
             )  # fmt: skip
         except wandb.errors.Error as error:
             logger.warning(
-                "Weights & Biases takes no metrics (%s); the run continues without it, and they are in %s. For the next run, use a "
-                "valid WANDB_API_KEY, WANDB_MODE=offline or WANDB_MODE=disabled",
+                "Weights & Biases does not accept metrics (%s); the run continues without it, and metrics are in %s. For the next "
+                "run, use a valid WANDB_API_KEY, WANDB_MODE=offline or WANDB_MODE=disabled",
                 " ".join(str(error).split()), self.folder / METRICS_FILE,
             )  # fmt: skip
             return None
-        # A resumed run may log lower steps than wandb saw last, so steps are an axis of their own, not wandb's counter.
+        # A resumed run may log lower steps than before, which wandb's own counter rejects, so steps are a separate axis.
         run.define_metric("global_step")
         run.define_metric("*", step_metric="global_step")
         if online:
@@ -136,8 +132,8 @@ class Tracker:
 
         Args:
             step: Iteration of RL, or optimiser step of SFT.
-            metrics: Names of ``METRICS``, or ``<name>/<task>``, to numbers; another name raises ConfigError.
-            phase: ``"sft"`` or ``"rl"``; None means ``"sft"`` if there is a metric under ``sft/``.
+            metrics: Names of ``METRICS``, or ``<name>/<task>``, to numbers; an unknown name raises ConfigError.
+            phase: ``"sft"`` or ``"rl"``; None: ``"sft"`` if there is a metric under ``sft/``.
         """
         check_names(metrics)
         if phase is None:
@@ -148,7 +144,8 @@ class Tracker:
         with naming(self.folder / METRICS_FILE):
             self._file.write(json.dumps(line, allow_nan=False) + "\n")
             self._file.flush()
-        if phase == "sft":  # both phases count from 0, so step-based sinks need separate names
+        # Both phases count from 0, so sinks with steps as the x axis need separate names.
+        if phase == "sft":
             numbers = {name if name.startswith("sft/") else f"sft/{name}": value for name, value in numbers.items()}
         if self._tensorboard is not None:
             for name, value in numbers.items():
@@ -157,7 +154,7 @@ class Tracker:
             self._wandb.log({**numbers, "global_step": step})
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the ``run_id`` that a resumed run passes."""
+        """Return the ``run_id`` for a resumed run."""
         return {"run_id": self.run_id}
 
     def close(self) -> None:

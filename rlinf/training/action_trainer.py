@@ -1,4 +1,4 @@
-"""What the trainers of action policies share: the parts of a run, evaluations, and the metrics of an iteration."""
+"""Base class of the trainers of action policies: evaluations, metrics and warnings."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ logger = logging.getLogger("rlinf")
 
 @dataclass
 class TrainerContext:
-    """What the trainers of a run are made of, on one rank.
+    """Components that the trainers of a run share, on one rank.
 
     Attributes:
         worker: Scores and updates the policy.
-        sync: Brings new weights to the rollout policy.
-        fingerprint: Fingerprint of the simulator, which every manifest records.
-        fps: Rows a second of the dataset that was cloned, which every manifest records; None: unknown.
-        warned_of_clipping: The run has warned that numbers of actions are cut.
+        sync: Pushes new weights to the rollout policy.
+        fingerprint: Fingerprint of the simulator, for manifests.
+        fps: Frames per second of the behaviour-cloning dataset, for manifests; None: unknown.
+        warned_of_clipping: The run has warned about clipped actions.
     """
 
     config: RunConfig
@@ -55,10 +55,10 @@ class TrainerContext:
 
 
 class ActionTrainer:
-    """Improves a policy by ``iteration``, which a subclass has, ``trainer.max_steps`` times (see ``rlinf.training.loop.Trainer``).
+    """A ``rlinf.training.loop.Trainer`` of ``trainer.max_steps`` iterations; subclasses implement ``iteration``.
 
     Args:
-        collector: Plays the policy; None: the trainer plays it itself.
+        collector: Collects rollouts; None: the trainer steps envs itself.
     """
 
     phase, tag = "rl", "step"
@@ -70,7 +70,7 @@ class ActionTrainer:
         self.collector = collector
 
     def iteration(self, step: int) -> dict[str, float]:
-        """Take a step; return its metrics, of which ``throughput/env_steps_per_s`` must be one (a collective call)."""
+        """Run an iteration and return its metrics, including ``throughput/env_steps_per_s`` (a collective call)."""
         raise NotImplementedError(f"{type(self).__name__} does not implement iteration")
 
     def wait_until_ready(self) -> None:
@@ -79,7 +79,7 @@ class ActionTrainer:
             self.collector.wait_until_ready()
 
     def rollout_workers(self) -> str | None:
-        """Return in words who plays the rollouts of a rank; None without rollouts."""
+        """Return a description of a rank's rollout workers; None without rollouts."""
         return None if self.collector is None else rollout_workers(self.collector)
 
     def close(self) -> None:
@@ -89,17 +89,17 @@ class ActionTrainer:
 
     @property
     def model(self) -> ActionModel:
-        """The policy that is evaluated and saved."""
+        """Policy that is evaluated and saved."""
         return self.worker.model
 
     @property
     def optimizer(self) -> MasterAdamW | None:
-        """Its optimiser; None: ``state_dict`` has all that learns."""
+        """Optimiser of the policy; None: in ``state_dict``."""
         return self.worker.optimizer
 
     @property
     def num_steps(self) -> int:
-        """Iterations of the run."""
+        """Number of iterations of the run."""
         return self.parts.config.trainer.max_steps
 
     def is_done(self) -> bool:
@@ -107,17 +107,17 @@ class ActionTrainer:
         return self.loop.state.step >= self.num_steps
 
     def begin(self) -> None:
-        """Start RL, or continue with it, after an evaluation of the policy before it."""
+        """Start or resume RL, after an evaluation of the initial policy."""
         self.loop.state.phase = "rl"
         self.loop.evaluate_once("before_rl")
 
     def update(self, step: int) -> Update:
-        """Take a step; warn once if many numbers of actions are cut."""
+        """Run an iteration; warn once if many actions are clipped."""
         cpu_start = time.process_time()
         metrics = self.iteration(step)
         metrics |= {"time/cpu_s": time.process_time() - cpu_start, **memory_metrics()}
         self._warn_of_clipping(*(metrics.get(f"rollout/actions_{name}") for name in ("clipped_fraction", "max_abs")))
-        if not self._tells_success:
+        if not self._reports_success:
             metrics.pop("rollout/success_rate", None)
         shown = {"success_rate": metrics.get("rollout/success_rate")}
         shown["env_steps_per_s"] = metrics["throughput/env_steps_per_s"]
@@ -131,7 +131,7 @@ class ActionTrainer:
         return learning_rate(step, self.num_steps, decay=trainer.lr_decay, min_factor=trainer.lr_min_factor)
 
     def evaluation_due(self, last: bool) -> str | None:
-        """Return the tag of the evaluation after every ``trainer.eval_every`` iterations but the last."""
+        """Return the tag of the evaluation due after this iteration, by ``trainer.eval_every``; None after the last one."""
         return self._due(self.parts.config.trainer.eval_every, last)
 
     def _due(self, every: int, last: bool) -> str | None:
@@ -139,11 +139,11 @@ class ActionTrainer:
         return None if last or not every or not done or done % every else f"{self.tag}_{done:06d}"
 
     def evaluate(self, tag: str, step: int) -> None:
-        """Evaluate the present weights (a collective call); rank 0 writes files, a line of metrics and one of the console."""
+        """Evaluate the current weights (a collective call); rank 0 writes the files and logs the result."""
         start, state, config, evaluator = time.monotonic(), self.loop.state, self.parts.config, self.parts.evaluator
         self.sync.push(state.policy_version)
         result = evaluator.run(self.sync.rollout_model, tag)
-        if result is None:  # a signal has stopped it
+        if result is None:  # interrupted by a signal
             return
         state.evaluations[tag] = result.summary() | {
             "env_steps": state.env_steps,
@@ -158,45 +158,47 @@ class ActionTrainer:
             self.manifest().save(folder)
             self.loop.progress.note(f"eval {tag}: {result.headline()}")
             self._warn_of_clipping(*actions_clipped(result.results))
-            for sentence in far_warning(result.states_far_fraction):
-                logger.warning(sentence)
+            for text in far_warning(result.states_far_fraction):
+                logger.warning(text)
             metrics = result.metrics() | {"time/eval_s": time.monotonic() - start, "time/total_s": state.train_wall_s}
             self.loop.log(step, metrics | {"rollout/env_steps_total": state.env_steps})
-        barrier()  # the other ranks wait for rank 0
+        # The result must be on disk before a failed recording can end the run.
+        barrier()
         evaluator.record(self.sync.rollout_model, tag, result)
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Return nothing: policy and optimiser are all that a checkpoint needs."""
+        """Return nothing, because a checkpoint contains policy and optimiser."""
         return {}
 
     def manifest(self) -> Manifest:
-        """Return the conditions of the present policy."""
+        """Return the manifest of the current policy."""
         version, policy, parts = self.loop.state.policy_version, self.sync.rollout_model, self.parts
-        found = build_manifest(parts.config, policy, policy_version=version, fingerprint=parts.fingerprint)
-        return replace(found, fps=parts.fps)
+        manifest = build_manifest(parts.config, policy, policy_version=version, fingerprint=parts.fingerprint)
+        return replace(manifest, fps=parts.fps)
 
     @cached_property
-    def _tells_success(self) -> bool:
-        told = [one.get("reports_success", True) for one in self.loop.state.evaluations.values()]
-        return any(told) or self.parts.evaluator.env.reports_success(self.parts.config.env)
+    def _reports_success(self) -> bool:
+        summaries = self.loop.state.evaluations.values()
+        reports = any(summary.get("reports_success", True) for summary in summaries)
+        return reports or self.parts.evaluator.env.reports_success(self.parts.config.env)
 
     def _warn_of_clipping(self, fraction: float | None, largest: float | None) -> None:
-        """Warn once, on rank 0, that many numbers of actions are cut."""
+        """Warn once, on rank 0, if many actions are clipped."""
         if rank() == 0 and not self.parts.warned_of_clipping:
-            for sentence in clipping_warning(fraction, largest):
+            for text in clipping_warning(fraction, largest):
                 self.parts.warned_of_clipping = True
-                logger.warning(sentence)
+                logger.warning(text)
 
 
 class Clock:
-    """Seconds of the parts of an iteration."""
+    """Seconds of each part of an iteration."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
         self._last = time.monotonic()
 
     def lap(self, name: str) -> None:
-        """Count the time since the last lap, what a GPU computes included, as time of this part."""
+        """Add the time since the last lap, including pending GPU work, to this part."""
         if torch.cuda.is_available():
             torch.cuda.synchronize()
         now = time.monotonic()
@@ -204,7 +206,7 @@ class Clock:
         self._last = now
 
     def total(self) -> float:
-        """Return the seconds of all laps."""
+        """Return the sum of all parts in seconds."""
         return sum(self.seconds.values())
 
     def metrics(self) -> dict[str, float]:

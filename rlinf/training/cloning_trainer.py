@@ -1,4 +1,4 @@
-"""Behaviour cloning. Every rank runs it."""
+"""Trainer of behaviour cloning; runs on every rank."""
 
 from __future__ import annotations
 
@@ -30,22 +30,22 @@ from rlinf.seeding import derive_seed
 from rlinf.training.action_trainer import ActionTrainer, TrainerContext
 from rlinf.training.loop import Update
 from rlinf.training.stop_signal import StopRequested
-from rlinf.training.train_worker import own_rows
+from rlinf.training.train_worker import rank_rows
 from rlinf.types import Observation
 
 logger = logging.getLogger("rlinf")
 
 LOG_EVERY = 10
-"""Steps between two lines of metrics."""
+"""Number of steps between two lines of metrics."""
 
 
 class CloningTrainer(ActionTrainer):
-    """Clone demonstrations; of each minibatch, a rank reads the rows that it trains on.
+    """Behaviour cloning; a rank only reads the rows of a minibatch that it trains on.
 
     Args:
-        parts: Of the run; the scripted expert plays in its evaluation env.
-        dataset: Stored demonstrations; None: the expert plays them.
-        last_tag: Evaluation after the last step; None: RL follows, which starts with one.
+        parts: Components of the run; the scripted expert acts in its evaluation env.
+        dataset: Stored demonstrations; None: the expert collects them.
+        last_tag: Evaluation after the last step; None: RL follows and starts with one.
     """
 
     phase = tag = "sft"
@@ -55,24 +55,24 @@ class CloningTrainer(ActionTrainer):
     ) -> None:
         super().__init__(parts)
         self.dataset, self.last_tag = dataset, last_tag
-        self._waits: list[float] = []  # seconds of the steps since the last line, for the batch and in all
+        self._waits: list[float] = []  # seconds per step since the last line: waiting for the batch, and in total
         self._times: list[float] = []
         self._batches: Prefetcher | None = None
         self._demonstrator: dict[str, float] = {}
 
     @property
     def num_steps(self) -> int:
-        """Steps of cloning, which a time limit may prolong."""
+        """Number of steps, which a time limit may extend."""
         return max(self.parts.config.sft.max_steps, self.loop.state.sft_step)
 
     def is_done(self) -> bool:
-        """Return whether steps and time are up (a collective call), or RL has started."""
+        """Return whether all steps and the time are used (a collective call), or RL has started."""
         config, state = self.parts.config.sft, self.loop.state
         within_time = config.time_limit_s is not None and state.train_wall_s < config.time_limit_s
         return state.phase != "sft" or not (state.sft_step < config.max_steps or any_rank(within_time))
 
     def begin(self) -> None:
-        """Read the demonstrations, or let the expert play them, unless no step is left."""
+        """Read or collect the demonstrations, unless no step is left."""
         if self.is_done():
             return
         state, config, run_seed = self.loop.state, self.parts.config.sft, self.parts.config.seed
@@ -83,10 +83,10 @@ class CloningTrainer(ActionTrainer):
         self._demonstrator |= metrics
         for warning in warnings if rank() == 0 else ():
             logger.warning(warning)
-        if state.sft_step == 0:  # a resumed run has paid for them before
+        if state.sft_step == 0:  # a resumed run has counted this time before
             state.train_wall_s += time.monotonic() - start
         seed = derive_seed(run_seed, "sft")
-        mine = own_rows(config.batch_size)[0].numpy()
+        mine = rank_rows(config.batch_size)[0].numpy()
 
         def read(step: int) -> tuple[Observation, Tensor]:
             rows = shuffled_rows(len(demonstrations), step, config.batch_size, seed)[mine]
@@ -100,12 +100,12 @@ class CloningTrainer(ActionTrainer):
         start, config = time.monotonic(), self.parts.config
         observation, actions = self._next_batch()
         self._waits.append(time.monotonic() - start)
-        heartbeat()  # the batch has its deadline, and the update has one
+        heartbeat()  # batch and update have separate deadlines
         noise = derive_seed(config.seed, "sft noise", step)
-        found = self.worker.sft_update(observation, actions, config.sft.batch_size, step, noise)
+        results = self.worker.sft_update(observation, actions, config.sft.batch_size, step, noise)
         self.loop.state.policy_version += 1
         self._times.append(time.monotonic() - start)
-        metrics = {f"sft/{name}": value for name, value in found.items()} | {"time/update_s": self._times[-1]}
+        metrics = {f"sft/{name}": value for name, value in results.items()} | {"time/update_s": self._times[-1]}
         if step == 0:
             metrics |= self._demonstrator
         metrics["time/data_wait_s"] = sum(self._waits) / len(self._waits)
@@ -114,47 +114,48 @@ class CloningTrainer(ActionTrainer):
         is_logged = step % LOG_EVERY == 0
         if is_logged:
             self._waits, self._times = [], []
-        return Update(metrics, {"loss": found["loss"]}, is_logged)
+        return Update(metrics, {"loss": results["loss"]}, is_logged)
 
     def _next_batch(self) -> tuple[Observation, Tensor]:
-        """Return this rank's rows. If a rank cannot read its own, save and raise UnreadableRowError on all (a collective call)."""
+        """Return this rank's rows; if any rank cannot read its rows, save and raise UnreadableRowError on all (a collective call)."""
         reason = None
         try:
             batch = self._batches.next()
         except (UnreadableRowError, OSError) as error:
             reason = str(error)
         if any_rank(reason is not None):
-            way_on = ""
+            hint = ""
             if self.loop.state.done:
                 self.loop.save_unsaved()
-                way_on = f", with resume={self.loop.folder}, where all steps so far are saved"
-            raise UnreadableRowError(f"{next(filter(None, gather_objects(reason))).rstrip('.')}. {SKIP}{way_on}")
+                hint = f", with resume={self.loop.folder}, where all steps so far are saved"
+            raise UnreadableRowError(f"{next(filter(None, gather_objects(reason))).rstrip('.')}. {SKIP}{hint}")
         return batch
 
     def evaluation_due(self, last: bool) -> str | None:
-        """Return the tag of the evaluation after every ``sft.eval_every`` steps but the last."""
+        """Return the tag of the evaluation due after this step, by ``sft.eval_every``; None after the last one."""
         return self._due(self.parts.config.sft.eval_every, last)
 
     def close(self) -> None:
-        """Stop the threads that read ahead."""
+        """Stop the prefetching threads."""
         if self._batches is not None:
             self._batches.__exit__()
 
     def _labels(self) -> np.ndarray:
-        """Return which rows of the dataset are good, bool ``[N]``, as the policy sees them before it is trained here."""
+        """Return which frames of the dataset are good, bool ``[N]``, by the features of the initial policy."""
         state, run_seed = self.loop.state, self.parts.config.seed
-        if state.labels is None:  # a resumed run has them
+        # Saved in the state: a resumed run must not label with features of the partly trained policy.
+        if state.labels is None:
             is_good = label_rows(
                 self.dataset, self._features(), self.parts.config.sft, derive_seed(run_seed, "advantages")
             )
-            is_good = broadcast_object(is_good, 0)  # the value model of another CPU rounds differently
+            is_good = broadcast_object(is_good, 0)  # the value model rounds differently on different CPUs
             state.labels = np.packbits(is_good).tobytes().hex()
-            self.loop.progress.note(f"{is_good.sum()} of {len(is_good)} rows are labelled as good")
+            self.loop.progress.note(f"{is_good.sum()} of {len(is_good)} frames are labelled as good")
         return np.unpackbits(np.frombuffer(bytes.fromhex(state.labels), np.uint8), count=len(self.dataset)).astype(bool)
 
     def _features(self) -> torch.Tensor:
-        """Return the policy's features of all rows, float32 ``[N, F]``, by instructions alone. Ranks divide the rows."""
-        sync, dataset, found = self.parts.sync, self.dataset, []
+        """Return the policy's features of all frames without labels in the prompt, float32 ``[N, F]``; ranks divide the frames."""
+        sync, dataset, features = self.parts.sync, self.dataset, []
         check_labels_are_read(self.worker.model, dataset.rows(np.arange(1))[0])
         sync.push(self.loop.state.policy_version)
         model, mine = sync.rollout_model, np.array_split(np.arange(len(dataset)), world_size())[rank()]
@@ -162,43 +163,41 @@ class CloningTrainer(ActionTrainer):
         with evaluation_mode(model), self.worker.autocast():
             for rows in np.array_split(mine, -(-len(mine) // size)) if len(mine) else ():
                 observation = replace(dataset.rows(rows)[0], suffixes=[""] * len(rows))
-                found.append(model.propose(model.preprocess(observation)).features.float().cpu())
+                features.append(model.propose(model.preprocess(observation)).features.float().cpu())
                 self.loop.progress.update("values", rows[-1] + 1 - mine[0], len(mine))
                 heartbeat()
-        return torch.cat([part for of_rank in gather_objects(found) for part in of_rank])
+        return torch.cat([part for rank_features in gather_objects(features) for part in rank_features])
 
     @deadline("rollout")
     def _demonstrations(self) -> tuple[BatchSource, dict[str, float]]:
-        """Return the dataset, or let the expert play (the same on every rank); with the metric of how often that succeeds."""
+        """Return the dataset, or demonstrations of the expert (equal on every rank) with their success rate as a metric."""
         config, progress = self.parts.config.sft, self.loop.progress
         chunk_len = self.worker.model.sft_chunk_len
         if self.dataset is not None:
             self.dataset.chunk_len = chunk_len
             is_good = None if config.advantage_top_fraction is None else self._labels()
             source = filtered_rows(self.dataset, config, is_good)
-            which = (
-                "" if source is self.dataset else f", of which an epoch has {len(source)} (sft.filter={config.filter})"
-            )
+            part = "" if source is self.dataset else f", {len(source)} of them per epoch (sft.filter={config.filter})"
             progress.note(
-                f"{self.dataset.num_episodes} demonstrations, {len(self.dataset)} rows in {config.dataset}{which}"
+                f"{self.dataset.num_episodes} demonstrations, {len(self.dataset)} frames in {config.dataset}{part}"
             )
             return source, {}
         env, stop_signal = self.parts.evaluator.env, self.loop.stop_signal
-        with suppress(StopRequested), stop_signal.at_once():
-            played = collect_demonstrations(
+        with suppress(StopRequested), stop_signal.interrupting():
+            collected = collect_demonstrations(
                 env, config.num_demonstrations, config.expert, chunk_len, self.parts.config.seed
             )
-        # Asked of all ranks: one that was done before would wait for those that stop.
+        # A collective decision: a rank that had finished before the signal would otherwise wait for the interrupted ranks.
         if any_rank(stop_signal.number is not None):
             raise StopRequested("stopped by a signal")
         progress.note(
-            f"{len(played.episodes)} demonstrations, {len(played)} rows; the demonstrator succeeds in {played.success_rate:.1%}"
+            f"{len(collected.episodes)} demonstrations, {len(collected)} frames; the demonstrator succeeds in {collected.success_rate:.1%}"
         )
-        return played, {"sft/demonstrator_success_rate": played.success_rate}
+        return collected, {"sft/demonstrator_success_rate": collected.success_rate}
 
 
 def compare_with_statistics(model: ActionModel, rows: Any, env_name: str) -> tuple[dict[str, float], list[str]]:
-    """Return the largest fractions of actions and states beyond the statistics in use, and warnings; see ``Range.compare``.
+    """Return the largest fractions of actions and states outside the statistics in use, and warnings; see ``Range.compare``.
 
     ``rows`` are demonstrations with ``actions`` (``[N, D]`` or ``[N, C, D]``) and ``state`` (``[N, S]`` or None).
     """
@@ -208,17 +207,17 @@ def compare_with_statistics(model: ActionModel, rows: Any, env_name: str) -> tup
     first = actions if actions.ndim == 2 else actions[:, 0]
     for name, span, values in (("actions", model.action_range, first), ("states", model.state_range, rows.state)):
         if span is not None and values is not None:
-            fraction, told = span.compare(values, name, model.other_statistics.format(env_name))
-            metrics[f"sft/{name}_beyond_statistics"], warnings = fraction, warnings + told
+            fraction, new_warnings = span.compare(values, name, model.other_statistics.format(env_name))
+            metrics[f"sft/{name}_beyond_statistics"], warnings = fraction, warnings + new_warnings
     return metrics, warnings
 
 
 @torch.no_grad()
 def check_labels_are_read(model: ActionModel, observation: Observation) -> None:
-    """Raise ConfigError if the inputs of a policy are the same for good and bad, e.g. because a tokenizer knows neither word."""
+    """Raise ConfigError if a policy's inputs are equal for good and bad labels, e.g. because its tokenizer knows neither word."""
     good, bad = (model.preprocess(replace(observation, suffixes=[label] * len(observation))) for label in (GOOD, BAD))
     if all(torch.equal(good[name], bad[name]) for name in good):
         raise ConfigError(
-            f"{type(model).__name__} does not tell '{GOOD}' from '{BAD}' in a prompt, which sft.advantage_top_fraction puts there; required: "
-            "a policy and a tokenizer that read these words. Set model=openvla_tiny, or sft.advantage_top_fraction=null sft.filter=successes"
+            f"{type(model).__name__} has equal inputs for '{GOOD}' and '{BAD}', the labels of sft.advantage_top_fraction in the prompt; "
+            "required: a tokenizer that distinguishes them. Set model=openvla_tiny, or sft.advantage_top_fraction=null sft.filter=successes"
         )

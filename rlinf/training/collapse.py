@@ -1,4 +1,4 @@
-"""What a run does when its policy has collapsed: end, or go back to its best checkpoint with half the learning rate."""
+"""Detection of a collapsed policy, and the reaction: end the run, or roll back to its best checkpoint with half the learning rate."""
 
 from __future__ import annotations
 
@@ -18,17 +18,13 @@ if TYPE_CHECKING:
     from rlinf.training.loop import Loop
 
 IN_A_ROW = 2
-"""Evaluations, one after the other, that must show it."""
+"""Number of consecutive evaluations that must be collapsed."""
 MAX_ROLLBACKS = 3
-"""Times that a run goes back: after that the rate is an eighth, and something else is wrong."""
+"""Maximum number of rollbacks; the learning rate is then an eighth, so the cause must be a different one."""
 
 
 class RolledBack(Exception):
-    """A run continues from an earlier checkpoint; all ranks raise it.
-
-    Attributes:
-        checkpoint: Its folder, which says how often the run has gone back.
-    """
+    """Raised on all ranks to continue the run from the earlier ``checkpoint``."""
 
     def __init__(self, checkpoint: Path) -> None:
         super().__init__(f"the run goes back to {checkpoint}")
@@ -36,58 +32,52 @@ class RolledBack(Exception):
 
 
 def ends_by_collapse(loop: Loop) -> bool:
-    """Return whether the run is to end, because its last evaluations have collapsed (a collective call).
+    """Return whether the run must end because its policy has collapsed (a collective call).
 
-    It asks the evaluations that a checkpoint keeps, so that a resumed run decides the same. With ``on_collapse=rollback`` it notes one
-    more rollback in the best checkpoint and raises RolledBack. The run is then built again from there, as a resumed one, and halves its
-    learning rates for each rollback noted.
+    With ``on_collapse=rollback``, record the rollback in the best checkpoint and raise RolledBack: the run is then rebuilt from there,
+    with learning rates halved once per recorded rollback.
     """
     mode, state = loop.settings.on_collapse, loop.state
     if mode == "continue":
         return False
-    found = on_rank_zero(lambda: _best_before_collapse(loop), "read the checkpoints")
-    if found is None:
+    # Only evaluations that are saved in checkpoints are used, so that a resumed run makes the same decision.
+    collapse = on_rank_zero(lambda: _best_before_collapse(loop), "read the checkpoints")
+    if collapse is None:
         return False
-    text, name = found
+    text, name = collapse
     goes_back = mode == "rollback" and name not in (None, state.start) and state.rollbacks < MAX_ROLLBACKS
     if goes_back:
         checkpoint, rate = loop.folder / CHECKPOINTS_FOLDER / name, loop.settings.learning_rate
         note = json.dumps({"rollbacks": state.rollbacks + 1, "learning_rate": rate})
-        # Before later checkpoints are set aside: a run that is killed in between finds the collapse again and notes the same.
+        # Before later checkpoints are moved away: a run that is killed in between detects the collapse again and writes the same note.
         on_rank_zero(lambda: write_text(checkpoint / ROLLBACKS_FILE, note), f"write {checkpoint / ROLLBACKS_FILE}")
         lower = rate / 2 ** (state.rollbacks + 1)
-        loop.progress.note(f"{text}; the run goes back to {name}, with a learning rate of {lower:g}")
+        loop.progress.note(f"{text}; rolling back to {name}, with a learning rate of {lower:g}")
         raise RolledBack(checkpoint)
-    best = "no checkpoint holds the best policy" if name is None else f"the best checkpoint is {name}"
+    best = "no checkpoint has the best policy" if name is None else f"the best checkpoint is {name}"
     loop.progress.note(f"{text}; the run ends, and {best}")
     return True
 
 
 def is_collapsed(best: Success, later: Success) -> bool:
-    """Return whether ``later`` is certainly less than half of ``best``.
-
-    Its 95 % Wilson interval ends below half of the best success rate, and below the interval of the best. A significant difference
-    alone would not do: the best of many evaluations is best by luck too, so that three of four runs of 50 evaluations that stay
-    where they are would be accused. With this rule, and twice in a row, at most one run in fifty is (100 episodes).
-    """
+    """Return whether the 95 % Wilson interval of ``later`` is below half of the best rate and below the interval of ``best``."""
+    # A significant difference is not enough: the best of many evaluations is partly luck, so 3 of 4 constant runs of 50 evaluations
+    # would count as collapsed. With this rule, twice in a row, at most 1 of 50 does (100 episodes).
     end = later.interval[1]
     return end < best.success_rate / 2 and end < best.interval[0]
 
 
 def has_collapsed(evaluations: Sequence[Success]) -> bool:
-    """Return whether each of the last ``IN_A_ROW`` evaluations is collapsed against the best one before them."""
+    """Return whether each of the last ``IN_A_ROW`` evaluations is collapsed relative to the best one before them."""
     before, last = evaluations[:-IN_A_ROW], evaluations[-IN_A_ROW:]
     if not before:
         return False
-    best = max(before, key=lambda each: each.success_rate)
-    return all(is_collapsed(best, each) for each in last)
+    best = max(before, key=lambda success: success.success_rate)
+    return all(is_collapsed(best, success) for success in last)
 
 
 def rollbacks_of(checkpoint: Path, loop_state: Mapping[str, Any], learning_rate: float) -> int:
-    """Return how often a run that resumes ``checkpoint`` has gone back, 0 if ``learning_rate`` is another one than was halved then.
-
-    Raise CheckpointError if a file of the checkpoint cannot be read.
-    """
+    """Return the number of rollbacks of a run that resumes ``checkpoint``; 0 if ``learning_rate`` has been changed since."""
     path = checkpoint / ROLLBACKS_FILE
     try:
         note = json.loads(path.read_text(encoding="utf-8"))
@@ -96,14 +86,14 @@ def rollbacks_of(checkpoint: Path, loop_state: Mapping[str, Any], learning_rate:
         rollbacks = loop_state.get("rollbacks", 0)
         halved = read_saved_config(checkpoint)["trainer"]["learning_rate"] if rollbacks else learning_rate
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(f"{path} cannot be read ({error}). Use another checkpoint.") from error
+        raise CheckpointError(f"{path} cannot be read ({error}). Use a different checkpoint.") from error
     return rollbacks if halved == learning_rate else 0
 
 
 def _best_before_collapse(loop: Loop) -> tuple[str, str | None] | None:
-    """Return a sentence and the checkpoint of RL's best evaluation (None if it is gone); None: no collapse."""
-    evaluations = [one for one in loop.state.evaluations.values() if one["phase"] == "rl"]
-    counts = [Success(one["successes"] or 0, one["episodes"]) for one in evaluations]
+    """Return a description and the checkpoint of RL's best evaluation (None if it is missing); None: no collapse."""
+    evaluations = [summary for summary in loop.state.evaluations.values() if summary["phase"] == "rl"]
+    counts = [Success(summary["successes"] or 0, summary["episodes"]) for summary in evaluations]
     if not has_collapsed(counts):
         return None
     best = max(range(len(counts)), key=lambda index: (counts[index].success_rate, index))

@@ -1,4 +1,4 @@
-"""The evaluations of a run on held-out episodes."""
+"""Evaluations during a run, on held-out episodes."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ logger = logging.getLogger("rlinf")
 
 
 class Evaluator:
-    """Evaluate a policy on all ranks, each on its fraction of the episodes.
+    """Evaluates a policy on all ranks.
 
     Args:
         env: Made with ``auto_reset=False``; offloaded after each evaluation.
-        stop_signal: Gives an evaluation up on all ranks.
-        autocast: Makes the context in which the policy runs.
-        episodes: Plays them elsewhere; None: this rank plays.
+        stop_signal: Interrupts an evaluation on all ranks.
+        autocast: Returns the context in which the policy computes.
+        episodes: Runs them elsewhere; None: on this rank.
     """
 
     def __init__(
@@ -43,7 +43,7 @@ class Evaluator:
         self.episodes = episodes
 
     def run(self, model: ActionModel, tag: str) -> EvaluationResult | None:
-        """Return the result on all ranks (a collective call), or None if a signal has stopped it."""
+        """Return the result on all ranks (a collective call), or None after a signal."""
         settings = self.config.evaluation
         is_summary, folder = tag in SUMMARY_TAGS.values(), evaluation_folder(self.config, tag)
         with_videos = is_summary and settings.num_videos_per_task > 0
@@ -75,10 +75,7 @@ class Evaluator:
         return RankGroup(rank(), world_size(), self.stop_signal.together)
 
     def record(self, model: ActionModel, tag: str, result: EvaluationResult) -> None:
-        """Record episodes of an evaluation whose result is written (a collective call); a signal gives that up.
-
-        Raise RLinfError if they cannot be recorded.
-        """
+        """Record episodes of a saved evaluation (a collective call), unless a signal interrupts it; raise RLinfError on failure."""
         settings, folder = self.config.evaluation, evaluation_folder(self.config, tag)
         if tag not in SUMMARY_TAGS.values() or not settings.record_episodes:
             return
@@ -94,9 +91,7 @@ class Evaluator:
                     self._ranks(),
                 )
         except StopRequested:
-            logger.warning(
-                "The episodes of %s are not recorded: a signal has stopped that. Its result is kept.", folder
-            )
+            logger.warning("The episodes of %s are not recorded because of a signal. Its result is saved.", folder)
         except Exception as error:
             raise recording_failed(error, folder) from error
         finally:

@@ -1,4 +1,4 @@
-"""The loop of every run: steps, metrics, evaluations, checkpoints and an orderly end. Every rank runs it; rank 0 writes."""
+"""Loop of every run: steps, metrics, evaluations, checkpoints and an orderly end. All ranks run it; rank 0 writes files."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ logger = logging.getLogger("rlinf")
 
 @dataclass
 class Update:
-    """What a step returns.
+    """Result of a step.
 
     Attributes:
         metrics: Named as in ``rlinf.tracking.METRICS``.
         shown: Numbers of the live line, by their names there.
-        is_logged: Write the metrics. The last step always writes its own.
+        is_logged: Write the metrics; those of the last step are always written.
     """
 
     metrics: dict[str, float]
@@ -46,15 +46,15 @@ class Update:
 
 
 class Trainer(Protocol):
-    """Trains a policy, step by step. ``ActionTrainer`` and ``TokenTrainer`` have what action and token policies share.
+    """Interface of a trainer; ``ActionTrainer`` and ``TokenTrainer`` are base classes for action and token policies.
 
     Attributes:
-        phase: ``sft`` or ``rl``, as lines of metrics name it. ``LoopState.phase`` differs in a recipe, whose checkpoints are ``step_<n>``.
-        num_steps: Steps of the phase.
+        phase: ``sft`` or ``rl``, the phase in ``metrics.jsonl``. ``LoopState.phase`` is ``step`` in a recipe.
+        num_steps: Number of steps of the phase.
         last_tag: Evaluation after the last step, if any.
-        ends_run: The last checkpoint is exported, and nothing is left to do then.
-        model: The policy that checkpoints hold.
-        optimizer: Its optimiser; None: ``state_dict`` has all that learns.
+        ends_run: The run ends with this trainer, and its last checkpoint is exported.
+        model: Policy in checkpoints.
+        optimizer: Its optimiser; None: in ``state_dict``.
     """
 
     phase: str
@@ -69,7 +69,7 @@ class Trainer(Protocol):
     def optimizer(self) -> Optimizer | None: ...
 
     def begin(self) -> None:
-        """Prepare the first step, which may be one in the middle of a resumed run (a collective call)."""
+        """Prepare the first step, which may be a later one in a resumed run (a collective call)."""
 
     def is_done(self) -> bool:
         """Return whether no step is left (a collective call)."""
@@ -78,33 +78,32 @@ class Trainer(Protocol):
         """Take a step (a collective call)."""
 
     def evaluation_due(self, last: bool) -> str | None:
-        """Return the tag of the evaluation that follows the present step; None: none is due. ``last``: no step follows."""
+        """Return the tag of the evaluation that is due after the current step, or None; ``last``: no step follows."""
 
     def evaluate(self, tag: str, step: int) -> None:
-        """Evaluate the present weights, and log that as of ``step`` (a collective call)."""
+        """Evaluate the current weights, and log the result at ``step`` (a collective call)."""
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Return what a checkpoint keeps besides policy and optimiser, for ``Loop.restore``."""
+        """Return the further tensors of a checkpoint in addition to policy and optimiser, for ``Loop.restore``."""
 
     def manifest(self) -> Manifest:
-        """Return the conditions of the present policy."""
+        """Return the manifest of the current policy."""
 
     def close(self) -> None:
-        """Free what it holds."""
+        """Free all resources."""
 
 
 class Loop:
     """Runs the trainers of a run, one after the other.
 
     Args:
-        state: Where to start.
+        state: Initial state.
         settings: When a run saves and ends.
-        run_config: The configuration as a mapping, for checkpoints.
-        resumed_from: Checkpoint that ``state`` was read from; None: the run starts.
+        run_config: Configuration as a mapping, for checkpoints.
+        resumed_from: Checkpoint of ``state``; None: a new run.
 
     Attributes:
-        tracker: Writes metrics; None: on another rank.
-        profile_window: Records steps.
+        tracker: Writes metrics; None except on rank 0.
     """
 
     trainer: Trainer
@@ -126,21 +125,17 @@ class Loop:
         self.checkpoints, self.stop_signal, self.progress = checkpoints, stop_signal, progress
         self.resumed_from = resumed_from
         self.profile_window = ProfileWindow(None, "", folder, rank())
-        is_own = resumed_from is not None and resumed_from.parent.resolve() == (folder / CHECKPOINTS_FOLDER).resolve()
-        self._saved_steps = (
-            (state.sft_step, state.step) if is_own else None
-        )  # of cloning and RL, in the newest checkpoint
+        same_run = resumed_from is not None and resumed_from.parent.resolve() == (folder / CHECKPOINTS_FOLDER).resolve()
+        # Steps of behaviour cloning and RL in the newest checkpoint of this folder.
+        self._saved_steps = (state.sft_step, state.step) if same_run else None
         self._saved_at = time.monotonic()
 
     def __enter__(self) -> Loop:
         return self
 
     def __exit__(self, _kind: object, error: BaseException | None, _traceback: object) -> None:
-        """Write the open profile, and let the checkpoint that is being written become whole, whatever ends the block.
-
-        An error of its writing or upload is raised, except beside another error, where it is logged.
-        """
-        with ExitStack() as stack:  # calls the last one first, and all even if some fail
+        """Write the open profile and finish the checkpoint that is being written; after an error, only log its errors."""
+        with ExitStack() as stack:  # in reverse order, and all of them even if some fail
             stack.callback(self._finish_checkpoints, error)
             stack.callback(self.progress.close)
             if self.tracker is not None:
@@ -149,7 +144,7 @@ class Loop:
 
     @deadline("update")
     def fit(self, trainer: Trainer) -> None:
-        """Run a trainer from the present step to its end, or until an evaluation reaches the target or shows a collapse.
+        """Run a trainer from the current step to its end, or until an evaluation reaches the target or shows a collapse.
 
         Raise StopRequested after a signal, once all training is saved, and RolledBack if the run continues from a checkpoint.
         """
@@ -168,6 +163,7 @@ class Loop:
             if update.is_logged or last:
                 self.log(step, update.metrics | {"time/total_s": state.train_wall_s})
             self.progress.update(trainer.phase, state.done, trainer.num_steps, **update.shown)
+            # The evaluation first: a checkpoint contains its result, and may be saved because it is the best.
             ends = self._ends_by_evaluation(last)
             self.checkpoint_if_due(last or ends)
         if trainer.last_tag is not None:
@@ -180,7 +176,7 @@ class Loop:
 
     @deadline("evaluate")
     def evaluate(self, tag: str, step: int) -> None:
-        """Evaluate the present weights (a collective call). ``step`` is the step of its line of metrics."""
+        """Evaluate the current weights (a collective call); ``step`` is the step of its line of metrics."""
         self.trainer.evaluate(tag, step)
 
     def evaluate_once(self, tag: str) -> None:
@@ -190,7 +186,7 @@ class Loop:
             self.stop_if_asked()
 
     def _ends_by_evaluation(self, last: bool) -> bool:
-        """Evaluate if that is due; return whether the result, new or from before a resume, ends the phase."""
+        """Evaluate if it is due; return whether the result, new or from before a resume, ends the phase."""
         state, target = self.state, self.settings.target_success_rate
         tag = self.trainer.evaluation_due(last)
         if tag is None:
@@ -204,24 +200,19 @@ class Loop:
         return ends_by_collapse(self)
 
     def checkpoint_if_due(self, last: bool) -> None:
-        """Save at the end of a phase, every ``save_every`` steps and minutes, and before stopping.
-
-        An action policy that is the best so far is saved too. A recipe keeps the best of the checkpoints that it has anyway.
-        """
+        """Save at the end of a phase, every ``save_every`` steps and minutes, and if an action policy is the best so far; stop after a signal."""
         settings, state = self.settings, self.state
         limit = 60 * settings.save_every_minutes
         late = rank() == 0 and limit > 0 and time.monotonic() - self._saved_at >= limit
-        best = state.best_checkpoint({one.get("checkpoint") for one in state.evaluations.values()} - {None})
-        due = any_rank(late or (best is not None and best == state.checkpoint_name))  # only rank 0 has the clock
+        best = state.best_checkpoint({summary.get("checkpoint") for summary in state.evaluations.values()} - {None})
+        # Decided together: the clocks of the ranks differ, and saving is a collective call.
+        due = any_rank(late or (best is not None and best == state.checkpoint_name))
         if last or due or (settings.save_every and state.done % settings.save_every == 0):
             self.save(is_last=last and self.trainer.ends_run)
         self.stop_if_asked()
 
     def stop_if_asked(self) -> None:
-        """End the run if a signal has asked for it: save steps that no checkpoint has, and raise StopRequested on all ranks.
-
-        A run of which nothing is left to do ends as without a signal.
-        """
+        """After a signal, save unsaved steps and raise StopRequested on all ranks, unless the run is complete anyway."""
         state, trainer = self.state, self.trainer
         is_over = trainer.last_tag in state.evaluations or (trainer.ends_run and trainer.is_done())
         if not any_rank(self.stop_signal.number is not None) or is_over:
@@ -231,20 +222,20 @@ class Loop:
         raise StopRequested(f"stopped by a signal after step {state.done}{phase}")
 
     def save_unsaved(self) -> None:
-        """Save steps that no checkpoint has (a collective call)."""
+        """Save if no checkpoint has the current step (a collective call)."""
         state = self.state
-        # A resumed run drops the lines at or beyond its step, so it makes their evaluations again.
+        # A resumed run drops the metrics at or after its step, so their evaluations must be repeated.
         state.evaluations = {
-            tag: one
-            for tag, one in state.evaluations.items()
-            if one["phase"] != state.phase or one["step"] < state.done
+            tag: summary
+            for tag, summary in state.evaluations.items()
+            if summary["phase"] != state.phase or summary["step"] < state.done
         }
         if self._saved_steps != (state.sft_step, state.step):
             self.save()
 
     @deadline("save")
     def save(self, is_last: bool = False) -> None:
-        """Save the present state (a collective call). With ``is_last`` the run is complete, and its policy is exported."""
+        """Save the current state (a collective call); ``is_last``: the run is complete, so its policy is exported."""
         state, trainer = self.state, self.trainer
         if is_last:
             logger.info(
@@ -252,7 +243,7 @@ class Loop:
                 state.done, trainer.num_steps,
             )  # fmt: skip
         more, name = trainer.state_dict(), state.name
-        self.checkpoints.wait()  # the one before may be the best
+        self.checkpoints.wait()  # the previous checkpoint may be the best, and counts only once it is complete
         best = state.best_checkpoint({name, *self.checkpoints.names()})
         self.checkpoints.save(
             name,
@@ -269,15 +260,15 @@ class Loop:
         self._saved_at = time.monotonic()
 
     def restore(self, tensors: Mapping[str, Tensor]) -> None:
-        """Fill tensors with those that ``Trainer.state_dict`` had by these names in the checkpoint that is resumed, if any."""
+        """Fill tensors with those of the same names in the resumed checkpoint, if any (from ``Trainer.state_dict``)."""
         if self.resumed_from is not None:
             folder = self.resumed_from / TRAINER_FOLDER
-            if self.state.step > 0 or tensors.keys() & read_entries(folder).keys():  # else it was made before RL
+            if self.state.step > 0 or tensors.keys() & read_entries(folder).keys():  # a checkpoint before RL has none
                 read_tensors(folder, dict(tensors))
 
     def _finish_checkpoints(self, error: BaseException | None) -> None:
         ends_well = error is None or isinstance(error, (StopRequested, RolledBack))
-        # What is exported may also be uploaded, for longer than a deadline allows.
+        # An export may include an upload, which can take longer than any deadline.
         unlimited = ends_well and self.checkpoints.export is not None
         try:
             with nullcontext() if unlimited else deadline("save"):
@@ -285,4 +276,4 @@ class Loop:
         except Exception as other:  # the writer may raise any
             if ends_well:
                 raise
-            logger.error("The checkpoint that was being written is lost, too: %s", other)
+            logger.error("The checkpoint that was being written is also lost: %s", other)

@@ -1,4 +1,4 @@
-"""Which rows of a rollout each rank trains on, minibatch by minibatch."""
+"""Assignment of the rows of a rollout to minibatches and ranks."""
 
 from __future__ import annotations
 
@@ -13,35 +13,34 @@ from rlinf.seeding import derive_seed
 
 
 class Minibatch(NamedTuple):
-    """This rank's rows of a minibatch, int64, and the largest number of rows that a rank has of it."""
+    """This rank's rows of a minibatch, int64, and the largest number of its rows on any rank."""
 
     rows: Tensor
     max_rows: int
 
 
 class MinibatchPlan:
-    """Deals the valid rows of a rollout to ``M = ceil(rows / minibatch_size)`` minibatches, as cards are dealt.
+    """Round-robin assignment of the valid rows of a rollout to ``M = ceil(rows / minibatch_size)`` minibatches.
 
-    Each env group shuffles its rows. Row ``j`` of the env group before which there are ``P`` rows goes to minibatch ``(P + j) mod M``. So
-    minibatches differ by at most one row, each takes its fraction of every env group, and only the numbers of rows need to be known
-    of other ranks. The rows of a minibatch do not depend on the number of ranks.
+    Each env group shuffles its rows. Row ``j`` of an env group with ``P`` rows before it goes to minibatch ``(P + j) mod M``. So
+    minibatches differ by at most one row and do not depend on the number of ranks.
 
     Args:
         valid: bool ``[T, B]``, of this rank's envs.
         env_groups: This rank's env groups; each has ``B / len(env_groups)`` neighbouring envs.
         minibatch_size: Largest number of rows of a minibatch over all ranks.
-        seed: Fixes the order.
 
     Attributes:
         num_rows: Valid rows of all ranks.
-        num_minibatches: In an epoch.
+        num_minibatches: Number per epoch.
     """
 
     def __init__(self, valid: Tensor, env_groups: range, minibatch_size: int, seed: int) -> None:
         self._env_groups, self._seed = env_groups, seed
         rows = torch.arange(valid.numel()).view(valid.shape)
-        parts = zip(*(each.tensor_split(len(env_groups), dim=1) for each in (rows, valid)), strict=True)
+        parts = zip(*(tensor.tensor_split(len(env_groups), dim=1) for tensor in (rows, valid)), strict=True)
         self._rows = [part[is_valid] for part, is_valid in parts]
+        # The number of rows of each env group is all that a rank needs to know about the other ranks.
         counts = gather_env_groups(torch.tensor([len(part) for part in self._rows]))
         self.num_rows = int(counts.sum())
         self.num_minibatches = -(-self.num_rows // minibatch_size)
@@ -50,18 +49,18 @@ class MinibatchPlan:
         self._ends_of_ranks = ends[:: len(env_groups)]
 
     def epoch(self, number: int) -> Iterator[Minibatch]:
-        """Yield the minibatches of an epoch: as many on every rank, together all valid rows."""
+        """Yield the minibatches of an epoch, equally many on every rank."""
         if not self.num_minibatches:
             return
-        places, rows = [], []
-        for env_group, start, own in zip(self._env_groups, self._starts, self._rows, strict=True):
+        numbers, rows = [], []
+        for env_group, start, group_rows in zip(self._env_groups, self._starts, self._rows, strict=True):
             generator = torch.Generator().manual_seed(derive_seed(self._seed, number, env_group))
-            rows.append(own[torch.randperm(len(own), generator=generator)])
-            places.append(torch.arange(start, start + len(own)) % self.num_minibatches)
-        place = torch.cat(places)
-        dealt = torch.cat(rows)[place.argsort(stable=True)]
-        sizes = place.bincount(minlength=self.num_minibatches)
-        # Of the rows start <= p < end of a rank, those with p mod M = m are in minibatch m. ``before`` is one less than their number
-        # before each end; the differences are not changed by that.
+            rows.append(group_rows[torch.randperm(len(group_rows), generator=generator)])
+            numbers.append(torch.arange(start, start + len(group_rows)) % self.num_minibatches)
+        minibatch = torch.cat(numbers)
+        ordered = torch.cat(rows)[minibatch.argsort(stable=True)]
+        sizes = minibatch.bincount(minlength=self.num_minibatches)
+        # A rank has the rows start <= p < end; those with p mod M = m are in minibatch m. ``before`` is their number before each end,
+        # minus one, which cancels in the differences.
         before = (self._ends_of_ranks - torch.arange(self.num_minibatches).unsqueeze(1) - 1) // self.num_minibatches
-        yield from map(Minibatch, dealt.split(sizes.tolist()), before.diff().amax(1).tolist())
+        yield from map(Minibatch, ordered.split(sizes.tolist()), before.diff().amax(1).tolist())

@@ -1,4 +1,4 @@
-"""What a run writes when it ends: its summary, and the batch that made it fail."""
+"""Files at the end of a run: its summary, or the batch that made it fail."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from rlinf.training.state import LoopState
 from rlinf.training.train_worker import FailedBatch
 
 SUMMARY_TAGS = {"success_after_sft": "after_sft", "success_before_rl": "before_rl", "success_after_rl": "after_rl"}
-"""Keys of ``summary.json`` and the evaluations that they show."""
+"""Keys of ``summary.json`` and the tags of their evaluations."""
 
 SUMMARY_VALUES = (
     "success_rate",
@@ -36,16 +36,16 @@ SUMMARY_VALUES = (
 
 
 def evaluation_folder(config: RunConfig, tag: str) -> Path:
-    """Return where result and videos of an evaluation go."""
+    """Return the folder of an evaluation."""
     return Path(config.output_dir) / EVALUATIONS_FOLDER / tag
 
 
 def write_summary(
     config: RunConfig, state: LoopState, saved_names: Collection[str], rollout_workers: str | None = None
 ) -> None:
-    """Write ``summary.json`` and the report of a finished run, and print the closing table; last, if so, that the policy got worse.
+    """Write ``summary.json`` and the report of a finished run, and print the closing table.
 
-    ``rollout_workers`` has played the rollouts of a rank; None: there were none.
+    ``rollout_workers`` describes a rank's rollout workers; None: no rollouts.
     """
     folder = Path(config.output_dir)
     summary = summary_of(config.experiment_name, config.seed, state, state.best_evaluation(saved_names))
@@ -59,8 +59,7 @@ def write_summary(
 
 
 def summary_of(experiment_name: str, seed: int, state: LoopState, best: str | None = None) -> dict[str, Any]:
-    """Return what ``summary.json`` holds: seconds of training, env steps, the success of each evaluation so far, and which
-    checkpoint is the best (``best`` is the tag of its evaluation)."""
+    """Return the content of ``summary.json``; ``best`` is the tag of the best checkpoint's evaluation."""
     summary: dict[str, Any] = {
         "experiment": experiment_name,
         "seed": seed,
@@ -73,16 +72,15 @@ def summary_of(experiment_name: str, seed: int, state: LoopState, best: str | No
     if state.rollbacks:
         summary["rollbacks"] = state.rollbacks
     if best is not None:
-        found = state.evaluations[best]
-        summary["best_checkpoint"] = {
-            "name": found["checkpoint"], "evaluation": best,
-            **{name: found[name] for name in ("success_rate", "return_mean", "reports_success") if name in found},
-        }  # fmt: skip
+        evaluation = state.evaluations[best]
+        names = ("success_rate", "return_mean", "reports_success")
+        values = {name: evaluation[name] for name in names if name in evaluation}
+        summary["best_checkpoint"] = {"name": evaluation["checkpoint"], "evaluation": best, **values}
     return summary
 
 
 def closing_table(summary: dict[str, Any]) -> str:
-    """Return the lines that end a run: success and return before and after RL with intervals, and the seconds of training."""
+    """Return the closing lines of a run: success and return before and after RL with intervals, and the training time."""
     rows = []
     for key in SUMMARY_TAGS:
         if key in summary:
@@ -95,7 +93,7 @@ def closing_table(summary: dict[str, Any]) -> str:
         reached = f"{best['success_rate']:.1%}" if is_reported else f"return {best['return_mean']:.4g}"
         lines.append(f"best checkpoint: {best['name']} ({reached} in the evaluation {best['evaluation']})")
     if "rollbacks" in summary:
-        lines.append(f"times that the run went back to its best checkpoint: {summary['rollbacks']}")
+        lines.append(f"rollbacks to the best checkpoint: {summary['rollbacks']}")
     lines.append(
         f"training took {summary['train_wall_s']:.0f} s, {summary['env_steps']:,} env steps, seed {summary['seed']}"
     )
@@ -103,7 +101,7 @@ def closing_table(summary: dict[str, Any]) -> str:
 
 
 def write_failed_batch(failed: FailedBatch, folder: Path) -> None:
-    """Write the tensors of a batch (``tensors.pt``), and their faults (``report.json``)."""
+    """Write the tensors of a failed batch (``tensors.pt``), and a report (``report.json``)."""
     folder.mkdir(parents=True, exist_ok=True)
     torch.save(failed.tensors, folder / "tensors.pt.tmp")
     os.replace(folder / "tensors.pt.tmp", folder / "tensors.pt")

@@ -15,12 +15,12 @@ from rlinf.run_folder import PROFILE_FOLDER
 
 
 class ProfileWindow:
-    """Records what the threads of this process run on CPU and GPU, from step ``first`` to step ``last``.
+    """Profiles all threads of this process on CPU and GPU for a range of steps.
 
-    The trace is written to ``profile/trace_rank<rank>.json.gz`` after the last step, or when the run ends before that.
+    The trace is written to ``profile/trace_rank<rank>.json.gz`` after the last step, or at the end of the run.
 
     Args:
-        steps: ``first`` and ``last``, both recorded; None: records nothing.
+        steps: First and last step, inclusive; None: no profile.
     """
 
     def __init__(self, steps: list[int] | None, phase: str, folder: Path, rank: int) -> None:
@@ -31,7 +31,7 @@ class ProfileWindow:
 
     @contextlib.contextmanager
     def step(self, phase: str, number: int) -> Iterator[None]:
-        """Record what runs inside, if this step is in the window."""
+        """Profile the context if this step is in the window."""
         if phase != self._phase or number not in self._steps:
             yield
             return
@@ -43,15 +43,14 @@ class ProfileWindow:
             self.close()
 
     def close(self) -> None:
-        """Write what has been recorded, if anything."""
+        """Write the trace, if there is one."""
         profiler, self._profiler = self._profiler, None
         if profiler is None:
             return
         profiler.stop()
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        partial = self.path.with_name(
-            f".{self.path.name.partition('.')[0]}.tmp.json.gz"
-        )  # torch compresses by the ending
+        # The suffix must be .gz: torch compresses by it.
+        partial = self.path.with_name(f".{self.path.name.partition('.')[0]}.tmp.json.gz")
         profiler.export_chrome_trace(str(partial))
         os.replace(partial, self.path)
 

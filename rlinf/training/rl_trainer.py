@@ -41,13 +41,13 @@ from rlinf.types import RolloutBatch
 
 @dataclass
 class _PendingRollout:
-    """A rollout that was asked for.
+    """A submitted rollout.
 
     Attributes:
-        ahead: What a checkpoint keeps of it.
-        weights: Those that play it, if the present ones may differ when it is taken.
-        handle: For ``Collector.take``.
-        since: When it was asked for.
+        ahead: Its state in a checkpoint.
+        weights: Weights that it uses, if the current ones may differ once it is trained on.
+        handle: For ``Collector.result``.
+        since: Time of submission.
     """
 
     ahead: RolloutAhead
@@ -59,24 +59,25 @@ class _PendingRollout:
 def make_rl_trainer(
     algorithm: type[Algorithm], parts: TrainerContext, env: VectorEnv, workers: RolloutWorkers | None
 ) -> RLTrainer:
-    """Make the trainer of a policy-gradient algorithm; ``env`` has the run's settings."""
+    """Build the trainer of a policy-gradient algorithm; ``env`` has the run's settings."""
     config = parts.config
     collector = make_collector(config, env, parts.sync.rollout_model, parts.worker.autocast, workers)
     return RLTrainer(parts, collector, algorithm(cast(AlgorithmConfig, config.algorithm)))
 
 
 class RLTrainer(ActionTrainer):
-    """Improve a policy by its own rollouts.
+    """Trainer of a policy on its own rollouts, by a policy-gradient algorithm."""
 
-    With ``cluster.max_staleness = s``, the rollout of an iteration is played with the weights of ``s`` iterations before, while the
-    policy is updated: it is submitted before the update of iteration ``step - s``. So each rollout is trained on once, and never later than
-    ``s`` iterations after its weights. At the start, the first ``s + 1`` of them are played with the first weights.
-
-    Args:
-        parts: Of the run.
-        collector: Plays the policy.
-        algorithm: Turns rollouts into losses.
-    """
+    # Asynchronous rollouts with cluster.max_staleness = s (here 2): rollout k is submitted before the update of iteration k - s, with
+    # the weights of that time, and runs during s updates. Each rollout is trained on once, with weights at most s iterations old.
+    #
+    #   iteration     0                1           2           3
+    #   submit        R0 R1 R2 (w0)    R3 (w1)     R4 (w2)     R5 (w3)     _submit_until(step + s)
+    #   train on      R0 (w0)          R1 (w0)     R2 (w0)     R3 (w1)     _collect(step), then the updates
+    #   weights       w0 -> w1         w1 -> w2    w2 -> w3    w3 -> w4
+    #
+    # `_pending` has the submitted rollouts with their weights, which a checkpoint saves, so that a resumed run submits the same ones
+    # again (`_resubmit`). With s = 0, a rollout is submitted and collected in the same iteration.
 
     collector: Collector
 
@@ -87,26 +88,26 @@ class RLTrainer(ActionTrainer):
         self.return_moments = RunningMoments(1) if algorithm.config.scale_rewards else None
         self.reference: Reference | None = None
         self._pending: dict[int, _PendingRollout] = {}
-        self._updated = False  # the policy, since the last rollout was submitted
+        self._updated = False  # the policy has changed since the last submission
 
     def begin(self) -> None:
-        """Start RL with an optimiser of its own, or continue with it, after an evaluation of the policy before it."""
+        """Start RL with a new optimiser, or resume it, after an evaluation of the initial policy."""
         loop, state, trainer = self.loop, self.loop.state, self.parts.config.trainer
         if state.phase != "rl":
             state.phase = "rl"
             self.worker.start_phase(rl_trainer_config(trainer, state.rollbacks))
-        self._resubmit()  # before anything is saved, because a checkpoint has the rollouts under way
+        self._resubmit()  # before the first checkpoint, which saves the pending rollouts
         if self.return_moments is not None:
             loop.restore(self._reward_scale())
         if trainer.on_collapse == "rollback" and state.checkpoint_name == state.start:
-            state.start_saved = True  # to go back to, if nothing is ever better
+            state.start_saved = True  # as the target of a rollback if no later checkpoint is better
             loop.save()
         super().begin()
         self.sync.push(state.policy_version)
         self.reference = self._make_reference()
 
     def _make_reference(self) -> Reference | None:
-        """Keep the weights with which RL started, for the KL penalty, on disk too for a resumed run (a collective call)."""
+        """Store the initial weights of RL for the KL penalty, in memory and for resumed runs on disk (a collective call)."""
         loop = self.loop
         if not self.algorithm.needs_reference:
             return None
@@ -116,8 +117,8 @@ class RLTrainer(ActionTrainer):
             path = run_folder / REFERENCE_FILE
             if not path.is_file():
                 raise CheckpointError(
-                    f"{path} is missing, which a run writes that starts RL with a KL penalty. Copy it from that run's folder, or "
-                    "set algorithm.kl_coef=0"
+                    f"{path} is missing; it has the reference weights of the KL penalty. Copy it from the run's folder, or set "
+                    "algorithm.kl_coef=0"
                 )
             reference.load(open_tensors([path]))
         if loop.state.step == 0 or run_folder.resolve() != loop.folder.resolve():
@@ -129,7 +130,7 @@ class RLTrainer(ActionTrainer):
         return reference
 
     def iteration(self, step: int) -> dict[str, float]:
-        """One iteration of reinforcement learning; returns its metrics."""
+        """Run one iteration of reinforcement learning; return its metrics."""
         config, state, algorithm = self.parts.config, self.loop.state, self.algorithm
         clock, env_steps_before = Clock(), state.env_steps
         self.worker.train_step.decay = self.decayed(step)
@@ -150,7 +151,7 @@ class RLTrainer(ActionTrainer):
             num_far, num_rows = sum_counts(int(span.far(batch.observation.state)[valid].sum()), int(valid.sum()))
             metrics["rollout/states_far_fraction"] = num_far / max(1, num_rows)
         metrics |= self._scale_rewards(batch)
-        read = batch.loss_mask.clone()
+        valid_rows = batch.loss_mask.clone()  # compute_advantages may drop samples
         metrics |= check_equal_on_ranks(algorithm.compute_advantages(batch))
         flat, seed = batch.flatten(), derive_seed(config.seed, "minibatches", step)
         plan = MinibatchPlan(batch.loss_mask, self.collector.env_groups, config.trainer.minibatch_size, seed)
@@ -160,7 +161,7 @@ class RLTrainer(ActionTrainer):
                 updates.append(self.worker.update(flat, minibatch, algorithm, step))
                 if len(updates) == 1:
                     self.gate.check_first_update(updates[0], step)
-        self._count_states(batch, read, len(updates))
+        self._count_states(batch, valid_rows, len(updates))
         state.policy_version += len(updates)
         self._updated |= bool(updates) and not algorithm.policy_is_frozen(step)
         clock.lap("update")
@@ -172,27 +173,29 @@ class RLTrainer(ActionTrainer):
         return metrics | clock.metrics()
 
     def _submit_until(self, last: int, step: int) -> None:
-        """Ask, in iteration ``step``, for the rollouts up to ``last`` that were not asked for, to be played with the present weights."""
+        """Submit, in iteration ``step``, the missing rollouts up to ``last`` with the current weights."""
         last = min(last, self.num_steps - 1)
-        for each in range(max(self._pending, default=step - 1) + 1, last + 1):
-            weights = None if each == step else Reference(self.worker.model)
-            ahead = RolloutAhead(each, self.loop.state.policy_version, step, self._updated)
+        for number in range(max(self._pending, default=step - 1) + 1, last + 1):
+            # A rollout of this iteration is collected before the next update, so its weights need no copy.
+            weights = None if number == step else Reference(self.worker.model)
+            ahead = RolloutAhead(number, self.loop.state.policy_version, step, self._updated)
             self.sync.push(ahead.policy_version)
-            self._pending[each] = _PendingRollout(ahead, weights, self._submit(ahead), time.monotonic())
+            self._pending[number] = _PendingRollout(ahead, weights, self._submit(ahead), time.monotonic())
             self._updated = False
 
     def _submit(self, ahead: RolloutAhead, attempt: int = 0, env_groups: Sequence[int] | None = None) -> Any:
-        """Ask for a rollout, or for some env groups of it again, with the weights that were pushed last."""
+        """Submit a rollout, or some env groups of it again, with the weights that were pushed last."""
         policy, needs_values = self.sync.rollout_policy, self.algorithm.needs_values
         return self.collector.submit(policy, ahead.step, ahead.policy_version, needs_values, attempt, env_groups)
 
     def _resubmit(self) -> None:
-        """Ask again for the rollouts that were under way when the checkpoint that is resumed was written, with their weights."""
+        """Submit the pending rollouts of the resumed checkpoint again, with their weights."""
         resumed_from, staleness = self.loop.resumed_from, self.parts.config.cluster.max_staleness
-        found = [RolloutAhead(**each) for each in self.loop.state.rollouts_ahead]
-        if resumed_from is None or any(each.lag > staleness for each in found):
-            return  # resumed with a smaller max_staleness: they are played with the present weights instead
-        for ahead in found:
+        pending = [RolloutAhead(**fields) for fields in self.loop.state.rollouts_ahead]
+        # Resumed with a smaller max_staleness: they are submitted with the current weights instead.
+        if resumed_from is None or any(ahead.lag > staleness for ahead in pending):
+            return
+        for ahead in pending:
             weights = Reference(self.worker.model)
             self.loop.restore({f"{ahead.name}.{name}": part for name, part in weights.parts().items()})
             with weights.in_place():
@@ -200,26 +203,24 @@ class RLTrainer(ActionTrainer):
                 self._pending[ahead.step] = _PendingRollout(ahead, weights, self._submit(ahead), time.monotonic())
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Note the rollouts that are under way in the loop's state; return the weights that play them, and the scale of rewards."""
-        self.loop.state.rollouts_ahead = [asdict(each.ahead) for each in self._pending.values()]
+        """Record the pending rollouts in the loop's state; return their weights, and the scale of rewards."""
+        self.loop.state.rollouts_ahead = [asdict(pending.ahead) for pending in self._pending.values()]
         return self._reward_scale() | {
-            f"{each.ahead.name}.{name}": part
-            for each in self._pending.values()
-            if each.weights is not None
-            for name, part in each.weights.parts().items()
+            f"{pending.ahead.name}.{name}": part
+            for pending in self._pending.values()
+            if pending.weights is not None
+            for name, part in pending.weights.parts().items()
         }
 
     def _reward_scale(self) -> dict[str, Tensor]:
-        """Return the statistics of returns, by which rewards are scaled, under their names in a checkpoint."""
-        found = {} if self.return_moments is None else self.return_moments.state_dict()
-        return {f"return_moments.{name}": tensor for name, tensor in found.items()}
+        """Return the statistics of returns that scale rewards, with their names in a checkpoint."""
+        moments = {} if self.return_moments is None else self.return_moments.state_dict()
+        return {f"return_moments.{name}": tensor for name, tensor in moments.items()}
 
     def _scale_rewards(self, batch: RolloutBatch) -> dict[str, float]:
-        """Divide the rewards of a rollout by one number, under ``algorithm.scale_rewards`` (a collective call).
+        """Divide the rewards of a rollout by the std of the running discounted return, with ``algorithm.scale_rewards`` (a collective call).
 
-        It is the deviation of the running discounted return over all rollouts, this one included (Engstrom et al. 2020, section 3).
-        One number for all keeps equal returns equal. Returns start at 0 in each rollout, also where episodes continue
-        (``rollout.continue_episodes``): their rewards so far are not kept.
+        Engstrom et al. 2020, section 3, over all rollouts including this one. Returns start at 0 in each rollout.
         """
         if self.return_moments is None:
             return {}
@@ -229,42 +230,38 @@ class RLTrainer(ActionTrainer):
         batch.action_rewards = (batch.action_rewards / scale).clamp(-CLIP, CLIP)
         return {"train/reward_scale": scale}
 
-    def _count_states(self, batch: RolloutBatch, read: Tensor, num_updates: int) -> None:
-        """Count the states of a rollout in the policy's statistics, if it has any (a collective call).
-
-        It follows the updates, so a rollout is scored and learnt from with the statistics with which it was played. ``read`` is the
-        ``loss_mask`` before the algorithm has dropped samples. Without an update the weights keep their version, and the policy must, too.
-        """
+    def _count_states(self, batch: RolloutBatch, valid: Tensor, num_updates: int) -> None:
+        """Add the states of a rollout to the running statistics of the policy, if it has any (a collective call)."""
+        # After the updates: a rollout must be scored and trained on with the statistics that it used. Without an update the weights
+        # have the same version, so the statistics must not change either.
         moments = self.model.input_moments
         if moments is not None and num_updates:
-            moments.update(torch.from_numpy(batch.observation.state).unflatten(0, read.shape), read)
+            moments.update(torch.from_numpy(batch.observation.state).unflatten(0, valid.shape), valid)
             self._updated = True
 
     @deadline("rollout")
     def _collect(self, step: int, attempt: int = 0, env_groups: Sequence[int] | None = None) -> RolloutBatch | None:
-        """Take the rollout of this rank's env groups, or play some of them again (None without any). Count its env steps."""
+        """Return the rollout of this rank's env groups, or of some of them again (None without any), and count its env steps."""
         state, pending, batch = self.loop.state, self._pending[step], None
         handle, version = pending.handle, pending.ahead.policy_version
         if env_groups is not None:
             with nullcontext() if pending.weights is None else pending.weights.in_place():
-                if self.sync.version != version:  # on all ranks
+                if self.sync.version != version:  # equal on all ranks, so that all take part in the push
                     self.sync.push(version)
                 handle = self._submit(pending.ahead, attempt, env_groups) if env_groups else None
         if handle is not None:
             batch = self.collector.result(handle)
             self.sync.rest()
-            played = batch.policy_version.unique().tolist()
-            if played != [version]:
-                raise RLinfError(
-                    f"The rollout of step {step} was played by weights {played}; required: weights {version}"
-                )
+            used = batch.policy_version.unique().tolist()
+            if used != [version]:
+                raise RLinfError(f"The rollout of step {step} used weights {used}; required: weights {version}")
         state.env_steps += sum_counts(0 if batch is None else int(batch.action_mask.sum()))[0]
         if env_groups is None:
             deadlines.clock.add_rollout(time.monotonic() - pending.since)
         return batch
 
     def _resample(self, batch: RolloutBatch, step: int) -> None:
-        """Play groups that teach nothing again, until every group teaches something or ``max_resamples`` is reached (dynamic sampling)."""
+        """Roll out uninformative groups again, up to ``max_resamples`` times (dynamic sampling)."""
         for attempt in range(1, 1 + self.algorithm.max_resamples):
             uninformative = self.algorithm.uninformative_envs(batch).tensor_split(len(self.collector.env_groups))
             env_groups = [
@@ -277,7 +274,7 @@ class RLTrainer(ActionTrainer):
             self._replace(batch, env_groups, step, attempt)
 
     def _replace(self, batch: RolloutBatch, env_groups: Sequence[int], step: int, attempt: int) -> None:
-        """Play some env groups of a rollout again, from other initial states, and keep those that now teach something."""
+        """Roll out some env groups again from different initial states, and replace those that are now informative."""
         more = self._collect(step, attempt, env_groups)
         if more is None:
             return
@@ -286,10 +283,8 @@ class RLTrainer(ActionTrainer):
         replace_envs(batch, columns, more, ~self.algorithm.uninformative_envs(more))
 
     def _score(self, batch: RolloutBatch) -> None:
-        """Fill in log-probabilities and values before the update; with a KL penalty also the log-probabilities of the reference.
-
-        Under ``algorithm.old_logprobs=rollout`` they are the rollout's, which ``_check`` compares with a sample of the trainer's.
-        """
+        """Fill in the old log-probabilities and values, and with a KL penalty the reference log-probabilities."""
+        # The rollout's own numbers save a forward pass; `_check` compares them with a sample of the trainer's.
         if self.algorithm.config.old_logprobs == "rollout":
             batch.old_logprobs, batch.values = self._rollout_numbers(batch)
         else:
@@ -299,11 +294,11 @@ class RLTrainer(ActionTrainer):
                 batch.ref_logprobs, _ = self.worker.evaluate(batch)
 
     def _rollout_numbers(self, batch: RolloutBatch) -> tuple[Tensor, Tensor]:
-        """Return the rollout's log-probabilities and values as ``TrainWorker.evaluate`` returns the trainer's."""
+        """Return the rollout's log-probabilities and values in the form of ``TrainWorker.evaluate``."""
         values = batch.rollout_values
         if values is None and self.algorithm.needs_values:
             raise ConfigError(
-                "algorithm.old_logprobs=rollout, and the rollout has no values; required: a policy that predicts them. "
+                "algorithm.old_logprobs=rollout, but the rollout has no values; required: a policy that predicts them. "
                 "Set algorithm.old_logprobs=trainer"
             )
         values = torch.zeros(batch.loss_mask.shape) if values is None else values
@@ -311,7 +306,7 @@ class RLTrainer(ActionTrainer):
         return torch.where(valid.unsqueeze(-1), batch.rollout_logprobs, 0.0), torch.where(valid, values, 0.0)
 
     def _scored_sample(self, batch: RolloutBatch, step: int) -> RolloutBatch:
-        """Return a rollout of one policy call of each env, other ones at each step, with the trainer's numbers of them."""
+        """Return a rollout with one policy call of each env, different ones at each step, scored by the trainer."""
         env_groups = self.collector.env_groups
         first_env = env_groups.start * (batch.loss_mask.shape[1] // len(env_groups))
         sampled = one_call_of_each_env(batch, step + first_env)
@@ -319,7 +314,7 @@ class RLTrainer(ActionTrainer):
         return sampled
 
     def _check_sample(self, batch: RolloutBatch, step: int) -> dict[str, float]:
-        """Compare rollout and trainer in one policy call of each env. If they differ and the run continues, score the whole rollout."""
+        """Compare rollout and trainer in one policy call of each env; if they differ and the run continues, score the complete rollout."""
         sampled = self._scored_sample(batch, step)
         metrics = self.gate.check(sampled, step)
         num_scored, num_valid = sum_counts(int(sampled.loss_mask.sum()), int(batch.loss_mask.sum()))
@@ -329,31 +324,25 @@ class RLTrainer(ActionTrainer):
         return metrics | {"rollout/scored_fraction": num_scored / max(1, num_valid)}
 
     def _check(self, batch: RolloutBatch, step: int) -> dict[str, float]:
-        """Compare rollout and trainer at the weights that have played, and say how old these are.
-
-        Where they have changed meanwhile, the trainer scores one call of each env with them.
-        """
+        """Compare rollout and trainer at the weights of the rollout, and return the gap and the staleness."""
         pending, version = self._pending.pop(step), self.loop.state.policy_version
-        played = pending.ahead.policy_version
+        rollout_version = pending.ahead.policy_version
         if pending.ahead.updated:
             self.gate.policy_was_updated()
         if self.algorithm.config.old_logprobs == "rollout":
             metrics = self._check_sample(batch, step)
-        elif pending.weights is None or played == version:
+        elif pending.weights is None or rollout_version == version:
             metrics = self.gate.check(batch, step)
-        else:
+        else:  # a gap at newer weights would be the update, not an error: a sample is scored with the old ones
             with pending.weights.in_place():
                 sampled = self._scored_sample(batch, step)
             metrics = self.gate.check(sampled, step) | importance_ratios(batch)
         metrics["rollout/staleness_iterations"] = pending.ahead.lag
-        return metrics | {"rollout/staleness_updates": version - played}
+        return metrics | {"rollout/staleness_updates": version - rollout_version}
 
 
 def one_call_of_each_env(batch: RolloutBatch, number: int) -> RolloutBatch:
-    """Return a time-major rollout in which ``loss_mask`` is true for one valid policy call of each env that has any.
-
-    Of the ``V`` valid calls of env ``b`` it is number ``(number + b) mod V``.
-    """
+    """Return a time-major rollout whose ``loss_mask`` selects valid policy call ``(number + b) mod V`` of the ``V`` of each env ``b``."""
     valid = batch.loss_mask
     count = valid.sum(0)
     wanted = (number + torch.arange(len(count))) % count.clamp_min(1)
@@ -361,14 +350,7 @@ def one_call_of_each_env(batch: RolloutBatch, number: int) -> RolloutBatch:
 
 
 def replace_envs(batch: RolloutBatch, envs: Tensor, more: RolloutBatch, wanted: Tensor) -> None:
-    """Write the columns of ``more`` that are ``wanted`` over the columns ``envs`` of ``batch`` (time-major).
-
-    Args:
-        batch: ``B`` columns.
-        envs: int64 ``[K]``, columns of ``batch``.
-        more: ``K`` columns, each the env of ``envs`` again.
-        wanted: bool ``[K]``, in whole groups.
-    """
+    """Replace the columns ``envs`` (int64 ``[K]``) of a time-major batch by those columns of ``more`` that are ``wanted`` (bool ``[K]``)."""
     num_chunks, sources, targets = len(batch.loss_mask), torch.nonzero(wanted).flatten(), envs[wanted]
     for name, tensor in batch.tensors().items():
         tensor[:, targets] = more.tensors()[name][:, sources]
@@ -381,45 +363,45 @@ def replace_envs(batch: RolloutBatch, envs: Tensor, more: RolloutBatch, wanted: 
         old.reshape(rows)[:, targets.numpy()] = other.reshape(rows)[:, sources.numpy()]
     for t in range(num_chunks):
         for source, target in zip(sources.tolist(), targets.tolist(), strict=True):
-            words = new.instruction[t * len(envs) + source]
-            seen.instruction[t * batch.loss_mask.shape[1] + target] = words
+            text = new.instruction[t * len(envs) + source]
+            seen.instruction[t * batch.loss_mask.shape[1] + target] = text
     batch.episodes += more.episodes
     batch.specs.update(more.specs)
 
 
 def rollout_metrics(batch: RolloutBatch) -> dict[str, float]:
-    """Success, return, length and cut actions of the first episode of each env of all ranks, and how many were lost (``rollout/*``)."""
+    """Return success, return, length and clipped actions of the first episode of each env, over all ranks (``rollout/*``)."""
     num_envs = batch.loss_mask.shape[1]
-    own = torch.zeros(num_envs, 7, dtype=torch.float64)
+    rank_sums = torch.zeros(num_envs, 7, dtype=torch.float64)
     for env, episode in batch.episodes:
         length, clipped = episode.num_env_steps, episode.actions_clipped_fraction or 0.0
-        truly = (episode.true_success is not None, bool(episode.true_success))
-        numbers = (1.0, episode.success, episode.episode_return, length, clipped * length, *truly)
-        own[env % num_envs] += torch.tensor(numbers, dtype=torch.float64)
-    count, *sums, num_clipped, num_told, num_true = sum_env_groups(own).tolist()
+        label = (episode.true_success is not None, bool(episode.true_success))
+        numbers = (1.0, episode.success, episode.episode_return, length, clipped * length, *label)
+        rank_sums[env % num_envs] += torch.tensor(numbers, dtype=torch.float64)
+    count, *sums, num_clipped, num_labelled, num_true = sum_env_groups(rank_sums).tolist()
     (largest,) = maximum(max((episode.actions_max_abs or 0.0 for _, episode in batch.episodes), default=0.0))
     num_lost = len(batch.episode_ids.unique()) - len(batch.episode_ids[batch.loss_mask].unique())
     names = ("rollout/success_rate", "rollout/return_mean", "rollout/episode_len")
     means = {name: total / count for name, total in zip(names, sums, strict=True)} if count else {}
     if count:
         means |= {"rollout/actions_clipped_fraction": num_clipped / sums[-1], "rollout/actions_max_abs": largest}
-    if num_told:
-        means["rollout/true_success_rate"] = num_true / num_told
+    if num_labelled:
+        means["rollout/true_success_rate"] = num_true / num_labelled
     return means | {"rollout/num_episodes": int(count), "rollout/lost_episodes": sum_counts(num_lost)[0]}
 
 
 def check_equal_on_ranks(metrics: dict[str, float]) -> dict[str, float]:
-    """Return metrics of an algorithm if all ranks have the same; else raise ConfigError on all of them.
-
-    A mean over the envs of one rank would otherwise pass for one over all envs, and results would depend on the ranks.
-    """
-    of_ranks = gather_objects({name: float(value) for name, value in metrics.items()})
-    for name in sorted({name for each in of_ranks for name in each}):
-        values = [f"{each[name]!r}" if name in each else "missing" for each in of_ranks]  # as text NaN equals NaN
+    """Return the metrics of an algorithm if they are equal on all ranks; else raise ConfigError on all ranks."""
+    # Else a mean over the envs of a rank could pass for the mean over all envs, and results would depend on the number of ranks.
+    all_ranks = gather_objects({name: float(value) for name, value in metrics.items()})
+    for name in sorted({name for rank_metrics in all_ranks for name in rank_metrics}):
+        values = [
+            repr(rank_metrics[name]) if name in rank_metrics else "missing" for rank_metrics in all_ranks
+        ]  # as text, NaN equals NaN
         other = next((value for value in values if value != values[0]), None)
         if other is not None:
             raise ConfigError(
-                f"{name} is {values[0]} on one rank and {other} on another; required of compute_advantages: the same on all ranks. "
-                "It sees the envs of its rank: use masked_mean or masked_normalize of rlinf.algorithms.statistics"
+                f"{name} is {values[0]} on one rank, but {other} on a second one; required of compute_advantages: equal on all ranks. "
+                "It sees only the envs of its rank: use masked_mean or masked_normalize of rlinf.algorithms.statistics"
             )
     return metrics

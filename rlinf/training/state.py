@@ -1,4 +1,4 @@
-"""Where a run is."""
+"""State of a run's loop, saved in every checkpoint."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from typing import Any
 
 @dataclass
 class RolloutAhead:
-    """A rollout that is played ahead.
+    """A pending asynchronous rollout.
 
     Attributes:
         step: Iteration that trains on it.
-        policy_version: Of the weights that play it.
-        issued_at: Iteration before whose updates it was asked for.
-        updated: The policy was updated since the rollout before was asked for.
+        policy_version: Version of the weights that it uses.
+        issued_at: Iteration in which it was submitted, before the updates.
+        updated: The policy was updated between the previous submission and this one.
     """
 
     step: int
@@ -25,39 +25,39 @@ class RolloutAhead:
 
     @property
     def lag(self) -> int:
-        """Iterations of training between its weights and those that are trained on it."""
+        """Iterations of training between its weights and those that are trained on it (staleness)."""
         return self.step - self.issued_at
 
     @property
     def name(self) -> str:
-        """Start the names of its weights in a checkpoint."""
+        """Prefix of this rollout's weights in a checkpoint."""
         return f"rollout_{self.step}"
 
 
 @dataclass
 class LoopState:
-    """Where a run is; every checkpoint holds it.
+    """Progress of a run; every checkpoint contains it.
 
     Attributes:
-        phase: Starts the names of checkpoints: ``sft``, then ``rl``; ``step`` in a recipe, which has one phase. Lines of metrics have
-            ``Trainer.phase``.
-        sft_step, step: Next optimiser step of cloning, next iteration of RL or step of a recipe.
+        phase: Prefix of checkpoint names: ``sft``, then ``rl``; ``step`` in a recipe. Not ``Trainer.phase``, which is the phase in
+            ``metrics.jsonl``: ``sft`` or ``rl``, also in a recipe.
+        sft_step, step: Next optimiser step of behaviour cloning, next iteration of RL or step of a recipe.
         env_steps: Env steps of RL so far.
         num_tokens: Tokens that a recipe has trained on or scored, without padding, over all ranks.
         policy_version: Weight updates so far.
-        train_wall_s: Seconds of training so far (demonstrations, cloning, RL; not evaluation).
-        tracker_run_id: Identity of the metric run.
-        evaluations: Tag to summary of each evaluation so far, with the name of the ``checkpoint`` that holds the policy.
-        scores: Of each validation of a recipe, by the name of the checkpoint that follows it; higher is better.
-        last_validation: Metrics of the last one.
-        dataset: Hash of the dataset that is cloned (``StoredDemonstrations.digest``), or None.
-        labels: Bits of ``sft.advantage_top_fraction`` of its rows, in hexadecimal; None: without labels.
-        data: What determines the rows of a recipe's step, and its model; a resumed run must have the same.
+        train_wall_s: Seconds of training so far (demonstrations, behaviour cloning, RL; not evaluation).
+        tracker_run_id: Id of the metric run.
+        evaluations: Tag to summary of each evaluation so far, with the name of the ``checkpoint`` of its policy.
+        scores: Score of each validation of a recipe, by the name of the following checkpoint; higher is better.
+        last_validation: Its metrics.
+        dataset: Hash of the behaviour-cloning dataset (``StoredDemonstrations.digest``), or None.
+        labels: Bits of ``sft.advantage_top_fraction`` of its frames, in hexadecimal; None: without labels.
+        data: Settings that determine the rows of a recipe's step, and its model; a resumed run must have the same.
         rows: State of a recipe's dataset.
-        rollbacks: Times that the run went back to its best checkpoint; each halves the learning rates. A newly typed rate starts at 0.
-        start_saved: The policy with which RL started without cloning is saved as ``rl_000000``.
-        start: Folder of the policy with which the run started; None: its weights were random.
-        rollouts_ahead: Fields of the ``RolloutAhead`` that are under way.
+        rollbacks: Number of rollbacks to the best checkpoint; each halves the learning rates. A newly set rate resets it.
+        start_saved: The initial policy of RL without behaviour cloning is saved as ``rl_000000``.
+        start: Folder of the initial policy; None: random weights.
+        rollouts_ahead: Fields of the pending ``RolloutAhead``.
     """
 
     phase: str = "sft"
@@ -82,11 +82,11 @@ class LoopState:
 
     @property
     def done(self) -> int:
-        """Steps of the present phase that are done."""
+        """Finished steps of the current phase."""
         return self.sft_step if self.phase == "sft" else self.step
 
     def advance(self) -> None:
-        """Count a step of the present phase."""
+        """Count a step of the current phase."""
         if self.phase == "sft":
             self.sft_step += 1
         else:
@@ -94,28 +94,29 @@ class LoopState:
 
     @property
     def name(self) -> str:
-        """Name of a checkpoint of the present state."""
+        """Name of a checkpoint of the current state."""
         return f"step_{self.step}" if self.phase == "step" else f"{self.phase}_{self.done:06d}"
 
     @property
     def checkpoint_name(self) -> str | None:
-        """Name of the checkpoint that holds the present policy, once it is saved, or ``start``; None: it never is."""
+        """Name of the checkpoint of the current policy, once it is saved, or ``start``; None: never saved."""
         if self.phase == "rl" and (self.step > 0 or self.start_saved):
             return self.name
         return f"sft_{self.sft_step:06d}" if self.sft_step > 0 else self.start
 
     def best_evaluation(self, names: Collection[str]) -> str | None:
-        """Return the tag of the evaluation with the highest success rate above 0, the newest of equals.
+        """Return the tag of the newest evaluation with the highest success rate above 0, or return if the env reports no success.
 
-        Where the env tells no success, it is the one with the highest return. Evaluations whose checkpoint is not among
-        ``names`` are left out, but for the one of ``start``.
+        Only evaluations with a checkpoint in ``names`` or of ``start`` count.
         """
-        kept = {*names, self.start} - {None}
-        found = {tag: one for tag, one in reversed(self.evaluations.items()) if one.get("checkpoint") in kept}
-        if found and not any(one.get("reports_success", True) for one in found.values()):
-            return max(found, key=lambda tag: found[tag]["return_mean"])
-        found = {tag: one for tag, one in found.items() if (one["success_rate"] or 0) > 0}
-        return max(found, key=lambda tag: found[tag]["success_rate"], default=None)
+        saved = {*names, self.start} - {None}
+        candidates = {
+            tag: summary for tag, summary in reversed(self.evaluations.items()) if summary.get("checkpoint") in saved
+        }
+        if candidates and not any(summary.get("reports_success", True) for summary in candidates.values()):
+            return max(candidates, key=lambda tag: candidates[tag]["return_mean"])
+        candidates = {tag: summary for tag, summary in candidates.items() if (summary["success_rate"] or 0) > 0}
+        return max(candidates, key=lambda tag: candidates[tag]["success_rate"], default=None)
 
     def best_checkpoint(self, names: Collection[str]) -> str | None:
         """Return the checkpoint of ``best_evaluation``."""

@@ -14,19 +14,20 @@ from rlinf.distributed.start import started_here
 
 
 class StopRequested(Exception):
-    """A signal asked for an orderly end; all training is saved."""
+    """Raised after a signal, once all training is saved."""
 
 
 class StopSignal:
-    """The first SIGINT, SIGTERM, SIGUSR1 (from a batch system) or SIGHUP (a terminal that is closed, unless `nohup` has the process
-    ignore it), which ends a run after the present step; a second SIGINT ends it at once.
+    """Handler of SIGINT, SIGTERM, SIGUSR1 (batch systems) and SIGHUP (closed terminal): end the run after the current step.
+
+    A second SIGINT ends it immediately.
 
     Args:
-        announce: Say so on stderr, on rank 0.
-        saves: Training is saved before the end; False: the announcement says that it is lost.
+        announce: Print a line on stderr.
+        saves: Training is saved before the end, as the line states.
 
     Attributes:
-        number: Of the signal; None while there was none.
+        number: Number of the signal; None: no signal so far.
     """
 
     def __init__(self, announce: bool, saves: bool = True) -> None:
@@ -37,7 +38,8 @@ class StopSignal:
 
     @contextmanager
     def handled(self) -> Iterator[None]:
-        """Handle the signals inside. The process that starts several ranks itself turns all of them into SIGTERM."""
+        """Handle the signals inside the context."""
+        # A process that starts several ranks turns every signal into SIGTERM for them; otherwise Ctrl-C would reach each of them twice.
         numbers = stop_signals() if started_here(world_size()) == 1 else [signal.SIGTERM]
         self._terminals = [number for number in (1, 2) if os.isatty(number)]
         previous = {number: signal.signal(number, self._handle) for number in numbers}
@@ -48,8 +50,8 @@ class StopSignal:
                 signal.signal(number, handler)
 
     @contextmanager
-    def at_once(self) -> Iterator[None]:
-        """Let a signal raise ``StopRequested`` inside, where nothing is trained."""
+    def interrupting(self) -> Iterator[None]:
+        """Let a signal raise ``StopRequested`` inside the context, where no training state can be lost."""
         if self.number is not None:
             raise StopRequested("stopped by a signal")
         self._raises = True
@@ -59,17 +61,14 @@ class StopSignal:
             self._raises = False
 
     def together(self, part: Callable[[], Any]) -> list[Any]:
-        """Run ``part()``, which a signal may stop, on every rank (a collective call); returns what all have returned.
-
-        Raise StopRequested on all ranks if one of them was stopped.
-        """
-        mine = None
-        with suppress(StopRequested), self.at_once():
-            mine = [part()]
-        made = gather_objects(mine)
-        if any(each is None for each in made):
+        """Run ``part()`` on every rank and return all results (a collective call); raise StopRequested on all ranks after a signal."""
+        result = None
+        with suppress(StopRequested), self.interrupting():
+            result = [part()]  # in a list, because None means interrupted
+        results = gather_objects(result)
+        if any(rank_result is None for rank_result in results):
             raise StopRequested("stopped by a signal")
-        return [each[0] for each in made]
+        return [rank_result[0] for rank_result in results]
 
     def _handle(self, number: int, _frame: object) -> None:
         if self.number is not None and number == signal.SIGINT:
@@ -78,27 +77,27 @@ class StopSignal:
         leave_lost_terminals(self._terminals)
         if self.announce:
             when = "now" if self._raises else "after this step"
-            with suppress(OSError):  # a pipe that nobody reads any more
+            with suppress(OSError):  # the reader of a pipe may have ended
                 # Not print: the handler may interrupt a write to the same buffered stream.
-                kept = "is saved first" if self.saves else "is not saved"
-                os.write(2, f"\nstopping {when}; what was trained {kept}\n".encode())
+                fate = "is saved first" if self.saves else "is not saved"
+                os.write(2, f"\nstopping {when}; training so far {fate}\n".encode())
         if self._raises:
             self._raises = False
             raise StopRequested("stopped by a signal")
 
 
 def stop_signals() -> list[signal.Signals]:
-    """Return the signals that end a run; SIGHUP only where nobody, as `nohup`, has chosen to ignore it."""
+    """Return the signals that end a run; without SIGHUP if it is ignored, as by `nohup`."""
     ignored = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
     return [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, *([] if ignored else [signal.SIGHUP])]
 
 
 def leave_lost_terminals(numbers: Sequence[int]) -> None:
-    """Send output for terminals that were closed since nowhere: an error there would end the run unsaved."""
+    """Redirect output of a closed terminal to /dev/null, so that a write error does not end the run."""
     for number in numbers:
         try:
             termios.tcgetattr(number)
         except termios.error:
-            nowhere = os.open(os.devnull, os.O_WRONLY)
-            os.dup2(nowhere, number)
-            os.close(nowhere)
+            devnull = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(devnull, number)
+            os.close(devnull)

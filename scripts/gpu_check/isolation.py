@@ -59,7 +59,7 @@ def shared_gpu_row(rows: Rows, setting: Setting) -> None:
     command = train_command(setting, setting.folder / "shared", RUN, torchrun(2))
     done = subprocess.run(command, cwd=setting.folder, env=environment, capture_output=True, text=True)
     print(done.stdout, done.stderr, sep="\n")
-    said = "shares GPU" in done.stderr or "need a GPU each" in done.stderr
+    said = "has the same GPU" in done.stderr or "need a GPU each" in done.stderr
     rows.holds("two ranks of torchrun on one GPU are rejected", done.returncode != 0 and said, True)
 
 

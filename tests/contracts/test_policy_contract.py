@@ -187,7 +187,7 @@ def test_a_cluster_of_one_machine_counts_its_gpus(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     cluster = RayVirtualCluster([2])
     assert (cluster.world_size(), cluster.node_count()) == (2, 1)
-    with pytest.raises(ConfigError, match=r"\[4\]\) needs 4 GPUs, and torch sees 2.*RayVirtualCluster\(\[2\]\)"):
+    with pytest.raises(ConfigError, match=r"\[4\]\) needs 4 GPUs, but torch sees 2.*RayVirtualCluster\(\[2\]\)"):
         RayVirtualCluster([4])
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     with pytest.raises(ConfigError, match="sees none.*use_gpus=False"):

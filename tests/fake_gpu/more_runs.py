@@ -13,7 +13,7 @@ from rlinf.algorithms import ALGORITHMS
 from rlinf.llm import hf_policy
 from rlinf.llm.batched_data_dict import BatchedDataDict
 from rlinf.llm.hf_policy import HuggingFacePolicy
-from rlinf.llm.logprobs import has_separable_actor
+from rlinf.llm.logprobs import has_separable_head
 from rlinf.llm.losses import NLLLossFn
 from rlinf.models.embodiment.actor_policy import ActorPolicy, make_actor
 from rlinf.models.hf_model import model_shapes
@@ -54,7 +54,7 @@ class TokenRun:
                 folder, max_new_tokens=NEW_TOKENS, eos_token_id=[], pad_token_id=0, **settings
             )
         self.policy.model.ignores_left_padding = True  # this, too
-        has_separable_actor(self.policy.model)  # is asked once
+        has_separable_head(self.policy.model)  # is asked once
         lengths = torch.linspace(length // 2, length, rows).long()
         mask = torch.arange(length) < lengths.unsqueeze(1)
         self.data = BatchedDataDict(

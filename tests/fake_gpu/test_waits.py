@@ -83,7 +83,7 @@ def token(packed, windows):
         if not windows:
             attend_each_sequence(policy.model)
         logprobs._SEPARABLE[policy.model] = True  # found by comparing numbers
-        policy._begin(config, 0)
+        policy._init_training(config, 0)
         mask = torch.arange(20) < torch.tensor([20, 7, 12, 3]).unsqueeze(1)
         data = {"input_ids": mask.long(), "attention_mask": mask}
         data |= {"advantages": torch.ones(4), "old_logprobs": torch.zeros(4, 20)}

@@ -123,7 +123,7 @@ def test_doctor_and_diagnose_take_a_headed_policy(run, capsys, monkeypatch):
     capsys.readouterr()
     assert main(["diagnose", str(run.parent / "export")]) == 0
     out = capsys.readouterr().out
-    assert "a row alone and in a batch, sampled actions" in out and "it has none" in out and "FAIL" not in out
+    assert "a single row and in a batch, sampled actions" in out and "not available" in out and "FAIL" not in out
     real = ActorPolicy.predict_action_batch
 
     def shaken(self, **options):
@@ -135,7 +135,7 @@ def test_doctor_and_diagnose_take_a_headed_policy(run, capsys, monkeypatch):
     config.checkpoint = str(run)
     with _checker(config) as checker:
         failed = [check.name for check in checker.torch_checks() if check.passed is False]
-    assert "torch: the same again, greedy" in failed, "control: greedy actions that do not repeat"
+    assert "torch: repeatable, greedy" in failed, "control: greedy actions that do not repeat"
 
 
 def test_a_head_on_merged_adapters_is_exported_like_any_other(tmp_path):

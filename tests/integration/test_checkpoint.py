@@ -195,10 +195,10 @@ def copied(source: Path, target: Path) -> Path:
 
 def test_another_architecture_is_refused_by_name(saved):
     model, optimizer = build(hidden_size=32)
-    with pytest.raises(CheckpointError, match=r"another model: '.*' is \[.*16.*\] there and \[.*32.*\] here"):
+    with pytest.raises(CheckpointError, match=r"a different model: '.*' is \[.*16.*\] there and \[.*32.*\] here"):
         load_checkpoint(saved, model=model, optimizer=optimizer)
     plain = LlamaForCausalLM(build()[0].config)
-    with pytest.raises(CheckpointError, match="it has 2 others .value_head"):
+    with pytest.raises(CheckpointError, match="it has 2 additional tensors .value_head"):
         load_checkpoint(saved, model=plain)
 
 
@@ -365,7 +365,7 @@ def outside(path: str):
         (as_bytes("model."), "as BytesStorageMetadata, and only tensors are read"),
         (as_bytes("optimizer."), "as BytesStorageMetadata, and only tensors are read"),
         (outside("../../elsewhere.distcp"), "names the file '../../elsewhere.distcp'"),
-        (outside("/elsewhere/__0_0.distcp"), "which is not one of the folder's"),
+        (outside("/elsewhere/__0_0.distcp"), "which is not a data file of the folder"),
         (lambda metadata: metadata.__dict__.update(state_dict_metadata=[1]), "cannot be read"),
         (lambda metadata: metadata.__dict__.update(storage_data=None), "cannot be read"),
     ],
@@ -382,7 +382,7 @@ def test_an_index_with_anything_but_tensors_of_the_folder_is_refused(saved, tmp_
 def test_a_damaged_random_state_is_one_sentence_without_dangerous_advice(saved, tmp_path, content):
     folder = copied(saved, tmp_path / "rl_000002")
     torch.save(content, folder / "rng" / "rank_0.pt")
-    with pytest.raises(CheckpointError, match="rank_0.pt holds no random states .* Use another checkpoint") as error:
+    with pytest.raises(CheckpointError, match="rank_0.pt holds no random states .* Use a different checkpoint") as error:
         load_checkpoint(rehashed(folder), model=build()[0])
     assert "weights_only" not in str(error.value) and "\n" not in str(error.value)
 

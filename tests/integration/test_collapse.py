@@ -94,7 +94,7 @@ def test_a_run_goes_back_to_its_best_checkpoint_with_half_the_rate_as_if_it_were
     train(config_of(own, "trainer.on_collapse=rollback", processes, rates))
     text = capfd.readouterr().err
     assert (
-        "collapsed, from 100.0% (20/20) to 0.0% (0/20); the run goes back to rl_000001, with a learning rate of 0.0005"
+        "collapsed, from 100.0% (20/20) to 0.0% (0/20); rolling back to rl_000001, with a learning rate of 0.0005"
         in text
     )
     assert state_of(own, "rl_000004")["rollbacks"] == 1 and rates_of(own) == [RATE, *[RATE / 2] * 3]

@@ -21,7 +21,7 @@ from rlinf.config.schema import build_config
 from rlinf.contracts.env import check_env, equal_rows, seeded_actions, spread_specs
 from rlinf.distributed import deadlines, stack_dump
 from rlinf.distributed.ray import cluster as ray_cluster
-from rlinf.distributed.start import what_ranks_share
+from rlinf.distributed.start import rank_fingerprint
 from rlinf.envs import make_env
 from rlinf.envs.remote.env import EnvNodes, RemoteVectorEnv
 from rlinf.envs.tabletop.config import TabletopConfig
@@ -205,7 +205,7 @@ def test_slow_simulators_are_waited_for_as_long_as_they_get_on(caplog):
 
 def test_the_stacks_of_actors_and_their_simulators_are_in_the_report(tmp_path, monkeypatch):
     """Also those of an actor whose simulator is stopped, for which it waits."""
-    assert stack_dump.CHILDREN_S + 1 < stack_dump.REMOTE_S < deadlines.ANSWER_S - 1
+    assert stack_dump.CHILDREN_S + 1 < stack_dump.REMOTE_S < deadlines.REPLY_S - 1
     monkeypatch.setattr(stack_dump, "REMOTE_S", 60.0)  # of a busy machine; a report takes as long as it needs
     fault = tmp_path / "fault"
     env = remote_walk(2, False, walk_env.WalkConfig(num_processes=1, fault_file=str(fault)), count=1)
@@ -222,7 +222,7 @@ def test_the_stacks_of_actors_and_their_simulators_are_in_the_report(tmp_path, m
         assert "in step_chunk" in report and "in fall_asleep" in report  # of the actor, and of the simulator's process
         os.kill(simulator, signal.SIGSTOP)
         report = stack_dump.stacks_of_children()
-        assert "in step_chunk" in report and "no answer: it is stopped or holds Python's lock" in report
+        assert "in step_chunk" in report and "no reply: it is stopped or holds Python's lock" in report
         assert "in fall_asleep" not in report
     finally:
         os.kill(simulator, signal.SIGKILL)
@@ -236,8 +236,8 @@ def test_an_error_of_the_user_in_an_actor_is_raised_here():
 
 
 def test_actors_with_other_software_are_refused(monkeypatch):
-    software = what_ranks_share(()) | {"version of torch": "1.0"}
-    monkeypatch.setattr("rlinf.envs.remote.env.what_ranks_share", lambda words: software)
+    software = rank_fingerprint(()) | {"version of torch": "1.0"}
+    monkeypatch.setattr("rlinf.envs.remote.env.rank_fingerprint", lambda words: software)
     with pytest.raises(
         ConfigError,
         match=r"different software than the run:\n  version of torch: the actor on .*, the run on .* has 1.0",
@@ -248,7 +248,7 @@ def test_actors_with_other_software_are_refused(monkeypatch):
 @pytest.mark.parametrize(
     ("address", "words"),
     [
-        ("127.0.0.1:1", "no Ray cluster answers there"),
+        ("127.0.0.1:1", "no Ray cluster listens there"),
         ("ray://127.0.0.1:10001", "needs host:port"),
         ("somewhere", "needs host:port"),
     ],
@@ -272,7 +272,7 @@ def test_an_env_whose_cluster_has_ended_asks_it_nothing():
     env = remote_tabletop(1, False, count=1)
     handle = env._workers[0].handle
     env._ray = env._workers[0].handle = Ended()
-    assert env.ask_stacks()(time.monotonic() + 60) == ""
+    assert env.request_stacks()(time.monotonic() + 60) == ""
     env.close()
     assert env._workers[0].handle is None
     ray.kill(handle)

@@ -97,7 +97,7 @@ def test_a_player_that_is_killed_changes_nothing(cluster, of_one, tmp_path, monk
 
 def test_results_are_kept_and_the_same_command_continues(cluster, of_one, tmp_path, monkeypatch, capsys):
     """The run ends because a rollout worker was lost and none may be replaced; then one process plays the rest."""
-    ask = RolloutWorkers.ask
+    ask = RolloutWorkers.submit
 
     def one_dies(self, number, *arguments):
         import ray

@@ -116,7 +116,7 @@ def test_the_head_is_chosen_by_whether_there_is_something_to_correct():
     [
         (
             [*STATE, "env.id=CartPole-v1", "env.tasks=null", "model.init_config.state_dim=4"],
-            "some of whose actions are choices.*Set algorithm=ppo",
+            "some of whose actions are discrete.*Set algorithm=ppo",
         ),
         ([*STATE, "env.id=Unbounded-v0", "env.tasks=null"], "Box with finite bounds.*ActionWrapper"),
         ([*STATE, "env.id=Images-v0", "env.tasks=null"], "gives no state. Set model=cnn"),

@@ -32,7 +32,7 @@ RAY = {
     "RAY_gcs_rpc_server_reconnect_timeout_s": "20",
 }
 MARK = "RUN_OF_THIS_TEST"
-HEAD = r"RankError: The head of the Ray cluster at \S+ has not answered for 10 s. .*RAY_gcs_rpc_server_reconnect_timeout_s=40"
+HEAD = r"RankError: The head of the Ray cluster at \S+ has not replied for 10 s. .*RAY_gcs_rpc_server_reconnect_timeout_s=40"
 
 
 def saved_steps(run: Path) -> list[int]:
@@ -43,7 +43,7 @@ def saved_steps(run: Path) -> list[int]:
 @pytest.mark.parametrize(
     ("victim", "number", "ranks", "message"),
     [
-        ("import run_rank", signal.SIGSTOP, 2, r"DeadlineError: Rank [01] .* was in '(\w+)' for more than [12]0 s; no answer from rank [01]\. "
+        ("import run_rank", signal.SIGSTOP, 2, r"DeadlineError: Rank [01] .* was in '(\w+)' for more than [12]0 s; no reply from rank [01]\. "
                                           r".*set cluster.deadlines.\1=[24]0"),
         ("gcs_server", signal.SIGKILL, 1, HEAD),
         # Ray may end the process before it can say anything.
@@ -77,7 +77,7 @@ def test_a_loss_ends_the_run_with_its_cause_and_it_goes_on_bit_for_bit(tmp_path,
     text = (tmp_path / "log").read_text(encoding="utf-8")
     assert status == 1 and re.search(message, text), text
     if number == signal.SIGSTOP and ranks == 2:
-        (stopped,) = re.findall(r"--- rank (\d) on [^:]*: no answer: it is stopped or lost", text)
+        (stopped,) = re.findall(r"--- rank (\d) on [^:]*: no reply: it is stopped or lost", text)
         other = 1 - int(stopped)
         assert (
             f"--- rank {other} on" in text and f"rollout worker {other}: what answers has written its stacks" in text

@@ -96,7 +96,7 @@ def test_a_yaml_of_ones_own_names_its_plugin_beside_it(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     "name, check, cloning",
     [("patch", "rollout against training", []),
-     ("bin", "samples are those of the random numbers", ["sft.max_steps=2", "sft.num_demonstrations=2"])],
+     ("bin", "samples are the inverse transform of the random numbers", ["sft.max_steps=2", "sft.num_demonstrations=2"])],
 )  # fmt: skip
 def test_the_pages_other_models_are_diagnosed_and_train(name, check, cloning, tmp_path, monkeypatch, capsys):
     from rlinf.cli import main

@@ -52,12 +52,12 @@ def test_demonstrations_are_proposed_once_and_counted_apart(tmp_path, demonstrat
         both = last["train/q_mean_offline"] + last["train/q_mean_online"]
         assert last["train/q_mean"] == pytest.approx(both / 2, abs=1e-6)
     one, two = (all_tensors(tmp_path / name / "checkpoints" / "rl_000002") for name in ("0", "1"))
-    assert all(torch.equal(tensor, two[name]) for name, tensor in one.items() if name != "offline.num_calls")
+    assert all(torch.equal(tensor, two[name]) for name, tensor in one.items() if name != "offline.num_queries")
     others = ["algorithm.offline_episodes=successes", f"resume={tmp_path / '0'}", "trainer.max_steps=3"]
-    with pytest.raises(CheckpointError, match="not made with the demonstrations of .*=successes. Set both as in"):
+    with pytest.raises(CheckpointError, match="not trained with the demonstrations of .*=successes. Set both as in"):
         train(config_of(tmp_path / "0", *offline(demonstrations), *others))
     resumed = ["env.reward_mode=sparse", *others[1:]]
-    with pytest.raises(ConfigError, match="was made with demonstrations; required: those with which") as error:
+    with pytest.raises(ConfigError, match="was trained with demonstrations; required: the demonstrations of the run") as error:
         config_of(tmp_path / "0", *resumed)
     fix = str(error.value).rpartition("Set ")[2].partition(", or")[0]
     config_of(tmp_path / "0", *resumed, *fix.split())
@@ -70,13 +70,13 @@ def test_a_run_begins_with_the_buffer_of_another_one_of_the_same_frozen_policy(t
     trainer.make_parts(trainer.parts.worker.model)
     saved = all_tensors(tmp_path / "one" / "checkpoints" / "rl_000002")
     assert trainer.replay.num_transitions == int(saved["replay.has_action"].sum()) == 80
-    assert trainer.num_base_calls == 0 and trainer.largest_return == float(saved["loop.largest_return"]) > 0
+    assert trainer.num_base_queries == 0 and trainer.largest_return == float(saved["loop.largest_return"]) > 0
     other = build(config_of(tmp_path / "three", source, "seed=1")).rl
-    with pytest.raises(CheckpointError, match="another frozen policy.*Set init_from="):
+    with pytest.raises(CheckpointError, match="a different frozen policy.*Set init_from="):
         other.make_parts(other.parts.worker.model)
     for overrides, fragment in (
-        (["env.reward_mode=sparse"], "env.reward_mode=shaped, and this run has env.reward_mode=sparse"),
-        (["env.tolerance_m=0.02"], "env.tolerance_m=0.045, and this run has env.tolerance_m=0.02"),
+        (["env.reward_mode=sparse"], "env.reward_mode=shaped, but this run has env.reward_mode=sparse"),
+        (["env.tolerance_m=0.02"], "env.tolerance_m=0.045, but this run has env.tolerance_m=0.02"),
         (["model.features=pooled"], "model.features=hidden"),
         (["model.action_chunks_len=2"], "model.action_chunks_len=1"),
         (["algorithm.actor.name=expo"], "algorithm.actor.name=residual"),
@@ -90,12 +90,12 @@ def test_a_run_begins_with_the_buffer_of_another_one_of_the_same_frozen_policy(t
     manifest["normalization"]["unnorm_key"] = "another"
     (changed / "manifest.json").write_text(json.dumps(manifest))
     other = build(config_of(tmp_path / "five", f"algorithm.replay_from={changed}")).rl
-    with pytest.raises(CheckpointError, match='under other conditions: normalization.unnorm_key: saved "another"'):
+    with pytest.raises(CheckpointError, match='under different conditions: normalization.unnorm_key: saved "another"'):
         other.make_parts(other.parts.worker.model)
     without = tmp_path / "clone"
     shutil.copytree(tmp_path / "one" / "checkpoints" / "rl_000002", without)
     (without / "model" / "actor.json").unlink()
-    with pytest.raises(ConfigError, match="holds no replay buffer"):
+    with pytest.raises(ConfigError, match="has no replay buffer"):
         config_of(tmp_path / "four", f"algorithm.replay_from={without}")
 
 
@@ -107,7 +107,7 @@ def test_a_run_that_goes_on_after_cloning_takes_over_no_buffer_of_other_settings
     resumed = [*cloning[:3], f"resume={tmp_path / 'clone'}", f"algorithm.replay_from={tmp_path / 'one'}"]
     for overrides, fragment in (
         (["algorithm.actor.name=expo"], "algorithm.actor.name=residual"),
-        (["env.reward_mode=sparse"], "env.reward_mode=shaped, and this run has"),
+        (["env.reward_mode=sparse"], "env.reward_mode=shaped, but this run has"),
         (["sft.max_steps=2"], "Set sft.max_steps=0 init_from=.* resume=null"),
     ):
         with pytest.raises(ConfigError, match=fragment):
@@ -116,7 +116,7 @@ def test_a_run_that_goes_on_after_cloning_takes_over_no_buffer_of_other_settings
     trainer.make_parts(trainer.parts.worker.model)
     assert trainer.replay.num_transitions == 40
     own = [f"resume={tmp_path / 'one'}", "trainer.max_steps=2", resumed[-1], "env.reward_mode=sparse"]
-    with pytest.raises(ConfigError, match="one reward in a buffer"):  # its own buffer, not the other one
+    with pytest.raises(ConfigError, match="the same rewards"):  # its own buffer, not the other one
         config_of(tmp_path / "one", *own)
 
 
@@ -126,11 +126,11 @@ def test_demonstrations_that_teach_nothing_are_refused(tmp_path, demonstrations)
     shaped = "env.reward_mode=shaped"
     for overrides, fragment, number in (
         ([share], "without algorithm.offline_dataset", 1),
-        ([data], "offline_ratio=0 of algorithm.batch_size=16; required: one transition", 0),
-        ([data, "algorithm.offline_ratio=0.01"], "one transition of a batch or more", 0),
+        ([data], "offline_ratio=0 of algorithm.batch_size=16; required: at least one transition", 0),
+        ([data, "algorithm.offline_ratio=0.01"], "at least one transition per batch", 0),
         ([data, share, "env.success_bonus=2"], "was collected with env.reward_mode=shaped env.success_bonus=1", 0),
-        ([data, share, "env.reward_mode=relative"], "rewards of the present env", 1),
-        ([data, share, shaped, "algorithm.offline_episodes=assume_success"], "a reward for success alone", 0),
+        ([data, share, "env.reward_mode=relative"], "rewards of this env", 1),
+        ([data, share, shaped, "algorithm.offline_episodes=assume_success"], "a reward only for success", 0),
     ):
         with pytest.raises(ConfigError, match=fragment) as error:
             config_of(tmp_path, *overrides)
@@ -149,7 +149,7 @@ def test_demonstrations_that_teach_nothing_are_refused(tmp_path, demonstrations)
     info["features"] = {name: one for name, one in info["features"].items() if not name.startswith("next.")}
     (mute / "meta" / "info.json").write_text(json.dumps(info))
     untold = offline(mute)
-    with pytest.raises(ConfigError, match="tells neither rewards nor successes") as error:
+    with pytest.raises(ConfigError, match="has neither rewards nor successes") as error:
         config_of(tmp_path, *untold)
     fix = str(error.value).rpartition("Set ")[2].partition(" if each")[0]
     assert fix == "algorithm.offline_episodes=assume_success env.reward_mode=sparse"

@@ -28,11 +28,10 @@ from rlinf.models.embodiment.actor_policy import uniforms_from_inputs
 from rlinf.models.embodiment.mlp_action_model import MLPForRLActionPrediction
 from rlinf.models.embodiment.modules.readout_token import holds_readout_token
 from rlinf.offpolicy.checks import rounded_down, update_seconds
-from rlinf.offpolicy.controls import note_warmup
-from rlinf.offpolicy.envs_of_ranks import CallOutcome
+from rlinf.offpolicy.gather import CallOutcome
 from rlinf.offpolicy.replay import replay_bytes
 from rlinf.offpolicy.sac import SAC
-from rlinf.offpolicy.trainer import _Episodes, largest_value
+from rlinf.offpolicy.trainer import _EpisodeStats, largest_value
 from rlinf.preflight.memory import estimate_memory, policy_on_meta_device
 from rlinf.preflight.validation import validate
 from rlinf.tracking.tracker import read_metrics
@@ -82,7 +81,7 @@ def test_the_frozen_policy_is_asked_once_about_each_observation_and_never_change
     monkeypatch.setattr(MLPForRLActionPrediction, "_propose", counted)
     run.execute()
     trainer, last = run.rl, metrics_of(tmp_path)[-1]
-    assert sum(rows) == last["rollout/base_policy_queries"] == trainer.num_base_calls
+    assert sum(rows) == last["rollout/base_policy_queries"] == trainer.num_base_queries
     replay = trainer.replay
     assert sum(rows) == int(replay.counts.sum())  # each is one slot of the buffer
     steps, ends = last["rollout/env_steps_total"], int(replay.counts.sum() - replay.has_action.sum())
@@ -205,7 +204,7 @@ def test_features_of_a_token_need_one_that_cloning_has_trained(tmp_path):
     with pytest.raises(ConfigError, match="MLPFor.* has no states of images and prompt.*Set model.features=hidden"):
         config_of(tmp_path, "model.features=token")
     token = ["model=openvla_tiny", "model.features=token", "env.cameras=null"]
-    with pytest.raises(ConfigError, match="cloning has trained no token with random weights"):
+    with pytest.raises(ConfigError, match="random weights has no trained readout token"):
         config_of(tmp_path, *token)
     config_of(tmp_path, *token, "sft.max_steps=1", "sft.num_demonstrations=4", "sft.batch_size=8")
     save_file({"value_head.weight": torch.zeros(1)}, tmp_path / "model.safetensors")
@@ -218,7 +217,7 @@ def test_another_buffer_is_refused_when_a_run_is_resumed(tmp_path):
     train(config_of(tmp_path, "trainer.max_steps=1"))
     more = [f"resume={tmp_path}", "trainer.max_steps=2"]
     with pytest.raises(
-        CheckpointError, match="25 observations for each of 4 envs, and this run 50.*Set algorithm.replay_capacity=100"
+        CheckpointError, match="25 observations for each of 4 envs, but this run has 50.*Set algorithm.replay_capacity=100"
     ):
         train(config_of(tmp_path, *more, "algorithm.replay_capacity=200"))
     train(config_of(tmp_path, *more))
@@ -231,7 +230,7 @@ def test_another_buffer_is_refused_when_a_run_is_resumed(tmp_path):
         (["algorithm.num_target_critics=3"], "algorithm.num_target_critics=3 of 2 critics.*Set algorithm.num_target_critics=2"),
         (["algorithm.n_step=9"], "n_step=9 policy calls of 1 env steps; required: at most the 8 calls"),
         (["algorithm.utd_ratio=1e6"], "about .* s; required: at most 60 s.*Set algorithm.utd_ratio="),
-        (["algorithm.replay_capacity=4"], "2 observations or more for each env"),
+        (["algorithm.replay_capacity=4"], "at least 2 observations per env"),
         (["algorithm.replay_capacity=4000000000"], "GB; required: at most .* GB, 80% of the memory of this machine"),
         (["rollout.num_chunks=7"], "7 env steps per iteration.*Set rollout.num_chunks=8"),
         (["rollout.auto_reset=false"], "Set rollout.auto_reset=true"),
@@ -240,7 +239,7 @@ def test_another_buffer_is_refused_when_a_run_is_resumed(tmp_path):
         (["algorithm.tau=0"], "Set algorithm.tau=0.01"),
         (["algorithm.learning_starts=160"], "run of at most 160 env steps.*Set algorithm.learning_starts=40"),
         (["cluster.num_processes=3"], "rollout.num_envs=4; required: a multiple of cluster.num_processes=3"),
-        (["cluster.max_staleness=1"], "algorithm.overlap=true updates while the envs play. Set cluster.max_staleness=0"),
+        (["cluster.max_staleness=1"], "algorithm.overlap=true updates while the envs step. Set cluster.max_staleness=0"),
         (["rollout.worker_processes=2"], "Set rollout.worker_processes=0"),
         (["trainer.sharding=fsdp2"], "Set trainer.sharding=replicate"),
         (["model.is_lora=true"], "freezes the policy"),
@@ -318,7 +317,7 @@ def test_the_machine_must_hold_policy_and_buffer_and_more(tmp_path, monkeypatch)
 
 def test_copies_are_no_candidates(tmp_path, monkeypatch):
     monkeypatch.setattr(MLPForRLActionPrediction, "num_candidate_uniforms", 0)
-    with pytest.raises(ConfigError, match="all are equal.*Set algorithm.actor.num_candidates=1"):
+    with pytest.raises(ConfigError, match="all candidates are equal.*Set algorithm.actor.num_candidates=1"):
         config_of(tmp_path, "algorithm.actor.name=expo")
     config_of(tmp_path, "algorithm.actor.name=expo", "algorithm.actor.num_candidates=1")
     config_of(tmp_path)
@@ -361,8 +360,8 @@ def test_critics_that_diverge_and_a_scale_that_is_too_small_are_named_once(tmp_p
             assert not caplog.records
     lines = [record.getMessage() for record in caplog.records if record.name == "rlinf"]
     assert len(lines) == 2 and trainer.largest_return == 0
-    assert "expect -41 on average" in lines[0] and "allow 20 at most" in lines[0]
-    assert "60% of the numbers" in lines[1] and lines[1].endswith("Set algorithm.actor.scale=2")
+    assert "predict -41 on average" in lines[0] and "allow at most 20" in lines[0]
+    assert "60% of the actor's outputs" in lines[1] and lines[1].endswith("Set algorithm.actor.scale=2")
 
 
 def test_critics_that_expect_more_than_episodes_with_one_reward_are_named(tmp_path, caplog):
@@ -371,7 +370,7 @@ def test_critics_that_expect_more_than_episodes_with_one_reward_are_named(tmp_pa
     trainer.make_parts(trainer.parts.worker.model)
     trainer.replay.rewards[0, 0] = 1.0
     trainer._warn({"train/q_mean": 3.0})  # the control: no episode has ended
-    episodes = _Episodes(2, gamma=0.95)
+    episodes = _EpisodeStats(2, gamma=0.95)
     one, nothing, ran = np.array([[0.0, 1.0]] * 2), np.zeros((2, 2)), np.ones((2, 2), dtype=bool)
     episode = EpisodeResult(None, "reach", True, 1.0, 4)
     episodes.values = np.zeros(2)
@@ -383,12 +382,12 @@ def test_critics_that_expect_more_than_episodes_with_one_reward_are_named(tmp_pa
     trainer._warn({"train/q_mean": 1.9})
     assert trainer.largest_return == 1 and not caplog.records
     trainer._warn({"train/q_mean": 2.1})
-    assert "expect 2.1 on average" in caplog.text and "allow 1 at most" in caplog.text
+    assert "predict 2.1 on average" in caplog.text and "allow at most 1" in caplog.text
 
 
 def test_the_calibration_counts_first_episodes_that_ended_one_that_was_cut_with_what_it_had():
     """Four envs, gamma 0.5: an end, a cut, a simulator that is lost, and an episode that continues. The second call ends a second episode."""
-    episodes = _Episodes(4, gamma=0.5)
+    episodes = _EpisodeStats(4, gamma=0.5)
     episodes.values = np.array([0.5, 0.25, 9.0, 9.0])
     rewards, ran = np.array([[1.0, 1.0], [0.0, 1.0], [1.0, 1.0], [1.0, 1.0]]), np.ones((4, 2), dtype=bool)
     ended = [EpisodeResult(None, "reach", good, 1.0, 2) for good in (True, False)]
@@ -433,17 +432,17 @@ def test_weights_that_an_update_has_spoilt_are_not_saved(tmp_path, monkeypatch):
     trainer.iteration(0)
     assert trainer.learner.num_updates == 1  # the control
     monkeypatch.setattr(SAC, "actor_loss", root_of_zero)
-    trainer.config.utd_ratio = 0.026  # 1.04 updates, owed after the last policy call
+    trainer.config.utd_ratio = 0.026  # 1.04 updates, pending after the last policy call
     with pytest.raises(NonFiniteError, match="of the actor is not finite after 2 updates"):
         trainer.iteration(1)
 
 
 def test_the_largest_value_of_an_episode_is_that_of_any_step_and_of_what_would_follow_a_cut():
-    assert largest_value([0, 0, 1], 0.9, is_cut=False) == 1
-    assert largest_value([-1, -1], 0.5, is_cut=False) == 1.5
-    assert largest_value([1, 1, 1], 0.9, is_cut=True) == pytest.approx(10)  # 1 in each step, for ever
-    assert largest_value([0, 0], 0.9, is_cut=True) == 0 and largest_value([1], 1.0, is_cut=True) == np.inf
-    assert largest_value([], 0.9, is_cut=True) == 0
+    assert largest_value([0, 0, 1], 0.9, is_truncated=False) == 1
+    assert largest_value([-1, -1], 0.5, is_truncated=False) == 1.5
+    assert largest_value([1, 1, 1], 0.9, is_truncated=True) == pytest.approx(10)  # 1 in each step, for ever
+    assert largest_value([0, 0], 0.9, is_truncated=True) == 0 and largest_value([1], 1.0, is_truncated=True) == np.inf
+    assert largest_value([], 0.9, is_truncated=True) == 0
 
 
 def test_settings_of_a_head_that_is_there_are_not_ignored(tmp_path):
@@ -460,7 +459,7 @@ def test_settings_of_a_head_that_is_there_are_not_ignored(tmp_path):
 
     for key in ("resume", "init_from"):
         source = f"{key}={tmp_path / 'sac'}"
-        override = rejected(source, match="actor.scale=0.5, here 1.0; required: the actor that is there")
+        override = rejected(source, match="actor.scale=0.5, here 1.0; required: the saved actor")
         assert override == "algorithm.actor.scale=0.5"
         config_of(tmp_path / "new", "trainer.max_steps=2", source, override)
         for more in ("algorithm.actor.name=direct", "algorithm.actor.hidden_size=32", "model.features=pooled"):
@@ -486,7 +485,7 @@ def test_settings_of_a_head_that_is_there_are_not_ignored(tmp_path):
         f"init_from={tmp_path / 'sac'}",
         "algorithm=td3",
         "algorithm.actor.scale=0.5",
-        match="noise that it learns.*Set algorithm=sac$",
+        match="learned noise.*Set algorithm=sac$",
     )
     override = rejected(f"resume={tmp_path / 'sac'}", *sac, "algorithm.num_critics=4", match="num_critics=2, here 4")
     assert override == "algorithm.num_critics=2"
@@ -508,7 +507,7 @@ def test_a_run_of_another_algorithm_is_not_resumed(tmp_path):
     validate(ppo)
     train(ppo)
     with pytest.raises(
-        ConfigError, match="made with algorithm.name=ppo.*Set algorithm=ppo, or for a new run init_from="
+        ConfigError, match="trained with algorithm.name=ppo.*Set algorithm=ppo, or for a new run init_from="
     ) as error:
         config_of(tmp_path / "ppo", f"resume={tmp_path / 'ppo'}")
     words = str(error.value).rpartition("for a new run ")[2].replace("<a new folder>", str(tmp_path / "new")).split()
@@ -530,26 +529,8 @@ def test_a_new_run_goes_on_with_the_critics_of_a_head_that_chooses(tmp_path):
         config_of(tmp_path / "two", *edit, source, "algorithm.num_critics=3")
     fewer = ActorConfig(hidden_size=16)
     with pytest.raises(CheckpointError, match="Set algorithm.num_critics=5"):
-        trainer.learner.begin_with(Critics(fewer, trainer.policy.actor.critic_input_dim, 5))
+        trainer.learner.load_critics(Critics(fewer, trainer.policy.actor.critic_input_dim, 5))
 
-
-def test_a_resumed_run_notes_the_warm_up_once_and_compares_it_with_the_frozen_policy(tmp_path, monkeypatch, capsys):
-    """The warm-up ends in the first iteration, so that the second one notes it."""
-    compared = []
-
-    def noting(parts, starts_as_base):
-        compared.append(starts_as_base)
-        note_warmup(parts, starts_as_base)
-
-    monkeypatch.setattr("rlinf.offpolicy.trainer.note_warmup", noting)
-    warm_up = "algorithm.learning_starts=40"  # the first iteration
-    run = config_of(tmp_path, warm_up, "trainer.max_steps=2")
-    run.trainer.max_steps = 1  # a run of the warm-up alone would be rejected
-    train(run)
-    assert compared == []
-    for num_steps in (2, 3):
-        train(config_of(tmp_path, warm_up, f"trainer.max_steps={num_steps}", f"resume={tmp_path}"))
-    assert compared == [True] and capsys.readouterr().err.count("warm-up, nothing learnt") == 1
 
 
 def test_the_buffer_of_a_checkpoint_is_read_into_place(tmp_path, monkeypatch):

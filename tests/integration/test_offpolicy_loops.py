@@ -54,7 +54,7 @@ def check_equal(one: Path, other: Path) -> None:
 
 @pytest.fixture(scope="module")
 def edit(tmp_path_factory):
-    """``EDIT``, with demonstrations in the batches; the answers about them cannot be kept, so each run asks."""
+    """``EDIT``, with demonstrations in the batches; the answers about them cannot be cached, so each run asks."""
     folder = collected(tmp_path_factory.mktemp("demonstrations") / "data")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", "/dev/null")
@@ -92,7 +92,7 @@ def test_ranks_whose_heads_differ_end_the_run(tmp_path, monkeypatch):
     trainer.make_parts(trainer.parts.worker.model)
     trainer._check_equal_on_ranks()
     monkeypatch.setattr("rlinf.offpolicy.trainer.gather_objects", lambda own: [own, own + 1])
-    with pytest.raises(RLinfError, match="no longer equal.*set cluster.num_processes=1"):
+    with pytest.raises(RLinfError, match="have diverged.*set cluster.num_processes=1"):
         trainer._check_equal_on_ranks()
 
 
@@ -132,7 +132,7 @@ def test_updates_next_to_the_envs_learn_the_same_however_long_either_takes(tmp_p
 
 
 def test_envs_play_while_updates_are_made(tmp_path, monkeypatch):
-    """Each step of the envs for which updates are owed waits until one of them has started, and that one until the step has."""
+    """Each step of the envs with pending updates waits until one of them has started, and that one until the step has."""
     run = build(config_of(tmp_path, "algorithm.overlap=true", "trainer.max_steps=1", "evaluation.num_episodes=1"))
     trainer, met = run.rl, []
     stepping, updating = threading.Semaphore(0), threading.Semaphore(0)
@@ -140,13 +140,13 @@ def test_envs_play_while_updates_are_made(tmp_path, monkeypatch):
     real_step, real_update = trainer.env.chunk_step, OffPolicyTrainer._update
 
     def step(actions):
-        if trainer.owed >= 1:
+        if trainer.pending_updates >= 1:
             stepping.release()
             met.append(updating.acquire(timeout=60))
         return real_step(actions)
 
     def update(self, updates):
-        if self.owed >= 1 and threading.current_thread() is not threading.main_thread():
+        if self.pending_updates >= 1 and threading.current_thread() is not threading.main_thread():
             updating.release()
             assert stepping.acquire(timeout=60)
         real_update(self, updates)
@@ -182,12 +182,12 @@ def test_env_steps_earn_updates_and_policy_calls_do_not():
     )
     trainer = SimpleNamespace(
         loop=SimpleNamespace(state=SimpleNamespace(env_steps=0)), replay=SimpleNamespace(act=lambda *stored: None),
-        config=SimpleNamespace(utd_ratio=0.5), owed=0.0, _observe=lambda said: None,
+        config=SimpleNamespace(utd_ratio=0.5), pending_updates=0.0, _observe=lambda said: None,
     )  # fmt: skip
-    for is_warm_up, owed, env_steps in ((True, 0.0, 4), (False, 2.0, 8), (False, 4.0, 12)):
+    for is_warm_up, pending_updates, env_steps in ((True, 0.0, 4), (False, 2.0, 8), (False, 4.0, 12)):
         trainer._is_warm_up = lambda is_warm_up=is_warm_up: is_warm_up
         OffPolicyTrainer._store(trainer, torch.zeros(2, 6), outcome, SimpleNamespace(add=lambda outcome: None))
-        assert (trainer.owed, trainer.loop.state.env_steps) == (owed, env_steps)
+        assert (trainer.pending_updates, trainer.loop.state.env_steps) == (pending_updates, env_steps)
 
 
 def test_the_noise_of_the_warm_up_goes_to_both_sides():
@@ -204,5 +204,5 @@ def test_the_noise_of_the_warm_up_goes_to_both_sides():
     )
     trainer = SimpleNamespace(policy=policy, _is_warm_up=lambda: True)
     said = SimpleNamespace(features=torch.zeros(2, 1), chunks=base)
-    actions, _ = OffPolicyTrainer._decide(trainer, said, uniforms, SimpleNamespace(values=0))
+    actions, _ = OffPolicyTrainer._choose_actions(trainer, said, uniforms, SimpleNamespace(values=0))
     assert actions.tolist() == [pytest.approx([-0.4, -0.05]), pytest.approx([0.0, -1.0])], "the last one at its bound"

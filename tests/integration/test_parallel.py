@@ -25,7 +25,7 @@ from rlinf.errors import RankError
 from rlinf.models import build_policy
 from rlinf.models.embodiment.modules.normalizer import unit_range_stats
 from rlinf.optim.reference import Reference
-from rlinf.training.train_worker import TrainWorker, own_rows
+from rlinf.training.train_worker import TrainWorker, rank_rows
 
 ROWS, STEPS, LEARNING_RATE = 8, 2, 1e-2
 SMALL = [
@@ -70,7 +70,7 @@ def worker_of(held, config, max_grad_norm=1.0):
 def train(worker, config, num_steps=STEPS, first=0):
     """Clone random actions, and return the norm of each gradient; each rank computes its rows in micro-batches of one."""
     norms = []
-    index, _ = own_rows(ROWS)
+    index, _ = rank_rows(ROWS)
     length = worker.model.sft_chunk_len
     for step in range(first, first + num_steps):
         observation = random_observation(config, worker.model, ROWS, seed=step)

@@ -220,11 +220,11 @@ class TestPlayersOfARunThatHasNotBegun:
         built.rl.sync.push(30)
         calls = collector.submit(None, 0, 30, True)
         wait_for(calls)
-        evaluation = workers.ask(0, "evaluate", "evaluate", [])
+        evaluation = workers.submit(0, "evaluate", "evaluate", [])
         lost = workers.num_replaced
         workers._watch(0, 601.0)
         assert workers.num_replaced == lost
-        assert workers.answers([evaluation]) == [([], 0)]
+        assert workers.results([evaluation]) == [([], 0)]
         collector.result(calls)
 
     def test_a_player_for_which_no_machine_has_room_ends_the_run(self, built, monkeypatch):
@@ -234,17 +234,17 @@ class TestPlayersOfARunThatHasNotBegun:
         workers, everywhere = built.rl.collector.workers, {"num_cpus": 1000}
         built.rl.sync.push(40)
         send(signal.SIGKILL)(workers, 0)
-        call = workers.ask(0, "evaluate", "evaluate", [])
+        call = workers.submit(0, "evaluate", "evaluate", [])
         with monkeypatch.context() as patch:
             patch.setattr(Reservation, "start", lambda self, actor, number: ray.remote(**everywhere)(actor).remote())
             workers._replace(0, "its machine is lost")
             workers._watch(0, 899.0)
             with pytest.raises(
-                RankError, match=r"No machine .* has had room for rollout worker 0 for 900 s\..*resume="
+                RankError, match=r"No machine .* has had a free place for rollout worker 0 for 900 s\..*resume="
             ):
                 workers._watch(0, 2.0)
         workers._replace(0, "there is room again")
-        assert workers.answers([call]) == [([], 0)]
+        assert workers.results([call]) == [([], 0)]
 
     def test_where_several_ranks_train_a_silent_player_has_half_of_a_deadline(self, built, monkeypatch):
         """Its rank has to play again before the others have waited for the whole of it."""
@@ -252,14 +252,14 @@ class TestPlayersOfARunThatHasNotBegun:
         workers = built.rl.collector.workers
         built.rl.sync.push(45)
         send(signal.SIGSTOP)(workers, 0)
-        call = workers.ask(0, "rollout", "evaluate", [])
+        call = workers.submit(0, "rollout", "evaluate", [])
         with monkeypatch.context() as patch:
             patch.setattr(workers, "placement", replace(workers.placement, num_ranks=2))
             workers._watch(0, 299.0)
             assert not call.missed
             workers._watch(0, 2.0)
             assert call.missed
-        assert workers.answers([call]) == [([], 0)]
+        assert workers.results([call]) == [([], 0)]
 
     def test_a_player_that_is_late_twice_with_the_same_work_ends_the_run(self, built, monkeypatch):
         monkeypatch.setattr("rlinf.cluster.rollout_workers.DUMP_S", 0.0)  # nobody reads the stacks
@@ -267,16 +267,16 @@ class TestPlayersOfARunThatHasNotBegun:
         built.rl.sync.push(50)
         for repeats in (False, True):  # it may be late with other work as often as others may be lost
             send(signal.SIGSTOP)(workers, 1)
-            call = workers.ask(1, "rollout", "evaluate", [])
+            call = workers.submit(1, "rollout", "evaluate", [])
             workers._watch(1, 599.0)
             assert not call.missed
             workers._watch(1, 2.0)
             assert call.missed
             if not repeats:
-                workers.answers([call])
+                workers.results([call])
         send(signal.SIGSTOP)(workers, 1)  # while it is built
         with pytest.raises(
-            RankError, match=r"RolloutWorker 1 was lost: .* So was the one before it, with the same work"
+            RankError, match=r"Rollout worker 1 was lost: .* Its predecessor was lost in the same call"
         ):
             workers._watch(1, 1000.0)
 
@@ -303,7 +303,7 @@ def test_machines_whose_store_is_too_small_are_refused_before_a_model_is_built(t
     monkeypatch.setattr("rlinf.commands.train.build", lambda *_: pytest.fail("a model was built"))
     large = ["rollout.num_envs=4096", "trainer.minibatch_size=4096"]
     with pytest.raises(
-        ConfigError, match=r"store of objects has .* MiB on .*; required: .*`ray start --object-store-memory=\d+`"
+        ConfigError, match=r"object store has .* MiB on .*; required: .*`ray start --object-store-memory=\d+`"
     ):
         train(run_config(tmp_path, *PPO, *SPLIT, *large))
 
@@ -312,7 +312,7 @@ def test_more_losses_than_allowed_end_the_run(tmp_path, monkeypatch):
     moments = {("collect", 1): send(signal.SIGKILL)}
     with (
         disturbed(monkeypatch, moments),
-        pytest.raises(RankError, match=r"RolloutWorker 0 was lost.*cluster.max_restarts=0"),
+        pytest.raises(RankError, match=r"Rollout worker 0 was lost.*cluster.max_restarts=0"),
     ):
         train(run_config(tmp_path, *STATE, *SPLIT, "cluster.max_restarts=0"))
 
@@ -328,7 +328,7 @@ def test_a_machine_with_other_packages_is_refused_before_a_model_is_built(cluste
         monkeypatch.setattr("rlinf.commands.train.build", lambda *_: pytest.fail("a model was built"))
         spread = ["cluster.num_rollout_workers=4", "rollout.num_envs=8"]
         with pytest.raises(
-            ConfigError, match=r"machines of this run are not alike:\n.*version of another-package.*has 1.0"
+            ConfigError, match=r"machines of this run differ:\n.*version of another-package.*has 1.0"
         ):
             train(run_config(tmp_path / "run", *STATE, *SPLIT, *spread))
     finally:
@@ -366,4 +366,4 @@ def test_a_machine_that_is_lost_changes_nothing_where_another_one_has_room(clust
     finally:
         cluster.add_node(num_cpus=2, object_store_memory=100 << 20)
     check_equal(folder, runs("state", *STATE))
-    assert "Another one takes its place" in caplog.text  # more than once if Ray notices the loss of the machine late
+    assert "A replacement runs the same env groups" in caplog.text  # more than once if Ray notices the loss of the machine late

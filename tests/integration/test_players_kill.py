@@ -1,4 +1,4 @@
-"""RolloutWorkers are killed at random moments of a run (``scripts/rollout_workers_kill.py``, which kills a hundred)."""
+"""Rollout workers are killed at random moments of a run (``scripts/rollout_workers_kill.py``, which kills a hundred)."""
 
 from __future__ import annotations
 

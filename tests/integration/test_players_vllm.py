@@ -1,4 +1,4 @@
-"""RolloutWorkers with a vLLM engine each: the run of a rank with its engine, also when engines and rollout workers are killed."""
+"""Rollout workers with a vLLM engine each: the run of a rank with its engine, also when engines and rollout workers are killed."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_a_run_with_engines_in_players_is_bit_for_bit_that_of_an_engine_in_a_ran
 
 def push(worker, model, version, base=None, end=True):
     manifest = manifest_of(model)
-    worker.begin(PushHeader(version, manifest if base is None else None, base))
+    worker.start_push(PushHeader(version, manifest if base is None else None, base))
     for bucket in stored_buckets(model.state_dict().items(), version):
         worker.load(bucket)
     return worker.commit() if end else None

@@ -182,7 +182,7 @@ def step_with_uneven_shares(arguments):
         assert all(isinstance(p, DTensor) for p in policy.model.parameters()), (
             "trying the head leaves no weights behind"
         )
-        assert logprobs.has_separable_actor(policy.model) is not does_more
+        assert logprobs.has_separable_head(policy.model) is not does_more
         for attempt in range(2):
             rows = uneven_rows((rank() + attempt) % 2)  # each rank has few tokens once
             with Collectives() as collectives:

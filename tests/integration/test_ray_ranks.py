@@ -122,7 +122,7 @@ def test_a_rank_that_is_stopped_starts_again_with_the_others_and_changes_nothing
     with disturbed(tmp_path, 1, lambda pids: os.kill(pids[1], signal.SIGSTOP)) as pids:
         train(run_config(tmp_path, *SMALL, *RAY, *short))
     check_equal(tmp_path, runs("own", *SMALL))
-    assert "for more than 5 s; no answer from rank 1" in caplog.text and "start again from" in caplog.text
+    assert "for more than 5 s; no reply from rank 1" in caplog.text and "start again from" in caplog.text
     assert "was killed" not in caplog.text
     assert not rank_pids(tmp_path) and not any(map(is_running, pids.values()))
 

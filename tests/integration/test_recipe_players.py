@@ -24,7 +24,7 @@ from rlinf.options import from_mapping
 from rlinf.recipes.config import RecipeConfig
 from rlinf.recipes.launch_worker import train
 from rlinf.recipes.load import load_recipe
-from rlinf.recipes.plan import SPLIT, make_plan
+from rlinf.recipes.plan import DISAGGREGATED, make_plan
 from rlinf.recipes.rollout_workers import RolloutWorkerPlaces, place_rollout_workers
 from rlinf.recipes.run import run
 
@@ -197,7 +197,7 @@ def test_players_of_a_vision_language_model_see_the_pictures(tmp_path, monkeypat
         "validation.freq=2", "train.ckpt.enable_checkpoint=false", "validation.val_before_train=false",
     ]  # fmt: skip
     folders = []
-    for name, extra in (("alone", []), ("split", [SPLIT, "cluster.num_rollout_workers=2"])):
+    for name, extra in (("alone", []), ("split", [DISAGGREGATED, "cluster.num_rollout_workers=2"])):
         config, _ = load_recipe("shapes_grpo", [*words, *extra, f"train.timestamp={name}"])
         with places_of(config) as places:
             folders.append(train(config, places=places))

@@ -10,7 +10,7 @@ from rlinf.distributed.parallel import full_tensor
 from rlinf.distributed.process_group import rank
 from rlinf.llm.losses import DPOLossFn, GRPOLossFn
 from rlinf.models import HuggingFacePolicy
-from rlinf.recipes.completions import Answers, Completer
+from rlinf.recipes.completions import Completer, CompletionValidation
 from rlinf.recipes.datasets import PackedRows, Rows
 from rlinf.recipes.dpo import DPOTrainer
 from rlinf.recipes.grpo import Groups, GRPOTrainer
@@ -69,10 +69,10 @@ def make(kind, folder, lora, sharding):
     prompts = rows_of(lambda ids: Prompt(ids, reference="even"))
     completer = Completer(Counted(policy), Letters(), even_fraction, batch_size=8, max_new_tokens=4, end_tokens=[2])
     sizes["batch_size"] = 16
-    answers = Answers(completer, [prompts[number] for number in range(5)])
+    answers = CompletionValidation(completer, [prompts[number] for number in range(5)])
     return GRPOTrainer(
         policy, prompts, groups=Groups(4, seed=0, num_updates=2, max_resamples=1), loss=GRPOLossFn(dual_clip=3.0, kl_coef=0.1),
-        completer=completer, answers=answers, **sizes,
+        completer=completer, completion_validation=answers, **sizes,
     )  # fmt: skip
 
 

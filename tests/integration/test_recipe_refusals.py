@@ -71,11 +71,11 @@ def other_second_epoch():
 
 CASES = {
     "too few rows": ("sft", 4, lambda: ROWS[:3], "The dataset has 3 rows, too few for one batch of .*=4"),
-    "rows by rank, unevenly": ("sft", 2, fraction_of_rows, "rank 0 has 5 rows, rank 1 has 3.*On every rank a script must give all rows"),
-    "rows by rank, evenly": ("sft", 2, other_rows, "row 0 of rank 1 is not that of rank 0.*On every rank a script must give all rows"),
-    "another row in the middle": ("sft", 2, lambda: other_row(4), "row 4 of rank 1 is not that of rank 0"),
-    "another last row": ("sft", 2, lambda: other_row(7), "row 7 of rank 1 is not that of rank 0"),
-    "a stream by rank": ("sft", 2, lambda: stream(other_rows()), "differs between the ranks, in its rows up to 4. On every rank a script"),
+    "rows by rank, unevenly": ("sft", 2, fraction_of_rows, "rank 0 has 5 rows, rank 1 has 3.*A script must pass all rows on every rank"),
+    "rows by rank, evenly": ("sft", 2, other_rows, "row 0 of rank 1 differs from rank 0.*A script must pass all rows on every rank"),
+    "another row in the middle": ("sft", 2, lambda: other_row(4), "row 4 of rank 1 differs from rank 0"),
+    "another last row": ("sft", 2, lambda: other_row(7), "row 7 of rank 1 differs from rank 0"),
+    "a stream by rank": ("sft", 2, lambda: stream(other_rows()), "differs between the ranks, in its rows up to 4. A script must pass"),
     "a stream that differs later": ("sft", 8, other_second_epoch, "The stream of the dataset differs between the ranks"),
     "a group that would be split": ("grpo", 4, lambda: ROWS, "of rollout.n_generation=4 on 2 ranks. Set .* a multiple of 8"),
 }  # fmt: skip
@@ -96,7 +96,7 @@ def reject_on_a_rank(arguments) -> None:
     for name, (kind, batch_size, rows, _) in CASES.items():
         try:
             run(
-                recipe(model, folder / ("begun" if "later" in name else "out"), kind, batch_size),
+                recipe(model, folder / ("started" if "later" in name else "out"), kind, batch_size),
                 dataset=rows(),
                 data_packer=Ids(),
                 reward_fns=["format"],
@@ -156,7 +156,7 @@ def test_a_stream_is_compared_block_by_block(tmp_path):
     assert one == two and one.keys() == {"another block"}, "equal streams are no error, over two epochs"
     step, message = one["another block"]
     assert step == 3, "row 7 is of the third block, which starts with the seventh row"
-    assert "in its rows up to 8. On every rank a script must give all rows" in message
+    assert "in its rows up to 8. A script must pass all rows on every rank" in message
 
 
 def compare_rows(folder) -> None:

@@ -126,7 +126,7 @@ def test_a_checkpoint_is_exported_as_the_final_policy_was(model, tmp_path, lora,
         assert (tmp_path / "adapter" / "adapter_config.json").is_file()
         words[2] = f"policy.model_name_or_path={other_weights(model, tmp_path / 'other')}"
         assert main(["export", *words[:1], f"output={tmp_path / 'rejected'}", words[2]]) == 2
-        assert "belong to other base weights" in capsys.readouterr().err and not (tmp_path / "rejected").exists()
+        assert "belong to different base weights" in capsys.readouterr().err and not (tmp_path / "rejected").exists()
 
 
 def all_weights(folder: Path) -> dict[str, torch.Tensor]:
@@ -304,6 +304,6 @@ def test_a_run_that_is_stopped_says_whether_it_was_saved(model, tmp_path, monkey
         start(config)
     log = capfd.readouterr().err
     assert end.value.code == 128 + signal.SIGTERM and len(list(tmp_path.glob("2*/checkpoints/step_1"))) == saves
-    assert ("what was trained is saved first" in log) == ("its checkpoint is saved" in log) == saves
-    assert ("what was trained is not saved" in log) == ("nothing was saved" in log) == (not saves)
+    assert ("training so far is saved first" in log) == ("its checkpoint is saved" in log) == saves
+    assert ("training so far is not saved" in log) == ("nothing was saved" in log) == (not saves)
     assert len(list(tmp_path.glob("2*/report.html"))) == 1, "the report shows the steps until then"

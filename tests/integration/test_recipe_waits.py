@@ -89,7 +89,7 @@ class SlowPlayer:
     def __init__(self, folder: Path, placement: Placement) -> None:
         self.folder, self.placement = folder, placement
 
-    def shared_out(self, deadline, method, parts):
+    def distribute(self, deadline, method, parts):
         for number, (batch, greedy) in enumerate(parts):
             assert (deadline, method, greedy) == ("rollout", "generate", False)
             assert number == 0 or wait_for(self.folder / f"known_{number}", 20), f"rank 1 waits for answer {number}"

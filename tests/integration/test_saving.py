@@ -205,7 +205,7 @@ def test_the_lock_of_a_process_that_was_killed_is_open(tmp_path):
     try:
         assert process.stdout.readline() == b"locked\n"
         with (
-            pytest.raises(ConfigError, match=rf"Another run is writing to .*\(process {process.pid} on"),
+            pytest.raises(ConfigError, match=rf"A different run is writing to .*\(process {process.pid} on"),
             locked_folder(tmp_path),
         ):
             pytest.fail("two writers")

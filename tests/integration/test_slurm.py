@@ -77,7 +77,7 @@ def test_a_killed_rank_sends_the_job_back_into_the_queue_where_it_resumes(slurm,
     os.kill(victims["1"], signal.SIGKILL)
     fields = job.wait()
     assert (fields["JobState"], fields["Restarts"]) == ("COMPLETED", "1"), job.output()
-    assert f"job {job.number} goes back into the queue" in job.output()
+    assert f"job {job.number} is requeued" in job.output()
     assert "2 ranks" in job.output() and "there is no complete checkpoint" in job.output()
     assert (tmp_path / "run" / "report.html").is_file()
     train(run_config(tmp_path / "whole", *words, "cluster.num_processes=2"))

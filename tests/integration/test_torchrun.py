@@ -82,7 +82,7 @@ def test_two_machines_train_one_policy_and_refuse_another_configuration(tmp_path
     ends = two_ranks(tmp_path, words, [*words, "seed=4"])
     found = {tuple(re.findall(r"ConfigError: .*\n.*", err)) for _, _, err in ends}
     assert len(found) == 1 and len(next(iter(found))) == 1, "the same error once on both"
-    assert re.search(r"the word seed: rank \d on .* has .*rank 0 on ", str(found))
+    assert re.search(r"argument seed: rank \d on .* has .*rank 0 on ", str(found))
     assert 0 not in [status for status, _, _ in ends] and not (tmp_path / "rejected").exists()
 
 

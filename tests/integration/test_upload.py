@@ -215,13 +215,13 @@ def test_what_the_hub_refuses_is_said(hub, tmp_path):
     run, _ = finished_run(tmp_path)
     assert "ConfigError: train.ckpt.upload_hf=true needs a token" in upload_to(hub, run, token=None)
     said = upload_to(hub, run, token="hf_wrong")
-    assert "ConfigError" in said and "begun" not in said and "hf_wrong" not in said
+    assert "ConfigError" in said and "started" not in said and "hf_wrong" not in said
     hub.role = "read"
     rejected = "ConfigError: train.ckpt.upload_hf=true needs a token with write access; the token of 'me' may only read"
     assert rejected in upload_to(hub, run)
     hub.role, hub.failures = "write", 1000
     said = upload_to(hub, run)
-    assert "begun" in said and "CheckpointError: Cannot upload" in said and "tried 3 times" in said
+    assert "started" in said and "CheckpointError: Cannot upload" in said and "tried 3 times" in said
 
 
 SCRIPT = """

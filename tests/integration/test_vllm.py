@@ -287,7 +287,7 @@ def test_a_failed_sync_rebuilds_the_engine_and_a_hang_ends_with_stacks(tmp_path,
         with monkeypatch.context() as patch, pytest.raises(EngineError) as error:
             patch.setattr(vllm_engine, "time", clock)
             act(policy, model.preprocess(observe(seed=1)))  # vLLM would not encode the same images again
-        assert "did not answer 'generate' within 200 s" in str(error.value) and "embed_multimodal" in str(error.value)
+        assert "did not reply to 'generate' within 200 s" in str(error.value) and "embed_multimodal" in str(error.value)
         assert "rollout.vllm.timeout_s=400" in str(error.value) and not is_running(second)
     finally:
         policy.close()

@@ -53,7 +53,7 @@ def failed(checks):
 def test_a_sound_engine_passes_greedy_and_sampled_before_and_after_an_update(checker, worker):
     checks = checker.vllm_checks(worker)
     assert not failed(checks) and len(checks) == 10 + 2 + 3 + 1 + 2
-    for word in ("batch 1, short prompts, greedy", "batch 4, whole prompts, sampled", "temperature 0.867, greedy"):
+    for word in ("batch 1, short prompts, greedy", "batch 4, full prompts, sampled", "temperature 0.867, greedy"):
         assert any(word in check.name for check in checks)
     assert {check.name for check in checks} >= set(UPDATE)
 
@@ -85,7 +85,7 @@ def test_an_engine_that_leaves_out_unlikely_tokens_is_found(checker, worker, mon
 
     worker.update_weights(4)
     monkeypatch.setattr(worker, "predict_action_batch", only_likely)
-    assert failed(checker.rollout_checks(worker, "vllm")) == ["vllm: samples are as surprising as scored"]
+    assert failed(checker.rollout_checks(worker, "vllm")) == ["vllm: samples are from the scored distribution"]
 
 
 def test_an_update_that_never_arrives_is_found(checker, worker, monkeypatch):

@@ -279,7 +279,7 @@ def test_missing_or_misshapen_keys_are_named():
 
 def test_labels_are_refused_where_a_token_mask_would_be_read():
     labels = torch.tensor([[-100, -100, 5]])
-    with pytest.raises(ConfigError, match=r"Give token_mask=\(labels != -100\)"):
+    with pytest.raises(ConfigError, match=r"Pass token_mask=\(labels != -100\)"):
         trained_tokens(batch_of([3], labels=labels))
     data = batch_of([3], labels=labels, token_mask=labels != -100)
     assert trained_tokens(data).tolist() == [[False, False, True]]

@@ -18,8 +18,8 @@ from rlinf.options import to_mapping
 from rlinf.preflight.conditions import build_manifest
 from rlinf.types import ActionEvaluation, ActionPrediction, Observation
 
-ROLLOUT, ROWS, AGAIN = "rollout against training", "a row alone and in a batch", "the same again"
-SURPRISE, TRANSFORM = "samples are as surprising as scored", "samples are those of the random numbers"
+ROLLOUT, ROWS, AGAIN = "rollout against training", "a single row and in a batch", "repeatable"
+SURPRISE, TRANSFORM = "samples are from the scored distribution", "samples are the inverse transform of the random numbers"
 COMMANDS = {
     "cnn": ["experiment=tabletop_ppo_cnn", "model.precision=bf16-mixed"],
     "openvla, bf16": ["model=openvla_tiny", "model.precision=bf16"],
@@ -97,10 +97,10 @@ def test_the_command_prints_a_row_per_check(name, capsys):
     assert all(f" {result} " in line for line, result in results)
     notes = [line for line, result in results if result == "note"]
     assert len(notes) == len(NOT_READ.get(name, [])) + (name not in TOKENS) + 2 * ("pi0" in name)
-    assert all(f"another row's {part} differ" in "".join(notes) for part in NOT_READ.get(name, []))
-    for word in ("batch 1", "batch 4", "short prompts", "whole prompts", "sampled", "gradients"):
+    assert all(f"a different row's {part} differ" in "".join(notes) for part in NOT_READ.get(name, []))
+    for word in ("batch 1", "batch 4", "short prompts", "full prompts", "sampled", "gradients"):
         assert any(word in line for line in lines)
-    assert any(ROLLOUT in line and "whole prompts, greedy" in line for line in lines) == (name in TOKENS)
+    assert any(ROLLOUT in line and "full prompts, greedy" in line for line in lines) == (name in TOKENS)
     assert note.startswith("vllm: not checked. ")
 
 
@@ -111,12 +111,12 @@ def test_a_sound_model_passes_with_the_numbers_of_the_check(checker):
 
 
 def test_rows_have_prompts_of_other_lengths(checker):
-    short, whole = checker.prompts["short"], checker.prompts["whole"]
+    short, whole = checker.prompts["short"], checker.prompts["full"]
     assert short.instruction == ["reach the", "push the blue block", "go", "reach the green"]
     assert whole.instruction == checker.observation.instruction
     assert checker.mixed.instruction == [short.instruction[0], whole.instruction[1], "go", whole.instruction[3]]
     one_word = replace(checker, observation=replace(checker.observation, instruction=["go"] * NUM_ROWS))
-    assert list(one_word.prompts) == ["whole"] and one_word.mixed.instruction == ["go"] * NUM_ROWS
+    assert list(one_word.prompts) == ["full"] and one_word.mixed.instruction == ["go"] * NUM_ROWS
     assert not failed(one_word)
 
 
@@ -228,19 +228,19 @@ def no_gradients(model):
 
 DEFECTS = {
     rollout_at_another_temperature: [*[ROLLOUT] * 5, TRANSFORM],
-    scores_that_ignore_the_temperature: [f"{ROLLOUT}, batch 4, temperature 1.5", "log-probs at another temperature"],
-    no_temperature_at_all: ["log-probs at another temperature"],
+    scores_that_ignore_the_temperature: [f"{ROLLOUT}, batch 4, temperature 1.5", "log-probs at a different temperature"],
+    no_temperature_at_all: ["log-probs at a different temperature"],
     rows_that_see_their_neighbours: [ROWS] * 4,
     padding_that_counts: [ROWS] * 4,
     values_of_the_whole_batch: [f"{ROWS}, values"],
     greedy_that_samples: [f"{ROWS}, greedy actions", f"{AGAIN}, greedy"],
     uniforms_that_are_ignored: [f"{ROWS}, sampled actions", f"{AGAIN}, sampled", TRANSFORM],
-    samples_that_are_always_the_same: ["other uniforms, other samples", SURPRISE, TRANSFORM],
+    samples_that_are_always_the_same: ["different uniforms, different samples", SURPRISE, TRANSFORM],
     samples_that_are_narrower_than_scored: [SURPRISE, TRANSFORM],
     uniforms_in_another_order: [TRANSFORM],
-    images_without_effect: ["log-probs with another row's images"],
-    states_without_effect: ["log-probs with another row's state"],
-    words_without_effect: ["log-probs with another row's instruction"],
+    images_without_effect: ["log-probs with a different row's images"],
+    states_without_effect: ["log-probs with a different row's state"],
+    words_without_effect: ["log-probs with a different row's instruction"],
     dropout_in_training: ["training mode against evaluation mode"],
     gradients_that_are_not_finite: ["gradients reach the tensors"],
     no_gradients: ["gradients reach the tensors"],

@@ -109,7 +109,7 @@ def test_the_yaml_lists_every_field_with_its_default(folder, page):
 def test_its_options_are_checked_like_any_others(folder):
     with pytest.raises(ConfigError, match="algorithm.baseline is 'median'"):
         composed(folder, "algorithm.baseline=median")
-    with pytest.raises(ConfigError, match="no key 'gae_lambda'.*Leave algorithm.gae_lambda out"):  # an option of PPO
+    with pytest.raises(ConfigError, match="no key 'gae_lambda'.*Remove algorithm.gae_lambda"):  # an option of PPO
         composed(folder, "algorithm.gae_lambda=0.9")
 
 

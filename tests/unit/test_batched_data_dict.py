@@ -180,7 +180,7 @@ def packed(lengths, shards=1, args=BUDGET, **more):
         (lambda: numbered(4).shard_by_batch_size(1, sequence_packing_args=BUDGET), "no 'attention_mask'"),
         (lambda: packed([1, 2], dynamic_batching_args=BUDGET), "exclude each other"),
         (lambda: packed([1, 2], allow_uneven_shards=True), "allow_uneven_shards"),
-        (lambda: packed([9, 2]), "9 tokens is longer than max_tokens_per_microbatch=8.*=9 or more"),
+        (lambda: packed([9, 2]), "9 tokens is longer than max_tokens_per_microbatch=8.*Pass 9 or more"),
         (lambda: packed([2], 2), "1 sequences do not make a multiple of 2 bins of 8"),
         (lambda: packed([8, 7, 8, 7, 8], 3), "5 sequences do not make a multiple of 3 bins of 8"),
         (lambda: numbered(1).shard_by_batch_size(0, None), "shards=0, batch_size=.*required: 1 or more"),

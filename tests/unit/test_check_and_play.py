@@ -76,7 +76,7 @@ def test_an_env_that_keeps_the_contract_exits_with_0(dot, capsys):
     assert main(["check", *dot(GOOD, "good_dot")]) == 0
     printed = capsys.readouterr().out
     assert lines_of(printed) == dict.fromkeys(PROPERTIES.values(), "pass")
-    assert printed.endswith("one_dot: keeps the contract\n")
+    assert printed.endswith("one_dot: fulfils the contract\n")
 
 
 def test_one_line_of_yaml_is_enough(dot, here, capsys):
@@ -84,7 +84,7 @@ def test_one_line_of_yaml_is_enough(dot, here, capsys):
     (here / "mine" / "env").mkdir(parents=True)
     (here / "mine" / "env" / "short.yaml").write_text("name: one_dot\n")
     assert main(["check", "env=short", *words[1:], "--config-dir", "mine", "env.max_episode_steps=5"]) == 0
-    assert capsys.readouterr().out.endswith("short: keeps the contract\n")
+    assert capsys.readouterr().out.endswith("short: fulfils the contract\n")
 
 
 def test_a_violated_property_is_named_with_its_sentence_and_exits_with_1(dot, capsys):
@@ -108,7 +108,7 @@ def test_what_builds_on_a_violated_property_is_not_checked(dot, capsys):
 def test_a_gymnasium_id_is_checked_and_long_episodes_are_cut(capsys):
     assert main(["check", "env=gymnasium", "env.id=Pendulum-v1", "env.num_processes=0"]) == 0
     printed = capsys.readouterr().out
-    assert printed.startswith("episodes of up to 200 env steps are cut at 64; env.max_episode_steps=<number>")
+    assert printed.startswith("episodes of up to 200 env steps are truncated at 64; env.max_episode_steps=<number>")
     assert "FAIL" not in printed and "not checked" not in printed
     assert main(["check", "env=gymnasium", "env.id=Pendulum-v1", "env.num_processes=0", "env.max_episode_steps=9"]) == 0
     assert "are cut" not in capsys.readouterr().out
@@ -117,7 +117,7 @@ def test_a_gymnasium_id_is_checked_and_long_episodes_are_cut(capsys):
 @pytest.mark.parametrize(
     ("words", "said"),
     [([], "needs one env"), (["env.image_size=32"], "needs one env"), (["env=tabeltop"], "Did you mean 'tabletop'"),
-     (["env=tabletop", "seed=3"], "got seed"), (["env=tabletop", "--cfg", "job"], "no flag but --config-dir"),
+     (["env=tabletop", "seed=3"], "got seed"), (["env=tabletop", "--cfg", "job"], "no flag except --config-dir"),
      (["env=tabletop", "env.taks=[reach]"], "env.tasks=[reach]")],
 )  # fmt: skip
 def test_what_cannot_be_checked_is_one_line(words, said, capsys):

@@ -169,7 +169,7 @@ def test_a_saved_configuration_that_is_damaged_or_has_aliases_is_refused_before_
     levels = ["a0: &a0 [x, x, x, x, x, x, x, x, x]"]
     levels += [f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]" for n in range(1, 9)]  # 9 ** 9 words
     (tmp_path / "config.yaml").write_text("\n".join(levels))
-    with pytest.raises(CheckpointError, match=r"has an alias \(\*name\)\)\. Use another checkpoint"):
+    with pytest.raises(CheckpointError, match=r"has an alias \(\*name\)\)\. Use a different checkpoint"):
         read_saved_config(tmp_path)
     (tmp_path / "config.yaml").write_text("seed: 1")
     assert read_saved_config(tmp_path) == {"seed": 1}
@@ -193,7 +193,7 @@ def test_a_run_without_a_checkpoint_names_the_newest_one_beside_it(tmp_path):
         (tmp_path / run / "checkpoints" / "rl_000001" / "state.json").write_text("{}")
     (tmp_path / "2026-01-03" / "checkpoints").mkdir(parents=True)
     (tmp_path / "latest").symlink_to("2026-01-03")
-    with pytest.raises(CheckpointError, match=r"The newest run beside it that has one is .*2026-01-02$"):
+    with pytest.raises(CheckpointError, match=r"The newest run with a checkpoint in .* is .*2026-01-02$"):
         resolve_checkpoint(tmp_path / "latest")
 
 

@@ -45,7 +45,7 @@ def offered(line, capsys):
         ("rlinf train no_such_section.k", []),
         ("rlinf train env=no_such_env env.ta", ["env.tasks="]),
         ("rlinf why outputs/", []),
-        ("rlinf robot max_", ["max_relative_target=", "max_failures="]),
+        ("rlinf robot max_", ["max_relative_target=", "max_observation_age_s=", "max_failures="]),
         ("rlinf robot success=", ["env", "human", "page"]),
         ("rlinf robot real_time=", ["true", "false"]),
         ("rlinf robot evaluation.gre", ["evaluation.greedy="]),
@@ -70,7 +70,7 @@ def test_another_shell_is_refused_in_one_sentence(words, monkeypatch, capsys):
     monkeypatch.setenv("SHELL", "/bin/tcsh")
     assert main(["--install-completion", *words]) == EXIT_USER_ERROR
     error = capsys.readouterr().err
-    assert "required: bash, zsh, fish. Run rlinf --install-completion bash" in error and error.count("\n") == 1
+    assert "required: one of bash, zsh, fish. Run rlinf --install-completion bash" in error and error.count("\n") == 1
 
 
 def environment(home: Path) -> dict[str, str]:
@@ -131,7 +131,7 @@ def test_tab_completes_an_experiment_in_a_shell(shell, tmp_path, monkeypatch, ca
 def test_the_help_of_a_command_explains_its_own_keys(command, capsys):
     """Each key with its default, choices or bounds, and what it means, in order and within 80 columns."""
     assert main([command, "--help"]) == 0
-    lines = capsys.readouterr().out.partition("keys of its own")[2].splitlines()
+    lines = capsys.readouterr().out.partition("its keys, with their defaults")[2].splitlines()
     words, kind = " ".join(lines).split(), import_string(OWN_KEYS[command])
     for name, field in public_fields(kind).items():
         shown = next(line for line in lines if line.startswith(f"  {name}="))

@@ -200,7 +200,7 @@ def test_keys_of_an_env_or_algorithm_are_those_of_the_chosen_one():
     with pytest.raises(ConfigError, match=r"no key 'env\.upriht'\. Did you mean 'upright'"):
         build("env=metaworld", "env.upriht=false")
     with pytest.raises(
-        ConfigError, match=r"^env=metaworld has no key 'distractors'.* tabletop has it. Leave env.distr"
+        ConfigError, match=r"^env=metaworld has no key 'distractors', which belongs to tabletop. Remove env.distr"
     ):
         build("env=metaworld", "env.distractors=true")  # of the default env
     with pytest.raises(ConfigError, match=r"no key 'algorithm\.max_resample'\. Did you mean 'max_resamples'"):
@@ -248,7 +248,7 @@ def test_a_users_group_lies_over_the_schema_of_its_section(tmp_path):
     over = build("model=over", config_dir=str(tmp_path)).model
     assert over.precision == "bf16" and over.init_config == build("model=mlp").model.init_config, "of the one below"
     (tmp_path / "model" / "listed.yaml").write_text("- a\n")
-    with pytest.raises(ConfigError, match="model/listed.yaml holds a list"):
+    with pytest.raises(ConfigError, match="model/listed.yaml contains a list"):
         build("model=listed", config_dir=str(tmp_path))
     for words, key in ((["model=typo"], "model.precison"), (["model=mine", "model.is_lorra=true"], "model.is_lorra")):
         with pytest.raises(ConfigError, match=f"no key '{key}'.*Did you mean"):
@@ -484,7 +484,7 @@ def test_another_algorithm_goes_with_an_experiment_and_its_other_keys_are_left_o
     assert config.algorithm.name == "grpo" and config.algorithm.update_epochs == 2, "a key that it has is taken"
     assert said.count("\n") == 1 and "algorithm=grpo has no such keys: critic_warmup_steps, gamma" in said
     for typed, said in (
-        ("algorithm.gamma=0.9", r"algorithm=grpo has no key 'gamma'.* Leave algorithm.gamma out, or set algorithm="),
+        ("algorithm.gamma=0.9", r"algorithm=grpo has no key 'gamma'.* Remove algorithm.gamma, or set algorithm="),
         ("algorithm.critic_warmup=3", r"no key 'algorithm.critic_warmup'"),
     ):
         with pytest.raises(ConfigError, match=said) as error:

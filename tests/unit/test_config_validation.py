@@ -64,7 +64,7 @@ def suggestions(message: str) -> list[list[str]]:
 
 CASES = {
     "envs over ranks": (["rollout.num_envs=63", "cluster.num_processes=2"], "63"),
-    "recomputing a policy without blocks": (["model=mlp", "model.gradient_checkpointing=true"], "no repeated blocks"),
+    "recomputing a policy without blocks": (["model=mlp", "model.gradient_checkpointing=true"], "has no layers"),
     "a profiled step too many": (["trainer.max_steps=3", "trainer.profile_steps=[1,3]"], "profile_steps=[1,3] with trainer.max_steps=3"),
     "a profile that ends before it starts": (["trainer.profile_steps=[5,3]"], "profile_steps=[5,3]"),
     "a profile without an end": (["trainer.profile_steps=[2]"], "profile_steps=[2]"),
@@ -83,7 +83,7 @@ CASES = {
     "whole episodes that continue": (
         ["rollout.auto_reset=false", "rollout.continue_episodes=true"], "rollout.auto_reset=false"),
     "groups over processes": (["algorithm=grpo", "rollout.worker_processes=5"], "8 groups per rank"),
-    "threads that play ahead": (["cluster.max_staleness=1", "algorithm.tis_cap=2.0"], "rollouts that the ranks play"),
+    "threads that play ahead": (["cluster.max_staleness=1", "algorithm.tis_cap=2.0"], "rollouts in the training ranks"),
     "older weights without a correction": (["cluster.max_staleness=1", "rollout.worker_processes=1"], "algorithm.tis_cap=null"),
     "grpo without groups": (["algorithm=grpo", "rollout=default"], "rollout.group_size=1"),
     "grpo with auto-reset": (["algorithm=grpo", "rollout.auto_reset=true"], "rollout.auto_reset=true"),
@@ -99,7 +99,7 @@ CASES = {
     "unknown task": (["env.tasks=[reach,psuh]"], "'psuh'"),
     "two unknown tasks": (["env.tasks=[raech,psuh,reach-v3]"], "'raech'"),
     "no task": (["env.tasks=[]"], "env.tasks is []"),
-    "task twice": (["env.tasks=[reach,reach]"], "twice"),
+    "task twice": (["env.tasks=[reach,reach]"], "repeats a task"),
     "unknown model": (["model.model_type=opnvla"], "'opnvla'"),
     "unknown precision": (["model.precision=fp8"], "'fp8'"),
     "precision without autocast": (["model.precision=fp16-mixed"], "'fp16-mixed'"),
@@ -308,7 +308,7 @@ def test_folder_of_another_run_is_refused_for_training(finished, monkeypatch):
     checkpoint = finished / "checkpoints" / "rl_000002"
     checkpoint.mkdir()
     (checkpoint / "state.json").write_text("{}")
-    with pytest.raises(ConfigError, match="already holds a run") as caught:
+    with pytest.raises(ConfigError, match="already contains a run") as caught:
         validate(build(f"output_dir={finished}"))
     assert f"Set resume={finished} " in str(caught.value) and "output_dir=<another folder>" in str(caught.value)
     validate(build(f"output_dir={finished}"), "evaluate")
@@ -318,7 +318,7 @@ def test_folder_of_another_run_is_refused_for_training(finished, monkeypatch):
     monkeypatch.setattr("rlinf.preflight.saved.resolve_checkpoint", lambda source: checkpoint)
     validate(build(f"output_dir={finished}", f"resume={finished}"))
     (finished.parent / "other" / "checkpoints").mkdir(parents=True)
-    with pytest.raises(ConfigError, match="already holds a run"):
+    with pytest.raises(ConfigError, match="already contains a run"):
         validate(build(f"output_dir={finished.parent / 'other'}", f"resume={finished}"))
 
 
@@ -333,7 +333,7 @@ REFUSED = {
     "a width above 1": ("evaluate", ["evaluation.stop_when=1.5"], "=1.5; .* Set evaluation.stop_when=0.1"),
     "a list too short to decide": (
         "evaluate", ["evaluation.stop_when=decided", "evaluation.compare=a", "evaluation.num_episodes=5"],
-        "cannot decide .* at least 6. Set evaluation.num_episodes=200"),
+        "too few to decide .* at least 6. Set evaluation.num_episodes=200"),
     "nothing to clone": ("sft", [], "nothing to do"),
 }  # fmt: skip
 """Rejections whose fix names another command or folder, or ends the run."""

@@ -396,7 +396,7 @@ def test_what_cannot_be_measured_of_libero_is_asked_for(change, expected, tmp_pa
         assert main(["convert", *words]) == 0
         assert [each["num_env_steps"] for each in recorded(tmp_path / value)["episodes"]] == [rows]
         printed = capsys.readouterr().out
-        assert f"with the {'next action' if value == 'true' else 'action of its row'} in 1 episodes" in printed
+        assert f"with the {'next action' if value == 'true' else 'action of its frame'} in 1 episodes" in printed
 
 
 def test_an_episode_that_is_long_enough_is_measured(tmp_path):

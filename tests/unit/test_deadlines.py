@@ -98,12 +98,12 @@ def test_a_hang_ends_with_its_name_and_the_stacks_of_all(function, name, stacks,
     log = capfd.readouterr().err
     assert re.match(rf"Rank [01] on .* was in '{name}' for more than 2 s", str(error.value))
     assert f"set cluster.deadlines.{name}=4" in str(error.value)
-    assert ("no answer from rank 1" in str(error.value)) == silent
+    assert ("no reply from rank 1" in str(error.value)) == silent
     for rank in (0, 1):
         assert log.count(f"--- rank {rank} on {socket.gethostname()} (process {pids[rank]})") == 1
     for words in set(stacks):
         assert log.count(words) >= stacks.count(words), log
-    assert ("no answer: it is stopped" in log) == silent
+    assert ("no reply: it is stopped" in log) == silent
     assert seconds < LIMIT_S + 10
     simulators = tmp_path / "simulators"
     pids += [int(pid) for pid in simulators.read_text().split()] if simulators.exists() else []
@@ -159,7 +159,7 @@ def test_under_torchrun_every_rank_tells_the_error_and_ends(tmp_path):
         pids, start = ranks_of(tmp_path)
         assert time.time() - start < LIMIT_S + 10
         assert (
-            "DeadlineError: Rank 0 on " in log and "no answer from rank 1" in log and "in stop_before_an_update" in log
+            "DeadlineError: Rank 0 on " in log and "no reply from rank 1" in log and "in stop_before_an_update" in log
         )
         os.kill(pids[1], signal.SIGKILL)  # torchrun itself does so after half a minute
         assert launcher.wait(60) != 0
@@ -303,10 +303,10 @@ def test_a_rank_does_not_wait_for_ever_for_the_error_of_an_alarm(monkeypatch):
     monkeypatch.setattr(deadlines, "REPORT_S", 0.0)
     ended = []
     rank = SimpleNamespace(store=dist.HashStore(), _ended=threading.Event(), ends_process=False, _leave=ended.append)
-    Watchdog._end_with_the_others(rank, 0.0)
+    Watchdog._end_with_all_ranks(rank, 0.0)
     assert isinstance(ended[0], DeadlineError) and "before it could report" in str(ended[0])
     report(rank.store, DeadlineError("a control"))
-    Watchdog._end_with_the_others(rank, 0.0)
+    Watchdog._end_with_all_ranks(rank, 0.0)
     assert str(ended[1]) == "a control"
 
 

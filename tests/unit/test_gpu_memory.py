@@ -12,7 +12,7 @@ import torch
 from rlinf.config.compose import compose_config
 from rlinf.config.schema import build_config
 from rlinf.distributed.parallel import choose_sharding
-from rlinf.engines.gpu_fraction import engine_fraction, share_beside
+from rlinf.engines.gpu_fraction import colocated_fraction, engine_fraction
 from rlinf.envs.config import most_simulators, with_share_of_cores
 from rlinf.envs.graphics import backend
 from rlinf.envs.libero.env import LiberoConfig
@@ -87,7 +87,7 @@ def test_peaks_by_hand(monkeypatch):
     memory = memory_of()
     assert (memory.acting, memory.scoring) == (1000 + 2 * 40, 1000 + 40)
     assert [memory.updating(8, n) for n in range(3)] == [1000 + 100 + 8 * row for row in (50, 30, 20)]
-    assert [memory.blocks_to_recompute(8, limit) for limit in (1500, 1499, 1339, 1259)] == [0, 1, 2, None]
+    assert [memory.layers_to_recompute(8, limit) for limit in (1500, 1499, 1339, 1259)] == [0, 1, 2, None]
     assert (memory.largest_micro_batch(1500), memory.largest_micro_batch(1500, 0)) == (20, 8)
     assert memory_of(half_gradients=700).updating(8, 0) == 1700, "gradients come as activations go"
     asleep, awake = memory_of(engine=500), memory_of(engine=500, engine_sleeps=False)
@@ -266,9 +266,12 @@ def test_fixes_that_are_named_can_help():
 def test_the_share_of_an_engine_beside_a_policy(caplog):
     """Of 3 billion weights trained in full (62 GB) 8 of 80 and 69 of 141 GB are left, of a 7B with LoRA (18 GB) 52 of 80."""
     policy_3b, policy_7b = 62 * GB, 18 * GB
-    shares = [share_beside(size * GB, policy_3b) for size in (24, 80, 141)]
+    shares = [colocated_fraction(size * GB, policy_3b) for size in (24, 80, 141)]
     assert shares == pytest.approx([0, 8 / 80, 69 / 141])
-    assert share_beside(80 * GB, policy_7b) == pytest.approx(52 / 80) and share_beside(141 * GB, policy_7b) == 0.8
+    assert (
+        colocated_fraction(80 * GB, policy_7b) == pytest.approx(52 / 80)
+        and colocated_fraction(141 * GB, policy_7b) == 0.8
+    )
     words = {"key": "rollout.gpu_memory_utilization", "apart": "mode=disaggregated"}
     assert engine_fraction(None, 141 * GB, policy_3b, 6 * GB, **words) == pytest.approx(69 / 141)
     with pytest.raises(

@@ -154,7 +154,7 @@ def test_a_folder_that_changed_is_no_reference(tiny_lm, batch, tmp_path):
     policy = HuggingFacePolicy(str(tmp_path))
     policy.train(batch, NLLLossFn())
     policy.model.save_pretrained(tmp_path)
-    with pytest.raises(CheckpointError, match="no longer holds.*before the first train"):
+    with pytest.raises(CheckpointError, match="no longer has.*before the first train"):
         policy.get_reference_logprobs(batch)
 
 
@@ -402,14 +402,14 @@ def test_batches_that_do_not_fit_the_loss_are_refused(tiny_lm, batch):
     left = BatchedDataDict({key: batch[key].flip(1) for key in ("input_ids", "attention_mask")})
     three, listed = batch | {"advantages": torch.ones(3)}, batch | {"old_logprobs": [[0.0] * 6] * 4}
     rejections = (
-        ("micro_batch_size=3 splits samples of 2 rows. Pass micro_batch_size=2", batch, DPOLossFn()),
+        ("micro_batch_size=3 splits a sample. Pass micro_batch_size=2", batch, DPOLossFn()),
         ("'advantages': 3.*one number for all keys", three, GRPOLossFn()),
-        ("loss_fn is 'nll'; required: a loss. Give e.g. .*NLLLossFn", batch, "nll"),
-        ("loss_fn is <class .*required: a loss. Give e.g. .*NLLLossFn", batch, NLLLossFn),
+        ("loss_fn is 'nll'; required: a loss. Pass e.g. .*NLLLossFn", batch, "nll"),
+        ("loss_fn is <class .*required: a loss. Pass e.g. .*NLLLossFn", batch, NLLLossFn),
         (r"data\['old_logprobs'\] is a list; required: a torch.Tensor", listed, GRPOLossFn()),
         ("NLLLossFn has temperature=0.7.*temperature=0.5. Pass temperature=0.5", batch, NLLLossFn(temperature=0.7)),
         (r"no rows: its tokens are \[0, 6\]", batch.slice(0, 0), NLLLossFn()),
-        ("Row 1 is not padded on the right: column 0 is padding", left, NLLLossFn()),
+        ("Row 1 is not right-padded: column 0 is padding", left, NLLLossFn()),
         (r"loss_fn returned tensor\(\[.*required: a tensor of one number with a gradient", batch,
          lambda model, data: model(data["input_ids"]).logits.mean((1, 2))),
     )  # fmt: skip
@@ -417,7 +417,7 @@ def test_batches_that_do_not_fit_the_loss_are_refused(tiny_lm, batch):
         with pytest.raises(ConfigError, match=words):
             policy.train(data, loss_fn)
     for call in (policy.get_logprobs, lambda data: NLLLossFn()(policy.model, data)):
-        with pytest.raises(ConfigError, match="Row 1 is not padded on the right"):
+        with pytest.raises(ConfigError, match="Row 1 is not right-padded"):
             call(left)
     with pytest.raises(ConfigError, match="6 tokens is longer than max_tokens_per_microbatch=5"):
         HuggingFacePolicy(tiny_lm(), max_tokens_per_microbatch=5).train(batch, NLLLossFn())

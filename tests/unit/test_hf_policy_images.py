@@ -171,10 +171,10 @@ def test_a_tensor_holds_one_image_of_each_row(tmp_path):
 
 def test_images_that_would_be_lost_are_refused(cases, tiny_lm, prompts):
     batch = BatchedDataDict(prompts | {"pixel_values": torch.zeros(4, 3, 8, 8)})
-    with pytest.raises(ConfigError, match="'pixel_values', and LlamaForCausalLM takes none"):
+    with pytest.raises(ConfigError, match="'pixel_values', which LlamaForCausalLM does not accept"):
         HuggingFacePolicy(tiny_lm()).get_logprobs(batch)
     for key in ("position_ids", "inputs_embeds"):
-        with pytest.raises(ConfigError, match=f"The batch has .'{key}'., which LlamaForCausalLM takes and"):
+        with pytest.raises(ConfigError, match=f"The batch has .'{key}'., which is not passed to LlamaForCausalLM"):
             HuggingFacePolicy(tiny_lm()).get_logprobs(BatchedDataDict(prompts | {key: torch.zeros(4, 6)}))
     flat = cases("llava").batch | {"pixel_values": torch.cat(cases("llava").batch["pixel_values"])[:3]}
     for call in ("generate", "get_logprobs"):

@@ -21,7 +21,7 @@ def other(machine):
 
 def test_a_player_with_other_software_than_the_ranks_is_refused_before_it_reads_its_arguments():
     """Also one that takes the place of another, on a machine that has joined the cluster since."""
-    from rlinf.cluster.actor import RolloutWorkerActor
+    from rlinf.cluster.ray_actor import RolloutWorkerActor
 
     failure = RolloutWorkerActor().build(other(CommandMachine.here([])), b"not a pickle")
     assert failure.error == "ConfigError" and "version of torch: machine 1 on" in failure.message
@@ -47,7 +47,7 @@ class Stop(Exception):
 
 
 def test_an_empty_address_is_none(tmp_path, monkeypatch):
-    """RolloutWorkers get a cluster of this machine's own, as env nodes do."""
+    """Rollout workers get a cluster of this machine's own, as env nodes do."""
     asked = []
 
     def initialise(module, address, **settings):

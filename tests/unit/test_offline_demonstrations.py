@@ -15,9 +15,9 @@ from rlinf.errors import CheckpointError, ConfigError
 from rlinf.models.base_weights import tensors_digest
 from rlinf.models.embodiment.actor_policy import ActorPolicy, make_actor
 from rlinf.models.embodiment.mlp_action_model import MLPConfig, MLPForRLActionPrediction
-from rlinf.offpolicy import proposals
-from rlinf.offpolicy.demonstrations import _out_of_reach, episodes_of, offline_data, slots_of
-from rlinf.offpolicy.proposals import answers_about
+from rlinf.offpolicy import base_outputs
+from rlinf.offpolicy.base_outputs import query_dataset
+from rlinf.offpolicy.demonstrations import _out_of_reach, offline_data, read_episodes, replay_slots
 from rlinf.offpolicy.replay import ReplayBuffer
 
 GAMMA, CHUNK, LOW, HIGH = 0.9, 3, torch.tensor([-2.0, 0.0]), torch.tensor([2.0, 1.0])
@@ -70,7 +70,7 @@ def fill(
         settings = {
             "conditions": {"precision": precision}, "batch_size": batch_size, "autocast": nullcontext, "seed": seed,
         }  # fmt: skip
-        return answers_about(dataset, rows, policy, **settings)
+        return query_dataset(dataset, rows, policy, **settings)
 
     return offline_data(dataset, policy, env or EnvConfig(reward_mode="sparse"), which, seed, ask)
 
@@ -115,7 +115,7 @@ one_episode = st.integers(1, 8).flatmap(
 @given(st.lists(one_episode, min_size=1, max_size=4), st.sampled_from(["sparse", "shaped"]), st.booleans())
 def test_calls_are_those_of_lists_of_episodes(episodes, mode, ends):
     env = EnvConfig(reward_mode=mode, terminate_on_success=ends, success_bonus=2.0)
-    slots = slots_of(episodes_of(dataset_of(episodes), env), CHUNK)
+    slots = replay_slots(read_episodes(dataset_of(episodes), env), CHUNK)
     firsts = np.cumsum([0, *(len(one["rewards"]) for one in episodes)])
     wanted = [call for first, one in zip(firsts, episodes, strict=False) for call in slow(one, int(first), env)]
     found = []
@@ -143,7 +143,7 @@ def test_the_buffer_holds_what_the_frozen_policy_says_and_what_was_executed(acto
     dataset, policy = dataset_of(PLAYED), policy_of(actor)
     data = fill(dataset, policy)
     replay, rows = data.replay, [0, 3, 4, 7, 8, 9]
-    assert replay.num_transitions == 5 and data.num_asked == len(rows)
+    assert replay.num_transitions == 5 and data.num_queries == len(rows)
     assert replay.terminated[:, 0].tolist() == [False, True, False, False, False, True]
     assert replay.executed[:, 0].sum(1).tolist() == [3, 1, 3, 1, 0, 2]
     batch = replay.batch(replay.transitions(), GAMMA)
@@ -225,7 +225,7 @@ def test_the_frozen_policy_is_asked_once_and_again_only_where_its_answers_would_
     first, count = answers(dataset, edit)
     assert count == 6 and len(list(cache.iterdir())) == 1
     second, count = answers(dataset, edit)
-    assert count == 0 and second.num_asked == 0
+    assert count == 0 and second.num_queries == 0
     for name, tensor in first.replay.tensors.items():
         assert torch.equal(tensor, second.replay.tensors[name]), name
     assert answers(dataset, edit, env=EnvConfig(reward_mode="shaped"))[1] == 0  # rewards are not the policy's
@@ -248,8 +248,8 @@ def test_the_frozen_policy_is_asked_once_and_again_only_where_its_answers_would_
         raise OSError(28, "No space left")
 
     kept = set(cache.iterdir())
-    monkeypatch.setattr(proposals, "save_file", full)
-    assert answers(dataset, edit, seed=9)[1] == 6 and "cannot be kept" in caplog.text
+    monkeypatch.setattr(base_outputs, "save_file", full)
+    assert answers(dataset, edit, seed=9)[1] == 6 and "cannot be cached" in caplog.text
     assert set(cache.iterdir()) == kept, "no part of a file stays"
 
 
@@ -311,4 +311,4 @@ def test_a_smaller_buffer_takes_over_the_newest():
 def test_episodes_with_a_row_that_has_no_image_are_left_out():
     dataset = dataset_of([{"rewards": [0.0] * 3}, {"rewards": [0.0] * 2}, {"rewards": [0.0] * 4}])
     dataset.unreadable[4] = True
-    assert [episode.first for episode in episodes_of(dataset, EnvConfig(reward_mode="sparse"))] == [0, 5]
+    assert [episode.first for episode in read_episodes(dataset, EnvConfig(reward_mode="sparse"))] == [0, 5]

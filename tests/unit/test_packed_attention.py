@@ -6,7 +6,7 @@ from transformers import AutoModelForCausalLM, masking_utils
 
 from rlinf.llm import logprobs, packing
 from rlinf.llm.hf_policy import HuggingFacePolicy
-from rlinf.llm.logprobs import has_separable_actor, sequence_logprobs
+from rlinf.llm.logprobs import has_separable_head, sequence_logprobs
 from rlinf.llm.losses import NLLLossFn
 
 LENGTHS = [1, 23, 40, 7]
@@ -81,8 +81,8 @@ def test_as_on_a_gpu_no_mask_is_looked_at_and_the_numbers_are_the_same(tiny_lm, 
     model = AutoModelForCausalLM.from_pretrained(tiny_lm(family, **FAMILIES[family]), attn_implementation="sdpa").eval()
     expected = scored(model, *packed, is_packed)
     packing.attend_each_sequence(model)
-    monkeypatch.setattr(packing, "_waits_for_nothing", lambda device: False)
-    has_separable_actor(model)  # its trial has no known rows
+    monkeypatch.setattr(packing, "_is_cpu", lambda device: False)
+    has_separable_head(model)  # its trial has no known rows
     with monkeypatch.context() as patch:
         for name in ("_ignore_causal_mask_sdpa", "find_packed_sequence_indices"):
             patch.setattr(masking_utils, name, lambda *_, name=name: pytest.fail(f"{name} looks at numbers"))
@@ -96,7 +96,7 @@ def test_as_on_a_gpu_no_mask_is_looked_at_and_the_numbers_are_the_same(tiny_lm, 
 def test_a_policy_that_packs_attends_to_each_sequence_and_saves_a_plain_model(tiny_lm, packed, kernel, tmp_path):
     settings = {"sequence_packing": True, "max_tokens_per_microbatch": 80, "device_map": None}
     policy = HuggingFacePolicy(tiny_lm(), gradient_checkpointing=True, **settings)
-    assert has_separable_actor(policy.model)  # its trial runs the model, once
+    assert has_separable_head(policy.model)  # its trial runs the model, once
     kernel.clear()
     policy.train({"input_ids": packed[0], "attention_mask": packed[1]}, NLLLossFn())
     assert kernel == [(length, length) for length in LENGTHS] * 4, "two layers, run again in the backward pass"

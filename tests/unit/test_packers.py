@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerFast
 from rlinf.errors import ConfigError
 from rlinf.recipes.packers import ChatPacker, PromptPacker, RawTextPacker
 from rlinf.recipes.questions import Question, QuestionPacker
-from rlinf.recipes.samples import BadRowError, cut_and_equal
+from rlinf.recipes.samples import BadRowError, truncated_and_equal
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "fixtures"))
 from chat_models import PIECES, SPECIAL, chat_tokenizer
@@ -154,7 +154,7 @@ def test_a_long_text_is_cut_and_a_cut_before_the_answer_is_refused():
     assert (
         cut.input_ids == whole.input_ids[:60] and cut.token_mask == whole.token_mask[:60] and sum(cut.token_mask) > 10
     )
-    with pytest.raises(BadRowError, match="no token of an answer is among its first 5"):
+    with pytest.raises(BadRowError, match="its first 5 tokens contain no learned one"):
         ready(ChatPacker(), tokenizer, max_length=5).sample(row)
 
 
@@ -203,12 +203,12 @@ def test_messages_of_sharegpt_are_those_with_role_and_content():
         ({"text": "a"}, "no column 'messages'. Known: text. Set train.train_policy.conversation_column_name=<column>"),
         ({"message": []}, "no column 'messages'. Did you mean 'message'"),
         ({"messages": None}, "column 'messages' is null"),
-        ({"messages": []}, "its conversation is .*required: a list of messages"),
-        ({"messages": "text"}, "its conversation is 'text'; required: a list of messages"),
+        ({"messages": []}, "its conversation is .*required: messages with role"),
+        ({"messages": "text"}, "its conversation is 'text'; required: messages with role"),
         ({"messages": ["a"]}, "message 0 is 'a'; required: role and content"),
         (
             {"messages": [QUESTION, {"content": "b"}]},
-            "message 1 has no 'role', only content; required: role and content, or from and value",
+            "message 1 has no 'role', only content",
         ),
         ({"messages": [{"from": "human"}]}, "message 0 has no 'value', only from; required"),
         (
@@ -225,14 +225,14 @@ def test_messages_of_sharegpt_are_those_with_role_and_content():
         ),
         ({"messages": [QUESTION | {"content": None}]}, "message 0 has no 'content', only role"),
         ({"messages": [QUESTION | {"content": 3}]}, "message 0 has 'content': 3; required: a text"),
-        ({"messages": [QUESTION]}, "no message of the assistant"),
+        ({"messages": [QUESTION]}, "no assistant message"),
         (
             {"messages": [QUESTION | {"content": [{"type": "image"}]}, ANSWER]},
-            "type image, and the model reads text only",
+            "type image, and the model is text-only",
         ),
         (
             {"messages": [QUESTION, ANSWER | {"content": [{"type": "image"}]}]},
-            "an answer has the parts .'image'.; required: text",
+            "an assistant message has parts .'image'.; required: text",
         ),
         ({"messages": [QUESTION | {"content": "\ufdd0"}, ANSWER]}, "characters U.FDD0"),
     ],
@@ -243,10 +243,10 @@ def test_bad_rows_are_named(row, message):
 
 
 IMAGE_ROWS = {
-    "images": ({"images": ["a.png", "b.png"]}, "its column 'images' has 2, which the model, which reads text only, would not see"),
-    "image": ({"image": b"jpeg", "images": None}, "its column 'image' has 1, which the model"),
-    "behind none": ({"image": "a.png", "images": []}, "its column 'image' has 1, which the model"),
-    "one of two": ({"images": [None, {"bytes": b"jpeg", "path": None}]}, "its column 'images' has 1, which the model"),
+    "images": ({"images": ["a.png", "b.png"]}, "its column 'images' has 2, which a text-only model would not see"),
+    "image": ({"image": b"jpeg", "images": None}, "its column 'image' has 1, which a text-only model"),
+    "behind none": ({"image": "a.png", "images": []}, "its column 'image' has 1, which a text-only model"),
+    "one of two": ({"images": [None, {"bytes": b"jpeg", "path": None}]}, "its column 'images' has 1, which a text-only model"),
     "video": ({"video": "a.mp4"}, "its column 'video' has 1, which nothing reads"),
     "videos": ({"videos": ["a.mp4", "b.mp4"], "image": ""}, "its column 'videos' has 2, which nothing reads"),
     "none": ({"image": None, "images": [], "video": None, "videos": []}, None),
@@ -277,8 +277,8 @@ def test_images_are_not_dropped_when_the_model_reads_text_only(name):
             assert pack(row | images)
             continue
         words = message
-        if pack == raw.sample and "the model" in message:
-            words = message.split(", which")[0] + ", which are no text"
+        if pack == raw.sample and "model" in message:
+            words = message.split(", which")[0] + ", which are not text"
         with pytest.raises(BadRowError, match=words):
             pack(row | images)
 
@@ -299,7 +299,7 @@ def test_a_template_that_changes_answers_is_refused():
     packer = ready(ChatPacker(), tokenizer)
     assert learned(tokenizer, packer.sample({"messages": [QUESTION, ANSWER]})) == ["paris<|im_end|>"]
     tokenizer.chat_template = tokenizer.chat_template.replace("replace('Par', 'par')", "truncate(5, true, '', 0)")
-    with pytest.raises(BadRowError, match="the chat template .* its answers"):
+    with pytest.raises(BadRowError, match="the chat template .* its assistant messages"):
         packer.sample({"messages": [QUESTION, ANSWER]})
 
 
@@ -308,7 +308,7 @@ def test_a_token_that_joins_prompt_and_answer_is_refused():
     tokenizer.chat_template = (
         "{% for m in messages %}{{ 'The qui' if m['role'] == 'user' else m['content'] }}{% endfor %}"
     )
-    with pytest.raises(BadRowError, match="a token joins '.*' of the chat template with an answer"):
+    with pytest.raises(BadRowError, match="a token joins '.*' of the chat template with an assistant message"):
         ready(ChatPacker(), tokenizer).sample({"messages": [QUESTION, ANSWER | {"content": "ck brown"}]})
 
 
@@ -369,7 +369,7 @@ def test_prompts_end_where_the_model_answers():
     assert (
         ready(PromptPacker(), tokenizer).prompt({"prompt": "The quick", "answer": "x"}).input_ids == as_it_is.input_ids
     )
-    with pytest.raises(BadRowError, match="last message is of the assistant"):
+    with pytest.raises(BadRowError, match="last message is from the assistant"):
         ready(PromptPacker(), chat_tokenizer("phi")).prompt({"prompt": [QUESTION, ANSWER], "answer": ""})
     with pytest.raises(BadRowError, match="prompt has .* tokens; required: fewer than policy.model_max_length=4"):
         ready(PromptPacker(), chat_tokenizer("phi"), max_length=4).prompt({"prompt": [QUESTION], "answer": ""})
@@ -441,7 +441,7 @@ def test_an_answer_that_is_not_to_be_learned_is_context(field):
     tokenizer = chat_tokenizer("phi")
     with pytest.raises(BadRowError, match="'weight'"):
         ready(RawTextPacker(), tokenizer).sample({"messages": turns({}, field)})
-    with pytest.raises(BadRowError, match="no answer in it is learned"):
+    with pytest.raises(BadRowError, match="no assistant message is learned"):
         learned_text({"messages": turns({}, field)[:2]})
 
 
@@ -532,10 +532,10 @@ def test_what_a_cut_leaves_is_noted():
     tokenizer = chat_tokenizer("phi")
     tokenizer.chat_template = CHATML
     row = {"prompt": "q", "chosen": "long " * 30 + "yes", "rejected": "long " * 30 + "no", "messages": turns()}
-    for length, is_cut, is_equal in ((1000, False, False), (20, True, True)):
+    for length, is_truncated, is_equal in ((1000, False, False), (20, True, True)):
         packer = ready(ChatPacker(), tokenizer, max_length=length)
-        assert cut_and_equal(packer.pair(row)) == (is_cut, is_equal)
+        assert truncated_and_equal(packer.pair(row)) == (is_truncated, is_equal)
     whole = len(ready(RawTextPacker(), tokenizer).sample(row).input_ids)
     for kind in (ChatPacker, RawTextPacker):
-        assert ready(kind(), tokenizer, max_length=14).sample(row).is_cut
-    assert not ready(RawTextPacker(), tokenizer, max_length=whole).sample(row).is_cut, "control"
+        assert ready(kind(), tokenizer, max_length=14).sample(row).is_truncated
+    assert not ready(RawTextPacker(), tokenizer, max_length=whole).sample(row).is_truncated, "control"

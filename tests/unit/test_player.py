@@ -6,7 +6,7 @@ import pytest
 import torch
 from run_results import run_config
 
-from rlinf.cluster.actor import Arrays
+from rlinf.cluster.ray_actor import Arrays
 from rlinf.cluster.rollout_worker import RolloutWorker
 from rlinf.cluster.rollout_workers import RemoteEpisodes
 from rlinf.cluster.weights import stored_buckets
@@ -52,7 +52,7 @@ def workers(run):
 
 def push(worker, model, version, base=None, end=True):
     manifest = manifest_of(model)
-    worker.begin(PushHeader(version, manifest if base is None else None, base))
+    worker.start_push(PushHeader(version, manifest if base is None else None, base))
     for bucket in stored_buckets(model.state_dict().items(), version):
         worker.load(bucket)
     return worker.commit() if end else None
@@ -95,18 +95,18 @@ def test_players_evaluate_as_the_run_does(run, workers):
 def test_a_player_acts_only_with_complete_weights(run, workers):
     worker, model = workers[0], run.parts.sync.rollout_model
     with pytest.raises(
-        WeightsRejectedError, match="replaces some tensors of version 3, but the receiver holds version 7"
+        WeightsRejectedError, match="replaces some tensors of version 3, but the receiver has version 7"
     ):
         push(worker, model, 8, base=3)
     assert worker.version == 7, "the old weights stay"
-    worker.begin(PushHeader(8, manifest_of(model)))
+    worker.start_push(PushHeader(8, manifest_of(model)))
     buckets = list(stored_buckets(model.state_dict().items(), 8))
     damaged = buckets[0].data.copy()
     damaged[100_000] ^= 1
     for act in (lambda: worker.collect(0, True, 0, [0]), lambda: worker.evaluate([])):
         with pytest.raises(RLinfError, match="no complete weights"):
             act()
-    with pytest.raises(WeightsRejectedError, match="damaged on the way"):
+    with pytest.raises(WeightsRejectedError, match="damaged in transfer"):
         worker.load(replace(buckets[0], data=damaged))
     with pytest.raises(WeightsRejectedError):
         worker.commit()
@@ -142,12 +142,12 @@ def test_the_rank_writes_the_videos_of_players(run, workers, tmp_path):
     class Direct:
         numbers = range(2)
 
-        def ask(self, number, _, method, *arguments):
-            answer = getattr(workers[number], method)(*arguments)
+        def submit(self, number, _, method, *arguments):
+            result = getattr(workers[number], method)(*arguments)
             assert not folder.exists(), "a rollout worker has written it"
-            return answer
+            return result
 
-        def answers(self, calls):
+        def results(self, calls):
             return calls
 
     results, _ = workers[0].evaluate(episode_list(workers[0].env, "eval", 3))

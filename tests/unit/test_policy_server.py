@@ -32,7 +32,7 @@ SLOW = threading.Event()
 
 
 class Numbers:
-    """SupportsAct with the request's number plus ``CHUNK``, and remembers the batches."""
+    """Acts with the request's number plus ``CHUNK``, and remembers the batches."""
 
     def __init__(self) -> None:
         self.batches: list[list[float]] = []

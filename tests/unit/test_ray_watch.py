@@ -86,7 +86,7 @@ def test_a_head_that_is_silent_ends_the_process_with_its_name_and_the_way_on(mon
     watch.end()
     text = capsys.readouterr().err
     assert ended.status == ([] if answers else [1])
-    assert ("RankError: The head of the Ray cluster at head.example:6379 has not answered for 0.3 s" in text) != answers
+    assert ("RankError: The head of the Ray cluster at head.example:6379 has not replied for 0.3 s" in text) != answers
 
 
 class Head(grpc.GenericRpcHandler):
@@ -122,7 +122,7 @@ def head(token: str | None):
 @pytest.mark.parametrize(
     ("asked", "mode", "token", "message"),
     [
-        ("secret", None, None, "asks for a token, and RAY_AUTH_MODE is ''.*RAY_AUTH_MODE=token RAY_ADDRESS=127"),
+        ("secret", None, None, "requires a token, and RAY_AUTH_MODE is ''.*RAY_AUTH_MODE=token RAY_ADDRESS=127"),
         ("secret", "token", "other", "does not accept the token of this machine. Copy ~/.ray/auth_token"),
         ("secret", "token", None, "but .*auth_token does not exist. Copy that file .* or unset RAY_AUTH_MODE"),
         ("secret", "token", "secret", None),

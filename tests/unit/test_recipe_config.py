@@ -217,7 +217,7 @@ def test_all_linear_and_none_are_words_of_released_recipes(recipe):
         ("train.ckpt.upload_s3=true", "Set train.ckpt.s3_bucket=<name>"),
         ("train.ckpt.upload_hf=true", "Set train.ckpt.hf_repo_name=<name>"),
         ("train.optm_betas=[0.9]", "required: two numbers"),
-        ("train.optm_betas=[0.9,1.0]", "required: two numbers of at least 0 and below 1"),
+        ("train.optm_betas=[0.9,1.0]", "required: two numbers in [0, 1)"),
         ("train.optm_warmup_steps=1.5", "Set train.optm_warmup_steps=2"),
         ("train.train_policy.dataset.streaming=true", "Set train.max_num_steps=<steps>"),
         ("train.train_batch_per_replica=7", None),
@@ -227,8 +227,8 @@ def test_all_linear_and_none_are_words_of_released_recipes(recipe):
         ("policy.lora.target_modules=q_proj", "Set 'policy.lora.target_modules=[q_proj]'"),
         (r"policy.lora.target_modules=.*\.(q_proj|v_proj)", "Set 'policy.lora.target_modules=[q_proj,v_proj]'"),
         ("policy.lora=3", "required: a section with the keys r, lora_alpha"),
-        ("logging.logger=[tensorbord]", "logging.logger names 'tensorbord'"),
-        ("rollout.backend=trtllm", "that engine is not available; required: vllm or torch. Set rollout.backend=vllm"),
+        ("logging.logger=[tensorbord]", "logging.logger has 'tensorbord'"),
+        ("rollout.backend=trtllm", "this engine is not available; required: vllm or torch. Set rollout.backend=vllm"),
         ("train.epoch=1,2", "train.epoch is '1,2'"),
         ("~train.epoch", "required: key=value"),
     ],
@@ -271,7 +271,7 @@ def test_the_penalty_of_long_answers_leaves_room_for_short_ones(recipe, asks):
         f"{buffer}=4096", limit, "train.train_batch_per_replica=16", type="grpo"
     )  # without the penalty nothing is bounded
     for more, longest in ((), 512), (("policy.model_max_length=300",), 300):
-        with pytest.raises(ConfigError, match=f"513, and answers have at most {longest} .*Set {buffer}=null"):
+        with pytest.raises(ConfigError, match=f"513, but completions have at most {longest} .*Set {buffer}=null"):
             recipe(*words, *more, f"{buffer}=513", type="grpo")
     config, _ = recipe(*words, f"{buffer}=null", type="grpo")
     method = config.train.train_policy
@@ -319,7 +319,9 @@ def test_a_key_without_effect_in_another_section_is_refused_with_its_place(recip
 def test_sampling_that_is_not_trained_is_noted_before_the_run(recipe):
     _, notices = recipe("train.train_batch_per_replica=16", "rollout.sampling_config.top_k=50", type="grpo")
     assert [
-        line for line in notices if line.startswith("rollout.sampling_config.top_k=50 has no effect: answers are drawn")
+        line
+        for line in notices
+        if line.startswith("rollout.sampling_config.top_k=50 has no effect: completions are sampled")
     ]
     assert not recipe("train.train_batch_per_replica=16", type="grpo")[1]
 
@@ -336,7 +338,7 @@ def test_every_default_is_accepted_and_leaves_are_documented():
         ("a.toml", "x = = 1", "is not TOML"),
         ("a.yaml", "a: [1", "cannot be composed"),
         ("a.yaml", "defaults: [nowhere]", "cannot be composed"),
-        ("a.json", "{}", "required: a file with one of the endings .toml, .yaml"),
+        ("a.json", "{}", "required: a file with the suffix .toml or .yaml"),
     ],
 )
 def test_a_file_that_cannot_be_read_is_named(tmp_path, name, text, message):

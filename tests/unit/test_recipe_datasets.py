@@ -136,19 +136,19 @@ def test_a_bad_row_ends_the_run_or_is_replaced_and_counted(caplog):
     with caplog.at_level(logging.WARNING, logger="rlinf"):
         assert rows.check() == 7 and rows.num_skipped == 3
     assert (
-        "3 of the first 7 rows of data are left out" in caplog.text
-        and "Row 5 of data is left out: it is odd" in caplog.text
+        "3 of the first 7 rows of data are skipped" in caplog.text
+        and "Row 5 of data is skipped: it is odd" in caplog.text
     )
     unchecked = PackedRows(Rows(ROWS, "data"), even, skip_bad_rows=True)
     assert [rows.batch(step, 5) for step in range(5)] == [unchecked.batch(step, 5) for step in range(5)]
     assert rows[1] == 2 and rows[5] == 6, "the next good row"
-    with pytest.raises(ConfigError, match="None of the 2 rows of data can be used. The first one: it is odd"):
+    with pytest.raises(ConfigError, match="None of the 2 rows of data can be used. First row: it is odd"):
         PackedRows(Rows([ROWS[1], ROWS[3]], "data"), even, skip_bad_rows=True).check()
 
 
 def test_cut_rows_and_equal_pairs_are_counted(caplog):
     def pack(row):
-        answer = Sample([1, 2, row["n"] % 3], [False, True, True], is_cut=row["n"] > 4)
+        answer = Sample([1, 2, row["n"] % 3], [False, True, True], is_truncated=row["n"] > 4)
         return answer, Sample([1, 2, 0], [False, True, True])
 
     with caplog.at_level(logging.WARNING, logger="rlinf"):
@@ -175,7 +175,7 @@ def test_a_check_stops_when_its_time_is_over():
     ("name", "content", "message"),
     [
         ("a.txt", "x", "type '.txt'; required: .csv, .json"),
-        ("empty.jsonl", "", "has no rows; required: one or more"),
+        ("empty.jsonl", "", "has no rows. Set"),
         ("bad.jsonl", '{"n": 1}\n{"n": \n', "Line 2 of .*bad.jsonl is not JSON"),
         ("bad.parquet", "x", "bad.parquet' .split train. cannot be read"),
         ("missing.jsonl", None, "missing.jsonl does not exist. Set train.train_policy.dataset.name="),
@@ -195,11 +195,11 @@ def test_names_and_splits_that_do_not_exist_are_named(tmp_path):
     datasets.DatasetDict({"train": datasets.Dataset.from_list(ROWS)}).save_to_disk(str(tmp_path / "saved"))
     with pytest.raises(ConfigError, match="Unknown split 'rl'. Should be one of .'train'."):
         load_rows(str(tmp_path / "saved"), "rl")
-    with pytest.raises(ConfigError, match="dataset.name is ''"):
+    with pytest.raises(ConfigError, match="dataset.name=''"):
         load_rows("")
     with pytest.raises(ConfigError, match="the dataset has no rows"):
         Rows([])
-    with pytest.raises(BadRowError, match="Row 0 of the dataset cannot be used: it is 3; required: columns"):
+    with pytest.raises(BadRowError, match="Row 0 of the dataset cannot be used: it is 3; required: a map of columns"):
         PackedRows(Rows([3]), even).check()
 
 
@@ -218,7 +218,7 @@ def test_a_stream_reads_every_row_once_an_epoch(tmp_path):
     assert epochs[0] != epochs[1] and all(sorted(epoch[:5]) == [0, 1, 2, 3, 4] for epoch in epochs)
     in_order = stream(tmp_path, seed=None)
     assert [in_order.batch(step, 4) for step in range(2)] == [[0, 1, 2, 3], [4, 5, 6, 7]]
-    with pytest.raises(ConfigError, match="Step 9 of the dataset was asked for; a streamed dataset is at step 2"):
+    with pytest.raises(ConfigError, match="Step 9 of the dataset was requested, but it is at step 2"):
         in_order.batch(9, 4)
 
 
@@ -246,5 +246,5 @@ def test_ranks_share_a_stream_and_bad_rows_are_replaced(tmp_path):
     with pytest.raises(BadRowError, match="Row 7 of the dataset"):
         rows = stream(tmp_path, seed=None, pack=lambda row: even(row) if row["n"] == 7 else 0)
         [rows.batch(step, 4) for step in range(3)]
-    with pytest.raises(ConfigError, match="required for streaming: a datasets.IterableDataset"):
+    with pytest.raises(ConfigError, match="required for streaming: datasets.IterableDataset"):
         StreamedRows(iter(ROWS), even)

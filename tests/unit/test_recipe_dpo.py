@@ -78,8 +78,10 @@ def test_metrics_have_the_names_of_the_tracker(tiny_lm):
     one = trainer(tiny_lm())
     update = one.step(0)
     check_names(update.metrics)
-    assert update.metrics["train/cut_row_fraction"] == update.metrics["train/equal_pair_fraction"] == 0
-    assert "Cut rows" not in update.shown and update.shown["Accuracy"] == update.metrics["train/preference_accuracy"]
+    assert update.metrics["train/truncated_row_fraction"] == update.metrics["train/equal_pair_fraction"] == 0
+    assert (
+        "Truncated rows" not in update.shown and update.shown["Accuracy"] == update.metrics["train/preference_accuracy"]
+    )
     check_names(one.validate(0).metrics)
 
 
@@ -118,7 +120,7 @@ def test_a_validation_may_score_fewer_pairs_at_a_time(tiny_lm):
 
 
 def test_cut_rows_and_equal_pairs_are_in_the_metrics_and_the_line(tiny_lm):
-    sample = lambda last, is_cut: Sample([3, 4, 5, last], [False, False, True, True], is_cut=is_cut)  # noqa: E731
+    sample = lambda last, is_truncated: Sample([3, 4, 5, last], [False, False, True, True], is_truncated=is_truncated)  # noqa: E731
     pairs = [
         (sample(6, False), sample(7, False)),
         (sample(6, False), sample(7, True)),
@@ -128,5 +130,5 @@ def test_cut_rows_and_equal_pairs_are_in_the_metrics_and_the_line(tiny_lm):
     rows = PackedRows(Rows([{"n": number} for number in range(4)]), lambda row: pairs[row["n"]], None)
     policy = HuggingFacePolicy(tiny_lm(), learning_rate=3e-3)
     update = DPOTrainer(policy, rows, num_steps=1, batch_size=4, loss=DPOLossFn(beta=0.5)).step(0)
-    assert update.metrics["train/cut_row_fraction"] == update.metrics["train/equal_pair_fraction"] == 0.5
-    assert update.shown["Cut rows"] == update.shown["Equal pairs"] == 2
+    assert update.metrics["train/truncated_row_fraction"] == update.metrics["train/equal_pair_fraction"] == 0.5
+    assert update.shown["Truncated rows"] == update.shown["Equal pairs"] == 2

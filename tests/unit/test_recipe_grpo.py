@@ -9,7 +9,7 @@ import torch
 from rlinf.errors import ConfigError
 from rlinf.llm.losses import GRPOLossFn
 from rlinf.models import HuggingFacePolicy
-from rlinf.recipes.completions import Answers, Completer
+from rlinf.recipes.completions import Completer, CompletionValidation
 from rlinf.recipes.datasets import PackedRows, Rows, StreamedRows
 from rlinf.recipes.grpo import ADVANTAGES, Groups, GRPOTrainer
 from rlinf.recipes.rollouts import TorchGenerator
@@ -182,8 +182,8 @@ def test_the_line_of_a_step_has_reward_length_and_cut_answers(tiny_lm):
     assert shown.pop("Length") == update.metrics["rollout/completion_length_mean"]
     assert (
         shown
-        == {"Cut answers of 12": round(12 * update.metrics["rollout/truncated_fraction"])}
-        != {"Cut answers of 12": 0}
+        == {"Truncated completions of 12": round(12 * update.metrics["rollout/truncated_fraction"])}
+        != {"Truncated completions of 12": 0}
     )
 
 
@@ -198,17 +198,17 @@ def test_attempts_to_replace_end(tiny_lm):
 def test_answers_of_a_validation_are_greedy_and_kept(tiny_lm):
     one = trainer(tiny_lm())
     prompts = [packed()[number] for number in range(5)]
-    result = Answers(one.completer, prompts)(0)
+    result = CompletionValidation(one.completer, prompts)(0)
     assert result.score == result.metrics["eval/reward_mean"]
     assert [each["prompt"] for each in result.samples] == [Letters().decode(each.input_ids) for each in prompts]
     assert {each["reference"] for each in result.samples} == {"even"}
     mean = sum(each["reward"] for each in result.samples) / 5
     assert result.score == pytest.approx(mean)
-    assert Answers(one.completer, prompts)(1).samples == result.samples
+    assert CompletionValidation(one.completer, prompts)(1).samples == result.samples
 
 
 def test_a_batch_that_holds_no_whole_groups_is_refused(tiny_lm):
-    with pytest.raises(ConfigError, match="12 answers.*n_generation=5.*multiple of 5"):
+    with pytest.raises(ConfigError, match="12 completions.*n_generation=5.*multiple of 5"):
         trainer(tiny_lm(), size=5)
 
 

@@ -23,7 +23,7 @@ from rlinf.recipes.config import RecipeConfig
 from rlinf.recipes.rollouts import LocalGenerator
 from rlinf.recipes.run import _save_every, closing_table, summary
 from rlinf.recipes.samples import Prompt
-from rlinf.recipes.token_trainer import TokenTrainer, TokenUpdate, Validation, flops_per_token, own_share
+from rlinf.recipes.token_trainer import TokenTrainer, TokenUpdate, Validation, flops_per_token, rank_slice
 from rlinf.training import loop as loops
 from rlinf.training.loop import Loop
 from rlinf.training.state import LoopState
@@ -152,8 +152,8 @@ def test_the_token_that_ends_an_answer_is_no_part_of_its_text():
         end_tokens=[2, 9],
     )  # fmt: skip
     ended, cut = completer.complete([Prompt([1], {}, None, {})] * 2)
-    assert (ended.text, ended.tokens, ended.is_cut) == ("[5, 7]", [5, 7, 2], False)
-    assert (cut.text, cut.is_cut) == ("[5, 7, 6]", True)
+    assert (ended.text, ended.tokens, ended.is_truncated) == ("[5, 7]", [5, 7, 2], False)
+    assert (cut.text, cut.is_truncated) == ("[5, 7, 6]", True)
 
 
 def test_a_score_that_is_no_number_is_never_the_best(tmp_path):
@@ -299,7 +299,7 @@ def test_rows_of_the_ranks_are_neighbours_and_differ_by_one_at_most(monkeypatch)
     shares = []
     for number in range(3):
         monkeypatch.setattr(token_trainer, "rank", lambda number=number: number)
-        shares.append([list(range(8))[own_share(size)] for size in (8, 7, 6, 2)])
+        shares.append([list(range(8))[rank_slice(size)] for size in (8, 7, 6, 2)])
     assert shares == [
         [[0, 1, 2], [0, 1, 2], [0, 1], [0]],
         [[3, 4, 5], [3, 4], [2, 3], [1]],

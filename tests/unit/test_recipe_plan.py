@@ -16,7 +16,7 @@ from rlinf.preflight.placement import FreeCapacity, Node
 from rlinf.recipes import plan as planning
 from rlinf.recipes.load import load_recipe, packaged_recipes
 from rlinf.recipes.plan import (
-    SPLIT,
+    DISAGGREGATED,
     check_engines,
     choose_device,
     describe,
@@ -109,7 +109,7 @@ def test_the_rest_of_the_ranks_are_shards():
 
 def test_other_ranks_than_those_of_the_recipe_are_refused():
     config, _ = load_recipe("mistral-7b-fsdp4-sft")
-    with pytest.raises(ConfigError, match="2 ranks were started, and the recipe has 4"):
+    with pytest.raises(ConfigError, match="2 ranks were started, but the recipe has 4"):
         make_plan(config, 2)
 
 
@@ -193,7 +193,7 @@ def test_a_launcher_gives_engines_no_gpus_of_their_own(monkeypatch):
     plan = make_plan(config, 2)
     assert (plan.workers, plan.num_gpus) == (0, 2)
     with pytest.raises(
-        ConfigError, match="tp_size is 2, and each rank .*required: 1. Set rollout.parallelism.tp_size=1"
+        ConfigError, match="tp_size is 2, but each rank .*required: 1. Set rollout.parallelism.tp_size=1"
     ):
         check_engines(config, plan, "cuda")
     check_engines(config, plan, "cpu")  # where the trained model generates
@@ -243,22 +243,22 @@ def test_without_a_gpu_one_rank_runs_on_the_cpu(monkeypatch):
         (
             "cosmos-reason1-7b-p-fsdp2-r-tp2-grpo",
             (2, 1, 2),
-            "rollout workers:      1, in processes that Ray starts; 2 ranks share each",
+            "workers:      1, in processes that Ray starts; 1 per 2 ranks",
         ),
         (
             "phi4-14b-p-fsdp4-r-tp2-grpo",
             (4, 2, 2),
-            "rollout workers:      2, in processes that Ray starts; 2 ranks share each",
+            "workers:      2, in processes that Ray starts; 1 per 2 ranks",
         ),
         (
             "mistral-7b-p-fsdp1-r-tp1-grpo",
             (1, 1, 1),
-            "rollout workers:      1, in processes that Ray starts; 1 of each rank",
+            "workers:      1, in processes that Ray starts; 1 per rank",
         ),
     ],
 )
 def test_players_are_the_engines_of_a_recipe(name, placement, words):
-    config, plan = plan_of(name, SPLIT)
+    config, plan = plan_of(name, DISAGGREGATED)
     placed = place_rollout_workers(config, plan, "cuda")
     assert (placed.num_ranks, placed.num_rollout_workers, placed.gpus_per_rollout_worker) == placement
     assert words in describe(config, plan, 100)
@@ -269,7 +269,7 @@ def test_players_are_the_engines_of_a_recipe(name, placement, words):
 
 def test_a_player_in_torch_has_one_gpu():
     config, plan = plan_of(
-        "phi4-14b-p-fsdp4-r-tp2-grpo", SPLIT, "rollout.backend=torch", "cluster.num_rollout_workers=4"
+        "phi4-14b-p-fsdp4-r-tp2-grpo", DISAGGREGATED, "rollout.backend=torch", "cluster.num_rollout_workers=4"
     )
     assert (plan.rollout_gpus, plan.gpus_per_rollout_worker) == (4, 1)
     assert "rollout GPUs: 4 (4 x 1, in torch)" in describe(config, plan, 100)
@@ -282,7 +282,13 @@ def test_where_vllm_cannot_generate_a_player_in_torch_takes_each_gpu_of_an_engin
     for model, installed, workers, each, line in (
         (tiny_lm(), ("vllm",), 1, "tensor parallel 2", None),
         (tiny_lm(), ("torchvision",), 2, "1, in torch", lacks.format("vllm")),
-        (gemma, everything, 2, "1, in torch", "it gets images of qwen2_5_vl, qwen3_vl, and the model type is gemma3"),
+        (
+            gemma,
+            everything,
+            2,
+            "1, in torch",
+            "it supports images for qwen2_5_vl, qwen3_vl, but the model type is gemma3",
+        ),
         (qwen, everything, 1, "tensor parallel 2", None),
         (qwen, ("vllm",), 2, "1, in torch", lacks.format("torchvision")),
         (
@@ -290,7 +296,7 @@ def test_where_vllm_cannot_generate_a_player_in_torch_takes_each_gpu_of_an_engin
             everything,
             1,
             "tensor parallel 2",
-            "on each of these GPUs, if the model, which is not on this machine",
+            "on each of these GPUs, if the model (not on this machine)",
         ),
     ):
         monkeypatch.setattr(planning, "find_spec", lambda name, found=installed: name in found or None)
@@ -353,15 +359,15 @@ def test_players_need_two_versions_of_what_is_trained_and_one_of_the_rest(tiny_l
 
 
 def test_where_ranks_share_players_fewer_of_them_are_suggested():
-    config, plan = plan_of("phi4-14b-p-fsdp4-r-tp2-grpo", SPLIT, "cluster.num_rollout_workers=4")
+    config, plan = plan_of("phi4-14b-p-fsdp4-r-tp2-grpo", DISAGGREGATED, "cluster.num_rollout_workers=4")
     with pytest.raises(ConfigError, match="Set cluster.num_rollout_workers=2$"):
         place_rollout_workers(config, plan, "cpu", [Node("a", 3, 0)])
-    config, plan = plan_of("phi4-14b-p-fsdp4-r-tp2-grpo", SPLIT, "cluster.num_rollout_workers=2")
+    config, plan = plan_of("phi4-14b-p-fsdp4-r-tp2-grpo", DISAGGREGATED, "cluster.num_rollout_workers=2")
     place_rollout_workers(config, plan, "cpu", [Node("a", 3, 0)])
 
 
 def test_players_that_machines_have_no_room_for_are_refused():
-    config, plan = plan_of("phi4-14b-p-fsdp4-r-tp2-grpo", SPLIT)
+    config, plan = plan_of("phi4-14b-p-fsdp4-r-tp2-grpo", DISAGGREGATED)
     with pytest.raises(
         ConfigError, match="a CPU and 2 GPUs of one machine for each rollout worker. Set .*policy.device=cpu"
     ):
@@ -381,11 +387,11 @@ def test_players_that_machines_have_no_room_for_are_refused():
             ["cluster.num_rollout_workers=2", "mode=colocated"],
             "cluster.num_rollout_workers=2 with mode=colocated.*Set mode=disaggregated, or",
         ),
-        ([SPLIT, "mode=colocated"], "Set mode=disaggregated"),
-        ([SPLIT, "cluster.num_rollout_workers=3"], "Set cluster.num_rollout_workers=4"),
+        ([DISAGGREGATED, "mode=colocated"], "Set mode=disaggregated"),
+        ([DISAGGREGATED, "cluster.num_rollout_workers=3"], "Set cluster.num_rollout_workers=4"),
         (
             ["rollout.parallelism.n_init_replicas=3"],
-            "n_init_replicas=3 rollout workers.*Set cluster.num_rollout_workers=4",
+            "n_init_replicas=3 with 4 ranks.*Set cluster.num_rollout_workers=4",
         ),
     ],
 )
@@ -396,7 +402,7 @@ def test_players_that_do_not_fit_are_refused(overrides, fix):
 
 def test_sft_has_no_players():
     with pytest.raises(ConfigError, match="type=sft; required: grpo"):
-        plan_of("mistral-7b-fsdp4-sft", SPLIT)
+        plan_of("mistral-7b-fsdp4-sft", DISAGGREGATED)
 
 
 def test_the_memory_of_a_model_that_is_here_is_that_of_its_shapes(tiny_lm):
@@ -405,7 +411,7 @@ def test_the_memory_of_a_model_that_is_here_is_that_of_its_shapes(tiny_lm):
     )
     lines = describe(config, plan, 100)
     assert "unknown" not in lines and "policy:" in lines and "the engine takes 70% of the GPU" in lines
-    assert "steps:        93 = 15 epochs * N rows * 16 answers / 256; N = 100" in lines
+    assert "steps:        93 = 15 epochs * N rows * 16 completions / 256; N = 100" in lines
 
 
 def test_what_cannot_be_known_is_said_to_be_unknown():

@@ -16,11 +16,10 @@ from rlinf.llm.hf_generation import SamplingConfig
 from rlinf.models import HuggingFacePolicy
 from rlinf.options import from_mapping
 from rlinf.preflight.placement import Placement
-from rlinf.recipes import equal_rows
-from rlinf.recipes import rollout_workers as workers
+from rlinf.recipes import equal_rows, rollout_workers
 from rlinf.recipes.config import RecipeConfig
 from rlinf.recipes.datasets import StreamedRows
-from rlinf.recipes.rollout_workers import RolloutWorkerPlaces, TokenRolloutWorker, make_generator, way_on
+from rlinf.recipes.rollout_workers import RolloutWorkerPlaces, TokenRolloutWorker, make_generator, resume_hint
 
 ANSWER = ["output_ids", "generation_lengths", "unpadded_sequence_lengths", "logprobs"]
 
@@ -45,24 +44,24 @@ def test_only_a_rank_with_players_makes_their_shell(tiny_lm, monkeypatch, number
     made = {}
 
     class NoPlayers:
-        def __init__(self, make, cluster, placement, reservation, model, way_on):
-            made.update(shell=make.args[1], way_on=way_on)
+        def __init__(self, make, cluster, placement, reservation, model, resume_hint):
+            made.update(shell=make.args[1], resume_hint=resume_hint)
 
         def wait_until_ready(self):
             pass
 
-    monkeypatch.setattr(workers, "RolloutWorkers", NoPlayers)
-    monkeypatch.setattr(workers, "rank", lambda: number)
+    monkeypatch.setattr(rollout_workers, "RolloutWorkers", NoPlayers)
+    monkeypatch.setattr(rollout_workers, "rank", lambda: number)
     policy = HuggingFacePolicy(tiny_lm(), device_map=None)
     tokenizer = SimpleNamespace(eos_token_id=2, pad_token_id=0)
     make_generator(RecipeConfig(), policy, tokenizer, None, RolloutWorkerPlaces(Placement(2, 1, 0, 0), None))
     assert (len(made["shell"].data) > 0) == (number == 0)
-    assert made["way_on"] == "run the same command with train.resume=true"
+    assert made["resume_hint"] == "run the same command with train.resume=true"
 
 
 def test_a_run_without_checkpoints_says_that_it_starts_again():
     config = from_mapping(RecipeConfig, {"train": {"ckpt": {"enable_checkpoint": False}}})
-    assert way_on(config) == "run the same command again (nothing was saved: train.ckpt.enable_checkpoint=false)"
+    assert resume_hint(config) == "run the same command again (nothing was saved: train.ckpt.enable_checkpoint=false)"
 
 
 def test_ranks_compare_the_beginning_of_a_stream_under_the_deadline_of_the_start(monkeypatch):

@@ -96,7 +96,7 @@ def test_answers_are_evaluated_besides_the_loss_and_give_the_score(tiny_lm):
         num_steps=1,
         batch_size=4,
         validation_rows=packed(),
-        answers=lambda step: found,
+        completion_validation=lambda step: found,
     )
     result = both.validate(0)
     assert result.score == 0.75 and result.samples == found.samples
@@ -112,8 +112,8 @@ def test_a_step_counts_rows_and_gradients(tiny_lm):
 
 def test_cut_rows_are_in_the_metrics_and_the_line(tiny_lm):
     rows = Rows([{"n": number} for number in range(8)])
-    pack = lambda row: Sample([5, 6, 7], [False, True, True], is_cut=row["n"] == 2)  # noqa: E731
+    pack = lambda row: Sample([5, 6, 7], [False, True, True], is_truncated=row["n"] == 2)  # noqa: E731
     one = trainer(tiny_lm(), PackedRows(rows, pack, None))
     first, second = one.step(0), one.step(1)
-    assert first.metrics["sft/cut_row_fraction"] == 0.25 and list(first.shown.values()) == [1]
-    assert second.metrics["sft/cut_row_fraction"] == 0 and not second.shown, "control"
+    assert first.metrics["sft/truncated_row_fraction"] == 0.25 and list(first.shown.values()) == [1]
+    assert second.metrics["sft/truncated_row_fraction"] == 0 and not second.shown, "control"

@@ -126,7 +126,7 @@ def test_two_ranks_write_the_recordings_of_one(tmp_path):
 
 
 class Remembers:
-    """SupportsAct without telling anything else."""
+    """Acts without telling anything else."""
 
     def reset(self):
         self.calls = 0

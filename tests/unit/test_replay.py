@@ -149,7 +149,7 @@ def test_a_buffer_of_another_size_is_refused():
     with pytest.raises(CheckpointError, match="Set algorithm.replay_capacity=12 rollout.num_envs=2"):
         make(capacity=20).load_state_dict(buffer.state_dict())
     wide = ReplayBuffer(12, 2, feature_dim=4, num_candidates=1, output_dim=1, chunk_len=CHUNK, seed=0)
-    with pytest.raises(CheckpointError, match=r"'features' .* is \[1\] for each observation, and \[4\] here"):
+    with pytest.raises(CheckpointError, match=r"'features' .* is \[1\] for each observation, but \[4\] here"):
         wide.load_state_dict(buffer.state_dict())
 
 

@@ -97,7 +97,7 @@ def test_ranks_that_get_no_further_start_again_twice(tmp_path, launches):
         train(configured(tmp_path))
     first, second = (str(tmp_path / "checkpoints" / f"rl_00000{step}") for step in (1, 2))
     assert resumed == [None, None, first, first, second, second]
-    assert "had twice from" in caught.value.__notes__[0] and second in caught.value.__notes__[0]
+    assert "giving up after two restarts from" in caught.value.__notes__[0] and second in caught.value.__notes__[0]
 
 
 def test_nothing_starts_again_without_the_cluster(tmp_path, launches, monkeypatch):

@@ -191,7 +191,7 @@ def test_a_reward_that_fails_is_named():
         make_rewards(broken)("text", Prompt([]))
     with pytest.raises(KeyError) as caught:
         make_rewards(missing)("text", Prompt([], reference="r"))
-    assert "raised by the reward 'missing' for the completion 'text', reference 'r'" in caught.value.__notes__[0]
+    assert "raised by the reward 'missing' for 'text', reference 'r'" in caught.value.__notes__[0]
 
 
 def test_the_penalty_of_long_answers_is_added_with_its_buffer_and_factor():

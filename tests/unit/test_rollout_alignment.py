@@ -69,7 +69,7 @@ class ClockEnv(VectorEnv):
 
 
 class ClockPolicy(ActionModel, torch.nn.Module):
-    """SupportsAct as the given uniforms say; its log-probs and values say of which state they are."""
+    """Acts as the given uniforms say; its log-probs and values say of which state they are."""
 
     evaluate_actions = None  # a rollout does not call it
     num_logprobs = num_uniforms = CHUNK

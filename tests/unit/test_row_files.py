@@ -13,7 +13,7 @@ from PIL import Image
 from rlinf.errors import ConfigError
 from rlinf.files import TextFileError, decode_text, parse_json_lines, write_text
 from rlinf.recipes.questions import QuestionsConfig, read_questions
-from rlinf.recipes.row_files import AnyOf, as_answer
+from rlinf.recipes.row_files import AnyOf, as_reference
 from rlinf.recipes.samples import BadRowError
 
 datasets = pytest.importorskip("datasets", reason="needs rlinf[recipes]")
@@ -46,7 +46,7 @@ def own_cache(tmp_path, monkeypatch):
 
 def answers(name, **options) -> list[str]:
     rows = load_rows(str(name), **options)
-    return [as_answer(column(row, "answer"), "it") for row in rows]
+    return [as_reference(column(row, "answer"), "it") for row in rows]
 
 
 def expected(path) -> list[str]:
@@ -84,15 +84,15 @@ def test_numbers_and_truths_have_the_text_of_the_file(tmp_path):
     typed = pa.table({"question": ["q"] * 2, "answer": pa.array([datetime.date(2024, 1, 2)] * 2)})
     pq.write_table(typed, tmp_path / "a.parquet")
     assert answers(tmp_path / "a.parquet") == expected(tmp_path / "a.parquet") == ["2024-01-02"] * 2
-    assert as_answer(decimal.Decimal("1.10"), "it") == "1.10"
+    assert as_reference(decimal.Decimal("1.10"), "it") == "1.10"
 
 
 def test_any_of_a_list_counts_and_what_is_no_text_is_rejected(tmp_path):
-    found = as_answer(["4", 1.5, True], "it")
-    assert isinstance(found, AnyOf) and found.answers == ["4", "1.5", "true"]
+    found = as_reference(["4", 1.5, True], "it")
+    assert isinstance(found, AnyOf) and found.references == ["4", "1.5", "true"]
     for bad in ([], {}, {"a": 1}, [["4"]], [None], float("nan"), datetime.datetime(2024, 1, 2), b"4"):
         with pytest.raises(BadRowError):
-            as_answer(bad, "it")
+            as_reference(bad, "it")
         path = (
             write(tmp_path / "a.jsonl", [{"question": "q", "answer": bad}]) if isinstance(bad, (list, dict)) else None
         )
@@ -101,7 +101,7 @@ def test_any_of_a_list_counts_and_what_is_no_text_is_rejected(tmp_path):
                 expected(path)
     options = {"question": "q", "options": ["x", "y", "z"], "answer": ["A", 2]}
     (right,) = expected(write(tmp_path / "a.jsonl", [options]))
-    assert right.answers == ["A", "C"]
+    assert right.references == ["A", "C"]
 
 
 def test_folders_and_splits_have_no_guessed_types_either(tmp_path):

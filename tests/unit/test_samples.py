@@ -34,7 +34,7 @@ def test_prompts_have_no_mask():
 
 
 def test_a_mask_of_another_length_and_no_rows_are_refused():
-    with pytest.raises(ConfigError, match="sample 1 have the lengths 1 and 2"):
+    with pytest.raises(ConfigError, match="sample 1 have lengths 1 and 2"):
         collate([Sample([1], [True]), Sample([1, 2], [True])])
     with pytest.raises(ConfigError, match="no rows"):
         collate([])
@@ -44,5 +44,5 @@ def test_a_bad_row_names_its_place_and_the_override():
     error = BadRowError("role is missing; required: role and content.").at(3, "data.jsonl")
     assert str(error) == (
         "Row 3 of data.jsonl cannot be used: role is missing; required: role and content. Fix the row, or set "
-        "train.train_policy.dataset.skip_bad_rows=true to leave such rows out"
+        "train.train_policy.dataset.skip_bad_rows=true to skip such rows"
     )

@@ -152,14 +152,14 @@ def test_a_launchers_rank_needs_one_gpu_and_a_run_that_starts_its_ranks_one_for_
 
 
 def test_a_rank_that_differs_is_named_with_its_host_and_what_differs():
-    same = start.what_ranks_share(["train", "seed=3"])
-    assert same["the word seed"] == "seed=3" and "version of torch" in same
+    same = start.rank_fingerprint(["train", "seed=3"])
+    assert same["argument seed"] == "seed=3" and "version of torch" in same
     reject_differences([("a", same), ("b", dict(same))])
-    other = {**same, "version of torch": "1.0", "the word seed": "seed=4"}
+    other = {**same, "version of torch": "1.0", "argument seed": "seed=4"}
     with pytest.raises(ConfigError) as error:
         reject_differences([("a", same), ("a", same), ("b", other)])
     lines = str(error.value).splitlines()
-    assert "the word seed: rank 2 on b has seed=4, rank 0 on a has seed=3" in lines[1]
+    assert "argument seed: rank 2 on b has seed=4, rank 0 on a has seed=3" in lines[1]
     assert f"version of torch: rank 2 on b has 1.0, rank 0 on a has {same['version of torch']}" in lines[2]
     assert len(lines) == 4
     many = {f"version of {number}": "1" for number in range(100)}
@@ -181,7 +181,7 @@ def test_another_line_of_code_is_another_source(monkeypatch, tmp_path):
 @pytest.mark.parametrize(
     ("gpus", "words"),
     [
-        ([["A"], ["B"], ["A"]], "rank 2 on y shares GPU A with rank 0 on x"),
+        ([["A"], ["B"], ["A"]], "rank 2 on y has the same GPU A as rank 0 on x"),
         ([["A"], [], ["B"]], "rank 1 on x sees 0 GPUs"),
         ([["A"], ["B"], ["C", "D"]], "rank 2 on y sees 2 GPUs"),
         ([["A"], ["B"], ["C"]], None),
@@ -231,7 +231,7 @@ def test_ranks_of_a_launch_compare_their_gpus_before_they_join(monkeypatch):
         "inherited by ranks: asking whether there is a GPU starts no CUDA"
     )
     for error in started_on_gpus(monkeypatch, [["A"], ["A"]]):
-        assert isinstance(error, ConfigError) and "rank 1 on" in str(error) and "shares GPU A with rank 0" in str(error)
+        assert isinstance(error, ConfigError) and "rank 1 on" in str(error) and "has the same GPU A as rank 0" in str(error)
 
 
 def test_a_rank_that_has_started_cuda_before_its_gpu_is_chosen_says_so(monkeypatch):

@@ -73,7 +73,7 @@ def installed(summary, version):
 def test_another_project_of_the_name_is_noticed(version, monkeypatch):
     monkeypatch.setattr(manifest, "distribution", lambda name: installed("Somebody else's project", version))
     sentence = manifest.other_project()
-    assert f"rlinf {version} is another project" in sentence and "pip uninstall -y rlinf" in sentence
+    assert f"rlinf {version} is a different project" in sentence and "pip uninstall -y rlinf" in sentence
     (finding,) = doctor.check_packages()
     assert (finding.status, finding.detail) == (doctor.NO, sentence)
 

@@ -92,7 +92,7 @@ def test_chunks_of_the_vocabulary_give_the_numbers_of_all_logits(load, name, mon
     expected = scored(model, every_logit, ids, mask, temperature)
     found = scored(model, sequence_logprobs, ids, mask, temperature)
     assert_same(model, found, expected)
-    assert module.has_separable_actor(model)
+    assert module.has_separable_head(model)
     weights = max(parameter.numel() for parameter in model.parameters())
     assert found[2] <= max(10 * VOCABULARY, weights) < 93 * VOCABULARY <= expected[2]
     with torch.no_grad(), Largest() as largest:
@@ -238,7 +238,7 @@ def test_weights_that_are_not_finite_do_not_condemn_the_head(load, monkeypatch):
     for number in (float("nan"), float("inf")):
         weight.fill_(number)
         assert not sequence_logprobs(model, ids, mask).isfinite().all()
-        assert module.has_separable_actor(model)
+        assert module.has_separable_head(model)
     weight.copy_(kept)
     assert torch.equal(sequence_logprobs(model, ids, mask), expected)
 

@@ -98,7 +98,7 @@ def test_a_template_that_shows_the_call_in_place_of_the_content():
     text, learned = shown(CALL_ALONE, row(None))
     assert text.startswith("add;<|im_start|>user")
     assert learned == '{"name": "add", "parameters": {"a": 1, "b": 2}}<|im_end|>Yes.<|im_end|>'
-    with pytest.raises(BadRowError, match="drops one of its answers"):
+    with pytest.raises(BadRowError, match="drops an assistant message"):
         shown(CALL_ALONE, row("I add."))
 
 
@@ -119,18 +119,18 @@ def test_what_shows_no_tools_refuses_them():
     raw, prompts = RawTextPacker("messages"), packer(HERMES, PromptPacker)
     for made in (raw, prompts):
         made.tokenizer, made.max_length = packer(HERMES).tokenizer, 1000
-    with pytest.raises(BadRowError, match="raw text shows no tools"):
+    with pytest.raises(BadRowError, match="raw text contains no tools"):
         raw.sample(row(None))
-    with pytest.raises(BadRowError, match="raw text shows no tools"):
+    with pytest.raises(BadRowError, match="raw text contains no tools"):
         raw.sample({"messages": [QUESTION, LAST], "tools": TOOLS})
     assert raw.sample({"messages": [QUESTION, LAST], "tools": None}).input_ids, "control"
     method = prompts.config.train.train_policy
     method.response_column_name = ""
     assert prompts.prompt({"prompt": "2+2?"}).input_ids, "control"
-    with pytest.raises(BadRowError, match="without its column 'tools'"):
+    with pytest.raises(BadRowError, match="cannot have its column 'tools'"):
         prompts.prompt({"prompt": "2+2?", "tools": TOOLS})
     method.system_prompt = "Be brief."
-    with pytest.raises(BadRowError, match="without train.train_policy.system_prompt; required: a list of messages"):
+    with pytest.raises(BadRowError, match="cannot have train.train_policy.system_prompt; required: messages"):
         prompts.prompt({"prompt": "2+2?"})
 
 
@@ -152,8 +152,8 @@ def test_the_tools_reach_a_prompt():
 @pytest.mark.parametrize(
     ("template", "given", "message"),
     [
-        (BLIND, row("I add.", None), "does not show its tool calls"),
-        (BLIND, {"messages": [QUESTION, LAST], "tools": TOOLS}, "does not show its column 'tools'"),
+        (BLIND, row("I add.", None), "does not render its tool calls"),
+        (BLIND, {"messages": [QUESTION, LAST], "tools": TOOLS}, "does not render its column 'tools'"),
         (HERMES, row(None, None, [{"function": {"arguments": {}}}]), "message 1 has the tool call .* a function with name"),
         (HERMES, row(None, "[oops"), "the column 'tools' is '\\[oops'; required: JSON"),
         (HERMES, row(None, 3), "its column 'tools' is 3; required: a list of JSON schemas"),

@@ -21,13 +21,13 @@ rollout/logprob_gap_mean rollout/logprob_gap_max rollout/logprob_gap_exp_mean ro
 rollout/actions_clipped_fraction rollout/actions_max_abs eval/return_mean eval/return_low eval/return_high
 rollout/lost_episodes rollout/env_steps_total train/loss train/policy_loss train/value_loss train/entropy train/approx_kl
 train/clip_fraction train/outside_fraction train/explained_variance train/grad_norm train/learning_rate train/kl_to_reference
-train/advantage_mean train/return_mean train/cut_row_fraction train/equal_pair_fraction sft/cut_row_fraction sft/loss sft/entropy sft/demonstrator_success_rate sft/learning_rate sft/grad_norm eval/success_rate eval/true_success_rate
+train/advantage_mean train/return_mean train/truncated_row_fraction train/equal_pair_fraction sft/truncated_row_fraction sft/loss sft/entropy sft/demonstrator_success_rate sft/learning_rate sft/grad_norm eval/success_rate eval/true_success_rate
 eval/successes eval/episodes eval/interval_low eval/interval_high time/rollout_s time/logprob_s time/update_s
 time/sync_s time/data_wait_s time/eval_s time/cpu_s time/total_s throughput/env_steps_per_s throughput/samples_per_s throughput/data_wait_fraction memory/rss_gib
 memory/cuda_gib rollout/states_far_fraction sft/actions_beyond_statistics sft/states_beyond_statistics
 rollout/reward_mean rollout/reward_std rollout/completion_length_mean rollout/completion_length_max rollout/truncated_fraction
 rollout/replaced_groups train/preference_accuracy train/preference_chosen train/preference_rejected train/preference_margin
-eval/loss eval/reward_mean eval/reward_std eval/num_answers eval/completion_length_mean eval/completion_length_max
+eval/loss eval/reward_mean eval/reward_std eval/num_completions eval/completion_length_mean eval/completion_length_max
 eval/truncated_fraction eval/preference_accuracy eval/preference_chosen eval/preference_rejected eval/preference_margin
 throughput/tokens_per_s throughput/mfu
 rollout/base_policy_queries_offline rollout/success_rate_offline train/q_mean_online train/q_mean_offline

@@ -51,7 +51,7 @@ while True:
         end(sys.argv[3])
     elif command == "start":
         answer = ("error", ConfigError("no such setting")) if payload.model == "bad" else ("ok", 0)
-    elif command == "begin":
+    elif command == "start_push":
         header = payload
         answer = "ok", None
     elif command == "load" and not os.path.exists(payload.path):
@@ -147,7 +147,7 @@ def test_a_process_that_dies_of_a_request_twice_is_an_error_and_no_loop(engine, 
         engine.generate("request")
     assert engine.num_starts == 2 and engine.pid is None
     (faults / "die_always").unlink()
-    with pytest.raises(EngineError, match="weights of version 1 and has lost them.* Call update_weights"):
+    with pytest.raises(EngineError, match="has lost the weights of version 1.* Call update_weights"):
         engine.generate("request")
 
 
@@ -168,7 +168,7 @@ def test_a_new_process_never_plays_with_other_weights_than_those_it_was_given(en
     engine.update_weights(weights(2.0, version=0))
     engine.close()
     engine.start()
-    with pytest.raises(EngineError, match="weights of version 0 and has lost them"):
+    with pytest.raises(EngineError, match="has lost the weights of version 0"):
         engine.generate("request")
     handle = weights(2.0, version=1)
     engine.update_weights(handle)
@@ -176,7 +176,7 @@ def test_a_new_process_never_plays_with_other_weights_than_those_it_was_given(en
     (faults / "die").write_text("generate")
     with pytest.raises(WeightsRejectedError, match="gone"):
         engine.generate("request")
-    with pytest.raises(EngineError, match="weights of version 1 and has lost them"):
+    with pytest.raises(EngineError, match="has lost the weights of version 1"):
         engine.generate("request")
 
 
@@ -191,11 +191,11 @@ def test_an_engine_sleeps_until_it_is_needed_and_loads_again_what_it_did_not_kee
     assert engine.sleep(keeps) and engine.sleep(keeps)
     assert commands == ["sleep"] and engine.version == (1 if keeps else None)
     assert engine.generate("request") == 2.0
-    assert commands == ["sleep", "wake", *([] if keeps else ["begin", "load", "commit"]), "generate"]
+    assert commands == ["sleep", "wake", *([] if keeps else ["start_push", "load", "commit"]), "generate"]
     engine.sleep(keeps)
     commands.clear()
     engine.update_weights(weights(4.0, version=2))
-    assert commands == ["wake", "begin", "load", "commit"], "new weights do not wait for the old ones"
+    assert commands == ["wake", "start_push", "load", "commit"], "new weights do not wait for the old ones"
     assert engine.generate("request") == 4.0 and engine.num_starts == 1
     engine.sleep(keeps)
     os.kill(engine.pid, signal.SIGKILL)
@@ -215,7 +215,7 @@ def test_a_process_that_does_not_answer_is_ended_and_tells_where_it_was(engine, 
     monkeypatch.setattr("rlinf.distributed.stack_dump.MAX_POLLS", 600)
     engine.timeout_s = 0.5
     with pytest.raises(
-        EngineError, match=r"did not answer 'generate' within 0.5 s.*vllm_cfg.timeout_s=1 (.|\n)*process_of_a_test"
+        EngineError, match=r"did not reply to 'generate' within 0.5 s.*vllm_cfg.timeout_s=1 (.|\n)*process_of_a_test"
     ):
         engine.generate("request")
     assert engine.num_starts == 1 and engine.pid is None, "it is not asked again"

@@ -184,7 +184,7 @@ def test_engine_arguments_are_taken_flat_and_nested():
     expected = {"tensor_parallel_size": 1, "gpu_memory_utilization": 0.8, "max_model_len": 2048}
     flat = {"model_name": "x", "max_new_tokens": 100, **expected}
     assert engine_arguments(nested) == engine_arguments(flat) == expected
-    with pytest.raises(ConfigError, match="max_model_len is 64, and in vllm_cfg 2048"):
+    with pytest.raises(ConfigError, match="max_model_len is 64, but 2048 in vllm_cfg"):
         engine_arguments({**nested, "max_model_len": 64})
 
 
@@ -238,7 +238,7 @@ def test_settings_are_refused_by_engines_and_policies_with_one_message(has_vllm,
 )
 def test_tokens_that_the_model_has_not_are_refused_by_both_engines(has_vllm, tiny_lm, prompts, setting, ids):
     name = next(iter(setting))
-    message = f"{name} has the ids {re.escape(ids)}; required: one or more from 0 to 47. Pass {name}=None"
+    message = f"{name} has the ids {re.escape(ids)}; required: some of 0 to 47. Pass {name}=None"
     generation = VllmGeneration(None, {"model_name": tiny_lm(), **setting})
     calls = (
         generation.prepare_for_generation,
@@ -260,7 +260,7 @@ IDS = torch.full((2, 3), 7)
         ({"input_ids": IDS[:0], "attention_mask": IDS[:0]}, r"The batch has no rows: its tokens are \[0, 3\]"),
         ({"input_ids": IDS.float(), "attention_mask": IDS}, "token ids are torch.float32; required: integers"),
         ({"input_ids": IDS, "attention_mask": IDS, "tag": ["a"]}, "rows of a batch are.*required: one number"),
-        ({"input_ids": IDS, "attention_mask": torch.tensor([[0, 1, 1]] * 2)}, "Row 0 is not padded on the right"),
+        ({"input_ids": IDS, "attention_mask": torch.tensor([[0, 1, 1]] * 2)}, "Row 0 is not right-padded"),
         ({"input_ids": IDS, "attention_mask": 0 * IDS}, "Row 0 has no tokens"),
     ],
 )
@@ -274,7 +274,7 @@ def test_batches_are_refused_by_both_engines_with_one_message(has_vllm, tiny_lm,
 
 def test_temperatures_that_vllm_would_replace_are_refused():
     assert sampling_arguments({"temperature": 0.01}, greedy=False)["temperature"] == 0.01
-    with pytest.raises(ConfigError, match=r"temperature=0.001 is below 0.01.*Set temperature=0.01, or be greedy"):
+    with pytest.raises(ConfigError, match=r"temperature=0.001 is below 0.01.*Set temperature=0.01, or 0 .greedy"):
         sampling_arguments({"temperature": 0.001}, greedy=False)
     with pytest.raises(ConfigError, match=r"temperature=0 .*Pass temperature=1.0 and do_sample=False"):
         sampling_arguments({"temperature": 0}, greedy=False)
@@ -552,7 +552,7 @@ def test_parameters_that_vllm_leaves_as_they_are_are_named(monkeypatch):
         model_runner=SimpleNamespace(reset_lora_state=list, reset_encoder_cache=list, reset_mm_cache=list),
     )  # fmt: skip
     reload = SimpleNamespace(
-        initialize_layerwise_reload=lambda model: calls.append("begin"),
+        initialize_layerwise_reload=lambda model: calls.append("start"),
         finalize_layerwise_reload=lambda model, config: calls.append("finish"),
     )
     monkeypatch.setitem(sys.modules, "vllm.model_executor.model_loader.reload", reload)
@@ -561,9 +561,9 @@ def test_parameters_that_vllm_leaves_as_they_are_are_named(monkeypatch):
     loader, buffer = BucketLoader(worker, TensorNames(model.state_dict(keep_vars=True))), WeightBuffer()
     for left_out in (["bias"], []):
         handle = buffer.write(model.state_dict(), 1)
-        loader.begin(handle.manifest)
+        loader.start(handle.manifest)
         loader.load(handle)
         assert loader.finish() == left_out
         monkeypatch.setattr(BiasBlind, "load_weights", lambda self, weights: {name for name, _ in weights})
-    assert calls == ["begin", "finish"] * 2
+    assert calls == ["start", "finish"] * 2
     buffer.close()

@@ -39,7 +39,7 @@ class Direct:
         if command == "load":
             self.handles.append(payload)
 
-    def answer(self, command):
+    def reply(self, command):
         return getattr(self.receiver, command)(self.pending)
 
     def crossed(self):
@@ -74,7 +74,7 @@ def test_weights_of_any_size_pass_through_two_bounded_buckets(nbytes, num_bucket
     for handle in peer.handles:
         for entry in handle.manifest.values():
             assert entry.offset + entry.padded_nbytes <= handle.nbytes
-            assert entry.is_whole or torch.Size(entry.shape).numel() * entry.dtype.itemsize > nbytes
+            assert entry.is_complete or torch.Size(entry.shape).numel() * entry.dtype.itemsize > nbytes
     buckets.close()
 
 
@@ -177,9 +177,9 @@ class Faulty(ModuleWeights):
 
 
 @pytest.mark.parametrize(("fault", "name", "words"), [
-    ("flip", "head.weight", "head.weight .*damaged|damaged on the way: head.weight"),
-    ("flip", "base.weight", "damaged on the way: base.weight"),  # of which a bucket holds a part
-    ("flip", "count", "damaged on the way: count"),  # in the first bucket
+    ("flip", "head.weight", "head.weight .*damaged|damaged in transfer: head.weight"),
+    ("flip", "base.weight", "damaged in transfer: base.weight"),  # of which a bucket holds a part
+    ("flip", "count", "damaged in transfer: count"),  # in the first bucket
     ("without", "head.bias", "version 2 lack head.bias"),
     ("without", "empty", "version 2 lack empty"),
     ("twice", "base.weight", "'base.weight' is not part of this push, or was sent twice"),
@@ -200,7 +200,7 @@ def test_a_spoilt_push_is_refused_by_name_and_the_next_one_mends_it(buckets, fau
     assert receiver.version == (2 if name == "count" else None)
     if receiver.version is None:
         with pytest.raises(
-            WeightsRejectedError, match="replaces some tensors of version 2, but the receiver holds no complete"
+            WeightsRejectedError, match="replaces some tensors of version 2, but the receiver has no complete"
         ):
             push(ModuleWeights(source, 3, buckets), peer, base=2)
     assert push(ModuleWeights(source, 3, buckets), peer) == 3 == receiver.version and equal(source, target)
@@ -209,7 +209,7 @@ def test_a_spoilt_push_is_refused_by_name_and_the_next_one_mends_it(buckets, fau
 def test_nobody_acts_between_begin_and_commit(buckets):
     receiver, weights = ModuleReceiver(Net(2)), ModuleWeights(Net(1), 5, buckets)
     push(weights, Direct(receiver))
-    receiver.begin(PushHeader(6, weights.manifest))
+    receiver.start_push(PushHeader(6, weights.manifest))
     assert receiver.version is None
     mapped = {}
     for handle in ModuleWeights(Net(1), 6, buckets).buckets(False):
@@ -220,12 +220,12 @@ def test_nobody_acts_between_begin_and_commit(buckets):
         )
     assert receiver.commit() == 6 == receiver.version
     assert not receiver._mapped, "the sender's memory is let go"
-    with pytest.raises(WeightsRejectedError, match="ended before it had started"):
+    with pytest.raises(WeightsRejectedError, match="push was not started"):
         receiver.commit()
     with pytest.raises(WeightsRejectedError, match="version 6 arrived; expected: none"):
         receiver.load(handle)
     assert receiver.version == 6
-    receiver.begin(PushHeader(7, weights.manifest))
+    receiver.start_push(PushHeader(7, weights.manifest))
     with pytest.raises(WeightsRejectedError, match="version 6 arrived; expected: 7"):
         receiver.load(handle)
 
@@ -234,23 +234,21 @@ def test_a_push_that_stops_after_a_tensor_leaves_no_weights_to_build_on(buckets)
     source = Net(1)
     receiver, weights = ModuleReceiver(Net(2)), ModuleWeights(source, 5, buckets)
     push(weights, Direct(receiver))
-    receiver.begin(PushHeader(6, base=5))
-    receiver.begin(PushHeader(7, base=5))  # control: nothing has been taken
+    receiver.start_push(PushHeader(6, base=5))
+    receiver.start_push(PushHeader(7, base=5))  # control: nothing has been taken
     receiver.take("head.bias", source.head.bias)
-    with pytest.raises(WeightsRejectedError, match="the receiver holds no complete weights"):
-        receiver.begin(PushHeader(8, base=5))
+    with pytest.raises(WeightsRejectedError, match="the receiver has no complete weights"):
+        receiver.start_push(PushHeader(8, base=5))
 
 
 def test_a_push_without_a_bucket_is_incomplete_and_nobody_acts_after_it(buckets):
     receiver, weights = ModuleReceiver(Net(2)), ModuleWeights(Net(1), 5, buckets)
     push(weights, Direct(receiver))
-    receiver.begin(PushHeader(6, base=5))
-    with pytest.raises(
-        WeightsRejectedError, match=r"version 6 lack count, empty, head.bias, head.weight \(4 tensors\)"
-    ):
+    receiver.start_push(PushHeader(6, base=5))
+    with pytest.raises(WeightsRejectedError, match=r"version 6 lack count, empty, head.bias, head.weight \(4\)"):
         receiver.commit()
     assert receiver.version is None
-    receiver.begin(PushHeader(7, weights.manifest))  # a complete push mends it
+    receiver.start_push(PushHeader(7, weights.manifest))  # a complete push mends it
     for handle in ModuleWeights(Net(1), 7, buckets).buckets(False):
         receiver.load(handle)
     assert receiver.commit() == 7 == receiver.version
@@ -276,11 +274,11 @@ def test_a_source_that_fails_halfway_leaves_no_answer_behind(buckets):
 
     receiver = ModuleReceiver(Net(2))
     peer = Direct(receiver)
-    answers, answer = [], peer.answer
-    peer.answer = lambda command: (answers.append(command), answer(command))[1]
+    replies, reply = [], peer.reply
+    peer.reply = lambda command: (replies.append(command), reply(command))[1]
     with pytest.raises(ValueError, match="out of memory"):
         push(Broken(Net(1), 1, buckets), peer)
-    assert len(answers) == 1 + len(peer.handles) and receiver.version is None
+    assert len(replies) == 1 + len(peer.handles) and receiver.version is None
 
 
 PROCESS = """
@@ -329,11 +327,11 @@ def test_a_receiver_that_is_killed_halfway_is_replaced_and_gets_everything(bucke
     assert process.wait(60) == -signal.SIGKILL
     connection, _ = start("receiver")
     peer = Remote(connection)
-    with pytest.raises(WeightsRejectedError, match="holds no complete weights"):
+    with pytest.raises(WeightsRejectedError, match="has no complete weights"):
         push(ModuleWeights(source, 10, buckets), peer, base=9)
     assert push(ModuleWeights(source, 10, buckets), peer) == 10
     peer.send("state", None)
-    assert peer.answer("state") == {name: tensor.tolist() for name, tensor in source.state_dict().items()}
+    assert peer.reply("state") == {name: tensor.tolist() for name, tensor in source.state_dict().items()}
 
 
 def test_a_receiver_does_not_act_after_its_sender_was_killed_halfway_until_the_next_push(start):

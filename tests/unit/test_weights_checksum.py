@@ -23,7 +23,7 @@ class Largest(TorchDispatchMode):
 
 
 def test_sums_are_those_of_a_float64_copy_without_making_one(monkeypatch):
-    monkeypatch.setattr(token_policy, "SUMMED_AT_ONCE", 1000)
+    monkeypatch.setattr(token_policy, "SUM_CHUNK", 1000)
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(70, 90), nn.Linear(30, 30)).bfloat16()
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""The policy type `rlinf` of lerobot; what `config.json` of its folders holds."""
+"""The policy type `rlinf` of lerobot, and the configuration in `config.json` of its folders."""
 
 from dataclasses import dataclass, field
 
@@ -22,7 +22,7 @@ class RLinfConfig(PreTrainedConfig):
 
     @property
     def observation_delta_indices(self) -> None:
-        """Return None: a batch holds the present observation alone."""
+        """Return None: a batch holds only the present observation."""
         return None
 
     @property

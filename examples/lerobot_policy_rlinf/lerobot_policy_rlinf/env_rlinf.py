@@ -1,4 +1,4 @@
-"""The env type `rlinf` of lerobot: any environment of rlinf, whose rows step together."""
+"""The env type `rlinf` of lerobot: any vectorised environment of rlinf."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -15,7 +15,7 @@ if TYPE_CHECKING:  # lerobot imports this module in each of its commands
     from rlinf.types import Observation
 
 FRAME_SIZE = 224
-"""Pixels of the side of a video's frame."""
+"""Width and height of a video frame in pixels."""
 
 
 @EnvConfig.register_subclass("rlinf")
@@ -37,13 +37,13 @@ class RLinfEnv(EnvConfig):
 
     @property
     def gym_kwargs(self) -> dict:
-        """Return nothing: the env is not one of gymnasium's registry."""
+        """Return nothing: the env is not in gymnasium's registry."""
         return {}
 
     def create_envs(
         self, n_envs: int, use_async_envs: bool = False
     ) -> dict[str, dict[int, gymnasium.vector.VectorEnv]]:
-        """Make ``n_envs`` rows; simulators that need processes have their own, so ``use_async_envs`` changes nothing."""
+        """Build ``n_envs`` env slots; simulators start their own processes, so ``use_async_envs`` has no effect."""
         from rlinf.api import run_config
         from rlinf.checkpoints.folders import resolve_checkpoint
         from rlinf.commands.open_checkpoint import read_config
@@ -80,7 +80,7 @@ class NumberedEpisodes(gymnasium.vector.VectorEnv):
     def reset(
         self, *, seed: Sequence[int] | int | None = None, options: dict | None = None
     ) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Start the episodes whose numbers in the list of the split are ``seed``; an integer is the first row's."""
+        """Start the episodes with the indices ``seed`` in the list of the split; an integer is the index of the first env slot."""
         seeds = range(seed, seed + self.num_envs) if isinstance(seed, int) else seed
         if seeds is None or min(seeds) < 0 or max(seeds) >= len(self._episodes):
             found = "no seed" if seeds is None else f"the seeds {min(seeds)} to {max(seeds)}"
@@ -93,7 +93,7 @@ class NumberedEpisodes(gymnasium.vector.VectorEnv):
         return self._theirs(observation), {}
 
     def step(self, actions: np.ndarray) -> tuple[dict[str, Any], np.ndarray, np.ndarray, np.ndarray, dict[str, Any]]:
-        """Apply one action per row, ``[B, D]``; infos hold ``is_success``, which is only true at or after the end."""
+        """Apply one action per env slot, ``[B, D]``; infos hold ``is_success``, which is only true at or after the end."""
         observation, rewards, terminated, truncated, infos = self._env.step(actions)
         if "lost_env_ids" in infos:
             raise RuntimeError(f"The simulators of the rows {infos['lost_env_ids']} were lost. Start the command again")
@@ -101,7 +101,7 @@ class NumberedEpisodes(gymnasium.vector.VectorEnv):
         return self._theirs(observation), rewards, terminated, truncated, {"is_success": infos["success"] & self._over}
 
     def call(self, name: str, *args: Any, **kwargs: Any) -> tuple:
-        """Return an attribute or image of each row that lerobot asks for."""
+        """Return an attribute or image of each env slot for lerobot."""
         if name == "render":
             return tuple(self._env.render_frames(np.arange(self.num_envs), FRAME_SIZE))
         if name == "task_description":

@@ -20,7 +20,7 @@ from rlinf.types import Observation
 
 
 class RLinfPolicy(PreTrainedPolicy):
-    """SupportsAct greedily, as ``rlinf evaluate`` does: the actions of a row depend on its own row alone."""
+    """Acts greedily, as ``rlinf evaluate`` does: the actions of a batch row depend only on that row."""
 
     config_class = RLinfConfig
     name = "rlinf"
@@ -37,7 +37,7 @@ class RLinfPolicy(PreTrainedPolicy):
     def from_pretrained(
         cls, pretrained_name_or_path: str | Path, *, config: RLinfConfig | None = None, **kwargs: Any
     ) -> "RLinfPolicy":
-        """Load the export that ``config.json`` of a folder on this machine names."""
+        """Load the export that ``config.json`` of a local folder names."""
         folder = Path(pretrained_name_or_path)
         if not folder.is_dir():
             raise FileNotFoundError(f"{folder} is no folder on this machine; required: one. Download it first")
@@ -51,13 +51,13 @@ class RLinfPolicy(PreTrainedPolicy):
         config.save_pretrained(save_directory)
 
     def reset(self) -> None:
-        """Start new episodes in all rows."""
+        """Start new episodes in all batch rows."""
         self._streams: list[Stream] = []
         self._queue: deque[Tensor] = deque()
 
     @torch.no_grad()
     def predict_action_chunk(self, batch: dict[str, Any], **kwargs: Any) -> Tensor:
-        """Return ``[B, C, D]`` in the units of the env; a model that remembers sees each env step, and ``C`` is 1."""
+        """Return ``[B, C, D]`` in the units of the env; for a model with memory, ``C`` is 1, because it must see each env step."""
         rows, _ = self.policy.rows(observation_of(batch))
         while len(self._streams) < len(rows):
             self._streams.append(Stream(0, getattr(self.model, "num_observations", 1)))
@@ -66,7 +66,7 @@ class RLinfPolicy(PreTrainedPolicy):
         return torch.from_numpy(actions).to(self.config.device)
 
     def select_action(self, batch: dict[str, Any], **kwargs: Any) -> Tensor:
-        """Return the next action ``[B, D]``; the policy is asked again after the last one of a chunk."""
+        """Return the next action ``[B, D]``; the policy is called again after the last action of a chunk."""
         if not self._queue:
             self._queue.extend(self.predict_action_chunk(batch).unbind(1))
         return self._queue.popleft()

@@ -1,4 +1,4 @@
-"""Processors that change no number: the policy itself turns units and images into what its network reads."""
+"""Identity processors: the policy itself converts units and images."""
 
 from lerobot.processor import (
     DeviceProcessorStep,
@@ -15,7 +15,7 @@ from lerobot_policy_rlinf.configuration_rlinf import RLinfConfig
 def make_rlinf_pre_post_processors(
     config: RLinfConfig, dataset_stats: dict | None = None
 ) -> tuple[PolicyProcessorPipeline, PolicyProcessorPipeline]:
-    """Return the two steps that lerobot's evaluation overrides, and nothing for actions."""
+    """Return the two steps that lerobot's evaluation overrides, and no steps for actions."""
     before = [RenameObservationsProcessorStep(rename_map={}), DeviceProcessorStep(device=config.device)]
     return PolicyProcessorPipeline(before, name=POLICY_PREPROCESSOR_DEFAULT_NAME), PolicyProcessorPipeline(
         [],

@@ -1,4 +1,4 @@
-"""Connect a process to the Ray cluster at ``RAY_ADDRESS``, or start one on this machine."""
+"""The connection to the Ray cluster at ``RAY_ADDRESS``, or to a new cluster on this machine."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from rlinf.errors import ConfigError, MissingDependencyError
 CONNECT_S = 5.0
 """Seconds that the machine of RAY_ADDRESS has to accept a connection."""
 OBJECT_STORE_BYTES = 2 * 2**30
-"""Shared memory of a cluster on this machine that has simulators only; Ray would take 30 % of the main memory."""
+"""Shared memory of a cluster on this machine that only has simulators; Ray's default is 30 % of the main memory."""
 
 
 def import_ray(needed_by: str) -> ModuleType:
@@ -34,9 +34,9 @@ def import_ray(needed_by: str) -> ModuleType:
 
 
 def check_address(needed_by: str) -> str | None:
-    """Return ``RAY_ADDRESS``, or None where it is not set or asks for a cluster of this machine's own.
+    """Return ``RAY_ADDRESS``; None if it is not set or means a new cluster on this machine.
 
-    Raise ConfigError if it is not ``host:port``, nothing listens there, or the cluster asks for another token.
+    Raise ConfigError if it is not ``host:port``, nothing listens there, or the cluster requires a different token.
     """
     address = os.environ.get("RAY_ADDRESS", "").strip()
     if address in ("", "local"):
@@ -50,23 +50,26 @@ def check_address(needed_by: str) -> str | None:
     try:
         socket.create_connection((host, int(port)), timeout=CONNECT_S).close()
     except (OSError, OverflowError) as error:
-        raise ConfigError(f"RAY_ADDRESS is '{address}', but no Ray cluster answers there ({error}). {fix}") from error
+        raise ConfigError(f"RAY_ADDRESS is '{address}', but no Ray cluster listens there ({error}). {fix}") from error
     _check_token(address)
     return address
 
 
 def _check_token(address: str) -> None:
-    """Raise ConfigError if a cluster asks for a token and does not get the right one. Ray would try again for a minute, then say less."""
+    """Raise ConfigError if a cluster requires a token and this machine's is missing or wrong."""
+    # Ray itself would retry for a minute, and then raise a less specific error.
     import grpc
 
     token = _token() if os.environ.get("RAY_AUTH_MODE") == "token" else None
     with grpc.insecure_channel(address) as channel:
-        ask = channel.unary_unary("/ray.rpc.NodeInfoGcsService/GetClusterId")
+        get_cluster_id = channel.unary_unary("/ray.rpc.NodeInfoGcsService/GetClusterId")
         try:
-            ask(b"", timeout=CONNECT_S, metadata=[] if token is None else [("authorization", f"Bearer {token}")])
+            get_cluster_id(
+                b"", timeout=CONNECT_S, metadata=[] if token is None else [("authorization", f"Bearer {token}")]
+            )
         except grpc.RpcError as error:
             if error.code() != grpc.StatusCode.UNAUTHENTICATED:
-                return  # Ray tells what it is
+                return  # left to Ray, which reports it
         else:
             return
     who = f"The Ray cluster at RAY_ADDRESS={address}"
@@ -74,13 +77,13 @@ def _check_token(address: str) -> None:
         fix = "Copy ~/.ray/auth_token of the machine of `ray start --head`, or set RAY_AUTH_TOKEN to its content"
         raise ConfigError(f"{who} does not accept the token of this machine. {fix}")
     raise ConfigError(
-        f"{who} asks for a token, and RAY_AUTH_MODE is '{os.environ.get('RAY_AUTH_MODE', '')}' here. Copy the ~/.ray/auth_token of its "
+        f"{who} requires a token, and RAY_AUTH_MODE is '{os.environ.get('RAY_AUTH_MODE', '')}' here. Copy the ~/.ray/auth_token of its "
         f"head to this machine, then type: RAY_AUTH_MODE=token RAY_ADDRESS={address} rlinf ..."
     )
 
 
 def _token() -> str:
-    """Return the token of this machine, found where Ray looks for it; raise ConfigError without one."""
+    """Return this machine's token from Ray's locations; raise ConfigError without one."""
     if token := os.environ.get("RAY_AUTH_TOKEN"):
         return token
     path = Path(os.environ.get("RAY_AUTH_TOKEN_PATH") or Path.home() / ".ray" / "auth_token")
@@ -93,9 +96,9 @@ def _token() -> str:
 
 
 def connect(needed_by: str) -> ModuleType:
-    """Connect all ranks (a collective call) to the Ray cluster that rank 0 has found at ``RAY_ADDRESS``, or started.
+    """Connect all ranks (a collective call) to the Ray cluster at rank 0's ``RAY_ADDRESS``, or start one; return the module ``ray``.
 
-    Errors name the setting ``needed_by``, such as ``cluster.num_env_workers=2``. Return the module ``ray``.
+    Errors name the setting ``needed_by``, such as ``cluster.num_env_workers=2``.
     """
     ray = import_ray(needed_by)
     address = ray.get_runtime_context().gcs_address if ray.is_initialized() else None
@@ -108,15 +111,16 @@ def connect(needed_by: str) -> ModuleType:
 
 
 def initialise(ray: ModuleType, address: str | None, log_to_driver: bool = False, **of_new: Any) -> str:
-    """Connect to a cluster, or start one by the arguments ``of_new`` of ``ray.init``; return its address.
+    """Connect to a cluster, or start one with the arguments ``of_new`` of ``ray.init``; return its address.
 
     ``log_to_driver`` shows the output of actors here.
     """
     how = {"address": "local", "include_dashboard": False, **of_new} if address is None else {"address": address}
     handler, numbers = signal.getsignal(signal.SIGTERM), random.getstate()
-    # Ray draws the name of a connection from these. With one name, two ranks would receive each other's messages and poll without a pause.
+    # Ray draws the name of a connection from Python's random numbers. Seeded ranks would draw the same name, receive each other's
+    # messages and poll without a pause.
     random.seed()
-    others = children(os.getpid())
+    children_before = children(os.getpid())
     try:
         ray.init(**how, log_to_driver=log_to_driver, logging_level="ERROR")
     except (OSError, RuntimeError, ValueError) as error:
@@ -127,7 +131,8 @@ def initialise(ray: ModuleType, address: str | None, log_to_driver: bool = False
     finally:
         random.setstate(numbers)
         if threading.current_thread() is threading.main_thread():
-            signal.signal(signal.SIGTERM, handler)  # Ray's would end the process; ours saves a checkpoint first
+            # Ray installs a handler that ends the process; the run's handler saves a checkpoint first.
+            signal.signal(signal.SIGTERM, handler)
     if address is None:
-        end_with_this_process([pid for pid in children(os.getpid()) if pid not in others])
+        end_with_this_process([pid for pid in children(os.getpid()) if pid not in children_before])
     return ray.get_runtime_context().gcs_address

@@ -1,4 +1,4 @@
-"""End the Ray processes that a killed run has started: a process of its own, which imports nothing of rlinf, waits for the run's death."""
+"""A watcher process that ends the Ray processes of a killed run. It imports nothing of rlinf."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _watchers: list[subprocess.Popen] = []
 
 
 def children(pid: int) -> list[int]:
-    """Return the running children of a process; an empty list where the system does not tell."""
+    """Return the running children of a process; an empty list without ``/proc``."""
     with suppress(OSError):
         tasks = Path(f"/proc/{pid}/task").glob("*/children")
         return [int(child) for task in tasks for child in task.read_text().split()]
@@ -23,27 +23,28 @@ def children(pid: int) -> list[int]:
 
 
 def end_with_this_process(daemons: list[int]) -> None:
-    """Kill ``daemons``, children of this process, with all that they have started, once this process has been killed."""
+    """Start a watcher that kills ``daemons``, children of this process, and their descendants once this process has been killed."""
     command = [sys.executable, "-I", __file__, *map(str, (os.getpid(), *daemons))]
     streams = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.DEVNULL)
     _watchers.append(subprocess.Popen(command, **streams, start_new_session=True))
 
 
 def watch(parent: int, daemons: list[int]) -> None:
-    """Wait until the parent has died; return at once when it has ended all daemons itself."""
+    """Wait until the parent has died, and kill its daemons; return as soon as it has ended all daemons itself."""
     tree: list[int] = []
     while daemons:
         running = children(parent)
         if os.getppid() != parent:
             break
         daemons = [pid for pid in daemons if pid in running]
-        tree = list(daemons)  # as it is now: the daemons die with the parent, and their children get another parent
+        # Updated while the parent runs: the daemons die with it, and then their children have a different parent.
+        tree = list(daemons)
         for pid in tree:  # grows
             tree += children(pid)
         time.sleep(POLL_S)
     for pid in tree:
         with suppress(OSError):
-            # Another process may have the number by now.
+            # A new process may have the same id by now.
             if b"ray" in Path(f"/proc/{pid}/cmdline").read_bytes():
                 os.kill(pid, signal.SIGKILL)
 

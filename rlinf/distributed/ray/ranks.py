@@ -1,6 +1,6 @@
-"""Ranks that Ray places: each is a process below an actor, which passes on its output, signals and its exit status.
+"""Ranks that Ray places: each is a child process of an actor, which forwards its output, signals and exit status.
 
-``rlinf.distributed.launch`` decides what a rank runs, how ranks find each other and how they end together.
+``rlinf.distributed.launch`` defines the work of a rank, how ranks connect and how they end together.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from rlinf.distributed.devices import CHOSEN_EGL_DEVICE, EGL_DEVICE
 from rlinf.errors import EXIT_FAULT, ConfigError, RankKilledError
 
 KILL_S = 10.0
-"""Seconds in which the actor of a rank must have killed it; else its machine is taken for lost."""
+"""Seconds in which an actor must have killed its rank; else its machine counts as lost."""
 DRAIN_S = 1.0
 """Seconds after the end of a rank in which its own children may still hold its output open."""
 FORWARDED = (
@@ -39,10 +39,10 @@ FORWARDED = (
     "TRANSFORMERS_",
     "WANDB_",
 )
-"""Prefixes of variables copied from the command; all others come from Ray's daemon on the rank's machine."""
+"""Prefixes of variables that are copied from the command; all remaining variables come from Ray's daemon on the rank's machine."""
 _START = """
 import os, sys
-# A rank runs the code of the command: what the command imports comes before what this machine would find.
+# A rank runs the code of the command, so the command's import path comes before this machine's.
 path = sys.argv[1].split(os.pathsep)
 sys.path[:] = path + [entry for entry in sys.path[1:] if entry not in path]
 from rlinf.distributed.ray.ranks import run_rank
@@ -51,42 +51,43 @@ run_rank()
 
 
 class RankAgent:
-    """An actor: starts one rank as a child process, as an agent of torchrun does."""
+    """A Ray actor that starts one rank as a child process, like an agent of torchrun."""
 
     def __init__(self) -> None:
         self._process: subprocess.Popen | None = None
         self._started = threading.Event()
 
     def where(self) -> str:
-        """Return the id that Ray gives this machine."""
+        """Return Ray's id of this machine."""
         import ray
 
         return ray.get_runtime_context().get_node_id()
 
     def check(self, check: Callable[[], None]) -> Failure | None:
-        """Check something about this machine; return why it is rejected."""
+        """Run a check of this machine; return its error."""
         return failure_in(check)
 
     def run(
         self, work: bytes, path: Sequence[str], environment: Mapping[str, str], folder: str
     ) -> Iterator[tuple[int, bytes] | int]:
-        """Start the rank; yield its output with the number of its stream as it comes, and last its exit status.
+        """Start the rank; yield its output with the number of the stream as it arrives, and finally its exit status.
 
         Args:
             work: Function and arguments for ``run_rank``, pickled.
-            path: Where the rank looks for modules first.
-            environment: Variables to add to this process's own.
+            path: First entries of the rank's ``sys.path``.
+            environment: Additional variables.
             folder: Its working folder.
         """
-        own = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}  # which Ray sets
+        # Ray sets OMP_NUM_THREADS to the CPUs of the actor; the command decides on the rank's threads.
+        inherited = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
         self._process = process = subprocess.Popen(
             [sys.executable, "-c", _START, os.pathsep.join(path), str(os.getpid())],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
-            env=own | dict(environment),
+            env=inherited | dict(environment),
             cwd=folder,
-            start_new_session=True,  # a terminal on this machine signals the command, which passes it on
+            start_new_session=True,  # a terminal on this machine signals the command, which forwards it
         )
         self._started.set()
         with process.stdin:
@@ -101,7 +102,7 @@ class RankAgent:
 
 
 def _output(process: subprocess.Popen) -> Iterator[tuple[int, bytes]]:
-    """Yield what a process writes, with 1 or 2 for stdout or stderr, until it has ended."""
+    """Yield a process's output, with 1 or 2 for stdout or stderr, until it has ended."""
     end = None
     with selectors.DefaultSelector() as selector:
         selector.register(process.stdout, selectors.EVENT_READ, 1)
@@ -118,21 +119,22 @@ def _output(process: subprocess.Popen) -> Iterator[tuple[int, bytes]]:
 
 
 def run_rank() -> None:
-    """Be a rank: run the function that the command has sent to stdin."""
+    """Run the function that the command has sent to stdin, as a rank."""
     threading.Thread(target=exit_with_parent, args=(int(sys.argv[2]),), daemon=True).start()
-    del sys.argv[1:]  # some simulators read it
+    # Some simulators parse sys.argv.
+    del sys.argv[1:]
     function, arguments = pickle.load(sys.stdin.buffer)
     function(*arguments)
 
 
 class RemoteRank:
-    """The command's end of a rank; it has the calls of ``multiprocessing.Process`` that ``launch`` uses."""
+    """The command's handle of a rank, with the methods of ``multiprocessing.Process`` that ``launch`` uses."""
 
     def __init__(self, agent: Any, output: Any) -> None:
         self._agent, self._output = agent, output
         self.exitcode: int | None = None
         self.lost: str | None = None  # why its exit status is unknown
-        self.fault: str | None = None  # error of its actor that kept it from running, or its end from being known
+        self.fault: str | None = None  # an error of its actor: the rank did not run, or its end is unknown
         self._killed_at: float | None = None
         self._ending = threading.Lock()
         self.sentinel, self._writer = os.pipe()
@@ -140,30 +142,31 @@ class RemoteRank:
         self._thread.start()
 
     def _follow(self) -> None:
-        """Write what the rank writes to the streams of this process, until it has ended."""
+        """Copy the rank's output to the streams of this process, until it has ended."""
         import ray
 
         try:
             for reference in self._output:
-                told = ray.get(reference)
-                if isinstance(told, int):
-                    self._end(told)
+                message = ray.get(reference)
+                if isinstance(message, int):
+                    self._end(message)
                     continue
-                stream, data = told
-                # Where nobody reads it, or the disk is full, the rank must be followed all the same.
+                stream, data = message
+                # Errors of a closed stream or a full disk are suppressed: the exit status must still be received.
                 with suppress(OSError):
                     while data:
                         data = data[os.write(stream, data) :]
-            self._end(-signal.SIGKILL, "its actor has ended without a word")
+            self._end(-signal.SIGKILL, "its actor has ended without an exit status")
         except ray.exceptions.RayTaskError as error:
             self._end(EXIT_FAULT, fault=str(error).strip().rpartition("\n")[2])
         except ray.exceptions.RayError as error:
             self._end(-signal.SIGKILL, str(error).strip().partition("\n")[0].rstrip("."))
-        except Exception as error:  # noqa: BLE001 - the command waits for an end of the rank, whatever has happened
+        except Exception as error:  # noqa: BLE001 - the command waits for the end of the rank in any case
             self._end(-signal.SIGKILL, f"{type(error).__name__}: {error}")
 
     def _end(self, exitcode: int, lost: str | None = None, fault: str | None = None) -> None:
-        """Note the end of the rank once: the thread that follows it and ``join`` may both call this."""
+        """Record the end of the rank."""
+        # Only the first call counts: the thread of `_follow` and `join` may both call this.
         with self._ending:
             if self.exitcode is None:
                 self.lost, self.fault = lost, fault
@@ -171,7 +174,7 @@ class RemoteRank:
                 os.close(self._writer)
 
     def is_alive(self) -> bool:
-        """Return whether the rank runs, as far as is known."""
+        """Return whether the end of the rank is not known yet."""
         return self.exitcode is None
 
     def send_signal(self, number: int) -> None:
@@ -179,7 +182,7 @@ class RemoteRank:
         self._agent.signal.remote(number)
 
     def terminate(self) -> None:
-        """Ask the rank to end."""
+        """Send SIGTERM to the rank."""
         self.send_signal(signal.SIGTERM)
 
     def kill(self) -> None:
@@ -193,10 +196,10 @@ class RemoteRank:
             timeout = max(0.0, self._killed_at + KILL_S - time.monotonic())
         self._thread.join(timeout)
         if self._killed_at is not None and self.is_alive():
-            self._end(-signal.SIGKILL, "its machine does not answer")
+            self._end(-signal.SIGKILL, "its machine does not reply")
 
     def end_agent(self) -> None:
-        """End the actor, and with it the rest of the rank."""
+        """End the actor, and with it the rank's remaining processes."""
         import ray
 
         ray.kill(self._agent)
@@ -204,18 +207,17 @@ class RemoteRank:
 
 @dataclass(frozen=True)
 class RankPlaces:
-    """Where ranks can start: an actor for each, in rank order; a machine's ranks are neighbours."""
+    """Actors that can start ranks, in rank order; the ranks of a machine are consecutive."""
 
-    host: str  # address of this machine at which the ranks reach it
+    host: str  # address of this machine for the ranks
     agents: Sequence[Any]
     nodes: Sequence[str]  # the id of each actor's machine
 
     @classmethod
     def of(cls, group: str, host: str, start_s: float, check: Callable[[], None] | None = None) -> RankPlaces:
-        """Start an actor in each place of a group of Ray, and let each check its machine.
+        """Start an actor in each place of a Ray placement group, and run ``check`` on each machine.
 
-        Raise ConfigError if a check does, or no machine has room within ``start_s``; RankKilledError if an actor is
-        lost.
+        Raise ConfigError if a check fails, or no machine has free capacity within ``start_s``; RankKilledError if an actor is lost.
         """
         import ray
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
@@ -229,30 +231,32 @@ class RankPlaces:
         try:
             nodes = _nodes_of(agents, start_s, check)
         except Exception:
+            # Otherwise they would hold their places, and the next actors could not start there.
             for agent in agents:
-                ray.kill(agent)  # else it would hold its place, and the next actor could not start there
+                ray.kill(agent)
             raise
         order = neighbours_first(nodes, ray.get_runtime_context().get_node_id())
         return cls(host, [agents[index] for index in order], [nodes[index] for index in order])
 
     def start(self, function: Callable[..., None], arguments: Sequence[Any], port: int) -> list[RemoteRank]:
-        """Start all ranks, each of which calls ``function(rank, *arguments)``, with the environment that torchrun would give it."""
-        shared = {name: value for name, value in os.environ.items() if name.startswith(FORWARDED)}
-        if shared.get(EGL_DEVICE) == os.environ.get(CHOSEN_EGL_DEVICE):
-            shared.pop(EGL_DEVICE, None)  # chosen for the first GPU of this machine, not by the user
-        shared |= {"WORLD_SIZE": str(len(self.agents)), "MASTER_ADDR": self.host, "MASTER_PORT": str(port)}
+        """Start all ranks, with torchrun's environment variables; each calls ``function(rank, *arguments)``."""
+        common = {name: value for name, value in os.environ.items() if name.startswith(FORWARDED)}
+        # Chosen by this package for the first GPU of this machine, so wrong for a rank's.
+        if common.get(EGL_DEVICE) == os.environ.get(CHOSEN_EGL_DEVICE):
+            common.pop(EGL_DEVICE, None)
+        common |= {"WORLD_SIZE": str(len(self.agents)), "MASTER_ADDR": self.host, "MASTER_PORT": str(port)}
         path = [os.path.abspath(entry) for entry in sys.path]
         ranks = []
         for rank, (agent, node) in enumerate(zip(self.agents, self.nodes, strict=True)):
             local_rank, local_size = self.nodes[:rank].count(node), self.nodes.count(node)
-            own = {"RANK": str(rank), "LOCAL_RANK": str(local_rank), "LOCAL_WORLD_SIZE": str(local_size)}
+            numbers = {"RANK": str(rank), "LOCAL_RANK": str(local_rank), "LOCAL_WORLD_SIZE": str(local_size)}
             work = pickle.dumps((function, (rank, *arguments)))
-            ranks.append(RemoteRank(agent, agent.run.remote(work, path, shared | own, os.getcwd())))
+            ranks.append(RemoteRank(agent, agent.run.remote(work, path, common | numbers, os.getcwd())))
         return ranks
 
 
 def _nodes_of(agents: Sequence[Any], start_s: float, check: Callable[[], None] | None) -> list[str]:
-    """Return the ids of the actors' machines, after each has checked its own."""
+    """Return the ids of the actors' machines, after ``check`` has run on each."""
     import ray
 
     try:
@@ -260,30 +264,31 @@ def _nodes_of(agents: Sequence[Any], start_s: float, check: Callable[[], None] |
         failures = [] if check is None else ray.get([agent.check.remote(check) for agent in agents], timeout=start_s)
     except ray.exceptions.GetTimeoutError:
         raise ConfigError(
-            f"The Ray cluster has had no room for {len(agents)} ranks for {start_s:g} s, or a machine does not answer. Add machines "
-            "in place of those that are lost, or set a longer cluster.deadlines.start"
+            f"The Ray cluster has had no free places for {len(agents)} ranks for {start_s:g} s, or a machine does not reply. Replace lost "
+            "machines, or set a longer cluster.deadlines.start"
         ) from None
     except ray.exceptions.RayError as error:
         lost = ray.exceptions
         died = isinstance(error, (lost.RayActorError, lost.NodeDiedError, lost.OutOfMemoryError))
-        if died and not getattr(error, "actor_init_failed", False):  # an actor that cannot import its class fails so
+        # `actor_init_failed`: the actor could not import its class, because the machine has a different rlinf or none.
+        if died and not getattr(error, "actor_init_failed", False):
             first = str(error).strip().partition("\n")[0].rstrip(".")
             raise RankKilledError(f"A rank was lost before it could start: {first}") from error
         raise ConfigError(
-            f"A machine of the Ray cluster cannot tell its version of rlinf: {error}\nInstall the same rlinf on all machines"
+            f"A machine of the Ray cluster cannot report its version of rlinf: {error}\nInstall the same rlinf on all machines"
         ) from error
     raise_failure(failures)
     return nodes
 
 
 def raise_failure(failures: Sequence[Failure | None]) -> None:
-    """Raise the first rejection of a machine, if any machine rejects, as ConfigError."""
+    """Raise the first failure of a machine, if there is any, as ConfigError."""
     for failure in filter(None, failures):
         raise ConfigError(failure.message)
 
 
 def placement_group(number: str) -> Any:
-    """Return Ray's placement group with an id."""
+    """Return Ray's placement group by its id."""
     from ray import PlacementGroupID
     from ray.util.placement_group import PlacementGroup
 
@@ -291,5 +296,5 @@ def placement_group(number: str) -> Any:
 
 
 def neighbours_first(nodes: Sequence[str], first: str) -> list[int]:
-    """Return an order of places in which each machine's are neighbours, and the machine ``first`` leads."""
+    """Return an order of places in which those of a machine are consecutive, starting with the machine ``first``."""
     return sorted(range(len(nodes)), key=lambda index: (nodes[index] != first, nodes.index(nodes[index]), index))

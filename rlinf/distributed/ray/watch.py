@@ -1,4 +1,4 @@
-"""Notice that a run has lost its Ray cluster: the head, or Ray's daemon on this machine. Without them it must end."""
+"""Detection of a lost Ray cluster: the head, or Ray's daemon on this machine. A run cannot continue without them."""
 
 from __future__ import annotations
 
@@ -15,55 +15,56 @@ from rlinf.errors import RankError, RLinfError, exit_status, print_error
 
 POLL_S = 1.0
 CONNECT_S = 2.0
-"""Seconds that a process on its way to its end has to reject or accept a connection."""
+"""Seconds that a process, which may be ending, has to reject or accept a connection."""
 LIMIT = "RAY_gcs_rpc_server_reconnect_timeout_s"
-"""Ray's variable: seconds without the head after which Ray ends each process without a word of Python."""
+"""Ray's variable: seconds without the head after which Ray ends each process without a Python error."""
 _watches: list[ClusterWatch] = []
-"""Those of the blocks of ``watched`` that this process is in."""
-WAY_ON = "Start the cluster again, then continue with rlinf train resume=<run folder>"
+"""Watches of the ``watched`` blocks that this process is in."""
+RESUME_HINT = "Start the cluster again, then continue with rlinf train resume=<run folder>"
 
 
 class ClusterWatch:
-    """Asks the head of a cluster whether it is there, and ends this process with an error before Ray would end it."""
+    """Polls the head of a cluster, and ends this process with an error before Ray would end it without one."""
 
     def __init__(self, ray: ModuleType) -> None:
         context = ray.get_runtime_context()
-        own = next(node for node in ray.nodes() if node["NodeID"] == context.get_node_id())
+        this_node = next(node for node in ray.nodes() if node["NodeID"] == context.get_node_id())
         self.limit_s = float(os.environ.get(LIMIT, 60)) / 2
         self.head: str = context.gcs_address
-        self.daemon = f"{own['NodeManagerAddress']}:{own['NodeManagerPort']}"
+        self.daemon = f"{this_node['NodeManagerAddress']}:{this_node['NodeManagerPort']}"
         self.silent_s = 0.0
         self._ray = ray
         self._ended = threading.Event()
 
     def start(self) -> None:
-        """Watch from now on."""
-        for work in (self._ask, self._count):
+        """Start watching."""
+        # Two threads: a call to a silent head may block for minutes, in which the second thread counts.
+        for work in (self._poll_head, self._count):
             threading.Thread(target=work, name="cluster watch", daemon=True).start()
 
     def end(self) -> None:
-        """Watch no longer."""
+        """Stop watching."""
         self._ended.set()
 
     def lost(self) -> RankError | None:
         """Return the error to raise if the head or the daemon rejects connections."""
         if not _listens(self.daemon):
             return RankError(
-                f"Ray's daemon on this machine (raylet at {self.daemon}) has ended, and with it the connection to rollout workers and ranks "
-                "elsewhere; often memory ran out. Look for the cause in "
-                f"Ray's logs. {WAY_ON}"
+                f"Ray's daemon on this machine (raylet at {self.daemon}) has ended, and with it the connection to remote rollout workers and "
+                f"ranks; often memory ran out. Look for the cause in Ray's logs. {RESUME_HINT}"
             )
-        return None if _listens(self.head) else self._actor_is_lost("has ended")
+        return None if _listens(self.head) else self._head_is_lost("has ended")
 
-    def _actor_is_lost(self, how: str) -> RankError:
+    def _head_is_lost(self, how: str) -> RankError:
         return RankError(
-            f"The head of the Ray cluster at {self.head} {how}. {WAY_ON}. If your head is one that comes back, give it longer, on all "
+            f"The head of the Ray cluster at {self.head} {how}. {RESUME_HINT}. If your head restarts by itself, allow more time, on all "
             f"machines and for the run: {LIMIT}={4 * self.limit_s:g}"
         )
 
-    def _ask(self) -> None:
+    def _poll_head(self) -> None:
         while not self._ended.wait(POLL_S):
-            with suppress(self._ray.exceptions.RayError, OSError):  # ``_count`` says so when it has lasted
+            # Suppressed: a short interruption is no error. `_count` ends the process after a long one.
+            with suppress(self._ray.exceptions.RayError, OSError):
                 self._ray.nodes()
                 self.silent_s = 0.0
 
@@ -71,21 +72,20 @@ class ClusterWatch:
         last = time.monotonic()
         while not self._ended.wait(POLL_S):
             now = time.monotonic()
-            self.silent_s += min(now - last, 2 * POLL_S)  # this process may have been stopped (Ctrl-Z)
+            # At most 2 polls count, because this process may have been stopped (Ctrl-Z).
+            self.silent_s += min(now - last, 2 * POLL_S)
             last = now
             if self.silent_s > self.limit_s:
-                error = self._actor_is_lost(f"has not answered for {self.limit_s:g} s")
+                error = self._head_is_lost(f"has not replied for {self.limit_s:g} s")
                 print_error(error)
                 kill_children()
-                os._exit(exit_status(error))  # the main thread may wait for the cluster; ranks end with this process
+                # Not sys.exit, because the main thread may wait for the cluster. Ranks end with this process.
+                os._exit(exit_status(error))
 
 
 @contextmanager
 def watched(ray: ModuleType) -> Iterator[None]:
-    """Watch the cluster during the block. An error that follows from its loss is raised as what it is.
-
-    Raise RankError if the head of the cluster or Ray's daemon on this machine has ended.
-    """
+    """Watch the cluster during the block. If its head or this machine's daemon has ended, raise RankError for any error."""
     watch = ClusterWatch(ray)
     watch.start()
     _watches.append(watch)

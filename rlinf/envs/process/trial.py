@@ -12,7 +12,7 @@ from typing import Any, cast
 import numpy as np
 
 import rlinf.errors
-from rlinf.distributed.child_process import POLL_S, Failure, exit_with_parent, failure_of, own_end
+from rlinf.distributed.child_process import POLL_S, Failure, child_end, exit_with_parent, failure_of
 from rlinf.envs.config import ProcessEnvConfig
 from rlinf.envs.process.env import SLOW_CALLS, Worker
 from rlinf.errors import SimulatorError
@@ -63,7 +63,7 @@ def run_trial(calls: Trial, report: Any = bool) -> Any:
 
 def main() -> None:
     """Run a trial in this child process."""
-    connection, _, parent = own_end()
+    connection, _, parent = child_end()
     threading.Thread(target=exit_with_parent, args=(parent,), daemon=True).start()
     try:
         trial, config = connection.recv()

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from rlinf.distributed.child_process import exit_with_parent, failure_of, own_end
+from rlinf.distributed.child_process import child_end, exit_with_parent, failure_of
 from rlinf.envs.config import ProcessEnvConfig
 from rlinf.envs.process.simulator import Simulator
 from rlinf.envs.steps import SimulatorChunk
@@ -142,7 +142,7 @@ def _checked(name: str, array: np.ndarray | None, dtype: type, shape: tuple[int,
 
 def main() -> None:
     """Run a worker."""
-    connection, (memory,), parent = own_end()
+    connection, (memory,), parent = child_end()
     with connection:
         _serve(connection, memory, parent)
 

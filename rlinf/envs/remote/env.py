@@ -21,8 +21,8 @@ import numpy as np
 import rlinf.errors
 from rlinf.distributed.child_process import Failure
 from rlinf.distributed.ray.cluster import connect
-from rlinf.distributed.stack_dump import REMOTE_S, own_remote
-from rlinf.distributed.start import describe_differences, what_ranks_share
+from rlinf.distributed.stack_dump import REMOTE_S, register_remote
+from rlinf.distributed.start import describe_differences, rank_fingerprint
 from rlinf.envs.base import VectorEnv
 from rlinf.envs.config import EnvConfig
 from rlinf.envs.remote.host import EnvFacts, EnvHost, HostReply, HostTask
@@ -102,8 +102,8 @@ class RemoteVectorEnv(SpreadVectorEnv):
         count = min(self.nodes.count, num_envs)
         self._workers: list[_Actor] = [_Actor(ids) for ids in np.array_split(np.arange(num_envs), count)]
         self._num_lost, self._past_restarts = 0, 0
-        self._software = what_ranks_share(())
-        own_remote(self)
+        self._software = rank_fingerprint(())
+        register_remote(self)
         try:
             facts, lost = self._open(self._workers)
             for actor, why in lost.items():
@@ -158,7 +158,7 @@ class RemoteVectorEnv(SpreadVectorEnv):
             self._ray.wait(closings, num_returns=len(closings), timeout=CLOSE_TIMEOUT_S)
         self._kill(self._workers)
 
-    def ask_stacks(self) -> Callable[[float], str]:
+    def request_stacks(self) -> Callable[[float], str]:
         """Request the stacks of all actors and their simulators; see ``RemoteProcesses``."""
         requests = {actor: actor.handle.stacks.options(concurrency_group="control").remote() for actor in self._alive()}
         return lambda deadline: self._stacks(requests, deadline)
@@ -250,7 +250,7 @@ class RemoteVectorEnv(SpreadVectorEnv):
                     if wait.silent_s > limit_s:
                         lost[actor] = (
                             f"{wait.name} made no progress for {limit_s:g} s ({key}). "
-                            f"Stack traces:{self.ask_stacks()(time.monotonic() + REMOTE_S)}"
+                            f"Stack traces:{self.request_stacks()(time.monotonic() + REMOTE_S)}"
                         )
         except BaseException:  # also Ctrl-C: the next call must not read replies to this one
             self._kill(calls)

@@ -14,7 +14,7 @@ import numpy as np
 
 from rlinf.distributed.child_process import Failure, failure_of
 from rlinf.distributed.stack_dump import all_stacks
-from rlinf.distributed.start import what_ranks_share
+from rlinf.distributed.start import rank_fingerprint
 from rlinf.envs import make_env
 from rlinf.envs.config import EnvConfig, with_share_of_cores
 
@@ -98,7 +98,7 @@ class EnvHost:
         return EnvFacts(
             host=socket.gethostname(),
             pid=os.getpid(),
-            software=what_ranks_share(()),
+            software=rank_fingerprint(()),
             action_low=env.action_low,
             action_high=env.action_high,
             state_dim=env.state_dim,

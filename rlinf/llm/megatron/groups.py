@@ -1,4 +1,4 @@
-"""The process groups of a Megatron-core model: which ranks share layers, sequences, stages and data."""
+"""Process groups of a Megatron-core model: tensor, sequence, pipeline and data parallelism."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from rlinf.errors import ConfigError
 
 
 class MegatronGroups:
-    """The process groups of Megatron-core and this rank's place in them.
+    """Process groups of Megatron-core, and this rank's position in them.
 
     Attributes:
-        tensor: Ranks that share each layer.
-        pipeline: Ranks that hold successive layers.
+        tensor: Ranks that split each layer.
+        pipeline: Ranks with successive layers.
         model: All ranks of one model.
-        data: Ranks of all models with the same part of the weights.
+        data: Ranks with the same part of the weights.
         stage, num_stages: Position in the pipeline.
     """
 
@@ -30,17 +30,18 @@ class MegatronGroups:
 
         sizes = (config.tensor_model_parallel_size, config.pipeline_model_parallel_size)
         if not parallel_state.model_parallel_is_initialized():
-            # Its extra gloo groups are not needed here, and each would start two threads (see process_group).
+            # The extra gloo groups are not needed, and each would start two threads (see process_group).
             parallel_state.initialize_model_parallel(*sizes, create_gloo_process_groups=False)
         self.tensor = parallel_state.get_tensor_model_parallel_group()
         self.pipeline = parallel_state.get_pipeline_model_parallel_group()
-        found = (self.tensor.size(), self.pipeline.size())
-        if found != sizes:
+        actual = (self.tensor.size(), self.pipeline.size())
+        if actual != sizes:
             raise ConfigError(
-                f"tensor_model_parallel_size and pipeline_model_parallel_size are {sizes}, and this process has Megatron-core's groups "
-                f"of {found} already. Pass tensor_model_parallel_size={found[0]}, pipeline_model_parallel_size={found[1]}"
+                f"tensor_model_parallel_size and pipeline_model_parallel_size are {sizes}, but this process already has groups "
+                f"of {actual}. Pass tensor_model_parallel_size={actual[0]}, pipeline_model_parallel_size={actual[1]}"
             )
-        initialize_rng_tracker(inference_rng_tracker=True)  # unused, but the default tracker needs CUDA
+        # Unused, but the default tracker needs CUDA.
+        initialize_rng_tracker(inference_rng_tracker=True)
         self._device = device
         self.model = parallel_state.get_model_parallel_group()
         self.data = parallel_state.get_data_parallel_group()
@@ -51,13 +52,13 @@ class MegatronGroups:
         self.previous, self.next = ranks[self.stage - 1], ranks[(self.stage + 1) % self.num_stages]
 
     def sum(self, values: list[float], group: Any) -> list[float]:
-        """Return numbers summed over a group."""
+        """Return values summed over a group."""
         total = torch.tensor(values, dtype=torch.float64, device=self._device)
         dist.all_reduce(total, group=group)
         return total.tolist()
 
     def broadcast_from_last_stage(self, tensor: Tensor) -> None:
-        """Copy a tensor of the last stage to every stage, in place."""
+        """Broadcast a tensor of the last stage to every stage, in place."""
         dist.broadcast(tensor, self._last, group=self.pipeline)
 
     def from_last_stage(self, value: Any) -> Any:
@@ -74,9 +75,7 @@ def check_device(config: Any, device: torch.device) -> None:
         if getattr(config, name) and device.type != "cuda":
             raise ConfigError(f"{name}=True, but the device is '{device}': {needed}. Pass {name}=False")
     if config.use_flash_attention and "bfloat16" not in str(config.torch_dtype):
-        raise ConfigError(
-            f"use_flash_attention=True, but torch_dtype is {config.torch_dtype}. Pass torch_dtype='bfloat16'"
-        )
+        raise ConfigError(f"use_flash_attention=True, torch_dtype={config.torch_dtype}. Pass torch_dtype='bfloat16'")
 
 
 def check_ranks(config: Any) -> None:
@@ -85,7 +84,7 @@ def check_ranks(config: Any) -> None:
     needed = tensor * pipeline
     if world_size() % needed:
         raise ConfigError(
-            f"tensor_model_parallel_size={tensor} and pipeline_model_parallel_size={pipeline} make a model of {needed} ranks, but "
+            f"tensor_model_parallel_size={tensor} and pipeline_model_parallel_size={pipeline} need {needed} ranks per model, but "
             f"there are {world_size()}. Start {needed} ranks with torchrun, and call torch.distributed.init_process_group in each"
         )
 

@@ -1,4 +1,4 @@
-"""A policy over Megatron-core with tensor, sequence, pipeline and data parallelism. Only constructing it needs Megatron."""
+"""Policy over Megatron-core with tensor, sequence, pipeline and data parallelism. Only constructing it needs Megatron."""
 
 from __future__ import annotations
 
@@ -46,26 +46,24 @@ from rlinf.options import from_mapping, option
 class MegatronPolicyConfig(TokenPolicyConfig):
     """Keyword arguments of ``MegatronPolicy``."""
 
-    tensor_model_parallel_size: int = option(1, "Ranks that share each layer.", minimum=1)
-    pipeline_model_parallel_size: int = option(1, "Groups of ranks that hold successive layers.", minimum=1)
+    tensor_model_parallel_size: int = option(1, "Ranks that split each layer.", minimum=1)
+    pipeline_model_parallel_size: int = option(1, "Pipeline stages.", minimum=1)
     sequence_parallel: bool = option(False, "Split norms and residuals along the sequence; needs tensor parallelism.")
-    use_flash_attention: bool = option(
-        False, "Accept only the flash kernel of attention, which needs a GPU and bfloat16."
-    )
-    torch_dtype: Any = option("float32", "Number format of the weights: float32 or bfloat16.")
-    tokenizer: Any = option(None, "Tokenizer that supplies padding and end tokens which the model does not name.")
+    use_flash_attention: bool = option(False, "Require the flash attention kernel (GPU and bfloat16).")
+    torch_dtype: Any = option("float32", "Dtype of the weights: float32 or bfloat16.")
+    tokenizer: Any = option(None, "Tokenizer, for padding and end tokens that the model lacks.")
 
 
 class MegatronPolicy(TokenPolicy):
-    """A policy over a Megatron-core ``GPTModel`` with the weights of a llama-like checkpoint of transformers.
+    """Policy over a Megatron-core ``GPTModel`` with the weights of a llama-like transformers checkpoint.
 
-    Without a ``torch.distributed`` process group, the policy creates one of size 1. All ranks of one model
-    (tensor and pipeline parallel) must call every method with the same rows, and get the same results. Data-parallel ranks call
-    ``train`` with their own rows; gradients and counts are summed over them. The loss must be a ``TokenLoss``.
+    Without a ``torch.distributed`` process group, the policy creates one of size 1. All ranks of one model (tensor and pipeline
+    parallel) call every method with the same rows, and get the same results. Data-parallel ranks call ``train`` with their own rows;
+    gradients and counts are summed over them. The loss must be a ``TokenLoss``.
 
-    ``generate`` recomputes the whole row for each token, so it suits checks. To generate at speed, load ``public_state_dict()``
-    into a generation backend. Raises ConfigError if a keyword is unknown, or contradicts another, the ranks, the device or the checkpoint;
-    MissingDependencyError if megatron-core is not installed.
+    ``generate`` recomputes the complete row for each token, so it is only for checks; for speed, load ``public_state_dict()`` into a
+    generation backend. Raises ConfigError if a keyword is unknown, or contradicts a different one, the ranks, the device or the
+    checkpoint; MissingDependencyError if megatron-core is not installed.
 
     Args:
         model_name: Folder or hub id of a checkpoint of transformers (``rlinf.llm.megatron.weights.FAMILIES``).
@@ -78,9 +76,7 @@ class MegatronPolicy(TokenPolicy):
         check_trainable(config)
         self._dtype = torch_dtype_of(config.torch_dtype)
         if config.sequence_parallel and config.tensor_model_parallel_size == 1:
-            raise ConfigError(
-                "sequence_parallel=True needs tensor_model_parallel_size of 2 or more, but it is 1. Pass sequence_parallel=False"
-            )
+            raise ConfigError("sequence_parallel=True, tensor_model_parallel_size=1. Pass sequence_parallel=False")
         if importlib.util.find_spec("megatron") is None:
             raise MissingDependencyError(
                 f"MegatronPolicy('{model_name}') needs the extra 'megatron', which is not installed. Run pip install -e "
@@ -95,7 +91,7 @@ class MegatronPolicy(TokenPolicy):
         self._groups = MegatronGroups(config, self.device)
         self._causal_lm = self._load_causal_lm()
         self.model = self._causal_lm.model
-        self._begin(self._hf_config, self._groups.data.rank(), norm_of=self._grad_norm)
+        self._init_training(self._hf_config, self._groups.data.rank(), norm_of=self._grad_norm)
 
     def generate(
         self, data: BatchedDataDict[GenerationDatumSpec], greedy: bool = False
@@ -107,12 +103,14 @@ class MegatronPolicy(TokenPolicy):
     @torch.no_grad()
     def public_state_dict(self) -> dict[str, Tensor]:
         """Return all weights on the CPU under the names of the checkpoint; all ranks must call this."""
-        own = {}
+        local = {}
         for name, parameter in self.model.named_parameters():
             sources = source_names(name, self._first_layer(self.model))
-            own |= zip(sources, (t.cpu() for t in unshard(name, self._gather(parameter), self._hf_config)), strict=True)
+            local |= zip(
+                sources, (t.cpu() for t in unshard(name, self._gather(parameter), self._hf_config)), strict=True
+            )
         stages: list[Any] = [None] * self._groups.num_stages
-        dist.all_gather_object(stages, own, group=self._groups.pipeline)
+        dist.all_gather_object(stages, local, group=self._groups.pipeline)
         return {name: tensor for stage in stages for name, tensor in stage.items()}
 
     def save_pretrained(self, folder: str | Path) -> None:
@@ -139,7 +137,7 @@ class MegatronPolicy(TokenPolicy):
 
     def _check_loss(self, loss_fn: LossFunction) -> None:
         if not isinstance(loss_fn, TokenLoss):
-            raise ConfigError(f"{loss_fn} is not a TokenLoss, and Megatron-core needs one. Use HuggingFacePolicy")
+            raise ConfigError(f"{loss_fn} is not a TokenLoss, which Megatron-core needs. Use HuggingFacePolicy")
         super()._check_loss(loss_fn)
 
     def _sum_values(self, values: list[float]) -> list[float]:
@@ -147,8 +145,8 @@ class MegatronPolicy(TokenPolicy):
 
     def _accumulate(self, data: BatchedDataDict, loss_fn: LossFunction) -> dict[str, float]:
         counts, parts = self._prepare(data, loss_fn)
-        totals, found = Totals(), []
-        # As many micro-batches as stages are under way at once, so that all stages have work.
+        totals, results = Totals(), []
+        # One micro-batch per stage is in flight, so that all stages have work.
         for start in range(0, len(parts), self._groups.num_stages):
             passes = []
             for part in parts[start : start + self._groups.num_stages]:
@@ -156,19 +154,19 @@ class MegatronPolicy(TokenPolicy):
                 if self._groups.is_last:
                     loss = loss_fn.from_logprobs(self._token_logprobs(output, part), part, counts)
                     output = loss.loss
-                    found.append({**loss.metrics, "loss": loss.loss.detach()})
+                    results.append({**loss.metrics, "loss": loss.loss.detach()})
                 passes.append((received, output))
             for received, output in passes:
                 self._backward(received, output)
                 self._optimizer.gather_gradients()
         self._sum_gradients()
-        totals.add(found)
+        totals.add(results)
         return {**self._groups.from_last_stage(totals.over_ranks(self._sum_values)), "num_tokens": counts.tokens}
 
     def _forward(self, model: nn.Module, data: BatchedDataDict) -> tuple[Tensor | None, Tensor]:
-        """Run this rank's layers on rows.
+        """Run this rank's layers.
 
-        Return the input from the previous stage (None on the first), and logits ``[B, W, V / ranks]`` or the input of the next.
+        Return the input from the previous stage (None on the first), and the output: logits ``[B, W, V / ranks]`` on the last stage.
         """
         ids, mask = tokens_and_mask(data)
         shards = self.config.tensor_model_parallel_size if self.config.sequence_parallel else 1
@@ -208,7 +206,7 @@ class MegatronPolicy(TokenPolicy):
         return torch.zeros(ids.shape, device=self.device).masked_scatter(predicted, logprobs)
 
     def _logprobs(self, model: nn.Module, data: BatchedDataDict) -> Tensor:
-        """Return log-probabilities; on all stages but the last zeros, which ``_score`` replaces at its end."""
+        """Return log-probabilities; zeros on all stages except the last, which ``_score`` replaces at its end."""
         _, output = self._forward(model, data)
         if self._groups.is_last:
             return self._token_logprobs(output, data)
@@ -252,7 +250,7 @@ class MegatronPolicy(TokenPolicy):
             dist.all_reduce(master.grad, group=self._groups.data)
 
     def _grad_norm(self, masters: list[nn.Parameter]) -> Tensor:
-        """Return the gradient norm of the whole model, float64; replicated tensors count once."""
+        """Return the gradient norm of the complete model, float64; replicated tensors count once."""
         names = [name for name, _ in self.model.named_parameters()]
         is_first = self._groups.tensor.rank() == 0
         counted = [p for name, p in zip(names, masters, strict=True) if is_first or not is_replicated(name)]
@@ -261,7 +259,7 @@ class MegatronPolicy(TokenPolicy):
 
 
 class _CausalLM(PreTrainedModel, GenerationMixin):
-    """Adapt a ``GPTModel`` to ``generate`` of transformers: left-padded rows in, logits of the next token out."""
+    """Adapter of a ``GPTModel`` to transformers' ``generate``: left-padded rows in, next-token logits out."""
 
     _supports_sdpa = True
     ignores_left_padding = True

@@ -1,6 +1,6 @@
-"""Llama-like checkpoints in Megatron-core: configuration, layers, and conversion of the weights in both directions.
+"""Llama-like checkpoints in Megatron-core: configuration, layers, and weight conversion in both directions.
 
-Functions import Megatron-core, so importing this module does not need it.
+Only calling the functions needs Megatron-core.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from rlinf.errors import ConfigError
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
-"""Model types of transformers whose layers ``build_gpt`` reproduces."""
+"""Model types that ``build_gpt`` reproduces."""
 ROPE_TYPES = ("default", "linear", "llama3")
-"""Rotary embeddings whose frequencies do not depend on the length of a row."""
+"""Rotary embeddings with frequencies that do not depend on the row length."""
 
 _LAYER = {
     "input_layernorm.weight": ("input_layernorm.weight",),
@@ -39,7 +39,7 @@ _AROUND = {
 
 
 def check_family(config: Any, tp_size: int, pp_size: int) -> None:
-    """Raise ConfigError for checkpoints that these layers do not reproduce, and parallel sizes that do not divide."""
+    """Raise ConfigError for unsupported checkpoints, and parallel sizes that do not divide."""
     rope_type = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
     for name, value, accepted in (
         ("model_type", config.model_type, FAMILIES),
@@ -49,7 +49,7 @@ def check_family(config: Any, tp_size: int, pp_size: int) -> None:
     ):
         if value not in accepted:
             required = " or ".join(map(str, accepted))
-            raise ConfigError(f"MegatronPolicy cannot have {name}={value}; required: {required}. Use HuggingFacePolicy")
+            raise ConfigError(f"MegatronPolicy has {name}={value}; required: {required}. Use HuggingFacePolicy")
     for size, key, names in (
         (tp_size, "tensor_model_parallel_size", ("vocab_size", "num_attention_heads", "num_key_value_heads", "intermediate_size")),
         (pp_size, "pipeline_model_parallel_size", ("num_hidden_layers",)),
@@ -67,7 +67,7 @@ def check_family(config: Any, tp_size: int, pp_size: int) -> None:
 def build_gpt(hf_config: Any, names: set[str], rotary: nn.Module, dtype: torch.dtype, parallel: Any) -> nn.Module:
     """Build this rank's part of a Megatron-core ``GPTModel`` with uninitialised weights.
 
-    ``names`` are the checkpoint's weights, ``rotary`` is the embedding of the transformers model, ``parallel`` a ``MegatronPolicyConfig``.
+    ``names`` are the checkpoint's weights, ``rotary`` the transformers model's embedding, ``parallel`` a ``MegatronPolicyConfig``.
     """
     from megatron.core import parallel_state
     from megatron.core.models.gpt import GPTModel
@@ -122,16 +122,16 @@ def build_gpt(hf_config: Any, names: set[str], rotary: nn.Module, dtype: torch.d
 
 
 class RMSNorm(nn.RMSNorm):
-    """Root mean square norm; Megatron-core's own version in plain torch rejects sequence parallelism."""
+    """Root mean square norm; Megatron-core's torch version rejects sequence parallelism."""
 
     def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
         super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
 
 
 class CausalAttention(nn.Module):
-    """Torch's scaled dot-product attention; Megatron-core's own version in plain torch needs CUDA.
+    """Torch's scaled dot-product attention; Megatron-core's torch version needs CUDA.
 
-    Rows are padded on the right, so the causal mask hides the padding from every token.
+    Rows are right-padded, so the causal mask hides the padding from every token.
     """
 
     backends = (SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH)
@@ -141,14 +141,14 @@ class CausalAttention(nn.Module):
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> Tensor:
         """Map query, key and value ``[S, B, heads, D]`` (grouped key-value heads) to ``[S, B, heads * D]``."""
-        query, key, value = (each.permute(1, 2, 0, 3) for each in (query, key, value))
+        query, key, value = (tensor.permute(1, 2, 0, 3) for tensor in (query, key, value))
         with sdpa_kernel(list(self.backends)):
             mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
         return mixed.permute(2, 0, 1, 3).flatten(2).contiguous()
 
 
 class FlashAttention(CausalAttention):
-    """``CausalAttention`` that accepts the flash kernel only."""
+    """``CausalAttention`` with only the flash kernel."""
 
     backends = (SDPBackend.FLASH_ATTENTION,)
 
@@ -162,7 +162,7 @@ class RotaryFrequencies(nn.Module):
         self._shards = parallel.tensor_model_parallel_size if parallel.sequence_parallel else 1
 
     def get_rotary_seq_len(self, context: Any, block: Any, hidden: Tensor | None, *_: Any) -> int:
-        """Return the row length; with sequence parallelism a rank holds a part of it."""
+        """Return the row length; with sequence parallelism a rank has a part of it."""
         return (block.input_tensor if hidden is None else hidden).shape[0] * self._shards
 
     def forward(self, length: int, **_: Any) -> Tensor:
@@ -172,7 +172,7 @@ class RotaryFrequencies(nn.Module):
 
 
 def source_names(name: str, first_layer: int) -> tuple[str, ...]:
-    """Return the checkpoint's tensors that make up the tensor ``name`` of a ``GPTModel`` that starts at ``first_layer``."""
+    """Return the checkpoint's tensors of the tensor ``name`` of a ``GPTModel`` that starts at ``first_layer``."""
     if name in _AROUND:
         return (_AROUND[name],)
     _, _, layer, rest = name.split(".", 3)
@@ -180,10 +180,8 @@ def source_names(name: str, first_layer: int) -> tuple[str, ...]:
 
 
 def shard(name: str, tensors: list[Tensor], config: Any, tp_size: int) -> list[Tensor]:
-    """Convert the checkpoint's tensors of ``name`` into one tensor per tensor-parallel rank.
-
-    Query, key and value rows are interleaved by key-value head. A rank holds its gate projection, then its up projection.
-    """
+    """Convert the checkpoint's tensors of ``name`` into one tensor per tensor-parallel rank."""
+    # Query, key and value rows are interleaved by key-value head; the gate projection precedes the up projection.
     if is_replicated(name):
         return tensors * tp_size
     if len(tensors) == 3:
@@ -202,17 +200,17 @@ def unshard(name: str, shards: list[Tensor], config: Any) -> list[Tensor]:
         width = head_dim(config)
         rows = torch.cat(shards).unflatten(0, (groups, -1))
         return [part.flatten(0, 1) for part in rows.split([heads // groups * width, width, width], 1)]
-    parts = [each.chunk(2) if "linear_fc1" in name else (each,) for each in shards]
+    parts = [part.chunk(2) if "linear_fc1" in name else (part,) for part in shards]
     return [torch.cat(pieces, _split_axis(name)) for pieces in zip(*parts, strict=True)]
 
 
 def is_replicated(name: str) -> bool:
-    """Return whether every tensor-parallel rank holds the whole tensor, as it does for norms."""
+    """Return whether every tensor-parallel rank has the full tensor, as for norms."""
     return "layernorm" in name
 
 
 def needs_tensor_parallel_sum(name: str, sequence_parallel: bool) -> bool:
-    """Return whether a tensor-parallel rank computes only a part of a gradient: of its heads, or of its sequence part."""
+    """Return whether a tensor-parallel rank computes only a partial gradient, of its heads or its part of the sequence."""
     return ".q_layernorm." in name or ".k_layernorm." in name or (sequence_parallel and is_replicated(name))
 
 
@@ -220,10 +218,7 @@ def needs_tensor_parallel_sum(name: str, sequence_parallel: bool) -> bool:
 def load_weights(
     model: nn.Module, weights: Mapping[str, Tensor], config: Any, first_layer: int, rank: int, tp_size: int
 ) -> None:
-    """Load this rank's part of a ``GPTModel`` from all weights of a checkpoint, by its names.
-
-    ``model`` is a result of ``build_gpt`` that starts at ``first_layer``; ``config`` is the checkpoint's.
-    """
+    """Load this rank's part of a ``GPTModel``, which starts at ``first_layer``, from all weights of a checkpoint."""
     placed = set(_AROUND.values())
     for name, parameter in model.named_parameters():
         sources = [weights[source] for source in source_names(name, first_layer)]
@@ -234,7 +229,7 @@ def load_weights(
     unplaced = sorted(set(weights) - placed)
     if unplaced:
         some = ", ".join(unplaced[:4])
-        raise ConfigError(f"MegatronPolicy has no place for {len(unplaced)} weights: {some}. Use HuggingFacePolicy")
+        raise ConfigError(f"MegatronPolicy does not support {len(unplaced)} weights: {some}. Use HuggingFacePolicy")
 
 
 def head_dim(config: Any) -> int:
@@ -243,5 +238,5 @@ def head_dim(config: Any) -> int:
 
 
 def _split_axis(name: str) -> int:
-    """Return the axis to split: the inputs of layers that sum over ranks, the outputs of all others."""
+    """Return the split axis: the input of layers that sum over ranks, else the output."""
     return 1 if "linear_proj" in name or "linear_fc2" in name else 0

@@ -156,9 +156,9 @@ class Record:
         """Return step and counts of the validations of a recipe; raise NotMeasured if a mean reward is not in [0, full reward]."""
         # A mean reward counts as that fraction of correct completions. Rewards in between have a smaller variance than binary ones, so
         # the interval of these counts is wide enough.
-        lines = self.lines_with("eval/reward_mean", "eval/num_answers")
+        lines = self.lines_with("eval/reward_mean", "eval/num_completions")
         rates = [
-            (line["step"], line["eval/reward_mean"] / self.full_reward, int(line["eval/num_answers"])) for line in lines
+            (line["step"], line["eval/reward_mean"] / self.full_reward, int(line["eval/num_completions"])) for line in lines
         ]
         if not all(0 <= rate <= 1 for _, rate, _ in rates):
             raise NotMeasured

@@ -1,9 +1,9 @@
-"""Teaches a vision-language model to choose the right answer about a video by GRPO, in the layout of Cosmos-Reason1.
+"""GRPO of a vision-language model on multiple-choice questions about videos, in the layout of Cosmos-Reason1.
 
     rlinf launch --config configs/cosmos-reason1-7b-p-fsdp2-r-tp2-grpo.toml tools/dataset/cosmos_grpo.py
 
-A row has `qa_pairs` (question, index2ans: the options by letter, answer: a letter) and a `video`; see cosmos_sft.py. The recipe's rewards are
-single_choice (the letter is right) and format (thoughts, two newlines, answer).
+A row has `qa_pairs` (question, index2ans: options by letter, answer: a letter) and a `video`; see cosmos_sft.py. The recipe's rewards
+are single_choice (correct letter) and format (thoughts, two newlines, answer).
 """
 
 from rlinf.recipes.launch_worker import launch_worker
@@ -18,7 +18,7 @@ REQUEST = (
 
 
 class CosmosChoicePacker(ChatPacker):
-    """Asks the question of a row, with its options and its video."""
+    """Builds the prompt of a row: question, options and video."""
 
     def messages(self, row):
         """Return the prompt."""
@@ -32,7 +32,7 @@ class CosmosChoicePacker(ChatPacker):
         ]
 
     def reference(self, row):
-        """Return the letter of the right option."""
+        """Return the letter of the correct option."""
         return column(row, "qa_pairs")["answer"]
 
 

@@ -1,9 +1,9 @@
-"""Fine-tunes a vision-language model on conversations about videos, in the layout of Cosmos-Reason1.
+"""Supervised fine-tuning of a vision-language model on conversations about videos, in the layout of Cosmos-Reason1.
 
     rlinf launch --config configs/cosmos-reason1-7b-fsdp2-sft.toml tools/dataset/cosmos_sft.py
 
 A row has `conversations` (system, user, assistant) and a `video`, which is looked up by its name in the dataset's folder and in
-$COSMOS_CACHE. One frame per second is read, and the model sees the frames as images.
+$COSMOS_CACHE. One frame per second is an image of the prompt.
 """
 
 from rlinf.recipes.launch_worker import launch_worker
@@ -14,7 +14,7 @@ MAX_PIXELS = 81920  # of a frame
 
 
 class CosmosPacker(ChatPacker):
-    """Puts the video of a row before what the user says."""
+    """Puts the video of a row before the user's text."""
 
     def messages(self, row):
         """Return the conversation with its video."""

@@ -1,8 +1,8 @@
-"""Fine-tunes a language model on preferences by DPO.
+"""DPO of a language model on preference pairs.
 
     rlinf launch --config <recipe> tools/dataset/dpo_pairs.py train.train_policy.type=dpo
 
-A row has a `prompt`, and two answers to it, `chosen` and `rejected`: texts, or lists of messages.
+A row has a `prompt` and two completions, `chosen` and `rejected`: texts, or lists of messages.
 """
 
 from rlinf.recipes.launch_worker import launch_worker
@@ -10,10 +10,10 @@ from rlinf.recipes.packers import ChatPacker
 
 
 class PreferencePacker(ChatPacker):
-    """Learns to prefer an answer to another."""
+    """Builds the preference pair of a row."""
 
     def pair(self, row):
-        """Return the chosen and the rejected answer, with the prompt before each. Change this for rows of another shape."""
+        """Return the chosen and the rejected completion, each after the prompt. Change this for rows of a different layout."""
         return super().pair(row)
 
 

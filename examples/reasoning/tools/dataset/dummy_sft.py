@@ -1,8 +1,8 @@
-"""The shortest dataset script: raw text from the column `conversation`, whatever the recipe names.
+"""The shortest dataset script: raw text from the column `conversation`, regardless of the recipe's column.
 
     rlinf launch --config configs/mistral/mistral-7b-fsdp4-sft.toml tools/dataset/dummy_sft.py
 
-See raw_text_sft.py for what is learned.
+raw_text_sft.py describes the trained tokens.
 """
 
 from rlinf.recipes.launch_worker import launch_worker

@@ -1,4 +1,4 @@
-"""Teaches a language model to solve word problems by GRPO, with a reward for the right number.
+"""GRPO of a language model on word problems, with a reward for the correct number.
 
     rlinf launch --config configs/phi/phi4-14b-p-fsdp4-r-tp2-grpo.toml tools/dataset/gsm8k_grpo.py
 
@@ -12,14 +12,14 @@ REQUEST = 'Think step by step, and write the final answer after "#### ".'
 
 
 class Gsm8kPacker(ChatPacker):
-    """Asks the question of a row."""
+    """Builds the prompt of a row."""
 
     def messages(self, row):
         """Return the prompt."""
         return [{"role": "user", "content": f"{column(row, 'question')} {REQUEST}"}]
 
     def reference(self, row):
-        """Return the text with the right answer, which the reward compares."""
+        """Return the text with the correct answer, for the reward."""
         return column(row, "answer")
 
 

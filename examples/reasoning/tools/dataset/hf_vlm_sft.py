@@ -1,9 +1,9 @@
-"""Fine-tunes a vision-language model on conversations about images.
+"""Supervised fine-tuning of a vision-language model on conversations about images.
 
     rlinf launch --config configs/gemma/gemma3-12b-vlm-fsdp4-sft.toml tools/dataset/hf_vlm_sft.py
 
 A row has `messages`, whose contents are lists of parts `{type: image}` and `{type: text, text: ...}`, and their `images` in order.
-The answers are learned; prompts and images are not. Your own data, without the hub: a folder with a file
+Only the assistant's messages are trained, not prompts and images. Your own data, without the hub: a folder with a file
 
     {"messages": [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "What is this?"}]},
                   {"role": "assistant", "content": "A cup."}], "images": ["cup.png"]}
@@ -16,10 +16,10 @@ from rlinf.recipes.packers import ChatPacker
 
 
 class ImageChatPacker(ChatPacker):
-    """Reads the conversation of a row; ``ChatPacker`` finds its images, and what is to be learned."""
+    """Returns the conversation of a row; ``ChatPacker`` finds its images and the trained tokens."""
 
     def messages(self, row):
-        """Return the messages of a row. Change this for rows of another shape."""
+        """Return the messages of a row. Change this for rows of a different layout."""
         return super().messages(row)
 
 

@@ -1,9 +1,9 @@
-"""Fine-tunes a language model on conversations as raw text, without its chat template.
+"""Supervised fine-tuning of a language model on conversations as raw text, without its chat template.
 
     rlinf launch --config configs/mistral/mistral-7b-fsdp4-sft.toml tools/dataset/raw_text_sft.py
 
-A conversation becomes one line `role: content` for each message; a text stays as it is. Every token is learned. Roles may come in any
-order, which the chat templates of some models, such as Mistral's, reject.
+A conversation becomes one line `role: content` per message; a text is not changed. Every token is trained. Roles may have any order,
+which the chat templates of some models, such as Mistral's, reject.
 """
 
 from rlinf.recipes.launch_worker import launch_worker

@@ -145,18 +145,10 @@ class HfVlaForRLActionPrediction(TokenActionModel, PreTrainedModel):
         return {name: to_device(tensor, self.device) for name, tensor in inputs.items()}
 
     def prompt_lengths(self, observation: Observation) -> Sequence[Hashable]:
-<<<<<<< HEAD
-        """Tokens of each row's prompt; reject prompts that are longer than the language model's positions."""
-        lengths = self._ready_processor().prompt_lengths(
-            replace(observation, instruction=self.instructions(observation))
-        )
-        self.check_length(max(lengths))  # `preprocess` counts the tokens of images, too
-=======
         prompts = replace(observation, instruction=self.instructions(observation))
         lengths = self._ready_processor().prompt_lengths(prompts)
         # `preprocess` counts the tokens of images, too.
         self.check_length(max(lengths))
->>>>>>> 156387933bead41867f85c13ed6dd46f3df70e10
         return lengths
 
     def _start(self, input_ids: Tensor, inputs: dict[str, Any]) -> dict[str, Any]:

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 
 from rlinf import errors
-from rlinf.distributed.child_process import ChildProcess, exit_with_parent, failure_of, own_end
+from rlinf.distributed.child_process import ChildProcess, child_end, exit_with_parent, failure_of
 from rlinf.distributed.stack_dump import dump_stacks
 from rlinf.errors import MissingDependencyError, PolicyServerError, RLinfError
 from rlinf.models.embodiment.lerobot.config import LerobotConfig
@@ -173,7 +173,7 @@ def _end(child: ChildProcess) -> None:
 
 def main() -> None:
     """Run the child's side: load the folder in the first message, then reply until the parent closes the pipe."""
-    connection, _, parent = own_end()
+    connection, _, parent = child_end()
     threading.Thread(target=exit_with_parent, args=(parent,), daemon=True).start()
     with suppress(EOFError, ConnectionResetError, BrokenPipeError):
         _serve(connection)

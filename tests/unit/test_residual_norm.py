@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from rlinf.evaluation.result import EvaluationResult
-from rlinf.offpolicy.corrections import Corrections
+from rlinf.offpolicy.residual_norm import ResidualNorm
 from rlinf.report.offpolicy import warmup_success
 from rlinf.report.run_page import write_report
 from rlinf.tracking import Tracker, TrackingConfig
@@ -20,16 +20,16 @@ def spec(number: int, task: int = 0) -> EpisodeSpec:
 
 def test_sizes_are_those_by_hand():
     """Two envs, a chunk of two actions of two numbers, two policy calls; the first env ends an episode in between."""
-    corrections = Corrections(["reach", "push"])
-    assert corrections.metrics() == {}
-    corrections.begin(0, 0)
-    corrections.begin(1, 1)
+    norms = ResidualNorm(["reach", "push"])
+    assert norms.metrics() == {}
+    norms.start_episode(0, 0)
+    norms.start_episode(1, 1)
     base = torch.zeros(2, 4)
-    corrections.add(base, torch.tensor([[0.1, 0.0, 0.3, 0.0], [0.0, -0.4, 0.0, 0.4]]))
-    corrections.begin(0, 0)
-    corrections.add(base + 0.5, torch.tensor([[0.5] * 4, [0.5, 0.5, 0.5, 1.3]]))
+    norms.add(base, torch.tensor([[0.1, 0.0, 0.3, 0.0], [0.0, -0.4, 0.0, 0.4]]))
+    norms.start_episode(0, 0)
+    norms.add(base + 0.5, torch.tensor([[0.5] * 4, [0.5, 0.5, 0.5, 1.3]]))
     by_task = {"rollout/residual_norm/reach": 0.05, "rollout/residual_norm/push": 0.2}
-    assert corrections.metrics() == pytest.approx({"rollout/residual_norm": 0.125, **by_task})
+    assert norms.metrics() == pytest.approx({"rollout/residual_norm": 0.125, **by_task})
 
 
 def outcomes(num_successes: int, num_episodes: int = 100) -> EvaluationResult:

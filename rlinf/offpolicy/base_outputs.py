@@ -1,4 +1,4 @@
-"""What a frozen policy says of the rows of a dataset: asked once, and kept on disk for the next run."""
+"""Base-policy outputs for the frames of a dataset, computed once and cached on disk."""
 
 from __future__ import annotations
 
@@ -26,21 +26,21 @@ logger = logging.getLogger("rlinf")
 
 
 @dataclass
-class Answers:
-    """What a frozen policy says of ``K`` rows.
+class DatasetOutputs:
+    """Base-policy outputs for ``K`` frames.
 
     Attributes:
         features: float32 ``[K, F]``.
         chunks: float32 ``[K, N, C, D]`` in env units.
-        num_asked: Rows about which it was asked; 0: they were on disk.
+        num_queries: Number of frames that were computed; 0: all from the cache.
     """
 
     features: Tensor
     chunks: Tensor
-    num_asked: int
+    num_queries: int
 
 
-def answers_about(
+def query_dataset(
     dataset: StoredDemonstrations,
     rows: np.ndarray,
     policy: ActorPolicy,
@@ -50,18 +50,18 @@ def answers_about(
     autocast: Callable[[], AbstractContextManager],
     seed: int,
     progress: Callable[[int, int], None] = lambda done, total: None,
-) -> Answers:
-    """Return the answers from disk, or ask for them and keep them there.
+) -> DatasetOutputs:
+    """Return the outputs from the cache, or compute and cache them.
 
     Args:
-        rows: int64 ``[K]``.
-        policy: Its ``base_sha256`` must be known.
-        conditions: What else decides on the answers, besides weights and rows.
-        autocast: Makes the context in which it computes.
-        seed: Of the sampled candidates.
-        progress: Is told how many of how many rows are done.
+        rows: int64 ``[K]``, frames of the dataset.
+        policy: Its ``base_sha256`` must be set.
+        conditions: Further settings that the outputs depend on.
+        autocast: Returns the context in which the policy computes.
+        seed: Seed of the sampled candidates.
+        progress: Called with the number of finished frames and of all.
     """
-    about = {
+    dependencies = {
         "base": policy.base_sha256,
         "dataset": dataset.digest(),
         "rows": hashlib.sha256(rows.tobytes()).hexdigest(),
@@ -72,36 +72,37 @@ def answers_about(
         "chunk": policy.action_chunks_len,
         "seed": seed if policy.actor.num_candidates > 1 else None,
         "conditions": conditions,
-        "rounding": [policy.device.type, batch_size],  # of sums, which differ a little
+        "rounding": [policy.device.type, batch_size],  # sums are rounded differently
     }
-    key = hashlib.sha256(json.dumps(about, sort_keys=True, default=str).encode()).hexdigest()
+    key = hashlib.sha256(json.dumps(dependencies, sort_keys=True, default=str).encode()).hexdigest()
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     path = cache / "rlinf" / "proposals" / f"{key}.safetensors"
     if path.is_file():
         try:
-            return Answers(**load_file(path), num_asked=0)
+            return DatasetOutputs(**load_file(path), num_queries=0)
         except (OSError, SafetensorError) as error:
-            logger.warning("%s cannot be read (%s), so the frozen policy is asked again", path, error)
+            logger.warning("%s cannot be read (%s), so the outputs of the frozen policy are recomputed", path, error)
     generator, features, chunks = torch.Generator().manual_seed(seed), [], []
     for start in range(0, len(rows), batch_size):
         observation, _ = dataset.rows(rows[start : start + batch_size])
         uniforms = torch.rand(len(observation), policy.num_base_uniforms, generator=generator)
         uniforms = uniforms.clamp_min_(torch.finfo(torch.float32).tiny).to(policy.device)
         with autocast():
-            found = policy.query_base(policy.preprocess(observation), uniforms)
-        features.append(found.features.cpu())
-        chunks.append(found.chunks.cpu())
+            batch = policy.query_base(policy.preprocess(observation), uniforms)
+        features.append(batch.features.cpu())
+        chunks.append(batch.chunks.cpu())
         progress(start + len(observation), len(rows))
-    answers = Answers(torch.cat(features), torch.cat(chunks), len(rows))
+    outputs = DatasetOutputs(torch.cat(features), torch.cat(chunks), len(rows))
     try:
-        _save({"features": answers.features, "chunks": answers.chunks}, path)
+        _save({"features": outputs.features, "chunks": outputs.chunks}, path)
     except (OSError, SafetensorError) as error:
-        logger.warning("the answers of the frozen policy cannot be kept, so the next run asks again: %s", error)
-    return answers
+        logger.warning("the outputs of the frozen policy cannot be cached, so the next run recomputes them: %s", error)
+    return outputs
 
 
 def _save(tensors: dict[str, Tensor], path: Path) -> None:
-    """Write a file under a temporary name, and rename it."""
+    """Write a file atomically."""
+    # The name has the process id: two runs with the same dataset may write at the same time.
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.stem}.{os.getpid()}.tmp")
     try:

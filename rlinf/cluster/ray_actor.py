@@ -1,4 +1,4 @@
-"""The process of a rollout worker, an actor of Ray. The class of the rollout worker knows how to play."""
+"""The Ray actor that holds a rollout worker."""
 
 from __future__ import annotations
 
@@ -22,35 +22,35 @@ from rlinf.types import RolloutBatch
 
 
 class Arrays(NamedTuple):
-    """A rollout on its way between processes: its tensors as arrays, which a store of objects does not copy."""
+    """A rollout that is sent between processes: its tensors as arrays, which Ray's object store does not copy."""
 
     tensors: dict[str, np.ndarray]
     rest: RolloutBatch
 
     @classmethod
     def of(cls, batch: RolloutBatch) -> Arrays:
-        """Take a rollout apart."""
+        """Convert a rollout."""
         tensors = batch.tensors()
         rest = RolloutBatch(**{**vars(batch), **dict.fromkeys(tensors)})
         return cls({name: tensor.numpy() for name, tensor in tensors.items()}, rest)
 
     def batch(self) -> RolloutBatch:
-        """Put it together without a copy; the arrays may be read-only."""
+        """Return the rollout without a copy; the arrays may be read-only."""
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
-            tensors = {name: torch.from_numpy(each) for name, each in self.tensors.items()}
+            tensors = {name: torch.from_numpy(array) for name, array in self.tensors.items()}
         return RolloutBatch(**{**vars(self.rest), **tensors})
 
 
 class RolloutWorkerProcess(NamedTuple):
-    """The id that Ray gives the machine of a rollout worker, and its process there."""
+    """Ray's id of a rollout worker's machine, and the process id there."""
 
     node: str
     pid: int
 
 
 class RolloutWorkerActor:
-    """A rollout worker in a process of its own. An error is returned as a ``Failure``; ``rlinf.cluster.rollout_workers`` raises it."""
+    """A rollout worker in its own process. Errors are returned as a ``Failure``, which ``rlinf.cluster.rollout_workers`` raises."""
 
     def __init__(self) -> None:
         faulthandler.enable()
@@ -58,46 +58,48 @@ class RolloutWorkerActor:
         self.worker: PolicyReplica | None = None
 
     def where(self) -> RolloutWorkerProcess:
-        """Return the machine and the number of this process."""
+        """Return the machine and the id of this process."""
         import ray
 
         return RolloutWorkerProcess(ray.get_runtime_context().get_node_id(), os.getpid())
 
     def build(self, machine: CommandMachine, start: bytes) -> Failure | None:
-        """Make the rollout worker from a pickled function and its arguments, if this machine matches the ranks'."""
+        """Build the rollout worker from a pickled function and its arguments, if this machine matches the ranks'."""
 
         def make_rollout_worker() -> None:
-            machine.check()  # imports the plugins, whose classes may occur in ``start``
+            # Before unpickling: the check imports the plugins, and `start` may contain their classes.
+            machine.check()
             make, *arguments = pickle.loads(start)
             self.worker = make(*arguments)
 
         return failure_in(make_rollout_worker)
 
     def push(self, weights: StoredWeights) -> Any:
-        """Bring the rollout worker to a version of the weights from any other; return that version."""
+        """Load a version of the weights into the rollout worker, from any earlier version or none; return the version."""
         import ray
 
         try:
             worker = self._rollout_worker()
             if worker.version == weights.version:
                 return worker.version
+            # Frozen weights are sent once, to a worker without weights. Later pushes contain the trained weights only.
             if worker.version is None:
-                worker.begin(PushHeader(weights.version, weights.manifest))
+                worker.start_push(PushHeader(weights.version, weights.manifest))
                 for ref in weights.frozen:
                     worker.load(replace(ray.get(ref), version=weights.version))
             else:
-                worker.begin(PushHeader(weights.version, base=worker.version))
+                worker.start_push(PushHeader(weights.version, base=worker.version))
             for ref in weights.trained:
                 worker.load(ray.get(ref))
             return worker.commit()
         except Exception as error:  # noqa: BLE001 - the rank raises it
             return failure_of(error)
 
-    def ask(self, method: str, *arguments: Any) -> Any:
+    def run(self, method: str, *arguments: Any) -> Any:
         """Call a method of the rollout worker."""
         try:
-            answer = getattr(self._rollout_worker(), method)(*arguments)
-            return Arrays.of(answer) if isinstance(answer, RolloutBatch) else answer
+            result = getattr(self._rollout_worker(), method)(*arguments)
+            return Arrays.of(result) if isinstance(result, RolloutBatch) else result
         except Exception as error:  # noqa: BLE001 - the rank raises it
             return failure_of(error)
 

@@ -1,19 +1,15 @@
 """Controls that learn nothing: constant corrections and noise, on a policy whose error is known."""
 
-import json
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
-from rlinf.algorithms.offpolicy_config import ActorConfig, SACConfig
 from rlinf.envs import make_env
 from rlinf.envs.tabletop.config import TabletopConfig
 from rlinf.evaluation.evaluator import evaluate_policy
-from rlinf.offpolicy.controls import is_easy, note_warmup
 from rlinf.types import ActionPrediction
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
@@ -97,35 +93,3 @@ def test_offsets_lie_on_circles_of_the_first_two_numbers():
     assert offsets.shape == (16, 7) and not offsets[:, 2:].any()
     np.testing.assert_allclose(np.linalg.norm(offsets, axis=1), [0.5] * 8 + [1.0] * 8)
     assert len({tuple(row) for row in offsets.round(6)}) == 16
-
-
-@pytest.mark.parametrize(
-    ("before", "control", "easy"), [(0.29, 0.725, True), (0.29, 0.6, False), (0.095, 0.27, False), (0.9, 0.96, True)]
-)
-def test_a_gap_is_easy_if_a_control_closes_half_of_it(before, control, easy):
-    assert is_easy(before, control) is easy
-
-
-@pytest.mark.parametrize(
-    ("starts_as_base", "before", "warns"), [(True, 0.1, True), (True, 0.6, False), (False, 0.1, False)]
-)
-def test_the_warm_up_is_compared_with_the_frozen_policy_and_not_with_another_head(
-    tmp_path, caplog, starts_as_base, before, warns
-):
-    """The warm-up solves 70 %."""
-    line = {
-        "rollout/success_rate": 0.7,
-        "rollout/num_episodes": 10,
-        "rollout/base_policy_queries": 1,
-        "rollout/env_steps_total": 30,
-    }
-    (tmp_path / "metrics.jsonl").write_text(json.dumps({"step": 0, "phase": "rl", "time_s": 1.0, **line}) + "\n")
-    loop = SimpleNamespace(
-        folder=tmp_path,
-        state=SimpleNamespace(evaluations={"before_rl": {"success_rate": before}}),
-        progress=SimpleNamespace(note=lambda text: None),
-    )
-    config = SimpleNamespace(algorithm=SACConfig(learning_starts=30, actor=ActorConfig(name="residual")))
-    note_warmup(SimpleNamespace(loop=loop, config=config), starts_as_base)
-    assert ("noise in the warm-up reaches" in caplog.text) is warns
-    assert not warns or "the frozen policy reaches 10.0 %" in caplog.text

@@ -1,7 +1,5 @@
 """``rlinf check``: check of an env against the contract on which training and evaluation rely."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 

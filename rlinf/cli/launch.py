@@ -1,7 +1,5 @@
 """``rlinf launch``: checks its arguments before the imports of ``rlinf.commands.launch``, which take seconds."""
 
-from __future__ import annotations
-
 import argparse
 import sys
 from collections.abc import Sequence

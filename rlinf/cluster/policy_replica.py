@@ -1,7 +1,5 @@
 """A copy of a policy that a different process trains: the base class of all rollout workers."""
 
-from __future__ import annotations
-
 from rlinf.engines.weight_handle import WeightsHandle
 from rlinf.engines.weight_transfer import ModuleReceiver, PushHeader
 from rlinf.errors import RLinfError

@@ -1,7 +1,5 @@
 """Audit of one policy, from its configuration to a table and a page."""
 
-from __future__ import annotations
-
 import json
 import os
 import sys

@@ -1,7 +1,5 @@
 """Blind comparison of two policies on a robot: no observer knows which one acts."""
 
-from __future__ import annotations
-
 import logging
 import shutil
 from collections.abc import Iterator, Sequence

@@ -1,7 +1,5 @@
 """Collection of episodes of the scripted expert or a policy as a LeRobotDataset."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Evaluation of one policy, from its configuration to a table, a JSON file, videos and a report."""
 
-from __future__ import annotations
-
 import json
 import logging
 import sys

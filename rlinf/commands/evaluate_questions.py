@@ -1,7 +1,5 @@
 """Evaluation of a language or vision-language model on a file of questions."""
 
-from __future__ import annotations
-
 import json
 import logging
 import os

@@ -1,7 +1,5 @@
 """Export of a checkpoint to a folder that loads with ``from_pretrained``."""
 
-from __future__ import annotations
-
 import json
 import os
 import shlex

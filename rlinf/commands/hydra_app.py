@@ -1,7 +1,5 @@
 """Runs a command under Hydra (one output folder per run, ``-m``, ``--cfg job``), after checks of its arguments."""
 
-from __future__ import annotations
-
 import itertools
 import os
 import sys

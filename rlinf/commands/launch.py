@@ -1,7 +1,5 @@
 """Launch of a recipe: checks against this machine, the plan, and the ranks."""
 
-from __future__ import annotations
-
 import importlib.util
 import os
 import shlex

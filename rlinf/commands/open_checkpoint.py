@@ -1,7 +1,5 @@
 """Opening of a checkpoint, an export or a remote policy: resolve, verify, compare conditions, load."""
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Settings of ``rlinf serve``."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from rlinf.evaluation.config import NUM_ROWS

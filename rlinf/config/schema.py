@@ -1,7 +1,5 @@
 """The complete configuration of a run as a dataclass, and its construction from a composed mapping."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 import os

@@ -4,8 +4,6 @@ They use the first observations of four episodes. Log-probabilities may differ b
 ``mean(exp|difference|)`` is at most ``MAX_EXP_GAP``.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace

@@ -1,7 +1,5 @@
 """Pass a prompt's preprocessed images to vLLM. Only the engine's process imports this module, which needs vLLM."""
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Mapping
 from itertools import islice

@@ -1,7 +1,5 @@
 """Save the finished conditions of a running audit, so that an interrupted audit can resume."""
 
-from __future__ import annotations
-
 import io
 import json
 import shutil

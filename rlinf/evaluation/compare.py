@@ -3,8 +3,6 @@
 Pairing removes the difficulty of the episodes from the spread, so fewer episodes reveal the same difference.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import astuple, dataclass, field
 from functools import cached_property

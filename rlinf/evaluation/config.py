@@ -1,7 +1,5 @@
 """Configuration of evaluation."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from rlinf.options import PathText, option

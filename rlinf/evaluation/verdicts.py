@@ -5,8 +5,6 @@ compared with ``LEAST_FRACTION`` of the stake, the success above the better base
 that, no if it is below, else unclear.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial

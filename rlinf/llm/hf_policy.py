@@ -1,7 +1,5 @@
 """RL policy over a causal language model of transformers that generates, scores and learns."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -6,8 +6,6 @@ their masks with ``create_causal_mask`` derive this from the position ids withou
 or convolution layers, or custom attention, may not; ``keeps_sequences_apart`` tests it.
 """
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext

@@ -1,7 +1,5 @@
 """Base-policy outputs for the frames of a dataset, computed once and cached on disk."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import logging

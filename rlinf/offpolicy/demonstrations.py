@@ -1,7 +1,5 @@
 """Demonstrations as a separate replay buffer."""
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Outcome of a policy call, and its all-gather over the envs of all ranks."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any

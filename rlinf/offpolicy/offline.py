@@ -1,7 +1,5 @@
 """Further data of an off-policy run: demonstrations, and the replay buffer of an earlier run."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path

@@ -3,8 +3,6 @@
 Weights and optimiser are counted by ``rlinf.preflight.memory``, passes by ``rlinf.preflight.activations``.
 """
 
-from __future__ import annotations
-
 import logging
 import math
 from dataclasses import dataclass, replace

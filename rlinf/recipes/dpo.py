@@ -1,7 +1,5 @@
 """Direct preference optimisation of language and vision-language models."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -3,8 +3,6 @@
 ``rlinf launch`` sets the recipe and runs the script as ``__main__`` on every rank; the call then trains.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import runpy
 import sys

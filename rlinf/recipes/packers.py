@@ -4,8 +4,6 @@ Learned spans are located in the text, not in the tokens: marks are inserted int
 and the positions of the marks are mapped to tokens by the tokenizer's offsets.
 """
 
-from __future__ import annotations
-
 import io
 import logging
 import os

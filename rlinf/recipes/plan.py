@@ -1,7 +1,5 @@
 """Plan a recipe before data and model are loaded: GPUs, steps, tokens and memory."""
 
-from __future__ import annotations
-
 import os
 from dataclasses import dataclass
 from importlib.util import find_spec

@@ -1,7 +1,5 @@
 """Read question files (multiple choice or exact answers), convert them to prompts, and extract the compared part of completions."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass

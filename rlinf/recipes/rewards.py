@@ -8,8 +8,6 @@ Register your own reward with ``REWARDS.register("name", function)`` in a datase
 ``rlinf.rewards`` of a package.
 """
 
-from __future__ import annotations
-
 import logging
 import math
 import re

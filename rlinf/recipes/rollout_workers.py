@@ -1,7 +1,5 @@
 """Rollout workers of token policies: processes placed by Ray, each with a replica of the policy that generates completions."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Number of steps of a recipe."""
 
-from __future__ import annotations
-
 from rlinf.errors import ConfigError
 
 

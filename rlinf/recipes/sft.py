@@ -1,7 +1,5 @@
 """Supervised fine-tuning of language and vision-language models."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """Base class of the recipe trainers: learning rate, logging, metrics and validation."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import logging

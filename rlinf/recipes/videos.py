@@ -1,7 +1,5 @@
 """Find the video files of rows, and read their frames."""
 
-from __future__ import annotations
-
 import fcntl
 import math
 import os

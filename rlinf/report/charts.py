@@ -1,7 +1,5 @@
 """Line charts as inline SVG, with values on hover and without a script, so that a report is a single file."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace

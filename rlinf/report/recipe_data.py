@@ -1,7 +1,5 @@
 """Data for the report of a recipe's run, or of an evaluation on questions."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """Data for the report of a run or an evaluation."""
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,5 @@
 """A lerobot robot, real or simulated by its own package, in a scene that a human resets."""
 
-from __future__ import annotations
-
 import importlib
 import inspect
 import logging

@@ -1,7 +1,5 @@
 """Episodes of a policy on a robot, in real time."""
 
-from __future__ import annotations
-
 import logging
 import sys
 from collections import deque

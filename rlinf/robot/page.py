@@ -1,7 +1,5 @@
 """A web page on which a human starts episodes and labels their success."""
 
-from __future__ import annotations
-
 import io
 import json
 import queue

@@ -1,7 +1,5 @@
 """Interventions: lerobot's teleoperator interface, the hand-over between policy and operator, and a scripted operator."""
 
-from __future__ import annotations
-
 import logging
 from typing import Any, Protocol
 

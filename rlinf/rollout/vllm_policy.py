@@ -1,7 +1,5 @@
 """A rollout policy that samples actions with vLLM, in addition to the torch model that is trained."""
 
-from __future__ import annotations
-
 from collections.abc import Collection
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Base class of the trainers of action policies: evaluations, metrics and warnings."""
 
-from __future__ import annotations
-
 import logging
 import time
 from dataclasses import dataclass, replace

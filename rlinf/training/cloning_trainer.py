@@ -1,7 +1,5 @@
 """Trainer of behaviour cloning; runs on every rank."""
 
-from __future__ import annotations
-
 import logging
 import time
 from contextlib import suppress

@@ -1,7 +1,5 @@
 """Evaluations during a run, on held-out episodes."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable
 from contextlib import AbstractContextManager

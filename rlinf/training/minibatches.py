@@ -1,7 +1,5 @@
 """Assignment of the rows of a rollout to minibatches and ranks."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import NamedTuple
 

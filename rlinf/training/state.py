@@ -1,7 +1,5 @@
 """State of a run's loop, saved in every checkpoint."""
 
-from __future__ import annotations
-
 from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Any

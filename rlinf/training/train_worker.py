@@ -1,7 +1,5 @@
 """Training on one rank: score rollouts and take optimiser steps, without envs, files or process management."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager

@@ -1,7 +1,5 @@
 """Data that the rules of `rlinf why` read, the outcome of a run by the best evidence, and the findings of the rules."""
 
-from __future__ import annotations
-
 import json
 import math
 import os

@@ -1,7 +1,5 @@
 """Outcome of a run: the change of success, return, reward or loss from its start to its end, with an interval."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -123,7 +123,7 @@ def _audit(config: RunConfig, output: Path) -> Audit:
     finally:
         env.close()
     result.warnings = warnings + result.warnings
-    print("\n" + result.answers(), flush=True)
+    print("\n" + result.conclusions(), flush=True)
     facts = {"checkpoint": config.checkpoint, "env": config.env.name, "seed": config.seed, "split": settings.split}
     title = f"Audit of {config.experiment_name}"
     print(f"audit: {output / AUDIT_FILE}\nreport: {write_audit(result, output, title, facts)}")

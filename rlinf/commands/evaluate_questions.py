@@ -18,7 +18,7 @@ from rlinf.distributed.launch import launch
 from rlinf.distributed.process_group import gather_objects, local_world_size, rank, resolve_device, set_num_threads
 from rlinf.distributed.start import launch_context, started_here
 from rlinf.errors import CheckpointError, ConfigError
-from rlinf.evaluation.answers import Answer, AnswerResult
+from rlinf.evaluation.questions_result import QuestionResult, QuestionsResult
 from rlinf.files import follow_latest, sha256_of, write_text
 from rlinf.llm.hf_generation import HuggingFaceGeneration
 from rlinf.manifest import Manifest, git_revision, library_versions
@@ -44,7 +44,7 @@ logger = logging.getLogger("rlinf")
 MODEL_CONFIG = "config.json"
 
 
-def evaluate_questions(config: QuestionsConfig) -> AnswerResult:
+def evaluate_questions(config: QuestionsConfig) -> QuestionsResult:
     """Evaluate a model on a file of questions.
 
     Writes ``result.json``, ``config.yaml``, ``manifest.json`` and ``report.html``, and nothing if a rank fails. Raise ConfigError
@@ -57,7 +57,7 @@ def evaluate_questions(config: QuestionsConfig) -> AnswerResult:
     device = resolve_device(config.device, started_here(num_processes), "device=cpu")
     deadlines = asdict(config.cluster.deadlines)
     launch(_evaluate_rank, (config, model, output), num_processes, device, deadlines=deadlines)
-    return AnswerResult.from_json(output / run_folder.RESULT_FILE)
+    return QuestionsResult.from_json(output / run_folder.RESULT_FILE)
 
 
 def _evaluate_rank(work: tuple[QuestionsConfig, str, Path]) -> None:
@@ -81,12 +81,12 @@ def _evaluate_rank(work: tuple[QuestionsConfig, str, Path]) -> None:
     )  # fmt: skip
     start = time.monotonic()
     with deadline("evaluate"):
-        rank_answers = _complete(questions, packer, completer, config, find)
-        answered = [answer for part in gather_objects(rank_answers) for answer in part]
+        rank_results = _complete(questions, packer, completer, config, find)
+        gathered = [scored for part in gather_objects(rank_results) for scored in part]
     if rank() == 0:
         seconds = time.monotonic() - start
-        answers = [replace(answer, images=write_images(output, previews)) for answer, previews in answered]
-        result = AnswerResult(answers, str(config.questions), answer_type, config.temperature, config.seed, seconds)
+        results = [replace(scored, images=write_images(output, previews)) for scored, previews in gathered]
+        result = QuestionsResult(results, str(config.questions), answer_type, config.temperature, config.seed, seconds)
         manifest = _manifest(config, model, generator, answer_type)
         _write(config, questions, result, manifest, output, baseline, _run_of(model))
 
@@ -94,17 +94,17 @@ def _evaluate_rank(work: tuple[QuestionsConfig, str, Path]) -> None:
 def _write(
     config: QuestionsConfig,
     questions: list[Question],
-    result: AnswerResult,
+    result: QuestionsResult,
     manifest: Manifest,
     output: Path,
     baseline: Path | None,
     run: Path | None,
 ) -> None:
     """Write and print the result."""
-    num_truncated = sum(answer.is_cut for answer in result.answers)
-    if num_truncated > len(result.answers) / 10:
+    num_truncated = sum(scored.is_truncated for scored in result.results)
+    if num_truncated > len(result.results) / 10:
         warning = (
-            f"{num_truncated} of {len(result.answers)} completions were truncated at max_tokens={config.max_tokens}"
+            f"{num_truncated} of {len(result.results)} completions were truncated at max_tokens={config.max_tokens}"
         )
         result.warnings.append(warning)
         logger.warning(warning)
@@ -205,9 +205,9 @@ def _complete(
     completer: Completer,
     config: QuestionsConfig,
     find: Callable[[str], str | None],
-) -> list[tuple[Answer, list[bytes]]]:
-    """Return this rank's answers with the previews of their images, in the order of the questions; raise ConfigError for a bad image."""
-    answers: list[tuple[Answer, list[bytes]]] = []
+) -> list[tuple[QuestionResult, list[bytes]]]:
+    """Return this rank's results with the previews of their images, in the order of the questions; raise ConfigError for a bad image."""
+    results: list[tuple[QuestionResult, list[bytes]]] = []
     progress = Progress(enabled=rank() == 0)
     # Ranks divide complete batches, so each batch has the rows that it has in one process, and results are bit-equal.
     calls = [
@@ -220,15 +220,15 @@ def _complete(
         seeds = [derive_seed(config.seed, "question", row) for row in rows] if config.temperature else None
         for row, completion in zip(rows, completer.complete(prompts, seeds), strict=True):
             question, text = questions[row], completion.text
-            answer = Answer(
+            scored = QuestionResult(
                 question.id, question.category, question.prompt, text, question.expected, find(text),
                 completion.reward == 1, len(completion.tokens), completion.is_truncated,
             )  # fmt: skip
-            answers.append((answer, completion.prompt.previews))
-        correct = sum(answer.is_correct for answer, _ in answers)
-        progress.update("questions", len(answers), num_questions, correct=correct)
+            results.append((scored, completion.prompt.previews))
+        correct = sum(scored.is_correct for scored, _ in results)
+        progress.update("questions", len(results), num_questions, correct=correct)
     progress.close()
-    return answers
+    return results
 
 
 def _packed(packer: QuestionPacker, questions: list[Question], row: int, file: str) -> Prompt:
@@ -260,14 +260,14 @@ def _manifest(config: QuestionsConfig, model: str, generator: HuggingFaceGenerat
     )  # fmt: skip
 
 
-def _write_files(output: Path, questions: list[Question], result: AnswerResult) -> None:
+def _write_files(output: Path, questions: list[Question], result: QuestionsResult) -> None:
     """Write one file per question: ``questions/<category>/<video or id>.json``."""
     taken: set[Path] = set()
-    for question, answer in zip(questions, result.answers, strict=True):
+    for question, scored in zip(questions, result.results, strict=True):
         video = question.row.get("video")
-        names = ([Path(video).stem] if isinstance(video, str) else []) + [answer.id.replace("/", "_")]
-        folder = output / "questions" / answer.category.replace("/", "_")
+        names = ([Path(video).stem] if isinstance(video, str) else []) + [scored.id.replace("/", "_")]
+        folder = output / "questions" / scored.category.replace("/", "_")
         paths = [folder / f"{name}.json" for name in (names[0], "_".join(names))]
         path = next(path for path in paths if path not in taken)
         taken.add(path)
-        write_text(path, json.dumps(vars(answer), indent=1, ensure_ascii=False))
+        write_text(path, json.dumps(vars(scored), indent=1, ensure_ascii=False))

@@ -71,10 +71,10 @@ class Audit:
 
     def summary(self) -> str:
         """Return in one line: faults, small disturbances that make it fail, partial effects, and open questions."""
-        cheats = "; ".join(f"{verdict.question} {verdict.answer}" for verdict in self.faults) or "nothing found"
+        cheats = "; ".join(f"{verdict.question} {verdict.outcome}" for verdict in self.faults) or "nothing found"
         breaks = "; ".join(change for verdict in self.verdicts for change in verdict.breaks) or "nothing found"
         partial = [f"{verdict.question} {verdict.shown}" for verdict in self.verdicts if verdict.is_partial]
-        unclear = [verdict.question for verdict in self.verdicts if verdict.answer == UNCLEAR]
+        unclear = [verdict.question for verdict in self.verdicts if verdict.outcome == UNCLEAR]
         rest = f" Open: {' '.join(unclear)}" if unclear else ""
         return f"Cheats: {cheats}. Breaks when: {breaks}. Partly: {'; '.join(partial) or 'nothing found'}.{rest}"
 
@@ -94,9 +94,9 @@ class Audit:
         """Return rows and verdicts as text."""
         width = max(len(row.title) for row in self.rows)
         head = f"{'condition'.ljust(width)}  success      k/n  change  95 % interval"
-        return "\n".join([head, *(row_text(row, width) for row in self.rows), "", self.answers()])
+        return "\n".join([head, *(row_text(row, width) for row in self.rows), "", self.conclusions()])
 
-    def answers(self) -> str:
+    def conclusions(self) -> str:
         """Return the verdicts and the summary as text."""
         lines = [f"{verdict.question} {verdict.shown.upper()}: {verdict.reason}." for verdict in self.verdicts]
         return "\n".join([*lines, self.summary()])
@@ -167,12 +167,12 @@ class Auditor:
         if "pushed" in self.results:
             matched["pushed"] = compare(self.results["pushed_replay"], self.results["pushed"]).total
         reset_successes = sum(result.success and result.num_env_steps <= 1 for result in self.results["idle"].results)
-        answers = verdicts(self.rows, reset_successes, matched)
+        conclusions = verdicts(self.rows, reset_successes, matched)
         clean, warnings = self.results["clean"], list(dict.fromkeys(self.warnings))
         if overrides_success(self.env.config):
-            answers.append(success_label_verdict(clean, self.results["idle"].total))
+            conclusions.append(success_label_verdict(clean, self.results["idle"].total))
         actions = clean.actions_clipped_fraction, clean.actions_max_abs
-        return Audit(list(self.rows.values()), answers, len(self.specs), warnings, *actions)
+        return Audit(list(self.rows.values()), conclusions, len(self.specs), warnings, *actions)
 
     def run_condition(
         self,

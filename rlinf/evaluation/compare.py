@@ -9,7 +9,7 @@ from functools import cached_property
 from typing import Any
 
 from rlinf.errors import ConfigError
-from rlinf.evaluation.answers import AnswerResult
+from rlinf.evaluation.questions_result import QuestionsResult
 from rlinf.evaluation.intervals import bootstrap_interval, paired_difference_interval
 from rlinf.evaluation.result import EvaluationResult, Success
 from rlinf.evaluation.sequential import LEVEL, difference_confidence_sequence, episodes_to_decide, sequential_p_value
@@ -347,10 +347,10 @@ def _make_sequential(
     }
 
 
-def compare_answers(result_a: AnswerResult, result_b: AnswerResult, allow_mismatch: Sequence[str] = ()) -> Comparison:
+def compare_questions(result_a: QuestionsResult, result_b: QuestionsResult, allow_mismatch: Sequence[str] = ()) -> Comparison:
     """Pair two results by question, in any order; ``allow_mismatch=["questions"]`` compares the common questions of two lists."""
     first, second = (
-        {(answer.id, answer.prompt, answer.expected): (answer.category, answer.is_correct) for answer in result.answers}
+        {(scored.id, scored.prompt, scored.expected): (scored.category, scored.is_correct) for scored in result.results}
         for result in (result_a, result_b)
     )
     return _pair(first, second, QUESTIONS, "Evaluate both with the same questions=<file>", allow_mismatch)

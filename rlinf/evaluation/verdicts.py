@@ -52,7 +52,7 @@ class Verdict:
     """Result of one question of an audit.
 
     Attributes:
-        answer: ``YES``, ``NO``, ``UNCLEAR`` or ``UNKNOWN``.
+        outcome: ``YES``, ``NO``, ``UNCLEAR`` or ``UNKNOWN``.
         is_fault: The result is evidence against the policy or its success rate.
         fraction: Fraction of the stake that the effect of a yes explains, in [0, 1]; None: not a yes, or not about one effect.
         is_partial: The 95 % interval of that fraction is below ``FULL_FRACTION``.
@@ -60,7 +60,7 @@ class Verdict:
     """
 
     question: str
-    answer: str
+    outcome: str
     reason: str
     is_fault: bool = False
     fraction: float | None = None
@@ -72,12 +72,12 @@ class Verdict:
         """Whether the result is in favour of the policy; None: neutral, or partial."""
         if self.is_fault or self.breaks:
             return False
-        return None if self.is_partial or self.answer not in (YES, NO) else True
+        return None if self.is_partial or self.outcome not in (YES, NO) else True
 
     @property
     def shown(self) -> str:
         """Result with its fraction: ``yes (52%)``."""
-        return self.answer if self.fraction is None else f"{self.answer} ({self.fraction:.0%})"
+        return self.outcome if self.fraction is None else f"{self.outcome} ({self.fraction:.0%})"
 
 
 @dataclass(frozen=True)
@@ -91,17 +91,17 @@ class Effect:
     is_loss: bool = False
 
     @property
-    def answer(self) -> str:
+    def outcome(self) -> str:
         """Whether the effect is at least ``LEAST_FRACTION`` of the stake."""
         least = LEAST_FRACTION * self.stake
         return YES if self.low > least else NO if self.high < least else UNCLEAR
 
     @property
     def extent(self) -> dict[str, Any]:
-        """``fraction`` and ``is_partial`` of a verdict; empty unless the answer is yes."""
+        """``fraction`` and ``is_partial`` of a verdict; empty unless the outcome is yes."""
         fraction = min(1.0, self.points / self.stake) if self.stake else 1.0
         is_partial = self.high < FULL_FRACTION * self.stake
-        return {"fraction": fraction, "is_partial": is_partial} if self.answer == YES else {}
+        return {"fraction": fraction, "is_partial": is_partial} if self.outcome == YES else {}
 
     def __str__(self) -> str:
         change, *interval = (
@@ -125,7 +125,7 @@ def verdicts(rows: Mapping[str, ConditionRow], reset_successes: int, matched: Ma
     text = f"{reset_successes} of {clean.episodes} succeed in the first env step without a policy"
     question, at_reset = "Do some episodes succeed immediately, without a policy?", bool(reset_successes)
     better = _beats_baselines(matched["baseline"])
-    is_better = better.answer == YES
+    is_better = better.outcome == YES
     costs = partial(_by_loss, stake=stake, is_better=is_better)
     reads = costs("Does it read the instruction?", rows["swapped"], "a different instruction")
     images, disturbance = rows["other_images"], "the first image of a different episode"
@@ -142,7 +142,7 @@ def verdicts(rows: Mapping[str, ConditionRow], reset_successes: int, matched: Ma
         looks,
         uses_state,
         reacts,
-        _memorises(rows, stake, floor, is_better, looks.answer, reacts.answer),
+        _memorises(rows, stake, floor, is_better, looks.outcome, reacts.outcome),
         _breaks(rows, stake, is_better),
     ]
 
@@ -163,8 +163,8 @@ def success_label_verdict(clean: EvaluationResult, idle: Success) -> Verdict:
     false = labels.count(False)
     low, high = wilson_interval(false, len(labels))
     counts = f"{false} of {len(labels)} detected successes are false (95 % {format_interval(low, high, ' - ')})"
-    answer = NO if false else YES
-    return Verdict(question, answer, f"{counts}; by the simulator, {clean.true_success} succeed", bool(false))
+    outcome = NO if false else YES
+    return Verdict(question, outcome, f"{counts}; by the simulator, {clean.true_success} succeed", bool(false))
 
 
 def _loss(row: ConditionRow, stake: float) -> Effect:
@@ -177,8 +177,8 @@ def _beats_baselines(pairs: Pairs) -> Verdict:
     points = (
         f"{format_points(pairs.difference)} points (95 % interval {format_points(low, high)}) above the better of both"
     )
-    answer = YES if low > 0 else NO if pairs.difference <= 0 else UNCLEAR
-    return Verdict("Is it better than random actions and than doing nothing?", answer, points, answer != YES)
+    outcome = YES if low > 0 else NO if pairs.difference <= 0 else UNCLEAR
+    return Verdict("Is it better than random actions and than doing nothing?", outcome, points, outcome != YES)
 
 
 def _not_better(question: str) -> Verdict:
@@ -196,8 +196,8 @@ def _by_loss(
     if not is_better:
         return _not_better(question)
     effect = _loss(row, stake)
-    is_fault = no_is_fault and effect.answer == NO
-    return Verdict(question, effect.answer, f"{disturbance}: {effect}", is_fault, **effect.extent)
+    is_fault = no_is_fault and effect.outcome == NO
+    return Verdict(question, effect.outcome, f"{disturbance}: {effect}", is_fault, **effect.extent)
 
 
 def _reacts(rows: Mapping[str, ConditionRow], pushed: Pairs | None, stake: float, is_better: bool) -> Verdict:
@@ -209,7 +209,7 @@ def _reacts(rows: Mapping[str, ConditionRow], pushed: Pairs | None, stake: float
         return Verdict(question, UNKNOWN, rows["frozen"].note)
     frozen = _loss(rows["frozen"], stake)
     reason = f"observations frozen at the start: {frozen}"
-    effects, answers = [frozen], [frozen.answer]
+    effects, outcomes = [frozen], [frozen.outcome]
     replayed = rows["pushed_replay"]
     if pushed is not None and replayed.pairs is not None:
         at_stake = -replayed.pairs.difference
@@ -217,15 +217,15 @@ def _reacts(rows: Mapping[str, ConditionRow], pushed: Pairs | None, stake: float
             low, high = pushed.interval
             gain = Effect(pushed.difference, low, high, at_stake)
             effects.append(gain)
-            answers.append(gain.answer)
+            outcomes.append(gain.outcome)
             reason += f"; pushed, compared with its replayed actions: {gain}"
         else:
             # A replay that survives the pushes cannot show that reacting helps.
-            answers.append(UNCLEAR)
+            outcomes.append(UNCLEAR)
             reason += "; the pushes do not make its replayed actions fail either"
-    answer = YES if YES in answers else NO if set(answers) == {NO} else UNCLEAR
+    outcome = YES if YES in outcomes else NO if set(outcomes) == {NO} else UNCLEAR
     largest = max((effect.extent for effect in effects), key=lambda extent: extent.get("fraction", -1.0))
-    return Verdict(question, answer, reason, answer == NO, **largest)
+    return Verdict(question, outcome, reason, outcome == NO, **largest)
 
 
 def _memorises(
@@ -234,31 +234,31 @@ def _memorises(
     """Return whether success depends on the initial states of training, or on one motion that fits all episodes."""
     question = "Does it memorise instead?"
     clean, seen, replayed = rows["clean"].success, rows["seen"].success, rows["other_actions"]
-    reasons, answers = [], []
+    reasons, outcomes = [], []
     if seen is None:
         reasons.append(rows["seen"].note)
     else:
         counts = (seen.successes, clean.successes), (seen.episodes, clean.episodes)
         low, high = difference_interval(*counts)
         effect = Effect(seen.success_rate - clean.success_rate, low, high, max(seen.success_rate - floor, 0.0))
-        answers.append(effect.answer)
+        outcomes.append(effect.outcome)
         reasons.append(f"on initial states of training: {effect}")
     if replayed.success is not None and is_better:
         effect = _loss(replayed, stake)
         blind = NO in (looks, reacts)
-        if effect.answer == NO:
-            answers.append(YES if blind else UNCLEAR)
+        if effect.outcome == NO:
+            outcomes.append(YES if blind else UNCLEAR)
             reasons.append(
                 f"its actions from different episodes succeed as well: {effect}, so one motion fits all episodes"
             )
         else:
-            answers.append(NO if effect.answer == YES else UNCLEAR)
+            outcomes.append(NO if effect.outcome == YES else UNCLEAR)
             reasons.append(f"its actions from different episodes: {effect}")
     # A no needs the initial states of training: replayed actions that fail do not exclude memorised states.
-    if not answers or (seen is None and answers == [NO]):
+    if not outcomes or (seen is None and outcomes == [NO]):
         return Verdict(question, UNKNOWN, "; ".join(reasons) or "there is nothing to compare")
-    answer = YES if YES in answers else NO if set(answers) == {NO} else UNCLEAR
-    return Verdict(question, answer, "; ".join(reasons), answer == YES)
+    outcome = YES if YES in outcomes else NO if set(outcomes) == {NO} else UNCLEAR
+    return Verdict(question, outcome, "; ".join(reasons), outcome == YES)
 
 
 def _breaks(rows: Mapping[str, ConditionRow], stake: float, is_better: bool) -> Verdict:
@@ -270,14 +270,14 @@ def _breaks(rows: Mapping[str, ConditionRow], stake: float, is_better: bool) -> 
     if not disturbed:
         return Verdict(question, UNKNOWN, "none of them was possible")
     effects = {row.title: _loss(row, stake) for row in disturbed}
-    answers = {title: effect.answer for title, effect in effects.items()}
-    broken = {title: effect for title, effect in effects.items() if answers[title] == YES}
+    outcomes = {title: effect.outcome for title, effect in effects.items()}
+    broken = {title: effect for title, effect in effects.items() if outcomes[title] == YES}
     shown = [f"{title}: {effect}" for title, effect in broken.items()]
     breaks = tuple(f"{title} ({format_points(0.0 - effect.points)} points)" for title, effect in broken.items())
-    answer = YES if shown else NO if set(answers.values()) == {NO} else UNCLEAR
+    outcome = YES if shown else NO if set(outcomes.values()) == {NO} else UNCLEAR
     return Verdict(
         question,
-        answer,
+        outcome,
         "; ".join(shown) or f"none of {len(effects)} is shown to cost a quarter of {100 * stake:.1f} points",
         breaks=breaks,
     )

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from rlinf.errors import CheckpointError, ConfigError
-from rlinf.evaluation.answers import AnswerResult, holds_answers
-from rlinf.evaluation.compare import EPISODES, QUESTIONS, Comparison, compare, compare_answers
+from rlinf.evaluation.questions_result import QuestionsResult, holds_questions
+from rlinf.evaluation.compare import EPISODES, QUESTIONS, Comparison, compare, compare_questions
 from rlinf.evaluation.result import EvaluationResult
 from rlinf.files import follow_latest, write_text
 from rlinf.manifest import POLICY_FIELDS, Manifest, check_allowed, reject_mismatches
@@ -56,15 +56,15 @@ def compare_folders(
 
 
 def _compare(file_a: Path, file_b: Path, allow_mismatch: Sequence[str]) -> Comparison:
-    is_a, is_b = holds_answers(file_a), holds_answers(file_b)
+    is_a, is_b = holds_questions(file_a), holds_questions(file_b)
     if is_a != is_b:
         kinds = [
-            f"{file} holds {'questions' if is_answers else 'episodes'}"
-            for file, is_answers in ((file_a, is_a), (file_b, is_b))
+            f"{file} holds {'questions' if is_questions else 'episodes'}"
+            for file, is_questions in ((file_a, is_a), (file_b, is_b))
         ]
         raise ConfigError(f"{' and '.join(kinds)}; required: two evaluations of the same kind. Pass a different folder")
     if is_a:
-        return compare_answers(AnswerResult.from_json(file_a), AnswerResult.from_json(file_b), allow_mismatch)
+        return compare_questions(QuestionsResult.from_json(file_a), QuestionsResult.from_json(file_b), allow_mismatch)
     return compare(EvaluationResult.from_json(file_a), EvaluationResult.from_json(file_b), allow_mismatch)
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from rlinf.errors import CheckpointError
-from rlinf.evaluation.answers import AnswerResult, holds_answers
+from rlinf.evaluation.questions_result import QuestionsResult, holds_questions
 from rlinf.evaluation.compare import Pairs
 from rlinf.evaluation.result import Success
 from rlinf.files import parse_json_lines
@@ -60,7 +60,7 @@ class TokenRun(FolderData):
     """
 
     samples: list[Samples] = field(default_factory=list)
-    results: dict[str, AnswerResult] = field(default_factory=dict)
+    results: dict[str, QuestionsResult] = field(default_factory=dict)
     checkpoints: dict[str, int] = field(default_factory=dict)
 
     @cached_property
@@ -87,7 +87,7 @@ def is_token_folder(folder: str | os.PathLike) -> bool:
     """Return whether a folder belongs to a recipe's run, or to an evaluation on questions."""
     folder = Path(folder)
     if (folder / RESULT_FILE).is_file():
-        return holds_answers(folder / RESULT_FILE)
+        return holds_questions(folder / RESULT_FILE)
     if (folder / SAMPLES_FOLDER).is_dir():
         return True
     return any(name in line for line in read_metrics(folder) for name in TOKEN_METRICS)
@@ -102,9 +102,9 @@ def read_token_run(folder: str | os.PathLike) -> TokenRun:
         if rows:
             run.samples.append(Samples(_step_of(path), rows))
     for path in results_of(folder):
-        if holds_answers(path):
+        if holds_questions(path):
             name = path.parent.name if path.parent != folder else ""
-            run.results[name] = AnswerResult.from_json(path)
+            run.results[name] = QuestionsResult.from_json(path)
     if not run.lines and not run.results:
         raise CheckpointError(f"{folder} is not a run folder: it has neither metrics.jsonl nor result.json.")
     compared = [folder / COMPARISON_FILE, *folder.glob(f"{EVALUATIONS_FOLDER}/*/{COMPARISON_FILE}")]

@@ -16,7 +16,7 @@ from PIL import Image
 
 from rlinf.cli import main
 from rlinf.errors import EXIT_FAULT, RankError
-from rlinf.evaluation.answers import AnswerResult
+from rlinf.evaluation.questions_result import QuestionsResult
 from rlinf.recipes.packers import preview
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
@@ -71,19 +71,19 @@ def test_ranks_write_the_file_of_one(folder, monkeypatch, capfd):
     done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0 and done.stdout.count("report: ") == 1, done.stderr[-3000:]
     expected = content(folder / "one")
-    assert len(expected["answers"]) == NUM_QUESTIONS and expected["questions"] == NUM_QUESTIONS
+    assert len(expected["results"]) == NUM_QUESTIONS and expected["questions"] == NUM_QUESTIONS
     rows = [json.loads(line) for line in (folder / "shapes" / "test.jsonl").read_text().splitlines()]
-    assert [answer["expected"] for answer in expected["answers"]] == [row["answer"] for row in rows]
+    assert [answer["expected"] for answer in expected["results"]] == [row["answer"] for row in rows]
     assert content(folder / "two") == content(folder / "torchrun") == expected
-    assert content(folder / "control")["answers"] != expected["answers"], "control: other random numbers"
+    assert content(folder / "control")["results"] != expected["results"], "control: other random numbers"
     manifests = [json.loads((folder / name / "manifest.json").read_text()) for name in ("one", "two")]
     assert manifests[0]["questions"] == manifests[1]["questions"]
     report = (folder / "two" / "report.html").read_text()
-    for row, answer in zip(rows, expected["answers"], strict=True):
+    for row, answer in zip(rows, expected["results"], strict=True):
         (name,) = answer["images"]
         assert (folder / "two" / name).read_bytes() == preview(Image.open(folder / "shapes" / row["images"][0]))
         assert base64.b64encode((folder / "two" / name).read_bytes()).decode() in report, "the image of each question"
-    assert AnswerResult.from_json(folder / "two" / "result.json").total.episodes == NUM_QUESTIONS
+    assert QuestionsResult.from_json(folder / "two" / "result.json").total.episodes == NUM_QUESTIONS
 
 
 def test_an_error_of_one_rank_ends_all_and_writes_nothing(folder, monkeypatch, capfd):

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForImageTextToText
 
 from rlinf.cli import main
-from rlinf.evaluation.answers import AnswerResult
+from rlinf.evaluation.questions_result import QuestionsResult
 from rlinf.evaluation.intervals import wilson_interval
 from rlinf.models.embodiment.hf_vla.processing import load_vlm_processor
 from rlinf.tracking.tracker import read_metrics
@@ -104,8 +104,8 @@ def test_questions_with_pictures_are_counted_with_an_interval(shapes, monkeypatc
         "checkpoint=shapes/model", "questions=shapes/questions.jsonl", "output_dir=result", "answer_type=single_choice",
     ]  # fmt: skip
     assert main(["evaluate", *words, "max_tokens=6", "category_column=question"]) == 0
-    result = AnswerResult.from_json(shapes / "result" / "result.json")
-    assert [answer.completion for answer in result.answers] == expected
+    result = QuestionsResult.from_json(shapes / "result" / "result.json")
+    assert [answer.completion for answer in result.results] == expected
     moved = [{**row, "images": rows[number - 1]["images"]} for number, row in enumerate(rows)]
     assert transformers_answers(folder, moved) != expected, "control: other images, other answers"
     right = sum(

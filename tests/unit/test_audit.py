@@ -72,7 +72,7 @@ def audited(policy, env, with_moved: bool = False) -> Audit:
 
 def answers(audit: Audit) -> dict[str, str]:
     names = ("better", "at reset", "reads", "looks", "state", "reacts", "remembers", "breaks")
-    return dict(zip(names, (one.answer for one in audit.verdicts), strict=True))
+    return dict(zip(names, (one.outcome for one in audit.verdicts), strict=True))
 
 
 def test_an_honest_policy_is_not_accused(table, sees, tmp_path):
@@ -125,7 +125,7 @@ def test_the_headline_tells_what_is_done_in_part_only():
     audit = Audit(list(rows.values()), found, 100)
     partly = "Cheats: nothing found. Breaks when: nothing found. Partly: Does it read the instruction? yes (50%)."
     assert audit.summary().startswith(partly)
-    assert "Does it read the instruction? YES (50%): a different instruction: -48.0 points of 96.0" in audit.answers()
+    assert "Does it read the instruction? YES (50%): a different instruction: -48.0 points of 96.0" in audit.conclusions()
 
 
 def test_a_policy_that_ignores_the_instruction_is_found(full_state, sees):
@@ -200,10 +200,10 @@ def test_pushes_go_to_a_corner_of_the_action_space_after_a_third_of_the_episode(
 
 
 def test_an_answer_needs_an_interval_on_one_side_of_a_quarter_of_the_stake():
-    assert Effect(0.5, 0.21, 0.7, 0.8).answer == YES
-    assert Effect(0.5, 0.19, 0.7, 0.8).answer == UNCLEAR
-    assert Effect(0.1, -0.1, 0.19, 0.8).answer == NO
-    assert Effect(0.1, -0.1, 0.21, 0.8).answer == UNCLEAR
+    assert Effect(0.5, 0.21, 0.7, 0.8).outcome == YES
+    assert Effect(0.5, 0.19, 0.7, 0.8).outcome == UNCLEAR
+    assert Effect(0.1, -0.1, 0.19, 0.8).outcome == NO
+    assert Effect(0.1, -0.1, 0.21, 0.8).outcome == UNCLEAR
 
 
 def test_a_policy_no_better_than_random_is_not_accused_of_deafness():
@@ -214,14 +214,14 @@ def test_a_policy_no_better_than_random_is_not_accused_of_deafness():
     rows = {key: ConditionRow(key, key, rate, pairs) for key in keys}
     rows |= {key: none for key in ("other_images", "black", "other_state", "seen")}
     found = verdicts(rows, 2, {"baseline": pairs})
-    assert [one.answer for one in found] == [NO, YES, *[UNKNOWN] * 6]
+    assert [one.outcome for one in found] == [NO, YES, *[UNKNOWN] * 6]
     assert [one.is_fault for one in found] == [True, True, *[False] * 6]
     better = rows | {"idle": ConditionRow("", "", Success(0, 20)), "random": ConditionRow("", "", Success(0, 20))}
     found = verdicts(better, 0, {"baseline": Pairs(0, 0, 15, 5)})
     assert found[3].reason == "the env shows no images" and not found[3].is_fault
     brighter = ConditionRow("", "camera front brighter", Success(0, 20), Pairs(0, 15, 0, 5))
     broken = verdicts(better | {"brighter_front": brighter}, 0, {"baseline": Pairs(0, 0, 15, 5)})[-1]
-    assert (broken.answer, broken.is_fault, broken.is_good) == (YES, False, False), "a yes that is bad news"
+    assert (broken.outcome, broken.is_fault, broken.is_good) == (YES, False, False), "a yes that is bad news"
     assert broken.breaks == ("camera front brighter (-75.0 points)",), "the sign of the answer"
     assert "camera front brighter: -75.0 points of 75.0" in broken.reason
 

@@ -103,7 +103,7 @@ def test_questions_whose_conditions_were_refused_inconclusive():
     matched = {"baseline": Pairs(5, 0, 85, 10), "pushed": Pairs(5, 0, 85, 10)}
 
     def answers(**rejected: ConditionRow) -> list[str]:
-        return [f"{one.answer}: {one.reason}" for one in verdicts(rows | rejected, 0, matched)[5:]]
+        return [f"{one.outcome}: {one.reason}" for one in verdicts(rows | rejected, 0, matched)[5:]]
 
     reacts, remembers, breaks = answers()
     assert reacts.startswith(YES) and remembers.startswith(NO) and breaks.startswith(NO), "a control"
@@ -125,7 +125,7 @@ def test_an_audit_tells_whether_the_seen_success_is_true():
         env.close()
         assert rows["clean"].success.successes == 6 * (rate == 1.0)
         verdict = audit.verdicts[-1]
-        assert (verdict.answer, verdict.is_fault, len(audit.verdicts)) == (answer, answer == NO, 9)
+        assert (verdict.outcome, verdict.is_fault, len(audit.verdicts)) == (answer, answer == NO, 9)
     assert "Are the detected successes true?" not in audit.summary()
 
 
@@ -136,12 +136,12 @@ def test_false_seen_successes_are_counted_by_hand():
 
     good, idle = [(True, True)] * 7 + [(False, False), (False, True)], Success(2, 9)
     found = success_label_verdict(played(*good), idle)
-    assert (found.answer, found.is_fault) == (YES, False) and "0 of 7" in found.reason
+    assert (found.outcome, found.is_fault) == (YES, False) and "0 of 7" in found.reason
     found = success_label_verdict(played(*good, (True, False)), idle)
-    assert (found.answer, found.is_fault) == (NO, True)
+    assert (found.outcome, found.is_fault) == (NO, True)
     assert "1 of 8 detected successes are false (95 % 2.2% - 47.1%)" in found.reason and "80.0% (8/10)" in found.reason
     blind = success_label_verdict(played((True, None), (False, None)), idle)
-    assert (blind.answer, blind.is_fault) == (
+    assert (blind.outcome, blind.is_fault) == (
         UNKNOWN,
         False,
     ) and "22.2% (2/9) are detected without a policy" in blind.reason

@@ -14,7 +14,7 @@ from rlinf.cli import main
 from rlinf.commands.evaluate_questions import find_model
 from rlinf.distributed.config import DeadlinesConfig
 from rlinf.errors import CheckpointError, ConfigError
-from rlinf.evaluation.answers import AnswerResult
+from rlinf.evaluation.questions_result import QuestionsResult
 from rlinf.evaluation.intervals import wilson_interval
 from rlinf.options import override_text, public_fields
 from rlinf.recipes.questions import (
@@ -202,8 +202,8 @@ def test_the_command_writes_answers_manifest_and_report_and_counts_right_ones(mo
     """The control answers at random; a model that is made to answer right scores 2 of 4."""
     file = rows_file(tmp_path / "sums.jsonl", SUMS)
     assert evaluate(f"checkpoint={model}", f"questions={file}", f"output_dir={tmp_path / 'a'}") == 0
-    result = AnswerResult.from_json(tmp_path / "a" / "result.json")
-    assert [answer.expected for answer in result.answers] == [row["answer"] for row in SUMS]
+    result = QuestionsResult.from_json(tmp_path / "a" / "result.json")
+    assert [answer.expected for answer in result.results] == [row["answer"] for row in SUMS]
     assert result.total.successes == 0 and result.total.interval == wilson_interval(0, 4)
     assert list(result.per_category) == ["odd", "even"] and "0/4" in capsys.readouterr().out
     assert (tmp_path / "a" / "report.html").is_file()
@@ -225,7 +225,7 @@ def test_the_command_writes_answers_manifest_and_report_and_counts_right_ones(mo
     monkeypatch.setattr(Completer, "complete", right_half)
     words = (f"checkpoint={model}", f"questions={file}", f"output_dir={tmp_path / 'b'}", "file_per_question=true")
     assert evaluate(*words, f"compare={tmp_path / 'a'}") == 0
-    assert AnswerResult.from_json(tmp_path / "b" / "result.json").total.count == "2/4"
+    assert QuestionsResult.from_json(tmp_path / "b" / "result.json").total.count == "2/4"
     out = capsys.readouterr().out
     assert "b - a = +50.0 percentage points" in out and "2/4" in out
     files = sorted((tmp_path / "b" / "questions").rglob("*.json"))
@@ -262,7 +262,7 @@ def test_sampling_depends_on_the_question_and_not_on_the_batch(model, tmp_path):
         folder = tmp_path / str(number)
         words = [f"checkpoint={model}", f"questions={file}", f"output_dir={folder}", "temperature=1.0", *settings]
         assert evaluate(*words) == 0
-        texts.append([answer.completion for answer in AnswerResult.from_json(folder / "result.json").answers])
+        texts.append([answer.completion for answer in QuestionsResult.from_json(folder / "result.json").results])
     assert texts[0] == texts[1] and texts[1] != texts[2]
 
 

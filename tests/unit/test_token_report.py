@@ -12,7 +12,7 @@ from PIL import Image
 
 from rlinf.cli import main
 from rlinf.errors import CheckpointError
-from rlinf.evaluation.answers import Answer, AnswerResult
+from rlinf.evaluation.questions_result import QuestionResult, QuestionsResult
 from rlinf.evaluation.compare import Comparison, Pairs
 from rlinf.number_formats import format_p_value
 from rlinf.recipes.packers import preview
@@ -124,8 +124,8 @@ def test_a_dpo_run_whose_model_got_worse_is_no_success_though_its_loss_fell(run,
     (run / "eval" / "test" / "compare.json").write_text(
         json.dumps(Comparison({"all": pairs}, a="sft", unit="questions").as_dict())
     )
-    answers = [Answer(str(n), "all", "1 + 1", "2", "2", "2", n < 65, 1, False) for n in range(150)]
-    AnswerResult(answers, "test.jsonl").to_json(run / "eval" / "test" / "result.json")
+    answers = [QuestionResult(str(n), "all", "1 + 1", "2", "2", "2", n < 65, 1, False) for n in range(150)]
+    QuestionsResult(answers, "test.jsonl").to_json(run / "eval" / "test" / "result.json")
     text = write_report(run).read_text(encoding="utf-8")
     assert (
         "certainly fell: from 62.0% (93/150)" in text and "by -18.7 points" in text and "no problem found" not in text

@@ -15,13 +15,13 @@ from rlinf.files import write_text
 
 
 @dataclass(frozen=True)
-class Answer:
-    """A model's answer to one question.
+class QuestionResult:
+    """A model's reply to a question.
 
     Attributes:
         category: Subset, by which accuracies are listed.
-        found: The answer extracted from the completion, or None.
-        is_cut: The completion was truncated at the maximum length.
+        extracted: The final answer extracted from the completion, or None.
+        is_truncated: The completion was truncated at the maximum length.
         images: Thumbnails of the question's first images, relative to the folder of the result.
     """
 
@@ -30,23 +30,23 @@ class Answer:
     prompt: str
     completion: str
     expected: str
-    found: str | None
+    extracted: str | None
     is_correct: bool
     num_tokens: int
-    is_cut: bool
+    is_truncated: bool
     images: list[str] = field(default_factory=list)
 
 
 @dataclass
-class AnswerResult:
-    """Answers to the questions of a file, in its order.
+class QuestionsResult:
+    """Results of the questions of a file, in its order.
 
     Attributes:
-        answer_type: How answers are extracted.
+        answer_type: How the final answer is extracted.
         temperature: Of the sampling; 0: the most likely tokens.
     """
 
-    answers: list[Answer]
+    results: list[QuestionResult]
     file: str = ""
     answer_type: str = ""
     temperature: float = 0.0
@@ -56,36 +56,36 @@ class AnswerResult:
 
     @property
     def total(self) -> Success:
-        """Correct answers of all categories."""
-        return _count(self.answers)
+        """Correct completions of all categories."""
+        return _count(self.results)
 
     @property
     def per_category(self) -> dict[str, Success]:
-        """Correct answers by category, in order of first appearance."""
-        categories: dict[str, list[Answer]] = {}
-        for answer in self.answers:
-            categories.setdefault(answer.category, []).append(answer)
-        return {category: _count(answers) for category, answers in categories.items()}
+        """Correct completions by category, in order of first appearance."""
+        categories: dict[str, list[QuestionResult]] = {}
+        for result in self.results:
+            categories.setdefault(result.category, []).append(result)
+        return {category: _count(results) for category, results in categories.items()}
 
     def as_dict(self) -> dict[str, Any]:
         """Return everything as JSON values."""
         values = asdict(self)
-        answers = values.pop("answers")
+        results = values.pop("results")
         per_category = {category: _as_dict(count) for category, count in self.per_category.items()}
-        return {**_as_dict(self.total), "per_category": per_category, **values, "answers": answers}
+        return {**_as_dict(self.total), "per_category": per_category, **values, "results": results}
 
     def to_json(self, path: str | os.PathLike) -> Path:
         """Write ``as_dict()`` to ``path``, atomically."""
         return write_text(path, json.dumps(self.as_dict(), indent=1, ensure_ascii=False))
 
     @classmethod
-    def from_json(cls, path: str | os.PathLike) -> AnswerResult:
+    def from_json(cls, path: str | os.PathLike) -> QuestionsResult:
         """Read a file of ``to_json``; raise CheckpointError if it is not one."""
         try:
             data = json.loads(Path(path).read_text(encoding="utf-8"))
-            answers = [Answer(**row) for row in data["answers"]]
+            results = [QuestionResult(**row) for row in data["results"]]
             names = ("file", "answer_type", "temperature", "seed", "wall_s", "warnings")
-            return cls(answers, **{name: data[name] for name in names})
+            return cls(results, **{name: data[name] for name in names})
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise CheckpointError(f"{path} is not a result on questions ({type(error).__name__}: {error}).") from error
 
@@ -94,17 +94,17 @@ class AnswerResult:
         return success_table([*self.per_category.items(), ("total", self.total)], "category", "correct")
 
 
-def holds_answers(path: str | os.PathLike) -> bool:
-    """Return whether a ``result.json`` contains answers, not episodes."""
+def holds_questions(path: str | os.PathLike) -> bool:
+    """Return whether a ``result.json`` contains results of questions, not episodes."""
     try:
         data = json.loads(Path(path).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return False
-    return isinstance(data, dict) and "answers" in data
+    return isinstance(data, dict) and "results" in data
 
 
-def _count(answers: Sequence[Answer]) -> Success:
-    return Success(sum(answer.is_correct for answer in answers), len(answers))
+def _count(results: Sequence[QuestionResult]) -> Success:
+    return Success(sum(result.is_correct for result in results), len(results))
 
 
 def _as_dict(count: Success) -> dict[str, Any]:

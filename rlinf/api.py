@@ -4,8 +4,6 @@
 models, envs and algorithms. No other external code is run, unless ``trust_remote_code`` is set.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import inspect
 import os

@@ -1,7 +1,5 @@
 """Atomic writes, locks, hashes, and the ``latest`` link to the newest run."""
 
-from __future__ import annotations
-
 import codecs
 import errno
 import fcntl

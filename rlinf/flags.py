@@ -1,7 +1,5 @@
 """Checks for flags and rewards from external code or files: success, the end of an episode, an intervention."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Image loading: conversion to RGB, with the orientation, the number format and transparency resolved."""
 
-from __future__ import annotations
-
 import base64
 import io
 import struct

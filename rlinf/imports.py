@@ -1,7 +1,5 @@
 """Import objects by ``"module:attribute"``, and public names at their first use."""
 
-from __future__ import annotations
-
 import importlib
 from collections.abc import Callable, Mapping
 from typing import Any

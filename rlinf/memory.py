@@ -1,7 +1,5 @@
 """Memory and cores of this machine, this process and its GPU."""
 
-from __future__ import annotations
-
 import os
 import resource
 import sys

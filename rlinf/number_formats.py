@@ -1,7 +1,5 @@
 """Numbers as text, for the terminal and the report."""
 
-from __future__ import annotations
-
 import sys
 
 GIB = 1024**3

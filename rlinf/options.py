@@ -1,7 +1,5 @@
 """Documented configuration fields, and strict conversion from a mapping to a configuration dataclass."""
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 import math

@@ -1,7 +1,5 @@
 """Registries of models, envs and algorithms: built-in, registered by user code, or by entry points of other packages."""
 
-from __future__ import annotations
-
 import functools
 import importlib
 from collections.abc import Iterator

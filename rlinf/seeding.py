@@ -1,7 +1,5 @@
 """Random streams derived from the run's seed, one per purpose, so that streams do not depend on each other."""
 
-from __future__ import annotations
-
 import os
 import random
 import zlib

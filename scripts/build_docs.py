@@ -191,17 +191,13 @@ def recipe_page() -> str:
                 parts += [f"## {path}\n", prose(text), keys, ""]
     parts += [
         "## Other names\n",
-        "Keys of released recipes. Keys without a section, from older releases, are rejected with this hint.\n",
+        "Keys of released recipes that have no effect or a different name; each gets one line in the log.\n",
     ]
-    parts += ["| key | effect |", "|---|---|"]
-    parts += [f"| `{key}` | renamed to `{new}` |" for key, new in ALIASES.items()]
-    reasons: dict[str, list[str]] = {}
-    for key, (_, reason) in WITHOUT_EFFECT.items():
-        reasons.setdefault(reason, []).append(f"`{key}`")
-    parts += [f"| {', '.join(keys)} | none: {reason} |" for reason, keys in reasons.items()]
-    parts += [f"| `{key}` | use {new} |" for key, new in OLDER.items()]
-    parts += ["", "## Not done\n", "Accepted keys and their supported values.\n"]
-    parts += ["| key | supported | reason |", "|---|---|---|"]
+    parts += ["| keys | what happens |", "|---|---|"]
+    parts += [f"| `{key}` | read as `{new}` |" for key, new in ALIASES.items()]
+    parts += grouped((key, f"no effect: {reason}") for key, (_, reason) in WITHOUT_EFFECT.items())
+    parts += grouped((key, f"older: use {new}") for key, new in OLDER.items())
+    parts += ["", "## Not done\n", "The values that are supported.\n", "| key | supported | why |", "|---|---|---|"]
     for key, (values, reason) in NOT_DONE.items():
         shown = ", ".join(f"`{override_text(value)}`" for value in values if value != "")
         parts.append(f"| `{key}` | {shown} | {escape(reason)} |")

@@ -1,7 +1,5 @@
 """Algorithms by name (``ALGORITHMS.get("ppo")``), and the token losses ``NLLLossFn``, ``DPOLossFn`` and ``GRPOLossFn``."""
 
-from __future__ import annotations
-
 from rlinf.imports import lazy_attributes
 from rlinf.registry import Registry
 

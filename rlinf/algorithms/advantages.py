@@ -1,7 +1,5 @@
 """Advantage estimators: pure functions on tensors, float32, time-major ``[T, B]``."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

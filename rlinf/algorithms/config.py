@@ -1,7 +1,5 @@
 """Configuration of the algorithms."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any

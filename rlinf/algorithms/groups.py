@@ -1,7 +1,5 @@
 """Algorithms without a value function, which compare the episode returns of a group with one ``EpisodeSpec``."""
 
-from __future__ import annotations
-
 from abc import abstractmethod
 from typing import ClassVar
 

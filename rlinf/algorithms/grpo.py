@@ -1,7 +1,5 @@
 """Group relative policy optimisation: compares episodes of one initial state, without a value function."""
 
-from __future__ import annotations
-
 from typing import ClassVar
 
 from torch import Tensor

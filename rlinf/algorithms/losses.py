@@ -4,8 +4,6 @@ The caller divides by the number of valid elements of the minibatch, over all it
 so results do not depend on how the minibatch was split.
 """
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor

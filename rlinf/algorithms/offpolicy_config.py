@@ -1,7 +1,5 @@
 """Configuration of the off-policy algorithms, which train a small actor on a frozen base policy, or from scratch."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any

@@ -1,7 +1,5 @@
 """Proximal policy optimisation with a learned value function."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import ClassVar
 

@@ -1,7 +1,5 @@
 """REINFORCE++: advantages normalised over the entire rollout, without a value function or groups."""
 
-from __future__ import annotations
-
 from typing import ClassVar
 
 import torch

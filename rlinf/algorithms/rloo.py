@@ -1,7 +1,5 @@
 """REINFORCE with a leave-one-out baseline: the mean return of the group's remaining episodes."""
 
-from __future__ import annotations
-
 from typing import ClassVar
 
 from torch import Tensor

@@ -1,7 +1,5 @@
 """Running mean and variance of the policy's input states, or of returns."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor, nn
 

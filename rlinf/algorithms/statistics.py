@@ -5,8 +5,6 @@ sums are added in the order of the envs (``rlinf.distributed.sums``). So results
 a mean of the ranks' means would not.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -1,7 +1,5 @@
 """The frozen base policy of an actor, stored once in the run folder, so that checkpoints hold only the actor."""
 
-from __future__ import annotations
-
 import os
 import shutil
 from pathlib import Path

@@ -14,8 +14,6 @@ The folder is written under a temporary name and then renamed, so a folder with 
 with an unrestricted pickle.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import os

@@ -1,7 +1,5 @@
 """Saving, deletion, export and upload of a run's checkpoints, and the choice of the checkpoint to resume."""
 
-from __future__ import annotations
-
 import glob
 import logging
 import math

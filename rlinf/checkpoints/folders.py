@@ -1,7 +1,5 @@
 """Discovery of checkpoints, runs and exports, without torch and without reading weights."""
 
-from __future__ import annotations
-
 import functools
 import json
 import logging

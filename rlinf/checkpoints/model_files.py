@@ -1,7 +1,5 @@
 """The part of a checkpoint for ``from_pretrained``: weights as safetensors, with config and processor files."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The random states of a process, saved as tensors and numbers, which load without running pickled code."""
 
-from __future__ import annotations
-
 import pickle
 import random
 from collections.abc import Mapping

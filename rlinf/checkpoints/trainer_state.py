@@ -9,8 +9,6 @@ float32 shard, so either can be loaded into the other.
 # AdamW's bias correction starts at 2. It also cannot restore a state in which some parameters have not been stepped yet, as during
 # the critic's warm-up.
 
-from __future__ import annotations
-
 import pickle
 import re
 import warnings

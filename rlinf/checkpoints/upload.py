@@ -3,8 +3,6 @@
 Credentials come from the environment, are checked before training, and appear in no message. Every request has ``TRIES`` attempts.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import os

@@ -1,8 +1,6 @@
 """The command ``rlinf``: ``train``, ``sft``, ``launch``, ``evaluate``, ``robot``, ``audit``, ``serve``, ``play``, ``report``, ``why``,
 ``collect``, ``convert``, ``classifier``, ``export``, ``doctor``, ``check``, ``check-policy``, ``diagnose``, ``models``."""
 
-from __future__ import annotations
-
 import ast
 import errno
 import os

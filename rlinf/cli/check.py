@@ -1,7 +1,5 @@
 """``rlinf check``: check of an env against the contract on which training and evaluation rely."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -28,9 +26,9 @@ def check(arguments: Sequence[str]) -> int:
     args = parse(arguments)
     name = given_value(args.overrides, "env")
     keys = [item.key_or_group for item in parse_overrides(args.overrides)]
-    others = [key for key in keys if key.partition(".")[0] not in ("env", "plugins")]
-    if name is None or others or args.multirun or args.cfg:
-        actual = f"got {', '.join(others)}" if others else "needs one env, and no flag except --config-dir"
+    unknown_keys = [key for key in keys if key.partition(".")[0] not in ("env", "plugins")]
+    if name is None or unknown_keys or args.multirun or args.cfg:
+        actual = f"got {', '.join(unknown_keys)}" if unknown_keys else "needs one env, and no flag except --config-dir"
         usage = "rlinf check env=tabletop, or rlinf check env=gymnasium env.id=Pendulum-v1"
         raise ConfigError(f"`rlinf check` {actual}; required: env=<name>, env.<key>=... and plugins=[...]. Run {usage}")
     rest = [override for override, key in zip(args.overrides, keys, strict=True) if key != "env"]

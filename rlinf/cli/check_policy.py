@@ -1,7 +1,5 @@
 """``rlinf check-policy``: check of a lerobot policy folder, without an env."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any

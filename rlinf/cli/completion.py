@@ -1,7 +1,5 @@
 """Shell completion: ``rlinf --install-completion`` writes a script that calls ``rlinf --complete`` at each Tab."""
 
-from __future__ import annotations
-
 import dataclasses
 import os
 from contextlib import suppress

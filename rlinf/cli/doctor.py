@@ -3,8 +3,6 @@
 Heavy imports are inside functions, so that a missing or broken package becomes a finding instead of a traceback.
 """
 
-from __future__ import annotations
-
 import contextlib
 import importlib.util
 import os

@@ -1,7 +1,5 @@
 """``rlinf launch``: checks its arguments before the imports of ``rlinf.commands.launch``, which take seconds."""
 
-from __future__ import annotations
-
 import argparse
 import sys
 from collections.abc import Sequence
@@ -28,16 +26,16 @@ def launch(arguments: Sequence[str]) -> int:
     parser = _Parser(prog="rlinf launch", add_help=False, allow_abbrev=False)
     parser.add_argument("--config")
     parser.add_argument("--dry-run", action="store_true")
-    flags, others = parser.parse_known_args(list(arguments))
-    for argument in others:
+    flags, rest = parser.parse_known_args(list(arguments))
+    for argument in rest:
         if argument.startswith("-"):
             hint = did_you_mean(argument.partition("=")[0], FLAGS)
             raise ConfigError(f"'{argument}' is not a flag of `rlinf launch`.{hint}")
     if flags.config is None:
         known = f"a TOML or YAML file, or one of {', '.join(recipe_names())}"
         raise ConfigError(f"`rlinf launch` needs --config <recipe>: {known}")
-    overrides = [argument for argument in others if "=" in argument]
-    scripts = [argument for argument in others if "=" not in argument]
+    overrides = [argument for argument in rest if "=" in argument]
+    scripts = [argument for argument in rest if "=" not in argument]
     if len(scripts) > 1:
         required = "required: one, and overrides as key=value."
         raise ConfigError(f"{' and '.join(scripts)} are several dataset scripts; {required}")

@@ -1,7 +1,5 @@
 """``rlinf models``: registered names, config groups and experiments."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from itertools import takewhile
 from textwrap import shorten

@@ -1,7 +1,5 @@
 """``rlinf play``: one episode of a policy as a video."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

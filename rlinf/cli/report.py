@@ -1,7 +1,5 @@
 """``rlinf report`` and ``rlinf why``."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from pathlib import Path

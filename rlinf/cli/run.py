@@ -1,7 +1,5 @@
 """Command-line front ends of ``rlinf.commands``: each parses its arguments here."""
 
-from __future__ import annotations
-
 from argparse import Namespace
 from collections.abc import Sequence
 from dataclasses import dataclass

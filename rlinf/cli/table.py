@@ -1,7 +1,5 @@
 """Tables for the terminal."""
 
-from __future__ import annotations
-
 import shutil
 import textwrap
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Builds the collector of a rank or a rollout worker."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable
 from functools import partial

@@ -1,7 +1,5 @@
 """A copy of a policy that a different process trains: the base class of all rollout workers."""
 
-from __future__ import annotations
-
 from rlinf.engines.weight_handle import WeightsHandle
 from rlinf.engines.weight_transfer import ModuleReceiver, PushHeader
 from rlinf.errors import RLinfError
@@ -21,7 +19,7 @@ class PolicyReplica:
         return self.receiver.version
 
     def start_push(self, header: PushHeader) -> None:
-        """Prepare for the weights of a version; see ``WeightReceiver``. It does not act until ``commit``."""
+        """Prepare for the weights of a version; see ``WeightReceiver``. The policy cannot act until ``commit``."""
         self.receiver.start_push(header)
 
     def load(self, bucket: WeightsHandle) -> None:

@@ -1,7 +1,5 @@
 """The machines of a run on Ray: a cluster, a place for each rank and rollout worker, and a check that the machines match."""
 
-from __future__ import annotations
-
 import logging
 import os
 import shutil

@@ -1,7 +1,5 @@
 """The rollout workers of a rank: calls, deadlines, and the replacement of lost workers."""
 
-from __future__ import annotations
-
 import logging
 import os
 import pickle

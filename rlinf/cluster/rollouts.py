@@ -1,7 +1,5 @@
 """The choice of a run's collector: threads of the rank, processes, or rollout workers on other machines."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import partial

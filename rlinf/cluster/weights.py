@@ -1,7 +1,5 @@
 """The trained weights in Ray's object store, from which rollout workers load them."""
 
-from __future__ import annotations
-
 import warnings
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence

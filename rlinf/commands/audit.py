@@ -1,7 +1,5 @@
 """Audit of one policy, from its configuration to a table and a page."""
 
-from __future__ import annotations
-
 import json
 import os
 import sys
@@ -65,9 +63,8 @@ def configured(args: Namespace) -> RunConfig | None:
 def audit(config: RunConfig) -> Audit:
     """Audit ``config.checkpoint``, or the configured model without one, in one process.
 
-    Prints conditions and verdicts, and writes ``audit.json`` and ``report.html`` into ``config.output_dir``. Each condition is saved
-    when it ends: the same call with the same ``output_dir`` resumes an interrupted audit. Raise ConfigError for unsupported settings,
-    or an ``output_dir`` that is neither empty nor an interrupted audit of the same policy and settings; else as ``open_policy``.
+    Writes ``audit.json`` and ``report.html`` into ``config.output_dir``. The same call resumes an interrupted audit. Raise
+    ConfigError for unsupported settings or a non-empty ``output_dir`` of a different audit; else as ``open_policy``.
     """
     output = Path(config.output_dir)
     check(config)

@@ -1,7 +1,5 @@
 """Blind comparison of two policies on a robot: no observer knows which one acts."""
 
-from __future__ import annotations
-
 import logging
 import shutil
 from collections.abc import Iterator, Sequence
@@ -54,10 +52,8 @@ def blind(config: RunConfig, other: RunConfig, settings: RobotConfig) -> Compari
     """Run each episode of ``rlinf.commands.evaluate.evaluate`` with both policies, in random order.
 
     Nothing reveals the policy of an episode until all are done. Then both results are written, as ``evaluate`` does, and compared.
-    The same call with the same ``output_dir`` resumes an interrupted comparison in the same order. Raise as ``evaluate``.
-
-    Args:
-        other: Names the baseline policy; ``config`` has env, episodes and sampling of both.
+    The same call with the same ``output_dir`` resumes an interrupted comparison. ``other`` names the baseline policy; ``config`` has env,
+    episodes and sampling of both. Raise as ``evaluate``.
     """
     output, evaluation = Path(config.output_dir), replace(config.evaluation, compare=None)
     check_output(output, None)

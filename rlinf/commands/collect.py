@@ -1,7 +1,5 @@
 """Collection of episodes of the scripted expert or a policy as a LeRobotDataset."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 from collections.abc import Sequence
@@ -61,9 +59,8 @@ class PolicyDemonstrator:
 def collect(config: RunConfig) -> Path:
     """Run ``collect.num_episodes`` episodes, store all or the successful ones, print a summary and return the folder.
 
-    The dataset depends only on the configuration and the seed, not on the number of envs. Its ``meta/rlinf.json`` records the env's
-    configuration, the policy or expert, and the outcome of every episode. After Ctrl-C, SIGTERM or a SimulatorError, finished
-    episodes are stored before the exception is raised. Raise ConfigError if no episode is to be stored.
+    The dataset does not depend on the number of envs. After Ctrl-C, SIGTERM or a SimulatorError, finished episodes are stored
+    before the exception is raised. Raise ConfigError if no episode is to be stored.
     """
     settings = config.collect
     set_num_threads(config.cluster.num_threads, 1)

@@ -1,7 +1,5 @@
 """Conversion of HDF5 demonstrations to a LeRobotDataset."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Evaluation of one policy, from its configuration to a table, a JSON file, videos and a report."""
 
-from __future__ import annotations
-
 import json
 import logging
 import sys
@@ -449,10 +447,9 @@ class _Progress:
 
 
 def open_policy(config: RunConfig, env: VectorEnv) -> tuple[Any, Manifest, Manifest | None, list[str]]:
-    """Open ``config.checkpoint`` or the server at ``model.url``, or build the configured policy.
+    """Open the checkpoint or server, or build the configured policy, on the CPU.
 
-    Return the policy on the CPU, the present conditions (with the fingerprint on rank 0 only), the conditions of the checkpoint or
-    server (None: not known), and warnings for a reader of the result. Raise as ``open_checkpoint`` and ``open_remote``.
+    Return it with the present conditions (the fingerprint on rank 0 only), the recorded ones (None: unknown), and warnings.
     """
     warnings = []
     allowed = [name for name in config.evaluation.allow_mismatch if name not in COMPARISON_NAMES]

@@ -1,7 +1,5 @@
 """Evaluation of a language or vision-language model on a file of questions."""
 
-from __future__ import annotations
-
 import json
 import logging
 import os
@@ -49,9 +47,8 @@ MODEL_CONFIG = "config.json"
 def evaluate_questions(config: QuestionsConfig) -> AnswerResult:
     """Evaluate a model on a file of questions.
 
-    Prints a table, and writes ``result.json``, ``config.yaml``, ``manifest.json`` and ``report.html`` into the output folder. The
-    report of a run shows the evaluations in its folder ``eval``. If a rank fails, nothing is written. Raise ConfigError for an
-    invalid file or setting before the model is loaded, ManifestMismatchError for a baseline with different conditions, and RankError.
+    Writes ``result.json``, ``config.yaml``, ``manifest.json`` and ``report.html``, and nothing if a rank fails. Raise ConfigError
+    before the model is loaded, ManifestMismatchError for a baseline with different conditions, and RankError.
     """
     model = find_model(config.checkpoint)
     output = _output_folder(config, model, _run_of(model))

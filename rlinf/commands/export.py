@@ -1,7 +1,5 @@
 """Export of a checkpoint to a folder that loads with ``from_pretrained``."""
 
-from __future__ import annotations
-
 import json
 import os
 import shlex
@@ -49,8 +47,6 @@ def export(
     written folder predicts different actions.
 
     Args:
-        checkpoint: Checkpoint or run folder, or an export.
-        output: Folder that does not exist or is empty.
         merge_lora: Merge the adapters into the base weights, so that the folder is complete.
         overrides: Applied to the checkpoint's configuration, e.g. ``["plugins=[my_model.py]"]``.
     """

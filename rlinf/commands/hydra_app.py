@@ -1,7 +1,5 @@
 """Runs a command under Hydra (one output folder per run, ``-m``, ``--cfg job``), after checks of its arguments."""
 
-from __future__ import annotations
-
 import itertools
 import os
 import sys
@@ -85,11 +83,11 @@ def parse(arguments: Sequence[str]) -> Namespace:
     return args
 
 
-def _no_flag(flag: str, others: Sequence[str]) -> ConfigError:
+def _no_flag(flag: str, arguments: Sequence[str]) -> ConfigError:
     """Return the error for a setting that was typed as a flag, with its spelling as an override."""
     name, _, value = flag.lstrip("-").partition("=")
     name = name.replace("-", "_")
-    value = value or next((argument for argument in others if "=" not in argument), "<value>")
+    value = value or next((argument for argument in arguments if "=" not in argument), "<value>")
     keys = [name] if "." in name else keys_named(name)
     example = overrides_text(keys, value) or "e.g. trainer.max_steps=10"
     return ConfigError(f"'{flag}' is not a flag; settings have no dashes: key=value. Set {example}")

@@ -1,7 +1,5 @@
 """Launch of a recipe: checks against this machine, the plan, and the ranks."""
 
-from __future__ import annotations
-
 import importlib.util
 import os
 import shlex
@@ -60,7 +58,12 @@ def launch(config: RecipeConfig, script: str | None, dry_run: bool, arguments: S
         with suppress(RLinfError):
             load_config(config.policy.model_name_or_path)
     plan = make_plan(config, None if place is None else place.size)
-    device = _device(config, plan, dry_run)
+    # A launcher has assigned one GPU per rank already, if there are any.
+    device = (
+        resolve_device(config.policy.device, 1, "policy.device=cpu")
+        if is_connected()
+        else choose_device(config, plan, dry_run)
+    )
     check_engines(config, plan, device)
     is_elsewhere = device == "cuda" and torch.cuda.device_count() == 0
     if plan.workers and not is_elsewhere:
@@ -98,8 +101,8 @@ def launch(config: RecipeConfig, script: str | None, dry_run: bool, arguments: S
 @contextmanager
 def _resume_hint(config: RecipeConfig, arguments: Sequence[str]) -> Iterator[None]:
     """Print the command that resumes a run after a signal or a failed upload."""
-    others = [argument for argument in arguments if not argument.startswith("train.resume=")]
-    command = shlex.join(["rlinf", "launch", *others, "train.resume=true"])
+    rest = [argument for argument in arguments if not argument.startswith("train.resume=")]
+    command = shlex.join(["rlinf", "launch", *rest, "train.resume=true"])
     saves = config.train.ckpt.enable_checkpoint
     try:
         yield
@@ -160,13 +163,6 @@ def _check_sources(config: RecipeConfig, script: Path | None) -> None:
         raise ConfigError(
             f"policy.model_name_or_path={model} does not exist. {fix} policy.model_name_or_path=<folder or hub id>"
         )
-
-
-def _device(config: RecipeConfig, plan: Plan, is_plan: bool = False) -> str:
-    # A launcher has assigned one GPU per rank already, if there are any.
-    if not is_connected():
-        return choose_device(config, plan, is_plan)
-    return resolve_device(config.policy.device, 1, "policy.device=cpu")
 
 
 def _warn_about_wandb(config: RecipeConfig) -> None:

@@ -1,7 +1,5 @@
 """Opening of a checkpoint, an export or a remote policy: resolve, verify, compare conditions, load."""
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Sequence
@@ -60,7 +58,6 @@ def open_checkpoint(
 
     Args:
         path: A checkpoint, an export, or a run folder (its newest checkpoint).
-        config: Runtime settings of the policy, and the present conditions.
         allow_mismatch: Conditions that may differ, as in ``evaluation.allow_mismatch``; None: do not compare conditions.
         resumes: ``load_checkpoint`` follows and reads the base weights below adapters, so they are not read here.
         deferred: Leave the weights in their files if possible; ``make_parallel`` reads them.

@@ -1,7 +1,5 @@
 """Set-up of every rank of a command."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import socket

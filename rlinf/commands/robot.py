@@ -1,7 +1,5 @@
 """Evaluation of a policy on a robot, in real time."""
 
-from __future__ import annotations
-
 import logging
 import os
 from dataclasses import replace

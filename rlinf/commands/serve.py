@@ -1,7 +1,5 @@
 """Policy server: opens a checkpoint like an evaluation, then serves actions over the network."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import errno

@@ -1,7 +1,5 @@
 """Settings of ``rlinf serve``."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from rlinf.evaluation.config import NUM_ROWS
@@ -15,9 +13,7 @@ class ServeConfig:
 
     host: str = option("127.0.0.1", "Address to listen on; 0.0.0.0 (all machines) needs `api_key_env`.")
     port: int = option(8000, "Port; 0: any free port.", minimum=0, maximum=65535)
-    api_key_env: str | None = option(
-        None, "Environment variable with the key that clients send (`Authorization: Api-Key <key>`)."
-    )
+    api_key_env: str | None = option(None, "Environment variable with the API key that clients must send.")
     keys: str = option("rlinf", "Naming convention of observation keys.", choices=KEYS)
     cameras: list[str] | None = option(
         None, "Client names of the policy's cameras, in order (`keys=rlinf`); null: the policy's names."

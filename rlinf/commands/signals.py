@@ -1,7 +1,5 @@
 """Signal handling of commands that write a folder."""
 
-from __future__ import annotations
-
 import signal
 import threading
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """Training, from a configuration to a finished run folder: build the parts, run the trainers."""
 
-from __future__ import annotations
-
 import itertools
 import logging
 import os

@@ -1,7 +1,5 @@
 """Composition of a configuration from command-line overrides, with readable errors in place of Hydra's."""
 
-from __future__ import annotations
-
 import dataclasses
 import re
 import sys

@@ -1,7 +1,5 @@
 """Names of rlinf's YAML files: fast lookups for help and completion, without Hydra."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import rlinf

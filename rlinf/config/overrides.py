@@ -1,7 +1,5 @@
 """Parsing of overrides (``key=value``): every value except a list, mapping, number or quoted text is text."""
 
-from __future__ import annotations
-
 import re
 import shlex
 from collections.abc import Iterable

@@ -1,7 +1,5 @@
 """Imports user code that registers models, envs and algorithms, by module name or by file."""
 
-from __future__ import annotations
-
 import importlib
 import sys
 from collections.abc import Iterable

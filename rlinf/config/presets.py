@@ -1,7 +1,5 @@
 """Values of ``algorithm.preset``, which make an algorithm equal to a different library's (docs/results.md)."""
 
-from __future__ import annotations
-
 from collections.abc import Collection
 from typing import Any
 

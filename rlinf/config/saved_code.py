@@ -1,7 +1,5 @@
 """Detection of saved configuration values that would run code: they must be typed again, so a checkpoint remains data."""
 
-from __future__ import annotations
-
 import json
 import re
 import shlex

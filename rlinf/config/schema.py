@@ -1,7 +1,5 @@
 """The complete configuration of a run as a dataclass, and its construction from a composed mapping."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 import os
@@ -72,16 +70,9 @@ REGISTRIES = {"env": ENVS, "algorithm": ALGORITHMS}
 """Sections with a ``name`` that selects their dataclass from a registry."""
 
 SOURCES = (
-    "checkpoint",
-    "resume",
-    "init_from",
-    "model.model_path",
-    "model.lora_path",
-    "sft.dataset",
-    "algorithm.replay_from",
-    "algorithm.offline_dataset",
-    "evaluation.compare",
-)
+    "checkpoint", "resume", "init_from", "model.model_path", "model.lora_path", "sft.dataset", "algorithm.replay_from",
+    "algorithm.offline_dataset", "evaluation.compare",
+)  # fmt: skip
 """Keys of input folders: a ``latest`` in them is resolved before a new run becomes the latest one."""
 
 
@@ -128,13 +119,15 @@ MODELS_OWN = " A key of the model itself: model.init_config.{0}={1} for random w
 def unknown_key_error(dotted: str, value: Any, known: Iterable[str], hints: Mapping[str, Any] | None = None) -> str:
     """Return the message for an unknown key; ``hints``: types of the ``known`` keys (None: of the default env and algorithm)."""
     (section, _, name), known = dotted.rpartition("."), list(known)
-    others = {key for key in field_types() if key.rpartition(".")[0] != section}  # this section's keys are in `known`
-    elsewhere = [key for key in fields_meant(name) if key in others]
+    other_keys = {
+        key for key in field_types() if key.rpartition(".")[0] != section
+    }  # this section's keys are in `known`
+    elsewhere = [key for key in fields_meant(name) if key in other_keys]
     if not set(known).isdisjoint(SYNONYMS.get(name, ())):
         elsewhere = []
     elif not elsewhere and not section and closest(name, known) is None:
-        similar = closest(name, (key.rpartition(".")[2] for key in others))
-        elsewhere = [key for key in fields_meant(similar) if key in others] if similar else []
+        similar = closest(name, (key.rpartition(".")[2] for key in other_keys))
+        elsewhere = [key for key in fields_meant(similar) if key in other_keys] if similar else []
     if not elsewhere:
         types = field_types()
         if hints is None:
@@ -148,13 +141,13 @@ def unknown_key_error(dotted: str, value: Any, known: Iterable[str], hints: Mapp
 
 def _unknown_section_key(section: str, name: str, key: str, value: Any, cls: type) -> str:
     """Return the message for a key that an env or algorithm lacks, with those that have it."""
-    dotted, others = f"{section}.{key}", []
+    dotted, owners = f"{section}.{key}", []
     for other in REGISTRIES[section]:
         with suppress(MissingDependencyError):  # its simulator is not installed
-            others += [other] if key in public_fields(section_class(section, other)) else []
-    if not others:
+            owners += [other] if key in public_fields(section_class(section, other)) else []
+    if not owners:
         return unknown_key_error(dotted, value, public_fields(cls), typing.get_type_hints(cls))
-    return f"{section}={name} has no key '{key}', which belongs to {', '.join(others)}. Remove {dotted}, or set {section}={others[0]}"
+    return f"{section}={name} has no key '{key}', which belongs to {', '.join(owners)}. Remove {dotted}, or set {section}={owners[0]}"
 
 
 def chunks_needed(config: RunConfig) -> int:

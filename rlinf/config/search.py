@@ -5,8 +5,6 @@ differences from the defaults (``experiment=name``, ``+experiment=name`` or ``--
 Hydra's ``# @package _global_``), and its default ``experiment_name`` is the name of its file.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import os
 from pathlib import Path

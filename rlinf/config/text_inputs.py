@@ -1,7 +1,5 @@
 """Detection of text datasets and language models given to commands that train policies in simulators."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from rlinf.checkpoints.folders import is_checkpoint, is_export, is_run

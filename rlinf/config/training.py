@@ -1,7 +1,5 @@
 """Configuration of the optimiser, the loop and the processes."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from rlinf.distributed.config import SHARDINGS, DeadlinesConfig

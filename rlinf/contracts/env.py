@@ -1,7 +1,5 @@
 """Contract checker for environments: returns a message per violation."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 

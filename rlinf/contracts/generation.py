@@ -5,8 +5,6 @@
 ``rlinf diagnose <model>`` prints them.
 """
 
-from __future__ import annotations
-
 import itertools
 import logging
 from collections.abc import Callable, Iterator, Mapping

@@ -4,8 +4,6 @@ They use the first observations of four episodes. Log-probabilities may differ b
 ``mean(exp|difference|)`` is at most ``MAX_EXP_GAP``.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -40,10 +38,7 @@ class PolicyChecker:
     """Checks of a policy in torch (``torch_checks``), in vLLM (``vllm_checks``) or on a server (``remote_checks``).
 
     Attributes:
-        model: The policy in evaluation mode.
-        observation: ``NUM_ROWS`` observations of the env.
         action_range: Largest minus smallest action of the env, float32 ``[D]``.
-        temperature: Temperature of the action distribution.
         is_exact: Weights and computation are float32.
         num_trained_rows: Batch size of the backward pass, at most ``NUM_ROWS``.
     """

@@ -1,7 +1,5 @@
 """Result of a model check in the table of ``rlinf diagnose``, and the batch sizes of the checks."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 BATCH_SIZES = (1, 4)

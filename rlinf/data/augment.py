@@ -4,8 +4,6 @@ Operations, order and bounds are as in OpenVLA's public fine-tuning (``image_aug
 contrast, saturation, hue; clipped to [0, 1] after each.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Configuration of behaviour cloning and of collecting demonstrations."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from rlinf.errors import ConfigError

@@ -1,7 +1,5 @@
 """Errors about damaged files of a dataset, and about missing packages."""
 
-from __future__ import annotations
-
 import importlib
 from types import ModuleType
 

@@ -1,7 +1,5 @@
 """Filters of a dataset's rows for behaviour cloning: all, successes, or a human's corrections."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 
 import numpy as np

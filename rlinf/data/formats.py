@@ -1,7 +1,5 @@
 """Open a dataset on disk in any known format, and match its columns to an env."""
 
-from __future__ import annotations
-
 import logging
 import os
 from collections.abc import Sequence

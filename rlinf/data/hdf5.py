@@ -1,7 +1,5 @@
 """Read HDF5 demonstrations of robomimic and LIBERO, episode by episode."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """The LeRobotDataset v3.0 format: names, paths and the description of its columns (``meta/info.json``)."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from operator import index

@@ -1,7 +1,5 @@
 """Advantage labels of a dataset's rows, by a value model: RECAP (Physical Intelligence 2025, pi*0.6, arXiv:2511.14759)."""
 
-from __future__ import annotations
-
 import numpy as np
 import torch
 from torch import Tensor, nn

@@ -9,8 +9,6 @@ Checksums are CRC-32C, rotated and shifted (tensorflow/core/lib/hash/crc32c.h). 
 (https://protobuf.dev/programming-guides/encoding) as in tensorflow/core/example/example.proto and feature.proto.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import mmap

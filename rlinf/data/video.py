@@ -1,7 +1,5 @@
 """Write MP4 files of camera frames, and read frames at exact times. PyAV is imported at first use."""
 
-from __future__ import annotations
-
 from fractions import Fraction
 from pathlib import Path
 from types import ModuleType

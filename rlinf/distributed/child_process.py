@@ -1,7 +1,5 @@
 """Child processes with a pipe and shared memory: simulators, rollout processes."""
 
-from __future__ import annotations
-
 import faulthandler
 import mmap
 import os

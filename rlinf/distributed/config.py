@@ -1,7 +1,5 @@
 """Configuration of ranks: how they hold a model, and their deadlines."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from rlinf.options import option

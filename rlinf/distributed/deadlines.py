@@ -5,8 +5,6 @@ expires, the rank raises an alarm in the store. Each rank writes its stacks ther
 and the rank with the expired deadline prints all of them.
 """
 
-from __future__ import annotations
-
 import os
 import pickle
 import socket

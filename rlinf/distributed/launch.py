@@ -1,7 +1,5 @@
 """Runs a function on all ranks, which a launcher has started or this module starts, and ends them together."""
 
-from __future__ import annotations
-
 import faulthandler
 import multiprocessing
 import multiprocessing.connection

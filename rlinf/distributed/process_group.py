@@ -1,7 +1,5 @@
 """The process group of a run: rank, device, and the exchange of objects and sums."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Sequence
 from datetime import timedelta

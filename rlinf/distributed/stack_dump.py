@@ -1,7 +1,5 @@
 """Dumps of the Python stacks of silent processes; ``faulthandler`` writes them on a signal, even while C code runs."""
 
-from __future__ import annotations
-
 import contextlib
 import faulthandler
 import os

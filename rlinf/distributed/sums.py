@@ -4,8 +4,6 @@ An *env group* is one group of envs, or one env without groups. Env groups are n
 number of consecutive env groups.
 """
 
-from __future__ import annotations
-
 import torch
 import torch.distributed as dist
 from torch import Tensor

@@ -1,7 +1,5 @@
 """Copies of tensors to and from a GPU with as few waits for the GPU as possible."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

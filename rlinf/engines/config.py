@@ -1,7 +1,5 @@
 """Settings of generation engines."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from rlinf.options import option

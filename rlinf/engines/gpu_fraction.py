@@ -1,7 +1,5 @@
 """GPU memory fraction of an engine, on a separate GPU or colocated with the policy."""
 
-from __future__ import annotations
-
 import logging
 
 from rlinf.errors import ConfigError

@@ -1,7 +1,5 @@
 """Pass a prompt's preprocessed images to vLLM. Only the engine's process imports this module, which needs vLLM."""
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Mapping
 from itertools import islice
@@ -19,11 +17,7 @@ def engine_input(ids: list[int], tensors: Mapping[str, Tensor], model_config: An
     """Return a prompt as vLLM's renderer does, but with the trainer's patches, which are not resized or normalised again.
 
     Raise ConfigError if the number of image tokens does not match the images.
-
-    Args:
-        ids: Tokens of the prompt.
-        tensors: ``pixel_values`` ``[patches, values]`` and ``image_grid_thw`` ``[images, 3]`` of its images; empty for text.
-        model_config: Configuration of a model of ``rlinf.llm.vllm_generation.IMAGE_FAMILIES``.
+    ``tensors`` are ``pixel_values`` ``[patches, values]`` and ``image_grid_thw`` ``[images, 3]`` of its images; empty for text.
     """
     if not tensors:
         return tokens_input(ids)

@@ -3,8 +3,6 @@
 It imports almost nothing, so that it watches its parent long before vLLM is imported.
 """
 
-from __future__ import annotations
-
 import faulthandler
 import importlib
 import os

@@ -1,7 +1,5 @@
 """Logits processor for vLLM. Only the engine's process imports this module, which needs vLLM."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 from torch import Tensor

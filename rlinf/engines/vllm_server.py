@@ -1,7 +1,5 @@
 """Server in the engine's process, which executes the commands of ``VllmEngine``."""
 
-from __future__ import annotations
-
 import gc
 import os
 import tempfile

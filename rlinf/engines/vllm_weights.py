@@ -3,8 +3,6 @@
 Only the engine's processes use this module; its import does not need vLLM.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from typing import Any

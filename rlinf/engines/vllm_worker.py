@@ -3,8 +3,6 @@
 With tensor parallelism, vLLM starts each worker as a new process, which knows only vLLM's models.
 """
 
-from __future__ import annotations
-
 import os
 
 from rlinf.imports import import_string

@@ -143,10 +143,7 @@ class WeightsHandle:
 
 
 class WeightBuffer:
-    """Reusable shared memory for weights. Keep the buffer while its handles are in use.
-
-    The memory has no name, so it is freed with the process.
-    """
+    """Reusable, unnamed shared memory for weights. Keep the buffer while its handles are in use."""
 
     def __init__(self) -> None:
         self._entries: dict[str, TensorEntry] = {}

@@ -3,8 +3,6 @@
 A push is complete or rejected. The first one sends all tensors, later ones only the trained tensors.
 """
 
-from __future__ import annotations
-
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping

@@ -1,7 +1,5 @@
 """The env contract: a base class for chunks, auto-reset, truncation, reward modes and episode statistics."""
 
-from __future__ import annotations
-
 import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence

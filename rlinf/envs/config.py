@@ -1,7 +1,5 @@
 """Configuration common to all environments."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar

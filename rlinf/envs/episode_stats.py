@@ -1,7 +1,5 @@
 """Episode statistics of a vector env: rewards under the reward mode, and length, return and success of running episodes."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numpy as np

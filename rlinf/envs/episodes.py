@@ -1,7 +1,5 @@
 """Lists of episodes: the splits, with tasks in turn."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any

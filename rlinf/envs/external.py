@@ -1,7 +1,5 @@
 """Env of an exported policy whose env code is not in the export: it has observations, but no episodes."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, fields
 from typing import ClassVar
 

@@ -1,7 +1,5 @@
 """Spaces of a vector env, checks of its inputs and outputs, and statistics of its bounds."""
 
-from __future__ import annotations
-
 import gymnasium
 import numpy as np
 from PIL import Image

@@ -1,7 +1,5 @@
 """A vector env that is divided among processes, on this machine or others."""
 
-from __future__ import annotations
-
 import logging
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence

@@ -19,12 +19,8 @@ class Answer:
     """A model's answer to one question.
 
     Attributes:
-        id: The question's id, unique within its file.
         category: Subset, by which accuracies are listed.
-        prompt: The question as text, before the chat template.
-        completion: The model's text, without special tokens.
         found: The answer extracted from the completion, or None.
-        num_tokens: Length of the completion, including the end token.
         is_cut: The completion was truncated at the maximum length.
         images: Thumbnails of the question's first images, relative to the folder of the result.
     """
@@ -48,7 +44,6 @@ class AnswerResult:
     Attributes:
         answer_type: How answers are extracted.
         temperature: Of the sampling; 0: the most likely tokens.
-        wall_s: Duration in seconds, without loading the model.
     """
 
     answers: list[Answer]

@@ -1,7 +1,5 @@
 """Save the finished conditions of a running audit, so that an interrupted audit can resume."""
 
-from __future__ import annotations
-
 import io
 import json
 import shutil
@@ -36,12 +34,6 @@ class AuditCheckpoint:
     """Folder ``audit.partial``: all settings that results depend on, the finished conditions, and the records of ``clean``.
 
     Raise ConfigError if its policy or settings differ, and CheckpointError if it is damaged.
-
-    Args:
-        policy: Name of the policy in messages.
-
-    Attributes:
-        num_known: Number of conditions that earlier processes have finished.
     """
 
     def __init__(self, folder: Path, policy: str, conditions: Mapping[str, Any]) -> None:

@@ -54,8 +54,6 @@ class Audit:
     """Result of an audit.
 
     Attributes:
-        rows: Success in each condition, ``clean`` first.
-        verdicts: In the order of the page.
         actions_clipped_fraction, actions_max_abs: As in ``EvaluationResult``, of the clean episodes.
     """
 
@@ -123,9 +121,7 @@ class Auditor:
     Args:
         specs: Episodes of all conditions except ``seen``. A condition that takes something from a different episode runs those that
             have a suitable one.
-        on_row: Called with each row as soon as it is known.
         checkpoint: Saves each finished condition and returns those of an interrupted audit; None: nothing is saved.
-        sampling: ``greedy``, ``temperature`` and ``seed`` of ``evaluate_policy``.
     """
 
     def __init__(

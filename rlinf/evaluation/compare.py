@@ -3,8 +3,6 @@
 Pairing removes the difficulty of the episodes from the spread, so fewer episodes reveal the same difference.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import astuple, dataclass, field
 from functools import cached_property
@@ -174,11 +172,7 @@ class Comparison:
     """A paired comparison of two evaluations.
 
     Attributes:
-        per_task: Task to its pairs, in the order of the first result.
         num_unpaired: Number of episodes that only one of the two has.
-        a, b: Names of the two evaluations, for tables.
-        mismatches: Accepted differences of conditions.
-        unit: "episodes" or "questions".
         sequential: Pairs of all tasks, if one of the two evaluations could end early.
         returns: Task to the returns of its episodes; empty for questions, and for evaluations that could end early.
         reports_success: Episodes can succeed; else only ``returns`` are compared.

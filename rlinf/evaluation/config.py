@@ -1,7 +1,5 @@
 """Configuration of evaluation."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from rlinf.options import PathText, option
@@ -20,24 +18,17 @@ class EvaluationConfig:
     """A fixed list of held-out episodes, each run once."""
 
     num_episodes: int | None = option(
-        200,
-        "Episodes, spread evenly over the tasks; null: every initial state once.",
-        minimum=1,
+        200, "Episodes, spread evenly over the tasks; null: every initial state once.", minimum=1
     )
     num_envs: int = option(64, "Parallel environments over all ranks; results do not depend on it.", minimum=1)
     greedy: bool = option(True, "Take the most likely action; false: sample.")
     split: str = option("eval", "Which initial states: eval (held out) or train.", choices=("eval", "train"))
     num_videos_per_task: int = option(2, "MP4s per task: the first success and the first failure; 0: none.", minimum=0)
     record_episodes: int = option(
-        0,
-        "Recorded episodes per task, shown step by step in the report; 0: none.",
-        minimum=0,
+        0, "Recorded episodes per task, shown step by step in the report; 0: none.", minimum=0
     )
     video_size: int = option(224, "Pixels of a video frame's side.", minimum=32)
-    probe: bool = option(
-        True,
-        "Take the simulator's fingerprint in a few fixed episodes, and warn if it has changed.",
-    )
+    probe: bool = option(True, "Take the simulator's fingerprint in a few fixed episodes, and warn if it has changed.")
     compare: PathText | None = option(
         None, "Folder of an earlier evaluation on the same episodes for a paired comparison (McNemar)."
     )

@@ -1,7 +1,5 @@
 """Quality of a success classifier: threshold, error rates with intervals, calibration."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -50,7 +50,6 @@ class DisturbedEnv:
 
     Args:
         sight: Changes the observations before the policy sees them.
-        motion: Replaces the policy's actions before the env executes them.
         records: Filled with each episode's observation before ``sight`` and its actions after ``motion``.
     """
 

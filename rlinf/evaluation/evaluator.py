@@ -271,7 +271,6 @@ class EvaluationPlan:
     Attributes:
         video_folder: Folder of the MP4s; None: no videos.
         num_videos_per_task: 1: the first success of each task; 2: also the first failure; more: further pairs.
-        video_size: Pixels of a frame's side.
         known: Results of the same policy on some of the episodes, which are not run again.
         ranks: This process runs the ``rank_slice`` of the episodes.
         episodes: Runs them elsewhere, with the same settings and weights; None: in this process.
@@ -308,9 +307,7 @@ def evaluate_policy(
         model: The policy; or any object with ``act``, or a function, which is called with the batch of all running episodes. A policy
             with ``reset`` needs a single env and is reset before each episode.
         env: Any number of environments, made with ``auto_reset=False``.
-        greedy: Take the most likely actions; False samples at ``temperature``.
         seed: Seed of the sampling; an episode's draws depend only on it and the spec.
-        on_result: Called with each result as soon as its episode ends.
     """
     if not specs:
         raise ConfigError("The list of episodes (specs) is empty; required: at least one")

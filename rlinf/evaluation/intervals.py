@@ -1,7 +1,5 @@
 """Confidence intervals of a success rate, of a mean, and of differences on the same episodes."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 

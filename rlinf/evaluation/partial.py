@@ -1,7 +1,5 @@
 """Save the results of a running evaluation, so that an interrupted evaluation can resume."""
 
-from __future__ import annotations
-
 import json
 import os
 import time

@@ -1,7 +1,5 @@
 """File format of a recorded episode: a JavaScript file that passes one JSON value to the report."""
 
-from __future__ import annotations
-
 import json
 import os
 from pathlib import Path

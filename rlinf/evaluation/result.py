@@ -87,7 +87,6 @@ class EvaluationResult:
 
     Attributes:
         greedy: The most likely actions were taken; else they were sampled with ``temperature`` and ``seed``.
-        wall_s: Duration in seconds, including videos.
         warnings: Caveats about the numbers: accepted differences of conditions, a simulator that has changed.
         stopping: ``{"stop_when", "num_planned"}`` if the evaluation could end early.
         videos: ``{"path", "task", "instruction", "success"}`` per MP4; paths are relative to the folder of ``result.json``.

@@ -4,8 +4,6 @@ A fixed-sample p-value that is checked after every episode finds differences bet
 of five comparisons.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from functools import cache

@@ -1,7 +1,5 @@
 """Rules by which an evaluation ends before its list of episodes does."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol

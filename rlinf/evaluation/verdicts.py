@@ -5,8 +5,6 @@ compared with ``LEAST_FRACTION`` of the stake, the success above the better base
 that, no if it is below, else unclear.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -55,7 +53,6 @@ class Verdict:
 
     Attributes:
         answer: ``YES``, ``NO``, ``UNCLEAR`` or ``UNKNOWN``.
-        reason: The numbers as text.
         is_fault: The result is evidence against the policy or its success rate.
         fraction: Fraction of the stake that the effect of a yes explains, in [0, 1]; None: not a yes, or not about one effect.
         is_partial: The 95 % interval of that fraction is below ``FULL_FRACTION``.

@@ -1,7 +1,5 @@
 """MP4 videos of episodes for any browser, with instruction, env step and outcome above the image."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Checks of token batches before policies and generation backends compute."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

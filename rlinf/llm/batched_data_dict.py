@@ -40,7 +40,6 @@ class SequencePackingArgs(TypedDict, total=False):
 
     Attributes:
         max_tokens_per_microbatch: Maximum sum of lengths.
-        input_lengths_key: Key of the row lengths; default: the sums of ``attention_mask``.
     """
 
     max_tokens_per_microbatch: int

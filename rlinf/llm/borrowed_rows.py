@@ -1,7 +1,5 @@
 """Lend a row with images to ranks without any, because shards of a vision tower are gathered by all ranks or by none."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Load a causal language model for policies and generation from a folder or a hub id."""
 
-from __future__ import annotations
-
 import importlib.util
 from dataclasses import dataclass
 from typing import Any

@@ -1,7 +1,5 @@
 """Skip work of transformers' ``generate`` that the next token does not need, for any architecture."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager

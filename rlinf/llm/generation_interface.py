@@ -1,7 +1,5 @@
 """Interface of generation backends, and keys of their data and settings."""
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any, TypedDict

@@ -1,7 +1,5 @@
 """RL policy over a causal language model of transformers that generates, scores and learns."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -89,10 +87,6 @@ class HuggingFacePolicy(TokenPolicy):
     Args:
         model_name: Folder or hub id.
         **kwargs: Fields of ``HuggingFacePolicyConfig``.
-
-    Attributes:
-        model: The trained model.
-        parallel: Its placement on the ranks.
     """
 
     config: HuggingFacePolicyConfig

@@ -1,7 +1,5 @@
 """Log-probabilities of the tokens of complete sequences, for policies, losses and checks."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager

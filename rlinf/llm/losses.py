@@ -7,8 +7,6 @@ divides by the counts of the complete batch, so that the losses of micro-batches
 padding are 0. ``rlinf.llm.policy_interface.TrainingDatumSpec`` lists the keys of ``data``.
 """
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import KW_ONLY, dataclass

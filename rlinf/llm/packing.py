@@ -6,8 +6,6 @@ their masks with ``create_causal_mask`` derive this from the position ids withou
 or convolution layers, or custom attention, may not; ``keeps_sequences_apart`` tests it.
 """
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -95,10 +93,7 @@ def micro_batch_rows(
 def deal_by_length(
     rows: Sequence[int], lengths: Sequence[int], shards: int, max_tokens: int, length_multiple: int = 1
 ) -> list[list[list[int]]]:
-    """Distribute rows over shards by decreasing length, and split all shards into micro-batches at the same positions.
-
-    The number of rows must be a multiple of ``shards``; ``lengths`` are by row number.
-    """
+    """Distribute rows over shards by decreasing length, and split all shards into micro-batches at the same positions."""
     ordered = sorted(rows, key=lambda row: -lengths[row])
     dealt = [ordered[rank::shards] for rank in range(shards)]
     # At each position the first shard has the longest row.

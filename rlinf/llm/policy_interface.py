@@ -1,7 +1,5 @@
 """Interface of token policies, keys of their data, and protocol of their losses."""
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from typing import Any, Protocol, TypedDict
 

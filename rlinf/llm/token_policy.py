@@ -1,7 +1,5 @@
 """Base class of token policies: settings, scoring and training in micro-batches, and the reference policy."""
 
-from __future__ import annotations
-
 import math
 from abc import abstractmethod
 from collections.abc import Callable

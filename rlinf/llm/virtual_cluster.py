@@ -1,7 +1,5 @@
 """Accelerators that a generation backend may use."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

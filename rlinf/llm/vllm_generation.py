@@ -1,7 +1,5 @@
 """Generation backend with vLLM. Only constructing a class needs vLLM."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any

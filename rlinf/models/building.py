@@ -1,7 +1,5 @@
 """Build a policy: its configuration, checks before loading, weights, adapters and input processor."""
 
-from __future__ import annotations
-
 import inspect
 import json
 import logging

@@ -1,7 +1,5 @@
 """Configuration section of the policy model."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

@@ -1,7 +1,5 @@
 """End-of-sequence tokens: those of the model, its tokenizer and its chat template, in ``model.generation_config``."""
 
-from __future__ import annotations
-
 import logging
 import re
 from typing import Any

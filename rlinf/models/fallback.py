@@ -1,7 +1,5 @@
 """Unregistered model types: transformers' own tables decide which generic class loads them."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any

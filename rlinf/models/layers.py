@@ -1,7 +1,5 @@
 """Layers of a model: compiled, or with recomputed activations, in passes with gradients only."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Sequence
 from functools import cache, partial

@@ -1,7 +1,5 @@
 """Reading checkpoint folders: helpers of every model class, and the checks of what they read."""
 
-from __future__ import annotations
-
 import functools
 import json
 import logging

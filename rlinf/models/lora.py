@@ -3,8 +3,6 @@
 An adapter folder has PEFT's layout, and ``trained_in_full.safetensors`` with the modules of ``ActionModel.trained_in_full``.
 """
 
-from __future__ import annotations
-
 import copy
 import hashlib
 import logging

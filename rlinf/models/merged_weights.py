@@ -1,7 +1,5 @@
 """The merged weights of a model with adapters, for an inference engine."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterator
 
 from torch import Tensor, nn

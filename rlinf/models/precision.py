@@ -1,7 +1,5 @@
 """Number formats of a policy: their names, autocast, float32 layers; and dropout, which is switched off."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any

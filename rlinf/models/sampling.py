@@ -1,7 +1,5 @@
 """Sample tokens and score them: shared by rollout and training."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -1,7 +1,5 @@
 """Models of transformers with their weights still in files, until the ranks shard them."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Collection, Mapping
 from typing import Any

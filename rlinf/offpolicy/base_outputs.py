@@ -1,7 +1,5 @@
 """Base-policy outputs for the frames of a dataset, computed once and cached on disk."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import logging
@@ -54,12 +52,8 @@ def query_dataset(
     """Return the outputs from the cache, or compute and cache them.
 
     Args:
-        rows: int64 ``[K]``, frames of the dataset.
         policy: Its ``base_sha256`` must be set.
         conditions: Further settings that the outputs depend on.
-        autocast: Returns the context in which the policy computes.
-        seed: Seed of the sampled candidates.
-        progress: Called with the number of finished frames and of all.
     """
     dependencies = {
         "base": policy.base_sha256,

@@ -1,7 +1,5 @@
 """Checks of the configuration of an off-policy run."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import asdict
 from decimal import ROUND_DOWN, Context

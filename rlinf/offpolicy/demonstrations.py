@@ -1,7 +1,5 @@
 """Demonstrations as a separate replay buffer."""
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -23,7 +21,6 @@ class Episode:
     """An episode of a dataset under the rules of the run's env.
 
     Attributes:
-        first: Its first frame.
         rewards: float32 ``[T]``, of its env steps; frames after the end are left out.
         terminated: False: truncated; the outcome of its last action is not in the dataset.
     """

@@ -1,7 +1,5 @@
 """Outcome of a policy call, and its all-gather over the envs of all ranks."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any
@@ -35,11 +33,9 @@ class CallOutcome:
 
     Attributes:
         rewards: float32 ``[B, C]``; 0 if not executed.
-        executed: bool ``[B, C]``.
         terminated: bool ``[B]``; false at a time limit.
         ended: int64 ``[K]``, envs with an ended episode.
         truncated: bool ``[K]``: ended by the time limit.
-        episodes: The ``K`` results.
         lost: int64 ``[L]``, envs with a lost simulator.
         last: For the true last observations of the truncated episodes.
         following: For the next observations.

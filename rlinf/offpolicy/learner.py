@@ -1,7 +1,5 @@
 """Common base of SAC and TD3: critics, target critics, and the update."""
 
-from __future__ import annotations
-
 import copy
 import math
 from abc import ABC, abstractmethod

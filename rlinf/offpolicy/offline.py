@@ -1,7 +1,5 @@
 """Further data of an off-policy run: demonstrations, and the replay buffer of an earlier run."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -34,9 +32,7 @@ class Offline:
     """Demonstrations from which a fraction of each batch is drawn.
 
     Args:
-        dataset: The demonstrations, opened with ``outcomes``.
         policy: Computes features and chunks on rank 0, unless they are cached.
-        autocast: Returns the context in which the base policy computes.
 
     Attributes:
         num_queries: Number of base-policy queries for them in the entire run.
@@ -117,10 +113,8 @@ def take_over_replay(
     Raise CheckpointError if its base policy or conditions differ.
 
     Args:
-        folder: Checkpoint of the earlier run.
         policy: Policy whose base must be equal.
         manifest: Conditions that must be equal.
-        prefix: Prefix of the names of the buffer's tensors.
         more: Names of further tensors of the checkpoint to return.
     """
     settings = actor_settings(policy_folder(folder))

@@ -1,7 +1,5 @@
 """Metric of how much an actor changes the base policy's actions, per task."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numpy as np

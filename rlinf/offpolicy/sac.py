@@ -1,7 +1,5 @@
 """Soft actor-critic (Haarnoja et al. 2018); by default without entropy in the target (RLPD, Ball et al. 2023)."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from typing import ClassVar

@@ -1,7 +1,5 @@
 """Twin delayed deep deterministic policy gradient (Fujimoto et al. 2018)."""
 
-from __future__ import annotations
-
 import copy
 from typing import ClassVar
 

@@ -70,8 +70,6 @@ class OffPolicyTrainer(ActionTrainer):
     Each rank steps its own envs. Transitions are all-gathered, so all ranks make identical updates.
 
     Args:
-        env: Envs of this rank, with auto-reset.
-        make_learner: Class of the algorithm.
         autocast: Returns the context in which the base policy computes.
         demonstrations: Dataset from which a fraction of each batch is drawn, if any.
     """
@@ -538,9 +536,9 @@ class _EpisodeStats:
             metrics |= dict(zip(names, np.mean(rows, axis=0).tolist(), strict=True))
             labels = [result.true_success for result in self.results if result.true_success is not None]
             metrics |= {"rollout/true_success_rate": float(np.mean(labels))} if labels else {}
-            names = ("rollout/actions_clipped_fraction", "rollout/actions_max_abs")
-            clipped = zip(names, actions_clipped(self.results), strict=True)
-            metrics |= {name: value for name, value in clipped if value is not None}
+            fraction, largest = actions_clipped(self.results)
+            clipping = {"rollout/actions_clipped_fraction": fraction, "rollout/actions_max_abs": largest}
+            metrics |= {name: value for name, value in clipping.items() if value is not None}
             predicted, observed = np.mean(self.calibration, axis=0).tolist()
             metrics |= {"train/q_initial": predicted, "train/return_initial": observed}
         if self._choices:

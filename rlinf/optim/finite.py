@@ -1,7 +1,5 @@
 """Checks for weights that are NaN or infinite."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Mapping
 

@@ -1,7 +1,5 @@
 """The optimiser of all trainers: AdamW with float32 master weights."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Earlier weights of a policy, such as those of the reference policy before RL."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 

@@ -1,7 +1,5 @@
 """The learning rate schedule of all trainers: a linear warm-up, then a decay."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 

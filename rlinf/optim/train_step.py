@@ -1,7 +1,5 @@
 """The optimiser step of all trainers, for action policies and token policies."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple, TypeVar

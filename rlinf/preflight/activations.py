@@ -56,20 +56,12 @@ class LinearFit(NamedTuple):
 
 @dataclass(frozen=True)
 class PassMemory:
-    """Bytes of the passes of a policy, without its weights and their gradients.
+    """Bytes of the passes of a policy, without its weights and their gradients."""
 
-    Attributes:
-        acts: A policy call of a rollout.
-        scores: A scoring pass without gradients.
-        updates: A forward and a backward pass without recomputation.
-        recomputes: The same with all layers recomputed.
-        saved: Bytes per batch row that recomputing each layer saves, in the order of ``find_layers``.
-    """
-
-    acts: LinearFit
-    scores: LinearFit
-    updates: LinearFit
-    recomputes: LinearFit
+    acts: LinearFit  # a policy call of a rollout
+    scores: LinearFit  # a scoring pass without gradients
+    updates: LinearFit  # a forward and a backward pass without recomputation
+    recomputes: LinearFit  # the same with all layers recomputed
     saved: tuple[float, ...] = ()
 
     def update(self, recomputed: int) -> LinearFit:

@@ -1,7 +1,5 @@
 """Cross-checks of model, env, data and evaluation: each must provide the inputs of the next."""
 
-from __future__ import annotations
-
 import importlib.util
 import os
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """Counts derived from a configuration: envs x chunks -> samples -> minibatches -> micro-batches."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 

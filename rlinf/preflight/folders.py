@@ -1,7 +1,5 @@
 """Checks of input and output folders."""
 
-from __future__ import annotations
-
 import os
 import tempfile
 from pathlib import Path

@@ -3,8 +3,6 @@
 Weights and optimiser are counted by ``rlinf.preflight.memory``, passes by ``rlinf.preflight.activations``.
 """
 
-from __future__ import annotations
-
 import logging
 import math
 from dataclasses import dataclass, replace
@@ -59,30 +57,19 @@ ASSUMED = (
 
 @dataclass(frozen=True)
 class GpuMemory:
-    """Bytes of a rank on its GPU.
+    """Bytes of a rank on its GPU."""
 
-    Attributes:
-        state: Weights, optimiser and rollout copies, in all phases.
-        half_gradients: 16-bit gradients, which replace activations during the backward pass.
-        gathered: Layers that a sharded model gathers.
-        simulators: Graphics contexts of simulator processes.
-        engine, engine_sleeps: A vLLM engine on the policy's GPU, which frees its memory outside of rollouts.
-        pipeline_stages: Worker threads with possibly simultaneous policy calls.
-        acting_rows, scoring_rows: Batch size of a policy call and of a scoring pass.
-        unknown: Reason why the passes could not be measured; empty: they were.
-    """
-
-    state: int
-    half_gradients: int
-    gathered: int
-    simulators: int
-    engine: int
-    engine_sleeps: bool
+    state: int  # weights, optimiser and rollout copies, in all phases
+    half_gradients: int  # in 16 bits; they replace activations during the backward pass
+    gathered: int  # layers that a sharded model gathers
+    simulators: int  # graphics contexts of simulator processes
+    engine: int  # a vLLM engine on the policy's GPU
+    engine_sleeps: bool  # the engine frees its memory outside of rollouts
     passes: PassMemory
-    pipeline_stages: int
-    acting_rows: int
-    scoring_rows: int
-    unknown: str = ""
+    pipeline_stages: int  # worker threads with possibly simultaneous policy calls
+    acting_rows: int  # batch size of a policy call
+    scoring_rows: int  # batch size of a scoring pass
+    unknown: str = ""  # why the passes could not be measured; empty: they were
 
     @property
     def resident(self) -> int:

@@ -1,7 +1,5 @@
 """Estimate of an experiment's memory by role, before anything is loaded."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any

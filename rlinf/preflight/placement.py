@@ -70,7 +70,6 @@ class Placement:
         num_ranks, num_rollout_workers: Over all machines; 0 rollout workers: the ranks roll out.
         num_env_groups: Over all ranks; 0: env groups are not assigned, and each rollout worker takes the next one.
         gpus_per_rollout_worker: Tensor-parallel size of an engine, else 1; 0 on CPUs, where ranks have none either.
-        by_ray: Ray starts the ranks.
         ranks_compute: False: ranks only read and write, and leave all GPUs to the rollout workers.
     """
 

@@ -1,7 +1,5 @@
 """The form of every rejected setting: actual value, requirement, override that fixes it."""
 
-from __future__ import annotations
-
 from typing import NoReturn
 
 from rlinf.errors import ConfigError

@@ -1,7 +1,5 @@
 """Checks of the checkpoint of ``resume`` or ``init_from``, and the settings that a resumed run changes."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path

@@ -4,8 +4,6 @@
 processes, optimiser, rollout and cloning; ``compatibility`` model, env and data; ``folders`` and ``saved`` the disk.
 """
 
-from __future__ import annotations
-
 import os
 from bisect import bisect
 from functools import cached_property

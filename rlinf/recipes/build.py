@@ -1,7 +1,5 @@
 """Build the components of a run from its configuration."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable
 from contextlib import ExitStack

@@ -1,7 +1,5 @@
 """Check combinations of a recipe's keys, and keys without support, before data and model are read."""
 
-from __future__ import annotations
-
 import re
 
 from rlinf.errors import ConfigError

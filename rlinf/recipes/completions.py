@@ -1,7 +1,5 @@
 """Generate completions of prompts and score them, for GRPO and for validation."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass

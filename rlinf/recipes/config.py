@@ -1,7 +1,5 @@
 """Configuration of a recipe: sections and keys of its TOML or YAML file (read and checked by ``rlinf.recipes.load``)."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

@@ -249,11 +249,8 @@ def _undecoded(features: Any) -> Any:
 class PackedRows(Generic[Packed]):
     """Packed rows by optimiser step. The rows of a step depend only on seed and step, so a resumed run reads the same rows.
 
-    Attributes:
-        pack: Converts a row to a sample, pair or prompt; raises BadRowError if it cannot.
-        seed: Shuffles each epoch; None: dataset order.
-        skip_bad_rows: Replace a bad row by the next good one instead of raising.
-        in_memory: Cache packed rows.
+    ``pack`` converts a row to a sample, pair or prompt, or raises BadRowError; ``seed`` shuffles each epoch (None: dataset order);
+    ``skip_bad_rows`` replaces a bad row by the next good one; ``in_memory`` caches packed rows.
     """
 
     rows: Rows

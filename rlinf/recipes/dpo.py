@@ -1,7 +1,5 @@
 """Direct preference optimisation of language and vision-language models."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch
@@ -22,10 +20,7 @@ Pair = tuple[Sample, Sample]
 class DPOTrainer(TokenTrainer):
     """Trainer for preferences between two completions (``DPOLossFn``).
 
-    Args:
-        policy: Policy to train; its initial weights are the reference.
-        rows: Pairs of the chosen and the rejected sample.
-        batch_size: Pairs of one step, over all ranks.
+    The initial weights are the reference; ``batch_size`` counts pairs of one step over all ranks.
     """
 
     phase = "rl"

@@ -1,7 +1,5 @@
 """Check that a dataset script passes the same rows to all ranks, which divide them."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from rlinf.distributed.deadlines import deadline, portable

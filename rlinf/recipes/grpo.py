@@ -1,7 +1,5 @@
 """Group relative policy optimisation (GRPO) with rewards that are functions of the completion."""
 
-from __future__ import annotations
-
 import logging
 import time
 from collections.abc import Sequence

@@ -3,8 +3,6 @@
 ``rlinf launch`` sets the recipe and runs the script as ``__main__`` on every rank; the call then trains.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import runpy
 import sys
@@ -118,10 +116,7 @@ def find_script(name: str) -> Path:
 
 
 def train(config: RecipeConfig, script: Path | None = None, places: RolloutWorkerPlaces | None = None) -> Path:
-    """Train a recipe on this rank, with a dataset script or the recipe's own dataset, and return the run's folder.
-
-    Raise ConfigError if the script does not call ``launch_worker``. ``places`` is None if the ranks generate.
-    """
+    """Train a recipe on this rank, with the data of ``script`` or of the recipe, and return the run's folder."""
     with _launched(config, places) as launched:
         if script is None:
             return launch_worker()

@@ -1,7 +1,5 @@
 """Load a recipe: find its file, apply overrides, translate older keys, and build its ``RecipeConfig``."""
 
-from __future__ import annotations
-
 import dataclasses
 import tomllib
 import typing

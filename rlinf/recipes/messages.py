@@ -1,7 +1,5 @@
 """Check the conversations of rows (messages, tool calls, tools, images, videos) and convert them to one form."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping, Sequence
 from typing import Any

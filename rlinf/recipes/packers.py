@@ -4,8 +4,6 @@ Learned spans are located in the text, not in the tokens: marks are inserted int
 and the positions of the marks are mapped to tokens by the tokenizer's offsets.
 """
 
-from __future__ import annotations
-
 import io
 import logging
 import os
@@ -387,10 +385,7 @@ class ChatPacker:
     def _spans(self, marked: str, calls: Sequence[str], starts: Sequence[int | None]) -> list[tuple[int, int]]:
         """Return start and end of each assistant message in the unmarked text.
 
-        Args:
-            marked: The rendered text with marks.
-            calls: Rendered tool calls behind each mark.
-            starts: Starts of messages without content, for templates without a generation prompt.
+        ``calls`` are the rendered tool calls behind each mark, ``starts`` the starts of messages without content.
         """
         if marked.count(END) != len(calls):
             raise BadRowError("the chat template drops an assistant message; required: all are rendered.")

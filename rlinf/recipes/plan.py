@@ -1,7 +1,5 @@
 """Plan a recipe before data and model are loaded: GPUs, steps, tokens and memory."""
 
-from __future__ import annotations
-
 import os
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -273,10 +271,7 @@ def fraction_of_engine(config: RecipeConfig, plan: Plan | None) -> float:
 
 
 def memory_lines(config: RecipeConfig, plan: Plan) -> list[tuple[str, str]]:
-    """Return lines with the memory per GPU of policy and rollout, from the model's shapes.
-
-    Raise ConfigError if an engine does not fit next to the policy on the same GPU.
-    """
+    """Return lines with the memory per GPU of policy and rollout; raise ConfigError if both do not fit one GPU."""
     name = config.policy.model_name_or_path
     if not is_local(name):
         return [("memory", f"unknown: the config.json of {name} is not on this machine")]

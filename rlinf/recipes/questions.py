@@ -1,7 +1,5 @@
 """Read question files (multiple choice or exact answers), convert them to prompts, and extract the compared part of completions."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -102,10 +100,7 @@ class Question:
 
 
 def read_questions(config: QuestionsConfig) -> list[Question]:
-    """Read and check a question file.
-
-    Raise ConfigError if the file is missing, unsupported or empty, or a row lacks a question or a reference answer.
-    """
+    """Read a question file; raise ConfigError if it is missing, unsupported or empty, or a row is incomplete."""
     path = Path(config.questions).expanduser()
     rows = _read_rows(path)[: config.num_questions]
     if not rows:

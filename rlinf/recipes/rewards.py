@@ -8,8 +8,6 @@ Register your own reward with ``REWARDS.register("name", function)`` in a datase
 ``rlinf.rewards`` of a package.
 """
 
-from __future__ import annotations
-
 import logging
 import math
 import re
@@ -97,10 +95,8 @@ def make_rewards(
 ) -> Rewards:
     """Build the weighted sum. Raise ConfigError if a name is unknown, a weight is not finite, or the list is empty.
 
-    Args:
-        rewards: A name of ``REWARDS``, a function, a list of these (weight 1 each), or ``{name: weight}``.
-        overlong: If enabled, adds the reward ``overlong`` with this buffer and weight.
-        setting: Key of ``rewards``, for messages.
+    ``rewards`` are a name of ``REWARDS``, a function, a list of these (weight 1 each), or ``{name: weight}``; ``overlong``, if enabled,
+    adds that reward with its buffer and weight; ``setting`` is the key of ``rewards``, for messages.
     """
     if isinstance(rewards, str) or callable(rewards):
         rewards = [rewards]

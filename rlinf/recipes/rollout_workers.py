@@ -1,7 +1,5 @@
 """Rollout workers of token policies: processes placed by Ray, each with a replica of the policy that generates completions."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -194,10 +192,7 @@ def make_generator(
 ) -> RemoteGenerator:
     """Start the rollout workers of this rank, and wait until they are ready.
 
-    Args:
-        tokenizer: Source of the end token if the model does not define it.
-        engine: ``VllmConfig`` of the engines; None: rollout workers generate in torch.
-        places: Placement of the rollout workers.
+    ``tokenizer`` is the source of end tokens that the model lacks; ``engine`` a ``VllmConfig``, or None to generate in torch.
     """
     ends = end_tokens(policy.model, tokenizer, None)
     sampling = SamplingConfig(

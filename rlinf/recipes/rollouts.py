@@ -1,7 +1,5 @@
 """Generators in the rank's process: the trained model itself, or a vLLM engine that gets its weights."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any

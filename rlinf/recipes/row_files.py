@@ -1,7 +1,5 @@
 """Read rows of JSON, JSON Lines and CSV files without type inference, and convert values to the text of the file."""
 
-from __future__ import annotations
-
 import codecs
 import csv
 import io

@@ -1,7 +1,5 @@
 """Run a recipe: from configuration and data to the finished run folder."""
 
-from __future__ import annotations
-
 import json
 import logging
 import sys

@@ -61,8 +61,7 @@ class Prompt:
         input_ids: Tokens, ``[S]``.
         model_inputs: See ``Sample``.
         reference: Reference for the rewards, if any.
-        row: Columns of the row, for rewards and report.
-        previews: Small JPEGs of its images, for the report.
+        row, previews: Columns of the row, and small JPEGs of its images, for rewards and report.
     """
 
     input_ids: list[int]

@@ -1,18 +1,12 @@
 """Number of steps of a recipe."""
 
-from __future__ import annotations
-
 from rlinf.errors import ConfigError
 
 
 def count_steps(num_rows: int, epochs: int, batch_size: int, rows_per_sample: int = 1, limit: int | None = None) -> int:
     """Return the optimiser steps of a run: ``epochs * num_rows * rows_per_sample / batch_size``, rounded down.
 
-    Raise ConfigError if the data does not fill one batch.
-
-    Args:
-        batch_size: Rows of one step, over all ranks.
-        rows_per_sample: Batch rows per dataset row: the completions per prompt in GRPO, else 1.
+    ``rows_per_sample`` are the completions per prompt in GRPO, else 1. Raise ConfigError if the data does not fill one batch.
     """
     steps = epochs * num_rows * rows_per_sample // batch_size
     if steps < 1:

@@ -1,7 +1,5 @@
 """Supervised fine-tuning of language and vision-language models."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from typing import Any
@@ -20,12 +18,7 @@ class SFTTrainer(TokenTrainer):
     """Maximum-likelihood trainer of the learned tokens.
 
     The loss is the mean over the learned tokens of the complete batch, so micro-batches, packing and ranks do not change it.
-
-    Args:
-        batch_size: Rows of one step, over all ranks.
-        validation_batch_size: Rows per rank and forward pass; None: ``batch_size``.
-        num_workers: Threads that prefetch batches; unused for a stream.
-        completion_validation: Evaluates completions, in addition to the validation loss.
+    ``num_workers`` threads prefetch batches, except of a stream.
     """
 
     phase = "sft"

@@ -1,7 +1,5 @@
 """Base class of the recipe trainers: learning rate, logging, metrics and validation."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import logging
@@ -39,14 +37,7 @@ PRECISIONS = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
 
 @dataclass
 class TokenUpdate:
-    """Result of a step.
-
-    Attributes:
-        metrics: Metrics of ``rlinf.tracking.METRICS``.
-        num_tokens: Tokens of the batch on all ranks, without padding.
-        num_rows: Rows of the batch on all ranks.
-        shown: Additional values of the console line, by label.
-    """
+    """Result of a step: metrics, tokens (without padding) and rows on all ranks, and labelled values of the console line."""
 
     loss: float
     metrics: dict[str, float]
@@ -57,13 +48,7 @@ class TokenUpdate:
 
 @dataclass
 class Validation:
-    """Result of a validation, on every rank.
-
-    Attributes:
-        score: Ranks checkpoints; higher is better.
-        metrics: Metrics of ``rlinf.tracking.METRICS``.
-        samples: Completions with their rewards, on rank 0.
-    """
+    """Result of a validation on every rank; a higher ``score`` is better, ``samples`` are completions (on rank 0)."""
 
     score: float
     metrics: dict[str, float]

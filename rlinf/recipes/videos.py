@@ -1,7 +1,5 @@
 """Find the video files of rows, and read their frames."""
 
-from __future__ import annotations
-
 import fcntl
 import math
 import os
@@ -79,10 +77,7 @@ def read_frames(
 ) -> list[Image.Image]:
     """Read frames of a video at regular times, including the first one.
 
-    Args:
-        fps: Frames per second of video time.
-        max_pixels: Maximum area of a frame, whose aspect ratio is kept; None: unlimited.
-        max_frames: Maximum number of frames, sampled evenly.
+    Frames are scaled down to ``max_pixels``, with the aspect ratio unchanged; more than ``max_frames`` are subsampled evenly.
     """
     av = import_av(f"Reading {path}")
     frames: list[Image.Image] = []

@@ -1,7 +1,5 @@
 """Line charts as inline SVG, with values on hover and without a script, so that a report is a single file."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -92,10 +90,7 @@ def line_chart(
 
     Args:
         series: Curves; values that are not finite, or not positive on a logarithmic axis, are left out.
-        x_label, y_label: Axis labels with units.
-        percent: Show fractions as 0 to 100 % on the y axis.
         log: Use a logarithmic y axis, unless all values are 0.
-        size: Width and height in user units of the SVG.
     """
     log = log and any(y for curve in series for _, y in curve.points)
 

@@ -1,7 +1,5 @@
 """Compare two evaluations on disk: check that their conditions are equal, and store the comparison."""
 
-from __future__ import annotations
-
 import json
 import logging
 import os

@@ -1,7 +1,5 @@
 """Episode player of a report: recorded episodes step by step, of one policy or of two side by side."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass

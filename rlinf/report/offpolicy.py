@@ -1,7 +1,5 @@
 """Section of the report about an off-policy actor on a frozen base policy: sample efficiency, baselines and curves."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Write the report of a recipe's run, or of an evaluation on questions, as a single HTML file."""
 
-from __future__ import annotations
-
 import base64
 import json
 import os

@@ -1,7 +1,5 @@
 """Data for the report of a recipe's run, or of an evaluation on questions."""
 
-from __future__ import annotations
-
 import json
 import os
 import re
@@ -29,7 +27,6 @@ class Samples:
     """Completions of one validation.
 
     Attributes:
-        step: Optimiser steps before it.
         rows: ``prompt``, ``completion``, ``reference``, ``reward``, ``rewards`` (by part) and ``num_tokens`` of each completion, and
             the prompt's ``images``, as files relative to the folder.
     """

@@ -1,7 +1,5 @@
 """Data for the report of a run or an evaluation."""
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Mapping, Sequence
@@ -43,7 +41,6 @@ class FolderData:
     """Common content of the folders of runs and evaluations; missing parts are empty.
 
     Attributes:
-        comparison: From ``compare.json``.
         traces: Profiler traces, see ``traces_of``.
         config, manifest: Texts of ``config.yaml`` and ``manifest.json``, of the run or else of its newest checkpoint.
     """

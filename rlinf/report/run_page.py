@@ -3,8 +3,6 @@
 Videos and recorded episodes are linked by relative paths, so the run folder can be moved or served.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Group runs that differ only in their seed, and summarise the groups: as a table, or as a page with mean curves."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import os

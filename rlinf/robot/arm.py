@@ -1,7 +1,5 @@
 """A lerobot robot, real or simulated by its own package, in a scene that a human resets."""
 
-from __future__ import annotations
-
 import importlib
 import inspect
 import logging
@@ -25,7 +23,6 @@ class Arm:
     """A lerobot robot (an ``EpisodicRobot``) with absolute actions; an episode ends at the env's horizon.
 
     Args:
-        robot: A connected robot.
         env: A single env, used only for its tasks, instructions and horizon.
         repeat_s: Time after which a repeated camera image counts as missing.
     """

@@ -1,7 +1,5 @@
 """Episodes of two policies in a hidden random order, for a blind comparison."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from pathlib import Path
 

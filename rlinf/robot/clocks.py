@@ -1,7 +1,5 @@
 """Real and simulated clocks, and the policy thread that runs under them."""
 
-from __future__ import annotations
-
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Settings of ``rlinf robot``."""
 
-from __future__ import annotations
-
 from dataclasses import asdict, dataclass
 from typing import Any
 

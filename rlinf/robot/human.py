@@ -1,7 +1,5 @@
 """Episodes of a robot in which a human resets the scene and labels success."""
 
-from __future__ import annotations
-
 import io
 import sys
 import termios

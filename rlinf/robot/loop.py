@@ -1,7 +1,5 @@
 """Episodes of a policy on a robot, in real time."""
 
-from __future__ import annotations
-
 import logging
 import sys
 from collections import deque
@@ -39,31 +37,19 @@ COUNTS = (
 
 @dataclass
 class Timing:
-    """Timing statistics and event counts over all episodes.
+    """Timing statistics and event counts over all episodes."""
 
-    Attributes:
-        lateness_s, latencies_s: Delay of each step's start; duration of each policy call.
-        overrun_steps: Skipped steps, whose period had passed before they could start.
-        idle_steps: Steps without an action, in which the robot held.
-        stale: Actions dropped because their steps passed while the policy computed.
-        lost: Missing observations, undelivered actions, and replies to actions without numbers.
-        clipped_steps: Actions clipped by ``max_relative_target``.
-        failures: Failed policy calls.
-        intervention_steps, intervened_episodes: Actions of the operator, and episodes with such actions.
-        teleop_lost_steps: Steps without a reachable teleoperator.
-    """
-
-    lateness_s: list[float] = field(default_factory=list)
-    latencies_s: list[float] = field(default_factory=list)
-    overrun_steps: int = 0
-    idle_steps: int = 0
-    stale: int = 0
-    lost: int = 0
-    clipped_steps: int = 0
-    failures: int = 0
-    intervention_steps: int = 0
-    intervened_episodes: int = 0
-    teleop_lost_steps: int = 0
+    lateness_s: list[float] = field(default_factory=list)  # delay of each step's start
+    latencies_s: list[float] = field(default_factory=list)  # duration of each policy call
+    overrun_steps: int = 0  # skipped, because their period had passed before they could start
+    idle_steps: int = 0  # without an action: the robot held
+    stale: int = 0  # actions dropped because their steps passed while the policy computed
+    lost: int = 0  # missing observations, undelivered actions, replies without numbers
+    clipped_steps: int = 0  # actions clipped by `max_relative_target`
+    failures: int = 0  # failed policy calls
+    intervention_steps: int = 0  # actions of the operator
+    intervened_episodes: int = 0  # episodes with such actions
+    teleop_lost_steps: int = 0  # without a reachable teleoperator
 
     def as_dict(self) -> dict[str, Any]:
         """Return counts, and medians, 99th percentiles and maxima in milliseconds, as JSON values."""

@@ -1,7 +1,5 @@
 """A web page on which a human starts episodes and labels their success."""
 
-from __future__ import annotations
-
 import io
 import json
 import queue
@@ -33,7 +31,6 @@ class Page:
 
     Args:
         robot: Asks its questions on the page from now on, and has the images.
-        host, port: Address to listen on; port 0: any free port.
 
     Attributes:
         path, url: Address of the page.

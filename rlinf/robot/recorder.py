@@ -1,7 +1,5 @@
 """Recording of robot episodes as a LeRobotDataset."""
 
-from __future__ import annotations
-
 import io
 import json
 import os

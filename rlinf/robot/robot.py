@@ -1,7 +1,5 @@
 """lerobot's robot interface, and an env behind that interface."""
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol

@@ -1,7 +1,5 @@
 """The order in which the actions of chunks are executed."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Interventions: lerobot's teleoperator interface, the hand-over between policy and operator, and a scripted operator."""
 
-from __future__ import annotations
-
 import logging
 from typing import Any, Protocol
 
@@ -46,7 +44,6 @@ class TakeOver:
         is_relative: bool ``[D]``: action dimensions that are displacements, which need no alignment.
 
     Attributes:
-        policy_acts: Whether the policy acts.
         action: The operator's action ``[D]``; None: the policy acts, or the robot holds.
         is_correction: The action is entirely the operator's, not a step of the alignment.
 

@@ -1,7 +1,5 @@
 """Configuration of rollouts."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from rlinf.engines.config import VllmOptions

@@ -1,7 +1,5 @@
 """CUDA stream of a rollout's worker thread, which copies all results of a policy call to the CPU in one transfer."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 

@@ -1,7 +1,5 @@
 """Demonstrations for behaviour cloning: episodes of a scripted expert or a policy, collected in memory."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol

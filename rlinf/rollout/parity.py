@@ -7,8 +7,6 @@ first step after an update of the policy (weight sync). Later it warns, because 
 may cross the limit too.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Mapping
 

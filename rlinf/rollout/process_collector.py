@@ -1,7 +1,5 @@
 """Collect rollouts in several processes, each with a fraction of the envs and a policy in shared memory."""
 
-from __future__ import annotations
-
 import copy
 import logging
 import os

@@ -1,7 +1,5 @@
 """Choice of training episodes: a pure function of seed, iteration, group and position, so nothing needs to be saved."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass
 

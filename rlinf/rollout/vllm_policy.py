@@ -1,7 +1,5 @@
 """A rollout policy that samples actions with vLLM, in addition to the torch model that is trained."""
 
-from __future__ import annotations
-
 from collections.abc import Collection
 from typing import Any
 
@@ -161,7 +159,9 @@ def engine_arguments(model: ActionModel, options: VllmOptions, num_envs: int) ->
         "max_model_len": max_model_len,
         "max_num_seqs": num_envs,
         "kv_cache_memory_bytes": memory,
-        "gpu_memory_utilization": SEPARATE_GPU_FRACTION if options.gpu_memory_utilization is None else options.gpu_memory_utilization,
+        "gpu_memory_utilization": SEPARATE_GPU_FRACTION
+        if options.gpu_memory_utilization is None
+        else options.gpu_memory_utilization,
         "tensor_parallel_size": options.tensor_parallel_size,
         "enforce_eager": options.enforce_eager,
         "enable_sleep_mode": torch.cuda.is_available() and options.sleep,

@@ -1,7 +1,5 @@
 """Push the trained weights to the rollout policy, completely or not at all."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from typing import Any
 

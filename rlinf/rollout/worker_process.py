@@ -1,7 +1,5 @@
 """Worker process of ``ProcessCollector``: a ``RolloutCollector`` and a replica of the policy."""
 
-from __future__ import annotations
-
 import logging
 import logging.handlers
 import mmap

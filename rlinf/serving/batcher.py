@@ -1,7 +1,5 @@
 """Batching of requests from all connections for one inference thread."""
 
-from __future__ import annotations
-
 import asyncio
 from collections import deque
 from collections.abc import Callable, Sequence

@@ -1,7 +1,5 @@
 """Client of openpi's protocol that waits for its server, reconnects, and then verifies that the policy is the same."""
 
-from __future__ import annotations
-
 import hashlib
 import logging
 import math

@@ -4,8 +4,6 @@ openpi writes an array as a map with bin keys, vla-eval as one with str keys. vl
 Object arrays, text arrays and anything else but plain little-endian numbers are rejected.
 """
 
-from __future__ import annotations
-
 import io
 import math
 import re

@@ -1,7 +1,5 @@
 """Keys of an observation's parts in a request: for each robot in openpi's protocol, and for rlinf."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any

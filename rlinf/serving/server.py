@@ -1,7 +1,5 @@
 """WebSocket server of a policy: openpi's protocol at ``/``, vla-eval's at ``/vla-eval``, health at ``/healthz``."""
 
-from __future__ import annotations
-
 import asyncio
 import hmac
 import http

@@ -3,8 +3,6 @@
 Benchmarks request one action at a time, so the server keeps a queue of a chunk's actions per connection.
 """
 
-from __future__ import annotations
-
 import time
 from collections import deque
 from collections.abc import Mapping

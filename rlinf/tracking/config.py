@@ -1,7 +1,5 @@
 """Configuration of metric tracking."""
 
-from __future__ import annotations
-
 import os
 import re
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Names, meanings and units of all metrics; `docs/metrics.md` is tested against this table."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import NamedTuple
 

@@ -1,7 +1,5 @@
 """Live progress line of a run: phase, step, success, speed and time left."""
 
-from __future__ import annotations
-
 import sys
 import time
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Base class of the trainers of action policies: evaluations, metrics and warnings."""
 
-from __future__ import annotations
-
 import logging
 import time
 from dataclasses import dataclass, replace
@@ -37,9 +35,7 @@ class TrainerContext:
     """Components that the trainers of a run share, on one rank.
 
     Attributes:
-        worker: Scores and updates the policy.
         sync: Pushes new weights to the rollout policy.
-        fingerprint: Fingerprint of the simulator, for manifests.
         fps: Frames per second of the behaviour-cloning dataset, for manifests; None: unknown.
         warned_of_clipping: The run has warned about clipped actions.
     """

@@ -1,7 +1,5 @@
 """Trainer of behaviour cloning; runs on every rank."""
 
-from __future__ import annotations
-
 import logging
 import time
 from contextlib import suppress
@@ -43,7 +41,6 @@ class CloningTrainer(ActionTrainer):
     """Behaviour cloning; a rank only reads the rows of a minibatch that it trains on.
 
     Args:
-        parts: Components of the run; the scripted expert acts in its evaluation env.
         dataset: Stored demonstrations; None: the expert collects them.
         last_tag: Evaluation after the last step; None: RL follows and starts with one.
     """

@@ -1,7 +1,5 @@
 """Evaluations during a run, on held-out episodes."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -26,8 +24,6 @@ class Evaluator:
 
     Args:
         env: Made with ``auto_reset=False``; offloaded after each evaluation.
-        stop_signal: Interrupts an evaluation on all ranks.
-        autocast: Returns the context in which the policy computes.
         episodes: Runs them elsewhere; None: on this rank.
     """
 

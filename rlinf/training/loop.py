@@ -50,10 +50,8 @@ class Trainer(Protocol):
 
     Attributes:
         phase: ``sft`` or ``rl``, the phase in ``metrics.jsonl``. ``LoopState.phase`` is ``step`` in a recipe.
-        num_steps: Number of steps of the phase.
         last_tag: Evaluation after the last step, if any.
         ends_run: The run ends with this trainer, and its last checkpoint is exported.
-        model: Policy in checkpoints.
         optimizer: Its optimiser; None: in ``state_dict``.
     """
 
@@ -97,8 +95,6 @@ class Loop:
     """Runs the trainers of a run, one after the other.
 
     Args:
-        state: Initial state.
-        settings: When a run saves and ends.
         run_config: Configuration as a mapping, for checkpoints.
         resumed_from: Checkpoint of ``state``; None: a new run.
 

@@ -1,7 +1,5 @@
 """Assignment of the rows of a rollout to minibatches and ranks."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -32,7 +30,6 @@ class MinibatchPlan:
 
     Attributes:
         num_rows: Valid rows of all ranks.
-        num_minibatches: Number per epoch.
     """
 
     def __init__(self, valid: Tensor, env_groups: range, minibatch_size: int, seed: int) -> None:

@@ -1,7 +1,5 @@
 """Files at the end of a run: its summary, or the batch that made it fail."""
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Collection

@@ -1,7 +1,5 @@
 """Profile a few steps of a run with ``torch.profiler``, for Perfetto, TensorBoard or ``chrome://tracing``."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 from collections.abc import Iterator

@@ -46,8 +46,6 @@ class _PendingRollout:
     Attributes:
         ahead: Its state in a checkpoint.
         weights: Weights that it uses, if the current ones may differ once it is trained on.
-        handle: For ``Collector.result``.
-        since: Time of submission.
     """
 
     ahead: RolloutAhead

@@ -1,7 +1,5 @@
 """State of a run's loop, saved in every checkpoint."""
 
-from __future__ import annotations
-
 from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,7 +11,6 @@ class RolloutAhead:
 
     Attributes:
         step: Iteration that trains on it.
-        policy_version: Version of the weights that it uses.
         issued_at: Iteration in which it was submitted, before the updates.
         updated: The policy was updated between the previous submission and this one.
     """
@@ -42,14 +39,10 @@ class LoopState:
         phase: Prefix of checkpoint names: ``sft``, then ``rl``; ``step`` in a recipe. Not ``Trainer.phase``, which is the phase in
             ``metrics.jsonl``: ``sft`` or ``rl``, also in a recipe.
         sft_step, step: Next optimiser step of behaviour cloning, next iteration of RL or step of a recipe.
-        env_steps: Env steps of RL so far.
         num_tokens: Tokens that a recipe has trained on or scored, without padding, over all ranks.
-        policy_version: Weight updates so far.
         train_wall_s: Seconds of training so far (demonstrations, behaviour cloning, RL; not evaluation).
-        tracker_run_id: Id of the metric run.
         evaluations: Tag to summary of each evaluation so far, with the name of the ``checkpoint`` of its policy.
         scores: Score of each validation of a recipe, by the name of the following checkpoint; higher is better.
-        last_validation: Its metrics.
         dataset: Hash of the behaviour-cloning dataset (``StoredDemonstrations.digest``), or None.
         labels: Bits of ``sft.advantage_top_fraction`` of its frames, in hexadecimal; None: without labels.
         data: Settings that determine the rows of a recipe's step, and its model; a resumed run must have the same.

@@ -1,7 +1,5 @@
 """SIGINT, SIGTERM, SIGUSR1 and SIGHUP: an orderly end of a run."""
 
-from __future__ import annotations
-
 import os
 import signal
 import termios

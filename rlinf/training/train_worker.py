@@ -1,7 +1,5 @@
 """Training on one rank: score rollouts and take optimiser steps, without envs, files or process management."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
@@ -63,11 +61,8 @@ class TrainWorker:
     """Trains a policy with float32 masters of 16-bit parameters (``MasterAdamW``), which also sum micro-batch gradients.
 
     Args:
-        model: The policy.
         config: Optimiser settings; None: without an optimiser, because a different trainer updates the policy.
         temperature: Temperature of the action distribution, as in the rollout.
-        micro_batch_size: Rows of a forward-backward pass.
-        val_micro_batch_size: Rows of a forward pass.
         precision: ``bf16-mixed`` runs under autocast.
         parallel: Sharding of ``model``; None: replicated.
     """

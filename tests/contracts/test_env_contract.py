@@ -201,7 +201,7 @@ FAULTS = {
     "cameras of the config": ("_observe", changed(images=lambda images: {})),
     "`state` is float64": ("_observe", changed(state=lambda state: state.astype(np.float64))),
     "non-empty texts": ("_observe", changed(instruction=lambda sentences: [""] * len(sentences))),
-    "writes into the observation": ("_update_observation", reuse_arrays),
+    "writes into an observation": ("_update_observation", reuse_arrays),
     "not disjoint": ("episode_specs", lambda base, self, split: base(self, "train")),
     "round robin": ("episode_specs", lambda base, self, split: sorted(base(self, split)[:100])),
     "is empty": ("episode_specs", lambda base, self, split: []),

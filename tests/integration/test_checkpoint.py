@@ -382,7 +382,9 @@ def test_an_index_with_anything_but_tensors_of_the_folder_is_refused(saved, tmp_
 def test_a_damaged_random_state_is_one_sentence_without_dangerous_advice(saved, tmp_path, content):
     folder = copied(saved, tmp_path / "rl_000002")
     torch.save(content, folder / "rng" / "rank_0.pt")
-    with pytest.raises(CheckpointError, match="rank_0.pt holds no random states .* Use a different checkpoint") as error:
+    with pytest.raises(
+        CheckpointError, match="rank_0.pt holds no random states .* Use a different checkpoint"
+    ) as error:
         load_checkpoint(rehashed(folder), model=build()[0])
     assert "weights_only" not in str(error.value) and "\n" not in str(error.value)
 

@@ -206,6 +206,6 @@ def test_all_ranks_refuse_the_worst_sample_of_all_and_metrics_of_their_own(recor
     first, second = ((recorded / f"rejected {r}").read_text() for r in (0, 1))
     assert first == second and len(first.splitlines()) == 4
     assert re.search(r"ParityError.*differ by 0\.5 at step 0.*policy call 2 of env 5, EpisodeSpec", first)
-    assert re.search(r"ConfigError: train/baseline is 2\.0 on one rank and 3\.0 on another.*masked_mean", first)
-    assert "train/extra is missing on one rank and 0.0 on another" in first
-    assert "train/nan is 0.0 on one rank and nan on another" in first
+    assert re.search(r"ConfigError: train/baseline is 2\.0 on one rank, but 3\.0 on a second one.*masked_mean", first)
+    assert "train/extra is missing on one rank, but 0.0 on a second one" in first
+    assert "train/nan is 0.0 on one rank, but nan on a second one" in first

@@ -153,7 +153,7 @@ def test_recording_changes_no_result_and_its_failure_loses_none(quick, tmp_path,
     assert result_of("on") == result_of("off")
     with monkeypatch.context() as patch:
         patch.setattr("rlinf.evaluation.recording._image", lambda frame: 1 / 0)
-        with pytest.raises(RLinfError, match=r"ZeroDivisionError.*its result is kept.*evaluation\.record_episodes=0"):
+        with pytest.raises(RLinfError, match=r"ZeroDivisionError.*its result is saved.*evaluation\.record_episodes=0"):
             evaluate(configured(quick, tmp_path / "failed", evaluation=few | {"record_episodes": 1}))
     assert result_of("failed") == result_of("off"), "the result was written before"
     evaluate(configured(quick, tmp_path / "failed", evaluation=few))

@@ -57,7 +57,9 @@ def test_demonstrations_are_proposed_once_and_counted_apart(tmp_path, demonstrat
     with pytest.raises(CheckpointError, match="not trained with the demonstrations of .*=successes. Set both as in"):
         train(config_of(tmp_path / "0", *offline(demonstrations), *others))
     resumed = ["env.reward_mode=sparse", *others[1:]]
-    with pytest.raises(ConfigError, match="was trained with demonstrations; required: the demonstrations of the run") as error:
+    with pytest.raises(
+        ConfigError, match="was trained with demonstrations; required: the demonstrations of the run"
+    ) as error:
         config_of(tmp_path / "0", *resumed)
     fix = str(error.value).rpartition("Set ")[2].partition(", or")[0]
     config_of(tmp_path / "0", *resumed, *fix.split())

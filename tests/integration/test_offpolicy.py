@@ -217,7 +217,8 @@ def test_another_buffer_is_refused_when_a_run_is_resumed(tmp_path):
     train(config_of(tmp_path, "trainer.max_steps=1"))
     more = [f"resume={tmp_path}", "trainer.max_steps=2"]
     with pytest.raises(
-        CheckpointError, match="25 observations for each of 4 envs, but this run has 50.*Set algorithm.replay_capacity=100"
+        CheckpointError,
+        match="25 observations for each of 4 envs, but this run has 50.*Set algorithm.replay_capacity=100",
     ):
         train(config_of(tmp_path, *more, "algorithm.replay_capacity=200"))
     train(config_of(tmp_path, *more))
@@ -463,7 +464,7 @@ def test_settings_of_a_head_that_is_there_are_not_ignored(tmp_path):
         assert override == "algorithm.actor.scale=0.5"
         config_of(tmp_path / "new", "trainer.max_steps=2", source, override)
         for more in ("algorithm.actor.name=direct", "algorithm.actor.hidden_size=32", "model.features=pooled"):
-            assert "=" in rejected(source, override, more, match="made with " + more.partition("=")[0])
+            assert "=" in rejected(source, override, more, match="trained with " + more.partition("=")[0])
         source = f"{key}={tmp_path / 'td3'}"
         override = rejected(source, "algorithm.actor.scale=0.5", match="algorithm.name=td3|noise of 0.3")
         assert override.startswith("algorithm=td3")
@@ -530,7 +531,6 @@ def test_a_new_run_goes_on_with_the_critics_of_a_head_that_chooses(tmp_path):
     fewer = ActorConfig(hidden_size=16)
     with pytest.raises(CheckpointError, match="Set algorithm.num_critics=5"):
         trainer.learner.load_critics(Critics(fewer, trainer.policy.actor.critic_input_dim, 5))
-
 
 
 def test_the_buffer_of_a_checkpoint_is_read_into_place(tmp_path, monkeypatch):

@@ -275,9 +275,7 @@ class TestPlayersOfARunThatHasNotBegun:
             if not repeats:
                 workers.results([call])
         send(signal.SIGSTOP)(workers, 1)  # while it is built
-        with pytest.raises(
-            RankError, match=r"Rollout worker 1 was lost: .* Its predecessor was lost in the same call"
-        ):
+        with pytest.raises(RankError, match=r"Rollout worker 1 was lost: .* Its predecessor was lost in the same call"):
             workers._watch(1, 1000.0)
 
 
@@ -327,9 +325,7 @@ def test_a_machine_with_other_packages_is_refused_before_a_model_is_built(cluste
     try:
         monkeypatch.setattr("rlinf.commands.train.build", lambda *_: pytest.fail("a model was built"))
         spread = ["cluster.num_rollout_workers=4", "rollout.num_envs=8"]
-        with pytest.raises(
-            ConfigError, match=r"machines of this run differ:\n.*version of another-package.*has 1.0"
-        ):
+        with pytest.raises(ConfigError, match=r"machines of this run differ:\n.*version of another-package.*has 1.0"):
             train(run_config(tmp_path / "run", *STATE, *SPLIT, *spread))
     finally:
         cluster.remove_node(node)
@@ -366,4 +362,6 @@ def test_a_machine_that_is_lost_changes_nothing_where_another_one_has_room(clust
     finally:
         cluster.add_node(num_cpus=2, object_store_memory=100 << 20)
     check_equal(folder, runs("state", *STATE))
-    assert "A replacement runs the same env groups" in caplog.text  # more than once if Ray notices the loss of the machine late
+    assert (
+        "A replacement runs the same env groups" in caplog.text
+    )  # more than once if Ray notices the loss of the machine late

@@ -19,7 +19,10 @@ from rlinf.preflight.conditions import build_manifest
 from rlinf.types import ActionEvaluation, ActionPrediction, Observation
 
 ROLLOUT, ROWS, AGAIN = "rollout against training", "a single row and in a batch", "repeatable"
-SURPRISE, TRANSFORM = "samples are from the scored distribution", "samples are the inverse transform of the random numbers"
+SURPRISE, TRANSFORM = (
+    "samples are from the scored distribution",
+    "samples are the inverse transform of the random numbers",
+)
 COMMANDS = {
     "cnn": ["experiment=tabletop_ppo_cnn", "model.precision=bf16-mixed"],
     "openvla, bf16": ["model=openvla_tiny", "model.precision=bf16"],
@@ -228,7 +231,10 @@ def no_gradients(model):
 
 DEFECTS = {
     rollout_at_another_temperature: [*[ROLLOUT] * 5, TRANSFORM],
-    scores_that_ignore_the_temperature: [f"{ROLLOUT}, batch 4, temperature 1.5", "log-probs at a different temperature"],
+    scores_that_ignore_the_temperature: [
+        f"{ROLLOUT}, batch 4, temperature 1.5",
+        "log-probs at a different temperature",
+    ],
     no_temperature_at_all: ["log-probs at a different temperature"],
     rows_that_see_their_neighbours: [ROWS] * 4,
     padding_that_counts: [ROWS] * 4,

@@ -128,7 +128,7 @@ def test_recomputed_blocks_keep_less_and_change_no_gradient(case):
     plain = score(policy, observation)
     changed = copy.deepcopy(policy)
     if name in WITHOUT_BLOCKS:
-        with pytest.raises(ConfigError, match="has no repeated blocks.*gradient_checkpointing=False"):
+        with pytest.raises(ConfigError, match="has no repeated layers.*gradient_checkpointing=False"):
             set_training_options(changed, recomputed=True, compiled=False)
         return
     set_training_options(changed, recomputed=True, compiled=False)

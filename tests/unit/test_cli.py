@@ -303,7 +303,7 @@ def test_export_shows_its_usage_and_refuses_a_folder_that_is_full_or_cannot_be_w
     assert "not empty" in capsys.readouterr().err
     assert main(["export", "checkpoint=nowhere", "output=/proc/new"]) == EXIT_USER_ERROR
     printed = capsys.readouterr().err
-    assert "Error: output='/proc/new'" in printed and "Set output=<another folder>" in printed
+    assert "Error: output='/proc/new'" in printed and "Set output=<a different folder>" in printed
 
 
 def test_models_lists_what_is_registered_and_which_groups_there_are(capsys):

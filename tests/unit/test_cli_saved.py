@@ -123,7 +123,7 @@ def test_a_folder_whose_run_ended_before_its_first_checkpoint_is_no_dead_end(her
     (here / "run").mkdir()
     (here / "run" / "metrics.jsonl").write_text("")
     assert main(["train", *SMALL, "output_dir=run"]) == EXIT_USER_ERROR
-    assert "Set output_dir=<another folder>, or delete this one" in capsys.readouterr().err
+    assert "Set output_dir=<a new folder>, or delete this one" in capsys.readouterr().err
     assert main(["train", "resume=run"]) == EXIT_USER_ERROR
     assert "can only be started again" in capsys.readouterr().err
 

@@ -310,7 +310,7 @@ def test_folder_of_another_run_is_refused_for_training(finished, monkeypatch):
     (checkpoint / "state.json").write_text("{}")
     with pytest.raises(ConfigError, match="already contains a run") as caught:
         validate(build(f"output_dir={finished}"))
-    assert f"Set resume={finished} " in str(caught.value) and "output_dir=<another folder>" in str(caught.value)
+    assert f"Set resume={finished} " in str(caught.value) and "output_dir=<a new folder>" in str(caught.value)
     validate(build(f"output_dir={finished}"), "evaluate")
     validate(build(f"output_dir={finished}_2"))
     monkeypatch.setattr(validation, "check_start", lambda *_: None)

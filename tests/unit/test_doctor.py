@@ -380,6 +380,6 @@ def test_a_vllm_of_another_version_is_named_with_the_wanted_one(monkeypatch):
         text.partition("==")[2].partition(";")[0].strip() for text in requires("rlinf") if text.startswith("vllm==")
     )
     monkeypatch.setattr("rlinf.cli.doctor.importlib.util.find_spec", lambda name: object())
-    for installed, told in (("0.1.0", f"written for =={pinned}"), (pinned, "rollout.backend=vllm")):
+    for installed, told in (("0.1.0", f"rlinf requires =={pinned}"), (pinned, "rollout.backend=vllm")):
         monkeypatch.setattr("rlinf.cli.doctor._version", {"vllm": installed}.get)
         assert told in check_vllm().detail

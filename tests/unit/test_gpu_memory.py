@@ -311,9 +311,9 @@ def test_an_engine_beside_an_offloaded_policy_does_not_count_main_memory():
     words = ["experiment=libero_ppo_openvla_oft", *OFT]
     config = config_of(*words)
     estimate = gpu_memory.estimate_memory(config, 80 * GB, policy_on_meta_device(config))
-    assert gpu_memory._beside_engine(config, estimate) == estimate.trainer + estimate.rollout_weights
+    assert gpu_memory._policy_bytes(config, estimate) == estimate.trainer + estimate.rollout_weights
     config.trainer.cpu_offload = True
-    assert gpu_memory._beside_engine(config, estimate) == estimate.rollout_weights
+    assert gpu_memory._policy_bytes(config, estimate) == estimate.rollout_weights
 
 
 def test_adapters_on_the_meta_device_have_the_format_of_real_ones():

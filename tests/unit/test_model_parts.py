@@ -202,7 +202,7 @@ def test_mlp_weights_that_do_not_fit_are_refused(tmp_path):
         None: weights,
         "missing": {name: tensor for name, tensor in weights.items() if name != "policy.0.weight"},
         "unexpected": weights | {"policy.9.weight": torch.zeros(1)},
-        "another shape": weights | {"policy.0.bias": torch.zeros(3)},
+        "a different shape": weights | {"policy.0.bias": torch.zeros(3)},
     }.items():
         save_file(damaged, tmp_path / "model.safetensors", metadata={"format": "pt"})
         with nullcontext() if how is None else pytest.raises(CheckpointError, match=rf"{how} \[\W*policy"):

@@ -115,9 +115,9 @@ def without(weights, prefix):
         (lambda weights: without(weights, "model.norm.weight"), "missing .'model.norm"),
         (lambda weights: without(weights, "value_head.mlp.0.bias"), "missing .'value_head.mlp.0.bias"),
         (lambda weights: weights | {"model.more.weight": torch.zeros(1)}, "unexpected .'model.more"),
-        (lambda weights: weights | {"model.norm.weight": torch.zeros(3)}, "another shape .*model.norm"),
+        (lambda weights: weights | {"model.norm.weight": torch.zeros(3)}, "a different shape .*model.norm"),
     ],
-    ids=["whole", "without value head", "missing", "half a value head", "unexpected", "another shape"],
+    ids=["whole", "without value head", "missing", "half a value head", "unexpected", "a different shape"],
 )
 def test_a_model_of_user_code_takes_exactly_its_weights(models, folder, change, message):
     register_model("seed_pattern", config=PatternConfig, processor=PatternProcessor, model=PatternModel)
@@ -188,7 +188,7 @@ def test_an_index_without_weights_is_refused(tmp_path):
 
 
 def test_a_model_without_gradient_checkpointing_names_the_override():
-    with pytest.raises(ConfigError, match="MLP.* has no repeated blocks.*model.gradient_checkpointing=false"):
+    with pytest.raises(ConfigError, match="MLP.* has no repeated layers.*model.gradient_checkpointing=false"):
         get_model(MLP | {"gradient_checkpointing": True})
 
 

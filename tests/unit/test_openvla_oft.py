@@ -301,7 +301,7 @@ def from_folder(folder, override_config=None, **model):
 def test_new_parts_start_on_a_base_model_and_are_saved(base, tmp_path, caplog):
     with caplog.at_level(logging.INFO, "rlinf"):
         model = build_policy({"model": from_folder(base, OPTIONS | {"new_parts": PARTS})}).train()
-    lines = [record.getMessage() for record in caplog.records if "started again" in record.getMessage()]
+    lines = [record.getMessage() for record in caplog.records if "newly initialised" in record.getMessage()]
     assert len(lines) == 1 and ", ".join(PARTS) in lines[0]
     assert model.config.new_parts == []
     state_dict = model.state_dict()

@@ -233,7 +233,7 @@ def test_the_command_writes_answers_manifest_and_report_and_counts_right_ones(mo
     assert names == ["even/1.json", "even/2.json", "even/3.json", "odd/0.json"]
     assert sum(json.loads(path.read_text())["is_correct"] for path in files) == 2
     report = (tmp_path / "b" / "report.html").read_text()
-    assert "Paired comparison" in report and "4 questions that both have run" in report
+    assert "Paired comparison" in report and "4 common questions" in report
 
 
 def test_results_on_other_lists_are_refused_until_allowed(model, tmp_path, capsys):
@@ -250,7 +250,7 @@ def test_results_on_other_lists_are_refused_until_allowed(model, tmp_path, capsy
     assert main(["evaluate", "--compare", a, b, "evaluation.allow_mismatch=[questions]"]) == 0
     assert capsys.readouterr().out.count("0/3") == 2, "the common ones"
     page = (tmp_path / "b" / "report.html").read_text(encoding="utf-8")
-    assert "2 questions that only one has run are left out. Accepted: questions.sha256" in page
+    assert "2 questions that are only in one of the two are left out. Accepted: questions.sha256" in page
     allowed = "evaluation.allow_mismatch=[questions.sha256]"
     assert main(["evaluate", "--compare", a, str(tmp_path / "c"), allowed]) == 0, "another order is the same list"
 

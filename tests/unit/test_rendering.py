@@ -104,7 +104,12 @@ def test_a_signal_in_the_first_picture_leaves_nothing_half_open(scene, monkeypat
         os.kill(os.getpid(), signal.SIGTERM)
         return context
 
-    with monkeypatch.context() as patch, stop_signal.handled(), pytest.raises(StopRequested), stop_signal.interrupting():
+    with (
+        monkeypatch.context() as patch,
+        stop_signal.handled(),
+        pytest.raises(StopRequested),
+        stop_signal.interrupting(),
+    ):
         patch.setattr(mujoco, "MjrContext", made)
         stopped.render([state], [0])
     stopped.close()

@@ -87,7 +87,7 @@ def test_in_a_training_run_threads_and_ranks_share_the_cores_and_no_worker_outli
     evaluator.record(Wanderer(), "after_rl", result)
     assert result.episodes == 2, "a signal during the recording leaves the result"
     monkeypatch.setattr("rlinf.training.evaluator.record_episodes", lambda *_, **__: 1 / 0)
-    with pytest.raises(RLinfError, match=r"its result is kept.*evaluation\.record_episodes=0"):
+    with pytest.raises(RLinfError, match=r"its result is saved.*evaluation\.record_episodes=0"):
         evaluator.record(Wanderer(), "after_rl", result)
     evaluator.record(Wanderer(), "step_000001", result)
     env.close()

@@ -231,7 +231,11 @@ def test_ranks_of_a_launch_compare_their_gpus_before_they_join(monkeypatch):
         "inherited by ranks: asking whether there is a GPU starts no CUDA"
     )
     for error in started_on_gpus(monkeypatch, [["A"], ["A"]]):
-        assert isinstance(error, ConfigError) and "rank 1 on" in str(error) and "has the same GPU A as rank 0" in str(error)
+        assert (
+            isinstance(error, ConfigError)
+            and "rank 1 on" in str(error)
+            and "has the same GPU A as rank 0" in str(error)
+        )
 
 
 def test_a_rank_that_has_started_cuda_before_its_gpu_is_chosen_says_so(monkeypatch):

@@ -107,7 +107,7 @@ def test_damaged_lines_neither_block_a_resume_nor_are_lost(tmp_path, caplog, dam
             tracker.log(step, {"train/loss": 1.0})
     lines = (tmp_path / "metrics.jsonl").read_bytes().split(b"\n")
     (tmp_path / "metrics.jsonl").write_bytes(b"\n".join([lines[0], damaged, *lines[1:]]))
-    assert steps_of(tmp_path) == [("rl", 0), ("rl", 1), ("rl", 2)] and "1 damaged lines are left out" in caplog.text
+    assert steps_of(tmp_path) == [("rl", 0), ("rl", 1), ("rl", 2)] and "1 damaged lines are ignored" in caplog.text
     caplog.clear()
     for _ in range(2):
         with Tracker(tmp_path, JSONL, {}, run_id=tracker.run_id, resume_step=3):

@@ -1,7 +1,5 @@
 """The connection to the Ray cluster at ``RAY_ADDRESS``, or to a new cluster on this machine."""
 
-from __future__ import annotations
-
 import os
 import random
 import signal

@@ -1,7 +1,5 @@
 """A watcher process that ends the Ray processes of a killed run. It imports nothing of rlinf."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

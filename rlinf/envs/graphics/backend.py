@@ -4,8 +4,6 @@ MuJoCo (tabletop, Meta-World, LIBERO) renders with OpenGL, SAPIEN (ManiSkill) wi
 silently, so each driver is first tested in a separate process.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import glob

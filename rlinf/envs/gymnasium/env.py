@@ -1,7 +1,5 @@
 """Environments that are registered with gymnasium, with bounded or discrete actions."""
 
-from __future__ import annotations
-
 import functools
 import importlib.util
 import json

@@ -1,7 +1,5 @@
 """Read cameras, state, instruction and success from observations and infos of a gymnasium env."""
 
-from __future__ import annotations
-
 import re
 import warnings
 from collections.abc import Iterator, Mapping

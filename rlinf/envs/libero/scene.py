@@ -1,7 +1,5 @@
 """A LIBERO task as robosuite builds it, stepped without robosuite's redundant computations, bit for bit the same."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import logging

@@ -1,7 +1,5 @@
 """LIBERO's tasks and their asset files, read from its package without importing LIBERO, robosuite or torch."""
 
-from __future__ import annotations
-
 import ast
 import functools
 import importlib.metadata

@@ -1,7 +1,5 @@
 """ManiSkill 3 on an NVIDIA GPU: all envs are in one simulation."""
 
-from __future__ import annotations
-
 import gc
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """ManiSkill 3's tabletop tasks (Tao et al., 2024, arXiv:2410.00425), and a simulation of one task with any number of envs."""
 
-from __future__ import annotations
-
 import gc
 import logging
 from collections.abc import Sequence

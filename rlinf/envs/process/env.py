@@ -5,8 +5,6 @@ shared memory, which leaves nothing behind however a process ends. A worker that
 replaced, and its envs restart their episodes (``ChunkStep.lost_env_ids``).
 """
 
-from __future__ import annotations
-
 import inspect
 import os
 import signal

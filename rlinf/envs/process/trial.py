@@ -1,7 +1,5 @@
 """Try a user's env in a separate process, so that a crash or a hang ends only that process."""
 
-from __future__ import annotations
-
 import os
 import re
 import threading

@@ -5,8 +5,6 @@ receives actions, and returns rewards and the changed observations. An actor tha
 and its envs restart their episodes (``ChunkStep.lost_env_ids``).
 """
 
-from __future__ import annotations
-
 import os
 import pickle
 import socket

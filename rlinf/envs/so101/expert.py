@@ -1,7 +1,5 @@
 """Scripted expert for the SO-101: it knows the cube's pose, and solves inverse kinematics for each phase's target."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

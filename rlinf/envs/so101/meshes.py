@@ -1,7 +1,5 @@
 """Mesh simplification for images of few pixels."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Configuration of the built-in tabletop simulator."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from rlinf.envs.config import EnvConfig

@@ -1,7 +1,5 @@
 """The built-in simulator: language-conditioned tasks on a table, with many states and one renderer."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import ClassVar

@@ -1,7 +1,5 @@
 """The tabletop as a MuJoCo model: three coloured blocks, three coloured zones, and a position-controlled pusher."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Task families of the tabletop: layouts, instructions, goals and scripted experts, vectorised over envs."""
 
-from __future__ import annotations
-
 import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace

@@ -1,7 +1,5 @@
 """Process groups of a Megatron-core model: tensor, sequence, pipeline and data parallelism."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

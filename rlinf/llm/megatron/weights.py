@@ -3,8 +3,6 @@
 Only calling the functions needs Megatron-core.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

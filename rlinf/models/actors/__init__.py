@@ -1,7 +1,5 @@
 """Actors by name: the small networks that learn on top of a frozen policy."""
 
-from __future__ import annotations
-
 from rlinf.registry import Registry
 
 ACTORS: Registry = Registry(

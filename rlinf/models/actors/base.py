@@ -1,7 +1,5 @@
 """The base class of actors: small networks on the features and chunks of a frozen base policy."""
 
-from __future__ import annotations
-
 import math
 from abc import abstractmethod
 from typing import Any, ClassVar

@@ -1,7 +1,5 @@
 """An ensemble of critics, computed as one batched network."""
 
-from __future__ import annotations
-
 import math
 
 import torch

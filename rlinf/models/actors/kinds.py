@@ -1,7 +1,5 @@
 """The registered actors: residuals on the base action, actions without it, and noise for the base policy."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """The contract of action models: ``ActionModel``, the base class of every policy that acts in an env."""
 
-from __future__ import annotations
-
 from abc import ABCMeta, abstractmethod
 from collections.abc import Hashable, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar

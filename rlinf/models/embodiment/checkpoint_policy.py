@@ -1,7 +1,5 @@
 """Policies built from modules of transformers; their checkpoint folder fits exactly or is rejected."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path

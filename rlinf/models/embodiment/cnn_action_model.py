@@ -1,7 +1,5 @@
 """A small Gaussian policy on images and the instruction's words: the baseline that a VLA has to beat."""
 
-from __future__ import annotations
-
 import copy
 import math
 import zlib

@@ -1,7 +1,5 @@
 """Flow policies for reinforcement learning: chains of denoising steps and their densities."""
 
-from __future__ import annotations
-
 import math
 from abc import abstractmethod
 from typing import Any

@@ -1,7 +1,5 @@
 """Policies whose checkpoint folder fits exactly or is rejected."""
 
-from __future__ import annotations
-
 import inspect
 import json
 import logging

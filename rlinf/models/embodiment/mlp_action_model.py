@@ -1,7 +1,5 @@
 """A small Gaussian policy on the state vector: the quickest way to debug an algorithm or an env."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Small policies of plain PyTorch, without the slow import of transformers."""
 
-from __future__ import annotations
-
 import inspect
 import json
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """The common part of all policies that predict action tokens."""
 
-from __future__ import annotations
-
 from abc import abstractmethod
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Data that the rules of `rlinf why` read, the outcome of a run by the best evidence, and the findings of the rules."""
 
-from __future__ import annotations
-
 import json
 import math
 import os
@@ -31,7 +29,6 @@ class Finding:
     Attributes:
         text: The measured value, and its threshold.
         set: Overrides to type; "" if the evidence does not indicate a setting.
-        steps: First and last step of the evidence, as in ``metrics.jsonl``.
         rule: Name of the rule, set by ``diagnose``.
     """
 
@@ -87,7 +84,6 @@ class Record:
     """Metrics and configuration of a run.
 
     Attributes:
-        lines: Lines of ``metrics.jsonl``.
         manifest: Manifest of the run, or else of its newest checkpoint.
         gain: Paired comparison of the evaluations before (a) and after (b), as in ``compare.json``; None without one.
     """
@@ -158,7 +154,8 @@ class Record:
         # the interval of these counts is wide enough.
         lines = self.lines_with("eval/reward_mean", "eval/num_completions")
         rates = [
-            (line["step"], line["eval/reward_mean"] / self.full_reward, int(line["eval/num_completions"])) for line in lines
+            (line["step"], line["eval/reward_mean"] / self.full_reward, int(line["eval/num_completions"]))
+            for line in lines
         ]
         if not all(0 <= rate <= 1 for _, rate, _ in rates):
             raise NotMeasured

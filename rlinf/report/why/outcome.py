@@ -1,7 +1,5 @@
 """Outcome of a run: the change of success, return, reward or loss from its start to its end, with an interval."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -27,10 +25,8 @@ class Outcome:
     Attributes:
         verdict: ``rose``, ``fell``, ``did_not_rise`` or ``inconclusive``; of ``measure`` itself, also if that is a loss.
         measure: ``success``, ``return``, ``reward`` or ``loss``.
-        text: The numbers as text.
         is_good: It certainly improved, or nothing was left to improve.
         is_mastered: Nothing was left to improve at the end.
-        steps: First and last step.
     """
 
     verdict: str

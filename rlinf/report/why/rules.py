@@ -1,7 +1,5 @@
 """Rules of `rlinf why`, each with a threshold that follows from the measured quantity; docs/why.md lists them."""
 
-from __future__ import annotations
-
 import math
 import os
 from contextlib import nullcontext, suppress

@@ -1,7 +1,5 @@
 """The report of ``rlinf check-policy`` on a folder."""
 
-from __future__ import annotations
-
 import shlex
 from collections.abc import Mapping
 from pathlib import Path

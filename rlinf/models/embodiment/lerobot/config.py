@@ -1,7 +1,5 @@
 """The configuration of a lerobot policy folder, and the mapping of an env's observations to its features."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path

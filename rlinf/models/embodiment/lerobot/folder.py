@@ -1,7 +1,5 @@
 """Checks of a lerobot policy folder: a policy without its statistics acts blindly, and lerobot does not report it."""
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path

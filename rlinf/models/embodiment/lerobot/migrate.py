@@ -4,8 +4,6 @@ lerobot's ``migrate_policy_normalization`` needs the hub, and renames ``observat
 ``observation.images.cam.high``, which its normaliser then skips.
 """
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """A lerobot policy in this process: its own class, between its own pre- and postprocessor."""
 
-from __future__ import annotations
-
 import contextlib
 import inspect
 import io

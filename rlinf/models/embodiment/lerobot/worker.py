@@ -1,7 +1,5 @@
 """A lerobot policy in a separate interpreter: started, monitored, restarted once, and stopped from here."""
 
-from __future__ import annotations
-
 import logging
 import os
 import sys

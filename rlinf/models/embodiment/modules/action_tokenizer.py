@@ -1,7 +1,5 @@
 """Continuous actions as tokens: the last ``num_bins`` ids of the language model's vocabulary."""
 
-from __future__ import annotations
-
 import numpy as np
 import torch
 from torch import Tensor

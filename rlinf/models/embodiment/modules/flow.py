@@ -4,8 +4,6 @@ Convention of pi0 (Black et al. 2024): ``x_t = t * noise + (1 - t) * action``, s
 the velocity ``v = noise - action``.
 """
 
-from __future__ import annotations
-
 import math
 
 import torch

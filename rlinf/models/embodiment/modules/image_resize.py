@@ -1,7 +1,5 @@
 """Resizing and JPEG round trips of uint8 images, batched, with the bits of Pillow, torch or TensorFlow."""
 
-from __future__ import annotations
-
 import io
 from collections.abc import Callable
 from functools import lru_cache

@@ -1,7 +1,5 @@
 """Actions and states between env units and [-1, 1], by bounds of the training data."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

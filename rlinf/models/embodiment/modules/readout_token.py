@@ -1,7 +1,5 @@
 """One token that summarises the states of a prefix (RLT, 2604.23073, stage 1)."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 

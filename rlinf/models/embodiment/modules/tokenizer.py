@@ -1,7 +1,5 @@
 """The tokenizer of a checkpoint folder, or the packaged one."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

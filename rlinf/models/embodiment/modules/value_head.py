@@ -1,7 +1,5 @@
 """The value head: hidden states to values."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from torch import Tensor, nn

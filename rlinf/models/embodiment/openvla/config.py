@@ -1,7 +1,5 @@
 """Configuration of OpenVLA: the fields of public ``config.json`` files, and options for models from scratch."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,7 +1,5 @@
 """OpenVLA (Kim et al. 2024) as a policy for reinforcement learning."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
 from functools import partial

@@ -1,7 +1,5 @@
 """Vision transformers of OpenVLA, built from transformers' own DINOv2 and SigLIP layers."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor, nn
 from transformers import Dinov2WithRegistersConfig, SiglipVisionConfig

@@ -1,7 +1,5 @@
 """The adapter that runs an OpenVLA policy in vLLM; importing it does not import vLLM."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

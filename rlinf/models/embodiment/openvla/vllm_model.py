@@ -1,7 +1,5 @@
 """OpenVLA inside vLLM: our vision tower and projector, vLLM's language model. Imported in the engine's process only."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, ClassVar
 

@@ -1,7 +1,5 @@
 """Weights between public OpenVLA files (timm names) and our modules (transformers' names)."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 

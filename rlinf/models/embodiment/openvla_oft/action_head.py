@@ -1,7 +1,5 @@
 """The continuous action head and the state input of OpenVLA-OFT, with the names of its public files."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor, nn
 

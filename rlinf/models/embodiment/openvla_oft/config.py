@@ -1,7 +1,5 @@
 """Configuration of OpenVLA-OFT: constants of its public training scripts, as fields of the checkpoint."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any, ClassVar
 

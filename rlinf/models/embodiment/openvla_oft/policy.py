@@ -1,7 +1,5 @@
 """OpenVLA-OFT (Kim et al. 2025) as a policy for reinforcement learning."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any, ClassVar
 

@@ -1,7 +1,5 @@
 """Weights of public OpenVLA-OFT folders: OpenVLA's safetensors and separate files of additional parts."""
 
-from __future__ import annotations
-
 import logging
 import re
 from collections.abc import Iterable

@@ -1,7 +1,5 @@
 """Configuration of pi0 and pi0.5: sizes by the names of public checkpoints, or given explicitly."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar

@@ -1,7 +1,5 @@
 """The two transformers of pi0: a Gemma that reads images and text, and an action expert."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

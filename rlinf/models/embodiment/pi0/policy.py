@@ -1,7 +1,5 @@
 """pi0 (Black et al. 2024) and pi0.5 (Black et al. 2025) as policies for reinforcement learning."""
 
-from __future__ import annotations
-
 from collections.abc import Hashable, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar

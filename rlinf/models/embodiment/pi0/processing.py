@@ -1,7 +1,5 @@
 """Images, states and prompts of pi0 to tensors, and its actions back."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -18,9 +18,6 @@ from rlinf.errors import ConfigError
 from rlinf.imports import import_string
 from rlinf.number_formats import format_count
 from rlinf.types import ActionEvaluation, LossOutput, RolloutBatch
-
-if TYPE_CHECKING:
-    from rlinf.training.action_trainer import ActionTrainer
 
 
 @dataclass
@@ -79,8 +76,8 @@ class AnyAlgorithm:
     freezes_policy: ClassVar[bool] = False
 
     @classmethod
-    def make_trainer(cls, context: Any, env: Any, workers: Any) -> ActionTrainer:
-        """Build the trainer from the run's ``TrainerContext``.
+    def make_trainer(cls, context: Any, env: Any, workers: Any) -> Any:
+        """Build the ``ActionTrainer`` from the run's ``TrainerContext``.
 
         ``env`` is the evaluation env. ``workers`` are the ``RolloutWorkers`` that collect the rollouts; None: this rank collects them.
         """
@@ -123,10 +120,9 @@ class Algorithm(AnyAlgorithm, ABC):
         self.config = config
 
     @classmethod
-    def make_trainer(cls, context: Any, env: Any, workers: Any) -> ActionTrainer:
-        # By name: `training` imports `algorithms`, so an import here would point upwards in the layers. mypy still sees the result's type.
-        trainer: ActionTrainer = import_string("rlinf.training.rl_trainer:make_rl_trainer")(cls, context, env, workers)
-        return trainer
+    def make_trainer(cls, context: Any, env: Any, workers: Any) -> Any:
+        # By name: `training` imports `algorithms`, so an import here, even for types, would point upwards in the layers.
+        return import_string("rlinf.training.rl_trainer:make_rl_trainer")(cls, context, env, workers)
 
     @classmethod
     def check(cls, config: Any, policy: tuple[Any, Any] | None) -> None:

@@ -165,7 +165,7 @@ class ActionRun:
         self._warm_up()
         self.algorithm.compute_advantages(self.batch)
         flat = self.batch.flatten()
-        plan = MinibatchPlan(self.batch.loss_mask, self.collector.blocks, len(flat.loss_mask), seed=0)
+        plan = MinibatchPlan(self.batch.loss_mask, self.collector.env_groups, len(flat.loss_mask), seed=0)
         with self.gpu.count() as counts:
             for minibatch in plan.epoch(0):
                 self.worker.update(flat, minibatch, self.algorithm, STEP)

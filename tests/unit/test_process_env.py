@@ -20,7 +20,7 @@ import pytest
 from processes import is_running
 from walk_env import WalkConfig, WalkVectorEnv
 
-from rlinf.contracts.env import equal_rows, play, spread_specs
+from rlinf.contracts.env import equal_rows, run_episodes, spread_specs
 from rlinf.distributed.stack_dump import DUMP_SIGNAL, dump_stacks
 from rlinf.envs.config import EnvConfig, with_share_of_cores
 from rlinf.envs.process.env import Worker
@@ -72,7 +72,7 @@ def test_numbers_do_not_depend_on_the_number_of_processes(make):
     for num_processes in (0, 3, 9):
         env = make(num_processes=num_processes)
         specs = spread_specs(env, NUM_ENVS)
-        recordings.append(play(env, specs, env.max_episode_steps))
+        recordings.append(run_episodes(env, specs, env.max_episode_steps))
         env.reset(options={"episodes": specs})
         frames = env.render_frames([3, 0, 2], 20)
         positions = [pose["point"] for pose in env.poses([2, 3, 0])]

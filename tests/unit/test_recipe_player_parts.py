@@ -78,7 +78,7 @@ def test_a_device_that_is_not_there_is_refused_with_the_key_of_the_command(monke
     monkeypatch.setattr(command, "is_connected", lambda: True)
     config = from_mapping(RecipeConfig, {"policy": {"device": "cuda"}})
     with pytest.raises(ConfigError, match="Set policy.device=cpu, "):
-        command._device(config, None)
+        command.launch(config, None, dry_run=True, arguments=[])
     for name in ("find_model", "_run_of", "_output_folder"):
         monkeypatch.setattr(evaluation, name, lambda *_: tmp_path)
     questions = evaluation.QuestionsConfig(checkpoint="x", questions="y", device="cuda")

@@ -125,7 +125,9 @@ def test_the_headline_tells_what_is_done_in_part_only():
     audit = Audit(list(rows.values()), found, 100)
     partly = "Cheats: nothing found. Breaks when: nothing found. Partly: Does it read the instruction? yes (50%)."
     assert audit.summary().startswith(partly)
-    assert "Does it read the instruction? YES (50%): a different instruction: -48.0 points of 96.0" in audit.conclusions()
+    assert (
+        "Does it read the instruction? YES (50%): a different instruction: -48.0 points of 96.0" in audit.conclusions()
+    )
 
 
 def test_a_policy_that_ignores_the_instruction_is_found(full_state, sees):

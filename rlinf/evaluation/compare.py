@@ -9,8 +9,8 @@ from functools import cached_property
 from typing import Any
 
 from rlinf.errors import ConfigError
-from rlinf.evaluation.questions_result import QuestionsResult
 from rlinf.evaluation.intervals import bootstrap_interval, paired_difference_interval
+from rlinf.evaluation.questions_result import QuestionsResult
 from rlinf.evaluation.result import EvaluationResult, Success
 from rlinf.evaluation.sequential import LEVEL, difference_confidence_sequence, episodes_to_decide, sequential_p_value
 from rlinf.evaluation.stopping import episode_of
@@ -347,7 +347,9 @@ def _make_sequential(
     }
 
 
-def compare_questions(result_a: QuestionsResult, result_b: QuestionsResult, allow_mismatch: Sequence[str] = ()) -> Comparison:
+def compare_questions(
+    result_a: QuestionsResult, result_b: QuestionsResult, allow_mismatch: Sequence[str] = ()
+) -> Comparison:
     """Pair two results by question, in any order; ``allow_mismatch=["questions"]`` compares the common questions of two lists."""
     first, second = (
         {(scored.id, scored.prompt, scored.expected): (scored.category, scored.is_correct) for scored in result.results}

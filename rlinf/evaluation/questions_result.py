@@ -100,7 +100,7 @@ def holds_questions(path: str | os.PathLike) -> bool:
         data = json.loads(Path(path).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return False
-    return isinstance(data, dict) and "results" in data
+    return isinstance(data, dict) and "answer_type" in data
 
 
 def _count(results: Sequence[QuestionResult]) -> Success:

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from rlinf.errors import CheckpointError, ConfigError
-from rlinf.evaluation.questions_result import QuestionsResult, holds_questions
 from rlinf.evaluation.compare import EPISODES, QUESTIONS, Comparison, compare, compare_questions
+from rlinf.evaluation.questions_result import QuestionsResult, holds_questions
 from rlinf.evaluation.result import EvaluationResult
 from rlinf.files import follow_latest, write_text
 from rlinf.manifest import POLICY_FIELDS, Manifest, check_allowed, reject_mismatches

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from rlinf.errors import CheckpointError
-from rlinf.evaluation.questions_result import QuestionsResult, holds_questions
 from rlinf.evaluation.compare import Pairs
+from rlinf.evaluation.questions_result import QuestionsResult, holds_questions
 from rlinf.evaluation.result import Success
 from rlinf.files import parse_json_lines
 from rlinf.report.run_data import FolderData, results_of, saved_texts, traces_of

@@ -12,8 +12,8 @@ from safetensors.torch import load_file
 from transformers import AutoModelForImageTextToText
 
 from rlinf.cli import main
-from rlinf.evaluation.questions_result import QuestionsResult
 from rlinf.evaluation.intervals import wilson_interval
+from rlinf.evaluation.questions_result import QuestionsResult
 from rlinf.models.embodiment.hf_vla.processing import load_vlm_processor
 from rlinf.tracking.tracker import read_metrics
 

@@ -14,8 +14,8 @@ from rlinf.cli import main
 from rlinf.commands.evaluate_questions import find_model
 from rlinf.distributed.config import DeadlinesConfig
 from rlinf.errors import CheckpointError, ConfigError
-from rlinf.evaluation.questions_result import QuestionsResult
 from rlinf.evaluation.intervals import wilson_interval
+from rlinf.evaluation.questions_result import QuestionsResult
 from rlinf.options import override_text, public_fields
 from rlinf.recipes.questions import (
     REASONING_REQUEST,

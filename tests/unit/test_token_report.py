@@ -12,8 +12,8 @@ from PIL import Image
 
 from rlinf.cli import main
 from rlinf.errors import CheckpointError
-from rlinf.evaluation.questions_result import QuestionResult, QuestionsResult
 from rlinf.evaluation.compare import Comparison, Pairs
+from rlinf.evaluation.questions_result import QuestionResult, QuestionsResult
 from rlinf.number_formats import format_p_value
 from rlinf.recipes.packers import preview
 from rlinf.recipes.token_trainer import write_samples

@@ -126,7 +126,7 @@ CASES = {
     "nothing to train": (["trainer.max_steps=0"], "nothing to train"),
     "offset with three numbers": (["sft.max_steps=5", "sft.expert.aim_offset_m=[0.1,0.1,0.1]"], "aim_offset_m"),
     "rule for an error that is not there": (["sft.max_steps=5", "sft.expert.aim_offset_rule=half"],
-        "aim_offset_rule=half without an error"),
+        "aim_offset_rule=half needs an aiming error"),
     "sft batch over ranks": (["sft.max_steps=5", "sft.batch_size=63", "cluster.num_processes=2"], "sft.batch_size=63"),
     "env of another class": (["~env.distractors", "~env.state"], None),
 }  # fmt: skip

@@ -374,7 +374,7 @@ def test_an_expert_that_takes_no_aim_offset_refuses_one(monkeypatch):
     validate(build(*offset))
     monkeypatch.setattr(ENVS.get("tabletop"), "expert_actions", lambda self: None)
     with pytest.raises(
-        ConfigError, match=r"sft.expert.aim_offset_m=\[0.07,0.0\], but .*tabletop does not take this option"
+        ConfigError, match=r"sft.expert.aim_offset_m=\[0.07,0.0\], but .*tabletop does not support this option"
     ):
         validate(build(*offset))
     validate(build("sft.max_steps=5"))

@@ -217,7 +217,7 @@ def test_episode_list_is_round_robin_and_disjoint():
         (lambda: build().reset(options={"episodes": [spec(0)]}), "1 episodes for 2 envs"),
         (lambda: build().reset(options={"episodes": [None, None]}), "None for each of 2 envs"),
         (lambda: build(1, True).reset(options={"episodes": [None]}), "None for each of 1 envs"),
-        (lambda: build(2, True).reset(options={"episodes": [spec(0), None]}), "Env 1 got None.*auto_reset=False"),
+        (lambda: build(2, True).reset(options={"episodes": [spec(0), None]}), "Env 1 has None.*auto_reset=False"),
         (lambda: build(1).reset(options={"episodes": [EpisodeSpec("other", 0, 0, 0)]}), "not an episode of 'counting'"),
         (lambda: build(1).reset(options={"episodes": [spec(0, task_id=3)]}), "not an episode of 'counting'"),
         (lambda: build().step(np.zeros((2, 1))), "call reset"),

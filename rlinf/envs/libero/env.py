@@ -66,7 +66,7 @@ class LiberoConfig(ProcessEnvConfig):
     )
     image_size: int = option(256, "Height and width of camera images in pixels; published data uses 256.", minimum=16)
     cameras: list[str] | None = option(
-        None, f"Cameras to render, in order: {', '.join(CAMERAS)}; null: as the model uses."
+        None, f"Cameras to render, in order: {', '.join(CAMERAS)}; null: as many as the model uses."
     )
     reward_mode: str = option("sparse", "All use only the success bonus.", choices=("sparse", "shaped", "relative"))
     num_eval_init_states: int = option(

@@ -58,7 +58,7 @@ class ManiSkillOptions(EnvConfig):
     tasks: list[str] | None = option(["PickCube-v1"], "Task names; null: all twelve.")
     max_episode_steps: int | None = option(None, "Env steps until truncation; null: ManiSkill's limit.", minimum=1)
     image_size: int = option(128, "Height and width of camera images in pixels.", minimum=16)
-    cameras: list[str] | None = option(None, "Cameras to render: base_camera, hand_camera; null: as the model uses.")
+    cameras: list[str] | None = option(None, "Cameras: base_camera, hand_camera; null: as many as the model uses.")
     reward_mode: str = option(
         "relative",
         "sparse: success bonus; shaped: plus dense reward (0 to 1); relative: plus its change.",

@@ -101,7 +101,7 @@ class MetaWorldConfig(ProcessEnvConfig):
     max_episode_steps: int = option(200, "Env steps after which an episode is truncated.", minimum=1)
     image_size: int = option(128, "Height and width of camera images in pixels.", minimum=16)
     cameras: list[str] | None = option(
-        None, f"Cameras to render, in order: {', '.join(CAMERAS)}; null: as the model uses."
+        None, f"Cameras to render, in order: {', '.join(CAMERAS)}; null: as many as the model uses."
     )
     reward_mode: str = option(
         "relative",

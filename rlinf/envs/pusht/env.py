@@ -43,7 +43,7 @@ class PushTConfig(ProcessEnvConfig):
     name: str = option("pusht", "Name of the registered environment.")
     max_episode_steps: int = option(300, "Env steps (0.1 s) after which an episode is truncated.", minimum=1)
     image_size: int = option(96, "Height and width of camera images in pixels.", minimum=16)
-    cameras: list[str] | None = option(None, "Cameras to render: top; null: as the model uses.")
+    cameras: list[str] | None = option(None, "Cameras to render: top; null: as many as the model uses.")
     reward_mode: str = option(
         "relative",
         "sparse: success bonus; shaped: plus dense reward (0 to 1); relative: plus its change.",

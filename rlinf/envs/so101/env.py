@@ -71,7 +71,7 @@ class SO101Config(ProcessEnvConfig):
     name: str = option("so101", "Name of the registered environment.")
     max_episode_steps: int | None = option(None, "Env steps until truncation; null: 512 (Touch) or 1024.", minimum=1)
     cameras: list[str] | None = option(
-        None, f"Cameras to render, in order: {', '.join(CAMERAS)}; null: as the model uses."
+        None, f"Cameras to render, in order: {', '.join(CAMERAS)}; null: as many as the model uses."
     )
     state: str = option(
         "full",

@@ -26,7 +26,7 @@ READERS: dict[str, ModuleType] = {INFO: lerobot_dataset, rlds_dataset.FEATURES: 
 
 
 def describe_dataset(folder: str | os.PathLike, key: str = "sft.dataset") -> DatasetInfo:
-    """Read a dataset's description without its rows. If there is no dataset, raise a ConfigError that names the option ``key``."""
+    """Read a dataset's description without its rows. Without a dataset, raise a ConfigError that names the option ``key``."""
     return _reader(folder, key).describe(Path(folder).expanduser())
 
 

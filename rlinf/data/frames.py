@@ -114,7 +114,7 @@ class VideoFrames(Frames):
 
 
 def frame_numbers(shown: np.ndarray, wanted: np.ndarray) -> np.ndarray:
-    """Match rows to frames, int64 ``[R]``, by time in seconds or, if there are no gaps, by position; -1: no match."""
+    """Match rows to frames, int64 ``[R]``, by time in seconds or, without gaps, by position; -1: no match."""
     number, steps = np.searchsorted((shown[1:] + shown[:-1]) / 2, wanted), np.diff(shown)
     tolerance = TOLERANCE_S + np.spacing(wanted.astype(np.float32))  # time stamps are stored as float32
     is_there = np.abs(shown[number] - wanted) <= tolerance

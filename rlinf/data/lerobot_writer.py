@@ -180,11 +180,11 @@ class LeRobotWriter:
         self.info["total_frames"] += length
 
     def close(self) -> Path:
-        """Finish the files and rename the folder; raise ConfigError if there are no episodes or the folder exists by now."""
+        """Finish the files and rename the folder; raise ConfigError without episodes or if the folder exists by now."""
         pa = self._pa
         if not self._episodes:
             self.abort()
-            raise ConfigError("There are no episodes to write.")
+            raise ConfigError("No episodes have been added.")
         self._close_files()
         for key in self._videos:
             height, width = self.image_shapes[key]

@@ -77,7 +77,7 @@ class Outcomes:
 class StoredDemonstrations:
     """A dataset's rows of (observation, next ``C`` actions); frames are read only for requested rows.
 
-    Raises ConfigError if there are no rows, a value is not finite, or an episode's rows are not consecutive.
+    Raises ConfigError if the dataset is empty, a value is not finite, or an episode's rows are not consecutive.
 
     ``frames`` maps each camera of the env, in its order, to its frames. ``task_ids``, int64 ``[N]``, index the
     instructions ``tasks``. ``last_rows``, int64 ``[N]``, is the last row of each row's episode. ``chunk_len`` is ``C``. Rows that

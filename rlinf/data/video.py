@@ -77,7 +77,7 @@ class VideoReader:
         return np.unique(np.array([time for time in packets if time is not None], dtype=np.int64))
 
     def frame_at(self, time: int) -> np.ndarray:
-        """Return the frame at a presentation time, uint8 ``[H, W, 3]``; raise ConfigError if there is none."""
+        """Return the frame at a presentation time, uint8 ``[H, W, 3]``; raise ConfigError if it is missing."""
         try:
             # Continue decoding from the current frame if it is close, because a seek restarts at the previous key frame.
             if self._frame is None or not 0 <= time - self._frame.pts <= 4 * self._step:

@@ -185,7 +185,7 @@ class VectorEnv(gymnasium.vector.VectorEnv, ABC):
         return np.arange(self.num_envs) if len(ids) else ids
 
     def num_finished_calls(self) -> int:
-        """Return a counter of simulator calls in worker processes, as a sign of progress; 0 if there are none. Thread-safe."""
+        """Return a counter of simulator calls in worker processes, as a sign of progress; 0 without workers. Thread-safe."""
         return 0
 
     def offload(self) -> None:

@@ -243,7 +243,7 @@ def test_nothing_is_overwritten_and_nothing_is_left_of_a_failure(tmp_path):
     ) as writer:  # fmt: skip
         writer.add_episode(**episodes()[0])
         raise RuntimeError("the simulator fell over")
-    with pytest.raises(ConfigError, match="no episode"), LeRobotWriter(
+    with pytest.raises(ConfigError, match="No episodes"), LeRobotWriter(
         tmp_path / "empty", fps=10, image_shapes={}, state_dim=0, action_dim=2, video=False
     ):  # fmt: skip
         pass

@@ -30,7 +30,7 @@ from rlinf.errors import ConfigError, RankError, SimulatorError
 from rlinf.types import EpisodeSpec, Observation
 
 RESOURCE = "rlinf_env"
-"""All actors run on machines with this Ray resource; if there are none, actors are spread over all machines."""
+"""All actors run on machines with this Ray resource; without any, actors are spread over all machines."""
 NOWHERE = "a machine that has not replied yet"
 SILENT = "it is stopped or lost, or it holds the GIL"
 POLL_S = 1.0

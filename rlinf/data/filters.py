@@ -50,7 +50,7 @@ def filtered_rows(dataset: StoredDemonstrations, config: SFTConfig, is_good: np.
     """Apply ``sft.filter`` to a dataset that was opened with ``outcomes``; raise ConfigError if no row is left.
 
     Filtered cloning selects successful episodes. HG-DAgger (Kelly et al. 2019, arXiv:1810.02890, algorithm 1) selects rows
-    in which the human acted. A row counts as an intervention if the human chose its complete chunk, up to the end of the
+    in which the human acted. A row is an intervention if the human chose its complete chunk, up to the end of the
     episode: a policy must not learn its own actions from before a take-over, or from after the hand-back.
     ``sft.intervention_weight`` repeats these rows, which multiplies their weight in the loss. With labels (``is_good``, bool
     ``[N]``), each occurrence is tripled: two have the label and one does not.

@@ -103,8 +103,8 @@ def _flat(space: gymnasium.Space, path: Path, env_id: str) -> Box:
     name = f"{_named(path)} of env.id={env_id} is {space}"
     if isinstance(space, Box) and len(space.shape) > 2:
         raise ConfigError(
-            f"{name}: neither a camera (uint8, [H, W, 3]) nor the numbers of a state (one or two axes). Register a version "
-            "with a gymnasium.ObservationWrapper that converts it or leaves it out, and name it in env.id; or set env.state=none"
+            f"{name}, neither a camera (uint8, [H, W, 3]) nor part of a state (one or two axes). Register a version "
+            "with a gymnasium.ObservationWrapper that converts or removes it, and use its id as env.id; or set env.state=none"
         )
     with suppress(NotImplementedError):
         if isinstance(flat := gymnasium.spaces.flatten_space(space), Box):
@@ -160,7 +160,7 @@ def read_success(info: Mapping[str, Any], env_id: str, rejects: bool = True) -> 
             known = ", ".join(f"info['{name}']" for name in SUCCESS_KEYS)
             text = (
                 f"env.id={env_id} seems to report success in info['{key}'], which is not read; required: one of {known}. Register "
-                "a version with a gymnasium.Wrapper that renames it, or set env.success_return=<sum of rewards that counts as a success>"
+                "a version with a gymnasium.Wrapper that renames it, or set env.success_return=<minimum return of a success>"
             )
             if rejects:
                 raise ConfigError(text)

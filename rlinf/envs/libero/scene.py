@@ -288,7 +288,7 @@ def _import_libero(assets: Path) -> Any:
     choose_backend()  # otherwise robosuite sets MUJOCO_GL itself
     with _import_lock, tempfile.TemporaryDirectory() as folder:
         Path(folder, "config.yaml").touch()
-        # robosuite rejects an EGL device that is not in CUDA_VISIBLE_DEVICES, but EGL counts differently.
+        # robosuite rejects an EGL device that is not in CUDA_VISIBLE_DEVICES, but EGL numbers devices differently.
         before = {name: os.environ.pop(name, None) for name in ("LIBERO_CONFIG_PATH", "MUJOCO_EGL_DEVICE_ID")}
         os.environ["LIBERO_CONFIG_PATH"] = folder
         logging.disable(logging.WARNING)  # robosuite warns about an optional file

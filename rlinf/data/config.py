@@ -6,7 +6,7 @@ from rlinf.errors import ConfigError
 from rlinf.options import PathText, option, override_text
 
 GOOD, BAD = "good", "bad"
-"""Advantage labels in prompts (``sft.advantage_top_fraction``). They are short, because long unseen texts make a policy act worse."""
+"""Advantage labels in prompts (``sft.advantage_top_fraction``). They are short because long, unfamiliar prompts degrade a policy."""
 
 
 @dataclass
@@ -16,10 +16,10 @@ class ExpertConfig:
     aim_offset_m: list[float] = option([0.0, 0.0], "Aiming error (x, y) of the expert in metres, if supported.")
     aim_offset_rule: str = option(
         "constant",
-        "Aiming error: constant, rotated by_instruction, or in half of the initial states.",
+        "How the aiming error varies: constant, rotated by_instruction, or in half of the initial states.",
         choices=("constant", "by_instruction", "half"),
     )
-    jitter: float = option(0.0, "Std of noise on executed actions (not labels), per action range.", minimum=0)
+    jitter: float = option(0.0, "Std of noise on executed actions (not labels), relative to their range.", minimum=0)
     keep_failures: bool = option(True, "Keep failed demonstrations.")
 
     def __post_init__(self) -> None:
@@ -30,16 +30,16 @@ class ExpertConfig:
             )
         if self.aim_offset_rule != "constant" and not any(self.aim_offset_m):
             raise ConfigError(
-                f"sft.expert.aim_offset_rule={self.aim_offset_rule} without an error: sft.expert.aim_offset_m is "
-                f"{override_text(self.aim_offset_m)}; required: not zero. Set 'sft.expert.aim_offset_m=[0.07,0.0]'"
+                f"sft.expert.aim_offset_rule={self.aim_offset_rule} needs an aiming error, but sft.expert.aim_offset_m is "
+                f"{override_text(self.aim_offset_m)}; required: a non-zero offset. Set 'sft.expert.aim_offset_m=[0.07,0.0]'"
             )
 
 
 @dataclass
 class AugmentConfig:
-    """Image augmentation of behaviour cloning; never in RL or evaluation. OpenVLA's: 0.9, 0.2, 0.2, 0.2, 0.05."""
+    """Image augmentation for behaviour cloning, never for RL or evaluation. OpenVLA uses 0.9, 0.2, 0.2, 0.2 and 0.05."""
 
-    crop_area: float = option(1.0, "Fraction of the image area in a random crop; 1: no crop.", minimum=0.1, maximum=1)
+    crop_area: float = option(1.0, "Area fraction covered by the random crop; 1: no crop.", minimum=0.1, maximum=1)
     brightness: float = option(0.0, "Maximum brightness shift, as a fraction of the range.", minimum=0, maximum=1)
     contrast: float = option(0.0, "Maximum deviation from 1 of the contrast factor.", minimum=0, maximum=1)
     saturation: float = option(0.0, "Maximum deviation from 1 of the saturation factor.", minimum=0, maximum=1)
@@ -48,43 +48,41 @@ class AugmentConfig:
 
 @dataclass
 class SFTConfig:
-    """Behaviour cloning of a dataset or the scripted expert, before RL."""
+    """Behaviour cloning from a dataset or the scripted expert, before RL."""
 
     max_steps: int = option(0, "Optimiser steps; 0: no behaviour cloning.", minimum=0)
     dataset: PathText | None = option(None, "Folder (LeRobotDataset v3.0 or RLDS); null: the scripted expert.")
-    cameras: list[str] | None = option(
-        None, "Cameras of the dataset, in the order of `env.cameras`; null: equal names."
-    )
-    action_key: str | list[str] | None = option(None, "Column, or list of columns, with the actions; null: action.")
-    state_key: str | list[str] | None = option(None, "Column, or columns, with the state; null: observation.state.")
+    cameras: list[str] | None = option(None, "Dataset cameras, in the order of `env.cameras`; null: the same names.")
+    action_key: str | list[str] | None = option(None, "Column or list of columns containing actions; null: action.")
+    state_key: str | list[str] | None = option(None, "Column or columns containing the state; null: observation.state.")
     skip_unreadable_rows: bool = option(False, "Skip rows without a readable image; false: raise an error.")
-    allow_mismatch: list[str] = option([], "Keys of `env` in which a dataset of `rlinf collect` may differ, or fps.")
+    allow_mismatch: list[str] = option([], "Keys of `env` (or fps) in which an `rlinf collect` dataset may differ.")
     filter: str = option(
         "all",
-        "Cloned rows: all, successes, interventions, or corrected (interventions and unaided successes).",
+        "Rows to clone: all, successes, interventions, or corrected (interventions and unaided successes).",
         choices=("all", "successes", "interventions", "corrected"),
     )
-    intervention_weight: int = option(1, "Occurrences of an intervention's rows per epoch.", minimum=1)
+    intervention_weight: int = option(1, "Number of times each intervention row occurs per epoch.", minimum=1)
     advantage_top_fraction: float | None = option(
-        None, "RECAP: fraction of rows that is labelled good, by advantage; null: no labels.", minimum=0, maximum=1
+        None, "RECAP: fraction of rows to label as good, by advantage; null: no labels.", minimum=0, maximum=1
     )
-    advantage_steps: int | None = option(None, "Steps of the n-step return of an advantage; null: all.", minimum=1)
-    num_workers: int = option(2, "Threads per rank that prefetch batches; 0: read when needed.", minimum=0)
+    advantage_steps: int | None = option(None, "Steps in the n-step returns for advantages; null: all.", minimum=1)
+    num_workers: int = option(2, "Prefetching threads per rank; 0: read batches on demand.", minimum=0)
     augment: AugmentConfig = option(AugmentConfig(), "Image augmentation.")
-    num_demonstrations: int = option(1200, "Episodes of the scripted expert.", minimum=1)
+    num_demonstrations: int = option(1200, "Number of scripted-expert episodes to clone.", minimum=1)
     expert: ExpertConfig = option(ExpertConfig(), "Settings of the scripted expert.")
-    batch_size: int = option(64, "Samples per optimiser step over all ranks.", minimum=1)
+    batch_size: int = option(64, "Samples per optimiser step across all ranks.", minimum=1)
     learning_rate: float = option(5e-4, "Peak learning rate, constant after warm-up.", minimum=1e-12, maximum=1)
-    warmup_steps: int = option(50, "Optimiser steps of linear warm-up.", minimum=0)
+    warmup_steps: int = option(50, "Number of linear warm-up steps.", minimum=0)
     eval_every: int = option(0, "Optimiser steps between evaluations; 0: only at the end.", minimum=0)
     time_limit_s: float | None = option(
-        None, "Minimum seconds of cloning, beyond max_steps; null: no minimum.", minimum=0
+        None, "Minimum cloning time in seconds, even beyond max_steps; null: no minimum.", minimum=0
     )
 
 
 @dataclass
 class CollectConfig:
-    """Options of `rlinf collect`, for episodes of the scripted expert or a policy."""
+    """Options of `rlinf collect`, which records episodes of the scripted expert or a policy."""
 
     num_episodes: int = option(100, "Episodes, spread evenly over tasks and initial states.", minimum=1)
     only_success: bool = option(True, "Store only successful episodes; false: all.")
@@ -92,4 +90,4 @@ class CollectConfig:
     split: str = option("train", "Initial states: train, or eval (held out).", choices=("train", "eval"))
     greedy: bool = option(True, "The policy takes the most likely action; false: it samples at `rollout.temperature`.")
     video: bool = option(False, "Store MP4 files, which are small and lossy; false: PNG images, which are exact.")
-    fps: int | None = option(None, "Env steps per second of the dataset; null: the env's, else 10.", minimum=1)
+    fps: int | None = option(None, "Env steps per second; null: the env's rate, or 10 if it has none.", minimum=1)

@@ -1,4 +1,4 @@
-"""Errors about damaged files of a dataset, and about missing packages."""
+"""Errors for damaged dataset files and missing packages."""
 
 import importlib
 from types import ModuleType
@@ -11,13 +11,13 @@ class UnreadableRowError(ConfigError):
 
 
 def damaged(place: object, reason: str | Exception, kind: type[ConfigError] = ConfigError) -> ConfigError:
-    """Return the error that a dataset, or one of its files, is damaged or incomplete."""
+    """Return an error reporting that a dataset or one of its files is damaged or incomplete."""
     text = f"{type(reason).__name__}: {reason}" if isinstance(reason, Exception) else reason
     return kind(f"{place} is damaged or incomplete ({text}). Copy the dataset again, or use a different one")
 
 
 def import_reader(module: str, wanted_by: str, files: str) -> ModuleType:
-    """Import a module of the extra ``lerobot``; raise MissingDependencyError if it is not installed."""
+    """Import a module from the ``lerobot`` extra; raise MissingDependencyError if it is not installed."""
     try:
         return importlib.import_module(module)
     except ImportError as error:

@@ -1,4 +1,4 @@
-"""Filters of a dataset's rows for behaviour cloning: all, successes, or a human's corrections."""
+"""Select a dataset's rows for behaviour cloning: all, successes, or human corrections."""
 
 from dataclasses import dataclass, replace
 
@@ -14,7 +14,7 @@ from rlinf.types import Observation
 
 @dataclass
 class FilteredRows:
-    """Rows ``index`` (int64 ``[K]``, possibly repeated) of a dataset, with their ``K`` prompt suffixes (a ``BatchSource``)."""
+    """A ``BatchSource`` of the dataset rows ``index`` (int64 ``[K]``, possibly repeated), with optional prompt suffixes ``[K]``."""
 
     dataset: StoredDemonstrations
     index: np.ndarray
@@ -31,16 +31,16 @@ class FilteredRows:
 
 
 def needs_outcomes(config: SFTConfig) -> bool:
-    """Return whether the filter, or a label, depends on successes or interventions."""
+    """Return whether filtering or labelling depends on successes or interventions."""
     return config.filter != "all" or config.intervention_weight > 1 or config.advantage_top_fraction is not None
 
 
 def intervention_rows(dataset: StoredDemonstrations) -> np.ndarray:
-    """Return bool ``[N]``: a human chose all actions of the row's chunk, up to the end of the episode."""
+    """Return bool ``[N]``: whether a human chose every action of the row's chunk, up to the end of the episode."""
     num_rows, by_human = len(dataset), dataset.outcomes.intervention
     if by_human is None:
         return np.zeros(num_rows, dtype=bool)
-    # Prefix sums: a chunk is the human's if its count equals its length.
+    # Using prefix sums: a chunk is an intervention if its number of human actions equals its length.
     before = np.concatenate([[0], np.cumsum(by_human)])
     ends = np.minimum(np.arange(num_rows) + dataset.chunk_len, dataset.last_rows + 1)
     return before[ends] - before[:-1] == ends - np.arange(num_rows)
@@ -50,10 +50,10 @@ def filtered_rows(dataset: StoredDemonstrations, config: SFTConfig, is_good: np.
     """Apply ``sft.filter`` to a dataset that was opened with ``outcomes``; raise ConfigError if no row is left.
 
     Filtered cloning selects successful episodes. HG-DAgger (Kelly et al. 2019, arXiv:1810.02890, algorithm 1) selects rows
-    in which the human acted. A row counts as an intervention if the human chose its complete chunk, up to the end of the
+    in which the human acted. A row is an intervention if the human chose its complete chunk, up to the end of the
     episode: a policy must not learn its own actions from before a take-over, or from after the hand-back.
     ``sft.intervention_weight`` repeats these rows, which multiplies their weight in the loss. With labels (``is_good``, bool
-    ``[N]``), each row occurs three times as often, every third time without its label.
+    ``[N]``), each occurrence is tripled: two have the label and one does not.
     """
     if not needs_outcomes(config):
         return FilteredRows(dataset, np.flatnonzero(~dataset.unreadable)) if dataset.unreadable.any() else dataset
@@ -73,7 +73,7 @@ def filtered_rows(dataset: StoredDemonstrations, config: SFTConfig, is_good: np.
     if not selected.any():
         raise ConfigError(
             f"{dataset.info.folder} has {num_rows} rows, but none passes sft.filter={config.filter} (successful episodes: "
-            f"{len(np.unique(last_rows[succeeded]))}; rows of interventions: {intervened.sum()}); required: one or more. "
+            f"{len(np.unique(last_rows[succeeded]))}; intervention rows: {intervened.sum()}). "
             "Set sft.filter=all, or sft.dataset=<a different folder>"
         )
     index = np.flatnonzero(selected)

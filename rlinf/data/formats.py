@@ -1,4 +1,4 @@
-"""Open a dataset on disk in any known format, and match its columns to an env."""
+"""Open a dataset on disk in any supported format, and match its columns to an env."""
 
 import logging
 import os
@@ -22,18 +22,18 @@ logger = logging.getLogger("rlinf")
 SKIP = "Set sft.skip_unreadable_rows=true to leave such rows out"
 
 READERS: dict[str, ModuleType] = {INFO: lerobot_dataset, rlds_dataset.FEATURES: rlds_dataset}
-"""File that identifies a format, to the module with its ``describe`` and ``open_dataset``."""
+"""Maps the file that identifies a format to the module that implements ``describe`` and ``open_dataset`` for it."""
 
 
 def describe_dataset(folder: str | os.PathLike, key: str = "sft.dataset") -> DatasetInfo:
-    """Read the description of a dataset, but no rows; ConfigError, naming the option ``key``, if there is no dataset."""
+    """Read a dataset's description without its rows. Without a dataset, raise a ConfigError that names the option ``key``."""
     return _reader(folder, key).describe(Path(folder).expanduser())
 
 
 def open_dataset(
     sft: SFTConfig, env: VectorEnv, folder: str | None = None, outcomes: bool = False
 ) -> StoredDemonstrations:
-    """Open a complete dataset for a policy of ``env``, with its cameras; ``outcomes``: also consequences of the actions."""
+    """Open a dataset for a policy of ``env``, with the env's cameras and, if ``outcomes`` is set, the consequences of actions."""
     folder = sft.dataset if folder is None else folder
     info = describe_dataset(folder)
     actions, width = action_columns(info, sft.action_key, env.action_dim)
@@ -59,25 +59,25 @@ def open_dataset(
 
 
 def _compare_rates(info: DatasetInfo, env: VectorEnv, allow_mismatch: Sequence[str]) -> None:
-    """Warn if the rate of the rows differs from the env's; a dataset may have rounded it to an integer."""
+    """Warn if the dataset's rate differs from the env's by more than rounding to an integer would explain."""
     rate = env.metadata.get("render_fps")
     if info.fps and rate and abs(info.fps - rate) >= max(1, 0.05 * rate) and "fps" not in allow_mismatch:
         logger.warning(
-            "%s has %g rows per second, but env.name=%s takes %g steps per second, so a cloned action lasts longer or shorter than "
+            "%s has %g rows per second, but env.name=%s runs at %g steps per second, so a cloned action lasts longer or shorter than "
             "in the dataset. Set 'sft.allow_mismatch=%s' if that is intended",
             info.folder, info.fps, env.config.name, rate, override_text([*allow_mismatch, "fps"]),
         )  # fmt: skip
 
 
 def image_columns(info: DatasetInfo, env_cameras: Sequence[str], cameras: Sequence[str] | None) -> list[str]:
-    """Return the dataset's column for each camera of the env; ``front`` is short for ``observation.images.front``."""
+    """Return the dataset column for each env camera; ``front`` is short for ``observation.images.front``."""
     wanted = list(env_cameras if cameras is None else cameras)
     known = list(info.image_shapes)
     named = f"sft.cameras is [{','.join(wanted)}]"
     example = f"Set sft.cameras=[{','.join(known[: len(env_cameras)])}]"
     if len(wanted) != len(env_cameras):
         raise ConfigError(
-            f"{named}, but env.cameras is [{','.join(env_cameras)}]; required: one column per camera, in their "
+            f"{named}, but env.cameras is [{','.join(env_cameras)}]; required: one column per camera, in that "
             f"order. {example}"
         )
     columns: list[str] = []
@@ -86,13 +86,13 @@ def image_columns(info: DatasetInfo, env_cameras: Sequence[str], cameras: Sequen
         if column not in info.image_shapes:
             raise ConfigError(f"{info.folder} has no camera '{name}'.{did_you_mean(name, known)} {example}")
         if column in columns:
-            raise ConfigError(f"{named}, which names '{column}' twice; required: one column for each camera. {example}")
+            raise ConfigError(f"{named}, which selects '{column}' twice; required: one column per camera. {example}")
         columns.append(column)
     return columns
 
 
 def action_columns(info: DatasetInfo, action_key: str | Sequence[str] | None, wanted: int) -> tuple[list[str], int]:
-    """Return the columns of the actions and their total width; ConfigError, with columns of width ``wanted``, if one is missing."""
+    """Return the action columns and their total width. If one is missing, raise a ConfigError suggesting columns of width ``wanted``."""
     names, known = column_names(action_key or "action"), dict(info.state_dims)
     known |= {"action": info.action_dim} if info.action_dim else {}
     missing = next((name for name in names if name not in known), None)
@@ -109,7 +109,7 @@ def action_columns(info: DatasetInfo, action_key: str | Sequence[str] | None, wa
 
 
 def state_columns(info: DatasetInfo, state_key: str | Sequence[str] | None) -> tuple[list[str], int]:
-    """Return the columns of the state (``state_key``, or the default) and their total width; none without the default."""
+    """Return the state columns (``state_key`` or the default) and their total width; none if the default is missing."""
     names = column_names(info.state_key if state_key is None else state_key)
     missing = next((name for name in names if name not in info.state_dims), None)
     if missing is None:

@@ -1,4 +1,4 @@
-"""Camera frames of a dataset by row, from encoded images or videos. Threads may share the readers."""
+"""Access a dataset's camera frames by row, from encoded images or videos. The readers are thread-safe."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from rlinf.data.video import VideoReader
 from rlinf.images import open_image
 
 MAX_OPEN_VIDEOS = 16
-"""Open video files per thread."""
+"""Maximum number of open video files per thread."""
 TOLERANCE_S = 1e-4
-"""Largest difference between the times of a frame and its row, as in lerobot."""
+"""Maximum difference between the timestamps of a frame and its row, in seconds, as in lerobot."""
 
 
 class Frames(ABC):
     """The frames of one camera, one per row of the dataset."""
 
     shape: tuple[int, int]
-    """(height, width) in the dataset's description; (): any."""
+    """(height, width) in the dataset's description, or () if any size is allowed."""
     faults: Mapping[int, str] = MappingProxyType({})
-    """Rows known to have no image without decoding, and the reason."""
+    """Maps rows known to lack an image, even without decoding, to the reason."""
 
     @abstractmethod
     def read(self, rows: np.ndarray) -> np.ndarray:
@@ -39,13 +39,13 @@ class Frames(ABC):
     def _checked(self, image: np.ndarray, row: int, place: str | os.PathLike) -> np.ndarray:
         if self.shape and image.shape[:2] != self.shape:
             size, required = (" x ".join(map(str, shape)) for shape in (image.shape[:2], self.shape))
-            raise damaged(place, f"the image of row {row} has {size} pixels; required by its description: {required}")
+            raise damaged(place, f"the image of row {row} has {size} pixels, but its description requires {required}")
         return image
 
 
 @dataclass(eq=False)
 class EncodedFrames(Frames):
-    """PNG or JPEG images: row ``n`` is in the open file ``files[file_ids[n]]``, ``lengths[n]`` bytes from ``offsets[n]`` on."""
+    """PNG or JPEG images: row ``n`` is stored in the open file ``files[file_ids[n]]`` as ``lengths[n]`` bytes at ``offsets[n]``."""
 
     files: Sequence[BinaryIO]
     file_ids: np.ndarray
@@ -66,7 +66,7 @@ class EncodedFrames(Frames):
 
 @dataclass(eq=False)
 class VideoFrames(Frames):
-    """Frames of videos with many episodes each: row ``n`` is at ``times[n]`` (in the time base) of ``paths[file_ids[n]]``."""
+    """Frames of videos that contain many episodes: row ``n`` is at ``times[n]`` (in time-base units) in ``paths[file_ids[n]]``."""
 
     paths: Sequence[Path]
     file_ids: np.ndarray
@@ -96,7 +96,7 @@ class VideoFrames(Frames):
 
     def read(self, rows: np.ndarray) -> np.ndarray:
         frames: dict[int, np.ndarray] = {}
-        # In the order of files and times, because seeking in a video is slow.
+        # Read in file and time order, because seeking in a video is slow.
         for position in np.lexsort((self.times[rows], self.file_ids[rows])).tolist():
             row = int(rows[position])
             reader = self._reader(int(self.file_ids[row]))
@@ -104,7 +104,7 @@ class VideoFrames(Frames):
         return np.stack([frames[position] for position in range(len(rows))])
 
     def _reader(self, file_id: int) -> VideoReader:
-        # Per thread, because FFmpeg's decoders are not thread-safe.
+        # One reader per thread, because FFmpeg's decoders are not thread-safe.
         readers: dict[int, VideoReader] = self._local.__dict__.setdefault("readers", {})
         if file_id not in readers:
             if len(readers) >= MAX_OPEN_VIDEOS:
@@ -114,7 +114,7 @@ class VideoFrames(Frames):
 
 
 def frame_numbers(shown: np.ndarray, wanted: np.ndarray) -> np.ndarray:
-    """Return the frame for each row's time, int64 ``[R]``, by time or, without gaps, by number; -1: unknown. Times in seconds."""
+    """Match rows to frames, int64 ``[R]``, by time in seconds or, without gaps, by position; -1: no match."""
     number, steps = np.searchsorted((shown[1:] + shown[:-1]) / 2, wanted), np.diff(shown)
     tolerance = TOLERANCE_S + np.spacing(wanted.astype(np.float32))  # time stamps are stored as float32
     is_there = np.abs(shown[number] - wanted) <= tolerance

@@ -1,4 +1,4 @@
-"""Read HDF5 demonstrations of robomimic and LIBERO, episode by episode."""
+"""Read robomimic and LIBERO HDF5 demonstrations, one episode at a time."""
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
@@ -17,22 +17,22 @@ from rlinf.flags import flags_of
 from rlinf.options import PathText, option, override_text
 
 CONTROL_FREQ_HZ = 20
-"""Env steps per second of robosuite, if a file does not state its own."""
+"""Default env steps per second in robosuite, for files that do not specify a rate."""
 
 
 @dataclass
 class ConvertConfig:
     """Input and output of `rlinf convert`."""
 
-    source: PathText | None = option(None, "HDF5 file, or folder of files (.hdf5, .h5), of robomimic or LIBERO.")
-    dataset: PathText | None = option(None, "New folder of the LeRobotDataset.")
-    task: str | None = option(None, "Instruction of all episodes; null: from each file.")
-    cameras: list[str] | None = option(None, "Keys under obs that become cameras; null: all images.")
-    state_keys: list[str] | None = option(None, "Keys under obs that form the state; []: no state; null: the layout's.")
-    mask: str | None = option(None, "Filter key of robomimic: only episodes in mask/<key>; null: all.")
-    rotate_images: bool | None = option(None, "Rotate images by 180 degrees; null: only LIBERO's.")
-    seen_after_action: bool | None = option(None, "Row t was observed after action t; null: measured for LIBERO.")
-    fps: int | None = option(None, "Env steps per second; null: from the file, else 20.", minimum=1)
+    source: PathText | None = option(None, "HDF5 file (.hdf5, .h5) from robomimic or LIBERO, or a folder of them.")
+    dataset: PathText | None = option(None, "New folder for the LeRobotDataset.")
+    task: str | None = option(None, "Instruction for all episodes; null: read from each file.")
+    cameras: list[str] | None = option(None, "Keys under obs to convert to cameras; null: all images.")
+    state_keys: list[str] | None = option(None, "Keys under obs that form the state; []: no state; null: default.")
+    mask: str | None = option(None, "Robomimic filter key: convert only episodes in mask/<key>; null: all.")
+    rotate_images: bool | None = option(None, "Rotate images by 180 degrees; null: only for LIBERO.")
+    seen_after_action: bool | None = option(None, "Row t was observed after action t; null: detected for LIBERO.")
+    fps: int | None = option(None, "Env steps per second; null: from the file, or 20.", minimum=1)
     video: bool = option(False, "Store MP4 files (small, lossy); false: PNG images (exact).")
 
 
@@ -55,12 +55,12 @@ LIBERO = FileLayout(
     cameras={"agentview_rgb": "agentview", "eye_in_hand_rgb": "wrist"},
     env={"name": "libero", "gripper": "env", "rendering": "full"},
 )
-"""``ee_states`` are the hand's position and rotation (axis times angle): with ``gripper_states``, the state of ``env=libero``."""
+"""``ee_states`` (hand position and axis-angle rotation) and ``gripper_states`` together form the state of ``env=libero``."""
 
 
 @dataclass(frozen=True)
 class Hdf5Episode:
-    """File, group, instruction and rows of an episode, and whether row ``t`` was observed after action ``t``."""
+    """An episode's file, group, instruction and number of rows, and whether row ``t`` was observed after action ``t``."""
 
     path: Path
     name: str
@@ -71,7 +71,7 @@ class Hdf5Episode:
 
 @dataclass(frozen=True)
 class Hdf5Demonstrations:
-    """The checked episodes; images are read episode by episode. ``cameras`` and ``state_keys`` name keys under ``obs``."""
+    """Validated episodes; images are read one episode at a time. ``cameras`` and ``state_keys`` refer to keys under ``obs``."""
 
     layout: FileLayout
     episodes: list[Hdf5Episode]
@@ -102,7 +102,7 @@ class Hdf5Demonstrations:
         rewards = np.asarray(demo["rewards"][done], np.float32).reshape(-1)
         success = rewards >= 1.0
         ended = success[-1]
-        # robomimic's `dones` may also mark successes inside an episode, so only the last one counts.
+        # robomimic's `dones` may also mark successes in mid-episode, so only the last value is used.
         if "dones" in list(demo):
             ended = flags_of(demo["dones"][-1], f"`dones` of {episode.name}").all()
         return {
@@ -117,7 +117,7 @@ class Hdf5Demonstrations:
 
 
 def open_demonstrations(config: ConvertConfig) -> Hdf5Demonstrations:
-    """Check all episodes of ``config.source`` except their pixels. All files must match the first one."""
+    """Open all episodes of ``config.source`` and validate all but their pixels. All files must match the first one."""
     if config.task is not None and not config.task.strip():
         raise ConfigError(f"task='{config.task}'; required: the instruction. Set 'task=<what the robot is to do>'")
     paths = _files(config)
@@ -135,8 +135,8 @@ def open_demonstrations(config: ConvertConfig) -> Hdf5Demonstrations:
                 if shapes and demo_shapes != shapes:
                     key = next(key for key in shapes if shapes[key] != demo_shapes[key])
                     raise ConfigError(
-                        f"{key} of {place} has rows of shape {list(demo_shapes[key])}, and of {episodes[0].name} of "
-                        f"{episodes[0].path} {list(shapes[key])}; required: one shape. Convert them to two datasets"
+                        f"{key} of {place} has rows of shape {list(demo_shapes[key])}, but {list(shapes[key])} in "
+                        f"{episodes[0].name} of {episodes[0].path}; required: one shape. Convert them to two datasets"
                     )
                 shapes = demo_shapes
                 if late is None:
@@ -149,7 +149,7 @@ def open_demonstrations(config: ConvertConfig) -> Hdf5Demonstrations:
                 task = _task(file, demo, path, first.layout, config)
                 episodes.append(Hdf5Episode(path, name, task, num_rows, late))
     if not episodes:
-        raise ConfigError(f"mask={config.mask} names no episode in {config.source}. Set mask=null")
+        raise ConfigError(f"mask={config.mask} selects no episodes in {config.source}. Set mask=null")
     return replace(first, episodes=episodes, action_dim=int(np.prod(shapes["actions"])))
 
 
@@ -169,7 +169,7 @@ def import_h5py() -> ModuleType:
 
 @contextmanager
 def _reading(place: object) -> Iterator[None]:
-    """Convert any exception of h5py about an unreadable file to one error."""
+    """Convert any h5py exception caused by an unreadable file to a ConfigError."""
     try:
         yield
     except RLinfError:
@@ -184,7 +184,7 @@ def _opened(path: Path) -> Any:
 
 
 def _child(group: Any, path: str) -> Any:
-    """Return the object at ``path``; None if no group lists it. A damaged link raises, unlike with ``group.get``."""
+    """Return the object at ``path``, or None if no group lists it. Unlike ``group.get``, raise an error for a damaged link."""
     for name in path.split("/"):
         if not isinstance(group, import_h5py().Group) or name not in list(group):
             return None
@@ -202,7 +202,7 @@ def _names(file: Any, path: Path, mask: str | None) -> list[str]:
     if not names:
         has = ", ".join(file) or "nothing"
         raise ConfigError(
-            f"{path} has no episodes under 'data', but {has}; required: the layout of robomimic or LIBERO. Use a different file"
+            f"{path} has no episodes under 'data' (it contains {has}); required: the layout of robomimic or LIBERO. Use a different file"
         )
     names = sorted(names, key=lambda name: (len(name), name))
     if mask is None:
@@ -225,7 +225,7 @@ def _describe(file: Any, demo: Any, path: Path, config: ConvertConfig) -> Hdf5De
     observed = _listed(_child(demo, "obs"))
     if not observed:
         raise ConfigError(
-            f"{demo.name[1:]} of {path} has no observations ('obs'), but {', '.join(demo)}. Extract them first, with robomimic's "
+            f"{demo.name[1:]} of {path} has no observations ('obs'), only {', '.join(demo)}. Extract them first, with robomimic's "
             "dataset_states_to_obs.py or LIBERO's create_dataset.py"
         )
     layout = LIBERO if set(LIBERO.cameras) & set(observed) else ROBOMIMIC
@@ -244,7 +244,7 @@ def _describe(file: Any, demo: Any, path: Path, config: ConvertConfig) -> Hdf5De
     if layout.rotated and config.rotate_images is None and convention != "opengl":
         raise ConfigError(
             f"{path} has macros_image_convention={convention}; required: opengl, as in LIBERO's own files, which are "
-            "upside down. Look at an image, and set rotate_images=true or rotate_images=false"
+            "upside down. Check an image, and set rotate_images=true or rotate_images=false"
         )
     env_args = _json(file["data"].attrs.get("env_args"), f"env_args of {path}")
     return Hdf5Demonstrations(
@@ -301,7 +301,7 @@ def _is_image(data: Any) -> bool:
 
 
 def _checked_shapes(demo: Any, described: Hdf5Demonstrations, place: str) -> dict[str, tuple[int, ...]]:
-    """Return the shape of a row of each key. All must exist, have equal lengths, and be finite if numeric."""
+    """Check that all keys exist, have equal lengths and are finite if numeric; return each key's row shape."""
     images = [f"obs/{key}" for key in described.cameras.values()]
     numbers = ["actions", "rewards", *(f"obs/{key}" for key in described.state_keys)]
     measured = [*numbers, "dones"] if "dones" in list(demo) else numbers
@@ -319,13 +319,13 @@ def _checked_shapes(demo: Any, described: Hdf5Demonstrations, place: str) -> dic
     lengths = {key: data.shape[0] for key, data in datasets.items()}
     if len(set(lengths.values())) > 1:
         counts = ", ".join(f"{key} {length}" for key, length in lengths.items())
-        raise damaged(place, f"its rows are {counts}; required: the same number everywhere")
+        raise damaged(place, f"its numbers of rows differ: {counts}")
     for key in measured:
         width, single = int(np.prod(datasets[key].shape[1:])), key in ("rewards", "dones")
         if width != 1 and (single or not width):
             needed = "one" if single else "at least one"
             raise ConfigError(
-                f"'{key}' of {place} has {width} numbers in a row; required: {needed}. Use a different file"
+                f"'{key}' of {place} has {width} values per row; required: {needed}. Use a different file"
             )
         with _reading(place):
             values = np.asarray(datasets[key][()], np.float64).reshape(-1, width)
@@ -338,13 +338,13 @@ def _checked_shapes(demo: Any, described: Hdf5Demonstrations, place: str) -> dic
 def _seen_after_action(file: Any, names: Sequence[str], path: Path, layout: FileLayout, config: ConvertConfig) -> bool:
     """Return whether row ``t`` of a file's episodes was observed after action ``t``.
 
-    LIBERO's own script replays the actions and reads the sensors after each, while ``states[t]`` is the state before it. The
-    arm's joints, which are in both (first in ``states``, after the time), decide: the first episode with motion is measured.
+    LIBERO's own script replays the actions and reads the sensors after each one, while ``states[t]`` is the state before it. This
+    is detected from the arm's joints, which are in both (right after the time in ``states``), in the first episode with motion.
     """
     if config.seen_after_action is not None or layout is not LIBERO:
         return bool(config.seen_after_action)
     choice = "Set seen_after_action=true (as LIBERO's own script writes: row t was observed after action t) or seen_after_action=false"
-    unknown = "so whether its rows were observed after their actions cannot be measured"
+    unknown = "so whether its rows were observed after their actions cannot be determined"
     for name in names:
         demo = file["data"][name]
         datasets = {key: _child(demo, key) for key in ("obs/joint_states", "states")}
@@ -366,7 +366,7 @@ def _seen_after_action(file: Any, names: Sequence[str], path: Path, layout: File
 
 
 def _task(file: Any, demo: Any, path: Path, layout: FileLayout, config: ConvertConfig) -> str:
-    """Return the instruction: the option, LIBERO's file name (as in published evaluations), or the file's metadata."""
+    """Return the instruction from the option, LIBERO's file name (as in published evaluations), or the file's metadata."""
     if config.task is not None:
         return config.task
     if layout is LIBERO and path.stem.endswith("_demo"):
@@ -379,7 +379,7 @@ def _task(file: Any, demo: Any, path: Path, layout: FileLayout, config: ConvertC
     if isinstance(value, str) and (text := value.strip('" ')):
         return text
     raise ConfigError(
-        f"{path} lacks the instruction of {demo.name[1:]} (no problem_info, no lang in ep_meta); required: one. "
+        f"{path} has no instruction for {demo.name[1:]} (neither problem_info nor lang in ep_meta). "
         "Set 'task=<what the robot is to do>'"
     )
 
@@ -394,7 +394,7 @@ def _text(value: Any) -> str:
 
 
 def _json(value: Any, place: str) -> dict[str, Any]:
-    """Return an attribute with a JSON object; empty without it."""
+    """Parse an attribute that contains a JSON object; return an empty dictionary if it is missing."""
     if value is None:
         return {}
     try:

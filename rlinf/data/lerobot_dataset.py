@@ -21,7 +21,7 @@ from rlinf.errors import ConfigError
 from rlinf.flags import flags_of
 
 OWN_FILE = "rlinf.json"
-"""File in ``meta`` with the env section of the configuration of ``rlinf collect``."""
+"""File in ``meta`` that contains the env section of the configuration used by ``rlinf collect``."""
 
 OUTCOMES = (layout.EXECUTED, layout.REWARD, layout.DONE, layout.TRUNCATED, layout.SUCCESS, layout.INTERVENTION)
 """Columns of the executed actions and their consequences."""
@@ -34,7 +34,7 @@ ROW_KINDS = {name: "float64" if kind == "float32" else kind for name, kind in la
 
 
 def describe(folder: Path) -> DatasetInfo:
-    """Read the dataset's description; ConfigError if that fails or the format has a different version."""
+    """Read the dataset's description; raise ConfigError if that fails or the format version is not supported."""
     info = layout.read_info(folder)
     features = info["features"]
     images = {name: feature for name, feature in features.items() if feature["dtype"] in ("image", "video")}
@@ -65,7 +65,7 @@ def open_dataset(
     folder: Path, cameras: Mapping[str, str], state_key: str | Sequence[str] | None, outcomes: bool = False, *,
     action_key: str | Sequence[str] = layout.ACTION, skip_unreadable: bool = False,
 ) -> StoredDemonstrations:  # fmt: skip
-    """Read the numbers of all rows, locate the frames of ``cameras`` (name in the env to column), and check consistency."""
+    """Read all numeric columns, locate the frames of ``cameras`` (env camera name to column), and check consistency."""
     pa = layout.import_pyarrow(f"Reading {folder}")
     info, description = layout.read_info(folder), describe(folder)
     action_keys, state_keys = column_names(action_key), column_names(state_key)
@@ -85,9 +85,9 @@ def open_dataset(
         (info["total_frames"], info["total_episodes"]),
     )
     if counts != declared:
-        text = "it has {} rows and {} episodes; its description states {} and {}"
+        text = "it has {} rows and {} episodes, but its description states {} and {}"
         raise damaged(folder, text.format(*counts, *declared))
-    # Files may contain rows in any order; their index defines it.
+    # Files may store rows in any order; the column `index` defines the order.
     order = np.argsort(rows["index"], kind="stable")
     columns, rows = ({name: values[order] for name, values in table.items()} for table in (columns, rows))
     if len(twice := np.flatnonzero(np.diff(rows["index"]) == 0)):
@@ -115,13 +115,13 @@ def open_dataset(
 
 
 def _tables(pa: ModuleType, path: Path, names: Collection[str] | None = None, by_group: bool = False) -> Iterator[Any]:
-    """Yield the columns ``names`` of a parquet file, as one table or by row groups; ConfigError if damaged or one is missing."""
+    """Yield the columns ``names`` of a parquet file, as one table or per row group; raise ConfigError if it is damaged or lacks one."""
     try:
         with pa.parquet.ParquetFile(path) as file:
             known, groups = file.schema_arrow.names, range(file.num_row_groups)
             if missing := sorted(set(names or ()) - set(known)):
                 raise ConfigError(
-                    f"{path} has no column '{missing[0]}', but {', '.join(known)}. Use a different dataset"
+                    f"{path} has no column '{missing[0]}'; it has {', '.join(known)}. Use a different dataset"
                 )
             for group in groups if by_group else (groups,):
                 yield file.read_row_groups([group] if by_group else group, columns=names)
@@ -132,7 +132,7 @@ def _tables(pa: ModuleType, path: Path, names: Collection[str] | None = None, by
 def _read_rows(
     pa: ModuleType, folder: Path, widths: Mapping[str, tuple[int, str | None]], spools: Mapping[str, _ImageSpool]
 ) -> dict[str, np.ndarray]:
-    """Return columns of numbers, ``[T, width]`` each, and copy the images, because parquet cannot read single rows."""
+    """Return numeric columns, ``[T, width]`` each, and copy the images, because parquet cannot read single rows."""
     parts: dict[str, list[np.ndarray]] = {name: [] for name in widths}
     if not (paths := sorted((folder / "data").glob("*/*.parquet"))):
         raise damaged(folder, "data/ has no rows")
@@ -147,7 +147,7 @@ def _read_rows(
 
 
 def _numbers(pa: ModuleType, column: Any, place: str, width: int, kind: str | None) -> np.ndarray:
-    """Return a numeric column as ``[T, width]``; ConfigError for other types or widths, or if ``kind`` would change a number."""
+    """Return a numeric column as ``[T, width]``; raise ConfigError for other types or widths, or if ``kind`` would change a value."""
     flat, kinds = column.combine_chunks(), pa.types
     lengths = np.ones(len(flat), dtype=np.int64)
     if kinds.is_list(flat.type) or kinds.is_large_list(flat.type) or kinds.is_fixed_size_list(flat.type):
@@ -156,10 +156,10 @@ def _numbers(pa: ModuleType, column: Any, place: str, width: int, kind: str | No
     if not (kinds.is_floating(flat.type) or kinds.is_integer(flat.type) or kinds.is_boolean(flat.type)):
         raise ConfigError(f"{place} is a column of {column.type}; required: numbers. Use a different dataset")
     if len(wrong := np.flatnonzero(lengths != width)):
-        problem = f"row {wrong[0]} has {lengths[wrong[0]]} numbers"
-        raise damaged(place, f"{problem}; its description states {width}; {len(wrong)} of {len(lengths)} rows differ")
+        problem = f"row {wrong[0]} has {lengths[wrong[0]]} values"
+        raise damaged(place, f"{problem}; its description states {width} ({len(wrong)} of {len(lengths)} rows differ)")
     if flat.null_count:
-        raise damaged(place, f"row {flat.is_null().to_numpy(zero_copy_only=False).argmax() // width} lacks a number")
+        raise damaged(place, f"row {flat.is_null().to_numpy(zero_copy_only=False).argmax() // width} lacks a value")
     try:
         return (flat if kind is None else flat.cast(kind)).to_numpy(zero_copy_only=False).reshape(-1, width)
     except pa.ArrowInvalid as error:
@@ -167,7 +167,7 @@ def _numbers(pa: ModuleType, column: Any, place: str, width: int, kind: str | No
 
 
 def _episodes(pa: ModuleType, folder: Path, info: Mapping[str, Any]) -> dict[str, np.ndarray]:
-    """Return the numbers of ``meta/episodes`` in the order of the episodes, ``[E]`` each; ConfigError if a data file is missing."""
+    """Return the numeric columns of ``meta/episodes`` in episode order, ``[E]`` each; raise ConfigError if a data file is missing."""
     place = folder / layout.EPISODES_FOLDER
     tables = [table for path in sorted(place.glob("*/*.parquet")) for table in _tables(pa, path)]
     try:
@@ -186,7 +186,7 @@ def _episodes(pa: ModuleType, folder: Path, info: Mapping[str, Any]) -> dict[str
 def _check_rows(
     folder: Path, fps: float | None, rows: Mapping[str, np.ndarray], episodes: Mapping[str, np.ndarray]
 ) -> np.ndarray:
-    """Compare rows with ``meta/episodes``, frame numbers and the rate; return each row's position in the episodes, int64 ``[N]``."""
+    """Check rows against ``meta/episodes``, frame numbers and the rate; return the index of each row's episode, int64 ``[N]``."""
     ids, first, episode, counts = np.unique(rows["episode_index"], True, True, True)
     starts = rows["index"][first]
     computed = {
@@ -199,14 +199,14 @@ def _check_rows(
         known = episodes.get(name, values)
         if not np.array_equal(known, values):
             at = int(np.flatnonzero(known[: len(values)] != values[: len(known)])[:1].sum())
-            problem = f"{name} of episode {ids[at]} is {values[at]} by its rows, but {known[at]} by"
+            problem = f"{name} of episode {ids[at]} is {values[at]} according to its rows, but {known[at]} in"
             raise damaged(folder, f"{problem} {layout.EPISODES_FOLDER}")
     # A trimmed episode keeps its frame numbers, so they need not start at 0.
     wanted = np.arange(len(episode)) + (rows["frame_index"][first] - first)[episode]
     if len(wrong := np.flatnonzero(rows["frame_index"] != wanted)):
         row = wrong[0]
         problem = f"row {row} (episode {ids[episode[row]]}) has the frame_index {rows['frame_index'][row]}"
-        raise damaged(folder, f"{problem}; required: {wanted[row]}, after the row before it")
+        raise damaged(folder, f"{problem}; required: {wanted[row]}, to follow the previous row")
     steps = np.diff(rows["timestamp"])[np.diff(episode) == 0]
     if fps is not None and len(steps) and not abs(np.median(steps) * fps - 1) < 0.1:
         stamps = f"the time stamps of its rows are {np.median(steps):.4f} s apart"
@@ -215,7 +215,7 @@ def _check_rows(
 
 
 def _outcomes(folder: Path, columns: Mapping[str, np.ndarray], actions: np.ndarray) -> Outcomes:
-    """Return the consequences of the actions; an episode counts as truncated unless a column marks it as terminated."""
+    """Return the consequences of the actions; an episode is treated as truncated unless a column marks it as terminated."""
     flags = {
         name: flags_of(columns[name][:, 0], f"Column '{name}' of {folder}") for name in OUTCOMES[2:] if name in columns
     }
@@ -231,7 +231,7 @@ def _outcomes(folder: Path, columns: Mapping[str, np.ndarray], actions: np.ndarr
 
 
 class _ImageSpool:
-    """The encoded images of one column in an unnamed temporary file, in the order of the rows."""
+    """Encoded images of one column, stored in row order in an unnamed temporary file."""
 
     def __init__(self, folder: Path, key: str) -> None:
         self.folder, self.key = folder, key
@@ -240,7 +240,7 @@ class _ImageSpool:
         self.faults: dict[int, str] = {}
 
     def append(self, column: Any, source: Path) -> None:
-        """Copy the images of a column of the parquet file ``source``."""
+        """Append the images of a column of the parquet file ``source``."""
         if min(getattr(column.type, "get_field_index", lambda _: -1)(name) for name in ("bytes", "path")) < 0:
             required = "required: images (bytes, path). Use a different camera"
             raise ConfigError(f"{self.key} of {source} is a column of {column.type}; {required}")
@@ -270,7 +270,7 @@ def _video_frames(
     folder: Path, info: Mapping[str, Any], key: str, episodes: Mapping[str, np.ndarray], episode: np.ndarray,
     stamps: np.ndarray, shape: tuple[int, int],
 ) -> VideoFrames:  # fmt: skip
-    """Locate each row in its video: start of the row's ``episode`` in the file, plus time since then."""
+    """Locate each row in its video: the start of the row's ``episode`` in the file, plus the time since then."""
     try:
         names = ("chunk_index", "file_index", "from_timestamp")
         chunks, files, starts = (episodes[f"videos/{key}/{name}"] for name in names)
@@ -294,7 +294,7 @@ def _recorded_env(path: Path) -> dict[str, Any]:
 
 
 def _tasks(pa: ModuleType, folder: Path) -> dict[int, str]:
-    """Return the instructions by ``task_index``; their column is the index of a pandas frame, and may have any name."""
+    """Return the instructions by ``task_index``. Their column is a pandas index, which may have any name."""
     path = folder / layout.TASKS
     (table,) = _tables(pa, path)
     texts = [field.name for field in table.schema if "string" in str(field.type)]

@@ -23,11 +23,11 @@ FILES_PER_CHUNK = 1000
 ACTION = "action"
 STATE = "observation.state"
 EXECUTED = "executed_action"
-"""The action with the expert's noise, if ``action`` is without."""
+"""The action including the expert's noise, if ``action`` excludes it."""
 REWARD, DONE, TRUNCATED, SUCCESS = "next.reward", "next.done", "next.truncated", "next.success"
-"""Consequences of a row's action; datasets of other tools may lack any of them."""
+"""Consequences of a row's action; datasets from other tools may lack any of them."""
 INTERVENTION = "intervention"
-"""A human had taken over from a policy and chose the row's action."""
+"""Whether a human had taken over from a policy and chose the row's action."""
 IMAGES = "observation.images."
 """Prefix of camera columns."""
 
@@ -48,7 +48,7 @@ def import_pyarrow(wanted_by: str) -> ModuleType:
 
 
 def read_info(folder: Path) -> dict[str, Any]:
-    """Read ``meta/info.json``; ConfigError if that fails, a value has a wrong type, or the format a different version."""
+    """Read ``meta/info.json``; raise ConfigError if that fails, a value has the wrong type, or the version is unsupported."""
     path, place = folder / INFO, "it"
     try:
         info = json.loads(path.read_text(encoding="utf-8"))
@@ -77,7 +77,7 @@ def _not_a_description(path: Path, reason: str) -> ConfigError:
 
 
 def file_of(folder: Path, info: Mapping[str, Any], key: str, usual: str, **numbers: Any) -> Path:
-    """Return the path of a file from the template ``info[key]``; ConfigError if the template is invalid or the file missing."""
+    """Build a file's path from the template ``info[key]``; raise ConfigError if the template is invalid or the file is missing."""
     try:
         name = info.get(key, usual).format(**numbers)
     except (AttributeError, LookupError, TypeError, ValueError) as error:
@@ -88,9 +88,9 @@ def file_of(folder: Path, info: Mapping[str, Any], key: str, usual: str, **numbe
 
 
 def path_inside(folder: Path, path: str) -> Path:
-    """Return ``folder / path`` for an untrusted ``path`` of a dataset; ConfigError if it leads out of the folder."""
+    """Return ``folder / path`` for an untrusted ``path`` from a dataset; raise ConfigError if it points outside the folder."""
     if Path(path).is_absolute() or ".." in Path(path).parts:
         raise ConfigError(
-            f"The dataset {folder} names the file '{path}'; required: a path within the folder. Use a different dataset"
+            f"The dataset {folder} refers to the file '{path}'; required: a path within the folder. Use a different dataset"
         )
     return folder / path

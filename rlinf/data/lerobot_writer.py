@@ -22,25 +22,25 @@ from rlinf.flags import flags_of
 
 MIB = 2**20
 EXTRAS = {layout.REWARD: "float32", layout.DONE: "bool", layout.TRUNCATED: "bool", layout.SUCCESS: "bool"}
-"""Columns of the consequences of the row's action."""
+"""Columns for the consequences of a row's action."""
 
 
 class LeRobotWriter:
     """Writes episodes one by one into a hidden folder, which ``close`` renames; a failed ``with`` block removes it.
 
-    Raises ConfigError if the folder exists, or an image has an odd side and ``video`` is set; MissingDependencyError if
-    pyarrow, or PyAV with ``video``, is not installed.
+    Raises ConfigError if the folder exists, or if ``video`` is set and an image has an odd height or width; raises
+    MissingDependencyError if pyarrow (or PyAV, if ``video`` is set) is not installed.
 
     Args:
         fps: Env steps per second of simulated (or real) time.
         image_shapes: Camera name to (height, width).
         state_dim: ``S``; 0: no state.
-        video: Write MP4 files (lossy, much smaller); False: PNG images inside the parquet files (exact).
-        more: Additional columns: ``lerobot_format.EXECUTED`` if executed actions differ from the stored ones, ``INTERVENTION``.
+        video: Whether to write MP4 files (lossy, much smaller) instead of PNG images inside the parquet files (exact).
+        more: Additional columns: ``INTERVENTION``, and ``lerobot_format.EXECUTED`` if executed actions differ from the stored ones.
 
     Attributes:
-        about: Names of additional JSON files in ``meta`` to their content, written by ``close``.
-        data_file_mib, video_file_mib: Size beyond which the next parquet or MP4 file is started.
+        about: Maps the names of additional JSON files in ``meta`` to their content; ``close`` writes them.
+        data_file_mib, video_file_mib: Size beyond which a new parquet or MP4 file is started.
     """
 
     data_file_mib, video_file_mib = 100, 200
@@ -60,10 +60,10 @@ class LeRobotWriter:
         self._pa = layout.import_pyarrow("Writing a LeRobotDataset")
         self.folder = Path(folder).expanduser().absolute()
         if os.path.lexists(self.folder):
-            raise ConfigError(f"dataset is '{folder}', which exists and is not overwritten. Set dataset=<a new folder>")
+            raise ConfigError(f"dataset is '{folder}', which already exists. Set dataset=<a new folder>")
         odd = {name: shape for name, shape in image_shapes.items() if shape[0] % 2 or shape[1] % 2}
         if video and odd:
-            raise ConfigError(f"The images {odd} have an odd side, which MP4 cannot hold. Set collect.video=false")
+            raise ConfigError(f"MP4 does not support the odd image sizes {odd}. Set collect.video=false")
         self.fps, self.video = int(fps), video
         self.image_shapes = {f"{layout.IMAGES}{name}": tuple(shape) for name, shape in image_shapes.items()}
         self.widths = {layout.STATE: state_dim, layout.ACTION: action_dim} if state_dim else {layout.ACTION: action_dim}
@@ -107,7 +107,7 @@ class LeRobotWriter:
             if kind is None:
                 self.close()
         finally:
-            self.abort()  # deletes nothing after a successful close
+            self.abort()  # has no effect after a successful close
 
     def add_episode(
         self,
@@ -121,14 +121,14 @@ class LeRobotWriter:
         truncated: bool = False,
         more: Mapping[str, np.ndarray] | None = None,
     ) -> None:
-        """Write one episode of ``T`` rows; row ``t`` has the observation before action ``t``. ConfigError for wrong shapes.
+        """Write one episode of ``T`` rows; row ``t`` stores the observation before action ``t``. Raise ConfigError for wrong shapes.
 
         ``images`` map cameras to uint8 ``[T, H, W, 3]``; ``state [T, S]``, ``actions [T, D]``, ``rewards [T]`` are float32, ``success``
-        bool ``[T]`` (after the action). ``truncated``: by the time limit. ``more``: additional columns.
+        bool ``[T]`` (after the action). ``truncated`` is True if the time limit ended the episode. ``more`` contains additional columns.
         """
         length, first = len(actions), self.info["total_frames"]
         if not length:
-            raise ConfigError("An episode has no actions; required: one or more")
+            raise ConfigError("An episode has no actions; required: at least one")
         done, time_limit = np.zeros((2, length), dtype=bool)
         done[-1], time_limit[-1] = True, truncated
         episode_index = self.info["total_episodes"]
@@ -180,11 +180,11 @@ class LeRobotWriter:
         self.info["total_frames"] += length
 
     def close(self) -> Path:
-        """Finish the files and rename the folder; ConfigError without episodes, or if the folder exists by now."""
+        """Finish the files and rename the folder; raise ConfigError without episodes or if the folder exists by now."""
         pa = self._pa
         if not self._episodes:
             self.abort()
-            raise ConfigError("There is no episode to write.")
+            raise ConfigError("No episodes have been added.")
         self._close_files()
         for key in self._videos:
             height, width = self.image_shapes[key]
@@ -211,16 +211,16 @@ class LeRobotWriter:
                 raise FileExistsError(self.folder)
             os.rename(self._partial, self.folder)
         except OSError as error:
-            # Hours of collected episodes must not be lost to a name that was taken meanwhile.
+            # Hours of collected episodes must not be lost because the name was taken in the meantime.
             instead = self.folder.with_name(f"{self.folder.name}-{os.getpid()}")
             os.rename(self._partial, instead)
             raise ConfigError(
-                f"'{self.folder}' was created by a different process meanwhile. The episodes are in '{instead}'"
+                f"'{self.folder}' was created by a different process in the meantime. The episodes are in '{instead}'"
             ) from error
         return self.folder
 
     def abort(self) -> None:
-        """Delete everything that was written."""
+        """Delete everything written so far."""
         self._close_files()
         shutil.rmtree(self._partial, ignore_errors=True)
 
@@ -256,7 +256,7 @@ class LeRobotWriter:
         if self._data_file is None:
             path = self._partial / layout.DATA.format(**where)
             path.parent.mkdir(parents=True, exist_ok=True)
-            # A dictionary of PNG files would only cost memory: no two are equal.
+            # Dictionary encoding of PNG files would only waste memory, because no two are equal.
             plain = [name for name in arrays if name not in self.image_shapes]
             self._data_file = pa.parquet.ParquetWriter(path, table.schema, compression="snappy", use_dictionary=plain)
         self._data_file.write_table(table)
@@ -264,12 +264,12 @@ class LeRobotWriter:
         return {f"data/{name}": number for name, number in where.items()}
 
     def _image_column(self, images: np.ndarray) -> Any:
-        """Return a column of PNG files in the form of the Hugging Face library ``datasets``."""
+        """Return a column of PNG files in the format of the Hugging Face ``datasets`` library."""
         pa = self._pa
         encoded = []
         for image in images:
             buffer = io.BytesIO()
-            # Level 1: PNG is exact at any level, and higher ones take several times as long.
+            # PNG is lossless at every level, and higher levels take several times as long.
             Image.fromarray(image).save(buffer, "PNG", compress_level=1)
             encoded.append({"bytes": buffer.getvalue(), "path": None})
         return pa.array(encoded, pa.struct([("bytes", pa.binary()), ("path", pa.string())]))
@@ -294,7 +294,7 @@ class LeRobotWriter:
         return {"chunk_index": chunk, "file_index": file}
 
     def _task_table(self) -> Any:
-        """Return a table with one row per task; pandas metadata declare the instruction as its index."""
+        """Return a table with one row per task; pandas metadata declares the instruction as its index."""
         pa = self._pa
         index = "__index_level_0__"
         table = pa.table(

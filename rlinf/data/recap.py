@@ -1,4 +1,4 @@
-"""Advantage labels of a dataset's rows, by a value model: RECAP (Physical Intelligence 2025, pi*0.6, arXiv:2511.14759)."""
+"""Label a dataset's rows by their advantage under a value model: RECAP (Physical Intelligence 2025, pi*0.6, arXiv:2511.14759)."""
 
 import numpy as np
 import torch
@@ -15,12 +15,12 @@ HIDDEN_SIZE, DROPOUT, NUM_STEPS, BATCH_SIZE, LEARNING_RATE = 128, 0.5, 200, 64, 
 
 
 def label_rows(dataset: StoredDemonstrations, features: Tensor, config: SFTConfig, seed: int) -> np.ndarray:
-    """Label ``sft.advantage_top_fraction`` of each instruction's rows, and interventions, as good, from ``features [N, F]``."""
+    """Label interventions and the top ``sft.advantage_top_fraction`` of each instruction's rows as good, using ``features [N, F]``."""
     success, last_rows, fraction = dataset.outcomes.success, dataset.last_rows, config.advantage_top_fraction
     if dataset.num_episodes < NUM_FOLDS or not success.any():
         raise ConfigError(
-            f"{dataset.info.folder} has {dataset.num_episodes} episodes, {len(np.unique(last_rows[success]))} of them with success; "
-            f"required for sft.advantage_top_fraction={fraction}: {NUM_FOLDS} episodes, one of them with success. "
+            f"{dataset.info.folder} has {dataset.num_episodes} episodes, {len(np.unique(last_rows[success]))} of them successful; "
+            f"required for sft.advantage_top_fraction={fraction}: {NUM_FOLDS} episodes, at least one of them successful. "
             "Set sft.dataset=<more episodes>, or sft.advantage_top_fraction=null"
         )
     returns, longest = steps_to_success(success, last_rows)
@@ -29,13 +29,13 @@ def label_rows(dataset: StoredDemonstrations, features: Tensor, config: SFTConfi
     is_good = largest(scores, dataset.task_ids, fraction) | intervention_rows(dataset)
     if not is_good.any():
         raise ConfigError(
-            f"sft.advantage_top_fraction={fraction} labels no row as good; required: one or more. Set sft.advantage_top_fraction=0.3"
+            f"sft.advantage_top_fraction={fraction} labels no row as good. Set sft.advantage_top_fraction=0.3"
         )
     return is_good
 
 
 def steps_to_success(success: np.ndarray, last_rows: np.ndarray) -> tuple[np.ndarray, int]:
-    """Return -(actions until success) / T per row, -1 without success (section IV-A), and the longest episode's length ``T``."""
+    """Return -(actions until success) / T per row, or -1 without success (section IV-A), and the longest episode's length ``T``."""
     ends, lengths = np.unique(last_rows, return_counts=True)
     returns, longest = np.full(len(success), -1.0, dtype=np.float32), int(lengths.max())
     for end, length in zip(ends, lengths, strict=True):
@@ -49,7 +49,7 @@ def steps_to_success(success: np.ndarray, last_rows: np.ndarray) -> tuple[np.nda
 def advantages(
     returns: np.ndarray, values: np.ndarray, last_rows: np.ndarray, longest: int, steps: int | None
 ) -> np.ndarray:
-    """Return return minus value, ``[N]``; with ``steps``, an n-step return unless success or the end comes earlier."""
+    """Return advantages (return minus value), ``[N]``; ``steps`` selects n-step returns, unless success or the end is earlier."""
     if steps is None:
         return returns - values
     later = np.arange(len(returns)) + steps
@@ -60,7 +60,7 @@ def advantages(
 
 
 def largest(scores: np.ndarray, groups: np.ndarray, fraction: float) -> np.ndarray:
-    """Return bool ``[N]``: the value is among the largest ``fraction`` of its group, rounded."""
+    """Return bool ``[N]``: whether the score is in the top ``fraction`` of its group (rounded to a number of rows)."""
     selected = np.zeros(len(scores), dtype=bool)
     for group in np.unique(groups):
         rows = np.flatnonzero(groups == group)
@@ -69,12 +69,12 @@ def largest(scores: np.ndarray, groups: np.ndarray, fraction: float) -> np.ndarr
 
 
 def cross_fitted_values(features: Tensor, returns: np.ndarray, last_rows: np.ndarray, seed: int) -> np.ndarray:
-    """Return each row's value, float32 ``[N]``: the mean over bins of [-1, 0] (equation 1) of a network of other episodes."""
+    """Return each row's value, float32 ``[N]``: the mean over bins of [-1, 0] (equation 1) from a network fitted to other episodes."""
     features = (features - features.mean(0)) / (features.std(0) + 1e-6)
     target = torch.from_numpy(np.rint((returns + 1) * (NUM_BINS - 1)).astype(np.int64))
     episodes = np.random.default_rng(derive_seed(seed, "value parts")).permutation(np.unique(last_rows))
     bins, values = torch.linspace(-1, 0, NUM_BINS), np.zeros(len(returns), dtype=np.float32)
-    # Forked, so that labels do not depend on earlier random numbers, nor later ones on the labels.
+    # Fork the generator, so that labels neither depend on earlier random numbers nor affect later ones.
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(derive_seed(seed, "values"))
         for fold in np.array_split(episodes, NUM_FOLDS):

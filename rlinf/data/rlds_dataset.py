@@ -4,7 +4,7 @@
 ``steps/language_instruction`` (or ``steps/observation/natural_language_instruction``). Only the split ``train`` is read,
 without TensorFlow, which would be a large dependency.
 
-A record of a TFRecord file is its length (uint64, little endian), a checksum of these eight bytes, the message and its checksum.
+Each TFRecord record consists of its length (uint64, little-endian), a checksum of these eight bytes, the message and its checksum.
 Checksums are CRC-32C, rotated and shifted (tensorflow/core/lib/hash/crc32c.h). Messages are protocol buffers
 (https://protobuf.dev/programming-guides/encoding) as in tensorflow/core/example/example.proto and feature.proto.
 """
@@ -33,14 +33,14 @@ VARINT, FIXED64, BYTES, FIXED32 = 0, 1, 2, 5
 
 
 class Blobs(NamedTuple):
-    """Positions of the byte strings of a feature, int64 ``[N]`` each."""
+    """Positions of a feature's byte strings, int64 ``[N]`` each."""
 
     offsets: np.ndarray
     lengths: np.ndarray
 
 
 def records(data: memoryview) -> Iterator[tuple[int, int]]:
-    """Yield start and end of each message in a TFRecord file; ValueError if a length or checksum is wrong."""
+    """Yield the start and end of each message in a TFRecord file; raise ValueError if a length or checksum is wrong."""
     position = 0
     while position < len(data):
         if position + HEADER.size > len(data):
@@ -91,7 +91,7 @@ def _feature(data: memoryview, start: int, end: int) -> np.ndarray | Blobs:
         for wire, a, b in values:
             if wire == VARINT:
                 numbers.append(_varint(data, a)[0])
-            # Packed encoding: one field with all numbers.
+            # Packed encoding: one field contains all numbers.
             while wire == BYTES and a < b:
                 number, a = _varint(data, a)
                 numbers.append(number)
@@ -100,7 +100,7 @@ def _feature(data: memoryview, start: int, end: int) -> np.ndarray | Blobs:
 
 
 def _fields(data: memoryview, position: int, end: int) -> Iterator[tuple[int, int, int, int]]:
-    """Yield field number, wire type, start and end of the value of each field of a message."""
+    """Yield each field of a message as (field number, wire type, start of the value, end of the value)."""
     while position < end:
         key, position = _varint(data, position)
         number, wire = key >> 3, key & 7
@@ -111,7 +111,7 @@ def _fields(data: memoryview, position: int, end: int) -> Iterator[tuple[int, in
         elif wire == VARINT:
             length = _varint(data, position)[1] - position
         else:
-            raise ValueError(f"byte {position} has the wire type {wire}, which no Example has")
+            raise ValueError(f"byte {position} has the wire type {wire}, which does not occur in an Example")
         if position + length > end:
             raise ValueError(f"the field at byte {position} is longer than its message")
         yield number, wire, position, position + length
@@ -140,7 +140,7 @@ INSTRUCTIONS = ("steps/language_instruction", f"{OBSERVATION}natural_language_in
 
 
 def describe(folder: Path) -> DatasetInfo:
-    """Read the dataset's description; ConfigError if incomplete. Variable image sizes (-1) are those of the first image."""
+    """Read the dataset's description; raise ConfigError if it is incomplete. Variable image sizes (-1) are read from the first image."""
     try:
         features = dict(_leaves(json.loads((folder / FEATURES).read_text(encoding="utf-8"))))
         about = json.loads((folder / "dataset_info.json").read_text(encoding="utf-8"))
@@ -179,11 +179,11 @@ def open_dataset(
     folder: Path, cameras: Mapping[str, str], state_key: str | Sequence[str] | None, outcomes: bool = False, *,
     action_key: str | Sequence[str] = "action", skip_unreadable: bool = False,
 ) -> StoredDemonstrations:  # fmt: skip
-    """Read the numbers of all env steps, and locate the images of ``cameras`` (name in the env to name in the data)."""
+    """Read the numeric data of all env steps, and locate the images of ``cameras`` (name in the env to name in the dataset)."""
     info = describe(folder)
     instruction = _instruction_of(dict(_leaves(json.loads((folder / FEATURES).read_text(encoding="utf-8")))))
     paths = sorted(folder.glob(f"*-{SPLIT}.*-?????-of-?????"))
-    # Stay open: images are read from them by position, row by row.
+    # The files stay open, because images are read from them by offset, row by row.
     files: list[BinaryIO] = [open(path, "rb") for path in paths]
     widths = {ACTION: info.action_dim} | {f"{OBSERVATION}{key}": width for key, width in info.state_dims.items()}
     action_keys, state_keys = (
@@ -219,7 +219,7 @@ def open_dataset(
             except (ValueError, KeyError, IndexError) as error:
                 raise damaged(f"Episode {len(episode_ids)} in {paths[number]}", error) from error
     if not actions or len(actions) != info.num_episodes:
-        raise damaged(folder, f"it has {len(actions)} episodes; its description states {info.num_episodes}")
+        raise damaged(folder, f"it has {len(actions)} episodes, but its description states {info.num_episodes}")
     where, frames = np.concatenate(file_ids), {}
     for camera, blobs in images.items():
         offsets, lengths = map(np.concatenate, zip(*blobs, strict=True))
@@ -242,13 +242,13 @@ def _blobs(blobs: Any, length: int | None, name: str) -> Blobs:
     if not len(blobs):
         raise ValueError(f"it has no steps, because {name} is empty")
     if not isinstance(blobs, Blobs) or length not in (None, len(blobs.offsets)):
-        raise ValueError(f"an episode of {length} steps has a different number of values of {name}")
+        raise ValueError(f"an episode of {length} steps has a different number of values for {name}")
     return blobs
 
 
 def _numbers(values: Any, length: int, width: int, name: str) -> np.ndarray:
     if isinstance(values, Blobs) or values.size != length * width:
-        raise ValueError(f"an episode of {length} steps lacks {width} numbers of {name} in each")
+        raise ValueError(f"an episode of {length} steps does not have {width} values of {name} per step")
     return values.astype(np.float32).reshape(length, width)
 
 

@@ -1,4 +1,4 @@
-"""Batches of demonstrations: the order of rows, the rows of a chunk, and prefetching in threads."""
+"""Batch demonstrations: row order, the rows of each chunk, and prefetching in threads."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class BatchSource(Protocol):
 
 
 def shuffled_rows(num_rows: int, step: int, batch_size: int, seed: int) -> np.ndarray:
-    """Return the rows of an optimiser step, int64 ``[batch_size]``; each epoch is a permutation, and batches may span two."""
+    """Return an optimiser step's rows, int64 ``[batch_size]``; each epoch is a permutation, and a batch may span two epochs."""
     positions = np.arange(step * batch_size, (step + 1) * batch_size)
     index = np.empty(batch_size, dtype=np.int64)
     for epoch in np.unique(positions // num_rows):
@@ -68,11 +68,11 @@ class Prefetcher(Generic[Batch]):
             self._executor.shutdown(cancel_futures=True)
 
     def next(self) -> Batch:
-        """Return the batch of the next step, or raise the exception of its thread."""
+        """Return the next step's batch, or re-raise the exception from its thread."""
         if self._executor is None:
             self._next_step += 1
             return self._make_batch(self._next_step - 1)
-        # Futures stay in the order of the steps, whichever thread is first.
+        # Futures are queued in step order, whichever thread finishes first.
         batch = self._ahead.popleft().result()
         self._submit()
         return batch

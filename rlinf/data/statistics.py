@@ -1,4 +1,4 @@
-"""Statistics of demonstrations: in LeRobotDataset's form, and for the normalisation of models."""
+"""Statistics of demonstrations, in LeRobotDataset's format and for normalisation in models."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from rlinf.distributed.process_group import rank
 logger = logging.getLogger("rlinf")
 
 MIN_RANGE = 1e-4
-"""A column with a smaller range (max - min) counts as constant."""
+"""A column with a smaller range (max - min) is treated as constant."""
 MIN_FRACTION = 0.01
 """Minimum of a column's quantile span and std, as a fraction of its range (max - min)."""
 GLITCH_ROWS = 500
-"""At most one row in this many at each end of a column is a glitch (two of 100 rows, one of 10)."""
+"""At each end of a column, at most one row in this many can be a glitch (but two of 100 rows, and one of 10)."""
 QUANTILES = {"q01": 0.01, "q10": 0.1, "q50": 0.5, "q90": 0.9, "q99": 0.99}
 
 
@@ -53,7 +53,7 @@ class ImageStatistics:
         self.num_images += other.num_images
 
     def result(self) -> dict[str, np.ndarray]:
-        """Return LeRobotDataset's form: levels / 255, each ``[3, 1, 1]``, exact quantiles, and ``count`` of images ``[1]``."""
+        """Return LeRobotDataset's format: levels / 255 with exact quantiles, ``[3, 1, 1]`` each, and the image ``count [1]``."""
         levels = np.arange(256) / 255
         frequency = self.histogram / self.histogram.sum(1, keepdims=True)
         mean = frequency @ levels
@@ -73,10 +73,10 @@ class ImageStatistics:
 def normalization_statistics(actions: np.ndarray, state: np.ndarray | None) -> dict[str, Any]:
     """Return statistics for normalisation, in OpenVLA's ``norm_stats`` format (see ``VectorEnv.action_statistics``).
 
-    Columns by which a model could not divide are changed, and logged with a row, except constant ones:
+    Columns for which a model would divide by almost zero are adjusted. Except for constant ones, this is logged with a row:
 
-    - Glitches (``glitches``) are left out of their column's statistics.
-    - A constant column (``MIN_RANGE``) gets ``q01`` 0.5 below and ``q99`` 0.5 above its middle, and ``std`` 1.
+    - Glitches (``glitches``) are excluded from their column's statistics.
+    - For a constant column (``MIN_RANGE``), ``q01`` and ``q99`` are 0.5 below and above its midpoint, and ``std`` is 1.
     - If the rows between ``q01`` and ``q99`` span less than ``MIN_FRACTION`` of ``max - min`` (a gripper that closes in 1 % of the
       rows), ``q01`` and ``q99`` become ``min`` and ``max``. ``std`` is at least ``MIN_FRACTION`` of ``max - min``.
     """
@@ -87,9 +87,9 @@ def normalization_statistics(actions: np.ndarray, state: np.ndarray | None) -> d
 
 
 def glitches(values: np.ndarray) -> np.ndarray:
-    """Return which values of ``[N, D]`` are far from all remaining ones for at most two rows, bool ``[N, D]``.
+    """Return bool ``[N, D]``: whether a value is far from all remaining ones, for at most two consecutive rows.
 
-    Far: beyond them by half their span (binary grippers: the full span) over ``MIN_FRACTION``. A longer change is a motion.
+    "Far" means outside their range by half of it (binary grippers: all of it) over ``MIN_FRACTION``. A longer change is motion.
     """
     count = len(values)
     if count < 10:
@@ -110,11 +110,11 @@ def _as_lists(values: np.ndarray, name: str) -> dict[str, list]:
         rows = np.flatnonzero(left_out[:, column])
         usual = vector_statistics(np.delete(values[:, column : column + 1], rows, axis=0))
         stats |= {part: np.where(np.arange(values.shape[1]) == column, usual[part], stats[part]) for part in stats}
-        problem = f"far from all other rows ({usual['min'][0]:g} to {usual['max'][0]:g}): left out of its statistics"
+        problem = f"far from all other rows ({usual['min'][0]:g} to {usual['max'][0]:g}): excluded from its statistics"
         _log_change(name, column, rows, values, f"{problem}, and clipped")
     low, high = stats["min"].astype(np.float64), stats["max"].astype(np.float64)
     constant, middle, span = high - low < MIN_RANGE, (high + low) / 2, high - low
-    # Quantiles that are rows: interpolated ones may be between a gripper's two positions, where no row is.
+    # Use quantiles that occur as values: interpolated ones may be between a gripper's two positions.
     inner = np.quantile(values, 0.99, 0, method="lower") - np.quantile(values, 0.01, 0, method="higher").astype(float)
     rare = abs(inner) < MIN_FRACTION * span
     for column in np.flatnonzero(rare & ~constant):

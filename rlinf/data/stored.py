@@ -27,7 +27,7 @@ logger = logging.getLogger("rlinf")
 DESCRIPTIONS = ("meta/info.json", "meta/stats.json", "dataset_info.json", "features.json")
 """Description files of the two formats."""
 NUMBERS = re.compile(r"u?int\d+|float\d+")
-"""Dtypes of columns that may be actions or a state."""
+"""Dtypes allowed for action and state columns."""
 
 
 def column_names(key: str | Sequence[str] | None) -> list[str]:
@@ -36,10 +36,10 @@ def column_names(key: str | Sequence[str] | None) -> list[str]:
 
 @dataclass(frozen=True)
 class DatasetInfo:
-    """The description of a dataset. ``image_shapes``: camera column to (height, width).
+    """A dataset's description. ``image_shapes`` maps each camera column to (height, width).
 
-    ``state_dims``: columns that may serve as state, to their widths; ``state_key`` is the default. ``action_dim``: of the column
-    ``action``; 0 without it. ``fps``: rows per second. ``env``: the env section of ``rlinf collect``; empty if unknown.
+    ``state_dims`` maps columns usable as state to their widths; ``state_key`` is the default. ``action_dim`` is the width of column
+    ``action``, or 0. ``fps`` is the number of rows per second. ``env`` is the env section of ``rlinf collect``; empty if unknown.
     """
 
     folder: Path
@@ -60,10 +60,10 @@ class DatasetInfo:
 
 @dataclass(frozen=True)
 class Outcomes:
-    """The executed actions (with the expert's noise) of the ``N`` rows of a dataset, and their consequences.
+    """The executed actions (including the expert's noise) of a dataset's ``N`` rows, and their consequences.
 
-    ``success``: the goal was reached after the action. ``terminated``: the episode ended there by its own rules.
-    ``intervention``: a human had taken over and acted. None: the dataset has no such column.
+    ``success`` marks rows whose action reached the goal, ``terminated`` rows where the episode ended by its own rules, and
+    ``intervention`` rows where a human had taken over and acted. A field is None if the dataset has no such column.
     """
 
     executed: np.ndarray
@@ -75,12 +75,12 @@ class Outcomes:
 
 @dataclass
 class StoredDemonstrations:
-    """Rows of (observation, next ``C`` actions) of a dataset; frames are read only for requested rows.
+    """A dataset's rows of (observation, next ``C`` actions); frames are read only for requested rows.
 
-    Raises ConfigError without rows, if a number is not finite, or if the rows of an episode are not consecutive.
+    Raises ConfigError if the dataset is empty, a value is not finite, or an episode's rows are not consecutive.
 
-    ``frames`` maps each camera of the env, in its order, to its frames. ``task_ids``, int64 ``[N]``, index ``tasks``, which
-    are instructions. ``last_rows``, int64 ``[N]``, are the last rows of the rows' episodes. ``chunk_len`` is ``C``. Rows that
+    ``frames`` maps each camera of the env, in its order, to its frames. ``task_ids``, int64 ``[N]``, index the
+    instructions ``tasks``. ``last_rows``, int64 ``[N]``, is the last row of each row's episode. ``chunk_len`` is ``C``. Rows that
     are ``unreadable``, bool ``[N]``, return the nearest row's images and must not be used for training.
     """
 
@@ -113,7 +113,7 @@ class StoredDemonstrations:
         self._statistics: dict[str, Any] | None = None
 
     def check_images(self, skip: bool) -> StoredDemonstrations:
-        """Raise UnreadableRowError at the first row known to have no image. With ``skip``, read all and mark such rows."""
+        """Raise UnreadableRowError for the first row known to lack an image. With ``skip``, read all images and mark such rows."""
         faults = dict(fault for frames in self.frames.values() for fault in frames.faults.items())
         for row in np.setdiff1d(np.arange(len(self)), list(faults)).tolist() if skip else ():
             try:
@@ -137,7 +137,7 @@ class StoredDemonstrations:
         return len(self.actions)
 
     def statistics(self) -> dict[str, Any]:
-        """Return the ``normalization_statistics`` of all rows; computed, and logged, once."""
+        """Return the ``normalization_statistics`` of all rows; they are computed and logged only once."""
         if self._statistics is None:
             self._statistics = normalization_statistics(self.actions, self.state)
         return self._statistics
@@ -154,7 +154,7 @@ class StoredDemonstrations:
         return digest.hexdigest()
 
     def rows(self, index: np.ndarray) -> tuple[Observation, Tensor]:
-        """Return observations and float32 ``[B, C, D]`` actions, the last one repeated past the end; or UnreadableRowError."""
+        """Return observations and float32 actions ``[B, C, D]``, repeating the last one past the end; may raise UnreadableRowError."""
         try:
             images = {camera: frames.read(self._image_rows[index]) for camera, frames in self.frames.items()}
         except ConfigError as error:

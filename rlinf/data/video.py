@@ -15,7 +15,7 @@ def import_av(wanted_by: str) -> ModuleType:
 
 
 class VideoWriter:
-    """Writes H.264, 4:2:0, with even ``height`` and ``width``; every second frame is a key frame for fast seeking, as in LeRobot."""
+    """Writes H.264 (4:2:0; ``height`` and ``width`` must be even). As in LeRobot, every second frame is a key frame for fast seeking."""
 
     def __init__(self, path: Path, fps: int, height: int, width: int) -> None:
         av = import_av("Writing a video")
@@ -48,7 +48,7 @@ class VideoWriter:
 
 
 class VideoReader:
-    """Reads single frames of a video file in any format of FFmpeg. Not thread-safe."""
+    """Reads single frames of a video file in any format that FFmpeg supports. Not thread-safe."""
 
     def __init__(self, path: Path) -> None:
         av = import_av(f"Reading {path}")
@@ -58,7 +58,7 @@ class VideoReader:
             self._stream = self._container.streams.video[0]
         except (OSError, IndexError, av.error.FFmpegError) as error:
             raise damaged(path, f"it cannot be read as a video: {type(error).__name__}: {error}") from error
-        # Reading threads already run in parallel.
+        # One decoder thread, because several threads already read in parallel.
         self._stream.codec_context.thread_count = 1
         self._errors = av.error.FFmpegError
         self.time_base = Fraction(self._stream.time_base)
@@ -67,7 +67,7 @@ class VideoReader:
         self._frames, self._frame = iter(()), None
 
     def times(self) -> np.ndarray:
-        """Return the presentation times of all frames in units of ``time_base``, increasing int64 ``[F]``, without decoding."""
+        """Return the presentation times of all frames in units of ``time_base``, as increasing int64 ``[F]``, without decoding."""
         try:
             packets = [packet.pts for packet in self._container.demux(self._stream) if not packet.is_discard]
         except self._errors as error:
@@ -77,9 +77,9 @@ class VideoReader:
         return np.unique(np.array([time for time in packets if time is not None], dtype=np.int64))
 
     def frame_at(self, time: int) -> np.ndarray:
-        """Return the frame at a presentation time, uint8 ``[H, W, 3]``; ConfigError if there is none."""
+        """Return the frame at a presentation time, uint8 ``[H, W, 3]``; raise ConfigError if it is missing."""
         try:
-            # Decode on from the current frame if it is close: a seek decodes from the last key frame.
+            # Continue decoding from the current frame if it is close, because a seek restarts at the previous key frame.
             if self._frame is None or not 0 <= time - self._frame.pts <= 4 * self._step:
                 self._container.seek(time - self._step, stream=self._stream)
                 self._frames = self._container.decode(self._stream)

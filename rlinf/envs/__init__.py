@@ -1,4 +1,4 @@
-"""Registry of environments. Importing ``rlinf.envs`` is cheap: simulators are imported when an env is built."""
+"""Registry of environments. Importing ``rlinf.envs`` is cheap, because simulators are imported only when an env is built."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ ENVS: Registry[type[VectorEnv]] = Registry(
 
 
 def register_env(name: str, cls: type[VectorEnv] | str) -> None:
-    """Register a ``rlinf.envs.base.VectorEnv``, or its ``"module:Class"``, imported at first use, for ``env.name``."""
+    """Register a ``rlinf.envs.base.VectorEnv`` for ``env.name``; a ``"module:Class"`` string is imported at first use."""
     ENVS.register(name, cls)
 
 
 def make_env(config: EnvConfig, num_envs: int, *, auto_reset: bool) -> VectorEnv:
-    """Build ``num_envs`` parallel environments of the env that is registered as ``config.name``; see ``VectorEnv``."""
+    """Build ``num_envs`` parallel copies of the env registered as ``config.name``; see ``VectorEnv``."""
     if not isinstance(config, EnvConfig):
         raise ConfigError(
-            f"make_env got a {type(config).__name__}; required: an EnvConfig. Pass build_config(<composed "
+            f"make_env was called with a {type(config).__name__}; required: an EnvConfig. Pass build_config(<composed "
             "configuration>).env, or the dataclass of the env, such as TabletopConfig(tasks=['reach'])"
         )
     return ENVS.get(config.name)(config, num_envs, auto_reset)

@@ -1,4 +1,4 @@
-"""The env contract: a base class for chunks, auto-reset, truncation, reward modes and episode statistics."""
+"""The env interface: a base class that handles chunks, auto-reset, truncation, reward modes and episode statistics."""
 
 import inspect
 from abc import ABC, abstractmethod
@@ -23,7 +23,7 @@ from rlinf.seeding import derive_seed
 from rlinf.types import ChunkStep, EpisodeSpec, Observation
 
 ROUNDING = 1e-3
-"""Fraction of the range by which an action may exceed its bounds before it counts as clipped: rounding of a policy's units."""
+"""Fraction of the range by which an action may exceed its bounds before it is reported as clipped, to allow for rounding."""
 
 
 class VectorEnv(gymnasium.vector.VectorEnv, ABC):
@@ -33,21 +33,21 @@ class VectorEnv(gymnasium.vector.VectorEnv, ABC):
     ``_observe`` and, optionally, ``expert_actions`` and ``render_frames``. An episode must be a function of its
     ``EpisodeSpec`` and the actions only, not of ``num_envs``, the env slot, or earlier episodes.
 
-    Actions are clipped to ``[action_low, action_high]`` before the simulator gets them.
+    Actions are clipped to ``[action_low, action_high]`` before they reach the simulator.
 
     Attributes:
-        config_class: Dataclass of its configuration (``EnvConfig`` or a subclass).
-        suite: ``EpisodeSpec.suite`` of its episodes.
-        camera_names: Valid names for ``config.cameras``; None: any.
-        packages: Distributions whose exact versions affect its results, e.g. ``("mujoco",)``; recorded in the manifest.
-        free_settings: Config fields that do not change any episode; left out of the manifest.
+        config_class: Dataclass of the env's configuration (``EnvConfig`` or a subclass).
+        suite: Value of ``EpisodeSpec.suite`` for the env's episodes.
+        camera_names: Valid names for ``config.cameras``, or None if any name is valid.
+        packages: Distributions whose exact versions affect results, such as ``("mujoco",)``; recorded in the manifest.
+        free_settings: Config fields that do not affect episodes and are therefore omitted from the manifest.
         action_dim: ``D``, the length of ``action_low`` and ``action_high`` (float32), which the subclass passes.
-        auto_reset: True: the next episode starts after the chunk in which one ended. False: a finished env freezes (last
+        auto_reset: If True, the next episode starts after the chunk in which one ended. If False, a finished env freezes (last
             observation, zero reward, ``executed`` false), and envs may be idle.
-        task_names: Tasks of the suite that ``config.tasks`` selects, in order; ``EpisodeSpec.task_id`` is an index.
-        num_restarts: Simulators that were lost and replaced so far.
-        on_gpu: All envs are one simulation on a GPU, so a rollout uses one thread.
-        metadata: ``autoreset_mode`` is gymnasium's ``SAME_STEP`` with auto-reset, else ``DISABLED``. ``render_fps``, if known, is
+        task_names: The suite's tasks selected by ``config.tasks``, in order; ``EpisodeSpec.task_id`` is an index into them.
+        num_restarts: Number of simulators lost and replaced so far.
+        on_gpu: Whether all envs run in one GPU simulation, in which case a rollout uses one thread.
+        metadata: ``autoreset_mode`` is gymnasium's ``SAME_STEP`` with auto-reset, otherwise ``DISABLED``. ``render_fps``, if known, is
             the number of env steps per second of simulated time.
     """
 
@@ -68,7 +68,7 @@ class VectorEnv(gymnasium.vector.VectorEnv, ABC):
         if not isinstance(config, self.config_class):
             name, wanted = type(self).__name__, self.config_class.__name__
             raise ConfigError(
-                f"{name} got a {type(config).__name__}; required: a {wanted}. "
+                f"{name} was called with a {type(config).__name__}; required: a {wanted}. "
                 f"Pass {wanted}(...), or set env={self.suite} on the command line"
             )
         if num_envs < 1:
@@ -98,7 +98,7 @@ class VectorEnv(gymnasium.vector.VectorEnv, ABC):
         self._lost = np.zeros(self.num_envs, dtype=bool)
         self._success_override = SuccessOverride(self) if overrides_success(config) else None
 
-    # A subclass implements these.
+    # Methods for subclasses to implement.
 
     @classmethod
     @abstractmethod
@@ -107,7 +107,7 @@ class VectorEnv(gymnasium.vector.VectorEnv, ABC):
 
     @cached_property
     def state_dim(self) -> int:
-        """``S``, the width of ``Observation.state``; 0 if it is None. Override this or ``state_width``."""
+        """``S``, the width of ``Observation.state``, or 0 if the state is None. Override this or ``state_width``."""
         if (width := self.state_width(self.config)) is None:
             raise NotImplementedError(f"{type(self).__name__} overrides neither state_dim nor state_width.")
         return width
@@ -117,7 +117,7 @@ class VectorEnv(gymnasium.vector.VectorEnv, ABC):
         """Return the current observations of the envs ``ids``, in new arrays of ``K`` rows."""
 
     def _reset_env(self, index: int, spec: EpisodeSpec) -> None:
-        """Reset env ``index`` to the first state of ``spec``, whatever its state. Override this or ``_reset_envs``."""
+        """Reset env ``index`` to the first state of ``spec``, whatever its current state. Override this or ``_reset_envs``."""
         raise NotImplementedError
 
     def _step_envs(self, ids: np.ndarray, actions: np.ndarray) -> SimulatorStep:
@@ -131,28 +131,28 @@ class VectorEnv(gymnasium.vector.VectorEnv, ABC):
     def _step_chunk(self, ids: np.ndarray, actions: np.ndarray, steps_left: np.ndarray) -> SimulatorChunk:
         """Step the envs ``ids`` up to ``C`` times with ``actions [K, C, D]``, each until its episode ends.
 
-        ``steps_left``, int64 ``[K]``, are the env steps until truncation, at least 1. An override that loses a simulator must put
-        its env back into the first state of ``self._specs[env]`` and set ``self._lost[env]``; so must every other call.
+        ``steps_left``, int64 ``[K]``, is the number of env steps until truncation, at least 1. If an override of this or any other
+        method loses a simulator, it must return the env to the first state of ``self._specs[env]`` and set ``self._lost[env]``.
         """
         return chunk_of_steps(self._step_envs, ids, actions, steps_left, self.config.terminate_on_success)
 
     def expert_actions(self) -> np.ndarray:
         """Return the scripted expert's actions in the current state, float32 ``[B, D]``, within bounds.
 
-        Entries of idle and finished envs are unused. An override may take keyword options (``expert_options``), set by keys of
-        ``sft.expert``. ConfigError if the env has no expert.
+        Entries for idle and finished envs are unused. An override may accept keyword options (``expert_options``), set by keys of
+        ``sft.expert``. Raise ConfigError if the env has no expert.
         """
         raise ConfigError(f"Environment '{self.suite}' has no scripted expert.")
 
     def render_frames(self, ids: Sequence[int], size: int) -> np.ndarray:
-        """Return video frames of the envs ``ids``, uint8 ``[K, size, size, 3]``; ConfigError if unsupported."""
+        """Return video frames of the envs ``ids``, uint8 ``[K, size, size, 3]``; raise ConfigError if unsupported."""
         raise ConfigError(f"Environment '{self.suite}' cannot render frames (requested {len(ids)} of {size} pixels).")
 
     def chunk_paths(self, ids: Sequence[int], chunks: np.ndarray, size: int) -> np.ndarray | None:
-        """Predict the hands' paths under ``chunks [K, C, D]`` in the images of ``render_frames``; None: unknown.
+        """Predict the hands' paths under ``chunks [K, C, D]`` in the images from ``render_frames``; None if unknown.
 
         The result, ``[K, C + 1, 2]``, is the hand's position now and after each action, in pixels to the right of and below the
-        upper left corner; NaN behind the camera. The states of the envs do not change.
+        upper left corner, or NaN behind the camera. The envs' states do not change.
         """
         return None
 
@@ -167,25 +167,25 @@ class VectorEnv(gymnasium.vector.VectorEnv, ABC):
 
     @classmethod
     def check_expert(cls, config: EnvConfig, options: Mapping[str, Any], instead: str) -> None:
-        """Check that there is a scripted expert with these ``options`` of ``sft.expert``; ``instead``: overrides that avoid it."""
+        """Check that a scripted expert exists and accepts ``options`` from ``sft.expert``; ``instead``: overrides that avoid it."""
         if not cls.has_expert(config):
             raise ConfigError(f"env.name={config.name} has no scripted expert ({cls.without_expert}). Set {instead}")
         for name in options.keys() - cls.expert_options():
             raise ConfigError(
                 f"sft.expert.{name}={override_text(options[name])}, but the scripted expert of env.name={config.name} does "
-                f"not take this option. Remove it, or set {instead}"
+                f"not support this option. Remove it, or set {instead}"
             )
 
     def poses(self, ids: Sequence[int]) -> list[dict[str, list[float]]]:
-        """Return each env's objects: name to position (3, metres) and quaternion (4), for the fingerprint; empty if unknown."""
+        """Map each env's objects to their position (3, metres) and quaternion (4), for the fingerprint; empty if unknown."""
         return [{} for _ in ids]
 
     def rows_lost_with(self, ids: np.ndarray) -> np.ndarray:
-        """Return ``ids`` and all envs that lose their simulator when one of ``ids`` does; by default all envs."""
+        """Return ``ids`` and all envs that lose their simulator if one of ``ids`` does; all envs by default."""
         return np.arange(self.num_envs) if len(ids) else ids
 
     def num_finished_calls(self) -> int:
-        """Return a counter of simulator calls in worker processes, as a sign of progress; 0 without. Thread-safe."""
+        """Return a counter of simulator calls in worker processes, as a sign of progress; 0 without workers. Thread-safe."""
         return 0
 
     def offload(self) -> None:
@@ -193,16 +193,16 @@ class VectorEnv(gymnasium.vector.VectorEnv, ABC):
 
     @classmethod
     def reports_success(cls, config: EnvConfig) -> bool:
-        """Return whether episodes can succeed; otherwise evaluations show only returns."""
+        """Return whether the env reports success; otherwise evaluations show only returns."""
         return True
 
     @classmethod
     def acts_in_choices(cls, config: EnvConfig) -> bool:
-        """Return whether an action dimension is a discrete choice, which the env rounds."""
+        """Return whether any action dimension is a discrete choice, which the env obtains by rounding."""
         return False
 
     def instruction_of(self, task_id: int) -> str | None:
-        """Return the instruction of a task if all its episodes have the same one, else None."""
+        """Return a task's instruction, or None if its episodes have different instructions."""
         return None
 
     @classmethod
@@ -211,7 +211,7 @@ class VectorEnv(gymnasium.vector.VectorEnv, ABC):
 
     @classmethod
     def state_width(cls, config: EnvConfig) -> int | None:
-        """Return ``state_dim`` under ``config``, for checks before an env is built; None: unknown."""
+        """Return ``state_dim`` under ``config``, for checks before an env is built, or None if unknown."""
         return None
 
     @classmethod
@@ -221,17 +221,17 @@ class VectorEnv(gymnasium.vector.VectorEnv, ABC):
 
     @classmethod
     def action_width(cls, config: EnvConfig) -> int | None:
-        """Return ``action_dim`` under ``config``, before an env is built; None: unknown."""
+        """Return ``action_dim`` under ``config`` before an env is built, or None if unknown."""
         return None
 
     @classmethod
     def moved(cls, config: EnvConfig, what: str) -> EnvConfig | None:
-        """Return settings of the same episodes with moved ``objects`` or ``cameras``, for ``rlinf audit``; None: unsupported."""
+        """For ``rlinf audit``, return settings that move ``objects`` or ``cameras`` in the same episodes; None if unsupported."""
         return None
 
     @classmethod
     def check_statistics(cls, config: EnvConfig, statistics: Mapping[str, Any]) -> None:
-        """Raise ConfigError if a checkpoint's ``norm_stats`` belong to actions with a different meaning; accept all by default."""
+        """Raise ConfigError if a checkpoint's ``norm_stats`` were computed for actions with a different meaning; accept all by default."""
 
     @classmethod
     def check_drawing(cls, config: EnvConfig) -> None:
@@ -247,12 +247,12 @@ class VectorEnv(gymnasium.vector.VectorEnv, ABC):
 
     @classmethod
     def horizon_of(cls, config: EnvConfig, task: str) -> int:
-        """Return the env steps after which an episode of ``task`` is truncated."""
+        """Return the number of env steps after which an episode of ``task`` is truncated."""
         return config.max_episode_steps
 
     @classmethod
     def longest_horizon(cls, config: EnvConfig) -> int:
-        """Return the largest ``horizon_of`` of the selected tasks."""
+        """Return the maximum ``horizon_of`` over the selected tasks."""
         return max(cls.horizon_of(config, task) for task in select_tasks(cls.all_task_names(config), config.tasks))
 
     @classmethod
@@ -261,45 +261,45 @@ class VectorEnv(gymnasium.vector.VectorEnv, ABC):
 
     @classmethod
     def observation_bytes(cls, config: EnvConfig) -> int:
-        """Return the bytes of images and state of one ``Observation``."""
+        """Return the size of one observation's images and state, in bytes."""
         return len(config.cameras) * config.image_size**2 * 3 + 4 * (cls.state_width(config) or 0)
 
     def episode_specs(self, split: str) -> Sequence[EpisodeSpec]:
-        """Return the episodes of a split ("train" or "eval"), round robin over tasks. Splits share no (init_state_id, seed)."""
+        """Return the episodes of a split ("train" or "eval"), round robin over tasks. Their (init_state_id, seed) pairs are disjoint."""
         return drawn_episodes(self.suite, len(self.task_names), self.config, split)
 
-    # The base class owns these.
+    # Methods of the base class.
 
     def action_statistics(self) -> dict[str, Any]:
-        """Return uniform statistics between the action bounds (and state bounds, as ``proprio``), in OpenVLA's ``norm_stats`` format."""
+        """Return statistics of uniform actions within their bounds (and state as ``proprio``), in OpenVLA's ``norm_stats`` format."""
         statistics = {"action": uniform_statistics(self.action_low, self.action_high)}
         if self.state_bounds() is not None:
             statistics["proprio"] = uniform_statistics(*self.state_bounds())
         return statistics
 
     def state_bounds(self) -> tuple[np.ndarray, np.ndarray] | None:
-        """Return the usual lowest and highest values of ``Observation.state``, ``[S]`` each; None: unknown."""
+        """Return the usual minimum and maximum values of ``Observation.state``, ``[S]`` each, or None if unknown."""
         return None
 
     def current_specs(self) -> list[EpisodeSpec | None]:
-        """Return the episode of each env: of a frozen env the one that ended, of an idle env None."""
+        """Return each env's episode: the one that ended for a frozen env, and None for an idle env."""
         self._check_reset()
         return list(self._specs)
 
     def reset(
         self, *, seed: int | None = None, options: dict[str, Any] | None = None
     ) -> tuple[Observation, dict[str, Any]]:
-        """Start an episode in every env; return the observation of ``B`` envs, and infos (empty).
+        """Start an episode in every env; return the observation of ``B`` envs and an empty info dictionary.
 
-        Raise ConfigError for invalid options or episodes, or an image or state of the wrong dtype or shape; NonFiniteError for a
-        state with NaN or infinity.
+        Raise ConfigError for invalid options or episodes, or an image or state of the wrong dtype or shape; raise NonFiniteError
+        for a state with NaN or infinity.
 
         Args:
-            seed: Seed for drawing training episodes. None: continue the previous draw, as in gymnasium; the first reset, and each
+            seed: Seed for drawing training episodes. None continues the previous draw, as in gymnasium; the first reset, and each
                 reset with ``episodes``, starts a draw with seed 0.
             options: ``episodes``: one ``EpisodeSpec`` per env; by default, training episodes are drawn. Without auto-reset, None
                 makes an env idle: its simulator is neither reset nor stepped, it has no result, and its observation repeats
-                the first env with an episode. ``next_episode``: called with the env index for each next episode under
+                the observation of the first active env. ``next_episode``: called with the env index for each next episode under
                 auto-reset, in order; by default, training episodes are drawn.
         """
         options = dict(options or {})
@@ -309,21 +309,21 @@ class VectorEnv(gymnasium.vector.VectorEnv, ABC):
             raise ConfigError(f"Unknown reset option '{name}'.{did_you_mean(name, ('episodes', 'next_episode'))}")
         if seed is not None or episodes is not None or self._draw is None:
             split = self.episode_specs("train")
-            # All envs draw from one generator, so the sequence depends on the seed and the order of ends only.
+            # All envs draw from one generator, so the sequence depends only on the seed and the order in which episodes end.
             generator = np.random.default_rng(derive_seed(seed or 0, "env", "episodes"))
             self._draw = lambda _row: split[int(generator.integers(len(split)))]
         specs = [self._draw(row) for row in range(self.num_envs)] if episodes is None else list(episodes)
         if len(specs) != self.num_envs:
-            raise ConfigError(f"reset got {len(specs)} episodes for {self.num_envs} envs; required: one per env.")
+            raise ConfigError(f"reset was given {len(specs)} episodes for {self.num_envs} envs; required: one per env.")
         if all(spec is None for spec in specs):
-            raise ConfigError(f"reset got None for each of {self.num_envs} envs; required: at least one episode.")
+            raise ConfigError(f"reset was given None for all {self.num_envs} envs; required: at least one episode.")
         self._next_episode = next_episode or self._draw
         self._start(np.arange(self.num_envs), specs)
         self._lost[:] = False
         used = self._rows_in_use()
         self._observation = self._observe_checked(used)
         if len(used) < self.num_envs:
-            # Callers may concatenate rows of all envs, so idle ones repeat an existing observation.
+            # Callers may concatenate rows of all envs, so idle envs repeat an existing observation.
             shown = np.zeros(self.num_envs, dtype=np.int64)
             shown[used] = np.arange(len(used))
             self._observation = self._observation.select(shown)
@@ -332,9 +332,9 @@ class VectorEnv(gymnasium.vector.VectorEnv, ABC):
     def chunk_step(self, actions: np.ndarray) -> ChunkStep:
         """Apply up to ``C`` actions per env, ``[B, C, D]`` in env units. Actions after the end of an episode are not executed.
 
-        Observations are made once, after the chunk; with auto-reset, the next episode then starts. Do not write into the
-        result's arrays. Raise ConfigError for invalid actions, images or states; NonFiniteError for a reward or a state with NaN
-        or infinity.
+        Observations are read once, after the chunk; with auto-reset, the next episode then starts. Do not write into the
+        result's arrays. Raise ConfigError for invalid actions, images or states, and NonFiniteError for a reward or a state with
+        NaN or infinity.
         """
         given, actions = np.asarray(actions, dtype=np.float32), self._checked_actions(actions)
         beyond = np.abs(given - actions) > ROUNDING * (self.action_high - self.action_low)
@@ -342,24 +342,24 @@ class VectorEnv(gymnasium.vector.VectorEnv, ABC):
         rewards = np.zeros((num_envs, chunk_len), dtype=np.float32)
         executed = np.zeros((num_envs, chunk_len), dtype=bool)
         terminated, truncated = np.zeros(num_envs, dtype=bool), np.zeros(num_envs, dtype=bool)
-        # A simulator that was lost before this chunk (by render_frames, say) already is in the first state of its episode: its
+        # A simulator that was lost before this chunk (by render_frames, for example) already is in the first state of its episode: its
         # env skips the chunk and restarts below, because the caller's action was for a different state.
         running = ~self._finished
         ids = np.flatnonzero(running & ~self._lost)
         if len(ids):
-            # An override of success must look at every step, so it runs the chunk one action at a time.
+            # A success override must inspect every step, so it runs the chunk one action at a time.
             step_chunk = self._step_chunk if self._success_override is None else self._success_override.step_chunk
             chunk = step_chunk(ids, actions[ids], (self._stats.horizons - self._stats.num_steps)[ids])
             executed[ids] = chunk.executed
             self._stats.add_actions(ids, given[ids], beyond[ids], chunk.executed)
             rewards[ids], terminated[ids], truncated[ids] = self._stats.add(ids, chunk)
-            # Before anything is stored in the state of the env, so that the error names the episode that is still current.
+            # Check this before updating the env's state, so that the error refers to the current episode.
             if not np.isfinite(rewards).all():
                 row, position = np.argwhere(~np.isfinite(rewards))[0]
-                what = f"the reward of action {position} of its chunk (from 0) is {rewards[row, position]}"
+                what = f"the reward for action {position} of its chunk (from 0) is {rewards[row, position]}"
                 raise self._not_finite(int(row), what)
-        # The override has observed every step itself. Observing now would show an env whose worker was lost after its episode
-        # ended in the first state of that episode.
+        # A success override has already observed every step. If a worker was lost after its env's episode ended, observing again
+        # would return the first state of that episode instead of the last.
         if self._success_override is None:
             self._update_observation(np.flatnonzero(running))
         final_ids = np.flatnonzero(terminated | truncated)
@@ -386,11 +386,11 @@ class VectorEnv(gymnasium.vector.VectorEnv, ABC):
         )
 
     def step(self, actions: np.ndarray) -> tuple[Observation, np.ndarray, np.ndarray, np.ndarray, dict[str, Any]]:
-        """Apply one action per env, ``[B, D]``, and return gymnasium's five results; raise as ``chunk_step`` does.
+        """Apply one action per env, ``[B, D]``, and return gymnasium's five results. Errors are as in ``chunk_step``.
 
-        Infos contain ``success`` bool ``[B]``. If an episode ended, also ``final_obs`` (object ``[B]``: observation of one env, or
-        None), its mask ``_final_obs``, and ``episodes`` (object ``[B]``: ``EpisodeResult`` or None); if a simulator was lost,
-        ``lost_env_ids`` as in ``ChunkStep``.
+        Infos contain ``success`` bool ``[B]``. If an episode ended, they also contain ``final_obs`` (object ``[B]``: one env's
+        observation or None), its mask ``_final_obs``, and ``episodes`` (object ``[B]``: ``EpisodeResult`` or None). If a simulator
+        was lost, they contain ``lost_env_ids`` as in ``ChunkStep``.
         """
         actions = np.asarray(actions)
         if actions.ndim != 2:
@@ -407,7 +407,7 @@ class VectorEnv(gymnasium.vector.VectorEnv, ABC):
         return result.observation, result.rewards[:, 0], result.terminated, result.truncated, infos
 
     def _update_observation(self, ids: np.ndarray) -> None:
-        """Update the envs ``ids`` in the current observation, without writing into arrays that callers have."""
+        """Update the envs ``ids`` in the current observation without modifying arrays already returned to callers."""
         if len(ids):
             observed = self._observe_checked(ids)
             self._observation = observed if len(ids) == self.num_envs else self._observation.replaced(ids, observed)
@@ -433,7 +433,7 @@ class VectorEnv(gymnasium.vector.VectorEnv, ABC):
         """Start the episode ``specs[k]`` in env ``ids[k]``; None leaves the env idle."""
         for index, spec in zip(ids, specs, strict=True):
             if spec is None and self.auto_reset:
-                raise ConfigError(f"Env {index} got None for an episode; only auto_reset=False allows idle envs.")
+                raise ConfigError(f"Env {index} has None as its episode; only auto_reset=False allows idle envs.")
             if spec is not None and (spec.suite != self.suite or not 0 <= spec.task_id < len(self.task_names)):
                 raise ConfigError(
                     f"{spec} is not an episode of '{self.suite}' with the tasks {', '.join(self.task_names)}."
@@ -465,6 +465,6 @@ class VectorEnv(gymnasium.vector.VectorEnv, ABC):
 
 
 def options_of_expert(expert: Any) -> dict[str, Any]:
-    """Return keyword options for ``VectorEnv.expert_actions`` from ``sft.expert``, without those that have no effect."""
+    """Return the keyword options in ``sft.expert`` for ``VectorEnv.expert_actions``, omitting those without effect."""
     options: dict[str, Any] = {"aim_offset_m": tuple(expert.aim_offset_m)} if any(expert.aim_offset_m) else {}
     return options | ({"aim_offset_rule": expert.aim_offset_rule} if expert.aim_offset_rule != "constant" else {})

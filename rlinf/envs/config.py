@@ -9,24 +9,24 @@ from rlinf.memory import num_cores
 from rlinf.options import PathText, option, override_text
 
 SMALL_GPU = 40 * 10**9
-"""GPUs with fewer bytes leave too little memory to the policy if many simulators render on them."""
+"""On GPUs with less memory (bytes), many rendering simulators leave too little for the policy."""
 FEW_SIMULATORS = 8
-"""Simulator processes that may render on such a GPU, over all worker threads of a rollout."""
+"""Maximum number of simulator processes that may render on such a GPU, across all worker threads of a rollout."""
 SIMULATOR_BYTES = 250 * 10**6
-"""GPU memory of a process with a graphics context in bytes: an assumption."""
+"""Assumed GPU memory of a process with a graphics context, in bytes."""
 
 
 @dataclass
 class EnvConfig:
-    """Settings that the base class of all environments implements. A simulator's subclass adds its own."""
+    """Settings implemented by the base class of all environments. Each simulator's subclass adds its own."""
 
     usual_cameras: ClassVar[tuple[str, ...]] = ("front",)  # the default of `cameras`
 
-    name: str = option("tabletop", "Registered environment.")
+    name: str = option("tabletop", "Name of the registered environment.")
     tasks: list[str] | None = option(None, "Task names; null: all tasks of the suite.")
     max_episode_steps: int = option(16, "Env steps after which an episode is truncated.", minimum=1)
     image_size: int = option(64, "Height and width of the camera images in pixels.", minimum=16)
-    cameras: list[str] | None = option(None, "Rendered cameras, in order; null: default ones, as the model reads.")
+    cameras: list[str] | None = option(None, "Cameras to render, in order; null: as many defaults as the model uses.")
     reward_mode: str = option(
         "shaped",
         "sparse: success bonus; shaped: plus dense reward; relative: plus its change.",
@@ -36,7 +36,7 @@ class EnvConfig:
     terminate_on_success: bool = option(True, "End the episode at success.")
     success_classifier: PathText | None = option(None, "Folder of a success classifier; null: the simulator decides.")
     success_label_noise: float | None = option(
-        None, "Fraction of failures with a planted false success; null: none.", minimum=0, maximum=1
+        None, "Fraction of failures with an injected false success; null: none.", minimum=0, maximum=1
     )
     num_train_init_states: int = option(100_000, "Initial states per task in the training split.", minimum=1)
     num_eval_init_states: int = option(1_000, "Initial states per task in the evaluation split (disjoint).", minimum=1)
@@ -46,7 +46,7 @@ class EnvConfig:
             self.cameras = list(self.usual_cameras)
 
     def default_cameras(self) -> list[str]:
-        """Return the cameras that are rendered by default."""
+        """Return the cameras rendered by default."""
         return list(self.usual_cameras)
 
 
@@ -56,20 +56,20 @@ class ProcessEnvConfig(EnvConfig):
 
     num_processes: int | None = option(
         None,
-        "Simulator processes per rollout thread; null: by cores, fewer on a small GPU; 0: this process.",
+        "Simulator processes per rollout thread; null: by cores, fewer on a small GPU; 0: none, run in this process.",
         minimum=0,
     )
-    step_timeout_s: float = option(60, "Time limit of one env step or image in seconds.", minimum=0.1)
-    reset_timeout_s: float = option(300, "Time limit for building or resetting one simulator in seconds.", minimum=0.1)
-    max_restarts: int = option(20, "Worker processes that may be replaced after a crash or timeout.", minimum=0)
+    step_timeout_s: float = option(60, "Time limit for one env step or image, in seconds.", minimum=0.1)
+    reset_timeout_s: float = option(300, "Time limit for building or resetting a simulator, in seconds.", minimum=0.1)
+    max_restarts: int = option(20, "Maximum number of worker processes replaced after a crash or timeout.", minimum=0)
 
 
 ROWS_OF_GPU_STAGE = 32
-"""Batch size below which half of it takes a GPU as long: the time is kernel launches."""
+"""Batch size below which halving it saves no time on a GPU, because kernel launches dominate."""
 
 
 def default_num_worker_threads(config: EnvConfig, num_envs: int, policy_on_gpu: bool = False) -> int:
-    """Return 2 rollout threads, or 1 if a step is cheaper than a thread switch or the GPU would get tiny batches."""
+    """Return 2 rollout threads, or 1 if a step is cheaper than a thread switch or the GPU would process tiny batches."""
     if policy_on_gpu and num_envs < 2 * ROWS_OF_GPU_STAGE:
         return 1
     in_process = not isinstance(config, ProcessEnvConfig) or config.num_processes == 0
@@ -77,7 +77,7 @@ def default_num_worker_threads(config: EnvConfig, num_envs: int, policy_on_gpu: 
 
 
 def with_share_of_cores(config: EnvConfig, num_sharers: int, most: int | None = None) -> EnvConfig:
-    """Divide the cores among ``num_sharers`` parallel envs, at most ``most`` processes each, unless ``num_processes`` is set."""
+    """Unless ``num_processes`` is set, divide the cores among ``num_sharers`` parallel envs, with at most ``most`` processes each."""
     if not isinstance(config, ProcessEnvConfig) or config.num_processes is not None:
         return config
     count = max(1, num_cores() // num_sharers)
@@ -85,14 +85,14 @@ def with_share_of_cores(config: EnvConfig, num_sharers: int, most: int | None = 
 
 
 def most_simulators(config: EnvConfig, gpu_bytes: int | None, num_threads: int) -> int | None:
-    """Return how many processes each of a rank's ``num_threads`` envs may have on a GPU of ``gpu_bytes``; None: any number."""
+    """Return how many processes each of a rank's ``num_threads`` envs may use on a GPU with ``gpu_bytes``; None: no limit."""
     if gpu_bytes is None or gpu_bytes >= SMALL_GPU or not config.cameras:
         return None
     return max(1, FEW_SIMULATORS // num_threads)
 
 
 def select_tasks(names: list[str], wanted: list[str] | None) -> list[str]:
-    """Return the ``names`` that are ``wanted`` (None: all), in the suite's order. Reject unknown or repeated ones."""
+    """Return the ``names`` that are ``wanted`` (None: all), in the suite's order. Reject unknown or repeated names."""
     if wanted is None:
         return list(names)
     for name in wanted:
@@ -110,7 +110,7 @@ def select_tasks(names: list[str], wanted: list[str] | None) -> list[str]:
 
 
 def check_cameras(cameras: Sequence[str], known: Sequence[str] | None = None) -> None:
-    """Raise ConfigError if a name in ``env.cameras`` is not ``known`` (None: any name is) or repeated."""
+    """Raise ConfigError if a name in ``env.cameras`` is repeated or not ``known`` (None: any name is valid)."""
     for camera in cameras:
         if known is not None and camera not in known:
             fixed = dict.fromkeys(closest(name, known) or known[0] for name in cameras)

@@ -1,4 +1,4 @@
-"""Episode statistics of a vector env: rewards under the reward mode, and length, return and success of running episodes."""
+"""Episode statistics of a vector env: rewards under the reward mode, and the length, return and success of each episode."""
 
 from collections.abc import Sequence
 
@@ -10,11 +10,11 @@ from rlinf.types import EpisodeResult, EpisodeSpec
 
 
 class EpisodeStats:
-    """Statistics of the current episode of each of ``B`` envs.
+    """Statistics of the current episode in each of ``B`` envs.
 
-    ``success``: the goal was reached at least once. ``success_known``: the env has reported success or failure at least once.
-    ``true_success``: 1 or 0, the simulator's own success if it is overridden; -1: not reported. ``sim_truncated``: the simulator
-    itself truncated the episode.
+    ``success`` is True once the goal has been reached, and ``success_known`` once the env has reported success or failure.
+    ``true_success`` is the simulator's own success (1 or 0) if it is overridden, or -1 if not reported. ``sim_truncated`` is True
+    if the simulator itself truncated the episode.
     """
 
     def __init__(self, num_envs: int, config: EnvConfig) -> None:
@@ -26,7 +26,7 @@ class EpisodeStats:
         self.true_success = np.full(num_envs, -1, dtype=np.int8)
         self._returns = np.zeros(num_envs, dtype=np.float64)
         self._previous_dense = np.zeros(num_envs, dtype=np.float32)
-        self._clipped = np.zeros(num_envs, dtype=np.float64)  # in actions: three of four dimensions count 0.75
+        self._clipped = np.zeros(num_envs, dtype=np.float64)  # in actions: three of four clipped dimensions add 0.75
         self._max_abs = np.zeros(num_envs, dtype=np.float32)
 
     def start(self, ids: np.ndarray, horizons: Sequence[int]) -> None:
@@ -41,7 +41,7 @@ class EpisodeStats:
         self._clipped[ids], self._max_abs[ids], self.true_success[ids] = 0.0, 0.0, -1
 
     def add(self, ids: np.ndarray, chunk: SimulatorChunk) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Add a chunk; return rewards float32 ``[K, C]``, terminated and truncated bool ``[K]``, never both."""
+        """Add a chunk; return rewards float32 ``[K, C]``, and terminated and truncated bool ``[K]``, which are mutually exclusive."""
         rewards = np.zeros(chunk.executed.shape, dtype=np.float32)
         for position in range(rewards.shape[1]):
             rows = np.flatnonzero(chunk.executed[:, position])

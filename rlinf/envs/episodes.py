@@ -1,4 +1,4 @@
-"""Lists of episodes: the splits, with tasks in turn."""
+"""Lists of the splits' episodes, cycling through the tasks."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,14 +9,14 @@ from rlinf.errors import ConfigError, did_you_mean
 from rlinf.types import EpisodeSpec
 
 EVAL_INIT_STATE_OFFSET = 1_000_000_000
-"""First ``init_state_id`` of the evaluation split of envs that draw initial states by number."""
+"""First ``init_state_id`` of the evaluation split, for envs that draw initial states by number."""
 
 SPLITS = ("train", "eval")
 
 
 @dataclass(frozen=True)
 class EpisodeList(Sequence[EpisodeSpec]):
-    """Episodes of a split, round robin over tasks; init state ids start at ``first_init_state_id``, and all share ``seed``."""
+    """A split's episodes, round robin over tasks. Init state ids start at ``first_init_state_id``; all have the same ``seed``."""
 
     suite: str
     num_tasks: int
@@ -32,7 +32,7 @@ class EpisodeList(Sequence[EpisodeSpec]):
             return [self[i] for i in range(*index.indices(len(self)))]
         position = int(index) + (len(self) if index < 0 else 0)
         if not 0 <= position < len(self):
-            raise IndexError(f"Episode {index} of a split of {len(self)} episodes.")
+            raise IndexError(f"Episode {index} is out of range for a split of {len(self)} episodes.")
         init_state, task = divmod(position, self.num_tasks)
         return EpisodeSpec(self.suite, task, self.first_init_state_id + init_state, self.seed)
 
@@ -43,11 +43,11 @@ def check_split(split: str) -> None:
 
 
 def drawn_episodes(suite: str, num_tasks: int, config: EnvConfig, split: str) -> EpisodeList:
-    """Return the episodes of a split of a suite that draws initial states by number."""
+    """Return a split's episodes for a suite that draws initial states by number."""
     check_split(split)
     if config.num_train_init_states > EVAL_INIT_STATE_OFFSET:
         raise ConfigError(
-            f"env.num_train_init_states={config.num_train_init_states} reaches into the evaluation split. "
+            f"env.num_train_init_states={config.num_train_init_states} overlaps the evaluation split. "
             f"Set env.num_train_init_states={EVAL_INIT_STATE_OFFSET} or less."
         )
     if split == "train":

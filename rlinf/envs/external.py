@@ -1,4 +1,4 @@
-"""Env of an exported policy whose env code is not in the export: it has observations, but no episodes."""
+"""Env of a policy exported without its env code: it describes observations but cannot run episodes."""
 
 from dataclasses import dataclass, fields
 from typing import ClassVar
@@ -14,15 +14,15 @@ from rlinf.types import Observation
 
 @dataclass
 class ExternalConfig(EnvConfig):
-    """Inputs of an exported policy, and its training env."""
+    """An exported policy's inputs and training env."""
 
-    name: str = option("external", "Registered environment.")
+    name: str = option("external", "Name of the registered environment.")
     state_dim: int = option(0, "Dimension of the policy's state; 0: none.", minimum=0)
     trained_on: str = option("", "Overrides that select the training env where its code is installed.")
 
 
 class ExternalEnv(VectorEnv):
-    """Describes observations, for serving and for one policy call; it cannot be built, so nothing is rolled out in it."""
+    """Describes observations for serving and for single policy calls; it cannot be built or used for rollouts."""
 
     config_class = ExternalConfig
     suite = "external"
@@ -30,7 +30,7 @@ class ExternalEnv(VectorEnv):
 
     def __init__(self, config: ExternalConfig, num_envs: int, auto_reset: bool) -> None:
         raise ConfigError(
-            f"This policy was exported without the code of its env; required: an env for {num_envs} episodes at a time. "
+            f"This policy was exported without its env's code, but {num_envs} envs are needed to run episodes. "
             f"Set {config.trained_on or 'env=<name>'}"
         )
 

@@ -1,4 +1,4 @@
-"""Spaces of a vector env, checks of its inputs and outputs, and statistics of its bounds."""
+"""A vector env's spaces, checks of its inputs and outputs, and statistics derived from its bounds."""
 
 import gymnasium
 import numpy as np
@@ -22,7 +22,7 @@ def observation_space(config: EnvConfig, state_dim: int) -> gymnasium.spaces.Dic
 
 
 def checked_actions(actions: np.ndarray, num_envs: int, low: np.ndarray, high: np.ndarray) -> np.ndarray:
-    """Return actions as float32 ``[B, C, D]``, clipped to the bounds ``[D]``; ConfigError if not finite or of a wrong shape."""
+    """Return actions as float32 ``[B, C, D]``, clipped to the bounds ``[D]``; raise ConfigError for non-finite values or a wrong shape."""
     actions = np.asarray(actions, dtype=np.float32)
     if actions.ndim != 3 or actions.shape[0] != num_envs or actions.shape[2] != len(low) or not actions.shape[1]:
         raise ConfigError(f"Actions have shape {actions.shape}; required: [{num_envs}, chunk >= 1, {len(low)}].")
@@ -33,7 +33,7 @@ def checked_actions(actions: np.ndarray, num_envs: int, low: np.ndarray, high: n
 
 
 def checked_observation(observation: Observation, num_rows: int, state_dim: int) -> Observation:
-    """Return ``observation`` if its images are uint8 ``[K, H, W, 3]`` and its state float32 ``[K, S]``."""
+    """Return ``observation`` after checking that images are uint8 ``[K, H, W, 3]`` and the state is float32 ``[K, S]``."""
     for name, image in observation.images.items():
         if image.dtype != np.uint8 or image.ndim != 4 or image.shape[::3] != (num_rows, 3):
             raise ConfigError(
@@ -47,8 +47,8 @@ def checked_observation(observation: Observation, num_rows: int, state_dim: int)
 
 
 def checked_image(image: np.ndarray, env: str, instead: str) -> np.ndarray:
-    """Return images ``[..., H, W, 3]`` of ``env``; ConfigError unless uint8 in colour. ``instead``: overrides without images."""
-    # Not cast, because brightness from 0 to 1 would become black.
+    """Return ``env``'s images ``[..., H, W, 3]``; raise ConfigError unless uint8 and RGB. ``instead``: overrides that disable images."""
+    # Do not cast, because values from 0 to 1 would become black.
     if image.dtype != np.uint8 or image.ndim < 3 or image.shape[-1] != 3:
         extremes = f" from {image.min():g} to {image.max():g}" if image.size else ""
         raise ConfigError(
@@ -64,7 +64,7 @@ def resized(image: np.ndarray, size: int) -> np.ndarray:
 
 
 def uniform_statistics(low: np.ndarray, high: np.ndarray) -> dict[str, list]:
-    """Return q01, q99, mask, min, max, mean and std of uniform distributions between the bounds ``[D]``."""
+    """Return q01, q99, mask, min, max, mean and std for uniform distributions between the bounds ``[D]``."""
     low, high = low.astype(np.float64), high.astype(np.float64)
     return {
         "q01": low.tolist(),

@@ -1,4 +1,4 @@
-"""A vector env that is divided among processes, on this machine or others."""
+"""A vector env divided among processes, on one or several machines."""
 
 import logging
 from abc import abstractmethod
@@ -19,7 +19,7 @@ Call = tuple[str, tuple]
 
 
 class Part:
-    """Consecutive envs ``ids`` in one process, whose first env has the index ``first`` there."""
+    """Consecutive envs ``ids`` in one process. ``first`` is subtracted from a global env index to obtain the index there."""
 
     def __init__(self, ids: np.ndarray, first: int = 0) -> None:
         self.ids, self.first = ids, first
@@ -30,7 +30,7 @@ class Part:
 
 
 class SpreadVectorEnv(VectorEnv):
-    """Calls each part for its own envs and joins the results. All envs of a lost part restart their episodes."""
+    """Calls each part for its own envs and merges the results. All envs of a lost part restart their episodes."""
 
     workers_name: ClassVar[str]
     restarts_key: ClassVar[str]
@@ -38,7 +38,7 @@ class SpreadVectorEnv(VectorEnv):
 
     @abstractmethod
     def _call(self, calls: dict[Any, Call]) -> dict[Any, Any]:
-        """Call a method of each part, all in parallel, and return the results; a part that was lost has none."""
+        """Call a method of each part in parallel and return the results, without entries for lost parts."""
 
     @abstractmethod
     def _reset_call(self, part: Any, rows: np.ndarray) -> Call:
@@ -48,7 +48,7 @@ class SpreadVectorEnv(VectorEnv):
         return {part: at for part in self._workers if len(at := part.positions(ids))}
 
     def _reset_envs(self, ids: np.ndarray, specs: Sequence[EpisodeSpec]) -> None:
-        # Not repeated for a part that is lost here: its replacement resets all its envs, these included.
+        # Not repeated for a part lost here, because its replacement resets all its envs, including these.
         self._call({part: self._reset_call(part, ids[at]) for part, at in self._positions(ids).items()})
 
     def _step_chunk(self, ids: np.ndarray, actions: np.ndarray, steps_left: np.ndarray) -> SimulatorChunk:
@@ -64,14 +64,14 @@ class SpreadVectorEnv(VectorEnv):
     def _call_rows(
         self, name: str, ids: np.ndarray, *arguments: Any, per_env: Sequence[np.ndarray] = ()
     ) -> Mapping[Any, Any]:
-        """Call each part with envs among ``ids``, again if it was replaced; it gets its entries of ``per_env`` ``[K, ...]``."""
+        """Call each part with envs in ``ids`` (again if it was replaced), passing its rows of ``per_env`` ``[K, ...]``."""
         return self._call_all({
             part: (name, (ids[at] - part.first, *(array[at] for array in per_env), *arguments))
             for part, at in self._positions(ids).items()
         })  # fmt: skip
 
     def _call_all(self, calls: dict[Any, Call]) -> dict[Any, Any]:
-        # These calls change no state, so a replaced part can be called again.
+        # These calls do not change any state, so a replaced part can be called again.
         results: dict[Any, Any] = {}
         while pending := {part: call for part, call in calls.items() if part not in results}:
             results |= self._call(pending)
@@ -84,7 +84,7 @@ class SpreadVectorEnv(VectorEnv):
         )
 
     def _restart_rows(self, ids: np.ndarray, loss: str, count: int, limit: int) -> None:
-        """Mark the envs of a lost part; close and raise SimulatorError if ``count`` losses exceed the ``limit``."""
+        """Mark a lost part's envs as lost; if ``count`` losses exceed the ``limit``, close and raise SimulatorError."""
         if count > limit:
             self.close()
             raise SimulatorError(

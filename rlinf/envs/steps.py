@@ -1,4 +1,4 @@
-"""Results of env steps: of one step, or of a chunk."""
+"""Results of single env steps and of chunks."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from rlinf.flags import flags_of
 
 
 class SimulatorStep(NamedTuple):
-    """The result of one env step of ``K`` envs.
+    """The result of one step in each of ``K`` envs.
 
-    ``dense_reward`` counts in the reward modes "shaped" and "relative". ``success``: the state reaches the goal. ``terminated``:
-    the episode has ended for a reason other than success, such as a failure; None: never. ``truncated``: the simulator
-    truncates the episode, before ``VectorEnv`` does; None: never. Flags are bool, or 0 and 1.
+    ``dense_reward`` is used in the reward modes "shaped" and "relative". ``success`` is True if the goal is reached,
+    ``terminated`` if the episode has ended for a reason other than success, such as a failure, and ``truncated`` if the simulator
+    truncates the episode before ``VectorEnv`` does. None means that this never happens. Flags are bool, or 0 and 1.
     """
 
     dense_reward: np.ndarray
@@ -25,9 +25,9 @@ class SimulatorStep(NamedTuple):
 
 
 class SimulatorChunk(NamedTuple):
-    """The result of up to ``C`` env steps of ``K`` envs, ``[K, C]`` each; 0 and false for steps that were not executed.
+    """The result of up to ``C`` steps in ``K`` envs, ``[K, C]`` each; 0 and false for steps that were not executed.
 
-    ``executed`` includes the step at which the episode ended. ``success_known``: the env reports success or failure.
+    ``executed`` includes the step at which the episode ended. ``success_known`` is True if the env reports success or failure.
     """
 
     dense_reward: np.ndarray
@@ -38,7 +38,7 @@ class SimulatorChunk(NamedTuple):
     truncated: np.ndarray
 
     def ended(self, terminate_on_success: bool) -> np.ndarray:
-        """Return whether the simulator ends the episode at a step, bool ``[K, C]``."""
+        """Return whether the episode ends at each step, bool ``[K, C]``."""
         return self.terminated | self.truncated | (self.success & terminate_on_success)
 
     @staticmethod

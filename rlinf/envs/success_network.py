@@ -1,4 +1,4 @@
-"""Networks of a success classifier: from an image and an instruction to a logit."""
+"""Networks of a success classifier, which compute a logit from an image and an instruction."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from rlinf.types import Observation
 
 WIDTH, GROUPS = 32, 4
 NUM_ROWS = 16
-"""Batch size of every call: a different one may round differently, and an episode must not depend on other envs."""
+"""Fixed batch size of every call: different sizes may round differently, and an episode must not depend on other envs."""
 
 
 def _layer(channels: int, kernel: int, stride: int) -> list[nn.Module]:
@@ -38,7 +38,7 @@ class SuccessNetwork(nn.Module):
         self.head = nn.Linear(WIDTH, 1)
 
     def forward(self, images: Tensor, instructions: Tensor) -> Tensor:
-        """Return logits ``[B]`` of images ``[B, H, W, 3]`` in 0 to 255, and instruction ids, int64 ``[B]``."""
+        """Return logits ``[B]`` for images ``[B, H, W, 3]`` from 0 to 255 and instruction ids, int64 ``[B]``."""
         features = self.encoder(images.permute(0, 3, 1, 2).float() / 127.5 - 0.5)
         scale, shift = self.instructions(instructions)[:, :, None, None].chunk(2, 1)
         features = self.decoder(torch.relu(features * (1 + scale) + shift))
@@ -46,14 +46,14 @@ class SuccessNetwork(nn.Module):
 
 
 class SuccessClassifier:
-    """Trained networks, and ``classifier.json``: ``networks``, ``camera``, ``image_shape``, ``instructions``, ``threshold``."""
+    """Trained networks and ``classifier.json``: ``networks``, ``camera``, ``image_shape``, ``instructions``, ``threshold``."""
 
     def __init__(self, networks: Sequence[SuccessNetwork], about: dict[str, Any]) -> None:
         self.networks, self.about = nn.ModuleList(networks).eval(), about
 
     @classmethod
     def load(cls, folder: str) -> SuccessClassifier:
-        """Load from a folder of ``save``, without using the process's random numbers."""
+        """Load from a folder written by ``save``, without consuming the process's random numbers."""
         about = read_classifier(folder)
         with torch.device("meta"):
             networks = [SuccessNetwork(len(about["instructions"])) for _ in range(about["networks"])]
@@ -70,7 +70,7 @@ class SuccessClassifier:
     def logits(self, images: np.ndarray, instructions: np.ndarray) -> np.ndarray:
         """Return the networks' mean logit, float32 ``[N]``, for images ``[N, H, W, 3]`` and instruction ids, int64 ``[N]``."""
         logits = []
-        # An env may step inside the policy's autocast, which would change the logits.
+        # Disable autocast, because an env may step inside the policy's autocast, which would change the logits.
         with torch.autocast("cpu", enabled=False):
             for first in range(0, len(images), NUM_ROWS):
                 rows = np.minimum(first + np.arange(NUM_ROWS), len(images) - 1)
@@ -79,12 +79,12 @@ class SuccessClassifier:
         return np.concatenate(logits)[: len(images)]
 
     def sees_success(self, observation: Observation) -> np.ndarray:
-        """Return bool ``[B]``: the logit is at least the threshold. ConfigError for an instruction that was not in training."""
+        """Return bool ``[B]``: whether the logit reaches the threshold. Raise ConfigError for an instruction not seen in training."""
         known = self.about["instructions"]
         for instruction in observation.instruction:
             if instruction not in known:
                 raise ConfigError(
-                    f"The success classifier does not know the instruction '{instruction}'; required: one of its {len(known)}, such as "
+                    f"The success classifier was not trained on instruction '{instruction}'; required: one of its {len(known)}, such as "
                     f"'{known[0]}'. Train it on episodes with this instruction, or set env.success_classifier=null"
                 )
         ids = np.array([known.index(instruction) for instruction in observation.instruction])

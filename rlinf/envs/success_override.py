@@ -1,4 +1,4 @@
-"""Override of a simulator's success: by a classifier of images, or by planted false positives."""
+"""Override a simulator's success with an image classifier or with injected false positives."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class SuccessOverride:
-    """Decides on success after every env step, so a chunk is executed one action at a time.
+    """Determines success after every env step, by executing a chunk one action at a time.
 
     The simulator's own success becomes ``EpisodeResult.true_success``.
     """
@@ -36,7 +36,7 @@ class SuccessOverride:
             self.classifier = SuccessClassifier.load(config.success_classifier)
 
     def step_chunk(self, ids: np.ndarray, actions: np.ndarray, steps_left: np.ndarray) -> SimulatorChunk:
-        """Step as ``VectorEnv._step_chunk`` does, and replace success."""
+        """Step like ``VectorEnv._step_chunk``, but override success."""
         env, chunk = self.env, SimulatorChunk.empty(*actions.shape[:2])
         active = np.ones(len(ids), dtype=bool)
         for position in range(actions.shape[1]):
@@ -55,11 +55,11 @@ class SuccessOverride:
         return chunk
 
     def _decide(self, ids: np.ndarray, chunk: SimulatorChunk, rows: np.ndarray, position: int) -> None:
-        """Replace the success of the ``rows`` of a chunk, which are the envs ``ids``, at one ``position``."""
+        """Override the success of a chunk's ``rows``, which correspond to the envs ``ids``, at one ``position``."""
         env, known, success = self.env, chunk.success_known[rows, position], chunk.success[rows, position]
         env._stats.true_success[ids] = np.maximum(env._stats.true_success[ids], np.where(known, success, -1))
-        # Even without a classifier: an env whose episode ended earlier in the chunk must show its last observation, although its
-        # worker may be lost later.
+        # Required even without a classifier: an env whose episode ends early in the chunk must return its last observation, even
+        # if its worker is lost later.
         env._update_observation(ids)
         if self.classifier is not None:
             chunk.success[rows, position] = self.classifier.sees_success(env._observation.select(ids))
@@ -70,8 +70,8 @@ class SuccessOverride:
             chunk.success[rows, position] |= steps == due
 
     def _planted_step(self, spec: EpisodeSpec, horizon: int) -> int:
-        """Return the env step, from 1, of an episode's planted false positive; 0: none."""
-        # Seeded by the episode, so that it has the same error in any env slot, run and number of envs.
+        """Return the env step (from 1) of an episode's injected false positive, or 0 if it has none."""
+        # Seeded by the episode, so that its error does not depend on the env slot, the run or the number of envs.
         episode = spec.suite, self.env.task_names[spec.task_id], spec.init_state_id
         generator = np.random.default_rng(derive_seed(spec.seed, "false positive", *episode))
         return int(generator.integers(1, horizon + 1)) if generator.random() < self.rate else 0
@@ -87,12 +87,12 @@ def without_success_override(config: EnvConfig) -> EnvConfig:
 
 
 def read_classifier(folder: str) -> dict[str, Any]:
-    """Return the description of a classifier by ``rlinf classifier``; ConfigError if the folder has none."""
+    """Return the description of a classifier written by ``rlinf classifier``; raise ConfigError if the folder has none."""
     path = Path(folder).expanduser() / CLASSIFIER_FILE
     try:
         about = json.loads(path.read_text(encoding="utf-8"))
         if "networks" not in about:
-            raise ValueError(f"{path} is of an earlier version")
+            raise ValueError(f"{path} was written by an earlier version")
         return about
     except (OSError, ValueError) as error:
         problem = f"env.success_classifier='{folder}' is not a classifier ({type(error).__name__}: {error})"
@@ -100,7 +100,7 @@ def read_classifier(folder: str) -> dict[str, Any]:
 
 
 def check_success_classifier(config: EnvConfig) -> None:
-    """Raise ConfigError if ``config.success_classifier`` is no classifier, or expects a different camera or image size."""
+    """Raise ConfigError if ``config.success_classifier`` is not a classifier or expects a different camera or image size."""
     about, shown = read_classifier(config.success_classifier), config.cameras or []
     (height, width), camera = about["image_shape"], about["camera"]
     if camera not in shown or not height == width == config.image_size:

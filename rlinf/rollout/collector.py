@@ -1,13 +1,13 @@
 """Roll out a policy in vectorised environments and return a ``RolloutBatch``.
 
-The envs are split over worker threads. While the simulator of one thread runs, the policy acts in a different
-thread (MuJoCo and torch release the GIL). Each iteration starts new episodes. Random numbers derive from the seed, the
-iteration and the global env index, so a rollout depends on the weights and the iteration only; splitting envs over
-threads or ranks changes nothing but the rounding of matrix products. With ``continue_episodes``, a rollout also depends
-on where the previous one ended.
+The envs are split among worker threads. While one thread's simulator runs, the policy acts in a different thread
+(MuJoCo and torch release the GIL). Each iteration starts new episodes. Random numbers derive from the seed, the
+iteration and the global env index, so a rollout depends only on the weights and the iteration; splitting envs among
+threads or ranks changes only the rounding of matrix products. With ``continue_episodes``, a rollout also depends on
+where the previous one ended.
 
-If a simulator is lost (``ChunkStep.lost_env_ids``), its episode restarts under a new id. Actions of the lost episode
-stay in the batch with ``loss_mask`` false.
+If a simulator is lost (``ChunkStep.lost_env_ids``), its episode restarts with a new id. The lost episode's actions
+remain in the batch with ``loss_mask`` false.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ from rlinf.seeding import derive_seed
 from rlinf.types import ChunkStep, EpisodeSpec, Observation, RolloutBatch
 
 ATTEMPT_STRIDE = 1 << 32
-"""Offset between the group and episode ids of two attempts at one iteration."""
+"""Offset between the group and episode ids of successive attempts at one iteration."""
 
 
 class Collector(Protocol):
-    """Rollouts of one rank. ``RolloutCollector.collect`` explains the arguments."""
+    """Collects one rank's rollouts. The arguments are described in ``RolloutCollector.collect``."""
 
     env_groups: range
 
@@ -46,7 +46,7 @@ class Collector(Protocol):
         self, model: Any, step: int, policy_version: int, needs_values: bool, attempt: int = 0,
         env_groups: Sequence[int] | None = None,
     ) -> Any:  # fmt: skip
-        """Request a rollout with the weights ``policy_version``, pushed last; return immediately a handle for ``result``."""
+        """Request a rollout with the last pushed weights, ``policy_version``; immediately return a handle for ``result``."""
 
     def result(self, pending: Any) -> RolloutBatch:
         """Wait for a submitted rollout and return it."""
@@ -66,16 +66,16 @@ class _WorkerThread:
     executor: ThreadPoolExecutor
     stream: CudaStream
     rollout: _Rollout | None = None
-    # The last observation, with `continue_episodes`. A rollout takes it at the start and hands it back only if it succeeds.
+    # The last observation, with `continue_episodes`. A rollout removes it at the start and returns it only on success.
     observation: Observation | None = None
 
-    # The env keeps this callback across rollouts if episodes continue, so it has to look up the current rollout.
+    # If episodes continue, the env uses this callback across rollouts, so it has to look up the current rollout.
     def next_episode(self, row: int) -> EpisodeSpec:
         return self.rollout.next_episode(row)
 
 
 class _Recorder:
-    """The observations of a rollout. All worker threads write into the arrays ``[T, B, ...]`` of the batch."""
+    """Records a rollout's observations. All worker threads write into the batch's arrays ``[T, B, ...]``."""
 
     def __init__(self, num_chunks: int, num_envs: int) -> None:
         self.shape = (num_chunks, num_envs)
@@ -85,14 +85,14 @@ class _Recorder:
         self.is_resized = False
 
     def allocate(self, example: Observation) -> None:
-        """Allocate zeros in the shapes and dtypes of ``example``."""
+        """Allocate zero-filled arrays with the shapes and dtypes of ``example``."""
         self.is_resized = example.is_resized
         self.images = {name: np.zeros((*self.shape, *x.shape[1:]), x.dtype) for name, x in example.images.items()}
         if example.state is not None:
             self.state = np.zeros((*self.shape, *example.state.shape[1:]), example.state.dtype)
 
     def write(self, t: int, columns: np.ndarray, observation: Observation) -> None:
-        """Record an observation of the envs ``columns`` at policy call ``t``."""
+        """Record the observation of the envs ``columns`` at policy call ``t``."""
         for name, image in observation.images.items():
             self.images[name][t, columns] = image
         if self.state is not None:
@@ -113,16 +113,16 @@ class _Recorder:
 
 @dataclass(eq=False)
 class RolloutCollector:
-    """Collect rollouts of ``num_chunks`` policy calls from each env of this rank; see ``RolloutConfig``.
+    """Collect rollouts with ``num_chunks`` policy calls in each env of this rank; see ``RolloutConfig``.
 
     Attributes:
         make_env: ``make_env(num_envs) -> VectorEnv`` with the required auto-reset mode.
-        num_envs: Over all ranks, in groups of ``sampler.group_size``.
-        num_worker_threads: They split torch's threads equally.
+        num_envs: Number of envs across all ranks, in groups of ``sampler.group_size``.
+        num_worker_threads: Number of worker threads, among which torch's threads are divided equally.
         rank, num_ranks: This process steps the envs of its ``rank_range``.
-        autocast: Returns the context in which the policy runs.
-        continue_episodes: Episodes running at the end of a rollout continue in the next one.
-        device: Of the policy, ``cpu`` or ``cuda``.
+        autocast: Returns the context manager in which the policy runs.
+        continue_episodes: Whether episodes running at the end of a rollout continue in the next one.
+        device: Device of the policy, ``cpu`` or ``cuda``.
     """
 
     make_env: Callable[[int], VectorEnv]
@@ -154,7 +154,7 @@ class RolloutCollector:
         ]
 
     def wait_until_ready(self) -> None:
-        """Do nothing: simulators start with the first episode."""
+        """Return immediately, because simulators start with the first episode."""
 
     def close(self) -> None:
         """Close each env in the thread that owns its graphics context. A running rollout stops after its chunk."""
@@ -180,17 +180,17 @@ class RolloutCollector:
         self, model: ActionModel, step: int, policy_version: int, needs_values: bool, attempt: int = 0,
         env_groups: Sequence[int] | None = None,
     ) -> RolloutBatch:  # fmt: skip
-        """Collect the rollout of ``env_groups``: a time-major batch in their order, without the trainer's fields.
+        """Collect a rollout of ``env_groups`` and return it as a time-major batch in their order, without the trainer's fields.
 
         Without auto-reset, the policy acts only in envs with a running episode. Entries after the end of an episode are 0,
         with ``loss_mask`` false.
 
         Args:
             model: Policy in evaluation mode.
-            step: Iteration; determines episodes and random numbers.
+            step: Iteration, which determines episodes and random numbers.
             policy_version: Recorded with every sample.
-            needs_values: Compute ``bootstrap_values``.
-            attempt: Rollout within the iteration; group and episode ids of two attempts differ.
+            needs_values: Whether to compute ``bootstrap_values``.
+            attempt: Number of the rollout within the iteration. Each attempt uses different group and episode ids.
             env_groups: Env groups of this rank (a subset requires ``auto_reset=False``); None: all.
         """
         env_ids = self._envs_of(self.env_groups if env_groups is None else env_groups)
@@ -210,10 +210,10 @@ class RolloutCollector:
                 num_torch_threads=max(1, num_threads // len(self.worker_threads)),
             )  # fmt: skip
             rollouts.append((thread.executor, rollout))
-            # Moved, not copied: if this rollout fails, its episodes are in an unknown state, so the next one resets the envs.
+            # Moved, not copied: if this rollout fails, its episodes are in an unknown state, so the next rollout must reset the envs.
             rollout.observation, thread.observation = thread.observation, None
         try:
-            # All threads reset before any steps, because one observation must be known before the recorder allocates its arrays.
+            # All threads reset before any thread steps, because the recorder needs one observation to allocate its arrays.
             first_rows = _results([executor.submit(rollout.start) for executor, rollout in rollouts])[0]
             recorder.allocate(model.resize_images(first_rows.select([0])))
             parts = _results([executor.submit(rollout.run, needs_values, stop) for executor, rollout in rollouts])
@@ -222,7 +222,7 @@ class RolloutCollector:
             raise
         finally:
             torch.set_num_threads(num_threads)
-        # Only after all threads have succeeded: episodes continue in all envs or in none.
+        # Set only after all threads have succeeded, so that episodes continue in all envs or in none.
         for _, rollout in rollouts:
             rollout.thread.observation = rollout.observation if self.continue_episodes else None
             rollout.thread.rollout = None  # frees the images
@@ -251,7 +251,7 @@ def _results(futures: list[Future]) -> list[Any]:
 class _Rollout:
     """One worker thread's part of a rollout.
 
-    ``env_ids``, int64 ``[B]``, are global indices; further envs of ``env`` stay idle. ``columns`` are their positions in the
+    ``env_ids``, int64 ``[B]``, are global indices; additional envs of ``env`` stay idle. ``columns`` are their positions in the
     rank's batch. The policy samples from ``uniforms``, ``[T, B, U]`` in (0, 1).
     """
 
@@ -272,15 +272,15 @@ class _Rollout:
         self.env, self.stream = self.thread.env, self.thread.stream
         self.observation: Observation | None = None
         count = len(self.env_ids)
-        self.positions = np.zeros(count, dtype=np.int64)  # finished episodes of each env
-        self.num_restarts = np.zeros(count, dtype=np.int64)  # lost episodes of each env
+        self.positions = np.zeros(count, dtype=np.int64)  # number of finished episodes in each env
+        self.num_restarts = np.zeros(count, dtype=np.int64)  # number of lost episodes in each env
         self.lost_episode_ids: list[int] = []
         self.uncounted = np.zeros(self.env.num_envs, dtype=bool)
         self.specs: dict[int, EpisodeSpec] = {}
 
     def start(self) -> Observation:
         """Reset each env to its first episode of this iteration, unless episodes continue."""
-        # Set in the worker thread itself, because a failed rollout may still be stepping there until now.
+        # Set in the worker thread itself, because a failed rollout may have been stepping there until now.
         self.thread.rollout = self
         if self.observation is not None:
             return self.observation
@@ -292,14 +292,14 @@ class _Rollout:
         return self.observation
 
     def next_episode(self, row: int) -> EpisodeSpec:
-        """Return the next episode of an env slot, under auto-reset."""
+        """Return the next episode for an env slot, under auto-reset."""
         self.positions[row] += 1
         return self.collector.sampler.spec(self.step, int(self.env_ids[row]), int(self.positions[row]), self.attempt)
 
     @torch.no_grad()
     def run(self, needs_values: bool, stop: Event) -> RolloutBatch:
         """Act and step ``num_chunks`` times; raise CancelledError when ``stop`` is set."""
-        # torch's thread count is global, and after a failure `collect` has already restored it.
+        # torch's thread count is global, and `collect` has already restored it after a failure.
         if not stop.is_set():
             torch.set_num_threads(self.num_torch_threads)
         model, temperature = self.model, self.collector.temperature
@@ -342,13 +342,13 @@ class _Rollout:
                 episodes += [(row, episode) for row, episode in ended if first[row]]
                 chunks.append(chunk)
                 if len(lost := chunk.lost_env_ids):
-                    # The actions of a lost episode led to no return, so the loss must not see them.
+                    # A lost episode has no return, so its actions must be excluded from the loss.
                     self.lost_episode_ids += episode_ids[-1][lost].tolist()
-                    # Only the first episode of an env counts as a result. A crash takes all envs of its process with it. Episodes
-                    # that had ended by then are mostly quick successes, and so are restarts that end in time: counting either
-                    # would bias the success rate, so all results of the process are dropped.
+                    # Only each env's first episode is used as a result. A crash affects all envs of its process. Episodes that
+                    # had already ended are mostly quick successes, as are restarts that end in time. Including either would
+                    # bias the success rate, so all results from the process are dropped.
                     self.uncounted[self.env.rows_lost_with(lost[self.positions[lost] == 0])] = True
-                    self.num_restarts[lost] += 1  # gives the restart a new episode id
+                    self.num_restarts[lost] += 1  # assigns a new episode id to the restart
                 self.observation = chunk.observation
                 if not self.env.auto_reset:
                     running = running & ~(chunk.terminated | chunk.truncated)[:count]
@@ -362,7 +362,7 @@ class _Rollout:
         return batch
 
     def _episode_ids(self) -> np.ndarray:
-        """Return the ids of the current episodes, unique over iteration and ranks, and store their specs."""
+        """Return the current episodes' ids, unique within an iteration across ranks, and store their specs."""
         num_earlier = self.positions + self.num_restarts
         ids = num_earlier * self.collector.num_envs + self.env_ids + self.attempt * ATTEMPT_STRIDE
         for number, spec in zip(ids.tolist(), self.env.current_specs(), strict=False):  # idle rows come last
@@ -379,7 +379,7 @@ class _Rollout:
         shape, ids = (len(chunks), len(self.env_ids)), stack(episode_ids)
         groups = torch.tensor(self.env_ids // self.collector.sampler.group_size + self.attempt * ATTEMPT_STRIDE)
         return RolloutBatch(
-            observation=self.observation,  # placeholder: `collect` puts the recorder's observations here
+            observation=self.observation,  # placeholder that `collect` replaces with the recorder's observations
             action_tokens=torch.stack(tokens),
             rollout_logprobs=torch.stack(logprobs),
             action_rewards=stack([chunk.rewards for chunk in chunks]),
@@ -395,7 +395,7 @@ class _Rollout:
         )
 
     def _fill_bootstrap(self, chunks: list[ChunkStep], batch: RolloutBatch) -> None:
-        """Fill in values of the final observations of truncated episodes, and of those after the last chunk."""
+        """Fill in the values of truncated episodes' final observations and of the observations after the last chunk."""
         where: list[tuple[int, int]] = []
         observations: list[Observation] = []
         for t, chunk in enumerate(chunks):
@@ -411,7 +411,7 @@ class _Rollout:
         if not where:
             return
         final = Observation.concatenate(observations)
-        # At most as many rows as a policy call of the rollout, whose memory is known to suffice.
+        # Use at most as many rows as in the rollout's policy calls, which are known to fit in memory.
         batch_size = len(self.env_ids)
         for start in range(0, len(where), batch_size):
             places = where[start : start + batch_size]

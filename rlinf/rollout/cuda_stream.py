@@ -1,4 +1,4 @@
-"""CUDA stream of a rollout's worker thread, which copies all results of a policy call to the CPU in one transfer."""
+"""CUDA stream for a rollout's worker thread, which copies all results of a policy call to the CPU in one transfer."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -10,11 +10,11 @@ from rlinf.distributed.devices import own_device
 
 
 class CudaStream:
-    """Runs the policy calls of one worker thread and copies their results to the CPU. On a CPU it does nothing.
+    """Runs one worker thread's policy calls and copies their results to the CPU. Has no effect on a CPU.
 
-    Kernels of a stream run in order, so threads on a common stream would wait for each other's calls. Hence each thread has
-    its own stream, and synchronises once per call. ``own_stream=False``: use the default stream. That suits a single thread,
-    whose cached memory then serves updates too, and a simulation on the GPU, which works on the default stream.
+    Kernels in a stream run in order, so threads with a common stream would wait for each other's calls. Therefore each thread
+    has its own stream and synchronises once per call. With ``own_stream=False``, the default stream is used: for a single
+    thread, so that updates can reuse its cached memory, and for a simulation on the GPU, which uses the default stream.
     """
 
     def __init__(self, device: str, own_stream: bool = True) -> None:
@@ -25,13 +25,13 @@ class CudaStream:
     @contextmanager
     def running(self) -> Iterator[None]:
         """Run a block on this thread's stream."""
-        # Autocast caches casts of weights, made on the first thread's stream, for all threads, so these must use a common stream.
+        # Autocast caches weight casts from the first thread's stream for all threads, which must therefore use a common stream.
         if not (self._on_gpu and self._own_stream) or torch.is_autocast_enabled("cuda"):
             yield
             return
         if self._stream is None:
             self._stream = torch.cuda.Stream()
-        # Weights are pushed and updated on the default stream, so each stream waits for the other at the block's ends.
+        # Weights are pushed and updated on the default stream, so the streams wait for each other at the block's start and end.
         default = torch.cuda.default_stream()
         self._stream.wait_stream(default)
         try:
@@ -45,7 +45,7 @@ class CudaStream:
         return tensor.pin_memory().to(own_device(), non_blocking=True) if self._on_gpu else tensor
 
     def fetch(self, results: Sequence[Tensor]) -> list[Tensor]:
-        """Return the results of a policy call on the CPU, with one copy and one synchronisation."""
+        """Return a policy call's results on the CPU, with one copy and one synchronisation."""
         elsewhere = [result for result in results if result.device.type != "cpu"]
         if not elsewhere:
             return list(results)
@@ -57,10 +57,10 @@ class CudaStream:
             return numbers.cpu()
         size = len(numbers)
         if self._buffer is None or len(self._buffer) < size:
-            # Pinned memory, because a copy to pageable memory would block the thread.
+            # Use pinned memory, because a copy to pageable memory would block the thread.
             self._buffer = torch.empty(size, dtype=torch.uint8, pin_memory=True)
         self._buffer[:size].copy_(numbers, non_blocking=True)
-        # A blocking event sleeps instead of spinning, which leaves the core to the simulators.
+        # A blocking event sleeps instead of spinning, which frees the core for the simulators.
         copied = torch.cuda.Event(blocking=True)
         copied.record()
         copied.synchronize()
@@ -68,12 +68,12 @@ class CudaStream:
 
 
 def packed(tensors: Sequence[Tensor]) -> Tensor:
-    """Concatenate the bytes of ``tensors``, uint8."""
+    """Concatenate the bytes of ``tensors`` as uint8."""
     return torch.cat([tensors[k].contiguous().flatten().view(torch.uint8) for k in _by_width(tensors)])
 
 
 def unpacked(numbers: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Return views of the bytes of ``packed(tensors)``, with the types and shapes of ``tensors``."""
+    """Return views of the result of ``packed(tensors)`` with the types and shapes of ``tensors``."""
     order, views = _by_width(tensors), list(tensors)
     sizes = [tensors[k].numel() * tensors[k].element_size() for k in order]
     for k, part in zip(order, numbers.split(sizes), strict=True):
@@ -82,5 +82,5 @@ def unpacked(numbers: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _by_width(tensors: Sequence[Tensor]) -> list[int]:
-    """Return the indices of ``tensors`` by decreasing element size: numbers in memory must start at a multiple of their size."""
+    """Return the indices of ``tensors`` by decreasing element size, so that each is aligned to its element size."""
     return sorted(range(len(tensors)), key=lambda k: -tensors[k].element_size())

@@ -1,4 +1,4 @@
-"""Demonstrations for behaviour cloning: episodes of a scripted expert or a policy, collected in memory."""
+"""Collect demonstrations for behaviour cloning in memory: episodes of a scripted expert or a policy."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,10 +17,10 @@ from rlinf.types import EpisodeResult, EpisodeSpec, Observation
 
 
 class ActionSource(Protocol):
-    """Source of the actions of demonstrations, with one episode in each env."""
+    """Source of actions for demonstrations, with one episode in each env."""
 
     def act(self, observation: Observation, running: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return labels and actions to execute, float32 ``[B, D]`` each. Only entries with ``running`` (bool ``[B]``) are used."""
+        """Return labels and actions to execute, float32 ``[B, D]`` each. Only entries where ``running`` (bool ``[B]``) are used."""
 
     def restart(self, row: int) -> None:
         """Handle the restart of the episode in env ``row``."""
@@ -28,7 +28,7 @@ class ActionSource(Protocol):
 
 @dataclass
 class Demonstrations:
-    """``N`` observations, the expert's actions for them, and the result of each episode.
+    """``N`` observations, the expert's actions for them, and each episode's result.
 
     ``actions`` are float32 ``[N, C, D]`` in env units: the expert's actions for this and the ``C - 1`` following observations.
     The last one is repeated past the end of the episode.
@@ -55,9 +55,9 @@ class Demonstrations:
 
 
 class ScriptedExpert:
-    """Scripted expert of an env. Noise on executed actions covers states around its path; labels have none.
+    """An env's scripted expert. Noise on executed actions leads to states around its path; labels are noise-free.
 
-    ``numbers`` has one number per env; with ``seed``, it determines the noise.
+    ``numbers``, one per env, and ``seed`` determine the noise.
     """
 
     def __init__(self, env: VectorEnv, expert: ExpertConfig, seed: int, numbers: Sequence[int]) -> None:
@@ -80,11 +80,11 @@ class ScriptedExpert:
 
 @dataclass
 class EpisodeBatch:
-    """Episodes that ran in parallel, the ``k``-th in the ``k``-th of ``B`` envs. The remaining envs were idle.
+    """Episodes that ran in parallel, the ``k``-th in env ``k`` of ``B``. The remaining envs were idle.
 
-    ``seen`` are ``T`` observations of all envs, each before an action. ``labels`` and ``executed`` are float32 ``[T, B, D]``;
-    ``rewards`` (float32) and ``success`` (bool), ``[T, B]``, follow from the executed action. ``truncated``, bool ``[B]``: the
-    time limit ended the episode. ``alive``, bool ``[T, B]``: the env's episode was running. ``results``: one per episode.
+    ``seen`` contains ``T`` observations of all envs, each before an action. ``labels`` and ``executed`` are float32 ``[T, B, D]``;
+    ``rewards`` (float32) and ``success`` (bool), ``[T, B]``, result from the executed action. ``truncated``, bool ``[B]``, marks
+    episodes ended by the time limit, and ``alive``, bool ``[T, B]``, running ones. ``results`` has one entry per episode.
     """
 
     seen: list[Observation]
@@ -98,7 +98,7 @@ class EpisodeBatch:
 
     @property
     def last(self) -> np.ndarray:
-        """int64 ``[B]``: the last ``t`` of each env's episode; meaningless for an idle env."""
+        """The last ``t`` of each env's episode, int64 ``[B]``; meaningless for idle envs."""
         return len(self.alive) - 1 - self.alive[::-1].argmax(0)
 
 
@@ -118,7 +118,7 @@ def run_episodes(env: VectorEnv, specs: Sequence[EpisodeSpec], source: ActionSou
         step = env.chunk_step(np.where(running[:, None], executed, np.float32(0))[:, None])
         rewards.append(step.rewards[:, 0])
         success.append(step.success)
-        for row in step.lost_env_ids.tolist():  # the episode restarts: keep only its second run
+        for row in step.lost_env_ids.tolist():  # the episode restarts, so keep only the new run
             source.restart(row)
             for earlier in alive:
                 earlier[row] = False
@@ -132,7 +132,7 @@ def run_episodes(env: VectorEnv, specs: Sequence[EpisodeSpec], source: ActionSou
 
 
 def demonstration_specs(env: VectorEnv, num_episodes: int, seed: int) -> list[EpisodeSpec]:
-    """Draw training episodes for demonstrations, with tasks in equal fractions."""
+    """Draw training episodes for demonstrations, in equal numbers per task."""
     all_specs = env.episode_specs("train")
     num_tasks = len(env.task_names)
     rounds = len(all_specs) // num_tasks
@@ -143,13 +143,13 @@ def demonstration_specs(env: VectorEnv, num_episodes: int, seed: int) -> list[Ep
 def collect_demonstrations(
     env: VectorEnv, num_episodes: int, expert: ExpertConfig, chunk_len: int, seed: int
 ) -> Demonstrations:
-    """Collect episodes of the scripted expert, tasks in equal fractions; ``env.num_envs`` does not change them."""
+    """Collect scripted-expert episodes, in equal numbers per task and independent of ``env.num_envs``."""
     specs = demonstration_specs(env, num_episodes, seed)
     observations: list[Observation] = []
     actions: list[np.ndarray] = []
     episodes: list[EpisodeResult] = []
     for start in range(0, num_episodes, env.num_envs):
-        # Numbered over all episodes, so that the noise does not depend on the number of envs.
+        # Number all episodes consecutively, so that the noise does not depend on the number of envs.
         batch_specs, numbers = specs[start : start + env.num_envs], range(start, start + env.num_envs)
         batch = run_episodes(env, batch_specs, ScriptedExpert(env, expert, seed, numbers))
         selected = np.zeros(env.num_envs, dtype=bool)
@@ -164,7 +164,7 @@ def collect_demonstrations(
                 actions.append(batch.labels[following, rows[:, None]])
     if not episodes:
         raise ConfigError(
-            f"None of {num_episodes} demonstrations succeeded and sft.expert.keep_failures=false. "
-            "Set sft.expert.keep_failures=true, or a smaller error of the expert (sft.expert)"
+            f"None of {num_episodes} demonstrations succeeded, and sft.expert.keep_failures=false. "
+            "Set sft.expert.keep_failures=true, or reduce the expert's errors (sft.expert)"
         )
     return Demonstrations(Observation.concatenate(observations), torch.from_numpy(np.concatenate(actions)), episodes)

@@ -1,4 +1,4 @@
-"""A pickled policy without its weights, for other processes."""
+"""A policy pickled without its weights, for use in other processes."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from rlinf.rollout.shared_memory import TensorForm, reject_main_script
 
 @dataclass(frozen=True)
 class PolicySkeleton:
-    """A pickled policy without the numbers of its state dict, which a weight push delivers.
+    """A policy pickled without the values of its state dict, which a weight push supplies.
 
-    So a rollout worker needs neither the weight files nor their source. Buffers outside the state dict are included.
+    Rollout workers therefore need neither the weight files nor their source. Buffers outside the state dict are included.
     """
 
     data: bytes
 
     @classmethod
     def of(cls, model: nn.Module) -> PolicySkeleton:
-        """Pickle a plain model on the CPU, or one whose weights are still in files; ConfigError if it cannot be sent to a process."""
+        """Pickle a plain model on the CPU, or one whose weights are still in files; raise ConfigError if it cannot be pickled."""
         data = io.BytesIO()
         try:
             _Pickler(data, model).dump(model)
@@ -42,7 +42,7 @@ class PolicySkeleton:
         policy = _Unpickler(io.BytesIO(self.data)).load()
         for module in policy.modules():
             if isinstance(module, PreTrainedModel):
-                # The constructor does this, but unpickling does not call it; without it, a model returns no hidden states.
+                # Unpickling skips the constructor, which does this; without it, a model returns no hidden states.
                 _CAN_RECORD_REGISTRY[str(type(module))] = module._can_record_outputs
         return policy.to(device).eval()
 
@@ -56,7 +56,7 @@ class _Pickler(pickle.Pickler):
 
     def persistent_id(self, value: Any) -> tuple[int, TensorForm] | None:
         reject_main_script(value)
-        # Tied tensors have the same id, so they stay tied.
+        # Tied tensors have the same id, so they remain tied.
         return (id(value), TensorForm.of(value)) if isinstance(value, Tensor) and id(value) in self.pushed else None
 
 

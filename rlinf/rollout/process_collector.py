@@ -1,4 +1,4 @@
-"""Collect rollouts in several processes, each with a fraction of the envs and a policy in shared memory."""
+"""Collect rollouts in several processes, each with some of the envs and a policy in shared memory."""
 
 import copy
 import logging
@@ -31,7 +31,7 @@ CLOSE_TIMEOUT_S = 5.0
 
 
 class _RolloutWorker(ChildProcess):
-    """A process, its shared memory for replies, its open requests in order, and replies that were not read yet."""
+    """A process with its shared memory for replies, its pending requests in order, and its unread replies."""
 
     def __init__(self, number: int, num_threads: int, task: SharedTask, num_slots: int) -> None:
         self.number = number
@@ -54,23 +54,23 @@ class ProcessSettings:
 
 
 class ProcessCollector:
-    """Collects the rollouts of a ``RolloutCollector`` in processes, which share no GIL.
+    """Collects the rollouts of a ``RolloutCollector`` in several processes, to avoid contention for the GIL.
 
-    Each process has the envs of consecutive groups and acts for them. The policy's tensors are moved into shared memory, so the
-    processes see every update written into them. Episodes and random numbers derive from the iteration and the env group, so
+    Each process runs the envs of consecutive groups and acts in them. The policy's tensors are moved into shared memory, so the
+    processes see every in-place update. Episodes and random numbers derive from the iteration and the env group, so
     the number of processes changes only the rounding of matrix products.
 
-    With ``max_ahead`` of 1 or more, the processes collect while the policy is trained: each pending rollout uses its own copy of the
-    trained weights, made by ``submit``. Frozen weights are stored once.
+    With ``max_ahead`` of at least 1, the processes collect while the policy is trained: each pending rollout uses its own copy of
+    the trained weights, made by ``submit``. Frozen weights are stored only once.
 
-    The processes start in the background; their log records and warnings appear here while this process waits for them. Raise
-    ConfigError, leaving no process and the policy unchanged, if one cannot start or something cannot be sent to it.
+    The processes start in the background; their log records and warnings appear here while this process waits for them. If a
+    process cannot start or an object cannot be sent to it, ConfigError is raised, with all processes ended and the policy unchanged.
 
     Args:
-        make_collector: ``make_collector(rank=, num_ranks=, autocast=)`` returns a process's collector; all classes in modules.
-        model: The policy, on the CPU. Its tensors must stay where they are from now on.
-        num_env_groups: Over all ranks; a multiple of the processes of all ranks.
-        max_ahead: Pending rollouts; 0: one, with the weights of ``model``, which must not change until its result is read.
+        make_collector: ``make_collector(rank=, num_ranks=, autocast=)`` returns a process's collector; all classes must be importable.
+        model: The policy, on the CPU. Its tensors must not be moved or replaced from now on.
+        num_env_groups: Number of groups across all ranks; a multiple of the number of processes across all ranks.
+        max_ahead: Maximum pending rollouts; 0: one, using ``model``'s own weights, which must not change until its result is read.
     """
 
     def __init__(
@@ -112,7 +112,7 @@ class ProcessCollector:
             raise ConfigError(f"A rollout process cannot be started: {type(error).__name__}: {error}.") from error
 
     def wait_until_ready(self) -> None:
-        """Wait for all processes to start. Raise a user error of one unchanged, RankError if one died or hit a bug."""
+        """Wait for all processes to start. Re-raise a process's user error; raise RankError if a process died or hit a bug."""
         self._replies(READY)
 
     def close(self) -> None:
@@ -128,22 +128,22 @@ class ProcessCollector:
     ) -> tuple[int, int]:  # fmt: skip
         """Request a rollout of the shared ``model``; return ``step`` and ``attempt``, the handle for ``result``.
 
-        ``RolloutCollector.collect`` explains the arguments. The steps use the copies of the weights in turn. A copy gets the present
-        weights, unless it holds ``policy_version`` already. Raise RLinfError if the result of ``step - max_ahead`` was not read.
+        The arguments are described in ``RolloutCollector.collect``. Steps cycle through the copies of the weights. A copy is updated
+        unless it already contains ``policy_version``. Raise RLinfError if the result of ``step - max_ahead`` has not been read.
         """
         moved = self._task.moved() if model is self.model else ["all"]
         if moved:
             raise RLinfError(
                 f"{len(moved)} tensors of the policy are not in the shared memory of the rollout processes ({', '.join(moved[:3])}); "
-                "required: in-place updates of the original tensors. Rollouts would use older weights. "
+                "required: in-place updates of the original tensors. Rollouts would use outdated weights. "
                 "Set rollout.worker_processes=0"
             )
         self._check_running()
         slot = step % len(self.replicas)
         if slot in self._unread:
             raise RLinfError(
-                f"The result of rollout {self._unread[slot]} (step, attempt) must be read before {(step, attempt)} is submitted: both use "
-                f"the same one of {len(self.replicas)} copies of the weights"
+                f"The result of rollout {self._unread[slot]} (step, attempt) must be read before {(step, attempt)} is submitted, because "
+                f"both use the same copy of the weights (of {len(self.replicas)})"
             )
         self._unread[slot] = (step, attempt)
         if self._versions[slot] != policy_version:
@@ -182,13 +182,13 @@ class ProcessCollector:
             pass  # the process has died; `_replies` raises the cause
 
     def _replies(self, wanted: Hashable) -> dict[_RolloutWorker, Any]:
-        """Wait for the replies of all workers with the request ``wanted``; on a failure, end all workers and raise it."""
+        """Wait for the replies of all workers with the request ``wanted``; on a failure, end all workers and raise the error."""
         workers = [worker for worker in self.workers if wanted in worker.requests or wanted in worker.replies]
         try:
             while waiting := [worker for worker in workers if wanted not in worker.replies]:
                 wait([worker.connection for worker in waiting], timeout=POLL_S)
                 for worker in waiting:
-                    # A worker handles its requests in order, so a reply belongs to the oldest one.
+                    # A worker handles its requests in order, so a reply belongs to the oldest request.
                     if (message := self._receive(worker)) is not None:
                         worker.replies[worker.requests.popleft()] = message
         except BaseException:  # also Ctrl-C: the next call must not read replies to this one
@@ -198,7 +198,7 @@ class ProcessCollector:
         return {worker: worker.replies.pop(wanted) for worker in workers}
 
     def _receive(self, worker: _RolloutWorker) -> Any:
-        """Return a reply if there is one, or raise the worker's error; pass its log records and warnings on."""
+        """Return a reply if available, or raise the worker's error; forward its log records and warnings."""
         try:
             if not worker.connection.poll():
                 return None
@@ -206,7 +206,7 @@ class ProcessCollector:
         except (EOFError, ConnectionResetError):
             status, ending = worker.ending()
             if status == -signal.SIGKILL:
-                ending += ", probably because memory ran out: lower rollout.num_envs, or set rollout.worker_processes=0"
+                ending += ", probably because memory ran out. Lower rollout.num_envs, or set rollout.worker_processes=0"
             text = f"Rollout worker {worker.number} was lost: {ending}\n{worker.read_log()}"
             raise RankError(text.rstrip()) from None
         if isinstance(message, logging.LogRecord):
@@ -224,7 +224,7 @@ class ProcessCollector:
 
 
 def _copy_of_trained(model: ActionModel) -> ActionModel:
-    """Return a copy of a policy with its own trained weights; the frozen ones are shared."""
+    """Return a copy of a policy with its own trained weights but shared frozen weights."""
     frozen = {id(parameter): parameter for parameter in model.parameters() if not parameter.requires_grad}
     return copy.deepcopy(model, frozen)
 

@@ -1,4 +1,4 @@
-"""Choice of training episodes: a pure function of seed, iteration, group and position, so nothing needs to be saved."""
+"""Choose training episodes as a pure function of seed, iteration, group and position, so that no state needs saving."""
 
 from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass
@@ -9,10 +9,10 @@ from rlinf.types import EpisodeSpec
 
 @dataclass
 class EpisodeSampler:
-    """Choose training episodes, with tasks in equal fractions.
+    """Choose training episodes, in equal numbers per task.
 
-    ``specs`` are the training split, ``num_tasks`` tasks in round-robin order. Each iteration has ``num_groups`` groups over
-    all ranks; the ``group_size`` envs of a group share each episode. ``spec`` explains ``init_states``.
+    ``specs`` is the training split, with ``num_tasks`` tasks in round-robin order. Each iteration has ``num_groups`` groups
+    across all ranks; the ``group_size`` envs of a group run the same episodes. See ``spec`` for ``init_states``.
     """
 
     specs: Sequence[EpisodeSpec]
@@ -26,9 +26,9 @@ class EpisodeSampler:
     def spec(self, step: int, env_id: int, position: int, attempt: int = 0) -> EpisodeSpec:
         """Return episode ``position`` of an env (global index) in iteration ``step`` and rollout ``attempt``.
 
-        ``random``: group ``g`` gets task ``(g + position) mod num_tasks`` with a uniformly drawn initial state. ``ordered``: the
-        split in its order; each iteration starts ``num_groups`` episodes later, so the second episode of an env equals its first
-        one of the next iteration. ``fixed``: as ``ordered``, but each iteration starts at the first episode.
+        ``random``: group ``g`` runs task ``(g + position) mod num_tasks`` from a uniformly drawn initial state. ``ordered``: use the
+        split's order, starting each iteration ``num_groups`` episodes later, so that an env's second episode is its first one in
+        the next iteration. ``fixed``: like ``ordered``, but each iteration starts at the first episode.
         """
         group = env_id // self.group_size
         if self.init_states == "random":

@@ -1,4 +1,4 @@
-"""Shared memory of ``ProcessCollector`` and its workers: the task with the policy's tensors, and the replies."""
+"""Shared memory of ``ProcessCollector`` and its workers, for the task with the policy's tensors and for replies."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ ALIGNMENT = 64
 
 
 class TensorForm(NamedTuple):
-    """Metadata of a tensor: everything except its numbers. ``is_trained`` is its ``requires_grad``."""
+    """A tensor's metadata: everything except its values. ``is_trained`` is its ``requires_grad``."""
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     dtype: torch.dtype
     is_parameter: bool
-    # Without gradients, too: torch chooses kernels by it, and different kernels round differently.
+    # Needed even without gradients, because torch's choice of kernels, and thus rounding, depends on it.
     is_trained: bool
 
     @classmethod
     def of(cls, tensor: Tensor) -> TensorForm:
-        """Return the form of ``tensor``, with strides that leave no gaps."""
+        """Return the form of ``tensor``, with strides for contiguous storage."""
         stride = torch.empty_like(tensor, device="meta").stride()
         return cls(tuple(tensor.shape), stride, tensor.dtype, isinstance(tensor, nn.Parameter), tensor.requires_grad)
 
@@ -55,23 +55,23 @@ class BufferSlice(NamedTuple):
 
 
 class SharedTask:
-    """A task for other processes. Its model's tensors are moved into shared memory, so all processes see every update.
+    """A task for other processes. Its model's tensors are moved into shared memory, so that all processes see every update.
 
-    Raise ConfigError, and move nothing, if the task contains an object that cannot be pickled or a class of the main script,
-    or if two tensors of the model share memory, which the move would separate.
+    Raises ConfigError, without moving anything, if the task contains an object that cannot be pickled or a class of the main
+    script, or if two of the model's tensors overlap in memory, because the move would separate them.
 
     Args:
-        task: Contains ``model`` and can be pickled.
+        task: A picklable object that contains ``model``.
 
     Attributes:
-        memory: Tensors, then the pickled task.
-        start, size: Bytes of the pickled task.
+        memory: Shared memory containing the tensors, then the pickled task.
+        start, size: Offset and length of the pickled task, in bytes.
     """
 
     def __init__(self, task: Any, model: nn.Module) -> None:
         self.model = model
         tensors = {id(tensor): tensor for tensor in self._tensors().values() if tensor.numel()}
-        # Before pickling, to fail early; the tensors elsewhere in the task are only known after it.
+        # Check before pickling, to fail early; the task's remaining tensors are known only afterwards.
         _reject_overlaps(list(tensors.values()), [])
         slices, end = {}, 0
         for key, tensor in tensors.items():
@@ -102,10 +102,10 @@ class SharedTask:
 
 
 def _reject_overlaps(moved: list[Tensor], fixed: list[Tensor]) -> None:
-    """Raise ConfigError if a tensor that moves shares memory with a different one, which would then miss its updates."""
+    """Raise ConfigError if a tensor to be moved overlaps a different one, which would then miss its updates."""
     extents = [(*_extent(tensor), True) for tensor in moved] + [(*_extent(tensor), False) for tensor in fixed]
     moved_end = end = 0
-    # Sorted by address, an overlap shows as a start before the end of the tensors so far.
+    # In address order, tensors overlap if one starts before the end of the previous ones.
     for first, last, moves in sorted(extents):
         if first < (end if moves else moved_end):
             raise ConfigError(
@@ -117,7 +117,7 @@ def _reject_overlaps(moved: list[Tensor], fixed: list[Tensor]) -> None:
 
 
 def _extent(tensor: Tensor) -> tuple[int, int]:
-    """Return the address of a strided tensor's first byte, and the end of its last one."""
+    """Return the addresses of a strided tensor's first byte and of the end of its last byte."""
     steps = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     return tensor.data_ptr(), tensor.data_ptr() + (steps + 1) * tensor.element_size()
 
@@ -130,11 +130,11 @@ def read_task(memory: mmap.mmap, start: int, size: int) -> Any:
 def reject_main_script(value: Any) -> None:
     """Raise PicklingError for a class or function of the main script, which other processes cannot import."""
     if isinstance(value, (type, FunctionType)) and value.__module__ == "__main__":
-        raise pickle.PicklingError(f"{value.__qualname__} is defined in the main script; required: in a module")
+        raise pickle.PicklingError(f"{value.__qualname__} is defined in the main script; required: a module")
 
 
 class _TaskPickler(pickle.Pickler):
-    """Writes a ``BufferSlice`` in place of each shared tensor, and collects the remaining tensors on the CPU."""
+    """Writes a ``BufferSlice`` in place of each shared tensor, and collects the remaining CPU tensors."""
 
     def __init__(self, file: io.BytesIO, slices: dict[int, BufferSlice]) -> None:
         super().__init__(file, protocol=5)
@@ -161,14 +161,14 @@ class _TaskUnpickler(pickle.Unpickler):
 
 
 class PackedReply(NamedTuple):
-    """A pickle without its arrays, and their sizes in bytes. The arrays are consecutive in the worker's reply buffer."""
+    """A pickle without its arrays, and the arrays' sizes in bytes. They are stored consecutively in the worker's reply buffer."""
 
     data: bytes
     sizes: list[int]
 
 
 def write_reply(value: Any, file: int) -> PackedReply:
-    """Write the arrays and tensors of ``value`` into the file of a shared memory, which grows if needed."""
+    """Write the arrays and tensors of ``value`` into a shared memory's file, which grows if needed."""
     buffers: list[pickle.PickleBuffer] = []
     data = io.BytesIO()
     _ReplyPickler(data, protocol=5, buffer_callback=buffers.append).dump(value)
@@ -187,7 +187,7 @@ def write_reply(value: Any, file: int) -> PackedReply:
 
 
 def read_reply(reply: PackedReply, file: int) -> Any:
-    """Return the value. Its arrays are views of the shared memory: copy them before the worker writes its next reply."""
+    """Return the value. Its arrays are views of the shared memory, so copy them before the worker writes its next reply."""
     views, first = [], 0
     if reply.sizes:
         memory = memoryview(mmap.mmap(file, sum(map(aligned, reply.sizes))))
@@ -205,5 +205,5 @@ class _ReplyPickler(pickle.Pickler):
 
 
 def aligned(size: int) -> int:
-    """Return the multiple of ``ALIGNMENT`` that is at least ``size``."""
+    """Round ``size`` up to a multiple of ``ALIGNMENT``."""
     return -(-size // ALIGNMENT) * ALIGNMENT

@@ -1,4 +1,4 @@
-"""A rollout policy that samples actions with vLLM, in addition to the torch model that is trained."""
+"""A rollout policy that samples actions with vLLM, alongside the torch model being trained."""
 
 from collections.abc import Collection
 from typing import Any
@@ -18,17 +18,17 @@ from rlinf.models.merged_weights import MergedWeights
 from rlinf.types import ActionPrediction, Observation
 
 SEED_BITS = 24
-"""Random bits of a float32 in (0, 1)."""
+"""Number of random bits in a float32 in (0, 1)."""
 
 
 class VllmPolicy:
     """Sample action tokens in a vLLM engine. The torch model preprocesses images and computes values.
 
-    ``model`` is unsharded; its weights are sent to the engine. A call has at most ``num_envs`` rows. ``trained`` are the tensors
-    that training changes, if ``model`` is the replica of a different one; None: ``trained_names(model)``.
+    ``model`` is unsharded; its weights are sent to the engine. A call has at most ``num_envs`` rows. If ``model`` is a replica of a
+    different model, ``trained`` lists the tensors changed by training; None uses ``trained_names(model)``.
     """
 
-    predicts_values = False  # vLLM runs no value head: ``predict_values`` asks the torch model
+    predicts_values = False  # vLLM does not run a value head, so ``predict_values`` uses the torch model
 
     def __init__(
         self,
@@ -59,8 +59,8 @@ class VllmPolicy:
         self.allowed_token_ids = list(range(tokenizer.first_token, tokenizer.vocab_size))
 
     def update_weights(self, version: int) -> None:
-        """Send the torch model's weights to the engine, unless it has this version already."""
-        # Reset first: after a failed transfer, the engine may hold parts of two versions.
+        """Send the torch model's weights to the engine, unless it already has this version."""
+        # Reset first, because after a failed transfer the engine may contain parts of two versions.
         self.version = None
         if self.engine.version != version:
             weights = MergedWeights(self.model, version, self.buckets, self.trained, self.adapter.excluded)
@@ -68,26 +68,26 @@ class VllmPolicy:
         self.version = version
 
     def sleep(self) -> None:
-        """Let the engine free its GPU memory until it receives weights or observations."""
+        """Free the engine's GPU memory until it receives weights or observations."""
         self.engine.sleep(keep_weights=len(self.trained) < len(list(base_tensors(self.model))))
 
     def close(self) -> None:
         self.engine.close()
         self.buckets.close()
 
-    # The interface of ``ActionModel`` in a rollout.
+    # The ``ActionModel`` interface used in rollouts.
 
     @property
     def num_logprobs(self) -> int:
-        """``A``, the number of log-probabilities of a policy call."""
+        """``A``, the number of log-probabilities per policy call."""
         return self.model.num_logprobs
 
     @property
     def num_sampled(self) -> int:
-        """``K``, the number of sampled tokens of a policy call."""
+        """``K``, the number of sampled tokens per policy call."""
         return self.model.num_sampled
 
-    num_uniforms = 2  # two random numbers make the seed of a row
+    num_uniforms = 2  # a row's seed is built from two random numbers
 
     def resize_images(self, observation: Observation) -> Observation:
         return self.model.resize_images(observation)
@@ -99,7 +99,7 @@ class VllmPolicy:
     def predict_action_batch(
         self, *, do_sample: bool = True, temperature: float = 1.0, uniforms: Tensor | None = None, **inputs: Tensor
     ) -> ActionPrediction:
-        """Sample the actions of ``B`` rows, with seeds from ``uniforms [B, 2]``; without ``do_sample``, take the most likely tokens.
+        """Sample actions for ``B`` rows, with seeds from ``uniforms [B, 2]``; if not ``do_sample``, use the most likely tokens.
 
         In the result, ``logits`` are ``[B, A, 1]``, the engine's log-probabilities of the sampled tokens; ``values`` are 0.
         """
@@ -108,7 +108,7 @@ class VllmPolicy:
             "max_tokens": num_tokens, "min_tokens": num_tokens, "ignore_eos": True,
             "allowed_token_ids": self.allowed_token_ids, "temperature": temperature if do_sample else 0.0,
         }  # fmt: skip
-        # Each row has its own seed, so that its actions do not depend on the batch that vLLM forms.
+        # Each row has its own seed, so that its actions do not depend on how vLLM forms batches.
         seeds = None if uniforms is None or not do_sample else row_seeds(uniforms)
         prompts = self.adapter.prompts(self.model, inputs)
         greedy_temperature = None if do_sample else temperature
@@ -132,11 +132,11 @@ class VllmPolicy:
 
 
 def adapter_of(model: ActionModel | type[ActionModel]) -> Any:
-    """Return the class that adapts a model to vLLM; ConfigError if it has none, or no ``decode_actions``."""
+    """Return the class that adapts a model to vLLM; raise ConfigError if it or ``decode_actions`` is missing."""
     name = model.__name__ if isinstance(model, type) else type(model).__name__
     if model.vllm_adapter is None:
         raise ConfigError(
-            f"rollout.backend=vllm needs a policy that vLLM can run, and {name} declares no vllm_adapter. Set "
+            f"rollout.backend=vllm needs a policy that vLLM can run, but {name} does not declare a vllm_adapter. Set "
             "rollout.backend=torch"
         )
     if not model.implements("decode_actions"):
@@ -147,7 +147,7 @@ def adapter_of(model: ActionModel | type[ActionModel]) -> Any:
 
 
 def engine_arguments(model: ActionModel, options: VllmOptions, num_envs: int) -> dict[str, Any]:
-    """Turn the settings into arguments of ``vllm.LLM``."""
+    """Convert the settings to arguments for ``vllm.LLM``."""
     text_config = model.config.text_config
     dtype = str(model.dtype).removeprefix("torch.") if options.dtype == "auto" else options.dtype
     max_model_len = options.max_model_len or text_config.max_position_embeddings
@@ -170,6 +170,6 @@ def engine_arguments(model: ActionModel, options: VllmOptions, num_envs: int) ->
 
 
 def row_seeds(uniforms: Tensor) -> list[int]:
-    """Turn ``[B, 2]`` numbers in (0, 1) into seeds of ``2 * SEED_BITS`` bits."""
+    """Convert random numbers ``[B, 2]`` in (0, 1) to seeds of ``2 * SEED_BITS`` bits."""
     high, low = (uniforms[:, :2].double() * 2**SEED_BITS).long().unbind(1)
     return ((high << SEED_BITS) + low).tolist()

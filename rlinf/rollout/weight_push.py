@@ -17,16 +17,16 @@ from rlinf.optim.finite import check_finite, different
 
 
 class WeightPush:
-    """Keeps the rollout policy equal to the trained model.
+    """Synchronises the rollout policy with the trained model.
 
-    The rollout policy is ``generator`` if there is one, else ``rollout_model``. A ``rollout_model`` other than the trained
-    model itself is a full replica on each rank, so rollouts of a sharded trainer need no collective calls. The first push
+    The rollout policy is ``generator`` if given, otherwise ``rollout_model``. A ``rollout_model`` other than the trained model
+    itself is a full replica on each rank, so rollouts of a sharded trainer need no collective calls. The first push
     copies every tensor, later ones only the trained ones.
 
     Args:
         trainer_model: The trained model, sharded or not.
-        rollout_model: ``trainer_model`` itself, or a full model of the same architecture. On the meta device it only describes
-            the policy, and ``generator`` gets the weights from the trained model.
+        rollout_model: ``trainer_model`` itself, or a full model of the same architecture. On the meta device, it only describes
+            the policy, and ``generator`` receives its weights from the trained model.
         generator: An engine or rollout workers with ``update_weights(version)``, or None.
     """
 
@@ -39,10 +39,10 @@ class WeightPush:
 
     @property
     def rollout_policy(self) -> Any:
-        """The policy for rollouts; RLinfError if the last push failed, because it may mix two versions."""
+        """The policy for rollouts. Raises RLinfError if the last push failed, because its weights may mix two versions."""
         if self.version is None:
             raise RLinfError(
-                "The rollout policy has no complete weights: the last push failed, or there was none. Push again"
+                "The rollout policy has no complete weights, because the last push failed or there was none. Push again"
             )
         return self.rollout_model.eval() if self.generator is None else self.generator
 
@@ -51,10 +51,10 @@ class WeightPush:
     def push(self, version: int) -> int:
         """Copy the trained weights to the rollout policy (a collective call), and return ``version``.
 
-        A replica that has this version already is not copied again. Frozen tensors are checked in the first push, and when torch
-        counts a write into them (it counts none through ``.data``). Costs one all-gather for each FSDP unit with trained weights,
-        and two sums of flags. Raise NonFiniteError, before any copy, if a weight is not finite, and RLinfError if names or shapes
-        differ, the copy does not equal the original, or a different rank failed.
+        A replica that already has this version is not copied again. Frozen tensors are checked in the first push, and whenever
+        torch has counted a write to them (writes through ``.data`` are not counted). This takes one all-gather for each FSDP unit
+        with trained weights and two reductions of flags. Raise NonFiniteError, before any copy, if a weight is not finite, and
+        RLinfError if names or shapes differ, the copy does not equal the original, or a different rank failed.
         """
         # Until the push has succeeded, the rollout policy may mix two versions and must not be used.
         base, self.version = self.version, None
@@ -75,12 +75,12 @@ class WeightPush:
         return version
 
     def rest(self) -> None:
-        """Let an engine free its GPU memory until the next push or rollout."""
+        """Free an engine's GPU memory until the next push or rollout."""
         if self.generator is not None:
             self.generator.sleep()
 
     def _writes(self, name: str, tensor: Tensor) -> list[int]:
-        """Return torch's counts of writes into a tensor and its replica; an unchanged frozen tensor need not be read again."""
+        """Return torch's write counts for a tensor and its replica, so that unchanged frozen tensors need not be read again."""
         replica = {} if self._replica is None else self._replica.tensors
         return [copy._version for copy in (local_part(tensor)[0], replica.get(name)) if copy is not None]
 
@@ -94,7 +94,7 @@ class WeightPush:
 
     def _check_replica(self, tensors: dict[str, Tensor]) -> None:
         """Compare this rank's part of the weights with the replica, bit for bit."""
-        # Log-probabilities would not reveal a stale value head or, in 16 bits, an update smaller than the rounding.
+        # Comparing log-probabilities would not reveal a stale value head or, in 16 bits, an update smaller than rounding.
         held = self._replica.tensors
 
         def pairs() -> Iterator[tuple[str, Tensor, Tensor]]:
@@ -107,13 +107,13 @@ class WeightPush:
         if stale:
             raise RLinfError(
                 f"The rollout policy differs from the trained policy after the weight push in {len(stale)} of "
-                f"{len(held)} tensors: {', '.join(stale[:8])}. Rollouts would use older weights; this is a fault of "
-                "the weight push (WeightPush), or something writes into the rollout policy"
+                f"{len(held)} tensors: {', '.join(stale[:8])}. Rollouts would use outdated weights. Either "
+                "the weight push (WeightPush) is faulty, or other code writes to the rollout policy"
             )
 
 
 def gathered(model: nn.Module, names: set[str]) -> Iterator[tuple[str, Tensor]]:
-    """Yield full tensors of a model's state dict, one FSDP unit at a time; each is valid until the next one (a collective call)."""
+    """Yield a model's full tensors ``names``, one FSDP unit at a time; each is valid until the next one (a collective call)."""
     state = model.state_dict()
     units: dict[str, list[str]] = {}
     prefixes = [name for name, module in model.named_modules() if isinstance(module, FSDPModule)]
@@ -142,7 +142,7 @@ def gathered(model: nn.Module, names: set[str]) -> Iterator[tuple[str, Tensor]]:
 
 
 def on_every_rank(check: Callable[[], None]) -> None:
-    """Run a check without collective calls. Raise the first error of any rank on all ranks, so that no rank waits for it."""
+    """Run a check without collective calls. Raise the first error from any rank on all ranks, so that no rank waits for it."""
     error: RLinfError | None = None
     try:
         check()

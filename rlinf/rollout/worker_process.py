@@ -1,4 +1,4 @@
-"""Worker process of ``ProcessCollector``: a ``RolloutCollector`` and a replica of the policy."""
+"""Worker process of ``ProcessCollector``, with a ``RolloutCollector`` and a replica of the policy."""
 
 import logging
 import logging.handlers
@@ -24,12 +24,12 @@ from rlinf.rollout.shared_memory import read_task, write_reply
 from rlinf.seeding import seed_everything
 
 READY = "ready"
-"""First message of a worker, once it can collect."""
+"""A worker's first message, sent once it can collect."""
 
 
 @dataclass(frozen=True)
 class RolloutTask:
-    """Common task of all workers of a rank: their collectors, the policies in shared memory, and the precision."""
+    """Task of all workers of a rank: how to build their collectors, the policies in shared memory, and the precision."""
 
     make_collector: Callable[..., RolloutCollector]
     models: nn.ModuleList
@@ -51,7 +51,7 @@ class WorkerStart:
 
 
 class _Sender:
-    """Sends replies, log records and warnings to the parent, from any thread."""
+    """Sends replies, log records and warnings to the parent. Thread-safe."""
 
     def __init__(self, connection: Connection) -> None:
         self._connection, self._lock = connection, threading.Lock()
@@ -83,7 +83,7 @@ def main() -> None:
             sender.send(failure_of(error))
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(0)  # a normal exit spends time on freeing all modules
+    os._exit(0)  # a normal exit would spend time freeing all modules
 
 
 def _requests(connection: Connection) -> Iterator[Any]:
@@ -93,7 +93,7 @@ def _requests(connection: Connection) -> Iterator[Any]:
 
 
 def _work(requests: Iterator[Any], sender: _Sender, memory: int, buffers: Sequence[int]) -> None:
-    """Read a ``WorkerStart``; then, per rollout, the policy's index (and the reply buffer's) and the remaining arguments."""
+    """Read a ``WorkerStart``, then for each rollout the index of its policy and reply buffer, and the remaining arguments."""
     for start in requests:
         logging.root.setLevel(start.log_level)
         logging.root.addHandler(logging.handlers.QueueHandler(cast("Any", sender)))
@@ -101,7 +101,7 @@ def _work(requests: Iterator[Any], sender: _Sender, memory: int, buffers: Sequen
         torch.set_num_threads(start.num_threads)
         seed_everything(start.seed)
         start.prepare()
-        # After `prepare`, because unpickling the task imports user classes that it may register.
+        # Must follow `prepare`, because unpickling the task imports user classes that `prepare` may register.
         task: RolloutTask = read_task(mmap.mmap(memory, start.start + start.size), start.start, start.size)
         models = task.models.eval()
         collector = task.make_collector(

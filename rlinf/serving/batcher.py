@@ -1,4 +1,4 @@
-"""Batching of requests from all connections for one inference thread."""
+"""Batch requests from all connections for one inference thread."""
 
 import asyncio
 from collections import deque
@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 MAX_WAITING = 16
-"""Pending batches. Further requests are rejected, because replies would only get later."""
+"""Maximum number of pending batches. Further requests are rejected, because they would only increase latency."""
 
 
 class BusyError(RuntimeError):
@@ -22,12 +22,12 @@ class _Request:
 
 
 class Batcher:
-    """Collects rows into batches of ``max_rows``, which one thread computes with ``act``.
+    """Collects rows into batches of up to ``max_rows``, which one thread processes with ``act``.
 
-    A batch starts as soon as it is full, every client has a pending request, or ``wait_s`` have passed since its first row. A
-    client has one request at a time, so a single client never waits for a batch to fill.
+    A batch starts as soon as it is full, every client has a pending request, or ``wait_s`` seconds have passed since its first
+    row. A client has one request at a time, so a single client never waits for a batch to fill.
 
-    ``act`` returns one result per row, independent of the remaining rows; an exception as a result is raised for its client.
+    ``act`` returns one result per row, independent of the remaining rows; an exception returned as a result is raised for its client.
     """
 
     def __init__(
@@ -41,7 +41,7 @@ class Batcher:
         self._task = asyncio.create_task(self._run())
 
     async def submit(self, rows: Sequence[Any], timeout_s: float, *, waits: bool = False) -> list[Any]:
-        """Return the results of rows; BusyError if too many are pending (unless ``waits``), TimeoutError if too late."""
+        """Return the results of rows; raise BusyError if too many are pending (unless ``waits``), TimeoutError if they are late."""
         if not waits and sum(len(request.rows) for request in (*self._current, *self._waiting)) >= self.most_rows:
             raise BusyError(f"{self.most_rows} observations or more are pending")
         requests = [_Request(rows[first : first + self.max_rows]) for first in range(0, len(rows), self.max_rows)]
@@ -52,11 +52,11 @@ class Batcher:
 
     @property
     def most_rows(self) -> int:
-        """Largest number of rows of a request, and of pending rows."""
+        """Maximum number of rows per request, and of pending rows."""
         return MAX_WAITING * self.max_rows
 
     def wake(self) -> None:
-        """Check again whether a batch is full: rows arrived, or a client has left."""
+        """Check again whether a batch can start, after rows arrived or a client left."""
         self._changed.set()
 
     async def close(self) -> None:
@@ -68,7 +68,7 @@ class Batcher:
     async def _run(self) -> None:
         loop = asyncio.get_running_loop()
         while True:
-            # One task forms all batches, so no lock is needed; the event loop stays free while the thread computes.
+            # One task forms all batches, so no lock is needed; the event loop is not blocked while the thread computes.
             await self._wait_for_change()
             if not self._waiting:  # woken by a client that has left
                 continue
@@ -89,7 +89,7 @@ class Batcher:
         self._changed.clear()
 
     def _next_batch(self) -> list[_Request]:
-        """Remove the oldest requests from the queue, as many as fit into a batch, at least one."""
+        """Remove as many of the oldest requests from the queue as fit into a batch, but at least one."""
         batch: list[_Request] = []
         while self._waiting:
             request = self._waiting[0]
@@ -100,17 +100,17 @@ class Batcher:
                 break
             batch.append(self._waiting.popleft())
         if self._waiting:
-            self._changed.set()  # so that the remaining requests start the next batch without a wait
+            self._changed.set()  # so that the remaining requests start the next batch immediately
         return batch
 
     async def _compute(self, requests: Sequence[_Request]) -> None:
-        """Compute requests together; if that fails, separately, so that a bad request fails alone."""
+        """Process requests together or, if that fails, separately, so that only the bad request fails."""
         rows = [row for request in requests for row in request.rows]
         if not rows:
             return
         try:
             results = await asyncio.get_running_loop().run_in_executor(self._thread, self.act, rows)
-        except Exception as error:  # noqa: BLE001 raised again for the client
+        except Exception as error:  # noqa: BLE001 re-raised for the client
             if len(requests) == 1:
                 if not requests[0].result.done():
                     requests[0].result.set_exception(error)

@@ -1,4 +1,4 @@
-"""Client of openpi's protocol that waits for its server, reconnects, and then verifies that the policy is the same."""
+"""Client for openpi's protocol that waits for its server, reconnects, and verifies that the policy has not changed."""
 
 import hashlib
 import logging
@@ -23,10 +23,10 @@ OPEN_TIMEOUT_S, PING_INTERVAL_S = 10, 20
 FIRST_WAIT_S, LONGEST_WAIT_S = 0.1, 2.0
 MESSAGE_TOO_BIG, TRY_AGAIN_LATER = 1009, 1013
 GOODBYE_S = 1
-"""Longest wait for the close frame after an error message of the server."""
+"""Maximum wait for the close frame after an error message from the server, in seconds."""
 MAX_REPLY = 256 * 2**20
 COME_BACK = (408, 425, 429, 500, 502, 503, 504)
-"""HTTP statuses of a server, or of a proxy in front of it, that is not ready yet."""
+"""HTTP statuses returned by a server, or a proxy in front of it, that is not ready yet."""
 
 
 class _BusyError(Exception):
@@ -34,17 +34,17 @@ class _BusyError(Exception):
 
 
 class PolicyClient:
-    """A connection to a served policy. A request contains everything that its reply depends on, so it can be repeated.
+    """A connection to a served policy. A request contains all inputs for its reply, so it can be repeated.
 
-    Raises ConfigError for an invalid URL or a rejected key, PolicyServerError without a server of this protocol.
+    Raises ConfigError for an invalid URL or a rejected key, and PolicyServerError if no server with this protocol responds.
 
     Args:
-        timeout_s: Longest wait for a reply, for the metadata, for a server that does not read, and for a busy one.
-        connect_timeout_s: Longest time without a server: at the start, and whenever the connection is lost.
-        api_key: Sent as ``Authorization: Api-Key <key>``; None: nothing.
+        timeout_s: Maximum wait for a reply, for the metadata, and for a server that does not read or is busy.
+        connect_timeout_s: Maximum wait for a server at the start and whenever the connection is lost.
+        api_key: Sent as ``Authorization: Api-Key <key>`` unless it is None.
 
     Attributes:
-        metadata, digest: The server's first message, and its SHA-256, which identifies the served policy.
+        metadata, digest: The server's first message and its SHA-256, which identifies the served policy.
     """
 
     def __init__(self, url: str, timeout_s: float, connect_timeout_s: float, api_key: str | None = None) -> None:
@@ -56,7 +56,7 @@ class PolicyClient:
         self._connect(time.monotonic() + connect_timeout_s)
 
     def ask(self, request: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the reply to a request, reconnecting if needed; RejectedRequestError if rejected, PolicyServerError if too late."""
+        """Return the reply to a request, reconnecting if needed; raise RejectedRequestError or, on timeout, PolicyServerError."""
         data, deadline, busy_until, wait = encode(dict(request)), None, time.monotonic() + self.timeout_s, FIRST_WAIT_S
         while True:
             try:
@@ -68,11 +68,11 @@ class PolicyClient:
                 left = busy_until - time.monotonic()
                 if left <= 0:
                     problem = f"has been busy for {self.timeout_s:g} s (model.timeout_s): {error}"
-                    raise self._late(problem, "ask with fewer processes") from None
+                    raise self._late(problem, "use fewer client processes") from None
                 time.sleep(min(wait, left))
                 wait = min(2 * wait, LONGEST_WAIT_S)
             except TimeoutError:
-                self.close()  # a late reply must not be mistaken for the next one
+                self.close()  # a late reply must not be mistaken for the reply to the next request
                 raise self._late(f"has not replied within {self.timeout_s:g} s (model.timeout_s)") from None
             except (ConnectionClosed, OSError) as error:
                 # Requests have no side effects, so the loop repeats this one on a new connection.
@@ -80,15 +80,15 @@ class PolicyClient:
                 size, goodbye = f"{len(data) / 2**20:.1f} MiB", getattr(error, "rcvd", None)
                 if isinstance(error.__cause__, BlockingIOError | ssl.SSLWantWriteError):
                     within = f"within {self.timeout_s:g} s (model.timeout_s)"
-                    raise self._late(f"has read nothing of a request of {size} {within}") from error
+                    raise self._late(f"did not read a request of {size} {within}") from error
                 if goodbye is not None and goodbye.code == MESSAGE_TOO_BIG:
                     fix = "Serve with a larger max_message_mib, or set evaluation.num_envs=1"
-                    raise PolicyServerError(f"{self.url} takes no message of {size}. {fix}") from error
-                logger.warning("The connection to %s is lost (%s); waiting for it to come back", self.url, error)
+                    raise PolicyServerError(f"{self.url} does not accept messages of {size}. {fix}") from error
+                logger.warning("The connection to %s was lost (%s); waiting to reconnect", self.url, error)
                 deadline = deadline or time.monotonic() + self.connect_timeout_s
                 self._wait(deadline, FIRST_WAIT_S, error)
 
-    def _late(self, problem: str, other_fix: str = "look at the server's log") -> PolicyServerError:
+    def _late(self, problem: str, other_fix: str = "check the server's log") -> PolicyServerError:
         return PolicyServerError(f"{self.url} {problem}. Set model.timeout_s={10 * self.timeout_s:g}, or {other_fix}")
 
     def close(self) -> None:
@@ -98,7 +98,7 @@ class PolicyClient:
             connection.close()
 
     def _read(self, message: str | bytes) -> dict[str, Any]:
-        # In openpi's protocol, a text frame is an error message, after which the server closes the connection.
+        # In openpi's protocol, a text frame is an error message; the server then closes the connection.
         if isinstance(message, str):
             code = self._end_code()
             self.close()
@@ -109,14 +109,14 @@ class PolicyClient:
         try:
             reply = decode(message)
         except MessageError as error:
-            raise PolicyServerError(f"{self.url} has sent an unreadable message: {error}") from error
+            raise PolicyServerError(f"{self.url} sent an unreadable message: {error}") from error
         if not isinstance(reply, dict):
             kind = type(reply).__name__
-            raise PolicyServerError(f"{self.url} has sent a {kind}; required: a map, as openpi's servers send it")
+            raise PolicyServerError(f"{self.url} sent a {kind}; required: a map, as sent by openpi's servers")
         return reply
 
     def _end_code(self) -> int | None:
-        """Wait for the close frame and return its code; None: the connection stays open."""
+        """Wait for the close frame and return its code, or None if the connection remains open."""
         try:
             self._connection.recv(timeout=GOODBYE_S)
         except ConnectionClosed as closed:
@@ -148,7 +148,7 @@ class PolicyClient:
                 failure = error
             self._wait(deadline, wait, failure)
             wait = min(2 * wait, LONGEST_WAIT_S)
-        # Only the metadata identify a policy: a proxy or a restart may move it to a different machine.
+        # A policy is identified only by its metadata, because a proxy or a restart may move it to a different machine.
         digest = hashlib.sha256(encode(metadata)).hexdigest()
         if self.metadata is not None and digest != self.digest:
             self.close()
@@ -170,18 +170,18 @@ class PolicyClient:
             proxy=None,  # a system-wide web proxy must not receive observations
             open_timeout=OPEN_TIMEOUT_S,
             ping_interval=PING_INTERVAL_S,
-            ping_timeout=self.timeout_s,  # some servers do not answer pings while they compute
+            ping_timeout=self.timeout_s,  # some servers do not respond to pings while they compute
         )
         seconds = math.floor(self.timeout_s)
         limit = struct.pack("ll", seconds, int(1e6 * (self.timeout_s - seconds)))
-        # websockets has no timeout for sending, so the socket gets one (a timeval).
+        # websockets has no timeout for sending, so set one on the socket (a timeval).
         self._connection.socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
         try:
             return self._read(self._connection.recv(timeout=self.timeout_s))
         except TimeoutError:
             self.close()
             raise PolicyServerError(
-                f"{self.url} has accepted the connection and sent nothing within {self.timeout_s:g} s (model.timeout_s); required: "
+                f"{self.url} accepted the connection but did not send a message within {self.timeout_s:g} s (model.timeout_s); required: "
                 "openpi's protocol, in which the server sends the first message. Set model.url=<address of a policy>"
             ) from None
         except ConnectionClosed:

@@ -1,7 +1,7 @@
-"""Messages as bytes: msgpack with arrays in openpi's or vla-eval's layout; both are read, and checked before arrays are built.
+"""Encode messages as msgpack with arrays in openpi's or vla-eval's layout; decode and validate messages in either layout.
 
-openpi writes an array as a map with bin keys, vla-eval as one with str keys. vla-eval also sends images as PNG or JPEG.
-Object arrays, text arrays and anything else but plain little-endian numbers are rejected.
+openpi encodes an array as a map with bin keys, vla-eval as a map with str keys. vla-eval also sends images as PNG or JPEG.
+Only arrays of plain little-endian numbers are accepted, not arrays of objects or text.
 """
 
 import io
@@ -18,17 +18,17 @@ from rlinf.images import ImageError, to_rgb
 from rlinf.serving import MessageError
 
 DTYPE = re.compile(r"[<|=]?(b1|[iu][1248]|f[248])|bool|u?int(8|16|32|64)|float(16|32|64)")
-"""Number formats of arrays, in NumPy's notations."""
+"""Number formats of arrays, in NumPy's notation."""
 
 MAX_AXES = 8
 MAX_DEPTH = 8
-"""Nesting of maps and lists; messages of both protocols have three levels."""
+"""Maximum nesting of maps and lists; messages in both protocols have three levels."""
 MAX_ITEMS = 4096
-"""Entries of a map or list; an array counts as one."""
+"""Maximum number of entries in a map or list; an array is one entry."""
 MAX_MESSAGE_ITEMS = 65_536
-"""Entries of all maps and lists of a message: reading each takes time while holding the GIL."""
+"""Maximum number of entries in all maps and lists of a message, because reading each takes time while holding the GIL."""
 MAX_PIXELS = 4096 * 4096
-"""Declared pixels of all compressed images of a message: a small file can expand to fill the memory."""
+"""Maximum number of declared pixels in a message's compressed images, because a small file can expand to fill the memory."""
 
 FORMATS = {"png": "PNG", "jpeg": "JPEG"}
 
@@ -44,11 +44,11 @@ def encode_named(value: Any) -> bytes:
 
 
 def decode(data: Any, max_text: int | None = None) -> Any:
-    """Decode a message of either layout to writable arrays; MessageError if malformed or a text exceeds ``max_text`` bytes."""
+    """Decode a message in either layout to writable arrays; raise MessageError if malformed or a text exceeds ``max_text`` bytes."""
     if not isinstance(data, bytes | bytearray):
         raise MessageError("The message is text; required: a binary frame of msgpack")
     try:
-        # The limits apply while msgpack reads, before a small message can expand in memory.
+        # The limits are enforced while msgpack reads, before a small message can expand in memory.
         counted = _Budget("entries", MAX_MESSAGE_ITEMS)
         options = {"object_hook": counted.items, "list_hook": counted.items, "max_str_len": max_text or len(data)}
         value = msgpack.unpackb(data, max_array_len=MAX_ITEMS, max_map_len=MAX_ITEMS, max_ext_len=0, **options)
@@ -62,12 +62,12 @@ def decode(data: Any, max_text: int | None = None) -> Any:
 
 
 def too_long(what: str, num_bytes: object, limit: int | None) -> MessageError:
-    """Return the error of a text that exceeds the server's limit."""
-    return MessageError(f"{what} has {num_bytes} bytes; required: at most {limit} (max_prompt_bytes of the server)")
+    """Return the error for a text that exceeds the server's limit."""
+    return MessageError(f"{what} has {num_bytes} bytes; required: at most {limit} (the server's max_prompt_bytes)")
 
 
 class _Budget:
-    """Remaining amount of something that a message may contain."""
+    """Remaining budget of entries or pixels in a message."""
 
     def __init__(self, what: str, limit: int) -> None:
         self.what, self.limit, self.left = what, limit, limit
@@ -75,10 +75,10 @@ class _Budget:
     def take(self, number: int) -> None:
         self.left -= number
         if self.left < 0:
-            raise MessageError(f"The message has too many {self.what}; required: {self.limit} at most")
+            raise MessageError(f"The message has too many {self.what}; required: at most {self.limit}")
 
     def items(self, value: Any) -> Any:
-        """Count the entries of a decoded map or list, and return it."""
+        """Deduct the entries of a decoded map or list from the budget, and return it."""
         self.take(len(value))
         return value
 
@@ -111,12 +111,12 @@ def _check_kind(dtype: np.dtype) -> None:
 
 def _decoded(value: Any, depth: int, pixels: _Budget) -> Any:
     if depth > MAX_DEPTH:
-        raise MessageError(f"The message has more than {MAX_DEPTH} maps and lists inside each other")
+        raise MessageError(f"The message nests maps and lists more than {MAX_DEPTH} levels deep")
     if isinstance(value, list):
         return [_decoded(item, depth + 1, pixels) for item in value]
     if not isinstance(value, dict):
         return value
-    # Covers both layouts: keys of openpi's arrays are bytes.
+    # This handles both layouts, because keys of openpi's arrays are bytes.
     named = {key.decode("ascii", "replace") if isinstance(key, bytes) else key: item for key, item in value.items()}
     if "__ndarray__" in named:
         return _array(named)
@@ -150,7 +150,7 @@ def _scalar(parts: Mapping[str, Any]) -> np.generic:
 
 
 def _image(parts: Mapping[str, Any], pixels_left: _Budget) -> np.ndarray:
-    """Decode an image uint8 ``[H, W, C]``; its size is checked before its pixels are allocated."""
+    """Decode an image, uint8 ``[H, W, C]``, checking its size before allocating its pixels."""
     shape, data, kind = _shape(parts.get("shape")), parts.get("data"), parts.get("format")
     if len(shape) != 3 or shape[2] not in (1, 3, 4):
         raise MessageError(f"An image has the shape {list(shape)}; required: [H, W, 1, 3 or 4]")
@@ -184,6 +184,6 @@ def _shape(shape: Any) -> tuple[int, ...]:
     fits = isinstance(shape, list) and len(shape) <= MAX_AXES
     if not fits or any(type(size) is not int or not 0 <= size < 2**31 for size in shape):
         raise MessageError(f"An array has the shape {shape!r}; required: at most {MAX_AXES} sizes, none negative")
-    if math.prod(max(1, size) for size in shape) >= 2**31:  # a size of 0 must not hide large ones
-        raise MessageError(f"An array has the shape {shape}; required: a product of the sizes above 0 below 2**31")
+    if math.prod(max(1, size) for size in shape) >= 2**31:  # a size of 0 must not hide large sizes
+        raise MessageError(f"An array has the shape {shape}; required: non-zero sizes with a product below 2**31")
     return tuple(shape)

@@ -1,4 +1,4 @@
-"""Keys of an observation's parts in a request: for each robot in openpi's protocol, and for rlinf."""
+"""Keys of an observation's parts in a request, for each robot in openpi's protocol and for rlinf."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -13,18 +13,18 @@ from rlinf.serving.codec import too_long
 from rlinf.types import Observation
 
 Path = tuple[str, ...]
-"""Keys from the request down to a value: ``("images", "front")`` is ``request["images"]["front"]``."""
+"""Keys that lead from the request to a value: ``("images", "front")`` is ``request["images"]["front"]``."""
 
 
 @dataclass(frozen=True)
 class MessageLayout:
-    """Paths of the parts of an observation.
+    """Paths of an observation's parts.
 
     Attributes:
-        images: One for each image, in the order of the policy's cameras.
-        states: Arrays that are concatenated to the state, with their widths; None: any width.
-        prompt: The instruction; None: it is not sent.
-        channels_first: Images are ``[3, H, W]``.
+        images: One path per image, in the order of the policy's cameras.
+        states: Paths of the arrays concatenated to form the state, with their widths (None: any width).
+        prompt: Path of the instruction, or None if it is not sent.
+        channels_first: Whether images are ``[3, H, W]``.
     """
 
     images: tuple[Path, ...]
@@ -34,7 +34,7 @@ class MessageLayout:
 
     @property
     def state_width(self) -> int | None:
-        """Width of the complete state; None: any, or it is not sent."""
+        """Width of the complete state, or None if any width is allowed or it is not sent."""
         widths = [width for _, width in self.states]
         return None if None in widths or not widths else sum(widths)
 
@@ -46,12 +46,12 @@ class MessageLayout:
         image_size: int | None = None,
         max_prompt: int | None = None,
     ) -> dict[str, Any]:
-        """Return ``images``, ``state`` and ``instruction`` of a request; MessageError if a part is missing or malformed.
+        """Return a request's ``images``, ``state`` and ``instruction``; raise MessageError if a part is missing or malformed.
 
         Args:
             cameras: The policy's names for ``images``; additional images are ignored.
-            image_size: Required height and width of images; None: any.
-            max_prompt: Longest prompt in bytes; None: any.
+            image_size: Required height and width of images, or None for any size.
+            max_prompt: Maximum prompt length in bytes, or None for no limit.
         """
         prompt = _at(request, self.prompt)
         if max_prompt is not None and isinstance(prompt, str | bytes) and len(prompt) > max_prompt:
@@ -70,19 +70,19 @@ class MessageLayout:
             raise MessageError(f"{_text(place)} is {shape}; required: an image with three axes")
         if self.channels_first and image.shape[0] == 3:
             image = image.transpose(1, 2, 0)
-        # Checked before any computation, whose cost would depend on the client's image.
+        # Check this before any computation whose cost depends on the client's image.
         if size is not None and image.shape != (size, size, 3):
             raise MessageError(f"{_text(place)} has the shape {list(image.shape)}; required: {[size, size, 3]}")
         if image.dtype.kind == "f":  # openpi's clients may send floats in [0, 1]
             if not np.isfinite(image).all() or image.min(initial=0) < 0 or image.max(initial=0) > 1:
                 raise MessageError(
-                    f"{_text(place)} is {image.dtype} outside 0 to 1; required: uint8, or floats of 0 to 1"
+                    f"{_text(place)} has {image.dtype} values outside 0 to 1; required: uint8, or floats from 0 to 1"
                 )
             image = np.round(image * 255).astype(np.uint8)
         return np.ascontiguousarray(image)
 
     def request(self, observation: Observation, row: int) -> dict[str, Any]:
-        """Return the request for one batch row of an observation, whose cameras fill ``images`` in their order."""
+        """Build the request for one batch row of an observation, assigning its cameras to ``images`` in order."""
         request: dict[str, Any] = {}
         for place, images in zip(self.images, observation.images.values(), strict=False):
             image = images[row]
@@ -120,15 +120,15 @@ ROBOTS = {
 
 @dataclass(frozen=True)
 class Names:
-    """A user's map of keys; a part without a key is not sent."""
+    """A user-defined map of keys; parts without a key are not sent."""
 
-    image: str | list[str | list[str]] | None = option(None, "Key of the image, or keys; [a, b] is key b of map a.")
-    state: str | dict[str, Any] | None = option(None, "Key of the state, or a map from keys of its parts to widths.")
+    image: str | list[str | list[str]] | None = option(None, "Key or keys of the images; [a, b] is key b of map a.")
+    state: str | dict[str, Any] | None = option(None, "Key of the state, or a map from keys to widths of its parts.")
     prompt: str | None = option(None, "Key of the instruction.")
-    channels_first: bool = option(False, "Images are [3, H, W].")
+    channels_first: bool = option(False, "Whether images are [3, H, W].")
 
     def layout(self, section: str) -> MessageLayout:
-        """Return the layout; ConfigError if two parts have the same path, or no part has any."""
+        """Return the layout; raise ConfigError if two parts have the same path or no part has a path."""
         images = [self.image] if isinstance(self.image, str) else self.image or []
         states = {self.state: None} if isinstance(self.state, str) else self.state or {}
         places = [(place,) if isinstance(place, str) else tuple(place) for place in images]
@@ -143,7 +143,7 @@ class Names:
             example = f"'{section}={{image: observation/image, state: observation/state, prompt: prompt}}'"
             again = " for two parts of the observation" if shared and not odd else ""
             raise ConfigError(
-                f"{problem}{again}; required: a key for each part, widths of 1 or more. Set e.g. {example}"
+                f"{problem}{again}; required: a key for each part, and widths of at least 1. Set e.g. {example}"
             )
         prompt = None if self.prompt is None else (self.prompt,)
         return MessageLayout(
@@ -152,7 +152,7 @@ class Names:
 
 
 def layout_of(keys: str | Mapping[str, Any], cameras: Sequence[str]) -> MessageLayout:
-    """Return the layout ``keys``: one of ``ROBOTS``, ``rlinf`` (images have the names ``cameras``), or a user's map."""
+    """Return the layout for ``keys``: one of ``ROBOTS``, ``rlinf`` (images are named after ``cameras``), or a user's map."""
     if isinstance(keys, Mapping):
         return from_mapping(Names, keys, "model.keys").layout("model.keys")
     if keys not in KEYS:
@@ -176,7 +176,7 @@ def check_layout(
 ) -> None:
     """Raise ConfigError if there are more cameras than paths, the state's width differs, or a key of a map is unused.
 
-    ``state_dim``: 0: without a state; None: unknown. ``owner``: the policy or env, for the message.
+    ``state_dim`` is 0 without a state, and None if unknown. ``owner`` is the policy or env named in the message.
     """
     if isinstance(keys, Mapping):
         idle = [_text(place) for place in layout.images[len(cameras) :]]
@@ -184,7 +184,7 @@ def check_layout(
         if idle:
             shows = f"the cameras {override_text(list(cameras))} and {'no' if state_dim == 0 else 'a'} state"
             raise ConfigError(
-                f"model.keys has '{idle[0]}', which matches nothing in the observation: {owner} has {shows}. Leave '{idle[0]}' out of "
+                f"model.keys has '{idle[0]}', which matches nothing in the observation: {owner} has {shows}. Remove '{idle[0]}' from "
                 "model.keys, or choose an env that provides it, e.g. more of env.cameras"
             )
         keys = "model.keys"
@@ -192,7 +192,7 @@ def check_layout(
             cameras = ()
     if len(cameras) > len(layout.images):
         problem = f"{owner} has the cameras {override_text(list(cameras))}"
-        raise ConfigError(f"{problem}; required: at most {len(layout.images)}, for which {keys} has keys. Set {fix}")
+        raise ConfigError(f"{problem}; required: at most {len(layout.images)}, as in the keys of {keys}. Set {fix}")
     width = layout.state_width
     if width is not None and state_dim not in (None, 0, width):
         raise ConfigError(
@@ -205,7 +205,7 @@ def _at(request: Mapping[str, Any], place: Path) -> Any:
     for key in place:
         if not isinstance(value, Mapping) or key not in value:
             has = ", ".join(map(str, value)) if isinstance(value, Mapping) else f"a {type(value).__name__}"
-            raise MessageError(f"The observation has no {_text(place)}; there is {has or 'nothing'}")
+            raise MessageError(f"The observation has no {_text(place)}; found: {has or 'no keys'}")
         value = value[key]
     return value
 
@@ -219,7 +219,7 @@ def _numbers(request: Mapping[str, Any], place: Path, width: int | None) -> np.n
     if numbers.dtype.kind not in "biuf":
         raise MessageError(f"{_text(place)} is a {type(value).__name__}; required: numbers")
     if width not in (None, len(numbers)):
-        raise MessageError(f"{_text(place)} has {len(numbers)} numbers; required: {width}")
+        raise MessageError(f"{_text(place)} has {len(numbers)} values; required: {width}")
     return numbers.astype(np.float32)
 
 

@@ -1,4 +1,4 @@
-"""WebSocket server of a policy: openpi's protocol at ``/``, vla-eval's at ``/vla-eval``, health at ``/healthz``."""
+"""WebSocket server for a policy: openpi's protocol at ``/``, vla-eval's at ``/vla-eval``, health checks at ``/healthz``."""
 
 import asyncio
 import hmac
@@ -28,16 +28,16 @@ BATCH = "rlinf/batch"
 """Key of a request that contains a list of requests; the reply's actions then have a leading batch axis."""
 
 PING_INTERVAL_S, PONG_TIMEOUT_S = 20, 120
-"""A client that computes for a while answers no ping, so the limit is long."""
+"""The limit is long, because a client does not respond to pings while it computes."""
 TRY_AGAIN_LATER = 1013
 GOING_AWAY, INTERNAL_ERROR = 1001, 1011
 IDLE_S = 60
-"""After this time without a request, a client is disconnected if ``max_clients`` are connected and a new one arrives."""
+"""Seconds without a request after which a client may be disconnected, when ``max_clients`` are connected and a new one arrives."""
 
 
 @dataclass
 class Limits:
-    """Limits of requests, see ``ServeConfig``."""
+    """Limits on requests; see ``ServeConfig``."""
 
     max_batch: int
     batch_wait_s: float
@@ -49,16 +49,16 @@ class Limits:
 
 @dataclass
 class PolicyServer:
-    """Serves any number of clients.
+    """Serves a policy to any number of clients.
 
     Args:
         read: Converts a request (arrays and text) to a checked row; raises ``MessageError`` or ``RLinfError``. Runs in any thread.
-        read_named: The same for ``/vla-eval``, where each image has a name, and there are no robot's keys.
-        act: Converts rows to float32 ``[C, D]`` each, or an exception that rejects the row. Runs in its own thread, so a long call
-            delays only actions.
-        metadata: First message to a client: plain values.
-        chunks: Settings of ``/vla-eval`` and its first message.
-        api_key: Required as ``Authorization: Api-Key <key>``; None: no key.
+        read_named: Like ``read``, but for ``/vla-eval``, where images have names and robots' keys are not used.
+        act: Converts each row to float32 ``[C, D]``, or an exception that rejects the row. Runs in a separate thread, so a long
+            call delays only actions.
+        metadata: First message to a client, containing plain values.
+        chunks: Settings and first message for ``/vla-eval``.
+        api_key: Key required as ``Authorization: Api-Key <key>``, or None if no key is required.
     """
 
     read: Callable[[Mapping[str, Any]], Any]
@@ -73,11 +73,11 @@ class PolicyServer:
     _closing: bool = False
 
     async def run(self, bound: socket.socket, on_listening: Callable[[], None], stop: asyncio.Event) -> None:
-        """Serve on a bound socket until ``stop`` is set; then complete pending requests. ``on_listening``: clients can connect."""
+        """Serve on a bound socket until ``stop``, then finish pending requests. ``on_listening`` is called once clients can connect."""
         self.batcher = Batcher(
             self.act, self.limits.max_batch, self.limits.batch_wait_s, num_clients=lambda: max(1, len(self._idle_since))
         )
-        # The socket is bound early but listens only now, so clients wait while a policy loads.
+        # The socket is bound early but starts listening only now, so that clients wait while a policy loads.
         async with serve(
             self._connection,
             sock=bound,
@@ -96,24 +96,24 @@ class PolicyServer:
         await self.batcher.close()
 
     async def _drain(self, server: Server) -> None:
-        """Accept no further connections, complete pending requests, and close."""
+        """Stop accepting connections, complete pending requests, and close."""
         self._closing = True
         server.close(close_connections=False)
-        # Clients with a pending request are closed after their reply, see `_speak_openpi`.
+        # Connections with a pending request are closed after their reply; see `_speak_openpi`.
         idle = [connection for connection, since in self._idle_since.items() if since is not None]
         await asyncio.gather(*(connection.close(GOING_AWAY) for connection in idle))
         await server.wait_closed()
 
     def _accepted(self, connection: ServerConnection, request: Request) -> Response | None:
-        """Respond to anything but a permitted WebSocket handshake; None: continue with the handshake."""
+        """Respond to all requests except permitted WebSocket handshakes, for which None continues the handshake."""
         path = request.path.partition("?")[0]
         if path in HEALTH:
             text = "OK\n" if path == HEALTH[0] else json.dumps({"status": "ok"})
             return connection.respond(http.HTTPStatus.OK, text)
         if path not in ("/", vla_eval.PATH):
             places = f"/ (openpi), {vla_eval.PATH}, {HEALTH[0]}"
-            return connection.respond(http.HTTPStatus.NOT_FOUND, f"{path} is unknown; there are {places}\n")
-        if "Origin" in request.headers:  # only browsers send it; a web page must not control a robot
+            return connection.respond(http.HTTPStatus.NOT_FOUND, f"{path} is unknown; available: {places}\n")
+        if "Origin" in request.headers:  # only browsers send this header; a web page must not control a robot
             return connection.respond(http.HTTPStatus.FORBIDDEN, "requests from web pages are not allowed\n")
         if self.api_key is not None:
             given = request.headers.get("Authorization", "")
@@ -125,7 +125,7 @@ class PolicyServer:
         return None
 
     def _disconnect_idle(self) -> bool:
-        """Disconnect the longest idle client; return whether there was one. vla-eval's stay: a closed episode counts as failed."""
+        """Disconnect the longest-idle client; return whether there was one. Spare vla-eval, where the episode would count as failed."""
         idle = {
             connection: since
             for connection, since in self._idle_since.items()
@@ -135,7 +135,7 @@ class PolicyServer:
         if longest is None or time.monotonic() - idle[longest] < IDLE_S:
             return False
         del self._idle_since[longest]
-        # Kept in a set, because the event loop holds only weak references to tasks.
+        # Stored in a set, because the event loop holds only weak references to tasks.
         goodbye = asyncio.ensure_future(longest.close(GOING_AWAY, "idle, and a new client needs the connection"))
         self._goodbyes.add(goodbye)
         goodbye.add_done_callback(self._goodbyes.discard)
@@ -155,7 +155,7 @@ class PolicyServer:
             self.batcher.wake()  # the remaining clients may all have pending requests
 
     async def _messages(self, connection: ServerConnection) -> AsyncIterator[Any]:
-        """Yield a client's requests, until it is disconnected as idle: later ones are not read."""
+        """Yield a client's requests until it is disconnected as idle; later requests are not read."""
         async for message in connection:
             if connection not in self._idle_since:
                 return
@@ -163,7 +163,7 @@ class PolicyServer:
             yield message
 
     async def _speak_openpi(self, connection: ServerConnection) -> None:
-        """Send the metadata, then one reply per request; an error is a text frame, after which the connection ends."""
+        """Send the metadata, then one reply per request. An error is sent as a text frame, after which the connection is closed."""
         left_out = () if MANIFESTS in connection.request.headers else ("manifest", "present")
         facts = {name: value for name, value in self.metadata.get("rlinf", {}).items() if name not in left_out}
         await connection.send(encode({**self.metadata, "rlinf": facts}))
@@ -190,7 +190,7 @@ class PolicyServer:
                 return
 
     async def _reply(self, message: Any) -> dict[str, Any]:
-        # Decoding may take milliseconds, in which other clients must be served.
+        # Decode in a thread, because this may take milliseconds during which other clients must be served.
         rows, is_batch = await asyncio.to_thread(self._rows, message)
         actions, seconds = await self._act(rows)
         timing = {"infer_ms": 1000 * seconds}
@@ -215,12 +215,12 @@ class PolicyServer:
             actions = await self.batcher.submit(rows, self.limits.infer_timeout_s, waits=waits)
         except TimeoutError:
             limit = f"infer_timeout_s={self.limits.infer_timeout_s:g}"
-            raise TimeoutError(f"there was no action in time ({limit} of the server)") from None
+            raise TimeoutError(f"no action was ready in time (the server's {limit})") from None
         return actions, time.monotonic() - start
 
     async def _speak_vla_eval(self, connection: ServerConnection) -> None:
-        """Reply to each observation with one action of a chunk; an error leaves the connection open."""
-        # vla-eval counts an episode with an error as failed, so a busy server rejects nothing: `max_clients` bounds the queue.
+        """Reply to each observation with one action of a chunk; the connection remains open after an error."""
+        # vla-eval treats an episode with an error as failed, so a busy server rejects no requests; `max_clients` bounds the queue.
         session = vla_eval.ClientSession(self.chunks)
         async for message in self._messages(connection):
             try:

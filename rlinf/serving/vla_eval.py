@@ -1,6 +1,6 @@
-"""The five messages of vla-eval, protocol version 1, on the side of the model server.
+"""The five messages of vla-eval's protocol, version 1, from the model server's side.
 
-Benchmarks request one action at a time, so the server keeps a queue of a chunk's actions per connection.
+Benchmarks request one action at a time, so the server queues each chunk's actions per connection.
 """
 
 import time
@@ -21,9 +21,9 @@ FIELDS = ("type", "payload", "seq", "timestamp")
 
 @dataclass(frozen=True)
 class Hello:
-    """Content of the server's hello, and the number of executed actions per chunk (``execute``).
+    """Contents of the server's hello message, and the number of actions executed per chunk (``execute``).
 
-    ``reads_state`` requests a state from benchmarks, ``num_cameras`` of two or more the wrist camera's image.
+    If ``reads_state``, benchmarks must send a state; if ``num_cameras`` is at least 2, also the wrist camera's image.
     """
 
     name: str
@@ -47,7 +47,7 @@ class Hello:
 
 
 class ClientSession:
-    """One connection. For each message: ``read``, then ``take`` if a new chunk is needed, then ``reply``."""
+    """One connection. For each message, call ``read``, then ``take`` if a new chunk is needed, then ``reply``."""
 
     def __init__(self, hello: Hello) -> None:
         self.hello = hello
@@ -57,7 +57,7 @@ class ClientSession:
         self._seq = 0
 
     def read(self, message: Any) -> tuple[int, dict[str, Any] | None]:
-        """Read a message; return its number, and a request to the policy if a new chunk is needed. MessageError if malformed."""
+        """Read a message; return its number, and a policy request if a new chunk is needed. Raise MessageError if malformed."""
         self._reply, self._acts, self._seq = None, False, 0
         if not isinstance(message, dict) or any(name not in message for name in FIELDS):
             raise MessageError(f"The message is not a map with {', '.join(FIELDS)}")
@@ -86,13 +86,13 @@ class ClientSession:
         self._queue.extend(chunk[: self.hello.execute])
 
     def reply(self, seq: int) -> bytes | None:
-        """Return the reply to the last message, or None if it has none."""
+        """Return the reply to the last message, or None if it needs none."""
         if self._acts:
             self._reply = "action", {"actions": self._queue.popleft()}
         return None if self._reply is None else _message(*self._reply, seq)
 
     def failed(self, error: object) -> bytes:
-        """Return the reply to a failed message, and drop the queued actions."""
+        """Return the reply to a failed message and discard the queued actions."""
         self._queue.clear()
         return _message("error", {"error": f"observation_failed: {error}"}, self._seq)
 

@@ -257,7 +257,7 @@ def test_an_env_of_ones_own_needs_no_yaml_and_a_folder_of_ones_own_groups_names_
         policy.act({"state": state, "instruction": "go"}).tolist()
         == saved.act({"state": state, "instruction": "go"}).tolist()
     )
-    with pytest.raises(ConfigError, match="exported without the code of its env") as caught:
+    with pytest.raises(ConfigError, match="exported without its env's code") as caught:
         rlinf.evaluate(policy, episodes=2)
     words = shlex.split(str(caught.value).rpartition("Set ")[2])
     assert words[0] == f"plugins=[{plugin}]" and words[1:] == ["env=my_dot", "env.tasks=[reach]", "env.cameras=[]"]

@@ -282,12 +282,12 @@ def test_a_prompt_of_any_length_is_refused_before_it_costs_anything_and_other_cl
         other = PolicyClient(url, 60, 300)
         usual, before = other.ask(request)["actions"], memory_of(server, "VmRSS")
         for prompt, said in (
-            ("go there " * 600, "has 5400 bytes; required: at most 4096 (max_prompt_bytes of the server)"),
-            ("go there " * 2**16, "required: at most 4096 (max_prompt_bytes of the server)"),
+            ("go there " * 600, "has 5400 bytes; required: at most 4096 (the server's max_prompt_bytes)"),
+            ("go there " * 2**16, "required: at most 4096 (the server's max_prompt_bytes)"),
             (b"go there " * 600, "The prompt has 5400 bytes; required: at most 4096"),  # as openpi's DROID may send it
             ("x y " * 1000, "the language model was made for 256 positions"),
-            ("x" * (2**26 - 2**15), "takes no message of 64.0 MiB"),  # together with the image below 64 MiB
-            ("x" * 2**26, "takes no message of 64.0 MiB"),
+            ("x" * (2**26 - 2**15), "does not accept messages of 64.0 MiB"),  # together with the image below 64 MiB
+            ("x" * 2**26, "does not accept messages of 64.0 MiB"),
         ):
             with closing(PolicyClient(url, 60, 60)) as hostile, pytest.raises(PolicyServerError) as error:
                 hostile.ask(request | {"prompt": prompt})
@@ -340,7 +340,7 @@ def test_a_server_that_is_killed_and_comes_back_changes_nothing_and_sigterm_ends
     try:
         more = ["evaluation.num_envs=2", "model.connect_timeout_s=300"]  # the start of a command
         evaluate(remote(f"ws://127.0.0.1:{port}", tmp_path / "remote", *more))
-        assert servers[0].returncode == -signal.SIGKILL and "waiting for it to come back" in caplog.text
+        assert servers[0].returncode == -signal.SIGKILL and "waiting to reconnect" in caplog.text
         assert result_of(tmp_path / "remote") == result_of(local)
         servers[1].send_signal(signal.SIGTERM)
         printed, _ = servers[1].communicate(timeout=60)
@@ -405,7 +405,7 @@ def foreign(reply, is_silent=False, asked=None):
 @pytest.mark.parametrize(
     ("keys", "env", "said"),
     [
-        ("{image: [a, b], prompt: p}", [], "model.keys has 'b', which matches nothing in the observation: .* Leave 'b' out"),
+        ("{image: [a, b], prompt: p}", [], "model.keys has 'b', which matches nothing in the observation: .* Remove 'b' from"),
         ("{image: a, state: s}", ["env.state=none"], "model.keys has 's', which matches nothing in the observation: .* no state"),
         ("{image: a}", [], "no key 'model.keys.image'.* Known: channels_first, image, prompt, state"),
         ("{image: 3}", [], "model.keys.image is '3'"),
@@ -413,7 +413,7 @@ def foreign(reply, is_silent=False, asked=None):
         ("{image: [[images, a]], state: images}", ["env.state=full"], "names images for two parts"),
         ("{}", [], "names nothing; required"),
         ("{image: a, state: {s: 0}}", ["env.state=full"], "the width 0"),
-        ("{image: a, state: {s: null, t: null}}", ["env.state=full"], "the width null; required: .* widths of 1 or more"),
+        ("{image: a, state: {s: null, t: null}}", ["env.state=full"], "the width null; required: .* widths of at least 1"),
         ("{image: a, state: {s: 3, t: 4}}", ["env.state=full"], "a state of width 31; required: 7"),
         ("{image: a}", ["env.cameras=[front,wrist]"], r"at most 1, .* or env.cameras=\[front\]"),
         ("cup", [], "model.keys is 'cup'; required: rlinf, libero, aloha, droid, or {image"),
@@ -466,7 +466,7 @@ def test_settings_that_do_not_fit_a_server_of_another_project_are_refused(tmp_pa
     with foreign({"actions": np.zeros((5, 2))}) as url:
         for change, said in (
             ("model.keys=null", "not `rlinf serve`; required: model.keys"),
-            ("model.action_token_len=7", "7 numbers; required: 2.* Set model.action_token_len=2"),
+            ("model.action_token_len=7", "action_dim 7; required: 2.* Set model.action_token_len=2"),
             ("evaluation.greedy=false", "Set evaluation.greedy=true"),
         ):
             with pytest.raises(ConfigError, match=said):
@@ -538,7 +538,7 @@ def test_requests_that_do_not_fit_the_policy_are_refused_by_name(served):
     for request, said in (
         ({"images": {"front": image[:32]}, "prompt": "go"}, r"images['front'] has the shape [32, 64, 3]; required"),
         ({"images": {"front": image.astype(np.int64)}, "prompt": "go"}, "is int64; required: uint8"),
-        ({"images": {"wrist": image}, "prompt": "go"}, "no images['front']; there is wrist"),
+        ({"images": {"wrist": image}, "prompt": "go"}, "no images['front']; found: wrist"),
         ({"images": {"front": image}, "prompt": 3}, "The prompt is a int"),
         ({"images": {"front": image}, "prompt": "go", "uniforms": np.zeros(3)}, "uniforms have the shape [3]"),
         ({"images": {"front": image}, "prompt": "go", "temperature": 0}, "temperature is 0"),

@@ -25,7 +25,7 @@ WORDS = {
     "play": (r"play(s|ed|ing|er|ers)?", 15, "roll out, run an episode, step, act; rollout worker"),
     "answer": (r"answer(s|ed|ing)?", 25, "reply, result, output; completion of a language model"),
     "share": (r"shares?", 15, "fraction, ratio"),
-    "refuse, cure": (r"refus(e|es|ed|al|als|ing)|cure[sd]?", 20, "raise, reject; fix, hint"),
+    "refuse, cure": (r"refus\w*|cure[sd]?", 20, "raise, reject; fix, hint"),
     "picture, sentence": (r"pictures?|sentences?", 4, "image; instruction"),
     "tell, say": (r"tells?|told|says?|said", 10, "report, return, print, predict"),
     "whole": (r"whole", 12, "complete, full, all of"),

@@ -126,7 +126,7 @@ CASES = {
     "nothing to train": (["trainer.max_steps=0"], "nothing to train"),
     "offset with three numbers": (["sft.max_steps=5", "sft.expert.aim_offset_m=[0.1,0.1,0.1]"], "aim_offset_m"),
     "rule for an error that is not there": (["sft.max_steps=5", "sft.expert.aim_offset_rule=half"],
-        "aim_offset_rule=half without an error"),
+        "aim_offset_rule=half needs an aiming error"),
     "sft batch over ranks": (["sft.max_steps=5", "sft.batch_size=63", "cluster.num_processes=2"], "sft.batch_size=63"),
     "env of another class": (["~env.distractors", "~env.state"], None),
 }  # fmt: skip
@@ -374,7 +374,7 @@ def test_an_expert_that_takes_no_aim_offset_refuses_one(monkeypatch):
     validate(build(*offset))
     monkeypatch.setattr(ENVS.get("tabletop"), "expert_actions", lambda self: None)
     with pytest.raises(
-        ConfigError, match=r"sft.expert.aim_offset_m=\[0.07,0.0\], but .*tabletop does not take this option"
+        ConfigError, match=r"sft.expert.aim_offset_m=\[0.07,0.0\], but .*tabletop does not support this option"
     ):
         validate(build(*offset))
     validate(build("sft.max_steps=5"))

@@ -106,7 +106,7 @@ def test_images_of_another_size_than_described_are_refused(lerobot):
     height, width = describe_dataset(lerobot).image_shapes[FRONT]
     change_info(lerobot, lambda info: info["features"][FRONT].update(shape=[64, 64, 3]))
     with pytest.raises(
-        ConfigError, match=rf"row 1 has {height} x {width} pixels; required by its description: 64 x 64"
+        ConfigError, match=rf"row 1 has {height} x {width} pixels, but its description requires 64 x 64"
     ):
         open_lerobot(lerobot).rows(np.array([1]))
 
@@ -199,7 +199,7 @@ def test_rlds_images_of_another_size_than_described_are_refused(rlds):
     assert '"16"' in text
     (rlds / "features.json").write_text(text.replace('"16"', '"32"'))
     with pytest.raises(
-        ConfigError, match=r"tiny_rlds-train.* has 16 x 16 pixels; required by its description: 32 x 32"
+        ConfigError, match=r"tiny_rlds-train.* has 16 x 16 pixels, but its description requires 32 x 32"
     ):
         open_rlds(rlds).rows(np.array([0]))
 
@@ -218,10 +218,10 @@ def change_parquet(path: Path, name: str, values: list, kind=None) -> None:
 EPISODES = "meta/episodes/chunk-000/file-000.parquet"
 DIFFERENT = {  # 12 rows in 3 episodes at 10 a second
     "frame number": (None, "frame_index", [0, 1, 3], r"row 2 \(episode 0\) has the frame_index 3"),
-    "length": (EPISODES, "length", [9], "length of episode 0 is {} by its rows, but 9"),
+    "length": (EPISODES, "length", [9], "length of episode 0 is {} according to its rows, but 9"),
     "begin": (EPISODES, "dataset_from_index", [0, 7], "dataset_from_index of episode 1 is {}"),
     "end": (EPISODES, "dataset_to_index", [3], "dataset_to_index of episode 0 is {}"),
-    "episode": (EPISODES, "episode_index", [0, 1, 3], "episode_index of episode 2 is 2 by its rows, but 3"),
+    "episode": (EPISODES, "episode_index", [0, 1, 3], "episode_index of episode 2 is 2 according to its rows, but 3"),
     "data file": (EPISODES, "data/file_index", [0, 1], "data/chunk-000/file-001.parquet is missing"),
     "rate": (None, "timestamp", list(np.arange(12) / 30), "0.0333 s apart, but meta/info.json states fps=10"),
 }
@@ -242,10 +242,10 @@ WRONG_COLUMNS = {
         "observation.state",
         [[1.0] * 5, [1.0] * 3],
         None,
-        r"observation.state of .* \(row 0 has 5 numbers.* states 4",
+        r"observation.state of .* \(row 0 has 5 values.* states 4",
     ),
-    "null row": ("observation.state", [None], None, "row 0 has 0 numbers"),
-    "null": ("observation.state", [[1.0, 2.0, None, 4.0]], None, "row 0 lacks a number"),
+    "null row": ("observation.state", [None], None, "row 0 has 0 values"),
+    "null": ("observation.state", [[1.0, 2.0, None, 4.0]], None, "row 0 lacks a value"),
     "text": ("action", ["1"] * 12, pa.string(), "action of .*string; required: numbers"),
     "too large": ("action", [[2**24 + 1, 0]] * 12, pa.list_(pa.int64()), "action of .*float32"),
     "beyond float32": ("action", [[1e300, 0]] * 12, pa.list_(pa.float64()), "action of row 0 .*not finite"),

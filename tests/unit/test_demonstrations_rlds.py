@@ -115,7 +115,7 @@ def test_a_missing_file_and_missing_parts_are_refused(tmp_path):
     about = json.loads((folder / "dataset_info.json").read_text())
     about["splits"][0]["shardLengths"] = ["4"]
     (folder / "dataset_info.json").write_text(json.dumps(about))
-    with pytest.raises(ConfigError, match="it has 3 episodes; its description states 4"):
+    with pytest.raises(ConfigError, match="it has 3 episodes, but its description states 4"):
         rlds_dataset.open_dataset(folder, CAMERAS, "state")
     features = json.loads((folder / "features.json").read_text())
     del features["featuresDict"]["features"]["steps"]["sequence"]["feature"]["featuresDict"]["features"][

@@ -215,9 +215,9 @@ def test_episode_list_is_round_robin_and_disjoint():
         (lambda: build(num_train_init_states=EVAL_INIT_STATE_OFFSET + 1).episode_specs("train"), "evaluation split"),
         (lambda: build().reset(options={"episode": []}), "Did you mean 'episodes'"),
         (lambda: build().reset(options={"episodes": [spec(0)]}), "1 episodes for 2 envs"),
-        (lambda: build().reset(options={"episodes": [None, None]}), "None for each of 2 envs"),
-        (lambda: build(1, True).reset(options={"episodes": [None]}), "None for each of 1 envs"),
-        (lambda: build(2, True).reset(options={"episodes": [spec(0), None]}), "Env 1 got None.*auto_reset=False"),
+        (lambda: build().reset(options={"episodes": [None, None]}), "None for all 2 envs"),
+        (lambda: build(1, True).reset(options={"episodes": [None]}), "None for all 1 envs"),
+        (lambda: build(2, True).reset(options={"episodes": [spec(0), None]}), "Env 1 has None.*auto_reset=False"),
         (lambda: build(1).reset(options={"episodes": [EpisodeSpec("other", 0, 0, 0)]}), "not an episode of 'counting'"),
         (lambda: build(1).reset(options={"episodes": [spec(0, task_id=3)]}), "not an episode of 'counting'"),
         (lambda: build().step(np.zeros((2, 1))), "call reset"),
@@ -365,7 +365,7 @@ def test_names_that_do_not_fit_are_refused_with_the_nearest_one_before_a_simulat
 @pytest.mark.parametrize(("where", "words"), [
     ("first state", "env 1, task 'two', .*init_state_id=7.*, env step 0: value 0 of the state .from 0. is"),
     ("state", "env 1, task 'two', .*init_state_id=7.*, env step 2: value 0 of the state .from 0. is"),
-    ("reward", "env 1, task 'two', .*init_state_id=7.*, env step 2: the reward of action 1 of its chunk .from 0. is"),
+    ("reward", "env 1, task 'two', .*init_state_id=7.*, env step 2: the reward for action 1 of its chunk .from 0. is"),
 ])  # fmt: skip
 def test_rewards_and_states_that_are_not_finite_are_refused_by_env_task_and_step(where, words, value):
     env = build(reward_mode="shaped")

@@ -235,7 +235,7 @@ def test_a_dataset_without_state_and_with_one_number_per_action(tmp_path):
 def test_nothing_is_overwritten_and_nothing_is_left_of_a_failure(tmp_path):
     folder = write(tmp_path / "data", episodes())
     before = (folder / "meta" / "info.json").read_text()
-    with pytest.raises(ConfigError, match="exists and is not overwritten. Set dataset="):
+    with pytest.raises(ConfigError, match="already exists. Set dataset="):
         write(folder, episodes(lengths=(2,)))
     assert (folder / "meta" / "info.json").read_text() == before
     with pytest.raises(RuntimeError), LeRobotWriter(
@@ -243,7 +243,7 @@ def test_nothing_is_overwritten_and_nothing_is_left_of_a_failure(tmp_path):
     ) as writer:  # fmt: skip
         writer.add_episode(**episodes()[0])
         raise RuntimeError("the simulator fell over")
-    with pytest.raises(ConfigError, match="no episode"), LeRobotWriter(
+    with pytest.raises(ConfigError, match="No episodes"), LeRobotWriter(
         tmp_path / "empty", fps=10, image_shapes={}, state_dim=0, action_dim=2, video=False
     ):  # fmt: skip
         pass
@@ -270,7 +270,7 @@ def test_an_episode_of_another_shape_is_not_cut_anew(tmp_path, key, change):
 
 def test_a_folder_that_another_process_has_made_meanwhile_costs_no_episodes(tmp_path):
     made = episodes()
-    with pytest.raises(ConfigError, match="by a different process meanwhile") as caught, LeRobotWriter(
+    with pytest.raises(ConfigError, match="by a different process in the meantime") as caught, LeRobotWriter(
         tmp_path / "data", fps=10, image_shapes={"front": (32, 48), "side": (32, 48)}, state_dim=3, action_dim=2, video=False
     ) as writer:  # fmt: skip
         for episode in made:
@@ -335,7 +335,7 @@ def test_numbers_that_are_not_finite_and_odd_images_of_a_video_are_refused(tmp_p
     pq.write_table(table.set_column(place, "action", pa.array(actions, table.schema.field("action").type)), path)
     with pytest.raises(ConfigError, match=r"action of row 7 \(episode 2\) is not finite"):
         lerobot_dataset.open_dataset(folder, CAMERAS, None)
-    with pytest.raises(ConfigError, match=r"odd side.*Set collect.video=false"):
+    with pytest.raises(ConfigError, match=r"odd image sizes.*Set collect.video=false"):
         write(tmp_path / "odd", episodes(size=(31, 48)), video=True)
 
 

@@ -142,13 +142,13 @@ def test_each_instruction_has_its_share_of_good_rows(monkeypatch):
 
 def test_no_success_and_few_episodes_and_no_good_row_are_refused(monkeypatch):
     monkeypatch.setattr(module, "cross_fitted_values", lambda features, returns, *rest: returns)
-    with pytest.raises(ConfigError, match="has 3 episodes, 3 of them with success"):
+    with pytest.raises(ConfigError, match="has 3 episodes, 3 of them successful"):
         labels(walks(3), advantage_top_fraction=0.3)
     dataset = walks(5)
     with pytest.raises(ConfigError, match="no row"):
         labels(dataset, advantage_top_fraction=0.0)
     dataset.outcomes = replace(dataset.outcomes, success=np.zeros(len(dataset), bool))
-    with pytest.raises(ConfigError, match="0 of them with success"):
+    with pytest.raises(ConfigError, match="0 of them successful"):
         labels(dataset, advantage_top_fraction=0.3)
 
 

@@ -94,7 +94,7 @@ def test_engines_of_several_gpus_beside_several_ranks_are_refused(has_vllm):
 
 
 def test_a_model_that_vllm_cannot_run_is_refused(has_vllm):
-    words = "MLPForRLActionPrediction declares no vllm_adapter. Set rollout.backend=torch"
+    words = "MLPForRLActionPrediction does not declare a vllm_adapter. Set rollout.backend=torch"
     with pytest.raises(ConfigError, match=words):
         validate(build_config(compose_config(["experiment=tabletop_ppo_mlp", "rollout.backend=vllm"])))
 

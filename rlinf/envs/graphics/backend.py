@@ -1,4 +1,4 @@
-"""Choose and test the OpenGL and Vulkan drivers that render images.
+"""Choose and test the OpenGL and Vulkan drivers used for rendering images.
 
 MuJoCo (tabletop, Meta-World, LIBERO) renders with OpenGL, SAPIEN (ManiSkill) with Vulkan. A broken driver may kill a process
 silently, so each driver is first tested in a separate process.
@@ -26,9 +26,9 @@ INSTALL_HINT = (
 )
 NO_MUJOCO = "The package 'mujoco' is missing. Install it with `pip install mujoco==3.3.0`."
 PROBED_VARIABLE = "RLINF_PROBED_MUJOCO_GL"
-"""Passes the backend that worked in a parent to its child processes, which then skip the test."""
+"""Environment variable that passes a parent's working backend to its child processes, which then skip the test."""
 SINGLE_THREADED_MESA = ("LP_NUM_THREADS", "0")
-"""Mesa's rasteriser threads slow down images of these sizes."""
+"""Disables Mesa's rasteriser threads, which slow down rendering of small images."""
 PROBE_TIMEOUT_S = 60.0
 """A test takes one to two seconds, but far longer on a busy machine or a cold disk."""
 _PROBE = """
@@ -41,13 +41,13 @@ print("rendering works")
 """
 
 VULKAN_DEVICES = {"cpu": "cpu", "gpu": "cuda"}
-"""Render device to SAPIEN's name for it."""
+"""Maps each render device to SAPIEN's name for it."""
 
 NVIDIA_DEVICES = "/dev/nvidia[0-9]*"
 LAVAPIPE_FILES = ("/usr/share/vulkan/icd.d/lvp_icd*.json", "/etc/vulkan/icd.d/lvp_icd*.json")
 VULKAN_HINTS = {
-    "cpu": "Install Mesa's software Vulkan, 23 or newer, with `bash scripts/setup.sh --sims`: on Debian 12 it is "
-    "`apt-get install mesa-vulkan-drivers/bookworm-backports` (docs/simulators.md), elsewhere "
+    "cpu": "Install Mesa's software Vulkan, 23 or newer, with `bash scripts/setup.sh --sims`, or on Debian 12 with "
+    "`apt-get install mesa-vulkan-drivers/bookworm-backports` (docs/simulators.md), elsewhere with "
     "`apt-get install mesa-vulkan-drivers`.",
     "gpu": "Install the NVIDIA driver with its Vulkan library (in a container: NVIDIA_DRIVER_CAPABILITIES=all), "
     "or simulate and render without a GPU: set env=maniskill env.render_device=cpu",
@@ -58,7 +58,7 @@ sapien.render.RenderSystem(sapien.Device(sys.argv[1]))
 print("rendering works")
 """
 
-# List EGL's devices. NVIDIA's report their CUDA number (EGL_NV_device_cuda, attribute 0x323A).
+# List EGL's devices. NVIDIA devices report their CUDA number (EGL_NV_device_cuda, attribute 0x323A).
 _EGL_DEVICES = """
 import ctypes, json
 egl = ctypes.CDLL("libEGL.so.1")
@@ -87,7 +87,7 @@ print(json.dumps(names))
 
 
 def import_mujoco() -> ModuleType:
-    """Import MuJoCo, which loads the GL of ``MUJOCO_GL``; MissingDependencyError if either is missing."""
+    """Import MuJoCo, which loads the GL set in ``MUJOCO_GL``; raise MissingDependencyError if either is missing."""
     if importlib.util.find_spec("mujoco") is None:
         raise MissingDependencyError(NO_MUJOCO)
     try:
@@ -97,12 +97,12 @@ def import_mujoco() -> ModuleType:
 
 
 def cannot_render(backend: str, error: Exception) -> MissingDependencyError:
-    """Return the error for a ``backend`` that failed, with the packages to install."""
+    """Return the error for a failed ``backend``, naming the packages to install."""
     return MissingDependencyError(f"MuJoCo cannot render with MUJOCO_GL={backend}: {error}. {INSTALL_HINT}")
 
 
 def probe_rendering() -> tuple[str | None, str]:
-    """Return MuJoCo's GL backend and a message, or None and a message with the packages to install (about one second)."""
+    """Return MuJoCo's GL backend and a message, or None and a message naming the packages to install (about one second)."""
     if importlib.util.find_spec("mujoco") is None:
         return None, NO_MUJOCO
     failures, wanted = [], os.environ.get("MUJOCO_GL", "").lower()
@@ -124,9 +124,9 @@ def probe_rendering() -> tuple[str | None, str]:
 def choose_backend() -> str:
     """Return the GL backend of this process, and set ``MUJOCO_GL`` and ``PYOPENGL_PLATFORM`` for it and its children.
 
-    Each backend is tested once, in a separate process (``probe_rendering``); children use the backend of their parent. With EGL
-    and a GPU, also set ``MUJOCO_EGL_DEVICE_ID`` (``egl_device``), unless it is set. Raise MissingDependencyError if the backend
-    of ``MUJOCO_GL``, or without it every backend, fails.
+    Each backend is tested once, in a separate process (``probe_rendering``); children use their parent's backend. With EGL
+    and a GPU, also set ``MUJOCO_EGL_DEVICE_ID`` (``egl_device``) unless it is already set. Raise MissingDependencyError if the
+    backend in ``MUJOCO_GL`` fails or, if the variable is not set, if all backends fail.
     """
     wanted = os.environ.get("MUJOCO_GL", "").lower()
     tested = wanted in CONTEXT_MODULES and os.environ.get(PROBED_VARIABLE) == wanted
@@ -135,7 +135,7 @@ def choose_backend() -> str:
         raise MissingDependencyError(message)
     os.environ.update({**_environment_of(backend), PROBED_VARIABLE: backend})
     os.environ.setdefault(*SINGLE_THREADED_MESA)
-    # Import triton before Mesa loads its own LLVM: a later import (by torch or transformers) crashes the process.
+    # Import triton before Mesa loads its own LLVM, because a later import (by torch or transformers) crashes the process.
     with contextlib.suppress(ImportError):
         importlib.import_module("triton")
     return backend
@@ -153,7 +153,7 @@ def probe_vulkan(device: str) -> tuple[bool, str]:
 
 @functools.cache
 def choose_vulkan(device: str) -> str:
-    """Return SAPIEN's name of a render device ("cpu" or "gpu"), after testing it and setting its environment, also for children."""
+    """Test a render device ("cpu" or "gpu"), set its environment (inherited by children), and return SAPIEN's name for it."""
     works, message = probe_vulkan(device)
     if not works:
         raise MissingDependencyError(message)
@@ -165,11 +165,11 @@ def choose_vulkan(device: str) -> str:
 def egl_device(
     environment: Mapping[str, str], cuda_numbers: list[int | None], cuda_names: Sequence[str] = ()
 ) -> str | None:
-    """Return the EGL device of the first GPU visible to CUDA; None: leave the choice to MuJoCo.
+    """Return the EGL device of the first GPU visible to CUDA, or None to leave the choice to MuJoCo.
 
-    CUDA counts only the GPUs in ``CUDA_VISIBLE_DEVICES``, which may name one by a prefix of its UUID (``cuda_names``). EGL counts
-    all GPUs and software renderers in a different order: ``cuda_numbers`` are their CUDA numbers, or None. A part of a GPU (MIG)
-    cannot render and has no EGL device. ``MUJOCO_EGL_DEVICE_ID`` in ``environment`` has priority.
+    CUDA numbers only the GPUs in ``CUDA_VISIBLE_DEVICES``, which may refer to one by a prefix of its UUID (``cuda_names``). EGL
+    numbers all GPUs and software renderers in a different order: ``cuda_numbers`` contains their CUDA numbers, or None. A MIG
+    instance of a GPU cannot render and has no EGL device. ``MUJOCO_EGL_DEVICE_ID`` in ``environment`` has priority.
     """
     first = next(iter(visible_gpus(environment, max(1, len(cuda_numbers)))), "")
     if first.startswith("GPU-"):
@@ -180,16 +180,16 @@ def egl_device(
 
 
 def list_egl_devices() -> list[int | None]:
-    """Return the CUDA number of each EGL device (without ``CUDA_VISIBLE_DEVICES``), or None if it has none."""
+    """Return the CUDA number of each EGL device (without ``CUDA_VISIBLE_DEVICES``), or None for devices that have none."""
     return _query_driver(_EGL_DEVICES)
 
 
 @functools.cache
 def may_draw_on_gpu() -> bool:
-    """Return whether MuJoCo may render on a GPU: with EGL, unless its devices, or the chosen one, are software."""
+    """Return whether MuJoCo may render on a GPU, which requires EGL and a device that is not a software renderer."""
     wanted = os.environ.get("MUJOCO_GL", "").lower()
     if wanted == "osmesa" or not glob.glob(NVIDIA_DEVICES):
-        return wanted != "osmesa"  # without a GPU here, the run is for a different machine
+        return wanted != "osmesa"  # if this machine has no GPU, assume that the run is for a different machine
     numbers, chosen = list_egl_devices(), os.environ.get(EGL_DEVICE, "")
     if chosen.isdigit() and int(chosen) < len(numbers):
         return numbers[int(chosen)] is not None
@@ -197,7 +197,7 @@ def may_draw_on_gpu() -> bool:
 
 
 def _query_driver(script: str) -> list:
-    """Run a script that prints a list, without ``CUDA_VISIBLE_DEVICES``; empty if the driver is missing."""
+    """Run a script without ``CUDA_VISIBLE_DEVICES`` and return the list it prints; empty if the driver is missing."""
     result = _run([script], {name: value for name, value in os.environ.items() if name != VISIBLE})
     return json.loads(result.stdout) if result.returncode == 0 else []
 
@@ -211,7 +211,7 @@ def _environment_of(backend: str) -> dict[str, str]:
     names = {"MUJOCO_GL": backend}
     if backend in ("egl", "osmesa"):
         names["PYOPENGL_PLATFORM"] = backend
-    # Only a guess, because asking CUDA would take a separate process.
+    # Only a guess, because querying CUDA would require a separate process.
     may_have_gpu = os.environ[VISIBLE].strip() if VISIBLE in os.environ else glob.glob(NVIDIA_DEVICES)
     if backend == "egl" and EGL_DEVICE not in os.environ and may_have_gpu:
         by_name = os.environ.get(VISIBLE, "").strip().startswith("GPU-")
@@ -228,7 +228,7 @@ def _vulkan_environment(device: str) -> dict[str, str]:
 
 
 def _failure_of(script: str, argument: str, environment: dict[str, str]) -> str | None:
-    """Run a test in a separate process, which a broken driver may crash. Return the reason of a failure, or None."""
+    """Run a test in a separate process, because a broken driver may crash it. Return the reason for a failure, or None."""
     try:
         result = _run([script, argument], {**os.environ, **environment})
     except subprocess.TimeoutExpired:
@@ -237,6 +237,6 @@ def _failure_of(script: str, argument: str, environment: dict[str, str]) -> str 
         return None
     lines = [line for line in result.stderr.splitlines() if line.strip()]
     start = next((number for number, line in enumerate(lines) if line.startswith("Traceback")), -1)
-    # The first exception: later ones come from its half-initialised objects.
+    # Report the first exception, because later ones come from half-initialised objects.
     reasons = [line for line in lines[start + 1 :] if start >= 0 and not line.startswith(" ")] or lines[-1:]
     return reasons[0].strip() if reasons else f"exit status {result.returncode}"

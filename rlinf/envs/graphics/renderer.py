@@ -1,4 +1,4 @@
-"""Fast off-screen rendering of many MuJoCo states (``rlinf.envs.graphics.backend`` chooses the GL)."""
+"""Fast off-screen rendering of many MuJoCo states, with the GL chosen by ``rlinf.envs.graphics.backend``."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import numpy as np
 from rlinf.envs.graphics.backend import CONTEXT_MODULES, cannot_render, choose_backend, import_mujoco
 
 SIGHT_MARGIN = 0.001
-"""Fraction of a mesh's box and of the model's extent by which a skipped mesh must be outside the image."""
+"""Margin by which a skipped mesh must be outside the image, as a fraction of its bounding box plus the model's extent."""
 
 DEFAULT_GROUPS = np.array([1, 1, 1, 0, 0, 0], dtype=np.uint8)
 
@@ -24,19 +24,19 @@ _open_renderers: weakref.WeakSet[StateRenderer] = weakref.WeakSet()
 
 @functools.cache
 def _close_at_exit() -> None:
-    """Free open contexts before the GL library is unloaded, which would print errors. Call after the GL's own registration."""
+    """Free open contexts before the GL library is unloaded, to avoid error messages. Call after the GL's own registration."""
     atexit.register(lambda: [renderer.close() for renderer in list(_open_renderers)])
 
 
 class StateRenderer:
-    """Renders states of one model to square images of one size.
+    """Renders states of one model to square images of a fixed size.
 
-    The GL context is created at the first image. It is current only during a call, and a lock serialises calls, so any thread may
-    call. With ``fast``, meshes outside the image are skipped: without shadows and reflections they are invisible, but expensive.
+    The GL context is created for the first image. It is current only during a call, and a lock serialises calls, so any thread may
+    call. With ``fast``, meshes outside the image are skipped, because without shadows and reflections they are invisible.
 
     Args:
-        max_geoms: Upper bound of the geoms in the scene.
-        fast: No shadows, reflections, sky and multisampling; False: as the model's author set them.
+        max_geoms: Maximum number of geoms in the scene.
+        fast: Whether to omit shadows, reflections, sky and multisampling instead of rendering as the model's author intended.
     """
 
     def __init__(self, model: Any, size: int, max_geoms: int = 100, fast: bool = True) -> None:
@@ -55,7 +55,7 @@ class StateRenderer:
         failures = [ImportError, AttributeError, RuntimeError, OSError, mujoco.FatalError]
         if backend in ("egl", "osmesa"):
             failures.append(importlib.import_module("OpenGL.error").Error)
-        with ExitStack() as opened:  # so that an exception from a signal leaks nothing
+        with ExitStack() as opened:  # so that an exception raised by a signal handler leaks no resources
             try:
                 gl = importlib.import_module(CONTEXT_MODULES[backend]).GLContext(self.size, self.size)
                 opened.callback(gl.free)
@@ -76,9 +76,9 @@ class StateRenderer:
         _close_at_exit()
 
     def render(self, states: list[Any], cameras: list[Any], geom_groups: np.ndarray | None = None) -> np.ndarray:
-        """Render each of ``K`` states from each camera (id or ``MjvCamera``), uint8 ``[len(cameras), K, size, size, 3]``.
+        """Render ``K`` states from each camera (id or ``MjvCamera``) as uint8 ``[len(cameras), K, size, size, 3]``.
 
-        Kinematics must be up to date. ``geom_groups``, uint8 ``[K, 6]``: visible geom groups of each state; None: MuJoCo's default.
+        Kinematics must be up to date. ``geom_groups``, uint8 ``[K, 6]``, marks each state's visible geom groups (default: MuJoCo's).
         """
         mujoco = self._mujoco
         pixels = np.empty((len(cameras), len(states), self.size, self.size, 3), dtype=np.uint8)
@@ -94,7 +94,7 @@ class StateRenderer:
                     self._update_scene(state)
                     mujoco.mjr_render(viewport, scene, context)
                     mujoco.mjr_readPixels(pixels[column, row], None, viewport, context)
-            # A context is current in one thread only; the next call may come from a different thread.
+            # A context is current in only one thread, but the next call may come from a different thread.
             self._release()
         # OpenGL's first row is the bottom one.
         return np.ascontiguousarray(pixels[:, :, ::-1])
@@ -108,7 +108,7 @@ class StateRenderer:
         mujoco, model = self._mujoco, self.model
         hidden = np.flatnonzero(self._option.geomgroup == 0)
         groups = model.geom_group.copy()
-        # Hidden by moving them to an invisible group, because MuJoCo has no mask of single geoms.
+        # Meshes are hidden by moving them to an invisible group, because MuJoCo cannot mask individual geoms.
         if len(self._meshes) and len(hidden):
             model.geom_group[self._out_of_sight(state)] = hidden[0]
         everything = mujoco.mjtCatBit.mjCAT_ALL.value
@@ -175,9 +175,9 @@ def _release_function(backend: str) -> Any:
 
 
 def project(model: Any, data: Any, camera_id: int, points: np.ndarray, size: int) -> np.ndarray:
-    """Project ``points [N, 3]`` (metres) to a square image of ``size`` pixels from a perspective camera.
+    """Project ``points [N, 3]`` (metres) onto a perspective camera's square image of ``size`` pixels.
 
-    The result, ``[N, 2]``, is in pixels to the right of and below the upper left corner; NaN behind the camera.
+    The result, ``[N, 2]``, is in pixels to the right of and below the upper left corner, or NaN behind the camera.
     """
     right, up, back = ((points - data.cam_xpos[camera_id]) @ data.cam_xmat[camera_id].reshape(3, 3)).T
     focal = size / 2 / np.tan(np.deg2rad(model.cam_fovy[camera_id]) / 2)

@@ -1,4 +1,4 @@
-"""Environments that are registered with gymnasium, with bounded or discrete actions."""
+"""Environments registered with gymnasium that have bounded or discrete actions."""
 
 import functools
 import importlib.util
@@ -31,39 +31,39 @@ from rlinf.types import EpisodeSpec
 
 CAMERA = "render"
 MAKE_ERRORS = TypeError, ValueError, LookupError, AttributeError, AssertionError, ArithmeticError, RuntimeError, OSError
-"""Errors of an env's constructor for invalid arguments."""
+"""Errors that env constructors raise for invalid arguments."""
 
 
 @dataclass
 class GymnasiumConfig(ProcessEnvConfig):
-    """A gymnasium environment by its id."""
+    """A gymnasium environment, selected by its id."""
 
     usual_cameras: ClassVar[tuple[str, ...]] = ()
 
-    name: str = option("gymnasium", "Registered environment.")
+    name: str = option("gymnasium", "Name of the registered environment.")
     max_episode_steps: int | None = option(None, "Env steps until truncation; null: as registered.", minimum=1)
-    cameras: list[str] | None = option(None, f"Image keys of the observation, or {CAMERA}; null: all image keys.")
+    cameras: list[str] | None = option(None, f"Observation keys that contain images, or {CAMERA}; null: all such keys.")
     success_bonus: float = option(0.0, "Reward added at the first step of success.")
     terminate_on_success: bool = option(False, "End the episode at success.")
     id: str = option("Pendulum-v1", "Id for gymnasium.make; 'module:Id' imports the module first.")
     kwargs: dict[str, Any] = option({}, "Arguments for gymnasium.make, except render_mode.")
     new_each_episode: bool = option(True, "Rebuild the env for each episode, because a reset may not clear all state.")
-    state: str = option("full", "full: the flattened remaining observation; none.", choices=("full", "none"))
+    state: str = option("full", "full: the flattened rest of the observation; none.", choices=("full", "none"))
     instruction: str = option("do the task", "Instruction, if the env itself has none.")
-    reward_scale: float = option(1.0, "Factor of the env's rewards; returns of 1 to 100 are learnt fastest.")
-    success_return: float | None = option(
-        None, "Return (unscaled) from which an episode is a success; null: use `info`."
+    reward_scale: float = option(1.0, "Scale for the env's rewards; returns of 1 to 100 are learnt fastest.")
+    success_return: float | None = option(None, "Minimum return (unscaled) of a successful episode; null: use `info`.")
+    expert: str | None = option(
+        None, "Expert function(observation, env) as 'module:function'; null: env.expert_action()."
     )
-    expert: str | None = option(None, "Expert 'module:function' of (observation, env); null: env.expert_action().")
 
     def default_cameras(self) -> list[str]:
         """Return the cameras in the observation, after trying the env once."""
         return list(spaces_of(self).parts.cameras)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Include how user code registered the id in this process: the module to import, and gymnasium's spec."""
+        """Include how user code registered the id in this process: the module to import and gymnasium's spec."""
         spec, module, pickled = gymnasium.registry.get(self.id), _module_of(self.id), None
-        with suppress(pickle.PicklingError, AttributeError, TypeError):  # of a lambda
+        with suppress(pickle.PicklingError, AttributeError, TypeError):  # raised for a lambda
             pickled = None if spec is None else pickle.dumps(spec)
         return {**vars(self), "registration": (module, pickled) if module != "__main__" else (None, None)}
 
@@ -77,10 +77,10 @@ class GymnasiumConfig(ProcessEnvConfig):
 
 
 class Spaces(NamedTuple):
-    """Facts of an env, measured by building it and one step.
+    """Properties of an env, determined by building it and running one step.
 
-    ``state_low`` and ``state_high``, ``[S]``, may be infinite, ``horizon`` and ``render_fps`` None. ``packages``: distributions of its
-    code and imports. ``uses_mujoco``: it renders with MuJoCo, which needs a GL.
+    ``state_low`` and ``state_high``, ``[S]``, may be infinite; ``horizon`` and ``render_fps`` may be None. ``packages`` are the
+    distributions of its code and imports. ``uses_mujoco`` is True if it renders with MuJoCo, which needs a GL.
     """
 
     action_low: np.ndarray
@@ -100,11 +100,11 @@ class Spaces(NamedTuple):
 
 
 def make_single(config: GymnasiumConfig, render_mode: str | None) -> gymnasium.Env:
-    """Build the env without its registered time limit; ConfigError, or MissingDependencyError for a missing package or GL."""
+    """Build the env without its registered time limit; raise ConfigError, or MissingDependencyError for a missing package or GL."""
     options = {"max_episode_steps": -1, "disable_env_checker": True}
     options |= (
         {} if render_mode is None else {"render_mode": render_mode}
-    )  # an env that renders nothing may not take it
+    )  # an env that cannot render may not accept it
     try:
         return gymnasium.make(config.id, **options, **config.kwargs)
     except gymnasium.error.DependencyNotInstalled as error:
@@ -112,7 +112,7 @@ def make_single(config: GymnasiumConfig, render_mode: str | None) -> gymnasium.E
     except (gymnasium.error.UnregisteredEnv, gymnasium.error.VersionNotFound) as error:
         hint = did_you_mean(config.id, list(gymnasium.registry))
         raise ConfigError(
-            f"There is no environment '{config.id}' in gymnasium ({error}).{hint} Your own id needs the code that "
+            f"There is no environment '{config.id}' in gymnasium ({error}).{hint} For your own id, load the code that "
             "registers it: plugins=[<file or module>], or env.id=my_package.my_module:MyEnv-v0"
         ) from error
     except ImportError as error:
@@ -139,7 +139,7 @@ def make_single(config: GymnasiumConfig, render_mode: str | None) -> gymnasium.E
 
 
 def spaces_of(config: GymnasiumConfig) -> Spaces:
-    """Return the spaces of the env of ``config``, which is run_in_child once in a child process; raise as ``run_in_child``."""
+    """Return the env's spaces, after trying it once in a child process; errors are as in ``run_in_child``."""
     return _tried(replace(config, cameras=[]))
 
 
@@ -147,7 +147,7 @@ _results: dict[tuple[Any, ...], Spaces] = {}
 
 
 def _tried(config: GymnasiumConfig) -> Spaces:
-    """Return the cached result of ``trial``. An env of the main script with ``num_processes=0`` has to be run_in_child in this process."""
+    """Return the cached result of ``trial``. An env defined in the main script with ``num_processes=0`` is tried in this process."""
     if (key := (*_key(config), config.success_return is None, *config.cameras)) not in _results:
         is_here = config.num_processes == 0 and _module_of(config.id) == "__main__"
         what = f"env.id={config.id}"
@@ -156,12 +156,12 @@ def _tried(config: GymnasiumConfig) -> Spaces:
 
 
 def _module_of(env_id: str) -> str | None:
-    """Return the module of the class or function that is registered for an id; None for a string or if unregistered."""
+    """Return the module of the class or function registered for an id, or None for a string or an unregistered id."""
     return getattr(getattr(gymnasium.registry.get(env_id), "entry_point", None), "__module__", None)
 
 
 def trial(config: GymnasiumConfig) -> Trial:
-    """Build the env, run one step of an episode, and render ``config.cameras``; return its ``Spaces`` in picklable form."""
+    """Build the env, run one step of an episode and render ``config.cameras``; return its ``Spaces`` in picklable form."""
     yield "construction"
     spaces = _spaces_here(*_key(config))
     simulator = GymnasiumSimulator(replace(config, max_episode_steps=2, success_return=0.0), [config.id])
@@ -181,10 +181,10 @@ def _key(config: GymnasiumConfig) -> tuple[str, str, str]:
     return config.id, json.dumps(config.kwargs, sort_keys=True), config.state
 
 
-# Building an env may take seconds, and several checks need these facts.
+# Cached, because building an env may take seconds and several checks need these properties.
 @functools.cache
 def _spaces_here(env_id: str, kwargs: str, state: str) -> Spaces:
-    """Return the facts of an env that is built in this process, without images. ``parts`` includes its spaces."""
+    """Build an env in this process and return its properties, without images. ``parts`` includes its spaces."""
     env = make_single(GymnasiumConfig(id=env_id, kwargs=json.loads(kwargs)), None)
     try:
         low, high = action_bounds(env.action_space, env_id)
@@ -203,8 +203,8 @@ def _spaces_here(env_id: str, kwargs: str, state: str) -> Spaces:
 
 
 def action_bounds(space: gymnasium.Space, env_id: str) -> tuple[np.ndarray, np.ndarray]:
-    """Return float32 bounds ``[D]`` of encoded actions; a discrete choice is one dimension, rounded by ``action_of``."""
-    # Half a unit beyond the first and last choice, so that each choice has an equal part of the range.
+    """Return float32 bounds ``[D]`` of encoded actions. A discrete choice takes one dimension, which ``action_of`` rounds."""
+    # Half a unit beyond the first and last choice, so that all choices cover equal parts of the range.
     margin = 0.5 if np.issubdtype(space.dtype, np.integer) else 0.0
     low, high = _limits(space)
     with np.errstate(over="ignore"):
@@ -218,7 +218,7 @@ def action_bounds(space: gymnasium.Space, env_id: str) -> tuple[np.ndarray, np.n
 
 
 def _limits(space: gymnasium.Space) -> tuple[Any, Any]:
-    """Return the smallest and the largest action in the space's own dtype; infinite for an unsupported space."""
+    """Return the minimum and maximum action in the space's own dtype; infinite for an unsupported space."""
     match space:
         case gymnasium.spaces.Discrete():
             return space.start, space.start + space.n - 1
@@ -234,7 +234,7 @@ def _limits(space: gymnasium.Space) -> tuple[Any, Any]:
 def action_of(space: gymnasium.Space, numbers: np.ndarray) -> Any:
     """Decode ``numbers`` (float32 ``[D]``) to an action of ``space``, clipped in its dtype: 0.1 in float32 exceeds 0.1 in float64."""
     numbers = np.rint(numbers) if np.issubdtype(space.dtype, np.integer) else numbers
-    # In long double, which represents both the float32 numbers and integer limits exactly.
+    # Use long double, which represents both float32 values and integer limits exactly.
     action = np.clip(numbers.reshape(space.shape).astype(np.longdouble), *_limits(space)).astype(space.dtype)
     return action[()]  # a scalar for Discrete: an env may use it as a dictionary key
 
@@ -249,7 +249,7 @@ def _packages_behind(env_class: type) -> tuple[str, ...]:
 
 
 class GymnasiumVectorEnv(ProcessVectorEnv):
-    """Envs of one gymnasium id. Their own ``terminated`` and ``truncated`` end an episode, as the time limit does."""
+    """Envs with one gymnasium id. Episodes end on the env's own ``terminated`` or ``truncated``, or at the time limit."""
 
     config_class = GymnasiumConfig
     suite: ClassVar[str] = "gymnasium"
@@ -276,7 +276,7 @@ class GymnasiumVectorEnv(ProcessVectorEnv):
 
     @classmethod
     def check_names(cls, config: GymnasiumConfig) -> None:
-        """Check tasks and cameras, and try one step, whose observation and ``info`` must be readable."""
+        """Check tasks and cameras, and try one step to verify that its observation and ``info`` are readable."""
         super().check_names(config)
         check_cameras(config.cameras, [*config.default_cameras(), CAMERA])
 
@@ -290,12 +290,12 @@ class GymnasiumVectorEnv(ProcessVectorEnv):
 
     @classmethod
     def packages_of(cls, config: GymnasiumConfig) -> tuple[str, ...]:
-        """Return gymnasium, and the packages of the env of ``config.id`` (``mujoco``, ``box2d``, ...)."""
+        """Return gymnasium and the packages used by the env ``config.id`` (``mujoco``, ``box2d``, ...)."""
         return spaces_of(config).packages
 
     @classmethod
     def check_drawing(cls, config: GymnasiumConfig) -> None:
-        """Check rendering with one image, except with MuJoCo, whose GL takes seconds to open."""
+        """Check rendering by producing one image, except with MuJoCo, whose GL takes seconds to open."""
         spaces = spaces_of(config)
         if not spaces.can_draw and not spaces.parts.cameras:
             raise ConfigError(
@@ -334,7 +334,7 @@ class GymnasiumVectorEnv(ProcessVectorEnv):
         return horizon
 
     def instruction_of(self, task_id: int) -> str | None:
-        """Return ``config.instruction``; None if the env has its own instructions."""
+        """Return ``config.instruction``, or None if the env provides its own instructions."""
         return None if spaces_of(self.config).has_instruction else self.config.instruction
 
 
@@ -354,7 +354,7 @@ class GymnasiumSimulator(Simulator):
         self._num_steps, self._return = 0, 0.0
 
     def reset(self, spec: EpisodeSpec) -> None:
-        """Reset a new env, or with ``new_each_episode=false`` the same one, with a seed of ``spec``."""
+        """Reset a new env, or the existing one if ``new_each_episode=false``, with a seed derived from ``spec``."""
         seed = derive_seed(spec.seed, "gymnasium", self.config.id, spec.init_state_id) % 2**31
         if self._env is None or self.config.new_each_episode:
             self.close()
@@ -406,7 +406,7 @@ class GymnasiumSimulator(Simulator):
         raise ConfigError(f"{expert} returns {action!r:.80}; required: an action of {self._env.action_space}")
 
     def render(self, size: int) -> np.ndarray:
-        """Return the env's image, or without render_mode=rgb_array its first camera's; raise as ``make_single`` does."""
+        """Return the env's image, or its first camera's if it lacks render_mode=rgb_array; errors are as in ``make_single``."""
         cameras = list(self._spaces.parts.cameras)
         if cameras and not self._spaces.can_draw:
             return self._image(cameras[0], size)
@@ -420,7 +420,7 @@ class GymnasiumSimulator(Simulator):
             image = self._env.render() if self._spaces.can_draw else None
         except gymnasium.error.DependencyNotInstalled as error:
             raise MissingDependencyError(
-                f"Images of env.id={self.config.id} need a package that is missing: {error}. Or set {without}"
+                f"Rendering env.id={self.config.id} needs a package that is missing: {error}. Alternatively, set {without}"
             ) from error
         if not isinstance(image, np.ndarray) or image.ndim != 3:
             raise ConfigError(f"env.id={self.config.id} returns no image under render_mode=rgb_array. Set {without}")

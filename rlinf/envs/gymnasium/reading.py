@@ -1,4 +1,4 @@
-"""Read cameras, state, instruction and success from observations and infos of a gymnasium env."""
+"""Read cameras, state, instruction and success from a gymnasium env's observations and infos."""
 
 import re
 import warnings
@@ -23,15 +23,15 @@ OTHER_SUCCESS = re.compile(r"succe|solved|goal_reached|goal_achieved|reached_goa
 NO_FLAG = re.compile(r"num|count|rate|mean", re.IGNORECASE)
 
 Path = tuple[str | int, ...]
-"""Keys, and indices in tuples, from an observation of nested Dict and Tuple spaces to one of its parts."""
+"""Keys (or tuple indices) that lead from an observation of nested Dict and Tuple spaces to one of its parts."""
 
 
 @dataclass
 class ObservationParts:
-    """The parts of an observation, in the order of the space (gymnasium sorts the keys of a plain dict).
+    """The parts of an observation, in the space's order (gymnasium sorts the keys of a plain dict).
 
-    ``cameras``: name to path of each Box of uint8 ``[H, W, 3]``; keys of nested spaces are joined by dots, ``item0`` in a tuple.
-    ``instruction``: path of the Text space, if any. ``state``: paths and spaces of everything else.
+    ``cameras`` maps the name of each uint8 ``[H, W, 3]`` Box to its path; nested keys are joined by dots (tuples: ``item0``, ...).
+    ``instruction`` is the path of the Text space, if any; ``state`` contains the paths and spaces of everything else.
     """
 
     cameras: dict[str, Path] = field(default_factory=dict)
@@ -39,12 +39,12 @@ class ObservationParts:
     state: list[tuple[Path, gymnasium.Space]] = field(default_factory=list)
 
     def flattened(self, observation: Any, env_id: str) -> np.ndarray:
-        """Return the state of an observation, its parts flattened and concatenated: float32 ``[S]``."""
+        """Flatten and concatenate the state parts of an observation, float32 ``[S]``."""
         parts = [_numbers_of(space, path, observation, env_id) for path, space in self.state]
         return np.concatenate(parts).astype(np.float32)
 
     def bounds(self, env_id: str) -> tuple[np.ndarray, np.ndarray]:
-        """Return the bounds of ``flattened``, float64 ``[S]``; ConfigError for a part without numbers."""
+        """Return the bounds of ``flattened``, float64 ``[S]``; raise ConfigError for a part that is not numeric."""
         flat = [_flat(space, path, env_id) for path, space in self.state]
         ends = [np.concatenate([np.zeros(0), *(getattr(box, end) for box in flat)]) for end in ("low", "high")]
         return ends[0], ends[1]
@@ -59,7 +59,7 @@ def _named(path: Path) -> str:
 
 
 def _numbers_of(space: gymnasium.Space, path: Path, observation: Any, env_id: str) -> np.ndarray:
-    """Return a part of the state, flattened; ConfigError for a wrong shape or type. Values may exceed a Box."""
+    """Flatten a part of the state; raise ConfigError for a wrong shape or type. Values may exceed the bounds of a Box."""
     value = observation
     with suppress(ValueError, TypeError, LookupError):
         value = part(observation, path)
@@ -69,7 +69,7 @@ def _numbers_of(space: gymnasium.Space, path: Path, observation: Any, env_id: st
 
 
 def parts_of(space: gymnasium.Space, env_id: str) -> ObservationParts:
-    """Sort the parts of an observation space; ConfigError if it has two Text spaces."""
+    """Classify the parts of an observation space; raise ConfigError if it has two Text spaces."""
     parts = ObservationParts()
     for path, leaf in _leaves(space, ()):
         if isinstance(leaf, Text):
@@ -103,8 +103,8 @@ def _flat(space: gymnasium.Space, path: Path, env_id: str) -> Box:
     name = f"{_named(path)} of env.id={env_id} is {space}"
     if isinstance(space, Box) and len(space.shape) > 2:
         raise ConfigError(
-            f"{name}: neither a camera (uint8, [H, W, 3]) nor the numbers of a state (one or two axes). Register a version "
-            "with a gymnasium.ObservationWrapper that converts it or leaves it out, and name it in env.id; or set env.state=none"
+            f"{name}, neither a camera (uint8, [H, W, 3]) nor part of a state (one or two axes). Register a version "
+            "with a gymnasium.ObservationWrapper that converts or removes it, and use its id as env.id; or set env.state=none"
         )
     with suppress(NotImplementedError):
         if isinstance(flat := gymnasium.spaces.flatten_space(space), Box):
@@ -115,12 +115,12 @@ def _flat(space: gymnasium.Space, path: Path, env_id: str) -> Box:
 
 
 def old_interface_error(env_id: str, problem: str, fix: str) -> ConfigError:
-    """Return the error for an env with gym's older interface."""
-    return ConfigError(f"env.id={env_id} has gym's older interface: {problem}; required: gymnasium's. Write {fix}")
+    """Return the error for an env that uses gym's older interface."""
+    return ConfigError(f"env.id={env_id} uses gym's older interface: {problem}; required: gymnasium's. Write {fix}")
 
 
 def reset(env: gymnasium.Env, env_id: str, seed: int) -> tuple[Any, Mapping[str, Any]]:
-    """Reset ``env``, and return observation and info; ConfigError for gym's older interface."""
+    """Reset ``env`` and return its observation and info; raise ConfigError for gym's older interface."""
     problem = "reset() takes no seed"
     try:
         result = env.reset(seed=seed)
@@ -135,7 +135,7 @@ def reset(env: gymnasium.Env, env_id: str, seed: int) -> tuple[Any, Mapping[str,
 
 
 def step(env: gymnasium.Env, env_id: str, action: Any) -> tuple[Any, float, bool, bool, Mapping[str, Any]]:
-    """Step ``env`` and return its five values; ConfigError for gym's older interface, or a value of a wrong type."""
+    """Step ``env`` and return its five values; raise ConfigError for gym's older interface or a value of the wrong type."""
     result, source = env.step(action), f"of env.id={env_id}"
     if not isinstance(result, tuple | list) or len(result) != 5:
         line = "def step(self, action): seen, reward, done, info = self.env.step(action); return seen, reward, done, False, info"
@@ -150,17 +150,17 @@ def step(env: gymnasium.Env, env_id: str, action: Any) -> tuple[Any, float, bool
 
 
 def read_success(info: Mapping[str, Any], env_id: str, rejects: bool = True) -> bool | None:
-    """Return the success in ``info`` (None: not reported). An unknown key for it is an error, or a warning without ``rejects``."""
+    """Return the success flag in ``info`` (None: not reported). A similar unknown key is an error, or a warning if not ``rejects``."""
     for key in SUCCESS_KEYS:
         if key in info:
             return flag_of(info[key], f"info['{key}'] of env.id={env_id}")
     for key, value in info.items():
-        # Only flags, because numbers may be terms of the reward, such as ``success_reward``.
+        # Consider only flags, because numbers may be reward terms, such as ``success_reward``.
         if isinstance(value, bool | np.bool_) and OTHER_SUCCESS.search(str(key)) and not NO_FLAG.search(str(key)):
             known = ", ".join(f"info['{name}']" for name in SUCCESS_KEYS)
             text = (
                 f"env.id={env_id} seems to report success in info['{key}'], which is not read; required: one of {known}. Register "
-                "a version with a gymnasium.Wrapper that renames it, or set env.success_return=<sum of rewards that counts as a success>"
+                "a version with a gymnasium.Wrapper that renames it, or set env.success_return=<minimum return of a success>"
             )
             if rejects:
                 raise ConfigError(text)
@@ -169,7 +169,7 @@ def read_success(info: Mapping[str, Any], env_id: str, rejects: bool = True) -> 
 
 
 def instruction_of(parts: ObservationParts, observation: Any, info: Mapping[str, Any], env_id: str) -> str | None:
-    """Return the instruction in an observation or in ``info`` (None: neither); ConfigError for two, or if not a str."""
+    """Return the instruction from an observation or ``info``, or None; raise ConfigError if there are two or it is not a str."""
     text, from_info = (
         None if parts.instruction is None else part(observation, parts.instruction),
         info.get(INSTRUCTION_KEY),

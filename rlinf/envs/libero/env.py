@@ -39,9 +39,9 @@ if TYPE_CHECKING:
     from rlinf.types import EpisodeSpec
 
 NUM_RECORDED = 50
-"""Recorded initial states per task."""
+"""Number of recorded initial states per task."""
 DRAWN_OFFSET = 1000
-"""First ``init_state_id`` of drawn states; smaller ones are recorded states."""
+"""First ``init_state_id`` of drawn states; lower ids are recorded states."""
 EVAL_SEED, TRAIN_SEED = 0, 1
 """Seeds of the splits. The evaluation scripts of OpenVLA and OpenVLA-OFT seed each task's env with 0."""
 SETTLING_ACTION = np.array([0.0, 0.0, 0.0, 0.0, 0.0, 0.0, -1.0])
@@ -55,7 +55,7 @@ class LiberoConfig(ProcessEnvConfig):
 
     usual_cameras: ClassVar[tuple[str, ...]] = ("agentview", "wrist")
 
-    name: str = option("libero", "Registered environment.")
+    name: str = option("libero", "Name of the registered environment.")
     suite: str = option("libero_spatial", "Suite of tasks.", choices=tuple(HORIZONS))
     max_episode_steps: int | None = option(
         None,
@@ -64,13 +64,13 @@ class LiberoConfig(ProcessEnvConfig):
         + ").",
         minimum=1,
     )
-    image_size: int = option(256, "Height and width of camera images in pixels; published data has 256.", minimum=16)
+    image_size: int = option(256, "Height and width of camera images in pixels; published data uses 256.", minimum=16)
     cameras: list[str] | None = option(
-        None, f"Rendered cameras, in order: {', '.join(CAMERAS)}; null: as the model reads."
+        None, f"Cameras to render, in order: {', '.join(CAMERAS)}; null: as many as the model uses."
     )
-    reward_mode: str = option("sparse", "All are the success bonus.", choices=("sparse", "shaped", "relative"))
+    reward_mode: str = option("sparse", "All use only the success bonus.", choices=("sparse", "shaped", "relative"))
     num_eval_init_states: int = option(
-        NUM_RECORDED, "Evaluated initial states per task.", minimum=1, maximum=NUM_RECORDED
+        NUM_RECORDED, "Initial states per task in evaluation.", minimum=1, maximum=NUM_RECORDED
     )
     train_init_states: str = option(
         "drawn",
@@ -83,23 +83,23 @@ class LiberoConfig(ProcessEnvConfig):
         choices=("env", "openvla"),
     )
     state: str = option("proprio", "proprio: hand pose and finger joints; none.", choices=("proprio", "none"))
-    num_settling_steps: int = option(10, "Uncounted env steps at the start in which objects come to rest.", minimum=0)
+    num_settling_steps: int = option(10, "Env steps, not counted, in which objects settle at the start.", minimum=0)
     rendering: str = option(
         "full", "full: robosuite's exact images; fast: without shadows and antialiasing.", choices=("full", "fast")
     )
     max_scenes: int = option(10, "Cached tasks per worker process, about 0.5 GB each.", minimum=1)
-    assets_dir: PathText | None = option(None, "Folder of LIBERO's assets; null: RLINF_LIBERO_ASSETS or default.")
+    assets_dir: PathText | None = option(None, "Folder with LIBERO's assets; null: RLINF_LIBERO_ASSETS or default.")
 
 
 class LiberoVectorEnv(ProcessVectorEnv):
-    """One suite of LIBERO.
+    """One LIBERO suite.
 
-    An action is a displacement of the hand (x, y, z; 1 is 5 cm), a rotation (1 is 0.5 rad), both to be reached within 50 ms,
-    and the gripper.
+    An action consists of a displacement of the hand (x, y, z; 1 is 5 cm) and a rotation (1 is 0.5 rad), both over 50 ms, and a
+    gripper command.
 
-    Evaluation uses the recorded initial states 0 to 49 of each task in order, with tasks in turn. Instructions, horizons,
-    settling, image orientation, fixtures and sensor timing equal OpenVLA's evaluation script. Raises MissingDependencyError
-    without LIBERO, a package of the right version, the assets or a GL for images.
+    Evaluation uses each task's recorded initial states 0 to 49 in order, cycling through the tasks. Instructions, horizons,
+    settling, image orientation, fixtures and sensor timing match OpenVLA's evaluation script. Raises MissingDependencyError if
+    LIBERO, a package of the right version, the assets or a GL for images is missing.
     """
 
     config_class = LiberoConfig
@@ -132,17 +132,17 @@ class LiberoVectorEnv(ProcessVectorEnv):
 
     @classmethod
     def check_statistics(cls, config: LiberoConfig, statistics: Mapping[str, Any]) -> None:
-        """Reject the other gripper convention: its smallest value is negative for ``env``, at least 0 for ``openvla``."""
+        """Reject a mismatched gripper convention: the minimum value is negative for ``env`` and at least 0 for ``openvla``."""
         action = statistics["action"]
         numbers = action.get("min", action.get("q01"))
         if numbers is None or len(numbers) != 7:
-            return  # mean and std do not show the convention; a different width is rejected elsewhere
+            return  # mean and std do not reveal the convention; a different width is rejected elsewhere
         lowest = float(numbers[6])
         needed = "openvla" if lowest >= 0.0 else "env"
         if needed != config.gripper:
             raise ConfigError(
-                f"The smallest gripper value in the policy's action statistics is {lowest:g}, and env.gripper is "
-                f"{config.gripper}; required: the convention of the policy. Set env.gripper={needed}"
+                f"The minimum gripper value in the policy's action statistics is {lowest:g}, but env.gripper is "
+                f"{config.gripper}; required: the policy's convention. Set env.gripper={needed}"
             )
 
     @classmethod
@@ -150,7 +150,7 @@ class LiberoVectorEnv(ProcessVectorEnv):
         return config.max_episode_steps or HORIZONS[config.suite]
 
     def episode_specs(self, split: str) -> Sequence[EpisodeSpec]:
-        """Return the episodes of a split, tasks in turn; "eval": the recorded states in order."""
+        """Return a split's episodes, cycling through the tasks; "eval" uses the recorded states in order."""
         check_split(split)
         first = DRAWN_OFFSET if split == "train" and self.config.train_init_states == "drawn" else 0
         seed = EVAL_SEED if split == "eval" else TRAIN_SEED
@@ -166,7 +166,7 @@ class LiberoVectorEnv(ProcessVectorEnv):
         return {"proprio": 8, "none": 0}[config.state]
 
     def state_bounds(self) -> tuple[np.ndarray, np.ndarray] | None:
-        """Return bounds of the hand over all suites; checkpoints have tighter ones."""
+        """Return bounds for the hand over all suites; checkpoints contain tighter ones."""
         return (STATE_LOW, STATE_HIGH) if self.state_dim else None
 
     def instruction_of(self, task_id: int) -> str:
@@ -174,7 +174,7 @@ class LiberoVectorEnv(ProcessVectorEnv):
 
 
 class LiberoSimulator(Simulator):
-    """One env of a suite. It switches scenes when the task changes."""
+    """One env of a suite, which switches scenes when the task changes."""
 
     config: LiberoConfig
 
@@ -186,12 +186,12 @@ class LiberoSimulator(Simulator):
         self._state: SceneState | None = None
 
     def reset(self, spec: EpisodeSpec) -> None:
-        """Start at a recorded state (``init_state_id`` below 50) or a drawn one (from 1000); let objects settle."""
+        """Start at a recorded state (``init_state_id`` below 50) or a drawn one (from 1000), and let objects settle."""
         task, suite, number = self.task_names[spec.task_id], self.config.suite, spec.init_state_id
         states = recorded_states(suite, task)
         if len(states) <= number < DRAWN_OFFSET:
             raise ConfigError(
-                f"{spec} is recorded state {number} of {task}, which has {len(states)}; drawn ones start at "
+                f"{spec} refers to recorded state {number} of {task}, which has only {len(states)}; drawn states start at "
                 f"{DRAWN_OFFSET}."
             )
         scene = _scene_of(suite, task, self._assets, self.config.rendering == "fast", self.config.max_scenes)
@@ -239,13 +239,13 @@ class LiberoSimulator(Simulator):
         self._task, self._scene, self._state = "", None, None
 
 
-# Shared by all envs of a process: a scene takes 0.5 GB, and `SceneState` keeps the envs apart.
+# Shared by all envs of a process, because a scene takes 0.5 GB; `SceneState` separates the envs.
 _scenes: OrderedDict[tuple[Any, ...], Scene] = OrderedDict()
 _scenes_lock = threading.Lock()
 
 
 def _scene_of(suite: str, task: str, assets: Path, fast: bool, max_scenes: int) -> Scene:
-    """Return this process's scene of a task. The least recently used scenes are dropped."""
+    """Return this process's scene for a task, dropping the least recently used scenes if necessary."""
     key = suite, task, assets, fast
     with _scenes_lock:
         if key not in _scenes:

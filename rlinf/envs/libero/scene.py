@@ -1,4 +1,4 @@
-"""A LIBERO task as robosuite builds it, stepped without robosuite's redundant computations, bit for bit the same."""
+"""A LIBERO task as robosuite builds it, stepped without robosuite's redundant computations but with bit-identical results."""
 
 import contextlib
 import copy
@@ -18,19 +18,19 @@ from rlinf.envs.graphics.renderer import StateRenderer, project
 from rlinf.errors import ConfigError, MissingDependencyError
 
 CAMERAS = {"agentview": "agentview", "wrist": "robot0_eye_in_hand"}
-"""Name in ``env.cameras`` to robosuite's name."""
+"""Maps names in ``env.cameras`` to robosuite's names."""
 
 CONTROL_FREQ_HZ = 20
 SIM_STEPS = 25
-"""Simulator steps of 2 ms per env step."""
+"""Number of 2 ms simulator steps per env step."""
 SEEN_SIM_STEP = 23
-"""Simulator step (from 0) of an env step at which robosuite's sensors read, after ``reset`` and ``set_init_state``.
+"""Simulator step (from 0) within an env step at which robosuite reads its sensors, after ``reset`` and ``set_init_state``.
 
 Bodies and cameras are read at the start of that step, the gripper's joints at its end, and sites (the flame of the stove) as
 the previous env step left them.
 """
 GEOM_GROUPS = np.array([[0, 1, 1, 0, 0, 0]], dtype=np.uint8)
-"""robosuite shows visual geoms (group 1 and MuJoCo's 2), not collision geoms (group 0)."""
+"""As in robosuite, show visual geoms (group 1 and MuJoCo's 2) but not collision geoms (group 0)."""
 MAX_GEOMS = 1000
 
 
@@ -38,9 +38,9 @@ MAX_GEOMS = 1000
 class SceneState:
     """State of one env; several envs of a process share a scene.
 
-    ``controller`` is robosuite's arm controller, with its goal, ``gripper`` the gripper's current command, which changes by a fixed
-    amount per simulator step. ``fixtures``: body id to (position, quaternion); the model can hold only one env's. ``sites``: colours
-    of the model's sites, among them flames. ``seen_*``: joints, ``sites`` and finger joints at the time of the sensors.
+    ``controller`` is robosuite's arm controller with its goal; ``gripper`` is the gripper's current command, which changes by a fixed
+    amount per simulator step. ``fixtures`` maps body ids to (position, quaternion), because the model can store only one env's.
+    ``sites`` are the colours of the model's sites, including flames. ``seen_*``: joints, ``sites`` and fingers as last sensed.
     """
 
     data: Any
@@ -54,18 +54,18 @@ class SceneState:
 
 
 class _SimulationView:
-    """The controller's view of the simulation, whose kinematics ``Scene.step`` updates."""
+    """The controller's view of the simulation, whose kinematics are updated by ``Scene.step``."""
 
     def __init__(self, mujoco: Any, sim: Any) -> None:
         self._mujoco, self.model, self.data = mujoco, sim.model, sim.data
 
     def forward(self) -> None:
-        """Solve for accelerations again. The solver is warm-started, so every call changes the result."""
+        """Solve for accelerations again. Because the solver is warm-started, every call changes the result."""
         self._mujoco.mj_forwardSkip(self.model._model, self.data._data, self._mujoco.mjtStage.mjSTAGE_VEL, 1)
 
 
 class Scene:
-    """One task: model, controller and goal. About 0.5 GB with its textures and a renderer; built in 2 to 7 s."""
+    """One task: model, controller and goal. Takes about 0.5 GB with textures and a renderer, and 2 to 7 s to build."""
 
     def __init__(self, bddl_file: Path, assets: Path, fast_rendering: bool) -> None:
         env_class = _import_libero(assets)
@@ -73,7 +73,7 @@ class Scene:
         self._mujoco, self._fast_rendering = mujoco, fast_rendering
         self.lock = threading.RLock()
         try:
-            with _numpy_seed(np.random.get_state()):  # robosuite draws positions, which every episode overwrites
+            with _numpy_seed(np.random.get_state()):  # robosuite draws random positions, which every episode overwrites
                 self._env = env_class(
                     bddl_file_name=str(bddl_file), use_camera_obs=False, has_offscreen_renderer=False,
                     control_freq=CONTROL_FREQ_HZ, hard_reset=False,
@@ -85,12 +85,12 @@ class Scene:
             ) from error
         self._sim, self._robot = self._env.sim, self._env.robots[0]
         self.model = self._sim.model._model
-        self._env.visualize({name: False for name in self._env._visualizations})  # hide marks of gripper and regions
+        self._env.visualize({name: False for name in self._env._visualizations})  # hide gripper and region markers
         self._compiled_sites = self.model.site_rgba.copy()
         self._joint_samplers = list(self._env.object_property_initializers)
         self._bodies = dict(self._env.obj_body_id)
         self._fixture_ids = [self._bodies[name] for name in self._env.fixtures_dict]
-        for body in self._fixture_ids:  # undo robosuite's draw of their positions
+        for body in self._fixture_ids:  # undo robosuite's random placement
             self.model.body_pos[body], self.model.body_quat[body] = np.zeros(3), (1.0, 0.0, 0.0, 0.0)
         self._compiled_fixtures = self._fixtures()
         self._published: dict[int, list[tuple[Any, int]]] = {}
@@ -98,15 +98,15 @@ class Scene:
         self._renderers: dict[int, StateRenderer] = {}
 
     def new_state(self) -> SceneState:
-        """Return an empty state for one env; ``restore`` or ``draw`` fills it."""
+        """Return an empty state for one env, to be filled by ``restore`` or ``draw``."""
         return SceneState(self._mujoco.MjData(self.model))
 
     def restore(self, state: SceneState, recorded: np.ndarray, seed: int, index: int) -> None:
-        """Overwrite ``state`` with the ``recorded`` one, float64 ``[1 + nq + nv]``, of the number ``index``.
+        """Overwrite ``state`` with the ``recorded`` state number ``index``, float64 ``[1 + nq + nv]``.
 
         A recorded state does not include the poses of the fixtures (cabinet, stove), which LIBERO draws within about a centimetre
-        at each reset. Here they equal episode ``index`` of a script that calls ``env.seed(seed)`` once, and then ``env.reset()`` and
-        ``env.set_init_state(recorded)`` for each episode (OpenVLA's evaluation: seed 0).
+        at each reset. Here they match episode ``index`` of a script that calls ``env.seed(seed)`` once, and then ``env.reset()`` and
+        ``env.set_init_state(recorded)`` for each episode (seed 0 in OpenVLA's evaluation).
         """
         if len(recorded) != 1 + self.model.nq + self.model.nv:
             raise ConfigError(
@@ -120,16 +120,16 @@ class Scene:
         self._start(state)
 
     def draw(self, state: SceneState, seed: int) -> None:
-        """Start at a state that LIBERO draws from ``seed`` (32 bits), including fixtures. Objects then fall."""
+        """Start at a state that LIBERO draws from ``seed`` (32 bits), including fixtures. Objects then fall into place."""
         with _numpy_seed(seed):
             self._draw(state, num_loads=1)
         self._start(state)
 
     def step(self, state: SceneState, action: np.ndarray) -> bool:
-        """Advance by one env step (50 ms), and return whether the goal is reached.
+        """Advance by one env step (50 ms) and return whether the goal is reached.
 
-        The result equals robosuite's ``env.step``, which computes positions and velocities three times in each simulator step, here
-        once; accelerations are computed three times here as well. ``action`` is float64 ``[7]`` in LIBERO's convention (gripper: -1
+        The result equals robosuite's ``env.step``. Positions and velocities are computed once per simulator step instead of three
+        times; accelerations are still computed three times. ``action`` is float64 ``[7]`` in LIBERO's convention (gripper: -1
         opens, 1 closes).
         """
         mujoco, model, data, robot = self._mujoco, self.model, state.data, self._robot
@@ -143,7 +143,7 @@ class Scene:
             torques = state.controller.run_controller()
             data.ctrl[robot._ref_joint_actuator_indexes] = np.clip(torques, torque_low, torque_high)
             robot.grip_action(robot.gripper, action[6:])
-            # The sensors' camera poses are those before this simulator step, the fingers those after it.
+            # The sensors read camera poses before this simulator step, and finger positions after it.
             if number == SEEN_SIM_STEP:
                 state.seen_qpos, state.seen_sites = data.qpos.copy(), state.sites
             mujoco.mj_step2(model, data)
@@ -151,19 +151,19 @@ class Scene:
                 state.seen_gripper = data.qpos[robot._ref_gripper_joint_pos_indexes].copy()
         state.gripper = robot.gripper.current_action
         self._env._post_process()
-        # robosuite changes sites (flames) after the physics, so they show in images of the next env step.
+        # robosuite changes sites (flames) after the physics, so they appear only in the next env step's images.
         state.sites = model.site_rgba.copy()
         return bool(self._env._check_success())
 
     def proprioception(self, state: SceneState) -> np.ndarray:
-        """Return float32 ``[8]``: hand position (metres) and rotation (axis times radians), both fingers (metres)."""
+        """Return float32 ``[8]``: hand position (metres), rotation (axis times radians) and both finger positions (metres)."""
         self._restore_sensors(state)
         hand = self._sensor_data.body(self._robot.robot_model.eef_name)
         position = self._sensor_data.site_xpos[self._robot.eef_site_id]
         return np.concatenate([position, axis_angle(hand.xquat), state.seen_gripper]).astype(np.float32)
 
     def render(self, state: SceneState, cameras: list[str], size: int) -> list[np.ndarray]:
-        """Return uint8 ``[size, size, 3]`` per camera, rotated by 180 degrees as in published datasets: upright, but mirrored."""
+        """Return uint8 ``[size, size, 3]`` per camera, rotated by 180 degrees as in published datasets (upright but mirrored)."""
         if not cameras:
             return []
         self._restore_sensors(state)
@@ -174,9 +174,9 @@ class Scene:
         return [np.ascontiguousarray(image[:, ::-1]) for image in images]
 
     def path(self, state: SceneState, actions: np.ndarray, camera: str, size: int) -> np.ndarray:
-        """Return the hand's path under ``actions [C, 7]`` in an image of ``render``: ``[C + 1, 2]`` pixels. Simulates a copy."""
+        """Simulate a copy under ``actions [C, 7]``; return the hand's path in an image from ``render``, ``[C + 1, 2]`` pixels."""
         sim = state.controller.sim  # shared with `state`
-        # A deep copy that shares the simulation: only the controller's goal and interpolation may differ.
+        # Deep-copy all but the simulation, so that only the controller's goal and interpolation may differ.
         controller = copy.deepcopy(state.controller, {id(sim): sim})
         simulated = replace(state, data=copy.copy(state.data), controller=controller, gripper=state.gripper.copy())
         camera_id, positions = self.model.camera(CAMERAS[camera]).id, []
@@ -195,7 +195,7 @@ class Scene:
         return {name: [*data.xpos[body].tolist(), *data.xquat[body].tolist()] for name, body in self._bodies.items()}
 
     def _activate(self, state: SceneState) -> None:
-        """Let robosuite's objects work on ``state``."""
+        """Make robosuite's objects operate on ``state``."""
         self._sim.data._data = state.data
         self._robot.controller = state.controller
         self._robot.gripper.current_action = state.gripper
@@ -214,7 +214,7 @@ class Scene:
         state.seen_gripper = state.data.qpos[self._robot._ref_gripper_joint_pos_indexes].copy()
 
     def _restore_sensors(self, state: SceneState) -> None:
-        """Put ``_sensor_data`` into the state that the sensors of ``state`` have read."""
+        """Set ``_sensor_data`` to the state last read by the sensors of ``state``."""
         self._activate(state)
         self.model.site_rgba[:] = state.seen_sites
         self._sensor_data.qpos[:] = state.seen_qpos
@@ -228,7 +228,7 @@ class Scene:
         }
 
     def _published_draw(self, state: SceneState, seed: int, index: int) -> tuple[Any, int]:
-        """Return generator and ``num_loads`` after ``env.seed(seed)`` and ``index`` calls of ``env.reset()``."""
+        """Return the generator state and ``num_loads`` after ``env.seed(seed)`` and ``index`` calls to ``env.reset()``."""
         known = self._published.setdefault(seed, [])
         with _numpy_seed(known[-1][0] if known else seed):
             if not known:  # robosuite loads the model at construction and at each reset
@@ -239,9 +239,9 @@ class Scene:
         return known[index]
 
     def _draw(self, state: SceneState, num_loads: int) -> int:
-        """Reset the simulation as LIBERO's ``env.reset()`` does, with NumPy's global generator.
+        """Reset the simulation as LIBERO's ``env.reset()`` does, using NumPy's global generator.
 
-        Return ``num_loads``, how often LIBERO has loaded the model (its list of joints to draw grows each time), plus its failed draws.
+        Return ``num_loads``: how often LIBERO has loaded the model (its list of joints to draw grows each time) plus failed draws.
         """
         from robosuite.utils.errors import RandomizationError
 
@@ -263,7 +263,7 @@ class Scene:
 
 
 def axis_angle(quaternion: np.ndarray) -> np.ndarray:
-    """Return axis times angle (0 to 2 pi) of a quaternion (w, x, y, z), as published policies read it."""
+    """Convert a quaternion (w, x, y, z) to axis times angle (0 to 2 pi), as expected by published policies."""
     w = float(np.clip(quaternion[0], -1.0, 1.0))
     sine = np.sqrt(1.0 - w * w)
     return np.zeros(3) if np.isclose(sine, 0.0) else np.asarray(quaternion[1:]) * (2.0 * np.arccos(w) / sine)
@@ -271,7 +271,7 @@ def axis_angle(quaternion: np.ndarray) -> np.ndarray:
 
 @contextlib.contextmanager
 def _numpy_seed(seed: Any) -> Iterator[None]:
-    """Give LIBERO, which draws from NumPy's global generator, its own state (``seed``: an integer or a state)."""
+    """Temporarily set NumPy's global generator, which LIBERO uses, to ``seed`` (an integer or a state)."""
     before = np.random.get_state()
     np.random.seed(seed) if isinstance(seed, int) else np.random.set_state(seed)
     try:
@@ -284,11 +284,11 @@ _import_lock = threading.Lock()
 
 
 def _import_libero(assets: Path) -> Any:
-    """Import LIBERO and set its assets. Without a settings file, its import would ask a question on stdin."""
+    """Import LIBERO and set its assets folder. Without a settings file, the import would prompt on stdin."""
     choose_backend()  # otherwise robosuite sets MUJOCO_GL itself
     with _import_lock, tempfile.TemporaryDirectory() as folder:
         Path(folder, "config.yaml").touch()
-        # robosuite rejects an EGL device that is not in CUDA_VISIBLE_DEVICES, but EGL counts differently.
+        # robosuite rejects an EGL device that is not in CUDA_VISIBLE_DEVICES, but EGL numbers devices differently.
         before = {name: os.environ.pop(name, None) for name in ("LIBERO_CONFIG_PATH", "MUJOCO_EGL_DEVICE_ID")}
         os.environ["LIBERO_CONFIG_PATH"] = folder
         logging.disable(logging.WARNING)  # robosuite warns about an optional file

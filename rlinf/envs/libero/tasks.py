@@ -20,24 +20,24 @@ from rlinf.errors import ConfigError, MissingDependencyError
 from rlinf.options import override_text
 
 HORIZONS = {"libero_spatial": 220, "libero_object": 280, "libero_goal": 300, "libero_10": 520, "libero_90": 400}
-"""Suite to env steps of an episode after settling, as in the evaluation scripts of OpenVLA, OpenVLA-OFT and openpi."""
+"""Maps each suite to its env steps per episode after settling, as in OpenVLA's, OpenVLA-OFT's and openpi's scripts."""
 
 ASSETS_VARIABLE = "RLINF_LIBERO_ASSETS"
 REQUIRED = {"robosuite": ((1, 4), (1, 5), "robosuite==1.4.0"), "mujoco": ((2, 3), (3, 3, 3), "mujoco==3.3.0")}
-"""Distribution to the first supported version, the first unsupported one, and the requirement to install."""
+"""Maps each distribution to its first supported version, first unsupported version and pip requirement."""
 _INSTALL = (
     "Install LIBERO with `bash scripts/setup.sh --sims`, or with `pip install --no-deps hf-libero==0.1.4 "
     "robosuite==1.4.0 bddl==1.0.1`."
 )
 _ASSETS_HINT = (
-    "They are the folder libero/libero/assets of https://github.com/Lifelong-Robot-Learning/LIBERO. Get it with "
+    "They are in the folder libero/libero/assets of https://github.com/Lifelong-Robot-Learning/LIBERO. Get it with "
     "`git clone`, and set env.assets_dir=LIBERO/libero/libero/assets, or set RLINF_LIBERO_ASSETS."
 )
 
 
 @functools.cache
 def package_folder() -> Path:
-    """Return the folder of LIBERO's files in the installed package."""
+    """Return the folder that contains LIBERO's files in the installed package."""
     spec = importlib.util.find_spec("libero")
     for folder in (spec.submodule_search_locations or ()) if spec is not None else ():
         if (Path(folder) / "libero" / "bddl_files").is_dir():
@@ -47,7 +47,7 @@ def package_folder() -> Path:
 
 def check_packages() -> None:
     """Check that robosuite and MuJoCo have versions that reproduce LIBERO's published results."""
-    # MuJoCo renders floors darker from 3.3.3 on, and collides boxes differently from 3.4 on: published policies lose 20 to 86 points.
+    # MuJoCo renders floors darker since 3.3.3 and collides boxes differently since 3.4, which costs published policies 20 to 86 points.
     package_folder()
     for name in ("robosuite", "bddl"):
         if importlib.util.find_spec(name) is None:
@@ -61,8 +61,8 @@ def check_packages() -> None:
         if not first <= numbers < end:
             lowest, limit = (".".join(map(str, bound)) for bound in (first, end))
             raise MissingDependencyError(
-                f"{name} has version {version}; required: from {lowest} to below {limit} (later "
-                f"versions change contacts and brightness, and with them success rates). Run pip install {wanted}"
+                f"{name} has version {version}; required: at least {lowest} and below {limit} (later "
+                f"versions change contacts and brightness, which affects success rates). Run pip install {wanted}"
             )
 
 
@@ -81,7 +81,7 @@ def suite_tasks(suite: str) -> tuple[str, ...]:
 
 
 def instruction(task: str) -> str:
-    """Return the instruction: the task's name in words, without the name of the scene."""
+    """Return the instruction: the task's name with spaces and without the scene's name."""
     return re.sub(r"^[A-Z_]+SCENE\d+_", "", task).replace("_", " ")
 
 
@@ -90,7 +90,7 @@ def bddl_file(suite: str, task: str) -> Path:
 
 
 class _ArrayUnpickler(pickle.Unpickler):
-    """Reads only NumPy arrays: a pickle could otherwise run any code."""
+    """Reads only NumPy arrays, because an arbitrary pickle could run any code."""
 
     ALLOWED = {
         ("numpy.core.multiarray", "_reconstruct"): np.empty(0).__reduce__()[0],
@@ -102,7 +102,7 @@ class _ArrayUnpickler(pickle.Unpickler):
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) not in self.ALLOWED:
-            raise ConfigError(f"it contains {module}.{name}, but only arrays of numbers are read")
+            raise ConfigError(f"it contains {module}.{name}, but only numeric arrays are allowed")
         return self.ALLOWED[module, name]
 
 
@@ -121,12 +121,12 @@ def read_states(path: Path) -> np.ndarray:
 
 @functools.cache
 def recorded_states(suite: str, task: str) -> np.ndarray:
-    """Return the task's 50 initial states of published evaluations."""
+    """Return the task's 50 initial states used in published evaluations."""
     return read_states(package_folder() / "init_files" / suite / f"{task}.pruned_init")
 
 
 def find_assets(configured: str | None) -> Path:
-    """Return LIBERO's assets folder: env.assets_dir, RLINF_LIBERO_ASSETS, or that of the package, its settings or its downloads."""
+    """Find LIBERO's assets in env.assets_dir, RLINF_LIBERO_ASSETS, the package, or the folders of its settings or downloads."""
     settings = Path(os.environ.get("LIBERO_CONFIG_PATH", "~/.libero")).expanduser() / "config.yaml"
     named = {"env.assets_dir": configured, ASSETS_VARIABLE: os.environ.get(ASSETS_VARIABLE)}
     for key, folder in named.items():
@@ -156,7 +156,7 @@ def _assets_of_settings(settings: Path) -> Path | None:
 
 
 def check_assets(assets: Path, suite: str, tasks: Sequence[str]) -> None:
-    """Check that the scene and all objects of the tasks exist, with their meshes."""
+    """Check that the tasks' scenes, objects and meshes exist."""
     missing = {task: lost for task in tasks if (lost := missing_files(assets, suite, task))}
     if not missing:
         return
@@ -172,7 +172,7 @@ def check_assets(assets: Path, suite: str, tasks: Sequence[str]) -> None:
 
 
 def missing_files(assets: Path, suite: str, task: str) -> list[str]:
-    """Return the files of a task that ``assets`` lacks, relative to that folder."""
+    """Return a task's files that are missing in ``assets``, relative to this folder."""
     text = bddl_file(suite, task).read_text(encoding="utf-8")
     problem = re.search(r"\(problem (\w+)\)", text).group(1).lower()
     source = (package_folder() / "envs" / "problems" / f"{problem}.py").read_text(encoding="utf-8")
@@ -184,7 +184,7 @@ def missing_files(assets: Path, suite: str, task: str) -> list[str]:
 
 @functools.cache
 def object_models() -> dict[str, str]:
-    """Return object category to model file. LIBERO's base classes have a path with a placeholder, subclasses the name."""
+    """Map object categories to model files. LIBERO's base classes define a path with a placeholder, subclasses the name."""
     folders, models = {}, {}
     for file in sorted((package_folder() / "envs" / "objects").glob("*_objects.py")):
         for node in ast.parse(file.read_text(encoding="utf-8")).body:
@@ -205,6 +205,6 @@ def _missing_behind(assets: Path, name: str) -> list[str]:
     model = assets / name
     if not model.is_file():
         return [name]
-    # Textures are not checked: LIBERO replaces some, and robosuite drops unused ones.
+    # Textures are not checked, because LIBERO replaces some and robosuite drops unused ones.
     named = [mesh.get("file") for mesh in ElementTree.parse(model).iter("mesh")]
     return [f"{file} of {name}" for file in dict.fromkeys(named) if not (model.parent / file).is_file()]

@@ -25,14 +25,12 @@ FIRST_ROW = np.array([0])
 class ManiSkillConfig(ManiSkillOptions, ProcessEnvConfig):
     """ManiSkill 3, simulated on the CPU."""
 
-    name: str = option("maniskill", "Registered environment.")
-    render_device: str = option(
-        "cpu", "Renderer of images: cpu (Mesa's lavapipe) or gpu (NVIDIA).", choices=("cpu", "gpu")
-    )
+    name: str = option("maniskill", "Name of the registered environment.")
+    render_device: str = option("cpu", "Image renderer: cpu (Mesa's lavapipe) or gpu (NVIDIA).", choices=("cpu", "gpu"))
 
 
 class ManiSkillVectorEnv(ManiSkillSuite, ProcessVectorEnv):
-    """ManiSkill's tabletop tasks by instruction. Raises MissingDependencyError without ManiSkill or a working Vulkan."""
+    """ManiSkill's language-conditioned tabletop tasks. Raises MissingDependencyError without ManiSkill or a working Vulkan."""
 
     config_class = ManiSkillConfig
     simulator_class: ClassVar[str] = "rlinf.envs.maniskill.env:ManiSkillSimulator"
@@ -44,7 +42,7 @@ class ManiSkillVectorEnv(ManiSkillSuite, ProcessVectorEnv):
 
 
 class ManiSkillSimulator(Simulator):
-    """One env of ManiSkill. Each episode rebuilds its scene (0.03 s), and a change of task builds a new one."""
+    """One ManiSkill env. The scene is rebuilt for each episode (0.03 s) and replaced when the task changes."""
 
     config: ManiSkillConfig
 
@@ -55,7 +53,7 @@ class ManiSkillSimulator(Simulator):
     def reset(self, spec: EpisodeSpec) -> None:
         task = self.task_names[spec.task_id]
         if self._scene is None or self._scene.task != task:
-            # SAPIEN keeps its renderer (7 s to build in software) only while a scene exists, so build the next scene first.
+            # SAPIEN frees its renderer (7 s to build in software) once no scene exists, so build the next scene first.
             previous, device = self._scene, VULKAN_DEVICES[self.config.render_device]
             self._scene = Scene(self.config, task, 1, "physx_cpu", device)
             if previous is not None:

@@ -1,4 +1,4 @@
-"""ManiSkill 3 on an NVIDIA GPU: all envs are in one simulation."""
+"""ManiSkill 3 on an NVIDIA GPU, with all envs in one simulation."""
 
 import gc
 from collections.abc import Sequence
@@ -19,21 +19,21 @@ from rlinf.types import EpisodeSpec, Observation
 class ManiSkillGpuConfig(ManiSkillOptions):
     """ManiSkill 3, simulated and rendered on an NVIDIA GPU."""
 
-    name: str = option("maniskill_gpu", "Registered environment.")
+    name: str = option("maniskill_gpu", "Name of the registered environment.")
 
 
 class ManiSkillGpuVectorEnv(ManiSkillSuite):
-    """One task of ManiSkill, ``B`` envs in one simulation on the GPU.
+    """One ManiSkill task, with ``B`` envs in one simulation on the GPU.
 
-    Envs are reset together, each with its own seed, so that an episode's initial state depends on its spec only. PhysX on the GPU
-    is not bit-reproducible, so equal actions give nearly, not exactly, equal trajectories. An env whose episode ends inside a
-    chunk is restored after each step of the running envs. Raises ConfigError for more than one task, MissingDependencyError
-    without ManiSkill, a GPU or its Vulkan driver.
+    Envs are reset together, each with its own seed, so that an episode's initial state depends only on its spec. PhysX on the GPU
+    is not bit-reproducible, so equal actions lead to nearly but not exactly equal trajectories. If an env's episode ends inside a
+    chunk, its state is restored after each step of the running envs. Raises ConfigError for more than one task, and
+    MissingDependencyError without ManiSkill, a GPU or its Vulkan driver.
     """
 
     config_class = ManiSkillGpuConfig
     devices: ClassVar[tuple[str, str]] = ("physx_cuda", "gpu")
-    """Simulation backend, and render device."""
+    """Simulation backend and render device."""
     on_gpu: ClassVar[bool] = True
     config: ManiSkillGpuConfig
 
@@ -41,7 +41,7 @@ class ManiSkillGpuVectorEnv(ManiSkillSuite):
         super().__init__(config, num_envs, auto_reset)
         if len(self.task_names) != 1:
             raise ConfigError(
-                f"env.name={config.name} simulates one task, and env.tasks leaves {len(self.task_names)}. "
+                f"env.name={config.name} simulates only one task, but env.tasks selects {len(self.task_names)}. "
                 "Set env.tasks=[PickCube-v1], or env=maniskill for several tasks on the CPU."
             )
         self._render_device = choose_vulkan(self.devices[1])
@@ -77,7 +77,7 @@ class ManiSkillGpuVectorEnv(ManiSkillSuite):
 
             self._scene.close()
             self._scene = None
-            # The scene may be in reference cycles, which would hold the GPU memory until some later collection.
+            # Reference cycles may contain the scene and would retain its GPU memory until a later garbage collection.
             gc.collect()
             if torch.cuda.is_available():
                 torch.cuda.empty_cache()

@@ -25,7 +25,7 @@ FIXED_ACTORS = ("ground", "table-workspace")
 
 
 class Task(NamedTuple):
-    """A task of ManiSkill: instruction, registered time limit, and width of the observation mode "state"."""
+    """A ManiSkill task: instruction, registered time limit, and width of an observation in mode "state"."""
 
     instruction: str
     horizon: int
@@ -46,19 +46,19 @@ TASKS = {
     "PullCubeTool-v1": Task("pull the cube closer with the L-shaped tool", 100, 39),
     "RollBall-v1": Task("push the ball so that it rolls into the target", 80, 44),
 }
-"""Tasks of one Panda arm at a table, with models in the package, so nothing is downloaded."""
+"""Tasks for one Panda arm at a table whose models are included in the package, so that no downloads are needed."""
 
 
 @dataclass
 class ManiSkillOptions(EnvConfig):
-    """Settings of ManiSkill, on the CPU and on the GPU."""
+    """ManiSkill settings, for both CPU and GPU."""
 
     usual_cameras: ClassVar[tuple[str, ...]] = ("base_camera",)
 
     tasks: list[str] | None = option(["PickCube-v1"], "Task names; null: all twelve.")
     max_episode_steps: int | None = option(None, "Env steps until truncation; null: ManiSkill's limit.", minimum=1)
     image_size: int = option(128, "Height and width of camera images in pixels.", minimum=16)
-    cameras: list[str] | None = option(None, "Rendered cameras: base_camera, hand_camera; null: as the model reads.")
+    cameras: list[str] | None = option(None, "Cameras: base_camera, hand_camera; null: as many as the model uses.")
     reward_mode: str = option(
         "relative",
         "sparse: success bonus; shaped: plus dense reward (0 to 1); relative: plus its change.",
@@ -74,11 +74,11 @@ class ManiSkillOptions(EnvConfig):
         "proprio: joint positions, velocities, hand pose; full: ManiSkill's 'state'; none.",
         choices=("full", "proprio", "none"),
     )
-    show_goals: bool = option(False, "Render goals that ManiSkill hides from its cameras (PickCube-v1).")
+    show_goals: bool = option(False, "Render goals that ManiSkill hides from its cameras (in PickCube-v1).")
 
 
 class ManiSkillSuite(VectorEnv):
-    """Base class of ManiSkill on the CPU and on the GPU."""
+    """Base class for ManiSkill on the CPU and the GPU."""
 
     suite: ClassVar[str] = "maniskill"
     camera_names: ClassVar[tuple[str, ...]] = CAMERAS
@@ -106,13 +106,13 @@ class ManiSkillSuite(VectorEnv):
 
     @classmethod
     def state_width(cls, config: ManiSkillOptions) -> int:
-        """Return ``state_dim`` under ``config``; ConfigError if the tasks' full states differ in width."""
+        """Return ``state_dim`` under ``config``; raise ConfigError if the tasks' full states differ in width."""
         if config.state != "full":
             return PROPRIO_DIM if config.state == "proprio" else 0
         widths = {task: TASKS[task].state_dim for task in select_tasks(list(TASKS), config.tasks)}
         if len(set(widths.values())) > 1:
             raise ConfigError(
-                f"env.state=full has a different width for each task ({widths}), but a policy needs one. "
+                f"env.state=full has a different width for each task ({widths}), but a policy needs a fixed width. "
                 "Set env.state=proprio, or one task: env.tasks=[PickCube-v1]"
             )
         return next(iter(widths.values()))
@@ -135,9 +135,9 @@ class Scene:
         import mani_skill.envs  # registers the tasks
         from mani_skill.utils.registration import REGISTERED_ENVS
 
-        mani_skill.logger.setLevel(logging.ERROR)  # it warns about its own tasks at each scene
+        mani_skill.logger.setLevel(logging.ERROR)  # it warns about its own tasks for each scene
         if sim_backend == "physx_cpu" and not gc.get_freeze_count():
-            # ManiSkill collects garbage at each scene, which takes 8/9 of a reset unless imported objects are frozen.
+            # ManiSkill collects garbage for each scene, which takes 8/9 of the reset time unless imported objects are frozen.
             gc.collect()
             gc.freeze()
 
@@ -156,8 +156,8 @@ class Scene:
             self._seeds = draw_each_row_by_its_seed(self._env)
 
     def reset(self, rows: np.ndarray, seeds: Sequence[int]) -> None:
-        """Reset the envs ``rows`` (int64 ``[K]``) to the initial states of ``seeds``, in one call of ManiSkill."""
-        # PhysX keeps contacts over a reset, so on the CPU the simulation is rebuilt.
+        """Reset the envs ``rows`` (int64 ``[K]``) to the initial states of ``seeds``, in one call to ManiSkill."""
+        # PhysX retains contacts across resets, so on the CPU the simulation is rebuilt.
         options: dict[str, Any] = {"reconfigure": True} if self._on_cpu else {}
         seed: list[int] | None = [seeds[0]]
         if self._num_envs > 1:
@@ -172,7 +172,7 @@ class Scene:
     def step(self, rows: np.ndarray, actions: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Step only the envs ``rows`` (int64 ``[K]``); return reward float32 ``[K]``, success and failure bool ``[K]``."""
         idle = np.setdiff1d(np.arange(self._num_envs), rows)
-        # ManiSkill steps all envs, so the idle ones get their state back afterwards.
+        # ManiSkill steps all envs, so the state of idle ones is restored afterwards.
         before = self._env.get_state_dict() if len(idle) else None
         padded = np.zeros((self._num_envs, actions.shape[1]), np.float32)
         padded[rows] = actions
@@ -187,7 +187,7 @@ class Scene:
         return _array(reward)[rows].astype(np.float32), _array(info["success"])[rows], failure
 
     def images(self, rows: np.ndarray) -> dict[str, np.ndarray]:
-        """Return uint8 ``[K, H, W, 3]`` of each camera of the config."""
+        """Return uint8 ``[K, H, W, 3]`` for each camera in the config."""
         if not self.config.cameras:
             return {}
         env = self._env
@@ -214,7 +214,7 @@ class Scene:
         return np.concatenate([_array(part)[rows] for part in parts], axis=1).astype(np.float32)
 
     def frames(self, rows: Sequence[int], size: int) -> np.ndarray:
-        """Return uint8 ``[K, size, size, 3]`` of ManiSkill's camera for human viewers, with all goals visible."""
+        """Return uint8 ``[K, size, size, 3]`` from ManiSkill's camera for human viewers, with all goals visible."""
         images = _array(self._env.render_rgb_array())[list(rows)]
         images = checked_image(images, "ManiSkill", "evaluation.num_videos_per_task=0")
         return np.stack([resized(image, size) for image in images])
@@ -230,7 +230,7 @@ class Scene:
 
 
 class EqualGenerators(Sequence):
-    """A generator for each of ``count`` envs, all with the same seed. Created on demand: an env draws from one or two."""
+    """A generator for each of ``count`` envs, all with the same seed. Created on demand, because an env uses only one or two."""
 
     def __init__(self, count: int) -> None:
         self.count = count
@@ -246,21 +246,21 @@ class EqualGenerators(Sequence):
         return self.count
 
     def __getitem__(self, row: Any) -> np.random.RandomState:
-        row = range(self.count)[row]  # like a list, also with negative indices
+        row = range(self.count)[row]  # like a list, including negative indices
         if row not in self._of_row:
             if len(self._made) == len(self._of_row):
                 self._made.append(np.random.RandomState(0))
             generator = self._of_row[row] = self._made[len(self._of_row)]
-            generator.seed(self._seed)  # equals a new generator, in a tenth of the time
+            generator.seed(self._seed)  # equivalent to a new generator, but ten times faster
         return self._of_row[row]
 
 
 def draw_each_row_by_its_seed(env: Any) -> dict[int, int]:
-    """Make the initial state of each env depend only on its own seed. Return env to seed, to be filled before each reset.
+    """Make the initial state of each env depend only on its own seed. Return a map from env to seed, to be filled before each reset.
 
-    ManiSkill's tasks draw for all envs together, from torch's generator under the first env's seed, or from the envs' generators.
-    Here each env is initialised separately, with all generators under its seed. The expensive parts of a reset (moving states to
-    and from the GPU, observing all envs) still happen once.
+    ManiSkill's tasks draw for all envs together, from torch's generator with the first env's seed or from the envs' generators.
+    Here each env is initialised separately, with all generators set to its seed. The expensive parts of a reset (moving states to
+    and from the GPU, observing all envs) still happen only once.
     """
     import torch
     from mani_skill.envs.utils.randomization.batched_rng import BatchedRNG
@@ -271,14 +271,14 @@ def draw_each_row_by_its_seed(env: Any) -> dict[int, int]:
         mask = env.scene._reset_mask
         gpus = [env.device] if env.device.type == "cuda" else []
         env._episode_seed, env._batched_episode_rng = np.zeros(env.num_envs, np.int64), BatchedRNG.from_rngs(generators)
-        with torch.random.fork_rng(gpus):  # the policy draws from these generators, too
+        with torch.random.fork_rng(gpus):  # the policy also draws from these generators
             for k, row in enumerate(env_idx.tolist()):
                 generators.seed(seeds[row])
                 env._episode_seed[:] = seeds[row]
                 env._episode_rng = generators[0]
                 torch.manual_seed(seeds[row])
                 env.scene._reset_mask = torch.zeros_like(mask)
-                env.scene._reset_mask[row] = True  # a task writes to the envs of this mask
+                env.scene._reset_mask[row] = True  # a task writes only to the envs in this mask
                 initialize(env_idx[k : k + 1], options)
         env.scene._reset_mask = mask
 

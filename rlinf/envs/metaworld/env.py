@@ -1,4 +1,4 @@
-"""Meta-World: 50 manipulation tasks of one arm, with scripted experts (Yu et al., 2019, arXiv:1910.10897; version 3)."""
+"""Meta-World: 50 manipulation tasks for one arm, with scripted experts (Yu et al., 2019, arXiv:1910.10897; version 3)."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ INSTRUCTIONS = {
     "window-open-v3": "open the window",
     "window-close-v3": "close the window",
 }
-"""Task to instruction, in Meta-World's order."""
+"""Maps tasks to instructions, in Meta-World's order."""
 
 UPSIDE_DOWN_CAMERAS = ("corner", "corner2", "corner3", "corner4")
 CAMERAS = (*UPSIDE_DOWN_CAMERAS, "topview", "behindGripper", "gripperPOV")
@@ -97,11 +97,11 @@ class MetaWorldConfig(ProcessEnvConfig):
 
     usual_cameras: ClassVar[tuple[str, ...]] = ("corner4",)
 
-    name: str = option("metaworld", "Registered environment.")
+    name: str = option("metaworld", "Name of the registered environment.")
     max_episode_steps: int = option(200, "Env steps after which an episode is truncated.", minimum=1)
     image_size: int = option(128, "Height and width of camera images in pixels.", minimum=16)
     cameras: list[str] | None = option(
-        None, f"Rendered cameras, in order: {', '.join(CAMERAS)}; null: as the model reads."
+        None, f"Cameras to render, in order: {', '.join(CAMERAS)}; null: as many as the model uses."
     )
     reward_mode: str = option(
         "relative",
@@ -113,14 +113,14 @@ class MetaWorldConfig(ProcessEnvConfig):
         "proprio: hand position and gripper; full: 39 values and the one-hot task; none.",
         choices=("full", "proprio", "none"),
     )
-    action_repeat: int = option(1, "Simulator steps per env step, with one action; a success ends them.", minimum=1)
-    upright: bool = option(True, "Rotate images of the corner cameras by 180 degrees, to be upright.")
+    action_repeat: int = option(1, "Simulator steps per env step, repeating the action until success.", minimum=1)
+    upright: bool = option(True, "Rotate the corner cameras' images by 180 degrees, so that they are upright.")
 
 
 class MetaWorldVectorEnv(ProcessVectorEnv):
-    """Meta-World's tasks by instruction; an action moves the hand by up to 1 cm per step along (x, y, z), and the gripper.
+    """Meta-World's tasks with instructions. An action moves the hand by up to 1 cm per step along (x, y, z), and the gripper.
 
-    Goals are in the state and visible. Dense reward: Meta-World's (0 to 10) times 0.1. Raises MissingDependencyError.
+    Goals are visible and part of the state. The dense reward is 0.1 times Meta-World's (0 to 10). Raises MissingDependencyError.
     """
 
     config_class = MetaWorldConfig
@@ -160,7 +160,7 @@ class MetaWorldVectorEnv(ProcessVectorEnv):
 
 
 class MetaWorldSimulator(Simulator):
-    """One env of Meta-World. It switches scenes when the task changes."""
+    """One Meta-World env, which switches scenes when the task changes."""
 
     config: MetaWorldConfig
 
@@ -202,10 +202,10 @@ class MetaWorldSimulator(Simulator):
         return self._render_camera(self._video_camera, size)
 
     def chunk_path(self, chunk: np.ndarray, size: int) -> np.ndarray:
-        """Return the simulated path of the fingers, as if no success ended the repetition of an action."""
+        """Return the simulated path of the fingers, assuming that success does not cut an action's repetitions short."""
         mujoco, env, camera, data = import_mujoco(), self._env, self._video_camera, self._env.data
         positions = [env.tcp_center]
-        # The env's data is swapped for a copy, because Meta-World's methods always step `env.data`.
+        # Temporarily replace the env's data with a copy, because Meta-World's methods always step `env.data`.
         try:
             env.data = copy.copy(data)
             for action in np.repeat(chunk, self.config.action_repeat, axis=0):
@@ -227,7 +227,7 @@ class MetaWorldSimulator(Simulator):
         return {body.name: [*data.xpos[body.id].tolist(), *data.xquat[body.id].tolist()] for body in movable}
 
     def close(self) -> None:
-        # Scenes go back to a pool, because building one takes 0.1 s and tasks change often.
+        # Return scenes to a pool, because building one takes 0.1 s and tasks change often.
         if self._env is not None:
             with _idle_scenes_lock:
                 _idle_scenes.append((self._task, self._env))
@@ -268,7 +268,7 @@ def _take_scene(task: str) -> Any:
         for index in reversed(range(len(_idle_scenes))):
             if _idle_scenes[index][0] == task:
                 return _idle_scenes.pop(index)[1]
-    import_mujoco()  # reports a missing package or GL, before Meta-World imports it
+    import_mujoco()  # reports a missing package or GL before Meta-World imports it
     from metaworld.env_dict import ALL_V3_ENVIRONMENTS
 
     env = ALL_V3_ENVIRONMENTS[task]()
@@ -280,8 +280,8 @@ def _take_scene(task: str) -> Any:
 
 
 def _restart(env: Any, seed: int) -> np.ndarray:
-    """Put ``env`` into an initial state that depends on ``seed`` only, and return its 39 values."""
-    # Meta-World's own reset(seed) draws from NumPy's global generator, or not at all.
+    """Reset ``env`` to an initial state that depends only on ``seed``, and return its 39 values."""
+    # Meta-World's own reset(seed) draws from NumPy's global generator or ignores the seed.
     mujoco = import_mujoco()
     env.np_random = np.random.default_rng(seed)
     env._freeze_rand_vec = False
@@ -296,8 +296,8 @@ def _restart(env: Any, seed: int) -> np.ndarray:
 
 
 def _show_goal(env: Any) -> None:
-    """Move the marks of the goal, which Meta-World does not do in some tasks."""
-    # The first mark is the goal's, but pick-out-of-hole-v3 lists it at the puck.
+    """Move the goal markers into place, which Meta-World omits in some tasks."""
+    # The first site marks the goal. Use the goal position, because pick-out-of-hole-v3 configures this site at the puck.
     for index, (site, position) in enumerate(env._target_site_config):
         env._set_pos_site(site, env._target_pos if index == 0 else position)
 
@@ -308,11 +308,11 @@ _renderers_lock = threading.Lock()
 
 
 def _renderer_of(model_path: str, size: int) -> StateRenderer:
-    """Return this process's renderer for all envs of a model, with its own copy of the model."""
+    """Return this process's renderer for all envs with a model; it uses its own copy of the model."""
     with _renderers_lock:
         renderers = _renderers.setdefault(size, OrderedDict())
         if model_path not in renderers:
-            # A renderer takes 150 MB and a second to build: at most one per env and size, so that tasks need not alternate.
+            # A renderer takes 150 MB and a second to build. Allow one per env and size, so that tasks do not evict each other's.
             while len(renderers) >= max(MIN_RENDERERS, len(_simulators)):
                 renderers.popitem(last=False)[1].close()
             renderers[model_path] = StateRenderer(import_mujoco().MjModel.from_xml_path(model_path), size, MAX_GEOMS)

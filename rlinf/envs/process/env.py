@@ -1,7 +1,7 @@
-"""Vector env of simulators that run one environment each, in worker processes.
+"""Vector env whose simulators run one environment each, in worker processes.
 
-Each worker owns some envs. Calls go over pipes to all workers before any reply is awaited. Images and states are in anonymous
-shared memory, which leaves nothing behind however a process ends. A worker that dies, raises or misses its deadline is
+Each worker owns some envs. Calls are sent over pipes to all workers before any reply is awaited. Images and states are stored in
+anonymous shared memory, which is freed however a process ends. A worker that dies, raises or misses its deadline is
 replaced, and its envs restart their episodes (``ChunkStep.lost_env_ids``).
 """
 
@@ -32,17 +32,17 @@ from rlinf.memory import num_cores
 from rlinf.types import EpisodeSpec, Observation
 
 MAX_FAILURES = 3
-"""Failures in one episode that end the run."""
+"""Number of failures in one episode that ends the run."""
 CLOSE_TIMEOUT_S = 5.0
 SLOW_CALLS = ("construction", "reset")
-"""Calls with the time limit ``env.reset_timeout_s``."""
+"""Calls subject to the time limit ``env.reset_timeout_s``."""
 
 
 class Worker(Part, ChildProcess):
     """The parent's end of a worker process and its envs. The process may be replaced."""
 
     def start(self, task: SimulatorTask, memory: SharedMemory) -> None:
-        # Threads of the simulator and of Mesa's rasteriser would compete with the other workers for the cores.
+        # Threads of the simulator and Mesa's rasteriser would compete with the other workers for cores.
         environment = {"LP_NUM_THREADS": "0", **os.environ, "OMP_NUM_THREADS": "1"}
         name = f"simulators of envs {self.ids[0]} to {self.ids[-1]}"
         self.launch("rlinf.envs.process.worker_process:main", name, [memory], environment)
@@ -50,7 +50,7 @@ class Worker(Part, ChildProcess):
 
     def send(self, message: Any, timeout_s: float) -> bool:
         """Send a message. Return False if a stopped process did not read it before the deadline."""
-        # Timeouts of the socket, because a stopped process would block a send of more bytes than the pipe holds for ever.
+        # Use socket timeouts, because sending more bytes than the pipe can buffer to a stopped process would block for ever.
         with socket.socket(fileno=os.dup(self.connection.fileno())) as pipe:
             limit = struct.pack("ll", int(timeout_s), int(timeout_s % 1 * 1e6))
             for option in (socket.SO_SNDTIMEO, socket.SO_RCVTIMEO):
@@ -64,7 +64,7 @@ class Worker(Part, ChildProcess):
         return True
 
     def receive(self, timeout_s: float, name: str) -> Any:
-        """Return the reply to ``name``, or a ``Failure`` if the process died or stopped while replying."""
+        """Return the reply to call ``name``, or a ``Failure`` if the process died or stopped while replying."""
         try:
             if self.connection.poll():
                 return self.connection.recv()
@@ -77,7 +77,7 @@ class Worker(Part, ChildProcess):
         return Failure(None, ending, self.read_log(), from_outside=-status in outside)
 
     def give_up(self, timeout_s: float, name: str) -> Failure:
-        """Kill a process that has exceeded its time limit, after it has dumped its stacks."""
+        """Kill a process that has exceeded its time limit, after dumping its stacks."""
         dump_stacks(self.process, self.log)
         self.process.kill()
         key = "env.reset_timeout_s" if name in SLOW_CALLS else "env.step_timeout_s"
@@ -87,12 +87,12 @@ class Worker(Part, ChildProcess):
 
 
 class ProcessVectorEnv(SpreadVectorEnv):
-    """``num_envs`` simulators of one kind, divided among worker processes, which start at the first reset.
+    """``num_envs`` simulators of one kind, divided among worker processes that start at the first reset.
 
     A subclass sets ``simulator_class`` (``"module:Class"`` of a ``rlinf.envs.process.simulator.Simulator``, which the workers
-    import), ``config_class``, ``suite``, ``all_task_names`` and ``state_dim``. Any call raises SimulatorError if more than
-    ``config.max_restarts`` workers were lost, if a simulator failed ``MAX_FAILURES`` times in one episode (both close the env),
-    or if the env is closed.
+    import), ``config_class``, ``suite``, ``all_task_names`` and ``state_dim``. Any call raises SimulatorError if the env is
+    closed. The env is closed once more than ``config.max_restarts`` workers are lost, or a simulator has failed ``MAX_FAILURES``
+    times in one episode.
     """
 
     config_class: ClassVar[type[ProcessEnvConfig]] = ProcessEnvConfig
@@ -117,7 +117,7 @@ class ProcessVectorEnv(SpreadVectorEnv):
             )
         self._task = SimulatorTask(self.simulator_class, config, self.task_names, self.num_envs, self.state_dim)
         self._memory = SharedMemory(self._task.row_type.itemsize * self.num_envs)
-        # A worker writes its rows while this process waits, so nothing else may touch them; observations are copied out.
+        # Workers write their rows while this process waits, so no other code may access them; observations are copied out.
         self._rows = np.frombuffer(self._memory.map, dtype=self._task.row_type)
         self._instructions = np.full(self.num_envs, "", dtype=object)
         self._num_failures = np.zeros(self.num_envs, dtype=np.int64)  # in the current episode of each env
@@ -179,7 +179,7 @@ class ProcessVectorEnv(SpreadVectorEnv):
             if worker.process is None:
                 worker.start(self._task, self._memory)
         results, failed = self._exchange(calls)
-        # A replacement may fail in its reset, too, until the limits of failures or restarts are reached.
+        # A replacement may also fail during its reset, until the limit on failures or restarts is reached.
         while failed:
             for worker, failure in failed.items():
                 self._replace(worker, failure)
@@ -190,7 +190,7 @@ class ProcessVectorEnv(SpreadVectorEnv):
         return self._store_instructions(calls, results)
 
     def _store_instructions(self, calls: dict[Worker, Call], results: dict[Worker, Any]) -> dict[Worker, Any]:
-        """Store the instructions that resets and steps return; return the remaining results."""
+        """Store the instructions returned by resets and steps, and return the remaining results."""
         for worker, result in results.items():
             name, arguments = calls[worker]
             if name in ("reset", "step_chunk"):
@@ -200,8 +200,8 @@ class ProcessVectorEnv(SpreadVectorEnv):
     def _exchange(self, calls: dict[Worker, Call]) -> tuple[dict[Worker, Any], dict[Worker, Failure]]:
         """Send all calls, then collect results and failures.
 
-        A worker fails if one simulator call exceeds the time limit. An error that the user must fix is raised again, once all
-        workers have replied.
+        A worker fails if a simulator call exceeds the time limit. An error that the user must fix is re-raised once all workers
+        have replied.
         """
         names = {name for name, _ in calls.values()}
         timeout_s = self.config.reset_timeout_s if names == {"reset"} else self.config.step_timeout_s
@@ -209,7 +209,7 @@ class ProcessVectorEnv(SpreadVectorEnv):
         try:
             num_calls, silent_s = {}, dict.fromkeys(calls, 0.0)
             for worker, call in calls.items():
-                # Flags of earlier calls would blame the wrong simulator for a crash.
+                # Clear the flags of earlier calls, which would blame the wrong simulator for a crash.
                 self._rows["busy"][worker.ids] = False
                 num_calls[worker] = self._num_calls(worker)
                 if not worker.send(call, timeout_s):
@@ -219,7 +219,7 @@ class ProcessVectorEnv(SpreadVectorEnv):
                 ready = wait([worker.connection for worker in waiting], timeout=poll_s)
                 before, now = now, time.monotonic()
                 for worker in waiting:
-                    # Time in which this process itself was stopped (Ctrl-Z, a stalled machine) does not count.
+                    # Exclude time during which this process itself was stopped (Ctrl-Z, a stalled machine).
                     silent_s[worker] += min(now - before, poll_s)
                     if worker.connection in ready or worker.process.poll() is not None:
                         results[worker] = worker.receive(timeout_s, calls[worker][0])
@@ -245,7 +245,7 @@ class ProcessVectorEnv(SpreadVectorEnv):
         worker.end(deadline=0.0)
         self.num_restarts += 1
         busy = worker.ids[self._rows["busy"][worker.ids]]
-        failed = busy if len(busy) else worker.ids  # none is busy if the process died before it built a simulator
+        failed = busy if len(busy) else worker.ids  # no env is busy if the process died before building a simulator
         self._num_failures[failed] += not failure.from_outside
         what = (
             f"A worker process of env.name={self.config.name} with the envs {worker.ids.tolist()} was lost: "

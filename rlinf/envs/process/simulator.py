@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class SingleStep(NamedTuple):
-    """Result of one env step, see ``rlinf.envs.steps.SimulatorStep``. ``success`` None: not reported. NumPy scalars are fine."""
+    """Result of one env step (see ``SimulatorStep``), with Python or NumPy scalars. ``success`` is None if not reported."""
 
     dense_reward: float
     success: bool | None
@@ -25,7 +25,7 @@ class SingleStep(NamedTuple):
 
 
 class View(NamedTuple):
-    """Observation of one env: camera to uint8 ``[H, W, 3]``, state float32 ``[S]`` or None, and instruction."""
+    """One env's observation: uint8 images ``[H, W, 3]`` by camera, state float32 ``[S]`` or None, and instruction."""
 
     images: dict[str, np.ndarray]
     state: np.ndarray | None
@@ -35,9 +35,9 @@ class View(NamedTuple):
 class Simulator(ABC):
     """One environment, built and used by one thread of a worker process.
 
-    An episode must be a function of its ``EpisodeSpec`` and the actions only, not of earlier episodes. Import the simulator's
-    packages in the constructor or later, never at module level; torch is not needed. ``task_names`` are the tasks that
-    ``config.tasks`` selects; ``EpisodeSpec.task_id`` is an index.
+    An episode must depend only on its ``EpisodeSpec`` and the actions, not on earlier episodes. Import the simulator's packages
+    in the constructor or later, never at module level; torch is not needed. ``task_names`` are the tasks selected by
+    ``config.tasks``, indexed by ``EpisodeSpec.task_id``.
     """
 
     def __init__(self, config: EnvConfig, task_names: Sequence[str]) -> None:
@@ -64,12 +64,12 @@ class Simulator(ABC):
         raise ConfigError(f"Environment '{self.config.name}' cannot render frames (requested {size} pixels).")
 
     def chunk_path(self, chunk: np.ndarray, size: int) -> np.ndarray | None:
-        """Return the hand's path under ``chunk [C, D]``, ``[C + 1, 2]``, as in ``VectorEnv.chunk_paths``; None: unknown."""
+        """Return the hand's path under ``chunk [C, D]``, ``[C + 1, 2]``, as in ``VectorEnv.chunk_paths``, or None if unknown."""
         return None
 
     def poses(self) -> dict[str, list[float]]:
-        """Return object name to position (metres) and orientation (quaternion), for the simulator's fingerprint."""
+        """Map object names to position (metres) and orientation (quaternion), for the simulator's fingerprint."""
         return {}
 
     def close(self) -> None:  # noqa: B027
-        """Free resources; nothing by default."""
+        """Free resources; does nothing by default."""

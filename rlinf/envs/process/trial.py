@@ -20,11 +20,11 @@ LOG_CHARACTERS = 2000
 OTHER_STACKS = re.compile(r"^Thread 0x.*?(?=^Current thread)|^Extension modules:[^\n]*", re.MULTILINE | re.DOTALL)
 
 Trial = Generator[str, None, Any]
-"""Yields the name of each call before it: one of ``SLOW_CALLS``, else with the limit ``env.step_timeout_s``. Returns the result."""
+"""Yields each call's name before the call; all but ``SLOW_CALLS`` are limited by ``env.step_timeout_s``. Returns the result."""
 
 
 def run_in_child(trial: str, config: ProcessEnvConfig, what: str) -> Any:
-    """Run the ``Trial`` ``"module:function"`` in a child process; raise its RLinfError, or SimulatorError with the name ``what``."""
+    """Run the ``Trial`` ``"module:function"`` in a child process; raise its RLinfError, or a SimulatorError about ``what``."""
     worker, call, reply = Worker(np.zeros(1, dtype=np.int64)), "construction", cast(Any, None)
     environment = {"LP_NUM_THREADS": "0", **os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
     worker.launch(f"{__name__}:main", f"the trial of {what}", [], environment, logs_output=True)
@@ -33,7 +33,7 @@ def run_in_child(trial: str, config: ProcessEnvConfig, what: str) -> Any:
         while not isinstance(reply, Failure | tuple):
             call = reply or call
             timeout_s, waited_s = config.reset_timeout_s if call in SLOW_CALLS else config.step_timeout_s, 0.0
-            # Polls, because a process that the env has started may keep the pipe open after this one's end.
+            # Poll, because a process started by the env may hold the pipe open after the child has exited.
             while not worker.connection.poll(poll_s := min(POLL_S, timeout_s / 4)) and worker.process.poll() is None:
                 if (waited_s := waited_s + poll_s) > timeout_s:
                     break
@@ -44,14 +44,14 @@ def run_in_child(trial: str, config: ProcessEnvConfig, what: str) -> Any:
         return reply[0]
     if reply.error is not None:
         raise getattr(rlinf.errors, reply.error)(reply.message)
-    # A crash prints the stacks of all threads; only the current one is the user's.
+    # A crash prints the stacks of all threads, but only the current one belongs to the user's code.
     log = OTHER_STACKS.sub("", worker.read_log())[-LOG_CHARACTERS:].strip()
     output = f" Its last output:\n{log}\n" if log else " It printed nothing. "
     raise SimulatorError(f"{what} fails in its first {call}: {reply.message}.{output}Fix the environment")
 
 
 def run_trial(calls: Trial, report: Any = bool) -> Any:
-    """Run a trial in this process, and return its result; ``report`` gets the name of each call before it."""
+    """Run a trial in this process and return its result; ``report`` is called with each call's name before the call."""
     try:
         while True:
             report(next(calls))

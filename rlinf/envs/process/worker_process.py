@@ -1,4 +1,4 @@
-"""Worker process of ``ProcessVectorEnv``: the simulators of some envs, and the loop that serves calls."""
+"""Worker process of ``ProcessVectorEnv``: simulators for some of the envs, and the loop that handles calls."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ MARGIN_S = 2.0
 
 @dataclass(frozen=True)
 class SimulatorTask:
-    """Class (``"module:Class"``) and arguments of a worker's simulators, and the size of their shared memory."""
+    """Class (``"module:Class"``) and arguments of a worker's simulators, and the layout of their shared memory."""
 
     simulator_class: str
     config: ProcessEnvConfig
@@ -39,7 +39,7 @@ class SimulatorTask:
 
     @property
     def row_type(self) -> np.dtype:
-        """Shared memory of one env: number of finished simulator calls, whether a call is running, state, and images."""
+        """One env's shared memory: number of finished simulator calls, whether a call is running, state and images."""
         size = self.config.image_size
         images = (len(self.config.cameras), size, size, 3)
         state = ("state", np.float32, (self.state_dim,))
@@ -47,7 +47,7 @@ class SimulatorTask:
 
 
 class SimulatorRows:
-    """Simulators of some envs, built at their first reset. Observations go to ``memory`` (``task.num_envs`` of ``row_type``)."""
+    """Simulators of some envs, built at their first reset. Observations are written to ``memory``, ``row_type [task.num_envs]``."""
 
     def __init__(self, task: SimulatorTask, memory: Any) -> None:
         self.task = task
@@ -56,7 +56,7 @@ class SimulatorRows:
         self._simulators: dict[int, Simulator] = {}
 
     def reset(self, ids: Sequence[int], specs: Sequence[EpisodeSpec]) -> tuple[None, list[str]]:
-        """Start an episode in each of the envs ``ids``, write its observation, and return None and the instructions."""
+        """Start an episode in each of the envs ``ids``, write its observation, and return (None, instructions)."""
         instructions = []
         for index, spec in zip(self._marked(ids), specs, strict=True):
             if index not in self._simulators:
@@ -70,7 +70,7 @@ class SimulatorRows:
     def step_chunk(
         self, ids: Sequence[int], actions: np.ndarray, steps_left: np.ndarray
     ) -> tuple[SimulatorChunk, list[str]]:
-        """Step the envs ``ids`` as in ``VectorEnv._step_chunk``; write their observations and return the instructions."""
+        """Step the envs ``ids`` as in ``VectorEnv._step_chunk``; write their observations and return (chunk, instructions)."""
         chunk = SimulatorChunk.empty(*actions.shape[:2])
         instructions, name = [], self.task.config.name
         for row, index in enumerate(self._marked(ids)):
@@ -112,10 +112,10 @@ class SimulatorRows:
             self._simulators.popitem()[1].close()
 
     def _marked(self, ids: Sequence[int]) -> Iterator[int]:
-        """Yield the envs ``ids``, marking each as busy meanwhile. An env whose simulator fails stays marked."""
+        """Yield the envs ``ids``, marking each as busy while it is in use. An env whose simulator fails stays marked."""
         for index in ids:
             self.rows["busy"][index] = True
-            # Not in a `finally`: after a failure, the flag tells the parent which simulator was at fault.
+            # No `finally`: after a failure, the flag shows the parent which simulator was at fault.
             yield index
             self.rows["busy"][index] = False
 
@@ -136,7 +136,7 @@ class SimulatorRows:
 def _checked(name: str, array: np.ndarray | None, dtype: type, shape: tuple[int, ...]) -> np.ndarray:
     if array is None or array.dtype != dtype or array.shape != shape:
         actual = "None" if array is None else f"{array.dtype} {array.shape}"
-        raise ConfigError(f"Simulator.observe() returned {name} of {actual}; required: {np.dtype(dtype)} {shape}.")
+        raise ConfigError(f"Simulator.observe() returned {name} as {actual}; required: {np.dtype(dtype)} {shape}.")
     return array
 
 
@@ -153,7 +153,7 @@ def _serve(connection: Connection, memory: int, parent: int) -> None:
     try:
         task = connection.recv()
         limit_s = max(task.config.step_timeout_s, task.config.reset_timeout_s) + MARGIN_S
-        # If C code holds the GIL beyond every deadline, the thread stalls and the alarm ends the process.
+        # If C code holds the GIL past all deadlines, the thread stalls and the alarm ends the process.
         alarm = partial(signal.setitimer, signal.ITIMER_REAL, limit_s)
         threading.Thread(target=exit_with_parent, args=(parent, alarm), daemon=True).start()
         rows = SimulatorRows(task, mmap.mmap(memory, task.row_type.itemsize * task.num_envs))

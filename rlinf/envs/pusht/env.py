@@ -1,6 +1,6 @@
 """PushT: a disc pushes a T onto its outline (Florence et al. 2021, arXiv:2109.00137; as in Chi et al. 2023, arXiv:2303.04137).
 
-The simulator is the package gym-pusht; observations, rewards and successes are bit-equal to it.
+The simulator is the package gym-pusht; observations, rewards and successes are bit-identical to it.
 """
 
 from __future__ import annotations
@@ -28,22 +28,22 @@ INSTRUCTION = "Push the T-shaped block onto the T-shaped target."
 BOARD = 512
 """Width of the square board, in the package's pixels."""
 DISTANCE_UNIT = 128
-"""Distance in pixels that costs 1 under ``env.dense=keypoints``."""
+"""Distance in pixels that reduces the reward by 1 under ``env.dense=keypoints``."""
 CONTROL_FREQ_HZ = 10
 STATE_HIGH = {"full": (BOARD,) * 4 + (2 * np.pi,), "keypoints": (BOARD,) * 18, "proprio": (BOARD, BOARD), "none": ()}
-"""Usual upper bounds of each ``env.state``; the lower ones are 0."""
+"""Usual upper bounds for each ``env.state``; the lower bounds are 0."""
 
 
 @dataclass
 class PushTConfig(ProcessEnvConfig):
-    """PushT, of the package gym-pusht."""
+    """PushT, from the package gym-pusht."""
 
     usual_cameras: ClassVar[tuple[str, ...]] = ("top",)
 
-    name: str = option("pusht", "Registered environment.")
+    name: str = option("pusht", "Name of the registered environment.")
     max_episode_steps: int = option(300, "Env steps (0.1 s) after which an episode is truncated.", minimum=1)
     image_size: int = option(96, "Height and width of camera images in pixels.", minimum=16)
-    cameras: list[str] | None = option(None, "Cameras to render: top; null: as many as the model reads.")
+    cameras: list[str] | None = option(None, "Cameras to render: top; null: as many as the model uses.")
     reward_mode: str = option(
         "relative",
         "sparse: success bonus; shaped: plus dense reward (0 to 1); relative: plus its change.",
@@ -51,27 +51,27 @@ class PushTConfig(ProcessEnvConfig):
     )
     state: str = option(
         "keypoints",
-        "keypoints: corners of the T, and disc; full: disc, T, angle; proprio: disc; none.",
+        "keypoints: the T's corners and the disc; full: disc, T, angle; proprio: disc; none.",
         choices=tuple(STATE_HIGH),
     )
     dense: str = option(
         "coverage",
-        "coverage: covered fraction over 0.95; keypoints: minus the corners' distance.",
+        "coverage: covered fraction / 0.95; keypoints: also minus the corners' distance.",
         choices=("coverage", "keypoints"),
     )
-    action_repeat: int = option(1, "Simulator steps per env step, with one action; a success ends them.", minimum=1)
+    action_repeat: int = option(1, "Simulator steps per env step, repeating the action until success.", minimum=1)
     action: str = option(
         "target",
         "The disc's target. target: on the board (0 to 512); step: relative, in [-1, 1].",
         choices=("target", "step"),
     )
-    step_size: float = option(64.0, "Pixels per action of 1 with env.action=step.", minimum=1)
+    step_size: float = option(64.0, "Pixels per unit action with env.action=step.", minimum=1)
 
 
 class PushTVectorEnv(ProcessVectorEnv):
-    """Push the T onto the green outline. An action is the position to which the disc is pulled for 0.1 s.
+    """Push the T onto the green outline. An action is the position towards which the disc is pulled for 0.1 s.
 
-    Dense reward: the covered fraction of the outline over 0.95, at most 1. Success: more than 0.95. Raises MissingDependencyError.
+    The dense reward is the outline's covered fraction / 0.95, at most 1; success is above 0.95. Raises MissingDependencyError.
     """
 
     config_class = PushTConfig
@@ -135,7 +135,7 @@ class PushTSimulator(Simulator):
         return View(images, self._state(), INSTRUCTION)
 
     def render(self, size: int) -> np.ndarray:
-        """Return the board as the package renders it for observations, without the mark of the last action."""
+        """Return the board as the package renders it for observations, without the marker of the last action."""
         return np.ascontiguousarray(self._env._get_img(self._env._draw(), size, size))
 
     def poses(self) -> dict[str, list[float]]:
@@ -146,7 +146,7 @@ class PushTSimulator(Simulator):
         }
 
     def _distance(self) -> float:
-        """Return the mean distance in pixels of the T's corners from their goal positions."""
+        """Return the mean distance between the T's corners and their goal positions, in pixels."""
         goal = self._env.get_goal_pose_body(self._env.goal_pose)
         wanted = [goal.local_to_world(corner) for shape in self._env._block_shapes for corner in shape.get_vertices()]
         return float(np.linalg.norm(self._env.get_keypoints(self._env._block_shapes) - np.array(wanted), axis=1).mean())

@@ -1,8 +1,8 @@
 """A vector env whose simulators run on other machines, in Ray actors.
 
-The base class (episodes, statistics, auto-reset) runs here, so callers see no difference. Each actor has consecutive envs: it
-receives actions, and returns rewards and the changed observations. An actor that is lost or makes no progress is replaced,
-and its envs restart their episodes (``ChunkStep.lost_env_ids``).
+The base class (episodes, statistics, auto-reset) runs here, so callers see no difference. Each actor runs consecutive envs: it
+receives actions and returns rewards and changed observations. An actor that is lost or makes no progress is replaced, and
+its envs restart their episodes (``ChunkStep.lost_env_ids``).
 """
 
 import os
@@ -30,21 +30,21 @@ from rlinf.errors import ConfigError, RankError, SimulatorError
 from rlinf.types import EpisodeSpec, Observation
 
 RESOURCE = "rlinf_env"
-"""Machines with this Ray resource get all actors; if there is none, all machines get some."""
+"""All actors run on machines with this Ray resource; without any, actors are spread over all machines."""
 NOWHERE = "a machine that has not replied yet"
 SILENT = "it is stopped or lost, or it holds the GIL"
 POLL_S = 1.0
 CLOSE_TIMEOUT_S = 5.0
 MAX_REASON = 1500
-"""Maximum characters of Ray's report of a lost actor."""
+"""Maximum number of characters quoted from Ray's report of a lost actor."""
 
 
 @dataclass(frozen=True)
 class EnvNodes:
     """Number and time limits of a run's env actors: ``count`` per env, each of which may be replaced ``max_restarts`` times.
 
-    ``num_parallel_envs`` vector envs step at the same time, over all ranks. ``start_s`` limits starting an actor and building its
-    env, ``timeout_s`` the time without progress afterwards. ``prepare`` (imports of user code) is called first.
+    ``num_parallel_envs`` vector envs step at the same time, across all ranks. ``start_s`` limits the time to start an actor and
+    build its env, and ``timeout_s`` the time without progress afterwards. ``prepare`` (imports of user code) is called first.
     """
 
     count: int
@@ -56,7 +56,7 @@ class EnvNodes:
 
 
 class _Actor(Part):
-    """The envs in one Ray actor, which may be replaced. ``handle`` is None before the start and after the end."""
+    """The envs in one Ray actor, which may be replaced. ``handle`` is None before the actor starts and after it ends."""
 
     def __init__(self, ids: np.ndarray) -> None:
         super().__init__(ids, first=int(ids[0]))
@@ -68,9 +68,9 @@ class _Actor(Part):
 
 
 class RemoteVectorEnv(SpreadVectorEnv):
-    """A registered env, divided among Ray actors. ``RemoteVectorEnv.of`` builds the class for the env's class ``kind``.
+    """A registered env, divided among Ray actors. ``RemoteVectorEnv.of`` builds the subclass for the env class ``kind``.
 
-    Raise ConfigError for different software versions; SimulatorError after ``nodes.max_restarts`` lost actors or if closed.
+    Raises ConfigError for different software versions, and SimulatorError after ``nodes.max_restarts`` lost actors or if closed.
     """
 
     kind: ClassVar[type[VectorEnv]]
@@ -83,7 +83,7 @@ class RemoteVectorEnv(SpreadVectorEnv):
         """Return a subclass for ``kind`` on ``nodes``, with the class attributes and class methods of ``kind``."""
         names = ("config_class", "suite", "camera_names", "packages", "free_settings", "on_gpu")
         inherited: dict[str, Any] = {name: getattr(kind, name) for name in names}
-        # Class methods are those of `kind`, so checks before a run need neither Ray nor an actor.
+        # Use the class methods of `kind`, so that checks before a run need neither Ray nor an actor.
         for name, value in vars(VectorEnv).items():
             if isinstance(value, classmethod):
                 inherited[name] = staticmethod(getattr(kind, name))
@@ -106,8 +106,8 @@ class RemoteVectorEnv(SpreadVectorEnv):
             facts, lost = self._open(self._workers)
             for actor, why in lost.items():
                 raise SimulatorError(
-                    f"{actor} did not start: {why}. See the machines and resources of the cluster with `ray status`; if starting only "
-                    f"takes longer, set cluster.deadlines.start={2 * self.nodes.start_s:g}"
+                    f"{actor} did not start: {why}. Check the cluster's machines and resources with `ray status`; if actors just start "
+                    f"slowly, set cluster.deadlines.start={2 * self.nodes.start_s:g}"
                 )
             self._facts = facts[self._workers[0]]
             super().__init__(config, num_envs, auto_reset, self._facts.action_low, self._facts.action_high)
@@ -143,7 +143,7 @@ class RemoteVectorEnv(SpreadVectorEnv):
         return self._call_all({first: ("episode_specs", (split,))})[first]
 
     def places(self) -> list[tuple[str, int]]:
-        """Return host and process id of each actor, in the order of their envs."""
+        """Return each actor's host and process id, in env order."""
         return [(actor.host, actor.pid) for actor in self._workers]
 
     def offload(self) -> None:
@@ -186,7 +186,7 @@ class RemoteVectorEnv(SpreadVectorEnv):
     def _call(self, calls: dict[_Actor, Call]) -> dict[_Actor, Any]:
         if any(actor.handle is None for actor in calls):
             raise self._closed_error(calls, self._task_config.name)
-        # All envs of a lost actor restart, so its replacement resets those with an episode. It may be lost again meanwhile.
+        # All envs of a lost actor restart, so its replacement, which may also be lost, resets those with an episode.
         values, lost = self._exchange_and_store(calls)
         while lost:
             for actor, why in lost.items():
@@ -198,7 +198,7 @@ class RemoteVectorEnv(SpreadVectorEnv):
         return values
 
     def _exchange_and_store(self, calls: dict[_Actor, Call]) -> tuple[dict[_Actor, Any], dict[_Actor, str]]:
-        """Call methods of ``EnvHost``, store the observations, and return the values, and why actors were lost."""
+        """Call methods of ``EnvHost`` and store the observations. Return the values, and the reasons why actors were lost."""
         requests = {actor: ("call", (name, *arguments)) for actor, (name, arguments) in calls.items()}
         replies, lost = self._exchange(requests, self.nodes.timeout_s, "cluster.env_worker_timeout_s")
         return {actor: self._store(actor, reply) for actor, reply in replies.items()}, lost
@@ -218,7 +218,7 @@ class RemoteVectorEnv(SpreadVectorEnv):
     def _exchange(
         self, calls: dict[_Actor, Call], limit_s: float, key: str
     ) -> tuple[dict[_Actor, Any], dict[_Actor, str]]:
-        """Send all calls, then collect replies, and why actors were lost (``limit_s`` seconds without progress; ``key`` sets it)."""
+        """Send all calls; return the replies, and why actors were lost. ``key`` sets ``limit_s``, the limit on time without progress."""
         ray = self._ray
         replies: dict[_Actor, Any] = {}
         lost: dict[_Actor, str] = {}
@@ -236,9 +236,9 @@ class RemoteVectorEnv(SpreadVectorEnv):
                         if wait.reference in ready:
                             replies[actor] = ray.get(wait.reference)
                             continue
-                        # Time in which this process itself was stopped does not count.
+                        # Exclude time during which this process itself was stopped.
                         wait.silent_s += min(now - before, poll_s)
-                        # An actor whose simulators still finish calls is slow, but not lost.
+                        # An actor whose simulators still complete calls is slow but not lost.
                         if wait.has_progressed(ray, actor.handle):
                             wait.silent_s = 0.0
                     except ray.exceptions.RayTaskError as error:
@@ -268,7 +268,7 @@ class RemoteVectorEnv(SpreadVectorEnv):
         self._restart_rows(actor.ids, f"{actor}: {why}", self._num_lost, self.nodes.max_restarts)
 
     def _open(self, actors: Sequence[_Actor]) -> tuple[dict[_Actor, EnvFacts], dict[_Actor, str]]:
-        """Start actors that build their envs; return their facts, and why actors did not start; reject different software."""
+        """Start actors that build their envs. Return their facts and reasons for failed starts; reject different software."""
         nodes, config = self.nodes, self._task_config
         machines = [machine["Resources"] for machine in self._ray.nodes() if machine["Alive"]]
         chosen = [machine for machine in machines if RESOURCE in machine]
@@ -309,7 +309,7 @@ class RemoteVectorEnv(SpreadVectorEnv):
 
 
 class _Wait:
-    """A pending call of an actor; ``silent_s``: seconds since its last progress."""
+    """A pending call to an actor; ``silent_s`` is the time since its last progress, in seconds."""
 
     def __init__(self, reference: Any, name: str) -> None:
         self.reference, self.name, self.silent_s = reference, name, 0.0
@@ -317,7 +317,7 @@ class _Wait:
         self._num_calls = -1
 
     def has_progressed(self, ray: Any, handle: Any) -> bool:
-        """Return whether the actor's simulators have finished calls since the last poll; never wait."""
+        """Return whether the actor's simulators have finished calls since the last poll, without waiting."""
         if self._poll is None:
             self._poll = handle.num_finished_calls.options(concurrency_group="control").remote()
             return False
@@ -329,6 +329,6 @@ class _Wait:
 
 
 def _reason(error: Exception) -> str:
-    """Return the first line of Ray's report, or all of it if an actor could not be created."""
+    """Return the first line of Ray's report, or the full report if an actor could not be created."""
     text = str(error).strip() or type(error).__name__
     return text[:MAX_REASON] if "creation task" in text else text.splitlines()[0]

@@ -1,4 +1,4 @@
-"""Envs of a vector env that lives in a different process. Runs in a Ray actor, but does not depend on Ray."""
+"""Hosts envs for a vector env in a different process. Runs in a Ray actor but does not depend on Ray."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ COUNTERPARTS = ("reset", "step_chunk", "expert_actions", "offload")
 
 @dataclass(frozen=True)
 class HostTask:
-    """Settings of a host's env, its number of envs, and how many hosts divide the cores of a machine."""
+    """Settings of a host's env, its number of envs, and the number of hosts among which a machine's cores are divided."""
 
     config: EnvConfig
     num_envs: int
@@ -37,7 +37,7 @@ class HostTask:
 
 @dataclass(frozen=True)
 class EnvFacts:
-    """Facts of the env for the calling process, which does not build it. ``instructions`` has one per task."""
+    """Properties of the env for the calling process, which does not build it. ``instructions`` contains one entry per task."""
 
     host: str
     pid: int
@@ -55,8 +55,8 @@ class EnvFacts:
 class HostReply(NamedTuple):
     """The result ``value`` of a call, and its side effects.
 
-    ``rows``, int64 ``[K]``: envs that may have changed, with their ``observation``. ``lost``, bool per env: the simulator was lost, and
-    the env is in the first state of its episode. ``num_restarts``: simulators lost so far.
+    ``rows``, int64 ``[K]``, are the envs that may have changed, and ``observation`` their observations. ``lost`` marks envs whose
+    simulator was lost and which are in the first state of their episode. ``num_restarts`` is the number of simulators lost so far.
     """
 
     value: Any
@@ -81,7 +81,7 @@ class EnvHost:
         return _caught(self._open)
 
     def call(self, name: str, *arguments: Any) -> HostReply | Failure:
-        """Call a method of this class if listed in ``COUNTERPARTS``, else of the env; return an exception as a ``Failure``."""
+        """Call a method of this class if listed in ``COUNTERPARTS``, otherwise of the env; return exceptions as a ``Failure``."""
         return _caught(
             lambda: getattr(self, name)(*arguments) if name in COUNTERPARTS else self._env_call(name, *arguments)
         )
@@ -92,7 +92,7 @@ class EnvHost:
         pickle.loads(prepare)()
         task: HostTask = pickle.loads(pickled)
         config = with_share_of_cores(task.config, task.num_sharers)
-        # Auto-reset is off, because the base class of the calling process decides about episodes.
+        # Auto-reset is off, because the base class in the calling process manages episodes.
         env = self._env = make_env(config, task.num_envs, auto_reset=False)
         env._specs = [None] * task.num_envs
         return EnvFacts(
@@ -110,7 +110,7 @@ class EnvHost:
         )
 
     def reset(self, ids: np.ndarray, all_specs: Sequence[EpisodeSpec | None]) -> HostReply:
-        """Start an episode in each of the envs ``ids``. ``all_specs`` are then the episodes of all envs."""
+        """Start an episode in each of the envs ``ids``. ``all_specs`` are the resulting episodes of all envs."""
         self._env._specs = list(all_specs)
         if len(ids):
             self._env._reset_envs(ids, [all_specs[row] for row in ids])
@@ -145,7 +145,7 @@ class EnvHost:
         env = self._env
         lost = env._lost.copy()
         env._lost[:] = False
-        # Replies contain the observations of lost envs, too, because the caller caches all observations.
+        # Replies also contain the observations of lost envs, because the caller caches all observations.
         rows = np.union1d(np.asarray(ids, dtype=np.int64), np.intersect1d(np.flatnonzero(lost), env._rows_in_use()))
         return HostReply(value, rows, env._observe(rows) if len(rows) else None, lost, env.num_restarts)
 

@@ -1,4 +1,4 @@
-"""SO-101: tasks of a low-cost arm, from the package so101-nexus (MuJoCo), which includes the arm's meshes."""
+"""SO-101: tasks for a low-cost arm, from the package so101-nexus (MuJoCo), which includes the arm's meshes."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 
 class Task(NamedTuple):
-    """A task: class, instruction, time limit in control steps, and whether its reward pays for being near at each step."""
+    """A task: class, instruction, time limit in control steps, and whether its reward is paid for proximity at every step."""
 
     env_class: str
     instruction: str
@@ -45,33 +45,33 @@ TASKS = {
     "PickAndPlace": Task("so101_nexus.mujoco.pick_and_place:PickAndPlaceEnv", PLACE_INSTRUCTION, 1024),
     "Touch": Task("so101_nexus.mujoco.touch_env:TouchEnv", "Touch the {} cube.", 512, pays_nearness=True),
 }
-"""Task by the package's name."""
+"""Tasks by their names in the package."""
 COLOURS = ("red", "orange", "yellow", "green", "purple", "black", "white")
-"""Of cubes; the goal of PickAndPlace is blue."""
+"""Colours of cubes; the goal of PickAndPlace is blue."""
 CAMERAS = ("wrist", "overhead", "side")
 CONTROL_FREQ_HZ = 50
 LOW = np.array([-1.91986, -1.7453293, -1.69, -1.65806, -2.7438473, -0.17453])
 HIGH = np.array([1.91986, 1.7453293, 1.69, 1.65806, 2.7438473, 1.7453292])
 """Joint limits in radians: shoulder_pan, shoulder_lift, elbow_flex, wrist_flex, wrist_roll, gripper (closed to open)."""
 DELTA = np.array([0.05, 0.05, 0.05, 0.05, 0.05, 0.2])
-"""Radians by which an action of 1 moves the joints' targets in a control step."""
+"""Change of the joint targets per control step for an action of 1, in radians."""
 SHARED_STATE = 36
 FULL_STATE = SHARED_STATE + 6 + len(TASKS)
 MAX_GEOMS = 200
 DRAWN = ("body_pos", "geom_contype", "geom_conaffinity", "geom_rgba", "mat_rgba")
-"""Model arrays that a reset of the package writes: the goal's position, visible cubes, colours."""
+"""Model arrays written by the package's reset: the goal's position, visible cubes, colours."""
 
 
 @dataclass
 class SO101Config(ProcessEnvConfig):
-    """SO-101, of the package so101-nexus (MuJoCo)."""
+    """SO-101, from the package so101-nexus (MuJoCo)."""
 
     usual_cameras: ClassVar[tuple[str, ...]] = ("overhead",)
 
-    name: str = option("so101", "Registered environment.")
+    name: str = option("so101", "Name of the registered environment.")
     max_episode_steps: int | None = option(None, "Env steps until truncation; null: 512 (Touch) or 1024.", minimum=1)
     cameras: list[str] | None = option(
-        None, f"Rendered cameras, in order: {', '.join(CAMERAS)}; null: as the model reads."
+        None, f"Cameras to render, in order: {', '.join(CAMERAS)}; null: as many as the model uses."
     )
     state: str = option(
         "full",
@@ -85,12 +85,12 @@ class SO101Config(ProcessEnvConfig):
     )
     units: str = option(
         "radians",
-        "Of joint positions; lerobot: degrees, gripper 0 (closed) to 100 (open).",
+        "Units of joint positions; lerobot: degrees, gripper 0 (closed) to 100 (open).",
         choices=("radians", "lerobot"),
     )
-    action_repeat: int = option(1, "Control steps (0.02 s) per env step; a success ends them.", minimum=1)
+    action_repeat: int = option(1, "Control steps (0.02 s) per env step, fewer at success.", minimum=1)
     colours: list[str] = option(["red"], f"Possible colours of the target cube: {', '.join(COLOURS)}.")
-    num_distractors: int = option(0, "Additional cubes of other colours.", minimum=0)
+    num_distractors: int = option(0, "Number of additional cubes in other colours.", minimum=0)
     rendering: str = option(
         "fast",
         "fast: few triangles, no shadows; full: the package's images, 30 times slower.",
@@ -99,7 +99,7 @@ class SO101Config(ProcessEnvConfig):
 
 
 class SO101VectorEnv(ProcessVectorEnv):
-    """Tasks of the SO-101 arm by instruction, with the package's rewards and success. Needs Python 3.12 or 3.13."""
+    """Language-conditioned tasks for the SO-101 arm, with the package's rewards and success. Needs Python 3.12 or 3.13."""
 
     config_class = SO101Config
     suite: ClassVar[str] = "so101"
@@ -153,19 +153,19 @@ class SO101VectorEnv(ProcessVectorEnv):
         return config.max_episode_steps or -(-TASKS[task].horizon // config.action_repeat)
 
     def instruction_of(self, task_id: int) -> str | None:
-        """Return the instruction of a task with one colour; None with several colours."""
+        """Return a task's instruction, or None if there are several colours."""
         colours = self.config.colours
         return TASKS[self.task_names[task_id]].instruction.format(colours[0]) if len(colours) == 1 else None
 
 
 class SO101Simulator(Simulator):
-    """One arm. A scene takes 0.7 s and 90 MB, so a thread's simulators have one per task, each with its own state."""
+    """One arm. A scene takes 0.7 s and 90 MB, so a thread's simulators use one scene per task, each with its own state."""
 
     config: SO101Config
 
     def __init__(self, config: SO101Config, task_names: Sequence[str]) -> None:
         super().__init__(config, task_names)
-        import_mujoco()  # reports a missing package or GL, before so101-nexus imports it
+        import_mujoco()  # reports a missing package or GL before so101-nexus imports it
         self._envs: dict[str, Any] = {}
         self._task, self._env = "", None
         self._drawn: dict[str, np.ndarray] = {}
@@ -190,7 +190,7 @@ class SO101Simulator(Simulator):
         for _ in range(self.config.action_repeat):
             self._numbers, reward, _, _, info = self._env.step(taken)
             total += float(reward) - self._paid
-            # Touch pays for being near at each step; its change cannot be earned by waiting.
+            # Touch rewards proximity at every step. Use the change in its reward, so that waiting near the cube earns no reward.
             if TASKS[self._task].pays_nearness:
                 self._paid = float(reward)
             if info["success"]:
@@ -204,7 +204,7 @@ class SO101Simulator(Simulator):
     def expert_action(self, aim_offset_m: tuple[float, float] = (0.0, 0.0)) -> np.ndarray:
         self._enter()
         wanted = np.clip(wanted_joints(self._env, self._task, np.asarray(aim_offset_m)), LOW, HIGH)
-        now = self._env.data.ctrl[self._env._actuator_ids]  # the targets that the motors hold
+        now = self._env.data.ctrl[self._env._actuator_ids]  # the motors' current targets
         way = (wanted - now) / DELTA / self.config.action_repeat
         if self.config.control == "delta":
             return np.clip(way, -1.0, 1.0).astype(np.float32)
@@ -222,8 +222,8 @@ class SO101Simulator(Simulator):
         return poses
 
     def _enter(self) -> None:
-        """Restore what the episode's reset has drawn in the model, which other simulators use too."""
-        # The reset of a different episode may have overwritten these arrays of the common model.
+        """Restore the values drawn for this episode in the model, which other simulators also use."""
+        # A different episode's reset may have overwritten these arrays of the common model.
         for name, values in self._drawn.items():
             getattr(self._env.model, name)[:] = values
 
@@ -287,7 +287,7 @@ def with_separate_state(scene: Any) -> Any:
 
 @functools.lru_cache(maxsize=16)
 def scene_of(thread: int, task: str, control: str, colours: tuple[str, ...], num_distractors: int) -> Any:
-    """Build (0.7 s) and cache one so101-nexus env per thread and task."""
+    """Build (0.7 s) and cache one so101-nexus env per thread and set of task settings."""
     from so101_nexus import objects, observations
 
     pool = [objects.CubeObject(color=colour) for colour in colours]
@@ -313,7 +313,7 @@ def in_units(config: SO101Config, joints: np.ndarray) -> np.ndarray:
 
 
 def joint_limits(config: SO101Config) -> tuple[np.ndarray, np.ndarray]:
-    """Return the lowest and highest joint positions in ``env.units``."""
+    """Return the minimum and maximum joint positions in ``env.units``."""
     return in_units(config, LOW), in_units(config, HIGH)
 
 

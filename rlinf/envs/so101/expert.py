@@ -1,4 +1,4 @@
-"""Scripted expert for the SO-101: it knows the cube's pose, and solves inverse kinematics for each phase's target."""
+"""Scripted expert for the SO-101, which uses the cube's true pose and solves inverse kinematics for each phase's target."""
 
 from typing import Any
 
@@ -11,12 +11,12 @@ HOVER_M, CARRY_M = 0.06, 0.09
 NEAR_M, ASIDE_M = 0.012, 0.020
 UPRIGHT_REACH_M, FULL_REACH_M, MOST_TILT = 0.28, 0.45, np.deg2rad(65)
 TURN_M_PER_RAD = 0.02
-"""Position error in metres that weighs as much as a radian of direction error."""
+"""Position error in metres that has the same weight as a direction error of one radian."""
 DAMPING, NUM_STEPS = 0.02, 25
 
 
 def wanted_joints(env: Any, task: str, offset: np.ndarray) -> np.ndarray:
-    """Return the expert's next six joint positions in radians; ``offset`` (x, y metres) is its error about the cube."""
+    """Return the expert's next six joint positions in radians; ``offset`` (x, y in metres) is its error in the cube's position."""
     cube_pose = env._slots[env._target_slot_idx].qpos_addr
     cube = env.data.qpos[cube_pose : cube_pose + 7].copy()
     cube[:2] += offset
@@ -26,7 +26,7 @@ def wanted_joints(env: Any, task: str, offset: np.ndarray) -> np.ndarray:
 
 
 def directions(cube: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return the fingers' direction at a cube (down, or outwards for a far one), and the cube's edge along which they close."""
+    """Return the fingers' direction at a cube (down, or tilted outwards if far away) and the cube edge along which they close."""
     reach = np.linalg.norm(cube[:2])
     outwards = np.append(cube[:2] / max(reach, 1e-6), 0.0)
     tilt = MOST_TILT * np.clip((reach - UPRIGHT_REACH_M) / (FULL_REACH_M - UPRIGHT_REACH_M), 0.0, 1.0)
@@ -43,7 +43,7 @@ def directions(cube: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def solve(env: Any, place: np.ndarray, forward: np.ndarray, across: np.ndarray) -> np.ndarray:
-    """Return the five arm joints with the fingers at ``place``, by damped least squares; position has priority."""
+    """Solve for the five arm joints that bring the fingers to ``place``, by damped least squares; position has priority."""
     mujoco, model, data = import_mujoco(), env.model, import_mujoco().MjData(env.model)
     data.qpos[:] = env.data.qpos
     joints, dofs, site = env._arm_qpos_addrs, env._arm_qvel_addrs, env._tcp_site_id
@@ -53,7 +53,7 @@ def solve(env: Any, place: np.ndarray, forward: np.ndarray, across: np.ndarray) 
         mujoco.mj_comPos(model, data)
         mujoco.mj_jacSite(model, data, moved, turned, site)
         axes = data.site_xmat[site].reshape(3, 3)
-        side = across if axes[:, 0] @ across >= 0 else -across  # half a turn makes no difference to closing fingers
+        side = across if axes[:, 0] @ across >= 0 else -across  # the fingers are symmetric under half a turn
         error = np.cross(axes[:, 2], forward) + 0.5 * np.cross(axes[:, 0], side)
         jacobian = np.concatenate([moved[:, dofs], TURN_M_PER_RAD * turned[:, dofs]])
         wanted = np.concatenate([place - data.site_xpos[site], TURN_M_PER_RAD * error])
@@ -64,12 +64,12 @@ def solve(env: Any, place: np.ndarray, forward: np.ndarray, across: np.ndarray) 
 
 
 def touch(env: Any, cube: np.ndarray) -> tuple[np.ndarray, float]:
-    """Go to the cube."""
+    """Move to the cube."""
     return cube[:3], OPEN
 
 
 def reach(env: Any, cube: np.ndarray) -> tuple[np.ndarray, float]:
-    """Go above the cube, down along the fingers, and close them."""
+    """Move above the cube, descend along the fingers' direction, and close them."""
     fingers = env._get_tcp_pose()[:3]
     forward, _ = directions(cube)
     way = fingers - cube[:3]

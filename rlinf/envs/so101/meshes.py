@@ -1,17 +1,17 @@
-"""Mesh simplification for images of few pixels."""
+"""Mesh simplification for low-resolution images."""
 
 from typing import Any
 
 import numpy as np
 
 CELL_M = 0.004
-"""Width of a cube within which vertices are merged; a pixel of a 64 px image shows 10 mm of the table."""
+"""Edge length of a cube within which vertices are merged; a pixel of a 64 px image covers 10 mm of the table."""
 
 
 def lighten(model: Any, cell_m: float = CELL_M) -> None:
     """Merge the vertices of each mesh of a MuJoCo ``model`` within cubes of ``cell_m`` metres (Rossignac and Borrel 1993).
 
-    Arrays keep their sizes, with fewer triangles. Use the model only for images, before its graphics context is created.
+    Array sizes do not change, but fewer triangles are used. Use the model only for images; call before creating its GL context.
     """
     for mesh in range(model.nmesh):
         start, count = model.mesh_vertadr[mesh], model.mesh_vertnum[mesh]

@@ -1,4 +1,4 @@
-"""The built-in simulator: language-conditioned tasks on a table, with many states and one renderer."""
+"""The built-in simulator: language-conditioned tasks on a table, with many states but one renderer."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -19,15 +19,15 @@ from rlinf.types import EpisodeSpec, Observation
 REWARD_PER_METRE = 3.0
 SPEED_SCALE_M_PER_S = 0.5
 MOVED_M = 0.03
-"""Displacement of ``moved``."""
+"""Displacement used by ``moved``, in metres."""
 
 
 class TabletopVectorEnv(VectorEnv):
-    """Coloured blocks and zones on a table, and a pusher that moves by ``(dx, dy)``; one action space for all tasks.
+    """Coloured blocks and zones on a table, and a pusher moved by ``(dx, dy)`` in all tasks.
 
     A task is a family (``rlinf.envs.tabletop.tasks``); colours, positions and the instruction derive from the ``EpisodeSpec``.
-    The dense reward is 3 per metre of progress towards the goal. The GL context opens with the first image. Calls may come from
-    any thread, one at a time. Raises MissingDependencyError without MuJoCo or a GL for its images.
+    The dense reward is 3 per metre of progress towards the goal. The GL context is created for the first image. Any thread may
+    call the env, one at a time. Raises MissingDependencyError without MuJoCo or a GL for its images.
     """
 
     config_class = TabletopConfig
@@ -103,7 +103,7 @@ class TabletopVectorEnv(VectorEnv):
         for rows, family in self._by_family(ids):
             family_ids = ids[rows]
             scene = self._scene(family_ids)
-            # The mark has no contacts, so it changes images but not the physics.
+            # The marker has no contacts, so it changes images but not the physics.
             for row in np.flatnonzero(family.touched(scene)):
                 self._stages[family_ids[row]] = scene.stage[row] = 1
                 self._simulator.mark(family_ids[row], scene.block(scene.first)[row])
@@ -144,7 +144,7 @@ class TabletopVectorEnv(VectorEnv):
         return self._render(np.asarray(ids, dtype=np.int64), [self._simulator.camera_ids["front"]], size)[0]
 
     def chunk_paths(self, ids: Sequence[int], chunks: np.ndarray, size: int) -> np.ndarray:
-        """Return the simulated paths of the pushers, ``[K, C + 1, 2]``, as if no episode ended in the chunk."""
+        """Return the pushers' simulated paths, ``[K, C + 1, 2]``, assuming that no episode ends within the chunk."""
         self._check_reset()
         simulator, camera = self._simulator, self._simulator.camera_ids["front"]
         paths = [
@@ -190,8 +190,8 @@ class TabletopVectorEnv(VectorEnv):
     def _state(self, ids: np.ndarray) -> np.ndarray | None:
         """Return float32 ``[K, S]``; positions are in units of ``WORKSPACE_M``, hidden objects are 0.
 
-        Columns of "full": pusher position 2 and velocity 2; vector to the next target 2; remaining displacement of the target object
-        2; blocks 6 and zones 6 relative to the pusher; colours in the instruction 3 + 3 (one-hot); family 4 (one-hot); stage 1.
+        Columns of "full": pusher position (2) and velocity (2); vector to the next target (2); target object's remaining displacement
+        (2); blocks (6) and zones (6) relative to the pusher; one-hot instruction colours (3 + 3) and family (4); stage (1).
         """
         if self.config.state == "none":
             return None

@@ -15,20 +15,20 @@ BLOCK_HALF_SIZE_M = 0.027
 ZONE_RADIUS_M = 0.05
 PUSHER_RADIUS_M, PUSHER_LENGTH_M = 0.016, 0.05
 WORKSPACE_M = 0.2
-"""Initial positions are within plus or minus this distance."""
+"""Initial positions are within plus or minus this distance along each axis."""
 PUSHER_LIMIT_M = 0.28
-"""The pusher's commands are within plus or minus this distance."""
+"""Position commands for the pusher are within plus or minus this distance along each axis."""
 HOVER_HEIGHT_M = 0.08
 PUSH_HEIGHT_M = 0.03
 STEP_M = 0.05
-"""Commanded displacement of an action of 1."""
+"""Displacement commanded by an action of 1."""
 TIMESTEP_S = 0.02
 NUM_SUBSTEPS = 4
 STIFFNESS_N_PER_M, DAMPING_N_S_PER_M, PUSHER_MASS_KG = 400.0, 20.0, 0.25
 TABLE_GROUP, BLOCK_GROUP, ZONE_GROUP, MARK_GROUP = 0, 1, 2, 3
-"""Geom groups, so that hidden objects are not drawn."""
+"""Geom groups, used to leave out hidden objects in images."""
 FAR_M = 5.0
-"""Distance of hidden objects."""
+"""Distance at which hidden objects are placed."""
 _FAR = FAR_M + np.arange(3.0)[:, None] + np.zeros(2)
 
 _RGBA = {
@@ -42,7 +42,7 @@ _RGBA = {
 
 
 def tabletop_xml() -> str:
-    """Return the MJCF of the scene in metres, kilograms, seconds. Everything moves in the plane; no gravity."""
+    """Return the scene's MJCF in metres, kilograms and seconds. All motion is planar, without gravity."""
     half, radius = BLOCK_HALF_SIZE_M, PUSHER_RADIUS_M
     blocks = "".join(
         f'<body name="block_{colour}" pos="0 0 {half}">'
@@ -91,7 +91,7 @@ def tabletop_xml() -> str:
 
 
 class TabletopSimulator:
-    """``num_envs`` states of one model, with its cameras ``camera_offset_m`` to the right. Positions are in metres."""
+    """``num_envs`` states of one model, with cameras shifted to the right by ``camera_offset_m``. Positions are in metres."""
 
     def __init__(self, num_envs: int, camera_offset_m: float = 0.0) -> None:
         mujoco = self._mujoco = import_mujoco()
@@ -102,7 +102,7 @@ class TabletopSimulator:
             self.model.cam_pos[camera] += right
         self.states: list[Any] = [mujoco.MjData(self.model) for _ in range(num_envs)]
         self.camera_ids = {name: self.model.camera(name).id for name in CAMERAS}
-        # Views of the simulator's memory: reading attributes of MjData at each step costs more than the physics.
+        # Cache views of the simulator's memory, because reading MjData attributes at each step costs more than the physics.
         self._positions = [state.qpos for state in self.states]
         self._velocities = [state.qvel for state in self.states]
         self._controls = [state.ctrl for state in self.states]
@@ -113,7 +113,7 @@ class TabletopSimulator:
         self._pusher = self.model.joint("pusher_x").qposadr[0]
 
     def place(self, index: int, pusher: np.ndarray, height: float, blocks: np.ndarray, zones: np.ndarray) -> None:
-        """Reset a state: ``pusher [2]``, its height, ``blocks, zones [3, 2]``; NaN hides an object."""
+        """Reset a state to ``pusher [2]``, its ``height``, and ``blocks`` and ``zones [3, 2]``; NaN hides an object."""
         state, qpos = self.states[index], self._positions[index]
         self._mujoco.mj_resetData(self.model, state)
         qpos[:9].reshape(3, 3)[:, :2] = np.where(np.isnan(blocks), _FAR, blocks)
@@ -130,13 +130,13 @@ class TabletopSimulator:
         self._mujoco.mj_camlight(self.model, state)
 
     def mark(self, index: int, position: np.ndarray) -> None:
-        """Put the black mark on top of the block at ``position [2]``."""
+        """Put the black marker on top of the block at ``position [2]``."""
         self._groups[index, MARK_GROUP] = 1
         self._mocaps[index][3] = (*position, 2 * BLOCK_HALF_SIZE_M + 0.002)
         self._mujoco.mj_kinematics(self.model, self.states[index])
 
     def step(self, ids: np.ndarray, actions: np.ndarray) -> None:
-        """Move the pushers' targets by ``actions [K, 2]`` (units of ``STEP_M``) from their current positions, for one step."""
+        """Step once, with targets ``actions [K, 2]`` (in units of ``STEP_M``) away from the pushers' current positions."""
         first = self._pusher
         hovers = self._hovers[ids].tolist()
         pushers = np.stack([self._positions[index][first : first + 2] for index in ids])
@@ -146,14 +146,14 @@ class TabletopSimulator:
 
     def _simulate(self, state: Any, alone: bool) -> None:
         mujoco, model = self._mujoco, self.model
-        # A hovering pusher touches nothing, so the constraint solver, half of the cost, can be skipped.
+        # A hovering pusher has no contacts, so skip the constraint solver, which is half of the cost.
         model.opt.disableflags = self._no_constraints if alone else 0
         mujoco.mj_step(model, state, NUM_SUBSTEPS)
         mujoco.mj_kinematics(model, state)
         mujoco.mj_camlight(model, state)
 
     def path(self, index: int, actions: np.ndarray) -> np.ndarray:
-        """Return the path of a pusher's middle under ``actions [C, 2]``: ``[C + 1, 3]``, the first now. Simulates a copy."""
+        """Simulate a copy under ``actions [C, 2]``; return the path of the pusher's centre from now on, ``[C + 1, 3]``."""
         state = copy.copy(self.states[index])
         pusher, body = state.qpos[self._pusher : self._pusher + 2], state.body("pusher")
         places = [body.xpos.copy()]
@@ -174,7 +174,7 @@ class TabletopSimulator:
         return self._groups[ids]
 
     def read(self, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Return, float64, pusher positions ``[K, 2]`` and velocities ``[K, 2]``, and block positions ``[K, 3, 2]``."""
+        """Return pusher positions ``[K, 2]``, pusher velocities ``[K, 2]`` and block positions ``[K, 3, 2]``, as float64."""
         first = self._pusher
         qpos = np.stack([self._positions[index] for index in ids])
         qvel = np.stack([self._velocities[index] for index in ids])

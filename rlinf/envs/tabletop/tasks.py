@@ -22,15 +22,15 @@ from rlinf.errors import ConfigError
 MIN_DISTANCE_M = 0.115
 """Minimum distance between objects, and between the pusher's start and the objects."""
 MIN_MOVED_DISTANCE_M = 0.08
-"""Minimum distance between moved objects, and to the pusher; a block is 0.076 across."""
+"""Minimum distance between moved objects, and from them to the pusher; a block is 0.076 m across."""
 MOST_MOVES = 10_000
-"""Draws of moved objects before an error; the largest offset and tolerance need fewer than 100."""
+"""Maximum number of draws for moved objects; the maximum offset and tolerance need fewer than 100."""
 NUM_COLOURS = 3
 
 
 @dataclass
 class Layout:
-    """First state of an episode in metres (NaN: hidden), and the colours in the instruction (``second`` -1: only one)."""
+    """An episode's first state in metres (NaN: hidden) and the instruction's colours (``second`` is -1 if there is only one)."""
 
     pusher: np.ndarray
     blocks: np.ndarray
@@ -41,7 +41,7 @@ class Layout:
 
 @dataclass
 class Scene:
-    """``K`` current states: positions ``[K, 2]``, ``[K, 3, 2]`` in metres; colours and stage int ``[K]``; distance of a reached goal."""
+    """``K`` current states: positions ``[K, 2]``, ``[K, 3, 2]`` in metres; colours and stage int ``[K]``; goal tolerance."""
 
     pusher: np.ndarray
     blocks: np.ndarray
@@ -73,22 +73,22 @@ class Family(ABC):
 
     @abstractmethod
     def distance_to_go(self, scene: Scene) -> np.ndarray:
-        """Return ``[K]``, the remaining distance; its decrease is the dense reward."""
+        """Return the remaining distance ``[K]``, whose decrease is the dense reward."""
 
     @abstractmethod
     def success(self, scene: Scene) -> np.ndarray:
-        """Return bool ``[K]``."""
+        """Return whether the goal is reached, bool ``[K]``."""
 
     @abstractmethod
     def aim(self, scene: Scene) -> np.ndarray:
-        """Return ``[K, 2]``, the position of the pusher's next target."""
+        """Return the position of the pusher's next target, ``[K, 2]``."""
 
     def carry(self, scene: Scene) -> np.ndarray:
-        """Return ``[K, 2]``, the remaining displacement of the object at ``aim`` (0 if it need not move)."""
+        """Return the remaining displacement of the object at ``aim``, ``[K, 2]`` (0 if it need not move)."""
         return np.zeros_like(scene.pusher)
 
     def touched(self, scene: Scene) -> np.ndarray:
-        """Return bool ``[K]``: the first of two stages is done."""
+        """Return whether the first of two stages is complete, bool ``[K]``."""
         return np.zeros(len(scene.pusher), dtype=bool)
 
     def expert(self, scene: Scene, aim_offset_m: np.ndarray) -> np.ndarray:
@@ -109,7 +109,7 @@ class Family(ABC):
                 return layout
 
     def draw_goal(self, generator: np.random.Generator) -> tuple[int, int]:
-        """Draw the colours of the instruction."""
+        """Draw the instruction's colours."""
         return int(generator.integers(NUM_COLOURS)), -1
 
     def accepts(self, layout: Layout) -> bool:
@@ -119,8 +119,8 @@ class Family(ABC):
     def moved(self, layout: Layout, generator: np.random.Generator, distance_m: float, tolerance_m: float) -> Layout:
         """Move each object by ``distance_m`` in its own random direction, until a layout is accepted.
 
-        Objects and pusher then neither touch nor are so close (``tolerance_m``) that an episode succeeds immediately. Raise ConfigError
-        after ``MOST_MOVES`` draws.
+        Objects and pusher then neither touch nor are within ``tolerance_m``, where an episode would succeed immediately. Raise
+        ConfigError after ``MOST_MOVES`` draws.
         """
         least = max(MIN_MOVED_DISTANCE_M, tolerance_m)
         objects = np.concatenate([layout.blocks, layout.zones])
@@ -134,7 +134,7 @@ class Family(ABC):
                 return elsewhere
         raise ConfigError(
             f"env.object_offset_m={distance_m} leaves no valid positions in an episode of '{self.name}' after {MOST_MOVES} "
-            f"draws; required: distances of {least} m, also to the pusher. Set env.object_offset_m=0.03 env.tolerance_m=0.045"
+            f"draws; required: at least {least} m between objects and to the pusher. Set env.object_offset_m=0.03 env.tolerance_m=0.045"
         )
 
 
@@ -170,7 +170,7 @@ class ReachZone(Reach):
 
 
 class TouchTwo(Family):
-    """Move the hovering pusher over one block, then over a second; a black mark shows that the first is done."""
+    """Move the hovering pusher over one block, then over a second; a black marker shows that the first is done."""
 
     name, horizon = "touch_two", 28
 
@@ -210,7 +210,7 @@ class Push(Family):
         return f"push the {BLOCK_COLOURS[layout.first]} block to the {ZONE_COLOURS[layout.second]} zone"
 
     def accepts(self, layout: Layout) -> bool:
-        """Return whether the path behind the block and on to the zone is free of other blocks and on the table."""
+        """Return whether the path behind the block and on to the zone is on the table and free of other blocks."""
         block, zone = layout.blocks[layout.first], layout.zones[layout.second]
         behind = block - self.behind_m * unit(zone - block)
         obstacles = np.delete(layout.blocks, layout.first, axis=0)
@@ -232,7 +232,7 @@ class Push(Family):
         return norm(self.carry(scene)) < scene.tolerance_m
 
     def expert(self, scene: Scene, aim_offset_m: np.ndarray) -> np.ndarray:
-        """Go around the block to the point behind it, then push towards the zone, correcting sideways errors."""
+        """Move around the block to the point behind it, then push towards the zone, correcting sideways errors."""
         block = self.aim(scene)
         forward = unit(self.carry(scene) + aim_offset_m)
         side = np.stack([-forward[:, 1], forward[:, 0]], axis=1)
@@ -273,7 +273,7 @@ def _spread(generator: np.random.Generator, count: int) -> np.ndarray:
     points: list[tuple[float, float]] = []
     tries = 0
     while len(points) < count:
-        if tries == 50:  # no point may be possible any more: start over
+        if tries == 50:  # there may be no valid point left, so start over
             points, tries = [], 0
         # Plain floats are faster than array operations for so few points.
         x, y = generator.uniform(-WORKSPACE_M, WORKSPACE_M, 2).tolist()

@@ -18,8 +18,8 @@ JSON_FLAG = "--json"
 def report(arguments: Sequence[str]) -> int:
     """Rewrite the report of a run, or write one page with the curves of several runs.
 
-    Runs that differ only in their seed form one curve: their mean, with a 95 % interval over seeds. Of several runs with the
-    same seed, the newest finished one counts. A sweep folder (multirun/...) means all of its runs; `latest` the newest run.
+    Runs that differ only in their seed form one curve: their mean, with a 95 % interval over seeds. If several runs have the
+    same seed, the newest finished one is used. A sweep folder (multirun/...) stands for all of its runs, `latest` for the newest.
     """
     outputs = [argument.partition("=")[2] for argument in arguments if argument.startswith("output=")]
     folders = [argument for argument in arguments if not argument.startswith("output=")]
@@ -49,10 +49,10 @@ def report(arguments: Sequence[str]) -> int:
 
 
 def why(arguments: Sequence[str]) -> int:
-    """Print whether a run has improved, with the interval of the change, and if not, the cause and the override to set.
+    """Print whether a run has improved, with an interval of the change, and if not, the cause and the override to set.
 
-    The run may be of `rlinf train`, `rlinf sft` or `rlinf launch`, and may still be in progress. With --json, one JSON object.
-    docs/why.md has all rules.
+    The run may be from `rlinf train`, `rlinf sft` or `rlinf launch`, and may still be in progress. --json prints a JSON object
+    instead. docs/why.md lists all rules.
     """
     folders = [argument for argument in arguments if argument != JSON_FLAG]
     if len(folders) != 1 or folders[0].startswith("-"):

@@ -45,20 +45,20 @@ from rlinf.tracking.config import TrackingConfig
 class RunConfig:
     """Configuration of a run; `rlinf train` composes it from packaged groups, files and overrides."""
 
-    experiment_name: str = option("default", "Name of the run folder; default: the experiment file's name.")
-    seed: int = option(0, "Seed of everything random in the run.", minimum=0, maximum=2**63 - 1)
+    experiment_name: str = option("default", "Name of the run folder, by default the experiment file's name.")
+    seed: int = option(0, "Random seed of the run.", minimum=0, maximum=2**63 - 1)
     output_dir: PathText | None = option(None, "Run folder; null: outputs/<experiment_name>/<date>_<time>.")
     checkpoint: PathText | None = option(None, "Checkpoint or run folder to evaluate, export or collect with.")
     dataset: PathText | None = option(None, "New folder into which `rlinf collect` writes demonstrations.")
-    resume: PathText | None = option(None, "Checkpoint or run folder to resume; auto: the newest one, else a new run.")
+    resume: PathText | None = option(None, "Checkpoint or run folder to resume; auto: the newest, or a new run.")
     init_from: PathText | None = option(None, "Checkpoint or run folder with the initial weights of a new run.")
     plugins: list[PathText] = option([], "Python modules or .py files that register models, envs, algorithms.")
     model: ModelConfig = option(ModelConfig(), "The policy network.")
     tokenizer: TokenizerConfig = option(TokenizerConfig(), "Tokenizer and processors.")
     env: EnvConfig = option(EnvConfig(), "The simulator.")
     algorithm: AnyAlgorithmConfig = option(PPOConfig(), "The reinforcement learning algorithm.")
-    rollout: RolloutConfig = option(RolloutConfig(), "Collection of experience.")
-    trainer: TrainerConfig = option(TrainerConfig(), "Optimiser and loop.")
+    rollout: RolloutConfig = option(RolloutConfig(), "How experience is collected.")
+    trainer: TrainerConfig = option(TrainerConfig(), "Optimiser and training loop.")
     sft: SFTConfig = option(SFTConfig(), "Behaviour cloning before RL.")
     collect: CollectConfig = option(CollectConfig(), "Collection of demonstrations (`rlinf collect`).")
     evaluation: EvaluationConfig = option(EvaluationConfig(), "Evaluation on held-out episodes.")
@@ -73,7 +73,7 @@ SOURCES = (
     "checkpoint", "resume", "init_from", "model.model_path", "model.lora_path", "sft.dataset", "algorithm.replay_from",
     "algorithm.offline_dataset", "evaluation.compare",
 )  # fmt: skip
-"""Keys of input folders: a ``latest`` in them is resolved before a new run becomes the latest one."""
+"""Keys of input folders, in which ``latest`` is resolved before a new run becomes the latest one."""
 
 
 def section_class(section: str, name: str) -> type:

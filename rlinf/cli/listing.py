@@ -19,7 +19,7 @@ from rlinf.options import check_arguments, from_mapping
 
 FALLBACK = (
     "Any other model_type of transformers works without a registration, from model.model_path=<folder or hub id>: a text model\n"
-    "becomes an HFModel (SFT, GRPO and DPO on text), a vision-language model a policy of the type hf_vla.\n"
+    "becomes an HFModel (SFT, GRPO and DPO on text), a vision-language model an hf_vla policy.\n"
     "The algorithms sac and td3 train an actor on a frozen policy (cloned, or from model.model_path), or mlp and cnn from scratch:\n"
     "docs/offpolicy.md."
 )

@@ -60,7 +60,7 @@ def collect(config: RunConfig) -> Path:
     """Run ``collect.num_episodes`` episodes, store all or only the successful ones, print a summary and return the folder.
 
     The dataset does not depend on the number of envs. After Ctrl-C, SIGTERM or a SimulatorError, finished episodes are stored
-    before the exception is raised. Raise ConfigError if there is no episode to store.
+    before the exception is raised. Raise ConfigError if no episode would be stored.
     """
     settings = config.collect
     set_num_threads(config.cluster.num_threads, 1)

@@ -122,7 +122,7 @@ def _write(
 
 
 def find_model(path: str) -> str:
-    """Find the model of a folder, a hub id, a run (its newest export) or ``latest``; raise CheckpointError if there is none."""
+    """Find the model of a folder, a hub id, a run (its newest export) or ``latest``; raise CheckpointError if nothing is found."""
     folder = follow_latest(path)
     if path == run_folder.LATEST and not folder.exists():
         folder = Path("outputs")

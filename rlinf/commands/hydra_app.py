@@ -45,7 +45,7 @@ from rlinf.run_folder import CHECKPOINTS_FOLDER, LATEST, STATE_FILE, SUMMARY_FIL
 T = TypeVar("T")
 
 AUTO = "auto"
-"""Value of ``resume`` that resumes from the newest complete checkpoint, or starts a new run if there is none."""
+"""Value of ``resume`` that resumes from the newest complete checkpoint if one exists, and starts a new run otherwise."""
 
 POLICY_KEYS = ("checkpoint", "model", "model.model_path", "model.url")
 """Keys that specify a policy."""

@@ -116,7 +116,7 @@ def _resume_hint(config: RecipeConfig, arguments: Sequence[str]) -> Iterator[Non
 
 @contextmanager
 def _places(config: RecipeConfig, plan: Plan, device: str) -> Iterator[RolloutWorkerPlaces | None]:
-    """Reserve a place for each rollout worker; yield None if there are no rollout workers."""
+    """Reserve a place for each rollout worker; yield None without rollout workers."""
     if not plan.workers:
         yield None
         return

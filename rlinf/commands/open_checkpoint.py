@@ -53,8 +53,8 @@ def open_checkpoint(
 ) -> Opened:
     """Resolve, verify and load a checkpoint or an export (a collective call on all ranks).
 
-    Raise CheckpointError if there is no complete checkpoint of this model type, ManifestMismatchError for a difference that is
-    not in ``allow_mismatch``, and ConfigError if a size in ``config`` contradicts the folder's.
+    Raise CheckpointError if a complete checkpoint of this model type does not exist, ManifestMismatchError for a difference that
+    is not in ``allow_mismatch``, and ConfigError if a size in ``config`` contradicts the folder's.
 
     Args:
         path: A checkpoint, an export, or a run folder (for its newest checkpoint).

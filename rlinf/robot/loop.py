@@ -256,7 +256,7 @@ class RobotEpisodes:
         take_over.show(sent)
 
     def _first_chunk(self, schedule: ChunkSchedule, spec: EpisodeSpec, instruction: str) -> None:
-        """Compute the first chunk before the clock starts; if there is no observation, start without a chunk."""
+        """Compute the first chunk before the clock starts; without an observation, start without a chunk."""
         for episodes in self.warmed_up:
             episodes._stream = episodes.policy.start_episode(spec)
         if (observation := self._observe(instruction)) is None:

@@ -36,7 +36,7 @@ class Robot(Protocol):
         """Whether the robot is calibrated."""
 
     def get_observation(self) -> dict[str, Any]:
-        """Return the newest observation; raise TimeoutError or ConnectionError if there is none."""
+        """Return the newest observation; raise TimeoutError or ConnectionError if it cannot be read."""
 
     def send_action(self, action: dict[str, Any]) -> dict[str, Any]:
         """Send an action; return the action actually sent."""

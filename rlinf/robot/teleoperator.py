@@ -27,7 +27,7 @@ class Teleoperator(Protocol):
         """Return events by name, or by an enum with that value; ``is_intervention``: the operator wants to act."""
 
     def get_action(self) -> dict[str, Any]:
-        """Return the operator's action; raise TimeoutError or ConnectionError if there is none."""
+        """Return the operator's action; raise TimeoutError or ConnectionError if it cannot be read."""
 
     def send_feedback(self, feedback: dict[str, Any]) -> None:
         """Receive the policy's action, so that a teleoperator with motors can follow."""

@@ -21,7 +21,7 @@ class PolicyCheckConfig:
 
 
 def check_policy(arguments: Sequence[str]) -> int:
-    """Print the inputs and outputs of a lerobot policy folder, and the problems that would make it blind.
+    """Print the inputs and outputs of a lerobot policy folder, and the problems (BLIND) that would corrupt them.
 
     Problems are missing or foreign statistics, swapped images, wrong units, mismatched weights, and a missing tokenizer. Each
     line names the feature and the fix. Weights are compared only if lerobot is installed in this Python, interpreter=<python> or
@@ -30,7 +30,7 @@ def check_policy(arguments: Sequence[str]) -> int:
     """
     folders = [argument for argument in arguments if "=" not in argument]
     if len(folders) != 1:
-        actual = f"`rlinf check-policy` got {', '.join(folders) or 'no folder'}"
+        actual = f"`rlinf check-policy` was given {', '.join(folders) or 'no folder'}"
         raise ConfigError(f"{actual}; required: one folder saved by lerobot. Run rlinf check-policy <folder>")
     overrides = [argument for argument in arguments if "=" in argument]
     settings = from_mapping(PolicyCheckConfig, with_overrides({}, overrides))

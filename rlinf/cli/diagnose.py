@@ -47,7 +47,7 @@ def diagnose(arguments: Sequence[str]) -> int:
     names = [name for name in args.overrides if "=" not in name and (name[:1] != "~" or name[1:2] == "/")]
     if len(names) > 1 or not (args.overrides or args.config_name):
         usage = "<folder or hub id> for a language model; model=<name>, experiment=<name> or <run folder> for a policy"
-        raise ConfigError(f"`rlinf diagnose` got {names or 'no model'}; required: one. Run rlinf diagnose {usage}")
+        raise ConfigError(f"`rlinf diagnose` needs one model, not {names or 'none'}. Run rlinf diagnose {usage}")
     if names and not unknown and not _is_checkpoint(names[0]):
         return _diagnose_language_model(names[0], [item for item in args.overrides if item not in names])
     return _diagnose_action_model([f"checkpoint={item}" if item in names else item for item in arguments])

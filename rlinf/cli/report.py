@@ -28,7 +28,7 @@ def report(arguments: Sequence[str]) -> int:
         actual = f"'{wrong[0]}'" if wrong else "no folder" if not folders else "two outputs"
         required = "run folders, and output=<file.html> at most"
         usage = "rlinf report outputs/quickstart/latest, or rlinf report multirun/quickstart/latest output=seeds.html"
-        raise ConfigError(f"`rlinf report` got {actual}; required: {required}. Run {usage}")
+        raise ConfigError(f"`rlinf report` was given {actual}; required: {required}. Run {usage}")
     taken = next((path for path in outputs if Path(path).expanduser().exists() and Path(path).suffix != ".html"), None)
     if taken is not None:
         reject(f"output='{taken}', which exists and is not an .html file", "a new file or a page", f"output={OUTPUT}")
@@ -58,7 +58,7 @@ def why(arguments: Sequence[str]) -> int:
     if len(folders) != 1 or folders[0].startswith("-"):
         actual = f"'{' '.join(folders)}'" if folders else "no folder"
         raise ConfigError(
-            f"`rlinf why` got {actual}; required: one run folder. Run rlinf why outputs/quickstart/latest"
+            f"`rlinf why` was given {actual}; required: one run folder. Run rlinf why outputs/quickstart/latest"
         )
     diagnoses = {str(place): explain(place) for place in run_folders(folders)}
     if JSON_FLAG in arguments:

@@ -114,7 +114,7 @@ def _compare(arguments: list[str]) -> int:
     key = "evaluation.allow_mismatch"
     if len(folders) < 2 or any(not argument.startswith(f"{key}=") for argument in rest):
         command, required = f"rlinf evaluate {COMPARE_FLAG}", f"two folders of evaluations, and no key except {key}"
-        actual = f"`{command}` got '{' '.join([*folders, *rest])}'"
+        actual = f"`{command}` was given '{' '.join([*folders, *rest])}'"
         raise ConfigError(f"{actual}; required: {required}. Run {command} <baseline folder> <other folder>")
     values = {name.partition(".")[2]: value for name, value in values_of(rest).items()}
     settings = from_mapping(EvaluationConfig, values, "evaluation")

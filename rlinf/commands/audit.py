@@ -73,7 +73,7 @@ def audit(config: RunConfig) -> Audit:
             return _audit(config, output)
     except BaseException as error:
         count = num_saved(output)
-        if count and not isinstance(error, (ConfigError, CheckpointError)):  # the same command would be rejected again
+        if count and not isinstance(error, (ConfigError, CheckpointError)):  # rerunning would fail the same way
             saved = f"{count} conditions are saved in {output}"
             print(f"\n{saved}; to continue, run the same command with output_dir={output}", file=sys.stderr, flush=True)
         raise

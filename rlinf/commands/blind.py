@@ -124,13 +124,13 @@ def _results(
 
     def save(result: EpisodeResult) -> None:
         saved.add(result)
-        line.update("episodes of both", saved.num_results, 2 * len(specs))
+        line.update("episodes of both policies", saved.num_results, 2 * len(specs))
 
     pairs = BlindPairs(sides, saved.known, save, config.seed)
     first, second = pairs.results
     decided = UntilDecided(pairs.baseline, len(specs))
     rule = decided if evaluation.stop_when == DECIDED else stop_rule(evaluation.stop_when, None, len(specs))
-    # After an interruption, the last episode may have only one result: it is incomplete, and `pairs` runs the missing part.
+    # After an interruption, the last episode may have only one result. It is incomplete, so `pairs` runs the missing half.
     complete = [result for spec, result in second.items() if spec in first]
     plan = EvaluationPlan(known=complete, episodes=pairs, stop=rule, look_every=1)
     result = evaluate_policy(opened[1].model, env, specs, **sampling_settings(config), plan=plan)
@@ -148,7 +148,7 @@ def _results(
 
 @contextmanager
 def _anonymous(configs: Sequence[RunConfig]) -> Iterator[None]:
-    """Remove the names of the policies from log messages and errors."""
+    """Remove the policies' names from log messages and errors."""
     names = sorted({name for side in configs for name in (side.checkpoint, side.model.url) if name}, key=len)
 
     def without_names(text: str) -> str:

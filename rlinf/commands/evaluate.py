@@ -128,7 +128,7 @@ def report_saved_results(output: Path) -> Iterator[None]:
         yield
     except BaseException as error:
         count = num_saved(output)
-        if count and not isinstance(error, (ConfigError, CheckpointError)):  # the same command would be rejected again
+        if count and not isinstance(error, (ConfigError, CheckpointError)):  # rerunning would fail the same way
             saved = f"{count} results are saved in {output}"
             print(f"\n{saved}; to continue, run the same command with output_dir={output}", file=sys.stderr, flush=True)
         raise

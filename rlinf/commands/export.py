@@ -144,7 +144,7 @@ def _export_tokens(checkpoint: Path, output: Path, merge_lora: bool, overrides: 
 
 
 def random_observation(config: RunConfig, model: Any, num_rows: int = 2, seed: int = 0) -> Observation:
-    """Return a random observation with the shapes of the env."""
+    """Return a random observation with the env's shapes."""
     generator = np.random.default_rng(seed)
     size = config.env.image_size
     images = {name: generator.integers(0, 256, (num_rows, size, size, 3), np.uint8) for name in config.env.cameras}

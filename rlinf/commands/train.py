@@ -86,7 +86,7 @@ from rlinf.training.train_worker import TrainWorker, rl_trainer_config, sft_trai
 logger = logging.getLogger("rlinf")
 
 MOST_ENVS_PER_CORE = 1024
-"""Threshold of the warning about a probable typo."""
+"""Above this number, a warning is printed because it is probably a typo."""
 
 
 @dataclass

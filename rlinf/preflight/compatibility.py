@@ -86,7 +86,7 @@ def check_elsewhere(config: RunConfig, command: str) -> None:
                 f"{local} with model.url={url}", "no local weights", "model=remote without a model of the experiment"
             )
     if command not in ACTING:
-        required = f"a policy with local weights; a remote one is for `rlinf {'`, `rlinf '.join(ACTING)}`"
+        required = f"a policy with local weights; a remote one works only with `rlinf {'`, `rlinf '.join(ACTING)}`"
         reject(f"{actual} (model.url={url}) with `rlinf {command}`", required, "model=openvla_tiny model.url=null")
     if config.cluster.num_rollout_workers is not None:
         actual = f"cluster.num_rollout_workers={config.cluster.num_rollout_workers} with model.url={url}"
@@ -212,7 +212,7 @@ def check_evaluation(config: RunConfig) -> None:
     is_reported = config.env.success_classifier is not None or ENVS.get(config.env.name).reports_success(config.env)
     if stop_when is not None and not is_reported:
         actual = f"{rule} counts successes, which env={config.env.name} is not known to report"
-        reject(actual, "the complete list", "evaluation.stop_when=null")
+        reject(actual, "all episodes", "evaluation.stop_when=null")
     if isinstance(stop_when, float) and not 0 < stop_when < 1:
         reject(rule, "a width between 0 and 1", "evaluation.stop_when=0.1")
     if config.evaluation.num_episodes is not None:

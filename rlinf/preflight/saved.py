@@ -58,7 +58,7 @@ def check_start(config: RunConfig, command: str) -> None:
     reject_mismatches(
         compare(saved, replace(saved, **conditions_of(config), preprocessing=preprocessing)),
         config.evaluation.allow_mismatch,
-        f"{folder} was written under conditions that differ from the present ones (a new run may start with its weights: {new_run})",
+        f"{folder} was written under conditions that differ from the current ones (a new run may start with its weights: {new_run})",
     )
     if command == "sft" and state["phase"] == "rl":
         raise ConfigError(f"{folder} has finished cloning and is in RL. Run rlinf train resume={config.resume}")

@@ -119,7 +119,7 @@ def listening(host: str, port: int, handler: Callable[..., BaseHTTPRequestHandle
 
 
 class PageTeleoperator:
-    """A lerobot teleoperator whose take-over button is on the page; treated as lost while no browser shows it; has no feedback."""
+    """A lerobot teleoperator whose take-over button is on the page; lost while no browser shows the page, and without feedback."""
 
     def __init__(self, teleoperator: Any, page: Page) -> None:
         self.teleoperator, self.page = teleoperator, page

@@ -115,7 +115,7 @@ class TakeOver:
     def _lose(self, error: BaseException) -> None:
         if not self._is_lost:
             logger.warning(
-                "The teleoperator is gone (%s: %s); the robot holds until it is back", type(error).__name__, error
+                "The teleoperator was lost (%s: %s); the robot holds until it is back", type(error).__name__, error
             )
         # The policy stops too: without a teleoperator nobody could correct it.
         self._is_lost, self.policy_acts = True, False

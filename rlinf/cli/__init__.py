@@ -21,20 +21,20 @@ from rlinf.options import keys_help
 COMMANDS = {
     "train": ("rlinf.cli.run:train", "behaviour cloning (if configured), then reinforcement learning"),
     "sft": ("rlinf.cli.run:sft", "behaviour cloning only"),
-    "launch": ("rlinf.cli.launch:launch", "language and vision-language models from a recipe: SFT, GRPO, DPO"),
+    "launch": ("rlinf.cli.launch:launch", "training of language and vision-language models: SFT, GRPO, DPO"),
     "evaluate": ("rlinf.cli.run:evaluate", "success rate of a checkpoint on held-out episodes, with videos"),
-    "robot": ("rlinf.cli.run:robot", "a checkpoint in real time, on a simulated or physical robot"),
+    "robot": ("rlinf.cli.run:robot", "evaluation of a checkpoint in real time, on a simulated or physical robot"),
     "audit": ("rlinf.cli.run:audit", "whether a policy uses its instruction and images, reacts, or memorises"),
     "serve": ("rlinf.cli.run:serve", "a checkpoint as a policy server for other machines and programs"),
     "play": ("rlinf.cli.play:play", "one episode of a checkpoint as a video, in a window if there is a display"),
-    "report": ("rlinf.cli.report:report", "the page of a run, or the curves of several runs with intervals over seeds"),
+    "report": ("rlinf.cli.report:report", "report of a run, or curves of several runs with intervals over seeds"),
     "why": ("rlinf.cli.report:why", "diagnosis of a run from its metrics: the cause, and the key to change"),
-    "collect": ("rlinf.cli.run:collect", "demonstrations of the scripted expert or a checkpoint, as a LeRobotDataset"),
-    "convert": ("rlinf.cli.run:convert", "HDF5 demonstrations of robomimic and LIBERO to a LeRobotDataset"),
-    "classifier": ("rlinf.cli.run:classifier", "a success classifier from labelled frames, with its errors"),
+    "collect": ("rlinf.cli.run:collect", "demonstrations by the scripted expert or a checkpoint, as a LeRobotDataset"),
+    "convert": ("rlinf.cli.run:convert", "HDF5 demonstrations of robomimic or LIBERO, as a LeRobotDataset"),
+    "classifier": ("rlinf.cli.run:classifier", "training of a success classifier on frames, and its error rates"),
     "export": ("rlinf.cli.run:export", "a checkpoint as a folder for from_pretrained, optionally with merged adapters"),
     "doctor": ("rlinf.cli.doctor:doctor", "what works on this machine, and the memory that an experiment needs"),
-    "check": ("rlinf.cli.check:check", "whether an env (also yours) fulfils its contract, property by property"),
+    "check": ("rlinf.cli.check:check", "whether an env, perhaps your own, fulfils its contract, property by property"),
     "check-policy": (
         "rlinf.cli.check_policy:check_policy",
         "whether a lerobot policy folder is complete and consistent",
@@ -44,7 +44,7 @@ COMMANDS = {
 }
 
 ON_TAB = {"--install-completion": "rlinf.cli.completion:install", "--complete": "rlinf.cli.completion:complete"}
-"""Arguments of shell completion: typed by the user, and used by the shell's script."""
+"""Arguments of shell completion: one for the user, the other for the shell's script."""
 
 WITH_RANKS = ("train", "sft", "launch", "evaluate")
 """Commands that use all processes of torchrun or srun; the remaining ones run on rank 0 only."""
@@ -71,7 +71,7 @@ USAGES = {
     "check-policy": "<folder> [interpreter=<python>] [override_config={...}] [migrate=<new folder>]",
     "diagnose": "model=<name> [key=value ...]\n       rlinf diagnose <folder or hub id> [key=value ...]",
 }
-"""Arguments in the usage of each command."""
+"""Arguments shown in each command's usage."""
 
 OWN_KEYS = {
     "robot": "rlinf.robot.config:RobotConfig",
@@ -81,7 +81,7 @@ OWN_KEYS = {
     "classifier": "rlinf.commands.classifier:ClassifierConfig",
     "export": "rlinf.cli.run:ExportConfig",
 }
-"""Dataclasses of command-specific keys."""
+"""Dataclasses with the keys of specific commands."""
 
 EXAMPLES = """examples:
   rlinf train experiment=quickstart                      a small VLA on a laptop: SFT, then PPO, in minutes
@@ -95,7 +95,7 @@ EXAMPLES = """examples:
   rlinf serve checkpoint=outputs/quickstart/latest port=8000
   rlinf play checkpoint=outputs/quickstart/latest episode=3
   rlinf report multirun/quickstart/latest                the runs of a sweep on one page
-  rlinf why outputs/quickstart/latest                    what its metrics say, and what to change
+  rlinf why outputs/quickstart/latest                    what its metrics show, and what to change
   rlinf collect env=tabletop dataset=data/tabletop collect.num_episodes=200
   rlinf convert source=libero_spatial dataset=data/libero_spatial
   rlinf classifier data=data/labelled output_dir=outputs/classifier
@@ -120,7 +120,7 @@ def usage() -> str:
 
 
 def help_of(command: str) -> str:
-    """Return usage and docstring of a command."""
+    """Return a command's usage and docstring."""
     # The docstring is parsed from the file, because importing the module may take seconds.
     module, _, function = COMMANDS[command][0].partition(":")
     source = Path(__file__).with_name(f"{module.rpartition('.')[2]}.py").read_text(encoding="utf-8")
@@ -149,10 +149,10 @@ def _width() -> int:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command with the arguments after ``rlinf`` (None: ``sys.argv``), and return the exit status.
+    """Run a command with the arguments after ``rlinf`` (by default from ``sys.argv``), and return the exit status.
 
-    0 success; 1 ``doctor``, ``check`` or ``diagnose`` found a fault, or one of several ranks failed; 2 an error that the user can fix;
-    130 interrupted; 141 the reader of the output is gone (``| head``). Other errors are bugs and keep their traceback.
+    0: success; 1: ``doctor``, ``check`` or ``diagnose`` found a fault, or one of several ranks failed; 2: an error that the user can
+    fix; 130: interrupted; 141: the output pipe was closed (``| head``). Other errors are bugs and show their traceback.
     """
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     # Names from files and folders may contain characters that the terminal cannot show.
@@ -182,12 +182,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print_error(error)
         return EXIT_USER_ERROR if isinstance(error, RLinfError) else EXIT_FAULT
     except BrokenPipeError:
-        # The buffer is flushed again at exit: let it go nowhere.
+        # The buffer is flushed again at exit, so redirect it to the null device.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_PIPE
     except OSError as error:
         messages = {
-            errno.ENAMETOOLONG: f"{error.filename or 'A path'!r} is longer than a path may be on this system. Use a shorter one",
+            errno.ENAMETOOLONG: f"{error.filename or 'A path'!r} exceeds the maximum path length on this system. Use a shorter one",
             errno.ENOSPC: f"The disk is full: {error}. Free some space, or choose a folder on a different disk",
         }
         if error.errno not in messages:

@@ -1,4 +1,4 @@
-"""``rlinf check``: check of an env against the contract on which training and evaluation rely."""
+"""``rlinf check``: checks an env against the contract that training and evaluation rely on."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -13,14 +13,14 @@ from rlinf.errors import ConfigError
 from rlinf.options import check_arguments
 
 MAX_STEPS = 64
-"""Maximum env steps of an episode during the check, unless ``env.max_episode_steps`` is given."""
+"""Maximum env steps per episode during the check, unless ``env.max_episode_steps`` is given."""
 
 
 def check(arguments: Sequence[str]) -> int:
     """Step an env with random actions and print one line per property of its contract.
 
-    The env is a packaged or registered name, with its keys as overrides; plugins=[...] imports yours first. The exit status is
-    1 if a property is violated. Episodes are truncated at 64 env steps, unless env.max_episode_steps is given.
+    Give the name of a packaged or registered env, and its keys as overrides; plugins=[...] first imports your own code. The exit
+    status is 1 if a property is violated. Episodes are truncated at 64 env steps, unless env.max_episode_steps is given.
     """
     check_arguments(split(arguments)[0].overrides, ("env", "env.<key>", "plugins"))
     args = parse(arguments)

@@ -1,4 +1,4 @@
-"""``rlinf check-policy``: check of a lerobot policy folder, without an env."""
+"""``rlinf check-policy``: checks a lerobot policy folder, without an env."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,22 +15,22 @@ from rlinf.recipes.load import with_overrides
 class PolicyCheckConfig:
     """Settings of ``rlinf check-policy``."""
 
-    interpreter: PathText | None = option(None, "Python with lerobot, as `model.interpreter`.")
-    override_config: dict[str, Any] = option({}, "Fields to replace, as `model.override_config`.")
-    migrate: PathText | None = option(None, "New folder for the migrated policy of an old lerobot.")
+    interpreter: PathText | None = option(None, "Python interpreter with lerobot, like `model.interpreter`.")
+    override_config: dict[str, Any] = option({}, "Fields to replace, like `model.override_config`.")
+    migrate: PathText | None = option(None, "New folder for the converted policy of an older lerobot version.")
 
 
 def check_policy(arguments: Sequence[str]) -> int:
-    """Print the inputs and outputs of a lerobot policy folder, and the problems that would make it blind.
+    """Print the inputs and outputs of a lerobot policy folder, and the problems (BLIND) that would corrupt them.
 
     Problems are missing or foreign statistics, swapped images, wrong units, mismatched weights, and a missing tokenizer. Each
-    line names the feature and the fix. Weights are compared if a Python has lerobot: this one, interpreter=<python>, or
-    .venv-lerobot. override_config={...} changes the folder's configuration. migrate=<new folder> first converts the folder of an
-    old lerobot. The exit status is 1 if there is a problem.
+    line names the feature and the fix. Weights are compared only if lerobot is installed in this Python, interpreter=<python> or
+    .venv-lerobot. override_config={...} changes the folder's configuration. migrate=<new folder> first converts a folder written
+    by an older lerobot version. The exit status is 1 if there is a problem.
     """
     folders = [argument for argument in arguments if "=" not in argument]
     if len(folders) != 1:
-        actual = f"`rlinf check-policy` got {', '.join(folders) or 'no folder'}"
+        actual = f"`rlinf check-policy` was given {', '.join(folders) or 'no folder'}"
         raise ConfigError(f"{actual}; required: one folder saved by lerobot. Run rlinf check-policy <folder>")
     overrides = [argument for argument in arguments if "=" in argument]
     settings = from_mapping(PolicyCheckConfig, with_overrides({}, overrides))

@@ -19,14 +19,14 @@ from rlinf.options import override_text, public_fields
 INSTALL, COMPLETE = "--install-completion", "--complete"
 
 OTHER_KEYS = ("launch", "report", "why", "convert", "classifier", "export", "models")
-"""Commands without the keys of a run, for which the shell completes files."""
+"""Commands that do not accept the keys of a run, for which the shell completes file names."""
 
 SHELLS = ("bash", "zsh", "fish")
-"""Shells with a script ``completion.<shell>`` in this folder."""
+"""Shells for which this folder contains a script ``completion.<shell>``."""
 
 
 def install(arguments: list[str]) -> int:
-    """Install the completion of the given shell, else of ``$SHELL``; raise ConfigError for an unknown one."""
+    """Install completion for the given shell or ``$SHELL``; raise ConfigError if it is unknown."""
     shell = arguments[0] if arguments else Path(os.environ.get("SHELL", "")).name
     if shell not in SHELLS or len(arguments) > 1:
         actual = f"The shell is '{' '.join(arguments) or shell}'"
@@ -50,7 +50,7 @@ def install(arguments: list[str]) -> int:
 
 
 def _write(shell: str, script: Path, loads: Path, line: str) -> None:
-    """Write the script, and append the line that loads it unless it exists."""
+    """Write the script, and append the line that loads it unless it is already there."""
     script.parent.mkdir(parents=True, exist_ok=True)
     write_text(script, Path(__file__).with_suffix(f".{shell}").read_text(encoding="utf-8"))
     if script != loads and line.encode() not in (loads.read_bytes().split(b"\n") if loads.is_file() else []):
@@ -76,7 +76,7 @@ def complete(arguments: list[str]) -> int:
 
 
 def overrides(given: list[str], current: str) -> list[str]:
-    """Return the candidates after ``given``: groups and sections, the keys of a section, or the values of a group or key."""
+    """Return the completions after ``given``: groups and sections, a section's keys, or the values of a group or key."""
     key, equals, _ = current.partition("=")
     section, dot, _ = key.rpartition(".")
     groups = group_folders()
@@ -101,7 +101,7 @@ def values_of(kind: type, key: str) -> list[str]:
 
 
 def _config_of(given: list[str], groups: dict[str, Path]) -> RunConfig:
-    """Return the defaults for the env and algorithm of ``given``, or of its experiment."""
+    """Return the default configuration for the env and algorithm in ``given``, or in its experiment."""
     config, chosen = RunConfig(), dict(token.split("=", 1) for token in given if "=" in token)
     experiment = groups[GROUP] / f"{chosen.get(GROUP)}.yaml"
     if experiment.is_file():

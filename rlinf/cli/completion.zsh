@@ -1,4 +1,4 @@
-# Completion of rlinf: asks it with the line up to the cursor. No answer leaves the shell's own completion of files.
+# Completion of rlinf: passes it the line up to the cursor. If it prints nothing, the shell completes file names itself.
 _rlinf() {
   local -a found=("${(@f)$("${words[1]}" --complete "${(j: :)words[1,CURRENT]}" 2>/dev/null)}")
   [[ -z "$found" ]] && { compset -P '*='; _files; return }

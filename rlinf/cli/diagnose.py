@@ -1,4 +1,4 @@
-"""``rlinf diagnose``: consistency of a model's samples and scores, in torch and vLLM."""
+"""``rlinf diagnose``: checks whether a model's samples and scores agree, in torch and vLLM."""
 
 from __future__ import annotations
 
@@ -37,17 +37,17 @@ RESULTS = {True: "pass", False: "FAIL", None: "note"}
 def diagnose(arguments: Sequence[str]) -> int:
     """Print whether the samples and scores of a model agree, in torch and, if installed, in vLLM.
 
-    An action model is given by overrides, as for `rlinf train`, or by its checkpoint; it is tried on initial observations of its
-    env. A language model is given by its folder or hub id, followed by key=value of CausalLMConfig.
+    Specify an action model by overrides, as for `rlinf train`, or by its checkpoint; it is tested on initial observations of its
+    env. Specify a language model by its folder or hub id, optionally followed by key=value for fields of CausalLMConfig.
 
-    The exit status is 1 if a check failed. A model that vLLM supports and fails to run is a failed check.
+    The exit status is 1 if a check failed. If vLLM supports a model but cannot run it, that is also a failed check.
     """
     args, unknown = split(arguments)
     # ~key is an override that deletes the key; ~/folder is a folder.
     names = [name for name in args.overrides if "=" not in name and (name[:1] != "~" or name[1:2] == "/")]
     if len(names) > 1 or not (args.overrides or args.config_name):
         usage = "<folder or hub id> for a language model; model=<name>, experiment=<name> or <run folder> for a policy"
-        raise ConfigError(f"`rlinf diagnose` got {names or 'no model'}; required: one. Run rlinf diagnose {usage}")
+        raise ConfigError(f"`rlinf diagnose` needs one model, not {names or 'none'}. Run rlinf diagnose {usage}")
     if names and not unknown and not _is_checkpoint(names[0]):
         return _diagnose_language_model(names[0], [item for item in args.overrides if item not in names])
     return _diagnose_action_model([f"checkpoint={item}" if item in names else item for item in arguments])
@@ -97,7 +97,7 @@ def _check_vllm(checker: PolicyChecker, config: RunConfig, checks: list[Check]) 
 
 @contextlib.contextmanager
 def _checker(config: RunConfig) -> Iterator[PolicyChecker]:
-    """Load the policy of a configuration or its checkpoint, and reset its env for initial observations."""
+    """Load the policy of a configuration or of its checkpoint, and reset its env to get initial observations."""
     from rlinf.contracts.policy import NUM_ROWS, PolicyChecker
 
     checkpoint = config.checkpoint or config.init_from or config.resume
@@ -105,7 +105,7 @@ def _checker(config: RunConfig) -> Iterator[PolicyChecker]:
     seed_everything(config.seed)
     env = make_env(config.env, NUM_ROWS, auto_reset=False)
     try:
-        # Before the first image is rendered: after software OpenGL is loaded, libraries of transformers fail to load.
+        # Import before rendering the first image: once software OpenGL is loaded, libraries of transformers fail to load.
         if config.model.url is not None:
             model = open_remote(config, env, config.evaluation.allow_mismatch).policy
         elif checkpoint is None:

@@ -1,6 +1,6 @@
-"""``rlinf doctor``: the parts that work on this machine, and the memory that an experiment needs.
+"""``rlinf doctor``: reports what works on this machine, and how much memory an experiment needs.
 
-Heavy imports are inside functions, so that a missing or broken package becomes a finding instead of a traceback.
+Heavy imports are inside functions, so that a missing or broken package is reported as a finding, not as a traceback.
 """
 
 import contextlib
@@ -36,7 +36,7 @@ BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 
 @dataclass(frozen=True)
 class Finding:
-    """Table row of a topic: yes, no (the main job cannot run) or - (an optional part is missing), with detail or fix."""
+    """Table row for a topic: yes, no (the main job cannot run) or - (an optional part is missing), with details or a fix."""
 
     topic: str
     status: str
@@ -83,14 +83,14 @@ def import_plugins(arguments: Sequence[str]) -> None:
 
 
 def check_python() -> Finding:
-    """Check that all packages are built for this Python."""
+    """Check that all packages support this Python version."""
     status = YES if (3, 11) <= sys.version_info < (3, 14) else NO
     needed = "" if status == YES else "; needed: 3.11, 3.12 or 3.13"
     return Finding("python", status, f"{platform.python_version()}, {sys.executable}{needed}")
 
 
 def check_packages() -> list[Finding]:
-    """Check that every required package is installed in an accepted version, and that `rlinf` is this project."""
+    """Check that every required package is installed in a supported version, and that `rlinf` is this project."""
     other = other_project()
     if other is not None:
         return [Finding("packages", NO, other)]
@@ -129,7 +129,7 @@ def check_rendering() -> Finding:
 
 
 def check_envs() -> list[Finding]:
-    """Check that each registered env can be made (packages, assets, graphics); only the env of the main job must work."""
+    """Check that each registered env can be created (packages, assets, graphics); only the main job's env must work."""
     findings = []
     for name in sorted({*ENVS} - {ExternalConfig.name}):  # an external env has no class to build
         try:
@@ -151,7 +151,7 @@ def _reason(error: Exception) -> str:
 
 
 def check_registered() -> list[Finding]:
-    """Return the registered models and algorithms, with third-party packages."""
+    """Return the registered models and algorithms, including those of third-party packages."""
     findings = []
     for topic, registry in (("models", MODELS), ("algorithms", ALGORITHMS)):
         entries = sorted(registry.entries().items())
@@ -200,7 +200,7 @@ def check_vllm() -> Finding:
 
 
 def _required() -> list[Any]:
-    """Return the requirements of rlinf and its extras; empty if it is not installed as a package."""
+    """Return the requirements of rlinf and its extras, or an empty list if it is not installed as a package."""
     try:
         from packaging.requirements import Requirement
 
@@ -219,7 +219,7 @@ def _version(name: str) -> str | None:
 def check_disk(folder: Path) -> Finding:
     """Check that ``folder`` is writable and has free space for runs."""
     if not os.access(folder, os.W_OK | os.X_OK):
-        fix = "go to a different folder, or set output_dir=<folder>"
+        fix = "change to a different folder, or set output_dir=<folder>"
         return Finding("disk", NO, f"no permission to write in {folder}; {fix}")
     free = shutil.disk_usage(folder).free / GIB
     detail = f"{free:.1f} GiB free in {folder}"
@@ -227,7 +227,7 @@ def check_disk(folder: Path) -> Finding:
 
 
 def check_choice(arguments: list[str]) -> list[Finding]:
-    """Check the choice in ``arguments`` (as for `rlinf train`): an experiment or model, a checkpoint, or only an env."""
+    """Check the experiment, model, checkpoint or env chosen in ``arguments``, which are as for `rlinf train`."""
     label = " ".join(arguments)
     try:
         from rlinf.commands.hydra_app import configure, given_value, parse
@@ -255,7 +255,7 @@ def check_choice(arguments: list[str]) -> list[Finding]:
 
 
 def check_memory(label: str, config: RunConfig) -> list[Finding]:
-    """Print the plan of an experiment and the memory that it needs, and check that this is available."""
+    """Print an experiment's plan and the memory that it needs, and check that enough is available."""
     from rlinf.distributed.parallel import rank_memory_bytes
     from rlinf.distributed.process_group import resolve_device
     from rlinf.preflight.derived import format_derived
@@ -276,13 +276,13 @@ def check_memory(label: str, config: RunConfig) -> list[Finding]:
         memory_bytes = rank_memory_bytes("cuda" if on_gpu else "cpu", ranks)
         estimate, memory = estimate_gpu(config, memory_bytes, measured)
         if on_gpu and memory.engine:
-            estimate = replace(estimate, engine=memory.engine)  # with the fraction that training would give it
+            estimate = replace(estimate, engine=memory.engine)  # with the same memory fraction as in training
         print(format_table(("role", "memory", "size"), [*estimate.rows(), *memory.rows(config.model.micro_batch_size)]))
         print(format_table(CARD_HEAD, card_rows(config, measured)))
         print(ASSUMED)
         micro = config.model.micro_batch_size
         needed = (estimate.total + memory.passing(micro)) * ranks
-        if on_gpu:  # where simulators are an assumption, and the rollout buffer is in main memory
+        if on_gpu:  # simulator memory is only assumed, and the rollout buffer is in main memory
             needed = (memory.peak(micro, fit_to_gpu(config, memory_bytes, measured)) - memory.simulators) * ranks
     except RLinfError as error:
         return [Finding(label, NO, _reason(error))]

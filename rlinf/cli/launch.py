@@ -1,4 +1,4 @@
-"""``rlinf launch``: checks its arguments before the imports of ``rlinf.commands.launch``, which take seconds."""
+"""``rlinf launch``: checks its arguments before importing ``rlinf.commands.launch``, which takes seconds."""
 
 import argparse
 import sys
@@ -19,9 +19,9 @@ class _Parser(argparse.ArgumentParser):
 def launch(arguments: Sequence[str]) -> int:
     """Train a language or vision-language model from a recipe, a TOML or YAML file.
 
-    --config takes a file, or the name of a packaged recipe. A path that does not exist here is looked up among rlinf's files, a
-    dataset script too: ./tools/dataset/gsm8k_grpo.py, or tools.dataset.gsm8k_grpo. key=value changes a key of the recipe by its
-    dotted path: train.epoch=2. --dry-run prints the plan of the recipe.
+    Pass --config a file or the name of a packaged recipe. Recipes and dataset scripts that do not exist here are looked up among
+    rlinf's files: ./tools/dataset/gsm8k_grpo.py, or tools.dataset.gsm8k_grpo. Override a key of the recipe by its dotted path:
+    train.epoch=2. --dry-run only prints the plan of the recipe.
     """
     parser = _Parser(prog="rlinf launch", add_help=False, allow_abbrev=False)
     parser.add_argument("--config")

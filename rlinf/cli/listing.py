@@ -1,4 +1,4 @@
-"""``rlinf models``: registered names, config groups and experiments."""
+"""``rlinf models``: lists registered names, config groups and experiments."""
 
 from collections.abc import Sequence
 from itertools import takewhile
@@ -19,7 +19,7 @@ from rlinf.options import check_arguments, from_mapping
 
 FALLBACK = (
     "Any other model_type of transformers works without a registration, from model.model_path=<folder or hub id>: a text model\n"
-    "becomes an HFModel (SFT, GRPO and DPO on text), a vision-language model a policy of the type hf_vla.\n"
+    "becomes an HFModel (SFT, GRPO and DPO on text), a vision-language model an hf_vla policy.\n"
     "The algorithms sac and td3 train an actor on a frozen policy (cloned, or from model.model_path), or mlp and cnn from scratch:\n"
     "docs/offpolicy.md."
 )
@@ -32,14 +32,14 @@ def models(arguments: Sequence[str]) -> int:
     check_arguments(split(arguments)[0].overrides, ("plugins",))
     args = parse(arguments)
     if any(not override.startswith("plugins=") for override in args.overrides):
-        raise ConfigError("`rlinf models` takes plugins=[...] and --config-dir only. Run rlinf models")
+        raise ConfigError("`rlinf models` accepts only plugins=[...] and --config-dir. Run rlinf models")
     load_plugins(
         from_mapping(RunConfig, {item.key_or_group: item.value() for item in parse_overrides(args.overrides)}).plugins
     )
     rows = []
     for registry in (MODELS, ENVS, ALGORITHMS):
         rows += [(registry.kind, name, entry.origin) for name, entry in sorted(registry.entries().items())]
-        hidden = [(entry.name, f"{entry.origin}, not used: the name is taken") for entry in registry.hidden]
+        hidden = [(entry.name, f"{entry.origin}, not used, because the name is taken") for entry in registry.hidden]
         rows += [(registry.kind, *row) for row in hidden]
     print(format_table(("kind", "name", "from"), rows))
     print(f"\n{FALLBACK}\n")
@@ -57,7 +57,7 @@ def models(arguments: Sequence[str]) -> int:
 
 
 def _about(name: str) -> str:
-    """Return the first line of text in the leading comment of an experiment's file; empty for third-party packages."""
+    """Return the description in the leading comment of an experiment's file, or "" for third-party packages."""
     path = find_experiment(name)
     lines = takewhile(lambda line: line.startswith("#"), path.read_text().splitlines() if path else ())
     text = " ".join(line.lstrip("# ") for line in lines)

@@ -1,4 +1,4 @@
-"""``rlinf play``: one episode of a policy as a video."""
+"""``rlinf play``: records one episode of a policy as a video."""
 
 import os
 import shutil
@@ -23,15 +23,15 @@ class PlayConfig:
     """Episode and video of ``rlinf play``."""
 
     episode: int = option(0, "Index in the list of evaluation episodes.", minimum=0)
-    output: PathText | None = option(None, "MP4 to write; null: in outputs/<experiment_name>/play.")
+    output: PathText | None = option(None, "MP4 file to write; null: a file in outputs/<experiment_name>/play.")
     window: bool = option(True, "Open the MP4 in the desktop's video player if there is a display.")
 
 
 def play(arguments: Sequence[str]) -> int:
-    """Run one evaluation episode of a checkpoint, write it as an MP4, and open that in a window if there is a display.
+    """Run one evaluation episode of a checkpoint, write it as an MP4, and open it in a window if there is a display.
 
-    It has the keys of `rlinf evaluate` and equal episodes: evaluation.split=train, evaluation.greedy=false,
-    evaluation.video_size=448; for a remote policy model=remote model.url=ws://... env=<name>.
+    Keys and episodes are the same as for `rlinf evaluate`, e.g. evaluation.split=train, evaluation.greedy=false or
+    evaluation.video_size=448. For a remote policy, set model=remote model.url=ws://... env=<name>.
     """
     arguments = with_checkpoint(arguments)
     args, settings = own_settings(arguments, PlayConfig)
@@ -46,7 +46,7 @@ def play(arguments: Sequence[str]) -> int:
 
 
 def play_episode(config: RunConfig, settings: PlayConfig) -> Path:
-    """Run an episode of ``config.checkpoint`` or the configured model, write and show its video, and return the MP4."""
+    """Run an episode of ``config.checkpoint`` or the configured model, write and open its video, and return the path of the MP4."""
     from rlinf.commands.evaluate import open_policy
     from rlinf.distributed.process_group import resolve_device, set_num_threads
     from rlinf.evaluation.evaluator import BatchedPolicy, replay_episodes, success_of

@@ -18,8 +18,8 @@ JSON_FLAG = "--json"
 def report(arguments: Sequence[str]) -> int:
     """Rewrite the report of a run, or write one page with the curves of several runs.
 
-    Runs that differ only in their seed form one curve: their mean, with a 95 % interval over seeds. Of several runs with the
-    same seed, the newest finished one counts. A sweep folder (multirun/...) means all of its runs; `latest` the newest run.
+    Runs that differ only in their seed form one curve: their mean, with a 95 % interval over seeds. If several runs have the
+    same seed, the newest finished one is used. A sweep folder (multirun/...) stands for all of its runs, `latest` for the newest.
     """
     outputs = [argument.partition("=")[2] for argument in arguments if argument.startswith("output=")]
     folders = [argument for argument in arguments if not argument.startswith("output=")]
@@ -28,7 +28,7 @@ def report(arguments: Sequence[str]) -> int:
         actual = f"'{wrong[0]}'" if wrong else "no folder" if not folders else "two outputs"
         required = "run folders, and output=<file.html> at most"
         usage = "rlinf report outputs/quickstart/latest, or rlinf report multirun/quickstart/latest output=seeds.html"
-        raise ConfigError(f"`rlinf report` got {actual}; required: {required}. Run {usage}")
+        raise ConfigError(f"`rlinf report` was given {actual}; required: {required}. Run {usage}")
     taken = next((path for path in outputs if Path(path).expanduser().exists() and Path(path).suffix != ".html"), None)
     if taken is not None:
         reject(f"output='{taken}', which exists and is not an .html file", "a new file or a page", f"output={OUTPUT}")
@@ -49,16 +49,16 @@ def report(arguments: Sequence[str]) -> int:
 
 
 def why(arguments: Sequence[str]) -> int:
-    """Print whether a run has improved, with the interval of the change, and if not, the cause and the override to set.
+    """Print whether a run has improved, with an interval of the change, and if not, the cause and the override to set.
 
-    The run may be of `rlinf train`, `rlinf sft` or `rlinf launch`, and may still be in progress. With --json, one JSON object.
-    docs/why.md has all rules.
+    The run may be from `rlinf train`, `rlinf sft` or `rlinf launch`, and may still be in progress. --json prints a JSON object
+    instead. docs/why.md lists all rules.
     """
     folders = [argument for argument in arguments if argument != JSON_FLAG]
     if len(folders) != 1 or folders[0].startswith("-"):
         actual = f"'{' '.join(folders)}'" if folders else "no folder"
         raise ConfigError(
-            f"`rlinf why` got {actual}; required: one run folder. Run rlinf why outputs/quickstart/latest"
+            f"`rlinf why` was given {actual}; required: one run folder. Run rlinf why outputs/quickstart/latest"
         )
     diagnoses = {str(place): explain(place) for place in run_folders(folders)}
     if JSON_FLAG in arguments:

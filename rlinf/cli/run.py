@@ -1,4 +1,4 @@
-"""Command-line front ends of ``rlinf.commands``: each parses its arguments here."""
+"""Command-line front ends of ``rlinf.commands``, which parse the arguments."""
 
 from argparse import Namespace
 from collections.abc import Sequence
@@ -45,13 +45,13 @@ def train(arguments: Sequence[str]) -> int:
       rlinf train experiment=quickstart resume=auto                 resume the newest run
       rlinf train experiment=quickstart --cfg job                   print every key and its value, and stop
 
-    Keys are explained in docs/configuration.md. --config-dir <folder> adds your own YAML files; --hydra-help shows Hydra's flags.
+    Keys are explained in docs/configuration.md. --config-dir <folder> adds your own YAML files; --hydra-help lists Hydra's flags.
     """
     return _trained(arguments, "train")
 
 
 def sft(arguments: Sequence[str]) -> int:
-    """Run only the behaviour cloning of a configuration, with the keys and flags of `rlinf train`."""
+    """Run only the behaviour cloning stage of a configuration, with the same keys and flags as `rlinf train`."""
     return _trained(arguments, "sft")
 
 
@@ -66,12 +66,12 @@ def _trained(arguments: Sequence[str], command: str) -> int:
 def evaluate(arguments: Sequence[str]) -> int:
     """Evaluate a checkpoint under its own configuration, or the configured model if ``checkpoint=`` is not given.
 
-    Model and env come from the checkpoint's configuration. Overrides change single keys; a group (``env=tabletop``) replaces a
-    section. ``--compare A B`` only compares two evaluations (or the final ones of two runs) episode by episode;
-    ``evaluation.compare=A`` does so after an evaluation.
+    Model and env come from the checkpoint's configuration. Overrides change individual keys; a group (``env=tabletop``) replaces a
+    section. ``--compare A B`` compares two existing evaluations (or the final ones of two runs) episode by episode;
+    ``evaluation.compare=A`` runs an evaluation first and then compares it with A.
 
-    With ``questions=<file>``, a language or vision-language model is evaluated on questions: multiple choice, or exact answers with
-    ``answer_type=<reward>``. docs/recipes.md lists the keys.
+    With ``questions=<file>``, a language or vision-language model is evaluated on questions: multiple choice, or exact answers if
+    ``answer_type=<reward>`` is set. docs/recipes.md lists the keys.
     """
     if not arguments:
         require_policy(arguments, "evaluate")
@@ -84,16 +84,16 @@ def evaluate(arguments: Sequence[str]) -> int:
 
 
 def _run_command(arguments: Sequence[str], command: str) -> int:
-    """Configure and run the function of ``rlinf.commands`` with the command's name."""
+    """Configure and run the function in ``rlinf.commands`` that has the command's name."""
     config = configure(parse(with_checkpoint(arguments)), command)
     if config is not None:
-        # Imported by name, after the checks, because the imports take seconds.
+        # Imported by name only after the checks, because importing takes seconds.
         import_string(f"rlinf.commands.{command}:{command}")(config)
     return 0
 
 
 def _questions(arguments: Sequence[str]) -> int:
-    """Evaluate on a file of questions."""
+    """Evaluate a model on a file of questions."""
     from rlinf.commands.evaluate_questions import evaluate_questions
     from rlinf.recipes.questions import QuestionsConfig
 
@@ -114,7 +114,7 @@ def _compare(arguments: list[str]) -> int:
     key = "evaluation.allow_mismatch"
     if len(folders) < 2 or any(not argument.startswith(f"{key}=") for argument in rest):
         command, required = f"rlinf evaluate {COMPARE_FLAG}", f"two folders of evaluations, and no key except {key}"
-        actual = f"`{command}` got '{' '.join([*folders, *rest])}'"
+        actual = f"`{command}` was given '{' '.join([*folders, *rest])}'"
         raise ConfigError(f"{actual}; required: {required}. Run {command} <baseline folder> <other folder>")
     values = {name.partition(".")[2]: value for name, value in values_of(rest).items()}
     settings = from_mapping(EvaluationConfig, values, "evaluation")
@@ -127,8 +127,8 @@ def _compare(arguments: list[str]) -> int:
 def robot(arguments: Sequence[str]) -> int:
     """Run a policy in real time, one action every 1 / fps seconds, on a simulated robot (a single env) or a physical arm.
 
-    It runs the episodes of `rlinf evaluate` one after the other, with its keys, files and comparisons, and also writes timing.json
-    (docs/robot.md).
+    Runs the same episodes as `rlinf evaluate`, one after the other, with the same keys, files and comparisons, and also writes
+    timing.json (docs/robot.md).
     """
     arguments = with_checkpoint(arguments)
     args, settings = own_settings(arguments, RobotConfig)
@@ -145,7 +145,8 @@ def _blind_baseline(args: Namespace, policy: str) -> Namespace:
     """Make ``policy`` the baseline of a comparison, and return the arguments that evaluate it."""
     if (compare := given_value(args.overrides, "evaluation.compare")) is not None:
         raise ConfigError(
-            f"evaluation.compare={compare} with blind={policy}; required: one of them, because blind is the baseline. Remove evaluation.compare"
+            f"evaluation.compare={compare} with blind={policy}, which already sets the baseline; required: only one of them. "
+            "Remove evaluation.compare"
         )
     args.overrides = [*args.overrides, f"evaluation.compare={policy}"]
     key = "model.url" if "://" in policy else "checkpoint"
@@ -155,10 +156,10 @@ def _blind_baseline(args: Namespace, policy: str) -> Namespace:
 
 
 def audit(arguments: Sequence[str]) -> int:
-    """Measure whether a policy uses its instruction and images, reacts, or memorises: equal episodes, with one change at a time.
+    """Measure whether a policy uses its instruction and images, reacts, or memorises, by changing one thing at a time.
 
-    It has the keys of `rlinf evaluate`. Defaults: 100 episodes per condition (evaluation.num_episodes), and a page in
-    outputs/<experiment>/audit_<time> (output_dir). docs/audit.md explains the verdicts.
+    The same episodes are run under every condition, by default 100 (evaluation.num_episodes). Keys are the same as for `rlinf
+    evaluate`. The report is in outputs/<experiment>/audit_<time> (output_dir). docs/audit.md explains the verdicts.
     """
     arguments = with_checkpoint(arguments)
     args = parse(arguments)
@@ -176,7 +177,7 @@ def serve(arguments: Sequence[str]) -> int:
     """Serve a checkpoint, or a public model (model=lerobot model.model_path=...), to clients of openpi and vla-eval.
 
     `rlinf evaluate model=remote model.url=ws://127.0.0.1:8000` evaluates it from a different process (docs/serving.md). Other keys
-    change the checkpoint's configuration: cluster.device=cuda, model.precision=bf16. SIGTERM or Ctrl-C ends the server.
+    override the checkpoint's configuration, e.g. cluster.device=cuda or model.precision=bf16. SIGTERM or Ctrl-C stops the server.
     """
     require_packages("`rlinf serve`")
     arguments = with_checkpoint(arguments)
@@ -192,16 +193,16 @@ def serve(arguments: Sequence[str]) -> int:
 
 
 def _check_checkpoint(arguments: Sequence[str]) -> None:
-    """Reject a folder without a checkpoint before the command's imports, which take seconds."""
+    """Reject a folder without a checkpoint before the command's slow imports."""
     folder = given_value([argument for argument in arguments if argument.startswith("checkpoint=")], "checkpoint")
     if folder is not None:
         resolve_checkpoint(folder)
 
 
 def collect(arguments: Sequence[str]) -> int:
-    """Store episodes of the env's scripted expert, or of the policy of ``checkpoint`` or ``model.model_path``, as a LeRobotDataset.
+    """Store episodes of the env's scripted expert, or of the policy given by ``checkpoint`` or ``model.model_path``, as a LeRobotDataset.
 
-    Model and env come from the checkpoint's configuration. Overrides change keys; a group (``env=tabletop``) replaces a section.
+    Model and env come from the checkpoint's configuration. Overrides change individual keys; a group (``env=tabletop``) replaces a section.
     """
     return _run_command(arguments, "collect")
 
@@ -217,7 +218,7 @@ def convert(arguments: Sequence[str]) -> int:
 def classifier(arguments: Sequence[str]) -> int:
     """Train a success classifier on frames of labelled episodes, and measure its errors on held-out episodes.
 
-    `env.success_classifier=<output_dir>` then uses it for success and reward (docs/robot.md).
+    Then set `env.success_classifier=<output_dir>` to use it for success and reward (docs/robot.md).
     """
     from rlinf.commands.classifier import ClassifierConfig, classifier
 
@@ -226,7 +227,7 @@ def classifier(arguments: Sequence[str]) -> int:
 
 
 def _own_config(arguments: Sequence[str], kind: type[T]) -> T:
-    """Return the settings of a command without any keys except the fields of ``kind``."""
+    """Return the settings of a command whose only keys are the fields of ``kind``."""
     check_arguments(arguments, public_fields(kind))
     return from_mapping(kind, values_of(arguments))
 
@@ -236,15 +237,15 @@ class ExportConfig:
     """Source and destination of an export."""
 
     checkpoint: PathText | None = option(None, "Checkpoint or run folder.")
-    output: PathText | None = option(None, "New folder, which loads with `from_pretrained`.")
+    output: PathText | None = option(None, "New folder, which `from_pretrained` can load.")
     merge_lora: bool = option(False, "Merge the adapters into the weights.")
 
 
 def export(arguments: Sequence[str]) -> int:
-    """Write a checkpoint as a folder that ``from_pretrained`` loads.
+    """Export a checkpoint as a folder that ``from_pretrained`` can load.
 
-    Additional keys override the checkpoint's configuration, e.g. ``plugins=[my_model.py]``, or ``policy.model_name_or_path=`` if a
-    recipe's model has moved.
+    Additional keys override the checkpoint's configuration, e.g. ``plugins=[my_model.py]``, or ``policy.model_name_or_path=<folder>``
+    if a recipe's model has moved.
     """
     settings, overrides = _split(with_checkpoint(arguments))
     config = from_mapping(ExportConfig, settings)
@@ -265,7 +266,7 @@ def export(arguments: Sequence[str]) -> int:
 
 
 def _split(arguments: Sequence[str]) -> tuple[dict, list[str]]:
-    """Return the values of the export's keys, and the overrides of the configuration."""
+    """Split arguments into the values of the export's own keys and the overrides of the configuration."""
     settings, overrides = {}, []
     recipe_sections = [key.partition(".")[0] for key in TOKEN_KEYS]
     export_keys, sections = public_fields(ExportConfig), [*public_fields(RunConfig), *recipe_sections]

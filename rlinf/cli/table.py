@@ -10,7 +10,7 @@ UNLIMITED = 1 << 16
 
 
 def terminal_width() -> int:
-    """Return the width of the terminal; unlimited if the output is redirected, so that a row stays on one line."""
+    """Return the terminal's width, unlimited if the output is redirected, so that each row stays on one line."""
     return shutil.get_terminal_size((UNLIMITED, 24)).columns
 
 
@@ -30,7 +30,7 @@ def format_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def format_columns(names: Sequence[str], indent: int) -> str:
-    """Return names in columns over the terminal's width, sorted downwards; lines after the first are indented."""
+    """Arrange names in columns across the terminal's width, sorted downwards; lines after the first are indented."""
     width = max(map(len, names), default=0) + 2
     num_columns = max(1, (terminal_width() - indent) // width)
     num_lines = -(-len(names) // num_columns)

@@ -1,4 +1,4 @@
-"""Audit of one policy, from its configuration to a table and a page."""
+"""Audits one policy: from a configuration to a table and an HTML report."""
 
 import json
 import os
@@ -50,9 +50,9 @@ SEEN_KEYS = (
 
 
 def configured(args: Namespace) -> RunConfig | None:
-    """Return the configuration of an audit with its defaults; None: ``--cfg`` has printed it."""
+    """Return an audit's configuration with its defaults, or None if ``--cfg`` only printed it."""
     key = "evaluation.num_episodes"
-    if not any(item.key_or_group == key for item in parse_overrides(args.overrides)):  # null is a value, too
+    if not any(item.key_or_group == key for item in parse_overrides(args.overrides)):  # an explicit null counts as set
         args.overrides = [*args.overrides, f"{key}={NUM_EPISODES}"]
     config = configure(args, "evaluate")
     if config is not None and given_value(args.overrides, "output_dir") is None:
@@ -61,10 +61,10 @@ def configured(args: Namespace) -> RunConfig | None:
 
 
 def audit(config: RunConfig) -> Audit:
-    """Audit ``config.checkpoint``, or the configured model without one, in one process.
+    """Audit ``config.checkpoint``, or the configured model if it is null, in one process.
 
-    Writes ``audit.json`` and ``report.html`` into ``config.output_dir``. The same call resumes an interrupted audit. Raise
-    ConfigError for unsupported settings or a non-empty ``output_dir`` of a different audit; else as ``open_policy``.
+    Writes ``audit.json`` and ``report.html`` into ``config.output_dir``. Repeat the call to resume an interrupted audit.
+    Raise ConfigError if settings are unsupported or a different audit is in ``output_dir``; otherwise raise as ``open_policy`` does.
     """
     output = Path(config.output_dir)
     check(config)
@@ -73,9 +73,9 @@ def audit(config: RunConfig) -> Audit:
             return _audit(config, output)
     except BaseException as error:
         count = num_saved(output)
-        if count and not isinstance(error, (ConfigError, CheckpointError)):  # the same command would be rejected again
+        if count and not isinstance(error, (ConfigError, CheckpointError)):  # rerunning would fail the same way
             saved = f"{count} conditions are saved in {output}"
-            print(f"\n{saved}; the same command with output_dir={output} continues", file=sys.stderr, flush=True)
+            print(f"\n{saved}; to continue, run the same command with output_dir={output}", file=sys.stderr, flush=True)
         raise
 
 
@@ -98,7 +98,7 @@ def _audit(config: RunConfig, output: Path) -> Audit:
         name = name or f"model.model_type={config.model.model_type} without a checkpoint"
         progress = AuditCheckpoint(output, name, present)
         if progress.num_known:
-            print(f"{progress.num_known} conditions were done before ({progress.folder})", flush=True)
+            print(f"{progress.num_known} conditions were already done ({progress.folder})", flush=True)
             if server is not None and saved is None:
                 warnings.append(unknown_policy_warning(config.model.url, f"{progress.num_known} conditions"))
 
@@ -134,7 +134,7 @@ def _audit(config: RunConfig, output: Path) -> Audit:
 
 
 def write_audit(audit: Audit, folder: str | os.PathLike, title: str, facts: Mapping[str, Any]) -> Path:
-    """Write ``audit.json`` and ``report.html`` into a folder, and return the page's path."""
+    """Write ``audit.json`` and ``report.html`` to a folder, and return the path of the report."""
     folder = Path(folder)
     write_text(folder / AUDIT_FILE, json.dumps({**audit.as_dict(), **facts}, indent=1, default=str))
     facts = {**facts, "episodes": audit.num_episodes, "actions clipped": clipped_text(audit)}
@@ -150,7 +150,7 @@ def check(config: RunConfig) -> None:
         reject(f"cluster.{name}={getattr(cluster, name)} with `rlinf audit`", "one process", f"cluster.{name}=null")
     for key in ("compare", "stop_when"):
         if getattr(settings, key) is not None:
-            actual = f"evaluation.{key}={getattr(settings, key)} with `rlinf audit`, whose conditions are compared with each other"
+            actual = f"evaluation.{key}={getattr(settings, key)} with `rlinf audit`, which compares its own conditions with each other"
             reject(actual, "`rlinf evaluate`", f"evaluation.{key}=null")
     check_held_out(settings.split)
     folder = Path(config.output_dir)
@@ -159,10 +159,10 @@ def check(config: RunConfig) -> None:
 
 
 def seen_episodes(config: RunConfig, env: VectorEnv, count: int) -> tuple[Sequence[EpisodeSpec], str]:
-    """Return up to ``count`` episodes from initial states on which the policy was trained, and their origin as text."""
+    """Return up to ``count`` episodes that start from initial states seen in training, and a description of their origin."""
     folder = Path(config.checkpoint) if config.checkpoint is not None else None
     if folder is not None and is_checkpoint(folder):
-        # The checkpoint's own configuration and progress determine its training episodes, not the audit's settings.
+        # Training episodes follow from the checkpoint's own configuration and progress, not from the audit's settings.
         state, saved = read_loop_state(folder), flat(read_saved_config(folder))
         present = flat({"env": to_mapping(config)["env"]})
         same_env = all(present.get(key) == saved[key] for key in saved if key.startswith("env.") and key != EVAL_STATES)
@@ -176,7 +176,7 @@ def seen_episodes(config: RunConfig, env: VectorEnv, count: int) -> tuple[Sequen
 def _training_episodes(
     env: VectorEnv, state: Mapping[str, Any], saved: Mapping[str, Any]
 ) -> tuple[Iterable[EpisodeSpec], str]:
-    """Return the training episodes of a run, from its ``loop_state`` and its configuration with dotted keys."""
+    """Return a run's training episodes and their origin, given its ``loop_state`` and its configuration with dotted keys."""
     if state.get("env_steps", 0) > 0:
         sampler = EpisodeSampler(
             env.episode_specs("train"),
@@ -196,7 +196,7 @@ def _training_episodes(
 def _first(specs: Iterable[EpisodeSpec], count: int) -> list[EpisodeSpec]:
     """Return the first ``count`` distinct episodes."""
     distinct: dict[EpisodeSpec, None] = {}
-    # Not `dict.fromkeys`: a long run's episodes are a generator of millions.
+    # Not `dict.fromkeys`: for a long run, the generator yields millions of episodes.
     for spec in specs:
         distinct[spec] = None
         if len(distinct) == count:

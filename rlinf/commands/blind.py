@@ -1,4 +1,4 @@
-"""Blind comparison of two policies on a robot: no observer knows which one acts."""
+"""Blind comparison of two policies on a robot: no observer knows which policy is acting."""
 
 import logging
 import shutil
@@ -45,15 +45,15 @@ from rlinf.types import EpisodeResult
 logger = logging.getLogger("rlinf")
 
 SIDES = ("a", "b")
-"""Folders below ``output_dir``: the baseline, which is the policy of ``blind``, and the evaluated policy."""
+"""Subfolders of ``output_dir`` for the baseline (the policy given by ``blind``) and for the evaluated policy."""
 
 
 def blind(config: RunConfig, other: RunConfig, settings: RobotConfig) -> Comparison:
     """Run each episode of ``rlinf.commands.evaluate.evaluate`` with both policies, in random order.
 
-    Nothing reveals the policy of an episode until all are done. Then both results are written, as ``evaluate`` does, and compared.
-    The same call with the same ``output_dir`` resumes an interrupted comparison. ``other`` names the baseline policy; ``config`` has env,
-    episodes and sampling of both. Raise as ``evaluate``.
+    Nothing reveals which policy runs an episode until all are done. Then both results are written, as by ``evaluate``, and compared.
+    Repeat the call with the same ``output_dir`` to resume an interrupted comparison. ``other`` specifies the baseline policy; env,
+    episodes and sampling of both policies come from ``config``. Raise as ``evaluate`` does.
     """
     output, evaluation = Path(config.output_dir), replace(config.evaluation, compare=None)
     check_output(output, None)
@@ -90,7 +90,7 @@ def _run(configs: list[RunConfig], settings: RobotConfig, output: Path, stack: E
     check_conditions(*(policy.manifest for policy in opened), config.evaluation.allow_mismatch)
     settings = replace(settings, fps=settings.fps or opened[1].manifest.fps)
     num_episodes = 2 * len(opened[0].specs)
-    # The initial images are shared: the second run of an episode starts from the image of the first.
+    # Both policies share the initial images, so that the second run of an episode can reproduce the start of the first.
     robot, operator = make_robot(replace(config, output_dir=str(output)), env, settings, num_episodes, starts, stack)
     sides, present = [], {"device": device, "robot": settings.conditions(), "seed": config.seed}
     for name, side, policy in zip(SIDES, configs, opened, strict=True):
@@ -124,13 +124,13 @@ def _results(
 
     def save(result: EpisodeResult) -> None:
         saved.add(result)
-        line.update("episodes of both", saved.num_results, 2 * len(specs))
+        line.update("episodes of both policies", saved.num_results, 2 * len(specs))
 
     pairs = BlindPairs(sides, saved.known, save, config.seed)
     first, second = pairs.results
     decided = UntilDecided(pairs.baseline, len(specs))
     rule = decided if evaluation.stop_when == DECIDED else stop_rule(evaluation.stop_when, None, len(specs))
-    # An interruption may leave the last episode with one result only: it is not complete, and `pairs` runs the rest.
+    # After an interruption, the last episode may have only one result. It is incomplete, so `pairs` runs the missing half.
     complete = [result for spec, result in second.items() if spec in first]
     plan = EvaluationPlan(known=complete, episodes=pairs, stop=rule, look_every=1)
     result = evaluate_policy(opened[1].model, env, specs, **sampling_settings(config), plan=plan)
@@ -148,7 +148,7 @@ def _results(
 
 @contextmanager
 def _anonymous(configs: Sequence[RunConfig]) -> Iterator[None]:
-    """Remove the names of the policies from log messages and errors."""
+    """Remove the policies' names from log messages and errors."""
     names = sorted({name for side in configs for name in (side.checkpoint, side.model.url) if name}, key=len)
 
     def without_names(text: str) -> str:

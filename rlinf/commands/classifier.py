@@ -1,4 +1,4 @@
-"""Training of a success classifier on labelled frames, and measurement of its errors."""
+"""Trains a success classifier on labelled frames, and measures its errors."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from rlinf.tracking.progress import Progress
 
 HALF_BATCH, LEARNING_RATE = 16, 3e-3
 SHIFT, NOISE = 4, 4.0
-"""Augmentation of training images: maximum shift in pixels, and std of the offset of each colour channel (0 to 255)."""
+"""Augmentation of training images: maximum shift in pixels, and std of the offset added to each colour channel (0 to 255)."""
 
 
 @dataclass
@@ -37,24 +37,24 @@ class ClassifierConfig:
     extra_data: PathText | None = option(
         None, "Second dataset with the same camera, size and instructions, such as a policy's episodes."
     )
-    output_dir: PathText | None = option(None, "New folder of the classifier, for env.success_classifier.")
-    test: PathText | None = option(None, "Dataset on which errors are measured; null: data, by cross-validation.")
+    output_dir: PathText | None = option(None, "New folder for the classifier, to be set as env.success_classifier.")
+    test: PathText | None = option(None, "Dataset for measuring errors; null: cross-validate on data.")
     camera: str | None = option(None, "Camera of the input images; null: the dataset's first camera.")
-    tail_frames: int = option(0, "Last frames of a successful episode also labelled as successes.", minimum=0)
+    tail_frames: int = option(0, "Final frames of each successful episode to label as successes, too.", minimum=0)
     failures_per_episode: int | None = option(
-        None, "Maximum failure frames per episode, the last before a success first; null: all.", minimum=1
+        None, "Maximum failure frames per episode, preferring the last before a success; null: all.", minimum=1
     )
-    instruction_negatives: bool = option(True, "Use success frames as failures of every different instruction.")
-    mirror: bool = option(False, "Also train on mirrored images; for tasks without left and right.")
-    num_folds: int = option(4, "Cross-validation folds of the episodes; the networks of all folds vote.", minimum=2)
+    instruction_negatives: bool = option(True, "Also use success frames as failures for all other instructions.")
+    mirror: bool = option(False, "Also train on mirrored images, if left and right are equivalent.")
+    num_folds: int = option(4, "Number of cross-validation folds; the networks of all folds vote.", minimum=2)
     false_positives: float = option(0.005, "Maximum fraction of failures classified as success.", minimum=0, below=1)
-    num_steps: int = option(600, "Optimiser steps of each network.", minimum=1)
-    seed: int = option(0, "Seed of folds, frames, weights and batches.")
+    num_steps: int = option(600, "Optimiser steps per network.", minimum=1)
+    seed: int = option(0, "Random seed for folds, frames, weights and batches.")
 
 
 @dataclass
 class LabelledFrames:
-    """Images ``[N, H, W, 3]`` with the index of their instruction, label (true: success) and episode, ``[N]`` each."""
+    """Images ``[N, H, W, 3]`` with their instruction indices, labels (true: success) and episode indices, ``[N]`` each."""
 
     images: np.ndarray
     instructions: np.ndarray
@@ -65,14 +65,14 @@ class LabelledFrames:
         return LabelledFrames(*(array[rows] for array in vars(self).values()))
 
     def concatenate(self, other: LabelledFrames) -> LabelledFrames:
-        """Return the frames of both, with disjoint episodes."""
+        """Return the frames of both datasets, with disjoint episode indices."""
         other = replace(other, episodes=other.episodes + self.episodes.max() + 1)
         both = zip(vars(self).values(), vars(other).values(), strict=True)
         return LabelledFrames(*(np.concatenate(arrays) for arrays in both))
 
 
 def classifier(config: ClassifierConfig) -> SuccessClassifier:
-    """Train, calibrate and write a success classifier; raise ConfigError for invalid data, or one no better than chance."""
+    """Train, calibrate and write a success classifier; raise ConfigError for invalid data or a result no better than chance."""
     for key in ("data", "output_dir"):
         if getattr(config, key) is None:
             usage = "rlinf classifier data=data/labelled output_dir=outputs/classifier"
@@ -93,8 +93,8 @@ def classifier(config: ClassifierConfig) -> SuccessClassifier:
         missed, wrong = (rates[name] for name in ("false_negatives", "false_positives"))
         raise ConfigError(
             f"On held-out episodes the classifier misses {missed['count']} of {missed['of']} successes and classifies {wrong['count']} "
-            f"of {wrong['of']} failures as success; required: clearly fewer. Check the labels of {config.data}, or set data=<more episodes>, "
-            "num_steps=2000 or false_positives=0.05"
+            f"of {wrong['of']} failures as success; required: clearly fewer. Check the labels of {config.data}, or set "
+            "data=<more episodes>, num_steps=2000 or false_positives=0.05"
         )
     result = SuccessClassifier(networks, about)
     about |= {"networks": len(networks), "threshold": threshold}
@@ -108,7 +108,7 @@ def classifier(config: ClassifierConfig) -> SuccessClassifier:
 
 
 def read_frames(config: ClassifierConfig, key: str, about: dict[str, Any]) -> LabelledFrames:
-    """Read and label the frames of a dataset. The first call fills ``about``, which further datasets must match."""
+    """Read and label a dataset's frames. The first call fills ``about``; later datasets must match it."""
     info = describe_dataset(getattr(config, key), key)
     fix = f"{key}=<a different folder>"
     if not info.reports_success_per_row:
@@ -136,10 +136,10 @@ def read_frames(config: ClassifierConfig, key: str, about: dict[str, Any]) -> La
 def label_rows(
     episodes: np.ndarray, success: np.ndarray, tail_frames: int, most_failures: int | None, seed: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return the dataset rows that have a label, int64 ``[N]``, and their labels, bool ``[N]``.
+    """Return the indices of the labelled dataset rows, int64 ``[N]``, and their labels, bool ``[N]``.
 
-    ``success``, bool ``[T]``: the action after the frame, or an earlier one, has reached the goal. Frames up to that action are
-    failures, and the next frame is a success. At most ``most_failures`` per episode are used.
+    ``success``, bool ``[T]``, is true if the action after the frame, or an earlier one, reached the goal. Frames up to that action
+    are labelled as failures, and the next frame as a success. At most ``most_failures`` failures per episode are used.
     """
     rows: list[int] = []
     labels: list[bool] = []
@@ -149,7 +149,7 @@ def label_rows(
         reached = np.flatnonzero(success[frames])
         end = int(reached[0]) + 1 if len(reached) else len(frames)
         tail = frames[max(0, len(frames) - tail_frames) :] if len(reached) and tail_frames else frames[:0]
-        # Frames after the first success have no label: the goal may have been left again.
+        # Frames after the first success are not labelled, because the robot may have left the goal again.
         positive = np.union1d(frames[end : end + 1], tail)
         negative = np.setdiff1d(frames[:end], positive)
         if most_failures is not None and len(negative) > most_failures:
@@ -176,13 +176,13 @@ def check_both_classes(labels: np.ndarray, what: str) -> None:
 def cross_fit(
     frames: LabelledFrames, num_instructions: int, config: ClassifierConfig
 ) -> tuple[np.ndarray, list[SuccessNetwork]]:
-    """Train one network per fold; return the held-out logit of each frame, float32 ``[N]``, and the networks."""
+    """Train one network per fold; return each frame's held-out logit, float32 ``[N]``, and the networks."""
     episodes = np.unique(frames.episodes)
     if len(episodes) < config.num_folds:
         actual, required = f"{config.data} has {len(episodes)} episodes", f"num_folds={config.num_folds} of them"
         reject(actual, required, f"num_folds={max(2, len(episodes))}, or data=<more episodes>")
     order = np.random.default_rng(derive_seed(config.seed, "parts")).permutation(episodes)
-    # Folds divide episodes, not frames: neighbouring frames are nearly equal and would leak.
+    # Split by episode, not by frame: neighbouring frames are nearly identical and would leak between folds.
     folds = [np.isin(frames.episodes, fold) for fold in np.array_split(order, config.num_folds)]
     for number, fold in enumerate(folds, start=1):
         check_both_classes(frames.labels[~fold], f"{config.data} without fold {number} of {config.num_folds}")
@@ -194,7 +194,7 @@ def cross_fit(
 
 
 def train(frames: LabelledFrames, num_instructions: int, config: ClassifierConfig, number: int) -> SuccessNetwork:
-    """Train the network of fold ``number`` on batches with half successes and a quarter of swapped instructions."""
+    """Train the network of fold ``number`` on batches with 50 % successes and 25 % swapped instructions."""
     generator = np.random.default_rng(derive_seed(config.seed, "classifier batches", number))
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(derive_seed(config.seed, "classifier weights", number))
@@ -207,7 +207,7 @@ def train(frames: LabelledFrames, num_instructions: int, config: ClassifierConfi
     for step in range(config.num_steps):
         draws = ((positive, HALF_BATCH), (negative, HALF_BATCH - num_swapped), (positive, num_swapped))
         rows = np.concatenate([generator.choice(candidates, count) for candidates, count in draws])
-        # A shift by 1 to num_instructions - 1 always names a different instruction.
+        # Shifting the index by 1 to num_instructions - 1 always selects a different instruction.
         shifts = np.zeros(len(rows), dtype=np.int64)
         shifts[len(rows) - num_swapped :] = generator.integers(1, max(2, num_instructions), num_swapped)
         instructions = torch.from_numpy((frames.instructions[rows] + shifts) % num_instructions)
@@ -220,13 +220,13 @@ def train(frames: LabelledFrames, num_instructions: int, config: ClassifierConfi
         progress.update("classifier", step + 1, config.num_steps, loss=loss.item())
     progress.close()
     with torch.no_grad():
-        # Batches are balanced, the frames are not: correct the bias to their class ratio (King and Zeng 2001, equation 7).
+        # Batches are balanced but the frames are not: correct the bias for their class ratio (King and Zeng 2001, equation 7).
         network.head.bias += float(np.log(len(positive) / len(negative) * (HALF_BATCH - num_swapped) / HALF_BATCH))
     return network
 
 
 def augment(images: np.ndarray, mirror: bool, generator: np.random.Generator) -> torch.Tensor:
-    """Return images ``[B, H, W, 3]`` as float32, shifted together, each with its own colour offset and mirrored at random."""
+    """Return images ``[B, H, W, 3]`` as float32, all with one random shift, each with its own colour offset and randomly mirrored."""
     height, width = images.shape[1:3]
     padded = np.pad(images, ((0, 0), (SHIFT, SHIFT), (SHIFT, SHIFT), (0, 0)), mode="edge")
     down, right = generator.integers(0, 2 * SHIFT + 1, 2)
@@ -239,7 +239,7 @@ def augment(images: np.ndarray, mirror: bool, generator: np.random.Generator) ->
 
 
 def summary(about: dict[str, Any]) -> str:
-    """Return the contents of ``classifier.json`` as text."""
+    """Format the contents of ``classifier.json`` for the terminal."""
     where = "held-out episodes of data" if about["config"]["test"] is None else about["config"]["test"]
     lines = [f"trained on    {about['frames']} frames, {about['successes']} of success"]
     lines.append(f"threshold     {1 / (1 + np.exp(-about['threshold'])):.3f}; errors on {where}:")

@@ -1,4 +1,4 @@
-"""Collection of episodes of the scripted expert or a policy as a LeRobotDataset."""
+"""Collects episodes of the scripted expert or a policy into a LeRobotDataset."""
 
 import contextlib
 import os
@@ -33,7 +33,7 @@ DEFAULT_FPS = 10
 
 
 class PolicyDemonstrator:
-    """Actions of a policy, which executes complete chunks; env slot ``i`` runs ``specs[i]``."""
+    """Returns a policy's actions, executing every chunk to its end; env slot ``i`` runs ``specs[i]``."""
 
     def __init__(self, policy: BatchedPolicy, specs: Sequence[EpisodeSpec]) -> None:
         self.policy, self.specs = policy, list(specs)
@@ -57,10 +57,10 @@ class PolicyDemonstrator:
 
 
 def collect(config: RunConfig) -> Path:
-    """Run ``collect.num_episodes`` episodes, store all or the successful ones, print a summary and return the folder.
+    """Run ``collect.num_episodes`` episodes, store all or only the successful ones, print a summary and return the folder.
 
     The dataset does not depend on the number of envs. After Ctrl-C, SIGTERM or a SimulatorError, finished episodes are stored
-    before the exception is raised. Raise ConfigError if no episode is to be stored.
+    before the exception is raised. Raise ConfigError if no episode would be stored.
     """
     settings = config.collect
     set_num_threads(config.cluster.num_threads, 1)
@@ -85,7 +85,7 @@ def collect(config: RunConfig) -> Path:
             try:
                 _record(config, env, specs, policy, writer, results)
             except (KeyboardInterrupt, SimulatorError) as error:
-                # Raised again after the writer has closed: hours of episodes must not be lost.
+                # Re-raised after the writer has closed, so that hours of episodes are not lost.
                 interruption = error
             stored = [r for r in results if r.success or not settings.only_success]
             if interruption is not None and not stored:
@@ -122,7 +122,7 @@ def collection_specs(env: VectorEnv, split: str, num_episodes: int, seed: int) -
 
 
 def _policy(config: RunConfig, env: VectorEnv) -> tuple[BatchedPolicy | None, dict[str, Any]]:
-    """Return the policy (None: the expert acts), and its description for the dataset."""
+    """Return the policy, or None if the expert acts, and its description for the dataset."""
     if expert_acts(config):
         return None, {"demonstrator": "expert", "expert": to_mapping(config.sft.expert)}
     if config.model.url is not None:
@@ -152,7 +152,7 @@ def _record(
     writer: LeRobotWriter,
     results: list[EpisodeResult],
 ) -> None:
-    """Run the episodes in batches of one per env, write the selected ones in order, and append every outcome to ``results``."""
+    """Run the episodes in batches of one per env, write the selected ones in order, and append each result to ``results``."""
     progress = Progress(updates=config.tracking.progress)
     for start in range(0, len(specs), env.num_envs):
         batch_specs = list(specs[start : start + env.num_envs])
@@ -165,7 +165,7 @@ def _record(
         with _inference(config, policy):
             batch = run_episodes(env, batch_specs, source)
         for slot, result in enumerate(batch.results):
-            # An episode and its result must be stored together: Ctrl-C in between would leave them inconsistent.
+            # Store an episode together with its result: a Ctrl-C in between would leave them inconsistent.
             with ctrl_c_waits():
                 if result.success or not config.collect.only_success:
                     _write_episode(writer, batch, slot)
@@ -191,7 +191,7 @@ def _write_episode(writer: LeRobotWriter, batch: EpisodeBatch, slot: int) -> Non
 
 @contextlib.contextmanager
 def _inference(config: RunConfig, policy: BatchedPolicy | None):
-    """Evaluation mode and precision of a policy."""
+    """Run a policy in evaluation mode and in its configured precision."""
     if policy is None:
         yield
         return
@@ -202,7 +202,7 @@ def _inference(config: RunConfig, policy: BatchedPolicy | None):
 def _conditions(
     config: RunConfig, env: VectorEnv, about: dict[str, Any], results: list[EpisodeResult]
 ) -> dict[str, Any]:
-    """Return the contents of ``meta/rlinf.json``, in addition to the format's own files."""
+    """Return the contents of ``meta/rlinf.json``, which complements the format's own files."""
     stored = [result.success or not config.collect.only_success for result in results]
     numbers = iter(range(len(results)))
     episodes = [
@@ -227,7 +227,7 @@ def _as_result(env: VectorEnv, results: list[EpisodeResult]) -> EvaluationResult
 
 
 def _summary(folder: Path, result: EvaluationResult, num_stored: int, num_frames: int) -> str:
-    """Return the closing lines: episodes, success or return, frames, size, and the option to train on them."""
+    """Return the closing summary: episodes, success or return, frames, size, and the override for training on them."""
     total, tasks = result.total, sorted(result.per_task.items())
     noun = "task" if len(tasks) == 1 else "tasks"
     size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())

@@ -1,4 +1,4 @@
-"""Conversion of HDF5 demonstrations to a LeRobotDataset."""
+"""Converts HDF5 demonstrations to a LeRobotDataset."""
 
 import os
 from pathlib import Path
@@ -59,7 +59,7 @@ def convert(config: ConvertConfig) -> Path:
 
 
 def _conditions(config: ConvertConfig, demonstrations: Hdf5Demonstrations, outcomes: list[bool]) -> dict[str, Any]:
-    """Return the contents of ``meta/rlinf.json``, in addition to the format's own files."""
+    """Return the contents of ``meta/rlinf.json``, which complements the format's own files."""
 
     def describe(number: int, episode: Hdf5Episode) -> dict[str, Any]:
         return {
@@ -86,7 +86,7 @@ def _conditions(config: ConvertConfig, demonstrations: Hdf5Demonstrations, outco
 
 
 def _summary(folder: Path, demonstrations: Hdf5Demonstrations, outcomes: list[bool]) -> str:
-    """Return the closing lines: episodes, the pairing of observations and actions, and the options to train on them."""
+    """Return the closing summary: episodes, pairing of observations and actions, and the overrides for training on them."""
     episodes = demonstrations.episodes
     late = sum(episode.seen_after_action for episode in episodes)
     tasks = list(dict.fromkeys(episode.task for episode in episodes))

@@ -1,4 +1,4 @@
-"""Evaluation of one policy, from its configuration to a table, a JSON file, videos and a report."""
+"""Evaluates one policy: from a configuration to a table, a JSON file, videos and a report."""
 
 import json
 import logging
@@ -84,23 +84,23 @@ from rlinf.types import EpisodeResult, EpisodeSpec
 logger = logging.getLogger("rlinf")
 
 VERSION_FIELDS = ("versions.", "simulators.")
-"""Manifest fields with differences that are reported although they are accepted."""
+"""Manifest fields whose differences are accepted but reported."""
 
 CONNECTION_FIELDS = ("timeout_s", "connect_timeout_s", "api_key_env")
-"""Settings of ``model`` that do not affect episodes."""
+"""``model`` settings that do not affect episodes."""
 
 
 def evaluate(config: RunConfig, robot: RobotConfig | None = None) -> EvaluationResult:
-    """Evaluate ``config.checkpoint`` (a checkpoint, a run folder or an export), or the configured model without one.
+    """Evaluate ``config.checkpoint`` (a checkpoint, a run folder or an export), or the configured model if it is null.
 
-    Prints a table, and writes ``result.json``, ``videos/``, ``episodes/``, ``config.yaml``, ``manifest.json`` and ``report.html`` into
-    ``config.output_dir``; also ``compare.json`` with ``evaluation.compare``, and ``timing.json`` with ``robot`` (real time). The
-    episodes are divided among ``cluster.num_processes`` ranks or ``cluster.num_rollout_workers`` rollout workers. Results are saved
-    immediately: the same call with the same ``output_dir`` resumes an interrupted evaluation. Ranks that were started here are
-    restarted after the death of one, as long as new results arrive.
+    Prints a table, and writes ``result.json``, ``videos/``, ``episodes/``, ``config.yaml``, ``manifest.json`` and ``report.html`` to
+    ``config.output_dir``; also ``compare.json`` with ``evaluation.compare``, and ``timing.json`` with ``robot`` (real time).
+    Episodes are divided among ``cluster.num_processes`` ranks or ``cluster.num_rollout_workers`` rollout workers. Results are saved
+    immediately: repeat the call with the same ``output_dir`` to resume an interrupted evaluation. If one of the ranks started here
+    dies, all are restarted, as long as each start produced new results.
 
-    Raise as ``open_policy``; ConfigError for episodes that the split or the comparison does not allow, or an ``output_dir`` with
-    files that would be overwritten; and RankError if a rank fails.
+    Raise as ``open_policy`` does; ConfigError if the split or the comparison does not allow the episodes, or files in ``output_dir``
+    would be overwritten; and RankError if a rank fails.
     """
     settings, output, cluster = config.evaluation, Path(config.output_dir), config.cluster
     check_output(output, evaluation_folder(settings.compare) if settings.compare else None)
@@ -115,10 +115,10 @@ def evaluate(config: RunConfig, robot: RobotConfig | None = None) -> EvaluationR
                 return EvaluationResult.from_json(output / run_folder.RESULT_FILE)
             except RankKilledError as error:
                 before, count = count, num_saved(output)
-                # No new result since the last start: the next one would die in the same place.
+                # No new results since the last start: the ranks would die at the same point again.
                 if count <= max(before, 0):
                     raise
-                logger.warning("%s\nThe ranks start again; %d results are saved.", error, count)
+                logger.warning("%s\nRestarting the ranks; %d results are saved.", error, count)
 
 
 @contextmanager
@@ -128,19 +128,19 @@ def report_saved_results(output: Path) -> Iterator[None]:
         yield
     except BaseException as error:
         count = num_saved(output)
-        if count and not isinstance(error, (ConfigError, CheckpointError)):  # the same command would be rejected again
+        if count and not isinstance(error, (ConfigError, CheckpointError)):  # rerunning would fail the same way
             saved = f"{count} results are saved in {output}"
-            print(f"\n{saved}; the same command with output_dir={output} continues", file=sys.stderr, flush=True)
+            print(f"\n{saved}; to continue, run the same command with output_dir={output}", file=sys.stderr, flush=True)
         raise
 
 
 @dataclass
 class OpenedPolicy:
-    """The policy, episodes and conditions of an evaluation before its first episode.
+    """Policy, episodes and conditions of an evaluation before its first episode.
 
     Attributes:
-        baseline, before: Folder of ``evaluation.compare``, resolved once because ``latest`` may move, and its result; None: none.
-        is_unverified: Earlier processes may have run a different policy.
+        baseline, before: Folder of ``evaluation.compare``, resolved once because ``latest`` may move, and its result; or None.
+        is_unverified: True if earlier processes may have run a different policy.
     """
 
     specs: list[EpisodeSpec]
@@ -154,14 +154,14 @@ class OpenedPolicy:
 
 
 def _evaluate_rank(work: tuple[RunConfig, Reservation | None, RobotConfig | None]) -> None:
-    """Run this rank's fraction of the episodes, or let rollout workers or a robot run all; rank 0 writes."""
+    """Run this rank's fraction of the episodes, or all of them on rollout workers or a robot; rank 0 writes the result."""
     config, reservation, robot = work
     prepare_rank(config)
     settings, output = config.evaluation, Path(config.output_dir)
     set_num_threads(config.cluster.num_threads, local_world_size())
     seed_everything(config.seed, config.trainer.deterministic)
     if reservation is not None:
-        reservation.join()  # env nodes are in the cluster of the rollout workers
+        reservation.join()  # env nodes belong to the rollout workers' cluster
     ranks = RankGroup(rank(), world_size(), lambda part: gather_objects(part()))
     with ExitStack() as stack:
         env = env_maker(config, local_world_size())(_num_envs(settings, reservation is not None), auto_reset=False)
@@ -206,7 +206,7 @@ def write_timing(output: Path, settings: RobotConfig, episodes: RobotEpisodes) -
 def make_robot(
     config: RunConfig, env: VectorEnv, settings: RobotConfig, num_episodes: int, starts: Path | None, stack: ExitStack
 ) -> tuple[EpisodicRobot, Teleoperator | None]:
-    """Return the simulated robot or ``arm`` and its teleoperator; ``starts`` contains initial images for a human to reproduce."""
+    """Return the simulated robot or ``arm``, and its teleoperator; ``starts``: folder of initial images for a human to reproduce."""
     simulated = EnvRobot(env, settings)
     robot: EpisodicRobot = simulated
     if settings.arm is not None:
@@ -240,13 +240,13 @@ def robot_episodes(
     opened: OpenedPolicy,
     settings: RobotConfig,
 ) -> RobotEpisodes:
-    """Return the episodes of the policy on a robot, in which an operator may intervene."""
-    # One row per call, not the usual NUM_ROWS: latency matters here, and there is no other episode to agree with.
+    """Return an ``Episodes`` that runs the policy on a robot, where an operator may intervene."""
+    # Call with one row, not the usual NUM_ROWS: latency matters, and no batched evaluation has to be matched bit for bit.
     policy = BatchedPolicy(opened.model, env.task_names, **sampling_settings(config), num_rows=1)
     recorder = None
     if operator is not None:
         opened.warnings.append(
-            f"An operator could intervene: successes belong to policy and operator (teleoperator={settings.teleoperator})"
+            f"An operator could intervene: successes are due to policy and operator together (teleoperator={settings.teleoperator})"
         )
     if settings.record is not None:
         pending, fps = Path(config.output_dir) / run_folder.ROBOT_EPISODES_FOLDER, max(1, round(settings.rate))
@@ -256,7 +256,7 @@ def robot_episodes(
 
 
 def open_evaluation(config: RunConfig, env: VectorEnv, first: int) -> OpenedPolicy:
-    """Open the policy, skip the first ``first`` episodes, and reject a comparison now that would fail after hours of episodes."""
+    """Open the policy, skip the first ``first`` episodes, and reject now any comparison that would fail after hours of episodes."""
     settings, baseline, before = config.evaluation, None, None
     specs = episode_list(env, settings.split, settings.num_episodes, first)
     model, manifest, saved, warnings = open_policy(config, env)
@@ -322,7 +322,7 @@ def sampling_settings(config: RunConfig) -> dict[str, Any]:
 
 
 def server_digest(config: RunConfig, model: Any) -> str | None:
-    """Return the digest of a remote policy's metadata; None: the policy is local."""
+    """Return the digest of a remote policy's metadata, or None for a local policy."""
     return None if config.model.url is None else model.client.digest
 
 
@@ -334,7 +334,7 @@ def _reserved(config: RunConfig) -> AbstractContextManager[Reservation | None]:
 
 
 def _rollout_workers(config: RunConfig, reservation: Reservation, model: ActionModel) -> RolloutWorkers:
-    """Start the rollout workers, and push the weights of a policy on the CPU to them."""
+    """Start the rollout workers, and push the policy's weights from the CPU to them."""
     placement = Placement.of_evaluation(config)
     bounded = replace(config, evaluation=replace(config.evaluation, num_envs=_most_envs(config.evaluation)))
     make = worker_maker(bounded, PolicySkeleton.of(model), placement)
@@ -354,21 +354,21 @@ def _rollout_workers(config: RunConfig, reservation: Reservation, model: ActionM
 def write_result(
     config: RunConfig, result: EvaluationResult, earlier_s: float, manifest: Manifest, warnings: list[str]
 ) -> None:
-    """Write and print the result of an evaluation, including the ``warnings`` from before it."""
+    """Write and print the result of an evaluation, together with ``warnings`` raised before it started."""
     output = Path(config.output_dir)
     _warn(result.warnings)
     result.warnings = warnings + result.warnings
     result.wall_s += earlier_s
     manifest.save(output)
     write_text(output / run_folder.CONFIG_FILE, yaml.safe_dump(to_mapping(config), sort_keys=False))
-    # A comparison of an earlier result in this folder is no longer valid.
+    # A comparison with an earlier result in this folder is no longer valid.
     (output / run_folder.COMPARISON_FILE).unlink(missing_ok=True)
     result.to_json(output / run_folder.RESULT_FILE)
     print(f"{result.table()}\nresults: {output / run_folder.RESULT_FILE}", flush=True)
 
 
 def check_output(output: Path, baseline: Path | None) -> None:
-    """Raise ConfigError if ``output`` is the baseline, a finished evaluation, or in a run, checkpoint or export."""
+    """Raise ConfigError if ``output`` is the baseline or a finished evaluation, or is inside a run, checkpoint or export."""
     place = output.resolve()
     if baseline is not None and baseline.resolve() == place:
         raise ConfigError(
@@ -378,8 +378,8 @@ def check_output(output: Path, baseline: Path | None) -> None:
     for folder in (place, *place.parents):
         if _belongs_to_training(folder):
             raise ConfigError(
-                f"output_dir is '{output}', in a run, checkpoint or export ({folder}), whose files an evaluation would overwrite. Set "
-                "output_dir=<a new folder>"
+                f"output_dir is '{output}', which is inside a run, checkpoint or export ({folder}), whose files an evaluation would "
+                "overwrite. Set output_dir=<a new folder>"
             )
     if (place / run_folder.RESULT_FILE).exists() and not partial_files(place):
         raise ConfigError(
@@ -397,7 +397,7 @@ def _belongs_to_training(folder: Path) -> bool:
         manifest = json.loads((folder / run_folder.MANIFEST_FILE).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return False
-    return isinstance(manifest, dict) and bool(manifest.get("files"))  # the manifest of an evaluation lists none
+    return isinstance(manifest, dict) and bool(manifest.get("files"))  # an evaluation's manifest lists no files
 
 
 def _num_envs(settings: EvaluationConfig, has_rollout_workers: bool) -> int:
@@ -428,11 +428,11 @@ class _Progress:
         self._results = list(known)
         self._line = Progress(enabled=rank() == 0, updates=updates)
         if known:
-            self._line.note(f"{len(known)} of {num_episodes} episodes were done before ({partial.path})")
+            self._line.note(f"{len(known)} of {num_episodes} episodes were already done ({partial.path})")
             self._show()
 
     def add(self, result: EpisodeResult) -> None:
-        """Count one episode."""
+        """Save the result of one episode and update the progress line."""
         heartbeat()
         self._partial.add(result)
         self._results.append(result)
@@ -449,7 +449,7 @@ class _Progress:
 def open_policy(config: RunConfig, env: VectorEnv) -> tuple[Any, Manifest, Manifest | None, list[str]]:
     """Open the checkpoint or server, or build the configured policy, on the CPU.
 
-    Return it with the present conditions (the fingerprint on rank 0 only), the recorded ones (None: unknown), and warnings.
+    Return the policy, its current conditions (fingerprint on rank 0 only), the recorded conditions (None: unknown), and warnings.
     """
     warnings = []
     allowed = [name for name in config.evaluation.allow_mismatch if name not in COMPARISON_NAMES]
@@ -461,7 +461,7 @@ def open_policy(config: RunConfig, env: VectorEnv) -> tuple[Any, Manifest, Manif
             )
         elif opened.policy.rows_of_call != NUM_ROWS:
             sizes = (
-                f"calls its policy with {opened.policy.rows_of_call} rows (max_batch), an evaluation with {NUM_ROWS}"
+                f"calls its policy with {opened.policy.rows_of_call} rows (max_batch), but evaluations use {NUM_ROWS}"
             )
             warnings.append(f"{config.model.url} {sizes}: actions may be rounded differently")
     elif config.checkpoint is not None:
@@ -488,7 +488,7 @@ def open_policy(config: RunConfig, env: VectorEnv) -> tuple[Any, Manifest, Manif
 def unknown_policy_warning(url: str | None, earlier: str) -> str:
     """Return the warning that earlier results (e.g. ``12 episodes``) may be from a different policy."""
     doubt = f"whether {url} served the same policy during the {earlier} of earlier processes"
-    return f"It is not known {doubt}: it does not describe its policy"
+    return f"It is not known {doubt}, because it does not describe its policy"
 
 
 def _warn(warnings: Sequence[str]) -> None:
@@ -504,7 +504,7 @@ def _check_comparable(
     specs: Sequence[EpisodeSpec],
     config: RunConfig,
 ) -> None:
-    """Raise the errors that a comparison would raise after hours of episodes."""
+    """Raise now the errors that a comparison would raise after hours of episodes."""
     allowed = config.evaluation.allow_mismatch
     check_conditions(baseline, manifest, allowed)
     episodes = [EpisodeResult(spec, env.task_names[spec.task_id], False, 0.0, 0) for spec in specs]
@@ -518,13 +518,13 @@ def _check_comparable(
 
 
 def stop_warning(result: EvaluationResult) -> list[str]:
-    """Return the warning about the intervals of an evaluation that could end early."""
+    """Return the warning about intervals of an evaluation with a stopping rule."""
     done, planned = result.episodes, result.stopping["num_planned"]
     interval = format_interval(*rate_confidence_sequence(result.total.successes, done))
     ended = f"ended after {done} of {planned} episodes" if done < planned else f"ran all {planned} episodes"
     return [
-        f"The evaluation {ended} with evaluation.stop_when={result.stopping['stop_when']}. The intervals of tasks and total do not "
-        f"account for an early end; the 95 % interval of the success rate that does is {interval}"
+        f"The evaluation {ended} with evaluation.stop_when={result.stopping['stop_when']}. The intervals per task and in total do "
+        f"not account for early stopping; a 95 % interval of the success rate that does is {interval}"
     ]
 
 
@@ -535,7 +535,7 @@ def conditions(
     specs: Sequence[EpisodeSpec],
     server: str | None = None,
 ) -> dict[str, Any]:
-    """Return everything on which a result depends, as JSON values; ``saved``: the checkpoint's manifest (None: no checkpoint)."""
+    """Return everything that affects a result, as JSON values; ``saved`` is the checkpoint's manifest (None without a checkpoint)."""
     model, free = config.model, {*CONNECTION_FIELDS}
     weights: Any = (
         saved.files if saved is not None else [weights_digest(p) for p in (model.model_path, model.lora_path)]

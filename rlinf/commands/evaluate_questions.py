@@ -1,4 +1,4 @@
-"""Evaluation of a language or vision-language model on a file of questions."""
+"""Evaluates a language or vision-language model on a file of questions."""
 
 import json
 import logging
@@ -47,8 +47,8 @@ MODEL_CONFIG = "config.json"
 def evaluate_questions(config: QuestionsConfig) -> QuestionsResult:
     """Evaluate a model on a file of questions.
 
-    Writes ``result.json``, ``config.yaml``, ``manifest.json`` and ``report.html``, and nothing if a rank fails. Raise ConfigError
-    before the model is loaded, ManifestMismatchError for a baseline with different conditions, and RankError.
+    Writes ``result.json``, ``config.yaml``, ``manifest.json`` and ``report.html``, or nothing if a rank fails. Raise ConfigError
+    before the model is loaded, ManifestMismatchError if the baseline's conditions differ, and RankError if a rank fails.
     """
     model = find_model(config.checkpoint)
     output = _output_folder(config, model, _run_of(model))
@@ -61,7 +61,7 @@ def evaluate_questions(config: QuestionsConfig) -> QuestionsResult:
 
 
 def _evaluate_rank(work: tuple[QuestionsConfig, str, Path]) -> None:
-    """Complete this rank's fraction of the questions; rank 0 writes."""
+    """Generate completions for this rank's fraction of the questions; rank 0 writes the result."""
     config, model, output = work
     set_num_threads(config.cluster.num_threads, local_world_size())
     with deadline("start"):
@@ -122,7 +122,7 @@ def _write(
 
 
 def find_model(path: str) -> str:
-    """Return the model at a folder, hub id, run (its newest export) or ``latest``; raise CheckpointError without one."""
+    """Find the model of a folder, a hub id, a run (its newest export) or ``latest``; raise CheckpointError if nothing is found."""
     folder = follow_latest(path)
     if path == run_folder.LATEST and not folder.exists():
         folder = Path("outputs")
@@ -154,13 +154,13 @@ def find_model(path: str) -> str:
 
 
 def _run_of(model: str) -> Path | None:
-    """Return the run folder that contains an exported model; None if it is in no run folder."""
+    """Return the run folder that contains an exported model, or None if it is outside of any run."""
     folder = Path(model)
     return folder.parents[1] if folder.parent.name == run_folder.SAFETENSORS_FOLDER else None
 
 
 def _output_folder(config: QuestionsConfig, model: str, run: Path | None) -> Path:
-    """Return the folder of the result; raise ConfigError if something in it would be overwritten."""
+    """Return the output folder; raise ConfigError if a file in it would be overwritten."""
     if config.output_dir is not None:
         output = Path(config.output_dir).expanduser()
     elif run is not None:
@@ -179,7 +179,7 @@ def _output_folder(config: QuestionsConfig, model: str, run: Path | None) -> Pat
 
 
 def _check(questions: list[Question], packer: QuestionPacker, file: str) -> None:
-    """Raise ConfigError for an invalid question, as far as that is visible without reading images (only those of the first are read)."""
+    """Raise ConfigError for an invalid question. To save time, only the images of the first question with images are read."""
     is_first = True
     for number, question in enumerate(questions):
         try:
@@ -206,10 +206,10 @@ def _complete(
     config: QuestionsConfig,
     find: Callable[[str], str | None],
 ) -> list[tuple[QuestionResult, list[bytes]]]:
-    """Return this rank's results with the previews of their images, in the order of the questions; raise ConfigError for a bad image."""
+    """Return this rank's results with previews of their images, in question order; raise ConfigError for a bad image."""
     results: list[tuple[QuestionResult, list[bytes]]] = []
     progress = Progress(enabled=rank() == 0)
-    # Ranks divide complete batches, so each batch has the rows that it has in one process, and results are bit-equal.
+    # Ranks process complete batches, so that each batch has the same rows as in one process, and results are bit-identical.
     calls = [
         range(start, min(start + config.batch_size, len(questions)))
         for start in range(0, len(questions), config.batch_size)
@@ -239,7 +239,7 @@ def _packed(packer: QuestionPacker, questions: list[Question], row: int, file: s
 
 
 def _manifest(config: QuestionsConfig, model: str, generator: HuggingFaceGeneration, answer_type: str) -> Manifest:
-    """Return the conditions. A comparison requires equal ``questions``."""
+    """Return the manifest. Evaluations are comparable only if their ``questions`` are equal."""
     folder = Path(model)
     saved = Manifest.load(folder) if (folder / run_folder.MANIFEST_FILE).is_file() else None
     network = generator.model

@@ -1,4 +1,4 @@
-"""Export of a checkpoint to a folder that loads with ``from_pretrained``."""
+"""Exports a checkpoint to a folder that ``from_pretrained`` can load."""
 
 import json
 import os
@@ -40,15 +40,15 @@ MAX_GAP = 1e-5
 def export(
     checkpoint: str | os.PathLike, output: str | os.PathLike, merge_lora: bool = False, overrides: Sequence[str] = ()
 ) -> Path:
-    """Write model (or adapter), processor, ``dataset_statistics.json``, ``config.yaml`` and ``manifest.json``; return ``output``.
+    """Write the model (or adapter), processor, ``dataset_statistics.json``, ``config.yaml`` and ``manifest.json``; return ``output``.
 
     Weights of a token policy are written in chunks (``rlinf.checkpoints.hf_folder``). Raise CheckpointError if ``output`` is not
     empty, the checkpoint is damaged or has no adapters to merge, its configuration contains code that no override allows, or the
-    written folder predicts different actions.
+    exported policy predicts different actions.
 
     Args:
         merge_lora: Merge the adapters into the base weights, so that the folder is complete.
-        overrides: Applied to the checkpoint's configuration, e.g. ``["plugins=[my_model.py]"]``.
+        overrides: Overrides of the checkpoint's configuration, e.g. ``["plugins=[my_model.py]"]``.
     """
     checkpoint, output = resolve_checkpoint(checkpoint), Path(output)
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
@@ -78,7 +78,7 @@ def export(
         exported = _with_code_of_model(config, partial, model)
         write_text(partial / CONFIG_FILE, yaml.safe_dump(to_mapping(exported), sort_keys=False))
         replace(manifest, files=hash_files(partial)).save(partial)
-        # Read the folder back before it gets its final name: a folder that exists is known to load.
+        # Load the folder before renaming it, so that a folder with the final name is known to load.
         code = shlex.split(code_overrides(to_mapping(replace(exported, plugins=config.plugins))))
         _compare(model, load_policy(partial, read_config(partial, code)).eval(), observation, output)
         if output.exists():
@@ -92,7 +92,7 @@ def export(
 
 
 def _with_code_of_model(config: RunConfig, folder: Path, model: Any) -> RunConfig:
-    """Return a configuration that runs without third-party envs and algorithms; copy the model's plug-in into ``folder``."""
+    """Return a configuration that needs no third-party env or algorithm; copy the model's plug-in to ``folder``."""
     model_origin = MODELS.entries()[config.model.model_type].origin if config.model.model_type in MODELS else BUILTIN
     available = (BUILTIN, model_origin)
     env, algorithm = config.env, config.algorithm
@@ -119,15 +119,15 @@ def _with_code_of_model(config: RunConfig, folder: Path, model: Any) -> RunConfi
 
 
 def _export_tokens(checkpoint: Path, output: Path, merge_lora: bool, overrides: Sequence[str]) -> Path:
-    """Write the policy of a token run; tokenizer and config files come from the model with which training started."""
+    """Export the policy of a token run; tokenizer and config files come from the model that training started with."""
     from rlinf.checkpoints.hf_folder import HFFolder  # imports transformers
 
     values = flat(read_saved_config(checkpoint))
     for override in overrides:
         key, _, value = override.partition("=")
         if key not in TOKEN_KEYS:
-            actual = f"'{override}' changes nothing in the export of {checkpoint}, a checkpoint of a recipe"
-            raise ConfigError(f"{actual}; keys are {', '.join(TOKEN_KEYS)}.")
+            actual = f"'{override}' does not affect the export of {checkpoint}, a checkpoint of a recipe"
+            raise ConfigError(f"{actual}; available keys: {', '.join(TOKEN_KEYS)}.")
         values[key] = value
     verify_checkpoint(checkpoint)
     manifest = Manifest.load(checkpoint)
@@ -144,7 +144,7 @@ def _export_tokens(checkpoint: Path, output: Path, merge_lora: bool, overrides: 
 
 
 def random_observation(config: RunConfig, model: Any, num_rows: int = 2, seed: int = 0) -> Observation:
-    """Return a random observation with the shapes of the env."""
+    """Return a random observation with the env's shapes."""
     generator = np.random.default_rng(seed)
     size = config.env.image_size
     images = {name: generator.integers(0, 256, (num_rows, size, size, 3), np.uint8) for name in config.env.cameras}
@@ -158,7 +158,7 @@ def random_observation(config: RunConfig, model: Any, num_rows: int = 2, seed: i
 def _check_lora(checkpoint: Path, manifest: Manifest, merge_lora: bool) -> None:
     state = manifest.lora.get("state")
     if merge_lora and state != "adapter":
-        reason = "were merged before, and would count twice" if state == "merged" else "do not exist"
+        reason = "are already merged, and would be added twice" if state == "merged" else "do not exist"
         raise CheckpointError(f"merge_lora=true, but the adapters of {checkpoint} {reason}. Set merge_lora=false")
     if not has_policy(checkpoint):
         return
@@ -177,7 +177,7 @@ def _compare(written: Any, read: Any, observation: Observation, output: Path) ->
         after = read.predict_action_batch(**read.preprocess(observation), do_sample=False)
     for name in ("logits", "actions", "values"):
         gaps = (getattr(before, name).float() - getattr(after, name).float()).abs()
-        gap = float(gaps.max()) if gaps.numel() else 0.0  # a policy of lerobot has no logits
+        gap = float(gaps.max()) if gaps.numel() else 0.0  # lerobot policies have no logits
         if not gap <= MAX_GAP:
             raise CheckpointError(
                 f"{output} was not written: read back, its {name} differ by {gap:.2e} (accepted: {MAX_GAP:.0e}). "

@@ -1,4 +1,4 @@
-"""Runs a command under Hydra (one output folder per run, ``-m``, ``--cfg job``), after checks of its arguments."""
+"""Runs a command under Hydra (one output folder per run, ``-m``, ``--cfg job``), after checking its arguments."""
 
 import itertools
 import os
@@ -45,28 +45,28 @@ from rlinf.run_folder import CHECKPOINTS_FOLDER, LATEST, STATE_FILE, SUMMARY_FIL
 T = TypeVar("T")
 
 AUTO = "auto"
-"""Value of ``resume``: the newest complete checkpoint, or a new run."""
+"""Value of ``resume`` that resumes from the newest complete checkpoint if one exists, and starts a new run otherwise."""
 
 POLICY_KEYS = ("checkpoint", "model", "model.model_path", "model.url")
 """Keys that specify a policy."""
 
 
 def split(arguments: Sequence[str]) -> tuple[Namespace, list[str]]:
-    """Return Hydra's flags with the remaining arguments as ``overrides``, and flags unknown to Hydra."""
+    """Split arguments into Hydra's flags, with the remaining arguments as ``overrides``, and flags unknown to Hydra."""
     parser = get_args_parser()
     parser.allow_abbrev = False
     return parser.parse_known_intermixed_args(list(arguments))
 
 
 def parse(arguments: Sequence[str]) -> Namespace:
-    """Parse flags and overrides; ``--config-name`` of an experiment becomes ``experiment=``."""
+    """Parse flags and overrides; if ``--config-name`` names an experiment, it becomes ``experiment=``."""
     args, unknown = split(arguments)
     if unknown:
         raise _no_flag(unknown[0], args.overrides)
     modes = {"-m": args.multirun, "--cfg": args.cfg, "--info": args.info, "--shell-completion": args.shell_completion}
     flags = [flag for flag, is_set in modes.items() if is_set]
     if len(flags) > 1:
-        raise ConfigError(f"{' and '.join(flags)} exclude each other; required: one of them. Remove {flags[0]}")
+        raise ConfigError(f"{' and '.join(flags)} are mutually exclusive; required: one of them. Remove {flags[0]}")
     search.register(args.config_dir)
     args.overrides = normalize_overrides(args.overrides, sweeps=args.multirun)
     name = args.config_name
@@ -84,7 +84,7 @@ def parse(arguments: Sequence[str]) -> Namespace:
 
 
 def _no_flag(flag: str, arguments: Sequence[str]) -> ConfigError:
-    """Return the error for a setting that was typed as a flag, with its spelling as an override."""
+    """Return the error for a setting typed as a flag, which also shows how to write it as an override."""
     name, _, value = flag.lstrip("-").partition("=")
     name = name.replace("-", "_")
     value = value or next((argument for argument in arguments if "=" not in argument), "<value>")
@@ -94,12 +94,12 @@ def _no_flag(flag: str, arguments: Sequence[str]) -> ConfigError:
 
 
 def run_training(arguments: Sequence[str], command: str) -> list[Path]:
-    """Compose, check and run ``train`` or ``sft``, or a sweep; return the folders of the runs that ended in this process."""
+    """Compose, check and run ``train`` or ``sft``, or a sweep; return the folders of the runs that finished in this process."""
     args = parse(arguments)
     if args.multirun and is_connected():
         raise ConfigError(
-            "-m under torchrun or srun: the runs of a sweep would share one start of the ranks; required: one run per "
-            "launch. Remove -m and launch each value, or run rlinf -m without a launcher and set cluster.num_processes=<ranks>"
+            "-m under torchrun or srun: all runs of a sweep would use the same ranks; required: one run per launch. Remove -m "
+            "and launch each value separately, or run rlinf -m without a launcher and set cluster.num_processes=<ranks>"
         )
     only_prints = args.info or args.help or args.hydra_help or args.shell_completion
     if not (only_prints or args.multirun) and (resumed := _resumed(args)) is not None:
@@ -111,20 +111,20 @@ def run_training(arguments: Sequence[str], command: str) -> list[Path]:
         check(config, command)
         start(config, command)
         return [Path(config.output_dir)]
-    # All runs of a sweep are checked before Hydra makes a folder, so a rejected configuration leaves nothing behind. Runs that a
-    # sweeper plugin chooses, or a launcher plugin starts in different processes, are unknown here and checked when they start.
+    # Check all runs of a sweep before Hydra creates a folder, so that a rejected configuration leaves nothing behind. Runs chosen by a
+    # sweeper plugin, or started in other processes by a launcher plugin, are unknown here and are checked when they start.
     checked: dict[tuple[str, ...], RunConfig] = {}
     if not only_prints:
         for overrides in sweep_jobs(args.overrides) if args.multirun else [args.overrides]:
             composed = compose_normalized(overrides, args.config_dir, args.config_name)
             if args.cfg:
                 typed_config(composed)
-                # Printed here, because Hydra would compose the configuration twice more.
+                # Print it here, because Hydra would compose the configuration two more times.
                 if args.cfg == "job" and args.package is None:
                     print(OmegaConf.to_yaml(composed, resolve=args.resolve))
                     return []
                 continue
-            # The key equals `hydra.overrides.task`, by which the job finds its checked configuration.
+            # The key equals `hydra.overrides.task`, so that the job can look up its checked configuration.
             task = (override.input_line for override in parse_overrides(overrides) if not override.is_hydra_override())
             checked[tuple(task)] = config = build(composed, command)
             check(config, command)
@@ -140,7 +140,7 @@ def run_training(arguments: Sequence[str], command: str) -> list[Path]:
 
 
 def _resumed(args: Namespace) -> str | None:
-    """Return the run to resume, or None; replace ``resume=auto`` in the overrides by the newest checkpoint."""
+    """Return the run to resume, or None; replace ``resume=auto`` in the overrides with the newest checkpoint."""
     resumed = given_value(args.overrides, "resume")
     if resumed == AUTO:
         resumed, searched = newest_run(args)
@@ -158,7 +158,7 @@ def _without_resume(overrides: Sequence[str]) -> list[str]:
 def _run_under_hydra(
     args: Namespace, command: str, checked: dict[tuple[str, ...], RunConfig]
 ) -> tuple[list[Path], list[RLinfError | RankError]]:
-    """Run each job under Hydra, which makes the folders; return the folders of finished runs, and the errors of failed ones."""
+    """Run each job under Hydra, which creates the folders; return the folders of finished runs and the errors of failed ones."""
     folders: list[Path] = []
     failures: list[RLinfError | RankError] = []
     process = os.getpid()
@@ -178,7 +178,7 @@ def _run_under_hydra(
             start(config, command)
             folders.append(Path(config.output_dir))
         except (RLinfError, RankError) as error:
-            # Collected, not raised: Hydra would print it in its own format and end the remaining runs of a sweep.
+            # Collect the error instead of raising it: Hydra would print it in its own format and stop the remaining runs of a sweep.
             if os.getpid() != process:
                 raise
             failures.append(error)
@@ -192,7 +192,7 @@ def _run_under_hydra(
 
 
 def _remove_empty(folder: Path, absent: Collection[Path]) -> None:
-    """Remove the empty folder that Hydra has made, and its parents that were ``absent``, so that a run that fails leaves none."""
+    """Remove an empty folder created by Hydra, and its parents in ``absent``, so that a failed run leaves no empty folders."""
     for place in (folder, *(parent for parent in folder.parents if parent in absent)):
         with suppress(OSError):  # not empty
             place.rmdir()
@@ -207,8 +207,8 @@ def build(composed: DictConfig, command: str) -> RunConfig:
 
 
 def check(config: RunConfig, command: str) -> None:
-    """Check a complete configuration (``validate``)."""
-    # Imports torch, which takes seconds: typos are rejected before.
+    """Check a complete configuration with ``validate``."""
+    # Imported late: torch takes seconds to import, and typos have already been rejected by now.
     from rlinf.preflight.validation import validate
 
     validate(config, command)
@@ -223,7 +223,7 @@ def start(config: RunConfig, command: str) -> None:
 
 
 def compose_resumed(args: Namespace, resumed: str) -> DictConfig:
-    """Compose the continuation of the run ``resumed`` from its checkpoint's configuration, or from a chosen experiment."""
+    """Compose the configuration that resumes the run ``resumed``, from its checkpoint's configuration or a chosen experiment."""
     folder = resolve_checkpoint(resumed)
     keys = [item.key_or_group for item in parse_overrides(args.overrides)]
     if search.GROUP in keys or args.config_name != ROOT:
@@ -231,7 +231,7 @@ def compose_resumed(args: Namespace, resumed: str) -> DictConfig:
     else:
         composed = compose_on_saved(read_saved_config(folder), args.overrides, args.config_dir, folder)
     if is_connected() and "cluster.num_processes" not in keys:
-        composed.cluster.num_processes = None  # the number of started ranks, whatever number trained the checkpoint
+        composed.cluster.num_processes = None  # use all started ranks, even if the checkpoint had a different number
     if "output_dir" not in keys:
         run_folder = folder.parent.parent if folder.parent.name == CHECKPOINTS_FOLDER else folder.parent
         composed.output_dir = str(run_folder)
@@ -239,7 +239,7 @@ def compose_resumed(args: Namespace, resumed: str) -> DictConfig:
 
 
 def newest_run(args: Namespace) -> tuple[str | None, Path]:
-    """Return the newest complete checkpoint (None: none) in ``output_dir`` or else of the experiment's runs, and the searched folder."""
+    """Return the newest complete checkpoint, if any, in ``output_dir`` or among the experiment's runs; and the searched folder."""
     output_dir = given_value(args.overrides, "output_dir")
     if output_dir is not None:
         folder = Path(output_dir).expanduser()
@@ -258,7 +258,7 @@ def newest_run(args: Namespace) -> tuple[str | None, Path]:
 
 
 def with_checkpoint(arguments: Sequence[str]) -> list[str]:
-    """Return the arguments, with ``checkpoint=`` before a leading folder."""
+    """Return the arguments; a folder in first position is prefixed with ``checkpoint=``."""
     first = arguments[0] if arguments and not set("=~") & set(arguments[0]) else "-"
     is_folder = Path(first).is_dir() or ("/" in first and not Path(first).is_file()) or Path(first).name == LATEST
     return [f"checkpoint={first}", *arguments[1:]] if is_folder and first[0] != "-" else list(arguments)
@@ -272,7 +272,7 @@ def require_policy(arguments: Sequence[str], command: str, keys: Sequence[str] =
 
 
 def own_settings(arguments: Sequence[str], kind: type[T]) -> tuple[Namespace, T]:
-    """Parse arguments into Hydra's and the command's settings, the fields of ``kind``."""
+    """Split arguments into Hydra's and the command's own settings (the fields of ``kind``)."""
     settings = [argument for argument in arguments if argument.partition("=")[0] in public_fields(kind)]
     args = parse([argument for argument in arguments if argument not in settings])
     return args, from_mapping(kind, values_of(settings))
@@ -285,7 +285,7 @@ def given_value(overrides: Sequence[str], key: str) -> str | None:
 
 
 def configure(args: Namespace, command: str) -> RunConfig | None:
-    """Compose and check a configuration, on top of the checkpoint's if given; return None if ``--cfg`` only prints it."""
+    """Compose and check a configuration, based on the checkpoint's if one is given; return None if ``--cfg`` only prints it."""
     if args.multirun:
         raise ConfigError(f"`rlinf {command}` runs once; sweeps (-m) are for `rlinf train` and `rlinf sft`. Remove -m")
     checkpoint = given_value(args.overrides, "checkpoint")
@@ -295,7 +295,7 @@ def configure(args: Namespace, command: str) -> RunConfig | None:
         folder = resolve_checkpoint(checkpoint)
         composed = compose_on_saved(read_saved_config(folder), args.overrides, args.config_dir, folder)
         composed.checkpoint = str(folder)
-        # The processes and machines of the training do not apply to this command.
+        # The training run's processes and machines do not apply to this command.
         for key in ("num_processes", "num_rollout_workers", "start", "placement"):
             if given_value(args.overrides, f"cluster.{key}") is None:
                 composed.cluster[key] = getattr(ClusterConfig(), key)
@@ -310,7 +310,7 @@ def configure(args: Namespace, command: str) -> RunConfig | None:
 
 
 def sweep_jobs(overrides: Sequence[str]) -> list[list[str]]:
-    """Return the overrides of every run of Hydra's default sweeper; none for a sweeper plugin."""
+    """Return the overrides of each run of Hydra's default sweeper, or an empty list for a sweeper plugin."""
     choices = {}
     for override in parse_overrides(overrides):
         if override.key_or_group == "hydra/sweeper":
@@ -330,7 +330,7 @@ def _arguments(args: Namespace) -> Iterator[None]:
         if name != "overrides" and value not in (None, False):
             flag = f"--{name.replace('_', '-')}"
             arguments += [flag] if value is True else [flag, value]
-    GlobalHydra.instance().clear()  # the state of an earlier run in this process
+    GlobalHydra.instance().clear()  # left over from an earlier run in this process
     previous, sys.argv = sys.argv, arguments
     try:
         # Without this variable, Hydra prints errors and exits instead of raising them.

@@ -1,4 +1,4 @@
-"""Launch of a recipe: checks against this machine, the plan, and the ranks."""
+"""Launches a recipe: checks it against this machine, prints its plan, and starts the ranks."""
 
 import importlib.util
 import os
@@ -41,24 +41,24 @@ from rlinf.recipes.rewards import make_rewards
 from rlinf.recipes.rollout_workers import RolloutWorkerPlaces, place_rollout_workers
 
 SHARED_GPUS = "each rank that a launcher has started generates on its own GPU, between its updates (mode=colocated)"
-ON_THE_CPU = "on the CPU the trained model itself generates, as with rollout.backend=torch"
+ON_THE_CPU = "on the CPU, the trained model itself generates, as with rollout.backend=torch"
 
 
 def launch(config: RecipeConfig, script: str | None, dry_run: bool, arguments: Sequence[str]) -> None:
-    """Check a recipe, print its plan, and train it unless ``dry_run``; ``arguments`` are for the command that resumes."""
+    """Check a recipe, print its plan, and train it unless ``dry_run``; ``arguments`` are repeated in the command that resumes it."""
     script = find_script(script) if script else None
     place = launch_context(os.environ) if is_connected() else None
     if place is not None and asks_for_rollout_workers(config):
         raise ConfigError(
-            f"{DISAGGREGATED} in a command that {place.launcher} has started {place.size} times; required: one command, whose ranks are on its "
-            "machine. Start it once"
+            f"{DISAGGREGATED} in a command that {place.launcher} has started {place.size} times; required: a single command, which starts "
+            "all ranks on its own machine. Start it once"
         )
     if asks_for_gpus(config) and not dry_run:
         # Download the config now: the plan depends on whether the model reads images. Errors are reported when the model loads.
         with suppress(RLinfError):
             load_config(config.policy.model_name_or_path)
     plan = make_plan(config, None if place is None else place.size)
-    # A launcher has assigned one GPU per rank already, if there are any.
+    # A launcher has already assigned one GPU to each rank, if there are GPUs.
     device = (
         resolve_device(config.policy.device, 1, "policy.device=cpu")
         if is_connected()
@@ -74,7 +74,7 @@ def launch(config: RecipeConfig, script: str | None, dry_run: bool, arguments: S
         typed = tuple(argument.partition("=")[0] for argument in arguments if "=" in argument)
         if not dry_run or str(error).startswith(typed):
             raise
-        # A dry run shows the plan before the recipe's own data and model exist.
+        # A dry run also shows the plan if the recipe's own data and model do not exist yet.
         print(f"warning: a run would be rejected: {error}", file=sys.stderr)
     print(describe(config, plan, *count_rows(config, script)), flush=True)
     where = "GPUs" if device == "cuda" else "CPU"
@@ -116,7 +116,7 @@ def _resume_hint(config: RecipeConfig, arguments: Sequence[str]) -> Iterator[Non
 
 @contextmanager
 def _places(config: RecipeConfig, plan: Plan, device: str) -> Iterator[RolloutWorkerPlaces | None]:
-    """Reserve a place for each rollout worker; None without rollout workers."""
+    """Reserve a place for each rollout worker; yield None without rollout workers."""
     if not plan.workers:
         yield None
         return
@@ -126,7 +126,7 @@ def _places(config: RecipeConfig, plan: Plan, device: str) -> Iterator[RolloutWo
 
 
 def count_rows(config: RecipeConfig, script: Path | None) -> tuple[int | None, str]:
-    """Return the number of training rows, or None and the reason why it is unknown; raise ConfigError for unreadable data."""
+    """Return the number of training rows, or None and why it is unknown; raise ConfigError for unreadable data."""
     dataset = config.train.train_policy.dataset
     if script is not None:
         return None, f"{script.name} may read different rows"
@@ -142,7 +142,7 @@ def count_rows(config: RecipeConfig, script: Path | None) -> tuple[int | None, s
 
 
 def _check_sources(config: RecipeConfig, script: Path | None) -> None:
-    """Raise for missing rewards, data or model, except those that may be on the hub."""
+    """Raise an error if rewards, data or model are missing, unless they may be on the hub."""
     method, validation = config.train.train_policy, config.validation
     if script is None:
         if method.type == "grpo":
@@ -156,7 +156,7 @@ def _check_sources(config: RecipeConfig, script: Path | None) -> None:
     if Path(model).exists():
         with fixed_by_settings("policy", path="model_name_or_path", trust_remote_code=None):
             load_config(model)
-    elif model.startswith(("/", ".")) or model.count("/") > 1 or made_by(model):  # else a hub id, which the ranks check
+    elif model.startswith(("/", ".")) or model.count("/") > 1 or made_by(model):  # the ranks check hub ids
         recipe = next((name for name in recipe_names() if name in Path(model).parts), None)
         make = f"rlinf launch --config {recipe}" if recipe else made_by(model)
         fix = f"Make it with {make}, or set" if make else "Set"

@@ -1,4 +1,4 @@
-"""Opening of a checkpoint, an export or a remote policy: resolve, verify, compare conditions, load."""
+"""Opens a checkpoint, an export or a remote policy: resolve, verify, compare conditions, load."""
 
 import json
 import os
@@ -27,12 +27,12 @@ from rlinf.run_folder import STATISTICS_FILE
 
 @dataclass
 class Opened:
-    """A policy on the CPU: from verified files, from a server, or built from the configuration.
+    """A policy on the CPU, read from verified files, provided by a server, or built from the configuration.
 
     Attributes:
-        folder: Folder of the files; None: not local.
-        manifest: Conditions at the time of training; None: unknown.
-        present: The present conditions; None: not compared.
+        folder: Folder of the files, or None if the policy is not local.
+        manifest: Conditions during training, or None if unknown.
+        present: Current conditions, or None if they are not compared.
         differences: Accepted differences between ``present`` and ``manifest``.
     """
 
@@ -53,14 +53,14 @@ def open_checkpoint(
 ) -> Opened:
     """Resolve, verify and load a checkpoint or an export (a collective call on all ranks).
 
-    Raise CheckpointError without a complete checkpoint of this model type, ManifestMismatchError for a difference that
-    ``allow_mismatch`` does not name, and ConfigError if a size in ``config`` differs from the folder's.
+    Raise CheckpointError if a complete checkpoint of this model type does not exist, ManifestMismatchError for a difference that
+    is not in ``allow_mismatch``, and ConfigError if a size in ``config`` contradicts the folder's.
 
     Args:
-        path: A checkpoint, an export, or a run folder (its newest checkpoint).
-        allow_mismatch: Conditions that may differ, as in ``evaluation.allow_mismatch``; None: do not compare conditions.
-        resumes: ``load_checkpoint`` follows and reads the base weights below adapters, so they are not read here.
-        deferred: Leave the weights in their files if possible; ``make_parallel`` reads them.
+        path: A checkpoint, an export, or a run folder (for its newest checkpoint).
+        allow_mismatch: Conditions that may differ, as in ``evaluation.allow_mismatch``; None skips the comparison.
+        resumes: Skip the base weights of adapters, because ``load_checkpoint`` will read them.
+        deferred: If possible, leave the weights in their files until ``make_parallel`` reads them.
     """
     folder = on_rank_zero(lambda: resolve_checkpoint(path), f"read {path}")
     saved = Manifest.load(folder)
@@ -75,7 +75,7 @@ def open_checkpoint(
 
 
 def open_local(config: RunConfig, allow_mismatch: Sequence[str]) -> Opened:
-    """Open ``config.checkpoint``; without one, the folder of a public model at ``config.model.model_path``."""
+    """Open ``config.checkpoint``, or the public model at ``config.model.model_path`` if it is null."""
     if config.checkpoint is not None:
         return open_checkpoint(config.checkpoint, config, allow_mismatch)
     policy = build_policy(config)
@@ -88,12 +88,12 @@ def open_remote(config: RunConfig, env: VectorEnv, allow_mismatch: Sequence[str]
     policy = build_policy(config)
     if policy.action_dim != env.action_dim:
         actual = f"{config.model.url} has action_dim {policy.action_dim}"
-        fix = f"model.action_token_len={env.action_dim} if its server has such actions, or env=<the env of the policy>"
+        fix = f"model.action_token_len={env.action_dim} if its server returns such actions, or env=<the env of the policy>"
         raise ConfigError(f"{actual}; required: {env.action_dim}, the action_dim of env={config.env.name}. Set {fix}")
     saved = policy.manifest
     if saved is None:
         return Opened(None, None, policy, build_manifest(config, policy, policy_version=0))
-    # The policy's conditions hold on the server, the env's in this process: compare a combination with the checkpoint's.
+    # The policy runs on the server and the env in this process: compare their combined conditions with the checkpoint's.
     remote = policy.present
     preprocessing = {**remote.preprocessing, "cameras": list(config.env.cameras)}
     local = {**conditions_of(config), "versions": remote.versions, "precision": remote.precision}
@@ -103,7 +103,7 @@ def open_remote(config: RunConfig, env: VectorEnv, allow_mismatch: Sequence[str]
 
 
 def read_config(folder: str | os.PathLike, overrides: Sequence[str] = ()) -> RunConfig:
-    """Return the configuration of a checkpoint or export with ``overrides``; raise CheckpointError for code they do not name."""
+    """Return the configuration of a checkpoint or export with ``overrides``; raise CheckpointError for code that these do not repeat."""
     saved = read_saved_config(Path(folder))
     composed = compose_on_saved(saved, overrides, folder=folder)
     composed.output_dir = saved.get("output_dir")
@@ -115,12 +115,12 @@ def load_policy(
 ) -> Any:
     """Build the policy of a checkpoint or an export, on the CPU, with its processor.
 
-    Weights, sizes, processor and action statistics come from the folder; runtime settings (precision, attention, ``unnorm_key``,
-    ...) and the base weights of adapters from ``config``. Raise CheckpointError for adapters that ``config`` does not expect, and
-    ManifestMismatchError for adapters of different base weights, unless ``config.evaluation.allow_mismatch`` names that.
+    Weights, sizes, processor and action statistics come from the folder. Runtime settings (precision, attention, ``unnorm_key``,
+    ...) and the base weights of adapters come from ``config``. Raise CheckpointError if ``config`` does not expect adapters, and
+    ManifestMismatchError if the adapters belong to different base weights, unless ``config.evaluation.allow_mismatch`` allows this.
 
     Args:
-        reads_base: Read the (random) base weights that a checkpoint stores below its adapters.
+        reads_base: Read the (random) base weights that a checkpoint stores with its adapters.
     """
     source = policy_folder(folder)
     if (source / "adapter_config.json").is_file():
@@ -134,7 +134,7 @@ def load_policy(
 def policy_for(
     config: RunConfig, env: VectorEnv, dataset: StoredDemonstrations | None = None, deferred: bool = False
 ) -> Any:
-    """Build the configured policy with ``statistics_of_env``; raise ConfigError if its actions are not the env's."""
+    """Build the configured policy with ``statistics_of_env``; raise ConfigError if its actions do not match the env's."""
     policy = build_policy(config, statistics_of_env(config, env, dataset), deferred=deferred)
     policy.check_actions(env.action_low, env.action_high)
     return policy
@@ -143,10 +143,10 @@ def policy_for(
 def statistics_of_env(
     config: RunConfig, env: VectorEnv, dataset: StoredDemonstrations | None = None
 ) -> dict[str, Any] | None:
-    """Return the action statistics of the dataset, else of the env's bounds; None: the model's folder has its own."""
+    """Return action statistics of the dataset or, without one, of the env's bounds; None if the model's folder has its own."""
     name = config.env.name
     if config.model.model_path is not None:
-        # Only a model that is being adapted to this env (unnorm_key is its name) may lack the statistics.
+        # Only a model that is being adapted to this env (unnorm_key is the env's name) may lack the statistics.
         if config.model.unnorm_key != name:
             return None
         settings, _ = get_model_config_and_processor(config)
@@ -158,14 +158,14 @@ def statistics_of_env(
 def _load_adapter(folder: Path, source: Path, config: RunConfig, reads_base: bool, deferred: bool) -> Any:
     if not config.model.is_lora:
         raise CheckpointError(f"{source} contains LoRA adapters and no base weights. Set model.is_lora=true")
-    # Random base weights have no file and no hash: the checkpoint stores them, and nothing is to be compared.
+    # Random base weights have no file and no hash: the checkpoint stores them, so there is nothing to compare.
     has_base = is_checkpoint(folder) and "base_sha256" not in Manifest.load(folder).lora
     if has_base:
         allowed = [*config.evaluation.allow_mismatch, BASE_FIELD]
         config = replace(config, evaluation=replace(config.evaluation, allow_mismatch=allowed))
     overrides = None
     statistics = source / STATISTICS_FILE
-    if statistics.is_file():  # those of the env, if the base weights had none
+    if statistics.is_file():  # the env's statistics, if the base weights had none
         overrides = {"norm_stats": json.loads(statistics.read_text(encoding="utf-8"))}
     adapted = replace(config, model=replace(config.model, lora_path=str(source)))
     model = build_policy(adapted, overrides, deferred=deferred and not has_base)

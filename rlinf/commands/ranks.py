@@ -1,4 +1,4 @@
-"""Set-up of every rank of a command."""
+"""Set-up steps that every rank of a command runs."""
 
 import hashlib
 import json
@@ -22,7 +22,7 @@ def prepare_rank(config: RunConfig) -> None:
     plugins = load_plugins(config.plugins)
     hide_progress_bars()
     digests = {f"plugin {path} (sha256)": sha256_of(path) for path in plugins if path.endswith(".py")}
-    # By section, so that the error names the section with the difference.
+    # Hash each section separately, so that the error can name the one that differs.
     for section, values in to_mapping(config).items():
         text = json.dumps(values, sort_keys=True, default=str)
         digests[f"configuration of {section} (sha256)"] = hashlib.sha256(text.encode()).hexdigest()
@@ -31,7 +31,7 @@ def prepare_rank(config: RunConfig) -> None:
 
 @deadline("start")
 def reject_expandable_segments() -> None:
-    """Raise ConfigError on all ranks if one uses expandable segments, which an engine cannot share (a collective call)."""
+    """Raise ConfigError on all ranks if any uses expandable segments, which an engine cannot share (a collective call)."""
     for rank, (host, setting) in enumerate(gather_objects((socket.gethostname(), expandable_segments()))):
         if setting:
             raise ConfigError(

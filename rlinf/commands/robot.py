@@ -27,7 +27,7 @@ logger = logging.getLogger("rlinf")
 
 
 def robot(config: RunConfig, settings: RobotConfig, other: RunConfig | None = None) -> EvaluationResult | Comparison:
-    """Run an evaluation on one simulated or physical robot; with ``other``, compare its policy blindly; raise as ``evaluate``."""
+    """Evaluate a policy on one simulated or physical robot, or compare it blindly with the policy of ``other``; raise as ``evaluate``."""
     evaluation, cluster = config.evaluation, config.cluster
     for key, value, required in (
         ("cluster.num_processes", cluster.num_processes, 1),
@@ -43,7 +43,7 @@ def robot(config: RunConfig, settings: RobotConfig, other: RunConfig | None = No
     _check_arm(config, settings)
     _check_take_over(config, settings)
     if settings.success == "page":
-        # An occupied port must end the command now, not after a policy has loaded for minutes.
+        # Fail now if the port is occupied, not after minutes of loading the policy.
         listening(settings.page_host, settings.page_port, BaseHTTPRequestHandler).server_close()
     config = replace(config, evaluation=replace(evaluation, num_envs=1, num_videos_per_task=0, probe=False))
     with sigterm_is_ctrl_c():
@@ -51,10 +51,10 @@ def robot(config: RunConfig, settings: RobotConfig, other: RunConfig | None = No
 
 
 def _check_arm(config: RunConfig, settings: RobotConfig) -> None:
-    """Check that a lerobot robot gets no settings of the simulated one, and clipped joint positions in its units as actions."""
+    """Check that no setting of a simulated robot is given to a lerobot robot, and that actions are clipped joint positions in its units."""
     if settings.arm is None:
         return
-    simulated = "that belongs to a simulated robot"
+    simulated = "it applies only to simulated robots"
     table: list[tuple[str, Any, str]] = [
         ("relative_dims", [], "its actions are positions"),
         ("real_time", True, "its clock cannot be simulated"),
@@ -71,7 +71,7 @@ def _check_arm(config: RunConfig, settings: RobotConfig) -> None:
             fix = f"{key}={override_text(required)}"
             reject(f"{key}={override_text(value)} with arm={settings.arm}", f"{fix}, because {reason}", fix)
     if settings.max_relative_target is None:
-        required = "the maximum change of a position per step, or the arm may jump"
+        required = "a maximum position change per step, because the arm may jump"
         reject(
             f"max_relative_target=null with arm={settings.arm}", required, "max_relative_target=2.0, in the env's units"
         )
@@ -79,7 +79,7 @@ def _check_arm(config: RunConfig, settings: RobotConfig) -> None:
         if (value := getattr(config.env, key, None)) != required:
             actual = f"env.{key}={value}" if value else f"env.name={config.env.name}, which has no env.{key},"
             fix = f"env.{key}={required}" if value else "env=so101 env.control=joints env.units=lerobot"
-            reject(f"{actual} with arm={settings.arm}", f"env.{key}={required}, positions of joints as the arm's", fix)
+            reject(f"{actual} with arm={settings.arm}", f"env.{key}={required}, as for the arm's joint positions", fix)
 
 
 def _check_take_over(config: RunConfig, settings: RobotConfig) -> None:
@@ -93,8 +93,8 @@ def _check_take_over(config: RunConfig, settings: RobotConfig) -> None:
     if os.path.lexists(folder := Path(settings.record).expanduser()):
         info = describe_dataset(folder, "record")
         if not info.reports_intervention or info.env != recorded_env(to_mapping(config.env)):
-            required = f"a new folder, or episodes recorded with env.name={config.env.name} and its present settings"
-            reject(f"record={settings.record} holds episodes of a different kind", required, "record=<a new folder>")
+            required = f"a new folder, or episodes recorded with env.name={config.env.name} and its current settings"
+            reject(f"record={settings.record} contains episodes of a different kind", required, "record=<a new folder>")
     if config.evaluation.split == "eval":
         logger.warning(
             "record=%s with evaluation.split=eval: a policy that is trained on these episodes must not be evaluated on them. Set "

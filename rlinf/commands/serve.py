@@ -1,4 +1,4 @@
-"""Policy server: opens a checkpoint like an evaluation, then serves actions over the network."""
+"""Policy server: opens a checkpoint as an evaluation does, then serves actions over the network."""
 
 import asyncio
 import contextlib
@@ -43,7 +43,7 @@ LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 @dataclass(frozen=True)
 class RequestRow:
-    """One validated observation, and the uniforms ``[U]`` of its sample; None: greedy."""
+    """A validated observation, and the uniform random numbers ``[U]`` for sampling its actions (None: greedy)."""
 
     observation: Observation
     uniforms: np.ndarray | None
@@ -67,7 +67,7 @@ class PolicyRows:
         return self._row(self.layout, request)
 
     def read_named(self, request: Mapping[str, Any]) -> RequestRow:
-        """Validate a request of vla-eval; raise as ``read``."""
+        """Validate a vla-eval request; raise as ``read`` does."""
         return self._row(self.named, request)
 
     def _row(self, layout: MessageLayout, request: Mapping[str, Any]) -> RequestRow:
@@ -95,18 +95,18 @@ class PolicyRows:
 
     @property
     def largest_message(self) -> int:
-        """Bytes of ``max_batch`` observations, with 64 KiB each in addition to the images."""
+        """Size of ``max_batch`` observations in bytes, allowing 64 KiB each in addition to the images."""
         policy = self.policy
         images = len(policy.cameras) * 3 * policy.config.env.image_size**2
         return self.num_rows * (images + 8 * policy.model.num_uniforms + 2**16)
 
     def act(self, rows: Sequence[RequestRow]) -> list[np.ndarray | Exception]:
-        """Return actions float32 ``[C, D]`` per row, independent of the remaining rows, or the error of a too long prompt."""
+        """Return each row's actions, float32 ``[C, D]``, which are independent of the other rows; or an error if its prompt is too long."""
         batches: dict[tuple[bool, float], list[int]] = {}
         results: dict[int, np.ndarray | Exception] = {}
         model = self.policy.model
         for index, row in enumerate(rows):
-            # Check each prompt before it is in a batch, so that a bad one fails only its own request.
+            # Check each prompt before batching, so that a bad one fails only its own request.
             try:
                 model.prompt_lengths(row.observation)
                 batches.setdefault((row.uniforms is None, row.temperature), []).append(index)
@@ -126,14 +126,14 @@ class PolicyRows:
         self.num_states, self.num_far = self.num_states + 1, self.num_far + far
         if far:
             text, widths = self.state_range.farthest(state)
-            # Warn at 1, 2, 4, ... such states: a robot outside its range would fill the log.
+            # Warn at 1, 2, 4, ... such states; otherwise a robot outside its range would flood the log.
             if self.num_far & (self.num_far - 1) == 0:
                 logger.warning("%d of %d states are far beyond the statistics: %s", self.num_far, self.num_states, text)
             if widths > GARBAGE:
                 raise MessageError(f"{text} Required: a measurement in the units of the policy's training data")
 
     def warm_up(self) -> None:
-        """Run one call on a black image: the first call may compile, which takes longer than clients wait."""
+        """Run one call on a black image, because the first call may compile for longer than clients wait."""
         config = self.policy.config.env
         images = {
             name: np.zeros((1, config.image_size, config.image_size, 3), np.uint8) for name in self.policy.cameras
@@ -143,7 +143,7 @@ class PolicyRows:
 
 
 def serve(config: RunConfig, settings: ServeConfig) -> None:
-    """Serve a checkpoint or a public model until SIGTERM or Ctrl-C; raise ConfigError for an invalid address or names."""
+    """Serve a checkpoint or a public model until SIGTERM or Ctrl-C; raise ConfigError for an invalid address or camera names."""
     api_key = _api_key(settings)
     env, cameras = config.env, settings.cameras or config.env.cameras
     if settings.cameras is not None and (settings.keys in ROBOTS or len(cameras) != len(env.cameras)):
@@ -151,7 +151,7 @@ def serve(config: RunConfig, settings: ServeConfig) -> None:
         reject(actual, f"a name for each of {override_text(env.cameras)}, and keys=rlinf", "cameras=null")
     layout = layout_of(settings.keys, cameras)
     check_layout(settings.keys, layout, env.cameras, ENVS.get(env.name).state_width(env), "The policy", "keys=rlinf")
-    # Bind first, listen last: an occupied port is reported before the policy loads, and early clients are refused until it is warm.
+    # Bind first, listen last: an occupied port is reported before the policy loads, and no client connects until it is warm.
     with contextlib.closing(_bound(settings)) as bound:
         set_num_threads(config.cluster.num_threads, 1)
         seed_everything(config.seed)
@@ -183,7 +183,7 @@ def serve(config: RunConfig, settings: ServeConfig) -> None:
             if error.errno != errno.EADDRINUSE:
                 raise
             raise _taken(settings, error) from error
-    print("stopped by a signal; all pending requests were answered", flush=True)
+    print("stopped by a signal; all pending requests were completed", flush=True)
 
 
 async def _until_signal(server: PolicyServer, bound: socket.socket, on_listening: Callable[[], None]) -> None:
@@ -195,9 +195,9 @@ async def _until_signal(server: PolicyServer, bound: socket.socket, on_listening
 
 
 def metadata_of(opened: Opened, rows: PolicyRows, settings: ServeConfig) -> dict[str, Any]:
-    """Return the metadata that a client receives first: plain values under one key, because openpi's clients read their own keys."""
+    """Return the metadata that clients receive first, as plain values under one key, so that they do not clash with openpi's keys."""
     policy = rows.policy
-    # An edited comment changes the revision, not the policy.
+    # Ignore the git revision, which changes even if only a comment was edited.
     present = replace(opened.present, git_revision=opened.manifest.git_revision)
     return {
         "rlinf": {
@@ -231,14 +231,14 @@ def _api_key(settings: ServeConfig) -> str | None:
         return None
     key = os.environ.get(name)
     if not key:
-        raise ConfigError(f"api_key_env={name}, and this variable is not set. Set export {name}=<a long random text>")
+        raise ConfigError(f"api_key_env={name}, but this variable is not set. Set export {name}=<a long random text>")
     return key
 
 
 def _bound(settings: ServeConfig) -> socket.socket:
-    """Return a socket that is bound to the address, and does not listen yet."""
+    """Return a socket that is bound to the address but not listening yet."""
     family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
-    # Try without SO_REUSEADDR first: two servers that both set it could share an address. Only a dead server's port needs it.
+    # Try without SO_REUSEADDR first: two servers that both set it could bind one address. Only a dead server's port needs it.
     for reuse in (0, 1):
         bound = socket.socket(family, socket.SOCK_STREAM)
         try:
@@ -266,6 +266,6 @@ def _announce(bound: socket.socket, opened: Opened, config: RunConfig, settings:
     )
     name = {"127.0.0.1": "127.0.0.1", "0.0.0.0": "<this machine>"}.get(host, at)
     overrides = env_overrides(config)
-    if config.evaluation.allow_mismatch:  # accepted differences must be accepted by the client, too
+    if config.evaluation.allow_mismatch:  # the client must accept the same differences
         overrides += f" 'evaluation.allow_mismatch={override_text(config.evaluation.allow_mismatch)}'"
     print(f"evaluate it: rlinf evaluate model=remote model.url=ws://{name}:{port} {overrides}", flush=True)

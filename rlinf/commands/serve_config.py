@@ -24,8 +24,8 @@ class ServeConfig:
     max_batch: int = option(NUM_ROWS, "Batch size of each policy call; smaller batches are padded.", minimum=1)
     batch_wait_ms: float = option(5.0, "Maximum wait for observations of additional clients.", minimum=0)
     max_message_mib: int | None = option(
-        None, "Maximum message size; null: `max_batch` observations, at least 8.", minimum=1
+        None, "Maximum message size; null: size of `max_batch` observations, at least 8.", minimum=1
     )
     max_prompt_bytes: int = option(4096, "Maximum size of a prompt or other text.", minimum=1)
-    max_clients: int = option(64, "Maximum connections; idle ones (one minute) are dropped first.", minimum=1)
+    max_clients: int = option(64, "Maximum connections; those idle for a minute are dropped first.", minimum=1)
     infer_timeout_s: float = option(60.0, "Maximum wait for an action before the client gets an error.", minimum=0.1)

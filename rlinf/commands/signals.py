@@ -1,4 +1,4 @@
-"""Signal handling of commands that write a folder."""
+"""Signal handling for commands that write a folder."""
 
 import signal
 import threading
@@ -9,7 +9,7 @@ from typing import Any
 
 @contextmanager
 def _handled(number: int, handler: Callable[..., Any]) -> Iterator[None]:
-    """Handle a signal by ``handler`` inside the block."""
+    """Handle a signal with ``handler`` inside the block."""
     # Python delivers signals to the main thread only, and other threads may not install handlers.
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -22,12 +22,12 @@ def _handled(number: int, handler: Callable[..., Any]) -> Iterator[None]:
 
 
 def sigterm_is_ctrl_c() -> AbstractContextManager[None]:
-    """Treat SIGTERM, by which a cluster announces preemption, like Ctrl-C."""
+    """Treat SIGTERM, which clusters send before preemption, like Ctrl-C."""
     return _handled(signal.SIGTERM, _ctrl_c)
 
 
 def _ctrl_c(*_: object) -> None:
-    # A command that a script started with `&` ignores SIGINT, so raising the signal would do nothing.
+    # A command started by a script with `&` ignores SIGINT, so raising that signal would have no effect.
     if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
         raise KeyboardInterrupt
     signal.raise_signal(signal.SIGINT)

@@ -1,4 +1,4 @@
-"""Training, from a configuration to a finished run folder: build the parts, run the trainers."""
+"""Training, from a configuration to a finished run folder: builds all components and runs the trainers."""
 
 import itertools
 import logging
@@ -86,12 +86,12 @@ from rlinf.training.train_worker import TrainWorker, rl_trainer_config, sft_trai
 logger = logging.getLogger("rlinf")
 
 MOST_ENVS_PER_CORE = 1024
-"""Above this, warn: probably a typo."""
+"""Above this number, a warning is printed because it is probably a typo."""
 
 
 @dataclass
 class Run:
-    """One rank of a run: shared parts, and the trainers of cloning (None: not configured, or done) and RL (None: ``rlinf sft``)."""
+    """One rank of a run: shared components, and trainers for cloning (None: not configured, or done) and RL (None: ``rlinf sft``)."""
 
     parts: TrainerContext
     cloning: CloningTrainer | None
@@ -99,7 +99,7 @@ class Run:
 
     @property
     def loop(self) -> Loop:
-        """Training loop of the run."""
+        """The run's training loop."""
         return self.parts.loop
 
     def close(self) -> None:
@@ -109,7 +109,7 @@ class Run:
 
     @contextmanager
     def _closing(self) -> Iterator[None]:
-        # The stack closes in reverse order: trainers first, because their threads still use engine and env.
+        # The stack closes in reverse order: trainers first, because their threads still use the engine and the env.
         with self.loop, ExitStack() as stack:
             stack.callback(self.parts.evaluator.env.close)
             if self.parts.sync.generator is not None:
@@ -119,11 +119,11 @@ class Run:
             yield
 
     def execute(self) -> None:
-        """Run behaviour cloning and RL as configured, then write summary and report."""
+        """Run behaviour cloning and RL as configured, then write the summary and the report."""
         parts, loop, rl = self.parts, self.loop, self.rl
         workers = None
         with self._closing(), self._reporting():
-            # Engine and rollout workers start before cloning, which may take hours: their errors must show now.
+            # Start the engine and rollout workers before cloning, which may take hours, so that their errors appear immediately.
             engine = getattr(parts.sync.generator, "engine", None)
             if engine is not None:
                 engine.start()
@@ -143,7 +143,7 @@ class Run:
 
     @contextmanager
     def _reporting(self) -> Iterator[None]:
-        """Write the batch of a non-finite loss or gradient to a folder."""
+        """If a loss or gradient is not finite, write its batch to a folder."""
         try:
             yield
         except NonFiniteError as error:
@@ -151,7 +151,7 @@ class Run:
             if failed is not None:
                 if rank() == failed.rank:
                     write_failed_batch(failed, folder)
-                # The first rank that exits ends all ranks: wait until the report is written.
+                # All ranks end as soon as one exits, so wait until the report is written.
                 barrier()
                 error.add_note(f"Report of the batch: {folder}")
             raise
@@ -159,16 +159,16 @@ class Run:
 
 @deadline("start")
 def build(config: RunConfig, reservation: Reservation | None = None) -> Run:
-    """Build the parts of one rank from a validated configuration with its ``output_dir``."""
+    """Build one rank's components from a validated configuration whose ``output_dir`` is set."""
     device = resolve_device(config.cluster.device, 1)  # of this rank, which sees one GPU
-    # Memory first: it decides between sharding and replicas, and all ranks must decide by the smallest one.
+    # Query memory first: sharding depends on it, and all ranks must base that decision on the smallest GPU.
     memory = -int(*maximum(-rank_memory_bytes(device, local_world_size())))
     set_num_threads(config.cluster.num_threads, local_world_size())
     # A run that does not fit is rejected here, before simulators start and weights are read.
     recomputed = _fit_to_gpu(config, memory) if device == "cuda" else 0
     # Seed after the estimate, which builds a model and draws random numbers on rank 0 only.
     seed_everything(config.seed, config.trainer.deterministic)
-    # The state comes before the env: its phase decides the number of envs.
+    # The state comes before the env, because the number of envs depends on its phase.
     resumed_from, state = _starting_point(config)
     has_rollout_workers = reservation is not None and reservation.group is not None
     if reservation is not None and (has_rollout_workers or config.cluster.num_env_workers):
@@ -181,7 +181,7 @@ def build(config: RunConfig, reservation: Reservation | None = None) -> Run:
     # Only rank 0 takes the fingerprint, and an env may draw from torch's generator: keep the ranks' generators equal.
     with torch.random.fork_rng(devices=[]):
         fingerprint = take_fingerprint(env) if rank() == 0 and config.evaluation.probe else None
-    # The policy needs all three: action bounds (env), statistics (dataset), and the fingerprint to compare a checkpoint's with.
+    # The policy needs all three: action bounds (env), statistics (dataset), and the fingerprint to compare with a checkpoint's.
     model, fps = _policy(config, env, dataset, resumed_from, fingerprint)
     if dataset is not None:
         compare_with_statistics(model, dataset, config.env.name)
@@ -190,7 +190,7 @@ def build(config: RunConfig, reservation: Reservation | None = None) -> Run:
 
         if find_layers(model):
             set_training_options(model, recomputed=recomputed, compiled=config.model.compile)
-    # Sharding replaces parameters, so it precedes the optimiser, and the checkpoint is read into the shards.
+    # Sharding replaces parameters, so it precedes the optimiser; the checkpoint is then read into the shards.
     parallel, sync = _distribute(config, model, device, memory, reservation if has_rollout_workers else None)
     workers = sync.generator if isinstance(sync.generator, RolloutWorkers) else None
     worker = _worker(config, parallel, state)
@@ -220,7 +220,7 @@ def build(config: RunConfig, reservation: Reservation | None = None) -> Run:
     else:
         cloning = CloningTrainer(parts, dataset) if state.phase == "sft" else None
         run = Run(parts, cloning, ALGORITHMS.get(config.algorithm.name).make_trainer(parts, env, workers))
-    # The tracker is the first to write into the folder, so a run that fails to build leaves no metrics.
+    # The tracker is built last, because it writes metrics: a run that fails to build must not leave any.
     loop.tracker = _tracker(config, state, resumed_from) if rank() == 0 else None
     return run
 
@@ -233,7 +233,7 @@ def _latest_target(folder: Path) -> Path | None:
 
 def _fit_to_gpu(config: RunConfig, memory: int) -> bool | int:
     """Return the number of recomputed layers for a GPU of ``memory`` bytes; raise ConfigError if the run does not fit."""
-    # Only rank 0 estimates, which takes up to a minute. Its error is broadcast, or the remaining ranks would hang.
+    # Only rank 0 estimates, which takes up to a minute. Its error is broadcast, because the remaining ranks would hang otherwise.
     recomputed, error = broadcast_object(_estimate_fit(config, memory) if rank() == 0 else None, 0)
     if error is not None:
         raise error
@@ -253,7 +253,7 @@ def _estimate_fit(config: RunConfig, memory: int) -> tuple[bool | int, RLinfErro
     if recomputed:
         which = "all layers" if recomputed is True else f"the first {format_count(recomputed, 'layer')}"
         is_guess = measured.unknown and config.model.gradient_checkpointing == "auto"
-        hint = "; if memory suffices without, set model.gradient_checkpointing=false" if is_guess else ""
+        hint = "; if memory suffices without this, set model.gradient_checkpointing=false" if is_guess else ""
         print(f"activations: {which} are recomputed{hint}", flush=True)
     return recomputed, None
 
@@ -272,7 +272,7 @@ def _starting_point(config: RunConfig) -> tuple[Path | None, LoopState]:
     if rank() == 0 and state.rollbacks and config.trainer.max_steps > 0:
         rate = rl_trainer_config(config.trainer, state.rollbacks).learning_rate
         print(
-            f"learning rate of RL: {rate:g} = {typed:g} / 2^{state.rollbacks}, because the run was rolled back to its best "
+            f"RL learning rate: {rate:g} = {typed:g} / 2^{state.rollbacks}, because the run was rolled back to its best "
             "checkpoint; set trainer.learning_rate explicitly to override",
             flush=True,
         )
@@ -286,7 +286,7 @@ def _find_checkpoint(path: str) -> Path:
 
 def _evaluation_env(config: RunConfig, state: LoopState) -> VectorEnv:
     num_envs = config.evaluation.num_envs
-    # While the expert collects demonstrations, every rank has all envs: the order of the demonstrations depends on their number.
+    # While the expert collects demonstrations, every rank has all envs, because their number affects the order of demonstrations.
     if state.phase != "sft" or config.sft.dataset is not None:
         num_envs = max(-(-num_envs // world_size()), min(num_envs, NUM_EPISODES))
     return env_maker(config, local_world_size())(num_envs, auto_reset=False)
@@ -322,15 +322,15 @@ def _policy(
     resumed_from: Path | None,
     fingerprint: dict[str, Any] | None,
 ) -> tuple[torch.nn.Module, float | None]:
-    """Build the policy, or load that of ``resume`` or ``init_from``; also return the frame rate of its cloned dataset."""
+    """Build the policy, or load it from ``resume`` or ``init_from``; also return the frame rate of the cloned dataset."""
     source, trainer = resumed_from or config.init_from, config.trainer
     fps = None if dataset is None else dataset.info.fps
-    # Sharded ranks read only their shards of the weights, once the sharding is known.
+    # Sharded ranks read only their own shards of the weights, once the sharding is known.
     may_shard = trainer.sharding == "auto" and world_size() > 1 and not trains_actor(config)
     deferred = trainer.sharding == "fsdp2" or trainer.cpu_offload or may_shard
     if source is None:
         return policy_for(config, env, dataset, deferred), fps
-    # A new run may continue in another env or precision; a resumed one may not.
+    # A new run may use a different env or precision than its initial checkpoint; a resumed run may not.
     free = [] if resumed_from is not None else ["env", "precision", "lora", "renderer"]
     if resumed_from is None and config.sft.max_steps > 0 and config.sft.advantage_top_fraction is not None:
         free.append("preprocessing.prompt_suffix")  # the policy learns the suffix in this run
@@ -344,7 +344,7 @@ def _policy(
 def _distribute(
     config: RunConfig, model: torch.nn.Module, device: str, memory: int, reservation: Reservation | None
 ) -> tuple[Parallel, WeightPush]:
-    """Replicate or shard the policy for ranks of ``memory`` bytes, and make the rollout policy (the first push fills copies)."""
+    """Replicate or shard the policy for ranks with ``memory`` bytes, and create the rollout policy (the first push fills copies)."""
     trainer, rollout = config.trainer, config.rollout
     choice = sharding_choice(config, model, world_size(), memory)
     if rank() == 0:
@@ -386,7 +386,7 @@ def _worker(config: RunConfig, parallel: Parallel, state: LoopState) -> TrainWor
     in_sft = state.phase == "sft"
     rl = rl_trainer_config(config.trainer, state.rollbacks)
     settings = sft_trainer_config(config.trainer, config.sft) if in_sft else rl
-    # A frozen policy gets no optimiser, whose float32 master weights would waste memory.
+    # A frozen policy needs no optimiser, whose float32 master weights would waste memory.
     is_frozen = not in_sft and ALGORITHMS.get(config.algorithm.name).freezes_policy
     worker = TrainWorker(
         parallel.model,
@@ -429,7 +429,7 @@ def _execute_rank(work: tuple[RunConfig, Reservation | None]) -> None:
         announce(config)
     while (rollback := _execute(run, config)) is not None:
         config = replace(config, resume=str(rollback.checkpoint), init_from=None)
-        # Before the build: a run that is killed while it builds must not resume the discarded checkpoints.
+        # Before the build, because a run killed while building must not resume the discarded checkpoints.
         if rank() == 0:
             checkpoints.set_aside_later(rollback.checkpoint)
         run = build(config, reservation)
@@ -448,13 +448,13 @@ def announce(config: RunConfig) -> None:
     envs_per_core = config.rollout.num_envs / cores
     if config.trainer.max_steps > 0 and envs_per_core > MOST_ENVS_PER_CORE:
         ratio = f"rollout.num_envs={config.rollout.num_envs} is {envs_per_core:,.0f} envs per core ({cores} cores)"
-        print(f"warning: {ratio}; a core steps its envs one after the other, and each takes memory", flush=True)
+        print(f"warning: {ratio}; each core steps its envs one after the other, and every env uses memory", flush=True)
     if config.evaluation.split == "train":
         print(f"warning: {TRAINING_SPLIT}", flush=True)
 
 
 def _execute(run: Run, config: RunConfig) -> RolledBack | None:
-    """Execute one rank; return the rollback of a run that must continue from an earlier checkpoint."""
+    """Execute one rank; return a rollback if the run must continue from an earlier checkpoint."""
     stop_signal = run.loop.stop_signal
     try:
         with stop_signal.handled():
@@ -474,9 +474,9 @@ def _execute(run: Run, config: RunConfig) -> RolledBack | None:
 def train(config: RunConfig) -> Path:
     """Run an experiment (cloning if ``sft.max_steps`` > 0, evaluation, RL, evaluation, report) and return its folder.
 
-    If Ray has started the ranks and one is lost, all restart from the newest checkpoint, at most ``cluster.max_restarts`` times,
-    and at most twice from the same one. Raise ConfigError if a different run writes there, or vLLM cannot share this process's
-    GPU memory; RankKilledError or DeadlineError if a rank was lost or silent and no restart is left.
+    If Ray started the ranks and one is lost, all are restarted from the newest checkpoint, at most ``cluster.max_restarts`` times,
+    and at most twice from the same checkpoint. Raise ConfigError if a different run is writing to the folder, or vLLM cannot share
+    this process's GPU memory; RankKilledError or DeadlineError if a rank was lost or silent and no restart is left.
     """
     with locked_folder(Path(config.output_dir)), reserved(config) as reservation:
         passed = _passed_over(config) if ranks_by_ray(config) else {}
@@ -492,18 +492,18 @@ def train(config: RunConfig) -> Path:
                 try:
                     config = _resumed(config, passed)
                 except CheckpointError as damage:
-                    error.add_note(f"The ranks did not start again: {damage}")
+                    error.add_note(f"The ranks were not restarted: {damage}")
                     raise error from None
-                # Without progress, the third attempt would fail like the first two.
+                # Without progress, a third attempt would fail like the first two.
                 if starts[-2:] == [config.resume] * 2:
                     origin = config.resume or "the start"
                     error.add_note(
-                        f"The ranks did not start again: giving up after two restarts from {origin} without progress"
+                        f"The ranks were not restarted: giving up after two restarts from {origin} without progress"
                     )
                     raise
                 starts.append(config.resume)
                 origin = f"from {config.resume}" if config.resume else "from the start: there is no checkpoint yet"
-                logger.warning("%s\nAll ranks start again %s (%d of %d times).", error, origin, num_restarts + 1, limit)
+                logger.warning("%s\nRestarting all ranks %s (%d of %d times).", error, origin, num_restarts + 1, limit)
     return Path(config.output_dir)
 
 
@@ -517,7 +517,7 @@ def _launch(config: RunConfig, reservation: Reservation | None) -> None:
         device = resolve_device(cluster.device, started_here(cluster.num_processes))
     else:
         device = "cuda" if reservation.ranks_on_gpu else "cpu"
-    # An engine cannot share memory in expandable segments, so they are for the torch backend only.
+    # An engine cannot share memory in expandable segments, so use them only for the torch backend.
     if device == "cuda" and config.rollout.backend == "torch":
         os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
     work = (config, reservation)
@@ -525,7 +525,7 @@ def _launch(config: RunConfig, reservation: Reservation | None) -> None:
 
 
 def _passed_over(config: RunConfig) -> dict[Path, int]:
-    """Return the checkpoints of this run's folder that are later than the resumed one, with their inodes."""
+    """Return the checkpoints in this run's folder that are newer than the resumed one, with their inodes."""
     start = None if config.resume is None else folders.resolve_checkpoint(config.resume)
     if start is None or start.parent.resolve() != (Path(config.output_dir) / CHECKPOINTS_FOLDER).resolve():
         return {}
@@ -534,7 +534,7 @@ def _passed_over(config: RunConfig) -> dict[Path, int]:
 
 def _resumed(config: RunConfig, passed: Mapping[Path, int]) -> RunConfig:
     """Return the configuration that resumes the newest checkpoint; raise CheckpointError if all checkpoints are damaged."""
-    # Checkpoints in `passed` still exist if the run was lost before it could set them aside: they are not its newest ones.
+    # If the run was lost before it could set aside the checkpoints in `passed`, they still exist but must not be resumed.
     if any(path.exists() and path.stat().st_ino == inode for path, inode in passed.items()):
         return config
     if not folders.has_checkpoints(Path(config.output_dir)):
@@ -543,5 +543,5 @@ def _resumed(config: RunConfig, passed: Mapping[Path, int]) -> RunConfig:
 
 
 def sft(config: RunConfig) -> Path:
-    """Run only the behaviour cloning of an experiment."""
+    """Run only the behaviour cloning stage of an experiment."""
     return train(replace(config, trainer=replace(config.trainer, max_steps=0)))

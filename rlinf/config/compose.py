@@ -1,4 +1,4 @@
-"""Composition of a configuration from command-line overrides, with readable errors in place of Hydra's."""
+"""Composes a configuration from command-line overrides, with readable errors instead of Hydra's."""
 
 import dataclasses
 import re
@@ -45,7 +45,7 @@ _KEY = re.compile(r"^(\+\+|\+|~)?([\w/.@:-]+)(=.*)?$", re.DOTALL)
 
 
 def normalize_overrides(overrides: Iterable[str], sweeps: bool = False) -> list[str]:
-    """Accept ``+experiment=x``, new keys in free-form sections, unquoted text, and with ``sweeps`` values ``a,b``."""
+    """Accept ``+experiment=x``, new keys in free-form sections, unquoted text, and, if ``sweeps`` is set, values ``a,b``."""
     result, overrides, types = [], list(overrides), field_types()
     any_keys = [key for key, hint in types.items() if dict in map(typing.get_origin, (hint, *typing.get_args(hint)))]
     free = tuple(f"{path}." for path in (*any_keys, *REGISTRIES))
@@ -67,7 +67,7 @@ def normalize_overrides(overrides: Iterable[str], sweeps: bool = False) -> list[
 
 
 def _no_override(argument: str, following: str) -> ConfigError:
-    """Return the error for an argument without ``=``, with its probable meaning."""
+    """Return the error for an argument without ``=``, suggesting its probable meaning."""
     hint = closest(argument, search.experiment_names())
     if keys_named(argument):
         example = overrides_text(keys_named(argument), following)
@@ -83,17 +83,17 @@ def _no_override(argument: str, following: str) -> ConfigError:
 
 
 def keys_named(name: str) -> list[str]:
-    """Return the keys with the last part ``name``, or ``experiment``."""
+    """Return the keys whose last part is ``name``, or ``experiment``."""
     return [name] if name == search.GROUP else fields_meant(name)
 
 
 def compose_config(overrides: Iterable[str] = (), config_dir: str | None = None, root: str = ROOT) -> DictConfig:
-    """Compose groups, experiments (also the user's in ``config_dir``) and overrides on the primary config ``root``, without ``hydra``."""
+    """Compose groups, experiments (including those in ``config_dir``) and overrides on the primary config ``root``, without ``hydra``."""
     return compose_normalized(normalize_overrides(overrides), config_dir, root)
 
 
 def compose_normalized(overrides: list[str], config_dir: str | None = None, root: str = ROOT) -> DictConfig:
-    """Compose like ``compose_config``, from normalised overrides."""
+    """Compose like ``compose_config``, but from normalised overrides."""
     search.register(config_dir)
     try:
         _load_named_plugins(overrides)
@@ -103,7 +103,7 @@ def compose_normalized(overrides: list[str], config_dir: str | None = None, root
 
 
 def _load_named_plugins(overrides: list[str]) -> None:
-    """Import the plugins of overrides or their experiment, because Hydra needs the names that these register."""
+    """Import the plugins given by overrides or their experiment, because Hydra needs the names that they register."""
     typed = {item.key_or_group: item.value() for item in parse_overrides(overrides) if not item.is_sweep_override()}
     for key in (search.GROUP, *to_mapping(RunConfig())):
         names = typed.get(key, "") if key == search.GROUP or dataclasses.is_dataclass(getattr(RunConfig(), key)) else ""
@@ -112,7 +112,7 @@ def _load_named_plugins(overrides: list[str]) -> None:
             raise ConfigError(f"{key} is {override_text(typed[key])}; required: a name. Set {key}=<name>{inner}")
     path, plugins = search.find_experiment(str(typed.get(search.GROUP))), typed.get("plugins", [])
     if "plugins" not in typed and path is not None:
-        with suppress(yaml.YAMLError):  # Hydra reads the file after this, and reports the error
+        with suppress(yaml.YAMLError):  # Hydra reads the file later, and reports the error
             experiment = OmegaConf.load(path)
             if OmegaConf.is_list(experiment):  # Hydra ignores a list silently
                 raise ConfigError(f"{path} contains a list; required: keys of the configuration, such as trainer.")
@@ -121,7 +121,7 @@ def _load_named_plugins(overrides: list[str]) -> None:
 
 
 def fitted(composed: DictConfig, overrides: Iterable[str]) -> DictConfig:
-    """Remove (and print) experiment keys that a typed env or algorithm lacks, then apply ``algorithm.preset`` to unset keys."""
+    """Remove (and print) experiment keys unknown to a typed env or algorithm, then apply ``algorithm.preset`` to unset keys."""
     typed = {item.key_or_group: item.value() for item in parse_overrides(overrides)}
     for section in REGISTRIES if typed.get(search.GROUP) else ():
         if not isinstance(typed.get(section), str):  # the experiment chooses the env or algorithm
@@ -148,7 +148,7 @@ def _compose(overrides: list[str], root: str) -> DictConfig:
 
 
 def explain(error: Exception, overrides: list[str], root: str = ROOT) -> ConfigError:
-    """Turn an error of Hydra, OmegaConf or the YAML reader into a one-line message; ``overrides`` are normalised."""
+    """Convert an error of Hydra, OmegaConf or the YAML reader to a one-line message; ``overrides`` are normalised."""
     if isinstance(error, MissingConfigException):
         group, _, name = (error.missing_cfg_file or "").rpartition("/")
         return ConfigError(no_such_option(group, name, error.options or []))
@@ -160,7 +160,7 @@ def explain(error: Exception, overrides: list[str], root: str = ROOT) -> ConfigE
     if ambiguous:
         key, value = ambiguous.groups()
         sweep = f"Run rlinf train -m {key}={value} for one run per value"
-        fix = f"set '{key}=[{value}]' for a list, or '{key}=\"{value}\"' for a text"
+        fix = f"set '{key}=[{value}]' for a list, or '{key}=\"{value}\"' for a string"
         return ConfigError(f"{key}={value} contains several values. {sweep}, or {fix}")
     if match := re.match(r"Error merging override (?:\+\+)?([^=]+)=(.*)", str(error)):
         key, value = match.groups()
@@ -174,14 +174,14 @@ def explain(error: Exception, overrides: list[str], root: str = ROOT) -> ConfigE
 
 
 def no_such_option(group: str, name: str, options: Iterable[str]) -> str:
-    """Return the message for an unknown option of a group, with a similar one or the place of the list."""
+    """Return the message for an unknown option of a group, suggesting a similar one or how to list them."""
     close, env = closest(name, options), env_of_task(name, options) if group == "env" else None
-    if env:  # the exact name of a task is a better hint than a similar env
+    if env:  # a task's exact name is a better hint than a similar env
         hint = f" It is a task of {env}. Set env={env} 'env.tasks=[{name}]'"
     elif close:
         hint = f" Did you mean '{close}'? Set {group}={close}"
     elif group == search.GROUP:
-        hint = " `rlinf models` lists them; files of yours need --config-dir <folder>"
+        hint = " `rlinf models` lists them; your own files need --config-dir <folder>"
     else:
         hint = did_you_mean(name, options)
         if group in ("model", *REGISTRIES):
@@ -223,7 +223,7 @@ def _unknown_key(override: Override, root: str) -> str | None:
 
 
 def reason_of(error: BaseException) -> str:
-    """Return the message of an error of Hydra, OmegaConf or the YAML parser in one line, with file and line if known."""
+    """Return the message of a Hydra, OmegaConf or YAML error on one line, with file and line number if known."""
     inner = error
     while not str(inner).strip() and (inner.__cause__ or inner.__context__) is not None:
         inner = inner.__cause__ or inner.__context__
@@ -243,9 +243,9 @@ def compose_on_saved(
 ) -> DictConfig:
     """Apply overrides to the configuration of an earlier run.
 
-    Group choices (``env=tabletop``) replace a section, values replace single keys. ``output_dir`` and the keys of checkpoints,
-    evaluations, servers and datasets of the earlier run are reset. Raise CheckpointError for keys that load code, unless they are
-    typed again. ``folder`` is the location of ``saved``, for messages.
+    Group choices (``env=tabletop``) replace a section, and values replace individual keys. ``output_dir`` and the earlier run's
+    keys for checkpoints, evaluations, servers and datasets are reset. Raise CheckpointError for keys that load code, unless they
+    are typed again. ``folder`` is the location of ``saved``, used in messages.
     """
     parsed = parse_overrides(normalize_overrides(overrides))
     parsed = [item for item in parsed if not item.key_or_group.startswith("hydra.")]
@@ -253,7 +253,7 @@ def compose_on_saved(
     for override in parsed:
         key, given = override.key_or_group, f"'{override.input_line}'"
         if override.is_sweep_override():
-            raise ConfigError(f"{given} asks for a sweep; only `rlinf train -m` and `rlinf sft -m` do sweeps.")
+            raise ConfigError(f"{given} requests a sweep; only `rlinf train -m` and `rlinf sft -m` support sweeps.")
         if key == search.GROUP:
             fix = "Remove it, and override single keys or complete groups, e.g. env=tabletop"
             raise ConfigError(f"{given} cannot be applied to a checkpoint, which has its own configuration. {fix}")
@@ -262,9 +262,9 @@ def compose_on_saved(
         if key.partition(".")[0] not in public_fields(RunConfig):
             raise ConfigError(unknown_key_error(key, override.value(), public_fields(RunConfig)))
     groups = [item for item in parsed if item.key_or_group in sections and isinstance(item.value(), str)]
-    # A mapping is merged into the saved one, so only its leaves count as typed.
+    # A mapping is merged into the saved one, so only its leaves are considered typed.
     typed = {key for override in parsed for key, _ in leaves(override.value(), override.key_or_group)}
-    if isinstance(plugins := saved.get("plugins"), list):  # an export contains the plug-in file of its model
+    if isinstance(plugins := saved.get("plugins"), list):  # an export contains its model's plug-in file
         paths = [(Path(folder) / str(name), name) for name in plugins]
         saved = {**saved, "plugins": [str(path) if path.is_file() else name for path, name in paths]}
     check_code(saved, typed, folder)

@@ -1,4 +1,4 @@
-"""Names of rlinf's YAML files: fast lookups for help and completion, without Hydra."""
+"""Fast lookup of the names of rlinf's YAML files, for help and completion, without Hydra."""
 
 from pathlib import Path
 
@@ -8,8 +8,8 @@ GROUP = "experiment"
 
 
 def packaged_experiments() -> Path:
-    """Return the folder of rlinf's experiments."""
-    # A wheel contains the files of ``examples/embodiment/config`` as ``rlinf/experiments``.
+    """Return the folder with rlinf's experiments."""
+    # In a wheel, the files of ``examples/embodiment/config`` are in ``rlinf/experiments``.
     package = Path(rlinf.__file__).parent
     installed = package / "experiments"
     return installed if installed.is_dir() else package.parent / "examples" / "embodiment" / "config"
@@ -22,5 +22,5 @@ def group_folders() -> dict[str, Path]:
 
 
 def options_of(folder: Path) -> list[str]:
-    """Return the names of the YAML files of a folder."""
+    """Return the names of the YAML files in a folder."""
     return sorted(path.stem for path in folder.glob("*.yaml"))

@@ -18,7 +18,7 @@ _ITEM = r"""("(?:\\.|[^"\\])*"|'(?:\\.|[^'\\])*')|[^\s{0}](?:[^{0}]*[^\s{0}])?""
 
 
 def parse_overrides(overrides: Iterable[str]) -> list[Override]:
-    """Parse overrides that are quoted (``quoted``); raise ConfigError for a syntax error."""
+    """Parse overrides already quoted by ``quoted``; raise ConfigError for a syntax error."""
     try:
         return OverridesParser.create().parse_overrides(list(overrides))
     except OverrideParseException as error:
@@ -26,7 +26,7 @@ def parse_overrides(overrides: Iterable[str]) -> list[Override]:
 
 
 def values_of(arguments: Iterable[str]) -> dict[str, Any]:
-    """Return the values of overrides of a command without sweeps, by key."""
+    """Return a dict of the values of overrides, for a command without sweeps."""
     parsed = parse_overrides(quoted(argument) for argument in arguments)
     for item in parsed:
         if item.is_delete():
@@ -35,22 +35,22 @@ def values_of(arguments: Iterable[str]) -> dict[str, Any]:
 
 
 def unreadable(error: OverrideParseException) -> ConfigError:
-    """Return the error for an override with a syntax error, with its correct quotes."""
+    """Return the error for an override with a syntax error, showing how to quote it."""
     written = str(error.override).removeprefix("++")  # ``normalize_overrides`` may have added it
     key, _, value = written.partition("=")
     reason = str(error).strip().splitlines()[0]
-    hint = "Quote a list for the shell, e.g. 'model.image_size=[224,224]', and a text twice"
+    hint = "Quote a list for the shell, e.g. 'model.image_size=[224,224]', and a string twice"
     example = shlex.quote(f"{key}={_text(value)}")
     return ConfigError(f"The override '{written}' cannot be read: {reason}. {hint}: {example}")
 
 
 def quoted(override: str, sweeps: bool = False, splits: bool = False, interpolates: bool = False) -> str:
-    """Quote the text, or the list items, of an override (``key=value``) that Hydra would change or could not read.
+    """Quote the text or list items of an override (``key=value``) if Hydra would change them or could not read them.
 
     Args:
-        sweeps: Read ``a,b`` as a sweep over two values, else as text, if Hydra can parse it.
-        splits: Read it as a sweep also if Hydra cannot parse it, with quoted items.
-        interpolates: Read a complete ``${...}`` in the text as an interpolation; escape any other ``${``.
+        sweeps: If Hydra can parse ``a,b``, treat it as a sweep over two values; otherwise as text.
+        splits: Treat ``a,b`` as a sweep even if Hydra cannot parse it, by quoting its items.
+        interpolates: Treat a complete ``${...}`` in the text as an interpolation; escape any other ``${``.
     """
     key, equals, value = override.partition("=")
     if not equals:
@@ -65,7 +65,7 @@ def quoted(override: str, sweeps: bool = False, splits: bool = False, interpolat
     if parsed is not None and parsed.is_sweep_override():
         is_text = not sweeps
     elif parsed is not None:
-        # Hydra strips spaces and removes backslashes: quote such text, but neither interpolations nor casts.
+        # Hydra strips spaces and removes backslashes: quote such text, except for interpolations and casts.
         changed = isinstance(parsed._value, str) and parsed._value != value
         is_text = changed and "${" not in value and not re.match(r"\w+\(", value)
     return f"{key}={_text(value, interpolates)}" if parsed is None or is_text else override

@@ -30,7 +30,7 @@ def _load_module(plugin: str) -> None:
         if error.name is None or not (plugin + ".").startswith(error.name + "."):
             raise  # the plugin exists, but one of its imports does not
         fix = f"Install its package, or set plugins=[path/to/{plugin.rpartition('.')[2]}.py]"
-        raise ConfigError(f"plugins names '{plugin}', and there is no module '{error.name}'. {fix}") from None
+        raise ConfigError(f"plugins names '{plugin}', but there is no module '{error.name}'. {fix}") from None
 
 
 def _find_file(plugin: str) -> Path:
@@ -44,11 +44,11 @@ def _find_file(plugin: str) -> Path:
 
 
 def _load_file(path: Path) -> None:
-    # As a module of its folder, not by its location: worker processes unpickle its classes by module name.
+    # Import it as a module of its folder, not by its path, because worker processes unpickle its classes by module name.
     if str(path.parent) not in sys.path:
         sys.path.insert(0, str(path.parent))
     module = importlib.import_module(path.stem)
     loaded = Path(module.__file__ or "").resolve()
     if loaded != path:
-        actual = f"plugins=[{path}], and a module '{path.stem}' is already loaded from '{loaded}'"
+        actual = f"plugins=[{path}], but a module '{path.stem}' is already loaded from '{loaded}'"
         raise ConfigError(f"{actual}. Rename your file, e.g. my_{path.name}")

@@ -1,4 +1,4 @@
-"""Values of ``algorithm.preset``, which make an algorithm equal to a different library's (docs/results.md)."""
+"""Values of ``algorithm.preset``, which make an algorithm equivalent to its version in a different library (docs/results.md)."""
 
 from collections.abc import Collection
 from typing import Any
@@ -60,11 +60,11 @@ PRESETS: dict[str, dict[str, dict[str, Any]]] = {
         },
     }
 }
-"""Preset -> algorithm -> dotted key -> value."""
+"""Values by preset, algorithm and dotted key."""
 
 
 def apply_preset(composed: DictConfig, explicit: Collection[str]) -> DictConfig:
-    """Apply ``algorithm.preset`` except for ``explicit`` keys; raise ConfigError for an algorithm that it does not know."""
+    """Apply ``algorithm.preset`` except for ``explicit`` keys; raise ConfigError for an algorithm that it does not support."""
     preset, name = (OmegaConf.select(composed, key) for key in (KEY, "algorithm.name"))
     if preset not in PRESETS:  # none, or a value that the option rejects
         return composed

@@ -1,4 +1,4 @@
-"""Detection of saved configuration values that would run code: they must be typed again, so a checkpoint remains data."""
+"""Detects saved configuration values that would run code. They must be typed again, so that a checkpoint remains pure data."""
 
 import json
 import re
@@ -11,20 +11,20 @@ from rlinf.errors import CheckpointError
 from rlinf.options import override_text, to_mapping
 
 SECTIONS = ("env", "model")
-"""Sections with values that may be imported: gymnasium's ``env.id``, fields of third-party envs or models."""
+"""Sections whose values may be imported as code: gymnasium's ``env.id``, fields of third-party envs or models."""
 
 NAMES = ("env.tasks", "env.cameras", "env.instruction")
 """Text values in these sections that are never imported."""
 
 IMPORTED = ("env.id",)
-"""Keys with a text of which gymnasium imports the part before a colon."""
+"""Keys whose text gymnasium imports up to a colon."""
 
 _CODE = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w./-]*")
 _INTERPOLATION = re.compile(r"(\\*)\$\{")
 
 
 def check_code(saved: Mapping[str, Any], typed: Collection[str], folder: str | Path) -> None:
-    """Raise CheckpointError for values that would run code, except those of the keys and groups ``typed`` (e.g. ``{"plugins"}``)."""
+    """Raise CheckpointError for values that would run code, unless their keys or groups are in ``typed`` (e.g. ``{"plugins"}``)."""
     names = tuple(f"{name}." for name in typed)
     untyped = [(key, value) for key, value in code_values(saved) if not f"{key}.".startswith(names)]
     if untyped:
@@ -33,7 +33,7 @@ def check_code(saved: Mapping[str, Any], typed: Collection[str], folder: str | P
 
 
 def code_overrides(config: Mapping[str, Any]) -> str:
-    """Return overrides that load code (``plugins``, ...) and must be repeated on the command line; usually empty."""
+    """Return the overrides that load code (``plugins``, ...) and must be repeated on the command line; usually none."""
     return _overrides(code_values(config))
 
 
@@ -52,7 +52,7 @@ def code_values(saved: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 
 
 def literal(value: Any) -> Any:
-    """Escape ``${`` in all texts of ``value``, so that OmegaConf does not interpolate."""
+    """Escape ``${`` in all strings in ``value``, so that OmegaConf does not interpolate them."""
     if isinstance(value, str):
         return _INTERPOLATION.sub(lambda match: rf"{match[1] * 2}\${{", value)
     if isinstance(value, Mapping):
@@ -61,7 +61,7 @@ def literal(value: Any) -> Any:
 
 
 def leaves(value: Any, path: str) -> Iterator[tuple[str, Any]]:
-    """Yield dotted key and value of all non-mappings; with an empty ``path`` also of list items."""
+    """Yield the dotted key and value of all non-mappings; if ``path`` is empty, also of list items."""
     if isinstance(value, Mapping):
         for key, item in value.items():
             yield from leaves(item, f"{path}.{key}" if path else "")
@@ -74,7 +74,7 @@ def leaves(value: Any, path: str) -> Iterator[tuple[str, Any]]:
 
 def env_overrides(config: Any) -> str:
     """Return the overrides that reproduce the env of a ``RunConfig`` in a different command, quoted for a shell."""
-    # A policy that was exported without its env's code (``external``) records the env on which it was trained.
+    # A policy exported without its env's code (``external``) records the env that it was trained on.
     if getattr(config.env, "trained_on", None):
         return config.env.trained_on
     defaults = to_mapping(type(config.env)())
@@ -86,7 +86,7 @@ def env_overrides(config: Any) -> str:
 
 
 def typed(value: Any) -> str:
-    """Return a value in the syntax of Hydra's command line."""
+    """Return a value in Hydra's command-line syntax."""
     if isinstance(value, Mapping):
         return "{" + ",".join(f"{key}: {typed(item)}" for key, item in value.items()) + "}"
     if isinstance(value, (list, tuple)):

@@ -45,20 +45,20 @@ from rlinf.tracking.config import TrackingConfig
 class RunConfig:
     """Configuration of a run; `rlinf train` composes it from packaged groups, files and overrides."""
 
-    experiment_name: str = option("default", "Name of the run folder; default: the experiment file's name.")
-    seed: int = option(0, "Seed of everything random in the run.", minimum=0, maximum=2**63 - 1)
+    experiment_name: str = option("default", "Name of the run folder, by default the experiment file's name.")
+    seed: int = option(0, "Random seed of the run.", minimum=0, maximum=2**63 - 1)
     output_dir: PathText | None = option(None, "Run folder; null: outputs/<experiment_name>/<date>_<time>.")
     checkpoint: PathText | None = option(None, "Checkpoint or run folder to evaluate, export or collect with.")
     dataset: PathText | None = option(None, "New folder into which `rlinf collect` writes demonstrations.")
-    resume: PathText | None = option(None, "Checkpoint or run folder to resume; auto: the newest one, else a new run.")
+    resume: PathText | None = option(None, "Checkpoint or run folder to resume; auto: the newest, or a new run.")
     init_from: PathText | None = option(None, "Checkpoint or run folder with the initial weights of a new run.")
     plugins: list[PathText] = option([], "Python modules or .py files that register models, envs, algorithms.")
     model: ModelConfig = option(ModelConfig(), "The policy network.")
     tokenizer: TokenizerConfig = option(TokenizerConfig(), "Tokenizer and processors.")
     env: EnvConfig = option(EnvConfig(), "The simulator.")
     algorithm: AnyAlgorithmConfig = option(PPOConfig(), "The reinforcement learning algorithm.")
-    rollout: RolloutConfig = option(RolloutConfig(), "Collection of experience.")
-    trainer: TrainerConfig = option(TrainerConfig(), "Optimiser and loop.")
+    rollout: RolloutConfig = option(RolloutConfig(), "How experience is collected.")
+    trainer: TrainerConfig = option(TrainerConfig(), "Optimiser and training loop.")
     sft: SFTConfig = option(SFTConfig(), "Behaviour cloning before RL.")
     collect: CollectConfig = option(CollectConfig(), "Collection of demonstrations (`rlinf collect`).")
     evaluation: EvaluationConfig = option(EvaluationConfig(), "Evaluation on held-out episodes.")
@@ -73,7 +73,7 @@ SOURCES = (
     "checkpoint", "resume", "init_from", "model.model_path", "model.lora_path", "sft.dataset", "algorithm.replay_from",
     "algorithm.offline_dataset", "evaluation.compare",
 )  # fmt: skip
-"""Keys of input folders: a ``latest`` in them is resolved before a new run becomes the latest one."""
+"""Keys of input folders, in which ``latest`` is resolved before a new run becomes the latest one."""
 
 
 def section_class(section: str, name: str) -> type:
@@ -102,7 +102,7 @@ def field_types(config: Any = None, path: str = "") -> dict[str, Any]:
 
 
 def fields_meant(name: str) -> list[str]:
-    """Return the dotted keys with the last part ``name`` or an alias: ``steps`` means ``trainer.max_steps`` and ``sft.max_steps``."""
+    """Return the dotted keys whose last part is ``name`` or an alias of it: ``steps`` means ``trainer.max_steps`` and ``sft.max_steps``."""
     keys = list(field_types())
     return [key for meant in (name, *SYNONYMS.get(name, ())) for key in keys if key.rpartition(".")[2] == meant]
 
@@ -113,11 +113,11 @@ def overrides_text(keys: Iterable[str], value: Any) -> str:
     return " or ".join(override_of(key, value, types.get(key, Any)) for key in keys)
 
 
-MODELS_OWN = " A key of the model itself: model.init_config.{0}={1} for random weights, model.override_config.{0}={1} for the weights of a folder"
+MODELS_OWN = " A key of the model itself: model.init_config.{0}={1} for random weights, model.override_config.{0}={1} for saved weights"
 
 
 def unknown_key_error(dotted: str, value: Any, known: Iterable[str], hints: Mapping[str, Any] | None = None) -> str:
-    """Return the message for an unknown key; ``hints``: types of the ``known`` keys (None: of the default env and algorithm)."""
+    """Return the message for an unknown key; ``hints``: types of the ``known`` keys, by default for the default env and algorithm."""
     (section, _, name), known = dotted.rpartition("."), list(known)
     other_keys = {
         key for key in field_types() if key.rpartition(".")[0] != section
@@ -140,7 +140,7 @@ def unknown_key_error(dotted: str, value: Any, known: Iterable[str], hints: Mapp
 
 
 def _unknown_section_key(section: str, name: str, key: str, value: Any, cls: type) -> str:
-    """Return the message for a key that an env or algorithm lacks, with those that have it."""
+    """Return the message for a key that an env or algorithm lacks, listing those that have it."""
     dotted, owners = f"{section}.{key}", []
     for other in REGISTRIES[section]:
         with suppress(MissingDependencyError):  # its simulator is not installed
@@ -157,18 +157,18 @@ def chunks_needed(config: RunConfig) -> int:
 
 
 def declared_policy(config: RunConfig) -> tuple[Any, Any] | None:
-    """Return the policy's class and model configuration, from the checkpoint or the model section; None: not on this machine."""
+    """Return the policy's class and model configuration, from the checkpoint or the model section; None if not on this machine."""
     source = config.checkpoint or config.init_from
     if source is not None:
         checkpoint = resolve_checkpoint(source)
-        for folder in (checkpoint / MODEL_FOLDER, checkpoint):  # adapters lie on the model of the section
+        for folder in (checkpoint / MODEL_FOLDER, checkpoint):  # adapters are applied to the model of the section
             if (folder / "config.json").is_file():
                 return models.local_settings(config.model, folder)
     return models.local_settings(config.model)
 
 
 def is_alone(config: RunConfig) -> bool:
-    """Return whether RL starts from untrained weights, so that an actor can train its own encoder instead."""
+    """Return whether RL starts from untrained weights, in which case an actor can train its own encoder instead."""
     with suppress(RLinfError, AttributeError):
         folders = [path for path in (config.resume, config.init_from, config.checkpoint) if path not in (None, "auto")]
         if folders:
@@ -185,7 +185,7 @@ def expert_acts(config: RunConfig) -> bool:
 
 
 def cameras_read(config: RunConfig) -> list[str]:
-    """Return the env's default cameras, as many as the model reads; all of them for a dataset of the expert."""
+    """Return as many of the env's default cameras as the model reads, or all of them for a dataset of the expert."""
     try:
         usual = config.env.default_cameras()
     except (ConfigError, MissingDependencyError):  # an unknown env, which `validate` reports
@@ -201,11 +201,11 @@ def cameras_read(config: RunConfig) -> list[str]:
 
 
 LEAST_IMAGE = 36
-"""Minimum image side of `cnn` in pixels; smaller images of an env are enlarged."""
+"""Minimum image side of `cnn` in pixels; smaller env images are enlarged."""
 
 
 def size_by_env(config: RunConfig, num_cameras: int) -> None:
-    """Replace null sizes of random weights by the env's; ``validate`` reports an env of unknown sizes."""
+    """Replace null sizes of random weights with the env's; ``validate`` reports envs with unknown sizes."""
     model, env, sizes = config.model, config.env, config.model.init_config
     env_sizes: dict[str, Any] = {
         "state_dim": 1,
@@ -222,8 +222,8 @@ def size_by_env(config: RunConfig, num_cameras: int) -> None:
 
 
 def build_config(mapping: Mapping[str, Any]) -> RunConfig:
-    """Turn a composed configuration into a ``RunConfig``, and replace nulls that follow from different values."""
-    # The order matters: sizes before cameras, which depend on the model; the algorithm completes what then is known.
+    """Convert a composed configuration to a ``RunConfig``, and fill in nulls that follow from other values."""
+    # The order matters: sizes come before cameras, which depend on the model; the algorithm then completes the remaining values.
     config, env = typed_config(mapping), mapping.get("env", {})
     if config.cluster.num_processes is None:
         place = launch_context(os.environ)
@@ -248,7 +248,7 @@ def build_config(mapping: Mapping[str, Any]) -> RunConfig:
 
 
 def typed_config(mapping: Mapping[str, Any]) -> RunConfig:
-    """Check the keys and types of a nested mapping or ``DictConfig``; missing keys and sections take their defaults."""
+    """Check the keys and types of a nested mapping or ``DictConfig``; missing keys and sections have their defaults."""
     values = dict(plain_container(mapping))
     # Plugins first: they register the names that the sections may use.
     values["plugins"] = load_plugins(from_mapping(RunConfig, {"plugins": values.get("plugins", [])}).plugins)

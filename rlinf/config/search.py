@@ -1,8 +1,8 @@
 """Hydra's search path: packaged groups, experiment files, users' folders, third-party packages.
 
-A packaged group contains the differences from its dataclass; Hydra sees the merged values. An experiment is a YAML file with
+A packaged group contains only the differences from its dataclass; Hydra sees the merged values. An experiment is a YAML file with
 differences from the defaults (``experiment=name``, ``+experiment=name`` or ``--config-name name``). Its keys are global (as with
-Hydra's ``# @package _global_``), and its default ``experiment_name`` is the name of its file.
+Hydra's ``# @package _global_``), and its ``experiment_name`` defaults to its file name.
 """
 
 import dataclasses
@@ -32,7 +32,7 @@ from rlinf.registry import installed_points
 
 PACKAGE = "pkg://rlinf.config"
 REGISTERED = {"model": MODELS, **REGISTRIES}
-"""Groups with a registry, the names of which are options, too."""
+"""Groups with a registry, whose names are also options."""
 
 
 def experiment_folders() -> list[Path]:
@@ -53,7 +53,7 @@ def find_experiment(name: str) -> Path | None:
 
 
 class GroupSource(FileConfigSource):
-    """Hydra source of the groups of a folder, merged into the defaults of their dataclass unless they extend a YAML of the group."""
+    """Hydra source of the groups of a folder, merged into their dataclass's defaults unless they extend a YAML file of the same group."""
 
     @staticmethod
     def scheme() -> str:
@@ -75,7 +75,7 @@ class GroupSource(FileConfigSource):
 
 
 def _has_base(config: DictConfig, section: str) -> bool:
-    """Return whether the defaults list names a YAML of the same group, which already has the defaults of the dataclass."""
+    """Return whether the defaults list contains a YAML file of the same group, which already includes the dataclass's defaults."""
     items = config.get("defaults", [])
     bases = [item for item in items if isinstance(item, str) and item != "_self_"]
     return bool(bases) or any(
@@ -84,7 +84,7 @@ def _has_base(config: DictConfig, section: str) -> bool:
 
 
 class ExperimentSource(FileConfigSource):
-    """Hydra source of the YAML files of one folder as the group ``experiment``."""
+    """Hydra source of one folder's YAML files as the group ``experiment``."""
 
     @staticmethod
     def scheme() -> str:
@@ -119,7 +119,7 @@ class ExperimentSource(FileConfigSource):
 
 
 class RegisteredSource(ConfigSource):
-    """Hydra source of registered names without a YAML, with the defaults of their dataclass."""
+    """Hydra source of registered names without a YAML file, with their dataclass's defaults."""
 
     @staticmethod
     def scheme() -> str:
@@ -175,13 +175,13 @@ def choose_by(key: str, values: dict) -> Any:
 
 
 def register(config_dir: str | None = None) -> None:
-    """Register these sources and the user's ``--config-dir`` with Hydra; raise ConfigError if a packaged file hides one of the user's."""
+    """Register these sources and ``--config-dir`` with Hydra; raise ConfigError if a packaged file hides one of the user's files."""
     folder = None if config_dir is None else Path(config_dir).expanduser().resolve()
     if folder is not None and not folder.is_dir():
         raise ConfigError(f"--config-dir is '{config_dir}', which is not a folder. Set --config-dir <folder>")
     for path in sorted(folder.rglob("*.yaml")) if folder is not None else ():
         if (Path(__file__).parent / path.relative_to(folder)).is_file():
-            actual = f"{path} has the name of a file of rlinf, which takes precedence"
+            actual = f"{path} has the same name as a file of rlinf, which takes precedence"
             raise ConfigError(f"{actual}. Rename it, e.g. {path.with_name(f'my_{path.name}')}")
         decode_text(path.read_bytes(), path)  # raises if it is not UTF-8; Hydra's error would not name the file
     OmegaConf.register_new_resolver("by", choose_by, replace=True)
@@ -195,13 +195,13 @@ def register(config_dir: str | None = None) -> None:
 
 
 def group_options(group: str) -> list[str]:
-    """Return the names that ``group=`` accepts, including third-party packages and the user's folder."""
+    """Return the names that ``group=`` accepts, including those of third-party packages and the user's folder."""
     GlobalHydra.instance().clear()
     with initialize_config_module("rlinf.config", version_base="1.3", job_name="rlinf"):
         return GlobalHydra.instance().config_loader().get_group_options(group)
 
 
 def is_complete(path: Path) -> bool:
-    """Return whether a YAML is a primary config: its defaults list includes ``train``."""
+    """Return whether a YAML file is a primary config, i.e. its defaults list includes ``train``."""
     defaults = OmegaConf.load(path).get("defaults", [])
     return any(item in ("train", "/train") for item in defaults)

@@ -7,17 +7,17 @@ from rlinf.models import MODELS
 from rlinf.models.fallback import folder_config
 
 SUFFIXES = (".jsonl", ".json", ".txt", ".csv", ".parquet", ".arrow")
-"""Suffixes of text datasets; datasets of robots are folders."""
+"""Suffixes of text datasets; robot datasets are folders."""
 
 PAGE = "To train a model on text, use `rlinf launch --config <recipe>`: docs/recipes.md"
 
 
 def text_in(path: str | Path) -> str | None:
-    """Describe the text at a path (a file, a folder of files, a language model); None: no text."""
+    """Describe the text at a path (a file, a folder of files, a language model), or return None for anything else."""
     path = Path(path).expanduser()
     if path.is_file():
-        return "a file of text" if path.suffix in SUFFIXES else None
-    # Runs and checkpoints also contain .jsonl files (metrics), and are no text.
+        return "a text file" if path.suffix in SUFFIXES else None
+    # Runs and checkpoints also contain .jsonl files (metrics), but are not text datasets.
     if not path.is_dir() or is_run(path) or is_checkpoint(path) or is_export(path):
         return None
     model_type = language_model_in(path)

@@ -1,7 +1,7 @@
 """Peak memory of forward and backward passes, measured on torch's meta device, where tensors have no data.
 
-A pass there takes seconds for any model, and its tensors (also those that autograd saves) have the sizes of a real one.
-Attention is counted by GPU kernels, which save no score matrix.
+A pass takes only seconds for any model, and its tensors (including those saved by autograd) have the same sizes as in a real pass.
+Attention is measured as in GPU kernels, which save no score matrix.
 """
 
 from __future__ import annotations
@@ -26,26 +26,26 @@ from rlinf.models.precision import autocast
 from rlinf.types import Observation
 
 GRAIN = 512
-"""Bytes to which torch's CUDA allocator rounds up."""
+"""Granularity of torch's CUDA allocator, in bytes."""
 FEW, MORE = 8, 16
-"""Batch sizes of the measured passes. In smaller ones, gradients of single weights would exceed all activations."""
+"""Batch sizes of the measured passes. With smaller ones, the gradient of a single weight could exceed all activations."""
 LINEAR = {
     functional.linear, functional.conv2d, torch.conv2d, torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.bmm, Tensor.bmm,
 }  # fmt: skip
 """Operations that autocast runs in 16 bits."""
 MOST_READS = 10_000
-"""Maximum tensor values that a phase may read; a phase with more is assumed to wait for a value that never changes here."""
+"""Maximum number of tensor values that a phase may read; beyond it, the phase is assumed to wait for a value that never changes here."""
 
 
 class LinearFit(NamedTuple):
-    """Bytes of a pass as a linear function of the batch size: ``fixed`` plus ``row`` per batch row."""
+    """Memory of a pass in bytes, as a linear function of the batch size: ``fixed`` plus ``row`` per batch row."""
 
     fixed: float
     row: float
 
     @classmethod
     def through(cls, few: float, more: float) -> LinearFit:
-        """Return the fit through the bytes at the batch sizes ``FEW`` and ``MORE``."""
+        """Return the fit through the bytes measured at the batch sizes ``FEW`` and ``MORE``."""
         row = (more - few) / (MORE - FEW)
         return cls(few - FEW * row, row)
 
@@ -56,16 +56,16 @@ class LinearFit(NamedTuple):
 
 @dataclass(frozen=True)
 class PassMemory:
-    """Bytes of the passes of a policy, without its weights and their gradients."""
+    """Memory of a policy's passes in bytes, without its weights and their gradients."""
 
     acts: LinearFit  # a policy call of a rollout
     scores: LinearFit  # a scoring pass without gradients
     updates: LinearFit  # a forward and a backward pass without recomputation
-    recomputes: LinearFit  # the same with all layers recomputed
+    recomputes: LinearFit  # a forward and a backward pass with all layers recomputed
     saved: tuple[float, ...] = ()
 
     def update(self, recomputed: int) -> LinearFit:
-        """Return the bytes of a forward and a backward pass that recompute the first layers, interpolated by the saved bytes."""
+        """Return the bytes of a forward and a backward pass that recompute the first layers, interpolated by the bytes saved per layer."""
         fraction = sum(self.saved[:recomputed]) / (sum(self.saved) or 1.0)
         pairs = zip(self.updates, self.recomputes, strict=True)
         return LinearFit(*(full + fraction * (reduced - full) for full, reduced in pairs))
@@ -78,15 +78,15 @@ NOTHING = PassMemory(*[LinearFit(0.0, 0.0)] * 4)
 def measure_passes(
     model: ActionModel, observe: Callable[[int], Observation], precision: str, phases: Iterable[str]
 ) -> PassMemory:
-    """Measure the memory of the passes of ``model``, which is on the meta device and has a processor.
+    """Measure the memory of passes of ``model``, which must be on the meta device and have a processor.
 
     Args:
         observe: Returns an observation of a given batch size.
-        phases: ``rl`` (acting, scoring, updates), ``sft`` (updates of cloning), ``actor`` (proposals of a frozen policy).
+        phases: ``rl`` (acting, scoring, updates), ``sft`` (cloning updates), ``actor`` (proposals of a frozen policy).
     """
     few, more = (_measure(model, observe(rows), rows, precision, phases) for rows in (FEW, MORE))
     acts, scores = (LinearFit.through(few.peaks[name], more.peaks[name]) for name in ("acts", "scores"))
-    # A run may clone and then do RL: only the update with more memory matters.
+    # If a run clones before RL, only the update that needs more memory matters.
     kind = max(more.updates, key=more.updates.get, default=None)
     if kind is None:
         return PassMemory(acts, scores, *[LinearFit(0.0, 0.0)] * 2)
@@ -99,7 +99,7 @@ def measure_passes(
         for rows, counted in ((FEW, few), (MORE, more))
     ]
     for layer in layers:
-        del layer.forward  # the instance's recomputing wrapper; the class's method applies again
+        del layer.forward  # remove the instance's recomputing wrapper, so that the class's method applies again
     return PassMemory(
         acts, scores, updates, LinearFit.through(*less), tuple(max(0.0, size / MORE) for size in more.saved[kind])
     )
@@ -109,9 +109,9 @@ class PeakMemory:
     """Peak memory measured at one batch size.
 
     Attributes:
-        peaks, updates: Bytes of acting and of scoring; of each kind of update.
-        saved: Bytes that recomputing each layer saves, by kind of update.
-        sequences: Samples of acting, reused to measure further updates.
+        peaks, updates: Bytes of acting and scoring, and of each kind of update.
+        saved: Bytes saved by recomputing each layer, by kind of update.
+        sequences: Samples generated by acting, reused to measure further updates.
     """
 
     def __init__(self) -> None:
@@ -129,7 +129,7 @@ def _measure(
     phases: Iterable[str],
     known: Tensor | None = None,
 ) -> PeakMemory:
-    """Measure the peak of each phase; with ``known`` sequences, only of updates."""
+    """Measure the peak of each phase, or only of updates if sequences are ``known``."""
     result, phases = PeakMemory(), list(phases)
     for phase in phases:
         with MetaBytes(model) as memory, AsOnGpu(), autocast(model, precision):
@@ -176,7 +176,7 @@ def _update(model: nn.Module, memory: MetaBytes, run: Callable[[], list[Tensor]]
         outputs = run()
         total = torch.stack([output.float().sum() for output in outputs]).sum()
         del outputs
-        # ``Tensor.backward`` would disable the mode ``AsOnGpu``, which recomputed layers need: call the engine directly.
+        # ``Tensor.backward`` would disable the mode ``AsOnGpu``, which recomputed layers need, so call the engine directly.
         torch.autograd.Variable._execution_engine.run_backward(
             (total,), (torch.ones_like(total),), False, False, (), allow_unreachable=True, accumulate_grad=True
         )
@@ -185,7 +185,7 @@ def _update(model: nn.Module, memory: MetaBytes, run: Callable[[], list[Tensor]]
 
 @contextmanager
 def _watched(layers: list[nn.Module], memory: MetaBytes, saved: dict[int, int]) -> Iterator[None]:
-    """Record the bytes that each layer saves for the backward pass, without its output; a layer may run several times."""
+    """Record the bytes that each layer saves for the backward pass, excluding its output; a layer may run several times."""
     start: dict[int, int] = {}
 
     def before(layer: nn.Module, *_: Any) -> None:
@@ -193,7 +193,7 @@ def _watched(layers: list[nn.Module], memory: MetaBytes, saved: dict[int, int]) 
 
     def after(layer: nn.Module, _: Any, output: Any) -> None:
         tensors = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
-        # By storage: several outputs may be views of the same memory.
+        # Count by storage, because several outputs may be views of the same memory.
         storages = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}
         saved[id(layer)] = saved.get(id(layer), 0) + memory.now - start[id(layer)] - sum(storages.values())
 
@@ -222,9 +222,9 @@ def _no_gradients_kept(model: nn.Module) -> Iterator[None]:
 
 
 class MetaBytes(TorchDispatchMode):
-    """Count the bytes of meta tensors created in the context, and their peak, without the weights of ``model``.
+    """Count the bytes of meta tensors created in the context, and their peak, excluding the weights of ``model``.
 
-    Values read from meta tensors are 1 or true, and a copy to a different device stays on the meta device.
+    Values read from meta tensors are 1 or true, and copies to other devices stay on the meta device.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -240,7 +240,7 @@ class MetaBytes(TorchDispatchMode):
             if name == "_local_scalar_dense":
                 self._num_reads += 1
                 if self._num_reads > MOST_READS:
-                    raise RuntimeError(f"a pass reads more than {MOST_READS:,} values, perhaps until one changes")
+                    raise RuntimeError(f"a pass reads more than {MOST_READS:,} values, perhaps in an endless loop")
                 return True if args[0].dtype == torch.bool else 1.0 if args[0].is_floating_point() else 1
             if name == "_to_copy":
                 kwargs.pop("device", None)
@@ -279,7 +279,7 @@ def _without_masks(indices: Iterable[Tensor | None]) -> list[Tensor | None]:
 
 
 class AsOnGpu(TorchFunctionMode):
-    """Use GPU kernels for attention, and 16 bits for linear layers under autocast, which the meta device does not support."""
+    """Use GPU kernels for attention, and 16 bits for linear layers under autocast, because the meta device supports neither."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
@@ -306,7 +306,7 @@ def attend(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """Compute attention by the kernel that a GPU would choose: flash in 16 bits without a mask, else the memory-efficient one."""
+    """Compute attention with the kernel that a GPU would choose: flash in 16 bits without a mask, otherwise memory-efficient."""
     if enable_gqa and key.shape[1] != query.shape[1]:
         times = query.shape[1] // key.shape[1]
         key, value = key.repeat_interleave(times, 1), value.repeat_interleave(times, 1)

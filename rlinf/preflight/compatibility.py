@@ -30,10 +30,10 @@ from rlinf.types import EnvSpec
 
 ATTENTION = ("sdpa", "eager", "flash_attention_2")
 ACTING = ("evaluate", "collect", "diagnose")
-"""Commands that use only the actions of a policy."""
+"""Commands that use only a policy's actions."""
 
 KEYS_OF_THE_COLUMNS = ("name", "cameras", "image_size", "state", "max_episode_steps")
-"""Keys of ``env`` that ``check_dataset`` checks by the dataset's columns, or that change no frame."""
+"""Keys of ``env`` that ``check_dataset`` checks against the dataset's columns, or that do not affect frames."""
 
 
 def check_model(config: RunConfig) -> None:
@@ -46,7 +46,7 @@ def check_model(config: RunConfig) -> None:
             "model=hf_vla model.model_path=<folder of an image-text-to-text model>",
         )
     if model.precision not in PRECISIONS:
-        torch_dtype_from_precision(model.precision)  # raises, and names the nearest one
+        torch_dtype_from_precision(model.precision)  # raises an error that suggests the closest one
     attention = model.attn_implementation
     if attention not in ATTENTION:
         fix = f"model.attn_implementation={closest(attention, ATTENTION) or ATTENTION[0]}"
@@ -68,7 +68,7 @@ def check_model(config: RunConfig) -> None:
 
 
 def check_elsewhere(config: RunConfig, command: str) -> None:
-    """Check that a remote policy is used only for its actions."""
+    """Check that a remote policy is used only to act."""
     url, name = config.model.url, config.model.model_type
     if not entry_for(config.model).is_remote:
         if url is not None:
@@ -86,7 +86,7 @@ def check_elsewhere(config: RunConfig, command: str) -> None:
                 f"{local} with model.url={url}", "no local weights", "model=remote without a model of the experiment"
             )
     if command not in ACTING:
-        required = f"a policy with local weights; a remote one is for `rlinf {'`, `rlinf '.join(ACTING)}`"
+        required = f"a policy with local weights; a remote one works only with `rlinf {'`, `rlinf '.join(ACTING)}`"
         reject(f"{actual} (model.url={url}) with `rlinf {command}`", required, "model=openvla_tiny model.url=null")
     if config.cluster.num_rollout_workers is not None:
         actual = f"cluster.num_rollout_workers={config.cluster.num_rollout_workers} with model.url={url}"
@@ -108,7 +108,7 @@ def check_performance(config: RunConfig, policy: tuple[Any, Any] | None) -> None
 
 
 def check_moments(config: RunConfig, policy: tuple[Any, Any] | None, actual: str, fix: str) -> None:
-    """Reject random weights with state normalisation for ``actual``, a training without the rollouts that measure the statistics."""
+    """Reject random weights with state normalisation for ``actual``, a training run without rollouts to measure the statistics."""
     is_new = config.model.model_path is None and config.init_from is None and config.resume is None
     if is_new and policy is not None and getattr(policy[1], "normalize_state", False):
         required = "a policy trained by RL, because only its rollouts measure mean and variance of the state"
@@ -117,7 +117,7 @@ def check_moments(config: RunConfig, policy: tuple[Any, Any] | None, actual: str
 
 
 def check_history(settings: Any) -> None:
-    """Reject a policy with an observation history, for commands that do not keep one."""
+    """Reject a policy with an observation history, for commands that do not store one."""
     count = getattr(settings, "n_obs_steps", 1)
     if count > 1:
         required = "1: `rlinf evaluate`, `audit`, `play` and `collect` keep a history, servers and actors do not"
@@ -183,9 +183,9 @@ def check_rollout(config: RunConfig, policy: tuple[Any, Any] | None) -> None:
     if size > 1 and ranks > 1 and config.cluster.placement == "colocated":
         reject(
             f"rollout.vllm.tensor_parallel_size={size} and cluster.num_processes={ranks}",
-            "one of them 1, because each rank has an engine, which would use the GPUs of the next ranks",
-            "rollout.vllm.tensor_parallel_size=1, or cluster.num_processes=1, or cluster.start=ray cluster.placement=disaggregated (rollout "
-            "workers with their own GPUs)",
+            "at least one of them to be 1, because each rank's engine would also use the GPUs of the next ranks",
+            "rollout.vllm.tensor_parallel_size=1, or cluster.num_processes=1, or cluster.start=ray cluster.placement=disaggregated "
+            "(rollout workers with their own GPUs)",
         )
     require_vllm("set rollout.backend=torch")
 
@@ -207,14 +207,12 @@ def check_evaluation(config: RunConfig) -> None:
         reject(f"{rule} without a baseline", required, "evaluation.compare=<its folder>")
     number = config.evaluation.num_episodes
     if stop_when == DECIDED and number is not None and number < LEAST_EPISODES:
-        actual = (
-            f"{rule} with evaluation.num_episodes={number}, too few to decide even if the two differ in every episode"
-        )
+        actual = f"{rule} with evaluation.num_episodes={number}, which is too few to decide even if the policies differ in every episode"
         reject(actual, f"at least {LEAST_EPISODES}", "evaluation.num_episodes=200")
     is_reported = config.env.success_classifier is not None or ENVS.get(config.env.name).reports_success(config.env)
     if stop_when is not None and not is_reported:
         actual = f"{rule} counts successes, which env={config.env.name} is not known to report"
-        reject(actual, "the complete list", "evaluation.stop_when=null")
+        reject(actual, "all episodes", "evaluation.stop_when=null")
     if isinstance(stop_when, float) and not 0 < stop_when < 1:
         reject(rule, "a width between 0 and 1", "evaluation.stop_when=0.1")
     if config.evaluation.num_episodes is not None:
@@ -245,7 +243,7 @@ def _check_num_episodes(config: RunConfig, section: str) -> None:
 def check_dataset(
     config: RunConfig, policy: tuple[Any, Any] | None, folder: str | None = None, key: str = "sft.dataset"
 ) -> DatasetInfo:
-    """Check the dataset in ``folder`` (of ``key``) by its description, which is returned; ``policy`` None: unknown."""
+    """Check the dataset in ``folder`` (the value of ``key``) and return its description; ``policy`` is None if unknown."""
     sft, env = config.sft, config.env
     folder = sft.dataset if folder is None else folder
     info = describe_dataset(folder, key)
@@ -281,7 +279,7 @@ def check_dataset(
 
 
 def _check_recorded_env(config: RunConfig, folder: Path, recorded: Mapping[str, Any]) -> None:
-    """Check that a dataset was collected with the settings of the present env (action repeats, camera flips, physics)."""
+    """Check that a dataset was collected with the current env settings (action repeats, camera flips, physics)."""
     present, allowed = to_mapping(config.env), config.sft.allow_mismatch
     for name in allowed:
         if name not in present and name != "fps":
@@ -296,13 +294,13 @@ def _check_recorded_env(config: RunConfig, folder: Path, recorded: Mapping[str, 
         text = {name: value if isinstance(value, dict) else override_text(value) for name, value in settings.items()}
         return " ".join(f"env.{name}={text[name]}" for name in differing)
 
-    actual = f"{folder} was collected with {overrides(recorded)}, and the present env has {overrides(present)}"
+    actual = f"{folder} was collected with {overrides(recorded)}, but the current env has {overrides(present)}"
     accept = f"sft.allow_mismatch={override_text([*allowed, *differing])} to accept this"
     raise ConfigError(f"{actual}. Set {overrides(recorded)}, or {accept}")
 
 
 def check_chosen_rows(sft: SFTConfig, info: DatasetInfo | None) -> None:
-    """Check that a dataset (None: the expert acts) has the columns by which frames are filtered, weighted and labelled."""
+    """Check that a dataset (None if the expert acts) has the columns used to filter, weight and label frames."""
     filters, weighs, labels = sft.filter != "all", sft.intervention_weight > 1, sft.advantage_top_fraction is not None
     table = [
         (filters, f"sft.filter={sft.filter}", "sft.filter=all"),

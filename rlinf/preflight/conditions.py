@@ -1,4 +1,4 @@
-"""The present conditions for a manifest: configuration, model, versions and simulators."""
+"""Current conditions for a manifest: configuration, model, versions and simulators."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def conditions_of(config: RunConfig) -> dict[str, Any]:
 def build_manifest(
     config: RunConfig, model: nn.Module, *, policy_version: int, fingerprint: dict[str, Any] | None = None
 ) -> Manifest:
-    """Return the manifest of the present conditions of a policy, with the result of ``take_fingerprint`` if there is one."""
+    """Return the manifest of a policy's current conditions, including the result of ``take_fingerprint`` if there is one."""
     settings = model.config.to_dict()
     lora: dict[str, Any] = {"state": "merged" if settings.get("merged_adapters") else "none"}
     if config.model.is_lora:
@@ -83,7 +83,7 @@ def build_manifest(
 
 
 def _normalized_state(config: RunConfig, settings: dict[str, Any]) -> dict[str, Any]:
-    """Return the env of a policy's running state statistics; a new run must have the same env."""
+    """Return the env in which a policy's running state statistics were measured; a new run must use the same one."""
     if not settings.get("normalize_state"):
         return {}
     names = ("name", "id", "state")

@@ -15,7 +15,7 @@ from rlinf.rollout.parity import MAX_GAP, ParityGate
 
 @dataclass(frozen=True)
 class DerivedNumbers:
-    """Counts of a run: ``max_env_steps`` per rollout, ``rows_per_rank`` per minibatch, ``optimizer_steps`` of all RL."""
+    """Counts of a run: ``max_env_steps`` per rollout, ``rows_per_rank`` per minibatch, ``optimizer_steps`` in all of RL."""
 
     num_samples: int
     num_groups: int
@@ -31,7 +31,7 @@ class DerivedNumbers:
 
 
 def derive(config: RunConfig) -> DerivedNumbers:
-    """Compute the counts, which are exact for a configuration that ``validate`` accepts."""
+    """Compute the counts; they are exact if ``validate`` accepts the configuration."""
     ranks, rollout, trainer = config.cluster.num_processes, config.rollout, config.trainer
     num_samples = rollout.num_envs * rollout.num_chunks
     max_env_steps = num_samples * config.model.action_chunks_len
@@ -57,7 +57,7 @@ def trains_actor(config: RunConfig) -> bool:
 
 
 def sharding_choice(config: RunConfig, model: nn.Module, num_ranks: int, memory_bytes: int) -> Choice:
-    """Choose between shards and replicas by ``choose_sharding``; a frozen policy below an actor is replicated."""
+    """Choose between shards and replicas with ``choose_sharding``; a frozen policy with an actor is always replicated."""
     trainer = config.trainer
     if trainer.sharding == "auto" and trains_actor(config):
         return Choice(False, "an actor is trained on the full policy")
@@ -94,7 +94,7 @@ def format_derived(config: RunConfig) -> str:
 
 
 def parity_gate(config: RunConfig) -> ParityGate:
-    """Return the parity gate of a run; in float32 it stops the run at any step."""
+    """Return the parity gate of a run; in float32, it can stop the run at any step."""
     return ParityGate(accepted_gap(config), always_stops=not computes_in_16_bits(config))
 
 

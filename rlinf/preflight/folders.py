@@ -57,7 +57,7 @@ def check_sources(config: RunConfig) -> None:
 
 
 def check_hub_folder(key: str, path: str, markers: tuple[str, ...]) -> None:
-    """Check that ``path`` is a folder with one of the files ``markers``, or has the form of a hub id (``organisation/name``)."""
+    """Check that ``path`` is a folder that contains one of the files ``markers``, or looks like a hub id (``organisation/name``)."""
     folder = Path(path).expanduser()
     if folder.is_dir():
         with_marker = [
@@ -74,7 +74,7 @@ def check_hub_folder(key: str, path: str, markers: tuple[str, ...]) -> None:
 
 
 def check_new_folder(config: RunConfig) -> None:
-    """Check that the output folder contains no run, except the resumed one."""
+    """Check that the output folder contains no run other than the resumed one."""
     folder = Path(config.output_dir).expanduser().resolve()
     files = [name for name in (METRICS_FILE, CHECKPOINTS_FOLDER) if (folder / name).exists()]
     if not files or (config.resume is not None and folder in resolve_checkpoint(config.resume).resolve().parents):
@@ -92,7 +92,7 @@ def check_writable(output_dir: str, key: str = "output_dir") -> None:
     if not existing.is_dir():
         raise ConfigError(f"{key}='{output_dir}', but '{existing}' is not a folder. Set {key}=<a different folder>")
     try:
-        # Write something: permission bits say nothing about read-only mounts and quotas.
+        # Try to write a file, because permission bits do not reveal read-only mounts and quotas.
         os.rmdir(tempfile.mkdtemp(prefix=".rlinf-", dir=existing))
     except OSError as error:
         message = f"{key}='{output_dir}', but nothing can be written in '{existing}' ({error.strerror})"

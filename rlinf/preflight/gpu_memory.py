@@ -1,6 +1,6 @@
-"""Peak memory of each phase on a GPU, and settings that fit, before weights are read.
+"""Estimates the peak GPU memory of each phase, and finds settings that fit, before weights are read.
 
-Weights and optimiser are counted by ``rlinf.preflight.memory``, passes by ``rlinf.preflight.activations``.
+Weights and optimiser are estimated by ``rlinf.preflight.memory``, and passes by ``rlinf.preflight.activations``.
 """
 
 import logging
@@ -43,11 +43,11 @@ logger = logging.getLogger("rlinf")
 
 GB = 10**9
 CARDS = (24, 40, 80, 141)
-"""Sizes of GPUs in GB, for tables."""
+"""GPU memory sizes in GB, for tables."""
 LIBRARIES = 3 * GB // 2
-"""Assumed bytes of CUDA, workspaces of its libraries, and fragmentation."""
+"""Assumed memory of CUDA, its libraries' workspaces, and fragmentation, in bytes."""
 FILLED = 0.95
-"""Fraction of a GPU up to which ``model.gradient_checkpointing=auto`` fills it."""
+"""Fraction of a GPU's memory that ``model.gradient_checkpointing=auto`` may fill."""
 CARD_HEAD = ("GPU", "peak", "layers recomputed", "largest model.micro_batch_size", "with all layers recomputed")
 ASSUMED = (
     f"assumed: {LIBRARIES / 1e9:g} GB for CUDA and gaps between tensors, {SIMULATOR_BYTES / 1e9:g} GB for each simulator process that renders on "
@@ -57,7 +57,7 @@ ASSUMED = (
 
 @dataclass(frozen=True)
 class GpuMemory:
-    """Bytes of a rank on its GPU."""
+    """Memory of a rank on its GPU, in bytes."""
 
     state: int  # weights, optimiser and rollout copies, in all phases
     half_gradients: int  # in 16 bits; they replace activations during the backward pass
@@ -66,10 +66,10 @@ class GpuMemory:
     engine: int  # a vLLM engine on the policy's GPU
     engine_sleeps: bool  # the engine frees its memory outside of rollouts
     passes: PassMemory
-    pipeline_stages: int  # worker threads with possibly simultaneous policy calls
+    pipeline_stages: int  # worker threads whose policy calls may overlap
     acting_rows: int  # batch size of a policy call
     scoring_rows: int  # batch size of a scoring pass
-    unknown: str = ""  # why the passes could not be measured; empty: they were
+    unknown: str = ""  # why the passes could not be measured; empty if they were
 
     @property
     def resident(self) -> int:
@@ -78,23 +78,23 @@ class GpuMemory:
 
     @property
     def acting(self) -> int:
-        """Bytes of the rollout at its peak."""
+        """Peak bytes during a rollout."""
         awake = self.engine if self.engine_sleeps else 0
         return self.resident + awake + self.pipeline_stages * self.passes.acts.at(self.acting_rows)
 
     @property
     def scoring(self) -> int:
-        """Bytes at the peak of scoring."""
+        """Peak bytes during scoring."""
         return self.resident + self.passes.scores.at(self.scoring_rows)
 
     def passing(self, micro_batch: int) -> int:
-        """Return the peak bytes of only the passes, without recomputation."""
+        """Return the peak bytes of the passes alone, without recomputation."""
         passes = self.passes
         acts = self.pipeline_stages * passes.acts.at(self.acting_rows)
         return max(acts, passes.scores.at(self.scoring_rows), passes.updates.at(micro_batch))
 
     def peak(self, micro_batch: int, recomputed: int) -> int:
-        """Return the bytes at the peak of all phases."""
+        """Return the peak bytes over all phases."""
         return max(self.acting, self.scoring, self.updating(micro_batch, recomputed))
 
     def rows(self, micro_batch: int) -> list[tuple[str, str, str]]:
@@ -119,18 +119,18 @@ class GpuMemory:
         return self.resident + max(self.half_gradients, self.passes.update(recomputed).at(micro_batch))
 
     def layers_to_recompute(self, micro_batch: int, limit: float) -> int | None:
-        """Return the fewest recomputed layers with which an update fits into ``limit`` bytes; None: it never fits."""
+        """Return the minimum number of recomputed layers for an update to fit into ``limit`` bytes; None if it never fits."""
         counts = range(len(self.passes.saved) + 1)
         return next((n for n in counts if self.updating(micro_batch, n) <= limit), None)
 
     def largest_micro_batch(self, limit: float, recomputed: int | None = None) -> int:
-        """Return the largest micro-batch that fits into ``limit`` bytes, with all layers recomputed (None) or the first ones."""
+        """Return the largest micro-batch that fits into ``limit`` bytes if all layers (None) or only the first ones are recomputed."""
         line = self.passes.update(len(self.passes.saved) if recomputed is None else recomputed)
         return max(0, math.floor((limit - self.resident - line.fixed) / line.row)) if line.row > 0 else 0
 
 
 class Measured(NamedTuple):
-    """A policy on the meta device (None: cannot be built), its passes, and the reason if these are unknown."""
+    """A policy on the meta device (None if it cannot be built), its passes, and the reason if these are unknown."""
 
     model: Any
     passes: PassMemory
@@ -148,14 +148,14 @@ def measure(config: RunConfig) -> Measured:
         model.processor = get_model_config_and_processor(config)[1]
         observe, precision = partial(_observation, config), config.model.precision
         return Measured(model, measure_passes(model, observe, precision, phases_of(config)), "")
-    except Exception as error:  # of any type: a plug-in's code may fail on the meta device in any way
+    except Exception as error:  # plug-in code may raise any exception on the meta device
         if model is None and isinstance(error, RLinfError):
-            raise  # an error of the configuration, which the real model has, too
+            raise  # a configuration error, which the real model would raise, too
         return Measured(model, NOTHING, f"{type(error).__name__}: {str(error).partition(chr(10))[0]}")
 
 
 def phases_of(config: RunConfig) -> list[str]:
-    """Return the phases of a run, arguments of ``measure_passes``."""
+    """Return the phases of a run, as arguments for ``measure_passes``."""
     phases = ["sft"] if config.sft.max_steps > 0 else []
     if config.trainer.max_steps > 0:
         phases.append("actor" if trains_actor(config) else "rl")
@@ -174,7 +174,7 @@ def _observation(config: RunConfig, rows: int) -> Observation:
 def estimate_gpu(
     config: RunConfig, gpu_bytes: int, measured: Measured | None = None
 ) -> tuple[MemoryEstimate, GpuMemory]:
-    """Estimate the memory of a rank on a (possibly hypothetical) GPU; ``measured``: result of ``measure`` (None: it is called)."""
+    """Estimate the memory of a rank on a (possibly hypothetical) GPU; ``measured`` is the result of ``measure``, called if None."""
     model, passes, unknown = measure(config) if measured is None else measured
     estimate = estimate_memory(config, gpu_bytes, model)
     workers = Placement.of(config).num_rollout_workers
@@ -197,7 +197,7 @@ def estimate_gpu(
 
 
 def _engine_beside(config: RunConfig, estimate: MemoryEstimate, gpu_bytes: int) -> int:
-    """Return the bytes of a vLLM engine on the policy's GPU; by default the engine gets what the policy leaves free."""
+    """Return the bytes of a vLLM engine on the policy's GPU; by default, the engine uses all memory that the policy leaves free."""
     options = config.rollout.vllm
     if not estimate.engine or options.kv_cache_memory_bytes is not None:
         return estimate.engine
@@ -213,7 +213,7 @@ def _policy_bytes(config: RunConfig, estimate: MemoryEstimate) -> int:
 
 
 def _calls(config: RunConfig) -> tuple[int, int]:
-    """Return the worker threads of a rank, and the batch size of their policy calls."""
+    """Return a rank's number of worker threads, and the batch size of their policy calls."""
     if config.trainer.max_steps == 0:
         return 1, 1
     envs, on_gpu = derive(config).envs_per_rank, config.rollout.backend == "torch"
@@ -223,13 +223,13 @@ def _calls(config: RunConfig) -> tuple[int, int]:
 
 
 def _gathered(model: Any) -> int:
-    """Return the bytes of two layers, because FSDP2 prefetches the next one, and of all parameters outside of layers."""
+    """Return the bytes of two layers (FSDP2 prefetches the next one) and of all parameters outside the layers."""
     sizes = [sum(p.numel() * p.element_size() for p in layer.parameters()) for layer in find_layers(model)]
     return 2 * max(sizes, default=0) + sum(p.numel() * p.element_size() for p in model.parameters()) - sum(sizes)
 
 
 def simulators_on_gpu(config: RunConfig, gpu_bytes: int) -> int:
-    """Return the number of a rank's simulator processes that render on its GPU, in rollouts and in the evaluation."""
+    """Return how many of a rank's simulator processes render on its GPU, in rollouts and evaluations."""
     env, is_remote = config.env, config.cluster.num_env_workers > 0
     if not isinstance(env, ProcessEnvConfig) or not env.cameras or is_remote or not may_draw_on_gpu():
         return 0
@@ -244,7 +244,7 @@ def simulators_on_gpu(config: RunConfig, gpu_bytes: int) -> int:
 
 
 def _most_processes(config: RunConfig, gpu_bytes: int, free: int) -> int:
-    """Return the largest ``env.num_processes``, at least 1, with simulators of at most ``free`` bytes."""
+    """Return the maximum ``env.num_processes`` (at least 1) whose simulators use no more than ``free`` bytes."""
     for number in range(max(1, simulators_on_gpu(config, gpu_bytes)), 1, -1):
         fewer = replace(config, env=replace(config.env, num_processes=number))
         if SIMULATOR_BYTES * simulators_on_gpu(fewer, gpu_bytes) <= free:
@@ -253,7 +253,7 @@ def _most_processes(config: RunConfig, gpu_bytes: int, free: int) -> int:
 
 
 def card_rows(config: RunConfig, measured: Measured) -> list[tuple[str, ...]]:
-    """Return the peak of a rank and the micro-batches that fit, a row per GPU size, in the columns of ``CARD_HEAD``."""
+    """Return one table row per GPU size, with a rank's peak memory and the micro-batches that fit (columns: ``CARD_HEAD``)."""
     micro, rows = config.model.micro_batch_size, []
     for size in CARDS:
         _, memory = estimate_gpu(config, size * GB, measured)
@@ -275,7 +275,7 @@ def fit_to_gpu(config: RunConfig, gpu_bytes: int, measured: Measured | None = No
         return config.model.gradient_checkpointing is not False
     estimate, memory = estimate_gpu(config, gpu_bytes, measured)
     num_layers, chosen = len(find_layers(measured.model)), config.model.gradient_checkpointing
-    # The memory of simulators is an assumption: warn about it below, but reject no run for it.
+    # The memory of simulators is only assumed: warn about it below, but do not reject a run because of it.
     certain = replace(memory, simulators=0)
     _check_state(config, estimate, certain, gpu_bytes)
     if memory.engine:
@@ -289,7 +289,7 @@ def fit_to_gpu(config: RunConfig, gpu_bytes: int, measured: Measured | None = No
     if memory.simulators and memory.peak(micro, recomputed) > gpu_bytes:
         free = gpu_bytes - certain.peak(micro, recomputed)
         logger.warning(
-            "The simulators of a rank are assumed to take %.1f GB of its GPU (%.2f GB each), and %.1f GB are left. If memory runs out, "
+            "The simulators of a rank are assumed to use %.1f GB of its GPU (%.2f GB each); only %.1f GB are left. If memory runs out, "
             "set env.num_processes=%d, or MUJOCO_GL=osmesa to render on the CPU.",
             memory.simulators / GB, SIMULATOR_BYTES / GB, free / GB, _most_processes(config, gpu_bytes, free),
         )  # fmt: skip
@@ -353,7 +353,7 @@ def _check_passes(config: RunConfig, memory: GpuMemory, gpu_bytes: int, recomput
 
 
 def _check_engine(config: RunConfig, memory: GpuMemory, gpu_bytes: int) -> None:
-    """Reject an engine that is the reason why a rollout does not fit, with the largest fraction that fits."""
+    """Reject an engine if a rollout would fit without it, and suggest the largest memory fraction that fits."""
     free = gpu_bytes - memory.acting + memory.engine - 2 * BUCKET_BYTES["cuda"]
     if memory.engine and config.rollout.vllm.kv_cache_memory_bytes is None and free >= gpu_bytes / 100:
         reject(
@@ -364,7 +364,7 @@ def _check_engine(config: RunConfig, memory: GpuMemory, gpu_bytes: int) -> None:
 
 
 def _divisor_up_to(number: int, most: int) -> int:
-    """Return the largest divisor of ``number`` that is at most ``most``, so that micro-batches still divide a minibatch."""
+    """Return the largest divisor of ``number`` up to ``most``, so that micro-batches still divide a minibatch."""
     return max(divisor for divisor in range(1, number + 1) if number % divisor == 0 and divisor <= max(1, most))
 
 

@@ -1,4 +1,4 @@
-"""Estimate of an experiment's memory by role, before anything is loaded."""
+"""Estimates an experiment's memory by role, before anything is loaded."""
 
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -22,16 +22,16 @@ from rlinf.preflight.placement import Placement
 
 @dataclass(frozen=True)
 class MemoryEstimate:
-    """Bytes on one rank without its passes (``rlinf.preflight.gpu_memory``).
+    """Memory of one rank in bytes, without its passes (``rlinf.preflight.gpu_memory``).
 
     Attributes:
         weights: The trainer's part of the weights; trained shards are float32.
         masters, gradients, optimizer: Float32 master copies (none for shards), gradients and AdamW moments of trainable weights.
         rollout_weights: The full rollout copy of a rollout worker, or of a rank with sharded weights.
-        reference_weights: The trained weights at the start of RL, for the KL penalty.
-        engine: With vLLM: an engine's weights, the shared memory that transfers them, and the key-value cache.
+        reference_weights: Copy of the trained weights from the start of RL, for the KL penalty.
+        engine: With vLLM, an engine's weights, the shared memory for transferring them, and the key-value cache.
         rollout_buffer: Observations and samples of this rank's envs, or the replay buffer and demonstrations of an actor.
-        num_rollout_workers: Of this rank, each with its own copy and engine; 0: the rank rolls out.
+        num_rollout_workers: Rollout workers of this rank, each with its own copy and engine; 0 if the rank itself rolls out.
     """
 
     num_parameters: int
@@ -49,17 +49,17 @@ class MemoryEstimate:
 
     @property
     def trainer(self) -> int:
-        """Bytes of the trainer."""
+        """Bytes used by the trainer."""
         return self.weights + self.masters + self.gradients + self.optimizer + self.reference_weights
 
     @property
     def total(self) -> int:
-        """Bytes of one rank and of its rollout workers."""
+        """Total bytes of one rank and its rollout workers."""
         per_worker = self.rollout_weights + self.engine
         return self.trainer + max(1, self.num_rollout_workers) * per_worker + self.rollout_buffer
 
     def rows(self) -> list[tuple[str, str, str]]:
-        """Return table rows ``(role, part, size)`` of all parts with a size."""
+        """Return table rows ``(role, part, size)`` of all parts with non-zero size."""
         worker = "worker" if self.num_rollout_workers else "rollout"
         owner = (
             f"one rank and its {self.num_rollout_workers} rollout workers" if self.num_rollout_workers else "one rank"
@@ -95,7 +95,7 @@ def estimate_memory(config: RunConfig, gpu_bytes: int | None = None, model: Any 
         algorithm = ALGORITHMS.get(config.algorithm.name)
         buffer = algorithm.buffer_bytes(config, model, sample_bytes(config, model))
     if trains_actor(config) and config.sft.max_steps == 0:
-        # The policy is frozen, and an actor is negligible.
+        # The policy is frozen, and the actor's memory is negligible.
         zeros = ("num_trainable", "masters", "gradients", "optimizer", "rollout_weights", "reference_weights", "engine")
         return MemoryEstimate(
             num_parameters=num_parameters, weights=all_bytes, rollout_buffer=buffer, **dict.fromkeys(zeros, 0)
@@ -134,11 +134,11 @@ def engine_bytes(config: RunConfig, model: Any, weights: int, gpu_bytes: int | N
 
 
 def store_bytes(config: RunConfig) -> int | None:
-    """Return the bytes of weights and rollouts that a machine may hold in Ray's object store; None: the weights are not here yet."""
+    """Return the bytes of weights and rollouts that Ray's object store may contain; None if the weights are not on this machine yet."""
     if config.model.model_path is not None and not Path(config.model.model_path).is_dir():
         return None
     model, ahead, rollout = policy_on_meta_device(config), config.cluster.max_staleness, config.rollout
-    # Frozen weights are stored once; of trained ones the last version, the one being stored, and one per pending rollout.
+    # Frozen weights are stored once; of trained ones, there are the last version, the one being stored, and one per pending rollout.
     trained = {name for name, spec in manifest_of(model).items() if spec.trained}
     sizes = {name: tensor.numel() * tensor.element_size() for name, tensor in model.state_dict().items()}
     copies = sum(size * (2 + ahead if name in trained else 1) for name, size in sizes.items())
@@ -146,7 +146,7 @@ def store_bytes(config: RunConfig) -> int | None:
 
 
 def sample_bytes(config: RunConfig, model: Any) -> int:
-    """Return the bytes of one policy call in a ``RolloutBatch`` with the trainer's fields; float32 samples count as int64."""
+    """Return the bytes per policy call of a ``RolloutBatch`` with the trainer's fields; float32 samples are treated as int64."""
     env, chunk_len = config.env, model.action_chunks_len
     observation = ENVS.get(env.name).observation_bytes(env)
     logprobs = (3 if getattr(config.algorithm, "kl_coef", 0) > 0 else 2) * 4 * model.num_logprobs
@@ -170,7 +170,7 @@ def policy_on_meta_device(config: RunConfig) -> Any:
 
 
 def available_memory(num_ranks: int) -> int | None:
-    """Return the free bytes on the GPUs of all ranks, or in main memory without a GPU; None: unknown."""
+    """Return the free bytes on the GPUs of all ranks, or in main memory without a GPU; None if unknown."""
     if torch.cuda.is_available():
         return sum(torch.cuda.mem_get_info(i)[0] for i in range(min(num_ranks, torch.cuda.device_count())))
     for line in Path("/proc/meminfo").read_text().splitlines() if Path("/proc/meminfo").exists() else []:
@@ -180,7 +180,7 @@ def available_memory(num_ranks: int) -> int | None:
 
 
 def _architecture(model_config: ModelConfig) -> tuple[str, dict[str, Any]]:
-    """Return model type and configuration fields of a folder or hub model, as for random weights."""
+    """Return the model type and configuration fields of a folder or hub model, in the form used for random weights."""
     from transformers import AutoConfig
 
     entry = entry_for(model_config).resolve()

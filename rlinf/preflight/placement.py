@@ -16,7 +16,7 @@ from rlinf.preflight.reject import reject
 
 SPLIT = "cluster.placement=disaggregated"
 COLOCATED = "cluster.placement=colocated cluster.start=auto cluster.num_rollout_workers=null"
-"""Overrides of a run without rollout workers."""
+"""Overrides for a run without rollout workers."""
 
 BY_RAY = "cluster.start=ray"
 
@@ -25,25 +25,25 @@ CPUS = 1
 
 
 def has_rollout_workers(config: RunConfig) -> bool:
-    """Return whether separate rollout workers collect the rollouts of a run."""
+    """Return whether a run's rollouts are collected by separate rollout workers."""
     return config.cluster.placement == "disaggregated" and config.trainer.max_steps > 0
 
 
 def ranks_by_ray(config: RunConfig) -> bool:
-    """Return whether Ray starts the ranks of a run; a single rank is the process of the command."""
+    """Return whether Ray starts a run's ranks; a single rank is always the command's own process."""
     return config.cluster.start == "ray" and config.cluster.num_processes > 1
 
 
 @dataclass(frozen=True)
 class Node:
-    """Resources of one machine that Ray may assign."""
+    """Resources of one machine that Ray may allocate."""
 
     name: str
     cpus: float
     gpus: float
 
     def room(self, gpus: int) -> int:
-        """Return the number of processes with a CPU and some GPUs each that fit on the machine."""
+        """Return how many processes with one CPU and ``gpus`` GPUs each fit on the machine."""
         return int(min([self.cpus // CPUS, *([self.gpus // gpus] if gpus else [])]))
 
     def __str__(self) -> str:
@@ -56,7 +56,7 @@ class FreeCapacity:
 
     num_bytes: int
     fixes: str
-    """Overrides of a run that needs less."""
+    """Overrides for a run that needs less."""
 
 
 @dataclass(frozen=True)
@@ -64,13 +64,13 @@ class Placement:
     """Rollout workers, their ranks, and the resources that Ray reserves for them and for the ranks that it starts.
 
     With fewer rollout workers than ranks, neighbouring ranks share one, which belongs to the first of them. Otherwise rollout worker
-    ``p`` belongs to rank ``p * num_ranks // num_rollout_workers``, and runs env groups of that rank only.
+    ``p`` belongs to rank ``p * num_ranks // num_rollout_workers``, and runs only that rank's env groups.
 
     Attributes:
-        num_ranks, num_rollout_workers: Over all machines; 0 rollout workers: the ranks roll out.
-        num_env_groups: Over all ranks; 0: env groups are not assigned, and each rollout worker takes the next one.
-        gpus_per_rollout_worker: Tensor-parallel size of an engine, else 1; 0 on CPUs, where ranks have none either.
-        ranks_compute: False: ranks only read and write, and leave all GPUs to the rollout workers.
+        num_ranks, num_rollout_workers: Totals over all machines; with 0 rollout workers, the ranks roll out.
+        num_env_groups: Total over all ranks; 0 if groups are not assigned in advance and each rollout worker takes the next one.
+        gpus_per_rollout_worker: Tensor-parallel size of an engine, otherwise 1; 0 on CPUs, where ranks use no GPU either.
+        ranks_compute: False if ranks only read and write files, and leave all GPUs to the rollout workers.
     """
 
     num_ranks: int
@@ -82,7 +82,7 @@ class Placement:
 
     @classmethod
     def of(cls, config: RunConfig, nodes: Sequence[Node] | None = None) -> Placement:
-        """Return the placement of a run on the machines ``nodes``; None: not known yet."""
+        """Return the placement of a run on the machines ``nodes`` (None if not known yet)."""
         cluster, rollout, by_ray = config.cluster, config.rollout, ranks_by_ray(config)
         ranks, workers = cluster.num_processes, 0
         if has_rollout_workers(config):
@@ -97,7 +97,7 @@ class Placement:
             text = f"cluster.num_rollout_workers={workers} x rollout.group_size={rollout.group_size}"
             required = f"a multiple of {text}, because a group stays on one rollout worker"
             reject(f"rollout.num_envs={rollout.num_envs}", required, fix)
-        # Ask the cluster's machines for GPUs: the machine of the command may have none.
+        # Look for GPUs on the cluster's machines, because the command's own machine may have none.
         if by_ray and nodes is not None:
             on_gpu = cluster.device == "cuda" or (cluster.device == "auto" and any(node.gpus for node in nodes))
         else:
@@ -112,7 +112,7 @@ class Placement:
 
     @classmethod
     def of_evaluation(cls, config: RunConfig, nodes: Sequence[Node] | None = None) -> Placement:
-        """Return the placement of an evaluation by rollout workers; see ``of``."""
+        """Return the placement of an evaluation on rollout workers; see ``of``."""
         gpus_per_rollout_worker = int(resolve_device(config.cluster.device, 1) == "cuda")
         placement = cls(1, config.cluster.num_rollout_workers or 0, 0, gpus_per_rollout_worker, ranks_compute=False)
         if nodes is not None:
@@ -121,7 +121,7 @@ class Placement:
 
     @property
     def gpus_of_ranks(self) -> int:
-        """Number of this machine's first GPUs that ranks outside of Ray use exclusively."""
+        """How many of this machine's first GPUs are reserved for ranks outside of Ray."""
         return self.num_ranks if self.on_gpu and self.ranks_compute and not self.by_ray else 0
 
     @property
@@ -157,15 +157,15 @@ class Placement:
         return 0 < self.num_rollout_workers < self.num_ranks
 
     def worker_threads(self, of_rank: int) -> int:
-        """Return the worker threads of a rollout worker, its part of the threads ``of_rank``, so that policy calls keep their size."""
+        """Return a rollout worker's number of worker threads, a part of the rank's, so that policy calls keep their batch size."""
         return max(1, of_rank * self.num_ranks // self.num_rollout_workers)
 
     def torch_threads(self, of_rank: int | None, of_machine: int) -> int:
-        """Return the compute threads of a rollout worker: its part of a rank's configured threads, else of the machine's cores."""
+        """Return a rollout worker's number of compute threads: its part of a rank's configured threads or of the machine's cores."""
         return max(1, of_machine if of_rank is None else of_rank * self.num_ranks // self.num_rollout_workers)
 
     def check_nodes(self, nodes: Sequence[Node], without_rollout_workers: str, on_cpu: str) -> None:
-        """Reject machines without capacity for all rollout workers; the last two arguments are overrides for the message."""
+        """Reject machines that lack capacity for all rollout workers; the message suggests the overrides in the last two arguments."""
         fitting = sum(node.room(self.gpus_per_rollout_worker) for node in nodes)
         if fitting >= self.num_rollout_workers:
             return
@@ -181,17 +181,17 @@ class Placement:
         if self.on_gpu and not possible:
             fix += f", or {on_cpu}"
         reject(
-            f"cluster.num_rollout_workers={self.num_rollout_workers}, and of the Ray cluster {have}",
+            f"cluster.num_rollout_workers={self.num_rollout_workers}, but in the Ray cluster {have}",
             f"{need} for each rollout worker",
             fix,
         )
 
     def check_nodes_of_ranks(self, nodes: Sequence[Node], without_ray: str, on_cpu: str) -> None:
-        """Reject machines without capacity for all ranks and rollout workers that Ray starts; see ``check_nodes``."""
+        """Reject machines that lack capacity for all ranks and rollout workers started by Ray; see ``check_nodes``."""
 
         def fit(num_ranks: int, num_rollout_workers: int) -> bool:
             capacity = 0
-            # Ray places the ranks first, so rollout workers get what they leave.
+            # Ray places the ranks first, so rollout workers use the remaining resources.
             for node in nodes:
                 ranks = min(num_ranks, node.room(int(self.on_gpu)))
                 num_ranks -= ranks
@@ -210,17 +210,17 @@ class Placement:
             if self.num_env_groups % ranks == 0 and fit(ranks, ranks * split):
                 fix = f"cluster.num_processes={ranks}" + (f" cluster.num_rollout_workers={ranks}" if split else "")
                 break
-        reject(f"{actual}, and of the Ray cluster {'; '.join(map(str, nodes))}", f"{need} for each {who}", fix)
+        reject(f"{actual}, but in the Ray cluster {'; '.join(map(str, nodes))}", f"{need} for each {who}", fix)
 
 
 def check_placement(config: RunConfig) -> None:
-    """Check the requirements of a placement that are known before the cluster exists."""
+    """Check those placement requirements that are known before the cluster exists."""
     cluster, place, learns = config.cluster, launch_context(os.environ), config.trainer.max_steps > 0
     if place is not None and (cluster.start == "ray" or cluster.placement == "disaggregated"):
         what, who = (BY_RAY, "ranks") if cluster.placement == "colocated" else (SPLIT, "ranks and rollout workers")
         actual = f"{what} in a command that {place.launcher} has started {place.size} times"
         fix = f"{BY_RAY} cluster.num_processes={place.size} and start it once"
-        reject(actual, f"one command, whose {who} Ray starts", fix)
+        reject(actual, f"a single command, whose {who} are started by Ray", fix)
     if cluster.placement == "colocated":
         if cluster.start == "ray" and cluster.num_processes == 1:
             actual = f"{BY_RAY} with cluster.num_processes=1 and cluster.placement=colocated"
@@ -250,11 +250,11 @@ def _check_rollout_workers(config: RunConfig) -> None:
         num_workers = rollout.worker_processes * cluster.num_processes
         actual = f"rollout.worker_processes={rollout.worker_processes} with {SPLIT}"
         fix = f"rollout.worker_processes=0 cluster.num_rollout_workers={num_workers}"
-        reject(actual, "rollout workers as rollout processes", fix)
+        reject(actual, "rollout workers instead of rollout processes", fix)
 
 
 def check_evaluation_workers(config: RunConfig) -> None:
-    """Check the requirements of an evaluation by rollout workers that are known before the cluster exists."""
+    """Check those requirements of an evaluation on rollout workers that are known before the cluster exists."""
     cluster = config.cluster
     if cluster.num_rollout_workers is None:
         if cluster.start == "ray":
@@ -266,7 +266,7 @@ def check_evaluation_workers(config: RunConfig) -> None:
     if place is not None:
         actual = f"{workers} in a command that {place.launcher} has started {place.size} times"
         fix = f"{BY_RAY} cluster.num_processes=1 and start it once"
-        reject(actual, "one command, which only reads and writes", fix)
+        reject(actual, "a single command, because rollout workers run all episodes", fix)
     if cluster.start != "ray":
         reject(f"{workers} with cluster.start={cluster.start}", "Ray, which places the rollout workers", BY_RAY)
     if cluster.num_processes != 1:

@@ -1,4 +1,4 @@
-"""The form of every rejected setting: actual value, requirement, override that fixes it."""
+"""Error format for rejected settings: actual value, requirement, and an override that fixes it."""
 
 from typing import NoReturn
 

@@ -1,4 +1,4 @@
-"""Checks of the checkpoint of ``resume`` or ``init_from``, and the settings that a resumed run changes."""
+"""Checks the checkpoint given by ``resume`` or ``init_from``, and lists the settings that a resumed run changes."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -20,14 +20,14 @@ KEYS_OF_OTHER_COMMANDS = {
     "checkpoint": "resume={0} to continue its run, or init_from={0} to start with its weights",
     "dataset": "sft.dataset={0} to train on it",
 }
-"""Keys that training does not read, and their replacements."""
+"""Keys that training ignores, and their replacements."""
 
 LAUNCH_KEYS = ("output_dir", "resume", "init_from")
-"""Keys of how and where a run was started; ``changes_since`` ignores them."""
+"""Keys that specify how and where a run was started; ``changes_since`` ignores them."""
 
 
 def check_unread_keys(config: RunConfig, command: str) -> None:
-    """Check that no key is set that training does not read."""
+    """Check that no key is set that training ignores."""
     for key, fix in KEYS_OF_OTHER_COMMANDS.items():
         value = getattr(config, key)
         if value is not None:
@@ -35,14 +35,14 @@ def check_unread_keys(config: RunConfig, command: str) -> None:
 
 
 def check_start(config: RunConfig, command: str) -> None:
-    """Check that the checkpoint of ``resume`` or ``init_from`` fits the configuration, and was not set aside."""
+    """Check that the checkpoint given by ``resume`` or ``init_from`` matches the configuration, and was not set aside."""
     folder = resolve_checkpoint(config.resume or config.init_from)
     if config.resume is not None and SUPERSEDED.fullmatch(folder.parent.name):
         back = folder.parent.parent / folder.name
         place = f"{back} (replacing the one there)" if back.exists() else back
         actual = f"resume={config.resume} was set aside when its run continued from an earlier checkpoint"
         move = f"Move {folder} back to {place}, and set resume={back}"
-        raise ConfigError(f"{actual}; required: one in {back.parent}. {move}")
+        raise ConfigError(f"{actual}; required: a checkpoint in {back.parent}. {move}")
     state = read_loop_state(folder) if config.resume is not None else None
     saved = Manifest.load(folder)
     check_model_type(folder, saved, config)
@@ -52,43 +52,43 @@ def check_start(config: RunConfig, command: str) -> None:
     seed = read_saved_config(folder).get("seed")
     if seed != config.seed:
         actual = f"seed={config.seed}, and {folder} was written with seed={seed}"
-        reject(actual, "one seed in a run", f"seed={seed}, or for a new run {new_run}")
+        reject(actual, "the same seed throughout a run", f"seed={seed}, or for a new run {new_run}")
     _check_reward_scale(config, folder, state)
     preprocessing = {**saved.preprocessing, "cameras": list(config.env.cameras)}
     reject_mismatches(
         compare(saved, replace(saved, **conditions_of(config), preprocessing=preprocessing)),
         config.evaluation.allow_mismatch,
-        f"{folder} was written under conditions that differ from the present ones (a new run may start with its weights: {new_run})",
+        f"{folder} was written under conditions that differ from the current ones (a new run may start with its weights: {new_run})",
     )
     if command == "sft" and state["phase"] == "rl":
         raise ConfigError(f"{folder} has finished cloning and is in RL. Run rlinf train resume={config.resume}")
     if command == "train" and state["step"] > config.trainer.max_steps:
         actual = f"trainer.max_steps={config.trainer.max_steps} for {folder}"
-        required = f"at least the {state['step']} iterations that it has done"
+        required = f"at least the {state['step']} iterations already done"
         reject(actual, required, f"trainer.max_steps={state['step'] + 10}, or resume=<an earlier checkpoint>")
 
 
 def _check_reward_scale(config: RunConfig, folder: Path, state: Mapping[str, Any]) -> None:
-    """Check that a resumed run has the reward scale with which its critic was trained."""
+    """Check that a resumed run uses the same reward scale that its critic was trained with."""
     if state["phase"] != "rl" or state["step"] == 0:
         return
     before = read_saved_config(folder)["algorithm"].get("scale_rewards", False)
     now = getattr(config.algorithm, "scale_rewards", False)
     if before != now:
         actual = f"algorithm.scale_rewards={override_text(now)}, and {folder} was written with {override_text(before)}"
-        reject(actual, "one reward scale in a run", f"algorithm.scale_rewards={override_text(before)}")
+        reject(actual, "the same reward scale throughout a run", f"algorithm.scale_rewards={override_text(before)}")
 
 
 def check_model_type(folder: Path, saved: Manifest, config: RunConfig) -> None:
     """Check that the checkpoint contains the configured model type."""
     model_type = saved.model.get("model_type")
     if model_type != config.model.model_type:
-        actual = f"{folder} contains a '{model_type}' and model.model_type is '{config.model.model_type}'"
+        actual = f"{folder} contains a '{model_type}', but model.model_type is '{config.model.model_type}'"
         raise CheckpointError(f"{actual}. Set model.model_type={model_type}, or name a different checkpoint")
 
 
 def changes_since(saved: Mapping[str, Any], config: RunConfig) -> list[str]:
-    """Return ``key before -> now`` for each key that differs from its value in a saved configuration."""
+    """Return ``key before -> now`` for each key whose value differs from the saved configuration."""
     before, now = flat(saved), flat(to_mapping(config))
     return [
         f"{key} {override_text(before[key])} -> {override_text(value)}"

@@ -1,7 +1,7 @@
 """All cross-checks of a configuration, before any process, model or simulator starts.
 
-``validate`` runs the functions of ``SECTIONS``, each of which checks what the command uses of its section. This module checks
-processes, optimiser, rollout and cloning; ``compatibility`` model, env and data; ``folders`` and ``saved`` the disk.
+``validate`` runs the functions in ``SECTIONS``; each checks the part of its section that the command uses. This module checks
+processes, optimiser, rollout and cloning; ``compatibility`` checks model, env and data; ``folders`` and ``saved`` check the disk.
 """
 
 import os
@@ -54,7 +54,7 @@ WITH_RANKS = ("train", "sft", "evaluate")
 
 
 class Case:
-    """A configuration and its command."""
+    """A configuration and the command that will use it."""
 
     def __init__(self, config: RunConfig, command: str) -> None:
         self.config, self.command = config, command
@@ -68,7 +68,7 @@ class Case:
 
     @cached_property
     def policy(self) -> tuple[Any, Any] | None:
-        """The policy's class and model configuration, after the folders are checked; None: not on this machine."""
+        """The policy's class and model configuration, available after the folders are checked; None if it is not on this machine."""
         return declared_policy(self.config)
 
 
@@ -84,9 +84,9 @@ def validate(config: RunConfig, command: str = "train") -> None:
 
 def env_section(case: Case) -> None:
     check_names(case.config)
-    if case.config.rollout.num_chunks is None:  # the configuration does not come from `build_config`
+    if case.config.rollout.num_chunks is None:  # the configuration was not created by `build_config`
         fix = f"rollout.num_chunks={chunks_needed(case.config)}"
-        reject("rollout.num_chunks=null", "the policy calls of each env in an iteration", fix)
+        reject("rollout.num_chunks=null", "the number of policy calls per env and iteration", fix)
     if case.command == "collect":
         check_collect(case.config)
 
@@ -176,7 +176,7 @@ SECTIONS = (
     model_section, cluster_section, sources_section, policy_section, evaluation_section, trainer_section, rollout_workers_section,
     learning_section, output_section,
 )  # fmt: skip
-"""Checks of a command with a policy; folders come before the policy, which is read from them."""
+"""Checks for a command with a policy; folders come first, because the policy is read from them."""
 
 
 def check_names(config: RunConfig) -> None:
@@ -191,11 +191,11 @@ def check_names(config: RunConfig) -> None:
 
 
 def check_env_nodes(config: RunConfig) -> None:
-    """Check that env workers can be reached, and that their simulators have shorter deadlines."""
+    """Check that env workers are reachable, and that their simulators have shorter deadlines."""
     cluster, env, workers = config.cluster, config.env, config.rollout.worker_processes
     actual = f"cluster.num_env_workers={cluster.num_env_workers}"
     if workers:
-        required = "one of them 0, because a rank's threads wait for remote simulators at no cost"
+        required = "one of them to be 0, because a rank's threads wait for remote simulators at no cost"
         reject(f"{actual} with rollout.worker_processes={workers}", required, "rollout.worker_processes=0")
     if isinstance(env, ProcessEnvConfig) and env.num_processes != 0:
         longest = max(env.step_timeout_s, env.reset_timeout_s)
@@ -203,7 +203,7 @@ def check_env_nodes(config: RunConfig) -> None:
             reject(
                 f"cluster.env_worker_timeout_s={cluster.env_worker_timeout_s:g} with a simulator that may take {longest:g} s "
                 "(env.step_timeout_s, env.reset_timeout_s)",
-                "more, so that a slow simulator does not cost all envs of its worker",
+                "a longer timeout, so that one slow simulator does not stop all envs of its worker",
                 f"cluster.env_worker_timeout_s={2 * longest:g}",
             )
     import_ray(actual)
@@ -220,25 +220,25 @@ def check_devices(config: RunConfig, command: str) -> None:
             f"instead: torchrun ... -m rlinf {command} <overrides>, or start the program once"
         )
     if place is not None and cluster.num_processes != place.size:
-        actual = f"cluster.num_processes={cluster.num_processes}, and {place.launcher} started {place.size} processes"
+        actual = f"cluster.num_processes={cluster.num_processes}, but {place.launcher} started {place.size} processes"
         reject(actual, "the same number", "cluster.num_processes=null to use all of them")
     num_processes = cluster.num_processes if has_ranks and place is None else 1
-    # GPUs of a Ray cluster are unknown here: its machines are checked when the cluster exists.
+    # GPUs of a Ray cluster are not known here; its machines are checked once the cluster exists.
     if cluster.device == "cuda" and not (command in ("train", "sft") and ranks_by_ray(config)):
         count = torch.cuda.device_count() if torch.cuda.is_available() else 0
         if count < num_processes:
             actual = (
-                f"cluster.device=cuda for {num_processes} processes (cluster.num_processes), and torch sees {count}"
+                f"cluster.device=cuda for {num_processes} processes (cluster.num_processes), but torch sees {count}"
             )
             reject(actual, "a GPU for each", f"cluster.num_processes={count}" if count else "cluster.device=cpu")
 
 
 def check_sharding(config: RunConfig) -> None:
-    """Check the settings of sharding; a policy to shard must declare its layers."""
+    """Check the sharding settings; a policy can be sharded only if it declares its layers."""
     trainer, ranks = config.trainer, config.cluster.num_processes
     if trainer.shard_size is not None and ranks % trainer.shard_size:
         actual = f"trainer.shard_size={trainer.shard_size} with cluster.num_processes={ranks}"
-        reject(actual, "a divisor of the ranks", "trainer.shard_size=null")
+        reject(actual, "a divisor of the number of ranks", "trainer.shard_size=null")
     if trainer.sharding == "replicate" and (trainer.cpu_offload or trainer.shard_size is not None):
         actual = f"trainer.cpu_offload={trainer.cpu_offload}, trainer.shard_size={trainer.shard_size}"
         reject(f"trainer.sharding=replicate with {actual}".lower(), "shards", "trainer.sharding=fsdp2")
@@ -248,7 +248,7 @@ def check_sharding(config: RunConfig) -> None:
 
 
 def check_phases(config: RunConfig, command: str) -> None:
-    """Check that there are steps of cloning or RL."""
+    """Check that there is at least one step of cloning or RL."""
     cloning = config.sft.max_steps > 0
     if command == "sft" and not cloning:
         raise ConfigError("`rlinf sft` with sft.max_steps=0 has nothing to do. Set sft.max_steps=700")
@@ -260,7 +260,7 @@ def check_phases(config: RunConfig, command: str) -> None:
 
 
 def check_collapse(config: RunConfig) -> None:
-    """Check that a run with ``trainer.on_collapse`` is evaluated, and can roll back if it is to."""
+    """Check that a run with ``trainer.on_collapse`` is evaluated, and can roll back if configured to."""
     mode = f"trainer.on_collapse={config.trainer.on_collapse}"
     if config.trainer.on_collapse == "continue" or config.trainer.max_steps == 0:
         return
@@ -272,7 +272,7 @@ def check_collapse(config: RunConfig) -> None:
     if trains_actor(config):
         actual = f"{mode} with algorithm.name={config.algorithm.name}"
         reject(actual, "an algorithm that uses trainer.learning_rate", "trainer.on_collapse=stop")
-    # A rollback rebuilds the run in this process, which engines, workers and Ray's ranks would outlive.
+    # A rollback rebuilds the run in this process, but engines, workers and Ray's ranks would remain.
     unsupported = {
         f"rollout.backend={config.rollout.backend}": config.rollout.backend != "torch",
         f"cluster.placement={config.cluster.placement}": config.cluster.placement != "colocated",
@@ -326,7 +326,7 @@ def check_env_groups(config: RunConfig) -> None:
 
 
 def check_continued(config: RunConfig) -> None:
-    """Check that simulators retain episodes that continue in the next iteration."""
+    """Check that simulators preserve episodes that continue in the next iteration."""
     rollout, cluster = config.rollout, config.cluster
     for key, value, required, reason in (
         ("rollout.auto_reset", rollout.auto_reset, True, "envs that reset automatically"),
@@ -361,7 +361,7 @@ def check_rollout_processes(config: RunConfig) -> None:
 
 
 def check_staleness(config: RunConfig) -> None:
-    """Check that rollouts can run ahead of training, and that the loss corrects for older weights."""
+    """Check that rollouts can run ahead of training, and that the loss corrects for outdated weights."""
     ahead = config.cluster.max_staleness
     if not ahead:
         return
@@ -375,7 +375,7 @@ def check_staleness(config: RunConfig) -> None:
     if config.algorithm.tis_cap is None:
         reject(
             f"{actual} with algorithm.tis_cap=null",
-            "a cap: losses are weighted by min(trainer / rollout probability, cap), because older weights have rolled out",
+            "a cap: losses are weighted by min(trainer / rollout probability, cap), because rollouts use older weights",
             "algorithm.tis_cap=2.0",
         )
 
@@ -385,7 +385,7 @@ def check_rollout_memory(config: RunConfig) -> None:
     rollout, env, ranks = config.rollout, config.env, config.cluster.num_processes
     observation = ENVS.get(env.name).observation_bytes(env)
     ranks_here = min(ranks, int(os.environ.get("LOCAL_WORLD_SIZE", ranks)))
-    # A rollout process has a copy and passes it on in shared memory, where finished rollouts also wait.
+    # A rollout process has its own copy and transfers it in shared memory, where finished rollouts also wait.
     waiting = max(0, config.cluster.max_staleness - 1)
     copies = 3 + waiting if rollout.worker_processes else 1
     size = f"{observation} bytes"
@@ -416,7 +416,7 @@ def check_micro_batch(config: RunConfig, batch: int, key: str) -> None:
 
 
 def check_algorithm(config: RunConfig) -> None:
-    """Check the algorithm's requirements for model and rollout."""
+    """Check what the algorithm requires of model and rollout."""
     algorithm, rollout = config.algorithm, config.rollout
     algorithm_class, name = ALGORITHMS.get(algorithm.name), f"algorithm.name={algorithm.name}"
     if getattr(algorithm_class, "needs_values", False) and not config.model.value_head:
@@ -465,10 +465,10 @@ def check_sft(config: RunConfig, policy: tuple[Any, Any] | None) -> None:
         fix = "sft.advantage_top_fraction=null"
         if not policy_class.implements("_propose"):
             actual = f"{actual}, but {policy_class.__name__} does not implement _propose"
-            reject(actual, "a policy with that method, which gives the value model its features", fix)
+            reject(actual, "a policy with that method, which provides the value model's features", fix)
         if has_rollout_workers(config):
             actual = f"{actual} with cluster.placement={config.cluster.placement}"
-            required = "ranks with a rollout policy, which gives the value model its features"
+            required = "ranks with a rollout policy, which provides the value model's features"
             reject(actual, required, f"cluster.placement=colocated, or {fix}")
     if policy is not None:
         policy_class.check_sft(policy[1])
@@ -492,7 +492,7 @@ def check_sft(config: RunConfig, policy: tuple[Any, Any] | None) -> None:
 
 
 def check_no_comparison(config: RunConfig, command: str) -> None:
-    """Reject keys of comparisons, which only ``rlinf evaluate`` makes."""
+    """Reject comparison keys, which only ``rlinf evaluate`` supports."""
     compare = config.evaluation.compare
     if compare is not None:
         fix = f"evaluation.compare=null, and later run rlinf evaluate --compare {compare} <run folder>/eval/<tag>"

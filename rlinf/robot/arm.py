@@ -20,7 +20,7 @@ logger = logging.getLogger("rlinf")
 
 
 class Arm:
-    """A lerobot robot (an ``EpisodicRobot``) with absolute actions; an episode ends at the env's horizon.
+    """A lerobot robot (an ``EpisodicRobot``) with absolute actions; each episode ends at the env's horizon.
 
     Args:
         env: A single env, used only for its tasks, instructions and horizon.
@@ -51,14 +51,14 @@ class Arm:
         return self.env.reset(options={"episodes": [spec]})[0].instruction[0]
 
     def position(self) -> dict[str, float]:
-        """Return the joint positions, which are also the actions that hold them."""
+        """Return the joint positions; sent as an action, they hold the robot in place."""
         reading = self._read()
         return {name: reading[name] for name in self.action_features if name in reading}
 
     def get_observation(self) -> dict[str, Any]:
         """Return the robot's observation; raise TimeoutError if a camera has no new image."""
         reading, now = self._read(), time.monotonic()
-        # lerobot's cameras return their last image for 0.5 s after a failure, which is too long to keep acting on it.
+        # After a failure, lerobot's cameras return their last image for 0.5 s, which is too long to keep acting on.
         for name in camera_names(self.robot):
             image, since = self._images.get(name, (None, now))
             if reading.get(name) is not image:
@@ -71,7 +71,7 @@ class Arm:
         return call_device(lambda: dict(self.robot.get_observation()))
 
     def send_action(self, action: dict[str, Any]) -> dict[str, Any]:
-        # Undelivered actions count too; otherwise an episode on a dead bus would never end.
+        # Include undelivered actions; otherwise an episode on a dead bus would never end.
         self._num_sent += 1
         if self._num_sent == self.env.horizon_of(self.env.config, self.task):
             self.result = EpisodeResult(self.spec, self.task, False, 0.0, self._num_sent)
@@ -79,18 +79,18 @@ class Arm:
 
 
 def connected_robot(path: str) -> Any:
-    """Connect the robot of a lerobot configuration file; raise MissingDependencyError without lerobot, ConfigError if it fails."""
+    """Connect the robot described by a lerobot configuration file; raise MissingDependencyError without lerobot, ConfigError on failure."""
     return _connected("arm", path, ("lerobot.robots", "RobotConfig", "make_robot_from_config"), "get_observation")
 
 
 def connected_teleoperator(path: str) -> Any:
-    """Connect the teleoperator that a lerobot configuration file describes; raise as ``connected_robot``."""
+    """Connect the teleoperator described by a lerobot configuration file; raise as ``connected_robot`` does."""
     kind = ("lerobot.teleoperators", "TeleoperatorConfig", "make_teleoperator_from_config")
     return _connected("teleoperator", path, kind, "get_action")
 
 
 def _connected(key: str, path: str, kind: tuple[str, str, str], try_out: str) -> Any:
-    """Make and connect a device; ``kind``: package, config class and factory; ``try_out``: method for a first reading."""
+    """Create and connect a device; ``kind``: package, config class and factory; ``try_out``: method for a first reading."""
     file = Path(path).expanduser()
     try:
         values = yaml.safe_load(file.read_text(encoding="utf-8"))
@@ -105,7 +105,7 @@ def _connected(key: str, path: str, kind: tuple[str, str, str], try_out: str) ->
         lerobot = importlib.import_module(package)
     except ImportError as error:
         raise MissingDependencyError(
-            f"{key}={path} needs the package lerobot, which does not import ({error}). Run bash scripts/setup.sh --lerobot, and use its Python"
+            f"{key}={path} needs lerobot, which cannot be imported ({error}). Run bash scripts/setup.sh --lerobot, and use its Python"
         ) from error
     missing = [module for group in (package, "lerobot.cameras") for module in _import_all(group)]
     known = sorted(getattr(lerobot, config).get_known_choices())
@@ -119,25 +119,25 @@ def _connected(key: str, path: str, kind: tuple[str, str, str], try_out: str) ->
     try:
         decoded = draccus.decode(getattr(lerobot, config), values)
         device = getattr(lerobot, make)(decoded)
-    except Exception as error:  # draccus and lerobot raise anything
+    except Exception as error:  # draccus and lerobot may raise any exception
         raise ConfigError(
             f"{key}={path}: lerobot rejects it ({type(error).__name__}: {error}). Correct the fields of the file"
         ) from error
     try:
-        # Calibration asks questions on the terminal, which is read for success labels: `is_calibrated` is checked instead.
+        # Calibration prompts on the terminal, which is also read for success labels, so check `is_calibrated` instead.
         can_calibrate = "calibrate" in inspect.signature(device.connect).parameters
         device.connect(**({"calibrate": False} if can_calibrate else {}))
         getattr(device, try_out)()
-    except Exception as error:  # errors of buses, cameras and simulators
+    except Exception as error:  # exceptions of buses, cameras and simulators
         with suppress(Exception):
             device.disconnect()
         raise ConfigError(
-            f"{key}={path}: it does not connect ({type(error).__name__}: {error}). Check port, power and calibration "
+            f"{key}={path}: it cannot be connected ({type(error).__name__}: {error}). Check port, power and calibration "
             "(lerobot-calibrate)"
         ) from error
     if getattr(decoded, "disable_torque_on_disconnect", False):
         logger.warning(
-            "%s=%s: the arm goes limp when the command ends, also after an error or Ctrl-C. Set "
+            "%s=%s: the arm goes limp when the command ends, even after an error or Ctrl-C. Set "
             "disable_torque_on_disconnect: false in the file to keep it in place",
             key, path,
         )  # fmt: skip
@@ -145,11 +145,11 @@ def _connected(key: str, path: str, kind: tuple[str, str, str], try_out: str) ->
 
 
 def disconnect(device: Any) -> None:
-    """Disconnect a device; warn if its driver fails, as with a pulled cable."""
+    """Disconnect a device; warn if its driver fails, for example because a cable was pulled."""
     try:
         call_device(device.disconnect)
     except OSError as error:
-        logger.warning("%s is not disconnected (%s)", type(device).__name__, error)
+        logger.warning("%s could not be disconnected (%s)", type(device).__name__, error)
 
 
 def _import_all(package: str) -> list[str]:

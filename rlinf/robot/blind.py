@@ -1,4 +1,4 @@
-"""Episodes of two policies in a hidden random order, for a blind comparison."""
+"""Runs episodes of two policies in a hidden random order, for a blind comparison."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -11,10 +11,10 @@ from rlinf.types import EpisodeResult, EpisodeSpec
 
 
 class BlindPairs:
-    """Runs each episode with both policies (an ``Episodes``, whose results are the second policy's).
+    """Runs each episode with both policies (an ``Episodes`` that returns the second policy's results).
 
     Args:
-        sides: Episodes of the first policy, the baseline, and of the second, on one robot.
+        sides: Episodes of the baseline and of the second policy, on the same robot.
         known: Results of earlier processes, in execution order.
         save: Called with each result as soon as it is known, without the policy's name.
     """
@@ -32,7 +32,7 @@ class BlindPairs:
         # Both policies compute a chunk before each episode, so the pause before the first action reveals nothing.
         for side in sides:
             side.warmed_up = sides
-        # Saved results carry no policy name. The drawn order, which depends on the seed only, assigns them again.
+        # Saved results contain no policy name. The drawn order depends only on the seed, so it assigns them again after a restart.
         for result in known:
             self._note(next(side for side in self.order(result.spec) if result.spec not in self.results[side]), result)
 
@@ -41,7 +41,7 @@ class BlindPairs:
         return self.sides[0].num_restarts
 
     def order(self, spec: EpisodeSpec) -> tuple[int, int]:
-        """Return the indices of the policies in the order in which they run an episode."""
+        """Return the policies' indices in the order in which they run an episode."""
         first = derive_seed(self.seed, "blind", spec.suite, spec.task_id, spec.init_state_id, spec.seed) % 2
         return first, 1 - first
 

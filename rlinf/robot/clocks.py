@@ -14,7 +14,7 @@ from rlinf.types import Observation
 
 
 class ChunkReply(NamedTuple):
-    """A chunk ``[C, D]`` or the error of the call, the position that was due at its observation, and the call's duration."""
+    """A chunk ``[C, D]`` or the call's error, the position that was due at the observation, and the call's duration."""
 
     chunk: np.ndarray | BaseException
     seen_at: int
@@ -22,7 +22,7 @@ class ChunkReply(NamedTuple):
 
 
 class Timekeeper(ABC):
-    """A clock, and a policy ``act`` in its own thread, with at most one pending call and ``latency_s`` added to each."""
+    """A clock, and a thread for the policy ``act``, with at most one pending call and ``latency_s`` added to each."""
 
     def __init__(self, act: Callable[[Observation], np.ndarray], latency_s: float) -> None:
         self._act, self.latency_s = act, latency_s
@@ -33,14 +33,14 @@ class Timekeeper(ABC):
         self.begin()
 
     def begin(self) -> None:
-        """Start an episode: reset the clock, with no pending call."""
+        """Start an episode: wait for and discard a pending call, and reset the clock."""
         if self._pending is not None:
             wait([self._pending[0]])
         self._pending = None
         self._reset()
 
     def submit(self, observation: Observation, seen_at: int) -> None:
-        """Request the chunk for an observation; position ``seen_at`` was due when it was made."""
+        """Request the chunk for an observation that was made when position ``seen_at`` was due."""
         self._pending = Future(), seen_at, self.now()
         self._requests.put((self._pending[0], observation))
 
@@ -50,7 +50,7 @@ class Timekeeper(ABC):
         return self._pending is not None
 
     def poll(self, wait_s: float) -> ChunkReply | None:
-        """Return the reply, waiting up to ``wait_s`` for it; None: it is not ready."""
+        """Return the reply, waiting up to ``wait_s`` for it, or None if it is not ready."""
         if self._pending is None:
             return None
         future, seen_at, submitted_at = self._pending
@@ -95,7 +95,7 @@ class Timekeeper(ABC):
 
     @abstractmethod
     def _timed(self, observation: Observation) -> tuple[np.ndarray, float]:
-        """Return a chunk, and the seconds that it took."""
+        """Return a chunk, and how long it took in seconds."""
 
     @abstractmethod
     def _is_ready(self, future: Future, submitted_at: float, wait_s: float) -> bool:

@@ -14,7 +14,7 @@ class RobotConfig:
         None, "YAML file with lerobot's robot configuration (type, port, cameras); null: the env."
     )
     fps: float | None = option(
-        None, "Actions per second; null: the rate of the cloned dataset, else 20.", minimum=0.1, maximum=1000
+        None, "Actions per second; null: the cloned dataset's rate, or 20 without one.", minimum=0.1, maximum=1000
     )
     execution: str = option(
         "async",
@@ -28,24 +28,24 @@ class RobotConfig:
         None, "Maximum change of each action dimension per step, in env units; null: unlimited.", minimum=1e-6
     )
     max_observation_age_s: float = option(
-        0.15, "Age of the newest observation, in seconds, at which the robot holds.", minimum=0.001
+        0.15, "Maximum age of the newest observation, in seconds, before the robot holds.", minimum=0.001
     )
-    max_failures: int = option(3, "Consecutive failed policy calls that end the command.", minimum=1)
+    max_failures: int = option(3, "Consecutive failed policy calls after which the command ends.", minimum=1)
     teleoperator: PathText = option(
         "none", "none; scripted: the env's expert intervenes; or YAML file with lerobot's teleoperator (type, port)."
     )
     handover_max_step: float | None = option(
         None, "Maximum position change per step until robot and teleoperator meet, in env units.", minimum=1e-6
     )
-    record: PathText | None = option(None, "LeRobotDataset folder to which the episodes are added; null: none.")
+    record: PathText | None = option(None, "LeRobotDataset folder to add the episodes to; null: none.")
     first_episode: int = option(0, "Number of episodes of the split to skip.", minimum=0)
     expert_threshold: float = option(
         0.5,
-        "Mean action distance from the expert, in half ranges, that the scripted operator counts as an error.",
+        "Mean distance from the expert's action, in half ranges, above which the policy's action is an error.",
         minimum=0,
     )
     expert_patience: int = option(3, "Consecutive errors after which the scripted operator takes over.", minimum=1)
-    expert_steps: int = option(8, "Actions of the scripted operator before it hands back.", minimum=1)
+    expert_steps: int = option(8, "Number of actions after which the scripted operator hands back.", minimum=1)
     success: str = option(
         "env",
         "Source of the success label: env; human: on the terminal; page: on a web page.",
@@ -56,7 +56,7 @@ class RobotConfig:
     blind: PathText | None = option(
         None, "Checkpoint (or server address if model.url is set) of the baseline policy in a blind comparison."
     )
-    real_time: bool = option(True, "False: simulated clock, which makes episodes reproducible.")
+    real_time: bool = option(True, "false: use a simulated clock, which makes episodes reproducible.")
     latency_s: float = option(0.0, "Seconds added to each policy call.", minimum=0)
     delay_steps: int = option(0, "Observation delay of the simulated robot, in steps.", minimum=0)
     drop_frames: float = option(0.0, "Fraction of observations that the simulated robot loses.", minimum=0, maximum=1)
@@ -70,5 +70,5 @@ class RobotConfig:
         return 20.0 if self.fps is None else self.fps
 
     def conditions(self) -> dict[str, Any]:
-        """Return the settings that must stay equal when an evaluation continues: all except the page's address."""
+        """Return the settings that must not change when an evaluation is resumed: all except the page's address."""
         return {name: value for name, value in asdict(self).items() if not name.startswith("page_")}

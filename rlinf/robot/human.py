@@ -1,4 +1,4 @@
-"""Episodes of a robot in which a human resets the scene and labels success."""
+"""Robot episodes in which a human resets the scene and labels success."""
 
 import io
 import sys
@@ -18,16 +18,16 @@ from rlinf.robot.robot import LOST, EpisodeVoidError, EpisodicRobot, camera_name
 from rlinf.types import EpisodeResult, EpisodeSpec
 
 OVERLAY = "overlay.png"
-"""The target initial image and the present image, blended half and half."""
+"""The target initial image and the current image, blended half and half."""
 READY, AGAIN = {"": "ready"}, {"o": "look again"}
 SUCCESS = {"y": "success", "n": "failure", "r": "repeat the episode"}
 
 Ask = Callable[[str, Mapping[str, str]], str]
-"""Shows a text and returns a key of the choices (letter -> meaning); raises EOFError if nobody can reply."""
+"""Shows a text and returns the chosen letter of the choices (letter -> meaning); raises EOFError if nobody can reply."""
 
 
 def ask_on_terminal(text: str, choices: Mapping[str, str], read: Callable[[str], str] = input) -> str:
-    """Ask until the human types a choice or a text that starts with it."""
+    """Ask until the human types a choice, or text that starts with one."""
     # Discard lines typed before the question: they would start an arm while hands are in the scene.
     if read is input and sys.stdin.isatty():
         termios.tcflush(sys.stdin, termios.TCIFLUSH)
@@ -40,20 +40,20 @@ def ask_on_terminal(text: str, choices: Mapping[str, str], read: Callable[[str],
 class HumanLabelledRobot:
     """A robot (an ``EpisodicRobot``) with a human who starts each episode and labels its success.
 
-    The initial image of each episode is saved. With ``reference``, the human sees it over the present image and arranges the
-    scene to match.
+    The initial image of each episode is saved. If ``reference`` contains one, it is overlaid on the current image, so that the
+    human can arrange the scene to match.
 
     Args:
         folder: Folder for the initial images.
-        reference: Folder of such images from an earlier run of the episodes, perhaps the same folder; None: no overlay.
+        reference: Folder of initial images from an earlier run of the episodes, possibly the same folder; None: no overlay.
 
     Attributes:
-        number, num_episodes: Number of the episode, from 1, and of all episodes; None: not known.
-        heading: These numbers and the instruction.
-        seen: Newest image of the first camera, uint8 ``[H, W, 3]``; None: none came.
-        start: File of the reference image of the episode; None: unknown.
-        takes_over: Whether the human acts through a teleoperator; None: there is no teleoperator.
-        overlays: Write the overlay to a file; False: a page draws it.
+        number, num_episodes: Number of the current episode, counted from 1, and of all episodes (None if unknown).
+        heading: Text with these numbers and the instruction.
+        seen: Newest image of the first camera, uint8 ``[H, W, 3]``, or None if none arrived.
+        start: File of the episode's reference image, or None if unknown.
+        takes_over: Whether the human is acting through a teleoperator; None without a teleoperator.
+        overlays: Whether to write the overlay to a file; False if a page draws it.
     """
 
     def __init__(self, robot: EpisodicRobot, folder: Path, reference: Path | None, ask: Ask = ask_on_terminal) -> None:
@@ -75,7 +75,7 @@ class HumanLabelledRobot:
         return values
 
     def look(self) -> None:
-        """Refresh ``seen``; None if no image comes."""
+        """Refresh ``seen``; it is None if no image arrives."""
         try:
             self.get_observation()
         except LOST:
@@ -96,7 +96,7 @@ class HumanLabelledRobot:
             overlay = self._overlay() if draws else ""
             if self._ask(f"\n{self.heading}\n{overlay}reset the scene", choices) not in AGAIN:
                 break
-        # Only now is the scene as the episode starts: an image from before the confirmation may show hands.
+        # Only now is the scene in its initial state: an image taken before the confirmation may show hands.
         self.look()
         if self.seen is not None:
             _write(self.seen, self.folder / name)
@@ -104,12 +104,12 @@ class HumanLabelledRobot:
 
     @property
     def result(self) -> EpisodeResult | None:
-        """Labelled result of the episode; the human is asked once."""
+        """Labelled result of the episode; the human is asked only once."""
         result = self.robot.result
         if result is None:
             return None
         if self._label is None:
-            # Set first: an interrupted question must not be asked again while the command ends.
+            # Set this first, so that an interrupted question is not asked again while the command ends.
             self._label = False
             self._label = self._success()
         return replace(result, success=self._label, success_reported=True, true_success=None)
@@ -118,7 +118,7 @@ class HumanLabelledRobot:
         choice = self._ask(f"{self.heading}\ndid it succeed?", SUCCESS)
         if choice == "r":
             self.number -= 1
-            raise EpisodeVoidError("the human repeats it")
+            raise EpisodeVoidError("the human chose to repeat it")
         return choice == "y"
 
     def _ask(self, text: str, choices: Mapping[str, str]) -> str:
@@ -126,17 +126,17 @@ class HumanLabelledRobot:
             return self.ask(text, choices)
         except EOFError as error:
             raise RLinfError(
-                "Nobody answers on the terminal (success=human), and the robot holds. Set success=env, or type the answers"
+                "Nobody responds on the terminal (success=human), so the robot holds. Set success=env, or type the replies"
             ) from error
 
     def _overlay(self) -> str:
-        """Blend the reference with the present image; return a line with both files."""
+        """Blend the reference with the current image; return a line of text that names both files."""
         self.look()
         if self.seen is None:
-            return "no image came; "
+            return "no image arrived; "
         before = np.asarray(open_image(self.start).resize(self.seen.shape[1::-1]), np.float32)
         _write((before / 2 + self.seen / 2).astype(np.uint8), self.folder / OVERLAY)
-        return f"reference: {self.start}, reference and present: {self.folder / OVERLAY}\n"
+        return f"reference: {self.start}, overlaid on the current image: {self.folder / OVERLAY}\n"
 
 
 def _write(image: np.ndarray, path: Path) -> None:

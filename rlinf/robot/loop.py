@@ -26,9 +26,9 @@ from rlinf.types import EnvSpec, EpisodeResult, EpisodeSpec, Observation
 logger = logging.getLogger("rlinf")
 
 GRACE = 0.5
-"""Fraction of a control period to wait for the policy when no action is available."""
+"""Fraction of a control period to wait for the policy if no action is available."""
 NUM_LATENCIES = 20
-"""Number of recent policy calls; the slowest of them decides when the next chunk is requested."""
+"""Number of recent policy calls; their maximum duration determines when the next chunk is requested."""
 COUNTS = (
     "overrun_steps", "idle_steps", "stale", "lost", "clipped_steps", "failures", "intervention_steps", "intervened_episodes",
     "teleop_lost_steps",
@@ -41,15 +41,15 @@ class Timing:
 
     lateness_s: list[float] = field(default_factory=list)  # delay of each step's start
     latencies_s: list[float] = field(default_factory=list)  # duration of each policy call
-    overrun_steps: int = 0  # skipped, because their period had passed before they could start
-    idle_steps: int = 0  # without an action: the robot held
+    overrun_steps: int = 0  # steps skipped because their period had passed before they could start
+    idle_steps: int = 0  # steps without an action, in which the robot held
     stale: int = 0  # actions dropped because their steps passed while the policy computed
     lost: int = 0  # missing observations, undelivered actions, replies without numbers
     clipped_steps: int = 0  # actions clipped by `max_relative_target`
     failures: int = 0  # failed policy calls
-    intervention_steps: int = 0  # actions of the operator
-    intervened_episodes: int = 0  # episodes with such actions
-    teleop_lost_steps: int = 0  # without a reachable teleoperator
+    intervention_steps: int = 0  # actions by the operator
+    intervened_episodes: int = 0  # episodes with operator actions
+    teleop_lost_steps: int = 0  # steps without a reachable teleoperator
 
     def as_dict(self) -> dict[str, Any]:
         """Return counts, and medians, 99th percentiles and maxima in milliseconds, as JSON values."""
@@ -77,14 +77,14 @@ class RobotEpisodes:
 
     Args:
         spec: The env for which the policy was trained.
-        context: Returns the context in which the policy computes, because torch's contexts do not reach other threads.
+        context: Returns the context for policy calls, because torch's contexts do not apply to other threads.
         teleoperator: Lets an operator take over; None: no interventions.
         recorder: Saves the episodes; None: they are not saved.
 
     Attributes:
         warmed_up: Policies that compute a chunk before each episode, in this order; only the chunk of ``self`` is used.
 
-    Raise ConfigError if policy or robot does not fit, before anything moves.
+    Raise ConfigError if the policy or the robot is unsuitable, before anything moves.
     """
 
     def __init__(
@@ -108,7 +108,7 @@ class RobotEpisodes:
         invalid = [dim for dim in relative_dims or () if not 0 <= dim < action_dim]
         if invalid:
             raise ConfigError(
-                f"relative_dims={relative_dims}, and an action has {action_dim} dimensions; required: dimensions from 0 to "
+                f"relative_dims={relative_dims}, but actions have {action_dim} dimensions; required: dimensions from 0 to "
                 f"{action_dim - 1}. Remove {invalid}"
             )
         self.policy, self.robot, self.cameras, self.settings = policy, robot, list(spec.cameras), settings
@@ -145,13 +145,13 @@ class RobotEpisodes:
         return results
 
     def record(self, numbered: Sequence[tuple[int, EpisodeResult]], folder: Path, size: int) -> list[Video]:
-        return []  # an episode of a robot cannot be repeated for a video
+        return []  # a robot's episodes cannot be repeated for a video
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *error: object) -> None:
-        """End the thread of the policy."""
+        """Stop the policy thread."""
         self.time.close()
 
     def _act(self, observation: Observation) -> np.ndarray:
@@ -166,12 +166,12 @@ class RobotEpisodes:
         schedule, period = ChunkSchedule(settings.execution == "async", self.is_relative), 1 / settings.rate
         observation: Observation | None = None
         step = due = seen_at = seen_step = 0
-        # Positions are clipped, and held, relative to the robot's present pose: 0 may be far away.
+        # Positions are clipped, and held, relative to the robot's current pose, because 0 may be far away.
         last = np.where(self.is_relative, np.float32(0), self._position())
         self._requested_step = -1
         self._start_episode()
         time.begin()
-        # The first chunk is computed before the clock is reset: the robot stands still and waits for it.
+        # Compute the first chunk before resetting the clock, while the robot stands still.
         self._first_chunk(schedule, spec, instruction)
         time.begin()
         try:
@@ -179,16 +179,16 @@ class RobotEpisodes:
                 time.sleep_until(step * period)
                 late = time.now() - step * period
                 timing.lateness_s.append(late)
-                # Skip complete periods instead of catching up: faster steps would exceed the speed that the policy planned.
+                # Skip complete periods instead of catching up: faster steps would exceed the planned speed.
                 overrun = int(late / period)
                 timing.overrun_steps += overrun
                 step += overrun
-                # Past positions are over, but a displacement that was not executed is still to be made.
+                # Positions in the past are obsolete, but a displacement that was not executed is still due.
                 due += 0 if self.is_relative.any() else overrun
                 if (latest := self._observe(instruction)) is not None:
                     observation, seen_at, seen_step = latest, due, step
                 timing.lost += latest is None
-                # A lost frame is bridged by the last one, but only while it is young enough to act on.
+                # Replace a lost frame with the last one, but only while that is recent enough to act on.
                 is_fresh = observation is not None and (step - seen_step) * period < settings.max_observation_age_s
                 action = None
                 self.take_over.update(last)
@@ -210,7 +210,7 @@ class RobotEpisodes:
         except EpisodeVoidError:
             raise
         except BaseException:
-            # Ctrl-C and errors must not leave the last displacement repeating: send a hold before the command ends.
+            # After Ctrl-C or an error, the robot must not repeat the last displacement: send a hold before the command ends.
             if robot.result is None:
                 self._send(None, last)
             raise
@@ -226,7 +226,7 @@ class RobotEpisodes:
                 last_error = error
                 self.timing.lost += 1
         raise RLinfError(
-            f"The robot does not report where it is ({type(last_error).__name__}: {last_error})"
+            f"The robot does not report its pose ({type(last_error).__name__}: {last_error})"
         ) from last_error
 
     def _start_episode(self) -> None:
@@ -236,7 +236,7 @@ class RobotEpisodes:
             self.recorder.begin()
 
     def _observe(self, instruction: str) -> Observation | None:
-        """Return the present observation; None: none came."""
+        """Return the current observation, or None if none arrived."""
         try:
             return observation_of(self.robot, self.robot.get_observation(), self.cameras, instruction)
         except LOST as error:
@@ -256,7 +256,7 @@ class RobotEpisodes:
         take_over.show(sent)
 
     def _first_chunk(self, schedule: ChunkSchedule, spec: EpisodeSpec, instruction: str) -> None:
-        """Compute the first chunk before the clock starts; without an observation, the clock starts without one."""
+        """Compute the first chunk before the clock starts; without an observation, start without a chunk."""
         for episodes in self.warmed_up:
             episodes._stream = episodes.policy.start_episode(spec)
         if (observation := self._observe(instruction)) is None:
@@ -267,8 +267,8 @@ class RobotEpisodes:
                 self._take(reply, schedule, 0)
 
     def _compute_first(self, observation: Observation, spec: EpisodeSpec) -> ChunkReply:
-        """Start the random stream of an episode; return the first chunk."""
-        # The very first call also allocates caches and kernels, so its duration predicts nothing: call twice.
+        """Start an episode's random stream, and return the first chunk."""
+        # The very first call also allocates caches and kernels, so its duration is not representative: call twice.
         for _ in range(1 if self._is_warm else 2):
             self._stream = self.policy.start_episode(spec)
             self.time.submit(observation, 0)
@@ -280,7 +280,7 @@ class RobotEpisodes:
     def _request(
         self, schedule: ChunkSchedule, observation: Observation, seen_at: int, seen_step: int, due: int
     ) -> None:
-        """Take a finished chunk, and request the next one when it is time; without an action, wait for half a period."""
+        """Take a finished chunk, and request the next one when due; if no action is available, wait for half a period."""
         time, grace_s = self.time, GRACE / self.settings.rate
         if time.is_pending and (reply := time.poll(0.0)) is not None:
             self._take(reply, schedule, due)
@@ -293,7 +293,7 @@ class RobotEpisodes:
             self._take(reply, schedule, due)
 
     def _take(self, reply: ChunkReply, schedule: ChunkSchedule, due: int) -> None:
-        """Schedule the chunk of a reply, or count its failure; raise RLinfError after ``max_failures`` consecutive failures."""
+        """Schedule a reply's chunk, or count its failure; raise RLinfError after ``max_failures`` consecutive failures."""
         if not isinstance(reply.chunk, BaseException) and not np.isfinite(reply.chunk).all():
             reply = reply._replace(chunk=NonFiniteError("the chunk contains non-finite values"))
         if isinstance(reply.chunk, BaseException):
@@ -301,7 +301,7 @@ class RobotEpisodes:
             self._failures += 1
             if self._failures >= self.settings.max_failures:
                 raise RLinfError(
-                    f"The policy has failed in {self._failures} calls in a row (max_failures), and the robot holds: "
+                    f"The policy has failed in {self._failures} consecutive calls (max_failures), so the robot holds: "
                     f"{type(reply.chunk).__name__}: {reply.chunk}"
                 ) from reply.chunk
             return
@@ -311,13 +311,13 @@ class RobotEpisodes:
         self.timing.stale += schedule.offer(reply.chunk, reply.seen_at, due)
 
     def _send(self, action: np.ndarray | None, last: np.ndarray) -> tuple[np.ndarray, bool, bool]:
-        """Send an action or hold; return the executed action ``[D]``, whether it arrived, and whether the robot confirmed it."""
+        """Send an action, or hold; return the executed action ``[D]``, whether it arrived, and whether the robot confirmed it."""
         hold, limit, reply = np.where(self.is_relative, np.float32(0), last), self.settings.max_relative_target, None
         if action is not None and limit is not None:
             clipped = np.clip(action, last - limit, last + limit)
             self.timing.clipped_steps += int(not np.array_equal(clipped, action))
             action = clipped
-        # A non-finite value must never reach a motor, wherever it comes from.
+        # A non-finite value must never reach a motor, whatever its origin.
         if action is None or not np.isfinite(action).all():
             self.timing.idle_steps += 1
             action = hold

@@ -1,4 +1,4 @@
-"""A web page on which a human starts episodes and labels their success."""
+"""Web page on which a human starts episodes and labels their success."""
 
 import io
 import json
@@ -22,7 +22,7 @@ HTML = Path(__file__).with_name("page.html")
 LOOK_EVERY_S = 0.2
 """Time between two images while a question is open."""
 BROWSER_TIMEOUT_S = 1.0
-"""Time without a request after which no browser shows the page."""
+"""Time without a request after which the page is considered closed."""
 MAX_REQUEST_BYTES = 1000
 
 
@@ -30,13 +30,13 @@ class Page:
     """Serves the page from threads of this process, at an unguessable address.
 
     Args:
-        robot: Asks its questions on the page from now on, and has the images.
+        robot: Provides the images, and from now on asks its questions on the page.
 
     Attributes:
         path, url: Address of the page.
         last_seen_s: Time of the last browser request, on the monotonic clock.
 
-    Raise ConfigError if it cannot listen there.
+    Raise ConfigError if the server cannot listen at the address.
     """
 
     def __init__(self, robot: HumanLabelledRobot, host: str, port: int) -> None:
@@ -71,11 +71,11 @@ class Page:
             return choice
 
     def _no_question(self, number: int) -> dict[str, Any]:
-        """Return the state of the page after question ``number``."""
+        """Return the page's state after question ``number`` has been closed."""
         return {"number": number, "text": f"{self.robot.heading}\nthe robot acts".strip(), "choices": {}}
 
     def take(self, message: Mapping[str, Any]) -> bool:
-        """Take a choice for the open question, or a take-over; return whether the message was valid."""
+        """Process a choice for the open question, or a take-over; return whether the message was valid."""
         if "takes_over" in message and self.robot.takes_over is not None:
             self.robot.takes_over = message["takes_over"] is True
             return True
@@ -89,7 +89,7 @@ class Page:
         return True
 
     def content(self, name: str) -> tuple[str, bytes] | None:
-        """Return type and content of a file of the page; None: it has no such file."""
+        """Return the type and content of one of the page's files, or None if it does not exist."""
         robot = self.robot
         if name == "":
             return "text/html; charset=utf-8", HTML.read_bytes()
@@ -119,7 +119,7 @@ def listening(host: str, port: int, handler: Callable[..., BaseHTTPRequestHandle
 
 
 class PageTeleoperator:
-    """A lerobot teleoperator whose take-over button is on the page; lost while no browser shows it, and without feedback."""
+    """A lerobot teleoperator whose take-over button is on the page; lost while no browser shows the page, and without feedback."""
 
     def __init__(self, teleoperator: Any, page: Page) -> None:
         self.teleoperator, self.page = teleoperator, page
@@ -134,7 +134,7 @@ class PageTeleoperator:
         return {"is_intervention": bool(self.page.robot.takes_over)}
 
     def send_feedback(self, feedback: dict[str, Any]) -> None:
-        """Do nothing."""
+        """Ignore feedback."""
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -160,9 +160,9 @@ class _Handler(BaseHTTPRequestHandler):
         self._reply(("application/json", b"{}") if is_taken else None)
 
     def _name(self) -> str | None:
-        """Return the part of the address after the page's path; None: the path is wrong."""
+        """Return the part of the address after the page's path, or None if the path is wrong."""
         folder, _, name = self.path.partition("?")[0].rpartition("/")
-        # In constant time: the duration of a comparison must not reveal how much of a guess is right.
+        # Compare in constant time, so that the duration does not reveal how much of a guess is right.
         return name if secrets.compare_digest(f"{folder}/".encode(), self.page.path.encode()) else None
 
     def _reply(self, body: tuple[str, bytes] | None) -> None:
@@ -174,4 +174,4 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(content)
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Log no requests."""
+        """Do not log requests."""

@@ -1,4 +1,4 @@
-"""Recording of robot episodes as a LeRobotDataset."""
+"""Records robot episodes as a LeRobotDataset."""
 
 import io
 import json
@@ -20,17 +20,17 @@ from rlinf.files import lock, replace_folder, write_bytes, write_text
 from rlinf.types import EpisodeResult, EpisodeSpec, Observation
 
 CAMERA = "camera."
-"""Prefix of camera images in the file of an episode."""
+"""Prefix of camera images in an episode's file."""
 SOURCE = "source"
 """File with the unique name of a folder of pending episodes."""
 
 
 class EpisodeRecorder:
-    """Saves each episode when it ends, and adds all of them to a dataset at the end.
+    """Saves each episode when it ends, and finally adds all of them to a dataset.
 
     Args:
-        folder: The dataset; new, or written by a recorder at the same rate.
-        pending: Folder of the saved episodes, one file each; a process that resumes finds them there.
+        folder: Folder of the dataset, either new or written by a recorder at the same rate.
+        pending: Folder with one file per saved episode, so that a resumed process can find them.
     """
 
     def __init__(self, folder: Path, pending: Path, fps: int, env: Mapping[str, Any]) -> None:
@@ -41,7 +41,7 @@ class EpisodeRecorder:
         self.begin()
 
     def begin(self) -> None:
-        """Start an episode; discard an unfinished one."""
+        """Start an episode, discarding an unfinished one."""
         self._frames: list[tuple[Observation, np.ndarray, bool]] = []
 
     def add(self, observation: Observation | None, action: np.ndarray, is_correction: bool) -> None:
@@ -68,7 +68,7 @@ class EpisodeRecorder:
         self.begin()
 
     def write(self, results: Sequence[EpisodeResult]) -> Path | None:
-        """Add the saved episodes of ``results`` to the dataset, delete their files, and return its folder; None without any frame."""
+        """Add the saved episodes of ``results`` to the dataset, delete their files, and return its folder, or None without frames."""
         # Other processes may add to the same dataset: wait for them.
         self.folder.parent.mkdir(parents=True, exist_ok=True)
         with open(self.folder.with_name(f".{self.folder.name}.lock"), "a", encoding="utf-8") as file:
@@ -84,10 +84,10 @@ class EpisodeRecorder:
         known: list[str] = []
         if self.folder.exists():
             known = json.loads((self.folder / "meta" / OWN_FILE).read_text(encoding="utf-8"))["sources"]
-        # A process that was killed after writing the dataset leaves the files: its source is already listed.
+        # A process killed after writing the dataset leaves these files behind, but their source is already listed.
         if paths and source not in known:
             first = _read(paths[0])
-            # The dataset is written anew in a second folder, so it stays complete until the larger one is ready.
+            # Rewrite the dataset in a second folder, so that the old one stays complete until the larger one is ready.
             partial = self.folder.with_name(f".{self.folder.name}.grown")
             shutil.rmtree(partial, ignore_errors=True)
             with LeRobotWriter(
@@ -109,7 +109,7 @@ class EpisodeRecorder:
         return self.folder if paths else None
 
     def _check(self, **required: Any) -> None:
-        """Raise ConfigError if the dataset has a different rate, env or columns."""
+        """Raise ConfigError if the dataset's rate, env or columns differ."""
         info = read_info(self.folder) | {"env": describe(self.folder).env}
         for key, value in required.items():
             if (actual := json.loads(json.dumps(info[key]))) != value:

@@ -1,4 +1,4 @@
-"""lerobot's robot interface, and an env behind that interface."""
+"""lerobot's robot interface, and an adapter that gives an env this interface."""
 
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -13,11 +13,11 @@ from rlinf.seeding import derive_seed
 from rlinf.types import EnvSpec, EpisodeResult, EpisodeSpec, Observation
 
 LOST = OSError
-"""Device errors that lose one reading or action, not the episode: TimeoutError, ConnectionError, errors of a pulled cable."""
+"""Device errors that lose one reading or action but not the episode: TimeoutError, ConnectionError, errors from pulled cables."""
 
 
 class EpisodeVoidError(Exception):
-    """The episode must be run again: the robot was lost and has come back, or the operator repeats it."""
+    """Raised if the episode must be run again, because the robot was lost and has come back, or the operator repeats it."""
 
 
 class Robot(Protocol):
@@ -36,10 +36,10 @@ class Robot(Protocol):
         """Whether the robot is calibrated."""
 
     def get_observation(self) -> dict[str, Any]:
-        """Return the newest observation; raise TimeoutError or ConnectionError without one."""
+        """Return the newest observation; raise TimeoutError or ConnectionError if it cannot be read."""
 
     def send_action(self, action: dict[str, Any]) -> dict[str, Any]:
-        """Send an action; return the action that was sent."""
+        """Send an action; return the action actually sent."""
 
 
 class EpisodicRobot(Robot, Protocol):
@@ -47,7 +47,7 @@ class EpisodicRobot(Robot, Protocol):
 
     @property
     def num_restarts(self) -> int:
-        """Number of times that the robot was lost and has come back."""
+        """How many times the robot was lost and came back."""
 
     def begin(self, spec: EpisodeSpec) -> str:
         """Reset the scene to the initial state of an episode; return the instruction."""
@@ -57,11 +57,11 @@ class EpisodicRobot(Robot, Protocol):
 
     @property
     def result(self) -> EpisodeResult | None:
-        """Result of the episode; None: it continues."""
+        """Result of the episode, or None while it continues."""
 
 
 def check_fits(robot: Robot, spec: EnvSpec, action_dim: int) -> None:
-    """Raise ConfigError unless a robot has the cameras, state dimensions and joints of the policy's env."""
+    """Raise ConfigError unless a robot's cameras, state dimensions and joints match the policy's env."""
     cameras = camera_names(robot)
     state_names = [name for name in robot.observation_features if name not in cameras]
     missing = [name for name in spec.cameras if name not in cameras]
@@ -78,7 +78,7 @@ def check_fits(robot: Robot, spec: EnvSpec, action_dim: int) -> None:
     joints = list(robot.action_features)
     if len(joints) != action_dim:
         raise ConfigError(
-            f"The robot has {len(joints)} joints ({', '.join(joints)}), and the policy's action_dim is {action_dim}; required: equal "
+            f"The robot has {len(joints)} joints ({', '.join(joints)}), but the policy's action_dim is {action_dim}; required: equal "
             "numbers. Choose the robot for which the policy was trained"
         )
     if not robot.is_calibrated:
@@ -91,12 +91,12 @@ def camera_names(robot: Robot) -> list[str]:
 
 
 def call_device(call: Callable[..., Any], *arguments: Any) -> Any:
-    """Call a device; turn unexpected errors of its driver, as from a pulled cable, into ConnectionError."""
+    """Call a device; convert unexpected driver errors, for example from a pulled cable, to ConnectionError."""
     try:
         return call(*arguments)
     except (LOST, RLinfError):
         raise
-    except Exception as error:  # drivers raise anything: RuntimeError, termios.error, cv2.error
+    except Exception as error:  # drivers may raise anything: RuntimeError, termios.error, cv2.error
         raise ConnectionError(f"{type(error).__name__}: {error}") from error
 
 
@@ -116,12 +116,12 @@ def to_vector(values: Mapping[str, Any], names: Iterable[str]) -> np.ndarray:
 
 
 def _get(values: Any, name: str) -> Any:
-    """Return one value of a reading; a driver's reply that is no mapping is returned unchanged."""
+    """Return one value of a reading; if the driver's reply is not a mapping, return it unchanged."""
     return values.get(name) if isinstance(values, Mapping) else values
 
 
 def to_image(robot: Robot, values: Mapping[str, Any], name: str) -> np.ndarray:
-    """Return the image of a camera, uint8 ``[H, W, 3]``; raise ConfigError unless dtype and shape match its feature."""
+    """Return a camera's image, uint8 ``[H, W, 3]``; raise ConfigError unless dtype and shape match its feature."""
     image, shape = np.asarray(_get(values, name)), robot.observation_features[name]
     fits = image.ndim == 3 and all(size in (None, actual) for size, actual in zip(shape, image.shape, strict=True))
     if image.dtype != np.uint8 or not fits:
@@ -132,7 +132,7 @@ def to_image(robot: Robot, values: Mapping[str, Any], name: str) -> np.ndarray:
 
 
 def observation_of(robot: Robot, values: Mapping[str, Any], cameras: Sequence[str], instruction: str) -> Observation:
-    """Convert a robot's reading to a batch of one observation; state dimensions are in the order of its features."""
+    """Convert a robot's reading to a batch of one observation; state dimensions follow the order of the robot's features."""
     all_cameras = camera_names(robot)
     state = to_vector(values, [name for name in robot.observation_features if name not in all_cameras])
     images = {name: to_image(robot, values, name)[None] for name in cameras}
@@ -172,7 +172,7 @@ class EnvRobot:
         return observation.instruction[0]
 
     def position(self) -> dict[str, float]:
-        """Return 0 for each dimension, within the bounds: an env with absolute actions does not report its pose."""
+        """Return 0 for each dimension, clipped to its bounds, because an env with absolute actions does not report its pose."""
         return dict(zip(self.action_features, self._bounded(np.zeros(self.env.action_dim)).tolist(), strict=True))
 
     def get_observation(self) -> dict[str, Any]:

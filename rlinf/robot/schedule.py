@@ -1,4 +1,4 @@
-"""The order in which the actions of chunks are executed."""
+"""Determines the order in which the actions of chunks are executed."""
 
 import math
 
@@ -6,18 +6,18 @@ import numpy as np
 
 
 class ChunkSchedule:
-    """Assigns the actions of chunks to positions in a timeline, one of which is due at each step.
+    """Assigns the actions of chunks to positions on a timeline; one position is due at each step.
 
-    If all action dimensions are absolute, the due position counts steps: past targets are over. Otherwise it counts
-    executed actions, because a displacement that was not executed is still to be made.
+    If all action dimensions are absolute, the due position counts steps, because targets in the past are obsolete. Otherwise
+    it counts executed actions, because a displacement that was not executed is still due.
 
-    A late chunk was planned as if its first actions had been executed. Different ones were, so its displacements would end
-    elsewhere. The difference is added to the next action, and any unexecuted part of it to the one after.
+    A late chunk assumes that its own first actions were executed. Instead, the previous chunk's were, so its displacements would
+    end elsewhere. The difference is added to the next action, and any unexecuted part of it to the one after.
 
     Args:
-        overlaps: Action ``k`` of a chunk belongs ``k`` positions after its observation, so actions whose positions have passed
-            are dropped. False: ``k`` positions after its arrival.
-        is_relative: bool ``[D]``: which action dimensions are displacements.
+        overlaps: If true, action ``k`` of a chunk is due ``k`` positions after its observation, and actions whose positions
+            have passed are dropped; otherwise it is due ``k`` positions after the chunk's arrival.
+        is_relative: Action dimensions that are displacements, bool ``[D]``.
     """
 
     def __init__(self, overlaps: bool, is_relative: np.ndarray) -> None:
@@ -27,7 +27,7 @@ class ChunkSchedule:
         self._missing = np.zeros(len(is_relative), np.float32)
 
     def offer(self, chunk: np.ndarray, seen_at: int, due: int) -> int:
-        """Use ``chunk [C, D]`` from position ``due`` on; ``seen_at`` was due at its observation. Return the number of dropped actions."""
+        """Use ``chunk [C, D]``, observed at position ``seen_at``, from position ``due`` on. Return the number of dropped actions."""
         self._chunk, self._first = chunk, seen_at if self.overlaps else due
         dropped = due - self._first
         self._missing[:] = 0
@@ -38,17 +38,17 @@ class ChunkSchedule:
         return dropped
 
     def action(self, due: int) -> np.ndarray | None:
-        """Return the action ``[D]`` at a position; None: the chunk has none there."""
+        """Return the action ``[D]`` at a position, or None if the chunk has none there."""
         index = due - self._first
         return self._chunk[index] + self._missing if 0 <= index < len(self._chunk) else None
 
     def execute(self, action: np.ndarray, sent: np.ndarray) -> None:
-        """Note that the robot has executed ``sent`` in place of ``action``."""
+        """Record that the robot executed ``sent`` instead of ``action``."""
         self._executed.append(sent)
         self._missing = np.where(self._missing == 0, 0, action - sent).astype(np.float32)
 
     def clear(self) -> None:
-        """Drop the chunk, because an operator acts."""
+        """Drop the chunk, because an operator is acting."""
         self._chunk = self._chunk[:0]
         self._missing[:] = 0
 

@@ -13,7 +13,7 @@ logger = logging.getLogger("rlinf")
 
 
 class Teleoperator(Protocol):
-    """The members of lerobot's ``Teleoperator`` that are used here, and ``get_teleop_events`` of its ``HasTeleopEvents``."""
+    """The members of lerobot's ``Teleoperator`` used here, and ``get_teleop_events`` of its ``HasTeleopEvents``."""
 
     @property
     def action_features(self) -> dict[str, Any]:
@@ -27,7 +27,7 @@ class Teleoperator(Protocol):
         """Return events by name, or by an enum with that value; ``is_intervention``: the operator wants to act."""
 
     def get_action(self) -> dict[str, Any]:
-        """Return the operator's action; raise TimeoutError or ConnectionError without one."""
+        """Return the operator's action; raise TimeoutError or ConnectionError if it cannot be read."""
 
     def send_feedback(self, feedback: dict[str, Any]) -> None:
         """Receive the policy's action, so that a teleoperator with motors can follow."""
@@ -40,14 +40,14 @@ class TakeOver:
     ``handover_max_step`` per action, until robot and teleoperator have met.
 
     Args:
-        teleoperator: None: the policy always acts.
-        is_relative: bool ``[D]``: action dimensions that are displacements, which need no alignment.
+        teleoperator: The operator's device; if None, the policy always acts.
+        is_relative: Action dimensions that are displacements and need no alignment, bool ``[D]``.
 
     Attributes:
-        action: The operator's action ``[D]``; None: the policy acts, or the robot holds.
-        is_correction: The action is entirely the operator's, not a step of the alignment.
+        action: The operator's action ``[D]``, or None if the policy acts or the robot holds.
+        is_correction: Whether the action is entirely the operator's, not an alignment step.
 
-    Raise ConfigError if the teleoperator does not fit the robot, before anything moves.
+    Raise ConfigError if the teleoperator does not match the robot, before anything moves.
     """
 
     def __init__(
@@ -115,7 +115,7 @@ class TakeOver:
     def _lose(self, error: BaseException) -> None:
         if not self._is_lost:
             logger.warning(
-                "The teleoperator is gone (%s: %s); the robot holds until it is back", type(error).__name__, error
+                "The teleoperator was lost (%s: %s); the robot holds until it is back", type(error).__name__, error
             )
         # The policy stops too: without a teleoperator nobody could correct it.
         self._is_lost, self.policy_acts = True, False
@@ -158,7 +158,7 @@ class ScriptedOperator:
     def get_teleop_events(self) -> dict[str, bool]:
         if self._episode != self.robot.num_started:
             self._episode, self._num_errors, self._num_left = self.robot.num_started, 0, 0
-        # Asked in each step, before the env moves, so that feedback is compared with the expert's action for the same state.
+        # Called at each step, before the env moves, so that feedback is compared with the expert's action for the same state.
         self._expert_action = self.robot.env.expert_actions()[0]
         return {"is_intervention": self._num_left > 0}
 

@@ -158,11 +158,11 @@ def test_a_run_that_is_killed_after_it_went_back_has_not_forgotten_it(tmp_path, 
     rates = succeed(*[0.0, 0.0] * 2, 0.0)
     train(config_of(tmp_path, *words, f"resume={best}"))
     assert list(rates) == [] and rates_of(tmp_path) == [RATE, RATE / 8, RATE / 8], "three times at most"
-    assert "learning rate of RL: 0.0005 = 0.001 / 2^1" in capsys.readouterr().out
+    assert "RL learning rate: 0.0005 = 0.001 / 2^1" in capsys.readouterr().out
     succeed(1.0, 1.0)
     train(config_of(tmp_path, "trainer.max_steps=2", f"resume={best}", "trainer.learning_rate=3e-4"))
     assert rates_of(tmp_path) == [RATE, 3e-4] and state_of(tmp_path, "rl_000002")["rollbacks"] == 0, "newly typed"
-    assert "learning rate of RL" not in capsys.readouterr().out
+    assert "RL learning rate" not in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

@@ -326,7 +326,7 @@ def test_a_dataset_of_the_same_env_under_other_settings_is_refused(expert, tmp_p
     about["env"].update(distractors=True, terminate_on_success=False, **free)
     (folder / "meta" / "rlinf.json").write_text(json.dumps(about))
     message, mended = rejection("sft", *base), ["env.terminate_on_success=false", "env.distractors=true"]
-    present = "and the present env has env.terminate_on_success=true env.distractors=false"
+    present = "but the current env has env.terminate_on_success=true env.distractors=false"
     assert f"collected with {' '.join(mended)}, {present}" in message
     assert f"Set {' '.join(mended)}, or sft.allow_mismatch=[terminate_on_success,distractors] to" in message
     assert not any(name in message for name in free), "what changes no row may differ"

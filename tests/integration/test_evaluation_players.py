@@ -114,7 +114,7 @@ def test_results_are_kept_and_the_same_command_continues(cluster, of_one, tmp_pa
     kept = num_saved(tmp_path)
     assert 8 <= kept < NUM_EPISODES and f"{kept} results are saved in {tmp_path};" in capsys.readouterr().err
     evaluate(configured(tmp_path))
-    assert f"{kept} of {NUM_EPISODES} episodes were done before" in capsys.readouterr().err
+    assert f"{kept} of {NUM_EPISODES} episodes were already done" in capsys.readouterr().err
     assert result_content(tmp_path) == {**of_one, "videos": []}
 
 

@@ -303,7 +303,9 @@ def test_nothing_of_a_run_a_checkpoint_an_export_or_an_evaluation_is_overwritten
     monkeypatch.setattr("rlinf.cluster.factory.make_env", lambda *_, **__: pytest.fail("nothing may be started"))
     run = quick[0].parents[1]
     for output in (quick[0], quick[0] / "model", run, run / "eval" / "mine", exported, tmp_path / "metrics" / "deep"):
-        with pytest.raises(ConfigError, match=r"output_dir is '.*', in a run, checkpoint or export.*Set output_dir="):
+        with pytest.raises(
+            ConfigError, match=r"output_dir is '.*', .* inside a run, checkpoint or export.*Set output_dir="
+        ):
             evaluate(configured(quick, output))
     with pytest.raises(ConfigError, match=r"is '.*a', which contains the result.json of a finished.*output_dir="):
         evaluate(configured(quick, tmp_path / "a", evaluation={"greedy": False}))
@@ -379,7 +381,7 @@ def test_an_interrupted_evaluation_goes_on_where_it_stopped(quick, tmp_path, mon
         stop_after(context, 5)
         evaluate(config)
     path = tmp_path / "out" / "result.partial.jsonl"
-    said = f"5 results are saved in {path.parent}; the same command with output_dir={tmp_path / 'out'} continues"
+    said = f"5 results are saved in {path.parent}; to continue, run the same command with output_dir={tmp_path / 'out'}"
     assert said in capsys.readouterr().err
     lines = path.read_text().splitlines()
     path.write_text("\n".join([*lines[:-1], json.dumps(json.loads(lines[-1]) | {"wall_s": 100.0})]) + "\n")

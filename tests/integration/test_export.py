@@ -106,7 +106,7 @@ def test_exported_folder_loads_with_from_pretrained(tmp_path):
 def test_merging_twice_and_merging_nothing_are_refused(lora, mlp, tmp_path):
     folder, _, _ = lora
     merged = export(folder, tmp_path / "merged", merge_lora=True)
-    with pytest.raises(CheckpointError, match="merged before, and would count twice.*merge_lora=false"):
+    with pytest.raises(CheckpointError, match="already merged, and would be added twice.*merge_lora=false"):
         export(merged, tmp_path / "again", merge_lora=True)
     again = export(merged, tmp_path / "again")
     assert Manifest.load(again).lora == {"state": "merged"}

@@ -97,7 +97,7 @@ def test_phi_learns_word_problems(tiny_lm, tmp_path, capfd):
     run = launch(recipe)
     check_grpo(run, folder, "gsm8k")
     AutoModelForCausalLM.from_pretrained(run / "safetensors" / "final")
-    assert "on the CPU the trained model itself generates" in capfd.readouterr().err
+    assert "on the CPU, the trained model itself generates" in capfd.readouterr().err
 
 
 def tiny_vlm(family: str, folder: Path) -> tuple[Path, object]:

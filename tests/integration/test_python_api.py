@@ -180,7 +180,7 @@ def test_a_run_a_checkpoint_an_export_and_a_public_folder_load_as_the_same_polic
         np.testing.assert_array_equal(found.act(rows), wanted)
     assert rlinf.load_policy("exported", overrides=["rollout.temperature=0.5"]).config.rollout.temperature == 0.5
     np.testing.assert_array_equal(rlinf.load_policy(state_run, model_type="mlp").act(rows), wanted)
-    with pytest.raises(CheckpointError, match="holds a 'mlp' and model.model_type is 'cnn'"):
+    with pytest.raises(CheckpointError, match="contains a 'mlp', but model.model_type is 'cnn'"):
         rlinf.load_policy(state_run, model_type="cnn")
     assert rlinf.load_policy(checkpoint / "model").cameras is None, "nothing is known of its env"
 

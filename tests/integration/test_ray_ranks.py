@@ -110,7 +110,7 @@ def test_a_rank_that_is_killed_starts_again_with_the_others_and_changes_nothing(
     with disturbed(tmp_path, 1, lambda pids: os.kill(pids[1], signal.SIGKILL)) as pids:
         train(run_config(tmp_path, *SMALL, *RAY))
     check_equal(tmp_path, runs("own", *SMALL))
-    assert "Rank 1 was killed by SIGKILL" in caplog.text and "start again from" in caplog.text
+    assert "Rank 1 was killed by SIGKILL" in caplog.text and "Restarting all ranks from" in caplog.text
     assert "(1 of 20 times)" in caplog.text and "(2 of 20 times)" not in caplog.text
     assert not rank_pids(tmp_path) and not any(map(is_running, pids.values()))
 
@@ -122,7 +122,7 @@ def test_a_rank_that_is_stopped_starts_again_with_the_others_and_changes_nothing
     with disturbed(tmp_path, 1, lambda pids: os.kill(pids[1], signal.SIGSTOP)) as pids:
         train(run_config(tmp_path, *SMALL, *RAY, *short))
     check_equal(tmp_path, runs("own", *SMALL))
-    assert "for more than 5 s; no reply from rank 1" in caplog.text and "start again from" in caplog.text
+    assert "for more than 5 s; no reply from rank 1" in caplog.text and "Restarting all ranks from" in caplog.text
     assert "was killed" not in caplog.text
     assert not rank_pids(tmp_path) and not any(map(is_running, pids.values()))
 
@@ -138,7 +138,7 @@ def test_a_rank_whose_folder_is_missing_ends_the_run_with_the_error_of_its_actor
     monkeypatch.setattr(RankPlaces, "start", elsewhere)
     with pytest.raises(RankError, match="Rank 0 could not be run: FileNotFoundError: .*nowhere") as caught:
         train(run_config(tmp_path / "run", *SMALL, *RAY))
-    assert not isinstance(caught.value, RankKilledError) and "start again" not in caplog.text
+    assert not isinstance(caught.value, RankKilledError) and "Restarting all ranks" not in caplog.text
 
 
 def test_actors_of_a_start_that_fails_leave_their_places(one_on_each):

@@ -194,7 +194,7 @@ def test_a_result_names_what_the_server_runs_otherwise_than_the_checkpoint(check
             evaluate(remote(url, tmp_path / "out"))
         result = evaluate(remote(url, tmp_path / "out", "evaluation.allow_mismatch=[precision]"))
     said = " ".join(result.warnings)
-    assert f"{url} calls its policy with 4 rows (max_batch), an evaluation with 16" in said
+    assert f"{url} calls its policy with 4 rows (max_batch), but evaluations use 16" in said
     assert 'precision: saved "fp32", present "bf16"' in said
     assert json.loads((tmp_path / "out" / "manifest.json").read_text())["precision"] == "bf16"
 

@@ -407,7 +407,7 @@ def test_a_checkpoint_is_diagnosed_on_its_env(tmp_path, capsys):
         (["model=openvla_tiny", "rollout.backend=vllm"], "Set model.init_config.action_decoding=autoregressive"),
         (["model=openvla_tiny", "checkpoint=nowhere"], "nowhere"),
         (["-m", "model=openvla_tiny,mlp"], "Remove -m"),
-        (["one", "two"], "required: one. Run rlinf diagnose"),
+        (["one", "two"], "needs one model, not ['one', 'two']. Run rlinf diagnose"),
         (["model=mlp", "~model.nope"], "model.nope"),
         (["model=mlp", "--config-dir", ".", "model.precison=bf16"], "Did you mean 'precision'"),
         (["a_folder", "--torch_dtype=bfloat16"], "'--torch_dtype=bfloat16' is not a flag"),

@@ -205,9 +205,8 @@ def test_an_interrupted_audit_goes_on_where_it_stopped_and_with_the_same_policy_
     monkeypatch.setattr(AuditCheckpoint, "add", stopped)
     with pytest.raises(KeyboardInterrupt):
         audit(configured(parse([*words, "output_dir=parts"])))
-    assert (
-        "5 conditions are saved in parts; the same command with output_dir=parts continues" in capsys.readouterr().err
-    )
+    hint = "to continue, run the same command with output_dir=parts"
+    assert f"5 conditions are saved in parts; {hint}" in capsys.readouterr().err
     for changed, both in (
         (["evaluation.greedy=false"], "greedy: saved true, present false"),
         (["model=mlp", "env=tabletop"], "rl_000001, this one is of model.model_type=mlp without a checkpoint"),
@@ -219,7 +218,7 @@ def test_an_interrupted_audit_goes_on_where_it_stopped_and_with_the_same_policy_
     monkeypatch.setattr(AuditCheckpoint, "add", counted)
     assert main(["audit", *words, "output_dir=parts"]) == 0
     found = [(here / name / "audit.json").read_text() for name in ("whole", "parts")]
-    assert found[0] == found[1] and "5 conditions were done before" in capsys.readouterr().out
+    assert found[0] == found[1] and "5 conditions were already done" in capsys.readouterr().out
     rows = [row["key"] for row in json.loads(found[0])["rows"] if row["success"] is not None]
     assert sorted(played) == sorted(rows), "each condition was played once"
     assert [path.name for path in sorted((here / "parts").iterdir())] == ["audit.json", "report.html"]

@@ -103,8 +103,8 @@ def test_train_runs_in_one_folder_below_the_present_one_or_in_output_dir(here, s
         ("trainer.learning_rate=1e38", "trainer.learning_rate is 1e+38; required: at least 1e-12 and at most 1"),
         ("trainer.value_learning_rate=inf", "trainer.value_learning_rate is inf; required: a finite number"),
         ("rollout.temperature=inf", "rollout.temperature is inf; required: a finite number"),
-        (f"resume={'x' * 316}", "is longer than a path may be"),
-        (f"output_dir={'x' * 316}", "is longer than a path may be"),
+        (f"resume={'x' * 316}", "exceeds the maximum path length"),
+        (f"output_dir={'x' * 316}", "exceeds the maximum path length"),
     ],
 )  # fmt: skip
 def test_values_that_no_machine_can_hold_are_one_line(override, said, here, started, capsys):

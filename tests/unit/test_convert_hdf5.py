@@ -190,7 +190,7 @@ def test_a_converted_file_of_libero_is_for_that_env_and_its_conventions(tmp_path
     assert checked(*libero).num_episodes == 1
     for words, expected in (
         (["env=tabletop"], "collected with env.name=libero"),
-        ([*libero, "env.gripper=openvla"], "env.gripper=env, and the present env has env.gripper=openvla"),
+        ([*libero, "env.gripper=openvla"], "env.gripper=env, but the current env has env.gripper=openvla"),
         ([*libero, "env.rendering=fast"], "sft.allow_mismatch=.rendering."),
     ):
         with pytest.raises(ConfigError, match=expected):

@@ -201,7 +201,7 @@ def test_failures_of_the_policy_count_only_in_a_row():
 
 def test_a_policy_that_is_gone_ends_the_command_and_the_robot_holds():
     clock = Clock()
-    with pytest.raises(RLinfError, match=r"3 calls in a row.*ConnectionError: the server is gone"):
+    with pytest.raises(RLinfError, match=r"3 consecutive calls.*ConnectionError: the server is gone"):
         played(clock, Foretell(chunk_len=1, fails=range(5, 50)))
     assert clock.sent[:3] == [1, 2, 3] and set(clock.sent[3:]) == {0}
 
@@ -237,7 +237,7 @@ def test_a_bus_that_fails_now_and_then_is_survived():
     sent, timing = played(clock, relative_dims=[], max_relative_target=1.0)
     assert timing.lost == 3 and sent[:3] == [1, 2, 3] and max(np.diff(sent)) == 1.0
     clock.position = lambda: (_ for _ in ()).throw(ConnectionError("unplugged"))
-    with pytest.raises(RLinfError, match="where it is.*unplugged"):
+    with pytest.raises(RLinfError, match="its pose.*unplugged"):
         played(clock)
 
 
@@ -327,7 +327,7 @@ def test_no_number_that_is_not_finite_reaches_a_motor_or_a_dataset(relative_dims
     assert np.isfinite(arm.sent).all() and np.isfinite([label for label in rows.labels if label is not None]).all()
     assert np.isfinite(policy.seen).all() and episodes.timing.lost == 2 + 3 + 4
     arm.position = lambda: {"joint": wrong}
-    with pytest.raises(RLinfError, match="where it is.*joint is"):
+    with pytest.raises(RLinfError, match="its pose.*joint is"):
         played(arm)
     assert set(played(Clock(), max_relative_target=float("nan"))[0]) == {0}, "a limit that is not finite, from Python"
 

@@ -103,7 +103,7 @@ def test_actions_in_other_units_are_refused(control, units, message):
 def test_an_arm_of_an_env_with_other_actions_is_refused_by_name(tmp_path):
     """The tabletop's actions are displacements, and no setting of it says so. What the message says to type is accepted."""
     words = {"success": "human", "relative_dims": [], "max_relative_target": 2.0}
-    with pytest.raises(ConfigError, match="env.name=tabletop.*positions of joints") as error:
+    with pytest.raises(ConfigError, match="env.name=tabletop.*joint positions") as error:
         robot(run_config(tmp_path, "env=tabletop"), RobotConfig(arm="arm.yaml", **words))
     typed = str(error.value).partition(" Set ")[2].split()
     _check_arm(run_config(tmp_path, *typed), RobotConfig(arm="arm.yaml", **words))

@@ -120,7 +120,7 @@ def test_a_teleoperator_that_vanishes_leaves_a_robot_that_holds(caplog):
     assert sent[:10] == [1, 2, 3, 10, 10, 10, 10, 10, 10, 10], "positions are held"
     assert (timing.teleop_lost_steps, timing.idle_steps, timing.intervention_steps) == (3, 3, 3)
     assert (
-        "ConnectionError: unplugged" in caplog.text and caplog.text.count("is gone") == 1 and "is back" in caplog.text
+        "ConnectionError: unplugged" in caplog.text and caplog.text.count("was lost") == 1 and "is back" in caplog.text
     )
     sent, timing = played(Person(gone=range(2, 6)))
     assert sent[:8] == [1, 2, 0, 0, 0, 0, 7, 8], "where nobody watches the policy does not act"

@@ -146,7 +146,7 @@ def test_a_launchers_rank_needs_one_gpu_and_a_run_that_starts_its_ranks_one_for_
     monkeypatch.delenv("RANK")
     config = build_config(compose_config(["experiment=quickstart", "cluster.device=cuda", "cluster.num_processes=2"]))
     for command in ("train", "evaluate"):
-        with pytest.raises(ConfigError, match=r"2 processes \(cluster.num_processes\), and torch sees 1"):
+        with pytest.raises(ConfigError, match=r"2 processes \(cluster.num_processes\), but torch sees 1"):
             check_devices(config, command)
     check_devices(config, "collect")
 

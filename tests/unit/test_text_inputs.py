@@ -25,7 +25,7 @@ def here(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("words", "named"),
     [
-        ("chat.jsonl", "'chat.jsonl' is a file of text"),
+        ("chat.jsonl", "'chat.jsonl' is a text file"),
         ("llama", "'llama' is a language model (llama)"),
         ("experiment=quickstart sft.dataset=chat.jsonl", "sft.dataset is 'chat.jsonl'"),
         ("experiment=quickstart sft.dataset=texts", "sft.dataset is 'texts'"),

@@ -187,9 +187,7 @@ def recipe_page() -> str:
         if section is not None:
             for path, text, cls in sections(section, name, field.metadata["help"]):
                 # The training and validation datasets have the same keys.
-                keys = (
-                    "Same keys as `train.train_policy.dataset`." if path == "validation.dataset" else table(cls, path)
-                )
+                keys = "As in `train.train_policy.dataset`." if path == "validation.dataset" else table(cls, path)
                 parts += [f"## {path}\n", prose(text), keys, ""]
     parts += [
         "## Other names\n",
@@ -199,13 +197,7 @@ def recipe_page() -> str:
     parts += [f"| `{key}` | alias of `{new}` |" for key, new in ALIASES.items()]
     parts += grouped((key, f"no effect: {reason}") for key, (_, reason) in WITHOUT_EFFECT.items())
     parts += grouped((key, f"old name: use {new}") for key, new in OLDER.items())
-    parts += [
-        "",
-        "## Not supported\n",
-        "These keys accept only the listed values.\n",
-        "| key | supported | why |",
-        "|---|---|---|",
-    ]
+    parts += ["", "## Not supported\n", "Only these values work.\n", "| key | supported | why |", "|---|---|---|"]
     for key, (values, reason) in NOT_DONE.items():
         shown = ", ".join(f"`{override_text(value)}`" for value in values if value != "")
         parts.append(f"| `{key}` | {shown} | {escape(reason)} |")

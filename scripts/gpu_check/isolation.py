@@ -94,7 +94,7 @@ def most_of_each(one: list[int] | None, other: list[int] | None) -> list[int] | 
 
 def renderer_row(rows: Rows, setting: Setting) -> None:
     """MuJoCo's images come from the GPU."""
-    what = "renderer of MuJoCo (GL_RENDERER)"
+    what = "MuJoCo's renderer (GL_RENDERER)"
     if importlib.util.find_spec("mujoco") is None:
         rows.not_measured(what, "needs the package mujoco")
         return

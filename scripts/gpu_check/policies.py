@@ -70,7 +70,7 @@ def checkpoint_rows(rows: Rows, setting: Setting, folder: Path) -> None:
     else:
         rows.not_measured("size of the checkpoint over the size of the model below", NEEDS_FULL_SIZE)
     resumed = train(setting, "resumed", [f"resume={folder}", "trainer.max_steps=4"])
-    rows.holds("iterations after a resume from adapters alone", len(rl_metrics(resumed)), 1)
+    rows.holds("iterations after resuming from adapters alone", len(rl_metrics(resumed)), 1)
 
 
 def trace_rows(rows: Rows, setting: Setting, folder: Path) -> None:

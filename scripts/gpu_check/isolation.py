@@ -94,7 +94,7 @@ def most_of_each(one: list[int] | None, other: list[int] | None) -> list[int] | 
 
 def renderer_row(rows: Rows, setting: Setting) -> None:
     """MuJoCo's images come from the GPU."""
-    what = "renderer of MuJoCo (GL_RENDERER)"
+    what = "MuJoCo's renderer (GL_RENDERER)"
     if importlib.util.find_spec("mujoco") is None:
         rows.not_measured(what, "needs the package mujoco")
         return
@@ -105,9 +105,9 @@ def renderer_row(rows: Rows, setting: Setting) -> None:
     name = done.stdout.strip() or f"none: {(done.stderr.strip().splitlines() or ['no output'])[-1]}"
     rows.state(what, name)
     if setting.is_gpu:
-        rows.holds(f"{what} is of NVIDIA", "NVIDIA" in name, True)
+        rows.holds(f"{what} is NVIDIA's", "NVIDIA" in name, True)
     else:
-        rows.not_measured(f"{what} is of NVIDIA", NEEDS_GPU)
+        rows.not_measured(f"{what} is NVIDIA's", NEEDS_GPU)
 
 
 def worker_rows(rows: Rows, setting: Setting) -> None:

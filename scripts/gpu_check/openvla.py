@@ -65,9 +65,9 @@ def g0_draw(setting: Setting) -> list[Row]:
         torch.cuda.synchronize()
     rows.state("parameters, in billions", f"{sum(p.numel() for p in model.parameters()) / 1e9:.3f}")
     if setting.is_full:
-        rows.at_most("seconds to draw the model", time.monotonic() - start, 60)
+        rows.at_most("seconds to initialise the model", time.monotonic() - start, 60)
     else:
-        rows.not_measured("seconds to draw the model", NEEDS_FULL_SIZE)
+        rows.not_measured("seconds to initialise the model", NEEDS_FULL_SIZE)
     start = time.monotonic()
     model.save_pretrained(setting.model)
     size = sum(path.stat().st_size for path in Path(setting.model).glob("*.safetensors"))

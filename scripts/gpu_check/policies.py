@@ -41,7 +41,7 @@ def g1_openvla_lora(setting: Setting) -> list[Row]:
     gaps = [each["rollout/logprob_gap_exp_mean"] for each in metrics]
     rows.holds("iterations of OpenVLA with LoRA", len(metrics), 3)
     rows.at_most("mean exp gap of rollout and trainer", max(gaps), 1.05)
-    rows.state("largest gap of a log-probability", f"{max(m['rollout/logprob_gap_max'] for m in metrics):.3g}")
+    rows.state("maximum log-probability gap", f"{max(m['rollout/logprob_gap_max'] for m in metrics):.3g}")
     plain = [each for number, each in enumerate(metrics) if number not in (0, PROFILED)]
     rows.state("seconds of an iteration", f"{statistics.median(map(seconds_of, plain)):.1f}")
     rows.state("samples per second of an update", f"{plain[-1]['throughput/samples_per_s']:.1f}")
@@ -70,7 +70,7 @@ def checkpoint_rows(rows: Rows, setting: Setting, folder: Path) -> None:
     else:
         rows.not_measured("size of the checkpoint over the size of the model below", NEEDS_FULL_SIZE)
     resumed = train(setting, "resumed", [f"resume={folder}", "trainer.max_steps=4"])
-    rows.holds("iterations after a resume from adapters alone", len(rl_metrics(resumed)), 1)
+    rows.holds("iterations after resuming from adapters alone", len(rl_metrics(resumed)), 1)
 
 
 def trace_rows(rows: Rows, setting: Setting, folder: Path) -> None:
@@ -150,14 +150,14 @@ def time_rows(rows: Rows, setting: Setting, config: Any, model: Any, observation
         model.use_cuda_graph()
         seconds["CUDA graph, with adapters"] = seconds_of_calls(model)
     for name, each in seconds.items():
-        rows.state(f"milliseconds of a call of {NUM_ROWS} rows, {name}", f"{1e3 * each:.1f}")
-    what, share = "with adapters: times as fast with a CUDA graph", preprocessing / seconds["eager, with adapters"]
+        rows.state(f"milliseconds per call with {NUM_ROWS} rows, {name}", f"{1e3 * each:.1f}")
+    what, share = "speed-up by a CUDA graph, with adapters", preprocessing / seconds["eager, with adapters"]
     if not setting.is_full:
-        rows.state("fraction of preprocessing in a call", f"{share:.1%}")
+        rows.state("fraction of a call spent on preprocessing", f"{share:.1%}")
         rows.not_measured(what, "CUDA graphs need a GPU and the full size")
         return
     rows.at_least(what, seconds["eager, with adapters"] / seconds["CUDA graph, with adapters"], 1.2)
-    rows.at_most("fraction of preprocessing in a call", share, 0.05)
+    rows.at_most("fraction of a call spent on preprocessing", share, 0.05)
 
 
 def median_seconds(function: Callable[[], Any], setting: Setting) -> float:
@@ -187,7 +187,7 @@ def attention_rows(rows: Rows, setting: Setting, model: Any, observation: Any) -
             for event in profiler.key_averages()
             if SDPA in event.key and "backward" not in event.key
         })  # fmt: skip
-        what = f"kernels of attention, prompts {name}"
+        what = f"attention kernels, prompts {name}"
         rows.state(what, ", ".join(f"{kind} {count}" for kind, count in counts.most_common()) or "none")
         if setting.is_gpu:
             slow = sum(count for name, count in counts.items() if any(kind in name for kind in rejected))
@@ -239,7 +239,7 @@ def in_float32(inputs: dict[str, Any]) -> dict[str, Any]:
 
 def sync_rows(rows: Rows, setting: Setting, config: Any, model: Any, observation: Any) -> None:
     """Waits of the host in a policy call on inputs of the GPU, and in an update of behaviour cloning."""
-    call, update = "waits of the host in a policy call", "waits of the host in an update of two micro-batches"
+    call, update = "host waits in a policy call", "host waits in an update with two micro-batches"
     from rlinf.training.train_worker import TrainWorker, sft_trainer_config
 
     size = NUM_ROWS // 2

@@ -81,7 +81,7 @@ def token_step(
         start = time.monotonic()
         losses.append(policy.train(BatchedDataDict(data), NLLLossFn())["loss"])
     rows.holds(f"{name}: the losses are finite", bool(torch.isfinite(torch.tensor(losses)).all()), True)
-    rows.state(f"{name}: tokens per second of a step of 8 x {length}", f"{8 * length / (time.monotonic() - start):.0f}")
+    rows.state(f"{name}: tokens per second in a step of 8 x {length}", f"{8 * length / (time.monotonic() - start):.0f}")
     what = (f"{name}: peak GPU memory", f"{name}: peak of reserved over allocated memory")
     if setting.is_full:
         allocated = torch.cuda.max_memory_allocated()

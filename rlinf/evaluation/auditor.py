@@ -407,13 +407,13 @@ def paraphrased(instructions: Sequence[str]) -> dict[str, str]:
 
 
 def swapped(task_instructions: Mapping[str, Sequence[str]]) -> dict[str, str]:
-    """Map each instruction to a different one, of the same task if it has several; empty if there is only one instruction."""
+    """Map each instruction to a different one, from the same task if it has several; empty if there is only one instruction."""
     tasks = {task: sorted(set(instructions)) for task, instructions in task_instructions.items()}
     all_instructions = sorted({text for instructions in tasks.values() for text in instructions})
     replacements = {}
     for instructions in tasks.values():
         choices = instructions if len(instructions) > 1 else all_instructions
-        # Half of the sorted list away, so that instructions with two objects also differ in the first object.
+        # Shift by half of the sorted list, so that instructions that name two objects also differ in the first object.
         for text in instructions:
             replacements[text] = choices[(choices.index(text) + max(1, len(choices) // 2)) % len(choices)]
     return {text: replacement for text, replacement in replacements.items() if text != replacement}

@@ -301,7 +301,7 @@ def compare(result_a: EvaluationResult, result_b: EvaluationResult, allow_mismat
         allow_mismatch: With ``"episodes"``, only episodes common to both lists are compared; ``"greedy"``, ``"temperature"`` and
             ``"seed"`` accept differences in how actions were sampled.
     """
-    message = "The two evaluations sampled actions differently (first: saved, second: current)"
+    message = "The two evaluations sampled actions differently (first: saved, second: present)"
     mismatches = reject_mismatches(sampling_differences(result_a, result_b), allow_mismatch, message)
     first, second = _by_episode(result_a, "first"), _by_episode(result_b, "second")
     fix = "Evaluate both with the same env, evaluation.split and evaluation.num_episodes"

@@ -499,11 +499,11 @@ class Watcher(Protocol):
 def replay_episodes(
     policy: BatchedPolicy, env: VectorEnv, specs: Sequence[EpisodeSpec], size: int, watcher: Watcher | None = None
 ) -> list[tuple[EpisodeResult, str, list[np.ndarray]]]:
-    """Run at most ``env.num_envs`` episodes and record their frames; a lost simulator restarts all of them.
+    """Run up to ``env.num_envs`` episodes and record their frames; if a simulator is lost, restart all of them.
 
     Returns:
-        The result, the instruction and the frames of each episode: ``uint8 [size, size, 3]``, the first observation's and one after
-        each env step.
+        Each episode's result, instruction and frames: ``uint8 [size, size, 3]``, one for the first observation and one after each
+        env step.
     """
     if watcher is not None:
         watcher.reset()
@@ -517,7 +517,7 @@ def replay_episodes(
         actions = _step(policy, env, observation, running, contexts)
         if watcher is not None:
             watcher.decided(running, actions[running])
-        # One action at a time instead of the chunk, so that every env step has a frame.
+        # Execute one action at a time instead of the full chunk, so that every env step has a frame.
         for position in range(actions.shape[1]):
             alive = np.array([row for row in running if row not in results])
             if not len(alive):

@@ -210,7 +210,7 @@ def test_an_interrupted_audit_goes_on_where_it_stopped_and_with_the_same_policy_
     )
     for changed, both in (
         (["evaluation.greedy=false"], "greedy: saved true, present false"),
-        (["model=mlp", "env=tabletop"], "rl_000001, this one is of model.model_type=mlp without a checkpoint"),
+        (["model=mlp", "env=tabletop"], "rl_000001, but this audit is of model.model_type=mlp without a checkpoint"),
     ):
         other = [*(words if len(changed) == 1 else words[1:]), *changed, "output_dir=parts"]
         assert main(["audit", *other]) == EXIT_USER_ERROR

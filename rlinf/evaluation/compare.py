@@ -100,7 +100,7 @@ class SequentialPairs(Pairs):
         progress = f"after {self.episodes} of {self.num_planned} episodes"
         if self.p_value <= LEVEL:
             low, high = self.interval
-            # The test only asks which policy wins more often. The interval must cover every possible size of the difference, so it is wider.
+            # The test only asks which policy wins more often; the interval must cover every possible difference, so it is wider.
             doubt = "; by how much is still open, so the wider interval includes 0" if low <= 0 <= high else ""
             return f"Decided {progress}: {'b' if self.difference > 0 else 'a'} is better{doubt}"
         more = episodes_to_decide(self.signs, self.num_planned)

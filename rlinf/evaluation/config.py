@@ -34,7 +34,7 @@ class EvaluationConfig:
     )
     stop_when: str | float | None = option(
         None,
-        "When to stop early: 'decided' (sequential paired test against evaluation.compare), or a width of the 95 % interval (0.1: 10 points).",
+        "When to stop early: 'decided' (sequential paired test against evaluation.compare), or a 95 % interval width (0.1: 10 points).",
     )
     allow_mismatch: list[str] = option(
         [],

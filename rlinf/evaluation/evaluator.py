@@ -313,8 +313,8 @@ def evaluate_policy(
         raise ConfigError("The list of episodes (specs) is empty; required: at least one")
     if remembers(model) and env.num_envs > 1:
         raise ConfigError(
-            f"{type(model).__name__} has reset, so it can only run one episode at a time, but env has num_envs={env.num_envs}; required: 1. "
-            "Create env with num_envs=1"
+            f"{type(model).__name__} has reset, so it can only run one episode at a time, but env has num_envs={env.num_envs}; "
+            "required: 1. Create env with num_envs=1"
         )
     start = time.monotonic()
     episodes = plan.episodes

@@ -1,4 +1,4 @@
-"""Audit a policy: rerun the same episodes with one disturbance at a time to find out what its success depends on."""
+"""Audit a policy: rerun the same episodes with one disturbance at a time to determine which inputs its success depends on."""
 
 from __future__ import annotations
 

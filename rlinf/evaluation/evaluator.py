@@ -252,7 +252,7 @@ def rank_slice(episodes: Sequence[T], rank: int, num_ranks: int) -> Sequence[T]:
 
 @dataclass(frozen=True)
 class RankGroup:
-    """The processes that share an evaluation's episodes.
+    """The processes among which an evaluation's episodes are divided.
 
     Attributes:
         rank, count: Index of this process, and total number of processes.

@@ -16,7 +16,7 @@ BAND_COLOUR, TEXT_COLOUR = (24, 26, 31), (236, 238, 242)
 
 
 def wrap_text(text: str, font: Any, width: int) -> list[str]:
-    """Break ``text`` into lines of at most ``width`` pixels, splitting longer words."""
+    """Break ``text`` into lines of at most ``width`` pixels, splitting any word that is longer."""
     lines = [""]
     for word in text.split():
         extended = f"{lines[-1]} {word}".strip()

@@ -77,7 +77,7 @@ def _facts(data: RunData) -> dict[str, Any]:
 
 
 def _warnings(data: RunData) -> list[str]:
-    """Return warnings from the newest evaluation and the parity gate, and about an actor that is no better than noise."""
+    """Return warnings from the newest evaluation and the parity gate, and about an actor that does not outperform noise."""
     lines = list(data.evaluations[-1].result.warnings) if data.evaluations else []
     checked = [line for line in data.lines if "rollout/parity_exceeded" in line]
     beyond = [line["step"] for line in checked if line["rollout/parity_exceeded"]]

@@ -211,7 +211,7 @@ def compare_with_statistics(model: ActionModel, rows: Any, env_name: str) -> tup
 
 @torch.no_grad()
 def check_labels_are_read(model: ActionModel, observation: Observation) -> None:
-    """Raise ConfigError if a policy's inputs are the same for good and bad labels, e.g. because both words are missing in its tokenizer."""
+    """Raise ConfigError if a policy's inputs are the same for good and bad labels, e.g. because its tokenizer knows neither label."""
     good, bad = (model.preprocess(replace(observation, suffixes=[label] * len(observation))) for label in (GOOD, BAD))
     if all(torch.equal(good[name], bad[name]) for name in good):
         raise ConfigError(

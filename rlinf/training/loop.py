@@ -196,7 +196,7 @@ class Loop:
         return ends_by_collapse(self)
 
     def checkpoint_if_due(self, last: bool) -> None:
-        """Save at the end of a phase, at the configured step and time intervals, and if an action policy is the best so far; stop on a signal."""
+        """Save at the end of a phase, at the ``save_every`` intervals, and if an action policy is the best so far; stop after a signal."""
         settings, state = self.settings, self.state
         limit = 60 * settings.save_every_minutes
         late = rank() == 0 and limit > 0 and time.monotonic() - self._saved_at >= limit

@@ -148,7 +148,7 @@ class TrainWorker:
         logprobs, values = torch.zeros(batch.rollout_logprobs.flatten(0, 1).shape), torch.zeros(len(tokens))
         scores: list[tuple[Tensor, Tensor]] = []
         with self.autocast():
-            # A sharded model is gathered in every call, so all ranks must make the same number of calls: a rank with fewer rows repeats one.
+            # A sharded model is gathered in every call, so all ranks must make equally many calls: a rank with fewer rows repeats one.
             for start in range(0, int(maximum(len(valid))[0]), size):
                 rows = valid[start : start + size]
                 rows = rows if len(rows) else torch.zeros(1, dtype=torch.int64)

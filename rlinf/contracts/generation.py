@@ -174,7 +174,7 @@ def vocab_size(backend: Any) -> int | None:
 def log_probability_error(training: Tensor, inference: Tensor, mask: Tensor) -> float:
     """Return ``mean(exp|training - inference|)`` over the tokens in ``mask``; raise ConfigError if ``mask`` is empty."""
     if not mask.any():
-        raise ConfigError("No tokens were generated, so log-probabilities cannot be compared. Pass shorter prompts or max_new_tokens=8")
+        raise ConfigError("No tokens were generated to compare. Pass shorter prompts or max_new_tokens=8")
     differences = (training.float() - inference.to(training.device).float()).abs()[mask.to(training.device)]
     return float(differences.exp().mean())
 

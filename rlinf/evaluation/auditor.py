@@ -401,7 +401,7 @@ SYNONYMS = {
 
 def paraphrased(instructions: Sequence[str]) -> dict[str, str]:
     """Map each instruction to a paraphrase with synonyms, wrapped in "please ... now"."""
-    phrases = sorted(SYNONYMS, key=len, reverse=True)  # longest first, so that "turn on" is replaced before any part of it
+    phrases = sorted(SYNONYMS, key=len, reverse=True)  # longest first: "turn on" before any part of it
     pattern = re.compile(rf"\b({'|'.join(map(re.escape, phrases))})\b")
     return {text: f"please {pattern.sub(lambda match: SYNONYMS[match[0]], text)} now" for text in instructions}
 

@@ -391,5 +391,5 @@ def _by_episode(result: EvaluationResult, which: str) -> Outcomes:
     outcomes = {episode_of(episode): (episode.task, bool(episode.success)) for episode in result.results}
     if len(outcomes) < len(result.results):
         rows = f"{len(result.results)} rows for {len(outcomes)} episodes"
-        raise ConfigError(f"The {which} result has {rows}, but each episode must have been run exactly once. Evaluate again")
+        raise ConfigError(f"The {which} result has {rows}, but each must have been run exactly once. Evaluate again")
     return outcomes

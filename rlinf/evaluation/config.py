@@ -23,7 +23,7 @@ class EvaluationConfig:
     num_envs: int = option(64, "Number of parallel environments across all ranks; does not affect results.", minimum=1)
     greedy: bool = option(True, "Take the most likely action; false: sample.")
     split: str = option("eval", "Which initial states: eval (held out) or train.", choices=("eval", "train"))
-    num_videos_per_task: int = option(2, "Number of MP4s per task, the first success and the first failure; 0: none.", minimum=0)
+    num_videos_per_task: int = option(2, "Number of MP4s per task: first success, first failure; 0: none.", minimum=0)
     record_episodes: int = option(
         0, "Number of recorded episodes per task, shown step by step in the report; 0: none.", minimum=0
     )

@@ -51,7 +51,7 @@ class PartialResults:
                 for path in partial_files(folder):
                     self._read(path)
             content = self.path.read_bytes()
-            os.truncate(self.path, content.rfind(b"\n") + 1)  # remove an incomplete line left by a process that was killed
+            os.truncate(self.path, content.rfind(b"\n") + 1)  # remove an incomplete line left by a killed process
         except BaseException:
             self._file.close()
             raise

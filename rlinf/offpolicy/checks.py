@@ -283,7 +283,7 @@ def _check_demonstrations(config: RunConfig, algorithm: OffPolicyConfig, policy:
 def _check_replay_from(config: RunConfig, algorithm: OffPolicyConfig) -> None:
     """Check that the run whose buffer is reused had the same frozen policy, policy settings and env."""
     resumed = None if config.resume is None else read_loop_state(resolve_checkpoint(config.resume))
-    if algorithm.replay_from is None or (resumed is not None and resumed["step"] > 0):  # then the run has its own buffer
+    if algorithm.replay_from is None or (resumed is not None and resumed["step"] > 0):  # it has its own buffer
         return
     instead = "algorithm.replay_from=null"
     folder = resolve_checkpoint(algorithm.replay_from)

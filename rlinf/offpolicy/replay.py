@@ -221,7 +221,7 @@ class ReplayBuffer:
             )
         self._check_shapes(state)
         for name, tensor in self.tensors.items():
-            if state[name].data_ptr() != tensor.data_ptr():  # otherwise, it was read directly into the buffer (`tensor_for`)
+            if state[name].data_ptr() != tensor.data_ptr():  # otherwise already read into the buffer (`tensor_for`)
                 tensor[: len(state[name])] = state[name]
         self.counts.copy_(state["counts"])
         self.generator.set_state(state["generator"])

@@ -253,7 +253,7 @@ class OffPolicyTrainer(ActionTrainer):
                 staleness = max(staleness, self.learner.num_updates - acted_at)
             self._store(actions, outcome, episodes)
             base_output = outcome.following
-        self._observe(base_output)  # store the observation after the last actions, so that the critic can estimate its value
+        self._observe(base_output)  # the critic estimates the value after the last actions
         clock.lap("rollout")
         self._update(updates)
         clock.lap("update")

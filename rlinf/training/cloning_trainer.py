@@ -52,7 +52,7 @@ class CloningTrainer(ActionTrainer):
     ) -> None:
         super().__init__(parts)
         self.dataset, self.last_tag = dataset, last_tag
-        self._waits: list[float] = []  # seconds per step since the last logged line: waiting for the batch, and in total
+        self._waits: list[float] = []  # seconds per step since the last line: waiting for the batch, and in total
         self._times: list[float] = []
         self._batches: Prefetcher | None = None
         self._demonstrator: dict[str, float] = {}

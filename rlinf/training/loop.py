@@ -259,7 +259,7 @@ class Loop:
         """Load the resumed checkpoint, if any, into tensors with the names used in ``Trainer.state_dict``."""
         if self.resumed_from is not None:
             folder = self.resumed_from / TRAINER_FOLDER
-            if self.state.step > 0 or tensors.keys() & read_entries(folder).keys():  # checkpoints saved before RL contain no such tensors
+            if self.state.step > 0 or tensors.keys() & read_entries(folder).keys():  # missing in checkpoints before RL
                 read_tensors(folder, dict(tensors))
 
     def _finish_checkpoints(self, error: BaseException | None) -> None:

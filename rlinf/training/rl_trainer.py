@@ -244,7 +244,7 @@ class RLTrainer(ActionTrainer):
         handle, version = pending.handle, pending.ahead.policy_version
         if env_groups is not None:
             with nullcontext() if pending.weights is None else pending.weights.in_place():
-                if self.sync.version != version:  # the version is equal on all ranks, so all of them take part in the push
+                if self.sync.version != version:  # equal on all ranks, so all of them push
                     self.sync.push(version)
                 handle = self._submit(pending.ahead, attempt, env_groups) if env_groups else None
         if handle is not None:

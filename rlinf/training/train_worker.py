@@ -95,7 +95,7 @@ class TrainWorker:
         named = [(name, p) for name, p in self.model.named_parameters() if p.requires_grad]
         policy = [p for name, p in named if VALUE_HEAD not in name]
         value = [p for name, p in named if VALUE_HEAD in name]
-        groups: dict[tuple[float, float], list[Tensor]] = {}  # use few groups, because each requires separate kernel launches
+        groups: dict[tuple[float, float], list[Tensor]] = {}  # few, because each needs separate kernel launches
         for parameter in policy:
             decay = config.weight_decay if parameter.ndim >= 2 else 0.0
             groups.setdefault((config.learning_rate, decay), []).append(parameter)

@@ -158,7 +158,7 @@ def change_interval(values: Sequence[float], window: int) -> tuple[float, float,
         math.sqrt(fmean((a - 2 * b + c) ** 2 / 6 for a, b, c in zip(part, part[1:], part[2:], strict=False)))
         for part in (values[:half], values[-half:])
     )
-    degrees = min(half - 2, len(STUDENT_T_95))  # use the degrees of freedom of one half, because the second half may have no noise
+    degrees = min(half - 2, len(STUDENT_T_95))  # of one half, because the second half may have no noise
     width = STUDENT_T_95[degrees - 1] * math.hypot(early, late) / math.sqrt(window)
     change = fmean(values[-window:]) - fmean(values[:window])
     return change - width, change + width, early

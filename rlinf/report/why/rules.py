@@ -133,7 +133,7 @@ def policy_never_moves(record: Record) -> Finding | None:
         return Finding(text, "algorithm.critic_warmup_steps=0", record.outcome.steps)
     kl = record.series("train/approx_kl")
     largest = max(map(abs, kl.values))
-    if largest > STILL_KL or num_updates(record, kl.steps)[1] <= 1:  # with a single update, the KL is measured before it
+    if largest > STILL_KL or num_updates(record, kl.steps)[1] <= 1:  # a single update follows the KL
         return None
     text = f"The KL of old to new policy is at most {largest:.1g} nat in every iteration, which is 0 up to rounding"
     return Finding(text, "", kl.all_steps)
@@ -155,7 +155,7 @@ def steps_too_large(record: Record) -> Finding | None:
     """The KL of an iteration exceeds 0.1 nat, or a single AdamW step can move a weight by 0.02 or decay it by a tenth."""
     (key, rate), moved, steps = rate_of(record), 0.0, record.outcome.steps
     decay = record.setting("trainer.weight_decay", 0.0) * rate
-    is_large = rate >= LARGEST_RATE or decay > LARGEST_DECAY  # depends only on the configuration, so no measured KL is needed
+    is_large = rate >= LARGEST_RATE or decay > LARGEST_DECAY  # depends only on the configuration
     with suppress(NotMeasured) if is_large else nullcontext():
         if record.trained_phase == "rl" and any("train/approx_kl" in line for line in record.lines):
             kl = record.series("train/approx_kl")

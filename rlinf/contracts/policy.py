@@ -133,7 +133,7 @@ class PolicyChecker:
         checks = [Check("torch: shapes, number formats", passed, detail)]
         if passed:
             checks += [*self.row_checks(model, "torch"), *self.repeat_checks(model, "torch")]
-        return [*checks, Check("torch: log-probabilities", None, "not available, so nothing is scored")]
+        return [*checks, Check("torch: log-probabilities", None, "not available, so actions cannot be scored")]
 
     def remote_checks(self) -> list[Check]:
         """Check that the actions of a policy on a server are repeatable and do not depend on the rest of the batch."""
@@ -197,7 +197,7 @@ class PolicyChecker:
                 kind = "sampled" if do_sample else "greedy"
                 checks.append(self.agreement(f"{name}, {setting}, {kind}", actual, expected))
         if prediction.sequences.is_floating_point():
-            checks.append(Check(f"{name}, greedy", None, "no tokens: only samples are scored"))
+            checks.append(Check(f"{name}, greedy", None, "no tokens, so only samples are scored"))
         return checks
 
     def row_checks(self, policy: ActionModel | VllmPolicy, engine: str) -> list[Check]:
@@ -261,7 +261,7 @@ class PolicyChecker:
             logits, sequences = prediction.logits, prediction.sequences
             logprobs = model.rollout_logprobs(prediction, self.temperature)
             if model.num_uniforms != model.num_logprobs:
-                return Check(name, None, "not one random number per log-probability")
+                return Check(name, None, "requires one random number per log-probability")
             if sequences.is_floating_point():
                 # For a Gaussian, log p = 1/2 - entropy - z^2 / 2, where z is the standardised sample.
                 actual.append(logprobs + self.score(inputs, sequences).entropy - 0.5)

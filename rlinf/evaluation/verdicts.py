@@ -183,7 +183,7 @@ def _beats_baselines(pairs: Pairs) -> Verdict:
 
 def _not_better(question: str) -> Verdict:
     return Verdict(
-        question, UNKNOWN, "no success to lose: it is not shown to be better than random actions and doing nothing"
+        question, UNKNOWN, "no success to lose, as it is not shown to be better than random actions and doing nothing"
     )
 
 
@@ -222,7 +222,7 @@ def _reacts(rows: Mapping[str, ConditionRow], pushed: Pairs | None, stake: float
         else:
             # If replayed actions succeed despite the pushes, the comparison cannot show that reacting helps.
             outcomes.append(UNCLEAR)
-            reason += "; the pushes do not make its replayed actions fail either"
+            reason += "; but its replayed actions do not fail under the pushes either"
     outcome = YES if YES in outcomes else NO if set(outcomes) == {NO} else UNCLEAR
     largest = max((effect.extent for effect in effects), key=lambda extent: extent.get("fraction", -1.0))
     return Verdict(question, outcome, reason, outcome == NO, **largest)
@@ -256,7 +256,7 @@ def _memorises(
             reasons.append(f"its actions from different episodes: {effect}")
     # A no requires results on the initial states of training: the policy may have memorised states even if replayed actions fail.
     if not outcomes or (seen is None and outcomes == [NO]):
-        return Verdict(question, UNKNOWN, "; ".join(reasons) or "there is nothing to compare")
+        return Verdict(question, UNKNOWN, "; ".join(reasons) or "no conditions can be compared")
     outcome = YES if YES in outcomes else NO if set(outcomes) == {NO} else UNCLEAR
     return Verdict(question, outcome, "; ".join(reasons), outcome == YES)
 

@@ -47,7 +47,7 @@ CURVES: Curves = (
     ),
     ("Entropy", {"sft/entropy": "entropy", "train/entropy": "entropy"}, "entropy (nat)", {}),
     ("Clip fraction", {"train/clip_fraction": "clip fraction"}, "fraction of ratios", {"zero": True}),
-    ("Gap of generator and trainer", {"rollout/logprob_gap_mean": "mean"}, "|difference| (nat)", {"log": True}),
+    ("Gap between generator and trainer", {"rollout/logprob_gap_mean": "mean"}, "|difference| (nat)", {"log": True}),
     (
         "Preference accuracy", {"train/preference_accuracy": "training", "eval/preference_accuracy": "validation"},
         "fraction of pairs", {"percent": True},
@@ -55,12 +55,12 @@ CURVES: Curves = (
     (
         "Truncated rows and equal pairs",
         {"sft/truncated_row_fraction": "truncated", "train/truncated_row_fraction": "truncated", "train/equal_pair_fraction": "equal pairs"},
-        "fraction of the rows", {"zero": True},
+        "fraction of rows", {"zero": True},
     ),
     ("Implicit rewards", {"train/preference_chosen": "chosen", "train/preference_rejected": "rejected"}, "nat", {}),
     ("Throughput", {"throughput/tokens_per_s": "tokens"}, "tokens/s", {"zero": True}),
-    ("Model FLOPs utilisation", {"throughput/mfu": "MFU"}, "fraction of the peak", {"percent": True}),
-    ("Time of a step", {"time/update_s": "step"}, "s", {"zero": True}),
+    ("Model FLOPs utilisation", {"throughput/mfu": "MFU"}, "fraction of peak", {"percent": True}),
+    ("Time per step", {"time/update_s": "step"}, "s", {"zero": True}),
 )  # fmt: skip
 """Curves over optimiser steps."""
 

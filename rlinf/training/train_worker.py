@@ -271,7 +271,7 @@ class TrainWorker:
         if norm == 0 and is_informative:
             raise ConfigError(
                 f"No gradient reaches the policy in the first update of {minibatch.phase}: the gradients of its "
-                f"{len(self.policy_masters)} trained tensors are all 0 or missing, so nothing is learned. The loss is detached from "
+                f"{len(self.policy_masters)} trained tensors are all 0 or missing, so it cannot learn. The loss is detached from "
                 "the policy, or its weights are frozen; `rlinf diagnose` shows which tensors have a gradient"
             )
 
@@ -303,8 +303,8 @@ class TrainWorker:
         hint = (
             f"Lower {phase if phase == 'sft' else 'trainer'}.learning_rate, or use model.precision=fp32."
             if not inputs
-            else f"The batch itself is not finite ({', '.join(inputs)}), which optimiser settings cannot fix: check the source of these "
-            "numbers (dataset, rewards, states, normalisation statistics)."
+            else f"The batch itself contains non-finite values ({', '.join(inputs)}), which optimiser settings cannot fix: check their "
+            "source (dataset, rewards, states, normalisation statistics)."
         )
         raise NonFiniteError(
             f"{phase} step {step}: loss {loss}, gradient norm {norm}; gradients of {len(bad)} parameters are not finite"

@@ -153,7 +153,7 @@ def test_wilson_interval_is_symmetric_and_shrinks():
     wide = wilson_interval(3, 20)
     assert wide[1] - wide[0] > high - low
     assert wilson_interval(0, 0) == (0.0, 1.0)
-    with pytest.raises(ValueError, match="5 successes of 4"):
+    with pytest.raises(ValueError, match="5 successes in 4"):
         wilson_interval(5, 4)
 
 

@@ -133,7 +133,7 @@ def policy_never_moves(record: Record) -> Finding | None:
         return Finding(text, "algorithm.critic_warmup_steps=0", record.outcome.steps)
     kl = record.series("train/approx_kl")
     largest = max(map(abs, kl.values))
-    if largest > STILL_KL or num_updates(record, kl.steps)[1] <= 1:  # a single update follows the KL
+    if largest > STILL_KL or num_updates(record, kl.steps)[1] <= 1:  # with one update, KL is measured first
         return None
     text = f"The KL of old to new policy is at most {largest:.1g} nat in every iteration, which is 0 up to rounding"
     return Finding(text, "", kl.all_steps)

@@ -131,7 +131,7 @@ class ReplayBuffer:
                 self._changed = (first, last) if known is None else (min(first, known[0]), max(last, known[1]))
 
     def transitions(self) -> Tensor:
-        """Return the slots with an action and a known outcome, as ``slot * num_envs + env``: int64, ascending."""
+        """Return the slots that have an action with a known outcome, as ascending int64 indices ``slot * num_envs + env``."""
         if self._changed is not None:
             first, last = self._changed
             slots, newest = slice(first, last + 1), torch.where(self.counts > 0, (self.counts - 1) % self.num_slots, -1)
@@ -148,7 +148,7 @@ class ReplayBuffer:
         return self._known[: self._num_known]
 
     def sample(self, size: int, gamma: float, n_step: int = 1) -> Batch:
-        """Draw transitions uniformly, with replacement; raise ConfigError for an empty buffer."""
+        """Sample transitions uniformly with replacement; raise ConfigError if the buffer is empty."""
         known = self.transitions()
         if not len(known):
             raise ConfigError("The replay buffer has no transitions yet. Set algorithm.learning_starts=1024")

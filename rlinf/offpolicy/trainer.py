@@ -472,7 +472,7 @@ def largest_value(rewards: Sequence[float], gamma: float, is_truncated: bool) ->
 
 
 class _Means:
-    """Mean of each metric over the updates that report it."""
+    """Averages each metric over the updates that report it."""
 
     def __init__(self) -> None:
         self._sums: dict[str, tuple[Tensor, int]] = {}

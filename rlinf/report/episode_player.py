@@ -133,7 +133,7 @@ def _episode(sides: Sequence[tuple[Side, tuple[str, dict[str, Any]]]]) -> dict[s
     ]  # fmt: skip
     is_pair = len(contents) == 2
     images, sizes = ({content["frames"][0] for content in contents}, {content["size"] for content in contents})
-    same_start = len(images) == 1 if len(sizes) == 1 else None  # None: images of different sizes always differ
+    same_start = len(images) == 1 if len(sizes) == 1 else None  # images of different sizes cannot be compared
     return {
         "task": first["task"], "instruction": first["instruction"], "number": first["number"],
         "sides": shown, "divergence": divergence_step(*contents) if is_pair else None, "same_start": same_start,

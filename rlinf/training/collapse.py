@@ -68,7 +68,7 @@ def is_collapsed(best: Success, later: Success) -> bool:
 
 
 def has_collapsed(evaluations: Sequence[Success]) -> bool:
-    """Return whether each of the last ``IN_A_ROW`` evaluations is collapsed relative to the best one before them."""
+    """Return whether each of the last ``IN_A_ROW`` evaluations has collapsed relative to the best earlier evaluation."""
     before, last = evaluations[:-IN_A_ROW], evaluations[-IN_A_ROW:]
     if not before:
         return False

@@ -340,7 +340,7 @@ class RLTrainer(ActionTrainer):
 
 
 def one_call_of_each_env(batch: RolloutBatch, number: int) -> RolloutBatch:
-    """Return a time-major rollout whose ``loss_mask`` selects valid policy call ``(number + b) mod V`` of the ``V`` of each env ``b``."""
+    """Restrict the ``loss_mask`` of a time-major rollout to one of the ``V`` valid policy calls per env ``b``: ``(number + b) mod V``."""
     valid = batch.loss_mask
     count = valid.sum(0)
     wanted = (number + torch.arange(len(count))) % count.clamp_min(1)

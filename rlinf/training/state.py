@@ -87,7 +87,7 @@ class LoopState:
 
     @property
     def name(self) -> str:
-        """Name of a checkpoint of the current state."""
+        """Name for a checkpoint of the current state."""
         return f"step_{self.step}" if self.phase == "step" else f"{self.phase}_{self.done:06d}"
 
     @property

@@ -138,7 +138,7 @@ class Record:
         return MetricSeries([line["step"] for line in lines], [line[name] for line in lines])
 
     def total(self, name: str) -> float:
-        """Return the sum of a metric over all steps; 0 if it was not measured."""
+        """Return the sum of a metric over all steps, or 0 if it was not measured."""
         return sum(line.get(name) or 0 for line in self.lines)
 
     def evaluations(self, phase: str) -> list[tuple[int, Success]]:

@@ -1,4 +1,4 @@
-"""Contract checker for environments: returns a message per violation."""
+"""Contract checker for environments, which returns one message per violation."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from rlinf.seeding import derive_seed
 from rlinf.types import ChunkStep, EpisodeSpec, Observation
 
 EnvFactory = Callable[[int, bool], VectorEnv]
-"""``env_factory(num_envs, auto_reset)`` returns a new environment with the same settings each time."""
+"""``env_factory(num_envs, auto_reset)`` creates a new environment, with the same settings each time."""
 
 NUM_ENVS = 3
 CHUNK_LEN = 3
@@ -22,36 +22,36 @@ PROPERTIES = {
     "splits": "training and evaluation episodes are disjoint, and cycle through the tasks",
     "observation": "images, state and instructions have the declared shapes and types",
     "repeatability": "an episode depends only on its spec and the actions, not on its env slot or num_envs",
-    "chunks": "a chunk equals its single actions, and actions are clipped to the bounds",
-    "ends": "episodes end in time, either terminated or truncated, and finished envs do not change",
+    "chunks": "a chunk acts like its actions one by one, and actions are clipped to the bounds",
+    "ends": "episodes end within the limit, terminated or truncated, and finished envs do not change",
     "auto_reset": "auto-reset returns the next episode and the true last observation",
-    "bad_actions": "actions of a wrong shape and NaN are rejected",
+    "bad_actions": "NaN and actions of the wrong shape are rejected",
     "optional": "expert, frames and fixed instructions, if provided",
-    "idle": "envs without an episode do not change, nor affect other envs",
+    "idle": "envs without an episode do not change or affect other envs",
 }
-"""Methods of ``_EnvChecker`` and the property that each checks, in order."""
+"""Maps the methods of ``_EnvChecker``, in order, to the property that each of them checks."""
 
 
 def check_env(env_factory: EnvFactory, max_steps: int = 64) -> list[str]:
-    """Check the contract of ``rlinf.envs.base.VectorEnv`` with seeded uniform actions; return a message per violation.
+    """Check the contract of ``rlinf.envs.base.VectorEnv`` with seeded uniform actions; return one message per violation.
 
-    Raise ConfigError if the env's ``max_episode_steps`` is larger than ``max_steps``, because several properties need the end of episodes.
+    Raise ConfigError if the env's ``max_episode_steps`` exceeds ``max_steps``, because several checks run episodes to their end.
     """
     return [message for _, violations in check_properties(env_factory, max_steps) for message in violations]
 
 
 def check_properties(env_factory: EnvFactory, max_steps: int = 64) -> Iterator[tuple[str, list[str]]]:
-    """Yield each key of ``PROPERTIES`` and its violations; see ``check_env``."""
+    """Yield each key of ``PROPERTIES`` with its violations; see ``check_env``."""
     reported: set[str] = set()
     envs = [env_factory(*how) for how in ((NUM_ENVS, False), (NUM_ENVS, True), (1, False), (NUM_ENVS, False))]
     try:
         if envs[0].max_episode_steps > max_steps:
             raise ConfigError(
-                f"max_episode_steps is {envs[0].max_episode_steps}, but the checker looks at {max_steps} steps. "
+                f"max_episode_steps is {envs[0].max_episode_steps}, but the checker only runs {max_steps} steps. "
                 "Build the env with a smaller max_episode_steps, or call check_env(..., max_steps=...)."
             )
         checker = _EnvChecker(*envs, max_steps)
-        # The later checks rely on declarations, splits and observation, so a violation of these ends the check.
+        # Later checks rely on declarations, splits and observation, so stop if any of these is violated.
         for name in PROPERTIES:
             if reported and name == "observation":
                 return
@@ -75,20 +75,20 @@ def check_properties(env_factory: EnvFactory, max_steps: int = 64) -> Iterator[t
 
 @dataclass
 class Recording:
-    """Observation after the reset, and all chunks until all episodes have ended."""
+    """The observation after the reset, and all chunks until every episode has ended."""
 
     first: Observation
     steps: list[ChunkStep]
 
 
 def spread_specs(env: VectorEnv, count: int) -> list[EpisodeSpec]:
-    """Return the first ``count`` training episodes; a shorter list is repeated."""
+    """Return the first ``count`` training episodes, repeating the list if it is shorter."""
     specs = env.episode_specs("train")
     return [specs[index % len(specs)] for index in range(count)]
 
 
 def seeded_actions(env: VectorEnv, specs: list[EpisodeSpec | None], chunk_len: int, first: int = 0) -> np.ndarray:
-    """Return uniform actions ``[B, C, D]`` that only depend on the episode and the step; 0 for idle envs."""
+    """Return uniform random actions ``[B, C, D]`` that depend only on the episode and the step; 0 for idle envs."""
     actions = np.zeros((len(specs), chunk_len, env.action_dim), dtype=np.float32)
     for row, spec in enumerate(specs):
         for position in range(0 if spec is None else chunk_len):
@@ -98,7 +98,7 @@ def seeded_actions(env: VectorEnv, specs: list[EpisodeSpec | None], chunk_len: i
 
 
 def run_episodes(env: VectorEnv, specs: list[EpisodeSpec | None], max_steps: int) -> Recording:
-    """Run episodes to their end in an env without auto-reset, with seeded actions."""
+    """Run episodes to their end with seeded actions, in an env without auto-reset."""
     recording = Recording(env.reset(options={"episodes": specs})[0], [])
     for position in range(0, max_steps + CHUNK_LEN, CHUNK_LEN):
         recording.steps.append(env.chunk_step(seeded_actions(env, specs, CHUNK_LEN, position)))
@@ -108,7 +108,7 @@ def run_episodes(env: VectorEnv, specs: list[EpisodeSpec | None], max_steps: int
 
 
 def first_difference(a: Recording, row_a: int, b: Recording, row_b: int) -> str | None:
-    """Return the first field in which an env of recording ``a`` and an env of recording ``b`` differ, or None."""
+    """Return the first field that differs between an env in recording ``a`` and an env in recording ``b``, or None."""
     if not equal_rows(a.first.select([row_a]), b.first.select([row_b])):
         return "the first observation"
     for number, (step_a, step_b) in enumerate(zip(a.steps, b.steps, strict=False)):
@@ -121,7 +121,7 @@ def first_difference(a: Recording, row_a: int, b: Recording, row_b: int) -> str 
 
 
 def equal_rows(a: Observation, b: Observation) -> bool:
-    """Return whether two observations are equal bit for bit."""
+    """Return whether two observations are bitwise equal."""
     if a.instruction != b.instruction or list(a.images) != list(b.images) or (a.state is None) != (b.state is None):
         return False
     same = a.state is None or np.array_equal(a.state, b.state)
@@ -130,9 +130,9 @@ def equal_rows(a: Observation, b: Observation) -> bool:
 
 @dataclass
 class _EnvChecker:
-    """One method per property, which yields a message per violation.
+    """Has one method per property that yields a message per violation.
 
-    Only ``running`` has auto-reset. ``single`` has one env, the remaining ones ``NUM_ENVS``. ``untouched`` is first reset in ``idle``.
+    Only ``running`` uses auto-reset. ``single`` has one env, all remaining ones ``NUM_ENVS``. ``untouched`` is first reset in ``idle``.
     """
 
     frozen: VectorEnv
@@ -146,7 +146,7 @@ class _EnvChecker:
         if not (isinstance(env.suite, str) and env.suite):
             yield f"`suite` is {env.suite!r}; it must be a non-empty string."
         if not env.task_names or len(set(env.task_names)) < len(env.task_names):
-            yield f"`task_names` must be non-empty and without repeats: {env.task_names}."
+            yield f"`task_names` must be non-empty and unique: {env.task_names}."
         for name in ("action_low", "action_high"):
             bound = getattr(env, name)
             if bound.dtype != np.float32 or bound.shape != (env.action_dim,):
@@ -160,7 +160,7 @@ class _EnvChecker:
         statistics = env.action_statistics().get("action", {})
         for name in ("q01", "q99", "mask", "min", "max", "mean", "std"):
             if len(statistics.get(name, ())) != env.action_dim:
-                yield f"action_statistics()['action']['{name}'] must have {env.action_dim} numbers."
+                yield f"action_statistics()['action']['{name}'] must have {env.action_dim} values."
 
     def splits(self) -> Iterator[str]:
         env, seen = self.frozen, {}
@@ -173,13 +173,13 @@ class _EnvChecker:
             ends = [*range(min(len(specs), 300)), *range(max(0, len(specs) - 300), len(specs))]
             sample = [specs[index] for index in ends]
             if any(spec.suite != env.suite for spec in sample):
-                yield f"Episodes of '{split}' must have suite '{env.suite}'."
+                yield f"Episodes in '{split}' must have the suite '{env.suite}'."
             tasks = [spec.task_id for spec in sample[:num_tasks]]
             if sorted(tasks) != list(range(num_tasks)):
-                yield f"The first {num_tasks} episodes of '{split}' have the tasks {tasks}, not each once (round robin)."
+                yield f"The first {num_tasks} episodes of '{split}' have the tasks {tasks}; each task must occur once (round robin)."
             seen[split] = {(spec.task_id, spec.init_state_id, spec.seed) for spec in sample}
         if common := seen["train"] & seen["eval"]:
-            yield f"The splits are not disjoint: both hold (task_id, init_state_id, seed) = {min(common)}."
+            yield f"The splits are not disjoint: both contain (task_id, init_state_id, seed) = {min(common)}."
 
     def observation(self) -> Iterator[str]:
         self.specs = spread_specs(self.frozen, NUM_ENVS)
@@ -191,7 +191,7 @@ class _EnvChecker:
             yield from self._observation_faults(observation)
 
     def repeatability(self) -> Iterator[str]:
-        """An episode does not depend on what ran before it, on its row, or on ``num_envs``."""
+        """Check that an episode does not depend on earlier episodes, on its row, or on ``num_envs``."""
         first = run_episodes(self.frozen, self.specs, self.max_steps)
         again = "Not repeatable: two episodes of {} in the same env slot differ in {}."
         moved = "An episode depends on its env slot: {} in two slots differs in {}."
@@ -211,7 +211,7 @@ class _EnvChecker:
         copy = observation.select(range(NUM_ENVS))
         chunk = env.chunk_step(actions)
         if not equal_rows(copy, observation):
-            yield "A step writes into an observation that was returned before; return new arrays."
+            yield "A step modified a previously returned observation; return new arrays."
         env.reset(options=start)
         single = {"rewards": np.zeros_like(chunk.rewards), "executed": np.zeros_like(chunk.executed)}
         single |= {name: np.zeros(NUM_ENVS, bool) for name in ("terminated", "truncated")}
@@ -226,7 +226,7 @@ class _EnvChecker:
             if not np.array_equal(expected, value):
                 yield f"`{name}` of a chunk differ from the same actions one by one: {value.tolist()} and {expected.tolist()}."
         if not equal_rows(seen, chunk.observation):
-            yield "The observation after a chunk differs from that after the same actions one by one."
+            yield "The observation after a chunk differs from the observation after the same actions one by one."
         ends = []
         for outside in (np.clip(actions * 1e3, env.action_low, env.action_high), actions * 1e3):
             env.reset(options=start)
@@ -235,7 +235,7 @@ class _EnvChecker:
             yield "Actions outside the bounds must act like actions clipped to them."
 
     def ends(self) -> Iterator[str]:
-        """Without auto-reset, episodes end in time, either terminated or truncated, and then do not change."""
+        """Check that, without auto-reset, episodes end within the limit, either terminated or truncated, and then do not change."""
         env, last = self.frozen, None
         env.reset(options={"episodes": self.specs})
         ended, lengths = np.zeros(NUM_ENVS, bool), np.zeros(NUM_ENVS, int)
@@ -287,7 +287,7 @@ class _EnvChecker:
         env = self.frozen
         env.reset(options={"episodes": self.specs})
         bad = {
-            "of a wrong dimension": np.zeros((NUM_ENVS, 1, env.action_dim + 1), np.float32),
+            "of the wrong dimension": np.zeros((NUM_ENVS, 1, env.action_dim + 1), np.float32),
             "for too few envs": np.zeros((NUM_ENVS - 1, 1, env.action_dim), np.float32),
             "that are NaN": np.full((NUM_ENVS, 1, env.action_dim), np.nan, np.float32),
         }
@@ -319,13 +319,13 @@ class _EnvChecker:
                 yield f"instruction_of({spec.task_id}) is '{fixed}', but an episode has '{instruction}'."
 
     def idle(self) -> Iterator[str]:
-        """Envs that never had an episode do not change, and do not affect a running one."""
+        """Check that envs that never had an episode do not change and do not affect running envs."""
         env, rows = self.untouched, [0, 2]
         partial = run_episodes(env, [None, self.specs[1], None], self.max_steps)
         yield from self._observation_faults(partial.first)
         for step in partial.steps:
             if step.executed[rows].any() or step.rewards[rows].any() or (step.terminated | step.truncated)[rows].any():
-                yield "An env without an episode must stay idle: no reward, nothing executed, no end."
+                yield "An env without an episode must stay idle: no reward, no executed actions, no end of an episode."
         full = run_episodes(self.frozen, self.specs, self.max_steps)
         if (difference := first_difference(full, 1, partial, 1)) is not None:
             yield f"An episode of {self.specs[1]} depends on idle envs: it differs in {difference}."
@@ -333,10 +333,10 @@ class _EnvChecker:
             yield "expert_actions() must also be finite for envs without an episode."
 
     def _observation_faults(self, observation: Observation) -> Iterator[str]:
-        """Yield violations of shapes, dtypes and instructions for ``NUM_ENVS`` envs."""
+        """Yield violations in the shapes, dtypes and instructions of ``NUM_ENVS`` envs."""
         env, cameras, state = self.frozen, self.frozen.config.cameras, observation.state
         if list(observation.images) != list(cameras):
-            yield f"Images are {list(observation.images)}; they must be the cameras of the config, {list(cameras)}."
+            yield f"Images are {list(observation.images)}; they must match the config's cameras, {list(cameras)}."
         shape = (NUM_ENVS, env.config.image_size, env.config.image_size, 3)
         for name, image in observation.images.items():
             if image.dtype != np.uint8 or image.shape != shape:
@@ -350,10 +350,10 @@ class _EnvChecker:
             yield f"`state` is {state.dtype} {state.shape}; it must be finite float32 {list(shape)}."
         instructions = observation.instruction
         if len(instructions) != NUM_ENVS or not all(isinstance(text, str) and text for text in instructions):
-            yield f"`instruction` must be {NUM_ENVS} non-empty texts: {instructions}."
+            yield f"`instruction` must be {NUM_ENVS} non-empty strings: {instructions}."
 
     def _step_faults(self, step: ChunkStep) -> Iterator[str]:
-        """Yield violations of shapes, dtypes and consistency of a chunk."""
+        """Yield violations in a chunk's shapes, dtypes and consistency."""
         wanted = dict.fromkeys(("rewards", "executed"), (NUM_ENVS, CHUNK_LEN))
         wanted |= dict.fromkeys(("terminated", "truncated", "success"), (NUM_ENVS,))
         for name, shape in wanted.items():
@@ -376,9 +376,9 @@ class _EnvChecker:
     def _end_faults(
         self, step: ChunkStep, ended: np.ndarray, last: Observation | None, lengths: np.ndarray
     ) -> Iterator[str]:
-        """Yield violations in envs that ``ended`` before a chunk, and in the results of those that end in it."""
+        """Yield violations in envs that ``ended`` before a chunk, and in the results of envs that end during it."""
         if (ended & (step.executed.any(1) | (step.rewards != 0).any(1) | step.terminated | step.truncated)).any():
-            yield "Without auto-reset, a finished env must not change: no reward, nothing executed, not ended again."
+            yield "Without auto-reset, a finished env must not change: no reward, no executed actions, no second end."
         finished = np.flatnonzero(ended)
         if last is not None and not equal_rows(step.observation.select(finished), last.select(finished)):
             yield "Without auto-reset, a finished env must keep its last observation."
@@ -386,7 +386,7 @@ class _EnvChecker:
             spec, length = self.specs[row], lengths[row]
             horizon = self.frozen.horizon_of(self.frozen.config, self.frozen.task_names[spec.task_id])
             if result.spec != spec:
-                yield f"The result of env slot {row} has {result.spec}; it ran {spec}."
+                yield f"The result of env slot {row} has {result.spec}, but it ran {spec}."
             if result.num_env_steps != length or length > horizon:
                 counts = f"{result.num_env_steps} steps; {length} were executed, and the limit is {horizon}"
                 yield f"The episode of env slot {row} reports {counts}."
@@ -395,7 +395,7 @@ class _EnvChecker:
 
 
 def _can_draw(env: VectorEnv) -> bool:
-    """Return whether rendering works here; its packages may be missing."""
+    """Return whether rendering works on this machine; required packages may be missing."""
     try:
         type(env).check_drawing(env.config)
     except (ConfigError, MissingDependencyError):

@@ -1,6 +1,6 @@
-"""Checks of token policies, generation engines and language models.
+"""Checks for token policies, generation engines and language models.
 
-``check_generation`` and ``check_policy`` test a class against its interface and return a message per violation.
+``check_generation`` and ``check_policy`` test a class against its interface and return one message per violation.
 ``validate_log_probability_consistency`` compares two backends. ``length_checks`` and ``consistency_checks`` test a language model;
 ``rlinf diagnose <model>`` prints them.
 """
@@ -31,11 +31,11 @@ from rlinf.options import from_mapping
 logger = logging.getLogger(__name__)
 
 ROUNDING = 1e-5
-"""Largest difference of equal log-probabilities: two passes over the same weights may sum in a different order."""
+"""Maximum difference between log-probabilities that should be equal; two passes with the same weights may sum in different orders."""
 NUM_SAMPLES = 8
 """Number of sampled responses per prompt."""
 CHANCE = 1e-6
-"""Probability below which an outcome is reported as an error."""
+"""Outcomes with a lower probability are reported as errors."""
 PROMPT_LENGTHS = (4, 16)
 NUM_NEW_TOKENS = 16
 _OUTPUT_KEYS = ("output_ids", "generation_lengths", "unpadded_sequence_lengths", "logprobs")
@@ -45,10 +45,10 @@ Generate = Callable[[BatchedDataDict, int, bool], BatchedDataDict]
 
 
 def check_generation(backend: GenerationInterface | PolicyInterface, prompts: BatchedDataDict) -> list[str]:
-    """Check ``GenerationOutputSpec``, that greedy generation repeats, and that sampling samples; return a message per violation.
+    """Check ``GenerationOutputSpec``, that greedy generation is repeatable, and that sampling is random; return one message per violation.
 
-    ``backend`` is ready to generate, with ``do_sample`` on; ``prompts`` are a few right-padded prompts of different lengths, of at least
-    two tokens.
+    ``backend`` must be ready to generate, with ``do_sample`` enabled. ``prompts`` are a few right-padded prompts of different lengths,
+    each at least two tokens long.
     """
     greedy = backend.generate(prompts, greedy=True)
     many = BatchedDataDict(prompts).repeat_interleave(NUM_SAMPLES)
@@ -60,13 +60,13 @@ def check_generation(backend: GenerationInterface | PolicyInterface, prompts: Ba
         report.append("Greedy generation of the same prompts returned different tokens the second time.")
     probability = float(sampled["logprobs"][response_mask(sampled)].sum().exp())
     if _responses(sampled) == _responses(greedy.repeat_interleave(NUM_SAMPLES)) and probability < CHANCE:
-        chance = f"by its own logprobs the probability of that is {probability:.1g}"
+        chance = f"according to its own logprobs, this has a probability of {probability:.1g}"
         report.append(f"generate with greedy=False returned the greedy tokens of all {many.size} rows; {chance}.")
     return report
 
 
 def check_policy(policy: PolicyInterface, prompts: BatchedDataDict) -> list[str]:
-    """Check generation, log-probabilities, the reference, if any, and a training step of an untrained policy; see ``check_generation``."""
+    """Check an untrained policy's generation, log-probabilities, reference (if any) and a training step; see ``check_generation``."""
     report = check_generation(policy, prompts)
     if report:
         return report
@@ -78,7 +78,7 @@ def check_policy(policy: PolicyInterface, prompts: BatchedDataDict) -> list[str]
         return ["get_logprobs must be finite, and 0 for the first token and for padding."]
     gap = log_probability_error(logprobs, sampled["logprobs"], response_mask(sampled))
     if not gap <= MAX_EXP_GAP:
-        report.append(f"generate and get_logprobs disagree: mean exp|difference| is {gap:.3f}, over {MAX_EXP_GAP}.")
+        report.append(f"generate and get_logprobs disagree: mean exp|difference| is {gap:.3f}, limit {MAX_EXP_GAP}.")
 
     def is_close(actual: Tensor, expected: Tensor) -> bool:
         return torch.allclose(actual, expected, rtol=0, atol=ROUNDING)
@@ -91,7 +91,7 @@ def check_policy(policy: PolicyInterface, prompts: BatchedDataDict) -> list[str]
     if "loss" not in metrics:
         report.append(f"train returned {sorted(metrics)}, without 'loss'.")
     if is_close(policy.get_logprobs(sampled)["logprobs"], logprobs):
-        report.append("A training step changed no log-probability.")
+        report.append("A training step did not change any log-probability.")
     if has_reference and not is_close(policy.get_reference_logprobs(sampled)["logprobs"], before):
         report.append("A training step changed the reference log-probabilities.")
     return report
@@ -118,7 +118,7 @@ def _output_faults(output: BatchedDataDict, prompts: BatchedDataDict, kind: str)
         yield f"{kind}: logprobs are {logprobs.dtype} {list(logprobs.shape)}; required: float32 {shape}."
         return
     if logprobs[~response].any() or (logprobs > 0).any():
-        yield f"{kind}: logprobs are positive somewhere, or not 0 outside the response."
+        yield f"{kind}: some logprobs are positive, or not 0 outside the response."
     if response.any() and not logprobs[response].any():
         yield f"{kind}: logprobs of the response are 0 everywhere, as if each token were certain."
 
@@ -134,10 +134,10 @@ def validate_log_probability_consistency(
     test_data: BatchedDataDict,
     threshold: float = MAX_EXP_GAP,
 ) -> bool:
-    """Sample from ``test_data`` (prompts) with the inference backend, score with the training backend, and compare.
+    """Sample responses to ``test_data`` (prompts) with the inference backend, score them with the training backend, and compare.
 
-    Return whether ``mean(exp|training - inference|)`` over the generated tokens is at most ``threshold`` (1: equal); if not, log the
-    reason as a warning. Raise ConfigError if vocabularies or shapes differ, or nothing was generated.
+    Return whether ``mean(exp|training - inference|)`` over the generated tokens is at most ``threshold`` (1 means equal); if not, log a
+    warning with the reason. Raise ConfigError if vocabularies or shapes differ, or no tokens were generated.
     """
     backends = (training_backend, inference_backend)
     training_size, inference_size = map(vocab_size, backends)
@@ -172,9 +172,9 @@ def vocab_size(backend: Any) -> int | None:
 
 
 def log_probability_error(training: Tensor, inference: Tensor, mask: Tensor) -> float:
-    """Return ``mean(exp|training - inference|)`` over the tokens of ``mask``; raise ConfigError for an empty ``mask``."""
+    """Return ``mean(exp|training - inference|)`` over the tokens in ``mask``; raise ConfigError if ``mask`` is empty."""
     if not mask.any():
-        raise ConfigError("No token was generated to compare. Pass shorter prompts or max_new_tokens=8")
+        raise ConfigError("No tokens were generated to compare. Pass shorter prompts or max_new_tokens=8")
     differences = (training.float() - inference.to(training.device).float()).abs()[mask.to(training.device)]
     return float(differences.exp().mean())
 
@@ -184,25 +184,25 @@ class DiagnosticError(RLinfError):
 
 
 def test_max_model_len_respected(model_name: str, **kwargs: Any) -> list[Check]:
-    """Generate more tokens than fit into ``max_model_len``: prompt and response must fill it exactly.
+    """Request more tokens than fit into ``max_model_len``, and check that prompt and response fill it exactly.
 
-    ``model_name`` is a folder or hub id, ``kwargs`` are fields of ``CausalLMConfig``. A failed check raises DiagnosticError.
+    ``model_name`` is a folder or hub ID, and ``kwargs`` are fields of ``CausalLMConfig``. A failed check raises DiagnosticError.
     """
     return _all_passed(length_checks, model_name, kwargs)
 
 
 def test_generation_consistency(model_name: str, **kwargs: Any) -> list[Check]:
-    """Compare log-probabilities of cached decoding and of a single forward pass; as ``test_max_model_len_respected``."""
+    """Compare log-probabilities from cached decoding and a single forward pass; arguments as in ``test_max_model_len_respected``."""
     return _all_passed(consistency_checks, model_name, kwargs)
 
 
-# pytest must not collect these two where a test imports them.
+# Prevent pytest from collecting these two functions when a test imports them.
 test_max_model_len_respected.__test__ = False
 test_generation_consistency.__test__ = False
 
 
 def length_checks(model: Any, generate: Generate, engine: str) -> list[Check]:
-    """Run the checks of ``test_max_model_len_respected`` on a loaded model; ``engine`` is the name of the engine of ``generate``."""
+    """Run the checks of ``test_max_model_len_respected`` on a loaded model; ``engine`` is the name of the engine used by ``generate``."""
     limit, checks = length_limit(model), []
     for prompts, greedy, setting in _settings(model):
         lengths = generate(prompts, limit, greedy)["unpadded_sequence_lengths"]
@@ -212,7 +212,7 @@ def length_checks(model: Any, generate: Generate, engine: str) -> list[Check]:
     name = f"{engine}: length, prompt at the limit"
     try:
         generate(_prompts(model, 1, limit), limit, True)
-        checks.append(Check(name, False, "accepted, although no token is left for a response"))
+        checks.append(Check(name, False, "accepted, although this leaves no tokens for a response"))
     except ConfigError as error:
         checks.append(Check(name, True, f"rejected: {str(error).split('.')[0]}"))
     return checks
@@ -220,7 +220,7 @@ def length_checks(model: Any, generate: Generate, engine: str) -> list[Check]:
 
 @torch.no_grad()
 def consistency_checks(model: Any, generate: Generate, engine: str) -> list[Check]:
-    """Run the checks of ``test_generation_consistency`` on a loaded model; ``engine`` is the name of the engine of ``generate``."""
+    """Run the checks of ``test_generation_consistency`` on a loaded model; ``engine`` is the name of the engine used by ``generate``."""
     checks = []
     for prompts, greedy, setting in _settings(model):
         output = generate(prompts, NUM_NEW_TOKENS, greedy)
@@ -232,7 +232,7 @@ def consistency_checks(model: Any, generate: Generate, engine: str) -> list[Chec
 
 
 def length_limit(model: Any) -> int:
-    """Return the maximum number of tokens of prompt and response in the checks."""
+    """Return the maximum total number of prompt and response tokens in the checks."""
     return min(max(PROMPT_LENGTHS) + NUM_NEW_TOKENS, context_length(model) or 1 << 30)
 
 
@@ -248,7 +248,7 @@ def torch_engine(model: Any) -> Generate:
 
 @contextmanager
 def vllm_engine(model_name: str, model: Any, config: CausalLMConfig) -> Iterator[Generate]:
-    """Run a vLLM engine of a loaded ``model``, and yield a function that generates with it."""
+    """Run a vLLM engine for a loaded ``model``, and yield a function that generates with it."""
     worker = VllmGenerationWorker(
         model_name, temperature=1.0, eos_token_id=[], max_model_len=length_limit(model), max_num_seqs=max(BATCH_SIZES),
         dtype=str(model.dtype).removeprefix("torch."), trust_remote_code=config.trust_remote_code,
@@ -265,7 +265,7 @@ def vllm_engine(model_name: str, model: Any, config: CausalLMConfig) -> Iterator
 
 
 def _settings(model: Any) -> Iterator[tuple[BatchedDataDict, bool, str]]:
-    """Yield prompts, whether to be greedy, and a description of both."""
+    """Yield prompts, whether to generate greedily, and a description of both."""
     lengths = [length for length in PROMPT_LENGTHS if length < length_limit(model)]
     for size, length, greedy in itertools.product(BATCH_SIZES, lengths, (True, False)):
         description = f"batch {size}, prompts of {length}, {'greedy' if greedy else 'sampled'}"
@@ -273,7 +273,7 @@ def _settings(model: Any) -> Iterator[tuple[BatchedDataDict, bool, str]]:
 
 
 def _prompts(model: Any, batch_size: int, prompt_len: int) -> BatchedDataDict:
-    """Return random right-padded prompts; the first row has ``prompt_len`` tokens, each further row one token less."""
+    """Return random right-padded prompts; the first row has ``prompt_len`` tokens, and each following row one token less."""
     random = torch.Generator().manual_seed(prompt_len)
     device = next(model.parameters()).device
     ids = torch.randint(model.config.get_text_config().vocab_size, (batch_size, prompt_len), generator=random)

@@ -1,7 +1,7 @@
-"""Check that an action model acts as it is scored; ``rlinf diagnose model=... env=...`` prints the checks.
+"""Check that an action model's actions follow its scored distribution; ``rlinf diagnose model=... env=...`` prints the checks.
 
-They use the first observations of four episodes. Log-probabilities may differ by ``MAX_GAP`` in float32; in other number formats
-``mean(exp|difference|)`` is at most ``MAX_EXP_GAP``.
+The checks use the first observations of four episodes. In float32, log-probabilities may differ by ``MAX_GAP``; in all remaining number
+formats, ``mean(exp|difference|)`` may be at most ``MAX_EXP_GAP``.
 """
 
 import itertools
@@ -22,24 +22,24 @@ from rlinf.types import ActionEvaluation, ActionPrediction, Observation
 
 NUM_ROWS = max(BATCH_SIZES)
 MAX_GAP = 1e-4
-"""Largest accepted difference in float32: of log-probabilities in nat, of actions as a fraction of their range."""
+"""Maximum accepted difference in float32: in nat for log-probabilities, and as a fraction of their range for actions."""
 ROUNDED = 0.02
-"""Largest accepted median difference in other number formats, in which rounding may change single tokens."""
+"""Maximum accepted median difference in lower-precision formats, in which rounding may change individual tokens."""
 NUM_DRAWS = 24
-"""Number of calls whose samples are compared with their scored distribution."""
+"""Number of policy calls whose samples are compared with the scored distribution."""
 MAX_DEVIATIONS = 5.0
-"""Largest accepted error of a mean, in standard errors."""
+"""Maximum accepted error of a mean, in standard errors."""
 WARMER = 1.01
-"""Factor between the two temperatures whose entropies are compared."""
+"""Ratio between the two temperatures whose entropies are compared."""
 
 
 @dataclass
 class PolicyChecker:
-    """Checks of a policy in torch (``torch_checks``), in vLLM (``vllm_checks``) or on a server (``remote_checks``).
+    """Checks a policy in torch (``torch_checks``), in vLLM (``vllm_checks``) or on a server (``remote_checks``).
 
     Attributes:
-        action_range: Largest minus smallest action of the env, float32 ``[D]``.
-        is_exact: Weights and computation are float32.
+        action_range: The env's maximum minus minimum action, float32 ``[D]``.
+        is_exact: Whether weights and computation are in float32.
         num_trained_rows: Batch size of the backward pass, at most ``NUM_ROWS``.
     """
 
@@ -52,12 +52,12 @@ class PolicyChecker:
 
     @property
     def other_temperature(self) -> float:
-        """A second temperature within vLLM's bounds, which reveals an ignored temperature."""
+        """A second temperature within vLLM's bounds, used to detect whether the temperature is ignored."""
         return self.temperature * 1.5 if self.temperature <= 1 else self.temperature / 1.5
 
     @property
     def prompts(self) -> dict[str, Observation]:
-        """The observation with instructions truncated to half of their words, unless that changes nothing, and with full ones."""
+        """The observation with full instructions and, unless identical, with instructions truncated to half their length."""
         words = [text.split() for text in self.observation.instruction]
         short = [" ".join(row[: -(-len(row) // 2)]) for row in words]
         prompts = {"short": replace(self.observation, instruction=short), "full": self.observation}
@@ -65,7 +65,7 @@ class PolicyChecker:
 
     @property
     def mixed(self) -> Observation:
-        """The observation with a short instruction in every second row, so that prompt lengths differ."""
+        """The observation with a shortened instruction in every second row, so that prompt lengths differ."""
         short = next(iter(self.prompts.values())).instruction
         rows = enumerate(zip(short, self.observation.instruction, strict=True))
         return replace(self.observation, instruction=[pair[row % 2] for row, pair in rows])
@@ -80,8 +80,8 @@ class PolicyChecker:
         seed: int = 0,
         drawn: Tensor | None = None,
     ) -> tuple[dict[str, Tensor], ActionPrediction]:
-        """Return inputs and prediction of some rows; ``drawn [NUM_ROWS, U]`` are the random numbers, by default drawn from ``seed``."""
-        # Drawn for all rows, so that a row's random numbers do not depend on which rows are in the batch.
+        """Return inputs and prediction for some rows; ``drawn [NUM_ROWS, U]`` are the random numbers, by default drawn from ``seed``."""
+        # Draw for all rows, so that a row's random numbers do not depend on which rows are in the batch.
         inputs = policy.preprocess(observation.select(rows))
         if drawn is None:
             drawn = torch.rand(NUM_ROWS, policy.num_uniforms, generator=torch.Generator().manual_seed(seed))
@@ -94,7 +94,7 @@ class PolicyChecker:
         return inputs, prediction
 
     def score(self, inputs: dict[str, Tensor], sequences: Tensor, temperature: float | None = None) -> ActionEvaluation:
-        """Score samples like the trainer, from the columns of ``sequences`` that a rollout stores."""
+        """Score samples like the trainer, using the columns of ``sequences`` that a rollout stores."""
         sampled = sequences[:, -self.model.num_sampled :]
         return self.model.evaluate_actions(inputs, sampled, temperature or self.temperature)
 
@@ -114,7 +114,7 @@ class PolicyChecker:
 
     @torch.no_grad()
     def torch_checks(self) -> list[Check]:
-        """Run all checks of the policy in torch; if the first one fails, only that, because all others rely on it."""
+        """Run all checks of the policy in torch; stop if the first check fails, because the remaining checks rely on it."""
         if not self.model.has_logprobs:
             return self.acting_checks()
         checks = [self.type_check()]
@@ -124,7 +124,7 @@ class PolicyChecker:
         return checks
 
     def acting_checks(self) -> list[Check]:
-        """Check a policy without log-probabilities: action shapes, independent rows, repeatable samples."""
+        """Check action shapes, independence of rows and repeatable samples for a policy without log-probabilities."""
         actions, model = self.act(self.model, self.mixed)[1].actions, self.model
         shape = (NUM_ROWS, model.action_chunks_len, len(self.action_range))
         passed = actions.shape == shape and actions.dtype == torch.float32 and bool(actions.isfinite().all())
@@ -133,10 +133,10 @@ class PolicyChecker:
         checks = [Check("torch: shapes, number formats", passed, detail)]
         if passed:
             checks += [*self.row_checks(model, "torch"), *self.repeat_checks(model, "torch")]
-        return [*checks, Check("torch: log-probabilities", None, "not available, so nothing is scored")]
+        return [*checks, Check("torch: log-probabilities", None, "not available, so actions cannot be scored")]
 
     def remote_checks(self) -> list[Check]:
-        """Check a policy on a server: its actions repeat and do not depend on other rows."""
+        """Check that the actions of a policy on a server are repeatable and do not depend on the rest of the batch."""
         checks = []
         for kind, do_sample in (
             (("greedy", False), ("sampled", True)) if self.model.num_uniforms else (("greedy", False),)
@@ -149,7 +149,7 @@ class PolicyChecker:
         return checks
 
     def type_check(self) -> Check:
-        """Check the shapes and number formats of ``ActionModel``, and that ``decode_actions``, if implemented, gives the same actions."""
+        """Check the shapes and dtypes of ``ActionModel``, and that ``decode_actions``, if implemented, returns the same actions."""
         model = self.model
         inputs, prediction = self.act(model, self.mixed)
         evaluation = self.score(inputs, prediction.sequences)
@@ -177,12 +177,12 @@ class PolicyChecker:
 
     @torch.no_grad()
     def rollout_checks(self, policy: ActionModel | VllmPolicy, engine: str) -> list[Check]:
-        """Check a rollout policy: parity with the trainer, independent rows, repeatable samples."""
+        """Check a rollout policy's parity with the trainer, independence of rows, and repeatable samples."""
         checks = self.parity_checks(policy, engine) + self.row_checks(policy, engine)
         return [*checks, *self.repeat_checks(policy, engine), self.draw_check(policy, engine)]
 
     def parity_checks(self, policy: ActionModel | VllmPolicy, engine: str) -> list[Check]:
-        """Compare log-probabilities of samples and greedy tokens with the model's; continuous greedy actions have none."""
+        """Compare log-probabilities of samples and greedy tokens with the model's; continuous greedy actions have no log-probability."""
         name, checks, other = f"{engine}: rollout against training", [], self.other_temperature
         settings = [
             (observation, size, self.temperature, f"batch {size}, {length} prompts")
@@ -197,11 +197,11 @@ class PolicyChecker:
                 kind = "sampled" if do_sample else "greedy"
                 checks.append(self.agreement(f"{name}, {setting}, {kind}", actual, expected))
         if prediction.sequences.is_floating_point():
-            checks.append(Check(f"{name}, greedy", None, "no tokens: only samples are scored"))
+            checks.append(Check(f"{name}, greedy", None, "no tokens, so only samples are scored"))
         return checks
 
     def row_checks(self, policy: ActionModel | VllmPolicy, engine: str) -> list[Check]:
-        """Compare the actions of a single row and in a batch with different prompt lengths."""
+        """Compare a row's actions when it is run alone and in a batch with different prompt lengths."""
         checks = []
         for do_sample in (False, True):
             batch = self.act(policy, self.mixed, do_sample=do_sample)[1].actions
@@ -211,7 +211,7 @@ class PolicyChecker:
         return checks
 
     def repeat_checks(self, policy: ActionModel | VllmPolicy, engine: str) -> list[Check]:
-        """Check that greedy actions repeat, and sampled ones only with the same uniforms."""
+        """Check that greedy actions are repeatable, and that sampled actions are repeatable only with the same uniforms."""
         checks = []
         for kind, do_sample in (("greedy", False), ("sampled, same uniforms", True)):
             first, second = (self.act(policy, self.mixed, do_sample=do_sample)[1].actions for _ in range(2))
@@ -224,12 +224,12 @@ class PolicyChecker:
         return [*checks, Check(f"{engine}: different uniforms, different samples", num_equal < NUM_ROWS, detail)]
 
     def draw_check(self, policy: ActionModel | VllmPolicy, engine: str) -> Check:
-        """Check that samples come from the scored distribution: the mean of ``-log p(sample)`` must be the entropy."""
-        # A sampler of a different distribution (top-k, top-p, its own temperature) agrees in log-probabilities, so only this check
-        # finds it. The entropy of a column is conditioned on the columns before it, so the differences are uncorrelated, and their
-        # mean has the standard error of independent numbers. Without rare tokens in the sample, its variance is too small, so the
-        # variance of log p is used as well: T dH/dT if logits are divided by T (for a Gaussian, half the number of dimensions).
-        # Two more rare tokens than expected are accepted.
+        """Check that samples come from the scored distribution: the mean of ``-log p(sample)`` must equal the entropy."""
+        # If a sampler uses a different distribution (top-k, top-p, its own temperature), its log-probabilities still agree, so only this
+        # check detects it. Each column's entropy is conditioned on the preceding columns, so the differences are uncorrelated and their
+        # mean has the same standard error as for independent values. If the sample contains no rare tokens, its variance is too small, so
+        # also use the variance of log p: T dH/dT if logits are divided by T (for a Gaussian, half the number of dimensions).
+        # Accept two more rare tokens than expected.
         differences, variances = [], []
         for seed in range(1, 1 + NUM_DRAWS):
             inputs, prediction = self.act(policy, self.observation, seed=seed)
@@ -249,7 +249,7 @@ class PolicyChecker:
         return Check(name, abs(mean) <= MAX_DEVIATIONS * error + two_rare + MAX_GAP, detail)
 
     def transform_check(self) -> Check:
-        """Compare samples with the inverse transform of the scored distribution, for random numbers of which half are in its tails."""
+        """Compare samples with the inverse transform of the scored distribution; half of the random numbers are in its tails."""
         model, name = self.model, "torch: samples are the inverse transform of the random numbers"
         generator = torch.Generator().manual_seed(0)
         shape = (NUM_DRAWS // 4, NUM_ROWS, model.num_uniforms)
@@ -261,9 +261,9 @@ class PolicyChecker:
             logits, sequences = prediction.logits, prediction.sequences
             logprobs = model.rollout_logprobs(prediction, self.temperature)
             if model.num_uniforms != model.num_logprobs:
-                return Check(name, None, "not one random number per log-probability")
+                return Check(name, None, "requires one random number per log-probability")
             if sequences.is_floating_point():
-                # For a Gaussian, log p = 1/2 - entropy - z^2 / 2 with the standardised sample z.
+                # For a Gaussian, log p = 1/2 - entropy - z^2 / 2, where z is the standardised sample.
                 actual.append(logprobs + self.score(inputs, sequences).entropy - 0.5)
                 expected.append(-0.5 * torch.special.ndtri(numbers.double()).square().to(logprobs))
             else:
@@ -275,7 +275,7 @@ class PolicyChecker:
         return self.agreement(name, torch.cat(actual), torch.cat(expected))
 
     def score_checks(self) -> list[Check]:
-        """Compare scores and values of a single row and in a batch with different prompt lengths."""
+        """Compare a row's scores and values when it is run alone and in a batch with different prompt lengths."""
         inputs, prediction = self.act(self.model, self.mixed)
         batch, single = self.score(inputs, prediction.sequences), []
         for row in range(NUM_ROWS):
@@ -290,7 +290,7 @@ class PolicyChecker:
         ]
 
     def input_checks(self) -> list[Check]:
-        """Check that log-probabilities of the same samples change with a different row's images, state or instruction."""
+        """Check that log-probabilities of the same samples change when images, state or instruction are taken from a different row."""
         model, observation = self.model, self.mixed
         inputs, prediction = self.act(model, observation)
         before = self.score(inputs, prediction.sequences).logprobs
@@ -300,7 +300,7 @@ class PolicyChecker:
         for part in [part for part, given in parts.items() if given is not None and len(given)]:
             name = f"torch: log-probs with a different row's {part} differ"
             changed = model.preprocess(replace(observation, **{part: getattr(shifted, part)}))
-            # An input that ``preprocess`` omits is unused on purpose, so this is not a failure.
+            # If ``preprocess`` omits an input, it is intentionally unused, so this is not a failure.
             if all(torch.equal(changed[key], inputs[key]) for key in inputs):
                 checks.append(Check(name, None, "not used, or equal in all rows"))
             else:
@@ -309,7 +309,7 @@ class PolicyChecker:
         return [*checks, _difference("torch: log-probs at a different temperature differ", changed, before)]
 
     def training_checks(self) -> list[Check]:
-        """Compare scores in training and evaluation mode, and check gradients; the model is left in evaluation mode without gradients."""
+        """Compare scores in training and evaluation mode, and check gradients; leaves the model in evaluation mode without gradients."""
         model, rows = self.model, range(self.num_trained_rows)
         inputs, prediction = self.act(model, self.mixed, rows)
         expected = self.score(inputs, prediction.sequences).logprobs
@@ -340,7 +340,7 @@ class PolicyChecker:
 
     @torch.no_grad()
     def vllm_checks(self, policy: VllmPolicy) -> list[Check]:
-        """Check the engine with the model's weights, and again after an update, which changes ``self.model`` permanently."""
+        """Check the engine with the model's weights, and again after an update, which permanently changes ``self.model``."""
         if policy.engine.spec.engine_args["dtype"] != "float32" and self.is_exact:
             return replace(self, is_exact=False).vllm_checks(policy)
         policy.update_weights(1)
@@ -356,7 +356,7 @@ class PolicyChecker:
             scored = self.score(inputs, prediction.sequences)
             return policy.rollout_logprobs(prediction, self.temperature), scored.logprobs
 
-        # A negative control: if stale weights passed, too, the check after the update would show nothing.
+        # Negative control: if stale weights also passed, the check after the update would be meaningless.
         actual, expected = logprobs()
         stale = float((actual - expected).abs().mean())
         policy.update_weights(2)

@@ -1,4 +1,4 @@
-"""Result of a model check in the table of ``rlinf diagnose``, and the batch sizes of the checks."""
+"""Result of a model check in the table printed by ``rlinf diagnose``, and the batch sizes of the checks."""
 
 from dataclasses import dataclass
 
@@ -7,7 +7,7 @@ BATCH_SIZES = (1, 4)
 
 @dataclass(frozen=True)
 class Check:
-    """A row of the table: property, result (None: nothing to check, for the reason in ``detail``) and numbers."""
+    """A row of the table: property, result (None if not applicable, with the reason in ``detail``) and measured values."""
 
     name: str
     passed: bool | None

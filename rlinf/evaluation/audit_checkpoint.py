@@ -22,18 +22,18 @@ from rlinf.run_folder import CONDITIONS_FILE, PARTIAL_AUDIT, RECORDS_FILE
 from rlinf.types import EpisodeSpec
 
 SHOWN = 5
-"""At most this many differences are listed in an error."""
+"""Maximum number of differences listed in an error."""
 
 
 def num_saved(folder: Path) -> int:
-    """Return the number of saved conditions of an unfinished audit."""
+    """Return how many conditions of an unfinished audit are saved."""
     return sum(path.name != CONDITIONS_FILE for path in (folder / PARTIAL_AUDIT).glob("*.json"))
 
 
 class AuditCheckpoint:
-    """Folder ``audit.partial``: all settings that results depend on, the finished conditions, and the records of ``clean``.
+    """The folder ``audit.partial``, with every setting that affects the results, the finished conditions and the records of ``clean``.
 
-    Raise ConfigError if its policy or settings differ, and CheckpointError if it is damaged.
+    Raise ConfigError if the folder's policy or settings differ, and CheckpointError if it is damaged.
     """
 
     def __init__(self, folder: Path, policy: str, conditions: Mapping[str, Any]) -> None:
@@ -45,7 +45,7 @@ class AuditCheckpoint:
             self._check()
 
     def result(self, key: str, specs: Sequence[EpisodeSpec]) -> EvaluationResult | None:
-        """Return the result of a condition of an earlier process, or None; raise CheckpointError if it is damaged or of other episodes."""
+        """Return a condition's saved result, or None; raise CheckpointError if it is damaged or contains different episodes."""
         path = self._file(key)
         if not path.exists():
             return None
@@ -54,17 +54,17 @@ class AuditCheckpoint:
         except CheckpointError as error:
             raise self._damaged(path, str(error)) from error
         if [result.spec for result in evaluation.results] != list(specs):
-            raise self._damaged(path, "its episodes are not those of this audit")
+            raise self._damaged(path, "its episodes differ from this audit's")
         return evaluation
 
     def add(self, key: str, result: EvaluationResult) -> None:
-        """Save the result of a condition."""
+        """Save a condition's result."""
         if not self.path.exists():
             write_text(self.path, json.dumps(self.present, indent=1))
         result.to_json(self._file(key))
 
     def add_records(self, records: Mapping[EpisodeSpec, EpisodeRecord], specs: Sequence[EpisodeSpec]) -> None:
-        """Save the records of the episodes, in the order of ``specs``."""
+        """Save the episode records, ordered as in ``specs``."""
         rows = [records[spec] for spec in specs]
         arrays: dict[str, Any] = {
             f"image {name}": np.stack([row.images[name] for row in rows]) for name in rows[0].images
@@ -79,7 +79,7 @@ class AuditCheckpoint:
         write_bytes(self.folder / RECORDS_FILE, content.getvalue())
 
     def records(self, specs: Sequence[EpisodeSpec]) -> dict[EpisodeSpec, EpisodeRecord]:
-        """Read the records of ``add_records``; raise CheckpointError if the file is missing or damaged."""
+        """Read the records saved by ``add_records``; raise CheckpointError if the file is missing or damaged."""
         path = self.folder / RECORDS_FILE
         try:
             with np.load(path, allow_pickle=False) as file:
@@ -99,14 +99,14 @@ class AuditCheckpoint:
             raise self._damaged(path, f"{type(error).__name__}: {error}") from error
 
     def remove(self) -> None:
-        """Delete the folder once the audit is written."""
+        """Delete the folder; called once the audit has been written."""
         shutil.rmtree(self.folder)
 
     def _file(self, key: str) -> Path:
         return self.folder / f"{quote(key, safe='')}.json"  # a camera may have any name
 
     def _check(self) -> None:
-        """Raise ConfigError if the folder is of a different audit."""
+        """Raise ConfigError if the folder belongs to a different audit."""
         try:
             saved = json.loads(self.path.read_text(encoding="utf-8"))
             before, now = dict(saved["conditions"]), self.present["conditions"]
@@ -115,17 +115,17 @@ class AuditCheckpoint:
             raise self._damaged(self.path, f"{type(error).__name__}: {error}") from error
         names = sorted(name for name in {**before, **now} if before.get(name) != now.get(name))
         if names:
-            content = f"{self.folder} holds {self.num_known} conditions of an interrupted audit of {policy}"
+            content = f"{self.folder} contains {self.num_known} conditions of an interrupted audit of {policy}"
             differences = "; ".join(
                 str(Mismatch(name, before.get(name), now.get(name), True)) for name in names[:SHOWN]
             )
             more = f"; and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
             raise ConfigError(
-                f"{content}, this one is of {self.present['policy']}, and they differ: {differences}{more}. Restore them to resume, "
+                f"{content}, but this audit is of {self.present['policy']} and differs: {differences}{more}. Restore these to resume, "
                 "delete the folder, or set output_dir=<new folder>"
             )
 
     def _damaged(self, path: Path, why: str) -> CheckpointError:
         return CheckpointError(
-            f"{path} of an interrupted audit cannot be read ({why}). Delete {self.folder}, or set output_dir=<new folder>"
+            f"{path}, saved by an interrupted audit, cannot be read ({why}). Delete {self.folder}, or set output_dir=<new folder>"
         )

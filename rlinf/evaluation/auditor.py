@@ -1,4 +1,4 @@
-"""Audit of a policy: rerun the same episodes with one disturbance at a time, to see what its success depends on."""
+"""Audit a policy: rerun the same episodes with one disturbance at a time to determine which inputs its success depends on."""
 
 from __future__ import annotations
 
@@ -41,11 +41,11 @@ if TYPE_CHECKING:
     from rlinf.types import SupportsAct
 
 SHIFT = 1 / 16
-"""Fraction of an image's width by which it is shifted."""
+"""How far images are shifted, as a fraction of their width."""
 BRIGHTNESS = 1.3
-"""Factor of all pixel values of a brighter image."""
+"""Factor by which all pixel values are multiplied to brighten an image."""
 VISIBLE = 32
-"""Smallest visible difference of a pixel value (of 255)."""
+"""Smallest difference between pixel values (0 to 255) that is considered visible."""
 MOVED_WORLDS = {"objects": "objects moved by a few centimetres", "cameras": "cameras moved by a few centimetres"}
 
 
@@ -54,7 +54,7 @@ class Audit:
     """Result of an audit.
 
     Attributes:
-        actions_clipped_fraction, actions_max_abs: As in ``EvaluationResult``, of the clean episodes.
+        actions_clipped_fraction, actions_max_abs: As in ``EvaluationResult``, for the clean episodes.
     """
 
     rows: list[ConditionRow]
@@ -70,7 +70,7 @@ class Audit:
         return [verdict for verdict in self.verdicts if verdict.is_fault]
 
     def summary(self) -> str:
-        """Return in one line: faults, small disturbances that make it fail, partial effects, and open questions."""
+        """Return one line with the faults, the small disturbances that make the policy fail, partial effects and open questions."""
         cheats = "; ".join(f"{verdict.question} {verdict.outcome}" for verdict in self.faults) or "nothing found"
         breaks = "; ".join(change for verdict in self.verdicts for change in verdict.breaks) or "nothing found"
         partial = [f"{verdict.question} {verdict.shown}" for verdict in self.verdicts if verdict.is_partial]
@@ -91,7 +91,7 @@ class Audit:
         }
 
     def table(self) -> str:
-        """Return rows and verdicts as text."""
+        """Return the rows and verdicts as text."""
         width = max(len(row.title) for row in self.rows)
         head = f"{'condition'.ljust(width)}  success      k/n  change  95 % interval"
         return "\n".join([head, *(row_text(row, width) for row in self.rows), "", self.conclusions()])
@@ -116,12 +116,12 @@ def row_text(row: ConditionRow, width: int) -> str:
 
 
 class Auditor:
-    """Evaluates a policy in one condition after the other.
+    """Evaluates a policy under each condition in turn.
 
     Args:
-        specs: Episodes of all conditions except ``seen``. A condition that takes something from a different episode runs those that
-            have a suitable one.
-        checkpoint: Saves each finished condition and returns those of an interrupted audit; None: nothing is saved.
+        specs: Episodes for all conditions except ``seen``. Conditions that borrow something from a different episode only run the
+            episodes for which a suitable one exists.
+        checkpoint: Saves each finished condition and returns those of an interrupted audit. If None, conditions are not saved.
     """
 
     def __init__(
@@ -145,9 +145,9 @@ class Auditor:
         """Run all conditions.
 
         Args:
-            seen: Episodes from initial states of training; empty: unknown.
-            seen_note: Where they come from.
-            moved: Builds the same env with moved ``objects`` or ``cameras``, which is closed here; None: not supported.
+            seen: Episodes with initial states from training; empty if these are unknown.
+            seen_note: Where these initial states come from.
+            moved: Builds the same env with moved ``objects`` or ``cameras``, or returns None if unsupported; ``run`` closes the env.
         """
         self.run_condition("clean", "as evaluated")
         self._baselines()
@@ -186,7 +186,7 @@ class Auditor:
         specs: list[EpisodeSpec] | None = None,
         note: str = "",
     ) -> None:
-        """Run one condition and store its row; ``clean`` also fills the records. If the policy rejects its input, the row has a note."""
+        """Run one condition and store its row; ``clean`` also fills the records. If the policy rejects its input, add a note to the row."""
         is_clean, episodes = key == "clean", self.specs if specs is None else specs
         disturbed_env = DisturbedEnv(
             self.env if env is None else env, sight, motion, self.records if is_clean else None
@@ -200,24 +200,24 @@ class Auditor:
                     self.model if model is None else model, cast("VectorEnv", disturbed_env), episodes, **self.options
                 )
                 if self.checkpoint is not None:
-                    # Records first: a resumed audit that finds the result of `clean` also needs its records.
+                    # Save the records first: a resumed audit that finds the result of `clean` also needs its records.
                     if is_clean:
                         self.checkpoint.add_records(self.records, self.specs)
                     self.checkpoint.add(key, result)
         except (RejectedInputError, RejectedRequestError) as error:
             if is_clean:
                 raise
-            # A policy that now fails in the undisturbed env, too, is broken: raise instead of noting a rejected condition.
+            # If the policy now also fails in the undisturbed env, it is broken: raise instead of noting a rejected condition.
             if env is None:
                 evaluate_policy(self.model, self.env, self.specs[:1], **self.options)
             self.skip(key, title, str(error))
             return
         if is_clean and not result.total.is_reported:
             raise ConfigError(
-                f"An audit counts successes, but none of {len(self.specs)} episodes reports success, only returns; required: an "
-                "env that reports success. Set env.success_return=<sum of rewards that is a success> (env=gymnasium)"
+                f"None of the {len(self.specs)} episodes reports success, only returns; required: an env that reports success, "
+                "because an audit counts successes. Set env.success_return=<return of a successful episode> (env=gymnasium)"
             )
-        # The warnings of a disturbed condition are about the disturbance, those of `clean` about the policy.
+        # Warnings from a disturbed condition concern the disturbance; warnings from `clean` concern the policy.
         disturbed = (
             []
             if is_clean
@@ -231,7 +231,7 @@ class Auditor:
         self._add(ConditionRow(key, title, result.total, pairs, note))
 
     def skip(self, key: str, title: str, why: str) -> None:
-        """Add the row of a condition that is not possible."""
+        """Add a row for a condition that is not possible."""
         self._add(ConditionRow(key, title, note=why))
 
     def _add(self, row: ConditionRow) -> None:
@@ -319,7 +319,7 @@ class Auditor:
     def _replayed_actions(self) -> None:
         succeeded = {result.spec for result in self.results["clean"].results if result.success}
         texts = {spec: record.instruction for spec, record in self.records.items()}
-        # An episode with the same instruction is the stronger test, so it takes precedence.
+        # Prefer an episode with the same instruction, because it is the stronger test.
         same = self._partners(lambda spec, partner: partner in succeeded and texts[spec] == texts[partner])
         partners = self._partners(lambda spec, partner: partner in succeeded) | same
         title = "its actions from a different episode replayed"
@@ -354,39 +354,39 @@ class Auditor:
 
 
 def as_array(record: EpisodeRecord, action_dim: int) -> np.ndarray:
-    """Return the actions of an episode, float32 ``[steps, D]``."""
+    """Return an episode's actions, float32 ``[steps, D]``."""
     return np.stack(record.actions) if record.actions else np.zeros((0, action_dim), dtype=np.float32)
 
 
 def differ(first: Mapping[str, np.ndarray], second: Mapping[str, np.ndarray]) -> bool:
-    """Return whether more than 1 in 200 values of any camera's image ``[H, W, 3]`` differ by more than ``VISIBLE``."""
+    """Return whether, for any camera, more than 1 in 200 values of the image ``[H, W, 3]`` differ by more than ``VISIBLE``."""
     gaps = [np.abs(first[name].astype(np.int16) - second[name]) > VISIBLE for name in first]
     return any(gap.mean() > 1 / 200 for gap in gaps)
 
 
 def shift(images: np.ndarray) -> np.ndarray:
-    """Shift images ``[B, H, W, 3]`` to the right by ``SHIFT`` of their width; the left edge is repeated."""
+    """Shift images ``[B, H, W, 3]`` to the right by a fraction ``SHIFT`` of their width, repeating the left edge."""
     pixels = max(1, round(images.shape[2] * SHIFT))
     edge = np.repeat(images[:, :, :1], pixels, axis=2)
     return np.concatenate([edge, images[:, :, :-pixels]], axis=2)
 
 
 def brighten(images: np.ndarray) -> np.ndarray:
-    """Multiply images by ``BRIGHTNESS``, clipped at 255."""
+    """Multiply the pixel values of images by ``BRIGHTNESS`` and clip them at 255."""
     return np.minimum(images.astype(np.float32) * BRIGHTNESS, 255).astype(np.uint8)
 
 
 def check_episodes(specs: Sequence[EpisodeSpec]) -> None:
     """Raise ConfigError if the list is too short for an audit."""
     if len(specs) < 2:
-        raise ConfigError(f"An audit of {len(specs)} episodes; required: at least 2. Set evaluation.num_episodes=100")
+        raise ConfigError(f"An audit has {len(specs)} episodes; required: at least 2. Set evaluation.num_episodes=100")
 
 
 def check_held_out(split: str) -> None:
-    """Raise ConfigError for the training split, whose episodes a policy may have memorised."""
+    """Raise ConfigError for the training split, because a policy may have memorised its episodes."""
     if split == "train":
         raise ConfigError(
-            "evaluation.split=train in an audit compares training episodes with themselves; required: held-out episodes. "
+            "evaluation.split=train would make the audit compare training episodes with themselves; required: held-out episodes. "
             "Set evaluation.split=eval"
         )
 
@@ -396,24 +396,24 @@ SYNONYMS = {
     "put": "place", "place": "put", "open": "pull open", "close": "shut", "turn on": "switch on", "turn off": "switch off",
     "stack": "pile up", "bowl": "dish", "plate": "platter", "cabinet": "cupboard", "mug": "cup",
 }  # fmt: skip
-"""Synonyms of an instruction's verbs and nouns; colours, sides and product names have none."""
+"""Synonyms for the verbs and nouns in instructions; colours, sides and product names are not replaced."""
 
 
 def paraphrased(instructions: Sequence[str]) -> dict[str, str]:
-    """Map each instruction to a paraphrase: synonyms, and "please ... now"."""
-    phrases = sorted(SYNONYMS, key=len, reverse=True)  # longer ones first: "turn on" before a part of it
+    """Map each instruction to a paraphrase with synonyms, wrapped in "please ... now"."""
+    phrases = sorted(SYNONYMS, key=len, reverse=True)  # longest first: "turn on" before any part of it
     pattern = re.compile(rf"\b({'|'.join(map(re.escape, phrases))})\b")
     return {text: f"please {pattern.sub(lambda match: SYNONYMS[match[0]], text)} now" for text in instructions}
 
 
 def swapped(task_instructions: Mapping[str, Sequence[str]]) -> dict[str, str]:
-    """Map each instruction to a different one, of the same task if it has several; empty if there is only one instruction."""
+    """Map each instruction to a different one, from the same task if it has several; empty if there is only one instruction."""
     tasks = {task: sorted(set(instructions)) for task, instructions in task_instructions.items()}
     all_instructions = sorted({text for instructions in tasks.values() for text in instructions})
     replacements = {}
     for instructions in tasks.values():
         choices = instructions if len(instructions) > 1 else all_instructions
-        # Half of the sorted list away, so that instructions with two objects also differ in the first object.
+        # Shift by half of the sorted list, so that instructions that name two objects also differ in the first object.
         for text in instructions:
             replacements[text] = choices[(choices.index(text) + max(1, len(choices) // 2)) % len(choices)]
     return {text: replacement for text, replacement in replacements.items() if text != replacement}

@@ -1,6 +1,6 @@
 """Paired comparison of two evaluations on the same episodes.
 
-Pairing removes the difficulty of the episodes from the spread, so fewer episodes reveal the same difference.
+Pairing removes the variance due to episode difficulty, so fewer episodes are needed to detect the same difference.
 """
 
 from collections.abc import Mapping, Sequence
@@ -18,9 +18,9 @@ from rlinf.manifest import Mismatch, reject_mismatches
 from rlinf.number_formats import format_p_value, format_points
 
 EPISODES = "episodes"
-"""Value of ``evaluation.allow_mismatch`` that allows different lists of episodes."""
+"""Value of ``evaluation.allow_mismatch`` that allows the lists of episodes to differ."""
 QUESTIONS = "questions"
-"""Value of ``evaluation.allow_mismatch`` that allows different lists of questions."""
+"""Value of ``evaluation.allow_mismatch`` that allows the lists of questions to differ."""
 SEQUENTIAL_METHOD = "Sequential test of the episodes on which the two differ (Robbins 1970), two-sided: p-value and 95 % interval are valid at any time"
 METHOD = "Exact conditional McNemar test, two-sided; 95 % interval of the paired difference: Newcombe 1998, method 10"
 RETURN_METHOD = "Returns: exact sign test, two-sided, without episodes of equal returns; 95 % interval of the mean difference: percentile bootstrap of the pairs"
@@ -28,7 +28,7 @@ RETURN_METHOD = "Returns: exact sign test, two-sided, without episodes of equal 
 
 @dataclass(frozen=True)
 class Pairs:
-    """Paired outcomes of two policies: number of episodes in which both, only one, or neither succeeded."""
+    """Paired outcomes of two policies: how many episodes both, only one, or neither solved."""
 
     both: int
     only_a: int
@@ -76,10 +76,10 @@ class Pairs:
 
 @dataclass(frozen=True)
 class SequentialPairs(Pairs):
-    """Pairs of an evaluation that could end early; interval and p-value are valid at any time.
+    """Pairs from an evaluation that could end early; the interval and p-value are valid at any time.
 
     Attributes:
-        signs: Per episode, in list order: 1 if only the second policy succeeded, -1 if only the first, else 0.
+        signs: For each episode, in list order: 1 if only the second policy succeeded, -1 if only the first did, otherwise 0.
     """
 
     signs: tuple[int, ...]
@@ -96,34 +96,34 @@ class SequentialPairs(Pairs):
         return sequential_p_value(self.signs, self.num_planned)
 
     def forecast(self) -> str:
-        """Return which policy is better, or how many more episodes would decide."""
+        """Return which policy is better, or how many more episodes would be needed to decide."""
         progress = f"after {self.episodes} of {self.num_planned} episodes"
         if self.p_value <= LEVEL:
             low, high = self.interval
-            # The test only asks which policy wins more often; the interval must hold for every size of the difference, so it is wider.
-            doubt = "; the size of the difference is open, so the wider interval includes 0" if low <= 0 <= high else ""
+            # The test only asks which policy wins more often; the interval must cover every possible difference, so it is wider.
+            doubt = "; by how much is still open, so the wider interval includes 0" if low <= 0 <= high else ""
             return f"Decided {progress}: {'b' if self.difference > 0 else 'a'} is better{doubt}"
         more = episodes_to_decide(self.signs, self.num_planned)
         if more is None:
             return f"Not decided {progress}: the two differ too little for a forecast"
         if self.episodes + more <= self.num_planned:
-            return f"Not decided {progress}: about {more} more would decide, if the two continue to differ as so far"
+            return f"Not decided {progress}: about {more} more would decide, if the two continue to differ as they have so far"
         return (
             f"Not decided {progress}: a new list of about {self.episodes + more}, planned from the start, would decide, if the two "
-            "differ as so far; extending this list would not be a valid test"
+            "differ as they have so far; extending this list would not be a valid test"
         )
 
 
 @dataclass(frozen=True)
 class ReturnPairs:
-    """Returns ``a`` and ``b`` of two policies in the same episodes."""
+    """Returns ``a`` and ``b`` of two policies on the same episodes."""
 
     a: tuple[float, ...]
     b: tuple[float, ...]
 
     @cached_property
     def differences(self) -> list[float]:
-        """Return of the second policy minus the first policy's, of each episode."""
+        """Second policy's return minus the first policy's, per episode."""
         return [second - first for first, second in zip(self.a, self.b, strict=True)]
 
     @property
@@ -133,12 +133,12 @@ class ReturnPairs:
 
     @property
     def higher_a(self) -> int:
-        """Number of episodes with a higher return of the first policy."""
+        """Number of episodes in which the first policy's return is higher."""
         return sum(difference < 0 for difference in self.differences)
 
     @property
     def higher_b(self) -> int:
-        """Number of episodes with a higher return of the second policy."""
+        """Number of episodes in which the second policy's return is higher."""
         return sum(difference > 0 for difference in self.differences)
 
     @cached_property
@@ -153,7 +153,7 @@ class ReturnPairs:
 
     @property
     def change(self) -> str:
-        """Difference and interval as text: ``+12.3 (95 % +4.1 to +20.5)``."""
+        """Difference with its interval, formatted as ``+12.3 (95 % +4.1 to +20.5)``."""
         low, high = self.interval
         return f"{self.difference:+.4g}" + (f" (95 % {low:+.4g} to {high:+.4g})" if len(self.a) > 1 else "")
 
@@ -172,10 +172,10 @@ class Comparison:
     """A paired comparison of two evaluations.
 
     Attributes:
-        num_unpaired: Number of episodes that only one of the two has.
+        num_unpaired: Number of episodes that appear in only one of the two.
         sequential: Pairs of all tasks, if one of the two evaluations could end early.
-        returns: Task to the returns of its episodes; empty for questions, and for evaluations that could end early.
-        reports_success: Episodes can succeed; else only ``returns`` are compared.
+        returns: Maps each task to the returns of its episodes; empty for questions and for evaluations that could end early.
+        reports_success: Whether episodes can succeed; if not, only ``returns`` are compared.
     """
 
     per_task: dict[str, Pairs]
@@ -202,7 +202,7 @@ class Comparison:
         return ReturnPairs(a, b) if a else None
 
     def as_dict(self) -> dict[str, Any]:
-        """Return everything as JSON values; ``total`` is null if the env reports no success, ``returns`` if there are none."""
+        """Return everything as JSON values; ``total`` is null if the env reports no success, and ``returns`` is null without returns."""
         tasks = self.per_task.items() if self.reports_success else ()
         returns = {task: pairs.as_dict() for task, pairs in self.returns.items()}
         return {
@@ -226,7 +226,7 @@ class Comparison:
         return "McNemar" if self.sequential is None else "sequential"
 
     def table(self) -> str:
-        """Return a text table, one line per task and the total, and the verdict."""
+        """Return a text table with one line per task and for the total, followed by the verdict."""
         lines = [
             f"a: {self.a}",
             f"b: {self.b}",
@@ -259,7 +259,7 @@ class Comparison:
         return lines
 
     def verdict(self) -> str:
-        """Return one line about total success and one about total returns, if there are any."""
+        """Return one line each for total success and total returns, if available."""
         lines = [self._success_verdict()] if self.reports_success else []
         if self.return_total is not None:
             total = self.return_total
@@ -278,10 +278,10 @@ class Comparison:
 
 
 def mcnemar_exact(only_a: int, only_b: int) -> float:
-    """Return the two-sided p-value that two policies succeed equally often on the same episodes; 1 if they never differ.
+    """Return the two-sided p-value of the hypothesis that two policies succeed equally often on the same episodes; 1 if they never differ.
 
-    McNemar 1947 (Psychometrika 12:153), in the exact conditional form instead of the chi-squared approximation: of
-    ``n = only_a + only_b`` episodes on which they differ, ``only_a`` is binomial(n, 1/2) if neither is better, and
+    McNemar 1947 (Psychometrika 12:153), in the exact conditional form instead of the chi-squared approximation. If neither policy is
+    better, ``only_a`` follows binomial(n, 1/2) over the ``n = only_a + only_b`` episodes on which they differ, and
     ``p = min(1, 2 sum_{i <= min(only_a, only_b)} C(n, i) / 2^n)``.
     """
     count = only_a + only_b
@@ -295,19 +295,19 @@ def mcnemar_exact(only_a: int, only_b: int) -> float:
 def compare(result_a: EvaluationResult, result_b: EvaluationResult, allow_mismatch: Sequence[str] = ()) -> Comparison:
     """Pair two results by task, initial state and seed.
 
-    Raise ManifestMismatchError if actions were drawn in different ways, and ConfigError if the lists differ or repeat an episode.
+    Raise ManifestMismatchError if actions were sampled differently, and ConfigError if the lists differ or repeat an episode.
 
     Args:
-        allow_mismatch: ``"episodes"`` compares the common episodes of two lists; ``"greedy"``, ``"temperature"`` and ``"seed"`` accept
-            a difference in how actions were drawn.
+        allow_mismatch: With ``"episodes"``, only episodes common to both lists are compared; ``"greedy"``, ``"temperature"`` and
+            ``"seed"`` accept differences in how actions were sampled.
     """
-    message = "Actions were drawn in different ways in the two evaluations (first: saved, second: present)"
+    message = "The two evaluations sampled actions differently (first: saved, second: present)"
     mismatches = reject_mismatches(sampling_differences(result_a, result_b), allow_mismatch, message)
     first, second = _by_episode(result_a, "first"), _by_episode(result_b, "second")
     fix = "Evaluate both with the same env, evaluation.split and evaluation.num_episodes"
     stopped = [result for result in (result_a, result_b) if result.stopping is not None]
     short = min(stopped, key=lambda result: len(result.results), default=None)
-    # An evaluation that ended early is the start of the other list: not a mismatch.
+    # An evaluation that ended early contains only the first episodes of the same list, which is not a mismatch.
     if short is not None and {episode_of(result) for result in short.results} <= first.keys() & second.keys():
         allow_mismatch = [*allow_mismatch, EPISODES]
     comparison = _pair(first, second, EPISODES, fix, allow_mismatch)
@@ -323,7 +323,7 @@ def compare(result_a: EvaluationResult, result_b: EvaluationResult, allow_mismat
 
 
 def _pair_returns(result_a: EvaluationResult, result_b: EvaluationResult) -> dict[str, ReturnPairs]:
-    """Return the returns of the common episodes by task."""
+    """Return, for each task, the returns on the common episodes."""
     second = {episode_of(result): result.episode_return for result in result_b.results}
     tasks: dict[str, list[tuple[float, float]]] = {}
     for result in result_a.results:
@@ -347,10 +347,8 @@ def _make_sequential(
     }
 
 
-def compare_questions(
-    result_a: QuestionsResult, result_b: QuestionsResult, allow_mismatch: Sequence[str] = ()
-) -> Comparison:
-    """Pair two results by question, in any order; ``allow_mismatch=["questions"]`` compares the common questions of two lists."""
+def compare_questions(result_a: QuestionsResult, result_b: QuestionsResult, allow_mismatch: Sequence[str] = ()) -> Comparison:
+    """Pair two results by question, in any order; with ``allow_mismatch=["questions"]``, compare only the common questions."""
     first, second = (
         {(scored.id, scored.prompt, scored.expected): (scored.category, scored.is_correct) for scored in result.results}
         for result in (result_a, result_b)
@@ -359,7 +357,7 @@ def compare_questions(
 
 
 Outcomes = Mapping[Any, tuple[str, bool]]
-"""Task (or category) and success of each episode (or question)."""
+"""Maps each episode (or question) to its task (or category) and success."""
 
 
 def _pair(first: Outcomes, second: Outcomes, unit: str, fix: str, allow_mismatch: Sequence[str]) -> Comparison:
@@ -382,7 +380,7 @@ def _pair(first: Outcomes, second: Outcomes, unit: str, fix: str, allow_mismatch
 
 
 def sampling_differences(result_a: EvaluationResult, result_b: EvaluationResult) -> list[Mismatch]:
-    """Return differences in how actions were drawn; temperature and seed only count if both are sampled."""
+    """Return differences in how actions were sampled; temperature and seed are only compared if both evaluations sample."""
     names = ["greedy"] if result_a.greedy or result_b.greedy else ["temperature", "seed"]
     pairs = {name: (getattr(result_a, name), getattr(result_b, name)) for name in names}
     return [Mismatch(name, old, new, must_match=True) for name, (old, new) in pairs.items() if old != new]
@@ -393,5 +391,5 @@ def _by_episode(result: EvaluationResult, which: str) -> Outcomes:
     outcomes = {episode_of(episode): (episode.task, bool(episode.success)) for episode in result.results}
     if len(outcomes) < len(result.results):
         rows = f"{len(result.results)} rows for {len(outcomes)} episodes"
-        raise ConfigError(f"The {which} result has {rows}; each must have been run once. Evaluate again")
+        raise ConfigError(f"The {which} result has {rows}, but each must have been run exactly once. Evaluate again")
     return outcomes

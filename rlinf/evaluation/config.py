@@ -5,12 +5,12 @@ from dataclasses import dataclass
 from rlinf.options import PathText, option
 
 NUM_ROWS = 16
-"""Batch size of a policy call; larger calls gain little, and waste more when few episodes are still running."""
+"""Batch size of a policy call. Larger batches are hardly faster, and waste more when few episodes are still running."""
 
 TRAINING_SPLIT = (
     "evaluation.split=train: these are training episodes, so the success rate does not apply to held-out episodes"
 )
-"""Warning on the terminal when the training split is evaluated."""
+"""Warning printed when the training split is evaluated."""
 
 
 @dataclass
@@ -18,23 +18,23 @@ class EvaluationConfig:
     """A fixed list of held-out episodes, each run once."""
 
     num_episodes: int | None = option(
-        200, "Episodes, spread evenly over the tasks; null: every initial state once.", minimum=1
+        200, "Number of episodes, spread evenly over the tasks; null: every initial state once.", minimum=1
     )
-    num_envs: int = option(64, "Parallel environments over all ranks; results do not depend on it.", minimum=1)
+    num_envs: int = option(64, "Number of parallel environments across all ranks; does not affect results.", minimum=1)
     greedy: bool = option(True, "Take the most likely action; false: sample.")
     split: str = option("eval", "Which initial states: eval (held out) or train.", choices=("eval", "train"))
-    num_videos_per_task: int = option(2, "MP4s per task: the first success and the first failure; 0: none.", minimum=0)
+    num_videos_per_task: int = option(2, "Number of MP4s per task: first success, first failure; 0: none.", minimum=0)
     record_episodes: int = option(
-        0, "Recorded episodes per task, shown step by step in the report; 0: none.", minimum=0
+        0, "Number of recorded episodes per task, shown step by step in the report; 0: none.", minimum=0
     )
-    video_size: int = option(224, "Pixels of a video frame's side.", minimum=32)
-    probe: bool = option(True, "Take the simulator's fingerprint in a few fixed episodes, and warn if it has changed.")
+    video_size: int = option(224, "Width and height of a video frame, in pixels.", minimum=32)
+    probe: bool = option(True, "Fingerprint the simulator on a few fixed episodes, and warn if it has changed.")
     compare: PathText | None = option(
         None, "Folder of an earlier evaluation on the same episodes for a paired comparison (McNemar)."
     )
     stop_when: str | float | None = option(
         None,
-        "Stop early: 'decided' (sequential paired test against evaluation.compare), or the width of the 95 % interval (0.1: 10 points).",
+        "When to stop early: 'decided' (sequential paired test against evaluation.compare), or a 95 % interval width (0.1: 10 points).",
     )
     allow_mismatch: list[str] = option(
         [],

@@ -1,4 +1,4 @@
-"""Quality of a success classifier: threshold, error rates with intervals, calibration."""
+"""Measure the quality of a success classifier: threshold, error rates with intervals, and calibration."""
 
 from typing import Any
 
@@ -12,10 +12,10 @@ NUM_BINS = 10
 def choose_threshold(scores: np.ndarray, labels: np.ndarray, false_positives: float) -> float:
     """Return the smallest threshold with a false positive rate of at most ``false_positives``.
 
-    ``scores`` are float32 ``[N]``; ``labels``, bool ``[N]``, are true for successes.
+    ``scores`` are float32 ``[N]``. ``labels`` are bool ``[N]``, true for successes.
     """
     failures = np.sort(scores[~labels])[::-1]
-    # 1e-9: 100 * 0.29 is 28.999999999999996, which would allow one false positive too few.
+    # Add 1e-9 because 100 * 0.29 is 28.999999999999996, which would allow one false positive too few.
     allowed = int(len(failures) * false_positives + 1e-9)
     return float(np.nextafter(failures[allowed], np.float32(np.inf)))
 
@@ -23,8 +23,8 @@ def choose_threshold(scores: np.ndarray, labels: np.ndarray, false_positives: fl
 def errors(detected: np.ndarray, labels: np.ndarray, episodes: np.ndarray) -> dict[str, Any]:
     """Return the error rates of ``detected``, bool ``[N]``, as counts, fractions and 95 % Wilson intervals.
 
-    ``false_positives`` is a fraction of the failures, ``false_negatives`` of the successes, ``false_positive_episodes`` of the episodes
-    with failures. The intervals assume independent frames.
+    ``false_positives`` is a fraction of the failures, ``false_negatives`` a fraction of the successes, and ``false_positive_episodes`` a
+    fraction of the episodes with failures. The intervals assume independent frames.
     """
     wrong, failed, rates = detected & ~labels, np.unique(episodes[~labels]), {}
     kinds = ("false_positives", wrong[~labels]), ("false_negatives", ~detected[labels])
@@ -35,7 +35,7 @@ def errors(detected: np.ndarray, labels: np.ndarray, episodes: np.ndarray) -> di
 
 
 def calibration(logits: np.ndarray, labels: np.ndarray) -> dict[str, Any]:
-    """Return the ``reliability`` in ``NUM_BINS`` bins of equal width, without empty ones, and the ``calibration_error``.
+    """Return the ``reliability`` in ``NUM_BINS`` bins of equal width, omitting empty bins, and the ``calibration_error``.
 
     ``ECE = sum_b n_b / N |success rate in b - mean probability in b|`` (Guo et al. 2017, equation 3).
     """

@@ -15,19 +15,19 @@ if TYPE_CHECKING:
     from rlinf.envs.base import VectorEnv
 
 Sight = Callable[[Observation, "RunningEpisodes"], Observation]
-"""Function from an observation of ``B`` env slots to what the policy sees."""
+"""Function that maps the observation of ``B`` env slots to the one shown to the policy."""
 Motion = Callable[[np.ndarray, "RunningEpisodes"], np.ndarray]
-"""Function from the policy's actions, float32 ``[B, C, D]``, to the executed ones."""
+"""Function that maps the policy's actions, float32 ``[B, C, D]``, to the executed actions."""
 
 
 @dataclass
 class RunningEpisodes:
-    """Episodes that are currently running.
+    """The episodes that are currently running.
 
     Attributes:
-        specs: Episode of each env slot; None: idle.
-        first: Observation at the start of the episodes.
-        steps: int64 ``[B]``, env steps since then.
+        specs: Episode of each env slot, or None if the slot is idle.
+        first: Observation at the start of each episode.
+        steps: Number of env steps since then, int64 ``[B]``.
     """
 
     specs: list[EpisodeSpec | None]
@@ -37,7 +37,7 @@ class RunningEpisodes:
 
 @dataclass
 class EpisodeRecord:
-    """First observation of an episode, with images ``[H, W, 3]`` and state ``[S]``, and its executed actions, float32 ``[D]``."""
+    """An episode's first observation, with images ``[H, W, 3]`` and state ``[S]``, and its executed actions, float32 ``[D]``."""
 
     images: dict[str, np.ndarray]
     state: np.ndarray | None
@@ -46,11 +46,11 @@ class EpisodeRecord:
 
 
 class DisturbedEnv:
-    """Wraps a ``VectorEnv`` without auto-reset for ``evaluate_policy``.
+    """Wraps a ``VectorEnv`` that does not auto-reset, for use with ``evaluate_policy``.
 
     Args:
         sight: Changes the observations before the policy sees them.
-        records: Filled with each episode's observation before ``sight`` and its actions after ``motion``.
+        records: Stores each episode's observation before ``sight`` and its actions after ``motion``.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class DisturbedEnv:
         return getattr(self.env, name)
 
     def reset(self, *, options: dict[str, Any]) -> tuple[Observation, dict[str, Any]]:
-        """Start the episodes of ``options``."""
+        """Start the episodes in ``options``."""
         observation, infos = self.env.reset(options=options)
         specs = list(options["episodes"])
         self.running = RunningEpisodes(specs, observation, np.zeros(len(specs), dtype=np.int64))
@@ -101,7 +101,7 @@ class DisturbedEnv:
 
 
 class NoPolicy:
-    """Policy that returns zeros ``[C, D]``, which ``motion`` replaces."""
+    """Policy that returns zeros ``[C, D]``, to be replaced by ``motion``."""
 
     def __init__(self, action_dim: int, num_actions: int = 16) -> None:
         self.shape = (num_actions, action_dim)
@@ -112,12 +112,12 @@ class NoPolicy:
 
 
 def replace_instruction(instructions: Mapping[str, str]) -> Sight:
-    """Replace the instructions that are in a mapping."""
+    """Replace every instruction that has an entry in the mapping."""
     return lambda seen, running: replace(seen, instruction=[instructions.get(text, text) for text in seen.instruction])
 
 
 def map_images(cameras: Sequence[str], change: Callable[[np.ndarray], np.ndarray]) -> Sight:
-    """Change the images ``[B, H, W, 3]`` of some cameras."""
+    """Apply ``change`` to the images ``[B, H, W, 3]`` of the given cameras."""
 
     def sight(seen: Observation, running: RunningEpisodes) -> Observation:
         return replace(seen, images=seen.images | {name: change(seen.images[name]) for name in cameras})
@@ -126,7 +126,7 @@ def map_images(cameras: Sequence[str], change: Callable[[np.ndarray], np.ndarray
 
 
 def still_images(images: Mapping[EpisodeSpec, Mapping[str, np.ndarray]]) -> Sight:
-    """Show a fixed image ``[H, W, 3]`` per camera throughout the episodes of a mapping."""
+    """Show a fixed image ``[H, W, 3]`` per camera throughout each episode in the mapping."""
 
     def sight(seen: Observation, running: RunningEpisodes) -> Observation:
         shown = {name: image.copy() for name, image in seen.images.items()}
@@ -139,7 +139,7 @@ def still_images(images: Mapping[EpisodeSpec, Mapping[str, np.ndarray]]) -> Sigh
 
 
 def still_states(states: Mapping[EpisodeSpec, np.ndarray]) -> Sight:
-    """Show a fixed state ``[S]`` throughout the episodes of a mapping."""
+    """Show a fixed state ``[S]`` throughout each episode in the mapping."""
 
     def sight(seen: Observation, running: RunningEpisodes) -> Observation:
         shown = None if seen.state is None else seen.state.copy()
@@ -157,7 +157,7 @@ def compose(first: Sight, second: Sight) -> Sight:
 
 
 def fixed(sequences: Mapping[EpisodeSpec, np.ndarray]) -> Motion:
-    """Replay actions ``[steps, D]`` of each episode, then zeros."""
+    """Replay each episode's actions ``[steps, D]``, followed by zeros."""
 
     def motion(actions: np.ndarray, running: RunningEpisodes) -> np.ndarray:
         executed = np.zeros_like(actions)
@@ -172,7 +172,7 @@ def fixed(sequences: Mapping[EpisodeSpec, np.ndarray]) -> Motion:
 
 @dataclass(frozen=True)
 class TimedPush:
-    """External push: ``action [D]`` replaces the policy's from env step ``start`` until before ``end``."""
+    """External push: ``action [D]`` replaces the policy's action from env step ``start`` up to, but not including, ``end``."""
 
     start: int
     end: int
@@ -180,7 +180,7 @@ class TimedPush:
 
 
 def pushed(pushes: Mapping[EpisodeSpec, TimedPush], motion: Motion | None = None) -> Motion:
-    """Push in each episode; otherwise execute the actions of the policy, or of ``motion``."""
+    """Apply each episode's push; at all other steps, execute the policy's actions or, if given, the output of ``motion``."""
 
     def disturbed(actions: np.ndarray, running: RunningEpisodes) -> np.ndarray:
         executed = actions.copy() if motion is None else motion(actions, running)
@@ -200,7 +200,7 @@ def random_actions(spec: EpisodeSpec, low: np.ndarray, high: np.ndarray, count: 
 
 
 def draw_push(spec: EpisodeSpec, low: np.ndarray, high: np.ndarray, num_steps: int) -> TimedPush:
-    """Return the push of an episode: after a third of ``num_steps``, for a quarter of them, with a corner of the action space."""
+    """Return an episode's push: a corner of the action space, applied after a third of ``num_steps`` for a quarter of them."""
     generator = np.random.default_rng(derive_seed(spec.seed, "push", spec.task_id, spec.init_state_id))
     start = num_steps // 3
     corner = np.where(generator.random(len(low)) < 0.5, low, high).astype(np.float32)

@@ -1,6 +1,6 @@
-"""Measure the success of a policy on a fixed list of episodes, each run once without auto-reset.
+"""Measure a policy's success on a fixed list of episodes, running each once without auto-reset.
 
-The result depends only on the policy and the list, not on the number of environments or on which episodes run together.
+The result depends only on the policy and the list, not on the number of environments or on which episodes run at the same time.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 MAX_SLUG_LEN = 100
-"""Longest task name in a video's file name; file names have at most 255 characters."""
+"""Maximum length of the task name in a video's file name; file names are limited to 255 characters."""
 
 
 class EpisodeContext(np.random.Generator):
-    """Random generator of one episode, with the observation history and the pending actions of its policy.
+    """Random generator for one episode, together with the policy's observation history and pending actions.
 
     Attributes:
-        seen: The last observations of the episode, one row each, padded at the start with the first one.
-        planned: Actions ``[D]`` of the last chunk that were not executed yet.
+        seen: The episode's most recent observations, one row each, padded at the start with the first one.
+        planned: Actions ``[D]`` from the last chunk that have not been executed yet.
         far: Whether each state was far outside the policy's statistics (``Range.far``).
     """
 
@@ -59,10 +59,10 @@ class EpisodeContext(np.random.Generator):
 
 @dataclass
 class BatchedPolicy:
-    """Act for a batch of episodes, each with its own random generator, in calls of ``num_rows`` rows.
+    """Act for a batch of episodes, each with its own random generator, in model calls of ``num_rows`` rows.
 
-    A model with several ``num_observations`` must see each env step, so it returns one action at a time; the remaining actions of a
-    chunk wait in the episode's context.
+    A model with ``num_observations > 1`` must see every env step, so ``act`` returns one action at a time; the remaining actions of the
+    chunk are stored in the episode's context.
     """
 
     model: ActionModel
@@ -77,12 +77,12 @@ class BatchedPolicy:
 
     def start_episode(self, spec: EpisodeSpec) -> EpisodeContext:
         """Return the context of an episode, seeded by its spec."""
-        # Keyed by the task's name: task_id depends on env.tasks, and the draws must not.
+        # Keyed by task name: unlike task_id, it does not depend on env.tasks, and neither must the random draws.
         key = ("evaluation", spec.suite, self.task_names[spec.task_id], spec.init_state_id, spec.seed)
         return EpisodeContext(derive_seed(self.seed, *key), getattr(self.model, "num_observations", 1))
 
     def act(self, observation: Observation, contexts: Sequence[EpisodeContext]) -> np.ndarray:
-        """Return float32 actions ``[K, C, D]`` for ``K`` rows; ``C`` is 1 for a model with several ``num_observations``."""
+        """Return float32 actions ``[K, C, D]`` for ``K`` rows; ``C`` is 1 for a model with ``num_observations > 1``."""
         if self.state_range is not None and observation.state is not None:
             for context, far in zip(contexts, self.state_range.far(observation.state), strict=True):
                 context.far.append(bool(far))
@@ -99,7 +99,7 @@ class BatchedPolicy:
         return np.stack([context.planned.pop(0)[None] for context in contexts])
 
     def draws(self, contexts: Sequence[EpisodeContext]) -> np.ndarray | None:
-        """Return the next random numbers of each episode, float32 ``[K, U]``; None for greedy actions."""
+        """Return each episode's next random numbers, float32 ``[K, U]``, or None for greedy actions."""
         if self.greedy:
             return None
         uniforms = [context.random(self.model.num_uniforms, dtype=np.float32) for context in contexts]
@@ -113,10 +113,10 @@ def act_for_rows(
     temperature: float,
     num_rows: int = NUM_ROWS,
 ) -> np.ndarray:
-    """Return float32 actions ``[K, C, D]``; the actions of a row do not depend on the other rows.
+    """Return float32 actions ``[K, C, D]``; a row's actions do not depend on the remaining rows.
 
     Args:
-        uniforms: float32 ``[K, U]`` in (0, 1), which decide the samples; None: take the most likely actions.
+        uniforms: Uniform random numbers used for sampling, float32 ``[K, U]`` in (0, 1). If None, take the most likely actions.
         num_rows: Batch size of a model call; smaller batches are padded.
     """
     actions: dict[int, np.ndarray] = {}
@@ -132,9 +132,9 @@ def predictions_for_rows(
     temperature: float,
     num_rows: int = NUM_ROWS,
 ) -> Iterator[tuple[list[int], dict[str, Any], ActionPrediction]]:
-    """Yield the row numbers, inputs and prediction of each model call of ``act_for_rows``; padding rows come last."""
-    # Matrix products of a different shape, and attention next to padding, may round differently. So all calls have
-    # num_rows rows (the last one is repeated) and prompts of one length, and a row's actions ignore its neighbours.
+    """Yield the row indices, inputs and prediction of each model call made by ``act_for_rows``; padding rows are last."""
+    # Matrix products of different shapes, and attention with padding, may round differently. To make a row's actions independent of
+    # the batch, every call has num_rows rows (the last row is repeated) and prompts of equal length.
     groups: dict[Hashable, list[int]] = {}
     for row, length in enumerate(model.prompt_lengths(observation)):
         groups.setdefault(length, []).append(row)
@@ -151,10 +151,10 @@ def predictions_for_rows(
 
 
 class CallablePolicy(BatchedPolicy):
-    """Act by any object with ``act``, or by a function; they make their own random draws."""
+    """Act with a function, or with any object that has ``act``; these use their own random generators."""
 
     def start_episode(self, spec: EpisodeSpec) -> EpisodeContext:
-        """Reset a policy that has ``reset``, and return the context."""
+        """Call the policy's ``reset``, if it has one, and return the context."""
         if remembers(self.model):
             self.model.reset()
         return super().start_episode(spec)
@@ -180,20 +180,20 @@ class CallablePolicy(BatchedPolicy):
 
 
 def remembers(policy: Any) -> bool:
-    """Return whether a policy that is not an ``ActionModel`` has ``reset``, so may hold the state of one episode."""
+    """Return whether a policy that is not an ``ActionModel`` has ``reset`` and may therefore keep per-episode state."""
     return not hasattr(policy, "predict_action_batch") and callable(getattr(policy, "reset", None))
 
 
 Video = tuple[int, dict[str, Any], str]
-"""Episode number, description for ``result.json``, and the episode's name if its replay ended differently (else "")."""
+"""Episode number, description for ``result.json``, and the episode's name if its replay ended differently (otherwise "")."""
 
 
 class Episodes(Protocol):
-    """Runs the episodes of one rank."""
+    """Runs one rank's episodes."""
 
     @property
     def num_restarts(self) -> int:
-        """Number of simulator processes that were lost and replaced so far."""
+        """Number of simulator processes that have been lost and replaced so far."""
         ...
 
     def run(self, specs: Sequence[EpisodeSpec], on_result: Callable[[EpisodeResult], None]) -> list[EpisodeResult]:
@@ -201,7 +201,7 @@ class Episodes(Protocol):
         ...
 
     def record(self, numbered: Sequence[tuple[int, EpisodeResult]], folder: Path, size: int) -> list[Video]:
-        """Write a video of each numbered episode, with frames of ``size`` pixels."""
+        """Write a video of each numbered episode, with square frames of ``size`` pixels."""
         ...
 
 
@@ -226,7 +226,7 @@ class LocalEpisodes:
 
 
 def episode_list(env: VectorEnv, split: str, num_episodes: int | None, first: int = 0) -> list[EpisodeSpec]:
-    """Return episodes of a split, starting at number ``first`` and spread evenly over the tasks; ``num_episodes=None``: all of them."""
+    """Return ``num_episodes`` (None: all) episodes of a split, starting at number ``first`` and spread evenly over the tasks."""
     available = env.episode_specs(split)
     if first >= len(available):
         raise ConfigError(
@@ -244,18 +244,18 @@ def episode_list(env: VectorEnv, split: str, num_episodes: int | None, first: in
 
 
 def rank_slice(episodes: Sequence[T], rank: int, num_ranks: int) -> Sequence[T]:
-    """Return the contiguous slice of the episodes that a rank runs."""
-    # Lists cycle through the tasks, so a slice has all tasks. Every num_ranks-th episode could give one rank all long tasks.
+    """Return the contiguous slice of the episodes run by a rank."""
+    # Lists cycle through the tasks, so a slice covers all tasks. With every num_ranks-th episode, one rank could get all the long tasks.
     count = len(episodes)
     return episodes[count * rank // num_ranks : count * (rank + 1) // num_ranks]
 
 
 @dataclass(frozen=True)
 class RankGroup:
-    """Processes among which the episodes of an evaluation are divided.
+    """The processes among which an evaluation's episodes are divided.
 
     Attributes:
-        rank, count: Number of this process, and number of processes.
+        rank, count: Index of this process, and total number of processes.
         gather: Calls a function on this rank and returns the results of all ranks, in rank order.
     """
 
@@ -266,16 +266,16 @@ class RankGroup:
 
 @dataclass(frozen=True)
 class EvaluationPlan:
-    """Where an evaluation runs, when it ends, and its videos.
+    """Where an evaluation runs, when it stops, and which videos it records.
 
     Attributes:
-        video_folder: Folder of the MP4s; None: no videos.
-        num_videos_per_task: 1: the first success of each task; 2: also the first failure; more: further pairs.
-        known: Results of the same policy on some of the episodes, which are not run again.
-        ranks: This process runs the ``rank_slice`` of the episodes.
-        episodes: Runs them elsewhere, with the same settings and weights; None: in this process.
-        stop: Early stopping; the result is the first episodes of the list, with at least one of each task. None: the full list.
-        look_every: Episodes, over all ranks, between two checks of ``stop``; None: one for each env. It does not change the result.
+        video_folder: Folder for the MP4s; None: no videos.
+        num_videos_per_task: 1 records each task's first success, 2 also its first failure, and larger values further pairs.
+        known: The same policy's results on some of the episodes, which are not run again.
+        ranks: Divides the episodes among processes; this one runs its ``rank_slice``.
+        episodes: Runs the episodes elsewhere, with the same settings and weights. If None, they run in this process.
+        stop: Rule for early stopping; the result then covers the first episodes of the list, at least one per task. None: the full list.
+        look_every: Number of episodes across all ranks between checks of ``stop``; None: one per env. It does not affect the result.
     """
 
     video_folder: Path | None = None
@@ -301,20 +301,20 @@ def evaluate_policy(
 ) -> EvaluationResult:
     """Run every episode of a list once, and return the results in the order of ``specs``.
 
-    With several ranks, each runs its slice, and all return the result of a single process (except ``wall_s``).
+    With several ranks, each runs its slice, and all return the same result as a single process would (except ``wall_s``).
 
     Args:
-        model: The policy; or any object with ``act``, or a function, which is called with the batch of all running episodes. A policy
-            with ``reset`` needs a single env and is reset before each episode.
-        env: Any number of environments, made with ``auto_reset=False``.
-        seed: Seed of the sampling; an episode's draws depend only on it and the spec.
+        model: The policy, any object with ``act``, or a function; the last two are called with the batch of all running episodes. A
+            policy with ``reset`` needs a single env and is reset before each episode.
+        env: Any number of environments, created with ``auto_reset=False``.
+        seed: Sampling seed; an episode's random numbers depend only on this seed and the spec.
     """
     if not specs:
         raise ConfigError("The list of episodes (specs) is empty; required: at least one")
     if remembers(model) and env.num_envs > 1:
         raise ConfigError(
-            f"{type(model).__name__} has reset, so it holds the state of one episode, but env has num_envs={env.num_envs}; required: 1. "
-            "Make env with num_envs=1"
+            f"{type(model).__name__} has reset, so it can only run one episode at a time, but env has num_envs={env.num_envs}; "
+            "required: 1. Create env with num_envs=1"
         )
     start = time.monotonic()
     episodes = plan.episodes
@@ -334,13 +334,13 @@ def evaluate_policy(
     num_restarts = sum(plan.ranks.gather(lambda: episodes.num_restarts - restarts_before))
     if num_restarts:
         evaluation.warnings.append(
-            f"{num_restarts} of the simulators' worker processes were lost and replaced, and their episodes restarted; see the log"
+            f"{num_restarts} simulator worker processes were lost and replaced, and their episodes restarted; see the log"
         )
     num_missing = len(env.task_names) - len({result.spec.task_id for result in results})
     if num_missing:
         evaluation.warnings.append(
             f"{num_missing} of {len(env.task_names)} tasks have no episode in the list of {len(specs)} "
-            "(evaluation.num_episodes), so the total leaves them out"
+            "(evaluation.num_episodes), so the total excludes them"
         )
     evaluation.wall_s = time.monotonic() - start
     return evaluation
@@ -353,11 +353,11 @@ def _run_all(
     num_envs: int,
     on_result: Callable[[EpisodeResult], None],
 ) -> list[EpisodeResult]:
-    """Return the results of all ranks, up to the episode at which ``plan.stop`` ends the list."""
+    """Return the results of all ranks, up to the episode at which ``plan.stop`` ends the evaluation."""
     ranks, stop, results = plan.ranks, plan.stop, {result.spec: result for result in plan.known}
     size = len(specs) if stop is None else plan.look_every or num_envs * ranks.count
     tasks = [spec.task_id for spec in specs]
-    least = 1 + max(tasks.index(task) for task in set(tasks))  # each task once
+    least = 1 + max(tasks.index(task) for task in set(tasks))  # every task at least once
     for first in range(0, len(specs), size):
         queue = rank_slice(
             [spec for spec in specs[first : first + size] if spec not in results], ranks.rank, ranks.count
@@ -365,7 +365,7 @@ def _run_all(
         for rank_results in ranks.gather(partial(episodes.run, queue, on_result)):
             results |= {result.spec: result for result in rank_results}
         done = specs[: first + size]
-        # Asked in list order and cut to the rule's count, so the outcome depends neither on `size` nor on the number of ranks.
+        # Check the rule in list order and truncate to its count, so the outcome depends neither on `size` nor on the number of ranks.
         count = None if stop is None else stop.stop_at([results[spec] for spec in done])
         if count is not None and len(done) >= least:
             specs = specs[: max(count, least)]
@@ -374,7 +374,7 @@ def _run_all(
 
 
 def _add_videos(evaluation: EvaluationResult, episodes: Episodes, plan: EvaluationPlan) -> None:
-    """Replay and record selected episodes on all ranks, and warn if any ends differently than before."""
+    """Replay and record selected episodes on all ranks, and warn if any of them ends differently."""
     ranks, folder = plan.ranks, Path(plan.video_folder)
     chosen = _select_videos(evaluation.results, plan.num_videos_per_task, evaluation.total.is_reported)
     rank_episodes = list(enumerate(chosen))[ranks.rank :: ranks.count]
@@ -385,12 +385,12 @@ def _add_videos(evaluation: EvaluationResult, episodes: Episodes, plan: Evaluati
     if changed:
         evaluation.warnings.append(
             f"{len(changed)} of {len(chosen)} episodes ended differently when replayed for the videos (first: "
-            f"{changed[0]}): the simulator or the policy is not deterministic, so a second evaluation may give different numbers"
+            f"{changed[0]}): the simulator or the policy is not deterministic, so a second evaluation may have different results"
         )
 
 
 def _reset(env: VectorEnv, specs: Sequence[EpisodeSpec]) -> Observation:
-    """Start ``specs`` in the first env slots, leave the remaining ones idle, and return the observation."""
+    """Start ``specs`` in the first env slots, leave the remaining slots idle, and return the observation."""
     idle = [None] * (env.num_envs - len(specs))
     observation, _ = env.reset(options={"episodes": [*specs, *idle]})
     return observation
@@ -399,7 +399,7 @@ def _reset(env: VectorEnv, specs: Sequence[EpisodeSpec]) -> Observation:
 def _step(
     policy: BatchedPolicy, env: VectorEnv, observation: Observation, running: np.ndarray, contexts: list
 ) -> np.ndarray:
-    """Return actions ``[B, C, D]``, zero for env slots that are not running."""
+    """Return actions ``[B, C, D]``, with zeros for idle env slots."""
     chosen = policy.act(observation.select(running), [contexts[row] for row in running])
     actions = np.zeros((env.num_envs, *chosen.shape[1:]), np.float32)
     actions[running] = chosen
@@ -409,7 +409,7 @@ def _step(
 def _run(
     policy: BatchedPolicy, env: VectorEnv, specs: Sequence[EpisodeSpec], on_result: Callable[[EpisodeResult], None]
 ) -> list[EpisodeResult]:
-    """Run at most ``num_envs`` episodes in parallel until all have ended; restart an episode if its simulator is lost."""
+    """Run up to ``num_envs`` episodes in parallel until all have ended; restart an episode if its simulator is lost."""
     observation = _reset(env, specs)
     contexts = [policy.start_episode(spec) for spec in specs]
     results: dict[int, EpisodeResult] = {}
@@ -419,7 +419,7 @@ def _run(
         running = np.array([row for row in range(len(specs)) if row not in results])
         step = env.chunk_step(_step(policy, env, observation, running, contexts))
         observation = step.observation
-        # A restarted episode needs a fresh context: its random draws must be the same as without the loss.
+        # Give a restarted episode a fresh context, so that its random draws are the same as if the simulator had not been lost.
         for row in step.lost_env_ids.tolist():
             contexts[row] = policy.start_episode(specs[row])
         calls_left = horizon if len(step.lost_env_ids) else calls_left - 1
@@ -470,21 +470,21 @@ def _record(
 
 
 def success_of(result: EpisodeResult, env: VectorEnv) -> bool | None:
-    """Return whether an episode succeeded; None: the env does not report success."""
+    """Return whether an episode succeeded, or None if the env does not report success."""
     is_reported = result.success_reported or result.success or env.reports_success(env.config)
     return bool(result.success) if is_reported else None
 
 
 def slug(task: str) -> str:
-    """Return a task name as part of a file name."""
+    """Return a task name in a form suitable for file names."""
     return re.sub(r"[^a-z0-9]+", "_", task.lower()).strip("_")[:MAX_SLUG_LEN]
 
 
 class Watcher(Protocol):
-    """Callbacks of ``replay_episodes``."""
+    """Callbacks for ``replay_episodes``."""
 
     def reset(self) -> None:
-        """Called when the episodes start, or restart because a simulator was lost."""
+        """Called when the episodes start, and when they restart because a simulator was lost."""
         ...
 
     def decided(self, rows: np.ndarray, chunks: np.ndarray) -> None:
@@ -499,11 +499,11 @@ class Watcher(Protocol):
 def replay_episodes(
     policy: BatchedPolicy, env: VectorEnv, specs: Sequence[EpisodeSpec], size: int, watcher: Watcher | None = None
 ) -> list[tuple[EpisodeResult, str, list[np.ndarray]]]:
-    """Run at most ``env.num_envs`` episodes and record their frames; a lost simulator restarts all of them.
+    """Run up to ``env.num_envs`` episodes and record their frames; if a simulator is lost, restart all of them.
 
     Returns:
-        The result, the instruction and the frames of each episode: ``uint8 [size, size, 3]``, the first observation's and one after
-        each env step.
+        Each episode's result, instruction and frames: ``uint8 [size, size, 3]``, one for the first observation and one after each
+        env step.
     """
     if watcher is not None:
         watcher.reset()
@@ -517,7 +517,7 @@ def replay_episodes(
         actions = _step(policy, env, observation, running, contexts)
         if watcher is not None:
             watcher.decided(running, actions[running])
-        # One action at a time instead of the chunk, so that every env step has a frame.
+        # Execute one action at a time instead of the full chunk, so that every env step has a frame.
         for position in range(actions.shape[1]):
             alive = np.array([row for row in running if row not in results])
             if not len(alive):

@@ -1,7 +1,7 @@
 """Fingerprint of a simulator: images, object poses and states in a few fixed episodes.
 
-Versions in a manifest show that something changed; the fingerprint shows whether it matters here. It is taken when a checkpoint is
-saved and again when it is evaluated, before and after some fixed actions. Differences only cause a warning.
+The versions in a manifest show that something changed; the fingerprint shows whether the change matters. It is recorded when a
+checkpoint is saved and again when it is evaluated, before and after some fixed actions. Differences only cause a warning.
 """
 
 from __future__ import annotations
@@ -20,30 +20,30 @@ if TYPE_CHECKING:
 NUM_EPISODES = 4
 NUM_ACTIONS = 12
 MAX_TRIES = 3
-"""Attempts before a run ends because a simulator is lost in each of them."""
+"""Maximum number of attempts; the run fails if a simulator is lost in each of them."""
 HOLD_STEPS = 3
-"""Env steps for which an action is repeated; single random actions would cancel out."""
+"""Number of env steps for which each action is repeated; random actions that change at every step would cancel out."""
 THUMBNAIL_SIZE = 8
 
 MAX_GREY_GAP = 3.0
-"""Largest difference of a thumbnail's cell (of 255) that a different rasteriser explains; above it, the scene has changed."""
+"""Maximum difference in a thumbnail cell (0 to 255) that a different rasteriser can explain; above it, the scene has changed."""
 MAX_POSITION_GAP_M = 0.001
 MAX_ANGLE_GAP_DEG = 1.0
 MAX_STATE_GAP = 0.01
-"""Largest difference of a state dimension, absolute below 1 and relative above."""
+"""Maximum difference in a state dimension, absolute for values below 1 and relative above."""
 
 
 def take_fingerprint(env: VectorEnv) -> dict[str, Any]:
-    """Run the first steps of the first ``NUM_EPISODES`` evaluation episodes, at most one for each env slot.
+    """Run the first steps of the first ``NUM_EPISODES`` evaluation episodes, at most one per env slot, and return the fingerprint.
 
     Args:
-        env: Made with ``auto_reset=False``; reset it before further use.
+        env: Created with ``auto_reset=False``; reset it before further use.
 
     Returns:
         JSON values: ``num_actions``, and one item per episode with ``task``, ``init_state_id``, ``seed``,
-        ``instruction``, and ``start`` and ``end`` (after the actions). Each of these holds ``images`` (camera to
-        ``shape``, SHA-256 of the pixels, and ``thumbnail``, the mean colours of 8 x 8 cells as hexadecimal bytes),
-        ``poses`` (object to position and quaternion) and ``state``.
+        ``instruction``, ``start`` and ``end`` (after the actions). The last two contain ``images`` (for each camera its
+        ``shape``, the SHA-256 of the pixels, and ``thumbnail``, the mean colours of 8 x 8 cells as hexadecimal bytes),
+        ``poses`` (each object's position and quaternion) and ``state``.
     """
     episodes = env.episode_specs("eval")
     rows = range(min(NUM_EPISODES, env.num_envs, len(episodes)))
@@ -74,16 +74,16 @@ def take_fingerprint(env: VectorEnv) -> dict[str, Any]:
 
 
 def fixed_actions(low: np.ndarray, high: np.ndarray, num_envs: int) -> np.ndarray:
-    """Return random actions, float32 ``[num_envs, NUM_ACTIONS, D]``, the same for every env."""
+    """Return random actions, float32 ``[num_envs, NUM_ACTIONS, D]``, which are identical for every env."""
     uniforms = np.random.default_rng(0).random((-(-NUM_ACTIONS // HOLD_STEPS), len(low)))
     held = np.repeat(uniforms, HOLD_STEPS, axis=0)[:NUM_ACTIONS]
     return np.broadcast_to(low + held * (high - low), (num_envs, *held.shape)).astype(np.float32)
 
 
 def compare_fingerprints(saved: dict[str, Any] | None, present: dict[str, Any] | None) -> list[str]:
-    """Return one line per difference beyond the tolerances above, or one line if a fingerprint cannot be read.
+    """Return one line per difference beyond the tolerances above, or a single line if a fingerprint cannot be read.
 
-    Only episodes and cameras in both are compared, and only the start if the number of actions differs. None: not taken.
+    Only episodes and cameras found in both are compared, and only the start if the number of actions differs. None: not recorded.
     """
     if saved is None or present is None:
         return []
@@ -128,7 +128,7 @@ def _snapshot(observation: Observation, row: int, poses: dict[str, list[float]])
 
 
 def thumbnail(image: np.ndarray) -> np.ndarray:
-    """Return the mean colours of 8 x 8 cells of an image ``[H, W, 3]``, uint8 ``[8, 8, 3]``."""
+    """Divide an image ``[H, W, 3]`` into 8 x 8 cells and return their mean colours, uint8 ``[8, 8, 3]``."""
     rows = np.array_split(image.astype(np.float64), THUMBNAIL_SIZE, axis=0)
     cells = [[cell.mean((0, 1)) for cell in np.array_split(row, THUMBNAIL_SIZE, axis=1)] for row in rows]
     return np.array(cells).round().astype(np.uint8)
@@ -151,7 +151,7 @@ def _differences(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
             lines.append(f"the object {name} is missing")
             continue
         moved, turned = pose_gap(old, new)
-        if not (moved <= MAX_POSITION_GAP_M and turned <= MAX_ANGLE_GAP_DEG):  # NaN counts as moved
+        if not (moved <= MAX_POSITION_GAP_M and turned <= MAX_ANGLE_GAP_DEG):  # NaN is treated as moved
             lines.append(f"{name} is {1000 * moved:.1f} mm and {turned:.1f} degrees from its earlier pose")
     lines += [f"there is a new object {name}" for name in now["poses"] if name not in before["poses"]]
     return lines + _state_differences(before["state"], now["state"])
@@ -161,7 +161,7 @@ def pose_gap(before: list[float], now: list[float]) -> tuple[float, float]:
     """Return the distance (metres) and the angle (degrees) between two poses (position and quaternion)."""
     old, new = np.array(before, np.float64), np.array(now, np.float64)
     lengths = np.linalg.norm(old[3:]) * np.linalg.norm(new[3:])
-    # 2 arccos |<q, r>|: q and -q are the same orientation.
+    # The angle is 2 arccos |<q, r>|, because q and -q represent the same orientation.
     cosine = np.minimum(1.0, abs(old[3:] @ new[3:]) / lengths) if lengths else 1.0  # NaN stays NaN
     return float(np.linalg.norm(new[:3] - old[:3])), float(np.degrees(2 * np.arccos(cosine)))
 

@@ -1,4 +1,4 @@
-"""Confidence intervals of a success rate, of a mean, and of differences on the same episodes."""
+"""Confidence intervals for success rates, means, and differences, paired or independent."""
 
 import math
 from collections.abc import Sequence
@@ -9,13 +9,13 @@ Z_95 = 1.959963984540054  # 97.5 % quantile of the standard normal distribution
 
 
 def wilson_interval(successes: int, trials: int, z: float = Z_95) -> tuple[float, float]:
-    """Return the score interval of a binomial proportion (Wilson 1927, JASA 22:209, without continuity correction).
+    """Return the score interval for a binomial proportion (Wilson 1927, JASA 22:209, without continuity correction).
 
     ``(p + z^2/2n +- z sqrt(p(1-p)/n + z^2/4n^2)) / (1 + z^2/n)`` with ``p = successes / n`` and ``n = trials``.
-    Unlike ``p +- z sqrt(p(1-p)/n)`` it stays inside [0, 1] and has a width at 0 and n successes. Without trials it is (0, 1).
+    Unlike ``p +- z sqrt(p(1-p)/n)``, it stays inside [0, 1] and has a positive width at 0 and n successes. With no trials, it is (0, 1).
     """
     if not 0 <= successes <= trials:
-        raise ValueError(f"{successes} successes of {trials} trials: successes must be in 0..{trials}.")
+        raise ValueError(f"{successes} successes in {trials} trials: successes must be in 0..{trials}.")
     if trials == 0:
         return 0.0, 1.0
     rate = successes / trials
@@ -28,7 +28,7 @@ def wilson_interval(successes: int, trials: int, z: float = Z_95) -> tuple[float
 
 
 def paired_difference_interval(both: int, only_first: int, only_second: int, neither: int) -> tuple[float, float]:
-    """Return the 95 % interval of the difference (first minus second) of two proportions of the same trials.
+    """Return the 95 % interval for the difference (first minus second) between two proportions over the same trials.
 
     Method 10 of Newcombe 1998 (Statistics in Medicine 17:2635) combines the Wilson intervals ``(l, u)`` of both
     proportions with their correlation ``phi``:
@@ -37,7 +37,7 @@ def paired_difference_interval(both: int, only_first: int, only_second: int, nei
     ``upper = p1 - p2 + sqrt((u1-p1)^2 - 2 phi (u1-p1)(p2-l2) + (p2-l2)^2)``,
 
     where ``phi = c / sqrt((e+f)(g+h)(e+g)(f+h))`` for the cells e, f, g, h in the order of the arguments. ``c`` is
-    ``eh - fg``, reduced by n/2 (but not below 0) if it is positive. phi is 0 if a margin is 0. Without trials the interval
+    ``eh - fg``; if positive, it is reduced by n/2 (but not below 0). phi is 0 if a margin is 0. With no trials, the interval
     is (-1, 1).
     """
     trials = both + only_first + only_second + neither
@@ -61,13 +61,13 @@ STUDENT_T_95 = (
     2.13145, 2.11991, 2.10982, 2.10092, 2.09302, 2.08596, 2.07961, 2.07387, 2.06866, 2.06390, 2.05954, 2.05553, 2.05183, 2.04841,
     2.04523, 2.04227,
 )  # fmt: skip
-"""97.5 % quantiles of Student's t distribution with 1 to 30 degrees of freedom."""
+"""97.5 % quantiles of Student's t distribution for 1 to 30 degrees of freedom."""
 
 
 def mean_interval(values: Sequence[float]) -> tuple[float, float, float]:
-    """Return the mean of independent runs and the ends of its 95 % interval by Student's t (Student 1908, Biometrika 6:1).
+    """Return the mean over independent runs and the ends of its 95 % Student's t interval (Student 1908, Biometrika 6:1).
 
-    ``m +- t s / sqrt(n)`` with the std ``s`` of ``n - 1`` degrees of freedom. A single value has infinite ends.
+    The interval is ``m +- t s / sqrt(n)``, where the std ``s`` has ``n - 1`` degrees of freedom. For a single value, it is infinite.
     """
     count = len(values)
     mean = math.fsum(values) / count
@@ -87,9 +87,9 @@ NUM_RESAMPLES = 10_000
 
 
 def bootstrap_interval(values: Sequence[float]) -> tuple[float, float]:
-    """Return the ends of the 95 % percentile bootstrap interval of a mean (Efron 1979, Annals of Statistics 7:1).
+    """Return the ends of the 95 % percentile bootstrap interval for a mean (Efron 1979, Annals of Statistics 7:1).
 
-    They are the 2.5 % and 97.5 % quantiles of the means of ``NUM_RESAMPLES`` resamples with a fixed seed. A single value has infinite ends.
+    They are the 2.5 % and 97.5 % quantiles of the means of ``NUM_RESAMPLES`` resamples with a fixed seed; infinite for a single value.
     """
     if len(values) == 1:
         return -math.inf, math.inf
@@ -100,10 +100,10 @@ def bootstrap_interval(values: Sequence[float]) -> tuple[float, float]:
 
 
 def difference_interval(successes: tuple[int, int], trials: tuple[int, int], z: float = Z_95) -> tuple[float, float]:
-    """Return the 95 % interval of the difference (first minus second) of two proportions of independent trials.
+    """Return the 95 % interval for the difference (first minus second) between two proportions over independent trials.
 
     Method 10 of Newcombe 1998 (Statistics in Medicine 17:873): ``lower = p1 - p2 - sqrt((p1-l1)^2 + (u2-p2)^2)`` and
-    ``upper = p1 - p2 + sqrt((u1-p1)^2 + (p2-l2)^2)`` with the Wilson intervals ``(l, u)`` of both. Without trials it is (-1, 1).
+    ``upper = p1 - p2 + sqrt((u1-p1)^2 + (p2-l2)^2)`` with the Wilson intervals ``(l, u)`` of both. With no trials, it is (-1, 1).
     """
     if not all(trials):
         return -1.0, 1.0

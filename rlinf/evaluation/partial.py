@@ -1,4 +1,4 @@
-"""Save the results of a running evaluation, so that an interrupted evaluation can resume."""
+"""Save results while an evaluation is running, so that an interrupted evaluation can resume."""
 
 import json
 import os
@@ -14,25 +14,25 @@ from rlinf.types import EpisodeResult, EpisodeSpec
 
 
 def partial_files(folder: Path) -> list[Path]:
-    """Return the files of an unfinished evaluation: ``PARTIAL_FILE`` of rank 0, and one for each further rank."""
+    """Return the files of an unfinished evaluation: ``PARTIAL_FILE``, written by rank 0, and one file for each further rank."""
     return sorted(folder.glob(f"{Path(PARTIAL_FILE).stem}*.jsonl"))
 
 
 def num_saved(folder: Path) -> int:
-    """Return the number of saved results of an unfinished evaluation."""
+    """Return how many results of an unfinished evaluation are saved."""
     return sum(max(0, path.read_bytes().count(b"\n") - 1) for path in partial_files(folder))
 
 
 class PartialResults:
     """A file with one line of conditions and one line per finished episode of this rank.
 
-    A context manager; rank 0 deletes the files of all ranks on success. Raise ConfigError if a file has different conditions or is open
-    in a different process, and CheckpointError if it is damaged.
+    As a context manager, rank 0 deletes the files of all ranks on success. Raise ConfigError if a file was written under different
+    conditions or is open in a different process, and CheckpointError if it is damaged.
 
     Attributes:
-        conditions: Everything that results depend on, as JSON values.
-        known: Results of earlier processes and any number of ranks, on rank 0.
-        earlier_s: Seconds that these processes took until their last result.
+        conditions: Everything that affects the results, as JSON values.
+        known: On rank 0, the results of earlier processes, which may have used any number of ranks.
+        earlier_s: Time these processes ran until their last result, in seconds.
     """
 
     def __init__(self, folder: Path, conditions: dict[str, Any], rank: int = 0) -> None:
@@ -45,13 +45,13 @@ class PartialResults:
         folder.mkdir(parents=True, exist_ok=True)
         self._file = open(self.path, "a", encoding="utf-8")
         try:
-            busy = f"A different evaluation is writing to {self.path}. Wait until it ends"
+            busy = f"A different evaluation is writing to {self.path}. Wait until it has finished"
             lock(self._file, f"{busy}, or set output_dir=<new folder>")
             if rank == 0:
                 for path in partial_files(folder):
                     self._read(path)
             content = self.path.read_bytes()
-            os.truncate(self.path, content.rfind(b"\n") + 1)  # an unfinished line of a process that was killed
+            os.truncate(self.path, content.rfind(b"\n") + 1)  # remove an incomplete line left by a killed process
         except BaseException:
             self._file.close()
             raise
@@ -60,7 +60,7 @@ class PartialResults:
             self._write(self.conditions)
 
     def add(self, result: EpisodeResult) -> None:
-        """Append a finished episode."""
+        """Append a finished episode's result."""
         self._write({**asdict(result), "wall_s": self.earlier_s + time.monotonic() - self._start})
         self.num_results += 1
 
@@ -72,7 +72,7 @@ class PartialResults:
             if self.rank == 0 and error_type is None:
                 for path in partial_files(self.path.parent):
                     path.unlink()
-            elif error_type is not None and self.path.read_bytes().count(b"\n") <= 1:  # only the conditions
+            elif error_type is not None and self.path.read_bytes().count(b"\n") <= 1:  # contains only the conditions
                 self.path.unlink()
 
     def _write(self, values: dict[str, Any]) -> None:
@@ -81,10 +81,10 @@ class PartialResults:
             self._file.flush()
 
     def _read(self, path: Path) -> None:
-        """Read the complete lines of a file of an earlier process."""
+        """Read the complete lines from a file written by an earlier process."""
         content = path.read_bytes()
         try:
-            # A killed process may leave half a line at the end.
+            # A killed process may have left an incomplete line at the end.
             lines = parse_json_lines(content[: content.rfind(b"\n") + 1], path)
             saved = lines[0] if lines else self.conditions
             seconds = [line.pop("wall_s") for line in lines[1:]]
@@ -96,7 +96,7 @@ class PartialResults:
             ) from error
         if differ:
             raise ConfigError(
-                f"{path} holds {len(results)} results of an interrupted evaluation under different conditions "
+                f"{path} contains {len(results)} results of an interrupted evaluation under different conditions "
                 f"({', '.join(differ)}). Restore them to resume, delete the file, or set output_dir=<new folder>"
             )
         self.known += results

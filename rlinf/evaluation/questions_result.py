@@ -1,4 +1,4 @@
-"""Results of a language model's evaluation on a file of questions."""
+"""Results of evaluating a language model on a file of questions."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ class QuestionResult:
     """A model's reply to a question.
 
     Attributes:
-        category: Subset, by which accuracies are listed.
+        category: Subset that the question belongs to; accuracies are listed per category.
         extracted: The final answer extracted from the completion, or None.
-        is_truncated: The completion was truncated at the maximum length.
+        is_truncated: Whether the completion was truncated at the maximum length.
         images: Thumbnails of the question's first images, relative to the folder of the result.
     """
 
@@ -39,11 +39,11 @@ class QuestionResult:
 
 @dataclass
 class QuestionsResult:
-    """Results of the questions of a file, in its order.
+    """Results for the questions in a file, in file order.
 
     Attributes:
         answer_type: How the final answer is extracted.
-        temperature: Of the sampling; 0: the most likely tokens.
+        temperature: Sampling temperature; 0: always take the most likely token.
     """
 
     results: list[QuestionResult]
@@ -56,12 +56,12 @@ class QuestionsResult:
 
     @property
     def total(self) -> Success:
-        """Correct completions of all categories."""
+        """Number of correct completions over all categories."""
         return _count(self.results)
 
     @property
     def per_category(self) -> dict[str, Success]:
-        """Correct completions by category, in order of first appearance."""
+        """Number of correct completions per category, in order of first appearance."""
         categories: dict[str, list[QuestionResult]] = {}
         for result in self.results:
             categories.setdefault(result.category, []).append(result)
@@ -80,7 +80,7 @@ class QuestionsResult:
 
     @classmethod
     def from_json(cls, path: str | os.PathLike) -> QuestionsResult:
-        """Read a file of ``to_json``; raise CheckpointError if it is not one."""
+        """Read a file written by ``to_json``; raise CheckpointError for any other file."""
         try:
             data = json.loads(Path(path).read_text(encoding="utf-8"))
             results = [QuestionResult(**row) for row in data["results"]]
@@ -90,7 +90,7 @@ class QuestionsResult:
             raise CheckpointError(f"{path} is not a result on questions ({type(error).__name__}: {error}).") from error
 
     def table(self) -> str:
-        """Return a text table: one line for each category and the total, with intervals."""
+        """Return a text table with one line per category and for the total, including intervals."""
         return success_table([*self.per_category.items(), ("total", self.total)], "category", "correct")
 
 

@@ -12,18 +12,18 @@ from rlinf.files import write_text
 from rlinf.types import EpisodeSpec
 
 SCORES = ("value", "entropy", "logprob")
-# A script instead of a JSON file: a page that is opened from disk may load scripts, but not data.
+# Recordings are scripts instead of JSON files because a page opened from disk may load scripts, but not data.
 BEFORE, AFTER = "rlinfEpisode(", ");\n"
 """Text before and after the JSON value."""
 
 
 def write_recording(path: str | os.PathLike, content: dict[str, Any]) -> Path:
-    """Write a recording, atomically."""
+    """Write a recording atomically."""
     return write_text(path, f"{BEFORE}{json.dumps(content)}{AFTER}")
 
 
 def read_recording(path: str | os.PathLike) -> dict[str, Any]:
-    """Return the content of a recording (docs/evaluation.md); raise CheckpointError if the file is not one."""
+    """Return a recording's content (see docs/evaluation.md); raise CheckpointError if the file is not a recording."""
     try:
         text = Path(path).read_text(encoding="utf-8")
         if not (text.startswith(BEFORE) and text.endswith(AFTER)):
@@ -44,23 +44,23 @@ def is_recording(path: Path) -> bool:
 
 
 def _check(content: dict[str, Any]) -> None:
-    """Raise any error if the report could not show ``content``."""
+    """Raise an error of any type if the report could not display ``content``."""
     hash(EpisodeSpec(**content["spec"]))
     texts = [content["task"], content["instruction"], *content["frames"]]
     numbers = [content["number"], content["size"], content["as_counted"], *content["rewards"]]
     kinds = [(texts, str), (numbers, (int, float)), ([content["success"]], (int, float, type(None)))]
     if not all(isinstance(value, kind) for values, kind in kinds for value in values):
-        raise TypeError("a text or a number has the wrong type")
+        raise TypeError("a field has the wrong type")
     num_steps, calls, width = len(content["rewards"]), content["calls"], len(content["low"])
     if len(content["frames"]) != num_steps + 1 or len(content["high"]) != width:
-        raise ValueError("frames, rewards and bounds do not fit together")
+        raise ValueError("the lengths of frames, rewards and bounds do not match")
     starts = [call["step"] for call in calls]
     if starts[:1] != [0]:
-        raise ValueError("no call at step 0")
+        raise ValueError("there must be a policy call at step 0")
     for call, end in zip(calls, [*starts[1:], num_steps], strict=True):
         chunk = np.asarray(call["chunk"], dtype=float)
         if chunk.ndim != 2 or chunk.shape[1] != width or not 0 < end - call["step"] <= len(chunk):
-            raise ValueError(f"the chunk at step {call['step']} does not fit")
+            raise ValueError(f"the chunk at step {call['step']} has the wrong shape")
         np.asarray([point for point in call["path"] or () if point is not None], dtype=float).reshape(-1, 2)
         if not all(call[name] is None or isinstance(call[name], (int, float)) for name in SCORES):
             raise TypeError("a score is not a number")

@@ -49,18 +49,18 @@ def record_episodes(
     size: int = 224,
     ranks: RankGroup = RankGroup(),
 ) -> None:
-    """Rerun the first ``num_per_task`` episodes of each task, and write a recording of each into ``folder``.
+    """Rerun each task's first ``num_per_task`` episodes, and write a recording of each into ``folder``.
 
-    Raise CheckpointError if ``folder`` contains other files.
+    Raise CheckpointError if ``folder`` contains any files that are not recordings.
 
     Args:
-        evaluation: Result of ``evaluate_policy`` with the same model, env and ranks; not changed.
+        evaluation: Result of ``evaluate_policy`` with the same model, env and ranks; it is not modified.
     """
     if not num_per_task:
         return
     folder = Path(folder)
     unfinished = folder.with_name(f".{folder.name}.tmp")
-    # Earlier recordings stay complete until all new ones are written; gather also makes the other ranks wait for the folder.
+    # Earlier recordings are not replaced until all new ones are written. gather also makes all ranks wait for the folder.
     ranks.gather(lambda: _make_folder(folder, unfinished) if ranks.rank == 0 else None)
     kind: Any = ScoringPolicy if hasattr(model, "predict_action_batch") else CallablePolicy
     policy = kind(model, env.task_names, evaluation.greedy, evaluation.temperature, evaluation.seed)
@@ -71,7 +71,7 @@ def record_episodes(
 
 
 def recording_failed(error: Exception, folder: Path) -> RLinfError:
-    """Return the error for an evaluation that is saved, but without its recordings."""
+    """Return the error to raise if an evaluation was saved, but its episodes could not be recorded."""
     cause = f"{type(error).__name__}: {error}"
     return RLinfError(
         f"The episodes of {folder} could not be recorded ({cause}); its result is saved. To continue without recordings, set "
@@ -84,7 +84,7 @@ def _make_folder(folder: Path, unfinished: Path) -> None:
     foreign = [path.name for path in folder.iterdir() if not is_recording(path)] if folder.exists() else []
     if foreign:
         raise CheckpointError(
-            f"{folder} holds '{foreign[0]}', which is not a recorded episode. Move it to another folder"
+            f"{folder} contains '{foreign[0]}', which is not a recorded episode. Move it to a different folder"
         )
     if unfinished.exists():
         shutil.rmtree(unfinished)
@@ -93,12 +93,12 @@ def _make_folder(folder: Path, unfinished: Path) -> None:
 
 @dataclass
 class ScoringPolicy(BatchedPolicy):
-    """A ``BatchedPolicy`` that stores the ``score`` of each row's last actions."""
+    """A ``BatchedPolicy`` that stores the ``score`` of each row's most recent actions."""
 
     scores: list[dict[str, float | None]] = field(default_factory=list)
 
     def act(self, observation: Observation, contexts: Sequence[EpisodeContext]) -> np.ndarray:
-        """Return the actions of ``BatchedPolicy.act``, bit-equal; a model with several ``num_observations`` has no scores."""
+        """Return bitwise the same actions as ``BatchedPolicy.act``; a model with ``num_observations > 1`` has no scores."""
         if getattr(self.model, "num_observations", 1) > 1:
             self.scores = [dict.fromkeys(SCORES)] * len(observation)
             return super().act(observation, contexts)
@@ -116,16 +116,16 @@ class ScoringPolicy(BatchedPolicy):
 def score(
     model: ActionModel, inputs: dict[str, Any], prediction: ActionPrediction, temperature: float
 ) -> list[dict[str, float | None]]:
-    """Return ``value``, ``entropy`` and ``logprob`` of each row of a prediction; None if the policy has no such output.
+    """Return each row's ``value``, ``entropy`` and ``logprob``; None for outputs that the policy does not have.
 
-    Log-probability and entropy, in nat, are sums over the chunk's ``A`` columns, at ``temperature``.
+    Log-probability and entropy, in nat, are computed at ``temperature`` and summed over the chunk's ``A`` columns.
     """
     scores: dict[str, Any] = dict.fromkeys(SCORES)
     if getattr(model, "value_head", None) is not None:
         scores["value"] = prediction.values
     try:
         model.check_rl(model.config)
-    except ConfigError:  # the model's present settings do not allow it
+    except ConfigError:  # the model's current settings do not allow it
         has_logprobs = False
     else:
         has_logprobs = model.has_logprobs
@@ -143,8 +143,8 @@ class Recorder:
     """Stores the policy calls and rewards of replayed episodes (a ``Watcher``).
 
     Attributes:
-        calls: For each env slot: the env step (from 0) of the first action, the chunk, its path in the image, and scores.
-        rewards: For each env slot and env step.
+        calls: Policy calls per env slot: the env step (from 0) of the first action, the chunk, its path in the image, and scores.
+        rewards: Rewards per env slot and env step.
     """
 
     def __init__(self, policy: BatchedPolicy, env: VectorEnv, num_rows: int, size: int) -> None:
@@ -152,7 +152,7 @@ class Recorder:
         self.reset()
 
     def reset(self) -> None:
-        """Drop everything, at the start and when a lost simulator restarts the episodes."""
+        """Discard everything stored so far; called at the start and when episodes restart because a simulator was lost."""
         self.calls: list[list[dict[str, Any]]] = [[] for _ in range(self.num_rows)]
         self.rewards: list[list[float]] = [[] for _ in range(self.num_rows)]
 
@@ -174,7 +174,7 @@ class Recorder:
 
 
 def _first_of_tasks(results: Sequence[EpisodeResult], num_per_task: int) -> list[tuple[int, EpisodeResult]]:
-    """Return the first results of each task with their indices in the list."""
+    """Return each task's first results with their indices in the list."""
     seen: Counter[str] = Counter()
     chosen = []
     for number, result in enumerate(results):

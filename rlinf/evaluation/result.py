@@ -17,18 +17,18 @@ from rlinf.number_formats import format_interval
 from rlinf.types import EpisodeResult, EpisodeSpec
 
 MOST_FAR = 0.01
-"""Fraction of states far outside their statistics above which a result warns."""
+"""A result has a warning if a larger fraction of states is far outside the policy's statistics."""
 MOST_CLIPPED = 0.05
-"""Fraction of clipped action values above which a result warns."""
+"""A result has a warning if a larger fraction of action values was clipped."""
 
 
 @dataclass(frozen=True)
 class Success:
-    """Number of successes and episodes; its text is ``85.0% (17/20)``, or the return of a task without success.
+    """Number of successes and episodes, formatted as ``85.0% (17/20)``, or as the return if the task does not report success.
 
     Attributes:
-        returns: Mean return of the same episodes and the ends of its 95 % interval (Student's t); None: unknown.
-        is_reported: The task reports success; else only ``returns`` is shown.
+        returns: Mean return of the same episodes and the ends of its 95 % interval (Student's t); None if unknown.
+        is_reported: Whether the task reports success; if not, only ``returns`` is shown.
     """
 
     successes: int
@@ -38,7 +38,7 @@ class Success:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Success:
-        """Read the values of ``as_dict``; older files have no return."""
+        """Create from the values returned by ``as_dict``; older files have no return."""
         low, high = values.get("return_interval") or (-math.inf, math.inf)
         returns = (values["return_mean"], low, high) if "return_mean" in values else None
         return cls(values["successes"] or 0, values["episodes"], returns, values.get("reports_success", True))
@@ -55,7 +55,7 @@ class Success:
 
     @property
     def count(self) -> str:
-        """Both numbers as text: ``17/20``."""
+        """Successes and episodes, formatted as ``17/20``."""
         return f"{self.successes}/{self.episodes}"
 
     def __str__(self) -> str:
@@ -63,7 +63,7 @@ class Success:
 
     @property
     def return_text(self) -> str:
-        """Mean return and interval as text, ``-512.3 (95 % -580.1 to -444.5)``; "" if unknown."""
+        """Mean return with its interval, formatted as ``-512.3 (95 % -580.1 to -444.5)``; "" if unknown."""
         mean, low, high = self.returns or (None, -math.inf, math.inf)
         ends = f" (95 % {low:.4g} to {high:.4g})" if self.episodes > 1 else ""
         return "" if mean is None else f"{mean:.4g}{ends}"
@@ -83,14 +83,14 @@ class Success:
 
 @dataclass
 class EvaluationResult:
-    """Results of a fixed list of episodes, in the order of the list.
+    """Results for a fixed list of episodes, in list order.
 
     Attributes:
-        greedy: The most likely actions were taken; else they were sampled with ``temperature`` and ``seed``.
-        warnings: Caveats about the numbers: accepted differences of conditions, a simulator that has changed.
+        greedy: Whether the most likely actions were taken; if not, they were sampled with ``temperature`` and ``seed``.
+        warnings: Caveats about the results, such as accepted differences in conditions or a simulator that has changed.
         stopping: ``{"stop_when", "num_planned"}`` if the evaluation could end early.
         videos: ``{"path", "task", "instruction", "success"}`` per MP4; paths are relative to the folder of ``result.json``.
-        reports_success: Episodes of the env can succeed (``VectorEnv.reports_success``).
+        reports_success: Whether the env reports success (``VectorEnv.reports_success``).
     """
 
     results: list[EpisodeResult]
@@ -118,12 +118,12 @@ class EvaluationResult:
 
     @property
     def true_success(self) -> Success | None:
-        """Success reported by the simulator if ``total`` is a classifier's or has label noise; None: the same, or unknown."""
+        """Success reported by the simulator if ``total`` comes from a classifier or has label noise; None if equal or unknown."""
         labels = [result.true_success for result in self.results if result.true_success is not None]
         return Success(sum(labels), len(labels)) if labels else None
 
     def success_label_warning(self) -> list[str]:
-        """Return a warning that compares the detected success with the true one, if they can differ."""
+        """Return a warning that compares detected with true success, if they can differ."""
         true_success = self.true_success
         if true_success is None:
             return []
@@ -144,12 +144,12 @@ class EvaluationResult:
 
     @property
     def success_rate(self) -> float | None:
-        """Success rate over all tasks; None: the env reports no success."""
+        """Success rate over all tasks; None if the env reports no success."""
         return self.total.success_rate if self.total.is_reported else None
 
     @property
     def successes(self) -> int | None:
-        """Number of successful episodes; None: the env reports no success."""
+        """Number of successful episodes; None if the env reports no success."""
         return self.total.successes if self.total.is_reported else None
 
     @property
@@ -159,7 +159,7 @@ class EvaluationResult:
 
     @property
     def interval(self) -> tuple[float, float] | None:
-        """95 % Wilson interval of ``success_rate``; None: the env reports no success."""
+        """95 % Wilson interval of ``success_rate``; None if the env reports no success."""
         return self.total.interval if self.total.is_reported else None
 
     @property
@@ -169,31 +169,31 @@ class EvaluationResult:
 
     @property
     def return_interval(self) -> tuple[float, float]:
-        """95 % interval of ``return_mean`` by Student's t; infinite for a single episode."""
+        """95 % Student's t interval of ``return_mean``; infinite for a single episode."""
         return self.total.returns[1:]
 
     @property
     def actions_clipped_fraction(self) -> float | None:
-        """Fraction of all action values that were clipped to the bounds; None: not recorded."""
+        """Fraction of all action values that were clipped to the bounds; None if not recorded."""
         return actions_clipped(self.results)[0]
 
     @property
     def actions_max_abs(self) -> float | None:
-        """Largest magnitude of the actions before clipping; None: not recorded."""
+        """Maximum magnitude of the actions before clipping; None if not recorded."""
         return actions_clipped(self.results)[1]
 
     @property
     def states_far_fraction(self) -> float | None:
-        """Fraction of states far outside the policy's statistics; None: no statistics."""
+        """Fraction of states far outside the policy's statistics; None without statistics."""
         known = [result for result in self.results if result.states_far_fraction is not None]
         steps = sum(result.num_env_steps for result in known)
         return sum(result.states_far_fraction * result.num_env_steps for result in known) / steps if steps else None
 
     def headline(self) -> str:
-        """Return success, its interval and the return in one line that fits 80 columns with the evaluation's name."""
+        """Return success, its interval and the return in one line that fits in 80 columns together with the evaluation's name."""
         total = self.total
         if not total.is_reported:
-            return f"return {total.return_text} of {self.episodes} episodes; the env reports no success"
+            return f"return {total.return_text} over {self.episodes} episodes; the env reports no success"
         interval = format_interval(*total.interval, " - ")
         simulator = "" if self.true_success is None else f", by the simulator {self.true_success}"
         return f"{total.count} = {total.success_rate:.1%} (95 % {interval}){simulator}, return {self.return_mean:.4g}"
@@ -205,7 +205,7 @@ class EvaluationResult:
         return [(t, sum(end <= t for end in ends) / self.episodes) for t in range(longest + 1)]
 
     def metrics(self) -> dict[str, float]:
-        """Return the ``eval/`` metrics; without those of success if the env reports none."""
+        """Return the ``eval/`` metrics, omitting success metrics if the env does not report success."""
         total, (return_low, return_high) = self.total, self.return_interval
         low, high = total.interval
         metrics = {
@@ -227,7 +227,7 @@ class EvaluationResult:
         }
 
     def summary(self) -> dict[str, Any]:
-        """Return the numbers of ``Success.as_dict`` for ``summary.json``."""
+        """Return the values of ``Success.as_dict`` for ``summary.json``."""
         return self.total.as_dict()
 
     def as_dict(self) -> dict[str, Any]:
@@ -248,7 +248,7 @@ class EvaluationResult:
 
     @classmethod
     def from_json(cls, path: str | os.PathLike) -> EvaluationResult:
-        """Read a file of ``to_json``; raise CheckpointError if it is not one."""
+        """Read a file written by ``to_json``; raise CheckpointError for any other file."""
         try:
             data = json.loads(Path(path).read_text(encoding="utf-8"))
             results = [
@@ -267,12 +267,12 @@ class EvaluationResult:
             raise CheckpointError(f"{path} is not an evaluation result ({type(error).__name__}: {error}).") from error
 
     def table(self) -> str:
-        """Return a text table: one line per task and the total, with intervals."""
+        """Return a text table with one line per task and for the total, including intervals."""
         return success_table([*self.per_task.items(), ("total", self.total)], "task", "success")
 
 
 def success_table(rows: Sequence[tuple[str, Success]], first: str, second: str) -> str:
-    """Return a text table of success, if it is reported, and return; ``first`` and ``second`` are the column titles of names and rates."""
+    """Return a text table of returns and, if reported, success; ``first`` and ``second`` are the column titles for names and rates."""
     width = max(len(first), *(len(name) for name, _ in rows))
     is_reported, with_returns = rows[-1][1].is_reported, rows[-1][1].returns is not None
     head = f"  {second}     k/n  {'95 % interval':15}" if is_reported else "  episodes"
@@ -286,7 +286,7 @@ def success_table(rows: Sequence[tuple[str, Success]], first: str, second: str) 
 
 
 def actions_clipped(results: Sequence[EpisodeResult]) -> tuple[float | None, float | None]:
-    """Return the clipped fraction of all action values and the largest magnitude; None: not recorded."""
+    """Return the fraction of all action values that were clipped, and the maximum magnitude; None if not recorded."""
     known = [
         result
         for result in results
@@ -305,7 +305,7 @@ def far_warning(fraction: float | None) -> list[str]:
         return []
     return [
         f"{fraction:.1%} of the states have a dimension more than five half-widths from the middle of the policy's statistics. Likely "
-        "cause: the state has different units than in training, or the statistics are of a different dataset (model.unnorm_key)"
+        "cause: the units of the state differ from training, or the statistics come from a different dataset (model.unnorm_key)"
     ]
 
 
@@ -314,7 +314,7 @@ def clipping_warning(fraction: float | None, largest: float | None) -> list[str]
     if fraction is None or fraction <= MOST_CLIPPED:
         return []
     return [
-        f"{fraction:.1%} of the action values were outside the env's bounds and were clipped (largest magnitude: {largest:.4g}). Likely "
+        f"{fraction:.1%} of the action values were outside the env's bounds and were clipped (maximum magnitude: {largest:.4g}). Likely "
         "cause: the policy uses different units or a different normalisation. Compare its actions with the env's action_low and "
-        "action_high, and set model.unnorm_key to the dataset that it was trained on"
+        "action_high, and set model.unnorm_key to the dataset it was trained on"
     ]

@@ -1,7 +1,7 @@
 """Sequential paired test of two policies, valid after every episode.
 
-A fixed-sample p-value that is checked after every episode finds differences between equal policies: with 200 episodes, in up to one
-of five comparisons.
+Checking a fixed-sample p-value after every episode finds differences between equal policies: with 200 episodes, in up to one in five
+comparisons.
 """
 
 import math
@@ -11,19 +11,19 @@ from functools import cache
 import numpy as np
 
 LEVEL = 0.05
-"""Upper bound of the probability that two equally good policies are ever declared different."""
+"""Upper bound on the probability that two equally good policies are ever declared different."""
 PRIOR = 3.0
-"""Both parameters of the beta prior over the fraction of wins; larger values expect smaller differences."""
+"""Both parameters of the beta prior over the fraction of wins; larger values put more weight on small differences."""
 LEAST_EPISODES = 6
-"""Shortest list that can decide: 5 wins of 5 have probability 1/16 if neither policy is better."""
+"""Minimum number of episodes for a decision: 5 wins out of 5 have probability 1/16 if neither policy is better."""
 MOST_MORE = 100_000
-"""Largest forecast, in episodes."""
+"""Maximum forecast, in episodes."""
 MOST_COUNTED = 2000
-"""Longest list for which a forecast uses the exact threshold; beyond it, Ville's is hardly larger."""
+"""Maximum list length for which a forecast uses the exact threshold; for longer lists, Ville's threshold is hardly larger."""
 
 
 def log_e_value(wins: float, differing: float) -> float:
-    """Return the logarithm of the e-value of ``wins`` of the second policy in ``differing`` episodes on which the two differ.
+    """Return the log e-value if the second policy has ``wins`` wins in the ``differing`` episodes on which the two policies differ.
 
     Robbins 1970 (Annals of Mathematical Statistics 41:1397), section 2, for coin tosses: the likelihood of the sequence, averaged
     over a Beta(a, a) distribution of the fraction of wins, divided by its likelihood ``2^-d`` if neither policy is better:
@@ -43,10 +43,10 @@ def log_e_value(wins: float, differing: float) -> float:
 def crossing_probability(log_level: float, num_episodes: int) -> float:
     """Return the probability that the e-value ever reaches a level within ``num_episodes`` if neither policy is better.
 
-    Exact: a symmetric random walk, stopped where it reaches the level. Ville's inequality, ``exp(-log_level)``, holds for any number of
-    episodes and is larger.
+    Computed exactly with a symmetric random walk that stops when it reaches the level. Ville's bound, ``exp(-log_level)``, holds for
+    any number of episodes but is larger.
     """
-    # The probability is largest if the two policies differ on all episodes, so only this case is computed.
+    # Only compute the case in which the two policies differ on all episodes, because it has the highest probability.
     gammas = np.array([math.lgamma(PRIOR + number) for number in range(num_episodes + 1)])
     running, reached = np.ones(1), 0.0
     for differing in range(1, num_episodes + 1):
@@ -54,7 +54,7 @@ def crossing_probability(log_level: float, num_episodes: int) -> float:
         halves[:-1] += running / 2
         halves[1:] += running / 2
         values = gammas[: differing + 1] + gammas[: differing + 1][::-1]
-        values += log_e_value(0, differing) - values[0]  # the terms that do not depend on the wins
+        values += log_e_value(0, differing) - values[0]  # add the terms that do not depend on the wins
         beyond = values >= log_level - 1e-12
         reached += halves[beyond].sum()
         running = np.where(beyond, 0.0, halves)
@@ -63,7 +63,7 @@ def crossing_probability(log_level: float, num_episodes: int) -> float:
 
 @cache
 def log_threshold(num_episodes: int) -> float:
-    """Return the smallest level that equally good policies reach with a probability of at most ``LEVEL``."""
+    """Return the smallest log level that equally good policies reach with a probability of at most ``LEVEL``."""
     low, high = 0.0, math.log(1 / LEVEL)
     for _ in range(30):
         middle = (low + high) / 2
@@ -72,7 +72,7 @@ def log_threshold(num_episodes: int) -> float:
 
 
 def log_e_values(signs: Sequence[int]) -> list[float]:
-    """Return the logarithm of the e-value after each episode; a sign is 1 (only the second policy succeeded), -1 or 0."""
+    """Return the log e-value after each episode; a sign is 1 (only the second policy succeeded), -1 (only the first) or 0."""
     wins = differing = 0
     values = []
     for sign in signs:
@@ -83,25 +83,25 @@ def log_e_values(signs: Sequence[int]) -> list[float]:
 
 
 def decided_at(signs: Sequence[int], num_episodes: int) -> int | None:
-    """Return the number of episodes after which the test of a list of ``num_episodes`` decides; None: not yet."""
+    """Return the number of episodes after which the test on a list of ``num_episodes`` decides; None if it is still undecided."""
     threshold = log_threshold(num_episodes) - 1e-12
     return next((1 + place for place, value in enumerate(log_e_values(signs)) if value >= threshold), None)
 
 
 def sequential_p_value(signs: Sequence[int], num_episodes: int) -> float:
-    """Return the two-sided p-value so far, valid after every episode of a list of ``num_episodes``.
+    """Return the current two-sided p-value, which is valid after every episode of a list of ``num_episodes``.
 
-    It is the probability that equally good policies ever reach the largest e-value so far, so it never grows.
+    It is the probability that equally good policies ever reach the largest e-value observed so far, so it never increases.
     """
     return min(1.0, crossing_probability(max([0.0, *log_e_values(signs)]), num_episodes))
 
 
 def episodes_to_decide(signs: Sequence[int], num_episodes: int) -> int | None:
-    """Forecast how many more episodes decide if the two continue to differ as so far; None: more than ``MOST_MORE``."""
+    """Forecast how many more episodes are needed if the policies continue to differ as they have so far; None: more than ``MOST_MORE``."""
     more = _more_to_reach(log_threshold(num_episodes), signs)
     if more is None or len(signs) + more <= num_episodes:
         return more
-    # Beyond the list, the threshold is that of a longer list, which would have to be planned from the start.
+    # Beyond the list, use the threshold for a longer list, which would have to be planned from the start.
     more = _more_to_reach(math.log(1 / LEVEL), signs)
     if more is None or len(signs) + more > MOST_COUNTED:
         return more
@@ -109,7 +109,7 @@ def episodes_to_decide(signs: Sequence[int], num_episodes: int) -> int | None:
 
 
 def _more_to_reach(threshold: float, signs: Sequence[int]) -> int | None:
-    """Return how many more episodes like ``signs`` bring the e-value to a threshold; None: more than ``MOST_MORE``."""
+    """Return how many more episodes like ``signs`` raise the e-value to the threshold; None: more than ``MOST_MORE``."""
     wins, losses = sum(sign > 0 for sign in signs), sum(sign < 0 for sign in signs)
     differing = wins + losses
     win_rate, rate = (wins / differing, differing / len(signs)) if differing else (0.5, 0.0)
@@ -127,7 +127,7 @@ def _more_to_reach(threshold: float, signs: Sequence[int]) -> int | None:
 
 
 def rate_confidence_sequence(successes: int, episodes: int) -> tuple[float, float]:
-    """Return an interval that contains the success rate after all episodes simultaneously, with a probability of at least 95 %.
+    """Return an interval for the success rate; with a probability of at least 95 %, the intervals after every episode all contain it.
 
     Robbins 1970, section 2: all rates ``p`` at which ``B(1/2 + k, 1/2 + n - k) / B(1/2, 1/2)``, the likelihood of ``k`` successes in ``n``
     episodes averaged over a Beta(1/2, 1/2) distribution, is less than ``1 / LEVEL`` times ``p^k (1 - p)^(n - k)``.
@@ -142,10 +142,10 @@ def rate_confidence_sequence(successes: int, episodes: int) -> tuple[float, floa
 
 
 def difference_confidence_sequence(only_first: int, only_second: int, same: int) -> tuple[float, float]:
-    """Return a 95 % confidence sequence of the paired difference of two success rates, second minus first.
+    """Return a 95 % confidence sequence for the paired difference between two success rates, second minus first.
 
-    The mixture is Dirichlet(1/2, 1/2, 1/2) over the probabilities of the three outcomes. A difference is in the interval if any
-    probabilities with this difference are: its likelihood is the largest one among them.
+    The mixture is Dirichlet(1/2, 1/2, 1/2) over the probabilities of the three outcomes. The likelihood of a difference is the maximum
+    over all probabilities that have this difference, so the interval contains a difference if any of them is in the confidence set.
     """
 
     def log_likelihood(difference: float) -> float:
@@ -161,9 +161,9 @@ def difference_confidence_sequence(only_first: int, only_second: int, same: int)
 
 
 def _likeliest_probability(less: int, more: int, same: int, difference: float) -> float:
-    """Return the most likely probability ``x`` of an outcome if the opposite outcome has ``x + difference``.
+    """Return the most likely probability ``x`` of an outcome if the opposite outcome has probability ``x + difference``.
 
-    The zero of the derivative of ``less ln x + more ln(x + d) + same ln(1 - 2 x - d)``, a quadratic equation.
+    Setting the derivative of ``less ln x + more ln(x + d) + same ln(1 - 2 x - d)`` to zero yields a quadratic equation.
     """
     episodes = less + more + same
     if not episodes:
@@ -174,20 +174,20 @@ def _likeliest_probability(less: int, more: int, same: int, difference: float) -
 
 
 def _log_mixture(*counts: int) -> float:
-    """Return the log likelihood of counts, averaged over a Dirichlet distribution with parameters 1/2."""
+    """Return the log of the counts' likelihood averaged over a Dirichlet distribution with parameters 1/2."""
     parts = sum(math.lgamma(count + 0.5) - math.lgamma(0.5) for count in counts)
     return parts + math.lgamma(len(counts) / 2) - math.lgamma(sum(counts) + len(counts) / 2)
 
 
 def _times_log(count: int, probability: float) -> float:
-    """Return ``count ln(probability)``, and 0 without a count."""
+    """Return ``count ln(probability)``, or 0 if ``count`` is 0."""
     if not count:
         return 0.0
     return count * math.log(probability) if probability > 0 else -math.inf
 
 
 def _outermost(log_likelihood: Callable[[float], float], least: float, inside: float, end: float) -> float:
-    """Return the point closest to ``end`` at which a likelihood that falls from ``inside`` to ``end`` is still at least ``least``."""
+    """Return the point closest to ``end`` where a likelihood that decreases from ``inside`` to ``end`` is still at least ``least``."""
     if log_likelihood(end) >= least:
         return end
     outside = end

@@ -1,4 +1,4 @@
-"""Rules by which an evaluation ends before its list of episodes does."""
+"""Rules for stopping an evaluation before the end of its list of episodes."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -9,14 +9,14 @@ from rlinf.evaluation.sequential import decided_at, rate_confidence_sequence
 from rlinf.types import EpisodeResult
 
 DECIDED = "decided"
-"""``evaluation.stop_when`` that ends when the test against ``evaluation.compare`` decides."""
+"""Value of ``evaluation.stop_when`` that stops once the test against ``evaluation.compare`` is decided."""
 
 Episode = tuple[str, str, int, int]
-"""Suite, task, initial state and seed, without ``task_id``, which depends on ``env.tasks``."""
+"""Suite, task, initial state and seed; excludes ``task_id``, which depends on ``env.tasks``."""
 
 
 def episode_of(result: EpisodeResult) -> Episode:
-    """Return the key of a result's episode, equal in all evaluations."""
+    """Return the key that identifies a result's episode across evaluations."""
     return result.spec.suite, result.task, result.spec.init_state_id, result.spec.seed
 
 
@@ -24,7 +24,7 @@ class StopRule(Protocol):
     """Decides after how many episodes an evaluation ends."""
 
     def stop_at(self, results: Sequence[EpisodeResult]) -> int | None:
-        """Return the smallest sufficient number of episodes; None: continue. ``results`` are in list order, not in the order of ending."""
+        """Return the smallest sufficient number of episodes, or None to continue; ``results`` are in list order, not completion order."""
         ...
 
 
@@ -34,7 +34,7 @@ class UntilDecided:
 
     Attributes:
         baseline: Whether the baseline succeeded in each episode of the list.
-        num_planned: Episodes of the list.
+        num_planned: Length of the list.
     """
 
     baseline: Mapping[Episode, bool]
@@ -64,7 +64,7 @@ class UntilNarrow:
 
 
 def stop_rule(stop_when: str | float | None, baseline: EvaluationResult | None, num_planned: int) -> StopRule | None:
-    """Return the rule of ``evaluation.stop_when``; None: run the full list."""
+    """Return the rule for ``evaluation.stop_when``, or None to run the full list."""
     if stop_when is None:
         return None
     if stop_when == DECIDED and baseline is not None:

@@ -1,8 +1,8 @@
 """Verdicts of an audit: what its success rates show about a policy.
 
-Each verdict is about an effect in percentage points: the success that a disturbance costs, or that observing the world gains. It is
-compared with ``LEAST_FRACTION`` of the stake, the success above the better baseline: yes if the 95 % interval of the effect is above
-that, no if it is below, else unclear.
+Each verdict concerns an effect in percentage points: the success lost to a disturbance, or gained by observing the world. The effect is
+compared with a threshold, ``LEAST_FRACTION`` of the stake (the success above the better baseline). The verdict is yes if the effect's
+95 % interval is above the threshold, no if it is below, and otherwise unclear.
 """
 
 from collections.abc import Mapping
@@ -16,22 +16,22 @@ from rlinf.evaluation.result import EvaluationResult, Success
 from rlinf.number_formats import format_interval, format_points
 
 SMALL_CHANGES = ("paraphrased", "shifted_", "brighter_", "moved_")
-"""Key prefixes of disturbances that would hardly affect a human."""
+"""Key prefixes of disturbances that would hardly affect a human operator."""
 LEAST_FRACTION = 0.25
-"""Fraction of the stake that an effect must reach."""
+"""Minimum effect for a yes, as a fraction of the stake."""
 FULL_FRACTION = 1 - LEAST_FRACTION
-"""Fraction of the stake below which an effect is partial."""
+"""Effects below this fraction of the stake are partial."""
 
 YES, NO, UNCLEAR, UNKNOWN = "yes", "no", "unclear", "cannot be determined"
 
 
 @dataclass(frozen=True)
 class ConditionRow:
-    """Success in one condition.
+    """Success under one condition.
 
     Attributes:
-        success: None: the condition was not possible.
-        pairs: The same episodes as evaluated (a) and in the condition (b); None: different episodes, or the evaluation itself.
+        success: Success under the condition; None if it was not possible.
+        pairs: Pairs of the undisturbed evaluation (a) and the condition (b); None for different episodes or the evaluation itself.
         note: Details, or why the condition was not possible.
     """
 
@@ -49,14 +49,14 @@ class ConditionRow:
 
 @dataclass(frozen=True)
 class Verdict:
-    """Result of one question of an audit.
+    """The audit's conclusion on one question.
 
     Attributes:
         outcome: ``YES``, ``NO``, ``UNCLEAR`` or ``UNKNOWN``.
-        is_fault: The result is evidence against the policy or its success rate.
-        fraction: Fraction of the stake that the effect of a yes explains, in [0, 1]; None: not a yes, or not about one effect.
-        is_partial: The 95 % interval of that fraction is below ``FULL_FRACTION``.
-        breaks: Disturbances that cost success, with their points.
+        is_fault: Whether the verdict is evidence against the policy or its success rate.
+        fraction: If the verdict is yes, the fraction of the stake explained by the effect, in [0, 1]; None if no, or not about one effect.
+        is_partial: Whether the 95 % interval of that fraction is below ``FULL_FRACTION``.
+        breaks: Disturbances that reduce success, with the loss in percentage points.
     """
 
     question: str
@@ -69,20 +69,20 @@ class Verdict:
 
     @property
     def is_good(self) -> bool | None:
-        """Whether the result is in favour of the policy; None: neutral, or partial."""
+        """Whether the verdict is in favour of the policy; None if it is neutral or partial."""
         if self.is_fault or self.breaks:
             return False
         return None if self.is_partial or self.outcome not in (YES, NO) else True
 
     @property
     def shown(self) -> str:
-        """Result with its fraction: ``yes (52%)``."""
+        """The outcome with its fraction: ``yes (52%)``."""
         return self.outcome if self.fraction is None else f"{self.outcome} ({self.fraction:.0%})"
 
 
 @dataclass(frozen=True)
 class Effect:
-    """Success that is lost or gained, its interval, and the stake; as text, a loss is negative."""
+    """Success lost or gained, its interval, and the stake; a loss is formatted as a negative number."""
 
     points: float
     low: float
@@ -98,7 +98,7 @@ class Effect:
 
     @property
     def extent(self) -> dict[str, Any]:
-        """``fraction`` and ``is_partial`` of a verdict; empty unless the outcome is yes."""
+        """The verdict's ``fraction`` and ``is_partial``; empty unless the outcome is yes."""
         fraction = min(1.0, self.points / self.stake) if self.stake else 1.0
         is_partial = self.high < FULL_FRACTION * self.stake
         return {"fraction": fraction, "is_partial": is_partial} if self.outcome == YES else {}
@@ -116,8 +116,8 @@ def verdicts(rows: Mapping[str, ConditionRow], reset_successes: int, matched: Ma
     Args:
         rows: Conditions by key; ``clean`` is the evaluation itself.
         reset_successes: Number of episodes in which one env step without a policy succeeds.
-        matched: ``baseline``: pairs of the better baseline (a) and the policy (b); ``pushed``: under pushes, its replayed actions (a)
-            and the policy (b).
+        matched: ``baseline`` pairs the better baseline (a) with the policy (b); ``pushed`` pairs the policy's replayed actions (a) with
+            the policy (b), both under pushes.
     """
     clean = rows["clean"].success
     floor = max(rows[key].success.success_rate for key in ("idle", "random"))
@@ -148,10 +148,10 @@ def verdicts(rows: Mapping[str, ConditionRow], reset_successes: int, matched: Ma
 
 
 def success_label_verdict(clean: EvaluationResult, idle: Success) -> Verdict:
-    """Return whether the detected successes are true, for an env whose success is not the simulator's.
+    """Return whether the detected successes are true, for an env that does not use the simulator's success.
 
     Args:
-        idle: Detected success without a policy, shown if the simulator reports no success.
+        idle: Success detected without a policy, shown if the simulator reports no success.
     """
     question = "Are the detected successes true?"
     labels = [result.true_success for result in clean.results if result.success and result.true_success is not None]
@@ -183,14 +183,14 @@ def _beats_baselines(pairs: Pairs) -> Verdict:
 
 def _not_better(question: str) -> Verdict:
     return Verdict(
-        question, UNKNOWN, "no success to lose: it is not shown to be better than random actions and doing nothing"
+        question, UNKNOWN, "no success to lose, as it is not shown to be better than random actions and doing nothing"
     )
 
 
 def _by_loss(
     question: str, row: ConditionRow, disturbance: str, stake: float, is_better: bool, no_is_fault: bool = True
 ) -> Verdict:
-    """Return whether a disturbance costs success."""
+    """Return whether a disturbance reduces success."""
     if row.success is None:
         return Verdict(question, UNKNOWN, row.note)
     if not is_better:
@@ -201,7 +201,7 @@ def _by_loss(
 
 
 def _reacts(rows: Mapping[str, ConditionRow], pushed: Pairs | None, stake: float, is_better: bool) -> Verdict:
-    """Return whether frozen observations cost success, or it recovers from pushes better than its replayed actions do."""
+    """Return whether the policy loses success with frozen observations, or recovers from pushes better than its replayed actions."""
     question = "Does it react to changes during an episode?"
     if not is_better:
         return _not_better(question)
@@ -220,9 +220,9 @@ def _reacts(rows: Mapping[str, ConditionRow], pushed: Pairs | None, stake: float
             outcomes.append(gain.outcome)
             reason += f"; pushed, compared with its replayed actions: {gain}"
         else:
-            # A replay that survives the pushes cannot show that reacting helps.
+            # If replayed actions succeed despite the pushes, the comparison cannot show that reacting helps.
             outcomes.append(UNCLEAR)
-            reason += "; the pushes do not make its replayed actions fail either"
+            reason += "; but its replayed actions do not fail under the pushes either"
     outcome = YES if YES in outcomes else NO if set(outcomes) == {NO} else UNCLEAR
     largest = max((effect.extent for effect in effects), key=lambda extent: extent.get("fraction", -1.0))
     return Verdict(question, outcome, reason, outcome == NO, **largest)
@@ -231,7 +231,7 @@ def _reacts(rows: Mapping[str, ConditionRow], pushed: Pairs | None, stake: float
 def _memorises(
     rows: Mapping[str, ConditionRow], stake: float, floor: float, is_better: bool, looks: str, reacts: str
 ) -> Verdict:
-    """Return whether success depends on the initial states of training, or on one motion that fits all episodes."""
+    """Return whether success depends on initial states seen in training, or on one motion that fits all episodes."""
     question = "Does it memorise instead?"
     clean, seen, replayed = rows["clean"].success, rows["seen"].success, rows["other_actions"]
     reasons, outcomes = [], []
@@ -254,15 +254,15 @@ def _memorises(
         else:
             outcomes.append(NO if effect.outcome == YES else UNCLEAR)
             reasons.append(f"its actions from different episodes: {effect}")
-    # A no needs the initial states of training: replayed actions that fail do not exclude memorised states.
+    # A no requires results on the initial states of training: the policy may have memorised states even if replayed actions fail.
     if not outcomes or (seen is None and outcomes == [NO]):
-        return Verdict(question, UNKNOWN, "; ".join(reasons) or "there is nothing to compare")
+        return Verdict(question, UNKNOWN, "; ".join(reasons) or "no conditions can be compared")
     outcome = YES if YES in outcomes else NO if set(outcomes) == {NO} else UNCLEAR
     return Verdict(question, outcome, "; ".join(reasons), outcome == YES)
 
 
 def _breaks(rows: Mapping[str, ConditionRow], stake: float, is_better: bool) -> Verdict:
-    """Return whether a small disturbance costs success; a yes is not a fault, because the rate is about the undisturbed env."""
+    """Return whether a small disturbance reduces success; a yes is not a fault, because the success rate is for the undisturbed env."""
     question = "Do small changes of wording, images or positions make it fail?"
     if not is_better:
         return _not_better(question)

@@ -1,4 +1,4 @@
-"""MP4 videos of episodes for any browser, with instruction, env step and outcome above the image."""
+"""Write MP4 videos of episodes that any browser can show, with the instruction, env step and outcome above the image."""
 
 import os
 import subprocess
@@ -16,7 +16,7 @@ BAND_COLOUR, TEXT_COLOUR = (24, 26, 31), (236, 238, 242)
 
 
 def wrap_text(text: str, font: Any, width: int) -> list[str]:
-    """Break ``text`` into lines of at most ``width`` pixels; split a word that is longer."""
+    """Break ``text`` into lines of at most ``width`` pixels, splitting any word that is longer."""
     lines = [""]
     for word in text.split():
         extended = f"{lines[-1]} {word}".strip()
@@ -33,9 +33,9 @@ def wrap_text(text: str, font: Any, width: int) -> list[str]:
 
 
 def overlay(frame: np.ndarray, instruction: str, step: int, num_steps: int, success: bool | None) -> np.ndarray:
-    """Return a frame with a band of text above it, uint8 ``[H + band, W, 3]``, both sides even as H.264 requires.
+    """Return a frame with a band of text above it, uint8 ``[H + band, W, 3]``; both dimensions are even, as H.264 requires.
 
-    ``success`` is None while the episode runs.
+    ``success`` is None while the episode is running.
     """
     from PIL import Image, ImageDraw, ImageFont
 
@@ -71,8 +71,8 @@ def write_video(
 ) -> Path:
     """Write an MP4 (H.264, yuv420p, index at the front) atomically, and return its path.
 
-    ``frames`` are uint8 ``[H, W, 3]``: the first observation's and one after each env step. The last one, with the outcome, stays for
-    ``hold_s`` seconds.
+    ``frames`` are uint8 ``[H, W, 3]``, one for the first observation and one after each env step. The last one shows the outcome and is
+    held for ``hold_s`` seconds.
     """
     try:
         import imageio_ffmpeg
@@ -86,8 +86,8 @@ def write_video(
     images += [images[-1]] * round(hold_s * fps)
     height, width = images[0].shape[:2]
     partial = path.with_name(f".{path.stem}.tmp.mp4")
-    # imageio_ffmpeg.write_frames forks a process that runs Python code, which may wait forever for a lock that another
-    # thread held at the fork. Its own process group protects ffmpeg from Ctrl-C.
+    # Start ffmpeg directly: imageio_ffmpeg.write_frames forks a process that runs Python code, which may wait forever for a lock
+    # that a different thread held at the fork. Running in its own process group protects ffmpeg from Ctrl-C.
     command = [
         imageio_ffmpeg.get_ffmpeg_exe(), "-y", "-v", "warning",
         "-f", "rawvideo", "-pix_fmt", "rgb24", "-s", f"{width}x{height}", "-r", str(fps), "-i", "-", "-an",
@@ -97,8 +97,8 @@ def write_video(
     try:
         with naming(path):
             ffmpeg = subprocess.run(command, input=np.stack(images).tobytes(), process_group=0)
-            if ffmpeg.returncode:  # its own message is on stderr
-                raise OSError(f"ffmpeg ended with {ffmpeg.returncode}")
+            if ffmpeg.returncode:  # ffmpeg has printed its own message to stderr
+                raise OSError(f"ffmpeg exited with code {ffmpeg.returncode}")
             os.replace(partial, path)
     finally:
         partial.unlink(missing_ok=True)

@@ -1,1 +1,1 @@
-"""Off-policy learning of an actor on a frozen policy."""
+"""Off-policy learning of an actor on top of a frozen policy."""

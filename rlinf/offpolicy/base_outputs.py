@@ -1,4 +1,4 @@
-"""Base-policy outputs for the frames of a dataset, computed once and cached on disk."""
+"""Compute base-policy outputs for the frames of a dataset once, and cache them on disk."""
 
 import hashlib
 import json
@@ -30,7 +30,7 @@ class DatasetOutputs:
     Attributes:
         features: float32 ``[K, F]``.
         chunks: float32 ``[K, N, C, D]`` in env units.
-        num_queries: Number of frames that were computed; 0: all from the cache.
+        num_queries: Number of frames for which outputs were computed; 0 if all are from the cache.
     """
 
     features: Tensor
@@ -52,8 +52,8 @@ def query_dataset(
     """Return the outputs from the cache, or compute and cache them.
 
     Args:
-        policy: Its ``base_sha256`` must be set.
-        conditions: Further settings that the outputs depend on.
+        policy: Policy with ``base_sha256`` set.
+        conditions: Additional settings that affect the outputs.
     """
     dependencies = {
         "base": policy.base_sha256,
@@ -66,7 +66,7 @@ def query_dataset(
         "chunk": policy.action_chunks_len,
         "seed": seed if policy.actor.num_candidates > 1 else None,
         "conditions": conditions,
-        "rounding": [policy.device.type, batch_size],  # sums are rounded differently
+        "rounding": [policy.device.type, batch_size],  # these affect the rounding of sums
     }
     key = hashlib.sha256(json.dumps(dependencies, sort_keys=True, default=str).encode()).hexdigest()
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
@@ -96,7 +96,7 @@ def query_dataset(
 
 def _save(tensors: dict[str, Tensor], path: Path) -> None:
     """Write a file atomically."""
-    # The name has the process id: two runs with the same dataset may write at the same time.
+    # Include the process id in the name, because two runs with the same dataset may write at the same time.
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.stem}.{os.getpid()}.tmp")
     try:

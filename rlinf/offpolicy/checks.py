@@ -1,4 +1,4 @@
-"""Checks of the configuration of an off-policy run."""
+"""Check the configuration of an off-policy run."""
 
 from collections.abc import Mapping
 from dataclasses import asdict
@@ -25,21 +25,21 @@ from rlinf.preflight.memory import policy_on_meta_device
 from rlinf.preflight.reject import reject
 
 UPDATE_S, ROW_WEIGHT_S = 4e-3, 1.5e-10
-"""Seconds of an update on one core: a constant, and per row and weight (`benchmarks/offpolicy_update.py`)."""
+"""Time of an update on one core, in seconds: a constant, and the time per row and weight (`benchmarks/offpolicy_update.py`)."""
 
 LONGEST_STEP_S = 60.0
 
 REWARD_SETTINGS = ("reward_mode", "success_bonus")
-"""Env settings that change rewards, but not episodes."""
+"""Env settings that affect rewards, but not episodes."""
 
 LARGEST_FRACTION = 0.8
-"""Largest fraction of the main memory for the replay buffer and a policy on the CPU."""
+"""Maximum fraction of main memory that the replay buffer and a policy on the CPU may use."""
 
 
 def check_off_policy(config: RunConfig, policy: tuple[Any, Any] | None) -> None:
-    """Check the requirements of an off-policy algorithm on the policy, the envs and this machine.
+    """Check that the policy, the envs and this machine meet an off-policy algorithm's requirements.
 
-    ``policy`` is the class and the configuration of the base policy; None: unknown.
+    ``policy`` is the class and configuration of the base policy, or None if unknown.
     """
     algorithm = cast(OffPolicyConfig, config.algorithm)
     name = f"algorithm.name={algorithm.name}"
@@ -60,7 +60,7 @@ def check_off_policy(config: RunConfig, policy: tuple[Any, Any] | None) -> None:
     _check_learns(config, algorithm)
     _check_demonstrations(config, algorithm, policy)
     _check_replay_from(config, algorithm)
-    if policy is not None:  # the sizes of a hub id are only known once it is downloaded
+    if policy is not None:  # the sizes of a hub model are only known after the download
         model = policy_on_meta_device(config)
         _check_candidates(config, algorithm, model)
         _check_times(config, algorithm, model)
@@ -68,7 +68,7 @@ def check_off_policy(config: RunConfig, policy: tuple[Any, Any] | None) -> None:
 
 
 def _check_run(config: RunConfig, name: str) -> None:
-    """Check that each rank rolls out and trains in one process, with an unsharded base policy without adapters."""
+    """Check that each rank collects rollouts and trains in one process, and that the base policy is unsharded and has no adapters."""
     cluster, rollout = config.cluster, config.rollout
     for key, value, wanted, required in (
         ("cluster.placement", cluster.placement, "colocated", "rollouts in the process that trains"),
@@ -104,7 +104,7 @@ def _check_run(config: RunConfig, name: str) -> None:
 
 
 def _check_alone(config: RunConfig, algorithm: OffPolicyConfig) -> None:
-    """Check that actions are continuous, and that a standalone actor has no behaviour cloning of a base policy."""
+    """Check that actions are continuous, and that behaviour cloning is disabled for a standalone actor, which has no base policy."""
     env, actor = config.env, ACTORS.get(algorithm.actor.name)
     if ENVS.get(env.name).acts_in_choices(env):
         problem = f"algorithm.name={algorithm.name} with env.name={env.name}, some of whose actions are discrete"
@@ -120,7 +120,7 @@ def _check_alone(config: RunConfig, algorithm: OffPolicyConfig) -> None:
 
 
 def _check_saved(config: RunConfig, algorithm: OffPolicyConfig) -> None:
-    """Check that a saved actor, and in a run resumed in RL its critics and rewards, fit this configuration."""
+    """Check that a saved actor and, if the run is resumed in RL, its critics and rewards match this configuration."""
     source = config.resume or config.init_from
     if source is None:
         return
@@ -154,7 +154,7 @@ def _check_saved(config: RunConfig, algorithm: OffPolicyConfig) -> None:
         return
     settings, wanted = actor_settings(policy_folder(folder)), asdict(algorithm.actor)
     pairs = {f"algorithm.actor.{key}": (settings["actor"].get(key, value), value) for key, value in wanted.items()}
-    # Critics are saved with an actor that chooses by them; otherwise they are only in the trainer state of a resumed run.
+    # Critics are saved with an actor that uses them to choose actions; otherwise, they are only in the trainer state of a resumed run.
     num_critics = saved.get("num_critics", algorithm.num_critics) if in_rl else settings["num_critics"]
     pairs["algorithm.num_critics"] = (num_critics or algorithm.num_critics, algorithm.num_critics)
     pairs["model.features"] = (settings["feature_kind"], config.model.features)
@@ -172,7 +172,7 @@ def _check_saved(config: RunConfig, algorithm: OffPolicyConfig) -> None:
 
 
 def _check_rewards(config: RunConfig, folder: Path, saved: Mapping[str, Any]) -> None:
-    """Check that a run is resumed with the rewards of its replay buffer; ``saved`` is its env section."""
+    """Check that a resumed run uses the same rewards as its replay buffer; ``saved`` is the buffer's env section."""
     there = {
         name: saved[name]
         for name in REWARD_SETTINGS
@@ -189,7 +189,7 @@ def _check_rewards(config: RunConfig, folder: Path, saved: Mapping[str, Any]) ->
 
 
 def _check_token(config: RunConfig) -> None:
-    """Check that the readout token of ``model.features=token`` is trained, before or in this run."""
+    """Check that the readout token for ``model.features=token`` has been trained, or will be in this run."""
     if config.model.features != "token" or config.sft.max_steps > 0:
         return
     source = config.resume or config.init_from
@@ -209,23 +209,23 @@ def _noise(std: float | None) -> str:
 
 
 def _check_learns(config: RunConfig, algorithm: OffPolicyConfig) -> None:
-    """Check that the run makes updates that change weights."""
+    """Check that the run will make updates that change the weights."""
     for key in ("learning_rate", "tau", "utd_ratio"):
         if getattr(algorithm, key) == 0:
             default = type(algorithm).__dataclass_fields__[key].default
-            reject(f"algorithm.{key}=0", "more than 0, else nothing is learned", f"algorithm.{key}={default:g}")
+            reject(f"algorithm.{key}=0", "more than 0 for the actor to learn", f"algorithm.{key}={default:g}")
     rollout = config.rollout
     num_steps = config.trainer.max_steps * rollout.num_envs * rollout.num_chunks * config.model.action_chunks_len
     if algorithm.learning_starts >= num_steps:
         reject(
             f"algorithm.learning_starts={algorithm.learning_starts} in a run of at most {num_steps:,} env steps",
-            "fewer, because there are no updates before",
+            "fewer, because updates only start then",
             f"algorithm.learning_starts={num_steps // 4}",
         )
 
 
 def _check_candidates(config: RunConfig, algorithm: OffPolicyConfig, model: Any) -> None:
-    """Check that several candidates differ, and that DSRL has noise to set."""
+    """Check that multiple candidates differ, and that the base policy has noise that DSRL can set."""
     check_samples_noise(algorithm.actor, model)
     count = ACTORS.get(algorithm.actor.name).num_candidates_for(algorithm.actor)
     if count > 1 and model.num_candidate_uniforms == 0:
@@ -238,7 +238,7 @@ def _check_candidates(config: RunConfig, algorithm: OffPolicyConfig, model: Any)
 
 
 def _check_demonstrations(config: RunConfig, algorithm: OffPolicyConfig, policy: tuple[Any, Any] | None) -> None:
-    """Check that demonstrations and their ratio are set together, and that the demonstrations have rewards or successes."""
+    """Check that demonstrations and their ratio are set together, and that the demonstrations contain rewards or successes."""
     folder, ratio, env = algorithm.offline_dataset, algorithm.offline_ratio, config.env
     if folder is None:
         if ratio > 0:
@@ -281,9 +281,9 @@ def _check_demonstrations(config: RunConfig, algorithm: OffPolicyConfig, policy:
 
 
 def _check_replay_from(config: RunConfig, algorithm: OffPolicyConfig) -> None:
-    """Check that the run whose buffer is taken over asked the same frozen policy for the same, in the same env."""
+    """Check that the run whose buffer is reused had the same frozen policy, policy settings and env."""
     resumed = None if config.resume is None else read_loop_state(resolve_checkpoint(config.resume))
-    if algorithm.replay_from is None or (resumed is not None and resumed["step"] > 0):  # then the run has its own
+    if algorithm.replay_from is None or (resumed is not None and resumed["step"] > 0):  # it has its own buffer
         return
     instead = "algorithm.replay_from=null"
     folder = resolve_checkpoint(algorithm.replay_from)
@@ -322,7 +322,7 @@ def _check_replay_from(config: RunConfig, algorithm: OffPolicyConfig) -> None:
 
 
 def _check_times(config: RunConfig, algorithm: OffPolicyConfig, model: Any) -> None:
-    """Check that n-step returns are not longer than episodes, and that the updates of a policy call do not take too long."""
+    """Check that n-step returns are not longer than episodes, and that the updates after a policy call do not take too long."""
     longest, chunk_len = ENVS.get(config.env.name).longest_horizon(config.env), config.model.action_chunks_len
     calls = -(-longest // chunk_len)
     if algorithm.n_step > calls:
@@ -330,7 +330,7 @@ def _check_times(config: RunConfig, algorithm: OffPolicyConfig, model: Any) -> N
         reject(problem, f"at most the {calls} calls of the longest episode", f"algorithm.n_step={min(3, calls)}")
     per_call = algorithm.utd_ratio * config.rollout.num_envs * chunk_len
     on_cpu = resolve_device(config.cluster.device, 1) == "cpu"
-    # On a GPU, such small updates are bound by kernel launches, so their sizes do not matter.
+    # On a GPU, the time of such small updates is dominated by kernel launches, so network sizes do not matter.
     seconds = per_call * (update_seconds(algorithm, model) if on_cpu else UPDATE_S)
     if seconds > LONGEST_STEP_S:
         reject(
@@ -346,7 +346,7 @@ def update_seconds(algorithm: OffPolicyConfig, model: Any) -> float:
     actor, kind = algorithm.actor, ACTORS.get(algorithm.actor.name)
     num_inputs = model.feature_dim + kind.base_dim_for(model) + kind.output_dim_for(model)
     num_weights = actor.hidden_size * (num_inputs + (actor.num_layers - 1) * actor.hidden_size)
-    # If critics choose, the target has a forward pass of two options for each of N candidates: about N times a critic update.
+    # If critics choose actions, the target requires a forward pass on two options per candidate, about as expensive as N critic updates.
     num_networks = 1 + algorithm.num_critics * (1 + (kind.num_candidates_for(actor) if kind.critics_choose else 0))
     return UPDATE_S + ROW_WEIGHT_S * algorithm.batch_size * num_networks * num_weights
 
@@ -357,13 +357,13 @@ def rounded_down(number: float) -> str:
 
 
 def _check_replay(config: RunConfig, algorithm: OffPolicyConfig, model: Any) -> None:
-    """Check that the replay buffer, with the policy if it is on the CPU, fits into main memory, and has slots for every env."""
+    """Check that the replay buffer (and the policy, if it is on the CPU) fits into main memory, and has slots for every env."""
     capacity, num_envs = algorithm.replay_capacity, config.rollout.num_envs
     if capacity < 2 * num_envs:
         problem = f"algorithm.replay_capacity={capacity} for rollout.num_envs={num_envs}"
         reject(problem, "at least 2 observations per env", f"algorithm.replay_capacity={1000 * num_envs}")
     on_cpu = resolve_device(config.cluster.device, 1) == "cpu"
-    ranks = started_here(config.cluster.num_processes)  # each rank has the complete buffer
+    ranks = started_here(config.cluster.num_processes)  # each rank stores the complete buffer
     policy = ranks * sum(tensor.numel() * tensor.element_size() for tensor in model.parameters()) if on_cpu else 0
     size, offline = ranks * replay_bytes(algorithm, model), ranks * offline_bytes(algorithm, model)
     available = LARGEST_FRACTION * main_memory_bytes()

@@ -1,4 +1,4 @@
-"""Demonstrations as a separate replay buffer."""
+"""Store demonstrations in a separate replay buffer."""
 
 import hashlib
 from collections.abc import Callable, Sequence
@@ -18,11 +18,11 @@ from rlinf.offpolicy.replay import ReplayBuffer
 
 @dataclass(frozen=True)
 class Episode:
-    """An episode of a dataset under the rules of the run's env.
+    """An episode of a dataset, interpreted with the rewards and termination rules of the run's env.
 
     Attributes:
-        rewards: float32 ``[T]``, of its env steps; frames after the end are left out.
-        terminated: False: truncated; the outcome of its last action is not in the dataset.
+        rewards: Reward of each env step, float32 ``[T]``; frames after the end of the episode are omitted.
+        terminated: False if the episode is truncated, so that the outcome of its last action is not in the dataset.
     """
 
     first: int
@@ -32,14 +32,14 @@ class Episode:
 
 
 def read_episodes(dataset: StoredDemonstrations, env: EnvConfig, which: str = "all") -> list[Episode]:
-    """Return the episodes of a dataset under the rules of an env; ``which`` is ``algorithm.offline_episodes``."""
+    """Return a dataset's episodes with an env's rewards and termination rules; ``which`` is ``algorithm.offline_episodes``."""
     outcomes, is_sparse, episodes = dataset.outcomes, env.reward_mode == "sparse", []
     for last in np.unique(dataset.last_rows):
         first = int(np.searchsorted(dataset.last_rows, last))
         rows = slice(first, int(last) + 1)
         if dataset.unreadable[rows].any():  # its transitions would have a gap
             continue
-        # Without stored successes, an episode is successful if its last reward is positive.
+        # If no successes are stored, an episode is considered successful if its last reward is positive.
         success = np.zeros(rows.stop - first, dtype=bool)
         if which == "assume_success":
             success[-1] = True
@@ -51,7 +51,7 @@ def read_episodes(dataset: StoredDemonstrations, env: EnvConfig, which: str = "a
             continue
         rewards = np.zeros(len(success), np.float32) if is_sparse else outcomes.rewards[rows]
         terminated = bool(outcomes.terminated[last])
-        # A sparse reward is paid only once, so the episode ends at the first success, even if the recording continues.
+        # A sparse reward is given only once, so the episode ends at the first success even if the recording continues.
         if success.any() and (is_sparse or env.terminate_on_success):
             rewards, terminated = rewards[: success.argmax() + 1], True
             if is_sparse:
@@ -62,12 +62,12 @@ def read_episodes(dataset: StoredDemonstrations, env: EnvConfig, which: str = "a
 
 @dataclass(frozen=True)
 class ReplaySlots:
-    """Content of ``K`` slots of the buffer.
+    """Content of ``K`` buffer slots.
 
     Attributes:
-        rows: int64 ``[K]``, frame of the observation.
-        executed: bool ``[K, C]``; all false for the last observation of a truncated episode.
-        rewards: float32 ``[K, C]``, 0 where not executed.
+        rows: Frame index of each observation, int64 ``[K]``.
+        executed: Actions that were executed, bool ``[K, C]``; all false for the last observation of a truncated episode.
+        rewards: float32 ``[K, C]``, 0 for actions that were not executed.
         terminated: bool ``[K]``.
     """
 
@@ -81,7 +81,7 @@ def replay_slots(episodes: Sequence[Episode], chunk_len: int) -> ReplaySlots:
     """Split episodes into policy calls of ``chunk_len`` env steps; the last one may be shorter."""
     rows, executed, rewards, terminated = [], [], [], []
     for episode in episodes:
-        # The outcome of a truncated episode's last action is unknown. So its last frame has no action: the critic values it.
+        # The outcome of a truncated episode's last action is unknown, so the last frame has no action; the critic estimates its value.
         num_steps = len(episode.rewards) - (not episode.terminated)
         for start in range(0, num_steps, chunk_len):
             length = min(chunk_len, num_steps - start)
@@ -104,13 +104,13 @@ def replay_slots(episodes: Sequence[Episode], chunk_len: int) -> ReplaySlots:
 
 @dataclass
 class OfflineData:
-    """Demonstrations from which a fraction of each batch is drawn.
+    """Demonstrations from which a fraction of each batch is sampled.
 
     Attributes:
-        replay: Their transitions, in a buffer that never changes.
-        num_queries: Number of frames for which the base policy was queried; 0: from the cache.
-        out_of_reach: Fraction of the actions that the actor cannot output; they are stored unchanged, for the critics.
-        digest: Of the stored transitions, without the base policy's outputs.
+        replay: The demonstrations' transitions, in a buffer that never changes.
+        num_queries: Number of frames for which the base policy was queried; 0 if the outputs are from the cache.
+        out_of_reach: Fraction of the actions that the actor cannot output; they are stored unchanged for the critics.
+        digest: Digest of the stored transitions, excluding the base policy's outputs.
     """
 
     replay: ReplayBuffer
@@ -121,7 +121,7 @@ class OfflineData:
 
     @property
     def success_rate(self) -> float:
-        """Fraction of the episodes that succeeded."""
+        """Fraction of episodes that succeeded."""
         return float(np.mean([episode.success for episode in self.episodes]))
 
     def __str__(self) -> str:
@@ -140,11 +140,11 @@ def offline_data(
     seed: int,
     query: Callable[[np.ndarray], DatasetOutputs],
 ) -> OfflineData:
-    """Fill a buffer with demonstrations; raise ConfigError if there is no transition.
+    """Fill a buffer with demonstrations; raise ConfigError if they contain no transitions.
 
     Args:
-        dataset: Opened with ``outcomes``.
-        which: ``algorithm.offline_episodes``.
+        dataset: Dataset opened with ``outcomes``.
+        which: Value of ``algorithm.offline_episodes``.
         query: Returns the base policy's outputs for frames, int64 ``[K]``.
     """
     chunk_len, actor = policy.action_chunks_len, policy.actor
@@ -153,7 +153,7 @@ def offline_data(
     num_slots = len(slots.rows)
     if not num_slots:
         raise ConfigError(
-            f"{dataset.info.folder} has no transition under algorithm.offline_episodes={which}; required: one or more. "
+            f"{dataset.info.folder} has no transitions with algorithm.offline_episodes={which}; required: at least one. "
             "Set algorithm.offline_episodes=all, or algorithm.offline_dataset=<other folder>"
         )
     outputs = query(slots.rows)
@@ -186,7 +186,7 @@ def offline_data(
 
 
 def _out_of_reach(policy: ActorPolicy, base: Tensor, actions: Tensor) -> float:
-    """Return the fraction of actions ``[K, A]`` that the actor cannot compose from any of the base chunks ``[K, N, A]``."""
+    """Return the fraction of actions ``[K, A]`` that the actor cannot produce from any of the base chunks ``[K, N, A]``."""
     count, candidates = base.shape[1], base.flatten(0, 1).unsqueeze(1).to(policy.device)
     ones = torch.ones_like(candidates[:, 0])
     low, high = (policy.actor.compose(candidates, sign * ones).unflatten(0, (-1, count)).cpu() for sign in (-1, 1))

@@ -1,4 +1,4 @@
-"""Outcome of a policy call, and its all-gather over the envs of all ranks."""
+"""Outcomes of policy calls, and their all-gather across ranks."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
@@ -14,10 +14,10 @@ from rlinf.types import EpisodeResult
 
 @dataclass
 class BaseOutput:
-    """Base-policy output (features, action chunks) for a batch of observations, on the CPU.
+    """Base-policy output (features and action chunks) for a batch of observations, on the CPU.
 
     Attributes:
-        envs: int64 ``[K]``, env of each observation, numbered over all ranks.
+        envs: Env of each observation, numbered across all ranks, int64 ``[K]``.
         features: ``[K, F]``.
         chunks: ``[K, N, C, D]`` in env units.
     """
@@ -32,13 +32,13 @@ class CallOutcome:
     """Outcome of a policy call in ``B`` envs.
 
     Attributes:
-        rewards: float32 ``[B, C]``; 0 if not executed.
+        rewards: float32 ``[B, C]``; 0 for actions that were not executed.
         terminated: bool ``[B]``; false at a time limit.
-        ended: int64 ``[K]``, envs with an ended episode.
-        truncated: bool ``[K]``: ended by the time limit.
-        lost: int64 ``[L]``, envs with a lost simulator.
-        last: For the true last observations of the truncated episodes.
-        following: For the next observations.
+        ended: Envs whose episode ended, int64 ``[K]``.
+        truncated: Whether each of these episodes ended because of the time limit, bool ``[K]``.
+        lost: Envs whose simulator was lost, int64 ``[L]``.
+        last: Base-policy output for the true last observations of truncated episodes.
+        following: Base-policy output for the next observations.
     """
 
     rewards: np.ndarray

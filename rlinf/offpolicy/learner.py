@@ -1,4 +1,4 @@
-"""Common base of SAC and TD3: critics, target critics, and the update."""
+"""Common base class of SAC and TD3: critics, target critics, and the update."""
 
 import copy
 import math
@@ -23,11 +23,11 @@ from rlinf.optim.train_step import TrainStep
 from rlinf.seeding import derive_seed
 
 AT_BOUND = 0.99
-"""Magnitude from which an output of the actor counts as saturated."""
+"""Magnitude above which an actor output is considered saturated."""
 
 
 class OffPolicyLearner(AnyAlgorithm, ABC):
-    """Actor-critic learner on batches of transitions."""
+    """Actor-critic learner that trains on batches of transitions."""
 
     config_class: ClassVar[type[OffPolicyConfig]] = OffPolicyConfig
     freezes_policy: ClassVar[bool] = True
@@ -69,28 +69,28 @@ class OffPolicyLearner(AnyAlgorithm, ABC):
 
     @classmethod
     def noise_std(cls, config: Any) -> float | None:
-        """Return the std of the actor's exploration noise; None: learned."""
+        """Return the std of the actor's exploration noise, or None if it is learned."""
         return None
 
     def actor_parameters(self) -> list[nn.Parameter]:
-        """Return the parameters that the actor loss trains."""
+        """Return the parameters trained by the actor loss."""
         return list(self.actor.network.parameters())
 
     def _adam(self, parameters: Any) -> TrainStep:
         return TrainStep(MasterAdamW(parameters, decoupled=False, weight_decay=0.0, lr=self.config.learning_rate), 0.0)
 
     def decay(self, factor: float) -> None:
-        """Multiply the learning rate by a factor from now on."""
+        """Multiply the learning rate by a factor for all subsequent updates."""
         for step in self.steps.values():
             step.decay = factor
 
     @abstractmethod
     def next_actions(self, batch: Batch) -> tuple[Tensor, Tensor | None]:
-        """Return ``K`` candidate actions ``[B, K, A]`` for the next observations, and a bonus ``[B, 1]`` on their value, or None."""
+        """Return ``K`` candidate actions ``[B, K, A]`` for the next observations, and a bonus ``[B, 1]`` added to their value, or None."""
 
     @abstractmethod
     def actor_loss(self, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return the actor loss and metrics; ``batch.features`` are encoded."""
+        """Return the actor loss and metrics; ``batch.features`` must already be encoded."""
 
     def actor_is_trained(self) -> bool:
         """Return whether the current update trains the actor."""
@@ -108,7 +108,7 @@ class OffPolicyLearner(AnyAlgorithm, ABC):
             return batch.returns + batch.discounts * (smallest if bonus is None else smallest + bonus).amax(1)
 
     def values(self, features: Tensor, base: Tensor, actions: Tensor) -> Tensor:
-        """Return the values ``[B]`` of actions ``[B, A]`` that the actor maximises (``actor_q``), at encoded features."""
+        """Return the values ``[B]`` of actions ``[B, A]`` given encoded features; the actor maximises these (``actor_q``)."""
         values = self.critics(features, base[:, 0], actions)
         match self.config.actor_q:
             case "min":
@@ -119,10 +119,10 @@ class OffPolicyLearner(AnyAlgorithm, ABC):
                 return values.mean(0)
 
     def update(self, batch: Batch, num_offline: int = 0) -> dict[str, Tensor]:
-        """Train critics and actor on a batch; return metrics. Raise NonFiniteError before the step if a loss is NaN or infinite.
+        """Train critics and actor on a batch and return metrics; raise NonFiniteError before the step if a loss is NaN or infinite.
 
         Args:
-            num_offline: Number of demonstration transitions, at the end of the batch; their values are a separate metric.
+            num_offline: Number of demonstration transitions at the end of the batch; their values are reported separately.
         """
         batch = Batch(*(to_device(tensor, self.device) for tensor in vars(batch).values()))
         target = self.target(batch)
@@ -137,7 +137,7 @@ class OffPolicyLearner(AnyAlgorithm, ABC):
             online, offline = values.detach().split([len(target) - num_offline, num_offline], 1)
             metrics |= {"q_mean_online": online.mean()} if online.numel() else {}
             metrics |= {"q_mean_offline": offline.mean()}
-        # The actor does not train the encoder: its loss sees detached features.
+        # The actor loss uses detached features, so it does not train the encoder.
         if self.actor_is_trained():
             loss, more = self.actor_loss(replace(batch, features=batch.features.detach()))
             self._step("actor", loss)
@@ -153,38 +153,38 @@ class OffPolicyLearner(AnyAlgorithm, ABC):
         if not math.isfinite(number):
             raise NonFiniteError(
                 f"The loss of the {name} is {number} at update {self.num_updates}; the step was not taken. "
-                "Set algorithm.learning_rate to less, or check the rewards of the env"
+                "Set a lower algorithm.learning_rate, or check the env's rewards"
             )
         parameters = step.optimizer.parameters
-        # Not loss.backward(): the actor loss goes through the critics, which must not learn from it.
+        # Do not use loss.backward(): the actor loss depends on the critics, which must not be trained by it.
         gradients = torch.autograd.grad(loss, parameters, allow_unused=True)
         for parameter, gradient in zip(parameters, gradients, strict=True):
             parameter.grad = gradient
         step.step()
 
     def check_finite(self) -> None:
-        """Raise NonFiniteError if a weight of actor or critics is NaN or infinite."""
-        # A finite loss can have gradients that are not, so the check of the loss alone would miss them.
+        """Raise NonFiniteError if a weight of the actor or the critics is NaN or infinite."""
+        # Checking the loss is not enough, because a finite loss can have non-finite gradients.
         for name, module in (("actor", self.actor), ("critics", self.critics)):
             bad = [key for key, parameter in module.named_parameters() if not bool(parameter.isfinite().all())]
             if bad:
                 raise NonFiniteError(
                     f"{bad[0]} of the {name} is not finite after {self.num_updates} updates, although every loss was. Resume from the "
-                    "last checkpoint, and set algorithm.learning_rate to less"
+                    "last checkpoint, and set a lower algorithm.learning_rate"
                 )
 
     def normal_for_options(self, num_rows: int) -> Tensor:
-        """Draw standard normal numbers ``[num_rows, noise_dim]`` for the candidates of observations."""
+        """Draw standard normal random numbers ``[num_rows, noise_dim]`` for the observations' candidates."""
         return to_device(torch.randn(num_rows, self.actor.noise_dim, generator=self.generator), self.device)
 
     def load_critics(self, critics: Critics) -> None:
-        """Load the weights of critics; raise CheckpointError if their number or width differs."""
+        """Load the critics' weights; raise CheckpointError if their number or width differs."""
         for module in (self.critics, self.targets):
             try:
                 module.load_state_dict(critics.state_dict())
             except RuntimeError as error:
                 raise CheckpointError(
-                    f"The critics of the policy do not fit: {error}. Set algorithm.num_critics={critics.num_critics}, and "
+                    f"The policy's critics do not match: {error}. Set algorithm.num_critics={critics.num_critics}, and "
                     "algorithm.actor as in its actor.json"
                 ) from error
 
@@ -192,7 +192,7 @@ class OffPolicyLearner(AnyAlgorithm, ABC):
         return {"critics": self.critics, "targets": self.targets, "target_encoder": self.target_encoder}
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Return the state without the actor, which is part of the policy."""
+        """Return the state, excluding the actor, which is part of the policy."""
         state = {
             f"{name}.{key}": value
             for name, module in self._modules().items()
@@ -220,5 +220,5 @@ class OffPolicyLearner(AnyAlgorithm, ABC):
 
 
 def action_saturation(r: Tensor) -> Tensor:
-    """Return the fraction of the actor's outputs that are saturated."""
+    """Return the fraction of saturated actor outputs."""
     return (r.detach().abs() > AT_BOUND).float().mean()

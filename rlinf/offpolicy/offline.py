@@ -1,4 +1,4 @@
-"""Further data of an off-policy run: demonstrations, and the replay buffer of an earlier run."""
+"""Additional data for an off-policy run: demonstrations, and the replay buffer of an earlier run."""
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -29,13 +29,13 @@ from rlinf.training.action_trainer import TrainerContext
 
 
 class Offline:
-    """Demonstrations from which a fraction of each batch is drawn.
+    """Demonstrations from which a fraction of each batch is sampled.
 
     Args:
         policy: Computes features and chunks on rank 0, unless they are cached.
 
     Attributes:
-        num_queries: Number of base-policy queries for them in the entire run.
+        num_queries: Number of base-policy queries for demonstrations in the entire run.
     """
 
     def __init__(
@@ -64,28 +64,28 @@ class Offline:
                     progress=lambda done, total: parts.loop.progress.update("demonstrations", done, total),
                 )
 
-            # The other ranks wait, and a signal raises StopRequested on all of them.
+            # The remaining ranks wait; after a signal, StopRequested is raised on all ranks.
             return parts.loop.stop_signal.together(on_rank_0)[0]
 
         self.data: OfflineData = offline_data(dataset, policy, config.env, self.config.offline_episodes, seed, query)
         self.num_queries = self.data.num_queries
 
     def join(self, online: Batch) -> Batch:
-        """Append ``algorithm.num_offline_rows`` transitions of the demonstrations."""
+        """Append ``algorithm.num_offline_rows`` transitions from the demonstrations."""
         config = self.config
         return Batch.concatenate(
             [online, self.data.replay.sample(config.num_offline_rows, config.gamma, config.n_step)]
         )
 
     def metrics(self) -> dict[str, float]:
-        """Return the success rate of the demonstrations, and the number of queries."""
+        """Return the demonstrations' success rate and the number of queries."""
         return {
             "rollout/success_rate_offline": self.data.success_rate,
             "rollout/base_policy_queries_offline": self.num_queries,
         }
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Return generator, counter, and a digest instead of the demonstrations."""
+        """Return generator and counter, with a digest instead of the demonstrations themselves."""
         return {
             "generator": self.data.replay.generator.get_state(),
             "digest": torch.tensor(list(bytes.fromhex(self.data.digest)), dtype=torch.uint8),
@@ -93,7 +93,7 @@ class Offline:
         }
 
     def load_state_dict(self, state: Mapping[str, Tensor], folder: Path) -> None:
-        """Restore the ``state_dict`` of ``folder``; raise CheckpointError if its demonstrations differ."""
+        """Restore the ``state_dict`` from ``folder``; raise CheckpointError if its demonstrations differ."""
         if not state or bytes(state["digest"].tolist()).hex() != self.data.digest:
             dataset = f"algorithm.offline_dataset={override_text(self.config.offline_dataset)}"
             raise CheckpointError(
@@ -108,34 +108,34 @@ class Offline:
 def take_over_replay(
     folder: Path, replay: ReplayBuffer, policy: ActorPolicy, manifest: Manifest, prefix: str, more: Sequence[str]
 ) -> dict[str, Tensor]:
-    """Fill an empty buffer with that of an earlier run.
+    """Fill an empty buffer from an earlier run's replay buffer.
 
-    Raise CheckpointError if its base policy or conditions differ.
+    Raise CheckpointError if the earlier run's base policy or conditions differ.
 
     Args:
-        policy: Policy whose base must be equal.
-        manifest: Conditions that must be equal.
-        more: Names of further tensors of the checkpoint to return.
+        policy: Policy whose base must match the earlier run's.
+        manifest: Conditions that must match the earlier run's.
+        more: Names of additional checkpoint tensors to return.
     """
     settings = actor_settings(policy_folder(folder))
     if settings.get("base_sha256") != policy.base_sha256:
         raise CheckpointError(
-            f"The replay buffer of {folder} is of a different frozen policy: its weights have the digest "
-            f"{str(settings.get('base_sha256'))[:12]}, the weights of this run {str(policy.base_sha256)[:12]}. "
+            f"The replay buffer of {folder} is from a different frozen policy: its weights have the digest "
+            f"{str(settings.get('base_sha256'))[:12]}, but this run's weights have {str(policy.base_sha256)[:12]}. "
             f"Set init_from={folder} to start with its policy, or algorithm.replay_from=null"
         )
     mismatches = compare(Manifest.load(folder), manifest)
     differences = [str(mismatch) for mismatch in mismatches if mismatch.field.partition(".")[0] in POLICY_FIELDS]
     if differences:
         raise CheckpointError(
-            f"The replay buffer of {folder} has outputs of the frozen policy under different conditions: {'; '.join(differences)}. "
+            f"The frozen policy's outputs in the replay buffer of {folder} are from different conditions: {'; '.join(differences)}. "
             "Restore them, or set algorithm.replay_from=null"
         )
     bounds = load_file(policy_folder(folder) / ACTOR_WEIGHTS)
     for name in ("action_low", "action_high"):
         if not torch.equal(bounds[name], getattr(policy, name).cpu()):
             raise CheckpointError(
-                f"The replay buffer of {folder} has actions with {name}={bounds[name].tolist()}, but the env of this run has "
+                f"The replay buffer of {folder} contains actions with {name}={bounds[name].tolist()}, but this run's env has "
                 f"{getattr(policy, name).tolist()}. Set algorithm.replay_from=null"
             )
     tensors = {

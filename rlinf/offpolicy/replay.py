@@ -1,4 +1,4 @@
-"""Replay buffer of base-policy outputs, actions and outcomes."""
+"""Replay buffer for base-policy outputs, actions and outcomes."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from rlinf.models.actors import ACTORS
 
 @dataclass
 class Batch:
-    """Transitions.
+    """A batch of transitions.
 
     Attributes:
         features, base, actions: ``[B, F]``, ``[B, N, A]``, ``[B, A]``; actions are normalised.
-        returns: ``[B]``, discounted rewards of the executed env steps.
-        discounts: ``[B]``, weight of the value of the next observation; 0 if the episode terminated.
+        returns: Discounted sum of rewards over the executed env steps, ``[B]``.
+        discounts: Weight of the next observation's value, ``[B]``; 0 if the episode terminated.
     """
 
     features: Tensor
@@ -40,15 +40,15 @@ class Batch:
 
 
 class ReplayBuffer:
-    """Ring buffer of observations for each env, in temporal order.
+    """One ring buffer of observations per env, in temporal order.
 
-    Each observation is stored once; its successor is the next slot of the same env. A slot has no action if it is the last observation
-    of a truncated episode, if the simulator was lost after it, or if it is the newest one.
+    Each observation is stored once; its successor is in the same env's next slot. A slot has no action if it contains the last
+    observation of a truncated episode, if the simulator was lost after it, or if it is the newest slot.
 
     Args:
-        capacity: Observations over all envs; each env has ``capacity // num_envs`` slots.
+        capacity: Number of observations over all envs; each env has ``capacity // num_envs`` slots.
         feature_dim, num_candidates, output_dim, chunk_len: ``F``, ``N``, ``A`` and ``C``.
-        base_dim: Dimension of a base-policy chunk; None: ``output_dim``.
+        base_dim: Dimension of a base-policy chunk; None means ``output_dim``.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class ReplayBuffer:
         self.terminated = torch.zeros(shape, dtype=torch.bool)
         self.counts = torch.zeros(num_envs, dtype=torch.int64)
         self.generator = torch.Generator().manual_seed(seed)
-        # Sorted list of the transitions, updated only for changed slots: a scan of a large buffer per batch would be slow.
+        # Keep a sorted list of transitions and update it only for changed slots, because scanning a large buffer per batch would be slow.
         self._known, self._num_known = torch.empty(self.num_slots * num_envs, dtype=torch.int64), 0
         self._changed: tuple[int, int] | None = (0, self.num_slots - 1)
 
@@ -92,7 +92,7 @@ class ReplayBuffer:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the buffer."""
+        """Size of the buffer in bytes."""
         return sum(tensor.nbytes for tensor in self.tensors.values())
 
     @property
@@ -101,7 +101,7 @@ class ReplayBuffer:
         return len(self.transitions())
 
     def observe(self, envs: Tensor, features: Tensor, base: Tensor) -> None:
-        """Store the next observation of the envs (int64 ``[K]``): ``features [K, F]`` and ``base [K, N, A]``."""
+        """Store the next observation of each env (int64 ``[K]``): ``features [K, F]`` and ``base [K, N, A]``."""
         slots = self.counts[envs] % self.num_slots
         self._note(slots, (self.counts[envs] - 1) % self.num_slots)
         self.features[slots, envs], self.base[slots, envs] = features.cpu(), base.cpu()
@@ -110,10 +110,10 @@ class ReplayBuffer:
         self.counts[envs] += 1
 
     def act(self, envs: Tensor, actions: Tensor, rewards: Tensor, executed: Tensor, terminated: Tensor) -> None:
-        """Store actions ``[K, A]`` and their outcome at the newest observations of the envs (int64 ``[K]``).
+        """Store actions ``[K, A]`` and their outcome with the newest observation of each env (int64 ``[K]``).
 
         Args:
-            rewards, executed: ``[K, C]``; executed actions come first.
+            rewards, executed: ``[K, C]``; executed actions precede those that were not executed.
             terminated: bool ``[K]``; false at a time limit.
         """
         slots = (self.counts[envs] - 1) % self.num_slots
@@ -131,7 +131,7 @@ class ReplayBuffer:
                 self._changed = (first, last) if known is None else (min(first, known[0]), max(last, known[1]))
 
     def transitions(self) -> Tensor:
-        """Return the slots with an action and a known outcome, as ``slot * num_envs + env``: int64, ascending."""
+        """Return the slots that have an action with a known outcome, as ascending int64 indices ``slot * num_envs + env``."""
         if self._changed is not None:
             first, last = self._changed
             slots, newest = slice(first, last + 1), torch.where(self.counts > 0, (self.counts - 1) % self.num_slots, -1)
@@ -148,10 +148,10 @@ class ReplayBuffer:
         return self._known[: self._num_known]
 
     def sample(self, size: int, gamma: float, n_step: int = 1) -> Batch:
-        """Draw transitions uniformly, with replacement; raise ConfigError for an empty buffer."""
+        """Sample transitions uniformly with replacement; raise ConfigError if the buffer is empty."""
         known = self.transitions()
         if not len(known):
-            raise ConfigError("The replay buffer has no transition yet. Set algorithm.learning_starts=1024")
+            raise ConfigError("The replay buffer has no transitions yet. Set algorithm.learning_starts=1024")
         drawn = known[torch.randint(len(known), (size,), generator=self.generator)]
         return self.batch(drawn, gamma, n_step)
 
@@ -188,7 +188,7 @@ class ReplayBuffer:
         }  # fmt: skip
 
     def take_over(self, state: dict[str, Tensor]) -> None:
-        """Append the newest observations of a ``state_dict`` of any size; the ring of env ``e`` goes to that of ``e % num_envs``."""
+        """Append the newest observations from a ``state_dict`` of any size; env ``e`` of the dict is appended to env ``e % num_envs``."""
         self._check_shapes(state)
         num_slots, num_envs = int(state["num_slots"]), len(state["counts"])
         for env in range(num_envs):
@@ -199,13 +199,13 @@ class ReplayBuffer:
             slots = (self.counts[here] + torch.arange(len(source))) % self.num_slots
             for name, tensor in self.tensors.items():
                 tensor[slots, here] = state[name][source, env]
-            # The next observation here will be of a different episode, so an action with an unknown outcome is dropped.
+            # The next observation in this buffer will be from a different episode, so drop an action whose outcome is unknown.
             self.has_action[slots[-1], here] &= self.terminated[slots[-1], here]
             self.counts[here] += len(source)
         self._changed = (0, self.num_slots - 1)
 
     def tensor_for(self, name: str, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """Return a tensor into which a tensor of a ``state_dict`` can be read: a view of the buffer if it fits."""
+        """Return a tensor for reading a ``state_dict`` tensor into: a view of the buffer if the shape fits."""
         tensor = self.tensors.get(name)
         fits = tensor is not None and (tensor.dtype, tensor.shape[1:]) == (dtype, tuple(shape[1:]))
         return tensor[: shape[0]] if fits and shape[0] <= self.num_slots else torch.empty(shape, dtype=dtype)
@@ -221,7 +221,7 @@ class ReplayBuffer:
             )
         self._check_shapes(state)
         for name, tensor in self.tensors.items():
-            if state[name].data_ptr() != tensor.data_ptr():  # else it was read into the buffer already (`tensor_for`)
+            if state[name].data_ptr() != tensor.data_ptr():  # otherwise already read into the buffer (`tensor_for`)
                 tensor[: len(state[name])] = state[name]
         self.counts.copy_(state["counts"])
         self.generator.set_state(state["generator"])
@@ -229,23 +229,23 @@ class ReplayBuffer:
 
     def _check_shapes(self, state: dict[str, Tensor]) -> None:
         """Raise CheckpointError if the dimensions of a ``state_dict`` differ."""
-        # Checked here, because assigning to an index would broadcast a tensor of dimension 1 without an error.
+        # Check here, because indexed assignment would silently broadcast a dimension of size 1.
         for name, tensor in self.tensors.items():
             if state[name].shape[2:] != tensor.shape[2:]:
                 raise CheckpointError(
-                    f"'{name}' of the checkpoint's replay buffer is {list(state[name].shape[2:])} for each observation, but "
+                    f"'{name}' has the shape {list(state[name].shape[2:])} per observation in the checkpoint's replay buffer, but "
                     f"{list(tensor.shape[2:])} here. Use the model and algorithm sections of its config.yaml"
                 )
 
 
 def gather_rows(tensor: Tensor, rows: Tensor) -> Tensor:
-    """Return rows ``slot * num_envs + env`` of a tensor ``[slots, envs, ...]``."""
+    """Return the rows with indices ``slot * num_envs + env`` from a tensor ``[slots, envs, ...]``."""
     # index_select on the flattened tensor is faster than indexing with two index tensors.
     return tensor.flatten(0, 1).index_select(0, rows)
 
 
 def replay_bytes(config: OffPolicyConfig, model: Any, num_observations: int | None = None) -> int:
-    """Return the bytes of a replay buffer of ``num_observations`` (None: ``algorithm.replay_capacity``); ``model`` may be on "meta"."""
+    """Return the size in bytes of a buffer for ``num_observations`` (None: ``algorithm.replay_capacity``); ``model`` may be on "meta"."""
     size = config.replay_capacity if num_observations is None else num_observations
     actor = ACTORS.get(config.actor.name)
     numbers = actor.num_candidates_for(config.actor) * actor.base_dim_for(model) + actor.output_dim_for(model)
@@ -253,11 +253,11 @@ def replay_bytes(config: OffPolicyConfig, model: Any, num_observations: int | No
 
 
 def offline_bytes(config: OffPolicyConfig, model: Any) -> int:
-    """Return an upper bound of the bytes of the demonstrations; 0 without any, or if their number of frames is unknown."""
+    """Return an upper bound on the demonstrations' size in bytes; 0 without any, or if their number of frames is unknown."""
     if config.offline_dataset is None:
         return 0
     info = describe_dataset(config.offline_dataset, "algorithm.offline_dataset")
     if info.num_rows is None:
         return 0
-    # Each episode may have a shorter last call and an additional last observation.
+    # Each episode may have a shorter last policy call and an additional last observation.
     return replay_bytes(config, model, info.num_rows // model.action_chunks_len + 2 * info.num_episodes)

@@ -1,4 +1,4 @@
-"""Metric of how much an actor changes the base policy's actions, per task."""
+"""Metric that measures how much an actor changes the base policy's actions, per task."""
 
 from collections.abc import Sequence
 
@@ -9,7 +9,7 @@ from rlinf.distributed.process_group import gather_objects
 
 
 class ResidualNorm:
-    """Mean absolute difference between the actor's action and the base policy's greedy one, normalised, in an iteration."""
+    """Mean absolute difference between the actor's and the base policy's greedy actions, normalised, over an iteration."""
 
     def __init__(self, task_names: Sequence[str]) -> None:
         self.task_names = task_names
@@ -17,18 +17,18 @@ class ResidualNorm:
         self._sums: dict[str, np.ndarray] = {}  # by task: number of policy calls, sum of their norms
 
     def start_episode(self, row: int, task_id: int) -> None:
-        """Record that an env starts an episode of a task."""
+        """Record that an env has started an episode of a task."""
         self._tasks[row] = self.task_names[task_id]
 
     def add(self, base: Tensor, actions: Tensor) -> None:
-        """Add a policy call of each env: the base policy's greedy chunks and the actor's ``actions``, both ``[B, C * D]``."""
+        """Add one policy call per env: the base policy's greedy chunks and the actor's ``actions``, both ``[B, C * D]``."""
         norms = (actions.float() - base.float()).abs().double().flatten(1).mean(1).tolist()
         for row, norm in enumerate(norms):
             task = self._tasks[row]
             self._sums[task] = self._sums.get(task, 0) + np.array([1, norm])
 
     def metrics(self) -> dict[str, float]:
-        """Return the mean over all tasks and of each task, over all ranks (a collective call)."""
+        """Return the mean over all tasks and for each task, across all ranks (a collective call)."""
         sums: dict[str, np.ndarray] = {}
         for rank_sums in gather_objects(self._sums):
             for task, added in rank_sums.items():

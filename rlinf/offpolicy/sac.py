@@ -23,7 +23,7 @@ class SAC(OffPolicyLearner):
     def __init__(self, config: SACConfig, actor: Actor, seed: int) -> None:
         super().__init__(config, actor, seed)
         self.log_alpha = nn.Parameter(torch.tensor(math.log(config.initial_alpha), device=self.device))
-        # The entropy is that of the actor's outputs, before its scale, so that the target does not depend on algorithm.actor.scale.
+        # Use the entropy of the actor's outputs before scaling, so that the target does not depend on algorithm.actor.scale.
         self.target_entropy = -0.5 * actor.output_dim if config.target_entropy is None else config.target_entropy
         self.steps["actor"] = self._adam([*self.actor_parameters(), self.log_alpha])
 
@@ -50,7 +50,7 @@ class SAC(OffPolicyLearner):
             "residual_norm": r.detach().abs().mean(),
         }
         loss = (alpha * logprobs - values + self.actor.penalty(batch.base, actions)).mean()
-        # The gradient of the alpha loss without its value, so that a single step trains both.
+        # Add the gradient of the alpha loss, but not its value, so that a single step trains both.
         return loss + alpha_loss - alpha_loss.detach(), metrics
 
     def state_dict(self) -> dict[str, Tensor]:

@@ -12,7 +12,7 @@ from rlinf.offpolicy.replay import Batch
 
 
 class TD3(OffPolicyLearner):
-    """TD3: actor loss ``-mean Q``, exploration noise of fixed std, and target policy smoothing."""
+    """TD3 with actor loss ``-mean Q``, exploration noise with fixed std, and target policy smoothing."""
 
     config_class: ClassVar[type[TD3Config]] = TD3Config
     config: TD3Config

@@ -1,4 +1,4 @@
-"""Off-policy reinforcement learning of an actor, on a frozen base policy or standalone: act, store, update."""
+"""Off-policy reinforcement learning of an actor, standalone or on a frozen base policy: act, store, update."""
 
 from __future__ import annotations
 
@@ -48,11 +48,11 @@ from rlinf.types import BaseActions, EpisodeResult, EpisodeSpec, Observation
 logger = logging.getLogger("rlinf")
 
 LEARNER, REPLAY, LOOP, OFFLINE = "learner.", "replay.", "loop.", "offline."
-"""Prefixes of the names of a checkpoint's tensors."""
+"""Prefixes of tensor names in a checkpoint."""
 
 
 def make_offpolicy_trainer(algorithm: type[OffPolicyLearner], parts: TrainerContext) -> OffPolicyTrainer:
-    """Build the trainer of an off-policy algorithm, and the envs of this rank."""
+    """Build the trainer for an off-policy algorithm, and this rank's envs."""
     config = parts.config
     env = env_maker(config, local_world_size())(config.rollout.num_envs // world_size(), auto_reset=True)
     folder = cast(OffPolicyConfig, config.algorithm).offline_dataset
@@ -62,16 +62,16 @@ def make_offpolicy_trainer(algorithm: type[OffPolicyLearner], parts: TrainerCont
 
 
 class OffPolicyTrainer(ActionTrainer):
-    """Trainer of an actor that improves a frozen base policy, from a replay buffer.
+    """Trains an actor that improves a frozen base policy, using a replay buffer.
 
-    Each iteration starts new episodes, so that a checkpoint needs no simulator state. An episode that still runs at its end is
-    truncated: its last observation is stored, and the critic values it.
+    Each iteration starts new episodes, so that checkpoints need not contain simulator state. Episodes still running at the end of an
+    iteration are truncated: the last observation is stored, and the critic estimates its value.
 
     Each rank steps its own envs. Transitions are all-gathered, so all ranks make identical updates.
 
     Args:
-        autocast: Returns the context in which the base policy computes.
-        demonstrations: Dataset from which a fraction of each batch is drawn, if any.
+        autocast: Returns the context in which the base policy runs.
+        demonstrations: Dataset from which a fraction of each batch is sampled, if any.
     """
 
     def __init__(
@@ -86,7 +86,7 @@ class OffPolicyTrainer(ActionTrainer):
         super().__init__(parts)
         self.env, self.sampler, self.autocast = env, sampler, autocast
         self._bounds = torch.from_numpy(env.action_low), torch.from_numpy(env.action_high)
-        check_bounds(*self._bounds)  # now, not after hours of behaviour cloning
+        check_bounds(*self._bounds)  # check now instead of after hours of behaviour cloning
         self.make_learner, self.demonstrations = make_learner, demonstrations
         self.offline: Offline | None = None
         self.config = cast(OffPolicyConfig, parts.config.algorithm)
@@ -97,15 +97,15 @@ class OffPolicyTrainer(ActionTrainer):
         num_envs = parts.config.rollout.num_envs
         self._rank_envs = rank_range(num_envs, rank(), world_size())
         self._residual_norm = ResidualNorm(env.task_names)
-        self._observation: Observation  # present one, of the envs of this rank
-        self._base_actions: BaseActions | None = None  # base policy's output for it
+        self._observation: Observation  # current observation of this rank's envs
+        self._base_actions: BaseActions | None = None  # base policy's output for the current observation
         self._updating = ThreadPoolExecutor(1, "update") if self.config.overlap else None
         self.policy: ActorPolicy
         self.learner: OffPolicyLearner
         self.replay: ReplayBuffer
 
     def begin(self) -> None:
-        """Start with a new actor or the one of the checkpoint, and evaluate it."""
+        """Start with a new actor or the checkpoint's, and evaluate it."""
         loop = self.loop
         self.worker.end_phase()
         self.make_parts(self.worker.model)
@@ -115,20 +115,20 @@ class OffPolicyTrainer(ActionTrainer):
 
     @property
     def model(self) -> ActorPolicy:
-        """Policy with its actor, which is evaluated and saved."""
+        """The policy with its actor, to be evaluated and saved."""
         return self.policy
 
     @property
     def optimizer(self) -> None:
-        """None; ``state_dict`` contains the optimiser states."""
+        """None, because ``state_dict`` contains the optimiser states."""
         return None
 
     def rollout_workers(self) -> str:
-        """Return as text which thread steps the envs of a rank."""
+        """Return a description of the thread that steps a rank's envs."""
         return "the thread that updates" if self._updating is None else "a thread next to the one that updates"
 
     def close(self) -> None:
-        """Wait for the running updates, and close the env."""
+        """Wait for running updates to finish, and close the env."""
         if self._updating is not None:
             self._updating.shutdown(cancel_futures=True)
         self.env.close()
@@ -141,7 +141,7 @@ class OffPolicyTrainer(ActionTrainer):
             self.policy = model
         else:
             with torch.random.fork_rng(devices=[]):
-                # The tag is part of every published seed, so it outlives the name that actors had.
+                # The actor was formerly called "head". The tag must not change, because it affects all published results.
                 torch.manual_seed(derive_seed(seed, "head"))
                 actor = make_actor(config.actor, model.feature_dim, model, self.make_learner.noise_std(config))
             self.policy = ActorPolicy(model, actor, *self._bounds)
@@ -149,7 +149,7 @@ class OffPolicyTrainer(ActionTrainer):
         store_base(self.policy, loop.folder, loop.resumed_from if loop.state.step > 0 else None)
         actor = self.policy.actor
         self.learner = self.make_learner(config, actor, seed)
-        if self.policy.critics is not None:  # the actor chooses by its critics, which are saved with it
+        if self.policy.critics is not None:  # the actor uses its critics to choose actions, so they are saved with it
             self.learner.load_critics(self.policy.critics)
         self.policy.critics = self.learner.critics if actor.critics_choose else None
         self.replay = ReplayBuffer(
@@ -179,7 +179,7 @@ class OffPolicyTrainer(ActionTrainer):
     def _take(self, dataset: StoredDemonstrations) -> None:
         """Prepare the demonstrations: query the base policy, unless its outputs are cached on disk."""
         self.offline = Offline(self.parts, dataset, self.policy, self.autocast)
-        self.demonstrations = None  # only its images would still take memory
+        self.demonstrations = None  # free the memory of its images, which are no longer needed
         self.loop.progress.note(str(self.offline.data))
         for episode in self.offline.data.episodes:
             largest = largest_value(episode.rewards.tolist(), self.config.gamma, is_truncated=not episode.terminated)
@@ -197,11 +197,11 @@ class OffPolicyTrainer(ActionTrainer):
         return {prefix + name: tensor for prefix, part in parts.items() for name, tensor in part.items()}
 
     def _load(self) -> None:
-        """Read the ``state_dict`` of the resumed checkpoint."""
+        """Read the resumed checkpoint's ``state_dict``."""
         folder = self.loop.resumed_from / TRAINER_FOLDER
         tensors = {}
         for name, entry in read_entries(folder).items():
-            if name.startswith(REPLAY):  # directly into the buffer, because two copies might not fit into memory
+            if name.startswith(REPLAY):  # read directly into the buffer, because two copies might not fit into memory
                 tensors[name] = self.replay.tensor_for(name.removeprefix(REPLAY), entry.size, entry.properties.dtype)
             elif name.startswith((LEARNER, LOOP, OFFLINE)):
                 tensors[name] = torch.empty(entry.size, dtype=entry.properties.dtype)
@@ -225,7 +225,7 @@ class OffPolicyTrainer(ActionTrainer):
             ) from error
 
     def iteration(self, step: int) -> dict[str, float]:
-        """Run ``rollout.num_chunks`` policy calls in each env, with updates in between; return metrics."""
+        """Run ``rollout.num_chunks`` policy calls in each env, with updates in between, and return metrics."""
         state, clock, num_calls = self.loop.state, Clock(), self.parts.config.rollout.num_chunks
         self.learner.decay(self.decayed(step))
         before, updates, staleness = state.env_steps, _Means(), 0
@@ -239,21 +239,21 @@ class OffPolicyTrainer(ActionTrainer):
             if self._updating is None:
                 self._update(updates)
                 clock.lap("update")
-            # With algorithm.overlap, a thread updates while the envs execute actions that were chosen before. So the actions, and
-            # with them the results, do not depend on whether the thread or the envs are faster.
+            # With algorithm.overlap, a thread runs updates while the envs execute actions chosen before these updates. The actions, and
+            # therefore the results, do not depend on whether the thread or the envs are faster.
             actions, greedy = self._choose_actions(base_output, uniforms, episodes)
             acted_at = self.learner.num_updates
             running = None if self._updating is None else self._updating.submit(self._update, updates)
             outcome = self._step_envs(step, call, actions, greedy, is_last=call + 1 == num_calls)
             clock.lap("rollout")
-            # The buffer and the pending updates are not locked: the thread must be done before they change.
+            # The buffer and the pending updates are not locked, so the thread must finish before they change.
             if running is not None:
                 running.result()
                 clock.lap("update")
                 staleness = max(staleness, self.learner.num_updates - acted_at)
             self._store(actions, outcome, episodes)
             base_output = outcome.following
-        self._observe(base_output)  # after the last actions, so that the critic can value it
+        self._observe(base_output)  # the critic estimates the value after the last actions
         clock.lap("rollout")
         self._update(updates)
         clock.lap("update")
@@ -272,14 +272,14 @@ class OffPolicyTrainer(ActionTrainer):
         }
         metrics |= {} if self.offline is None else self.offline.metrics()
         if self.policy.actor.is_standalone:
-            # Its outputs are actions: at the env's bounds, not at a scale that could be raised.
+            # The outputs of a standalone actor are actions, limited by the env's bounds instead of a scale that could be increased.
             metrics.pop("train/action_saturation", None)
         if rank() == 0:
             self._warn(metrics)
         return metrics | clock.metrics()
 
     def _check_equal_on_ranks(self) -> None:
-        """Raise RLinfError on all ranks if their actors differ."""
+        """Raise RLinfError on all ranks if the ranks' actors differ."""
         weights = torch.cat([parameter.detach().flatten().cpu() for parameter in self.policy.actor.parameters()])
         if len(set(gather_objects(zlib.crc32(weights.numpy().tobytes())))) > 1:
             raise RLinfError(
@@ -297,7 +297,7 @@ class OffPolicyTrainer(ActionTrainer):
             self._warn_once(
                 "train/q_mean",
                 f"the critics predict {predicted:.3g} on average (train/q_mean), but episodes so far allow at most {possible:.3g}: they "
-                "diverge. Set algorithm.learning_rate or algorithm.utd_ratio to less",
+                "diverge. Set a lower algorithm.learning_rate or algorithm.utd_ratio",
             )
         saturation, actor = metrics.get("train/action_saturation", 0.0), self.config.actor
         if saturation > 0.5 and actor.scale < LARGEST_SCALE:
@@ -313,7 +313,7 @@ class OffPolicyTrainer(ActionTrainer):
             self._warned.add(name)
 
     def _start_episodes(self, step: int) -> BaseOutput:
-        """Start the first episode of each env in this iteration."""
+        """Start each env's first episode in this iteration."""
         first, positions = self._rank_envs.start, np.zeros(len(self._rank_envs), dtype=np.int64)
 
         def next_episode(row: int) -> EpisodeSpec:
@@ -332,24 +332,24 @@ class OffPolicyTrainer(ActionTrainer):
         return all_gather_concat(self._base_output(rows, self._base_actions))
 
     def _draw(self, *shape: int, purpose: tuple[str | int, ...]) -> Tensor:
-        """Draw float32 numbers in (0, 1), equal on all ranks."""
+        """Draw uniform float32 random numbers in (0, 1), identical on all ranks."""
         generator = torch.Generator().manual_seed(derive_seed(self.parts.config.seed, *purpose))
         return torch.rand(shape, generator=generator).clamp_min_(torch.finfo(torch.float32).tiny)
 
     def _propose(self, observation: Observation, rows: np.ndarray, *purpose: str | int) -> BaseActions | None:
-        """Query the base policy for observations of this rank's envs ``rows``; None without any. ``purpose`` seeds its candidates."""
+        """Query the base policy for the observations of this rank's envs ``rows`` (None if empty); ``purpose`` seeds the candidates."""
         if not len(rows):
             return None
-        # Drawn for the envs of all ranks, so that an env has the same numbers for any number of ranks.
+        # Draw for the envs of all ranks, so that each env has the same random numbers for any number of ranks.
         shape = (self.parts.config.rollout.num_envs, self.policy.num_base_uniforms)
         uniforms = self._draw(*shape, purpose=purpose)[self._rank_envs.start + rows].to(self.policy.device)
         with self.autocast():
             return self.policy.query_base(self.policy.preprocess(observation), uniforms)
 
     def _base_output(self, rows: np.ndarray, actions: BaseActions | None) -> BaseOutput:
-        """Move the base policy's output for this rank's envs ``rows`` to the CPU, for the all-gather."""
+        """Move the base policy's output for this rank's envs ``rows`` to the CPU for the all-gather."""
         policy, envs = self.policy, torch.from_numpy(self._rank_envs.start + rows)
-        # Without rows, too: the all-gather is a collective call, in which each rank needs tensors of the right width.
+        # Even without rows, each rank needs tensors of the right width, because the all-gather is a collective call.
         if actions is None:
             chunks = torch.empty(0, policy.actor.num_candidates, policy.action_chunks_len, policy.action_dim)
             return BaseOutput(envs, torch.empty(0, policy.actor.feature_dim, dtype=policy.base.feature_dtype), chunks)
@@ -364,7 +364,7 @@ class OffPolicyTrainer(ActionTrainer):
         return BaseOutput(envs, features, actions.chunks.cpu())
 
     def _observe(self, base: BaseOutput) -> None:
-        """Store observations; the last one of a truncated episode is not followed by an action."""
+        """Store observations; the last observation of a truncated episode has no action."""
         if len(base.envs):
             self.num_base_queries += len(base.envs)
             self.replay.observe(base.envs, base.features, self.policy.base_inputs(base.chunks.to(self.policy.device)))
@@ -390,12 +390,12 @@ class OffPolicyTrainer(ActionTrainer):
 
     @deadline("rollout")
     def _step_envs(self, step: int, call: int, actions: Tensor, greedy: Tensor, is_last: bool) -> CallOutcome:
-        """Step the envs of this rank, query the base policy for the next observations, and gather the outcome of all ranks.
+        """Step this rank's envs, query the base policy for the next observations, and gather the outcomes from all ranks.
 
-        After the last policy call of an iteration, only observations of unfinished episodes are queried.
+        After an iteration's last policy call, only query observations of unfinished episodes.
         """
         rank_rows = slice(self._rank_envs.start, self._rank_envs.stop)
-        with self.autocast():  # DSRL: the base policy finishes its actions with the actor's noise
+        with self.autocast():  # with DSRL, the base policy computes its actions from the actor's noise
             executed = self.policy.env_actions(self._base_actions, actions[rank_rows])
         self._measure_residuals(executed, greedy[rank_rows])
         self._base_actions = None  # free its activations before the next query
@@ -405,7 +405,7 @@ class OffPolicyTrainer(ActionTrainer):
             rows = np.setdiff1d(rows, [*chunk.final_env_ids, *chunk.lost_env_ids])
             self._observation = self._observation.select(rows)
         self._base_actions = self._propose(self._observation, rows, "candidates", step, call + 1)
-        # A time limit is no end of the task: the critic values the true last observation, not the first one of the next episode.
+        # A time limit does not end the task: the critic evaluates the true last observation, not the next episode's first one.
         truncated, envs, last = chunk.truncated[chunk.final_env_ids], self._rank_envs.start, None
         if truncated.any():
             observation = chunk.final_observation.select(np.flatnonzero(truncated))
@@ -417,8 +417,8 @@ class OffPolicyTrainer(ActionTrainer):
         return all_gather_concat(outcome)
 
     def _measure_residuals(self, executed: Tensor, greedy: Tensor) -> None:
-        """Record how much the actor changes the base actions: without its noise, except for DSRL."""
-        # The greedy action of DSRL would need a further query of the base policy.
+        """Record how much the actor changes the base actions, without exploration noise except for DSRL."""
+        # Computing DSRL's greedy action would require an additional query of the base policy.
         if self._is_warm_up() or not self.policy.actor.base_dim:
             return
         base = self.policy.normalize(self._base_actions.chunks)[:, 0]
@@ -426,7 +426,7 @@ class OffPolicyTrainer(ActionTrainer):
         self._residual_norm.add(base, changed)
 
     def _store(self, actions: Tensor, outcome: CallOutcome, episodes: _EpisodeStats) -> None:
-        """Store the actions and their outcome."""
+        """Store the actions and their outcomes."""
         state, is_warm_up = self.loop.state, self._is_warm_up()
         rows = np.setdiff1d(np.arange(len(actions)), outcome.lost)
         self.replay.act(
@@ -441,7 +441,7 @@ class OffPolicyTrainer(ActionTrainer):
         episodes.add(outcome)
 
     def _update(self, updates: _Means) -> None:
-        """Make the pending updates."""
+        """Run the pending updates."""
         num_offline = self.config.num_offline_rows
         while self.pending_updates >= 1.0:
             batch = self.replay.sample(self.config.batch_size - num_offline, self.config.gamma, self.config.n_step)
@@ -453,14 +453,14 @@ class OffPolicyTrainer(ActionTrainer):
 
 
 def largest_return(replay: ReplayBuffer, gamma: float) -> float:
-    """Return the return of an infinite episode in which each step has the largest |reward| of the buffer."""
+    """Return the return of an infinite episode in which every step has the buffer's maximum absolute reward."""
     largest = float(replay.rewards.abs().max())
     return largest / (1 - gamma) if gamma < 1 else math.inf
 
 
 def largest_value(rewards: Sequence[float], gamma: float, is_truncated: bool) -> float:
-    """Return the largest ``|sum g^k r_k|`` from any step of an episode to its end."""
-    # A truncated episode counts as if it were repeated forever, because the critics value what would follow.
+    """Return the maximum ``|sum g^k r_k|`` from any step of an episode to its end."""
+    # Treat a truncated episode as if it were repeated forever, because the critics also predict the rewards after the truncation.
     total = sum(gamma**step * reward for step, reward in enumerate(rewards))
     weight = 1 - gamma ** len(rewards)
     value = 0.0 if not is_truncated or total == 0 else total / weight if weight > 0 else math.inf
@@ -472,7 +472,7 @@ def largest_value(rewards: Sequence[float], gamma: float, is_truncated: bool) ->
 
 
 class _Means:
-    """Mean of each metric over the updates that report it."""
+    """Averages each metric over the updates that report it."""
 
     def __init__(self) -> None:
         self._sums: dict[str, tuple[Tensor, int]] = {}
@@ -487,23 +487,23 @@ class _Means:
 
 
 class _EpisodeStats:
-    """Metrics of the first episode of each env of an iteration."""
+    """Metrics of each env's first episode in an iteration."""
 
-    # Later episodes of an iteration are mostly quick successes: including them would overestimate the success rate.
+    # Later episodes that end within the iteration are mostly quick successes; including them would overestimate the success rate.
 
     def __init__(self, num_envs: int, gamma: float) -> None:
         self.gamma, self.results = gamma, list[EpisodeResult]()
         self.calibration = list[tuple[float, float]]()  # value of the first action, discounted return
-        self._first = np.ones(num_envs, dtype=bool)  # the first episode is running
+        self._first = np.ones(num_envs, dtype=bool)  # whether the first episode is still running
         self.values: np.ndarray | None = None  # of the first actions
         self._returns, self._powers = np.zeros(num_envs), np.ones(num_envs)
         self.num_lost = 0
-        self.largest_return = 0.0  # ``largest_value`` of all ended episodes
+        self.largest_return = 0.0  # ``largest_value`` over all ended episodes
         self._rewards: list[list[float]] = [[] for _ in range(num_envs)]  # of the running episodes
-        self._choices: list[Tensor] = []  # bool: an unmodified chunk of the base policy was chosen
+        self._choices: list[Tensor] = []  # bool: whether an unmodified base-policy chunk was chosen
 
     def add_choices(self, chosen: Tensor, num_candidates: int) -> None:
-        """Add the indices of the chosen options, of which the first ``num_candidates`` are the base policy's chunks."""
+        """Add the indices of the chosen options; the first ``num_candidates`` options are the base policy's chunks."""
         if num_candidates:
             self._choices.append(chosen < num_candidates)
 
@@ -528,7 +528,7 @@ class _EpisodeStats:
         self._first[ended] = False
 
     def metrics(self) -> dict[str, float]:
-        """Return success, return and length, and the critic's values of the first actions."""
+        """Return success, return and length, and the critic's values for the first actions."""
         metrics: dict[str, float] = {"rollout/num_episodes": len(self.results), "rollout/lost_episodes": self.num_lost}
         if self.results:
             rows = [(result.success, result.episode_return, result.num_env_steps) for result in self.results]

@@ -1,4 +1,4 @@
-"""Line charts as inline SVG, with values on hover and without a script, so that a report is a single file."""
+"""Line charts as inline SVG with values on hover; they need no script, so a report is a single file."""
 
 import math
 from collections.abc import Sequence
@@ -20,10 +20,10 @@ class Series:
     """One curve.
 
     Attributes:
-        points: ``(x, y)``; a ``y`` of None leaves a gap.
+        points: ``(x, y)`` pairs; a ``y`` of None leaves a gap.
         colour: Index into the palette, 1 to ``NUM_COLOURS``.
-        bands: Interval per point, drawn as bars; may be empty.
-        filled: Draw the intervals as an area instead; the y axis then only depends on the points.
+        bands: Interval for each point, drawn as error bars; may be empty.
+        filled: Draw the intervals as an area instead; the y axis range then depends only on the points.
     """
 
     label: str
@@ -61,7 +61,7 @@ def _thin(points: Sequence, limit: int) -> list:
 
 
 class _Axis:
-    """Map from values to pixels; the outermost ticks are the ends of the range."""
+    """Maps values to pixels; the range ends at the outermost ticks."""
 
     def __init__(self, ticks: list[float], start: float, end: float, log: bool = False) -> None:
         self.ticks, self.log = ticks, log
@@ -89,7 +89,7 @@ def line_chart(
     """Return an ``<svg>`` element with the curves, or "" if there is nothing to draw.
 
     Args:
-        series: Curves; values that are not finite, or not positive on a logarithmic axis, are left out.
+        series: Curves; values that are not finite, or not positive on a logarithmic axis, are omitted.
         log: Use a logarithmic y axis, unless all values are 0.
     """
     log = log and any(y for curve in series for _, y in curve.points)
@@ -106,7 +106,7 @@ def line_chart(
     ys += [end for curve in series if not curve.filled for band in curve.bands if band for end in band]
     width, height = size
     right, bottom = width - RIGHT, height - BOTTOM
-    first = 0.0 if 0 < xs[0] <= xs[-1] / 2 else xs[0]  # 0, unless that wastes half of the width
+    first = 0.0 if 0 < xs[0] <= xs[-1] / 2 else xs[0]  # start at 0, unless this would waste half of the width
     x_ticks = nice_ticks(first, xs[-1], 6)
     if percent:
         y_ticks = [0.0, 0.2, 0.4, 0.6, 0.8, 1.0]
@@ -143,7 +143,7 @@ def _text(style: str, place: str, anchor: str, text: str) -> str:
 
 
 def legend(series: Sequence[Series]) -> str:
-    """Return the legend of several curves as HTML; "" for a single curve."""
+    """Return the legend as HTML, or "" for a single curve."""
     drawn = [curve for curve in series if any(y is not None for _, y in curve.points)]
     if len(drawn) < 2:
         return ""
@@ -176,7 +176,7 @@ def _curve(curve: Series, x_axis: _Axis, y_axis: _Axis) -> list[str]:
 
 
 def _area(curve: Series, x_axis: _Axis, y_axis: _Axis) -> str:
-    """Return the intervals of a curve as an area, clipped to the y axis."""
+    """Return a curve's intervals as an area, clipped to the range of the y axis."""
     bottom, top = y_axis.ticks[0], y_axis.ticks[-1]
     upper, lower = [], []
     for (x, y), band in _thin(list(zip(curve.points, curve.bands, strict=True)), MAX_POINTS):
@@ -190,7 +190,7 @@ def _area(curve: Series, x_axis: _Axis, y_axis: _Axis) -> str:
 def _hover(
     series: Sequence[Series], xs: Sequence[float], x_axis: _Axis, y_axis: _Axis, x_name: str, percent: bool
 ) -> list[str]:
-    """Return an invisible strip per x value, which shows a line, dots and a box of values on hover."""
+    """Return an invisible strip for each x value that shows a line, dots and a box with the values on hover."""
     right, bottom = x_axis.end, y_axis.start
     lookup = [dict(curve.points) for curve in series]
     bands = [
@@ -229,19 +229,19 @@ def _hover(
 
 
 def interval_bar(rate: float, low: float, high: float, colour: int) -> str:
-    """Return a success rate with its interval on a 0 to 100 % scale, as a small ``<svg>`` for a table."""
+    """Return a small ``<svg>`` for tables that shows a success rate and its interval on a scale from 0 to 100 %."""
     return _bar(format_interval(low, high), rate, low, high, colour)
 
 
 def difference_bar(difference: float, low: float, high: float) -> str:
-    """Return a difference of success rates with its interval on a scale of -100 to +100 %, as a small ``<svg>``."""
+    """Return a small ``<svg>`` that shows a difference in success rates and its interval on a scale from -100 to +100 %."""
     zero = '<line class="zero" x1="80.0" x2="80.0" y1="1" y2="15"/>'
     fractions = ((value + 1) / 2 for value in (difference, low, high))
     return _bar(f"{difference:+.1%}, {low:+.1%} to {high:+.1%}", *fractions, 1, zero)
 
 
 def _bar(label: str, value: float, low: float, high: float, colour: int, marks: str = "") -> str:
-    """Return a dot and its interval on a track; the values are fractions of its width, 160 units."""
+    """Return a dot and its interval on a track; values are fractions of the track's width of 160 units."""
     return (
         f'<svg class="interval" viewBox="0 0 160 16" role="img" aria-label="{label}">'
         f'<rect class="track" x="0" y="6.5" width="160" height="3" rx="1.5"/>{marks}<rect class="range s{colour}" '

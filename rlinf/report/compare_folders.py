@@ -1,4 +1,4 @@
-"""Compare two evaluations on disk: check that their conditions are equal, and store the comparison."""
+"""Compare two evaluations on disk: check that they ran under the same conditions, and store the comparison."""
 
 import json
 import logging
@@ -24,7 +24,7 @@ logger = logging.getLogger("rlinf")
 CONDITIONS = "conditions"
 """Value of ``evaluation.allow_mismatch`` that allows a missing manifest."""
 COMPARISON_NAMES = (EPISODES, QUESTIONS, CONDITIONS, "greedy", "temperature")
-"""Values of ``evaluation.allow_mismatch`` that are not fields of a manifest."""
+"""Values of ``evaluation.allow_mismatch`` that are not manifest fields."""
 
 
 def compare_folders(
@@ -36,9 +36,9 @@ def compare_folders(
     the sampling differ, and ConfigError if the episodes differ or the folders are the same.
 
     Args:
-        folder_a, folder_b: Evaluation folders, their ``result.json``, or run folders (their closing evaluation); the first is the
-            baseline.
-        allow_mismatch: Fields of the manifest that may differ, and ``COMPARISON_NAMES``; fields of the policy always may.
+        folder_a, folder_b: Evaluation folders, their ``result.json`` files, or run folders, for which the closing evaluation is used. The
+            first is the baseline.
+        allow_mismatch: Manifest fields that may differ, or ``COMPARISON_NAMES``; policy fields may always differ.
     """
     folders = [evaluation_folder(path) for path in (folder_a, folder_b)]
     if folders[0].resolve() == folders[1].resolve():
@@ -59,7 +59,7 @@ def _compare(file_a: Path, file_b: Path, allow_mismatch: Sequence[str]) -> Compa
     is_a, is_b = holds_questions(file_a), holds_questions(file_b)
     if is_a != is_b:
         kinds = [
-            f"{file} holds {'questions' if is_questions else 'episodes'}"
+            f"{file} contains {'questions' if is_questions else 'episodes'}"
             for file, is_questions in ((file_a, is_a), (file_b, is_b))
         ]
         raise ConfigError(f"{' and '.join(kinds)}; required: two evaluations of the same kind. Pass a different folder")
@@ -69,7 +69,7 @@ def _compare(file_a: Path, file_b: Path, allow_mismatch: Sequence[str]) -> Compa
 
 
 def evaluation_folder(path: str | os.PathLike) -> Path:
-    """Return the evaluation folder of an evaluation, its ``result.json``, or a run."""
+    """Return the evaluation folder for an evaluation, its ``result.json``, or a run."""
     folder = follow_latest(path)
     folder = folder.parent if folder.name == RESULT_FILE else folder
     if (folder / RESULT_FILE).is_file():
@@ -79,13 +79,13 @@ def evaluation_folder(path: str | os.PathLike) -> Path:
         if (place / RESULT_FILE).is_file():
             return place
     hint = f"Pass one of its evaluations: {', '.join(below)}" if below else "Pass a folder written by `rlinf evaluate`"
-    raise CheckpointError(f"{path} holds no {RESULT_FILE}, so there is nothing to compare. {hint}")
+    raise CheckpointError(f"{path} contains no {RESULT_FILE} to compare. {hint}")
 
 
 def check_conditions(folder_a: Path | Manifest, folder_b: Path | Manifest, allow_mismatch: Sequence[str]) -> list[str]:
-    """Return the accepted differences between the conditions of two evaluations; raise as ``compare_folders``.
+    """Return the accepted differences between two evaluations' conditions; raise the same errors as ``compare_folders``.
 
-    A folder may be replaced by the manifest of an evaluation that has not run yet.
+    For an evaluation that has not run yet, pass its manifest instead of a folder.
     """
     places = [folder for folder in (folder_a, folder_b) if isinstance(folder, Path)]
     missing = [str(folder) for folder in places if not (folder / MANIFEST_FILE).is_file()]
@@ -97,7 +97,7 @@ def check_conditions(folder_a: Path | Manifest, folder_b: Path | Manifest, allow
     first, second = (Manifest.load(folder) if isinstance(folder, Path) else folder for folder in (folder_a, folder_b))
     check_allowed(allow_mismatch, first, second, also=COMPARISON_NAMES)
     differences = compare_manifests(first, second)
-    # Two evaluations compare two policies, so only fields of the env must be equal.
+    # The two evaluations may be of different policies, so only the env fields must be equal.
     env_fields = [mismatch for mismatch in differences if mismatch.field.partition(".")[0] not in POLICY_FIELDS]
     message = "The two evaluations ran under different conditions (first: saved, second: present)"
     accepted = reject_mismatches(env_fields, allow_mismatch, message)

@@ -1,4 +1,4 @@
-"""Episode player of a report: recorded episodes step by step, of one policy or of two side by side."""
+"""Episode player for reports: shows recorded episodes step by step, for one policy or two side by side."""
 
 import shutil
 from collections.abc import Sequence
@@ -22,11 +22,11 @@ DIVERGENCE_FRACTION = 0.1
 
 @dataclass(frozen=True)
 class Side:
-    """Recordings of one policy.
+    """One policy's recordings.
 
     Attributes:
-        folder: Relative to the page.
-        colour: Index of its colour in the charts.
+        folder: Folder with the recordings, relative to the page.
+        colour: Index of the policy's colour in the charts.
     """
 
     name: str
@@ -35,7 +35,7 @@ class Side:
 
 
 def copy_baseline(baseline: Path, folder: Path) -> None:
-    """Copy the recordings of the evaluation ``baseline`` into the evaluation ``folder``, replacing earlier copies."""
+    """Copy the recordings from the evaluation ``baseline`` to the evaluation ``folder``, replacing earlier copies."""
     target = folder / BASELINE_FOLDER
     shutil.rmtree(target, ignore_errors=True)
     if (folder / RECORDINGS_FOLDER).is_dir() and (baseline / RECORDINGS_FOLDER).is_dir():
@@ -46,7 +46,7 @@ def copy_baseline(baseline: Path, folder: Path) -> None:
 
 
 def player(data: RunData) -> dict[str, Any]:
-    """Return the values of ``pages/player.html``."""
+    """Return the template values for ``pages/player.html``."""
     sides = _sides(data)
     left_out: list[str] = []
     side_recordings = [read_recordings(data.folder / side.folder, left_out) for side in sides]
@@ -64,7 +64,7 @@ def player(data: RunData) -> dict[str, Any]:
 
 
 def read_recordings(folder: Path, left_out: list[str]) -> dict[EpisodeSpec, tuple[str, dict[str, Any]]]:
-    """Return file name and content of each recording in a folder, by episode; append the reasons for skipped files to ``left_out``."""
+    """Map each episode in a folder to its file name and content; append the reason for each skipped file to ``left_out``."""
     recordings = {}
     for path in sorted(folder.glob("*.js")):
         try:
@@ -77,7 +77,7 @@ def read_recordings(folder: Path, left_out: list[str]) -> dict[EpisodeSpec, tupl
 
 
 def executed_actions(recording: dict[str, Any]) -> np.ndarray:
-    """Return what the env executed, within its bounds: ``[T, D]``."""
+    """Return the actions that the env executed, clipped to its bounds, ``[T, D]``."""
     num_steps, calls = len(recording["rewards"]), recording["calls"]
     ends = [*(call["step"] for call in calls[1:]), num_steps]
     taken = [np.asarray(call["chunk"])[: end - call["step"]] for call, end in zip(calls, ends, strict=True)]
@@ -85,7 +85,7 @@ def executed_actions(recording: dict[str, Any]) -> np.ndarray:
 
 
 def divergence_step(first: dict[str, Any], second: dict[str, Any]) -> int | None:
-    """Return the first env step (from 0) at which two recordings of an episode differ in their actions or have ended; None: never."""
+    """Return the first env step (from 0) at which two recordings differ in their actions or only one has ended; None: never."""
     actions, other = executed_actions(first), executed_actions(second)
     if actions.shape[1] != other.shape[1]:
         return 0
@@ -99,7 +99,7 @@ def divergence_step(first: dict[str, Any], second: dict[str, Any]) -> int | None
 
 
 def _sides(data: RunData) -> list[Side]:
-    """Return the compared evaluations (baseline first), or else those in the table of tasks."""
+    """Return the compared evaluations, baseline first, or the evaluations in the task table if there is no comparison."""
     compared = data.comparison is not None and (data.folder / BASELINE_FOLDER).is_dir()
     if compared:
         first, second = short_names(data.comparison["a"], data.comparison["b"])
@@ -121,7 +121,7 @@ def short_names(first: str, second: str) -> tuple[str, str]:
 
 
 def _episode(sides: Sequence[tuple[Side, tuple[str, dict[str, Any]]]]) -> dict[str, Any]:
-    """Return the data of an episode that the page has before its recordings are loaded."""
+    """Return the episode data that the page contains before any recordings are loaded."""
     contents = [content for _, (_, content) in sides]
     first = contents[0]
     shown = [
@@ -133,7 +133,7 @@ def _episode(sides: Sequence[tuple[Side, tuple[str, dict[str, Any]]]]) -> dict[s
     ]  # fmt: skip
     is_pair = len(contents) == 2
     images, sizes = ({content["frames"][0] for content in contents}, {content["size"] for content in contents})
-    same_start = len(images) == 1 if len(sizes) == 1 else None  # None: images of different sizes always differ
+    same_start = len(images) == 1 if len(sizes) == 1 else None  # images of different sizes cannot be compared
     return {
         "task": first["task"], "instruction": first["instruction"], "number": first["number"],
         "sides": shown, "divergence": divergence_step(*contents) if is_pair else None, "same_start": same_start,

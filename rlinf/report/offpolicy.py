@@ -1,4 +1,4 @@
-"""Section of the report about an off-policy actor on a frozen base policy: sample efficiency, baselines and curves."""
+"""Report section on an off-policy actor with a frozen base policy: sample efficiency, baselines and curves."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -11,14 +11,14 @@ from rlinf.report.page import Curves, curve_cards
 from rlinf.report.run_data import RunData
 
 TARGETS = (0.5, 0.8, 0.9)
-"""Success-rate thresholds of the table of env steps."""
+"""Success-rate thresholds in the table of env steps."""
 
 SHAKEN_ACTORS = ("residual", "expo", "rlt")
-"""Actors whose warm-up steps are the base policy's actions plus noise."""
+"""Actors that execute the base policy's actions plus noise during warm-up."""
 
 
 def actor_section(data: RunData) -> dict[str, Any] | None:
-    """Return the values of ``pages/actor.html``; None for a run without an actor."""
+    """Return the template values for ``pages/actor.html``, or None for a run without an actor."""
     lines = [line for line in data.lines if "rollout/base_policy_queries" in line]
     if not lines:
         return None
@@ -29,7 +29,7 @@ def actor_section(data: RunData) -> dict[str, Any] | None:
 
 
 def warmup_success(lines: Sequence[dict[str, Any]], algorithm: dict[str, Any]) -> Success | None:
-    """Return the success of the base policy plus uniform noise in the complete warm-up iterations; None without any."""
+    """Return the success of the base policy plus uniform noise over all iterations that are entirely warm-up; None without any."""
     actor, warmup = algorithm.get("actor") or {}, algorithm.get("learning_starts", 0)
     if actor.get("name") not in SHAKEN_ACTORS:
         return None
@@ -55,10 +55,10 @@ def actor_warnings(data: RunData) -> list[str]:
 
 
 def _reached(data: RunData) -> list[tuple[float, float, int, Success | None]]:
-    """Return each of ``TARGETS`` with env steps, queries and success of the first evaluation that reached it (success None: not reached)."""
+    """Return for each of ``TARGETS`` the env steps, queries and success of the first evaluation to reach it (success None: not reached)."""
     queries, evaluations = 0, []
     for line in data.lines:
-        queries = line.get("rollout/base_policy_queries", queries)  # the line of an evaluation does not have it
+        queries = line.get("rollout/base_policy_queries", queries)  # missing in lines from evaluations
         if line["phase"] == "rl" and line.get("eval/success_rate") is not None:
             success = Success(int(line["eval/successes"]), int(line["eval/episodes"]))
             evaluations.append((line["rollout/env_steps_total"], queries, success, line["eval/success_rate"]))
@@ -70,7 +70,7 @@ def _reached(data: RunData) -> list[tuple[float, float, int, Success | None]]:
 
 
 def _controls(data: RunData) -> list[tuple[str, Success, int]]:
-    """Return name, success and colour of the noise baseline and of the evaluations; empty without the baseline."""
+    """Return name, success and colour for the noise baseline and the evaluations; empty without the baseline."""
     rows = []
     noise = warmup_success(data.lines, data.settings.get("algorithm") or {})
     if noise is not None:

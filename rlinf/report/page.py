@@ -1,4 +1,4 @@
-"""Render report pages: fill the templates in ``pages``, and draw their charts."""
+"""Render report pages: fill the templates in ``pages`` and draw the charts."""
 
 from __future__ import annotations
 
@@ -44,13 +44,13 @@ def pages() -> Environment:
     environment.globals["file"] = lambda name: Markup((FOLDER / name).read_text(encoding="utf-8"))
     for draw in (interval_bar, difference_bar):
         environment.globals[draw.__name__] = lambda *numbers, draw=draw: Markup(draw(*numbers))
-    # "<" is escaped: a text "</script>" in the data would end the script.
+    # Escape "<", because "</script>" in the data would end the script.
     environment.filters["script"] = lambda value: Markup(json.dumps(value).replace("<", "\\u003c"))
     return environment
 
 
 def write_page(path: str | os.PathLike, template: str, tab: str, **values: Any) -> Path:
-    """Render ``template`` with the title ``tab``, write it to ``path`` and return the path."""
+    """Render ``template`` with the title ``tab``, write the page to ``path`` and return the path."""
     return write_text(Path(path), pages().get_template(template).render(tab=tab, **values))
 
 
@@ -63,7 +63,7 @@ def card(
 
 
 Curves = tuple[tuple[str, dict[str, str], str, dict[str, bool]], ...]
-"""Title, metric to label, y axis and options of each chart. Metrics with the same label form a single curve."""
+"""For each chart: title, mapping from metrics to labels, y axis and options. Metrics with the same label form a single curve."""
 
 
 def curve_cards(lines: Sequence[dict[str, Any]], x: str, x_label: str, curves: Curves) -> list[Markup]:
@@ -79,12 +79,12 @@ def curve_cards(lines: Sequence[dict[str, Any]], x: str, x_label: str, curves: C
 
 
 def series_of(lines: Sequence[dict[str, Any]], x: str, names: Sequence[str], label: str, colour: int) -> Series:
-    """Return the curve of metrics over ``x``."""
+    """Return a single curve of the given metrics over ``x``."""
     return Series(label, [(line[x], line[name]) for line in lines for name in names if name in line], colour)
 
 
 def clipped_text(result: EvaluationResult | Audit) -> str | None:
-    """Return the clipped fraction of action values and the largest magnitude as text; None: not recorded."""
+    """Format the fraction of clipped action values and the maximum magnitude; None if not recorded."""
     if result.actions_clipped_fraction is None:
         return None
     return f"{result.actions_clipped_fraction:.1%} (largest: {result.actions_max_abs:.4g})"

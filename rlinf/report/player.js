@@ -1,6 +1,6 @@
 "use strict";
-/* Episode player. The page calls rlinfPlayer with the list of episodes (``_episode`` of episode_player.py). Each recording is a script
-   that calls rlinfEpisode, and is loaded when it is first shown. */
+/* Episode player. The page calls rlinfPlayer with the list of episodes (see ``_episode`` in episode_player.py). Each recording is a
+   script that calls rlinfEpisode; it is loaded when the episode is first shown. */
 
 const rlinfRecordings = new Map();  // source -> promise of a recording
 
@@ -29,7 +29,7 @@ function rlinfPlayer(episodes) {
   const buttons = [...section.querySelectorAll("[data-episode]")];
   let current = null, timer = null;
 
-  /* Make an element: name, attributes, children (nodes or texts). */
+  /* Create an element from its name, attributes and children (nodes or strings). */
   function make(name, attributes = {}, ...children) {
     const inSvg = /^(svg|g|polyline|circle|rect|line|text)$/.test(name);
     const element = inSvg ? document.createElementNS("http://www.w3.org/2000/svg", name) : document.createElement(name);
@@ -47,7 +47,7 @@ function rlinfPlayer(episodes) {
     return number === null ? "unknown" : Number(number).toPrecision(3);
   }
 
-  /* The policy call with the action after `step` env steps. */
+  /* Return the policy call that produced the action executed after `step` env steps. */
   function callAt(recording, step) {
     const calls = recording.calls.filter(call => call.step <= step);
     return calls[calls.length - 1];
@@ -114,7 +114,7 @@ function rlinfPlayer(episodes) {
     const usable = side => side.recording.calls.filter(call => call[name] !== null && isFinite(call[name]));
     const all = sides.flatMap(usable).map(call => call[name]);
     const heading = make("h3", {}, title);
-    if (!all.length) return {element: make("div", {}, heading, make("p", {class: "note"}, "The policy does not provide it.")), move() {}};
+    if (!all.length) return {element: make("div", {}, heading, make("p", {class: "note"}, "Not available for this policy.")), move() {}};
     let low = Math.min(...all), high = Math.max(...all);
     if (high - low < 1e-9) { low -= 0.5; high += 0.5; }
     const x = step => LEFT + (WIDTH - LEFT - 6) * step / Math.max(1, length);
@@ -191,7 +191,7 @@ function rlinfPlayer(episodes) {
     if (episode.same_start === null) {
       notes.push(make("p", {class: "note"}, "The first images were not compared because they differ in size."));
     }
-    if (episode.same_start === false) notes.push(make("p", {class: "note"}, "The two start with different images."));
+    if (episode.same_start === false) notes.push(make("p", {class: "note"}, "The two episodes start with different images."));
     shown.replaceChildren(make("h3", {}, episode.instruction), make("div", {class: "sides"}, ...sides.map(side => side.figure)),
       controls, ...notes, make("div", {class: "scores"}, ...charts.map(chart => chart.element)));
     go(0);

@@ -1,4 +1,4 @@
-"""Write the report of a recipe's run, or of an evaluation on questions, as a single HTML file."""
+"""Write the report for a recipe's run or an evaluation on questions, as a single HTML file."""
 
 import base64
 import json
@@ -19,7 +19,7 @@ from rlinf.report.why.rules import diagnose
 from rlinf.run_folder import REPORT_FILE, SAFETENSORS_FOLDER
 
 MAX_COMPLETIONS = 40
-"""Maximum number of completions on the page; the files of the run contain all."""
+"""Maximum number of completions on the page; the run's files contain all of them."""
 
 CURVES: Curves = (
     (
@@ -47,7 +47,7 @@ CURVES: Curves = (
     ),
     ("Entropy", {"sft/entropy": "entropy", "train/entropy": "entropy"}, "entropy (nat)", {}),
     ("Clip fraction", {"train/clip_fraction": "clip fraction"}, "fraction of ratios", {"zero": True}),
-    ("Gap of generator and trainer", {"rollout/logprob_gap_mean": "mean"}, "|difference| (nat)", {"log": True}),
+    ("Gap between generator and trainer", {"rollout/logprob_gap_mean": "mean"}, "|difference| (nat)", {"log": True}),
     (
         "Preference accuracy", {"train/preference_accuracy": "training", "eval/preference_accuracy": "validation"},
         "fraction of pairs", {"percent": True},
@@ -55,21 +55,21 @@ CURVES: Curves = (
     (
         "Truncated rows and equal pairs",
         {"sft/truncated_row_fraction": "truncated", "train/truncated_row_fraction": "truncated", "train/equal_pair_fraction": "equal pairs"},
-        "fraction of the rows", {"zero": True},
+        "fraction of rows", {"zero": True},
     ),
     ("Implicit rewards", {"train/preference_chosen": "chosen", "train/preference_rejected": "rejected"}, "nat", {}),
     ("Throughput", {"throughput/tokens_per_s": "tokens"}, "tokens/s", {"zero": True}),
-    ("Model FLOPs utilisation", {"throughput/mfu": "MFU"}, "fraction of the peak", {"percent": True}),
-    ("Time of a step", {"time/update_s": "step"}, "s", {"zero": True}),
+    ("Model FLOPs utilisation", {"throughput/mfu": "MFU"}, "fraction of peak", {"percent": True}),
+    ("Time per step", {"time/update_s": "step"}, "s", {"zero": True}),
 )  # fmt: skip
-"""The curves over optimiser steps."""
+"""Curves over optimiser steps."""
 
 
 def write_token_report(folder: str | os.PathLike) -> Path:
     """Write ``report.html`` into the folder of a recipe's run or an evaluation on questions, and return its path."""
     run = read_token_run(folder)
     title, tiles = _title(run), {}
-    if run.before_and_after is None and run.samples:  # there is no first validation to compare with
+    if run.before_and_after is None and run.samples:  # without an earlier validation for comparison
         last = run.samples[-1]
         tiles = {f"{part}, {last.name}": success for part, success in last.successes().items()}
     newest = next(reversed(run.results.values()), None)
@@ -108,7 +108,7 @@ def _facts(run: TokenRun) -> dict[str, Any]:
 
 
 def _gains(run: TokenRun) -> list[tuple[str, tuple[str, Success], tuple[str, Success], Pairs]]:
-    """Return each binary reward before and after training, with its paired comparison."""
+    """Return each binary reward before and after training, with the paired comparison."""
     if run.before_and_after is None:
         return []
     ends = [(samples.name, samples.successes()) for samples in run.before_and_after]
@@ -120,12 +120,12 @@ def _gains(run: TokenRun) -> list[tuple[str, tuple[str, Success], tuple[str, Suc
 
 
 def _rewards(run: TokenRun) -> list[Markup]:
-    """Return a chart for the sum of rewards and for each part, with training and validations."""
+    """Return charts of the total reward and each of its parts, in training and validation."""
     names = dict.fromkeys(
         name.split("/", 1)[1] for line in run.lines for name in line
         if name.startswith(("rollout/reward_mean", "eval/reward_mean"))
     )  # fmt: skip
-    if len(names) == 2:  # the only part equals the sum, except for its weight
+    if len(names) == 2:  # a single part equals the sum up to its weight
         del names["reward_mean"]
     return [_reward_card(run, name) for name in names]
 
@@ -144,7 +144,7 @@ def _reward_card(run: TokenRun, name: str) -> Markup:
 
 
 def _completions(run: TokenRun) -> dict[str, Any]:
-    """Return the validations shown side by side (the first and the last, or only the last), and the order of their prompts."""
+    """Return the validations to show side by side (first and last, or only the last), and the order of their prompts."""
     shown = list(run.before_and_after or run.samples[-1:])
     rewards = [[row["reward"] for row in samples.rows] for samples in shown]
     changed = [len(set(values)) > 1 for values in zip(*rewards, strict=True)]
@@ -153,6 +153,6 @@ def _completions(run: TokenRun) -> dict[str, Any]:
 
 
 def _stored(folder: Path, names: Sequence[str]) -> list[str]:
-    """Return the images of a prompt in base64, for embedding in the page."""
+    """Return a prompt's images encoded in base64, for embedding in the page."""
     files = (folder / name for name in names)
     return [base64.b64encode(file.read_bytes()).decode() for file in files if file.is_file()]

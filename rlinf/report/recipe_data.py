@@ -1,4 +1,4 @@
-"""Data for the report of a recipe's run, or of an evaluation on questions."""
+"""Data for the report on a recipe's run or an evaluation on questions."""
 
 import json
 import os
@@ -19,16 +19,16 @@ from rlinf.run_folder import COMPARISON_FILE, EVALUATIONS_FOLDER, RESULT_FILE, S
 from rlinf.tracking.tracker import read_metrics
 
 TOKEN_METRICS = ("throughput/tokens_per_s", "eval/loss", "eval/reward_mean")
-"""Metrics that only runs of recipes have."""
+"""Metrics that are only logged by recipes."""
 
 
 @dataclass
 class Samples:
-    """Completions of one validation.
+    """Completions from one validation.
 
     Attributes:
-        rows: ``prompt``, ``completion``, ``reference``, ``reward``, ``rewards`` (by part) and ``num_tokens`` of each completion, and
-            the prompt's ``images``, as files relative to the folder.
+        rows: For each completion, ``prompt``, ``completion``, ``reference``, ``reward``, ``rewards`` (by part), ``num_tokens``, and the
+            prompt's ``images`` as paths relative to the folder.
     """
 
     step: int
@@ -36,27 +36,27 @@ class Samples:
 
     @property
     def name(self) -> str:
-        """Time of the validation as text."""
+        """When the validation took place, as text."""
         return f"after step {self.step}" if self.step else "before training"
 
     def parts(self) -> dict[str, list[float]]:
-        """Return the values of each reward by name."""
+        """Map each reward's name to its values."""
         return {name: [row["rewards"][name] for row in self.rows] for name in self.rows[0]["rewards"]}
 
     def successes(self) -> dict[str, Success]:
-        """Return the counts of the binary rewards."""
+        """Map each binary reward's name to its success counts."""
         counted = {name: values for name, values in self.parts().items() if set(values) <= {0, 1}}
         return {name: Success(int(sum(values)), len(values)) for name, values in counted.items()}
 
 
 @dataclass
 class TokenRun(FolderData):
-    """Content of a recipe's folder; its ``lines`` have ``steps``, the number of optimiser steps so far.
+    """Content of a recipe's run folder; each of its ``lines`` has ``steps``, the number of optimiser steps so far.
 
     Attributes:
-        samples: Completions of the validations, oldest first.
-        results: Results on questions by name: ``result.json``, or the results below ``eval/``.
-        checkpoints: Folder relative to the run, and its bytes.
+        samples: Completions from the validations, oldest first.
+        results: Results on questions by name, from ``result.json`` or from the files below ``eval/``.
+        checkpoints: Maps each checkpoint folder, relative to the run, to its size in bytes.
     """
 
     samples: list[Samples] = field(default_factory=list)
@@ -65,7 +65,7 @@ class TokenRun(FolderData):
 
     @cached_property
     def before_and_after(self) -> tuple[Samples, Samples] | None:
-        """The first and the last validation, if their prompts are equal; else None."""
+        """The first and the last validation if they have the same prompts, otherwise None."""
         if len(self.samples) < 2:
             return None
         first, last = self.samples[0], self.samples[-1]
@@ -73,7 +73,7 @@ class TokenRun(FolderData):
         return (first, last) if same else None
 
     def paired(self, part: str) -> Pairs | None:
-        """Return the pairs of a binary reward before (a) and after (b); None without both."""
+        """Return the pairs of a binary reward before (a) and after (b) training; None unless both exist."""
         if self.before_and_after is None:
             return None
         columns = [samples.parts().get(part, []) for samples in self.before_and_after]
@@ -84,7 +84,7 @@ class TokenRun(FolderData):
 
 
 def is_token_folder(folder: str | os.PathLike) -> bool:
-    """Return whether a folder belongs to a recipe's run, or to an evaluation on questions."""
+    """Return whether a folder belongs to a recipe's run or an evaluation on questions."""
     folder = Path(folder)
     if (folder / RESULT_FILE).is_file():
         return holds_questions(folder / RESULT_FILE)
@@ -122,13 +122,13 @@ def read_token_run(folder: str | os.PathLike) -> TokenRun:
 
 
 def _step_of(path: Path) -> int:
-    """Return the number in ``step_<number>``, or a very large number for a different name, so that it is last."""
+    """Return the number in ``step_<number>``; for any other name, return a very large number, so that it is sorted last."""
     match = re.fullmatch(r"step_(\d+)", path.name.removesuffix(".jsonl"))
     return int(match[1]) if match else 2**63
 
 
 def _with_steps(lines: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return lines with ``steps``; a validation has those of the update before it, or 0."""
+    """Add ``steps`` to the lines; a validation has the value from the update before it, or 0."""
     extended, steps = [], 0
     for line in lines:
         steps = line["step"] + 1 if "time/update_s" in line else steps

@@ -1,4 +1,4 @@
-"""Data for the report of a run or an evaluation."""
+"""Data for the report on a run or an evaluation."""
 
 import json
 import os
@@ -19,12 +19,12 @@ from rlinf.tracking.tracker import read_metrics
 TAG_NAMES = {"after_sft": "after SFT", "before_rl": "before RL", "after_rl": "after RL"}
 
 CLOSING_TAGS = ("after_rl", "after_sft")
-"""Names in ``eval/`` of a run's closing evaluation: after RL, or after behaviour cloning if there is no RL."""
+"""Possible names in ``eval/`` of a run's closing evaluation, after RL or, without RL, after behaviour cloning."""
 
 
 @dataclass
 class Evaluation:
-    """An evaluation of a run; ``folder`` is relative to the run's folder."""
+    """An evaluation in a run; ``folder`` is relative to the run folder."""
 
     tag: str
     folder: str
@@ -32,17 +32,17 @@ class Evaluation:
 
     @property
     def name(self) -> str:
-        """Readable name of the tag."""
+        """Human-readable name of the tag."""
         return TAG_NAMES.get(self.tag, self.tag.replace("_", " "))
 
 
 @dataclass
 class FolderData:
-    """Common content of the folders of runs and evaluations; missing parts are empty.
+    """Content that run and evaluation folders have in common; missing parts are empty.
 
     Attributes:
         traces: Profiler traces, see ``traces_of``.
-        config, manifest: Texts of ``config.yaml`` and ``manifest.json``, of the run or else of its newest checkpoint.
+        config, manifest: Contents of ``config.yaml`` and ``manifest.json`` from the run or, if missing, its newest checkpoint.
     """
 
     folder: Path
@@ -58,16 +58,16 @@ class FolderData:
         return yaml.safe_load(self.config) or {}
 
     def setting(self, key: str) -> Any:
-        """Return a value of the configuration by its dotted key; None without one."""
+        """Return the configuration value with the given dotted key, or None if it is missing."""
         return setting_of(self.settings, key)
 
 
 @dataclass
 class RunData(FolderData):
-    """Content of a run folder; without ``compare.json``, ``comparison`` is ``gain``.
+    """Content of a run folder; without ``compare.json``, ``comparison`` equals ``gain``.
 
     Attributes:
-        evaluations: From ``eval/<tag>/result.json`` (or ``result.json``), oldest first.
+        evaluations: Evaluations from ``eval/<tag>/result.json`` (or ``result.json``), oldest first.
     """
 
     evaluations: list[Evaluation] = field(default_factory=list)
@@ -85,18 +85,18 @@ class RunData(FolderData):
         return self.evaluations[-1].result.results[0].spec.suite if self.evaluations else None
 
     def evaluation(self, *tags: str) -> Evaluation | None:
-        """Return the evaluation of the first tag that exists, or None."""
+        """Return the evaluation for the first of the tags that exists, or None."""
         by_tag = {evaluation.tag: evaluation for evaluation in self.evaluations}
         return next((by_tag[tag] for tag in tags if tag in by_tag), None)
 
     @property
     def before(self) -> Evaluation | None:
-        """The evaluation before RL, or else after SFT, or else before training."""
+        """The evaluation before RL if available, otherwise after SFT, otherwise before training."""
         return self.evaluation("before_rl", "after_sft", "before_training")
 
     @property
     def in_the_table(self) -> list[tuple[Evaluation, int]]:
-        """Evaluations in the table of tasks, with their colours: before and after RL, or else the newest."""
+        """Evaluations shown in the task table, with their colours: before and after RL if available, otherwise the newest."""
         shown = [evaluation for evaluation in (self.before, self.after) if evaluation] or self.evaluations[-1:]
         return list(zip(shown, [1] if len(shown) == 1 else [2, 1], strict=False))
 
@@ -120,7 +120,7 @@ class RunData(FolderData):
 
 
 def setting_of(settings: dict[str, Any], key: str, default: Any = None) -> Any:
-    """Return a value of a configuration by its dotted key; ``default`` if it is missing or null."""
+    """Return the configuration value with the given dotted key, or ``default`` if it is missing or null."""
     value: Any = settings
     for part in key.split("."):
         value = value.get(part) if isinstance(value, dict) else None
@@ -128,7 +128,7 @@ def setting_of(settings: dict[str, Any], key: str, default: Any = None) -> Any:
 
 
 def closing_tags(lines: Sequence[Mapping[str, Any]]) -> Sequence[str]:
-    """Return the ``CLOSING_TAGS`` that can end a run with these metrics; only ``after_rl`` once RL has started."""
+    """Return the ``CLOSING_TAGS`` that are possible for a run with these metrics; only ``after_rl`` once RL has started."""
     return CLOSING_TAGS[:1] if any(line["phase"] == "rl" for line in lines) else CLOSING_TAGS
 
 
@@ -155,13 +155,13 @@ def read_run(folder: str | os.PathLike) -> RunData:
 
 
 def results_of(folder: Path) -> list[Path]:
-    """Return the ``result.json`` files of a run or an evaluation."""
+    """Return all ``result.json`` files in a run or an evaluation."""
     below = f"{run_folder.EVALUATIONS_FOLDER}/*/{run_folder.RESULT_FILE}"
     return [*sorted(folder.glob(below)), *folder.glob(run_folder.RESULT_FILE)]
 
 
 def saved_texts(folder: Path, others: Sequence[Path] = ()) -> list[str]:
-    """Return the texts of configuration and manifest ("" if missing), of a folder, else of its newest checkpoint or ``others``."""
+    """Return the contents of configuration and manifest ("" if missing) from a folder, its newest checkpoint, or ``others``."""
     states = folder.glob(f"{run_folder.CHECKPOINTS_FOLDER}/*/{run_folder.STATE_FILE}")
     newest_first = sorted(states, key=lambda path: -path.stat().st_mtime)
     places = [folder, *(path.parent for path in newest_first), *others]
@@ -170,5 +170,5 @@ def saved_texts(folder: Path, others: Sequence[Path] = ()) -> list[str]:
 
 
 def traces_of(folder: Path) -> list[str]:
-    """Return the profiler traces, one per rank, relative to the folder."""
+    """Return the paths of the profiler traces, one per rank, relative to the folder."""
     return sorted(str(path.relative_to(folder)) for path in folder.glob(f"{run_folder.PROFILE_FOLDER}/trace_*.json.gz"))

@@ -1,4 +1,4 @@
-"""Write the report of a run: a single HTML file with headline, curves, tasks, videos, configuration and manifest.
+"""Write a run's report: a single HTML file with headline, curves, tasks, videos, configuration and manifest.
 
 Videos and recorded episodes are linked by relative paths, so the run folder can be moved or served.
 """
@@ -46,7 +46,7 @@ def write_report(run_folder: str | os.PathLike) -> Path:
 
 
 def _title(data: RunData) -> str:
-    """Return the run or policy, and the env: ``reach_ppo on tabletop``, ``run1/rl_000012 on libero_spatial``."""
+    """Return the name of the run or policy and the env, e.g. ``reach_ppo on tabletop`` or ``run1/rl_000012 on libero_spatial``."""
     config = data.settings
     if data.lines or data.summary:
         name = data.summary.get("experiment") or config.get("experiment_name")
@@ -58,7 +58,7 @@ def _title(data: RunData) -> str:
 
 
 def _place(folder: Path) -> str:
-    """Return the folder's name, preceded by its run's name if the path shows it."""
+    """Return the folder's name, preceded by the run's name if it can be found in the path."""
     run = folder.parents[1].name if folder.parent.name in (CHECKPOINTS_FOLDER, EVALUATIONS_FOLDER) else ""
     return f"{run}/{folder.name}" if run else folder.name
 
@@ -77,7 +77,7 @@ def _facts(data: RunData) -> dict[str, Any]:
 
 
 def _warnings(data: RunData) -> list[str]:
-    """Return the warnings of the newest evaluation, of the parity gate, and of an actor that is no better than noise."""
+    """Return warnings from the newest evaluation and the parity gate, and about an actor that does not outperform noise."""
     lines = list(data.evaluations[-1].result.warnings) if data.evaluations else []
     checked = [line for line in data.lines if "rollout/parity_exceeded" in line]
     beyond = [line["step"] for line in checked if line["rollout/parity_exceeded"]]
@@ -90,7 +90,7 @@ def _warnings(data: RunData) -> list[str]:
 
 
 def _tasks(data: RunData) -> list[tuple[str, list[Success | None]]]:
-    """Return each task, and their total, with its success in each evaluation of the table."""
+    """Return each task, and the total over all tasks, with its success in each evaluation in the table."""
     results = [evaluation.result for evaluation, _ in data.in_the_table]
     tasks = dict.fromkeys(task for result in results for task in result.per_task)
     rows: list[tuple[str, list[Success | None]]] = [
@@ -103,7 +103,7 @@ EVALUATED = (
     ("Success rate", "success_rate", "interval_low", "interval_high"),
     ("Return", "return_mean", "return_low", "return_high"),
 )
-"""Title, metric and ends of its interval, of each chart of evaluations."""
+"""For each evaluation chart: title, metric, and the metrics with the ends of its interval."""
 
 
 def _success_curves(data: RunData) -> list[Markup]:
@@ -112,7 +112,7 @@ def _success_curves(data: RunData) -> list[Markup]:
     cards = []
     is_reported = not data.evaluations or data.evaluations[-1].result.total.is_reported
     for shown, x, x_label in ((rl, "env_steps", "env steps"), (lines, "minutes", "training time (minutes)")):
-        # Rollouts sample actions and evaluations usually do not, so the two differ for the same policy.
+        # Rollouts sample actions and evaluations usually do not, so their success differs even for the same policy.
         for y, *names in EVALUATED if is_reported else EVALUATED[1:]:
             rollouts = series_of(shown, x, [f"rollout/{names[0]}"], "rollouts (sampled, training episodes)", 3)
             series = [rollouts, _evaluated(shown, x, data.episodes, names)]
@@ -140,7 +140,7 @@ RL_CURVES: Curves = (
     ("Gradient norm", {"train/grad_norm": "gradient norm"}, "norm before clipping", {"zero": True}),
     ("Throughput", {"throughput/env_steps_per_s": "env steps"}, "env steps/s", {"zero": True}),
 )  # fmt: skip
-"""The curves over RL iterations."""
+"""Curves over RL iterations."""
 
 
 def _training_curves(data: RunData) -> list[Markup]:
@@ -151,7 +151,7 @@ def _training_curves(data: RunData) -> list[Markup]:
 
 
 def with_axes(lines: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the lines with ``env_steps`` of RL and training ``minutes``, carried forward if a line has none."""
+    """Add RL ``env_steps`` and training ``minutes`` to each line; missing values are carried forward."""
     extended, env_steps, seconds = [], 0.0, 0.0
     for line in lines:
         env_steps = line.get("rollout/env_steps_total") or env_steps
@@ -166,7 +166,7 @@ def _evaluated(lines: Sequence[dict[str, Any]], x: str, episodes: str, names: Se
     lines = [line for line in lines if line.get(value) is not None]
     bands: list[Interval | None] = [(line[low], line[high]) if line[low] is not None else None for line in lines]
     points: list[tuple[float, float | None]] = [(line[x], line[value]) for line in lines]
-    # Before and after training only: no line, because nothing was measured in between.
+    # Do not connect evaluations before and after training with a line, because there are no measurements in between.
     if len(points) == 2:
         points.insert(1, (points[1][0], None))
         bands.insert(1, None)

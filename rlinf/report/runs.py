@@ -1,4 +1,4 @@
-"""Group runs that differ only in their seed, and summarise the groups: as a table, or as a page with mean curves."""
+"""Group runs that differ only in their seed, and summarise the groups in a table or on a page with mean curves."""
 
 import itertools
 import json
@@ -27,21 +27,21 @@ from rlinf.report.run_page import RL_CURVES, with_axes
 from rlinf.run_folder import CHECKPOINTS_FOLDER, CONFIG_FILE, LATEST, METRICS_FILE, REPORT_FILE, SUMMARY_FILE
 
 SAME_IN_A_GROUP = ("seed", "output_dir", "resume", "checkpoint", "dataset", "experiment_name")
-"""Keys that do not separate groups; the experiment's name separates them anyway."""
+"""Keys that are ignored when grouping runs; the experiment's name is always considered."""
 PRESETS = {"algorithm.name": "algorithm.", "model.model_type": "model.", "env.name": "env."}
-"""Keys that choose a preset, and the prefix of the keys that the preset sets."""
+"""Maps each key that selects a preset to the prefix of the keys set by the preset."""
 MAX_KEYS = 3
 """Maximum number of keys in a label."""
 NO_NAME = r"[\d\W_T]*"
-"""Folder names that are only a number or a time, of sweeps and of runs without `output_dir`."""
+"""Matches folder names that consist of a number or a time, as in sweeps and runs without `output_dir`."""
 
 
 @dataclass
 class RunGroup:
-    """Runs of the same configuration.
+    """Runs with the same configuration.
 
     Attributes:
-        label: Folder name of a single run, else the experiment's name and at most ``MAX_KEYS`` keys in which groups of that name differ.
+        label: A single run's folder name, or the experiment's name and up to ``MAX_KEYS`` keys in which groups of that name differ.
         runs: All runs, including those that repeat a seed.
         settings: Their common configuration.
     """
@@ -52,8 +52,8 @@ class RunGroup:
 
     @property
     def counted(self) -> list[RunData]:
-        """One run per seed, the newest finished one."""
-        # A repeated seed is not a second sample: counting it would make the interval over seeds too narrow.
+        """One run per seed, the newest one that has finished."""
+        # A repeated seed is not an independent sample: counting it would make the interval over seeds too narrow.
         by_seed: dict[Any, RunData] = {}
         for number, run in enumerate(self.runs):
             seed = seed_of(run)
@@ -79,7 +79,7 @@ class RunGroup:
 
     @property
     def success(self) -> tuple[float, float, float] | None:
-        """Mean success and the ends of its 95 % interval: over seeds, clipped to [0, 1], or of a single run over its episodes (Wilson)."""
+        """Mean success and the ends of its 95 % interval, over seeds (clipped to [0, 1]) or, for a single run, over episodes (Wilson)."""
         rates = self.success_rates
         if not rates:
             return None
@@ -91,7 +91,7 @@ class RunGroup:
 
     @property
     def texts(self) -> tuple[str, str, str, str]:
-        """Mean, minimum and interval of success, and the return with its interval, as text; "-" if not measured."""
+        """Mean, minimum and interval of success, and the return with its interval, formatted as text; "-" if not measured."""
         if self.success is None:
             return "-", "-", "-", self._return_text
         mean, *ends = self.success
@@ -106,24 +106,24 @@ class RunGroup:
 
 
 def closing_evaluation(run: RunData) -> Evaluation | None:
-    """Return the closing evaluation of a run; None if the run was stopped before it."""
+    """Return a run's closing evaluation, or None if the run was stopped before it."""
     return run.evaluation(*closing_tags(run.lines)) if run.summary else None
 
 
 def _age(run: RunData) -> tuple[bool, float]:
-    """Return a sort key for runs of the same seed: unfinished runs first, then oldest to newest."""
+    """Return a sort key for runs with the same seed: unfinished runs first, then oldest to newest."""
     files = [run.folder / name for name in (METRICS_FILE, SUMMARY_FILE)]
     times = [file.stat().st_mtime for file in files if file.is_file()]
     return closing_evaluation(run) is not None, max(times, default=0.0)
 
 
 def seed_of(run: RunData) -> int | None:
-    """Return the seed of a run, or None if it is not recorded."""
+    """Return a run's seed, or None if it is not recorded."""
     return run.summary.get("seed", run.settings.get("seed"))
 
 
 def first_weights(run: RunData) -> str | None:
-    """Return ``init_from`` of a run; of a resumed run, from its earlier checkpoints."""
+    """Return a run's ``init_from``; for a resumed run, read it from earlier checkpoints."""
     if run.settings.get("resume") is None:
         return run.settings.get("init_from")
     saved = [read_saved_config(path.parent) for path in run.folder.glob(f"{CHECKPOINTS_FOLDER}/*/{CONFIG_FILE}")]
@@ -131,14 +131,14 @@ def first_weights(run: RunData) -> str | None:
 
 
 def read_runs(folders: Sequence[str | os.PathLike]) -> list[RunData]:
-    """Read the runs of ``run_folders``."""
+    """Read the runs found by ``run_folders``."""
     return [read_run(folder) for folder in run_folders(folders)]
 
 
 def run_folders(folders: Sequence[str | os.PathLike]) -> list[Path]:
-    """Resolve folders to run folders: ``latest`` is followed, a checkpoint means its run, a sweep means all of its runs.
+    """Resolve folders to run folders: follow ``latest``, and replace a checkpoint by its run and a sweep by all of its runs.
 
-    A folder of several runs of recipes means the newest one.
+    A folder with several recipe runs is replaced by the newest one.
     """
     resolved: dict[Path, Path] = {}
     for name in folders:
@@ -178,7 +178,7 @@ def group_runs(runs: Sequence[RunData]) -> list[RunGroup]:
     for group, folder in zip(groups, folders, strict=True):
         if folder and num_folders[folder] == 1 and not re.fullmatch(NO_NAME, folder):
             group.label = folder
-        elif num_labels[group.label] > 1:  # the keys do not distinguish the groups
+        elif num_labels[group.label] > 1:  # the keys do not distinguish these groups
             group.label += f" {os.path.relpath(group.runs[0].folder)}"
     return groups
 
@@ -191,14 +191,14 @@ def differing_keys(settings: Sequence[dict[str, Any]]) -> list[str]:
 
 
 def _label_keys(keys: Sequence[str]) -> list[str]:
-    """Return at most ``MAX_KEYS`` keys, presets first, without the keys that a preset sets."""
+    """Return at most ``MAX_KEYS`` keys, presets first, omitting keys that are set by a preset."""
     presets = [key for key in PRESETS if key in keys]
     followers = tuple(PRESETS[key] for key in presets)
     return [*presets, *(key for key in keys if not key.startswith(followers))][:MAX_KEYS]
 
 
 def sweep_table(folders: Sequence[str | os.PathLike]) -> str:
-    """Return the summary of a sweep: a line per run, and a line per configuration with mean, minimum and interval."""
+    """Return a sweep's summary: one line per run, and one line per configuration with mean, minimum and interval."""
     groups = group_runs(read_runs(folders))
     rows = [("run", "seed", "success", "k/n", "return", "folder")]
     for group in groups:
@@ -219,12 +219,12 @@ def sweep_table(folders: Sequence[str | os.PathLike]) -> str:
 
 
 def seed_text(group: RunGroup, run: RunData) -> str:
-    """Return the seed of a run as text, marked if a different run of the same seed is counted."""
+    """Return a run's seed as text, with a note if a different run with the same seed is counted instead."""
     return f"{seed_of(run)}{'' if run in group.counted else ' (not counted)'}"
 
 
 def repeated_seeds(groups: Sequence[RunGroup]) -> list[str]:
-    """Return a note about runs that repeat a seed, or an empty list."""
+    """Return a note about runs with repeated seeds, or an empty list."""
     count = sum(len(group.runs) - len(group.counted) for group in groups)
     runs = f"{count} run{'s' if count > 1 else ''} with a repeated seed of the same configuration not counted"
     return [f"{runs}: only the newest finished run of each seed counts."] if count else []
@@ -240,16 +240,16 @@ SUCCESS_CURVES = (
     ("Success of evaluations against training time", "eval/success_rate", "minutes", "training time (minutes)"),
     ("Success of rollouts against env steps", "rollout/success_rate", "env_steps", "env steps"),
 )
-"""Title, metric, x axis and its label of each chart."""
+"""For each chart: title, metric, x axis and its label."""
 EPISODE_INTERVALS = {
     "eval/success_rate": ("eval/interval_low", "eval/interval_high"),
     "eval/return_mean": ("eval/return_low", "eval/return_high"),
 }
-"""Metrics and the ends of their 95 % intervals over episodes."""
+"""Maps metrics to the ends of their 95 % intervals over episodes."""
 
 
 def write_runs_report(runs: Sequence[RunData], output: str | os.PathLike) -> Path:
-    """Write the page of several runs to ``output``, and return its path; at most ``NUM_COLOURS`` configurations are drawn."""
+    """Write a page about several runs to ``output`` and return its path; at most ``NUM_COLOURS`` configurations are drawn."""
     output, groups = Path(output), group_runs(runs)
     drawn = groups[:NUM_COLOURS]
     title = f"{len(runs)} runs"
@@ -278,9 +278,9 @@ def write_runs_report(runs: Sequence[RunData], output: str | os.PathLike) -> Pat
 
 
 def compared_pairs(groups: Sequence[RunGroup]) -> list[tuple[str, str, dict[str, Any] | str]]:
-    """Return names and paired comparison of single runs: all pairs of up to three, else each with the first.
+    """Return names and paired comparisons of single runs: all pairs for up to three runs, otherwise each run with the first.
 
-    The comparison is as in ``compare.json``, or the reason as text if the two cannot be compared.
+    The comparison is as in ``compare.json``, or the reason as text if two runs cannot be compared.
     """
     single = [(group.label, group.closing[0].result) for group in groups if len(group.closing) == 1]
     pairs = itertools.combinations(single, 2) if len(single) <= 3 else ((single[0], other) for other in single[1:])
@@ -294,23 +294,23 @@ def compared_pairs(groups: Sequence[RunGroup]) -> list[tuple[str, str, dict[str,
 
 
 def curve(group: RunGroup, metric: str, x: str) -> Series:
-    """Return the mean of a metric over the counted runs of a group with its 95 % interval.
+    """Return the mean of a metric over a group's counted runs, with its 95 % interval.
 
-    ``x`` is ``step``, or the mean over the runs of ``env_steps`` or ``minutes``.
+    ``x`` is ``step``, or the mean of ``env_steps`` or ``minutes`` over the runs.
     """
     by_step = [
         {line["step"]: line for line in with_axes(run.lines) if line["phase"] == "rl" and line.get(metric) is not None}
         for run in group.counted
     ]
     by_step = [lines for lines in by_step if lines]
-    # Only iterations that all of these runs have: a run that ended early must not bend the curve.
+    # Only use iterations that all of these runs have, so that a run that ended early does not bend the curve.
     steps = sorted(set.intersection(*map(set, by_step))) if by_step else []
     points, bands = [], []
     for step in steps:
         lines = [lines[step] for lines in by_step]
         mean, low, high = mean_interval([line[metric] for line in lines])
         points.append((sum(line[x] for line in lines) / len(lines), mean))
-        if len(lines) == 1:  # of one seed, over its episodes
+        if len(lines) == 1:  # for a single seed, the interval is over its episodes
             low, high = (lines[0].get(name) for name in EPISODE_INTERVALS.get(metric, ("", "")))
         bands.append(None if low is None or high is None else (low, high))
     label = f"{group.label} ({len(by_step)} seeds)" if len(by_step) > 1 else group.label
@@ -326,8 +326,8 @@ def _series(groups: Sequence[RunGroup], metric: str, x: str) -> list[Series]:
 
 def _note(groups: Sequence[RunGroup]) -> str:
     note = [
-        "Curves: mean over the seeds of a configuration at their common iterations. Areas: 95 % interval over the seeds (Student's t), "
-        "or of a single seed over the episodes of an evaluation."
+        "Curves show the mean over a configuration's seeds at their common iterations. Areas show the 95 % interval over seeds "
+        "(Student's t) or, for a single seed, over the episodes of an evaluation."
     ]
     if len(groups) > NUM_COLOURS:
         note.append(f"Only the first {NUM_COLOURS} of {len(groups)} configurations are drawn.")
@@ -335,7 +335,7 @@ def _note(groups: Sequence[RunGroup]) -> str:
 
 
 def _run_row(group: RunGroup, run: RunData, output: Path) -> tuple[str, ...]:
-    """Return label, seed, success, interval, return, folder and page ("" if missing) of a run."""
+    """Return a run's label, seed, success, interval, return, folder and page ("" if missing)."""
     closing = closing_evaluation(run)
     total = None if closing is None else closing.result.total
     is_reported = total is not None and total.is_reported

@@ -1,4 +1,4 @@
-"""Metrics and progress of a run."""
+"""Track the metrics and progress of a run."""
 
 from rlinf.tracking.config import TrackingConfig
 from rlinf.tracking.metrics import METRICS, Metric, register_metric

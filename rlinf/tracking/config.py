@@ -12,13 +12,13 @@ WANDB_MODES = ("online", "offline", "disabled", "dryrun")
 
 @dataclass
 class TrackingConfig:
-    """Where metrics go; `metrics.jsonl` is always written."""
+    """Where metrics are logged; `metrics.jsonl` is always written."""
 
     tensorboard: bool = option(True, "Write TensorBoard event files.")
-    wandb: bool = option(False, "Log to Weights & Biases; offline without WANDB_API_KEY.")
-    wandb_project: str = option("rlinf", "Weights & Biases project.")
+    wandb: bool = option(False, "Log to Weights & Biases, offline if WANDB_API_KEY is not set.")
+    wandb_project: str = option("rlinf", "Project name in Weights & Biases.")
     wandb_name: str | None = option(None, "Run name in Weights & Biases; null: the folder's name.")
-    progress: bool = option(True, "Show a live line with success, steps/s and time left.")
+    progress: bool = option(True, "Show a live line with success, steps/s and remaining time.")
 
 
 def check_wandb(key: str, name: str) -> None:

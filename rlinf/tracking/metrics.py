@@ -1,4 +1,4 @@
-"""Names, meanings and units of all metrics; `docs/metrics.md` is tested against this table."""
+"""Names, meanings and units of all metrics; a test compares `docs/metrics.md` with this table."""
 
 from collections.abc import Mapping
 from typing import NamedTuple
@@ -14,112 +14,112 @@ class Metric(NamedTuple):
 
 
 METRICS: dict[str, Metric] = {
-    "rollout/success_rate": Metric("Success rate over the first episode of each env (sampled actions).", "1"),
-    "rollout/true_success_rate": Metric("Success rate reported by the simulator, if a classifier or label noise decides on success.", "1"),
+    "rollout/success_rate": Metric("Success rate over each env's first episode (sampled actions).", "1"),
+    "rollout/true_success_rate": Metric("Success rate reported by the simulator, if a classifier or label noise is used.", "1"),
     "rollout/return_mean": Metric("Mean undiscounted return of these episodes.", "reward"),
     "rollout/episode_len": Metric("Mean length of these episodes.", "env steps"),
     "rollout/actions_clipped_fraction": Metric(
-        "Fraction of the action values of these episodes that were clipped to the env's bounds; a warning above 5 %.", "1"),
-    "rollout/actions_max_abs": Metric("Largest magnitude of these action values before clipping.", "env units"),
+        "Fraction of action values in these episodes that were clipped to the env's bounds; warns above 5 %.", "1"),
+    "rollout/actions_max_abs": Metric("Maximum magnitude of these action values before clipping.", "env units"),
     "rollout/states_far_fraction": Metric(
-        "Fraction of states outside five half-widths of the policy's statistics; a warning above 1 %.", "1"),
-    "rollout/num_episodes": Metric("Number of first episodes of the envs, for the metrics above.", "episodes"),
+        "Fraction of states outside five half-widths of the policy's statistics; warns above 1 %.", "1"),
+    "rollout/num_episodes": Metric("Number of first episodes used for the metrics above.", "episodes"),
     "rollout/lost_episodes": Metric(
-        "Episodes that restarted because their simulator was lost; the part before is not trained on, and lost first episodes are not "
-        "counted above.", "episodes"),
-    "rollout/env_steps_total": Metric("Env steps executed since the run started, over all ranks.", "env steps"),
+        "Episodes restarted because their simulator was lost; the part before the loss is not trained on, and lost first episodes are "
+        "excluded above.", "episodes"),
+    "rollout/env_steps_total": Metric("Env steps executed since the run started, across all ranks.", "env steps"),
     "rollout/zero_variance_group_fraction": Metric("Fraction of groups with equal returns, up to rounding.", "1"),
     "rollout/logprob_gap_mean": Metric("Mean |rollout log-prob - trainer log-prob| before the update.", "nat"),
-    "rollout/logprob_gap_max": Metric("Largest |rollout log-prob - trainer log-prob| before the update.", "nat"),
+    "rollout/logprob_gap_max": Metric("Maximum |rollout log-prob - trainer log-prob| before the update.", "nat"),
     "rollout/logprob_gap_exp_mean": Metric(
-        "Mean of exp |rollout log-prob - trainer log-prob|; up to 1.05 is rounding of 16 bits.", "1"),
+        "Mean of exp |rollout log-prob - trainer log-prob|; values up to 1.05 are due to 16-bit rounding.", "1"),
     "rollout/importance_ratio_mean": Metric(
         "Mean trainer / rollout probability of a sampled action before the update; 1 if the two agree.", "1"),
     "rollout/importance_ratio_max": Metric(
-        "Largest trainer / rollout probability of a sampled action (all its tokens) before the update.", "1"),
+        "Maximum trainer / rollout probability of a sampled action (all its tokens) before the update.", "1"),
     "rollout/staleness_iterations": Metric(
-        "Iterations of training between the weights of the rollout and those before its update; at most "
+        "Training iterations between the rollout's weights and the weights just before its update; at most "
         "`cluster.max_staleness`.", "iterations"),
     "rollout/staleness_updates": Metric(
         "Staleness in optimiser steps; for an actor, the maximum over its actions (`algorithm.overlap`).", "updates"),
     "rollout/value_gap_max": Metric(
-        "Largest |rollout value - trainer value| before the update, relative to the largest value (at least 1).", "1"),
-    "rollout/parity_exceeded": Metric("1 if the gap exceeded the limit and the run continued (16 bits), else 0.", "1"),
+        "Maximum |rollout value - trainer value| before the update, relative to the maximum value (at least 1).", "1"),
+    "rollout/parity_exceeded": Metric("1 if the gap exceeded the limit and the run continued (16-bit precision), otherwise 0.", "1"),
     "rollout/scored_fraction": Metric(
-        "Fraction of the policy calls of a rollout that the trainer scored, with `algorithm.old_logprobs=rollout`; 1 if the parity "
-        "limit was exceeded. The gaps and ratios above are over these calls.", "1"),
+        "Fraction of a rollout's policy calls that the trainer scored, with `algorithm.old_logprobs=rollout`; 1 if the parity "
+        "limit was exceeded. The gaps and ratios above are computed over these calls.", "1"),
     "rollout/reward_mean": Metric(
-        "Mean reward of a recipe's completions, the weighted sum of its parts; `rollout/reward_mean/<part>`: of a part, "
-        "unweighted.", "reward"),
+        "Mean reward of a recipe's completions, the weighted sum of its parts; `rollout/reward_mean/<part>` is the mean of "
+        "one part, unweighted.", "reward"),
     "rollout/reward_std": Metric("Std of these rewards over all completions.", "reward"),
     "rollout/completion_length_mean": Metric("Mean length of a completion, including the end token.", "tokens"),
     "rollout/completion_length_max": Metric("Length of the longest completion.", "tokens"),
     "rollout/truncated_fraction": Metric("Fraction of completions truncated at the maximum length.", "1"),
-    "rollout/replaced_groups": Metric("Groups of completions with equal rewards that were replaced.", "groups"),
-    "rollout/base_policy_queries": Metric("Observations processed by the base policy of an actor, since the run started.", "observations"),
+    "rollout/replaced_groups": Metric("Number of groups replaced because all completions had equal rewards.", "groups"),
+    "rollout/base_policy_queries": Metric("Observations processed by an actor's base policy since the run started.", "observations"),
     "rollout/residual_norm": Metric(
-        "Mean absolute difference between the actor's action without noise and the base policy's greedy one, normalised; not during "
-        "the warm-up.", "1"),
+        "Mean absolute difference between the actor's action without noise and the base policy's greedy action, normalised; not "
+        "logged during warm-up.", "1"),
     "rollout/base_action_fraction": Metric(
-        "Fraction of actions for which the critics chose an unmodified chunk of the base policy (`expo`).", "1"),
+        "Fraction of actions for which the critics chose an unmodified base-policy chunk (`expo`).", "1"),
     "rollout/success_rate_offline": Metric(
         "Fraction of the demonstrations in `algorithm.offline_dataset` that succeeded.", "1"),
     "rollout/base_policy_queries_offline": Metric(
         "Observations of demonstrations processed by the base policy; 0 if its outputs were cached.", "observations"),
     "rollout/transitions": Metric("Transitions in the replay buffer that can be sampled.", "transitions"),
-    "train/loss": Metric("Total loss, mean over the minibatches of the iteration.", "1"),
+    "train/loss": Metric("Total loss, averaged over the iteration's minibatches.", "1"),
     "train/policy_loss": Metric("Clipped policy-gradient loss.", "1"),
-    "train/value_loss": Metric("Value loss before its coefficient.", "reward^2"),
+    "train/value_loss": Metric("Value loss, before multiplication by its coefficient.", "reward^2"),
     "train/entropy": Metric(
-        "Mean entropy of an action token or action dimension; of a trained token of a recipe with `logging.report_entropy`.", "nat"),
+        "Mean entropy per action token or dimension; in recipes with `logging.report_entropy`, per trained token.", "nat"),
     "train/approx_kl": Metric("KL(old || new) estimated as mean of ratio - 1 - log ratio (Schulman 2020, k3).", "nat"),
-    "train/clip_fraction": Metric("Fraction of importance ratios for which the clipped loss is the larger one.", "1"),
+    "train/clip_fraction": Metric("Fraction of importance ratios for which the clipped loss is larger than the unclipped loss.", "1"),
     "train/outside_fraction": Metric("Fraction of importance ratios outside the clip range, on either side.", "1"),
-    "train/explained_variance": Metric("1 - Var[returns - values] / Var[returns]; 1 is a perfect critic.", "1"),
-    "train/grad_norm": Metric("Global gradient norm before clipping, mean over the optimiser steps.", "1"),
-    "train/learning_rate": Metric("Learning rate of the policy, mean over the optimiser steps.", "1"),
+    "train/explained_variance": Metric("1 - Var[returns - values] / Var[returns]; 1 for a perfect critic.", "1"),
+    "train/grad_norm": Metric("Global gradient norm before clipping, averaged over optimiser steps.", "1"),
+    "train/learning_rate": Metric("Learning rate of the policy, averaged over optimiser steps.", "1"),
     "train/kl_to_reference": Metric("Estimated KL(policy || reference policy).", "nat"),
     "train/reward_scale": Metric(
-        "Divisor of the rewards with `algorithm.scale_rewards`; advantages, returns and value losses are in units of it.", "reward"),
+        "Divisor of rewards with `algorithm.scale_rewards`; advantages, returns and value losses use scaled rewards.", "reward"),
     "train/advantage_mean": Metric("Mean advantage before normalisation.", "reward"),
     "train/return_mean": Metric(
-        "Mean return of the samples: of the call (PPO, the target of the value head; REINFORCE++) or of the "
+        "Mean return of the samples: per policy call (PPO, where it is the value head's target; REINFORCE++) or per "
         "episode (GRPO, RLOO).", "reward"),
     "train/preference_accuracy": Metric("DPO: fraction of pairs whose chosen completion has the higher implicit reward.", "1"),
     "train/preference_chosen": Metric("DPO: mean implicit reward of the chosen completions (Rafailov et al. 2023).", "nat"),
     "train/preference_rejected": Metric("DPO: mean implicit reward of the rejected completions.", "nat"),
-    "train/preference_margin": Metric("DPO: mean difference of the two.", "nat"),
-    "train/equal_pair_fraction": Metric("DPO: fraction of pairs with two equal completions.", "1"),
+    "train/preference_margin": Metric("DPO: mean difference between the two.", "nat"),
+    "train/equal_pair_fraction": Metric("DPO: fraction of pairs with identical completions.", "1"),
     "train/truncated_row_fraction": Metric("Fraction of rows truncated at `policy.model_max_length`.", "1"),
-    "train/critic_loss": Metric("Squared error of the critics, summed over them, mean over the updates.", "reward^2"),
+    "train/critic_loss": Metric("Squared error summed over critics and averaged over updates.", "reward^2"),
     "train/q_mean": Metric("Mean value of the sampled transitions.", "reward"),
-    "train/q_mean_online": Metric("Mean value of the sampled transitions of this run.", "reward"),
-    "train/q_mean_offline": Metric("Mean value of the sampled transitions of demonstrations.", "reward"),
+    "train/q_mean_online": Metric("Mean value of sampled transitions collected in this run.", "reward"),
+    "train/q_mean_offline": Metric("Mean value of sampled transitions from demonstrations.", "reward"),
     "train/target_mean": Metric("Mean target of the critics.", "reward"),
     "train/alpha": Metric("Entropy coefficient (SAC).", "reward/nat"),
     "train/action_saturation": Metric(
-        "Fraction of the actor's outputs that are at their bound; above about 0.5, algorithm.actor.scale is too small.", "1"),
+        "Fraction of actor outputs at their bound; above about 0.5, algorithm.actor.scale is too small.", "1"),
     "train/residual_norm": Metric("Mean absolute output of the actor, as a fraction of its scale.", "1"),
-    "train/q_initial": Metric("Mean value of the first action of the episodes above, predicted by the critics of that time.", "reward"),
+    "train/q_initial": Metric("Mean value of the first action in the episodes above, as predicted by the critics at that time.", "reward"),
     "train/return_initial": Metric(
-        "Mean discounted return of these episodes; far below train/q_initial: the critics overestimate. A truncated episode counts "
-        "with its return so far.", "reward"),
+        "Mean discounted return of these episodes; if it is far below train/q_initial, the critics overestimate. For truncated "
+        "episodes, the return so far is used.", "reward"),
     "train/updates_total": Metric("Updates since RL started (off-policy).", "updates"),
     "sft/loss": Metric("Behaviour-cloning loss (cross-entropy of the demonstrated tokens).", "nat"),
     "sft/learning_rate": Metric("Learning rate of behaviour cloning.", "1"),
     "sft/grad_norm": Metric("Global gradient norm before clipping.", "1"),
     "sft/demonstrator_success_rate": Metric(
-        "Fraction of the demonstrations that succeeded, of the scripted expert; in the first line.", "1"),
-    "sft/truncated_row_fraction": Metric("As train/truncated_row_fraction, in SFT.", "1"),
+        "Fraction of the scripted expert's demonstrations that succeeded; first line only.", "1"),
+    "sft/truncated_row_fraction": Metric("As train/truncated_row_fraction, during SFT.", "1"),
     "sft/actions_beyond_statistics": Metric(
-        "Largest fraction of a dimension's labels outside the statistics; in the first line. A warning above 5 %, an error above "
+        "Maximum fraction of an action dimension's labels outside the statistics; first line only. Warns above 5 %, fails above "
         "half.", "1"),
-    "sft/states_beyond_statistics": Metric("Largest fraction of a state dimension outside the statistics; in the first line.", "1"),
-    "sft/entropy": Metric("Mean entropy of a learned token of a recipe, with `logging.report_entropy`.", "nat"),
+    "sft/states_beyond_statistics": Metric("Maximum fraction of a state dimension's values outside the statistics; first line only.", "1"),
+    "sft/entropy": Metric("Mean entropy per learned token in recipes with `logging.report_entropy`.", "nat"),
     "eval/success_rate": Metric("successes / episodes on the fixed list of held-out episodes.", "1"),
-    "eval/true_success_rate": Metric("Success rate reported by the simulator, if a classifier or label noise decides on success.", "1"),
-    "eval/successes": Metric("Successful evaluation episodes.", "episodes"),
-    "eval/episodes": Metric("Evaluation episodes.", "episodes"),
+    "eval/true_success_rate": Metric("Success rate reported by the simulator, if a classifier or label noise is used.", "1"),
+    "eval/successes": Metric("Number of successful evaluation episodes.", "episodes"),
+    "eval/episodes": Metric("Number of evaluation episodes.", "episodes"),
     "eval/interval_low": Metric("Lower end of the 95 % Wilson interval of the success rate.", "1"),
     "eval/interval_high": Metric("Upper end of the 95 % Wilson interval of the success rate.", "1"),
     "eval/return_mean": Metric("Mean undiscounted return of the evaluation episodes.", "reward"),
@@ -128,7 +128,7 @@ METRICS: dict[str, Metric] = {
     "eval/return_high": Metric("Upper end of that interval.", "reward"),
     "eval/loss": Metric("Loss on the validation rows of a recipe: per learned token (SFT), or per pair (DPO).", "nat"),
     "eval/reward_mean": Metric(
-        "Mean reward of greedy completions of the validation prompts; `eval/reward_mean/<part>`: of a part.", "reward"),
+        "Mean reward of greedy completions of the validation prompts; `eval/reward_mean/<part>` is the mean of one part.", "reward"),
     "eval/reward_std": Metric("Std of these rewards.", "reward"),
     "eval/num_completions": Metric("Number of these completions.", "completions"),
     "eval/completion_length_mean": Metric("Mean length of these completions, including the end token.", "tokens"),
@@ -138,33 +138,33 @@ METRICS: dict[str, Metric] = {
     "eval/preference_chosen": Metric("As train/preference_chosen, on the validation pairs.", "nat"),
     "eval/preference_rejected": Metric("As train/preference_rejected, on the validation pairs.", "nat"),
     "eval/preference_margin": Metric("As train/preference_margin, on the validation pairs.", "nat"),
-    "time/rollout_s": Metric("Collecting the rollout.", "s"),
-    "time/logprob_s": Metric("The trainer's log-probs and values of the rollout.", "s"),
-    "time/update_s": Metric("Optimiser steps of the iteration.", "s"),
-    "time/data_wait_s": Metric("Waiting for the batch of a behaviour-cloning step, mean over the logged steps.", "s"),
-    "time/sync_s": Metric("Pushing new weights to the rollout workers.", "s"),
+    "time/rollout_s": Metric("Time to collect the rollout.", "s"),
+    "time/logprob_s": Metric("Time to compute the trainer's log-probs and values for the rollout.", "s"),
+    "time/update_s": Metric("Time for the iteration's optimiser steps.", "s"),
+    "time/data_wait_s": Metric("Time spent waiting for a behaviour-cloning batch, averaged over the logged steps.", "s"),
+    "time/sync_s": Metric("Time to push new weights to the rollout workers.", "s"),
     "time/eval_s": Metric("Evaluation.", "s"),
-    "time/cpu_s": Metric("CPU time of an iteration, of all threads of rank 0.", "s"),
-    "time/total_s": Metric("Training time since the run started (demonstrations, behaviour cloning, RL), without evaluation.", "s"),
+    "time/cpu_s": Metric("CPU time of all threads of rank 0 in an iteration.", "s"),
+    "time/total_s": Metric("Training time since the run started (demonstrations, behaviour cloning and RL), excluding evaluation.", "s"),
     "throughput/env_steps_per_s": Metric("Env steps / time of rollout, log-probs, update and sync.", "env steps/s"),
     "throughput/samples_per_s": Metric("Policy calls trained on / time/update_s.", "samples/s"),
     "throughput/tokens_per_s": Metric(
-        "Tokens of the rows of a recipe's step, without padding / time of the step.", "tokens/s"),
+        "Tokens in the rows of a recipe step, without padding / time of the step.", "tokens/s"),
     "throughput/mfu": Metric(
-        "Model FLOPs of these tokens / time / peak of the GPUs in bfloat16; only where the GPU's peak is known.", "1"),
-    "throughput/data_wait_fraction": Metric("Fraction of behaviour cloning's time spent waiting for batches, since the last line.", "1"),
-    "memory/rss_gib": Metric("Resident memory of the process of rank 0.", "GiB"),
+        "Model FLOPs for these tokens / time / peak bfloat16 FLOPS of the GPUs; only if the GPU's peak is known.", "1"),
+    "throughput/data_wait_fraction": Metric("Fraction of behaviour-cloning time spent waiting for batches since the last line.", "1"),
+    "memory/rss_gib": Metric("Resident memory of rank 0's process.", "GiB"),
     "memory/cuda_gib": Metric("Peak GPU memory allocated by rank 0 since the run started.", "GiB"),
 }  # fmt: skip
 
 
 def register_metric(name: str, meaning: str, unit: str) -> None:
-    """Declare a new metric ``"<section>/<name>"``, e.g. of a plug-in algorithm; the unit of a dimensionless number is "1"."""
+    """Declare a new metric ``"<section>/<name>"``, e.g. for a plug-in algorithm; use "1" as the unit of dimensionless values."""
     METRICS[name] = Metric(meaning, unit)
 
 
 def check_names(metrics: Mapping[str, float]) -> None:
-    """Raise ConfigError for an unknown metric name; ``<known name>/<part>`` (``eval/success_rate/reach``) is accepted."""
+    """Raise ConfigError for unknown metric names; ``<known name>/<part>`` (e.g. ``eval/success_rate/reach``) is accepted."""
     for name in metrics:
         if name not in METRICS and "/".join(name.split("/")[:2]) not in METRICS:
             fix = "Declare a new one with rlinf.tracking.register_metric(name, meaning, unit)."

@@ -1,4 +1,4 @@
-"""Live progress line of a run: phase, step, success, speed and time left."""
+"""Live progress line of a run: phase, step, success, speed and remaining time."""
 
 import sys
 import time
@@ -9,12 +9,12 @@ from rlinf.number_formats import format_duration
 
 
 class Progress:
-    """A progress line, rewritten in place on a terminal, else printed at most every ``interval_s`` seconds.
+    """A progress line, updated in place on a terminal and otherwise printed at most every ``interval_s`` seconds.
 
     Args:
-        enabled: False prints nothing.
-        updates: False prints only notes.
-        clock: Returns seconds of a monotonic clock.
+        enabled: If false, do not print at all.
+        updates: If false, only print notes.
+        clock: Returns the time of a monotonic clock, in seconds.
     """
 
     def __init__(
@@ -45,9 +45,9 @@ class Progress:
         """Show a new state.
 
         Args:
-            phase: ``"sft"``, ``"rl"``, ``"eval"``, ...; the time left is that of the phase.
-            step: Finished steps; the first call of a resumed run passes the step at which it resumes.
-            env_steps_per_s, **extra: Further numbers by name.
+            phase: ``"sft"``, ``"rl"``, ``"eval"``, ...; remaining time is estimated per phase.
+            step: Number of finished steps; in the first call of a resumed run, the step at which it resumes.
+            env_steps_per_s, **extra: Additional values to show, by name.
         """
         if not (self._enabled and self._updates):
             return
@@ -63,7 +63,7 @@ class Progress:
         parts += [f"{name} {value:.4g}" for name, value in extra.items()]
         start, first = self._phase_start
         if step > first:
-            # The speed is that of this process: steps before a resume took place at a different time.
+            # Estimate the speed from this process only, because steps before a resume were run by an earlier process.
             parts.append(f"{format_duration((now - start) / (step - first) * (num_steps - step))} left")
         self._show(" | ".join(parts), now, last=step >= num_steps)
 
@@ -90,7 +90,7 @@ class Progress:
             self._width = 0
 
     def note(self, text: str) -> None:
-        """Print a separate line without breaking the live line."""
+        """Print a separate line without disrupting the live line."""
         if self._enabled:
             self._finish_line()
             self._write(text + "\n")

@@ -24,7 +24,7 @@ logger = logging.getLogger("rlinf")
 
 
 def _require(module: str, package: str) -> Any:
-    """Import an optional package; raise MissingDependencyError with the fix if that fails."""
+    """Import an optional package; if this fails, raise MissingDependencyError with instructions."""
     try:
         return importlib.import_module(module)
     except ImportError as error:
@@ -35,9 +35,9 @@ def _require(module: str, package: str) -> Any:
 
 
 def read_metrics(folder: str | os.PathLike) -> list[dict[str, Any]]:
-    """Return the lines of ``metrics.jsonl`` in a run folder; a missing file counts as empty, and damaged lines are dropped.
+    """Return the lines of ``metrics.jsonl`` in a run folder; a missing file is treated as empty, and damaged lines are dropped.
 
-    They are dicts with ``step``, ``phase`` (``"sft"`` or ``"rl"``), ``time_s`` and metric names; None stands for NaN or infinity.
+    Each line is a dict with ``step``, ``phase`` (``"sft"`` or ``"rl"``), ``time_s`` and metrics; NaN and infinity are stored as None.
     """
     lines, damaged = _split_lines(Path(folder) / METRICS_FILE)
     if damaged:
@@ -46,8 +46,8 @@ def read_metrics(folder: str | os.PathLike) -> list[dict[str, Any]]:
 
 
 def _split_lines(path: Path) -> tuple[list[dict[str, Any]], list[bytes]]:
-    """Return the parsed lines of a metrics file, and its damaged lines."""
-    # Text after the last newline is an unfinished line of a run that was killed: dropped, but not damaged.
+    """Return a metrics file's parsed lines and damaged lines."""
+    # Text after the last newline is an incomplete line left by a run that was killed. It is dropped, but not reported as damaged.
     lines, damaged = [], []
     for text in path.read_bytes().split(b"\n")[:-1] if path.exists() else ():
         try:
@@ -62,12 +62,12 @@ def _split_lines(path: Path) -> tuple[list[dict[str, Any]], list[bytes]]:
 
 
 class Tracker:
-    """Writes the metrics of a run, on rank 0.
+    """Writes a run's metrics on rank 0.
 
     Args:
-        run_config: Resolved configuration, for Weights & Biases.
-        run_id: Id of the run to resume; None: a new run.
-        resume_step: First step that will be logged again, so existing lines from there are dropped; None: all lines stay.
+        run_config: Resolved configuration, logged to Weights & Biases.
+        run_id: ID of the run to resume; None for a new run.
+        resume_step: First step that will be logged again; existing lines from this step on are dropped. If None, no lines are dropped.
         resume_phase: Phase of ``resume_step``; a resume in ``"rl"`` does not drop lines of ``"sft"``.
     """
 
@@ -89,7 +89,7 @@ class Tracker:
                 file.write(b"".join(line + b"\n" for line in damaged))
             where = self.folder / METRICS_FILE
             logger.warning("%d damaged lines of %s are moved to %s", len(damaged), where, DAMAGED_FILE)
-        # Lines at or after the resumed step were written after the last checkpoint; each step must appear only once.
+        # Drop lines written after the resumed checkpoint, because each step must appear only once.
         if resume_step is not None:
             point = (PHASES.index(resume_phase), resume_step)
             lines = [line for line in lines if (PHASES.index(line["phase"]), line["step"]) < point]
@@ -120,7 +120,7 @@ class Tracker:
                 " ".join(str(error).split()), self.folder / METRICS_FILE,
             )  # fmt: skip
             return None
-        # A resumed run may log lower steps than before, which wandb's own counter rejects, so steps are a separate axis.
+        # Use a separate axis for steps, because a resumed run may log lower steps than before, which wandb's own counter rejects.
         run.define_metric("global_step")
         run.define_metric("*", step_metric="global_step")
         if online:
@@ -131,9 +131,9 @@ class Tracker:
         """Write one line.
 
         Args:
-            step: Iteration of RL, or optimiser step of SFT.
-            metrics: Names of ``METRICS``, or ``<name>/<task>``, to numbers; an unknown name raises ConfigError.
-            phase: ``"sft"`` or ``"rl"``; None: ``"sft"`` if there is a metric under ``sft/``.
+            step: RL iteration or SFT optimiser step.
+            metrics: Values by name (from ``METRICS``, or ``<name>/<task>``); an unknown name raises ConfigError.
+            phase: ``"sft"`` or ``"rl"``. If None, ``"sft"`` is used if any metric name starts with ``sft/``.
         """
         check_names(metrics)
         if phase is None:
@@ -144,7 +144,7 @@ class Tracker:
         with naming(self.folder / METRICS_FILE):
             self._file.write(json.dumps(line, allow_nan=False) + "\n")
             self._file.flush()
-        # Both phases count from 0, so sinks with steps as the x axis need separate names.
+        # Steps start at 0 in both phases, so sinks with steps on the x axis need separate metric names.
         if phase == "sft":
             numbers = {name if name.startswith("sft/") else f"sft/{name}": value for name, value in numbers.items()}
         if self._tensorboard is not None:
@@ -154,7 +154,7 @@ class Tracker:
             self._wandb.log({**numbers, "global_step": step})
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the ``run_id`` for a resumed run."""
+        """Return the ``run_id``, which is needed to resume the run."""
         return {"run_id": self.run_id}
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""Base class of the trainers of action policies: evaluations, metrics and warnings."""
+"""Base class for trainers of action policies: evaluations, metrics and warnings."""
 
 import logging
 import time
@@ -32,12 +32,12 @@ logger = logging.getLogger("rlinf")
 
 @dataclass
 class TrainerContext:
-    """Components that the trainers of a run share, on one rank.
+    """Components shared by a run's trainers on one rank.
 
     Attributes:
         sync: Pushes new weights to the rollout policy.
-        fps: Frames per second of the behaviour-cloning dataset, for manifests; None: unknown.
-        warned_of_clipping: The run has warned about clipped actions.
+        fps: Frame rate of the behaviour-cloning dataset, stored in manifests; None if unknown.
+        warned_of_clipping: Whether the run has already warned about clipped actions.
     """
 
     config: RunConfig
@@ -54,7 +54,7 @@ class ActionTrainer:
     """A ``rlinf.training.loop.Trainer`` of ``trainer.max_steps`` iterations; subclasses implement ``iteration``.
 
     Args:
-        collector: Collects rollouts; None: the trainer steps envs itself.
+        collector: Collects rollouts; None if the trainer steps the envs itself.
     """
 
     phase, tag = "rl", "step"
@@ -70,32 +70,32 @@ class ActionTrainer:
         raise NotImplementedError(f"{type(self).__name__} does not implement iteration")
 
     def wait_until_ready(self) -> None:
-        """Wait for the collector."""
+        """Wait until the collector is ready."""
         if self.collector is not None:
             self.collector.wait_until_ready()
 
     def rollout_workers(self) -> str | None:
-        """Return a description of a rank's rollout workers; None without rollouts."""
+        """Return a description of each rank's rollout workers, or None without rollouts."""
         return None if self.collector is None else rollout_workers(self.collector)
 
     def close(self) -> None:
-        """End the collector."""
+        """Close the collector."""
         if self.collector is not None:
             self.collector.close()
 
     @property
     def model(self) -> ActionModel:
-        """Policy that is evaluated and saved."""
+        """The policy to evaluate and save."""
         return self.worker.model
 
     @property
     def optimizer(self) -> MasterAdamW | None:
-        """Optimiser of the policy; None: in ``state_dict``."""
+        """The policy's optimiser; None if ``state_dict`` contains its state."""
         return self.worker.optimizer
 
     @property
     def num_steps(self) -> int:
-        """Number of iterations of the run."""
+        """Total number of iterations."""
         return self.parts.config.trainer.max_steps
 
     def is_done(self) -> bool:
@@ -103,12 +103,12 @@ class ActionTrainer:
         return self.loop.state.step >= self.num_steps
 
     def begin(self) -> None:
-        """Start or resume RL, after an evaluation of the initial policy."""
+        """Evaluate the initial policy, then start or resume RL."""
         self.loop.state.phase = "rl"
         self.loop.evaluate_once("before_rl")
 
     def update(self, step: int) -> Update:
-        """Run an iteration; warn once if many actions are clipped."""
+        """Run an iteration, and warn once if many actions are clipped."""
         cpu_start = time.process_time()
         metrics = self.iteration(step)
         metrics |= {"time/cpu_s": time.process_time() - cpu_start, **memory_metrics()}
@@ -122,12 +122,12 @@ class ActionTrainer:
         return Update(metrics, shown)
 
     def decayed(self, step: int) -> float:
-        """Return the fraction of the learning rates in an iteration, by ``trainer.lr_decay``."""
+        """Return the factor by which ``trainer.lr_decay`` scales the learning rates in an iteration."""
         trainer = self.parts.config.trainer
         return learning_rate(step, self.num_steps, decay=trainer.lr_decay, min_factor=trainer.lr_min_factor)
 
     def evaluation_due(self, last: bool) -> str | None:
-        """Return the tag of the evaluation due after this iteration, by ``trainer.eval_every``; None after the last one."""
+        """Return the tag of the evaluation due after this iteration according to ``trainer.eval_every``; None after the last iteration."""
         return self._due(self.parts.config.trainer.eval_every, last)
 
     def _due(self, every: int, last: bool) -> str | None:
@@ -158,16 +158,16 @@ class ActionTrainer:
                 logger.warning(text)
             metrics = result.metrics() | {"time/eval_s": time.monotonic() - start, "time/total_s": state.train_wall_s}
             self.loop.log(step, metrics | {"rollout/env_steps_total": state.env_steps})
-        # The result must be on disk before a failed recording can end the run.
+        # Wait until the result is on disk, because a failed recording may end the run.
         barrier()
         evaluator.record(self.sync.rollout_model, tag, result)
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Return nothing, because a checkpoint contains policy and optimiser."""
+        """Return an empty dict, because checkpoints already contain the policy and optimiser."""
         return {}
 
     def manifest(self) -> Manifest:
-        """Return the manifest of the current policy."""
+        """Return the current policy's manifest."""
         version, policy, parts = self.loop.state.policy_version, self.sync.rollout_model, self.parts
         manifest = build_manifest(parts.config, policy, policy_version=version, fingerprint=parts.fingerprint)
         return replace(manifest, fps=parts.fps)
@@ -187,14 +187,14 @@ class ActionTrainer:
 
 
 class Clock:
-    """Seconds of each part of an iteration."""
+    """Measures the time spent in each stage of an iteration, in seconds."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
         self._last = time.monotonic()
 
     def lap(self, name: str) -> None:
-        """Add the time since the last lap, including pending GPU work, to this part."""
+        """Add the time since the last lap, including pending GPU work, to this stage."""
         if torch.cuda.is_available():
             torch.cuda.synchronize()
         now = time.monotonic()
@@ -202,9 +202,9 @@ class Clock:
         self._last = now
 
     def total(self) -> float:
-        """Return the sum of all parts in seconds."""
+        """Return the total time of all stages, in seconds."""
         return sum(self.seconds.values())
 
     def metrics(self) -> dict[str, float]:
-        """Return the seconds of each part as metrics."""
+        """Return the time spent in each stage, in seconds, as metrics."""
         return {f"time/{name}_s": value for name, value in self.seconds.items()}

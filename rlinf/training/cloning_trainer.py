@@ -1,4 +1,4 @@
-"""Trainer of behaviour cloning; runs on every rank."""
+"""Trainer for behaviour cloning; runs on every rank."""
 
 import logging
 import time
@@ -34,15 +34,15 @@ from rlinf.types import Observation
 logger = logging.getLogger("rlinf")
 
 LOG_EVERY = 10
-"""Number of steps between two lines of metrics."""
+"""Number of steps between logged lines of metrics."""
 
 
 class CloningTrainer(ActionTrainer):
-    """Behaviour cloning; a rank only reads the rows of a minibatch that it trains on.
+    """Behaviour cloning; each rank reads only the minibatch rows that it trains on.
 
     Args:
-        dataset: Stored demonstrations; None: the expert collects them.
-        last_tag: Evaluation after the last step; None: RL follows and starts with one.
+        dataset: Stored demonstrations. If None, the expert collects them.
+        last_tag: Tag of the evaluation after the last step; None if RL follows, because it starts with an evaluation.
     """
 
     phase = tag = "sft"
@@ -63,13 +63,13 @@ class CloningTrainer(ActionTrainer):
         return max(self.parts.config.sft.max_steps, self.loop.state.sft_step)
 
     def is_done(self) -> bool:
-        """Return whether all steps and the time are used (a collective call), or RL has started."""
+        """Return whether no steps or time are left, or RL has started (a collective call)."""
         config, state = self.parts.config.sft, self.loop.state
         within_time = config.time_limit_s is not None and state.train_wall_s < config.time_limit_s
         return state.phase != "sft" or not (state.sft_step < config.max_steps or any_rank(within_time))
 
     def begin(self) -> None:
-        """Read or collect the demonstrations, unless no step is left."""
+        """Read or collect the demonstrations, unless no steps are left."""
         if self.is_done():
             return
         state, config, run_seed = self.loop.state, self.parts.config.sft, self.parts.config.seed
@@ -80,7 +80,7 @@ class CloningTrainer(ActionTrainer):
         self._demonstrator |= metrics
         for warning in warnings if rank() == 0 else ():
             logger.warning(warning)
-        if state.sft_step == 0:  # a resumed run has counted this time before
+        if state.sft_step == 0:  # a resumed run has already counted this time
             state.train_wall_s += time.monotonic() - start
         seed = derive_seed(run_seed, "sft")
         mine = rank_rows(config.batch_size)[0].numpy()
@@ -97,7 +97,7 @@ class CloningTrainer(ActionTrainer):
         start, config = time.monotonic(), self.parts.config
         observation, actions = self._next_batch()
         self._waits.append(time.monotonic() - start)
-        heartbeat()  # batch and update have separate deadlines
+        heartbeat()  # separate deadlines apply to the batch and the update
         noise = derive_seed(config.seed, "sft noise", step)
         results = self.worker.sft_update(observation, actions, config.sft.batch_size, step, noise)
         self.loop.state.policy_version += 1
@@ -114,7 +114,7 @@ class CloningTrainer(ActionTrainer):
         return Update(metrics, {"loss": results["loss"]}, is_logged)
 
     def _next_batch(self) -> tuple[Observation, Tensor]:
-        """Return this rank's rows; if any rank cannot read its rows, save and raise UnreadableRowError on all (a collective call)."""
+        """Return this rank's rows. If any rank cannot read its rows, save and raise UnreadableRowError on all ranks (a collective call)."""
         reason = None
         try:
             batch = self._batches.next()
@@ -129,7 +129,7 @@ class CloningTrainer(ActionTrainer):
         return batch
 
     def evaluation_due(self, last: bool) -> str | None:
-        """Return the tag of the evaluation due after this step, by ``sft.eval_every``; None after the last one."""
+        """Return the tag of the evaluation due after this step according to ``sft.eval_every``; None after the last step."""
         return self._due(self.parts.config.sft.eval_every, last)
 
     def close(self) -> None:
@@ -138,20 +138,20 @@ class CloningTrainer(ActionTrainer):
             self._batches.__exit__()
 
     def _labels(self) -> np.ndarray:
-        """Return which frames of the dataset are good, bool ``[N]``, by the features of the initial policy."""
+        """Return which frames of the dataset are good, bool ``[N]``, according to the initial policy's features."""
         state, run_seed = self.loop.state, self.parts.config.seed
-        # Saved in the state: a resumed run must not label with features of the partly trained policy.
+        # Save the labels in the state, because a resumed run must not use features of the partly trained policy.
         if state.labels is None:
             is_good = label_rows(
                 self.dataset, self._features(), self.parts.config.sft, derive_seed(run_seed, "advantages")
             )
-            is_good = broadcast_object(is_good, 0)  # the value model rounds differently on different CPUs
+            is_good = broadcast_object(is_good, 0)  # rounding in the value model differs between CPUs
             state.labels = np.packbits(is_good).tobytes().hex()
             self.loop.progress.note(f"{is_good.sum()} of {len(is_good)} frames are labelled as good")
         return np.unpackbits(np.frombuffer(bytes.fromhex(state.labels), np.uint8), count=len(self.dataset)).astype(bool)
 
     def _features(self) -> torch.Tensor:
-        """Return the policy's features of all frames without labels in the prompt, float32 ``[N, F]``; ranks divide the frames."""
+        """Compute the policy's features of all frames, without labels in the prompt, on all ranks; float32 ``[N, F]``."""
         sync, dataset, features = self.parts.sync, self.dataset, []
         check_labels_are_read(self.worker.model, dataset.rows(np.arange(1))[0])
         sync.push(self.loop.state.policy_version)
@@ -167,7 +167,7 @@ class CloningTrainer(ActionTrainer):
 
     @deadline("rollout")
     def _demonstrations(self) -> tuple[BatchSource, dict[str, float]]:
-        """Return the dataset, or demonstrations of the expert (equal on every rank) with their success rate as a metric."""
+        """Return the dataset, or the expert's demonstrations (identical on every rank) with their success rate as a metric."""
         config, progress = self.parts.config.sft, self.loop.progress
         chunk_len = self.worker.model.sft_chunk_len
         if self.dataset is not None:
@@ -184,7 +184,7 @@ class CloningTrainer(ActionTrainer):
             collected = collect_demonstrations(
                 env, config.num_demonstrations, config.expert, chunk_len, self.parts.config.seed
             )
-        # A collective decision: a rank that had finished before the signal would otherwise wait for the interrupted ranks.
+        # All ranks must decide together: a rank that finished before the signal would otherwise wait for the interrupted ranks.
         if any_rank(stop_signal.number is not None):
             raise StopRequested("stopped by a signal")
         progress.note(
@@ -194,7 +194,7 @@ class CloningTrainer(ActionTrainer):
 
 
 def compare_with_statistics(model: ActionModel, rows: Any, env_name: str) -> tuple[dict[str, float], list[str]]:
-    """Return the largest fractions of actions and states outside the statistics in use, and warnings; see ``Range.compare``.
+    """Return the maximum fractions of actions and states outside the current statistics, and warnings; see ``Range.compare``.
 
     ``rows`` are demonstrations with ``actions`` (``[N, D]`` or ``[N, C, D]``) and ``state`` (``[N, S]`` or None).
     """
@@ -211,10 +211,10 @@ def compare_with_statistics(model: ActionModel, rows: Any, env_name: str) -> tup
 
 @torch.no_grad()
 def check_labels_are_read(model: ActionModel, observation: Observation) -> None:
-    """Raise ConfigError if a policy's inputs are equal for good and bad labels, e.g. because its tokenizer knows neither word."""
+    """Raise ConfigError if a policy's inputs are the same for good and bad labels, e.g. because its tokenizer knows neither label."""
     good, bad = (model.preprocess(replace(observation, suffixes=[label] * len(observation))) for label in (GOOD, BAD))
     if all(torch.equal(good[name], bad[name]) for name in good):
         raise ConfigError(
-            f"{type(model).__name__} has equal inputs for '{GOOD}' and '{BAD}', the labels of sft.advantage_top_fraction in the prompt; "
+            f"{type(model).__name__} has equal inputs for '{GOOD}' and '{BAD}', the prompt labels used by sft.advantage_top_fraction; "
             "required: a tokenizer that distinguishes them. Set model=openvla_tiny, or sft.advantage_top_fraction=null sft.filter=successes"
         )

@@ -1,4 +1,4 @@
-"""Detection of a collapsed policy, and the reaction: end the run, or roll back to its best checkpoint with half the learning rate."""
+"""Detect a collapsed policy, and either end the run or roll back to its best checkpoint with half the learning rate."""
 
 from __future__ import annotations
 
@@ -18,29 +18,29 @@ if TYPE_CHECKING:
     from rlinf.training.loop import Loop
 
 IN_A_ROW = 2
-"""Number of consecutive evaluations that must be collapsed."""
+"""Number of consecutive collapsed evaluations after which the policy is considered collapsed."""
 MAX_ROLLBACKS = 3
-"""Maximum number of rollbacks; the learning rate is then an eighth, so the cause must be a different one."""
+"""Maximum number of rollbacks. The learning rate is an eighth by then, so it cannot be the cause of further collapses."""
 
 
 class RolledBack(Exception):
-    """Raised on all ranks to continue the run from the earlier ``checkpoint``."""
+    """Raised on all ranks to resume the run from the earlier ``checkpoint``."""
 
     def __init__(self, checkpoint: Path) -> None:
-        super().__init__(f"the run goes back to {checkpoint}")
+        super().__init__(f"the run is rolled back to {checkpoint}")
         self.checkpoint = checkpoint
 
 
 def ends_by_collapse(loop: Loop) -> bool:
     """Return whether the run must end because its policy has collapsed (a collective call).
 
-    With ``on_collapse=rollback``, record the rollback in the best checkpoint and raise RolledBack: the run is then rebuilt from there,
-    with learning rates halved once per recorded rollback.
+    With ``on_collapse=rollback``, record the rollback in the best checkpoint and raise RolledBack. The run is then rebuilt from this
+    checkpoint, with learning rates halved once per recorded rollback.
     """
     mode, state = loop.settings.on_collapse, loop.state
     if mode == "continue":
         return False
-    # Only evaluations that are saved in checkpoints are used, so that a resumed run makes the same decision.
+    # Only use evaluations that are saved in checkpoints, so that a resumed run makes the same decision.
     collapse = on_rank_zero(lambda: _best_before_collapse(loop), "read the checkpoints")
     if collapse is None:
         return False
@@ -49,7 +49,7 @@ def ends_by_collapse(loop: Loop) -> bool:
     if goes_back:
         checkpoint, rate = loop.folder / CHECKPOINTS_FOLDER / name, loop.settings.learning_rate
         note = json.dumps({"rollbacks": state.rollbacks + 1, "learning_rate": rate})
-        # Before later checkpoints are moved away: a run that is killed in between detects the collapse again and writes the same note.
+        # Write the note before moving later checkpoints: a run killed in between then detects the collapse again and writes the same note.
         on_rank_zero(lambda: write_text(checkpoint / ROLLBACKS_FILE, note), f"write {checkpoint / ROLLBACKS_FILE}")
         lower = rate / 2 ** (state.rollbacks + 1)
         loop.progress.note(f"{text}; rolling back to {name}, with a learning rate of {lower:g}")
@@ -61,14 +61,14 @@ def ends_by_collapse(loop: Loop) -> bool:
 
 def is_collapsed(best: Success, later: Success) -> bool:
     """Return whether the 95 % Wilson interval of ``later`` is below half of the best rate and below the interval of ``best``."""
-    # A significant difference is not enough: the best of many evaluations is partly luck, so 3 of 4 constant runs of 50 evaluations
-    # would count as collapsed. With this rule, twice in a row, at most 1 of 50 does (100 episodes).
+    # A significant difference is not enough, because the best of many evaluations is partly luck: 3 in 4 runs whose success does not
+    # change would be considered collapsed within 50 evaluations. With this rule, twice in a row, at most 1 in 50 are (100 episodes).
     end = later.interval[1]
     return end < best.success_rate / 2 and end < best.interval[0]
 
 
 def has_collapsed(evaluations: Sequence[Success]) -> bool:
-    """Return whether each of the last ``IN_A_ROW`` evaluations is collapsed relative to the best one before them."""
+    """Return whether each of the last ``IN_A_ROW`` evaluations has collapsed relative to the best earlier evaluation."""
     before, last = evaluations[:-IN_A_ROW], evaluations[-IN_A_ROW:]
     if not before:
         return False
@@ -77,7 +77,7 @@ def has_collapsed(evaluations: Sequence[Success]) -> bool:
 
 
 def rollbacks_of(checkpoint: Path, loop_state: Mapping[str, Any], learning_rate: float) -> int:
-    """Return the number of rollbacks of a run that resumes ``checkpoint``; 0 if ``learning_rate`` has been changed since."""
+    """Return the number of rollbacks recorded for a run resumed from ``checkpoint``; 0 if ``learning_rate`` has been changed since."""
     path = checkpoint / ROLLBACKS_FILE
     try:
         note = json.loads(path.read_text(encoding="utf-8"))
@@ -91,14 +91,14 @@ def rollbacks_of(checkpoint: Path, loop_state: Mapping[str, Any], learning_rate:
 
 
 def _best_before_collapse(loop: Loop) -> tuple[str, str | None] | None:
-    """Return a description and the checkpoint of RL's best evaluation (None if it is missing); None: no collapse."""
+    """Return a description and the checkpoint of the best evaluation during RL (None if missing), or None without a collapse."""
     evaluations = [summary for summary in loop.state.evaluations.values() if summary["phase"] == "rl"]
     counts = [Success(summary["successes"] or 0, summary["episodes"]) for summary in evaluations]
     if not has_collapsed(counts):
         return None
     best = max(range(len(counts)), key=lambda index: (counts[index].success_rate, index))
     name = evaluations[best]["checkpoint"]
-    loop.checkpoints.wait()  # it may be the one that is being written
+    loop.checkpoints.wait()  # the best checkpoint may be the one being written
     return (
         f"the policy has collapsed, from {counts[best]} to {counts[-1]}",
         name if name in (*loop.checkpoints.names(), loop.state.start) else None,

@@ -1,4 +1,4 @@
-"""Evaluations during a run, on held-out episodes."""
+"""Evaluate on held-out episodes during a run."""
 
 import logging
 from collections.abc import Callable
@@ -23,8 +23,8 @@ class Evaluator:
     """Evaluates a policy on all ranks.
 
     Args:
-        env: Made with ``auto_reset=False``; offloaded after each evaluation.
-        episodes: Runs them elsewhere; None: on this rank.
+        env: Created with ``auto_reset=False``; offloaded after each evaluation.
+        episodes: Runs the episodes elsewhere. If None, they run on this rank.
     """
 
     def __init__(
@@ -39,7 +39,7 @@ class Evaluator:
         self.episodes = episodes
 
     def run(self, model: ActionModel, tag: str) -> EvaluationResult | None:
-        """Return the result on all ranks (a collective call), or None after a signal."""
+        """Evaluate and return the result on all ranks (a collective call), or None after a signal."""
         settings = self.config.evaluation
         is_summary, folder = tag in SUMMARY_TAGS.values(), evaluation_folder(self.config, tag)
         with_videos = is_summary and settings.num_videos_per_task > 0
@@ -71,7 +71,7 @@ class Evaluator:
         return RankGroup(rank(), world_size(), self.stop_signal.together)
 
     def record(self, model: ActionModel, tag: str, result: EvaluationResult) -> None:
-        """Record episodes of a saved evaluation (a collective call), unless a signal interrupts it; raise RLinfError on failure."""
+        """Record episodes of a saved evaluation (a collective call) unless interrupted by a signal; raise RLinfError on failure."""
         settings, folder = self.config.evaluation, evaluation_folder(self.config, tag)
         if tag not in SUMMARY_TAGS.values() or not settings.record_episodes:
             return

@@ -1,4 +1,4 @@
-"""Loop of every run: steps, metrics, evaluations, checkpoints and an orderly end. All ranks run it; rank 0 writes files."""
+"""Main loop of every run: steps, metrics, evaluations, checkpoints and shutdown. It runs on all ranks; rank 0 writes the files."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ class Update:
     """Result of a step.
 
     Attributes:
-        metrics: Named as in ``rlinf.tracking.METRICS``.
-        shown: Numbers of the live line, by their names there.
-        is_logged: Write the metrics; those of the last step are always written.
+        metrics: Metrics, named as in ``rlinf.tracking.METRICS``.
+        shown: Values for the live line, by display name.
+        is_logged: Whether to write the metrics; they are always written for the last step.
     """
 
     metrics: dict[str, float]
@@ -46,13 +46,13 @@ class Update:
 
 
 class Trainer(Protocol):
-    """Interface of a trainer; ``ActionTrainer`` and ``TokenTrainer`` are base classes for action and token policies.
+    """Trainer interface; ``ActionTrainer`` and ``TokenTrainer`` are base classes for action and token policies.
 
     Attributes:
-        phase: ``sft`` or ``rl``, the phase in ``metrics.jsonl``. ``LoopState.phase`` is ``step`` in a recipe.
-        last_tag: Evaluation after the last step, if any.
-        ends_run: The run ends with this trainer, and its last checkpoint is exported.
-        optimizer: Its optimiser; None: in ``state_dict``.
+        phase: ``sft`` or ``rl``, the phase in ``metrics.jsonl``. In a recipe, ``LoopState.phase`` is ``step`` instead.
+        last_tag: Tag of the evaluation after the last step, if any.
+        ends_run: Whether the run ends with this trainer; its last checkpoint is then exported.
+        optimizer: The optimiser; None if ``state_dict`` contains its state.
     """
 
     phase: str
@@ -67,36 +67,36 @@ class Trainer(Protocol):
     def optimizer(self) -> Optimizer | None: ...
 
     def begin(self) -> None:
-        """Prepare the first step, which may be a later one in a resumed run (a collective call)."""
+        """Prepare the first step of this process, which may be a later step in a resumed run (a collective call)."""
 
     def is_done(self) -> bool:
-        """Return whether no step is left (a collective call)."""
+        """Return whether no steps are left (a collective call)."""
 
     def update(self, step: int) -> Update:
         """Take a step (a collective call)."""
 
     def evaluation_due(self, last: bool) -> str | None:
-        """Return the tag of the evaluation that is due after the current step, or None; ``last``: no step follows."""
+        """Return the tag of the evaluation due after the current step, or None; ``last`` is true after the last step."""
 
     def evaluate(self, tag: str, step: int) -> None:
-        """Evaluate the current weights, and log the result at ``step`` (a collective call)."""
+        """Evaluate the current weights and log the result at ``step`` (a collective call)."""
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Return the further tensors of a checkpoint in addition to policy and optimiser, for ``Loop.restore``."""
+        """Return tensors to save in a checkpoint in addition to policy and optimiser; ``Loop.restore`` reads them."""
 
     def manifest(self) -> Manifest:
-        """Return the manifest of the current policy."""
+        """Return the current policy's manifest."""
 
     def close(self) -> None:
         """Free all resources."""
 
 
 class Loop:
-    """Runs the trainers of a run, one after the other.
+    """Executes a run's trainers one after the other.
 
     Args:
-        run_config: Configuration as a mapping, for checkpoints.
-        resumed_from: Checkpoint of ``state``; None: a new run.
+        run_config: Configuration as a mapping, saved in checkpoints.
+        resumed_from: Checkpoint that ``state`` was read from; None for a new run.
 
     Attributes:
         tracker: Writes metrics; None except on rank 0.
@@ -122,7 +122,7 @@ class Loop:
         self.resumed_from = resumed_from
         self.profile_window = ProfileWindow(None, "", folder, rank())
         same_run = resumed_from is not None and resumed_from.parent.resolve() == (folder / CHECKPOINTS_FOLDER).resolve()
-        # Steps of behaviour cloning and RL in the newest checkpoint of this folder.
+        # Numbers of behaviour-cloning and RL steps in this folder's newest checkpoint.
         self._saved_steps = (state.sft_step, state.step) if same_run else None
         self._saved_at = time.monotonic()
 
@@ -130,8 +130,8 @@ class Loop:
         return self
 
     def __exit__(self, _kind: object, error: BaseException | None, _traceback: object) -> None:
-        """Write the open profile and finish the checkpoint that is being written; after an error, only log its errors."""
-        with ExitStack() as stack:  # in reverse order, and all of them even if some fail
+        """Write the open profile and finish writing the current checkpoint; if the run has failed, only log errors from this."""
+        with ExitStack() as stack:  # runs all callbacks in reverse order, even if some fail
             stack.callback(self._finish_checkpoints, error)
             stack.callback(self.progress.close)
             if self.tracker is not None:
@@ -140,9 +140,9 @@ class Loop:
 
     @deadline("update")
     def fit(self, trainer: Trainer) -> None:
-        """Run a trainer from the current step to its end, or until an evaluation reaches the target or shows a collapse.
+        """Run a trainer from the current step to its last, or until an evaluation reaches the target or shows a collapse.
 
-        Raise StopRequested after a signal, once all training is saved, and RolledBack if the run continues from a checkpoint.
+        Raise StopRequested after a signal, once all training is saved, and RolledBack if the run must resume from an earlier checkpoint.
         """
         self.trainer, state = trainer, self.state
         trainer.begin()
@@ -159,7 +159,7 @@ class Loop:
             if update.is_logged or last:
                 self.log(step, update.metrics | {"time/total_s": state.train_wall_s})
             self.progress.update(trainer.phase, state.done, trainer.num_steps, **update.shown)
-            # The evaluation first: a checkpoint contains its result, and may be saved because it is the best.
+            # Evaluate before saving: the checkpoint contains the result, and may be saved because the policy is the best so far.
             ends = self._ends_by_evaluation(last)
             self.checkpoint_if_due(last or ends)
         if trainer.last_tag is not None:
@@ -172,17 +172,17 @@ class Loop:
 
     @deadline("evaluate")
     def evaluate(self, tag: str, step: int) -> None:
-        """Evaluate the current weights (a collective call); ``step`` is the step of its line of metrics."""
+        """Evaluate the current weights (a collective call); the metrics are logged at ``step``."""
         self.trainer.evaluate(tag, step)
 
     def evaluate_once(self, tag: str) -> None:
-        """Evaluate before or after a phase; a resumed run does not repeat it."""
+        """Evaluate before or after a phase, unless a resumed run has already done so."""
         if tag not in self.state.evaluations:
             self.evaluate(tag, self.state.done)
             self.stop_if_asked()
 
     def _ends_by_evaluation(self, last: bool) -> bool:
-        """Evaluate if it is due; return whether the result, new or from before a resume, ends the phase."""
+        """Evaluate if due; return whether the result, new or from before a resume, ends the phase."""
         state, target = self.state, self.settings.target_success_rate
         tag = self.trainer.evaluation_due(last)
         if tag is None:
@@ -196,19 +196,19 @@ class Loop:
         return ends_by_collapse(self)
 
     def checkpoint_if_due(self, last: bool) -> None:
-        """Save at the end of a phase, every ``save_every`` steps and minutes, and if an action policy is the best so far; stop after a signal."""
+        """Save at the end of a phase, at the ``save_every`` intervals, and if an action policy is the best so far; stop after a signal."""
         settings, state = self.settings, self.state
         limit = 60 * settings.save_every_minutes
         late = rank() == 0 and limit > 0 and time.monotonic() - self._saved_at >= limit
         best = state.best_checkpoint({summary.get("checkpoint") for summary in state.evaluations.values()} - {None})
-        # Decided together: the clocks of the ranks differ, and saving is a collective call.
+        # All ranks must decide together, because their clocks differ and saving is a collective call.
         due = any_rank(late or (best is not None and best == state.checkpoint_name))
         if last or due or (settings.save_every and state.done % settings.save_every == 0):
             self.save(is_last=last and self.trainer.ends_run)
         self.stop_if_asked()
 
     def stop_if_asked(self) -> None:
-        """After a signal, save unsaved steps and raise StopRequested on all ranks, unless the run is complete anyway."""
+        """After a signal, save unsaved steps and raise StopRequested on all ranks, unless the run is already complete."""
         state, trainer = self.state, self.trainer
         is_over = trainer.last_tag in state.evaluations or (trainer.ends_run and trainer.is_done())
         if not any_rank(self.stop_signal.number is not None) or is_over:
@@ -218,9 +218,9 @@ class Loop:
         raise StopRequested(f"stopped by a signal after step {state.done}{phase}")
 
     def save_unsaved(self) -> None:
-        """Save if no checkpoint has the current step (a collective call)."""
+        """Save unless a checkpoint of the current step exists (a collective call)."""
         state = self.state
-        # A resumed run drops the metrics at or after its step, so their evaluations must be repeated.
+        # A resumed run drops metrics at or after its step, so the corresponding evaluations must be repeated.
         state.evaluations = {
             tag: summary
             for tag, summary in state.evaluations.items()
@@ -231,7 +231,7 @@ class Loop:
 
     @deadline("save")
     def save(self, is_last: bool = False) -> None:
-        """Save the current state (a collective call); ``is_last``: the run is complete, so its policy is exported."""
+        """Save the current state (a collective call); ``is_last`` means that the run is complete, so its policy is exported."""
         state, trainer = self.state, self.trainer
         if is_last:
             logger.info(
@@ -239,7 +239,7 @@ class Loop:
                 state.done, trainer.num_steps,
             )  # fmt: skip
         more, name = trainer.state_dict(), state.name
-        self.checkpoints.wait()  # the previous checkpoint may be the best, and counts only once it is complete
+        self.checkpoints.wait()  # the previous checkpoint may be the best, but is only considered once it is complete
         best = state.best_checkpoint({name, *self.checkpoints.names()})
         self.checkpoints.save(
             name,
@@ -256,20 +256,20 @@ class Loop:
         self._saved_at = time.monotonic()
 
     def restore(self, tensors: Mapping[str, Tensor]) -> None:
-        """Fill tensors with those of the same names in the resumed checkpoint, if any (from ``Trainer.state_dict``)."""
+        """Load the resumed checkpoint, if any, into tensors with the names used in ``Trainer.state_dict``."""
         if self.resumed_from is not None:
             folder = self.resumed_from / TRAINER_FOLDER
-            if self.state.step > 0 or tensors.keys() & read_entries(folder).keys():  # a checkpoint before RL has none
+            if self.state.step > 0 or tensors.keys() & read_entries(folder).keys():  # missing in checkpoints before RL
                 read_tensors(folder, dict(tensors))
 
     def _finish_checkpoints(self, error: BaseException | None) -> None:
         ends_well = error is None or isinstance(error, (StopRequested, RolledBack))
-        # An export may include an upload, which can take longer than any deadline.
+        # Do not set a deadline for an export, because it may include an upload.
         unlimited = ends_well and self.checkpoints.export is not None
         try:
             with nullcontext() if unlimited else deadline("save"):
                 self.checkpoints.close()
-        except Exception as other:  # the writer may raise any
+        except Exception as other:  # the writer may raise any exception exception
             if ends_well:
                 raise
             logger.error("The checkpoint that was being written is also lost: %s", other)

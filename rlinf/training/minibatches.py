@@ -1,4 +1,4 @@
-"""Assignment of the rows of a rollout to minibatches and ranks."""
+"""Assign the rows of a rollout to minibatches and ranks."""
 
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -11,25 +11,25 @@ from rlinf.seeding import derive_seed
 
 
 class Minibatch(NamedTuple):
-    """This rank's rows of a minibatch, int64, and the largest number of its rows on any rank."""
+    """This rank's rows of a minibatch, int64, and the maximum number of its rows on any rank."""
 
     rows: Tensor
     max_rows: int
 
 
 class MinibatchPlan:
-    """Round-robin assignment of the valid rows of a rollout to ``M = ceil(rows / minibatch_size)`` minibatches.
+    """Round-robin assignment of a rollout's valid rows to ``M = ceil(rows / minibatch_size)`` minibatches.
 
-    Each env group shuffles its rows. Row ``j`` of an env group with ``P`` rows before it goes to minibatch ``(P + j) mod M``. So
-    minibatches differ by at most one row and do not depend on the number of ranks.
+    The rows of each env group are shuffled. Row ``j`` of an env group preceded by ``P`` rows is assigned to minibatch ``(P + j) mod M``.
+    As a result, minibatch sizes differ by at most one row, and minibatches do not depend on the number of ranks.
 
     Args:
-        valid: bool ``[T, B]``, of this rank's envs.
-        env_groups: This rank's env groups; each has ``B / len(env_groups)`` neighbouring envs.
-        minibatch_size: Largest number of rows of a minibatch over all ranks.
+        valid: Valid rows of this rank's envs, bool ``[T, B]``.
+        env_groups: This rank's env groups; each consists of ``B / len(env_groups)`` adjacent envs.
+        minibatch_size: Maximum minibatch size across all ranks.
 
     Attributes:
-        num_rows: Valid rows of all ranks.
+        num_rows: Number of valid rows across all ranks.
     """
 
     def __init__(self, valid: Tensor, env_groups: range, minibatch_size: int, seed: int) -> None:
@@ -37,7 +37,7 @@ class MinibatchPlan:
         rows = torch.arange(valid.numel()).view(valid.shape)
         parts = zip(*(tensor.tensor_split(len(env_groups), dim=1) for tensor in (rows, valid)), strict=True)
         self._rows = [part[is_valid] for part, is_valid in parts]
-        # The number of rows of each env group is all that a rank needs to know about the other ranks.
+        # A rank only needs to know how many rows each env group of the other ranks has.
         counts = gather_env_groups(torch.tensor([len(part) for part in self._rows]))
         self.num_rows = int(counts.sum())
         self.num_minibatches = -(-self.num_rows // minibatch_size)
@@ -46,7 +46,7 @@ class MinibatchPlan:
         self._ends_of_ranks = ends[:: len(env_groups)]
 
     def epoch(self, number: int) -> Iterator[Minibatch]:
-        """Yield the minibatches of an epoch, equally many on every rank."""
+        """Yield the minibatches of an epoch; every rank yields the same number."""
         if not self.num_minibatches:
             return
         numbers, rows = [], []
@@ -57,7 +57,7 @@ class MinibatchPlan:
         minibatch = torch.cat(numbers)
         ordered = torch.cat(rows)[minibatch.argsort(stable=True)]
         sizes = minibatch.bincount(minlength=self.num_minibatches)
-        # A rank has the rows start <= p < end; those with p mod M = m are in minibatch m. ``before`` is their number before each end,
-        # minus one, which cancels in the differences.
+        # A rank owns the rows start <= p < end; rows with p mod M = m are in minibatch m. ``before`` is the number of these rows before
+        # each end, minus one; the constant cancels in the differences.
         before = (self._ends_of_ranks - torch.arange(self.num_minibatches).unsqueeze(1) - 1) // self.num_minibatches
         yield from map(Minibatch, ordered.split(sizes.tolist()), before.diff().amax(1).tolist())

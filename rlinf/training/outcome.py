@@ -1,4 +1,4 @@
-"""Files at the end of a run: its summary, or the batch that made it fail."""
+"""Write the files at the end of a run: its summary, or the batch that caused it to fail."""
 
 import json
 import os
@@ -20,7 +20,7 @@ from rlinf.training.state import LoopState
 from rlinf.training.train_worker import FailedBatch
 
 SUMMARY_TAGS = {"success_after_sft": "after_sft", "success_before_rl": "before_rl", "success_after_rl": "after_rl"}
-"""Keys of ``summary.json`` and the tags of their evaluations."""
+"""Maps keys of ``summary.json`` to the tags of their evaluations."""
 
 SUMMARY_VALUES = (
     "success_rate",
@@ -34,16 +34,16 @@ SUMMARY_VALUES = (
 
 
 def evaluation_folder(config: RunConfig, tag: str) -> Path:
-    """Return the folder of an evaluation."""
+    """Return an evaluation's folder."""
     return Path(config.output_dir) / EVALUATIONS_FOLDER / tag
 
 
 def write_summary(
     config: RunConfig, state: LoopState, saved_names: Collection[str], rollout_workers: str | None = None
 ) -> None:
-    """Write ``summary.json`` and the report of a finished run, and print the closing table.
+    """Write ``summary.json`` and the report for a finished run, and print the closing table.
 
-    ``rollout_workers`` describes a rank's rollout workers; None: no rollouts.
+    ``rollout_workers`` describes each rank's rollout workers; None without rollouts.
     """
     folder = Path(config.output_dir)
     summary = summary_of(config.experiment_name, config.seed, state, state.best_evaluation(saved_names))
@@ -57,7 +57,7 @@ def write_summary(
 
 
 def summary_of(experiment_name: str, seed: int, state: LoopState, best: str | None = None) -> dict[str, Any]:
-    """Return the content of ``summary.json``; ``best`` is the tag of the best checkpoint's evaluation."""
+    """Return the content of ``summary.json``; ``best`` is the tag of the evaluation of the best checkpoint."""
     summary: dict[str, Any] = {
         "experiment": experiment_name,
         "seed": seed,
@@ -78,7 +78,7 @@ def summary_of(experiment_name: str, seed: int, state: LoopState, best: str | No
 
 
 def closing_table(summary: dict[str, Any]) -> str:
-    """Return the closing lines of a run: success and return before and after RL with intervals, and the training time."""
+    """Return a run's closing lines: success and return before and after RL with intervals, and the training time."""
     rows = []
     for key in SUMMARY_TAGS:
         if key in summary:
@@ -99,7 +99,7 @@ def closing_table(summary: dict[str, Any]) -> str:
 
 
 def write_failed_batch(failed: FailedBatch, folder: Path) -> None:
-    """Write the tensors of a failed batch (``tensors.pt``), and a report (``report.json``)."""
+    """Write a failed batch's tensors (``tensors.pt``) and a report (``report.json``)."""
     folder.mkdir(parents=True, exist_ok=True)
     torch.save(failed.tensors, folder / "tensors.pt.tmp")
     os.replace(folder / "tensors.pt.tmp", folder / "tensors.pt")

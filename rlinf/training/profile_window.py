@@ -6,19 +6,19 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import torch
-from torch._C._profiler import _ExperimentalConfig  # the only way to record threads that are there already
+from torch._C._profiler import _ExperimentalConfig  # the only way to record threads that are already running
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from rlinf.run_folder import PROFILE_FOLDER
 
 
 class ProfileWindow:
-    """Profiles all threads of this process on CPU and GPU for a range of steps.
+    """Profiles all threads of this process on CPU and GPU over a range of steps.
 
     The trace is written to ``profile/trace_rank<rank>.json.gz`` after the last step, or at the end of the run.
 
     Args:
-        steps: First and last step, inclusive; None: no profile.
+        steps: First and last step, inclusive; None: do not profile.
     """
 
     def __init__(self, steps: list[int] | None, phase: str, folder: Path, rank: int) -> None:
@@ -29,7 +29,7 @@ class ProfileWindow:
 
     @contextlib.contextmanager
     def step(self, phase: str, number: int) -> Iterator[None]:
-        """Profile the context if this step is in the window."""
+        """Profile the body of the ``with`` statement if this step is in the window."""
         if phase != self._phase or number not in self._steps:
             yield
             return
@@ -47,7 +47,7 @@ class ProfileWindow:
             return
         profiler.stop()
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        # The suffix must be .gz: torch compresses by it.
+        # The suffix must be .gz, because torch uses it to decide whether to compress.
         partial = self.path.with_name(f".{self.path.name.partition('.')[0]}.tmp.json.gz")
         profiler.export_chrome_trace(str(partial))
         os.replace(partial, self.path)

@@ -1,4 +1,4 @@
-"""Reinforcement learning. Every rank runs it."""
+"""Trainer for reinforcement learning; runs on every rank."""
 
 from __future__ import annotations
 
@@ -41,11 +41,11 @@ from rlinf.types import RolloutBatch
 
 @dataclass
 class _PendingRollout:
-    """A submitted rollout.
+    """A rollout that has been submitted but not collected.
 
     Attributes:
-        ahead: Its state in a checkpoint.
-        weights: Weights that it uses, if the current ones may differ once it is trained on.
+        ahead: The rollout's state in a checkpoint.
+        weights: Weights used by the rollout; None if they are still the current weights when it is trained on.
     """
 
     ahead: RolloutAhead
@@ -57,25 +57,25 @@ class _PendingRollout:
 def make_rl_trainer(
     algorithm: type[Algorithm], parts: TrainerContext, env: VectorEnv, workers: RolloutWorkers | None
 ) -> RLTrainer:
-    """Build the trainer of a policy-gradient algorithm; ``env`` has the run's settings."""
+    """Build the trainer for a policy-gradient algorithm; ``env`` has the run's settings."""
     config = parts.config
     collector = make_collector(config, env, parts.sync.rollout_model, parts.worker.autocast, workers)
     return RLTrainer(parts, collector, algorithm(cast(AlgorithmConfig, config.algorithm)))
 
 
 class RLTrainer(ActionTrainer):
-    """Trainer of a policy on its own rollouts, by a policy-gradient algorithm."""
+    """Trains a policy on its own rollouts with a policy-gradient algorithm."""
 
-    # Asynchronous rollouts with cluster.max_staleness = s (here 2): rollout k is submitted before the update of iteration k - s, with
-    # the weights of that time, and runs during s updates. Each rollout is trained on once, with weights at most s iterations old.
+    # Asynchronous rollouts with cluster.max_staleness = s (here 2): rollout k is submitted before the update of iteration k - s, uses
+    # the weights at that time, and runs during s updates. Each rollout is trained on once; its weights are at most s iterations old.
     #
     #   iteration     0                1           2           3
     #   submit        R0 R1 R2 (w0)    R3 (w1)     R4 (w2)     R5 (w3)     _submit_until(step + s)
     #   train on      R0 (w0)          R1 (w0)     R2 (w0)     R3 (w1)     _collect(step), then the updates
     #   weights       w0 -> w1         w1 -> w2    w2 -> w3    w3 -> w4
     #
-    # `_pending` has the submitted rollouts with their weights, which a checkpoint saves, so that a resumed run submits the same ones
-    # again (`_resubmit`). With s = 0, a rollout is submitted and collected in the same iteration.
+    # `_pending` contains the submitted rollouts with their weights. They are saved in checkpoints, so that a resumed run can submit the
+    # same rollouts again (`_resubmit`). With s = 0, a rollout is submitted and collected in the same iteration.
 
     collector: Collector
 
@@ -86,26 +86,26 @@ class RLTrainer(ActionTrainer):
         self.return_moments = RunningMoments(1) if algorithm.config.scale_rewards else None
         self.reference: Reference | None = None
         self._pending: dict[int, _PendingRollout] = {}
-        self._updated = False  # the policy has changed since the last submission
+        self._updated = False  # whether the policy has changed since the last submission
 
     def begin(self) -> None:
-        """Start RL with a new optimiser, or resume it, after an evaluation of the initial policy."""
+        """Evaluate the initial policy, then start RL with a new optimiser, or resume it."""
         loop, state, trainer = self.loop, self.loop.state, self.parts.config.trainer
         if state.phase != "rl":
             state.phase = "rl"
             self.worker.start_phase(rl_trainer_config(trainer, state.rollbacks))
-        self._resubmit()  # before the first checkpoint, which saves the pending rollouts
+        self._resubmit()  # must precede the first checkpoint, which saves the pending rollouts
         if self.return_moments is not None:
             loop.restore(self._reward_scale())
         if trainer.on_collapse == "rollback" and state.checkpoint_name == state.start:
-            state.start_saved = True  # as the target of a rollback if no later checkpoint is better
+            state.start_saved = True  # the run is rolled back to this checkpoint if no later one is better
             loop.save()
         super().begin()
         self.sync.push(state.policy_version)
         self.reference = self._make_reference()
 
     def _make_reference(self) -> Reference | None:
-        """Store the initial weights of RL for the KL penalty, in memory and for resumed runs on disk (a collective call)."""
+        """Store RL's initial weights for the KL penalty, in memory and, for resumed runs, on disk (a collective call)."""
         loop = self.loop
         if not self.algorithm.needs_reference:
             return None
@@ -115,7 +115,7 @@ class RLTrainer(ActionTrainer):
             path = run_folder / REFERENCE_FILE
             if not path.is_file():
                 raise CheckpointError(
-                    f"{path} is missing; it has the reference weights of the KL penalty. Copy it from the run's folder, or set "
+                    f"{path} is missing; it contains the reference weights for the KL penalty. Copy it from the run's folder, or set "
                     "algorithm.kl_coef=0"
                 )
             reference.load(open_tensors([path]))
@@ -128,7 +128,7 @@ class RLTrainer(ActionTrainer):
         return reference
 
     def iteration(self, step: int) -> dict[str, float]:
-        """Run one iteration of reinforcement learning; return its metrics."""
+        """Run one iteration of reinforcement learning and return its metrics."""
         config, state, algorithm = self.parts.config, self.loop.state, self.algorithm
         clock, env_steps_before = Clock(), state.env_steps
         self.worker.train_step.decay = self.decayed(step)
@@ -171,10 +171,10 @@ class RLTrainer(ActionTrainer):
         return metrics | clock.metrics()
 
     def _submit_until(self, last: int, step: int) -> None:
-        """Submit, in iteration ``step``, the missing rollouts up to ``last`` with the current weights."""
+        """Submit all rollouts up to ``last`` that are still missing in iteration ``step``, with the current weights."""
         last = min(last, self.num_steps - 1)
         for number in range(max(self._pending, default=step - 1) + 1, last + 1):
-            # A rollout of this iteration is collected before the next update, so its weights need no copy.
+            # A rollout for this iteration is collected before the next update, so its weights need not be copied.
             weights = None if number == step else Reference(self.worker.model)
             ahead = RolloutAhead(number, self.loop.state.policy_version, step, self._updated)
             self.sync.push(ahead.policy_version)
@@ -182,15 +182,15 @@ class RLTrainer(ActionTrainer):
             self._updated = False
 
     def _submit(self, ahead: RolloutAhead, attempt: int = 0, env_groups: Sequence[int] | None = None) -> Any:
-        """Submit a rollout, or some env groups of it again, with the weights that were pushed last."""
+        """Submit a rollout, or resubmit some of its env groups, with the most recently pushed weights."""
         policy, needs_values = self.sync.rollout_policy, self.algorithm.needs_values
         return self.collector.submit(policy, ahead.step, ahead.policy_version, needs_values, attempt, env_groups)
 
     def _resubmit(self) -> None:
-        """Submit the pending rollouts of the resumed checkpoint again, with their weights."""
+        """Submit the resumed checkpoint's pending rollouts again, with their original weights."""
         resumed_from, staleness = self.loop.resumed_from, self.parts.config.cluster.max_staleness
         pending = [RolloutAhead(**fields) for fields in self.loop.state.rollouts_ahead]
-        # Resumed with a smaller max_staleness: they are submitted with the current weights instead.
+        # If max_staleness was reduced when resuming, they are submitted with the current weights instead.
         if resumed_from is None or any(ahead.lag > staleness for ahead in pending):
             return
         for ahead in pending:
@@ -201,7 +201,7 @@ class RLTrainer(ActionTrainer):
                 self._pending[ahead.step] = _PendingRollout(ahead, weights, self._submit(ahead), time.monotonic())
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Record the pending rollouts in the loop's state; return their weights, and the scale of rewards."""
+        """Record the pending rollouts in the loop's state; return their weights and the statistics for reward scaling."""
         self.loop.state.rollouts_ahead = [asdict(pending.ahead) for pending in self._pending.values()]
         return self._reward_scale() | {
             f"{pending.ahead.name}.{name}": part
@@ -211,14 +211,14 @@ class RLTrainer(ActionTrainer):
         }
 
     def _reward_scale(self) -> dict[str, Tensor]:
-        """Return the statistics of returns that scale rewards, with their names in a checkpoint."""
+        """Return the return statistics used for reward scaling, by their names in a checkpoint."""
         moments = {} if self.return_moments is None else self.return_moments.state_dict()
         return {f"return_moments.{name}": tensor for name, tensor in moments.items()}
 
     def _scale_rewards(self, batch: RolloutBatch) -> dict[str, float]:
-        """Divide the rewards of a rollout by the std of the running discounted return, with ``algorithm.scale_rewards`` (a collective call).
+        """If ``algorithm.scale_rewards`` is set, divide a rollout's rewards by the std of the running discounted return (collective call).
 
-        Engstrom et al. 2020, section 3, over all rollouts including this one. Returns start at 0 in each rollout.
+        As in Engstrom et al. 2020, section 3, the std is over all rollouts including this one. Returns start at 0 in each rollout.
         """
         if self.return_moments is None:
             return {}
@@ -229,9 +229,9 @@ class RLTrainer(ActionTrainer):
         return {"train/reward_scale": scale}
 
     def _count_states(self, batch: RolloutBatch, valid: Tensor, num_updates: int) -> None:
-        """Add the states of a rollout to the running statistics of the policy, if it has any (a collective call)."""
-        # After the updates: a rollout must be scored and trained on with the statistics that it used. Without an update the weights
-        # have the same version, so the statistics must not change either.
+        """Add a rollout's states to the policy's running statistics, if it has any (a collective call)."""
+        # Called after the updates, because a rollout must be scored and trained on with the statistics that it used. Without an update,
+        # the weight version does not change, so the statistics must not change either.
         moments = self.model.input_moments
         if moments is not None and num_updates:
             moments.update(torch.from_numpy(batch.observation.state).unflatten(0, valid.shape), valid)
@@ -239,12 +239,12 @@ class RLTrainer(ActionTrainer):
 
     @deadline("rollout")
     def _collect(self, step: int, attempt: int = 0, env_groups: Sequence[int] | None = None) -> RolloutBatch | None:
-        """Return the rollout of this rank's env groups, or of some of them again (None without any), and count its env steps."""
+        """Collect the rollout of this rank's env groups, or repeat some of them (None if empty), and count its env steps."""
         state, pending, batch = self.loop.state, self._pending[step], None
         handle, version = pending.handle, pending.ahead.policy_version
         if env_groups is not None:
             with nullcontext() if pending.weights is None else pending.weights.in_place():
-                if self.sync.version != version:  # equal on all ranks, so that all take part in the push
+                if self.sync.version != version:  # equal on all ranks, so all of them push
                     self.sync.push(version)
                 handle = self._submit(pending.ahead, attempt, env_groups) if env_groups else None
         if handle is not None:
@@ -259,7 +259,7 @@ class RLTrainer(ActionTrainer):
         return batch
 
     def _resample(self, batch: RolloutBatch, step: int) -> None:
-        """Roll out uninformative groups again, up to ``max_resamples`` times (dynamic sampling)."""
+        """Repeat the rollouts of uninformative groups up to ``max_resamples`` times (dynamic sampling)."""
         for attempt in range(1, 1 + self.algorithm.max_resamples):
             uninformative = self.algorithm.uninformative_envs(batch).tensor_split(len(self.collector.env_groups))
             env_groups = [
@@ -272,7 +272,7 @@ class RLTrainer(ActionTrainer):
             self._replace(batch, env_groups, step, attempt)
 
     def _replace(self, batch: RolloutBatch, env_groups: Sequence[int], step: int, attempt: int) -> None:
-        """Roll out some env groups again from different initial states, and replace those that are now informative."""
+        """Repeat the rollouts of some env groups from different initial states, and keep those that are now informative."""
         more = self._collect(step, attempt, env_groups)
         if more is None:
             return
@@ -281,8 +281,8 @@ class RLTrainer(ActionTrainer):
         replace_envs(batch, columns, more, ~self.algorithm.uninformative_envs(more))
 
     def _score(self, batch: RolloutBatch) -> None:
-        """Fill in the old log-probabilities and values, and with a KL penalty the reference log-probabilities."""
-        # The rollout's own numbers save a forward pass; `_check` compares them with a sample of the trainer's.
+        """Fill in the old log-probabilities and values and, with a KL penalty, the reference log-probabilities."""
+        # Using the rollout's own values saves a forward pass; `_check` compares a sample of them with the trainer's.
         if self.algorithm.config.old_logprobs == "rollout":
             batch.old_logprobs, batch.values = self._rollout_numbers(batch)
         else:
@@ -292,11 +292,11 @@ class RLTrainer(ActionTrainer):
                 batch.ref_logprobs, _ = self.worker.evaluate(batch)
 
     def _rollout_numbers(self, batch: RolloutBatch) -> tuple[Tensor, Tensor]:
-        """Return the rollout's log-probabilities and values in the form of ``TrainWorker.evaluate``."""
+        """Return the rollout's log-probabilities and values in the same format as ``TrainWorker.evaluate``."""
         values = batch.rollout_values
         if values is None and self.algorithm.needs_values:
             raise ConfigError(
-                "algorithm.old_logprobs=rollout, but the rollout has no values; required: a policy that predicts them. "
+                "algorithm.old_logprobs=rollout, but the rollout contains no values; required: a policy that predicts them. "
                 "Set algorithm.old_logprobs=trainer"
             )
         values = torch.zeros(batch.loss_mask.shape) if values is None else values
@@ -304,7 +304,7 @@ class RLTrainer(ActionTrainer):
         return torch.where(valid.unsqueeze(-1), batch.rollout_logprobs, 0.0), torch.where(valid, values, 0.0)
 
     def _scored_sample(self, batch: RolloutBatch, step: int) -> RolloutBatch:
-        """Return a rollout with one policy call of each env, different ones at each step, scored by the trainer."""
+        """Return a rollout with one policy call per env, which changes from step to step, scored by the trainer."""
         env_groups = self.collector.env_groups
         first_env = env_groups.start * (batch.loss_mask.shape[1] // len(env_groups))
         sampled = one_call_of_each_env(batch, step + first_env)
@@ -312,7 +312,7 @@ class RLTrainer(ActionTrainer):
         return sampled
 
     def _check_sample(self, batch: RolloutBatch, step: int) -> dict[str, float]:
-        """Compare rollout and trainer in one policy call of each env; if they differ and the run continues, score the complete rollout."""
+        """Compare rollout and trainer on one policy call per env; if they differ and the run continues, score the complete rollout."""
         sampled = self._scored_sample(batch, step)
         metrics = self.gate.check(sampled, step)
         num_scored, num_valid = sum_counts(int(sampled.loss_mask.sum()), int(batch.loss_mask.sum()))
@@ -322,7 +322,7 @@ class RLTrainer(ActionTrainer):
         return metrics | {"rollout/scored_fraction": num_scored / max(1, num_valid)}
 
     def _check(self, batch: RolloutBatch, step: int) -> dict[str, float]:
-        """Compare rollout and trainer at the weights of the rollout, and return the gap and the staleness."""
+        """Compare rollout and trainer with the weights used in the rollout, and return the gap and the staleness."""
         pending, version = self._pending.pop(step), self.loop.state.policy_version
         rollout_version = pending.ahead.policy_version
         if pending.ahead.updated:
@@ -331,7 +331,7 @@ class RLTrainer(ActionTrainer):
             metrics = self._check_sample(batch, step)
         elif pending.weights is None or rollout_version == version:
             metrics = self.gate.check(batch, step)
-        else:  # a gap at newer weights would be the update, not an error: a sample is scored with the old ones
+        else:  # score a sample with the weights that generated it: with newer ones, the gap would reflect the update, not an error
             with pending.weights.in_place():
                 sampled = self._scored_sample(batch, step)
             metrics = self.gate.check(sampled, step) | importance_ratios(batch)
@@ -340,7 +340,7 @@ class RLTrainer(ActionTrainer):
 
 
 def one_call_of_each_env(batch: RolloutBatch, number: int) -> RolloutBatch:
-    """Return a time-major rollout whose ``loss_mask`` selects valid policy call ``(number + b) mod V`` of the ``V`` of each env ``b``."""
+    """Restrict the ``loss_mask`` of a time-major rollout to one of the ``V`` valid policy calls per env ``b``: ``(number + b) mod V``."""
     valid = batch.loss_mask
     count = valid.sum(0)
     wanted = (number + torch.arange(len(count))) % count.clamp_min(1)
@@ -348,7 +348,7 @@ def one_call_of_each_env(batch: RolloutBatch, number: int) -> RolloutBatch:
 
 
 def replace_envs(batch: RolloutBatch, envs: Tensor, more: RolloutBatch, wanted: Tensor) -> None:
-    """Replace the columns ``envs`` (int64 ``[K]``) of a time-major batch by those columns of ``more`` that are ``wanted`` (bool ``[K]``)."""
+    """Replace the columns ``envs`` (int64 ``[K]``) of a time-major batch by columns of ``more`` where ``wanted`` (bool ``[K]``) is true."""
     num_chunks, sources, targets = len(batch.loss_mask), torch.nonzero(wanted).flatten(), envs[wanted]
     for name, tensor in batch.tensors().items():
         tensor[:, targets] = more.tensors()[name][:, sources]
@@ -368,7 +368,7 @@ def replace_envs(batch: RolloutBatch, envs: Tensor, more: RolloutBatch, wanted: 
 
 
 def rollout_metrics(batch: RolloutBatch) -> dict[str, float]:
-    """Return success, return, length and clipped actions of the first episode of each env, over all ranks (``rollout/*``)."""
+    """Return success, return, length and clipped actions (``rollout/*``) for each env's first episode, across all ranks."""
     num_envs = batch.loss_mask.shape[1]
     rank_sums = torch.zeros(num_envs, 7, dtype=torch.float64)
     for env, episode in batch.episodes:
@@ -389,8 +389,8 @@ def rollout_metrics(batch: RolloutBatch) -> dict[str, float]:
 
 
 def check_equal_on_ranks(metrics: dict[str, float]) -> dict[str, float]:
-    """Return the metrics of an algorithm if they are equal on all ranks; else raise ConfigError on all ranks."""
-    # Else a mean over the envs of a rank could pass for the mean over all envs, and results would depend on the number of ranks.
+    """Return an algorithm's metrics if they are equal on all ranks; otherwise raise ConfigError on all ranks."""
+    # Otherwise, a mean over one rank's envs could be mistaken for the mean over all envs, and depend on the number of ranks.
     all_ranks = gather_objects({name: float(value) for name, value in metrics.items()})
     for name in sorted({name for rank_metrics in all_ranks for name in rank_metrics}):
         values = [
@@ -400,6 +400,6 @@ def check_equal_on_ranks(metrics: dict[str, float]) -> dict[str, float]:
         if other is not None:
             raise ConfigError(
                 f"{name} is {values[0]} on one rank, but {other} on a second one; required of compute_advantages: equal on all ranks. "
-                "It sees only the envs of its rank: use masked_mean or masked_normalize of rlinf.algorithms.statistics"
+                "It sees only its rank's envs: use masked_mean or masked_normalize from rlinf.algorithms.statistics"
             )
     return metrics

@@ -10,9 +10,9 @@ class RolloutAhead:
     """A pending asynchronous rollout.
 
     Attributes:
-        step: Iteration that trains on it.
-        issued_at: Iteration in which it was submitted, before the updates.
-        updated: The policy was updated between the previous submission and this one.
+        step: Iteration that trains on the rollout.
+        issued_at: Iteration in which the rollout was submitted, before the updates.
+        updated: Whether the policy was updated between the previous submission and this one.
     """
 
     step: int
@@ -22,7 +22,7 @@ class RolloutAhead:
 
     @property
     def lag(self) -> int:
-        """Iterations of training between its weights and those that are trained on it (staleness)."""
+        """Staleness: number of training iterations between the rollout's weights and the weights trained on it."""
         return self.step - self.issued_at
 
     @property
@@ -36,20 +36,20 @@ class LoopState:
     """Progress of a run; every checkpoint contains it.
 
     Attributes:
-        phase: Prefix of checkpoint names: ``sft``, then ``rl``; ``step`` in a recipe. Not ``Trainer.phase``, which is the phase in
-            ``metrics.jsonl``: ``sft`` or ``rl``, also in a recipe.
-        sft_step, step: Next optimiser step of behaviour cloning, next iteration of RL or step of a recipe.
-        num_tokens: Tokens that a recipe has trained on or scored, without padding, over all ranks.
-        train_wall_s: Seconds of training so far (demonstrations, behaviour cloning, RL; not evaluation).
-        evaluations: Tag to summary of each evaluation so far, with the name of the ``checkpoint`` of its policy.
+        phase: Prefix of checkpoint names: ``sft``, then ``rl``; ``step`` in a recipe. Differs from ``Trainer.phase``, the phase in
+            ``metrics.jsonl``, which is ``sft`` or ``rl`` even in a recipe.
+        sft_step, step: Next optimiser step of behaviour cloning, and next RL iteration or recipe step.
+        num_tokens: Number of tokens that a recipe has trained on or scored, without padding, across all ranks.
+        train_wall_s: Training time so far in seconds (demonstrations, behaviour cloning and RL, but not evaluation).
+        evaluations: Maps tags to summaries of the evaluations so far, including the name of the evaluated ``checkpoint``.
         scores: Score of each validation of a recipe, by the name of the following checkpoint; higher is better.
         dataset: Hash of the behaviour-cloning dataset (``StoredDemonstrations.digest``), or None.
-        labels: Bits of ``sft.advantage_top_fraction`` of its frames, in hexadecimal; None: without labels.
-        data: Settings that determine the rows of a recipe's step, and its model; a resumed run must have the same.
+        labels: Frame labels for ``sft.advantage_top_fraction``, as bits in hexadecimal; None without labels.
+        data: Settings that determine a recipe's model and the rows of each step; they must be the same in a resumed run.
         rows: State of a recipe's dataset.
-        rollbacks: Number of rollbacks to the best checkpoint; each halves the learning rates. A newly set rate resets it.
-        start_saved: The initial policy of RL without behaviour cloning is saved as ``rl_000000``.
-        start: Folder of the initial policy; None: random weights.
+        rollbacks: Number of rollbacks to the best checkpoint, each of which halves the learning rates; reset when a new rate is set.
+        start_saved: Whether the initial policy of RL without behaviour cloning is saved as ``rl_000000``.
+        start: Folder of the initial policy; None for random weights.
         rollouts_ahead: Fields of the pending ``RolloutAhead``.
     """
 
@@ -75,11 +75,11 @@ class LoopState:
 
     @property
     def done(self) -> int:
-        """Finished steps of the current phase."""
+        """Number of finished steps in the current phase."""
         return self.sft_step if self.phase == "sft" else self.step
 
     def advance(self) -> None:
-        """Count a step of the current phase."""
+        """Increment the step counter of the current phase."""
         if self.phase == "sft":
             self.sft_step += 1
         else:
@@ -87,20 +87,20 @@ class LoopState:
 
     @property
     def name(self) -> str:
-        """Name of a checkpoint of the current state."""
+        """Name for a checkpoint of the current state."""
         return f"step_{self.step}" if self.phase == "step" else f"{self.phase}_{self.done:06d}"
 
     @property
     def checkpoint_name(self) -> str | None:
-        """Name of the checkpoint of the current policy, once it is saved, or ``start``; None: never saved."""
+        """Name of the checkpoint that will contain the current policy, or ``start``; None if it is never saved."""
         if self.phase == "rl" and (self.step > 0 or self.start_saved):
             return self.name
         return f"sft_{self.sft_step:06d}" if self.sft_step > 0 else self.start
 
     def best_evaluation(self, names: Collection[str]) -> str | None:
-        """Return the tag of the newest evaluation with the highest success rate above 0, or return if the env reports no success.
+        """Return the tag of the newest evaluation with the highest success rate above 0, or highest return if the env reports no success.
 
-        Only evaluations with a checkpoint in ``names`` or of ``start`` count.
+        Only considers evaluations of ``start`` or of a checkpoint in ``names``.
         """
         saved = {*names, self.start} - {None}
         candidates = {

@@ -1,4 +1,4 @@
-"""SIGINT, SIGTERM, SIGUSR1 and SIGHUP: an orderly end of a run."""
+"""End a run gracefully on SIGINT, SIGTERM, SIGUSR1 and SIGHUP."""
 
 import os
 import signal
@@ -16,16 +16,16 @@ class StopRequested(Exception):
 
 
 class StopSignal:
-    """Handler of SIGINT, SIGTERM, SIGUSR1 (batch systems) and SIGHUP (closed terminal): end the run after the current step.
+    """Handles SIGINT, SIGTERM, SIGUSR1 (batch systems) and SIGHUP (closed terminal) by ending the run after the current step.
 
-    A second SIGINT ends it immediately.
+    A second SIGINT ends the run immediately.
 
     Args:
-        announce: Print a line on stderr.
-        saves: Training is saved before the end, as the line states.
+        announce: Whether to print a line to stderr.
+        saves: Whether training is saved before the run ends; mentioned in the line.
 
     Attributes:
-        number: Number of the signal; None: no signal so far.
+        number: Number of the signal received, or None.
     """
 
     def __init__(self, announce: bool, saves: bool = True) -> None:
@@ -37,7 +37,7 @@ class StopSignal:
     @contextmanager
     def handled(self) -> Iterator[None]:
         """Handle the signals inside the context."""
-        # A process that starts several ranks turns every signal into SIGTERM for them; otherwise Ctrl-C would reach each of them twice.
+        # A process that starts several ranks forwards every signal to them as SIGTERM; otherwise each rank would receive Ctrl-C twice.
         numbers = stop_signals() if started_here(world_size()) == 1 else [signal.SIGTERM]
         self._terminals = [number for number in (1, 2) if os.isatty(number)]
         previous = {number: signal.signal(number, self._handle) for number in numbers}
@@ -49,7 +49,7 @@ class StopSignal:
 
     @contextmanager
     def interrupting(self) -> Iterator[None]:
-        """Let a signal raise ``StopRequested`` inside the context, where no training state can be lost."""
+        """Make signals raise ``StopRequested`` inside the context; use only where no training state can be lost."""
         if self.number is not None:
             raise StopRequested("stopped by a signal")
         self._raises = True
@@ -75,8 +75,8 @@ class StopSignal:
         leave_lost_terminals(self._terminals)
         if self.announce:
             when = "now" if self._raises else "after this step"
-            with suppress(OSError):  # the reader of a pipe may have ended
-                # Not print: the handler may interrupt a write to the same buffered stream.
+            with suppress(OSError):  # the process reading a pipe may have exited
+                # Do not use print, because the handler may interrupt a write to the same buffered stream.
                 fate = "is saved first" if self.saves else "is not saved"
                 os.write(2, f"\nstopping {when}; training so far {fate}\n".encode())
         if self._raises:
@@ -85,13 +85,13 @@ class StopSignal:
 
 
 def stop_signals() -> list[signal.Signals]:
-    """Return the signals that end a run; without SIGHUP if it is ignored, as by `nohup`."""
+    """Return the signals that end a run, excluding SIGHUP if it is ignored, e.g. because of `nohup`."""
     ignored = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
     return [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, *([] if ignored else [signal.SIGHUP])]
 
 
 def leave_lost_terminals(numbers: Sequence[int]) -> None:
-    """Redirect output of a closed terminal to /dev/null, so that a write error does not end the run."""
+    """Redirect output from a closed terminal to /dev/null, so that a write error does not end the run."""
     for number in numbers:
         try:
             termios.tcgetattr(number)

@@ -32,10 +32,10 @@ VALUE_HEAD = "value_head"
 
 @dataclass
 class FailedBatch:
-    """A minibatch with a loss or gradient that is not finite, for the report.
+    """A minibatch whose loss or gradient is not finite, for the report.
 
     Attributes:
-        rank: First rank with rows, or else a loss, that are not finite; else 0.
+        rank: First rank whose rows, or otherwise whose loss, are not finite; 0 if there is none.
     """
 
     rank: int
@@ -49,7 +49,7 @@ class FailedBatch:
 
 
 class _Described(NamedTuple):
-    """Minibatch for the report of a failure; ``observe`` selects its images only then."""
+    """Minibatch for a failure report; its images are only selected when ``observe`` is called."""
 
     phase: str
     step: int
@@ -58,13 +58,13 @@ class _Described(NamedTuple):
 
 
 class TrainWorker:
-    """Trains a policy with float32 masters of 16-bit parameters (``MasterAdamW``), which also sum micro-batch gradients.
+    """Trains a policy with float32 masters of 16-bit parameters (``MasterAdamW``), which also accumulate micro-batch gradients.
 
     Args:
-        config: Optimiser settings; None: without an optimiser, because a different trainer updates the policy.
+        config: Optimiser settings. If None, no optimiser is created because a different trainer updates the policy.
         temperature: Temperature of the action distribution, as in the rollout.
-        precision: ``bf16-mixed`` runs under autocast.
-        parallel: Sharding of ``model``; None: replicated.
+        precision: With ``bf16-mixed``, the policy runs under autocast.
+        parallel: How ``model`` is sharded; None if it is replicated.
     """
 
     def __init__(
@@ -89,13 +89,13 @@ class TrainWorker:
             self.start_phase(config)
 
     def start_phase(self, config: TrainerConfig) -> None:
-        """Start behaviour cloning or RL with a new optimiser, which takes over the masters of the previous one."""
+        """Start behaviour cloning or RL with a new optimiser that reuses the previous optimiser's masters."""
         self.config = config
         former = None if self.train_step is None else self.optimizer
         named = [(name, p) for name, p in self.model.named_parameters() if p.requires_grad]
         policy = [p for name, p in named if VALUE_HEAD not in name]
         value = [p for name, p in named if VALUE_HEAD in name]
-        groups: dict[tuple[float, float], list[Tensor]] = {}  # few groups, because each needs its own kernel launches
+        groups: dict[tuple[float, float], list[Tensor]] = {}  # few, because each needs separate kernel launches
         for parameter in policy:
             decay = config.weight_decay if parameter.ndim >= 2 else 0.0
             groups.setdefault((config.learning_rate, decay), []).append(parameter)
@@ -111,7 +111,7 @@ class TrainWorker:
         self.named_masters = {name: optimizer.master_of(p) for name, p in named}
         self.policy_masters = [optimizer.master_of(p) for p in policy]
         self.value_masters = [optimizer.master_of(p) for p in value]
-        # Clipped separately: with a common norm, a large value error would shrink the step of the policy.
+        # Clip separately: with a common norm, a large value error would shrink the policy's step.
         parts = (self.policy_masters, self.value_masters)
         self.train_step = TrainStep(
             optimizer,
@@ -121,34 +121,34 @@ class TrainWorker:
             clips_together=config.clip_together,
             parallel=self.parallel,
         )
-        self._has_learnt = False  # a gradient has reached the policy
+        self._has_learnt = False  # whether a gradient has reached the policy
 
     def end_phase(self) -> None:
-        """Free the optimiser with its masters, moments and gradients; a different trainer continues with the policy."""
+        """Free the optimiser with its masters, moments and gradients, before a different trainer takes over the policy."""
         if self.train_step is not None:
             self.optimizer.zero_grad()
         self.train_step, self.named_masters, self.policy_masters, self.value_masters = None, {}, [], []
 
     @property
     def optimizer(self) -> MasterAdamW | None:
-        """Optimiser of the current phase; None: a different trainer updates the policy."""
+        """Optimiser of the current phase; None if a different trainer updates the policy."""
         return None if self.train_step is None else self.train_step.optimizer
 
     def autocast(self) -> AbstractContextManager:
-        """Return the autocast context of the policy, for rollouts and training."""
+        """Return the policy's autocast context for rollouts and training."""
         return autocast(self.model, self.precision)
 
     @record_function("score")
     @torch.no_grad()
     def evaluate(self, batch: RolloutBatch) -> tuple[Tensor, Tensor]:
-        """Return log-probabilities ``[T, B, A]`` and values ``[T, B]``, float32, of the valid rows of a rollout (a collective call)."""
+        """Return log-probabilities ``[T, B, A]`` and values ``[T, B]``, float32, of a rollout's valid rows (a collective call)."""
         model = self.model.eval()
         tokens, size = batch.action_tokens.flatten(0, 1), self.val_micro_batch_size
         valid = torch.nonzero(batch.loss_mask.flatten()).flatten()
         logprobs, values = torch.zeros(batch.rollout_logprobs.flatten(0, 1).shape), torch.zeros(len(tokens))
         scores: list[tuple[Tensor, Tensor]] = []
         with self.autocast():
-            # A sharded model is gathered in every call, so all ranks need equally many calls: a rank with fewer rows repeats one.
+            # A sharded model is gathered in every call, so all ranks must make equally many calls: a rank with fewer rows repeats one.
             for start in range(0, int(maximum(len(valid))[0]), size):
                 rows = valid[start : start + size]
                 rows = rows if len(rows) else torch.zeros(1, dtype=torch.int64)
@@ -162,22 +162,22 @@ class TrainWorker:
                 if start < len(valid):
                     scores.append((scored.logprobs, scored.values))
                 heartbeat()
-        if scores:  # a single copy to the CPU, so that the GPU does not wait between micro-batches
+        if scores:  # copy to the CPU only once, so that the GPU does not wait between micro-batches
             logprobs[valid], values[valid] = (torch.cat(parts).cpu() for parts in zip(*scores, strict=True))
         shape = batch.loss_mask.shape
         return logprobs.unflatten(0, shape), values.unflatten(0, shape)
 
     @record_function("update")
     def update(self, batch: RolloutBatch, minibatch: Minibatch, algorithm: Algorithm, step: int) -> dict[str, float]:
-        """Take an optimiser step on this rank's rows of a minibatch; return metrics, equal on all ranks (a collective call).
+        """Take an optimiser step on this rank's rows of a minibatch; return metrics that are equal on all ranks (a collective call).
 
-        Raise NonFiniteError, before anything changes, if loss or gradient is not finite. ``batch`` is the flattened rollout of this rank.
+        If loss or gradient is not finite, raise NonFiniteError before any state changes. ``batch`` is this rank's flattened rollout.
         """
         if not self.model.training:  # train() visits every module, which is slow for a large model
             self.model.train()
         rows = minibatch.rows
-        # Without images, which are only copied per micro-batch. The counts are those of the complete minibatch, so that neither the
-        # micro-batch size nor the number of ranks changes the gradient.
+        # Images are omitted here and copied per micro-batch. Counts refer to the complete minibatch, so that neither the micro-batch
+        # size nor the number of ranks changes the gradient.
         rank_batch = algorithm.of_minibatch(batch.select(rows, observation=False))
         counts = LossCounts.of(rank_batch, algorithm.config).over_ranks()
 
@@ -185,7 +185,7 @@ class TrainWorker:
 
         def loss_of(start: int) -> tuple[Tensor, Mapping[str, Tensor]]:
             part = rows[start : start + self.micro_batch_size]
-            # Other ranks may have more rows, and every pass of a sharded model is a collective call: this rank repeats a masked row.
+            # Every pass of a sharded model is a collective call, so if other ranks have more rows, this rank repeats a masked row.
             is_empty = len(part) == 0
             part = torch.zeros(1, dtype=torch.int64) if is_empty else part
             seen = batch.observation.select(part.numpy())
@@ -206,8 +206,8 @@ class TrainWorker:
             return output.loss, output.metrics
 
         frozen = algorithm.policy_is_frozen(step)
-        # Critic warm-up: AdamW skips parameters without a gradient. With gradients of 0 it would still decay the weights and move
-        # them by earlier momentum.
+        # During critic warm-up, drop the policy's gradients: AdamW skips parameters without a gradient, but with zero gradients it would
+        # still decay the weights and apply earlier momentum.
         dropped = self.policy_masters if frozen else ()
         totals = self.train_step.accumulate(range(0, minibatch.max_rows, self.micro_batch_size), loss_of, dropped)
         described = _Described("rl", step, lambda: batch.observation.select(rows.numpy()), rank_batch.tensors())
@@ -220,16 +220,16 @@ class TrainWorker:
         """Take a behaviour-cloning step on this rank's rows of a minibatch.
 
         Args:
-            observation: The ``K`` rows of ``rank_rows(num_rows)``.
-            actions: ``[K, sft_chunk_len, D]`` in env units.
-            num_rows: Rows of the minibatch over all ranks.
-            step: For the report of a failure.
-            seed: Seed of the random numbers of the loss.
+            observation: Observations of the ``K`` rows in ``rank_rows(num_rows)``.
+            actions: Actions ``[K, sft_chunk_len, D]`` in env units.
+            num_rows: Minibatch size across all ranks.
+            step: Current step, for failure reports.
+            seed: Seed for the random numbers used in the loss.
         """
         self.model.train()
         uniforms = None
         if self.model.num_sft_uniforms:
-            # Drawn for all rows, so that neither the micro-batch size nor the number of ranks changes the numbers of a row.
+            # Draw random numbers for all rows, so that a row's numbers depend neither on the micro-batch size nor on the number of ranks.
             shape = (num_rows, self.model.num_sft_uniforms)
             uniforms = torch.rand(shape, generator=torch.Generator().manual_seed(seed))
             uniforms.clamp_min_(torch.finfo(torch.float32).tiny)  # the open interval (0, 1)
@@ -250,7 +250,7 @@ class TrainWorker:
         return self._take_step(totals, _Described("sft", step, lambda: observation, {"actions": actions}))
 
     def _take_step(self, totals: Totals, minibatch: _Described, frozen: bool = False) -> dict[str, float]:
-        """Check the gradient and take the optimiser step; return the metrics over all ranks."""
+        """Check the gradient and take the optimiser step; return metrics aggregated over all ranks."""
         rank_loss, metrics = totals["loss"], totals.over_ranks()
         if not frozen and not self._has_learnt and math.isfinite(metrics["loss"]):
             self._check_gradient(minibatch)
@@ -262,7 +262,7 @@ class TrainWorker:
         return metrics | {"learning_rate": self.optimizer.param_groups[0]["lr"]}
 
     def _check_gradient(self, minibatch: _Described) -> None:
-        """Raise ConfigError for a gradient of exactly 0 although the minibatch is informative."""
+        """Raise ConfigError if the gradient is exactly 0 although the minibatch is informative."""
         tensors = minibatch.tensors
         norm = self.train_step.part_norms[0]
         self._has_learnt = norm > 0
@@ -271,14 +271,14 @@ class TrainWorker:
         if norm == 0 and is_informative:
             raise ConfigError(
                 f"No gradient reaches the policy in the first update of {minibatch.phase}: the gradients of its "
-                f"{len(self.policy_masters)} trained tensors are all 0 or missing, so nothing is learned. The loss is detached from "
+                f"{len(self.policy_masters)} trained tensors are all 0 or missing, so it cannot learn. The loss is detached from "
                 "the policy, or its weights are frozen; `rlinf diagnose` shows which tensors have a gradient"
             )
 
     def _fail(self, loss: float, rank_loss: float, minibatch: _Described, cause: NonFiniteError) -> NoReturn:
         """Store the minibatch for the report, and raise NonFiniteError with a hint (a collective call).
 
-        ``rank_loss`` is this rank's part of ``loss``.
+        ``rank_loss`` is this rank's contribution to ``loss``.
         """
         phase, step, observe, tensors = minibatch
         norm = self.train_step.grad_norm
@@ -297,14 +297,14 @@ class TrainWorker:
         faults = gather_objects((not_finite, math.isfinite(rank_loss), bad))
         inputs = sorted({name for names, _, _ in faults for name in names})
         bad = [name for name in self.named_masters if any(name in names for _, _, names in faults)]
-        # Rows that are not finite are closer to the cause than a loss that is not.
+        # Prefer ranks with non-finite rows, because these are closer to the cause than a non-finite loss.
         worst = min(range(len(faults)), key=lambda r: (not faults[r][0], faults[r][1]))
         self.failed_batch = FailedBatch(worst, phase, step, loss, norm, bad, list(observation.instruction), tensors)
         hint = (
             f"Lower {phase if phase == 'sft' else 'trainer'}.learning_rate, or use model.precision=fp32."
             if not inputs
-            else f"The batch itself is not finite ({', '.join(inputs)}), which optimiser settings cannot fix: check the source of these "
-            "numbers (dataset, rewards, states, normalisation statistics)."
+            else f"The batch itself contains non-finite values ({', '.join(inputs)}), which optimiser settings cannot fix: check their "
+            "source (dataset, rewards, states, normalisation statistics)."
         )
         raise NonFiniteError(
             f"{phase} step {step}: loss {loss}, gradient norm {norm}; gradients of {len(bad)} parameters are not finite"
@@ -313,20 +313,20 @@ class TrainWorker:
 
 
 def rank_rows(num_rows: int) -> tuple[Tensor, Tensor]:
-    """Return this rank's rows of a minibatch, int64 ``[ceil(num_rows / ranks)]``, and bool of that shape: whether a row counts."""
-    # Padded with the last row, so that every rank takes part in equally many collective calls.
+    """Return this rank's rows of a minibatch, int64 ``[ceil(num_rows / ranks)]``, and a bool mask of that shape, false for padding."""
+    # Pad with the last row, so that every rank takes part in the same number of collective calls.
     padded = torch.arange(-(-num_rows // world_size()) * world_size())
     mine = padded[rank() :: world_size()]
     return mine.clamp_max(num_rows - 1), mine < num_rows
 
 
 def rl_trainer_config(trainer: TrainerConfig, rollbacks: int) -> TrainerConfig:
-    """Return the optimiser settings of RL; each rollback halves both learning rates."""
+    """Return the optimiser settings for RL; each rollback halves both learning rates."""
     factor = 2**-rollbacks
     value_learning_rate = trainer.value_learning_rate * factor
     return replace(trainer, learning_rate=trainer.learning_rate * factor, value_learning_rate=value_learning_rate)
 
 
 def sft_trainer_config(trainer: TrainerConfig, sft: SFTConfig) -> TrainerConfig:
-    """Return the optimiser settings of behaviour cloning: the trainer's, with learning rate and warm-up of ``sft``."""
+    """Return the optimiser settings for behaviour cloning: the trainer's, but with the learning rate and warm-up from ``sft``."""
     return replace(trainer, learning_rate=sft.learning_rate, warmup_steps=sft.warmup_steps)

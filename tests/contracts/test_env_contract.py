@@ -192,16 +192,16 @@ def do_not_clip(base, self, actions):
 
 
 FAULTS = {
-    "['q01'] must have 2 numbers": ("action_statistics", lambda base, self: {"action": {}}),
+    "['q01'] must have 2 values": ("action_statistics", lambda base, self: {"action": {}}),
     "Not repeatable": ("_reset_env", count_resets),
     "depends on its env slot": ("_reset_envs", shift_by(lambda env, ids: ids[:, None])),
     "depends on num_envs": ("_reset_envs", shift_by(lambda env, ids: env.num_envs)),
     "depends on idle envs": ("_reset_envs", shift_by(lambda env, ids: len(ids))),
     "must be uint8": ("_observe", changed(images=lambda images: {name: each / 255 for name, each in images.items()})),
-    "cameras of the config": ("_observe", changed(images=lambda images: {})),
+    "the config's cameras": ("_observe", changed(images=lambda images: {})),
     "`state` is float64": ("_observe", changed(state=lambda state: state.astype(np.float64))),
-    "non-empty texts": ("_observe", changed(instruction=lambda sentences: [""] * len(sentences))),
-    "writes into an observation": ("_update_observation", reuse_arrays),
+    "non-empty strings": ("_observe", changed(instruction=lambda sentences: [""] * len(sentences))),
+    "modified a previously returned observation": ("_update_observation", reuse_arrays),
     "not disjoint": ("episode_specs", lambda base, self, split: base(self, "train")),
     "round robin": ("episode_specs", lambda base, self, split: sorted(base(self, split)[:100])),
     "is empty": ("episode_specs", lambda base, self, split: []),

@@ -61,7 +61,7 @@ def test_an_evaluation_counts_every_episode_once_while_workers_are_killed():
     found = evaluation.results
     env.close()
     assert killer.killed and env.num_restarts >= len(killer.killed) - 1  # the last kill may have come after the end
-    assert evaluation.warnings[0].startswith(f"{env.num_restarts} of the simulators' worker processes were lost")
+    assert evaluation.warnings[0].startswith(f"{env.num_restarts} simulator worker processes were lost")
     assert found == expected.results and not expected.warnings and sorted(r.spec for r in results) == sorted(specs)
     assert 0 < sum(result.success for result in found) < len(found)
 

@@ -417,7 +417,7 @@ def test_results_of_other_conditions_are_not_continued(quick, tmp_path, monkeypa
         stop_after(context, 3)
         evaluate(configured(quick, tmp_path / "out"))
     other = configured(quick, tmp_path / "out", evaluation={"greedy": False})
-    with pytest.raises(ConfigError, match=r"holds 3 results .* under other conditions \(greedy\).*output_dir="):
+    with pytest.raises(ConfigError, match=r"contains 3 results .* under different conditions \(greedy\).*output_dir="):
         evaluate(other)
     path = tmp_path / "out" / "result.partial.jsonl"
     path.write_text(path.read_text().replace('"success"', '"sucess"'))
@@ -453,7 +453,7 @@ def test_a_baseline_is_compared_with_episode_by_episode(quick, tmp_path, monkeyp
         (few, ConfigError, f"ended after .* of 9 episodes.*Set evaluation.num_episodes={short.episodes}"),
         (against | {"num_episodes": 5}, ConfigError, "9 episodes and the second 5, 5 of them in common"),
         (against | {"greedy": False}, ManifestMismatchError, r"greedy: saved true, present false\n.*=\[greedy\]"),
-        ({"compare": str(tmp_path / "no")}, CheckpointError, "holds no result.json"),
+        ({"compare": str(tmp_path / "no")}, CheckpointError, "contains no result.json"),
     ):
         with pytest.raises(error, match=words):
             evaluate(configured(quick, tmp_path / "c", evaluation=settings))

@@ -92,7 +92,7 @@ def test_a_run_begins_with_the_buffer_of_another_one_of_the_same_frozen_policy(t
     manifest["normalization"]["unnorm_key"] = "another"
     (changed / "manifest.json").write_text(json.dumps(manifest))
     other = build(config_of(tmp_path / "five", f"algorithm.replay_from={changed}")).rl
-    with pytest.raises(CheckpointError, match='under different conditions: normalization.unnorm_key: saved "another"'):
+    with pytest.raises(CheckpointError, match='from different conditions: normalization.unnorm_key: saved "another"'):
         other.make_parts(other.parts.worker.model)
     without = tmp_path / "clone"
     shutil.copytree(tmp_path / "one" / "checkpoints" / "rl_000002", without)

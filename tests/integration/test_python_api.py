@@ -371,7 +371,7 @@ def test_a_function_is_a_policy_and_an_object_with_reset_plays_one_episode_after
         env.reset(options={"episodes": [result.spec]})
         steps = (np.full((1, 2), 0.05 if step < 5 else -0.05, np.float32) for step in range(result.num_env_steps))
         assert result.episode_return == pytest.approx(sum(float(env.step(each)[1][0]) for each in steps), abs=1e-5)
-    with pytest.raises(ConfigError, match="env has num_envs=2; required: 1. Make env with num_envs=1"):
+    with pytest.raises(ConfigError, match="env has num_envs=2; required: 1. Create env with num_envs=1"):
         evaluate_policy(Counts(), rlinf.make_env("tabletop", 2, cameras=[]), [result.spec for result in found.results])
 
 

@@ -205,7 +205,7 @@ def spoil_rank_1(folder: Path) -> None:
 
 
 def test_the_batch_of_the_rank_that_holds_nan_is_kept(tmp_path):
-    with pytest.raises(NonFiniteError, match=r"The batch itself is not finite \(advantages\)") as caught:
+    with pytest.raises(NonFiniteError, match=r"The batch itself contains non-finite values \(advantages\)") as caught:
         on_two_ranks(spoil_rank_1, tmp_path)
     assert "Report of the batch" in str(caught.value)
     report = json.loads((tmp_path / "failed_batch" / "report.json").read_text())

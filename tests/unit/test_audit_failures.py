@@ -191,10 +191,10 @@ def test_what_is_kept_of_an_audit_is_read_as_it_was_and_refused_where_it_is_dama
         assert found.instruction == expected.instruction and np.array_equal(found.state, expected.state)
         assert np.array_equal(found.images["front/left"], expected.images["front/left"])
         assert [one.tolist() for one in found.actions] == [one.tolist() for one in expected.actions]
-    said = "2 conditions .* audit of one, this one is of two, .* weights.a: saved 1, present 2"
+    said = "2 conditions .* audit of one, but this audit is of two and differs: .*weights.a: saved 1, present 2"
     with pytest.raises(ConfigError, match=said):
         AuditCheckpoint(tmp_path, "two", {"weights": {"a": 2}})
-    with pytest.raises(CheckpointError, match="its episodes are not those of this audit"):
+    with pytest.raises(CheckpointError, match="its episodes differ from this audit's"):
         again.result("clean", specs[::-1])
     for name, read in (
         ("records.npz", lambda: again.records(specs)),
@@ -203,5 +203,5 @@ def test_what_is_kept_of_an_audit_is_read_as_it_was_and_refused_where_it_is_dama
     ):
         path = tmp_path / "audit.partial" / name
         path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
-        with pytest.raises(CheckpointError, match=f"{name} of an interrupted audit cannot be read .* output_dir="):
+        with pytest.raises(CheckpointError, match=f"{name}, saved by an interrupted audit, cannot.*output_dir="):
             read()

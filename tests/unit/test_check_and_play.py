@@ -209,12 +209,12 @@ def test_an_interrupted_audit_goes_on_where_it_stopped_and_with_the_same_policy_
     assert f"5 conditions are saved in parts; {hint}" in capsys.readouterr().err
     for changed, both in (
         (["evaluation.greedy=false"], "greedy: saved true, present false"),
-        (["model=mlp", "env=tabletop"], "rl_000001, this one is of model.model_type=mlp without a checkpoint"),
+        (["model=mlp", "env=tabletop"], "rl_000001, but this audit is of model.model_type=mlp without a checkpoint"),
     ):
         other = [*(words if len(changed) == 1 else words[1:]), *changed, "output_dir=parts"]
         assert main(["audit", *other]) == EXIT_USER_ERROR
         printed = capsys.readouterr().err
-        assert both in printed and "holds 5 conditions" in printed and "output_dir=<new folder>" in printed
+        assert both in printed and "contains 5 conditions" in printed and "output_dir=<new folder>" in printed
     monkeypatch.setattr(AuditCheckpoint, "add", counted)
     assert main(["audit", *words, "output_dir=parts"]) == 0
     found = [(here / name / "audit.json").read_text() for name in ("whole", "parts")]

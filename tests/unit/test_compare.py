@@ -211,7 +211,7 @@ def test_other_worlds_are_refused_and_can_be_allowed(tmp_path, changes, field):
 def test_folders_without_result_or_manifest_say_what_to_type(tmp_path):
     a = written(tmp_path / "a", result_of(A), manifest())
     written(tmp_path / "broken_off" / "eval" / "step_000010", result_of(B), None)
-    with pytest.raises(CheckpointError, match="holds no result.json.*eval/step_000010"):
+    with pytest.raises(CheckpointError, match="contains no result.json.*eval/step_000010"):
         compare_folders(a, tmp_path / "broken_off")
     bare = written(tmp_path / "run" / "eval" / "after_rl", result_of(B), None)
     with pytest.raises(CheckpointError, match=r"after_rl has no manifest.json.*allow_mismatch=\[conditions\]"):

@@ -153,7 +153,7 @@ def test_wilson_interval_is_symmetric_and_shrinks():
     wide = wilson_interval(3, 20)
     assert wide[1] - wide[0] > high - low
     assert wilson_interval(0, 0) == (0.0, 1.0)
-    with pytest.raises(ValueError, match="5 successes of 4"):
+    with pytest.raises(ValueError, match="5 successes in 4"):
         wilson_interval(5, 4)
 
 
@@ -370,7 +370,7 @@ def test_replays_that_end_otherwise_than_counted_are_warned_of(tmp_path, env, wa
 @pytest.mark.parametrize(("num_episodes", "warned"), [(1, True), (2, False), (5, False)])
 def test_tasks_without_an_episode_are_warned_of(num_episodes, warned):
     result = evaluate_policy(BinPolicy(), NumberLineEnv(2), specs_of(num_episodes))
-    expected = "1 of 2 tasks have no episode in the list of 1 (evaluation.num_episodes), so the total leaves them out"
+    expected = "1 of 2 tasks have no episode in the list of 1 (evaluation.num_episodes), so the total excludes them"
     assert result.warnings == [expected] * warned
 
 

@@ -250,7 +250,7 @@ def test_results_on_other_lists_are_refused_until_allowed(model, tmp_path, capsy
     assert main(["evaluate", "--compare", a, b, "evaluation.allow_mismatch=[questions]"]) == 0
     assert capsys.readouterr().out.count("0/3") == 2, "the common ones"
     page = (tmp_path / "b" / "report.html").read_text(encoding="utf-8")
-    assert "2 questions that are only in one of the two are left out. Accepted: questions.sha256" in page
+    assert "2 questions found in only one of the two are excluded. Accepted: questions.sha256" in page
     allowed = "evaluation.allow_mismatch=[questions.sha256]"
     assert main(["evaluate", "--compare", a, str(tmp_path / "c"), allowed]) == 0, "another order is the same list"
 

@@ -106,7 +106,7 @@ def test_recording_changes_nothing_of_the_evaluation_and_replaces_what_is_old(tm
         record_episodes(model, env, result, tmp_path / "episodes", 1, 48)
     assert kept(), "old recordings stay until the new ones are written"
     (tmp_path / "episodes" / "notes.js").write_text("mine")
-    with pytest.raises(CheckpointError, match="holds 'notes.js', which is not a recorded episode"):
+    with pytest.raises(CheckpointError, match="contains 'notes.js', which is not a recorded episode"):
         record_episodes(model, env, result, tmp_path / "episodes", 1, 48)
     (tmp_path / "episodes" / "notes.js").unlink()
     assert kept(), "files of others are not deleted"

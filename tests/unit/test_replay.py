@@ -149,12 +149,12 @@ def test_a_buffer_of_another_size_is_refused():
     with pytest.raises(CheckpointError, match="Set algorithm.replay_capacity=12 rollout.num_envs=2"):
         make(capacity=20).load_state_dict(buffer.state_dict())
     wide = ReplayBuffer(12, 2, feature_dim=4, num_candidates=1, output_dim=1, chunk_len=CHUNK, seed=0)
-    with pytest.raises(CheckpointError, match=r"'features' .* is \[1\] for each observation, but \[4\] here"):
+    with pytest.raises(CheckpointError, match=r"'features' has the shape \[1\] per observation .*, but \[4\] here"):
         wide.load_state_dict(buffer.state_dict())
 
 
 def test_what_cannot_be_drawn_from_is_refused():
     with pytest.raises(ConfigError, match="replay_capacity=3 for rollout.num_envs=2"):
         make(capacity=3)
-    with pytest.raises(ConfigError, match="no transition yet"):
+    with pytest.raises(ConfigError, match="no transitions yet"):
         make().sample(1, GAMMA)

@@ -67,7 +67,7 @@ def test_the_report_says_when_rates_were_reached(tmp_path):
     assert "50% 1,024 1,104 55.0% (55/100" in words and "80% 2,048 2,208 81.0% (81/100" in words
     assert "90% not within 2,048" in words
     assert "predicted by the critics" in words and "Critics against returns" in words
-    assert "A truncated episode counts with its return so far" in words
+    assert "For truncated episodes, only the return so far is known" in words
     assert "without any learning, solved" not in words
 
 

@@ -120,6 +120,6 @@ def test_a_decision_says_why_its_interval_may_include_zero():
     signs = (1,) * 6
     wide = SequentialPairs(0, 0, 6, 0, signs, 6)
     assert wide.p_value <= 0.05 and wide.interval[0] <= 0 <= wide.interval[1], "the case at hand"
-    assert wide.forecast().endswith("b is better; the size of the difference is open, so the wider interval includes 0")
+    assert wide.forecast().endswith("b is better; by how much is still open, so the wider interval includes 0")
     signs = (1,) * 30
     assert SequentialPairs(0, 0, 30, 0, signs, 30).forecast().endswith("b is better")

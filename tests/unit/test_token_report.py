@@ -139,7 +139,7 @@ def test_the_page_holds_the_curves_of_the_run_and_nothing_from_elsewhere(run):
     assert not page.open and not page.links
     assert page.headings == [
         "Reward", "Reward gsm8k", "Reward format", "Loss", "Learning rate", "Gradient norm", "Completion length", "KL",
-        "Throughput", "Time of a step",
+        "Throughput", "Time per step",
     ]  # fmt: skip
     assert "<title>sums/20261122120000 - rlinf</title>" in text and "method <b>grpo</b>" in text
     assert "torch <b>2.13.0</b>" in text and "checkpoints/step_100" in text

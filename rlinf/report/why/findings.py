@@ -1,4 +1,4 @@
-"""Data that the rules of `rlinf why` read, the outcome of a run by the best evidence, and the findings of the rules."""
+"""Input data for the rules of `rlinf why`, a run's outcome according to the best available evidence, and the rules' findings."""
 
 import json
 import math
@@ -15,11 +15,11 @@ from rlinf.report.run_data import RunData, read_run, setting_of
 from rlinf.report.why.outcome import UNKNOWN, Outcome, outcome_of_counts, outcome_of_intervals, outcome_of_values
 
 MIN_POINTS = 6
-"""Smallest number of values of a metric that rules evaluate."""
+"""Minimum number of values of a metric for rules to evaluate it."""
 
 
 class NotMeasured(Exception):
-    """The run lacks the data that a rule needs."""
+    """Raised if the run lacks data that a rule needs."""
 
 
 @dataclass(frozen=True)
@@ -27,9 +27,9 @@ class Finding:
     """Result of a rule that applies to a run.
 
     Attributes:
-        text: The measured value, and its threshold.
-        set: Overrides to type; "" if the evidence does not indicate a setting.
-        rule: Name of the rule, set by ``diagnose``.
+        text: The measured value and its threshold.
+        set: Overrides that should fix the problem; "" if the evidence does not indicate a setting.
+        rule: The rule's name, set by ``diagnose``.
     """
 
     text: str
@@ -44,7 +44,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class MetricSeries:
-    """At least ``MIN_POINTS`` values of a metric with their steps."""
+    """At least ``MIN_POINTS`` values of a metric, with their steps."""
 
     steps: list[int]
     values: list[float]
@@ -60,12 +60,12 @@ class MetricSeries:
 
     @property
     def middle(self) -> list[float]:
-        """The values between ``early`` and ``late``, or all values if there are none in between."""
+        """The values between ``early`` and ``late``, or all values if none are in between."""
         return self.values[self._window : -self._window] or self.values
 
     @property
     def late(self) -> list[float]:
-        """The last third of the values; rules use its median, because a single step is noisy."""
+        """The last third of the values; rules use its median because individual steps are noisy."""
         return self.values[-self._window :]
 
     @property
@@ -81,10 +81,10 @@ class MetricSeries:
 
 @dataclass
 class Record:
-    """Metrics and configuration of a run.
+    """A run's metrics and configuration.
 
     Attributes:
-        manifest: Manifest of the run, or else of its newest checkpoint.
+        manifest: Manifest of the run or, if missing, of its newest checkpoint.
         gain: Paired comparison of the evaluations before (a) and after (b), as in ``compare.json``; None without one.
     """
 
@@ -94,17 +94,17 @@ class Record:
     gain: dict[str, Any] | None = None
 
     def setting(self, key: str, default: Any = None) -> Any:
-        """Return a value of the configuration by its dotted key."""
+        """Return the configuration value with the given dotted key."""
         return setting_of(self.settings, key, default)
 
     @property
     def is_recipe(self) -> bool:
-        """Whether the run is a recipe of `rlinf launch`, which has different keys."""
+        """Whether the run was started with `rlinf launch`; recipes have different keys."""
         return self.setting("train.train_policy") is not None
 
     @property
     def return_name(self) -> str:
-        """Metric that rises with learning."""
+        """Name of the metric that rises with learning."""
         return "rollout/reward_mean" if self.is_recipe else "rollout/return_mean"
 
     @property
@@ -113,14 +113,14 @@ class Record:
         return self.is_recipe or "n_action_bins" in self.manifest.get("actions", {})
 
     def _is_warmup(self, line: dict[str, Any], name: str) -> bool:
-        """Return whether a metric is from a warm-up: updates of only the critic, or rollouts of random actions."""
+        """Return whether a metric is from a warm-up, i.e. critic-only updates or rollouts with random actions."""
         if name.startswith("train/"):
             return line["step"] < self.setting("algorithm.critic_warmup_steps", 0)
         env_steps = line.get("rollout/env_steps_total", math.inf)
         return name.startswith("rollout/") and env_steps <= self.setting("algorithm.learning_starts", 0)
 
     def lines_with(self, *names: str) -> list[dict[str, Any]]:
-        """Return the lines after a warm-up with values of all these metrics; raise NotMeasured if there are none."""
+        """Return the lines after any warm-up that contain all these metrics; raise NotMeasured if there are none."""
         lines = [
             line
             for line in self.lines
@@ -138,20 +138,20 @@ class Record:
         return MetricSeries([line["step"] for line in lines], [line[name] for line in lines])
 
     def total(self, name: str) -> float:
-        """Return the sum of a metric over all steps; 0 if it was not measured."""
+        """Return the sum of a metric over all steps, or 0 if it was not measured."""
         return sum(line.get(name) or 0 for line in self.lines)
 
     def evaluations(self, phase: str) -> list[tuple[int, Success]]:
-        """Return step and counts of the evaluations of a phase; raise NotMeasured if there are none."""
+        """Return the step and success counts of each evaluation in a phase; raise NotMeasured if there are none."""
         lines = [line for line in self.lines_with("eval/successes", "eval/episodes") if line["phase"] == phase]
         if not lines:
             raise NotMeasured
         return [(line["step"], Success(int(line["eval/successes"]), int(line["eval/episodes"]))) for line in lines]
 
     def validations(self) -> list[tuple[int, Success]]:
-        """Return step and counts of the validations of a recipe; raise NotMeasured if a mean reward is not in [0, full reward]."""
-        # A mean reward counts as that fraction of correct completions. Rewards in between have a smaller variance than binary ones, so
-        # the interval of these counts is wide enough.
+        """Return the step and counts of each of a recipe's validations; raise NotMeasured if a mean reward is not in [0, full reward]."""
+        # Treat the mean reward as the fraction of correct completions. Non-binary rewards have a smaller variance than binary rewards
+        # with the same mean, so the interval computed from these counts is wide enough.
         lines = self.lines_with("eval/reward_mean", "eval/num_completions")
         rates = [
             (line["step"], line["eval/reward_mean"] / self.full_reward, int(line["eval/num_completions"]))
@@ -162,7 +162,7 @@ class Record:
         return [(step, Success(round(rate * count), count)) for step, rate, count in rates]
 
     def rollout_ends(self, parts: int) -> list[tuple[int, Success]]:
-        """Return step and counts of the first and the last of ``parts`` equal parts of the rollouts; raise NotMeasured without success."""
+        """Split the rollouts into ``parts`` and return step and counts of the first and last; raise NotMeasured if no success is logged."""
         lines = self.lines_with("rollout/success_rate", "rollout/num_episodes") if self.has_success else []
         if len(lines) < MIN_POINTS:
             raise NotMeasured
@@ -177,7 +177,7 @@ class Record:
 
     @property
     def has_success(self) -> bool:
-        """Whether the env reports success; for gymnasium without ``success_return``, whether any was observed."""
+        """Whether the env reports success or, for gymnasium without ``success_return``, whether any success was observed."""
         is_given = (self.setting("env") or {}).get("success_return", 0) is not None
         return is_given or self.total("rollout/success_rate") + self.total("eval/successes") > 0
 
@@ -193,25 +193,25 @@ class Record:
 
     @property
     def is_preference(self) -> bool:
-        """Whether the run is DPO, whose loss is over pairs."""
+        """Whether the run uses DPO, which computes its loss over pairs."""
         return any("train/preference_accuracy" in line for line in self.lines)
 
     @property
     def full_reward(self) -> float:
-        """Reward of a correct completion: the sum of the weights of a recipe's rewards."""
+        """Reward for a correct completion: the sum of the recipe's reward weights."""
         given = self.setting("train.train_policy.reward_function", "one")
         return sum(given.values()) if isinstance(given, dict) else 1 if isinstance(given, str) else len(given)
 
     @property
     def measure(self) -> str:
-        """What training measures: ``return``, ``reward`` of a recipe, or ``loss`` of behaviour cloning and DPO."""
+        """The quantity measured in training: ``return``, ``reward`` for recipes, or ``loss`` for behaviour cloning and DPO."""
         if self.is_preference or not self.has_rl:
             return "loss"
         return "reward" if self.is_recipe else "return"
 
     @cached_property
     def outcome(self) -> Outcome:
-        """Outcome of the run by the best evidence: evaluations, else rollouts, else return, reward or loss of training."""
+        """Outcome of the run by the best evidence available: evaluations, rollouts, or the return, reward or loss in training."""
         last = max((line["step"] for line in self.lines), default=0)
         clones = not self.is_recipe and not self.has_rl
         key = "train.max_num_steps" if self.is_recipe else "sft.max_steps" if clones else "trainer.max_steps"
@@ -226,7 +226,7 @@ class Record:
             self._trained,
         ):
             if any(outcome.measure != "return" for outcome in known) and evidence in (self._returns, self._trained):
-                break  # if success was measured, neither return nor loss is the outcome
+                break  # if success was measured, do not use the return or loss as the outcome
             with suppress(NotMeasured):
                 known.append(evidence(more_steps))
         text = f"fewer than {MIN_POINTS} steps so far. To decide, set {more_steps}"
@@ -240,7 +240,7 @@ class Record:
         return outcome_of_counts(validations, "of the validations", "validation.dataset with more rows", "reward")
 
     def _compared(self, _: str) -> Outcome:
-        """Compare a recipe's model with the baseline of its evaluation."""
+        """Compare a recipe's model with the baseline in its evaluation."""
         total = (self.gain or {}).get("total") if self.is_recipe else None
         if self.gain is None or total is None:
             raise NotMeasured
@@ -290,15 +290,15 @@ class Record:
 
 
 Rule = Callable[[Record], "Finding | None"]
-"""Function that returns a finding, or None if the rule does not apply; may raise NotMeasured. Its docstring states the condition."""
+"""Returns a finding, or None if the rule does not apply; may raise NotMeasured. The function's docstring states the condition."""
 
 
 @dataclass
 class Diagnosis:
-    """Outcome of a run, and the results of the rules.
+    """A run's outcome and the results of the rules.
 
     Attributes:
-        findings: Findings of the rules that apply.
+        findings: Findings from the rules that apply.
         passed: Rules that were checked and do not apply.
     """
 
@@ -323,11 +323,11 @@ class Diagnosis:
 
 
 def read_record(folder: str | os.PathLike) -> Record:
-    """Read the folder of a run of `rlinf train`, `rlinf sft` or `rlinf launch`; raise CheckpointError if it is not one."""
+    """Read a run folder written by `rlinf train`, `rlinf sft` or `rlinf launch`; raise CheckpointError for any other folder."""
     return record_of(read_token_run(folder) if is_token_folder(folder) else read_run(folder))
 
 
 def record_of(run: RunData | TokenRun) -> Record:
-    """Return the record of a run."""
+    """Convert a run to a record."""
     gain = run.gain if isinstance(run, RunData) else run.comparison
     return Record(run.lines, run.settings, json.loads(run.manifest or "{}"), gain)

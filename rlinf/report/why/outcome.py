@@ -1,4 +1,4 @@
-"""Outcome of a run: the change of success, return, reward or loss from its start to its end, with an interval."""
+"""Outcome of a run: the change in success, return, reward or loss from start to end, with an interval."""
 
 import math
 from collections.abc import Sequence
@@ -10,23 +10,23 @@ from rlinf.evaluation.result import Success
 
 ROSE, FELL, DID_NOT_RISE, UNKNOWN = "rose", "fell", "did_not_rise", "inconclusive"
 MASTERED = 0.95
-"""Success rate, or fraction of the full reward, above which nothing is left to learn."""
+"""Success rate, or fraction of the full reward, above which the task is considered mastered."""
 MATTERS, SLIGHT = 0.1, 0.05
-"""Smallest relevant rise of success, and smallest fall that counts."""
-# At 95 %, one of 20 runs without a change would be reported as changed; 99 % is used instead.
+"""Smallest relevant increase in success, and smallest decrease that is reported."""
+# Use 99 % because at 95 %, one in 20 runs without a change would be reported as changed.
 CERTAIN = 2.5758 / 1.96
-"""Half-width of a 99 % interval relative to a 95 % interval's."""
+"""Ratio of the half-widths of a 99 % and a 95 % interval."""
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """Change of the measured quantity from the first to the last part of the run.
+    """Change in the measured quantity from the first to the last part of the run.
 
     Attributes:
-        verdict: ``rose``, ``fell``, ``did_not_rise`` or ``inconclusive``; of ``measure`` itself, also if that is a loss.
+        verdict: ``rose``, ``fell``, ``did_not_rise`` or ``inconclusive``; refers to ``measure`` itself, even if it is a loss.
         measure: ``success``, ``return``, ``reward`` or ``loss``.
-        is_good: It certainly improved, or nothing was left to improve.
-        is_mastered: Nothing was left to improve at the end.
+        is_good: Whether the measure certainly improved or could not improve any further.
+        is_mastered: Whether the measure could not improve any further at the end.
     """
 
     verdict: str
@@ -38,11 +38,11 @@ class Outcome:
 
     @property
     def is_bad(self) -> bool:
-        """Whether it certainly did not improve."""
+        """Whether the measure certainly did not improve."""
         return not self.is_good and self.verdict != UNKNOWN
 
     def made_worse(self, start: str | None) -> list[str]:
-        """Return a warning if training made the policy worse; ``start`` are its initial weights (None: random)."""
+        """Return a warning if training made the policy worse; ``start`` names the initial weights (None: random)."""
         if self.verdict != FELL or self.measure == "loss":
             return []
         initial = f"it started with {start or 'random weights'}"
@@ -64,12 +64,12 @@ def outcome_of_counts(
     measure: str = "success",
     interval: tuple[float, float] | None = None,
 ) -> Outcome:
-    """Compare the first with the last success of ``counts`` (step and counts).
+    """Compare the first and last success in ``counts`` (step and counts).
 
     Args:
-        place: Where success was counted, for the text.
+        place: Where success was counted; used in the text.
         fix: Override that would make the outcome conclusive.
-        interval: 95 % interval of the change over pairs of episodes; None: the two are independent (Newcombe 1998, method 10).
+        interval: 95 % interval of the paired change over episodes; None if the two are independent (Newcombe 1998, method 10).
     """
     (start, first), (end, last) = counts[0], counts[-1]
     low, high = interval or difference_interval((last.successes, first.successes), (last.episodes, first.episodes))
@@ -96,12 +96,12 @@ def outcome_of_counts(
 def outcome_of_intervals(
     means: Sequence[tuple[int, float, float, float]], fix: str, interval: tuple[float, float] | None = None
 ) -> Outcome:
-    """Compare the first with the last mean return of evaluations (step, mean and ends of its 95 % interval).
+    """Compare the first and last mean return of evaluations (step, mean and ends of its 95 % interval).
 
-    ``interval``: 95 % interval of the change over pairs of episodes; None: the two are independent.
+    ``interval`` is the 95 % interval of the paired change over episodes, or None if the two are independent.
     """
     (start, first, *ends), (end, last, *last_ends) = means[0], means[-1]
-    # Changes below 3 % of the first mean do not count; a rise by a fifth of it is relevant.
+    # Ignore changes below 3 % of the first mean; an increase by a fifth of it is relevant.
     half, change = math.hypot(ends[1] - ends[0], last_ends[1] - last_ends[0]) / 2, last - first
     low, high = interval or (change - half, change + half)
     matters = 0.2 * abs(first)
@@ -118,12 +118,12 @@ def outcome_of_intervals(
 def outcome_of_values(
     measure: str, steps: Sequence[int], values: Sequence[float], fix: str, full: float = math.inf
 ) -> Outcome:
-    """Compare the first with the last quarter of ``values``; ``full`` is the largest possible value."""
+    """Compare the first and last quarter of ``values``; ``full`` is the maximum possible value."""
     window = max(3, len(values) // 4)
     first, last = fmean(values[:window]), fmean(values[-window:])
     low, high, std = change_interval(values, window)
     change, is_mastered, sign = last - first, last >= MASTERED * full, -1 if measure == "loss" else 1
-    # Changes below 3 % or 1.5 std of an iteration do not count; those of 20 % or 3 std are relevant.
+    # Ignore changes below 3 % or 1.5 std of an iteration; changes of 20 % or 3 std are relevant.
     slight = max(0.03 * abs(first), 1.5 * std)
     matters = max(0.2 * abs(first), 3 * std, 0.05 * full if full < math.inf else 0)
     certain_low, certain_high = certainly(change, low, high)
@@ -142,23 +142,23 @@ def outcome_of_values(
 
 
 def certainly(change: float, low: float, high: float) -> tuple[float, float]:
-    """Return the ends of the 99 % interval of a change, given those of its 95 % interval."""
+    """Return the ends of the 99 % interval of a change, given the ends of its 95 % interval."""
     return change - CERTAIN * (change - low), change + CERTAIN * (high - change)
 
 
 def change_interval(values: Sequence[float], window: int) -> tuple[float, float, float]:
-    """Return the 95 % interval of the last minus the first mean of ``window`` values, and the std of a single early value.
+    """Return the 95 % interval of the change between the first and last mean of ``window`` values, and the std of a single early value.
 
-    The std is that of second differences ``a - 2b + c``, whose variance is ``6 s^2`` (von Neumann et al. 1941, Annals of Mathematical
-    Statistics 12:153, for first differences).
+    The std ``s`` is estimated from second differences ``a - 2b + c``, which have variance ``6 s^2`` (von Neumann et al. 1941, Annals of
+    Mathematical Statistics 12:153, for first differences).
     """
-    # Second differences remove the trend, so that learning does not count as noise. Each half of the run has its own noise.
+    # Second differences remove the trend, so that learning is not mistaken for noise. Estimate the noise of each half separately.
     half = len(values) // 2
     early, late = (
         math.sqrt(fmean((a - 2 * b + c) ** 2 / 6 for a, b, c in zip(part, part[1:], part[2:], strict=False)))
         for part in (values[:half], values[-half:])
     )
-    degrees = min(half - 2, len(STUDENT_T_95))  # those of one half, because the other half may have no noise
+    degrees = min(half - 2, len(STUDENT_T_95))  # of one half, because the second half may have no noise
     width = STUDENT_T_95[degrees - 1] * math.hypot(early, late) / math.sqrt(window)
     change = fmean(values[-window:]) - fmean(values[:window])
     return change - width, change + width, early

@@ -10,23 +10,23 @@ from rlinf.report.why.findings import Diagnosis, Finding, NotMeasured, Record, R
 from rlinf.report.why.outcome import FELL, MATTERS, ROSE, UNKNOWN, Outcome, outcome_of_counts, outcome_of_values
 
 STILL_KL = 1e-8
-"""KL in nat that is 0 up to the float32 rounding of ``ratio - 1 - log ratio``."""
+"""KL in nat below which it is 0 up to float32 rounding in ``ratio - 1 - log ratio``."""
 LARGEST_KL = 0.1
-"""KL of an iteration in nat above which the clipped loss does not describe the new policy; healthy runs stay below 0.05."""
+"""KL per iteration, in nat, above which the clipped loss is not valid for the new policy; healthy runs stay below 0.05."""
 LEAST_DISTANCE, LARGEST_RATE, LARGEST_DECAY = 1e-4, 0.02, 0.1
-"""Distance that a weight moves in the entire run, its largest AdamW step, and the largest fraction that decays per step.
+"""Minimum distance a weight must move over the run, and maximum AdamW step and fraction decayed per step.
 
-Weights are typically a few hundredths.
+Weights typically have a magnitude of a few hundredths.
 """
 
 
 def explain(folder: str | os.PathLike) -> Diagnosis:
-    """Return the outcome and the findings of the run in ``folder``; raise CheckpointError if it is not a run's folder."""
+    """Return the outcome and the findings for the run in ``folder``; raise CheckpointError if it is not a run folder."""
     return diagnose(read_record(folder))
 
 
 def diagnose(record: Record) -> Diagnosis:
-    """Return the outcome and the findings: those of ``ALWAYS``, and the first of ``CAUSES`` unless the outcome is good."""
+    """Return the outcome and the findings from ``ALWAYS`` and, unless the outcome is good, the first one from ``CAUSES``."""
     diagnosis = Diagnosis(record.outcome)
     for rule in (*ALWAYS, *(() if record.outcome.is_good else CAUSES)):
         try:
@@ -37,20 +37,20 @@ def diagnose(record: Record) -> Diagnosis:
             diagnosis.passed.append(rule.__name__)
             continue
         diagnosis.findings.append(replace(finding, rule=rule.__name__))
-        # Causes come before their consequences, so only the first one is reported.
+        # Causes precede their consequences, so only report the first one.
         if rule in CAUSES:
             break
     return diagnosis
 
 
 def overfitted(record: Record) -> Finding | None:
-    """The held-out loss of a recipe rises by 5 %, and by 5 % of its fall, while the training loss falls."""
+    """A recipe's held-out loss rises by 5 % and by 5 % of its earlier decrease, while the training loss falls."""
     held_out, loss = record.lines_with("eval/loss"), record.series("sft/loss")
     if len(held_out) < 4:
         raise NotMeasured
     values = [line["eval/loss"] for line in held_out]
     least = min(range(len(values)), key=values.__getitem__)
-    # By 5 %, and in both of the last two validations, so that the noise of a single one does not count.
+    # Require the rise in both of the last two validations, so that noise in a single one is ignored.
     rises = min(values[-2:]) - values[least]
     is_slight = rises < 0.05 * max(values[least], values[0] - values[least])
     if is_slight or least >= len(values) - 2 or median(loss.late) >= median(loss.early):
@@ -61,7 +61,7 @@ def overfitted(record: Record) -> Finding | None:
 
 
 def imitation_ceiling(record: Record) -> Finding | None:
-    """The BC policy is as good as its demonstrator, which succeeds in 90 % or less, and no RL follows."""
+    """The BC policy is as good as its demonstrator, whose success rate is at most 90 %, and the run has no RL phase."""
     lines = record.lines_with("sft/demonstrator_success_rate")
     step, bc_success = record.evaluations("sft")[-1]
     demonstrator = lines[-1]["sft/demonstrator_success_rate"]
@@ -74,7 +74,7 @@ def imitation_ceiling(record: Record) -> Finding | None:
 
 
 def constant_return(record: Record) -> Finding | None:
-    """Every iteration has the same return; of a recipe, every completion has the same reward."""
+    """Every iteration has the same return, or every completion of a recipe has the same reward."""
     returns = record.series(record.return_name)
     spread = max(returns.values) - min(returns.values)
     if record.is_recipe:
@@ -82,19 +82,19 @@ def constant_return(record: Record) -> Finding | None:
     if spread > 1e-5 * max(map(abs, returns.values)):
         return None
     if record.setting("init_from") and record.outcome.measure == "return" and returns.values[0] > 0:
-        raise NotMeasured  # a trained policy may already have the maximum return
+        raise NotMeasured  # a trained policy may already achieve the maximum return
     text = f"Every iteration has the return {returns.values[0]:.4g}, regardless of the actions: there is no learning signal"
     if record.is_recipe:
         if median(record.series("rollout/truncated_fraction").late) >= 0.3:
-            raise NotMeasured  # the rewards of truncated completions show nothing
+            raise NotMeasured  # rewards of truncated completions are not informative
         text = f"Every completion has the reward {returns.values[0]:g}: the reward function or column is wrong, or no completion is correct"
     return Finding(text, "", returns.all_steps)
 
 
 def zero_variance_groups(record: Record) -> Finding | None:
-    """From the start, all returns are equal in half of the groups, excluding groups in which all attempts succeed."""
+    """From the start, at least half of the groups have equal returns, not counting groups in which all attempts succeed."""
     fraction = record.series("rollout/zero_variance_group_fraction")
-    # Groups in which all attempts succeed have no signal either. They are at most as frequent as success.
+    # Groups in which all attempts succeed have no signal either. Their fraction is at most the success rate.
     has_counts = record.has_success and not record.is_recipe
     first, last = (success.success_rate for _, success in record.rollout_ends(3)) if has_counts else (0.0, 0.0)
     # Groups that became equal later are a consequence, not a cause.
@@ -106,13 +106,13 @@ def zero_variance_groups(record: Record) -> Finding | None:
 
 
 def steps_too_small(record: Record) -> Finding | None:
-    """AdamW moves no weight by more than 1e-4 in the entire run, or its epsilon exceeds the gradient norm."""
+    """AdamW moves no weight by more than 1e-4 over the entire run, or its epsilon exceeds the gradient norm."""
     name, (key, rate) = "sft" if record.trained_phase == "sft" else "train", rate_of(record)
     used, norms = record.series(f"{name}/learning_rate"), [line.get(f"{name}/grad_norm") for line in record.lines]
     eps = record.setting("trainer.adam_eps", 0.0)
     norm = max((value for value in norms if value is not None), default=math.inf)
     updates, mean = num_updates(record, used.steps)[0], fmean(used.values)
-    # The first moment over the root of the second is at most about 1, and less for gradients below epsilon.
+    # AdamW's ratio of the first moment to the root of the second is at most about 1, and smaller for gradients below epsilon.
     distance = mean * updates * (1.0 if math.isinf(norm) else norm / (norm + eps) if norm else 0.0)
     if distance >= LEAST_DISTANCE and eps <= norm:
         return None
@@ -126,24 +126,24 @@ def steps_too_small(record: Record) -> Finding | None:
 
 
 def policy_never_moves(record: Record) -> Finding | None:
-    """The KL of several updates is 0 up to rounding in every iteration, or the entire run is warm-up of the critic."""
+    """The KL over several updates is 0 up to rounding in every iteration, or the critic's warm-up lasts for the entire run."""
     warmup, planned = record.setting("algorithm.critic_warmup_steps", 0), record.setting("trainer.max_steps", 0)
     if 0 < planned <= warmup and record.has_rl:
         text = f"The first {warmup} iterations only train the critic, and the run has {planned}"
         return Finding(text, "algorithm.critic_warmup_steps=0", record.outcome.steps)
     kl = record.series("train/approx_kl")
     largest = max(map(abs, kl.values))
-    if largest > STILL_KL or num_updates(record, kl.steps)[1] <= 1:  # of a single update, the KL is measured before it
+    if largest > STILL_KL or num_updates(record, kl.steps)[1] <= 1:  # with one update, KL is measured first
         return None
     text = f"The KL of old to new policy is at most {largest:.1g} nat in every iteration, which is 0 up to rounding"
     return Finding(text, "", kl.all_steps)
 
 
 def kl_penalty_too_strong(record: Record) -> Finding | None:
-    """The KL to the reference stays below 0.05 nat, and the weight of its penalty allows no more."""
+    """The KL to the reference stays below 0.05 nat, and the KL penalty's weight prevents it from growing."""
     key = "train.train_policy.kl_beta" if record.is_recipe else "algorithm.kl_coef"
     weight, kl = record.setting(key, 0), record.series("train/kl_to_reference")
-    # Advantages of std 1 gain at most sqrt(2 KL) over the reference: above this KL, the penalty exceeds the gain.
+    # With advantages of std 1, a policy can gain at most sqrt(2 KL) over the reference. Above this KL, the penalty exceeds the gain.
     allowed = 1 / (2 * weight**2) if weight else math.inf
     if allowed > 0.05 or median(kl.late) > 0.05:
         return None
@@ -152,10 +152,10 @@ def kl_penalty_too_strong(record: Record) -> Finding | None:
 
 
 def steps_too_large(record: Record) -> Finding | None:
-    """The KL of an iteration is above 0.1 nat, or a step of AdamW moves a weight by 0.02 or decays it by a tenth."""
+    """The KL of an iteration exceeds 0.1 nat, or a single AdamW step can move a weight by 0.02 or decay it by a tenth."""
     (key, rate), moved, steps = rate_of(record), 0.0, record.outcome.steps
     decay = record.setting("trainer.weight_decay", 0.0) * rate
-    is_large = rate >= LARGEST_RATE or decay > LARGEST_DECAY  # from the configuration, so it needs no measured KL
+    is_large = rate >= LARGEST_RATE or decay > LARGEST_DECAY  # depends only on the configuration
     with suppress(NotMeasured) if is_large else nullcontext():
         if record.trained_phase == "rl" and any("train/approx_kl" in line for line in record.lines):
             kl = record.series("train/approx_kl")
@@ -170,19 +170,19 @@ def steps_too_large(record: Record) -> Finding | None:
     change = f"{key}={min(rate / 2, max(rate / 100, rate * math.sqrt(0.02 / max(moved, LARGEST_KL)), 1e-6), 2e-3):.1g}"
     if decay > LARGEST_DECAY:
         change = "trainer.weight_decay=0"
-        text = f"Weight decay removes {decay:.0%} of each weight per step, so nothing that is learned stays"
+        text = f"Weight decay removes {decay:.0%} of each weight per step, so whatever is learned is lost again"
     elif moved > LARGEST_KL and not record.has_tokens and record.series("train/entropy").values[0] < -1:
-        change = ""  # with a narrow action distribution, any change of the weights is a large KL
+        change = ""  # with a narrow action distribution, any weight change causes a large KL
     return Finding(text, change, steps)
 
 
 def entropy_collapse(record: Record) -> Finding | None:
-    """The entropy of Gaussian actions is below -2.5 nat or fell by 3, or tokens have almost none, and the return does not rise."""
+    """The entropy of Gaussian actions is below -2.5 nat or fell by 3 nat, or token entropy is almost 0, and the return does not rise."""
     entropy = record.series("train/entropy")
     before, after = median(entropy.early), median(entropy.late)
     if len(set(entropy.values)) == 1:
         raise NotMeasured  # the policy has a fixed std
-    # For Gaussian actions, -2.5 nat is a std of 1 % of the range, and a fall by 3 nat divides it by 20. For tokens, the entropy ends at 0.
+    # For Gaussian actions, -2.5 nat means a std of 1 % of the range, and a drop of 3 nat divides the std by 20. Token entropy ends at 0.
     tokens_gone = after < 0.01 or (after < 0.05 and after < before / 10)
     is_gone = tokens_gone if record.has_tokens else after < -2.5 or before - after > 3
     if not is_gone or return_change(record).verdict == ROSE:
@@ -203,7 +203,7 @@ def too_few_updates(record: Record) -> Finding | None:
 
 
 def q_overestimation(record: Record) -> Finding | None:
-    """The critics predict more than the observed returns, by half of the largest return."""
+    """The critics' predictions exceed the observed returns by half of the largest return."""
     predicted, returns = record.series("train/q_initial"), record.series("train/return_initial")
     late, observed = median(predicted.late), median(returns.late)
     # In healthy runs, critics are off by 10 or 20 % of the largest return.
@@ -214,13 +214,13 @@ def q_overestimation(record: Record) -> Finding | None:
 
 
 def stale_rollouts(record: Record) -> Finding | None:
-    """Importance ratios of asynchronous rollouts are off by 0.1 on average, or reach ten times `algorithm.tis_cap`."""
+    """The mean importance ratio of asynchronous rollouts is off by 0.1, or ratios reach ten times `algorithm.tis_cap`."""
     lag = record.series("rollout/staleness_iterations")
     largest, cap = record.series("rollout/importance_ratio_max"), record.setting("algorithm.tis_cap", math.inf)
     if not median(lag.late):
         raise NotMeasured
     mean = median(record.series("rollout/importance_ratio_mean").late)
-    # The expectation of the ratios is 1. If the mean is off by 0.1, few samples dominate the estimate.
+    # The ratios have an expected value of 1. If their mean is off by 0.1, a few samples dominate the estimate.
     if abs(mean - 1) <= 0.1 and median(largest.late) <= 10 * cap:
         return None
     old = f"Rollouts are {median(lag.late):.0f} iterations old"
@@ -229,7 +229,7 @@ def stale_rollouts(record: Record) -> Finding | None:
 
 
 def return_without_success(record: Record) -> Finding | None:
-    """The return of the rollouts certainly rises, more slowly in the last third, but the success of the same episodes does not."""
+    """The return of the rollouts certainly rises, though more slowly in the last third, but the success of the same episodes does not."""
     returns, change = record.series("rollout/return_mean"), return_change(record)
     lines = record.lines_with("rollout/return_mean", "rollout/success_rate")
     rates, values = ([line[name] for line in lines] for name in ("rollout/success_rate", "rollout/return_mean"))
@@ -244,7 +244,7 @@ def return_without_success(record: Record) -> Finding | None:
     if is_success and per_success > 0:
         return None
     early, middle, late = median(returns.early), median(returns.middle), median(returns.late)
-    # The return of a slow run rises before its first success.
+    # In a slow run, the return rises before the first success.
     is_slow = success.verdict != FELL and late - middle > (middle - early) / 2
     if change.verdict != ROSE or is_slow:
         return None
@@ -268,20 +268,20 @@ def return_falls(record: Record) -> Finding | None:
 
 
 def return_change(record: Record) -> Outcome:
-    """Return the change of the return of the rollouts, or of the reward of a recipe's completions."""
+    """Return how the return of the rollouts, or the reward of a recipe's completions, has changed."""
     returns = record.series(record.return_name)
     return outcome_of_values("return", returns.steps, returns.values, "")
 
 
 def rate_of(record: Record) -> tuple[str, float]:
-    """Return key and value of the learning rate of the last phase."""
+    """Return the key and value of the last phase's learning rate."""
     phase = record.trained_phase
     keys = ["train.optm_lr"] if record.is_recipe else ["sft.learning_rate"] if phase == "sft" else []
     # An off-policy actor has its own learning rate.
     for key in [*keys, "algorithm.learning_rate", "trainer.learning_rate"]:
         rate = record.setting(key)
         if isinstance(rate, float | int):
-            # A run that was rolled back uses a fraction of the configured rate.
+            # A run that was rolled back uses only a fraction of the configured rate.
             used = [line.get("train/learning_rate") for line in record.lines if line.get("phase") == phase]
             return key, next(filter(None, reversed(used)), rate) if key == "trainer.learning_rate" else rate
     return "trainer.learning_rate", 1e-4
@@ -304,9 +304,9 @@ def num_updates(record: Record, steps: list[int]) -> tuple[float, float]:
 
 
 ALWAYS: tuple[Rule, ...] = (overfitted, imitation_ceiling)
-"""Rules that are checked whatever the outcome is."""
+"""Rules that are checked regardless of the outcome."""
 CAUSES: tuple[Rule, ...] = (
     kl_penalty_too_strong, steps_too_large, constant_return, zero_variance_groups, steps_too_small, policy_never_moves, entropy_collapse, too_few_updates,
     q_overestimation, stale_rollouts, return_without_success, return_falls,
 )  # fmt: skip
-"""Rules that explain a bad outcome, in order: causes before their consequences."""
+"""Rules that explain a bad outcome, ordered so that causes precede their consequences."""

@@ -214,7 +214,7 @@ def test_actions_far_outside_the_bounds_of_the_env_are_refused(tmp_path: Path) -
             check({name: degrees[name] for name in names})
     check(degrees, 57.29578)
     one = {"min": [-1.0, -1.0, -1.4, -1.4], "max": [1.0, 1.0, 4.9, 2.6]}  # 2.6 are 5.2 half-widths of 0.5
-    with pytest.raises(ConfigError, match="action 3 of the policy was learnt from -1.4 to 2.6"):
+    with pytest.raises(ConfigError, match="action 3 of the policy ranged from -1.4 to 2.6"):
         check(one)
 
 

@@ -82,8 +82,7 @@ class OpenVLAConfig(PreTrainedConfig):
         action_bin_rule: ``midpoints`` (public) or ``grid``; see ``ActionTokenizer``.
         use_film: Modulate vision layers by the mean text embedding (OpenVLA-OFT's form of Perez et al. 2018).
         mlp_stem_dim: Hidden width of a two-layer patch embedding; None uses one linear layer.
-        patches_per_token: Number of neighbouring patches per image token. Square numbers form square blocks, all
-            remaining ones runs within a row.
+        patches_per_token: Number of neighbouring patches per image token: square blocks if possible, else runs in a row.
         num_images_in_input: Number of cameras that the model reads, in the observation's order.
         prompt_suffix_token_id: Token appended to prompts that do not end with it, or None.
         image_mean, image_std: Per-channel values for images in [0, 1] in a new processor; None uses the towers' own.

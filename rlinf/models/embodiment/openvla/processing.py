@@ -38,7 +38,7 @@ class PrismaticImageProcessor(BaseImageProcessor):
     Args:
         use_fused_vision_backbone: Whether there are two towers.
         image_resize_strategy: ``resize-naive`` (ignore the aspect ratio), ``resize-crop`` (resize the shorter side, crop
-            the centre) or ``letterbox`` (first pad to a square with the last tower's mean colour, then ``resize-crop``).
+            the centre) or ``letterbox`` (first pad to a centred square with the last tower's mean colour, then ``resize-crop``).
         input_sizes: ``[3, H, W]`` per tower.
         interpolations: Must be ``bicubic``.
         means, stds: Values per tower, used if ``tvf_normalize_params`` is absent.

@@ -43,9 +43,7 @@ class ModelConfig:
     action_token_len: int | None = option(2, "D: action dimensions (tokens); null: the env's.", minimum=1)
     action_chunks_len: int = option(1, "C: number of actions per policy call.", minimum=1)
     unnorm_key: str | None = option(None, "Key of the action statistics; null: the only key.")
-    prompt_suffix: str | None = option(
-        None, "Text appended to each instruction; null: none, or the label for good actions."
-    )
+    prompt_suffix: str | None = option(None, "Text appended to each instruction; null: none, or the good-action label.")
     micro_batch_size: int = option(128, "Rows per forward-backward pass on one rank.", minimum=1)
     val_micro_batch_size: int = option(256, "Rows per forward pass without gradients.", minimum=1)
     precision: str = option(

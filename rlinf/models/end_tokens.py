@@ -42,9 +42,7 @@ def settle_end_tokens(model: Any, processor: Any) -> None:
         model.generation_config.eos_token_id = model_ends + added
     if added and model_ends and rank() == 0:
         texts = (" and ".join(repr(tokenizer.decode([token])) for token in tokens) for tokens in (model_ends, added))
-        logger.warning(
-            "The model ends completions with %s, its tokenizer or template with %s; all of these are used", *texts
-        )
+        logger.warning("The model ends completions with %s, its tokenizer or template with %s; all are used", *texts)
     values = model.generation_config.to_diff_dict()
     ignored = {key: value for key, value in values.items() if not FOLLOWED.fullmatch(key)}
     if ignored and rank() == 0:

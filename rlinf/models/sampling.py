@@ -31,9 +31,7 @@ def token_logprobs(
 def check_finite(logits: Tensor) -> Tensor:
     """Return ``logits``; raise CheckpointError if any is NaN or infinite (argmax would then always return the same action)."""
     if not bool(torch.isfinite(logits).all()):
-        raise CheckpointError(
-            "The policy's logits are not finite: its weights are damaged, or an input is far too large"
-        )
+        raise CheckpointError("The policy's logits are not finite: its weights are damaged, or an input is too large")
     return logits
 
 

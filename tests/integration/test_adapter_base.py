@@ -68,7 +68,7 @@ def test_another_base_is_refused_with_both_digests(folders, adapters):
         "Python, a model": lambda: get_model(config.model),
     }
     for name, call in calls.items():
-        with pytest.raises(ManifestMismatchError, match="belong to other base weights than model.model_path=") as error:
+        with pytest.raises(ManifestMismatchError, match="weights that differ from model.model_path=") as error:
             call()
         for word in (weights_digest(str(folders / "base")), weights_digest(str(folders / "other"))):
             assert word in str(error.value), name

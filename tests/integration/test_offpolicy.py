@@ -201,7 +201,7 @@ def test_a_policy_without_random_numbers_has_no_noise_to_set(tmp_path, monkeypat
 
 
 def test_features_of_a_token_need_one_that_cloning_has_trained(tmp_path):
-    with pytest.raises(ConfigError, match="MLPFor.* has no hidden states of images and prompt.*Set model.features=hidden"):
+    with pytest.raises(ConfigError, match="MLPFor.* no hidden states of images and prompt.*Set model.features=hidden"):
         config_of(tmp_path, "model.features=token")
     token = ["model=openvla_tiny", "model.features=token", "env.cameras=null"]
     with pytest.raises(ConfigError, match="random weights has no trained readout token"):

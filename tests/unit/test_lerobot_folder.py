@@ -248,7 +248,7 @@ def test_weights_must_be_those_of_the_folder(tmp_path: Path) -> None:
     assert compare_weights(folder, whole) == compare_weights(folder, tied) == []
     for state, named in (
         ({**whole, "model.head": torch.ones(1)}, "lacks weights of the policy: model.head"),
-        ({"model.layer.weight": torch.ones(2, 2)}, "holds weights that the policy has not: model.layer.bias"),
+        ({"model.layer.weight": torch.ones(2, 2)}, "contains weights that the policy lacks: model.layer.bias"),
         ({**whole, "layer.bias": torch.ones(2)}, "was not loaded into layer.bias"),
         ({**whole, "layer.bias": torch.zeros(3)}, "was not loaded into layer.bias"),
     ):

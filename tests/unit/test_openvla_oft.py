@@ -419,7 +419,7 @@ def test_a_folder_of_another_model_is_refused_before_weights_are_read(base, aske
         ({"action_head": "diffusion"}, "action_head is 'diffusion'.*model.init_config.action_head=discrete"),
         ({"action_normalization": "q99"}, "action_normalization is 'q99'.*action_normalization=bounds_q99"),
         ({"action_decoding": "autoregressive"}, "action_decoding is 'autoregressive'.*action_decoding=parallel"),
-        ({"state_dim": 4}, "state_dim is 4, but no state is read because use_proprio is false.*model.init_config.use_proprio=true"),
+        ({"state_dim": 4}, "no state is read because use_proprio is false.*model.init_config.use_proprio=true"),
         ({"state_dim": 4, "use_proprio": True}, "state_dim is 4.*5 dimensions.*model.init_config.state_dim=5"),
         (
             {"use_proprio": True, "norm_stats": {"a": {"action": STATS["arm"]["action"]}}},

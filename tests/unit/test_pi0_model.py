@@ -306,7 +306,7 @@ def test_cameras_are_taken_by_name():
     [
         ({"cameras": ["top"]}, {}, r"cameras \['top'\].*\['front', 'wrist'\].*cameras=\[front,wrist\]"),
         ({}, {"state": None}, r"provides none\. Set env\.state=proprio"),
-        ({}, {"state": np.zeros((4, 31), np.float32)}, r"31 dimensions, but the policy supports 5.*Set env\.state=proprio"),
+        ({}, {"state": np.zeros((4, 31), np.float32)}, r"31 dimensions.* policy supports 5.*Set env\.state=proprio"),
         ({"norm_stats": {"arm": {"action": ACTION}}}, {}, r"'arm' only cover actions.*model\.unnorm_key="),
         ({}, {"state": np.zeros((4, 3), np.float32)}, r"'proprio' have 4 .*state has 3; .*Set env\.state=proprio"),
         ({"max_token_len": 3}, {}, r"max_token_len is 3\. Set model\.override_config\.max_token_len=\d+"),

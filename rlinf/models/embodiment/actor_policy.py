@@ -221,9 +221,7 @@ class ActorPolicy(ActionModel, nn.Module):
             config = from_mapping(ActorConfig, settings["actor"], "actor")
             base.feature_kind = settings["feature_kind"]
             if base.feature_kind == "token" and getattr(base, "readout_token", None) is None:
-                raise ValueError(
-                    "it was trained with model.features=token, but the policy was loaded with different features"
-                )
+                raise ValueError("it needs model.features=token, but the policy was loaded with different features")
             actor = make_actor(config, settings["feature_dim"], base, settings["noise_std"])
             count = settings["num_critics"]
             critics = Critics(config, actor.critic_input_dim, count) if count else None

@@ -312,9 +312,7 @@ class ActionModel(Module, metaclass=ABCMeta):
         """
         shape = (len(inputs[self.main_input_name]), num_candidates - 1, self.num_candidate_uniforms)
         if num_candidates < 1:
-            raise ValueError(
-                f"num_candidates is {num_candidates}; required: at least 1, because the greedy one is included."
-            )
+            raise ValueError(f"num_candidates is {num_candidates}; required: at least 1, for the greedy candidate.")
         if uniforms is None:
             uniforms = draw_uniforms(*shape)
         if uniforms.shape != shape:

@@ -96,9 +96,7 @@ class FolderPolicy(ActionModel):
         for name, head in cls._new_heads(config, arguments).items():
             head_keys = {key for key in weights if key.startswith(f"{name}.")}
             if head is None and head_keys:
-                logger.warning(
-                    "%s: the weights of %s are not used, because the model is configured without it", folder, name
-                )
+                logger.warning("%s: weights of %s ignored, because the model is configured without it", folder, name)
                 weights = {key: weight for key, weight in weights.items() if key not in head_keys}
             elif head is not None and not head_keys:
                 weights |= {f"{name}.{key}": tensor for key, tensor in head.state_dict().items()}
@@ -165,9 +163,7 @@ def open_safetensors(folder: str | Path) -> dict[str, FileTensor]:
         wanted = set(read_json(index).get("weight_map", {}).values())
         missing = sorted(wanted - {file.name for file in files})
         if missing:
-            raise CheckpointError(
-                f"'{folder}' is incomplete: {', '.join(missing)}, listed in its index, cannot be found."
-            )
+            raise CheckpointError(f"'{folder}' is incomplete: its index lists {', '.join(missing)}, which is missing.")
         files = [folder / name for name in sorted(wanted)]
     return open_tensors(files)
 

@@ -52,7 +52,7 @@ class MLPConfig(PlainConfig):
         self.norm_stats = self.norm_stats or {}
         if min(self.hidden_sizes) < 1:
             raise field_error(
-                f"hidden_sizes is {self.hidden_sizes}; required: at least one width", "hidden_sizes=[256,256]"
+                f"hidden_sizes is {self.hidden_sizes}; required: positive widths", "hidden_sizes=[256,256]"
             )
         if self.activation not in ACTIVATIONS:
             problem = f"activation is {self.activation!r}; required: {' or '.join(ACTIVATIONS)}"
@@ -84,9 +84,7 @@ class MLPForRLActionPrediction(PlainPolicy):
         """Reject an env whose state width differs from the policy's, and a policy without state input."""
         if cls.needs_state and config.state_dim < 1:
             if env.state_dim == 0:
-                raise ConfigError(
-                    f"The policy reads a state, but env.name={env.name} has none. Set {cls.without_state}"
-                )
+                raise ConfigError(f"The policy reads a state; env.name={env.name} has none. Set {cls.without_state}")
             raise ConfigError(
                 f"state_dim={config.state_dim}; required: at least 1, because the state is the policy's only input. "
                 f"Set model.init_config.state_dim={env.state_dim or 4}"

@@ -120,9 +120,7 @@ class RemotePolicy(ActionModel, nn.Module):
             self._num_uniforms, self._batch_key = int(info["num_uniforms"]), str(info["batch_key"])
             self.layout = layout_of(info["keys"], [str(name) for name in info["client_cameras"]])
         except (KeyError, TypeError, ValueError) as error:
-            problem = (
-                f"{self.config.url} sent incomplete information about its policy ({type(error).__name__}: {error})"
-            )
+            problem = f"{self.config.url} sent incomplete policy information ({type(error).__name__}: {error})"
             raise PolicyServerError(f"{problem}. Install the same version of rlinf on both sides") from error
 
     @property

@@ -136,9 +136,7 @@ class LerobotConfig(PlainConfig):
         shown = override_text(list(cameras))
         if len(set(chosen)) < len(chosen):
             twice = next(camera for camera in chosen if chosen.count(camera) > 1)
-            raise field_error(
-                f"cameras assigns '{twice}' to two images; required: a different camera for each image", "cameras=null"
-            )
+            raise field_error(f"cameras assigns '{twice}' to two images; required: one camera each", "cameras=null")
         missing = [name for name, camera in mapping.items() if camera not in cameras]
         pairs = ", ".join(f"{part}: <camera>" for part in short.values())
         if missing:

@@ -64,9 +64,7 @@ def read_typed(path: Path, wanted: Mapping[str, Any]) -> dict[str, Any]:
     for step in values["steps"] if wanted is PIPELINE else ():
         if "class" in step or step.get("registry_name") not in STEPS:
             problem = f"{path} has the step {step.get('class', step.get('registry_name'))!r:.80}"
-            raise CheckpointError(
-                f"{problem}; required: a known registry_name instead of a class, which lerobot would call"
-            )
+            raise CheckpointError(f"{problem}; required: a known registry_name, not a class, which lerobot would call")
     return values
 
 

@@ -128,11 +128,7 @@ def _weight_files(folder: Path) -> Iterator[Finding]:
     path = folder / WEIGHTS
     if not path.is_file():
         adapters = (folder / "adapter_config.json").is_file()
-        fix = (
-            "merge the adapters into their base with PEFT and save the result"
-            if adapters
-            else instead_of_weights(folder)
-        )
+        fix = "save the adapters merged into their base by PEFT" if adapters else instead_of_weights(folder)
         yield Finding(WEIGHTS, "is missing" + (", but the folder contains adapters" if adapters else ""), fix)
         return
     try:

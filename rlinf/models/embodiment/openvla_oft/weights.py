@@ -65,9 +65,7 @@ def absent_parts(folder: Path, config: OpenVLAOFTConfig, names: Iterable[str]) -
         )
     if absent:
         listed = ", ".join(absent)
-        logger.info(
-            "'%s' does not contain %s, which is newly initialised (model.override_config.new_parts).", folder, listed
-        )
+        logger.info("'%s' lacks %s, which is newly initialised (model.override_config.new_parts).", folder, listed)
     return absent
 
 

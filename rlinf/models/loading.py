@@ -47,7 +47,7 @@ def check_choice(name: str, value: Any, known: Sequence[str]) -> None:
 
 
 def read_json(path: str | Path) -> dict[str, Any]:
-    """Return the object in a checkpoint folder's JSON file; raise CheckpointError if there is none or the file is too large."""
+    """Return the object in a checkpoint folder's JSON file; raise CheckpointError if it has none or is too large."""
     try:
         if (size := Path(path).stat().st_size) > LARGEST_FILE:
             raise ValueError(f"{size} bytes; required: at most {LARGEST_FILE}")

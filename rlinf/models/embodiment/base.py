@@ -171,7 +171,7 @@ class ActionModel(Module, metaclass=ABCMeta):
     # -- properties ---------------------------------------------------------------------------------------------------
 
     def check_actions(self, low: np.ndarray, high: np.ndarray) -> None:
-        """Raise ConfigError if the policy's action units differ from those of the env's bounds, ``[D]`` each."""
+        """Raise ConfigError if the policy's action units differ from the units of the env's bounds, ``[D]`` each."""
 
     @property
     def action_range(self) -> Range | None:

@@ -51,9 +51,7 @@ class MLPConfig(PlainConfig):
         self.hidden_sizes = list(self.hidden_sizes or [256, 256])
         self.norm_stats = self.norm_stats or {}
         if min(self.hidden_sizes) < 1:
-            raise field_error(
-                f"hidden_sizes is {self.hidden_sizes}; required: positive widths", "hidden_sizes=[256,256]"
-            )
+            raise field_error(f"hidden_sizes is {self.hidden_sizes}; required: all positive", "hidden_sizes=[256,256]")
         if self.activation not in ACTIVATIONS:
             problem = f"activation is {self.activation!r}; required: {' or '.join(ACTIVATIONS)}"
             raise field_error(problem, "activation=tanh")

@@ -454,7 +454,7 @@ OpenVLAPolicy = OpenVLAForRLActionPrediction
 
 
 def _key_mask(attention_mask: Tensor | None) -> Tensor | None:
-    """Convert a mask to bool, or return None if there is no padding."""
+    """Convert a mask to bool, or return None without padding."""
     key_mask = None if attention_mask is None else attention_mask.bool()
     # Kernels are faster without a mask, but on a GPU this check would synchronise.
     if key_mask is not None and key_mask.device.type == "cpu" and bool(key_mask.all()):

@@ -30,7 +30,7 @@ class OpenVLAOFTForRLActionPrediction(OpenVLAForRLActionPrediction):
     The sequence is BOS, image tokens, state token, (padding,) prompt, ``A`` placeholders (zeros or learned) and ``</s>``, with
     bidirectional attention. Token ``i`` is read ``i`` positions after the last prompt token, where the value is read.
 
-    With ``action_head=l1``, the chunk is regressed from the same hidden states: there are no log-probabilities, and
+    With ``action_head=l1``, the chunk is regressed from the same hidden states, without log-probabilities, and
     ``sequences`` contains the normalised actions ``[B, A]``.
     """
 

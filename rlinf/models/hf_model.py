@@ -171,7 +171,7 @@ class HFModel(nn.Module):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> HFModel:
         """Convert or move weights; buffers outside the state dict change device but keep their dtype."""
-        # Rotary frequencies in 16 bits would give wrong positions.
+        # Rotary frequencies rounded to 16 bits would result in wrong positions.
         buffers_before = [(buffers, name, buffers[name]) for buffers, name in _unsaved_buffers(self).values()]
         super()._apply(fn, recurse)
         for buffers, name, buffer in buffers_before:
@@ -340,4 +340,4 @@ def _dequantization(config: PreTrainedConfig) -> dict[str, Any]:
 
 
 HFLLMModel = HFModel
-"""Former name of ``HFModel``, from when it wrapped language models only."""
+"""Former name of ``HFModel``, which used to wrap only language models."""

@@ -20,7 +20,7 @@ def how_read(model: nn.Module) -> str:
     if is_deferred(model):
         return "each rank reads its rows of the weights"
     because = getattr(model, READ_WHOLE, None) or "its weights are random, or its class reads its folder itself"
-    return f"each rank first holds the whole model: {because}"
+    return f"each rank first loads the complete model: {because}"
 
 
 def check_read(model: nn.Module, sources: Mapping[str, FileTensor]) -> None:

@@ -56,7 +56,7 @@ class LerobotPolicy(ActionModel, nn.Module):
         config.camera_of(env.cameras)
         for name, (_, height, width) in config.images.items():
             if config.policy_type not in RESIZING and (height, width) != (env.image_size, env.image_size):
-                fix = f"env.image_size={height}" if height == width else "an env with such images"
+                fix = f"env.image_size={height}" if height == width else "an env with images of this size"
                 problem = f"'{name}' has {height} x {width} pixels, but env.image_size is {env.image_size}"
                 raise ConfigError(f"The policy's image {problem}. Set {fix}")
         super().check_env(config, env)

@@ -66,11 +66,9 @@ class Range:
         low, high, half = (numbers[: len(beyond)] for numbers in (values.min(0), values.max(0), self.half))
         unused, warnings = (high > low) & (high - low < 2 * LEAST_USED * half), []
         for k in np.flatnonzero((beyond > MOST_BEYOND) | unused):
-            part = "use less than 1 % of" if unused[k] else f"lie to {beyond[k]:.1%} beyond"
-            warnings.append(
-                f"dimension {k} of the {name}: the rows ({low[k]:.4g} to {high[k]:.4g}) {part} the statistics in use, "
-                f"{self.describe(k)}. Set {fix}"
-            )
+            rows = f"rows ({low[k]:.4g} to {high[k]:.4g})"
+            part = f"the {rows} cover less than 1 % of" if unused[k] else f"{beyond[k]:.1%} of the {rows} are outside"
+            warnings.append(f"dimension {k} of the {name}: {part} the statistics in use, {self.describe(k)}. Set {fix}")
             if beyond[k] > ALL_BEYOND:
                 raise ConfigError(warnings[-1][:1].upper() + warnings[-1][1:])
         return float(beyond.max(initial=0.0)), warnings

@@ -36,7 +36,7 @@ class OpenVLAOFTForRLActionPrediction(OpenVLAForRLActionPrediction):
 
     config_class = OpenVLAOFTConfig
     without_state = "model.init_config.use_proprio=false model.init_config.state_dim=null"
-    # vLLM supports causal decoding only.
+    # vLLM only supports causal decoding.
     vllm_adapter: ClassVar[None] = None
     base_model_prefix = "openvla_oft"
     lora_target_modules: ClassVar[str] = (

@@ -207,7 +207,7 @@ class Pi0Network(CheckpointPolicy):
 
 
 def prefix_positions(mask: Tensor) -> Tensor:
-    """Return positions ``[B, P]`` that count present tokens only."""
+    """Return positions ``[B, P]``, counting only present tokens."""
     return (mask.cumsum(1) - 1).clamp_min(0)
 
 

@@ -54,8 +54,8 @@ class ModelEntry:
         load_processor: Function used instead of the two processor classes: ``(tokenizer_config, model_config, path | None)``.
         acts: Whether the model predicts actions; False for a language model.
         is_remote: Whether the policy runs on the server at ``model.url`` and so has no local weights.
-        check_folder: ``(folder, interpreter, overrides, new folder | None) -> (rows, faults)`` for ``rlinf check-policy``.
-        folder_settings: ``folder -> model section | None`` for a folder whose config.json has no ``model_type``.
+        check_folder: Implements ``rlinf check-policy``: ``(folder, interpreter, overrides, new folder | None) -> (rows, faults)``.
+        folder_settings: Function that returns a folder's ``model`` section, or None, if its config.json has no ``model_type``.
     """
 
     name: str
@@ -70,7 +70,7 @@ class ModelEntry:
     folder_settings: Any = None
 
     def resolve(self) -> ModelEntry:
-        """Import the classes, reject an incomplete policy class, and register with transformers. Idempotent."""
+        """Import the classes, reject an incomplete policy class, and register with transformers; safe to call repeatedly."""
         parts = ("model", "config", "processor", "image_processor", "load_processor")
         entry = replace(self, **{part: import_target(getattr(self, part)) for part in parts})
         missing = sorted(getattr(entry.model, "__abstractmethods__", ()))

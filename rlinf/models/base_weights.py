@@ -52,7 +52,7 @@ def weights_digest(model_path: str | None) -> str | None:
         from huggingface_hub import snapshot_download
 
         folder = Path(snapshot_download(model_path, local_files_only=True))
-    # A file is hashed again only when its size or modification time changes.
+    # Files are only hashed again if their size or modification time changes.
     paths = sorted(path for pattern in ("*.safetensors", "*.bin") for path in folder.glob(pattern))
     digests = {path.name: _file_digest(path, path.stat().st_size, path.stat().st_mtime_ns) for path in paths}
     return hashlib.sha256(json.dumps(digests).encode()).hexdigest()

@@ -69,7 +69,7 @@ def get_model(
     *,
     deferred: bool = False,
 ) -> Any:
-    """Build the policy: load ``cfg.model_path``, or draw random weights from ``cfg.init_config``.
+    """Build the policy from ``cfg.model_path``, or with random weights from ``cfg.init_config``.
 
     Args:
         cfg: The config's ``model`` section, as a ``ModelConfig`` or a mapping.
@@ -245,7 +245,7 @@ def check_features(model_class: type, cfg: ModelConfig) -> None:
     """Reject ``model.features=token`` for a policy without a language model, and ``inputs`` for one without an encoder."""
     if cfg.features == "inputs" and not model_class.implements("make_encoder"):
         raise ConfigError(
-            f"model.features=inputs, which algorithm.actor.name=scratch sets, but {model_class.__name__} has no encoder that an "
+            f"model.features=inputs (set by algorithm.actor.name=scratch), but {model_class.__name__} has no encoder that an "
             "actor could train; required: model=mlp or model=cnn. Set algorithm.actor.name=residual model.features=hidden"
         )
     if cfg.features == "token" and "features" not in inspect.signature(model_class.__init__).parameters:

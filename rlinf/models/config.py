@@ -26,7 +26,7 @@ class ModelConfig:
     model_type: str = option("openvla", "Registered model type (`rlinf models` lists them).")
     model_path: PathText | None = option(None, "Checkpoint folder or hub id; null: random weights from `init_config`.")
     init_config: dict[str, Any] = option({}, "Model config fields for random weights (only without `model_path`).")
-    override_config: dict[str, Any] = option({}, "Fields of the checkpoint's config.json to replace.")
+    override_config: dict[str, Any] = option({}, "New values for fields in the checkpoint's config.json.")
     url: str | None = option(None, "Address of a remote policy, ws://host:8000 (`model=remote`).")
     keys: str | dict[str, Any] | None = option(
         None,
@@ -40,9 +40,9 @@ class ModelConfig:
     interpreter: PathText | None = option(
         None, "Python interpreter for lerobot policies; null: this one, RLINF_LEROBOT_PYTHON, or `.venv-lerobot`."
     )
-    action_token_len: int | None = option(2, "D: action dimensions (tokens); null: the env's.", minimum=1)
+    action_token_len: int | None = option(2, "D: number of action dimensions (tokens); null: the env's.", minimum=1)
     action_chunks_len: int = option(1, "C: number of actions per policy call.", minimum=1)
-    unnorm_key: str | None = option(None, "Key of the action statistics; null: the only key.")
+    unnorm_key: str | None = option(None, "Key of the action statistics to use; null: the only key.")
     prompt_suffix: str | None = option(None, "Text appended to each instruction; null: none, or the good-action label.")
     micro_batch_size: int = option(128, "Rows per forward-backward pass on one rank.", minimum=1)
     val_micro_batch_size: int = option(256, "Rows per forward pass without gradients.", minimum=1)

@@ -53,7 +53,7 @@ def template_end(processor: Any, num_turns: int) -> int | None:
     """Return the token that the chat template puts after the first of ``num_turns`` completions, or None."""
     if not getattr(processor, "chat_template", None):
         return None
-    tokenizer, mark = getattr(processor, "tokenizer", processor), "\ufdd0"  # a character that no text has
+    tokenizer, mark = getattr(processor, "tokenizer", processor), "\ufdd0"  # never occurs in text
     texts = {"user": "a", "assistant": mark}
     if hasattr(processor, "image_processor"):
         texts = {role: [{"type": "text", "text": text}] for role, text in texts.items()}

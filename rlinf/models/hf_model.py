@@ -58,7 +58,7 @@ class HFModel(nn.Module):
         Args:
             path: Hub id, or folder with safetensors (one file, or shards and an index).
             config: Configuration to use instead of the folder's.
-            dtype: Number format of the weights. Mxfp4 experts (GPT-OSS) are dequantised, which is exact in 16 bits too.
+            dtype: Number format of the weights. Mxfp4 experts (GPT-OSS) are dequantised, which is exact even in 16 bits.
             attn_implementation: Attention kernel; transformers chooses for None, or if the class lacks ``sdpa``.
             deferred: Leave the weights in their files, if possible (``rlinf.models.weights_in_files``).
         """
@@ -93,7 +93,7 @@ class HFModel(nn.Module):
         setattr(model, READ_WHOLE, because)
         if not quantization:
             return cls(model)
-        # Otherwise save_pretrained would write packed weights.
+        # Reset, because save_pretrained would otherwise write packed weights.
         model._weight_conversions = None
         return cls(model).to(dtype)
 
@@ -106,7 +106,7 @@ class HFModel(nn.Module):
         attn_implementation: str | None = None,
         meta: bool = False,
     ) -> HFModel:
-        """Build a model with random weights; with ``meta``, weights stay on the meta device for ``materialize``."""
+        """Build a model with random weights; with ``meta``, they stay on the meta device until ``materialize`` is called."""
         model_class = model_class_of(config)
         arguments = {"dtype": dtype, **_attention(model_class, attn_implementation)}
         if meta:
@@ -220,7 +220,7 @@ def model_class_of(
     names = list(config.architectures or ())
     owner = path or type(config).__name__
     if len(names) > 1:
-        message = f"architectures in config.json of '{owner}' name {len(names)} ({', '.join(names)}); required: one."
+        message = f"architectures in config.json of '{owner}' lists {len(names)} ({', '.join(names)}); required: one."
         raise ConfigError(message, architectures=names[:1])
     code = getattr(config, "auto_map", None) or {}
     for auto_class in AUTO_CLASSES:

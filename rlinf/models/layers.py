@@ -32,7 +32,7 @@ def find_layers(model: nn.Module) -> list[nn.Module]:
 
 
 def set_training_options(model: nn.Module, *, recomputed: bool | int, compiled: bool) -> None:
-    """Set, in place, how the layers of a model (without any, its direct submodules) run in passes with gradients.
+    """Set in place how a model's layers (or, without any, its direct submodules) run in passes with gradients.
 
     Args:
         recomputed: Recompute activations from the layer's inputs in the backward pass (Chen et al. 2016). With a number

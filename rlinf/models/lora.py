@@ -43,7 +43,7 @@ def apply_lora(model: Any, lora: LoraConfig, lora_path: str | None = None) -> An
     Raise CheckpointError if the adapter in ``lora_path`` does not fit this model or is already merged into its weights.
 
     Args:
-        lora: Settings; ``target_modules`` replaces the model's default.
+        lora: LoRA settings; ``target_modules`` overrides the model's default.
         lora_path: Adapter folder to continue from; its rank, scale and targets must match ``lora``.
     """
     if has_adapters(model):
@@ -142,7 +142,7 @@ def merge_lora(model: Any, inputs: dict[str, Tensor] | None = None, atol: float 
     The adapter's fingerprint is added to the copy's config (``merged_adapters``), so that it is never merged twice.
 
     Args:
-        model: Policy with adapters, not sharded.
+        model: Unsharded policy with adapters.
         inputs: Result of ``preprocess`` (or arguments of ``forward``) used to compare both models; None skips this check.
         atol: Tolerance of this check, beyond which CheckpointError is raised. None allows 1e-4 (float32) or 0.25 (16-bit)
             times the maximum value, or times 1 if that is smaller.
@@ -172,7 +172,7 @@ def merge_lora(model: Any, inputs: dict[str, Tensor] | None = None, atol: float 
 def merged_tensors(
     model: nn.Module, names: Collection[str] | None = None, state: Mapping[str, Tensor] | None = None
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors of the merged policy one by one; adapted weights are new tensors.
+    """Yield the merged policy's tensors one by one; adapted weights are new tensors.
 
     ``names`` (without adapters) selects tensors. ``state`` contains a sharded model's gathered weights; None uses the model's own.
     """

@@ -72,7 +72,7 @@ def evaluation_mode(model: Any) -> Iterator[None]:
 
 
 def without_autocast(tensor: Tensor) -> torch.autocast:
-    """Return a context in which autocast is off on the device of ``tensor``."""
+    """Return a context that turns autocast off on the device of ``tensor``."""
     return torch.autocast(autocast_type(tensor), enabled=False)
 
 

@@ -35,7 +35,7 @@ class NotDeferredError(Exception):
 
 
 def without_weights(model_class: type[nn.Module], config: Any, **arguments: Any) -> Any:
-    """Build a model with its parameters on the meta device and its buffers, with their values, in memory."""
+    """Build a model with parameters on the meta device, but buffers (including values) in memory."""
     from accelerate import init_empty_weights  # imports transformers
 
     with init_empty_weights(include_buffers=False):

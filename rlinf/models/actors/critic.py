@@ -10,7 +10,7 @@ from rlinf.models.precision import without_autocast
 
 
 class Critics(nn.Module):
-    """``E`` critics without shared weights; ``num_inputs`` is ``Actor.critic_input_dim``."""
+    """An ensemble of ``E`` critics with separate weights; ``num_inputs`` is ``Actor.critic_input_dim``."""
 
     def __init__(self, config: ActorConfig, num_inputs: int, num_critics: int) -> None:
         super().__init__()
@@ -29,7 +29,7 @@ class Critics(nn.Module):
             self.biases.append(torch.empty(num_critics, 1, num_outputs).uniform_(-bound, bound))
 
     def option_values(self, features: Tensor, base: Tensor, options: Tensor) -> Tensor:
-        """Return Q values ``[E, B, K]`` of actions ``[B, K, A]`` at features ``[B, F]`` and base chunks ``[B, N, A]``."""
+        """Return Q values ``[E, B, K]`` for actions ``[B, K, A]``, given features ``[B, F]`` and base chunks ``[B, N, A]``."""
         count = options.shape[1]
         rows = (tensor.unsqueeze(1).expand(-1, count, -1).flatten(0, 1) for tensor in (features, base[:, 0]))
         return self(*rows, options.flatten(0, 1)).unflatten(1, (-1, count))

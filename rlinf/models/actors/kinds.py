@@ -31,7 +31,7 @@ class DirectActor(Actor):
 
 
 class ScratchActor(Actor):
-    """Actor without a base policy: SAC and TD3 from scratch. Its encoder, if any, is trained with the critics."""
+    """Actor without a base policy, for SAC and TD3 from scratch. Its encoder, if any, is trained with the critics."""
 
     is_standalone = True
 

@@ -29,7 +29,7 @@ from rlinf.types import ActionEvaluation, ActionPrediction, BaseActions, Observa
 
 
 class ActorPolicy(ActionModel, nn.Module):
-    """A frozen base policy and an actor.
+    """A policy that consists of a frozen base policy and an actor.
 
     Args:
         base: Base policy; its parameters are frozen.
@@ -143,7 +143,7 @@ class ActorPolicy(ActionModel, nn.Module):
         return ((chunks - middle) / half).clamp(-1.0, 1.0).flatten(2)
 
     def base_inputs(self, chunks: Tensor) -> Tensor:
-        """Return the part of chunks ``[B, N, C, D]`` that the actor reads, normalised."""
+        """Normalise chunks ``[B, N, C, D]`` and return the part that the actor reads."""
         return self.normalize(chunks)[..., : self.actor.base_dim]
 
     @torch.no_grad()
@@ -213,7 +213,7 @@ class ActorPolicy(ActionModel, nn.Module):
 
     @classmethod
     def load(cls, base: ActionModel, folder: str | Path) -> ActorPolicy:
-        """Load the actor in ``folder`` onto its base policy. Raise CheckpointError if it does not fit."""
+        """Load the actor in ``folder`` and combine it with its base policy; raise CheckpointError if it does not fit."""
         folder = Path(folder)
         try:
             settings = actor_settings(folder)
@@ -239,7 +239,7 @@ class ActorPolicy(ActionModel, nn.Module):
 
 
 def check_bounds(action_low: Tensor, action_high: Tensor) -> None:
-    """Raise ConfigError unless the action bounds of an env, float32 ``[D]`` each, are finite."""
+    """Raise ConfigError unless an env's action bounds, float32 ``[D]`` each, are finite."""
     if not bool((torch.isfinite(action_low) & torch.isfinite(action_high) & (action_low < action_high)).all()):
         raise ConfigError(
             f"The env's action bounds are {action_low.tolist()} and {action_high.tolist()}; required: finite bounds, "

@@ -29,7 +29,7 @@ Inputs = dict[str, Tensor]
 
 
 class ActionModel(Module, metaclass=ABCMeta):
-    """Base class of every policy that acts in an env; the other base class is usually ``PreTrainedModel``.
+    """Base class of every policy that acts in an env; policies usually also inherit from ``PreTrainedModel``.
 
     Model code is single-device code. Class attributes declare how to shard the model and which modules to adapt.
 
@@ -273,7 +273,7 @@ class ActionModel(Module, metaclass=ABCMeta):
 
         Args:
             do_sample: Sample actions; if False, return the most likely ones.
-            temperature: Divides the logits.
+            temperature: Divisor of the logits.
             uniforms: float32 ``[B, U]`` in (0, 1) for inverse transform sampling, so that an action depends only on its
                 own row; None draws them from torch's global generator.
             **inputs: Result of ``preprocess``.
@@ -376,13 +376,13 @@ class ActionModel(Module, metaclass=ABCMeta):
         return list(images.values())[:count]
 
     def _ready_processor(self) -> Any:
-        """Return ``processor``, or raise ConfigError without one."""
+        """Return ``processor``, or raise ConfigError if it is not set."""
         if self.processor is None:
             raise ConfigError("The model has no processor. Use rlinf.models.build_policy, or set model.processor")
         return self.processor
 
     def _values(self, hidden_states: Tensor) -> Tensor:
-        """Return values float32 ``[B]`` of hidden states ``[B, H]``."""
+        """Return values float32 ``[B]`` for hidden states ``[B, H]``."""
         if self.value_head is None:
             return hidden_states.new_zeros(len(hidden_states), dtype=torch.float32)
         inputs = hidden_states.detach() if self.detach_value else hidden_states

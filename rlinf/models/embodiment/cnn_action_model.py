@@ -50,8 +50,8 @@ class CNNConfig(MLPConfig):
 class CNNForRLActionPrediction(MLPForRLActionPrediction):
     """Policy and critic on top of three convolutions and a linear layer, modulated by the instruction.
 
-    The image features are multiplied by ``1 + w`` (the scale of Perez et al. 2018, FiLM), where ``w`` is the mean embedding
-    of the instruction's words, in any order.
+    The image features are multiplied by ``1 + w`` (the scale in FiLM, Perez et al. 2018), where ``w`` is the mean embedding
+    of the instruction's words, regardless of order.
     """
 
     config_class = CNNConfig

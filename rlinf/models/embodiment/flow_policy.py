@@ -72,7 +72,7 @@ class FlowPolicy(ActionModel):
 
     @property
     def flow_shape(self) -> tuple[int, int]:
-        """Horizon and padded action dimensions of the initial noise."""
+        """Shape of the initial noise: horizon and padded action dimensions."""
         return self.config.action_horizon, self.config.action_dim
 
     @property
@@ -184,7 +184,7 @@ class FlowPolicy(ActionModel):
         return self._executed(terms.sum(1))  # all but the sampled step are 0
 
     def score_chain(self, inputs: Inputs, sequences: Tensor, temperature: float = 1.0) -> tuple[Tensor, Tensor, Tensor]:
-        """Score a complete chain, horizon and padding included, with gradients.
+        """Score a complete chain, including horizon and padding, with gradients.
 
         With ``joint_logprob``, return log-densities and entropies ``[B, n + 1, H, D]`` and values ``[B, n]``; otherwise
         only those of the chosen step, ``[B, 1, H, D]`` and ``[B, 1]``. Entropies are 0 unless the std is learned

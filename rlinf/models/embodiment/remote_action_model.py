@@ -74,7 +74,7 @@ class RemotePolicy(ActionModel, nn.Module):
     def check_env(cls, config: RemoteConfig, env: EnvSpec) -> None:
         if config.keys is not None:
             layout = layout_of(config.keys, env.cameras)
-            fix = f"model.keys=<others>, or env.cameras={override_text(list(env.cameras)[: len(layout.images)])}"
+            fix = f"model.keys=<other keys>, or env.cameras={override_text(list(env.cameras)[: len(layout.images)])}"
             check_layout(config.keys, layout, env.cameras, env.state_dim, f"env={env.name}", fix)
 
     @classmethod

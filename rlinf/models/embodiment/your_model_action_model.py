@@ -78,7 +78,7 @@ class YourProcessor:
         return cls(tokenizer, image_processor or YourImageProcessor.from_pretrained(path))
 
     def save_pretrained(self, save_directory: str | Path, **_: Any) -> None:
-        """Write both parts into a folder."""
+        """Save both parts to a folder."""
         self.tokenizer.save_pretrained(str(save_directory))
         self.image_processor.save_pretrained(str(save_directory))
 
@@ -106,7 +106,7 @@ class YourLogitsProcessor(LogitsProcessor):
         self.n_action_bins = n_action_bins
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        """Mask ``scores [B, V]``."""
+        """Mask ``scores [B, V]`` outside the action tokens."""
         masked = torch.full_like(scores, -torch.inf)
         masked[:, -self.n_action_bins :] = scores[:, -self.n_action_bins :]
         return masked

@@ -41,7 +41,7 @@ class HfVlaConfig(PreTrainedConfig):
             embeddings), with which small models learn faster.
         processor_config: Contents of the VLM's ``processor_config.json``, used without a folder.
         special_tokens: Named tokens of the tokenizer, e.g. ``{image_token: <image>}``, used without a folder.
-        merged_adapters: Fingerprints of LoRA adapters that were merged into the weights.
+        merged_adapters: Fingerprints of LoRA adapters already merged into the weights.
     """
 
     model_type = "hf_vla"

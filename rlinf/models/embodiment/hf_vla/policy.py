@@ -83,7 +83,7 @@ class HfVlaForRLActionPrediction(TokenActionModel, PreTrainedModel):
         self.value_head = ValueHead(width) if value_head else None
         self._add_readout_token(features, width)
         self.post_init()
-        # transformers does not call _init_weights for a module of ours without parameters of its own.
+        # transformers does not call _init_weights for our modules that have no direct parameters.
         if config.weight_init == "fan_in":
             self._init_weights_by_fan_in()
 

@@ -129,7 +129,7 @@ class HfVlaProcessor:
 
 
 def load_processor(tokenizer_config: Any, model_config: HfVlaConfig, path: str | None) -> HfVlaProcessor:
-    """Load the VLM's processor from ``path``; without one, build it from ``model_config.processor_config``."""
+    """Load the VLM's processor from ``path``, or build it from ``model_config.processor_config`` without a path."""
     model_config.vlm_class()
     if path is None and model_config.processor_config is None:
         raise ConfigError(

@@ -30,7 +30,7 @@ STRATEGIES = ("resize-naive", "letterbox", "resize-crop")
 
 
 class PrismaticImageProcessor(BaseImageProcessor):
-    """Resize to each tower's size and normalise, concatenating the towers' channels.
+    """Resize and normalise images for each tower, and concatenate the towers' channels.
 
     Public ``preprocessor_config.json`` files contain settings twice. The ``tvf_*`` ones take precedence, because
     checkpoints were trained with them (``tvf_normalize_params`` rounded to bfloat16).
@@ -39,7 +39,7 @@ class PrismaticImageProcessor(BaseImageProcessor):
         use_fused_vision_backbone: Whether there are two towers.
         image_resize_strategy: ``resize-naive`` (ignore the aspect ratio), ``resize-crop`` (resize the shorter side, crop
             the centre) or ``letterbox`` (first pad to a centred square with the last tower's mean colour, then ``resize-crop``).
-        input_sizes: ``[3, H, W]`` per tower.
+        input_sizes: Input shape ``[3, H, W]`` for each tower.
         interpolations: Must be ``bicubic``.
         means, stds: Values per tower, used if ``tvf_normalize_params`` is absent.
         image_preparation, do_center_crop: See ``OpenVLAConfig``; done first, with the first tower's size as target.
@@ -184,7 +184,7 @@ class PrismaticImageProcessor(BaseImageProcessor):
 
 
 def _normalize(images: Tensor, mean: Sequence[float], std: Sequence[float]) -> Tensor:
-    """Return ``(x / 255 - mean) / std`` of uint8 images."""
+    """Return ``(x / 255 - mean) / std`` for uint8 images."""
     # Divide by a tensor to match the CPU's result: for a Python number, CUDA multiplies by the inverse. The channels of a
     # pixel are adjacent in camera images, and processing complete rows is several times faster than three values at a time.
     rows = images.permute(0, 2, 3, 1).flatten(2).float()  # [B, H, W * 3]

@@ -13,7 +13,7 @@ LAYER_NORM_EPS = 1e-6
 
 
 class Film(nn.Module):
-    """Feature-wise modulation ``x * (1 + scale(l)) + shift(l)`` (Perez et al. 2018) in the form of OpenVLA-OFT."""
+    """Feature-wise modulation ``x * (1 + scale(l)) + shift(l)`` (Perez et al. 2018), as used in OpenVLA-OFT."""
 
     def __init__(self, text_dim: int, embed_dim: int) -> None:
         super().__init__()

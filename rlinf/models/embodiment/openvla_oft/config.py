@@ -19,7 +19,7 @@ ACTION_BOUNDS = {"bounds_q99": ("q01", "q99"), "bounds": ("min", "max")}
 
 
 class OpenVLAOFTConfig(OpenVLAConfig):
-    """OpenVLA-OFT (Kim et al. 2025): parallel decoding of action chunks with bidirectional attention.
+    """Configuration of OpenVLA-OFT (Kim et al. 2025), which decodes action chunks in parallel with bidirectional attention.
 
     Public folders contain OpenVLA's ``config.json`` without these fields, so set them in ``model.override_config``. See
     ``OpenVLAConfig`` for inherited fields.

@@ -73,7 +73,7 @@ def draw_parts(
     parts: Iterable[str], config: OpenVLAOFTConfig, action_dim: int, num_tokens: int, state_dim: int
 ) -> dict[str, Tensor]:
     """Return new tensors for ``parts``: layers with torch's defaults, FiLM as the identity, normal placeholders."""
-    # A random FiLM would disturb the base model's features, and base weights are not saved next to LoRA adapters.
+    # FiLM starts as the identity: a random one would disturb the base features and is not saved with LoRA adapters.
     width = config.text_config.hidden_size
     drawn: dict[str, Tensor] = {}
     modules = {

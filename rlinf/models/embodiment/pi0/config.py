@@ -39,8 +39,8 @@ class Pi0Config(PreTrainedConfig):
     Args:
         pi05: Use pi0.5, with time as input of adaptive norms and the state in the prompt, instead of pi0.
         paligemma_variant, action_expert_variant: Named sizes, used if ``vlm`` and ``expert`` are not set.
-        vlm, expert: ``width, depth, mlp_dim, num_heads, num_kv_heads, head_dim``.
-        vision: ``hidden_size, num_hidden_layers, num_attention_heads, intermediate_size, image_size, patch_size``.
+        vlm, expert: Sizes ``width, depth, mlp_dim, num_heads, num_kv_heads, head_dim``.
+        vision: Sizes ``hidden_size, num_hidden_layers, num_attention_heads, intermediate_size, image_size, patch_size``.
         action_dim: Width to which states and actions are padded with zeros.
         action_horizon: Number of predicted actions, of which ``model.action_chunks_len`` are executed.
         max_token_len: Maximum prompt length in tokens; None means 48 (pi0) or 200 (pi0.5).

@@ -1,4 +1,4 @@
-"""The two transformers of pi0: a Gemma that reads images and text, and an action expert."""
+"""pi0's two transformers: a Gemma that reads images and text, and an action expert."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -140,7 +140,7 @@ class GemmaStack(nn.Module):
 
 
 class SiglipTower(nn.Module):
-    """SigLIP without its pooling head (Zhai et al. 2023), with the parameter names of transformers."""
+    """SigLIP without its pooling head (Zhai et al. 2023), with transformers' parameter names."""
 
     def __init__(self, sizes: Mapping[str, Any], attn_implementation: str | None) -> None:
         super().__init__()

@@ -253,7 +253,7 @@ class StdHead(nn.Module):
 
 
 def std_bounds(std_range: Sequence[float]) -> dict[str, Tensor]:
-    """Return the buffers of a ``StdHead``: the log variances of the bounds."""
+    """Return the buffers of a ``StdHead``, i.e. the log variances of both bounds."""
     low, high = (torch.tensor([2.0 * math.log(bound)]) for bound in std_range)
     return {"logvar_min": low, "logvar_max": high}
 

@@ -175,7 +175,7 @@ class Pi0ForRLActionPrediction(Pi0Network, FlowPolicy):
         return inputs
 
     def resize_images(self, observation: Observation) -> Observation:
-        """Resize the images that the policy reads, unless one would grow."""
+        """Resize the images that the policy reads, unless an image would grow."""
         size, images = self.config.vision["image_size"], dict(observation.images)
         for name in self._cameras(observation):
             if images[name].shape[1] * images[name].shape[2] > size * size:

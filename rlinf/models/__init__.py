@@ -1,4 +1,4 @@
-"""Policies by name: one registration makes a model type available to configuration, loading and training.
+"""Registry of policies: registering a model type once makes it available to configuration, loading and training.
 
 An unregistered model type falls back to ``HFModel`` (text) or ``hf_vla`` (images and text). Importing this module imports
 neither torch nor transformers.
@@ -49,13 +49,13 @@ class ModelEntry:
 
     Attributes:
         model: Policy class: ``ActionModel``, and ``PreTrainedModel`` or ``PlainPolicy``.
-        config: ``PreTrainedConfig`` or ``PlainConfig`` class; None: ``model.config_class``.
+        config: ``PreTrainedConfig`` or ``PlainConfig`` class; None uses ``model.config_class``.
         processor: Class whose ``from_pretrained(path, tokenizer=..., image_processor=...)`` loads the input processor.
-        load_processor: Replaces the two processor classes: ``(tokenizer_config, model_config, path or None) -> processor``.
-        acts: False for a language model.
-        is_remote: The policy runs behind ``model.url``; it has no weights here.
-        check_folder: ``(folder, interpreter, overrides, new folder | None) -> (rows, faults)`` for ``rlinf check-policy``.
-        folder_settings: ``folder -> model section | None`` for a folder whose config.json has no ``model_type``.
+        load_processor: Function used instead of the two processor classes: ``(tokenizer_config, model_config, path | None)``.
+        acts: Whether the model predicts actions; False for a language model.
+        is_remote: Whether the policy runs on the server at ``model.url`` and so has no local weights.
+        check_folder: Implements ``rlinf check-policy``: ``(folder, interpreter, overrides, new folder | None) -> (rows, faults)``.
+        folder_settings: Function that returns a folder's ``model`` section, or None, if its config.json has no ``model_type``.
     """
 
     name: str
@@ -70,7 +70,7 @@ class ModelEntry:
     folder_settings: Any = None
 
     def resolve(self) -> ModelEntry:
-        """Import the classes, reject an incomplete policy class, and register with transformers. Idempotent."""
+        """Import the classes, reject an incomplete policy class, and register with transformers; safe to call repeatedly."""
         parts = ("model", "config", "processor", "image_processor", "load_processor")
         entry = replace(self, **{part: import_target(getattr(self, part)) for part in parts})
         missing = sorted(getattr(entry.model, "__abstractmethods__", ()))
@@ -87,7 +87,7 @@ class ModelEntry:
 
 
 def _family(name: str, policy: str, config: str, processing: str | None = None, **parts: str) -> ModelEntry:
-    """Return the entry of a model family; ``processing`` names the family whose processing module it shares."""
+    """Return the entry of a model family; ``processing`` names a different family whose processing module it uses."""
     folder = f"rlinf.models.embodiment.{name}"
     parts["load_processor"] = f"rlinf.models.embodiment.{processing or name}.processing:load_processor"
     return ModelEntry(name, f"{folder}.policy:{policy}", f"{folder}.config:{config}", **parts)
@@ -147,15 +147,15 @@ def register_model(
     image_processor: Any = None,
     load_processor: Callable[..., Any] | str | None = None,
 ) -> None:
-    """Register a model type; the last registration of a name wins. See ``ModelEntry`` for the arguments."""
+    """Register a model type, replacing any earlier one of the same name. See ``ModelEntry`` for the arguments."""
     MODELS.register(name, ModelEntry(name, model, config, processor, image_processor, load_processor))
 
 
 def register_auto_classes() -> None:
-    """Register every policy with the Auto classes of transformers: ``AutoModel.from_pretrained("my_policy")``.
+    """Register every policy with transformers' Auto classes, e.g. for ``AutoModel.from_pretrained("my_policy")``.
 
-    An import alone does not, because it would import torch and all models. The loaded model needs its processor before it
-    can act; ``rlinf.load_policy`` sets it. Policies without transformers (``PlainConfig``) are registered here only.
+    Importing rlinf does not do this, because it would import torch and all models. The loaded model cannot act until its
+    processor is set, as ``rlinf.load_policy`` does. Policies with a ``PlainConfig`` are not registered with transformers.
     """
     for name in MODELS:
         _register_auto_classes(MODELS.get(name).resolve())
@@ -166,11 +166,11 @@ def _register_auto_classes(entry: ModelEntry) -> None:
 
     AutoConfig.register(entry.config.model_type or entry.name, entry.config, exist_ok=True)
     is_custom = issubclass(entry.config, PreTrainedConfig) or entry.config.is_plain
-    # A type of transformers itself keeps its class, because other models build their parts by it.
+    # transformers' own model types keep their classes, because other models build their submodules from them.
     if is_custom and entry.acts and not entry.config.__module__.startswith("transformers."):
         AutoModel.register(entry.config, entry.model, exist_ok=True)
     if entry.image_processor is not None:
-        # Imports tokenizers, which a policy without images does not need.
+        # Imported late: it imports tokenizers, which a policy without images does not need.
         from transformers import AutoImageProcessor
 
         AutoImageProcessor.register(entry.config, slow_image_processor_class=entry.image_processor, exist_ok=True)

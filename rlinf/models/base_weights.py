@@ -1,4 +1,4 @@
-"""Digests of base weights: adapters and actors belong to the weights that they were trained on."""
+"""Digests of base weights, used to check that adapters and actors run on the weights they were trained on."""
 
 from __future__ import annotations
 
@@ -27,24 +27,24 @@ def check_base(model: ModelConfig, allow_mismatch: Sequence[str] = ()) -> None:
     if model.lora_path is None or any(name in (BASE_FIELD, "lora") for name in allow_mismatch):
         return
     folder = Path(model.lora_path).expanduser()
-    # The adapter folder of a checkpoint has its manifest one level up; an export has its own.
+    # A checkpoint stores the manifest one level above the adapter folder; an export stores it inside.
     in_checkpoint = folder.name == ADAPTER_FOLDER and not (folder / MANIFEST_FILE).is_file()
     home = folder.parent if in_checkpoint else folder
     saved = Manifest.load(home).lora.get("base_sha256") if (home / MANIFEST_FILE).is_file() else None
     if saved is None:
         logger.warning(
-            "The adapters of %s have no record of their base weights: whether these are model.model_path=%s is not known",
+            "The adapters in %s do not record their base weights, so they cannot be checked against model.model_path=%s",
             folder, model.model_path,
         )  # fmt: skip
         return
     present = weights_digest(model.model_path)
     if saved != present:
-        text = f"The adapters of {folder} belong to other weights than model.model_path={model.model_path or 'null'}"
+        text = f"The adapters in {folder} were trained on weights that differ from model.model_path={model.model_path or 'null'}"
         reject_mismatches([Mismatch(BASE_FIELD, saved, present, must_match=True)], allow_mismatch, text)
 
 
 def weights_digest(model_path: str | None) -> str | None:
-    """Return a SHA-256 of the names and contents of a model's weight files (a hub id: of its cache); None without a path."""
+    """Return the SHA-256 of the names and contents of a model's weight files (cached files for a hub id), or None without a path."""
     if model_path is None:
         return None
     folder = Path(model_path).expanduser()
@@ -52,14 +52,14 @@ def weights_digest(model_path: str | None) -> str | None:
         from huggingface_hub import snapshot_download
 
         folder = Path(snapshot_download(model_path, local_files_only=True))
-    # A file is hashed again only when its size or modification time changes.
+    # Files are only hashed again if their size or modification time changes.
     paths = sorted(path for pattern in ("*.safetensors", "*.bin") for path in folder.glob(pattern))
     digests = {path.name: _file_digest(path, path.stat().st_size, path.stat().st_mtime_ns) for path in paths}
     return hashlib.sha256(json.dumps(digests).encode()).hexdigest()
 
 
 def tensors_digest(tensors: Mapping[str, Tensor]) -> str:
-    """Return a SHA-256 of the names, dtypes, shapes and bits of tensors on any device."""
+    """Return the SHA-256 of the names, dtypes, shapes and bits of tensors on any device."""
     import torch
 
     digest = hashlib.sha256()
@@ -75,14 +75,14 @@ def _file_digest(path: Path, size: int, time_ns: int) -> str:
 
 
 def base_tensors(model: nn.Module, state: Mapping[str, Tensor] | None = None) -> Iterator[tuple[str, Tensor]]:
-    """Yield the state dict without adapters, under the names of the model without adapters."""
+    """Yield the state dict's tensors except adapters, under the names they would have in a model without adapters."""
     for name, tensor in (model.state_dict() if state is None else state).items():
         if ".lora_" not in name:
             yield name.replace(".base_layer.", "."), tensor
 
 
 def trained_names(model: nn.Module) -> set[str]:
-    """Return the names in ``merged_tensors`` that training changes: trained or adapted weights, and buffers."""
+    """Return the names from ``merged_tensors`` whose values change in training: trained or adapted weights, and buffers."""
     changing = {name for name, parameter in model.named_parameters(remove_duplicate=False) if parameter.requires_grad}
     changing |= {name for name, _ in model.named_buffers(remove_duplicate=False)}
     adapted = {name.partition(".lora_")[0] + ".weight" for name in changing if ".lora_" in name}

@@ -1,4 +1,4 @@
-"""Build a policy: its configuration, checks before loading, weights, adapters and input processor."""
+"""Build a policy: load its configuration, check it, then load its weights, adapters and input processor."""
 
 import inspect
 import json
@@ -35,11 +35,11 @@ logger = logging.getLogger("rlinf")
 OPTIONAL_ARGUMENTS = (
     "action_chunks_len", "value_head", "detach_value", "features", "interpreter", "timeout_s", "connect_timeout_s",
 )  # fmt: skip
-"""Keys of the model section that are passed to a model's constructor only if it takes them."""
+"""Keys of the config's ``model`` section that are passed only to constructors that accept them."""
 
 
 def entry_for(cfg: ModelConfig) -> ModelEntry:
-    """Return the registered entry of ``cfg.model_type``, else the generic one; ConfigError if there is none."""
+    """Return the entry registered for ``cfg.model_type``, or else the generic one; raise ConfigError if neither exists."""
     return MODELS.get(cfg.model_type) if cfg.model_type in MODELS else _generic_entry(cfg)
 
 
@@ -55,8 +55,8 @@ def _generic_entry(cfg: ModelConfig) -> ModelEntry:
 def get_model_config_and_processor(cfg: Any) -> tuple[Any, Any]:
     """Return the model's configuration and its input processor, whose tokenizer pads on the left.
 
-    ``cfg`` is a run configuration (dataclass or mapping). The folder is ``tokenizer.tokenizer_model``, else
-    ``model.model_path``; without both, ``model.init_config`` and a packaged processor are used.
+    ``cfg`` is a run configuration (dataclass or mapping). Both are read from ``tokenizer.tokenizer_model`` or, if unset,
+    ``model.model_path``. If neither is set, ``model.init_config`` and a packaged processor are used.
     """
     section = _model_section(_section(cfg, "model"))
     return _load_or_fall_back(section, lambda entry: _config_and_processor(entry.resolve(), cfg))
@@ -69,13 +69,13 @@ def get_model(
     *,
     deferred: bool = False,
 ) -> Any:
-    """Build the policy: load ``cfg.model_path``, or draw random weights from ``cfg.init_config``.
+    """Build the policy from ``cfg.model_path``, or with random weights from ``cfg.init_config``.
 
     Args:
-        cfg: The model section, as ``ModelConfig`` or mapping.
-        override_config_kwargs: Fields of the model's own configuration to replace.
-        allow_mismatch: ``["lora.base_sha256"]`` accepts adapters of different base weights.
-        deferred: Leave the weights of an action policy in their files, if possible: ``make_parallel`` reads them.
+        cfg: The config's ``model`` section, as a ``ModelConfig`` or a mapping.
+        override_config_kwargs: New values for fields of the model's own configuration.
+        allow_mismatch: ``["lora.base_sha256"]`` accepts adapters that were trained on different base weights.
+        deferred: Leave an action policy's weights in their files, if possible, until ``make_parallel`` reads them.
     """
     section = _model_section(cfg)
     return _load_or_fall_back(
@@ -99,7 +99,7 @@ def build_policy(cfg: Any, override_config_kwargs: Mapping[str, Any] | None = No
 
 
 def model_of_folder(folder: str | Path) -> tuple[str | None, dict[str, Any]]:
-    """Return the model type of a folder and the settings that it needs besides its path; (None, {}): unknown."""
+    """Return a folder's model type and the settings it needs in addition to its path, or (None, {}) if unknown."""
     name = folder_config(str(folder)).get("model_type")
     if name is not None:
         return name, {}
@@ -122,7 +122,7 @@ def local_settings(cfg: ModelConfig, folder: str | Path | None = None) -> tuple[
 
 @fixed_by_settings("model", path="model_path", architectures="override_config.architectures")
 def _load_or_fall_back(cfg: ModelConfig, load: Callable[[ModelEntry], Any], log: bool = False) -> Any:
-    """Load by the model type's registered class; with ``strict`` off, fall back to the generic one if that raises."""
+    """Load with the model type's registered class; if that raises and ``strict`` is off, fall back to the generic class."""
     entry, is_registered = entry_for(cfg), cfg.model_type in MODELS
     if log and not is_registered:
         chosen = entry.name if entry.acts else "HFModel"
@@ -137,7 +137,7 @@ def _load_or_fall_back(cfg: ModelConfig, load: Callable[[ModelEntry], Any], log:
             raise
         generic = _generic_entry(replace(cfg, model_type=declared))
         logger.exception(
-            "The class of model type '%s' cannot load '%s'; model.strict=false: the generic class of '%s' loads it.",
+            "The class of model type '%s' cannot load '%s'; model.strict=false, so falling back to the generic class '%s'.",
             cfg.model_type, cfg.model_path, generic.name,
         )  # fmt: skip
     return load(generic)
@@ -184,20 +184,20 @@ def _load(
 
 
 def check_prompt_suffix(cfg: ModelConfig) -> None:
-    """Raise ConfigError if the policy was trained with a prompt suffix, by its manifest, and ``cfg`` sets none."""
+    """Raise ConfigError if the policy's manifest records a prompt suffix and ``cfg`` sets none."""
     given = [path for path in (cfg.model_path, cfg.lora_path) if path is not None]
     for path in given if cfg.prompt_suffix is None else ():
         folder = Path(path).expanduser()
         in_checkpoint = folder.name in (MODEL_FOLDER, ADAPTER_FOLDER) and not (folder / MANIFEST_FILE).is_file()
         if suffix := _trained_suffix(folder.parent if in_checkpoint else folder):
             raise ConfigError(
-                f"The policy of {path} was trained with the prompt suffix '{suffix}', and model.prompt_suffix=null; required: a "
-                f"suffix. Set model.prompt_suffix={suffix}, or model.prompt_suffix='' for none"
+                f"The policy of {path} was trained with the prompt suffix '{suffix}', but model.prompt_suffix is "
+                f"null. Set model.prompt_suffix={suffix}, or model.prompt_suffix='' to use none"
             )
 
 
 def _trained_suffix(home: Path) -> str | None:
-    """Return the ``prompt_suffix`` in a manifest; None: there is none, or the file is not ours."""
+    """Return a manifest's ``prompt_suffix``, or None if it has none or was not written by rlinf."""
     try:
         return json.loads((home / MANIFEST_FILE).read_text(encoding="utf-8"))["preprocessing"].get("prompt_suffix")
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
@@ -207,7 +207,7 @@ def _trained_suffix(home: Path) -> str | None:
 def _load_action_model(
     model_class: Any, cfg: ModelConfig, config: Any, arguments: Mapping[str, Any], deferred: bool
 ) -> Any:
-    """Load a policy or draw its weights; its constructor takes the arguments of ``ActionModel``."""
+    """Load a policy or initialise it with random weights; its constructor must accept ``ActionModel``'s arguments."""
     accepted = inspect.signature(model_class.__init__).parameters
     if "action_chunks_len" not in accepted and cfg.action_chunks_len != 1:
         raise ConfigError(
@@ -230,33 +230,33 @@ def _load_action_model(
 
 
 def check_has_statistics(config: Any, folder: Path) -> None:
-    """Reject a folder without action statistics, and a damaged ``dataset_statistics.json``."""
+    """Reject a folder that has no action statistics or a damaged ``dataset_statistics.json``."""
     dataset_statistics(folder)
     if getattr(config, "norm_stats", None) == {}:
         files = ", ".join(sorted(path.name for path in folder.glob("*.json"))) or "none"
         raise ConfigError(
-            f"'{folder}' holds no action statistics: no statistics file, and none in config.json (JSON there: {files:.200}). Set "
-            "model.unnorm_key=<env.name>, e.g. model.unnorm_key=tabletop, to take those of sft.dataset or the env, or put "
-            f"{STATISTICS_FILE} of its training data there"
+            f"'{folder}' has no action statistics, neither in a file nor in config.json (JSON files: {files:.200}). Set "
+            "model.unnorm_key=<env.name>, e.g. model.unnorm_key=tabletop, to use those of sft.dataset or the env, or add "
+            f"the {STATISTICS_FILE} of its training data to the folder"
         )
 
 
 def check_features(model_class: type, cfg: ModelConfig) -> None:
-    """Reject ``model.features=token`` without a language model, and ``inputs`` without an encoder."""
+    """Reject ``model.features=token`` for a policy without a language model, and ``inputs`` for one without an encoder."""
     if cfg.features == "inputs" and not model_class.implements("make_encoder"):
         raise ConfigError(
-            f"model.features=inputs, which algorithm.actor.name=scratch sets, but {model_class.__name__} has no encoder that an "
+            f"model.features=inputs (set by algorithm.actor.name=scratch), but {model_class.__name__} has no encoder that an "
             "actor could train; required: model=mlp or model=cnn. Set algorithm.actor.name=residual model.features=hidden"
         )
     if cfg.features == "token" and "features" not in inspect.signature(model_class.__init__).parameters:
         raise ConfigError(
-            f"model.features=token, but {model_class.__name__} has no states of images and prompt that a token could summarise; "
+            f"model.features=token, but {model_class.__name__} has no hidden states of images and prompt to summarise; "
             "required: a policy with a language model. Set model.features=hidden"
         )
 
 
 def _load_exactly(model_class: Any, path: str, **arguments: Any) -> Any:
-    """Call ``from_pretrained``; transformers' own draws weights that do not fit at random, which is an error here."""
+    """Call ``from_pretrained``, but reject weights that do not fit; transformers would initialise those at random."""
     from transformers import PreTrainedModel
 
     theirs = inspect.getattr_static(PreTrainedModel, "from_pretrained")
@@ -266,7 +266,7 @@ def _load_exactly(model_class: Any, path: str, **arguments: Any) -> Any:
     with without_load_report():
         model, info = model_class.from_pretrained(path, **arguments)
     missing, unexpected = set(info["missing_keys"]), set(info["unexpected_keys"])
-    # A head may be missing completely, on either side.
+    # A head may be completely absent from the checkpoint or from the model.
     for head in getattr(model_class, "trained_in_full", ("value_head",)):
         head_names = {key for key in model.state_dict() if key.split(".")[0] == head}
         missing -= head_names if head_names <= missing else set()
@@ -293,7 +293,7 @@ def _config_and_processor(entry: ModelEntry, cfg: Any) -> tuple[Any, Any]:
 
 
 def _standard_processor(entry: ModelEntry, path: str, trust_remote_code: bool) -> Any:
-    """Load tokenizer and image processor of a folder into ``entry.processor``, else by the Auto classes."""
+    """Load a folder's tokenizer and image processor into ``entry.processor``, or use the Auto classes if it is unset."""
     from transformers import AutoProcessor, AutoTokenizer
 
     remote = {"trust_remote_code": trust_remote_code}
@@ -306,7 +306,7 @@ def _standard_processor(entry: ModelEntry, path: str, trust_remote_code: bool) -
 
 
 def config_file_names(entry: ModelEntry) -> tuple[str, ...]:
-    """Return the names of the configuration file of a checkpoint folder, of which it has one."""
+    """Return the possible names of the configuration file in a checkpoint folder."""
     return getattr(import_target(entry.config), "config_files", ("config.json",))
 
 
@@ -315,7 +315,7 @@ def _has_config(entry: ModelEntry, folder: str | Path) -> bool:
 
 
 def random_weights(model_type: str) -> str:
-    """Return the override for random weights of a model type: its packaged group, or its own sizes."""
+    """Return the override that gives a model type random weights: its packaged config group, or explicit sizes."""
     for name in (f"{model_type}_tiny", model_type):
         group = Path(__file__).parents[1] / "config" / "model" / f"{name}.yaml"
         if group.is_file() and "init_config:" in group.read_text(encoding="utf-8"):
@@ -324,13 +324,13 @@ def random_weights(model_type: str) -> str:
 
 
 def load_model_config(entry: ModelEntry, cfg: ModelConfig, path: str | None) -> Any:
-    """Build the model's configuration from ``init_config``, or from the folder with ``override_config`` merged in."""
+    """Build the model's configuration from ``init_config``, or read it from the folder and merge in ``override_config``."""
     if entry.is_remote:
         return entry.config.from_section(cfg)
     if cfg.model_path is None and (cfg.init_config or path is None):
         if not cfg.init_config:
             raise ConfigError(
-                f"model.model_path is null and model.init_config is empty: nothing to build '{entry.name}' from. "
+                f"model.model_path is null and model.init_config is empty, so '{entry.name}' cannot be built. "
                 f"Set model.model_path=<checkpoint folder>, or {random_weights(entry.name)} for random weights"
             )
         if entry.config is None:
@@ -342,7 +342,7 @@ def load_model_config(entry: ModelEntry, cfg: ModelConfig, path: str | None) -> 
         return entry.config(**values)
     if cfg.model_path is not None and cfg.init_config:
         raise ConfigError(
-            f"model.init_config describes random weights, but model.model_path={cfg.model_path} names weights to load. "
+            f"model.init_config describes random weights, but model.model_path={cfg.model_path} loads existing ones. "
             "Set model.model_path=null or '~model.init_config'"
         )
     from transformers import AutoConfig, PreTrainedConfig
@@ -370,13 +370,13 @@ def load_model_config(entry: ModelEntry, cfg: ModelConfig, path: str | None) -> 
 
 
 def override_fields(config: Any, overrides: dict[str, Any], where: str = "override_config_kwargs") -> Any:
-    """Return ``config`` with replaced fields; ``where`` names the option in messages."""
+    """Return ``config`` with the fields in ``overrides`` replaced; error messages call the option ``where``."""
     if not overrides:
         return config
     _check_names(config, overrides, where)
     merged = _merged(config.to_dict(), overrides)
     if "norm_stats" in overrides:
-        # Statistics of other data sets must not survive.
+        # Replaced, not merged: statistics of previous data sets must not remain.
         merged["norm_stats"] = overrides["norm_stats"]
     return type(config).from_dict(merged)
 
@@ -398,7 +398,7 @@ def _check_names(config: Any, values: Mapping[str, Any], where: str) -> None:
 
 
 def check_declared_sizes(cfg: ModelConfig, config: Any) -> None:
-    """Reject sizes of the model section that differ from the model's own configuration."""
+    """Reject sizes in the config's ``model`` section that contradict the model's own configuration."""
     text = getattr(config, "text_config", config)
     vocab = getattr(config, "action_vocab_size", getattr(text, "vocab_size", None))
     images = [[size, size] for size in getattr(config, "image_sizes", [])]

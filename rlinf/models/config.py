@@ -1,4 +1,4 @@
-"""Configuration section of the policy model."""
+"""The ``model`` and ``tokenizer`` sections of a run configuration."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -6,7 +6,7 @@ from typing import Any
 from rlinf.options import PathText, option
 
 MAX_EXP_GAP = 1.05
-"""Largest accepted mean of exp |difference of the log-probs of a token on two sides|, explained by 16-bit rounding."""
+"""Maximum mean of exp |log-prob gap| per token between rollout and training that 16-bit rounding can explain."""
 
 
 @dataclass
@@ -16,7 +16,7 @@ class LoraConfig:
     rank: int = option(32, "Rank of the update matrices.", minimum=1)
     alpha: int = option(32, "Scale: the update is multiplied by alpha / rank.", minimum=1)
     dropout: float = option(0.0, "Dropout before the update; must be 0 for RL.", minimum=0)
-    target_modules: list[str] | None = option(None, "Suffixes of the modules to adapt; null: the model's default.")
+    target_modules: list[str] | None = option(None, "Name suffixes of the modules to adapt; null: the model's default.")
 
 
 @dataclass
@@ -26,24 +26,24 @@ class ModelConfig:
     model_type: str = option("openvla", "Registered model type (`rlinf models` lists them).")
     model_path: PathText | None = option(None, "Checkpoint folder or hub id; null: random weights from `init_config`.")
     init_config: dict[str, Any] = option({}, "Model config fields for random weights (only without `model_path`).")
-    override_config: dict[str, Any] = option({}, "Fields of the checkpoint's config.json to replace.")
+    override_config: dict[str, Any] = option({}, "New values for fields in the checkpoint's config.json.")
     url: str | None = option(None, "Address of a remote policy, ws://host:8000 (`model=remote`).")
     keys: str | dict[str, Any] | None = option(
         None,
-        "Observation keys of another project's server: libero, aloha, droid, or {image: <key>, state: <key>, prompt: <key>}.",
+        "Observation keys that a third-party server expects: libero, aloha, droid, or {image: <key>, state: <key>, prompt: <key>}.",
     )
-    timeout_s: float = option(60.0, "Longest wait for a reply from `url` or `interpreter`.", minimum=0.1)
+    timeout_s: float = option(60.0, "Maximum wait for a reply from `url` or `interpreter`.", minimum=0.1)
     connect_timeout_s: float = option(
-        300.0, "Longest wait to connect to `url`, or until `interpreter` has loaded a policy.", minimum=0
+        300.0, "Maximum wait to connect to `url`, or for `interpreter` to load a policy.", minimum=0
     )
     api_key_env: str | None = option(None, "Environment variable with the API key of the server at `url`.")
     interpreter: PathText | None = option(
-        None, "Python that runs lerobot policies; null: this one, RLINF_LEROBOT_PYTHON, or `.venv-lerobot`."
+        None, "Python interpreter for lerobot policies; null: this one, RLINF_LEROBOT_PYTHON, or `.venv-lerobot`."
     )
-    action_token_len: int | None = option(2, "D: action dimensions (tokens); null: the env's.", minimum=1)
-    action_chunks_len: int = option(1, "C: actions of one policy call.", minimum=1)
-    unnorm_key: str | None = option(None, "Key of the action statistics; null: the only key.")
-    prompt_suffix: str | None = option(None, "Text after each instruction; null: none, or the label of good actions.")
+    action_token_len: int | None = option(2, "D: number of action dimensions (tokens); null: the env's.", minimum=1)
+    action_chunks_len: int = option(1, "C: number of actions per policy call.", minimum=1)
+    unnorm_key: str | None = option(None, "Key of the action statistics to use; null: the only key.")
+    prompt_suffix: str | None = option(None, "Text appended to each instruction; null: none, or the good-action label.")
     micro_batch_size: int = option(128, "Rows per forward-backward pass on one rank.", minimum=1)
     val_micro_batch_size: int = option(256, "Rows per forward pass without gradients.", minimum=1)
     precision: str = option(
@@ -60,7 +60,7 @@ class ModelConfig:
     detach_value: bool = option(True, "Stop the gradient of the value loss at the value head's input.")
     features: str = option(
         "hidden",
-        "Features of a frozen policy for actors: action states, their prefix mean, a trained token, or raw inputs.",
+        "Features that actors read from a frozen policy: action states, their prefix mean, a trained token, or raw inputs.",
         choices=("hidden", "pooled", "token", "inputs"),
     )
     attn_implementation: str = option("sdpa", "Attention kernel: sdpa, eager or flash_attention_2.")
@@ -69,7 +69,7 @@ class ModelConfig:
         "Recompute layer activations in the backward pass; auto: as many layers as GPU memory requires.",
         choices=("auto", True, False),
     )
-    compile: bool = option(False, "Run the layers through torch.compile in updates.")
+    compile: bool = option(False, "Compile the layers with torch.compile for updates.")
     cuda_graph: bool = option(False, "Run policy calls of OpenVLA, OpenVLA-OFT, pi0 and pi0.5 as CUDA graphs.")
     low_cpu_mem_usage: bool = option(True, "Load weights without a second copy in memory.")
     trust_remote_code: bool = option(False, "Run Python code stored in the checkpoint folder.")
@@ -78,8 +78,8 @@ class ModelConfig:
 
 @dataclass
 class TokenizerConfig:
-    """Where the tokenizer and processors are loaded from."""
+    """Settings for loading the tokenizer and processors."""
 
     tokenizer_model: PathText | None = option(
-        None, "Folder or hub id; null: `model.model_path`, else the packaged tiny tokenizer."
+        None, "Folder or hub id; null: `model.model_path` or, without one, the packaged tiny tokenizer."
     )

@@ -1,4 +1,4 @@
-"""Functions of fixed shapes as CUDA graphs: recorded once, then launched together instead of kernel by kernel."""
+"""Run functions as CUDA graphs: all kernels are recorded once per set of shapes and then launched together."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ logger = logging.getLogger("rlinf")
 MAX_GRAPHS = 16
 """Maximum number of recordings; the least recently used one is dropped first."""
 FEWEST_ROWS, MOST_DOUBLED = 8, 64
-"""The row counts of recordings are powers of two between these bounds, and multiples of the second one above it."""
+"""Recordings use powers of two between these bounds as row counts, and multiples of the upper bound above it."""
 
 
 def padded_rows(rows: int) -> int:
-    """Return the row count of the recording that serves ``rows`` rows; few recordings then serve a shrinking rollout."""
+    """Return the row count to which ``rows`` is padded, so that a shrinking rollout needs only a few recordings."""
     if rows > MOST_DOUBLED:
         return -(-rows // MOST_DOUBLED) * MOST_DOUBLED
     return max(FEWEST_ROWS, 1 << (rows - 1).bit_length())
 
 
 class _Recording(NamedTuple):
-    """A captured graph: ``launch`` computes ``outputs`` from ``inputs`` with the weights at the addresses ``places``."""
+    """A captured graph. ``launch`` computes ``outputs`` from ``inputs`` with the weights stored at the addresses ``places``."""
 
     inputs: list[Tensor | None]
     outputs: tuple[Tensor, ...]
@@ -37,10 +37,10 @@ class _Recording(NamedTuple):
 
 
 class CudaGraphs:
-    """The recordings of one function, one per set of shapes. Threads take turns, and so do their streams.
+    """The recordings of one function, one per set of shapes. Threads, and their streams, run them one at a time.
 
-    The first axis of all tensors is independent rows, padded to ``padded_rows``. A copied object has no recordings: they
-    belong to the weights in memory that they were made with.
+    The first axis of all tensors indexes independent rows and is padded to ``padded_rows``. Copying the object drops the
+    recordings, because they refer to the memory addresses of the original weights.
     """
 
     def __init__(self) -> None:
@@ -60,18 +60,18 @@ class CudaGraphs:
         *settings: Hashable,
         weights: Callable[[], Iterable[Tensor]],
     ) -> tuple[Tensor, ...]:
-        """Return ``function(*tensors, *settings)``, computed by its graph. Raise ConfigError if the weights are not on a GPU.
+        """Return ``function(*tensors, *settings)``, computed with a graph. Raise ConfigError if the weights are not on a GPU.
 
         Args:
-            function: Its kernels must depend on the shapes of its tensors only: it reads no value of a tensor in Python.
-            tensors: Inputs ``[B, ...]``, at least one not None, copied into the memory that the graph reads.
-            weights: Returns the weights that the function reads, in place; if they have moved, it is recorded again.
+            function: Function whose kernels depend only on tensor shapes; its Python code must not read tensor values.
+            tensors: Inputs ``[B, ...]``, at least one not None; they are copied into the graph's input memory.
+            weights: Returns the weights that the function reads in place. If they have moved, it is recorded again.
         """
         rows = next(len(tensor) for tensor in tensors if tensor is not None)
         shapes = tuple(None if t is None else (t.shape[1:], t.dtype) for t in tensors)
         key = (padded_rows(rows), shapes, settings, _autocast_dtype())
         with self._lock:
-            # Another thread's stream may still read or write the memory of the graph.
+            # A different thread's stream may still be using the graph's memory.
             if self._wait_for_last is not None:
                 self._wait_for_last()
             recording = self._recordings.pop(key, None)
@@ -80,7 +80,7 @@ class CudaGraphs:
             self._recordings[key] = recording
             if len(self._recordings) > MAX_GRAPHS:
                 self._drop_oldest()
-            # Surplus rows keep values of an earlier call; the result drops them.
+            # Surplus rows still contain values from an earlier call; they are dropped from the result.
             for place, given in zip(recording.inputs, tensors, strict=True):
                 if place is not None:
                     place[:rows].copy_(given)
@@ -93,9 +93,9 @@ class CudaGraphs:
         if not self._has_dropped:
             rows = sorted({key[0] for key in self._recordings})
             logger.warning(
-                "model.cuda_graph=true: policy calls have had %d sets of shapes, with %s rows and so %d or more lengths of prompts; %d "
-                "recordings are cached. Each call with a dropped one is recorded again, which takes about as long as three calls without a "
-                "graph. Set model.cuda_graph=false, or env.tasks to tasks with fewer lengths of instructions",
+                "model.cuda_graph=true: policy calls used %d sets of shapes, with %s rows and thus at least %d prompt lengths, but only "
+                "%d recordings are cached. Recording one again takes about as long as three calls without a graph. "
+                "Set model.cuda_graph=false, or set env.tasks to tasks with fewer instruction lengths",
                 len(self._recordings), ", ".join(map(str, rows)), -(-len(self._recordings) // len(rows)), MAX_GRAPHS,
             )  # fmt: skip
         self._has_dropped = True
@@ -113,7 +113,7 @@ class CudaGraphs:
         inputs = [None if given is None else _padded(given.to(device), rows) for given in tensors]
 
         def run() -> tuple[Tensor, ...]:
-            # Autocast would cache casts of the present weights, and free them before the next launch.
+            # Autocast would cache 16-bit copies of the current weights and free them before the next launch.
             dtype = _autocast_dtype()
             with torch.autocast(device.type, dtype=dtype, enabled=dtype is not None, cache_enabled=False):
                 return function(*inputs, *settings)
@@ -125,12 +125,12 @@ class CudaGraphs:
 
 
 def _padded(tensor: Tensor, rows: int) -> Tensor:
-    """Return a copy with ``rows`` rows, the last row repeated."""
+    """Return a copy padded to ``rows`` rows by repeating the last row."""
     return torch.cat([tensor, tensor[-1:].expand(rows - len(tensor), *tensor.shape[1:])])
 
 
 def _wait_for_present() -> Callable[[], None]:
-    """Return a function that makes its caller's stream wait for all work now on the current stream."""
+    """Return a function that makes its caller's stream wait for all work queued so far on the current stream."""
     event = torch.cuda.Event()
     event.record()
     return lambda: torch.cuda.current_stream().wait_event(event)
@@ -141,17 +141,17 @@ def _autocast_dtype() -> torch.dtype | None:
 
 
 def _new_pool(device: torch.device) -> Any:
-    """Return a memory pool for all recordings of a function: only one runs at a time, and its outputs are copied."""
+    """Return a memory pool for all recordings of a function; one suffices because they run one at a time and outputs are copied."""
     if device.type != "cuda":
-        raise ConfigError(f"CUDA graphs need an NVIDIA GPU, and the weights are on '{device}'.", cuda_graph=False)
+        raise ConfigError(f"CUDA graphs need an NVIDIA GPU, but the weights are on '{device}'.", cuda_graph=False)
     return torch.cuda.graph_pool_handle()
 
 
 def _capture(run: Callable[[], tuple[Tensor, ...]], pool: Any) -> tuple[Callable[[], None], tuple[Tensor, ...]]:
-    """Capture the kernels of ``run``; return the replay function and the tensors that it fills."""
+    """Capture the kernels of ``run``; return the replay function and the output tensors that it fills."""
     warm_up = torch.cuda.Stream()
     warm_up.wait_stream(torch.cuda.current_stream())
-    # Libraries allocate their workspaces in the warm-up, outside the graph's memory.
+    # The warm-up lets libraries allocate their workspaces outside the graph's memory.
     with torch.cuda.stream(warm_up):
         for _ in range(2):
             run()

@@ -1,4 +1,4 @@
-"""Unregistered model types: transformers' own tables decide which generic class loads them."""
+"""Choose the generic class for an unregistered model type, by transformers' own tables."""
 
 from collections.abc import Iterable
 from pathlib import Path
@@ -13,7 +13,7 @@ TEXT, IMAGE_TEXT = "text", "image-text"
 
 
 def generic_kind(cfg: ModelConfig, registered: Iterable[str]) -> str:
-    """Return ``TEXT`` or ``IMAGE_TEXT``, from ``config.json`` of a local folder, else from the model type."""
+    """Return ``TEXT`` or ``IMAGE_TEXT``, based on a local folder's ``config.json`` or, without one, on the model type."""
     from transformers.models.auto import modeling_auto
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
@@ -44,8 +44,8 @@ def generic_kind(cfg: ModelConfig, registered: Iterable[str]) -> str:
             return kind
     if name in CONFIG_MAPPING_NAMES:
         raise ConfigError(
-            f"model.model_type '{name}' is of transformers, but neither a causal nor an image-text-to-text model. "
-            "Set model.model_type=<one that is>, or register it: plugins=[module]"
+            f"model.model_type '{name}' exists in transformers, but is neither a causal nor an image-text-to-text model. "
+            "Set model.model_type=<a supported type>, or register it: plugins=[module]"
         )
     alike = closest(name, [*registered, *by_kind[TEXT], *by_kind[IMAGE_TEXT]])
     raise ConfigError(
@@ -56,6 +56,6 @@ def generic_kind(cfg: ModelConfig, registered: Iterable[str]) -> str:
 
 
 def folder_config(path: str | None) -> dict[str, Any]:
-    """Return ``config.json`` of a local folder; empty without one."""
+    """Return the contents of a local folder's ``config.json``, or an empty dict without one."""
     file = Path(path or "").expanduser() / "config.json"
     return read_json(file) if path is not None and file.is_file() else {}

@@ -1,4 +1,4 @@
-"""Any Hugging Face language or vision-language model, wrapped for training without code for its family."""
+"""A wrapper for training any Hugging Face language or vision-language model without family-specific code."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ from rlinf.models.loading import check_fit, check_hub, no_lora, read_json, witho
 from rlinf.models.weights_in_files import READ_WHOLE, NotDeferredError, defer_weights, without_weights
 
 AUTO_CLASSES = (AutoModelForImageTextToText, AutoModelForCausalLM)
-"""A class is usable if one of these knows it; the first one wins if ``architectures`` is empty."""
+"""Supported classes are registered with one of these; the first match is used if ``architectures`` is empty."""
 
 WANTED_FILES = ("*.json", "*.safetensors", "*.py")
-"""Files of a hub id to download when its weights are read in rows."""
+"""Files to download from a hub id whose weights are read in rows."""
 
 
 class HFModel(nn.Module):
-    """A causal or image-text-to-text model of transformers with what training, FSDP and weight sync need."""
+    """A causal or image-text-to-text transformers model with the methods that training, FSDP and weight sync need."""
 
     trained_in_full: ClassVar[tuple[str, ...]] = ()
     base_model_prefix: ClassVar[str] = "model"  # PEFT looks for the wrapped model under this attribute
@@ -53,13 +53,13 @@ class HFModel(nn.Module):
         trust_remote_code: bool = False,
         deferred: bool = False,
     ) -> HFModel:
-        """Load a checkpoint. Weights are read one by one into an empty model, so memory never holds a second copy.
+        """Load a checkpoint. Weights are read one by one into an empty model, so there is never a second copy in memory.
 
         Args:
-            path: Folder with safetensors (one file, or shards and an index), or hub id.
-            config: Replaces the folder's configuration.
-            dtype: Number format of the weights. Mxfp4 experts (GPT-OSS) are dequantised, which is exact in 16 bits too.
-            attn_implementation: Attention kernel; None, or ``sdpa`` for a class without it: transformers' choice.
+            path: Hub id, or folder with safetensors (one file, or shards and an index).
+            config: Configuration to use instead of the folder's.
+            dtype: Number format of the weights. Mxfp4 experts (GPT-OSS) are dequantised, which is exact even in 16 bits.
+            attn_implementation: Attention kernel; transformers chooses for None, or if the class lacks ``sdpa``.
             deferred: Leave the weights in their files, if possible (``rlinf.models.weights_in_files``).
         """
         config = config or load_config(path, trust_remote_code)
@@ -77,7 +77,7 @@ class HFModel(nn.Module):
                     path,
                     config=config,
                     output_loading_info=True,
-                    ignore_mismatched_sizes=True,  # reported below, with everything else that does not fit
+                    ignore_mismatched_sizes=True,  # reported below, together with all other mismatches
                     trust_remote_code=trust_remote_code,
                     **arguments,
                     **quantization,
@@ -86,14 +86,14 @@ class HFModel(nn.Module):
             message = f"The weights of '{path}' cannot be read: {error}."
             raise CheckpointError(message, path="<complete checkpoint folder>") from error
         check_fit(path, info)
-        # For classes outside transformers, loading leaves these buffers uninitialised.
+        # If the class is not part of transformers, loading leaves these buffers uninitialised.
         computed = _unsaved_buffers(without_weights(model_class, config, **arguments))
         for key, (buffers, name) in _unsaved_buffers(model).items():
             buffers[name] = computed[key][0][name]
         setattr(model, READ_WHOLE, because)
         if not quantization:
             return cls(model)
-        # Otherwise save_pretrained would write packed weights.
+        # Reset, because save_pretrained would otherwise write packed weights.
         model._weight_conversions = None
         return cls(model).to(dtype)
 
@@ -106,7 +106,7 @@ class HFModel(nn.Module):
         attn_implementation: str | None = None,
         meta: bool = False,
     ) -> HFModel:
-        """Build a model with random weights; with ``meta``, weights stay on the meta device for ``materialize``."""
+        """Build a model with random weights; with ``meta``, they stay on the meta device until ``materialize`` is called."""
         model_class = model_class_of(config)
         arguments = {"dtype": dtype, **_attention(model_class, attn_implementation)}
         if meta:
@@ -127,21 +127,21 @@ class HFModel(nn.Module):
 
     @property
     def fsdp_wrap_modules(self) -> tuple[str, ...]:
-        """Names of the layer classes that FSDP shards as units, because transformers must not split them."""
+        """Names of the layer classes that FSDP shards as units: those that transformers marks as not to be split."""
         present = {type(module).__name__ for module in self.model.modules()}
         return tuple(sorted(set(self.model._no_split_modules or ()) & present))
 
     @property
     def lora_target_modules(self) -> tuple[str, ...]:
         """Name suffixes of the linear layers inside the units of ``fsdp_wrap_modules``."""
-        # Expert routers are left out: they return more than a product, so an adapter cannot add to it.
+        # Expert routers are excluded: they return more than a matrix product, so an adapter's output cannot be added.
         units = [module for module in self.model.modules() if type(module).__name__ in self.fsdp_wrap_modules]
         layers = [item for unit in units for item in unit.named_modules() if isinstance(item[1], (nn.Linear, Conv1D))]
         names = {name.rpartition(".")[2] for name, layer in layers if "Router" not in type(layer).__name__}
         return tuple(sorted(names))
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None, **inputs: Any) -> Any:
-        """Run the wrapped model on ``input_ids [B, S]`` and its other arguments; its output has ``logits [B, S, V]``."""
+        """Run the wrapped model on ``input_ids [B, S]`` and any further inputs; its output contains ``logits [B, S, V]``."""
         return self.model(input_ids=input_ids, attention_mask=attention_mask, **inputs)
 
     def materialize(self, device: str | torch.device) -> HFModel:
@@ -152,8 +152,8 @@ class HFModel(nn.Module):
     def public_state_dict(self, state_dict: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
         """Return the weights with the names and shapes of a public checkpoint; tied weights appear once.
 
-        They differ from the model's if transformers renames or joins weights while loading (VLMs, experts).
-        ``state_dict``: gathered weights under the names of ``self.state_dict()``; None: the model's own.
+        These differ from the model's own if transformers renames or joins weights while loading (VLMs, experts).
+        ``state_dict`` contains gathered weights under the names in ``self.state_dict()``; None uses the model's own.
         """
         weights = self._inner_names(state_dict)
         tied = getattr(self.model, "all_tied_weights_keys", {})
@@ -162,7 +162,7 @@ class HFModel(nn.Module):
     def save_pretrained(
         self, folder: str | Path, state_dict: Mapping[str, Tensor] | None = None, **kwargs: Any
     ) -> None:
-        """Write a folder that transformers can load; ``state_dict`` as in ``public_state_dict``."""
+        """Write a folder that transformers can load; for ``state_dict`` see ``public_state_dict``."""
         self.model.save_pretrained(folder, state_dict=self._inner_names(state_dict), **kwargs)
 
     def _inner_names(self, state_dict: Mapping[str, Tensor] | None) -> dict[str, Tensor]:
@@ -170,8 +170,8 @@ class HFModel(nn.Module):
         return {name.removeprefix("model."): tensor for name, tensor in weights.items()}
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> HFModel:
-        """Convert or move weights; buffers outside the state dict only change their device."""
-        # Rotary frequencies in 16 bits would give wrong positions.
+        """Convert or move weights; buffers outside the state dict change device but keep their dtype."""
+        # Rotary frequencies rounded to 16 bits would result in wrong positions.
         buffers_before = [(buffers, name, buffers[name]) for buffers, name in _unsaved_buffers(self).values()]
         super()._apply(fn, recurse)
         for buffers, name, buffer in buffers_before:
@@ -182,11 +182,11 @@ class HFModel(nn.Module):
 
 class _AsRead(GenerationConfig):
     def validate(self, *args: Any, **kwargs: Any) -> None:
-        """Accept settings that transformers reads and does not write, e.g. a temperature without ``do_sample``."""
+        """Accept settings that transformers can read but would not save, e.g. a temperature without ``do_sample``."""
 
 
 def accept_saving(model: Any) -> Any:
-    """Let transformers save a model (nested ones too) with the ``generation_config.json`` that it was loaded with; return it."""
+    """Let transformers save a model, including nested ones, with its original ``generation_config.json``; return the model."""
     for module in model.modules():
         if isinstance(getattr(module, "generation_config", None), GenerationConfig):
             module.generation_config.__class__ = _AsRead
@@ -194,7 +194,7 @@ def accept_saving(model: Any) -> Any:
 
 
 def load_config(path: str | Path, trust_remote_code: bool = False) -> PreTrainedConfig:
-    """Read the configuration of a folder or hub id; raise CheckpointError or, for an unknown model type, ConfigError."""
+    """Read the configuration of a folder or hub id. Raise CheckpointError on failure, ConfigError for an unknown model type."""
     check_hub(path)
     no_lora(path)
     try:
@@ -203,12 +203,12 @@ def load_config(path: str | Path, trust_remote_code: bool = False) -> PreTrained
         message = f"'{path}' is neither a checkpoint folder with a config.json nor a reachable hub id ({error})."
         raise CheckpointError(message, path="<folder>") from error
     except ValueError as error:
-        message = f"Transformers does not know the model type of '{path}', whose own code is not trusted ({error})."
+        message = f"Transformers does not know the model type of '{path}', and the folder's own code is not trusted ({error})."
         raise ConfigError(message, trust_remote_code=True, path="<a different folder>") from error
 
 
 def model_shapes(path: str | Path, trust_remote_code: bool = False, dtype: torch.dtype = torch.float32) -> HFModel:
-    """Return the model of ``HFModel.from_pretrained`` on the meta device, without reading weights."""
+    """Return the model that ``HFModel.from_pretrained`` would load, on the meta device and without reading weights."""
     config = load_config(path, trust_remote_code)
     return HFModel(without_weights(model_class_of(config, path, trust_remote_code), config, dtype=dtype))
 
@@ -216,11 +216,11 @@ def model_shapes(path: str | Path, trust_remote_code: bool = False, dtype: torch
 def model_class_of(
     config: PreTrainedConfig, path: str | Path | None = None, trust_remote_code: bool = False
 ) -> type[PreTrainedModel]:
-    """Return the class that ``config.architectures`` names: one causal or image-text-to-text model."""
+    """Return the class named in ``config.architectures``, which must be a single causal or image-text-to-text model."""
     names = list(config.architectures or ())
     owner = path or type(config).__name__
     if len(names) > 1:
-        message = f"architectures in config.json of '{owner}' name {len(names)} ({', '.join(names)}); required: one."
+        message = f"architectures in config.json of '{owner}' lists {len(names)} ({', '.join(names)}); required: one."
         raise ConfigError(message, architectures=names[:1])
     code = getattr(config, "auto_map", None) or {}
     for auto_class in AUTO_CLASSES:
@@ -230,20 +230,20 @@ def model_class_of(
         if model_class is not None and names in ([], [model_class.__name__]):
             return model_class
     raise ConfigError(
-        f"'{owner}' has the model type '{config.model_type}' and architectures {names}; required: a "
-        f"class of {' or '.join(known.__name__ for known in AUTO_CLASSES)}, in transformers or in trusted code of the folder.",
+        f"'{owner}' has the model type '{config.model_type}' and architectures {names}; required: a class "
+        f"supported by {' or '.join(known.__name__ for known in AUTO_CLASSES)}, from transformers or the folder's trusted code.",
         trust_remote_code=True,
         path="<a different folder>",
     )
 
 
 def check_tensor_parallel(config: PreTrainedConfig, tp_size: int, key: str) -> None:
-    """Check that the tensor-parallel size of a rollout engine (setting ``key``) divides the attention heads."""
+    """Check that a rollout engine's tensor-parallel size (setting ``key``) divides the number of attention heads."""
     text = config.get_text_config()
     heads = text.num_attention_heads
     kv_heads = getattr(text, "num_key_value_heads", None) or heads
 
-    # Key-value heads may also be fewer than the ranks and divide them: vLLM copies them.
+    # There may be fewer key-value heads than ranks if their number divides the ranks: vLLM then replicates them.
     def rejected(size: int) -> str | None:
         if heads % size:
             return f"num_attention_heads={heads}"
@@ -262,20 +262,20 @@ def _deferred(
     trust_remote_code: bool,
     **arguments: Any,
 ) -> PreTrainedModel:
-    """Build the model of transformers' ``from_pretrained`` with its weights still in their files."""
+    """Build the model that transformers' ``from_pretrained`` would load, but leave its weights in their files."""
     if getattr(config, "quantization_config", None) is not None:
         raise NotDeferredError("its weights are quantised")
     try:
         tensors = open_tensors(_weight_files(path))
     except CheckpointError as error:
-        # Reading them completely raises a specific error.
+        # The regular loader then raises a more specific error.
         raise NotDeferredError("its files cannot be opened") from error
     model = without_weights(model_class, config, **arguments)
     conversions = get_model_conversion_mapping(model)
     converters = [conversion for conversion in conversions if isinstance(conversion, WeightConverter)]
     renamings = [conversion for conversion in conversions if not isinstance(conversion, WeightConverter)]
     if any(rename_source_key(name, renamings, converters) != (name, None) for name in tensors):
-        raise NotDeferredError("transformers converts its weights while it reads them")
+        raise NotDeferredError("transformers converts its weights while reading them")
     if model._get_dtype_plan(arguments["dtype"]):
         raise NotDeferredError("parts of it stay in float32")
     defer_weights(model, tensors)
@@ -289,7 +289,7 @@ def _deferred(
 
 
 def _weight_files(path: str | Path) -> list[Path]:
-    """Return the safetensors files of a folder or hub id: one, or the shards in its index."""
+    """Return the safetensors files of a folder or hub id: a single file, or the shards listed in its index."""
     try:
         folder = Path(path) if Path(path).is_dir() else Path(snapshot_download(str(path), allow_patterns=WANTED_FILES))
     except (OSError, ValueError) as error:
@@ -300,12 +300,12 @@ def _weight_files(path: str | Path) -> list[Path]:
         names = sorted(set(read_json(index).get("weight_map", {}).values()))
     files = [folder / name for name in names]
     if not all(file.is_file() for file in files):
-        raise NotDeferredError("it has no complete safetensors")
+        raise NotDeferredError("its safetensors files are missing or incomplete")
     return files
 
 
 def _unsaved_buffers(model: nn.Module) -> dict[str, tuple[dict[str, Tensor | None], str]]:
-    """Find the buffers outside the state dict: full name to the module's buffer dict and the name in it."""
+    """Map the full name of each buffer outside the state dict to its module's buffer dict and its name there."""
     return {
         f"{prefix}.{name}": (module._buffers, name)
         for prefix, module in model.named_modules()
@@ -318,7 +318,7 @@ def _attention(model_class: type[PreTrainedModel], implementation: str | None) -
     if implementation is None or (implementation == "sdpa" and not model_class._supports_sdpa):
         return {}
     kernels = ["eager", *ALL_ATTENTION_FUNCTIONS.valid_keys()]
-    if implementation not in kernels and "/" not in implementation:  # with a slash: a kernel of the hub
+    if implementation not in kernels and "/" not in implementation:  # a name with a slash is a kernel on the hub
         message = f"attn_implementation='{implementation}'; required: one of {', '.join(kernels)}."
         raise ConfigError(message, attn_implementation="sdpa")
     if implementation == "flash_attention_2" and not model_class._supports_flash_attn:
@@ -335,9 +335,9 @@ def _dequantization(config: PreTrainedConfig) -> dict[str, Any]:
     method = str(values.get("quant_method"))
     if method == "mxfp4":
         return {"quantization_config": Mxfp4Config(dequantize=True)}
-    message = f"The checkpoint is quantised by '{method}'; required for training: weights in 16 or 32 bits, or mxfp4."
+    message = f"The checkpoint is quantised with '{method}'; required for training: 16-bit, 32-bit or mxfp4 weights."
     raise ConfigError(message, path="<folder of the unquantised model>")
 
 
 HFLLMModel = HFModel
-"""Former name of ``HFModel``, from when it wrapped language models only."""
+"""Former name of ``HFModel``, which used to wrap only language models."""

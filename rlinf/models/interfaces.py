@@ -1,4 +1,4 @@
-"""Import path for users: the interfaces of token policies in ``rlinf.llm``."""
+"""Public import path for the token-policy interfaces in ``rlinf.llm``."""
 
 from rlinf.imports import lazy_attributes
 

@@ -1,4 +1,4 @@
-"""Layers of a model: compiled, or with recomputed activations, in passes with gradients only."""
+"""Compile a model's layers or recompute their activations, only in passes with gradients."""
 
 import os
 from collections.abc import Callable, Sequence
@@ -16,11 +16,11 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from rlinf.errors import ConfigError
 
 TOGETHER = 4
-"""Vision layers that are recomputed together; their activations then take at most the space of one language layer."""
+"""Number of vision layers recomputed together; their activations then need no more memory than one language layer's."""
 
 
 def find_layers(model: nn.Module) -> list[nn.Module]:
-    """Return the outermost modules named in ``fsdp_wrap_modules``, and the layers of transformers' own models."""
+    """Return the outermost modules whose classes ``fsdp_wrap_modules`` lists, and the layers of transformers' own models."""
     names = set(getattr(model, "fsdp_wrap_modules", ()))
     layers: list[nn.Module] = []
     pending = [model]
@@ -32,29 +32,29 @@ def find_layers(model: nn.Module) -> list[nn.Module]:
 
 
 def set_training_options(model: nn.Module, *, recomputed: bool | int, compiled: bool) -> None:
-    """Set, in place, how the layers of a model (without any, its direct submodules) run in passes with gradients.
+    """Set in place how a model's layers (or, without any, its direct submodules) run in passes with gradients.
 
     Args:
-        recomputed: Recompute activations from the layer's inputs in the backward pass (Chen et al. 2016). A number: only
-            for the first layers of ``find_layers``.
-        compiled: Run each layer through ``torch.compile``.
+        recomputed: Recompute activations from the layer's inputs in the backward pass (Chen et al. 2016). With a number
+            n, only the first n layers of ``find_layers`` are recomputed.
+        compiled: Compile each layer with ``torch.compile``.
     """
     if not (recomputed or compiled):
         return
     layers = find_layers(model)
     if recomputed and not layers:
         raise ConfigError(
-            f"{type(model).__name__} has no repeated layers (fsdp_wrap_modules), whose activations could be recomputed.",
+            f"{type(model).__name__} has no repeated layers (fsdp_wrap_modules) whose activations could be recomputed.",
             gradient_checkpointing=False,
         )
     number = len(layers) if recomputed is True else recomputed
-    # The forward of each layer is replaced, not its call, so that the hooks of FSDP2 run once, around it.
+    # Replace the layer's `forward`, not `__call__`, so that FSDP2's hooks run once, outside the recomputed part.
     for place, layer in enumerate(layers or model.children()):
         layer.forward = partial(_forward, layer, place < number, compiled)
 
 
 def run_in_turn(layers: Sequence[nn.Module], hidden_states: Tensor, *args: Any) -> Tensor:
-    """Run layers in sequence; ``TOGETHER`` neighbours that are recomputed keep the input of the first one only."""
+    """Run layers in sequence; each group of ``TOGETHER`` recomputed layers stores only the input of its first layer."""
     for start in range(0, len(layers), TOGETHER):
         group = layers[start : start + TOGETHER]
         if torch.is_grad_enabled() and all(map(_is_recomputed, group)):
@@ -77,7 +77,7 @@ def _is_recomputed(layer: nn.Module) -> bool:
 def _forward(
     layer: nn.Module, recomputed: bool, compiled: bool, *args: Any, together: bool = False, **kwargs: Any
 ) -> Any:
-    """Run a layer; ``together``: ``run_in_turn`` recomputes it with its neighbours."""
+    """Run a layer; ``together`` means that ``run_in_turn`` recomputes it with its neighbours."""
     function = type(layer).forward
     if torch.is_grad_enabled():
         function = _compile(function) if compiled else function
@@ -87,23 +87,23 @@ def _forward(
 
 
 def check_compiler(device: str) -> None:
-    """Raise ConfigError if ``torch.compile`` has no compiler for ``device``, "cpu" or "cuda"."""
+    """Raise ConfigError if ``torch.compile`` finds no compiler for ``device`` ("cpu" or "cuda")."""
     if device == "cuda":
         if not has_triton():
-            raise ConfigError("torch.compile needs Triton on GPUs, which cannot be imported.", compile=False)
+            raise ConfigError("torch.compile needs Triton on GPUs, but Triton cannot be imported.", compile=False)
         return
     try:
         get_cpp_compiler()
     except InvalidCxxCompiler as error:
         compiler = os.environ.get("CXX", "g++")
         raise ConfigError(
-            f"torch.compile needs a C++ compiler on CPU, but finds no working {compiler} (set by the variable CXX). "
-            "Install one (apt-get install g++), or do without.",
+            f"torch.compile needs a C++ compiler on CPU, but no working {compiler} was found (variable CXX). "
+            "Install one (apt-get install g++), or turn compilation off.",
             compile=False,
         ) from error
 
 
 @cache
 def _compile(function: Callable) -> Callable:
-    """Compile a class's ``forward``, which all layers of the class share."""
+    """Compile a class's ``forward`` once for all layers of the class."""
     return torch.compile(function)

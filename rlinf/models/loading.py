@@ -1,4 +1,4 @@
-"""Reading checkpoint folders: helpers of every model class, and the checks of what they read."""
+"""Helpers that model classes use to read checkpoint folders and to check their contents."""
 
 import functools
 import json
@@ -25,35 +25,35 @@ HUB_TIMEOUT_S = 10.0
 LARGEST_FILE = 64 * 2**20
 """Maximum size in bytes of a JSON file or a statistics file."""
 LISTS = ("q01", "q99", "min", "max", "mean", "std", "mask")
-"""Lists of statistics, each with one value per dimension."""
+"""Names of the lists in statistics; each list has one value per dimension."""
 
 
 def field_error(problem: str, override: str) -> ConfigError:
-    """Return the error about a field of a model's own configuration, with the override that fixes it."""
+    """Return an error about a field of the model's own configuration, with ``override`` as the suggested fix."""
     fix = f"Set model.override_config.{override}, or model.init_config.{override} for random weights"
     return ConfigError(f"{problem}. {fix}")
 
 
 def without_logprobs(name: str, value: str, instead: str) -> ConfigError:
-    """Return the error about a setting without log-probabilities, which RL needs."""
+    """Return an error about a setting under which the policy has no log-probabilities, which RL needs."""
     problem = f"{name} is '{value}': without log-probabilities, a policy can only be cloned and evaluated"
     return field_error(f"{problem}; required for RL: e.g. {instead}", f"{name}={instead}")
 
 
 def check_choice(name: str, value: Any, known: Sequence[str]) -> None:
-    """Reject a field that is not one of the known values, and suggest the first one."""
+    """Reject a field whose value is not in ``known``, and suggest the first known value."""
     if value not in known:
         raise field_error(f"{name} is '{value}'; required: {' or '.join(known)}", f"{name}={known[0]}")
 
 
 def read_json(path: str | Path) -> dict[str, Any]:
-    """Return the object in a JSON file of a checkpoint folder; raise CheckpointError if it holds none or is too large."""
+    """Return the object in a checkpoint folder's JSON file; raise CheckpointError if it has none or is too large."""
     try:
         if (size := Path(path).stat().st_size) > LARGEST_FILE:
             raise ValueError(f"{size} bytes; required: at most {LARGEST_FILE}")
         values = json.loads(Path(path).read_text(encoding="utf-8"))
-        problem = f"it holds a {type(values).__name__}"
-    except (OSError, ValueError, RecursionError) as error:  # of the file, the JSON, or its encoding
+        problem = f"it contains a {type(values).__name__}"
+    except (OSError, ValueError, RecursionError) as error:  # raised by the file system, the JSON parser or the decoder
         values, problem = None, str(error)
     if not isinstance(values, dict):
         raise CheckpointError(f"'{path}' is not a JSON object ({problem}). Set model.model_path=<a different folder>")
@@ -61,7 +61,7 @@ def read_json(path: str | Path) -> dict[str, Any]:
 
 
 def dataset_statistics(folder: Path) -> dict[str, Any]:
-    """Return the checked statistics by data set name in a folder's ``dataset_statistics.json``; empty without the file."""
+    """Read and check a folder's ``dataset_statistics.json``; return statistics by data set name, empty without the file."""
     path = folder / STATISTICS_FILE
     statistics = read_json(path) if path.is_file() else {}
     for name, parts in statistics.items():
@@ -72,9 +72,9 @@ def dataset_statistics(folder: Path) -> dict[str, Any]:
 
 
 def check_statistics(stats: Any, place: str, used: Sequence[str] = ()) -> None:
-    """Raise ConfigError unless a data set's statistics are finite in float32, of one length, and can normalise.
+    """Raise ConfigError unless a data set's statistics are finite in float32, of equal length and usable for normalisation.
 
-    ``used`` names the two lists that normalise: (q01, q99), (min, max), or (mean, std); zeros at the end of ``std`` are padding.
+    ``used`` names the two lists used for it: (q01, q99), (min, max) or (mean, std). Trailing zeros in ``std`` are padding.
     """
     named = stats if isinstance(stats, Mapping) else {"q01": str(stats)}
     lists = {name: named.get(name) for name in (*LISTS, *used) if named.get(name) is not None or name in used}
@@ -83,9 +83,9 @@ def check_statistics(stats: Any, place: str, used: Sequence[str] = ()) -> None:
         values = list(numbers) if isinstance(numbers, Iterable) else [numbers]
         wrong = [value for value in values if not isinstance(value, Real) or not abs(value) < 1e38]  # float32
         if (wrong or not isinstance(numbers, Iterable)) and problem is None:
-            problem = f"{name} holds {values[0] if not wrong else wrong[0]!r}; required: a list of finite numbers"
+            problem = f"{name} contains {values[0] if not wrong else wrong[0]!r}; required: a list of finite numbers"
     if problem is None and len({len(numbers) for numbers in lists.values()}) > 1:
-        problem = f"their lengths are {[len(numbers) for numbers in lists.values()]} ({', '.join(lists)}); required: one length"
+        problem = f"their lengths are {[len(numbers) for numbers in lists.values()]} ({', '.join(lists)}); required: equal lengths"
     pairs = list(zip(*(lists[name] for name in used), strict=True)) if used and problem is None else []
     while used[1:] == ("std",) and pairs and pairs[-1][1] == 0:
         pairs.pop()
@@ -94,42 +94,42 @@ def check_statistics(stats: Any, place: str, used: Sequence[str] = ()) -> None:
             is_std = used[1] == "std"
             problem = f"std is {high:g}; required: above 0" if is_std else f"{used[1]} < {used[0]} ({high:g} < {low:g})"
     if problem is not None:
-        env_fix = "or to take the env's: model.unnorm_key=<env.name> 'model.override_config.norm_stats={}'"
+        env_fix = "or to use the env's: model.unnorm_key=<env.name> 'model.override_config.norm_stats={}'"
         raise ConfigError(
             f"The statistics ({place}) cannot be used: {problem}. Set model.model_path=<a different folder>, {env_fix}"
         )
 
 
 def check_hub(path: str | Path) -> None:
-    """Raise CheckpointError for a hub id that is not cached while the hub is unreachable, with the reason."""
+    """Raise CheckpointError, with the reason, for a hub id that is not cached while the hub is unreachable."""
     if Path(path).exists() or not HUB_ID.fullmatch(str(path)):
         return
     from huggingface_hub import try_to_load_from_cache
 
     reason = hub_fault()
     if reason is not None and not isinstance(try_to_load_from_cache(str(path), "config.json"), str):
-        hint = "Check the connection, or name a folder"
+        hint = "Check the connection, or set a local folder"
         raise CheckpointError(f"'{path}' is neither a folder nor in the cache, and {reason}. {hint}")
 
 
 def hub_fault() -> str | None:
-    """Return why the hub is unreachable, or None. Its libraries, which retry for minutes, then use their caches only."""
+    """Return why the hub is unreachable, or None. If it is, put hub libraries, which would retry for minutes, in offline mode."""
     from huggingface_hub import constants
 
     if constants.HF_HUB_OFFLINE or (reason := _unreachable(constants.ENDPOINT)) is None:
         return None
     for module in filter(None, (constants, sys.modules.get("datasets.config"))):
         module.HF_HUB_OFFLINE = True
-    logger.warning("The hub does not answer (%s), so only files in its cache are read", reason)
-    return f"the hub does not answer: {reason}"
+    logger.warning("The hub does not respond (%s), so only cached files are read", reason)
+    return f"the hub does not respond: {reason}"
 
 
 @functools.cache
 def _unreachable(endpoint: str) -> str | None:
-    """Return why ``endpoint`` sends no HTTP reply, or None if it does; proxies of the environment are used."""
+    """Return why ``endpoint`` sends no HTTP reply, or None if it does. Proxies set in the environment are used."""
     try:
         urllib.request.urlopen(urllib.request.Request(endpoint, method="HEAD"), timeout=HUB_TIMEOUT_S).close()
-    except urllib.error.HTTPError:  # a reply of any status
+    except urllib.error.HTTPError:  # any HTTP status means that the hub is reachable
         return None
     except OSError as error:
         return f"{endpoint}: {getattr(error, 'reason', error)}"
@@ -137,18 +137,18 @@ def _unreachable(endpoint: str) -> str | None:
 
 
 def no_lora(path: str | Path) -> None:
-    """Raise CheckpointError for a folder that holds adapters and no model."""
+    """Raise CheckpointError for a folder that contains adapters but no model."""
     adapter = Path(path).expanduser() / "adapter_config.json"
     if adapter.is_file() and not adapter.with_name("config.json").is_file():
         base = read_json(adapter).get("base_model_name_or_path") or "<a different model>"
         raise CheckpointError(
-            f"'{path}' holds adapters only, of {base}. Export them merged: rlinf export checkpoint=<run folder> output=<folder> "
+            f"'{path}' contains only adapters for {base}. Export a merged model: rlinf export checkpoint=<run folder> output=<folder> "
             f"merge_lora=true. For a policy, set model.lora_path={path} model.is_lora=true model.model_path={base}"
         )
 
 
 def checkpoint_folder(path: str | Path) -> Path:
-    """Return a checkpoint's folder; a hub id (``owner/name``) is downloaded."""
+    """Return a checkpoint's local folder, downloading a hub id (``owner/name``) first."""
     folder = Path(path)
     if folder.is_dir():
         return folder
@@ -165,7 +165,7 @@ def checkpoint_folder(path: str | Path) -> Path:
 
 
 def hide_progress_bars() -> None:
-    """Disable transformers' progress bars, which would break our live line; works before transformers is imported."""
+    """Disable transformers' progress bars, which would garble our status line, even before transformers is imported."""
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     if "transformers" in sys.modules:
         from transformers.utils import logging as bars
@@ -189,20 +189,20 @@ def without_load_report() -> Iterator[None]:
 
 
 def instead_of_weights(folder: Path) -> str:
-    """Describe what a folder without ``model*.safetensors`` contains, and how to convert it to weights."""
+    """Describe the contents of a folder without ``model*.safetensors``, and how to convert them if possible."""
     if not any(folder.glob("pytorch_model*.bin")):
         files = ", ".join(sorted(path.name for path in folder.glob("*"))) or "nothing"
-        return f"it holds {files:.200}. Set model.model_path=<checkpoint folder>"
+        return f"it contains {files:.200}. Set model.model_path=<checkpoint folder>"
     code = (
         "import pathlib, torch; from safetensors.torch import save_file; [save_file({n: t.clone().contiguous() for n, t in "
         "torch.load(f, 'cpu', weights_only=True).items()}, str(f.with_suffix('.safetensors')).replace('pytorch_', ''), "
         f"{{'format': 'pt'}}) for f in pathlib.Path('{folder}').glob('pytorch_model*.bin')]"
     )
-    return f'it holds pytorch_model*.bin, a pickle. Convert it: python -c "{code}"'
+    return f'it contains pytorch_model*.bin, a pickle. Convert it: python -c "{code}"'
 
 
 def check_fit(folder: str | Path, loading_info: Mapping[str, Any], **fix: Any) -> None:
-    """Reject weights that do not fit the model exactly, by transformers' loading info; ``fix``: settings that repair it."""
+    """Raise CheckpointError if transformers' loading info reports mismatched weights; ``fix`` adds settings to suggest."""
     kinds = {"missing": "missing_keys", "unexpected": "unexpected_keys", "of a different shape": "mismatched_keys"}
     problems = {kind: sorted(map(str, loading_info[key])) for kind, key in kinds.items()}
     if any(problems.values()):
@@ -212,39 +212,39 @@ def check_fit(folder: str | Path, loading_info: Mapping[str, Any], **fix: Any) -
 
 
 def check_model_type(config_class: Any, values: Mapping[str, Any], path: str | Path) -> None:
-    """Reject the ``config.json`` (``values``) of a different model than the requested one."""
+    """Reject a ``config.json`` (``values``) that belongs to a different model type than requested."""
     accepted = getattr(config_class, "accepted_model_types", None)
     model_type = values.get("model_type", values.get("type"))
     if accepted is None or model_type in accepted:
         return
     override = f"model.model_type={model_type}" if model_type in MODELS else "model.model_path=<a different folder>"
     raise CheckpointError(
-        f"The config.json in '{path}' is of model type '{model_type}', but the requested model reads "
+        f"The config.json in '{path}' is of model type '{model_type}', but the requested model accepts "
         f"{' and '.join(repr(name) for name in accepted if name is not None)}. Set {override}"
     )
 
 
 def check_attention(implementation: str) -> None:
-    """Raise MissingDependencyError if FlashAttention is requested and not installed."""
+    """Raise MissingDependencyError if FlashAttention is requested but not installed."""
     if implementation == "flash_attention_2":
         from transformers.utils import is_flash_attn_2_available
 
         if not is_flash_attn_2_available():
             raise MissingDependencyError(
                 "attn_implementation='flash_attention_2', but the package flash-attn (or a GPU) is missing. Install it "
-                "(pip install flash-attn), or do without.",
+                "(pip install flash-attn), or use a different kernel.",
                 attn_implementation="sdpa",
             )
 
 
 def num_positions(config: Any) -> int | None:
-    """Return the positions that a language model was built for; None if its configuration declares none."""
+    """Return the number of positions a language model was built for, or None if its configuration does not declare it."""
     declared = getattr(config, "max_position_embeddings", None)
     scaling = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
     if declared is None or not isinstance(scaling, Mapping):
         return declared
-    # Llama 3 and DeepSeek declare the scaled number in max_position_embeddings, Qwen2 the unscaled one: the larger of it
-    # and of factor times the original counts. There is one scaling for all layers, or one per kind of layer.
+    # max_position_embeddings is already scaled in Llama 3 and DeepSeek but not in Qwen2, so use the larger of it and factor
+    # times the original number. The scaling is either common to all layers or specified per layer type.
     scalings = [values for values in (scaling, *scaling.values()) if isinstance(values, Mapping)]
     scaled = [
         int(values["factor"] * (values.get("original_max_position_embeddings") or declared))

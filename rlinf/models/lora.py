@@ -1,6 +1,6 @@
-"""LoRA (Hu et al. 2021) for a policy, in place: the model keeps its class and its methods.
+"""Add LoRA adapters (Hu et al. 2021) to a policy in place; the model keeps its class and methods.
 
-An adapter folder has PEFT's layout, and ``trained_in_full.safetensors`` with the modules of ``ActionModel.trained_in_full``.
+Adapter folders use PEFT's layout plus ``trained_in_full.safetensors`` for the modules in ``ActionModel.trained_in_full``.
 """
 
 import copy
@@ -40,14 +40,14 @@ TARGETS = "lora.target_modules"
 def apply_lora(model: Any, lora: LoraConfig, lora_path: str | None = None) -> Any:
     """Add adapters to ``model.lora_target_modules``, in place, and freeze all except ``model.trained_in_full``.
 
-    Raise CheckpointError if the folder is not an adapter of this model, or was merged into these weights before.
+    Raise CheckpointError if the adapter in ``lora_path`` does not fit this model or is already merged into its weights.
 
     Args:
-        lora: Settings; ``target_modules`` replaces the model's default.
-        lora_path: Adapter folder to continue from; its rank, scale and targets must agree with ``lora``.
+        lora: LoRA settings; ``target_modules`` overrides the model's default.
+        lora_path: Adapter folder to continue from; its rank, scale and targets must match ``lora``.
     """
     if has_adapters(model):
-        raise ConfigError("This model has LoRA adapters already; a second set is not supported.")
+        raise ConfigError("This model already has LoRA adapters; a second set is not supported.")
     in_full = rf"({'|'.join(model.trained_in_full)})(\..*)?" if model.trained_in_full else None
     excluded = [pattern for pattern in (in_full, getattr(model, "lora_exclude_modules", None)) if pattern]
     saved = None if lora_path is None else _saved_settings(Path(lora_path), lora)
@@ -75,7 +75,7 @@ def apply_lora(model: Any, lora: LoraConfig, lora_path: str | None = None) -> An
 
 
 def _match_formats_on_meta(model: nn.Module) -> None:
-    """Give adapters on the meta device the dtype of their base weights; PEFT does so on all other devices."""
+    """Cast adapters on the meta device to the dtype of their base weights, as PEFT does on all other devices."""
     for layer in model.modules():
         if isinstance(layer, BaseTunerLayer):
             dtype = layer.get_base_layer().weight.dtype
@@ -86,7 +86,7 @@ def _match_formats_on_meta(model: nn.Module) -> None:
 
 @contextmanager
 def _adapters_in_memory() -> Iterator[None]:
-    """Keep new adapters, which no file holds, in memory; PEFT would move them to the meta device of the base weights."""
+    """Keep new adapters in memory, as no file contains them; PEFT would move them to the base weights' meta device."""
     move, drawn = BaseTunerLayer._move_adapter_to_device_of_base_layer, []
 
     def keep(layer: BaseTunerLayer, name: str, device: torch.device | None = None) -> None:
@@ -122,7 +122,7 @@ def adapter_state_dict(model: Any, state_dict: Mapping[str, Tensor] | None = Non
 
 
 def save_adapter(model: Any, folder: str | Path, state_dict: Mapping[str, Tensor] | None = None) -> None:
-    """Write an adapter folder; ``state_dict`` as in ``adapter_state_dict``."""
+    """Write an adapter folder; for ``state_dict`` see ``adapter_state_dict``."""
     if not has_adapters(model):
         raise ConfigError("The model has no LoRA layers to save. Set model.is_lora=true")
     folder = Path(folder)
@@ -137,15 +137,15 @@ def save_adapter(model: Any, folder: str | Path, state_dict: Mapping[str, Tensor
 
 
 def merge_lora(model: Any, inputs: dict[str, Tensor] | None = None, atol: float | None = None) -> Any:
-    """Return a copy of the policy with the adapters merged into the weights; ``model`` stays unchanged.
+    """Return a copy of the policy with the adapters merged into the weights; ``model`` is not changed.
 
-    The copy's config lists the adapter's fingerprint (``merged_adapters``), so that it is never added twice.
+    The adapter's fingerprint is added to the copy's config (``merged_adapters``), so that it is never merged twice.
 
     Args:
-        model: Policy with adapters, not sharded.
-        inputs: Result of ``preprocess`` (or arguments of ``forward``) on which both models must agree; None: not compared.
-        atol: Largest accepted difference, else a CheckpointError; None: 1e-4 of the largest value (at least of 1) in
-            float32, 0.25 of it in 16 bits.
+        model: Unsharded policy with adapters.
+        inputs: Result of ``preprocess`` (or arguments of ``forward``) used to compare both models; None skips this check.
+        atol: Tolerance of this check, beyond which CheckpointError is raised. None allows 1e-4 (float32) or 0.25 (16-bit)
+            times the maximum value, or times 1 if that is smaller.
     """
     if not has_adapters(model):
         done = " (they were merged before)" if getattr(model.config, "merged_adapters", []) else ""
@@ -172,9 +172,9 @@ def merge_lora(model: Any, inputs: dict[str, Tensor] | None = None, atol: float 
 def merged_tensors(
     model: nn.Module, names: Collection[str] | None = None, state: Mapping[str, Tensor] | None = None
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors of the merged policy one by one; adapted weights are new tensors.
+    """Yield the merged policy's tensors one by one; adapted weights are new tensors.
 
-    ``names`` (without adapters) selects tensors; ``state``: gathered weights of a sharded model, None: the model's own.
+    ``names`` (without adapters) selects tensors. ``state`` contains a sharded model's gathered weights; None uses the model's own.
     """
     check_untied(model)
     for name, tensor in base_tensors(model, state):
@@ -191,7 +191,7 @@ def merged_state_dict(model: nn.Module, state: Mapping[str, Tensor] | None = Non
 
 
 def adapter_fingerprint(tensors: Mapping[str, Tensor]) -> str:
-    """Return a SHA-256 over names, dtypes, shapes and bytes of adapter tensors."""
+    """Return the SHA-256 of the names, dtypes, shapes and bytes of adapter tensors."""
     digest = hashlib.sha256()
     for name in sorted(tensors):
         tensor = tensors[name].detach().cpu().contiguous()
@@ -213,7 +213,7 @@ def _check_same_predictions(model: Any, merged: Any, inputs: dict[str, Tensor], 
 
 @torch.no_grad()
 def _predictions(model: Any, merged: Any, inputs: dict[str, Tensor]) -> list[tuple[str, Tensor, Tensor]]:
-    """Return name and both values of the predictions that change smoothly; tokens may flip between near-equal ones."""
+    """Return names and both models' values of the continuous predictions; tokens are left out, as near-ties may flip."""
     if not isinstance(model, ActionModel):
         return [("logits", model(**inputs).logits, merged(**inputs).logits)]
     before, after = (policy.predict_action_batch(**inputs, do_sample=False) for policy in (model, merged))
@@ -221,7 +221,7 @@ def _predictions(model: Any, merged: Any, inputs: dict[str, Tensor]) -> list[tup
     if before.sequences.is_floating_point():
         pairs.append(("sequences", before.sequences, after.sequences))
     else:
-        # After a token that flipped, logits belong to a different prefix.
+        # After a flipped token, logits are conditioned on different prefixes and cannot be compared.
         same = (before.sequences == after.sequences)[:, -model.num_sampled :].long()
         reached = torch.cat([torch.ones_like(same[:, :1]), same[:, :-1]], dim=1).cumprod(1).bool()
         pairs[0] = ("logits", before.logits[reached], after.logits[reached])
@@ -229,20 +229,20 @@ def _predictions(model: Any, merged: Any, inputs: dict[str, Tensor]) -> list[tup
 
 
 def _reject_second_merge(model: Any, adapters: dict[str, Tensor]) -> None:
-    """Raise CheckpointError if the adapter was merged before, in any number format."""
+    """Raise CheckpointError if the adapter was already merged, in any number format."""
     merged, matches = getattr(model.config, "merged_adapters", []), []
     for dtype in (None, torch.float32, torch.bfloat16):
         fingerprint = adapter_fingerprint({name: tensor.to(dtype=dtype) for name, tensor in adapters.items()})
         matches += [fingerprint] if fingerprint in merged else []
     if matches:
         raise CheckpointError(
-            f"The adapter {matches[0][:12]} is part of these weights already; adding it again would count it twice. "
+            f"The adapter {matches[0][:12]} is already merged into these weights; adding it again would apply it twice. "
             "Set model.lora_path=null, or load the weights from before the merge."
         )
 
 
 def _check_targets(model: nn.Module, targets: Sequence[str], in_full: str | None) -> None:
-    """Raise ConfigError for a target that matches no layer; ``in_full``: pattern of layers that are trained in full."""
+    """Raise ConfigError for a target that matches no layer; layers matching ``in_full`` are trained in full instead."""
     weights = ((name, getattr(module, "weight", None)) for name, module in model.named_modules())
     layers = [name for name, weight in weights if getattr(weight, "ndim", 0) > 1]
     layers = [name for name in layers if not (in_full and re.fullmatch(in_full, name))]
@@ -256,11 +256,11 @@ def _check_targets(model: nn.Module, targets: Sequence[str], in_full: str | None
 
 
 def check_untied(model: nn.Module) -> None:
-    """Raise ConfigError for an adapted weight that is tied to a second layer: merging would change both."""
+    """Raise ConfigError for an adapted weight that is tied to a second layer, because merging would change both."""
     holders = Counter(id(weight) for _, weight in model.named_parameters(remove_duplicate=False))
     for name, layer in model.named_modules():
         if isinstance(layer, BaseTunerLayer) and holders[id(getattr(layer.get_base_layer(), "weight", None))] > 1:
-            problem = f"The adapted weights '{name.rpartition('.')[2]}.weight' have no tensor of their own: another layer has the same."
+            problem = f"The adapted weights '{name.rpartition('.')[2]}.weight' are tied to a different layer."
             raise ConfigError(problem, **{TARGETS: None})
 
 
@@ -269,11 +269,11 @@ FOLLOWED = {
     "layers_pattern", "rank_pattern", "alpha_pattern",
     "task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision", "inference_mode",
 }  # fmt: skip
-"""PEFT settings that training, merging and engines support, and those without effect on the weights."""
+"""PEFT settings that training, merging and engines support, and settings that do not affect the weights."""
 
 
 def _saved_settings(folder: Path, lora: LoraConfig) -> PeftLoraConfig:
-    """Return the settings of an adapter folder; raise CheckpointError if unsupported or in conflict with ``lora``."""
+    """Return an adapter folder's settings; raise CheckpointError if they are unsupported or conflict with ``lora``."""
     path = folder / "adapter_config.json"
     if not path.is_file() or not (folder / ADAPTER_FILE).is_file():
         needed = f"adapter_config.json and {ADAPTER_FILE}"
@@ -286,8 +286,8 @@ def _saved_settings(folder: Path, lora: LoraConfig) -> PeftLoraConfig:
         value, needed = values[name], neutral.get(name)
         if value != needed and (value or needed):
             raise CheckpointError(
-                f"The adapter in '{folder}' has {name}={value}, which is not supported here; required: {needed}. Merge it by PEFT "
-                "(merge_and_unload), and set model.model_path=<the merged folder> model.lora_path=null model.is_lora=false"
+                f"The adapter in '{folder}' has {name}={value}, which is not supported here; required: {needed}. Merge it with PEFT "
+                "(merge_and_unload), then set model.model_path=<the merged folder> model.lora_path=null model.is_lora=false"
             )
     try:
         saved = PeftLoraConfig.from_pretrained(str(folder))
@@ -298,7 +298,7 @@ def _saved_settings(folder: Path, lora: LoraConfig) -> PeftLoraConfig:
             raise _unusable(folder, f"{key} is {getattr(saved, key)!r}")
         if getattr(saved, key) != getattr(lora, override):
             raise CheckpointError(
-                f"The adapter in '{folder}' has {override} {getattr(saved, key)} and model.lora.{override} is "
+                f"The adapter in '{folder}' has {override}={getattr(saved, key)}, but model.lora.{override} is "
                 f"{getattr(lora, override)}. Set model.lora.{override}={getattr(saved, key)}"
             )
     if saved.lora_dropout != lora.dropout:
@@ -336,8 +336,8 @@ def _load_adapter(model: Any, folder: Path) -> None:
         unknown = sorted(set(saved) - set(weights))
         if unknown:
             raise CheckpointError(
-                f"'{full_file}' holds {unknown[:3]}, which the model does not have. Set model.value_head=true, or the "
-                "remaining settings with which the adapter was trained"
+                f"'{full_file}' contains {unknown[:3]}, which the model does not have. Set model.value_head=true, or "
+                "use the same settings as when the adapter was trained"
             )
         with torch.no_grad():
             for name, tensor in saved.items():

@@ -1,4 +1,4 @@
-"""The merged weights of a model with adapters, for an inference engine."""
+"""Send the merged weights of a model with adapters to an inference engine."""
 
 from collections.abc import Collection, Iterator
 
@@ -11,14 +11,14 @@ from rlinf.models.lora import merged_tensors
 
 
 class MergedWeights(ModuleWeights):
-    """The weights of a model for vLLM, adapters merged into one weight at a time (a ``WeightSource``).
+    """A ``WeightSource`` that provides a model's weights to vLLM, merging adapters into one weight at a time.
 
     After the first push, only layers (``layer_prefix``) with trained or adapted weights are sent.
 
     Args:
-        model: With or without adapters, unsharded.
+        model: Unsharded model, with or without adapters.
         version: Number of weight updates that produced the weights.
-        trained: Names that training changes (``trained_names``); None: those that ``model`` trains.
+        trained: Names of weights that training changes (``trained_names``); None uses ``trained_names(model)``.
         excluded: Top-level modules that the engine does not need.
     """
 
@@ -43,8 +43,8 @@ class MergedWeights(ModuleWeights):
 
 
 def layer_prefix(name: str) -> str:
-    """Return the numbered layer of a tensor (``model.layers.3``), or the module of a tensor outside all layers."""
-    # vLLM fuses weights of one layer (queries, keys and values) and loads a fused one completely or not at all.
+    """Return the name of the numbered layer that contains a tensor (``model.layers.3``) or, outside all layers, its module."""
+    # vLLM fuses weights within a layer (queries, keys and values) and can only load a fused weight completely.
     parts = name.split(".")
     number = next((k for k, part in enumerate(parts) if part.isdigit()), len(parts) - 2)
     return ".".join(parts[: number + 1])

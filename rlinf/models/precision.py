@@ -1,4 +1,4 @@
-"""Number formats of a policy: their names, autocast, float32 layers; and dropout, which is switched off."""
+"""Handle a policy's number formats (names, autocast, float32 layers), and switch off its dropout."""
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -16,11 +16,11 @@ PRECISIONS = {
     **dict.fromkeys(("bf16", "bfloat16", "bf16-true"), torch.bfloat16),
     **dict.fromkeys(("fp16", "float16", "16", "16-true", "half"), torch.float16),
 }
-"""``model.precision`` to the dtype of the weights."""
+"""Maps ``model.precision`` to the dtype of the weights."""
 
 
 def torch_dtype_from_precision(precision: str | int | None) -> torch.dtype:
-    """Return the dtype of the weights: ``bf16``, ``fp16``, ``fp32``; ``bf16-mixed`` keeps float32 weights."""
+    """Return the dtype of the weights for ``bf16``, ``fp16``, ``fp32`` or ``bf16-mixed`` (float32 weights)."""
     if str(precision) in PRECISIONS:
         return PRECISIONS[str(precision)]
     close = "bf16-mixed" if str(precision).lower().endswith("mixed") else "bf16"
@@ -29,7 +29,7 @@ def torch_dtype_from_precision(precision: str | int | None) -> torch.dtype:
 
 
 def torch_dtype_of(name: Any) -> torch.dtype:
-    """Return the ``torch.dtype`` of ``"bfloat16"``, ``"torch.bfloat16"`` or ``torch.bfloat16``."""
+    """Return the ``torch.dtype`` for e.g. ``"bfloat16"``, ``"torch.bfloat16"`` or ``torch.bfloat16``."""
     dtype = DTYPES.get(str(name).removeprefix("torch."))
     if dtype is None:
         raise ConfigError(f"torch_dtype='{name}'; required: {', '.join(DTYPES)}.", torch_dtype="bfloat16")
@@ -37,19 +37,19 @@ def torch_dtype_of(name: Any) -> torch.dtype:
 
 
 def autocast(model: nn.Module, precision: str) -> AbstractContextManager:
-    """Return the context in which a model computes: bf16 autocast for ``bf16-mixed``. Rollout and training share it."""
+    """Return the context for rollout and training passes: bf16 autocast for ``bf16-mixed``, otherwise none."""
     if precision != "bf16-mixed":
         return nullcontext()
     return torch.autocast(autocast_type(next(model.parameters())), torch.bfloat16)
 
 
 def autocast_type(tensor: torch.Tensor) -> str:
-    """Return the device type whose autocast applies to a tensor; the meta device has none and uses the CPU's."""
+    """Return the device type whose autocast applies to a tensor; for the meta device, which has none, it is the CPU's."""
     return "cpu" if tensor.is_meta else tensor.device.type
 
 
 def heads_in_float32(model: Any) -> Any:
-    """Cast the modules in ``model.float32_modules`` to float32, in place; loading has kept their digits."""
+    """Cast the modules in ``model.float32_modules`` to float32 in place; loading did not round their weights."""
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if name.split(".")[0] in getattr(model, "float32_modules", ()) and tensor.is_floating_point():
             tensor.data = tensor.data.float()
@@ -58,7 +58,7 @@ def heads_in_float32(model: Any) -> Any:
 
 @contextmanager
 def evaluation_mode(model: Any) -> Iterator[None]:
-    """Switch dropout and gradients off inside, then restore the mode; no effect on an object without modules."""
+    """Switch dropout and gradients off within the context, then restore the mode. Objects without modules are unaffected."""
     if not isinstance(model, nn.Module):
         yield
         return
@@ -72,12 +72,12 @@ def evaluation_mode(model: Any) -> Iterator[None]:
 
 
 def without_autocast(tensor: Tensor) -> torch.autocast:
-    """Return a context in which autocast is off on the device of ``tensor``."""
+    """Return a context that turns autocast off on the device of ``tensor``."""
     return torch.autocast(autocast_type(tensor), enabled=False)
 
 
 class LinearInFloat32(nn.Linear):
-    """A linear layer with float32 output; an output head of any number format becomes one by changing its class."""
+    """A linear layer with float32 output; to convert an existing output head of any dtype, set its ``__class__``."""
 
     def forward(self, x: Tensor) -> Tensor:
         return linear_in_float32(x, self.weight, self.bias)
@@ -85,15 +85,15 @@ class LinearInFloat32(nn.Linear):
 
 def linear_in_float32(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """Apply a linear layer in float32: ``[..., H]`` to ``[..., out]``."""
-    # For logits: next to 16 and above, bfloat16 values are 0.125 apart, so a probability would be off by up to 6 %.
+    # Needed for logits: from 16 on, bfloat16 values are at least 0.125 apart, which changes a probability by up to 6 %.
     with without_autocast(x):
         return nn.functional.linear(x.float(), weight.float(), None if bias is None else bias.float())
 
 
 def switch_off_dropout(model: nn.Module) -> nn.Module:
-    """Set every dropout rate of a model, in modules and configuration, to 0; return the model."""
-    # Published configurations may have rates above 0, and then the ratios of the first update would not be 1, although
-    # rollout and scoring (both in evaluation mode) agree.
+    """Set every dropout rate in a model's modules and configuration to 0; return the model."""
+    # Published configurations may set rates above 0. Rollout and scoring, both in evaluation mode, would still agree, but the
+    # probability ratios of the first update would not be 1.
     for module in model.modules():
         if isinstance(module, nn.modules.dropout._DropoutNd):
             module.p = 0.0
@@ -111,5 +111,5 @@ def _clear(owner: Any) -> None:
 def _clear_config(config: Any) -> None:
     _clear(config)
     for value in list(vars(config).values()):
-        if hasattr(value, "model_type"):  # the configuration of a part
+        if hasattr(value, "model_type"):  # a nested configuration, e.g. for the vision tower
             _clear_config(value)

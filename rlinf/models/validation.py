@@ -1,4 +1,4 @@
-"""Import path for users: the comparison of two backends in ``rlinf.contracts.generation``."""
+"""Public import path for the backend comparison in ``rlinf.contracts.generation``."""
 
 from rlinf.imports import lazy_attributes
 

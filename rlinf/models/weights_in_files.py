@@ -1,4 +1,4 @@
-"""Models of transformers with their weights still in files, until the ranks shard them."""
+"""Build transformers models whose weights stay in their files until the ranks shard them."""
 
 import copy
 from collections.abc import Collection, Mapping
@@ -12,35 +12,35 @@ from rlinf.distributed.parallel import local_part
 from rlinf.optim.finite import check_loaded
 
 READ_WHOLE = "read_whole_because"
-"""Attribute with the reason why the weights of a model could not stay in their files."""
+"""Attribute that stores the reason why a model's weights could not stay in their files."""
 
 
 def how_read(model: nn.Module) -> str:
-    """Describe how the ranks get the weights of a model that they shard."""
+    """Describe how the ranks read the weights of a model that they shard."""
     if is_deferred(model):
         return "each rank reads its rows of the weights"
     because = getattr(model, READ_WHOLE, None) or "its weights are random, or its class reads its folder itself"
-    return f"each rank first holds the whole model: {because}"
+    return f"each rank first loads the complete model: {because}"
 
 
 def check_read(model: nn.Module, sources: Mapping[str, FileTensor]) -> None:
-    """Reject weights read by ``read_deferred`` on this rank that are NaN or infinite."""
+    """Raise if weights that ``read_deferred`` read on this rank are NaN or infinite."""
     parameters = dict(model.named_parameters())
     folders = sorted({str(source.file.parent) for source in sources.values()})
     check_loaded({name: local_part(parameters[name])[0] for name in sources}, ", ".join(folders))
 
 
 class NotDeferredError(Exception):
-    """The weights cannot stay in their files, for the reason in the text."""
+    """Raised if the weights cannot stay in their files; the message is the reason."""
 
 
 def without_weights(model_class: type[nn.Module], config: Any, **arguments: Any) -> Any:
-    """Build a model with its parameters on the meta device and its buffers, with their values, in memory."""
+    """Build a model with parameters on the meta device, but buffers (including values) in memory."""
     from accelerate import init_empty_weights  # imports transformers
 
     with init_empty_weights(include_buffers=False):
         model = model_class._from_config(copy.deepcopy(config), **arguments)
-    # Moving the weights to the meta device one by one has untied them.
+    # Moving the weights to the meta device one by one broke their ties.
     if hasattr(model, "tie_weights"):
         model.tie_weights()
     return model
@@ -48,10 +48,10 @@ def without_weights(model_class: type[nn.Module], config: Any, **arguments: Any)
 
 @torch.no_grad()
 def defer_weights(model: nn.Module, tensors: Mapping[str, Weight], whole: Collection[str] = ()) -> None:
-    """Record in which file each parameter of a model from ``without_weights`` is; read buffers immediately.
+    """Record which file stores each parameter of a model from ``without_weights``; read buffers immediately.
 
-    ``tensors`` are all weights by name, in files or in memory (tied weights once). Modules in ``whole`` are read
-    immediately, too, because other code writes into them. Raise NotDeferredError if names or shapes differ.
+    ``tensors`` maps names to all weights, in files or in memory (tied weights once). Modules in ``whole`` are read
+    immediately as well, because their weights are modified elsewhere. Raise NotDeferredError if names or shapes differ.
     """
     places: dict[int, list[str]] = {}
     parameters = dict(model.named_parameters(remove_duplicate=False))

@@ -189,7 +189,7 @@ def test_images_and_prompt_are_read_once_however_many_candidates(case, policy):
 def test_uniforms_of_another_shape_are_refused(case):
     policy = case.policy
     inputs, uniforms = policy.preprocess(case.observation), uniforms_for(policy, len(case.observation))
-    with pytest.raises(ValueError, match=r"uniforms are \[4, 3, .*required: \[4, 2, "):
+    with pytest.raises(ValueError, match=r"uniforms has the shape \[4, 3, .*required: \[4, 2, "):
         policy.propose(inputs, NUM_CANDIDATES - 1, uniforms)
     with pytest.raises(ValueError, match="num_candidates is 0; required: at least 1"):
         policy.propose(inputs, 0)
@@ -268,7 +268,7 @@ def test_candidates_of_a_flow_begin_with_the_given_noise():
 @pytest.fixture
 def token_case(case):
     if case.name in WITHOUT_PREFIX:
-        with pytest.raises(ConfigError, match="no states of images and prompt.*Set model.features=hidden"):
+        with pytest.raises(ConfigError, match="no hidden states of images and prompt.*Set model.features=hidden"):
             case.build(features="token")
         pytest.skip("it has been rejected")
     return replace(case, config=replace(case.config, model=replace(case.config.model, features="token")))

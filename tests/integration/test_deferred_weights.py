@@ -208,7 +208,7 @@ def test_a_tensor_in_a_file_is_divided_without_being_read(tmp_path):
 
 def test_weights_that_are_drawn_converted_or_given_twice_are_read_whole_and_the_line_says_why(tmp_path, tiny_lm):
     policy = build_policy(config_of("openvla"), {"norm_stats": unit_range_stats(2, 4)}, deferred=True)
-    assert how_read(policy).startswith("each rank first holds the whole model: its weights are random")
+    assert how_read(policy).startswith("each rank first loads the complete model: its weights are random")
     sizes = {
         "hidden_size": 16,
         "intermediate_size": 16,
@@ -228,7 +228,7 @@ def test_weights_that_are_drawn_converted_or_given_twice_are_read_whole_and_the_
     ):
         model = HFModel.from_pretrained(tmp_path / name, deferred=True)
         assert not is_deferred(model)
-        assert how_read(model.model).startswith(f"each rank first holds the whole model: {reason}")
+        assert how_read(model.model).startswith(f"each rank first loads the complete model: {reason}")
         assert_same(tensors_of(HFModel.from_pretrained(tmp_path / name)), tensors_of(model))
 
 

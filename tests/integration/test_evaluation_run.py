@@ -354,7 +354,7 @@ def test_adapters_are_not_put_on_other_base_weights(checkpoint, tmp_path):
     name = next(name for name, tensor in weights.items() if tensor.is_floating_point())
     weights[name] = weights[name] + torch.ones_like(weights[name]) / 64
     save_file(weights, base / "model.safetensors", metadata={"format": "pt"})
-    words = r"other base weights than model.model_path=.*base:\n  lora.base_sha256: .*\n.*=\[lora.base_sha256\]"
+    words = r"weights that differ from model.model_path=.*base:\n  lora.base_sha256: .*\n.*=\[lora.base_sha256\]"
     with pytest.raises(ManifestMismatchError, match=words):
         evaluated(exported, "other")
     with pytest.raises(ManifestMismatchError, match="lora.base_sha256: saved"):

@@ -119,7 +119,7 @@ def test_the_head_is_chosen_by_whether_there_is_something_to_correct():
             "some of whose actions are discrete.*Set algorithm=ppo",
         ),
         ([*STATE, "env.id=Unbounded-v0", "env.tasks=null"], "Box with finite bounds.*ActionWrapper"),
-        ([*STATE, "env.id=Images-v0", "env.tasks=null"], "gives no state. Set model=cnn"),
+        ([*STATE, "env.id=Images-v0", "env.tasks=null"], "provides no state. Set model=cnn"),
         (
             [*STATE, "algorithm.replay_capacity=4000000000"],
             "80% of the memory of this machine.*Set algorithm.replay_capacity=",

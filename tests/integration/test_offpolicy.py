@@ -195,13 +195,13 @@ def test_a_head_of_noise_decides_what_the_frozen_policy_samples(tmp_path):
 def test_a_policy_without_random_numbers_has_no_noise_to_set(tmp_path, monkeypatch):
     monkeypatch.setattr(MLPForRLActionPrediction, "num_candidate_uniforms", 0)
     with pytest.raises(
-        ConfigError, match="draws none; required: a policy that samples.*Set algorithm.actor.name=residual"
+        ConfigError, match="uses none; required: a policy that samples.*Set algorithm.actor.name=residual"
     ):
         config_of(tmp_path, "algorithm.actor.name=dsrl")
 
 
 def test_features_of_a_token_need_one_that_cloning_has_trained(tmp_path):
-    with pytest.raises(ConfigError, match="MLPFor.* has no states of images and prompt.*Set model.features=hidden"):
+    with pytest.raises(ConfigError, match="MLPFor.* no hidden states of images and prompt.*Set model.features=hidden"):
         config_of(tmp_path, "model.features=token")
     token = ["model=openvla_tiny", "model.features=token", "env.cameras=null"]
     with pytest.raises(ConfigError, match="random weights has no trained readout token"):
@@ -347,7 +347,7 @@ def test_a_policy_that_does_not_propose_is_refused(tmp_path, monkeypatch):
 def test_policy_gradients_do_not_take_a_policy_with_a_head(tmp_path):
     train(config_of(tmp_path / "run", "trainer.max_steps=1"))
     on_policy = [item for item in SMALL if not item.startswith("algorithm")]
-    with pytest.raises(ConfigError, match="holds an actor.*Set algorithm=sac"):
+    with pytest.raises(ConfigError, match="contains an actor.*Set algorithm=sac"):
         validate(run_config(tmp_path / "ppo", *on_policy, f"init_from={tmp_path / 'run'}", "trainer.minibatch_size=40"))
 
 

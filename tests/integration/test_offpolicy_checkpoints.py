@@ -60,7 +60,7 @@ def test_a_checkpoint_without_the_policy_below_its_head_is_refused(tmp_path, clo
     source, _, _ = cloned
     alone = shutil.copytree(source / "checkpoints" / "rl_000004", tmp_path / "rl_000004")
     with pytest.raises(
-        CheckpointError, match="does not hold the policy below .*Copy the complete run folder, or run `rlinf export"
+        CheckpointError, match="does not contain its base policy .*Copy the complete run folder, or run `rlinf export"
     ):
         rlinf.load_policy(alone)
     shutil.copytree(source / "frozen", tmp_path / "frozen")

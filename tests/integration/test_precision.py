@@ -263,7 +263,7 @@ def test_folders_of_a_checkpoint(tmp_path, name):
         assert set(formats.values()) == {torch.float32} and any("lora_A" in name for name in formats)
         torch.manual_seed(0)
         again = build_policy(replace(config, model=replace(config.model, lora_path=str(tmp_path))))
-        with pytest.raises(CheckpointError, match="is part of these weights already"):
+        with pytest.raises(CheckpointError, match="is already merged into these weights"):
             apply_lora(merge_lora(policy), config.model.lora, str(tmp_path))
     policies = (policy, again)
     first, second = (each.predict_action_batch(**each.preprocess(observation), do_sample=False) for each in policies)

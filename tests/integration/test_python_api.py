@@ -157,7 +157,7 @@ def test_sampling_repeats_with_a_seed_and_greedy_actions_always(policy):
         ({"instruction": [3]}, "required: a string"),
         ({"state": np.zeros(3, np.float32)}, r"state has the shape \[3\]; required with one instruction: \[31\]"),
         ({"state": np.array(["a"] * 31)}, "state is <U1; required: numbers"),
-        ({"state": np.full(31, np.nan)}, "31 numbers that are NaN or infinite"),
+        ({"state": np.full(31, np.nan)}, "31 values that are NaN or infinite"),
         ({"image": random_images(1)[0]}, "key 'image'. Did you mean 'images'"),
     ],
 )  # fmt: skip

@@ -285,7 +285,7 @@ def test_a_prompt_of_any_length_is_refused_before_it_costs_anything_and_other_cl
             ("go there " * 600, "has 5400 bytes; required: at most 4096 (the server's max_prompt_bytes)"),
             ("go there " * 2**16, "required: at most 4096 (the server's max_prompt_bytes)"),
             (b"go there " * 600, "The prompt has 5400 bytes; required: at most 4096"),  # as openpi's DROID may send it
-            ("x y " * 1000, "the language model was made for 256 positions"),
+            ("x y " * 1000, "the language model supports 256 positions"),
             ("x" * (2**26 - 2**15), "does not accept messages of 64.0 MiB"),  # together with the image below 64 MiB
             ("x" * 2**26, "does not accept messages of 64.0 MiB"),
         ):
@@ -445,7 +445,7 @@ FOREIGN = [
     ("reply", "said"),
     [
         ({"actions": np.zeros((5, 7))}, r"\[5, 7\]; required: \[3, 2\].* Set model.action_token_len=7"),
-        ({"actions": np.full((5, 2), np.nan)}, "6 numbers that are NaN"),
+        ({"actions": np.full((5, 2), np.nan)}, "6 values that are NaN"),
         ({"actions": np.zeros((2, 2))}, "chunks of 2 actions.* Set model.action_chunks_len=2"),
         ({"actions": np.zeros(2)}, r"\[2\]; required: \[3, 2\]"),
         ({"actions": [[0.0, 0.0]] * 3}, "no actions, but actions"),

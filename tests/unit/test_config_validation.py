@@ -105,8 +105,8 @@ CASES = {
     "precision without autocast": (["model.precision=fp16-mixed"], "'fp16-mixed'"),
     "precision spelled otherwise": (["model.precision=BF16-mixed"], "'BF16-mixed'"),
     "float16 in training": (["model.precision=fp16"], "model.precision=fp16"),
-    "a camera too many": (["env.cameras=[front,side]"], "env.cameras has 2"),
-    "no camera": (["env.cameras=[]"], "env.cameras has 0"),
+    "a camera too many": (["env.cameras=[front,side]"], "env.cameras lists 2"),
+    "no camera": (["env.cameras=[]"], "env.cameras lists 0"),
     "a camera too few": (["+model.init_config.num_images_in_input=2"], "expects 2 cameras"),
     "state policy without a state": (["model=mlp", "env.state=none"], "no state"),
     "unknown attention": (["model.attn_implementation=spda"], "'spda'"),
@@ -431,7 +431,7 @@ def test_suggested_size_is_the_nearest_divisor_and_is_listed(number, wanted, of,
 
 def test_an_env_without_cameras_suggests_no_model_of_zero_images():
     words = ["model=openvla_tiny", "env=gymnasium", "env.id=Pendulum-v1", "env.tasks=null"]
-    with pytest.raises(ConfigError, match=r"env\.cameras has 0: \[\]. Set model=mlp") as caught:
+    with pytest.raises(ConfigError, match=r"env\.cameras lists 0: \[\]. Set model=mlp") as caught:
         validate(build(*words))
     assert "num_images_in_input=0" not in str(caught.value)
 

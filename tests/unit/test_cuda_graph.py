@@ -273,7 +273,7 @@ def test_a_run_with_more_shapes_than_recordings_is_told_once(tapes, monkeypatch,
         for length in (3, 4, 5):
             graphs.run(lambda x: (x * weight,), [torch.ones(8, length)], weights=lambda: [weight])
     (told,) = [record.getMessage() for record in caplog.records]
-    for words in ("5 sets of shapes", "8, 16 rows", "3 or more lengths", "4 recordings", "model.cuda_graph=false"):
+    for words in ("5 sets of shapes", "8, 16 rows", "least 3 prompt lengths", "4 recordings", "model.cuda_graph=false"):
         assert words in told
 
 
@@ -357,15 +357,15 @@ def test_without_a_gpu_the_option_is_refused_by_name():
         with pytest.raises(ConfigError, match="model.cuda_graph=true on the device 'cpu'.*Set model.cuda_graph=false"):
             validate(build_config(compose_config(["model=openvla_tiny", *words])), command)
     model = build("autoregressive", cuda_graph=True)
-    with pytest.raises(ConfigError, match="need an NVIDIA GPU, and the weights are on 'cpu'. Pass cuda_graph=False"):
+    with pytest.raises(ConfigError, match="need an NVIDIA GPU, but the weights are on 'cpu'. Pass cuda_graph=False"):
         act(model, observe("autoregressive"))
 
 
 @pytest.mark.parametrize(
     "model, message",
     [
-        ("model=mlp", "MLPForRLActionPrediction has no part that is recorded"),
-        ("model=cnn", "CNNForRLActionPrediction has no part that is recorded"),
+        ("model=mlp", "but not by MLPForRLActionPrediction"),
+        ("model=cnn", "but not by CNNForRLActionPrediction"),
     ],
 )
 def test_policies_without_a_part_that_is_recorded_are_refused(monkeypatch, model, message):
@@ -386,5 +386,5 @@ def test_flash_attention_is_refused_with_a_graph(monkeypatch):
     policy = build_policy(
         {"model": section | {"init_config": config.model.init_config | {"learned_placeholders": False}}}
     )
-    with pytest.raises(ConfigError, match="model.attn_implementation=flash_attention_2, which reads the lengths"):
+    with pytest.raises(ConfigError, match="model.attn_implementation=flash_attention_2, which needs the lengths"):
         policy.check_cuda_graph(policy.config, "flash_attention_2")

@@ -367,7 +367,7 @@ def test_errors_name_the_value_and_the_override(zoo, tmp_path, monkeypatch):
     ("file", "content", "words"),
     [
         ("config.json", b"{bad", ("config.json", "not a JSON object")),
-        ("config.json", b"[1]", ("config.json", "it holds a list")),
+        ("config.json", b"[1]", ("config.json", "it contains a list")),
         ("model.safetensors", b"12345678 no weights", ("cannot be read",)),
         ("model.safetensors", None, ("cannot be read", "model.safetensors")),
         ("tokenizer.json", None, ("tokenizer.tokenizer_model=",)),

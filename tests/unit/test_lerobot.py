@@ -229,7 +229,7 @@ def test_pi0_acts_beside_our_transformers(kind: str, tmp_path: Path, monkeypatch
     folder = make(kind, tmp_path / kind)
     with monkeypatch.context() as unmended:
         unmended.setattr(runner_module, "let_masks_take_positions", lambda: None)
-        with pytest.raises(CheckpointError, match=r"does not act here .*cache_position.*model\.interpreter"):
+        with pytest.raises(CheckpointError, match=r"cannot act here .*cache_position.*model\.interpreter"):
             build_policy({"model": section(folder)})
     model = build_policy({"model": section(folder)})
     rows = observation()

@@ -214,7 +214,7 @@ def test_actions_far_outside_the_bounds_of_the_env_are_refused(tmp_path: Path) -
             check({name: degrees[name] for name in names})
     check(degrees, 57.29578)
     one = {"min": [-1.0, -1.0, -1.4, -1.4], "max": [1.0, 1.0, 4.9, 2.6]}  # 2.6 are 5.2 half-widths of 0.5
-    with pytest.raises(ConfigError, match="action 3 of the policy was learnt from -1.4 to 2.6"):
+    with pytest.raises(ConfigError, match="action 3 of the policy ranged from -1.4 to 2.6"):
         check(one)
 
 
@@ -248,7 +248,7 @@ def test_weights_must_be_those_of_the_folder(tmp_path: Path) -> None:
     assert compare_weights(folder, whole) == compare_weights(folder, tied) == []
     for state, named in (
         ({**whole, "model.head": torch.ones(1)}, "lacks weights of the policy: model.head"),
-        ({"model.layer.weight": torch.ones(2, 2)}, "holds weights that the policy has not: model.layer.bias"),
+        ({"model.layer.weight": torch.ones(2, 2)}, "contains weights that the policy lacks: model.layer.bias"),
         ({**whole, "layer.bias": torch.ones(2)}, "was not loaded into layer.bias"),
         ({**whole, "layer.bias": torch.zeros(3)}, "was not loaded into layer.bias"),
     ):

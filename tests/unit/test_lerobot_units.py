@@ -117,7 +117,7 @@ def test_a_folder_is_checked_again_where_lerobot_reads_it(folder: Path, monkeypa
     """The process that loads the policy, be it another interpreter, trusts no check that another one made."""
     policy = policy_of(folder)
     change_tensors(folder, UNNORMALIZER, lambda state: {name: each * 57.3 for name, each in state.items()})
-    with pytest.raises(CheckpointError, match="other units"):
+    with pytest.raises(CheckpointError, match="learnt in units that differ"):
         runner_module.LocalRunner(str(folder), policy.config)
 
 

@@ -305,7 +305,7 @@ def test_cnn_features_by_hand():
 def test_cnn_names_the_size_and_the_cameras_that_it_needs():
     with pytest.raises(ConfigError, match="env.image_size=36"):
         cnn().preprocess(seen(["go"], size=40))
-    with pytest.raises(ConfigError, match="sees 2 cameras and the environment gives 1"):
+    with pytest.raises(ConfigError, match="reads 2 cameras, but the environment provides 1"):
         cnn(num_images_in_input=2).preprocess(seen(["go"]))
     with pytest.raises(ConfigError, match="image_size is 20; required: at least 36"):
         cnn(image_size=20)

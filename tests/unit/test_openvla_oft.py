@@ -151,7 +151,7 @@ def test_actions_are_unnormalised_by_the_chosen_bounds():
 
 def test_an_absent_or_wide_state_is_refused():
     model = build()
-    with pytest.raises(ConfigError, match="state of 5 dimensions.*gives none.*env.state=proprio"):
+    with pytest.raises(ConfigError, match="state of 5 dimensions.*provides none.*env.state=proprio"):
         model.preprocess(Observation(observe().images, None, SENTENCES))
     wide = np.zeros((4, 7), np.float32)
     with pytest.raises(ConfigError, match="state of 5 dimensions.*gives 7.*model.unnorm_key"):
@@ -362,7 +362,7 @@ def test_adapters_on_new_parts_come_back_on_the_base_model(base, tmp_path):
          r"new_parts=\[action_head,proprio_projector,film,placeholders\]"),
         (["film", "placeholders"], CheckpointError, r"missing \['action_head', 'proprio_projector'\], which action_head=l1, "
          r"use_proprio=true needs.*new_parts=\[film,placeholders,action_head,proprio_projector\]"),
-        (["fillm"], ConfigError, r"new_parts names 'fillm'.*model.override_config.new_parts=\[film\]"),
+        (["fillm"], ConfigError, r"new_parts contains 'fillm'.*model.override_config.new_parts=\[film\]"),
     ],
 )  # fmt: skip
 def test_absent_parts_are_refused_unless_they_are_named(base, new_parts, error, message):
@@ -419,7 +419,7 @@ def test_a_folder_of_another_model_is_refused_before_weights_are_read(base, aske
         ({"action_head": "diffusion"}, "action_head is 'diffusion'.*model.init_config.action_head=discrete"),
         ({"action_normalization": "q99"}, "action_normalization is 'q99'.*action_normalization=bounds_q99"),
         ({"action_decoding": "autoregressive"}, "action_decoding is 'autoregressive'.*action_decoding=parallel"),
-        ({"state_dim": 4}, "state_dim is 4, but use_proprio is false.*model.init_config.use_proprio=true"),
+        ({"state_dim": 4}, "no state is read because use_proprio is false.*model.init_config.use_proprio=true"),
         ({"state_dim": 4, "use_proprio": True}, "state_dim is 4.*5 dimensions.*model.init_config.state_dim=5"),
         (
             {"use_proprio": True, "norm_stats": {"a": {"action": STATS["arm"]["action"]}}},

@@ -59,7 +59,7 @@ def test_a_noise_head_that_is_not_used_is_told_of(tmp_path, caplog):
     cfg = saved(tmp_path, noise_method="flow_noise")
     assert get_model(cfg).noise_head is not None and "noise_head" not in caplog.text
     assert get_model(cfg | {"override_config": {"noise_method": "flow_sde"}}).noise_head is None
-    assert "the weights of noise_head are not used" in caplog.text
+    assert "weights of noise_head ignored" in caplog.text
 
 
 def test_prompts_of_both_kinds():

@@ -305,9 +305,9 @@ def test_cameras_are_taken_by_name():
     "changes, observation, message",
     [
         ({"cameras": ["top"]}, {}, r"cameras \['top'\].*\['front', 'wrist'\].*cameras=\[front,wrist\]"),
-        ({}, {"state": None}, r"gives none\. Set env\.state=proprio"),
-        ({}, {"state": np.zeros((4, 31), np.float32)}, r"31 dimensions and the policy takes 5.*Set env\.state=proprio"),
-        ({"norm_stats": {"arm": {"action": ACTION}}}, {}, r"'arm' are about actions only.*model\.unnorm_key="),
+        ({}, {"state": None}, r"provides none\. Set env\.state=proprio"),
+        ({}, {"state": np.zeros((4, 31), np.float32)}, r"31 dimensions.* policy supports 5.*Set env\.state=proprio"),
+        ({"norm_stats": {"arm": {"action": ACTION}}}, {}, r"'arm' only cover actions.*model\.unnorm_key="),
         ({}, {"state": np.zeros((4, 3), np.float32)}, r"'proprio' have 4 .*state has 3; .*Set env\.state=proprio"),
         ({"max_token_len": 3}, {}, r"max_token_len is 3\. Set model\.override_config\.max_token_len=\d+"),
     ],
@@ -456,7 +456,7 @@ def test_folder_of_the_public_converter(tmp_path, pi05):
     cfg = section() | {"init_config": {}, "model_path": str(tmp_path)}
     model = get_model(cfg)
     assert model.config.pi05 == pi05 and list(model.config.norm_stats) == ["arm"] and model.value_head is not None
-    with pytest.raises(ConfigError, match=r"holds no tokenizer.*tokenizer\.tokenizer_model="):
+    with pytest.raises(ConfigError, match=r"contains no tokenizer.*tokenizer\.tokenizer_model="):
         get_model_config_and_processor({"model": cfg})
 
 

@@ -1,4 +1,4 @@
-"""Actors by name: the small networks that learn on top of a frozen policy."""
+"""Registry of actors: small networks that are trained on top of a frozen policy."""
 
 from rlinf.registry import Registry
 

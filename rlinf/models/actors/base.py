@@ -1,4 +1,4 @@
-"""The base class of actors: small networks on the features and chunks of a frozen base policy."""
+"""Base class of actors: small networks whose inputs are a frozen base policy's features and action chunks."""
 
 import math
 from abc import abstractmethod
@@ -14,22 +14,22 @@ INITIAL_LOG_STD = -1.0
 
 
 class Actor(nn.Module):
-    """A network that outputs ``r`` in [-1, 1], from which ``compose`` makes the action.
+    """A network that outputs ``r`` in [-1, 1], from which ``compose`` computes the action.
 
-    Actions and base actions are normalised by the bounds of the env, which become -1 and 1.
+    Actions and base actions are normalised so that the env's action bounds map to -1 and 1.
 
     Args:
-        feature_dim: ``F``, dimensions of the features.
-        base_dim: Dimensions of a base chunk that the actor reads.
-        noise_std: Std of fixed exploration noise; None: the network predicts the std of a tanh-squashed Gaussian.
-        output_dim: ``A``, dimensions of ``r`` and of an action as the critics read it; None: ``base_dim``.
-        encoder: Maps the features to ``[B, encoded_dim]`` for actor and critics; trained by the critics.
+        feature_dim: ``F``, the number of feature dimensions.
+        base_dim: Number of dimensions that the actor reads from a base chunk.
+        noise_std: Fixed std of the exploration noise. If None, the network predicts the std of a tanh-squashed Gaussian.
+        output_dim: ``A``, the number of dimensions of ``r`` and of the actions given to critics; None uses ``base_dim``.
+        encoder: Module mapping the features to ``[B, encoded_dim]`` for actor and critics; trained by the critics' loss.
 
     Attributes:
-        is_standalone: ``r`` itself is the action, so no scale bounds it.
-        critics_choose: The actor has several ``options``, and the critics choose one.
-        sets_noise: Its actions are the noise of the base policy, which the env does not execute.
-        starts_as_base: A new actor acts greedily as the base policy does.
+        is_standalone: Whether ``r`` itself is the action, so that no scale bounds it.
+        critics_choose: Whether the actor has several ``options``, of which the critics choose one.
+        sets_noise: Whether its actions are noise for the base policy, which the env does not execute.
+        starts_as_base: Whether a new actor's greedy actions equal the base policy's.
     """
 
     critics_choose: ClassVar[bool] = False
@@ -65,56 +65,56 @@ class Actor(nn.Module):
 
     @classmethod
     def num_candidates_for(cls, config: ActorConfig) -> int:
-        """Return ``N``, how many base chunks an actor with these settings reads."""
+        """Return ``N``, the number of base chunks that an actor with these settings reads."""
         return 1
 
     @classmethod
     def output_dim_for(cls, model: Any) -> int:
-        """Return ``A`` of an actor on ``model``, which may be on the meta device."""
+        """Return ``A`` for an actor on top of ``model``, which may be on the meta device."""
         return model.action_dim * model.action_chunks_len
 
     @classmethod
     def base_dim_for(cls, model: Any) -> int:
-        """Return the dimensions that an actor reads of each base chunk of ``model``."""
+        """Return the number of dimensions that an actor reads from each of ``model``'s base chunks."""
         return model.action_dim * model.action_chunks_len
 
     @property
     def critic_input_dim(self) -> int:
-        """Input dimensions of a critic: features, greedy base chunk and action."""
+        """Input width of a critic, which reads features, the greedy base chunk and an action."""
         return self.encoded_dim + self.base_dim + self.output_dim
 
     @property
     def num_candidates(self) -> int:
-        """``N``, base chunks that the actor reads; the first is the greedy one."""
+        """``N``, the number of base chunks that the actor reads; the first is the greedy one."""
         return self.num_candidates_for(self.config)
 
     @property
     def noise_dim(self) -> int:
-        """Random dimensions that ``options`` takes per observation."""
+        """Number of noise dimensions per observation that ``options`` needs."""
         return self.output_dim
 
     def options(self, features: Tensor, base: Tensor, noise: Tensor | None = None) -> Tensor:
         """Return candidate actions ``[B, K, A]`` for encoded features ``[B, F]`` and base chunks ``[B, N, A]``.
 
-        ``noise`` is standard normal, ``[B, noise_dim]``; None: the mode.
+        ``noise [B, noise_dim]`` is standard normal; None returns the mode.
         """
         r = self.mode(features, base) if noise is None else self.sample(features, base, noise)[0]
         return self.compose(base, r).unsqueeze(1)
 
     def base_for_loss(self, base: Tensor, generator: torch.Generator) -> Tensor:
-        """Return the base chunks ``[B, N, A]`` for a training loss, e.g. with dropout."""
+        """Return the base chunks ``[B, N, A]`` to use in a training loss, e.g. after dropout."""
         return base
 
     def penalty(self, base: Tensor, actions: Tensor) -> Tensor:
-        """Return an additional loss term ``[B]`` of actions ``[B, A]`` at base chunks ``[B, N, A]``."""
+        """Return an additional loss term ``[B]`` for actions ``[B, A]`` given base chunks ``[B, N, A]``."""
         return actions.new_zeros(len(actions))
 
     @abstractmethod
     def compose(self, base: Tensor, r: Tensor) -> Tensor:
-        """Return the action ``[B, A]`` from base chunks ``[B, N, A]`` and the network output ``[B, A]``."""
+        """Compute the action ``[B, A]`` from base chunks ``[B, N, A]`` and the network output ``[B, A]``."""
 
     def outputs(self, features: Tensor, base: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Return mean and log-std ``[B, A]`` before tanh; with ``noise_std`` the log-std is None."""
+        """Return mean and log-std ``[B, A]`` before tanh; the log-std is None if ``noise_std`` is set."""
         with without_autocast(features):
             outputs = self.network(torch.cat([features, base[:, 0]], 1))
         if self.noise_std is not None:
@@ -123,11 +123,11 @@ class Actor(nn.Module):
         return mean, log_std.clamp(self.config.log_std_min, self.config.log_std_max)
 
     def mode(self, features: Tensor, base: Tensor) -> Tensor:
-        """Return ``r [B, A]`` without noise, as in an evaluation."""
+        """Return ``r [B, A]`` without noise, as used in evaluations."""
         return torch.tanh(self.outputs(features, base)[0])
 
     def sample(self, features: Tensor, base: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:
-        """Return ``r [B, A]`` from standard normal ``noise`` and its log-density ``[B]`` (0 with ``noise_std``)."""
+        """Return ``r [B, A]``, sampled with standard normal ``noise``, and its log-density ``[B]`` (0 if ``noise_std`` is set)."""
         mean, log_std = self.outputs(features, base)
         if log_std is None:
             sampled = (torch.tanh(mean) + self.noise_std * noise).clamp(-1.0, 1.0)
@@ -139,7 +139,7 @@ class Actor(nn.Module):
 def squashed_logprobs(u: Tensor, noise: Tensor, log_std: Tensor, epsilon: float = 0.0) -> Tensor:
     """Return the log-density ``[B]`` of ``tanh(u)`` with ``u = mean + exp(log_std) * noise``, all ``[B, A]``.
 
-    Haarnoja et al. 2018, appendix C: ``log N(u) - sum log(1 - tanh(u)^2 + epsilon)``.
+    See Haarnoja et al. 2018, appendix C: ``log N(u) - sum log(1 - tanh(u)^2 + epsilon)``.
     """
     normal = -0.5 * noise.square() - log_std - 0.5 * math.log(2 * math.pi)
     if epsilon == 0:

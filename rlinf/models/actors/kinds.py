@@ -1,4 +1,4 @@
-"""The registered actors: residuals on the base action, actions without it, and noise for the base policy."""
+"""The registered actors: they output residuals on the base action, actions without it, or noise for the base policy."""
 
 from typing import Any
 
@@ -10,7 +10,7 @@ from rlinf.models.actors.base import Actor
 
 
 class ResidualActor(Actor):
-    """Residual actor, ``clip(b + scale r)``: starts as the base policy and stays near it (Johannink et al. 2019, Silver et al. 2018)."""
+    """Actor that adds a bounded residual to the base action, ``clip(b + scale r)`` (Johannink et al. 2019, Silver et al. 2018)."""
 
     starts_as_base = True
 
@@ -19,7 +19,7 @@ class ResidualActor(Actor):
 
 
 class DirectActor(Actor):
-    """Actor that outputs ``r`` from the features only; the baseline for residual actors. It starts at mid-range."""
+    """Actor that outputs ``r`` from the features only, as a baseline for residual actors. Its initial actions are mid-range."""
 
     is_standalone = True
 
@@ -31,7 +31,7 @@ class DirectActor(Actor):
 
 
 class ScratchActor(Actor):
-    """Actor without a base policy: SAC and TD3 from scratch. Its encoder, if any, is trained with the critics."""
+    """Actor without a base policy, for SAC and TD3 from scratch. Its encoder, if any, is trained with the critics."""
 
     is_standalone = True
 
@@ -44,10 +44,10 @@ class ScratchActor(Actor):
 
 
 class RLTActor(ResidualActor):
-    """Residual actor that also learns to act without ``b`` and pays for deviating from it (RLT, 2604.23073).
+    """Residual actor that also learns to act without ``b`` and is penalised for deviating from it (RLT, 2604.23073).
 
-    Reference dropout replaces ``b`` by 0 in some rows of the loss; there it must output the complete chunk. The loss adds
-    ``reference_weight (a - b)^2``, with the true ``b``.
+    Reference dropout sets ``b`` to 0 in some rows of the loss, where the actor must output the complete chunk. The penalty
+    ``reference_weight (a - b)^2`` is computed with the true ``b``.
     """
 
     def base_for_loss(self, base: Tensor, generator: torch.Generator) -> Tensor:
@@ -61,10 +61,10 @@ class RLTActor(ResidualActor):
 
 
 class DSRLActor(Actor):
-    """Noise actor: ``scale r`` std of noise, so only what the policy can sample is executed (DSRL, Wagenmaker et al. 2025).
+    """Actor that sets the base policy's noise to ``scale r`` std, so only actions it can sample occur (DSRL, Wagenmaker et al. 2025).
 
-    The critics value ``r`` (DSRL-SAC), so an update does not run the base policy. A new actor outputs noise 0: the median
-    of each sampled value, or a flow's output for the mode of its noise.
+    The critics evaluate ``r`` (DSRL-SAC), so updates do not run the base policy. A new actor outputs noise 0, which yields
+    the median of each sampled value, or a flow's output for the mode of its noise.
     """
 
     sets_noise = True
@@ -78,7 +78,7 @@ class DSRLActor(Actor):
 
 
 class EXPOActor(ResidualActor):
-    """``N`` base chunks and ``clip(b + scale r)`` of each; the critics choose when acting and in the target (EXPO, Dong et al. 2025)."""
+    """Actor that proposes ``N`` base chunks and ``clip(b + scale r)`` of each; critics choose, also in targets (EXPO, Dong et al. 2025)."""
 
     critics_choose = True
     starts_as_base = False  # untrained critics may choose a sampled chunk
@@ -92,7 +92,7 @@ class EXPOActor(ResidualActor):
         return self.num_candidates * self.output_dim
 
     def options(self, features: Tensor, base: Tensor, noise: Tensor | None = None) -> Tensor:
-        """Return the base chunks, then the residual action of each: ``[B, 2 N, A]``."""
+        """Return the base chunks, followed by the residual action for each one: ``[B, 2 N, A]``."""
         count = base.shape[1]
         rows, chunks = features.repeat_interleave(count, 0), base.flatten(0, 1).unsqueeze(1)
         noise = None if noise is None else noise.unflatten(1, (count, -1)).flatten(0, 1)
@@ -100,6 +100,6 @@ class EXPOActor(ResidualActor):
         return torch.cat([base, corrected.unflatten(0, (-1, count)).squeeze(2)], 1)
 
     def base_for_loss(self, base: Tensor, generator: torch.Generator) -> Tensor:
-        """Return one random base chunk per row, ``[B, 1, A]``: a residual may be applied to any of them."""
+        """Return one random base chunk per row, ``[B, 1, A]``, because residuals may be applied to any of them."""
         chosen = torch.randint(base.shape[1], (len(base),), generator=generator).to(base.device)
         return base[torch.arange(len(base), device=base.device), chosen].unsqueeze(1)

@@ -1,4 +1,4 @@
-"""A frozen base policy and the actor on top of it, as one policy that acts and is saved like any other."""
+"""Combine a frozen base policy and the actor on top of it into one ordinary policy."""
 
 from __future__ import annotations
 
@@ -29,17 +29,17 @@ from rlinf.types import ActionEvaluation, ActionPrediction, BaseActions, Observa
 
 
 class ActorPolicy(ActionModel, nn.Module):
-    """A frozen base policy and an actor.
+    """A policy that consists of a frozen base policy and an actor.
 
     Args:
         base: Base policy; its parameters are frozen.
         action_low, action_high: Action bounds of the env, float32 ``[D]``.
-        critics: Choose among the options of an actor with ``critics_choose``; None for other actors.
+        critics: Critics that choose between the options of an actor with ``critics_choose``; otherwise None.
 
     Attributes:
-        base_sha256: Digest of the base policy's weights (``tensors_digest``); None: unknown.
-        base_store: Digest of the weight files of ``base`` (``weights_digest``) in the run folder; then ``save_pretrained``
-            writes the actor only. None: it writes both.
+        base_sha256: Digest of the base policy's weights (``tensors_digest``), or None if unknown.
+        base_store: Digest of the base policy's weight files (``weights_digest``) if they are stored in the run folder;
+            ``save_pretrained`` then writes only the actor. If None, it writes both.
     """
 
     has_logprobs: ClassVar[bool] = False
@@ -61,7 +61,7 @@ class ActorPolicy(ActionModel, nn.Module):
         self.base_sha256: str | None = None
         self.base_store: str | None = None
 
-    # The frozen policy decides how observations become inputs.
+    # Observations are preprocessed by the frozen policy.
 
     @property
     def config(self) -> Any:
@@ -99,7 +99,7 @@ class ActorPolicy(ActionModel, nn.Module):
         return self.base.prompt_lengths(observation)
 
     def train(self, mode: bool = True) -> ActorPolicy:
-        """Set the mode of the actor; the frozen policy stays in evaluation mode."""
+        """Set the actor's training mode; the frozen policy stays in evaluation mode."""
         super().train(mode)
         self.base.eval()
         return self
@@ -110,14 +110,14 @@ class ActorPolicy(ActionModel, nn.Module):
 
     @property
     def num_base_uniforms(self) -> int:
-        """Random numbers of the sampled base candidates of one observation."""
+        """Number of random numbers needed to sample one observation's base candidates."""
         return (self.actor.num_candidates - 1) * self.base.num_candidate_uniforms
 
     @torch.no_grad()
     def query_base(self, inputs: Inputs, uniforms: Tensor) -> BaseActions:
-        """Run the base policy once: chunks in env units, float32 features, and ``sample`` if the actor sets the noise.
+        """Run the base policy once; return chunks in env units, float32 features, and ``sample`` if the actor sets the noise.
 
-        ``uniforms [B, num_base_uniforms]``, in (0, 1), determine the sampled candidates.
+        The candidates are sampled with ``uniforms [B, num_base_uniforms]`` in (0, 1).
         """
         count = self.actor.num_candidates
         shape = (len(uniforms), count - 1, self.base.num_candidate_uniforms)
@@ -128,8 +128,8 @@ class ActorPolicy(ActionModel, nn.Module):
     def select_action(self, features: Tensor, base: Tensor, noise: Tensor | None) -> tuple[Tensor, Tensor]:
         """Return the action ``[B, A]`` and the index of its option, int64 ``[B]``.
 
-        Arguments: the features of ``query_base``, ``base_inputs`` of its chunks, and standard normal noise
-        ``[B, noise_dim]``; None: the mode.
+        Arguments are the features from ``query_base``, ``base_inputs`` of its chunks, and standard normal noise
+        ``[B, noise_dim]`` (None returns the mode).
         """
         features = self.actor.encoder(features)
         options = self.actor.options(features, base, noise)
@@ -143,20 +143,20 @@ class ActorPolicy(ActionModel, nn.Module):
         return ((chunks - middle) / half).clamp(-1.0, 1.0).flatten(2)
 
     def base_inputs(self, chunks: Tensor) -> Tensor:
-        """Return the part of chunks ``[B, N, C, D]`` that the actor reads, normalised."""
+        """Normalise chunks ``[B, N, C, D]`` and return the part that the actor reads."""
         return self.normalize(chunks)[..., : self.actor.base_dim]
 
     @torch.no_grad()
     def env_actions(self, base_actions: BaseActions, actions: Tensor) -> Tensor:
-        """Return the executed actions ``[B, C, D]``, in env units within bounds, for actions ``[B, A]`` of ``compose``.
+        """Convert actions ``[B, A]`` from ``compose`` to executed actions ``[B, C, D]`` in env units, within bounds.
 
-        If the actor sets the noise, the base policy resumes from ``query_base`` and samples from ``actions``.
+        If the actor sets the noise, the base policy resumes after ``query_base`` and samples with ``actions`` as noise.
         """
         if self.actor.sets_noise:
             uniforms = self.base.steering_uniforms(self.actor.config.scale * actions)
             return self._within_bounds(base_actions.sample(uniforms.unsqueeze(1))[:, 0].float())
-        # The change is measured from the clipped base chunk and added to it: an actor that changes nothing executes
-        # the base chunk bit for bit.
+        # Compute the change relative to the clipped base chunk and add it to that chunk, so that an actor without any
+        # effect executes the base chunk bit for bit.
         greedy = self._within_bounds(base_actions.chunks[:, 0])
         change = (actions - self.normalize(base_actions.chunks)[:, 0]).unflatten(1, greedy.shape[1:])
         return self._within_bounds(greedy + self._middle_and_half()[1] * change)
@@ -213,7 +213,7 @@ class ActorPolicy(ActionModel, nn.Module):
 
     @classmethod
     def load(cls, base: ActionModel, folder: str | Path) -> ActorPolicy:
-        """Load the actor in ``folder`` onto its base policy. Raise CheckpointError if it does not fit."""
+        """Load the actor in ``folder`` and combine it with its base policy; raise CheckpointError if it does not fit."""
         folder = Path(folder)
         try:
             settings = actor_settings(folder)
@@ -221,14 +221,14 @@ class ActorPolicy(ActionModel, nn.Module):
             config = from_mapping(ActorConfig, settings["actor"], "actor")
             base.feature_kind = settings["feature_kind"]
             if base.feature_kind == "token" and getattr(base, "readout_token", None) is None:
-                raise ValueError("it reads features of model.features=token, and the policy was loaded with others")
+                raise ValueError("it needs model.features=token, but the policy was loaded with different features")
             actor = make_actor(config, settings["feature_dim"], base, settings["noise_std"])
             count = settings["num_critics"]
             critics = Critics(config, actor.critic_input_dim, count) if count else None
             policy = cls(base, actor, weights["action_low"], weights["action_high"], critics)
             names = {name for name in policy.state_dict() if not name.startswith("base.")}
             if names != weights.keys():
-                raise ValueError(f"{ACTOR_WEIGHTS} holds {sorted(weights)}; required: {sorted(names)}")
+                raise ValueError(f"{ACTOR_WEIGHTS} contains {sorted(weights)}; required: {sorted(names)}")
             policy.load_state_dict(weights, strict=False)
             policy.base_sha256 = settings.get("base_sha256")
         except (OSError, ValueError, KeyError, RuntimeError) as error:
@@ -239,16 +239,16 @@ class ActorPolicy(ActionModel, nn.Module):
 
 
 def check_bounds(action_low: Tensor, action_high: Tensor) -> None:
-    """Raise ConfigError unless the action bounds of an env, float32 ``[D]`` each, are finite."""
+    """Raise ConfigError unless an env's action bounds, float32 ``[D]`` each, are finite."""
     if not bool((torch.isfinite(action_low) & torch.isfinite(action_high) & (action_low < action_high)).all()):
         raise ConfigError(
-            f"The action bounds of the env are {action_low.tolist()} and {action_high.tolist()}; required: finite bounds, "
-            "because an actor acts in fractions of this range. Set algorithm=ppo, or give the env bounds"
+            f"The env's action bounds are {action_low.tolist()} and {action_high.tolist()}; required: finite bounds, "
+            "because an actor's actions are scaled to this range. Set algorithm=ppo, or define finite bounds in the env"
         )
 
 
 def make_actor(config: ActorConfig, feature_dim: int, base: ActionModel, noise_std: float | None) -> Actor:
-    """Build an actor with new weights on a base policy; ConfigError if its name is not registered."""
+    """Build an actor with new weights for a base policy; raise ConfigError if its name is not registered."""
     if config.name not in ACTORS:
         raise ConfigError(
             f"algorithm.actor.name is {override_text(config.name)!r}; required: one of {', '.join(ACTORS)}. "
@@ -260,25 +260,25 @@ def make_actor(config: ActorConfig, feature_dim: int, base: ActionModel, noise_s
 
 
 def check_samples_noise(config: ActorConfig, base: ActionModel) -> None:
-    """Raise ConfigError if an actor sets the noise of a base policy that samples none."""
+    """Raise ConfigError if an actor sets noise, but the base policy does not sample any."""
     if ACTORS.get(config.name).sets_noise and base.num_candidate_uniforms == 0:
         raise ConfigError(
-            f"algorithm.actor.name={config.name} sets the random numbers of the frozen policy, and {type(base).__name__} as "
-            "configured draws none; required: a policy that samples its actions. Set algorithm.actor.name=residual"
+            f"algorithm.actor.name={config.name} sets the random numbers of the frozen policy, but {type(base).__name__} as "
+            "configured uses none; required: a policy that samples its actions. Set algorithm.actor.name=residual"
         )
 
 
 def uniforms_from_inputs(inputs: Mapping[str, Tensor], num_rows: int, count: int) -> Tensor:
-    """Return random numbers in (0, 1), float32 ``[B, count]``, seeded by the images and states of each row of ``inputs``.
+    """Return random numbers in (0, 1), float32 ``[B, count]``, seeded by the images and states in each row of ``inputs``.
 
-    An evaluation can thus be repeated, and each observation still has different candidates: with the same quantiles for
-    all, actions between the quantiles would never be tried.
+    This makes evaluations reproducible while each observation still has different candidates. If all observations used
+    the same quantiles, actions between these would never be tried.
     """
     if not count:
         return torch.empty(num_rows, 0)
     digests = [0] * num_rows
     for name in sorted(inputs):
-        # Token ids and masks do not count: their padding depends on the other rows of the call.
+        # Token ids and masks are excluded, because their padding depends on the remaining rows of the call.
         if inputs[name].is_floating_point() or inputs[name].dtype == torch.uint8:
             rows = inputs[name].detach().cpu().reshape(num_rows, -1).contiguous().view(torch.uint8).numpy()
             digests = [zlib.crc32(row, digest) for row, digest in zip(rows, digests, strict=True)]
@@ -287,7 +287,7 @@ def uniforms_from_inputs(inputs: Mapping[str, Tensor], num_rows: int, count: int
 
 
 def actor_settings(folder: str | Path) -> dict[str, Any]:
-    """Read the actor's settings that ``save_pretrained`` wrote; raise CheckpointError if they cannot be read."""
+    """Read the actor settings written by ``save_pretrained``; raise CheckpointError if they cannot be read."""
     path = Path(folder) / ACTOR_SETTINGS
     try:
         settings = json.loads(path.read_text(encoding="utf-8"))
@@ -305,7 +305,7 @@ def base_store_folder(run: str | Path, digest: str) -> Path:
 
 
 def base_folder(folder: str | Path) -> Path:
-    """Return the folder of the base policy below the actor in ``folder``: the same one, or the run's base store."""
+    """Return the folder of the base policy for the actor in ``folder``: the same folder, or the run's base store."""
     folder = Path(folder)
     digest = actor_settings(folder).get("base_store")
     if digest is None:
@@ -314,18 +314,18 @@ def base_folder(folder: str | Path) -> Path:
     stored = next((place for run in above if (place := base_store_folder(run, digest)).is_dir()), None)
     if stored is None:
         raise CheckpointError(
-            f"{folder} holds an actor, and the run folder above it does not hold the policy below that "
+            f"{folder} contains an actor, but the run folder above it does not contain its base policy "
             f"({base_store_folder('', digest)}). Copy the complete run folder, or run `rlinf export checkpoint={folder.parent} "
             "output=<folder>` where it is complete"
         )
     if weights_digest(str(stored)) != digest:
         raise CheckpointError(
-            f"The weights in {stored} are damaged or were replaced: the actor in {folder} was trained on different ones, by "
-            "their digest. Copy them again, or use a different run"
+            f"The weights in {stored} are damaged or were replaced: their digest differs from that recorded for the actor in "
+            f"{folder}. Copy them again, or use a different run"
         )
     return stored
 
 
 def has_actor(folder: str | Path) -> bool:
-    """Return whether a folder for ``from_pretrained`` holds an actor."""
+    """Return whether a checkpoint folder contains an actor."""
     return (Path(folder) / ACTOR_SETTINGS).is_file()

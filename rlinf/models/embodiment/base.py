@@ -1,4 +1,4 @@
-"""The contract of action models: ``ActionModel``, the base class of every policy that acts in an env."""
+"""Defines ``ActionModel``, the base class of every policy that acts in an env."""
 
 from abc import ABCMeta, abstractmethod
 from collections.abc import Hashable, Sequence
@@ -20,7 +20,7 @@ from rlinf.options import override_text
 from rlinf.types import ActionEvaluation, ActionPrediction, BaseActions, EnvSpec, Observation
 
 if TYPE_CHECKING:
-    Module = nn.Module  # of every action model, by way of PreTrainedModel
+    Module = nn.Module  # every action model inherits it, e.g. through PreTrainedModel
 else:
     Module = object
 
@@ -29,39 +29,39 @@ Inputs = dict[str, Tensor]
 
 
 class ActionModel(Module, metaclass=ABCMeta):
-    """Base class of every policy that acts in an env; the other base class is usually ``PreTrainedModel``.
+    """Base class of every policy that acts in an env; policies usually also inherit from ``PreTrainedModel``.
 
-    Model code is single-device code. Class attributes declare how to shard it and where adapters go.
+    Model code is single-device code. Class attributes declare how to shard the model and which modules to adapt.
 
     Args:
         config: The model's own configuration.
-        hidden_size: Required width of the language model; None: not checked.
-        unnorm_key: Data set whose statistics the actions are in; None: the only one.
-        action_dim: ``D``, dimensions of an action (``model.action_token_len``).
-        action_chunks_len: ``C``, actions of one call.
+        hidden_size: Required width of the language model; None skips this check.
+        unnorm_key: Data set whose statistics normalise the actions; None uses the only one.
+        action_dim: ``D``, the number of action dimensions (``model.action_token_len``).
+        action_chunks_len: ``C``, the number of actions per call.
         value_head: Add a value head; without one, values are 0.
         detach_value: Stop gradients at the value head's input.
-        features: ``feature_kind``, for a class with a language model, which adds ``readout_token`` for ``token``.
+        features: Sets ``feature_kind`` in classes with a language model, which add ``readout_token`` for ``token``.
 
     Attributes:
-        fsdp_wrap_modules: Class names of the layers, which are sharded as units, recomputed and compiled.
+        fsdp_wrap_modules: Class names of the layers that are sharded as units, recomputed and compiled.
         lora_target_modules: Default name suffixes (or a regular expression) of the linear layers to adapt.
-        trained_in_full: Top-level modules that train without an adapter, alongside LoRA.
-        lora_exclude_modules: Regular expression of modules that get no adapter, because no gradient reaches them.
-        processor: Prompts and images to tensors; set by ``build_policy``.
-        has_logprobs: Actions have log-probabilities, so policy gradients can train it.
-        predicts_values: ``ActionPrediction.values`` equal the values of ``evaluate_actions`` for the same sample.
-        float32_modules: Top-level modules that stay float32 under ``model.precision=bf16``: heads.
+        trained_in_full: Top-level modules that are trained directly, alongside the LoRA adapters.
+        lora_exclude_modules: Regular expression of modules not to adapt, because they receive no gradient.
+        processor: Converts prompts and images to tensors; set by ``build_policy``.
+        has_logprobs: Whether actions have log-probabilities, which policy gradients need.
+        predicts_values: Whether ``ActionPrediction.values`` equal ``evaluate_actions``' values for the same sample.
+        float32_modules: Top-level modules (heads) that stay float32 under ``model.precision=bf16``.
         feature_kind: Features that ``propose`` returns: ``hidden``, ``pooled``, ``token`` or ``inputs``.
-        prompt_suffix: Text after each instruction (``model.prompt_suffix``).
-        readout_token: Computes the features ``token`` from the states of images and prompt.
-        fills_calls: Evaluations pad its calls to a fixed batch size, so that they round alike.
-        num_observations: Number of stacked observations (``n_obs_steps``). If above 1, the caller keeps the history.
-        state_range: Range of the state statistics in env units; None: no statistics.
-        other_statistics: Overrides that replace statistics which do not fit an env or a dataset.
-        manifest: Training conditions of a remote policy; None: unknown.
-        without_state: Overrides of a model that reads no state.
-        vllm_adapter: ``module:Class`` that runs the model in vLLM (see ``OpenVLAVllmAdapter``); None: unsupported.
+        prompt_suffix: Text appended to each instruction (``model.prompt_suffix``).
+        readout_token: Module that computes the ``token`` features from the states of images and prompt.
+        fills_calls: Whether evaluations pad calls to a fixed batch size, so that all calls round identically.
+        num_observations: Number of stacked observations (``n_obs_steps``). If above 1, the caller tracks the history.
+        state_range: Range of the state statistics in env units, or None without statistics.
+        other_statistics: Overrides to suggest if the statistics do not fit an env or a dataset.
+        manifest: Training conditions of a remote policy, or None if unknown.
+        without_state: Overrides that select a model without state input.
+        vllm_adapter: ``module:Class`` that runs the model in vLLM (see ``OpenVLAVllmAdapter``); None if unsupported.
     """
 
     fsdp_wrap_modules: ClassVar[tuple[str, ...]] = ()
@@ -83,7 +83,7 @@ class ActionModel(Module, metaclass=ABCMeta):
     _graphs: CudaGraphs | None = None
     state_range: Range | None = None
     readout_token: ReadoutToken | None
-    # transformers rejects the default attention kernel for a class that does not declare this.
+    # Unless a class declares this, transformers rejects the default attention kernel.
     _supports_sdpa: ClassVar[bool] = True
     config: Any
     dtype: torch.dtype
@@ -94,7 +94,7 @@ class ActionModel(Module, metaclass=ABCMeta):
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        # Modules under this name keep float32 while transformers loads a folder in 16 bits.
+        # transformers loads the modules listed in this attribute in float32, even if the rest is loaded in 16 bits.
         name = "_keep_in_fp32_modules_strict"
         bases = [base for base in cls.__mro__ if not issubclass(base, ActionModel)]
         inherited = {part for base in bases for part in vars(base).get(name) or ()}
@@ -104,7 +104,7 @@ class ActionModel(Module, metaclass=ABCMeta):
 
     @classmethod
     def num_cameras(cls, config: Any) -> int | None:
-        """Return how many images the model reads (the first ones of the observation); None: all of the env's."""
+        """Return how many images of an observation the model reads, starting at the first; None means all."""
         return getattr(config, "num_images_in_input", None)
 
     @classmethod
@@ -114,9 +114,9 @@ class ActionModel(Module, metaclass=ABCMeta):
 
     @classmethod
     def check_env(cls, config: Any, env: EnvSpec) -> None:
-        """Reject an env that does not provide the model's inputs; neither of them is built yet.
+        """Reject an env that does not provide the model's inputs; called before either is built.
 
-        The default compares ``num_cameras``, and ``config.state_dim`` if it is positive.
+        By default, compare ``num_cameras``, and ``config.state_dim`` if it is positive.
         """
         wanted, given = cls.num_cameras(config), len(env.cameras)
         num_images = vars(config).get("num_images_in_input", 1)
@@ -131,7 +131,7 @@ class ActionModel(Module, metaclass=ABCMeta):
             if len(known) >= wanted:
                 fix = f"env.cameras={override_text(known[:wanted])}"
             raise ConfigError(
-                f"The model expects {wanted} camera{'s' * (wanted > 1)} (num_images_in_input={wanted}), but env.cameras has "
+                f"The model expects {wanted} camera{'s' * (wanted > 1)} (num_images_in_input={wanted}), but env.cameras lists "
                 f"{given}: {override_text(list(env.cameras))}. Set {fix}"
             )
         width = getattr(config, "state_dim", None)
@@ -139,83 +139,83 @@ class ActionModel(Module, metaclass=ABCMeta):
             fix = f"model.init_config.state_dim={env.state_dim} for random weights, or model.model_path=<a different folder>"
             fix = env.override_for_state(width, width) or (fix if env.state_dim else cls.without_state)
             raise ConfigError(
-                f"The model reads a state of width {width} (state_dim), but env.name={env.name} gives "
+                f"The model reads a state of width {width} (state_dim), but env.name={env.name} provides "
                 f"{f'one of width {env.state_dim}' if env.state_dim else 'no state'}. Set {fix}"
             )
 
     @classmethod
     def check_rl(cls, config: Any) -> None:
-        """Reject settings without log-probabilities, which RL needs; cloning and evaluation do not."""
+        """Reject settings without log-probabilities, which RL needs but cloning and evaluation do not."""
 
     @classmethod
     def check_sft(cls, config: Any) -> None:
-        """Reject settings without a cloning loss, although the class has ``sft_loss``."""
+        """Reject settings for which ``sft_loss`` is unavailable, although the class implements it."""
 
     @classmethod
     def values_in_rollouts(cls, config: Any) -> bool:
-        """Return ``predicts_values`` for this configuration, before the model is built."""
+        """Return ``predicts_values`` of a model with this configuration, before it is built."""
         return bool(cls.predicts_values)
 
     @classmethod
     def check_cuda_graph(cls, config: Any, attn_implementation: str) -> None:
-        """Reject ``model.cuda_graph`` (default); a class that accepts it runs through ``_graphs`` where they are set."""
+        """Reject ``model.cuda_graph`` by default; classes that accept it must run calls through ``_graphs`` if set."""
         raise ConfigError(
-            f"model.cuda_graph=true records the policy call of OpenVLA, OpenVLA-OFT or pi0; {cls.__name__} has no part that is "
-            "recorded. Set model.cuda_graph=false"
+            f"model.cuda_graph=true is supported by OpenVLA, OpenVLA-OFT and pi0, but not by {cls.__name__}. "
+            "Set model.cuda_graph=false"
         )
 
     def use_cuda_graph(self) -> None:
-        """Run the policy call through CUDA graphs from now on."""
+        """Enable CUDA graphs for policy calls."""
         self._graphs = CudaGraphs()
 
     # -- properties ---------------------------------------------------------------------------------------------------
 
     def check_actions(self, low: np.ndarray, high: np.ndarray) -> None:
-        """Raise ConfigError if the policy learnt actions in other units than the env's bounds, ``[D]`` each."""
+        """Raise ConfigError if the policy's action units differ from the units of the env's bounds, ``[D]`` each."""
 
     @property
     def action_range(self) -> Range | None:
-        """Range of the action statistics in env units; None: no statistics."""
+        """Range of the action statistics in env units, or None without statistics."""
         return getattr(getattr(self, "action_normalizer", None), "range", None)
 
     @property
     def num_logprobs(self) -> int:
-        """``A``, log-probability columns of one policy call."""
+        """``A``, the number of log-probability columns per policy call."""
         return self.action_dim * self.action_chunks_len
 
     @property
     def num_sampled(self) -> int:
-        """``K``, numbers that describe the sample of one call: the last columns of ``sequences``."""
+        """``K``, the number of values describing one call's sample: the last columns of ``sequences``."""
         return self.num_logprobs
 
     @property
     def num_uniforms(self) -> int:
-        """``U``, random numbers of one sampled call."""
+        """``U``, the number of random numbers needed per sampled call."""
         return self.num_logprobs
 
     @property
     def num_candidate_uniforms(self) -> int:
-        """Random numbers of one sampled candidate of ``propose``; 0: there is only the greedy one."""
+        """Number of random numbers per sampled candidate in ``propose``; 0 if only the greedy one exists."""
         return self.num_logprobs
 
     @property
     def steering_dim(self) -> int:
-        """Dimensions of the noise by which an actor steers a candidate of ``propose`` (``steering_uniforms``)."""
+        """Dimensions of the noise with which an actor steers a candidate in ``propose`` (see ``steering_uniforms``)."""
         return self.num_candidate_uniforms
 
     def steering_uniforms(self, noise: Tensor) -> Tensor:
-        """Map noise ``[B, steering_dim]`` in std to uniforms ``[B, num_candidate_uniforms]``; 0 becomes the median."""
+        """Map noise ``[B, steering_dim]`` in units of std to uniforms ``[B, num_candidate_uniforms]``; 0 maps to the median."""
         return torch.special.ndtr(noise.double()).float()
 
     @property
     def input_moments(self) -> RunningMoments | None:
-        """Running moments that normalise the state, which RL updates after each iteration; None: not used."""
+        """Running moments used to normalise the state and updated by RL after each iteration, or None if unused."""
         # No class attribute: it would hide the module of the same name.
         return getattr(self, "state_moments", None)
 
     @property
     def feature_dim(self) -> int:
-        """``F``, dimensions of the features of ``propose``."""
+        """``F``, the number of feature dimensions in ``propose``."""
         raise NotImplementedError(f"{type(self).__name__} does not implement propose")
 
     @property
@@ -224,44 +224,44 @@ class ActionModel(Module, metaclass=ABCMeta):
         return torch.float32
 
     def make_encoder(self) -> tuple[nn.Module, int]:
-        """Return a new trainable encoder of the features ``inputs``, and its output width.
+        """Return a new trainable encoder for the ``inputs`` features, and its output width.
 
-        With ``feature_kind=inputs``, ``propose`` returns the policy's inputs as numbers, and a chunk at mid-range.
+        With ``feature_kind=inputs``, ``propose`` returns the policy's inputs as one vector, and a mid-range chunk.
         """
         raise NotImplementedError(f"{type(self).__name__} has no encoder of its own")
 
     @property
     def num_sft_uniforms(self) -> int:
-        """Random numbers that ``sft_loss`` takes per row; 0: none."""
+        """Number of random numbers per row that ``sft_loss`` needs."""
         return 0
 
     @property
     def sft_chunk_len(self) -> int:
-        """Actions per row that ``sft_loss`` reads; more than are executed for models with a horizon."""
+        """Number of actions per row that ``sft_loss`` reads; models with a horizon execute fewer."""
         return self.action_chunks_len
 
     @abstractmethod
     def preprocess(self, observation: Observation) -> dict[str, Tensor]:
-        """Turn an observation of ``B`` envs into tensors on the model's device, the keyword arguments of the calls below."""
+        """Convert an observation of ``B`` envs to tensors on the model's device: keyword arguments for the calls below."""
 
     def resize_images(self, observation: Observation) -> Observation:
-        """Return the observation with resized images, such that ``preprocess`` gives the same numbers with less work.
+        """Return the observation with resized images, so that ``preprocess`` returns the same values with less work.
 
-        Rollouts call it once per observation and store the result in memory, so an image must not grow.
+        Rollouts call this once per observation and store the result in memory, so images must not grow.
         """
         return observation
 
     def instructions(self, observation: Observation) -> list[str]:
-        """Return the instruction of each row with its suffix, or with ``prompt_suffix``."""
+        """Return each row's instruction with its own suffix appended or, without one, ``prompt_suffix``."""
         suffixes = observation.suffixes or [self.prompt_suffix] * len(observation)
         pairs = zip(observation.instruction, suffixes, strict=True)
         return [f"{text}. {suffix}" if suffix else text for text, suffix in pairs]
 
     def prompt_lengths(self, observation: Observation) -> Sequence[Hashable]:
-        """Return one value per row, equal only for rows with equally long prompts; by default, the instructions.
+        """Return a value per row that is equal only for rows with equally long prompts; by default, the instructions.
 
-        Evaluations run such rows together, so that no row is padded because of the others. A model that puts the state
-        into its prompt must override it.
+        Evaluations batch rows with equal values, so that no row is padded. A model whose prompt includes the state
+        must override this method.
         """
         return self.instructions(observation)
 
@@ -269,56 +269,56 @@ class ActionModel(Module, metaclass=ABCMeta):
     def predict_action_batch(
         self, *, do_sample: bool = True, temperature: float = 1.0, uniforms: Tensor | None = None, **inputs
     ) -> ActionPrediction:
-        """Act, without gradients.
+        """Predict actions, without gradients.
 
         Args:
-            do_sample: False takes the most likely action.
-            temperature: Divides the logits.
-            uniforms: float32 ``[B, U]`` in (0, 1) for inverse transform sampling, so that an action depends on its own
-                row only; None: drawn from torch's global generator.
+            do_sample: Sample actions; if False, return the most likely ones.
+            temperature: Divisor of the logits.
+            uniforms: float32 ``[B, U]`` in (0, 1) for inverse transform sampling, so that an action depends only on its
+                own row; None draws them from torch's global generator.
             **inputs: Result of ``preprocess``.
         """
 
     def predict_values(self, **inputs: Tensor) -> Tensor:
-        """Values float32 ``[B]`` of the result of ``preprocess``, without gradients."""
+        """Return values float32 ``[B]`` for the result of ``preprocess``, without gradients."""
         return self.predict_action_batch(do_sample=False, **inputs).values
 
     @abstractmethod
     def rollout_logprobs(self, prediction: ActionPrediction, temperature: float = 1.0) -> Tensor:
-        """Log-probabilities float32 ``[B, A]`` of a prediction, from its own logits and sequences."""
+        """Return log-probabilities float32 ``[B, A]`` of a prediction, computed from its logits and sequences."""
 
     @abstractmethod
     def evaluate_actions(self, inputs: Inputs, sequences: Tensor, temperature: float = 1.0) -> ActionEvaluation:
-        """Score given actions, with gradients; only the last ``K`` columns of ``sequences`` are read."""
+        """Score given actions, with gradients; of ``sequences``, only the last ``K`` columns are read."""
 
-    # -- optional: without them, no cloning, no vLLM, and no actor on top of the policy ----------------------------------
+    # -- optional methods, needed for cloning, vLLM, and actors on top of the policy -------------------------------------
 
     @torch.no_grad()
     def propose(
         self, inputs: Inputs, num_candidates: int = 1, uniforms: Tensor | None = None, *, resumable: bool = False
     ) -> BaseActions:
-        """Return candidate chunks and features of each observation, from one pass over its images and prompt.
+        """Return candidate chunks and features for each observation, from one pass over its images and prompt.
 
-        The first candidate equals ``predict_action_batch(do_sample=False)``, bit for bit. Features ``hidden``: the
-        concatenated states from which this action is read; ``pooled``: the mean state of images and prompt; ``token``:
-        the output of ``readout_token`` for these states.
+        The first candidate equals ``predict_action_batch(do_sample=False)`` bit for bit. ``hidden`` features are the
+        concatenated states from which this action is read, ``pooled`` is the mean state of images and prompt, and
+        ``token`` is the output of ``readout_token`` for these states.
 
         Args:
             inputs: Result of ``preprocess``.
             num_candidates: ``N``, at least 1.
-            uniforms: float32 ``[B, N - 1, num_candidate_uniforms]`` in (0, 1) for the sampled candidates, by inverse
-                transform sampling (a flow starts from this noise and adds no other); None: torch's global generator.
-            resumable: Return ``BaseActions.sample``, which samples further chunks later.
+            uniforms: float32 ``[B, N - 1, num_candidate_uniforms]`` in (0, 1) for inverse transform sampling of the
+                remaining candidates (in a flow, only the initial noise); None uses torch's global generator.
+            resumable: Also return ``BaseActions.sample``, which can sample further chunks later.
         """
         shape = (len(inputs[self.main_input_name]), num_candidates - 1, self.num_candidate_uniforms)
         if num_candidates < 1:
-            raise ValueError(f"num_candidates is {num_candidates}; required: at least 1, the greedy one.")
+            raise ValueError(f"num_candidates is {num_candidates}; required: at least 1, for the greedy candidate.")
         if uniforms is None:
             uniforms = draw_uniforms(*shape)
         if uniforms.shape != shape:
             raise ValueError(
-                f"uniforms are {list(uniforms.shape)}; required: {list(shape)}, the rows, the candidates without the greedy one, "
-                f"and the random numbers that a candidate of {type(self).__name__} takes."
+                f"uniforms has the shape {list(uniforms.shape)}; required: {list(shape)}, i.e. rows, candidates except the greedy one, "
+                f"and random numbers per candidate of {type(self).__name__}."
             )
         chunks, features, sample = self._propose(inputs, num_candidates > 1 or resumable)
         if sample is not None and num_candidates > 1:
@@ -328,31 +328,31 @@ class ActionModel(Module, metaclass=ABCMeta):
     def _propose(self, inputs: Inputs, samples: bool) -> BaseActions:
         """Implement ``propose``: return the greedy chunk ``[B, 1, C, D]``, the features, and ``sample`` if ``samples``.
 
-        ``sample`` takes uniforms on the model's device and may be called several times.
+        ``sample`` expects uniforms on the model's device and may be called several times.
         """
         raise NotImplementedError(f"{type(self).__name__} does not implement propose")
 
     def _prefix_features(self, states: Tensor, mask: Tensor | None) -> Tensor:
-        """Return the features ``pooled`` or ``token`` of states ``[B, P, H]``; ``mask`` as in ``masked_mean``."""
+        """Return ``pooled`` or ``token`` features for states ``[B, P, H]``; for ``mask`` see ``masked_mean``."""
         readout = self._readout
         return masked_mean(states, mask) if readout is None else readout(states, mask)
 
     @property
     def _readout(self) -> ReadoutToken | None:
-        """``readout_token``; None also for a class that never called ``_add_readout_token``."""
+        """``readout_token``, or None, including for classes that never call ``_add_readout_token``."""
         # No class attribute: it would hide the module of the same name.
         return getattr(self, NAME, None)
 
     def _add_readout_token(self, features: str, hidden_size: int) -> None:
-        """Set ``feature_kind`` and add the module that it needs; called by constructors."""
+        """Set ``feature_kind`` and add the module it needs; constructors call this."""
         self.feature_kind = features
         self.readout_token = ReadoutToken(hidden_size) if features == "token" else None
 
     def sft_loss(self, inputs: Inputs, actions: Tensor, uniforms: Tensor | None = None) -> Tensor:
-        """Return the cloning loss of ``actions [B, sft_chunk_len, D]`` in env units, per row: float32 ``[B]``.
+        """Return the cloning loss per row, float32 ``[B]``, for ``actions [B, sft_chunk_len, D]`` in env units.
 
-        With features ``token``, the loss of ``readout_token`` is added. ``uniforms`` are float32
-        ``[B, num_sft_uniforms]`` in (0, 1); None: drawn from torch's global generator.
+        With ``token`` features, the loss of ``readout_token`` is added. ``uniforms`` are float32
+        ``[B, num_sft_uniforms]`` in (0, 1); None draws them from torch's global generator.
         """
         raise NotImplementedError(f"{type(self).__name__} does not implement sft_loss")
 
@@ -362,7 +362,7 @@ class ActionModel(Module, metaclass=ABCMeta):
 
     @classmethod
     def implements(cls, method: str) -> bool:
-        """Return whether the class overrides an optional method (of ``propose``: ``_propose``)."""
+        """Return whether the class overrides an optional method (for ``propose``, whether it overrides ``_propose``)."""
         return getattr(cls, method) is not getattr(ActionModel, method)
 
     def _camera_images(self, observation: Observation, count: int) -> list[np.ndarray]:
@@ -370,19 +370,19 @@ class ActionModel(Module, metaclass=ABCMeta):
         images = observation.images
         if len(images) < count:
             raise ConfigError(
-                f"The model sees {count} cameras and the environment gives {len(images)} ({', '.join(images)}). "
-                "Set env.cameras to more of them"
+                f"The model reads {count} cameras, but the environment provides {len(images)} ({', '.join(images)}). "
+                "Set env.cameras to include more"
             )
         return list(images.values())[:count]
 
     def _ready_processor(self) -> Any:
-        """Return ``processor``, or raise ConfigError without one."""
+        """Return ``processor``, or raise ConfigError if it is not set."""
         if self.processor is None:
             raise ConfigError("The model has no processor. Use rlinf.models.build_policy, or set model.processor")
         return self.processor
 
     def _values(self, hidden_states: Tensor) -> Tensor:
-        """Return values float32 ``[B]`` of hidden states ``[B, H]``."""
+        """Return values float32 ``[B]`` for hidden states ``[B, H]``."""
         if self.value_head is None:
             return hidden_states.new_zeros(len(hidden_states), dtype=torch.float32)
         inputs = hidden_states.detach() if self.detach_value else hidden_states
@@ -390,7 +390,7 @@ class ActionModel(Module, metaclass=ABCMeta):
 
 
 def check_hidden_size(given: int | None, actual: int) -> None:
-    """Reject a ``hidden_size`` that is not the model's."""
+    """Reject a ``hidden_size`` that differs from the model's."""
     if given not in (None, actual):
         raise ConfigError(
             f"model.hidden_size is {given}, but the model has {actual}. "
@@ -399,7 +399,7 @@ def check_hidden_size(given: int | None, actual: int) -> None:
 
 
 def masked_mean(states: Tensor, mask: Tensor | None) -> Tensor:
-    """Return the mean float32 ``[B, H]`` of ``states [B, P, H]`` over the true positions of ``mask``; None: over all."""
+    """Return the mean float32 ``[B, H]`` of ``states [B, P, H]`` over positions where ``mask`` is true (None means all)."""
     if mask is None:
         return states.float().mean(1)
     weights = mask.float().unsqueeze(-1)

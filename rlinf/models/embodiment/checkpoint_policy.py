@@ -1,4 +1,4 @@
-"""Policies built from modules of transformers; their checkpoint folder fits exactly or is rejected."""
+"""Base class of policies built from transformers modules; checkpoints that do not fit exactly are rejected."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,7 +15,7 @@ from rlinf.models.loading import without_load_report
 
 
 class CheckpointPolicy(FolderPolicy, PreTrainedModel):
-    """``FolderPolicy`` that is a ``PreTrainedModel``."""
+    """A ``FolderPolicy`` that is also a ``PreTrainedModel``."""
 
     @classmethod
     def _with_weights(cls, config: Any, state_dict: dict[str, Tensor], *args: Any, **kwargs: Any) -> tuple[Any, dict]:
@@ -26,7 +26,7 @@ class CheckpointPolicy(FolderPolicy, PreTrainedModel):
                 config=config,
                 state_dict=state_dict,
                 output_loading_info=True,
-                ignore_mismatched_sizes=True,  # ``check_fit`` reports them, with everything else that does not fit
+                ignore_mismatched_sizes=True,  # ``check_fit`` reports these together with all other mismatches
                 **kwargs,
             )
 
@@ -37,7 +37,7 @@ class CheckpointPolicy(FolderPolicy, PreTrainedModel):
 
 @contextmanager
 def no_progress_bars() -> Iterator[None]:
-    """Disable transformers' progress bars (one per file) inside."""
+    """Disable transformers' progress bars (one per file) within the context."""
     shown = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()
     try:

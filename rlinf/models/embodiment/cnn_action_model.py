@@ -1,4 +1,4 @@
-"""A small Gaussian policy on images and the instruction's words: the baseline that a VLA has to beat."""
+"""A small Gaussian policy with images and instruction text as input; a baseline that a VLA should beat."""
 
 import copy
 import math
@@ -20,19 +20,19 @@ LAYERS = ((32, 8, 4), (64, 4, 2), (64, 3, 1))
 """Channels, kernel size and stride of the convolutions (Mnih et al. 2015)."""
 
 MAX_WORDS = 32
-"""Words of an instruction that a replay buffer stores."""
+"""Maximum number of tokens per instruction that a replay buffer stores."""
 
 
 @dataclass
 class CNNConfig(MLPConfig):
-    """Sizes of the image policy; other fields as in ``MLPConfig``.
+    """Configuration of the image policy; see ``MLPConfig`` for inherited fields.
 
     Args:
         image_size: Side of the square images in pixels, at least 36.
-        num_images_in_input: Cameras that the policy sees, in the order of the observation.
-        num_words: Rows of the word embedding; a word's row is its CRC-32 modulo this number.
-        state_dim: Width of ``Observation.state``, read in addition to the images; 0: not read.
-        image_mean, image_std: Of images in [0, 1].
+        num_images_in_input: Number of cameras that the policy reads, in the observation's order.
+        num_words: Number of rows in the embedding table; a word's row is its CRC-32 modulo this number.
+        state_dim: Width of ``Observation.state``, read in addition to the images; 0 ignores it.
+        image_mean, image_std: Mean and std used to normalise images in [0, 1].
     """
 
     model_type: ClassVar[str] = "cnn"
@@ -48,17 +48,17 @@ class CNNConfig(MLPConfig):
 
 
 class CNNForRLActionPrediction(MLPForRLActionPrediction):
-    """Three convolutions and a linear layer before policy and critic, modulated by the instruction.
+    """Policy and critic on top of three convolutions and a linear layer, modulated by the instruction.
 
-    The image features are multiplied by ``1 + w`` (the scale of Perez et al. 2018, FiLM), where ``w`` is the mean embedding
-    of the instruction's words, in any order.
+    The image features are multiplied by ``1 + w`` (the scale in FiLM, Perez et al. 2018), where ``w`` is the mean embedding
+    of the instruction's words, regardless of order.
     """
 
     config_class = CNNConfig
     needs_state, without_state = False, "model.init_config.state_dim=0"
     base_model_prefix = "cnn"
     main_input_name = "images"
-    # log_std is no module of its own, so FSDP cannot keep it in a different number format.
+    # log_std is not listed: it is a bare parameter, which FSDP cannot store in a different number format.
     float32_modules: ClassVar[tuple[str, ...]] = ("policy", "value_head")
 
     @classmethod
@@ -66,7 +66,7 @@ class CNNForRLActionPrediction(MLPForRLActionPrediction):
         super().check_env(config, env)
         if env.image_size != config.image_size:
             raise ConfigError(
-                f"The policy sees images of {config.image_size} x {config.image_size} pixels, but the environment gives "
+                f"The policy expects images of {config.image_size} x {config.image_size} pixels, but the environment provides "
                 f"{env.image_size} x {env.image_size}. Set env.image_size={config.image_size}"
             )
 
@@ -97,16 +97,16 @@ class CNNForRLActionPrediction(MLPForRLActionPrediction):
             nn.init.zeros_(module.weight[0])
 
     def preprocess(self, observation: Observation) -> dict[str, Tensor]:
-        """Send uint8 images, word rows (and the state, if it is read) to the model's device."""
+        """Send uint8 images, token ids (and the state, if used) to the model's device."""
         config = self.config
         cameras = self._camera_images(observation, config.num_images_in_input)
         images = torch.cat([torch.from_numpy(camera) for camera in cameras], dim=-1)
         if images.shape[1:3] != (config.image_size, config.image_size):
             raise ConfigError(
-                f"The policy sees images of {config.image_size} x {config.image_size} pixels, and the environment gives "
+                f"The policy expects images of {config.image_size} x {config.image_size} pixels, but the environment provides "
                 f"{images.shape[1]} x {images.shape[2]}. Set env.image_size={config.image_size}"
             )
-        # Row 0 of the word table is padding.
+        # Row 0 of the embedding table is padding.
         rows = config.num_words - 1
         texts = [text.lower().split() for text in self.instructions(observation)]
         words = [[1 + zlib.crc32(word.encode()) % rows for word in text] for text in texts]
@@ -117,7 +117,7 @@ class CNNForRLActionPrediction(MLPForRLActionPrediction):
 
     @property
     def feature_dim(self) -> int:
-        """Dimensions as for ``mlp``; with ``inputs``, the bytes of images, words and state."""
+        """Number of feature dimensions, as for ``mlp``; for ``inputs``, the number of bytes of images, tokens and state."""
         config = self.config
         if self.feature_kind != "inputs":
             return super().feature_dim
@@ -128,7 +128,7 @@ class CNNForRLActionPrediction(MLPForRLActionPrediction):
         return torch.uint8 if self.feature_kind == "inputs" else torch.float32
 
     def make_encoder(self) -> tuple[nn.Module, int]:
-        """Return a trainable copy of the encoder, which reads the bytes of ``_as_numbers``."""
+        """Return a trainable copy of the encoder that reads the output of ``_as_numbers``."""
         return _Encoder(self), self.config.feature_dim + self.config.state_dim
 
     def _as_numbers(self, images: Tensor, token_ids: Tensor, state: Tensor | None = None) -> Tensor:
@@ -149,7 +149,7 @@ class CNNForRLActionPrediction(MLPForRLActionPrediction):
 
 
 class _Encoder(nn.Module):
-    """A copy of a policy's encoder that reads the bytes of ``_as_numbers``."""
+    """A copy of a policy's encoder that reads the byte vectors returned by ``_as_numbers``."""
 
     def __init__(self, policy: CNNForRLActionPrediction) -> None:
         super().__init__()
@@ -161,7 +161,7 @@ class _Encoder(nn.Module):
         side, state_dim = self.config.image_size, self.config.state_dim
         sizes = [numbers.shape[1] - 4 * (MAX_WORDS + state_dim), 4 * MAX_WORDS, 4 * state_dim]
         images, token_ids, state = numbers.split(sizes, 1)
-        # A view of a different dtype needs aligned memory, hence the copies.
+        # Copied, because a view with a different dtype needs aligned memory.
         rows = token_ids.clone().view(torch.int32).long()
         state = state.clone().view(torch.float32) if state_dim else None
         with without_autocast(images):
@@ -169,7 +169,7 @@ class _Encoder(nn.Module):
 
 
 def _encoded(parts: Any, images: Tensor, token_ids: Tensor, state: Tensor | None) -> Tensor:
-    """Return features of images, words and state by the modules of ``parts``."""
+    """Encode images, instruction tokens and state with the modules of ``parts``."""
     config = parts.config
     pixels = images.permute(0, 3, 1, 2).to(parts.encoder[0].weight.dtype).contiguous()
     features = parts.encoder((pixels / 255.0 - config.image_mean) / config.image_std)

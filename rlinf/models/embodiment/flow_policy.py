@@ -1,4 +1,4 @@
-"""Flow policies for reinforcement learning: chains of denoising steps and their densities."""
+"""Flow policies for reinforcement learning: run chains of denoising steps and compute their densities."""
 
 import math
 from abc import abstractmethod
@@ -18,39 +18,39 @@ GREEDY_NOISE_SEED = 0
 
 
 class FlowPolicy(ActionModel):
-    """A chunk of actions by ``n`` denoising steps from noise ``[B, H, D]``, horizon and padding included.
+    """Generate a chunk of actions by ``n`` denoising steps from noise ``[B, H, D]``, including horizon and padding.
 
-    **Density.** ``noise_method`` makes a step ``x[i] -> x[i+1]`` a Gaussian (see ``step_moments``). With ``joint_logprob``
-    all steps are sampled, and a log-probability is the mean over ``n + 1`` terms, one per step and ``log N(x[0]; 0, 1)``;
-    otherwise a random number of each row chooses one step to sample and score, and the remaining ones are Euler steps. The
-    ``A`` columns are the executed actions. The mean (the chain's density would be the sum) is the convention of public RL
-    recipes; it makes log-ratios ``n + 1`` times smaller. ``temperature`` multiplies the variance of the steps, not of the
-    initial noise.
+    **Density.** Each step ``x[i] -> x[i+1]`` is Gaussian, as set by ``noise_method`` (see ``step_moments``). With
+    ``joint_logprob``, all steps are sampled, and a log-probability is the mean over ``n + 1`` terms: one per step and
+    ``log N(x[0]; 0, 1)``. Otherwise, one randomly chosen step per row is sampled and scored, and the remaining ones are
+    Euler steps. The ``A`` columns are the executed actions. Averaging follows public RL recipes, although the chain's density
+    is the sum; it makes log-ratios ``n + 1`` times smaller. ``temperature`` multiplies the variance of the steps, but not
+    of the initial noise.
 
-    **Greedy** (``do_sample=False``): Euler steps from one fixed noise for every row and call. Published evaluations draw new
-    noise, which would make a greedy result random.
+    **Greedy actions** (``do_sample=False``) use Euler steps from one fixed noise for every row and call. Published
+    evaluations draw new noise, which would make greedy results random.
 
-    ``sequences``: the flattened chain ``[n + 1, H, D]`` and the chosen step (-1: all). ``logits``: means and stds,
-    ``[B, n, H, D, 2]``, temperature included. ``config`` has ``num_steps``, ``noise_method``, ``noise_level`` and
-    ``joint_logprob``.
+    ``sequences`` contains the flattened chain ``[n + 1, H, D]`` and the chosen step (-1 means all). ``logits`` contains
+    means and stds ``[B, n, H, D, 2]``, with the temperature applied. ``config`` must have ``num_steps``, ``noise_method``,
+    ``noise_level`` and ``joint_logprob``.
     """
 
     noise_head: nn.Module | None
 
     @abstractmethod
     def encode_prefix(self, **inputs: Tensor) -> Any:
-        """Return the part of a pass that all steps share, from the result of ``preprocess``."""
+        """Compute the part of a pass common to all steps from the result of ``preprocess``."""
 
     @abstractmethod
     def velocity(self, prefix: Any, state: Tensor | None, x: Tensor, t: Tensor) -> tuple[Tensor, Tensor]:
-        """Predict ``noise - action`` at ``x [B, H, D]`` and ``t [B]``, float32, and return the last outputs ``[B, H, W]``, too."""
+        """Predict ``noise - action`` at ``x [B, H, D]`` and ``t [B]`` in float32; also return the last outputs ``[B, H, W]``."""
 
     @abstractmethod
     def _chunk(self, x: Tensor) -> Tensor:
         """Truncate normalised actions ``[B, H, D]`` to the executed ones, in env units ``[B, C, action_dim]``."""
 
     def _step_values(self, prefix: Any, output: Tensor) -> Tensor:
-        """Return the values ``[B]`` of a step, from its mean output."""
+        """Return a step's values ``[B]``, computed from its mean output."""
         return self._values(output.mean(1))
 
     def _graph_inputs(self, inputs: Inputs) -> Inputs:
@@ -63,7 +63,7 @@ class FlowPolicy(ActionModel):
 
     @property
     def predicts_values(self) -> bool:
-        """True with ``joint_logprob``; otherwise training values the chosen step only, and a rollout all."""
+        """Whether ``joint_logprob`` is set; otherwise, training evaluates only the chosen step and rollouts average all."""
         return self.values_in_rollouts(self.config)
 
     @classmethod
@@ -72,7 +72,7 @@ class FlowPolicy(ActionModel):
 
     @property
     def flow_shape(self) -> tuple[int, int]:
-        """Horizon and padded action dimensions of the initial noise."""
+        """Shape of the initial noise: horizon and padded action dimensions."""
         return self.config.action_horizon, self.config.action_dim
 
     @property
@@ -94,9 +94,9 @@ class FlowPolicy(ActionModel):
     def _transition(
         self, prefix: Any, state: Tensor | None, x: Tensor, step: Tensor, sampled: Tensor, temperature: float
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return mean and std of step ``step`` (int64 ``[B]``) from ``x [B, H, D]``, and the value there.
+        """Return mean, std and value of step ``step`` (int64 ``[B]``) starting at ``x [B, H, D]``.
 
-        Rows with ``sampled`` (bool ``[B]``) false take the Euler step without noise.
+        Rows where ``sampled`` (bool ``[B]``) is false use an Euler step without noise.
         """
         config, times = self.config, denoising_times(self.config.num_steps, x.device)
         t, t_next = times[step][:, None, None], times[step + 1][:, None, None]
@@ -129,12 +129,12 @@ class FlowPolicy(ActionModel):
         return self.denoise(inputs, drawn[:, 0], drawn[:, 1:], step, config.joint_logprob, temperature)
 
     def _greedy_noise(self, num_rows: int) -> Tensor:
-        """Return the fixed noise of greedy actions, ``[num_rows, H, D]``."""
+        """Return the fixed noise for greedy actions, ``[num_rows, H, D]``."""
         noise = torch.randn(self.flow_shape, generator=torch.Generator().manual_seed(GREEDY_NOISE_SEED))
         return to_device(noise, self.device).expand(num_rows, -1, -1)
 
     def _euler(self, prefix: Any, state: Tensor | None, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Denoise ``x [B, H, D]`` without further noise; return the last outputs, too."""
+        """Denoise ``x [B, H, D]`` without further noise; also return the last outputs."""
         times, output = denoising_times(self.config.num_steps, x.device), x
         for t, t_next in zip(times[:-1], times[1:], strict=True):
             velocity, output = self.velocity(prefix, state, x, t.expand(len(x)))
@@ -147,7 +147,7 @@ class FlowPolicy(ActionModel):
     ) -> ActionPrediction:
         """Run the chain from ``noise [B, H, D]`` and ``step_noise [B, n or 1, H, D]``.
 
-        ``step`` (int64 ``[B]``) is the sampled step; -1: none, or all with ``joint``.
+        ``step`` (int64 ``[B]``) is the sampled step; -1 means none or, with ``joint``, all.
         """
         settings = (tuple(inputs), joint, temperature)
         if self._graphs is None:
@@ -161,8 +161,8 @@ class FlowPolicy(ActionModel):
     def _run_chain(
         self, noise: Tensor, step_noise: Tensor, step: Tensor, *observed: Any
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the flattened chain, its means and stds, and the values; arguments of ``denoise``, names last."""
-        # A CUDA graph records this function, so no tensor value may decide which kernels run.
+        """Return the flattened chain, its means and stds, and values, for ``denoise``; non-tensor arguments are last."""
+        # This function may be recorded as a CUDA graph, so its kernels must not depend on tensor values.
         *tensors, names, joint, temperature = observed
         inputs = dict(zip(names, tensors, strict=True))
         prefix, state = self.encode_prefix(**inputs), inputs.get("state")
@@ -184,11 +184,11 @@ class FlowPolicy(ActionModel):
         return self._executed(terms.sum(1))  # all but the sampled step are 0
 
     def score_chain(self, inputs: Inputs, sequences: Tensor, temperature: float = 1.0) -> tuple[Tensor, Tensor, Tensor]:
-        """Score a complete chain, horizon and padding included, with gradients.
+        """Score a complete chain, including horizon and padding, with gradients.
 
-        Return log-densities and entropies ``[B, n + 1, H, D]`` and values ``[B, n]`` with ``joint_logprob``, else of the
-        chosen step only, ``[B, 1, H, D]`` and ``[B, 1]``. The entropy is 0 unless the std is learned (``flow_noise``).
-        Without a chosen step (-1, a greedy chain) densities are 0, and the value is the first step's.
+        With ``joint_logprob``, return log-densities and entropies ``[B, n + 1, H, D]`` and values ``[B, n]``; otherwise
+        only those of the chosen step, ``[B, 1, H, D]`` and ``[B, 1]``. Entropies are 0 unless the std is learned
+        (``flow_noise``). If no step was chosen (-1, a greedy chain), densities are 0 and the value is the first step's.
         """
         chain, chosen = self._split(sequences)
         prefix, state = self.encode_prefix(**inputs), inputs.get("state")

@@ -1,4 +1,4 @@
-"""Policies whose checkpoint folder fits exactly or is rejected."""
+"""Base class of policies that reject checkpoint folders whose weights do not fit exactly."""
 
 import inspect
 import json
@@ -27,9 +27,9 @@ logger = logging.getLogger("rlinf")
 
 
 class FolderPolicy(ActionModel):
-    """Policy that reads and writes ``model*.safetensors``; subclasses override the methods below for other layouts.
+    """A policy stored as ``model*.safetensors``; subclasses override the methods below for other layouts.
 
-    Inherit from ``CheckpointPolicy`` or ``PlainPolicy``, which add the ``nn.Module``.
+    Do not inherit from it directly, but from ``CheckpointPolicy`` or ``PlainPolicy``, which add the ``nn.Module``.
     """
 
     @classmethod
@@ -38,12 +38,12 @@ class FolderPolicy(ActionModel):
 
     @classmethod
     def _read_weights(cls, folder: Path, config: Any, arguments: dict[str, Any]) -> dict[str, Weight]:
-        """Return a folder's tensors under our module names; ``open_safetensors`` leaves them in their files."""
+        """Return a folder's tensors under our module names; with ``open_safetensors``, they stay in their files."""
         return open_safetensors(folder)
 
     @classmethod
     def _new_heads(cls, config: Any, arguments: dict[str, Any]) -> dict[str, nn.Module | None]:
-        """Return heads with new weights, by name, for folders without them; None: the model has no such head."""
+        """Return heads with new weights by name, for folders that lack them; None for a head the model does not have."""
         return {}
 
     def _public_weights(self, state_dict: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -52,7 +52,7 @@ class FolderPolicy(ActionModel):
 
     @classmethod
     def _fix(cls, config: Any) -> dict[str, Any]:
-        """Return settings, besides a different folder, that may fix weights that do not fit."""
+        """Return settings, in addition to a different folder, to suggest if the weights do not fit."""
         return {}
 
     @property
@@ -62,12 +62,12 @@ class FolderPolicy(ActionModel):
 
     @property
     def lora_exclude_modules(self) -> str | None:
-        """``frozen_modules`` as a pattern: an adapter would get no gradient there."""
+        """``frozen_modules`` as a pattern; adapters in these would receive no gradient."""
         names = "|".join(map(re.escape, self.frozen_modules))
         return rf"({names})(\..*)?" if names else None
 
     def _freeze(self) -> None:
-        """Freeze ``frozen_modules``; called by the constructor and after loading, which makes new parameters."""
+        """Freeze ``frozen_modules``; called by the constructor, and again after loading, which replaces parameters."""
         for name in self.frozen_modules:
             self.get_submodule(name).requires_grad_(False)
 
@@ -75,10 +75,10 @@ class FolderPolicy(ActionModel):
     def from_pretrained(
         cls, pretrained_model_name_or_path: str | Path, *args: Any, deferred: bool = False, **kwargs: Any
     ) -> Any:
-        """Load a public folder or hub id, or a folder that we saved, which stores the constructor's arguments.
+        """Load a public folder or hub id, or a folder saved by rlinf, which also stores constructor arguments.
 
-        Settings are checked before weights are read. Every weight must fit; only complete heads may be missing, and are
-        then newly initialised. With ``deferred``, the weights stay in their files if possible.
+        Settings are checked before weights are read. Every weight must fit, except that complete heads may be missing;
+        these are newly initialised. With ``deferred``, the weights stay in their files if possible.
         """
         folder = checkpoint_folder(pretrained_model_name_or_path)
         config = kwargs.pop("config", None)
@@ -96,7 +96,7 @@ class FolderPolicy(ActionModel):
         for name, head in cls._new_heads(config, arguments).items():
             head_keys = {key for key in weights if key.startswith(f"{name}.")}
             if head is None and head_keys:
-                logger.warning("%s: the weights of %s are not used: the model is configured without it", folder, name)
+                logger.warning("%s: weights of %s ignored, because the model is configured without it", folder, name)
                 weights = {key: weight for key, weight in weights.items() if key not in head_keys}
             elif head is not None and not head_keys:
                 weights |= {f"{name}.{key}": tensor for key, tensor in head.state_dict().items()}
@@ -117,23 +117,23 @@ class FolderPolicy(ActionModel):
     @classmethod
     @abstractmethod
     def _with_weights(cls, config: Any, state_dict: dict[str, Tensor], *args: Any, **kwargs: Any) -> tuple[Any, dict]:
-        """Build the policy with the weights that fit; return it and the names of the remaining ones for ``check_fit``."""
+        """Build the policy from the weights that fit; also return loading info on the remaining ones for ``check_fit``."""
 
     @abstractmethod
     def _write(self, folder: str | Path, state_dict: dict[str, Tensor], **kwargs: Any) -> None:
-        """Write weights with public names, and the configuration."""
+        """Write the configuration, and the weights under their public names."""
 
     @classmethod
     def _deferred(
         cls, config: Any, weights: Mapping[str, Weight], arguments: dict[str, Any], options: Mapping[str, Any]
     ) -> Any:
-        """Build the policy with its heads read and all other weights in files; raise NotDeferredError if impossible."""
+        """Build the policy, leaving all weights except heads in their files; raise NotDeferredError if impossible."""
         if not any(isinstance(weight, FileTensor) for weight in weights.values()):
             raise NotDeferredError(f"{cls.__name__} reads its files itself")
         attention = options.get("attn_implementation")
         given = {} if attention is None else {"attn_implementation": attention}
         dtype = options.get("torch_dtype", options.get("dtype", torch.float32))
-        # Adapters, which are drawn next, must be the same as for weights in memory.
+        # Do not advance the random state, so that adapters, drawn next, are the same as for weights in memory.
         with torch.random.fork_rng(devices=[]):
             model = heads_in_float32(without_weights(cls, config, dtype=dtype, **given, **arguments))
         defer_weights(model, weights, whole=cls.trained_in_full)
@@ -153,17 +153,17 @@ class FolderPolicy(ActionModel):
 
 
 def open_safetensors(folder: str | Path) -> dict[str, FileTensor]:
-    """Return the tensors of all ``model*.safetensors`` of a folder, still in files; reject a folder without a shard."""
+    """Return the tensors of a folder's ``model*.safetensors``, still in files; reject a folder with missing shards."""
     folder = Path(folder)
     files = sorted(folder.glob("model*.safetensors"))
     if not files:
-        raise CheckpointError(f"'{folder}' holds no model*.safetensors: {instead_of_weights(folder)}")
+        raise CheckpointError(f"'{folder}' contains no model*.safetensors: {instead_of_weights(folder)}")
     index = folder / "model.safetensors.index.json"
     if index.is_file():
         wanted = set(read_json(index).get("weight_map", {}).values())
         missing = sorted(wanted - {file.name for file in files})
         if missing:
-            raise CheckpointError(f"'{folder}' is incomplete: {', '.join(missing)} named by its index is missing.")
+            raise CheckpointError(f"'{folder}' is incomplete: its index lists {', '.join(missing)}, which is missing.")
         files = [folder / name for name in sorted(wanted)]
     return open_tensors(files)
 
@@ -177,9 +177,9 @@ def write_safetensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
 
 
 def reject_adapters(names: Iterable[str]) -> None:
-    """Raise CheckpointError for LoRA layers among the ``names`` of tensors."""
+    """Raise CheckpointError if the tensor ``names`` include LoRA layers."""
     if any(".lora_" in name for name in names):
         raise CheckpointError(
-            "The model has LoRA layers, which a public folder cannot hold; write them with "
+            "The model has LoRA layers, which a public folder cannot contain; write them with "
             "rlinf.models.lora.save_adapter, or merge them first with rlinf.models.lora.merge_lora."
         )

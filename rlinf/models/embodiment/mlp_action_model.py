@@ -1,4 +1,4 @@
-"""A small Gaussian policy on the state vector: the quickest way to debug an algorithm or an env."""
+"""A small Gaussian policy with the state vector as input; the quickest way to debug an algorithm or an env."""
 
 import math
 from collections.abc import Hashable, Sequence
@@ -25,7 +25,7 @@ ACTIVATIONS: dict[str, type[nn.Module]] = {"tanh": nn.Tanh, "relu": nn.ReLU}
 
 @dataclass
 class MLPConfig(PlainConfig):
-    """Sizes of the state policy.
+    """Configuration of the state policy.
 
     Args:
         state_dim: Width of ``Observation.state``.
@@ -33,11 +33,11 @@ class MLPConfig(PlainConfig):
         initial_log_std: Logarithm of the initial std, in normalised action units.
         activation: A key of ``ACTIVATIONS``.
         value_gain: Gain of the orthogonal initialisation of the critic's last layer.
-        normalize_state: Normalise the state by its running mean and variance over the rollouts of RL.
+        normalize_state: Normalise the state by its running mean and variance over RL rollouts.
     """
 
     model_type: ClassVar[str] = "mlp"
-    # The env then renders no images.
+    # With 0, the env renders no images.
     num_images_in_input: ClassVar[int] = 0
 
     state_dim: int = 1
@@ -51,7 +51,7 @@ class MLPConfig(PlainConfig):
         self.hidden_sizes = list(self.hidden_sizes or [256, 256])
         self.norm_stats = self.norm_stats or {}
         if min(self.hidden_sizes) < 1:
-            raise field_error(f"hidden_sizes is {self.hidden_sizes}; required: 1 or more", "hidden_sizes=[256,256]")
+            raise field_error(f"hidden_sizes is {self.hidden_sizes}; required: all positive", "hidden_sizes=[256,256]")
         if self.activation not in ACTIVATIONS:
             problem = f"activation is {self.activation!r}; required: {' or '.join(ACTIVATIONS)}"
             raise field_error(problem, "activation=tanh")
@@ -61,9 +61,9 @@ class MLPConfig(PlainConfig):
 
 
 class MLPForRLActionPrediction(PlainPolicy):
-    """Diagonal Gaussian with a state-independent std; policy and critic share no weights.
+    """Diagonal Gaussian with a state-independent std; policy and critic have separate weights.
 
-    ``sequences`` holds sampled actions in normalised units; for execution they are clipped to [-1, 1]. ``temperature``
+    ``sequences`` contains sampled actions in normalised units, which are clipped to [-1, 1] for execution. ``temperature``
     multiplies the variance.
     """
 
@@ -79,12 +79,12 @@ class MLPForRLActionPrediction(PlainPolicy):
 
     @classmethod
     def check_env(cls, config: MLPConfig, env: EnvSpec) -> None:
-        """Reject an env with a different state than the policy reads, and a policy that reads no state."""
+        """Reject an env whose state width differs from the policy's, and a policy without state input."""
         if cls.needs_state and config.state_dim < 1:
             if env.state_dim == 0:
-                raise ConfigError(f"The policy reads a state; env.name={env.name} gives none. Set {cls.without_state}")
+                raise ConfigError(f"The policy reads a state; env.name={env.name} has none. Set {cls.without_state}")
             raise ConfigError(
-                f"state_dim={config.state_dim}; required: 1 or more, because the policy reads nothing else. "
+                f"state_dim={config.state_dim}; required: at least 1, because the state is the policy's only input. "
                 f"Set model.init_config.state_dim={env.state_dim or 4}"
             )
         super().check_env(config, env)
@@ -102,11 +102,11 @@ class MLPForRLActionPrediction(PlainPolicy):
         super().__init__(config)
         check_hidden_size(hidden_size, config.hidden_sizes[-1])
         self.action_dim, self.action_chunks_len = action_dim, action_chunks_len
-        # Without effect here, because policy and critic share no weights.
+        # This has no effect, because policy and critic have separate weights.
         self.detach_value = detach_value
         stats = select_stats(config.norm_stats, unnorm_key)
         self.action_normalizer = ActionNormalizer(stats.get("action") or {}, action_dim)
-        # The network reads the state unnormalised; the range only detects other units.
+        # The network reads the unnormalised state; the range is only used to detect wrong units.
         if config.state_dim and "q99" in (stats.get("proprio") or {}):
             self.state_range = Range.of(stats["proprio"], ("q01", "q99"), "proprio")
         self.state_moments = RunningMoments(config.state_dim) if config.normalize_state else None
@@ -117,15 +117,15 @@ class MLPForRLActionPrediction(PlainPolicy):
         self.post_init()
 
     def _add_encoder(self, config: MLPConfig) -> int:
-        """Add an encoder of the inputs, if any; return its output width."""
+        """Add an input encoder, if any; return its output width."""
         return config.state_dim
 
     def _features(self, state: Tensor) -> Tensor:
-        """Return features ``[B, F]`` of the result of ``preprocess``."""
+        """Return features ``[B, F]`` for the result of ``preprocess``."""
         return self._normalized(state)
 
     def _normalized(self, state: Tensor | None) -> Tensor | None:
-        """Return the state as the network reads it."""
+        """Return the state in the form that the network reads."""
         return state if state is None or self.state_moments is None else self.state_moments.normalize(state)
 
     @classmethod
@@ -150,7 +150,7 @@ class MLPForRLActionPrediction(PlainPolicy):
             given = "no state" if observation.state is None else f"a state of width {observation.state.shape[1]}"
             width = self.config.state_dim if observation.state is None else observation.state.shape[1]
             raise ConfigError(
-                f"The policy reads a state of width {self.config.state_dim}, and the environment gives {given}. "
+                f"The policy reads a state of width {self.config.state_dim}, but the environment provides {given}. "
                 f"Set model.init_config.state_dim={width}, or use an image policy: model=openvla_tiny"
             )
         return {"state": to_device(torch.from_numpy(observation.state).float(), self.device)}
@@ -186,17 +186,17 @@ class MLPForRLActionPrediction(PlainPolicy):
 
     @property
     def feature_dim(self) -> int:
-        """Width of the last hidden layer (``hidden``), of the network's input (``pooled``), or of the state (``inputs``)."""
+        """Width of the last hidden layer (``hidden``), the network's input (``pooled``), or the state (``inputs``)."""
         if self.feature_kind == "inputs":
             return self.config.state_dim
         return self.policy[-1 if self.feature_kind == "hidden" else 0].in_features
 
     def make_encoder(self) -> tuple[nn.Module, int]:
-        """Return an identity encoder: an actor reads the state itself."""
+        """Return an identity encoder, because actors read the state directly."""
         return nn.Identity(), self.config.state_dim
 
     def _as_numbers(self, state: Tensor) -> Tensor:
-        """Return the inputs of each row as one vector."""
+        """Return each row's inputs as one vector."""
         return state
 
     def _propose(self, inputs: Inputs, samples: bool) -> BaseActions:
@@ -241,7 +241,7 @@ class MLPForRLActionPrediction(PlainPolicy):
 
 
 def load_processor(tokenizer_config: Any, model_config: Any, path: str | None) -> None:
-    """Return None: a state needs no processor."""
+    """Return None, because a state needs no processor."""
 
 
 def _perceptron(widths: list[int], activation: type[nn.Module]) -> nn.Sequential:

@@ -1,4 +1,4 @@
-"""Small policies of plain PyTorch, without the slow import of transformers."""
+"""Base classes of small PyTorch policies, which avoid the slow import of transformers."""
 
 import inspect
 import json
@@ -20,11 +20,11 @@ CONFIG_FILE = "config.json"
 
 @dataclass
 class PlainConfig:
-    """Configuration in ``config.json``, in the format of ``PreTrainedConfig``, so that the Auto classes read it, too.
+    """A configuration stored in ``PreTrainedConfig``'s ``config.json`` format, which the Auto classes can also read.
 
     Args:
-        norm_stats: Data set name to action statistics.
-        architectures: Name of the policy class, in a folder.
+        norm_stats: Action statistics by data set name.
+        architectures: Name of the policy class, set in saved folders.
         dtype: Number format of the weights outside ``float32_modules``.
     """
 
@@ -32,7 +32,7 @@ class PlainConfig:
     # AutoModel reads this attribute.
     sub_configs: ClassVar[dict[str, Any]] = {}
     is_plain: ClassVar[bool] = True
-    """Registration with the Auto classes, which imports transformers, waits for ``register_auto_classes``."""
+    """Whether to defer registration with the Auto classes, which imports transformers, to ``register_auto_classes``."""
 
     norm_stats: dict[str, Any] | None = None
     architectures: list[str] | None = None
@@ -40,7 +40,7 @@ class PlainConfig:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any], return_unused_kwargs: bool = False, **kwargs: Any) -> Any:
-        """Return the configuration from ``to_dict``; names other than fields become attributes."""
+        """Build the configuration from the output of ``to_dict``; unknown names become attributes."""
         known = {field.name for field in fields(cls)}
         config = cls(**{name: value for name, value in values.items() if name in known})
         for name in values.keys() - known - {"model_type"}:
@@ -59,19 +59,19 @@ class PlainConfig:
 
 
 class PlainPolicy(FolderPolicy, nn.Module):
-    """``FolderPolicy`` without transformers. The constructor of a subclass ends with ``self.post_init()``."""
+    """A ``FolderPolicy`` without transformers. Subclasses must call ``self.post_init()`` at the end of the constructor."""
 
     def __init__(self, config: Any) -> None:
         nn.Module.__init__(self)
         self.config = config
 
     def post_init(self) -> None:
-        """Draw the weights: ``_init_weights`` of each module, children first."""
+        """Initialise the weights by calling ``_init_weights`` on each module, children first."""
         if torch.get_default_device().type != "meta":
             self.apply(self._init_weights)
 
     def _init_weights(self, module: nn.Module) -> None:
-        """Draw the weights of one module; the default keeps PyTorch's."""
+        """Initialise one module's weights; by default, leave PyTorch's initialisation unchanged."""
 
     @property
     def device(self) -> torch.device:
@@ -89,7 +89,7 @@ class PlainPolicy(FolderPolicy, nn.Module):
         return cls(config, **arguments)._in_format(dtype)
 
     def _in_format(self, dtype: torch.dtype | str | None) -> Any:
-        """Cast weights outside ``float32_modules`` to a number format; None: ``config.dtype``, else float32."""
+        """Cast weights outside ``float32_modules`` to ``dtype`` or, if None, to ``config.dtype`` or else float32."""
         dtype = torch_dtype_of(dtype or self.config.dtype or "float32")
         for name, parameter in self.named_parameters():
             if name.split(".")[0] not in self.float32_modules:
@@ -100,7 +100,7 @@ class PlainPolicy(FolderPolicy, nn.Module):
     @classmethod
     def _with_weights(cls, config: Any, state_dict: dict[str, Tensor], *args: Any, **kwargs: Any) -> tuple[Any, dict]:
         names = list(inspect.signature(cls.__init__).parameters)[2:]  # after self and config
-        # These random weights are replaced, so they must not advance the global stream.
+        # These random weights are replaced below, so do not advance the global generator.
         with torch.random.fork_rng(devices=[]):
             model = cls(config, *args, **{name: kwargs[name] for name in names if name in kwargs})
         expected = model.state_dict()

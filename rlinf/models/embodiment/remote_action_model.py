@@ -1,4 +1,4 @@
-"""A policy on a server that speaks openpi's protocol: ours (``rlinf serve``) or another project's."""
+"""A policy on a server that uses openpi's protocol: ours (``rlinf serve``) or a third-party server."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from rlinf.serving.layouts import MessageLayout, check_layout, layout_of
 from rlinf.types import ActionEvaluation, ActionPrediction, EnvSpec, Observation
 
 OWN = "rlinf"
-"""Metadata key under which our servers describe their policy."""
+"""Metadata key for the policy description sent by our servers."""
 PROTOCOL = 1
 
 
 class RemoteConfig(PreTrainedConfig):
-    """Address of the policy; see ``ModelConfig``. The server returns actions in env units."""
+    """How to connect to the policy; see ``ModelConfig``. The server returns actions in env units."""
 
     model_type = "remote"
 
@@ -47,15 +47,15 @@ class RemoteConfig(PreTrainedConfig):
 
 
 class RemotePolicy(ActionModel, nn.Module):
-    """A client that requests actions from a server; it has no weights, log-probabilities or gradients here.
+    """A client that requests actions from a server; it has no local weights, log-probabilities or gradients.
 
     Args:
-        action_dim, action_chunks_len: Sizes for another project's server; ours sends its own. Further actions are ignored.
+        action_dim, action_chunks_len: Sizes for a third-party server; ours sends its own. Surplus actions are ignored.
 
     Attributes:
-        manifest: Training conditions of the policy; None: unknown.
-        present: Conditions under which the server runs it; None: unknown.
-        rows_of_call: Batch size of our server's policy calls; None: unknown.
+        manifest: Training conditions of the policy, or None if unknown.
+        present: Conditions under which the server runs the policy, or None if unknown.
+        rows_of_call: Batch size of our server's policy calls, or None if unknown.
     """
 
     config_class = RemoteConfig
@@ -74,13 +74,13 @@ class RemotePolicy(ActionModel, nn.Module):
     def check_env(cls, config: RemoteConfig, env: EnvSpec) -> None:
         if config.keys is not None:
             layout = layout_of(config.keys, env.cameras)
-            fix = f"model.keys=<others>, or env.cameras={override_text(list(env.cameras)[: len(layout.images)])}"
+            fix = f"model.keys=<other keys>, or env.cameras={override_text(list(env.cameras)[: len(layout.images)])}"
             check_layout(config.keys, layout, env.cameras, env.state_dim, f"env={env.name}", fix)
 
     @classmethod
     def check_rl(cls, config: RemoteConfig) -> None:
         raise ConfigError(
-            f"model.url={config.url} is a remote policy without weights here; required: a policy to train. "
+            f"model.url={config.url} is a remote policy; required: a policy with local weights to train. "
             "Set model.url=null model=openvla_tiny"
         )
 
@@ -104,13 +104,13 @@ class RemotePolicy(ActionModel, nn.Module):
             self._take(info)
         elif config.keys is None:
             raise ConfigError(
-                f"{config.url} does not describe its observation keys, so it is not `rlinf serve`; required: model.keys and its action "
+                f"{config.url} does not describe its observation keys, so it is not `rlinf serve`; required: model.keys and action "
                 "sizes. Set e.g. model.keys=libero model.action_token_len=7 model.action_chunks_len=5"
             )
 
     def _take(self, info: Mapping[str, Any]) -> None:
         if info.get("protocol") != PROTOCOL:
-            problem = f"{self.config.url} speaks version {info.get('protocol')} of our protocol"
+            problem = f"{self.config.url} uses version {info.get('protocol')} of our protocol"
             raise PolicyServerError(f"{problem}; required: {PROTOCOL}. Install the same version of rlinf on both sides")
         try:
             self.manifest = Manifest.from_text(info["manifest"], f"The manifest of {self.config.url}")
@@ -120,7 +120,7 @@ class RemotePolicy(ActionModel, nn.Module):
             self._num_uniforms, self._batch_key = int(info["num_uniforms"]), str(info["batch_key"])
             self.layout = layout_of(info["keys"], [str(name) for name in info["client_cameras"]])
         except (KeyError, TypeError, ValueError) as error:
-            problem = f"{self.config.url} sent incomplete information on its policy ({type(error).__name__}: {error})"
+            problem = f"{self.config.url} sent incomplete policy information ({type(error).__name__}: {error})"
             raise PolicyServerError(f"{problem}. Install the same version of rlinf on both sides") from error
 
     @property
@@ -129,18 +129,18 @@ class RemotePolicy(ActionModel, nn.Module):
 
     @property
     def device(self) -> torch.device:
-        return torch.device("cpu")  # where its actions arrive
+        return torch.device("cpu")  # received actions are on the CPU
 
     @property
     def dtype(self) -> torch.dtype:
         return torch.float32
 
     def preprocess(self, observation: Observation) -> dict[str, Any]:
-        # The server preprocesses; only the complete instruction is added here.
+        # The server does the preprocessing; the client only completes the instruction.
         return {"observation": replace(observation, instruction=self.instructions(observation))}
 
     def prompt_lengths(self, observation: Observation) -> Sequence[Hashable]:
-        # The server groups rows by their prompts.
+        # The server groups rows by prompt.
         return [0] * len(observation)
 
     def predict_action_batch(
@@ -159,7 +159,7 @@ class RemotePolicy(ActionModel, nn.Module):
         if self._batch_key is None:
             actions = np.stack([self._actions(self.client.ask(request), shape) for request in requests])
         else:
-            # Our server accepts at most as many requests per message as rows per policy call.
+            # Our server's limit of requests per message equals its number of rows per policy call.
             firsts = range(0, len(requests), self.rows_of_call)
             calls = [requests[first : first + self.rows_of_call] for first in firsts]
             replies = ((self.client.ask({self._batch_key: call}), len(call)) for call in calls)
@@ -169,34 +169,34 @@ class RemotePolicy(ActionModel, nn.Module):
 
     def _add_draws(self, requests: Sequence[dict[str, Any]], temperature: float, uniforms: Tensor | None) -> None:
         if not self.is_ours:
-            problem = f"{self.config.url} draws its actions itself"
-            raise ConfigError(f"{problem}; required: no sampling from here. Set evaluation.greedy=true")
+            problem = f"{self.config.url} samples its actions itself"
+            raise ConfigError(f"{problem}; required: no sampling by the client. Set evaluation.greedy=true")
         if uniforms is None:
             uniforms = draw_uniforms(len(requests), self.num_uniforms)
         for request, draws in zip(requests, uniforms.float().numpy(), strict=True):
             request |= {"uniforms": draws, "temperature": float(temperature)}
 
     def _actions(self, reply: Mapping[str, Any], shape: tuple[int, ...]) -> np.ndarray:
-        """Return the actions of a reply, float32 of ``shape``; the chunk may be longer."""
+        """Return the actions in a reply as float32 of ``shape``; the received chunk may be longer."""
         actions = reply.get("actions")
         if not isinstance(actions, np.ndarray):
             keys = ", ".join(map(str, reply)) or "nothing"
-            raise PolicyServerError(f"{self.config.url} has sent no actions, but {keys}")
+            raise PolicyServerError(f"{self.config.url} sent no actions, but {keys}")
         if actions.ndim != len(shape) or actions.shape[-1] != self.action_dim or actions.shape[:-2] != shape[:-2]:
             raise PolicyServerError(
-                f"{self.config.url} has sent actions {list(actions.shape)}; required: {list(shape)}, {self.action_dim} dimensions per "
+                f"{self.config.url} sent actions of shape {list(actions.shape)}; required: {list(shape)}, {self.action_dim} dimensions per "
                 f"action. Set model.action_token_len={actions.shape[-1] if actions.ndim else 0} and an env with such actions"
             )
         if actions.shape[-2] < self.action_chunks_len:
             raise PolicyServerError(
-                f"{self.config.url} has sent chunks of {actions.shape[-2]} actions; required: {self.action_chunks_len} "
+                f"{self.config.url} sent chunks of {actions.shape[-2]} actions; required: {self.action_chunks_len} "
                 f"(model.action_chunks_len). Set model.action_chunks_len={actions.shape[-2]}"
             )
         actions = np.ascontiguousarray(actions[..., : self.action_chunks_len, :], dtype=np.float32)
         if not np.isfinite(actions).all():
             number = int((~np.isfinite(actions)).sum())
             raise PolicyServerError(
-                f"{self.config.url} has sent {number} numbers that are NaN or infinite. Look at the server's log, or set "
+                f"{self.config.url} sent {number} values that are NaN or infinite. Check the server's log, or set "
                 "model.url=<a different one>"
             )
         return actions

@@ -1,4 +1,4 @@
-"""The common part of all policies that predict action tokens."""
+"""Base class of all policies that predict action tokens."""
 
 from abc import abstractmethod
 from typing import Any
@@ -17,11 +17,11 @@ from rlinf.models.sampling import token_logprobs
 from rlinf.types import ActionEvaluation, ActionPrediction
 
 PrefixStates = tuple[Tensor, Tensor | None]
-"""States ``[B, P, H]`` of images and prompt, and their bool mask ``[B, P]``; None: nothing is padding."""
+"""States ``[B, P, H]`` of images and prompt, and their bool mask ``[B, P]`` (None without padding)."""
 
 
 class TokenActionModel(ActionModel):
-    """Policy whose call samples ``A = action_dim * action_chunks_len`` action tokens."""
+    """A policy that samples ``A = action_dim * action_chunks_len`` action tokens per call."""
 
     action_tokenizer: ActionTokenizer
     action_normalizer: ActionNormalizer
@@ -30,31 +30,31 @@ class TokenActionModel(ActionModel):
     def _score(
         self, inputs: Inputs, tokens: Tensor | None, prefix: list[PrefixStates] | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Return bin logits ``[B, A, n_bins]`` of ``tokens [B, A]`` in one pass, and the hidden state ``[B, H]`` of the value.
+        """Return bin logits ``[B, A, n_bins]`` for ``tokens [B, A]`` in one pass, and the hidden state ``[B, H]`` for the value.
 
-        Only autoregressive models read ``tokens``, and the value's state must not depend on them. ``prefix``, if given,
-        receives the states of images and prompt, from which ``propose`` computes features.
+        Only autoregressive models read ``tokens``, and the value's state must not depend on them. If ``prefix`` is given,
+        the states of images and prompt are appended to it; ``propose`` computes features from them.
         """
 
     def check_length(self, num_prompt_tokens: int) -> None:
-        """Reject inputs that, with the actions, exceed the context length of the language model."""
+        """Reject inputs that, including the actions, exceed the language model's context length."""
         positions = num_positions(self.config.text_config)
         needed = num_prompt_tokens + self.num_logprobs
         if positions is not None and needed > positions:
             raise RejectedInputError(
-                f"An input has {needed} tokens (prompt and images {num_prompt_tokens}, actions {self.num_logprobs}), and the "
-                f"language model was made for {positions} positions (max_position_embeddings), behind which its numbers mean "
-                "nothing. Shorten the instructions of the environment, or set fewer env.cameras or a smaller "
+                f"An input has {needed} tokens (prompt and images {num_prompt_tokens}, actions {self.num_logprobs}), but the "
+                f"language model supports {positions} positions (max_position_embeddings), beyond which its outputs are "
+                "meaningless. Shorten the environment's instructions, or set fewer env.cameras or a smaller "
                 "model.action_chunks_len"
             )
 
     def get_action_stats(self, unnorm_key: str | None) -> dict[str, Any]:
-        """Return ``q01``, ``q99`` and ``mask`` of a data set."""
+        """Return a data set's ``q01``, ``q99`` and ``mask``."""
         return dict(select_action_stats(self.config.norm_stats or {}, unnorm_key))
 
     @property
     def feature_dim(self) -> int:
-        """Width of ``A`` concatenated hidden states, of the mean prefix state, or of its token."""
+        """Width of ``A`` concatenated hidden states, the mean prefix state, or the readout token."""
         if self.feature_kind == "token":
             return TOKEN_WIDTH
         return self.config.text_config.hidden_size * (self.num_logprobs if self.feature_kind == "hidden" else 1)
@@ -77,11 +77,11 @@ class TokenActionModel(ActionModel):
         return ActionEvaluation(logprobs, entropy, self._values(value_state))
 
     def sft_loss(self, inputs: Inputs, actions: Tensor, uniforms: Tensor | None = None) -> Tensor:
-        """Return the mean negative log-probability ``[B]`` of the tokens of ``actions [B, C, D]``, among the action bins."""
+        """Return the mean negative log-probability ``[B]`` of the tokens for ``actions [B, C, D]``, over action bins only."""
         tokens = self.action_tokenizer.encode(self.action_normalizer.normalize(actions)).flatten(1)
         tokens = to_device(tokens, self.device)
         readout, prefix = self._readout, list[PrefixStates]()
-        # A user's class without the readout token need not accept a prefix.
+        # User-defined classes without a readout token need not accept the prefix argument.
         logits, _ = self._score(inputs, tokens) if readout is None else self._score(inputs, tokens, prefix)
         losses = -token_logprobs(logits, tokens - self.action_tokenizer.first_token)[0].mean(-1)
         return losses if readout is None else losses + readout.loss(*prefix[0])

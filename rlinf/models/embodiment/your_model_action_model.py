@@ -1,7 +1,7 @@
-"""Template: a Hugging Face vision-language model as a policy. Copy this file, then rename and change what differs.
+"""Template for a policy based on a Hugging Face vision-language model. Copy this file, then rename and adapt it.
 
-It works unchanged: the base is transformers' LLaVA, an action is ``action_dim`` tokens out of the last ``n_action_bins`` ids
-of the vocabulary, and ``generate`` decodes them. ``docs/adding_a_model.md`` explains it.
+It works unchanged: the base model is transformers' LLaVA, an action consists of ``action_dim`` tokens from the vocabulary's
+last ``n_action_bins`` ids, and ``generate`` decodes them. ``docs/adding_a_model.md`` explains it.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from rlinf.types import ActionPrediction, Observation
 
 
 class YourModelConfig(LlavaConfig):
-    """The base's configuration, the number of action tokens and the action statistics."""
+    """The base model's configuration plus the number of action tokens and the action statistics."""
 
     model_type = "your_model"
     n_action_bins: int = 256
@@ -43,7 +43,7 @@ class YourModelConfig(LlavaConfig):
 
 
 class YourImageProcessor(BaseImageProcessor):
-    """uint8 images to ``pixel_values``: bicubic resize to ``image_size`` pixels, then [-1, 1]."""
+    """Convert uint8 images to ``pixel_values``: bicubic resize to ``image_size`` pixels, then scale to [-1, 1]."""
 
     model_input_names = ["pixel_values"]
 
@@ -52,7 +52,7 @@ class YourImageProcessor(BaseImageProcessor):
         self.image_size = image_size
 
     def __call__(self, images: Any, **kwargs: Any) -> BatchFeature:
-        """Process one array ``[H, W, 3]`` or PIL image, or a sequence of them."""
+        """Process an array ``[H, W, 3]``, a PIL image, or a sequence of these."""
         batch = [images] if isinstance(images, Image.Image) or np.ndim(images) == 3 else images
         size = (self.image_size, self.image_size)
         pixels = [
@@ -63,7 +63,7 @@ class YourImageProcessor(BaseImageProcessor):
 
 
 class YourProcessor:
-    """Prompt and images to the keyword arguments of the model."""
+    """Convert prompts and images to the model's keyword arguments."""
 
     def __init__(self, tokenizer: Any, image_processor: YourImageProcessor, **_: Any) -> None:
         tokenizer.padding_side = "left"
@@ -73,12 +73,12 @@ class YourProcessor:
     def from_pretrained(
         cls, path: str, tokenizer: Any = None, image_processor: Any = None, **kwargs: Any
     ) -> YourProcessor:
-        """Load the missing parts from a folder."""
+        """Load the parts that are not given from a folder."""
         tokenizer = tokenizer or AutoTokenizer.from_pretrained(path, padding_side="left")
         return cls(tokenizer, image_processor or YourImageProcessor.from_pretrained(path))
 
     def save_pretrained(self, save_directory: str | Path, **_: Any) -> None:
-        """Write both parts into a folder."""
+        """Save both parts to a folder."""
         self.tokenizer.save_pretrained(str(save_directory))
         self.image_processor.save_pretrained(str(save_directory))
 
@@ -91,7 +91,7 @@ class YourProcessor:
 
 
 def load_processor(tokenizer_config: Any, model_config: YourModelConfig, path: str | None) -> YourProcessor:
-    """Load the processor of a folder; without one, build it for the small model of ``model/your_model.yaml``."""
+    """Load a folder's processor; without a folder, build one for the small model in ``model/your_model.yaml``."""
     if path is not None:
         return YourProcessor.from_pretrained(path)
     tokenizer = load_tokenizer(None, model_config.text_config.vocab_size)
@@ -100,37 +100,37 @@ def load_processor(tokenizer_config: Any, model_config: YourModelConfig, path: s
 
 
 class YourLogitsProcessor(LogitsProcessor):
-    """Restricts sampling to the last ``n_action_bins`` ids of the vocabulary."""
+    """Restrict sampling to the last ``n_action_bins`` ids of the vocabulary."""
 
     def __init__(self, n_action_bins: int) -> None:
         self.n_action_bins = n_action_bins
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        """Mask ``scores [B, V]``."""
+        """Mask ``scores [B, V]`` outside the action tokens."""
         masked = torch.full_like(scores, -torch.inf)
         masked[:, -self.n_action_bins :] = scores[:, -self.n_action_bins :]
         return masked
 
 
 class DrawLogitsProcessor(LogitsProcessor):
-    """Draws the token with ``sample_tokens``, like every other policy, so that ``generate`` has one choice left.
+    """Sample the token with ``sample_tokens``, like all policies, so that ``generate`` has only one choice left.
 
-    Sampling inside ``generate`` would follow ``top_k`` and ``top_p`` of ``generation_config.json``, which the
-    log-probabilities of training do not include.
+    Sampling inside ``generate`` would apply ``top_k`` and ``top_p`` from ``generation_config.json``, which the
+    log-probabilities used in training do not account for.
     """
 
     def __init__(self, prompt_len: int, do_sample: bool, temperature: float, uniforms: Tensor | None) -> None:
         self.prompt_len, self.do_sample, self.temperature, self.uniforms = prompt_len, do_sample, temperature, uniforms
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        """Leave one finite score per row of ``scores [B, V]``."""
+        """Mask all but the sampled token in each row of ``scores [B, V]``."""
         uniforms = None if self.uniforms is None else self.uniforms[:, input_ids.shape[1] - self.prompt_len]
         chosen = sample_tokens(scores, self.do_sample, self.temperature, uniforms)
         return torch.full_like(scores, -torch.inf).scatter_(1, chosen[:, None], 0.0)
 
 
 class YourModelForRLActionPrediction(TokenActionModel, LlavaForConditionalGeneration):
-    """The policy: images and instruction in, action tokens out, by ``generate`` of the base."""
+    """The policy; it maps images and an instruction to action tokens with the base model's ``generate``."""
 
     config_class = YourModelConfig
     fsdp_wrap_modules: ClassVar[tuple[str, ...]] = ("LlamaDecoderLayer", "CLIPEncoderLayer")
@@ -148,7 +148,7 @@ class YourModelForRLActionPrediction(TokenActionModel, LlavaForConditionalGenera
         detach_value: bool = True,
     ) -> None:
         super().__init__(config)
-        # Logits of 16 bits would be too coarse to sample from.
+        # 16-bit logits would be too coarse to sample from.
         self.lm_head.__class__ = LinearInFloat32
         self._init_logits_processor()
         action_norm_stats = self.get_action_stats(unnorm_key)
@@ -213,12 +213,12 @@ class YourModelForRLActionPrediction(TokenActionModel, LlavaForConditionalGenera
         return ActionPrediction(actions, sequences, logits, values)
 
     def rollout_logprobs(self, prediction: ActionPrediction, temperature: float = 1.0) -> Tensor:
-        """Return log-probabilities float32 ``[B, A]`` of the drawn tokens, among the action tokens."""
+        """Return log-probabilities float32 ``[B, A]`` of the sampled tokens, over action tokens only."""
         tokens = prediction.sequences[:, -self.num_logprobs :] - self.action_tokenizer.first_token
         return token_logprobs(prediction.logits[..., -self.config.n_action_bins :], tokens, temperature)[0]
 
     def _score(self, inputs: dict[str, Tensor], tokens: Tensor) -> tuple[Tensor, Tensor]:
-        """Return logits ``[B, A, n_action_bins]``, and the hidden state ``[B, H]`` at the prompt's end."""
+        """Return logits ``[B, A, n_action_bins]``, and the hidden state ``[B, H]`` at the end of the prompt."""
         prompt_mask = inputs["attention_mask"]
         mask = torch.cat([prompt_mask, prompt_mask.new_ones(len(tokens), self.num_logprobs - 1)], dim=1)
         outputs = self.model(

@@ -1,4 +1,4 @@
-"""Import path for users: the generation API of token policies in ``rlinf.llm``."""
+"""Public import path for the token-policy generation API in ``rlinf.llm``."""
 
 from rlinf.imports import lazy_attributes
 from rlinf.models.generation.interfaces import DEFINED_IN

@@ -1,4 +1,4 @@
-"""Import path for users: the generation interfaces in ``rlinf.llm``."""
+"""Public import path for the generation interfaces in ``rlinf.llm``."""
 
 from rlinf.imports import lazy_attributes
 

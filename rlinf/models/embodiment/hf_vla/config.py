@@ -1,4 +1,4 @@
-"""Configuration of a VLA made out of any Hugging Face image-text-to-text model."""
+"""Configuration of a VLA based on any Hugging Face image-text-to-text model."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from rlinf.models.embodiment.hf_vla.processing import load_vlm_processor, new_vl
 from rlinf.models.loading import check_choice, checkpoint_folder, dataset_statistics, field_error, read_json
 
 OWN_KEY = "hf_vla"
-"""Key of a VLM's ``config.json`` that contains our fields."""
+"""Key in a VLM's ``config.json`` under which our fields are stored."""
 
 OWN_FIELDS = (
     "n_action_bins", "action_bin_rule", "reserved_tokens", "norm_stats", "prompt_template", "weight_init", "processor_config",
@@ -24,24 +24,24 @@ OWN_FIELDS = (
 
 
 class HfVlaConfig(PreTrainedConfig):
-    """The VLM's own configuration, with the fields that make a policy of it.
+    """The VLM's own configuration plus the fields needed to use it as a policy.
 
-    A saved folder keeps the VLM's format: ``config.json`` is the VLM's with our fields under ``hf_vla``.
+    Saved folders are in the VLM's format: ``config.json`` is the VLM's, with our fields added under ``hf_vla``.
 
     Args:
         vlm_config: Configuration of the VLM, or its fields including ``model_type``.
         n_action_bins: Number of action tokens.
         action_bin_rule: ``midpoints`` or ``grid``; see ``ActionTokenizer``.
-        reserved_tokens: Ranges ``[first, end)`` of special and added token ids, which never become action tokens; None:
-            read from the processor's tokenizer.
-        norm_stats: Data set name to action statistics.
-        prompt_template: Text around ``{image}`` (the image tokens of all cameras) and ``{instruction}``; None: the
-            processor's chat template, else ``{image}{instruction}``.
-        weight_init: Random weights: ``normal`` (as the VLM) or ``fan_in`` (std 1/sqrt(inputs), embeddings 1), with which
-            small models learn faster.
-        processor_config: Without a folder: content of the VLM's ``processor_config.json``.
-        special_tokens: Without a folder: named tokens of the tokenizer, e.g. ``{image_token: <image>}``.
-        merged_adapters: Fingerprints of LoRA adapters that were merged into the weights.
+        reserved_tokens: Ranges ``[first, end)`` of special and added token ids, which are never used as action tokens;
+            None reads them from the processor's tokenizer.
+        norm_stats: Action statistics by data set name.
+        prompt_template: Text that contains ``{image}`` (the image tokens of all cameras) and ``{instruction}``; None uses
+            the processor's chat template or, without one, ``{image}{instruction}``.
+        weight_init: Random initialisation: ``normal`` (as in the VLM) or ``fan_in`` (std 1/sqrt(inputs), 1 for
+            embeddings), with which small models learn faster.
+        processor_config: Contents of the VLM's ``processor_config.json``, used without a folder.
+        special_tokens: Named tokens of the tokenizer, e.g. ``{image_token: <image>}``, used without a folder.
+        merged_adapters: Fingerprints of LoRA adapters already merged into the weights.
     """
 
     model_type = "hf_vla"
@@ -85,7 +85,7 @@ class HfVlaConfig(PreTrainedConfig):
 
     @property
     def action_tokens_end(self) -> int:
-        """One past the last action token; special and added tokens are left out."""
+        """End (exclusive) of the range of action tokens, which contains no special or added tokens."""
         vocab_size, free, start = self.text_config.vocab_size, [], 0
         for first, past in [*sorted(self.reserved_tokens or []), [vocab_size, vocab_size]]:
             free.append((min(first, vocab_size) - start, first))
@@ -95,8 +95,8 @@ class HfVlaConfig(PreTrainedConfig):
             return max(ends)
         longest = max(length for length, _ in free)
         raise field_error(
-            f"n_action_bins is {self.n_action_bins}; required: at most {longest}, which the vocabulary of {vocab_size} ids has "
-            "in a row without special tokens", f"n_action_bins={longest}",
+            f"n_action_bins is {self.n_action_bins}; required: at most {longest}, the longest run without special "
+            f"tokens among the vocabulary's {vocab_size} ids", f"n_action_bins={longest}",
         )  # fmt: skip
 
     def vlm_class(self) -> type:
@@ -115,7 +115,7 @@ class HfVlaConfig(PreTrainedConfig):
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path: str | Path, **kwargs: Any) -> HfVlaConfig:
-        """Read a VLM's folder, or one that we saved; ``dataset_statistics.json`` is merged into ``norm_stats``."""
+        """Read a folder of a VLM or one saved by rlinf, merging ``dataset_statistics.json`` into ``norm_stats``."""
         folder = checkpoint_folder(pretrained_model_name_or_path)
         if not (folder / "config.json").is_file():
             raise CheckpointError(
@@ -140,7 +140,7 @@ class HfVlaConfig(PreTrainedConfig):
 
 
 def fields_of(template: str) -> set[str | None]:
-    """Return the field names of a format string; an invalid one has the field ``?``."""
+    """Return the field names in a format string, or ``?`` if it is invalid."""
     try:
         return {name for _, name, _, _ in string.Formatter().parse(template) if name is not None}
     except ValueError:

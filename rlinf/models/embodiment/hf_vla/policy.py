@@ -1,4 +1,4 @@
-"""Any Hugging Face image-text-to-text model as a policy: a range of its vocabulary becomes action bins."""
+"""Use any Hugging Face image-text-to-text model as a policy, with a range of its vocabulary as action bins."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ from rlinf.types import ActionPrediction, BaseActions, Observation
 
 VALUE_HEAD_FILE = "value_head.safetensors"
 ACTOR_FILES = {"value_head": VALUE_HEAD_FILE, "readout_token": READOUT_FILE}
-"""Modules besides the VLM, and their files next to the VLM's."""
+"""Additional modules, and the files that store them next to the VLM's."""
 
 
 class ActionRows(nn.Linear):
-    """An output head that computes only the rows of the action tokens; same parameters."""
+    """An output head with unchanged parameters that computes only the rows of the action tokens."""
 
     first_row: int
     end_row: int
@@ -52,7 +52,7 @@ class ActionRows(nn.Linear):
 
 
 class HfVlaForRLActionPrediction(TokenActionModel, PreTrainedModel):
-    """Images and instruction in, action tokens out, one by one, with a value head at the prompt's end."""
+    """Map images and an instruction to action tokens, one at a time, and to a value read at the end of the prompt."""
 
     config_class = HfVlaConfig
     base_model_prefix = "hf_vla"
@@ -83,7 +83,7 @@ class HfVlaForRLActionPrediction(TokenActionModel, PreTrainedModel):
         self.value_head = ValueHead(width) if value_head else None
         self._add_readout_token(features, width)
         self.post_init()
-        # transformers does not call _init_weights for a module of ours without parameters of its own.
+        # transformers does not call _init_weights for our modules that have no direct parameters.
         if config.weight_init == "fan_in":
             self._init_weights_by_fan_in()
 
@@ -103,15 +103,15 @@ class HfVlaForRLActionPrediction(TokenActionModel, PreTrainedModel):
 
     @property
     def fsdp_wrap_modules(self) -> tuple[str, ...]:
-        """Class names of the VLM's transformer layers, vision tower included."""
+        """Class names of the VLM's transformer layers, including the vision tower's."""
         layers = [module for module in self.vlm.modules() if isinstance(module, GradientCheckpointingLayer)]
         return tuple(sorted({type(layer).__name__ for layer in layers}))
 
     @property
     def lora_target_modules(self) -> str:
-        """All linear layers of the VLM except the output head, as a regular expression."""
+        """A regular expression for all linear layers of the VLM except the output head."""
         linear = [name for name, module in self.vlm.named_modules() if type(module) is nn.Linear]
-        # One pattern for all layers of a stack keeps the expression short.
+        # Use one pattern for all layers of a stack to keep the expression short.
         patterns = {re.sub(r"\.\d+\\\.", r".\\d+\\.", re.escape(name)) for name in linear}
         return rf"vlm\.({'|'.join(sorted(patterns))})"
 
@@ -131,7 +131,7 @@ class HfVlaForRLActionPrediction(TokenActionModel, PreTrainedModel):
                 init.normal_(module.weight, std=scale * module.weight[0].numel() ** -0.5)
             elif isinstance(module, nn.Embedding):
                 init.normal_(module.weight, std=1.0)
-        # Several families initialise image positions at zero, so that patches could not be distinguished.
+        # Several model families initialise image position embeddings at zero, so patches could not be distinguished.
         for name, parameter in self.vlm.named_parameters():
             if name.endswith("position_embeddings"):
                 init.normal_(parameter, std=1.0)
@@ -139,7 +139,7 @@ class HfVlaForRLActionPrediction(TokenActionModel, PreTrainedModel):
     # -- forward pass --------------------------------------------------------------------------------------------
 
     def preprocess(self, observation: Observation) -> dict[str, Tensor]:
-        """Run the VLM's processor over the rows, with all cameras of the observation."""
+        """Run the VLM's processor on each row, with all cameras in the observation."""
         inputs = self._ready_processor()(replace(observation, instruction=self.instructions(observation)))
         self.check_length(inputs["input_ids"].shape[1])
         return {name: to_device(tensor, self.device) for name, tensor in inputs.items()}
@@ -147,19 +147,19 @@ class HfVlaForRLActionPrediction(TokenActionModel, PreTrainedModel):
     def prompt_lengths(self, observation: Observation) -> Sequence[Hashable]:
         prompts = replace(observation, instruction=self.instructions(observation))
         lengths = self._ready_processor().prompt_lengths(prompts)
-        # `preprocess` counts the tokens of images, too.
+        # `preprocess` also counts image tokens.
         self.check_length(max(lengths))
         return lengths
 
     def _start(self, input_ids: Tensor, inputs: dict[str, Any]) -> dict[str, Any]:
-        """Return the initial keyword arguments of the VLM's ``generate``, images in the dtype of its weights."""
+        """Return the initial keyword arguments for the VLM's ``generate``, with images in the dtype of its weights."""
         dtype = self.get_input_embeddings().weight.dtype
         inputs = {name: x.to(dtype) if x.is_floating_point() else x for name, x in inputs.items()}
         positions = self.vlm._prepare_position_ids_for_generation(input_ids, {"input_ids": input_ids, **inputs})
         return {**inputs, "position_ids": positions}
 
     def _run(self, input_ids: Tensor, inputs: dict[str, Any], num_last: int, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Return bin logits ``[B, num_last, n_bins]`` of the last positions, and hidden states ``[B, S, H]``."""
+        """Return bin logits ``[B, num_last, n_bins]`` at the last positions, and hidden states ``[B, S, H]``."""
         prepared = self.vlm.prepare_inputs_for_generation(input_ids, **inputs, **kwargs)
         outputs = self.vlm(**prepared, logits_to_keep=num_last, output_hidden_states=True, return_dict=True)
         return outputs.logits[:, -num_last:], outputs.hidden_states[-1]
@@ -195,7 +195,7 @@ class HfVlaForRLActionPrediction(TokenActionModel, PreTrainedModel):
         return ActionPrediction(self.decode_actions(sequences), sequences, logits, self._values(first[1]))
 
     def _prefill(self, input_ids: Tensor, inputs: Inputs) -> tuple[dict[str, Any], DynamicCache, Tensor, Tensor]:
-        """Run the prompts; return next arguments, cache, first logits ``[B, n_bins]`` and all states ``[B, S, H]``."""
+        """Run the prompts; return the next arguments, cache, first logits ``[B, n_bins]`` and all states ``[B, S, H]``."""
         rest, cache = self._start(input_ids, inputs), DynamicCache(config=self.vlm.config.get_text_config(decoder=True))
         kwargs = {"use_cache": True, "past_key_values": cache, "is_first_iteration": True}
         logits, hidden_states = self._run(input_ids, rest, 1, **kwargs)
@@ -213,9 +213,9 @@ class HfVlaForRLActionPrediction(TokenActionModel, PreTrainedModel):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Decode after the prompts, given the first token's logits and state ``[B, H]``.
 
-        Return sequences ``[B, L + A]``, and logits ``[B, A, n_bins]`` and states ``[B, A, H]`` of the tokens.
+        Return sequences ``[B, L + A]``, and each token's logits ``[B, A, n_bins]`` and states ``[B, A, H]``.
         """
-        # The hook below changes the arguments in place, hence the copy.
+        # Copied, because the hook below changes the arguments in place.
         all_logits, states, rest = [first[0]], [first[1]], dict(rest)
         kwargs = {"use_cache": True, "past_key_values": cache, "next_sequence_length": 1, "is_first_iteration": False}
         for i in range(self.num_logprobs):
@@ -256,7 +256,7 @@ class HfVlaForRLActionPrediction(TokenActionModel, PreTrainedModel):
     def from_pretrained(
         cls, pretrained_model_name_or_path: str | Path, *args: Any, **kwargs: Any
     ) -> HfVlaForRLActionPrediction:
-        """Load a VLM's folder or hub id, or a folder that we saved (the same format, with ``value_head.safetensors``)."""
+        """Load a VLM's folder or hub id, or a folder saved by rlinf (the same format plus ``value_head.safetensors``)."""
         folder = checkpoint_folder(pretrained_model_name_or_path)
         config = kwargs.pop("config", None)
         if not isinstance(config, HfVlaConfig):
@@ -267,7 +267,7 @@ class HfVlaForRLActionPrediction(TokenActionModel, PreTrainedModel):
         loading["dtype"] = kwargs.pop("torch_dtype", kwargs.pop("dtype", torch.float32))
         # All classes come from transformers, so there is no remote code.
         kwargs.pop("trust_remote_code", None)
-        # The constructor rejects wrong settings before weights are read.
+        # Run the constructor first, so that invalid settings are rejected before weights are read.
         with torch.device("meta"), init.no_init_weights():
             model = cls(config, *args, **kwargs)
         try:

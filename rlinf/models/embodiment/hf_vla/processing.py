@@ -1,4 +1,4 @@
-"""Observations to the inputs of a Hugging Face VLM, by the VLM's own processor."""
+"""Convert observations to the inputs of a Hugging Face VLM with the VLM's own processor."""
 
 from __future__ import annotations
 
@@ -23,24 +23,24 @@ _USED_PARTS = {"image_processor", "tokenizer", "video_processor"}
 
 
 def load_vlm_processor(folder: str | Path, vlm_config: PreTrainedConfig) -> Any:
-    """Load the VLM's processor without its video part, which needs packages that a policy does not use."""
+    """Load the VLM's processor without its video part, which would require additional packages."""
     processor_class = PROCESSOR_MAPPING.get(type(vlm_config), None)
     parts = set() if processor_class is None else set(processor_class.get_attributes())
     if not {"image_processor", "tokenizer"} <= parts <= _USED_PARTS:
         raise ConfigError(
             f"The processor of a '{vlm_config.model_type}' has the parts {sorted(parts) or '(no processor)'}; model=hf_vla needs "
-            "an image processor and a tokenizer only. Set model.model_path=<folder of a different VLM>"
+            "exactly an image processor and a tokenizer. Set model.model_path=<folder of a different VLM>"
         )
 
     def get_attributes(cls: type) -> list[str]:
         return [name for name in processor_class.get_attributes() if name != "video_processor"]
 
     members = {"get_attributes": classmethod(get_attributes)}
-    # transformers looks the class up by name, so the name stays.
+    # Not renamed, because transformers looks the class up by name.
     still_class = type(processor_class.__name__, (processor_class,), members)
     try:
         fields, _ = still_class.get_processor_dict(str(folder))
-        # Image processing by PIL does not depend on whether torchvision is installed.
+        # With PIL, results do not depend on whether torchvision is installed.
         image_processor = AutoImageProcessor.from_pretrained(str(folder), backend="pil")
         tokenizer = AutoTokenizer.from_pretrained(str(folder), padding_side="left")
         processor = still_class.from_args_and_dict([image_processor, tokenizer], fields)
@@ -48,7 +48,7 @@ def load_vlm_processor(folder: str | Path, vlm_config: PreTrainedConfig) -> Any:
         raise MissingDependencyError(f"The processor in '{folder}' needs a package: {error}") from error
     except (OSError, ValueError, TypeError, AttributeError) as error:
         raise ConfigError(
-            f"'{folder}' holds no {processor_class.__name__} that can be loaded ({error}). "
+            f"'{folder}' contains no {processor_class.__name__} that can be loaded ({error}). "
             "Set tokenizer.tokenizer_model=<folder with the model's processor files>"
         ) from error
     processor.tokenizer.padding_side = "left"
@@ -58,7 +58,7 @@ def load_vlm_processor(folder: str | Path, vlm_config: PreTrainedConfig) -> Any:
 
 
 def new_vlm_processor(config: HfVlaConfig) -> Any:
-    """Build a processor for a model without a folder: ``config.processor_config`` with the packaged tiny tokenizer."""
+    """Build a processor for a model without a folder from ``config.processor_config`` and the packaged tiny tokenizer."""
     with tempfile.TemporaryDirectory() as folder:
         special = dict(config.special_tokens or {})
         tokenizer = AutoTokenizer.from_pretrained(TINY_TOKENIZER, extra_special_tokens=special)
@@ -79,7 +79,7 @@ def reserved_ranges(tokenizer: Any) -> list[list[int]]:
 
 
 class HfVlaProcessor:
-    """Prompts and images by the VLM's own processor, which pads on the left."""
+    """Prepare prompts and images with the VLM's own processor, padding on the left."""
 
     def __init__(self, processor: Any, prompt_template: str | None = None) -> None:
         self.processor = processor
@@ -94,7 +94,7 @@ class HfVlaProcessor:
         return self.processor.image_processor
 
     def prompt(self, instruction: str, num_images: int) -> str:
-        """Return the text of one row, with one image token per camera, which the processor expands."""
+        """Return a row's prompt, with one image token per camera, which the processor expands."""
         if self.prompt_template is None and self.processor.chat_template:
             content = [{"type": "image"}] * num_images + [{"type": "text", "text": instruction}]
             messages = [{"role": "user", "content": content}]
@@ -108,17 +108,17 @@ class HfVlaProcessor:
         return [lengths[prompt] for prompt in text]
 
     def _prompts(self, observation: Observation) -> tuple[list[str], dict[str, bool]]:
-        """Return the text of each row, and the tokenizer's options."""
+        """Return each row's prompt, and options for the tokenizer."""
         num_images = len(observation.images)
         prompts = {text: self.prompt(text, num_images) for text in set(observation.instruction)}
         text = [prompts[instruction] for instruction in observation.instruction]
         bos = self.tokenizer.bos_token
-        # The chat template may have added the BOS token already.
+        # The chat template may already have added the BOS token.
         has_bos = bos is not None and text[0].startswith(bos)
         return text, {"add_special_tokens": False} if has_bos else {}
 
     def __call__(self, observation: Observation) -> BatchFeature:
-        """Convert the rows of an observation, with all cameras, to the VLM's inputs."""
+        """Convert an observation's rows, with all cameras, to the VLM's inputs."""
         cameras = list(observation.images.values())
         text, options = self._prompts(observation)
         images = [[camera[row] for camera in cameras] for row in range(len(observation))]
@@ -129,18 +129,18 @@ class HfVlaProcessor:
 
 
 def load_processor(tokenizer_config: Any, model_config: HfVlaConfig, path: str | None) -> HfVlaProcessor:
-    """Load the VLM's processor from ``path``; without one, build it from ``model_config.processor_config``."""
+    """Load the VLM's processor from ``path``, or build it from ``model_config.processor_config`` without a path."""
     model_config.vlm_class()
     if path is None and model_config.processor_config is None:
         raise ConfigError(
-            "model.init_config has no processor_config, and no folder is given to load a processor from. "
+            "model.init_config has no processor_config, and no folder is set from which to load a processor. "
             "Set tokenizer.tokenizer_model=<folder>, or model=hf_vla_tiny"
         )
     processor = new_vlm_processor(model_config) if path is None else load_vlm_processor(path, model_config.vlm_config)
     vocab_size, num_tokens = model_config.text_config.vocab_size, len(processor.tokenizer)
     if num_tokens > vocab_size:
         raise ConfigError(
-            f"The tokenizer has {num_tokens} tokens and the model's vocabulary {vocab_size}; required: no more. "
+            f"The tokenizer has {num_tokens} tokens; required: at most {vocab_size}, the size of the model's vocabulary. "
             "Set tokenizer.tokenizer_model=<the model's own tokenizer>"
         )
     end = model_config.action_tokens_end
@@ -148,11 +148,11 @@ def load_processor(tokenizer_config: Any, model_config: HfVlaConfig, path: str |
     for low, past in reserved_ranges(processor.tokenizer):
         if low < end and past > first:
             raise ConfigError(
-                f"The tokenizer in '{path}' has special tokens {low}..{past - 1}, and the action tokens are {first}..{end - 1}; required: "
-                "the tokenizer of the policy's training. Set tokenizer.tokenizer_model=null"
+                f"The tokenizer in '{path}' has special tokens {low}..{past - 1}, but the action tokens are {first}..{end - 1}; required: "
+                "the tokenizer used to train the policy. Set tokenizer.tokenizer_model=null"
             )
     result = HfVlaProcessor(processor, model_config.prompt_template)
-    # A trial run on a grey image finds processors that do not work.
+    # Detect processors that do not work by a trial run on a grey image.
     grey = Observation({"camera": np.full((1, 64, 64, 3), 128, dtype=np.uint8)}, None, ["reach"])
     try:
         result(grey)

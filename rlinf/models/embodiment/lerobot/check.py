@@ -1,4 +1,4 @@
-"""The report of ``rlinf check-policy`` on a folder."""
+"""Creates the report of ``rlinf check-policy`` on a folder."""
 
 import shlex
 from collections.abc import Mapping
@@ -20,10 +20,10 @@ def report(
     overrides: Mapping[str, Any] | None = None,
     migrated: str | None = None,
 ) -> tuple[list[tuple[str, str]], list[str]]:
-    """Return table rows about a folder's policy, and a message for each of its faults.
+    """Return table rows describing a folder's policy, and a message for each fault.
 
-    Weights are compared if a Python with lerobot is available. ``migrated``: a new folder, which is written from an old one
-    and read instead. Raise CheckpointError without a folder.
+    Weights are compared if a Python with lerobot is available. If ``migrated`` is set, the folder is first migrated to this
+    new folder, which is checked instead. Raise CheckpointError if the folder does not exist.
     """
     if migrated is not None:
         migrate(folder, migrated, interpreter)

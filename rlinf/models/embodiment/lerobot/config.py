@@ -1,4 +1,4 @@
-"""The configuration of a lerobot policy folder, and the mapping of an env's observations to its features."""
+"""Configuration of a lerobot policy folder, and how an env's observations map to its features."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -13,9 +13,9 @@ from rlinf.options import override_text
 
 ACTION, PROMPT = "action", "task"
 CHUNK_FIELDS = ("chunk_size", "horizon", "action_chunk_size")
-"""Field names for the number of actions that one pass predicts."""
+"""Names of the field with the number of actions predicted per pass."""
 STEP_FIELDS = ("n_action_steps", "action_chunk_size")
-"""Field names for the number of actions that are executed before the next pass."""
+"""Names of the field with the number of actions executed before the next pass."""
 RESIZING = ("smolvla", "pi0", "pi05", "pi0_fast")
 """Policy types that resize images themselves, so any image size is accepted."""
 SUPPORTED = ("act", "diffusion", "vqbet", "smolvla", "pi0", "pi05", "pi0_fast")
@@ -23,22 +23,22 @@ SUPPORTED = ("act", "diffusion", "vqbet", "smolvla", "pi0", "pi05", "pi0_fast")
 
 @dataclass
 class LerobotConfig(PlainConfig):
-    """The part of lerobot's ``config.json`` that an adapter needs, and the overrides of it.
+    """The fields of lerobot's ``config.json`` that the adapter needs, and overrides.
 
     Args:
-        policy_type: ``type`` in lerobot: act, smolvla, ...
-        input_features, output_features: Name to ``{"type": ..., "shape": [...]}``.
-        normalization_mapping: Type of a feature to its mode.
-        n_obs_steps: Stacked observations of one pass, the current one last.
-        chunk_size: Actions that one pass predicts from the current step on.
-        n_action_steps: Actions of a chunk that are executed before the next pass.
-        noise_shape: Shape of the normal noise of a chunk; None: the policy samples none.
-        width: Dimensions of an actor's features, as far as the folder states them.
-        cameras: Name of an image feature to the env's camera; None: the same name.
-        state_scale, action_scale: The policy's units per env unit, per dimension or for all: 57.29578 for degrees per radian.
-        prompt: Instruction that replaces the env's; None: the env's.
-        trained: The weights are trained here (`rlinf sft`) and are parameters of the model; else it has their digest only.
-        tokenizer, vlm: Folders that replace the names in the folder.
+        policy_type: lerobot's ``type``, e.g. act or smolvla.
+        input_features, output_features: ``{"type": ..., "shape": [...]}`` by feature name.
+        normalization_mapping: Normalisation mode by feature type.
+        n_obs_steps: Number of stacked observations per pass; the current one is last.
+        chunk_size: Number of actions predicted per pass, from the current step on.
+        n_action_steps: Number of actions in a chunk that are executed before the next pass.
+        noise_shape: Shape of a chunk's normal noise, or None if the policy samples none.
+        width: Width of an actor's features, if the folder specifies it.
+        cameras: Env camera by image feature name; None uses cameras of equal names.
+        state_scale, action_scale: Policy units per env unit, per dimension or for all, e.g. 57.29578 for degrees per radian.
+        prompt: Instruction to use instead of the env's, or None.
+        trained: Whether the weights are trained (`rlinf sft`) and thus model parameters; if not, only their digest is stored.
+        tokenizer, vlm: Folders to use instead of the names in ``config.json``.
     """
 
     model_type: ClassVar[str] = "lerobot"
@@ -65,7 +65,7 @@ class LerobotConfig(PlainConfig):
 
     @classmethod
     def from_pretrained(cls, folder: str | Path, **kwargs: Any) -> Any:
-        """Read lerobot's ``config.json``; its remaining fields stay in the folder."""
+        """Read lerobot's ``config.json``, ignoring fields that the adapter does not need."""
         values = read_typed(Path(folder) / "config.json", CONFIG)
         names = ("input_features", "output_features", "normalization_mapping")
         known = {name: values[name] for name in names if name in values}
@@ -74,7 +74,7 @@ class LerobotConfig(PlainConfig):
         config = cls(
             policy_type=str(values.get("type")),
             n_obs_steps=num_obs,
-            # A horizon starts with the oldest observation.
+            # A horizon starts at the oldest observation.
             chunk_size=chunk - (num_obs - 1) * ("horizon" in values),
             n_action_steps=next((values[name] for name in STEP_FIELDS if values.get(name)), 1),
             width=values.get("dim_model") or 1024,
@@ -86,25 +86,25 @@ class LerobotConfig(PlainConfig):
     def __post_init__(self) -> None:
         check_choice("policy_type", self.policy_type, SUPPORTED)
         if not 1 <= self.n_action_steps <= self.chunk_size:
-            problem = f"n_action_steps={self.n_action_steps} of a chunk of {self.chunk_size}"
+            problem = f"n_action_steps={self.n_action_steps} with chunks of {self.chunk_size} actions"
             raise field_error(f"{problem}; required: 1 to {self.chunk_size}", f"n_action_steps={self.chunk_size}")
         widths = {"state_scale": self.state_dim, "action_scale": self.action_dim}
         for name, width in widths.items():
             scale = getattr(self, name)
             numbers = scale if isinstance(scale, list) else [scale]
             if (isinstance(scale, list) and len(scale) != width) or not all(float(number) != 0 for number in numbers):
-                problem = f"{name}={override_text(scale)}; required: one number, or {width}, none of them 0"
+                problem = f"{name}={override_text(scale)}; required: one nonzero number, or {width} of them"
                 raise field_error(problem, f"{name}=1.0")
 
     @property
     def images(self) -> dict[str, Sequence[int]]:
-        """Image features with their shapes ``[3, H, W]``, without empty ones that a policy fills itself."""
+        """Shapes ``[3, H, W]`` of image features by name, except empty ones that the policy fills itself."""
         shapes = _shapes(self.input_features, "VISUAL")
         return {name: shape for name, shape in shapes.items() if "empty_camera" not in name}
 
     @property
     def states(self) -> dict[str, int]:
-        """State features with their widths, in the order of the env's state."""
+        """Widths of state features by name, in the order of the env's state."""
         return {
             name: shape[0] for kind in ("STATE", "ENV") for name, shape in _shapes(self.input_features, kind).items()
         }
@@ -122,45 +122,45 @@ class LerobotConfig(PlainConfig):
         return next((shape[0] for shape in _shapes(self.output_features, "ACTION").values()), 0)
 
     def camera_of(self, cameras: Sequence[str]) -> dict[str, str]:
-        """Return the env's camera for each image of the policy; ConfigError unless ``cameras`` are exactly these."""
+        """Map each image of the policy to an env camera; raise ConfigError unless exactly these are ``cameras``."""
         given = self.cameras or {}
         short = {name: short_name(name) for name in self.images}
         unknown = sorted(set(given) - set(short.values()))
         if unknown:
-            raise field_error(f"cameras names '{unknown[0]}'; required: {', '.join(short.values())}", "cameras=null")
+            raise field_error(f"cameras contains '{unknown[0]}'; required: {', '.join(short.values())}", "cameras=null")
         mapping = {name: given.get(part, part) for name, part in short.items()}
         if len(mapping) == len(cameras) == 1 and not given and next(iter(short.values())) == "image":
-            # A policy whose only image has no specific name accepts any camera.
+            # If the policy has a single image without a specific name, any camera is accepted.
             mapping = dict.fromkeys(mapping, cameras[0])
         chosen = list(mapping.values())
         shown = override_text(list(cameras))
         if len(set(chosen)) < len(chosen):
             twice = next(camera for camera in chosen if chosen.count(camera) > 1)
-            raise field_error(f"cameras shows '{twice}' to two images; required: one camera each", "cameras=null")
+            raise field_error(f"cameras assigns '{twice}' to two images; required: one camera each", "cameras=null")
         missing = [name for name, camera in mapping.items() if camera not in cameras]
         pairs = ", ".join(f"{part}: <camera>" for part in short.values())
         if missing:
             known = cameras or ["none"]
             raise ConfigError(
-                f"The policy reads the image '{missing[0]}' from a camera '{mapping[missing[0]]}', and env.cameras is {shown}. Set "
+                f"The policy reads the image '{missing[0]}' from a camera '{mapping[missing[0]]}', but env.cameras is {shown}. Set "
                 f"env.cameras={override_text(chosen)}, or map the image to its camera: 'model.override_config.cameras={{{pairs}}}' "
                 f"with one of {', '.join(known)}"
             )
         extra = [camera for camera in cameras if camera not in chosen]
         if extra:
             raise ConfigError(
-                f"env.cameras is {shown}, and no image of the policy is from '{extra[0]}'. Set env.cameras={override_text(chosen)}"
+                f"env.cameras is {shown}, but none of the policy's images is from '{extra[0]}'. Set env.cameras={override_text(chosen)}"
             )
         return mapping
 
 
 def short_name(feature: str) -> str:
-    """Return the last part of a feature's name: ``observation.images.top`` -> ``top``."""
+    """Return the last part of a feature's name, e.g. ``top`` for ``observation.images.top``."""
     return feature.rpartition(".")[2]
 
 
 def _noise_shape(values: Mapping[str, Any], action_dim: int) -> list[int] | None:
-    """Return the shape of the initial noise; for a policy that samples codes, of the seed; None: no noise."""
+    """Return the shape of the initial noise (or seed, for a policy that samples codes), or None without noise."""
     if values.get("horizon"):
         return [values["horizon"], action_dim]
     if "vqvae_n_embed" in values:
@@ -175,7 +175,7 @@ def _shapes(features: Mapping[str, Any] | None, kind: str) -> dict[str, Sequence
 
 
 def settings_of(folder: str | Path) -> dict[str, int] | None:
-    """Return a lerobot folder's sizes for the model section; None: not a lerobot folder."""
+    """Return a lerobot folder's sizes for the config's ``model`` section, or None for folders in a different format."""
     path = Path(folder) / "config.json"
     values = read_json(path) if path.is_file() else {}
     if values.get("type") not in SUPPORTED or "input_features" not in values:

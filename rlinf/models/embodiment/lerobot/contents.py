@@ -1,4 +1,4 @@
-"""Checks of a lerobot policy folder as data: code, links out of the folder and wrong types are rejected."""
+"""Check the contents of a lerobot policy folder; code, links out of the folder and wrong types are rejected."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ STEPS = (
     "pi05_prepare_state_tokenizer_processor_step", "pi0_fast_prepare_state_tokenizer_processor_step",
     "relative_actions_processor", "observation_processor", "image_crop_resize_processor",
 )  # fmt: skip
-"""Registered steps of the supported types; other steps load models by name, some with code."""
+"""Registered steps of the supported types. Steps not listed here load models by name, some of them with code."""
 NAMES = {
     **dict.fromkeys(("tokenizer_name", "text_tokenizer_name", "paligemma_tokenizer_name"), "tokenizer"),
     "vlm_model_name": "vlm",
     "action_tokenizer_name": None,
 }
-"""Fields that name a tokenizer or a model, and the field of ``LerobotConfig`` that replaces it."""
+"""Fields that name a tokenizer or model, and the field in ``LerobotConfig`` that overrides each one."""
 LARGEST_COUNT, LARGEST_SHAPE = 100_000, 10**8
-"""Largest width or number of steps; largest number of elements of a shape."""
+"""Maximum width or number of steps, and maximum number of elements in a shape."""
 COUNTS = ("n_obs_steps", "chunk_size", "horizon", "action_chunk_size", "n_action_steps", "dim_model", "max_action_dim")
 FEATURES, TEXTS = {"*": {"type": str, "shape": [int]}}, {f"{name}?": str for name in NAMES}
 CONFIG = {
@@ -41,12 +41,12 @@ CONFIG = {
 }  # fmt: skip
 OPTIONS = {"features?": FEATURES, "norm_map?": {"*": str}, "rename_map?": {"*": str}, "stats?": {"*": {"*": object}}}
 PIPELINE = {"steps": [{"registry_name?": str, "config?": OPTIONS | TEXTS, "state_file?": str}]}
-"""Types of the parts that are read; ``?`` marks a part that may be absent or null, ``*`` any name."""
+"""Types of the entries that are read; ``?`` marks entries that may be absent or null, and ``*`` matches any name."""
 
 
 @dataclass(frozen=True)
 class Finding:
-    """A fault that makes a policy blind or dangerous: the feature or file, the problem, and the fix."""
+    """A fault that makes a policy act blindly or unsafely: the affected feature or file, the problem, and the fix."""
 
     feature: str
     problem: str
@@ -57,22 +57,22 @@ class Finding:
 
 
 def read_typed(path: Path, wanted: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the object in a JSON file; raise CheckpointError unless its parts have the types of ``wanted``."""
+    """Return the object in a JSON file; raise CheckpointError unless its entries have the types in ``wanted``."""
     values = read_json(path)
     if problem := mismatch(values, wanted):
         raise CheckpointError(f"{path} has {problem}")
     for step in values["steps"] if wanted is PIPELINE else ():
         if "class" in step or step.get("registry_name") not in STEPS:
             problem = f"{path} has the step {step.get('class', step.get('registry_name'))!r:.80}"
-            raise CheckpointError(f"{problem}; required: no class, which lerobot would call, but a known registry_name")
+            raise CheckpointError(f"{problem}; required: a known registry_name, not a class, which lerobot would call")
     return values
 
 
 def mismatch(value: Any, wanted: Any, place: str = "") -> str | None:
-    """Return where a JSON value differs in type from ``wanted``, or has an implausible size; None: nowhere."""
+    """Return where a JSON value's type differs from ``wanted`` or its size is implausible, or None."""
     kind = wanted if isinstance(wanted, type) else type(wanted)
     if not isinstance(value, kind) or (kind is int and (isinstance(value, bool) or not 0 < value <= LARGEST_COUNT)):
-        names = {dict: "an object", list: "a list", str: "a text", int: f"an integer from 1 to {LARGEST_COUNT}"}
+        names = {dict: "an object", list: "a list", str: "a string", int: f"an integer from 1 to {LARGEST_COUNT}"}
         return f"{place or 'its content'} = {value!r:.60}; required: {names[kind]}"
     inner = [(name, item, wanted[0]) for name, item in enumerate(value)] if kind is list else []
     for name, expected in wanted.items() if kind is dict and wanted is not kind else ():
@@ -83,14 +83,14 @@ def mismatch(value: Any, wanted: Any, place: str = "") -> str | None:
     problems = (mismatch(item, expected, f"{place}.{name}".lstrip(".")) for name, item, expected in inner)
     problem = next(filter(None, problems), None)
     if problem is None and wanted == [int] and not (value and math.prod(value) <= LARGEST_SHAPE):
-        problem = f"{place} = {value!r:.60}; required: 1 to {LARGEST_SHAPE} numbers"
+        problem = f"{place} = {value!r:.60}; required: sizes with a product of at most {LARGEST_SHAPE}"
     return problem
 
 
 def content_findings(folder: Path, config: LerobotConfig | None = None) -> Iterator[Finding]:
-    """Yield what a folder may not contain: code, links out of it, wrong types. ``config`` has overrides; None: none."""
+    """Yield findings on code, links out of the folder, and wrong types; ``config`` may contain overrides."""
     homes = [os.path.realpath(folder)]
-    # In the hub's cache, files are links to blobs.
+    # In the hub's cache, files are links to blobs outside the folder.
     if Path(homes[0]).parent.name == "snapshots":
         homes.append(str(Path(homes[0]).parents[1] / "blobs"))
     for path in (Path(place, name) for place, *names in os.walk(folder) for name in (*names[0], *names[1])):
@@ -107,7 +107,7 @@ def content_findings(folder: Path, config: LerobotConfig | None = None) -> Itera
                 yield from _tokenizer_findings(folder, file, step.get("config") or {}, config)
             yield from _tokenizer_findings(folder, file, values if wanted is CONFIG else {}, config)
         except CheckpointError as error:
-            yield Finding(file, f"is not accepted: {error}", "take a different folder")
+            yield Finding(file, f"is not accepted: {error}", "use a different folder")
 
 
 def _state_findings(folder: Path, file: str, name: str | None) -> Iterator[Finding]:
@@ -122,14 +122,14 @@ def _state_findings(folder: Path, file: str, name: str | None) -> Iterator[Findi
     except (SafetensorError, OSError, ValueError) as error:
         problem = f"cannot be read ({error})"
     if problem:
-        fix = "copy it from the training's folder"
+        fix = "copy it from the folder written by training"
         yield Finding(file, f"reads the state_file '{name:.200}', which {problem}", fix)
 
 
 def _tokenizer_findings(
     folder: Path, file: str, values: Mapping[str, Any], config: LerobotConfig | None
 ) -> Iterator[Finding]:
-    """Find tokenizers and models that are not on this machine, and code that comes with one, which lerobot may run."""
+    """Find tokenizers and models that are not on this machine, and code included with them, which lerobot may run."""
     for key, field in NAMES.items():
         given = getattr(config, field or "", None)
         if not (name := values.get(key) and (given or values[key])):
@@ -143,11 +143,11 @@ def _tokenizer_findings(
         elif not given and os.path.isdir(place):
             for path in (*Path(place).glob("*config.json"), *Path(place).glob("*/*config.json")):
                 if "auto_map" in str(read_json(path)):
-                    yield Finding(file, f"names '{name:.80}' ({key}), which brings code ({path})", "remove auto_map")
+                    yield Finding(file, f"names '{name:.80}' ({key}), which contains code ({path})", "remove auto_map")
 
 
 def local_tokenizer(folder: Path, name: str) -> str | None:
-    """Return the location of a tokenizer or a model on this machine; None: not here."""
+    """Return the local path of a tokenizer or model, or None if it is not on this machine."""
     for place in (os.path.join(folder, name), os.path.expanduser(name)):
         if os.path.isdir(place):
             return place

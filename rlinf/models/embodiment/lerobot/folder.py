@@ -1,4 +1,4 @@
-"""Checks of a lerobot policy folder: a policy without its statistics acts blindly, and lerobot does not report it."""
+"""Check a lerobot policy folder: without its statistics a policy acts blindly, which lerobot does not report."""
 
 import hashlib
 from collections.abc import Iterator, Mapping
@@ -20,17 +20,17 @@ WEIGHTS = "model.safetensors"
 NEEDED = {
     "MEAN_STD": ("mean", "std"), "MIN_MAX": ("min", "max"), "QUANTILES": ("q01", "q99"), "QUANTILE10": ("q10", "q90"),
 }  # fmt: skip
-"""The statistics that each mode of normalisation reads."""
+"""The statistics that each normalisation mode needs."""
 MIGRATE = "rlinf check-policy {0} migrate={0}_migrated"
 OLD_PARTS = ("normalize_inputs.", "normalize_targets.", "unnormalize_outputs.")
-"""Name prefixes of statistics that old versions of lerobot stored among the weights."""
-ANOTHER = "take the folder that training wrote, or train again"
+"""Name prefixes of statistics stored among the weights by old versions of lerobot."""
+ANOTHER = "use the folder written by training, or train again"
 LARGEST_IMAGE = 2.0
-"""Largest plausible statistic of images in 0..1."""
+"""Maximum plausible statistic for images in 0..1."""
 
 
 def check_folder(folder: str | Path, config: LerobotConfig | None = None) -> list[Finding]:
-    """Return the faults of a folder, the most severe first, as far as they show without its weights."""
+    """Return a folder's faults that can be found without loading weights, the most severe first."""
     folder = Path(folder).expanduser()
     if not folder.is_dir():
         raise CheckpointError(f"The folder {folder} does not exist. Set model.model_path=<folder of a policy>")
@@ -53,15 +53,15 @@ def reject_folder(folder: str | Path, config: LerobotConfig | None = None) -> No
     findings = check_folder(folder, config)
     if findings:
         more = f" ({len(findings) - 1} more: rlinf check-policy {folder})" if len(findings) > 1 else ""
-        raise CheckpointError(f"The policy in {folder} would be blind: {findings[0]}{more}")
+        raise CheckpointError(f"The policy in {folder} would act blindly: {findings[0]}{more}")
 
 
 def compare_weights(folder: str | Path, state: Mapping[str, Tensor]) -> list[Finding]:
-    """Return findings unless a policy holds exactly the values of its folder's weight file.
+    """Return findings unless a policy's weights exactly equal those in its folder's weight file.
 
-    Names may lack the file's prefix ``model.``. A tensor that shares its memory with one of the file need not be in it.
+    Names may lack the file's prefix ``model.``. Tensors tied to one in the file may be absent from it.
     """
-    # lerobot loads with strict=False, or catches what a strict load raises, and continues with random weights.
+    # lerobot loads with strict=False, or catches the error of a strict load and continues with random weights.
     with safe_open(Path(folder) / WEIGHTS, "pt") as file:
         stored = {name.removeprefix("model."): name for name in file.keys()}
         named = {name: stored.get(name.removeprefix("model.")) for name in state}
@@ -72,7 +72,7 @@ def compare_weights(folder: str | Path, state: Mapping[str, Tensor]) -> list[Fin
         unexpected = sorted(set(stored.values()) - set(named.values()))
         present = {name: stored_as for name, stored_as in named.items() if stored_as is not None}
         different = [name for name, stored_as in present.items() if not _equal(state[name], file.get_tensor(stored_as))]
-    problems = {"lacks weights of the policy:": missing, "holds weights that the policy has not:": unexpected}
+    problems = {"lacks weights of the policy:": missing, "contains weights that the policy lacks:": unexpected}
     for problem, names in {**problems, "was not loaded into": different}.items():
         if names:
             return [Finding(WEIGHTS, f"{problem} {', '.join(names[:3])} ({len(names)})", ANOTHER)]
@@ -82,7 +82,7 @@ def compare_weights(folder: str | Path, state: Mapping[str, Tensor]) -> list[Fin
 def action_statistics(
     folder: str | Path, file: str = "policy_postprocessor.json", feature: str = ACTION
 ) -> dict[str, list[float]]:
-    """Return the normalisation statistics of the folder's actions, or of ``feature``, by name."""
+    """Return the folder's normalisation statistics for actions, or for ``feature``, by name."""
     state = _statistics(Path(folder), _step(Path(folder), file))
     prefix = f"{feature}."
     statistics = {name.removeprefix(prefix): values for name, values in state.items() if name.startswith(prefix)}
@@ -90,7 +90,7 @@ def action_statistics(
 
 
 def folder_digest(folder: str | Path) -> str:
-    """Return a SHA-256 of the weights and the statistics, independent of other files."""
+    """Return the SHA-256 of the weights and statistics; further files do not affect it."""
     files = [Path(folder) / WEIGHTS, *sorted(Path(folder).glob("policy_*processor*.safetensors"))]
     return hashlib.sha256(" ".join(sha256_of(file) for file in files).encode()).hexdigest()
 
@@ -102,14 +102,14 @@ def _type_finding(values: Mapping[str, Any]) -> Finding | None:
     if kind is None:
         return Finding("config.json", "names no type, so the folder is not lerobot's", "use a different model=<name>")
     if kind not in SUPPORTED:
-        problem = f"has the type '{kind}', of a newer lerobot or not adapted here"
+        problem = f"has the type '{kind}', which is unsupported or from a newer lerobot"
         return Finding("config.json", problem, f"use a policy of type {', '.join(SUPPORTED)}")
     return None
 
 
 def _ensembling(values: Mapping[str, Any]) -> Iterator[Finding]:
     if values.get("temporal_ensemble_coeff") is not None:
-        problem = f"is {values['temporal_ensemble_coeff']}, and averages over calls are not adapted here"
+        problem = f"is {values['temporal_ensemble_coeff']}, but averaging over calls is not supported"
         yield Finding("temporal_ensemble_coeff", problem, "set it to null in config.json, and n_action_steps above 1")
 
 
@@ -119,17 +119,17 @@ def _feature_findings(config: LerobotConfig) -> Iterator[Finding]:
             fix = f"write the shape as [3, {', '.join(map(str, list(shape)[:2]))}] and train with such images"
             yield Finding(name, f"has the shape {list(shape)}; required: [3, H, W], channels first", fix)
     if not config.images and not config.states:
-        yield Finding("input_features", "of config.json is empty, so the policy sees nothing", ANOTHER)
+        yield Finding("input_features", "in config.json is empty, so the policy has no observations", ANOTHER)
     if not config.action_dim:
-        yield Finding("output_features", "of config.json has no action", ANOTHER)
+        yield Finding("output_features", "in config.json contains no action", ANOTHER)
 
 
 def _weight_files(folder: Path) -> Iterator[Finding]:
     path = folder / WEIGHTS
     if not path.is_file():
         adapters = (folder / "adapter_config.json").is_file()
-        fix = "merge the adapters into their base with PEFT and save that" if adapters else instead_of_weights(folder)
-        yield Finding(WEIGHTS, "is missing" + (", and there are adapters" if adapters else ""), fix)
+        fix = "save the adapters merged into their base by PEFT" if adapters else instead_of_weights(folder)
+        yield Finding(WEIGHTS, "is missing" + (", but the folder contains adapters" if adapters else ""), fix)
         return
     try:
         with safe_open(path, "pt") as file:
@@ -139,7 +139,7 @@ def _weight_files(folder: Path) -> Iterator[Finding]:
         return
     buffers = [name for name in names if name.startswith(OLD_PARTS)]
     if buffers:
-        problem = f"holds the normalisation ({buffers[0]}), as an old lerobot wrote it and this one ignores"
+        problem = f"contains the normalisation ({buffers[0]}), as written by an old lerobot and ignored by current ones"
         yield Finding(WEIGHTS, problem, f"migrate the folder: {MIGRATE.format(folder)}")
 
 
@@ -151,7 +151,7 @@ def _pipeline_findings(folder: Path, config: LerobotConfig) -> Iterator[Finding]
     states = {}
     for file, kind in PIPELINES.items():
         if not (folder / file).is_file():
-            fix = f"copy it from the training's folder, or for a folder of an old lerobot: {MIGRATE.format(folder)}"
+            fix = f"copy it from the folder written by training, or for a folder from an old lerobot: {MIGRATE.format(folder)}"
             yield Finding(file, "is missing, so nothing is normalised", fix)
             continue
         try:
@@ -159,7 +159,7 @@ def _pipeline_findings(folder: Path, config: LerobotConfig) -> Iterator[Finding]
             states[file] = _statistics(folder, step)
         except (ValueError, TypeError, RuntimeError) as error:
             problem = f"cannot be read ({type(error).__name__}: {error})"
-            yield Finding(file, problem, "copy it again, with its .safetensors")
+            yield Finding(file, problem, "copy it again, together with its .safetensors")
             continue
         relevant = {name: mode for name, mode in wanted.items() if name == ACTION or kind == "normalizer_processor"}
         for name, mode in relevant.items():
@@ -177,55 +177,55 @@ def _normalizer_findings(
     mode: str,
     feature: Mapping[str, Any],
 ) -> Iterator[Finding]:
-    """Check the statistics of one feature in one pipeline."""
+    """Check a feature's statistics in one pipeline."""
     if mode == "IDENTITY":
         return
     retrain = "save both processors with the data set's statistics (`dataset_stats`), or copy them from training"
     if step is None:
-        yield Finding(name, f"is trained with {mode}, and {file} has no normaliser", retrain)
+        yield Finding(name, f"was trained with {mode}, but {file} has no normaliser", retrain)
         return
     listed = step["config"].get("features", {}).get(name)
     if listed is None:
-        yield Finding(name, f"is not among the features of the normaliser in {file}, which leaves it as it is", retrain)
+        yield Finding(name, f"is not among the features of the normaliser in {file}, so it is not normalised", retrain)
         return
     actual = step["config"].get("norm_map", {}).get(listed["type"], "IDENTITY")
     if actual != mode or mode not in NEEDED:
         known = "" if mode in NEEDED else f"; required: {', '.join(NEEDED)} or IDENTITY"
-        yield Finding(name, f"has {mode} in config.json and {actual} in {file}{known}", retrain)
+        yield Finding(name, f"has {mode} in config.json, but {actual} in {file}{known}", retrain)
         return
     keys = [f"{name}.{part}" for part in NEEDED[mode]]
     if any(key not in state for key in keys):
         keys_present = sorted({key.rpartition(".")[0] for key in state})
-        has = f"has statistics of other keys: {', '.join(keys_present[:4])}" if keys_present else "is empty"
+        has = f"has statistics of different keys: {', '.join(keys_present[:4])}" if keys_present else "is empty"
         yield Finding(name, f"has no statistics {' and '.join(NEEDED[mode])}: the normaliser in {file} {has}", retrain)
         return
     first, second = (state[key].float() for key in keys)
     width = feature["shape"][0]
     if any(values.numel() not in (1, width) for values in (first, second)):
-        yield Finding(name, f"has {width} dimensions, and its statistics in {file} {first.numel()}", retrain)
+        yield Finding(name, f"has {width} dimensions, but its statistics in {file} have {first.numel()}", retrain)
     elif not bool(torch.isfinite(first).all() and torch.isfinite(second).all()):
         yield Finding(name, f"has statistics in {file} that are not finite", retrain)
     elif bool((second == (0 if mode == "MEAN_STD" else first)).all()):
-        yield Finding(name, f"never changes by its statistics in {file} ({keys[1]})", retrain)
+        yield Finding(name, f"is constant according to its statistics in {file} ({keys[1]})", retrain)
     elif bool((second < (0 if mode == "MEAN_STD" else first)).any()):
-        yield Finding(name, f"has statistics in {file} that turn its sign ({keys[1]})", retrain)
+        yield Finding(name, f"has statistics in {file} that invert its sign ({keys[1]})", retrain)
     elif feature["type"] == "VISUAL" and float(torch.maximum(first, second).max()) > LARGEST_IMAGE:
         largest = f"{float(torch.maximum(first, second).max()):.3g}"
-        problem = f"has statistics of images in 0..255 (up to {largest}) in {file}; a policy gets them in 0..1"
+        problem = f"has statistics of images in 0..255 (up to {largest}) in {file}, but images are in 0..1"
         yield Finding(name, problem, "divide them by 255 and train again with float images")
 
 
 def _renamed(folder: Path, config: LerobotConfig) -> Iterator[Finding]:
-    """Check that no step passes one image of the policy as a different one."""
+    """Check that no step renames an image of the policy to a different one."""
     for step in _steps(folder, "policy_preprocessor.json"):
         for old, new in step["config"].get("rename_map", {}).items():
             if old != new and {old, new} <= set(config.images):
-                problem = f"is shown to the policy as {new} by policy_preprocessor.json: the cameras are swapped"
+                problem = f"is renamed to {new} by policy_preprocessor.json: the cameras are swapped"
                 yield Finding(old, problem, "empty its rename_map")
 
 
 def _units(before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> Iterator[Finding]:
-    """Check that actions come back in the units in which they were learnt."""
+    """Check that actions are returned in the units in which they were learnt."""
     shared = [name for name in sorted(before.keys() & after.keys()) if name.startswith(f"{ACTION}.")]
     alike = [name for name in shared if before[name].shape == after[name].shape]
     pairs = {name: (before[name].float(), after[name].float()) for name in alike}
@@ -234,12 +234,12 @@ def _units(before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> Iterato
         old, new = pairs[different[0]]
         ratio = float(new.abs().sum() / old.abs().sum().clamp_min(1e-12))
         scales = f"{different[0]} differs by a factor of {ratio:.3g} between the two pipelines"
-        problem = f"was learnt in other units than it is given back: {scales}"
-        yield Finding(ACTION, problem, "copy policy_postprocessor*.safetensors of the same training")
+        problem = f"was learnt in units that differ from those returned: {scales}"
+        yield Finding(ACTION, problem, "copy policy_postprocessor*.safetensors from the original training")
 
 
 def _steps(folder: Path, file: str) -> list[dict[str, Any]]:
-    """Return the steps of a pipeline, without settings that are null."""
+    """Return a pipeline's steps, without settings that are null."""
     steps = read_json(folder / file).get("steps", []) if (folder / file).is_file() else []
     settings = [{key: x for key, x in (step.get("config") or {}).items() if x is not None} for step in steps]
     return [{**step, "config": config} for step, config in zip(steps, settings, strict=True)]
@@ -262,13 +262,13 @@ def _equal(tensor: Tensor, stored: Tensor) -> bool:
 
 
 def facts(config: LerobotConfig) -> dict[str, str]:
-    """Return a table of the policy's inputs and outputs."""
+    """Describe the policy's inputs and outputs as a table."""
     modes = ", ".join(f"{kind} {mode}" for kind, mode in (config.normalization_mapping or {}).items())
     return {
         "type": config.policy_type,
         "images": ", ".join(f"{name} {list(shape)}" for name, shape in config.images.items()) or "none",
         "state": ", ".join(f"{name} [{width}]" for name, width in config.states.items()) or "none",
-        "action": f"{config.action_dim} dimensions, {config.n_action_steps} of a chunk of {config.chunk_size}",
+        "action": f"{config.action_dim} dimensions, {config.n_action_steps} actions executed per chunk of {config.chunk_size}",
         "observations": str(config.n_obs_steps),
         "normalisation": modes or "none",
     }

@@ -1,6 +1,6 @@
-"""Migration of a folder of an old lerobot, whose weights hold the statistics, to the current layout.
+"""Migrate a folder from an old lerobot, which stored statistics among the weights, to the current layout.
 
-lerobot's ``migrate_policy_normalization`` needs the hub, and renames ``observation.images.cam_high`` to
+lerobot's own ``migrate_policy_normalization`` needs the hub and renames ``observation.images.cam_high`` to
 ``observation.images.cam.high``, which its normaliser then skips.
 """
 
@@ -18,20 +18,20 @@ from rlinf.models.embodiment.lerobot.worker import ROOT, interpreter_for
 
 
 def migrate(folder: str | Path, target: str | Path, interpreter: str | None = None) -> None:
-    """Write the folder ``target`` in a Python with lerobot; raise CheckpointError if lerobot cannot read ``folder``."""
+    """Write the folder ``target`` with a Python that has lerobot; raise CheckpointError if lerobot cannot read ``folder``."""
     if Path(target).expanduser().exists():
         raise ConfigError(f"migrate={target} exists; required: a new folder. Set migrate=<a different folder>")
     for finding in content_findings(Path(folder).expanduser()):
-        raise CheckpointError(f"{folder} is not migrated: {finding}")
+        raise CheckpointError(f"{folder} cannot be migrated: {finding}")
     command = [interpreter_for(interpreter) or sys.executable, "-m", __name__, str(folder), str(target)]
     done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": str(ROOT)})
     if done.returncode != 0:
         last = (done.stderr.strip().splitlines() or [f"status {done.returncode}"])[-1]
-        raise CheckpointError(f"lerobot cannot migrate {folder} ({last[:600]}). Take a folder that it has written")
+        raise CheckpointError(f"lerobot cannot migrate {folder} ({last[:600]}). Use a folder that lerobot wrote")
 
 
 def main(folder: Path, target: Path) -> None:
-    """Move the statistics from the weights into both processors, as lerobot creates them."""
+    """Move the statistics from the weights into both processors, in the form that lerobot creates."""
     from lerobot.configs import PreTrainedConfig
     from lerobot.policies import make_pre_post_processors
 
@@ -46,7 +46,7 @@ def main(folder: Path, target: Path) -> None:
         else:
             weights[key] = tensor
     if not statistics:
-        raise ValueError(f"{WEIGHTS} holds no statistics")
+        raise ValueError(f"{WEIGHTS} contains no statistics")
     target.mkdir(parents=True)
     for pipeline in make_pre_post_processors(config, dataset_stats=statistics):
         pipeline.save_pretrained(target)

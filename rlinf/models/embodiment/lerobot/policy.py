@@ -1,4 +1,4 @@
-"""Any lerobot policy as a policy of this project: it acts, and is the frozen base of an actor."""
+"""Adapter for lerobot policies, so that they can act, or be the frozen base of an actor."""
 
 from __future__ import annotations
 
@@ -25,21 +25,21 @@ from rlinf.types import ActionEvaluation, ActionPrediction, BaseActions, EnvSpec
 
 INSTEAD = "model=openvla_tiny model.model_path=null"
 TRAINED = {"smolvla": "model=smolvla"}
-"""Policy type to the model type that policy gradients can train."""
+"""Maps policy types to the model type that supports training with policy gradients."""
 FAR = 5.0
-"""Half-widths of an env's bounds, from their middle, beyond which actions of its demonstrations are implausible."""
+"""Distance from the middle of an env's bounds, in half-widths, beyond which demonstrated actions are implausible."""
 
 
 class LerobotPolicy(ActionModel, nn.Module):
-    """A client of a runner, in this process or in a separate interpreter, which computes chunks and features.
+    """A client of a runner that computes chunks and features in this process or a separate interpreter.
 
-    The runner holds the weights; the state dict has their digest, so that an actor recognises its base, and
-    ``save_pretrained`` copies the folder. With ``config.trained``, both include the weights. **Greedy**
-    (``do_sample=False``) starts flows and diffusions from one fixed noise for every row and call.
+    The runner owns the weights. The state dict only contains their digest, by which an actor recognises its base, and
+    ``save_pretrained`` copies the folder. With ``config.trained``, both include the weights. For greedy actions
+    (``do_sample=False``), flows and diffusions start from one fixed noise for every row and call.
 
     Args:
-        folder: The policy.
-        interpreter: Python that runs it (``model.interpreter``).
+        folder: The policy's folder.
+        interpreter: Python interpreter that runs the policy (``model.interpreter``).
     """
 
     config_class = LerobotConfig
@@ -52,44 +52,44 @@ class LerobotPolicy(ActionModel, nn.Module):
 
     @classmethod
     def check_env(cls, config: LerobotConfig, env: EnvSpec) -> None:
-        """Reject an env with different cameras, image size or state than the policy reads."""
+        """Reject an env whose cameras, image size or state differ from the policy's inputs."""
         config.camera_of(env.cameras)
         for name, (_, height, width) in config.images.items():
             if config.policy_type not in RESIZING and (height, width) != (env.image_size, env.image_size):
-                fix = f"env.image_size={height}" if height == width else "an env with such images"
-                problem = f"'{name}' has {height} x {width} pixels, and env.image_size is {env.image_size}"
+                fix = f"env.image_size={height}" if height == width else "an env with images of this size"
+                problem = f"'{name}' has {height} x {width} pixels, but env.image_size is {env.image_size}"
                 raise ConfigError(f"The policy's image {problem}. Set {fix}")
         super().check_env(config, env)
 
     @classmethod
     def check_rl(cls, config: LerobotConfig) -> None:
         raise ConfigError(
-            f"A policy of lerobot ({config.policy_type}) has no log-probabilities here; required: an algorithm that trains an actor on "
-            f"it, frozen. Set algorithm=sac algorithm.actor.name=residual, or {TRAINED.get(config.policy_type, INSTEAD)}"
+            f"A lerobot policy ({config.policy_type}) has no log-probabilities here; required: an algorithm that trains an actor on "
+            f"top of it. Set algorithm=sac algorithm.actor.name=residual, or {TRAINED.get(config.policy_type, INSTEAD)}"
         )
 
     @classmethod
     def check_sft(cls, config: LerobotConfig) -> None:
-        """Reject weights in a different process, and losses of several observations."""
+        """Reject weights in a different process, and policies that read several observations."""
         if config.n_obs_steps > 1:
             raise ConfigError(
-                f"{config.policy_type} reads {config.n_obs_steps} observations, and a row of a demonstration has one; required: a policy "
-                "of one. Set model.model_path=<a policy of ACT or SmolVLA>"
+                f"{config.policy_type} reads {config.n_obs_steps} observations, but a demonstration has one per row; required: a policy "
+                "that reads one. Set model.model_path=<a policy of ACT or SmolVLA>"
             )
         if not config.trained:
             raise ConfigError(
-                "The weights of a lerobot policy are frozen; required: weights that are trained here. Set "
+                "The weights of a lerobot policy are frozen; required: trainable weights. Set "
                 "model.override_config.trained=true"
             )
         if not runs_here():
             raise ConfigError(
-                "lerobot does not import in this Python, and its weights are trained in it; required: one that has it. Run "
-                "`.venv-lerobot/bin/python -m rlinf sft ...`, which bash scripts/setup.sh --lerobot makes"
+                "lerobot cannot be imported by this Python, which has to train its weights; required: a Python with lerobot. Run "
+                "`.venv-lerobot/bin/python -m rlinf sft ...`, after creating it by bash scripts/setup.sh --lerobot"
             )
 
     @classmethod
     def _from_config(cls, config: LerobotConfig, **arguments: Any) -> LerobotPolicy:
-        # An estimate of memory needs no weights.
+        # Memory estimates do not need weights.
         if torch.get_default_device().type == "meta":
             return cls(config, None, arguments["action_dim"], arguments["action_chunks_len"])
         raise ConfigError(
@@ -98,10 +98,10 @@ class LerobotPolicy(ActionModel, nn.Module):
 
     @classmethod
     def from_pretrained(cls, folder: str | Path, config: LerobotConfig, **arguments: Any) -> LerobotPolicy:
-        """Load a folder; raise CheckpointError for a folder whose policy would be blind (``check_folder``)."""
+        """Load a folder; raise CheckpointError if its policy would act blindly (see ``check_folder``)."""
         place = checkpoint_folder(folder)
         if arguments.get("torch_dtype", torch.float32) != torch.float32:
-            raise ConfigError("A lerobot policy computes in the number format of its folder. Set model.precision=fp32")
+            raise ConfigError("A lerobot policy uses the number format set in its folder. Set model.precision=fp32")
         reject_folder(place, config)
         config.norm_stats = {"lerobot": {ACTION: action_statistics(place)}}
         names = ("interpreter", "timeout_s", "connect_timeout_s")
@@ -126,13 +126,13 @@ class LerobotPolicy(ActionModel, nn.Module):
         self.weights_sha256 = nn.Parameter(torch.tensor(list(digest), dtype=torch.float32), requires_grad=False)
         self._runner_options = interpreter, timeout_s, connect_timeout_s
         self._runner: Any = None
-        # An attribute, because a class attribute would hide the module.
+        # Set on the instance, because a class attribute would hide the module.
         self.value_head = None
         self.policy: nn.Module | None = None
         if folder is not None:
             _ = self.runner
         self.state_range = self._range(config.states, "policy_preprocessor.json", config.state_scale)
-        # In a separate interpreter, the policy acts and is not trained.
+        # A policy in a separate interpreter can act, but not be trained.
         if config.trained and isinstance(self._runner, LocalRunner):
             self.policy = self._runner.policy.requires_grad_(True)
 
@@ -145,7 +145,7 @@ class LerobotPolicy(ActionModel, nn.Module):
         return self._runner
 
     def __getstate__(self) -> dict[str, Any]:
-        # A different process loads its own runner.
+        # Each process loads its own runner.
         replaced = {"_runner": None} if self.policy is None else {}
         return {**self.__dict__, **replaced}
 
@@ -183,12 +183,12 @@ class LerobotPolicy(ActionModel, nn.Module):
         return self._range({ACTION: self.action_dim}, "policy_postprocessor.json", self.config.action_scale)
 
     def _range(self, widths: Mapping[str, int], file: str, scale: float | list[float]) -> Range | None:
-        """Return the range of concatenated features, in env units."""
+        """Return the range of the concatenated features in env units."""
         modes, features = self.config.normalization_mapping or {}, {**(self.config.input_features or {})}
         features |= self.config.output_features or {}
         ends = []
         for name, width in widths.items() if self.folder is not None else ():
-            # A feature that is not normalised has half-width 0 and is not compared.
+            # Features that are not normalised have half-width 0 and are not compared.
             bounds = np.zeros((2, width))
             if names := NEEDED.get(modes.get(features[name]["type"], "")):
                 span = Range.of(action_statistics(self.folder, file, name), names, None)
@@ -197,7 +197,7 @@ class LerobotPolicy(ActionModel, nn.Module):
         return Range(*(np.concatenate(ends, 1) / np.array(scale))) if ends else None
 
     def check_actions(self, low: np.ndarray, high: np.ndarray) -> None:
-        """Compare the action statistics with the bounds; units that are too small cannot be detected."""
+        """Compare the action statistics with the env's bounds; units that are too small cannot be detected."""
         learnt = {name: np.array(values) for name, values in self.config.norm_stats["lerobot"][ACTION].items()}
         if {"mean", "std"} <= learnt.keys():
             least, most = learnt["mean"] - 2 * learnt["std"], learnt["mean"] + 2 * learnt["std"]
@@ -216,13 +216,13 @@ class LerobotPolicy(ActionModel, nn.Module):
         if len(beyond):
             k = beyond[0]
             raise ConfigError(
-                f"action {k} of the policy was learnt from {least[k]:.4g} to {most[k]:.4g}, and the env takes {low[k]:.4g} to "
-                f"{high[k]:.4g}: other units. Set model.override_config.action_scale=<the policy's units in one of the env's> (57.29578: "
-                "degrees and radians), or env=<an env in the policy's units>"
+                f"action {k} of the policy ranged from {least[k]:.4g} to {most[k]:.4g} in training, but the env accepts {low[k]:.4g} to "
+                f"{high[k]:.4g}, so units differ. Set model.override_config.action_scale=<policy units per env unit> (57.29578 for "
+                "degrees per radian), or env=<an env in the policy's units>"
             )
 
     def preprocess(self, observation: Observation) -> dict[str, Tensor]:
-        """Return uint8 images ``[B, H, W, 3]`` and float32 states by feature name, and the instructions as bytes.
+        """Return uint8 images ``[B, H, W, 3]`` and float32 states by feature name, and instructions as bytes.
 
         With ``num_observations`` above 1, images and states have a time axis after ``B``.
         """
@@ -231,9 +231,9 @@ class LerobotPolicy(ActionModel, nn.Module):
         moments = [array.shape[1] for array in arrays if array is not None and array.ndim in (3, 5)]
         if any(count != self.num_observations for count in moments) or (self.num_observations > 1 and not moments):
             raise ConfigError(
-                f"The policy ({self.config.policy_type}) reads {self.num_observations} observations at a time (n_obs_steps), and got "
-                f"{moments[0] if moments else 1}. `rlinf evaluate`, `audit`, `play` and `collect` keep the history; servers and actors do "
-                "not. Set model.model_path=<a policy with n_obs_steps=1>"
+                f"The policy ({self.config.policy_type}) reads {self.num_observations} observations at a time (n_obs_steps), but received "
+                f"{moments[0] if moments else 1}. `rlinf evaluate`, `audit`, `play` and `collect` track the history; servers and actors "
+                "do not. Set model.model_path=<a policy with n_obs_steps=1>"
             )
         arrays = {name: observation.images[camera] for name, camera in cameras.items()}
         inputs = {name: torch.from_numpy(np.ascontiguousarray(array)) for name, array in arrays.items()}
@@ -241,7 +241,7 @@ class LerobotPolicy(ActionModel, nn.Module):
         given = 0 if observation.state is None else observation.state.shape[-1]
         if width and given != width:
             raise ConfigError(
-                f"The policy reads a state of width {width}, and the observation has one of {given}. Set a different env"
+                f"The policy reads a state of width {width}, but the observation has one of width {given}. Set a different env"
             )
         if width:
             state = torch.from_numpy(observation.state).float() * numbers(self.config.state_scale)
@@ -274,11 +274,11 @@ class LerobotPolicy(ActionModel, nn.Module):
         return BaseActions(chunks, features, sample if samples else None)
 
     def sft_loss(self, inputs: Inputs, actions: Tensor, uniforms: Tensor | None = None) -> Tensor:
-        """Return lerobot's own loss of the rows, ``[B]``: their mean, repeated for each row. Dropout is off."""
-        # The noise of a variational encoder or a flow depends on all rows of a micro-batch, as in lerobot.
+        """Return lerobot's own loss, ``[B]``: the mean over rows, repeated for each row. Dropout is off."""
+        # As in lerobot, a variational encoder's or flow's noise is drawn for all rows of a micro-batch together.
         if self.policy is None:
             raise ConfigError(
-                "The policy runs in a separate interpreter (model.interpreter), and weights are trained in this process only. Set "
+                "The policy runs in a separate interpreter (model.interpreter), but weights can only be trained in this process. Set "
                 "model.interpreter=null model.override_config.trained=true"
             )
         batch = batch_of(inputs)
@@ -287,7 +287,7 @@ class LerobotPolicy(ActionModel, nn.Module):
         return loss.expand(len(actions))
 
     def _noise(self, uniforms: Tensor) -> Tensor | None:
-        """Return normal noise ``[B, N, ...]`` from uniforms ``[B, N, U]``; None for a policy that samples none."""
+        """Map uniforms ``[B, N, U]`` to normal noise ``[B, N, ...]``; return None for a policy that samples none."""
         shape = self.config.noise_shape
         return None if shape is None else standard_normal(uniforms.cpu()).unflatten(2, shape)
 
@@ -315,7 +315,7 @@ class LerobotPolicy(ActionModel, nn.Module):
 def start_runner(
     folder: str, config: LerobotConfig, interpreter: str | None, timeout_s: float = 60.0, start_timeout_s: float = 300.0
 ) -> LocalRunner | WorkerRunner:
-    """Load a folder in this process, or in the Python of ``interpreter_for``."""
+    """Load a folder in this process, or in the Python chosen by ``interpreter_for``."""
     python = interpreter_for(interpreter)
     if python is None:
         return LocalRunner(folder, config)
@@ -323,13 +323,13 @@ def start_runner(
 
 
 def batch_of(inputs: Inputs) -> dict[str, Any]:
-    """Convert the result of ``preprocess`` to a runner's input."""
+    """Convert the result of ``preprocess`` to the input of a runner."""
     arrays: dict[str, Any] = {name: tensor.cpu().numpy() for name, tensor in inputs.items() if name != PROMPT}
     return {**arrays, PROMPT: as_text(inputs[PROMPT])}
 
 
 def as_bytes(texts: Sequence[str]) -> Tensor:
-    """Return texts as int16 ``[B, L]`` of their bytes, padded with -1."""
+    """Encode texts as int16 ``[B, L]`` with one byte per value, padded with -1."""
     rows = [torch.tensor(list(text.encode()), dtype=torch.int16) for text in texts]
     return nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=-1)
 
@@ -345,12 +345,12 @@ def numbers(scale: float | list[float]) -> Tensor:
 def _check_sizes(config: LerobotConfig, action_dim: int, action_chunks_len: int) -> None:
     if (action_dim, action_chunks_len) != (config.action_dim, config.n_action_steps):
         raise ConfigError(
-            f"model.action_token_len={action_dim} model.action_chunks_len={action_chunks_len}, and the folder's policy acts with "
-            f"{config.action_dim} dimensions, {config.n_action_steps} actions of its {config.chunk_size} at a time. Set "
-            f"model.action_token_len={config.action_dim} model.action_chunks_len={config.n_action_steps}, or a different number of "
-            "actions: model.override_config.n_action_steps=<it>"
+            f"model.action_token_len={action_dim} model.action_chunks_len={action_chunks_len}, but the folder's policy has "
+            f"{config.action_dim} dimensions and executes {config.n_action_steps} actions per chunk of {config.chunk_size}. Set "
+            f"model.action_token_len={config.action_dim} model.action_chunks_len={config.n_action_steps}, or change the number of "
+            "actions by model.override_config.n_action_steps=<number>"
         )
 
 
 def load_processor(tokenizer_config: Any, model_config: LerobotConfig, path: str | None) -> None:
-    """Return None: the runner has the processors."""
+    """Return None, because the runner loads the processors."""

@@ -1,4 +1,4 @@
-"""A lerobot policy in this process: its own class, between its own pre- and postprocessor."""
+"""Run a lerobot policy in this process, with its own class, preprocessor and postprocessor."""
 
 import contextlib
 import inspect
@@ -32,20 +32,20 @@ FEATURES: dict[str, tuple[str, str]] = {
     "pi05": ("model.paligemma_with_expert.paligemma.model.language_model.norm", "batch first"),
     "pi0_fast": ("model.paligemma_with_expert.paligemma.model.language_model.norm", "batch first"),
 }
-"""Policy type to the module whose states, averaged over positions, are an actor's features: its output, or an argument."""
+"""Maps policy types to the module whose output (or argument), averaged over positions, is used as an actor's features."""
 
 
 def flow_chunk(policy: Any, prepared: dict[str, Any], noise: Tensor | None) -> Tensor:
-    """Return the normalised actions ``[B, T, D]`` from the current step on."""
+    """Return normalised actions ``[B, T, D]``, starting at the current step."""
     return policy.predict_action_chunk(prepared, **({} if noise is None else {"noise": noise}))
 
 
 def code_chunk(policy: Any, prepared: dict[str, Any], noise: Tensor) -> Tensor:
-    """Return the chunk of a policy that samples codes, row by row, each seeded by its noise."""
+    """Return the chunk of a policy that samples codes; rows are run one by one, each seeded by its noise."""
     images = torch.stack([prepared[name] for name in policy.config.image_features], -4)
     chunks = []
     for row, seed in enumerate(seeds_of(noise)):
-        # The policy samples from torch's global stream.
+        # The policy samples from torch's global generator.
         with torch.random.fork_rng(devices=[noise.device] if noise.is_cuda else []):
             torch.manual_seed(seed)
             states = prepared["observation.state"][row : row + 1]
@@ -55,18 +55,18 @@ def code_chunk(policy: Any, prepared: dict[str, Any], noise: Tensor) -> Tensor:
 
 
 CHUNKS: dict[str, Callable[[Any, dict[str, Any], Tensor], Tensor]] = {"vqbet": code_chunk}
-"""Types whose chunk does not come from ``predict_action_chunk`` with ``noise``."""
+"""Chunk functions of policy types that do not support ``predict_action_chunk`` with ``noise``."""
 
 
 class RunnerOutput(NamedTuple):
-    """Chunks float32 ``[B, N, T, D]`` in the folder's units, ``T`` of ``chunk_size``, and features ``[B, F]``."""
+    """Float32 chunks ``[B, N, T, D]`` in the folder's units, with ``T`` of ``chunk_size`` actions, and features ``[B, F]``."""
 
     chunks: np.ndarray
     features: np.ndarray
 
 
 class FlowPrefix(NamedTuple):
-    """The part of a SmolVLA pass that all denoising steps share: states ``[B, P, W]``, their mask and key-value cache."""
+    """The part of a SmolVLA pass common to all denoising steps: states ``[B, P, W]``, their mask and key-value cache."""
 
     mask: Tensor
     cache: Any
@@ -78,22 +78,22 @@ class LocalRunner:
 
     def __init__(self, folder: str, config: LerobotConfig) -> None:
         self.folder, self.config = Path(folder).expanduser(), config
-        # Here, because no other code lets lerobot read a folder's pipelines.
+        # Checked here because this is the only place where lerobot reads a folder's pipelines.
         reject_folder(self.folder, config)
         with quiet():
             self.policy, self._before, self._after = self._load()
         findings = compare_weights(self.folder, self.policy.state_dict())
         if findings:
-            raise CheckpointError(f"The policy in {folder} would be blind: {findings[0]}")
+            raise CheckpointError(f"The policy in {folder} would act blindly: {findings[0]}")
         self.policy.requires_grad_(False)
         self.device = torch.device("cpu")
-        # Hooks, generators and rows being processed belong to the policy, so threads take turns.
+        # Hooks, generators and rows being processed are stored in the policy, so only one thread may run it at a time.
         self._lock = threading.Lock()
         try:
             with quiet():
                 self.feature_dim = self.run(self._blank(), None).features.shape[1]
         except Exception as error:
-            problem = f"lerobot's {config.policy_type} does not act here ({type(error).__name__}: {error})"
+            problem = f"lerobot's {config.policy_type} cannot act here ({type(error).__name__}: {error})"
             fix = "Set model.interpreter=<a Python with the versions of transformers and torch that lerobot requires>"
             raise CheckpointError(f"{problem}. {fix}") from error
 
@@ -104,7 +104,7 @@ class LocalRunner:
         except ImportError as error:
             fix = "Run bash scripts/setup.sh --lerobot, or set model.interpreter=<a Python that has it>"
             raise MissingDependencyError(
-                f"model=lerobot needs the package lerobot, which does not import ({error}). {fix}"
+                f"model=lerobot needs the package lerobot, which cannot be imported ({error}). {fix}"
             ) from error
         try:
             config = PreTrainedConfig.from_pretrained(self.folder, cli_overrides=["--device=cpu"])
@@ -124,20 +124,20 @@ class LocalRunner:
         return policy.eval(), before, after
 
     def _why(self, error: Exception) -> str:
-        """Explain an error of lerobot, whose messages about weights and fields that do not fit are long."""
+        """Explain an error raised by lerobot, whose messages about mismatched weights and fields are long."""
         text = f"{type(error).__name__}: {error}"
         from lerobot import __version__
 
         if "DecodingError" in type(error).__name__ or "not valid for" in text or "ProcessorStep" in text:
             newer = f"pip install --no-deps a newer lerobot than {__version__} into the Python that runs it"
             return f"{Finding('config.json', f'was written by a newer lerobot ({text[:300]})', newer)}"
-        return f"{text[:600]}. Take the folder that training wrote, or model.interpreter=<a Python with its lerobot>"
+        return f"{text[:600]}. Use the folder written by training, or set model.interpreter=<a Python with its lerobot>"
 
     def _overrides(self, config: Any) -> dict[str, Any]:
-        """Return fields without which the constructor would query a hub, or compile."""
+        """Return overrides that stop the constructor from querying a hub or compiling."""
         fields: dict[str, Any] = {"pretrained_path": self.folder}
         if hasattr(config, "pretrained_backbone_weights"):
-            # The folder has these weights.
+            # Not downloaded, because the folder contains these weights.
             fields["pretrained_backbone_weights"] = None
         if hasattr(config, "vlm_model_name"):
             name = self.config.vlm or config.vlm_model_name
@@ -151,7 +151,7 @@ class LocalRunner:
         return fields
 
     def _step_overrides(self) -> dict[str, Any]:
-        """Return the device to load on, and local paths of tokenizers."""
+        """Return step overrides: the device to load on, and local paths of tokenizers."""
         overrides: dict[str, Any] = {}
         for step in read_json(self.folder / "policy_preprocessor.json")["steps"]:
             name, options = step.get("registry_name"), step.get("config") or {}
@@ -164,7 +164,7 @@ class LocalRunner:
         return overrides
 
     def _tokenizer(self, field: str, name: str) -> str:
-        """Return a tokenizer's local path, or its name; ``config.tokenizer`` replaces tokenizers of text only."""
+        """Return a tokenizer's local path or else its name; ``config.tokenizer`` only replaces text tokenizers."""
         name = name if field == "action_tokenizer_name" else self.config.tokenizer or name
         return local_tokenizer(self.folder, name) or name
 
@@ -185,9 +185,9 @@ class LocalRunner:
         """Return chunks and features for ``B`` rows.
 
         Args:
-            batch: Images uint8 ``[B, H, W, 3]`` and states float32 ``[B, S]`` by feature name, with a time axis after ``B``
-                if ``n_obs_steps`` is above 1, and ``task``, ``B`` instructions.
-            noise: float32 ``[B, N, *config.noise_shape]``; None: one chunk from the same fixed noise for every row.
+            batch: ``B`` instructions under ``task``, and uint8 images ``[B, H, W, 3]`` and float32 states ``[B, S]`` by
+                feature name, with a time axis after ``B`` if ``n_obs_steps`` is above 1.
+            noise: float32 ``[B, N, *config.noise_shape]``; None returns one chunk per row, all from one fixed noise.
         """
         rows = len(batch[PROMPT])
         count = 1 if noise is None else noise.shape[1]
@@ -203,7 +203,7 @@ class LocalRunner:
         return RunnerOutput(chunks, torch.cat(states)[: rows * count : count].float().cpu().numpy())
 
     def loss(self, batch: Mapping[str, Any], actions: Tensor, seed: int) -> Tensor:
-        """Return the policy's own loss of ``B`` rows of ``run``, a scalar with gradients.
+        """Return the policy's own loss for a ``batch`` as in ``run``, a scalar with gradients.
 
         ``actions`` are float32 ``[B, chunk_size, D]`` in the folder's units; ``seed`` fixes the noise.
         """
@@ -214,7 +214,7 @@ class LocalRunner:
             return self.policy(prepared)[0]
 
     def prefix(self, batch: Mapping[str, Any]) -> FlowPrefix:
-        """Run the rows of ``run`` through a SmolVLA's prefix, with gradients: the first half of its ``sample_actions``."""
+        """Run a ``batch`` as in ``run`` through a SmolVLA's prefix, the first half of its ``sample_actions``, with gradients."""
         from lerobot.policies.smolvla.modeling_smolvla import make_att_2d_masks
 
         policy, flow = self.policy, self.policy.model
@@ -229,11 +229,11 @@ class LocalRunner:
         return FlowPrefix(mask, cache, states[0])
 
     def velocity(self, prefix: FlowPrefix, x: Tensor, t: Tensor) -> Tensor:
-        """Return the velocity of a SmolVLA at ``x [B, H, D]`` and ``t [B]`` (1: noise), with gradients."""
+        """Return a SmolVLA's velocity at ``x [B, H, D]`` and ``t [B]`` (1 is noise), with gradients."""
         return self.policy.model.denoise_step(prefix.mask, prefix.cache, x, t.float())
 
     def unnormalized(self, chunk: Tensor) -> Tensor:
-        """Return the normalised actions ``[B, T, D]`` of a flow, padding included, in the folder's units, float32."""
+        """Convert a flow's normalised actions ``[B, T, D]``, including padding, to the folder's units in float32."""
         chunk = chunk[..., : self.config.action_dim]
         if self.policy.config.adapt_to_pi_aloha:
             chunk = self.policy._pi_aloha_encode_actions(chunk)
@@ -244,14 +244,14 @@ class LocalRunner:
             return torch.stack([self._after(chunk[:, step]) for step in range(chunk.shape[1])], 1).float()
 
     def _prepared(self, batch: Mapping[str, Any], actions: Tensor | None = None) -> dict[str, Any]:
-        """Return rows, and the actions of a demonstration, after the policy's own preprocessor."""
+        """Apply the policy's own preprocessor to rows and, if given, demonstrated actions."""
         seen = {name: self._tensor(values) for name, values in batch.items() if name != PROMPT}
-        # The preprocessor's steps store the rows that they process.
+        # The preprocessor's steps store the rows being processed.
         with self._lock:
             return self._before({**seen, PROMPT: batch[PROMPT], **({} if actions is None else {ACTION: actions})})
 
     def write(self, weights: Mapping[str, Tensor], folder: Path) -> None:
-        """Write weights with the names and number formats of the policy's file."""
+        """Write weights under the names and in the number formats of the policy's file."""
         target = folder / WEIGHTS
         with safe_open(target, "pt") as file:
             stored = {name.removeprefix("model."): name for name in file.keys()}
@@ -266,7 +266,7 @@ class LocalRunner:
         return given.to(self.device).contiguous()
 
     def _tensor(self, values: np.ndarray) -> Tensor:
-        """Return a feature in the format of lerobot's evaluation: images float32 ``[B, 3, H, W]`` in 0..1."""
+        """Convert a feature to the format in lerobot's evaluation; images become float32 ``[B, 3, H, W]`` in 0..1."""
         tensor = torch.from_numpy(values).to(self.device)
         return tensor.float().div(255).movedim(-1, -3).contiguous() if values.dtype == np.uint8 else tensor
 
@@ -278,8 +278,8 @@ class LocalRunner:
 
 
 def let_masks_take_positions() -> None:
-    """Let pi0 and pi0.5 of lerobot 0.6.1 run with a newer transformers."""
-    # Its create_causal_mask no longer accepts cache_position, which the cache knows.
+    """Allow pi0 and pi0.5 in lerobot 0.6.1 to run with newer versions of transformers."""
+    # create_causal_mask no longer accepts cache_position, which transformers now derives from the cache.
     module: Any = sys.modules.get("lerobot.policies.pi_gemma")
     create_mask = getattr(module, "create_causal_mask", None)
     if create_mask is not None and "cache_position" not in inspect.signature(create_mask).parameters:
@@ -287,7 +287,7 @@ def let_masks_take_positions() -> None:
 
 
 def greedy_noise(shape: Sequence[int]) -> Tensor:
-    """Return the noise of greedy actions, the same for every row and call."""
+    """Return the noise for greedy actions, which is equal for all rows and calls."""
     return torch.randn(*shape, generator=torch.Generator().manual_seed(0))
 
 
@@ -298,7 +298,7 @@ def seeds_of(noise: Tensor) -> list[int]:
 
 @contextlib.contextmanager
 def captured_states(policy: nn.Module, name: str, where: str) -> Iterator[list[Tensor]]:
-    """Collect the states of each call of a module, averaged over positions, ``[B, F]``; the first call is the observation."""
+    """Collect a module's states ``[B, F]`` per call, averaged over positions; the first call encodes the observation."""
     captured: list[Tensor] = []
 
     def hook(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
@@ -314,7 +314,7 @@ def captured_states(policy: nn.Module, name: str, where: str) -> Iterator[list[T
 
 @contextlib.contextmanager
 def seeded_steps(policy: nn.Module, noise: Tensor | None) -> Iterator[None]:
-    """Draw the step noise of a diffusion from a separate stream per row, seeded by its initial noise."""
+    """Draw a diffusion's step noise from a separate generator per row, seeded by the initial noise."""
     scheduler = getattr(getattr(policy, "diffusion", None), "noise_scheduler", None)
     if scheduler is None or noise is None:
         yield
@@ -330,7 +330,7 @@ def seeded_steps(policy: nn.Module, noise: Tensor | None) -> Iterator[None]:
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Suppress what lerobot prints and logs while it loads; errors are raised here."""
+    """Suppress lerobot's output and logs during loading; errors are still raised."""
     logging.disable(logging.WARNING)
     try:
         with contextlib.redirect_stdout(io.StringIO()):

@@ -1,4 +1,4 @@
-"""SmolVLA (Shukor et al. 2025) of lerobot, trained by policy gradients through its denoising steps."""
+"""lerobot's SmolVLA (Shukor et al. 2025), trained by policy gradients on its denoising steps."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ from rlinf.models.embodiment.modules.value_head import ValueHead
 from rlinf.models.loading import check_choice, field_error, read_json
 
 VALUES = "value_head.safetensors"
-"""File of the value head, next to the files of lerobot."""
+"""Name of the file with the value head, stored next to lerobot's files."""
 
 
 @dataclass
 class SmolVLAConfig(LerobotConfig):
-    """``LerobotConfig`` of a SmolVLA, and the density of its flow.
+    """``LerobotConfig`` for SmolVLA, with settings for the density of its flow.
 
     Args:
-        num_steps: ``n``, denoising steps; the folder's.
+        num_steps: ``n``, the number of denoising steps; by default the folder's.
         noise_method: Distribution of a step (``step_moments``): flow_sde, flow_cps, or flow_ode without log-probabilities.
-        noise_level: ``a`` of both.
-        joint_logprob: Sample and score all steps; false: one random step per call.
-        freeze_vlm: The VLM's weights are fixed, as lerobot fine-tunes it.
+        noise_level: ``a`` in flow_sde and flow_cps.
+        joint_logprob: Sample and score all steps instead of one random step per call.
+        freeze_vlm: Freeze the VLM's weights, as in lerobot's fine-tuning.
     """
 
     model_type: ClassVar[str] = "smolvla"
@@ -59,19 +59,19 @@ class SmolVLAConfig(LerobotConfig):
         super().__post_init__()
         if self.policy_type != "smolvla":
             raise ConfigError(
-                f"The folder has a policy of type {self.policy_type}; required by model=smolvla: smolvla. Set model=lerobot, on which "
-                "an actor learns (algorithm=sac algorithm.actor.name=residual)"
+                f"The folder contains a policy of type {self.policy_type}; required for model=smolvla: smolvla. Set model=lerobot to "
+                "train an actor on top of it (algorithm=sac algorithm.actor.name=residual)"
             )
         check_choice("noise_method", self.noise_method, ("flow_sde", "flow_cps", "flow_ode"))
         if self.num_steps < 1:
-            raise field_error(f"num_steps is {self.num_steps}; required: 1 or more", "num_steps=10")
+            raise field_error(f"num_steps is {self.num_steps}; required: at least 1", "num_steps=10")
 
 
 class SmolVLAPolicy(FlowPolicy, LerobotPolicy):
-    """A SmolVLA folder in this process: lerobot computes prefix and velocity, ``FlowPolicy`` samples and scores.
+    """A SmolVLA in this process: lerobot computes prefix and velocity, ``FlowPolicy`` samples and scores.
 
-    The value head reads the mean prefix state, so a value belongs to an observation, not to a denoising step. Its weights
-    are in a separate file, which lerobot does not read.
+    The value head reads the mean prefix state, so there is one value per observation, not per denoising step. Its weights
+    are stored in a separate file, which lerobot does not read.
     """
 
     config_class = SmolVLAConfig
@@ -111,7 +111,7 @@ class SmolVLAPolicy(FlowPolicy, LerobotPolicy):
         return self.runner.prefix(batch_of(inputs))
 
     def velocity(self, prefix: FlowPrefix, state: Tensor | None, x: Tensor, t: Tensor) -> tuple[Tensor, Tensor]:
-        """Return lerobot's velocity at ``x [B, H, D]``; ``state`` is part of the prefix."""
+        """Return lerobot's velocity at ``x [B, H, D]``; ``state`` is already part of the prefix."""
         velocity = self.runner.velocity(prefix, x, t)
         return velocity, velocity
 

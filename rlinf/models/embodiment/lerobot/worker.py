@@ -1,4 +1,4 @@
-"""A lerobot policy in a separate interpreter: started, monitored, restarted once, and stopped from here."""
+"""Run a lerobot policy in a separate interpreter: start, monitor, restart (once) and stop its process."""
 
 import logging
 import os
@@ -31,7 +31,7 @@ logger = logging.getLogger("rlinf")
 
 VARIABLE = "RLINF_LEROBOT_PYTHON"
 OLDEST = (3, 12)
-"""The first Python that lerobot 0.6 supports."""
+"""The oldest Python version that lerobot 0.6 supports."""
 ROOT = Path(__file__).parents[4]
 OWN_PLACE = ROOT / ".venv-lerobot" / "bin" / "python"
 """Created by ``scripts/setup.sh --lerobot``."""
@@ -40,16 +40,16 @@ OWN_PLACE = ROOT / ".venv-lerobot" / "bin" / "python"
 def runs_here() -> bool:
     """Return whether lerobot can be imported by this Python."""
     spec = find_spec("lerobot") if sys.version_info >= OLDEST else None
-    # A folder of that name, such as a clone, is not the package.
+    # Ignore a mere folder of this name, such as a clone.
     return spec is not None and spec.origin is not None
 
 
 def interpreter_for(given: str | None) -> str | None:
-    """Return the Python that runs the policy; None: this one. Raise MissingDependencyError if none has lerobot.
+    """Return the Python to run the policy with, or None for this one; raise MissingDependencyError if none has lerobot.
 
-    In order: ``given`` (``model.interpreter``), this Python, RLINF_LEROBOT_PYTHON, ``.venv-lerobot`` of the clone.
+    Candidates, in order: ``given`` (``model.interpreter``), this Python, RLINF_LEROBOT_PYTHON, ``.venv-lerobot`` of the clone.
     """
-    fix = "Run bash scripts/setup.sh --lerobot, which makes .venv-lerobot, or set model.interpreter=<a Python with lerobot>"
+    fix = "Run bash scripts/setup.sh --lerobot, which creates .venv-lerobot, or set model.interpreter=<a Python with lerobot>"
     named = given or (None if runs_here() else os.environ.get(VARIABLE))
     if named is not None:
         path = Path(named).expanduser()
@@ -69,8 +69,8 @@ def interpreter_for(given: str | None) -> str | None:
 class WorkerRunner:
     """Has the interface of ``LocalRunner``, and delegates to a child process.
 
-    A process that dies is restarted and gets the same request again, which contains all that its result depends on. A second
-    death with this request, a death at the start, or a timeout raise PolicyServerError.
+    If the process dies, it is restarted and the request, on which alone the result depends, is sent again. If it dies a
+    second time, or dies while starting, or does not reply in time, PolicyServerError is raised.
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class WorkerRunner:
         self.device = torch.device("cpu")
         self.num_restarts = 0
         self._child = ChildProcess()
-        # Rollout threads take turns.
+        # Only one rollout thread may send a request at a time.
         self._lock = threading.Lock()
         self._start()
         weakref.finalize(self, _end, self._child)
@@ -96,7 +96,7 @@ class WorkerRunner:
         self.device = device
 
     def run(self, batch: Mapping[str, Any], noise: np.ndarray | None) -> RunnerOutput:
-        """Return chunks and features, as ``LocalRunner.run``."""
+        """Return chunks and features; see ``LocalRunner.run``."""
         reply = self._request({"batch": dict(batch), "noise": noise, "device": str(self.device)})
         return RunnerOutput(reply["chunks"], reply["features"])
 
@@ -111,7 +111,7 @@ class WorkerRunner:
             reply = self._reply(self.start_timeout_s, "model.connect_timeout_s", "has not loaded it")
         except (EOFError, OSError):
             status, ending = self._child.ending()
-            fix = f"Try it: {self.interpreter} -c 'import rlinf, lerobot', or bash scripts/setup.sh --lerobot"
+            fix = f"Try {self.interpreter} -c 'import rlinf, lerobot', or run bash scripts/setup.sh --lerobot"
             raise PolicyServerError(
                 f"{self.interpreter}, which loads the policy of {self.folder}, {ending} at the start. {fix}"
             ) from None
@@ -133,21 +133,21 @@ class WorkerRunner:
                 except (EOFError, OSError):
                     _, ending = self._child.ending()
                     if is_last:
-                        fix = f"Look at what it printed, or at the memory of this machine. Try it: {self.interpreter} -c 'import lerobot'"
+                        fix = f"Check its output and this machine's memory, and try {self.interpreter} -c 'import lerobot'"
                         problem = f"{self.interpreter}, which runs the policy of {self.folder}, {ending} twice with the same request"
                         raise PolicyServerError(f"{problem}. {fix}") from None
-                    logger.warning("the policy of %s %s; it is restarted, the request repeated", self.folder, ending)
+                    logger.warning("the policy of %s %s; restarting it and repeating the request", self.folder, ending)
                     self.num_restarts += 1
                     self._start()
                 except BaseException as error:
-                    # After Ctrl-C, the pending reply must not answer the next request.
+                    # After Ctrl-C, the pending reply must not be taken for the next request's.
                     if not isinstance(error, RLinfError):
                         self._child.kill()
                     raise
         raise AssertionError
 
     def _reply(self, timeout_s: float, key: str, what: str) -> dict[str, Any]:
-        """Wait for the next message; raise the child's error, or PolicyServerError after the deadline."""
+        """Wait for the next message; raise the child's error, or PolicyServerError on timeout."""
         connection = self._child.connection
         deadline = time.monotonic() + timeout_s
         while not connection.poll(min(1.0, max(0.0, deadline - time.monotonic()))):
@@ -170,7 +170,7 @@ def _end(child: ChildProcess) -> None:
 
 
 def main() -> None:
-    """Run the child's side: load the folder in the first message, then reply until the parent closes the pipe."""
+    """Run the child process: load the folder named in the first message, then reply until the parent closes the pipe."""
     connection, _, parent = child_end()
     threading.Thread(target=exit_with_parent, args=(parent,), daemon=True).start()
     with suppress(EOFError, ConnectionResetError, BrokenPipeError):
@@ -200,7 +200,7 @@ def _reply_with(connection: Connection, work: Callable[[], dict[str, Any]]) -> b
     """Send the result of ``work``, or its error; return whether it succeeded."""
     try:
         reply = work()
-    except Exception as error:  # noqa: BLE001 - the parent raises it
+    except Exception as error:  # noqa: BLE001 - re-raised by the parent
         failure = failure_of(error)
         message = failure.message if failure.error else f"The policy's process: {failure.message}\n{failure.traceback}"
         connection.send_bytes(encode({"error": failure.error or "PolicyServerError", "message": message}))

@@ -1,4 +1,4 @@
-"""Continuous actions as tokens: the last ``num_bins`` ids of the language model's vocabulary."""
+"""Convert continuous actions to and from tokens: the last ``num_bins`` ids of the language model's vocabulary."""
 
 import numpy as np
 import torch
@@ -11,15 +11,15 @@ BIN_RULES = ("midpoints", "grid")
 
 
 class ActionTokenizer:
-    """Bins of [-1, 1], one token each (Kim et al. 2024, OpenVLA, section 3.2); ``vocab_size`` counts no padding.
+    """Divide [-1, 1] into bins with one token each (OpenVLA, Kim et al. 2024, section 3.2); ``vocab_size`` excludes padding.
 
-    Token ``vocab_size - d`` stands for bin ``d`` in ``1..num_bins``, so the lowest action has the highest id.
+    Token ``vocab_size - d`` represents bin ``d`` in ``1..num_bins``, so the lowest action has the highest id.
 
-    ``midpoints`` (public checkpoints): the edges are ``linspace(-1, 1, num_bins)``; ``x`` is in bin ``digitize(x, edges)``
-    and decodes to the middle between two edges. The two lowest ids share the last of the ``num_bins - 1`` middles. Neither
-    -1 nor 1 can be represented, and 0 only if ``num_bins`` is even.
+    With ``midpoints`` (public checkpoints), the edges are ``linspace(-1, 1, num_bins)``; ``x`` is in bin ``digitize(x, edges)``
+    and decodes to the midpoint between two edges. The two lowest ids both decode to the last of the ``num_bins - 1``
+    midpoints. Neither -1 nor 1 can be represented, and 0 only if ``num_bins`` is even.
 
-    ``grid``: the bins *are* ``linspace(-1, 1, num_bins)``, so -1, 1 and, for odd ``num_bins``, exactly 0 can be represented.
+    With ``grid``, the bin values *are* ``linspace(-1, 1, num_bins)``: -1, 1 and, for odd ``num_bins``, 0 are exact.
     """
 
     def __init__(self, num_bins: int, vocab_size: int, rule: str = "midpoints") -> None:
@@ -36,7 +36,7 @@ class ActionTokenizer:
         self._by_device: dict[tuple[torch.device, bool], Tensor] = {}
 
     def encode(self, actions: Tensor | np.ndarray) -> Tensor:
-        """Return the int64 token ids of normalised actions of any shape, clipped to [-1, 1]."""
+        """Clip normalised actions of any shape to [-1, 1] and return their int64 token ids."""
         numbers = actions.detach() if isinstance(actions, Tensor) else torch.from_numpy(np.asarray(actions, np.float64))
         clipped = numbers.double().clamp(-1.0, 1.0)
         if self.rule == "grid":
@@ -46,12 +46,12 @@ class ActionTokenizer:
         return self.vocab_size - bins
 
     def decode(self, tokens: Tensor) -> Tensor:
-        """Return the float64 normalised actions of token ids; ids outside the bins give the nearest bin."""
+        """Return the normalised float64 actions for token ids; ids outside the bins decode as the nearest bin."""
         values = self._on(tokens.device, self.values)
         return values[(tokens - self.first_token).clamp(0, self.num_bins - 1)]
 
     def _on(self, device: torch.device, array: np.ndarray) -> Tensor:
-        """Return ``edges`` or ``values`` on a device, cached."""
+        """Return ``edges`` or ``values`` on a device, and cache the copy."""
         key = (device, array is self.edges)
         if key not in self._by_device:
             self._by_device[key] = to_device(torch.from_numpy(array), device)

@@ -1,6 +1,6 @@
-"""Flow matching as a policy: denoising steps, their Gaussian densities, and the supervised pair. Pure functions.
+"""Pure functions for flow-matching policies: denoising steps, their Gaussian densities, and supervised targets.
 
-Convention of pi0 (Black et al. 2024): ``x_t = t * noise + (1 - t) * action``, so ``t = 1`` is noise, and the network predicts
+The convention is pi0's (Black et al. 2024): ``x_t = t * noise + (1 - t) * action``, so ``t = 1`` is noise, and the network predicts
 the velocity ``v = noise - action``.
 """
 
@@ -20,7 +20,7 @@ def denoising_times(num_steps: int, device: torch.device | None = None) -> Tenso
 
 
 def time_embedding(t: Tensor, width: int) -> Tensor:
-    """Return sines, then cosines of ``2 pi t / period`` for ``t [B]`` in [0, 1], as float64 ``[B, width]``."""
+    """Return sines, followed by cosines, of ``2 pi t / period`` for ``t [B]`` in [0, 1], as float64 ``[B, width]``."""
     fraction = torch.linspace(0.0, 1.0, width // 2, dtype=torch.float64, device=t.device)
     period = MIN_PERIOD * (MAX_PERIOD / MIN_PERIOD) ** fraction
     angle = 2.0 * math.pi * t.double()[:, None] / period
@@ -42,14 +42,14 @@ def step_moments(
     With ``d = t - t_next``, the predicted action ``x0 = x - v t`` and noise ``x1 = x + v (1 - t)``, the mean is
     ``w0 x0 + w1 x1`` with ``w0 = 1 - t_next`` and, for the noise level ``a``,
 
-    * ``flow_ode``: ``w1 = t_next``, std 0: the Euler step ``x - v d``.
+    * ``flow_ode``: ``w1 = t_next``, std 0, i.e. the Euler step ``x - v d``.
     * ``flow_sde`` (Liu et al. 2025, Flow-GRPO: mean ``x - v d - s^2 d / (2 t) (x + (1 - t) v)``):
       ``w1 = t_next - s^2 d / (2 t)``, std ``s sqrt(d)``, with ``s = a sqrt(t / (1 - t))``.
     * ``flow_cps`` (Wang et al. 2025, Coefficients-Preserving Sampling): ``w1 = t_next cos(pi a / 2)``, std
       ``t_next sin(pi a / 2)``.
-    * ``flow_noise`` (Zhang et al. 2025, ReinFlow): the mean of ``flow_ode``, std ``noise_std`` of a trained head.
+    * ``flow_noise`` (Zhang et al. 2025, ReinFlow): mean as for ``flow_ode``, std ``noise_std`` predicted by a trained head.
 
-    ``x``, ``velocity`` and ``noise_std`` are ``[B, H, D]``; the times, with ``t_second`` the grid's second point, broadcast.
+    ``x``, ``velocity`` and ``noise_std`` are ``[B, H, D]``; times must broadcast. ``t_second`` is the grid's second point.
     """
     d = t - t_next
     action, noise = x - velocity * t, x + velocity * (1.0 - t)
@@ -81,8 +81,8 @@ def gaussian_entropy(std: Tensor) -> Tensor:
 
 
 def training_times(uniforms: Tensor) -> Tensor:
-    """Return times of the flow-matching loss, ``0.999 b + 0.001`` with ``b ~ Beta(1.5, 1)``: many near 1, the noise."""
-    # The distribution function of Beta(1.5, 1) is b^1.5, so b = u^(2/3).
+    """Return times for the flow-matching loss, ``0.999 b + 0.001`` with ``b ~ Beta(1.5, 1)``, mostly near 1 (noise)."""
+    # The CDF of Beta(1.5, 1) is b^1.5, so b = u^(2/3).
     return uniforms.float() ** (2.0 / 3.0) * 0.999 + 0.001
 
 

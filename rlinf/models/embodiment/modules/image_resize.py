@@ -1,4 +1,4 @@
-"""Resizing and JPEG round trips of uint8 images, batched, with the bits of Pillow, torch or TensorFlow."""
+"""Batched resizing and JPEG round trips of uint8 images, bit-identical to Pillow, torch or TensorFlow."""
 
 import io
 from collections.abc import Callable
@@ -11,13 +11,13 @@ from PIL import Image
 from torch import Tensor
 
 PRECISION_BITS = 22
-"""Fraction bits of Pillow's fixed-point weights."""
+"""Number of fraction bits in Pillow's fixed-point weights."""
 IMAGES_AT_ONCE = 4
-"""Images per slice on a CPU, so that intermediate results stay in the cache."""
+"""Number of images per slice on a CPU, chosen so that intermediate results stay in the cache."""
 
 
 def _in_slices(images: Tensor, size: tuple[int, int], resize: Callable[[Tensor, int, int], Tensor]) -> Tensor:
-    """Apply ``resize(slice, height, width)`` to slices of images; images that already have the size pass unchanged."""
+    """Apply ``resize(slice, height, width)`` to slices of images; images of the right size are returned unchanged."""
     if tuple(images.shape[-2:]) == size:
         return images
     slices = images.split(IMAGES_AT_ONCE if images.device.type == "cpu" else max(1, len(images)))
@@ -27,9 +27,9 @@ def _in_slices(images: Tensor, size: tuple[int, int], resize: Callable[[Tensor, 
 def resize_bicubic(images: Tensor, size: tuple[int, int]) -> Tensor:
     """Resize uint8 ``[B, C, H, W]`` to ``size`` (height, width) as ``PIL.Image.resize(..., BICUBIC)`` does.
 
-    A horizontal, then a vertical pass of weighted sums in 32-bit integers, each rounded and clipped to uint8; shrinking
-    widens the kernel (antialiasing). Pillow up to 12 always works in this order, as public checkpoints were trained;
-    version 13 starts with the vertical pass for images that lose more than two rows per column lost.
+    A horizontal and then a vertical pass compute weighted sums in 32-bit integers, rounded and clipped to uint8; shrinking
+    widens the kernel (antialiasing). Pillow up to version 12 always uses this order, as did public checkpoints' training;
+    version 13 starts with the vertical pass if an image loses more than two rows per lost column.
     """
     return _in_slices(images, tuple(size), _bicubic_slice)
 
@@ -49,9 +49,9 @@ def _resize_rows(pixels: Tensor, length: int) -> Tensor:
 
 
 def _weighted_rows(pixels: Tensor, indices: Tensor, weights: Tensor, bits: int) -> Tensor:
-    """Sum int32 rows ``indices [taps, length]`` of the second to last axis times ``weights`` with ``bits`` fraction bits."""
+    """Sum the int32 rows ``indices [taps, length]`` (second to last axis) times ``weights`` with ``bits`` fraction bits."""
     shape = (*pixels.shape[:-2], indices.shape[1], pixels.shape[-1])
-    # Half a unit: rounds the shift below to the nearest.
+    # Start at half a unit, so that the shift below rounds to nearest.
     total = pixels.new_full(shape, 1 << (bits - 1))
     for index, weight in zip(indices, weights, strict=True):
         total.addcmul_(pixels.index_select(-2, index), weight)
@@ -60,16 +60,16 @@ def _weighted_rows(pixels: Tensor, indices: Tensor, weights: Tensor, bits: int) 
 
 @lru_cache(maxsize=64)
 def _taps(length: int, new_length: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return input positions ``[taps, new_length]`` and int32 weights ``[taps, new_length, 1]`` of a pass.
+    """Return input positions ``[taps, new_length]`` and int32 weights ``[taps, new_length, 1]`` for a pass.
 
-    Keys' cubic convolution kernel with a = -1/2 (Keys 1981, eq. 4), stretched by the scale when shrinking; the weights of
-    an output pixel are divided by their sum and rounded half away from zero.
+    The kernel is Keys' cubic convolution with a = -1/2 (Keys 1981, eq. 4), stretched by the scale when shrinking. Each
+    output pixel's weights are divided by their sum and rounded half away from zero.
     """
     scale = length / new_length
     stretch = max(scale, 1.0)
     support = 2.0 * stretch
     centres = (np.arange(new_length) + 0.5) * scale
-    # The order of operations is Pillow's; C converts towards zero and sums one after the other, unlike np.sum.
+    # Same order of operations as in Pillow's C code, which truncates towards zero and, unlike np.sum, adds sequentially.
     first = np.maximum((centres - support + 0.5).astype(np.int64), 0)
     end = np.minimum((centres + support + 0.5).astype(np.int64), length)
     positions = first + np.arange((end - first).max())[:, None]
@@ -88,15 +88,15 @@ def _cubic(x: np.ndarray) -> np.ndarray:
 
 
 def resize_bilinear(images: Tensor, size: tuple[int, int]) -> Tensor:
-    """Resize uint8 ``[B, C, H, W]`` to ``size`` (height, width) as torch does on a CPU: bilinear, without antialiasing."""
-    # Torch has no such kernel for GPUs; the same integers are computed there.
+    """Resize uint8 ``[B, C, H, W]`` to ``size`` (height, width) as torch on a CPU does: bilinear, without antialiasing."""
+    # torch has no such kernel for GPUs, so the same integers are computed there explicitly.
     if images.device.type == "cpu":
         return torch.nn.functional.interpolate(images, size=size, mode="bilinear")
     return bilinear_by_integers(images, *size)
 
 
 def bilinear_by_integers(images: Tensor, height: int, width: int) -> Tensor:
-    """Return the bits of ``resize_bilinear`` on any device."""
+    """Return a result bit-identical to ``resize_bilinear``, on any device."""
     pixels = images.int()
     for length, axis in ((width, -1), (height, -2)):
         if images.shape[axis] != length:
@@ -108,7 +108,7 @@ def bilinear_by_integers(images: Tensor, height: int, width: int) -> Tensor:
 
 @lru_cache(maxsize=64)
 def _bilinear_taps(length: int, new_length: int, device: torch.device) -> tuple[Tensor, Tensor, int]:
-    """Return positions, weights and bits for ``_weighted_rows``: as many bits as keep the weights within 16, as in torch."""
+    """Return positions, weights and bits for ``_weighted_rows``, with as many bits as fit into 16-bit weights, as in torch."""
     source = np.maximum((np.arange(new_length) + 0.5) * (length / new_length) - 0.5, 0.0)
     above = np.minimum(source.astype(np.int64), length - 1)
     fraction = source - above
@@ -120,10 +120,10 @@ def _bilinear_taps(length: int, new_length: int, device: torch.device) -> tuple[
 
 
 def resize_lanczos3(images: Tensor, size: tuple[int, int]) -> Tensor:
-    """Resize uint8 ``[B, C, H, W]`` to ``size`` (height, width) as TensorFlow does, by ``lanczos3`` with antialias.
+    """Resize uint8 ``[B, C, H, W]`` to ``size`` (height, width) as TensorFlow's ``lanczos3`` with antialiasing does.
 
-    A vertical, then a horizontal pass in float32, rounded and clipped to uint8. The kernel is ``sinc(x) sinc(x / 3)`` for
-    ``|x| <= 3`` (Duchon 1979), stretched by the scale when shrinking.
+    A vertical and then a horizontal pass run in float32; the result is rounded and clipped to uint8. The kernel is
+    ``sinc(x) sinc(x / 3)`` for ``|x| <= 3`` (Duchon 1979), stretched by the scale when shrinking.
     """
     return _in_slices(images, size, _lanczos3_slice)
 
@@ -137,14 +137,14 @@ def _lanczos3_slice(images: Tensor, height: int, width: int) -> Tensor:
 def _lanczos3_rows(pixels: Tensor, length: int) -> Tensor:
     total = pixels.new_zeros(*pixels.shape[:-2], length, pixels.shape[-1])
     for index, weight in zip(*_lanczos3_taps(pixels.shape[-2], length, pixels.device), strict=True):
-        # addcmul_ rounds once; TensorFlow rounds the product first.
+        # Not addcmul_, which rounds once; TensorFlow rounds the product before adding.
         total.add_(pixels.index_select(-2, index).mul_(weight))
     return total
 
 
 @lru_cache(maxsize=64)
 def _lanczos3_taps(length: int, new_length: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return input positions ``[taps, new_length]`` and float32 weights ``[taps, new_length, 1]`` of a pass."""
+    """Return input positions ``[taps, new_length]`` and float32 weights ``[taps, new_length, 1]`` for a pass."""
     unit, half, radius = np.float32(1.0), np.float32(0.5), np.float32(3.0)
     scale = unit / (np.float32(new_length) / np.float32(length))
     stretch = max(scale, unit)
@@ -175,7 +175,7 @@ def _sine(angle: np.ndarray) -> np.ndarray:
 def crop_and_resize(images: Tensor, area: float, size: tuple[int, int]) -> Tensor:
     """Crop the centre of uint8 ``[B, C, H, W]`` and resize it as ``tf.image.crop_and_resize`` (bilinear) does.
 
-    ``area`` is the fraction of the image that remains. The result is uint8 as from ``tf.image.convert_image_dtype``.
+    ``area`` is the remaining fraction of the image. The result is converted to uint8 as by ``tf.image.convert_image_dtype``.
     """
     pixels = images.float().mul_(1.0 / 255.0)
     pixels = _interpolate_rows(pixels.transpose(-1, -2), area, size[1]).transpose(-1, -2)
@@ -184,7 +184,7 @@ def crop_and_resize(images: Tensor, area: float, size: tuple[int, int]) -> Tenso
 
 
 def _interpolate_rows(pixels: Tensor, area: float, length: int) -> Tensor:
-    """Sample the second to last axis at ``length`` places, from one border of the crop to the other."""
+    """Sample the second to last axis at ``length`` positions between the borders of the crop."""
     unit, last = np.float32(1.0), np.float32(pixels.shape[-2] - 1)
     side = np.sqrt(np.float32(area))
     low = (unit - side) / np.float32(2.0)

@@ -1,4 +1,4 @@
-"""Actions and states between env units and [-1, 1], by bounds of the training data."""
+"""Convert actions and states between env units and [-1, 1], using bounds of the training data."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -15,11 +15,11 @@ from rlinf.options import closest
 
 
 def select_stats(norm_stats: Mapping[str, Any], unnorm_key: str | None) -> Mapping[str, Any]:
-    """Return the checked statistics of one data set (``action``, and ``proprio`` if any); None: of the only data set."""
+    """Check and return a data set's statistics (``action``, and ``proprio`` if any); None selects the only data set."""
     if unnorm_key is None:
         if len(norm_stats) != 1:
             raise ConfigError(
-                f"The checkpoint holds action statistics of {len(norm_stats)} data sets and model.unnorm_key is null; "
+                f"The checkpoint contains action statistics of {len(norm_stats)} data sets, but model.unnorm_key is null; "
                 f"choose one, e.g. model.unnorm_key={next(iter(norm_stats), '<name>')}. "
                 f"Known: {', '.join(norm_stats) or '(none)'}."
             )
@@ -35,22 +35,22 @@ def select_stats(norm_stats: Mapping[str, Any], unnorm_key: str | None) -> Mappi
 
 
 def select_action_stats(norm_stats: Mapping[str, Any], unnorm_key: str | None) -> Mapping[str, Any]:
-    """Return the ``action`` statistics of one data set; see ``select_stats``."""
+    """Return a data set's ``action`` statistics; see ``select_stats``."""
     return select_stats(norm_stats, unnorm_key).get("action") or {}
 
 
 def unit_range_stats(action_dim: int, state_dim: int | None = None) -> dict[str, Any]:
-    """Return statistics, under the key ``unit_range``, of actions (and states) in units of [-1, 1]."""
+    """Return statistics, under the key ``unit_range``, for actions (and states) that already range over [-1, 1]."""
     widths = {"action": action_dim} | ({"proprio": state_dim} if state_dim else {})
     bounds = {"q01": -1.0, "q99": 1.0, "min": -1.0, "max": 1.0, "mask": True}
     return {"unit_range": {part: {name: [x] * dim for name, x in bounds.items()} for part, dim in widths.items()}}
 
 
 class ActionNormalizer:
-    """``x = 0.5 * (n + 1) * (high - low) + low`` where ``mask``; elsewhere ``x = n``. Computed in float64.
+    """Compute ``x = 0.5 * (n + 1) * (high - low) + low`` where ``mask`` is true, and ``x = n`` elsewhere, in float64.
 
     Args:
-        stats: Two lists of ``D`` numbers, named by ``bounds``, and optionally ``mask`` (``D`` booleans; default: true).
+        stats: Two lists of ``D`` values, named by ``bounds``, and optionally ``mask`` (``D`` booleans, by default true).
         unnormalize_epsilon: Added to ``high - low`` when unnormalising (OpenVLA-OFT: 1e-8); normalising always adds 1e-8.
     """
 
@@ -64,7 +64,7 @@ class ActionNormalizer:
         low, high = bounds
         if low not in stats or high not in stats:
             raise ConfigError(
-                f"The statistics hold {', '.join(stats)}; normalising by {low} and {high} needs both. "
+                f"The statistics contain {', '.join(stats)}; normalising by {low} and {high} needs both. "
                 "Set a different model.unnorm_key"
             )
         self.range = Range.of(stats, bounds, "action or state")
@@ -92,7 +92,7 @@ class ActionNormalizer:
         return torch.where(mask, 0.5 * (normalized + 1.0) * span + low, normalized)
 
     def normalize(self, actions: Tensor) -> Tensor:
-        """Map ``[..., D]`` in env units to [-1, 1], float64, clipped; a dimension with high = low gives -1 there."""
+        """Map ``[..., D]`` in env units to [-1, 1], float64, clipped; a dimension with high = low maps to -1."""
         low, high, mask = self._tensors(actions.device)
         actions = actions.double()
         scaled = 2.0 * (actions - low) / (high - low + 1e-8) - 1.0

@@ -1,4 +1,4 @@
-"""One token that summarises the states of a prefix (RLT, 2604.23073, stage 1)."""
+"""A token that summarises the states of a prefix (RLT, 2604.23073, stage 1)."""
 
 import math
 from pathlib import Path
@@ -11,14 +11,14 @@ from rlinf.models.precision import without_autocast
 
 TOKEN_WIDTH = 256
 NAME, READOUT_FILE = "readout_token", "readout_token.safetensors"
-"""Attribute of a policy and prefix of its weight names; file for policies whose own files cannot hold them."""
+"""Attribute name in policies, prefix of the weight names, and name of a separate file if a policy's own cannot store them."""
 
 
 class ReadoutToken(nn.Module):
     """Encode the states of images and prompt into one token, from which a decoder reconstructs each of them.
 
     The encoder is a small transformer over the states and a learned token. The decoder reads the token and a position.
-    (RLT's decoder also reads earlier states, which make the next state easy to guess without the token.)
+    (RLT's decoder also reads earlier states, from which the next state is easy to guess without the token.)
     """
 
     def __init__(self, hidden_size: int) -> None:
@@ -35,7 +35,7 @@ class ReadoutToken(nn.Module):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Draw new weights: torch's defaults, and a token of std 1."""
+        """Initialise the weights with torch's defaults, and the token with std 1."""
         for module in self.modules():
             if isinstance(module, nn.MultiheadAttention):
                 module._reset_parameters()
@@ -44,7 +44,7 @@ class ReadoutToken(nn.Module):
         nn.init.normal_(self.token)
 
     def forward(self, states: Tensor, mask: Tensor | None) -> Tensor:
-        """Return the token, float32 ``[B, TOKEN_WIDTH]``, of ``states [B, P, H]``; ``mask``: bool, false on padding."""
+        """Return the token, float32 ``[B, TOKEN_WIDTH]``, for ``states [B, P, H]``; ``mask`` is bool, false on padding."""
         with without_autocast(states):
             standard, positions = self._inputs(states, mask)
             token = self.token.expand(len(states), 1, -1)
@@ -74,7 +74,7 @@ class ReadoutToken(nn.Module):
 
 
 def holds_readout_token(folder: str | Path) -> bool:
-    """Return whether a folder of a policy, or of its adapters, has the weights of a ``ReadoutToken``."""
+    """Return whether the folder of a policy or its adapters contains the weights of a ``ReadoutToken``."""
     for file in Path(folder).glob("*.safetensors"):
         with safe_open(file, framework="pt") as opened:
             if file.name == READOUT_FILE or any(name.startswith(f"{NAME}.") for name in opened.keys()):

@@ -1,4 +1,4 @@
-"""The value head: hidden states to values."""
+"""The value head, which maps hidden states to values."""
 
 from collections.abc import Sequence
 
@@ -8,7 +8,7 @@ from rlinf.models.precision import without_autocast
 
 
 class ValueHead(nn.Module):
-    """MLP ``mlp.{0,2,...}``; by default Linear(H, 512), GELU, Linear(512, 128), GELU, Linear(128, 1, no bias)."""
+    """An MLP with layers ``mlp.{0,2,...}``; by default Linear(H, 512), GELU, Linear(512, 128), GELU, Linear(128, 1, no bias)."""
 
     def __init__(
         self,
@@ -29,7 +29,7 @@ class ValueHead(nn.Module):
         for layer in self.mlp:
             if isinstance(layer, nn.Linear):
                 layer.reset_parameters()
-        # Small weights in the last layer let values start near 0.
+        # With small weights in the last layer, initial values are near 0.
         nn.init.normal_(self.mlp[-1].weight, std=0.02)
         if self.mlp[-1].bias is not None:
             nn.init.zeros_(self.mlp[-1].bias)

@@ -1,4 +1,4 @@
-"""Configuration of OpenVLA: the fields of public ``config.json`` files, and options for models from scratch."""
+"""Configuration of OpenVLA, with the fields of public ``config.json`` files and options for models from scratch."""
 
 import re
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from rlinf.models.loading import check_choice, checkpoint_folder, dataset_statis
 
 OPENVLA_PROMPT = "In: What action should the robot take to {instruction}?\nOut:"
 
-# (width, depth, heads, ratio of MLP width to width) of the vision transformers that public checkpoints name
+# (width, depth, heads, ratio of MLP width to width) of the vision transformers named in public checkpoints
 _VIT_SIZES = {
     "tiny": (192, 12, 3, 4.0),
     "small": (384, 12, 6, 4.0),
@@ -24,14 +24,14 @@ _VIT_SIZES = {
 
 @dataclass(frozen=True)
 class VisionTowerSpec:
-    """One vision transformer; sizes in pixels.
+    """Description of a vision transformer; sizes are in pixels.
 
     Attributes:
         kind: ``dinov2`` (class and register tokens, LayerScale) or ``siglip``.
-        num_prefix_tokens: Class token and registers, which are removed from the output.
-        feature_layer: Index of the layer whose output is the feature (negative: from the end), without the final norm.
-        mlp_stem_dim: Hidden width of a two-layer patch embedding; None: one linear layer.
-        film_dim: Width of the text vector of FiLM; None: no FiLM.
+        num_prefix_tokens: Number of class and register tokens, which are removed from the output.
+        feature_layer: Index of the layer whose output, without final norm, is used (negative counts from the end).
+        mlp_stem_dim: Hidden width of a two-layer patch embedding; None uses one linear layer.
+        film_dim: Width of the text vector for FiLM; None disables FiLM.
     """
 
     kind: str
@@ -49,50 +49,50 @@ class VisionTowerSpec:
 
     @property
     def grid_size(self) -> int:
-        """Patches per side."""
+        """Number of patches per side."""
         return self.image_size // self.patch_size
 
     @property
     def num_used_blocks(self) -> int:
-        """Layers that are run; the remaining ones are only part of the file."""
+        """Number of layers that are run; the remaining ones only exist in the checkpoint."""
         return self.depth + self.feature_layer + 1 if self.feature_layer < 0 else self.feature_layer + 1
 
 
 CROP_AREA = 0.9
-"""Crop area of models trained with random crops (``image_aug`` of the public fine-tuning)."""
+"""Crop area for models trained with random crops (``image_aug`` in the public fine-tuning)."""
 
 
 class OpenVLAConfig(PreTrainedConfig):
-    """OpenVLA (Kim et al. 2024). Fields without an entry below are public ones.
+    """Configuration of OpenVLA (Kim et al. 2024). Fields not listed below are as in public files.
 
     Args:
-        timm_model_ids: Names of one or two vision transformers, which contain kind, size and patch.
-        image_sizes: Pixels per tower.
+        timm_model_ids: Names of one or two vision transformers, which encode kind, size and patch size.
+        image_sizes: Image side in pixels per tower.
         image_resize_strategy: ``resize-naive``, ``letterbox`` or ``resize-crop``.
-        use_fused_vision_backbone: Two towers, whose features are concatenated.
-        timm_override_act_layers: Activation per tower; None: erf GELU.
+        use_fused_vision_backbone: Use two towers and concatenate their features.
+        timm_override_act_layers: Activation per tower; None uses erf GELU.
         text_config: Differences from ``LlamaConfig`` defaults.
-        pad_to_multiple_of: Padding rows at the end of the vocabulary, right after the action tokens.
-        norm_stats: Data set name to action statistics.
-        vision_overrides: Per tower: ``embed_dim, depth, num_heads, mlp_ratio, patch_size, hidden_act``.
+        pad_to_multiple_of: Number of padding rows at the end of the vocabulary, right after the action tokens.
+        norm_stats: Action statistics by data set name.
+        vision_overrides: Values per tower for ``embed_dim, depth, num_heads, mlp_ratio, patch_size, hidden_act``.
         vision_feature_layer: Layer whose output is used; -2 in public checkpoints.
-        action_decoding: ``autoregressive``, or ``parallel``: placeholder tokens after the prompt, bidirectional
-            attention, one action token read at each (Kim et al. 2025, OpenVLA-OFT, without chunks).
-        learned_placeholders: Train the placeholder embeddings; false: zeros, as in OpenVLA-OFT.
+        action_decoding: ``autoregressive``, or ``parallel``: one action token is read at each placeholder token after
+            the prompt, with bidirectional attention (OpenVLA-OFT, Kim et al. 2025, without chunks).
+        learned_placeholders: Train the placeholder embeddings; if false, they are zeros, as in OpenVLA-OFT.
         action_bin_rule: ``midpoints`` (public) or ``grid``; see ``ActionTokenizer``.
         use_film: Modulate vision layers by the mean text embedding (OpenVLA-OFT's form of Perez et al. 2018).
-        mlp_stem_dim: Hidden width of a two-layer patch embedding; None: one linear layer.
-        patches_per_token: Neighbouring patches per image token: a square if this is a square number, else a run in a row.
-        num_images_in_input: Cameras that the model sees, in the order of the observation.
-        prompt_suffix_token_id: Appended to prompts that do not end with it; None: nothing.
-        image_mean, image_std: Per channel, of images in [0, 1], for a new processor; None: the towers' own. Small models
-            from scratch need a mean near the background's colour to see small objects.
-        image_preparation: ``rlds``: a JPEG round trip and Lanczos-3 resize come first, as in RLDS data sets and the
-            public evaluation on LIBERO; ``none``: only the resize above.
-        center_crop: Crop the centre (0.9 of the area) and enlarge it, as public evaluations after ``image_aug`` do.
-        weight_init: Random weights: ``normal`` (std ``text_config.initializer_range``) or ``fan_in`` (std 1/sqrt(inputs),
-            embeddings 1), with which small models learn faster.
-        max_prompt_len: Prompts are padded to this length; None: to the longest of the batch.
+        mlp_stem_dim: Hidden width of a two-layer patch embedding; None uses one linear layer.
+        patches_per_token: Number of neighbouring patches per image token: square blocks if possible, else runs in a row.
+        num_images_in_input: Number of cameras that the model reads, in the observation's order.
+        prompt_suffix_token_id: Token appended to prompts that do not end with it, or None.
+        image_mean, image_std: Per-channel values for images in [0, 1] in a new processor; None uses the towers' own.
+            Small models trained from scratch need a mean near the background colour to see small objects.
+        image_preparation: ``rlds`` applies a JPEG round trip and a Lanczos-3 resize first, as in RLDS data sets and the
+            public LIBERO evaluation; ``none`` only applies the resize above.
+        center_crop: Crop the centre (0.9 of the area) and enlarge it, as in public evaluations after ``image_aug``.
+        weight_init: Random initialisation: ``normal`` (std ``text_config.initializer_range``) or ``fan_in`` (std
+            1/sqrt(inputs), 1 for embeddings), with which small models learn faster.
+        max_prompt_len: Length to which prompts are padded; None uses the longest prompt in the batch.
     """
 
     model_type = "openvla"
@@ -165,8 +165,8 @@ class OpenVLAConfig(PreTrainedConfig):
         num_towers = len(self.timm_model_ids)
         if num_towers != (2 if self.use_fused_vision_backbone else 1):
             raise field_error(
-                f"use_fused_vision_backbone is {self.use_fused_vision_backbone} and timm_model_ids has {num_towers} names; "
-                "required: two fused towers, or one", "use_fused_vision_backbone=null",
+                f"use_fused_vision_backbone is {self.use_fused_vision_backbone}, but timm_model_ids has {num_towers} names; "
+                "required: one tower, or two fused towers", "use_fused_vision_backbone=null",
             )  # fmt: skip
         for name in ("image_sizes", "timm_override_act_layers", "vision_overrides"):
             count = len(getattr(self, name))
@@ -181,7 +181,7 @@ class OpenVLAConfig(PreTrainedConfig):
             raise field_error(problem, "center_crop=true")
         if len(set(self.image_sizes)) > 1 and (self.center_crop or self.image_preparation != "none"):
             raise ConfigError(
-                f"image_sizes are {self.image_sizes}; required by center_crop and image_preparation: one size. "
+                f"image_sizes are {self.image_sizes}; required for center_crop and image_preparation: equal sizes. "
                 "Set model.override_config.center_crop=false model.override_config.image_preparation=none"
             )
         if self.text_config.model_type != "llama":
@@ -192,12 +192,12 @@ class OpenVLAConfig(PreTrainedConfig):
 
     @property
     def crop_area(self) -> float:
-        """Fraction of an image's area that the policy sees, except in augmented cloning."""
+        """Fraction of the image area that the policy sees, except in cloning with augmentation."""
         return CROP_AREA if self.center_crop else 1.0
 
     @property
     def action_vocab_size(self) -> int:
-        """Vocabulary size without padding; its last ``n_action_bins`` ids are the action tokens."""
+        """Vocabulary size without padding; the last ``n_action_bins`` ids are the action tokens."""
         return self.text_config.vocab_size - self.pad_to_multiple_of
 
     def vision_towers(self) -> list[VisionTowerSpec]:
@@ -206,13 +206,13 @@ class OpenVLAConfig(PreTrainedConfig):
         if len({tower.grid_size for tower in towers}) > 1:
             sizes = ",".join(str(towers[0].grid_size * tower.patch_size) for tower in towers)
             raise field_error(
-                f"image_sizes are {self.image_sizes}, which are {[tower.grid_size for tower in towers]} patches per side; "
-                "required: as many for both towers", f"image_sizes=[{sizes}]",
+                f"image_sizes are {self.image_sizes}, i.e. {[tower.grid_size for tower in towers]} patches per side; "
+                "required: equal numbers for both towers", f"image_sizes=[{sizes}]",
             )  # fmt: skip
         return towers
 
     def token_block(self) -> tuple[int, int]:
-        """Return height and width, in patches, of one image token."""
+        """Return the height and width of an image token, in patches."""
         grid_size, patches = self.vision_towers()[0].grid_size, self.patches_per_token
         side = round(patches**0.5)
         if side * side == patches and grid_size % side == 0:
@@ -231,7 +231,7 @@ class OpenVLAConfig(PreTrainedConfig):
         kind = "dinov2" if "dinov2" in name else "siglip" if "siglip" in name else None
         if kind is None or size is None or patch is None:
             raise field_error(
-                f"Vision tower '{name}' is not supported; names look like vit_large_patch14_reg4_dinov2.lvd142m or "
+                f"Vision tower '{name}' is not supported; required: a name such as vit_large_patch14_reg4_dinov2.lvd142m or "
                 f"vit_so400m_patch14_siglip_224 (sizes: {', '.join(_VIT_SIZES)})", "timm_model_ids=null",
             )  # fmt: skip
         defaults = dict(zip(("embed_dim", "depth", "num_heads", "mlp_ratio"), size, strict=True))
@@ -256,7 +256,7 @@ class OpenVLAConfig(PreTrainedConfig):
             film_dim=self.text_config.hidden_size if self.use_film else None,
         )
         if not 1 <= spec.num_used_blocks <= depth:
-            problem = f"vision_feature_layer is {self.vision_feature_layer}; required: a layer of the {depth}"
+            problem = f"vision_feature_layer is {self.vision_feature_layer}; required: an index into {depth} layers"
             raise field_error(problem, "vision_feature_layer=-1")
         if spec.image_size % patch_size:
             fitting = [size // patch_size * patch_size for size in self.image_sizes]

@@ -1,4 +1,4 @@
-"""A Llama layer with bidirectional attention and an option to compute the last positions only."""
+"""A Llama layer with bidirectional attention that can compute only the last positions."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from transformers.models.llama.modeling_llama import (
 
 
 class KVCache:
-    """Keys and values of every layer, in buffers of the final length, so that a new token copies nothing else.
+    """Keys and values of every layer in preallocated buffers, so that a new token does not copy earlier ones.
 
-    For decoding without gradients. The buffers are allocated at the first update, in its dtype.
+    Used for decoding without gradients. The buffers are allocated at the first update, with its dtype.
 
     Attributes:
-        max_len: Positions of the complete sequence, future ones included.
-        length: Positions written so far; ``run_layers`` counts them, once all layers have written.
-        rotary: Rotary tables of all positions; ``run_layers`` computes them at the first call.
+        max_len: Number of positions in the complete sequence, including future ones.
+        length: Number of positions written so far; ``run_layers`` updates it once all layers have written.
+        rotary: Rotary tables for all positions; ``run_layers`` computes them in the first call.
     """
 
     def __init__(self, max_len: int) -> None:
@@ -39,17 +39,17 @@ class KVCache:
         """Return a cache with ``times`` adjacent copies of each row and its first ``length`` positions."""
         cache = KVCache(self.max_len)
         cache.length = length
-        is_shared = len(self.rotary[0]) == 1  # by all rows
+        is_shared = len(self.rotary[0]) == 1  # one table for all rows
         cache.rotary = self.rotary if is_shared else tuple(x.repeat_interleave(times, dim=0) for x in self.rotary)
         for layer, parts in self._buffers.items():
             cache._buffers[layer] = tuple(part.repeat_interleave(times, dim=0) for part in parts)
         return cache
 
     def update(self, key: Tensor, value: Tensor, layer_idx: int) -> tuple[Tensor, Tensor]:
-        """Append ``[B, heads, S, head_dim]``; return all keys and values so far, as views of the buffers."""
+        """Append keys and values ``[B, heads, S, head_dim]``; return all of them so far, as views of the buffers."""
         end = self.length + key.shape[2]
         if end > self.max_len:
-            raise ValueError(f"The cache holds {self.max_len} positions, and {end} are needed.")
+            raise ValueError(f"The cache has {self.max_len} positions, but {end} are needed.")
         if layer_idx not in self._buffers:
             shape = (*key.shape[:2], self.max_len, key.shape[3])
             self._buffers[layer_idx] = key.new_empty(shape), value.new_empty(shape)
@@ -60,7 +60,7 @@ class KVCache:
 
 
 class LlamaActionLayer(LlamaDecoderLayer):
-    """``LlamaDecoderLayer`` with the same parameters and numbers, for calls by ``run_layers``."""
+    """``LlamaDecoderLayer`` for use in ``run_layers``, with identical parameters and results."""
 
     def forward(
         self,
@@ -75,17 +75,17 @@ class LlamaActionLayer(LlamaDecoderLayer):
 
         Args:
             attention_mask: ``[B or 1, 1, queries, keys]``, bool (sdpa on a CPU) or additive; ``[B, keys]`` for flash
-                attention; None: all keys (up to the query if causal).
-            rotary: From ``rotary_tables``, for these positions.
+                attention; None allows all keys (up to the query if causal).
+            rotary: Result of ``rotary_tables`` for these positions.
             cache: Keys and values of earlier positions, extended in place.
-            num_queries: Positions to return, counted from the end; None: all.
-            is_causal: Used if ``attention_mask`` is None.
+            num_queries: Number of last positions to return; None returns all.
+            is_causal: Use causal attention; only applies if ``attention_mask`` is None.
         """
-        # Under transformers' name of the argument cache, gradient checkpointing would drop it.
+        # Called `cache` because gradient checkpointing drops arguments with transformers' own name for it.
         attention, residual = self.self_attn, hidden_states
         keys_from = queries_from = self.input_layernorm(hidden_states)
         query_rotary = rotary
-        # The last layer needs keys and values of all positions, but queries, projection and MLP of the last ones only.
+        # The last layer needs keys and values at all positions, but queries, projection and MLP only at the last ones.
         if num_queries is not None:
             residual, queries_from = residual[:, -num_queries:], queries_from[:, -num_queries:]
             query_rotary = tuple(table[:, -num_queries:] for table in rotary)
@@ -110,7 +110,7 @@ class LlamaActionLayer(LlamaDecoderLayer):
 
 
 def use_action_layers(language_model: LlamaForCausalLM) -> None:
-    """Turn the layers of a new model into ``LlamaActionLayer`` with lean MLPs and norms; parameters stay the same."""
+    """Convert a new model's layers to ``LlamaActionLayer`` with lean MLPs and norms, without changing parameters."""
     for layer in language_model.model.layers:
         layer.__class__ = LlamaActionLayer
         layer.input_layernorm.__class__ = layer.post_attention_layernorm.__class__ = LeanRMSNorm
@@ -125,7 +125,7 @@ def _rotate(heads: Tensor, cos: Tensor, signed_sin: Tensor) -> Tensor:
 
 def _attend_once(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float) -> Tensor:
     """Attend with one query per head, ``[B, heads, 1, head_dim]``, and return ``[B, 1, heads, head_dim]``."""
-    # Heads that share keys become queries of one head, so that no key is repeated.
+    # Heads with common keys are treated as several queries of one head, so that no key is repeated.
     grouped = query.unflatten(1, (key.shape[1], -1)).squeeze(3)
     attended = nn.functional.scaled_dot_product_attention(grouped, key, value, attn_mask=mask, scale=scaling)
     return attended.flatten(1, 2).unsqueeze(1)
@@ -153,11 +153,11 @@ def run_layers(
     cache: KVCache | None = None,
     last_inputs: list[Tensor] | None = None,
 ) -> Tensor:
-    """Run a model of ``LlamaActionLayer`` on ``embeddings [B, S, H]``; return the last ``num_queries`` positions, normed.
+    """Run a model with ``LlamaActionLayer`` on ``embeddings [B, S, H]``; return the last ``num_queries`` normed positions.
 
-    The embeddings are the last ``S`` positions of the sequence; earlier ones are in ``cache``, which grows in place.
-    ``key_mask`` is bool ``[B, keys]``, false on padding; with a cache ``[B, cache.max_len]``, future positions included.
-    ``last_inputs``, if given, receives the input of the last layer, ``[B, S, H]``.
+    The embeddings are the last ``S`` positions of the sequence; earlier ones are in ``cache``, which is extended in place.
+    ``key_mask`` is bool ``[B, keys]`` or, with a cache, ``[B, cache.max_len]`` (including future positions), and false on
+    padding. If ``last_inputs`` is given, the input of the last layer, ``[B, S, H]``, is appended to it.
     """
     length = num_keys = embeddings.shape[1]
     if cache is None:
@@ -174,7 +174,7 @@ def run_layers(
         if implementation.startswith("flash"):
             return key_mask
         if implementation == "sdpa" and key_mask is None and queries == num_keys:
-            # The kernel handles this case without a mask.
+            # The kernel supports this case without a mask.
             return None
         allowed = attention_mask(key_mask, queries, num_keys, is_causal, embeddings.device)
         if implementation == "eager":
@@ -203,9 +203,9 @@ def run_layers(
 def attention_mask(
     key_mask: Tensor | None, num_queries: int, num_keys: int, is_causal: bool, device: torch.device
 ) -> Tensor | None:
-    """Return which keys each query sees, bool ``[B or 1, 1, num_queries, num_keys]``; None: all.
+    """Return which keys each query sees, bool ``[B or 1, 1, num_queries, num_keys]``, or None for all.
 
-    The queries are the last positions; ``key_mask`` ``[B, num_keys]`` is false on padding.
+    Queries are the last positions; ``key_mask`` ``[B, num_keys]`` is false on padding.
     """
     allowed = None
     if is_causal and num_queries > 1:
@@ -218,15 +218,15 @@ def attention_mask(
 
 
 def additive(allowed: Tensor | None, dtype: torch.dtype) -> Tensor | None:
-    """Turn a bool mask into the additive mask of eager attention."""
+    """Convert a bool mask to the additive mask used by eager attention."""
     if allowed is None:
         return None
     return torch.zeros(allowed.shape, dtype=dtype, device=allowed.device).masked_fill_(~allowed, torch.finfo(dtype).min)
 
 
 def aligned(allowed: Tensor, dtype: torch.dtype) -> Tensor:
-    """Turn a bool mask into the additive mask of GPU kernels of sdpa, which would do so in every layer."""
-    # The kernels copy rows that do not start at a multiple of 8 elements.
+    """Convert a bool mask to the additive mask of sdpa's GPU kernels once, instead of in every layer."""
+    # Align rows to multiples of 8 elements, because the kernels would otherwise copy them.
     *shape, num_keys = allowed.shape
     padded = torch.zeros(*shape, -(-num_keys // 8) * 8, dtype=dtype, device=allowed.device)
     return padded[..., :num_keys].masked_fill_(~allowed, float("-inf"))

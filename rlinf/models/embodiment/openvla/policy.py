@@ -33,10 +33,10 @@ from rlinf.types import ActionPrediction, BaseActions, Observation
 
 
 class OpenVLAForRLActionPrediction(TokenActionModel, CheckpointPolicy):
-    """Image and instruction in, action tokens out, with a value head.
+    """Map images and an instruction to action tokens and, with a value head, a value.
 
-    Sequence: BOS, image tokens, (padding,) prompt, then ``A = action_dim * action_chunks_len`` action tokens
-    (autoregressive) or placeholders (parallel). Only logits of the action bins are computed. The value is read at the last
+    The sequence is BOS, image tokens, (padding,) prompt, then ``A = action_dim * action_chunks_len`` action tokens
+    (autoregressive) or placeholders (parallel). Logits are computed only for the action bins. The value is read at the last
     prompt position (autoregressive) or at the last placeholder (parallel).
     """
 
@@ -94,10 +94,10 @@ class OpenVLAForRLActionPrediction(TokenActionModel, CheckpointPolicy):
 
     @classmethod
     def check_cuda_graph(cls, config: OpenVLAConfig, attn_implementation: str) -> None:
-        """Accept kernels that need no lengths of rows."""
+        """Accept all attention kernels that do not need row lengths."""
         if attn_implementation == "flash_attention_2":
             raise ConfigError(
-                "model.cuda_graph=true with model.attn_implementation=flash_attention_2, which reads the lengths of padded "
+                "model.cuda_graph=true with model.attn_implementation=flash_attention_2, which needs the lengths of padded "
                 "rows on the CPU; required: a different kernel. Set model.attn_implementation=sdpa, or model.cuda_graph=false"
             )
 
@@ -120,13 +120,13 @@ class OpenVLAForRLActionPrediction(TokenActionModel, CheckpointPolicy):
 
     @property
     def frozen_modules(self) -> list[str]:
-        """Layers after the feature layers of the vision towers: part of public files, and never run."""
+        """Layers after the vision towers' feature layers; they exist in public checkpoints but are never run."""
         towers = [(name, module) for name, module in self.named_modules() if isinstance(module, VisionTower)]
         return [f"{name}.{part}" for name, tower in towers for part in tower.unused]
 
     @property
     def _value_position(self) -> int:
-        """Index of the value's state among the states of the action tokens."""
+        """Index of the state from which the value is read, among the states of the action tokens."""
         return -1 if self.config.action_decoding == "parallel" else 0
 
     def get_input_embeddings(self) -> nn.Module:
@@ -175,13 +175,13 @@ class OpenVLAForRLActionPrediction(TokenActionModel, CheckpointPolicy):
             frames = to_device(torch.from_numpy(image), device).permute(0, 3, 1, 2)
             resize = processor.image_processor.preprocess_tensors
             pixels.append(resize(frames, observation.is_resized, observation.is_cropped))
-        # Without padding there is no mask, because inspecting one later on a GPU would synchronise.
+        # Omit the mask without padding, because inspecting it later on a GPU would synchronise.
         mask = {} if bool(attention_mask.all()) else {"attention_mask": to_device(attention_mask, device)}
         pixel_values = pixels[0] if wanted == 1 else torch.cat(pixels, dim=1)
         return {"input_ids": to_device(input_ids, device), **mask, "pixel_values": pixel_values}
 
     def resize_images(self, observation: Observation) -> Observation:
-        """Resize the images that the policy reads, JPEG round trip and crop included, unless one would grow."""
+        """Resize the images that the policy reads, including JPEG round trip and crop, unless an image would grow."""
         resize = self._ready_processor().image_processor.resize_once
         images = dict(observation.images)
         for name in list(images)[: self.config.num_images_in_input]:
@@ -201,13 +201,13 @@ class OpenVLAForRLActionPrediction(TokenActionModel, CheckpointPolicy):
     def _embed_prompt(
         self, input_ids: Tensor, attention_mask: Tensor | None = None, **observed: Tensor
     ) -> tuple[Tensor, Tensor | None]:
-        """Return embeddings ``[B, 1 + P + L - 1, H]`` and their bool mask; None: no padding."""
+        """Return embeddings ``[B, 1 + P + L - 1, H]`` and their bool mask, or None without padding."""
         return self._embed_masked(input_ids, _key_mask(attention_mask), **observed)
 
     def _embed_masked(
         self, input_ids: Tensor, key_mask: Tensor | None, **observed: Tensor
     ) -> tuple[Tensor, Tensor | None]:
-        """Return ``_embed_prompt`` for a bool mask, without operations that depend on values."""
+        """Compute ``_embed_prompt`` for a bool mask, without operations that depend on tensor values."""
         text = self.get_input_embeddings()(input_ids)
         tokens = self._observation_tokens(text, key_mask, **observed)
         self.check_length(text.shape[1] + tokens.shape[1])
@@ -216,24 +216,24 @@ class OpenVLAForRLActionPrediction(TokenActionModel, CheckpointPolicy):
         return torch.cat([text[:, :1], tokens, text[:, 1:]], dim=1), key_mask
 
     def _observation_tokens(self, text: Tensor, key_mask: Tensor | None, pixel_values: Tensor) -> Tensor:
-        """Return the tokens between BOS and the text, ``[B, P, H]``: the image tokens."""
+        """Return the embeddings ``[B, P, H]`` of all tokens between BOS and the text, i.e. the image tokens."""
         language = self._language_vector(text, key_mask) if self.config.use_film else None
         return self.projector(self.vision_backbone(pixel_values.to(text.dtype), language))
 
     def _language_vector(self, text: Tensor, key_mask: Tensor | None) -> Tensor:
-        """Return the mean text embedding ``[B, H]``, with which FiLM modulates the vision layers."""
+        """Return the mean text embedding ``[B, H]``, which FiLM uses to modulate the vision layers."""
         if key_mask is None:
             return text.mean(1)
         weights = key_mask.to(text.dtype)
         return (text * weights[..., None]).sum(1) / weights.sum(1, keepdim=True)
 
     def _placeholder_embeddings(self, embeddings: Tensor) -> Tensor:
-        """Return the embeddings after the prompt in parallel decoding, ``[B, A, H]``."""
+        """Return the embeddings that follow the prompt in parallel decoding, ``[B, A, H]``."""
         shape = (len(embeddings), self.num_logprobs, embeddings.shape[-1])
         return embeddings.new_zeros(shape) if self.placeholders is None else self.placeholders.expand(shape)
 
     def _bin_logits(self, hidden_states: Tensor) -> Tensor:
-        """Return logits of the action bins only, float32 ``[..., n_action_bins]``."""
+        """Return logits for the action bins only, float32 ``[..., n_action_bins]``."""
         first, end = self.action_tokenizer.first_token, self.action_tokenizer.vocab_size
         return linear_in_float32(hidden_states, self.language_model.lm_head.weight[first:end])
 
@@ -244,7 +244,7 @@ class OpenVLAForRLActionPrediction(TokenActionModel, CheckpointPolicy):
         return self._bin_logits(hidden_states), hidden_states[:, self._value_position]
 
     def _action_states(self, inputs: Inputs, tokens: Tensor | None, prefix: list[PrefixStates] | None) -> Tensor:
-        """Return the hidden states ``[B, A, H]`` at which the action tokens are read; arguments as in ``_score``."""
+        """Return the hidden states ``[B, A, H]`` from which action tokens are read; for arguments see ``_score``."""
         embeddings, key_mask = self._embed_prompt(**inputs)
         seen: list[Tensor] = []
         if self.config.action_decoding == "parallel":
@@ -257,7 +257,7 @@ class OpenVLAForRLActionPrediction(TokenActionModel, CheckpointPolicy):
         return hidden_states
 
     def _prefix_states(self, seen: list[Tensor], embeddings: Tensor) -> Tensor:
-        """Return states ``[B, P, H]`` of images and prompt: the normed inputs of the last layer (``seen``)."""
+        """Return states ``[B, P, H]`` of images and prompt, which are the last layer's normed inputs (``seen``)."""
         return self.language_model.model.norm(seen[0][:, : embeddings.shape[1]])
 
     def _read_out(self, embeddings: Tensor, key_mask: Tensor | None, **options: Any) -> Tensor:
@@ -267,9 +267,9 @@ class OpenVLAForRLActionPrediction(TokenActionModel, CheckpointPolicy):
     def _behind_prompt(
         self, function: Callable[..., tuple[Tensor, ...]], inputs: Inputs, *more: Any, settings: tuple[Any, ...] = ()
     ) -> tuple[Tensor, ...]:
-        """Return ``function(embeddings, key_mask, *more, *settings)`` of a prompt, without gradients.
+        """Return ``function(embeddings, key_mask, *more, *settings)`` for a prompt, without gradients.
 
-        It runs as a CUDA graph if enabled, so no tensor value may decide which kernels run. ``more`` are further tensors.
+        It runs as a CUDA graph if enabled, so its kernels must not depend on tensor values. ``more`` are further tensors.
         """
         observed = dict(inputs)
         prompt = (observed.pop("input_ids"), _key_mask(observed.pop("attention_mask", None)))
@@ -311,7 +311,7 @@ class OpenVLAForRLActionPrediction(TokenActionModel, CheckpointPolicy):
             bins = sample_tokens(logits, do_sample, temperature, uniforms)
         else:
             bins, logits, value_state = self._decode(inputs, do_sample, temperature, uniforms)
-        # A sampled rollout skips the check, which would wait for the GPU.
+        # Skipped when sampling, because the check would wait for the GPU.
         if not do_sample:
             check_finite(logits)
         sequences = torch.cat([input_ids, bins + self.action_tokenizer.first_token], dim=1)
@@ -328,7 +328,7 @@ class OpenVLAForRLActionPrediction(TokenActionModel, CheckpointPolicy):
     def _decode_tokens(
         self, embeddings: Tensor, key_mask: Tensor | None, uniforms: Tensor | None, do_sample: bool, temperature: float
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return bins ``[B, A]``, their logits, and the hidden state of the value."""
+        """Return bins ``[B, A]``, their logits, and the hidden state for the value."""
         cache, key_mask, first = self._prefill(embeddings, key_mask)
         bins, logits, _ = self._continue(cache, key_mask, first, do_sample, temperature, uniforms)
         return bins, logits, first
@@ -336,7 +336,7 @@ class OpenVLAForRLActionPrediction(TokenActionModel, CheckpointPolicy):
     def _prefill(
         self, embeddings: Tensor, key_mask: Tensor | None, **options: Any
     ) -> tuple[KVCache, Tensor | None, Tensor]:
-        """Return the prompt's cache, a mask that covers future tokens, and the first token's state ``[B, H]``."""
+        """Return the prompt's cache, a mask that includes future tokens, and the first token's state ``[B, H]``."""
         num_later = self.num_logprobs - 1
         cache = KVCache(embeddings.shape[1] + num_later)
         key_mask = None if key_mask is None else nn.functional.pad(key_mask, (0, num_later), value=True)
@@ -353,7 +353,7 @@ class OpenVLAForRLActionPrediction(TokenActionModel, CheckpointPolicy):
         temperature: float = 1.0,
         uniforms: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Decode after a prefilled prompt: bins ``[B, A]``, their logits, and their states ``[B, A, H]``."""
+        """Decode after a prefilled prompt; return bins ``[B, A]``, their logits, and their states ``[B, A, H]``."""
         bins, logits, states = [], [], [state]
         for i in range(self.num_logprobs):
             if i > 0:
@@ -390,7 +390,7 @@ class OpenVLAForRLActionPrediction(TokenActionModel, CheckpointPolicy):
 
     def _greedy(self, states: Tensor) -> Tensor:
         """Return the greedy tokens ``[B, A]`` of parallel decoding."""
-        # Not checked, which would wait for the GPU: features that are NaN show it.
+        # Not checked, because this would wait for the GPU; damaged weights also cause NaN features.
         return self._bin_logits(states).argmax(-1) + self.action_tokenizer.first_token
 
     def _sampled(self, states: Tensor, uniforms: Tensor) -> Tensor:
@@ -401,7 +401,7 @@ class OpenVLAForRLActionPrediction(TokenActionModel, CheckpointPolicy):
     def _decode_samples(
         self, cache: KVCache, key_mask: Tensor | None, first: Tensor, prompt_len: int, uniforms: Tensor
     ) -> Tensor:
-        """Return tokens as ``_sampled``, decoded token by token after one prompt of ``prompt_len`` positions."""
+        """Like ``_sampled``, but decode token by token after a single prompt of ``prompt_len`` positions."""
         times = uniforms.shape[1]
         key_mask = None if key_mask is None else key_mask.repeat_interleave(times, dim=0)
         cache, first = cache.repeated(times, prompt_len), first.repeat_interleave(times, dim=0)
@@ -416,9 +416,9 @@ class OpenVLAForRLActionPrediction(TokenActionModel, CheckpointPolicy):
         labels: Tensor | None = None,
         **_: Any,
     ) -> CausalLMOutput:
-        """Run the language model over BOS, image tokens and text (padding on the right), as the public fine-tuning does.
+        """Run the language model on BOS, image tokens and right-padded text, as in the public fine-tuning.
 
-        ``labels [B, L]`` are -100 where not scored; ``loss`` is the mean over all scored tokens of the batch. Also returns
+        ``labels [B, L]`` are -100 where not scored; ``loss`` is the mean over all scored tokens in the batch. Also return
         ``logits [B, P + L, vocab_size]`` and the last layer's normed ``hidden_states``.
         """
         embeddings, key_mask = self._embed_prompt(input_ids, attention_mask, pixel_values=pixel_values)
@@ -454,9 +454,9 @@ OpenVLAPolicy = OpenVLAForRLActionPrediction
 
 
 def _key_mask(attention_mask: Tensor | None) -> Tensor | None:
-    """Return a mask as bool; None: no padding."""
+    """Convert a mask to bool, or return None without padding."""
     key_mask = None if attention_mask is None else attention_mask.bool()
-    # Kernels without a mask do less work; on a GPU the check would synchronise.
+    # Kernels are faster without a mask, but on a GPU this check would synchronise.
     if key_mask is not None and key_mask.device.type == "cpu" and bool(key_mask.all()):
         return None
     return key_mask

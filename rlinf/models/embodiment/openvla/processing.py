@@ -1,4 +1,4 @@
-"""Images and prompts of OpenVLA to tensors."""
+"""Convert images and prompts to OpenVLA's input tensors."""
 
 from __future__ import annotations
 
@@ -30,20 +30,20 @@ STRATEGIES = ("resize-naive", "letterbox", "resize-crop")
 
 
 class PrismaticImageProcessor(BaseImageProcessor):
-    """Resize to each tower's size and normalise, concatenating the towers' channels.
+    """Resize and normalise images for each tower, and concatenate the towers' channels.
 
-    Public ``preprocessor_config.json`` files state settings twice; checkpoints were trained with the ``tvf_*`` ones
-    (``tvf_normalize_params`` rounded to bfloat16), which take precedence.
+    Public ``preprocessor_config.json`` files contain settings twice. The ``tvf_*`` ones take precedence, because
+    checkpoints were trained with them (``tvf_normalize_params`` rounded to bfloat16).
 
     Args:
-        use_fused_vision_backbone: Two towers.
-        image_resize_strategy: ``resize-naive`` (ignore the aspect), ``letterbox`` (pad to a centred square with the
-            last tower's mean colour, then as the next) or ``resize-crop`` (shorter side to size, centre crop).
-        input_sizes: ``[3, H, W]`` per tower.
+        use_fused_vision_backbone: Whether there are two towers.
+        image_resize_strategy: ``resize-naive`` (ignore the aspect ratio), ``resize-crop`` (resize the shorter side, crop
+            the centre) or ``letterbox`` (first pad to a centred square with the last tower's mean colour, then ``resize-crop``).
+        input_sizes: Input shape ``[3, H, W]`` for each tower.
         interpolations: Must be ``bicubic``.
-        means, stds: Per tower, used without ``tvf_normalize_params``.
-        image_preparation, do_center_crop: As in ``OpenVLAConfig``, to the first tower's size, before all other steps.
-        **kwargs: ``tvf_*`` settings; other entries are stored for saving.
+        means, stds: Values per tower, used if ``tvf_normalize_params`` is absent.
+        image_preparation, do_center_crop: See ``OpenVLAConfig``; done first, with the first tower's size as target.
+        **kwargs: ``tvf_*`` settings; all further entries are only stored for saving.
     """
 
     model_input_names = ["pixel_values"]
@@ -77,7 +77,7 @@ class PrismaticImageProcessor(BaseImageProcessor):
 
     @property
     def normalization(self) -> list[tuple[list[float], list[float]]]:
-        """Effective (mean, std) per tower."""
+        """(mean, std) used for each tower."""
         params = getattr(self, "tvf_normalize_params", None)
         if params is not None:
             return [(list(tower["mean"]), list(tower["std"])) for tower in params]
@@ -85,7 +85,7 @@ class PrismaticImageProcessor(BaseImageProcessor):
 
     @classmethod
     def for_config(cls, config: OpenVLAConfig) -> PrismaticImageProcessor:
-        """Build the processor of a model without a ``preprocessor_config.json``."""
+        """Build the processor for a model without a ``preprocessor_config.json``."""
         imagenet = {"mean": [0.484375, 0.455078125, 0.40625], "std": [0.228515625, 0.2236328125, 0.224609375]}
         half = {"mean": [0.5] * 3, "std": [0.5] * 3}
         params = [dict(imagenet if spec.kind == "dinov2" else half) for spec in config.vision_towers()]
@@ -101,12 +101,12 @@ class PrismaticImageProcessor(BaseImageProcessor):
         )
 
     def apply_transform(self, image: Image.Image) -> Tensor:
-        """Map one PIL image to ``[3 * towers, H, W]`` float32."""
+        """Convert a PIL image to float32 ``[3 * towers, H, W]``."""
         pixels = torch.from_numpy(np.array(image.convert("RGB"), dtype=np.uint8))
         return self.preprocess_tensors(pixels.permute(2, 0, 1)[None])[0]
 
     def _geometry(self, tower: int) -> tuple[int | tuple[int, int], tuple[int, int]]:
-        """Return the resize size (an int: of the shorter side) and the crop height and width, ``tvf_*`` first."""
+        """Return the resize size (an int for the shorter side) and the crop height and width, preferring ``tvf_*``."""
         _, height, width = self.input_sizes[tower]
         size: Any = (height, width) if self.image_resize_strategy == "resize-naive" else height
         crop: Any = (height, width)
@@ -120,7 +120,7 @@ class PrismaticImageProcessor(BaseImageProcessor):
 
     @property
     def _letterbox_fill(self) -> list[int] | None:
-        """Colour of the padding to a square; None: no padding."""
+        """Colour used to pad images to a square, or None without padding."""
         letterbox = getattr(self, "tvf_do_letterbox", None)
         if not (self.image_resize_strategy == "letterbox" if letterbox is None else letterbox):
             return None
@@ -128,9 +128,9 @@ class PrismaticImageProcessor(BaseImageProcessor):
         return list(fill) if fill is not None else [int(255 * value) for value in self.normalization[-1][0]]
 
     def preprocess_tensors(self, images: Tensor, is_resized: bool = False, is_cropped: bool = False) -> Tensor:
-        """Map uint8 ``[B, 3, H, W]`` to ``[B, 3 * towers, H', W']`` float32 on its device, with the public processor's bits.
+        """Convert uint8 ``[B, 3, H, W]`` to float32 ``[B, 3 * towers, H', W']`` on its device, as the public processor bit for bit.
 
-        ``is_resized``: the images come from ``resize_once``. ``is_cropped``: omit ``do_center_crop``.
+        Set ``is_resized`` for images from ``resize_once``, and ``is_cropped`` to skip ``do_center_crop``.
         """
         num_towers = len(self.normalization)
         resized = [images] * num_towers if is_resized else self._resize_for_towers(images, is_cropped)
@@ -138,7 +138,7 @@ class PrismaticImageProcessor(BaseImageProcessor):
         return towers[0] if num_towers == 1 else torch.cat(towers, dim=1)
 
     def resize_once(self, images: Tensor) -> Tensor | None:
-        """Resize uint8 ``[B, 3, H, W]``; None if the towers need different sizes, or larger images than these."""
+        """Resize uint8 ``[B, 3, H, W]``; return None if the towers need different sizes, or larger images than these."""
         geometries = {self._geometry(tower) for tower in range(len(self.normalization))}
         _, (height, width) = next(iter(geometries))
         fits = len(geometries) == 1 and height * width <= images.shape[-2] * images.shape[-1]
@@ -158,21 +158,21 @@ class PrismaticImageProcessor(BaseImageProcessor):
         if self._letterbox_fill is not None:
             height, width = images.shape[-2:]
             side = max(height, width)
-            # An odd difference leaves the result one pixel short of a square, as in the public code.
+            # If the difference is odd, the result is one pixel short of a square, as in the public code.
             left, top = (side - width) // 2, (side - height) // 2
             colour = to_device(torch.tensor(self._letterbox_fill, dtype=images.dtype), images.device).view(1, 3, 1, 1)
             square = colour.repeat(len(images), 1, height + 2 * top, width + 2 * left)
             square[..., top : top + height, left : left + width] = images
             images = square
         target = size
-        if isinstance(size, int):  # of the shorter side; the longer one keeps the aspect, rounded down
+        if isinstance(size, int):  # the shorter side; the longer one is scaled equally and rounded down
             height, width = images.shape[-2:]
             target = (size, int(size * width / height)) if height <= width else (int(size * height / width), size)
         images = resize_bicubic(images, target)
         if target == crop:
             return images
         top, left = (round((full - part) / 2.0) for full, part in zip(target, crop, strict=True))
-        # Negative numbers crop; a crop that is larger than the image is padded with black.
+        # Negative values crop; if the crop is larger than the image, the border is black.
         return pad(images, (-left, left + crop[1] - target[1], -top, top + crop[0] - target[0]))
 
     def preprocess(self, images: Any, return_tensors: str | None = "pt", **_: Any) -> BatchFeature:
@@ -184,9 +184,9 @@ class PrismaticImageProcessor(BaseImageProcessor):
 
 
 def _normalize(images: Tensor, mean: Sequence[float], std: Sequence[float]) -> Tensor:
-    """Return ``(x / 255 - mean) / std`` of uint8 images."""
-    # Tensors divide as on a CPU: CUDA multiplies by the inverse of a plain number. The channels of a pixel are adjacent
-    # in a camera image, and complete rows are several times as fast as three values at a time.
+    """Return ``(x / 255 - mean) / std`` for uint8 images."""
+    # Divide by a tensor to match the CPU's result: for a Python number, CUDA multiplies by the inverse. The channels of a
+    # pixel are adjacent in camera images, and processing complete rows is several times faster than three values at a time.
     rows = images.permute(0, 2, 3, 1).flatten(2).float()  # [B, H, W * 3]
     width = images.shape[-1]
     white, mean, std = (to_device(torch.tensor(values), rows.device) for values in ([255.0], mean, std))
@@ -195,13 +195,13 @@ def _normalize(images: Tensor, mean: Sequence[float], std: Sequence[float]) -> T
 
 
 class PrismaticProcessor:
-    """Image processor and tokenizer of one model; ``processor(text, images)`` returns the tensors of a forward pass.
+    """A model's image processor and tokenizer; ``processor(text, images)`` returns the input tensors for a forward pass.
 
     Args:
         tokenizer: Tokenizer with a padding and a BOS token; its padding side is set to the left.
-        prompt_template: Text around ``{instruction}``, for ``encode_instructions``.
-        prompt_suffix_token_id: Appended to prompts that do not end with it; None: nothing.
-        max_prompt_len: Fixed length of the padded prompts; None: the longest of the batch.
+        prompt_template: Text that contains ``{instruction}``, used by ``encode_instructions``.
+        prompt_suffix_token_id: Token appended to prompts that do not end with it, or None.
+        max_prompt_len: Length to which prompts are padded; None uses the longest prompt in the batch.
     """
 
     def __init__(
@@ -254,7 +254,7 @@ class PrismaticProcessor:
         longest = max(len(row) for row in rows)
         if self.max_prompt_len is not None:
             if longest > self.max_prompt_len:
-                problem = f"A prompt has {longest} tokens and max_prompt_len is {self.max_prompt_len}"
+                problem = f"A prompt has {longest} tokens, but max_prompt_len is {self.max_prompt_len}"
                 raise field_error(problem, f"max_prompt_len={longest}")
             longest = self.max_prompt_len
         pad = self.tokenizer.pad_token_id
@@ -271,7 +271,7 @@ class PrismaticProcessor:
                 ids = [self.tokenizer.bos_token_id, *ids]
             if self.prompt_suffix_token_id is not None and ids[-1] != self.prompt_suffix_token_id:
                 ids.append(self.prompt_suffix_token_id)
-            # Clients of a server choose prompts, so the cache must not grow without bounds.
+            # A server's clients can send arbitrary prompts, so limit the size of the cache.
             if len(self._prompt_ids) >= 4096:
                 self._prompt_ids.clear()
             self._prompt_ids[prompt] = ids
@@ -279,13 +279,13 @@ class PrismaticProcessor:
 
 
 def load_processor(tokenizer_config: Any, model_config: OpenVLAConfig, path: str | None) -> PrismaticProcessor:
-    """Load tokenizer and image processor from ``path``; without one, take the packaged tiny tokenizer."""
+    """Load tokenizer and image processor from ``path``, or use the packaged tiny tokenizer without one."""
     tokenizer = load_tokenizer(path, model_config.text_config.vocab_size)
     if path is not None and (Path(path) / "preprocessor_config.json").is_file():
         images = PrismaticImageProcessor.from_pretrained(path)
     else:
         images = PrismaticImageProcessor.for_config(model_config)
-    # Public preprocessor files do not contain these steps, which come first.
+    # These steps, which are applied first, are not part of public preprocessor files.
     images.image_preparation, images.do_center_crop = model_config.image_preparation, model_config.center_crop
     names = ("prompt_template", "prompt_suffix_token_id", "max_prompt_len")
     return PrismaticProcessor(images, tokenizer, **{name: getattr(model_config, name) for name in names})

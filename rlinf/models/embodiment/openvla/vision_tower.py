@@ -1,4 +1,4 @@
-"""Vision transformers of OpenVLA, built from transformers' own DINOv2 and SigLIP layers."""
+"""OpenVLA's vision transformers, built from transformers' own DINOv2 and SigLIP layers."""
 
 import torch
 from torch import Tensor, nn
@@ -13,7 +13,7 @@ LAYER_NORM_EPS = 1e-6
 
 
 class Film(nn.Module):
-    """Feature-wise modulation ``x * (1 + scale(l)) + shift(l)`` (Perez et al. 2018) in the form of OpenVLA-OFT."""
+    """Feature-wise modulation ``x * (1 + scale(l)) + shift(l)`` (Perez et al. 2018), as used in OpenVLA-OFT."""
 
     def __init__(self, text_dim: int, embed_dim: int) -> None:
         super().__init__()
@@ -57,7 +57,7 @@ class SiglipBlock(SiglipEncoderLayer):
 
 
 class PatchEmbedding(nn.Module):
-    """Non-overlapping patches to vectors: one linear layer, or two with a GELU between (``mlp_stem_dim``)."""
+    """Map non-overlapping patches to vectors by one linear layer, or two with a GELU in between (``mlp_stem_dim``)."""
 
     def __init__(self, spec: VisionTowerSpec) -> None:
         super().__init__()
@@ -74,18 +74,18 @@ class PatchEmbedding(nn.Module):
         """Map ``[B, 3, H, W]`` to ``[B, N, embed_dim]``, patches in row-major order."""
         batch, channels, height, width = pixel_values.shape
         size = self.patch_size
-        # Pixel rows stay contiguous: the weights, which are small, are reordered instead of the images.
+        # To keep pixel rows contiguous, reorder the weights, which are small, instead of the images.
         patches = pixel_values.permute(0, 2, 3, 1).reshape(batch, height // size, size, width // size, size * channels)
         patches = patches.transpose(2, 3).reshape(batch, -1, size * size * channels)
         first = self.proj if self.stem is None else self.stem
-        # The columns become row, column, channel instead of channel, row, column.
+        # Reorder the columns from (channel, row, column) to (row, column, channel).
         weight = first.weight.reshape(len(first.weight), 3, -1).transpose(1, 2).flatten(1)
         embedded = nn.functional.linear(patches, weight, first.bias)
         return embedded if self.stem is None else self.proj(nn.functional.gelu(embedded))
 
 
 class AttentionPool(nn.Module):
-    """SigLIP's pooling head: part of public files, never used by OpenVLA, present so that a saved folder is complete."""
+    """SigLIP's pooling head. OpenVLA never uses it, but public checkpoints contain it, so saved folders must as well."""
 
     def __init__(self, spec: VisionTowerSpec) -> None:
         super().__init__()
@@ -99,7 +99,7 @@ class AttentionPool(nn.Module):
 
 
 class VisionTower(nn.Module):
-    """One vision transformer, run up to the layer ``feature_layer``; later layers are kept for saving only."""
+    """A vision transformer that is run up to ``feature_layer``; later layers only exist for saving."""
 
     def __init__(self, spec: VisionTowerSpec, config: OpenVLAConfig) -> None:
         super().__init__()
@@ -125,10 +125,10 @@ class VisionTower(nn.Module):
         return blocks + [name for name in ("norm", "attn_pool") if hasattr(self, name)]
 
     def forward(self, pixel_values: Tensor, text: Tensor | None = None) -> Tensor:
-        """Map ``[B, 3, H, W]`` to patch features ``[B, N, embed_dim]``; ``text [B, film_dim]`` feeds FiLM."""
+        """Map ``[B, 3, H, W]`` to patch features ``[B, N, embed_dim]``; ``text [B, film_dim]`` is the input of FiLM."""
         hidden_states = self.patch_embed(pixel_values)
         if self.spec.kind == "dinov2":
-            # With registers, class token and registers have no position; without, the class token has the first one.
+            # With registers, neither they nor the class token have positions; without them, the class token has the first.
             cls_token = self.cls_token.expand(len(hidden_states), -1, -1)
             if self.reg_token is None:
                 hidden_states = torch.cat([cls_token, hidden_states], dim=1) + self.pos_embed
@@ -142,7 +142,7 @@ class VisionTower(nn.Module):
 
 
 class VisionBackbone(nn.Module):
-    """One tower (``featurizer``), or two with concatenated features (``fused_featurizer`` gets channels 3..5)."""
+    """One tower (``featurizer``), or two with concatenated features (``fused_featurizer`` reads channels 3..5)."""
 
     def __init__(self, config: OpenVLAConfig) -> None:
         super().__init__()
@@ -165,7 +165,7 @@ class VisionBackbone(nn.Module):
 
 
 class Projector(nn.Module):
-    """Patch features to language tokens; ``patches_per_token`` neighbours are concatenated first."""
+    """Map patch features to language tokens, after concatenating ``patches_per_token`` neighbours."""
 
     def __init__(self, config: OpenVLAConfig, vision_dim: int, grid_size: int) -> None:
         super().__init__()
@@ -189,7 +189,7 @@ class Projector(nn.Module):
         """Map ``[B, images * N, vision_dim]`` to ``[B, images * tokens_per_image, hidden_size]``."""
         batch, _, width = features.shape
         height, run = self.block_height, self.block_width
-        # The patch rows of a token are not adjacent in memory.
+        # Patches from different rows of a token are not adjacent in memory.
         if height > 1:
             features = features.reshape(batch, -1, height, self.grid_size // run, run, width).transpose(2, 3)
         hidden_states = self.fc2(nn.functional.gelu(self.fc1(features.reshape(batch, -1, height * run * width))))

@@ -11,7 +11,7 @@ from rlinf.models.embodiment.openvla.config import OpenVLAConfig
 
 
 class OpenVLAVllmAdapter:
-    """Runs an OpenVLA policy in vLLM (``ActionModel.vllm_adapter``); ``excluded`` modules stay with the trainer."""
+    """Run an OpenVLA policy in vLLM (see ``ActionModel.vllm_adapter``); ``excluded`` modules are not sent to the engine."""
 
     model_class = "rlinf.models.embodiment.openvla.vllm_model:OpenVLAForVllm"
     excluded = ("value_head", "readout_token")
@@ -21,7 +21,7 @@ class OpenVLAVllmAdapter:
         """Reject parallel decoding, whose bidirectional attention vLLM does not support."""
         if config.action_decoding != "autoregressive":
             raise ConfigError(
-                f"rollout.backend=vllm decodes token by token, and the model has action_decoding={config.action_decoding}. "
+                f"rollout.backend=vllm decodes token by token, but the model has action_decoding={config.action_decoding}. "
                 "Set model.init_config.action_decoding=autoregressive, or rollout.backend=torch"
             )
 
@@ -33,8 +33,8 @@ class OpenVLAVllmAdapter:
 
     @staticmethod
     def prompts(model: Any, inputs: dict[str, Tensor]) -> list[dict[str, Any]]:
-        """Turn the result of ``preprocess`` into prompts: BOS, image token, text; no padding."""
-        # Images are sent as bytes, a quarter of the size; the engine normalises them again.
+        """Convert the result of ``preprocess`` to prompts of BOS, image token and text, without padding."""
+        # Images are sent as bytes, which need a quarter of the size; the engine normalises them again.
         token = image_token(model.config)
         pixels = to_bytes(inputs["pixel_values"], pixel_statistics(model)).cpu().numpy()
         tokens, masks = inputs["input_ids"].cpu(), inputs.get("attention_mask")
@@ -48,7 +48,7 @@ class OpenVLAVllmAdapter:
 
 
 def pixel_statistics(model: Any) -> list[list[float]]:
-    """Return mean and std of each channel of ``pixel_values``, of images in [0, 1]."""
+    """Return the mean and std of each channel in ``pixel_values``, for images in [0, 1]."""
     towers = model.processor.image_processor.normalization
     return [[x for tower in towers for x in tower[part]] * model.config.num_images_in_input for part in (0, 1)]
 
@@ -60,18 +60,18 @@ def to_bytes(pixel_values: Tensor, statistics: list[list[float]]) -> Tensor:
 
 
 def normalized(pixels: Tensor, statistics: list[list[float]]) -> Tensor:
-    """Return float32 ``pixel_values`` of uint8 images, with the arithmetic of the policy's processor."""
+    """Return float32 ``pixel_values`` for uint8 images, with the same arithmetic as the policy's processor."""
     mean, std = _per_channel(pixels, statistics)
     return pixels.float().div_(mean.new_tensor(255.0)).sub_(mean).div_(std)
 
 
 def _per_channel(pixels: Tensor, statistics: list[list[float]]) -> Tensor:
-    """Return ``statistics`` for ``pixels [B, channels, H, W]``: float32 ``[2, channels, 1, 1]``."""
+    """Return ``statistics`` as float32 ``[2, channels, 1, 1]``, broadcastable to ``pixels [B, channels, H, W]``."""
     return torch.tensor(statistics, dtype=torch.float32, device=pixels.device)[..., None, None]
 
 
 def image_token(config: OpenVLAConfig) -> int:
-    """Return the image placeholder's id in a prompt: an action token, of which only the first one counts."""
+    """Return the id of the image placeholder in a prompt: an action token, only whose first occurrence is replaced."""
     return config.action_vocab_size - config.n_action_bins
 
 

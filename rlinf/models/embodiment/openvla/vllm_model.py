@@ -1,4 +1,4 @@
-"""OpenVLA inside vLLM: our vision tower and projector, vLLM's language model. Imported in the engine's process only."""
+"""OpenVLA in vLLM: our vision tower and projector with vLLM's language model. Only imported in the engine's process."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, ClassVar
@@ -26,11 +26,11 @@ from rlinf.models.embodiment.openvla.vision_tower import Projector, VisionBackbo
 from rlinf.models.embodiment.openvla.vllm import image_token, normalized, num_image_tokens
 
 FIELDS = ("pixel_values", "text_ids")
-"""Fields of an image: uint8 ``[1, channels, H, W]``, and the prompt ``[1, L]`` (BOS and text), whose mean feeds FiLM."""
+"""Fields of an image: uint8 ``[1, channels, H, W]``, and the prompt ``[1, L]`` (BOS and text), averaged for FiLM."""
 
 
 class OpenVLAForVllmConfig(OpenVLAConfig):
-    """The policy's configuration with its pixel statistics, under a separate name: vLLM has a different ``openvla``."""
+    """The policy's configuration and pixel statistics, under a separate name because vLLM has a different ``openvla``."""
 
     model_type = "rlinf_openvla"
     pixel_statistics: list[list[float]] | None = None
@@ -44,14 +44,14 @@ def _fields(_: Mapping[str, Tensor]) -> dict[str, MultiModalFieldConfig]:
 
 
 class OpenVLADataParser(MultiModalDataParser):
-    """Takes tensors that the policy's own processor has made."""
+    """Accept tensors that the policy's own processor computed."""
 
     def _parse_image_data(self, data: dict[str, Tensor]) -> ModalityDataItems[Any, Any]:
         return DictEmbeddingItems(data, modality="image", required_fields=set(FIELDS), fields_factory=_fields)
 
 
 class OpenVLAProcessingInfo(BaseProcessingInfo):
-    """One image item per prompt, without a tokenizer."""
+    """Declare one image item per prompt, and no tokenizer."""
 
     def get_data_parser(self) -> OpenVLADataParser:
         return OpenVLADataParser()
@@ -64,7 +64,7 @@ class OpenVLAProcessingInfo(BaseProcessingInfo):
 
 
 class OpenVLADummyInputs(BaseDummyInputsBuilder[OpenVLAProcessingInfo]):
-    """Inputs of vLLM's memory profiling run."""
+    """Build inputs for vLLM's memory profiling run."""
 
     def get_dummy_text(self, mm_counts: Mapping[str, int]) -> str:
         return ""
@@ -82,7 +82,7 @@ class OpenVLADummyInputs(BaseDummyInputsBuilder[OpenVLAProcessingInfo]):
 
 
 class OpenVLAMultiModalProcessor(BaseMultiModalProcessor[OpenVLAProcessingInfo]):
-    """Expands the image token of a prompt to one token per image position."""
+    """Expand a prompt's image token to one token per image position."""
 
     requires_tokenizer = False
 
@@ -108,10 +108,10 @@ class OpenVLAMultiModalProcessor(BaseMultiModalProcessor[OpenVLAProcessingInfo])
 class OpenVLAForVllm(nn.Module, SupportsMultiModal):
     """The autoregressive OpenVLA policy without its value head, under the same tensor names.
 
-    Prompt: BOS, image token, text without padding. The trainer's positions skip padding, so they agree.
+    A prompt is BOS, image token and text, without padding. Positions agree with the trainer's, which skip padding.
     """
 
-    # Logits are float32 on every GPU of the engine, as from ``linear_in_float32`` of the trainer.
+    # Logits are float32 on all of the engine's GPUs, as with ``linear_in_float32`` in the trainer.
     head_dtype: ClassVar[str] = "float32"
 
     @classmethod
@@ -136,13 +136,13 @@ class OpenVLAForVllm(nn.Module, SupportsMultiModal):
 
     @staticmethod
     def config_of(config: OpenVLAConfig) -> OpenVLAForVllmConfig:
-        """Return the policy's configuration under the model type that vLLM knows."""
+        """Return the policy's configuration under the model type registered with vLLM."""
         values = {name: value for name, value in config.to_dict().items() if name != "model_type"}
         return OpenVLAForVllmConfig(**values)
 
     @staticmethod
     def required_tensors(config: OpenVLAConfig) -> dict[str, Tensor]:
-        """Return the tensors that this class takes, by the policy's names, on the meta device."""
+        """Return the tensors that this class loads, under the policy's names and on the meta device."""
         with torch.device("meta"):
             backbone = VisionBackbone(config)
             parts = nn.ModuleDict({
@@ -153,7 +153,7 @@ class OpenVLAForVllm(nn.Module, SupportsMultiModal):
         return dict(parts.state_dict(keep_vars=True))
 
     def embed_multimodal(self, **kwargs: Any) -> MultiModalEmbeddings:
-        """Return ``[P, H]`` for each image of the batch."""
+        """Return embeddings ``[P, H]`` for each image in the batch."""
         pixel_values, text_ids = kwargs["pixel_values"], kwargs["text_ids"]
         weight = next(self.projector.parameters())
         images = torch.cat([image.reshape(1, *image.shape[-3:]) for image in pixel_values]).to(weight.device)
@@ -176,7 +176,7 @@ class OpenVLAForVllm(nn.Module, SupportsMultiModal):
         return self.language_model.model(input_ids, positions, intermediate_tensors, inputs_embeds=inputs_embeds)
 
     def compute_logits(self, hidden_states: Tensor) -> Tensor | None:
-        """Return logits of the complete vocabulary; ``allowed_token_ids`` of the request selects the action bins."""
+        """Return logits for the complete vocabulary; the request's ``allowed_token_ids`` selects the action bins."""
         return self.language_model.compute_logits(hidden_states)
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:

@@ -1,4 +1,4 @@
-"""Weights between public OpenVLA files (timm names) and our modules (transformers' names)."""
+"""Convert weights between public OpenVLA files (timm names) and our modules (transformers' names)."""
 
 import re
 from collections.abc import Mapping
@@ -10,7 +10,7 @@ from rlinf.distributed.deferred import Weight
 from rlinf.models.embodiment.openvla.config import OpenVLAConfig
 
 _BLOCK = re.compile(r"(vision_backbone\.(?:fused_)?featurizer)\.blocks\.(\d+)\.(.+)")
-# Public name inside a layer to ours; three targets: rows are split into queries, keys and values.
+# Maps public names inside a layer to ours; with three targets, rows are split into queries, keys and values.
 _DINO_NAMES = {
     "attn.qkv": ("attention.q_proj", "attention.k_proj", "attention.v_proj"),
     "attn.proj": ("attention.o_proj",),
@@ -32,7 +32,7 @@ def _names_by_tower(config: OpenVLAConfig) -> dict[str, dict[str, tuple[str, ...
 
 
 def from_public(state_dict: Mapping[str, Weight], config: OpenVLAConfig) -> dict[str, Weight]:
-    """Rename and split the tensors of a public checkpoint; names that are ours already pass unchanged."""
+    """Rename and split the tensors of a public checkpoint; tensors that already have our names are unchanged."""
     tables = _names_by_tower(config)
     result: dict[str, Weight] = {}
     for name, tensor in state_dict.items():
@@ -44,13 +44,13 @@ def from_public(state_dict: Mapping[str, Weight], config: OpenVLAConfig) -> dict
             continue
         targets, rest = table[public], match[3][len(public) :]
         for target, part in zip(targets, tensor.chunk(len(targets)), strict=True):
-            # Parts of one tensor become separate parameters, which need separate memory.
+            # Each part becomes a separate parameter, which needs its own memory.
             result[f"{match[1]}.blocks.{match[2]}.{target}{rest}"] = part if len(targets) == 1 else part.clone()
     return result
 
 
 def to_public(state_dict: Mapping[str, Tensor], config: OpenVLAConfig) -> dict[str, Tensor]:
-    """Undo ``from_public``: the result has exactly the names and shapes of a public file (and our additions)."""
+    """Undo ``from_public``; the result has exactly the names and shapes of a public file (plus our additions)."""
     tables = _names_by_tower(config)
     result: dict[str, Tensor] = {}
     for name, tensor in state_dict.items():

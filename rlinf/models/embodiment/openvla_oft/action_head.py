@@ -1,4 +1,4 @@
-"""The continuous action head and the state input of OpenVLA-OFT, with the names of its public files."""
+"""OpenVLA-OFT's continuous action head and state input, with the parameter names used in its public files."""
 
 import torch
 from torch import Tensor, nn
@@ -7,7 +7,7 @@ NUM_BLOCKS = 2
 
 
 class _ResidualMLP(nn.Module):
-    """Blocks ``x + ReLU(Linear(LayerNorm(x)))`` between two linear layers."""
+    """An MLP with blocks ``x + ReLU(Linear(LayerNorm(x)))`` between two linear layers."""
 
     def __init__(self, input_dim: int, width: int, output_dim: int) -> None:
         super().__init__()
@@ -28,7 +28,7 @@ class _ResidualMLP(nn.Module):
 
 
 class L1ActionHead(nn.Module):
-    """Maps the concatenated hidden states of a step to its normalised action (Kim et al. 2025, OpenVLA-OFT)."""
+    """Maps the concatenated hidden states of each step to a normalised action (OpenVLA-OFT, Kim et al. 2025)."""
 
     def __init__(self, hidden_size: int, action_dim: int) -> None:
         super().__init__()
@@ -42,7 +42,7 @@ class L1ActionHead(nn.Module):
 
 
 class ProprioProjector(nn.Module):
-    """Maps the normalised state ``[B, S]`` to one token ``[B, H]`` of the language model."""
+    """Maps the normalised state ``[B, S]`` to one language-model token ``[B, H]``."""
 
     def __init__(self, state_dim: int, hidden_size: int) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Configuration of OpenVLA-OFT: constants of its public training scripts, as fields of the checkpoint."""
+"""Configuration of OpenVLA-OFT; constants in its public training scripts are stored as fields of the checkpoint."""
 
 from pathlib import Path
 from typing import Any, ClassVar
@@ -14,27 +14,27 @@ NEW_PARTS = {
     "film": "use_film=true",
     "placeholders": "learned_placeholders=true",
 }
-"""Parts that a base OpenVLA does not have, and the option of each."""
+"""Parts that the base OpenVLA lacks, and the option that enables each one."""
 ACTION_BOUNDS = {"bounds_q99": ("q01", "q99"), "bounds": ("min", "max")}
 
 
 class OpenVLAOFTConfig(OpenVLAConfig):
-    """OpenVLA-OFT (Kim et al. 2025): parallel decoding of action chunks with bidirectional attention.
+    """Configuration of OpenVLA-OFT (Kim et al. 2025), which decodes action chunks in parallel with bidirectional attention.
 
-    Public folders have OpenVLA's ``config.json`` without these fields: set them by ``model.override_config``. See
+    Public folders contain OpenVLA's ``config.json`` without these fields, so set them in ``model.override_config``. See
     ``OpenVLAConfig`` for inherited fields.
 
     Args:
         use_proprio: Read the robot's state as an additional token.
-        state_dim: Dimensions of the state; None: those of its statistics.
+        state_dim: Width of the state; None uses the width of its statistics.
         action_head: ``discrete`` (action tokens) or ``l1`` (a continuous head on the same hidden states).
-        action_normalization: Statistics of actions and state: ``bounds_q99`` (LIBERO, BRIDGE) or ``bounds`` (ALOHA).
-        stop_token_in_input: End the input with ``</s>``, as the public models; false: with the placeholders.
-        greedy_over_vocabulary: Greedy tokens are the argmax over the complete vocabulary, as in the public evaluation
-            (ids outside the bins decode as the nearest bin); false: over the action bins, as for sampling.
-        new_parts: Parts that a folder may lack and that are then newly initialised, as in the public fine-tuning:
-            ``action_head``, ``proprio_projector`` and ``placeholders`` at random, ``film`` as the identity. Building the
-            model empties this list.
+        action_normalization: Statistics used for actions and state: ``bounds_q99`` (LIBERO, BRIDGE) or ``bounds`` (ALOHA).
+        stop_token_in_input: End the input with ``</s>``, as in public models, instead of the placeholders.
+        greedy_over_vocabulary: Choose greedy tokens among the complete vocabulary, as in the public evaluation (ids outside
+            the bins decode as the nearest bin); if false, among the action bins, as in sampling.
+        new_parts: Parts that are newly initialised if a folder lacks them, as in the public fine-tuning:
+            ``action_head``, ``proprio_projector`` and ``placeholders`` at random, ``film`` as the identity. This list is
+            cleared when the model is built.
     """
 
     model_type = "openvla_oft"
@@ -59,7 +59,7 @@ class OpenVLAOFTConfig(OpenVLAConfig):
 
     @classmethod
     def get_config_dict(cls, pretrained_model_name_or_path: str | Path, **kwargs: Any) -> tuple[dict, dict]:
-        """Read ``config.json``, ignoring the decoding of public folders (``model_type`` ``openvla``)."""
+        """Read ``config.json``, ignoring the decoding setting in public folders (``model_type`` ``openvla``)."""
         values, rest = super().get_config_dict(pretrained_model_name_or_path, **kwargs)
         if values.pop("model_type", None) != cls.model_type:
             values.pop("action_decoding", None)
@@ -72,24 +72,24 @@ class OpenVLAOFTConfig(OpenVLAConfig):
         super()._check()
         if self.state_dim is not None and not self.use_proprio:
             raise ConfigError(
-                f"state_dim is {self.state_dim}, but use_proprio is false: no state is read. "
+                f"state_dim is {self.state_dim}, but no state is read because use_proprio is false. "
                 "Set model.init_config.use_proprio=true or model.init_config.state_dim=null"
             )
         for part in self.new_parts:
             if part not in NEW_PARTS:
                 raise ConfigError(
-                    f"new_parts names '{part}'; required: of {', '.join(NEW_PARTS)}. "
+                    f"new_parts contains '{part}'; required: names from {', '.join(NEW_PARTS)}. "
                     f"Set model.override_config.new_parts=[{closest(part, NEW_PARTS) or 'action_head'}]"
                 )
             if part not in self.optional_parts:
                 raise ConfigError(
-                    f"new_parts names '{part}', which the model does not have. "
+                    f"new_parts contains '{part}', which the model does not have. "
                     f"Set model.override_config.{NEW_PARTS[part]}, or leave '{part}' out of model.override_config.new_parts"
                 )
 
     @property
     def optional_parts(self) -> list[str]:
-        """Names in ``NEW_PARTS`` of parts that the model has."""
+        """Names from ``NEW_PARTS`` of the parts that this model has."""
         has = {
             "action_head": self.action_head == "l1",
             "proprio_projector": self.use_proprio,
@@ -100,5 +100,5 @@ class OpenVLAOFTConfig(OpenVLAConfig):
 
     @property
     def action_bounds(self) -> tuple[str, str]:
-        """Names of the statistics that normalise actions and states."""
+        """Names of the statistics used to normalise actions and states."""
         return ACTION_BOUNDS[self.action_normalization]

@@ -25,18 +25,18 @@ from rlinf.types import ActionEvaluation, ActionPrediction, EnvSpec, Observation
 
 
 class OpenVLAOFTForRLActionPrediction(OpenVLAForRLActionPrediction):
-    """All tokens of an action chunk in one pass, from images, instruction and (optionally) the robot's state.
+    """Predict all tokens of an action chunk in one pass, from images, instruction and (optionally) the robot's state.
 
-    Sequence: BOS, image tokens, state token, (padding,) prompt, ``A`` placeholders (zeros, or learned), ``</s>``, with
-    bidirectional attention. Token ``i`` is read ``i`` positions after the last prompt token, where the value is read, too.
+    The sequence is BOS, image tokens, state token, (padding,) prompt, ``A`` placeholders (zeros or learned) and ``</s>``, with
+    bidirectional attention. Token ``i`` is read ``i`` positions after the last prompt token, where the value is read.
 
-    With ``action_head=l1`` the chunk is a regression on the same hidden states: it has no log-probabilities, and its
-    ``sequences`` are the normalised actions ``[B, A]``.
+    With ``action_head=l1``, the chunk is regressed from the same hidden states, without log-probabilities, and
+    ``sequences`` contains the normalised actions ``[B, A]``.
     """
 
     config_class = OpenVLAOFTConfig
     without_state = "model.init_config.use_proprio=false model.init_config.state_dim=null"
-    # vLLM supports causal decoding only.
+    # vLLM only supports causal decoding.
     vllm_adapter: ClassVar[None] = None
     base_model_prefix = "openvla_oft"
     lora_target_modules: ClassVar[str] = (
@@ -54,7 +54,7 @@ class OpenVLAOFTForRLActionPrediction(OpenVLAForRLActionPrediction):
         self.state_normalizer = _state_normalizer(config, self.unnorm_key)
         self.state_range = None if self.state_normalizer is None else self.state_normalizer.range
         self.proprio_projector = ProprioProjector(self.state_dim, hidden_size) if config.use_proprio else None
-        # A folder that is written from here on has all parts.
+        # Folders saved from now on contain all parts.
         config.new_parts = []
 
     @classmethod
@@ -70,7 +70,7 @@ class OpenVLAOFTForRLActionPrediction(OpenVLAForRLActionPrediction):
     def check_env(cls, config: OpenVLAOFTConfig, env: EnvSpec) -> None:
         super().check_env(config, env)
         if config.use_proprio and env.state_dim == 0:
-            problem = f"The model reads the state (use_proprio=true), but env.name={env.name} gives none as it is set"
+            problem = f"The model reads the state (use_proprio=true), but env.name={env.name} provides none with the current settings"
             raise field_error(problem, "use_proprio=false")
 
     @classmethod
@@ -80,7 +80,7 @@ class OpenVLAOFTForRLActionPrediction(OpenVLAForRLActionPrediction):
 
     @property
     def state_dim(self) -> int:
-        """Dimensions of the state that the model reads; 0: none."""
+        """Width of the state that the model reads, or 0 if it reads none."""
         return 0 if self.state_normalizer is None else len(self.state_normalizer.low)
 
     @property
@@ -90,21 +90,21 @@ class OpenVLAOFTForRLActionPrediction(OpenVLAForRLActionPrediction):
     # -- forward pass --------------------------------------------------------------------------------------------
 
     def preprocess(self, observation: Observation) -> dict[str, Tensor]:
-        """Prepare inputs as the base class, and ``proprio [B, S]``: the state, normalised to [-1, 1]."""
+        """Prepare inputs as in the base class, plus ``proprio [B, S]``, the state normalised to [-1, 1]."""
         inputs = super().preprocess(observation)
         if self.state_normalizer is None:
             return inputs
         given = 0 if observation.state is None else observation.state.shape[1]
         if given != self.state_dim:
             raise ConfigError(
-                f"The model reads a state of {self.state_dim} dimensions (use_proprio), and the environment gives "
-                f"{given or 'none'}; required: the same. Set env.state=proprio, or a model.unnorm_key of this environment"
+                f"The model reads a state of {self.state_dim} dimensions (use_proprio), but the environment provides "
+                f"{given or 'none'}; required: equal. Set env.state=proprio, or a model.unnorm_key of this environment"
             )
         state = self.state_normalizer.normalize(to_device(torch.from_numpy(observation.state), self.device))
         return inputs | {"proprio": state.float()}
 
     def _stop_embeddings(self, num_rows: int) -> Tensor:
-        """Return the embedding of ``</s>``, ``[B, 1, H]``, or an empty tensor, ``[B, 0, H]``."""
+        """Return the embedding of ``</s>``, ``[B, 1, H]``, or an empty tensor ``[B, 0, H]`` if unused."""
         num_stops = int(self.config.stop_token_in_input)
         ids = torch.full((num_rows, num_stops), self.config.text_config.eos_token_id, device=self.device)
         return self.get_input_embeddings()(ids)
@@ -132,7 +132,7 @@ class OpenVLAOFTForRLActionPrediction(OpenVLAForRLActionPrediction):
         return hidden_states[:, : self.num_logprobs]
 
     def forward(self, **inputs: Tensor | None) -> CausalLMOutput:
-        """Return ``logits [B, A, vocab_size]`` and normed ``hidden_states`` (``[B, A, H]``) of the action tokens."""
+        """Return ``logits [B, A, vocab_size]`` and normed ``hidden_states [B, A, H]`` for the action tokens."""
         hidden_states = self._read_out(*self._embed_prompt(**inputs))
         return CausalLMOutput(logits=self.language_model.lm_head(hidden_states), hidden_states=(hidden_states,))
 
@@ -174,7 +174,7 @@ class OpenVLAOFTForRLActionPrediction(OpenVLAForRLActionPrediction):
         return super()._greedy(states)
 
     def _sampled(self, states: Tensor, uniforms: Tensor) -> Tensor:
-        # The L1 head has one action, repeated K times.
+        # The L1 head predicts a single action, so repeat it K times.
         if self.action_head is not None:
             return self._greedy(states).unsqueeze(1).expand(-1, uniforms.shape[1], -1)
         return super()._sampled(states, uniforms)
@@ -188,7 +188,7 @@ class OpenVLAOFTForRLActionPrediction(OpenVLAForRLActionPrediction):
         return super().evaluate_actions(inputs, sequences, temperature)
 
     def sft_loss(self, inputs: Inputs, actions: Tensor, uniforms: Tensor | None = None) -> Tensor:
-        """Return the cross-entropy ``[B]`` of the tokens of ``actions [B, C, D]``, or the mean absolute error (l1)."""
+        """Return the cross-entropy ``[B]`` of the tokens for ``actions [B, C, D]`` or, with l1, the mean absolute error."""
         if self.action_head is None:
             return super().sft_loss(inputs, actions, uniforms)
         target = to_device(self.action_normalizer.normalize(actions).float(), self.device)
@@ -216,15 +216,15 @@ class OpenVLAOFTForRLActionPrediction(OpenVLAForRLActionPrediction):
 
 
 def _state_normalizer(config: OpenVLAOFTConfig, unnorm_key: str | None) -> ActionNormalizer | None:
-    """Return the normaliser of the state; None without ``use_proprio``."""
+    """Return the state normaliser, or None without ``use_proprio``."""
     if not config.use_proprio:
         return None
     stats = select_stats(config.norm_stats, unnorm_key)
     if not stats.get("proprio"):
         raise ConfigError(
             f"use_proprio is true, but the statistics of '{unnorm_key or next(iter(config.norm_stats))}' "
-            f"hold {', '.join(stats)} and no proprio. Set env.state=proprio where the statistics are the "
-            "environment's, else a different model.unnorm_key"
+            f"contain {', '.join(stats)} but no proprio. Set env.state=proprio if the statistics are the "
+            "environment's, otherwise a different model.unnorm_key"
         )
     normalizer = ActionNormalizer(stats["proprio"], bounds=config.action_bounds)
     if config.state_dim not in (None, len(normalizer.low)):
@@ -236,5 +236,5 @@ def _state_normalizer(config: OpenVLAOFTConfig, unnorm_key: str | None) -> Actio
 
 
 def _extended(key_mask: Tensor | None, num_keys: int) -> Tensor | None:
-    """Append keys without padding to a mask ``[B, keys]``."""
+    """Extend a mask ``[B, keys]`` to ``num_keys`` keys; the new ones are not padding."""
     return None if key_mask is None else nn.functional.pad(key_mask, (0, num_keys), value=True)

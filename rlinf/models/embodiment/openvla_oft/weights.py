@@ -1,4 +1,4 @@
-"""Weights of public OpenVLA-OFT folders: OpenVLA's safetensors and separate files of additional parts."""
+"""Read weights from public OpenVLA-OFT folders: OpenVLA's safetensors, and separate files for additional parts."""
 
 import logging
 import re
@@ -17,7 +17,7 @@ from rlinf.models.embodiment.openvla_oft.config import NEW_PARTS, OpenVLAOFTConf
 logger = logging.getLogger("rlinf")
 
 MAX_LORA_ALPHA = 16
-"""The public fine-tuning scales its adapters by min(rank, 16) / rank."""
+"""Maximum alpha: the public fine-tuning scales adapters by min(rank, 16) / rank."""
 
 
 def read_oft_weights(folder: Path, config: OpenVLAOFTConfig) -> dict[str, Weight]:
@@ -34,13 +34,13 @@ def read_oft_weights(folder: Path, config: OpenVLAOFTConfig) -> dict[str, Weight
     if len(set(steps.values())) > 1:
         names = ", ".join(path.name for path in chosen.values())
         raise CheckpointError(
-            f"The newest parts in '{folder}' are of different steps: {names}. Move the files of the remaining steps away, or set "
+            f"The newest parts in '{folder}' are from different steps: {names}. Move the files of the remaining steps away, or set "
             "model.model_path=<a different folder>"
         )
     for part, path in chosen.items():
         is_wanted, override = wanted[part]
         if not is_wanted:
-            problem = f"'{folder}' holds {path.name}, which the model would not use"
+            problem = f"'{folder}' contains {path.name}, which the model would not use"
             raise CheckpointError(f"{problem}. Set model.override_config.{override}, or move the file away")
         tensors = torch.load(path, map_location="cpu", weights_only=True)
         tensors = {name.removeprefix("module."): tensor for name, tensor in tensors.items()}
@@ -53,27 +53,27 @@ def read_oft_weights(folder: Path, config: OpenVLAOFTConfig) -> dict[str, Weight
 
 
 def absent_parts(folder: Path, config: OpenVLAOFTConfig, names: Iterable[str]) -> list[str]:
-    """Return the ``config.new_parts`` without a tensor in ``names``; reject a folder that lacks any other part."""
+    """Return the ``config.new_parts`` that have no tensor in ``names``; reject folders that lack any different part."""
     present = {"film" if ".film." in name else name.split(".")[0] for name in names}
     absent = [part for part in config.optional_parts if part not in present]
     rejected = [part for part in absent if part not in config.new_parts]
     if rejected:
         raise CheckpointError(
-            f"The weights in '{folder}' do not fit the model: missing {rejected}, which "
-            f"{', '.join(NEW_PARTS[part] for part in rejected)} needs. Set model.model_path=<a folder with them>, or initialise them: "
+            f"The weights in '{folder}' do not fit the model: {rejected} is missing, but required by "
+            f"{', '.join(NEW_PARTS[part] for part in rejected)}. Set model.model_path=<a folder with them>, or initialise them: "
             f"model.override_config.new_parts=[{','.join([*config.new_parts, *rejected])}]"
         )
     if absent:
         listed = ", ".join(absent)
-        logger.info("'%s' does not hold %s: newly initialised (model.override_config.new_parts).", folder, listed)
+        logger.info("'%s' lacks %s, which is newly initialised (model.override_config.new_parts).", folder, listed)
     return absent
 
 
 def draw_parts(
     parts: Iterable[str], config: OpenVLAOFTConfig, action_dim: int, num_tokens: int, state_dim: int
 ) -> dict[str, Tensor]:
-    """Return new tensors of ``parts``: torch's defaults for layers, FiLM as the identity, normal placeholders."""
-    # A random FiLM would disturb the base model's features, and base weights are not saved next to LoRA adapters.
+    """Return new tensors for ``parts``: layers with torch's defaults, FiLM as the identity, normal placeholders."""
+    # FiLM starts as the identity: a random one would disturb the base features and is not saved with LoRA adapters.
     width = config.text_config.hidden_size
     drawn: dict[str, Tensor] = {}
     modules = {
@@ -96,9 +96,9 @@ def draw_parts(
 
 
 def merge_adapters(state_dict: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Add the low-rank updates of PEFT's layers to their weights: ``W + min(r, 16) / r * B A``, in the dtype of ``W``.
+    """Merge the low-rank updates of PEFT's layers into their weights: ``W + min(r, 16) / r * B A``, in the dtype of ``W``.
 
-    Names: ``X.base_layer.{weight,bias}``, ``X.lora_A.<adapter>.weight`` and ``X.lora_B...``; others pass unchanged.
+    Affects ``X.base_layer.{weight,bias}``, ``X.lora_A.<adapter>.weight`` and ``X.lora_B...``; the rest is unchanged.
     """
     merged = {name.replace(".base_layer.", "."): tensor for name, tensor in state_dict.items() if ".lora_" not in name}
     for name, down in state_dict.items():
@@ -111,7 +111,7 @@ def merge_adapters(state_dict: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _film_name(name: str) -> str:
-    """Return our name of a tensor of the FiLM backbone: the wrapped layer's own modules, and ``film`` in it."""
+    """Return our name for a FiLM backbone's tensor, which has no wrapper but a ``film`` module inside the layer."""
     name = re.sub(r"(\.blocks\.\d+)\.block\.", r"\1.", name)
     return re.sub(r"(\.blocks\.\d+)\.(scale|shift)\.", r"\1.film.\2.", name)
 
@@ -120,8 +120,8 @@ def _newest(folder: Path, part: str) -> Path | None:
     files = sorted(folder.glob(f"{part}--*_checkpoint.pt"))
     if len(files) > 1 and any(not _step(path).isdigit() for path in files):
         raise CheckpointError(
-            f"'{folder}' holds several files of {part}: {', '.join(path.name for path in files)}. The one of the highest "
-            "step would be taken, but not all have a number. Move the remaining ones away"
+            f"'{folder}' contains several files for {part}: {', '.join(path.name for path in files)}. The one with the highest "
+            "step would be used, but not all have a step number. Move the remaining ones away"
         )
     return max(files, key=lambda path: int(_step(path))) if len(files) > 1 else next(iter(files), None)
 

@@ -1,4 +1,4 @@
-"""Configuration of pi0 and pi0.5: sizes by the names of public checkpoints, or given explicitly."""
+"""Configuration of pi0 and pi0.5; sizes are set by a public checkpoint's variant name or explicitly."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -21,8 +21,8 @@ SIGLIP_SIZES = {
     "patch_size": 14,
 }  # fmt: skip
 NUM_CAMERA_SLOTS = 3
-"""Public checkpoints were trained with a base camera and two wrist cameras, in this order."""
-# Field of a lerobot config.json to ours.
+"""Number of camera inputs: public checkpoints were trained with a base camera and two wrist cameras, in this order."""
+# Maps fields of lerobot's config.json to ours.
 _LEROBOT_FIELDS = {
     "chunk_size": "action_horizon",
     "max_action_dim": "action_dim",
@@ -34,29 +34,29 @@ _LEROBOT_FIELDS = {
 
 
 class Pi0Config(PreTrainedConfig):
-    """pi0 (Black et al. 2024) and pi0.5 (Black et al. 2025): network, inputs, then the RL policy.
+    """Configuration of pi0 (Black et al. 2024) and pi0.5 (Black et al. 2025): network, inputs and RL policy.
 
     Args:
-        pi05: pi0.5: adaptive norms get the time, and the state is part of the prompt. False: pi0.
-        paligemma_variant, action_expert_variant: Names of sizes, used without ``vlm`` and ``expert``.
-        vlm, expert: ``width, depth, mlp_dim, num_heads, num_kv_heads, head_dim``.
-        vision: ``hidden_size, num_hidden_layers, num_attention_heads, intermediate_size, image_size, patch_size``.
-        action_dim: Width that states and actions are padded to with zeros.
-        action_horizon: Actions that the network predicts; ``model.action_chunks_len`` of them are executed.
-        max_token_len: Longest prompt; None: 48 (pi0) or 200 (pi0.5).
-        image_mean, image_std: Per channel, of images in [0, 1]; 0.5 in public checkpoints. Small models from scratch need
-            a mean near the background's colour to see small objects.
-        cameras: Env cameras by position: base, left wrist, right wrist (null: absent); None: the env's first three.
-        discrete_state_input: Write the state into the prompt, as 256 bins of [-1, 1]; None: as ``pi05``.
-        use_quantile_norm: Normalise by q01 and q99; false: by mean and std; None: as ``pi05``.
-        norm_stats: Data set name to the statistics of ``action`` and ``proprio``.
-        num_steps: ``n``, denoising steps.
+        pi05: Use pi0.5, with time as input of adaptive norms and the state in the prompt, instead of pi0.
+        paligemma_variant, action_expert_variant: Named sizes, used if ``vlm`` and ``expert`` are not set.
+        vlm, expert: Sizes ``width, depth, mlp_dim, num_heads, num_kv_heads, head_dim``.
+        vision: Sizes ``hidden_size, num_hidden_layers, num_attention_heads, intermediate_size, image_size, patch_size``.
+        action_dim: Width to which states and actions are padded with zeros.
+        action_horizon: Number of predicted actions, of which ``model.action_chunks_len`` are executed.
+        max_token_len: Maximum prompt length in tokens; None means 48 (pi0) or 200 (pi0.5).
+        image_mean, image_std: Per-channel values for images in [0, 1]; 0.5 in public checkpoints. Small models trained
+            from scratch need a mean near the background colour to see small objects.
+        cameras: Env cameras by position: base, left wrist, right wrist (null if absent); None uses the env's first three.
+        discrete_state_input: Include the state in the prompt, as 256 bins of [-1, 1]; None follows ``pi05``.
+        use_quantile_norm: Normalise by q01 and q99 instead of mean and std; None follows ``pi05``.
+        norm_stats: Statistics of ``action`` and ``proprio`` by data set name.
+        num_steps: ``n``, the number of denoising steps.
         noise_method: Distribution of a step; see ``step_moments``. ``flow_ode`` has no log-probabilities.
-        noise_level: ``a`` of ``flow_sde`` and ``flow_cps``.
-        noise_std_range: Bounds of the std that ``flow_noise`` learns; None: those in the weights, else [0.08, 0.16].
-        joint_logprob: Sample and score all steps; false: one random step per call.
-        value_hidden_sizes, noise_hidden_sizes: Hidden layers of the heads.
-        freeze_vlm: Train the action expert, its projections and the heads only, as public RL recipes do.
+        noise_level: ``a`` in ``flow_sde`` and ``flow_cps``.
+        noise_std_range: Bounds of the std learned in ``flow_noise``; None uses those in the weights, or [0.08, 0.16].
+        joint_logprob: Sample and score all steps instead of one random step per call.
+        value_hidden_sizes, noise_hidden_sizes: Widths of the heads' hidden layers.
+        freeze_vlm: Train only the action expert, its projections and the heads, as in public RL recipes.
     """
 
     model_type = "openpi"
@@ -104,7 +104,7 @@ class Pi0Config(PreTrainedConfig):
         self.noise_std_range = None if self.noise_std_range is None else list(self.noise_std_range)
         self.value_hidden_sizes = list(self.value_hidden_sizes or [512, 256, 128])
         self.noise_hidden_sizes = list(self.noise_hidden_sizes or [128, 64])
-        # The converter's entry is ignored: model.precision sets the number format.
+        # The converter's entry is ignored, because model.precision sets the number format.
         kwargs.pop("precision", None)
         super().__post_init__(**kwargs)
         self._check()
@@ -120,17 +120,17 @@ class Pi0Config(PreTrainedConfig):
 
     @property
     def longest_prompt(self) -> int:
-        """``max_token_len``, or the default of the model."""
+        """``max_token_len``, or the model's default."""
         return (200 if self.pi05 else 48) if self.max_token_len is None else self.max_token_len
 
     @property
     def state_in_prompt(self) -> bool:
-        """``discrete_state_input``, or the default of the model."""
+        """``discrete_state_input``, or the model's default."""
         return self.pi05 if self.discrete_state_input is None else self.discrete_state_input
 
     @property
     def by_quantiles(self) -> bool:
-        """``use_quantile_norm``, or the default of the model."""
+        """``use_quantile_norm``, or the model's default."""
         return self.pi05 if self.use_quantile_norm is None else self.use_quantile_norm
 
     @property
@@ -144,23 +144,23 @@ class Pi0Config(PreTrainedConfig):
             raise field_error(f"num_steps is {self.num_steps}; required: 1 or more", "num_steps=4")
         bounds = self.noise_std_range
         if bounds is not None and not (len(bounds) == 2 and 0.0 < bounds[0] <= bounds[1]):
-            problem = f"noise_std_range is {bounds}; required: two positive stds, the smaller first, or null"
+            problem = f"noise_std_range is {bounds}; required: two positive values in increasing order, or null"
             raise field_error(problem, "noise_std_range=[0.08,0.16]")
         if self.state_in_prompt and not self.by_quantiles:
-            problem = "discrete_state_input has bins of [-1, 1], and use_quantile_norm=False does not map it there"
+            problem = "discrete_state_input needs states in [-1, 1], but use_quantile_norm=False does not map them to this range"
             raise field_error(problem, "use_quantile_norm=true")
         shared = ("depth", "num_kv_heads", "head_dim")
         different = [name for name in shared if self.vlm[name] != self.expert[name]]
         if different:
             raise ConfigError(
                 f"vlm and expert differ in {', '.join(different)} ({[self.vlm[name] for name in different]} and "
-                f"{[self.expert[name] for name in different]}); required: the same. Set model.init_config.expert."
+                f"{[self.expert[name] for name in different]}); required: equal values. Set model.init_config.expert."
                 f"{different[0]}={self.vlm[different[0]]} for random weights, or model.model_path=<a different folder>"
             )
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path: str | Path, **kwargs: Any) -> Any:
-        """Read the configuration of a folder: ours, openpi's, lerobot's, or ``tiny_config.json``."""
+        """Read a folder's configuration in our, openpi's or lerobot's format, or from ``tiny_config.json``."""
         folder = checkpoint_folder(pretrained_model_name_or_path)
         path = next((folder / name for name in cls.config_files if (folder / name).is_file()), folder / "config.json")
         values = read_json(path)
@@ -168,7 +168,7 @@ class Pi0Config(PreTrainedConfig):
         if str(values.get("type")) in ("pi0", "pi05"):
             pi05 = values["type"] == "pi05"
             values = {ours: values[name] for name, ours in _LEROBOT_FIELDS.items() if name in values} | {"pi05": pi05}
-        # openpi's converter does not record whether this is pi0.5; the tensor names do.
+        # openpi's converter does not record whether this is pi0.5, but tensor names show it.
         if "pi05" not in values:
             values["pi05"] = any(name.removeprefix("model.") == "time_mlp_in.weight" for name in _tensor_names(folder))
         values["norm_stats"] = _openpi_statistics(folder) | (values.get("norm_stats") or {})
@@ -178,20 +178,20 @@ class Pi0Config(PreTrainedConfig):
 def check_attention(implementation: str | None) -> None:
     """Reject attention kernels without mask support."""
     if implementation not in (None, "sdpa", "eager"):
-        problem = f"model.attn_implementation is {implementation}, whose kernels take no masks"
+        problem = f"model.attn_implementation is {implementation}, whose kernels do not support masks"
         raise ConfigError(f"{problem}. Set model.attn_implementation=sdpa")
 
 
 def check_sizes(config: Pi0Config, action_dim: int, action_chunks_len: int) -> None:
-    """Reject sizes of the model section that exceed the network's."""
+    """Reject sizes in the config's ``model`` section that exceed the network's."""
     if action_dim > config.action_dim:
         raise ConfigError(
-            f"model.action_token_len is {action_dim}, and the policy's actions have {config.action_dim} dimensions at most. "
+            f"model.action_token_len is {action_dim}, but the policy's actions have at most {config.action_dim} dimensions. "
             f"Set model.action_token_len={config.action_dim} or less"
         )
     if action_chunks_len > config.action_horizon:
         raise ConfigError(
-            f"model.action_chunks_len is {action_chunks_len}, and the policy predicts {config.action_horizon} actions. "
+            f"model.action_chunks_len is {action_chunks_len}, but the policy predicts {config.action_horizon} actions. "
             f"Set model.action_chunks_len={config.action_horizon} or less"
         )
 
@@ -235,7 +235,7 @@ def _openpi_statistics(folder: Path) -> dict[str, Any]:
         values = read_json(path).get("norm_stats") or {}
         if not {"actions", "state"} <= values.keys():
             raise CheckpointError(
-                f"'{path}' has statistics of {sorted(values)} under 'norm_stats'; required: actions and state. Set "
+                f"'{path}' contains statistics of {sorted(values)} under 'norm_stats'; required: actions and state. Set "
                 "model.model_path=<a different folder>, or move this file away"
             )
         name = path.parent.relative_to(folder / "assets").as_posix()

@@ -1,4 +1,4 @@
-"""The two transformers of pi0: a Gemma that reads images and text, and an action expert."""
+"""pi0's two transformers: a Gemma that reads images and text, and an action expert."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -20,7 +20,7 @@ ROPE_THETA = 10_000.0
 
 
 class AdaRMSNorm(nn.Module):
-    """RMS norm whose scale, shift and residual gate come from a condition (adaLN-zero of Peebles and Xie 2023)."""
+    """RMS norm with scale, shift and residual gate computed from a condition (adaLN-zero, Peebles and Xie 2023)."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -42,7 +42,7 @@ def _gated_sum(residual: Tensor, x: Tensor, gate: Tensor | None) -> Tensor:
 
 
 class GemmaActionLayer(GemmaDecoderLayer):
-    """``GemmaDecoderLayer`` with bidirectional attention, also to another stack's keys; ``adaptive``: with ``AdaRMSNorm``."""
+    """``GemmaDecoderLayer`` with bidirectional attention, optionally to a second stack's keys, and optional ``AdaRMSNorm``."""
 
     def __init__(self, config: GemmaConfig, layer_idx: int, adaptive: bool) -> None:
         super().__init__(config, layer_idx)
@@ -59,14 +59,14 @@ class GemmaActionLayer(GemmaDecoderLayer):
         condition: Tensor | None = None,
         keys_only: bool = False,
     ) -> tuple[Tensor, Tensor]:
-        """Transform ``[B, S, W]``; return it and the layer's keys and values ``[2, B, kv_heads, S, head_dim]``.
+        """Transform ``[B, S, W]``; return the result and the layer's keys and values ``[2, B, kv_heads, S, head_dim]``.
 
         Args:
-            attention_mask: bool, broadcastable to ``[B, 1, S, prefix + S]``: true for visible keys.
+            attention_mask: bool, broadcastable to ``[B, 1, S, prefix + S]``, true for visible keys.
             rotation: Cosines and sines ``[B, S, head_dim]``.
             prefix: Preceding keys and values ``[2, B, kv_heads, P, head_dim]``.
-            condition: ``[B, W]`` of the adaptive norms.
-            keys_only: Compute keys and values only; the hidden states are returned unchanged.
+            condition: Condition ``[B, W]`` for the adaptive norms.
+            keys_only: Compute only keys and values, and return the hidden states unchanged.
         """
         attention = self.self_attn
 
@@ -93,7 +93,7 @@ class GemmaActionLayer(GemmaDecoderLayer):
 
 
 class GemmaStack(nn.Module):
-    """Layers and final norm; ``sizes`` are ``width, depth, mlp_dim, num_heads, num_kv_heads, head_dim``."""
+    """A stack of layers with final norm; ``sizes`` are ``width, depth, mlp_dim, num_heads, num_kv_heads, head_dim``."""
 
     def __init__(self, sizes: Mapping[str, int], attn_implementation: str | None, adaptive: bool = False) -> None:
         super().__init__()
@@ -119,7 +119,7 @@ class GemmaStack(nn.Module):
         prefix: list[Tensor] | None = None,
         condition: Tensor | None = None,
     ) -> Tensor:
-        """Transform ``[B, S, W]`` at ``positions [B, S]``; remaining arguments as in ``GemmaActionLayer``."""
+        """Transform ``[B, S, W]`` at ``positions [B, S]``; for the remaining arguments see ``GemmaActionLayer``."""
         rotation = rotary_embedding(positions, self.head_dim, hidden_states.dtype)
         for index, layer in enumerate(self.layers):
             seen = None if prefix is None else prefix[index]
@@ -129,7 +129,7 @@ class GemmaStack(nn.Module):
     def keys_and_values(
         self, hidden_states: Tensor, attention_mask: Tensor, positions: Tensor
     ) -> tuple[list[Tensor], Tensor]:
-        """Return the keys and values of every layer, and the input of the last layer, ``[B, S, W]``."""
+        """Return every layer's keys and values, and the input of the last layer, ``[B, S, W]``."""
         rotation = rotary_embedding(positions, self.head_dim, hidden_states.dtype)
         keys_values = []
         for index, layer in enumerate(self.layers):
@@ -140,7 +140,7 @@ class GemmaStack(nn.Module):
 
 
 class SiglipTower(nn.Module):
-    """SigLIP without its pooling head (Zhai et al. 2023), with the parameter names of transformers."""
+    """SigLIP without its pooling head (Zhai et al. 2023), with transformers' parameter names."""
 
     def __init__(self, sizes: Mapping[str, Any], attn_implementation: str | None) -> None:
         super().__init__()

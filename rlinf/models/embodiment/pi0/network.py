@@ -1,4 +1,4 @@
-"""The network of pi0 and pi0.5, and its files."""
+"""The network of pi0 and pi0.5, and its file formats."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ NEW_STD_RANGE = (0.08, 0.16)
 
 @dataclass
 class Prefix:
-    """Images and text as the expert sees them.
+    """Encoded images and text, which the action expert attends to.
 
     Attributes:
-        keys_values: Per layer, keys and values ``[2, B, kv_heads, P, head_dim]``.
+        keys_values: Keys and values ``[2, B, kv_heads, P, head_dim]`` for each layer.
         mask: bool ``[B, P]``, true for present keys.
-        states: Input of the last layer of the language model, ``[B, P, width]``.
+        states: Input of the language model's last layer, ``[B, P, width]``.
     """
 
     keys_values: list[Tensor]
@@ -67,7 +67,7 @@ class Pi0Network(CheckpointPolicy):
         self.language_model = GemmaStack(config.vlm, attention)
         self.language_model.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         self.expert = GemmaStack(config.expert, attention, adaptive=config.pi05)
-        # Part of public files, and never used.
+        # Never used, but part of public checkpoints.
         self.expert_lm_head = nn.Linear(width, config.vocab_size, bias=False)
         self.action_in_proj = nn.Linear(config.action_dim, width)
         self.action_out_proj = nn.Linear(width, config.action_dim)
@@ -88,8 +88,8 @@ class Pi0Network(CheckpointPolicy):
 
     @property
     def frozen_modules(self) -> list[str]:
-        """Modules that no output depends on; with ``freeze_vlm``, also all modules that read images and text."""
-        # The expert reads only keys and values of the language model, so the rest of its last layer is never used.
+        """Modules on which no output depends and, with ``freeze_vlm``, all modules that read images and text."""
+        # The expert only reads the language model's keys and values, so the rest of its last layer is never used.
         if self.config.freeze_vlm:
             return ["expert_lm_head", "vision_tower", "projector", "language_model"]
         last = f"language_model.layers.{self.config.vlm['depth'] - 1}"
@@ -98,12 +98,12 @@ class Pi0Network(CheckpointPolicy):
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
-        """Random weights: std 1/sqrt(inputs), embeddings with output std 1, adaptive norms at zero."""
+        """Initialise weights with std 1/sqrt(inputs), embeddings with output std 1, and adaptive norms with zeros."""
         super()._init_weights(module)
         if isinstance(module, (nn.Linear, nn.Conv2d)):
             init.normal_(module.weight, std=module.weight[0].numel() ** -0.5)
         elif isinstance(module, nn.Embedding):
-            # Tokens, but not positions, are multiplied by sqrt(width) later.
+            # Later, token embeddings are multiplied by sqrt(width), but position embeddings are not.
             is_position = module is self.vision_tower.embeddings.position_embedding
             init.normal_(module.weight, std=1.0 if is_position else module.embedding_dim**-0.5)
         elif type(module).__name__ == "GemmaRMSNorm":
@@ -111,7 +111,7 @@ class Pi0Network(CheckpointPolicy):
 
     @torch.no_grad()
     def _init_composites(self) -> None:
-        """Initialise heads and norms: transformers skips modules without parameters of their own."""
+        """Initialise heads and norms, because transformers skips modules without direct parameters."""
         if self.value_head is not None:
             self.value_head.reset_parameters()
         if self.readout_token is not None:
@@ -128,7 +128,7 @@ class Pi0Network(CheckpointPolicy):
     ) -> tuple[Tensor, Tensor]:
         """Return embeddings ``[B, P, width]``, cameras first, and their bool mask ``[B, P]``.
 
-        ``pixel_values`` are ``[B, cameras, 3, H, W]``, ``image_mask`` bool ``[B, cameras]``, ids and their mask ``[B, L]``.
+        ``pixel_values`` are ``[B, cameras, 3, H, W]``, ``image_mask`` is bool ``[B, cameras]``, ids and mask are ``[B, L]``.
         """
         images = self.projector(self.vision_tower(pixel_values.flatten(0, 1))).unflatten(0, pixel_values.shape[:2])
         text = self.language_model.embed_tokens(input_ids) * self.config.hidden_size**0.5
@@ -143,7 +143,7 @@ class Pi0Network(CheckpointPolicy):
         attention_mask: Tensor,
         state: Tensor | None = None,
     ) -> Prefix:
-        """Run the language model over images and text with full attention; ``state`` is not part of it."""
+        """Run the language model on images and text with full attention; ``state`` is ignored."""
         with torch.set_grad_enabled(torch.is_grad_enabled() and not self.config.freeze_vlm):
             embeddings, mask = self.embed_prefix(pixel_values, image_mask, input_ids, attention_mask)
             positions = prefix_positions(mask)
@@ -151,7 +151,7 @@ class Pi0Network(CheckpointPolicy):
         return Prefix(keys_values, mask, states)
 
     def velocity(self, prefix: Prefix, state: Tensor | None, x: Tensor, t: Tensor) -> tuple[Tensor, Tensor]:
-        """Predict ``noise - action`` at ``x [B, horizon, action_dim]`` and ``t [B]``, float32, and return the expert's outputs."""
+        """Predict ``noise - action`` at ``x [B, horizon, action_dim]`` and ``t [B]`` in float32; also return the expert's outputs."""
         dtype, (batch, horizon, _) = self.action_in_proj.weight.dtype, x.shape
         with without_autocast(x):
             time = time_embedding(t, self.config.expert["width"]).to(dtype)
@@ -165,7 +165,7 @@ class Pi0Network(CheckpointPolicy):
         prefix_dtype, num_tokens = prefix.keys_values[0].dtype, tokens.shape[1]
         tokens, condition = tokens.to(prefix_dtype), None if condition is None else condition.to(prefix_dtype)
         self_mask = torch.ones(num_tokens, num_tokens, dtype=torch.bool, device=x.device)
-        # The state does not see the actions.
+        # The state does not attend to the actions.
         self_mask[: num_tokens - horizon, num_tokens - horizon :] = False
         keys = prefix.mask[:, None, None].expand(-1, 1, num_tokens, -1)
         mask = torch.cat([keys, self_mask.expand(batch, 1, -1, -1)], dim=-1)
@@ -207,7 +207,7 @@ class Pi0Network(CheckpointPolicy):
 
 
 def prefix_positions(mask: Tensor) -> Tensor:
-    """Return positions ``[B, P]`` that count present tokens only."""
+    """Return positions ``[B, P]``, counting only present tokens."""
     return (mask.cumsum(1) - 1).clamp_min(0)
 
 
@@ -223,7 +223,7 @@ def _heads(config: Pi0Config, value_head: bool) -> dict[str, nn.Module | None]:
 
 
 class StdHead(nn.Module):
-    """Std of a denoising step (Zhang et al. 2025, ReinFlow): a tanh MLP whose output spans a range.
+    """Predicts the std of a denoising step by a tanh MLP with bounded output (ReinFlow, Zhang et al. 2025).
 
     ``log var = low + (high - low) (tanh(mlp(h)) + 1) / 2``, with the log variances ``low`` and ``high`` of the bounds.
     """
@@ -253,14 +253,14 @@ class StdHead(nn.Module):
 
 
 def std_bounds(std_range: Sequence[float]) -> dict[str, Tensor]:
-    """Return the buffers of a ``StdHead``: the log variances of the bounds."""
+    """Return the buffers of a ``StdHead``, i.e. the log variances of both bounds."""
     low, high = (torch.tensor([2.0 * math.log(bound)]) for bound in std_range)
     return {"logvar_min": low, "logvar_max": high}
 
 
 LM_HEAD = "paligemma_with_expert.paligemma.lm_head.weight"
 EMBED_TOKENS = "paligemma_with_expert.paligemma.model.language_model.embed_tokens.weight"
-# Prefix of public names to ours; all other names are the same.
+# Maps prefixes of public names to ours; the remaining names are identical.
 _PREFIXES = {
     "paligemma_with_expert.paligemma.model.vision_tower.vision_model.": "vision_tower.",
     "paligemma_with_expert.paligemma.model.multi_modal_projector.linear.": "projector.",
@@ -271,7 +271,7 @@ _PREFIXES = {
 
 
 def from_public(state_dict: Mapping[str, Weight]) -> dict[str, Weight]:
-    """Rename the tensors of an openpi or lerobot checkpoint, where the token embedding is tied to ``lm_head``."""
+    """Rename the tensors of an openpi or lerobot checkpoint, in which the token embedding is tied to ``lm_head``."""
     if all(name.startswith("model.") for name in state_dict):
         state_dict = {name.removeprefix("model."): tensor for name, tensor in state_dict.items()}
     tensors = dict(state_dict)
@@ -279,7 +279,7 @@ def from_public(state_dict: Mapping[str, Weight]) -> dict[str, Weight]:
     if head is not None:
         if EMBED_TOKENS in tensors and not torch.equal(in_memory(head), in_memory(tensors[EMBED_TOKENS])):
             raise CheckpointError(
-                f"'{EMBED_TOKENS}' and '{LM_HEAD}' are one tensor in pi0, and differ here. "
+                f"'{EMBED_TOKENS}' and '{LM_HEAD}' are tied in pi0, but differ here. "
                 "Set model.model_path=<a different folder>"
             )
         tensors[EMBED_TOKENS] = head
@@ -287,7 +287,7 @@ def from_public(state_dict: Mapping[str, Weight]) -> dict[str, Weight]:
 
 
 def to_public(state_dict: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Undo ``from_public`` with openpi's names (and our heads)."""
+    """Undo ``from_public``; the result has openpi's names (plus our heads)."""
     names = {ours: public for public, ours in _PREFIXES.items()}
     tensors = {_renamed(name, names): tensor for name, tensor in state_dict.items()}
     tensors[LM_HEAD] = tensors.pop(EMBED_TOKENS)

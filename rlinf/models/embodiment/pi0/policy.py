@@ -25,14 +25,14 @@ from rlinf.options import override_text
 from rlinf.types import BaseActions, EnvSpec, Observation
 
 PROMPT_BLOCK = 64
-"""Prompts are padded to a multiple of so many tokens for CUDA graphs."""
+"""For CUDA graphs, prompts are padded to a multiple of this number of tokens."""
 
 
 class Pi0ForRLActionPrediction(Pi0Network, FlowPolicy):
-    """Images, instruction and state in, a chunk of actions out (``FlowPolicy``).
+    """A ``FlowPolicy`` that maps images, instruction and state to a chunk of actions.
 
-    Values belong to steps: the value head on the expert's mean output. A rollout returns the mean over all ``n`` steps;
-    ``evaluate_actions`` the mean over the scored steps: all with ``joint_logprob``, else the chosen one.
+    The value head reads the expert's mean output at each denoising step. Rollouts return the mean over all ``n`` steps,
+    and ``evaluate_actions`` the mean over the scored steps: all of them with ``joint_logprob``, otherwise the chosen one.
     """
 
     fsdp_wrap_modules: ClassVar[tuple[str, ...]] = ("GemmaActionLayer", "SiglipEncoderLayer")
@@ -84,51 +84,51 @@ class Pi0ForRLActionPrediction(Pi0Network, FlowPolicy):
 
     @classmethod
     def reads_state(cls, config: Pi0Config) -> bool:
-        # False if pi0.5 leaves the state out of its prompt.
+        # False for pi0.5 without the state in its prompt.
         return config.reads_state
 
     @classmethod
     def check_env(cls, config: Pi0Config, env: EnvSpec) -> None:
-        """Check that the env has the policy's cameras, and a state that fits into its input."""
+        """Check that the env has the policy's cameras and a state that fits its input."""
         given = list(env.cameras)
         names = given if config.cameras is None else [name for name in config.cameras if name is not None]
         if not given:
             raise ConfigError(
-                f"The model reads images, and env.cameras of env.name={env.name} is []; required: one camera or more. Set "
-                f"env.cameras={override_text(names or ['<camera>'])}, or model=mlp, which reads none"
+                f"The model reads images, but env.cameras of env.name={env.name} is []; required: at least one camera. Set "
+                f"env.cameras={override_text(names or ['<camera>'])}, or use model=mlp, which reads none"
             )
         if not names or not set(names) <= set(given):
             raise field_error(
                 f"The model reads the cameras {override_text(config.cameras)}, but env.cameras is {override_text(given)}; "
-                f"required: one or more, all of them rendered{f' (env.cameras={override_text(names)})' if names else ''}",
+                f"required: at least one, all of them rendered{f' (env.cameras={override_text(names)})' if names else ''}",
                 f"cameras={override_text(given)}",
             )
         if config.reads_state and env.state_dim is not None and not 0 < env.state_dim <= config.action_dim:
             fix = env.override_for_state(1, config.action_dim) or "env.name=<one with such a state>"
             raise ConfigError(
-                f"The model reads the robot's state, of width {config.action_dim} at most, but env.name={env.name} gives "
-                f"{f'one of width {env.state_dim}' if env.state_dim else 'none'} as it is set. Set {fix}"
+                f"The model reads the robot's state, of width at most {config.action_dim}, but env.name={env.name} provides "
+                f"{f'one of width {env.state_dim}' if env.state_dim else 'none'} with the current settings. Set {fix}"
             )
 
     @classmethod
     def check_cuda_graph(cls, config: Pi0Config, attn_implementation: str) -> None:
-        """Accept all settings: no kernel depends on values on the CPU."""
+        """Accept all settings, because no kernel depends on values on the CPU."""
 
     # -- properties ---------------------------------------------------------------------------------------------------
 
     @property
     def steering_dim(self) -> int:
-        """Noise dimensions of one action, padding included."""
-        # As DSRL does for pi0, an actor sets the same noise for all actions of the horizon.
+        """Number of noise dimensions per action, including padding."""
+        # As in DSRL for pi0, an actor sets equal noise for all actions of the horizon.
         return self.config.action_dim
 
     def steering_uniforms(self, noise: Tensor) -> Tensor:
-        """Repeat the noise ``[B, steering_dim]`` of an action over the horizon."""
+        """Repeat an action's noise ``[B, steering_dim]`` over the horizon."""
         return super().steering_uniforms(noise.repeat(1, self.config.action_horizon))
 
     @property
     def feature_dim(self) -> int:
-        """Width of the expert's outputs for the executed actions, of a language model state, or of its token."""
+        """Width of the expert's outputs for the executed actions, a language model state, or the readout token."""
         if self.feature_kind == "token":
             return TOKEN_WIDTH
         hidden = self.action_chunks_len * self.config.expert["width"]
@@ -136,7 +136,7 @@ class Pi0ForRLActionPrediction(Pi0Network, FlowPolicy):
 
     @property
     def num_sft_uniforms(self) -> int:
-        # The noise, and the time.
+        # One for each noise value, and one for the time.
         return self._chunk_size + 1
 
     @property
@@ -146,9 +146,9 @@ class Pi0ForRLActionPrediction(Pi0Network, FlowPolicy):
     # -- inputs --------------------------------------------------------------------------------------------------
 
     def preprocess(self, observation: Observation, image_mask: Tensor | None = None) -> dict[str, Tensor]:
-        """Tokenise prompts, normalise states, resize images, and send all of it to the model's device.
+        """Tokenise prompts, normalise states, resize images, and send everything to the model's device.
 
-        ``image_mask``: bool ``[B, cameras]``, False for an absent camera; None: all are present.
+        ``image_mask`` is bool ``[B, cameras]``, False for absent cameras; None means that all are present.
         """
         processor = self._ready_processor()
         images = [self._resized(observation.images[name]) for name in self._cameras(observation)]
@@ -175,7 +175,7 @@ class Pi0ForRLActionPrediction(Pi0Network, FlowPolicy):
         return inputs
 
     def resize_images(self, observation: Observation) -> Observation:
-        """Resize the images that the policy reads, unless one would grow."""
+        """Resize the images that the policy reads, unless an image would grow."""
         size, images = self.config.vision["image_size"], dict(observation.images)
         for name in self._cameras(observation):
             if images[name].shape[1] * images[name].shape[2] > size * size:
@@ -197,22 +197,22 @@ class Pi0ForRLActionPrediction(Pi0Network, FlowPolicy):
         names = [name for name in slots if name is not None]
         missing = [name for name in names if name not in observation.images]
         if missing or not names:
-            problem = f"The policy sees the cameras {wanted} and the environment gives {list(observation.images)}"
+            problem = f"The policy reads the cameras {wanted}, but the environment provides {list(observation.images)}"
             raise field_error(problem, f"cameras=[{','.join(observation.images)}]")
         return names
 
     def _state(self, observation: Observation) -> Tensor:
-        """Return the state in the network's units, float64 ``[B, S]`` on the CPU."""
+        """Return the state in the network's units, as float64 ``[B, S]`` on the CPU."""
         if observation.state is None:
-            raise ConfigError("The policy reads the robot's state, and the env gives none. Set env.state=proprio")
+            raise ConfigError("The policy reads the robot's state, but the env provides none. Set env.state=proprio")
         width = observation.state.shape[1]
         if width > self.config.action_dim:
-            problem = f"The environment's state has {width} dimensions and the policy takes {self.config.action_dim} (action_dim)"
+            problem = f"The environment's state has {width} dimensions, but the policy supports {self.config.action_dim} (action_dim)"
             raise ConfigError(f"{problem}. Set env.state=proprio")
         stats = select_stats(self.config.norm_stats, self.unnorm_key).get("proprio")
         if stats is None:
             key = self.unnorm_key or next(iter(self.config.norm_stats))
-            problem = f"The policy reads the robot's state, and the statistics of '{key}' are about actions only"
+            problem = f"The policy reads the robot's state, but the statistics of '{key}' only cover actions"
             raise ConfigError(f"{problem}. Set model.unnorm_key=<data set with 'proprio' statistics>")
         normalizer = StatisticsNormalizer(stats, width, self.config.by_quantiles, "proprio")
         return normalizer.normalize(torch.from_numpy(observation.state))
@@ -235,17 +235,17 @@ class Pi0ForRLActionPrediction(Pi0Network, FlowPolicy):
 
     def _graph_inputs(self, inputs: Inputs) -> Inputs:
         """Pad prompts to a multiple of 64 tokens."""
-        # With the state in it, a prompt has a different length in nearly every call.
+        # If prompts include the state, their length differs in nearly every call.
         length = inputs["input_ids"].shape[1]
         padding = min(-(-length // PROMPT_BLOCK) * PROMPT_BLOCK, self.config.longest_prompt) - length
         names = ("input_ids", "attention_mask")
         return inputs | {name: nn.functional.pad(inputs[name], (0, padding)) for name in names}
 
     def sft_loss(self, inputs: Inputs, actions: Tensor, uniforms: Tensor | None = None) -> Tensor:
-        """Return the flow-matching loss (Black et al. 2024, section IV): the velocity's mean squared error at a random time.
+        """Return the flow-matching loss: the velocity's mean squared error at a random time (Black et al. 2024, section IV).
 
-        ``actions [B, horizon, D]`` are padded with zeros to ``config.action_dim``, which the loss includes. ``uniforms`` are
-        ``[B, num_sft_uniforms]``: noise, and last the time.
+        ``actions [B, horizon, D]`` are padded with zeros to ``config.action_dim``; the loss includes the padding. ``uniforms
+        [B, num_sft_uniforms]`` are used for the noise and, in the last column, the time.
         """
         actions = to_device(self.action_normalizer.normalize(actions).float(), self.device)
         actions = nn.functional.pad(actions, (0, self.config.action_dim - actions.shape[-1]))
@@ -262,7 +262,7 @@ class Pi0ForRLActionPrediction(Pi0Network, FlowPolicy):
     def flow_loss(
         self, inputs: Inputs, actions: Tensor, noise: Tensor, t: Tensor, prefix: Prefix | None = None
     ) -> Tensor:
-        """Return squared errors ``[B, horizon, action_dim]`` of the velocity for normalised ``actions`` at ``t [B]``."""
+        """Return the velocity's squared errors ``[B, horizon, action_dim]`` for normalised ``actions`` at ``t [B]``."""
         x, target = noisy_actions(actions, noise, t[:, None, None])
         prefix = self.encode_prefix(**inputs) if prefix is None else prefix
         velocity, _ = self.velocity(prefix, inputs.get("state"), x, t)

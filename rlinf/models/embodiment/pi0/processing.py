@@ -1,4 +1,4 @@
-"""Images, states and prompts of pi0 to tensors, and its actions back."""
+"""Convert images, states and prompts to pi0's input tensors, and its actions back to env units."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -22,22 +22,22 @@ _NUM_STATE_BINS = 256
 
 
 class StatisticsNormalizer:
-    """States and actions between env units and the network's units, in float64, without clipping.
+    """Convert states or actions between env units and the network's units, in float64 and without clipping.
 
-    Mean and std: ``n = (x - mean) / (std + 1e-6)``. Quantiles: ``n = 2 (x - q01) / (q99 - q01 + 1e-6) - 1``. Where
-    ``mask`` is false, ``n = x``.
+    With mean and std, ``n = (x - mean) / (std + 1e-6)``; with quantiles, ``n = 2 (x - q01) / (q99 - q01 + 1e-6) - 1``.
+    Where ``mask`` is false, ``n = x``.
 
     Args:
-        stats: ``mean`` and ``std``, or ``q01`` and ``q99``; constant padding at their ends is removed.
+        stats: ``mean`` and ``std``, or ``q01`` and ``q99``; trailing constant padding is removed.
         dim: Width of the states or actions.
-        name: ``action`` or ``proprio``, for messages.
+        name: ``action`` or ``proprio``, used in messages.
     """
 
     def __init__(self, stats: Mapping[str, Any], dim: int, use_quantiles: bool, name: str) -> None:
         wanted = ("q01", "q99") if use_quantiles else ("mean", "std")
         if any(key not in stats for key in wanted):
             raise field_error(
-                f"use_quantile_norm={use_quantiles} needs {' and '.join(wanted)} of '{name}', and the statistics have "
+                f"use_quantile_norm={use_quantiles} needs {' and '.join(wanted)} of '{name}', but the statistics contain "
                 f"{', '.join(stats)}", f"use_quantile_norm={str(not use_quantiles).lower()}",
             )  # fmt: skip
         self.range = Range.of(stats, wanted, name)
@@ -49,7 +49,7 @@ class StatisticsNormalizer:
             if name == "action":
                 given, fix = f"model.action_token_len={dim}", f"model.action_token_len={described}"
             raise ConfigError(
-                f"The statistics of '{name}' have {format_count(described, 'dimension')}, and {given}; required: equal. "
+                f"The statistics of '{name}' have {format_count(described, 'dimension')}, but {given}; required: equal. "
                 f"Set {fix}, or model.unnorm_key=<a different data set>"
             )
         first, second = first[:dim], second[:dim]
@@ -70,11 +70,11 @@ class StatisticsNormalizer:
 
 
 def resize_with_pad(images: Tensor, size: int) -> Tensor:
-    """Resize uint8 ``[B, 3, H, W]`` to ``size x size``, keeping the aspect, with black borders.
+    """Resize uint8 ``[B, 3, H, W]`` to ``size x size`` with black borders, preserving the aspect ratio.
 
-    Bilinear without antialiasing, of the uint8 tensor, sizes rounded down: bit for bit openpi's result on a CPU.
+    It is bilinear without antialiasing, on uint8 and with sizes rounded down, and bit-identical to openpi on a CPU.
     """
-    # In float32, a fifth of the pixels would differ by one grey value.
+    # Not in float32, where a fifth of the pixels would differ from openpi's by one grey value.
     height, width = images.shape[-2:]
     if (height, width) == (size, size):
         return images
@@ -87,12 +87,12 @@ def resize_with_pad(images: Tensor, size: int) -> Tensor:
 
 
 def discretize_state(state: np.ndarray) -> np.ndarray:
-    """Return the bins 0..255 of a state in [-1, 1]; -1 below it, 255 above."""
+    """Return bins 0..255 for states in [-1, 1], -1 below this range, and 255 above it."""
     return np.digitize(state, np.linspace(-1.0, 1.0, _NUM_STATE_BINS + 1)[:-1]) - 1
 
 
 class Pi0Processor:
-    """Prompts to token ids: the instruction and a newline, or ``Task: <instruction>, State: <bins>;\\nAction: ``."""
+    """Convert prompts to token ids: the instruction and a newline, or ``Task: <instruction>, State: <bins>;\\nAction: ``."""
 
     def __init__(self, tokenizer: Any, max_token_len: int) -> None:
         self.tokenizer = tokenizer
@@ -101,9 +101,9 @@ class Pi0Processor:
         self._newline = tokenizer.encode("\n", add_special_tokens=False)
 
     def encode(self, instructions: Sequence[str], states: np.ndarray | None = None) -> tuple[Tensor, Tensor]:
-        """Return int64 ids and a bool mask ``[B, L]``, padded on the right to the longest prompt.
+        """Return int64 ids and a bool mask ``[B, L]``, right-padded to the longest prompt.
 
-        Underscores and newlines become spaces. ``states [B, S]`` are in the network's units; None: not in the prompt.
+        Underscores and newlines are replaced by spaces. ``states [B, S]`` are in the network's units; None omits them.
         """
         texts = [text.strip().replace("_", " ").replace("\n", " ") for text in instructions]
         ending = self._newline
@@ -115,7 +115,7 @@ class Pi0Processor:
         rows = [[self.tokenizer.bos_token_id, *row, *ending] for row in encoded]
         longest = max(len(row) for row in rows)
         if longest > self.max_token_len:
-            problem = f"A prompt has {longest} tokens and max_token_len is {self.max_token_len}"
+            problem = f"A prompt has {longest} tokens, but max_token_len is {self.max_token_len}"
             raise field_error(problem, f"max_token_len={longest}")
         ids = torch.zeros(len(rows), longest, dtype=torch.int64)
         mask = torch.zeros(len(rows), longest, dtype=torch.bool)
@@ -128,6 +128,6 @@ class Pi0Processor:
 
 
 def load_processor(tokenizer_config: Any, model_config: Pi0Config, path: str | None) -> Pi0Processor:
-    """Load the tokenizer from ``path``; without one, take the packaged tiny tokenizer."""
+    """Load the tokenizer from ``path``, or use the packaged tiny one without a path."""
     tokenizer = load_tokenizer(path, model_config.vocab_size)
     return Pi0Processor(tokenizer, model_config.longest_prompt)

@@ -18,14 +18,14 @@ def aggregate_logprobs(logprobs: Tensor, action_mask: Tensor, level: str) -> tup
         level: ``token`` -> ``[N, C, D]``; ``action`` -> ``[N, C, 1]``; ``chunk`` -> ``[N, 1, 1]`` (executed actions only).
     """
     num_rows, num_actions = action_mask.shape
-    # Not -1 for the last size: a rank's part of a minibatch may have no rows.
+    # Spell out the last size instead of -1, because a rank's part of a minibatch may be empty.
     tokens = logprobs.reshape(num_rows, num_actions, logprobs.shape[1] // num_actions)
     if level == "token":
         return tokens, action_mask.unsqueeze(-1).expand_as(tokens)
     actions = tokens.sum(-1, keepdim=True)
     if level == "action":
         return actions, action_mask.unsqueeze(-1)
-    # torch.where, not a product: it keeps masked non-finite values out of the sum and its gradient.
+    # Mask with torch.where rather than a product, to exclude masked non-finite values from the sum and its gradient.
     mask = action_mask.unsqueeze(-1)
     return torch.where(mask, actions, 0.0).sum(1, keepdim=True), mask.any(1, keepdim=True)
 

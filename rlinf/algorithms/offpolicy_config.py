@@ -27,9 +27,7 @@ class ActorConfig:
         maximum=LARGEST_SCALE,
     )
     hidden_size: int = option(128, "Width of the hidden layers.", minimum=1)
-    num_candidates: int = option(
-        4, "Candidate chunks N in actor `expo`: one greedy, the remaining ones sampled.", minimum=1
-    )
+    num_candidates: int = option(4, "Candidate chunks N in actor `expo`: one greedy, the rest sampled.", minimum=1)
     reference_dropout: float = option(
         0.5, "Probability of hiding the base policy's chunk from actor `rlt` in a loss.", minimum=0, maximum=1
     )

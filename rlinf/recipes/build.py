@@ -176,7 +176,7 @@ def make_trainer(
     if longest < config.policy.model_max_length:
         requested = config.policy.model_max_length
         logger.warning(
-            "policy.model_max_length=%d exceeds the model's maximum number of positions; using %d tokens",
+            "policy.model_max_length=%d exceeds the model's limit; using %d tokens",
             requested,
             longest,
         )

@@ -64,7 +64,7 @@ WITHOUT_EFFECT: dict[str, tuple[tuple, str]] = {
     "train.train_policy.dataloader_prefetch_factor": ((None, 1), "one batch is prefetched"),
     "train.train_policy.min_filter_prefix_tokens": (
         (None,),
-        "prefixes shared between completions are not excluded from training",
+        "shared prefixes are also trained",
     ),
     "train.train_policy.on_policy": ((True,), _ON_POLICY),
     "train.train_policy.allowed_outdated_steps": ((0,), _ON_POLICY),
@@ -107,9 +107,7 @@ def _check_train(config: RecipeConfig) -> None:
     warmup = train.optm_warmup_steps
     if isinstance(warmup, float) and warmup > 1:
         key = "train.optm_warmup_steps"
-        raise ConfigError(
-            f"{key} is {warmup}; required: a number of steps, or a fraction up to 1.0. Set {key}={round(warmup)}"
-        )
+        raise ConfigError(f"{key} is {warmup}; required: a count, or a fraction up to 1.0. Set {key}={round(warmup)}")
     if method.dataset.streaming and train.max_num_steps is None:
         raise ConfigError("A stream (dataset.streaming=true) has no known length. Set train.max_num_steps=<steps>")
     unknown = [name for name in config.logging.logger if name.lower() not in LOGGERS]

@@ -195,7 +195,7 @@ class LoraConfig:
     lora_alpha: int = option(8, "Scale the adapter's output by lora_alpha / r.", minimum=1)
     lora_dropout: float = option(0.0, "Dropout on the adapter's input; must be 0 for GRPO and DPO.", minimum=0, below=1)
     target_modules: list[str] | str | None = option(
-        None, "Module suffixes to adapt; null, all-linear: all linear layers."
+        None, "Adapted module suffixes; null, all-linear: all linear layers."
     )
 
     def __post_init__(self) -> None:
@@ -244,9 +244,7 @@ class ValidationConfig:
     val_before_train: bool = option(False, "Also validate before the first step.")
     freq: int = option(20, "Steps between validations.", minimum=1)
     batch_size: int | None = option(None, "Rows per forward pass on each rank; null: same as in training.", minimum=1)
-    dataset: DatasetConfig = option(
-        DatasetConfig(), "Validation data; without a name, test_size rows are split off the training data."
-    )
+    dataset: DatasetConfig = option(DatasetConfig(), "Validation data; without a name, split off the training data.")
     max_response_length: int | None = option(None, "Must be null or equal to rollout.max_response_length.", minimum=1)
     reward_function: str | list[str] | dict[str, float] | None = option(None, f"{_REWARDS}; null: as in GRPO.")
 

@@ -23,8 +23,7 @@ def not_finite(tensors: Mapping[str, Tensor]) -> dict[str, float]:
     bad = {}
     for name, suspect in zip(checked, fetch(_suspects(list(checked.values()))), strict=True):
         if not math.isfinite(suspect):
-            # aminmax returns NaN for both values if any element is NaN, so checking the two is enough. It also clears tensors of which only
-            # the sum overflowed.
+            # aminmax returns NaN twice if any element is NaN, so check both values. They are finite if only the sum overflowed.
             extremes = [float(value) for value in torch.aminmax(checked[name]) if not value.isfinite()]
             if extremes:
                 bad[name] = extremes[0]

@@ -385,9 +385,7 @@ class StreamedRows(Generic[Packed]):
         self.digest = 0
         self._first = data.state_dict() if hasattr(data, "state_dict") else None
         if self._first is None:
-            raise ConfigError(
-                f"{source} is a {type(data).__name__}, but streaming requires a datasets.IterableDataset."
-            )
+            raise ConfigError(f"{source} is a {type(data).__name__}; required for streaming: datasets.IterableDataset.")
         self._state = {"epoch": 0, "block": 0, "position": 0, "step": 0, "data": self._first}
         self._iterator: Iterator | None = None
         self._block: PackedRows[Packed] | None = None
@@ -395,7 +393,7 @@ class StreamedRows(Generic[Packed]):
 
     @property
     def num_skipped(self) -> int:
-        """Bad rows found by this process."""
+        """Number of bad rows found by this process."""
         return self._num_skipped + (self._block.num_skipped if self._block else 0)
 
     @property
@@ -411,9 +409,7 @@ class StreamedRows(Generic[Packed]):
     def batch(self, step: int, batch_size: int, rank: int = 0, num_ranks: int = 1) -> list[Packed]:
         """See ``PackedRows.batch``; steps must be consecutive."""
         if step != self._state["step"]:
-            raise ConfigError(
-                f"Step {step} of {self.source} was requested, but the stream is at step {self._state['step']}."
-            )
+            raise ConfigError(f"Step {step} of {self.source} was requested, but it is at step {self._state['step']}.")
         # Advance through the complete batch on every rank, so that the streams stay in sync.
         chosen = set(rank_items(range(batch_size), rank, num_ranks))
         packed = []

@@ -54,6 +54,4 @@ def check_equal_stream(rows: Any) -> None:
     # Reducing (x, -x) once yields both the maximum and the minimum.
     largest, negative_smallest = maximum(rows.digest, -rows.digest)
     if largest != -negative_smallest:
-        raise ConfigError(
-            f"The stream of {rows.source} differs between ranks within its first {rows.num_read} rows. {FIX}"
-        )
+        raise ConfigError(f"The stream of {rows.source} differs between ranks in its first {rows.num_read} rows. {FIX}")

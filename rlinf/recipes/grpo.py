@@ -90,7 +90,7 @@ class GRPOTrainer(TokenTrainer):
         with deadline("rollout"):
             with self.completer.generator.ready():
                 groups, num_replaced = self._collect(step)
-            # Synchronise inside the rollout deadline, because replacing a rank's rollout worker may delay it by up to that deadline.
+            # Wait inside the rollout deadline, because a rank may be late while its rollout worker is being replaced.
             barrier()
         deadlines.clock.add_rollout(time.monotonic() - start)
         completions = [completion for group in groups for completion in group]

@@ -227,7 +227,7 @@ def flops_per_token(model: Any, length: float) -> float:
     embedding = model.get_input_embeddings()
     head = model.get_output_embeddings()
     tied = head is not None and getattr(head, "weight", None) is getattr(embedding, "weight", None)
-    # A tied embedding is also the output projection, whose product counts.
+    # A tied embedding is also the output projection, so include its matrix product.
     looked_up = 0 if tied else sum(p.numel() for p in embedding.parameters())
     text = model.config.get_text_config()
     num_experts = getattr(text, "num_local_experts", None) or getattr(text, "num_experts", None)
@@ -236,7 +236,7 @@ def flops_per_token(model: Any, length: float) -> float:
     sizes = [(p.numel() * (active if ".experts." in name else 1.0), p) for name, p in model.named_parameters()]
     total = sum(size for size, _ in sizes) - looked_up
     trained = min(total, sum(size for size, p in sizes if p.requires_grad))
-    # Causal attention reads half of the row on average.
+    # Causal attention covers half of the row on average.
     attention = 4 * text.num_hidden_layers * text.hidden_size * length / 2
     return 4 * total + 2 * trained + 3 * attention
 

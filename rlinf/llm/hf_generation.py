@@ -168,7 +168,7 @@ def generate_tokens(
     pad = padding_token(model, tokenizer, config.pad_token_id, ends)
     limits = _new_tokens_allowed(prompt_lengths, config, context_length(model))
     uniforms = _uniforms(data, config.max_new_tokens, random) if config.do_sample and not greedy else None
-    # All inputs of a decoding step go to the device once, not at each token.
+    # Move all inputs for decoding to the device once instead of at every token.
     device = next(model.parameters()).device
     columns, banned = None, torch.tensor(media_tokens(model.config), dtype=torch.int64, device=device)
     if config.allowed_token_ids is not None:
@@ -176,7 +176,7 @@ def generate_tokens(
         banned = banned[:0]
     responses, logprobs = [ids] * data.size, [ids] * data.size
     may_pad = len(set(prompt_lengths)) == 1 or _ignores_left_padding(model)
-    # Rows near the end of the context must stop earlier, and some models read left padding: only equal rows are batched.
+    # Rows near the end of the context must stop earlier, and some models are affected by left padding, so batch only equal rows.
     groups = [(allowed, 0 if may_pad else length) for allowed, length in zip(limits, prompt_lengths, strict=True)]
     for group in sorted(set(groups)):
         rows, allowed = [row for row, value in enumerate(groups) if value == group], group[0]

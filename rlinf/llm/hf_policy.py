@@ -124,9 +124,9 @@ class HuggingFacePolicy(TokenPolicy):
             sizes = {"shard_size": config.shard_size, "cpu_offload": config.cpu_offload}
             self.parallel = Sharded(self.model, _device_of(config), **sizes)
             check_read(self.model, sources)
-            # Runs the model, which is a collective call with shards, so do it where all ranks are.
+            # Run the test here, where all ranks are, because it runs the model, which is collective with shards.
             has_separable_head(self.model)
-            # The root would stay gathered, with its present weights.
+            # Otherwise, the root would stay gathered with its current weights.
             self.model.reshard()
         self._initial: Reference | None = None
         self._init_training(self.model.config.get_text_config(), rank(), parallel=self.parallel)

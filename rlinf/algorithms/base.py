@@ -147,7 +147,7 @@ class Algorithm(AnyAlgorithm, ABC):
             )
         elif algorithm.kl_coef > 0:
             conflict, fix = f"algorithm.kl_coef={algorithm.kl_coef:g}", "algorithm.kl_coef=0"
-            required = "the trainer's own log-probabilities, which can be compared with the reference's because both are computed alike"
+            required = "the trainer's own log-probabilities, because the reference's are computed in the same way"
         elif cls.needs_values and (backend != "torch" or (policy and not policy[0].values_in_rollouts(policy[1]))):
             who = f"rollout.backend={backend}" if backend != "torch" else f"{policy[0].__name__} as configured"
             conflict, fix = f"algorithm.name={algorithm.name} and {who}", "algorithm=grpo rollout=groups"

@@ -40,9 +40,7 @@ class AlgorithmConfig(AnyAlgorithmConfig):
     clip_range_high: float = option(0.2, "Clip the importance ratio above 1 plus this value.", minimum=0)
     clip_decay: str = option("none", "How both clip ranges decay over the run's iterations.", choices=tuple(DECAYS))
     dual_clip: float | None = option(
-        None,
-        "Dual clip: bound the loss of negative advantages by this value times |advantage| (Ye et al. 2020).",
-        minimum=1,
+        None, "Dual clip: bound losses of negative advantages by this times |advantage| (Ye et al. 2020).", minimum=1
     )
     tis_cap: float | None = option(
         None, "Cap on the truncated importance weights trainer / rollout (Yao et al. 2025); null: off.", minimum=1
@@ -68,9 +66,7 @@ class PPOConfig(AlgorithmConfig):
     """Proximal policy optimisation (Schulman et al. 2017) with generalised advantage estimation."""
 
     normalize_over: str = option(
-        "rollout",
-        "Normalise advantages over the entire rollout or within each minibatch.",
-        choices=("rollout", "minibatch"),
+        "rollout", "Normalise advantages over the rollout or within each minibatch.", choices=("rollout", "minibatch")
     )
     gamma: float = option(0.97, "Discount per policy call.", minimum=0, maximum=1)
     gae_lambda: float = option(0.95, "Lambda of generalised advantage estimation (GAE).", minimum=0, maximum=1)

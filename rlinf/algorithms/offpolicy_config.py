@@ -64,8 +64,7 @@ class OffPolicyConfig(AnyAlgorithmConfig):
         2, "Target critics M sampled out of E per update; the target uses their minimum.", minimum=1
     )
     learning_starts: int = option(1024, "Initial env steps with random actions and without updates.", minimum=0)
-    # With overlap, a policy call uses weights from before the updates for the previous call's env steps. This fixed lag keeps results
-    # independent of timing.
+    # Overlapped updates reach the policy exactly one call late. This fixed lag keeps results independent of timing.
     overlap: bool = option(False, "Update in a thread while the envs step, one policy call behind.")
     critic_only_updates: int = option(0, "Number of initial updates that train only the critics.", minimum=0)
     replay_capacity: int = option(100_000, "Capacity of the replay buffer in observations, over all envs.", minimum=1)

@@ -13,8 +13,7 @@ class RLOO(GroupAlgorithm):
     """RLOO (Ahmadian et al. 2024): ``A_i = R_i - 1 / (n - 1) sum_{j != i} R_j`` for every call of episode ``i``.
 
     ``R_i`` is the undiscounted return. The loss is PPO's clipped surrogate, whose gradient equals REINFORCE's in a rollout's first minibatch.
-    ``Algorithm.loss`` adds the KL penalty to the loss, as for GRPO. Subtracting it from ``R_i``, as the paper does, would make the
-    returns in every group differ, so groups without a learning signal could no longer be recognised by their equal returns.
+    ``Algorithm.loss`` adds the KL penalty to the loss, as for GRPO; the paper subtracts it from ``R_i``, so that no group has equal returns.
     """
 
     config_class: ClassVar[type[RLOOConfig]] = RLOOConfig

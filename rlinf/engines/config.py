@@ -10,9 +10,7 @@ class VllmOptions:
     """Settings for the rollout's vLLM engine, used with `rollout.backend=vllm`."""
 
     dtype: str = option(
-        "auto",
-        "Dtype for weights and KV cache; auto: same as the policy.",
-        choices=("auto", "float32", "bfloat16", "float16"),
+        "auto", "Dtype of weights and KV cache; auto: the policy's.", choices=("auto", "float32", "bfloat16", "float16")
     )
     max_model_len: int | None = option(None, "Maximum number of tokens per sequence; null: model's limit.", minimum=1)
     kv_cache_memory_bytes: int | None = option(

@@ -361,7 +361,7 @@ def engine_environment(num_threads: int, gpus: Sequence[str]) -> dict[str, str]:
         "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
         "OMP_NUM_THREADS": str(num_threads),
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-        # Reloading weights needs the engine core in this process.
+        # Reloading weights needs the engine core in the engine's main process.
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_LOGGING_LEVEL": environment.get("VLLM_LOGGING_LEVEL", "ERROR"),
         "VLLM_NO_USAGE_STATS": "1",
@@ -369,7 +369,7 @@ def engine_environment(num_threads: int, gpus: Sequence[str]) -> dict[str, str]:
     if gpus:
         environment[VISIBLE] = ",".join(gpus)
     else:
-        # Compilation costs 4 s at the first prompt and saves nothing on CPUs.
+        # Compilation takes 4 s at the first prompt and does not save time on CPUs.
         environment["TORCHDYNAMO_DISABLE"] = "1"
     return environment
 

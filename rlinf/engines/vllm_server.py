@@ -121,7 +121,7 @@ class VllmServer(WeightReceiver):
         """Return vLLM's output for each prompt."""
         from vllm import RequestOutput
 
-        # vLLM's renderer would require raw images and preprocess them again, so it is bypassed.
+        # Bypass vLLM's renderer, which would require raw images and preprocess them again.
         if self.reads_images:
             return self.llm._render_and_run_requests(iter(prompts), sampling, RequestOutput, use_tqdm=False)
         return self.llm.generate(prompts, sampling, use_tqdm=False)

@@ -84,9 +84,9 @@ class BucketLoader:
             initialize_layerwise_reload(model)
 
     def load(self, handle: WeightsHandle) -> None:
-        """Load the tensors of a bucket."""
+        """Load a bucket's tensors."""
         weights = self.names.read(dict(join_parts(handle, self._mapped, self._parts)))
-        # vLLM retains the tensors of a layer until the layer is complete; by then the bucket may have been overwritten.
+        # vLLM retains a layer's tensors until the layer is complete, and by then the bucket may have been overwritten.
         copies = ((name, tensor.clone()) for name, tensor in weights.items())
         with self._config():
             loaded = self.worker.get_model().load_weights(copies)

@@ -192,12 +192,12 @@ class WeightBuffer:
         return stop
 
     def seal(self, version: int) -> WeightsHandle:
-        """Write checksums and nonce, and return the handle of the added tensors."""
+        """Write checksums and nonce, and return a handle for the added tensors."""
         sums = _checksums(self._memory, self._entries.values())
         pairs = zip(self._entries.items(), sums, strict=True)
         manifest = {name: replace(entry, checksum=checksum) for (name, entry), checksum in pairs}
         nonce, nbytes, device = secrets.token_bytes(NONCE_LEN), len(self._memory), self._memory.device
-        # Last, because the nonce makes the memory valid for readers.
+        # Write the nonce last, because it makes the memory valid for readers.
         self._memory[:NONCE_LEN].copy_(torch.tensor(list(nonce), dtype=torch.uint8))
         if device.type == "cpu":
             return WeightsHandle(version, manifest, nbytes, nonce, path=f"/proc/{os.getpid()}/fd/{self._fd}")

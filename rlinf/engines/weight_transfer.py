@@ -28,10 +28,11 @@ class WeightSource(Protocol):
     def manifest(self) -> Mapping[str, TensorSpec]: ...
 
     def builds_on(self, loaded: Any) -> bool:
-        """Return whether ``loaded`` has the same frozen tensors."""    ...
+        """Return whether ``loaded`` has the same frozen tensors."""
+        ...
 
     def buckets(self, trained_only: bool) -> Iterator[WeightsHandle]:
-        """Yield buckets with all tensors in the manifest, or only trained ones. A bucket stays valid while the next one is in use."""
+        """Yield buckets with all tensors in the manifest, or only trained ones. A bucket is valid until the one after the next."""
         ...
 
 

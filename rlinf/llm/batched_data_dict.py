@@ -99,9 +99,7 @@ class BatchedDataDict(UserDict[str, Any], Generic[Spec]):
         rows = torch.as_tensor(indices)
         if rows.dtype == torch.bool:
             if rows.shape != (self.size,):
-                raise ConfigError(
-                    f"select_indices got a mask {list(rows.shape)}; required: [{self.size}], one per row."
-                )
+                raise ConfigError(f"select_indices got a mask {list(rows.shape)}; required: shape [{self.size}].")
             rows = rows.nonzero().squeeze(1)
         rows = rows.long()
 
@@ -187,8 +185,7 @@ class BatchedDataDict(UserDict[str, Any], Generic[Spec]):
             sequence_packing_args: Distribute bins of sequences as ``micro_batches``, equally many per part.
 
         Returns:
-            The parts; with one of the last two arguments also their concatenated row numbers, to restore the order of results with
-            ``reorder_data``.
+            The parts; with one of the last two arguments also their concatenated row numbers, for ``reorder_data``.
         """
         batch_size = self.size if batch_size is None else batch_size
         self._check_shards(shards, batch_size, allow_uneven_shards, dynamic_batching_args, sequence_packing_args)
@@ -257,17 +254,13 @@ class BatchedDataDict(UserDict[str, Any], Generic[Spec]):
                     f"shard_by_batch_size got {dict(arguments)}; required: max_tokens_per_microbatch; known: {', '.join(known)}."
                 )
         if uneven + (dynamic is not None) + (packing is not None) > 1:
-            raise ConfigError(
-                "allow_uneven_shards, dynamic_batching_args and sequence_packing_args are mutually exclusive"
-            )
+            raise ConfigError("allow_uneven_shards, dynamic_batching_args and sequence_packing_args exclude each other")
         if packing is not None or uneven:
             return
         hint = "" if dynamic is not None else ", or allow_uneven_shards=True"
         for name, rows, parts in (("batch_size", self.size, batch_size), ("shards", batch_size, shards)):
             if rows % parts:
-                raise ConfigError(
-                    f"{rows} rows do not divide evenly into {name}={parts}. Use a divisor of {rows}{hint}"
-                )
+                raise ConfigError(f"{rows} rows do not divide into {name}={parts}. Use a divisor of {rows}{hint}")
 
     def _map_rows(self, function: Any) -> BatchedDataDict:
         return type(self)({key: function(value) if _has_rows(value) else value for key, value in self.items()})

@@ -24,9 +24,7 @@ class CausalLMConfig:
     """Settings for loading a model."""
 
     torch_dtype: Any = option("float32", "Dtype for the weights: float32, bfloat16, float16 or a torch.dtype.")
-    device_map: Any = option(
-        "auto", "Device placement; auto: this rank's GPU, all accelerators, or the CPU; null: CPU."
-    )
+    device_map: Any = option("auto", "Placement; auto: this rank's GPU, all accelerators, or the CPU; null: CPU.")
     trust_remote_code: bool = option(False, "Allow Python code in the checkpoint folder to run.")
     load_in_8bit: bool = option(False, "Quantise to 8 bits with bitsandbytes (CUDA only).")
     load_in_4bit: bool = option(False, "Quantise to 4 bits with bitsandbytes (CUDA only).")

@@ -49,9 +49,7 @@ class SamplingConfig:
     do_sample: bool = option(True, "Sample tokens; false: always decode greedily.")
     pad_token_id: int | None = option(None, "Padding token; null: the model's own.")
     eos_token_id: int | list[int] | None = option(None, "End tokens; null: the model's own; []: none.")
-    max_model_len: int | None = option(
-        None, "Maximum length of prompt plus response; null: the model's limit.", minimum=1
-    )
+    max_model_len: int | None = option(None, "Maximum tokens in prompt and response; null: model's limit.", minimum=1)
     seed: int = option(0, "Seed for sampling.")
 
 

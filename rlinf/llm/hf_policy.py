@@ -69,9 +69,7 @@ class HuggingFacePolicyConfig(CausalLMConfig, TokenPolicyConfig):
     )
     shard_size: int | None = option(None, "Number of ranks to shard the weights over; null: all.", minimum=1)
     cpu_offload: bool = option(False, "Offload shards, gradients and optimiser states to main memory.")
-    lora: dict[str, Any] | None = option(
-        None, "Train only LoRA adapters, with keys rank, alpha, dropout, target_modules."
-    )
+    lora: dict[str, Any] | None = option(None, "Train only LoRA adapters; keys: rank, alpha, dropout, target_modules.")
 
 
 class HuggingFacePolicy(TokenPolicy):

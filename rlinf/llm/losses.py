@@ -132,9 +132,7 @@ class DPOLossFn(TokenLoss):
     rows_per_sample: ClassVar[int] = 2
     compares: ClassVar[bool] = True
     beta: float = option(0.1, "Strength of the implicit KL constraint to the reference policy.", minimum=1e-6)
-    label_smoothing: float = option(
-        0.0, "Assumed probability of swapped labels (Mitchell 2023, eq. 3).", minimum=0, below=0.5
-    )
+    label_smoothing: float = option(0.0, "Probability of swapped labels (Mitchell 2023, eq. 3).", minimum=0, below=0.5)
 
     @property
     def needs_reference(self) -> bool:
@@ -183,9 +181,7 @@ class GRPOLossFn(TokenLoss):
     compares: ClassVar[bool] = True
     clip_range_low: float = option(0.2, "Clip the importance ratio below 1 minus this value.", minimum=0)
     clip_range_high: float = option(0.2, "Clip the importance ratio above 1 plus this value.", minimum=0)
-    dual_clip: float | None = option(
-        None, "Dual-clip bound for negative advantages (Ye et al. 2020, eq. 5).", minimum=1
-    )
+    dual_clip: float | None = option(None, "Dual clip for negative advantages (Ye et al. 2020, eq. 5).", minimum=1)
     ratio_level: str = option("token", "Compute one importance ratio per token or sequence.", choices=LEVELS)
     loss_level: str = option("token", "How the loss is averaged over tokens and rows.", choices=LOSS_LEVELS)
     kl_coef: float = option(0.0, "Weight of the KL penalty relative to the reference policy.", minimum=0)
@@ -257,9 +253,7 @@ def _row_mean(values: Tensor, mask: Tensor) -> Tensor:
 
 def _pairs(values: Tensor) -> Tensor:
     if len(values) % 2:
-        raise ConfigError(
-            f"DPOLossFn got {len(values)} rows; required: pairs, with row 2i chosen and row 2i + 1 rejected."
-        )
+        raise ConfigError(f"DPOLossFn got {len(values)} rows; required: pairs, row 2i chosen and row 2i + 1 rejected.")
     return values.view(-1, 2)
 
 
@@ -280,6 +274,4 @@ def _tensor_of(data: Mapping[str, Any], key: str) -> Tensor:
 
 def _check_counts(counts: TokenCounts) -> None:
     if counts.samples <= 0:
-        raise ConfigError(
-            "The batch has no trained tokens: token_mask or sample_mask is 0, or all responses are empty."
-        )
+        raise ConfigError("The batch has no trained tokens: token_mask or sample_mask is 0, or responses are empty.")

@@ -141,9 +141,7 @@ class TrainStep:
             self._measured = (norms, fetch([norms.total]))
         (norms, (self.grad_norm, *_)), self._measured = self._measured, None
         if not (math.isfinite(loss) and math.isfinite(self.grad_norm)):
-            raise NonFiniteError(
-                f"The loss is {loss} and the gradient norm is {self.grad_norm}; the step was not taken."
-            )
+            raise NonFiniteError(f"The loss is {loss} and the gradient norm {self.grad_norm}; the step was not taken.")
         if self.clips_together:
             clip_gradients(sum(norms.parts, []), norms.total, self.max_grad_norm)
         else:

@@ -175,11 +175,7 @@ def make_trainer(
     longest = longest_row(config)
     if longest < config.policy.model_max_length:
         requested = config.policy.model_max_length
-        logger.warning(
-            "policy.model_max_length=%d exceeds the model's limit; using %d tokens",
-            requested,
-            longest,
-        )
+        logger.warning("policy.model_max_length=%d exceeds the model's limit; using %d tokens", requested, longest)
     config = replace(config, policy=replace(config.policy, model_max_length=longest))
     packers = [data.packer] if data.val_packer is None else [data.packer, data.val_packer]
     for packer in packers:

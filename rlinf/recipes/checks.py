@@ -62,10 +62,7 @@ WITHOUT_EFFECT: dict[str, tuple[tuple, str]] = {
     "train.fp8.fp8_recipe": ((), "training in 8 bits is not available"),
     "train.fp8.quant_recipe": ((), "training in 8 bits is not available"),
     "train.train_policy.dataloader_prefetch_factor": ((None, 1), "one batch is prefetched"),
-    "train.train_policy.min_filter_prefix_tokens": (
-        (None,),
-        "shared prefixes are also trained",
-    ),
+    "train.train_policy.min_filter_prefix_tokens": ((None,), "shared prefixes are also trained"),
     "train.train_policy.on_policy": ((True,), _ON_POLICY),
     "train.train_policy.allowed_outdated_steps": ((0,), _ON_POLICY),
     "train.train_policy.no_outdated_rollout": ((True,), _ON_POLICY),

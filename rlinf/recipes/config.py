@@ -194,9 +194,7 @@ class LoraConfig:
     r: int = option(8, "Rank of the adapter matrices.", minimum=1)
     lora_alpha: int = option(8, "Scale the adapter's output by lora_alpha / r.", minimum=1)
     lora_dropout: float = option(0.0, "Dropout on the adapter's input; must be 0 for GRPO and DPO.", minimum=0, below=1)
-    target_modules: list[str] | str | None = option(
-        None, "Adapted module suffixes; null, all-linear: all linear layers."
-    )
+    target_modules: list[str] | str | None = option(None, "Module name suffixes; null, all-linear: all linear layers.")
 
     def __post_init__(self) -> None:
         if self.target_modules == "all-linear":
@@ -306,7 +304,5 @@ class RecipeConfig:
     cluster: ClusterConfig = option(ClusterConfig(), "Rollout workers, threads and deadlines.")
     custom: dict[str, Any] = option({}, "Arbitrary keys for your dataset script.")
     mode: str = option(
-        "disaggregated",
-        "disaggregated: engines on separate GPUs; colocated: engines run on the policy's GPUs.",
-        choices=MODES,
+        "disaggregated", "disaggregated: separate GPUs for the engines; colocated: the policy's.", choices=MODES
     )

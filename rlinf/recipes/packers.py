@@ -102,13 +102,9 @@ class RawTextPacker:
             return conversation
         messages = [text_only(message) for message in with_system(conversation, row)]
         for field in (key for message in messages for key in (*meaningful(message), *(message.keys() & {"weight"}))):
-            raise BadRowError(
-                f"raw text cannot represent the field '{field}' of a message; required: messages without it."
-            )
+            raise BadRowError(f"raw text cannot represent a message's '{field}'; required: messages without it.")
         if tools_of(row) or any(message.get("tool_calls") for message in messages):
-            raise BadRowError(
-                "raw text cannot represent tools or tool calls. Use a chat template, or write the calls as text."
-            )
+            raise BadRowError("raw text cannot represent tools or tool calls. Use a chat template, or calls as text.")
         return "\n".join(f"{message['role']}: {message['content']}" for message in messages)
 
     def sample(self, row: dict[str, Any]) -> Sample:
@@ -319,9 +315,7 @@ class ChatPacker:
         learned = ["weight" not in message for message in messages if message["role"] == "assistant"]
         learned[:-1] = [False] * (len(learned) - 1) if last_only else learned[:-1]
         if not any(learned):
-            raise BadRowError(
-                "'weight' or 'train' excludes every assistant message; required: at least one learned message."
-            )
+            raise BadRowError("'weight' or 'train' excludes all assistant messages; required: at least one.")
         for (start, end), is_learned in zip(token_spans, learned, strict=True):
             mask[start:end] = [is_learned] * (end - start)
         is_truncated = len(ids) > self.max_length
@@ -371,9 +365,7 @@ class ChatPacker:
             return ""
         # A message without calls shows how the template closes a message; the text before it renders the calls.
         plain = self._marked({"role": "assistant", "content": "a"})
-        rest, closing = (
-            self._render([*messages[:-1], last], tools).rpartition(END)[2] for last in (messages[-1], plain)
-        )
+        rest, closing = self._render([*messages[:-1], last], tools).rpartition(END)[2] for last in (messages[-1], plain)
         if not rest.endswith(closing) or rest == closing:
             raise BadRowError("the chat template does not render its tool calls. Write the calls as text.")
         return rest.removesuffix(closing)

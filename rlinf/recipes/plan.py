@@ -376,9 +376,7 @@ def check_engines(config: RecipeConfig, plan: Plan, device: str) -> None:
     if tp_size > 1 and model_config is not None:
         check_tensor_parallel(model_config, tp_size, "rollout.parallelism.tp_size")
     if tp_size > 1 and device == "cuda" and not plan.workers:
-        apart = (
-            "mode=disaggregated cluster.placement=null and start the command once, so that engines have separate GPUs"
-        )
+        apart = "mode=disaggregated cluster.placement=null and start the command once, for engines with separate GPUs"
         raise ConfigError(
             f"rollout.parallelism.tp_size is {tp_size}, but each policy rank generates on its own GPU, between updates; "
             f"required: 1. Set rollout.parallelism.tp_size=1, or {apart}"

@@ -35,9 +35,7 @@ _LETTER = re.compile("[A-Z]")
 class QuestionRanksConfig:
     """Processes for an evaluation on questions."""
 
-    num_processes: int | None = option(
-        None, "Number of ranks; null: one, or as started by torchrun or srun.", minimum=1
-    )
+    num_processes: int | None = option(None, "Ranks; null: one, or as started by torchrun or srun.", minimum=1)
     num_threads: int | None = option(None, "CPU threads per rank; null: OMP_NUM_THREADS, or cores / ranks.", minimum=1)
     deadlines: DeadlinesConfig = option(DeadlinesConfig(), "Deadlines for starting, evaluating and saving.")
 
@@ -48,25 +46,19 @@ class QuestionsConfig:
 
     checkpoint: PathText = option("", "Model folder, hub ID, recipe run, or latest: the newest run in outputs/.")
     questions: PathText = option("", "Question file in jsonl, json, csv, tsv or parquet format.")
-    output_dir: PathText | None = option(
-        None, "Folder for results; null: in the run folder, or outputs/questions/<time>."
-    )
+    output_dir: PathText | None = option(None, "Result folder; null: in the run folder, or outputs/questions/<time>.")
     answer_type: str | None = option(
         None,
         "How to score: letter (first capital letter), reasoning (first one in the answer tags; default with options), or a reward such as gsm8k.",
     )
-    prompt_column: str | None = option(
-        None, "Column with the question; null: prompt, question, messages or conversations."
-    )
+    prompt_column: str | None = option(None, "Question column; null: prompt, question, messages or conversations.")
     answer_column: str = option("answer", "Column with the reference answer.")
     category_column: str | None = option(None, "Column with the category; null: category or subset, if present.")
     request: str | None = option(None, "Text appended to each question; null: chosen by answer_type.")
     system_prompt: str | None = option(None, "System message for each question (may be empty); null: none.")
     fps: float = option(1.0, "Video frames to read per second.", minimum=0.01)
     max_pixels: int | None = option(81920, "Maximum frame area in pixels; null: unlimited.", minimum=1)
-    num_questions: int | None = option(
-        None, "Number of questions to use, from the start of the file; null: all.", minimum=1
-    )
+    num_questions: int | None = option(None, "Use only the first questions in the file; null: all.", minimum=1)
     temperature: float = option(0.0, "Sampling temperature; 0: greedy.", minimum=0)
     seed: int = option(0, "Sampling seed; each question uses its own random numbers.", minimum=0)
     max_tokens: int = option(1024, "Maximum number of tokens per completion.", minimum=1)

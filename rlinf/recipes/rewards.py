@@ -84,9 +84,7 @@ class Rewards:
             error.add_note(f"raised by the reward '{name}' for {completion[:200]!r}, reference {reference!r}")
             raise
         if not math.isfinite(number):
-            raise ConfigError(
-                f"The reward '{name}' returned {value!r} for {completion[:80]!r}; required: a finite number."
-            )
+            raise ConfigError(f"The reward '{name}' returned {value!r} for {completion[:80]!r}; required: finite.")
         return number
 
 
@@ -171,10 +169,7 @@ def direct_math(completion: str, reference: str | None, **row: Any) -> float:
 
 
 def overlong(completion: str, reference: str | None = None, **row: Any) -> float:
-    """Return a penalty falling linearly from 0 to -1 over the last ``overlong_buffer`` tokens before the limit (DAPO, eq. 13).
-
-    The buffer defaults to a quarter of the limit.
-    """
+    """Return a linear penalty from 0 to -1 over the last ``overlong_buffer`` tokens (default: a quarter) of the limit (DAPO, eq. 13)."""
     missing = [name for name in ("num_tokens", "max_tokens") if name not in row]
     if missing:
         raise ConfigError(f"The reward overlong needs {' and '.join(missing)}: the completion's length and limit.")

@@ -61,8 +61,7 @@ class Prompt:
         input_ids: Tokens, ``[S]``.
         model_inputs: See ``Sample``.
         reference: Reference for the rewards, if any.
-        row: Columns of the row, for the rewards.
-        previews: Small JPEGs of its images, for the report.
+        row, previews: The row's columns, for the rewards, and small JPEGs of its images, for the report.
     """
 
     input_ids: list[int]

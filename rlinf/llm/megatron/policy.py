@@ -166,8 +166,7 @@ class MegatronPolicy(TokenPolicy):
     def _forward(self, model: nn.Module, data: BatchedDataDict) -> tuple[Tensor | None, Tensor]:
         """Run this rank's layers.
 
-        Return the input from the previous stage (None on the first stage) and the output, which on the last stage is logits
-        ``[B, W, V / ranks]``.
+        Return the previous stage's output (None on the first stage) and this stage's, on the last stage logits ``[B, W, V / ranks]``.
         """
         ids, mask = tokens_and_mask(data)
         shards = self.config.tensor_model_parallel_size if self.config.sequence_parallel else 1

@@ -65,8 +65,7 @@ def check_family(config: Any, tp_size: int, pp_size: int) -> None:
 def build_gpt(hf_config: Any, names: set[str], rotary: nn.Module, dtype: torch.dtype, parallel: Any) -> nn.Module:
     """Build this rank's part of a Megatron-core ``GPTModel`` with uninitialised weights.
 
-    ``names`` are the checkpoint's weight names, ``rotary`` is the transformers model's rotary embedding, and ``parallel`` is a
-    ``MegatronPolicyConfig``.
+    ``names`` are the checkpoint's weight names, ``rotary`` is transformers' rotary embedding, ``parallel`` is a ``MegatronPolicyConfig``.
     """
     from megatron.core import parallel_state
     from megatron.core.models.gpt import GPTModel
@@ -228,9 +227,7 @@ def load_weights(
     unplaced = sorted(set(weights) - placed)
     if unplaced:
         some = ", ".join(unplaced[:4])
-        raise ConfigError(
-            f"MegatronPolicy does not support {len(unplaced)} of the weights: {some}. Use HuggingFacePolicy"
-        )
+        raise ConfigError(f"MegatronPolicy does not support {len(unplaced)} weights: {some}. Use HuggingFacePolicy")
 
 
 def head_dim(config: Any) -> int:

@@ -151,7 +151,7 @@ def _check_batch(config: RecipeConfig) -> None:
         )
         fits, key = max(1, batch // unit) * unit, "train.train_batch_per_replica"
         raise ConfigError(
-            f"{key}={batch} does not divide evenly over {parts}; required: a multiple of {unit}. Set {key}={fits}"
+            f"{key}={batch} does not divide over {parts}; required: a multiple of {unit}. Set {key}={fits}"
         )
 
 

@@ -191,8 +191,8 @@ def reject_videos(row: Mapping[str, Any]) -> None:
     key, videos = _media(row, "videos", "video")
     if videos:
         raise BadRowError(
-            f"its column '{key}' has {sum(map(_is_medium, videos))}, which are not read; required: an empty column. Remove it, or for a "
-            "vision-language model, put the videos in message parts, {type: video, video: <file>}."
+            f"its column '{key}' has {sum(map(_is_medium, videos))}, but videos in columns are not read. Remove the column, "
+            "or, for a vision-language model, put the videos in message parts, {type: video, video: <file>}."
         )
 
 

@@ -315,7 +315,7 @@ class ChatPacker:
         learned = ["weight" not in message for message in messages if message["role"] == "assistant"]
         learned[:-1] = [False] * (len(learned) - 1) if last_only else learned[:-1]
         if not any(learned):
-            raise BadRowError("'weight' or 'train' excludes all assistant messages; required: at least one.")
+            raise BadRowError("no assistant message is learned ('weight' or 'train' may exclude it); required: one.")
         for (start, end), is_learned in zip(token_spans, learned, strict=True):
             mask[start:end] = [is_learned] * (end - start)
         is_truncated = len(ids) > self.max_length
@@ -365,7 +365,9 @@ class ChatPacker:
             return ""
         # A message without calls shows how the template closes a message; the text before it renders the calls.
         plain = self._marked({"role": "assistant", "content": "a"})
-        rest, closing = self._render([*messages[:-1], last], tools).rpartition(END)[2] for last in (messages[-1], plain)
+        rest, closing = (
+            self._render([*messages[:-1], last], tools).rpartition(END)[2] for last in (messages[-1], plain)
+        )
         if not rest.endswith(closing) or rest == closing:
             raise BadRowError("the chat template does not render its tool calls. Write the calls as text.")
         return rest.removesuffix(closing)

@@ -181,7 +181,7 @@ def test_weights_that_are_not_all_there_are_refused_by_name_and_change_nothing(p
     with pytest.raises(WeightsRejectedError, match=r"projector.fc1.bias is \[3\]"):
         policy.engine.update_weights(buffer.write(reshaped, 92))
     spoilt = weights | {"projector.fc1.bias": torch.full_like(weights["projector.fc1.bias"], float("nan"))}
-    with pytest.raises(WeightsRejectedError, match="'projector.fc1.bias' holds nan .1 of"):
+    with pytest.raises(WeightsRejectedError, match="'projector.fc1.bias' contains nan .1 of"):
         policy.engine.update_weights(buffer.write(spoilt, 93))
     assert torch.equal(act(policy, inputs).logits, before.logits)
     buffer.close()

@@ -228,7 +228,7 @@ def test_messages_of_sharegpt_are_those_with_role_and_content():
         ({"messages": [QUESTION]}, "no assistant message"),
         (
             {"messages": [QUESTION | {"content": [{"type": "image"}]}, ANSWER]},
-            "type image, and the model is text-only",
+            "type image, but the model is text-only",
         ),
         (
             {"messages": [QUESTION, ANSWER | {"content": [{"type": "image"}]}]},

@@ -109,7 +109,7 @@ def test_the_rest_of_the_ranks_are_shards():
 
 def test_other_ranks_than_those_of_the_recipe_are_refused():
     config, _ = load_recipe("mistral-7b-fsdp4-sft")
-    with pytest.raises(ConfigError, match="2 ranks were started, but the recipe has 4"):
+    with pytest.raises(ConfigError, match="2 ranks were started, but the recipe needs 4"):
         make_plan(config, 2)
 
 

@@ -51,7 +51,7 @@ def action_advantages(advantages: Tensor, action_rewards: Tensor) -> Tensor:
     """Return per-action advantages ``[T, B, C]`` from ``advantages [T, B]`` and ``action_rewards [T, B, C]``.
 
     ``A_{t,c} = A_t - sum_{c' < c} r_{t,c'}``, because an action cannot change earlier rewards. Given the observation and the earlier
-    actions, these rewards act as a baseline, so the gradient stays unbiased. There is no discounting within a chunk.
+    actions, these rewards act as a baseline, so the gradient stays unbiased. Rewards are not discounted within a chunk.
     """
     earlier = action_rewards.cumsum(-1) - action_rewards
     return advantages.unsqueeze(-1) - earlier
@@ -72,7 +72,7 @@ def group_advantages(
     """Return group relative advantages (Shao et al. 2024, eq. 3 of DeepSeekMath): ``(R_i - mean) / (std + eps)``.
 
     ``std`` is the population std (divided by the group size ``n``), so no advantage exceeds ``sqrt(n - 1)``. It is treated as 0 if it is at
-    most ``eps`` or rounding error. Without ``scale_by_std`` there is no division (Dr. GRPO, Liu et al. 2025).
+    most ``eps`` or rounding error. Without ``scale_by_std``, they are not divided (Dr. GRPO, Liu et al. 2025).
 
     Returns:
         Advantages ``[B]``, and a bool ``[B]`` that is True where the group's returns differ.

@@ -69,7 +69,7 @@ class AnyAlgorithm:
 
     Attributes:
         config_class: Configuration dataclass for ``algorithm.*``.
-        freezes_policy: Whether only an actor on top of the policy is trained. The policy is then replicated on every rank, without an optimiser.
+        freezes_policy: Whether only an actor on top of the policy is trained. Every rank then has a replica of the policy, without an optimiser.
     """
 
     config_class: ClassVar[type[AnyAlgorithmConfig]] = AnyAlgorithmConfig

@@ -22,7 +22,7 @@ class ReinforcePP(Algorithm):
         A'_t = (A_t - mean(A)) / std(A)                            over the rollout's valid actions on all ranks
 
     The paper uses ``gamma = 1`` and a single reward at the end. The loss is PPO's clipped surrogate without a KL term. A time limit is
-    treated as a termination, because there is no value estimate to bootstrap from.
+    treated as a termination, because without a value estimate it cannot be bootstrapped.
     """
 
     config_class: ClassVar[type[ReinforcePPConfig]] = ReinforcePPConfig

@@ -156,7 +156,7 @@ class VllmServer(WeightReceiver):
 
     def finish(self, is_complete: bool) -> None:
         """Clear every cache that depends on the weights."""
-        if not self._is_loading:  # there are no trained tensors
+        if not self._is_loading:  # no trained tensors
             return
         missing = self.llm.collective_rpc(call_loader, args=("finish",))[0]
         self._is_loading = False

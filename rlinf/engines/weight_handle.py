@@ -121,7 +121,7 @@ class WeightsHandle:
                 size = os.stat(self.path).st_size
             except FileNotFoundError:
                 size = 0
-            # Check the size first: mapping more than the file would extend it, and a closed descriptor's number may belong to a different file.
+            # Mapping more than the file's size would extend it, and the number of a closed descriptor may now belong to a different file.
             if size == self.nbytes and self.path not in mapped:
                 mapped[self.path] = torch.from_file(self.path, shared=True, size=size, dtype=torch.uint8)
             memory = mapped[self.path] if size == self.nbytes else None

@@ -160,7 +160,7 @@ class WeightReceiver(ABC):
     def load(self, handle: WeightsHandle) -> None:
         """Load a bucket; raise WeightsRejectedError if it is damaged, not finite, or not part of this push.
 
-        After an error at the first bucket, the old weights remain; after one at a later bucket, there are none until the next push.
+        After an error at the first bucket, the old weights remain; after one at a later bucket, the receiver has none until the next push.
         """
         # Restore the header only at the end, so that an error aborts the push.
         header, self._header = self._header, None

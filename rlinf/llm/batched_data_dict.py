@@ -64,7 +64,7 @@ class BatchedDataDict(UserDict[str, Any], Generic[Spec]):
     ) -> BatchedDataDict:
         """Concatenate batches; right-pad tensors to the widest one, with the padding value for their key or 0.
 
-        Raise ConfigError if there are no batches, or if keys or batch-level values differ.
+        Raise ConfigError without batches, or if keys or batch-level values differ.
         """
         if not batches:
             raise ConfigError("from_batches needs at least one batch.")

@@ -13,7 +13,7 @@ from rlinf.llm.generation_interface import GenerationDatumSpec, GenerationOutput
 class LogprobsSpec(TypedDict):
     """Token log-probabilities.
 
-    ``logprobs`` is float32 ``[B, S]``; column ``i`` is the log-probability of token ``i`` given the previous ones. Column 0 and padding are 0.
+    ``logprobs`` is float32 ``[B, S]``; column ``i`` belongs to token ``i`` given the previous ones. Column 0 and padding are 0.
     """
 
     logprobs: torch.Tensor

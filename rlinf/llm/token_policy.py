@@ -64,7 +64,7 @@ class TokenPolicy(PolicyInterface):
     def _init_training(
         self, text_config: Any, rank: int, reference: nn.Module | None = None, **train_step: Any
     ) -> None:
-        """Create the optimiser and the random generator; each rank derives its sampling seed from ``seed``, and rank 0 uses it unchanged."""
+        """Create the optimiser and the random generator. Rank 0 samples with ``seed`` itself, all remaining ranks with derived seeds."""
         config = self.config
         trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
         self._optimizer = MasterAdamW(

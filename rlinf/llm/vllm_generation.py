@@ -84,7 +84,7 @@ class VllmGenerationWorker:
         EngineError if the engine failed or missed its deadline.
 
         Args:
-            input_ids, attention_mask: Right-padded prompts, int64 ``[B, S]``; without a mask, there is no padding.
+            input_ids, attention_mask: Right-padded prompts, int64 ``[B, S]``; without a mask, every token is used.
             seeds: One seed per row; None uses the worker's next seeds.
             images: ``IMAGE_INPUTS`` for each row, empty for text; None if all rows are text.
         """

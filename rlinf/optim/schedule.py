@@ -24,7 +24,7 @@ def learning_rate(
     """Return the learning rate for ``step`` (from 0): a linear increase to ``peak`` at the last warm-up step, then a decay.
 
     Args:
-        num_steps: Number of steps in the run; there is no decay if it is infinite.
+        num_steps: Number of steps in the run; if infinite, the rate does not decay.
         warmup_steps: Number of warm-up steps, or a float up to 1.0 for a fraction of ``num_steps``. At most ``num_steps``.
         decay: Key in ``DECAYS``; None for no decay.
         decay_ratio: Fraction of steps at the end during which the rate decays; None decays in all steps after the warm-up.

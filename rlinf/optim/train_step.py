@@ -78,7 +78,7 @@ class TrainStep:
         self.num_steps, self.decay = 0, 1.0
         self.grad_norm = 0.0
         self._peaks = [group["lr"] for group in optimizer.param_groups]
-        # `accumulate` computes the norms that `apply` uses, so that both share one wait for the GPU.
+        # `accumulate` computes the norms that `apply` uses, so that both need only one wait for the GPU.
         self._measured: tuple[_Norms, list[float]] | None = None
         self.part_norms = [0.0] * len(self.parts)
 

@@ -19,7 +19,7 @@ NOT_DONE: dict[str, tuple[tuple, str]] = {
     "policy.parallelism.cp_size": ((1,), "training has no context parallelism"),
     "policy.parallelism.ep_size": ((1,), "training has no expert parallelism"),
     "policy.parallelism.pp_size": ((1,), "training has no pipeline parallelism"),
-    "policy.model_revision": ((None, ""), "the hub model is always loaded at its latest revision; for a different one, download it and set policy.model_name_or_path to its folder"),
+    "policy.model_revision": ((None, ""), "only the latest revision is loaded; to use an older one, download it and set its folder"),
     "policy.enable_liger_kernel": ((False,), "Liger kernels are not used"),
     "policy.trainable_map": ((None,), "training updates either all weights or only adapters (policy.lora)"),
     "policy.lora.use_rslora": ((False,), "the adapter scale is always lora_alpha / r"),

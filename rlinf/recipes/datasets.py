@@ -313,7 +313,7 @@ class PackedRows(Generic[Packed]):
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Do nothing, because there is no state (see ``state_dict``)."""
+        """Do nothing, because the state is empty (see ``state_dict``)."""
 
     def _good(self, index: int) -> Packed:
         for offset in range(len(self)):

@@ -48,7 +48,7 @@ def check_equal_rows(rows: Any) -> None:
 
 
 def check_equal_stream(rows: Any) -> None:
-    """Raise ConfigError on every rank if ranks have read different blocks of a stream (a collective call); ignore rows that are not streamed."""
+    """Raise ConfigError on every rank if ranks have read different blocks of a stream (a collective call); accept rows without a stream."""
     if not isinstance(rows, StreamedRows) or world_size() == 1:
         return
     # Reducing (x, -x) once yields both the maximum and the minimum.

@@ -107,7 +107,7 @@ def reject_unread(row: Mapping[str, Any]) -> None:
     unread = {name: row[name] for name in UNREAD_COLUMNS if row.get(name) not in (None, "", [], 1)}
     for name, value in unread.items():
         if name != "input" or "instruction" in row:
-            raise BadRowError(f"its column '{name}' is not read: {_short(value)}; required: its content in the messages or the prompt. Remove "
+            raise BadRowError(f"its column '{name}' is not read: {_short(value)}; required: this content in messages or prompt. Remove "
                               "the column, or read it in a dataset script.")  # fmt: skip
 
 

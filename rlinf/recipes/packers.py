@@ -481,7 +481,7 @@ class PromptPacker(ChatPacker):
             self.tokenizer, self.max_length = getattr(processor, "tokenizer", processor), config.policy.model_max_length
 
     def messages(self, row: dict[str, Any]) -> Any:
-        """Return the prompt as text or messages. A text with images becomes a message, with the images at their marks or before the text."""
+        """Return the prompt as text or messages. A text with images becomes a message, with images at their marks or before the text."""
         prompt = column(row, self.column, "train.train_policy.prompt_column_name")
         reject_unread(row)
         images = images_of(row)

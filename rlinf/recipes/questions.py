@@ -49,7 +49,7 @@ class QuestionsConfig:
     output_dir: PathText | None = option(None, "Result folder; null: in the run folder, or outputs/questions/<time>.")
     answer_type: str | None = option(
         None,
-        "How to score: letter (first capital letter), reasoning (first one in the answer tags; default with options), or a reward such as gsm8k.",
+        "letter: first capital letter; reasoning: first one in the answer tags (default with options); or a reward such as gsm8k.",
     )
     prompt_column: str | None = option(None, "Question column; null: prompt, question, messages or conversations.")
     answer_column: str = option("answer", "Column with the reference answer.")

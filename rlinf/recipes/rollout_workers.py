@@ -65,7 +65,7 @@ class TokenRolloutWorker(PolicyReplica):
     """Replica of a token policy that generates completions.
 
     A completion depends only on weights, prompt and seed (and, through rounding, on its batch), so any worker may generate any batch.
-    ``num_neighbours`` is the number of rollout workers on this machine, including this one, which share its cores.
+    ``num_neighbours`` is the number of rollout workers on this machine, including this one, which divide its cores.
     """
 
     def __init__(
@@ -123,7 +123,7 @@ class RemoteGenerator:
         yield
 
     def generate(self, batches: Sequence[BatchedDataDict], greedy: bool) -> Iterator[BatchedDataDict]:
-        """See ``Generator.generate``. Ranks that share a rollout worker call it collectively, and the first rank sends all batches."""
+        """See ``Generator.generate``. Ranks with the same rollout worker call it collectively, and the first rank sends all batches."""
         placement = self.workers.placement
         if not placement.is_shared:
             return self._in_order(batches, greedy)

@@ -242,7 +242,7 @@ def flops_per_token(model: Any, length: float) -> float:
 
 
 def peak_flops() -> float | None:
-    """Return the peak bfloat16 FLOP/s of this process's GPU, or None if it is unknown or there is no GPU."""
+    """Return the peak bfloat16 FLOP/s of this process's GPU, or None without a GPU or if it is unknown."""
     if not torch.cuda.is_available():
         return None
     name = torch.cuda.get_device_name()

@@ -154,7 +154,7 @@ def test_the_tools_reach_a_prompt():
     [
         (BLIND, row("I add.", None), "does not render its tool calls"),
         (BLIND, {"messages": [QUESTION, LAST], "tools": TOOLS}, "does not render its column 'tools'"),
-        (HERMES, row(None, None, [{"function": {"arguments": {}}}]), "message 1 has the tool call .* a function with name"),
+        (HERMES, row(None, None, [{"function": {"arguments": {}}}]), "message 1 has the tool call .* a function with a name"),
         (HERMES, row(None, "[oops"), "the column 'tools' is '\\[oops'; required: JSON"),
         (HERMES, row(None, 3), "its column 'tools' is 3; required: a list of JSON schemas"),
         (HERMES, row(None, None, []), "message 1 has no 'content'"),

@@ -238,7 +238,7 @@ def test_settings_are_refused_by_engines_and_policies_with_one_message(has_vllm,
 )
 def test_tokens_that_the_model_has_not_are_refused_by_both_engines(has_vllm, tiny_lm, prompts, setting, ids):
     name = next(iter(setting))
-    message = f"{name} has the ids {re.escape(ids)}; required: some of 0 to 47. Pass {name}=None"
+    message = f"{name} contains {re.escape(ids)}; required: ids from 0 to 47. Pass {name}=None"
     generation = VllmGeneration(None, {"model_name": tiny_lm(), **setting})
     calls = (
         generation.prepare_for_generation,

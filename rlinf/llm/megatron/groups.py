@@ -17,7 +17,7 @@ class MegatronGroups:
     Attributes:
         tensor: Group of ranks that split each layer.
         pipeline: Group of ranks with successive layers.
-        model: Group of all ranks that share one model.
+        model: Group of all ranks of one model.
         data: Group of ranks with the same part of the weights.
         stage, num_stages: This rank's pipeline stage, and the number of stages.
     """

@@ -57,7 +57,7 @@ class MegatronPolicyConfig(TokenPolicyConfig):
 class MegatronPolicy(TokenPolicy):
     """Policy based on a Megatron-core ``GPTModel`` with weights from a llama-like transformers checkpoint.
 
-    Without a ``torch.distributed`` process group, the policy creates one of size 1. All ranks that share a model (tensor and pipeline
+    Without a ``torch.distributed`` process group, the policy creates one of size 1. All ranks of one model (tensor and pipeline
     parallel) must call every method with equal rows, and receive equal results. Data-parallel ranks call ``train`` with their own rows;
     gradients and counts are summed over them. The loss must be a ``TokenLoss``.
 
@@ -271,7 +271,7 @@ class _CausalLM(PreTrainedModel, GenerationMixin):
         self._next_token_logits = next_token_logits
 
     def prepare_inputs_for_generation(self, input_ids: Tensor, attention_mask: Tensor | None = None, **_: Any) -> dict:
-        """Return the inputs unchanged, because there is no cache."""
+        """Return the inputs unchanged, because the model has no cache."""
         return {"input_ids": input_ids, "attention_mask": attention_mask}
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None, **_: Any) -> CausalLMOutput:

@@ -26,7 +26,7 @@ ALGORITHMS: Registry = Registry(
 
 
 def register_algorithm(name: str, algorithm: type | str) -> None:
-    """Register a subclass of ``rlinf.algorithms.base.AnyAlgorithm``, or its ``"module:Class"``, under ``name``."""
+    """Register a subclass of ``rlinf.algorithms.base.AnyAlgorithm``, or its ``"module:Class"`` path, under ``name``."""
     ALGORITHMS.register(name, algorithm)
 
 

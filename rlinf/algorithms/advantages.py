@@ -1,10 +1,10 @@
-"""Advantage estimators: pure functions on tensors, float32, time-major ``[T, B]``."""
+"""Advantage estimators: pure functions of float32, time-major tensors ``[T, B]``."""
 
 import torch
 from torch import Tensor
 
 ROUNDING = 1e-6
-"""A standard deviation of at most this times the largest magnitude is float32 rounding and counts as 0."""
+"""A standard deviation up to this fraction of the maximum magnitude is attributed to float32 rounding and treated as 0."""
 
 
 def gae(
@@ -16,7 +16,7 @@ def gae(
     gamma: float,
     gae_lambda: float,
 ) -> tuple[Tensor, Tensor]:
-    """Return generalised advantage estimates (Schulman et al. 2016, eq. 16), with truncation and termination kept apart.
+    """Return generalised advantage estimates (Schulman et al. 2016, eq. 16), which treat truncation and termination differently.
 
     ``delta_t = r_t + gamma V(s_{t+1}) - V(s_t)`` and ``A_t = delta_t + gamma lambda A_{t+1}`` within an episode, where
     ``V(s_{t+1})`` is 0 after a termination, ``bootstrap_values[t]`` (the value of the true final observation) after a
@@ -29,12 +29,12 @@ def gae(
         gae_lambda: Between 0 (one-step) and 1 (Monte Carlo).
 
     Returns:
-        Advantages ``[T, B]`` and returns ``advantages + values [T, B]``.
+        Advantages ``[T, B]``, and returns ``advantages + values`` ``[T, B]``.
     """
     reject_not_finite(rewards=rewards, values=values, bootstrap_values=bootstrap_values)
     num_steps = rewards.shape[0]
     following = torch.cat([values[1:], bootstrap_values[-1:]])
-    # A time limit is not a termination: the state has a value. Adding it to the reward instead would change reported returns.
+    # A state at the time limit still has a value, so bootstrap from it. Adding the value to the reward would change the reported returns.
     following = torch.where(truncated, bootstrap_values, following)
     following = torch.where(terminated, torch.zeros_like(following), following)
     deltas = rewards + gamma * following - values
@@ -48,10 +48,10 @@ def gae(
 
 
 def action_advantages(advantages: Tensor, action_rewards: Tensor) -> Tensor:
-    """Return per-action advantages ``[T, B, C]`` of ``advantages [T, B]`` and ``action_rewards [T, B, C]``.
+    """Return per-action advantages ``[T, B, C]`` from ``advantages [T, B]`` and ``action_rewards [T, B, C]``.
 
-    ``A_{t,c} = A_t - sum_{c' < c} r_{t,c'}``: an action cannot change earlier rewards. Given the observation and the
-    earlier actions they are a baseline, so the gradient stays unbiased. Like the chunk's reward, this discounts nothing in a chunk.
+    ``A_{t,c} = A_t - sum_{c' < c} r_{t,c'}``, because an action cannot change earlier rewards. Given the observation and the earlier
+    actions, these rewards act as a baseline, so the gradient stays unbiased. Rewards are not discounted within a chunk.
     """
     earlier = action_rewards.cumsum(-1) - action_rewards
     return advantages.unsqueeze(-1) - earlier
@@ -60,9 +60,9 @@ def action_advantages(advantages: Tensor, action_rewards: Tensor) -> Tensor:
 def episode_returns(rewards: Tensor, loss_mask: Tensor) -> Tensor:
     """Return the undiscounted return of the episode in each column: ``[T, B] -> [B]``."""
     valid = torch.where(loss_mask, rewards, 0.0)
-    # A NaN std would pass for a group without variance.
+    # Otherwise, a NaN std would be mistaken for a group without variance.
     reject_not_finite(rewards=valid)
-    # In float64, equal rewards in a different order give equal returns. cumsum adds in sequence for any number of envs, `sum` does not.
+    # In float64, equal rewards in a different order sum to equal returns. Unlike `sum`, cumsum adds sequentially for any number of envs.
     return valid.double().cumsum(0)[-1].to(rewards.dtype)
 
 
@@ -71,11 +71,11 @@ def group_advantages(
 ) -> tuple[Tensor, Tensor]:
     """Return group relative advantages (Shao et al. 2024, eq. 3 of DeepSeekMath): ``(R_i - mean) / (std + eps)``.
 
-    ``std`` is the population's (divided by the group size ``n``), so no advantage exceeds ``sqrt(n - 1)``. A ``std`` within ``eps`` or
-    rounding counts as 0. Without ``scale_by_std`` there is no division (Dr. GRPO, Liu et al. 2025).
+    ``std`` is the population std (divided by the group size ``n``), so no advantage exceeds ``sqrt(n - 1)``. It is treated as 0 if it is at
+    most ``eps`` or rounding error. Without ``scale_by_std``, they are not divided (Dr. GRPO, Liu et al. 2025).
 
     Returns:
-        Advantages ``[B]`` and bool ``[B]``: the returns of the episode's group differ.
+        Advantages ``[B]``, and a bool ``[B]`` that is True where the group's returns differ.
     """
     centred, std, _, varied = _compare_in_groups(returns, group_ids, eps)
     advantages = centred / (std + eps) if scale_by_std else centred
@@ -83,20 +83,20 @@ def group_advantages(
 
 
 def leave_one_out_advantages(returns: Tensor, group_ids: Tensor, eps: float = 1e-6) -> tuple[Tensor, Tensor]:
-    """Return leave-one-out advantages: ``R_i - 1 / (n - 1) sum_{j != i} R_j`` in a group of ``n``.
+    """Return leave-one-out advantages ``R_i - 1 / (n - 1) sum_{j != i} R_j`` within each group of size ``n``.
 
-    RLOO (Kool et al. 2019; Ahmadian et al. 2024). Equal to ``n / (n - 1) (R_i - mean)``: the advantages of a group sum to
-    0, and none exceeds the largest difference of two returns. A group of one episode has advantage 0, and a std within ``eps``
-    or rounding counts as 0. Shapes are as in ``group_advantages``.
+    RLOO (Kool et al. 2019; Ahmadian et al. 2024). The advantages equal ``n / (n - 1) (R_i - mean)``, so they sum to 0 in each group, and
+    none exceeds the maximum difference between two returns. A group with only one episode has advantage 0, and a std of at most ``eps``
+    or rounding error is treated as 0. Shapes are as in ``group_advantages``.
     """
     centred, _, counts, varied = _compare_in_groups(returns, group_ids, eps)
-    # Not divided by the std of the remaining episodes: in a group [y, x, x, x] it is 0 for the first.
+    # Do not divide by the std of the remaining episodes: in a group [y, x, x, x], it would be 0 for the first episode.
     advantages = centred * counts / (counts - 1).clamp_min(1)
     return torch.where(varied, advantages, 0.0).to(returns.dtype), varied
 
 
 def _compare_in_groups(returns: Tensor, group_ids: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return for each episode ``[B]``: return minus group mean, the group's std and size, and whether its returns differ."""
+    """Return for each episode ``[B]`` its return minus the group mean, the group's std and size, and whether the group's returns differ."""
     _, inverse = torch.unique(group_ids, return_inverse=True)
     values, num_groups = returns.double(), int(inverse.max()) + 1
     zeros = values.new_zeros(num_groups)
@@ -105,17 +105,17 @@ def _compare_in_groups(returns: Tensor, group_ids: Tensor, eps: float) -> tuple[
     std = (zeros.index_add(0, inverse, centred**2) / counts).sqrt()
     largest = zeros.scatter_reduce(0, inverse, values.abs(), "amax")
     equal = std <= eps + ROUNDING * largest
-    # `~equal`, not `std > ...`: a NaN std must count as different returns.
+    # Use `~equal` instead of `std > ...`, so that a NaN std is treated as different returns.
     return centred, std[inverse], counts[inverse], ~equal[inverse]
 
 
 def reject_not_finite(**tensors: Tensor) -> None:
-    """Raise ValueError for a NaN or infinite element of a tensor ``[T, B]``."""
+    """Raise ValueError if a tensor ``[T, B]`` has a NaN or infinite element."""
     for name, tensor in tensors.items():
         bad = torch.nonzero(~torch.isfinite(tensor)).tolist()
         if bad:
             step, env = bad[0]
             raise ValueError(
-                f"{name} of the rollout are not finite in {len(bad)} of {tensor.numel()} policy calls; the first is "
-                f"{tensor[step, env]} at call {step} of env {env}. No setting fixes this: check the code that computes them"
+                f"{name} of the rollout are not finite in {len(bad)} of {tensor.numel()} policy calls; the first one is "
+                f"{tensor[step, env]} at call {step} of env {env}. No setting can fix this: check the code that computes them"
             )

@@ -1,4 +1,4 @@
-"""The interface of an algorithm to the training loop."""
+"""Base classes of the algorithms, which define their interface to the training loop."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from rlinf.types import ActionEvaluation, LossOutput, RolloutBatch
 
 @dataclass
 class LossCounts:
-    """Numbers of valid elements in a minibatch, over all its micro-batches and ranks: the divisors of every mean.
+    """Numbers of valid elements in a minibatch across all micro-batches and ranks, which are the divisors of all means.
 
     Attributes:
-        units: Importance ratios (tokens, actions or chunks).
+        units: Number of importance ratios (tokens, actions or chunks).
         entropies: Tokens, actions or chunks over which the entropy is averaged.
-        calls: Policy calls.
+        calls: Number of policy calls.
     """
 
     units: int
@@ -36,7 +36,7 @@ class LossCounts:
 
     @staticmethod
     def of(batch: RolloutBatch, config: AlgorithmConfig) -> LossCounts:
-        """Count the valid elements of a flattened batch."""
+        """Count the valid elements in a flattened batch."""
         action_mask = batch.action_mask & batch.loss_mask.unsqueeze(-1)
         _, units = aggregate_logprobs(batch.old_logprobs, action_mask, config.logprob_level)
         _, entropies = aggregate_logprobs(batch.old_logprobs, action_mask, config.entropy_level)
@@ -49,13 +49,13 @@ class LossCounts:
 
 @dataclass(frozen=True)
 class Updates:
-    """Numbers of updates in an iteration, and their lines in the plan of a dry run.
+    """Number of updates per iteration, and the lines that describe them in a dry run's plan.
 
     Attributes:
-        rows_per_rank: Batch rows of one update.
-        minibatches_per_epoch: 0 for algorithms without epochs.
-        per_iteration: Updates in all epochs.
-        table: Label to text, for the plan.
+        rows_per_rank: Number of batch rows per update on each rank.
+        minibatches_per_epoch: Number of minibatches, or 0 for algorithms without epochs.
+        per_iteration: Number of updates over all epochs.
+        table: Texts by label, for the plan.
     """
 
     rows_per_rank: int
@@ -68,8 +68,8 @@ class AnyAlgorithm:
     """Base class of all algorithms, on-policy and off-policy. ``config`` is the run's ``RunConfig``.
 
     Attributes:
-        config_class: Configuration dataclass of ``algorithm.*``.
-        freezes_policy: Only an actor on top of the policy is trained. The policy is replicated on every rank and has no optimiser.
+        config_class: Configuration dataclass for ``algorithm.*``.
+        freezes_policy: Whether only an actor on top of the policy is trained. Every rank then has a replica of the policy, without an optimiser.
     """
 
     config_class: ClassVar[type[AnyAlgorithmConfig]] = AnyAlgorithmConfig
@@ -79,34 +79,34 @@ class AnyAlgorithm:
     def make_trainer(cls, context: Any, env: Any, workers: Any) -> Any:
         """Build the ``ActionTrainer`` from the run's ``TrainerContext``.
 
-        ``env`` is the evaluation env. ``workers`` are the ``RolloutWorkers`` that collect the rollouts; None: this rank collects them.
+        ``env`` is the evaluation env. ``workers`` are the ``RolloutWorkers`` that collect rollouts; if None, this rank collects them.
         """
         raise NotImplementedError(f"{cls.__name__} does not implement make_trainer")
 
     @classmethod
     def check(cls, config: Any, policy: tuple[Any, Any] | None) -> None:
-        """Raise ConfigError for an unsupported run; ``policy`` is the model's class and its configuration, None if unknown."""
+        """Raise ConfigError for an unsupported run; ``policy`` is the model's class and configuration, or None if unknown."""
 
     @classmethod
     def updates(cls, config: Any) -> Updates:
-        """Return the updates per iteration, where they are known in advance."""
+        """Return the number of updates per iteration, if known in advance."""
         return Updates(0, 0, 0, {})
 
     @classmethod
     def buffer_bytes(cls, config: Any, model: Any, call_bytes: int) -> int:
-        """Return the bytes of one rank's experience: by default one rollout, at ``call_bytes`` per policy call."""
+        """Return the size of one rank's experience in bytes: by default one rollout, with ``call_bytes`` per policy call."""
         return config.rollout.num_envs * config.rollout.num_chunks // config.cluster.num_processes * call_bytes
 
 
 class Algorithm(AnyAlgorithm, ABC):
-    """A policy-gradient algorithm, without I/O. Only ``compute_advantages`` and ``of_minibatch`` may call collectives.
+    """Policy-gradient algorithm, without I/O. Only ``compute_advantages`` and ``of_minibatch`` may call collectives.
 
     Attributes:
-        clip_fraction: Fraction of the clip ranges in this iteration (``clip_decay``), which the trainer sets.
-        needs_values: The model must have a value head.
-        needs_full_episodes: The return is that of a complete episode (one episode per env and iteration).
-        needs_groups: Complete episodes are compared within groups of one ``EpisodeSpec`` (``rollout.group_size`` of 2 or more).
-        penalizes_rewards: ``compute_advantages`` subtracts the KL penalty from the rewards, so the loss has none.
+        clip_fraction: Factor applied to the clip ranges in this iteration (``clip_decay``), set by the trainer.
+        needs_values: Whether the model must have a value head.
+        needs_full_episodes: Whether returns need complete episodes (one episode per env and iteration).
+        needs_groups: Whether complete episodes are compared in groups with the same ``EpisodeSpec`` (``rollout.group_size`` of at least 2).
+        penalizes_rewards: Whether ``compute_advantages`` subtracts the KL penalty from the rewards instead of ``loss`` adding it.
     """
 
     config_class: ClassVar[type[AlgorithmConfig]] = AlgorithmConfig
@@ -121,37 +121,37 @@ class Algorithm(AnyAlgorithm, ABC):
 
     @classmethod
     def make_trainer(cls, context: Any, env: Any, workers: Any) -> Any:
-        # By name: `training` imports `algorithms`, so an import here, even for types, would point upwards in the layers.
+        # Import by name: `training` is the layer above and imports `algorithms`, so even an import for types would break the layering.
         return import_string("rlinf.training.rl_trainer:make_rl_trainer")(cls, context, env, workers)
 
     @classmethod
     def check(cls, config: Any, policy: tuple[Any, Any] | None) -> None:
-        # By name, as in `make_trainer`: `preflight` is a layer above.
+        # Import by name, as in `make_trainer`, because `preflight` is a layer above.
         import_string("rlinf.preflight.validation:check_policy_gradient")(config, policy)
         cls.check_old_logprobs(config, policy)
 
     @classmethod
     def check_old_logprobs(cls, config: Any, policy: tuple[Any, Any] | None) -> None:
-        """Raise ConfigError for ``old_logprobs=rollout`` where the rollout's log-probs or values cannot replace the trainer's."""
+        """Raise ConfigError for ``old_logprobs=rollout`` if the rollout's log-probs or values cannot replace the trainer's."""
         algorithm, ahead, backend = config.algorithm, config.cluster.max_staleness, config.rollout.backend
         if algorithm.old_logprobs == "trainer":
             return
         conflict, required, fix = "", "", ""
         if ahead:
             conflict, fix = f"cluster.max_staleness={ahead}", "cluster.max_staleness=0"
-            required = "log-probabilities of the present weights, because older weights made the rollout"
+            required = "log-probabilities of the current weights, because the rollout was collected with older ones"
         elif algorithm.tis_cap is not None:
             conflict, fix = f"algorithm.tis_cap={algorithm.tis_cap:g}", "algorithm.tis_cap=null"
-            required = "the trainer's own log-probabilities, because a weight trainer / rollout would always be 1"
+            required = (
+                "the trainer's own log-probabilities, because the weights trainer / rollout would otherwise always be 1"
+            )
         elif algorithm.kl_coef > 0:
             conflict, fix = f"algorithm.kl_coef={algorithm.kl_coef:g}", "algorithm.kl_coef=0"
-            required = (
-                "the trainer's own log-probabilities, which are compared with the reference's, scored in the same way"
-            )
+            required = "the trainer's own log-probabilities, because the reference's are computed in the same way"
         elif cls.needs_values and (backend != "torch" or (policy and not policy[0].values_in_rollouts(policy[1]))):
             who = f"rollout.backend={backend}" if backend != "torch" else f"{policy[0].__name__} as configured"
             conflict, fix = f"algorithm.name={algorithm.name} and {who}", "algorithm=grpo rollout=groups"
-            required = "values of the rollout that equal the trainer's"
+            required = "rollout values that equal the trainer's"
         if conflict:
             raise ConfigError(
                 f"algorithm.old_logprobs=rollout with {conflict}; required: {required}. Set algorithm.old_logprobs=trainer, or {fix}"
@@ -171,23 +171,23 @@ class Algorithm(AnyAlgorithm, ABC):
 
     @property
     def needs_reference(self) -> bool:
-        """Whether ``batch.ref_logprobs`` must hold log-probabilities of the policy before RL."""
+        """Whether ``batch.ref_logprobs`` must contain log-probabilities of the policy before RL."""
         return self.config.kl_coef > 0
 
     @property
     def discount(self) -> float:
-        """Discount per policy call of the return that ``scale_rewards`` uses; 1 without an option ``gamma``."""
+        """Discount per policy call for the returns used by ``scale_rewards``; 1 without an option ``gamma``."""
         return getattr(self.config, "gamma", 1.0)
 
     @property
     def max_resamples(self) -> int:
-        """How many times an iteration may roll out new episodes to replace ``uninformative_envs``."""
+        """Maximum number of times per iteration that ``uninformative_envs`` are replaced by new episodes."""
         return 0
 
     def uninformative_envs(self, batch: RolloutBatch) -> Tensor:
-        """Return the envs without a learning signal, in complete groups, bool ``[B]``.
+        """Return which envs have no learning signal, always for complete groups: bool ``[B]``.
 
-        ``batch`` is this rank's time-major rollout, not scored yet: it has no ``old_logprobs`` and ``values``.
+        ``batch`` is this rank's time-major rollout before scoring, so it has no ``old_logprobs`` or ``values``.
         """
         return torch.zeros(batch.loss_mask.shape[1], dtype=torch.bool)
 
@@ -196,17 +196,17 @@ class Algorithm(AnyAlgorithm, ABC):
         return False
 
     def per_action(self, advantages: Tensor, action_rewards: Tensor) -> Tensor:
-        """Return advantages ``[T, B, C]`` of actions for the advantages ``[T, B]`` of calls, by ``advantage_level``."""
+        """Expand per-call advantages ``[T, B]`` to per-action advantages ``[T, B, C]``, according to ``advantage_level``."""
         if self.config.advantage_level == "action":
             return action_advantages(advantages, action_rewards)
         return spread_over_actions(advantages, action_rewards.shape[-1])
 
     @abstractmethod
     def compute_advantages(self, batch: RolloutBatch) -> dict[str, float]:
-        """Fill ``advantages [T, B, C]`` and ``returns [T, B]`` of this rank's time-major rollout; return metrics.
+        """Fill ``advantages [T, B, C]`` and ``returns [T, B]`` in this rank's time-major rollout; return metrics.
 
-        Every group of envs is complete on one rank. Take means over the envs of all ranks from ``rlinf.algorithms.statistics``; metrics
-        must be the same on all ranks. ``loss_mask`` may be cleared for samples without a learning signal.
+        All envs of a group are on one rank. Compute means over all ranks with ``rlinf.algorithms.statistics``, because metrics must be
+        equal on all ranks. ``loss_mask`` may be cleared for samples without a learning signal.
         """
 
     def of_minibatch(self, batch: RolloutBatch) -> RolloutBatch:
@@ -223,11 +223,11 @@ class Algorithm(AnyAlgorithm, ABC):
 
         logprobs, mask = aggregate_logprobs(evaluation.logprobs, action_mask, config.logprob_level)
         old_logprobs = units(batch.old_logprobs)
-        # Advantages are [N, C]. A chunk-level ratio needs one per call: the first column, because all columns are equal then.
+        # Advantages are [N, C]. A chunk-level ratio needs one per call; all columns are then equal, so use the first one.
         advantages = batch.advantages.unsqueeze(-1)[:, : logprobs.shape[1]]
         weights = None
         if config.tis_cap is not None:
-            # The weight corrects for a rollout policy that differs from the trainer's, the ratio for the updates since.
+            # The weight corrects for the difference between rollout and trainer policies, and the ratio for the updates since the rollout.
             weights = truncated_importance_weights(old_logprobs, units(batch.rollout_logprobs), mask, config.tis_cap)
         low, high = self.clip_fraction * config.clip_range_low, self.clip_fraction * config.clip_range_high
         total, sums = clipped_policy_loss(
@@ -241,7 +241,7 @@ class Algorithm(AnyAlgorithm, ABC):
         loss = policy_loss - config.entropy_coef * entropy
         if self.needs_reference:
             kl = kl_penalty(logprobs, units(batch.ref_logprobs), mask, config.kl_estimator) / counts.units
-            # REINFORCE++ has subtracted the penalty from the rewards; here it is only reported.
+            # REINFORCE++ has already subtracted the penalty from the rewards, so only report it here.
             if not self.penalizes_rewards:
                 loss = loss + config.kl_coef * kl
             metrics["kl_to_reference"] = kl.detach()

@@ -1,4 +1,4 @@
-"""Algorithms without a value function, which compare the episode returns of a group with one ``EpisodeSpec``."""
+"""Algorithms that replace the value function by comparing the returns of episodes with the same ``EpisodeSpec``."""
 
 from abc import abstractmethod
 from typing import ClassVar
@@ -14,7 +14,7 @@ from rlinf.types import RolloutBatch
 
 
 class GroupAlgorithm(Algorithm):
-    """Compares the episode returns of a group; each column of the rollout holds one episode."""
+    """Compares the episode returns within each group; each column of the rollout contains one episode."""
 
     config_class: ClassVar[type[AlgorithmConfig]] = GroupConfig
     needs_full_episodes: ClassVar[bool] = True
@@ -23,7 +23,7 @@ class GroupAlgorithm(Algorithm):
 
     @abstractmethod
     def group_advantages(self, returns: Tensor, group_ids: Tensor) -> tuple[Tensor, Tensor]:
-        """Return advantages ``[B]`` of returns ``[B]``, and bool ``[B]``: the returns of the episode's group differ."""
+        """Return advantages ``[B]`` for returns ``[B]``, and a bool ``[B]`` that is True where the group's returns differ."""
 
     @property
     def max_resamples(self) -> int:
@@ -54,7 +54,7 @@ class GroupAlgorithm(Algorithm):
         }
 
     def _compare(self, batch: RolloutBatch) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Return tensors ``[B]``: return, advantage, whether the returns of the env's group differ, whether the return is known."""
+        """Return tensors ``[B]``: return, advantage, whether the group's returns differ, and whether the return is known."""
         known = known_episodes(batch)
         returns = episode_returns(batch.rewards, batch.loss_mask)
         advantages, varied = torch.zeros_like(returns), torch.zeros_like(known)
@@ -64,24 +64,24 @@ class GroupAlgorithm(Algorithm):
 
 
 def known_episodes(batch: RolloutBatch) -> Tensor:
-    """Return which columns hold one episode from its start, so that its return is known, bool ``[B]``."""
-    # A simulator that is lost restarts its episode in mid-rollout. The remaining steps suffice for a quick success, but not for a
-    # failure at the time limit: counting such episodes would bias the group's returns upwards.
+    """Return which columns contain an episode from its start, so that its return is known: bool ``[B]``."""
+    # When a simulator is lost, its episode restarts in mid-rollout. The remaining steps are enough for a quick success, but not for a
+    # failure at the time limit, so including such episodes would bias the group's returns upwards.
     return (batch.episode_ids == batch.episode_ids[0]).all(0) & batch.loss_mask[0]
 
 
 def check_one_episode(batch: RolloutBatch) -> None:
-    """Raise ValueError if a column holds several episodes."""
+    """Raise ValueError if a column contains several episodes."""
     ids, valid = batch.episode_ids, batch.loss_mask
     first = torch.where(valid, ids, torch.iinfo(ids.dtype).max).amin(0)
     if (valid & (ids != first)).any():
         raise ValueError(
-            "The algorithm needs one episode per env and rollout, but a column holds several. Set rollout.auto_reset=false"
+            "The algorithm needs one episode per env and rollout, but a column contains several. Set rollout.auto_reset=false"
         )
 
 
 def check_groups(batch: RolloutBatch) -> None:
-    """Raise ValueError for a group of one episode or of several ``EpisodeSpec``, and for a column of several episodes."""
+    """Raise ValueError if a group has only one episode or mixes ``EpisodeSpec``, or a column contains several episodes."""
     check_one_episode(batch)
     spec_of_group: dict[int, object] = {}
     for group_id, episode_id in zip(batch.group_ids[0].tolist(), batch.episode_ids[0].tolist(), strict=True):
@@ -89,8 +89,8 @@ def check_groups(batch: RolloutBatch) -> None:
         first = spec_of_group.setdefault(group_id, spec)
         if spec != first:
             raise ValueError(
-                f"Group {group_id} mixes episodes of {first} and {spec}, so its returns cannot be compared."
+                f"Group {group_id} mixes episodes with {first} and {spec}, so its returns cannot be compared."
             )
     sizes = torch.unique(batch.group_ids[0], return_counts=True)[1]
     if int(sizes.min()) < 2:
-        raise ValueError("A group of one episode has no advantage. Set rollout.group_size=2 or more")
+        raise ValueError("A group with only one episode has no advantage. Set rollout.group_size=2 or more")

@@ -1,4 +1,4 @@
-"""Group relative policy optimisation: compares episodes of one initial state, without a value function."""
+"""Group relative policy optimisation, which compares episodes from the same initial state instead of learning a value function."""
 
 from typing import ClassVar
 
@@ -10,7 +10,7 @@ from rlinf.algorithms.groups import GroupAlgorithm
 
 
 class GRPO(GroupAlgorithm):
-    """GRPO (Shao et al. 2024) on the episode returns of a group."""
+    """GRPO (Shao et al. 2024), applied to the episode returns within each group."""
 
     config_class: ClassVar[type[GRPOConfig]] = GRPOConfig
     config: GRPOConfig

@@ -1,7 +1,7 @@
 """Policy-gradient and value losses: pure functions of tensors that return *sums over valid elements*.
 
-The caller divides by the number of valid elements of the minibatch, over all its micro-batches and ranks (``LossCounts``),
-so results do not depend on how the minibatch was split.
+The caller divides by the number of valid elements in the minibatch across all micro-batches and ranks (``LossCounts``), so that
+results do not depend on how the minibatch is split.
 """
 
 import torch
@@ -10,22 +10,22 @@ from torch import Tensor
 
 
 def aggregate_logprobs(logprobs: Tensor, action_mask: Tensor, level: str) -> tuple[Tensor, Tensor]:
-    """Sum token log-probabilities over the unit of the importance ratio; return the sums and a bool mask of valid ones, of one shape.
+    """Sum token log-probabilities per token, action or chunk; return the sums and a bool mask of valid sums, in the same shape.
 
     Args:
         logprobs: ``[N, A]`` with ``A = C * D``.
-        action_mask: bool ``[N, C]``, executed actions.
+        action_mask: bool ``[N, C]``, True for executed actions.
         level: ``token`` -> ``[N, C, D]``; ``action`` -> ``[N, C, 1]``; ``chunk`` -> ``[N, 1, 1]`` (executed actions only).
     """
     num_rows, num_actions = action_mask.shape
-    # Not -1 for the last size: a rank's part of a minibatch may have no rows.
+    # Spell out the last size instead of -1, because a rank's part of a minibatch may be empty.
     tokens = logprobs.reshape(num_rows, num_actions, logprobs.shape[1] // num_actions)
     if level == "token":
         return tokens, action_mask.unsqueeze(-1).expand_as(tokens)
     actions = tokens.sum(-1, keepdim=True)
     if level == "action":
         return actions, action_mask.unsqueeze(-1)
-    # torch.where, not a product: it keeps masked non-finite values out of the sum and its gradient.
+    # Mask with torch.where rather than a product, to exclude masked non-finite values from the sum and its gradient.
     mask = action_mask.unsqueeze(-1)
     return torch.where(mask, actions, 0.0).sum(1, keepdim=True), mask.any(1, keepdim=True)
 
@@ -40,21 +40,21 @@ def clipped_policy_loss(
     dual_clip: float | None = None,
     weights: Tensor | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return the clipped surrogate loss (Schulman et al. 2017, eq. 7), with asymmetric bounds (DAPO, Yu et al. 2025).
+    """Return the clipped surrogate loss (Schulman et al. 2017, eq. 7) with asymmetric bounds (DAPO, Yu et al. 2025).
 
-    ``-min(r A, clip(r, 1 - low, 1 + high) A)`` with ``r = exp(logprobs - old_logprobs)``. With ``dual_clip = c`` the
-    loss of a negative advantage is at most ``c |A|`` (Ye et al. 2020, eq. 5).
+    The loss is ``-min(r A, clip(r, 1 - low, 1 + high) A)`` with ``r = exp(logprobs - old_logprobs)``. With ``dual_clip = c``, the
+    loss for a negative advantage is at most ``c |A|`` (Ye et al. 2020, eq. 5).
 
     Args:
-        logprobs, old_logprobs, mask: Of one shape.
-        advantages: Broadcastable to it.
-        weights: Factors of the losses in the same shape, without gradient; None means 1.
+        logprobs, old_logprobs, mask: Tensors of the same shape.
+        advantages: Tensor broadcastable to that shape.
+        weights: Factors multiplied with the losses, in the same shape and without gradient; None means 1.
 
     Returns:
-        The sum over valid elements, and sums of ``approx_kl`` (k3, Schulman 2020), ``clip_fraction`` (the clipped loss is larger)
-        and ``outside_fraction`` (the ratio is outside the bounds).
+        The sum over valid elements, and sums of the metrics ``approx_kl`` (k3, Schulman 2020), ``clip_fraction`` (the clipped loss
+        is larger) and ``outside_fraction`` (the ratio is outside the bounds).
     """
-    # The mask comes before exp: an infinite ratio of a masked element, times 0, would make the gradient NaN.
+    # Mask before exp: an infinite ratio in a masked element, multiplied by 0, would turn the gradient into NaN.
     log_ratio = torch.where(mask, logprobs - old_logprobs, 0.0)
     ratio = log_ratio.exp()
     unclipped = -advantages * ratio
@@ -69,25 +69,25 @@ def clipped_policy_loss(
         metrics = {
             "approx_kl": torch.where(mask, (ratio - 1) - log_ratio, 0.0).sum(),
             "clip_fraction": ((clipped > unclipped) & mask).sum().float(),
-            # Needs no mask: a masked ratio is 1, which is inside the bounds.
+            # No mask is needed, because masked ratios are 1 and therefore inside the bounds.
             "outside_fraction": (bounded != ratio).sum().float(),
         }
     return torch.where(mask, losses, 0.0).sum(), metrics
 
 
 def truncated_importance_weights(old_logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor, cap: float) -> Tensor:
-    """Return ``min(p_trainer / p_rollout, cap)`` before the update, 1 where masked; all tensors have one shape.
+    """Return ``min(p_trainer / p_rollout, cap)`` before the update, and 1 where masked; all tensors have the same shape.
 
-    Truncated importance sampling corrects for rollout probabilities that differ slightly from the trainer's (Yao et al. 2025,
+    Truncated importance sampling corrects for small differences between rollout and trainer probabilities (Yao et al. 2025,
     "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training").
     """
     return torch.where(mask, old_logprobs - rollout_logprobs, 0.0).exp().clamp_max(cap)
 
 
 def kl_estimates(logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor, estimator: str) -> Tensor:
-    """Return an estimate of KL(policy || reference) per element (Schulman 2020, "Approximating KL divergence"), 0 where masked.
+    """Estimate KL(policy || reference) per element (Schulman 2020, "Approximating KL divergence"); masked elements are 0.
 
-    With ``d = logprobs - ref_logprobs``: k1 = ``d``, k2 = ``d^2 / 2``, k3 = ``exp(-d) - 1 + d``. All tensors have one shape.
+    With ``d = logprobs - ref_logprobs``, k1 is ``d``, k2 is ``d^2 / 2`` and k3 is ``exp(-d) - 1 + d``. All tensors have the same shape.
     """
     d = torch.where(mask, logprobs - ref_logprobs, 0.0)
     if estimator == "k1":
@@ -112,9 +112,9 @@ def value_loss(
     clip_range: float | None = None,
     huber_delta: float | None = None,
 ) -> Tensor:
-    """Return the sum of value losses over valid rows ``[N]``: half squared error, or Huber with ``huber_delta``.
+    """Return the sum of value losses over valid rows ``[N]``: half the squared error, or the Huber loss with ``huber_delta``.
 
-    With ``clip_range`` (PPO), a row's loss is the larger of those at ``values`` and at
+    With ``clip_range`` (PPO), a row's loss is the maximum of its losses at ``values`` and at
     ``old_values + clamp(values - old_values)``.
     """
 

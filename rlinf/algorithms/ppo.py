@@ -12,7 +12,7 @@ from rlinf.types import ActionEvaluation, LossOutput, RolloutBatch
 
 
 class PPO(Algorithm):
-    """PPO (Schulman et al. 2017): GAE advantages, clipped surrogate, clipped or Huber value loss, critic warm-up."""
+    """PPO (Schulman et al. 2017) with GAE advantages, a clipped surrogate, a clipped or Huber value loss, and critic warm-up."""
 
     config_class: ClassVar[type[PPOConfig]] = PPOConfig
     needs_values: ClassVar[bool] = True
@@ -29,7 +29,7 @@ class PPO(Algorithm):
         )  # fmt: skip
         mask = batch.loss_mask
         per_action = self.per_action(advantages, batch.action_rewards)
-        # Metrics describe the advantages before normalisation, after which the mean would always be 0.
+        # Compute metrics from the advantages before normalisation, because afterwards their mean is always 0.
         action_mask = batch.action_mask & mask.unsqueeze(-1)
         metrics = {
             "train/explained_variance": explained_variance(batch.values, batch.returns, mask),
@@ -51,7 +51,7 @@ class PPO(Algorithm):
         output = super().loss(batch, evaluation, counts, iteration)
         bounds = (config.value_clip_range, config.huber_delta)
         critic = value_loss(evaluation.values, batch.values, batch.returns, batch.loss_mask, *bounds) / counts.calls
-        # During critic warm-up the policy's loss is left out, so that no gradient reaches the policy; its metrics are still reported.
+        # During critic warm-up, omit the policy loss, so that no gradient reaches the policy, but still report its metrics.
         policy = 0.0 if self.policy_is_frozen(iteration) else output.loss
         total = policy + config.value_coef * critic
         output.metrics |= {"value_loss": critic.detach(), "loss": total.detach()}

@@ -1,4 +1,4 @@
-"""REINFORCE++: advantages normalised over the entire rollout, without a value function or groups."""
+"""REINFORCE++, which normalises advantages over the entire rollout and needs neither a value function nor groups."""
 
 from typing import ClassVar
 
@@ -14,15 +14,15 @@ from rlinf.types import RolloutBatch
 
 
 class ReinforcePP(Algorithm):
-    """REINFORCE++ (Hu et al. 2025, "REINFORCE++"), with an action of the policy as the paper's token.
+    """REINFORCE++ (Hu et al. 2025, "REINFORCE++"), where an action of the policy corresponds to a token in the paper.
 
-    With ``KL_t`` the sum over the tokens of call ``t`` of an estimate of ``log pi_old - log pi_ref`` (k1 in the paper)::
+    Let ``KL_t`` be an estimate of ``log pi_old - log pi_ref`` (k1 in the paper), summed over the tokens of call ``t``. Then::
 
-        A_t  = sum_{i >= t} gamma^(i - t) (r_i - kl_coef KL_i)     to the end of the episode
-        A'_t = (A_t - mean(A)) / std(A)                            over the valid actions of the rollout, all ranks
+        A_t  = sum_{i >= t} gamma^(i - t) (r_i - kl_coef KL_i)     until the end of the episode
+        A'_t = (A_t - mean(A)) / std(A)                            over the rollout's valid actions on all ranks
 
-    The paper has ``gamma = 1`` and one reward at the end. The surrogate is PPO's, without a KL term. A time limit counts as a
-    termination, because there is no value to bootstrap from.
+    The paper uses ``gamma = 1`` and a single reward at the end. The loss is PPO's clipped surrogate without a KL term. A time limit is
+    treated as a termination, because without a value estimate it cannot be bootstrapped.
     """
 
     config_class: ClassVar[type[ReinforcePPConfig]] = ReinforcePPConfig
@@ -43,7 +43,7 @@ class ReinforcePP(Algorithm):
             rewards = rewards - config.kl_coef * kl.sum(-1)
         sums = rewards.sum(-1)
         zeros = torch.zeros_like(sums)
-        # With values of 0 and lambda 1, GAE is the discounted return-to-go within the episode.
+        # With all values 0 and lambda 1, GAE equals the discounted return-to-go within the episode.
         returns, _ = gae(sums, zeros, batch.terminated, batch.truncated, zeros, config.gamma, 1.0)
         batch.returns, batch.advantages = returns.float(), self.per_action(returns, rewards).float()
         mask = batch.action_mask & batch.loss_mask.unsqueeze(-1)

@@ -1,4 +1,4 @@
-"""REINFORCE with a leave-one-out baseline: the mean return of the group's remaining episodes."""
+"""REINFORCE with a leave-one-out baseline: the mean return of the remaining episodes in the group."""
 
 from typing import ClassVar
 
@@ -12,8 +12,9 @@ from rlinf.algorithms.groups import GroupAlgorithm
 class RLOO(GroupAlgorithm):
     """RLOO (Ahmadian et al. 2024): ``A_i = R_i - 1 / (n - 1) sum_{j != i} R_j`` for every call of episode ``i``.
 
-    ``R_i`` is the undiscounted return. The surrogate is PPO's; in the first minibatch of a rollout its gradient is REINFORCE's.
-    The KL penalty is a term of the loss, as in GRPO: subtracted from ``R_i``, as in the paper, it would leave no group with equal returns.
+    ``R_i`` is the undiscounted return. The loss is PPO's clipped surrogate, whose gradient is REINFORCE's in a rollout's first minibatch.
+    ``Algorithm.loss`` adds the KL penalty to the loss, as for GRPO. The paper instead subtracts it from ``R_i``, but returns in a group
+    would then always differ, and groups without a learning signal could no longer be recognised.
     """
 
     config_class: ClassVar[type[RLOOConfig]] = RLOOConfig

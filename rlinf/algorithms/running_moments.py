@@ -6,21 +6,21 @@ from torch import Tensor, nn
 from rlinf.distributed.sums import sum_env_groups
 
 EPSILON = 1e-8
-"""Added to a variance before the square root."""
+"""Constant added to a variance before taking the square root."""
 CLIP = 10.0
-"""Largest magnitude after normalisation."""
+"""Maximum magnitude after normalisation."""
 FIRST_COUNT = 1e-4
-"""Weight of the initial mean 0 and variance 1, in samples."""
+"""Weight of the initial mean 0 and variance 1, expressed as a number of samples."""
 
 
 class RunningMoments(nn.Module):
-    """Mean and variance of ``dim`` features over all samples so far, as buffers that a checkpoint holds.
+    """Mean and variance of ``dim`` features over all samples so far, stored as buffers so that checkpoints contain them.
 
     ``EPSILON``, ``CLIP`` and ``FIRST_COUNT`` have the values of Stable-Baselines3's ``VecNormalize``.
 
     Attributes:
-        mean, var: float64 ``[dim]``. The variance is the population's.
-        count: float64 ``[1]``, samples.
+        mean, var: Mean and population variance, float64 ``[dim]``.
+        count: Number of samples, float64 ``[1]``.
     """
 
     mean: Tensor
@@ -35,15 +35,15 @@ class RunningMoments(nn.Module):
 
     @property
     def std(self) -> Tensor:
-        """Divisor of the normalisation, float64 ``[dim]``."""
+        """Divisor used by ``normalize``, float64 ``[dim]``."""
         return (self.var + EPSILON).sqrt()
 
     def normalize(self, values: Tensor) -> Tensor:
-        """Return ``(values - mean) / sqrt(var + EPSILON)``, clipped at ``CLIP``: ``[..., dim]``, float32, computed in float64."""
+        """Return ``(values - mean) / sqrt(var + EPSILON)``, clipped at ``CLIP``: float32 ``[..., dim]``, computed in float64."""
         return ((values.double() - self.mean) / self.std).clamp(-CLIP, CLIP).float()
 
     def update(self, values: Tensor, mask: Tensor) -> None:
-        """Add the samples of a rollout in ``mask`` (a collective call); the result has the same bits on any number of ranks.
+        """Add the rollout samples selected by ``mask`` (a collective call); the result is bit-identical for any number of ranks.
 
         ``values`` is time-major ``[T, B, dim]`` for the ``B`` envs of this rank, ``mask`` bool ``[T, B]``.
         """
@@ -58,7 +58,7 @@ class RunningMoments(nn.Module):
 
     @torch.no_grad()
     def merge(self, mean: Tensor, var: Tensor, count: float) -> None:
-        """Merge with the moments ``[dim]`` of ``count`` new samples, in place (Chan et al. 1979, eq. 2.1).
+        """Merge the moments ``[dim]`` of ``count`` new samples in place (Chan et al. 1979, eq. 2.1).
 
         With ``d = mean_b - mean_a`` and ``n = n_a + n_b``: ``mean = mean_a + d n_b / n`` and
         ``n var = n_a var_a + n_b var_b + d^2 n_a n_b / n``.
@@ -67,16 +67,16 @@ class RunningMoments(nn.Module):
         total = self.count + count
         delta = mean - self.mean
         squares = self.var * self.count + var * count + delta**2 * self.count * count / total
-        # In place: rollout processes share this memory.
+        # Write in place, because rollout processes read the same shared memory.
         self.mean.add_(delta * count / total)
         self.var.copy_(squares / total)
         self.count.copy_(total)
 
 
 def discounted_sums(rewards: Tensor, episode_ids: Tensor, gamma: float) -> Tensor:
-    """Return ``R_t = gamma R_{t-1} + r_t`` within each episode, from 0 at its start: float64 ``[T, B]``, as both arguments.
+    """Return ``R_t = gamma R_{t-1} + r_t`` within each episode, starting from 0: float64, in the arguments' shape ``[T, B]``.
 
-    Rewards are divided by the std of this sum (Engstrom et al. 2020, section 3).
+    Reward scaling divides rewards by the std of this sum (Engstrom et al. 2020, section 3).
     """
     sums = rewards.double().clone()
     for t in range(1, len(sums)):
@@ -85,6 +85,6 @@ def discounted_sums(rewards: Tensor, episode_ids: Tensor, gamma: float) -> Tenso
 
 
 def _sum(samples: Tensor) -> Tensor:
-    """Return the sums ``[dim]`` of samples ``[T, B, dim]`` over time and the envs of all ranks."""
-    # cumsum adds in sequence. The order in which `sum` adds depends on the size.
+    """Return sums ``[dim]`` of samples ``[T, B, dim]`` over time and over the envs of all ranks."""
+    # cumsum adds sequentially, whereas the summation order of `sum` depends on the size.
     return sum_env_groups(samples.cumsum(0)[-1])

@@ -1,8 +1,8 @@
-"""Statistics over the rollouts of all ranks; each rank holds the rollout of its envs.
+"""Statistics over the rollouts of all ranks, where each rank stores the rollout of its own envs.
 
-Every function is a collective call: all ranks call the same functions in the same order. Each env is summed in float64, then the
-sums are added in the order of the envs (``rlinf.distributed.sums``). So results have the same bits on any number of ranks;
-a mean of the ranks' means would not.
+Every function is a collective call: all ranks call the same functions in the same order. Values are summed per env in float64, and
+the sums are added in env order (``rlinf.distributed.sums``). The results are therefore bit-identical for any number of ranks, which
+a mean of the ranks' means would not be.
 """
 
 import torch
@@ -13,17 +13,17 @@ from rlinf.distributed.sums import maximum, sum_env_groups
 
 
 def masked_mean(values: Tensor, mask: Tensor) -> float:
-    """Return the mean over all ranks of the elements in ``mask``, 0 if there are none.
+    """Return the mean of the elements selected by ``mask`` over all ranks, or 0 for an empty mask.
 
-    ``values`` are ``[B]``, or time-major ``[T, B, ...]``, for ``B`` envs of this rank; ``mask`` is bool of that shape.
+    ``values`` are ``[B]``, or time-major ``[T, B, ...]``, for this rank's ``B`` envs; ``mask`` is a bool tensor of the same shape.
     """
     return _means(mask, values)[0]
 
 
 def masked_normalize(advantages: Tensor, mask: Tensor, eps: float = 1e-8) -> Tensor:
-    """Shift and scale the elements in ``mask`` to mean 0 and std 1 over all ranks; elements outside it become 0.
+    """Shift and scale the elements selected by ``mask`` to mean 0 and std 1 over all ranks, and set all remaining elements to 0.
 
-    If the std is within rounding, all become 0. Shapes are as in ``masked_mean``.
+    If the std is zero up to rounding, all elements become 0. Shapes are as in ``masked_mean``.
     """
     valid = torch.where(mask, advantages, 0.0).double()
     (mean,) = _means(mask, valid)
@@ -37,7 +37,7 @@ def masked_normalize(advantages: Tensor, mask: Tensor, eps: float = 1e-8) -> Ten
 def normalize_rows(advantages: Tensor, mask: Tensor, eps: float = 1e-8) -> Tensor:
     """Shift and scale the rows ``[N, C]`` of a minibatch to mean 0 and std 1 over all ranks; ``N`` may differ between ranks.
 
-    The std is the sample's (``n - 1``), as in Stable-Baselines3; a single element is not changed.
+    Divides by the sample std (``n - 1``), as Stable-Baselines3 does, and leaves a single element unchanged.
     """
     valid = torch.where(mask, advantages, 0.0).double()
     total, count = _sums(valid, mask.double())
@@ -54,9 +54,9 @@ def _sums(*values: Tensor) -> list[float]:
 
 
 def explained_variance(values: Tensor, returns: Tensor, mask: Tensor) -> float:
-    """Return ``1 - Var[returns - values] / Var[returns]`` over the elements in ``mask`` of all ranks, ``[T, B]``.
+    """Return ``1 - Var[returns - values] / Var[returns]`` over the elements ``[T, B]`` selected by ``mask`` on all ranks.
 
-    0 if the returns do not vary.
+    The result is 0 if the returns do not vary.
     """
     returns, errors = returns.double(), returns.double() - values.double()
     mean_return, mean_error = _means(mask, returns, errors)
@@ -65,11 +65,11 @@ def explained_variance(values: Tensor, returns: Tensor, mask: Tensor) -> float:
 
 
 def _means(mask: Tensor, *values: Tensor) -> list[float]:
-    """Return the means of several tensors over the elements in ``mask`` of all ranks."""
+    """Return the means of several tensors over the elements selected by ``mask`` on all ranks."""
     summands = [torch.where(mask, tensor, 0.0).double() for tensor in values] + [mask.double()]
     if mask.ndim > 1:
         summands = [summand.movedim(1, 0).flatten(1) for summand in summands]  # [B, T * ...]
-    # cumsum adds in sequence. The order in which `sum` adds depends on the size.
+    # cumsum adds sequentially, whereas the summation order of `sum` depends on the size.
     env_sums = torch.stack([summand.reshape(len(summand), -1).cumsum(1)[:, -1] for summand in summands], 1)
     *sums, count = sum_env_groups(env_sums).tolist()
     return [total / max(count, 1) for total in sums]

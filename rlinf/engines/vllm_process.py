@@ -1,6 +1,6 @@
-"""Process of a vLLM engine: ``python -m rlinf.engines.vllm_process <socket> <parent> <folder>``.
+"""Entry point for a vLLM engine's process: ``python -m rlinf.engines.vllm_process <socket> <parent> <folder>``.
 
-It imports almost nothing, so that it watches its parent long before vLLM is imported.
+It has few imports, so that it watches its parent long before vLLM is imported.
 """
 
 import faulthandler

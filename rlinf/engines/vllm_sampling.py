@@ -1,4 +1,4 @@
-"""Logits processor for vLLM. Only the engine's process imports this module, which needs vLLM."""
+"""Logits processor for vLLM. This module needs vLLM and is imported only by the engine's process."""
 
 from collections.abc import Callable
 
@@ -10,9 +10,9 @@ from rlinf.engines.vllm_engine import GREEDY_TEMPERATURE
 
 
 class GreedyTemperature(AdapterLogitsProcessor):
-    """Logits processor that divides the logits of greedy requests by the temperature; vLLM does so only for sampled requests.
+    """Logits processor that divides logits by the temperature in greedy requests; vLLM does so only in sampled requests.
 
-    The tokens are unchanged, and their log-probabilities equal the trainer's at this temperature.
+    This does not change the tokens, and makes their log-probabilities equal the trainer's at this temperature.
     """
 
     def is_argmax_invariant(self) -> bool:

@@ -1,4 +1,4 @@
-"""Server in the engine's process, which executes the commands of ``VllmEngine``."""
+"""Server in the engine's process that executes commands from ``VllmEngine``."""
 
 import gc
 import os
@@ -28,13 +28,13 @@ from rlinf.errors import ConfigError
 
 CPU_CACHE_BYTES = 4 * 1024**3
 DECODE_GRAPHS = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
-"""``compilation_config`` of vLLM: no compiler; one graph per batch size for decoding steps."""
+"""vLLM's ``compilation_config``: no compiler, and one CUDA graph per batch size for decoding steps."""
 CPU_NUM_SEQUENCES = 256
-"""Default of ``max_num_seqs``; sequences beyond the cache size wait."""
+"""Default for ``max_num_seqs``; sequences that exceed the cache size wait."""
 
 
 class VllmServer(WeightReceiver):
-    """Owner of a ``vllm.LLM``; each command is a method."""
+    """Owns a ``vllm.LLM``, with one method per command."""
 
     def __init__(self, spec: EngineSpec) -> None:
         from vllm import LLM
@@ -47,7 +47,7 @@ class VllmServer(WeightReceiver):
             model = spec.model
             super().__init__(0 if spec.model_class is None else None)
             if spec.model_class is not None:
-                # Worker processes of tensor parallelism read the class from the environment.
+                # With tensor parallelism, worker processes read the class from the environment.
                 os.environ[MODEL_CLASS] = spec.model_class
                 arguments["worker_extension_cls"] = f"{WorkerExtension.__module__}.{WorkerExtension.__name__}"
                 model_class = register(spec.model_class)
@@ -55,7 +55,7 @@ class VllmServer(WeightReceiver):
                 config.architectures = [model_class.__name__]
                 config.save_pretrained(folder)
                 model = folder
-                # A policy's prompts start with a new image at every step, so no prefix can be reused.
+                # Each policy prompt starts with a new image, so prefixes cannot be reused.
                 arguments = {"load_format": "dummy", "enable_mm_embeds": True, "mm_processor_cache_gb": 0,
                              "enable_prefix_caching": False} | arguments  # fmt: skip
             else:
@@ -76,7 +76,7 @@ class VllmServer(WeightReceiver):
         self.llm.collective_rpc(keep_names, args=(self.names,))
 
     def generate(self, request: GenerateRequest) -> GenerateResult:
-        """Generate for a batch of prompts."""
+        """Generate completions for a batch of prompts."""
         from vllm import SamplingParams
         from vllm.exceptions import VLLMClientError
 
@@ -108,7 +108,7 @@ class VllmServer(WeightReceiver):
         return GenerateResult(token_ids, logprobs, self.version)
 
     def _input(self, prompt: Mapping[str, Any]) -> dict[str, Any]:
-        """Return a prompt for ``llm.generate``; with ``reads_images``, in its renderer's format."""
+        """Return a prompt in the format for ``llm.generate`` or, with ``reads_images``, in the renderer's format."""
         tensors = {name: torch.from_numpy(array) for name, array in prompt.get("image", {}).items()}
         if self.reads_images:
             from rlinf.engines.vllm_images import engine_input
@@ -121,19 +121,19 @@ class VllmServer(WeightReceiver):
         """Return vLLM's output for each prompt."""
         from vllm import RequestOutput
 
-        # vLLM's renderer would require raw images and preprocess them again, so it is bypassed.
+        # Bypass vLLM's renderer, which would require raw images and preprocess them again.
         if self.reads_images:
             return self.llm._render_and_run_requests(iter(prompts), sampling, RequestOutput, use_tqdm=False)
         return self.llm.generate(prompts, sampling, use_tqdm=False)
 
     def sleep(self, keep_weights: bool) -> int | None:
-        """Release the GPU memory; return the version of the retained weights (None: discarded)."""
+        """Release the GPU memory; return the version of the retained weights, or None if they are discarded."""
         self.llm.sleep(level=1 if keep_weights else 2)
         self._version = self._version if keep_weights else None
         return self._version
 
     def wake(self, _: object) -> None:
-        """Allocate the GPU memory again."""
+        """Reallocate the GPU memory."""
         self.llm.wake_up()
 
     def check(self, manifest: Mapping[str, TensorSpec]) -> None:
@@ -143,12 +143,12 @@ class VllmServer(WeightReceiver):
         self.names.check(manifest)
 
     def receive(self, handle: WeightsHandle) -> None:
-        """Let every worker open the bucket and load it."""
+        """Make every worker open the bucket and load it."""
         if not self._is_loading:
             self._is_loading = True
             self.llm.collective_rpc(call_loader, args=("start", self._manifest))
         self.llm.collective_rpc(call_loader, args=("load", handle))
-        # Open it again: the sender must not have rewritten the bucket while the workers read it.
+        # Open it again to verify that the sender has not rewritten the bucket while the workers read it.
         try:
             handle.open(self._mapped)
         except WeightsRejectedError as error:
@@ -156,7 +156,7 @@ class VllmServer(WeightReceiver):
 
     def finish(self, is_complete: bool) -> None:
         """Clear every cache that depends on the weights."""
-        if not self._is_loading:  # no tensor is trained
+        if not self._is_loading:  # no trained tensors
             return
         missing = self.llm.collective_rpc(call_loader, args=("finish",))[0]
         self._is_loading = False
@@ -168,12 +168,12 @@ class VllmServer(WeightReceiver):
         self.llm.reset_prefix_cache()
         self.llm.reset_mm_cache()
         self.llm.llm_engine.reset_encoder_cache()
-        # Drop all views, because the sender may now free the shared memory.
+        # Drop all views, because the sender may free the shared memory from now on.
         gc.collect()
 
     @property
     def max_model_len(self) -> int:
-        """Maximum tokens of prompt and response."""
+        """Maximum number of tokens per prompt and response together."""
         return self.llm.llm_engine.model_config.max_model_len
 
     def _check(self, request: GenerateRequest) -> None:
@@ -189,15 +189,15 @@ class VllmServer(WeightReceiver):
         longest = max(map(len, ids), default=0)
         if longest >= self.max_model_len:
             raise ConfigError(
-                f"vLLM rejects a prompt of {longest} tokens: it leaves no tokens for a response within max_model_len="
+                f"vLLM rejects a prompt of {longest} tokens, because it leaves no tokens for a response within max_model_len="
                 f"{self.max_model_len}. Pass shorter prompts or set {self.spec.settings_key}.max_model_len=<more than {longest}>"
             )
 
 
 def graph_arguments(engine_args: Mapping[str, Any], on_gpu: bool) -> dict[str, Any]:
-    """Return ``engine_args`` with ``enforce_eager`` set: on a GPU, decoding uses CUDA graphs unless it is true."""
-    # A graph replays the eager kernels, so that log-probabilities still match the parity gate's. vLLM's default would also compile
-    # the model, into different kernels, which takes a minute per start.
+    """Return ``engine_args`` with ``enforce_eager`` set; on a GPU, decoding uses CUDA graphs unless it is true."""
+    # A graph replays the eager kernels, so log-probabilities still pass the parity gate. vLLM's default would also compile the model
+    # into different kernels, which takes a minute at each start.
     eager = engine_args.get("enforce_eager")
     arguments = {**engine_args, "enforce_eager": not on_gpu if eager is None else eager}
     if not arguments["enforce_eager"]:
@@ -209,13 +209,13 @@ def language_model_arguments(model: str, engine_args: dict[str, Any]) -> dict[st
     """Return additional ``vllm.LLM`` arguments for a language model: dtype, cache size and image settings."""
     config = AutoConfig.from_pretrained(model, trust_remote_code=engine_args.get("trust_remote_code", False))
     arguments: dict[str, Any] = {}
-    # vLLM's own auto converts float32 to 16 bits.
+    # Set the dtype explicitly, because vLLM's auto converts float32 to 16 bits.
     if engine_args.get("dtype", "auto") == "auto":
         arguments["dtype"] = str(config.dtype or config.get_text_config().dtype or torch.float32).removeprefix("torch.")
-    # On CPUs, gpu_memory_utilization would immediately allocate that fraction of main memory.
+    # On CPUs, gpu_memory_utilization would immediately allocate this fraction of main memory.
     if not torch.cuda.is_available() and engine_args.get("kv_cache_memory_bytes") is None:
         arguments["kv_cache_memory_bytes"] = cpu_cache_bytes(config.get_text_config(), engine_args | arguments)
-    # Images arrive normalised, so vLLM must not normalise them again.
+    # Images are already normalised, so vLLM must not normalise them again.
     if getattr(config, "vision_config", None) is not None:
         arguments |= {"skip_tokenizer_init": False, "mm_device_do_normalize": False, "mm_processor_cache_gb": 0,
                       "limit_mm_per_prompt": {"video": 0}}  # fmt: skip
@@ -223,7 +223,7 @@ def language_model_arguments(model: str, engine_args: dict[str, Any]) -> dict[st
 
 
 def cpu_cache_bytes(text_config: Any, engine_args: dict[str, Any]) -> int:
-    """Return the bytes of a CPU cache: for all sequences, at most ``CPU_CACHE_BYTES``, but at least for one sequence."""
+    """Return a CPU cache's size in bytes: enough for all sequences, at most ``CPU_CACHE_BYTES``, but at least for one sequence."""
     dtype = getattr(torch, str(engine_args["dtype"]).removeprefix("torch."))
     max_model_len = engine_args.get("max_model_len") or text_config.max_position_embeddings
     num_sequences = engine_args.get("max_num_seqs", CPU_NUM_SEQUENCES)

@@ -1,6 +1,6 @@
-"""Load new weights into an engine, under the names that vLLM expects and all names of tied weights.
+"""Load new weights into an engine under the names that vLLM expects, including all names of tied weights.
 
-Only the engine's processes use this module; its import does not need vLLM.
+This module is used only by the engine's processes, but can be imported without vLLM.
 """
 
 from collections.abc import Mapping
@@ -17,24 +17,24 @@ from rlinf.engines.weight_transfer import join_parts
 
 
 class TensorNames:
-    """Required tensors of a model: meta tensors by name; tied names refer to one tensor."""
+    """Tensors that a model requires, as meta tensors by name; tied names refer to the same tensor."""
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
         self.tensors = tensors
 
     def check(self, manifest: Mapping[str, TensorSpec]) -> None:
-        """Raise WeightsRejectedError if the manifest does not fit the model."""
+        """Raise WeightsRejectedError if the manifest does not match the model."""
         check_manifest(manifest, self.tensors)
 
     def read(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return tensors of a checked manifest under the names that vLLM loads."""
+        """Return tensors from a checked manifest under the names that vLLM loads."""
         return complete_tied(tensors, self.tensors)
 
 
 class LanguageModelNames(TensorNames):
-    """Tensors of a transformers language model, under its module names or the names of a public checkpoint.
+    """Tensors of a transformers language model, under its module names or the names in a public checkpoint.
 
-    These differ if transformers merges or renames weights while loading (experts); vLLM loads checkpoint names.
+    These differ if transformers merges or renames weights while loading, as it does for experts; vLLM loads checkpoint names.
     """
 
     def __init__(self, config: Any) -> None:
@@ -60,7 +60,7 @@ class LanguageModelNames(TensorNames):
 
 
 class BucketLoader:
-    """Loader of weight buckets in one vLLM worker, which opens the handles itself (with tensor parallelism, in its own process)."""
+    """Loads weight buckets in one vLLM worker, which opens the handles itself (with tensor parallelism, in its own process)."""
 
     def __init__(self, worker: Any, names: TensorNames) -> None:
         self.worker, self.names = worker, names
@@ -69,7 +69,7 @@ class BucketLoader:
         self._loaded: set[str] | None = None
 
     def start(self, manifest: Mapping[str, TensorSpec]) -> None:
-        """Prepare every layer for new weights."""
+        """Prepare every layer to receive new weights."""
         from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
 
         self.names.check(manifest)
@@ -84,16 +84,16 @@ class BucketLoader:
             initialize_layerwise_reload(model)
 
     def load(self, handle: WeightsHandle) -> None:
-        """Load the tensors of a bucket."""
+        """Load a bucket's tensors."""
         weights = self.names.read(dict(join_parts(handle, self._mapped, self._parts)))
-        # vLLM retains the tensors of a layer until the layer is complete; by then the bucket may have been overwritten.
+        # vLLM retains a layer's tensors until the layer is complete, and by then the bucket may have been overwritten.
         copies = ((name, tensor.clone()) for name, tensor in weights.items())
         with self._config():
             loaded = self.worker.get_model().load_weights(copies)
         self._loaded = None if loaded is None or self._loaded is None else self._loaded | loaded
 
     def finish(self) -> list[str]:
-        """Activate the new weights; return the parameters without new weights, which vLLM only logs."""
+        """Activate the new weights; return the parameters that received none, which vLLM would only log."""
         from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
 
         worker, model = self.worker, self.worker.get_model()
@@ -114,7 +114,7 @@ class BucketLoader:
 
 
 def keep_names(worker: Any, names: TensorNames) -> None:
-    """Attach a loader to a worker. ``collective_rpc`` passes the worker, here and below."""
+    """Attach a loader to a worker, which ``collective_rpc`` passes as the first argument here and below."""
     worker.rlinf_loader = BucketLoader(worker, names)
 
 

@@ -1,6 +1,6 @@
 """Register a model class in the worker processes of an engine.
 
-With tensor parallelism, vLLM starts each worker as a new process, which knows only vLLM's models.
+With tensor parallelism, vLLM starts each worker as a new process, in which only vLLM's own models are registered.
 """
 
 import os
@@ -8,11 +8,11 @@ import os
 from rlinf.imports import import_string
 
 MODEL_CLASS = "RLINF_VLLM_MODEL_CLASS"
-"""Environment variable with the engine's model class, ``module:Class``, for its worker processes."""
+"""Environment variable that passes the engine's model class, ``module:Class``, to its worker processes."""
 
 
 class WorkerExtension:
-    """Empty extension of vLLM's worker; vLLM imports its module, i.e. this one, in every worker."""
+    """Empty extension of vLLM's worker, which makes vLLM import this module in every worker."""
 
 
 def register(model_class: str) -> type:

@@ -1,4 +1,4 @@
-"""Weights in memory that other processes on the same machine can open: shared memory on CPUs, CUDA IPC on GPUs."""
+"""Weights in memory that other processes on the same machine can open, through shared memory on CPUs or CUDA IPC on GPUs."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ from rlinf.distributed.devices import gpu_uuids, index_of_gpu
 from rlinf.errors import ConfigError, RLinfError
 
 ALIGNMENT = 64
-"""Alignment of tensors in bytes. The first block is the header, which starts with the nonce."""
+"""Alignment of tensors in bytes. The first aligned block is the header, which starts with the nonce."""
 NONCE_LEN = 16
 BUCKET_BYTES = {"cpu": 8 * 1024**2, "cuda": 256 * 1024**2}
-"""Bucket size. On CPUs it fits the cache between writer and reader; on GPUs, few large transfers are faster."""
+"""Bucket size in bytes. On CPUs, it fits the cache shared by writer and reader; on GPUs, few large transfers are faster."""
 
 
 class WeightsRejectedError(RLinfError):
-    """Weights are incomplete, wrong or damaged, or their memory was overwritten or freed."""
+    """Raised if weights are incomplete, wrong or damaged, or their memory was overwritten or freed."""
 
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """Dtype and shape of a tensor, and whether training changes it."""
+    """A tensor's dtype and shape, and whether training changes it."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -39,10 +39,10 @@ class TensorSpec:
 
 @dataclass(frozen=True)
 class TensorEntry(TensorSpec):
-    """Tensor in shared memory, or part of a tensor that is larger than a bucket.
+    """A tensor in shared memory, or part of one that is larger than a bucket.
 
     Attributes:
-        offset: First byte in the shared memory.
+        offset: Position of the first byte in the shared memory.
         start, stop: Element range within the flattened tensor.
         checksum: Sum of the 64-bit words modulo 2^64, which detects a change of any single byte.
     """
@@ -59,21 +59,21 @@ class TensorEntry(TensorSpec):
 
     @property
     def padded_nbytes(self) -> int:
-        """Return the bytes up to the next entry."""
+        """Return the number of bytes up to the next entry."""
         return _padded((self.stop - self.start) * self.dtype.itemsize)
 
 
 @dataclass(frozen=True)
 class WeightsHandle:
-    """Small picklable reference to all weights or one bucket of a push, valid until its ``WeightBuffer`` is rewritten or freed.
+    """Small picklable reference to all weights or one bucket in a push, valid until its ``WeightBuffer`` is rewritten or freed.
 
     Attributes:
         version: Number of weight updates that produced these weights.
         manifest: Tensors, or parts of tensors, by name.
-        nbytes: Size of the shared memory.
-        nonce: Random bytes per ``write``; the shared memory starts with them while it contains these weights.
-        path: File of the shared memory (CPU), or None.
-        ipc, gpu: ``(rebuild, arguments)`` of the shared memory on a GPU, and its UUID.
+        nbytes: Size of the shared memory in bytes.
+        nonce: Random bytes drawn at each ``write``; the shared memory starts with them as long as it contains these weights.
+        path: File that backs the shared memory on a CPU, or None.
+        ipc, gpu: ``(rebuild, arguments)`` for the shared memory on a GPU, and the GPU's UUID.
     """
 
     version: int
@@ -85,7 +85,7 @@ class WeightsHandle:
     gpu: str = ""
 
     def open(self, mapped: dict[str, Tensor] | None = None, verify: bool = False) -> dict[str, Tensor]:
-        """Return all tensors by name, as views of the shared memory; a part of a tensor is flat.
+        """Return all tensors by name as views of the shared memory; parts of tensors are flat.
 
         Raise WeightsRejectedError if they were overwritten, freed or, with ``verify``, damaged; or if they are on a GPU that this
         process does not see. ``mapped`` caches the shared memory opened during a push.
@@ -96,12 +96,12 @@ class WeightsHandle:
         return {name: _view(memory, entry) for name, entry in self.manifest.items()}
 
     def buckets(self, trained_only: bool) -> Iterator[WeightsHandle]:
-        """Yield this handle: a ``WeightSource`` of one bucket, which always sends all tensors."""
+        """Yield this handle, which is a ``WeightSource`` with a single bucket that always sends all tensors."""
         assert not trained_only
         yield self
 
     def builds_on(self, loaded: object) -> bool:
-        """Return False: a handle does not know the previous weights."""
+        """Return False, because a handle cannot be compared with the previous weights."""
         return False
 
     def _map(self, mapped: dict[str, Tensor]) -> Tensor:
@@ -121,7 +121,7 @@ class WeightsHandle:
                 size = os.stat(self.path).st_size
             except FileNotFoundError:
                 size = 0
-            # Mapping more than the file would extend it, and a closed descriptor's number may now belong to a different file.
+            # Mapping more than the file's size would extend it, and the number of a closed descriptor may now belong to a different file.
             if size == self.nbytes and self.path not in mapped:
                 mapped[self.path] = torch.from_file(self.path, shared=True, size=size, dtype=torch.uint8)
             memory = mapped[self.path] if size == self.nbytes else None
@@ -138,7 +138,7 @@ class WeightsHandle:
         if damaged:
             raise WeightsRejectedError(
                 f"Weights version {self.version} were damaged in transfer: {', '.join(damaged[:8])} ({len(damaged)} of "
-                f"{len(self.manifest)} tensors of this bucket) differ from the sent tensors. Push again"
+                f"{len(self.manifest)} tensors of this bucket) differ from the tensors sent. Push again"
             )
 
 
@@ -154,9 +154,9 @@ class WeightBuffer:
 
     @torch.no_grad()
     def write(self, tensors: Mapping[str, Tensor], version: int) -> WeightsHandle:
-        """Copy tensors of one device bit for bit; earlier handles become invalid."""
+        """Copy tensors, all on one device, bit for bit; earlier handles become invalid."""
         if not tensors:
-            raise ConfigError("WeightBuffer.write got no tensors. Pass e.g. model.state_dict()")
+            raise ConfigError("WeightBuffer.write needs at least one tensor. Pass e.g. model.state_dict()")
         sizes = (_padded(tensor.numel() * tensor.element_size()) for tensor in tensors.values())
         self.clear(ALIGNMENT + sum(sizes), next(iter(tensors.values())).device)
         for name, tensor in tensors.items():
@@ -167,15 +167,15 @@ class WeightBuffer:
         """Empty the shared memory and resize it to ``nbytes``, including the header; earlier handles become invalid."""
         if self._memory is None or len(self._memory) != nbytes or self._memory.device != device:
             self._allocate(nbytes, device)
-        # A concurrent reader must see that the weights change.
+        # Overwrite the nonce, so that a concurrent reader notices the change.
         self._memory[:NONCE_LEN].zero_()
         self._entries, self._end = {}, ALIGNMENT
 
     def add(self, name: str, tensor: Tensor, start: int = 0) -> int:
-        """Copy as many elements of a flattened tensor from ``start`` as fit; return the index after the last copied one."""
+        """Copy as many elements of a flattened tensor as fit, from ``start`` on; return the index after the last copied element."""
         count, itemsize = tensor.numel(), tensor.element_size()
         free = len(self._memory) - self._end
-        # A tensor is split only if it does not fit into empty memory.
+        # Split a tensor only if it does not fit into an empty buffer.
         if _padded((count - start) * itemsize) <= free:
             stop = count
         elif self._entries:
@@ -192,12 +192,12 @@ class WeightBuffer:
         return stop
 
     def seal(self, version: int) -> WeightsHandle:
-        """Write checksums and nonce, and return the handle of the added tensors."""
+        """Write checksums and nonce, and return a handle for the added tensors."""
         sums = _checksums(self._memory, self._entries.values())
         pairs = zip(self._entries.items(), sums, strict=True)
         manifest = {name: replace(entry, checksum=checksum) for (name, entry), checksum in pairs}
         nonce, nbytes, device = secrets.token_bytes(NONCE_LEN), len(self._memory), self._memory.device
-        # Last, because the nonce makes the memory valid for readers.
+        # Write the nonce last, because it makes the memory valid for readers.
         self._memory[:NONCE_LEN].copy_(torch.tensor(list(nonce), dtype=torch.uint8))
         if device.type == "cpu":
             return WeightsHandle(version, manifest, nbytes, nonce, path=f"/proc/{os.getpid()}/fd/{self._fd}")
@@ -228,7 +228,7 @@ class WeightBuffer:
 class WeightBuckets:
     """Double-buffered shared memory for weights of any size: one buffer is filled while the receiver reads the other.
 
-    ``nbytes`` is the size of each buffer; None: ``BUCKET_BYTES`` of the device.
+    ``nbytes`` is the size of each buffer in bytes; None uses ``BUCKET_BYTES`` for the device.
     """
 
     def __init__(self, nbytes: int | None = None) -> None:
@@ -237,7 +237,7 @@ class WeightBuckets:
 
     @torch.no_grad()
     def pack(self, tensors: Iterable[tuple[str, Tensor]], version: int) -> Iterator[WeightsHandle]:
-        """Copy tensors of one device bucket by bucket. Each bucket overwrites the last but one."""
+        """Copy tensors, all on one device, bucket by bucket. Each bucket overwrites the one before the previous bucket."""
         buffers = cycle(self._buffers)
         buffer: WeightBuffer | None = None
         for name, tensor in tensors:
@@ -262,9 +262,9 @@ class WeightBuckets:
 
 
 def check_manifest(manifest: Mapping[str, TensorSpec], required: Mapping[str, Tensor]) -> None:
-    """Raise WeightsRejectedError if tensors are missing, unknown, of a different shape, or quantised.
+    """Raise WeightsRejectedError if tensors are missing, unknown or quantised, or have a different shape.
 
-    ``required`` is the receiving model's ``state_dict(keep_vars=True)``; one name of a tied tensor is enough.
+    ``required`` is the receiving model's ``state_dict(keep_vars=True)``; for a tied tensor, one of its names is enough.
     """
     present = {id(tensor) for name, tensor in required.items() if name in manifest}
     missing = sorted(name for name, tensor in required.items() if id(tensor) not in present)
@@ -284,7 +284,7 @@ def check_manifest(manifest: Mapping[str, TensorSpec], required: Mapping[str, Te
 
 
 def complete_tied(tensors: Mapping[str, Tensor], required: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return ``tensors`` with tied weights under all their names; ``check_manifest`` requires only one."""
+    """Return ``tensors`` with tied weights under all their names, because ``check_manifest`` requires only one."""
     by_id = {id(required[name]): tensor for name, tensor in tensors.items()}
     return {name: tensors.get(name, by_id[id(tensor)]) for name, tensor in required.items() if id(tensor) in by_id}
 

@@ -1,6 +1,6 @@
-"""Push weights to a receiver: ``start_push``, ``load`` per bucket, ``commit``. In between, the receiver has no version.
+"""Push weights to a receiver with ``start_push``, ``load`` for each bucket, and ``commit``; meanwhile, the receiver has no version.
 
-A push is complete or rejected. The first one sends all tensors, later ones only the trained tensors.
+A push either completes or is rejected. The first push sends all tensors, later ones only trained tensors.
 """
 
 import math
@@ -18,7 +18,7 @@ from rlinf.optim.finite import not_finite
 
 class WeightSource(Protocol):
     """Weights of one version that can be sent repeatedly, e.g. a ``WeightsHandle``.
-    ``version`` counts weight updates; ``manifest`` has the specs of all tensors by name.
+    ``version`` is the number of weight updates; ``manifest`` contains the specs of all tensors by name.
     """
 
     @property
@@ -32,7 +32,7 @@ class WeightSource(Protocol):
         ...
 
     def buckets(self, trained_only: bool) -> Iterator[WeightsHandle]:
-        """Yield all tensors of the manifest, or only the trained ones. A bucket is valid until the next but one."""
+        """Yield buckets with all tensors in the manifest, or only trained ones. A bucket is valid until the one after the next."""
         ...
 
 
@@ -42,8 +42,8 @@ class PushHeader:
 
     Attributes:
         version: Version of the weights that follow.
-        manifest: Specs of all tensors; None: as in the previous push.
-        base: Version that the receiver must have, because only trained tensors follow; None: all tensors follow.
+        manifest: Specs of all tensors; None if unchanged since the previous push.
+        base: Version that the receiver must have if only trained tensors follow; None if all tensors follow.
     """
 
     version: int
@@ -52,7 +52,7 @@ class PushHeader:
 
 
 class Peer(Protocol):
-    """Receiver in a different process."""
+    """Connection to a receiver in a different process."""
 
     def send(self, command: str, payload: Any) -> None:
         """Send a command without waiting for its reply."""
@@ -64,10 +64,10 @@ class Peer(Protocol):
 
 
 def push(source: WeightSource, peer: Peer, base: int | None = None) -> int:
-    """Send weights to a receiver, and return its new version; the next bucket is filled while it loads the previous one.
+    """Send weights to a receiver and return its new version; the next bucket is filled while the receiver loads the previous one.
 
     If the receiver has version ``base``, only trained tensors are sent. Raise WeightsRejectedError if it rejects the weights; the next
-    push must then be complete.
+    push must then send all tensors.
     """
     manifest = source.manifest if base is None else None
     peer.send("start_push", PushHeader(source.version, manifest, base))
@@ -76,7 +76,7 @@ def push(source: WeightSource, peer: Peer, base: int | None = None) -> int:
     try:
         for handle in source.buckets(trained_only=base is not None):
             if is_loading:
-                # Before the reply, which may raise; the finally clause must not wait for a second one.
+                # Clear the flag before the reply, which may raise, so that the finally clause does not wait for a second reply.
                 is_loading = False
                 peer.reply("load")
             peer.send("load", handle)
@@ -108,12 +108,12 @@ class ModuleWeights:
         return self._buckets.pack(self.tensors(names), self.version)
 
     def tensors(self, names: set[str]) -> Iterator[tuple[str, Tensor]]:
-        """Yield the tensors of the given names."""
+        """Yield the tensors with the given names."""
         return ((name, tensor) for name, tensor in self.module.state_dict().items() if name in names)
 
 
 def manifest_of(module: nn.Module) -> dict[str, TensorSpec]:
-    """Return the manifest of a module's state dict. Parameters without gradient are frozen; a buffer may change."""
+    """Return the manifest for a module's state dict. Parameters without gradients are frozen, but buffers may change."""
     frozen = {name for name, p in module.named_parameters(remove_duplicate=False) if not p.requires_grad}
     return {
         name: TensorSpec(tensor.dtype, tuple(tensor.shape), name not in frozen)
@@ -122,7 +122,7 @@ def manifest_of(module: nn.Module) -> dict[str, TensorSpec]:
 
 
 class WeightReceiver(ABC):
-    """State of a receiver. Subclasses check the manifest (``check``) and store the tensors (``receive``)."""
+    """Base class for receivers. Subclasses check the manifest (``check``) and store the tensors (``receive``)."""
 
     def __init__(self, version: int | None = None) -> None:
         self._version = version
@@ -133,17 +133,17 @@ class WeightReceiver(ABC):
 
     @property
     def version(self) -> int | None:
-        """Version of the weights; None while they are missing or incomplete, so that they cannot be used."""
+        """Version of the weights, or None while they are missing or incomplete and so cannot be used."""
         return None if self._header is not None else self._version
 
     def held(self, _: object = None) -> int | None:
-        """Return ``version``, as a command."""
+        """Return ``version``; this method makes it available as a command."""
         return self.version
 
     def start_push(self, header: PushHeader) -> None:
-        """Prepare for the weights of a version.
+        """Prepare to receive the weights of a version.
 
-        Raise WeightsRejectedError, without a change, if the manifest does not fit the model or the version is not ``header.base``.
+        Raise WeightsRejectedError, without changes, if the manifest does not match the model or the version is not ``header.base``.
         """
         self._header, self._mapped = None, {}
         if header.base is not None and (header.base != self._version or not self._manifest):
@@ -160,9 +160,9 @@ class WeightReceiver(ABC):
     def load(self, handle: WeightsHandle) -> None:
         """Load a bucket; raise WeightsRejectedError if it is damaged, not finite, or not part of this push.
 
-        An error at the first bucket leaves the old weights; at a later one, the receiver has none until the next push.
+        After an error at the first bucket, the old weights remain; after one at a later bucket, the receiver has none until the next push.
         """
-        # The header is restored at the end, so that an error ends the push.
+        # Restore the header only at the end, so that an error aborts the push.
         header, self._header = self._header, None
         if header is None or handle.version != header.version:
             wanted = "none: no push has started" if header is None else str(header.version)
@@ -171,17 +171,17 @@ class WeightReceiver(ABC):
         if problems := not_finite(weights):
             name, number = next(iter(problems.items()))
             raise WeightsRejectedError(
-                f"Weights rejected: '{name}' holds {number} ({len(problems)} of {len(weights)} tensors of this bucket are not finite)"
+                f"Weights rejected: '{name}' contains {number} ({len(problems)} of {len(weights)} tensors of this bucket are not finite)"
             )
         for name, entry in handle.manifest.items():
             self._arrived(name, entry.stop - entry.start)
-        # From here on the old weights are overwritten.
+        # From here on, the old weights are overwritten.
         self._version = None
         self.receive(handle)
         self._header = header
 
     def commit(self, _: object = None) -> int:
-        """End the push and return the version. Raise WeightsRejectedError if tensors are missing."""
+        """Complete the push and return the version. Raise WeightsRejectedError if tensors are missing."""
         header, self._header = self._header, None
         self._mapped = {}
         if header is None:
@@ -190,7 +190,7 @@ class WeightReceiver(ABC):
             self._version = None
             names = sorted(self._missing)
             raise WeightsRejectedError(
-                f"Weights version {header.version} lack {', '.join(names[:8])} ({len(names)}). Push again"
+                f"Weights version {header.version} lacks {', '.join(names[:8])} ({len(names)} in all). Push again"
             )
         self.finish(is_complete=header.base is None)
         self._version = header.version
@@ -198,14 +198,14 @@ class WeightReceiver(ABC):
 
     @abstractmethod
     def check(self, manifest: Mapping[str, TensorSpec]) -> None:
-        """Raise WeightsRejectedError if a manifest does not fit the model."""
+        """Raise WeightsRejectedError if a manifest does not match the model."""
 
     @abstractmethod
     def receive(self, handle: WeightsHandle) -> None:
-        """Store the tensors of a verified bucket."""
+        """Store a verified bucket's tensors."""
 
     def finish(self, is_complete: bool) -> None:  # noqa: B027  (optional)
-        """Activate the new weights. ``is_complete``: all tensors were sent, not only the trained ones."""
+        """Activate the new weights; ``is_complete`` is True if all tensors were sent instead of only trained ones."""
 
     def _arrived(self, name: str, count: int) -> None:
         left = self._missing.pop(name, None)
@@ -237,7 +237,7 @@ class ModuleReceiver(WeightReceiver):
             self._copy(name, tensor)
 
     def take(self, name: str, tensor: Tensor) -> None:
-        """Copy a tensor of this process, between ``start_push`` and ``commit``."""
+        """Copy a tensor from this process; call it between ``start_push`` and ``commit``."""
         self._version = None
         self._arrived(name, tensor.numel())
         self._copy(name, tensor)
@@ -250,10 +250,10 @@ class ModuleReceiver(WeightReceiver):
 def join_parts(
     handle: WeightsHandle, mapped: dict[str, Tensor], parts: dict[str, tuple[Tensor, int]]
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield the complete tensors of a bucket: views of it, or copies whose last part has arrived.
+    """Yield the complete tensors in a bucket: views of it, or joined copies of tensors whose last part has arrived.
 
-    ``mapped`` caches the shared memory opened during this push; ``parts`` has the incomplete tensors with the number of elements
-    received. Both are empty before the first bucket.
+    ``mapped`` caches the shared memory opened during this push; ``parts`` contains incomplete tensors with the number of elements
+    received so far. Both are empty before the first bucket.
     """
     for name, tensor in handle.open(mapped).items():
         entry = handle.manifest[name]

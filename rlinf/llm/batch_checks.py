@@ -1,4 +1,4 @@
-"""Checks of token batches before policies and generation backends compute."""
+"""Checks that policies and generation backends apply to token batches before computing."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -11,7 +11,7 @@ from rlinf.llm.batched_data_dict import IMAGE_KEYS, BatchedDataDict, tokens_and_
 
 
 def verify_right_padding(data: Mapping[str, Any], pad_token_id: int | None = None, raise_error: bool = False) -> bool:
-    """Return whether every row is one or more tokens followed only by padding (of ``pad_token_id`` if given).
+    """Return whether every row has at least one token, followed only by padding (with ``pad_token_id`` if given).
 
     With ``raise_error``, raise ConfigError for the first bad row instead.
     """
@@ -24,24 +24,24 @@ def verify_right_padding(data: Mapping[str, Any], pad_token_id: int | None = Non
     if raise_error and bad.any():
         row = int(bad.nonzero()[0, 0])
         if not lengths[row]:
-            raise ConfigError(f"Row {row} has no tokens: its mask is 0 everywhere. Required: at least one token")
+            raise ConfigError(f"Row {row} has no tokens: its mask is 0 everywhere. At least one token is required")
         if mask[row].equal(expected[row]):
-            raise ConfigError(f"Row {row} has different tokens than pad_token_id={pad_token_id} in its padding")
+            raise ConfigError(f"Row {row} has padding with tokens that differ from pad_token_id={pad_token_id}")
         first = int((~mask[row]).nonzero()[0, 0])
-        raise ConfigError(f"Row {row} is not right-padded: column {first} is padding before tokens. Move it back")
+        raise ConfigError(f"Row {row} is not right-padded: column {first} is padding before tokens. Move it to the end")
     return not bool(bad.any())
 
 
 def verify_text_only(data: Mapping[str, Any], reader: str, instead: str) -> None:
-    """Raise ConfigError if a batch has inputs that the class ``reader`` would ignore; ``instead`` supports images."""
+    """Raise ConfigError if a batch has inputs that the class ``reader`` would ignore; ``instead`` is a class that supports images."""
     for key in (*IMAGE_KEYS, "position_ids", "inputs_embeds"):
         if key in data:
             images = f", or use {instead}" if key in IMAGE_KEYS else ""
-            raise ConfigError(f"The batch has '{key}', but {reader} takes token ids only. Remove it{images}")
+            raise ConfigError(f"The batch has '{key}', but {reader} accepts only token ids. Remove it{images}")
 
 
 def response_mask(data: Mapping[str, Any]) -> Tensor:
-    """Return the mask bool ``[B, S]`` of the generated tokens of a ``GenerationOutputSpec``, truncated or not."""
+    """Return a bool mask ``[B, S]`` for the generated tokens in a ``GenerationOutputSpec``, whether truncated or not."""
     ids, mask = tokens_and_mask(data)
     ends = data.get("unpadded_sequence_lengths", mask.sum(-1)).to(ids.device)
     starts = (ends - data["generation_lengths"].to(ids.device)).unsqueeze(1)
@@ -49,12 +49,12 @@ def response_mask(data: Mapping[str, Any]) -> Tensor:
 
 
 def verify_token_ids(data: Mapping[str, Any], vocab_size: int | None = None) -> None:
-    """Raise ConfigError unless a batch has rows of integer token ids below ``vocab_size`` (None: any)."""
+    """Raise ConfigError unless a batch has rows and integer token ids, which must be below ``vocab_size`` if given."""
     ids, mask = tokens_and_mask(data)
     if not BatchedDataDict(data).size:
-        raise ConfigError(f"The batch has no rows: its tokens are {list(ids.shape)}. Pass at least one row")
+        raise ConfigError(f"The batch has no rows: its tokens have shape {list(ids.shape)}. Pass at least one row")
     if ids.is_floating_point() or ids.dtype == torch.bool:
-        raise ConfigError(f"The token ids are {ids.dtype}; required: integers. Pass input_ids.long()")
+        raise ConfigError(f"The token ids have dtype {ids.dtype}; required: integers. Pass input_ids.long()")
     if vocab_size is None:
         return
     bad = ((ids < 0) | (ids >= vocab_size)) & mask

@@ -1,4 +1,4 @@
-"""Dictionary of batched token data, with the batch as the first axis of its values."""
+"""Dictionary for batched token data, whose values have the batch as their first axis."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ Spec = TypeVar("Spec")
 
 IMAGE_KEYS = ("pixel_values", "pixel_attention_mask", "image_sizes", "image_grid_thw", "spatial_shapes",
               "batch_num_images")  # fmt: skip
-"""Keys without a token axis. A tensor has one image per row; a list has a tensor of images per row."""
+"""Keys without a token axis. A tensor contains one image per row; a list contains one tensor of images per row."""
 
 
 class DynamicBatchingArgs(TypedDict, total=False):
-    """Fill micro-batches up to a number of tokens, including padding.
+    """Arguments for filling micro-batches up to a number of tokens, including padding.
 
     Attributes:
         max_tokens_per_microbatch: Maximum of ``rows * longest row``.
-        input_lengths_key: Key of the row lengths; default: the sums of ``attention_mask``.
-        sequence_length_round: Round the longest row up to a multiple of this.
+        input_lengths_key: Key with the row lengths; by default, they are the sums of ``attention_mask``.
+        sequence_length_round: Multiple to which the longest row is rounded up.
     """
 
     max_tokens_per_microbatch: int
@@ -36,10 +36,10 @@ class DynamicBatchingArgs(TypedDict, total=False):
 
 
 class SequencePackingArgs(TypedDict, total=False):
-    """Fill micro-batches with sequences concatenated in one row (``rlinf.llm.packing``).
+    """Arguments for filling micro-batches with sequences concatenated into one row (``rlinf.llm.packing``).
 
     Attributes:
-        max_tokens_per_microbatch: Maximum sum of lengths.
+        max_tokens_per_microbatch: Maximum sum of the sequence lengths.
     """
 
     max_tokens_per_microbatch: int
@@ -47,13 +47,13 @@ class SequencePackingArgs(TypedDict, total=False):
 
 
 class BatchedDataDict(UserDict[str, Any], Generic[Spec]):
-    """Batch of rows by key. ``BatchedDataDict["GenerationDatumSpec"]`` documents the expected keys.
+    """Batch of rows by key. A type such as ``BatchedDataDict["GenerationDatumSpec"]`` documents the expected keys.
 
-    Tensors with axes and lists have one entry per row. The remaining values (numbers, text, None, 0-d tensors) belong to the complete
-    batch and are copied to every part.
+    Lists, and tensors with at least one axis, have one entry per row. All remaining values (numbers, text, None, 0-d tensors) belong to
+    the complete batch and are copied to every part.
 
     Attributes:
-        micro_batches: Row numbers per micro-batch, set by ``shard_by_batch_size`` with dynamic batching or packing.
+        micro_batches: Row numbers in each micro-batch, set by ``shard_by_batch_size`` with dynamic batching or packing.
     """
 
     micro_batches: list[list[int]] | None = None
@@ -62,44 +62,44 @@ class BatchedDataDict(UserDict[str, Any], Generic[Spec]):
     def from_batches(
         cls, batches: Sequence[Mapping[str, Any]], pad_value_dict: Mapping[str, float] | None = None
     ) -> BatchedDataDict:
-        """Concatenate batches; right-pad tensors to the widest, with 0 or the value of their key.
+        """Concatenate batches; right-pad tensors to the widest one, with the padding value for their key or 0.
 
-        Raise ConfigError without a batch, or if keys or batch-level values differ.
+        Raise ConfigError without batches, or if keys or batch-level values differ.
         """
         if not batches:
-            raise ConfigError("from_batches got no batch; required: one or more.")
+            raise ConfigError("from_batches needs at least one batch.")
         batches = [cls(batch) for batch in batches]
         for batch in batches[1:]:
             if batch.keys() != batches[0].keys():
                 differing = sorted(batch.keys() ^ batches[0].keys())
-                raise ConfigError(f"from_batches got batches with different keys: {differing}. Pass equal keys")
+                raise ConfigError(f"from_batches needs batches with equal keys, but these differ: {differing}")
         pad_values = pad_value_dict or {}
         return cls({key: _join([batch[key] for batch in batches], pad_values.get(key, 0), key) for key in batches[0]})
 
     @property
     def size(self) -> int:
-        """Number of rows; raises ConfigError if keys disagree or none has rows."""
+        """Number of rows. Raises ConfigError if it differs between keys, or no key has rows."""
         sizes = {key: len(value) for key, value in self.items() if _has_rows(value)}
         if len(set(sizes.values())) != 1:
-            hint = " Pass images as a list, with one tensor per row" if set(IMAGE_KEYS) & set(sizes) else ""
-            raise ConfigError(f"The rows of a batch are {sizes or 'missing'}; required: one number for all keys.{hint}")
+            hint = " Pass images as a list with one tensor per row" if set(IMAGE_KEYS) & set(sizes) else ""
+            raise ConfigError(f"The numbers of rows are {sizes or 'missing'}; required: the same for all keys.{hint}")
         return next(iter(sizes.values()))
 
     def lengths(self, key: str | None = None) -> list[int]:
-        """Return the number of tokens per row: from ``key``, else of prompt and response, else from ``attention_mask``."""
+        """Return the number of tokens per row, from ``key``, the lengths of prompt and response, or ``attention_mask``."""
         name = key or "attention_mask"
         if key is None and "output_ids" in self:
             return tokens_and_mask(self)[1].sum(-1).tolist()
         if name not in self:
-            raise ConfigError(f"The batch has no '{name}', which is the length of each row; it has {sorted(self)}.")
+            raise ConfigError(f"The batch has no '{name}', the row lengths; it has {sorted(self)}.")
         return (self[name] if key else self[name].sum(-1)).tolist()
 
     def select_indices(self, indices: Sequence[int] | Tensor) -> BatchedDataDict:
-        """Return rows by number, in this order, or by a bool mask ``[B]``."""
+        """Return rows selected by their numbers, in the given order, or by a bool mask ``[B]``."""
         rows = torch.as_tensor(indices)
         if rows.dtype == torch.bool:
             if rows.shape != (self.size,):
-                raise ConfigError(f"select_indices got bools {list(rows.shape)}; required: [{self.size}], one per row.")
+                raise ConfigError(f"select_indices got a mask {list(rows.shape)}; required: shape [{self.size}].")
             rows = rows.nonzero().squeeze(1)
         rows = rows.long()
 
@@ -109,9 +109,9 @@ class BatchedDataDict(UserDict[str, Any], Generic[Spec]):
         return self._map_rows(select)
 
     def slice(self, start: int, end: int) -> BatchedDataDict:
-        """Return the rows ``start`` to ``end`` (exclusive), which must exist; tensors are views."""
+        """Return the rows from ``start`` to ``end`` (exclusive), which must exist; tensors are views."""
         if not 0 <= start <= end <= self.size:
-            raise ConfigError(f"Rows {start} to {end} are not in a batch of {self.size}.")
+            raise ConfigError(f"Rows {start} to {end} are not in a batch of {self.size} rows.")
         return self._map_rows(lambda value: value[start:end])
 
     def get_batch(self, batch_index: int, batch_size: int) -> BatchedDataDict:
@@ -120,14 +120,14 @@ class BatchedDataDict(UserDict[str, Any], Generic[Spec]):
         return self.slice(start, min(start + batch_size, self.size))
 
     def chunk(self, rank: int, chunks: int) -> BatchedDataDict:
-        """Return the ``rank``-th of ``chunks`` contiguous parts; the first ones take the surplus rows."""
+        """Return the ``rank``-th of ``chunks`` contiguous parts; if rows do not divide evenly, the first parts are larger."""
         if not 0 <= rank < chunks:
             raise ConfigError(f"chunk got rank={rank} of chunks={chunks}; required: 0 to {chunks - 1}.")
         bounds = _bounds(self.size, chunks)
         return self.slice(bounds[rank], bounds[rank + 1])
 
     def reorder_data(self, indices: Sequence[int]) -> None:
-        """Move row ``i`` to ``indices[i]`` in place, which undoes the order of ``shard_by_batch_size``."""
+        """Move each row ``i`` to ``indices[i]`` in place, which restores the order before ``shard_by_batch_size``."""
         if sorted(indices) != list(range(self.size)):
             raise ConfigError(f"reorder_data got {list(indices)}; required: each of 0 to {self.size - 1} once.")
         self.update(self.select_indices(torch.as_tensor(indices).argsort()))
@@ -137,7 +137,7 @@ class BatchedDataDict(UserDict[str, Any], Generic[Spec]):
         return self.select_indices(torch.arange(self.size).repeat_interleave(num_repeats))
 
     def truncate_tensors(self, dim: int, truncated_len: int) -> None:
-        """Truncate axis ``dim`` (1 or more) of all tensors to ``truncated_len``, in place, except of images."""
+        """Truncate axis ``dim`` (at least 1) of all tensors except images to ``truncated_len``, in place."""
         if dim < 1:
             raise ConfigError(f"truncate_tensors got dim={dim}; required: 1 or more. Use slice for rows")
         for key, value in self.items():
@@ -151,13 +151,13 @@ class BatchedDataDict(UserDict[str, Any], Generic[Spec]):
         return moved
 
     def get_dict(self) -> dict[str, Any]:
-        """Return the values in a plain dictionary."""
+        """Return the values as a plain dictionary."""
         return dict(self.data)
 
     def all_gather(
         self, group: dist.ProcessGroup | None = None, pad_value_dict: Mapping[str, float] | None = None
     ) -> BatchedDataDict:
-        """Return the batches of all ranks of ``group``, concatenated in rank order by ``from_batches``."""
+        """Return the batches of all ranks in ``group``, concatenated in rank order with ``from_batches``."""
         if not dist.is_initialized() or dist.get_world_size(group) == 1:
             return self
         parts: list[Any] = [None] * dist.get_world_size(group)
@@ -174,18 +174,18 @@ class BatchedDataDict(UserDict[str, Any], Generic[Spec]):
         dynamic_batching_args: DynamicBatchingArgs | None = None,
         sequence_packing_args: SequencePackingArgs | None = None,
     ) -> list[BatchedDataDict] | tuple[list[BatchedDataDict], list[int]]:
-        """Split the rows over ranks; every rank gets a part of each global batch of ``batch_size`` rows (None: all rows).
+        """Split each global batch of ``batch_size`` rows (all rows if None) over the shards.
 
-        With ``shards=2, batch_size=4``, rows ``0..7`` go to ``[0, 1, 4, 5]`` and ``[2, 3, 6, 7]``. Raise ConfigError if the rows do not
-        divide, a row does not fit, or the arguments exclude each other.
+        With ``shards=2, batch_size=4``, rows ``0..7`` are split into ``[0, 1, 4, 5]`` and ``[2, 3, 6, 7]``. Raise ConfigError if rows do
+        not divide evenly, a row is too long, or mutually exclusive arguments are passed.
 
         Args:
-            allow_uneven_shards: Let the first parts take surplus rows. Excludes the two arguments below.
-            dynamic_batching_args: Distribute rows by length, and fill ``micro_batches`` by padded tokens, equally many per part.
+            allow_uneven_shards: Allow larger first parts if rows do not divide evenly. Cannot be combined with the arguments below.
+            dynamic_batching_args: Distribute rows by length, and fill equally many ``micro_batches`` per part by padded tokens.
             sequence_packing_args: Distribute bins of sequences as ``micro_batches``, equally many per part.
 
         Returns:
-            The parts; with one of the last two arguments also their concatenated row numbers, for ``reorder_data`` of the results.
+            The parts; with one of the last two arguments also their concatenated row numbers, for ``reorder_data``.
         """
         batch_size = self.size if batch_size is None else batch_size
         self._check_shards(shards, batch_size, allow_uneven_shards, dynamic_batching_args, sequence_packing_args)
@@ -218,9 +218,9 @@ class BatchedDataDict(UserDict[str, Any], Generic[Spec]):
         return parts, [row for each in rows for row in each]
 
     def make_microbatch_iterator(self, microbatch_size: int | None = None) -> Iterator[BatchedDataDict]:
-        """Yield micro-batches of ``microbatch_size`` rows (the last may be shorter), or those in ``micro_batches``.
+        """Yield micro-batches with ``microbatch_size`` rows (the last may be shorter), or as defined by ``micro_batches``.
 
-        The latter lose the columns that are padding in all their rows.
+        For the latter, columns that are padding in all rows of a micro-batch are removed.
         """
         if microbatch_size is not None:
             for start in range(0, self.size, microbatch_size):
@@ -232,7 +232,7 @@ class BatchedDataDict(UserDict[str, Any], Generic[Spec]):
             yield self.select_indices(rows).without_padding_columns()
 
     def without_padding_columns(self) -> BatchedDataDict:
-        """Return the batch without trailing columns that are padding in every row."""
+        """Return the batch without the trailing columns that are padding in every row."""
         if "output_ids" not in self and "attention_mask" not in self:
             return self
         mask = tokens_and_mask(self)[1] if "output_ids" in self else self["attention_mask"]
@@ -267,9 +267,9 @@ class BatchedDataDict(UserDict[str, Any], Generic[Spec]):
 
 
 def tokens_and_mask(data: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
-    """Return token ids ``[B, S]`` and bool mask ``[B, S]`` of prompts, training data or generation outputs.
+    """Return token ids ``[B, S]`` and a bool mask ``[B, S]`` for prompts, training data or generation outputs.
 
-    ``output_ids``, if present, replace ``input_ids``. Raises ConfigError for missing keys, non-tensors and mismatched shapes.
+    ``output_ids``, if present, take precedence over ``input_ids``. Raises ConfigError for missing keys, non-tensors and mismatched shapes.
     """
     generated = "output_ids" in data
     keys = ("output_ids", "unpadded_sequence_lengths") if generated else ("input_ids", "attention_mask")
@@ -300,7 +300,7 @@ def _moved(value: Any, device: str | torch.device) -> Any:
 
 
 def _bounds(total: int, parts: int) -> list[int]:
-    """Return the bounds of contiguous parts of nearly equal size, the larger ones first."""
+    """Return the bounds of contiguous parts with nearly equal sizes, larger ones first."""
     shorter, extra = divmod(total, parts)
     return [part * shorter + min(part, extra) for part in range(parts + 1)]
 
@@ -308,18 +308,18 @@ def _bounds(total: int, parts: int) -> list[int]:
 def _join(values: list[Any], pad_value: float, key: str) -> Any:
     first = values[0]
     if len({(isinstance(value, list), isinstance(value, Tensor)) for value in values}) > 1:
-        raise ConfigError(f"from_batches: '{key}' is of the types {[type(value).__name__ for value in values]}.")
+        raise ConfigError(f"from_batches: '{key}' has different types {[type(value).__name__ for value in values]}.")
     if isinstance(first, list):
         return [item for value in values for item in value]
     if not _has_rows(first):
         if not all(torch.equal(first, value) if isinstance(first, Tensor) else first == value for value in values):
-            raise ConfigError(f"from_batches: '{key}' belongs to the complete batch and differs: {values}.")
+            raise ConfigError(f"from_batches: '{key}' is a value per batch and must be equal, but differs: {values}.")
         return first
     return join_padded(values, key, pad_value)
 
 
 def join_padded(values: Sequence[Tensor], key: str, pad_value: float = 0.0) -> Tensor:
-    """Concatenate tensors along the batch; pad the remaining axes at their ends to the longest."""
+    """Concatenate tensors along the batch axis; pad all remaining axes at the end to the maximum size."""
     if len({value.ndim for value in values}) > 1:
         shapes = [list(value.shape) for value in values]
         raise ConfigError(f"'{key}' has the shapes {shapes}; required: the same number of axes.")

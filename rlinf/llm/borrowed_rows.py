@@ -1,4 +1,4 @@
-"""Lend a row with images to ranks without any, because shards of a vision tower are gathered by all ranks or by none."""
+"""Lend a row with images to ranks without images, because either all ranks or none must gather a vision tower's shards."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -14,16 +14,16 @@ from rlinf.llm.logprobs import TOKEN_TYPE_KEYS
 
 
 def borrowed_rows(parts: Sequence[BatchedDataDict], num_passes: int) -> list[dict[str, Any] | None]:
-    """Return the row with images that this rank adds to the micro-batch of each pass, or None (a collective call).
+    """Return for each pass the row with images that this rank must add to its micro-batch, or None (a collective call).
 
-    A row is added if a different rank has images in this pass and this rank has none. It is the shortest row with images of this rank,
-    or of the first rank with images.
+    A row is added if a different rank has images in the pass but this rank has none. It is this rank's shortest row with images, or, if
+    it has none, that row from the first rank with images.
 
     Args:
-        parts: Micro-batches of this rank, at least one; the last one is repeated in additional passes.
-        num_passes: Passes of every rank.
+        parts: This rank's micro-batches, at least one; the last one is repeated in additional passes.
+        num_passes: Number of passes, equal on all ranks.
     """
-    # A real row suits every model; a synthetic one would need the model's placeholders and image sizes.
+    # Use a real row, which works for every model; a synthetic one would need the model's placeholders and image sizes.
     local = [bool(_rows_with_images(part)) for part in parts]
     local += local[-1:] * (num_passes - len(parts))
     row = _shortest_row(parts)
@@ -39,7 +39,7 @@ def borrowed_rows(parts: Sequence[BatchedDataDict], num_passes: int) -> list[dic
 def with_borrowed_row(part: Mapping[str, Any], chosen: Tensor, row: Mapping[str, Any]) -> tuple[dict[str, Any], Tensor]:
     """Append a row to a micro-batch; return it for ``batch_scores``, and ``chosen`` bool ``[B, S]`` without the row's tokens.
 
-    The row takes part in both passes but not in the loss, so its gradients are 0.
+    The row takes part in the forward and backward passes but not in the loss, so its gradients are 0.
     """
     ids, mask = tokens_and_mask(part)
     length = len(row["input_ids"])
@@ -67,7 +67,7 @@ def _rows_with_images(data: Mapping[str, Any]) -> list[int]:
 
 
 def _shortest_row(parts: Sequence[BatchedDataDict]) -> dict[str, Any] | None:
-    """Return tokens ``[S]``, token types ``[S]`` and images of the shortest row with images, or None."""
+    """Return the tokens ``[S]``, token types ``[S]`` and images of the shortest row with images, or None without images."""
     rows = [(int(tokens_and_mask(part)[1][row].sum()), part, row) for part in parts for row in _rows_with_images(part)]
     if not rows:
         return None

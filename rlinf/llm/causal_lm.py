@@ -1,4 +1,4 @@
-"""Load a causal language model for policies and generation from a folder or a hub id."""
+"""Load a causal language model from a folder or hub id, for policies and generation backends."""
 
 import importlib.util
 from dataclasses import dataclass
@@ -21,19 +21,19 @@ from rlinf.options import option
 
 @dataclass
 class CausalLMConfig:
-    """Loading of the weights."""
+    """Settings for loading a model."""
 
-    torch_dtype: Any = option("float32", "Dtype of the weights: float32, bfloat16, float16 or a torch.dtype.")
-    device_map: Any = option("auto", "Placement; auto: this rank's GPU, all accelerators, or the CPU; null: the CPU.")
-    trust_remote_code: bool = option(False, "Run the Python code in the checkpoint folder.")
-    load_in_8bit: bool = option(False, "Quantise to 8 bits (bitsandbytes, CUDA).")
-    load_in_4bit: bool = option(False, "Quantise to 4 bits (bitsandbytes, CUDA).")
+    torch_dtype: Any = option("float32", "Dtype for the weights: float32, bfloat16, float16 or a torch.dtype.")
+    device_map: Any = option("auto", "Placement; auto: this rank's GPU, all accelerators, or the CPU; null: CPU.")
+    trust_remote_code: bool = option(False, "Allow Python code in the checkpoint folder to run.")
+    load_in_8bit: bool = option(False, "Quantise to 8 bits with bitsandbytes (CUDA only).")
+    load_in_4bit: bool = option(False, "Quantise to 4 bits with bitsandbytes (CUDA only).")
     attn_implementation: str = option("sdpa", "Attention kernel: sdpa, eager or flash_attention_2.")
-    tokenizer: Any = option(None, "Tokenizer or processor, for padding and end tokens that the model lacks.")
+    tokenizer: Any = option(None, "Tokenizer or processor to supply padding and end tokens that the model lacks.")
 
 
 def load_causal_lm(model_name: str, config: CausalLMConfig, *, deferred: bool = False) -> Any:
-    """Load a model in evaluation mode without dropout; ``deferred`` leaves its weights in their files, if possible."""
+    """Load a model in evaluation mode without dropout; ``deferred`` leaves weights in their files if possible."""
     model = _load(model_name, config, deferred)
     settle_end_tokens(model, config.tokenizer)
     return switch_off_dropout(model).eval()
@@ -44,7 +44,7 @@ def _load(model_name: str, config: CausalLMConfig, deferred: bool) -> Any:
     quantization = _quantization(config)
     num_accelerators = torch.accelerator.device_count() if torch.accelerator.is_available() else 0
     with_ranks = config.device_map == "auto" and torch.cuda.is_available() and dist.is_initialized()
-    # The remaining GPUs belong to different ranks.
+    # Use only this rank's GPU, because the remaining GPUs belong to different ranks.
     device_map = {"": take_own_device()} if with_ranks else config.device_map
     arguments = {
         "dtype": torch_dtype_of(config.torch_dtype),
@@ -66,15 +66,15 @@ def _load(model_name: str, config: CausalLMConfig, deferred: bool) -> Any:
 
 
 def padding_token(model: Any, tokenizer: Any, given: int | None, ends: list[int]) -> int:
-    """Return the padding id: the given one, else the model's, the tokenizer's, the first end token, or 0."""
-    # Some published models have ids without an embedding (-1), which are skipped.
+    """Return the first padding id available: the given one, the model's, the tokenizer's, the first end token, or 0."""
+    # Skip ids without an embedding (-1), which some published models have.
     vocab_size, tokenizer = model.config.get_text_config().vocab_size, getattr(tokenizer, "tokenizer", tokenizer)
     candidates = (given, model.generation_config.pad_token_id, getattr(tokenizer, "pad_token_id", None), *ends[:1], 0)
     return next(value for value in candidates if value is not None and 0 <= value < vocab_size)
 
 
 def _load_spread(model_name: str, **arguments: Any) -> Any:
-    """Let transformers distribute a model over several devices, or quantise it, while loading."""
+    """Load a model while transformers distributes it over several devices or quantises it."""
     try:
         with without_load_report():
             model, report = AutoModelForCausalLM.from_pretrained(model_name, output_loading_info=True, **arguments)
@@ -98,7 +98,7 @@ def _quantization(config: CausalLMConfig) -> dict[str, Any]:
     key = "load_in_8bit" if config.load_in_8bit else "load_in_4bit"
     if importlib.util.find_spec("bitsandbytes") is None:
         raise MissingDependencyError(
-            f"{key}=True needs the package bitsandbytes. Install it with pip install bitsandbytes, or do without.",
+            f"{key}=True needs the bitsandbytes package. Install it with pip install bitsandbytes, or disable {key}.",
             **{key: False},
         )
     return {"quantization_config": BitsAndBytesConfig(**{key: True})}

@@ -1,4 +1,4 @@
-"""Skip work of transformers' ``generate`` that the next token does not need, for any architecture."""
+"""Skip work in transformers' ``generate`` that is not needed for the next token, for any architecture."""
 
 import inspect
 from collections.abc import Callable, Iterator
@@ -11,9 +11,9 @@ from transformers.cache_utils import DynamicLayer
 
 
 class StaticLayer(DynamicLayer):
-    """Cache layer with preallocated ``max_len`` keys and values, so that a new token copies no earlier ones.
+    """Cache layer that preallocates ``max_len`` keys and values, so that a new token does not require copying earlier ones.
 
-    Unlike transformers' static layer it returns only filled positions, so masks need no change.
+    Unlike transformers' static layer, it returns only filled positions, so masks need no change.
     """
 
     def __init__(self, max_len: int) -> None:
@@ -27,7 +27,7 @@ class StaticLayer(DynamicLayer):
         end = start + key_states.shape[2]
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-            # Some models cache image keys separately, which max_len does not count.
+            # Some models cache image keys separately, which max_len does not include.
             length = max(self.max_len, end)
             self._buffers = [
                 part.new_empty(*part.shape[:2], length, part.shape[3]) for part in (key_states, value_states)
@@ -39,7 +39,7 @@ class StaticLayer(DynamicLayer):
 
 
 def static_cache(model: Any, max_len: int) -> DynamicCache | None:
-    """Return a cache with static full-attention layers; None for models with their own cache or state."""
+    """Return a cache with static full-attention layers, or None for models with their own cache or state."""
     takes_cache = "past_key_values" in inspect.signature(model.forward).parameters
     if not takes_cache or not model._supports_default_dynamic_cache():
         return None
@@ -50,10 +50,10 @@ def static_cache(model: Any, max_len: int) -> DynamicCache | None:
 
 @contextmanager
 def next_token_only(model: Any, token_ids: Tensor | None) -> Iterator[None]:
-    """Inside the context, compute only what the last position's logits need; the remaining values are zeros.
+    """Inside the context, compute only values needed for the last position's logits, and set the remaining ones to zero.
 
-    The last layer's MLP computes only the last position, and the LM head only the columns ``token_ids [N]`` (None: all). Modules with
-    unexpected names or types are unchanged.
+    The last layer's MLP computes only the last position, and the LM head only the columns ``token_ids [N]`` (all if None). Modules
+    with unexpected names or types are left unchanged.
     """
     with ExitStack() as stack:
         head = model.get_output_embeddings()
@@ -68,7 +68,7 @@ def next_token_only(model: Any, token_ids: Tensor | None) -> Iterator[None]:
 
 @contextmanager
 def _replaced_forward(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
-    # Already replaced, for example by a placement over several devices.
+    # Skip modules whose forward is already replaced, for example by placement on several devices.
     if "forward" in vars(module):
         yield
         return
@@ -92,7 +92,7 @@ def _columns_of(head: nn.Linear, token_ids: Tensor) -> Callable[[Tensor], Tensor
 
 
 def _last_position_of(mlp: Callable[..., Any]) -> Callable[..., Any]:
-    """Apply an MLP, which treats positions independently, only to the last position."""
+    """Apply an MLP only to the last position, which is valid because it treats positions independently."""
 
     def forward(hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         if hidden_states.ndim != 3 or hidden_states.shape[1] == 1 or args or kwargs:

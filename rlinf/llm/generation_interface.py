@@ -1,4 +1,4 @@
-"""Interface of generation backends, and keys of their data and settings."""
+"""Interface for generation backends, and the keys in their data and settings."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -15,12 +15,12 @@ SEEDS_KEY = "sampling_seeds"
 
 
 class GenerationDatumSpec(TypedDict):
-    """Prompts.
+    """Prompts to complete.
 
     Attributes:
         input_ids: int64 ``[B, S]``, padded on the right.
         attention_mask: ``[B, S]``, 1 for tokens, 0 for padding; its sums are the prompt lengths.
-        sampling_seeds: int64 ``[B]``, optional: seed per row, independent of batch, rank and earlier calls.
+        sampling_seeds: int64 ``[B]``, optional seed per row, which makes a row's samples independent of batch, rank and earlier calls.
     """
 
     input_ids: torch.Tensor
@@ -29,13 +29,13 @@ class GenerationDatumSpec(TypedDict):
 
 
 class GenerationOutputSpec(TypedDict):
-    """Prompts and responses, with the remaining keys of the prompts.
+    """Prompts and responses, with the prompts' remaining keys.
 
     Attributes:
         output_ids: int64 ``[B, S]``, prompt and response without padding between them, padded on the right.
-        generation_lengths: int64 ``[B]``, tokens of the response, including the end-of-sequence token.
-        unpadded_sequence_lengths: int64 ``[B]``, tokens of prompt and response.
-        logprobs: float32 ``[B, S]``, log-probabilities of the generated tokens; 0 for the prompt and for padding.
+        generation_lengths: int64 ``[B]``, number of tokens in the response, including the end-of-sequence token.
+        unpadded_sequence_lengths: int64 ``[B]``, number of tokens in prompt and response.
+        logprobs: float32 ``[B, S]``, log-probabilities of the generated tokens; 0 for prompts and padding.
     """
 
     output_ids: torch.Tensor
@@ -48,7 +48,7 @@ class GenerationOutputSpec(TypedDict):
 def generation_output(
     prompts: Sequence[Tensor], responses: Sequence[Tensor], logprobs: Sequence[Tensor], pad_token_id: int
 ) -> BatchedDataDict[GenerationOutputSpec]:
-    """Return ``GenerationOutputSpec`` of prompts, responses (both int64 ``[length]``) and float32 log-probabilities per row."""
+    """Build a ``GenerationOutputSpec`` from each row's prompt, response (both int64 ``[length]``) and float32 log-probabilities."""
     rows = [torch.cat(pair) for pair in zip(prompts, responses, strict=True)]
     scores = [F.pad(values, (len(prompt), 0)) for prompt, values in zip(prompts, logprobs, strict=True)]
     device = rows[0].device
@@ -63,9 +63,9 @@ def generation_output(
 
 
 class GenerationConfig(TypedDict, total=False):
-    """Settings of a generation backend; ``None`` or a missing key means no restriction.
+    """Settings for a generation backend; ``None`` or a missing key means no restriction.
 
-    ``backend`` is ``"hf"`` or ``"vllm"``, and ``model_name`` a folder or hub id.
+    ``backend`` is ``"hf"`` or ``"vllm"``, and ``model_name`` is a folder or hub id.
     ``rlinf.llm.hf_generation.SamplingConfig`` documents the remaining keys.
     """
 
@@ -83,7 +83,7 @@ class GenerationConfig(TypedDict, total=False):
 
 
 class VllmConfig(GenerationConfig, total=False):
-    """Settings of vLLM. Engine arguments are in ``vllm_cfg`` or at the top level; ``seed`` is the sampling seed (default 0)."""
+    """Settings for vLLM. Pass engine arguments in ``vllm_cfg`` or at the top level; ``seed`` is the sampling seed (default 0)."""
 
     vllm_cfg: dict[str, Any]
     seed: int
@@ -93,13 +93,13 @@ class VllmConfig(GenerationConfig, total=False):
 
 
 class GenerationInterface(ABC):
-    """Backend that generates token sequences."""
+    """Base class for backends that generate token sequences."""
 
     @abstractmethod
     def generate(
         self, data: BatchedDataDict[GenerationDatumSpec], greedy: bool
     ) -> BatchedDataDict[GenerationOutputSpec]:
-        """Generate a completion per row; see ``PolicyInterface.generate``."""
+        """Generate one completion per row; see ``PolicyInterface.generate``."""
 
     @abstractmethod
     def prepare_for_generation(self, *args: Any, **kwargs: Any) -> None:

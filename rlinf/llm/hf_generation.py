@@ -1,4 +1,4 @@
-"""Generation with transformers' ``generate`` and our own sampler."""
+"""Generation with transformers' ``generate`` and a custom sampler."""
 
 from __future__ import annotations
 
@@ -38,19 +38,19 @@ _CONSUMED = ("input_ids", "attention_mask", "output_ids", "generation_lengths", 
 
 @dataclass
 class SamplingConfig:
-    """Sampling of tokens; the sampling settings of the checkpoint's generation_config are ignored."""
+    """Sampling settings; those in the checkpoint's generation_config are ignored."""
 
-    max_new_tokens: int = option(128, "Maximum length of a response in tokens.", minimum=1)
-    temperature: float = option(1.0, "Divides the logits.", minimum=1e-6)
+    max_new_tokens: int = option(128, "Maximum response length in tokens.", minimum=1)
+    temperature: float = option(1.0, "Sampling temperature, which divides the logits.", minimum=1e-6)
     top_p: float | None = option(None, "Nucleus sampling probability.", minimum=1e-6, maximum=1)
     top_k: int | None = option(None, "Sample from the k most likely tokens.", minimum=1)
     repetition_penalty: float = option(1.0, "Repetition penalty (Keskar et al. 2019).", minimum=1e-6)
-    allowed_token_ids: list[int] | None = option(None, "Allowed tokens, such as action bins; null: all.")
-    do_sample: bool = option(True, "False: always greedy.")
-    pad_token_id: int | None = option(None, "Padding token; null: the model's.")
-    eos_token_id: int | list[int] | None = option(None, "End tokens; null: the model's; []: none.")
-    max_model_len: int | None = option(None, "Maximum length of prompt plus response; null: the model's.", minimum=1)
-    seed: int = option(0, "Sampling seed.")
+    allowed_token_ids: list[int] | None = option(None, "Tokens that may be sampled, such as action bins; null: all.")
+    do_sample: bool = option(True, "Sample tokens; false: always decode greedily.")
+    pad_token_id: int | None = option(None, "Padding token; null: the model's own.")
+    eos_token_id: int | list[int] | None = option(None, "End tokens; null: the model's own; []: none.")
+    max_model_len: int | None = option(None, "Maximum tokens in prompt and response; null: model's limit.", minimum=1)
+    seed: int = option(0, "Seed for sampling.")
 
 
 OTHER_NAMES = {
@@ -60,16 +60,16 @@ OTHER_NAMES = {
     "stop_token_ids": "eos_token_id=[<ids>]",
     "ignore_eos": "eos_token_id=[]",
 }
-"""Settings of different libraries, and their equivalents here."""
+"""Setting names from different libraries, and their equivalents here."""
 MEDIA_TOKEN = re.compile(r"(image|video|audio|vision|boi|eoi|boa|eoa)_(\w+_)?token_(id|index)")
-"""Configuration fields with the tokens of images, videos and audio."""
+"""Configuration fields that contain the tokens for images, videos and audio."""
 
 
 @dataclass
 class HuggingFaceGenerationConfig(CausalLMConfig, SamplingConfig):
-    """Keyword arguments of ``HuggingFaceGeneration``."""
+    """Keyword arguments for ``HuggingFaceGeneration``."""
 
-    backend: str = option("hf", "Backend of a GenerationConfig; this one is hf.", choices=("hf",))
+    backend: str = option("hf", "Backend in a GenerationConfig, which must be hf here.", choices=("hf",))
 
 
 class HuggingFaceGeneration(GenerationInterface):
@@ -77,9 +77,9 @@ class HuggingFaceGeneration(GenerationInterface):
 
     Media tokens (``media_tokens``) are never sampled, because a completion contains no media.
 
-    Output ``logprobs`` come from ``softmax(logits / temperature)`` over ``allowed_token_ids``, before top-k, top-p and repetition
-    penalty. Without any of the four they equal ``get_logprobs`` of a policy with the same temperature. Top-k, top-p and the penalty
-    make sampling off-policy.
+    Output ``logprobs`` are computed from ``softmax(logits / temperature)`` over ``allowed_token_ids``, before top-k, top-p and the
+    repetition penalty. If none of these four is set, they equal ``get_logprobs`` of a policy with equal temperature. Top-k, top-p and
+    the penalty make sampling off-policy.
 
     Args:
         model_name: Folder or hub id.
@@ -90,7 +90,7 @@ class HuggingFaceGeneration(GenerationInterface):
         reject_other_names(kwargs)
         self.config = from_mapping(HuggingFaceGenerationConfig, kwargs)
         self.model = load_causal_lm(model_name, self.config)
-        self.temperature = self.config.temperature  # of the log-probabilities
+        self.temperature = self.config.temperature  # also applies to the log-probabilities
         self._device = next(self.model.parameters()).device
         self._movable = not hasattr(self.model, "hf_device_map")
         self._random = torch.Generator().manual_seed(self.config.seed)
@@ -109,32 +109,32 @@ class HuggingFaceGeneration(GenerationInterface):
     def generate(
         self, data: BatchedDataDict[GenerationDatumSpec], greedy: bool = False
     ) -> BatchedDataDict[GenerationOutputSpec]:
-        """Generate a completion per row; the remaining batch affects it only by floating-point rounding."""
+        """Generate one completion per row; the batch's remaining rows affect it only through floating-point rounding."""
         self.prepare_for_generation()
         return generate_tokens(self.model, data, self.config, greedy, self._random, self.config.tokenizer)
 
 
 def reject_other_names(settings: Iterable[str]) -> None:
-    """Raise ConfigError for sampling settings with a different name here."""
+    """Raise ConfigError for sampling settings that have a different name here."""
     for name in settings:
         if name in OTHER_NAMES:
             raise ConfigError(f"There is no setting '{name}'. Pass {OTHER_NAMES[name]}")
 
 
 def verify_sampling_tokens(config: SamplingConfig, vocab_size: int) -> None:
-    """Raise ConfigError if a setting has tokens outside the vocabulary, or allows none."""
+    """Raise ConfigError if a setting contains tokens outside the vocabulary, or allows no tokens."""
     for name in ("allowed_token_ids", "eos_token_id", "pad_token_id"):
         value = getattr(config, name)
         ids = [] if value is None else [value] if isinstance(value, int) else value
         unknown = sorted({token for token in ids if not 0 <= token < vocab_size})
         if unknown or (name == "allowed_token_ids" and value == []):
             raise ConfigError(
-                f"{name} has the ids {unknown[:8]}; required: some of 0 to {vocab_size - 1}. Pass {name}=None"
+                f"{name} contains {unknown[:8]}; required: ids from 0 to {vocab_size - 1}. Pass {name}=None"
             )
 
 
 def media_tokens(config: Any) -> list[int]:
-    """Return a vision-language model's tokens for images, videos and audio, from its configuration."""
+    """Return a vision-language model's tokens for images, videos and audio, as listed in its configuration."""
     vocab_size = config.get_text_config().vocab_size
     named = {value for name, value in config.to_dict().items() if MEDIA_TOKEN.fullmatch(name) and type(value) is int}
     return sorted(token for token in named if 0 <= token < vocab_size)
@@ -149,11 +149,11 @@ def generate_tokens(
     random: torch.Generator,
     tokenizer: Any = None,
 ) -> BatchedDataDict[GenerationOutputSpec]:
-    """Complete right-padded rows with any causal language model of transformers.
+    """Complete right-padded rows with any causal language model from transformers.
 
     Args:
-        random: CPU generator; row ``i`` uses the ``i``-th numbers of a call. Unused with ``sampling_seeds``.
-        tokenizer: Source of padding and end tokens that neither ``config`` nor the model has.
+        random: CPU generator; row ``i`` uses the ``i``-th random numbers drawn in a call. Not used with ``sampling_seeds``.
+        tokenizer: Supplies padding and end tokens that both ``config`` and the model lack.
     """
     data = BatchedDataDict(data)
     vocab_size = model.config.get_text_config().vocab_size
@@ -166,7 +166,7 @@ def generate_tokens(
     pad = padding_token(model, tokenizer, config.pad_token_id, ends)
     limits = _new_tokens_allowed(prompt_lengths, config, context_length(model))
     uniforms = _uniforms(data, config.max_new_tokens, random) if config.do_sample and not greedy else None
-    # All inputs of a decoding step go to the device once, not at each token.
+    # Move all inputs for decoding to the device once instead of at every token.
     device = next(model.parameters()).device
     columns, banned = None, torch.tensor(media_tokens(model.config), dtype=torch.int64, device=device)
     if config.allowed_token_ids is not None:
@@ -174,7 +174,7 @@ def generate_tokens(
         banned = banned[:0]
     responses, logprobs = [ids] * data.size, [ids] * data.size
     may_pad = len(set(prompt_lengths)) == 1 or _ignores_left_padding(model)
-    # Rows near the end of the context must stop earlier, and some models read left padding: only equal rows are batched.
+    # Rows near the end of the context must stop earlier, and some models are affected by left padding, so batch only equal rows.
     groups = [(allowed, 0 if may_pad else length) for allowed, length in zip(limits, prompt_lengths, strict=True)]
     for group in sorted(set(groups)):
         rows, allowed = [row for row, value in enumerate(groups) if value == group], group[0]
@@ -192,7 +192,7 @@ def generate_tokens(
 
 
 def _uniforms(data: BatchedDataDict, num_tokens: int, random: torch.Generator) -> Tensor:
-    """Return the random numbers ``[B, num_tokens]`` of a call, from its row seeds if present."""
+    """Return random numbers ``[B, num_tokens]`` for a call, drawn from its row seeds if present."""
     if SEEDS_KEY not in data:
         return torch.rand(data.size, num_tokens, generator=random)
     rows = [torch.Generator().manual_seed(seed) for seed in data[SEEDS_KEY].tolist()]
@@ -200,7 +200,7 @@ def _uniforms(data: BatchedDataDict, num_tokens: int, random: torch.Generator) -
 
 
 def _ignores_left_padding(model: Any) -> bool:
-    """Return whether a model ignores left padding (tested once per model); some recurrent layers do not."""
+    """Return whether a model ignores left padding, which some recurrent layers do not (tested once per model)."""
     if not hasattr(model, "ignores_left_padding"):
         with evaluation_mode(model):
             model.ignores_left_padding = ignores_left_padding(model)
@@ -210,7 +210,7 @@ def _ignores_left_padding(model: Any) -> bool:
 def _continue(
     model: Any, prompts: list[Tensor], inputs: dict[str, Tensor], sampler: _Sampler, settings: dict[str, Any]
 ) -> list[tuple[Tensor, Tensor]]:
-    """Return response tokens and log-probabilities per prompt; ``settings`` are arguments of ``generate``."""
+    """Return response tokens and log-probabilities per prompt; ``settings`` are arguments for ``generate``."""
     home, device = prompts[0].device, next(model.parameters()).device
     width = max(map(len, prompts))
     ids = torch.full((len(prompts), width), settings["pad_token_id"], dtype=torch.long, device=home)
@@ -233,7 +233,7 @@ def _continue(
                 **inputs,
                 generation_config=HFGenerationConfig(do_sample=False, **settings),
                 logits_processor=LogitsProcessorList([sampler]),
-                # The weights are gathered, so a rank need not wait at each token for ranks with shorter completions.
+                # The weights are already gathered, so ranks need not synchronise at each token.
                 synced_gpus=False,
             )
     finally:
@@ -246,17 +246,17 @@ def _continue(
 
 
 class _Sampler(LogitsProcessor):
-    """Logits processor that samples each row's token, and leaves only this token to the greedy search of ``generate``.
+    """Logits processor that samples each row's token and masks all remaining tokens, so that greedy search in ``generate`` selects it.
 
-    ``generate`` handles caches and inputs of the architecture, and a sample depends only on its row. ``logprobs`` are float32 ``[B]``
-    per step. ``prompt_mask`` bool ``[B, S]`` must be set before the first step.
+    This way, ``generate`` handles the architecture's caches and inputs, while a sample depends only on its row. ``logprobs`` contains
+    float32 ``[B]`` per step. ``prompt_mask`` bool ``[B, S]`` must be set before the first step.
     """
 
     prompt_mask: Tensor
 
     def __init__(self, config: SamplingConfig, uniforms: Tensor | None, columns: Tensor | None, banned: Tensor) -> None:
         self.config, self.columns, self.banned = config, columns, banned
-        # A uniform number that rounds to 1 would select the last token even at probability 0.
+        # A uniform random number that rounds to 1 would select the last token even with probability 0.
         self.uniforms = None if uniforms is None else uniforms.clamp(max=1 - 1e-6)
         self.logprobs: list[Tensor] = []
         self._restrictions = LogitsProcessorList()
@@ -282,7 +282,7 @@ class _Sampler(LogitsProcessor):
         return scores if self.columns is None else scores[:, self.columns]
 
     def _penalize(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        """Apply the repetition penalty to the tokens of each row, excluding its padding."""
+        """Apply the repetition penalty to each row's tokens, excluding padding."""
         penalty = self.config.repetition_penalty
         if penalty == 1:
             return scores
@@ -297,8 +297,8 @@ def _new_tokens_allowed(prompt_lengths: list[int], config: SamplingConfig, decla
     if limit is None:
         return [config.max_new_tokens] * len(prompt_lengths)
     if declared and limit > declared:
-        raise ConfigError(f"max_model_len={limit} exceeds the model's positions. Pass max_model_len={declared}")
+        raise ConfigError(f"max_model_len={limit} exceeds the model's limit. Pass max_model_len={declared}")
     longest = max(prompt_lengths)
     if longest >= limit:
-        raise ConfigError(f"A prompt has {longest} tokens; required with max_model_len={limit}: at most {limit - 1}")
+        raise ConfigError(f"A prompt has {longest} tokens, but max_model_len={limit} allows at most {limit - 1}")
     return [min(config.max_new_tokens, limit - length) for length in prompt_lengths]

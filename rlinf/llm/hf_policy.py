@@ -1,4 +1,4 @@
-"""RL policy over a causal language model of transformers that generates, scores and learns."""
+"""RL policy that generates, scores and learns with a causal language model from transformers."""
 
 import logging
 from collections.abc import Iterator
@@ -56,31 +56,31 @@ _SPREAD = ("auto", "balanced", "balanced_low_0", "sequential")
 
 @dataclass
 class HuggingFacePolicyConfig(CausalLMConfig, TokenPolicyConfig):
-    """Keyword arguments of ``HuggingFacePolicy``."""
+    """Keyword arguments for ``HuggingFacePolicy``."""
 
-    sequence_packing: bool = option(False, "Concatenate the rows of a micro-batch instead of padding them.")
-    gradient_checkpointing: bool = option(False, "Recompute each layer in the backward pass to save memory.")
-    report_entropy: bool = option(False, "Return the mean token entropy in nats; takes memory for two logit chunks.")
-    compile: bool = option(False, "Compile the repeated layers in train() with torch.compile.")
+    sequence_packing: bool = option(False, "Concatenate rows in a micro-batch instead of padding them.")
+    gradient_checkpointing: bool = option(False, "Recompute activations in the backward pass to save memory.")
+    report_entropy: bool = option(False, "Return the mean token entropy in nats; needs memory for two logit chunks.")
+    compile: bool = option(False, "Compile the model's repeated layers in train() with torch.compile.")
     sharding: str = option(
         "auto",
-        "replicate: a full model per rank; fsdp2: shards; auto: shards if a replica is too large.",
+        "replicate: one full model per rank; fsdp2: shard the model; auto: shard it if a replica is too large.",
         choices=SHARDINGS,
     )
-    shard_size: int | None = option(None, "Ranks that shard the weights; null: all.", minimum=1)
-    cpu_offload: bool = option(False, "Offload shards, gradients and optimiser to main memory.")
-    lora: dict[str, Any] | None = option(None, "Train only LoRA adapters: rank, alpha, dropout, target_modules.")
+    shard_size: int | None = option(None, "Number of ranks to shard the weights over; null: all.", minimum=1)
+    cpu_offload: bool = option(False, "Offload shards, gradients and optimiser states to main memory.")
+    lora: dict[str, Any] | None = option(None, "Train only LoRA adapters; keys: rank, alpha, dropout, target_modules.")
 
 
 class HuggingFacePolicy(TokenPolicy):
-    """Policy over any causal language model of transformers.
+    """Policy for any causal language model from transformers.
 
-    If ``torch.distributed`` is initialised, every rank calls each method, with its own rows. Gradients and counts are summed over the
-    ranks, so steps do not depend on the number of ranks or micro-batches, except for rounding. A rank has the full model or a shard
-    (``sharding``). Shards are gathered once per call that generates or scores, and layer by layer in ``train``.
+    If ``torch.distributed`` is initialised, every rank must call each method, with its own rows. Gradients and counts are summed over
+    ranks, so up to rounding, steps do not depend on the number of ranks or micro-batches. Each rank has the full model or a shard
+    (``sharding``). Shards are gathered once per call when generating or scoring, and layer by layer in ``train``.
 
-    16-bit weights are updated through float32 copies that also accumulate the gradients, because RL steps are smaller than 16-bit
-    rounding. Dropout is always off; otherwise probability ratios would not start at 1.
+    16-bit weights are updated through float32 copies, which also accumulate gradients, because RL steps are smaller than 16-bit
+    rounding. The model's dropout is always disabled, because probability ratios would otherwise not start at 1.
 
     Raises ConfigError for unknown or contradictory keywords; CheckpointError if ``model_name`` cannot be loaded.
 
@@ -122,9 +122,9 @@ class HuggingFacePolicy(TokenPolicy):
             sizes = {"shard_size": config.shard_size, "cpu_offload": config.cpu_offload}
             self.parallel = Sharded(self.model, _device_of(config), **sizes)
             check_read(self.model, sources)
-            # Runs the model, which is a collective call with shards, so do it where all ranks are.
+            # Run the test here, where all ranks are, because it runs the model, which is collective with shards.
             has_separable_head(self.model)
-            # The root would stay gathered, with its present weights.
+            # Otherwise, the root would stay gathered with its current weights.
             self.model.reshard()
         self._initial: Reference | None = None
         self._init_training(self.model.config.get_text_config(), rank(), parallel=self.parallel)
@@ -132,7 +132,7 @@ class HuggingFacePolicy(TokenPolicy):
     def generate(
         self, data: BatchedDataDict[GenerationDatumSpec], greedy: bool = False
     ) -> BatchedDataDict[GenerationOutputSpec]:
-        """Generate a completion per row; ``logprobs`` equal ``get_logprobs`` of the output."""
+        """Generate one completion per row; ``logprobs`` equal ``get_logprobs`` of the output."""
         with self.parallel.gathered():
             return generate_tokens(self.model, data, self.config, greedy, self._random, self.config.tokenizer)
 
@@ -142,14 +142,14 @@ class HuggingFacePolicy(TokenPolicy):
             return super().get_logprobs(data)
 
     def keep_reference(self) -> None:
-        """Store the current weights as reference policy; call it before a checkpoint is loaded."""
+        """Store the current weights as the reference policy; call this before loading a checkpoint."""
         if self.config.lora is None:
             self._initial = Reference(self.model)
 
     def get_reference_logprobs(self, data: BatchedDataDict[GenerationDatumSpec]) -> BatchedDataDict[LogprobsSpec]:
-        """Return ``get_logprobs`` without adapters, or with the initial weights, which the first call stores.
+        """Return ``get_logprobs`` without adapters or, without LoRA, with the initial weights, which the first call stores.
 
-        Raise CheckpointError if the first call is after a step and ``model_name`` no longer has the initial weights.
+        Raise CheckpointError if the first call follows a step and ``model_name`` no longer contains the initial weights.
         """
         if self.config.lora is not None:
             with self.parallel.gathered(), _without_adapters(self.model):
@@ -160,7 +160,7 @@ class HuggingFacePolicy(TokenPolicy):
             return self._score(self.model, data)
 
     def save_pretrained(self, folder: str | Path) -> None:
-        """Write a folder for transformers, vLLM and policies, with adapters merged; a collective call.
+        """Write a folder that transformers, vLLM and policies can load, with adapters merged (a collective call).
 
         Raises ConfigError if the weights are quantised.
         """
@@ -169,7 +169,7 @@ class HuggingFacePolicy(TokenPolicy):
         names = list(self.model.state_dict())
         with self.parallel.gathered():
             if rank() == 0:
-                # The gathered tensors: state_dict() returns shards.
+                # Collect the gathered tensors, because state_dict() returns shards.
                 tensors = dict(self.model.named_parameters(remove_duplicate=False))
                 tensors |= dict(self.model.named_buffers(remove_duplicate=False))
                 weights = {name: tensors[name].detach() for name in names}
@@ -204,12 +204,12 @@ class HuggingFacePolicy(TokenPolicy):
             scores = batch_scores(self.model, scored, self.temperature, packed, with_entropy, trained)
             output = loss_fn.from_logprobs(scores.logprobs[:num_rows, :num_columns], part, counts)
             metrics = dict(output.metrics)
-            if scores.entropy is not None:  # it is 0 in the borrowed row
+            if scores.entropy is not None:  # which is 0 in the borrowed row
                 metrics["entropy"] = scores.entropy.sum() / counts.tokens
             metrics = {name: counted * value for name, value in metrics.items()}
             return counted * output.loss, {**metrics, "loss": counted * output.loss.detach()}
 
-        # Shards are gathered in every pass, so a rank with fewer micro-batches repeats its last one, with weight 0.
+        # Every rank must gather shards in every pass, so a rank with fewer micro-batches repeats its last one with weight 0.
         num_passes = int(*maximum(len(parts))) if self._sharded else len(parts)
         borrowed = borrowed_rows(parts, num_passes) if self._sharded else [None] * num_passes
         totals = self._train_step.accumulate(range(num_passes), loss_of)
@@ -218,14 +218,14 @@ class HuggingFacePolicy(TokenPolicy):
     def _any_loss(self, data: BatchedDataDict, loss_fn: LossFunction) -> tuple[Tensor, dict[str, Tensor]]:
         loss = loss_fn(self.model, data)
         if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
-            raise ConfigError(f"loss_fn returned {loss!r}; required: a tensor of one number with a gradient.")
+            raise ConfigError(f"loss_fn returned {loss!r}; required: a scalar tensor with a gradient.")
         return loss, {"loss": loss.detach()}
 
     def _logprobs(self, model: Any, data: BatchedDataDict) -> Tensor:
         return batch_logprobs(model, data, self.temperature, self.config.sequence_packing)
 
     def _initial_weights(self) -> Reference:
-        """Store the initial weights; after a step they are read again."""
+        """Store the initial weights; after a step, reload them from ``model_name``."""
         initial = Reference(self.model)
         if self._train_step.num_steps:
             model = self._load()
@@ -235,28 +235,28 @@ class HuggingFacePolicy(TokenPolicy):
         return initial
 
     def unloaded_model(self) -> nn.Module:
-        """Return an unsharded copy of the model on the CPU, with weights left in their files where possible."""
+        """Return an unsharded copy of the model on the CPU, leaving weights in their files where possible."""
         config = replace(self.config, device_map=None)
         model = self._attending(load_causal_lm(self.model_name, config, deferred=True))
         self._adapt(model)
         return model
 
     def _attending(self, model: nn.Module) -> nn.Module:
-        """Set the attention to packed rows and, on a GPU, to padded rows; return the model."""
+        """Set up attention for packed rows and, on a GPU, for padded rows; return the model."""
         if (self.config.sequence_packing or _device_of(self.config) != "cpu") and not self.config.compile:
             attend_each_sequence(model)
         return model
 
     def _adapt(self, model: nn.Module) -> None:
-        """Add the adapters of the configuration."""
+        """Add the configured adapters to the model."""
         if self._lora is not None:
             with torch.random.fork_rng():
-                # The previous state depends on the number of ranks.
+                # Seed here, because the current random state depends on the number of ranks.
                 torch.manual_seed(self.config.seed)
                 model.peft_config = apply_lora(HFModel(model), self._lora).peft_config
 
     def _load(self) -> nn.Module:
-        # With shards, weights move to the device shard by shard.
+        # With sharding, move weights to the device shard by shard.
         config = replace(self.config, device_map=None) if self._sharded else self.config
         return load_causal_lm(self.model_name, config, deferred=self._sharded)
 
@@ -267,7 +267,7 @@ def _device_of(config: HuggingFacePolicyConfig) -> str:
 
 
 def _choose(model_name: str, config: HuggingFacePolicyConfig, lora: LoraConfig | None) -> Choice:
-    """Choose the sharding from the model's shapes; raise ConfigError if it does not fit or cannot be sharded as requested."""
+    """Choose the sharding from the model's shapes; raise ConfigError if the model does not fit or cannot be sharded as requested."""
     quantised = config.load_in_8bit or config.load_in_4bit
     is_requested = config.sharding == "fsdp2" or config.cpu_offload
     if is_requested and (quantised or isinstance(config.device_map, dict)):
@@ -282,7 +282,7 @@ def _choose(model_name: str, config: HuggingFacePolicyConfig, lora: LoraConfig |
         return Choice(False, "its weights are quantised" if quantised else "there is one rank")
     shapes = model_shapes(model_name, config.trust_remote_code, torch_dtype_of(config.torch_dtype))
     if lora is not None:
-        # Keep the random state: a single process does not initialise adapters here.
+        # Preserve the random state, because a single process does not initialise adapters here.
         with torch.random.fork_rng(devices=[]):
             apply_lora(shapes, lora)
     memory = rank_memory_bytes(_device_of(config), local_world_size()) if world_size() > 1 else 0
@@ -294,7 +294,7 @@ def _choose(model_name: str, config: HuggingFacePolicyConfig, lora: LoraConfig |
 
 
 def _check_memory(model_name: str, config: HuggingFacePolicyConfig, shapes: HFModel, sharded: bool) -> None:
-    """Raise ConfigError if training does not fit into the GPUs of a rank, before weights are read."""
+    """Raise ConfigError before weights are loaded if training does not fit on a rank's GPUs."""
     needed = StateBytes.of(shapes, (config.shard_size or world_size()) if sharded else None).total
     is_spread = isinstance(config.device_map, dict) or config.device_map in _SPREAD
     has_one_gpu = not is_spread or (config.device_map == "auto" and dist.is_initialized())
@@ -303,7 +303,7 @@ def _check_memory(model_name: str, config: HuggingFacePolicyConfig, shapes: HFMo
     if needed > available:
         num_parameters = sum(p.numel() for p in shapes.parameters() if p.requires_grad)
         raise ConfigError(
-            f"Training {num_parameters / 1e9:.3g} billion weights of '{model_name}' takes {needed / 1e9:.3g} GB for weights, gradients "
+            f"Training the {num_parameters / 1e9:.3g} billion weights of '{model_name}' needs {needed / 1e9:.3g} GB for weights, gradients "
             f"and optimiser on every rank, but {'the GPU has' if len(gpus) == 1 else 'the GPUs have'} {available / 1e9:.3g} GB. "
             "Pass lora={}, shard over more ranks, or train a smaller model"
         )

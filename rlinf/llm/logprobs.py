@@ -1,4 +1,4 @@
-"""Log-probabilities of the tokens of complete sequences, for policies, losses and checks."""
+"""Token log-probabilities for complete sequences, used by policies, losses and checks."""
 
 import inspect
 from collections.abc import Callable, Mapping
@@ -20,22 +20,22 @@ from rlinf.models.precision import evaluation_mode
 from rlinf.models.sampling import token_logprobs
 
 TOKEN_TYPE_KEYS = {"token_type_ids", "mm_token_type_ids"}
-"""Keys ``[B, S]`` that mark image tokens; 0 is text, including generated tokens."""
+"""Keys ``[B, S]`` that mark image tokens; 0 means text, including generated tokens."""
 CHUNK_LOGITS = 2**25
-"""Maximum logits per chunk: 128 MiB of float32. Forward and backward pass need up to five such arrays."""
+"""Maximum number of logits per chunk: 128 MiB in float32. Forward and backward passes need up to five such arrays."""
 USEFUL_FRACTION = 0.75
-"""Below this fraction of scored positions, the LM head is applied only to these."""
+"""If a smaller fraction of positions is scored, the LM head is applied only to the scored ones."""
 _TRIAL_COLUMNS = 2
-_SEPARABLE: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()  # results of ``has_separable_head``
+_SEPARABLE: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()  # cached results of ``has_separable_head``
 _KNOWN = {"input_ids", "attention_mask", "labels", *IMAGE_KEYS, *TOKEN_TYPE_KEYS}
 
 
 class TokenScores(NamedTuple):
-    """Scores of every token given the previous ones, float32 ``[B, S]``; column 0, padding and unchosen tokens are 0.
+    """Scores for every token given the previous ones, float32 ``[B, S]``; 0 in column 0, padding and tokens that are not chosen.
 
     Attributes:
-        logprobs: Log-probability of the token.
-        entropy: Entropy of its distribution in nats, without gradients; None: not requested.
+        logprobs: Log-probability of each token.
+        entropy: Entropy of its distribution in nats, without gradients; None if not requested.
     """
 
     logprobs: Tensor
@@ -57,9 +57,9 @@ def batch_scores(
     with_entropy: bool = False,
     chosen: Tensor | None = None,
 ) -> TokenScores:
-    """Return ``sequence_scores`` of right-padded prompts, training data or generation outputs, including images.
+    """Return ``sequence_scores`` for right-padded prompts, training data or generation outputs, including images.
 
-    The content of padding is ignored, and columns that are padding in all rows are not computed.
+    Padding tokens are ignored, and columns that are padding in all rows are not computed.
     """
     ids, mask = tokens_and_mask(data)
     columns, width = ids.shape[1], max(1, int(mask.sum(-1).max()))
@@ -76,14 +76,14 @@ def batch_scores(
 
 
 def context_length(model: Any) -> int | None:
-    """Return the number of positions of a model (``num_positions``), or None."""
+    """Return a model's maximum number of positions (``num_positions``), or None if unknown."""
     config = getattr(model, "config", None)
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
     return num_positions(text)
 
 
 def image_inputs(model: Any, data: Mapping[str, Any], width: int) -> dict[str, Tensor]:
-    """Return the additional arguments of a vision-language model's ``forward``, for ``width`` columns of tokens."""
+    """Return the additional arguments for a vision-language model's ``forward``, for ``width`` columns of tokens."""
     taken = inspect.signature(model.forward).parameters
     lost = [key for key in data if key in taken and key not in _KNOWN and isinstance(data[key], Tensor | list)]
     if lost:
@@ -129,20 +129,20 @@ def sequence_scores(
     with_entropy: bool = False,
     chosen: Tensor | None = None,
 ) -> TokenScores:
-    """Return the log-probability of every token given the previous ones, and on request the entropy.
+    """Return the log-probability of every token given the previous ones and, if requested, the entropy.
 
-    The vocabulary is the largest axis, so the LM head is applied to ``CHUNK_LOGITS`` logits at a time and recomputed in the backward
-    pass, if the model ``has_separable_head``.
+    Logits need the most memory. If the model ``has_separable_head``, the LM head is therefore applied in chunks of ``CHUNK_LOGITS``
+    logits, which are recomputed in the backward pass.
 
     Args:
         input_ids, attention_mask: int64 and bool ``[B, S]``, right-padded, preferably on the CPU.
-        temperature: Divides the logits.
-        packed: Concatenate the rows and run them as one row (see ``rlinf.llm.packing``).
-        inputs: Additional inputs of the model (``image_inputs``).
-        with_entropy: Also compute the entropy, which needs memory for two logit chunks.
-        chosen: bool ``[B, S]``, tokens to score; None: all.
+        temperature: Divisor of the logits.
+        packed: Whether to concatenate the rows and run them as one row (see ``rlinf.llm.packing``).
+        inputs: Additional inputs for the model (``image_inputs``).
+        with_entropy: Whether to compute the entropy, which needs memory for two additional chunks of logits.
+        chosen: Tokens to score, bool ``[B, S]``; None for all.
     """
-    # Lengths determine shapes. Batches come from the CPU; reading their lengths there avoids a wait for the GPU.
+    # Shapes depend on the lengths. Batches start on the CPU, so reading lengths there avoids waiting for the GPU.
     ids, attended = input_ids.cpu(), attention_mask.bool().cpu()
     predicted = attended.clone() if chosen is None else attended & chosen.cpu()
     predicted[:, 0] = False  # in a packed row, the previous token is from a different sequence
@@ -163,14 +163,14 @@ def sequence_scores(
 
 
 def _placed(values: Tensor, places: Tensor, shape: torch.Size) -> Tensor:
-    """Return float32 zeros of a shape, with ``values`` at the flat indices ``places``."""
+    """Return float32 zeros with the given shape, and ``values`` at the flat indices ``places``."""
     zeros = torch.zeros(shape.numel(), dtype=torch.float32, device=values.device)
     return zeros.index_put((to_device(places, values.device),), values).view(shape)
 
 
 def has_separable_head(model: Any) -> bool:
-    """Return whether the LM head's inputs and ``_head_logits`` give the logits of a model; the first call tests it on a few tokens."""
-    # With shards the first call is collective, because it runs the model; the cached result keeps ranks aligned later.
+    """Return whether applying the LM head and ``_head_logits`` reproduces a model's logits; the first call tests it on a few tokens."""
+    # With shards, the first call is collective, because it runs the model; later calls use the cached result.
     if model not in _SEPARABLE:
         _SEPARABLE[model] = _has_separable_head(model)
     return _SEPARABLE[model]
@@ -191,15 +191,15 @@ def _has_separable_head(model: Any) -> bool:
 def _run_to_head(
     model: Any, inputs: Mapping[str, Tensor], num_scored: int, rows: AbstractContextManager
 ) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
-    """Run a causal language model, without all logits if these are more than ``CHUNK_LOGITS`` or mostly unused.
+    """Run a causal language model, skipping the LM head if there would be more than ``CHUNK_LOGITS`` logits or most are not needed.
 
-    Return hidden states ``[B, S, H]`` and the function from these to logits ``[..., V]``; or logits and the identity. ``rows`` is the
-    context of the pass (``known_rows``).
+    Return hidden states ``[B, S, H]`` and a function that maps them to logits ``[..., V]``, or logits and the identity. ``rows`` is the
+    context for the pass (``known_rows``).
     """
     num_tokens = inputs["input_ids"].numel()
     is_large = num_tokens * model.config.get_text_config().vocab_size > CHUNK_LOGITS
     is_separable = has_separable_head(model)  # for every batch, because the first call is collective
-    # Ranks may differ in this branch: the head is not a separate FSDP unit, so both gather the same weights in the same order.
+    # Ranks may take different branches: the head is not a separate FSDP unit, so both gather equal weights in the same order.
     with rows:
         if is_separable and (is_large or num_scored < USEFUL_FRACTION * num_tokens):
             (states,), _ = _run_with_few_logits(model, inputs)
@@ -208,7 +208,7 @@ def _run_to_head(
 
 
 def _run_with_few_logits(model: Any, inputs: Mapping[str, Tensor]) -> tuple[list[Tensor], Tensor]:
-    """Run a model with the LM head on the first columns; return the head's full inputs, and the logits of these columns."""
+    """Run a model with the LM head applied only to the first columns; return the head's full inputs and those columns' logits."""
     inputs_of_head: list[Tensor] = []
 
     def keep_few(_: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
@@ -227,7 +227,7 @@ def _logits_of(model: Any, states: Tensor) -> Tensor:
 
 
 def _head_logits(config: Any, logits: Tensor) -> Tensor:
-    """Scale the LM head's output as its model does: Granite divides, Cohere multiplies, Gemma soft-caps."""
+    """Scale the LM head's output as the model does: Granite divides, Cohere multiplies, Gemma soft-caps."""
     names = ("logits_scaling", "logit_scale", "final_logit_softcapping")
     divisor, factor, cap = (getattr(config, name, None) for name in names)
     if divisor is not None:
@@ -238,7 +238,7 @@ def _head_logits(config: Any, logits: Tensor) -> Tensor:
 
 
 def _are_equal(ours: Tensor, logits: Tensor) -> bool:
-    """Return whether two tensors are equal up to the rounding of an elementwise function."""
+    """Return whether two tensors are equal up to rounding in an elementwise function."""
     if ours.shape != logits.shape:
         return False
     rounding = 4 * max(torch.finfo(tensor.dtype).eps for tensor in (ours, logits))
@@ -248,7 +248,7 @@ def _are_equal(ours: Tensor, logits: Tensor) -> bool:
 def _chunked_scores(
     states: Tensor, tokens: Tensor, head: Callable[[Tensor], Tensor], temperature: float, with_entropy: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """Return log-probabilities of ``tokens [N]`` and, on request, entropies, float32 ``[N]``, ``CHUNK_LOGITS`` logits at a time."""
+    """Return log-probabilities for ``tokens [N]`` and, if requested, entropies, float32 ``[N]``, in chunks of ``CHUNK_LOGITS`` logits."""
 
     def score(states: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor | None]:
         logprobs, entropy = token_logprobs(head(states), tokens, temperature, with_entropy)
@@ -262,7 +262,7 @@ def _chunked_scores(
     if len(tokens) <= rows:
         return score(states, tokens)
     chunks = zip(states.split(rows), tokens.split(rows), strict=True)
-    # The backward pass recomputes the logits of a chunk instead of storing them.
+    # Recompute each chunk's logits in the backward pass instead of storing them.
     if torch.is_grad_enabled():
         scores = [checkpoint(score, *chunk, use_reentrant=False, preserve_rng_state=False) for chunk in chunks]
     else:

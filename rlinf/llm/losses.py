@@ -1,10 +1,10 @@
-"""Losses of token policies: maximum likelihood, preferences, clipped policy gradient.
+"""Losses for token policies: maximum likelihood, preferences and clipped policy gradient.
 
-``loss_fn(model, data)`` runs the model and returns a scalar. ``from_logprobs`` takes the log-probabilities of a part of a batch and
-divides by the counts of the complete batch, so that the losses of micro-batches or ranks add up to the loss of the batch.
+``loss_fn(model, data)`` runs the model and returns a scalar. ``from_logprobs`` computes the loss from the log-probabilities for part of
+a batch and divides by counts for the complete batch, so that losses of micro-batches or ranks add up to the batch's loss.
 
-``logprobs [B, S]`` come from ``rlinf.llm.logprobs.sequence_logprobs``: column ``i`` belongs to token ``i``, column 0 and
-padding are 0. ``rlinf.llm.policy_interface.TrainingDatumSpec`` lists the keys of ``data``.
+``logprobs [B, S]`` are returned by ``rlinf.llm.logprobs.sequence_logprobs``: column ``i`` belongs to token ``i``, and column 0 and
+padding are 0. ``rlinf.llm.policy_interface.TrainingDatumSpec`` lists the keys in ``data``.
 """
 
 from abc import ABC, abstractmethod
@@ -31,11 +31,11 @@ LOSS_LEVELS = (*LEVELS, "sequence_sum")
 
 @dataclass
 class TokenCounts:
-    """Denominators of the means of a batch, over all micro-batches and ranks.
+    """Denominators for means over a batch, including all micro-batches and ranks.
 
     Attributes:
-        tokens: Trained tokens.
-        samples: Rows (preference losses: pairs) with trained tokens.
+        tokens: Number of trained tokens.
+        samples: Number of rows (for preference losses, pairs) with trained tokens.
     """
 
     tokens: float
@@ -43,10 +43,10 @@ class TokenCounts:
 
 
 def trained_tokens(data: Mapping[str, Any]) -> Tensor:
-    """Return the mask bool ``[B, S]`` of the trained tokens.
+    """Return a bool mask ``[B, S]`` of the trained tokens.
 
-    It is ``token_mask``, else the response if ``generation_lengths`` is present, else all tokens; always without the first token,
-    padding and rows with ``sample_mask`` 0. Raises ConfigError for masks of a different shape.
+    These are the tokens in ``token_mask`` if present, otherwise the response if ``generation_lengths`` is present, otherwise all tokens.
+    The first token, padding and rows with ``sample_mask`` 0 are always excluded. Raises ConfigError for masks with a different shape.
     """
     ids, mask = tokens_and_mask(data)
     chosen = mask.clone()
@@ -54,10 +54,10 @@ def trained_tokens(data: Mapping[str, Any]) -> Tensor:
     if "token_mask" in data:
         token_mask = _tensor_of(data, "token_mask")
         if token_mask.shape != ids.shape:
-            raise ConfigError(f"token_mask is {list(token_mask.shape)}; required: {list(ids.shape)}, as the tokens.")
+            raise ConfigError(f"token_mask is {list(token_mask.shape)}; required: the tokens' shape {list(ids.shape)}.")
         chosen &= token_mask.to(ids.device).bool()
     elif isinstance(data.get("labels"), Tensor) and data["labels"].shape == ids.shape:
-        raise ConfigError("data['labels'] are not read. Pass token_mask=(labels != -100) instead")
+        raise ConfigError("data['labels'] is not used. Pass token_mask=(labels != -100) instead")
     elif "generation_lengths" in data:
         chosen &= response_mask(data)
     if "sample_mask" in data:
@@ -70,24 +70,24 @@ def trained_tokens(data: Mapping[str, Any]) -> Tensor:
 
 @dataclass
 class TokenLoss(ABC):
-    """A loss of log-probabilities.
+    """Base class for losses that are functions of log-probabilities.
 
     Attributes:
-        rows_per_sample: Consecutive rows that form one sample and must be in one micro-batch.
-        compares: The loss compares log-probabilities of the same tokens, so dropout must be off.
+        rows_per_sample: Number of consecutive rows that form one sample and must be in the same micro-batch.
+        compares: Whether the loss compares different log-probabilities of the same tokens, so that dropout must be disabled.
     """
 
     rows_per_sample: ClassVar[int] = 1
     compares: ClassVar[bool] = False
     _: KW_ONLY
-    temperature: float = option(1.0, "Divides the logits if the loss runs the model itself.", minimum=1e-6)
+    temperature: float = option(1.0, "Divisor of the logits if the loss runs the model itself.", minimum=1e-6)
 
     def __post_init__(self) -> None:
         check_options(self)
 
     @property
     def needs_reference(self) -> bool:
-        """Whether ``data`` must have ``reference_logprobs``."""
+        """Whether ``data`` must contain ``reference_logprobs``."""
         return False
 
     def __call__(self, model: Any, data: Mapping[str, Any]) -> Tensor:
@@ -97,22 +97,22 @@ class TokenLoss(ABC):
         return self.from_logprobs(logprobs, data, self.counts(data)).loss
 
     def counts(self, data: Mapping[str, Any]) -> TokenCounts:
-        """Count the trained tokens and samples of a batch; counts of parts add up."""
+        """Count the trained tokens and samples in a batch; the counts of its parts add up."""
         mask = trained_tokens(data)
         return TokenCounts(float(mask.sum()), float(mask.any(-1).sum()))
 
     @abstractmethod
     def from_logprobs(self, logprobs: Tensor, data: Mapping[str, Any], counts: TokenCounts) -> LossOutput:
-        """Return the loss and metrics of a part of a batch with ``counts``; both add up over the parts.
+        """Return the loss and metrics for part of a batch with the given ``counts``; both add up over the parts.
 
         ``logprobs`` are float32 ``[B, S]`` with gradients. Raise ConfigError if a key is missing, or the complete batch has no trained
-        token.
+        tokens.
         """
 
 
 @dataclass
 class NLLLossFn(TokenLoss):
-    """Mean negative log-likelihood of the trained tokens, in nats: supervised fine-tuning."""
+    """Mean negative log-likelihood of the trained tokens in nats, for supervised fine-tuning."""
 
     def from_logprobs(self, logprobs: Tensor, data: Mapping[str, Any], counts: TokenCounts) -> LossOutput:
         _check_counts(counts)
@@ -123,16 +123,16 @@ class NLLLossFn(TokenLoss):
 
 @dataclass
 class DPOLossFn(TokenLoss):
-    """Direct preference optimisation (Rafailov et al. 2023, eq. 7): row ``2i`` is chosen, row ``2i + 1`` rejected.
+    """Direct preference optimisation (Rafailov et al. 2023, eq. 7); row ``2i`` is chosen and row ``2i + 1`` rejected.
 
-    ``-log sigmoid(beta (r_chosen - r_rejected))`` with ``r`` the sum over the trained tokens of a row of
-    ``logprobs - reference_logprobs``; it is log 2 if policy and reference are equal. A pair counts if both rows count.
+    The loss is ``-log sigmoid(beta (r_chosen - r_rejected))``, where ``r`` is the sum of ``logprobs - reference_logprobs`` over a row's
+    trained tokens; it is log 2 if policy and reference are equal. A pair is included if both rows have trained tokens.
     """
 
     rows_per_sample: ClassVar[int] = 2
     compares: ClassVar[bool] = True
-    beta: float = option(0.1, "Inverse KL strength towards the reference.", minimum=1e-6)
-    label_smoothing: float = option(0.0, "Probability of a swapped label (Mitchell 2023, eq. 3).", minimum=0, below=0.5)
+    beta: float = option(0.1, "Strength of the implicit KL constraint to the reference policy.", minimum=1e-6)
+    label_smoothing: float = option(0.0, "Probability of swapped labels (Mitchell 2023, eq. 3).", minimum=0, below=0.5)
 
     @property
     def needs_reference(self) -> bool:
@@ -166,28 +166,27 @@ class DPOLossFn(TokenLoss):
 
 @dataclass
 class GRPOLossFn(TokenLoss):
-    """Clipped policy gradient on given advantages, as in GRPO (Shao et al. 2024, eq. 3) and its relatives.
+    """Clipped policy gradient for given advantages, as in GRPO (Shao et al. 2024, eq. 3) and its variants.
 
-    ``clipped_policy_loss`` computes the surrogate. Without ``old_logprobs`` every ratio is 1, as for one step per batch.
-
-    Options: a sequence ratio is ``exp`` of the mean log-ratio of a row (GSPO, Zheng et al. 2025, eq. 7), which needs one
-    advantage per row. ``loss_level`` token is the mean over all tokens of the batch (DAPO, Yu et al. 2025, eq. 8); sequence the
-    mean over the rows of the means over their tokens (GRPO, eq. 3); sequence_sum the mean over the rows of their sums, without the
-    bias towards short rows (Dr. GRPO, Liu et al. 2025, section 3.1). ``importance_cap`` corrects for different numerics of a
-    generation backend by weights ``min(old / generation, cap)`` (truncated importance sampling, Yao et al. 2025).
+    ``clipped_policy_loss`` computes the surrogate. Without ``old_logprobs``, every ratio is 1, as in a single step per batch.
+    ``ratio_level=sequence`` uses ``exp`` of a row's mean log-ratio (GSPO, Zheng et al. 2025, eq. 7) and needs one advantage per row.
+    ``loss_level=token`` averages over all tokens in the batch (DAPO, Yu et al. 2025, eq. 8), ``sequence`` averages over tokens in each
+    row and then over rows (GRPO, eq. 3), and ``sequence_sum`` sums over tokens in each row and averages over rows, which avoids the bias
+    towards short rows (Dr. GRPO, Liu et al. 2025, section 3.1). ``importance_cap`` corrects for a generation backend's different
+    numerics with weights ``min(old / generation, cap)`` (truncated importance sampling, Yao et al. 2025).
 
     With ``generation_logprobs``, the metrics ``logprob_gap_mean`` and ``logprob_gap_exp_mean`` compare them with ``old_logprobs``.
     """
 
     compares: ClassVar[bool] = True
-    clip_range_low: float = option(0.2, "The ratio is clipped to at least 1 minus this.", minimum=0)
-    clip_range_high: float = option(0.2, "The ratio is clipped to at most 1 plus this (DAPO, eq. 8).", minimum=0)
+    clip_range_low: float = option(0.2, "Clip the importance ratio below 1 minus this value.", minimum=0)
+    clip_range_high: float = option(0.2, "Clip the importance ratio above 1 plus this value.", minimum=0)
     dual_clip: float | None = option(None, "Dual clip for negative advantages (Ye et al. 2020, eq. 5).", minimum=1)
-    ratio_level: str = option("token", "A ratio per token or per sequence.", choices=LEVELS)
-    loss_level: str = option("token", "Averaging of the loss.", choices=LOSS_LEVELS)
-    kl_coef: float = option(0.0, "Weight of the KL penalty to the reference policy.", minimum=0)
+    ratio_level: str = option("token", "Compute one importance ratio per token or sequence.", choices=LEVELS)
+    loss_level: str = option("token", "How the loss is averaged over tokens and rows.", choices=LOSS_LEVELS)
+    kl_coef: float = option(0.0, "Weight of the KL penalty relative to the reference policy.", minimum=0)
     kl_estimator: str = option("k3", "Estimator of the KL penalty (Schulman 2020).", choices=("k1", "k2", "k3"))
-    importance_cap: float | None = option(None, "Cap of importance weights (needs generation_logprobs).", minimum=0)
+    importance_cap: float | None = option(None, "Cap on importance weights (needs generation_logprobs).", minimum=0)
 
     @property
     def needs_reference(self) -> bool:
@@ -204,7 +203,7 @@ class GRPOLossFn(TokenLoss):
         by_mean = self.loss_level == "sequence"
         token_weights = 1 / lengths.clamp(min=1) if by_mean else torch.ones_like(logprobs)
         denominator = counts.tokens if self.loss_level == "token" else counts.samples
-        # The surrogate scales with the advantage, so multiplying the advantage weights the token.
+        # The surrogate is proportional to the advantage, so multiply the advantage to weight a token.
         if self.ratio_level == "sequence":
             ratios, old_ratios = (_row_mean(values, mask) for values in (logprobs, old))
             unit_mask, num_units = mask.any(-1, keepdim=True), counts.samples
@@ -263,7 +262,7 @@ def _logprobs_of(data: Mapping[str, Any], key: str, like: Tensor, source: str) -
         raise ConfigError(f"The loss needs data['{key}']; the batch has {sorted(data)}. Set it to {source}")
     values = _tensor_of(data, key)
     if values.shape != like.shape:
-        raise ConfigError(f"data['{key}'] is {list(values.shape)}; required: {list(like.shape)}, as the tokens.")
+        raise ConfigError(f"data['{key}'] is {list(values.shape)}; required: the tokens' shape {list(like.shape)}.")
     return to_device(values, like.device).to(like.dtype)
 
 
@@ -275,4 +274,4 @@ def _tensor_of(data: Mapping[str, Any], key: str) -> Tensor:
 
 def _check_counts(counts: TokenCounts) -> None:
     if counts.samples <= 0:
-        raise ConfigError("The batch trains on nothing: token_mask or sample_mask is 0, or all responses are empty.")
+        raise ConfigError("The batch has no trained tokens: token_mask or sample_mask is 0, or responses are empty.")

@@ -1,9 +1,9 @@
-"""Choose the rows of each forward pass, pack several sequences into one row, and attend within each sequence.
+"""Choose the rows for each forward pass, pack several sequences into one row, and restrict attention to each sequence.
 
-The position ids of a packed row restart at 0 with each sequence, and attention must be block-diagonal. Transformers models that build
-their masks with ``create_causal_mask`` derive this from the position ids without an attention mask and a cache, for the kernels ``eager``,
-``sdpa``, ``flex_attention`` and ``flash_attention_2``, including sliding windows (tested: ``eager`` and ``sdpa``). Models with state-space
-or convolution layers, or custom attention, may not; ``keeps_sequences_apart`` tests it.
+Position ids in a packed row restart at 0 with each sequence, and attention must be block-diagonal. Transformers models that build their
+masks with ``create_causal_mask`` infer this from the position ids if there is neither an attention mask nor a cache, with the kernels
+``eager``, ``sdpa``, ``flex_attention`` and ``flash_attention_2``, including sliding windows (``eager`` and ``sdpa`` are tested). Models
+with state-space or convolution layers, or custom attention, may not; ``keeps_sequences_apart`` tests it.
 """
 
 import inspect
@@ -23,11 +23,11 @@ from rlinf.distributed.transfers import to_device
 from rlinf.errors import ConfigError
 
 SDPA_BY_SEQUENCE = "sdpa_by_sequence"
-"""Name of ``attend_by_sequence`` as an ``attn_implementation`` of transformers."""
+"""Name of ``attend_by_sequence`` as an ``attn_implementation`` in transformers."""
 
 
 def first_fit_decreasing(lengths: Sequence[int], capacity: int, num_bins_multiple: int = 1) -> list[list[int]]:
-    """Pack items into few bins of ``capacity`` by first-fit decreasing (Johnson 1973); return ascending item indices.
+    """Pack items into few bins of ``capacity`` by first-fit decreasing (Johnson 1973); return each bin's item indices in ascending order.
 
     The bins with the most items are halved until the number of bins is a multiple of ``num_bins_multiple``.
     """
@@ -45,7 +45,7 @@ def first_fit_decreasing(lengths: Sequence[int], capacity: int, num_bins_multipl
         largest = max(range(len(bins)), key=lambda index: len(bins[index]))
         if len(bins[largest]) == 1:
             raise ConfigError(
-                f"{len(lengths)} sequences do not make a multiple of {num_bins_multiple} bins of {capacity} tokens. "
+                f"{len(lengths)} sequences cannot fill a multiple of {num_bins_multiple} bins of {capacity} tokens. "
                 f"Use shards=1, or a number of sequences that {num_bins_multiple} divides"
             )
         bins.append(bins[largest][1::2])
@@ -54,7 +54,7 @@ def first_fit_decreasing(lengths: Sequence[int], capacity: int, num_bins_multipl
 
 
 def token_budget_runs(lengths: Sequence[int], max_tokens: int, length_multiple: int = 1) -> list[int]:
-    """Split rows into consecutive runs of padded size ``rows * longest`` at most ``max_tokens``; return the rows per run.
+    """Split rows into consecutive runs with padded size ``rows * longest`` at most ``max_tokens``; return the number of rows per run.
 
     Lengths are first rounded up to a multiple of ``length_multiple``.
     """
@@ -75,9 +75,9 @@ def token_budget_runs(lengths: Sequence[int], max_tokens: int, length_multiple: 
 def micro_batch_rows(
     lengths: Sequence[int], max_tokens: int, packed: bool, rows_per_sample: int = 1
 ) -> list[list[int]]:
-    """Return the row numbers of the micro-batches of one process; ``rows_per_sample`` consecutive rows stay together.
+    """Return the row numbers in each micro-batch of a process; ``rows_per_sample`` consecutive rows stay together.
 
-    ``max_tokens`` limits the padded size of a micro-batch or, if ``packed``, the sum of its lengths.
+    ``max_tokens`` limits a micro-batch's padded size or, if ``packed``, the sum of its lengths.
     """
     samples = [lengths[start : start + rows_per_sample] for start in range(0, len(lengths), rows_per_sample)]
     if packed:
@@ -93,10 +93,10 @@ def micro_batch_rows(
 def deal_by_length(
     rows: Sequence[int], lengths: Sequence[int], shards: int, max_tokens: int, length_multiple: int = 1
 ) -> list[list[list[int]]]:
-    """Distribute rows over shards by decreasing length, and split all shards into micro-batches at the same positions."""
+    """Distribute rows over shards in order of decreasing length, and split all shards into micro-batches at the same positions."""
     ordered = sorted(rows, key=lambda row: -lengths[row])
     dealt = [ordered[rank::shards] for rank in range(shards)]
-    # At each position the first shard has the longest row.
+    # At each position, the first shard has the longest row.
     runs = token_budget_runs([lengths[row] for row in dealt[0]], max_tokens, length_multiple)
     bounds = [sum(runs[:index]) for index in range(len(runs) + 1)]
     return [[part[bounds[i] : bounds[i + 1]] for i in range(len(runs))] for part in dealt]
@@ -123,11 +123,11 @@ def pack_rows(input_ids: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
 
 @dataclass(frozen=True)
 class PackedRow:
-    """Sequences of a packed row, in place of its attention mask.
+    """Sequences in a packed row, passed instead of an attention mask.
 
     Attributes:
         lengths: Lengths of the sequences.
-        masks: Bool ``[1, 1, length, length]`` per sequence; None: causal.
+        masks: One bool mask ``[1, 1, length, length]`` per sequence; None for causal attention.
     """
 
     lengths: list[int]
@@ -145,7 +145,7 @@ _ROWS: ContextVar[_Rows | None] = ContextVar("rows of the running pass", default
 
 @contextmanager
 def known_rows(lengths: list[int], packed: bool) -> Iterator[None]:
-    """Set the row lengths for ``attend_each_sequence``: of right-padded rows, or of the sequences of one packed row."""
+    """Set the lengths used by ``attend_each_sequence``, for right-padded rows or for the sequences in one packed row."""
     token = _ROWS.set(_Rows(lengths, packed))
     try:
         yield
@@ -154,21 +154,21 @@ def known_rows(lengths: list[int], packed: bool) -> Iterator[None]:
 
 
 def attend_each_sequence(model: Any) -> None:
-    """Let an ``sdpa`` model attend to ``known_rows`` without a large mask: less work, equal results."""
+    """Make an ``sdpa`` model attend within ``known_rows`` without a large mask, which saves work and does not change results."""
     if attention_of(model) == "sdpa":
         model.set_attn_implementation(SDPA_BY_SEQUENCE)
 
 
 def attention_of(model: Any) -> str:
-    """Return the name of the attention kernel of a model."""
+    """Return the name of a model's attention kernel."""
     return getattr(model.config.get_text_config(), "_attn_implementation", "")
 
 
 def packed_inputs(model: Any, input_ids: Tensor, lengths: Tensor) -> dict[str, Tensor]:
-    """Return the model arguments that run right-padded rows ``[B, S]`` as one packed row."""
+    """Return the model arguments for running right-padded rows ``[B, S]`` as one packed row."""
     ids, positions = pack_rows(input_ids, lengths)
     inputs = {"input_ids": ids, "position_ids": positions}
-    # With any mask, transformers does not search the positions for sequences, which would wait for a GPU.
+    # Pass a mask, because transformers would otherwise search the positions for sequences, which waits for the GPU.
     return inputs | ({"attention_mask": torch.ones_like(ids)} if attention_of(model) == SDPA_BY_SEQUENCE else {})
 
 
@@ -180,13 +180,13 @@ def attend_by_sequence(
     attention_mask: Tensor | PackedRow | None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Run transformers' ``sdpa`` on each sequence of a ``PackedRow``, and unchanged on different inputs."""
-    # A kernel with a mask would compute and discard the scores between sequences, most of a packed row.
+    """Run transformers' ``sdpa`` separately on each sequence in a ``PackedRow``, and unchanged for all remaining inputs."""
+    # A kernel with a mask would compute and discard the scores between sequences, which are most scores in a packed row.
     if not isinstance(attention_mask, PackedRow):
         return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
     parts, sequences = [], (tensor.split(attention_mask.lengths, dim=2) for tensor in (query, key, value))
     for queries, keys, values, mask in zip(*sequences, attention_mask.masks, strict=True):
-        # With is_causal, the kernel skips half of the scores.
+        # With is_causal, the kernel computes only half of the scores.
         settings = kwargs if mask is not None else kwargs | {"is_causal": True}
         parts.append(sdpa_attention_forward(module, queries, keys, values, mask, **settings)[0])
     return torch.cat(parts, dim=1), None
@@ -206,14 +206,14 @@ def mask_by_sequence(
     device: torch.device | str = "cpu",
     **kwargs: Any,
 ) -> Tensor | PackedRow | None:
-    """Return the mask of ``known_rows`` for ``attend_by_sequence``, else that of ``sdpa_mask``, with the same arguments."""
+    """Return the mask for ``attend_by_sequence`` inside ``known_rows``, otherwise call ``sdpa_mask`` with the same arguments."""
     rows, on_cpu = _ROWS.get(), _is_cpu(device)
     options = {"q_length": q_length, "local_size": local_size, "device": device, **kwargs}
     if rows is None or (on_cpu and not rows.packed):
         options |= {"allow_is_causal_skip": allow_is_causal_skip, "attention_mask": attention_mask}
         return sdpa_mask(*args, mask_function=mask_function, **options)
     is_causal = allow_is_causal_skip and (local_size is None or local_size >= q_length)
-    # Right-padded rows need no mask, because no token sees the padding behind it; sdpa_mask would wait for a GPU to find out.
+    # Right-padded rows need no mask, because no token sees the padding after it; sdpa_mask would wait for the GPU to detect this.
     if is_causal:
         return PackedRow(rows.lengths, [None] * len(rows.lengths)) if rows.packed else None
     options["allow_is_causal_skip"] = False
@@ -226,7 +226,7 @@ def mask_by_sequence(
     for length in rows.lengths:
         part = slice(start, start := start + length)
         mask = full[..., part, part]
-        # A comparison on a GPU would wait for it.
+        # A comparison on the GPU would wait for it.
         masks.append(None if on_cpu and mask[0, 0].equal(torch.ones_like(mask[0, 0]).tril()) else mask)
     return PackedRow(rows.lengths, masks)
 
@@ -236,7 +236,7 @@ AttentionMaskInterface.register(SDPA_BY_SEQUENCE, mask_by_sequence)
 
 
 def keeps_sequences_apart(model: Any) -> bool:
-    """Return whether a model in evaluation mode keeps packed sequences apart (tested on two short sequences)."""
+    """Return whether a model in evaluation mode treats packed sequences independently (tested on two short sequences)."""
     sequences = probe_tokens(model).view(2, -1)
     lengths = torch.full((2,), sequences.shape[1])
     inputs = packed_inputs(model, sequences, lengths)
@@ -244,7 +244,7 @@ def keeps_sequences_apart(model: Any) -> bool:
 
 
 def ignores_left_padding(model: Any) -> bool:
-    """Return whether left padding, as in ``generate``, leaves the logits of a model in evaluation mode unchanged."""
+    """Return whether left padding, as in ``generate``, does not change the logits of a model in evaluation mode."""
     ids = probe_tokens(model)
     mask = torch.ones_like(ids)
     mask[:, : ids.shape[1] // 2] = 0
@@ -257,8 +257,8 @@ def ignores_left_padding(model: Any) -> bool:
 def _reads_only(
     model: Any, last: Tensor, inputs: dict[str, Tensor], rows: AbstractContextManager | None = None
 ) -> bool:
-    """Return whether the last logits of a row depend only on its last tokens ``[1, S]``; ``rows`` is the context of ``inputs``."""
-    # A small leak may be below 16-bit rounding, but the gradient to an unread token is exactly 0 in every dtype.
+    """Return whether a row's last logits depend only on its last tokens ``[1, S]``; ``rows`` is the context for ``inputs``."""
+    # A small leak may be below 16-bit rounding, so check gradients: for a token that is not used, they are exactly 0 in every dtype.
     length, embedded = last.shape[1], []
 
     def make_leaf(module: nn.Module, args: Any, output: Tensor) -> Tensor:
@@ -274,14 +274,14 @@ def _reads_only(
         hook.remove()
     with torch.no_grad():
         output = model(input_ids=last, use_cache=False).logits[0]
-    # Relative to the largest logit, because different shapes round differently.
+    # Compare relative to the maximum logit, because different shapes round differently.
     tolerance = 1e-3 if output.dtype == torch.float32 else 5e-2
     same = (output.float() - logits.detach()).abs().max() <= tolerance * output.float().abs().max()
     return bool(same) and not bool(gradient[:, :-length].any())
 
 
 def probe_tokens(model: Any) -> Tensor:
-    """Return tokens ``[1, 16]`` that are not special (image, end) in the configuration."""
+    """Return tokens ``[1, 16]`` that are not special tokens (such as image or end) in the configuration."""
     special = {value for key, value in model.config.to_dict().items() if "token" in key and isinstance(value, int)}
     plain = [token for token in range(model.config.get_text_config().vocab_size) if token not in special]
     return torch.tensor([[plain[i % len(plain)] for i in range(16)]], device=model.get_input_embeddings().weight.device)

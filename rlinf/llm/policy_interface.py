@@ -1,4 +1,4 @@
-"""Interface of token policies, keys of their data, and protocol of their losses."""
+"""Interface for token policies, the keys in their data, and the protocol for their losses."""
 
 from abc import ABC, abstractmethod
 from typing import Any, Protocol, TypedDict
@@ -11,9 +11,9 @@ from rlinf.llm.generation_interface import GenerationDatumSpec, GenerationOutput
 
 
 class LogprobsSpec(TypedDict):
-    """Log-probabilities of tokens.
+    """Token log-probabilities.
 
-    ``logprobs`` are float32 ``[B, S]``; column ``i`` belongs to token ``i`` given the previous ones. Column 0 and padding are 0.
+    ``logprobs`` is float32 ``[B, S]``; column ``i`` belongs to token ``i`` given the previous ones. Column 0 and padding are 0.
     """
 
     logprobs: torch.Tensor
@@ -26,12 +26,12 @@ class TrainingDatumSpec(TypedDict, total=False):
     Attributes:
         input_ids: int64 ``[B, S]``, padded on the right.
         attention_mask: ``[B, S]``, 1 for tokens, 0 for padding.
-        token_mask: ``[B, S]``, 1 for trained tokens. Default: the response, without ``generation_lengths`` all but the first.
+        token_mask: ``[B, S]``, 1 for trained tokens. Default: the response or, without ``generation_lengths``, all tokens but the first.
         sample_mask: ``[B]``, 0 for rows to ignore.
         advantages: float32 ``[B]`` or ``[B, S]``.
-        old_logprobs: float32 ``[B, S]`` of the policy before the update.
-        reference_logprobs: float32 ``[B, S]`` of the frozen reference policy.
-        generation_logprobs: float32 ``[B, S]`` of the generation backend.
+        old_logprobs: float32 ``[B, S]``, log-probabilities under the policy before the update.
+        reference_logprobs: float32 ``[B, S]``, log-probabilities under the frozen reference policy.
+        generation_logprobs: float32 ``[B, S]``, log-probabilities reported by the generation backend.
     """
 
     input_ids: torch.Tensor
@@ -46,7 +46,7 @@ class TrainingDatumSpec(TypedDict, total=False):
 
 
 class LossFunction(Protocol):
-    """Loss that runs the model itself. The losses of this package are also ``TokenLoss``, for micro-batches."""
+    """Loss that runs the model itself. This package's losses are also ``TokenLoss``, which supports micro-batches."""
 
     def __call__(self, model: Any, data: BatchedDataDict[TrainingDatumSpec]) -> Tensor:
         """Return the scalar loss of a batch."""
@@ -54,13 +54,13 @@ class LossFunction(Protocol):
 
 
 class PolicyInterface(ABC):
-    """Policy that generates, scores and learns. Tensors are right-padded."""
+    """Policy that generates, scores and learns. All tensors are right-padded."""
 
     @abstractmethod
     def generate(
         self, data: BatchedDataDict[GenerationDatumSpec], greedy: bool
     ) -> BatchedDataDict[GenerationOutputSpec]:
-        """Generate a completion per prompt, sampled or ``greedy``."""
+        """Generate one completion per prompt, sampled or ``greedy``."""
 
     @abstractmethod
     def get_logprobs(self, data: BatchedDataDict[GenerationDatumSpec]) -> BatchedDataDict[LogprobsSpec]:
@@ -72,4 +72,4 @@ class PolicyInterface(ABC):
 
     @abstractmethod
     def train(self, data: BatchedDataDict[TrainingDatumSpec], loss_fn: LossFunction) -> dict[str, Any]:
-        """Take one optimiser step on the batch, and return metrics, at least ``loss``."""
+        """Take one optimiser step on the batch, and return metrics that include at least ``loss``."""

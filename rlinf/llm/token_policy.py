@@ -1,4 +1,4 @@
-"""Base class of token policies: settings, scoring and training in micro-batches, and the reference policy."""
+"""Base class for token policies, with their settings, scoring and training in micro-batches, and the reference policy."""
 
 import math
 from abc import abstractmethod
@@ -33,25 +33,25 @@ from rlinf.seeding import derive_seed
 Result = TypeVar("Result")
 
 SUM_CHUNK = 2**24
-"""Elements of a tensor that are converted to float64 at a time: 128 MiB."""
+"""Number of elements converted to float64 at a time, which take 128 MiB."""
 
 
 @dataclass
 class TokenPolicyConfig(SamplingConfig):
-    """Keyword arguments of all token policies. ``temperature`` applies to generation and to all log-probabilities."""
+    """Keyword arguments shared by all token policies. ``temperature`` applies to generation and all log-probabilities."""
 
     learning_rate: float = option(1e-5, "Learning rate.", minimum=0, maximum=1)
     weight_decay: float = option(0.0, "Weight decay.", minimum=0)
     optimizer: str = option("AdamW", "Optimiser.", choices=("AdamW", "Adam"))
     betas: list[float] = option([0.9, 0.999], "Adam betas.")
     epsilon: float = option(1e-8, "Adam epsilon.", minimum=0)
-    max_grad_norm: float = option(1.0, "Maximum gradient norm.", minimum=1e-6)
-    micro_batch_size: int = option(8, "Rows of one forward-backward pass.", minimum=1)
-    max_tokens_per_microbatch: int | None = option(None, "Micro-batch by tokens, not by rows.", minimum=1)
+    max_grad_norm: float = option(1.0, "Gradient norm above which gradients are clipped.", minimum=1e-6)
+    micro_batch_size: int = option(8, "Rows per forward-backward pass.", minimum=1)
+    max_tokens_per_microbatch: int | None = option(None, "Limit micro-batches by tokens instead of rows.", minimum=1)
 
 
 class TokenPolicy(PolicyInterface):
-    """Policy over one causal language model.
+    """Policy based on a causal language model.
 
     A subclass loads ``model``, sets ``model_name``, ``config`` and ``temperature``, and calls ``_init_training``.
     """
@@ -64,7 +64,7 @@ class TokenPolicy(PolicyInterface):
     def _init_training(
         self, text_config: Any, rank: int, reference: nn.Module | None = None, **train_step: Any
     ) -> None:
-        """Create optimiser and random generator; rank 0 samples with ``seed`` itself."""
+        """Create the optimiser and the random generator. Rank 0 samples with ``seed`` itself, all remaining ranks with derived seeds."""
         config = self.config
         trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
         self._optimizer = MasterAdamW(
@@ -80,25 +80,25 @@ class TokenPolicy(PolicyInterface):
 
     @property
     def optimizer(self) -> MasterAdamW:
-        """Optimiser of the model."""
+        """The model's optimiser."""
         return self._optimizer
 
     @property
     def num_steps(self) -> int:
-        """Number of optimiser steps."""
+        """Number of optimiser steps taken."""
         return self._train_step.num_steps
 
     @property
     def learning_rate(self) -> float:
-        """Learning rate of the last step, before the first step of the next one."""
+        """Learning rate of the last step, or of the next one if there has been no step yet."""
         return self._optimizer.param_groups[0]["lr"]
 
     def set_learning_rate(self, rate: float) -> None:
-        """Set the learning rate of the next steps."""
+        """Set the learning rate for the next steps."""
         self._train_step.set_learning_rate(rate)
 
     def get_logprobs(self, data: BatchedDataDict[GenerationDatumSpec]) -> BatchedDataDict[LogprobsSpec]:
-        """Return the log-probabilities of prompts, training data or generation outputs (``output_ids``)."""
+        """Return log-probabilities for prompts, training data or generation outputs (``output_ids``)."""
         return self._score(self.model, data)
 
     def get_reference_logprobs(self, data: BatchedDataDict[GenerationDatumSpec]) -> BatchedDataDict[LogprobsSpec]:
@@ -112,14 +112,14 @@ class TokenPolicy(PolicyInterface):
     def train(self, data: BatchedDataDict[TrainingDatumSpec], loss_fn: LossFunction) -> dict[str, Any]:
         """Take one optimiser step.
 
-        Return ``loss``, ``grad_norm`` (before clipping), ``num_tokens``, the metrics of the loss, and ``memory/...``. Raise ConfigError
-        on all ranks if the rows of any rank do not fit the loss, or the policy does not support the loss; NonFiniteError if loss or
-        gradient is NaN or infinite, with unchanged weights.
+        Return ``loss``, ``grad_norm`` (before clipping), ``num_tokens``, the loss's metrics, and ``memory/...``. Raise ConfigError on all
+        ranks if any rank's rows are invalid for the loss, or the policy does not support the loss. Raise NonFiniteError, without
+        changing the weights, if the loss or a gradient is NaN or infinite.
 
         Args:
-            data: Rows of this data-parallel rank. Missing ``reference_logprobs`` that a ``TokenLoss`` needs are computed.
-            loss_fn: A ``TokenLoss`` is evaluated in micro-batches. ``HuggingFacePolicy`` calls a different ``loss_fn(model, data)`` with
-                the complete batch, because its averaging is unknown.
+            data: This data-parallel rank's rows. If a ``TokenLoss`` needs ``reference_logprobs`` that are missing, they are computed.
+            loss_fn: A ``TokenLoss`` is evaluated in micro-batches. For any different loss, ``HuggingFacePolicy`` calls
+                ``loss_fn(model, data)`` with the complete batch, because it is unknown how the loss averages.
         """
         data = BatchedDataDict(data)
         self._check_loss(loss_fn)
@@ -129,7 +129,7 @@ class TokenPolicy(PolicyInterface):
             metrics = self._accumulate(data, loss_fn)
         finally:
             self.model.eval()
-        # Before the first step changes the weights, so that a later reload of the reference can be verified.
+        # Compute the checksum before the first step changes the weights, so that reloading the reference later can be verified.
         if self._train_step.num_steps == 0 and self._reference is None:
             self._checksum = weights_checksum(self.model)
         norm = self._train_step.apply(metrics["loss"])
@@ -141,11 +141,11 @@ class TokenPolicy(PolicyInterface):
 
     @abstractmethod
     def _accumulate(self, data: BatchedDataDict, loss_fn: LossFunction) -> dict[str, float]:
-        """Accumulate the gradients of micro-batches and ranks; return the metrics of all ranks."""
+        """Accumulate gradients over micro-batches and ranks; return metrics summed over all ranks."""
 
     @abstractmethod
     def _logprobs(self, model: nn.Module, data: BatchedDataDict) -> Tensor:
-        """Return the log-probabilities float32 ``[B, S]`` of one micro-batch."""
+        """Return log-probabilities for one micro-batch, float32 ``[B, S]``."""
 
     def _sum_values(self, values: list[float]) -> list[float]:
         """Sum values over the data-parallel ranks."""
@@ -161,7 +161,7 @@ class TokenPolicy(PolicyInterface):
             )
 
     def _prepare(self, data: BatchedDataDict, loss_fn: TokenLoss) -> tuple[TokenCounts, list[BatchedDataDict]]:
-        """Return the counts of all ranks and this rank's micro-batches, with reference log-probabilities if needed."""
+        """Return the counts over all ranks, and this rank's micro-batches, with reference log-probabilities if needed."""
 
         def prepare() -> tuple[TokenCounts, list[list[int]], bool]:
             is_missing = loss_fn.needs_reference and "reference_logprobs" not in data
@@ -175,7 +175,7 @@ class TokenPolicy(PolicyInterface):
             data.setdefault("reference_logprobs", reference)
         parts = [data.select_indices(part_rows) for part_rows in rows]
 
-        # A dry run, so that the loss rejects its data before the passes in which ranks wait for each other.
+        # Do a dry run, so that the loss can reject its data before the passes in which ranks wait for each other.
         def check() -> None:
             for part in parts:
                 loss_fn.from_logprobs(torch.zeros(tokens_and_mask(part)[0].shape), part, counts)
@@ -184,7 +184,7 @@ class TokenPolicy(PolicyInterface):
         return counts, parts
 
     def _raise_on_all_ranks(self, function: Callable[[], Result]) -> Result:
-        """Run a function; if any data-parallel rank raises ConfigError, raise on all, so that none hangs in a collective."""
+        """Run a function; if any data-parallel rank raises ConfigError, raise it on all, so that none hangs in a collective."""
         result, error = None, None
         try:
             result = function()
@@ -207,13 +207,13 @@ class TokenPolicy(PolicyInterface):
             for rows in batches:
                 scores.append(self._logprobs(model, data.select_indices(rows)))
                 heartbeat()
-        # A single copy at the end, so that the micro-batches do not wait for the device.
+        # Copy once at the end, so that micro-batches do not wait for the device.
         if scores:
             logprobs[[row for rows in batches for row in rows]] = torch.cat(scores).to(ids.device)
         return BatchedDataDict({"logprobs": logprobs})
 
     def _micro_batches(self, data: BatchedDataDict, rows_per_sample: int) -> list[list[int]]:
-        """Check a batch, and return the rows of each forward pass; ``rows_per_sample`` consecutive rows stay together."""
+        """Check a batch and return the row numbers for each forward pass; ``rows_per_sample`` consecutive rows stay together."""
         text, size = self._text_config, self.config.micro_batch_size
         verify_token_ids(data, text.vocab_size)
         verify_right_padding(data, raise_error=True)
@@ -232,7 +232,7 @@ class TokenPolicy(PolicyInterface):
         """Raise CheckpointError if a reloaded model does not have the initial weights."""
         expected = self._checksum or weights_checksum(self.model)
         pairs = zip(weights_checksum(model), expected, strict=True)
-        # Not exact, because shards are summed in a different order.
+        # Allow a tolerance, because shards are summed in a different order.
         if not all(math.isclose(actual, initial, rel_tol=1e-9, abs_tol=1e-9) for actual, initial in pairs):
             raise CheckpointError(
                 f"'{self.model_name}' no longer has the initial weights. Call get_reference_logprobs before the first train"
@@ -240,27 +240,27 @@ class TokenPolicy(PolicyInterface):
 
 
 def check_trainable(config: TokenPolicyConfig) -> None:
-    """Raise ConfigError for sampling that differs from the scored distribution, and for float16 weights."""
+    """Raise ConfigError for float16 weights, and for settings that make sampling differ from the scored distribution."""
     neutral_values = {
         "top_k": (None,), "top_p": (None, 1.0), "repetition_penalty": (1.0,), "allowed_token_ids": (None,),
     }  # fmt: skip
     for name, neutral in neutral_values.items():
         value = getattr(config, name)
         if value not in neutral:
-            raise ConfigError(f"{name}={value} changes the distribution only of sampling. Pass {name}={neutral[-1]}")
+            raise ConfigError(f"{name}={value} changes only the sampling distribution. Pass {name}={neutral[-1]}")
     if torch_dtype_of(config.torch_dtype) == torch.float16:
         raise ConfigError(f"torch_dtype={config.torch_dtype} loses small gradients. Pass torch_dtype='bfloat16'")
 
 
 def weights_checksum(model: nn.Module) -> list[float]:
-    """Return the sum of each tensor, to detect changed weights in a folder; a collective call with shards."""
+    """Return the sum of each tensor, to detect changed weights in a folder (a collective call with shards)."""
     sums = [full_tensor(_sum(p.detach())) for p in model.parameters() if p.is_floating_point()]
     return fetch(sums)
 
 
 def _sum(tensor: Tensor) -> Tensor:
-    """Return the sum in float64."""
-    # In chunks, because torch makes a float64 copy of everything that it sums in one call.
+    """Return a tensor's sum in float64."""
+    # Sum in chunks, because torch makes a float64 copy of all elements that it sums in one call.
     if tensor.numel() <= SUM_CHUNK or isinstance(tensor, DTensor):
         return tensor.double().sum()
     return torch.stack([part.double().sum() for part in tensor.flatten().split(SUM_CHUNK)]).sum()

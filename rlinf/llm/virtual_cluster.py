@@ -8,9 +8,9 @@ from rlinf.errors import ConfigError
 
 
 class RayVirtualCluster:
-    """Processes of one machine, one per accelerator. Despite its name it does not use Ray.
+    """Processes on one machine, one per accelerator. Despite its name, it does not use Ray.
 
-    Raises ConfigError for more machines or GPUs than exist. To place a worker in a Ray cluster, use
+    Raises ConfigError if more machines or GPUs are requested than exist. To place a worker in a Ray cluster, use
     ``ray.remote(VllmGenerationWorker).remote(model_name)``.
     """
 
@@ -18,7 +18,7 @@ class RayVirtualCluster:
         counts = bundle_ct_per_node_list
         if not isinstance(counts, Sequence) or len(counts) != 1 or counts[0] < 1:
             raise ConfigError(
-                f"RayVirtualCluster got {counts}; required: one number of processes. Use RayVirtualCluster([1])"
+                f"RayVirtualCluster got {counts}; required: a single number of processes. Use RayVirtualCluster([1])"
             )
         num_gpus = torch.cuda.device_count()
         if use_gpus and num_gpus < counts[0]:

@@ -1,4 +1,4 @@
-"""Generation backend with vLLM. Only constructing a class needs vLLM."""
+"""Generation backend based on vLLM. vLLM is needed only to construct its classes."""
 
 from collections.abc import Mapping, Sequence
 from functools import cached_property
@@ -28,23 +28,23 @@ from rlinf.seeding import derive_seed
 
 TIMEOUT_S = 600.0
 IMAGE_FAMILIES = ("qwen2_5_vl", "qwen3_vl")
-"""Model types with supported images, as the tensors of ``IMAGE_INPUTS``."""
+"""Model types for which images are supported, as tensors in ``IMAGE_INPUTS``."""
 IMAGE_INPUTS = ("pixel_values", "image_grid_thw")
 BANNED_BIAS = -100.0
-"""vLLM's minimum logit bias; the probability becomes 0 in float32."""
+"""vLLM's minimum logit bias, which makes the probability 0 in float32."""
 
 
 class VllmGenerationWorker:
-    """Owner of one engine with one model; a plain class that can be a Ray actor: ``ray.remote(VllmGenerationWorker)``.
+    """Owns one engine with one model. It is a plain class that can become a Ray actor: ``ray.remote(VllmGenerationWorker)``.
 
-    Raises MissingDependencyError if vLLM is not installed; ConfigError if a setting is out of bounds, or an engine argument has two
+    Raises MissingDependencyError if vLLM is not installed, and ConfigError if a setting is out of bounds or an engine argument has two
     different values.
 
     Args:
         model_name: Folder or hub id of a causal language model.
-        **kwargs: Keys of ``VllmConfig``; the remaining keys, flat or in ``vllm_cfg``, are engine arguments. ``timeout_s`` is the deadline
-            of each reply of the engine. ``seed`` (default 0) and the rank of this process determine the random numbers across
-            engine restarts; use a different seed per actor.
+        **kwargs: Keys in ``VllmConfig``; all remaining keys, flat or in ``vllm_cfg``, are engine arguments. ``timeout_s`` is the deadline
+            for each engine reply. ``seed`` (default 0) and this process's rank determine the random numbers, even across engine
+            restarts; use a different seed for each actor.
     """
 
     def __init__(self, model_name: str, **kwargs: Any) -> None:
@@ -61,7 +61,7 @@ class VllmGenerationWorker:
         self.engine = VllmEngine(spec, timeout_s=timeout_s)
 
     def start(self) -> None:
-        """Start the engine. Idempotent. Raise ConfigError for settings that do not fit the model."""
+        """Start the engine. Idempotent. Raise ConfigError for settings that are invalid for the model."""
         verify_sampling_tokens(sampling_config(self.settings), self.vocab_size)
         if self.num_gpus > 1:
             check_tensor_parallel(self.model_config, self.num_gpus, "tensor_parallel_size")
@@ -77,16 +77,16 @@ class VllmGenerationWorker:
         images: Sequence[Mapping[str, Tensor]] | None = None,
         **kwargs: Any,
     ) -> BatchedDataDict[GenerationOutputSpec]:
-        """Generate a completion per row, without media tokens.
+        """Generate one completion per row, without media tokens.
 
-        ``logprobs`` are of the distribution after temperature, penalty, allowed tokens, and (if sampled) top-k and top-p. Raise
-        ConfigError if vLLM rejects or would replace a setting, a prompt is too long, or a token is not in the vocabulary;
+        ``logprobs`` refer to the distribution after temperature, penalty, allowed tokens, and (if sampled) top-k and top-p. Raise
+        ConfigError if vLLM rejects or would replace a setting, a prompt is too long, or a token is not in the vocabulary. Raise
         EngineError if the engine failed or missed its deadline.
 
         Args:
-            input_ids, attention_mask: Right-padded prompts, int64 ``[B, S]``; without a mask, no padding.
-            seeds: Seed per row; None: the worker's next seeds.
-            images: ``IMAGE_INPUTS`` per row, empty for text; None: text only.
+            input_ids, attention_mask: Right-padded prompts, int64 ``[B, S]``; without a mask, every token is used.
+            seeds: One seed per row; None uses the worker's next seeds.
+            images: ``IMAGE_INPUTS`` for each row, empty for text; None if all rows are text.
         """
         unknown = sorted(set(kwargs) - set(GenerationConfig.__annotations__))
         if unknown:
@@ -100,7 +100,7 @@ class VllmGenerationWorker:
         sampling = sampling_arguments(settings, greedy)
         verify_sampling_tokens(sampling_config(settings), self.vocab_size)
         banned = media_tokens(self.model_config)
-        # A completion contains no media; the engine would look for their tensors.
+        # Exclude media tokens, because completions contain no media and the engine would look for their tensors.
         if banned and "allowed_token_ids" not in sampling:
             sampling["logit_bias"] = dict.fromkeys(banned, BANNED_BIAS)
         request = GenerateRequest([{"prompt_token_ids": ids} for ids in prompts], sampling)
@@ -122,14 +122,14 @@ class VllmGenerationWorker:
         )
 
     def update_weights(self, weights_handle: WeightSource) -> int:
-        """Load weights from the handle of a ``WeightBuffer`` (of any process) or a ``MergedWeights``; return their version.
+        """Load weights from a ``WeightBuffer`` handle (from any process) or a ``MergedWeights``; return their version.
 
-        Raise WeightsRejectedError if tensors are missing (the old weights stay) or damaged.
+        Raise WeightsRejectedError if tensors are damaged or missing; if missing, the old weights remain.
         """
         return self.engine.update_weights(weights_handle)
 
     def sleep(self) -> bool:
-        """Release the GPU memory until the next request; return whether it was released (never on the CPU)."""
+        """Release the GPU memory until the next request; return whether it was released, which is always False on the CPU."""
         return self.engine.sleep()
 
     def stop(self) -> None:
@@ -143,16 +143,16 @@ class VllmGenerationWorker:
 
     @cached_property
     def model_config(self) -> Any:
-        """Transformers configuration of the model."""
+        """The model's transformers configuration."""
         return load_config(self.model_name, self.trust_remote_code)
 
 
 class VllmGeneration(GenerationInterface):
     """Generation backend with one vLLM engine.
 
-    ``finish_generation`` discards the pushed weights of an engine on the CPU; call ``update_weights`` again. On a GPU the engine sleeps
-    with them. Raises MissingDependencyError if vLLM is not installed; ConfigError if ``model_name`` is missing, ``backend`` is not vllm,
-    or the cluster is too small.
+    On a CPU, ``finish_generation`` discards the engine's pushed weights, so call ``update_weights`` again; on a GPU, the sleeping engine
+    retains them. Raises MissingDependencyError if vLLM is not installed, and ConfigError if ``model_name`` is missing, ``backend`` is
+    not vllm, or the cluster is too small.
     """
 
     def __init__(self, cluster: Any, config: Mapping[str, Any]) -> None:
@@ -175,9 +175,9 @@ class VllmGeneration(GenerationInterface):
     def generate(
         self, data: BatchedDataDict[GenerationDatumSpec], greedy: bool
     ) -> BatchedDataDict[GenerationOutputSpec]:
-        """Generate a completion per row with ``VllmGenerationWorker.generate``; start the engine if needed.
+        """Generate one completion per row with ``VllmGenerationWorker.generate``; start the engine if needed.
 
-        Raise ConfigError if the batch has positions, or images of a model type that is not in ``IMAGE_FAMILIES``.
+        Raise ConfigError if the batch has positions, or if it has images but the model type is not in ``IMAGE_FAMILIES``.
         """
         images, text_data = None, data
         if IMAGE_INPUTS[0] in data and self.worker.model_config.model_type in IMAGE_FAMILIES:
@@ -194,7 +194,7 @@ class VllmGeneration(GenerationInterface):
 
     @property
     def temperature(self) -> float:
-        """Temperature of the log-probabilities."""
+        """Temperature used for the log-probabilities."""
         return sampling_config(self.worker.settings).temperature
 
     @property
@@ -217,7 +217,7 @@ class VllmGeneration(GenerationInterface):
 
 
 def images_of_rows(data: Mapping[str, Any]) -> list[dict[str, Tensor]]:
-    """Return the ``IMAGE_INPUTS`` per row of a batch, empty for text."""
+    """Return the ``IMAGE_INPUTS`` for each row in a batch, empty for text."""
     for name in IMAGE_INPUTS:
         if not isinstance(data.get(name), list):
             raise ConfigError(
@@ -228,7 +228,7 @@ def images_of_rows(data: Mapping[str, Any]) -> list[dict[str, Tensor]]:
 
 
 def engine_arguments(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments of ``vllm.LLM``: keys that are not in ``GenerationConfig``, and keys in ``vllm_cfg``."""
+    """Return the arguments for ``vllm.LLM``: keys that are not in ``GenerationConfig``, and keys in ``vllm_cfg``."""
     settings = {*GenerationConfig.__annotations__, "vllm_cfg"}
     flat = {name: value for name, value in config.items() if name not in settings}
     nested = dict(config.get("vllm_cfg") or {})
@@ -240,7 +240,7 @@ def engine_arguments(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def sampling_config(settings: Mapping[str, Any]) -> SamplingConfig:
-    """Check generation settings as ``HuggingFaceGeneration`` does; None and missing keys take the defaults."""
+    """Check generation settings as ``HuggingFaceGeneration`` does; None and missing keys use the defaults."""
     not_sampling = ("backend", "model_name")
     values = {key: value for key, value in settings.items() if value is not None and key not in not_sampling}
     if values.get("temperature") == 0:
@@ -251,7 +251,7 @@ def sampling_config(settings: Mapping[str, Any]) -> SamplingConfig:
 
 
 def sampling_arguments(settings: Mapping[str, Any], greedy: bool) -> dict[str, Any]:
-    """Convert generation settings into arguments of ``vllm.SamplingParams``."""
+    """Convert generation settings to arguments for ``vllm.SamplingParams``."""
     config = sampling_config(settings)
     greedy = greedy or not config.do_sample
     eos = config.eos_token_id

@@ -10,26 +10,26 @@ from torch.distributed.tensor import DTensor
 from rlinf.errors import RLinfError
 
 CHUNK_BYTES = 2**29
-"""Bytes of float32 gradients that are made before their 16-bit sources are freed."""
+"""Maximum bytes of 16-bit gradients that are converted to float32 at a time, before the 16-bit ones are freed."""
 
 
 class MasterAdamW(torch.optim.AdamW):
-    """AdamW (Loshchilov and Hutter 2019) that steps float32 masters of 16-bit parameters, and other parameters directly.
+    """AdamW (Loshchilov and Hutter 2019) that updates 16-bit parameters through float32 masters, and float32 parameters directly.
 
-    It uses the fused kernel of each device, CPUs included. Parameters may be on several devices; in a group, all or none are shards.
+    It uses fused kernels on all devices, including CPUs. Parameters may be on several devices; in a group, either all or none are shards.
 
     Args:
-        parameters: Parameters of the model, or groups of them, as ``torch.optim.AdamW`` takes them.
-        masters: Masters of a former optimiser, to be reused; a parameter without one gets a new one.
-        decoupled: False: weight decay is part of the gradient, as in Adam (Kingma and Ba 2015).
-        **settings: Arguments of ``torch.optim.AdamW`` except ``fused`` and ``foreach``.
+        parameters: The model's parameters, or parameter groups as for ``torch.optim.AdamW``.
+        masters: Masters from a previous optimiser to reuse; new ones are created for the remaining parameters.
+        decoupled: If False, add weight decay to the gradient, as in Adam (Kingma and Ba 2015).
+        **settings: Arguments for ``torch.optim.AdamW`` except ``fused`` and ``foreach``.
 
     Attributes:
-        parameters: The trained parameters of the model.
-        masters: The stepped tensors, in the same order: a float32 copy, or the parameter itself. Groups and state hold these.
+        parameters: The model's trained parameters.
+        masters: The updated tensors in the same order: a float32 copy or the parameter itself. Groups and state refer to these.
     """
 
-    # An RL step is mostly smaller than the rounding of a 16-bit weight: stepped directly, the weight would never change.
+    # RL updates are mostly smaller than 16-bit rounding, so a 16-bit weight updated directly would never change.
 
     def __init__(
         self,
@@ -52,7 +52,7 @@ class MasterAdamW(torch.optim.AdamW):
             group["decoupled_weight_decay"] = decoupled
 
     def check_trains(self, model: nn.Module) -> None:
-        """Raise RLinfError unless every trained parameter of a model is one of ``parameters``."""
+        """Raise RLinfError unless ``parameters`` include every trained parameter of a model."""
         trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
         missing = [name for name, parameter in trained.items() if parameter not in self._master_of]
         if missing:
@@ -62,7 +62,7 @@ class MasterAdamW(torch.optim.AdamW):
             )
 
     def master_of(self, parameter: nn.Parameter) -> nn.Parameter | None:
-        """Return the stepped tensor of a model parameter, None if it is not trained."""
+        """Return the master of a model parameter, or None if it is not trained."""
         return self._master_of.get(parameter)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -72,8 +72,8 @@ class MasterAdamW(torch.optim.AdamW):
 
     @torch.no_grad()
     def gather_gradients(self) -> None:
-        """Add the gradients of a backward pass to the masters' gradients, where sums are not rounded to 16 bits."""
-        # In chunks, so that 16-bit and float32 gradients of the entire model never exist together.
+        """Add a backward pass's gradients to the masters' gradients, where sums are not rounded to 16 bits."""
+        # Convert in chunks, so that 16-bit and float32 gradients of the entire model never exist at the same time.
         for chunk in _in_chunks([pair for pair in self._pairs if pair[0].grad is not None]):
             new = [pair for pair in chunk if pair[1].grad is None]
             known = [pair for pair in chunk if pair[1].grad is not None]
@@ -88,7 +88,7 @@ class MasterAdamW(torch.optim.AdamW):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:
-        """Step the masters by the gathered gradients, and round them to the parameters."""
+        """Update the masters with the gathered gradients, and copy them, rounded, to the parameters."""
         self.gather_gradients()
         super().step()
         if self._pairs:
@@ -98,7 +98,7 @@ class MasterAdamW(torch.optim.AdamW):
 
 
 def _in_chunks(pairs: list[tuple[nn.Parameter, nn.Parameter]]) -> Iterator[list[tuple[nn.Parameter, nn.Parameter]]]:
-    """Split parameters and masters into chunks whose float32 gradients take about ``CHUNK_BYTES``."""
+    """Split parameters and masters into chunks with about ``CHUNK_BYTES`` of float32 gradients."""
     chunk, size = [], 0
     for pair in pairs:
         chunk.append(pair)
@@ -111,8 +111,8 @@ def _in_chunks(pairs: list[tuple[nn.Parameter, nn.Parameter]]) -> Iterator[list[
 
 
 def _add(sums: list[Tensor], gradients: list[Tensor]) -> None:
-    """Add gradients in 16 bits to float32 ones."""
-    # On a GPU, `_foreach_add_` of two dtypes would start a kernel per tensor.
+    """Add 16-bit gradients to float32 sums."""
+    # On a GPU, `_foreach_add_` with mixed dtypes would launch one kernel per tensor.
     if sums[0].device.type != "cpu":
         casts = [torch.empty_like(tensor) for tensor in sums]
         torch._foreach_copy_(casts, gradients)

@@ -1,4 +1,4 @@
-"""The learning rate schedule of all trainers: a linear warm-up, then a decay."""
+"""The learning-rate schedule used by all trainers: a linear warm-up, followed by a decay."""
 
 import math
 from collections.abc import Callable
@@ -9,7 +9,7 @@ DECAYS: dict[str, Callable[[float], float]] = {
     "cosine": lambda progress: (1 + math.cos(math.pi * progress)) / 2,
     "linear": lambda progress: 1 - progress,
 }
-"""Fraction of the peak, by progress of the decay from 0 to 1; none: the rate is constant after the warm-up."""
+"""Functions from the decay's progress (0 to 1) to a fraction of the peak; with none, the rate is constant after the warm-up."""
 
 
 def learning_rate(
@@ -21,18 +21,18 @@ def learning_rate(
     decay_ratio: float | None = None,
     min_factor: float = 0.0,
 ) -> float:
-    """Return the learning rate of ``step`` (from 0): linear up to ``peak`` at the last warm-up step, then a decay.
+    """Return the learning rate for ``step`` (from 0): a linear increase to ``peak`` at the last warm-up step, then a decay.
 
     Args:
-        num_steps: Steps of the run; infinite: no decay.
-        warmup_steps: Number of warm-up steps, or a float up to 1.0: a fraction of ``num_steps``. At most ``num_steps``.
-        decay: Key of ``DECAYS``; None: none.
-        decay_ratio: Fraction of all steps, at the end, in which the rate decays; None: all steps after the warm-up.
-        min_factor: Lower bound of the decay, as a fraction of the peak.
+        num_steps: Number of steps in the run; if infinite, the rate does not decay.
+        warmup_steps: Number of warm-up steps, or a float up to 1.0 for a fraction of ``num_steps``. At most ``num_steps``.
+        decay: Key in ``DECAYS``; None for no decay.
+        decay_ratio: Fraction of steps at the end during which the rate decays; None decays in all steps after the warm-up.
+        min_factor: Final learning rate as a fraction of the peak.
     """
     is_fraction = isinstance(warmup_steps, float) and warmup_steps <= 1
     warmup = min(num_steps, round(warmup_steps * num_steps) if is_fraction else int(warmup_steps))
-    # `step + 1`: a first update with rate 0 would waste its batch.
+    # Use `step + 1`, because a first update with rate 0 would waste its batch.
     if step < warmup:
         return peak * (step + 1) / warmup
     first = warmup if decay_ratio is None else max(warmup, num_steps - round(decay_ratio * num_steps))

@@ -1,4 +1,4 @@
-"""The optimiser step of all trainers, for action policies and token policies."""
+"""The optimiser step that all trainers use, for action policies and token policies."""
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -18,11 +18,11 @@ MicroBatch = TypeVar("MicroBatch")
 
 
 class Totals(dict[str, float]):
-    """Metrics of a minibatch, summed over its micro-batches and ranks. Each micro-batch adds its fraction of a mean."""
+    """Metrics of a minibatch, summed over its micro-batches and ranks. Each micro-batch contributes its fraction of a mean."""
 
     def add(self, micro_batches: Sequence[Mapping[str, Tensor | float]], *extra: Tensor) -> list[float]:
-        """Add the metrics of micro-batches, in their order; return ``extra`` as floats."""
-        # One copy from the GPU for all of them: each copy waits until the GPU has finished.
+        """Add the micro-batches' metrics in order; return ``extra`` as floats."""
+        # Copy all values from the GPU at once, because each copy waits until the GPU has finished.
         values = iter(fetch([*(value for metrics in micro_batches for value in metrics.values()), *extra]))
         for metrics in micro_batches:
             for name in metrics:
@@ -30,12 +30,12 @@ class Totals(dict[str, float]):
         return list(values)
 
     def over_ranks(self, sum_values: Callable[[list[float]], list[float]] = sum_over_ranks) -> dict[str, float]:
-        """Return the sums over all ranks, which must have the same names (a collective call)."""
+        """Return the sums over all ranks, which must have the same metric names (a collective call)."""
         return dict(zip(self, sum_values(list(self.values())), strict=True))
 
 
 class _Norms(NamedTuple):
-    """The masters with gradients of each part, the norm of each part (0.0 without gradients), and the norm of all gradients."""
+    """Each part's masters with gradients, each part's gradient norm (0.0 without gradients), and the norm of all gradients."""
 
     parts: list[list[nn.Parameter]]
     norms: list[Tensor | float]
@@ -43,21 +43,21 @@ class _Norms(NamedTuple):
 
 
 class TrainStep:
-    """Accumulates gradients over micro-batches; checks, clips, schedules and steps. Every trainer uses one.
+    """Accumulates gradients over micro-batches, checks and clips them, sets the learning rate, and takes the optimiser step.
 
     Args:
-        max_grad_norm: The gradients of each part are scaled down to this norm; 0 turns clipping off.
-        warmup_steps: Steps over which the learning rates rise linearly to the optimiser's.
-        parts: Groups of masters, each clipped by its own norm; None: one part.
-        clips_together: Clip all parts by the norm of all gradients.
-        parallel: How the ranks hold the model; gradients are summed over them. None: the caller sums them.
-        norm_of: Returns the norm of a part's gradients over all ranks.
+        max_grad_norm: Norm to which each part's gradients are clipped; 0 disables clipping.
+        warmup_steps: Number of steps over which the learning rates increase linearly to the optimiser's.
+        parts: Groups of masters, each clipped by its own norm; None for a single part.
+        clips_together: Whether to clip all parts by the norm of all gradients.
+        parallel: How the model is distributed over ranks, which sums gradients over them; None if the caller sums them.
+        norm_of: Function that returns the norm of a part's gradients over all ranks.
 
     Attributes:
-        num_steps: Steps taken.
-        decay: Factor of the learning rates after the warm-up, which the trainer sets.
-        grad_norm: Norm of all gradients at the last ``apply``, before clipping.
-        part_norms: Norms of the parts' gradients at the last ``accumulate``.
+        num_steps: Number of steps taken.
+        decay: Factor applied to the learning rates after the warm-up, set by the trainer.
+        grad_norm: Norm of all gradients before clipping in the last ``apply``.
+        part_norms: Norms of each part's gradients in the last ``accumulate``.
     """
 
     def __init__(
@@ -78,12 +78,12 @@ class TrainStep:
         self.num_steps, self.decay = 0, 1.0
         self.grad_norm = 0.0
         self._peaks = [group["lr"] for group in optimizer.param_groups]
-        # `accumulate` measures the norms and `apply` uses them, so that both share one wait for the GPU.
+        # `accumulate` computes the norms that `apply` uses, so that both need only one wait for the GPU.
         self._measured: tuple[_Norms, list[float]] | None = None
         self.part_norms = [0.0] * len(self.parts)
 
     def set_learning_rate(self, rate: float) -> None:
-        """Set the learning rate of all parameters (after the warm-up)."""
+        """Set the learning rate for all parameters (after the warm-up)."""
         self._peaks = [rate] * len(self._peaks)
 
     def accumulate(
@@ -92,13 +92,13 @@ class TrainStep:
         loss_of: Callable[[MicroBatch], tuple[Tensor, Mapping[str, Tensor]]],
         frozen: Sequence[nn.Parameter] = (),
     ) -> Totals:
-        """Sum the gradients of a minibatch over micro-batches and ranks; return the metrics of this rank.
+        """Sum a minibatch's gradients over micro-batches and ranks; return this rank's metrics.
 
         Args:
-            micro_batches: Inputs of ``loss_of``; with a sharded model, the same number on every rank.
-            loss_of: Returns the micro-batch's fraction of the loss and of each metric: sums divided by counts of the entire minibatch,
-                so that the result does not depend on the numbers of micro-batches and ranks.
-            frozen: Masters without a step: their gradients are dropped at the end.
+            micro_batches: Inputs for ``loss_of``; with a sharded model, every rank needs the same number.
+            loss_of: Returns a micro-batch's fraction of the loss and of each metric: sums divided by the entire minibatch's counts, so
+                that the result does not depend on the number of micro-batches or ranks.
+            frozen: Masters that are not updated; their gradients are dropped at the end.
         """
         batch_metrics: list[Mapping[str, Tensor]] = []
         batches = list(micro_batches)
@@ -107,12 +107,12 @@ class TrainStep:
                 self.parallel.start_backward(is_last=number == len(batches))
             loss, metrics = loss_of(batch)
             loss.backward()
-            # After every micro-batch: sums of many 16-bit gradients would be rounded to 16 bits.
+            # Gather after every micro-batch, because sums of many 16-bit gradients would be rounded to 16 bits.
             self.optimizer.gather_gradients()
             batch_metrics.append(metrics)
         if self.parallel is not None:
             self.parallel.sum_gradients(self.optimizer.masters)
-        # Before the norms, which must not count them.
+        # Drop them before computing the norms, which must exclude them.
         for master in frozen:
             master.grad = None
         totals, norms = Totals(), self._norms()
@@ -124,16 +124,16 @@ class TrainStep:
         parts = [[p for p in part if p.grad is not None] for part in self.parts]
         norms = [self.norm_of(part) if part else 0.0 for part in parts]
         tensors = [norm for norm in norms if isinstance(norm, Tensor)]
-        # One part: its norm itself, because the root of its square would have different bits.
+        # With one part, use its norm directly, because the root of its square could differ by rounding.
         if len(parts) == 1 and tensors:
             return _Norms(parts, norms, tensors[0])
         squares = [norm.to(tensors[0].device) ** 2 for norm in tensors] or [torch.zeros(())]
         return _Norms(parts, norms, torch.stack(squares).sum().sqrt())
 
     def apply(self, loss: float) -> float:
-        """Clip the gradients and take the step; return ``grad_norm``.
+        """Clip the gradients, take the step, and return ``grad_norm``.
 
-        The gradients must not have changed since the last ``accumulate``, whose norms are used.
+        The gradients must not have changed since the last ``accumulate``, because its norms are used.
         Raise NonFiniteError, before anything changes, if ``loss`` or a gradient is NaN or infinite.
         """
         if self._measured is None:
@@ -153,7 +153,7 @@ class TrainStep:
     def step(self, moves: bool = True) -> None:
         """Take an unclipped step with the scheduled learning rates, and clear the gradients.
 
-        Without ``moves`` (no parameter has a gradient) the step is only counted.
+        If ``moves`` is False (no parameter has a gradient), only the step counter is incremented.
         """
         factor = self.decay * learning_rate(self.num_steps, math.inf, warmup_steps=self.warmup_steps)
         for group, peak in zip(self.optimizer.param_groups, self._peaks, strict=True):

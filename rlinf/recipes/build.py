@@ -39,9 +39,9 @@ from rlinf.seeding import derive_seed
 logger = logging.getLogger("rlinf")
 
 TEST_FRACTION = 0.1
-"""Default fraction of the rows held out for validation."""
+"""Fraction of the rows held out for validation by default."""
 LOSS_LEVELS = {"token-mean": "token", "seq-mean-token-mean": "sequence", "seq-mean-token-sum": "sequence_sum"}
-"""Names of ``loss_type`` in ``GRPOLossFn``."""
+"""Recipe values of ``loss_type`` and their names in ``GRPOLossFn``."""
 
 
 @dataclass
@@ -50,10 +50,10 @@ class RecipeData:
 
     Attributes:
         dataset: Training rows: a list, ``datasets.Dataset`` or ``datasets.IterableDataset``.
-        reward_fns: Rewards of GRPO; None: those of the configuration.
-        val_dataset: Validation rows; None: the first rows of ``dataset`` (``test_size``).
-        val_packer: Packer of the validation rows; None: ``packer``.
-        places: Placement of the rollout workers; None: the ranks generate.
+        reward_fns: Rewards for GRPO; None uses the rewards in the configuration.
+        val_dataset: Validation rows; None splits off the first rows of ``dataset`` (``test_size``).
+        val_packer: Packer for the validation rows; None uses ``packer``.
+        places: Placement of the rollout workers; None if the ranks themselves generate.
     """
 
     dataset: Any
@@ -65,7 +65,7 @@ class RecipeData:
 
 
 def load_processor(name: str) -> Any:
-    """Load the processor of a vision-language model, or the tokenizer of a language model."""
+    """Load a vision-language model's processor, or a language model's tokenizer."""
     model_config = load_config(name)
     if getattr(model_config, "vision_config", None) is not None:
         return load_vlm_processor(name, model_config)
@@ -76,14 +76,14 @@ def load_processor(name: str) -> Any:
 
 
 def longest_row(config: RecipeConfig) -> int:
-    """Return the maximum tokens of a row: ``policy.model_max_length``, limited by the positions of the model."""
+    """Return the maximum row length in tokens: ``policy.model_max_length``, capped at the number of positions the model supports."""
     policy = config.policy
     declared = num_positions(load_config(policy.model_name_or_path).get_text_config())
     return min(policy.model_max_length, declared or policy.model_max_length)
 
 
 def policy_settings(config: RecipeConfig, processor: Any) -> dict[str, Any]:
-    """Return the keyword arguments of ``HuggingFacePolicy``."""
+    """Return the keyword arguments for ``HuggingFacePolicy``."""
     train, policy, rollout = config.train, config.policy, config.rollout
     method = train.train_policy
     longest = longest_row(config)
@@ -118,7 +118,7 @@ def policy_settings(config: RecipeConfig, processor: Any) -> dict[str, Any]:
 
 
 def _sharding(config: RecipeConfig) -> dict[str, Any]:
-    """Return the sharding settings of the model: shards over ``dp_shard_size`` ranks, or a full copy per rank."""
+    """Return the model's sharding settings: sharded over ``dp_shard_size`` ranks, or one full copy per rank."""
     size = config.policy.parallelism.dp_shard_size
     if world_size() == 1:
         return {"sharding": "auto"}
@@ -128,14 +128,14 @@ def _sharding(config: RecipeConfig) -> dict[str, Any]:
 
 
 def batch_size(config: RecipeConfig) -> int:
-    """Return the rows of one step (completions, in GRPO) over all replicas."""
+    """Return the number of rows (in GRPO, completions) per step across all replicas."""
     parallelism = config.policy.parallelism
     replicas = parallelism.n_init_replicas * parallelism.dp_replicate_size
     return config.train.train_batch_per_replica * replicas
 
 
 def describe_data(config: RecipeConfig, trainer: TokenTrainer) -> dict[str, Any]:
-    """Return the settings that determine the rows of a step, which a resumed run must repeat."""
+    """Return the settings that determine which rows each step reads; a resumed run must use the same values."""
     method = config.train.train_policy
     dataset = method.dataset
     return {
@@ -151,14 +151,14 @@ def describe_data(config: RecipeConfig, trainer: TokenTrainer) -> dict[str, Any]
 
 
 def describe_model(policy: HuggingFacePolicy) -> dict[str, Any]:
-    """Return the digest of the initial model, and the end tokens of its completions (a collective call)."""
+    """Return the initial model's digest and the end tokens for completions (a collective call)."""
     name, settings = policy.model_name, cast(Any, policy.model).generation_config
     digest = on_rank_zero(lambda: weights_digest(name), f"read {name}")
     return {"policy.model_name_or_path": digest, "end_tokens": settings.eos_token_id}
 
 
 def make_uploads(config: RecipeConfig) -> list[Upload]:
-    """Return the uploads of a run (made on one rank). Raise ConfigError if their credentials do not work."""
+    """Return the run's uploads (performed by one rank). Raise ConfigError if their credentials do not work."""
     ckpt = config.train.ckpt
     uploads: list[Upload] = []
     if ckpt.upload_hf:
@@ -171,16 +171,16 @@ def make_uploads(config: RecipeConfig) -> list[Upload]:
 def make_trainer(
     config: RecipeConfig, policy: HuggingFacePolicy, processor: Any, data: RecipeData, stack: ExitStack
 ) -> TokenTrainer:
-    """Return the trainer of a recipe; raise ConfigError for too little data, a bad row, or settings that do not fit."""
+    """Build the recipe's trainer. Raise ConfigError for too little data, a bad row, or incompatible settings."""
     longest = longest_row(config)
     if longest < config.policy.model_max_length:
         requested = config.policy.model_max_length
-        logger.warning("policy.model_max_length=%d exceeds the model's positions; using %d tokens", requested, longest)
+        logger.warning("policy.model_max_length=%d exceeds the model's limit; using %d tokens", requested, longest)
     config = replace(config, policy=replace(config.policy, model_max_length=longest))
     packers = [data.packer] if data.val_packer is None else [data.packer, data.val_packer]
     for packer in packers:
         packer.setup(config, processor)
-        # The model's generation config may have more end tokens than the processor.
+        # The model's generation config may list more end tokens than the processor.
         if isinstance(packer, ChatPacker):
             packer.end_tokens = end_tokens(policy.model, processor)
     trainer = getattr(_Maker(config, policy, processor, data, stack), config.train.train_policy.type)()
@@ -199,7 +199,7 @@ class _Maker:
     stack: ExitStack
 
     def sft(self) -> SFTTrainer:
-        """Make the supervised fine-tuning trainer."""
+        """Build the supervised fine-tuning trainer."""
         config, method = self.config, self.config.train.train_policy
         train_rows, val_rows = self._split()
         rows = self._packed(train_rows, self.data.packer.sample)
@@ -225,7 +225,7 @@ class _Maker:
         )
 
     def dpo(self) -> DPOTrainer:
-        """Make the direct preference optimisation trainer."""
+        """Build the direct preference optimisation trainer."""
         method = self.config.train.train_policy
         train_rows, val_rows = self._split()
         rows = self._packed(train_rows, self.data.packer.pair)
@@ -242,7 +242,7 @@ class _Maker:
         )
 
     def grpo(self) -> GRPOTrainer:
-        """Make the trainer of GRPO and its variants."""
+        """Build the trainer for GRPO and its variants."""
         method, size = self.config.train.train_policy, self.config.rollout.n_generation
         train_rows, val_rows = self._split()
         rows = self._packed(train_rows, self.data.packer.prompt)
@@ -278,7 +278,7 @@ class _Maker:
         return self.data.val_packer or self.data.packer
 
     def _split(self) -> tuple[Any, Rows | None]:
-        """Return the training rows and the validation rows (None: no validation)."""
+        """Return the training rows, and the validation rows or None without validation."""
         data = self.data
         if not self.config.validation.enable:
             return data.dataset, None
@@ -337,7 +337,7 @@ class _Maker:
         )
 
     def _generator(self, tokenizer: Any) -> Generator:
-        """Return the generator of ``rollout.backend``; torch if vLLM is missing or does not support the model's inputs."""
+        """Return the generator for ``rollout.backend``, falling back to torch if vLLM is missing or does not support the model's inputs."""
         places, engine = self.data.places, _engine(self.config, self.policy, self.data.places)
         if places is not None:
             return make_generator(self.config, self.policy, tokenizer, engine, places)
@@ -347,7 +347,7 @@ class _Maker:
 def _engine(
     config: RecipeConfig, policy: HuggingFacePolicy, places: RolloutWorkerPlaces | None
 ) -> dict[str, Any] | None:
-    """Return the settings of the vLLM engine, or None if torch generates."""
+    """Return the vLLM engine's settings, or None to generate in torch."""
     rollout = config.rollout
     if not rollout.backend.startswith("vllm"):
         return None
@@ -375,7 +375,7 @@ def _engine(
 
 
 def split_rows(config: RecipeConfig, rows: Rows) -> tuple[Rows | None, Rows]:
-    """Split off the validation rows, by ``test_size``; return them and the training rows."""
+    """Split off ``test_size`` validation rows; return them and the training rows."""
     size = config.train.train_policy.dataset.test_size
     return rows.split_off(TEST_FRACTION if size is None else size)
 
@@ -385,5 +385,5 @@ def _as_rows(dataset: Any) -> Rows:
 
 
 def is_streamed(dataset: Any) -> bool:
-    """Return whether a dataset is streamed, i.e. has no length."""
+    """Return whether a dataset is streamed, that is, has no known length."""
     return not isinstance(dataset, Rows) and not hasattr(dataset, "__len__")

@@ -1,4 +1,4 @@
-"""Check combinations of a recipe's keys, and keys without support, before data and model are read."""
+"""Check a recipe for conflicting and unsupported keys before loading the data and the model."""
 
 import re
 
@@ -10,20 +10,20 @@ from rlinf.tracking.config import check_wandb
 NOT_DONE: dict[str, tuple[tuple, str]] = {
     "train.fp8.enable_fp8": ((False,), "training in 8 bits is not available"),
     "train.async_tp_enabled": ((False,), "there is no tensor parallelism in training"),
-    "train.train_policy.use_remote_reward": ((False,), "rewards are functions of this process"),
-    "train.train_policy.positive_nll_coef": ((None,), "the loss has no likelihood term"),
-    "train.train_policy.unbiased_loss_max_tokens": ((None,), "completions are normalised by their own lengths"),
-    "train.train_policy.aipo_rho": ((None,), "no completion is older than the weights"),
+    "train.train_policy.use_remote_reward": ((False,), "rewards are functions called in the training process"),
+    "train.train_policy.positive_nll_coef": ((None,), "the loss has no negative log-likelihood term"),
+    "train.train_policy.unbiased_loss_max_tokens": ((None,), "each completion's loss is normalised by its own length"),
+    "train.train_policy.aipo_rho": ((None,), "completions are always generated with the current weights"),
     "train.fsdp_reduce_dtype": (("float32",), "gradients are summed in float32"),
     "policy.parallelism.tp_size": ((1,), "training shards weights by FSDP only; raise policy.parallelism.dp_shard_size instead"),
     "policy.parallelism.cp_size": ((1,), "training has no context parallelism"),
     "policy.parallelism.ep_size": ((1,), "training has no expert parallelism"),
     "policy.parallelism.pp_size": ((1,), "training has no pipeline parallelism"),
-    "policy.model_revision": ((None, ""), "a model is read at its newest revision; download a different revision and set its folder"),
+    "policy.model_revision": ((None, ""), "only the latest revision is loaded; to use an older one, download it and set its folder"),
     "policy.enable_liger_kernel": ((False,), "Liger kernels are not used"),
-    "policy.trainable_map": ((None,), "all weights are trained, or adapters (policy.lora)"),
-    "policy.lora.use_rslora": ((False,), "the scale is lora_alpha / r"),
-    "policy.lora.modules_to_save": ((None,), "only adapters are trained"),
+    "policy.trainable_map": ((None,), "training updates either all weights or only adapters (policy.lora)"),
+    "policy.lora.use_rslora": ((False,), "the adapter scale is always lora_alpha / r"),
+    "policy.lora.modules_to_save": ((None,), "LoRA trains only the adapters"),
     "policy.lora.init_lora_weights": ((True,), "adapters are initialised to have no effect"),
     "rollout.parallelism.cp_size": ((1,), "engines have no context parallelism"),
     "rollout.parallelism.ep_size": ((1,), "engines have no expert parallelism"),
@@ -34,15 +34,15 @@ NOT_DONE: dict[str, tuple[tuple, str]] = {
     "rollout.mode": (("sync",), "training waits for its completions"),
     "rollout.quantization": (("none", "mxfp4"), "rollouts use the trained weights"),
     "validation.temperature": ((0.0,), "validation is greedy"),
-    "validation.repetition_penalty": ((1.0,), "validation is greedy, on unmodified logits"),
+    "validation.repetition_penalty": ((1.0,), "validation decodes greedily from unmodified logits"),
     "validation.n_generation": ((1,), "validation generates one completion per prompt"),
     "profiler.enable_nsys": ((False,), "this profiler is not available"),
 }  # fmt: skip
-"""Accepted keys, their supported values, and the reason why different values are rejected."""
+"""Accepted keys with their supported values, and the reason why all remaining values are rejected."""
 
-_SAMPLED = "completions are sampled from the full distribution, which is scored and trained"
-_GREEDY = "validation is greedy"
-_ON_POLICY = "every batch is generated with the newest weights"
+_SAMPLED = "completions are sampled from the full distribution, because the loss is computed on it"
+_GREEDY = "validation decodes greedily"
+_ON_POLICY = "every batch is generated with the current weights"
 
 WITHOUT_EFFECT: dict[str, tuple[tuple, str]] = {
     "policy.parallelism.cp_rotate_method": ((), "there is no context parallelism"),
@@ -53,22 +53,22 @@ WITHOUT_EFFECT: dict[str, tuple[tuple, str]] = {
     "rollout.parallelism.pp_micro_batch_size": ((1,), "there is no pipeline parallelism"),
     "redis": (("",), "no redis server is needed"),
     "eth_ips": (("",), "the launcher sets the addresses"),
-    "train.deterministic": ((False,), "on a CPU, runs are bit-equal in both cases"),
+    "train.deterministic": ((False,), "runs are bit-for-bit reproducible on CPUs with either value"),
     "train.optm_impl": (("fused",), "the fused optimiser is used where available"),
-    "train.master_dtype": (("float32",), "the optimiser updates float32 weights"),
+    "train.master_dtype": (("float32",), "the optimiser always updates float32 master weights"),
     "train.transfer_dtype": ((None,), "weights are sent to the rollout in train.param_dtype"),
-    "train.fsdp_reshard_after_forward": (("default", "always"), "each layer is resharded after its forward pass"),
+    "train.fsdp_reshard_after_forward": (("default", "always"), "every layer is resharded after its forward pass"),
     "train.sync_weight_interval": ((1,), _ON_POLICY),
     "train.fp8.fp8_recipe": ((), "training in 8 bits is not available"),
     "train.fp8.quant_recipe": ((), "training in 8 bits is not available"),
     "train.train_policy.dataloader_prefetch_factor": ((None, 1), "one batch is prefetched"),
-    "train.train_policy.min_filter_prefix_tokens": ((None,), "common prefixes of completions are trained"),
+    "train.train_policy.min_filter_prefix_tokens": ((None,), "shared prefixes are also trained"),
     "train.train_policy.on_policy": ((True,), _ON_POLICY),
     "train.train_policy.allowed_outdated_steps": ((0,), _ON_POLICY),
     "train.train_policy.no_outdated_rollout": ((True,), _ON_POLICY),
     "rollout.quantization": (("none",), "mxfp4 weights are loaded in train.param_dtype"),
     "rollout.seed": ((None,), "train.seed is used"),
-    "rollout.include_stop_str_in_output": ((False,), "completions are trained as tokens, not as text"),
+    "rollout.include_stop_str_in_output": ((False,), "training uses the generated tokens, not the text"),
     "rollout.vllm_use_flashinfer": ((False,), "the engine chooses its kernels"),
     "rollout.sampling_config.use_flashinfer": ((False,), "the engine chooses its kernels"),
     "rollout.sampling_config.top_k": ((-1, None), _SAMPLED),
@@ -78,11 +78,11 @@ WITHOUT_EFFECT: dict[str, tuple[tuple, str]] = {
     "validation.top_p": ((1.0, None), _GREEDY),
     "logging.report_mfu": ((True,), "MFU is always logged on GPUs"),
 }
-"""Ignored keys, their neutral values, and the reason printed for different values."""
+"""Ignored keys with the values that need no notice, and the reason printed for all remaining values."""
 
 
 def check_recipe(config: RecipeConfig) -> None:
-    """Raise ConfigError if keys of a recipe contradict each other or a required key is empty."""
+    """Raise ConfigError if a recipe has contradictory keys or leaves a required key empty."""
     _check_train(config)
     _check_ckpt(config)
     _check_batch(config)
@@ -104,13 +104,13 @@ def _check_train(config: RecipeConfig) -> None:
     warmup = train.optm_warmup_steps
     if isinstance(warmup, float) and warmup > 1:
         key = "train.optm_warmup_steps"
-        raise ConfigError(f"{key} is {warmup}; required: steps, or a fraction up to 1.0. Set {key}={round(warmup)}")
+        raise ConfigError(f"{key} is {warmup}; required: a count, or a fraction up to 1.0. Set {key}={round(warmup)}")
     if method.dataset.streaming and train.max_num_steps is None:
         raise ConfigError("A stream (dataset.streaming=true) has no known length. Set train.max_num_steps=<steps>")
     unknown = [name for name in config.logging.logger if name.lower() not in LOGGERS]
     if unknown:
         raise ConfigError(
-            f"logging.logger has '{unknown[0]}'; required: {', '.join(LOGGERS)}. Set logging.logger=[wandb]"
+            f"logging.logger contains '{unknown[0]}'; required: {', '.join(LOGGERS)}. Set logging.logger=[wandb]"
         )
     if "wandb" in map(str.lower, config.logging.logger):
         check_wandb("logging.project_name", config.logging.project_name)
@@ -118,7 +118,7 @@ def _check_train(config: RecipeConfig) -> None:
     if lora is not None and isinstance(lora.target_modules, str):
         names = ",".join(re.findall(r"\w*[^\W_]\w*", lora.target_modules)) or "q_proj,v_proj"
         raise ConfigError(
-            f"policy.lora.target_modules is '{lora.target_modules}'; required: names. Set 'policy.lora.target_modules=[{names}]'"
+            f"policy.lora.target_modules is '{lora.target_modules}'; required: a list of names. Set 'policy.lora.target_modules=[{names}]'"
         )
     if lora is not None and lora.lora_dropout > 0 and method.type != "sft":
         raise ConfigError(
@@ -139,7 +139,7 @@ def _check_ckpt(config: RecipeConfig) -> None:
 
 
 def _check_batch(config: RecipeConfig) -> None:
-    """Raise ConfigError if a batch does not divide over ranks and groups."""
+    """Raise ConfigError if a batch does not divide evenly over ranks and groups."""
     shards, batch = config.policy.parallelism.dp_shard_size, config.train.train_batch_per_replica
     if shards == 0:
         raise ConfigError("dp_shard_size is 0; required: at least 1, or -1. Set policy.parallelism.dp_shard_size=1")
@@ -147,7 +147,7 @@ def _check_batch(config: RecipeConfig) -> None:
     unit = per_row * max(1, shards)
     if batch % unit:
         parts = f"policy.parallelism.dp_shard_size={shards} ranks" + (
-            f" of complete groups of rollout.n_generation={per_row}" if per_row > 1 else ""
+            f" in complete groups of rollout.n_generation={per_row}" if per_row > 1 else ""
         )
         fits, key = max(1, batch // unit) * unit, "train.train_batch_per_replica"
         raise ConfigError(
@@ -169,17 +169,17 @@ def _check_rollout(config: RecipeConfig) -> None:
     longest = min(rollout.max_response_length, config.policy.model_max_length)
     if method.overlong_reward.enable_overlong_penalty or "overlong" in method.reward_function:
         if (buffer or 0) > longest:
-            raise ConfigError(f"{key} is {buffer}, but completions have at most {longest} tokens. Set {key}=null")
+            raise ConfigError(f"{key} is {buffer}, but completions are at most {longest} tokens long. Set {key}=null")
     sampling = rollout.sampling_config.temperature
     if sampling not in (None, method.temperature):
         raise ConfigError(
             f"rollout.sampling_config.temperature={sampling}, but train.train_policy.temperature={method.temperature}; required: equal "
-            f"values, because the loss compares their log-probabilities. Set rollout.sampling_config.temperature={method.temperature}"
+            f"values, because the loss compares the log-probabilities. Set rollout.sampling_config.temperature={method.temperature}"
         )
 
 
 def _check_cluster(config: RecipeConfig) -> None:
-    """Raise ConfigError if rollout workers are requested where they cannot run."""
+    """Raise ConfigError if rollout workers are requested but cannot run."""
     cluster, method = config.cluster, config.train.train_policy.type
     settings = {"cluster.placement": (cluster.placement, "disaggregated"), "cluster.start": (cluster.start, "ray")}
     requests = [f"{key}={value}" for key, (value, requesting) in settings.items() if value == requesting]

@@ -19,13 +19,13 @@ from rlinf.recipes.token_trainer import Validation, rank_slice
 
 
 class Generator(Protocol):
-    """Generator of completions (see ``rlinf.recipes.rollouts``)."""
+    """Interface of the completion generators in ``rlinf.recipes.rollouts`` and ``rlinf.recipes.rollout_workers``."""
 
     def generate(self, batches: Sequence[BatchedDataDict], greedy: bool) -> Iterator[BatchedDataDict]:
-        """Yield the output of ``PolicyInterface.generate`` per batch, inside ``ready``; all ranks call it equally often."""
+        """Yield the output of ``PolicyInterface.generate`` for each batch. Call it inside ``ready``, equally often on all ranks."""
 
     def ready(self) -> AbstractContextManager[None]:
-        """Return a context in which the current weights generate (a collective call)."""
+        """Return a context in which ``generate`` uses the current weights (a collective call)."""
 
     def close(self) -> None:
         """Release engines and rollout workers."""
@@ -33,15 +33,15 @@ class Generator(Protocol):
 
 @dataclass
 class Completion:
-    """Completion of a prompt, with its reward.
+    """A completion of a prompt, with its reward.
 
     Attributes:
         tokens: Generated tokens, including the end token.
-        logprobs: Their log-probabilities, as reported by the generator.
-        text: The completion without special tokens.
-        reward, parts: Weighted sum, and unweighted rewards by name.
-        is_truncated: The maximum length was reached without an end token.
-        advantage: Reward relative to the group.
+        logprobs: Log-probabilities of the tokens, as reported by the generator.
+        text: The completion's text without special tokens.
+        reward, parts: Weighted sum of the rewards, and the unweighted rewards by name.
+        is_truncated: Whether the completion reached the maximum length without an end token.
+        advantage: Reward relative to the completion's group.
     """
 
     prompt: Prompt
@@ -55,7 +55,7 @@ class Completion:
 
     def sample(self) -> Sample:
         """Return prompt and completion as a training row."""
-        # The generated ids, not the text: tokenizing the text again may give different tokens.
+        # Use the generated ids, because tokenizing the text again may yield different tokens.
         prompt = self.prompt.input_ids
         mask = [False] * len(prompt) + [True] * len(self.tokens)
         return Sample(prompt + self.tokens, mask, self.prompt.model_inputs)
@@ -64,7 +64,7 @@ class Completion:
         """Return the completion as JSON values, except for image previews, which are bytes."""
         previews = {"images": self.prompt.previews} if self.prompt.previews else {}
         runs = [list(run) for _, run in groupby(self.prompt.input_ids)]
-        # A run of four or more equal tokens is an image placeholder, of which one token is printed.
+        # Four or more equal tokens in a row are an image placeholder; print only one of them.
         shown = [token for run in runs for token in (run[:1] if len(run) > 3 else run)]
         return {
             "prompt": tokenizer.decode(shown),
@@ -78,7 +78,7 @@ class Completion:
 
 
 class Completer:
-    """Generates completions in batches of ``batch_size`` rows, and scores them."""
+    """Generates completions in batches of ``batch_size`` rows and scores them with the rewards."""
 
     def __init__(
         self,
@@ -94,7 +94,7 @@ class Completer:
         self.batch_size, self.max_new_tokens, self.end_tokens = batch_size, max_new_tokens, set(end_tokens)
 
     def complete(self, prompts: Sequence[Prompt], seeds: Sequence[int] | None = None) -> list[Completion]:
-        """Return a completion per prompt, sampled with ``seeds`` (None: greedy). Call it inside ``ready``."""
+        """Return one completion per prompt, sampled with ``seeds`` or, if None, decoded greedily. Call it inside ``ready``."""
         slices = [slice(start, start + self.batch_size) for start in range(0, len(prompts), self.batch_size)]
         batches = [collate(prompts[rows]) for rows in slices]
         if seeds is not None:
@@ -103,7 +103,7 @@ class Completer:
         completions: list[Completion] = []
         outputs = self.generator.generate(batches, greedy=seeds is None)
         for rows, output in zip(slices, outputs, strict=True):
-            # Each batch is progress: the deadline of the rollout starts anew.
+            # Each finished batch is progress, so restart the rollout deadline.
             heartbeat()
             mask = response_mask(output)
             for row, prompt in enumerate(prompts[rows]):
@@ -118,9 +118,9 @@ class Completer:
 
 
 def completion_metrics(completions: Sequence[Completion], section: str) -> dict[str, float]:
-    """Return means over the completions of all ranks, named ``<section>/...`` (a collective call)."""
+    """Return means over the completions on all ranks as metrics ``<section>/...`` (a collective call)."""
     local = [(item.reward, len(item.tokens), item.is_truncated, item.parts) for item in completions]
-    # Gathered in rank order and summed in float64, so that the means do not depend on the number of ranks.
+    # Gather in rank order and sum in float64, so that the means do not depend on the number of ranks.
     gathered = [item for part in gather_objects(local) for item in part]
     rewards = torch.tensor([item[0] for item in gathered], dtype=torch.float64)
     lengths = torch.tensor([item[1] for item in gathered], dtype=torch.float64)
@@ -137,13 +137,13 @@ def completion_metrics(completions: Sequence[Completion], section: str) -> dict[
 
 
 class CompletionValidation:
-    """Validation by the rewards of one greedy completion per prompt."""
+    """Validates with the mean reward of one greedy completion per prompt."""
 
     def __init__(self, completer: Completer, prompts: Sequence[Prompt]) -> None:
         self.completer, self.prompts = completer, prompts
 
     def __call__(self, step: int) -> Validation:
-        """Return the mean reward and all completions (a collective call)."""
+        """Generate and score all completions, and return them with their mean reward (a collective call)."""
         rows = rank_slice(len(self.prompts))
         with self.completer.generator.ready():
             completions = self.completer.complete(self.prompts[rows])

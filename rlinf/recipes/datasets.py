@@ -1,4 +1,4 @@
-"""Rows of a dataset from the hub, a folder or a file, in an order that depends only on the seed."""
+"""Load dataset rows from the hub, a folder or a file, and read them in an order that depends only on the seed."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ Packed = TypeVar("Packed")
 
 SECTION = "train.train_policy.dataset"
 MAKERS = {"arithmetic": "scripts/make_arithmetic_data.py", "shapes": "scripts/make_shapes_vqa.py"}
-"""Scripts that write the datasets of the packaged recipes, by output folder."""
+"""Scripts that generate the packaged recipes' datasets, by output folder."""
 READERS = (*KINDS, ".parquet")
 """Supported file suffixes."""
 CHECK_SECONDS = 30.0
@@ -39,12 +39,12 @@ _SAVED = ("dataset_info.json", "dataset_dict.json")
 
 @dataclass
 class Rows:
-    """Contiguous part of a dataset with random access.
+    """Contiguous range of a dataset with random access.
 
     Attributes:
-        start, stop: Row range within ``data``; a stop of None is the end.
-        offset: Row number of the first item of ``data``, for messages.
-        section: Recipe section of the dataset, for messages.
+        start, stop: Range of rows within ``data``; a stop of None means the end.
+        offset: Row number of ``data``'s first item within the dataset, for messages.
+        section: Recipe section that configures the dataset, for messages.
     """
 
     data: Any
@@ -71,14 +71,14 @@ class Rows:
         return dict(row)
 
     def number(self, index: int) -> int:
-        """Return the row number within the dataset, from 0."""
+        """Return an item's row number within the dataset, counted from 0."""
         return self.offset + self.start + index
 
     def split_off(self, size: int | float | None) -> tuple[Rows | None, Rows]:
-        """Return validation and training rows; ``size`` of the former is a count (int), a fraction (float), or None."""
+        """Split into validation and training rows; ``size`` is the number (int) or fraction (float) of validation rows, or None."""
         count = math.ceil(size * len(self)) if isinstance(size, float) else int(size or 0)
         if count < 0 or count >= len(self):
-            raise ConfigError(f"{SECTION}.test_size={size} takes {count} of the {len(self)} rows of {self.source}; at least one must "
+            raise ConfigError(f"{SECTION}.test_size={size} takes {count} of the {len(self)} rows of {self.source}, but at least one must "
                               f"remain for training. Set {SECTION}.test_size={max(1, len(self) // 10)}")  # fmt: skip
         if not count:
             return None, self
@@ -97,11 +97,11 @@ def load_rows(
     """Load rows with the ``datasets`` library; return ``Rows``, or a ``datasets.IterableDataset`` if ``streaming``.
 
     Args:
-        name: File (csv, json, jsonl, parquet), folder of ``save_to_disk``, folder of such files or of images, or ``owner/name``
+        name: File (csv, json, jsonl, parquet), folder written by ``save_to_disk``, folder of such files or of images, or ``owner/name``
             on the hub. A mirror in ``$COSMOS_CACHE/datasets/<owner>/<name>`` takes precedence over the hub.
-        split: Split, or splits to concatenate. A file has only the split ``train``.
-        subset: Configuration of the dataset, or subfolder of a mirror; empty: the default.
-        section: Recipe section of the dataset, for messages.
+        split: Split, or list of splits to concatenate. A file has only the split ``train``.
+        subset: Name of the dataset's configuration, or subfolder of a mirror; empty for the default.
+        section: Recipe section that configures the dataset, for messages.
     """
     library = _import_datasets()
     splits = [split] if isinstance(split, str) else list(split)
@@ -115,7 +115,7 @@ def load_rows(
     reason = hub_fault() if local_folder(name) is None else None
     try:
         parts = [_load_split(library, name, split_name, subset, revision, streaming) for split_name in splits]
-        # Decoding is left to the packers, which report a broken image with its row number.
+        # Leave decoding to the packers, which report a broken image with its row number.
         for part in parts:
             if getattr(part, "features", None) is not None:
                 part.info.features = library.Features(_undecoded(part.features))
@@ -126,7 +126,7 @@ def load_rows(
     except TextFileError:
         raise
     except (OSError, ValueError, StopIteration, library.exceptions.DatasetsError) as error:
-        cause = error.__cause__ or str(error) or "It has no rows; required: one or more."
+        cause = error.__cause__ or str(error) or "It has no rows."
         cause = f"it is not in the cache, and {reason}." if reason else cause
         message = f"{place} cannot be read: {cause} Set {section}.name, {section}.subset or {section}.split"
         raise ConfigError(message) from error
@@ -134,13 +134,13 @@ def load_rows(
 
 
 def describe(name: str, split: str | Sequence[str], subset: str = "") -> str:
-    """Return the dataset's name and split for messages."""
+    """Return a text with the dataset's name and split, for messages."""
     splits = split if isinstance(split, str) else "+".join(split)
     return f"'{name}' ({subset + ', ' if subset else ''}split {splits})"
 
 
 def local_folder(name: str) -> Path | None:
-    """Return the local folder of a dataset, of its file, or of its mirror in ``$COSMOS_CACHE``; None: not on this machine."""
+    """Return the local folder with the dataset, its file or its ``$COSMOS_CACHE`` mirror, or None if it is not on this machine."""
     path = Path(name).expanduser()
     if path.is_file():
         return path.parent
@@ -151,7 +151,7 @@ def local_folder(name: str) -> Path | None:
 
 
 def cosmos_cache() -> Path:
-    """Return the root folder of mirrored datasets and their videos."""
+    """Return the root folder for mirrored datasets and their videos."""
     return Path(os.environ.get("COSMOS_CACHE") or "~/.cache/cosmos").expanduser()
 
 
@@ -160,19 +160,19 @@ def _import_datasets() -> Any:
         import datasets
     except ImportError as error:
         raise MissingDependencyError(
-            "Recipes need the package datasets. Run pip install -e '.[recipes]' in the clone of rlinf"
+            "Recipes need the datasets package. Run pip install -e '.[recipes]' in the clone of rlinf"
         ) from error
     return datasets
 
 
 def made_by(name: str) -> str:
-    """Return the command that generates a dataset of a packaged recipe; empty for different datasets."""
+    """Return the command that generates a packaged recipe's dataset, or an empty string for all remaining datasets."""
     folder = next(iter(Path(name).parts), "")
     return f"python {MAKERS[folder]} {folder}" if folder in MAKERS else ""
 
 
 def check_place(name: str, section: str) -> None:
-    """Raise ConfigError for an unsupported file type or a missing path; names that may be on the hub pass."""
+    """Raise ConfigError for an unsupported file type or a missing path, but accept names that may be on the hub."""
     path = Path(name).expanduser()
     if path.is_file() and path.suffix not in READERS:
         known = ", ".join(sorted(READERS))
@@ -185,7 +185,7 @@ def check_place(name: str, section: str) -> None:
 def _load_split(library: Any, name: str, split: str, subset: str, revision: str | None, streaming: bool) -> Any:
     """Load a split as a dataset, or as a list of rows for JSON and CSV files, which declare no types."""
     path, folder = Path(name).expanduser(), local_folder(name)
-    # Plain files have the single split train; a slice such as test[:100] is applied to it.
+    # Plain files have only the split train, so apply a slice such as test[:100] to it.
     part = f"train{split[len(split.partition('[')[0]) :]}"
     paths = [path] if path.is_file() else _mirrored_files(folder, subset, split)
     if paths and paths[0].suffix not in KINDS:
@@ -203,7 +203,7 @@ def _load_split(library: Any, name: str, split: str, subset: str, revision: str 
     source = {"path": str(folder or name), "name": subset or None, "revision": None if folder else revision}
     builder = library.load_dataset_builder(**source)
     is_declared = builder.info.features is not None or getattr(builder.config, "field", None) is not None
-    # Without declared features the library guesses types from the first rows and fails at later ones, so read the files here.
+    # Without declared features, the library infers types from the first rows and fails on later ones, so read the files directly.
     by_split = {str(key): list(value) for key, value in (builder.config.data_files or {}).items()}
     if builder.name in ("csv", "json") and not is_declared:
         return _undeclared(library, by_split, getattr(builder.config, "sep", "json"), split, streaming)
@@ -214,7 +214,7 @@ def _load_split(library: Any, name: str, split: str, subset: str, revision: str 
 
 
 def _undeclared(library: Any, files: Mapping[str, Sequence[Any]], kind: str, split: str, streaming: bool) -> Any:
-    """Read a split, or a slice such as ``train[:100]``, of untyped ``files`` by split; raise ValueError if it is missing."""
+    """Read a split, or a slice such as ``train[:100]``, from untyped ``files`` by split; raise ValueError if it is missing."""
     if streaming and split in files:
         source = {"files": [str(file) for file in files[split]], "kind": kind}
         return library.IterableDataset.from_generator(stream_rows, gen_kwargs=source)
@@ -228,7 +228,7 @@ def _undeclared(library: Any, files: Mapping[str, Sequence[Any]], kind: str, spl
 
 
 def _mirrored_files(folder: Path | None, subset: str, split: str) -> list[Path]:
-    """Return the files of a split in a mirror without a dataset card: ``<subset>/*<split>*.json``."""
+    """Return a split's files ``<subset>/*<split>*.json`` in a mirror without a dataset card."""
     if folder is None or not subset or (folder / "README.md").exists():
         return []
     files = sorted(path for path in (folder / subset).glob(f"*{split}*") if path.suffix in READERS)
@@ -247,10 +247,10 @@ def _undecoded(features: Any) -> Any:
 
 @dataclass
 class PackedRows(Generic[Packed]):
-    """Packed rows by optimiser step. The rows of a step depend only on seed and step, so a resumed run reads the same rows.
+    """Packed rows for each optimiser step. They depend only on the seed and the step, so a resumed run reads the same rows.
 
-    ``pack`` converts a row to a sample, pair or prompt, or raises BadRowError; ``seed`` shuffles each epoch (None: dataset order);
-    ``skip_bad_rows`` replaces a bad row by the next good one; ``in_memory`` caches packed rows.
+    ``pack`` converts a row to a sample, pair or prompt, or raises BadRowError. ``seed`` shuffles each epoch; None keeps dataset order.
+    ``skip_bad_rows`` replaces each bad row with the next good one. ``in_memory`` caches packed rows.
     """
 
     rows: Rows
@@ -266,12 +266,12 @@ class PackedRows(Generic[Packed]):
 
     @property
     def num_skipped(self) -> int:
-        """Bad rows found by this process."""
+        """Number of bad rows found by this process."""
         return len(self._bad)
 
     def check(self, seconds: float = CHECK_SECONDS) -> int:
-        """Pack rows in dataset order for at most ``seconds``, and return their number; raise BadRowError for a bad row."""
-        # Limited by time: packing a complete dataset would delay the start.
+        """Pack rows in dataset order for at most ``seconds`` and return how many were packed; raise BadRowError for a bad row."""
+        # Limit the time, because packing a complete dataset would delay the start.
         end, number, num_truncated, num_equal = time.monotonic() + seconds, 0, 0, 0
         for number in range(len(self)):
             is_truncated, is_equal = truncated_and_equal(self._pack_or_mark(number))
@@ -293,27 +293,27 @@ class PackedRows(Generic[Packed]):
         return number + 1
 
     def numbers(self, step: int, batch_size: int) -> np.ndarray:
-        """Return the row numbers of a step, int64 ``[batch_size]``; a batch may span two epochs."""
+        """Return the row numbers for a step, int64 ``[batch_size]``; a batch may span two epochs."""
         if self.seed is None:
             return np.arange(step * batch_size, (step + 1) * batch_size) % len(self)
         return shuffled_rows(len(self), step, batch_size, self.seed)
 
     def batch(self, step: int, batch_size: int, rank: int = 0, num_ranks: int = 1) -> list[Packed]:
-        """Return this rank's rows of a step (from 0); ranks read equal, consecutive parts."""
+        """Return this rank's rows for a step, counted from 0; ranks read consecutive parts of equal size."""
         return [self[int(number)] for number in rank_items(self.numbers(step, batch_size), rank, num_ranks)]
 
     def __getitem__(self, index: int) -> Packed:
-        """Return a row by number, or the next good one."""
+        """Return the packed row with this number, or the next good one."""
         if not 0 <= index < len(self):
             raise IndexError(index)
         return self._good(index)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return an empty state: the step number determines the rows."""
+        """Return an empty state, because the step number alone determines the rows."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Do nothing; see ``state_dict``."""
+        """Do nothing, because the state is empty (see ``state_dict``)."""
 
     def _good(self, index: int) -> Packed:
         for offset in range(len(self)):
@@ -360,14 +360,14 @@ def rank_items(items: Any, rank: int, num_ranks: int) -> Any:
 
 
 class StreamedRows(Generic[Packed]):
-    """Packed rows of a streamed dataset, for consecutive steps; see ``PackedRows`` for ``pack``, ``seed`` and ``skip_bad_rows``.
+    """Packed rows from a streamed dataset, for consecutive steps; see ``PackedRows`` for ``pack``, ``seed`` and ``skip_bad_rows``.
 
-    Rows are shuffled within blocks, by seed, epoch and block: a larger block mixes better and takes more memory. Every rank reads
-    all rows and packs its part. ``state_dict`` stores the start of the current block, which a resumed run reads again.
+    Rows are shuffled within blocks, seeded by seed, epoch and block. Larger blocks mix rows better but need more memory. Every rank
+    reads all rows and packs its part. ``state_dict`` stores the start of the current block, which a resumed run reads again.
 
     Attributes:
-        digest: On several ranks, hash of all opened blocks: their sizes, and the tokens of their first, middle and last rows. Equal
-            on ranks with equal rows; 48 bits, so that a float64 represents it exactly.
+        digest: On several ranks, a hash of all blocks opened so far: their sizes and the tokens of their first, middle and last rows. It is
+            equal on ranks with equal rows, and has 48 bits so that a float64 represents it exactly.
     """
 
     def __init__(
@@ -393,16 +393,16 @@ class StreamedRows(Generic[Packed]):
 
     @property
     def num_skipped(self) -> int:
-        """Bad rows found by this process."""
+        """Number of bad rows found by this process."""
         return self._num_skipped + (self._block.num_skipped if self._block else 0)
 
     @property
     def num_read(self) -> int:
-        """Rows of the current epoch read so far."""
+        """Number of rows read so far in the current epoch."""
         return self._state["block"] * self.block_rows + (len(self._block) if self._block else 0)
 
     def check(self, seconds: float = CHECK_SECONDS) -> int:
-        """Pack rows of the first block; see ``PackedRows.check``."""
+        """Pack rows from the first block; see ``PackedRows.check``."""
         self._open_block()
         return self._block.check(seconds)
 
@@ -410,7 +410,7 @@ class StreamedRows(Generic[Packed]):
         """See ``PackedRows.batch``; steps must be consecutive."""
         if step != self._state["step"]:
             raise ConfigError(f"Step {step} of {self.source} was requested, but it is at step {self._state['step']}.")
-        # All ranks advance through the complete batch, so that their streams stay in step.
+        # Advance through the complete batch on every rank, so that the streams stay in sync.
         chosen = set(rank_items(range(batch_size), rank, num_ranks))
         packed = []
         for number in range(batch_size):
@@ -421,11 +421,11 @@ class StreamedRows(Generic[Packed]):
         return packed
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position of the stream."""
+        """Return the stream's position."""
         return dict(self._state)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Resume at the position of ``state_dict``, with the same rows in the same order."""
+        """Resume from the position in ``state_dict``, with the same rows in the same order."""
         self._state, self._iterator, self._block = dict(state), None, None
 
     def _next(self) -> tuple[PackedRows[Packed], int]:
@@ -435,7 +435,7 @@ class StreamedRows(Generic[Packed]):
             self._state["position"] = 0
             self._num_skipped += self._block.num_skipped
             self._block = None
-            # Before the next block is read, so that a resumed stream starts at this block.
+            # Update the state before reading the next block, so that a resumed stream starts at this block.
             self._state["data"] = self._data.state_dict()
             self._open_block()
         self._state["position"] += 1

@@ -1,4 +1,4 @@
-"""Direct preference optimisation of language and vision-language models."""
+"""Direct preference optimisation for language and vision-language models."""
 
 from typing import Any
 
@@ -18,9 +18,9 @@ Pair = tuple[Sample, Sample]
 
 
 class DPOTrainer(TokenTrainer):
-    """Trainer for preferences between two completions (``DPOLossFn``).
+    """Trainer on preferences between two completions (``DPOLossFn``).
 
-    The initial weights are the reference; ``batch_size`` counts pairs of one step over all ranks.
+    The initial weights are the reference policy; ``batch_size`` is the number of pairs per step across all ranks.
     """
 
     phase = "rl"
@@ -40,7 +40,7 @@ class DPOTrainer(TokenTrainer):
         self.batch_size, self.validation_rows = batch_size, validation_rows
         self.validation_batch_size = validation_batch_size or batch_size
         self._loss = loss
-        # Computed now: a checkpoint that is loaded later replaces the initial weights, which are the reference.
+        # Score now with the initial weights, which are the reference, because loading a checkpoint later replaces them.
         self._references = self._score(rows)
         self._validation_references = [] if validation_rows is None else self._score(validation_rows)
 
@@ -64,7 +64,7 @@ class DPOTrainer(TokenTrainer):
         return TokenUpdate(metrics["loss"], named, num_tokens, 2 * self.batch_size, shown)
 
     def validate(self, step: int) -> Validation | None:
-        """Return loss and preference accuracy on the validation pairs."""
+        """Return the loss and preference accuracy on the validation pairs."""
         if self.validation_rows is None:
             return None
         rows = self.validation_rows
@@ -81,7 +81,7 @@ class DPOTrainer(TokenTrainer):
                 weighted = values.double() * self._loss.counts(batch).samples
                 totals = weighted if not len(totals) else totals + weighted
         names = ["loss", *sorted(_METRICS)]
-        # A rank without rows must still take part in the sum.
+        # The sum is collective, so a rank without rows must still take part.
         sums = totals.tolist() if len(totals) else [0.0] * len(names)
         means = [total / len(rows) for total in sum_over_ranks(sums)]
         metrics = dict(zip(names, means, strict=True))
@@ -95,14 +95,14 @@ class DPOTrainer(TokenTrainer):
         return batch
 
     def _score(self, rows: PackedRows[Pair]) -> list[Tensor]:
-        """Return the log-probabilities ``[S]`` of all samples, chosen and rejected alternating, on every rank."""
+        """Return the log-probabilities ``[S]`` of all samples, alternating chosen and rejected, on every rank."""
         local_rows, local = rank_slice(len(rows)), []
         with self.policy.parallel.gathered():
             for start in range(local_rows.start, local_rows.stop, self.batch_size):
                 numbers = range(start, min(start + self.batch_size, local_rows.stop))
                 samples = [sample for number in numbers for sample in rows[number]]
                 scores = self.policy.get_logprobs(collate(samples))["logprobs"].cpu()
-                # A clone, because a view would retain the padded batch in memory.
+                # Clone, because a view would hold the padded batch in memory.
                 local += [row[: len(sample.input_ids)].clone() for row, sample in zip(scores, samples, strict=True)]
         return [logprobs for part in gather_objects(local) for logprobs in part]
 

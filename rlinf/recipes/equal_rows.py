@@ -1,4 +1,4 @@
-"""Check that a dataset script passes the same rows to all ranks, which divide them."""
+"""Check that a dataset script passes the same rows on every rank; the trainer then divides them among the ranks."""
 
 from typing import Any
 
@@ -15,8 +15,8 @@ FIX = "A script must pass all rows on every rank; the trainer divides them"
 def check_equal_rows(rows: Any) -> None:
     """Raise ConfigError on every rank if the rows differ between ranks (a collective call).
 
-    Compares the number of rows and the first, middle and last row; of a stream, the first block. If one rank cannot pack a row, all
-    ranks raise its error.
+    The check compares the number of rows and the first, middle and last row; for a stream, in the first block. If one rank cannot pack a
+    row, all ranks raise its error.
     """
     if isinstance(rows, StreamedRows):
         with deadline("start"):
@@ -28,11 +28,11 @@ def check_equal_rows(rows: Any) -> None:
     error: Exception | None = None
     try:
         packed = {row: tokens_of(rows[row]) for row in (0, len(rows) // 2, len(rows) - 1)}
-    except Exception as raised:  # noqa: BLE001 - the other ranks wait for this one whatever a packer raises
+    except Exception as raised:  # noqa: BLE001 - the other ranks wait for this one, no matter what a packer raises
         error = raised
     with deadline("start"):
         gathered = gather_objects((len(rows), packed, None if error is None else portable(error, rank())))
-    # A rank raises its local error, which has the traceback, before a copy from a different rank.
+    # Prefer the local error, which has the traceback, over a copy from a different rank.
     for rank_error in (error, *(remote for *_, remote in gathered)):
         if rank_error is not None:
             raise rank_error
@@ -48,10 +48,10 @@ def check_equal_rows(rows: Any) -> None:
 
 
 def check_equal_stream(rows: Any) -> None:
-    """Raise ConfigError on every rank if a stream has read different blocks so far (a collective call); other rows pass."""
+    """Raise ConfigError on every rank if ranks have read different blocks of a stream (a collective call); accept rows without a stream."""
     if not isinstance(rows, StreamedRows) or world_size() == 1:
         return
-    # One reduction of (x, -x) gives maximum and minimum.
+    # Reducing (x, -x) once yields both the maximum and the minimum.
     largest, negative_smallest = maximum(rows.digest, -rows.digest)
     if largest != -negative_smallest:
-        raise ConfigError(f"The stream of {rows.source} differs between ranks in its rows up to {rows.num_read}. {FIX}")
+        raise ConfigError(f"The stream of {rows.source} differs between ranks in its first {rows.num_read} rows. {FIX}")

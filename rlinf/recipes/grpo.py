@@ -1,4 +1,4 @@
-"""Group relative policy optimisation (GRPO) with rewards that are functions of the completion."""
+"""Group relative policy optimisation (GRPO) with reward functions of the completion."""
 
 import logging
 import time
@@ -26,22 +26,22 @@ from rlinf.seeding import derive_seed
 logger = logging.getLogger("rlinf")
 
 EPSILON = 1e-6
-"""Added to the std of a group."""
+"""Constant added to a group's std before dividing by it."""
 FLAT_STEPS = 3
-"""Consecutive steps in which every group has equal rewards, after which the run warns."""
+"""Number of consecutive steps with equal rewards in every group after which the run warns."""
 MAX_ADVANTAGE = 5.0
-"""Clipping bound of scaled advantages; unscaled ones have the unit of the reward."""
+"""Clipping bound for scaled advantages; unscaled ones are in units of the reward and are not clipped."""
 
 
 @dataclass(frozen=True)
 class Groups:
-    """Grouping of completions, and the updates on them.
+    """Settings for grouping completions and for the updates on them.
 
     Attributes:
-        size: Completions per prompt.
-        advantage: A key of ``ADVANTAGES``.
-        num_updates: Optimiser steps per batch of completions.
-        max_resamples: Maximum replacements of a group with equal rewards.
+        size: Number of completions per prompt.
+        advantage: Key in ``ADVANTAGES``.
+        num_updates: Number of optimiser steps per batch of completions.
+        max_resamples: Maximum number of times a group with equal rewards is replaced.
     """
 
     size: int
@@ -54,7 +54,7 @@ class Groups:
 class GRPOTrainer(TokenTrainer):
     """Trainer on groups of completions per prompt, with advantages relative to the group (Shao et al. 2024, section 4.1).
 
-    ``batch_size`` counts the completions of one step over all ranks.
+    ``batch_size`` is the number of completions per step across all ranks.
     """
 
     phase = "rl"
@@ -90,7 +90,7 @@ class GRPOTrainer(TokenTrainer):
         with deadline("rollout"):
             with self.completer.generator.ready():
                 groups, num_replaced = self._collect(step)
-            # Inside the rollout deadline: a rank whose rollout worker is replaced may be late by that much.
+            # Wait inside the rollout deadline, because a rank may be late while its rollout worker is being replaced.
             barrier()
         deadlines.clock.add_rollout(time.monotonic() - start)
         completions = [completion for group in groups for completion in group]
@@ -103,27 +103,27 @@ class GRPOTrainer(TokenTrainer):
         named["rollout/zero_variance_group_fraction"] = flat[0] * self.groups.size / self.batch_size
         named["rollout/replaced_groups"] = flat[1]
         self._warn_of_flat_steps(named)
-        # Of the first update only: later ones have changed the weights that generated.
+        # Use only the first update, because later ones no longer have the weights that generated the completions.
         for name in ("logprob_gap_mean", "logprob_gap_exp_mean"):
             named[f"rollout/{name}"] = updates[0][name]
         for name in ("loss", "grad_norm", "policy_loss", "approx_kl", "clip_fraction", "kl_to_reference", "entropy"):
             if name in metrics:
                 named[f"train/{name}"] = metrics[name]
         named |= {name: value for name, value in metrics.items() if name.startswith("memory/")}
-        # Reward instead of loss on the console: advantages sum to about zero in each group, and so does the loss.
+        # Print the reward instead of the loss, which is always near zero because the advantages in each group sum to about zero.
         shown = {"Reward": named["rollout/reward_mean"], "Length": named["rollout/completion_length_mean"]}
         num_truncated = round(named["rollout/truncated_fraction"] * self.batch_size)
         shown |= {f"Truncated completions of {self.batch_size}": num_truncated} if num_truncated else {}
         return TokenUpdate(metrics["loss"], named, num_tokens, self.batch_size, shown)
 
     def _warn_of_flat_steps(self, metrics: dict[str, Any]) -> None:
-        """Warn after every ``FLAT_STEPS`` consecutive steps in which all groups have equal rewards."""
+        """Warn after every ``FLAT_STEPS`` consecutive steps in which every group has equal rewards."""
         self._flat_steps = self._flat_steps + 1 if metrics["rollout/zero_variance_group_fraction"] == 1 else 0
         if self._flat_steps and self._flat_steps % FLAT_STEPS == 0 and rank() == 0:
             logger.warning(
-                "The rewards of every group were equal for %d steps, so nothing was learned "
+                "Within every group, all rewards were equal for %d steps, so nothing was learned "
                 "(rollout/zero_variance_group_fraction is 1, rollout/reward_mean %.4g). Look at the completions in the report, check the "
-                "reward function, or set train.train_policy.temperature or rollout.n_generation higher",
+                "reward function, or increase train.train_policy.temperature or rollout.n_generation",
                 self._flat_steps, metrics["rollout/reward_mean"],
             )  # fmt: skip
 
@@ -132,7 +132,7 @@ class GRPOTrainer(TokenTrainer):
         return None if self.completion_validation is None else self.completion_validation(step)
 
     def _collect(self, step: int) -> tuple[list[list[Completion]], int]:
-        """Generate the groups of this rank with their advantages; also return the number of replacements."""
+        """Generate this rank's groups with their advantages; also return the number of replaced groups."""
         num_groups = self.batch_size // self.groups.size // world_size()
         prompts = self.rows.batch(step, num_groups * world_size(), rank(), world_size())
         numbers = range(rank() * num_groups, (rank() + 1) * num_groups)
@@ -140,7 +140,7 @@ class GRPOTrainer(TokenTrainer):
         num_replaced = 0
         for attempt in range(1, 1 + self.groups.max_resamples):
             flat = [number for number, group in groups.items() if _is_flat(group)]
-            # Generation is collective: a rank without flat groups takes part while any rank has some.
+            # Generation is collective, so a rank without flat groups takes part as long as any rank has some.
             if not any_rank(bool(flat)):
                 break
             num_replaced += len(flat)
@@ -156,8 +156,8 @@ class GRPOTrainer(TokenTrainer):
 
     def _groups(self, step: int, attempt: int, prompts: dict[int, Prompt]) -> dict[int, list[Completion]]:
         repeated = [prompt for prompt in prompts.values() for _ in range(self.groups.size)]
-        # Seeds depend on step, group and place in the group, not on ranks, so that any number of ranks samples the same tokens.
-        # The label is part of the seed: a different label changes every run.
+        # Seeds depend on the step, the group and the index within it, so that any number of ranks samples the same tokens. The label is
+        # part of the seed, so changing it would change every run.
         seeds = [
             derive_seed(self.groups.seed, "answer", step, attempt, number, place)
             for number in prompts
@@ -168,7 +168,7 @@ class GRPOTrainer(TokenTrainer):
         return {number: completions[i * size : (i + 1) * size] for i, number in enumerate(prompts)}
 
     def _replacement(self, step: int, attempt: int, number: int, prompt: Prompt) -> Prompt:
-        """Return a random prompt of the dataset; for a stream, which has no random access, the same prompt."""
+        """Return a random prompt from the dataset, or the same prompt for a stream, which has no random access."""
         if isinstance(self.rows, StreamedRows):
             return prompt
         random = np.random.default_rng(derive_seed(self.groups.seed, "replacement", step, attempt, number))
@@ -182,7 +182,7 @@ class GRPOTrainer(TokenTrainer):
             start = len(completion.prompt.input_ids)
             generated[row, start : start + len(completion.tokens)] = torch.tensor(completion.logprobs)
         batch["generation_logprobs"] = generated
-        # With a single update the current log-probabilities are the old ones, so the extra pass is skipped.
+        # With a single update, the current log-probabilities are the old ones, so skip the additional pass.
         if self.groups.num_updates > 1:
             batch["old_logprobs"] = self.policy.get_logprobs(batch)["logprobs"]
         if self._loss.needs_reference:
@@ -195,20 +195,20 @@ def _is_flat(group: Sequence[Completion]) -> bool:
 
 
 def scaled_advantages(rewards: Tensor) -> Tensor:
-    """Return ``(r - mean) / (std + 1e-6)`` of a group ``[G]``, with the population std (Shao et al. 2024, section 4.1.2)."""
+    """Return ``(r - mean) / (std + 1e-6)`` for a group ``[G]``, with the population std (Shao et al. 2024, section 4.1.2)."""
     scaled = (rewards - rewards.mean()) / (rewards.std(correction=0) + EPSILON)
     return scaled.clamp(-MAX_ADVANTAGE, MAX_ADVANTAGE)
 
 
 def unscaled_advantages(rewards: Tensor) -> Tensor:
-    """Return ``r - mean`` of a group ``[G]``, without the bias towards prompts of low reward std (Liu et al. 2025, section 3.1)."""
+    """Return ``r - mean`` for a group ``[G]``, without the bias towards prompts with low reward std (Liu et al. 2025, section 3.1)."""
     return rewards - rewards.mean()
 
 
 def leave_one_out_advantages(rewards: Tensor) -> Tensor:
-    """Return ``r`` minus the mean of the remaining group ``[G]`` (RLOO, Ahmadian et al. 2024, eq. 7)."""
+    """Return each ``r`` minus the mean of the remaining rewards in the group ``[G]`` (RLOO, Ahmadian et al. 2024, eq. 7)."""
     return (rewards - rewards.mean()) * len(rewards) / max(1, len(rewards) - 1)
 
 
 ADVANTAGES = {"scaled": scaled_advantages, "unscaled": unscaled_advantages, "leave_one_out": leave_one_out_advantages}
-"""Advantage functions of a group's rewards ``[G]``."""
+"""Functions by name that compute advantages from a group's rewards ``[G]``."""

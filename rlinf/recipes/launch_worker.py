@@ -1,6 +1,6 @@
-"""Entry point of dataset scripts: ``launch_worker(dataset=..., data_packer=..., reward_fns=...)``.
+"""Entry point for dataset scripts: ``launch_worker(dataset=..., data_packer=..., reward_fns=...)``.
 
-``rlinf launch`` sets the recipe and runs the script as ``__main__`` on every rank; the call then trains.
+``rlinf launch`` sets the recipe and runs the script as ``__main__`` on every rank; the script's call to ``launch_worker`` trains.
 """
 
 import importlib.util
@@ -22,12 +22,12 @@ from rlinf.recipes.rollout_workers import RolloutWorkerPlaces
 from rlinf.recipes.run import run
 
 SCRIPTS = Path("tools") / "dataset"
-"""Folder of the packaged dataset scripts below ``packaged_recipes()``."""
+"""Folder with the packaged dataset scripts, relative to ``packaged_recipes()``."""
 
 
 @dataclass
 class _Launch:
-    """The current recipe, its rollout workers' placement, and the run's folder once ``launch_worker`` has returned."""
+    """The current recipe, the placement of its rollout workers, and the run folder once ``launch_worker`` has returned."""
 
     config: RecipeConfig
     places: RolloutWorkerPlaces | None = None
@@ -44,24 +44,24 @@ def launch_worker(
     val_dataset: Callable[[RecipeConfig], Any] | Any = None,
     val_data_packer: Packer | None = None,
 ) -> Path:
-    """Train the recipe of ``rlinf launch`` with a script's data and rewards, and return the run's folder. Every rank calls it.
+    """Train the recipe passed to ``rlinf launch`` with a script's data and rewards, and return the run folder. Call it on every rank.
 
-    Raise ConfigError outside ``rlinf launch``, or if settings and data do not fit.
+    Raise ConfigError outside ``rlinf launch``, or if settings and data are incompatible.
 
     Args:
-        dataset: Rows (list of dicts, ``Rows``, ``datasets.Dataset`` or ``IterableDataset``), or a function from the recipe to rows.
-            None: ``train.train_policy.dataset``.
-        data_packer: Tokenizes rows. None: ``PromptPacker`` for GRPO, else ``ChatPacker``.
+        dataset: Rows (list of dicts, ``Rows``, ``datasets.Dataset`` or ``IterableDataset``), or a function that returns rows for a
+            recipe. None uses ``train.train_policy.dataset``.
+        data_packer: Tokenizes rows. None uses ``PromptPacker`` for GRPO, otherwise ``ChatPacker``.
         reward_fns: Rewards that replace ``train.train_policy.reward_function``; see ``make_rewards``.
-        val_dataset, val_data_packer: The same for validation. None: ``validation.dataset`` if named, else the first rows of
-            ``dataset``; and ``data_packer``.
+        val_dataset: Validation rows. None uses ``validation.dataset`` if it has a name, otherwise the first rows of ``dataset``.
+        val_data_packer: Tokenizes validation rows. None uses ``data_packer``.
     """
     if _launch is None:
         script = sys.argv[0] or "<script>"
         raise ConfigError(f"launch_worker has no recipe. Run rlinf launch --config <recipe> {script}")
     config, method = _launch.config, _launch.config.train.train_policy
     if method.type == "grpo":
-        # Only for its checks, before the slow loading of data and model.
+        # Call it only for its checks, before the slow loading of data and model.
         make_rewards(reward_fns or method.reward_function)
     if config.validation.reward_function:
         make_rewards(config.validation.reward_function, setting="validation.reward_function")
@@ -80,7 +80,7 @@ def launch_worker(
 
 
 def rows_of(dataset: DatasetConfig, section: str = SECTION) -> Any:
-    """Load the rows of a recipe's dataset section; see ``load_rows``."""
+    """Load the rows configured in a recipe's dataset section; see ``load_rows``."""
     return load_rows(dataset.name, dataset.split, dataset.subset, dataset.revision or None, dataset.streaming, section)
 
 
@@ -89,10 +89,10 @@ def _made(dataset: Any, config: RecipeConfig) -> Any:
 
 
 def find_script(name: str) -> Path:
-    """Return the file of a dataset script; raise ConfigError if it is missing.
+    """Return the path of a dataset script; raise ConfigError if it is missing.
 
-    ``name`` is a path or a dotted name, which may end in ``.py``. It is looked up below the working directory, then in the packaged
-    scripts (``tools.dataset.dummy_sft``, with or without a package prefix), then in installed modules.
+    ``name`` is a path or a dotted name, which may end in ``.py``. It is looked up in the working directory, then among the packaged
+    scripts (``tools.dataset.dummy_sft``, with or without a package prefix), and finally among installed modules.
     """
     folder, path = packaged_recipes(), Path(name).expanduser()
     stem = name.removesuffix(".py")
@@ -107,7 +107,7 @@ def find_script(name: str) -> Path:
             return candidate
     if parts and all(part.isidentifier() for part in parts):
         with suppress(ModuleNotFoundError):
-            # find_spec imports the parent packages, hence last.
+            # Try find_spec last, because it imports the parent packages.
             spec = importlib.util.find_spec(stem)
             if spec is not None and spec.origin and spec.origin.endswith(".py"):
                 return Path(spec.origin)
@@ -116,20 +116,20 @@ def find_script(name: str) -> Path:
 
 
 def train(config: RecipeConfig, script: Path | None = None, places: RolloutWorkerPlaces | None = None) -> Path:
-    """Train a recipe on this rank, with the data of ``script`` or of the recipe, and return the run's folder."""
+    """Train a recipe on this rank, with data from ``script`` or the recipe, and return the run folder."""
     with _launched(config, places) as launched:
         if script is None:
             return launch_worker()
         with _first_on_path(script.absolute().parent):
             runpy.run_path(str(script), run_name="__main__")
     if launched.folder is None:
-        raise ConfigError(f"{script} ended without a call of launch_worker. Call it under if __name__ == '__main__'")
+        raise ConfigError(f"{script} ended without calling launch_worker. Call it under if __name__ == '__main__'")
     return launched.folder
 
 
 @contextmanager
 def _launched(config: RecipeConfig, places: RolloutWorkerPlaces | None) -> Iterator[_Launch]:
-    """Set the recipe of ``launch_worker`` inside the context."""
+    """Set the recipe that ``launch_worker`` uses inside the context."""
     global _launch
     _launch = _Launch(config, places)
     try:

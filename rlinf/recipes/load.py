@@ -23,7 +23,7 @@ from rlinf.recipes.checks import NOT_DONE, WITHOUT_EFFECT, check_recipe
 from rlinf.recipes.config import RecipeConfig
 
 SUFFIXES = (".toml", ".yaml")
-"""Hydra does not read ``.yml``."""
+"""Supported file suffixes; Hydra does not read ``.yml``."""
 GRPO_KEYS = ("temperature", "epsilon_low", "epsilon_high", "kl_beta", "use_remote_reward")
 """Keys that imply GRPO if ``train.train_policy.type`` is missing."""
 
@@ -32,7 +32,7 @@ ALIASES = {
     "train.validation_step": "validation.freq",
     "train.validation_batch_per_replica": "validation.batch_size",
 }
-"""Keys of released recipes, and their current names."""
+"""Keys in published recipes, and their current names."""
 
 OLDER = {
     "dataset_name": "train.train_policy.dataset.name",
@@ -47,11 +47,11 @@ OLDER = {
     "fps": "custom.fps in your dataset script",
     "max_pixels": "custom.max_pixels in your dataset script",
 }
-"""Keys of older releases, in any section, and their current names."""
+"""Keys from older releases, in any section, and their current names."""
 
 
 def packaged_recipes() -> Path:
-    """Return the folder of packaged recipes and scripts: ``examples/reasoning``, or in a wheel ``rlinf/reasoning``."""
+    """Return the folder with the packaged recipes and scripts: ``examples/reasoning``, or ``rlinf/reasoning`` in a wheel."""
     package = Path(rlinf.__file__).parent
     installed = package / "reasoning"
     return installed if installed.is_dir() else package.parent / "examples" / "reasoning"
@@ -63,9 +63,9 @@ def recipe_names() -> list[str]:
 
 
 def find_recipe(name: str) -> Path:
-    """Return the file of a recipe; raise ConfigError if it is missing, or neither TOML nor YAML.
+    """Return a recipe's path; raise ConfigError if it is missing, or neither TOML nor YAML.
 
-    ``name`` is a path below the working directory or else below ``packaged_recipes()``, or one of ``recipe_names()``.
+    ``name`` is one of ``recipe_names()``, or a path relative to the working directory or, failing that, ``packaged_recipes()``.
     """
     folder, path = packaged_recipes(), Path(name).expanduser()
     files = [file for file in (path, folder / name) if file.is_file()]
@@ -97,7 +97,7 @@ def read_recipe(path: Path) -> dict[str, Any]:
 
 
 def load_recipe(name: str, overrides: Sequence[str] = ()) -> tuple[RecipeConfig, list[str]]:
-    """Load and check a recipe with overrides; also return a line for each key that was renamed or has no effect.
+    """Load and check a recipe with overrides; also return one notice per key that was renamed or has no effect.
 
     Raise ConfigError if a key is unknown or outdated, a value is rejected, or two keys contradict each other.
     """
@@ -110,14 +110,14 @@ def load_recipe(name: str, overrides: Sequence[str] = ()) -> tuple[RecipeConfig,
 
 
 def with_overrides(mapping: dict[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
-    """Apply ``key=value`` overrides to a mapping in place, and return it; raise ConfigError for a key below a value."""
+    """Apply ``key=value`` overrides to a mapping in place and return it; raise ConfigError for a key nested under a plain value."""
     for key, value in values_of(overrides).items():
         _put(mapping, key, value)
     return mapping
 
 
 def translate(mapping: dict[str, Any]) -> list[str]:
-    """Rename the keys of ``ALIASES``, infer the method, remove keys without effect, and return a line for each.
+    """Rename keys in ``ALIASES``, infer the method, remove keys without effect, and return one notice per change.
 
     Raise ConfigError for a value that only an older release accepted, or that is unsupported (``NOT_DONE``).
     """
@@ -125,7 +125,7 @@ def translate(mapping: dict[str, Any]) -> list[str]:
     for old, new in ALIASES.items():
         if (section := _holder(mapping, old)) is not None:
             value = section.pop(_name(old))
-            # An explicit new key wins over its old name.
+            # If both are set, the new key takes precedence over its old name.
             if _holder(mapping, new) is None:
                 _put(mapping, new, value)
             notices.append(f"{old} is read as {new}")
@@ -138,7 +138,7 @@ def translate(mapping: dict[str, Any]) -> list[str]:
 
 
 def _without_dead_keys(mapping: dict[str, Any]) -> list[str]:
-    """Remove keys without a field in ``RecipeConfig``, and return a line for each non-neutral value."""
+    """Remove keys without a field in ``RecipeConfig``, and return one notice per value that would have had an effect."""
     known = dict(keys_of(RecipeConfig))
     for key, (supported, reason) in NOT_DONE.items():
         if (section := _holder(mapping, key)) is not None:
@@ -156,7 +156,7 @@ def _without_dead_keys(mapping: dict[str, Any]) -> list[str]:
             value = section.pop(_name(key))
             if value not in neutral:
                 notices.append(f"{key}={override_text(value)} has no effect: {reason}")
-    # RecipeConfig has no section fp8, so an empty one would be unknown.
+    # RecipeConfig has no section fp8, so even an empty one would be reported as unknown.
     if (train := _holder(mapping, "train.fp8")) is not None and not train["fp8"]:
         del train["fp8"]
     return notices
@@ -170,14 +170,14 @@ def reject_unknown(mapping: Mapping[str, Any]) -> None:
         if dotted in known:
             continue
         if name in OLDER:
-            raise ConfigError(f"There is no key '{dotted}': it was renamed. Use {OLDER[name]}")
+            raise ConfigError(f"The key '{dotted}' was renamed. Use {OLDER[name]}")
         places = sorted(path for path in known if _name(path) == name)
         if places and len(places) <= 3:
             raise ConfigError(f"There is no key '{dotted}'. Did you mean {' or '.join(places)}?")
 
 
 def keys_of(cls: type, prefix: str = "") -> Iterator[tuple[str, dataclasses.Field]]:
-    """Yield dotted path and field of every key of a dataclass, including its sections."""
+    """Yield the dotted path and field of every key in a dataclass, including nested sections."""
     hints = typing.get_type_hints(cls)
     for name, field in public_fields(cls).items():
         yield prefix + name, field
@@ -187,13 +187,13 @@ def keys_of(cls: type, prefix: str = "") -> Iterator[tuple[str, dataclasses.Fiel
 
 
 def section_of(hint: Any) -> type | None:
-    """Return the dataclass of a section's type hint; None if the key is not a section."""
+    """Return the dataclass in a section's type hint, or None if the key is not a section."""
     kinds = typing.get_args(hint) or (hint,)
     return next((kind for kind in kinds if isinstance(kind, type) and dataclasses.is_dataclass(kind)), None)
 
 
 def _leaves(mapping: Mapping[str, Any], cls: type, prefix: str = "") -> Iterator[str]:
-    """Yield the dotted path of every given key, except below unknown or free-form keys."""
+    """Yield the dotted path of every given key, except for keys nested under unknown or free-form keys."""
     hints = typing.get_type_hints(cls)
     for key, value in mapping.items():
         yield f"{prefix}{key}"
@@ -207,7 +207,7 @@ def _name(dotted: str) -> str:
 
 
 def _holder(mapping: Any, dotted: str) -> dict[str, Any] | None:
-    """Return the section that contains a key; None if the key is not given."""
+    """Return the section that contains a key, or None if the key is not given."""
     *sections, key = dotted.split(".")
     for section in sections:
         mapping = mapping.get(section) if isinstance(mapping, dict) else None

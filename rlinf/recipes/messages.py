@@ -1,4 +1,4 @@
-"""Check the conversations of rows (messages, tool calls, tools, images, videos) and convert them to one form."""
+"""Check the conversations in dataset rows (messages, tool calls, tools, images, videos) and convert them to one format."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -9,49 +9,49 @@ from rlinf.recipes.samples import BadRowError
 
 ROLES = ("system", "user", "assistant", "tool", "developer")
 SHAREGPT_ROLES = {"human": "user", "gpt": "assistant"}
-"""Additional roles of messages with ``from`` and ``value``, as in ShareGPT files."""
+"""Additional roles in messages with ``from`` and ``value``, as in ShareGPT files."""
 LEARNED_IF = ("weight", "loss_weight", "loss", "train", "train_on_turn", "training", "trainable")
-"""Fields of an assistant message that state whether it is learned."""
+"""Fields that specify whether an assistant message is learned."""
 MEANINGFUL = frozenset(
     "audio channel function_call image images loss_mask loss_scale mask masked prefill prefix reasoning reasoning_content recipient "
     "rejection thinking thoughts train_detail video videos".split()
 )
-"""Fields that change the meaning of a message: the chat template renders them, or the row is rejected."""
+"""Fields that change a message's meaning, so the row is rejected unless the chat template renders them."""
 READ = {"role", "content", "tool_calls", "tool_call_id", "weight"}
-"""Fields of a message that are read here, or have no meaning unless the template renders them."""
+"""Message fields that are handled here, or can be ignored unless the template renders them."""
 SYSTEM_COLUMNS = ("system", "system_prompt", "system_message")
 UNREAD_COLUMNS = (
     "weight", "sample_weight", "loss_weight", "loss_mask", "train_on_turn", "history", "functions", "chat_template_kwargs", "input",
 )  # fmt: skip
 IMAGE_MARK = "<image>"
-"""Placeholder in a text for the next image of the row."""
+"""Placeholder for the row's next image within a text."""
 
 
 def as_messages(prompt: Any) -> list[dict[str, Any]]:
-    """Convert a prompt to messages; a text or a number becomes one user message."""
+    """Convert a prompt to messages; a text or number becomes a single user message."""
     prompt = scalar_text(prompt, "its prompt")
     return [{"role": "user", "content": prompt}] if isinstance(prompt, str) else check_messages(prompt)
 
 
 def check_messages(messages: Any) -> list[dict[str, Any]]:
-    """Return messages with role and content; raise BadRowError if they are malformed."""
+    """Return messages normalised to role and content; raise BadRowError if they are malformed."""
     if isinstance(messages, str) or not isinstance(messages, Sequence) or not len(messages):
         raise BadRowError(f"its conversation is {_short(messages)}; required: messages with role and content.")
     return [_checked(number, message) for number, message in enumerate(messages)]
 
 
 def _checked(number: int, message: Any) -> dict[str, Any]:
-    """Return a message as role and content, from either key convention."""
+    """Convert a message in either key convention to role and content."""
     if not isinstance(message, Mapping):
         raise BadRowError(f"message {number} is {_short(message)}; required: role and content.")
-    # Parquet and Arrow give each row the keys of all rows, with nulls.
+    # Parquet and Arrow fill in the keys of all rows with nulls.
     given = {key: value for key, value in message.items() if value is not None}
     role_key, content_key = ("from", "value") if "from" in given and "role" not in given else ("role", "content")
     if calls := given.get("tool_calls"):
         if isinstance(calls, str):
             calls = _from_json(calls, f"the tool calls of message {number}")
         if not isinstance(calls, (list, tuple)):
-            raise BadRowError(f"message {number} has the tool calls {_short(calls)}; required: a list.")
+            raise BadRowError(f"message {number} has tool calls {_short(calls)}; required: a list.")
         given["tool_calls"] = [_checked_call(number, call) for call in calls]
         given.setdefault(content_key, "")
     for key in (role_key, content_key):
@@ -80,12 +80,12 @@ def _checked(number: int, message: Any) -> dict[str, Any]:
 
 
 def meaningful(message: Mapping[str, Any]) -> list[str]:
-    """Return the fields of a message that only a chat template can read."""
+    """Return a message's fields that have an effect only if the chat template renders them."""
     return sorted(key for key in message if key in MEANINGFUL and (message[key] or "mask" in key))
 
 
 def system_of(row: Mapping[str, Any]) -> str:
-    """Return the system message in a column of the row; empty: none."""
+    """Return the system message from a column of the row, or an empty string without one."""
     texts = (as_text(row[name], f"its column '{name}'") for name in SYSTEM_COLUMNS if row.get(name) is not None)
     return next((text for text in texts if text.strip()), "")
 
@@ -96,28 +96,28 @@ def with_system(messages: Any, row: Mapping[str, Any], system: str = "") -> list
     if column := system_of(row):
         first = text_of(messages[0]["content"]) if messages[0]["role"] == "system" else ""
         if (system or column) != column or column not in (first or column):
-            raise BadRowError(f"it has two system messages, a column with {_short(column)} and {_short(system or first)}; required: one. "
+            raise BadRowError(f"it has two system messages, {_short(column)} in a column and {_short(system or first)}; required: one. "
                               "Remove the column, or set train.train_policy.system_prompt=''.")  # fmt: skip
         system = system or ("" if first else column)
     return [{"role": "system", "content": system}, *messages] if system else messages
 
 
 def reject_unread(row: Mapping[str, Any]) -> None:
-    """Raise BadRowError for a column that should change the learned tokens but is not read."""
+    """Raise BadRowError for a column that is meant to change the learned tokens but is not read."""
     unread = {name: row[name] for name in UNREAD_COLUMNS if row.get(name) not in (None, "", [], 1)}
     for name, value in unread.items():
         if name != "input" or "instruction" in row:
-            raise BadRowError(f"nothing reads its column '{name}': {_short(value)}; required: its content in the messages or the prompt. Remove "
+            raise BadRowError(f"its column '{name}' is not read: {_short(value)}; required: this content in messages or prompt. Remove "
                               "the column, or read it in a dataset script.")  # fmt: skip
 
 
 def _checked_call(number: int, call: Any) -> dict[str, Any]:
-    """Return a tool call as templates expect it, with its arguments parsed from JSON text."""
-    # Not recursive into the arguments, whose nulls may be values of the file.
+    """Convert a tool call to the format that templates expect, with arguments parsed from JSON text."""
+    # Leave the arguments unchanged, because their nulls may be actual values in the file.
     call = without_nulls(dict(call)) if isinstance(call, Mapping) else call
     function = call.get("function") if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
-        raise BadRowError(f"message {number} has the tool call {_short(call)}; required: a function with name.")
+        raise BadRowError(f"message {number} has the tool call {_short(call)}; required: a function with a name.")
     arguments = function.get("arguments", {})
     if isinstance(arguments, str):
         arguments = _from_json(arguments, f"the arguments of a tool call of message {number}")
@@ -125,7 +125,7 @@ def _checked_call(number: int, call: Any) -> dict[str, Any]:
 
 
 def tools_of(row: Mapping[str, Any]) -> list[Any] | None:
-    """Return the column ``tools`` of a row; None: no tools."""
+    """Return a row's column ``tools``, or None without tools."""
     tools = row.get("tools")
     if isinstance(tools, str):
         tools = _from_json(tools, "the column 'tools'") if tools.strip() else None
@@ -142,7 +142,7 @@ def _from_json(text: str, where: str) -> Any:
 
 
 def text_of(content: Any) -> str:
-    """Return the text of a message content; raise BadRowError for images or videos."""
+    """Return the text in a message's content; raise BadRowError for images or videos."""
     if isinstance(content, str):
         return content
     if any(part.get("type") != "text" for part in content):
@@ -151,12 +151,12 @@ def text_of(content: Any) -> str:
 
 
 def images_of(row: Mapping[str, Any]) -> list[Any]:
-    """Return the images of a row, from the column ``images`` or else ``image``."""
+    """Return a row's images from the column ``images`` or, if it has none, ``image``."""
     return _media(row, "images", "image")[1]
 
 
 def _media(row: Mapping[str, Any], *keys: str) -> tuple[str, list[Any]]:
-    """Return the first of ``keys`` that has media, and its entries; else "" and an empty list."""
+    """Return the first of ``keys`` with media, and its entries; without media, return "" and an empty list."""
     for key in keys:
         given = row.get(key)
         entries = list(given) if isinstance(given, (list, tuple)) else [given]
@@ -166,7 +166,7 @@ def _media(row: Mapping[str, Any], *keys: str) -> tuple[str, list[Any]]:
 
 
 def _is_medium(entry: Any) -> bool:
-    # A missing image is null or an empty text in a table, and a map of nulls (bytes, path) in ``datasets``.
+    # A missing image is null or an empty text in a table, but a map with nulls (bytes, path) in ``datasets``.
     if isinstance(entry, Mapping):
         return any(map(_is_medium, entry.values()))
     return entry is not None and not (isinstance(entry, (str, bytes)) and not entry.strip())
@@ -177,7 +177,7 @@ def reject_media(
     why: str = "a text-only model would not see",
     fix: str = "set policy.model_name_or_path=<vision-language model>",
 ) -> None:
-    """Raise BadRowError if a row has images or videos, which would not be read."""
+    """Raise BadRowError if a row has images or videos, because they would be ignored."""
     key, images = _media(row, "images", "image")
     if images:
         raise BadRowError(
@@ -187,17 +187,17 @@ def reject_media(
 
 
 def reject_videos(row: Mapping[str, Any]) -> None:
-    """Raise BadRowError if a row has videos in a column; only videos in messages are read."""
+    """Raise BadRowError if a row has videos in a column, because only videos in messages are read."""
     key, videos = _media(row, "videos", "video")
     if videos:
         raise BadRowError(
-            f"its column '{key}' has {sum(map(_is_medium, videos))}, which nothing reads; required: none. Remove the column, or name its "
-            "videos in parts of messages, {type: video, video: <file>}, for a vision-language model."
+            f"its column '{key}' has {sum(map(_is_medium, videos))}, but videos in columns are not read. Remove the column, "
+            "or, for a vision-language model, put the videos in message parts, {type: video, video: <file>}."
         )
 
 
 def text_parts(text: str, has_images: bool) -> list[dict[str, Any]]:
-    """Split a text into message parts; in a row with images, each ``IMAGE_MARK`` becomes the next image."""
+    """Split a text into message parts; if the row has images, each ``IMAGE_MARK`` becomes the next image."""
     pieces = text.split(IMAGE_MARK) if has_images else [text]
     parts: list[dict[str, Any]] = [{"type": "text", "text": pieces[0]}]
     for piece in pieces[1:]:
@@ -206,11 +206,11 @@ def text_parts(text: str, has_images: bool) -> list[dict[str, Any]]:
 
 
 def text_only(message: dict[str, Any]) -> dict[str, Any]:
-    """Return a message for a text-only model; raise BadRowError if it has images or videos."""
+    """Return a message in the format for text-only models; raise BadRowError if it has images or videos."""
     content = message["content"]
     if not isinstance(content, str) and any(part.get("type") != "text" for part in content):
         kinds = sorted({str(part.get("type")) for part in content} - {"text"})
-        raise BadRowError(f"a message has parts of the type {', '.join(kinds)}, and the model is text-only; required: text. "
+        raise BadRowError(f"a message has parts of type {', '.join(kinds)}, but the model is text-only; required: text. "
                           "Set policy.model_name_or_path=<vision-language model>.")  # fmt: skip
     return message | {"content": text_of(content)}
 

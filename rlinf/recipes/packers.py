@@ -1,7 +1,7 @@
-"""Convert dataset rows to tokens: chat templates, masks of the learned tokens, images and videos.
+"""Convert dataset rows to tokens with chat templates, masks for the learned tokens, images and videos.
 
-Learned spans are located in the text, not in the tokens: marks are inserted into the assistant messages, the chat template renders them,
-and the positions of the marks are mapped to tokens by the tokenizer's offsets.
+Learned spans are located in the text rather than in the tokens: marks are inserted into the assistant messages and rendered by the chat
+template, and the tokenizer's offsets map the positions of the marks to tokens.
 """
 
 import io
@@ -44,20 +44,20 @@ from rlinf.recipes.videos import find_video, read_frames
 logger = logging.getLogger("rlinf")
 
 START, END = "\ufdd0", "\ufdd1"
-"""Marks around a learned text: noncharacters, which Unicode reserves for internal use."""
+"""Marks placed around learned text: noncharacters, which Unicode reserves for internal use."""
 RAW_TEXT_HINT = (
     "Use examples/reasoning/tools/dataset/raw_text_sft.py, which needs no chat template: "
     "rlinf launch --config <recipe> examples/reasoning/tools/dataset/raw_text_sft.py"
 )
 MAX_PREVIEWS = 4
-"""Maximum images per prompt in the report."""
+"""Maximum number of images per prompt in the report."""
 
 
 class Packer(Protocol):
-    """Tokenizes rows: ``setup`` once, then ``sample``, ``pair`` or ``prompt`` per row, which raise BadRowError."""
+    """Tokenizes rows. Call ``setup`` once, then ``sample``, ``pair`` or ``prompt`` per row, which raise BadRowError."""
 
     def setup(self, config: Any, processor: Any) -> None:
-        """Store the configuration and the tokenizer, or the processor of a vision-language model."""
+        """Store the configuration and the tokenizer, or a vision-language model's processor."""
 
     def sample(self, row: dict[str, Any]) -> Sample:
         """Return the tokens to learn (SFT)."""
@@ -70,19 +70,19 @@ class Packer(Protocol):
 
 
 def column(row: Mapping[str, Any], name: str, setting: str = "") -> Any:
-    """Return a column, scalars as text; raise BadRowError (with the key ``setting``) if it is missing or null."""
+    """Return a column, with scalars as text; raise BadRowError, which suggests ``setting``, if it is missing or null."""
     if name not in row:
         fix = f" Set {setting}=<column>." if setting else ""
         raise BadRowError(f"it has no column '{name}'.{did_you_mean(name, row)}{fix}")
     if row[name] is None:
-        raise BadRowError(f"its column '{name}' is null; required: a value.")
+        raise BadRowError(f"its column '{name}' is null, but a value is required.")
     return scalar_text(row[name], f"its column '{name}'")
 
 
 class RawTextPacker:
-    """Packer that learns every token, without a chat template, so that roles may come in any order.
+    """Packer that learns every token and uses no chat template, so that roles may appear in any order.
 
-    Messages become lines ``role: content``; a string is unchanged. ``column`` is the conversation's column; None:
+    Messages become lines ``role: content``; a string is used unchanged. ``column`` is the name of the conversation column; None uses
     ``train.train_policy.conversation_column_name``.
     """
 
@@ -95,20 +95,20 @@ class RawTextPacker:
         self.column = self.column or config.train.train_policy.conversation_column_name
 
     def text(self, row: dict[str, Any]) -> str:
-        """Return the text of a row."""
+        """Convert a row to text."""
         reject_media(row, "are not text", "use the dataset script hf_vlm_sft.py")
         conversation = column(row, self.column, "train.train_policy.conversation_column_name")
         if isinstance(conversation, str):
             return conversation
         messages = [text_only(message) for message in with_system(conversation, row)]
         for field in (key for message in messages for key in (*meaningful(message), *(message.keys() & {"weight"}))):
-            raise BadRowError(f"raw text cannot represent '{field}' of a message; required: no such field.")
+            raise BadRowError(f"raw text cannot represent a message's '{field}'; required: messages without it.")
         if tools_of(row) or any(message.get("tool_calls") for message in messages):
-            raise BadRowError("raw text contains no tools and tool calls. Use a chat template, or the calls as text.")
+            raise BadRowError("raw text cannot represent tools or tool calls. Use a chat template, or calls as text.")
         return "\n".join(f"{message['role']}: {message['content']}" for message in messages)
 
     def sample(self, row: dict[str, Any]) -> Sample:
-        """Return the text, truncated at the maximum length; every token is learned."""
+        """Return the text, truncated to the maximum length, with every token learned."""
         tokens = self.tokenizer(self.text(row), add_special_tokens=False)["input_ids"]
         ids = tokens[: self.max_length]
         if not ids:
@@ -116,39 +116,39 @@ class RawTextPacker:
         return Sample(ids, [True] * len(ids), is_truncated=len(tokens) > len(ids))
 
     def pair(self, row: dict[str, Any]) -> tuple[Sample, Sample]:
-        """Raise ConfigError: preferences need a prompt."""
+        """Raise ConfigError, because preferences need a prompt."""
         raise ConfigError("raw text has no prompt; DPO needs one. Use the dataset script dpo_pairs.py")
 
     def prompt(self, row: dict[str, Any]) -> Prompt:
-        """Raise ConfigError: raw text has no prompt."""
+        """Raise ConfigError, because raw text has no prompt."""
         raise ConfigError("raw text has no prompt; GRPO needs one. Use the dataset script gsm8k_grpo.py")
 
 
 class ChatPacker:
-    """Packer of conversations by the model's chat template; override ``messages`` or ``reference`` for a different row format.
+    """Packer that renders conversations with the model's chat template; override ``messages`` or ``reference`` for a different row format.
 
     The loss covers each assistant message: its content, the template's text between generation prompt and content, and the end token.
 
-    A message is ``{role, content}``, or ``{from, value}`` as in ShareGPT files. The content is a text, or a list of parts:
-    ``{type: text, text}``; ``{type: image, image}``, or without ``image`` the next one (or number ``index``) of the column
-    ``images``; ``{type: video, video, fps, max_pixels}``, read as one image per frame. In a text, ``<image>`` is the next image.
+    A message is ``{role, content}``, or ``{from, value}`` as in ShareGPT files. The content is a text or a list of parts:
+    ``{type: text, text}``; ``{type: image, image}``, which without ``image`` uses the next image (or number ``index``) in the column
+    ``images``; ``{type: video, video, fps, max_pixels}``, read as one image per frame. ``<image>`` in a text is the next image.
 
-    ``tool_calls`` of an assistant message are learned, too. The template gets them and the column ``tools``: a list of JSON schemas,
-    or its JSON text.
+    ``tool_calls`` of assistant messages are also learned. They are passed to the template together with the column ``tools``, which is
+    a list of JSON schemas or its JSON text.
     """
 
     end_tokens: Sequence[int] | None = None
-    """Tokens at which generation stops, set by the run; None: unknown."""
+    """Tokens at which generation stops, set by the run; None if unknown."""
 
     def setup(self, config: Any, processor: Any) -> None:
-        """See ``Packer``; raise ConfigError without a chat template or token offsets."""
+        """See ``Packer.setup``; raise ConfigError without a chat template or token offsets."""
         self.config, self.processor = config, processor
         self.tokenizer = getattr(processor, "tokenizer", processor)
         self.takes_images = hasattr(processor, "image_processor")
         self.max_length = config.policy.model_max_length
         self.folder = local_folder(config.train.train_policy.dataset.name) or Path()
         if not getattr(processor, "chat_template", None):
-            raise ConfigError(f"The {type(processor).__name__} of the model has no chat template. {RAW_TEXT_HINT}")
+            raise ConfigError(f"The model's {type(processor).__name__} has no chat template. {RAW_TEXT_HINT}")
         if not getattr(self.tokenizer, "is_fast", False):
             raise ConfigError(f"The {type(self.tokenizer).__name__} has no token offsets; required: a fast tokenizer.")
         self._special = marked_tokens(self.tokenizer)
@@ -157,7 +157,7 @@ class ChatPacker:
         self._fields: set[str] = set()
 
     def messages(self, row: dict[str, Any]) -> list[dict[str, Any]]:
-        """Return the conversation of a row, or prompt and response as one; override it for a different format."""
+        """Return a row's conversation, built from prompt and response if necessary; override it for a different format."""
         method = self.config.train.train_policy
         name, prompt, response = method.conversation_column_name, method.prompt_column_name, method.response_column_name
         reject_unread(row)
@@ -167,16 +167,16 @@ class ChatPacker:
         return column(row, name, "train.train_policy.conversation_column_name")
 
     def reference(self, row: dict[str, Any]) -> Any:
-        """Return the reference (or references) for the rewards; None if the recipe has no column for it."""
+        """Return the reference (or references) for the rewards, or None if the recipe has no column for it."""
         name = self.config.train.train_policy.response_column_name
         return column(row, name, "train.train_policy.response_column_name") if name else None
 
     def sample(self, row: dict[str, Any]) -> Sample:
-        """Return a conversation, truncated at the maximum length."""
+        """Return a conversation, truncated to the maximum length."""
         return self._pack(*self._resolved(self.messages(row), row), tools_of(row))
 
     def pair(self, row: dict[str, Any]) -> tuple[Sample, Sample]:
-        """Return two conversations that differ in the last message; only this one is learned.
+        """Return two conversations that differ only in the last message, which is the only learned one.
 
         ``chosen`` and ``rejected`` are completions of ``prompt`` (a text or messages), or complete conversations.
         """
@@ -191,7 +191,7 @@ class ChatPacker:
         return first, second
 
     def _candidate(self, row: dict[str, Any], name: str) -> list[dict[str, Any]]:
-        """Return the conversation that ends with the completion in the column ``chosen`` or ``rejected``."""
+        """Return the conversation ending with the completion in the column ``chosen`` or ``rejected``."""
         value = column(row, name)
         completion = check_messages([{"role": "assistant", "content": value}] if isinstance(value, str) else value)
         if completion[0]["role"] != "assistant":
@@ -212,10 +212,10 @@ class ChatPacker:
     def _check_length(self, length: int) -> None:
         if length >= self.max_length:
             raise BadRowError(f"its prompt has {length} tokens; required: fewer than policy.model_max_length={self.max_length}. "
-                              f"Set policy.model_max_length={2 * length} if the model has that context.")  # fmt: skip
+                              f"Set policy.model_max_length={2 * length} if the model supports it.")  # fmt: skip
 
     def _generation_prompt(self) -> str:
-        """Return the generation prompt that the template appends; empty: none."""
+        """Return the generation prompt that the template appends, which may be empty."""
         question = [{"role": "user", "content": self._content("a")}]
         text = self._render(question)
         prompt = self._render(question, add_generation_prompt=True)
@@ -242,7 +242,7 @@ class ChatPacker:
         return rendered
 
     def _resolved(self, messages: Any, row: dict[str, Any]) -> tuple[list[dict[str, Any]], list[Any]]:
-        """Return messages in the template's format, and their images in order of appearance."""
+        """Convert messages to the template's format; also return their images in order of appearance."""
         messages = with_system(messages, row, self.config.train.train_policy.system_prompt)
         for message in messages:
             self._check_fields(message)
@@ -278,18 +278,18 @@ class ChatPacker:
                     images += frames
                     parts += [{"type": "image"}] * len(frames)
                 else:
-                    raise BadRowError(f"a part of its content has the type {kind!r}; required: text, image or video.")
-            # Templates recognise calls without content by an empty content, so keep it.
+                    raise BadRowError(f"a part of its content has type {kind!r}; required: text, image or video.")
+            # Keep empty content, because templates use it to recognise tool calls without text.
             if content or not message.get("tool_calls"):
                 message["content"] = parts
         if not has_videos:
             reject_videos(row)
         if num_taken < len(given):
-            raise BadRowError(f"its column 'images' has {len(given)}, but its messages refer to {num_taken}.")
+            raise BadRowError(f"its column 'images' has {len(given)} images, but its messages refer to {num_taken}.")
         return messages, images
 
     def _check_fields(self, message: dict[str, Any]) -> None:
-        """Raise BadRowError for a meaningful field that the chat template does not render; warn once about other unread fields."""
+        """Raise BadRowError if the template does not render a meaningful field; warn once about all remaining unread fields."""
         plain = {"role": message["role"], "content": self._content("a")}
         before = [{**plain, "role": "user"}] if message["role"] in ("assistant", "tool") else []
         for key in sorted({*meaningful(message), *(message.keys() - READ - MEANINGFUL - self._fields)}):
@@ -302,7 +302,7 @@ class ChatPacker:
             self._fields.add(key)
 
     def video_path(self, name: str) -> Path:
-        """Return the file of a video; override it for a different folder layout."""
+        """Return a video's path; override it for a different folder layout."""
         dataset = self.config.train.train_policy.dataset
         return find_video(name, dataset.name, dataset.subset)
 
@@ -315,7 +315,7 @@ class ChatPacker:
         learned = ["weight" not in message for message in messages if message["role"] == "assistant"]
         learned[:-1] = [False] * (len(learned) - 1) if last_only else learned[:-1]
         if not any(learned):
-            raise BadRowError("no assistant message is learned, by 'weight' or 'train'; required: at least one.")
+            raise BadRowError("no assistant message is learned ('weight' or 'train' may exclude it); required: one.")
         for (start, end), is_learned in zip(token_spans, learned, strict=True):
             mask[start:end] = [is_learned] * (end - start)
         is_truncated = len(ids) > self.max_length
@@ -325,7 +325,7 @@ class ChatPacker:
                                   f"may split an image. Set policy.model_max_length={len(ids)} or more.")  # fmt: skip
             ids, mask = ids[: self.max_length], mask[: self.max_length]
         if not any(mask):
-            raise BadRowError(f"its first {len(ids)} tokens contain no learned one. Raise policy.model_max_length.")
+            raise BadRowError(f"none of its first {len(ids)} tokens is learned. Raise policy.model_max_length.")
         return Sample(ids, mask, inputs, is_truncated)
 
     def _learned_spans(
@@ -452,7 +452,7 @@ class ChatPacker:
                 if joined.strip():
                     raise BadRowError(f"a token joins {joined!r} of the chat template with an assistant message; required: a template "
                                       f"that separates them. {RAW_TEXT_HINT}.")  # fmt: skip
-            # Some templates put white space between content and end token.
+            # Some templates insert white space between the content and the end token.
             last = token
             while last < len(ids) and ids[last] not in special and not text[slice(*offsets[last])].strip():
                 last += 1
@@ -469,10 +469,10 @@ class ChatPacker:
 
 
 class PromptPacker(ChatPacker):
-    """Packer of prompts in one column: an unchanged text, or messages by the chat template. Default of GRPO."""
+    """Packer for prompts in one column: text is used unchanged, messages are rendered with the chat template. The default for GRPO."""
 
     def setup(self, config: Any, processor: Any) -> None:
-        """See ``Packer``; only messages need a chat template."""
+        """See ``Packer.setup``; only messages need a chat template."""
         self.column = config.train.train_policy.prompt_column_name
         if getattr(processor, "chat_template", None):
             super().setup(config, processor)
@@ -481,7 +481,7 @@ class PromptPacker(ChatPacker):
             self.tokenizer, self.max_length = getattr(processor, "tokenizer", processor), config.policy.model_max_length
 
     def messages(self, row: dict[str, Any]) -> Any:
-        """Return the prompt: a text or messages. A text with images becomes a message, with images at their marks or before it."""
+        """Return the prompt as text or messages. A text with images becomes a message, with images at their marks or before the text."""
         prompt = column(row, self.column, "train.train_policy.prompt_column_name")
         reject_unread(row)
         images = images_of(row)
@@ -491,7 +491,7 @@ class PromptPacker(ChatPacker):
         return prompt
 
     def prompt(self, row: dict[str, Any]) -> Prompt:
-        """Return the tokens of a text, including the tokenizer's special tokens, or of messages."""
+        """Tokenize the prompt: a text with the tokenizer's special tokens, or messages."""
         text = self.messages(row)
         if not isinstance(text, str):
             return super().prompt(row)
@@ -509,20 +509,20 @@ class PromptPacker(ChatPacker):
 
 
 def text_tokens(tokenizer: Any, text: str) -> list[int]:
-    """Return the tokens of a text prompt after the tokenizer's initial special tokens, which are not duplicated."""
+    """Return a text prompt's tokens, starting with the tokenizer's special tokens unless the text already has them."""
     plain, full = tokenizer(text, add_special_tokens=False)["input_ids"], tokenizer(text)["input_ids"]
     num_first = next((n for n in range(len(full)) if full[n : n + len(plain)] == plain), len(full))
     return plain if plain[:num_first] == full[:num_first] else full[: num_first + len(plain)]
 
 
 def _moved(index: int, changes: Sequence[Mapping[str, Any]]) -> int:
-    """Return the index of a character after expansion of the image tokens."""
+    """Return a character's index after the image tokens are expanded."""
     spans = [(change["span"], len(change["replacement"])) for change in changes]
     return index + sum(length - (end - start) for (start, end), length in spans if end <= index)
 
 
 PREVIEW_PIXELS = 128
-"""Longer side of a preview, in pixels."""
+"""Length of a preview's longer side in pixels."""
 
 
 def open_image(image: Any, folder: Path) -> Image.Image:
@@ -534,7 +534,7 @@ def open_image(image: Any, folder: Path) -> Image.Image:
 
 
 def preview(image: Image.Image) -> bytes:
-    """Return a small JPEG of an image for the report."""
+    """Return an image as a small JPEG for the report."""
     small = image.copy()
     small.thumbnail((PREVIEW_PIXELS, PREVIEW_PIXELS))
     stored = io.BytesIO()

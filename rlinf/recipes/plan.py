@@ -1,4 +1,4 @@
-"""Plan a recipe before data and model are loaded: GPUs, steps, tokens and memory."""
+"""Plan a recipe's GPUs, steps, tokens and memory before data and model are loaded."""
 
 import os
 from dataclasses import dataclass
@@ -30,16 +30,16 @@ NOT_COUNTED = "without activations, one gathered layer of a sharded model, and l
 
 @dataclass(frozen=True)
 class Plan:
-    """Ranks, batch sizes and tokens of a recipe.
+    """A recipe's ranks, batch sizes and tokens.
 
     Attributes:
-        replicas: Data-parallel copies of the trained model.
-        shards: Ranks of a replica, which divide its weights and its batch.
-        workers: Rollout workers, in addition to the ranks; 0: the ranks generate.
-        tp_size: Tensor-parallel GPUs of a vLLM engine; 0: torch generates, on one GPU.
-        batch_size: Rows of a step over all replicas; in GRPO, completions.
-        group_size: Completions per prompt in GRPO; else 1.
-        micro_batch: Rows of one forward-backward pass on one rank.
+        replicas: Number of data-parallel copies of the trained model.
+        shards: Number of ranks per replica, which divide its weights and its batch.
+        workers: Number of rollout workers, in addition to the ranks; 0 if the ranks generate.
+        tp_size: Number of tensor-parallel GPUs per vLLM engine; 0 if torch generates, on one GPU.
+        batch_size: Rows (in GRPO, completions) per step across all replicas.
+        group_size: Number of completions per prompt in GRPO; otherwise 1.
+        micro_batch: Rows per forward-backward pass on each rank.
     """
 
     replicas: int
@@ -53,35 +53,35 @@ class Plan:
 
     @property
     def policy_gpus(self) -> int:
-        """GPUs (ranks) of the trained model."""
+        """Number of GPUs (ranks) for the trained model."""
         return self.replicas * self.shards
 
     @property
     def gpus_per_rollout_worker(self) -> int:
-        """GPUs of a rollout worker."""
+        """Number of GPUs per rollout worker."""
         return max(1, self.tp_size)
 
     @property
     def rollout_gpus(self) -> int:
-        """GPUs of all rollout workers."""
+        """Number of GPUs for all rollout workers."""
         return self.workers * self.gpus_per_rollout_worker
 
     @property
     def num_gpus(self) -> int:
-        """All GPUs."""
+        """Total number of GPUs."""
         return self.policy_gpus + self.rollout_gpus
 
     @property
     def rows_per_rank(self) -> int:
-        """Rows of a step on one rank; in GRPO, completions."""
+        """Rows (in GRPO, completions) per step on each rank."""
         return self.batch_size // self.policy_gpus
 
 
 def make_plan(config: RecipeConfig, num_ranks: int | None = None) -> Plan:
-    """Return the plan of a checked recipe.
+    """Plan a checked recipe.
 
-    Raise ConfigError if the recipe does not match the number of ranks, or the batch does not divide over them.
-    ``num_ranks`` is set by a launcher; None: from the recipe, where ``dp_shard_size=-1`` means 1.
+    Raise ConfigError if the recipe does not match the number of ranks, or its batch does not divide evenly over them.
+    ``num_ranks`` is set by a launcher; None derives it from the recipe, where ``dp_shard_size=-1`` then means 1.
     """
     train, sizes, rollout = config.train, config.policy.parallelism, config.rollout
     is_grpo = train.train_policy.type == "grpo"
@@ -89,7 +89,7 @@ def make_plan(config: RecipeConfig, num_ranks: int | None = None) -> Plan:
     shards = sizes.dp_shard_size if sizes.dp_shard_size > 0 else max(1, (num_ranks or 1) // replicas)
     if num_ranks is not None and replicas * shards != num_ranks:
         raise ConfigError(
-            f"{num_ranks} ranks were started, but the recipe has {replicas * shards} (policy.parallelism: {replicas} replicas of "
+            f"{num_ranks} ranks were started, but the recipe needs {replicas * shards} (policy.parallelism: {replicas} replicas of "
             f"dp_shard_size={sizes.dp_shard_size}). Start {replicas * shards}, or set policy.parallelism.dp_shard_size=-1"
         )
     group_size = rollout.n_generation if is_grpo else 1
@@ -132,14 +132,14 @@ def asks_for_rollout_workers(config: RecipeConfig) -> bool:
 
 
 def asks_for_gpus(config: RecipeConfig) -> bool:
-    """Return whether the rollout gets separate GPUs, if there are GPUs."""
+    """Return whether rollouts use separate GPUs if GPUs are available."""
     is_grpo = config.train.train_policy.type == "grpo"
     is_colocated = "colocated" in (config.mode, config.cluster.placement)
     return is_grpo and config.rollout.backend == "vllm" and not is_colocated
 
 
 def without_rollout_workers(config: RecipeConfig) -> str:
-    """Return the overrides that let the ranks of the policy generate."""
+    """Return the overrides that make the policy's ranks generate."""
     overrides = ["mode=colocated"]
     if config.rollout.parallelism.tp_size > 1:
         overrides.append("rollout.parallelism.tp_size=1")
@@ -151,12 +151,12 @@ def without_rollout_workers(config: RecipeConfig) -> str:
 def count_rollout_workers(config: RecipeConfig, num_ranks: int, per_engine: int) -> int:
     """Return the number of rollout workers; raise ConfigError unless it is a multiple or a divisor of ``num_ranks``.
 
-    ``per_engine`` is the number of rollout workers that replace one engine: without vLLM, one per GPU if divisible.
+    ``per_engine`` is the number of rollout workers that replace one engine. Without vLLM, it is one per GPU if that divides evenly.
     """
     requested = config.cluster.num_rollout_workers
     engines = config.rollout.parallelism.n_init_replicas
     workers = requested or engines * per_engine
-    # One worker per GPU if that divides, else one per engine.
+    # Use one worker per GPU if that divides evenly, otherwise one per engine.
     if requested is None and workers % num_ranks and num_ranks % workers:
         workers = engines
     if workers % num_ranks and num_ranks % workers:
@@ -168,12 +168,12 @@ def count_rollout_workers(config: RecipeConfig, num_ranks: int, per_engine: int)
 
 
 def num_steps(config: RecipeConfig, plan: Plan, num_rows: int) -> int:
-    """Return the optimiser steps on ``num_rows`` rows; see ``count_steps``."""
+    """Return the number of optimiser steps for ``num_rows`` rows; see ``count_steps``."""
     return count_steps(num_rows, config.train.epoch, plan.batch_size, plan.group_size, config.train.max_num_steps)
 
 
 def describe(config: RecipeConfig, plan: Plan, num_rows: int | None, reason: str = "") -> str:
-    """Return the lines that ``rlinf launch`` prints; ``reason`` explains why ``num_rows`` is None."""
+    """Return the plan as text, which ``rlinf launch`` prints; ``reason`` explains why ``num_rows`` is None."""
     method, train = config.train.train_policy, config.train
     rows = "rows" if method.type != "grpo" else "completions"
     batch = f"{plan.batch_size} {rows}"
@@ -211,7 +211,7 @@ def describe(config: RecipeConfig, plan: Plan, num_rows: int | None, reason: str
 
 
 def engine_lines(config: RecipeConfig) -> list[tuple[str, str]]:
-    """Return the lines that explain why torch generates although the recipe sets vLLM."""
+    """Return lines explaining why torch generates although the recipe selects vLLM."""
     if config.train.train_policy.type != "grpo" or config.rollout.backend != "vllm":
         return []
     reason = why_no_engine(_config_of(config))
@@ -224,14 +224,14 @@ def engine_lines(config: RecipeConfig) -> list[tuple[str, str]]:
 
 
 def describe_rollout_workers(plan: Plan) -> str:
-    """Return the number of rollout workers, and of ranks per worker or workers per rank, as text."""
+    """Return a text with the number of rollout workers, and of ranks per worker or workers per rank."""
     ranks_per_worker, workers_per_rank = plan.policy_gpus // plan.workers, plan.workers // plan.policy_gpus
     ratio = f"1 per {ranks_per_worker} ranks" if ranks_per_worker > 1 else f"{workers_per_rank} per rank"
-    return f"{plan.workers}, in processes that Ray starts; {ratio}"
+    return f"{plan.workers}, in processes started by Ray; {ratio}"
 
 
 class Sizes(NamedTuple):
-    """Number of parameters, bytes of the weights, and bytes of a rank's training state."""
+    """Number of parameters, weights in bytes, and a rank's training state in bytes."""
 
     parameters: int
     weights: int
@@ -239,7 +239,7 @@ class Sizes(NamedTuple):
 
 
 def sizes_of(config: RecipeConfig, plan: Plan) -> Sizes:
-    """Measure a model by its shapes, without loading it; its configuration must be on this machine."""
+    """Compute a model's sizes from its shapes, without loading it; its configuration must be on this machine."""
     model = model_shapes(config.policy.model_name_or_path, dtype=torch_dtype_of(config.train.param_dtype))
     weights = sum(p.numel() * p.element_size() for p in model.parameters())
     parameters = sum(p.numel() for p in model.parameters())
@@ -250,15 +250,15 @@ def sizes_of(config: RecipeConfig, plan: Plan) -> Sizes:
 
 
 def fraction_of_engine(config: RecipeConfig, plan: Plan | None) -> float:
-    """Return the fraction of GPU memory for an engine. Raise ConfigError if it does not fit next to the policy.
+    """Return the fraction of GPU memory to reserve for an engine. Raise ConfigError if it does not fit next to the policy.
 
-    ``plan`` is None in a run with rollout workers, whose engines have separate GPUs.
+    ``plan`` is None in a run with rollout workers, where engines have separate GPUs.
     """
     requested = config.rollout.gpu_memory_utilization
     if plan is None or plan.workers or config.policy.device == "cpu" or not torch.cuda.is_available():
         return SEPARATE_GPU_FRACTION if requested is None else requested
     sizes, offloads = sizes_of(config, plan), config.train.fsdp_offload
-    # Shards are gathered while the engine generates, so the full model needs memory, too.
+    # Shards are gathered while the engine generates, so include memory for the full model.
     gathered = sizes.weights if plan.shards > 1 or offloads else 0
     return engine_fraction(
         requested,
@@ -271,7 +271,7 @@ def fraction_of_engine(config: RecipeConfig, plan: Plan | None) -> float:
 
 
 def memory_lines(config: RecipeConfig, plan: Plan) -> list[tuple[str, str]]:
-    """Return lines with the memory per GPU of policy and rollout; raise ConfigError if both do not fit one GPU."""
+    """Return lines with the memory per GPU for policy and rollout; raise ConfigError if a GPU is too small for both."""
     name = config.policy.model_name_or_path
     if not is_local(name):
         return [("memory", f"unknown: the config.json of {name} is not on this machine")]
@@ -290,7 +290,7 @@ def memory_lines(config: RecipeConfig, plan: Plan) -> list[tuple[str, str]]:
         takes = ""
         if plan.tp_size:
             unseen = not torch.cuda.is_available() and config.rollout.gpu_memory_utilization is None
-            # Called even if the text is not used, for its check that the engine fits.
+            # Call it even if the text is not used, because it checks that the engine fits.
             fraction = f"{fraction_of_engine(config, plan):.0%} of the GPU"
             takes = f"; the engine takes {'what the policy leaves' if unseen and not plan.workers else fraction}"
         splits = plan.workers and plan.tp_size
@@ -299,7 +299,7 @@ def memory_lines(config: RecipeConfig, plan: Plan) -> list[tuple[str, str]]:
 
 
 def store_capacity(config: RecipeConfig) -> FreeCapacity | None:
-    """Return the space that rollout workers need in Ray's object store; None: the model is not on this machine."""
+    """Return the space that rollout workers need in Ray's object store, or None if the model is not on this machine."""
     name, lora = config.policy.model_name_or_path, config.policy.lora
     if not is_local(name):
         return None
@@ -310,23 +310,23 @@ def store_capacity(config: RecipeConfig) -> FreeCapacity | None:
     if lora is not None:
         apply_lora(model, LoraConfig(**lora.settings()))
     sizes = {key: tensor.numel() * tensor.element_size() for key, tensor in model.state_dict().items()}
-    # Frozen weights are stored once; of trained ones the last version stays until the new one is complete.
+    # Frozen weights are stored once. Trained ones need space twice, because the old version stays until the new one is complete.
     num_bytes = sum(sizes[key] * (2 if spec.trained else 1) for key, spec in manifest_of(model).items())
     fix = without_rollout_workers(config)
     return FreeCapacity(num_bytes, fix if lora is not None else f"policy.lora.r=8, or {fix}")
 
 
 def why_no_engine(model_config: Any) -> str | None:
-    """Return the reason why vLLM cannot generate, or None. ``model_config`` is of transformers; None: unknown."""
+    """Return why vLLM cannot generate, or None if it can. ``model_config`` is the transformers configuration, or None if unknown."""
     reads_images = getattr(model_config, "vision_config", None) is not None
     if reads_images and model_config.model_type not in IMAGE_FAMILIES:
         return f"it supports images for {', '.join(IMAGE_FAMILIES)}, but the model type is {model_config.model_type}"
     missing = [name for name in ("vllm", *(["torchvision"] if reads_images else [])) if find_spec(name) is None]
-    return f"the package {missing[0]} is not installed" if missing else None
+    return f"the {missing[0]} package is not installed" if missing else None
 
 
 def _config_of(config: RecipeConfig) -> Any:
-    """Return the model's transformers configuration; None if it is not on this machine or unreadable."""
+    """Return the model's transformers configuration, or None if it is unreadable or not on this machine."""
     name = config.policy.model_name_or_path
     try:
         return load_config(name) if is_local(name) else None
@@ -340,17 +340,17 @@ def is_local(name: str) -> bool:
         return True
     try:
         return isinstance(try_to_load_from_cache(name, "config.json"), str)
-    except ValueError:  # not the form of a hub id
+    except ValueError:  # not a valid hub id
         return False
 
 
 def choose_device(config: RecipeConfig, plan: Plan, is_plan: bool = False) -> str:
     """Return ``cuda`` or ``cpu`` for the policy's ranks. Raise ConfigError if torch sees fewer GPUs than the recipe needs.
 
-    With ``is_plan`` nothing will run: on a machine without GPUs, the plan is for one with enough of them.
+    With ``is_plan``, nothing will run, so on a machine without GPUs, assume one with enough of them.
     """
     wanted = config.policy.device
-    # GPUs of rollout workers may be on different machines, which Ray checks.
+    # Rollout workers may use GPUs on different machines, so leave that check to Ray.
     needed = plan.policy_gpus if plan.workers and os.environ.get("RAY_ADDRESS") else plan.num_gpus
     num_gpus = torch.cuda.device_count()
     if wanted == "cpu" or (wanted == "auto" and num_gpus == 0 and needed == 1):
@@ -362,12 +362,12 @@ def choose_device(config: RecipeConfig, plan: Plan, is_plan: bool = False) -> st
     if plan.rollout_gpus and num_gpus >= plan.policy_gpus:
         fixes.insert(0, f"{without_rollout_workers(config)} to generate on the policy's {plan.policy_gpus}")
     elif plan.replicas <= num_gpus:
-        # The largest number of shards over which the batch divides.
+        # Use the maximum number of shards that divides the batch evenly.
         rows = config.train.train_batch_per_replica // plan.group_size
         shards = max(size for size in range(1, num_gpus // plan.replicas + 1) if rows % size == 0)
         colocated = f"{without_rollout_workers(config)} " if plan.rollout_gpus else ""
         fixes.insert(0, f"{colocated}policy.parallelism.dp_shard_size={shards}")
-    raise ConfigError(f"The recipe needs {needed} GPUs ({roles}), and torch sees {num_gpus}. Set {', or '.join(fixes)}")
+    raise ConfigError(f"The recipe needs {needed} GPUs ({roles}), but torch sees {num_gpus}. Set {', or '.join(fixes)}")
 
 
 def check_engines(config: RecipeConfig, plan: Plan, device: str) -> None:
@@ -378,6 +378,6 @@ def check_engines(config: RecipeConfig, plan: Plan, device: str) -> None:
     if tp_size > 1 and device == "cuda" and not plan.workers:
         apart = "mode=disaggregated cluster.placement=null and start the command once, for engines with separate GPUs"
         raise ConfigError(
-            f"rollout.parallelism.tp_size is {tp_size}, but each rank of the policy generates on its own GPU, between its updates; "
+            f"rollout.parallelism.tp_size is {tp_size}, but each policy rank generates on its own GPU, between updates; "
             f"required: 1. Set rollout.parallelism.tp_size=1, or {apart}"
         )

@@ -1,4 +1,4 @@
-"""Read question files (multiple choice or exact answers), convert them to prompts, and extract the compared part of completions."""
+"""Read question files (multiple choice or exact answers), convert them to prompts, and extract answers from completions."""
 
 import re
 from collections.abc import Callable, Mapping
@@ -25,7 +25,7 @@ REASONING_REQUEST = (
     "Answer with the letter of the option. First write your thoughts, then the answer, with an empty line between them, like this:\n"
     "<think>\nyour thoughts\n</think>\n\n<answer>\nthe letter\n</answer>"
 )
-"""Request of ``examples/reasoning/tools/dataset/cosmos_grpo.py``, which trains this format."""
+"""Request used by ``examples/reasoning/tools/dataset/cosmos_grpo.py``, which trains this format."""
 
 _TAGS = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 _LETTER = re.compile("[A-Z]")
@@ -33,55 +33,55 @@ _LETTER = re.compile("[A-Z]")
 
 @dataclass
 class QuestionRanksConfig:
-    """Processes of an evaluation on questions."""
+    """Processes for an evaluation on questions."""
 
-    num_processes: int | None = option(None, "Ranks; null: one, or those started by torchrun or srun.", minimum=1)
+    num_processes: int | None = option(None, "Ranks; null: one, or as started by torchrun or srun.", minimum=1)
     num_threads: int | None = option(None, "CPU threads per rank; null: OMP_NUM_THREADS, or cores / ranks.", minimum=1)
-    deadlines: DeadlinesConfig = option(DeadlinesConfig(), "Deadlines of the ranks: start, evaluate and save.")
+    deadlines: DeadlinesConfig = option(DeadlinesConfig(), "Deadlines for starting, evaluating and saving.")
 
 
 @dataclass
 class QuestionsConfig:
-    """Keys of ``rlinf evaluate questions=...``."""
+    """Keys for ``rlinf evaluate questions=...``."""
 
-    checkpoint: PathText = option("", "Model folder, hub id, recipe run, or latest: the newest run below outputs/.")
-    questions: PathText = option("", "Question file: jsonl, json, csv, tsv or parquet.")
-    output_dir: PathText | None = option(None, "Result folder; null: in the run, or outputs/questions/<time>.")
+    checkpoint: PathText = option("", "Model folder, hub ID, recipe run, or latest: the newest run in outputs/.")
+    questions: PathText = option("", "Question file in jsonl, json, csv, tsv or parquet format.")
+    output_dir: PathText | None = option(None, "Result folder; null: in the run folder, or outputs/questions/<time>.")
     answer_type: str | None = option(
         None,
-        "letter: first capital letter; reasoning: first one in the answer tags (null with options); or a reward such as gsm8k.",
+        "letter: first capital letter; reasoning: first one in the answer tags (default with options); or a reward such as gsm8k.",
     )
     prompt_column: str | None = option(None, "Question column; null: prompt, question, messages or conversations.")
-    answer_column: str = option("answer", "Column of the reference answer.")
-    category_column: str | None = option(None, "Column of the categories; null: category or subset, if present.")
-    request: str | None = option(None, "Text after each question; null: none, or by answer_type.")
-    system_prompt: str | None = option(None, "System message of each question, may be empty; null: none.")
-    fps: float = option(1.0, "Video frames per second.", minimum=0.01)
+    answer_column: str = option("answer", "Column with the reference answer.")
+    category_column: str | None = option(None, "Column with the category; null: category or subset, if present.")
+    request: str | None = option(None, "Text appended to each question; null: chosen by answer_type.")
+    system_prompt: str | None = option(None, "System message for each question (may be empty); null: none.")
+    fps: float = option(1.0, "Video frames to read per second.", minimum=0.01)
     max_pixels: int | None = option(81920, "Maximum frame area in pixels; null: unlimited.", minimum=1)
-    num_questions: int | None = option(None, "Number of questions, from the start of the file; null: all.", minimum=1)
+    num_questions: int | None = option(None, "Use only the first questions in the file; null: all.", minimum=1)
     temperature: float = option(0.0, "Sampling temperature; 0: greedy.", minimum=0)
-    seed: int = option(0, "Sampling seed; each question has its own random numbers.", minimum=0)
-    max_tokens: int = option(1024, "Maximum tokens of a completion.", minimum=1)
-    batch_size: int = option(8, "Questions per call; affects results only by rounding.", minimum=1)
+    seed: int = option(0, "Sampling seed; each question uses its own random numbers.", minimum=0)
+    max_tokens: int = option(1024, "Maximum number of tokens per completion.", minimum=1)
+    batch_size: int = option(8, "Questions per generation call; affects results only through rounding.", minimum=1)
     dtype: str | None = option(
-        None, "Dtype of the weights; null: as in config.json.",
+        None, "Dtype for the weights; null: as in config.json.",
         choices=("float32", "bfloat16", "float16"),
     )  # fmt: skip
-    device: str = option("auto", "auto: GPU if available.", choices=("auto", "cpu"))
+    device: str = option("auto", "auto: use the GPU if available.", choices=("auto", "cpu"))
     cluster: QuestionRanksConfig = option(QuestionRanksConfig(), "Ranks.")
-    compare: PathText | None = option(None, "Folder of an earlier evaluation to compare with.")
+    compare: PathText | None = option(None, "Folder with an earlier evaluation to compare against.")
     file_per_question: bool = option(False, "Also write <output_dir>/questions/<category>/<video or id>.json.")
-    allow_mismatch: list[str] = option([], "Conditions that may differ in compare.")
+    allow_mismatch: list[str] = option([], "Conditions that may differ from the evaluation in compare.")
 
 
 @dataclass
 class Question:
-    """One question of a file.
+    """A question from a question file.
 
     Attributes:
-        id: Value of the column ``id``, or the row number from 0.
-        category: Its category, or the file name.
-        messages, prompt: The question as messages (a string: without chat template), and as plain text.
+        id: Value of the column ``id``, or the row number counted from 0.
+        category: Category of the question, or the file name.
+        messages, prompt: The question as messages (or as a string, to bypass the chat template), and as plain text.
     """
 
     id: str
@@ -94,7 +94,7 @@ class Question:
 
     @property
     def media(self) -> list[tuple[str, Any]]:
-        """Kind and value of each image and video."""
+        """Kind and value of every image and video."""
         video = self.row.get("video")
         return [("image", image) for image in images_of(self.row)] + ([("video", video)] if video else [])
 
@@ -104,7 +104,7 @@ def read_questions(config: QuestionsConfig) -> list[Question]:
     path = Path(config.questions).expanduser()
     rows = _read_rows(path)[: config.num_questions]
     if not rows:
-        raise ConfigError(f"questions='{path}' has no rows; required: one or more. Set questions=<file>")
+        raise ConfigError(f"questions='{path}' has no rows. Set questions=<file>")
     questions: list[Question] = []
     seen: dict[str, int] = {}
     for number, row in enumerate(rows):
@@ -170,7 +170,7 @@ def _question(number: int, row: Any, path: Path, config: QuestionsConfig) -> Que
 
 
 def _options(columns: Mapping[str, Any]) -> dict[str, str]:
-    """Return the options by letter; empty for an open question."""
+    """Return the options by letter, empty for an open question."""
     given = columns.get("index2ans") or columns.get("options") or columns.get("choices")
     if given is None:
         return {}
@@ -178,14 +178,14 @@ def _options(columns: Mapping[str, Any]) -> dict[str, str]:
         given = dict(zip(LETTERS, given, strict=False))
     if not isinstance(given, Mapping) or any(len(letter) != 1 or letter not in LETTERS for letter in given):
         raise BadRowError(f"its options are {given!r}; required: a list, or a map of letters A to Z to texts.")
-    # Parquet gives every row the letters of all rows, with nulls.
+    # Parquet fills in the letters of all rows with nulls.
     return {letter: as_text(text, f"option {letter}") for letter, text in sorted(given.items()) if text is not None}
 
 
 def _reference_letter(reference: Any, options: Mapping[str, str]) -> str:
-    """Return the letter of the correct option, given as letter or as index from 0."""
+    """Return the correct option's letter; the reference is the letter itself or an index counted from 0."""
     letters = list(options)
-    # True is an int, too, but not an index.
+    # True is also an int, but not an index.
     is_number = isinstance(reference, int) and not isinstance(reference, bool) and 0 <= reference < len(letters)
     letter = letters[reference] if is_number else str(reference).strip().upper()
     if letter not in options:
@@ -194,7 +194,7 @@ def _reference_letter(reference: Any, options: Mapping[str, str]) -> str:
 
 
 def _complete(question: Question, options: dict[str, str], config: QuestionsConfig, is_raw: bool) -> None:
-    """Add options, request, media and system message to ``messages`` and ``prompt``."""
+    """Add the options, the request, media and the system message to ``messages`` and ``prompt``."""
     request = config.request
     if request is None and options:
         request = LETTER_REQUEST if config.answer_type == LETTER else REASONING_REQUEST
@@ -212,11 +212,11 @@ def _complete(question: Question, options: dict[str, str], config: QuestionsConf
         messages = [{"role": "user", "content": text}]
     else:
         messages = check_messages(messages)
-        # A training file may end with the reference reply, which must not be shown to the model.
+        # A training file may end with the reference reply, which the model must not see.
         while messages and messages[-1]["role"] == "assistant":
             messages.pop()
         if not messages:
-            raise BadRowError("its messages contain no question, only assistant messages.")
+            raise BadRowError("it has only assistant messages and therefore no question.")
         ending = "\n".join([*lines, *([request] if request else [])])
         content = messages[-1].get("content")
         if ending and isinstance(content, list):
@@ -231,14 +231,14 @@ def _complete(question: Question, options: dict[str, str], config: QuestionsConf
 
 
 def _insert_media(media: list[tuple[str, Any]], messages: list[dict[str, Any]], config: QuestionsConfig) -> None:
-    """Convert image marks to message parts, and put unreferenced images or the video before the last question."""
+    """Convert image marks to message parts, and insert unreferenced images or the video before the last question."""
     has_images = any(kind == "image" for kind, _ in media)
     for message in messages:
         content = message["content"]
         if media and isinstance(content, str) and IMAGE_MARK in content:
             if not has_images:
                 raise BadRowError(f"its question has {IMAGE_MARK}, but its columns have a video and no image; required: an image for "
-                                  "each mark. A video needs no mark; it is placed before the question.")  # fmt: skip
+                                  "each mark. A video needs no mark, because it is placed before the question.")  # fmt: skip
             message["content"] = text_parts(content, has_images)
     contents = [message["content"] for message in messages]
     parts = [part for content in contents if not isinstance(content, str) for part in content]
@@ -264,13 +264,13 @@ def _text_of(content: Any) -> str:
 
 
 class QuestionPacker(ChatPacker):
-    """Tokenizes questions; paths of media are relative to ``folder``, and prompts are shorter than ``max_length``."""
+    """Tokenizes questions. Media paths are relative to ``folder``, and prompts must be shorter than ``max_length``."""
 
     def __init__(self, folder: Path, max_length: int) -> None:
         self._folder, self._max_length = folder, max_length
 
     def prepare(self, processor: Any) -> None:
-        """Set the tokenizer or processor. Without a chat template, questions are plain text."""
+        """Set the tokenizer or processor. Without a chat template, questions are used as plain text."""
         config = RecipeConfig()
         config.policy.model_max_length = self._max_length
         config.train.train_policy.dataset.name = str(self._folder)
@@ -280,7 +280,7 @@ class QuestionPacker(ChatPacker):
         self.tokenizer, self.max_length = getattr(processor, "tokenizer", processor), self._max_length
 
     def question(self, question: Question) -> Prompt:
-        """Return the tokens of a question; raise BadRowError if it is too long or its media are unsupported."""
+        """Tokenize a question; raise BadRowError if it is too long or its media are unsupported."""
         if isinstance(question.messages, str) or not self.has_template:
             if question.media:
                 raise BadRowError("it has images or a video, but the model has no chat template that inserts them.")
@@ -296,26 +296,26 @@ class QuestionPacker(ChatPacker):
         return row["answer"]
 
     def check_media(self, question: Question) -> None:
-        """Raise BadRowError if the file of an image or video is missing."""
+        """Raise BadRowError if an image or video file is missing."""
         for kind, value in question.media:
             if isinstance(value, str) and not value.startswith("data:") and not (self._folder / value).is_file():
                 raise BadRowError(f"its {kind} '{value}' does not exist in '{self._folder}'; required: a file there.")
 
 
 def first_letter(completion: str) -> str | None:
-    """Return the first letter A to Z anywhere in a text; of "The answer is B" it is T."""
+    """Return the first capital letter A to Z anywhere in a text; for "The answer is B", this is T."""
     match = _LETTER.search(completion)
     return match[0] if match else None
 
 
 def tagged_letter(completion: str) -> str | None:
-    """Return the first letter A to Z within the first answer tags; None without tags or letter."""
+    """Return the first capital letter A to Z within the first answer tags, or None without tags or letter."""
     tags = _TAGS.search(completion)
     return first_letter(tags[1]) if tags else None
 
 
 def scoring(answer_type: str | None, has_options: bool) -> tuple[str, Reward, Callable[[str], str | None]]:
-    """Return answer type, reward (1 for a correct completion), and the function that extracts the compared part of a completion.
+    """Return the answer type, the reward (1 for a correct completion), and the function that extracts a completion's answer.
 
     Raise ConfigError if ``answer_type`` is missing, unknown, or needs options that a question lacks (``has_options`` is False).
     """

@@ -1,11 +1,11 @@
-"""Rule-based rewards of completions, and their weighted sum.
+"""Rule-based rewards for completions, and their weighted sum.
 
 A reward is a function ``reward(completion, reference, **row) -> float``. ``completion`` is the generated text without special tokens.
-``reference`` is the reference of the row, or None without a column for it; of several references, the highest reward is used. ``row``
-contains the remaining columns, ``num_tokens`` (length of the completion) and ``max_tokens`` (its limit).
+``reference`` is the row's reference, or None without a column for it; with several references, the highest reward is used. ``row``
+contains the remaining columns, ``num_tokens`` (the completion's length) and ``max_tokens`` (its limit).
 
-Register your own reward with ``REWARDS.register("name", function)`` in a dataset script or a plugin, or with the entry point
-``rlinf.rewards`` of a package.
+Register your own reward with ``REWARDS.register("name", function)`` in a dataset script or a plugin, or through a package's
+``rlinf.rewards`` entry point.
 """
 
 import logging
@@ -51,19 +51,19 @@ _ANSWER_LINE = re.compile(r"answer\s*:\s*(.+)", re.IGNORECASE)
 
 @dataclass
 class Rewards:
-    """Weighted sum of rewards, built by ``make_rewards``; ``facts`` are additional arguments of every call."""
+    """Weighted sum of rewards, built by ``make_rewards``; ``facts`` are passed to every reward as additional arguments."""
 
     functions: dict[str, Reward]
     weights: dict[str, float]
     facts: dict[str, Any] = field(default_factory=dict)
 
     def __call__(self, completion: str, prompt: Prompt, **facts: Any) -> tuple[float, dict[str, float]]:
-        """Return the weighted sum of a completion, and the unweighted rewards by name.
+        """Return a completion's weighted sum of rewards, and the unweighted rewards by name.
 
-        Raise ConfigError if a reward is not finite, or needs a reference that the row lacks. ``facts`` are ``num_tokens`` and
-        ``max_tokens`` of the completion.
+        Raise ConfigError if a reward is not finite, or needs a reference that the row lacks. ``facts`` are the completion's
+        ``num_tokens`` and ``max_tokens``.
         """
-        # A column of either name would clash with the positional arguments.
+        # A column with either name would clash with the positional arguments.
         columns = {
             key: value
             for key, value in {**prompt.row, **self.facts, **facts}.items()
@@ -95,8 +95,8 @@ def make_rewards(
 ) -> Rewards:
     """Build the weighted sum. Raise ConfigError if a name is unknown, a weight is not finite, or the list is empty.
 
-    ``rewards`` are a name of ``REWARDS``, a function, a list of these (weight 1 each), or ``{name: weight}``; ``overlong``, if enabled,
-    adds that reward with its buffer and weight; ``setting`` is the key of ``rewards``, for messages.
+    ``rewards`` are a name in ``REWARDS``, a function, a list of these (each with weight 1), or ``{name: weight}``. ``overlong``, if
+    enabled, adds the reward of that name with its buffer and weight. ``setting`` is the key that configures ``rewards``, for messages.
     """
     if isinstance(rewards, str) or callable(rewards):
         rewards = [rewards]
@@ -111,36 +111,36 @@ def make_rewards(
         if isinstance(weight, bool) or not isinstance(weight, (int, float)) or not math.isfinite(weight):
             raise ConfigError(f"The weight of the reward '{name}' is {weight!r}. Set {setting}.{name}=1.0")
         if name in result.functions:
-            raise ConfigError(f"Two rewards are called '{name}'; required: unique names for the logs.")
+            raise ConfigError(f"Two rewards are called '{name}'; required: unique names, which the logs use.")
         result.functions[name] = REWARDS.get(reward) if isinstance(reward, str) else reward
         result.weights[name] = float(weight)
     return result
 
 
 def gsm8k(completion: str, reference: str | None, **row: Any) -> float:
-    """1 if the number after the first ``#### `` equals the reference's, as text without commas; else 0."""
+    """Return 1 if the number after the first ``#### `` equals the reference's, compared as text without commas; otherwise 0."""
     number, expected = (_after_hashes(text) for text in (completion, _required(reference, "gsm8k")))
     return float(number is not None and number == expected)
 
 
 def gsm8k_loose(completion: str, reference: str | None, **row: Any) -> float:
-    """1 if the last number of the text equals the last one of the reference; else 0."""
+    """Return 1 if the last number in the text equals the last number in the reference; otherwise 0."""
     number, expected = (_last_number(text) for text in (completion, _required(reference, "gsm8k_loose")))
     return float(number is not None and number == expected)
 
 
 def single_choice(completion: str, reference: str | None, **row: Any) -> float:
-    """1 if the text in the first answer tags, or without tags the complete text, equals the reference's; else 0."""
+    """Return 1 if the text in the first answer tags (without tags, the complete text) equals the reference's; otherwise 0."""
     return float(_choice(completion) == _choice(_required(reference, "single_choice")))
 
 
 def think_format(completion: str, reference: str | None = None, **row: Any) -> float:
-    """1 if the text is a think block, exactly two newlines, and an answer block; else 0."""
+    """Return 1 if the text consists of a think block, exactly two newlines, and an answer block; otherwise 0."""
     return float(_THINK_ANSWER.fullmatch(completion) is not None)
 
 
 def boxed_math(completion: str, reference: str | None, **row: Any) -> float:
-    r"""1 if the content of ``\boxed{}`` is mathematically equal to the reference (math_verify); else 0, also after 5 s."""
+    r"""Return 1 if math_verify finds the content of ``\boxed{}`` mathematically equal to the reference within 5 s; otherwise 0."""
     try:
         from math_verify import LatexExtractionConfig, parse, verify
     except ImportError as error:
@@ -150,7 +150,7 @@ def boxed_math(completion: str, reference: str | None, **row: Any) -> float:
     reference = _required(reference, "boxed_math")
     if "\\boxed" not in completion:
         return 0.0
-    # math_verify limits its time by a signal, which only the main thread of a process receives.
+    # math_verify enforces its time limit with a signal, which only the main thread of a process receives.
     seconds = MATH_SECONDS if threading.current_thread() is threading.main_thread() else None
     if seconds is None:
         logging.getLogger("math_verify").setLevel(logging.ERROR)
@@ -162,17 +162,17 @@ def boxed_math(completion: str, reference: str | None, **row: Any) -> float:
 
 
 def direct_math(completion: str, reference: str | None, **row: Any) -> float:
-    """1 if the last line is ``Answer: <reference>``, else -1 (DAPO, Yu et al. 2025)."""
+    """Return 1 if the last line is ``Answer: <reference>``, otherwise -1 (DAPO, Yu et al. 2025)."""
     lines = completion.strip().split("\n")
     match = _ANSWER_LINE.fullmatch(lines[-1].strip()) if lines else None
     return 1.0 if match and _plain(match[1]) == _plain(_required(reference, "direct_math")) else -1.0
 
 
 def overlong(completion: str, reference: str | None = None, **row: Any) -> float:
-    """Linear penalty from 0 to -1 over the last ``overlong_buffer`` tokens of the limit (DAPO, eq. 13); default: a quarter."""
+    """Return a linear penalty from 0 to -1 over the last ``overlong_buffer`` tokens (default: a quarter) of the limit (DAPO, eq. 13)."""
     missing = [name for name in ("num_tokens", "max_tokens") if name not in row]
     if missing:
-        raise ConfigError(f"The reward overlong needs {' and '.join(missing)}; required: length and limit.")
+        raise ConfigError(f"The reward overlong needs {' and '.join(missing)}: the completion's length and limit.")
     buffer = row.get("overlong_buffer") or max(1, round(OVERLONG_BUFFER * row["max_tokens"]))
     beyond = row["num_tokens"] - (row["max_tokens"] - buffer)
     return -min(max(beyond / buffer, 0.0), 1.0)
@@ -180,7 +180,7 @@ def overlong(completion: str, reference: str | None = None, **row: Any) -> float
 
 def _required(reference: str | None, name: str) -> str:
     if reference is None:
-        raise ConfigError(f"The reward {name} compares with a reference, but the row has none. "
+        raise ConfigError(f"The reward {name} needs a reference, but the row has none. "
                           "Set train.train_policy.response_column_name=<column of the references>")  # fmt: skip
     return reference
 
@@ -212,4 +212,4 @@ EXTRACTORS: dict[str, Callable[[str], str | None]] = {
     "gsm8k_loose": lambda text: None if (number := _last_number(text)) is None else str(number),
     "single_choice": _choice,
 }
-"""Functions that extract the part of a completion that a reward compares; the remaining rewards read all of it."""
+"""Functions that extract the part of a completion that a reward compares; rewards not listed use the complete text."""

@@ -1,4 +1,4 @@
-"""Rollout workers of token policies: processes placed by Ray, each with a replica of the policy that generates completions."""
+"""Rollout workers for token policies: processes placed by Ray, each generating completions with a replica of the policy."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -31,9 +31,9 @@ from rlinf.rollout.policy_skeleton import PolicySkeleton
 
 @dataclass(frozen=True)
 class RolloutWorkerSettings:
-    """Settings of a token rollout worker.
+    """Settings for a token rollout worker.
 
-    ``engine`` is a ``VllmConfig``, or None if the policy replica generates; ``num_threads`` are the CPU threads of a rank.
+    ``engine`` is a ``VllmConfig``, or None if the policy replica itself generates; ``num_threads`` is the number of CPU threads per rank.
     """
 
     device: str
@@ -44,7 +44,7 @@ class RolloutWorkerSettings:
 
 @dataclass(frozen=True)
 class RolloutWorkerPlaces:
-    """Placement of a run's rollout workers in a Ray cluster, passed to every rank."""
+    """Placement of a run's rollout workers in a Ray cluster, which is passed to every rank."""
 
     placement: Placement
     reservation: Reservation
@@ -53,7 +53,7 @@ class RolloutWorkerPlaces:
 def place_rollout_workers(
     config: RecipeConfig, plan: Plan, device: str, nodes: Sequence[Node] | None = None
 ) -> Placement:
-    """Return the placement of a recipe's rollout workers. Raise ConfigError if they do not fit on ``nodes`` (None: unknown)."""
+    """Place a recipe's rollout workers. Raise ConfigError if they do not fit on ``nodes``, unless these are unknown (None)."""
     gpus = plan.gpus_per_rollout_worker if device == "cuda" else 0
     placement = Placement(plan.policy_gpus, plan.workers, 0, gpus)
     if nodes is not None:
@@ -64,8 +64,8 @@ def place_rollout_workers(
 class TokenRolloutWorker(PolicyReplica):
     """Replica of a token policy that generates completions.
 
-    A completion depends only on weights, prompt and seed (and by rounding on its batch), so any worker may generate any batch.
-    ``num_neighbours`` are the rollout workers of a machine, including this one, which divide its cores.
+    A completion depends only on weights, prompt and seed (and, through rounding, on its batch), so any worker may generate any batch.
+    ``num_neighbours`` is the number of rollout workers on this machine, including this one, which divide its cores.
     """
 
     def __init__(
@@ -83,24 +83,24 @@ class TokenRolloutWorker(PolicyReplica):
         self._buckets = WeightBuckets()
         if settings.engine is not None:
             self.engine = VllmGeneration(None, settings.engine)
-            # Start the engine now, so that its errors appear before the first push.
+            # Start the engine now, so that errors appear before the first push.
             self.engine.prepare_for_generation()
 
     def commit(self) -> int:
-        """End a push, forward the weights to the engine, and return their version."""
+        """Complete a push, forward the weights to the engine, and return their version."""
         version = super().commit()
         if self.engine is not None:
             self.engine.update_weights(MergedWeights(self.model, version, self._buckets))
         return version
 
     def generate(self, data: BatchedDataDict, greedy: bool) -> BatchedDataDict:
-        """Return a completion per prompt of a batch, sampled with its ``sampling_seeds`` or greedily."""
+        """Return one completion per prompt in a batch, sampled with its ``sampling_seeds`` or decoded greedily."""
         self._held()
         if self.engine is not None:
             output = self.engine.generate(data, greedy)
         else:
             output = generate_tokens(self.model, data, self.sampling, greedy, torch.Generator())
-        # Only new tensors are returned; the rank still has the prompts and their images.
+        # Return only new tensors, because the rank still has the prompts and their images.
         return BatchedDataDict({key: output[key] for key in GenerationOutputSpec.__annotations__ if key in output})
 
     def close(self) -> None:
@@ -110,20 +110,20 @@ class TokenRolloutWorker(PolicyReplica):
 
 
 class RemoteGenerator:
-    """``Generator`` that delegates to rollout workers, with the trained weights."""
+    """``Generator`` that delegates to rollout workers and sends them the trained weights."""
 
     def __init__(self, policy: HuggingFacePolicy, workers: RolloutWorkers) -> None:
         self.policy, self.workers = policy, workers
 
     @contextmanager
     def ready(self) -> Iterator[None]:
-        """Push the current weights, unless the rollout workers have them (a collective call)."""
+        """Push the current weights, unless the rollout workers already have them (a collective call)."""
         with deadline("push"):
             self.workers.update_weights(self.policy.num_steps)
         yield
 
     def generate(self, batches: Sequence[BatchedDataDict], greedy: bool) -> Iterator[BatchedDataDict]:
-        """See ``Generator.generate``; ranks of a shared rollout worker call it collectively, and the first one sends all batches."""
+        """See ``Generator.generate``. Ranks with the same rollout worker call it collectively, and the first rank sends all batches."""
         placement = self.workers.placement
         if not placement.is_shared:
             return self._in_order(batches, greedy)
@@ -140,7 +140,7 @@ class RemoteGenerator:
     def _generate_for_group(
         self, batches: Sequence[BatchedDataDict], peers: range, greedy: bool
     ) -> list[BatchedDataDict]:
-        """Generate for this rank and the ranks ``peers``, send them their outputs, and return this rank's."""
+        """Generate for this rank and the ranks ``peers``, send each peer its outputs, and return this rank's outputs."""
         requests = {rank(): list(batches)} | {peer: receive_object(peer) for peer in peers}
         owners = [owner for owner, owned in requests.items() for _ in owned]
         for peer in peers:
@@ -148,7 +148,7 @@ class RemoteGenerator:
         local = []
         outputs = self._in_order([batch for owned in requests.values() for batch in owned], greedy)
         for owner, output in zip(owners, outputs, strict=True):
-            # The remaining peers get None as a sign of progress, which restarts their deadlines.
+            # Send None to the remaining peers as a sign of progress, which restarts their deadlines.
             for peer in peers:
                 send_object(output if peer == owner else None, peer)
             if owner == rank():
@@ -160,7 +160,7 @@ class RemoteGenerator:
         outputs = self.workers.distribute(deadline, "generate", [(batch, greedy) for batch in batches])
 
         def in_order() -> Iterator[BatchedDataDict]:
-            # Workers finish in any order; outputs that come early wait here.
+            # Workers finish in any order, so buffer outputs that arrive early.
             early: dict[int, BatchedDataDict] = {}
             for index in range(len(batches)):
                 while index not in early:
@@ -172,7 +172,7 @@ class RemoteGenerator:
 
 
 def _generate_at(first: int, batches: Sequence[BatchedDataDict]) -> list[BatchedDataDict]:
-    """Generate with the rollout worker of the rank ``first``."""
+    """Generate with the rollout worker that belongs to the rank ``first``."""
     send_object(list(batches), first)
     outputs = []
     for _ in range(receive_object(first)):
@@ -190,9 +190,9 @@ def make_generator(
     engine: Mapping[str, Any] | None,
     places: RolloutWorkerPlaces,
 ) -> RemoteGenerator:
-    """Start the rollout workers of this rank, and wait until they are ready.
+    """Start this rank's rollout workers, and wait until they are ready.
 
-    ``tokenizer`` is the source of end tokens that the model lacks; ``engine`` a ``VllmConfig``, or None to generate in torch.
+    ``tokenizer`` supplies end tokens that the model lacks; ``engine`` is a ``VllmConfig``, or None to generate in torch.
     """
     ends = end_tokens(policy.model, tokenizer, None)
     sampling = SamplingConfig(
@@ -205,7 +205,7 @@ def make_generator(
     settings = RolloutWorkerSettings(
         "cuda" if places.placement.on_gpu else "cpu", sampling, engine, given_num_threads(config.cluster.num_threads)
     )
-    # A rank that uses a different rank's rollout worker starts none.
+    # Ranks that use a different rank's rollout worker start none themselves.
     shell = (
         PolicySkeleton.of(policy.unloaded_model())
         if places.placement.rollout_workers_of(rank())
@@ -221,7 +221,7 @@ def make_generator(
 
 
 def resume_hint(config: RecipeConfig) -> str:
-    """Return the instruction to continue after rollout workers were lost."""
+    """Return instructions for continuing after rollout workers were lost."""
     if not config.train.ckpt.enable_checkpoint:
         return "run the same command again (nothing was saved: train.ckpt.enable_checkpoint=false)"
     return "run the same command with train.resume=true"

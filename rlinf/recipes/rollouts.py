@@ -1,4 +1,4 @@
-"""Generators in the rank's process: the trained model itself, or a vLLM engine that gets its weights."""
+"""Generators owned by a rank: the trained model itself, or a vLLM engine that receives its weights."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -12,7 +12,7 @@ from rlinf.models.merged_weights import MergedWeights
 
 
 class LocalGenerator:
-    """Generator with an engine of this process and its current weights."""
+    """Generator that uses this rank's own model or engine, with its current weights."""
 
     def __init__(self, engine: HuggingFacePolicy | VllmGeneration) -> None:
         self.engine = engine
@@ -30,7 +30,7 @@ class LocalGenerator:
 
 
 class TorchGenerator(LocalGenerator):
-    """Generator with the trained policy; no weights need to be pushed."""
+    """Generator that uses the trained policy itself, so no weights need to be pushed."""
 
     def __init__(self, policy: HuggingFacePolicy) -> None:
         super().__init__(policy)
@@ -38,13 +38,13 @@ class TorchGenerator(LocalGenerator):
 
     @contextmanager
     def ready(self) -> Iterator[None]:
-        """Gather all weights on this rank inside the context, because ranks generate for different numbers of steps."""
+        """Gather all weights on this rank inside the context, because the number of decoding steps differs between ranks."""
         with self.policy.parallel.gathered():
             yield
 
 
 class VllmGenerator(LocalGenerator):
-    """Generator with a vLLM engine of this rank and the trained weights, adapters merged."""
+    """Generator that uses this rank's vLLM engine and the trained weights, with adapters merged."""
 
     def __init__(self, policy: HuggingFacePolicy, settings: Mapping[str, Any]) -> None:
         self.policy = policy
@@ -55,7 +55,7 @@ class VllmGenerator(LocalGenerator):
 
     @contextmanager
     def ready(self) -> Iterator[None]:
-        """Push the current weights; afterwards the engine sleeps, so that its memory is free for training."""
+        """Push the current weights; on exit, put the engine to sleep to free its memory for training."""
         with self.policy.parallel.gathered():
             self.vllm.prepare_for_generation()
             self._version += 1

@@ -1,4 +1,4 @@
-"""Read rows of JSON, JSON Lines and CSV files without type inference, and convert values to the text of the file."""
+"""Read rows from JSON, JSON Lines and CSV files without type inference, and convert values to their text in the file."""
 
 import codecs
 import csv
@@ -19,14 +19,14 @@ from rlinf.files import TextFileError, decode_text, parse_json
 from rlinf.recipes.samples import BadRowError
 
 KINDS = {".csv": ",", ".json": "json", ".jsonl": "json", ".tsv": "\t"}
-"""File kinds by suffix: ``json`` (a list of rows, or one per line), or the column separator of a table."""
+"""File kinds by suffix: ``json`` (a list of rows, or one row per line), or a table's column separator."""
 METADATA = ("metadata.csv", "metadata.jsonl")
-"""Metadata files of an image folder; their column ``file_name`` names the image."""
+"""Metadata files in an image folder, whose column ``file_name`` refers to the image."""
 _NUMBER = re.compile(r"-?(0|[1-9]\d{0,300})(\.\d+)?([eE][-+]?\d+)?", re.ASCII)
 
 
 class WrittenNumber(float):
-    """Float that keeps the text of its file: ``str`` of 1.10 is "1.10"."""
+    """Float that remembers its text in the file, so that ``str`` of 1.10 is "1.10"."""
 
     def __init__(self, text: Any) -> None:
         self.text = str(text)
@@ -36,11 +36,11 @@ class WrittenNumber(float):
 
 
 class WrittenMap(dict):
-    """JSON object, whose nulls are in the file; nulls in tables may come from the keys of different rows."""
+    """JSON object whose nulls are actual values in the file, whereas tables fill in missing keys with nulls."""
 
 
 def stream_rows(files: Sequence[str | Path], kind: str) -> Iterator[Any]:
-    """Yield the rows of files or URLs of a kind in ``KINDS``; raise TextFileError for invalid UTF-8 or an invalid line."""
+    """Yield rows from files or URLs of a kind in ``KINDS``; raise TextFileError for invalid UTF-8 or an invalid line."""
     for path in files:
         with open(path, "rb") if is_plain(path) else fsspec.open(str(path), "rb", compression="infer") as file:
             rows = _json(file, path) if kind == "json" else _table(file.read(), path, kind)
@@ -52,7 +52,7 @@ def _json(file: IO[bytes], path: str | Path) -> Iterator[Any]:
     parse, is_first = partial(parse_json, object_hook=WrittenMap, parse_float=WrittenNumber), True
     for number, line in enumerate(file, start=1):
         text = line.removeprefix(codecs.BOM_UTF8).strip()
-        # A file that starts with a list is one JSON document, not one row per line.
+        # A file that starts with a list is a single JSON document instead of one row per line.
         if is_first and text.startswith(b"["):
             yield from parse(line + file.read(), path, number)
         elif text:
@@ -61,7 +61,7 @@ def _json(file: IO[bytes], path: str | Path) -> Iterator[Any]:
 
 
 def _with_images(row: Any, folder: Path) -> Any:
-    """Replace ``file_name`` columns of an image folder's metadata by images, with the column names of ``datasets``."""
+    """Replace ``file_name`` columns in an image folder's metadata with images, using the column names of ``datasets``."""
     if not isinstance(row, Mapping):
         return row
     result: Any = type(row)()
@@ -81,18 +81,18 @@ def is_plain(path: str | Path) -> bool:
 
 
 def _table(content: bytes, path: str | Path, separator: str) -> list[dict[str, Any]]:
-    """Parse a table with a header line; an empty field is null, and a field in JSON number syntax is a number."""
+    """Parse a table with a header line. Empty fields become null, and fields in JSON number syntax become numbers."""
     csv.field_size_limit(sys.maxsize)
     reader = csv.reader(io.StringIO(decode_text(content, path), newline=""), delimiter=separator, strict=True)
     try:
         lines = [(reader.line_num, fields) for fields in reader if fields]
     except csv.Error as error:
-        raise TextFileError(f"Line {reader.line_num} of {path} is not a row ({error}). Fix the line") from None
+        raise TextFileError(f"Line {reader.line_num} of {path} is not a valid row ({error}). Fix the line") from None
     names = lines[0][1] if lines else []
     for number, fields in lines:
         if len(fields) != len(set(names)):
             raise TextFileError(f"Line {number} of {path} has {len(fields)} fields, but line 1 has {len(set(names))} distinct names; "
-                                f"required: one field per name. Put texts with {separator!r} in quotes")  # fmt: skip
+                                f"required: one field per name. Quote texts that contain {separator!r}")  # fmt: skip
     return [dict(zip(names, map(_field, fields), strict=True)) for _, fields in lines[1:]]
 
 
@@ -104,7 +104,7 @@ def _field(text: str) -> Any:
 
 
 def as_text(value: Any, what: str) -> str:
-    """Return a value as the text of its file; raise BadRowError for a list, a map or a timestamp. ``what`` names it in messages."""
+    """Return a value as its text in the file; raise BadRowError for a list, map or timestamp. ``what`` names the value in messages."""
     value = value.tolist() if hasattr(value, "tolist") else value  # NumPy scalar or array
     if isinstance(value, str):
         return value
@@ -117,18 +117,18 @@ def as_text(value: Any, what: str) -> str:
 
 
 def scalar_text(value: Any, what: str) -> Any:
-    """Return a list or map unchanged, and a scalar by ``as_text``."""
+    """Return a list or map unchanged, and a scalar converted by ``as_text``."""
     return value if isinstance(value, (list, tuple, Mapping)) else as_text(value, what)
 
 
 class AnyOf(str):
-    """Several accepted ``references``, printed as one text; a completion may match any of them."""
+    """Several accepted ``references``, printed as a single text; a completion may match any of them."""
 
     references: Sequence[str] = ()
 
 
 def as_reference(value: Any, what: str) -> Any:
-    """Return a reference as text, a list of references as ``AnyOf``, and None unchanged; else raise BadRowError."""
+    """Return a reference as text, a list of references as ``AnyOf``, and None unchanged; otherwise raise BadRowError."""
     value = value.tolist() if hasattr(value, "tolist") else value
     if isinstance(value, (list, tuple)) and value:
         references = [as_text(item, f"an item of {what}") for item in value]
@@ -138,7 +138,7 @@ def as_reference(value: Any, what: str) -> Any:
 
 
 def without_nulls(value: Any) -> Any:
-    """Remove the nulls by which tables give all rows the same keys; nulls of JSON files stay."""
+    """Remove nulls that tables fill in for missing keys, but leave nulls from JSON files."""
     if isinstance(value, Mapping) and not isinstance(value, WrittenMap):
         return {key: without_nulls(item) for key, item in value.items() if item is not None}
     return [without_nulls(item) for item in value] if isinstance(value, (list, tuple)) else value

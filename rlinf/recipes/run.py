@@ -1,4 +1,4 @@
-"""Run a recipe: from configuration and data to the finished run folder."""
+"""Run a recipe, from its configuration and data to the finished run folder."""
 
 import json
 import logging
@@ -55,7 +55,7 @@ from rlinf.training.stop_signal import StopRequested, StopSignal
 logger = logging.getLogger("rlinf")
 
 SHOWN_AT_THE_END = ("eval/reward_mean", "eval/preference_accuracy", "eval/preference_margin", "eval/loss")
-"""Validation metrics of the closing table, if present."""
+"""Validation metrics to show in the closing table, if present."""
 
 
 def run(
@@ -68,16 +68,16 @@ def run(
     val_data_packer: Packer | None = None,
     places: RolloutWorkerPlaces | None = None,
 ) -> Path:
-    """Train a model, and return the folder of the run. Every rank calls it; see ``RecipeData`` for the arguments.
+    """Train a model and return the run folder. Call it on every rank; see ``RecipeData`` for the arguments.
 
-    Raise ConfigError before the first step if settings, data and model do not fit, SystemExit after a signal.
+    Raise ConfigError before the first step if settings, data and model are incompatible, and SystemExit after a signal.
     """
     data = RecipeData(dataset, data_packer, reward_fns, val_dataset, val_data_packer, places)
     saves = config.train.ckpt.enable_checkpoint
     stop_signal = StopSignal(announce=rank() == 0, saves=saves)
     progress = Progress(updates=rank() == 0)
     with ExitStack() as stack:
-        # First on the stack, so that the live line is closed after the last line of the log.
+        # Enter it first, so that the live line is closed after the last log line.
         stack.callback(progress.close)
         stack.enter_context(_shown_logs(progress))
         folder, checkpoint = _folder(config)
@@ -104,7 +104,7 @@ def _run_in(
     stop_signal: StopSignal,
     progress: Progress,
 ) -> None:
-    """Build the components of a run, and train."""
+    """Build the run's components, and train."""
     train = config.train
     fixed = partial(fixed_by_settings, "policy", path="model_name_or_path", trust_remote_code=None)
     with fixed():
@@ -144,7 +144,7 @@ def _run_in(
         )  # fmt: skip
         loop.profile_window = profile_window
         stack.enter_context(loop)
-        # A script that divides its rows itself fails here, before the first step.
+        # Detect a script that divides its rows itself before the first step.
         check_equal_rows(trainer.rows)
         trainer.loop = loop
         if checkpoint is not None:
@@ -165,7 +165,7 @@ def _run_in(
 
 
 def _save_every(config: RecipeConfig, trainer: TokenTrainer) -> int:
-    """Return the steps between checkpoints; 0: only the last one. Raise ConfigError for epochs of a stream, which has no length."""
+    """Return the number of steps between checkpoints, or 0 to save only the last one. Raise ConfigError for epochs of a stream."""
     ckpt = config.train.ckpt
     epochs = ckpt.save_freq_in_epoch
     if epochs and isinstance(trainer.rows, StreamedRows):
@@ -179,19 +179,19 @@ def _save_every(config: RecipeConfig, trainer: TokenTrainer) -> int:
 
 
 def _profile_window(config: RecipeConfig, trainer: TokenTrainer, folder: Path) -> ProfileWindow:
-    """Return the profiler of the configured steps; raise ConfigError if they exceed the run."""
+    """Return the profiler for the configured steps; raise ConfigError if they exceed the run."""
     steps = config.profiler.steps
     if steps is not None and steps[1] >= trainer.num_steps:
         raise ConfigError(
             f"profiler.sub_profiler_config records the steps {steps[0]} to {steps[1]}, counted from 0, but the run has "
-            f"{trainer.num_steps} steps; required: steps of the run. Set profiler.enable_profiler=false, or lower wait_steps, "
+            f"{trainer.num_steps} steps; required: steps within the run. Set profiler.enable_profiler=false, or lower wait_steps, "
             "warmup_steps and active_steps"
         )
     return ProfileWindow(steps, trainer.phase, folder, rank())
 
 
 def summary(loop: Loop, kind: str) -> dict[str, Any]:
-    """Return the content of summary.json: steps, tokens, seconds, last and best validation, and the model folder."""
+    """Return the content of summary.json: steps, tokens, time in seconds, last and best validation, and the model folder."""
     state = loop.state
     best = max(state.scores, key=lambda name: comparable(state.scores[name]), default=None)
     return {
@@ -206,7 +206,7 @@ def summary(loop: Loop, kind: str) -> dict[str, Any]:
 
 
 def closing_table(run_summary: dict[str, Any], lines: list[dict[str, Any]]) -> str:
-    """Return the last lines of a run: first, last and best validation, training time, and the model folder."""
+    """Return the run's closing lines: first, last and best validation, training time, and the model folder."""
     evaluated = [line for line in lines if "eval/loss" in line or "eval/reward_mean" in line]
     ends = {"first": evaluated[0], "last": evaluated[-1]} if evaluated else {}
     keys = [key for key in SHOWN_AT_THE_END if any(key in line for line in ends.values())]
@@ -225,7 +225,7 @@ def closing_table(run_summary: dict[str, Any], lines: list[dict[str, Any]]) -> s
 
 
 def _folder(config: RecipeConfig) -> tuple[Path, Path | None]:
-    """Return the run's folder and the checkpoint to resume from (None: new run), equal on all ranks."""
+    """Return the run folder, and the checkpoint to resume from or None for a new run; both are equal on all ranks."""
     output, resume, name = Path(config.train.output_dir), config.train.resume, config.train.timestamp
     checkpoint = None
     if isinstance(resume, str) and resume not in ("", "auto", "true"):
@@ -241,7 +241,7 @@ def _folder(config: RecipeConfig) -> tuple[Path, Path | None]:
     if checkpoint is not None:
         logger.info("The run continues from %s", checkpoint)
         return checkpoint.parent.parent, checkpoint
-    # The time of rank 0, because clocks differ between ranks.
+    # Use rank 0's time, because clocks differ between ranks.
     folder = output / (name or gather_objects(time.strftime("%Y%m%d%H%M%S"))[0])
     if on_rank_zero(lambda: any(folder.glob(f"{CHECKPOINTS_FOLDER}/[!.]*")), f"read {folder}"):
         raise ConfigError(f"{folder} already has checkpoints. Set train.resume=true, or a different train.timestamp")
@@ -253,12 +253,12 @@ def _restore(checkpoint: Path, loop: Loop, trainer: TokenTrainer) -> None:
     present = trainer.manifest()
     loaded = loop.checkpoints.load(checkpoint, model=trainer.model, optimizer=trainer.optimizer, present=present)
     state = LoopState(**loaded | {"phase": "step"})
-    # Older checkpoints lack some entries, which are not compared.
+    # Skip entries that older checkpoints lack.
     changed = [f"{name} was {state.data[name]} and is {value}" for name, value in loop.state.data.items()
                if state.data.get(name, value) != value]  # fmt: skip
     if changed:
         raise ConfigError(
-            f"{checkpoint} has different data or model: {'; '.join(changed)}. Undo this, or set train.resume=false"
+            f"{checkpoint} was saved with different data or a different model: {'; '.join(changed)}. Undo this, or set train.resume=false"
         )
     trainer.rows.load_state_dict(state.rows)
     loop.state = state
@@ -280,7 +280,7 @@ def _tracker(config: RecipeConfig, mapping: dict[str, Any], loop: Loop, trainer:
 
 
 class _LogLines(logging.Handler):
-    """Handler that prints records above the live line, each line prefixed with the rank."""
+    """Handler that prints records above the live line and prefixes each line with the rank."""
 
     def __init__(self, progress: Progress) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Packed rows of recipes, and their collation into a batch."""
+"""Packed rows for recipes, and their collation into batches."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ SKIP_BAD_ROWS = "train.train_policy.dataset.skip_bad_rows=true"
 
 
 class BadRowError(ConfigError):
-    """A row of a dataset cannot be used.
+    """Raised for a dataset row that cannot be used.
 
     Args:
-        reason: Actual value and requirement.
-        row: Row number within the dataset, which the dataset adds (``at``).
-        source: File or name of the dataset.
+        reason: Text with the actual value and the requirement.
+        row: Row number within the dataset, which the dataset adds with ``at``.
+        source: The dataset's file or name.
     """
 
     def __init__(self, reason: str, row: int | None = None, source: str = "") -> None:
@@ -32,19 +32,19 @@ class BadRowError(ConfigError):
         self.reason, self.row, self.source = reason, row, source
 
     def at(self, row: int, source: str) -> BadRowError:
-        """Return the same error with row number and source."""
+        """Return the same error with a row number and source."""
         return BadRowError(self.reason, row, source)
 
 
 @dataclass
 class Sample:
-    """Training row.
+    """A training row.
 
     Attributes:
         input_ids: Tokens of prompt and completion, ``[S]``.
         token_mask: True for learned tokens, ``[S]``.
-        model_inputs: Additional inputs of a vision-language model (``pixel_values`` ...) for this row; empty for text.
-        is_truncated: ``input_ids`` are the first ``policy.model_max_length`` tokens of a longer row.
+        model_inputs: Additional inputs for a vision-language model (such as ``pixel_values``); empty for text.
+        is_truncated: Whether ``input_ids`` are only the first ``policy.model_max_length`` tokens of a longer row.
     """
 
     input_ids: list[int]
@@ -55,13 +55,13 @@ class Sample:
 
 @dataclass
 class Prompt:
-    """Prompt to complete.
+    """A prompt to complete.
 
     Attributes:
         input_ids: Tokens, ``[S]``.
         model_inputs: See ``Sample``.
         reference: Reference for the rewards, if any.
-        row, previews: Columns of the row, and small JPEGs of its images, for rewards and report.
+        row, previews: The row's columns, for the rewards, and small JPEGs of its images, for the report.
     """
 
     input_ids: list[int]
@@ -72,27 +72,27 @@ class Prompt:
 
 
 def tokens_of(row: Any) -> list[list[int]]:
-    """Return the token lists of a packed row: a sample, a prompt, or a pair of samples."""
+    """Return the token lists in a packed row, which is a sample, a prompt, or a pair of samples."""
     return [item.input_ids for item in (row if isinstance(row, tuple) else (row,))]
 
 
 def truncated_and_equal(row: Any) -> tuple[bool, bool]:
-    """Return whether a packed row was truncated, and whether it is a pair of equal samples, from which DPO learns nothing."""
+    """Return whether a packed row is truncated, and whether it is a pair of equal samples, from which DPO learns nothing."""
     samples = [item for item in (row if isinstance(row, tuple) else (row,)) if isinstance(item, Sample)]
     is_equal = len(samples) == 2 and samples[0].input_ids == samples[1].input_ids
     return any(sample.is_truncated for sample in samples), is_equal
 
 
 def collate(rows: Sequence[Sample] | Sequence[Prompt], pad_token_id: int = 0) -> BatchedDataDict:
-    """Return rows as one right-padded batch.
+    """Collate rows into one right-padded batch.
 
     Returns:
-        ``input_ids`` int64 and ``attention_mask`` bool ``[B, S]``; for samples also ``token_mask`` bool ``[B, S]``. Additional
-        keys are the model inputs of any row: token types ``[B, S]``, all remaining ones as a list with one tensor per row (of
-        length 0 without images).
+        ``input_ids`` int64 and ``attention_mask`` bool ``[B, S]``; for samples also ``token_mask`` bool ``[B, S]``. The rows' model
+        inputs are added: token types as a tensor ``[B, S]``, all remaining inputs as lists with one tensor per row, which has length
+        0 without images.
     """
     if not rows:
-        raise ConfigError("collate got no rows; required: one or more.")
+        raise ConfigError("collate needs at least one row.")
     tokens = [torch.tensor(row.input_ids, dtype=torch.int64) for row in rows]
     batch: dict[str, Any] = {
         "input_ids": pad_sequence(tokens, batch_first=True, padding_value=pad_token_id),
@@ -110,7 +110,7 @@ def collate(rows: Sequence[Sample] | Sequence[Prompt], pad_token_id: int = 0) ->
     for key in dict.fromkeys(key for row_inputs in inputs for key in row_inputs):
         present = next(row_inputs[key] for row_inputs in inputs if key in row_inputs)
         if key in TOKEN_TYPE_KEYS:
-            # Type 0 is text, for rows without images.
+            # Rows without images consist of text, which is type 0.
             text = [torch.zeros(1, len(row.input_ids), dtype=present.dtype) for row in rows]
             types = [row_inputs.get(key, zeros)[0] for row_inputs, zeros in zip(inputs, text, strict=True)]
             batch[key] = pad_sequence(types, batch_first=True)

@@ -1,12 +1,12 @@
-"""Number of steps of a recipe."""
+"""Compute a recipe's number of steps."""
 
 from rlinf.errors import ConfigError
 
 
 def count_steps(num_rows: int, epochs: int, batch_size: int, rows_per_sample: int = 1, limit: int | None = None) -> int:
-    """Return the optimiser steps of a run: ``epochs * num_rows * rows_per_sample / batch_size``, rounded down.
+    """Return a run's number of optimiser steps: ``epochs * num_rows * rows_per_sample / batch_size``, rounded down.
 
-    ``rows_per_sample`` are the completions per prompt in GRPO, else 1. Raise ConfigError if the data does not fill one batch.
+    ``rows_per_sample`` is the number of completions per prompt in GRPO, otherwise 1. Raise ConfigError if the data does not fill a batch.
     """
     steps = epochs * num_rows * rows_per_sample // batch_size
     if steps < 1:
@@ -19,5 +19,5 @@ def count_steps(num_rows: int, epochs: int, batch_size: int, rows_per_sample: in
 
 
 def count_steps_per_epoch(num_rows: int, batch_size: int, rows_per_sample: int = 1) -> int:
-    """Return the optimiser steps of one epoch, rounded down but at least 1; see ``count_steps``."""
+    """Return the number of optimiser steps per epoch, rounded down but at least 1; see ``count_steps``."""
     return max(1, num_rows * rows_per_sample // batch_size)

@@ -1,4 +1,4 @@
-"""Supervised fine-tuning of language and vision-language models."""
+"""Supervised fine-tuning for language and vision-language models."""
 
 import math
 from collections.abc import Callable
@@ -15,10 +15,10 @@ from rlinf.recipes.token_trainer import TokenTrainer, TokenUpdate, Validation, r
 
 
 class SFTTrainer(TokenTrainer):
-    """Maximum-likelihood trainer of the learned tokens.
+    """Trainer that maximises the likelihood of the learned tokens.
 
-    The loss is the mean over the learned tokens of the complete batch, so micro-batches, packing and ranks do not change it.
-    ``num_workers`` threads prefetch batches, except of a stream.
+    The loss is the mean over all learned tokens in the complete batch, so it does not depend on micro-batches, packing or ranks.
+    ``num_workers`` threads prefetch batches, except for streams.
     """
 
     phase = "sft"
@@ -42,7 +42,7 @@ class SFTTrainer(TokenTrainer):
             completion_validation,
         )
         self.validation_batch_size = validation_batch_size or batch_size
-        # A stream must be read in order, which threads would not keep.
+        # A stream must be read in order, which threads would not preserve.
         self.num_workers = num_workers if isinstance(rows, PackedRows) else 0
         self._loss = NLLLossFn()
         self._batches: Prefetcher[tuple[BatchedDataDict, float]] | None = None
@@ -61,7 +61,7 @@ class SFTTrainer(TokenTrainer):
         return TokenUpdate(metrics["loss"], named, num_tokens, self.batch_size, shown)
 
     def validate(self, step: int) -> Validation | None:
-        """Return the validation loss and the result of ``completion_validation``; the latter defines the score."""
+        """Return the validation loss and, if enabled, the result of ``completion_validation``, which then defines the score."""
         parts = [] if self.validation_rows is None else [self._validation_loss(self.validation_rows)]
         if self.completion_validation is not None:
             parts.append(self.completion_validation(step))
@@ -76,7 +76,7 @@ class SFTTrainer(TokenTrainer):
             self._batches.__exit__()
 
     def _read(self, step: int) -> tuple[BatchedDataDict, float]:
-        """Return the batch of this rank, and its number of truncated rows."""
+        """Return this rank's batch, and the number of truncated rows in it."""
         samples = self.rows.batch(step, self.batch_size, rank(), world_size())
         return collate(samples), float(sum(sample.is_truncated for sample in samples))
 

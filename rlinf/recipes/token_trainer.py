@@ -1,4 +1,4 @@
-"""Base class of the recipe trainers: learning rate, logging, metrics and validation."""
+"""Base class for recipe trainers, which handles the learning rate, logging, metrics and validation."""
 
 import hashlib
 import json
@@ -32,12 +32,12 @@ from rlinf.training.loop import Loop, Update
 logger = logging.getLogger("rlinf")
 
 PRECISIONS = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
-"""Names of ``param_dtype`` in the manifest."""
+"""Names in the manifest for ``param_dtype``."""
 
 
 @dataclass
 class TokenUpdate:
-    """Result of a step: metrics, tokens (without padding) and rows on all ranks, and labelled values of the console line."""
+    """Result of a step: metrics, number of tokens (without padding) and rows on all ranks, and labelled values for the console line."""
 
     loss: float
     metrics: dict[str, float]
@@ -48,7 +48,7 @@ class TokenUpdate:
 
 @dataclass
 class Validation:
-    """Result of a validation on every rank; a higher ``score`` is better, ``samples`` are completions (on rank 0)."""
+    """Result of a validation on every rank. A higher ``score`` is better; ``samples`` are completions, available on rank 0."""
 
     score: float
     metrics: dict[str, float]
@@ -57,7 +57,7 @@ class Validation:
 
 
 class TokenTrainer(ABC):
-    """Trainer of a token policy; subclasses implement ``step`` and ``validate`` (see ``rlinf.training.loop.Trainer``).
+    """Trainer for a token policy; subclasses implement ``step`` and ``validate`` (see ``rlinf.training.loop.Trainer``).
 
     The run sets ``config`` and ``loop`` before ``begin``.
     """
@@ -77,16 +77,16 @@ class TokenTrainer(ABC):
 
     @abstractmethod
     def validate(self, step: int) -> Validation | None:
-        """Evaluate the current weights (a collective call); None: no validation data."""
+        """Evaluate the current weights (a collective call); return None without validation data."""
 
     @property
     def model(self) -> nn.Module:
-        """The trained network."""
+        """The trained model."""
         return self.policy.model
 
     @property
     def optimizer(self) -> MasterAdamW:
-        """Optimiser of the trained network."""
+        """Optimiser for the trained model."""
         return self.policy.optimizer
 
     def begin(self) -> None:
@@ -100,7 +100,7 @@ class TokenTrainer(ABC):
         return self.loop.state.step >= self.num_steps
 
     def update(self, step: int) -> Update:
-        """Take one step with its learning rate, and log it."""
+        """Set the step's learning rate, take the step, and log it."""
         start, state, config = time.monotonic(), self.loop.state, self.config
         train = config.train
         rate = learning_rate(
@@ -109,7 +109,7 @@ class TokenTrainer(ABC):
         )  # fmt: skip
         self.policy.set_learning_rate(rate)
         result = self.step(step)
-        # The step may have opened a new block of the stream.
+        # Check the stream, because the step may have opened a new block.
         check_equal_stream(self.rows)
         heartbeat()
         state.num_tokens += result.num_tokens
@@ -135,7 +135,7 @@ class TokenTrainer(ABC):
         return Update(metrics, shown | {"tokens/s": speed})
 
     def evaluation_due(self, last: bool) -> str | None:
-        """Return the name of the current checkpoint if a validation is due, possibly before the first step."""
+        """Return the current checkpoint's name if a validation is due, which can be before the first step."""
         validation, state = self.config.validation, self.loop.state
         if state.step == 0:
             return state.name if validation.val_before_train else None
@@ -154,7 +154,7 @@ class TokenTrainer(ABC):
             write_samples(self.loop.folder / SAMPLES_FOLDER, tag, result.samples)
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Store the dataset's state in the loop's state."""
+        """Copy the dataset's state to the loop's state."""
         self.loop.state.rows = self.rows.state_dict()
         return {}
 
@@ -171,12 +171,12 @@ class TokenTrainer(ABC):
 
 
 def lora_of(policy: HuggingFacePolicy) -> LoraConfig | None:
-    """Return the settings of the trained adapters; None: all weights are trained."""
+    """Return the trained adapters' settings, or None if all weights are trained."""
     return None if policy.config.lora is None else from_mapping(LoraConfig, policy.config.lora)
 
 
 def write_samples(folder: Path, name: str, samples: Sequence[Mapping[str, Any]]) -> None:
-    """Write completions to ``<name>.jsonl``, and their images by ``write_images``."""
+    """Write completions to ``<name>.jsonl``, and their images with ``write_images``."""
     lines = []
     for sample in samples:
         images = sample.get("images", ())
@@ -186,7 +186,7 @@ def write_samples(folder: Path, name: str, samples: Sequence[Mapping[str, Any]])
 
 
 def write_images(folder: Path, images: Sequence[bytes]) -> list[str]:
-    """Write JPEG images to ``images/<digest>.jpg``, unless they exist, and return these names."""
+    """Write JPEG images that do not exist yet to ``images/<digest>.jpg``, and return all their names."""
     files = [f"images/{hashlib.sha256(image).hexdigest()[:16]}.jpg" for image in images]
     for file, image in zip(files, images, strict=True):
         if not (folder / file).exists():
@@ -195,7 +195,7 @@ def write_images(folder: Path, images: Sequence[bytes]) -> list[str]:
 
 
 def rank_slice(num_rows: int) -> slice:
-    """Return this rank's consecutive rows of a batch; the first ranks take one more if the rows do not divide evenly."""
+    """Return the slice of a batch for this rank; if the rows do not divide evenly, the first ranks have one row more."""
     size, extra = divmod(num_rows, world_size())
     start = rank() * size + min(rank(), extra)
     return slice(start, start + size + (rank() < extra))
@@ -214,20 +214,20 @@ PEAK_FLOPS = {
     "L4": 121e12,
     "RTX 4090": 165e12,
 }
-"""Peak FLOP/s of a GPU in bfloat16 without sparsity, by a part of its name, from the vendor's data sheets."""
+"""Peak bfloat16 FLOP/s without sparsity, by a part of the GPU's name, from the vendor's data sheets."""
 
 
 def flops_per_token(model: Any, length: float) -> float:
-    """Estimate the floating-point operations of training per token (Kaplan et al. 2020, section 2.1).
+    """Estimate the number of floating-point operations per token in training (Kaplan et al. 2020, section 2.1).
 
-    A weight in a matrix product takes 2 operations forward, 2 for its input's gradient, and 2 for its own gradient if it is trained.
-    In a mixture of experts, only the active ones count. Attention takes 4 x hidden size x length per layer forward, and twice that
-    backward. Embedding lookups and recomputation by gradient checkpointing are not counted. ``length`` is the mean length of a row.
+    Each weight in a matrix product needs 2 operations forward, 2 for its input's gradient, and 2 for its own gradient if it is trained.
+    In a mixture of experts, only active experts are included. Attention needs 4 x hidden size x length per layer forward, and twice as
+    many backward. Embedding lookups and recomputation by gradient checkpointing are excluded. ``length`` is the mean row length.
     """
     embedding = model.get_input_embeddings()
     head = model.get_output_embeddings()
     tied = head is not None and getattr(head, "weight", None) is getattr(embedding, "weight", None)
-    # A tied embedding is also the output projection, whose product counts.
+    # A tied embedding is also the output projection, so include its matrix product.
     looked_up = 0 if tied else sum(p.numel() for p in embedding.parameters())
     text = model.config.get_text_config()
     num_experts = getattr(text, "num_local_experts", None) or getattr(text, "num_experts", None)
@@ -236,17 +236,17 @@ def flops_per_token(model: Any, length: float) -> float:
     sizes = [(p.numel() * (active if ".experts." in name else 1.0), p) for name, p in model.named_parameters()]
     total = sum(size for size, _ in sizes) - looked_up
     trained = min(total, sum(size for size, p in sizes if p.requires_grad))
-    # Causal attention reads half of the row on average.
+    # Causal attention covers half of the row on average.
     attention = 4 * text.num_hidden_layers * text.hidden_size * length / 2
     return 4 * total + 2 * trained + 3 * attention
 
 
 def peak_flops() -> float | None:
-    """Return the peak bfloat16 FLOP/s of this process's GPU; None: no GPU, or unknown."""
+    """Return the peak bfloat16 FLOP/s of this process's GPU, or None without a GPU or if it is unknown."""
     if not torch.cuda.is_available():
         return None
     name = torch.cuda.get_device_name()
-    # Longest names first, in case two of them match.
+    # Try longer names first, in case two of them match.
     return next(
         (PEAK_FLOPS[key] for key in sorted(PEAK_FLOPS, key=len, reverse=True) if re.search(rf"\b{key}\b", name)), None
     )

@@ -1,4 +1,4 @@
-"""Find the video files of rows, and read their frames."""
+"""Find the video files that rows refer to, and read their frames."""
 
 import fcntl
 import math
@@ -20,21 +20,21 @@ SUFFIXES = (".mp4", ".avi", ".mov")
 
 
 def find_video(name: str, dataset: str, subset: str = "") -> Path:
-    """Return the file of a video by its base name; the first call unpacks the archives of clips.
+    """Return a video's path by its base name; the first call unpacks the clip archives.
 
-    Searches the dataset's folder, and ``$COSMOS_CACHE/datasets/<dataset>/<subset>/video_clips``.
+    The search covers the dataset's folder and ``$COSMOS_CACHE/datasets/<dataset>/<subset>/video_clips``.
     """
     videos, folders = _videos(dataset, subset, cosmos_cache())
     path = videos.get(Path(name).name)
     if path is None:
         places = " and ".join(f"'{folder}'" for folder in folders)
-        raise BadRowError(f"its video '{name}' is not among the {len(videos)} in {places}.")
+        raise BadRowError(f"its video '{name}' is not among the {len(videos)} videos in {places}.")
     return path
 
 
 @lru_cache(maxsize=8)
 def _videos(dataset: str, subset: str, cache: Path) -> tuple[dict[str, Path], list[Path]]:
-    """Return videos by base name, and the searched folders."""
+    """Return the videos by base name, and the folders that were searched."""
     folder = local_folder(dataset)
     name = dataset if folder is None or not Path(dataset).expanduser().exists() else folder.name
     clips = cache / "datasets" / name / subset / "video_clips"
@@ -50,7 +50,7 @@ def _videos(dataset: str, subset: str, cache: Path) -> tuple[dict[str, Path], li
 
 
 def unpack_clips(folder: Path, target: Path) -> None:
-    """Unpack ``clips/*.tar.gz`` or ``clips.tar.gz`` of a dataset's folder once; concurrent processes wait."""
+    """Unpack ``clips/*.tar.gz`` or ``clips.tar.gz`` in a dataset's folder once; concurrent processes wait."""
     archives = sorted([*folder.glob("clips/*.tar.gz"), *folder.glob("clips.tar.gz")])
     if not archives or (target / ".prepared").exists():
         return
@@ -61,7 +61,7 @@ def unpack_clips(folder: Path, target: Path) -> None:
         if (target / ".prepared").exists():
             return
         target.mkdir(exist_ok=True)
-        # Unpacked next to the target and moved file by file, so that an interruption leaves no partial video there.
+        # Unpack next to the target and move file by file, so that an interruption leaves no partial video in the target.
         with tempfile.TemporaryDirectory(dir=target.parent, prefix=".video_clips") as unpacked:
             for archive in archives:
                 with tarfile.open(archive) as opened:
@@ -75,9 +75,9 @@ def unpack_clips(folder: Path, target: Path) -> None:
 def read_frames(
     path: Path, fps: float = 1.0, max_pixels: int | None = None, max_frames: int = MAX_FRAMES
 ) -> list[Image.Image]:
-    """Read frames of a video at regular times, including the first one.
+    """Read frames of a video at regular intervals, starting with the first frame.
 
-    Frames are scaled down to ``max_pixels``, with the aspect ratio unchanged; more than ``max_frames`` are subsampled evenly.
+    Frames are scaled down to ``max_pixels`` without changing the aspect ratio, and subsampled evenly if there are more than ``max_frames``.
     """
     av = import_av(f"Reading {path}")
     frames: list[Image.Image] = []

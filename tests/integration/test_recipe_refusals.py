@@ -156,7 +156,7 @@ def test_a_stream_is_compared_block_by_block(tmp_path):
     assert one == two and one.keys() == {"another block"}, "equal streams are no error, over two epochs"
     step, message = one["another block"]
     assert step == 3, "row 7 is of the third block, which starts with the seventh row"
-    assert "in its rows up to 8. A script must pass all rows on every rank" in message
+    assert "in its first 8 rows. A script must pass all rows on every rank" in message
 
 
 def compare_rows(folder) -> None:

@@ -149,7 +149,7 @@ def test_the_engine_sees_what_the_trainer_sees(family, tp_size, tmp_path, monkey
             assert generation.update_weights(MergedWeights(model, version, buckets)) == version
             assert max(gaps(prompts)) <= 1e-4
         batch = collate([Prompt(prompts[2].input_ids, prompts[0].model_inputs)])
-        with pytest.raises(ConfigError, match="has 8 tokens of images .* its 1 images need 4"):
+        with pytest.raises(ConfigError, match="has 8 image tokens .* its 1 images need 4"):
             generation.generate(batch, greedy=False)
     finally:
         generation.shutdown()

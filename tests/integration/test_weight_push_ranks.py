@@ -142,7 +142,7 @@ def test_units_are_gathered_one_by_one_frozen_ones_once_and_all_ranks_refuse_ali
         assert found[dtype]["numbers"] == [NUM_UNITS + 2, NUM_UNITS - 2 + 2, 2]
         assert found[dtype]["equals"] == [True] * 3
         assert found[dtype]["most_whole"] == 1 and found[dtype]["whole"] == 0
-    assert "'blocks.3.down.bias' holds nan" in found["rejected"] and found["mended"]
+    assert "'blocks.3.down.bias' contains nan" in found["rejected"] and found["mended"]
 
 
 def push_of_one_object(folder):

@@ -191,7 +191,7 @@ def test_a_group_of_several_initial_states_is_refused():
     check_groups(batch)
     batch.specs[3] = EpisodeSpec("t", 0, 9, 0)
     for reject in (check_groups, GRPO(GRPOConfig()).compute_advantages):
-        with pytest.raises(ValueError, match=r"Group 1 mixes episodes of .*init_state_id=1.* and .*init_state_id=9"):
+        with pytest.raises(ValueError, match=r"Group 1 mixes episodes with .*init_state_id=1.* and .*init_state_id=9"):
             reject(batch)
 
 

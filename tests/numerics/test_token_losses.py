@@ -352,7 +352,7 @@ def test_metrics_have_no_gradient_and_a_batch_that_trains_on_nothing_is_refused(
     logprobs = batch["logprobs"].requires_grad_()
     output = loss_fn.from_logprobs(logprobs, batch, loss_fn.counts(batch))
     assert output.loss.requires_grad and not any(number.requires_grad for number in output.metrics.values())
-    with pytest.raises(ConfigError, match="trains on nothing"):
+    with pytest.raises(ConfigError, match="has no trained tokens"):
         loss_fn.from_logprobs(logprobs, batch, TokenCounts(0.0, 0.0))
 
 

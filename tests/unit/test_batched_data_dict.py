@@ -51,7 +51,7 @@ def test_from_batches_pads_every_axis():
     ("batches", "words"),
     [([], "one or more"), ([{"a": [1]}, {"b": [1]}], "'a', 'b'"), ([{"a": [1], "n": 1}, {"a": [1], "n": 2}], "'n' belongs"),
      ([{"a": torch.zeros(1)}, {"a": torch.zeros(1, 1)}], r"\[\[1\], \[1, 1\]\]"),
-     ([{"a": torch.zeros(1)}, {"a": [0.0]}], "'a' is of the types .'Tensor', 'list'")],
+     ([{"a": torch.zeros(1)}, {"a": [0.0]}], "'a' has different types .'Tensor', 'list'")],
 )  # fmt: skip
 def test_from_batches_refuses_what_does_not_fit(batches, words):
     with pytest.raises(ConfigError, match=words):
@@ -181,8 +181,8 @@ def packed(lengths, shards=1, args=BUDGET, **more):
         (lambda: packed([1, 2], dynamic_batching_args=BUDGET), "exclude each other"),
         (lambda: packed([1, 2], allow_uneven_shards=True), "allow_uneven_shards"),
         (lambda: packed([9, 2]), "9 tokens is longer than max_tokens_per_microbatch=8.*Pass 9 or more"),
-        (lambda: packed([2], 2), "1 sequences do not make a multiple of 2 bins of 8"),
-        (lambda: packed([8, 7, 8, 7, 8], 3), "5 sequences do not make a multiple of 3 bins of 8"),
+        (lambda: packed([2], 2), "1 sequences cannot fill a multiple of 2 bins of 8"),
+        (lambda: packed([8, 7, 8, 7, 8], 3), "5 sequences cannot fill a multiple of 3 bins of 8"),
         (lambda: numbered(1).shard_by_batch_size(0, None), "shards=0, batch_size=.*required: 1 or more"),
         (lambda: numbered(1).shard_by_batch_size(1, 0), "shards=1, batch_size=.*required: 1 or more"),
         (lambda: numbered(1).shard_by_batch_size(1, -2), "shards=1, batch_size=.*required: 1 or more"),

@@ -403,14 +403,14 @@ def test_batches_that_do_not_fit_the_loss_are_refused(tiny_lm, batch):
     three, listed = batch | {"advantages": torch.ones(3)}, batch | {"old_logprobs": [[0.0] * 6] * 4}
     rejections = (
         ("micro_batch_size=3 splits a sample. Pass micro_batch_size=2", batch, DPOLossFn()),
-        ("'advantages': 3.*one number for all keys", three, GRPOLossFn()),
+        ("'advantages': 3.*the same for all keys", three, GRPOLossFn()),
         ("loss_fn is 'nll'; required: a loss. Pass e.g. .*NLLLossFn", batch, "nll"),
         ("loss_fn is <class .*required: a loss. Pass e.g. .*NLLLossFn", batch, NLLLossFn),
         (r"data\['old_logprobs'\] is a list; required: a torch.Tensor", listed, GRPOLossFn()),
         ("NLLLossFn has temperature=0.7.*temperature=0.5. Pass temperature=0.5", batch, NLLLossFn(temperature=0.7)),
-        (r"no rows: its tokens are \[0, 6\]", batch.slice(0, 0), NLLLossFn()),
+        (r"no rows: its tokens have shape \[0, 6\]", batch.slice(0, 0), NLLLossFn()),
         ("Row 1 is not right-padded: column 0 is padding", left, NLLLossFn()),
-        (r"loss_fn returned tensor\(\[.*required: a tensor of one number with a gradient", batch,
+        (r"loss_fn returned tensor\(\[.*required: a scalar tensor with a gradient", batch,
          lambda model, data: model(data["input_ids"]).logits.mean((1, 2))),
     )  # fmt: skip
     for words, data, loss_fn in rejections:
@@ -434,7 +434,7 @@ def test_tokens_that_the_model_does_not_know_are_refused(tiny_lm, batch, call):
         batch["input_ids"][1, 2] = token
         with pytest.raises(ConfigError, match=f"Row 1 has the token id {token}; required: 0 to 47.*vocab_size=48"):
             getattr(policy, call)(batch)
-    with pytest.raises(ConfigError, match="token ids are torch.float32; required: integers"):
+    with pytest.raises(ConfigError, match="token ids have dtype torch.float32; required: integers"):
         getattr(policy, call)(batch | {"input_ids": batch["input_ids"].float()})
 
 

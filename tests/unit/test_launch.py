@@ -257,13 +257,13 @@ def test_missing_gpus_are_named_before_anything_is_read(capsys, monkeypatch):
     monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
     assert main(["launch", "--config", "cosmos-reason1-7b-p-fsdp2-r-tp2-grpo"]) == 2
     shown = capsys.readouterr()
-    assert "needs 4 GPUs (2 for the policy, 2 for the rollout), and torch sees 0" in shown.err and shown.out == ""
+    assert "needs 4 GPUs (2 for the policy, 2 for the rollout), but torch sees 0" in shown.err and shown.out == ""
 
 
 def test_a_script_without_a_call_is_refused(recipe, calls, capsys, tmp_path):
     (tmp_path / "silent.py").write_text("x = 1\n")
     assert main(["launch", "--config", recipe(), "silent.py"]) == 2
-    assert "ended without a call of launch_worker" in capsys.readouterr().err
+    assert "ended without calling launch_worker" in capsys.readouterr().err
 
 
 def test_launch_worker_needs_a_recipe():

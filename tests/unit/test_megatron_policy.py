@@ -207,7 +207,7 @@ def test_what_is_not_read_is_refused_by_every_method(checkpoint, batch, key):
         lambda data: policy.train(data, NLLLossFn()),
     )
     for method in methods:
-        with pytest.raises(ConfigError, match=f"'{key}', but MegatronPolicy takes token ids only"):
+        with pytest.raises(ConfigError, match=f"'{key}', but MegatronPolicy accepts only token ids"):
             method(batch)
         method(BatchedDataDict({name: value for name, value in batch.items() if name != key}))
 

@@ -129,7 +129,7 @@ def test_the_command_prints_a_table_and_its_status(tiny_lm, capsys, monkeypatch)
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].split() == ["check", "result", "detail"] and len(lines) == 2 + 9 + 8 + 1
     assert all(line.startswith("torch: ") and "pass" in line for line in lines[2:-1])
-    assert lines[-1].startswith("vllm: not checked. Generation with vLLM needs the package vllm")
+    assert lines[-1].startswith("vllm: not checked. Generation with vLLM needs the vllm package")
     monkeypatch.setattr(diagnostics, "MAX_EXP_GAP", 0.5)
     monkeypatch.setattr(diagnostics, "BATCH_SIZES", (1,))
     assert main(["diagnose", tiny_lm(), "torch_dtype=bfloat16"]) == 1

@@ -70,7 +70,7 @@ def test_weights_that_are_not_finite_are_refused_by_name_in_any_folder(tmp_path)
         build_policy(config)  # control
         whole = file.read_bytes()
         name = poison(file, part, value)
-        found = rf"{file.parent}.*' holds weights that are not finite: '{name}' has {value} \(1 of"
+        found = rf"{file.parent}.*' contains weights that are not finite: '{name}' has {value} \(1 of"
         with pytest.raises(CheckpointError, match=found):
             build_policy(config)
         file.write_bytes(whole)

@@ -154,7 +154,7 @@ def test_a_long_text_is_cut_and_a_cut_before_the_answer_is_refused():
     assert (
         cut.input_ids == whole.input_ids[:60] and cut.token_mask == whole.token_mask[:60] and sum(cut.token_mask) > 10
     )
-    with pytest.raises(BadRowError, match="its first 5 tokens contain no learned one"):
+    with pytest.raises(BadRowError, match="none of its first 5 tokens is learned"):
         ready(ChatPacker(), tokenizer, max_length=5).sample(row)
 
 
@@ -228,7 +228,7 @@ def test_messages_of_sharegpt_are_those_with_role_and_content():
         ({"messages": [QUESTION]}, "no assistant message"),
         (
             {"messages": [QUESTION | {"content": [{"type": "image"}]}, ANSWER]},
-            "type image, and the model is text-only",
+            "type image, but the model is text-only",
         ),
         (
             {"messages": [QUESTION, ANSWER | {"content": [{"type": "image"}]}]},
@@ -247,8 +247,8 @@ IMAGE_ROWS = {
     "image": ({"image": b"jpeg", "images": None}, "its column 'image' has 1, which a text-only model"),
     "behind none": ({"image": "a.png", "images": []}, "its column 'image' has 1, which a text-only model"),
     "one of two": ({"images": [None, {"bytes": b"jpeg", "path": None}]}, "its column 'images' has 1, which a text-only model"),
-    "video": ({"video": "a.mp4"}, "its column 'video' has 1, which nothing reads"),
-    "videos": ({"videos": ["a.mp4", "b.mp4"], "image": ""}, "its column 'videos' has 2, which nothing reads"),
+    "video": ({"video": "a.mp4"}, "its column 'video' has 1, but videos in columns are not read"),
+    "videos": ({"videos": ["a.mp4", "b.mp4"], "image": ""}, "its column 'videos' has 2, but videos in columns are not read"),
     "none": ({"image": None, "images": [], "video": None, "videos": []}, None),
     "an empty text": ({"image": "", "video": " "}, None),
     "empty entries": ({"images": [None, ""], "videos": [None], "image": {"bytes": None, "path": None}}, None),

@@ -132,7 +132,7 @@ def test_a_video_that_no_message_names_is_refused(processors):
     packer = ready(PromptPacker(), processors("gemma3"))
     for prompt in ("what is this?", [said("user", "what is this?")]):
         assert packer.prompt({"prompt": prompt, "video": None, "videos": []})
-        with pytest.raises(BadRowError, match="its column 'video' has 1, which nothing reads"):
+        with pytest.raises(BadRowError, match="its column 'video' has 1, but videos in columns are not read"):
             packer.prompt({"prompt": prompt, "video": "a.mp4"})
 
 

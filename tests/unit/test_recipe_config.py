@@ -227,7 +227,7 @@ def test_all_linear_and_none_are_words_of_released_recipes(recipe):
         ("policy.lora.target_modules=q_proj", "Set 'policy.lora.target_modules=[q_proj]'"),
         (r"policy.lora.target_modules=.*\.(q_proj|v_proj)", "Set 'policy.lora.target_modules=[q_proj,v_proj]'"),
         ("policy.lora=3", "required: a section with the keys r, lora_alpha"),
-        ("logging.logger=[tensorbord]", "logging.logger has 'tensorbord'"),
+        ("logging.logger=[tensorbord]", "logging.logger contains 'tensorbord'"),
         ("rollout.backend=trtllm", "this engine is not available; required: vllm or torch. Set rollout.backend=vllm"),
         ("train.epoch=1,2", "train.epoch is '1,2'"),
         ("~train.epoch", "required: key=value"),
@@ -271,7 +271,7 @@ def test_the_penalty_of_long_answers_leaves_room_for_short_ones(recipe, asks):
         f"{buffer}=4096", limit, "train.train_batch_per_replica=16", type="grpo"
     )  # without the penalty nothing is bounded
     for more, longest in ((), 512), (("policy.model_max_length=300",), 300):
-        with pytest.raises(ConfigError, match=f"513, but completions have at most {longest} .*Set {buffer}=null"):
+        with pytest.raises(ConfigError, match=f"513, but completions are at most {longest} .*Set {buffer}=null"):
             recipe(*words, *more, f"{buffer}=513", type="grpo")
     config, _ = recipe(*words, f"{buffer}=null", type="grpo")
     method = config.train.train_policy

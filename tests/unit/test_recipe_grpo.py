@@ -172,7 +172,7 @@ def test_steps_without_any_group_that_teaches_are_announced(tiny_lm, caplog):
         said.append([record.getMessage() for record in caplog.records])
         caplog.clear()
     assert said[:4] == [[]] * 4, "step 1 teaches, so that the count starts again"
-    assert "rewards of every group were equal for 3 steps" in said[4][0] and "temperature" in said[4][0]
+    assert "Within every group, all rewards were equal for 3 steps" in said[4][0] and "temperature" in said[4][0]
 
 
 def test_the_line_of_a_step_has_reward_length_and_cut_answers(tiny_lm):

@@ -109,7 +109,7 @@ def test_the_rest_of_the_ranks_are_shards():
 
 def test_other_ranks_than_those_of_the_recipe_are_refused():
     config, _ = load_recipe("mistral-7b-fsdp4-sft")
-    with pytest.raises(ConfigError, match="2 ranks were started, but the recipe has 4"):
+    with pytest.raises(ConfigError, match="2 ranks were started, but the recipe needs 4"):
         make_plan(config, 2)
 
 
@@ -182,7 +182,7 @@ def test_without_gpus_a_dry_run_plans_for_another_machine_and_a_run_is_refused(n
     assert f"total GPUs:   {sum(GPUS[name])}\n" in shown
     assert f"machine:      a machine with {sum(GPUS[name])} GPUs (this one has none)" in shown
     assert main(run_words(name)) == 2
-    assert "and torch sees 0. Set policy.device=cpu" in capsys.readouterr().err
+    assert "but torch sees 0. Set policy.device=cpu" in capsys.readouterr().err
     assert main(run_words(name, "policy.device=cpu")) == 0
     assert started == [(GPUS[name][0], "cpu", None)]
 
@@ -193,7 +193,7 @@ def test_a_launcher_gives_engines_no_gpus_of_their_own(monkeypatch):
     plan = make_plan(config, 2)
     assert (plan.workers, plan.num_gpus) == (0, 2)
     with pytest.raises(
-        ConfigError, match="tp_size is 2, but each rank .*required: 1. Set rollout.parallelism.tp_size=1"
+        ConfigError, match="tp_size is 2, but each policy rank .*required: 1. Set rollout.parallelism.tp_size=1"
     ):
         check_engines(config, plan, "cuda")
     check_engines(config, plan, "cpu")  # where the trained model generates
@@ -243,17 +243,17 @@ def test_without_a_gpu_one_rank_runs_on_the_cpu(monkeypatch):
         (
             "cosmos-reason1-7b-p-fsdp2-r-tp2-grpo",
             (2, 1, 2),
-            "workers:      1, in processes that Ray starts; 1 per 2 ranks",
+            "workers:      1, in processes started by Ray; 1 per 2 ranks",
         ),
         (
             "phi4-14b-p-fsdp4-r-tp2-grpo",
             (4, 2, 2),
-            "workers:      2, in processes that Ray starts; 1 per 2 ranks",
+            "workers:      2, in processes started by Ray; 1 per 2 ranks",
         ),
         (
             "mistral-7b-p-fsdp1-r-tp1-grpo",
             (1, 1, 1),
-            "workers:      1, in processes that Ray starts; 1 per rank",
+            "workers:      1, in processes started by Ray; 1 per rank",
         ),
     ],
 )

@@ -119,9 +119,9 @@ def test_what_shows_no_tools_refuses_them():
     raw, prompts = RawTextPacker("messages"), packer(HERMES, PromptPacker)
     for made in (raw, prompts):
         made.tokenizer, made.max_length = packer(HERMES).tokenizer, 1000
-    with pytest.raises(BadRowError, match="raw text contains no tools"):
+    with pytest.raises(BadRowError, match="raw text cannot represent tools"):
         raw.sample(row(None))
-    with pytest.raises(BadRowError, match="raw text contains no tools"):
+    with pytest.raises(BadRowError, match="raw text cannot represent tools"):
         raw.sample({"messages": [QUESTION, LAST], "tools": TOOLS})
     assert raw.sample({"messages": [QUESTION, LAST], "tools": None}).input_ids, "control"
     method = prompts.config.train.train_policy
@@ -154,11 +154,11 @@ def test_the_tools_reach_a_prompt():
     [
         (BLIND, row("I add.", None), "does not render its tool calls"),
         (BLIND, {"messages": [QUESTION, LAST], "tools": TOOLS}, "does not render its column 'tools'"),
-        (HERMES, row(None, None, [{"function": {"arguments": {}}}]), "message 1 has the tool call .* a function with name"),
+        (HERMES, row(None, None, [{"function": {"arguments": {}}}]), "message 1 has the tool call .* a function with a name"),
         (HERMES, row(None, "[oops"), "the column 'tools' is '\\[oops'; required: JSON"),
         (HERMES, row(None, 3), "its column 'tools' is 3; required: a list of JSON schemas"),
         (HERMES, row(None, None, []), "message 1 has no 'content'"),
-        (HERMES, row(None, None, 5), "message 1 has the tool calls 5; required: a list"),
+        (HERMES, row(None, None, 5), "message 1 has tool calls 5; required: a list"),
     ],
     ids=["blind to calls", "blind to tools", "no name", "no JSON", "no list", "neither", "a number"],
 )  # fmt: skip

@@ -238,7 +238,7 @@ def test_settings_are_refused_by_engines_and_policies_with_one_message(has_vllm,
 )
 def test_tokens_that_the_model_has_not_are_refused_by_both_engines(has_vllm, tiny_lm, prompts, setting, ids):
     name = next(iter(setting))
-    message = f"{name} has the ids {re.escape(ids)}; required: some of 0 to 47. Pass {name}=None"
+    message = f"{name} contains {re.escape(ids)}; required: ids from 0 to 47. Pass {name}=None"
     generation = VllmGeneration(None, {"model_name": tiny_lm(), **setting})
     calls = (
         generation.prepare_for_generation,
@@ -257,9 +257,9 @@ IDS = torch.full((2, 3), 7)
 @pytest.mark.parametrize(
     ("batch", "message"),
     [
-        ({"input_ids": IDS[:0], "attention_mask": IDS[:0]}, r"The batch has no rows: its tokens are \[0, 3\]"),
-        ({"input_ids": IDS.float(), "attention_mask": IDS}, "token ids are torch.float32; required: integers"),
-        ({"input_ids": IDS, "attention_mask": IDS, "tag": ["a"]}, "rows of a batch are.*required: one number"),
+        ({"input_ids": IDS[:0], "attention_mask": IDS[:0]}, r"The batch has no rows: its tokens have shape \[0, 3\]"),
+        ({"input_ids": IDS.float(), "attention_mask": IDS}, "token ids have dtype torch.float32; required: integers"),
+        ({"input_ids": IDS, "attention_mask": IDS, "tag": ["a"]}, "numbers of rows are.*required: the same"),
         ({"input_ids": IDS, "attention_mask": torch.tensor([[0, 1, 1]] * 2)}, "Row 0 is not right-padded"),
         ({"input_ids": IDS, "attention_mask": 0 * IDS}, "Row 0 has no tokens"),
     ],
@@ -327,7 +327,7 @@ def test_images_and_positions_are_refused_by_name(has_vllm):
     generation.generate(BatchedDataDict(data), greedy=True)
     with pytest.raises(ConfigError, match="'pixel_values'.*HuggingFaceGeneration"):
         generation.generate(BatchedDataDict({**data, "pixel_values": torch.ones(1, 3, 8, 8)}), greedy=True)
-    with pytest.raises(ConfigError, match="'position_ids'.*takes token ids only"):
+    with pytest.raises(ConfigError, match="'position_ids'.*accepts only token ids"):
         generation.generate(BatchedDataDict({**data, "position_ids": torch.arange(3)[None]}), greedy=True)
     assert len(generation.worker.engine.requests) == 1
 
@@ -350,7 +350,7 @@ def test_images_of_a_family_that_vllm_knows_go_to_the_engine_row_by_row(has_vllm
     assert request.sampling["logit_bias"] == dict.fromkeys((7, 8, 9, 10), -100.0)
     with pytest.raises(ConfigError, match="'image_grid_thw' as Tensor; required: a list with a tensor"):
         generation.generate(BatchedDataDict({**data, "image_grid_thw": torch.ones(2, 3)}), greedy=True)
-    with pytest.raises(ConfigError, match="'position_ids'.*takes token ids only"):
+    with pytest.raises(ConfigError, match="'position_ids'.*accepts only token ids"):
         generation.generate(BatchedDataDict({**data, "position_ids": torch.ones(2, 2)}), greedy=True)
     assert len(generation.worker.engine.requests) == 1
 

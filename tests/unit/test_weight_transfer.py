@@ -180,8 +180,8 @@ class Faulty(ModuleWeights):
     ("flip", "head.weight", "head.weight .*damaged|damaged in transfer: head.weight"),
     ("flip", "base.weight", "damaged in transfer: base.weight"),  # of which a bucket holds a part
     ("flip", "count", "damaged in transfer: count"),  # in the first bucket
-    ("without", "head.bias", "version 2 lack head.bias"),
-    ("without", "empty", "version 2 lack empty"),
+    ("without", "head.bias", "version 2 lacks head.bias"),
+    ("without", "empty", "version 2 lacks empty"),
     ("twice", "base.weight", "'base.weight' is not part of this push, or was sent twice"),
 ])  # fmt: skip
 def test_a_spoilt_push_is_refused_by_name_and_the_next_one_mends_it(buckets, fault, name, words):
@@ -245,7 +245,9 @@ def test_a_push_without_a_bucket_is_incomplete_and_nobody_acts_after_it(buckets)
     receiver, weights = ModuleReceiver(Net(2)), ModuleWeights(Net(1), 5, buckets)
     push(weights, Direct(receiver))
     receiver.start_push(PushHeader(6, base=5))
-    with pytest.raises(WeightsRejectedError, match=r"version 6 lack count, empty, head.bias, head.weight \(4\)"):
+    with pytest.raises(
+        WeightsRejectedError, match=r"version 6 lacks count, empty, head.bias, head.weight \(4 in all\)"
+    ):
         receiver.commit()
     assert receiver.version is None
     receiver.start_push(PushHeader(7, weights.manifest))  # a complete push mends it

@@ -1,4 +1,4 @@
-"""Process groups of a Megatron-core model: tensor, sequence, pipeline and data parallelism."""
+"""Process groups for a Megatron-core model with tensor, sequence, pipeline and data parallelism."""
 
 from typing import Any
 
@@ -12,14 +12,14 @@ from rlinf.errors import ConfigError
 
 
 class MegatronGroups:
-    """Process groups of Megatron-core, and this rank's position in them.
+    """Megatron-core's process groups, and this rank's position in them.
 
     Attributes:
-        tensor: Ranks that split each layer.
-        pipeline: Ranks with successive layers.
-        model: All ranks of one model.
-        data: Ranks with the same part of the weights.
-        stage, num_stages: Position in the pipeline.
+        tensor: Group of ranks that split each layer.
+        pipeline: Group of ranks with successive layers.
+        model: Group of all ranks of one model.
+        data: Group of ranks with the same part of the weights.
+        stage, num_stages: This rank's pipeline stage, and the number of stages.
     """
 
     def __init__(self, config: Any, device: torch.device) -> None:
@@ -28,7 +28,7 @@ class MegatronGroups:
 
         sizes = (config.tensor_model_parallel_size, config.pipeline_model_parallel_size)
         if not parallel_state.model_parallel_is_initialized():
-            # The extra gloo groups are not needed, and each would start two threads (see process_group).
+            # Skip the additional gloo groups, which are not needed and would start two threads each (see process_group).
             parallel_state.initialize_model_parallel(*sizes, create_gloo_process_groups=False)
         self.tensor = parallel_state.get_tensor_model_parallel_group()
         self.pipeline = parallel_state.get_pipeline_model_parallel_group()
@@ -38,7 +38,7 @@ class MegatronGroups:
                 f"tensor_model_parallel_size and pipeline_model_parallel_size are {sizes}, but this process already has groups "
                 f"of {actual}. Pass tensor_model_parallel_size={actual[0]}, pipeline_model_parallel_size={actual[1]}"
             )
-        # Unused, but the default tracker needs CUDA.
+        # Set this tracker although it is not used, because the default one needs CUDA.
         initialize_rng_tracker(inference_rng_tracker=True)
         self._device = device
         self.model = parallel_state.get_model_parallel_group()
@@ -50,13 +50,13 @@ class MegatronGroups:
         self.previous, self.next = ranks[self.stage - 1], ranks[(self.stage + 1) % self.num_stages]
 
     def sum(self, values: list[float], group: Any) -> list[float]:
-        """Return values summed over a group."""
+        """Return the values summed over a group."""
         total = torch.tensor(values, dtype=torch.float64, device=self._device)
         dist.all_reduce(total, group=group)
         return total.tolist()
 
     def broadcast_from_last_stage(self, tensor: Tensor) -> None:
-        """Broadcast a tensor of the last stage to every stage, in place."""
+        """Broadcast the last stage's tensor to every stage in place."""
         dist.broadcast(tensor, self._last, group=self.pipeline)
 
     def from_last_stage(self, value: Any) -> Any:
@@ -77,7 +77,7 @@ def check_device(config: Any, device: torch.device) -> None:
 
 
 def check_ranks(config: Any) -> None:
-    """Raise ConfigError if the number of ranks is not a multiple of the ranks of one model."""
+    """Raise ConfigError if the number of ranks is not a multiple of the ranks per model."""
     tensor, pipeline = config.tensor_model_parallel_size, config.pipeline_model_parallel_size
     needed = tensor * pipeline
     if world_size() % needed:
@@ -88,7 +88,7 @@ def check_ranks(config: Any) -> None:
 
 
 def device_of_this_rank() -> torch.device:
-    """Return the device of this rank; create a process group of size 1 if there is none."""
+    """Return this rank's device; create a process group of size 1 if none exists."""
     cuda = torch.cuda.is_available()
     if not dist.is_initialized():
         dist.init_process_group(backend_of("cuda" if cuda else "cpu"), store=dist.HashStore(), rank=0, world_size=1)

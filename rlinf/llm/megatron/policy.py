@@ -1,4 +1,4 @@
-"""Policy over Megatron-core with tensor, sequence, pipeline and data parallelism. Only constructing it needs Megatron."""
+"""Policy based on Megatron-core with tensor, sequence, pipeline and data parallelism. Megatron is needed only to construct it."""
 
 from __future__ import annotations
 
@@ -44,29 +44,29 @@ from rlinf.options import from_mapping, option
 
 @dataclass
 class MegatronPolicyConfig(TokenPolicyConfig):
-    """Keyword arguments of ``MegatronPolicy``."""
+    """Keyword arguments for ``MegatronPolicy``."""
 
-    tensor_model_parallel_size: int = option(1, "Ranks that split each layer.", minimum=1)
-    pipeline_model_parallel_size: int = option(1, "Pipeline stages.", minimum=1)
-    sequence_parallel: bool = option(False, "Split norms and residuals along the sequence; needs tensor parallelism.")
-    use_flash_attention: bool = option(False, "Require the flash attention kernel (GPU and bfloat16).")
-    torch_dtype: Any = option("float32", "Dtype of the weights: float32 or bfloat16.")
-    tokenizer: Any = option(None, "Tokenizer, for padding and end tokens that the model lacks.")
+    tensor_model_parallel_size: int = option(1, "Number of ranks that split each layer.", minimum=1)
+    pipeline_model_parallel_size: int = option(1, "Number of pipeline stages.", minimum=1)
+    sequence_parallel: bool = option(False, "Split norms and residuals along the sequence (needs tensor parallelism).")
+    use_flash_attention: bool = option(False, "Require the flash attention kernel (needs a GPU and bfloat16).")
+    torch_dtype: Any = option("float32", "Dtype for the weights: float32 or bfloat16.")
+    tokenizer: Any = option(None, "Tokenizer to supply padding and end tokens that the model lacks.")
 
 
 class MegatronPolicy(TokenPolicy):
-    """Policy over a Megatron-core ``GPTModel`` with the weights of a llama-like transformers checkpoint.
+    """Policy based on a Megatron-core ``GPTModel`` with weights from a llama-like transformers checkpoint.
 
     Without a ``torch.distributed`` process group, the policy creates one of size 1. All ranks of one model (tensor and pipeline
-    parallel) call every method with the same rows, and get the same results. Data-parallel ranks call ``train`` with their own rows;
+    parallel) must call every method with equal rows, and receive equal results. Data-parallel ranks call ``train`` with their own rows;
     gradients and counts are summed over them. The loss must be a ``TokenLoss``.
 
-    ``generate`` recomputes the complete row for each token, so it is only for checks; for speed, load ``public_state_dict()`` into a
-    generation backend. Raises ConfigError if a keyword is unknown, or contradicts a different one, the ranks, the device or the
-    checkpoint; MissingDependencyError if megatron-core is not installed.
+    ``generate`` recomputes the complete row for each token, so use it only for checks; for speed, load ``public_state_dict()`` into a
+    generation backend. Raises ConfigError if a keyword is unknown or contradicts a different keyword, the ranks, the device or the
+    checkpoint, and MissingDependencyError if megatron-core is not installed.
 
     Args:
-        model_name: Folder or hub id of a checkpoint of transformers (``rlinf.llm.megatron.weights.FAMILIES``).
+        model_name: Folder or hub id of a transformers checkpoint (``rlinf.llm.megatron.weights.FAMILIES``).
         **kwargs: Fields of ``MegatronPolicyConfig``.
     """
 
@@ -96,13 +96,13 @@ class MegatronPolicy(TokenPolicy):
     def generate(
         self, data: BatchedDataDict[GenerationDatumSpec], greedy: bool = False
     ) -> BatchedDataDict[GenerationOutputSpec]:
-        """Generate a completion per row; ``logprobs`` equal ``get_logprobs`` of the output."""
+        """Generate one completion per row; ``logprobs`` equal ``get_logprobs`` of the output."""
         verify_text_only(data, "MegatronPolicy", "HuggingFacePolicy")
         return generate_tokens(self._causal_lm, data, self.config, greedy, self._random, self.config.tokenizer)
 
     @torch.no_grad()
     def public_state_dict(self) -> dict[str, Tensor]:
-        """Return all weights on the CPU under the names of the checkpoint; all ranks must call this."""
+        """Return all weights on the CPU under their checkpoint names; all ranks must call this."""
         local = {}
         for name, parameter in self.model.named_parameters():
             sources = source_names(name, self._first_layer(self.model))
@@ -137,7 +137,7 @@ class MegatronPolicy(TokenPolicy):
 
     def _check_loss(self, loss_fn: LossFunction) -> None:
         if not isinstance(loss_fn, TokenLoss):
-            raise ConfigError(f"{loss_fn} is not a TokenLoss, which Megatron-core needs. Use HuggingFacePolicy")
+            raise ConfigError(f"{loss_fn} is not a TokenLoss, which MegatronPolicy needs. Use HuggingFacePolicy")
         super()._check_loss(loss_fn)
 
     def _sum_values(self, values: list[float]) -> list[float]:
@@ -146,7 +146,7 @@ class MegatronPolicy(TokenPolicy):
     def _accumulate(self, data: BatchedDataDict, loss_fn: LossFunction) -> dict[str, float]:
         counts, parts = self._prepare(data, loss_fn)
         totals, results = Totals(), []
-        # One micro-batch per stage is in flight, so that all stages have work.
+        # Run one micro-batch per stage at a time, so that all stages are busy.
         for start in range(0, len(parts), self._groups.num_stages):
             passes = []
             for part in parts[start : start + self._groups.num_stages]:
@@ -166,7 +166,7 @@ class MegatronPolicy(TokenPolicy):
     def _forward(self, model: nn.Module, data: BatchedDataDict) -> tuple[Tensor | None, Tensor]:
         """Run this rank's layers.
 
-        Return the input from the previous stage (None on the first), and the output: logits ``[B, W, V / ranks]`` on the last stage.
+        Return the previous stage's output (None on the first stage) and this stage's, on the last stage logits ``[B, W, V / ranks]``.
         """
         ids, mask = tokens_and_mask(data)
         shards = self.config.tensor_model_parallel_size if self.config.sequence_parallel else 1
@@ -194,7 +194,7 @@ class MegatronPolicy(TokenPolicy):
             dist.send(received.grad, self._groups.previous)
 
     def _token_logprobs(self, logits: Tensor, data: BatchedDataDict) -> Tensor:
-        """Return log-probabilities float32 ``[B, S]`` like ``token_logprobs``, without gathering the vocabulary over ranks."""
+        """Return log-probabilities float32 ``[B, S]`` as ``token_logprobs`` does, but without gathering the vocabulary over ranks."""
         from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
 
         ids, mask = (tensor.to(self.device) for tensor in tokens_and_mask(data))
@@ -206,7 +206,7 @@ class MegatronPolicy(TokenPolicy):
         return torch.zeros(ids.shape, device=self.device).masked_scatter(predicted, logprobs)
 
     def _logprobs(self, model: nn.Module, data: BatchedDataDict) -> Tensor:
-        """Return log-probabilities; zeros on all stages except the last, which ``_score`` replaces at its end."""
+        """Return log-probabilities on the last stage, and zeros on all remaining stages, which ``_score`` replaces at its end."""
         _, output = self._forward(model, data)
         if self._groups.is_last:
             return self._token_logprobs(output, data)
@@ -250,7 +250,7 @@ class MegatronPolicy(TokenPolicy):
             dist.all_reduce(master.grad, group=self._groups.data)
 
     def _grad_norm(self, masters: list[nn.Parameter]) -> Tensor:
-        """Return the gradient norm of the complete model, float64; replicated tensors count once."""
+        """Return the complete model's gradient norm in float64, including replicated tensors only once."""
         names = [name for name, _ in self.model.named_parameters()]
         is_first = self._groups.tensor.rank() == 0
         counted = [p for name, p in zip(names, masters, strict=True) if is_first or not is_replicated(name)]
@@ -259,7 +259,7 @@ class MegatronPolicy(TokenPolicy):
 
 
 class _CausalLM(PreTrainedModel, GenerationMixin):
-    """Adapter of a ``GPTModel`` to transformers' ``generate``: left-padded rows in, next-token logits out."""
+    """Adapts a ``GPTModel`` to transformers' ``generate``, which passes left-padded rows and expects next-token logits."""
 
     _supports_sdpa = True
     ignores_left_padding = True
@@ -271,7 +271,7 @@ class _CausalLM(PreTrainedModel, GenerationMixin):
         self._next_token_logits = next_token_logits
 
     def prepare_inputs_for_generation(self, input_ids: Tensor, attention_mask: Tensor | None = None, **_: Any) -> dict:
-        """Return the inputs unchanged: there is no cache."""
+        """Return the inputs unchanged, because the model has no cache."""
         return {"input_ids": input_ids, "attention_mask": attention_mask}
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None, **_: Any) -> CausalLMOutput:

@@ -1,6 +1,6 @@
-"""Llama-like checkpoints in Megatron-core: configuration, layers, and weight conversion in both directions.
+"""Load llama-like checkpoints into Megatron-core: configuration, layers, and weight conversion in both directions.
 
-Only calling the functions needs Megatron-core.
+Megatron-core is needed only to call the functions.
 """
 
 from collections.abc import Mapping
@@ -14,9 +14,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from rlinf.errors import ConfigError
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
-"""Model types that ``build_gpt`` reproduces."""
+"""Model types supported by ``build_gpt``."""
 ROPE_TYPES = ("default", "linear", "llama3")
-"""Rotary embeddings with frequencies that do not depend on the row length."""
+"""Types of rotary embeddings whose frequencies do not depend on the row length."""
 
 _LAYER = {
     "input_layernorm.weight": ("input_layernorm.weight",),
@@ -37,7 +37,7 @@ _AROUND = {
 
 
 def check_family(config: Any, tp_size: int, pp_size: int) -> None:
-    """Raise ConfigError for unsupported checkpoints, and parallel sizes that do not divide."""
+    """Raise ConfigError for unsupported checkpoints, and for parallel sizes that do not divide the model evenly."""
     rope_type = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
     for name, value, accepted in (
         ("model_type", config.model_type, FAMILIES),
@@ -65,7 +65,7 @@ def check_family(config: Any, tp_size: int, pp_size: int) -> None:
 def build_gpt(hf_config: Any, names: set[str], rotary: nn.Module, dtype: torch.dtype, parallel: Any) -> nn.Module:
     """Build this rank's part of a Megatron-core ``GPTModel`` with uninitialised weights.
 
-    ``names`` are the checkpoint's weights, ``rotary`` the transformers model's embedding, ``parallel`` a ``MegatronPolicyConfig``.
+    ``names`` are the checkpoint's weight names, ``rotary`` is transformers' rotary embedding, ``parallel`` is a ``MegatronPolicyConfig``.
     """
     from megatron.core import parallel_state
     from megatron.core.models.gpt import GPTModel
@@ -120,14 +120,14 @@ def build_gpt(hf_config: Any, names: set[str], rotary: nn.Module, dtype: torch.d
 
 
 class RMSNorm(nn.RMSNorm):
-    """Root mean square norm; Megatron-core's torch version rejects sequence parallelism."""
+    """Root mean square norm, needed because Megatron-core's torch version does not support sequence parallelism."""
 
     def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
         super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
 
 
 class CausalAttention(nn.Module):
-    """Torch's scaled dot-product attention; Megatron-core's torch version needs CUDA.
+    """Torch's scaled dot-product attention, used because Megatron-core's torch version needs CUDA.
 
     Rows are right-padded, so the causal mask hides the padding from every token.
     """
@@ -146,13 +146,13 @@ class CausalAttention(nn.Module):
 
 
 class FlashAttention(CausalAttention):
-    """``CausalAttention`` with only the flash kernel."""
+    """``CausalAttention`` restricted to the flash kernel."""
 
     backends = (SDPBackend.FLASH_ATTENTION,)
 
 
 class RotaryFrequencies(nn.Module):
-    """Rotary angles from the frequencies of transformers, including their scaling."""
+    """Rotary angles computed from transformers' frequencies, including their scaling."""
 
     def __init__(self, inv_freq: Tensor, parallel: Any) -> None:
         super().__init__()
@@ -160,7 +160,7 @@ class RotaryFrequencies(nn.Module):
         self._shards = parallel.tensor_model_parallel_size if parallel.sequence_parallel else 1
 
     def get_rotary_seq_len(self, context: Any, block: Any, hidden: Tensor | None, *_: Any) -> int:
-        """Return the row length; with sequence parallelism a rank has a part of it."""
+        """Return the full row length; with sequence parallelism, each rank has only a part of the row."""
         return (block.input_tensor if hidden is None else hidden).shape[0] * self._shards
 
     def forward(self, length: int, **_: Any) -> Tensor:
@@ -170,7 +170,7 @@ class RotaryFrequencies(nn.Module):
 
 
 def source_names(name: str, first_layer: int) -> tuple[str, ...]:
-    """Return the checkpoint's tensors of the tensor ``name`` of a ``GPTModel`` that starts at ``first_layer``."""
+    """Return the names of the checkpoint tensors that form ``name`` in a ``GPTModel`` starting at ``first_layer``."""
     if name in _AROUND:
         return (_AROUND[name],)
     _, _, layer, rest = name.split(".", 3)
@@ -178,7 +178,7 @@ def source_names(name: str, first_layer: int) -> tuple[str, ...]:
 
 
 def shard(name: str, tensors: list[Tensor], config: Any, tp_size: int) -> list[Tensor]:
-    """Convert the checkpoint's tensors of ``name`` into one tensor per tensor-parallel rank."""
+    """Convert the checkpoint tensors that form ``name`` into one tensor per tensor-parallel rank."""
     # Query, key and value rows are interleaved by key-value head; the gate projection precedes the up projection.
     if is_replicated(name):
         return tensors * tp_size
@@ -190,7 +190,7 @@ def shard(name: str, tensors: list[Tensor], config: Any, tp_size: int) -> list[T
 
 
 def unshard(name: str, shards: list[Tensor], config: Any) -> list[Tensor]:
-    """Invert ``shard``."""
+    """Convert shards back to checkpoint tensors, the inverse of ``shard``."""
     if is_replicated(name):
         return shards[:1]
     if "linear_qkv" in name:
@@ -203,12 +203,12 @@ def unshard(name: str, shards: list[Tensor], config: Any) -> list[Tensor]:
 
 
 def is_replicated(name: str) -> bool:
-    """Return whether every tensor-parallel rank has the full tensor, as for norms."""
+    """Return whether every tensor-parallel rank has the full tensor, as is the case for norms."""
     return "layernorm" in name
 
 
 def needs_tensor_parallel_sum(name: str, sequence_parallel: bool) -> bool:
-    """Return whether a tensor-parallel rank computes only a partial gradient, of its heads or its part of the sequence."""
+    """Return whether each tensor-parallel rank computes only a partial gradient, from its heads or its part of the sequence."""
     return ".q_layernorm." in name or ".k_layernorm." in name or (sequence_parallel and is_replicated(name))
 
 
@@ -216,7 +216,7 @@ def needs_tensor_parallel_sum(name: str, sequence_parallel: bool) -> bool:
 def load_weights(
     model: nn.Module, weights: Mapping[str, Tensor], config: Any, first_layer: int, rank: int, tp_size: int
 ) -> None:
-    """Load this rank's part of a ``GPTModel``, which starts at ``first_layer``, from all weights of a checkpoint."""
+    """Load this rank's part of a ``GPTModel``, starting at ``first_layer``, from all weights in a checkpoint."""
     placed = set(_AROUND.values())
     for name, parameter in model.named_parameters():
         sources = [weights[source] for source in source_names(name, first_layer)]
@@ -236,5 +236,5 @@ def head_dim(config: Any) -> int:
 
 
 def _split_axis(name: str) -> int:
-    """Return the split axis: the input of layers that sum over ranks, else the output."""
+    """Return the axis to split: the input axis for layers that sum over ranks, otherwise the output axis."""
     return 1 if "linear_proj" in name or "linear_fc2" in name else 0

@@ -104,7 +104,7 @@ class CheckpointManager:
                 use_pinned_memory=on_gpu, use_shared_memory=False, use_async_staging=False, use_non_blocking_copy=on_gpu
             )
             self._stager = DefaultStager(options)
-            # Use a separate group so that the writing thread's collective calls do not mix with those of training.
+            # Use a separate group so that the writing thread's and training's collective calls do not mix.
             if world_size() > 1:
                 self._group = new_group()
 

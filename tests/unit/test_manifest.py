@@ -240,7 +240,7 @@ def test_any_part_of_the_way_to_a_field_can_be_allowed_and_nothing_else():
     for name in ("normalization", "normalization.statistics", "normalization.statistics.action"):
         assert len(check(manifest(), present, [name])) == 1
     for name in ("action", "q01", "statistics.action", "norm", "normalization.stat"):
-        with pytest.raises(ConfigError, match=f"'{name}', which no manifest has"):
+        with pytest.raises(ConfigError, match=f"'{name}', which is not a manifest field"):
             check(manifest(), present, [name])
     with pytest.raises(ManifestMismatchError):  # the start of a name is not a section of it
         check(manifest(), changed("env.image_size", 128), ["env.suite", "lora"])

@@ -142,7 +142,7 @@ def type_name(hint: Any) -> str:
 def fixed_by_settings(section: str, **renamed: str | None) -> Iterator[None]:
     """Replace "Pass argument=value" with "Set key=value" in library errors raised inside the block.
 
-    ``section`` contains the keys. ``renamed`` maps arguments to keys with different names, or to None if there is no key.
+    ``section`` contains the keys. ``renamed`` maps arguments to keys with different names, or to None without a key.
     """
     try:
         yield

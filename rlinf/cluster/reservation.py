@@ -132,7 +132,7 @@ def reserved_places(
 ) -> Iterator[Reservation]:
     """Reserve a place for each rollout worker and each rank started by Ray, and free them on exit.
 
-    Raise ConfigError if there is no cluster at ``RAY_ADDRESS``, it has insufficient free capacity, or its machines differ.
+    Raise ConfigError if no cluster is running at ``RAY_ADDRESS``, it has insufficient free capacity, or its machines differ.
 
     Args:
         placement_of: Returns the run's placement on the given machines (None if unknown), or raises an error if they are unsuitable.

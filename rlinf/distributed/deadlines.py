@@ -65,7 +65,7 @@ class Clock:
             self.rollouts.append(seconds)
 
     def limit(self, deadlines: Mapping[str, float | None]) -> float | None:
-        """Return the time limit of the current work in seconds, or None if there is no limit."""
+        """Return the time limit of the current work in seconds, or None for no limit."""
         with self._lock:
             return None if self.name is None else self.limit_of(self.name, deadlines)
 
@@ -105,7 +105,7 @@ def heartbeat() -> None:
 
 
 def portable(error: Exception, rank: int) -> Exception:
-    """Convert a rank's error for other processes: user errors are unchanged, others become a RankError with the traceback."""
+    """Convert a rank's error for other processes: user errors are unchanged; any other error becomes a RankError with its traceback."""
     if isinstance(error, RLinfError):
         return error.with_message("\n".join([str(error), *getattr(error, "__notes__", [])]))
     if isinstance(error, RankError):

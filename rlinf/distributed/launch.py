@@ -93,7 +93,7 @@ def launch(
     gpus: Sequence[str] = ()
     if device == "cuda" and places is None:
         gpus = visible_gpus(os.environ, torch.cuda.device_count())
-        # If there is no GPU for the last rank, raise the error before any rank starts.
+        # Raise an error before any rank starts if there are too few GPUs.
         rank_environment(os.environ, gpus, num_processes - 1)
     with Ranks(places) as ranks:
         ranks.start(work, num_processes, gpus)
@@ -174,7 +174,7 @@ class Ranks:
             raise error
         if self.signals:
             if self.signals[0] == signal.SIGINT and self.processes[0].exitcode == -signal.SIGTERM:
-                # The ranks had not installed their handlers yet, so there is no run to resume.
+                # The ranks had not installed their handlers yet, so no run can be resumed.
                 raise KeyboardInterrupt
             sys.exit(128 + self.signals[0])
         remote = [(rank, process) for rank, process in enumerate(self.processes) if isinstance(process, RemoteRank)]

@@ -118,7 +118,7 @@ class Sharded(Parallel):
     def __init__(
         self, model: nn.Module, device: str, *, shard_size: int | None = None, cpu_offload: bool = False
     ) -> None:
-        # FSDP2 warns about in-place writes to the model's outputs, but there are no such writes here.
+        # FSDP2 warns about in-place writes to the model's outputs, but none occur here.
         warnings.filterwarnings(
             "ignore", message="FSDP2-wrapped module .* returned a view tensor", category=UserWarning
         )

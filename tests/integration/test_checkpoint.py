@@ -392,7 +392,7 @@ def test_a_damaged_random_state_is_one_sentence_without_dangerous_advice(saved, 
 @pytest.mark.parametrize(
     ("files", "words"),
     [({}, "lists no files"), ([], "'files' is a list, not a mapping"), ("x", "is a str"), (None, "is a NoneType"),
-     ({"../x": "0"}, "'files' names '../x'"), ({"state.json": 1}, "with its SHA-256")],
+     ({"../x": "0"}, "'files' lists '../x'"), ({"state.json": 1}, "with its SHA-256")],
 )  # fmt: skip
 def test_a_manifest_whose_files_vouch_for_nothing_is_refused(saved, tmp_path, files, words, caplog):
     folder = copied(saved, tmp_path / "rl_000002")

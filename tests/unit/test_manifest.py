@@ -222,9 +222,9 @@ def test_unreadable_manifests_are_named(tmp_path, text):
         ({"env": ["tabletop"]}, "'env' is a list, not a mapping"),
         ({"normalization": None}, "'normalization' is a NoneType, not a mapping"),
         ({"probe": [1]}, "'probe' is a list, not a mapping"),
-        ({"files": {"/etc/passwd": "0" * 64}}, "'files' names '/etc/passwd'"),
-        ({"files": {"../other": "0" * 64}}, "'files' names '../other'"),
-        ({"files": {"model/a.bin": 7}}, "'files' names 'model/a.bin'"),
+        ({"files": {"/etc/passwd": "0" * 64}}, "'files' lists '/etc/passwd'"),
+        ({"files": {"../other": "0" * 64}}, "'files' lists '../other'"),
+        ({"files": {"model/a.bin": 7}}, "'files' lists 'model/a.bin'"),
     ],
 )
 def test_a_manifest_of_other_kinds_of_values_is_refused(tmp_path, change, words):

@@ -217,7 +217,7 @@ class RankPlaces:
     def of(cls, group: str, host: str, start_s: float, check: Callable[[], None] | None = None) -> RankPlaces:
         """Start an actor in each place of a Ray placement group, and run ``check`` in each actor.
 
-        Raise ConfigError if a check fails or there is no free capacity within ``start_s``; raise RankKilledError if an actor is lost.
+        Raise ConfigError if a check fails or no capacity becomes free within ``start_s``; raise RankKilledError if an actor is lost.
         """
         import ray
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy

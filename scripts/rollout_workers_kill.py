@@ -213,7 +213,7 @@ def compare(alone: RunWithKills, disturbed: RunWithKills, kills: int, iterations
         "name": "rollout_workers_kill",
         "kills": disturbed.killed.total(),
         "during": dict(disturbed.killed),
-        "replaced": log.count("A replacement runs the same env groups"),
+        "replaced": log.count("A replacement will rerun the same env groups"),
         "iterations": iterations,
         "blocks_trained": len(blocks),
         "seconds": [round(alone.seconds, 1), round(disturbed.seconds, 1)],

@@ -195,7 +195,9 @@ def copied(source: Path, target: Path) -> Path:
 
 def test_another_architecture_is_refused_by_name(saved):
     model, optimizer = build(hidden_size=32)
-    with pytest.raises(CheckpointError, match=r"a different model: '.*' has shape \[.*16.*\] there and \[.*32.*\] here"):
+    with pytest.raises(
+        CheckpointError, match=r"a different model: '.*' has shape \[.*16.*\] there and \[.*32.*\] here"
+    ):
         load_checkpoint(saved, model=model, optimizer=optimizer)
     plain = LlamaForCausalLM(build()[0].config)
     with pytest.raises(CheckpointError, match="it has 2 additional tensors .value_head"):

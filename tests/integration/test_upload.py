@@ -217,7 +217,9 @@ def test_what_the_hub_refuses_is_said(hub, tmp_path):
     said = upload_to(hub, run, token="hf_wrong")
     assert "ConfigError" in said and "started" not in said and "hf_wrong" not in said
     hub.role = "read"
-    rejected = "ConfigError: train.ckpt.upload_hf=true needs a token with write access, but the token of 'me' is read-only"
+    rejected = (
+        "ConfigError: train.ckpt.upload_hf=true needs a token with write access, but the token of 'me' is read-only"
+    )
     assert rejected in upload_to(hub, run)
     hub.role, hub.failures = "write", 1000
     said = upload_to(hub, run)
@@ -422,7 +424,9 @@ def test_what_fails_once_is_tried_again_and_what_fails_always_ends_the_run_at_it
     manager = CheckpointManager(run, uploads=[upload])
     manager._upload(folders, is_final=False)
     manager._upload(folders, is_final=True)
-    with pytest.raises(CheckpointError, match="is complete, but not all of it was uploaded: .*after 3 attempts") as error:
+    with pytest.raises(
+        CheckpointError, match="is complete, but not all of it was uploaded: .*after 3 attempts"
+    ) as error:
         manager.close()
     assert "secret" not in str(error.value)
 

@@ -1,7 +1,7 @@
 """Builds the documentation.
 
 ``python scripts/build_docs.py`` writes docs/configuration.md and docs/recipe_keys.md, and checks every link between the
-pages. With ``--check`` it writes nothing, and exits with 1 if a page is out of date or a link is broken.
+pages. With ``--check``, no files are written, and the exit status is 1 if a page is out of date or a link is broken.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ The keys of the TOML and YAML files of `rlinf launch` ([recipes](recipes.md)), a
 
 
 def sections(cls: type, path: str, text: str) -> Iterator[tuple[str, str, type]]:
-    """Yield ``(dotted path, sentence, dataclass)`` of a dataclass and of those nested in it."""
+    """Yield ``(dotted path, description, dataclass)`` for a dataclass and all dataclasses nested in it."""
     yield path, text, cls
     hints = typing.get_type_hints(cls)
     for name, field in public_fields(cls).items():
@@ -90,14 +90,14 @@ def sections(cls: type, path: str, text: str) -> Iterator[tuple[str, str, type]]
 
 
 def table(cls: type, path: str, skip: frozenset[str] = frozenset()) -> str:
-    """Return the Markdown table of a dataclass's own keys, nested sections left out."""
+    """Return a Markdown table of a dataclass's own keys, excluding nested sections."""
     hints = typing.get_type_hints(cls)
     lines = ["| key | default | meaning |", "|---|---|---|"]
     for name, field in public_fields(cls).items():
         if section_of(hints[name]) is not None or name in skip:
             continue
         shown = default_text(field)
-        # Without a value, the default does not show the type.
+        # A null default does not show the type.
         kind = f" ({type_name(hints[name]).removesuffix(' or null')})" if shown == "`null`" else ""
         dotted = f"{path}.{name}" if path else name
         lines.append(f"| `{dotted}` | {shown}{kind} | {escape(meaning(field.metadata))} |")
@@ -105,13 +105,13 @@ def table(cls: type, path: str, skip: frozenset[str] = frozenset()) -> str:
 
 
 def default_text(field: dataclasses.Field) -> str:
-    """Return the default of an option as it is typed."""
+    """Return an option's default as written on the command line."""
     default = field.default if field.default is not dataclasses.MISSING else field.default_factory()
     return "`{}`" if default == {} else f"`{override_text(default)}`"
 
 
 def meaning(metadata: Mapping[str, typing.Any]) -> str:
-    """Return the help of an option, its bounds except a minimum of 0 or 1, and the choices that the help does not name."""
+    """Return an option's help, its bounds (except a minimum of 0 or 1), and choices not mentioned in the help."""
     choices = [override_text(choice) for choice in metadata["choices"] or ()]
     named = all(re.search(rf"\b{re.escape(choice)}\b", metadata["help"]) for choice in choices)
     limits = [] if named else [", ".join(f"`{choice}`" for choice in choices)]
@@ -132,7 +132,7 @@ def prose(text: str) -> str:
 
 
 def escape(text: str) -> str:
-    """Keep Markdown from reading table bars and HTML tags in a cell."""
+    """Escape table bars and HTML tags in a table cell."""
     return text.replace("|", "\\|").replace("<", "&lt;")
 
 
@@ -141,11 +141,11 @@ FAMILIES = {
     AlgorithmConfig: "algorithm: policy gradients",
     OffPolicyConfig: "algorithm: off-policy",
 }
-"""Classes whose keys several options of a section have, with the heading under which the page shows them."""
+"""Classes whose keys are common to several options of a section, with the headings under which they are documented."""
 
 
 def unchanged(cls: type, family: type) -> frozenset[str]:
-    """Return the keys of ``cls`` that need no row, because ``family`` has them with the same default and meaning."""
+    """Return the keys of ``cls`` that can be omitted because ``family`` documents them with the same default and meaning."""
     fields, inherited = public_fields(cls), public_fields(family)
     same = {key for key in inherited if default_text(fields[key]) == default_text(inherited[key])}
     return frozenset(
@@ -186,7 +186,7 @@ def recipe_page() -> str:
         section = section_of(hints[name])
         if section is not None:
             for path, text, cls in sections(section, name, field.metadata["help"]):
-                # The validation dataset has the keys of the training dataset.
+                # The validation dataset has the same keys as the training dataset.
                 keys = "Keys of `train.train_policy.dataset`." if path == "validation.dataset" else table(cls, path)
                 parts += [f"## {path}\n", prose(text), keys, ""]
     parts += [
@@ -205,7 +205,7 @@ def recipe_page() -> str:
 
 
 def grouped(rows: Iterable[tuple[str, str]]) -> list[str]:
-    """Return one table row for each text, with all keys that have it."""
+    """Return one table row per distinct text, listing all keys that have this text."""
     keys: dict[str, list[str]] = {}
     for key, text in rows:
         keys.setdefault(text, []).append(f"`{key}`")
@@ -216,7 +216,7 @@ PAGES = {"configuration.md": configuration_page, "recipe_keys.md": recipe_page}
 
 
 def broken_links(folder: Path) -> list[str]:
-    """Return ``page: link`` for every relative link in Markdown files whose file or heading does not exist."""
+    """Return ``page: link`` for every relative link in a Markdown file to a nonexistent file or heading."""
     broken = []
     pages = [*sorted(folder.rglob("*.md")), *sorted(folder.parent.glob("*.md"))]
     for page in pages:
@@ -232,7 +232,7 @@ def broken_links(folder: Path) -> list[str]:
 
 
 def anchors(page: Path) -> set[str]:
-    """Return the anchors of a page's headings, by the rule of GitHub."""
+    """Return the anchors that GitHub generates for a page's headings."""
     headings = re.findall(r"^#+ +(.+?)\s*$", page.read_text(encoding="utf-8"), flags=re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
@@ -240,7 +240,7 @@ def anchors(page: Path) -> set[str]:
 def main() -> int:
     """Write or check the pages."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--check", action="store_true", help="write nothing")
+    parser.add_argument("--check", action="store_true", help="only check; do not write files")
     check = parser.parse_args().check
     failures = []
     for name, make in PAGES.items():

@@ -149,7 +149,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("commit")
     parser.add_argument("--experiment", default="quickstart")
-    parser.add_argument("--benchmark", help="run this script of benchmarks/, whose `ours` must be a rate, instead of an experiment")
+    parser.add_argument("--benchmark", help="run this script of benchmarks/ instead, whose `ours` must be a rate")
     parser.add_argument("--commands", nargs="*", choices=COMMANDS, help="time these commands, or all if none are given")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 0, 0], help="seeds, with one round each")
     parser.add_argument("--rounds", type=int, default=5, help="rounds per command")

@@ -90,7 +90,7 @@ def measure(num_envs: int, num_chunks: int, rounds: int) -> dict[str, float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
-        "--num-envs", type=int, nargs="+", default=[64, 128, 256], help="numbers of envs; the ratio is reported for the first"
+        "--num-envs", type=int, nargs="+", default=[64, 128, 256], help="numbers of envs; ratio is for the first"
     )
     parser.add_argument("--num-chunks", type=int, default=16)
     parser.add_argument("--rounds", type=int, default=7)

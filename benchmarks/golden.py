@@ -11,7 +11,7 @@ also shown in the table. ``--only table`` does not start runs. Several commands 
 
 The table has interquartile means over the seeds, with 95 % intervals of 10,000 stratified bootstrap samples (Agarwal et al. 2021,
 "Deep reinforcement learning at the edge of the statistical precipice"). In the last line, returns R are normalised
-as (R - S) / (P - S), where S is the return before training and P Stable-Baselines3's final mean; ``ratio`` is ours / peer.
+as (R - S) / (P - S), with S before training and P the final mean of Stable-Baselines3. ``ratio`` is ours / peer; above 1, ours is better.
 """
 
 from __future__ import annotations

@@ -1,23 +1,23 @@
-"""Compare the present code with an earlier commit: equal metrics, and no slower?
+"""Checks whether the current code has the same metrics as an earlier commit and is not slower.
 
-Both trees run alternately, each time in a separate process.
+The two trees are run alternately, each time in a separate process.
 
     python benchmarks/against_commit.py <commit> [--experiment quickstart] [--seeds 0 0 0] [--threads 1] [overrides ...]
     python benchmarks/against_commit.py <commit> --benchmark update [overrides ...]
     python benchmarks/against_commit.py <commit> --commands [models help ...] [--rounds 5]
 
-An experiment is run once for each seed. ``ours`` and ``peer`` are the median seconds of training that ``summary.json`` states;
-``equal_metrics`` tells whether all metrics except times are equal. A change that only moves code must give 1.0 and true on one
-thread. ``success`` is the success rate at the end, by tree and seed.
+An experiment is run once per seed. ``ours`` and ``peer`` are the median training times from ``summary.json`` in seconds;
+``equal_metrics`` is true if all metrics except times are equal. A change that only moves code must result in 1.0 and true on one
+thread. ``success`` is the final success rate by tree and seed.
 
-With ``--benchmark update`` each tree runs its own ``benchmarks/update.py``; ``ours`` and ``peer`` are the medians of its ``ours``, a rate.
-Overrides then go to our tree only.
+With ``--benchmark update``, each tree runs its own ``benchmarks/update.py``, and ``ours`` and ``peer`` are the medians of its ``ours``,
+which is a rate. Overrides are then applied only to our tree.
 
-With ``--commands`` it is the CPU time of commands until their output: the median of user and system time of the process and its
-children, in seconds, because wall time would also measure other programs of the machine. The first run of each command in each
-tree fills the caches of Python and of the disk, and is left out. ``first_step`` is the time until a run of ``tabletop_ppo_mlp`` prints its
-first iteration, including the evaluation before it; for other commands it is the time of the complete command. ``sizes`` has the numbers of each command;
-``ours``, ``peer`` and ``ratio`` belong to the first command.
+With ``--commands``, the CPU time of commands is measured: the median user plus system time of the process and its children, in
+seconds, because wall time also depends on other programs on the machine. The first run of each command in each tree fills the
+Python and disk caches, and is excluded. For ``first_step``, the time is measured until a ``tabletop_ppo_mlp`` run prints its first
+iteration, including the preceding evaluation; for other commands, until the command ends. ``sizes`` contains the results of each
+command; ``ours``, ``peer`` and ``ratio`` are for the first command.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 OF_TIME = ("time", "throughput", "memory")
-"""First parts of the names of metrics that differ from run to run."""
+"""Prefixes of metrics that differ from run to run."""
 COMMANDS = {
     "misspelt_experiment": ["train", "experiment=quickstrat"],
     "models": ["models"],
@@ -53,7 +53,7 @@ def environment(tree: Path, threads: int) -> dict[str, str]:
 
 
 def run(tree: Path, command: list[str], threads: int) -> str:
-    """Run a command of a tree; return its output."""
+    """Run a command in a tree and return its output."""
     # Kept to as many cores as threads: the script of an old tree may set threads of its own.
     cores = ",".join(map(str, sorted(os.sched_getaffinity(0))[:threads]))
     command = ["taskset", "-c", cores, sys.executable, *command]
@@ -64,7 +64,7 @@ def run(tree: Path, command: list[str], threads: int) -> str:
 
 
 def train(tree: Path, folder: Path, words: list[str], threads: int) -> tuple[float, float | None, list[dict]]:
-    """Train; return the seconds of training, the success in the end, and the lines of metrics without times."""
+    """Train, and return the training time in seconds, the final success rate, and the metrics without times."""
     run(tree, ["-m", "rlinf", "train", *words, f"hydra.run.dir={folder}", f"cluster.num_threads={threads}"], threads)
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     metrics = [{name: x for name, x in line.items() if not name.startswith(OF_TIME)} for line in lines]
@@ -73,13 +73,13 @@ def train(tree: Path, folder: Path, words: list[str], threads: int) -> tuple[flo
 
 
 def spent(process: int) -> float:
-    """Return the processor time of a process and of its children that have ended, in seconds."""
+    """Return the CPU time of a process and its ended children, in seconds."""
     values = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[11:15]
     return sum(map(int, values)) / os.sysconf("SC_CLK_TCK")
 
 
 def answer_s(tree: Path, name: str, folder: Path) -> float:
-    """Run a command of a tree in an empty folder; return its processor time, or the time until the first iteration."""
+    """Run a command of a tree in an empty folder; return its CPU time, or the CPU time until the first iteration."""
     process = subprocess.Popen(
         [sys.executable, "-m", "rlinf", *COMMANDS[name]], cwd=folder, env=environment(tree, 1), text=True,
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
@@ -96,7 +96,7 @@ def answer_s(tree: Path, name: str, folder: Path) -> float:
 
 
 def alternately(trees: dict[str, Path], rounds: int) -> list[tuple[int, str]]:
-    """Return the number of the round and the side of each run; every round starts with the other side."""
+    """Return each run's round number and side. The side that runs first alternates between rounds."""
     return [(number, side) for number in range(rounds) for side in (trees if number % 2 else reversed(trees))]
 
 
@@ -149,10 +149,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("commit")
     parser.add_argument("--experiment", default="quickstart")
-    parser.add_argument("--benchmark", help="a script of benchmarks/ whose `ours` is a rate, instead of an experiment")
-    parser.add_argument("--commands", nargs="*", choices=COMMANDS, help="time these commands; none: all")
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 0, 0], help="one round for each")
-    parser.add_argument("--rounds", type=int, default=5, help="of each command")
+    parser.add_argument("--benchmark", help="run this script of benchmarks/ instead, whose `ours` must be a rate")
+    parser.add_argument("--commands", nargs="*", choices=COMMANDS, help="time these commands, or all if none are given")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 0, 0], help="seeds, with one round each")
+    parser.add_argument("--rounds", type=int, default=5, help="rounds per command")
     parser.add_argument("--threads", type=int, default=1)
     arguments, overrides = parser.parse_known_args()
     with tempfile.TemporaryDirectory() as name:

@@ -1,27 +1,27 @@
-"""Compare the recipes with TRL: supervised fine-tuning with packing, and iterations of GRPO; speed and memory.
+"""Compares the speed and memory of the recipes with TRL, for supervised fine-tuning with packing and for GRPO iterations.
 
-Both sides train the same tiny model (float32, AdamW) in separate processes, on the CPU with the same number of threads, and step
-alternately. Features that only TRL enables by default are switched off: gradient checkpointing, bfloat16, and the weights of the KL
+Both sides train the same tiny model (float32, AdamW) in separate CPU processes with the same number of threads, and alternate
+steps. Features that only TRL enables by default are disabled: gradient checkpointing, bfloat16, and the weights of the KL
 penalty (``use_bias_correction_kl``).
 
     python -m venv trl && trl/bin/pip install torch==2.13.0+cpu trl==1.16.0 transformers==5.19.0 datasets==5.2.0
     python benchmarks/against_trl.py sft --peer-python trl/bin/python [--length 1024] [--packed-rows 4] [--steps 12]
     python benchmarks/against_trl.py grpo --peer-python trl/bin/python [--beta 0.04] [--updates 1] [--iterations 8]
 
-``sft``: TRL packs the rows (``packing=True``, strategy ``bfd``) into rows of ``--length`` tokens, one to a forward pass, and reports the
-rows of each step; ours (``SFTTrainer`` of the recipes with ``sequence_packing``) trains the same rows with the same limit.
-The losses of the first step must agree to 1e-5, and gradient norms to 1e-5 of the norm. The control, a loss over prompts too, must not.
-All later losses must agree to 1e-3. ``ours`` and ``peer`` are medians of tokens a second, prompts included; no padding is counted.
+``sft``: TRL packs the rows (``packing=True``, strategy ``bfd``) into rows of ``--length`` tokens, one per forward pass, and reports the
+rows of each step; ours (the recipes' ``SFTTrainer`` with ``sequence_packing``) trains on the same rows with the same limit.
+First-step losses must agree to 1e-5 and gradient norms to a relative 1e-5, unlike in the control, whose loss includes prompts. Later
+losses must agree to 1e-3. ``ours`` and ``peer`` are median tokens per second, including prompts but not padding.
 
 ``grpo``: an iteration is answers to ``--prompts`` prompts, ``--group-size`` each, with ``generate`` of transformers below both; rewards;
 with ``--beta`` the log-probabilities of the reference; ``--updates`` optimiser steps in micro-batches of ``--micro-batch`` rows. The
 answers are drawn and so differ, but nearly all have ``--answer-tokens`` tokens, because a random model ends one in ``--vocab-size``
 tokens; both numbers are reported and must agree to 2 %. The losses of given answers with stale log-probabilities must agree to 1e-5,
 and gradient norms to 1e-5 of the norm. The control, the same without staleness, must not. The std divides by n - 1 in TRL and
-by n in ours, so advantages are given here. ``ours`` and ``peer`` are medians of iterations a second.
+by n in ours, so this check uses given advantages. ``ours`` and ``peer`` are median iterations per second.
 
-``cpu_ratio`` compares CPU seconds instead, which depend less on other programs of the machine. ``memory_mb`` is the peak of
-each process, and how much of it came with training, after imports and with the model loaded.
+``cpu_ratio`` compares CPU seconds instead, which depend less on other programs on the machine. ``memory_mb`` is each process's
+peak memory, and the increase during training after imports and model loading.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def make_model(folder: str, sizes: dict[str, int], seed: int) -> int:
 
 
 def start_sides(settings: dict[str, Any], arguments: argparse.Namespace) -> tuple[Side, Side]:
-    """Start our process and the one of TRL."""
+    """Start our process and TRL's process."""
     settings |= {"threads": arguments.threads, "seed": arguments.seed}
     own = Side("ours", sys.executable, Path(__file__), settings)
     return own, Side("TRL", arguments.peer_python, Path(__file__).with_name("trl_side.py"), settings)
@@ -103,18 +103,18 @@ def make_rows(number: int, vocab_size: int, shortest: int, longest: int, seed: i
 
 
 class GivenRows:
-    """Rows of a step, in the place of a dataset."""
+    """The rows of one step, used instead of a dataset."""
 
     def __init__(self) -> None:
         self.rows: list[Sample] = []
 
     def batch(self, *_: int) -> Sequence[Sample]:
-        """Return the rows that were put here last."""
+        """Return the rows that were set last."""
         return self.rows
 
 
 def sft_answer(settings: dict[str, Any]) -> Callable[..., dict[str, Any]]:
-    """Return our side, a function that trains on given rows."""
+    """Return a function that trains our side on given rows."""
     torch.set_num_threads(settings["threads"])
     policy = HuggingFacePolicy(
         settings["model"], torch_dtype="float32", device_map=None, learning_rate=settings["learning_rate"],
@@ -142,7 +142,7 @@ def sft_answer(settings: dict[str, Any]) -> Callable[..., dict[str, Any]]:
 
 
 def compare_sft(folder: str, arguments: argparse.Namespace) -> dict[str, Any]:
-    """Train both sides on the rows that TRL packs; return the result."""
+    """Train both sides on the rows packed by TRL, and return the result."""
     needed = (
         (arguments.steps + 3) * arguments.packed_rows * arguments.length // (arguments.shortest + arguments.longest)
     )
@@ -183,7 +183,7 @@ def compare_sft(folder: str, arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def check_first(ours: dict[str, Any], theirs: dict[str, Any], control: float) -> None:
-    """Stop unless the first losses and gradients are the same, and another mask gives others."""
+    """Exit unless first losses and gradients agree, and differ with a different mask."""
     gap, norm_gap = abs(ours["loss"] - theirs["loss"]), abs(ours["norm"] - theirs["norm"]) / theirs["norm"]
     print(
         f"first step: losses {gap:.1e} apart, gradient norms {norm_gap:.1e}; with prompts learned {abs(control - theirs['loss']):.1e}"
@@ -191,11 +191,11 @@ def check_first(ours: dict[str, Any], theirs: dict[str, Any], control: float) ->
     if gap > 1e-5 or norm_gap > 1e-5:
         raise SystemExit(f"The first steps differ: losses {ours['loss']} and {theirs['loss']}.")
     if abs(control - theirs["loss"]) <= 1e-4:
-        raise SystemExit("A loss over prompts is no different, so the comparison of losses shows nothing.")
+        raise SystemExit("Including prompts does not change the loss, so the comparison of losses is meaningless.")
 
 
 class Prompts:
-    """The prompts of a step, in the place of a dataset."""
+    """The prompts of one step, used instead of a dataset."""
 
     def __init__(self, prompts: Sequence[Prompt]) -> None:
         self.prompts = prompts
@@ -307,12 +307,12 @@ def compare_losses(own: Side, peer: Side, arguments: argparse.Namespace) -> dict
     if gap > 1e-5 or norm_gap > 1e-5:
         raise SystemExit(f"The losses of given answers differ: {ours} and {theirs}.")
     if control_gap <= 1e-3:
-        raise SystemExit("Stale log-probabilities make no difference, so the comparison of losses shows nothing.")
+        raise SystemExit("Stale log-probabilities do not change the loss, so the comparison of losses is meaningless.")
     return {"ours": ours["loss"], "peer": theirs["loss"], "control": control["loss"]}
 
 
 def compare_grpo(folder: str, arguments: argparse.Namespace) -> dict[str, Any]:
-    """Take iterations of both sides in turn; return the result."""
+    """Alternate iterations of both sides, and return the result."""
     batch_size = arguments.prompts * arguments.group_size
     generator = random.Random(arguments.seed)
     lengths = [generator.randint(*arguments.prompt_tokens) for _ in range(20 * arguments.prompts)]
@@ -344,7 +344,7 @@ def compare_grpo(folder: str, arguments: argparse.Namespace) -> dict[str, Any]:
     seconds = {name: statistics.median(each["seconds"] for each in steps) for name, steps in taken.items()}
     answer_tokens = {name: statistics.mean(each["answer_tokens"] for each in steps) for name, steps in taken.items()}
     if abs(answer_tokens["ours"] / answer_tokens["peer"] - 1) > 0.02:
-        raise SystemExit(f"The sides have answers of different lengths: {answer_tokens}.")
+        raise SystemExit(f"The completion lengths of the two sides differ: {answer_tokens}.")
     pairs = list(zip(taken["ours"], taken["peer"], strict=True))
     return {
         "name": "grpo_iteration", "ours": round(1 / seconds["ours"], 4), "peer": round(1 / seconds["peer"], 4),
@@ -359,20 +359,20 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     methods = parser.add_subparsers(dest="method", required=True)
     sft, grpo = (methods.add_parser(name) for name in ("sft", "grpo"))
-    sft.add_argument("--length", type=int, default=1024, help="tokens of a packed row")
-    sft.add_argument("--packed-rows", type=int, default=4, help="packed rows of an optimiser step")
-    sft.add_argument("--shortest", type=int, default=16, help="tokens of the shortest prompt or answer")
-    sft.add_argument("--longest", type=int, default=240, help="tokens of the longest prompt or answer")
-    sft.add_argument("--steps", type=int, default=12, help="of each side, after two that warm up")
-    grpo.add_argument("--prompts", type=int, default=8, help="of an iteration")
-    grpo.add_argument("--group-size", type=int, default=8, help="answers to a prompt")
-    grpo.add_argument("--micro-batch", type=int, default=16, help="rows of a forward-backward pass")
-    grpo.add_argument("--prompt-tokens", type=int, nargs=2, default=[16, 64], help="of the shortest and longest prompt")
+    sft.add_argument("--length", type=int, default=1024, help="tokens per packed row")
+    sft.add_argument("--packed-rows", type=int, default=4, help="packed rows per optimiser step")
+    sft.add_argument("--shortest", type=int, default=16, help="minimum tokens of a prompt or completion")
+    sft.add_argument("--longest", type=int, default=240, help="maximum tokens of a prompt or completion")
+    sft.add_argument("--steps", type=int, default=12, help="steps per side, after two warm-up steps")
+    grpo.add_argument("--prompts", type=int, default=8, help="prompts per iteration")
+    grpo.add_argument("--group-size", type=int, default=8, help="completions per prompt")
+    grpo.add_argument("--micro-batch", type=int, default=16, help="rows per forward-backward pass")
+    grpo.add_argument("--prompt-tokens", type=int, nargs=2, default=[16, 64], help="minimum and maximum prompt length")
     grpo.add_argument("--answer-tokens", type=int, default=64)
     grpo.add_argument("--temperature", type=float, default=0.9)
     grpo.add_argument("--beta", type=float, default=0.0, help="weight of the KL penalty to the reference")
-    grpo.add_argument("--updates", type=int, default=1, help="optimiser steps of an iteration")
-    grpo.add_argument("--iterations", type=int, default=8, help="of each side, after one that warms up")
+    grpo.add_argument("--updates", type=int, default=1, help="optimiser steps per iteration")
+    grpo.add_argument("--iterations", type=int, default=8, help="iterations per side, after one warm-up iteration")
     for each in (sft, grpo):
         each.add_argument("--peer-python", required=True, help="interpreter of an environment with TRL")
         each.add_argument("--vocab-size", type=int, default=4096)

@@ -1,4 +1,4 @@
-"""Baselines for a learned residual, without learning: the same policy with a constant offset, or with noise."""
+"""Baselines without learning for a learned residual: the same policy with a constant offset or noise."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ if TYPE_CHECKING:
 
 
 class ShiftedPolicy:
-    """The greedy actions of a policy plus ``offset``, and plus uniform noise where they are sampled; for ``evaluate_policy``.
+    """Adds ``offset``, and uniform noise when sampling, to a policy's greedy actions; for ``evaluate_policy``.
 
     Args:
         base: The policy.
-        action_low, action_high: Bounds of an action of the env, ``[D]``. Executed actions are clipped to them.
-        offset: ``[D]``, in halves of that range; None: zeros.
-        noise: Bound of the noise of each number, in the same units.
+        action_low, action_high: Bounds of the env's actions, ``[D]``, to which executed actions are clipped.
+        offset: ``[D]``, in units of half the action range. None means zeros.
+        noise: Maximum noise per action value, in the same units.
     """
 
     def __init__(
@@ -46,13 +46,13 @@ class ShiftedPolicy:
 
     @property
     def num_uniforms(self) -> int:
-        """One number for each of an action."""
+        """One uniform random number per action value."""
         return self.base.action_chunks_len * len(self._low)
 
     def predict_action_batch(
         self, *, do_sample: bool = True, temperature: float = 1.0, uniforms: Tensor | None = None, **inputs: Any
     ) -> ActionPrediction:
-        """Act; ``do_sample`` adds the noise, and ``temperature`` has no effect."""
+        """Compute actions, adding noise if ``do_sample``; ``temperature`` has no effect."""
         prediction = self.base.predict_action_batch(do_sample=False, **inputs)
         actions = prediction.actions
         low, high, shift = (each.to(actions.device) for each in (self._low, self._high, self._offset))
@@ -67,13 +67,13 @@ class ShiftedPolicy:
 def evaluate_noise(
     base: ActionModel, env: VectorEnv, specs: Sequence[EpisodeSpec], noise: float, seed: int = 0, **options: Any
 ) -> EvaluationResult:
-    """Evaluate a policy with uniform noise of the bound ``noise`` around its greedy actions; ``options`` go to ``evaluate_policy``."""
+    """Evaluate a policy with uniform noise of at most ``noise`` added to its greedy actions. ``options`` are for ``evaluate_policy``."""
     shaken = ShiftedPolicy(base, env.action_low, env.action_high, noise=noise)
     return evaluate_policy(shaken, env, specs, greedy=False, seed=seed, **options)
 
 
 def plane_offsets(action_dim: int, lengths: Sequence[float], num_directions: int = 8) -> list[tuple[float, ...]]:
-    """Return vectors ``[D]`` of these lengths in evenly spread directions of the plane of the first two numbers of an action."""
+    """Return vectors ``[D]`` of the given lengths, in evenly spaced directions in the plane of the first two action values."""
     angles = [2 * np.pi * index / num_directions for index in range(num_directions)]
     rest = (0.0,) * (action_dim - 2)
     return [(float(length * np.cos(a)), float(length * np.sin(a)), *rest) for length in lengths for a in angles]
@@ -82,7 +82,7 @@ def plane_offsets(action_dim: int, lengths: Sequence[float], num_directions: int
 def best_offset(
     base: ActionModel, env: VectorEnv, specs: Sequence[EpisodeSpec], offsets: Sequence[Sequence[float]], **options: Any
 ) -> tuple[Sequence[float], list[EvaluationResult]]:
-    """Evaluate a policy with each constant correction of a grid; return the most successful one, the first of equals, and all results.
+    """Evaluate a policy with a grid of constant offsets; return the best offset (the first if tied) and all results.
 
     Where the env reports no success, it is the one with the highest return. Take ``specs`` of the training split, and evaluate the winner on held-out episodes: the best of many on the same episodes flatters.
     ``options`` go to ``evaluate_policy``.

@@ -1,14 +1,14 @@
-"""Generation of action tokens with the same weights and prompts: transformers' ``generate``, ours in torch, and vLLM.
+"""Compares action-token generation by transformers' ``generate``, our torch code, and vLLM, with the same weights and prompts.
 
-The job of all three: continue prompts of equal length by a fixed number of tokens sampled among the action tokens (the last
-ones of the vocabulary), and return their log-probabilities. ``ours`` is ``HuggingFaceGeneration(allowed_token_ids=...)``;
-``peer`` is ``generate(do_sample=True)`` with a logits processor that leaves the action tokens, and
-``compute_transition_scores``; ``vllm`` is ``VllmGeneration`` (left out, with the reason, where vLLM is not installed).
+All three continue prompts of equal length by a fixed number of tokens, sampled from the action tokens (the last tokens in the
+vocabulary), and return their log-probabilities. ``ours`` is ``HuggingFaceGeneration(allowed_token_ids=...)``;
+``peer`` is ``generate(do_sample=True)`` with a logits processor that keeps only action tokens, and
+``compute_transition_scores``; ``vllm`` is ``VllmGeneration`` (skipped with a message if vLLM is not installed).
 ``--all-tokens`` samples from the full vocabulary instead.
 
-In float32, ours and the peer must choose the same greedy tokens, or the script stops. Times are medians of alternating calls.
-In addition: the time to push new weights to the engine. Ours uses the trainer's own tensors; vLLM gets a copy through
-shared memory. ``ratio`` of the last line belongs to the worst case.
+In float32, the script stops if ours and the peer choose different greedy tokens. Times are medians of alternating calls.
+The time to push new weights to the engine is also measured. Ours uses the trainer's own tensors, whereas vLLM receives
+a copy through shared memory. ``ratio`` in the last line is for the worst case.
 
     python benchmarks/generation.py [--device cuda] [--dtype float32] [--batch-sizes 16 32] [--num-tokens 7 56]
 """
@@ -38,7 +38,7 @@ NO_VLLM = "vLLM is not installed: bash scripts/setup.sh --vllm"
 
 
 class OnlyThese(LogitsProcessor):
-    """Leaves the scores of some tokens."""
+    """Masks the scores of all tokens except the allowed ones."""
 
     def __init__(self, token_ids: list[int]) -> None:
         self.first, self.end = token_ids[0], token_ids[-1] + 1
@@ -77,7 +77,7 @@ def generate_with_transformers(
 
 
 def start_vllm(arguments: argparse.Namespace, folder: str, token_ids: list[int] | None) -> VllmGeneration | None:
-    """Start the engine with capacity for the largest batch."""
+    """Start the engine with enough capacity for the largest batch."""
     if importlib.util.find_spec("vllm") is None:
         print(f"vllm: skipped ({NO_VLLM})", flush=True)
         return None
@@ -151,7 +151,7 @@ def measure(arguments: argparse.Namespace, folder: str) -> tuple[dict[str, dict[
 def check_equal(
     engine: HuggingFaceGeneration, model: Any, prompts: BatchedDataDict, num_tokens: int, token_ids: list[int] | None
 ) -> None:
-    """Stop unless ours and the peer choose the same greedy tokens with close log-probabilities."""
+    """Exit unless ours and the peer choose the same greedy tokens with similar log-probabilities."""
     output = engine.generate(prompts, greedy=True)
     tokens, logprobs = generate_with_transformers(model, prompts, num_tokens, token_ids, greedy=True)
     start = prompts["input_ids"].shape[1]

@@ -1,17 +1,17 @@
-"""Compare PPO, SAC and TD3 from scratch with Stable-Baselines3: same tasks, settings, seeds, env steps and evaluation episodes.
+"""Compares PPO, SAC and TD3 from scratch with Stable-Baselines3 for equal tasks, settings, seeds, env steps and evaluation episodes.
 
     python benchmarks/golden.py --tasks hopper,halfcheetah --algorithms sac,td3 --seeds 0,1,2 --steps 200000 --out /tmp/golden
 
-Our run is ``rlinf train experiment=gymnasium_<task>_<algorithm> algorithm.preset=sb3``. Stable-Baselines3 gets its settings from
-the same composed configuration. Each run is a process with one thread. Its policy is evaluated before training and after every
-``trainer.eval_every`` iterations of the experiment, greedily, in the same 20 episodes for both libraries; this time does not count.
+Our run is ``rlinf train experiment=gymnasium_<task>_<algorithm> algorithm.preset=sb3``. Settings for Stable-Baselines3 are from
+the same composed configuration. Each run is a single-threaded process. Its policy is evaluated greedily before training and after
+every ``trainer.eval_every`` iterations, on the same 20 episodes for both libraries; this time is excluded.
 
-A finished run is a JSON file in ``--out``, and is not repeated. ``--record`` adds them to docs/golden_runs.json, whose rows the table
-shows, too. ``--only table`` runs nothing. Several commands with different seeds can share a folder.
+Finished runs are stored as JSON files in ``--out`` and not repeated. ``--record`` adds them to docs/golden_runs.json, whose rows are
+also shown in the table. ``--only table`` does not start runs. Several commands with different seeds can use the same folder.
 
 The table has interquartile means over the seeds, with 95 % intervals of 10,000 stratified bootstrap samples (Agarwal et al. 2021,
-"Deep reinforcement learning at the edge of the statistical precipice"). In the last line, a return R counts as
-(R - S) / (P - S), S: before training, P: final mean of Stable-Baselines3; ``ratio`` is ours / peer, above 1: ours is better.
+"Deep reinforcement learning at the edge of the statistical precipice"). In the last line, returns R are normalised
+as (R - S) / (P - S), with S before training and P the final mean of Stable-Baselines3. ``ratio`` is ours / peer; above 1, ours is better.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def configured(overrides: Sequence[str]) -> Any:
 
 
 def run_ours(overrides: list[str]) -> Row:
-    """Train in a separate process; return the curve, and seconds of training."""
+    """Train in a separate process; return the curve and training time in seconds."""
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch, "run")
         command = [
@@ -102,7 +102,7 @@ def run_ours(overrides: list[str]) -> Row:
 
 
 def ppo_settings(config: Any) -> Row:
-    """Return the settings of our configuration under the names of Stable-Baselines3."""
+    """Return our configuration's settings under the names used by Stable-Baselines3."""
     algorithm, trainer, rollout, model = config.algorithm, config.trainer, config.rollout, config.model.init_config
     steps = rollout.num_envs * rollout.num_chunks
 
@@ -125,7 +125,7 @@ def ppo_settings(config: Any) -> Row:
 
 
 def replay_settings(config: Any) -> Row:
-    """Return what SAC and TD3 have in common."""
+    """Return the settings common to SAC and TD3."""
     algorithm = config.algorithm
     if algorithm.utd_ratio != 1:
         raise SystemExit(f"algorithm.utd_ratio={algorithm.utd_ratio}; required of this comparison: 1")
@@ -227,7 +227,7 @@ def run_sb3(overrides: list[str]) -> Row:
 
 
 def run(row: Row, path: Path) -> None:
-    """Make one run and write its row."""
+    """Carry out one run and write its row."""
     overrides = overrides_of(*(row[name] for name in ("task", "algorithm", "seed", "steps")))
     found = {"ours": run_ours, "sb3": run_sb3}[row["library"]](overrides)
     git = ["git", "-C", str(ROOT), "describe", "--always", "--dirty"]
@@ -240,7 +240,7 @@ def run(row: Row, path: Path) -> None:
 
 
 def start(row: Row, path: Path) -> None:
-    """Run in a process with one thread; print the outcome."""
+    """Run in a single-threaded process and print the outcome."""
     path.parent.mkdir(parents=True, exist_ok=True)
     env = {**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     env["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [env.get("PYTHONPATH")])])
@@ -255,7 +255,7 @@ def path_of(row: Row, folder: Path) -> Path:
 
 
 def rows_in(folder: Path | None) -> list[Row]:
-    """Return the recorded rows and the rows of a folder, which go before them."""
+    """Return recorded rows and rows from a folder, which take precedence."""
     found = json.loads(RECORD.read_text()) if RECORD.is_file() else []
     found += [json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))] if folder else []
     return sorted(
@@ -264,12 +264,12 @@ def rows_in(folder: Path | None) -> list[Row]:
 
 
 def record(rows: list[Row]) -> None:
-    """Write all rows, one a line."""
+    """Write all rows, one per line."""
     RECORD.write_text("[\n" + ",\n".join(json.dumps(row) for row in rows) + "\n]\n")
 
 
 def interquartile_mean(values: np.ndarray) -> np.ndarray:
-    """Return the mean of the last axis without the largest and smallest quarter of its numbers (rounded down)."""
+    """Return the mean over the last axis, excluding the largest and smallest quarter of values (rounded down)."""
     cut = values.shape[-1] // 4
     return np.sort(values, -1)[..., cut : values.shape[-1] - cut].mean(-1)
 
@@ -287,7 +287,7 @@ def final(row: Row) -> float:
 
 
 def area(row: Row) -> float:
-    """Return the mean return over the evaluations after the one before training."""
+    """Return the mean return over evaluations, excluding the one before training."""
     return float(np.mean([value for _, value in row["curve"][1:]]))
 
 
@@ -339,7 +339,7 @@ def verdict(rows: list[Row]) -> Row:
 
 
 def draw(rows: list[Row], path: Path) -> None:
-    """Draw the curves of all groups, mean and range over the seeds."""
+    """Plot the curves of all groups, with mean and range over seeds."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -371,9 +371,9 @@ def main() -> None:
     parser.add_argument("--tasks", default="hopper", help=", ".join(TASKS))
     parser.add_argument("--algorithms", default="sac", help=", ".join(ALGORITHMS))
     parser.add_argument("--seeds", default="0,1,2")
-    parser.add_argument("--steps", type=int, default=200_000, help="env steps of a run")
-    parser.add_argument("--out", type=Path, default=Path("outputs/golden"), help="folder of finished runs")
-    parser.add_argument("--only", choices=[*LIBRARIES, "table"], help="run one library, or nothing")
+    parser.add_argument("--steps", type=int, default=200_000, help="env steps per run")
+    parser.add_argument("--out", type=Path, default=Path("outputs/golden"), help="folder for finished runs")
+    parser.add_argument("--only", choices=[*LIBRARIES, "table"], help="run only one library, or only make the table")
     parser.add_argument("--record", action="store_true", help=f"add the finished runs to {RECORD.relative_to(ROOT)}")
     parser.add_argument("--run", help=argparse.SUPPRESS)
     arguments = parser.parse_args()

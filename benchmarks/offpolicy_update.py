@@ -1,13 +1,13 @@
-"""A SAC update with batched critics and a fused Adam, compared with a plain implementation.
+"""Compares a SAC update using batched critics and fused Adam with a plain implementation.
 
-The plain update has a network for each critic, Adam as torch runs it on a CPU by default, and a loop over the targets' tensors. Both draw
-their batches from the same buffer and train on the same numbers of rows. They alternate, so that a busy machine slows both; the median of
-an update is compared. One thread, unless ``--threads`` says otherwise.
+The plain update uses a separate network per critic, torch's default Adam for CPUs, and a loop over target tensors. Both sample batches
+from the same buffer and train on the same numbers of rows. They alternate so that a busy machine slows both, and median update times
+are compared. One thread is used unless ``--threads`` is set.
 
     python benchmarks/offpolicy_update.py [--updates 200] [--critics 2] [--hidden-size 128] [--batch-size 128] [--threads 1]
 
-With ``--sb3-steps 2000``, SAC and TD3 from scratch on Pendulum-v1 follow, next to Stable-Baselines3: whole runs of one env and an update for
-each env step, with equal networks and batches, in turns. Their last env steps are counted, when updates are made.
+With ``--sb3-steps 2000``, SAC and TD3 are also compared with Stable-Baselines3 on Pendulum-v1, trained from scratch with one env, one
+update per env step, and equal networks and batches. Runs alternate, and only the final env steps, which have updates, are timed.
 
     python benchmarks/offpolicy_update.py --sb3-steps 2000 [--rounds 3]
 """
@@ -34,7 +34,7 @@ FEATURES, NUMBERS, ENVS = 256, 2, 32
 
 
 class PlainSAC:
-    """The update of ``SAC``, written as textbooks do."""
+    """A textbook implementation of the ``SAC`` update."""
 
     def __init__(self, config: SACConfig) -> None:
         self.config, self.actor = config, ResidualActor(config.actor, FEATURES, NUMBERS)
@@ -86,7 +86,7 @@ def filled_buffer(num_calls: int = 100) -> ReplayBuffer:
 
 
 def our_steps_per_second(name: str, steps: int) -> float:
-    """Train from scratch by the trainer of every run; return env steps per second of the iterations with updates."""
+    """Train from scratch with the standard trainer; return env steps per second for iterations with updates."""
     from rlinf.commands.train import train
     from rlinf.config.compose import compose_config
     from rlinf.config.schema import build_config
@@ -112,7 +112,7 @@ def our_steps_per_second(name: str, steps: int) -> float:
 
 
 def their_steps_per_second(name: str, steps: int) -> float:
-    """Train the same with Stable-Baselines3."""
+    """Train the same task with Stable-Baselines3."""
     import stable_baselines3
 
     settings = {
@@ -130,7 +130,7 @@ def their_steps_per_second(name: str, steps: int) -> float:
 
 
 def against_sb3(steps: int, rounds: int) -> None:
-    """Print env steps per second of both libraries, the medians of some rounds."""
+    """Print the median env steps per second of both libraries over several rounds."""
     for name in ("sac", "td3"):
         pairs = [(our_steps_per_second(name, steps), their_steps_per_second(name, steps)) for _ in range(rounds)]
         ours, theirs = (statistics.median(each) for each in zip(*pairs, strict=True))
@@ -146,7 +146,7 @@ def against_sb3(steps: int, rounds: int) -> None:
 
 
 def main() -> None:
-    """Measure both, and print one line of JSON."""
+    """Measure both updates and print one line of JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     defaults = {
         "updates": 200,
@@ -169,7 +169,7 @@ def main() -> None:
         for name, learner in (("ours", ours), ("peer", peer)):
             start = time.perf_counter()
             learner.update(buffer.sample(config.batch_size, config.gamma))
-            if number >= 10:  # the first ones allocate
+            if number >= 10:  # the first updates allocate memory
                 seconds[name].append(time.perf_counter() - start)
     found = {name: 1000 * statistics.median(each) for name, each in seconds.items()}
     result = {"name": "offpolicy_update", **found, "unit": "ms", "ratio": found["peer"] / found["ours"]}

@@ -1,4 +1,4 @@
-"""PPO on the state of the tabletop, compared with Stable-Baselines3: env steps and seconds to 95 % success on held-out episodes.
+"""Compares state-based PPO on the tabletop with Stable-Baselines3: env steps and seconds to 95 % success on held-out episodes.
 
 ``ours`` is ``rlinf train experiment=tabletop_ppo_mlp``; ``peer`` is Stable-Baselines3's PPO on the same simulator, with the same
 networks ([256, 256], tanh), the same number of env steps per update phase and one thread each, in a separate environment:
@@ -6,10 +6,10 @@ networks ([256, 256], tanh), the same number of env steps per update phase and o
     python -m venv /tmp/sb3 && /tmp/sb3/bin/pip install torch==2.13.0 stable-baselines3==2.9.2 mujoco==3.3.0 omegaconf pyyaml pillow
     python benchmarks/ppo_mlp.py --peer-python /tmp/sb3/bin/python [--seeds 2,3,4,5,6] [--against daa9868]
 
-The peer runs twice, with its own defaults (10 epochs, batches of 64, learning rate 3e-4, gamma 0.99) and with the values of our
-experiment; the better median counts. Both policies are evaluated after every update phase on the same 100 episodes, greedily;
-this time does not count. On a busy machine, compare CPU seconds. ``--against REF`` also compares our env steps per second of training with those of a git ref.
-Ratios are peer / ours: above 1 means that ours needs less.
+The peer is run with its own defaults (10 epochs, batch size 64, learning rate 3e-4, gamma 0.99) and with our experiment's settings,
+and the better median is used. Both policies are evaluated greedily on the same 100 episodes after every update phase; this time is
+excluded. On a busy machine, compare CPU seconds. ``--against REF`` also compares our training speed in env steps per second with a
+git ref. Ratios are peer / ours, so values above 1 mean that ours needs less.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ ONE_THREAD = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "HF_HUB_OFFLINE": 
 
 
 def train(folder: Path, root: Path, *overrides: str) -> list[dict]:
-    """Run our experiment from the checkout ``root``; return the lines of its metrics."""
+    """Run our experiment from the checkout ``root``, and return its metrics, one dict per line."""
     command = [sys.executable, "-m", "rlinf", "train", "experiment=tabletop_ppo_mlp", f"output_dir={folder}"]
     command += ["evaluation.num_videos_per_task=0", "cluster.num_threads=1", "tracking.progress=false", *overrides]
     env = {**os.environ, **ONE_THREAD, "PYTHONPATH": str(root)}
@@ -39,7 +39,7 @@ def train(folder: Path, root: Path, *overrides: str) -> list[dict]:
 
 
 def ours(seed: int, folder: Path) -> dict[str, float]:
-    """Train until the target; return env steps, seconds and processor seconds of training."""
+    """Train until the target is reached; return env steps, wall time and CPU time of training in seconds."""
     lines = train(
         folder, ROOT, f"seed={seed}", "trainer.eval_every=1", f"trainer.target_success_rate={TARGET}",
         f"evaluation.num_episodes={NUM_EPISODES}",
@@ -61,7 +61,7 @@ def peer(python: str, seed: int, settings: str) -> dict[str, float]:
 
 
 def our_settings() -> dict[str, float]:
-    """The values of our experiment that Stable-Baselines3 has as well, by its names."""
+    """Settings of our experiment that also exist in Stable-Baselines3, under its names."""
     from rlinf.config.compose import compose_config
     from rlinf.config.schema import build_config
 
@@ -75,7 +75,7 @@ def our_settings() -> dict[str, float]:
 
 
 def run_peer(settings: dict[str, float], seed: int) -> dict[str, float]:
-    """Train Stable-Baselines3's PPO until the target, in this process."""
+    """Train Stable-Baselines3's PPO in this process until the target is reached."""
     import numpy as np
     import torch
     from stable_baselines3 import PPO
@@ -89,7 +89,7 @@ def run_peer(settings: dict[str, float], seed: int) -> dict[str, float]:
     config = TabletopConfig(tasks=["reach"], cameras=[])
 
     class Tabletop(VecEnv):
-        """Our vector env under the interface of Stable-Baselines3."""
+        """Our vector env with the interface of Stable-Baselines3."""
 
         def __init__(self, num_envs: int) -> None:
             import gymnasium
@@ -168,18 +168,18 @@ def run_peer(settings: dict[str, float], seed: int) -> dict[str, float]:
     model.learn(MAX_ENV_STEPS, callback)
     if callback.rate < TARGET:
         raise SystemExit(f"seed {seed} did not reach {TARGET:.0%}: {callback.rate:.0%}")
-    # The callback stops at the first step of the next rollout, which does not count.
+    # The callback stops at the first step of the next rollout, which is excluded.
     num_steps = model.num_timesteps - settings["num_envs"]
     return {"env_steps": num_steps, "seconds": callback.seconds, "cpu_s": callback.cpu_s}
 
 
 def median(runs: list[dict[str, float]]) -> dict[str, float]:
-    """Return the median of each number."""
+    """Return the median of each value."""
     return {name: statistics.median(run[name] for run in runs) for name in runs[0]}
 
 
 def env_steps_per_s(root: Path, folder: Path) -> float:
-    """Return the median over the iterations of a short run without evaluations."""
+    """Return the median over iterations of a short run without evaluations."""
     lines = train(folder, root, "trainer.max_steps=20", "evaluation.num_episodes=8")
     rates = [line["throughput/env_steps_per_s"] for line in lines if "throughput/env_steps_per_s" in line]
     return statistics.median(rates[2:])
@@ -189,7 +189,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--peer-python", help="interpreter of the environment with stable-baselines3")
     parser.add_argument("--seeds", default="2,3,4,5,6")
-    parser.add_argument("--against", help="git ref whose env steps per second are measured as well")
+    parser.add_argument("--against", help="git ref for which env steps per second are also measured")
     parser.add_argument("--run-peer", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     seeds = [int(seed) for seed in arguments.seeds.split(",")]
@@ -215,7 +215,7 @@ def main() -> None:
                 subprocess.run(["git", "-C", str(ROOT), "worktree", "remove", "--force", str(old)], check=True)
             print(f"env steps/s: {arguments.against} {before:.0f}, now {now:.0f}, {now / before:.2f} times")
             result["env_steps_per_s"] = {arguments.against: round(before), "now": round(now)}
-        for seed in seeds:  # one after the other, so that all meet the same machine
+        for seed in seeds:  # in sequence, so that all runs have the machine to themselves
             runs["ours"].append(ours(seed, Path(scratch, f"ours_{seed}")))
             print(f"seed {seed} ours: {runs['ours'][-1]}", flush=True)
             for name, settings in (("defaults", defaults), ("same", same)) if arguments.peer_python else ():

@@ -1,27 +1,27 @@
-"""Comparison of methods: held-out success against env steps, CPU time and forward passes.
+"""Compares methods by held-out success versus env steps, CPU time and forward passes.
 
-A seed covers the full pipeline: demonstrations, behaviour cloning, and the method on the BC policy. With ``--one-clone SEED`` all
-methods start at the BC policy of that seed. This costs less, but its intervals do not cover the variation between BC policies.
+Each seed runs the full pipeline: demonstrations, behaviour cloning, and the method starting from the BC policy. With ``--one-clone
+SEED``, all methods start from this seed's BC policy. This is cheaper, but intervals exclude the variation between BC policies.
 
-Four gaps: ``quickstart``, ``quickstart_varied_offset``, ``quickstart_precise`` (the BC policy of ``quickstart_varied_offset``, a
+There are four gaps: ``quickstart``, ``quickstart_varied_offset``, ``quickstart_precise`` (the BC policy of ``quickstart_varied_offset``, a
 smaller tolerance) and ``quickstart_bimodal``. PPO and GRPO train the full policy. ``filtered``, ``hg_dagger`` and ``recap`` clone a
 folder of the BC policy's episodes with corrections by the scripted expert; ``rlpd`` is ``residual`` with this folder. The remaining
-methods freeze the policy and train an actor. Baselines without a learned residual: the BC policy itself, uniform noise on its
-actions, the best constant offset of a grid (chosen on training episodes), and the best of eight of its chunks by learned critics.
+methods freeze the policy and train an actor. The baselines without a learned residual are the BC policy itself, the BC policy with
+uniform action noise, the best constant offset from a grid (chosen on training episodes), and the best of eight chunks by learned critics.
 
     python benchmarks/race.py [--gaps quickstart_varied_offset ...] [--methods residual ppo ...] [--seeds 41 42 43 44 45]
                               [--one-clone SEED] [--output FOLDER] [overrides ...]
 
 Each (gap, method, seed) is a run folder in ``FOLDER/<gap>/own_clones`` or ``FOLDER/<gap>/one_clone_<SEED>``. Finished
-runs are not repeated: an interrupted comparison continues with the same command. ``table.md`` and ``race.png`` show all runs of
-the folder; ``--without-runs`` only writes these two. Overrides apply to every run: use a separate FOLDER with them. Needs
-matplotlib.
+runs are not repeated, so the same command resumes an interrupted comparison. ``table.md`` and ``race.png`` include all runs in
+the folder; ``--without-runs`` only writes these two files. Overrides apply to every run, so use a separate FOLDER for them.
+Requires matplotlib.
 
-Seconds are CPU time of training without evaluations, and wall time of cloning. Env steps of a folder count. A pass is one
-observation in a forward pass of the policy: to act, to be scored, or to be trained on. Env steps to 90 % are those of a seed's
-first evaluation with at least 90 %. The interval of a mean over seeds is Student's, that of a single seed Wilson's. ``ours`` and
-``peer`` are the median env steps of ``residual`` and PPO to 90 %, on the first gap where both reach it. The table marks the seeds
-with which settings were chosen.
+Times are in seconds: CPU time for training (excluding evaluations), and wall time for cloning. Env steps used to record a folder are
+included. A pass is one observation in a forward pass of the policy, for acting, scoring or training. "Env steps to 90 %" is the
+number at a seed's first evaluation with at least 90 %. Intervals are Student's for a mean over seeds, and Wilson's for a single
+seed. ``ours`` and ``peer`` are the median env steps to 90 % of ``residual`` and PPO, on the first gap where both reach it. Seeds
+used to choose settings are marked in the table.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ from rlinf.tracking.tracker import read_metrics
 
 TARGET = 0.9
 SETTING_SEEDS = (0, 1, 33)
-SEEDS = range(41, 46)  # they chose nothing
+SEEDS = range(41, 46)  # not used to choose settings
 OWN_CLONES, ONE_CLONE = "own_clones", "one_clone_"  # folders of a gap
 NOISES, NOISE_SEEDS = (0.5, 1.0), range(5)
 TICKS = (0, 2_000, 8_000, 32_000, 90_000)  # env steps in the image
@@ -72,7 +72,7 @@ LENGTHS, NUM_TRAINING_EPISODES = (0.25, 0.5, 1.0), 50
 
 @dataclass(frozen=True)
 class Gap:
-    """Env steps of a run with an actor and of one of the whole policy; the gap whose clone it takes (None: its own)."""
+    """Env steps when training an actor or the full policy, and the gap whose BC policy is used (None for its own)."""
 
     head_steps: int
     policy_steps: int
@@ -82,14 +82,14 @@ class Gap:
 GAPS = {
     "quickstart": Gap(4_096, 61_440),
     "quickstart_varied_offset": Gap(12_288, 81_920),
-    "quickstart_precise": Gap(32_768, 81_920, "quickstart_varied_offset"),  # the tolerance is all that differs
+    "quickstart_precise": Gap(32_768, 81_920, "quickstart_varied_offset"),  # differs only in tolerance
     "quickstart_bimodal": Gap(12_288, 61_440),
 }
 
 
 @dataclass(frozen=True)
 class Method:
-    """Overrides of a gap's experiment, env steps of an iteration, and between two evaluations."""
+    """Overrides of a gap's experiment, env steps per iteration, and env steps between evaluations."""
 
     overrides: tuple[str, ...]
     iteration_steps: int
@@ -123,7 +123,7 @@ METHODS = {
     "direct": _head("sac", "direct"),
     "dsrl": _head("sac", "dsrl", "algorithm.actor.scale=2"),
     "rlt": _head("td3", "rlt"),
-    # Corrections of nothing: the critics choose among the chunks of the clone.
+    # Negligible corrections: the critics select among chunks of the BC policy.
     "best_of_8": _head("sac", "expo", "algorithm.actor.num_candidates=8", "algorithm.actor.scale=1e-6"),
     "filtered": _cloned("sft.filter=successes"),
     "hg_dagger": _cloned("sft.filter=corrected"),
@@ -134,7 +134,7 @@ METHODS = {
 
 @dataclass
 class Point:
-    """An evaluation: env steps, successes of episodes, and what training had cost until then."""
+    """An evaluation: env steps, number of successful episodes, and training cost up to that point."""
 
     env_steps: int
     successes: int
@@ -190,13 +190,13 @@ def check_settings(folder: Path, saved: Mapping[str, Any], overrides: Sequence[s
 
 
 def run(folder: Path, overrides: Sequence[str]) -> None:
-    """Train, unless it is done."""
+    """Train unless the run has already finished."""
     if not finished(folder, overrides):
         train(make_config(folder, overrides))
 
 
 def curve(folder: Path) -> list[Point]:
-    """Return the evaluations of a run of RL; of a run of cloning, the last one."""
+    """Return the evaluations of an RL run, or the last evaluation of a cloning run."""
     lines, cpu_s, calls, points = read_metrics(folder), 0.0, 0, []
     last = lines[-1]
     if last["phase"] == "sft":
@@ -215,7 +215,7 @@ def curve(folder: Path) -> list[Point]:
 
 
 def clone(folder: Path, gap: str, seed: int, overrides: Sequence[str]) -> Path:
-    """Clone the demonstrator of a gap, unless it is done; return the run folder."""
+    """Clone a gap's demonstrator unless this has been done; return the run folder."""
     name = GAPS[gap].clone_of or gap
     output = folder / name / "clones" / f"seed{seed}"
     run(output, [f"experiment={name}", f"seed={seed}", *overrides, "trainer.max_steps=0"])
@@ -223,12 +223,12 @@ def clone(folder: Path, gap: str, seed: int, overrides: Sequence[str]) -> Path:
 
 
 def episodes_folder(folder: Path, gap: str, seed: int) -> Path:
-    """Return the folder of the episodes of the clone of a seed."""
+    """Return the folder with episodes of a seed's BC policy."""
     return folder / gap / "episodes" / f"seed{seed}"
 
 
 def play(folder: Path, gap: str, seed: int, overrides: Sequence[str]) -> Path:
-    """Let the clone of a seed play, corrected by the scripted person, unless it is done; return the dataset."""
+    """Record episodes of a seed's BC policy with scripted corrections unless this has been done; return the dataset."""
     output = episodes_folder(folder, gap, seed)
     if not (output / "dataset").exists():
         shutil.rmtree(output, ignore_errors=True)
@@ -241,14 +241,14 @@ def play(folder: Path, gap: str, seed: int, overrides: Sequence[str]) -> Path:
 
 
 def group_folder(folder: Path, gap: str, one_clone: int | None) -> Path:
-    """Return the folder of the runs of a gap that start at clones of their own, or at one clone."""
+    """Return the folder for a gap's runs that start from each seed's BC policy, or all from one."""
     return folder / gap / (OWN_CLONES if one_clone is None else f"{ONE_CLONE}{one_clone}")
 
 
 def race(
     folder: Path, gap: str, method: str, seed: int, overrides: Sequence[str], one_clone: int | None = None
 ) -> None:
-    """Train by a method from the clone of its own seed, or of the seed ``one_clone``."""
+    """Train with a method, starting from its own seed's BC policy or from ``one_clone``'s."""
     kind, clone_seed = METHODS[method], seed if one_clone is None else one_clone
     source, own = clone(folder, gap, clone_seed, overrides), kind.overrides
     if kind.learns_from_episodes:
@@ -265,7 +265,7 @@ def race(
 
 
 def controls(folder: Path, gap: str, seed: int, overrides: Sequence[str], one_clone: int | None = None) -> None:
-    """Evaluate what learns nothing on the clone of a seed, which is ``one_clone`` or its own, unless it is done.
+    """Evaluate the baselines without learning for a seed's BC policy (``one_clone`` or its own) unless this has been done.
 
     Raises:
         ConfigError: It was done with other settings, or its file does not say with which.
@@ -295,7 +295,7 @@ def controls(folder: Path, gap: str, seed: int, overrides: Sequence[str], one_cl
 
 
 def read_controls(path: Path) -> dict[str, Any]:
-    """Return ``settings`` and ``counts`` of controls; raise ConfigError if the file does not say its settings."""
+    """Return ``settings`` and ``counts`` of baselines; raise ConfigError if the file does not contain settings."""
     found = json.loads(path.read_text())
     if found.keys() != {"settings", "counts"}:
         raise ConfigError(f"{path} does not say with which settings it was made. Delete it, or give another --output")
@@ -310,13 +310,13 @@ def controls_of(group: Path) -> dict[str, list[tuple[int, int]]]:
     by_clone: dict[str, list[tuple[int, int]]] = {}
     for name, draws in (item for each in found for item in each.items()):
         successes, episodes = (sum(column) for column in zip(*draws, strict=True))
-        kind = name.partition(" (")[0]  # each clone has a constant of its own
+        kind = name.partition(" (")[0]  # each BC policy has its own constant
         by_clone.setdefault(kind, []).append((successes, episodes))
     return by_clone
 
 
 def interval(counts: Sequence[tuple[int, int]]) -> tuple[float, float, float]:
-    """Return mean success and its 95 % interval of runs with (successes, episodes) each."""
+    """Return the mean success of runs, each given as (successes, episodes), and its 95 % interval."""
     rates = [successes / episodes for successes, episodes in counts]
     if len(rates) == 1:
         return (rates[0], *wilson_interval(*counts[0]))
@@ -330,14 +330,14 @@ def to_target(points: Sequence[Point]) -> Point | None:
 
 
 def median_to_target(curves: Sequence[Sequence[Point]], cost: str) -> float | None:
-    """Return the median cost to the target over seeds; None: half of them or more did not reach it."""
+    """Return the median cost over seeds to reach the target, or None if at least half did not reach it."""
     reached = [to_target(points) for points in curves]
     value = statistics.median(float("inf") if point is None else getattr(point, cost) for point in reached)
     return None if value == float("inf") else value
 
 
 def groups(folder: Path) -> dict[str, Path]:
-    """Return the folders of runs that can be compared, by title: those of own clones, and those of each one clone."""
+    """Return folders of comparable runs by title: for each seed's own BC policy, and for each single BC policy."""
     found = {}
     for gap in GAPS:
         if (own := folder / gap / OWN_CLONES).exists():
@@ -348,13 +348,13 @@ def groups(folder: Path) -> dict[str, Path]:
 
 
 def runs_of(group: Path) -> dict[str, dict[int, list[Point]]]:
-    """Return the curves of the finished runs of a group: method, seed, evaluations."""
+    """Return the curves (method, seed, evaluations) of a group's finished runs."""
     found: dict[str, dict[int, list[Point]]] = {}
     for method, kind in METHODS.items():
         for run_folder in sorted(group.glob(f"{method}_seed*")):
             if (run_folder / "summary.json").exists():
                 seed, points = int(run_folder.name.rpartition("_seed")[2]), curve(run_folder)
-                if kind.learns_from_episodes:  # each of their env steps was a pass, too
+                if kind.learns_from_episodes:  # each of their env steps also required a pass
                     one_clone = group.name.removeprefix(ONE_CLONE)
                     of_clone = episodes_folder(
                         group.parents[1], group.parent.name, int(one_clone) if one_clone.isdigit() else seed
@@ -368,7 +368,7 @@ def runs_of(group: Path) -> dict[str, dict[int, list[Point]]]:
 
 
 def table(gap: str, counts: dict[str, list[tuple[int, int]]], runs: dict[str, dict[int, list[Point]]]) -> list[str]:
-    """Return the rows of a group in Markdown, ``gap`` its title; ``counts`` are those of the controls."""
+    """Return the Markdown rows of a group with title ``gap``. ``counts`` are the baselines' counts."""
     noise = max((interval(each)[2] for name, each in counts.items() if "noise" in name), default=None)
     rows = [
         f"| {gap} | seeds | env steps | success (95 %) | above noise | env steps to 90 % | CPU s to 90 % | CPU s | passes |",
@@ -399,7 +399,7 @@ def percents(values: tuple[float, float, float]) -> str:
 
 
 def mean_curve(by_seed: dict[int, list[Point]]) -> list[tuple[float, float]]:
-    """Return mean env steps and mean success of each evaluation that all seeds have."""
+    """Return mean env steps and mean success for evaluations available for all seeds."""
     columns = zip(*by_seed.values(), strict=False)
     return [
         (statistics.mean(point.env_steps for point in points), statistics.mean(point.rate for point in points))
@@ -408,7 +408,7 @@ def mean_curve(by_seed: dict[int, list[Point]]) -> list[tuple[float, float]]:
 
 
 def curve_rows(gap: str, runs: dict[str, dict[int, list[Point]]]) -> list[str]:
-    """Return the mean success of each evaluation in Markdown."""
+    """Return the mean success at each evaluation as Markdown."""
     rows = [f"| {gap} | env steps: mean success in % |", "|---|---|"]
     for method, by_seed in runs.items():
         rows.append(
@@ -418,7 +418,7 @@ def curve_rows(gap: str, runs: dict[str, dict[int, list[Point]]]) -> list[str]:
 
 
 def draw(output: Path, gaps: dict[str, tuple[dict, dict]]) -> None:
-    """Draw success against env steps, a panel for each gap; lines are means over seeds, dots are seeds."""
+    """Plot success versus env steps, with one panel per gap. Lines are means over seeds, and dots are seeds."""
     figure, axes = plt.subplots(1, len(gaps), figsize=(5.2 * len(gaps), 4.4), sharey=True, squeeze=False)
     colours = dict(zip(METHODS, plt.get_cmap("tab20").colors, strict=False))
     for axis, (gap, (counts, runs)) in zip(axes[0], gaps.items(), strict=True):
@@ -452,10 +452,10 @@ def main() -> None:
     parser.add_argument("--gaps", nargs="+", choices=GAPS, default=list(GAPS))
     parser.add_argument("--methods", nargs="*", choices=METHODS, default=list(METHODS))
     parser.add_argument("--seeds", type=int, nargs="+", default=list(SEEDS))
-    parser.add_argument("--one-clone", type=int, metavar="SEED", help="start all seeds at the BC policy of this seed")
+    parser.add_argument("--one-clone", type=int, metavar="SEED", help="start all seeds from this seed's BC policy")
     parser.add_argument("--output", type=Path, default=Path("outputs/race"))
-    parser.add_argument("--without-runs", action="store_true", help="only make the table and the image")
-    parser.add_argument("overrides", nargs="*", help="Hydra overrides of all runs")
+    parser.add_argument("--without-runs", action="store_true", help="only write the table and the image")
+    parser.add_argument("overrides", nargs="*", help="Hydra overrides for all runs")
     options = parser.parse_args()
     if not options.without_runs:
         for seed in options.seeds:

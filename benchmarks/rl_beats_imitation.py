@@ -1,9 +1,9 @@
-"""Does RL exceed further imitation? The quickstart, compared with behaviour cloning for the same wall time.
+"""Compares RL in the quickstart with further imitation, using behaviour cloning for the same wall time.
 
-For each seed: behaviour cloning, then (a) PPO as in the quickstart, and (b) from the same BC checkpoint and optimiser
-state, further cloning for the total training time of (a). Both are evaluated greedily on the same
-held-out episodes. ``ours`` and ``peer`` are the success rates of (a) and (b) over all seeds; ``figure.html`` in the output
-folder draws both against training time.
+For each seed, behaviour cloning is followed by (a) PPO as in the quickstart, or (b) further cloning from the same BC
+checkpoint and optimiser state for the total training time of (a). Both are evaluated greedily on the same held-out
+episodes. ``ours`` and ``peer`` are the success rates of (a) and (b) over all seeds, and ``figure.html`` in the output
+folder plots them against training time.
 
     python benchmarks/rl_beats_imitation.py [--seeds 3 4] [--output FOLDER] [overrides ...]
 """
@@ -35,13 +35,13 @@ def make_config(folder: Path, overrides: list[str]) -> RunConfig:
 
 
 def curve(folder: Path) -> list[tuple[float, float]]:
-    """Minutes of training and success rate of each evaluation of a run."""
+    """Return the training time in minutes and success rate at each evaluation of a run."""
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     return [(line["time/total_s"] / 60, line["eval/success_rate"]) for line in lines if "eval/success_rate" in line]
 
 
 def run_seed(folder: Path, seed: int, overrides: list[str]) -> tuple[dict, dict]:
-    """Run both arms of one seed; returns their summaries."""
+    """Run both arms for one seed and return their summaries."""
     common = [f"seed={seed}", "evaluation.num_videos_per_task=0", "tracking.tensorboard=false", "trainer.max_keep=-1"]
     rl = train(make_config(folder / f"rl_seed{seed}", [*common, *overrides]))
     with_rl = json.loads((rl / "summary.json").read_text())

@@ -1,8 +1,8 @@
-"""Time from `kill -9` of the policy server, or of the camera process, to the first holding action of the robot.
+"""Measures the time from `kill -9` of the policy server or camera process to the robot's first hold action.
 
-Both act at 20 Hz in real time. The policy is `rlinf serve` of a checkpoint, in the middle of an episode; each kill comes at a different time within a step,
-and the next one after the server has restarted. The camera's process sends 30 images a second. Only the newest one is
-used, as with `read_latest` of lerobot's cameras. Milliseconds are printed; required: at most 200. There is no peer for a comparison.
+The robot acts at 20 Hz in real time, with a checkpoint served by `rlinf serve`. Each kill is in the middle of an episode, at a
+different time within a step, and after the server has restarted. The camera process sends 30 images per second, of which only the
+newest is used, as with `read_latest` of lerobot's cameras. Times are printed in milliseconds; required: at most 200. There is no peer.
 
     python benchmarks/robot_hold.py [--checkpoint outputs/quickstart/latest] [--kills 10] [--port 8031]
 """
@@ -33,13 +33,13 @@ from rlinf.types import EnvSpec, EpisodeSpec, Observation
 
 FPS = 20.0
 ENVIRONMENT = dict(os.environ)
-"""Of each server: an evaluation chooses a renderer, and a server with another one is another server."""
+"""Environment of each server, saved because an evaluation sets a renderer, and servers must all use the same one."""
 SENT: list[tuple[float, bool]] = []
-"""Moment of each action, and whether it holds."""
+"""Time of each action, and whether it is a hold action."""
 
 
 def watch() -> None:
-    """Note each action that is sent from now on."""
+    """Record each action sent from now on."""
     send = RobotEpisodes._send
 
     def noted(self: RobotEpisodes, action: np.ndarray | None, last: np.ndarray) -> tuple[np.ndarray, bool, bool]:
@@ -50,7 +50,7 @@ def watch() -> None:
 
 
 def wait_for(count: int, holds: bool, since: float) -> float:
-    """Wait for ``count`` actions in a row that hold, or do not; return the moment of the first one after ``since``."""
+    """Wait for ``count`` consecutive actions that hold (or do not); return the time of the first one after ``since``."""
     while True:
         after = [(moment, held) for moment, held in SENT[-500:] if moment > since]
         if len(after) >= count and all(held == holds for _, held in after[-count:]):
@@ -59,7 +59,7 @@ def wait_for(count: int, holds: bool, since: float) -> float:
 
 
 def kill(pid: int) -> float:
-    """Kill a process at any moment of a step; return the milliseconds until the robot holds."""
+    """Kill a process at a random time within a step; return the milliseconds until the robot holds."""
     time.sleep(random.random() / FPS)
     killed = time.monotonic()
     os.kill(pid, signal.SIGKILL)
@@ -74,7 +74,7 @@ def serve(args: argparse.Namespace) -> subprocess.Popen:
 
 
 def policy_kills(args: argparse.Namespace) -> list[float]:
-    """Kill the server again and again, in one long episode."""
+    """Kill the server repeatedly during one long episode."""
     found: list[float] = []
     running = [serve(args)]
 
@@ -101,7 +101,7 @@ def policy_kills(args: argparse.Namespace) -> list[float]:
 
 
 class Watched:
-    """A robot of one joint with a camera in a process of its own."""
+    """A robot with one joint, and a camera in a separate process."""
 
     is_calibrated = True
     action_features: dict[str, Any] = {"joint": float}
@@ -126,7 +126,7 @@ class Watched:
             pass
 
     def get_observation(self) -> dict[str, Any]:
-        if time.monotonic() - self.seen_s > 0.5:  # the longest age that read_latest accepts
+        if time.monotonic() - self.seen_s > 0.5:  # maximum age accepted by read_latest
             raise TimeoutError("no image")
         return {"joint": 0.0, "front": self.image}
 
@@ -141,7 +141,7 @@ def film(ends: Any) -> None:
 
 
 class Constant:
-    """A policy of eight equal actions."""
+    """A policy that returns eight equal actions."""
 
     model = SimpleNamespace(action_dim=1, num_observations=1)
 
@@ -153,7 +153,7 @@ class Constant:
 
 
 def camera_kills(args: argparse.Namespace) -> list[float]:
-    """Kill the camera's process again and again, in one long episode."""
+    """Kill the camera process repeatedly during one long episode."""
     watched, found = Watched(), []
     table = SimpleNamespace(task_names=["stand"], config=None, horizon_of=lambda config, task: 1_000_000)
     table.reset = lambda options: (SimpleNamespace(instruction=["stand"]), {})

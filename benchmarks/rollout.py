@@ -1,11 +1,11 @@
-"""Rollout speed: env steps per second end to end, compared with the slower of its two parts.
+"""Measures end-to-end rollout speed in env steps per second, and compares it with the slower of its two parts.
 
-``ours`` is two processes, each with policy and half of the envs (``rollout.worker_processes=2``). ``threads`` is the same with two
-worker threads of this process. ``peer`` is the slower of stepping and rendering the same envs with given
-actions, and of running the same policy on given observations with all of torch's threads. In sequence, they reach
-``1 / (1/env + 1/policy)``, printed as ``in_turn``. The first size is the quickstart's.
+``ours`` uses two processes, each with a policy and half of the envs (``rollout.worker_processes=2``). ``threads`` uses two worker
+threads in this process instead. ``peer`` is the slower of two parts: stepping and rendering the same envs with given actions, and
+running the same policy on given observations with all torch threads. In sequence, the two parts would reach
+``1 / (1/env + 1/policy)``, which is printed as ``in_turn``. The first size is the quickstart's.
 
-All alternate in each round, and ``ratio`` is the median over rounds, so that a busy machine slows all of them equally.
+Variants alternate in each round, and ``ratio`` is the median over rounds, so that a busy machine slows them equally.
 
     python benchmarks/rollout.py [--num-envs 64 128 256] [--rounds 7]
 """
@@ -34,7 +34,7 @@ from rlinf.seeding import seed_everything
 
 
 def seconds_of(functions: dict[str, Callable[[], object]], rounds: int) -> dict[str, list[float]]:
-    """Seconds that functions take in each round, which runs all of them. The first round is not counted."""
+    """Return the time taken by each function in each round, in seconds. Each round runs all functions; the first is excluded."""
     seconds: dict[str, list[float]] = {name: [] for name in functions}
     for _ in range(1 + rounds):
         for name, function in functions.items():
@@ -45,7 +45,7 @@ def seconds_of(functions: dict[str, Callable[[], object]], rounds: int) -> dict[
 
 
 def measure(num_envs: int, num_chunks: int, rounds: int) -> dict[str, float]:
-    """Env steps per second of the parts and of the rollout."""
+    """Return env steps per second for the two parts and for complete rollouts."""
     config = build_config(
         compose_config(["experiment=quickstart", f"rollout.num_envs={num_envs}", "rollout.worker_processes=2"])
     )
@@ -90,7 +90,7 @@ def measure(num_envs: int, num_chunks: int, rounds: int) -> dict[str, float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
-        "--num-envs", type=int, nargs="+", default=[64, 128, 256], help="the first one is reported as ratio"
+        "--num-envs", type=int, nargs="+", default=[64, 128, 256], help="numbers of envs; ratio is for the first"
     )
     parser.add_argument("--num-chunks", type=int, default=16)
     parser.add_argument("--rounds", type=int, default=7)

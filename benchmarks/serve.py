@@ -1,14 +1,14 @@
-"""Cost of `rlinf serve`: a round trip with two cameras against a local call, and eight concurrent clients against sequential ones.
+"""Measures the cost of `rlinf serve`: a round trip with two cameras versus a local call, and eight clients versus one at a time.
 
-The server is the command in a separate process; clients connect over loopback. Round trips and calls in this process alternate, act on the
-same observations with the same policy and as many rows, and must return the same bits; ``overhead_ms`` is the difference of the medians
-(required: at most 5). Of the clients, ``ours`` counts observations per second of all at once, ``peer`` of the same ones one after the other on
-the same server, where each call is filled up to as many rows. ``peer_unfilled`` is one after the other on a server with ``max_batch=1``, which
-fills nothing up: ``ratio_unfilled`` is the gain over the best that one client at a time can have.
+The server is the command in a separate process, and clients connect over loopback. Round trips alternate with calls in this process,
+which use the same observations, policy and number of rows and must return bitwise identical actions. ``overhead_ms`` is the
+difference of the medians (required: at most 5). For clients, ``ours`` is the observations per second with all clients at once, and
+``peer`` with one at a time on the same server, where each call is padded to the same number of rows. ``peer_unfilled`` is one at a time
+without padding, on a server with ``max_batch=1``; ``ratio_unfilled`` is the gain over this best case for one client at a time.
 
-Last, prompts of ``--prompt-mib`` MiB come to a server with its usual limits, while another client continues asking: the milliseconds from the last
-byte to the rejection (required: at most 50), the memory that the server takes in addition (at most 70 MiB), and the other client's 99th percentile
-against its usual one (at most twice). The prompt is sent as a frame from a small buffer, so that the sender takes no processor time from the server.
+Finally, prompts of ``--prompt-mib`` MiB are sent to a server with default limits while a second client continues to send requests.
+Measured are the milliseconds from the last byte to the rejection (required: at most 50), the server's additional memory (at most 70 MiB),
+and the second client's 99th percentile relative to normal (at most 2). The prompt is a frame from a small buffer, to save CPU time.
 
     python benchmarks/serve.py [--image-size 224] [--calls 200] [--clients 8] [--rounds 5] [--device cpu]
 """
@@ -52,7 +52,7 @@ CAMERAS = ("front", "wrist")
 
 
 def make_checkpoint(folder: Path, args: argparse.Namespace) -> RunConfig:
-    """Write a checkpoint of the small OpenVLA with random weights, which sees two cameras."""
+    """Write a checkpoint of the small OpenVLA with random weights and two cameras."""
     config = build_config(
         compose_config(
             ["model=openvla_tiny", "model.init_config.num_images_in_input=2", "env=tabletop", f"env.image_size={args.image_size}",
@@ -90,7 +90,7 @@ def served(checkpoint: Path, max_batch: int) -> Iterator[tuple[str, int]]:
 
 
 def observations(number: int, size: int) -> list[dict[str, Any]]:
-    """Return requests with images of noise, which no compression would make smaller."""
+    """Return requests with incompressible noise images."""
     generator = np.random.default_rng(0)
     return [
         {
@@ -102,7 +102,7 @@ def observations(number: int, size: int) -> list[dict[str, Any]]:
 
 
 def milliseconds(call: Any) -> tuple[float, Any]:
-    """Return how long a call takes, and its result."""
+    """Return the duration of a call in milliseconds, and its result."""
     start = time.perf_counter()
     result = call()
     return 1000 * (time.perf_counter() - start), result
@@ -115,7 +115,7 @@ def round_trips(url: str, rows: PolicyRows, args: argparse.Namespace) -> dict[st
         remote_ms, reply = milliseconds(lambda: client.ask(request))  # noqa: B023
         local_ms, (actions,) = milliseconds(lambda: rows.act([rows.read(request)]))  # noqa: B023
         if not np.array_equal(reply["actions"], actions):
-            raise SystemExit("the server's actions are not those of this process")
+            raise SystemExit("the server's actions differ from this process's")
         if number >= 5:  # the first ones warm up
             times["served"].append(remote_ms)
             times["in_process"].append(local_ms)
@@ -124,7 +124,7 @@ def round_trips(url: str, rows: PolicyRows, args: argparse.Namespace) -> dict[st
 
 
 def per_second(url: str, args: argparse.Namespace) -> tuple[float, float]:
-    """Return observations per second of all clients at once, and of one after the other; the best of the rounds."""
+    """Return the best observations per second over rounds, for all clients at once and for one at a time."""
     requests, share = observations(args.clients, args.image_size), max(1, args.calls // args.clients)
     at_once, in_turn = [], []
     for _ in range(args.rounds):
@@ -141,7 +141,7 @@ def per_second(url: str, args: argparse.Namespace) -> tuple[float, float]:
 
 
 def play(client: PolicyClient, request: dict[str, Any], share: int) -> None:
-    """Ask several times."""
+    """Send several requests."""
     for _ in range(share):
         client.ask(request)
 
@@ -164,14 +164,14 @@ def rejection_ms(url: str, size: int) -> float:
                 start = time.perf_counter()
                 client.socket.sendall(chunk)
             if not isinstance(client.recv(), str):
-                raise SystemExit("a long prompt was answered")
+                raise SystemExit("a long prompt was accepted")
         except (ConnectionClosed, OSError):  # the latter: it was rejected before all of it was sent
             pass
         return 1000 * (time.perf_counter() - start)
 
 
 def long_prompts(url: str, pid: int, args: argparse.Namespace) -> dict[str, float]:
-    """Let one client ask, alone and beside prompts of ``args.prompt_mib``; Linux alone tells the peak of the memory."""
+    """Measure one client alone and alongside prompts of ``args.prompt_mib``. Peak memory is only available on Linux."""
     client, request, size = PolicyClient(url, 600, 600), observations(1, args.image_size)[0], args.prompt_mib * 2**20
     usual = [milliseconds(lambda: client.ask(request))[0] for _ in range(args.calls + 5)][5:]
     before = memory_mib(pid, "VmRSS")

@@ -1,9 +1,9 @@
-"""CPU time of rendering the SO-101 arm: simplified meshes against the package's meshes and settings.
+"""Compares the CPU time of rendering the SO-101 arm with simplified meshes and with the package's meshes and settings.
 
     python benchmarks/so101_images.py --save images.png
 
-Needs Python 3.12 and ``bash scripts/setup.sh --arms``. Both sides draw the same states through the same code. The last
-line is one JSON object; ``ours`` and ``peer`` are milliseconds of the slowest camera.
+Requires Python 3.12 and ``bash scripts/setup.sh --arms``. Both variants render the same states with the same code. The
+last line is a JSON object; ``ours`` and ``peer`` are milliseconds per image for the slowest camera.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ NUM_EXPERT_STEPS = 45
 
 
 def measure(rendering: str, size: int, count: int) -> tuple[dict[str, float], np.ndarray]:
-    """Return milliseconds of processor time of an image by camera, and the images side by side."""
+    """Return the CPU time per image in milliseconds by camera, and the images side by side."""
     simulator = SO101Simulator(SO101Config(cameras=["side"], rendering=rendering), ["PickLift"])
     simulator.reset(EpisodeSpec("so101", 0, 4, 0))
     for _ in range(NUM_EXPERT_STEPS):
@@ -39,11 +39,11 @@ def measure(rendering: str, size: int, count: int) -> tuple[dict[str, float], np
 
 
 def main() -> None:
-    """Print the milliseconds of each camera, and the JSON."""
+    """Print the time per camera and the JSON."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--size", type=int, default=64, help="pixels of a side")
-    parser.add_argument("--count", type=int, default=50, help="images of each camera (full: a tenth)")
-    parser.add_argument("--save", help="file for the images: full above fast")
+    parser.add_argument("--size", type=int, default=64, help="image height and width in pixels")
+    parser.add_argument("--count", type=int, default=50, help="images per camera (a tenth with full meshes)")
+    parser.add_argument("--save", help="image file to write, with full above fast")
     arguments = parser.parse_args()
     fast, light = measure("fast", arguments.size, arguments.count)
     full, heavy = measure("full", arguments.size, max(1, arguments.count // 10))

@@ -1,9 +1,9 @@
-"""Speed of one PPO update of the quickstart, and how much of the machine's matrix-product speed it reaches.
+"""Measures the speed of a quickstart PPO update as a fraction of the machine's matrix-multiplication speed.
 
-``ours`` is samples per second of ``TrainWorker.update`` (forward, loss, backward, clipping, AdamW) over a complete rollout.
-``peer`` is the speed if the machine only did the same number of multiplications at its measured matmul
-speed: the best over the sizes of the model's largest layers and a large square, in the same dtype and threads. Their
-ratio is the model FLOPs utilisation of the update.
+``ours`` is the samples per second of ``TrainWorker.update`` (forward, loss, backward, clipping, AdamW) over a complete rollout.
+``peer`` is the speed if the machine only performed the same number of multiplications at its measured matmul speed, which is the
+best over the sizes of the model's largest layers and a large square, with the same dtype and threads. Their ratio is the update's
+model FLOPs utilisation.
 
     python benchmarks/update.py [--rounds 5] [overrides ...]
 
@@ -39,7 +39,7 @@ from rlinf.types import RolloutBatch
 
 
 def matmul_flops_per_s(rows: int, inner: int, columns: int, dtype: torch.dtype, rounds: int = 20) -> float:
-    """Best measured FLOP/s of ``[rows, inner] @ [inner, columns]``."""
+    """Return the best measured FLOP/s of ``[rows, inner] @ [inner, columns]``."""
     left, right = torch.randn(rows, inner).to(dtype), torch.randn(inner, columns).to(dtype)
     best = float("inf")
     for _ in range(rounds):
@@ -52,7 +52,7 @@ def matmul_flops_per_s(rows: int, inner: int, columns: int, dtype: torch.dtype, 
 def rollout_to_train_on(
     config: RunConfig, env: VectorEnv, model: ActionModel
 ) -> tuple[TrainWorker, Algorithm, RolloutBatch, list[Minibatch]]:
-    """Play a rollout; return a worker that leaves the weights as they are, and what it trains on. Closes ``env``."""
+    """Collect a rollout, and return a worker that does not change weights and its training data. Closes ``env``."""
     still = replace(config.trainer, learning_rate=0.0, value_learning_rate=0.0)
     worker = TrainWorker(
         model, still, temperature=1.0, micro_batch_size=config.model.micro_batch_size,

@@ -1,9 +1,9 @@
-"""Our vector env compared with gymnasium's synchronous and asynchronous vector envs on the same scene.
+"""Compares our vector env with gymnasium's synchronous and asynchronous vector envs on the same scene.
 
-Every side steps the tabletop task "reach" with random actions, resets where an episode ends (in the same step), and
-renders a 64 px image of every env at every step. The peers get single envs that call the simulator directly, each
-with its own ``mujoco.Renderer`` and the same fast settings (no shadows, reflections, sky, antialiasing). Rounds of the
-sides alternate; the best round of each counts. The last line is one JSON object.
+Each variant steps the tabletop task "reach" with random actions, resets envs in the step in which their episodes end, and
+renders a 64 px image of every env at every step. The peers use single envs that call the simulator directly, each with
+its own ``mujoco.Renderer`` and the same fast settings (no shadows, reflections, sky, antialiasing). Rounds alternate
+between variants, and the best round of each is reported. The last line is a JSON object.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def steps_per_second(step: Callable[[np.ndarray], object], actions: np.ndarray) 
 
 
 def compare(num_envs: int, num_rounds: int, num_steps: int) -> dict[str, float]:
-    """Return env steps per second of each side at one size."""
+    """Return env steps per second of each variant for one number of envs."""
     makers = [SingleTabletop] * num_envs
     sides = {
         "ours": make_env(
@@ -112,7 +112,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--sizes", type=int, nargs="+", default=[8, 32], help="numbers of envs")
     parser.add_argument("--rounds", type=int, default=8)
-    parser.add_argument("--steps", type=int, default=25, help="vector steps of one round")
+    parser.add_argument("--steps", type=int, default=25, help="vector steps per round")
     arguments = parser.parse_args()
     multiprocessing.set_forkserver_preload(["gymnasium.vector", "rlinf.envs.base"])  # slow imports, but no GL
     sizes, worst = {}, None

@@ -1,7 +1,7 @@
-"""A push of bf16 weights to a different process through shared memory, compared with one memcpy of the same bytes.
+"""Compares a push of bf16 weights to a different process through shared memory with a memcpy of the same bytes.
 
-Both are timed alternately, with one torch thread in each process; the best of all rounds counts. The two processes work at the same time,
-so on a machine without two free cores the ratio is that of their sum: the CPU times of both sides are printed too.
+Both are timed alternately with one torch thread per process, and the best round is reported. The two processes work concurrently, so
+on a machine without two free cores, the ratio reflects the sum of their work; the CPU times of both processes are also printed.
 The last line is a JSON object.
 """
 
@@ -34,7 +34,7 @@ class Layers(nn.Module):
 
 
 class Remote:
-    """A receiver behind a connection."""
+    """A receiver at the other end of a connection."""
 
     def __init__(self, connection: Connection) -> None:
         self.connection = connection
@@ -64,7 +64,7 @@ def receive(connection: Connection, sizes: dict[str, int]) -> None:
 
 
 def measure(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Time pushes of all weights, of the trained ones, and memcpy in turn."""
+    """Alternately time pushes of all weights, pushes of trained weights, and memcpy."""
     num_layers = max(2, round(arguments.parameters / arguments.width**2))
     sizes = {"num_layers": num_layers, "width": arguments.width, "num_trained": num_layers // 4}
     model = Layers(**sizes, seed=0)
@@ -97,7 +97,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
         timed("memcpy", partial(target.copy_, source))
     connection.send(("sums", None))
     if connection.recv() != [float(weight.detach().double().sum()) for weight in model.weights]:
-        raise SystemExit("the receiver has other weights than the sender")
+        raise SystemExit("the receiver's weights differ from the sender's")
     connection.send(("stop", None))
     process.join()
     buckets.close()

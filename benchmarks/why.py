@@ -1,11 +1,11 @@
-"""How often `rlinf why` reports the outcome of a run and its cause, a wrong key, or a fault in a healthy run.
+"""Measures how often `rlinf why` reports a run's outcome and its cause, an incorrect key, or a fault in a healthy run.
 
-There are two sets, counted apart. The first is made here: each fault is injected into a short run on a CPU, in addition to healthy runs
-of several algorithms and seeds. Thresholds were chosen on the runs marked with *, and later on all of them. The second is held out:
+Two sets are evaluated separately. For the first, this script injects each fault into a short CPU run, and adds healthy runs of several
+algorithms and seeds. Thresholds were initially chosen on the runs marked with *, and later on all runs. The second is a held-out set of
 runs of three tasks, recorded in `tests/fixtures/why_heldout.jsonl` by an author who had not read the rules.
 
-A cause is right if a reported rule or key belongs to the fault; a key is wrong if it does not. The peer is a
-reader who compares success before and after, and finds a fault in every run whose last success rate is not certainly above its first.
+A cause is correct if a reported rule or key belongs to the fault; a key is incorrect if it does not. The peer is a reader who
+compares success rates, and reports a fault in every run whose last success rate is not significantly above its first.
 
     python benchmarks/why.py [--only NAME ...] [--folder outputs/why] [--read] [--held-out]
 """
@@ -124,7 +124,7 @@ def run(case: Case, folder: Path) -> float:
 
 
 def reader_sees_a_fault(record: Record) -> bool:
-    """Return whether success did not certainly rise: from the first evaluation to the last, or from 0."""
+    """Return whether success did not rise significantly from the first evaluation (or 0) to the last."""
     lines = [line for line in record.lines if "eval/successes" in line]
     counts = [(int(line["eval/successes"]), int(line["eval/episodes"])) for line in lines]
     if len(counts) < 2:
@@ -136,7 +136,7 @@ def reader_sees_a_fault(record: Record) -> bool:
 
 @dataclass
 class Tally:
-    """Counts over the runs of a set."""
+    """Counts of outcomes over a set of runs."""
 
     faults: int = 0
     healthy: int = 0
@@ -177,7 +177,7 @@ class Tally:
 
 
 def held_out() -> Tally:
-    """Return the counts of the recorded runs, of which this prints a line each."""
+    """Print a line for each recorded run, and return the counts."""
     tally = Tally()
     for row in map(json.loads, HELD_OUT.read_text(encoding="utf-8").splitlines()):
         record = Record(row["metrics"], row["config"], row.get("manifest", {}))
@@ -192,10 +192,10 @@ def held_out() -> Tally:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", nargs="*", default=None, help="names of cases")
+    parser.add_argument("--only", nargs="*", default=None, help="run only these cases")
     parser.add_argument("--folder", type=Path, default=Path("outputs/why"))
-    parser.add_argument("--read", action="store_true", help="read the runs of an earlier call again")
-    parser.add_argument("--held-out", action="store_true", help="the recorded runs alone")
+    parser.add_argument("--read", action="store_true", help="evaluate the runs of an earlier call")
+    parser.add_argument("--held-out", action="store_true", help="evaluate only the recorded runs")
     args = parser.parse_args()
     chosen, all_s = Tally(), 0.0
     cases = [

@@ -1,7 +1,7 @@
 """Reinforcement learning of vision-language-action models in robot simulators.
 
-The commands run the functions below; docs/python.md has examples. Importing this package imports neither torch nor a
-simulator: each name is loaded at first use.
+The commands call the functions below; see docs/python.md for examples. Importing this package does not import torch or a
+simulator, because each name is loaded at first use.
 """
 
 from typing import TYPE_CHECKING
@@ -19,7 +19,7 @@ __version__ = "0.1.0"
 _LAZY = dict.fromkeys(("load_policy", "make_env", "train", "evaluate", "audit", "compare"), "rlinf.api")
 _LAZY |= {"Policy": "rlinf.policy", "Observation": "rlinf.types", "EpisodeSpec": "rlinf.types"}
 _LAZY |= {"LeRobotWriter": "rlinf.data.lerobot_writer"}
-"""Public name to the module that defines it."""
+"""Maps public names to the modules that define them."""
 
 __all__ = [
     "EpisodeSpec",

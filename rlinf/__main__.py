@@ -1,4 +1,4 @@
-"""``python -m rlinf``: the command ``rlinf``."""
+"""Entry point of ``python -m rlinf``, which runs the command ``rlinf``."""
 
 import sys
 

@@ -1,7 +1,7 @@
-"""The public functions: load a policy, make an env, train, evaluate, audit, compare. The commands run the same code.
+"""The public functions, which load policies, make envs, train, evaluate, audit and compare. The commands run the same code.
 
-``overrides`` are written as on the command line (``["trainer.max_steps=3"]``). ``plugins`` are modules or .py files that register
-models, envs and algorithms. No other external code is run, unless ``trust_remote_code`` is set.
+``overrides`` use command-line syntax (``["trainer.max_steps=3"]``). ``plugins`` are modules or .py files that register models,
+envs and algorithms. No other external code is run unless ``trust_remote_code`` is set.
 """
 
 import dataclasses
@@ -54,7 +54,7 @@ IN_MEMORY_KEYS = (
     "seed", "plugins", "rollout.temperature", "evaluation.greedy", "evaluation.split", "evaluation.num_episodes",
     "evaluation.num_envs",
 )  # fmt: skip
-"""Keys that an in-memory evaluation reads, in addition to ``env.*``."""
+"""Keys used by in-memory evaluations, in addition to ``env.*``."""
 
 
 def load_policy(
@@ -69,16 +69,16 @@ def load_policy(
     """Load a policy: ``rlinf.load_policy("outputs/quickstart/latest").act(observation)``.
 
     Args:
-        folder: A run folder (its newest checkpoint), a checkpoint, an export, the folder of a public model, or, with
-            ``model_type``, its id on the Hugging Face hub.
-        model_type: Type of a public model (``openvla_oft``), if its config.json names none or a different one, or is not
-            downloaded yet. A run, checkpoint or export must be of this type.
-        device: ``cpu`` or ``cuda``; None: the configuration's, by default the GPU if there is one.
-        overrides: Changes to the configuration of the checkpoint or model type: ``["model.unnorm_key=bridge_orig"]``.
-        plugins: A checkpoint's plugins are not imported unless they are given here.
+        folder: A run folder (its newest checkpoint is loaded), checkpoint, export, or folder of a public model. With
+            ``model_type``, it may also be a model ID on the Hugging Face Hub.
+        model_type: Type of a public model, such as ``openvla_oft``, if its config.json does not specify the correct type or has
+            not been downloaded yet. A run, checkpoint or export must be of this type.
+        device: ``cpu`` or ``cuda``. None uses the configured device, by default the GPU if there is one.
+        overrides: Changes to the configuration of the checkpoint or model type, such as ``["model.unnorm_key=bridge_orig"]``.
+        plugins: Plugins to import. A checkpoint's plugins are not imported unless listed here.
         trust_remote_code: Run Python code stored in the model's folder.
 
-    With ``torch.distributed`` initialised, all ranks must call it: rank 0 reads and verifies the files for all ranks.
+    If ``torch.distributed`` is initialised, all ranks must call this function; rank 0 reads and verifies the files for them.
     """
     _check_overrides(overrides, "load_policy")
     overrides = [*overrides, *_code(plugins, trust_remote_code)]
@@ -111,9 +111,9 @@ def make_env(
     """Build a ``gymnasium.vector.VectorEnv`` of ``num_envs`` environments.
 
     Args:
-        env: Name as in ``env=...`` of the commands, or a configuration (``policy.config.env``).
-        auto_reset: Start the next episode when one ends; False: its env slot stays idle until ``reset``.
-        **settings: Keys of the env: ``tasks=["reach"]``, ``max_episode_steps=32``.
+        env: Name, as in the commands' ``env=...``, or a configuration such as ``policy.config.env``.
+        auto_reset: Start the next episode when one ends. If False, its env slot remains idle until ``reset``.
+        **settings: Configuration keys of the env, such as ``tasks=["reach"]`` or ``max_episode_steps=32``.
     """
     _check_overrides(overrides, "make_env")
     config = run_config(env, [*overrides, *_code(plugins, False)], settings).env
@@ -128,16 +128,16 @@ def train(
     trust_remote_code: bool = False,
     sft_only: bool = False,
 ) -> Path:
-    """Train as ``rlinf train`` does, and return the run folder: ``rlinf.train(["experiment=quickstart", "trainer.max_steps=3"])``.
+    """Train like ``rlinf train`` and return the run folder: ``rlinf.train(["experiment=quickstart", "trainer.max_steps=3"])``.
 
     Args:
-        overrides: As on the command line; ``resume=<run folder>`` continues a run.
-        config_dir: Folder of your own groups and experiments, as ``--config-dir``: ``env/dot.yaml`` in it makes ``env=dot`` known.
-        sft_only: Only run behaviour cloning, as ``rlinf sft`` does.
+        overrides: Overrides, as on the command line; ``resume=<run folder>`` resumes a run.
+        config_dir: Folder with your own groups and experiments, like ``--config-dir``. ``env/dot.yaml`` in it enables ``env=dot``.
+        sft_only: Only run behaviour cloning, like ``rlinf sft``.
 
     Raises:
-        RLinfError: The configuration is rejected before anything starts, or training failed for a reason that you can fix.
-        KeyboardInterrupt: A signal stopped training; a checkpoint was saved.
+        RLinfError: If the configuration is rejected before training starts, or training fails for a reason that you can fix.
+        KeyboardInterrupt: If a signal stops training, after a checkpoint is saved.
     """
     _check_overrides(overrides, "train")
     flags = [] if config_dir is None else ["--config-dir", os.fspath(config_dir)]
@@ -146,8 +146,8 @@ def train(
             [*flags, *overrides, *_code(plugins, trust_remote_code)], "sft" if sft_only else "train"
         )
     except SystemExit as stop:
-        # A SystemExit would end the caller's program; a notebook survives a KeyboardInterrupt.
-        raise KeyboardInterrupt("training was stopped by a signal; all training so far is saved") from stop
+        # SystemExit would end the caller's program, whereas a notebook survives a KeyboardInterrupt.
+        raise KeyboardInterrupt("training was stopped by a signal; all progress has been saved") from stop
     return folder
 
 
@@ -160,23 +160,23 @@ def evaluate(
     plugins: Sequence[str] = (),
     trust_remote_code: bool = False,
 ) -> EvaluationResult:
-    """Measure the success rate of a policy on held-out episodes, each run once.
+    """Measure a policy's success rate on held-out episodes, each of which is run once.
 
-    A folder is evaluated like ``rlinf evaluate checkpoint=<folder>``: conditions are compared with the checkpoint's, and result,
-    videos and report are written. An object is evaluated in memory, and nothing is written.
+    A folder is evaluated like ``rlinf evaluate checkpoint=<folder>``: conditions are compared with the checkpoint's, and the
+    result, videos and a report are written. An object is evaluated in memory, and no files are written.
 
     Args:
-        policy: A run folder, checkpoint or export; a policy of ``load_policy``; or any object with ``act(observation)``, or a
-            function of an observation, that returns actions ``[B, C, D]`` or ``[B, D]``. Each call contains the observations of all
-            running episodes, so the policy must be stateless. If it has ``reset()``, episodes run one by one after a call of it.
-        env: Name or configuration of the env; None: the policy's training env.
-        episodes: Number of episodes; None: ``evaluation.num_episodes``.
-        overrides: ``["evaluation.greedy=false", "seed=3", "output_dir=outputs/mine"]``. For an object, only keys of the env, the
-            seed, the temperature and the list of episodes.
+        policy: A run folder, checkpoint or export; a policy from ``load_policy``; or an object with ``act(observation)`` or a
+            function of an observation, which must return actions ``[B, C, D]`` or ``[B, D]``. Each call receives the observations of
+            all running episodes, so the policy must be stateless. If it has ``reset()``, episodes run one at a time, each after a reset.
+        env: Name or configuration of the env. None uses the policy's training env.
+        episodes: Number of episodes. None uses ``evaluation.num_episodes``.
+        overrides: Overrides, such as ``["evaluation.greedy=false", "seed=3", "output_dir=outputs/mine"]``. For an object, only keys
+            of the env, the seed, the temperature and the list of episodes are allowed.
 
     Returns:
-        ``success_rate`` and its ``interval`` (95 %), both None if the env reports no success, ``return_mean``, ``per_task``,
-        ``results`` (one per episode); ``print(result.table())``.
+        A result with ``success_rate`` and its 95 % ``interval`` (both None if the env does not report success), ``return_mean``,
+        ``per_task``, and ``results`` (one per episode). ``print(result.table())`` prints a summary.
     """
     _check_overrides(overrides, "evaluate")
     overrides = [*overrides, *_code(plugins, trust_remote_code)]
@@ -198,17 +198,17 @@ def audit(
     plugins: Sequence[str] = (),
     trust_remote_code: bool = False,
 ) -> Audit:
-    """Test whether a policy uses its instruction, its images and its latest observations, as ``rlinf audit`` does.
+    """Test whether a policy uses its instruction, its images and its latest observations, like ``rlinf audit``.
 
-    A folder is audited like ``rlinf audit checkpoint=<folder>``, and a page is written. An object is audited in memory, and nothing
-    is written; the first initial states of the training split count as its training states.
+    A folder is audited like ``rlinf audit checkpoint=<folder>``, and a report is written. An object is audited in memory, without
+    writing files; the first initial states of the training split are assumed to be its training states.
 
     Args:
         policy, env, overrides: See ``evaluate``.
-        episodes: Episodes of each condition.
+        episodes: Number of episodes per condition.
 
     Returns:
-        ``rows``, ``verdicts``, ``faults``; ``print(audit.table())``.
+        An audit with ``rows``, ``verdicts`` and ``faults``. ``print(audit.table())`` prints a summary.
     """
     _check_overrides(overrides, "audit")
     overrides = [*overrides, *_code(plugins, trust_remote_code), f"evaluation.num_episodes={episodes}"]
@@ -234,15 +234,15 @@ def compare(
     *,
     allow_mismatch: Sequence[str] = (),
 ) -> Comparison:
-    """Compare two evaluations of the same episodes pair by pair (McNemar's exact test), as ``rlinf evaluate --compare``.
+    """Compare two evaluations of the same episodes with McNemar's exact paired test, like ``rlinf evaluate --compare``.
 
     Args:
-        a, b: Two results of ``evaluate``, or two folders of evaluations or runs. Folders record the evaluations' conditions,
-            which must be equal; results do not.
-        allow_mismatch: As in ``evaluation.allow_mismatch``.
+        a, b: Two results of ``evaluate``, or two folders of evaluations or runs. Folders record the conditions of evaluations,
+            which must match; results do not.
+        allow_mismatch: Fields allowed to differ, as in ``evaluation.allow_mismatch``.
 
     Returns:
-        ``total.difference`` (b - a), ``total.interval``, ``total.p_value``; ``print(comparison.table())``.
+        A comparison with ``total.difference`` (b - a), ``total.interval`` and ``total.p_value``. ``print(comparison.table())`` prints it.
     """
     are_folders = [isinstance(side, (str, os.PathLike)) for side in (a, b)]
     if all(are_folders):
@@ -255,7 +255,7 @@ def compare(
 def _of_folder(
     folder: str | os.PathLike, env: str | EnvConfig | None, overrides: Sequence[str], function: str
 ) -> Namespace:
-    """Return the arguments of the command ``function`` for a folder."""
+    """Return the parsed arguments of the command ``function`` for a folder."""
     if env is not None and not isinstance(env, str):
         required = "with a folder the name of an env, and overrides=['env.<key>=...'] for its settings"
         raise ConfigError(f"{function} got a folder and an env configuration; required: {required}")
@@ -270,18 +270,18 @@ def _opened_object(
     overrides: Sequence[str],
     function: str,
 ) -> Iterator[tuple[Any, VectorEnv, RunConfig]]:
-    """Yield the policy in the form that ``evaluate_policy`` takes, its env, which is closed at the end, and the configuration."""
+    """Yield the policy as required by ``evaluate_policy``, its env (closed on exit), and the configuration."""
     is_ours = isinstance(policy, Policy)
     if isinstance(policy, type) or not callable(getattr(policy, "act", policy)):
         required = "a folder, a policy of rlinf.load_policy, an object with act, or a function of an observation"
         raise ConfigError(f"{function} got a {type(policy).__name__}; required: {required}")
     if env is None and not (is_ours and policy.cameras is not None):
         raise ConfigError(
-            f"{function} needs the env of this policy. Pass env='tabletop', or a different env of `rlinf models`"
+            f"{function} needs the env of this policy. Pass env='tabletop', or a different env listed by `rlinf models`"
         )
     for key in _typed_values(overrides):
         if key not in IN_MEMORY_KEYS and key.partition(".")[0] != "env":
-            problem = f"{function} got the override '{key}', which has no effect on an object"
+            problem = f"{function} got the override '{key}', which has no effect on a policy object"
             fix = "Pass it to load_policy, or evaluate the folder"
             raise ConfigError(f"{problem}; required: keys of env, {', '.join(IN_MEMORY_KEYS)}. {fix}")
     config = run_config(env, overrides, base=policy.config if is_ours else None)
@@ -302,9 +302,9 @@ def run_config(
     base: RunConfig | None = None,
     config_dir: str | None = None,
 ) -> RunConfig:
-    """Return the configuration of a loaded policy (``base``), or the defaults, with a different env and overrides.
+    """Return a loaded policy's configuration (``base``), or the defaults, with a different env and overrides.
 
-    ``settings`` are keys of the env, applied last; ``config_dir`` is a folder of the user's own groups.
+    ``settings`` are env keys that are applied last. ``config_dir`` is a folder with the user's own groups.
     """
     if not (env is None or isinstance(env, str) or dataclasses.is_dataclass(env)):
         fix = "Pass 'tabletop', and its settings by overrides=['env.<key>=...']"
@@ -319,7 +319,7 @@ def run_config(
         saved = plain_container(compose_config([], config_dir)) if base is None else to_mapping(base)
         if env is not None and not is_named:
             saved["env"] = to_mapping(env)
-        # Plugins and remote code of the loaded configuration remain allowed: the user allowed them when loading it.
+        # Plugins and remote code in the loaded configuration remain allowed, because the user allowed them when loading it.
         replaced = [key for key, value in _typed_values(chosen).items() if isinstance(value, str)]
         code = [f"{key}={_value(value)}" for key, value in code_values(saved) if key.partition(".")[0] not in replaced]
         composed = plain_container(compose_on_saved(saved, [*code, *chosen], config_dir))
@@ -329,7 +329,7 @@ def run_config(
 
 
 def _typed_values(overrides: Sequence[str]) -> dict[str, Any]:
-    """Return overrides as a mapping of keys to values."""
+    """Parse overrides into a mapping of keys to values."""
     return {item.key_or_group: item.value() for item in parse_overrides(normalize_overrides(overrides))}
 
 
@@ -347,24 +347,24 @@ def _check_settings(settings: Mapping[str, Any], composed: Mapping[str, Any]) ->
 
 
 def _public_model(folder: str | os.PathLike, model_type: str | None) -> list[str] | None:
-    """Return the overrides that name a public model and its type; None for a run, a checkpoint or an export."""
-    path, typed = Path(folder).expanduser(), "Pass model_type='openvla', or a different type of `rlinf models`"
+    """Return the overrides that select a public model and its type, or None for a run, checkpoint or export."""
+    path, typed = Path(folder).expanduser(), "Pass model_type='openvla', or a type listed by `rlinf models`"
     if is_checkpoint(path) or is_export(path) or is_run(path):
         return None
     if model_type is None and not path.exists() and not follow_latest(path).exists():
         required = "a run, a checkpoint, an export or the folder of a model"
         raise CheckpointError(
-            f"There is no folder {folder}; required: {required}. A model of the hub needs its type. {typed}"
+            f"There is no folder {folder}; required: {required}. A model on the hub needs its type. {typed}"
         )
     if model_type is None and not (path / "config.json").is_file():
         return None
     folder_type, folder_keys = model_of_folder(path)
     name = model_type or folder_type
     if name is None:
-        raise CheckpointError(f"{path / 'config.json'} names no model_type. {typed}")
+        raise CheckpointError(f"{path / 'config.json'} does not contain a model_type. {typed}")
     chosen = f"model={name}" if name in search.group_options("model") else f"model.model_type={name}"
     keys = {"action_dim": "action_token_len", "action_chunks_len": "action_chunks_len", "unnorm_key": "unnorm_key"}
-    # The `model` folder of a checkpoint has the constructor's arguments in a file next to config.json.
+    # A checkpoint's `model` folder stores constructor arguments in a file next to config.json.
     saved = read_json(path / POLICY_FILE) if (path / POLICY_FILE).is_file() else {}
     sizes = [f"model.{key}={_quoted(saved[name]) if isinstance(saved[name], str) else saved[name]}"
              for name, key in keys.items() if name in saved]  # fmt: skip
@@ -373,11 +373,11 @@ def _public_model(folder: str | os.PathLike, model_type: str | None) -> list[str
 
 
 def _check_overrides(overrides: Sequence[str], function: str) -> None:
-    """Raise ConfigError unless overrides are a list of strings without the flags of the command line."""
+    """Raise ConfigError unless overrides are a list of strings without command-line flags."""
     _check_list(overrides, f"overrides of {function}")
     for override in overrides:
         if not isinstance(override, str) or override.startswith("-"):
-            flags = "Flags are for the command line: in Python, plugins=[...] imports code, and a loop makes a sweep"
+            flags = "Flags only work on the command line; in Python, use plugins=[...] to import code, and a loop for a sweep"
             raise ConfigError(f"{function} got the override {override!r}; required: strings such as 'seed=3'. {flags}")
 
 
@@ -390,7 +390,7 @@ def _code(plugins: Sequence[str], trust_remote_code: bool) -> list[str]:
 
 def _check_list(values: Any, name: str) -> None:
     """Raise ConfigError unless ``values`` is a list of strings."""
-    # A string is a sequence, too: it would be iterated letter by letter.
+    # A string is also a sequence, and would be iterated letter by letter.
     if isinstance(values, (str, os.PathLike)):
         raise ConfigError(f"{name}: got '{values}', which is not a list. Pass ['{values}']")
     if not isinstance(values, Sequence):
@@ -398,13 +398,13 @@ def _check_list(values: Any, name: str) -> None:
 
 
 def _value(value: Any) -> str:
-    """Return a value in the syntax of overrides, with strings quoted."""
+    """Format a value in override syntax, quoting strings."""
     if isinstance(value, (list, tuple)):
         return f"[{','.join(map(_value, value))}]"
     return _quoted(value) if isinstance(value, (str, os.PathLike)) else override_text(value)
 
 
 def _quoted(path: str | os.PathLike) -> str:
-    """Return a path as a quoted value of an override; backslashes before a quote are doubled."""
+    """Quote a path for use as an override's value. Backslashes before a quote are doubled."""
     text = re.sub(r"(\\*)('|$)", lambda match: match[1] * 2 + ("\\'" if match[2] else ""), os.fspath(path))
     return f"'{text}'"

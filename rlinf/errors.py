@@ -1,6 +1,6 @@
-"""Errors that a user can cause, and suggestions for misspelt names.
+"""Errors caused by users, and suggestions for misspelt names.
 
-Every message states the actual value, the requirement, and the fix.
+Every message states the actual value, the requirement and the fix.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from typing import Any
 
 
 class RLinfError(Exception):
-    """Base of every error that the user can fix; the CLI prints it without a traceback and exits with 2.
+    """Base class of errors that the user can fix. The CLI prints them without a traceback and exits with status 2.
 
-    ``fix`` maps arguments to values that fix it. The message ends with them: ``Pass name=value``, or, within
-    ``rlinf.options.fixed_by_settings``, ``Set key=value``.
+    ``fix`` maps arguments to values that would fix the error. They are appended to the message as ``Pass name=value``, or inside
+    ``rlinf.options.fixed_by_settings``, as ``Set key=value``.
     """
 
     def __init__(self, message: str = "", **fix: Any) -> None:
@@ -31,41 +31,41 @@ class RLinfError(Exception):
         return _restored, (type(self), self.args[0] if self.args else "", self.__dict__)
 
     def with_message(self, message: str) -> RLinfError:
-        """Return an error of this class with ``message`` as its complete text."""
+        """Return an error of the same class with ``message`` as its full text."""
         attributes = {name: value for name, value in self.__dict__.items() if name != "__notes__"}
         return _restored(type(self), message, {**attributes, "fix": {}})
 
 
 def _restored(cls: type[RLinfError], message: str, attributes: dict[str, Any]) -> RLinfError:
     """Create an error from its message and attributes."""
-    # Not `cls(message)`: the constructors of some subclasses take the parts of the message.
+    # Do not call `cls(message)`: some subclasses' constructors build the message from other arguments.
     error = cls.__new__(cls, message)
     error.__dict__.update(attributes)
     return error
 
 
 class ConfigError(RLinfError, ValueError):
-    """A configuration value is unknown, out of range or contradicts a different value."""
+    """A configuration value is unknown, out of range, or contradicts a different value."""
 
 
 class RejectedInputError(ConfigError):
-    """A policy rejects an observation, or returns no valid actions. It may accept other observations."""
+    """A policy rejects an observation or does not return valid actions. It may accept other observations."""
 
 
 class MissingDependencyError(RLinfError, ImportError):
-    """An optional package or system library is missing; the message holds the command that installs it."""
+    """An optional package or system library is missing. The message contains the command that installs it."""
 
 
 class CheckpointError(RLinfError):
-    """A folder is not a checkpoint, is incomplete, or does not fit the run that wants to load it."""
+    """A folder is not a checkpoint, is incomplete, or is incompatible with the run that loads it."""
 
 
 class UploadError(CheckpointError):
-    """The run is complete on the disk, but not completely uploaded."""
+    """The run is complete on disk, but not all of it was uploaded."""
 
 
 class SimulatorError(RLinfError):
-    """A simulator crashed, hung or raised more often than ``env.max_restarts`` allows."""
+    """A simulator crashed, hung or raised errors more often than ``env.max_restarts`` allows."""
 
 
 class PolicyServerError(RLinfError):
@@ -77,11 +77,11 @@ class RejectedRequestError(PolicyServerError):
 
 
 class ManifestMismatchError(CheckpointError):
-    """A checkpoint was made under conditions that differ from the present ones."""
+    """A checkpoint was made under conditions that differ from the current ones."""
 
 
 class ParityError(RLinfError):
-    """Rollout and trainer disagree about log-probabilities or values."""
+    """Log-probabilities or values differ between rollout and trainer."""
 
 
 class NonFiniteError(RLinfError):
@@ -89,11 +89,11 @@ class NonFiniteError(RLinfError):
 
 
 class RankError(RuntimeError):
-    """A rank was killed or hit a bug. The message holds the rank's traceback; the CLI adds none."""
+    """A rank was killed or encountered a bug. The message contains the rank's traceback, so the CLI does not add one."""
 
 
 class RankKilledError(RankError):
-    """An external signal, or a crash in native code, ended a rank."""
+    """A rank was ended by an external signal or a crash in native code."""
 
 
 EXIT_FAULT = 1
@@ -101,12 +101,12 @@ EXIT_USER_ERROR = 2
 
 
 def exit_status(error: Exception) -> int:
-    """Return the exit status for an error: 2 if the user can fix it, else 1."""
+    """Return the exit status for an error: 2 if the user can fix it, otherwise 1."""
     return EXIT_USER_ERROR if isinstance(error, RLinfError) else EXIT_FAULT
 
 
 def print_error(error: Exception) -> None:
-    """Print the name, the message and the notes of an error, without a traceback."""
+    """Print an error's class name, message and notes without a traceback."""
     notes = "".join(f"\n  {note}" for note in getattr(error, "__notes__", []))
     print(f"{type(error).__name__}: {error}{notes}", file=sys.stderr, flush=True)
 
@@ -144,16 +144,16 @@ SYNONYMS = {
     "vf_coef": ("value_coef",),
     "world_size": ("num_processes",),
 }
-"""Names in other libraries, and the names accepted here, most likely first. Only suggestions use them."""
+"""Maps names from other libraries to the names accepted here, most likely first. Used only for suggestions."""
 
 SIMILARITY = 0.7
-"""Smallest similarity (``difflib``'s ratio) of a suggested name; below it, a suggestion is more likely wrong than right."""
+"""Minimum similarity (``difflib``'s ratio) of a suggestion; less similar names are more likely wrong than right."""
 
 
 def closest(name: str, names: Iterable[str]) -> str | None:
     """Return the known name that the user probably meant, or None.
 
-    Tried in this order: ``SYNONYMS``, a name with these initials, the most similar name, the first name with this prefix.
+    Candidates in order of preference: ``SYNONYMS``, a name with these initials, the most similar name, the first name with this prefix.
     """
     name, known = str(name).lower(), {str(option).lower(): str(option) for option in names}
     for synonym in (name, *SYNONYMS.get(name, ())):

@@ -22,15 +22,15 @@ logger = logging.getLogger("rlinf")
 
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 FULL_BELOW = 2**20
-"""Free bytes below which a write error without a reason counts as a full disk."""
+"""Free space in bytes below which an unexplained write error is attributed to a full disk."""
 
 
 class TextFileError(ConfigError):
-    """A text file is not UTF-8 or not JSON; the message names the file and the line."""
+    """A text file is not valid UTF-8 or JSON. The message names the file and the line."""
 
 
 def decode_text(content: bytes, path: str | os.PathLike, line: int = 1) -> str:
-    """Return the text of a UTF-8 file, or of its part from ``line`` on, without a byte order mark; raise TextFileError if invalid."""
+    """Decode a UTF-8 file, or its part starting at ``line``, and remove any byte order mark; raise TextFileError if invalid."""
     try:
         return (content.removeprefix(codecs.BOM_UTF8) if line == 1 else content).decode("utf-8")
     except UnicodeDecodeError as error:
@@ -41,12 +41,12 @@ def decode_text(content: bytes, path: str | os.PathLike, line: int = 1) -> str:
 
 
 def parse_json(content: bytes, path: str | os.PathLike, line: int = 1, **options: Any) -> Any:
-    """Return the JSON value of a file, or of its part from ``line`` on; raise TextFileError if it has none."""
+    """Parse a JSON file, or its part starting at ``line``; raise TextFileError if it is invalid."""
     text = decode_text(content, path, line).rstrip()
     try:
         value = json.loads(text, **options)
         if _SURROGATE.search(text):
-            # Half a surrogate pair can neither be written as UTF-8 nor tokenised: fail here, where the line is known.
+            # Half a surrogate pair cannot be written as UTF-8 or tokenised. Fail here, where the line number is known.
             json.dumps(value, ensure_ascii=False).encode()
         return value
     except (ValueError, RecursionError) as error:
@@ -55,18 +55,18 @@ def parse_json(content: bytes, path: str | os.PathLike, line: int = 1, **options
 
 
 def parse_json_lines(content: bytes, path: str | os.PathLike) -> list[Any]:
-    """Return the values of a JSON-lines file; raise TextFileError as ``parse_json``."""
-    # Not `splitlines`, which also splits at carriage returns.
+    """Parse the values in a JSON-lines file; raise TextFileError like ``parse_json``."""
+    # Do not use `splitlines`, which also splits at other characters such as carriage returns.
     return [parse_json(line, path, n) for n, line in enumerate(content.split(b"\n"), start=1) if line.strip()]
 
 
 def write_text(path: str | os.PathLike, text: str) -> Path:
-    """Write a UTF-8 text file atomically; half a surrogate pair becomes its JSON escape. See ``write_bytes``."""
+    """Write a UTF-8 text file atomically (see ``write_bytes``), with half surrogate pairs as JSON escapes."""
     return write_bytes(path, text.encode("utf-8", "backslashreplace"))
 
 
 def write_bytes(path: str | os.PathLike, content: bytes) -> Path:
-    """Write ``content`` to a temporary file next to ``path``, then rename it; raise the errors of ``naming``."""
+    """Write ``content`` to a temporary file next to ``path``, then rename it. Errors are raised as by ``naming``."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.tmp")
@@ -77,8 +77,8 @@ def write_bytes(path: str | os.PathLike, content: bytes) -> Path:
 
 
 def replace_folder(partial: Path, folder: Path) -> None:
-    """Replace a folder by a finished one."""
-    # Two renames instead of deleting first: a process that is killed here leaves at least one complete folder.
+    """Replace a folder with a completed one."""
+    # Rename twice instead of deleting first, so that a process killed here leaves at least one complete folder.
     former = folder.with_name(f".{folder.name}.old")
     shutil.rmtree(former, ignore_errors=True)
     if folder.exists():
@@ -89,7 +89,7 @@ def replace_folder(partial: Path, folder: Path) -> None:
 
 @contextmanager
 def naming(path: str | os.PathLike) -> Iterator[None]:
-    """Turn a write error (an ``OSError``, or torch's ``RuntimeError``) into an ``OSError`` with the path and the free space."""
+    """Convert write errors (``OSError`` or torch's ``RuntimeError``) to an ``OSError`` with the path and free space."""
     try:
         yield
     except (OSError, RuntimeError) as error:
@@ -100,7 +100,7 @@ def naming(path: str | os.PathLike) -> Iterator[None]:
 
 
 def write_error(error: BaseException, path: str | os.PathLike) -> OSError | None:
-    """Return a write error with the path and the free space; None if ``error`` is not a write error."""
+    """Return a write error with the path and free space, or None if ``error`` is not a write error."""
     path = getattr(error, "filename", None) or path
     existing = next(place for place in (Path(path).absolute(), *Path(path).absolute().parents) if place.exists())
     free = shutil.disk_usage(existing).free
@@ -117,9 +117,9 @@ def write_error(error: BaseException, path: str | os.PathLike) -> OSError | None
 
 @contextmanager
 def locked_folder(folder: Path) -> Iterator[None]:
-    """Lock a folder against other runs until the block or this process ends; raise ConfigError if a run is writing there.
+    """Lock a folder until the block or this process ends; raise ConfigError if a different run is writing there.
 
-    A folder that is created here, and to which the block adds nothing, is removed again.
+    If the folder is created here and the block does not add files to it, it is removed again.
     """
     made = [place for place in (folder, *folder.parents) if not place.exists()]
     folder.mkdir(parents=True, exist_ok=True)
@@ -133,23 +133,23 @@ def locked_folder(folder: Path) -> Iterator[None]:
         try:
             yield
         finally:
-            # Suppressed, because a folder that cannot be removed must not hide an error of the block.
+            # Failure to remove the folder must not hide an error raised in the block.
             with suppress(OSError):
                 if made and os.listdir(folder) == [LOCK_FILE]:
                     (folder / LOCK_FILE).unlink()
-                    # Innermost first; the first folder that is not empty raises and ends the loop.
+                    # Remove the innermost folder first. The first folder that is not empty raises an error, which ends the loop.
                     for place in made:
                         place.rmdir()
 
 
 def lock(file: IO[str], busy: str | None) -> None:
-    """Lock an open file until it is closed. If it is locked, raise ``ConfigError(busy)``; without ``busy``, wait."""
+    """Lock an open file until it is closed. If it is already locked, raise ``ConfigError(busy)``, or wait if ``busy`` is None."""
     try:
         fcntl.flock(file, fcntl.LOCK_EX | (0 if busy is None else fcntl.LOCK_NB))
     except BlockingIOError as error:
         raise ConfigError(busy) from error
     except OSError as error:
-        # Some cluster file systems have no locks. A warning is better than no runs there.
+        # Some cluster file systems do not support locks. Log a warning instead of preventing runs there.
         if error.errno not in (errno.ENOSYS, errno.ENOLCK, errno.ENOTSUP):
             raise
         logger.warning(
@@ -158,15 +158,15 @@ def lock(file: IO[str], busy: str | None) -> None:
 
 
 def sha256_of(path: str | os.PathLike) -> str:
-    """Return the SHA-256 of a file as hexadecimal text."""
+    """Return the SHA-256 of a file as a hexadecimal string."""
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def mark_latest(folder: str | os.PathLike) -> None:
-    """Atomically point ``latest``, next to ``folder``, at it: a symbolic link, or a text file where links are impossible.
+    """Atomically make the adjacent ``latest`` link point to ``folder``; where links are unsupported, it is a text file.
 
-    A failure (``latest`` is a folder) is only logged as a warning.
+    A failure, for example because ``latest`` is a folder, is logged as a warning.
     """
     folder = Path(folder)
     latest, partial = folder.with_name(LATEST), folder.with_name(f".{LATEST}.{os.getpid()}.tmp")
@@ -178,13 +178,13 @@ def mark_latest(folder: str | os.PathLike) -> None:
             partial.write_text(folder.name, encoding="utf-8")
         os.replace(partial, latest)
     except OSError as error:
-        logger.warning("%s does not point at the newest run, %s: %s", latest, folder.name, error)
+        logger.warning("%s does not point to the newest run, %s: %s", latest, folder.name, error)
     finally:
         partial.unlink(missing_ok=True)
 
 
 def follow_latest(path: str | os.PathLike) -> Path:
-    """Return ``path`` with each ``latest`` (a link, or the text file of ``mark_latest``) replaced by its target, and ``~`` by the home."""
+    """Resolve ``~`` and each ``latest`` (a link, or a text file from ``mark_latest``) in ``path``."""
     resolved = Path()
     for part in Path(path).expanduser().parts:
         place = resolved / part

@@ -1,4 +1,4 @@
-"""Checks for flags and rewards from external code or files: success, the end of an episode, an intervention."""
+"""Validation of flags (such as success, end of episode, intervention) and rewards from external code or files."""
 
 from typing import Any
 
@@ -8,9 +8,9 @@ from rlinf.errors import ConfigError
 
 
 def flags_of(values: Any, what: str) -> np.ndarray:
-    """Return flags as bool, in the shape of ``values``; raise ConfigError, which names ``what``, unless all are true, false, 0 or 1."""
+    """Convert flags to bool, preserving their shape. Raise ConfigError, naming ``what``, unless all are true, false, 0 or 1."""
     array = _array(values, what)
-    # Not `bool(...)`, which takes NaN, text and fractions for true.
+    # Do not use `bool(...)`, which is true for NaN, text and fractions.
     is_flag = np.isin(array, (0, 1)) if array.dtype.kind in "biuf" else np.zeros(array.shape, dtype=bool)
     if not is_flag.all():
         place = tuple(map(int, np.argwhere(~is_flag)[0]))
@@ -20,12 +20,12 @@ def flags_of(values: Any, what: str) -> np.ndarray:
 
 
 def flag_of(value: Any, what: str) -> bool:
-    """Return one flag, also from an array of one element; raise ConfigError as ``flags_of``."""
+    """Return one flag, which may be a one-element array; raise ConfigError like ``flags_of``."""
     return bool(value) if isinstance(value, bool | np.bool_) else bool(flags_of(_single(value, what), what))
 
 
 def number_of(value: Any, what: str) -> float:
-    """Return one number, also from an array of one element; raise ConfigError for anything else."""
+    """Return one number, which may be a one-element array; raise ConfigError for anything else."""
     array = _single(value, what)
     if array.dtype.kind not in "biuf":
         raise ConfigError(f"{what} is {value!r:.80}; required: a number")
@@ -42,5 +42,5 @@ def _array(values: Any, what: str) -> np.ndarray:
     try:
         return np.asarray(values)
     except (ValueError, TypeError, RuntimeError) as error:
-        # A ragged list, a tensor with a gradient, or a tensor on a GPU.
-        raise ConfigError(f"{what} is {values!r:.80}, which is no array ({error})") from error
+        # For example, a ragged list, a tensor that requires gradients, or a tensor on a GPU.
+        raise ConfigError(f"{what} is {values!r:.80}, which is not an array ({error})") from error

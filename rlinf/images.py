@@ -1,4 +1,4 @@
-"""Image loading: conversion to RGB, with the orientation, the number format and transparency resolved."""
+"""Image loading and conversion to RGB, taking orientation, pixel format and transparency into account."""
 
 import base64
 import io
@@ -18,24 +18,24 @@ MODES = ("1", "L", "LA", "P", "PA", "RGB", "RGBA", "RGBX", "CMYK", "YCbCr")
 
 
 class ImageError(ConfigError):
-    """An image is missing, damaged, or has pixels with no single conversion to 8 bits."""
+    """An image is missing, damaged, or cannot be converted to 8 bits unambiguously."""
 
 
 def open_image(image: Any, folder: Path = Path(), name: str = "") -> Image.Image:
-    """Return an image as RGB; raise ImageError if that is impossible.
+    """Open an image and convert it to RGB; raise ImageError if that is impossible.
 
     Args:
-        image: A PIL image, pixels uint8 ``[H, W]`` or ``[H, W, 1, 3 or 4]``, a path, a ``data:`` URI, the bytes of a file, or a
+        image: A PIL image, pixels uint8 ``[H, W]`` or ``[H, W, 1, 3 or 4]``, a path, a ``data:`` URI, a file's bytes, or a
             mapping with ``bytes`` and ``path``.
-        folder: Base of a relative path.
-        name: Name in messages; empty: the path.
+        folder: Base folder of a relative path.
+        name: Name for messages; if empty, the path is used.
     """
     if isinstance(image, (Image.Image, np.ndarray)):
         return to_rgb(image if isinstance(image, Image.Image) else _from_pixels(image), name or "the image")
     stored = image if isinstance(image, Mapping) else {"bytes" if isinstance(image, bytes) else "path": image}
     path, data = stored.get("path"), stored.get("bytes")
     if data is None and not isinstance(path, (str, Path)):
-        raise ImageError(f"an image is a {type(image).__name__}; required: a path, or bytes that hold an image.")
+        raise ImageError(f"an image is a {type(image).__name__}; required: a path, or the bytes of an image file.")
     name = name or (f"the image '{_short(path)}'" if path else "the image in the dataset")
     try:
         if data is None and str(path).startswith("data:"):
@@ -47,16 +47,16 @@ def open_image(image: Any, folder: Path = Path(), name: str = "") -> Image.Image
     except (OSError, ValueError, SyntaxError, struct.error, Image.DecompressionBombError) as error:
         if isinstance(error, ImageError):
             raise
-        reason = "of no known format" if isinstance(error, UnidentifiedImageError) else _short(error)
+        reason = "unknown format" if isinstance(error, UnidentifiedImageError) else _short(error)
         raise ImageError(f"{name} cannot be read ({reason}); required: an image such as PNG or JPEG.") from error
 
 
 def to_rgb(image: Image.Image, name: str = "the image") -> Image.Image:
-    """Return a PIL image upright (EXIF) and in RGB, transparent pixels over white; raise ImageError for 16 bits and floats."""
-    # Colour files with 16 bits per channel pass this check: Pillow has read only their upper 8 bits.
+    """Apply EXIF rotation, convert to RGB on a white background, and raise ImageError for 16-bit and float images."""
+    # 16-bit colour files pass this check because Pillow has already reduced them to the upper 8 bits.
     if image.mode not in MODES:
-        raise ImageError(f"{name} has pixels of the mode '{image.mode}' (16 or 32 bits, or floats), without the values of black and "
-                         "white; required: 8 bits per channel. Scale them to 0 to 255 and save them as uint8.")  # fmt: skip
+        raise ImageError(f"{name} has pixels of the mode '{image.mode}' (16 or 32 bits, or floats), whose values for black and "
+                         "white are unknown; required: 8 bits per channel. Scale them to 0 to 255 and save them as uint8.")  # fmt: skip
     if image.getexif().get(0x0112, 1) != 1:
         image = ImageOps.exif_transpose(image)
     if image.has_transparency_data:
@@ -72,8 +72,8 @@ def _from_pixels(pixels: np.ndarray) -> Image.Image:
         or pixels.shape[2:] not in ((), (1,), (3,), (4,))
         or not pixels.size
     ):
-        raise ImageError(f"an image has pixels {pixels.dtype} {list(pixels.shape)}; required: uint8 [height, width, 3]. Pixels of 0 to 1: "
-                         "(255 * image).round().astype('uint8').")  # fmt: skip
+        raise ImageError(f"an image has pixels {pixels.dtype} {list(pixels.shape)}; required: uint8 [height, width, 3]. For pixels in 0 to "
+                         "1: (255 * image).round().astype('uint8').")  # fmt: skip
     return Image.fromarray(pixels[..., 0] if pixels.shape[2:] == (1,) else pixels)
 
 

@@ -1,4 +1,4 @@
-"""Import objects by ``"module:attribute"``, and public names at their first use."""
+"""Import objects from ``"module:attribute"`` strings, and import public names at first use."""
 
 import importlib
 from collections.abc import Callable, Mapping

@@ -1,7 +1,7 @@
-"""The conditions under which a checkpoint was made, and their comparison with the present ones.
+"""Records the conditions under which a checkpoint was made, and compares them with current conditions.
 
-A policy still runs with a different image size, action statistics or simulator version, only worse. Every checkpoint therefore
-holds a ``manifest.json``. An evaluation rejects differences that change results, unless the user names the field.
+A policy still runs with a different image size, action statistics or simulator version, but performs worse. Every checkpoint
+therefore contains a ``manifest.json``. An evaluation rejects differences that change results, unless the user allows them.
 """
 
 from __future__ import annotations
@@ -27,24 +27,24 @@ FORMAT = 2
 LIBRARIES = ("torch", "transformers", "numpy", "gymnasium", "peft")
 
 POLICY_FIELDS = ("model", "normalization", "preprocessing", "actions", "lora", "precision")
-"""Sections that change a policy's actions."""
+"""Sections that affect a policy's actions."""
 
 BASE_FIELD = "lora.base_sha256"
 """Hash of the adapters' base weights."""
 
 WORLD_FIELDS = ("env", "simulators", "renderer", "questions")
-"""Sections that change observations, dynamics or success. A field that only one manifest has is reported, not rejected: a setting
-of a later version, a task without episodes, an unused renderer."""
+"""Sections that affect observations, dynamics or success. A field that is only in one manifest, such as a setting from a later
+version, a task without episodes, or an unused renderer, is reported but not rejected."""
 
 MUST_MATCH_MINOR = ("transformers",)
-"""Libraries whose major and minor version and origin must match, because earlier releases have changed numbers."""
+"""Libraries whose major and minor versions and origins must match, because past releases have changed numerical results."""
 
 ACTION_FIELDS = ("action_decoding", "action_bin_rule", "n_action_bins", "action_dim")
-"""Fields that are recorded for every model that has them; a model class may add more (``manifest_fields``)."""
+"""Fields recorded for every model that has them. A model class may add more with ``manifest_fields``."""
 
 
 def other_project() -> str | None:
-    """Return a message with the fix if the installed package ``rlinf`` is a different project of that name, else None."""
+    """If the installed package ``rlinf`` is a different project with this name, return a message with the fix; otherwise None."""
     try:
         installed = distribution("rlinf")
     except PackageNotFoundError:
@@ -52,33 +52,33 @@ def other_project() -> str | None:
     if installed.metadata["Summary"] == rlinf.__doc__.splitlines()[0].rstrip("."):
         return None
     return (
-        f"The installed package rlinf {installed.version} is a different project of that name; this one is {__version__}. "
+        f"The installed package rlinf {installed.version} is a different project with the same name; this one is {__version__}. "
         "Run pip uninstall -y rlinf, and then pip install -e . in the clone of this project"
     )
 
 
 @dataclass
 class Manifest:
-    """The conditions under which a policy was made.
+    """The conditions under which a policy was trained.
 
     Attributes:
-        versions: Versions of Python and the installed libraries; of a library from a git repository, also URL and commit.
+        versions: Versions of Python and installed libraries, with URL and commit for libraries from git repositories.
         model: ``model_type`` and class.
-        normalization: ``unnorm_key`` and the action ``statistics`` of that key.
+        normalization: ``unnorm_key`` and its action ``statistics``.
         preprocessing: Image size, cameras, prompt and image processor settings.
         actions: Action dimension, actions per chunk, bins.
         lora: ``state`` (``none``, ``adapter``: separate from the base weights, ``merged``: added to them, which must not
             happen twice), the adapter's rank, alpha and targets, and ``base_sha256``.
-        env: The env section of the configuration without settings that change no episode (``VectorEnv.free_settings``);
-            ``max_episode_steps`` holds the horizon of each task.
-        renderer: ``MUJOCO_GL``, set when a graphics backend is chosen.
-        simulators: Version of each package in the env class's ``packages``; must match exactly.
-        probe: The simulator's fingerprint (see ``rlinf/evaluation/fingerprint.py``), or None. Differences are a warning.
-        fps: Frames per second of the dataset for behaviour cloning, or None. The policy should act at that rate.
-        policy_version: Number of weight updates before this policy.
+        env: The configuration's env section, without settings that do not affect episodes (``VectorEnv.free_settings``).
+            ``max_episode_steps`` contains the horizon of each task.
+        renderer: ``MUJOCO_GL``, which is set when a graphics backend is chosen.
+        simulators: Versions of the packages in the env class's ``packages``, which must match exactly.
+        probe: The simulator's fingerprint (see ``rlinf/evaluation/fingerprint.py``), or None. Differences only cause a warning.
+        fps: Frames per second of the behaviour-cloning dataset, or None. The policy should act at this rate.
+        policy_version: Number of weight updates that produced this policy.
         git_revision: Commit of the code, if it is in a git repository.
-        questions: For an evaluation on questions: digest of the file, sampling and extraction of the completions' answers.
-        files: Path relative to the manifest's folder, to the SHA-256 of the file.
+        questions: For evaluations on questions, the file's digest and settings for sampling and for extracting answers.
+        files: Maps paths relative to the manifest's folder to SHA-256 hashes.
     """
 
     versions: dict[str, str]
@@ -100,7 +100,7 @@ class Manifest:
     files: dict[str, str] = field(default_factory=dict)
 
     def save(self, folder: str | Path) -> Path:
-        """Write ``manifest.json`` into ``folder``, atomically."""
+        """Atomically write ``manifest.json`` to ``folder``."""
         return write_text(Path(folder) / MANIFEST_FILE, self.text())
 
     def text(self) -> str:
@@ -109,12 +109,12 @@ class Manifest:
 
     @property
     def digest(self) -> str:
-        """SHA-256 of the manifest, which contains the hashes of the weights."""
+        """SHA-256 of the manifest, including the hashes of the weights."""
         return hashlib.sha256(json.dumps(asdict(self), sort_keys=True).encode()).hexdigest()
 
     @classmethod
     def load(cls, folder: str | Path) -> Manifest:
-        """Read ``manifest.json`` of ``folder``; raise CheckpointError if it is missing, damaged or of a different format."""
+        """Read ``manifest.json`` from ``folder``; raise CheckpointError if it is missing, damaged or in an unsupported format."""
         path = Path(folder) / MANIFEST_FILE
         try:
             return cls.from_text(path.read_text(encoding="utf-8"), path)
@@ -126,7 +126,7 @@ class Manifest:
 
     @classmethod
     def from_text(cls, text: str, source: object) -> Manifest:
-        """Parse a manifest; raise CheckpointError, with the name ``source``, if it is damaged or of a different format."""
+        """Parse a manifest. If it is damaged or in an unsupported format, raise a CheckpointError that names ``source``."""
         try:
             data = json.loads(text)
             number = data.pop("format")
@@ -151,10 +151,10 @@ class Manifest:
                 raise TypeError(f"'{field_.name}' is a {type(value).__name__}, not a mapping")
         for name, digest in self.files.items():
             if not isinstance(digest, str) or Path(name).is_absolute() or ".." in Path(name).parts:
-                raise ValueError(f"'files' names '{name}', which is not a file of the folder with its SHA-256")
+                raise ValueError(f"'files' lists '{name}', which is not a file in the folder with its SHA-256")
 
     def flatten(self) -> dict[str, Any]:
-        """Return dotted field names to values, without ``files``, ``probe`` and ``fps``."""
+        """Map dotted field names to values, excluding ``files``, ``probe`` and ``fps``."""
         return _flatten(
             {f.name: getattr(self, f.name) for f in fields(self) if f.name not in ("files", "probe", "fps")}
         )
@@ -162,7 +162,7 @@ class Manifest:
 
 @dataclass(frozen=True)
 class Mismatch:
-    """A field that differs; the difference is rejected if ``must_match``."""
+    """A field with different values. If ``must_match``, the difference is rejected."""
 
     field: str
     saved: Any
@@ -174,9 +174,9 @@ class Mismatch:
 
 
 def compare(saved: Manifest, present: Manifest) -> list[Mismatch]:
-    """Return the fields that differ, with those that must match first.
+    """Return the differing fields, starting with fields that must match.
 
-    ``files`` are compared by ``verify_files``, the fingerprint ``probe`` by ``rlinf.evaluation.fingerprint``.
+    ``files`` are compared by ``verify_files``, and the fingerprint ``probe`` by ``rlinf.evaluation.fingerprint``.
     """
     before, now = saved.flatten(), present.flatten()
     mismatches = []
@@ -189,13 +189,13 @@ def compare(saved: Manifest, present: Manifest) -> list[Mismatch]:
 
 
 def check(saved: Manifest, present: Manifest, allow_mismatch: Sequence[str] = ()) -> list[Mismatch]:
-    """Return the differences of the present conditions from the checkpoint's, if all of them are allowed.
+    """Return the differences between current conditions and the checkpoint's, if all are allowed.
 
-    The fields in ``allow_mismatch`` may differ; ``env`` stands for all fields that start with ``env.``.
+    Fields in ``allow_mismatch`` may differ; ``env`` matches all fields that start with ``env.``.
 
     Raises:
-        ManifestMismatchError: Fields that must match differ.
-        ConfigError: ``allow_mismatch`` names a field that does not exist.
+        ManifestMismatchError: If fields that must match differ.
+        ConfigError: If ``allow_mismatch`` contains a field that does not exist.
     """
     check_allowed(allow_mismatch, saved, present)
     headline = "The checkpoint was made under conditions that differ from the present ones"
@@ -203,17 +203,17 @@ def check(saved: Manifest, present: Manifest, allow_mismatch: Sequence[str] = ()
 
 
 def check_allowed(allow_mismatch: Sequence[str], *manifests: Manifest, also: Sequence[str] = ()) -> None:
-    """Raise ConfigError if a name in ``evaluation.allow_mismatch`` is neither a field of a manifest nor in ``also``."""
+    """Raise ConfigError if a name in ``evaluation.allow_mismatch`` is neither a manifest field nor in ``also``."""
     known = {*also, *(name for manifest in manifests for name in manifest.flatten())}
     known |= {name.rsplit(".", depth)[0] for name in known for depth in range(1, name.count(".") + 1)}
     for name in allow_mismatch:
         if name not in known:
             hint = did_you_mean(name, known)
-            raise ConfigError(f"evaluation.allow_mismatch names '{name}', which no manifest has.{hint}")
+            raise ConfigError(f"evaluation.allow_mismatch contains '{name}', which is not a manifest field.{hint}")
 
 
 def reject_mismatches(mismatches: list[Mismatch], allow_mismatch: Sequence[str], headline: str) -> list[Mismatch]:
-    """Return ``mismatches``; raise ManifestMismatchError if a field must match and is not in ``allow_mismatch``."""
+    """Return ``mismatches``, or raise ManifestMismatchError if a field that must match is not in ``allow_mismatch``."""
     prefixes = tuple(f"{name}." for name in allow_mismatch)
     rejected = [m for m in mismatches if m.must_match and not f"{m.field}.".startswith(prefixes)]
     if rejected:
@@ -226,20 +226,20 @@ def reject_mismatches(mismatches: list[Mismatch], allow_mismatch: Sequence[str],
 
 
 def hash_files(folder: str | Path) -> dict[str, str]:
-    """Return relative path to SHA-256 for every file under ``folder`` except the manifest."""
+    """Map the relative path of every file in ``folder``, except the manifest, to its SHA-256."""
     folder = Path(folder)
     paths = sorted(path for path in folder.rglob("*") if path.is_file() and path.name != MANIFEST_FILE)
     return {path.relative_to(folder).as_posix(): sha256_of(path) for path in paths}
 
 
 def changed_files(folder: str | Path, manifest: Manifest) -> list[str]:
-    """Return the files of the manifest that are missing or changed; other files are ignored."""
+    """Return files listed in the manifest that are missing or changed. Unlisted files are ignored."""
     paths = {name: Path(folder) / name for name in manifest.files}
     return [name for name, path in paths.items() if not path.is_file() or sha256_of(path) != manifest.files[name]]
 
 
 def verify_files(folder: str | Path, manifest: Manifest) -> None:
-    """Raise CheckpointError if a file of the manifest is missing or changed, or if the manifest lists none."""
+    """Raise CheckpointError if a file listed in the manifest is missing or changed, or if it lists no files."""
     fix = "Use a different checkpoint, or copy it again."
     if not manifest.files:
         raise CheckpointError(f"The {MANIFEST_FILE} in {folder} lists no files, so they cannot be verified. {fix}")
@@ -256,14 +256,14 @@ def library_versions() -> dict[str, str]:
 
 
 def package_versions(names: Iterable[str]) -> dict[str, str]:
-    """Return the versions of installed distributions, with URL and commit for a distribution from a git repository."""
+    """Return the versions of installed distributions, with URL and commit if installed from a git repository."""
     versions = {}
     for name in names:
         try:
             package = distribution(name)
         except PackageNotFoundError:
             continue
-        # PEP 610: a fork has the version of its origin, so only the commit distinguishes them.
+        # A fork has the same version as the original, so include the commit (PEP 610) to distinguish them.
         origin = json.loads(package.read_text("direct_url.json") or "{}")
         commit = origin.get("vcs_info", {}).get("commit_id")
         versions[name] = f"{package.version} ({origin['url']}@{commit})" if commit else package.version
@@ -271,7 +271,7 @@ def package_versions(names: Iterable[str]) -> dict[str, str]:
 
 
 def git_revision() -> str | None:
-    """Return the commit of this file's repository (with ``-dirty`` if files differ), or None."""
+    """Return the commit of the repository that contains this file (with ``-dirty`` if there are changes), or None."""
     try:
         result = subprocess.run(
             ["git", "describe", "--always", "--abbrev=40", "--dirty"],
@@ -285,7 +285,7 @@ def git_revision() -> str | None:
 def _must_match(name: str, saved: Any, present: Any, on_both_sides: bool) -> bool:
     section, _, rest = name.partition(".")
     if name == BASE_FIELD:
-        # A manifest without the hash is accepted: there is nothing to compare.
+        # Accept a manifest without the hash, which cannot be compared.
         return saved is not None
     if section in POLICY_FIELDS:
         return True

@@ -8,11 +8,11 @@ from pathlib import Path
 from rlinf.number_formats import GIB
 
 CPU_QUOTA = Path("/sys/fs/cgroup/cpu.max")
-"""File with a container's CPU quota in microseconds per period, or ``max``, and the period."""
+"""File that contains a container's CPU quota in microseconds (or ``max``), followed by the period."""
 
 
 def main_memory_bytes() -> int:
-    """Return the main memory of this machine, or the container's limit if that is lower."""
+    """Return this machine's main memory in bytes, or the container's limit if it is lower."""
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     limit = Path("/sys/fs/cgroup/memory.max")
     text = limit.read_text().strip() if limit.is_file() else "max"
@@ -20,10 +20,10 @@ def main_memory_bytes() -> int:
 
 
 def num_cores() -> int:
-    """Return the number of cores in this process's affinity, or the container's quota if that is lower."""
+    """Return the number of cores available to this process, or the container's CPU quota if it is lower."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     quota, _, period = (CPU_QUOTA.read_text() if CPU_QUOTA.is_file() else "max").partition(" ")
-    # An affinity of 64 cores with a quota of 2 would start 64 threads, which throttle one another.
+    # With 64 cores and a quota of 2, using all cores would start 64 threads, which would be throttled.
     return min(cores, max(1, int(quota) // int(period))) if quota.isdigit() else cores
 
 

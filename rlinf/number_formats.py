@@ -1,4 +1,4 @@
-"""Numbers as text, for the terminal and the report."""
+"""Formatting of numbers for the terminal and the report."""
 
 import sys
 
@@ -6,18 +6,18 @@ GIB = 1024**3
 
 
 def format_bytes(size: float) -> str:
-    """Format a size: ``12.5 MiB`` or ``1.25 GiB``."""
+    """Format a size in bytes, such as ``12.5 MiB`` or ``1.25 GiB``."""
     return f"{size / GIB:.2f} GiB" if size >= GIB else f"{size / 1024**2:.1f} MiB"
 
 
 def format_count(number: int, noun: str) -> str:
-    """Format a count: ``1 env``, ``2 envs``, ``1,024 micro-batches``."""
+    """Format a count, such as ``1 env``, ``2 envs`` or ``1,024 micro-batches``."""
     plural = f"{noun}es" if noun.endswith(("batch", "s")) else f"{noun}s"
     return f"{number:,} {noun if number == 1 else plural}"
 
 
 def format_duration(seconds: float) -> str:
-    """Format seconds: ``45s``, ``3m20s`` or ``2h05m``."""
+    """Format a duration given in seconds, such as ``45s``, ``3m20s`` or ``2h05m``."""
     seconds = max(0, round(seconds))
     if seconds < 60:
         return f"{seconds}s"
@@ -27,22 +27,22 @@ def format_duration(seconds: float) -> str:
 
 
 def format_interval(low: float, high: float, between: str = " to ") -> str:
-    """Format an interval of fractions: ``12.5% to 25.0%``."""
+    """Format an interval of fractions, such as ``12.5% to 25.0%``."""
     return f"{low:.1%}{between}{high:.1%}"
 
 
 def format_points(*differences: float) -> str:
-    """Format a difference of fractions, or the ends of its interval, in percentage points: ``+12.5``, ``-1.0 to +2.5``."""
+    """Format differences of fractions in percentage points: a value such as ``+12.5`` or an interval such as ``-1.0 to +2.5``."""
     return " to ".join(f"{100 * difference:+.1f}" for difference in differences)
 
 
 def format_p_value(p_value: float) -> str:
-    """Format a p-value: ``p = 0.00012``, or its upper bound if float64 cannot hold it."""
+    """Format a p-value, such as ``p = 0.00012``, or an upper bound if it underflows float64."""
     return f"p = {p_value:.3g}" if p_value else f"p < {sys.float_info.min:.0e}"
 
 
 def format_number(value: float, percent: bool = False) -> str:
-    """Format a number in few characters, for an axis: ``85%``, ``12.5k``, ``3.1e-05``."""
+    """Format a number compactly for an axis, such as ``85%``, ``12.5k`` or ``3.1e-05``."""
     if percent:
         return f"{100 * value:.3g}%"
     size = abs(value)

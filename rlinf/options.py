@@ -1,4 +1,4 @@
-"""Documented configuration fields, and strict conversion from a mapping to a configuration dataclass."""
+"""Documented configuration fields, and strict conversion of mappings to configuration dataclasses."""
 
 import copy
 import dataclasses
@@ -15,10 +15,10 @@ from typing import Annotated, Any
 from rlinf.errors import ConfigError, RLinfError, closest, did_you_mean
 
 LARGEST = 2**32
-"""Maximum of an option without ``maximum``, as a number or as seconds. Larger values overflow somewhere."""
+"""Maximum value of an option without ``maximum``. Larger values, including durations in seconds, would overflow somewhere."""
 
 PathText = Annotated[str, "path"]
-"""Type of options for files or folders: a leading ``~`` means the home folder."""
+"""Type of options for files or folders. A leading ``~`` is expanded to the home folder."""
 LITERAL = r"For the text ${...} itself, write '\${...}'"
 
 
@@ -33,10 +33,10 @@ def option(
     """Declare a documented configuration field.
 
     Args:
-        default: Lists, dicts and dataclasses are copied for each instance.
-        help: One short statement with the unit, for the configuration reference.
+        default: Default value. Lists, dicts and dataclasses are copied for each instance.
+        help: One short statement for the configuration reference, including the unit.
         choices: Accepted values.
-        minimum, maximum: Inclusive bounds; null is accepted if the type allows it.
+        minimum, maximum: Inclusive bounds. null is accepted if the type allows it.
         below: Exclusive upper bound.
     """
     metadata = {"help": help, "choices": choices, "minimum": minimum, "maximum": maximum, "below": below}
@@ -46,16 +46,16 @@ def option(
 
 
 def public_fields(cls: type) -> dict[str, dataclasses.Field]:
-    """Return the fields of a configuration dataclass by name, in order of declaration."""
+    """Return a configuration dataclass's public fields by name, in order of declaration."""
     return {field.name: field for field in dataclasses.fields(cls) if not field.name.startswith("_")}
 
 
 def from_mapping(cls: type, mapping: Mapping[str, Any], path: str = "") -> Any:
-    """Build a configuration dataclass, whose fields are ``option``s, strictly from a plain mapping or ``DictConfig``.
+    """Build a configuration dataclass, whose fields are ``option``s, from a plain mapping or ``DictConfig``.
 
-    Missing keys take the dataclass default. An integer is accepted as a float; nothing else is converted. Raise
-    ConfigError if a key is unknown, or a value has the wrong type, is not among the choices or is out of bounds. ``path`` is the
-    dotted path of ``mapping`` in the configuration, for messages.
+    Missing keys get the dataclass's defaults. Integers are accepted as floats; no other values are converted. Raise ConfigError
+    if a key is unknown, or if a value has the wrong type, is not among the choices or is out of bounds. ``path`` is the dotted
+    path of ``mapping`` in the configuration, for messages.
     """
     mapping = plain_container(mapping)
     if not isinstance(mapping, Mapping):
@@ -71,30 +71,30 @@ def from_mapping(cls: type, mapping: Mapping[str, Any], path: str = "") -> Any:
 
 
 def check_options(config: Any) -> None:
-    """Raise ConfigError for a field of a dataclass that its ``option`` does not accept."""
+    """Raise ConfigError if a dataclass has a field with a value that its ``option`` does not accept."""
     hints = typing.get_type_hints(type(config), include_extras=True)
     for name, field in public_fields(type(config)).items():
         _convert(getattr(config, name), hints[name], name, field)
 
 
 def to_mapping(config: Any) -> dict[str, Any]:
-    """Return a configuration dataclass as nested plain dictionaries, ready for YAML."""
+    """Convert a configuration dataclass to nested plain dictionaries that can be written as YAML."""
     return {name: _plain(getattr(config, name)) for name in public_fields(type(config))}
 
 
 def check_arguments(arguments: typing.Iterable[str], keys: typing.Iterable[str]) -> None:
-    """Raise ConfigError for an argument that is not ``key=value``; ``keys`` are the keys of the command."""
+    """Raise ConfigError if an argument is not of the form ``key=value``. ``keys`` are the command's keys."""
     for argument in arguments:
         if "=" not in argument:
-            raise ConfigError(f"'{argument}' is not a key=value; keys are {', '.join(keys)}.")
+            raise ConfigError(f"'{argument}' is not of the form key=value; keys are {', '.join(keys)}.")
 
 
 def unknown_key_message(
     dotted: str, value: Any, known: typing.Iterable[str], hints: Mapping[str, Any] | None = None
 ) -> str:
-    """Return the message for an unknown key, with the known keys of its section and the override to set instead.
+    """Return the error message for an unknown key, with the section's known keys and a suggested override.
 
-    ``hints`` are the types of the known keys: values of lists are shown in brackets.
+    ``hints`` are the types of the known keys, used to write list values in brackets.
     """
     section, dot, key = dotted.rpartition(".")
     names = list(known)
@@ -104,14 +104,14 @@ def unknown_key_message(
 
 
 def override_of(dotted: str, value: Any, hint: Any = Any) -> str:
-    """Return ``key=value`` in the syntax of the command line; a single item of a list gets brackets and quotes."""
+    """Format ``key=value`` for the command line. A single item for a list option is put in brackets and quoted."""
     if not _match(value, hint)[0] and _match([value], hint)[0]:
         return f"'{dotted}={override_text([value])}'"
     return f"{dotted}={override_text(value)}"
 
 
 def override_text(value: Any) -> str:
-    """Return a value in the syntax of the command line: ``null``, ``true``, ``[1,2]``; ``...`` for a section."""
+    """Format a value for the command line, such as ``null``, ``true`` or ``[1,2]``; a section becomes ``...``."""
     if value is None:
         return "null"
     if isinstance(value, bool):
@@ -124,7 +124,7 @@ def override_text(value: Any) -> str:
 
 
 def type_name(hint: Any) -> str:
-    """Return the name of a type in the configuration reference: ``int``, ``list of str``, ``float or null``."""
+    """Return a type's name in the configuration reference, such as ``int``, ``list of str`` or ``float or null``."""
     if hint is type(None):
         return "null"
     if hint is Any:
@@ -140,9 +140,9 @@ def type_name(hint: Any) -> str:
 
 @contextmanager
 def fixed_by_settings(section: str, **renamed: str | None) -> Iterator[None]:
-    """Replace "Pass argument=value" by "Set key=value" in library errors that are raised inside.
+    """Replace "Pass argument=value" with "Set key=value" in library errors raised inside the block.
 
-    ``section`` holds the keys; ``renamed`` maps arguments to keys of a different name, or to None if there is no key.
+    ``section`` contains the keys. ``renamed`` maps arguments to keys with different names, or to None without a key.
     """
     try:
         yield
@@ -155,9 +155,9 @@ def fixed_by_settings(section: str, **renamed: str | None) -> Iterator[None]:
 
 
 def plain_container(mapping: Any) -> Any:
-    """Resolve an OmegaConf container to plain Python; return anything else unchanged.
+    """Convert an OmegaConf container to plain Python values; return anything else unchanged.
 
-    Raise ConfigError if an interpolation (``${...}``) has no target, or a value is missing (``???``).
+    Raise ConfigError if an interpolation (``${...}``) cannot be resolved or a value is missing (``???``).
     """
     if not type(mapping).__module__.startswith("omegaconf"):
         return mapping
@@ -184,7 +184,7 @@ def _plain(value: Any) -> Any:
 
 
 def _convert(value: Any, hint: Any, dotted: str, field: dataclasses.Field) -> Any:
-    """Return one value as its declared type, checked against its choices and bounds."""
+    """Convert a value to its declared type, checking choices and bounds."""
     section = _section_class(hint)
     if section is not None and (value is not None or section is hint):
         return value if isinstance(value, section) else from_mapping(section, value, dotted)
@@ -195,7 +195,7 @@ def _convert(value: Any, hint: Any, dotted: str, field: dataclasses.Field) -> An
     if not accepted:
         if _match([value], hint)[0]:
             example = override_of(dotted, value, hint)
-        # The command line has parsed a text such as 1e3 or 2026-01-01 as a number or a date; quotes keep it a text.
+        # The command line has parsed text such as 1e3 or 2026-01-01 as a number or date; suggest quoting it.
         elif isinstance(value, (int, float, date, time)) and _match("", hint)[0]:
             example = f"'{dotted}=\"{override_text(value)}\"'"
         elif isinstance(value, list) and value and _match(value[0], hint)[0]:
@@ -223,20 +223,20 @@ def _convert(value: Any, hint: Any, dotted: str, field: dataclasses.Field) -> An
 
 
 def _section_class(hint: Any) -> type | None:
-    """Return the dataclass of a section or an optional section; None for any other type."""
+    """Return the dataclass of a section or optional section, or None for any other type."""
     types_of_value = [item for item in typing.get_args(hint) or (hint,) if item is not type(None)]
     is_section = len(types_of_value) == 1 and dataclasses.is_dataclass(types_of_value[0])
     return types_of_value[0] if is_section else None
 
 
 def bounds_text(metadata: Mapping[str, Any]) -> str:
-    """Describe the bounds: ``at least 0 and below 1``; empty without bounds."""
+    """Describe the bounds, for example as ``at least 0 and below 1``. The text is empty if there are none."""
     labels = (("minimum", "at least"), ("maximum", "at most"), ("below", "below"))
     return " and ".join(f"{label} {metadata[key]}" for key, label in labels if metadata.get(key) is not None)
 
 
 def keys_help(kind: type, width: int) -> str:
-    """Return the help text of a configuration dataclass: each key with default, choices, bounds and meaning."""
+    """Return a configuration dataclass's help text, with the default, choices, bounds and meaning of each key."""
     lines, defaults, indent = [], to_mapping(kind()), " " * 6
     for name, field in public_fields(kind).items():
         limits = " | ".join(map(override_text, field.metadata["choices"] or ())) or bounds_text(field.metadata)
@@ -252,7 +252,7 @@ def _within(number: float, metadata: Mapping[str, Any]) -> bool:
 
 
 def _match(value: Any, hint: Any) -> tuple[bool, Any]:
-    """Return whether ``value`` is of type ``hint``, and the converted value."""
+    """Return whether ``value`` matches the type ``hint``, and the converted value."""
     if hint is Any:
         return True, value
     if hint is PathText:
@@ -269,7 +269,7 @@ def _match(value: Any, hint: Any) -> tuple[bool, Any]:
         return isinstance(value, Mapping), copy.deepcopy(value)
     if hint is float and isinstance(value, int) and not isinstance(value, bool):
         return True, float(value)
-    # Python's bool is an int: `batch_size=true` must not count as 1.
+    # In Python, bool is a subclass of int, but `batch_size=true` must not be accepted as 1.
     if isinstance(value, bool) and hint is not bool:
         return False, value
     return isinstance(value, hint), value

@@ -1,4 +1,4 @@
-"""A loaded policy for one observation or a batch, with checks of the observations."""
+"""A loaded policy that acts on single observations or batches, and validates them."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ FIELDS = ("images", "state", "instruction")
 
 
 class Policy:
-    """A loaded policy, as ``rlinf.load_policy`` returns it.
+    """A policy loaded by ``rlinf.load_policy``.
 
     Args:
-        model: The network with its processor, in evaluation mode, on its device.
-        config: The configuration of training (a checkpoint) or of the run (a public model).
-        trained_here: Require observations of ``config.env``: its cameras, image size and state dimensions. False for a public
-            model, which has its own checks.
+        model: The network with its processor, in evaluation mode and on its device.
+        config: The training configuration (for a checkpoint) or the run's configuration (for a public model).
+        trained_here: Whether observations must match the cameras, image size and state dimensions of ``config.env``. Set to False
+            for public models, which have their own checks.
 
     Attributes:
-        cameras: Names of the images that ``act`` needs, in order; None: any images.
+        cameras: Names of the images required by ``act``, in order, or None if any images are accepted.
     """
 
     def __init__(self, model: ActionModel, config: RunConfig, trained_here: bool = True) -> None:
@@ -52,34 +52,34 @@ class Policy:
 
     @property
     def action_dim(self) -> int:
-        """``D``, the action dimension."""
+        """The action dimension ``D``."""
         return self.model.action_dim
 
     @property
     def action_chunks_len(self) -> int:
-        """``C``, actions per call, to be executed in sequence."""
+        """The number of actions per call, ``C``, to be executed in sequence."""
         return self.model.action_chunks_len
 
     def act(
         self, observation: Observation | Mapping[str, Any], *, greedy: bool = True, seed: int | None = None
     ) -> np.ndarray:
-        """Return actions for an observation, without gradients: float32 ``[B, C, D]`` in the units of the env.
+        """Compute actions for an observation, without gradients: float32 ``[B, C, D]`` in the env's units.
 
         Raise ConfigError if a camera, the state or the instruction is missing, or has the wrong shape or type.
 
         Args:
             observation: An observation of ``B`` env slots, or a mapping with the keys ``images`` (camera name to uint8
                 ``[B, H, W, 3]``), ``state`` (``[B, S]``, may be absent or None) and ``instruction`` (``B`` strings).
-                If ``instruction`` is one string, inputs and actions have no axis ``B``. Unknown cameras are ignored.
-            greedy: Take the most likely actions; False samples at ``rollout.temperature``.
-            seed: Equal seeds give equal samples; None continues one random stream over all calls.
+                If ``instruction`` is a single string, inputs and actions have no axis ``B``. Unknown cameras are ignored.
+            greedy: Return the most likely actions. If False, sample actions at ``rollout.temperature``.
+            seed: Seed for sampling. Equal seeds yield equal samples; None continues a random stream used by all calls.
         """
         rows, is_single = self.rows(observation)
         model, uniforms = self.model, None
         if not greedy:
             generator = self._generator if seed is None else np.random.default_rng(seed)
             draws = generator.random((len(rows), model.num_uniforms), dtype=np.float32)
-            # Not 0, because sampling takes the logarithm of the uniforms.
+            # Avoid 0 because sampling takes the logarithm of the uniforms.
             uniforms = torch.from_numpy(np.maximum(draws, np.finfo(np.float32).tiny))
         with evaluation_mode(model), autocast(model, self.config.model.precision):
             prediction = model.predict_action_batch(
@@ -92,7 +92,7 @@ class Policy:
         return actions[0] if is_single else actions
 
     def rows(self, observation: Observation | Mapping[str, Any]) -> tuple[Observation, bool]:
-        """Return the checked observation with the policy's images in its order, and whether it was a single observation."""
+        """Validate an observation. Return it with images in the policy's order, and whether it was a single observation."""
         if isinstance(observation, Mapping):
             for name in observation:
                 if name not in FIELDS:
@@ -120,7 +120,7 @@ class Policy:
     def _image(self, name: str, image: Any, num_rows: int, is_single: bool) -> np.ndarray:
         image = np.asarray(image)
         if image.dtype != np.uint8:
-            fix = "Images of 0 to 1: (255 * image).astype('uint8')"
+            fix = "For images in 0 to 1, pass (255 * image).astype('uint8')"
             raise ConfigError(f"images['{name}'] is {image.dtype}; required: uint8, 0 to 255. {fix}")
         size = self._image_size
         row = ("H", "W", 3) if size is None else (size, size, 3)
@@ -141,7 +141,7 @@ class Policy:
 def _rows_of_shape(
     name: str, array: np.ndarray, row: tuple[int | str, ...], num_rows: int, is_single: bool
 ) -> np.ndarray:
-    """Return the array with a batch axis, after a check against the shape ``row`` of one observation; a letter in it is any size."""
+    """Check an array against ``row``, the shape of one observation (letters match any size), and return it with a batch axis."""
     wanted = row if is_single else (num_rows, *row)
     fits = len(wanted) == array.ndim and all(
         isinstance(size, str) or size == given for size, given in zip(wanted, array.shape, strict=True)
@@ -154,7 +154,7 @@ def _rows_of_shape(
 
 
 def _instructions(instruction: Any) -> tuple[list[str], bool]:
-    """Return the instructions, and whether there is one observation instead of a batch."""
+    """Return the instructions, and whether there is a single observation instead of a batch."""
     is_single = isinstance(instruction, str)
     try:
         instructions = [instruction] if is_single else list(instruction)

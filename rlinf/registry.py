@@ -1,4 +1,4 @@
-"""Registries of models, envs and algorithms: built-in, registered by user code, or by entry points of other packages."""
+"""Registries of models, envs and algorithms, which may be built in, or registered by user code or other packages."""
 
 import functools
 import importlib
@@ -14,7 +14,7 @@ from rlinf.imports import import_string
 T = TypeVar("T")
 
 installed_points = functools.cache(entry_points)
-"""Return the entry points of all installed packages. Cached, because it reads hundreds of files."""
+"""Return the entry points of all installed packages, cached because this reads hundreds of files."""
 
 BUILTIN, USER_CODE = "rlinf", "user code"
 _origins = [USER_CODE]
@@ -22,17 +22,17 @@ _origins = [USER_CODE]
 
 @dataclass(frozen=True)
 class Entry:
-    """A registered name, and its object or ``"module:attribute"``, which is imported at first use."""
+    """A registered name with its object, or with a ``"module:attribute"`` that is imported at first use."""
 
     name: str
     target: Any
     origin: str
-    """Who registered it: ``rlinf``, a distribution and its version, a plugin, or ``user code``."""
+    """Source of the registration: ``rlinf``, a distribution and its version, a plugin, or ``user code``."""
 
 
 @contextmanager
 def registering(origin: str) -> Iterator[None]:
-    """Attribute names registered inside the block to ``origin``."""
+    """Record ``origin`` as the source of names registered inside the block."""
     _origins.append(origin)
     try:
         yield
@@ -41,16 +41,16 @@ def registering(origin: str) -> Iterator[None]:
 
 
 class Registry(Generic[T]):
-    """Lazily imported objects by name.
+    """Maps names to lazily imported objects.
 
     Args:
-        kind: Kind of the objects, in messages (``"env"``).
-        group: Entry-point group of other packages (``"rlinf.envs"``).
-        builtin: Name to ``"module:attribute"``.
-        configs: Name of a built-in class to the ``"module:attribute"`` of its ``config_class``, if that imports less.
+        kind: Kind of the objects, for messages (``"env"``).
+        group: Entry-point group for other packages (``"rlinf.envs"``).
+        builtin: Maps built-in names to ``"module:attribute"``.
+        configs: Maps names of built-in classes to the ``"module:attribute"`` of their ``config_class``, if it is faster to import.
 
     Attributes:
-        hidden: Entry points that are ignored because their name was taken.
+        hidden: Entry points that are ignored because their names were already taken.
     """
 
     def __init__(self, kind: str, group: str, builtin: dict[str, str], configs: dict[str, str] | None = None) -> None:
@@ -62,11 +62,11 @@ class Registry(Generic[T]):
         self._scanned = False
 
     def register(self, name: str, target: Any, origin: str | None = None) -> None:
-        """Add or replace a name; ``origin`` is by default that of ``registering``."""
+        """Add or replace a name. By default, ``origin`` is set by ``registering``."""
         self._entries[name] = Entry(name, target, origin or _origins[-1])
 
     def entries(self) -> dict[str, Entry]:
-        """Return all entries. Entry points are read at the first call and never replace a registered name."""
+        """Return all entries. Entry points are read on the first call, and never replace registered names."""
         if not self._scanned:
             self._scanned = True
             for point in installed_points().select(group=self.group):
@@ -83,9 +83,9 @@ class Registry(Generic[T]):
         return name in self.entries()
 
     def config_class(self, name: str) -> type:
-        """Return the configuration dataclass of a registered class; raise ConfigError as ``get``."""
+        """Return the configuration dataclass of a registered class; raise ConfigError like ``get``."""
         entry = self.entries().get(name)
-        # A user's class that replaces a built-in one has its own configuration.
+        # If a user's class has replaced a built-in one, use its own configuration.
         is_known = name in self._configs and entry.origin == BUILTIN
         return import_string(self._configs[name]) if is_known else self.get(name).config_class
 

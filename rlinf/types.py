@@ -1,12 +1,12 @@
-"""Types that cross module boundaries, with their shapes.
+"""Types shared between modules, with their shapes.
 
 Axes: ``B`` parallel envs (or batch rows), ``T`` chunks of a rollout, ``C`` actions per chunk, ``D`` action dimensions, ``A``
-log-probability columns per policy call (``C * D`` for a token policy), ``K`` values of a sample (``A`` tokens, or an entire
+log-probability columns per policy call (``C * D`` for a token policy), ``K`` values per sample (``A`` tokens, or an entire
 denoising chain), ``H, W`` pixels, ``S`` state dimensions.
 
 Time: an *env step* is one simulator step. A *chunk* is one policy call and its ``C`` env steps. An *iteration* is one rollout and its
-updates. Within an update, an *optimiser step* trains one minibatch. A bare ``step`` is an iteration in ``rlinf.rollout`` and
-``rlinf.training``, an env step in ``rlinf.envs``, an optimiser step in behaviour cloning.
+updates. Within an update, an *optimiser step* trains on one minibatch. Unqualified, ``step`` means an iteration in ``rlinf.rollout``
+and ``rlinf.training``, an env step in ``rlinf.envs``, and an optimiser step in behaviour cloning.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 
-# Simulator processes import this module; torch would cost each of them seconds and memory.
+# Simulator processes import this module; importing torch would cost each of them seconds and memory.
 if TYPE_CHECKING:
     from torch import Tensor
 
 
 @dataclass(frozen=True, order=True)
 class EpisodeSpec:
-    """The initial conditions of an episode: equal specs give bit-equal first observations.
+    """The initial conditions of an episode. Equal specs yield bitwise identical first observations.
 
     Attributes:
         suite: Name of the task suite (``"tabletop"``).
         task_id: Index into the suite's tasks.
-        init_state_id: Index of the task's initial state; training and evaluation ranges are disjoint.
-        seed: Seed of all randomness in the episode.
+        init_state_id: Index of the task's initial state. Training and evaluation ranges are disjoint.
+        seed: Seed for all randomness in the episode.
     """
 
     suite: str
@@ -41,16 +41,16 @@ class EpisodeSpec:
 
 @dataclass(frozen=True)
 class EnvSpec:
-    """The observation space of an environment, known from its settings before it is built.
+    """An environment's observation space, which is known from its settings before it is built.
 
     Attributes:
         name: ``env.name``.
         cameras: Names of the images, in order.
-        default_cameras: Cameras without an explicit setting.
-        image_size: Height and width of an image in pixels.
-        state_dim: Dimensions of ``Observation.state``; 0: no state; None: unknown.
-        override_for_state: ``(min_dim, max_dim) -> override``, such as ``env.state=proprio``, for a state of these dimensions; None:
-            impossible.
+        default_cameras: Cameras used without an explicit setting.
+        image_size: Height and width of images in pixels.
+        state_dim: Number of dimensions of ``Observation.state``. 0 means no state, and None unknown.
+        override_for_state: ``(min_dim, max_dim) -> override``, which returns an override such as ``env.state=proprio`` for a state
+            within these dimensions, or None if there is none.
     """
 
     name: str
@@ -63,15 +63,15 @@ class EnvSpec:
 
 @dataclass
 class Observation:
-    """The observations of ``B`` envs.
+    """Observations of ``B`` envs.
 
     Attributes:
-        images: Camera name to uint8 ``[B, H, W, 3]``.
+        images: Maps camera names to uint8 ``[B, H, W, 3]``.
         state: float32 ``[B, S]`` or None.
         instruction: ``B`` strings.
-        is_resized: ``ActionModel.resize_images`` has resized the images.
-        is_cropped: The images have a random crop (``sft.augment``), which replaces the policy's centre crop.
-        suffixes: Text after each instruction in the prompt; None: the policy's ``prompt_suffix``.
+        is_resized: Whether ``ActionModel.resize_images`` has resized the images.
+        is_cropped: Whether images have been randomly cropped (``sft.augment``), replacing the policy's centre crop.
+        suffixes: Text added after each instruction in the prompt. None uses the policy's ``prompt_suffix``.
     """
 
     images: dict[str, np.ndarray]
@@ -85,7 +85,7 @@ class Observation:
         return len(self.instruction)
 
     def select(self, index: Sequence[int] | np.ndarray | slice) -> Observation:
-        """Return the rows ``index`` (integers) as a new observation; a slice gives views instead of copies."""
+        """Select the rows ``index`` (integers) as a new observation. A slice returns views instead of copies."""
         rows: Any = index if isinstance(index, slice) else np.asarray(index, dtype=np.int64)
         return Observation(
             images={name: image[rows] for name, image in self.images.items()},
@@ -97,7 +97,7 @@ class Observation:
         )
 
     def replaced(self, index: np.ndarray, rows: Observation) -> Observation:
-        """Return a new observation with ``rows`` in the places ``index`` (int64 ``[K]``)."""
+        """Return a new observation in which ``rows`` replace the rows at ``index`` (int64 ``[K]``)."""
         images = {name: image.copy() for name, image in self.images.items()}
         for name, image in images.items():
             image[index] = rows.images[name]
@@ -109,7 +109,7 @@ class Observation:
 
     @staticmethod
     def concatenate(parts: Sequence[Observation]) -> Observation:
-        """Join observations along the row axis."""
+        """Concatenate observations along the row axis."""
         first = parts[0]
         return Observation(
             images={name: np.concatenate([part.images[name] for part in parts]) for name in first.images},
@@ -120,7 +120,7 @@ class Observation:
 
     @staticmethod
     def stack_history(history: Sequence[Observation]) -> Observation:
-        """Stack ``M`` consecutive observations, the latest last: images ``[B, M, H, W, 3]``, state ``[B, M, S]``."""
+        """Stack ``M`` consecutive observations, oldest first: images ``[B, M, H, W, 3]``, state ``[B, M, S]``."""
         latest = history[-1]
         return Observation(
             images={name: np.stack([observation.images[name] for observation in history], 1) for name in latest.images},
@@ -131,13 +131,13 @@ class Observation:
 
 
 class ActionPrediction(NamedTuple):
-    """The result of ``predict_action_batch``, in this order.
+    """The result of ``predict_action_batch``.
 
     Attributes:
         actions: ``[B, C, D]`` float32 in env units.
-        sequences: Token policies: ``[B, L + A]`` prompt and action tokens. Other policies: ``[B, K]``, the input of
-            ``evaluate_actions`` for the same actions (flow policies: the denoising chain).
-        logits: Token policies: ``[B, A, n_bins or V]``. Gaussian policies: ``[B, A, 2]`` means and log-stds.
+        sequences: For token policies, ``[B, L + A]`` prompt and action tokens. For other policies, ``[B, K]``, the input to
+            ``evaluate_actions`` for the same actions (for flow policies, the denoising chain).
+        logits: For token policies, ``[B, A, n_bins or V]``. For Gaussian policies, ``[B, A, 2]`` means and log-stds.
         values: ``[B]`` float32.
     """
 
@@ -151,10 +151,10 @@ class BaseActions(NamedTuple):
     """The result of ``ActionModel.propose`` for ``B`` observations.
 
     Attributes:
-        chunks: float32 ``[B, N, C, D]`` in env units; the first of the ``N`` candidates is the greedy one.
-        features: float32 ``[B, F]``, the model's features of the observation.
-        sample: Draws more chunks ``[B, K, C, D]`` from uniforms ``[B, K, num_candidate_uniforms]``, without a second pass over
-            images and prompt, whose results it holds. None: not requested.
+        chunks: float32 ``[B, N, C, D]`` in env units. The first of the ``N`` candidates is the greedy chunk.
+        features: float32 ``[B, F]``, the model's features for the observation.
+        sample: Samples more chunks ``[B, K, C, D]`` with uniform random numbers ``[B, K, num_candidate_uniforms]``, reusing stored
+            results of the pass over images and prompt. None if not requested.
     """
 
     chunks: Tensor
@@ -172,15 +172,15 @@ class ActionEvaluation(NamedTuple):
 
 @dataclass
 class EpisodeResult:
-    """One finished episode.
+    """The result of a finished episode.
 
     Attributes:
-        actions_clipped_fraction: Fraction of its action values that were outside the bounds and clipped; None: not recorded.
-        actions_max_abs: Largest magnitude of an action value before clipping; None: not recorded.
-        states_far_fraction: Fraction of its states with a value far outside the policy's statistics; None: no statistics.
-        success_reported: The env reported at some step whether the goal is reached.
-        true_success: The simulator's success, if ``success`` comes from a classifier or has label noise; None: ``success`` is the
-            simulator's, or it reports none.
+        actions_clipped_fraction: Fraction of action values that were out of bounds and clipped, or None if not recorded.
+        actions_max_abs: Maximum absolute action value before clipping, or None if not recorded.
+        states_far_fraction: Fraction of states with a value far outside the policy's statistics, or None without statistics.
+        success_reported: Whether the env reported at any step if the goal was reached.
+        true_success: The simulator's success if ``success`` is from a classifier or has label noise. None if ``success`` is from the
+            simulator, or the simulator does not report success.
     """
 
     spec: EpisodeSpec
@@ -200,19 +200,19 @@ class ChunkStep:
     """The result of ``VectorEnv.chunk_step``.
 
     Attributes:
-        observation: The next observation. With auto-reset, env slots of finished episodes show the new episode.
-        rewards: float32 ``[B, C]``; 0 if not executed.
-        executed: bool ``[B, C]``: the action was applied. False after the end of the episode inside the chunk and, without
-            auto-reset, in env slots that had already finished.
-        terminated: bool ``[B]``: the episode reached a terminal state during this chunk.
-        truncated: bool ``[B]``: the time limit, or the simulator, truncated the episode during this chunk (never both).
-        success: bool ``[B]``: success at the end of this chunk, or of the episode that ended in it.
-        final_env_ids: int64 ``[K]``: env slots with an episode that ended during this chunk.
-        final_observation: True last observation of these K episodes, or None if K is 0.
+        observation: The next observation. With auto-reset, slots whose episodes ended have the new episode's first observation.
+        rewards: float32 ``[B, C]``; 0 for actions that were not executed.
+        executed: bool ``[B, C]``, whether the action was applied. False for actions after the episode ended within the chunk, and
+            without auto-reset, in env slots that had already finished.
+        terminated: bool ``[B]``, whether the episode reached a terminal state during this chunk.
+        truncated: bool ``[B]``, whether the time limit or simulator truncated the episode. Never set along with ``terminated``.
+        success: bool ``[B]``, success at the end of this chunk, or of the episode that ended in it.
+        final_env_ids: int64 ``[K]``, env slots whose episodes ended during this chunk.
+        final_observation: The true last observation of these K episodes, or None if K is 0.
         episodes: The K results, in the order of ``final_env_ids``.
-        lost_env_ids: int64 ``[L]``: env slots with a lost simulator (it crashed, hung or was killed). Their episode is void, and
-            the same ``EpisodeSpec`` has restarted: the observation is its first, ``rewards`` and ``success`` are 0, ``executed``,
-            ``terminated`` and ``truncated`` are false.
+        lost_env_ids: int64 ``[L]``, env slots whose simulators were lost (crashed, hung or killed). Their episodes are void and have
+            been restarted with the same ``EpisodeSpec``: the observation is the first, ``rewards`` and ``success`` are 0, and
+            ``executed``, ``terminated`` and ``truncated`` are false.
     """
 
     observation: Observation
@@ -228,7 +228,7 @@ class ChunkStep:
 
 
 class SupportsAct(Protocol):
-    """Anything with ``act``."""
+    """Any object with a method ``act``."""
 
     def act(self, observation: Observation) -> np.ndarray:
         """Return actions for ``B`` observations in env units: float32 ``[B, C, D]`` or ``[B, D]``."""
@@ -237,32 +237,32 @@ class SupportsAct(Protocol):
 
 @dataclass
 class RolloutBatch:
-    """A time-major rollout: every tensor is ``[T, B, ...]``, after ``flatten`` ``[N, ...]`` with ``N = T * B``.
+    """A time-major rollout. Tensors are ``[T, B, ...]``, or after ``flatten``, ``[N, ...]`` with ``N = T * B``.
 
     Attributes:
         observation: ``T * B`` rows, time-major.
-        action_tokens: ``[T, B, K]``, the samples: int64 tokens, or float32 for continuous policies.
+        action_tokens: ``[T, B, K]`` samples, which are int64 tokens, or float32 values for continuous policies.
         rollout_logprobs: float32 ``[T, B, A]``, computed by the rollout policy.
         action_rewards: float32 ``[T, B, C]``.
-        action_mask: bool ``[T, B, C]``: the action was executed.
-        loss_mask: bool ``[T, B]``: the policy call counts. False after an episode's end, and in all calls of an episode
-            with a lost simulator.
+        action_mask: bool ``[T, B, C]``, whether the action was executed.
+        loss_mask: bool ``[T, B]``, whether the policy call is included in the loss. False after an episode's end, and for all calls
+            of an episode whose simulator was lost.
         terminated, truncated: bool ``[T, B]``.
-        bootstrap_values: float32 ``[T, B]``: value of the true final observation if ``truncated``; at the last call of a
-            running episode, value of the observation after its last chunk; else 0.
-        group_ids: int64 ``[T, B]``: equal for episodes with the same ``EpisodeSpec``.
-        episode_ids: int64 ``[T, B]``. An episode that restarts after the loss of its simulator has a new id.
-        policy_version: int64 ``[T, B]``: number of weight updates before the sample.
-        rollout_values: float32 ``[T, B]``, computed by the rollout policy; None if it has none or they are not needed.
+        bootstrap_values: float32 ``[T, B]``. If ``truncated``, value of the true final observation; at the last call of an unfinished
+            episode, value of the observation after the last chunk; otherwise 0.
+        group_ids: int64 ``[T, B]``, which are equal for episodes with the same ``EpisodeSpec``.
+        episode_ids: int64 ``[T, B]``. An episode restarted after the loss of its simulator has a new ID.
+        policy_version: int64 ``[T, B]``, number of weight updates before sampling.
+        rollout_values: float32 ``[T, B]``, computed by the rollout policy. None if it has no values or they are not needed.
         values, old_logprobs, ref_logprobs: ``[T, B]``, ``[T, B, A]``, ``[T, B, A]``, filled in by the trainer.
         advantages, returns: ``[T, B, C]``, ``[T, B]``, filled in by ``Algorithm.compute_advantages``.
-        episodes: Env index over all ranks, and result of its first episode. An env has none if its simulator's process was lost
-            during that episode.
-        specs: ``episode_ids`` to ``EpisodeSpec``.
+        episodes: Each env's index across all ranks and the result of its first episode. An env is absent if its simulator's process
+            was lost during this episode.
+        specs: Maps ``episode_ids`` to ``EpisodeSpec``.
     """
 
-    # `episodes` leaves later episodes out, because they are a biased sample: quick ones, mostly successes, are more likely to finish
-    # within the rollout.
+    # `episodes` excludes later episodes because they are a biased sample: short episodes, which are mostly successes, are more likely
+    # to finish within the rollout.
 
     observation: Observation
     action_tokens: Tensor
@@ -287,26 +287,26 @@ class RolloutBatch:
 
     @property
     def rewards(self) -> Tensor:
-        """Sum of the rewards of each chunk, float32 ``[T, B]``."""
+        """Total reward per chunk, float32 ``[T, B]``."""
         return self.action_rewards.sum(-1)
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return the tensor fields that are set, by name."""
+        """Return the tensor fields that are not None by name."""
         from torch import Tensor
 
         return {f.name: value for f in fields(self) if isinstance(value := getattr(self, f.name), Tensor)}
 
     def select_envs(self, columns: Tensor) -> RolloutBatch:
-        """Return the envs ``columns`` of a time-major batch, with all of its ``episodes``."""
+        """Select the envs ``columns`` of a time-major batch. All ``episodes`` are included."""
         num_chunks, num_envs = self.loss_mask.shape
         rows = np.arange(num_chunks)[:, None] * num_envs + columns.numpy()
         return self._changed(lambda tensor: tensor[:, columns], self.observation.select(rows.ravel()))
 
     @classmethod
     def concatenate(cls, parts: Sequence[RolloutBatch], observation: Observation | None = None) -> RolloutBatch:
-        """Concatenate time-major rollouts of different envs along ``B``; all have the same number of chunks.
+        """Concatenate time-major rollouts of different envs along ``B``. All must have the same number of chunks.
 
-        ``observation`` is the concatenated ``T * B`` rows if the caller has them; None concatenates the parts' observations.
+        ``observation`` contains the concatenated ``T * B`` rows, if available; with None, the parts' observations are concatenated.
         """
         import torch
 
@@ -319,27 +319,27 @@ class RolloutBatch:
         return replace(parts[0], observation=observation, episodes=episodes, specs=specs, **joined)
 
     def _changed(self, change: Callable[[Tensor], Tensor], observation: Observation) -> RolloutBatch:
-        """Return a copy with ``change`` applied to every tensor, and a new observation."""
+        """Return a copy with ``change`` applied to every tensor and with a new observation."""
         tensors: dict[str, Any] = {name: change(tensor) for name, tensor in self.tensors().items()}
         return replace(self, observation=observation, **tensors)
 
     def flatten(self) -> RolloutBatch:
-        """Merge ``T`` and ``B`` into one row axis ``N``."""
+        """Merge ``T`` and ``B`` into a single row axis ``N``."""
         return self._changed(lambda tensor: tensor.flatten(0, 1), self.observation)
 
     def to(self, device: Any) -> RolloutBatch:
-        """Copy the tensors from main memory to a device, without waiting for the copies."""
+        """Start copying the tensors from main memory to a device, without waiting for completion."""
         return self._changed(lambda tensor: tensor.to(device, non_blocking=True), self.observation)
 
     def select(self, index: Tensor | slice, observation: bool = True) -> RolloutBatch:
-        """Return the rows ``index`` of a flattened batch; ``observation=False`` does not select in the observation."""
+        """Select the rows ``index`` of a flattened batch. With ``observation=False``, the observation is not changed."""
         chosen = index if isinstance(index, slice) else index.cpu().numpy()
         seen = self.observation.select(chosen) if observation else self.observation
         return self._changed(lambda tensor: tensor[index], seen)
 
 
 def _join_time_major(parts: Sequence[Observation], num_chunks: int) -> Observation:
-    """Join the ``T * B`` rows of rollouts of different envs along ``B``."""
+    """Join rollouts of different envs, each with ``T * B`` time-major rows, along ``B``."""
 
     def join(arrays: Sequence[np.ndarray]) -> np.ndarray:
         joined = np.concatenate([array.reshape(num_chunks, -1, *array.shape[1:]) for array in arrays], axis=1)
@@ -361,7 +361,7 @@ def _join_time_major(parts: Sequence[Observation], num_chunks: int) -> Observati
 
 @dataclass
 class LossOutput:
-    """A scalar loss for ``backward``, and detached metrics; their sums over micro-batches are logged."""
+    """A scalar loss for ``backward``, and detached metrics, which are summed over micro-batches for logging."""
 
     loss: Tensor
     metrics: dict[str, Any]

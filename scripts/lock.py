@@ -1,9 +1,9 @@
-"""Writes the lock of tested versions, scripts/constraints.txt, from the environment that runs this script.
+"""Writes the lock file of tested versions, scripts/constraints.txt, from the environment in which this script runs.
 
     python scripts/lock.py
 
-Run it after all tests have passed in an environment of ``scripts/setup.sh --dev --sims --vllm --ray --megatron``. It takes what the
-dependencies and extras of pyproject.toml need, directly or not, and leaves out what else happens to be installed.
+Run it after all tests have passed in an environment of ``scripts/setup.sh --dev --sims --vllm --ray --megatron``. It includes the
+direct and transitive requirements of the dependencies and extras in pyproject.toml, and excludes other installed packages.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from packaging.version import Version
 ROOT = Path(__file__).resolve().parents[1]
 LOCK = ROOT / "scripts" / "constraints.txt"
 UNLOCKED = {"rlinf", "pip", "setuptools", "triton"}
-"""The project, what installs it, and what each build of torch (CPU, CUDA) pins for itself."""
+"""The project itself, its installers, and packages pinned differently by each torch build (CPU, CUDA)."""
 HEADER = """# Versions with which all tests passed: {python} on {system}, CPU builds of torch and vLLM.
 # Written by scripts/lock.py; used by scripts/setup.sh --locked.
 """
 
 
 def declared(pyproject: dict) -> list[str]:
-    """Return every requirement of the project: its dependencies, its extras, and the groups that set-up installs."""
+    """Return all of the project's requirements: dependencies, extras, and the groups installed by set-up."""
     project = pyproject["project"]
     lists = [
         project["dependencies"],
@@ -38,7 +38,7 @@ def declared(pyproject: dict) -> list[str]:
 
 
 def installed_versions(requirements: list[str]) -> dict[str, str]:
-    """Return name and public version of each requirement that is installed, and of all that these need."""
+    """Return the names and public versions of installed requirements, including transitive ones."""
     versions: dict[str, str] = {}
     seen: set[tuple[str, str]] = set()
     queue = [(line, "") for line in requirements]
@@ -62,7 +62,7 @@ def installed_versions(requirements: list[str]) -> dict[str, str]:
 
 
 def main() -> None:
-    """Write the lock."""
+    """Write the lock file."""
     versions = installed_versions(declared(tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))))
     header = HEADER.format(
         python=f"Python {platform.python_version()}", system=f"{platform.system()} {platform.machine()}"

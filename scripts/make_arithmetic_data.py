@@ -1,15 +1,15 @@
-"""Writes an arithmetic task and a tiny language model from scratch, to try recipes on a laptop.
+"""Creates an arithmetic task and a tiny, untrained language model for trying recipes on a laptop.
 
     python scripts/make_arithmetic_data.py arithmetic
     rlinf launch --config arithmetic_sft
 
-The task is to add two numbers of two digits, ones first: `What is 37 + 48?` becomes `7+8=15 3+4+1=8 #### 85`. Half of the training
-rows make the one mistake that pupils make: they forget to carry, or carry for nothing. A model that clones them is right about
-half of the time. It has seen both ways of continuing, so a reward for the right answer teaches it when to carry. The rows of
-test.jsonl are pairs of numbers that train.jsonl does not have, all answered correctly.
+The task is to add two-digit numbers, starting with the ones: the completion of `What is 37 + 48?` is `7+8=15 3+4+1=8 #### 85`. Half
+of the training rows contain a carry error: a missing or unnecessary carry. A model that clones them is correct about half of the
+time. Because it has seen both continuations, a reward for correct results teaches it when to carry. test.jsonl contains pairs of
+numbers that are not in train.jsonl, all with correct results.
 
-The folder holds `train.jsonl`, `test.jsonl` (columns question, answer, prompt, messages, and for DPO chosen, the right answer, and
-rejected, the other one) and `model`, which transformers can load.
+The folder contains `train.jsonl` and `test.jsonl` (columns question, answer, prompt, messages, and for DPO, the correct completion
+as chosen and the incorrect one as rejected), and `model`, which transformers can load.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ CHAT_TEMPLATE = (
     "{% if message['role'] == 'assistant' %}{{ eos_token }}{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
-REQUEST = 'Think step by step, and write the final answer after "#### ".'  # of gsm8k_grpo.py, which so takes few tokens
+REQUEST = 'Think step by step, and write the final answer after "#### ".'  # from gsm8k_grpo.py, so few tokens
 
 
 def worked_answer(first: int, second: int, carry_wrong: bool = False) -> str:
-    """Return an addition of two numbers below 100, written out; ``carry_wrong`` inverts whether 1 is carried."""
+    """Write out the addition of two numbers below 100. With ``carry_wrong``, 1 is carried exactly when it should not be."""
     ones = first % 10 + second % 10
     carry = (ones >= 10) != carry_wrong
     tens = first // 10 + second // 10 + carry
@@ -43,11 +43,11 @@ def worked_answer(first: int, second: int, carry_wrong: bool = False) -> str:
 
 
 def make_rows(num_train: int, num_test: int, wrong_fraction: float, seed: int) -> tuple[list[dict], list[dict]]:
-    """Return the rows of training and test; no pair of numbers is in both."""
+    """Return training and test rows, which have no pairs of numbers in common."""
     generator = random.Random(seed)
     pairs = [(first, second) for first in range(10, 100) for second in range(10, 100)]
     if num_train + num_test > len(pairs):
-        raise SystemExit(f"There are {len(pairs)} pairs of numbers; --train and --test ask for {num_train + num_test}.")
+        raise SystemExit(f"There are {len(pairs)} pairs of numbers; --train and --test need {num_train + num_test}.")
     generator.shuffle(pairs)
     rows = []
     for number, (first, second) in enumerate(pairs[: num_test + num_train]):
@@ -71,7 +71,7 @@ def make_tokenizer(
     extra_special_tokens: tuple[str, ...] = (),
     vocab_size: int = 384,
 ) -> PreTrainedTokenizerFast:
-    """Train a byte-level tokenizer whose digits are tokens of their own."""
+    """Train a byte-level tokenizer in which each digit is a separate token."""
     tokenizer = Tokenizer(models.BPE())
     split = pre_tokenizers.Split(Regex(r"\d|[^\d\s]+| ?[A-Za-z]+|\s"), "isolated")
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
@@ -97,7 +97,7 @@ def make_tokenizer(
 
 
 def make_model(folder: Path, tokenizer: PreTrainedTokenizerFast, seed: int, hidden_size: int, num_layers: int) -> int:
-    """Write a Llama with random weights and the tokenizer; return its number of parameters."""
+    """Write a randomly initialised Llama and its tokenizer; return the number of parameters."""
     config = LlamaConfig(
         vocab_size=len(tokenizer), hidden_size=hidden_size, intermediate_size=4 * hidden_size, num_hidden_layers=num_layers,
         num_attention_heads=hidden_size // 32, num_key_value_heads=hidden_size // 32, max_position_embeddings=256,
@@ -112,7 +112,7 @@ def make_model(folder: Path, tokenizer: PreTrainedTokenizerFast, seed: int, hidd
 
 
 def write_rows(path: Path, rows: list[dict]) -> None:
-    """Write one JSON object a line."""
+    """Write one JSON object per line."""
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
 
 
@@ -125,7 +125,7 @@ def make(
     hidden_size: int = 192,
     num_layers: int = 4,
 ) -> Path:
-    """Write data and model into ``folder``, and return it."""
+    """Write the data and model to ``folder``, and return it."""
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     train, test = make_rows(num_train, num_test, wrong_fraction, seed)
@@ -134,7 +134,7 @@ def make(
     texts = [message["content"] for row in train for message in row["messages"]]
     num_parameters = make_model(folder / "model", make_tokenizer([*texts, REQUEST]), seed, hidden_size, num_layers)
     print(
-        f"{len(train)} rows to train on, {len(test)} to test, a model of {num_parameters / 1e6:.1f} million parameters in {folder}"
+        f"{len(train)} training rows, {len(test)} test rows and a model with {num_parameters / 1e6:.1f} million parameters in {folder}"
     )
     return folder
 
@@ -142,11 +142,9 @@ def make(
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder")
-    parser.add_argument("--train", type=int, default=4000, help="rows of train.jsonl")
-    parser.add_argument("--test", type=int, default=300, help="rows of test.jsonl")
-    parser.add_argument(
-        "--wrong-share", type=float, default=0.5, help="fraction of the training rows that carry wrongly"
-    )
+    parser.add_argument("--train", type=int, default=4000, help="number of rows in train.jsonl")
+    parser.add_argument("--test", type=int, default=300, help="number of rows in test.jsonl")
+    parser.add_argument("--wrong-share", type=float, default=0.5, help="fraction of training rows with carry errors")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--hidden-size", type=int, default=192, help="a multiple of 32")
     parser.add_argument("--num-layers", type=int, default=4)

@@ -1,9 +1,9 @@
-"""Write a new policy folder of lerobot for a dataset: ``python scripts/make_lerobot_policy.py <dataset> <folder> [type] [field=value ...]``.
+"""Creates a LeRobot policy folder for a dataset: ``python scripts/make_lerobot_policy.py <dataset> <folder> [type] [field=value ...]``.
 
-Random weights; features and statistics are the dataset's, a LeRobotDataset v3. Fields are lerobot's: ``dim_model=64 chunk_size=8``.
-``state_width=6`` is not: the first 6 numbers of the state are then ``observation.state``, and the others ``observation.environment_state``,
-without which ACT and Diffusion reject a dataset without images.
-Runs in a Python that has lerobot (``bash scripts/setup.sh --lerobot``). `rlinf sft` then trains it.
+The policy has random weights, and the features and statistics of the dataset (a LeRobotDataset v3). Fields are lerobot settings,
+such as ``dim_model=64 chunk_size=8``, except that ``state_width=6`` stores the first six values of the state as
+``observation.state`` and the rest as ``observation.environment_state``, which ACT and Diffusion require for datasets without images.
+Run this in an environment with lerobot (``bash scripts/setup.sh --lerobot``). The policy can then be trained with `rlinf sft`.
 """
 
 import sys
@@ -14,11 +14,11 @@ import yaml
 
 STATE, ENV_STATE = "observation.state", "observation.environment_state"
 SMALLEST_STD = 1e-6
-"""A number that varies less counts as constant, and its deviation becomes 1: lerobot would divide by 1e-8."""
+"""Values with a smaller standard deviation are treated as constant: it is set to 1, because lerobot would divide by 1e-8."""
 
 
 def write(dataset: Path, folder: Path, kind: str = "act", state_width: int | None = None, **fields: Any) -> Path:
-    """Write the folder, which must not exist."""
+    """Write the policy to ``folder``, which must not exist."""
     import json
 
     import torch
@@ -26,7 +26,7 @@ def write(dataset: Path, folder: Path, kind: str = "act", state_width: int | Non
     from lerobot.policies import get_policy_class, make_policy_config, make_pre_post_processors
 
     if folder.exists():
-        sys.exit(f"{folder} exists; name a new folder")
+        sys.exit(f"{folder} already exists; specify a new folder")
     known = json.loads((dataset / "meta" / "info.json").read_text(encoding="utf-8"))["features"]
     numbers = json.loads((dataset / "meta" / "stats.json").read_text(encoding="utf-8"))
     inputs, outputs, statistics = {}, {}, {}
@@ -45,7 +45,7 @@ def write(dataset: Path, folder: Path, kind: str = "act", state_width: int | Non
         elif name == STATE and state_width is not None:
             if not 0 < state_width < shape[0]:
                 sys.exit(
-                    f"state_width={state_width}, and the dataset's state has {shape[0]}; required: 1 to {shape[0] - 1}"
+                    f"state_width={state_width}, but the dataset's state has {shape[0]} values; required: 1 to {shape[0] - 1}"
                 )
             add(inputs, STATE, FeatureType.STATE, (state_width,), STATE)
             add(inputs, ENV_STATE, FeatureType.ENV, (shape[0] - state_width,), STATE, state_width)
@@ -56,7 +56,7 @@ def write(dataset: Path, folder: Path, kind: str = "act", state_width: int | Non
     given = {"pretrained_backbone_weights": None} if kind in ("act", "diffusion", "vqbet") else {}
     settings = {**given, **fields, "device": "cpu", "push_to_hub": False}
     config = make_policy_config(kind, input_features=inputs, output_features=outputs, **settings)
-    config.normalization_mapping.setdefault("ENV", config.normalization_mapping["STATE"])  # lerobot leaves it as it is
+    config.normalization_mapping.setdefault("ENV", config.normalization_mapping["STATE"])  # not set by lerobot
     torch.manual_seed(0)
     policy = get_policy_class(kind)(config)
     for part in (policy, *make_pre_post_processors(config, dataset_stats=statistics)):

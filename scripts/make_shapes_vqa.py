@@ -1,15 +1,15 @@
-"""Writes questions about drawn images and a tiny vision-language model from scratch, to try recipes on a laptop.
+"""Creates questions about synthetic images and a tiny, untrained vision-language model for trying recipes on a laptop.
 
     python scripts/make_shapes_vqa.py shapes
     rlinf launch --config shapes_sft
     rlinf launch --config shapes_grpo policy.model_name_or_path=<folder of the run>/safetensors/final
 
-Each image shows a shape in a corner; the question asks for its colour, or for its corner. Half of the training rows give the next name
-of the list: the colour after the right one, or the next corner clockwise. A model that clones them is right about half of the time, and a
-reward for the right answer teaches it which of the two to choose. The rows of test.jsonl have images of their own, all answered correctly.
+Each image contains a shape in a corner, and the question asks for its colour or its corner. Half of the training rows contain an
+incorrect label: the next colour in the list, or the next corner clockwise. A model that clones them is correct about half of the time,
+and a reward for correct replies teaches it which label to choose. test.jsonl has separate images, all with correct labels.
 
-The folder holds `images`, `train.jsonl`, `test.jsonl` (columns question, answer, prompt, messages, images) and `model`, a LLaVA that
-transformers can load.
+The folder contains `images`, `train.jsonl`, `test.jsonl` (columns question, answer, prompt, messages, images) and `model`, a LLaVA
+model that transformers can load.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ CHAT_TEMPLATE = (
 
 
 def draw(colour: str, shape: str, corner: str, generator: random.Random) -> Image.Image:
-    """Return an image of one shape, somewhere in one corner of a dark background."""
+    """Return an image of one shape at a random position in one corner, on a dark background."""
     image = Image.new("RGB", (IMAGE_SIZE, IMAGE_SIZE), tuple(generator.randint(0, 30) for _ in range(3)))
     size, half = generator.randint(9, 13), IMAGE_SIZE // 2
     left, top = (
@@ -67,12 +67,12 @@ def draw(colour: str, shape: str, corner: str, generator: random.Random) -> Imag
 
 
 def confused(answer: str, names: tuple[str, ...]) -> str:
-    """Return the name after an answer; after the last one comes the first."""
+    """Return the name that follows ``answer`` in ``names``, wrapping around at the end."""
     return names[(names.index(answer) + 1) % len(names)]
 
 
 def make_rows(folder: Path, split: str, count: int, wrong_fraction: float, seed: int) -> list[dict]:
-    """Draw images into ``folder/images``, and return a row for each."""
+    """Write images to ``folder/images``, and return one row per image."""
     generator = random.Random(f"{seed} {split}")
     (folder / "images").mkdir(parents=True, exist_ok=True)
     rows = []
@@ -98,7 +98,7 @@ def make_rows(folder: Path, split: str, count: int, wrong_fraction: float, seed:
 
 
 def make_model(folder: Path, seed: int, hidden_size: int, num_layers: int) -> int:
-    """Write a LLaVA with random weights and its processor; return its number of parameters."""
+    """Write a randomly initialised LLaVA and its processor; return the number of parameters."""
     folder.mkdir(parents=True, exist_ok=True)
     words = [*COLOURS, *CORNERS, *QUESTIONS.values()]
     tokenizer = make_tokenizer(words, CHAT_TEMPLATE, extra_special_tokens=("<image>",))
@@ -125,7 +125,7 @@ def make_model(folder: Path, seed: int, hidden_size: int, num_layers: int) -> in
     torch.manual_seed(seed)
     model = LlavaForConditionalGeneration(config)
     for parameter in model.parameters():
-        if parameter.ndim > 1:  # transformers' own start is for weights that are read: images would hardly matter
+        if parameter.ndim > 1:  # with transformers' default initialisation, images would have little effect
             torch.nn.init.normal_(parameter, std=parameter[0].numel() ** -0.5)
     model.save_pretrained(folder)
     load_vlm_processor(folder, config).save_pretrained(folder)
@@ -141,13 +141,13 @@ def make(
     hidden_size: int = 64,
     num_layers: int = 2,
 ) -> Path:
-    """Write images, questions and model into ``folder``, and return it."""
+    """Write images, questions and the model to ``folder``, and return it."""
     folder = Path(folder)
     for split, count, share in (("train", num_train, wrong_fraction), ("test", num_test, 0.0)):
         write_rows(folder / f"{split}.jsonl", make_rows(folder, split, count, share, seed))
     num_parameters = make_model(folder / "model", seed, hidden_size, num_layers)
     print(
-        f"{num_train} rows to train on, {num_test} to test, a model of {num_parameters / 1e6:.1f} million parameters in {folder}"
+        f"{num_train} training rows, {num_test} test rows and a model with {num_parameters / 1e6:.1f} million parameters in {folder}"
     )
     return folder
 
@@ -155,13 +155,13 @@ def make(
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder")
-    parser.add_argument("--train", type=int, default=4000, help="rows of train.jsonl")
-    parser.add_argument("--test", type=int, default=300, help="rows of test.jsonl")
+    parser.add_argument("--train", type=int, default=4000, help="number of rows in train.jsonl")
+    parser.add_argument("--test", type=int, default=300, help="number of rows in test.jsonl")
     parser.add_argument(
         "--wrong-share",
         type=float,
         default=0.5,
-        help="fraction of the training rows that name the next colour or corner",
+        help="fraction of training rows labelled with the next colour or corner",
     )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--hidden-size", type=int, default=64, help="a multiple of 32")

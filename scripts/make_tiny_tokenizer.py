@@ -1,4 +1,4 @@
-"""Train the small tokenizer that models from scratch use: byte-level BPE, 512 tokens, on robot instructions.
+"""Trains the small tokenizer for models trained from scratch: byte-level BPE with 512 tokens, on robot instructions.
 
 Run from the project folder: ``python scripts/make_tiny_tokenizer.py``. The result is deterministic.
 """
@@ -51,7 +51,7 @@ TEMPLATES = [
 
 
 def sentences() -> list[str]:
-    """Return the training text, in a fixed order."""
+    """Return the training texts in a fixed order."""
     words = zip(
         itertools.cycle(COLOURS), itertools.cycle(THINGS), itertools.cycle(PLACES), itertools.cycle(SIDES), strict=False
     )
@@ -66,7 +66,7 @@ def sentences() -> list[str]:
 
 
 def main() -> None:
-    """Train the tokenizer and write it into the package."""
+    """Train the tokenizer and write it to the package."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
     tokenizer.decoder = decoders.ByteLevel()

@@ -1,10 +1,10 @@
-"""Writes a tiny vision-language model of a chosen family, with random weights, in the standard Hugging Face layout.
+"""Creates a tiny vision-language model of a given family, with random weights, in the standard Hugging Face layout.
 
     python scripts/make_tiny_vlm.py qwen2_5_vl /tmp/tiny_vlm
     rlinf train model=hf_vla model.model_path=/tmp/tiny_vlm model.unnorm_key=tabletop model.override_config.n_action_bins=21
 
-The folder holds config, weights, the packaged tiny tokenizer with the family's special tokens, and the family's processor: all
-that `model=hf_vla` reads of a real checkpoint. Nothing in it was trained.
+The folder contains the config, untrained weights, the packaged tiny tokenizer with the family's special tokens, and the family's
+processor, which are all the parts of a real checkpoint used by `model=hf_vla`.
 """
 
 from __future__ import annotations
@@ -137,7 +137,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "videos": {"video_processor_type": "LlavaOnevisionVideoProcessor", "size": SQUARE},
     },
 }  # fmt: skip
-# names of special tokens to the fields of a configuration that hold their ids
+# maps names of special tokens to the configuration fields that contain their IDs
 TOKEN_FIELDS = {
     "image_token": ("image_token_id", "image_token_index"),
     "context_image_token": ("image_token_id",),
@@ -150,7 +150,7 @@ TOKEN_FIELDS = {
 
 
 def make_tiny_vlm(family: str, folder: str | Path, seed: int = 0) -> Path:
-    """Write a tiny model of ``family`` (a key of ``FAMILIES``) into ``folder``; returns the folder."""
+    """Write a tiny model of ``family`` (a key of ``FAMILIES``) to ``folder``, and return the folder."""
     facts, folder = FAMILIES[family], Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer = AutoTokenizer.from_pretrained(TINY_TOKENIZER, extra_special_tokens=facts["tokens"])
@@ -169,12 +169,12 @@ def make_tiny_vlm(family: str, folder: str | Path, seed: int = 0) -> Path:
     torch.manual_seed(seed)
     vlm = HfVlaConfig(vlm_config=config).vlm_class()(config)
     for parameter in vlm.parameters():
-        if parameter.ndim > 1:  # large enough that every part of the input changes the logits
+        if parameter.ndim > 1:  # large enough for every part of the input to affect the logits
             torch.nn.init.normal_(parameter, std=parameter[0].numel() ** -0.5)
     with no_progress_bars():
         vlm.save_pretrained(folder)
     load_vlm_processor(folder, config).save_pretrained(folder)
-    if "videos" in facts:  # AutoProcessor rejects the folder without it
+    if "videos" in facts:  # required by AutoProcessor
         path = folder / "processor_config.json"
         parts = json.loads(path.read_text(encoding="utf-8")) | {"video_processor": facts["videos"]}
         path.write_text(json.dumps(parts, indent=2), encoding="utf-8")

@@ -1,18 +1,19 @@
-"""Mutation testing of the code behind every published number: does a test fail when a line of it is wrong?
+"""Mutation testing of the code behind every published result: does a test fail if one of its lines is wrong?
 
-Each mutant changes one place of a file: an operator, a comparison, a constant, a condition, a reduction, or a statement that
-goes. Three kinds keep the value of a loss and spoil what is learnt: a term without its gradient, an optimiser that lacks a
-parameter, a number of one rank in the place of all. The tests that cover the file then run in a fork of this process, which has imported the slow packages already. A mutant
-that no test notices survives, unless ``tests/mutation/equivalent.txt`` lists it with the reason why it changes no number.
+Each mutant makes one change to a file: an operator, a comparison, a constant, a condition, a reduction, or a deleted statement.
+Three kinds leave the loss unchanged but break learning: a term without its gradient, an optimiser without one of its parameters,
+and a value from one rank instead of all. The file's tests then run in a fork of this process, which has already imported the slow
+packages. A mutant survives if all tests pass. Mutants in ``tests/mutation/equivalent.txt`` are skipped; the file gives reasons why
+they do not affect results.
 
     python scripts/mutate.py                                   all files (about an hour)
     python scripts/mutate.py --file rlinf/algorithms/losses.py
     python scripts/mutate.py --file rlinf/rollout/collector.py --lines 300-330
-    python scripts/mutate.py --sample 100 --seed 1             a random hundred of all files
+    python scripts/mutate.py --sample 100 --seed 1             a random sample of 100 from all files
     python scripts/mutate.py --kind gradient                   mutants of one kind
-    python scripts/mutate.py --list                            print the mutants, run nothing
+    python scripts/mutate.py --list                            print the mutants without running tests
 
-The last line is one JSON object with the score of each file. The exit status is 1 where the score is below ``--minimum``.
+The last line is a JSON object with the score of each file. The exit status is 1 if the total score is below ``--minimum``.
 """
 
 from __future__ import annotations
@@ -69,7 +70,7 @@ CLIPPED = "tests/integration/test_parallel.py::test_gradients_are_cut_by_the_nor
 
 
 def _cloning(*policies: str) -> list[str]:
-    """Return the tests of the gradients of some policies."""
+    """Return the gradient tests of some policies."""
     tests = (
         "test_a_policy_clones_along_the_derivative_of_its_loss",
         "test_log_probabilities_and_entropies_have_the_gradients_of_their_derivatives",
@@ -184,7 +185,7 @@ TESTS = {
         "tests/unit/test_startup.py::test_this_project_is_taken_for_itself_in_any_version",
     ],
 }
-"""Each file, and the tests that hold its numbers, the quick ones first: a mutant dies at the first test that fails."""
+"""Maps each file to the tests of its results, fastest first, because a mutant is killed by the first failing test."""
 
 OPERATORS = {
     ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Mult: ast.Div, ast.Div: ast.Mult, ast.FloorDiv: ast.Mult, ast.Mod: ast.FloorDiv,
@@ -213,28 +214,28 @@ MERGED = (
     "_sum_values",
     "sum_values",
 )
-"""Functions of numbers of a rank that return those of all ranks, and of a shard that return the whole."""
+"""Functions that combine values from all ranks, or shards into a full tensor."""
 FUSED_SUMS = ("addcmul", "baddbmm")
 OPTIMIZERS = ("MasterAdamW", "AdamW", "Adam", "_adam")
 KINDS = {"gradient": "detached", "parameters": "without its", "ranks": "of one rank"}
-"""Words in the descriptions of the kinds that leave a value as it is."""
+"""Text in the descriptions of the kinds of mutants that do not change a loss's value."""
 DROPPED_METHODS = ("detach", "clamp", "abs", "exp", "sqrt", "square", "cumsum", "copy", "clone", "contiguous")
 
 
 @dataclass(frozen=True)
 class Mutant:
-    """One change: where, what, and the tree of the whole file with it."""
+    """One change: its location, its description, and the file's syntax tree with the change applied."""
 
     path: str
     line: int
     source: str
     change: str
     tree: ast.Module
-    term: tuple[int, ...] | None = None  # place of what is detached
+    term: tuple[int, ...] | None = None  # location of the detached term
 
     @property
     def key(self) -> str:
-        """Name it without its line number, which other edits move."""
+        """Identifies the mutant without its line number, which changes with other edits."""
         return f"{self.path} | {self.source} | {self.change}"
 
 
@@ -243,12 +244,12 @@ def _parsed(text: str, *parts: ast.expr) -> ast.expr:
 
 
 def _detached(term: ast.expr) -> ast.expr:
-    """Return a term without its gradient; what is no tensor stays as it is."""
+    """Return a term without its gradient. Values that are not tensors are unchanged."""
     return _parsed("(lambda term: getattr(term, 'detach', lambda: term)())(%s)", term)
 
 
 def _without(parameters: ast.expr, which: str) -> ast.expr:
-    """Return the parameters of an optimiser, or its groups of them, without the first or the last one."""
+    """Return an optimiser's parameters, or parameter groups, without the first or last parameter."""
     return _parsed(
         "(lambda given: (lambda every: (lambda kept: [each | {'params': [p for p in each['params'] if p in kept]} for each in given] "
         f"if every is not given else list(kept))(dict.fromkeys(every[{which}])))(given if not isinstance(given[0], dict) else "
@@ -258,12 +259,12 @@ def _without(parameters: ast.expr, which: str) -> ast.expr:
 
 
 def _local(tensor: ast.expr) -> ast.expr:
-    """Return the shard of this rank of a tensor."""
+    """Return this rank's shard of a tensor."""
     return _parsed("(lambda tensor: getattr(tensor, 'to_local', lambda: tensor)())(%s)", tensor)
 
 
 def _of_one_rank(call: ast.Call, name: str) -> ast.expr:
-    """Return what a call would return on a single rank. The ranks still meet in it, so none waits for another."""
+    """Return the result that a call would have on a single rank. All ranks still make the call, so that none hangs."""
     own = copy.deepcopy(_on_a_single_rank(call, name))
     return ast.Subscript(ast.Tuple([call, own], ast.Load()), ast.Constant(1), ast.Load())
 
@@ -286,7 +287,7 @@ def _with_detached_argument(call: ast.Call, number: int) -> ast.Call:
 
 
 def hidden_changes_of(node: ast.AST) -> Iterator[tuple[str, Any]]:
-    """Yield the changes of ``KINDS``, as ``changes_of`` does: a loss keeps its value, and something else is learnt."""
+    """Yield the changes of ``KINDS``, which leave a loss unchanged but affect learning. See ``changes_of`` for the format."""
     match node:
         case ast.BinOp(op=ast.Add() | ast.Sub()):
             for side in ("left", "right"):
@@ -313,7 +314,7 @@ def hidden_changes_of(node: ast.AST) -> Iterator[tuple[str, Any]]:
 
 
 def changes_of(node: ast.AST) -> Iterator[tuple[str, Any]]:
-    """Yield what can be wrong about one node: a description, and a function that returns the changed copy of the node."""
+    """Yield the possible mutations of a node, each as a description and a function that returns a changed copy of the node."""
     yield from hidden_changes_of(node)
 
     def swapped(attribute: str, value: Any) -> Any:
@@ -364,7 +365,7 @@ def changes_of(node: ast.AST) -> Iterator[tuple[str, Any]]:
 
 
 def children(node: ast.AST) -> Iterator[tuple[ast.AST, str, int | None, ast.AST]]:
-    """Yield the places below a node where a change can matter: not in annotations, messages, decorators or docstrings."""
+    """Yield child nodes where a change can matter, excluding annotations, messages, decorators and docstrings."""
     for name, value in ast.iter_fields(node):
         if name in ("annotation", "returns", "decorator_list", "exc", "msg") or isinstance(node, ast.JoinedStr):
             continue
@@ -377,7 +378,7 @@ def children(node: ast.AST) -> Iterator[tuple[ast.AST, str, int | None, ast.AST]
 
 
 def mutants_of(path: str) -> list[Mutant]:
-    """Return every mutant of a file, in the order of its lines."""
+    """Return every mutant of a file in line order."""
     text = (ROOT / path).read_text(encoding="utf-8")
     tree, lines = ast.parse(text), text.splitlines()
     found = []
@@ -409,7 +410,7 @@ def mutants_of(path: str) -> list[Mutant]:
 
     visit(tree, [])
     seen: Counter[str] = Counter()
-    for place, mutant in enumerate(found):  # the same change twice in one line
+    for place, mutant in enumerate(found):  # number identical changes on one line
         seen[mutant.key] += 1
         if seen[mutant.key] > 1:
             found[place] = replace(mutant, change=f"{mutant.change} (#{seen[mutant.key]})")
@@ -421,7 +422,7 @@ def _place(node: ast.expr) -> tuple[int, ...]:
 
 
 class _Watched(ast.NodeTransformer):
-    """Let terms say in a file when they have a gradient."""
+    """Instruments terms so that they record in a file when they have a gradient."""
 
     def __init__(self, places: list[tuple[int, ...]], file: int) -> None:
         self.places, self.file = places, file
@@ -438,7 +439,7 @@ class _Watched(ast.NodeTransformer):
 
 
 def with_gradient(mutants: list[Mutant], tests: list[str]) -> list[Mutant]:
-    """Leave out mutants of one file that detach what never has a gradient in its tests: they change no number there."""
+    """Drop a file's mutants that detach terms without gradients in its tests, because they have no effect there."""
     places = sorted({mutant.term for mutant in mutants if mutant.term is not None})
     if not places:
         return mutants
@@ -452,7 +453,7 @@ def with_gradient(mutants: list[Mutant], tests: list[str]) -> list[Mutant]:
 
 
 class _Mutated(SourceFileLoader):
-    """Loads one module from a changed tree."""
+    """Loads one module from a mutated syntax tree."""
 
     tree: ast.Module
 
@@ -461,7 +462,7 @@ class _Mutated(SourceFileLoader):
 
 
 class _Finder:
-    """Finds that one module, before Python's own finders do."""
+    """Finds the mutated module before Python's own finders do."""
 
     def __init__(self, name: str, path: Path, tree: ast.Module) -> None:
         self.name, self.path, self.tree = name, path, tree
@@ -475,7 +476,7 @@ class _Finder:
 
 
 def fork_server(_path: str, arguments: Sequence[Any], _files: Sequence[int]) -> int:
-    """Fork the server from which the ranks of tests are forked, instead of starting an interpreter, so they run the mutant too."""
+    """Fork the fork server of the tests' ranks instead of starting a new interpreter, so that ranks also run the mutant."""
     child = os.fork()
     if child == 0:
         try:
@@ -486,7 +487,7 @@ def fork_server(_path: str, arguments: Sequence[Any], _files: Sequence[int]) -> 
 
 
 def run_tests(tests: list[str], mutant: Mutant | None, timeout_s: float) -> str:
-    """Run tests in a fork with the mutant in the place of its module; return ``passed``, ``failed`` or ``timeout``."""
+    """Run tests in a fork with the mutant replacing its module; return ``passed``, ``failed`` or ``timeout``."""
     child = os.fork()
     if child == 0:
         status = 1
@@ -497,7 +498,7 @@ def run_tests(tests: list[str], mutant: Mutant | None, timeout_s: float) -> str:
             if mutant is not None:
                 name = mutant.path.removesuffix(".py").replace("/", ".")
                 sys.meta_path.insert(0, _Finder(name, ROOT / mutant.path, mutant.tree))
-            # At once: what has used autograd cannot be forked.
+            # Start the server now, because a process that has used autograd cannot be forked.
             multiprocessing.util.spawnv_passfds, spawn = fork_server, multiprocessing.util.spawnv_passfds
             multiprocessing.forkserver.ensure_running()
             multiprocessing.util.spawnv_passfds = spawn
@@ -520,7 +521,7 @@ def run_tests(tests: list[str], mutant: Mutant | None, timeout_s: float) -> str:
 
 
 def equivalents() -> dict[str, str]:
-    """Read the mutants that change no number: ``path | line of source | change | reason``."""
+    """Read the mutants that do not affect results: ``path | line of source | change | reason``."""
     found = {}
     for line in EQUIVALENT.read_text(encoding="utf-8").splitlines() if EQUIVALENT.is_file() else ():
         if line.strip() and not line.startswith("#"):
@@ -531,15 +532,15 @@ def equivalents() -> dict[str, str]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--file", action="append", choices=sorted(TESTS), help="only this file (several times)")
-    parser.add_argument("--lines", help="only these lines of the file: 40-60")
+    parser.add_argument("--file", action="append", choices=sorted(TESTS), help="test only this file; may be repeated")
+    parser.add_argument("--lines", help="mutate only these lines of the file, such as 40-60")
     parser.add_argument(
-        "--kind", choices=sorted(KINDS), action="append", help="only mutants of this kind (several times)"
+        "--kind", choices=sorted(KINDS), action="append", help="run only mutants of this kind; may be repeated"
     )
-    parser.add_argument("--sample", type=int, help="a random choice of this many mutants")
-    parser.add_argument("--seed", type=int, default=0, help="of the choice")
-    parser.add_argument("--minimum", type=float, default=0.95, help="fraction of the mutants that must die")
-    parser.add_argument("--list", action="store_true", help="print the mutants, run nothing")
+    parser.add_argument("--sample", type=int, help="run a random sample of this many mutants")
+    parser.add_argument("--seed", type=int, default=0, help="random seed of the sample")
+    parser.add_argument("--minimum", type=float, default=0.95, help="required fraction of killed mutants")
+    parser.add_argument("--list", action="store_true", help="print the mutants without running tests")
     arguments = parser.parse_args()
     mutants = [mutant for path in arguments.file or TESTS for mutant in mutants_of(path)]
     if arguments.lines:
@@ -563,18 +564,18 @@ def main() -> int:
     sys.path.insert(0, str(ROOT))
     for name in SLOW_PACKAGES:
         importlib.import_module(name)
-    gc.freeze()  # a collection in a fork would copy the memory of all these packages
+    gc.freeze()  # garbage collection in a fork would copy the memory of all imported packages
     scores: dict[str, list[int]] = {}
     seconds: dict[str, float] = {}
     for path in dict.fromkeys(mutant.path for mutant in mutants):
         start = time.monotonic()
         if run_tests(TESTS[path], None, 3600) != "passed":
-            print(f"{path}: its tests fail without any change: {' '.join(TESTS[path])}")
+            print(f"{path}: its tests fail without mutants: {' '.join(TESTS[path])}")
             return 2
         seconds[path] = time.monotonic() - start
         own = [mutant for mutant in mutants if mutant.path == path]
         kept = with_gradient(own, TESTS[path])
-        print(f"{path}: {len(own)} mutants, of which {len(own) - len(kept)} detach what has no gradient", flush=True)
+        print(f"{path}: {len(own)} mutants, of which {len(own) - len(kept)} detach terms without gradients", flush=True)
         mutants = [mutant for mutant in mutants if mutant.path != path or mutant in kept]
     for mutant in mutants:
         tests = TESTS[mutant.path]

@@ -1,9 +1,9 @@
-"""Makes the images of the README from a run of the quickstart: the top of its report, and one episode before and after RL.
+"""Creates the README's images from a quickstart run: the top of its report, and an episode before and after RL.
 
     python scripts/readme_images.py outputs/quickstart/latest [--episode 2]
 
-The episode is a number in the list of the evaluations; without it, the first one that failed before RL and succeeded after.
-Needs Chromium.
+``--episode`` is an index into the evaluation episodes. By default, the first episode that failed before RL and succeeded
+afterwards is used. Requires Chromium.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ IMAGES = Path(__file__).resolve().parents[1] / "docs" / "images"
 REPORT_SIZE = (1200, 965)  # down to the table of success per task
 VIDEO_SIZE = 320
 MARGIN = 28
-END_S = 1.5  # how long the last image stands
+END_S = 1.5  # duration of the last image
 
 
 def first_repaired(run: Path) -> int:
-    """Return the number of the first episode that failed before RL and succeeded after."""
+    """Return the index of the first episode that failed before RL and succeeded afterwards."""
     before, after = (json.loads((run / "eval" / name / "result.json").read_text(encoding="utf-8"))["results"]
                      for name in ("before_rl", "after_rl"))  # fmt: skip
     return next(i for i, (a, b) in enumerate(zip(before, after, strict=True)) if b["success"] and not a["success"])
 
 
 def screenshot(report: Path, output: Path) -> None:
-    """Write the top of a report as a PNG with a palette."""
+    """Write the top of a report as a palette PNG."""
     browser = next(path for name in BROWSERS if (path := shutil.which(name)))
     with tempfile.TemporaryDirectory() as folder:
         image = Path(folder) / "report.png"
@@ -51,7 +51,7 @@ def screenshot(report: Path, output: Path) -> None:
 
 
 def play(checkpoint: Path, episode: int, folder: Path) -> tuple[list[np.ndarray], float]:
-    """Play an episode; return its frames, and how many a second."""
+    """Run an episode, and return its frames and frame rate."""
     video = folder / f"{checkpoint.name}.mp4"
     status = rlinf(["play", f"checkpoint={checkpoint}", f"episode={episode}", f"output={video}", "window=false",
                     f"evaluation.video_size={VIDEO_SIZE}"])  # fmt: skip
@@ -61,7 +61,7 @@ def play(checkpoint: Path, episode: int, folder: Path) -> tuple[list[np.ndarray]
 
 
 def animation(run: Path, episode: int, output: Path) -> None:
-    """Write a GIF of an episode: the policy before RL on the left, after RL on the right."""
+    """Write a GIF of an episode, with the policy before RL on the left and after RL on the right."""
     checkpoints = [max((run / "checkpoints").glob(f"{phase}_*")) for phase in ("sft", "rl")]
     with tempfile.TemporaryDirectory() as folder:
         (before, fps), (after, _) = (play(checkpoint, episode, Path(folder)) for checkpoint in checkpoints)
@@ -73,7 +73,7 @@ def animation(run: Path, episode: int, output: Path) -> None:
 
 
 def beside(left: np.ndarray, right: np.ndarray) -> Image.Image:
-    """Return two images side by side under their titles."""
+    """Combine two images side by side with titles above them."""
     height, width = left.shape[:2]
     canvas = Image.new("RGB", (2 * width + MARGIN, height + MARGIN), "white")
     draw = ImageDraw.Draw(canvas)

@@ -1,13 +1,13 @@
-"""Stress test: kills rollout workers of a run at random moments, and compares the run with an undisturbed run.
+"""Stress test that kills a run's rollout workers at random times, and compares the run with an undisturbed run.
 
-A small policy is trained with two rollout workers for rollouts and evaluations. A random rollout worker gets SIGKILL, ``--kills`` times
-in the run: while it is built, loads weights, collects, evaluates or waits. At the end, metrics and weights must be bit-equal to the
-undisturbed run's, each env group of each iteration must have been trained on once, and no process and no shared memory of the run
-may remain.
+A small policy is trained with two rollout workers for rollouts and evaluations. During the run, a random rollout worker is sent
+SIGKILL ``--kills`` times, while being built, loading weights, collecting, evaluating or waiting. At the end, metrics and weights must
+be bitwise identical to the undisturbed run's, each env group of each iteration must have been used for training exactly once, and no
+processes or shared memory of the run may remain.
 
     python scripts/rollout_workers_kill.py [--kills 100] [--iterations 60] [--seed 0] [cluster.max_staleness=1 algorithm.tis_cap=2.0 ...]
 
-The last line is one JSON object; the exit status is 1 if a value differs or something remains.
+The last line is a JSON object. The exit status is 1 if any values differ, or if processes or shared memory remain.
 """
 
 from __future__ import annotations
@@ -41,15 +41,15 @@ OVERRIDES = [
 MARK = "RLINF_ROLLOUT_WORKERS_KILL"
 """Environment variable that marks the processes of a run."""
 SHORTEST_S, LONGEST_S = 0.005, 4.0
-"""Bounds of the log-uniform time before a kill. A new rollout worker takes some seconds until its first rollout."""
+"""Bounds of the log-uniform delay before a kill. A new rollout worker needs a few seconds before its first rollout."""
 LEFT_S = 60.0
-"""Seconds after a run within which its processes must have ended."""
+"""Time allowed for a run's processes to end after the run, in seconds."""
 
 
 def train_and_note(kills: int, words: list[str]) -> None:
-    """Train, and write a line for each iteration: the env groups, and hashes of their log-probabilities.
+    """Train, writing a line per iteration with the env groups and hashes of their log-probabilities.
 
-    An iteration does not end before its part of the kills.
+    An iteration does not end until its fraction of the kills has been carried out.
     """
     from rlinf.commands.train import train
     from rlinf.training.rl_trainer import RLTrainer
@@ -73,12 +73,12 @@ def train_and_note(kills: int, words: list[str]) -> None:
 
 
 def num_lines(path: Path) -> int:
-    """Return the lines of a file; 0 if there is none."""
+    """Return the number of lines in a file, or 0 if it does not exist."""
     return path.read_text(encoding="utf-8").count("\n") if path.exists() else 0
 
 
 def processes_of(mark: str) -> dict[int, str]:
-    """Return the processes of a run that are not zombies, each with its title."""
+    """Return the process IDs and titles of a run's processes, excluding zombies."""
     found = {}
     for folder in Path("/proc").glob("[0-9]*"):
         try:
@@ -90,7 +90,7 @@ def processes_of(mark: str) -> dict[int, str]:
 
 
 def shared_memory_of(pids: list[int]) -> set[str]:
-    """Return the files of shared memory that processes have mapped."""
+    """Return the shared-memory files mapped by processes."""
     files: set[str] = set()
     for pid in pids:
         try:
@@ -101,17 +101,17 @@ def shared_memory_of(pids: list[int]) -> set[str]:
 
 
 class RunWithKills:
-    """One run in a process of its own.
+    """A run in a separate process.
 
     Args:
-        folder: That it writes.
-        words: Its overrides.
+        folder: Output folder of the run.
+        words: Overrides of the run.
 
     Attributes:
-        killed: How many rollout workers were killed, by what they did.
-        left: Processes and files of shared memory that outlived the run.
-        status: Of the process.
-        seconds: That the run took.
+        killed: Number of killed rollout workers, by their activity at the time.
+        left: Processes and shared-memory files that outlived the run.
+        status: Exit status of the process.
+        seconds: Duration of the run.
     """
 
     def __init__(self, folder: Path, words: list[str]) -> None:
@@ -123,7 +123,7 @@ class RunWithKills:
         self._shared: set[str] = set()
 
     def run(self, kills: int, iterations: int, draws: random.Random) -> None:
-        """Run to the end, and kill rollout workers meanwhile."""
+        """Run to the end, killing rollout workers in the meantime."""
         self.folder.mkdir(parents=True)
         start = time.monotonic()
         command = [sys.executable, __file__, "--run", f"--kills={kills}", *self.words]
@@ -164,25 +164,25 @@ class RunWithKills:
             print(workers[pid], file=file)
 
     def trained(self) -> list[list]:
-        """Return for each iteration its number, the blocks that were trained on, and what tells their rollouts apart."""
+        """Return, per iteration, its number, the env groups used for training, and hashes that identify their rollouts."""
         return [json.loads(line) for line in (self.folder / "trained.jsonl").read_text().splitlines()]
 
     def metrics(self) -> list[dict]:
-        """Return the metrics without those that differ between equal runs."""
+        """Return the metrics, excluding those that differ between identical runs."""
         lines = map(json.loads, (self.folder / "metrics.jsonl").read_text().splitlines())
         left_out = ("time", "throughput", "memory")
         return [{name: value for name, value in line.items() if not name.startswith(left_out)} for line in lines]
 
     def weights(self, iterations: int) -> dict[str, torch.Tensor]:
-        """Return the weights at the end."""
+        """Return the final weights."""
         return load_file(self.folder / "checkpoints" / f"rl_{iterations:06d}" / "model" / "model.safetensors")
 
 
 def soak(folder: Path, kills: int, iterations: int, seed: int, words: list[str]) -> tuple[RunWithKills, RunWithKills]:
-    """Run twice, the second time with kills; return both runs.
+    """Run training twice, the second time with kills, and return both runs.
 
     Raises:
-        RuntimeError: One of them has failed.
+        RuntimeError: If a run fails.
     """
     words = [*OVERRIDES, f"trainer.max_steps={iterations}", f"cluster.max_restarts={2 * kills}", *words]
     runs = RunWithKills(folder / "alone", words), RunWithKills(folder / "disturbed", words)
@@ -190,12 +190,12 @@ def soak(folder: Path, kills: int, iterations: int, seed: int, words: list[str])
         run.run(number, iterations, random.Random(seed))
         if run.status != 0:
             log = run.folder.with_suffix(".log").read_text()
-            raise RuntimeError(f"The run '{run.folder.name}' has ended with {run.status}:\n{log[-8000:]}")
+            raise RuntimeError(f"The run '{run.folder.name}' ended with status {run.status}:\n{log[-8000:]}")
     return runs
 
 
 def compare(alone: RunWithKills, disturbed: RunWithKills, kills: int, iterations: int) -> dict:
-    """Return the report on two runs. ``wrong`` names what differs or is left; it should be empty."""
+    """Return a report on the two runs. ``wrong`` lists failed checks, and should be empty."""
     blocks = [(step, block) for step, blocks, _ in disturbed.trained() for block in blocks]
     rollouts = [rollout for _, _, rollouts in disturbed.trained() for rollout in rollouts]
     weights, expected = disturbed.weights(iterations), alone.weights(iterations)
@@ -213,7 +213,7 @@ def compare(alone: RunWithKills, disturbed: RunWithKills, kills: int, iterations
         "name": "rollout_workers_kill",
         "kills": disturbed.killed.total(),
         "during": dict(disturbed.killed),
-        "replaced": log.count("A replacement runs the same env groups"),
+        "replaced": log.count("A replacement will rerun the same env groups"),
         "iterations": iterations,
         "blocks_trained": len(blocks),
         "seconds": [round(alone.seconds, 1), round(disturbed.seconds, 1)],
@@ -223,9 +223,9 @@ def compare(alone: RunWithKills, disturbed: RunWithKills, kills: int, iterations
 
 
 def main() -> None:
-    """Run both, and print the counts."""
+    """Run both and print the report."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("overrides", nargs="*", help="of the configuration")
+    parser.add_argument("overrides", nargs="*", help="configuration overrides")
     parser.add_argument("--kills", type=int, default=100)
     parser.add_argument("--iterations", type=int, default=60)
     parser.add_argument("--seed", type=int, default=0)

@@ -1,7 +1,7 @@
-"""What ``mkdocs build`` does to the pages: links that are right on GitHub become right on the site.
+"""Hooks for ``mkdocs build`` that convert links for GitHub to links for the site.
 
-The README is the first page of the site, and CONTRIBUTING.md and CHANGELOG.md are pages of it. Other files outside docs/ are
-not on the site: with ``repo_url`` in mkdocs.yml a link to one leads there, without it the link becomes plain text.
+README.md becomes the site's first page, and CONTRIBUTING.md and CHANGELOG.md are also included. Other files outside docs/ are
+not on the site: links to them point to ``repo_url`` from mkdocs.yml, or if it is not set, become plain text.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = {"README.md": "index.md", "CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md"}
-"""File at the root of the project to page of the site."""
+"""Maps files in the project's root to pages of the site."""
 LINK = re.compile(
     r"^```.*?^```"  # a block of code,
     r"|(!?\[(?:`[^`]*`|\[[^\]]*\]|[^\[\]`])*\])\(([^)\s]+)\)"  # or a link: its text, its target,
@@ -26,19 +26,19 @@ LINK = re.compile(
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Add the pages that lie at the root of the project."""
+    """Add pages from the project's root."""
     for name, page in PAGES.items():
         files.append(File.generated(config, page, content=(ROOT / name).read_text(encoding="utf-8")))
     return files
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Rewrite the links of a page, those in code left out."""
+    """Rewrite a page's links, except in code."""
     return LINK.sub(lambda found: site_link(found, page.file.src_uri, config.repo_url), markdown)
 
 
 def site_link(found: re.Match, page: str, repo_url: str | None) -> str:
-    """Return what stands on the site for a match of ``LINK`` in a page; code stays as it is."""
+    """Return the replacement for a match of ``LINK`` in a page; code is unchanged."""
     text, target = found.groups()
     name, _, anchor = (target or "").partition("#")
     if not name or re.match(r"[a-z]+:", name):

@@ -1,4 +1,4 @@
-"""The frozen base policy of an actor, stored once in the run folder, so that checkpoints hold only the actor."""
+"""Storage of an actor's frozen base policy once per run folder, so that checkpoints contain only the actor."""
 
 import os
 import shutil
@@ -13,10 +13,10 @@ from rlinf.models.embodiment.actor_policy import ActorPolicy, actor_settings, ba
 
 
 def store_base(policy: ActorPolicy, run: Path, resumed: Path | None) -> None:
-    """Write the base of ``policy`` into the run folder, to which its checkpoints then refer (a collective call).
+    """Write the base policy of ``policy`` to the run folder, where the run's checkpoints refer to it (a collective call).
 
-    Nothing is written if the folder already has the base of ``resumed``, the checkpoint that ``policy`` was read from.
-    Raise CheckpointError if it cannot be written.
+    Skip the write if the folder already contains the base policy used by ``resumed``, the checkpoint from which ``policy`` was
+    loaded. Raise CheckpointError if the write fails.
     """
 
     def store() -> str:

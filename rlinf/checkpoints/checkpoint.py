@@ -1,17 +1,17 @@
-"""Checkpoints of a run: each a folder, complete or absent.
+"""Saving and loading of checkpoints. Each checkpoint is a folder that is written atomically.
 
 ::
 
     sft_000700/
-      model/            or adapter/: weights as safetensors, loads with from_pretrained; the actor only, for off-policy runs
-      trainer_state/    float32 masters and optimiser state as torch.distributed.checkpoint, for any number of ranks
-      rng/rank_0.pt     random states of each rank
-      state.json        counters of the loop
+      model/            or adapter/: safetensors weights for from_pretrained; off-policy runs save only the actor
+      trainer_state/    float32 master weights and optimiser state (torch.distributed.checkpoint), for any number of ranks
+      rng/rank_0.pt     random number generator states, one file per rank
+      state.json        counters of the training loop
       config.yaml       resolved configuration
-      manifest.json     conditions (see rlinf/manifest.py) and the SHA-256 of every file above
+      manifest.json     conditions of the run (see rlinf/manifest.py) and the SHA-256 of every file above
 
-The folder is written under a temporary name and then renamed, so a folder with its final name is complete. Nothing is loaded
-with an unrestricted pickle.
+The folder is written under a temporary name and then renamed, so a folder with its final name is complete. No file is
+loaded with an unrestricted pickle.
 """
 
 import json
@@ -56,15 +56,15 @@ Result = TypeVar("Result")
 
 @dataclass
 class RunState:
-    """The inputs of a checkpoint.
+    """Everything that a checkpoint saves.
 
     Attributes:
         model: The policy, sharded or not.
-        optimizer: Its optimiser; None omits the state.
-        loop_state, run_config: Counters and the resolved configuration, as JSON values.
-        best: Name of the checkpoint with the best evaluation so far, which is not deleted.
-        generators: Random generators of this rank, by name, in addition to the global ones of Python, NumPy and torch.
-        more: Additional tensors for ``trainer_state``, sharded or not, by name.
+        optimizer: Its optimiser. With None, no optimiser state is saved.
+        loop_state, run_config: The loop's counters and the resolved configuration, as JSON values.
+        best: Name of the checkpoint with the best evaluation so far, which is never deleted.
+        generators: This rank's random generators by name, in addition to the global generators of Python, NumPy and torch.
+        more: Additional tensors for ``trainer_state`` by name, sharded or not.
     """
 
     model: nn.Module
@@ -79,15 +79,15 @@ class RunState:
 
 @dataclass
 class Snapshot:
-    """This rank's part of a checkpoint, not written yet.
+    """This rank's part of a checkpoint that has not been written yet.
 
     Attributes:
-        tensors: The local parts of ``trainer_tensors`` and ``RunState.more``.
-        model: Determines the policy's files; its weights are not read.
-        weights: The full weights on rank 0 (with adapters: the masters); None: the checkpoint has no policy files.
-        state: ``state.json`` without the time.
-        config: ``config.yaml``.
-        manifest: Conditions; ``files`` are filled in after all other files are written.
+        tensors: This rank's shards of ``trainer_tensors`` and ``RunState.more``.
+        model: The model, which determines the policy files to write; its weights are not read.
+        weights: The full weights on rank 0 (with adapters, the master weights), or None for a checkpoint without policy files.
+        state: Content of ``state.json``, except for the time.
+        config: Content of ``config.yaml``.
+        manifest: Conditions of the run; ``files`` is filled in after all other files are written.
     """
 
     tensors: dict[str, Tensor]
@@ -102,11 +102,11 @@ class Snapshot:
 def take_snapshot(
     run: RunState, with_policy: bool = True, copy: Callable[[dict[str, Tensor]], dict[str, Tensor]] = dict
 ) -> Snapshot:
-    """Collect the content of a checkpoint (a collective call).
+    """Collect the contents of a checkpoint (a collective call).
 
-    Frozen weights are left out if they are stored elsewhere: the base of adapters if the manifest has its digest, the base policy of
-    an actor if the run folder has it. ``with_policy`` adds ``model/`` or ``adapter/``. Without ``copy``, which copies tensors to
-    separate memory, nothing may change before the snapshot is written.
+    Frozen weights stored elsewhere are omitted: an adapter's base weights if the manifest records their digest, and an actor's base
+    policy if it is in the run folder. ``with_policy`` includes ``model/`` or ``adapter/``. ``copy`` copies tensors to separate memory;
+    by default they are not copied, and must not change before the snapshot is written.
     """
     model, optimizer = run.model, run.optimizer
     with_base = not (leaves_base(model) or (is_adapter(model) and "base_sha256" in run.manifest.lora))
@@ -122,7 +122,7 @@ def take_snapshot(
         model=model,
         weights=copy(_full_weights(model, optimizer)) if with_policy else None,
         state=json.loads(json.dumps(state)),
-        # Through JSON: for an object that occurs twice, YAML would write an alias, which `PlainLoader` rejects.
+        # Convert through JSON: for an object that occurs twice, YAML would write an alias, which `PlainLoader` rejects.
         config=yaml.safe_dump(json.loads(json.dumps(run.run_config)), sort_keys=False),
         manifest=replace(run.manifest),
     )
@@ -131,14 +131,14 @@ def take_snapshot(
 def write_snapshot(
     folder: Path, snapshot: Snapshot, max_keep: int = -1, group: dist.ProcessGroup | None = None
 ) -> None:
-    """Write or replace a checkpoint, and delete old ones; a collective call of ``group``, or of all ranks.
+    """Write or replace a checkpoint and delete old ones. All ranks of ``group`` must call this.
 
-    Raise CheckpointError if a file cannot be written; no partial folder remains.
+    Raise CheckpointError if a file cannot be written. No partial folder is left behind.
 
     Args:
-        folder: Final name, ``<run folder>/checkpoints/<phase>_<step>``.
-        max_keep: Number of newest checkpoints of the same phase to keep in addition to the best; -1 keeps all.
-        group: A group of all ranks for calls from a thread other than the training thread.
+        folder: Final path, ``<run folder>/checkpoints/<phase>_<step>``.
+        max_keep: Number of recent checkpoints of the same phase to keep in addition to the best; -1 keeps all.
+        group: A separate process group of all ranks, required when called outside the training thread.
     """
     partial = folder.with_name(f".{folder.name}.tmp")
     try:
@@ -154,7 +154,7 @@ def write_snapshot(
             state = snapshot.state | {"saved_at": time.time()}
             write_text(partial / STATE_FILE, json.dumps(state, indent=1))
             write_text(partial / CONFIG_FILE, snapshot.config)
-            # The manifest has the hashes of all other files, so it is written last.
+            # The manifest contains the hashes of all other files, so it is written last.
             replace(snapshot.manifest, files=hash_files(partial)).save(partial)
             replace_folder(partial, folder)
             _prune(folder, max_keep, state["best_checkpoint"])
@@ -166,7 +166,7 @@ def write_snapshot(
 
 
 def save_checkpoint(folder: str | os.PathLike, *, max_keep: int = -1, with_policy: bool = True, **run: Any) -> Path:
-    """Write a checkpoint and return its folder; ``run`` are the fields of ``RunState``, see also ``write_snapshot``."""
+    """Write a checkpoint and return its folder. ``run`` contains the fields of ``RunState``; see also ``write_snapshot``."""
     folder = Path(folder)
     write_snapshot(folder, take_snapshot(RunState(**run), with_policy), max_keep)
     return folder
@@ -181,9 +181,9 @@ def load_checkpoint(
 ) -> dict[str, Any]:
     """Restore weights, optimiser state and random states, and return ``loop_state`` (a collective call).
 
-    Base weights that the checkpoint leaves out (``take_snapshot``) are not changed. The number of ranks and the sharding may differ
-    from those at saving; a rank without a saved random state keeps its present one. The optimiser keeps its present learning rate,
-    betas and so on. Raise CheckpointError if the folder is not a checkpoint, is damaged, or does not fit the model.
+    Base weights omitted from the checkpoint (see ``take_snapshot``) are not changed. The number of ranks and the sharding may have
+    changed since the save; a rank without a saved random state retains its current state. Hyperparameters of the optimiser, such as
+    the learning rate, are not restored. Raise CheckpointError if the folder is not a checkpoint, is damaged, or does not fit the model.
     """
     folder = Path(folder)
     verify_checkpoint(folder)
@@ -191,7 +191,7 @@ def load_checkpoint(
     _load_state(folder, model, optimizer)
     if state["world_size"] != world_size() and rank() == 0:
         logger.warning(
-            "%s was saved by %d ranks and is loaded by %d: training continues, but not bit for bit.",
+            "%s was saved by %d ranks and is loaded by %d: training continues, but is not bit-for-bit reproducible.",
             folder, state["world_size"], world_size(),
         )  # fmt: skip
     random_file = folder / RANDOM_FOLDER / f"rank_{rank()}.pt"
@@ -201,7 +201,7 @@ def load_checkpoint(
 
 
 def load_weights(folder: str | os.PathLike, model: nn.Module) -> None:
-    """Load only the weights of a checkpoint into ``model``, as ``load_checkpoint`` does."""
+    """Load a checkpoint's weights into ``model`` like ``load_checkpoint``, without optimiser or random states."""
     folder = Path(folder)
     verify_checkpoint(folder)
     _load_state(folder, model, None)
@@ -213,10 +213,10 @@ def _load_state(folder: Path, model: nn.Module, optimizer: Optimizer | None) -> 
 
 
 def verify_checkpoint(folder: Path) -> None:
-    """Raise CheckpointError if a file of a checkpoint or an export is missing or differs from its manifest."""
+    """Raise CheckpointError if any file of a checkpoint or export is missing or does not match the manifest."""
 
     def verify() -> None:
-        # Cached by the fingerprint, because hashing a large model takes minutes and several callers verify the same folder.
+        # Cached by fingerprint: hashing a large model takes minutes, and several callers verify the same folder.
         if (damage := folders.damage_of(folder, folders.fingerprint(folder))) is not None:
             raise CheckpointError(damage)
 
@@ -224,23 +224,23 @@ def verify_checkpoint(folder: Path) -> None:
 
 
 def on_rank_zero(action: Callable[[], Result], what: str, group: dist.ProcessGroup | None = None) -> Result:
-    """Run ``action`` on rank 0 while other ranks wait; every rank returns its result, or raises like ``on_every_rank``."""
+    """Run ``action`` on rank 0 and return its result on every rank. Errors are raised as by ``on_every_rank``."""
     return on_every_rank(action if rank() == 0 else lambda: None, what, group)[0]
 
 
 def on_every_rank(action: Callable[[], Result], what: str, group: dist.ProcessGroup | None = None) -> list[Result]:
-    """Run ``action`` on all ranks and return their results.
+    """Run ``action`` on every rank and return the results of all ranks.
 
-    If it raises an ``OSError`` or a ``CheckpointError`` on any rank, every rank raises a ``CheckpointError``.
+    If any rank encounters an ``OSError`` or ``CheckpointError``, every rank raises a ``CheckpointError``.
     """
-    # Gathered rather than raised here: a rank that raised alone would leave the remaining ranks in the next collective call.
+    # Gather errors instead of raising them immediately: if only one rank raised, the rest would hang in the next collective call.
     result, failure = None, None
     try:
         result = action()
     except CheckpointError as error:
         failure = str(error)
     except OSError as error:
-        failure = f"Cannot {what}: {error}. Check space and permissions, or choose a different output_dir."
+        failure = f"Cannot {what}: {error}. Check disk space and permissions, or choose a different output_dir."
     outcomes = gather_objects((result, failure), group)
     if message := next((text for _, text in outcomes if text is not None), None):
         raise CheckpointError(message)
@@ -248,14 +248,14 @@ def on_every_rank(action: Callable[[], Result], what: str, group: dist.ProcessGr
 
 
 def _start_folder(partial: Path) -> None:
-    # Leftovers of a process that was killed while writing.
+    # Remove leftovers of a process that was killed during a write.
     for leftover in partial.parent.glob(".*.tmp"):
         shutil.rmtree(leftover, ignore_errors=True)
     (partial / RANDOM_FOLDER).mkdir(parents=True)
 
 
 def _full_weights(model: nn.Module, optimizer: Optimizer | None) -> dict[str, Tensor]:
-    """Return the full weights (masters, if the model has adapters) on the CPU of rank 0 (a collective call)."""
+    """Gather the full weights (with adapters, the master weights) on rank 0's CPU (a collective call)."""
     adapter, weights = is_adapter(model), {}
     tensors = weights_to_save(model, optimizer) if adapter else model.state_dict()
     if leaves_base(model):
@@ -270,7 +270,7 @@ def _full_weights(model: nn.Module, optimizer: Optimizer | None) -> dict[str, Te
 
 
 def _prune(newest: Path, max_keep: int, best: str | None) -> None:
-    """Delete checkpoints of the same phase, with their exports, except ``newest``, the ``max_keep - 1`` before it, and the best."""
+    """Delete old checkpoints of a phase and their exports, except ``newest``, the ``max_keep - 1`` before it, and the best."""
     if max_keep < 0:
         return
     phase = newest.name.rpartition("_")[0]
@@ -287,15 +287,15 @@ def _prune(newest: Path, max_keep: int, best: str | None) -> None:
 def _remove(folder: Path) -> None:
     """Delete a folder if it exists."""
     if folder.is_dir():
-        # Renamed first: a process that is killed here must not leave half a checkpoint under a valid name.
+        # Rename first: a process killed during deletion must not leave half a checkpoint under a valid name.
         hidden = folder.with_name(f".{folder.name}.tmp")
         os.rename(folder, hidden)
         shutil.rmtree(hidden)
 
 
 def set_aside_later(resumed: Path) -> None:
-    """Move checkpoints later than ``resumed`` into ``superseded_<n>`` next to them; call it on one rank."""
-    # The run repeats these steps, and a later resume must not take the old checkpoints.
+    """Move checkpoints later than ``resumed`` to an adjacent folder ``superseded_<n>``. Only one rank may call this."""
+    # The run repeats these steps, and a later resume must not use the old checkpoints.
     later = folders.later_checkpoints(resumed)
     if not later:
         return
@@ -305,4 +305,4 @@ def set_aside_later(resumed: Path) -> None:
     for path in later:
         os.rename(path, folder / path.name)
     names = ", ".join(path.name for path in later)
-    logger.warning("The run continues from %s; its later checkpoints (%s) are now in %s", resumed, names, folder)
+    logger.warning("The run continues from %s; later checkpoints (%s) were moved to %s", resumed, names, folder)

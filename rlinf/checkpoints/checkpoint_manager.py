@@ -1,4 +1,4 @@
-"""Saving, deletion, export and upload of a run's checkpoints, and the choice of the checkpoint to resume."""
+"""Management of a run's checkpoints: saving, deleting, exporting, uploading, and choosing which one to resume."""
 
 import glob
 import logging
@@ -36,14 +36,14 @@ SAVE_MODES = ("sync", "async")
 
 
 class Export(Protocol):
-    """Writes the policy of a checkpoint as a folder for ``from_pretrained`` (``rlinf.checkpoints.hf_folder``)."""
+    """Exports a checkpoint's policy to a folder for ``from_pretrained`` (see ``rlinf.checkpoints.hf_folder``)."""
 
     def __call__(self, checkpoint: Path, output: Path) -> None:
-        """Write ``output`` on one rank."""
+        """Write the export to ``output``; called on one rank."""
 
 
 class Upload(Protocol):
-    """Uploads finished folders of a run (``rlinf.checkpoints.upload``): with ``every``, not only at the end."""
+    """Uploads complete folders of a run at its end, or with ``every``, after each save (see ``rlinf.checkpoints.upload``)."""
 
     every: bool
 
@@ -55,23 +55,23 @@ class Upload(Protocol):
 
 
 class CheckpointManager:
-    """Writes the checkpoints of one run, ``<folder>/checkpoints/<name>``. Every rank has a manager; its methods are collective calls.
+    """Writes a run's checkpoints to ``<folder>/checkpoints/<name>``. Every rank has a manager, whose methods are collective calls.
 
-    With ``save_mode="async"``, ``save`` copies all tensors, also those in main memory, and a thread writes them. A second save waits
-    for the first.
+    With ``save_mode="async"``, ``save`` copies all tensors, including those on the CPU, and a thread writes the copies. A second save
+    waits for the first.
 
     Args:
         folder: The run folder.
-        save_mode: ``sync``: a save returns when the checkpoint is complete. ``async``: it returns when the copy is complete, and the
-            next call raises an error of the writing.
-        max_keep: Number of newest checkpoints to keep in addition to the best; -1 keeps all.
-        keeps_any: Write checkpoints; False: only the last policy is exported.
-        with_policy: Checkpoints hold ``model/`` or ``adapter/``, as for action policies.
+        save_mode: With ``sync``, a save returns when the checkpoint is complete. With ``async``, it returns once tensors are copied, and
+            the next call raises any write error.
+        max_keep: Number of recent checkpoints to keep in addition to the best; -1 keeps all.
+        keeps_any: Whether to write checkpoints. If False, only the final policy is exported.
+        with_policy: Whether checkpoints contain ``model/`` or ``adapter/``, as for action policies.
         export: Writes ``<folder>/safetensors/final`` from the last checkpoint.
-        exports_all: Also export every other checkpoint to ``<folder>/safetensors/<name>``, which is deleted with its checkpoint.
-        latest: Folder to which the link ``latest`` next to it points from the first checkpoint on; None: no link.
-        uploads: Uploads of the written folders, on rank 0. At the end, an upload with ``every`` also retries all checkpoints on the
-            disk. ``close`` raises their errors, when everything is on the disk.
+        exports_all: Also export earlier checkpoints to ``<folder>/safetensors/<name>``. Each is deleted with its checkpoint.
+        latest: After the first checkpoint, point the adjacent link ``latest`` to this folder. With None, no link is made.
+        uploads: Uploads of the written folders, run on rank 0. At the end, an upload with ``every`` retries all checkpoints still on
+            disk. ``close`` raises upload errors, after everything has been written to disk.
     """
 
     def __init__(
@@ -99,23 +99,23 @@ class CheckpointManager:
         self._group: dist.ProcessGroup | None = None
         if save_mode == "async":
             on_gpu = torch.cuda.is_available()
-            # It also copies CPU tensors, and reuses the memory of its copies for the next save.
+            # The stager also copies CPU tensors, and reuses its buffers for the next save.
             options = StagingOptions(
                 use_pinned_memory=on_gpu, use_shared_memory=False, use_async_staging=False, use_non_blocking_copy=on_gpu
             )
             self._stager = DefaultStager(options)
-            # A separate group: collective calls of the writing thread and of the training must not mix.
+            # Use a separate group so that the writing thread's and training's collective calls do not mix.
             if world_size() > 1:
                 self._group = new_group()
 
     def save(self, name: str, *, is_last: bool = False, **run: Any) -> None:
-        """Save the present state as ``checkpoints/<name>``.
+        """Save the current state as ``checkpoints/<name>``.
 
-        Raise CheckpointError on all ranks if this checkpoint, or with ``async`` the previous one, could not be written.
+        Raise CheckpointError on all ranks if this checkpoint (with ``async``, the previous one) could not be written.
 
         Args:
-            name: ``<phase>_<step>``; a checkpoint of that name is replaced.
-            is_last: The run is complete: the policy is exported as ``final``, and uploaded.
+            name: ``<phase>_<step>``. An existing checkpoint with this name is replaced.
+            is_last: Whether the run is complete. If so, export the policy as ``final`` and upload it.
             **run: Fields of ``RunState``.
         """
         state = RunState(**run)
@@ -124,7 +124,7 @@ class CheckpointManager:
             return
         if not self.keeps_any:
             state.optimizer = None
-        # Without use_async_staging, stage returns the copies and no future.
+        # Without use_async_staging, stage returns the copies instead of a future.
         copy = (
             dict if self._stager is None else cast(Callable[[dict[str, Tensor]], dict[str, Tensor]], self._stager.stage)
         )
@@ -132,7 +132,7 @@ class CheckpointManager:
         self._run(lambda: self._write(name, snapshot, is_last))
 
     def finish(self, checkpoint: Path) -> None:
-        """Export and upload the last checkpoint of an interrupted run; raise CheckpointError if the export cannot be written."""
+        """Export and upload an interrupted run's last checkpoint. Raise CheckpointError if the export cannot be written."""
         self.wait()
 
         def finish() -> None:
@@ -151,17 +151,18 @@ class CheckpointManager:
         allow_mismatch: Sequence[str] = (),
         generators: Mapping[str, torch.Generator] | None = None,
     ) -> dict[str, Any]:
-        """Restore a checkpoint into ``model``, ``optimizer`` and ``generators`` in place, and return its ``loop_state``.
+        """Restore ``model``, ``optimizer`` and ``generators`` in place when a recipe resumes a run, and return ``loop_state``.
 
-        Raise CheckpointError if it is damaged or does not fit the model; ManifestMismatchError if a condition of ``present``, such as
-        the base weights of adapters, differs and is not in ``allow_mismatch``.
+        RL runs use ``commands/open_checkpoint.py:open_checkpoint`` instead. Raise CheckpointError if the checkpoint is damaged or does not
+        fit the model; ManifestMismatchError if a condition in ``present``, such as the adapters' base weights, differs from the
+        checkpoint's and is not in ``allow_mismatch``.
         """
         if present is not None:
             check(Manifest.load(checkpoint), present, allow_mismatch)
         return load_checkpoint(checkpoint, model=model, optimizer=optimizer, generators=generators)
 
     def wait(self) -> None:
-        """Wait until the thread has written the last checkpoint; raise its error."""
+        """Wait until the thread has written the last checkpoint, and raise any error it encountered."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
@@ -170,7 +171,7 @@ class CheckpointManager:
             raise failure
 
     def close(self) -> None:
-        """Wait, free the memory of the copies, and raise errors, on rank 0 also of uploads. Nothing can be saved afterwards."""
+        """Wait for the last write, free the copies, and raise any errors (including upload errors on rank 0). Do not save afterwards."""
         try:
             self.wait()
         finally:
@@ -183,7 +184,7 @@ class CheckpointManager:
                 for upload, folders in self._upload_failures
                 for command in upload.commands(self.folder, [folder for folder in folders if folder.is_dir()])
             ]
-            later = f". To upload it later, type {' and '.join(commands)}" if commands else ""
+            later = f". To upload it later, run {' and '.join(commands)}" if commands else ""
             raise UploadError(f"{self.folder} is complete, but not all of it was uploaded: {failures}{later}")
 
     def names(self) -> list[str]:
@@ -191,9 +192,9 @@ class CheckpointManager:
         return [path.parent.name for path in self.folder.glob(f"{CHECKPOINTS_FOLDER}/[!.]*/{STATE_FILE}")]
 
     def best_of(self, scores: Mapping[str, float], also: str | None = None) -> str | None:
-        """Return the existing checkpoint, or ``also``, with the highest score (``comparable``); the newest of equal ones.
+        """Return the name with the highest score (see ``comparable``) among existing checkpoints and ``also``; the newest if tied.
 
-        ``scores`` are by name, in the order of the evaluations.
+        ``scores`` maps names to scores in evaluation order.
         """
         existing = {*self.names(), also}
         names = [name for name in reversed(list(scores)) if name in existing]
@@ -207,14 +208,14 @@ class CheckpointManager:
         def run() -> None:
             try:
                 work()
-            except BaseException as error:  # noqa: BLE001 - the next call raises it
+            except BaseException as error:  # noqa: BLE001 - raised by the next call
                 self._failure = error
 
         self._thread = threading.Thread(target=run, name="checkpoint", daemon=True)
         self._thread.start()
 
     def _write(self, name: str, snapshot: Snapshot, is_last: bool) -> None:
-        """Write, export and upload a checkpoint (a collective call of the writing threads)."""
+        """Write, export and upload a checkpoint (a collective call, from the writing threads in async mode)."""
         exported = self.folder / SAFETENSORS_FOLDER / (FINAL_FOLDER if is_last else name)
         if self.keeps_any:
             checkpoint = self.folder / CHECKPOINTS_FOLDER / name
@@ -231,17 +232,17 @@ class CheckpointManager:
                 shutil.rmtree(checkpoint)
             if self.latest is not None:
                 mark_latest(self.latest)
-                # Only once: a run that starts later has taken over the link.
+                # Only once: a later run may have redirected the link.
                 self.latest = None
             self._upload(folders, is_last)
 
         on_rank_zero(finish, f"write {exported}", self._group)
 
     def _export(self, checkpoint: Path, exported: Path) -> list[Path]:
-        """Export a checkpoint, and return the written folders."""
+        """Export a checkpoint and return the list of written folders."""
         if self.export is None:
             return []
-        # Leftovers of a process that was killed while writing.
+        # Remove leftovers of a process that was killed during a write.
         for leftover in exported.parent.glob(".*.tmp"):
             shutil.rmtree(leftover, ignore_errors=True)
         self.export(checkpoint, exported)
@@ -256,13 +257,13 @@ class CheckpointManager:
                 self._try_upload(upload, folders, is_final)
 
     def _earlier(self, folders: Sequence[Path]) -> list[list[Path]]:
-        """Return all complete checkpoints of the run except those in ``folders``, each with its export."""
+        """Return the run's complete checkpoints, except those in ``folders``, each paired with its export if there is one."""
         checkpoints = [self.folder / CHECKPOINTS_FOLDER / name for name in sorted(self.names())]
         pairs = [[path, self.folder / SAFETENSORS_FOLDER / path.name] for path in checkpoints if path not in folders]
         return [[path for path in pair if path.is_dir()] for pair in pairs]
 
     def _try_upload(self, upload: Upload, folders: Sequence[Path], is_final: bool) -> None:
-        """Upload folders; clear the error of an earlier attempt."""
+        """Upload folders and record any error, replacing the error of an earlier attempt."""
         key = (upload, tuple(folders))
         self._upload_failures.pop(key, None)
         try:
@@ -273,9 +274,9 @@ class CheckpointManager:
 
 
 def newest_checkpoint(output_dir: Path, name: str = "") -> Path | None:
-    """Return the newest complete checkpoint of the runs in ``<output_dir>/<name>`` (``name`` empty: of any run), or None.
+    """Return the newest complete checkpoint of the run ``<output_dir>/<name>`` (if ``name`` is empty, of any run), or None.
 
-    A collective call. It searches the run that saved last first, and skips damaged checkpoints with a warning.
+    This is a collective call. Runs are searched by time of their last save, newest first. Damaged checkpoints are skipped with a warning.
     """
 
     def find() -> Path | None:
@@ -295,5 +296,5 @@ def newest_checkpoint(output_dir: Path, name: str = "") -> Path | None:
 
 
 def comparable(score: float) -> float:
-    """Return a score for comparisons: NaN and infinity become the lowest."""
+    """Return a score that can be compared: NaN and infinite scores become minus infinity."""
     return score if math.isfinite(score) else -math.inf

@@ -1,4 +1,4 @@
-"""Discovery of checkpoints, runs and exports, without torch and without reading weights."""
+"""Discovery of checkpoints, runs and exports. Neither imports torch nor reads weights."""
 
 import functools
 import json
@@ -17,48 +17,48 @@ from rlinf.tracking.tracker import PHASES
 logger = logging.getLogger("rlinf")
 
 SUPERSEDED = re.compile(r"superseded_(\d+)")
-"""Name of a folder with checkpoints of steps that a resumed run repeats."""
+"""Name of a folder for checkpoints that became obsolete when the run was resumed from an earlier step."""
 FORMAT = 1
 
 
 def read_loop_state(folder: str | os.PathLike) -> dict[str, Any]:
-    """Return the ``loop_state`` of a checkpoint without loading anything else."""
+    """Return a checkpoint's ``loop_state`` without reading any other files."""
     return read_state(Path(folder))["loop_state"]
 
 
 def saved_at(folder: str | os.PathLike) -> float:
-    """Return when a checkpoint was written, in seconds; for a damaged one, the time of its folder."""
+    """Return the Unix time when a checkpoint was written, or its folder's modification time if it is damaged."""
     return _moment(Path(folder))[2]
 
 
 def is_checkpoint(folder: str | os.PathLike) -> bool:
-    """Return whether a folder is a checkpoint, which may be damaged."""
+    """Return whether a folder is a checkpoint, possibly a damaged one."""
     return (Path(folder) / run_folder.STATE_FILE).is_file()
 
 
 def is_export(folder: str | os.PathLike) -> bool:
-    """Return whether a folder is an export: a policy and its conditions, without the state of a run."""
+    """Return whether a folder is an export, which contains a policy and its conditions but no training state."""
     folder = Path(folder)
     has_files = (folder / run_folder.MANIFEST_FILE).is_file() and (folder / run_folder.CONFIG_FILE).is_file()
     return has_files and _has_policy(folder)
 
 
 def is_run(folder: str | os.PathLike) -> bool:
-    """Return whether a folder is a run folder, or ``latest``, which points to one."""
+    """Return whether a folder is a run folder or a ``latest`` link to a run folder."""
     folder = follow_latest(folder)
     has_started = (folder / run_folder.METRICS_FILE).is_file() or (folder / run_folder.CHECKPOINTS_FOLDER).is_dir()
     return has_started and not _has_policy(folder)
 
 
 def policy_folder(folder: str | os.PathLike) -> Path:
-    """Return the folder for ``from_pretrained``: ``model/`` or ``adapter/`` of a checkpoint, or an export itself."""
+    """Return the folder for ``from_pretrained``: a checkpoint's ``model/`` or ``adapter/``, or the export folder itself."""
     places = _places(Path(folder))
     for place in places:
         if _has_policy(place):
             return place
     looked = ", ".join(map(str, places))
     raise CheckpointError(
-        f"{folder} holds no policy: no config.json, adapter_config.json or {run_folder.ACTOR_SETTINGS} in {looked}."
+        f"{folder} contains no policy: no config.json, adapter_config.json or {run_folder.ACTOR_SETTINGS} was found in {looked}."
     )
 
 
@@ -71,15 +71,15 @@ def _has_policy(folder: Path) -> bool:
 
 
 def has_policy(checkpoint: Path) -> bool:
-    """Return whether a checkpoint or an export has files for ``from_pretrained``; checkpoints of token policies do not."""
+    """Return whether a checkpoint or export has files for ``from_pretrained``. Token-policy checkpoints do not."""
     return any(map(_has_policy, _places(checkpoint)))
 
 
 def resolve_checkpoint(path: str | os.PathLike) -> Path:
-    """Return the checkpoint folder for a user's path; raise CheckpointError if there is none.
+    """Resolve a user's path to a checkpoint folder; raise CheckpointError if there is none.
 
-    A checkpoint or an export is returned itself, for a run folder or its ``checkpoints`` the last undamaged checkpoint. In a folder
-    of runs, ``latest`` is used, or else the run that has saved last.
+    The path of a checkpoint or an export is returned unchanged. A run folder or its ``checkpoints`` folder resolves to the last
+    undamaged checkpoint. In a folder of runs, ``latest`` is used, or if it does not exist, the run with the most recent save.
     """
     path = follow_latest(path)
     if not path.exists():
@@ -105,30 +105,30 @@ def resolve_checkpoint(path: str | os.PathLike) -> Path:
     )
     instead = f" The newest run with a checkpoint in {path.parent} is {siblings[-1]}" if siblings else ""
     raise CheckpointError(
-        f"{path} holds no usable checkpoint: {looked}. Name a checkpoint folder or a run folder; a run that ended before its "
-        f"first checkpoint can only be started again.{instead}"
+        f"{path} contains no usable checkpoint: {looked}. Specify a checkpoint folder or a run folder; a run that ended before its "
+        f"first checkpoint cannot be resumed, only restarted.{instead}"
     )
 
 
 def later_checkpoints(resumed: Path) -> list[Path]:
-    """Return the checkpoints next to ``resumed`` that are later by phase or step, oldest first."""
+    """Return the run's checkpoints from a later phase or step than ``resumed``, oldest first."""
     point = _moment(resumed)[:2]
     return [path for path in checkpoints_in(resumed.parent) if _moment(path)[:2] > point]
 
 
 def has_checkpoints(run: Path) -> bool:
-    """Return whether a run folder holds any checkpoint, complete or damaged."""
+    """Return whether a run folder contains any checkpoints, complete or damaged."""
     return bool(checkpoints_in(run / run_folder.CHECKPOINTS_FOLDER))
 
 
 def checkpoints_in(parent: Path) -> list[Path]:
-    """Return checkpoint folders, sorted by phase, step and time of saving, oldest first."""
+    """Return the checkpoint folders in ``parent``, sorted by phase, step and save time, oldest first."""
     paths = parent.iterdir() if parent.is_dir() else ()
     return sorted((path for path in paths if not path.name.startswith(".") and is_checkpoint(path)), key=_moment)
 
 
 def _moment(folder: Path) -> tuple[int, int, float, str]:
-    """Return the sort key: phase and step (from the folder's name, or else its state), time of saving, and name."""
+    """Return the sort key: phase and step (from the folder's name or its state), save time, and name."""
     try:
         state = read_state(folder)
         saved_at, loop = float(state["saved_at"]), state["loop_state"]
@@ -143,15 +143,15 @@ def _moment(folder: Path) -> tuple[int, int, float, str]:
 
 
 def fingerprint(folder: Path) -> tuple:
-    """Return names, sizes and times of the files; if they are unchanged, a verified folder is not hashed again."""
+    """Return the names, sizes and times of a folder's files, to avoid rehashing a verified folder that has not changed."""
     files = [(path, path.stat()) for path in sorted(folder.rglob("*")) if path.is_file()]
-    # st_ctime_ns, because a copy or touch can set st_mtime_ns back, but not the time of the inode's last change.
+    # Include st_ctime_ns: a copy or touch can reset st_mtime_ns, but not the time of the inode's last change.
     return tuple((str(path), state.st_size, state.st_mtime_ns, state.st_ctime_ns) for path, state in files)
 
 
 @functools.cache
 def damage_of(folder: Path, fingerprint: tuple) -> str | None:
-    """Return a description of a checkpoint's or export's damage, or None."""
+    """Describe the damage to a checkpoint or export; return None if it is intact."""
     try:
         verify_files(folder, Manifest.load(folder))
     except CheckpointError as error:
@@ -165,13 +165,13 @@ def _warn_once(text: str) -> None:
 
 
 def read_state(folder: Path) -> dict[str, Any]:
-    """Return ``state.json`` of a checkpoint; raise CheckpointError if it is missing, damaged or of a different format."""
+    """Read a checkpoint's ``state.json``; raise CheckpointError if it is missing, damaged or in an unsupported format."""
     path = folder / run_folder.STATE_FILE
     try:
         state = json.loads(path.read_text(encoding="utf-8"))
         complete = state["format"] == FORMAT and {"saved_at", "world_size", "loop_state"} <= state.keys()
     except FileNotFoundError as error:
-        hint = "Name a checkpoint or a run folder."
+        hint = "Specify a checkpoint or a run folder."
         if is_export(folder):
             hint = "It is an exported policy, which can start a run (init_from=) but not resume one."
         raise CheckpointError(f"{folder} is not a checkpoint: it has no {run_folder.STATE_FILE}. {hint}") from error
@@ -179,5 +179,5 @@ def read_state(folder: Path) -> dict[str, Any]:
         reason = f"{type(error).__name__}: {error}"
         raise CheckpointError(f"{path} cannot be read ({reason}). Use a different checkpoint.") from error
     if not complete:
-        raise CheckpointError(f"{path} is not of format {FORMAT}, which this version of rlinf reads.")
+        raise CheckpointError(f"{path} is not in format {FORMAT}, the only one that this version of rlinf can read.")
     return state

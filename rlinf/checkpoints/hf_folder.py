@@ -1,14 +1,14 @@
-"""Export of a token policy's checkpoint to a folder for transformers, vLLM and other programs.
+"""Export of a token policy's checkpoint to a folder that transformers, vLLM and other programs can load.
 
 ::
 
     safetensors/final/
       00000.safetensors, 00001.safetensors, ...   weights, in chunks
-      model.safetensors.index.json                tensor names to chunks
-      config.json, tokenizer.json, ...            files of the initial model
-      manifest.json                               conditions, and the SHA-256 of every file above
+      model.safetensors.index.json                maps tensor names to chunks
+      config.json, tokenizer.json, ...            copied from the initial model
+      manifest.json                               conditions of the run, and the SHA-256 of every file above
 
-Weights are read from the checkpoint's shards unit by unit, on one rank: no rank ever holds the full model.
+One rank reads the weights from the checkpoint's shards layer by layer, so the full model is never in memory.
 """
 
 from __future__ import annotations
@@ -51,23 +51,23 @@ logger = logging.getLogger("rlinf")
 CHUNK_BYTES = 4 * GIB
 INDEX_FILE = "model.safetensors.index.json"
 COPIED = {".json", ".jinja", ".model", ".py", ".tiktoken", ".txt"}
-"""Suffixes of the source's files that are copied: configurations, tokenizer, processor, templates, code."""
+"""Suffixes of files copied from the source: configurations, tokenizer, processor, templates, and code."""
 TEMPLATES_FOLDER = "additional_chat_templates"
 LEFT_OUT = {"adapter_config.json", "trainer_state.json", MANIFEST_FILE, STATISTICS_FILE}
-"""Files of a source that describe only its original weights."""
+"""Source files that are not copied because they describe only the original weights."""
 
 
 class HFFolder:
-    """Writes the policy in a checkpoint of a token run as a Hugging Face folder (an ``Export`` of the manager).
+    """Exports a token policy's checkpoint to a Hugging Face folder (an ``Export`` for ``CheckpointManager``).
 
-    Construct it in the training thread: building even an empty model changes global settings for a moment, and calling it does not.
+    Construct it in the training thread, because building even an empty model temporarily changes global settings. Calling it does not.
     Raises ConfigError if adapters cannot be merged into the weight files of ``source``.
 
     Args:
-        source: The initial model, a folder or hub id.
-        lora: Settings of the trained adapters; None: all weights are trained.
-        merge_lora: Add adapters to the weights of ``source``, under its names; False writes them as an adapter folder of PEFT.
-        chunk_bytes: Maximum bytes of tensors in a file, except for a single larger tensor.
+        source: Folder or Hub ID of the initial model.
+        lora: Settings of the trained adapters, or None if all weights are trained.
+        merge_lora: Merge adapters into the weights of ``source``, preserving tensor names. If False, write a PEFT adapter folder.
+        chunk_bytes: Maximum size of a weights file in bytes. A larger single tensor is written to its own file.
     """
 
     def __init__(
@@ -135,18 +135,18 @@ class HFFolder:
         if (manifest.lora.get("state") == "adapter") != self.has_adapters:
             holds, wanted = ("no adapters", "with") if self.has_adapters else ("adapters", "without")
             raise CheckpointError(
-                f"{checkpoint} holds {holds}; it is exported {wanted} any. Use a different checkpoint"
+                f"{checkpoint} contains {holds}, but the export is configured {wanted} adapters. Use a different checkpoint"
             )
         saved = manifest.lora.get("base_sha256")
         present = weights_digest(self.source) if self.has_adapters else None
         if saved != present:
             raise CheckpointError(
-                f"The adapters of {checkpoint} belong to different base weights (digest {saved}) than {self.source} ({present}). "
-                "Name the model that they were trained on"
+                f"The adapters in {checkpoint} were trained on base weights with digest {saved}, not {self.source} ({present}). "
+                "Specify the model on which they were trained"
             )
 
     def _merged(self, trained: _Trained) -> Iterator[tuple[str, Tensor]]:
-        """Yield the tensors in the source's files, with their adapters added."""
+        """Yield the tensors in the source's files with the adapters merged in."""
         adapters = {name: p.data for name, p in self.model.named_parameters() if ".lora_" in name}
         trained.read_into(adapters)
         for path in _weight_files(self.source):
@@ -163,9 +163,9 @@ class HFFolder:
 def token_manifest(
     model: Any, source: str, *, precision: str, seed: int, policy_version: int, lora: LoraConfig | None = None
 ) -> Manifest:
-    """Return the manifest of a token policy, without sections for envs and actions.
+    """Return a token policy's manifest, which has no sections for envs and actions.
 
-    ``source`` is the folder or hub id of the initial model, whose digest is recorded with the settings of adapters.
+    ``source`` is the folder or Hub ID of the initial model. For adapters, its digest is recorded with their settings.
     """
     adapters: dict[str, Any] = {"state": "none"}
     if lora is not None:
@@ -179,7 +179,7 @@ def token_manifest(
 
 
 class _Trained:
-    """The trained tensors in a checkpoint, by their names in the model."""
+    """The trained tensors in a checkpoint, accessed by their names in the model."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -187,35 +187,35 @@ class _Trained:
         self.entries = {name.removeprefix(MODEL): entry for name, entry in entries.items() if name.startswith(MODEL)}
 
     def read(self, names: Iterable[str]) -> dict[str, Tensor]:
-        """Return tensors in their saved dtype."""
+        """Read tensors in their saved dtypes."""
         entries = {name: self.entries[name] for name in names}
         targets = {name: torch.empty(entry.size, dtype=entry.properties.dtype) for name, entry in entries.items()}
         return self.read_into(targets)
 
     def read_into(self, targets: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Fill tensors in place, and return them."""
+        """Fill ``targets`` in place and return them."""
         if not targets.keys() <= self.entries.keys():
             missing = sorted(targets.keys() - self.entries.keys())
-            problem = f"it lacks {len(missing)} of its tensors ({', '.join(missing[:3])})"
-            raise CheckpointError(f"{self.folder} is of a different model: {problem}")
+            problem = f"{len(missing)} tensors are missing ({', '.join(missing[:3])})"
+            raise CheckpointError(f"{self.folder} belongs to a different model: {problem}")
         read_tensors(self.folder, {f"{MODEL}{name}": tensor for name, tensor in targets.items()}, no_dist=True)
         return targets
 
 
 def _public(model: Any, trained: _Trained) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors of a model under the names and in the shapes of public checkpoints, tied tensors once."""
+    """Yield a model's tensors with the names and shapes of public checkpoints; tied tensors are yielded once."""
     names = model.state_dict().keys()
     if names != trained.entries.keys():
         other = sorted(names ^ trained.entries.keys())
-        problem = f"{trained.folder} is of a different model than {type(model).__name__}"
-        raise CheckpointError(f"{problem}: {len(other)} tensors are in one of them only ({', '.join(other[:3])})")
+        problem = f"{trained.folder} does not match {type(model).__name__}"
+        raise CheckpointError(f"{problem}: {len(other)} tensors exist in only one of them ({', '.join(other[:3])})")
     for _, unit in itertools.groupby(names, layer_prefix):
         weights = {f"model.{name}": tensor for name, tensor in trained.read(unit).items()}
         yield from HFModel(model).public_state_dict(weights).items()
 
 
 def _adapted_layers(model: Any, source: str) -> dict[str, Any]:
-    """Return the adapted layer of each adapted weight, by the weight's name in the files of ``source``."""
+    """Map the name of each adapted weight in the files of ``source`` to its adapted layer."""
     layers = {f"{name}.weight": module for name, module in model.named_modules() if isinstance(module, BaseTunerLayer)}
     model_tensors = dict(base_tensors(model))
     transforms = get_model_conversion_mapping(model)
@@ -230,8 +230,8 @@ def _adapted_layers(model: Any, source: str) -> dict[str, Any]:
                     adapted[name] = layers.pop(renamed)
     if layers:
         raise ConfigError(
-            f"{len(layers)} adapted weights ({', '.join(sorted(layers)[:3])}) have no tensor of their own in the files of {source}, so "
-            "adapters cannot be merged into these. Export them as adapters (merge_lora=false)"
+            f"{len(layers)} adapted weights ({', '.join(sorted(layers)[:3])}) have no separate tensor in the files of {source}, so "
+            "adapters cannot be merged into them. Export them as adapters (merge_lora=false)"
         )
     return adapted
 
@@ -246,7 +246,7 @@ def _write_adapter(output: Path, model: Any, trained: _Trained, source: str) -> 
 
 
 def write_chunks(folder: Path, tensors: Iterable[tuple[str, Tensor]], chunk_bytes: int = CHUNK_BYTES) -> None:
-    """Write ``00000.safetensors``, ``00001.safetensors``, ... and their index; at most one chunk is in memory."""
+    """Write ``00000.safetensors``, ``00001.safetensors``, ... and their index, holding at most one chunk in memory."""
     index: dict[str, str] = {}
     total = held = 0
     chunk: dict[str, Tensor] = {}
@@ -264,7 +264,7 @@ def write_chunks(folder: Path, tensors: Iterable[tuple[str, Tensor]], chunk_byte
         if chunk and held + size > chunk_bytes:
             flush()
             held = 0
-        # A contiguous copy: safetensors accepts neither strides nor two tensors in the same memory.
+        # Make a contiguous copy: safetensors accepts neither strided tensors nor two tensors in the same memory.
         chunk[name] = tensor.detach().cpu().clone(memory_format=torch.contiguous_format)
         held, total = held + size, total + size
     if chunk:
@@ -273,13 +273,13 @@ def write_chunks(folder: Path, tensors: Iterable[tuple[str, Tensor]], chunk_byte
 
 
 def _origin(source: str, patterns: Sequence[str]) -> Path:
-    """Return the folder of a model, or of the downloaded files of a hub id."""
+    """Return a model's folder. For a Hub ID, download the files that match ``patterns`` first."""
     folder = Path(source).expanduser()
     return folder if folder.is_dir() else Path(snapshot_download(source, allow_patterns=list(patterns)))
 
 
 def _weight_files(source: str) -> list[Path]:
-    """Return the safetensors files of a model that transformers reads, sorted by name."""
+    """Return the safetensors files that transformers loads for a model, sorted by name."""
     folder = _origin(source, ["model*.safetensors", INDEX_FILE])
     if (folder / INDEX_FILE).is_file():
         files = set(json.loads((folder / INDEX_FILE).read_text(encoding="utf-8"))["weight_map"].values())
@@ -287,13 +287,13 @@ def _weight_files(source: str) -> list[Path]:
     if (folder / "model.safetensors").is_file():
         return [folder / "model.safetensors"]
     raise ConfigError(
-        f"{source} has no model.safetensors and no {INDEX_FILE}, so adapters cannot be merged into its weights. Export them as adapters "
+        f"{source} has neither model.safetensors nor {INDEX_FILE}, so adapters cannot be merged into its weights. Export them as adapters "
         "(merge_lora=false)"
     )
 
 
 def _copy_source_files(source: str, folder: Path) -> None:
-    """Copy configurations, tokenizer, processor, templates and code of a model."""
+    """Copy a model's configurations, tokenizer, processor, templates and code."""
     origin = _origin(source, [f"*{ending}" for ending in sorted(COPIED)])
     for path in sorted(origin.iterdir()):
         wanted = path.suffix in COPIED and not path.name.endswith(".index.json") and path.name not in LEFT_OUT
@@ -304,9 +304,9 @@ def _copy_source_files(source: str, folder: Path) -> None:
 
 
 def _adapt_config(path: Path, dtype: torch.dtype, architecture: str, packed: bool) -> None:
-    """Set the class and the dtype of the written weights in ``config.json``.
+    """Set the model class and the dtype of the exported weights in ``config.json``.
 
-    ``packed``: quantised weights of the source were copied unchanged.
+    ``packed`` means that quantised weights were copied from the source unchanged.
     """
     config, name = json.loads(path.read_text(encoding="utf-8")), str(dtype).removeprefix("torch.")
     if not packed:
@@ -319,7 +319,7 @@ def _adapt_config(path: Path, dtype: torch.dtype, architecture: str, packed: boo
 
 
 def _set_dtype(config: dict[str, Any], name: str) -> None:
-    """Set the dtype in a configuration and in its nested configurations."""
+    """Set the dtype in a configuration, including nested configurations."""
     for key, value in config.items():
         if key in ("dtype", "torch_dtype") and isinstance(value, str):
             config[key] = name

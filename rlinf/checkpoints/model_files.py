@@ -1,4 +1,4 @@
-"""The part of a checkpoint for ``from_pretrained``: weights as safetensors, with config and processor files."""
+"""The files of a checkpoint for ``from_pretrained``: safetensors weights, config and processor files."""
 
 import json
 from pathlib import Path
@@ -12,12 +12,12 @@ from rlinf.run_folder import ADAPTER_FOLDER, MODEL_FOLDER, STATISTICS_FILE
 
 
 def save_model_files(folder: Path, model: Any, weights: dict[str, Tensor]) -> None:
-    """Write the full state dict ``weights`` into ``folder/model``, or ``folder/adapter`` for a model with adapters."""
+    """Write the full state dict ``weights`` to ``folder/model``, or to ``folder/adapter`` if the model has adapters."""
     write_policy(folder / (ADAPTER_FOLDER if is_adapter(model) else MODEL_FOLDER), model, weights)
 
 
 def write_policy(folder: Path, model: Any, weights: dict[str, Tensor]) -> None:
-    """Write weights (or adapters), config, processor and action statistics into ``folder``, on one rank; may raise OSError."""
+    """Write weights (or adapters), config, processor and action statistics to ``folder`` on one rank. May raise OSError."""
     try:
         if is_adapter(model):
             from rlinf.models.lora import save_adapter  # imports peft and transformers
@@ -42,15 +42,15 @@ def write_policy(folder: Path, model: Any, weights: dict[str, Tensor]) -> None:
 
 
 def leaves_base(model: Any) -> bool:
-    """Return whether checkpoints of a model hold only an actor, because its run folder has the frozen base policy."""
+    """Return whether a model's checkpoints contain only an actor, because the frozen base policy is in the run folder."""
     return getattr(model, "base_store", None) is not None
 
 
 def may_leave_base(model: Any) -> bool:
-    """Return whether checkpoints of a model may lack its frozen weights."""
+    """Return whether a model's checkpoints may omit its frozen weights."""
     return is_adapter(model) or hasattr(model, "base_store")
 
 
 def is_adapter(model: Any) -> bool:
-    """Return whether a model has LoRA layers, so that its adapters are saved instead of its weights."""
+    """Return whether a model has LoRA layers. If so, its adapters are saved instead of its full weights."""
     return hasattr(model, "peft_config")

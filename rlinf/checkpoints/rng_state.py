@@ -1,4 +1,4 @@
-"""The random states of a process, saved as tensors and numbers, which load without running pickled code."""
+"""Saving and loading a process's random states as tensors and numbers, so that loading never runs pickled code."""
 
 import pickle
 import random
@@ -14,7 +14,7 @@ from rlinf.files import naming
 
 
 def rng_state(generators: Mapping[str, torch.Generator] | None = None) -> dict[str, Any]:
-    """Return a copy of the random states of Python, NumPy and torch, and of generators by name."""
+    """Return a copy of the random states of Python, NumPy, torch and the given generators."""
     version, integers, gauss = random.getstate()
     legacy = np.random.get_state(legacy=False)
     state: dict[str, Any] = {
@@ -31,22 +31,22 @@ def rng_state(generators: Mapping[str, torch.Generator] | None = None) -> dict[s
 
 
 def save_rng_state(path: Path, state: dict[str, Any]) -> None:
-    """Write the result of ``rng_state``."""
+    """Write the result of ``rng_state`` to a file."""
     with naming(path):
         torch.save(state, path)
 
 
 def load_rng_state(path: Path, generators: Mapping[str, torch.Generator] | None = None) -> None:
-    """Restore the random states in a file; raise CheckpointError if its content is different."""
+    """Restore random states from a file; raise CheckpointError if it does not contain any."""
     try:
         state = torch.load(path, weights_only=True)
         _set_state(state)
         for name, generator in (generators or {}).items():
             generator.set_state(state["generators"][name])
     except (pickle.UnpicklingError, EOFError, KeyError, AttributeError, TypeError, ValueError, RuntimeError) as error:
-        # Without the error's text, which recommends `weights_only=False`, and so running pickled code.
+        # Omit the error's text: it recommends `weights_only=False`, which would run pickled code.
         reason = type(error).__name__
-        raise CheckpointError(f"{path} holds no random states ({reason}). Use a different checkpoint.") from error
+        raise CheckpointError(f"{path} contains no random states ({reason}). Use a different checkpoint.") from error
 
 
 def _set_state(state: dict[str, Any]) -> None:

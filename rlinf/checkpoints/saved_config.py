@@ -1,4 +1,4 @@
-"""The configuration in a checkpoint."""
+"""Reading the configuration stored in a checkpoint."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -10,7 +10,7 @@ from rlinf.errors import CheckpointError
 from rlinf.run_folder import CONFIG_FILE
 
 TOKEN_KEYS = ("policy.model_name_or_path", "train.param_dtype")
-"""Keys of a recipe's configuration that an export reads and an override may change."""
+"""Keys of a recipe's configuration that are used for exports and may be overridden."""
 
 
 class PlainLoader(yaml.SafeLoader):
@@ -24,7 +24,7 @@ class PlainLoader(yaml.SafeLoader):
 
 
 def read_saved_config(folder: Path) -> dict[str, Any]:
-    """Return the resolved configuration in a checkpoint; raise CheckpointError if it is missing or damaged."""
+    """Return the resolved configuration stored in a checkpoint; raise CheckpointError if it is missing or damaged."""
     path = folder / CONFIG_FILE
     try:
         saved = yaml.load(path.read_text(encoding="utf-8"), PlainLoader)
@@ -32,12 +32,12 @@ def read_saved_config(folder: Path) -> dict[str, Any]:
         reason = f"{type(error).__name__}: {error}"
         raise CheckpointError(f"{path} cannot be read ({reason}). Use a different checkpoint.") from error
     if not isinstance(saved, dict):
-        raise CheckpointError(f"{path} holds no configuration. Use a different checkpoint.")
+        raise CheckpointError(f"{path} contains no configuration. Use a different checkpoint.")
     return saved
 
 
 def flat(mapping: Mapping[str, Any], path: str = "") -> dict[str, Any]:
-    """Return a nested mapping with dotted keys."""
+    """Flatten a nested mapping to dotted keys."""
     result: dict[str, Any] = {}
     for key, value in mapping.items():
         result |= flat(value, f"{path}{key}.") if isinstance(value, Mapping) else {f"{path}{key}": value}

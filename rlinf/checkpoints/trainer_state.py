@@ -1,13 +1,13 @@
-"""Weights and optimiser state, saved with torch.distributed.checkpoint (DCP), so that any number of ranks can load them.
+"""Saving weights and optimiser state with torch.distributed.checkpoint (DCP), so that any number of ranks can load them.
 
-The state is a flat dict of the existing tensors: ``model.<name>`` and ``optimizer.<parameter name>.<key>``. ``model.<name>`` is
-the tensor that the optimiser steps: for a 16-bit parameter its float32 master. The file does not distinguish a master from a
-float32 shard, so either can be loaded into the other.
+The state is a flat dict of existing tensors, named ``model.<name>`` and ``optimizer.<parameter name>.<key>``. ``model.<name>`` is
+the tensor updated by the optimiser: for a 16-bit parameter, its float32 master weight. The file does not distinguish master weights
+from float32 parameters, so either can be loaded into the other.
 """
 
-# Why not `torch.distributed.checkpoint.state_dict`: on an optimiser without state it takes a step with zero gradients, after which
-# AdamW's bias correction starts at 2. It also cannot restore a state in which some parameters have not been stepped yet, as during
-# the critic's warm-up.
+# `torch.distributed.checkpoint.state_dict` is not used because it initialises an empty optimiser state with a zero-gradient step,
+# after which AdamW's bias correction starts at step 2. It also cannot restore a state in which some parameters have not been updated
+# yet, as during critic warm-up.
 
 import pickle
 import re
@@ -48,16 +48,16 @@ _PICKLED_TYPES = {
 
 
 class _MetadataUnpickler(pickle.Unpickler):
-    """Reads DCP's index file, a pickle, and accepts only the classes of an index."""
+    """Unpickles DCP's index file, allowing only classes that belong in an index."""
 
     def find_class(self, module: str, name: str) -> Any:
         if name in _PICKLED_TYPES.get(module, ()):
             return super().find_class(module, name)
-        raise pickle.UnpicklingError(f"it names {module}.{name}, which is no class of an index")
+        raise pickle.UnpicklingError(f"it refers to {module}.{name}, which is not allowed in an index")
 
 
 class _Reader(FileSystemReader):
-    """DCP's reader with a restricted unpickler for the index."""
+    """DCP's reader, with a restricted unpickler for the index."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         with open(Path(self.path) / METADATA_FILE, "rb") as file:
@@ -68,16 +68,16 @@ class _Reader(FileSystemReader):
 
 
 class _Writer(FileSystemWriter):
-    """DCP's writer, without the path and the random id of this run in the index: equal runs write equal files."""
+    """DCP's writer, which omits the run's path and random ID from the index so that identical runs write identical files."""
 
     def storage_meta(self) -> StorageMeta:
         return StorageMeta()
 
 
 def trainer_tensors(model: nn.Module, optimizer: Optimizer | None, with_base: bool = True) -> dict[str, Tensor]:
-    """Return the tensors to save, by name, not copied. Raise CheckpointError if the optimiser's state is not all tensors.
+    """Return the tensors to save by name, without copying them. Raise CheckpointError if optimiser state contains non-tensors.
 
-    ``with_base`` includes parameters that are not trained: False for adapters and actors with base weights that are stored elsewhere.
+    ``with_base`` includes untrained parameters. Set it to False for adapters and actors with base weights stored elsewhere.
     """
     left_out = set() if with_base else frozen_names(model)
     weights = weights_to_save(model, optimizer)
@@ -85,31 +85,31 @@ def trainer_tensors(model: nn.Module, optimizer: Optimizer | None, with_base: bo
     for name, stepped in _stepped(model, optimizer).items():
         for key, value in optimizer.state.get(stepped, {}).items():
             if not isinstance(value, Tensor):
-                what = f"{type(optimizer).__name__} keeps '{key}' of '{name}' as {type(value).__name__}"
+                what = f"{type(optimizer).__name__} stores '{key}' of '{name}' as {type(value).__name__}"
                 raise CheckpointError(f"{what}; only tensors can be saved. Use a different optimiser.")
             tensors[f"{OPTIMIZER}{name}.{key}"] = value
     return tensors
 
 
 def frozen_names(model: nn.Module) -> set[str]:
-    """Return the names of the parameters that are not trained."""
+    """Return the names of the untrained parameters."""
     return {name for name, p in model.named_parameters(remove_duplicate=False) if not p.requires_grad}
 
 
 def write_tensors(folder: str | Path, tensors: dict[str, Tensor], group: dist.ProcessGroup | None = None) -> None:
-    """Write ``trainer_tensors`` or a copy of them (a collective call of ``group``); raise CheckpointError if that fails."""
-    # Not in warnings.catch_warnings: at its end, it would undo filters that a different thread has set meanwhile.
+    """Write ``trainer_tensors`` or a copy of them (a collective call in ``group``); raise CheckpointError on failure."""
+    # Do not use warnings.catch_warnings: on exit, it would undo filters set by other threads in the meantime.
     warnings.filterwarnings("ignore", "torch.distributed is disabled")
     try:
         dcp.save(tensors, storage_writer=_Writer(folder), process_group=group, no_dist=not dist.is_initialized())
-    except (CheckpointException, OSError) as error:  # the first is a BaseException
+    except (CheckpointException, OSError) as error:  # CheckpointException is a BaseException
         reason = write_error(_cause(error), Path(folder) / f"__{rank()}_0.distcp") or _reason(error)
-        fix = "Check space and permissions, or choose a different output_dir."
+        fix = "Check disk space and permissions, or choose a different output_dir."
         raise CheckpointError(f"Cannot write {folder}: {reason}. {fix}") from error
 
 
 def read_entries(folder: str | Path) -> dict[str, TensorStorageMetadata]:
-    """Return names, shapes and dtypes of the tensors in a folder; raise CheckpointError if it cannot be read."""
+    """Return the names, shapes and dtypes of a folder's tensors; raise CheckpointError if they cannot be read."""
     try:
         return _checked_entries(Path(folder), _Reader(folder).read_metadata())
     except (OSError, EOFError, pickle.UnpicklingError, AttributeError, LookupError, TypeError, ValueError) as error:
@@ -117,7 +117,7 @@ def read_entries(folder: str | Path) -> dict[str, TensorStorageMetadata]:
 
 
 def read_tensors(folder: str | Path, targets: dict[str, Tensor], no_dist: bool = False) -> None:
-    """Read tensors of a folder into ``targets`` in place (a collective call, unless ``no_dist``); raise CheckpointError on failure."""
+    """Read a folder's tensors into ``targets`` (a collective call unless ``no_dist``); raise CheckpointError on failure."""
     warnings.filterwarnings("ignore", "torch.distributed is disabled")
     try:
         dcp.load(targets, storage_reader=_Reader(folder), no_dist=no_dist or not dist.is_initialized())
@@ -126,10 +126,10 @@ def read_tensors(folder: str | Path, targets: dict[str, Tensor], no_dist: bool =
 
 
 def load_trainer_state(folder: str | Path, model: nn.Module, optimizer: Optimizer | None) -> None:
-    """Load into ``model`` and ``optimizer`` in place (a collective call). Optimiser state of other parameters is ignored.
+    """Load ``model`` and ``optimizer`` in place (a collective call). Optimiser state for unknown parameters is ignored.
 
-    The folder may be from any number of ranks, and the model may be sharded; 16-bit weights are rounded from the file. Raise
-    CheckpointError if the folder cannot be read, or its names or shapes differ from the model's.
+    The folder may have been written by any number of ranks, and the model may be sharded. 16-bit weights are rounded from the saved
+    weights. Raise CheckpointError if the folder cannot be read, or tensor names or shapes differ from the model's.
     """
     entries = read_entries(folder)
     weights = model.state_dict()
@@ -149,30 +149,30 @@ def load_trainer_state(folder: str | Path, model: nn.Module, optimizer: Optimize
         optimizer.state.update(states)
     with torch.no_grad():
         for name, tensor in stepped.items():
-            weights[name].copy_(tensor)  # the model's weight is the rounded master
+            weights[name].copy_(tensor)  # round the master weight to the model's dtype
 
 
 def _checked_entries(folder: Path, metadata: Metadata) -> dict[str, TensorStorageMetadata]:
-    """Return the index by name; raise ValueError unless all entries are tensors in the folder."""
-    # DCP would unpickle any other entry, and follow a file name out of the folder.
+    """Return the index entries by name; raise ValueError unless all are tensors stored in the folder."""
+    # DCP would unpickle non-tensor entries, and follow file names that lead out of the folder.
     entries: dict[str, TensorStorageMetadata] = {}
     for name, entry in metadata.state_dict_metadata.items():
         if not isinstance(entry, TensorStorageMetadata):
-            raise ValueError(f"{METADATA_FILE} holds '{name}' as {type(entry).__name__}, and only tensors are read")
+            raise ValueError(f"{METADATA_FILE} lists '{name}' as {type(entry).__name__}, but only tensors are allowed")
         entries[name] = entry
     for file in (place.relative_path for place in metadata.storage_data.values()):
         if not _DATA_FILE.fullmatch(file):
-            raise ValueError(f"{METADATA_FILE} names the file '{file}', which is not a data file of the folder")
+            raise ValueError(f"{METADATA_FILE} refers to the file '{file}', which is not a data file of the folder")
     return entries
 
 
 def weights_to_save(model: nn.Module, optimizer: Optimizer | None) -> dict[str, Tensor]:
-    """Return the state dict of a model, with the float32 masters of 16-bit parameters."""
+    """Return a model's state dict, with float32 master weights in place of 16-bit parameters."""
     return model.state_dict() | {name: tensor.detach() for name, tensor in _stepped(model, optimizer).items()}
 
 
 def _stepped(model: nn.Module, optimizer: Optimizer | None) -> dict[str, nn.Parameter]:
-    """Return, by parameter name, the tensor that the optimiser steps: the parameter, or its master."""
+    """Map parameter names to the tensors updated by the optimiser: the parameters or their master weights."""
     if isinstance(optimizer, MasterAdamW):
         masters = {name: optimizer.master_of(parameter) for name, parameter in model.named_parameters()}
         return {name: master for name, master in masters.items() if master is not None}
@@ -183,10 +183,10 @@ def _stepped(model: nn.Module, optimizer: Optimizer | None) -> dict[str, nn.Para
 
 
 def _empty_like(entry: TensorStorageMetadata, stepped: nn.Parameter, optimizer: Optimizer) -> Tensor:
-    """Return an empty state tensor: sharded and typed like the stepped tensor if it has its shape, else unsharded."""
+    """Return an empty state tensor. If its shape equals the parameter's, it has the same sharding and dtype; otherwise it is unsharded."""
     if entry.size == stepped.shape and stepped.ndim > 0:
         return torch.zeros_like(stepped, requires_grad=False)
-    # Fused kernels require step counts on the device, others on the CPU.
+    # Fused kernels require step counts on the parameter's device; other kernels, on the CPU.
     device = stepped.device if optimizer.defaults.get("fused") else None
     return torch.zeros(entry.size, dtype=entry.properties.dtype, device=device)
 
@@ -198,17 +198,17 @@ def _compare_names(
     missing, unexpected = sorted(weights.keys() - saved.keys() - may_lack), sorted(saved.keys() - weights.keys())
     if missing or unexpected:
         raise CheckpointError(
-            f"{what}: {len(missing)} tensors of the model are not in it ({', '.join(missing[:3])}), and it has "
+            f"{what}: it lacks {len(missing)} tensors of the model ({', '.join(missing[:3])}), and contains "
             f"{len(unexpected)} additional tensors ({', '.join(unexpected[:3])}). {fix}"
         )
     for name, entry in saved.items():
         there, here = list(entry.size), list(weights[name].shape)
         if there != here:
-            raise CheckpointError(f"{what}: '{name}' is {there} there and {here} here. {fix}")
+            raise CheckpointError(f"{what}: '{name}' has shape {there} there and {here} here. {fix}")
 
 
 def _cause(error: BaseException) -> BaseException:
-    """Return the first cause (DCP wraps the errors of all ranks); raise it if it is a KeyboardInterrupt."""
+    """Return the first of the errors that DCP collected from all ranks; re-raise it if it is a KeyboardInterrupt."""
     if not isinstance(error, CheckpointException):
         return error
     cause = next(iter(error.failures.values()))[0]
@@ -218,6 +218,6 @@ def _cause(error: BaseException) -> BaseException:
 
 
 def _reason(error: BaseException) -> str:
-    """Return the first cause in one line."""
+    """Describe the first cause on one line."""
     cause = _cause(error)
     return str(error) if cause is error else f"{type(cause).__name__}: {cause}"

@@ -1,6 +1,6 @@
-"""Uploads of a run's checkpoints and exports to the Hugging Face hub or to S3.
+"""Upload of a run's checkpoints and exports to the Hugging Face Hub or to S3.
 
-Credentials come from the environment, are checked before training, and appear in no message. Every request has ``TRIES`` attempts.
+Credentials are read from the environment, checked before training, and never shown in messages. Requests are attempted ``TRIES`` times.
 """
 
 import json
@@ -26,11 +26,11 @@ from rlinf.run_folder import CONFIG_FILE, MANIFEST_FILE, SAFETENSORS_FOLDER, STA
 
 TRIES = 3
 BACKOFF_S = 2.0
-"""Seconds before the second attempt, doubled before each later attempt."""
+"""Delay before the second attempt, in seconds; doubled for each further attempt."""
 SECRETS = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN", "AWS_ACCESS_KEY_ID")
 AWS_NAMES = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_DEFAULT_REGION")
 
-# The base class of HfHubHTTPError is the error of the HTTP library that huggingface_hub uses: requests, httpx or httpx2.
+# The base class of HfHubHTTPError is the error class of huggingface_hub's HTTP library: requests, httpx or httpx2.
 HUB_ERRORS = (OSError, HfHubHTTPError.__bases__[0], HFValidationError)
 
 logger = logging.getLogger("rlinf")
@@ -39,13 +39,13 @@ Result = TypeVar("Result")
 
 
 class HubUpload:
-    """Uploads the final policy, with a model card, to a new repository ``<owner>/<name>-<time of the run>``.
+    """Uploads the final policy and a model card to a new repository ``<owner>/<name>-<time of the run>``.
 
-    Raises ConfigError if the token is missing, unknown to the hub or read-only.
+    Raises ConfigError if the token is missing, invalid or read-only.
 
     Args:
-        repo_name: ``owner/name``, or a name of the token's owner.
-        private: Make the repository private.
+        repo_name: ``owner/name``, or just ``name`` for the token's owner.
+        private: Whether to make the repository private.
     """
 
     every = False
@@ -54,7 +54,7 @@ class HubUpload:
         token, where = get_token(), "train.ckpt.upload_hf=true needs a token with write access"
         if not token:
             raise ConfigError(
-                f"{where}, and there is none. Set the environment variable HF_TOKEN, or train.ckpt.upload_hf=false"
+                f"{where}, but none is set. Set the environment variable HF_TOKEN, or train.ckpt.upload_hf=false"
             )
         self.api, self.private = HfApi(token=token), private
         try:
@@ -64,12 +64,12 @@ class HubUpload:
         role = owner.get("auth", {}).get("accessToken", {}).get("role")
         if role == "read":
             raise ConfigError(
-                f"{where}; the token of '{owner['name']}' may only read. Set HF_TOKEN, or train.ckpt.upload_hf=false"
+                f"{where}, but the token of '{owner['name']}' is read-only. Set HF_TOKEN, or train.ckpt.upload_hf=false"
             )
         self.repo_name = repo_name if "/" in repo_name else f"{owner['name']}/{repo_name}"
 
     def upload(self, run_folder: Path, folders: Sequence[Path], is_final: bool) -> None:
-        """Upload the exported policy; raise CheckpointError if that fails."""
+        """Upload the exported policy; raise CheckpointError on failure."""
         repo_id = self._repo_id(run_folder)
         for folder in _exported(folders):
             states = [path / STATE_FILE for path in folders if (path / STATE_FILE).is_file()]  # of the checkpoint
@@ -86,7 +86,7 @@ class HubUpload:
             )
 
     def commands(self, run_folder: Path, folders: Sequence[Path]) -> list[str]:
-        """Return the command of the hub's CLI that uploads the exported policy."""
+        """Return the Hub CLI command that uploads the exported policy."""
         command, flag = ["hf", "upload", self._repo_id(run_folder)], ["--private"][: self.private]
         return [shlex.join([*command, str(folder), *flag]) for folder in _exported(folders)]
 
@@ -97,8 +97,8 @@ class HubUpload:
 class S3Upload:
     """Uploads checkpoints and exported policies to ``<bucket>/<prefix>/<name of output_dir>/<time of the run>/...``.
 
-    A folder with an equal manifest in the bucket is not sent again. Raises ConfigError if the bucket does not exist or cannot be used,
-    or an environment variable is missing; MissingDependencyError if boto3 is not installed.
+    A folder is skipped if the bucket already contains it with an identical manifest. Raises ConfigError if the bucket does not exist
+    or is inaccessible, or an environment variable is missing; MissingDependencyError if boto3 is not installed.
     """
 
     def __init__(self, bucket: str | None, prefix: str = "", every: bool = False) -> None:
@@ -126,25 +126,25 @@ class S3Upload:
         if not is_complete:
             missing = [name for name in AWS_NAMES if not os.environ.get(name)]
             raise ConfigError(
-                f"train.ckpt.upload_s3 needs credentials and a region, and {', '.join(missing)} {'is' if len(missing) == 1 else 'are'} not "
+                f"train.ckpt.upload_s3 needs credentials and a region, but {', '.join(missing)} {'is' if len(missing) == 1 else 'are'} not "
                 "set. Set them in the environment, or train.ckpt.upload_s3=false"
             )
-        # Region, endpoint (AWS_ENDPOINT_URL) and keys come from the environment. One attempt, because `_retried` repeats it.
+        # Region, endpoint (AWS_ENDPOINT_URL) and keys are read from the environment. boto3 tries once: `_retried` retries.
         self.client = session.client("s3", config=Config(retries={"total_max_attempts": 1}))
         try:
             _retried(lambda: self.client.head_bucket(Bucket=bucket), self._errors, f"use the S3 bucket '{bucket}'")
         except CheckpointError as error:
             raise ConfigError(
-                f"{error}. Set train.ckpt.s3_bucket=<a bucket of yours>, check {', '.join(AWS_NAMES)}"
+                f"{error}. Set train.ckpt.s3_bucket=<your bucket>, and check {', '.join(AWS_NAMES)}"
             ) from error
 
     def upload(self, run_folder: Path, folders: Sequence[Path], is_final: bool) -> None:
-        """Upload folders of a run; raise CheckpointError if that fails."""
+        """Upload folders of a run; raise CheckpointError on failure."""
         for folder in folders:
             if self._is_there(run_folder, folder / MANIFEST_FILE):
                 continue
             files = [path for path in sorted(folder.rglob("*")) if path.is_file()]
-            # The manifest last, so that a folder with a manifest in the bucket is complete.
+            # Upload the manifest last, so that any folder with a manifest in the bucket is complete.
             for path in sorted(files, key=lambda path: path == folder / MANIFEST_FILE):
                 key = self.key_of(run_folder, path)
                 send = partial(self.client.upload_file, str(path), self.bucket, key)
@@ -152,33 +152,33 @@ class S3Upload:
             logger.info("Uploaded %s: s3://%s/%s", folder, self.bucket, self.key_of(run_folder, folder))
 
     def commands(self, run_folder: Path, folders: Sequence[Path]) -> list[str]:
-        """Return the commands of the AWS CLI that upload the folders."""
+        """Return the AWS CLI commands that upload the folders."""
         command, root = ["aws", "s3", "cp", "--recursive"], f"s3://{self.bucket}"
         return [shlex.join([*command, str(path), f"{root}/{self.key_of(run_folder, path)}"]) for path in folders]
 
     def _is_there(self, run_folder: Path, manifest: Path) -> bool:
-        """Return whether the bucket has a folder with this manifest, which holds the hashes of all files."""
-        with suppress(*self._errors):  # also if the manifest does not exist
+        """Return whether the bucket has this folder with an identical manifest, which contains the hashes of all files."""
+        with suppress(*self._errors):  # including a missing manifest
             sent = self.client.get_object(Bucket=self.bucket, Key=self.key_of(run_folder, manifest))["Body"].read()
             return sent == manifest.read_bytes()
         return False
 
     def key_of(self, run_folder: Path, path: Path) -> str:
-        """Return the key of a file, or the prefix of a folder's keys."""
+        """Return a file's key, or the key prefix of a folder."""
         run = run_folder.absolute()
         parts = (self.prefix, run.parent.name, run.name, path.relative_to(run_folder).as_posix())
         return "/".join(part for part in parts if part)
 
 
 def model_card(folder: Path, scores: dict[str, float] | None = None) -> str:
-    """Return the README of an export: its origin, settings, and ``scores``, the run's validations by checkpoint name."""
+    """Return an export's README, with its origin, settings, and validation ``scores`` by checkpoint name."""
     manifest = Manifest.load(folder)
     config = yaml.safe_load((folder / CONFIG_FILE).read_text(encoding="utf-8"))
     base = _value(config, "policy.model_name_or_path")
     datasets = _value(config, "train.train_policy.dataset.name")
     kind = str(_value(config, "train.train_policy.type") or "").upper()
     head: dict[str, Any] = {"library_name": "transformers", "tags": ["rlinf", *([kind.lower()] if kind else [])]}
-    # Local paths are left out: in the card's metadata, the hub accepts only its ids of models and datasets.
+    # Omit local paths: the Hub accepts only its own model and dataset IDs in the card's metadata.
     named = (("base_model", base), ("datasets", datasets))
     head |= {key: name for key, name in named if name and not Path(name).exists()}
     trained = {"merged": "LoRA adapters, merged", "adapter": "LoRA adapters"}
@@ -213,7 +213,7 @@ def _value(config: Any, path: str) -> Any:
 
 
 def _retried(action: Callable[[], Result], errors: tuple[type[Exception], ...], what: str) -> Result:
-    """Return the result of ``action`` in ``TRIES`` attempts; raise CheckpointError without any secret."""
+    """Run ``action`` up to ``TRIES`` times and return its result. Secrets are redacted from the CheckpointError on failure."""
     for number in range(TRIES - 1):
         with suppress(*errors):
             return action()
@@ -224,5 +224,5 @@ def _retried(action: Callable[[], Result], errors: tuple[type[Exception], ...], 
         reason = f"{type(error).__name__}: {error}"
         for secret in {*(os.environ.get(name) for name in SECRETS), get_token()} - {None, ""}:
             reason = reason.replace(secret, "***")
-        # `from None`, because the text of the error may contain a secret.
-        raise CheckpointError(f"Cannot {what}, tried {TRIES} times ({reason})") from None
+        # Use `from None` because the original error's text may contain a secret.
+        raise CheckpointError(f"Cannot {what} after {TRIES} attempts ({reason})") from None

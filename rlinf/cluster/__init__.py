@@ -1,1 +1,1 @@
-"""Where a run collects rollouts: in threads of a rank, in its processes, or in rollout workers that Ray places."""
+"""Rollout collection in a rank's threads, in its child processes, or in rollout workers placed by Ray."""

@@ -1,4 +1,4 @@
-"""Builds the collector of a rank or a rollout worker."""
+"""Factories for the rollout collectors of ranks and rollout workers."""
 
 from collections import Counter
 from collections.abc import Callable
@@ -17,8 +17,8 @@ from rlinf.rollout.sampler import EpisodeSampler
 
 
 def threads_of_rank(config: RunConfig, env: VectorEnv, num_ranks: int) -> int:
-    """Return the number of worker threads for the envs of a rank."""
-    # An env on the GPU steps all env slots in one kernel. Two envs of half the size would each take as long, in sequence.
+    """Return the number of worker threads that step a rank's envs."""
+    # A GPU env steps all its slots in one kernel. Two envs half the size would run one after the other, each taking as long.
     if env.on_gpu:
         return 1
     num_envs = config.rollout.num_envs // num_ranks
@@ -27,7 +27,7 @@ def threads_of_rank(config: RunConfig, env: VectorEnv, num_ranks: int) -> int:
 
 
 def episode_sampler(config: RunConfig, env: VectorEnv) -> EpisodeSampler:
-    """Return the sampler of training episodes, for an env of the run."""
+    """Return the sampler of training episodes for the run's env."""
     rollout = config.rollout
     return EpisodeSampler(
         env.episode_specs("train"),
@@ -42,7 +42,7 @@ def episode_sampler(config: RunConfig, env: VectorEnv) -> EpisodeSampler:
 def collector_factory(
     config: RunConfig, env: VectorEnv, num_worker_threads: int, num_sharers: int
 ) -> Callable[..., RolloutCollector]:
-    """Return ``make(rank=, num_ranks=, autocast=)``, for a machine with ``num_sharers`` worker threads in all."""
+    """Return ``make(rank=, num_ranks=, autocast=)`` for a machine with a total of ``num_sharers`` worker threads."""
     rollout = config.rollout
     return partial(
         RolloutCollector,
@@ -59,9 +59,9 @@ def collector_factory(
 
 
 def env_maker(config: RunConfig, num_sharers: int, num_threads: int = 1) -> Callable[..., VectorEnv]:
-    """Return ``make(num_envs, auto_reset=)``, which builds one of ``num_sharers`` envs of this machine.
+    """Return ``make(num_envs, auto_reset=)``, which builds one of this machine's ``num_sharers`` envs.
 
-    Each rank or rollout worker builds one in each of its ``num_threads`` worker threads.
+    Each of a rank's or rollout worker's ``num_threads`` worker threads builds one.
     """
     cluster = config.cluster
     if not cluster.num_env_workers:
@@ -80,7 +80,7 @@ def env_maker(config: RunConfig, num_sharers: int, num_threads: int = 1) -> Call
 
 
 def describe_places(env: VectorEnv) -> str:
-    """Describe the processes of an env's simulators."""
+    """Describe where an env's simulators run."""
     if not isinstance(env, RemoteVectorEnv):
         return "in the process of the policy, or in its worker processes"
     hosts = Counter(host for host, _ in env.places())

@@ -1,4 +1,4 @@
-"""A copy of a policy that a different process trains: the base class of all rollout workers."""
+"""The base class of rollout workers: a copy of a policy that is trained in a different process."""
 
 from rlinf.engines.weight_handle import WeightsHandle
 from rlinf.engines.weight_transfer import ModuleReceiver, PushHeader
@@ -7,7 +7,7 @@ from rlinf.rollout.policy_skeleton import PolicySkeleton
 
 
 class PolicyReplica:
-    """A policy with the weights of the last push, built from its skeleton."""
+    """A policy built from its skeleton, with the most recently pushed weights."""
 
     def __init__(self, shell: PolicySkeleton, device: str) -> None:
         self.model = shell.build(device)
@@ -15,11 +15,11 @@ class PolicyReplica:
 
     @property
     def version(self) -> int | None:
-        """Version of the weights; None after no push or an incomplete one."""
+        """Version of the weights, or None before the first push or after an incomplete one."""
         return self.receiver.version
 
     def start_push(self, header: PushHeader) -> None:
-        """Prepare for the weights of a version; see ``WeightReceiver``. The policy cannot act until ``commit``."""
+        """Prepare to receive a version of the weights; see ``WeightReceiver``. The policy cannot act until ``commit``."""
         self.receiver.start_push(header)
 
     def load(self, bucket: WeightsHandle) -> None:
@@ -27,16 +27,16 @@ class PolicyReplica:
         self.receiver.load(bucket)
 
     def commit(self) -> int:
-        """End a push; return its version."""
+        """Complete a push and return its version."""
         return self.receiver.commit()
 
     def close(self) -> None:
-        """Free its resources."""
+        """Release the worker's resources."""
 
     def _held(self) -> int:
-        """Return the version of the weights; raise RLinfError if a push is missing or incomplete."""
+        """Return the version of the weights; raise RLinfError if no push has completed."""
         if self.version is None:
             raise RLinfError(
-                "A rollout worker has no complete weights: no push has ended, or the last one was rejected. Push again"
+                "A rollout worker has no complete weights: no push has completed, or the last one was rejected. Push again"
             )
         return self.version

@@ -1,4 +1,4 @@
-"""The Ray actor that holds a rollout worker."""
+"""The Ray actor that runs a rollout worker."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ from rlinf.types import RolloutBatch
 
 
 class Arrays(NamedTuple):
-    """A rollout that is sent between processes: its tensors as arrays, which Ray's object store does not copy."""
+    """A rollout sent between processes, with tensors as NumPy arrays so that Ray's object store does not copy them."""
 
     tensors: dict[str, np.ndarray]
     rest: RolloutBatch
 
     @classmethod
     def of(cls, batch: RolloutBatch) -> Arrays:
-        """Convert a rollout."""
+        """Convert a rollout to arrays."""
         tensors = batch.tensors()
         rest = RolloutBatch(**{**vars(batch), **dict.fromkeys(tensors)})
         return cls({name: tensor.numpy() for name, tensor in tensors.items()}, rest)
 
     def batch(self) -> RolloutBatch:
-        """Return the rollout without a copy; the arrays may be read-only."""
+        """Return the rollout without copying the arrays, which may be read-only."""
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
             tensors = {name: torch.from_numpy(array) for name, array in self.tensors.items()}
@@ -43,14 +43,14 @@ class Arrays(NamedTuple):
 
 
 class RolloutWorkerProcess(NamedTuple):
-    """Ray's id of a rollout worker's machine, and the process id there."""
+    """A rollout worker's location: Ray's node ID and the process ID on that machine."""
 
     node: str
     pid: int
 
 
 class RolloutWorkerActor:
-    """A rollout worker in its own process. Errors are returned as a ``Failure``, which ``rlinf.cluster.rollout_workers`` raises."""
+    """A rollout worker in its own process. Errors are returned as ``Failure`` and raised in ``rlinf.cluster.rollout_workers``."""
 
     def __init__(self) -> None:
         faulthandler.enable()
@@ -58,16 +58,16 @@ class RolloutWorkerActor:
         self.worker: PolicyReplica | None = None
 
     def where(self) -> RolloutWorkerProcess:
-        """Return the machine and the id of this process."""
+        """Return the machine and process ID of this process."""
         import ray
 
         return RolloutWorkerProcess(ray.get_runtime_context().get_node_id(), os.getpid())
 
     def build(self, machine: CommandMachine, start: bytes) -> Failure | None:
-        """Build the rollout worker from a pickled function and its arguments, if this machine matches the ranks'."""
+        """Build the rollout worker from a pickled function and its arguments. Fail if this machine differs from the ranks' machines."""
 
         def make_rollout_worker() -> None:
-            # Before unpickling: the check imports the plugins, and `start` may contain their classes.
+            # Check before unpickling: this imports the plugins, whose classes `start` may contain.
             machine.check()
             make, *arguments = pickle.loads(start)
             self.worker = make(*arguments)
@@ -75,14 +75,14 @@ class RolloutWorkerActor:
         return failure_in(make_rollout_worker)
 
     def push(self, weights: StoredWeights) -> Any:
-        """Load a version of the weights into the rollout worker, from any earlier version or none; return the version."""
+        """Load weights into the rollout worker, which may have an earlier version or none; return the new version."""
         import ray
 
         try:
             worker = self._rollout_worker()
             if worker.version == weights.version:
                 return worker.version
-            # Frozen weights are sent once, to a worker without weights. Later pushes contain the trained weights only.
+            # Send frozen weights once, to a worker without weights. Later pushes contain only trained weights.
             if worker.version is None:
                 worker.start_push(PushHeader(weights.version, weights.manifest))
                 for ref in weights.frozen:
@@ -92,7 +92,7 @@ class RolloutWorkerActor:
             for ref in weights.trained:
                 worker.load(ray.get(ref))
             return worker.commit()
-        except Exception as error:  # noqa: BLE001 - the rank raises it
+        except Exception as error:  # noqa: BLE001 - raised by the rank
             return failure_of(error)
 
     def run(self, method: str, *arguments: Any) -> Any:
@@ -100,7 +100,7 @@ class RolloutWorkerActor:
         try:
             result = getattr(self._rollout_worker(), method)(*arguments)
             return Arrays.of(result) if isinstance(result, RolloutBatch) else result
-        except Exception as error:  # noqa: BLE001 - the rank raises it
+        except Exception as error:  # noqa: BLE001 - raised by the rank
             return failure_of(error)
 
     def _rollout_worker(self) -> PolicyReplica:

@@ -1,4 +1,4 @@
-"""The machines of a run on Ray: a cluster, a place for each rank and rollout worker, and a check that the machines match."""
+"""Ray resources of a run: the cluster, a place for each rank and rollout worker, and checks that the machines match."""
 
 import logging
 import os
@@ -40,36 +40,36 @@ logger = logging.getLogger("rlinf")
 SHARED_MEMORY = "/dev/shm"
 LOOPBACK = "127.0.0.1"
 CAPACITY_WARNING_S = 10.0
-"""Seconds after which the log reports that the cluster has no free capacity."""
+"""Seconds to wait before logging that the cluster has no free capacity."""
 
 
 @dataclass(frozen=True)
 class Reservation:
-    """Places in a Ray cluster, as every rank receives them."""
+    """Reserved places in a Ray cluster, in the form passed to every rank."""
 
     address: str
-    group: str | None  # id of Ray's placement group with one bundle for each rollout worker; None: the ranks collect
+    group: str | None  # ID of Ray's placement group with one bundle per rollout worker; None if ranks collect rollouts
     gpus_per_rollout_worker: int
     machine: CommandMachine
-    ranks: str | None = None  # id of the placement group with one bundle for each rank that Ray starts
+    ranks: str | None = None  # ID of the placement group with one bundle per rank started by Ray
     ranks_on_gpu: bool = False
-    host: str = LOOPBACK  # address of the command for ranks that Ray starts
+    host: str = LOOPBACK  # the command's address for ranks started by Ray
 
     def join(self) -> None:
-        """Connect this process to the cluster, unless it is connected."""
+        """Connect this process to the cluster if it is not connected yet."""
         ray = import_ray(BY_RAY)
         if not ray.is_initialized():
             initialise(ray, self.address, log_to_driver=True)
 
     def rank_places(self, start_s: float, folders: Sequence[str | os.PathLike]) -> RankPlaces | None:
-        """Return the places in which ranks start within ``start_s``, on machines with these folders; None if Ray starts no ranks."""
+        """Return places for ranks, which check that ``folders`` exist and have ``start_s`` to start; None if Ray starts no ranks."""
         if self.ranks is None:
             return None
         check = partial(self.machine.check_for_rank, [os.path.abspath(folder) for folder in folders])
         return RankPlaces.of(self.ranks, self.host, start_s, None if self.host == LOOPBACK else check)
 
     def start(self, actor_class: type, number: int) -> Any:
-        """Start an actor in the place of a rollout worker."""
+        """Start an actor in a rollout worker's reserved place."""
         ray = import_ray(SPLIT)
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -83,26 +83,26 @@ class Reservation:
         return ray.remote(**options)(actor_class).remote()
 
     def num_neighbours(self, number: int) -> int:
-        """Return the number of rollout workers on a rollout worker's machine, including it."""
+        """Return the number of rollout workers on the machine of worker ``number``, including itself."""
         from ray.util import placement_group_table
 
         nodes = placement_group_table(placement_group(self.group))["bundles_to_node_id"]
         return list(nodes.values()).count(nodes[number])
 
     def signal(self, node: str, pid: int, number: int) -> Any:
-        """Send a signal to a process of a machine; return Ray's reference to the task that sends it."""
+        """Send a signal to a process on a node, and return Ray's reference to the task that sends it."""
         ray = import_ray(SPLIT)
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
         there = NodeAffinitySchedulingStrategy(node, soft=False)
         remote = ray.remote(num_cpus=0, scheduling_strategy=there, max_retries=0)
-        # A lambda, because Ray accepts only Python functions as tasks, not `os.kill`.
+        # Use a lambda: Ray tasks must be Python functions, so it does not accept `os.kill`.
         return remote(lambda: os.kill(pid, number)).remote()
 
 
 @contextmanager
 def reserved(config: RunConfig) -> Iterator[Reservation | None]:
-    """Yield the ``reserved_places`` of a run; None if Ray starts neither ranks nor rollout workers."""
+    """Yield a run's ``reserved_places``, or None if Ray starts neither ranks nor rollout workers."""
     if not has_rollout_workers(config) and not ranks_by_ray(config):
         yield None
         return
@@ -115,7 +115,7 @@ def reserved(config: RunConfig) -> Iterator[Reservation | None]:
 
 
 def check_machine(placement_of: Callable[[Sequence[Node] | None], Placement], capacity: FreeCapacity | None) -> None:
-    """Run the checks of ``reserved_places`` that start nothing."""
+    """Run those checks of ``reserved_places`` that do not start a cluster or connect to one."""
     import_ray(SPLIT)
     if check_address(SPLIT) is None:
         _gpus_of_rollout_workers(placement_of)
@@ -130,14 +130,14 @@ def reserved_places(
     plugins: Sequence[str] = (),
     capacity: FreeCapacity | None = None,
 ) -> Iterator[Reservation]:
-    """Reserve a place for each rollout worker, and for each rank that Ray starts, and free all places at the end.
+    """Reserve a place for each rollout worker and each rank started by Ray, and free them on exit.
 
-    Raise ConfigError if there is no cluster at ``RAY_ADDRESS``, it has too little free capacity, or its machines differ.
+    Raise ConfigError if no cluster is running at ``RAY_ADDRESS``, it has insufficient free capacity, or its machines differ.
 
     Args:
-        placement_of: Returns the placement of the run on some machines, or rejects them; None: unknown machines.
-        start_s: Seconds to wait for free capacity, and for the machines' replies.
-        capacity: Required space in the object store of each machine with rollout workers; None: unknown.
+        placement_of: Returns the run's placement on the given machines (None if unknown), or raises an error if they are unsuitable.
+        start_s: Seconds to wait for free capacity and for replies from the machines.
+        capacity: Required object-store capacity of each machine with rollout workers, or None if unknown.
     """
     ray = import_ray(BY_RAY)
     with _connected(ray, placement_of, capacity) as has_other_machines, ExitStack() as stack:
@@ -165,14 +165,14 @@ def reserved_places(
 def _places(
     ray: ModuleType, start_s: float, bundle: dict[str, float], count: int, noun: str, strategy: str
 ) -> Iterator[Any]:
-    """Reserve places, wait until they are available, and free them at the end."""
+    """Reserve places, wait until they are available, and free them on exit."""
     from ray.util import remove_placement_group
 
     group = ray.util.placement_group([bundle] * count, strategy=strategy)
     try:
         if not group.wait(CAPACITY_WARNING_S):
             logger.warning(
-                "Other jobs use the CPUs or GPUs of the Ray cluster; waiting for free places for the %s.", noun
+                "Other jobs are using the Ray cluster's CPUs or GPUs; waiting for free places for the %s.", noun
             )
             if not group.wait(start_s):
                 raise ConfigError(
@@ -189,16 +189,16 @@ def _places(
 def _connected(
     ray: ModuleType, placement_of: Callable[[Sequence[Node] | None], Placement], capacity: FreeCapacity | None
 ) -> Iterator[bool]:
-    """Connect to a cluster for the block, and yield whether it may have other machines.
+    """Connect to a cluster for the duration of the block, and yield whether it may contain other machines.
 
-    The cluster is the one of this process, if it is connected already, the one at ``RAY_ADDRESS``, or a new one on this machine,
-    which ends with this process.
+    Use the cluster to which this process is already connected, otherwise the cluster at ``RAY_ADDRESS``, otherwise a new cluster on
+    this machine, which ends with this process.
     """
     if ray.is_initialized():
         yield True
         return
     address = check_address(BY_RAY)
-    # In /tmp, not TMPDIR: Ray's sockets are in this folder, and the path of a socket has at most 107 characters.
+    # Use /tmp instead of TMPDIR: this folder contains Ray's sockets, whose paths may have at most 107 characters.
     with tempfile.TemporaryDirectory(prefix="rlinf-ray-", dir="/tmp", ignore_cleanup_errors=True) as folder:
         try:
             if address is None:
@@ -217,12 +217,12 @@ def _start(
     folder: str,
     capacity: FreeCapacity | None,
 ) -> None:
-    """Start a cluster on this machine. Ranks that Ray does not start have the first GPUs, and Ray the remaining ones."""
+    """Start a cluster on this machine. Ranks not started by Ray use the first GPUs; Ray manages the remaining ones."""
     placement, gpus = placement_of(None), _gpus_of_rollout_workers(placement_of)
     former = os.environ.get("CUDA_VISIBLE_DEVICES")
     os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
     try:
-        store = {} if capacity is None else {"object_store_memory": _store_size(capacity)}  # else Ray chooses
+        store = {} if capacity is None else {"object_store_memory": _store_size(capacity)}  # or Ray's default
         counts = {"num_cpus": placement.cpus, "num_gpus": len(gpus)}
         initialise(ray, None, log_to_driver=True, **counts, **store, _temp_dir=folder)
     finally:
@@ -232,7 +232,7 @@ def _start(
 
 
 def _gpus_of_rollout_workers(placement_of: Callable[[Sequence[Node] | None], Placement]) -> list[str]:
-    """Return the GPUs of this machine after the ranks' GPUs; raise ConfigError if there are too few."""
+    """Return this machine's GPUs that ranks do not use; raise ConfigError if there are too few."""
     placement = placement_of(None)
     gpus = _gpus(placement)[placement.gpus_of_ranks :]
     placement_of([Node(socket.gethostname(), float(placement.cpus), float(len(gpus)))])
@@ -240,24 +240,24 @@ def _gpus_of_rollout_workers(placement_of: Callable[[Sequence[Node] | None], Pla
 
 
 def _store_size(capacity: FreeCapacity) -> int:
-    """Return the object store's size for a cluster on this machine; raise ConfigError if it exceeds the free shared memory."""
+    """Return the object store's size for a cluster on this machine; raise ConfigError if there is too little shared memory."""
     needed = capacity.num_bytes
     size = max(OBJECT_STORE_BYTES, needed)
     free = shutil.disk_usage(SHARED_MEMORY).free if os.path.isdir(SHARED_MEMORY) else size
     if needed > free:
         raise ConfigError(
-            f"Weights and rollouts of this run need {format_bytes(needed)} of shared memory, and {SHARED_MEMORY} has {format_bytes(free)} free. "
-            f"Enlarge it (docker run --shm-size={needed}), or set {capacity.fixes}"
+            f"Weights and rollouts of this run need {format_bytes(needed)} of shared memory, but {SHARED_MEMORY} has {format_bytes(free)} "
+            f"free. Enlarge it (docker run --shm-size={needed}), or set {capacity.fixes}"
         )
     return min(size, free)
 
 
 def _check_stores(ray: ModuleType, groups: Sequence[Any], capacity: FreeCapacity | None) -> None:
-    """Raise ConfigError for machines whose object store is too small for weights and rollouts.
+    """Raise ConfigError if the object store of a machine is too small for weights and rollouts.
 
-    ``groups`` has the places of rollout workers and, if Ray starts the ranks, of ranks.
+    ``groups`` contains the placement group of rollout workers and, if Ray starts the ranks, the ranks' placement group.
     """
-    # Ray would not fail: it would write the objects to disk, and every push and rollout would be slow.
+    # Without this check, Ray would spill objects to disk instead of failing, making every push and rollout slow.
     from ray.util import placement_group_table
 
     if capacity is None:
@@ -277,13 +277,13 @@ def _check_stores(ray: ModuleType, groups: Sequence[Any], capacity: FreeCapacity
 
 
 def _gpus(placement: Placement) -> list[str]:
-    """Return the GPUs of this machine that the run may use; on CPUs, an empty list."""
+    """Return this machine's GPUs available to the run, or an empty list for a run on CPUs."""
     return visible_gpus(os.environ, torch.cuda.device_count()) if placement.on_gpu else []
 
 
 def _compare_machines(ray: ModuleType, start_s: float, group: Any, machine: CommandMachine) -> None:
-    """Raise ConfigError for places on machines that differ from this one."""
-    # Each rollout worker checks its machine again. This check comes before the model is loaded, which may take minutes.
+    """Raise ConfigError if any place is on a machine that differs from this one."""
+    # Each rollout worker repeats this check. Run it here, too, before loading the model, which may take minutes.
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
     checks = []
@@ -295,6 +295,6 @@ def _compare_machines(ray: ModuleType, start_s: float, group: Any, machine: Comm
         failures = ray.get(checks, timeout=start_s)
     except ray.exceptions.RayError as error:
         raise ConfigError(
-            f"A machine of the Ray cluster cannot report its version of rlinf: {error}\nInstall the same rlinf on all machines"
+            f"A machine in the Ray cluster cannot report its rlinf version: {error}\nInstall the same version on all machines"
         ) from error
     raise_failure(failures)

@@ -1,4 +1,4 @@
-"""A rollout worker: runs episodes of a policy that a different process trains. It does not depend on Ray."""
+"""Rollout workers, which run episodes with a policy trained in a different process. This module does not depend on Ray."""
 
 from __future__ import annotations
 
@@ -32,24 +32,24 @@ if TYPE_CHECKING:
 
 
 def worker_maker(config: RunConfig, shell: PolicySkeleton, placement: Placement) -> Callable[[int, int], RolloutWorker]:
-    """Return ``make(number, num_neighbours)``."""
-    # Read here, because Ray overwrites OMP_NUM_THREADS in the worker's process.
+    """Return ``make(number, num_neighbours)``, which builds a rollout worker."""
+    # Resolve the thread count here because Ray overwrites OMP_NUM_THREADS in the worker's process.
     cluster = replace(config.cluster, num_threads=given_num_threads(config.cluster.num_threads))
     return partial(RolloutWorker, replace(config, cluster=cluster), shell, placement)
 
 
 class RolloutWorker(PolicyReplica):
-    """Envs, and a copy of the policy with the weights of the last push. Without env groups in the placement, it only evaluates.
+    """Runs envs with a copy of the policy. If the placement has no env groups, it is used only for evaluation.
 
-    With ``rollout.backend=vllm``, an engine samples the actions of rollouts. It takes its weights from the copy, which still
-    evaluates, preprocesses and computes values.
+    With ``rollout.backend=vllm``, an engine samples the actions of rollouts. The engine is updated from the policy copy, which is
+    still used for evaluation, preprocessing and values.
 
-    Any rollout worker may run any env groups, up to its fraction of ``placement.num_env_groups`` per call: a rollout depends only on
-    the weights, the iteration, the attempt and the env group.
+    Any rollout worker can run any env groups, up to its fraction of ``placement.num_env_groups`` per call, because a rollout depends
+    only on the weights, the iteration, the attempt and the env group.
 
     Args:
-        number: Number of this rollout worker, over all machines.
-        num_neighbours: Rollout workers on this machine, including this one; they divide its cores.
+        number: Index of this rollout worker across all machines.
+        num_neighbours: Number of rollout workers on this machine, including this one, among which its cores are divided.
     """
 
     def __init__(
@@ -77,26 +77,26 @@ class RolloutWorker(PolicyReplica):
 
     @property
     def version(self) -> int | None:
-        """See ``PolicyReplica.version``; None also if the engine has a different version."""
+        """See ``PolicyReplica.version``; also None if the engine has a different version."""
         held = super().version
         return held if self.engine is None or self.engine.version == held else None
 
     def commit(self) -> int:
-        """End a push, also to the engine; return the version."""
+        """Complete a push, update the engine, and return the version."""
         version = super().commit()
         if self.engine is not None:
             self.engine.update_weights(version)
         return version
 
     def collect(self, step: int, needs_values: bool, attempt: int, env_groups: Sequence[int]) -> RolloutBatch:
-        """Collect a rollout of some env groups with the present weights; see ``RolloutCollector.collect``."""
+        """Collect a rollout of some env groups with the current weights; see ``RolloutCollector.collect``."""
         version = self._held()
-        # The envs of the last evaluation would take memory from the rollout's.
+        # Free memory used by the envs of the last evaluation.
         self.env.offload()
         return self.collector.collect(self.policy, step, version, needs_values, attempt, env_groups)
 
     def evaluate(self, specs: Sequence[EpisodeSpec]) -> tuple[list[EpisodeResult], int]:
-        """Run episodes of an evaluation; return their results and the number of replaced simulators."""
+        """Run evaluation episodes, and return their results and the number of replaced simulators."""
         self._held()
         before = self.env.num_restarts
         with evaluation_mode(self.model), self._autocast():
@@ -106,15 +106,15 @@ class RolloutWorker(PolicyReplica):
     def record(
         self, numbered: Sequence[tuple[int, EpisodeResult]], folder: str, size: int
     ) -> list[tuple[Video, bytes]]:
-        """Return videos of evaluated episodes (see ``Episodes.record``) with the contents of their files."""
-        # The rank writes them to `folder`: this machine may not have the run's file system.
+        """Record videos of evaluated episodes (see ``Episodes.record``), and return them with their file contents."""
+        # The rank writes the files to `folder` because this machine may not have access to the run folder.
         self._held()
         with evaluation_mode(self.model), self._autocast(), tempfile.TemporaryDirectory(prefix="rlinf-") as parent:
             videos = self._episodes.record(numbered, Path(parent, folder), size)
             return [(video, Path(parent, video[1]["path"]).read_bytes()) for video in videos]
 
     def close(self) -> None:
-        """Close the envs, and end the engine."""
+        """Close the envs and shut down the engine."""
         try:
             if self.collector is not None:
                 self.collector.close()
@@ -125,7 +125,7 @@ class RolloutWorker(PolicyReplica):
 
 
 def _engine(config: RunConfig, model: ActionModel, placement: Placement) -> VllmPolicy | None:
-    """Start the engine of ``rollout.backend=vllm`` on the GPUs of this process, so that its errors occur before training."""
+    """Start the engine of ``rollout.backend=vllm`` on this process's GPUs, so that it fails before training if at all."""
     rollout = config.rollout
     if rollout.backend == "torch":
         return None

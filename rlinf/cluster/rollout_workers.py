@@ -1,4 +1,4 @@
-"""The rollout workers of a rank: calls, deadlines, and the replacement of lost workers."""
+"""Calls to a rank's rollout workers, with deadlines and replacement of lost workers."""
 
 import logging
 import os
@@ -36,19 +36,19 @@ logger = logging.getLogger("rlinf")
 
 POLL_S = 0.5
 CLOSE_S = 5.0
-"""Seconds that rollout workers have to close their envs."""
+"""Time allowed for rollout workers to close their envs, in seconds."""
 DUMP_S = 2.0
-"""Seconds that a silent rollout worker has to write its stacks, which Ray passes on to the log of the run."""
+"""Time allowed for an unresponsive rollout worker to write its stacks, which Ray forwards to the run's log, in seconds."""
 SIGNAL_S = 4.0
-"""Seconds to wait until a process of a different machine has sent a signal there; the machine may be silent, too."""
+"""Seconds to wait for a signal to be sent on a different machine, which may itself be unresponsive."""
 FETCH_S = 30.0
-"""Seconds to wait for a finished result of a lost rollout worker; after it, the call is repeated."""
+"""Seconds to wait for a lost rollout worker's completed result before repeating the call."""
 MULTI_RANK_FRACTION = 0.5
-"""Fraction of a deadline after which a silent rollout worker is replaced if several ranks train."""
+"""With several ranks, the fraction of a deadline after which an unresponsive rollout worker is replaced."""
 
 
 class ClusterSettings(Protocol):
-    """Settings of rollout workers, of ``rlinf train`` or of a recipe."""
+    """Settings of rollout workers in ``rlinf train`` or a recipe."""
 
     deadlines: DeadlinesConfig
     max_restarts: int
@@ -58,29 +58,29 @@ class ClusterSettings(Protocol):
 class Call:
     """A pending call of a ``RolloutWorkerActor`` method."""
 
-    worker: int  # over all machines
+    worker: int  # index across all machines
     deadline: str  # key of ``cluster.deadlines``
     method: str
     arguments: tuple
-    weights: StoredWeights | None  # the rollout worker's weights for this call
+    weights: StoredWeights | None  # weights that the rollout worker must have for this call
     ref: Any = None  # Ray's reference to the result
-    before: list[Any] = field(default_factory=list)  # references to earlier work: construction, pushes
+    before: list[Any] = field(default_factory=list)  # references to preceding setup: construction, pushes
     built_s: float = 0.0  # seconds waited for ``before``
     waited_s: float = 0.0  # seconds waited for the call itself
     missed: bool = False  # a rollout worker was replaced because it missed the deadline of this call
 
 
 class RolloutWorkers:
-    """The rollout workers of this rank.
+    """Manages the rollout workers of this rank.
 
-    A rollout worker runs calls in order. If it is lost (its process or machine ends, or it misses a deadline), a new one repeats
-    its pending calls, each with the same weights as before. The results are equal, because a rollout depends only on weights,
-    iteration, attempt and env group.
+    A rollout worker runs calls in order. If it is lost (its process or machine ends, or it misses a deadline), a replacement repeats
+    its pending calls with the original weights. The results are identical, because a rollout depends only on weights, iteration,
+    attempt and env group.
 
     Args:
-        make: Builds a ``PolicyReplica`` in the process of a rollout worker, from its number and the number of workers on its machine.
+        make: Builds a ``PolicyReplica`` in a rollout worker's process, given its index and the number of workers on its machine.
         model: The trained model, sharded or not, whose weights are pushed.
-        resume_hint: How to continue after an error that ends the run, for messages.
+        resume_hint: Instructions for error messages on how to resume the run.
     """
 
     def __init__(
@@ -111,38 +111,38 @@ class RolloutWorkers:
         register_remote(self)
 
     def wait_until_ready(self) -> None:
-        """Wait until all rollout workers are built; raise the error if one cannot be built."""
+        """Wait until all rollout workers are built; raise an error if one cannot be built."""
         self.results([self._submit(number, "start", "where") for number in self.numbers])
 
     def submit(self, number: int, deadline: str, method: str, *arguments: Any) -> Call:
-        """Call a method of a rollout worker; do not wait."""
+        """Call a rollout worker's method without waiting for the result."""
         return self._submit(number, deadline, "run", method, *arguments)
 
     def _submit(self, number: int, deadline: str, method: str, *arguments: Any) -> Call:
-        """Call a method of a ``RolloutWorkerActor``; do not wait."""
+        """Call a method of a ``RolloutWorkerActor`` without waiting for the result."""
         call = Call(number, deadline, method, arguments, self._held.get(number))
         self._send(call)
         self._open[number].append(call)
         return call
 
     def results(self, calls: Sequence[Call]) -> list[Any]:
-        """Return the results of some calls in their order; see ``as_completed``."""
+        """Wait for calls and return their results in the same order; see ``as_completed``."""
         results = dict(self.as_completed(list(calls)))
         return [results[call] for call in calls]
 
     def as_completed(self, calls: list[Call]) -> Iterator[tuple[Call, Any]]:
-        """Yield each call with its result as soon as it is available. The caller may append further calls meanwhile.
+        """Yield each call with its result as soon as it is available. The caller may append to ``calls`` in the meantime.
 
-        Raise a user error of a rollout worker unchanged, RankError for a bug or after more than ``cluster.max_restarts`` losses.
+        Raise a rollout worker's user errors unchanged; raise RankError for a bug or after more than ``cluster.max_restarts`` losses.
         """
         import ray
 
         while calls:
             start = time.monotonic()
             ready, _ = ray.wait([call.ref for call in calls], timeout=POLL_S)
-            # At most 2 polls count: this process may have been stopped (Ctrl-Z), which is not the workers' delay.
+            # Limit the time to 2 polls: this process may have been stopped (Ctrl-Z), which does not mean that workers were slow.
             waited = min(time.monotonic() - start, 2 * POLL_S)
-            # This rank's own deadline must not expire here: `_watch` applies the deadlines to each rollout worker.
+            # Restart this rank's own deadline; `_watch` enforces the deadlines of individual rollout workers.
             heartbeat()
             for call in [call for call in calls if call.ref in ready]:
                 try:
@@ -154,7 +154,7 @@ class RolloutWorkers:
                 except ray.exceptions.RayError as error:
                     first_line = str(error).strip().partition("\n")[0].rstrip(".")
                     self._replace(call.worker, first_line or type(error).__name__)
-                    # `ready` is out of date: the replacement's calls have new references.
+                    # `ready` is outdated: the replacement's calls have new references.
                     break
                 calls.remove(call)
                 self._open[call.worker].remove(call)
@@ -163,9 +163,9 @@ class RolloutWorkers:
                 self._watch(number, waited)
 
     def distribute(self, deadline: str, method: str, parts: Sequence[tuple]) -> Iterator[tuple[int, Any]]:
-        """Call a method with each of ``parts``, always on the next free rollout worker. Yield each part's index and result.
+        """Call a method with each of ``parts`` on the next free rollout worker. Yield each part's index and result.
 
-        The rollout workers start immediately, and continue while results are taken.
+        The rollout workers start immediately, and continue while the caller consumes results.
         """
         remaining, calls, indices = deque(enumerate(parts)), [], {}
 
@@ -178,7 +178,7 @@ class RolloutWorkers:
         for number in self.numbers:
             submit_next(number)
 
-        # A nested generator: if `distribute` were one, its first calls would start only when the caller takes a result.
+        # Use a nested generator: if `distribute` itself were one, calls would not start until the caller requests a result.
         def results() -> Iterator[tuple[int, Any]]:
             for call, result in self.as_completed(calls):
                 submit_next(call.worker)
@@ -188,12 +188,12 @@ class RolloutWorkers:
 
     def update_weights(self, version: int) -> None:
         """Push the trained weights to all rollout workers of this rank (a collective call)."""
-        # None until the end: after an exception, the next push stores the weights again.
+        # Reset until the push completes: after an exception, the next push must store the weights again.
         weights, self.weights = self.weights, None
         if weights is None or weights.version != version:
             weights = None
             for number in self.numbers:
-                # Drop references to old weights, so that Ray frees them. A pending call may have to be repeated with its weights.
+                # Drop references to old weights so that Ray can free them, unless a pending call may have to be repeated with them.
                 if not self._open[number]:
                     self._held.pop(number, None)
             weights = self._store.put(version)
@@ -206,10 +206,10 @@ class RolloutWorkers:
         self.weights = weights
 
     def sleep(self) -> None:
-        """Do nothing: rollout workers have their own memory."""
+        """Do nothing, because rollout workers use their own memory."""
 
     def close(self) -> None:
-        """End the rollout workers."""
+        """Shut down the rollout workers."""
         import ray
 
         if not self._actors or not ray.is_initialized():
@@ -221,7 +221,7 @@ class RolloutWorkers:
         self._actors = {}
 
     def _start(self, number: int) -> None:
-        """Start a rollout worker; Ray queues calls until it is built."""
+        """Start a rollout worker. Ray queues its calls until it has been built."""
         self._actors[number] = actor = self.reservation.start(RolloutWorkerActor, number)
         neighbours = self.reservation.num_neighbours(number)
         start = pickle.dumps((self.make, number, neighbours))
@@ -234,21 +234,21 @@ class RolloutWorkers:
         call.built_s = call.waited_s = 0.0
 
     def _replace(self, number: int, cause: str) -> None:
-        """Start a replacement for a lost rollout worker, and repeat its pending calls."""
+        """Replace a lost rollout worker and repeat its pending calls."""
         import ray
 
         self.num_replaced += 1
         text, limit = f"Rollout worker {number} was lost: {cause}", self.max_restarts
         if self.num_replaced > limit:
             raise RankError(
-                f"{text}. {self.num_replaced} rollout workers of this rank have been lost (cluster.max_restarts={limit}). Look for the cause in the "
-                f"log, then {self.resume_hint}, or raise it: cluster.max_restarts={2 * limit + 2}"
+                f"{text}. {self.num_replaced} rollout workers of this rank have been lost (cluster.max_restarts={limit}). Find the cause "
+                f"in the log, then {self.resume_hint}, or raise the limit: cluster.max_restarts={2 * limit + 2}"
             )
-        logger.warning("%s. A replacement runs the same env groups again.", text)
+        logger.warning("%s. A replacement will rerun the same env groups.", text)
         again = [call for call in self._open[number] if not _has_result(call)]
         ray.kill(self._actors[number])
         self._start(number)
-        # Each call is repeated with the weights that it had, so a push may have to come between two calls.
+        # Each call is repeated with its original weights, so a push may be needed between two calls.
         held = None
         for call in again:
             held = self._push(number, held, call.weights)
@@ -257,13 +257,13 @@ class RolloutWorkers:
         self._push(number, held, self._held.get(number))
 
     def _push(self, number: int, held: StoredWeights | None, wanted: StoredWeights | None) -> StoredWeights | None:
-        """Push the weights ``wanted`` to a new rollout worker before its next call, unless it holds them; return them."""
+        """Push the weights ``wanted`` to a new rollout worker before its next call, unless it already has them; return them."""
         if wanted is not held and wanted is not None:
             self._setup[number].append(self._actors[number].push.remote(wanted))
         return wanted
 
     def _watch(self, number: int, waited_s: float) -> None:
-        """Replace a rollout worker whose present call has missed its deadline; its stacks go to the log."""
+        """If a rollout worker's current call has missed its deadline, log its stacks and replace it."""
         call = next((call for call in self._open[number] if _pending([call.ref])), None)
         if call is None:
             return
@@ -273,21 +273,21 @@ class RolloutWorkers:
         else:
             call.waited_s += waited_s
             deadline, seconds = call.deadline, call.waited_s
-        # Other ranks wait for this rank within the same deadline, and a replacement must finish the work in the remaining part of it.
+        # Other ranks wait for this rank under the same deadline, so leave a replacement enough time to finish the work.
         fraction = MULTI_RANK_FRACTION if self.placement.num_ranks > 1 else 1
         limit = clock.limit_of(deadline, self._deadlines) * fraction
         if seconds <= limit:
             return
         if _pending([self._where[number]]):
             raise RankError(
-                f"No machine of the Ray cluster has had a free place for rollout worker {number} for {limit:g} s. Replace the lost machine, "
+                f"The Ray cluster has had no free place for rollout worker {number} for {limit:g} s. Replace the lost machine, "
                 f"or set a smaller cluster.num_rollout_workers, then {self.resume_hint}"
             )
         self._signal_and_wait(number, DUMP_SIGNAL)
         time.sleep(DUMP_S)
-        fix = f"If it only needs longer, set cluster.deadlines.{deadline}={2 * clock.limit_of(deadline, self._deadlines):g}"
+        fix = f"If it only needs more time, set cluster.deadlines.{deadline}={2 * clock.limit_of(deadline, self._deadlines):g}"
         cause = f"it was in '{deadline}' for more than {limit:g} s. Its stacks are in the log. {fix}"
-        # Not by `ray.kill`, which asks the process to end: a stopped process would not.
+        # Do not use `ray.kill`: it asks the process to end, and a stopped process would not.
         self._signal_and_wait(number, signal.SIGKILL)
         if call.missed:
             raise RankError(f"Rollout worker {number} was lost: {cause}. Its predecessor was lost in the same call")
@@ -295,21 +295,21 @@ class RolloutWorkers:
         self._replace(number, cause)
 
     def request_stacks(self) -> Callable[[float], str]:
-        """Have all rollout workers write their stacks to the log of the run; see ``RemoteProcesses``."""
+        """Have all rollout workers write their stacks to the run's log; see ``RemoteProcesses``."""
         sent = [self._signal(number, DUMP_SIGNAL) for number in self._actors]
         names = ", ".join(f"rollout worker {number}" for number in self._actors)
 
         def wait(deadline: float) -> str:
             time.sleep(max(0.0, min(DUMP_S, deadline - time.monotonic())))
-            return f"\n{names}: every process that responds has written its stacks to the log\n" if sent else ""
+            return f"\n{names}: all responsive processes have written their stacks to the log\n" if sent else ""
 
         return wait
 
     def _signal(self, number: int, signal_number: int) -> Any:
-        """Send a signal to a rollout worker's process; on a different machine, return Ray's reference to the task that sends it."""
+        """Send a signal to a rollout worker. If it runs on a different machine, return Ray's reference to the task that sends it."""
         import ray
 
-        # Suppressed: the process has ended, or it has not reported its machine yet.
+        # These errors mean that the process has ended, or has not reported its machine yet.
         with suppress(ray.exceptions.RayError, ProcessLookupError):
             where: RolloutWorkerProcess = ray.get(self._where[number], timeout=POLL_S)
             if where.node != ray.get_runtime_context().get_node_id():
@@ -334,7 +334,7 @@ def _checked(result: Any, number: int) -> Any:
 
 
 def _pending(refs: Sequence[Any]) -> bool:
-    """Return whether any result is pending."""
+    """Return whether any of the results is pending."""
     import ray
 
     if not refs:
@@ -344,7 +344,7 @@ def _pending(refs: Sequence[Any]) -> bool:
 
 
 def _has_result(call: Call) -> bool:
-    """Return whether the result of a lost rollout worker's call is still available."""
+    """Return whether a lost rollout worker's result for a call is still available."""
     import ray
 
     if _pending([call.ref]):
@@ -359,7 +359,7 @@ def _has_result(call: Call) -> bool:
 
 
 class RemoteCollector:
-    """Collects rollouts with rollout workers. It has the methods of ``RolloutCollector``, and ``collect`` in two parts."""
+    """Collects rollouts with rollout workers. Beyond the methods of ``RolloutCollector``, ``submit`` and ``result`` split ``collect``."""
 
     def __init__(self, workers: RolloutWorkers) -> None:
         self.workers, self.env_groups = workers, workers.env_groups
@@ -372,14 +372,14 @@ class RemoteCollector:
         self, model: Any, step: int, policy_version: int, needs_values: bool, attempt: int = 0,
         env_groups: Sequence[int] | None = None,
     ) -> RolloutBatch:  # fmt: skip
-        """Collect one rollout with the weights of the last push; see ``RolloutCollector.collect``."""
+        """Collect a rollout with the most recently pushed weights; see ``RolloutCollector.collect``."""
         return self.result(self.submit(model, step, policy_version, needs_values, attempt, env_groups))
 
     def submit(
         self, model: Any, step: int, policy_version: int, needs_values: bool, attempt: int = 0,
         env_groups: Sequence[int] | None = None,
     ) -> list[Call]:  # fmt: skip
-        """Start one rollout with the weights of the last push, and return immediately; ``result`` waits for it."""
+        """Start a rollout with the most recently pushed weights without waiting; ``result`` waits for it."""
         wanted = np.array(self.env_groups if env_groups is None else env_groups, dtype=np.int64)
         numbers = self.workers.numbers
         return [
@@ -389,24 +389,24 @@ class RemoteCollector:
         ]
 
     def result(self, calls: Sequence[Call]) -> RolloutBatch:
-        """Return a submitted rollout, in the order of its env groups."""
-        # `concatenate` copies the arrays, which are read-only memory of Ray's object store.
+        """Return a submitted rollout, ordered by env group."""
+        # `concatenate` copies the arrays, which are in the read-only memory of Ray's object store.
         return RolloutBatch.concatenate([arrays.batch() for arrays in self.workers.results(calls)])
 
     def close(self) -> None:
-        """End the rollout workers."""
+        """Shut down the rollout workers."""
         self.workers.close()
 
 
 class RemoteEpisodes:
-    """Runs the episodes of evaluations on the rollout workers of this rank (``Episodes`` of ``rlinf.evaluation.evaluator``)."""
+    """Runs evaluation episodes on this rank's rollout workers (implements ``rlinf.evaluation.evaluator.Episodes``)."""
 
     def __init__(self, workers: RolloutWorkers, num_envs: int) -> None:
-        self.workers, self.num_envs = workers, num_envs  # ``num_envs``: of all rollout workers of all ranks
+        self.workers, self.num_envs = workers, num_envs  # ``num_envs`` is the total over all ranks' rollout workers
         self.num_restarts = 0
 
     def run(self, specs: Sequence[EpisodeSpec], on_result: Callable[[EpisodeResult], None]) -> list[EpisodeResult]:
-        """See ``Episodes.run``. A free rollout worker takes the next episodes, one per env."""
+        """See ``Episodes.run``. Each free rollout worker is assigned the next episodes, one per env."""
         num_rollout_workers = self.workers.placement.num_rollout_workers
         count = max(1, min(-(-self.num_envs // num_rollout_workers), -(-len(specs) // len(self.workers.numbers))))
         parts = [(specs[first : first + count],) for first in range(0, len(specs), count)]

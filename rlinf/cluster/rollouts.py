@@ -1,4 +1,4 @@
-"""The choice of a run's collector: threads of the rank, processes, or rollout workers on other machines."""
+"""Selects how a run collects rollouts: in threads of the rank, in child processes, or in rollout workers on any machine."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -25,9 +25,9 @@ def make_collector(
     autocast: Callable[[], AbstractContextManager],
     workers: RolloutWorkers | None = None,
 ) -> Collector:
-    """Return the collector of this rank's rollouts: its rollout workers if it has any, else ``model`` under ``autocast()``.
+    """Return the collector for this rank's rollouts. It uses rollout workers if there are any, otherwise ``model`` under ``autocast()``.
 
-    ``model`` is not copied: rollouts and updates use the same memory.
+    ``model`` is not copied, so rollouts and updates use the same memory.
     """
     if workers is not None:
         return RemoteCollector(workers)
@@ -37,7 +37,7 @@ def make_collector(
     if not rollout.worker_processes:
         return make(autocast=autocast, rank=rank(), num_ranks=world_size())
     settings = ProcessSettings(
-        # With rollouts ahead of the updates, this process computes at the same time and needs cores, too.
+        # If rollouts run ahead of updates, this process computes at the same time and also needs cores.
         num_threads=max(1, torch.get_num_threads() // (rollout.worker_processes + (ahead > 0))),
         precision=config.model.precision,
         seed=config.seed,
@@ -56,7 +56,7 @@ def make_collector(
 
 
 def rollout_workers(collector: Collector) -> str:
-    """Describe the collector of a rank, such as "2 rollout workers"."""
+    """Describe a rank's collector, for example "2 threads"."""
     if isinstance(collector, RemoteCollector):
         return format_count(collector.workers.placement.num_rollout_workers // world_size(), "worker")
     if isinstance(collector, ProcessCollector):

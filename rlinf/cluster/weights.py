@@ -1,4 +1,4 @@
-"""The trained weights in Ray's object store, from which rollout workers load them."""
+"""Storage of trained weights in Ray's object store, from which rollout workers load them."""
 
 import warnings
 from collections import deque
@@ -21,19 +21,19 @@ NAMESPACE = "rlinf"
 
 @dataclass(frozen=True)
 class StoredWeights:
-    """Weights in the store, for rollout workers with any earlier version or none."""
+    """Stored weights, which rollout workers can load regardless of the version that they have, if any."""
 
-    version: int  # number of weight updates before them
-    manifest: Mapping[str, TensorSpec]  # every tensor
-    frozen: Sequence[Any]  # references to buckets, the same in all weights of a run
+    version: int  # number of preceding weight updates
+    manifest: Mapping[str, TensorSpec]  # specifications of all tensors
+    frozen: Sequence[Any]  # references to buckets that are the same throughout a run
     trained: Sequence[Any]  # references to buckets
 
 
 class WeightStore:
-    """Puts the weights of a trained model, sharded or not, into the store, once for all ranks.
+    """Stores a trained model's weights, sharded or not, once for all ranks.
 
-    Rank 0 stores them and passes the references to the other ranks. Rollout workers of one machine read the same memory; Ray copies
-    it to each machine once, and frees it when no rank and no pending call refers to it. ``run`` names the run in the cluster.
+    Rank 0 stores them and passes the references to the other ranks. Rollout workers on the same machine read the same memory. Ray
+    copies it to each machine once, and frees it when no rank or pending call refers to it. ``run`` identifies the run in the cluster.
     """
 
     def __init__(self, model: nn.Module, run: str) -> None:
@@ -42,10 +42,10 @@ class WeightStore:
         self._post = _post(run) if world_size() > 1 else None
 
     def put(self, version: int) -> StoredWeights:
-        """Store the present weights; frozen weights only the first time (a collective call). Raise ConfigError if the store is full."""
+        """Store the current weights, and on the first call frozen weights (a collective call). Raise ConfigError if the store is full."""
         import ray
 
-        # Drop the last push's references first, so that the store need not hold two versions.
+        # Drop the last push's references first, so that the store never contains two versions.
         if rank() == 0 and self._post is not None:
             self._post.set.remote(None)
         manifest = manifest_of(self.model)
@@ -61,7 +61,7 @@ class WeightStore:
         return weights if rank() == 0 else ray.get(self._post.get.remote())
 
     def _stored(self, names: set[str], version: int) -> list[Any]:
-        """Return references to the buckets of some tensors on rank 0; other ranks only take part in gathering them."""
+        """Store some tensors on rank 0 and return references to their buckets. Other ranks only help to gather them."""
         import ray
 
         tensors = gathered(self.model, names)
@@ -74,14 +74,14 @@ class WeightStore:
             problem = (
                 f"Ray's object store is too full for the weights of version {version}: {str(error).splitlines()[0]}"
             )
-            fix = "Free /dev/shm where the run starts Ray, else start Ray with more: ray start --object-store-memory=<bytes>"
+            fix = "Free /dev/shm if the run starts Ray; otherwise start Ray with more memory: ray start --object-store-memory=<bytes>"
             raise ConfigError(f"{problem} {fix}") from error
 
 
 class _Post:
     """A Ray actor that passes references from rank 0 to other ranks."""
 
-    # Ray counts references only if an actor or a task passes them. References pickled into torch's store would never be freed.
+    # Ray counts references only if they pass through an actor or a task. Objects referenced from torch's store would never be freed.
     value: Any = None
 
     def set(self, value: Any) -> None:
@@ -92,7 +92,7 @@ class _Post:
 
 
 def _post(run: str) -> Any:
-    """Return the run's ``_Post`` actor, which rank 0 starts on its machine (a collective call)."""
+    """Return the run's ``_Post`` actor, which rank 0 starts on its own machine (a collective call)."""
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
@@ -111,18 +111,18 @@ BUCKET_BYTES = 64 * 1024**2
 
 @dataclass(frozen=True)
 class StoredBucket(WeightsHandle):
-    """A bucket with its own copy of the bytes: uint8 ``[nbytes]``, read-only in the object store."""
+    """A bucket with its own copy of the data, uint8 ``[nbytes]``, which is read-only in the object store."""
 
     data: np.ndarray = field(default_factory=lambda: np.zeros(0, np.uint8))
 
     def _map(self, mapped: dict[str, Tensor]) -> Tensor:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
-            return torch.from_numpy(self.data)  # only read
+            return torch.from_numpy(self.data)  # never written
 
 
 def stored_buckets(tensors: Iterable[tuple[str, Tensor]], version: int) -> Iterator[StoredBucket]:
-    """Yield tensors of one device in buckets. A bucket is valid until the second next one is requested."""
+    """Pack tensors of one device into buckets. Each bucket remains valid until two more have been requested."""
     buckets = WeightBuckets(BUCKET_BYTES)
     try:
         for handle in buckets.pack(tensors, version):

@@ -1,4 +1,4 @@
-"""Processes, collectives, devices and FSDP; also exports ``BatchedDataDict`` and ``RayVirtualCluster``."""
+"""Processes, collectives, devices and FSDP. Also exports ``BatchedDataDict`` and ``RayVirtualCluster``."""
 
 from rlinf.imports import lazy_attributes
 

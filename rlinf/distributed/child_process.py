@@ -1,4 +1,4 @@
-"""Child processes with a pipe and shared memory: simulators, rollout processes."""
+"""Child processes, such as simulators and rollout processes, that communicate through a pipe and shared memory."""
 
 import faulthandler
 import mmap
@@ -28,23 +28,23 @@ import os, signal, sys
 for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
     signal.signal(number, signal.SIG_IGN)
 given = sys.argv[1].split(os.pathsep)
-sys.path[:] = given if given[-1] else [*given[:-1], *filter(None, sys.path)]  # the second for another Python
+sys.path[:] = given if given[-1] else [*given[:-1], *filter(None, sys.path)]  # the second case is for a different interpreter
 from rlinf.imports import import_string
 import_string(sys.argv[2])()
 """
 
 
 class Failure(NamedTuple):
-    """Why a call in a different process failed."""
+    """Describes why a call in a different process failed."""
 
-    error: str | None  # name of a class in ``rlinf.errors`` if the user must fix it
+    error: str | None  # name of a class in ``rlinf.errors`` for user errors
     message: str  # the error's text, or how the process ended
     traceback: str  # of the child; may be empty
     from_outside: bool = False  # the process was killed externally, not by its simulator
 
 
 class SharedMemory:
-    """Anonymous memory, which is freed when the last process that maps it has ended."""
+    """Anonymous memory that is freed when the last process that maps it ends."""
 
     def __init__(self, num_bytes: int) -> None:
         if hasattr(os, "memfd_create"):
@@ -56,7 +56,7 @@ class SharedMemory:
 
 
 class ChildProcess:
-    """The parent's side: the process, a pipe to it, and the log of its native crashes. It can be restarted."""
+    """The parent's handle of a restartable child process, with a pipe and a log for native crashes."""
 
     process: subprocess.Popen | None = None
     connection: Connection
@@ -70,12 +70,12 @@ class ChildProcess:
         interpreter: str | None = None,
         logs_output: bool = False,
     ) -> None:
-        """Start ``main`` (``"module:function"``), which calls ``child_end`` first, in a process with exactly this environment.
+        """Start ``main`` (``"module:function"``), which must first call ``child_end``, in a process with exactly this environment.
 
         Args:
             name: Name of the process in reports.
-            interpreter: A different Python, with its own packages and this project's code.
-            logs_output: Its output goes to the log.
+            interpreter: Path of a different Python interpreter, which uses its own packages and this project's code.
+            logs_output: Whether to redirect the process's output to the log.
         """
         self.connection, theirs = Pipe()
         self.log = tempfile.TemporaryFile()
@@ -97,7 +97,7 @@ class ChildProcess:
         register_child(self.process, name, self.log)
 
     def ending(self) -> tuple[int, str]:
-        """Wait briefly for a process that has closed its pipe, or kill it. Return its status and a description."""
+        """Wait briefly for a process that has closed its pipe, then kill it. Return its status and a description."""
         self.end(deadline=time.monotonic() + POLL_S)
         status = self.process.returncode
         return status, f"killed by {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"
@@ -119,16 +119,16 @@ class ChildProcess:
             self.process.wait()
 
     def read_log(self) -> str:
-        """Return the stacks that the process has dumped."""
+        """Return the stack dumps written by the process."""
         self.log.seek(0)
         return self.log.read().decode(errors="replace")
 
 
 def end_all(children: Sequence[ChildProcess], timeout_s: float) -> None:
-    """Ask processes to end, and kill those that have not after ``timeout_s`` together."""
+    """Ask processes to exit, and kill any still running after a total of ``timeout_s``."""
     for child in children:
         if child.process is not None:
-            # The process ends at the end of its pipe, after its present work. All are told before the first wait.
+            # A process exits when its pipe is closed, after finishing its current work. Close all pipes before the first wait.
             child.connection.close()
     deadline = time.monotonic() + timeout_s
     for child in children:
@@ -137,9 +137,9 @@ def end_all(children: Sequence[ChildProcess], timeout_s: float) -> None:
 
 
 def child_end() -> tuple[Connection, list[int], int]:
-    """Return the child's end of the pipe, the file descriptors of the shared memories, and the parent's process id."""
+    """Return the child's end of the pipe, the file descriptors of shared memory, and the parent's process ID."""
     parent, pipe, log, *memories = (int(number) for number in sys.argv[3:])
-    # Some simulators parse sys.argv.
+    # Clear sys.argv because some simulators parse it.
     del sys.argv[1:]
     faulthandler.enable(log)
     faulthandler.register(DUMP_SIGNAL, log)
@@ -147,7 +147,7 @@ def child_end() -> tuple[Connection, list[int], int]:
 
 
 def exit_with_parent(parent: int, while_running: Callable[[], object] = lambda: None) -> None:
-    """End this process when its parent has died. Run it in a thread."""
+    """Exit this process once its parent has died. Run this in a thread."""
     while os.getppid() == parent:
         while_running()
         time.sleep(PARENT_POLL_S)
@@ -155,16 +155,16 @@ def exit_with_parent(parent: int, while_running: Callable[[], object] = lambda: 
 
 
 def failure_in(work: Callable[[], object]) -> Failure | None:
-    """Call ``work`` and return its error for a different process; None if it succeeds."""
+    """Call ``work``. Return any error in a form that a different process can raise, or None on success."""
     try:
         work()
-    except Exception as error:  # noqa: BLE001 - the other process raises it
+    except Exception as error:  # noqa: BLE001 - raised by the other process
         return failure_of(error)
     return None
 
 
 def failure_of(error: BaseException) -> Failure:
-    """Describe an error that is being handled, for a different process."""
+    """Describe an exception that is being handled, so that a different process can raise it."""
     known = [cls.__name__ for cls in type(error).__mro__ if cls.__module__ == RLinfError.__module__]
     message = str(error) if known else f"{type(error).__name__}: {error}"
     return Failure(known[0] if known else None, message, traceback.format_exc())

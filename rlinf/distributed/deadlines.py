@@ -1,8 +1,8 @@
-"""Named deadlines for the joint work of a run's ranks, and the report when a deadline expires.
+"""Named deadlines for joint work of a run's ranks, and the report printed when a deadline expires.
 
-A collective call that waits for a rank runs no Python, so a thread of each rank watches the clock. When a deadline
-expires, the rank raises an alarm in the store. Each rank writes its stacks there, with those of its simulators and engines,
-and the rank with the expired deadline prints all of them.
+A collective call that waits for a rank runs no Python code, so each rank has a thread that watches the clock. When a
+deadline expires, the rank raises an alarm in the store. Each rank then writes its own stacks and its simulators' and engines'
+stacks to the store, and the rank with the expired deadline prints all of them.
 """
 
 import os
@@ -25,52 +25,52 @@ from rlinf.errors import RankError, RLinfError, exit_status, print_error
 
 POLL_S = 0.5
 REPLY_S = REMOTE_S + 1.5
-"""Seconds that other ranks, with their simulators, have to send their stacks."""
+"""Time allowed for other ranks and their simulators to send their stacks, in seconds."""
 REPORT_S = 30.0
-"""Seconds that the rank with the expired deadline has to collect the stacks and report the error."""
+"""Time allowed for the rank with the expired deadline to collect stacks and report the error, in seconds."""
 GRACE_S = 5.0
-"""Seconds that a rank has to end on its own after a different rank has failed."""
+"""Time allowed for a rank to exit by itself after a different rank has failed, in seconds."""
 FIRST_ROLLOUT_S, LEAST_ROLLOUT_S, ROLLOUT_FACTOR = 3600.0, 1200.0, 10.0
-"""The derived deadline of a rollout: of the first one; its minimum later; its ratio to the median of the last five."""
+"""Rollout deadlines: for the first rollout, the minimum for later ones, and the ratio to the median duration of the last five."""
 
 
 class DeadlineError(RankError):
-    """Joint work of the ranks took longer than its deadline."""
+    """Raised when joint work of the ranks exceeds its deadline."""
 
 
 class Clock:
-    """The present work of this rank, its seconds so far, and how long the last rollouts took."""
+    """Tracks this rank's current work, the time spent on it, and the durations of recent rollouts."""
 
     def __init__(self) -> None:
         self.name: str | None = None
         self.seconds = 0.0
         self.rollouts: deque[float] = deque(maxlen=5)
-        # Reentrant: a signal handler may call `switch` on the main thread in the middle of a `switch`.
+        # Reentrant because a signal handler on the main thread may interrupt `switch` and call it again.
         self._lock = threading.RLock()
 
     def switch(self, name: str | None) -> str | None:
-        """Start the deadline ``name`` (None: no deadline), and return the previous name."""
+        """Start the deadline ``name`` (or none, if None), and return the previous deadline's name."""
         with self._lock:
             before, self.name, self.seconds = self.name, name, 0.0
         return before
 
     def tick(self, seconds: float) -> None:
-        """Add to the seconds of the present work."""
+        """Add to the time spent on the current work."""
         with self._lock:
             self.seconds += seconds
 
     def add_rollout(self, seconds: float) -> None:
-        """Record how long a complete RL rollout took, from which the next deadlines are derived."""
+        """Record the duration of a complete RL rollout, from which later deadlines are derived."""
         with self._lock:
             self.rollouts.append(seconds)
 
     def limit(self, deadlines: Mapping[str, float | None]) -> float | None:
-        """Return the limit of the present work in seconds; None: no limit."""
+        """Return the time limit of the current work in seconds, or None for no limit."""
         with self._lock:
             return None if self.name is None else self.limit_of(self.name, deadlines)
 
     def limit_of(self, name: str, deadlines: Mapping[str, float | None]) -> float:
-        """Return the limit of the work ``name`` in seconds."""
+        """Return the time limit of the work ``name`` in seconds."""
         with self._lock:
             if (given := deadlines[name]) is not None:
                 return given
@@ -79,7 +79,7 @@ class Clock:
             return max(LEAST_ROLLOUT_S, ROLLOUT_FACTOR * statistics.median(self.rollouts))
 
     def expired(self, deadlines: Mapping[str, float | None]) -> tuple[str, float] | None:
-        """Return the name and the limit of the present deadline if it has expired."""
+        """Return the name and limit of the current deadline if it has expired, otherwise None."""
         with self._lock:
             limit = self.limit(deadlines)
             return (self.name, limit) if limit is not None and self.seconds > limit else None
@@ -90,8 +90,8 @@ clock = Clock()
 
 @contextmanager
 def deadline(name: str) -> Iterator[None]:
-    """Run the block under the deadline ``cluster.deadlines.<name>``; an enclosing deadline restarts after it."""
-    # It includes this rank's own computation, because other ranks wait for it.
+    """Run the block under the deadline ``cluster.deadlines.<name>``. On exit, any enclosing deadline restarts."""
+    # The time includes this rank's own computation, because other ranks wait for it.
     before = clock.switch(name)
     try:
         yield
@@ -100,12 +100,12 @@ def deadline(name: str) -> Iterator[None]:
 
 
 def heartbeat() -> None:
-    """Restart the present deadline, because the work has made progress."""
+    """Restart the current deadline after the work has made progress."""
     clock.switch(clock.name)
 
 
 def portable(error: Exception, rank: int) -> Exception:
-    """Return a rank's error for other processes: a user error unchanged, any other error as a RankError with its traceback."""
+    """Convert a rank's error for other processes: user errors are unchanged; any other error becomes a RankError with its traceback."""
     if isinstance(error, RLinfError):
         return error.with_message("\n".join([str(error), *getattr(error, "__notes__", [])]))
     if isinstance(error, RankError):
@@ -116,7 +116,7 @@ def portable(error: Exception, rank: int) -> Exception:
 
 def report(store: dist.Store, error: Exception) -> Exception:
     """Report an error to all ranks, and return the first error that any rank reported."""
-    # The first error is the cause. Later errors (lost connections) follow from it.
+    # The first error is the cause. Later errors, such as lost connections, are consequences.
     text = f"{type(error).__name__}: {error}"
     try:
         pickled = pickle.dumps(error)
@@ -131,7 +131,7 @@ def reported(store: dist.Store) -> Exception | None:
 
 
 def _unpickled(data: bytes) -> Exception:
-    """Return a reported error; a RankError with its text if this process cannot unpickle it."""
+    """Unpickle a reported error. If that fails, return a RankError with the error's text."""
     text, pickled = pickle.loads(data)
     try:
         return pickle.loads(pickled)
@@ -140,9 +140,9 @@ def _unpickled(data: bytes) -> Exception:
 
 
 class Watchdog:
-    """Context manager with a thread that watches a rank's deadlines, in seconds by name (None: derived).
+    """Context manager that watches a rank's deadlines in a thread. Deadlines are in seconds, by name; None means derived.
 
-    With ``ends_process``, it ends this process ``GRACE_S`` after an error of a different rank; else the parent process does.
+    With ``ends_process``, it ends this process ``GRACE_S`` after a different rank's error; otherwise the parent process does.
     """
 
     def __init__(
@@ -155,7 +155,7 @@ class Watchdog:
 
     def __enter__(self) -> Self:
         clock.rollouts.clear()
-        # For reports about this rank when it no longer replies.
+        # Used in reports if this rank stops responding.
         self.store.set(f"host/{self.rank}", f"{socket.gethostname()} (process {os.getpid()})")
         self._thread.start()
         return self
@@ -169,7 +169,7 @@ class Watchdog:
         try:
             while not self._ended.wait(POLL_S):
                 now = time.monotonic()
-                # At most 2 polls count: a process that was stopped (Ctrl-Z), or slept with its machine, did not wait meanwhile.
+                # Limit the time to 2 polls: while stopped (Ctrl-Z) or suspended with its machine, the process was not waiting.
                 clock.tick(min(now - last, 2 * POLL_S))
                 last = now
                 if self.store.check(["alarm"]):
@@ -180,7 +180,7 @@ class Watchdog:
                 elif expired := clock.expired(self.deadlines):
                     self._raise_alarm(*expired)
         except dist.DistError:
-            # The store is gone: rank 0 or the launcher has ended. If this rank is ending, too, its main thread raises the cause.
+            # The store is gone because rank 0 or the launcher has ended. If this rank is also ending, its main thread raises the cause.
             if not self._ended.wait(GRACE_S):
                 self._leave(
                     RankError(f"Rank {self.rank} lost the connection to other ranks: rank 0 or the launcher has ended")
@@ -188,7 +188,7 @@ class Watchdog:
 
     def _raise_alarm(self, name: str, limit: float) -> None:
         """Collect the stacks of all ranks, print them, and end all ranks with a DeadlineError."""
-        # Deadlines of several ranks may expire together: `compare_set` makes exactly one rank report.
+        # Deadlines of several ranks may expire together; `compare_set` selects exactly one rank to report.
         this_rank = f"{self.rank}"
         first = self.store.compare_set("alarm", "", this_rank).decode()
         self._send_stacks()
@@ -208,7 +208,7 @@ class Watchdog:
         missing = f"; no reply from rank {', '.join(map(str, sorted(silent)))}" if silent else ""
         error = DeadlineError(
             f"Rank {self.rank} on {socket.gethostname()} was in '{name}' for more than {limit:g} s{missing}. The stacks of all ranks are "
-            f"in the log. If it only needs longer, set cluster.deadlines.{name}={2 * limit:g}"
+            f"in the log. If it only needs more time, set cluster.deadlines.{name}={2 * limit:g}"
         )
         report(self.store, error)
         self._leave(error)
@@ -218,7 +218,7 @@ class Watchdog:
         self.store.set(f"stacks/{self.rank}", f"process {os.getpid()}, {doing}\n{all_stacks()}")
 
     def _end_with_all_ranks(self, grace_s: float) -> None:
-        """End this process with the error that a rank reported, unless it ends on its own meanwhile."""
+        """End this process with the error reported by a rank, unless it ends by itself in the meantime."""
         deadline = time.monotonic() + REPORT_S
         while (error := reported(self.store)) is None and time.monotonic() < deadline:
             time.sleep(0.1)
@@ -234,8 +234,8 @@ class Watchdog:
         kill_children()
         sys.stdout.flush()
         sys.stderr.flush()
-        # Rank 0 may own the store, from which other ranks still read the error.
+        # Rank 0 may own the store, from which other ranks still have to read the error.
         if self.ends_process and self.rank == 0:
             time.sleep(2 * POLL_S)
-        # Not sys.exit: the main thread may be in a collective call that never returns.
+        # Do not use sys.exit: the main thread may be stuck in a collective call that never returns.
         os._exit(exit_status(error))

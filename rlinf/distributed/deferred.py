@@ -1,4 +1,4 @@
-"""Deferred weights: parameters on the meta device that are read from files once a rank knows which rows it holds."""
+"""Deferred weights: parameters on the meta device that each rank reads from files once it knows which rows it needs."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from torch import Tensor, nn
 from rlinf.errors import CheckpointError
 
 _SOURCE = "rows_in_file"
-"""Attribute of a deferred parameter. It survives when adapters rename the parameter or its dtype changes."""
+"""Attribute of a deferred parameter that is preserved when adapters rename it or its dtype changes."""
 
 
 @dataclass(frozen=True)
 class FileTensor:
-    """A tensor in a safetensors file, or some of its rows, which is not read yet."""
+    """An unread tensor in a safetensors file, or some of its rows."""
 
     file: Path
     name: str
-    shape: torch.Size  # of the rows
-    first_row: int = 0  # in the file
-    dtype: torch.dtype | None = None  # to which the rows are rounded; None: the file's
+    shape: torch.Size  # of the selected rows
+    first_row: int = 0  # index in the file
+    dtype: torch.dtype | None = None  # dtype to convert to, or None for the file's dtype
 
     def rows(self, start: int = 0, stop: int | None = None) -> Tensor:
-        """Read only rows ``start:stop``, or the scalar if the tensor has no dimensions."""
+        """Read rows ``start:stop``, or the value of a zero-dimensional tensor."""
         from safetensors import SafetensorError, safe_open
 
         try:
@@ -40,28 +40,28 @@ class FileTensor:
             raise CheckpointError(f"'{self.name}' in '{self.file}' cannot be read ({error}).") from error
 
     def chunk(self, chunks: int) -> list[FileTensor]:
-        """Divide the rows as ``Tensor.chunk`` does; nothing is read."""
+        """Divide the rows like ``Tensor.chunk``, without reading them."""
         rows, *row_shape = self.shape
         size = -(-rows // chunks)
         sizes = {start: torch.Size((min(size, rows - start), *row_shape)) for start in range(0, rows, size)}
         return [replace(self, shape=shape, first_row=self.first_row + start) for start, shape in sizes.items()]
 
     def clone(self) -> FileTensor:
-        """Return itself: each read allocates new memory."""
+        """Return this object, because each read allocates new memory anyway."""
         return self
 
 
 Weight = Tensor | FileTensor
-"""A tensor of a checkpoint, read or not."""
+"""A checkpoint's tensor, either in memory or still in its file."""
 
 
 def in_memory(weight: Weight) -> Tensor:
-    """Return a tensor of a checkpoint, reading it if it is not read yet."""
+    """Return a checkpoint's tensor, reading it first if it is not in memory."""
     return weight.rows() if isinstance(weight, FileTensor) else weight
 
 
 def open_tensors(files: list[Path]) -> dict[str, FileTensor]:
-    """Return the tensors of safetensors files by name; only the headers are read."""
+    """Return the tensors in safetensors files by name, reading only the headers."""
     from safetensors import SafetensorError, safe_open
 
     tensors = {}
@@ -77,19 +77,19 @@ def open_tensors(files: list[Path]) -> dict[str, FileTensor]:
 
 
 def defer(parameter: nn.Parameter, source: FileTensor) -> None:
-    """Record the file tensor of a parameter on the meta device."""
+    """Record the file tensor that a meta-device parameter will be read from."""
     setattr(parameter, _SOURCE, source)
 
 
 def is_deferred(model: nn.Module) -> bool:
-    """Return whether any parameter is still in a file."""
+    """Return whether any parameters have not been read yet."""
     return any(parameter.is_meta for parameter in model.parameters())
 
 
 def deferred_parameters(model: nn.Module) -> dict[str, FileTensor]:
-    """Return the file tensors of the deferred parameters, in the parameters' dtypes; a shared parameter appears once.
+    """Return the file tensors of deferred parameters, set to the parameters' dtypes. A shared parameter is included once.
 
-    Raise ValueError if a parameter or buffer is on the meta device without a file.
+    Raise ValueError if a parameter or buffer on the meta device has no file.
     """
     sources, lost = {}, []
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):

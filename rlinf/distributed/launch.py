@@ -1,4 +1,4 @@
-"""Runs a function on all ranks, which a launcher has started or this module starts, and ends them together."""
+"""Runs a function on all ranks, started by a launcher or by this module, and ends them together."""
 
 import faulthandler
 import multiprocessing
@@ -34,10 +34,10 @@ from rlinf.distributed.start import START_S, LaunchContext, LauncherRanks, agree
 from rlinf.errors import EXIT_FAULT, RankError, RankKilledError, RLinfError, exit_status, print_error
 
 FORWARDED_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
-# ``torch.cuda.is_available`` then queries NVML, and does not start CUDA in a rank that has not hidden other GPUs yet.
+# Make ``torch.cuda.is_available`` query NVML, so that it does not start CUDA before a rank has hidden other GPUs.
 os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
 ALLOCATOR = "PYTORCH_ALLOC_CONF"
-"""Settings of torch's GPU allocator, read when CUDA starts."""
+"""Environment variable with settings of torch's GPU allocator, read when CUDA starts."""
 KILLED_HINT = (
     "SIGKILL: usually out of memory (see `dmesg`). SIGSEGV, SIGABRT: a crash in native code; its Python stack is printed "
     "above. Continue from the last checkpoint with rlinf train resume=<run folder>"
@@ -45,11 +45,11 @@ KILLED_HINT = (
 
 
 _launcher_ranks: LauncherRanks | None = None
-"""On rank 0, the ranks of torchrun or srun, while the command runs."""
+"""The ranks started by torchrun or srun. Set on rank 0 while the command runs."""
 
 
 class Work(NamedTuple):
-    """Every rank calls ``function(argument)``; ``deadlines`` are seconds by name, as in ``DeadlinesConfig``."""
+    """A call of ``function(argument)`` on every rank. ``deadlines`` are in seconds, named as in ``DeadlinesConfig``."""
 
     function: Callable[[Any], None]
     argument: Any
@@ -68,14 +68,14 @@ def launch(
 ) -> None:
     """Run ``function(argument)`` on ``num_processes`` ranks with a process group.
 
-    Inside ``run_with_ranks``, these are the launcher's ranks. Otherwise a single rank runs in this process, with a
-    process group only if ``process_group`` is set; several ranks are started on this machine, or in ``places`` by Ray.
-    Each of several ranks sees only its GPU (``rlinf.distributed.devices``) and has ``deadlines`` in seconds by name
-    (None: the defaults of ``DeadlinesConfig``).
+    Inside ``run_with_ranks``, these are the launcher's ranks. Otherwise, a single rank runs in this process, with a process
+    group only if ``process_group`` is set. Multiple ranks are started on this machine, or by Ray in ``places``; each sees
+    only its own GPU (see ``rlinf.distributed.devices``) and is subject to ``deadlines``, in seconds by name (by default,
+    those in ``DeadlinesConfig``).
 
     If a rank fails or is killed, all ranks end, and the first error is raised here: an RLinfError unchanged, RankKilledError
-    after an external signal, else RankError with the traceback. SIGINT, SIGTERM, SIGUSR1 and SIGHUP are forwarded to every
-    rank started here as SIGTERM, and end this call with SystemExit; a second SIGINT kills the ranks. No rank outlives this call.
+    after an external signal, otherwise RankError with the traceback. SIGINT, SIGTERM, SIGUSR1 and SIGHUP are forwarded as
+    SIGTERM to every rank started here, and end this call with SystemExit. A second SIGINT kills the ranks. No rank outlives this call.
     """
     work = Work(function, argument, device, asdict(DeadlinesConfig()) if deadlines is None else dict(deadlines))
     if _launcher_ranks is not None:
@@ -93,7 +93,7 @@ def launch(
     gpus: Sequence[str] = ()
     if device == "cuda" and places is None:
         gpus = visible_gpus(os.environ, torch.cuda.device_count())
-        # Raises here, before any rank starts, if the last rank has no GPU.
+        # Raise an error before any rank starts if there are too few GPUs.
         rank_environment(os.environ, gpus, num_processes - 1)
     with Ranks(places) as ranks:
         ranks.start(work, num_processes, gpus)
@@ -102,15 +102,15 @@ def launch(
 
 
 class Ranks:
-    """The ranks of one ``launch``: processes of this machine or of Ray. A context manager that ends them."""
+    """The ranks of one ``launch``, run as local or Ray processes. As a context manager, it ends them on exit."""
 
     def __init__(self, places: RankPlaces | None) -> None:
         self.places = places
-        # A `RemoteRank` has the methods of `multiprocessing.Process` that are used here.
+        # `RemoteRank` implements the methods of `multiprocessing.Process` that are used here.
         self.processes: list[Any] = []
         self.signals: list[int] = []  # received and forwarded
         self.hung: set[int] = set()  # killed because a different rank had failed
-        # The store listens before its port is passed on: a port that is only looked up may be taken before it is used.
+        # The store must be listening before its port is passed on: a port that is free now may be in use later.
         self._store = _store("127.0.0.1" if places is None else places.host)
         self._spawned: mp.ProcessContext | None = None
         self._handlers = {number: signal.getsignal(number) for number in FORWARDED_SIGNALS}
@@ -121,9 +121,9 @@ class Ranks:
         return self
 
     def start(self, work: Work, num_processes: int, gpus: Sequence[str]) -> None:
-        """Start all ranks, and forward signals to them from then on."""
+        """Start all ranks, then forward signals to them."""
         for number in self._handlers.keys() - {signal.SIGTERM}:
-            # Ranks inherit this: a terminal signals the entire process group, but only `_forward` should reach the ranks.
+            # Ranks inherit this setting: a terminal signals the entire process group, but ranks should only be signalled by `_forward`.
             signal.signal(number, signal.SIG_IGN)
         if self.places is None:
             arguments = (work, num_processes, self._store.port, gpus)
@@ -145,9 +145,9 @@ class Ranks:
                 process.kill() if kill else process.terminate()
 
     def wait(self) -> None:
-        """Wait until all ranks have ended. If a rank fails, end all ranks, which would wait for it forever."""
+        """Wait until all ranks have ended. If one fails, end the remaining ranks, which would otherwise wait for it forever."""
         while alive := [process for process in self.processes if process.is_alive()]:
-            # Checked before each wait: a process closes its sentinel a moment before it has an exit code.
+            # Check before each wait: a process closes its sentinel slightly before its exit code is available.
             if not self.signals and any(process.exitcode for process in self.processes):
                 return self._end_remaining()
             multiprocessing.connection.wait([process.sentinel for process in alive])
@@ -155,26 +155,26 @@ class Ranks:
     def _end_remaining(self) -> None:
         hangs = isinstance(reported(self._store), DeadlineError)
         for process in self.processes:
-            # A rank that is alive after the deadline could not reply, perhaps because it holds Python's lock.
+            # A rank still alive after the deadline could not reply, perhaps because it is holding the GIL.
             if hangs and process.is_alive():
                 _signal(process, DUMP_SIGNAL)
         for rank, process in enumerate(self.processes):
             process.join(1.0 if hangs else GRACE_S)
             if process.exitcode is None:
                 self.hung.add(rank)
-                # SIGKILL: inside a collective call, a rank cannot run its handler of SIGTERM.
+                # Use SIGKILL because a rank inside a collective call cannot run its SIGTERM handler.
                 process.kill()
                 process.join()
 
     def raise_verdict(self) -> None:
-        """Raise the error of the ended ranks, unless all succeeded."""
-        # In the order of causes: a user error, a signal to the command, a lost or killed rank, and only then its consequences.
+        """Raise the error that ended the ranks, unless all succeeded."""
+        # Check possible causes first: a user error, a signal to the command, a lost or killed rank. Then check for consequences.
         error = reported(self._store)
         if isinstance(error, (RLinfError, DeadlineError)):
             raise error
         if self.signals:
             if self.signals[0] == signal.SIGINT and self.processes[0].exitcode == -signal.SIGTERM:
-                # The ranks had not installed their handlers yet, so there is nothing to resume.
+                # The ranks had not installed their handlers yet, so no run can be resumed.
                 raise KeyboardInterrupt
             sys.exit(128 + self.signals[0])
         remote = [(rank, process) for rank, process in enumerate(self.processes) if isinstance(process, RemoteRank)]
@@ -187,12 +187,12 @@ class Ranks:
         for rank, process in remote:
             if process.exitcode:
                 raise RankError(f"Rank {rank} ended with status {process.exitcode}; its error is in the log")
-        # `join` raises the error of a rank that ended before it could report one.
+        # `join` raises the error of a rank that ended before it could report it.
         while self._spawned is not None and not self._spawned.join():
             pass
 
     def _killed(self, rank: int, process: Any) -> str | None:
-        """Describe how a rank was lost or killed externally; None if it was not."""
+        """Describe how a rank was lost or killed externally, or return None."""
         if isinstance(process, RemoteRank) and process.lost:
             return f"Rank {rank} was lost: {process.lost}"
         if process.exitcode < 0 and rank not in self.hung:
@@ -211,8 +211,8 @@ class Ranks:
 
 
 def _store(host: str) -> dist.TCPStore:
-    """Open a store at one address of this machine."""
-    # torch's default is to listen on all addresses. Values of the store are unpickled, so anyone who reaches it can run code.
+    """Open a store on a single address of this machine."""
+    # By default, torch listens on all addresses. Store values are unpickled, so anyone with access to it can execute code.
     listener = socket.socket()
     listener.bind((host, 0))
     listener.listen()
@@ -228,9 +228,9 @@ def _signal(process: Any, number: int) -> None:
 
 
 def run_with_ranks(context: LaunchContext, arguments: Sequence[str], command: Callable[[], int]) -> int:
-    """Run a command on rank 0 of a launcher's processes; other ranks run its launches. Return the exit status.
+    """Run a command on rank 0 of a launcher's processes, while other ranks take part in its launches. Return the exit status.
 
-    Every rank prints an error of the user, or of a rank. ``arguments``, the command line, must be equal on all ranks.
+    Every rank prints user errors and rank errors. ``arguments``, the command line, must be identical on all ranks.
     """
     faulthandler.enable()
     address = ":".join(map(str, context.address))
@@ -241,7 +241,7 @@ def run_with_ranks(context: LaunchContext, arguments: Sequence[str], command: Ca
     except dist.DistError as error:
         print_error(RankError(f"Rank {context.rank} cannot reach rank 0 at {address}: {error}"))
         return EXIT_FAULT
-    # torchrun --max-restarts starts the ranks again at the same store.
+    # torchrun --max-restarts reuses the same store for restarted ranks.
     restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)
     ranks = LauncherRanks(context, dist.PrefixStore(f"rlinf/{restarts}", store))
     try:
@@ -258,14 +258,14 @@ def run_with_ranks(context: LaunchContext, arguments: Sequence[str], command: Ca
         print_error(error)
         return exit_status(error)
     except dist.DistError as error:
-        print_error(RankError(f"Rank {context.rank} has lost the other ranks: {error}"))
+        print_error(RankError(f"Rank {context.rank} lost the connection to other ranks: {error}"))
         return EXIT_FAULT
     finally:
         ranks.leave()
 
 
 def _lead(ranks: LauncherRanks, command: Callable[[], int]) -> int:
-    """Run the command of rank 0, and send its exit status or error to other ranks."""
+    """Run the command on rank 0, and send its exit status or error to other ranks."""
     global _launcher_ranks
     _launcher_ranks, end = ranks, RankError("Rank 0 failed; its traceback is in the log")
     try:
@@ -283,7 +283,7 @@ def _lead(ranks: LauncherRanks, command: Callable[[], int]) -> int:
 
 
 def _run_with_launcher(ranks: LauncherRanks, work: Work, allocator: str | None) -> None:
-    """Run work as one of the launcher's ranks; ``allocator`` is rank 0's value of ``ALLOCATOR``."""
+    """Run work as one of the launcher's ranks. ``allocator`` is rank 0's ``ALLOCATOR`` value."""
     if allocator is not None:
         os.environ.setdefault(ALLOCATOR, allocator)
     store = dist.PrefixStore(f"launch/{ranks.num_launches}", ranks.store)
@@ -298,7 +298,7 @@ def _dump_stacks_on_signals() -> None:
 def _run_rank(rank: int, work: Work, num_processes: int, port: int, gpus: Sequence[str]) -> None:
     _dump_stacks_on_signals()
     parent = multiprocessing.parent_process()
-    # A killed parent signals nobody. In a collective call this rank runs no Python on its main thread, so a thread waits.
+    # A killed parent sends no signal, and collective calls block the main thread, so a separate thread waits for the parent.
     threading.Thread(target=lambda: (parent.join(), os._exit(1)), daemon=True).start()
     os.environ |= {"LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(num_processes)}
     store = _connected_store("127.0.0.1", port, work)
@@ -306,9 +306,9 @@ def _run_rank(rank: int, work: Work, num_processes: int, port: int, gpus: Sequen
 
 
 def _run_placed_rank(rank: int, work: Work, num_processes: int, host: str, port: int) -> None:
-    """Run as a rank that Ray has placed. The command prints this rank's error."""
+    """Run as a rank started by Ray. The command prints this rank's error."""
     if work.device == "cuda":
-        isolate_rank(visible_gpus(os.environ, 1), 0)  # Ray shows only the GPU of this place
+        isolate_rank(visible_gpus(os.environ, 1), 0)  # Ray exposes only this place's GPU
     else:
         hide_gpus()
     _dump_stacks_on_signals()
@@ -320,7 +320,7 @@ def _run_placed_rank(rank: int, work: Work, num_processes: int, host: str, port:
         sys.exit(EXIT_FAULT)
     try:
         _take_part(work, store, rank, num_processes, ends_process=False)
-    except Exception as error:  # noqa: BLE001 - the store has it
+    except Exception as error:  # noqa: BLE001 - already in the store
         sys.exit(exit_status(error))
 
 
@@ -329,12 +329,12 @@ def _connected_store(host: str, port: int, work: Work) -> dist.TCPStore:
 
 
 def _isolate(gpus: Sequence[str], rank: int) -> None:
-    """Hide all GPUs except the rank's; raise RankError if CUDA has started."""
-    # CUDA reads the visible GPUs at its start: later changes of the environment have no effect.
+    """Hide all GPUs except the rank's own; raise RankError if CUDA has already started."""
+    # CUDA reads the visible GPUs when it starts; later changes to the environment have no effect.
     if torch.cuda.is_initialized():
         raise RankError(
-            f"Rank {rank} has started CUDA while it imported modules, so it cannot hide the GPUs of other ranks. Remove code that starts "
-            "CUDA from the top level of your modules: tensors on a GPU, torch.cuda.current_device() and the like"
+            f"Rank {rank} started CUDA while importing modules, so it cannot hide the GPUs of other ranks. Remove code that starts "
+            "CUDA, such as tensors on a GPU or torch.cuda.current_device(), from the top level of your modules"
         )
     isolate_rank(gpus, rank)
 
@@ -344,7 +344,7 @@ def _take_part(
 ) -> None:
     """Run work as one rank of a process group. Every rank raises the first error of any rank.
 
-    ``gpus`` are the GPUs of this machine if the rank's, ``gpus[rank]``, is not isolated yet.
+    ``gpus`` lists this machine's GPUs if the rank's own GPU, ``gpus[rank]``, has not been isolated yet.
     """
     with Watchdog(store, rank, size, work.deadlines, ends_process):
         try:
@@ -355,11 +355,11 @@ def _take_part(
                     agree(store, rank, size, "gpus", {"gpus": gpu_uuids()}, reject_shared_gpus)
                 _join_group(work.device, store, rank, size)
             work.function(work.argument)
-            # gloo aborts if a rank closes its connections while a different rank still uses them.
+            # gloo aborts if a rank closes its connections while a different rank is still using them.
             with deadline("save"):
                 dist.barrier()
         except Exception as error:
-            # Reported before this rank closes its connections: then other ranks fail with errors that hide the cause.
+            # Report the error before this rank closes its connections, which causes errors on other ranks that would hide it.
             raise report(store, portable(error, rank)) from error
         finally:
             if dist.is_initialized():

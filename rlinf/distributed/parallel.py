@@ -1,4 +1,4 @@
-"""Data parallelism of a trained model: replicas (``Replicated``) or shards (``Sharded``, FSDP2)."""
+"""Data parallelism for a trained model, with replicas (``Replicated``) or shards (``Sharded``, FSDP2)."""
 
 from __future__ import annotations
 
@@ -37,42 +37,42 @@ from rlinf.number_formats import GIB, format_bytes
 ENTRY_POINTS = ("predict_action_batch", "evaluate_actions", "sft_loss")
 
 SMALL_STATE = GIB
-"""Bytes of weights, gradients and optimiser on a rank up to which sharding would only cost time."""
+"""Maximum bytes of weights, gradients and optimiser state per rank for which sharding is not worth its overhead."""
 FITS = 0.6
-"""Fraction of a rank's memory that its replica may take; activations and rollouts need the remaining memory."""
+"""Maximum fraction of a rank's memory for its replica; activations and rollouts need the remaining memory."""
 BYTES_OF_STEPS = 16
-"""Bytes per trained parameter: float32 master, gradient and two moments of AdamW. Every replica has them."""
+"""Bytes per trained parameter in each replica: float32 master weight, gradient and AdamW's two moments."""
 STEPS_FIT = 0.25
-"""Fraction of a rank's memory that these may take; above it, sharding frees more than it costs."""
+"""Maximum fraction of a rank's memory for this state; above it, the memory saved by sharding is worth the overhead."""
 LOCAL_SUMS = GIB // 2
-"""Bytes of full float32 gradients up to which a rank sums micro-batches before the sum over ranks."""
+"""Maximum bytes of full float32 gradients for which a rank accumulates micro-batches before the sum over ranks."""
 
 
 class Parallel(ABC):
-    """A trained model on all ranks; an optimiser of this rank steps the parameters of ``model``."""
+    """A model trained on all ranks. This rank's optimiser updates the parameters of ``model``."""
 
     model: nn.Module
 
     @abstractmethod
     def gathered(self) -> Any:
-        """Return a context in which this rank holds all weights, so that forward passes call no collective.
+        """Return a context in which this rank has all weights, so that forward passes need no collective calls.
 
-        Entering it is a collective call. Weights must not change inside it, and no backward pass may run.
+        Entering the context is a collective call. Inside it, do not change weights or run backward passes.
         """
 
     @abstractmethod
     def start_backward(self, is_last: bool) -> None:
-        """Prepare for the backward pass of a micro-batch; ``is_last``: the last one before a step."""
+        """Prepare for a micro-batch's backward pass. ``is_last`` marks the last micro-batch before an optimiser step."""
 
     @abstractmethod
     def sum_gradients(self, stepped: Sequence[nn.Parameter]) -> None:
-        """Sum the gradients of the stepped parameters over the ranks (a collective call), once per step."""
+        """Sum the gradients of the ``stepped`` parameters over all ranks, once per optimiser step (a collective call)."""
 
 
 class Replicated(Parallel):
-    """Every rank holds the full model, which also collects rollouts: no push, no copy.
+    """Every rank has the full model, which is also used for rollouts without pushing or copying weights.
 
-    The ranks start with equal weights (``take_weights_of_rank_0``) and take equal steps, so the weights remain bit-equal.
+    All ranks start with equal weights (``take_weights_of_rank_0``) and apply equal updates, so the weights remain bitwise identical.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -88,7 +88,7 @@ class Replicated(Parallel):
 
     @torch.no_grad()
     def sum_gradients(self, stepped: Sequence[nn.Parameter]) -> None:
-        """Sum in one all-reduce. A tensor that has no gradient on any rank has none afterwards, so it is not stepped."""
+        """Sum in one all-reduce. If no rank has a gradient for a tensor, it remains None, so the tensor is not updated."""
         if world_size() == 1 or not stepped:
             return
         parts = [torch.zeros_like(p) if p.grad is None else p.grad for p in stepped]
@@ -96,29 +96,29 @@ class Replicated(Parallel):
         flat = torch.cat([part.flatten() for part in (*parts, to_device(torch.tensor(has), parts[0].device))])
         dist.all_reduce(flat)
         *sums, present = flat.split([*(p.numel() for p in stepped), len(stepped)])
-        # If this rank has all gradients, no tensor lacks one, which is known without waiting for the GPU.
+        # If this rank has all gradients, every tensor has one; no wait for the GPU is needed.
         held = has if all(has) else present.tolist()
         for parameter, gradient, ranks in zip(stepped, sums, held, strict=True):
             parameter.grad = gradient.view_as(parameter) if ranks else None
 
 
 class Sharded(Parallel):
-    """Fully sharded data parallelism (FSDP2; Zhao et al. 2023, arXiv:2304.11277) over the modules that a model declares.
+    """Fully sharded data parallelism (FSDP2; Zhao et al. 2023, arXiv:2304.11277) over the modules declared by a model.
 
-    Trained 16-bit weights become float32 shards. They are gathered and used in 16 bits; their gradients are summed over
-    ranks and micro-batches in float32. ``model.compute_dtypes`` then maps their names to the 16-bit dtype. Frozen
-    weights remain in 16 bits, and modules in ``float32_modules`` remain in float32.
+    Trained 16-bit weights are stored as float32 shards. They are gathered and used in 16 bits, and their gradients are
+    summed over ranks and micro-batches in float32. ``model.compute_dtypes`` is set to map their names to the 16-bit dtype.
+    Frozen weights remain in 16 bits, and modules in ``float32_modules`` remain in float32.
 
     Args:
-        model: Changed in place, unit by unit: the device never holds more of it than the shards and one unit.
-        shard_size: Ranks over which the weights are sharded; groups of that size hold replicas. None: all ranks.
-        cpu_offload: Keep shards, their gradients and the optimiser's moments in main memory.
+        model: Sharded in place, one unit at a time, so that the device never contains more than the shards and one full unit.
+        shard_size: Number of ranks over which weights are sharded; groups of this size are replicas. None means all ranks.
+        cpu_offload: Store shards, their gradients and the optimiser's moments in main memory.
     """
 
     def __init__(
         self, model: nn.Module, device: str, *, shard_size: int | None = None, cpu_offload: bool = False
     ) -> None:
-        # FSDP2 warns about in-place writes to the model's outputs; nothing here writes to them.
+        # FSDP2 warns about in-place writes to the model's outputs, but none occur here.
         warnings.filterwarnings(
             "ignore", message="FSDP2-wrapped module .* returned a view tensor", category=UserWarning
         )
@@ -135,7 +135,7 @@ class Sharded(Parallel):
         for module in [] if dtype is None else _float32_modules(model, dtype):
             fully_shard(module, mp_policy=MixedPrecisionPolicy(cast_forward_inputs=False), **shared)
             layers = [layer for layer in layers if not any(layer is inner for inner in module.modules())]
-        # The model casts its inputs itself: a cast here would round the denoising chain and the state of a flow policy.
+        # The model casts its own inputs; a cast here would round a flow policy's denoising chain and state.
         sums = None if dtype is None else torch.float32
         policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=sums, cast_forward_inputs=False)
         for module in [*layers, model]:
@@ -143,10 +143,10 @@ class Sharded(Parallel):
                 if parameter.requires_grad and parameter.element_size() == 2:
                     parameter.data = parameter.data.float()
             fully_shard(module, mp_policy=policy, **shared)
-        # After sharding, so that each rank reads only its rows.
+        # Read weights after sharding, so that each rank reads only its own rows.
         read_deferred(model, sources, "cpu" if cpu_offload else device)
         for unit in self.units():
-            # Losses are fractions of a mean over all ranks, so their gradients are added, not averaged.
+            # Each rank's loss is its part of a mean over all ranks, so gradients are summed, not averaged.
             unit.set_gradient_divide_factor(1.0)
             unit.set_force_sum_reduction_for_comms(True)
         for name in ENTRY_POINTS:
@@ -157,7 +157,7 @@ class Sharded(Parallel):
         self._is_gathered = False
 
     def units(self) -> Iterator[nn.Module]:
-        """Yield the FSDP modules in the order of ``model.modules()``, and the root last."""
+        """Yield the FSDP modules in the order of ``model.modules()``, followed by the root."""
         yield from (
             module for module in self.model.modules() if isinstance(module, FSDPModule) and module is not self.model
         )
@@ -173,7 +173,7 @@ class Sharded(Parallel):
         self._is_gathered = True
         try:
             for unit in units:
-                # A forward pass without a backward pass leaves the root gathered, with weights that may be out of date.
+                # A forward pass without a backward pass leaves the root gathered, possibly with outdated weights.
                 unit.reshard()
                 unit.set_reshard_after_forward(False, recurse=False)
                 unit.unshard()
@@ -182,24 +182,24 @@ class Sharded(Parallel):
             self._is_gathered = False
             for unit in units:
                 unit.reshard()
-                # FSDP2's default: the root stays gathered, because the backward pass uses it first.
+                # Restore FSDP2's default: the root stays gathered because it is first in the backward pass.
                 unit.set_reshard_after_forward(unit is not self.model, recurse=False)
 
     def start_backward(self, is_last: bool) -> None:
         """See ``Parallel.start_backward``."""
-        # With small gradients (``LOCAL_SUMS``), a rank sums micro-batches locally and communicates only in the last backward pass.
+        # With small gradients (``LOCAL_SUMS``), accumulate micro-batches locally and communicate only in the last backward pass.
         self.model.set_requires_gradient_sync(is_last or not self._sums_locally)
 
     def sum_gradients(self, stepped: Sequence[nn.Parameter]) -> None:
-        """Do nothing: the backward pass has summed them."""
+        """Do nothing, because the backward pass has already summed the gradients."""
 
 
 def take_weights_of_rank_0(model: nn.Module) -> None:
-    """Copy the parameters and buffers of rank 0 to every rank (a collective call); only different tensors are sent."""
+    """Copy parameters and buffers from rank 0 to every rank, sending only tensors that differ (a collective call)."""
     if world_size() == 1:
         return
-    # Equal seeds are not enough: code that only one rank runs may have drawn random numbers. Deferred weights need no copy: all
-    # ranks read the same files.
+    # Equal seeds are not enough, because code run on only one rank may have drawn random numbers. Deferred weights are not copied,
+    # because all ranks read the same files.
     tensors = dict(model.named_parameters()) | dict(model.named_buffers())
     tensors = {name: tensor for name, tensor in tensors.items() if not tensor.is_meta}
     checksums = gather_objects({name: _checksum(tensor) for name, tensor in tensors.items()})
@@ -217,7 +217,7 @@ def _checksum(tensor: Tensor) -> int:
 def make_parallel(
     model: nn.Module, device: str, sharded: bool, *, shard_size: int | None = None, cpu_offload: bool = False
 ) -> Parallel:
-    """Shard or replicate a model over all ranks, on ``device``, and read its deferred weights."""
+    """Shard or replicate a model across all ranks on ``device``, and read its deferred weights."""
     if sharded:
         return Sharded(model, device, shard_size=shard_size, cpu_offload=cpu_offload)
     read_deferred(model, deferred_parameters(model), device)
@@ -226,14 +226,14 @@ def make_parallel(
 
 @torch.no_grad()
 def read_deferred(model: nn.Module, sources: Mapping[str, FileTensor], device: str) -> None:
-    """Allocate deferred parameters on ``device`` and read them one by one; of a sharded parameter, only this rank's rows.
+    """Allocate deferred parameters on ``device`` and read them one by one. For sharded parameters, read only this rank's rows.
 
-    ``sources`` is the result of ``deferred_parameters`` before the model was sharded.
+    ``sources`` must be the result of ``deferred_parameters`` from before the model was sharded.
     """
     if not sources:
         return
     swaps = torch.__future__.get_swap_module_params_on_conversion()
-    # Parameters remain the same objects, so tied parameters remain tied.
+    # Preserve the identity of parameter objects, so that tied parameters remain tied.
     torch.__future__.set_swap_module_params_on_conversion(True)
     try:
         model._apply(lambda t: torch.empty_like(t, device=device) if t.device.type == "meta" else t)
@@ -247,8 +247,8 @@ def read_deferred(model: nn.Module, sources: Mapping[str, FileTensor], device: s
 
 
 def empty_copy(model: nn.Module, device: str) -> nn.Module:
-    """Return a copy of an unsharded model on a device, with empty parameters and copied buffers."""
-    # With the same requires_grad: torch chooses kernels by it, and different kernels round differently.
+    """Copy an unsharded model to a device, leaving parameters uninitialised and copying buffers."""
+    # Preserve requires_grad because torch uses it to select kernels, and different kernels round differently.
     memo: dict[int, Any] = {}
     for parameter in model.parameters():
         memo[id(parameter)] = nn.Parameter(torch.empty_like(parameter, device=device), parameter.requires_grad)
@@ -256,19 +256,19 @@ def empty_copy(model: nn.Module, device: str) -> nn.Module:
 
 
 def check_can_shard(model: nn.Module) -> None:
-    """Raise ConfigError if a model, which may be on the meta device, declares no units to shard."""
+    """Raise ConfigError if a model declares no units to shard. The model may be on the meta device."""
     declared = tuple(getattr(model, "fsdp_wrap_modules", ()))
     if not declared:
-        problem = "its fsdp_wrap_modules are empty; required: the classes of its layers"
+        problem = "its fsdp_wrap_modules are empty; required: the class names of its layers"
     elif not _layers(model):
-        problem = f"none of its fsdp_wrap_modules {sorted(declared)} occurs in it"
+        problem = f"it contains none of its fsdp_wrap_modules {sorted(declared)}"
     else:
         return
     raise ConfigError(f"{type(model).__name__} cannot be sharded: {problem}.", sharding="replicate")
 
 
 def _layers(model: nn.Module) -> list[nn.Module]:
-    """Return the modules that a model declares as units, inner modules before outer ones."""
+    """Return the modules declared as units by a model, with inner modules before outer ones."""
     names = set(model.fsdp_wrap_modules)
     return [module for module in reversed(list(model.modules())) if type(module).__name__ in names]
 
@@ -287,7 +287,7 @@ def _float32_modules(model: nn.Module, dtype: torch.dtype) -> Iterator[nn.Module
         if isinstance(module, nn.Parameter):
             raise ConfigError(
                 f"{name} of {type(model).__name__} is not a module, so its shards would be used in {str(dtype)[6:]}. "
-                "Leave it out of float32_modules, put it into its own module, or set model.precision=bf16-mixed"
+                "Remove it from float32_modules, wrap it in its own module, or set model.precision=bf16-mixed"
             )
         if isinstance(module, nn.Module):
             yield module
@@ -298,21 +298,21 @@ def _float32_modules(model: nn.Module, dtype: torch.dtype) -> Iterator[nn.Module
 
 @dataclass(frozen=True)
 class StateBytes:
-    """Bytes of a model and its optimiser on one rank."""
+    """Memory used by a model and its optimiser on one rank, in bytes."""
 
     weights: int  # trained shards are float32
-    masters: int  # float32 copies of trained 16-bit weights; shards need none
+    masters: int  # float32 copies of trained 16-bit weights; not needed for shards
     gradients: int  # of trained parameters, summed in float32
-    moments: int  # two float32 values of AdamW for each trained parameter
+    moments: int  # AdamW's two float32 values per trained parameter
 
     @property
     def total(self) -> int:
-        """Sum of all bytes."""
+        """Total bytes."""
         return self.weights + self.masters + self.gradients + self.moments
 
     @classmethod
     def of(cls, model: nn.Module, num_shards: int | None) -> StateBytes:
-        """Count the bytes for a model, which may be on the meta device, in ``num_shards`` shards; None: replicated."""
+        """Count the bytes of a model split into ``num_shards`` shards (None if replicated). It may be on the meta device."""
         parameters = list(model.parameters())
         weights = sum(p.numel() * p.element_size() for p in parameters)
         trained = sum(p.numel() for p in parameters if p.requires_grad)
@@ -323,7 +323,7 @@ class StateBytes:
 
 
 class Choice(NamedTuple):
-    """Whether a model is sharded, and why."""
+    """The choice of whether to shard a model, with the reason."""
 
     sharded: bool
     reason: str
@@ -336,13 +336,13 @@ def choose_sharding(
     sharding: str, model: nn.Module, num_ranks: int, memory_bytes: int, *, cpu_offload: bool = False,
     shard_size: int | None = None,
 ) -> Choice:  # fmt: skip
-    """Choose replicas or shards for ranks with ``memory_bytes`` each.
+    """Choose between replicas and shards, given ``memory_bytes`` of memory per rank.
 
     Args:
         sharding: One of ``rlinf.distributed.config.SHARDINGS``.
-        model: The model, or its shapes on the meta device, with the adapters and frozen parameters of the training.
-        cpu_offload: Requires shards.
-        shard_size: Ranks over which the weights are sharded; the reason reports if it has no effect.
+        model: The model, possibly on the meta device, with adapters applied and parameters frozen as in training.
+        cpu_offload: Whether to offload shards to the CPU, which requires sharding.
+        shard_size: Number of ranks over which weights are sharded. If it has no effect, the reason mentions this.
     """
     if sharding == "replicate" and cpu_offload:
         raise ConfigError("sharding=replicate with cpu_offload=true; required: shards to offload.", sharding="fsdp2")
@@ -371,7 +371,7 @@ def choose_sharding(
 
 
 def rank_memory_bytes(device: str, num_ranks: int) -> int:
-    """Return the memory of one rank: its GPU's, or its fraction of the main memory."""
+    """Return the memory available to one rank in bytes: its GPU's memory, or its fraction of main memory."""
     if device == "cuda":
         return torch.cuda.get_device_properties(own_device()).total_memory
     return main_memory_bytes() // num_ranks
@@ -386,7 +386,7 @@ def full_tensor(tensor: Tensor) -> Tensor:
 
 
 def local_part(tensor: Tensor) -> tuple[Tensor, tuple[slice, ...]]:
-    """Return this rank's part of a tensor and its slices in the full tensor; the full tensor unless it is sharded."""
+    """Return this rank's part of a tensor and its slices in the full tensor. An unsharded tensor is returned in full."""
     if not isinstance(tensor, DTensor):
         return tensor, (...,)
     shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
@@ -394,19 +394,19 @@ def local_part(tensor: Tensor) -> tuple[Tensor, tuple[slice, ...]]:
 
 
 def part_of(full: Weight, where: tuple[Any, ...]) -> Tensor:
-    """Return the part of a full tensor at slices from ``local_part``; from a file, only its rows are read."""
+    """Return the part of a full tensor given by ``local_part`` slices. From a file, only the required rows are read."""
     if isinstance(full, Tensor):
         return full[where]
     return full.rows() if where[0] is ... else full.rows(where[0].start, where[0].stop)
 
 
 def grad_norm(parameters: list[nn.Parameter]) -> Tensor:
-    """Return the global 2-norm of the gradients, a float32 scalar on their device; a collective call for shards."""
+    """Return the gradients' global 2-norm as a float32 scalar on their device (a collective call for shards)."""
     norm = torch.nn.utils.get_total_norm([p.grad for p in parameters], foreach=True)
     return full_tensor(norm).float()
 
 
 def clip_gradients(parameters: list[nn.Parameter], norm: Tensor | float, max_norm: float) -> None:
-    """Scale gradients of global norm ``norm`` down to at most ``max_norm``; 0 turns clipping off."""
+    """Scale down gradients with global norm ``norm`` to a norm of at most ``max_norm``; 0 disables clipping."""
     if max_norm > 0 and parameters:
         torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, to_device(norm, parameters[0].device), foreach=True)

@@ -1,4 +1,4 @@
-"""The process group of a run: rank, device, and the exchange of objects and sums."""
+"""Process-group utilities: ranks, devices, and the exchange of objects and sums."""
 
 import os
 from collections.abc import Sequence
@@ -14,38 +14,38 @@ from rlinf.memory import num_cores
 
 
 def rank() -> int:
-    """Return this process's rank; 0 without a process group."""
+    """Return this process's rank, or 0 without a process group."""
     return dist.get_rank() if dist.is_initialized() else 0
 
 
 def world_size() -> int:
-    """Return the number of ranks; 1 without a process group."""
+    """Return the number of ranks, or 1 without a process group."""
     return dist.get_world_size() if dist.is_initialized() else 1
 
 
 def local_world_size() -> int:
-    """Return the number of ranks on this machine: ``LOCAL_WORLD_SIZE``, else all."""
+    """Return the number of ranks on this machine: ``LOCAL_WORLD_SIZE`` if set, otherwise all ranks."""
     return int(os.environ.get("LOCAL_WORLD_SIZE", world_size())) if dist.is_initialized() else 1
 
 
 def given_num_threads(num_threads: int | None) -> int | None:
-    """Return ``num_threads`` (``cluster.num_threads``), else ``OMP_NUM_THREADS``, else None."""
+    """Return ``num_threads`` (``cluster.num_threads``) if set, otherwise ``OMP_NUM_THREADS``, or None if neither is set."""
     first = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
     return num_threads or (int(first) if first.isdigit() and int(first) else None)
 
 
 def set_num_threads(num_threads: int | None, num_processes: int) -> None:
-    """Set torch's threads: ``cluster.num_threads``, else ``OMP_NUM_THREADS``, else this rank's fraction of the cores."""
+    """Set torch's thread count from ``cluster.num_threads`` or ``OMP_NUM_THREADS``, or divide the cores among the ranks."""
     torch.set_num_threads(given_num_threads(num_threads) or max(1, num_cores() // num_processes))
 
 
 def resolve_device(device: str, num_processes: int, on_cpu: str = "cluster.device=cpu") -> str:
-    """Return ``cuda`` or ``cpu`` for ``auto``; raise ConfigError, with the fix ``on_cpu``, if there are fewer GPUs than ranks."""
+    """Resolve ``auto`` to ``cuda`` or ``cpu``. With fewer GPUs than ranks, raise a ConfigError that suggests ``on_cpu``."""
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     if device == "cuda" and torch.cuda.device_count() < num_processes:
         raise ConfigError(
-            f"cluster.num_processes={num_processes} ranks need a GPU each, but torch sees {torch.cuda.device_count()}. "
+            f"The ranks of cluster.num_processes={num_processes} need a GPU each, but torch sees {torch.cuda.device_count()}. "
             f"Set {on_cpu}, or fewer processes"
         )
     return device
@@ -53,13 +53,13 @@ def resolve_device(device: str, num_processes: int, on_cpu: str = "cluster.devic
 
 GLOO = "gloo_one_thread"
 GROUP_TIMEOUT = timedelta(days=1)
-"""torch's limit of a collective call, longer than every deadline: its error would have neither the deadline's name nor stacks."""
+"""torch's timeout for collective calls. Deadlines must expire first: their errors have names and stacks, torch's do not."""
 
 
 def _gloo_with_one_thread(store: dist.Store, rank: int, size: int, timeout: timedelta) -> dist.ProcessGroupGloo:
     """Create torch's gloo group with one worker thread instead of two."""
-    # PyTorch 2.13 has a race: its two threads assign the name of the finished collective to one string without a lock. A name
-    # of more than 15 characters (FSDP's gathers have such names) is on the heap and is sometimes freed twice.
+    # PyTorch 2.13 has a race condition: its two threads assign the finished collective's name to a string without a lock. Names
+    # longer than 15 characters, such as FSDP's gathers, are on the heap and are sometimes freed twice.
     options = dist.ProcessGroupGloo._Options()
     options._timeout, options._threads = timeout, 1
     options._devices = [dist.ProcessGroupGloo.create_default_device()]
@@ -70,15 +70,15 @@ dist.Backend.register_backend(GLOO, _gloo_with_one_thread, devices=["cpu"])
 
 
 def backend_of(device: str) -> str:
-    """Return the collective backends of a device: gloo with one thread for CPU tensors, nccl for GPU tensors."""
-    # Both on a GPU: the loop's numbers and objects are CPU tensors, so their exchange does not wait for queued GPU work.
+    """Return the collective backends for a device: gloo with one thread for CPU tensors, nccl for GPU tensors."""
+    # GPU runs need both: the loop exchanges its values and objects as CPU tensors, without waiting for queued GPU work.
     return f"cpu:{GLOO},cuda:nccl" if device == "cuda" else GLOO
 
 
 def new_group(backend: str = GLOO, ranks: Sequence[int] | None = None) -> dist.ProcessGroup:
-    """Return a new group of all ranks or of ``ranks``. A collective call of all ranks, also of ranks outside the group."""
+    """Create a group of all ranks or of ``ranks``. This is a collective call of all ranks, including those outside the group."""
     world = dist.group.WORLD
-    # PyTorch 2.13 binds a new group to the GPU of the default group, and then requires a CUDA backend, which gloo does not have.
+    # PyTorch 2.13 binds new groups to the default group's GPU, and then requires a CUDA backend, which gloo does not have.
     bound, world.bound_device_id = world.bound_device_id, None
     try:
         return dist.new_group(ranks, backend=backend, timeout=GROUP_TIMEOUT)
@@ -87,8 +87,8 @@ def new_group(backend: str = GLOO, ranks: Sequence[int] | None = None) -> dist.P
 
 
 def new_mesh(device: str, num_groups: int) -> DeviceMesh:
-    """Return a mesh of all ranks: ``num_groups`` replicas on neighbouring ranks, each sharded over its ranks."""
-    # Not `init_device_mesh`: PyTorch 2.13 gives its groups a timeout of at most half an hour, and on GPUs gloo with two threads.
+    """Return a mesh of all ranks with ``num_groups`` replicas, each sharded over neighbouring ranks."""
+    # In PyTorch 2.13, groups from `init_device_mesh` have timeouts of at most half an hour, and two gloo threads on GPUs.
     grid, rank_groups = torch.arange(world_size()).view(num_groups, -1), []
     for groups in (grid.T.tolist(), grid.tolist()):
         made = [(ranks, new_group(backend_of(device), ranks)) for ranks in groups]
@@ -97,7 +97,7 @@ def new_mesh(device: str, num_groups: int) -> DeviceMesh:
 
 
 def sum_over_ranks(values: list[float]) -> list[float]:
-    """Return the sums of numbers over all ranks."""
+    """Return the elementwise sums of ``values`` over all ranks."""
     if world_size() == 1:
         return values
     total = torch.tensor(values, dtype=torch.float64)
@@ -106,7 +106,7 @@ def sum_over_ranks(values: list[float]) -> list[float]:
 
 
 def any_rank(flag: bool) -> bool:
-    """Return True on every rank if ``flag`` is true on any."""
+    """Return, on every rank, whether ``flag`` is true on any rank."""
     return sum_over_ranks([float(flag)])[0] > 0
 
 
@@ -116,7 +116,7 @@ def barrier() -> None:
 
 
 def gather_objects(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
-    """Return the values of all ranks, in rank order, on every rank. ``group`` must contain all ranks."""
+    """Gather the values of all ranks on every rank, in rank order. ``group`` must contain all ranks."""
     if world_size() == 1:
         return [value]
     values = [None] * world_size()
@@ -125,19 +125,19 @@ def gather_objects(value: Any, group: dist.ProcessGroup | None = None) -> list[A
 
 
 def send_object(value: Any, to: int) -> None:
-    """Send a value to a rank, which calls ``receive_object``."""
+    """Send a value to a rank, which must call ``receive_object``."""
     dist.send_object_list([value], to)
 
 
 def receive_object(source: int) -> Any:
-    """Wait for the next value from the rank ``source``, and return it."""
+    """Wait for the next value from rank ``source`` and return it."""
     values = [None]
     dist.recv_object_list(values, source)
     return values[0]
 
 
 def broadcast_object(value: Any, source: int) -> Any:
-    """Return the value of the rank ``source`` on every rank."""
+    """Return the value of rank ``source`` on every rank."""
     if world_size() == 1:
         return value
     values = [value if rank() == source else None]

@@ -1,4 +1,4 @@
-"""Dumps of the Python stacks of silent processes; ``faulthandler`` writes them on a signal, even while C code runs."""
+"""Stack dumps of unresponsive processes. On a signal, ``faulthandler`` writes Python stacks even while C code is running."""
 
 import contextlib
 import faulthandler
@@ -13,21 +13,21 @@ from collections.abc import Callable
 from typing import IO, Protocol
 
 DUMP_SIGNAL = signal.SIGUSR2
-"""The signal that processes register with ``faulthandler``. Not SIGUSR1, with which batch systems announce the end of a job."""
+"""The signal registered with ``faulthandler``. SIGUSR1 is avoided because batch systems send it shortly before a job ends."""
 POLL_S = 0.3
 MAX_POLLS = 10
-"""Polls after which the process is killed without its stacks; a stopped process writes none."""
+"""Maximum number of polls before a process is killed without its stacks; a stopped process cannot write them."""
 CHILDREN_S = 2.0
-"""Seconds that all children together have to write their stacks."""
+"""Total time allowed for all children to write their stacks, in seconds."""
 REMOTE_S = CHILDREN_S + 1.5
-"""Seconds that remote processes, with their own children, have to send their stacks."""
+"""Time allowed for remote processes and their children to send their stacks, in seconds."""
 
 
 class RemoteProcesses(Protocol):
     """Processes that are not children of this process, such as simulators on other machines."""
 
     def request_stacks(self) -> Callable[[float], str]:
-        """Request stacks; return a function that waits for them until a time of ``time.monotonic()``, and returns them with names."""
+        """Request stacks. Return a function that waits until a given ``time.monotonic()`` time and returns stacks with process names."""
         ...
 
 
@@ -36,19 +36,19 @@ _children: weakref.WeakKeyDictionary[subprocess.Popen, tuple[str, IO]] = weakref
 
 
 def dump_stacks(process: subprocess.Popen, log: IO) -> None:
-    """Have ``process`` write its stacks to ``log``; return when it has written them or ended, or after ``MAX_POLLS``."""
+    """Make ``process`` write its stacks to ``log``. Return when it has written them or ended, or after ``MAX_POLLS`` polls."""
     size = before = os.fstat(log.fileno()).st_size
     process.send_signal(DUMP_SIGNAL)
     for _ in range(MAX_POLLS):
         time.sleep(POLL_S)
         last, size = size, os.fstat(log.fileno()).st_size
-        # A size that no longer grows means that the last stack is complete.
+        # If the log has stopped growing, the last stack is complete.
         if size == last > before or process.poll() is not None:
             return
 
 
 def register_child(process: subprocess.Popen, name: str, log: IO) -> None:
-    """Register a simulator's or an engine's process, which dumps its stacks to ``log``, for ``stacks_of_children``."""
+    """Register a simulator or engine process for ``stacks_of_children``. It must dump its stacks to ``log``."""
     _children[process] = (name, log)
 
 
@@ -58,7 +58,7 @@ def register_remote(processes: RemoteProcesses) -> None:
 
 
 def running_children() -> dict[subprocess.Popen, tuple[str, IO]]:
-    """Return the registered processes that are running."""
+    """Return the registered processes that are still running."""
     children = list(_children.items())
     return {process: about for process, about in children if process.returncode is None and not about[1].closed}
 
@@ -66,9 +66,9 @@ def running_children() -> dict[subprocess.Popen, tuple[str, IO]]:
 def stacks_of_children() -> str:
     """Return the stacks of this process's simulators and engines, then of remote processes, within ``REMOTE_S``.
 
-    Equal stacks appear once, with the names of all their processes.
+    Identical stacks are listed once, with the names of all processes that have them.
     """
-    # Remote processes first, so that they work while this process waits for its children.
+    # Signal remote processes first, so that they respond while this process waits for its children.
     remote_deadline = time.monotonic() + REMOTE_S
     waits = [processes.request_stacks() for processes in list(_remote)]
     before = {process: os.fstat(log.fileno()).st_size for process, (_, log) in running_children().items()}
@@ -85,7 +85,7 @@ def stacks_of_children() -> str:
     names: dict[str, list[str]] = {}
     for process, size in before.items():
         name, log = _children[process]
-        # pread, not read: the child writes at the file position that it shares with this process.
+        # Use pread instead of read because the child writes at a file position shared with this process.
         text = os.pread(log.fileno(), written[process] - size, size).decode(errors="replace")
         text = re.sub(r"0x[0-9a-f]+", "", text) or "no reply: it is stopped or holds Python's lock\n"
         names.setdefault(text, []).append(f"{name} (process {process.pid})")
@@ -102,9 +102,9 @@ def all_stacks() -> str:
 
 
 def kill_children() -> None:
-    """Kill this process's simulators and engines."""
+    """Kill this process's simulators and engines immediately."""
     for process in running_children():
         with contextlib.suppress(ProcessLookupError):
-            # An engine leads its own session, whose processes must end with it.
+            # An engine leads its own session; kill the other processes of the session, too.
             is_session = os.getpgid(process.pid) == process.pid
             (os.killpg if is_session else os.kill)(process.pid, signal.SIGKILL)

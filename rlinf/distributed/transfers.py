@@ -1,4 +1,4 @@
-"""Copies of tensors to and from a GPU with as few waits for the GPU as possible."""
+"""Tensor copies to and from a GPU that wait for the GPU as rarely as possible."""
 
 from collections.abc import Sequence
 
@@ -7,13 +7,13 @@ from torch import Tensor
 
 
 def to_device(tensor: Tensor, device: torch.device | str) -> Tensor:
-    """Return a tensor on a device. The host waits only for a copy from a GPU."""
-    # A copy from a GPU must block: the host would read memory that is not written yet.
+    """Return a tensor on a device. The host waits only when copying from a GPU."""
+    # A copy from a GPU must block; otherwise, the host could read memory before it is written.
     return tensor.to(device, non_blocking=tensor.device.type == "cpu")
 
 
 def fetch(numbers: Sequence[Tensor | float]) -> list[float]:
-    """Return scalar tensors as floats, by one copy from each device."""
+    """Convert scalar tensors to floats with a single copy from each device."""
     floats = [0.0] * len(numbers)
     indices_of_device: dict[torch.device, list[int]] = {}
     tensors: dict[int, Tensor] = {}

@@ -108,7 +108,7 @@ def test_results_are_kept_and_the_same_command_continues(cluster, of_one, tmp_pa
 
     with monkeypatch.context() as patch:
         patch.setattr(RolloutWorkers, "ask", one_dies)
-        way_on = f"then run the same command with output_dir={tmp_path}, or raise it: cluster.max_restarts=2"
+        way_on = f"then run the same command with output_dir={tmp_path}, or raise the limit: cluster.max_restarts=2"
         with pytest.raises(RankError, match=way_on):
             evaluate(configured(tmp_path, *workers(2), "cluster.max_restarts=0"))
     kept = num_saved(tmp_path)

@@ -240,7 +240,7 @@ class TestPlayersOfARunThatHasNotBegun:
             workers._replace(0, "its machine is lost")
             workers._watch(0, 899.0)
             with pytest.raises(
-                RankError, match=r"No machine .* has had a free place for rollout worker 0 for 900 s\..*resume="
+                RankError, match=r"The Ray cluster has had no free place for rollout worker 0 for 900 s\..*resume="
             ):
                 workers._watch(0, 2.0)
         workers._replace(0, "there is room again")
@@ -339,7 +339,7 @@ def test_a_gpu_that_a_rank_uses_is_refused(cluster, tmp_path, monkeypatch):
     try:
         monkeypatch.setattr("rlinf.cluster.reservation._gpus", lambda _: ["0", "1"])  # the first is that of rank 0
         with pytest.raises(
-            ConfigError, match="Ray gives a rollout worker GPU 0 of .*, which a rank uses.*--num-gpus=0"
+            ConfigError, match="Ray assigned GPU 0 of .* to a rollout worker, but a rank uses it.*--num-gpus=0"
         ):
             with reserved(config):
                 pytest.fail("a model would be built")
@@ -363,5 +363,5 @@ def test_a_machine_that_is_lost_changes_nothing_where_another_one_has_room(clust
         cluster.add_node(num_cpus=2, object_store_memory=100 << 20)
     check_equal(folder, runs("state", *STATE))
     assert (
-        "A replacement runs the same env groups" in caplog.text
+        "A replacement will rerun the same env groups" in caplog.text
     )  # more than once if Ray notices the loss of the machine late

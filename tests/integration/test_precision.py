@@ -162,7 +162,7 @@ class Deviation(torch.nn.Module):
 
 def test_a_parameter_outside_of_any_module_cannot_stay_float32_in_shards():
     model = Deviation()
-    message = "log_std of Deviation is not a module.*used in bfloat16.*Leave it out of float32_modules.*put it into"
+    message = "log_std of Deviation is not a module.*used in bfloat16.*Remove it from float32_modules.*wrap it in"
     model.float32_modules = ("log_std",)
     with pytest.raises(ConfigError, match=message):
         with_process_group(lambda: Sharded(model, "cpu"))

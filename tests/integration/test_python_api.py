@@ -190,7 +190,7 @@ def test_what_is_no_policy_is_refused(here, tmp_path):
     for folder, said in (
         ("nowhere", "There is no folder nowhere"),
         ("openvla/openvla-7b", "There is no folder openvla/openvla-7b.*hub needs its type. Pass model_type="),
-        (tmp_path, "names no model_type. Pass model_type="),
+        (tmp_path, "does not contain a model_type. Pass model_type="),
     ):
         with pytest.raises(CheckpointError, match=said):
             rlinf.load_policy(folder)
@@ -401,7 +401,7 @@ def test_a_loaded_policy_is_evaluated_with_the_overrides_of_its_folder(place, he
 def test_what_has_no_effect_on_an_object_is_refused_by_name(override, policy):
     for one, env in ((policy, None), (Constant([0.0, 0.0]), "tabletop")):
         key = override.partition("=")[0]
-        with pytest.raises(ConfigError, match=f"override '{key}', which has no effect on an object"):
+        with pytest.raises(ConfigError, match=f"override '{key}', which has no effect on a policy object"):
             rlinf.evaluate(one, env, overrides=[override])
 
 
@@ -466,7 +466,7 @@ def test_two_results_or_two_folders_are_compared(state_run, here):
 
 @pytest.mark.parametrize(
     ("overrides", "said"),
-    [("experiment=quickstart", r"Pass \['experiment=quickstart'\]"), (["-m", "seed=0,1"], "Flags are for the command line"),
+    [("experiment=quickstart", r"Pass \['experiment=quickstart'\]"), (["-m", "seed=0,1"], "Flags only work on the command line"),
      (["experiment=quikstart"], "Did you mean 'quickstart'"), ([3], "got the override 3")],
 )  # fmt: skip
 def test_train_refuses_what_is_no_list_of_overrides(overrides, said, here):
@@ -476,7 +476,7 @@ def test_train_refuses_what_is_no_list_of_overrides(overrides, said, here):
 
 def test_a_signal_is_a_keyboard_interrupt_and_no_end_of_the_notebook(here, monkeypatch):
     monkeypatch.setattr("rlinf.commands.train.train", lambda config: sys.exit(130))
-    with pytest.raises(KeyboardInterrupt, match="all training so far is saved"):
+    with pytest.raises(KeyboardInterrupt, match="all progress has been saved"):
         rlinf.train([*TINY, "output_dir=stopped"])
 
 

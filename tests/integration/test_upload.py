@@ -217,11 +217,13 @@ def test_what_the_hub_refuses_is_said(hub, tmp_path):
     said = upload_to(hub, run, token="hf_wrong")
     assert "ConfigError" in said and "started" not in said and "hf_wrong" not in said
     hub.role = "read"
-    rejected = "ConfigError: train.ckpt.upload_hf=true needs a token with write access; the token of 'me' may only read"
+    rejected = (
+        "ConfigError: train.ckpt.upload_hf=true needs a token with write access, but the token of 'me' is read-only"
+    )
     assert rejected in upload_to(hub, run)
     hub.role, hub.failures = "write", 1000
     said = upload_to(hub, run)
-    assert "started" in said and "CheckpointError: Cannot upload" in said and "tried 3 times" in said
+    assert "started" in said and "CheckpointError: Cannot upload" in said and "after 3 attempts" in said
 
 
 SCRIPT = """
@@ -270,7 +272,7 @@ def test_a_hub_that_cannot_be_reached_ends_a_run_at_its_start_with_one_line(tiny
     failed = recipe_that_uploads(tiny_lm, tmp_path, closed_port())()
     assert failed.returncode == 2 and "Traceback" not in failed.stderr, failed.stderr
     (line,) = [line for line in failed.stderr.splitlines() if "error" in line.lower()]
-    assert "ask the hub for the owner of HF_TOKEN, tried 3 times" in line and "train.ckpt.upload_hf=false" in line
+    assert "ask the hub for the owner of HF_TOKEN after 3 attempts" in line and "train.ckpt.upload_hf=false" in line
     assert not list(tmp_path.glob("out/*/checkpoints")), "nothing was trained"
 
 
@@ -279,9 +281,9 @@ def test_a_hub_that_is_gone_at_the_end_leaves_the_export_and_names_the_command(h
     launch = recipe_that_uploads(tiny_lm, tmp_path, hub.address, enable_checkpoint=False)
     failed, final = launch(), tmp_path / "out" / STAMP / "safetensors" / "final"
     assert failed.returncode == 2 and "Traceback" not in failed.stderr, failed.stderr
-    assert "ConnectError" in failed.stderr and "tried 3 times" in failed.stderr, failed.stderr
+    assert "ConnectError" in failed.stderr and "after 3 attempts" in failed.stderr, failed.stderr
     repo = f"me/policy-{STAMP}"
-    assert f"To upload it later, type hf upload {repo} out/{STAMP}/safetensors/final --private" in failed.stderr
+    assert f"To upload it later, run hf upload {repo} out/{STAMP}/safetensors/final --private" in failed.stderr
     verify_files(final, Manifest.load(final))
 
 
@@ -293,7 +295,7 @@ def test_an_upload_that_fails_ends_a_whole_run_and_is_done_by_the_next_command(h
     assert f"out/{STAMP} is complete, but not all of it was uploaded: Cannot upload" in failed.stderr
     again = "rlinf launch --config recipe.yaml mine.py train.resume=true"
     by_hand = f"hf upload me/policy-{STAMP} out/{STAMP}/safetensors/final --private"
-    assert f"To upload it later, type {by_hand}. To retry the upload: {again}" in failed.stderr
+    assert f"To upload it later, run {by_hand}. To retry the upload: {again}" in failed.stderr
     assert not hub.files
     for folder in (run / "checkpoints" / "step_2", run / "safetensors" / "final"):
         verify_files(folder, Manifest.load(folder))
@@ -372,7 +374,7 @@ def test_only_the_last_checkpoint_is_sent_unless_all_are_asked_for_and_its_manif
 def test_what_s3_refuses_is_said_before_training(s3, tmp_path, monkeypatch):
     rejections = {
         None: "needs a bucket. Set train.ckpt.s3_bucket=",
-        "absent": "Cannot use the S3 bucket 'absent', tried 3 times .*404.*Set train.ckpt.s3_bucket",
+        "absent": "Cannot use the S3 bucket 'absent' after 3 attempts .*404.*Set train.ckpt.s3_bucket",
     }
     for bucket, words in rejections.items():
         with pytest.raises(ConfigError, match=words):
@@ -389,7 +391,7 @@ def test_wrong_keys_are_refused_and_no_key_is_shown(s3, monkeypatch, caplog):
 
     @set_initial_no_auth_action_count(0)
     def rejected() -> str:
-        with pytest.raises(ConfigError, match="Cannot use the S3 bucket 'mine', tried 3 times .*403") as error:
+        with pytest.raises(ConfigError, match="Cannot use the S3 bucket 'mine' after 3 attempts .*403") as error:
             S3Upload("mine")
         return str(error.value)
 
@@ -422,7 +424,9 @@ def test_what_fails_once_is_tried_again_and_what_fails_always_ends_the_run_at_it
     manager = CheckpointManager(run, uploads=[upload])
     manager._upload(folders, is_final=False)
     manager._upload(folders, is_final=True)
-    with pytest.raises(CheckpointError, match="is complete, but not all of it was uploaded: .*tried 3 times") as error:
+    with pytest.raises(
+        CheckpointError, match="is complete, but not all of it was uploaded: .*after 3 attempts"
+    ) as error:
         manager.close()
     assert "secret" not in str(error.value)
 

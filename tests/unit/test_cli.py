@@ -70,7 +70,7 @@ def test_a_folder_that_comes_first_is_the_checkpoint(command, tmp_path, capsys):
         assert f"There is no folder {run}; required: a checkpoint folder or a run folder" in capsys.readouterr().err
     run.mkdir()
     assert main([command, str(run), *others]) == EXIT_USER_ERROR
-    assert f"{run} holds no usable checkpoint" in capsys.readouterr().err
+    assert f"{run} contains no usable checkpoint" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("place", [[], ["output_dir=new/newer/run"]])
@@ -168,7 +168,7 @@ def test_more_ranks_than_cores_is_one_line_of_warning(here, started, capsys, mon
         ("evaluate env=libero_spatial env.task=some", "Set 'env.tasks=[some]'"),
         ("train experiment quickstart", "Set experiment=quickstart"),
         ("train model openvla_tiny seed=3", "Set model=openvla_tiny"),
-        ("audit .", ". holds no usable checkpoint"),
+        ("audit .", ". contains no usable checkpoint"),
         ("train experiment=quikstart", "no experiment 'quikstart'. Did you mean 'quickstart'? Set experiment=quickstart"),
         ("train experiment=zzz", "no experiment 'zzz'. `rlinf models` lists them"),
         ("train experiment=your_config", "register it in a plugin (docs/adding_a_model.md)"),

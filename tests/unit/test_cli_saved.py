@@ -125,7 +125,7 @@ def test_a_folder_whose_run_ended_before_its_first_checkpoint_is_no_dead_end(her
     assert main(["train", *SMALL, "output_dir=run"]) == EXIT_USER_ERROR
     assert "Set output_dir=<a new folder>, or delete this one" in capsys.readouterr().err
     assert main(["train", "resume=run"]) == EXIT_USER_ERROR
-    assert "can only be started again" in capsys.readouterr().err
+    assert "cannot be resumed, only restarted" in capsys.readouterr().err
 
 
 def test_evaluate_takes_the_saved_configuration_but_not_who_trained_it_and_the_overrides(saved_run, monkeypatch):
@@ -164,7 +164,7 @@ def test_a_saved_configuration_that_is_damaged_or_has_aliases_is_refused_before_
     with pytest.raises(CheckpointError, match="cannot be read"):
         read_saved_config(tmp_path)
     (tmp_path / "config.yaml").write_text("- a list")
-    with pytest.raises(CheckpointError, match="holds no configuration"):
+    with pytest.raises(CheckpointError, match="contains no configuration"):
         read_saved_config(tmp_path)
     levels = ["a0: &a0 [x, x, x, x, x, x, x, x, x]"]
     levels += [f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]" for n in range(1, 9)]  # 9 ** 9 words

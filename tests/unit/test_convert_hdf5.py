@@ -331,7 +331,7 @@ def other_convention(tmp_path: Path) -> list[str]:
         (option("state_keys=[joints]"), "state_keys names 'joints'.*object.*or state_keys="),
         (option("video=true", "rotate_images=yes"), "rotate_images is 'yes'"),
         (option("tsak=lift"), "There is no key 'tsak'"),
-        (option("lift"), "'lift' is not a key=value"),
+        (option("lift"), "'lift' is not of the form key=value"),
         (no_language, "has no instruction for data/demo_0.*Set 'task="),
         (other_convention, "macros_image_convention=opencv; required: opengl"),
     ],

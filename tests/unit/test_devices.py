@@ -123,7 +123,7 @@ def test_an_engine_has_the_gpus_from_its_owners_on():
     assert engine_gpus(["GPU-a"], 0, 1, "tp") == ["GPU-a"] and engine_gpus([], 0, 4, "tp") == []
     trainers = [rank_environment({}, EIGHT[:4], rank)["CUDA_VISIBLE_DEVICES"] for rank in (0, 1)]
     assert trainers == ["0", "1"] and engine_gpus(EIGHT[:4], 2, 2, "tp") == ["2", "3"]
-    with pytest.raises(ConfigError, match="tp=3 needs 3 GPUs from '2' on, but this process sees 5, 2, 7. Set tp=2"):
+    with pytest.raises(ConfigError, match="tp=3 needs 3 GPUs starting at '2', but this process sees 5, 2, 7. Set tp=2"):
         engine_gpus(["5", "2", "7"], 1, 3, "tp")
 
 

@@ -109,7 +109,7 @@ def test_a_checkpoint_is_checked_as_for_its_evaluation(renders, tmp_path, capsys
     from rlinf.manifest import Manifest, hash_files
 
     assert main(["doctor", f"checkpoint={tmp_path}"]) == 1
-    assert "holds no usable checkpoint" in capsys.readouterr().out
+    assert "contains no usable checkpoint" in capsys.readouterr().out
     config = build(EXPERIMENT, "env.image_size=24")
     get_model(config.model).save_pretrained(tmp_path)
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(to_mapping(config)))

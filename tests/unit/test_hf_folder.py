@@ -156,7 +156,7 @@ def test_adapters_are_merged_or_stay_apart(tiny_lm, tmp_path):
     torch.testing.assert_close(logits(PeftModel.from_pretrained(base, tmp_path / "adapter").eval()), logits(model))
     assert not torch.allclose(before, logits(model), atol=1e-2), "a control: the adapters do something"
     assert json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())["base_model_name_or_path"] == source
-    with pytest.raises(CheckpointError, match="holds adapters; it is exported without any"):
+    with pytest.raises(CheckpointError, match="contains adapters, but the export is configured without adapters"):
         HFFolder(source, torch.float32)(checkpoint, tmp_path / "none")
     assert not (tmp_path / "none").exists()
 
@@ -235,7 +235,7 @@ def test_a_whole_folder_is_replaced_by_a_whole_one_only_and_not_deleted_before(t
 def test_what_cannot_be_merged_is_said_before_training(tiny_lm, tmp_path):
     source = Path(shutil.copytree(tiny_lm(), tmp_path / "source"))
     (source / "model.safetensors").rename(source / "weights.safetensors")
-    with pytest.raises(ConfigError, match="has no model.safetensors and no .*merge_lora=false"):
+    with pytest.raises(ConfigError, match="has neither model.safetensors nor .*merge_lora=false"):
         HFFolder(str(source), torch.float32, lora=LoraConfig())
     HFFolder(str(source), torch.float32, lora=LoraConfig(), merge_lora=False)
     with pytest.raises(ConfigError, match="adapted weights .lm_head.weight.* have no tensor of their own"):

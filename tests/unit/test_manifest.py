@@ -222,9 +222,9 @@ def test_unreadable_manifests_are_named(tmp_path, text):
         ({"env": ["tabletop"]}, "'env' is a list, not a mapping"),
         ({"normalization": None}, "'normalization' is a NoneType, not a mapping"),
         ({"probe": [1]}, "'probe' is a list, not a mapping"),
-        ({"files": {"/etc/passwd": "0" * 64}}, "'files' names '/etc/passwd'"),
-        ({"files": {"../other": "0" * 64}}, "'files' names '../other'"),
-        ({"files": {"model/a.bin": 7}}, "'files' names 'model/a.bin'"),
+        ({"files": {"/etc/passwd": "0" * 64}}, "'files' lists '/etc/passwd'"),
+        ({"files": {"../other": "0" * 64}}, "'files' lists '../other'"),
+        ({"files": {"model/a.bin": 7}}, "'files' lists 'model/a.bin'"),
     ],
 )
 def test_a_manifest_of_other_kinds_of_values_is_refused(tmp_path, change, words):
@@ -240,7 +240,7 @@ def test_any_part_of_the_way_to_a_field_can_be_allowed_and_nothing_else():
     for name in ("normalization", "normalization.statistics", "normalization.statistics.action"):
         assert len(check(manifest(), present, [name])) == 1
     for name in ("action", "q01", "statistics.action", "norm", "normalization.stat"):
-        with pytest.raises(ConfigError, match=f"'{name}', which no manifest has"):
+        with pytest.raises(ConfigError, match=f"'{name}', which is not a manifest field"):
             check(manifest(), present, [name])
     with pytest.raises(ManifestMismatchError):  # the start of a name is not a section of it
         check(manifest(), changed("env.image_size", 128), ["env.suite", "lora"])

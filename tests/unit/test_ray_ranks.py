@@ -156,7 +156,7 @@ def test_whatever_ends_the_output_ends_the_rank(monkeypatch, error, exitcode, lo
     rank.join()
     assert rank.exitcode == exitcode
     silent = followed(monkeypatch, (1, b""))
-    assert silent.exitcode == -9 and silent.lost == "its actor has ended without an exit status"
+    assert silent.exitcode == -9 and silent.lost == "its actor ended without an exit status"
 
 
 @needs_ray
@@ -188,7 +188,7 @@ def test_two_threads_end_a_rank_once(monkeypatch):
     ("error", "raised", "words"),
     [
         ("ActorDiedError()", RankKilledError, "lost before it could start: The actor died unexpectedly"),
-        ("ActorDiedError(RayTaskError('', 'ImportError', ImportError()))", ConfigError, "Install the same rlinf"),
+        ("ActorDiedError(RayTaskError('', 'ImportError', ImportError()))", ConfigError, "Install the same version"),
         ("GetTimeoutError()", ConfigError, "no free places for 1 ranks for 5 s"),
     ],
 )

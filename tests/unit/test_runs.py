@@ -78,7 +78,7 @@ def test_a_folder_that_is_called_latest_stays_and_is_told_of(tmp_path, caplog):
     (tmp_path / "latest" / "mine").mkdir(parents=True)
     with caplog.at_level(logging.WARNING, "rlinf"):
         mark_latest(tmp_path / "run")
-    assert (tmp_path / "latest" / "mine").is_dir() and "does not point at the newest run, run" in caplog.text
+    assert (tmp_path / "latest" / "mine").is_dir() and "does not point to the newest run, run" in caplog.text
     assert sorted(os.listdir(tmp_path)) == ["latest"]
 
 

@@ -240,7 +240,7 @@ def test_ranks_of_a_launch_compare_their_gpus_before_they_join(monkeypatch):
 
 def test_a_rank_that_has_started_cuda_before_its_gpu_is_chosen_says_so(monkeypatch):
     error = started_on_gpus(monkeypatch, [["A"], ["B"]], started_early=True)[1]
-    assert isinstance(error, launch.RankError) and "Rank 1 has started CUDA while it imported modules" in str(error)
+    assert isinstance(error, launch.RankError) and "Rank 1 started CUDA while importing modules" in str(error)
 
 
 def prepare_with_another_plugin(folder: str) -> None:

@@ -1,4 +1,4 @@
-"""The connection to the Ray cluster at ``RAY_ADDRESS``, or to a new cluster on this machine."""
+"""Connects to the Ray cluster at ``RAY_ADDRESS``, or starts a cluster on this machine."""
 
 import os
 import random
@@ -14,13 +14,13 @@ from rlinf.distributed.ray.end import children, end_with_this_process
 from rlinf.errors import ConfigError, MissingDependencyError
 
 CONNECT_S = 5.0
-"""Seconds that the machine of RAY_ADDRESS has to accept a connection."""
+"""Timeout for connections to the machine at RAY_ADDRESS, in seconds."""
 OBJECT_STORE_BYTES = 2 * 2**30
-"""Shared memory of a cluster on this machine that only has simulators; Ray's default is 30 % of the main memory."""
+"""Shared memory for a local cluster that only runs simulators, in bytes; Ray's default is 30 % of main memory."""
 
 
 def import_ray(needed_by: str) -> ModuleType:
-    """Return the module ``ray``; raise MissingDependencyError, naming the setting that needs it, if it is not installed."""
+    """Import ``ray``. If it is not installed, raise a MissingDependencyError that names the setting that needs it."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     try:
         import ray
@@ -32,9 +32,9 @@ def import_ray(needed_by: str) -> ModuleType:
 
 
 def check_address(needed_by: str) -> str | None:
-    """Return ``RAY_ADDRESS``; None if it is not set or means a new cluster on this machine.
+    """Return ``RAY_ADDRESS``, or None if it is unset or requests a new cluster on this machine.
 
-    Raise ConfigError if it is not ``host:port``, nothing listens there, or the cluster requires a different token.
+    Raise ConfigError if it is not ``host:port``, no server is listening there, or the cluster requires a different token.
     """
     address = os.environ.get("RAY_ADDRESS", "").strip()
     if address in ("", "local"):
@@ -44,7 +44,7 @@ def check_address(needed_by: str) -> str | None:
     host, _, port = address.rpartition(":")
     fix = "Set RAY_ADDRESS=<host of `ray start --head`>:6379, or unset it to start Ray on this machine"
     if not host or not port.isdigit() or "/" in host:
-        raise ConfigError(f"RAY_ADDRESS is '{address}', and {needed_by} needs host:port. {fix}")
+        raise ConfigError(f"RAY_ADDRESS is '{address}', but {needed_by} needs host:port. {fix}")
     try:
         socket.create_connection((host, int(port)), timeout=CONNECT_S).close()
     except (OSError, OverflowError) as error:
@@ -54,8 +54,8 @@ def check_address(needed_by: str) -> str | None:
 
 
 def _check_token(address: str) -> None:
-    """Raise ConfigError if a cluster requires a token and this machine's is missing or wrong."""
-    # Ray itself would retry for a minute, and then raise a less specific error.
+    """Raise ConfigError if a cluster requires a token and this machine's token is missing or wrong."""
+    # Without this check, Ray would retry for a minute and then raise a less specific error.
     import grpc
 
     token = _token() if os.environ.get("RAY_AUTH_MODE") == "token" else None
@@ -67,7 +67,7 @@ def _check_token(address: str) -> None:
             )
         except grpc.RpcError as error:
             if error.code() != grpc.StatusCode.UNAUTHENTICATED:
-                return  # left to Ray, which reports it
+                return  # Ray will report the error
         else:
             return
     who = f"The Ray cluster at RAY_ADDRESS={address}"
@@ -75,13 +75,13 @@ def _check_token(address: str) -> None:
         fix = "Copy ~/.ray/auth_token of the machine of `ray start --head`, or set RAY_AUTH_TOKEN to its content"
         raise ConfigError(f"{who} does not accept the token of this machine. {fix}")
     raise ConfigError(
-        f"{who} requires a token, and RAY_AUTH_MODE is '{os.environ.get('RAY_AUTH_MODE', '')}' here. Copy the ~/.ray/auth_token of its "
-        f"head to this machine, then type: RAY_AUTH_MODE=token RAY_ADDRESS={address} rlinf ..."
+        f"{who} requires a token, but RAY_AUTH_MODE is '{os.environ.get('RAY_AUTH_MODE', '')}' here. Copy the ~/.ray/auth_token of its "
+        f"head to this machine, then run: RAY_AUTH_MODE=token RAY_ADDRESS={address} rlinf ..."
     )
 
 
 def _token() -> str:
-    """Return this machine's token from Ray's locations; raise ConfigError without one."""
+    """Return this machine's token from where Ray expects it; raise ConfigError if there is none."""
     if token := os.environ.get("RAY_AUTH_TOKEN"):
         return token
     path = Path(os.environ.get("RAY_AUTH_TOKEN_PATH") or Path.home() / ".ray" / "auth_token")
@@ -94,9 +94,9 @@ def _token() -> str:
 
 
 def connect(needed_by: str) -> ModuleType:
-    """Connect all ranks (a collective call) to the Ray cluster at rank 0's ``RAY_ADDRESS``, or start one; return the module ``ray``.
+    """Connect all ranks to the Ray cluster at rank 0's ``RAY_ADDRESS``, or start one, and return the module ``ray``.
 
-    Errors name the setting ``needed_by``, such as ``cluster.num_env_workers=2``.
+    This is a collective call. Error messages mention ``needed_by``, the setting that needs Ray, such as ``cluster.num_env_workers=2``.
     """
     ray = import_ray(needed_by)
     address = ray.get_runtime_context().gcs_address if ray.is_initialized() else None
@@ -109,14 +109,14 @@ def connect(needed_by: str) -> ModuleType:
 
 
 def initialise(ray: ModuleType, address: str | None, log_to_driver: bool = False, **of_new: Any) -> str:
-    """Connect to a cluster, or start one with the arguments ``of_new`` of ``ray.init``; return its address.
+    """Connect to a cluster, or start one with additional ``ray.init`` arguments ``of_new``, and return its address.
 
-    ``log_to_driver`` shows the output of actors here.
+    ``log_to_driver`` forwards the output of actors to this process.
     """
     how = {"address": "local", "include_dashboard": False, **of_new} if address is None else {"address": address}
     handler, numbers = signal.getsignal(signal.SIGTERM), random.getstate()
-    # Ray draws the name of a connection from Python's random numbers. Seeded ranks would draw the same name, receive each other's
-    # messages and poll without a pause.
+    # Ray names connections with Python's random module. Equally seeded ranks would get the same name, receive each other's messages
+    # and poll continuously.
     random.seed()
     children_before = children(os.getpid())
     try:
@@ -129,7 +129,7 @@ def initialise(ray: ModuleType, address: str | None, log_to_driver: bool = False
     finally:
         random.setstate(numbers)
         if threading.current_thread() is threading.main_thread():
-            # Ray installs a handler that ends the process; the run's handler saves a checkpoint first.
+            # Ray installs a handler that ends the process; restore the run's handler, which first saves a checkpoint.
             signal.signal(signal.SIGTERM, handler)
     if address is None:
         end_with_this_process([pid for pid in children(os.getpid()) if pid not in children_before])

@@ -1,4 +1,4 @@
-"""A watcher process that ends the Ray processes of a killed run. It imports nothing of rlinf."""
+"""A watcher process that ends a killed run's Ray processes. It does not import rlinf."""
 
 import os
 import signal
@@ -13,7 +13,7 @@ _watchers: list[subprocess.Popen] = []
 
 
 def children(pid: int) -> list[int]:
-    """Return the running children of a process; an empty list without ``/proc``."""
+    """Return the process IDs of a process's running children, or an empty list without ``/proc``."""
     with suppress(OSError):
         tasks = Path(f"/proc/{pid}/task").glob("*/children")
         return [int(child) for task in tasks for child in task.read_text().split()]
@@ -21,28 +21,28 @@ def children(pid: int) -> list[int]:
 
 
 def end_with_this_process(daemons: list[int]) -> None:
-    """Start a watcher that kills ``daemons``, children of this process, and their descendants once this process has been killed."""
+    """Start a watcher that kills ``daemons`` (children of this process) and their descendants if this process is killed."""
     command = [sys.executable, "-I", __file__, *map(str, (os.getpid(), *daemons))]
     streams = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.DEVNULL)
     _watchers.append(subprocess.Popen(command, **streams, start_new_session=True))
 
 
 def watch(parent: int, daemons: list[int]) -> None:
-    """Wait until the parent has died, and kill its daemons; return as soon as it has ended all daemons itself."""
+    """Wait for the parent to die, then kill its daemons. Return early if the parent has ended all daemons itself."""
     tree: list[int] = []
     while daemons:
         running = children(parent)
         if os.getppid() != parent:
             break
         daemons = [pid for pid in daemons if pid in running]
-        # Updated while the parent runs: the daemons die with it, and then their children have a different parent.
+        # Update the list while the parent is running: the daemons die with it, and their children are then reparented.
         tree = list(daemons)
-        for pid in tree:  # grows
+        for pid in tree:  # grows during the loop
             tree += children(pid)
         time.sleep(POLL_S)
     for pid in tree:
         with suppress(OSError):
-            # A new process may have the same id by now.
+            # The process ID may have been reused by now.
             if b"ray" in Path(f"/proc/{pid}/cmdline").read_bytes():
                 os.kill(pid, signal.SIGKILL)
 

@@ -1,6 +1,6 @@
-"""Ranks that Ray places: each is a child process of an actor, which forwards its output, signals and exit status.
+"""Ranks placed by Ray. Each is a child process of an actor, which forwards its output, signals and exit status.
 
-``rlinf.distributed.launch`` defines the work of a rank, how ranks connect and how they end together.
+``rlinf.distributed.launch`` defines what a rank runs, how ranks connect, and how they end together.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from rlinf.distributed.devices import CHOSEN_EGL_DEVICE, EGL_DEVICE
 from rlinf.errors import EXIT_FAULT, ConfigError, RankKilledError
 
 KILL_S = 10.0
-"""Seconds in which an actor must have killed its rank; else its machine counts as lost."""
+"""Time allowed for an actor to kill its rank before its machine is considered lost, in seconds."""
 DRAIN_S = 1.0
-"""Seconds after the end of a rank in which its own children may still hold its output open."""
+"""Seconds to continue reading a rank's output after it ends, because its children may still have it open."""
 FORWARDED = (
     "HF_",
     "MUJOCO_",
@@ -39,7 +39,7 @@ FORWARDED = (
     "TRANSFORMERS_",
     "WANDB_",
 )
-"""Prefixes of variables that are copied from the command; all remaining variables come from Ray's daemon on the rank's machine."""
+"""Prefixes of variables copied from the command. All other variables come from Ray's daemon on the rank's machine."""
 _START = """
 import os, sys
 # A rank runs the code of the command, so the command's import path comes before this machine's.
@@ -51,34 +51,34 @@ run_rank()
 
 
 class RankAgent:
-    """A Ray actor that starts one rank as a child process, like an agent of torchrun."""
+    """A Ray actor that starts one rank as a child process, like a torchrun agent."""
 
     def __init__(self) -> None:
         self._process: subprocess.Popen | None = None
         self._started = threading.Event()
 
     def where(self) -> str:
-        """Return Ray's id of this machine."""
+        """Return Ray's node ID for this machine."""
         import ray
 
         return ray.get_runtime_context().get_node_id()
 
     def check(self, check: Callable[[], None]) -> Failure | None:
-        """Run a check of this machine; return its error."""
+        """Run a check on this machine, and return its error if it fails."""
         return failure_in(check)
 
     def run(
         self, work: bytes, path: Sequence[str], environment: Mapping[str, str], folder: str
     ) -> Iterator[tuple[int, bytes] | int]:
-        """Start the rank; yield its output with the number of the stream as it arrives, and finally its exit status.
+        """Start the rank. Yield (stream number, output) as output arrives, and finally the exit status.
 
         Args:
-            work: Function and arguments for ``run_rank``, pickled.
+            work: Pickled function and arguments for ``run_rank``.
             path: First entries of the rank's ``sys.path``.
-            environment: Additional variables.
-            folder: Its working folder.
+            environment: Additional environment variables.
+            folder: Working directory of the rank.
         """
-        # Ray sets OMP_NUM_THREADS to the CPUs of the actor; the command decides on the rank's threads.
+        # Ray sets OMP_NUM_THREADS to the actor's CPU count, but the command chooses the rank's thread count.
         inherited = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
         self._process = process = subprocess.Popen(
             [sys.executable, "-c", _START, os.pathsep.join(path), str(os.getpid())],
@@ -87,7 +87,7 @@ class RankAgent:
             stderr=subprocess.PIPE,
             env=inherited | dict(environment),
             cwd=folder,
-            start_new_session=True,  # a terminal on this machine signals the command, which forwards it
+            start_new_session=True,  # on this machine, a terminal should signal only the command, which forwards signals
         )
         self._started.set()
         with process.stdin:
@@ -96,13 +96,13 @@ class RankAgent:
         yield process.wait()
 
     def signal(self, number: int) -> None:
-        """Send a signal to the rank, unless it has ended."""
+        """Send a signal to the rank if it has not ended."""
         self._started.wait()
         self._process.send_signal(number)
 
 
 def _output(process: subprocess.Popen) -> Iterator[tuple[int, bytes]]:
-    """Yield a process's output, with 1 or 2 for stdout or stderr, until it has ended."""
+    """Yield a process's output until it ends, tagged 1 for stdout or 2 for stderr."""
     end = None
     with selectors.DefaultSelector() as selector:
         selector.register(process.stdout, selectors.EVENT_READ, 1)
@@ -119,22 +119,22 @@ def _output(process: subprocess.Popen) -> Iterator[tuple[int, bytes]]:
 
 
 def run_rank() -> None:
-    """Run the function that the command has sent to stdin, as a rank."""
+    """Run the function sent by the command to stdin, as a rank."""
     threading.Thread(target=exit_with_parent, args=(int(sys.argv[2]),), daemon=True).start()
-    # Some simulators parse sys.argv.
+    # Clear sys.argv because some simulators parse it.
     del sys.argv[1:]
     function, arguments = pickle.load(sys.stdin.buffer)
     function(*arguments)
 
 
 class RemoteRank:
-    """The command's handle of a rank, with the methods of ``multiprocessing.Process`` that ``launch`` uses."""
+    """The command's handle for a remote rank, with the ``multiprocessing.Process`` methods used by ``launch``."""
 
     def __init__(self, agent: Any, output: Any) -> None:
         self._agent, self._output = agent, output
         self.exitcode: int | None = None
-        self.lost: str | None = None  # why its exit status is unknown
-        self.fault: str | None = None  # an error of its actor: the rank did not run, or its end is unknown
+        self.lost: str | None = None  # the reason if its exit status is unknown
+        self.fault: str | None = None  # an actor error: the rank did not run, or its outcome is unknown
         self._killed_at: float | None = None
         self._ending = threading.Lock()
         self.sentinel, self._writer = os.pipe()
@@ -142,7 +142,7 @@ class RemoteRank:
         self._thread.start()
 
     def _follow(self) -> None:
-        """Copy the rank's output to the streams of this process, until it has ended."""
+        """Copy the rank's output to this process's streams until the rank ends."""
         import ray
 
         try:
@@ -152,21 +152,21 @@ class RemoteRank:
                     self._end(message)
                     continue
                 stream, data = message
-                # Errors of a closed stream or a full disk are suppressed: the exit status must still be received.
+                # Ignore errors such as a closed stream or a full disk, so that the exit status is still received.
                 with suppress(OSError):
                     while data:
                         data = data[os.write(stream, data) :]
-            self._end(-signal.SIGKILL, "its actor has ended without an exit status")
+            self._end(-signal.SIGKILL, "its actor ended without an exit status")
         except ray.exceptions.RayTaskError as error:
             self._end(EXIT_FAULT, fault=str(error).strip().rpartition("\n")[2])
         except ray.exceptions.RayError as error:
             self._end(-signal.SIGKILL, str(error).strip().partition("\n")[0].rstrip("."))
-        except Exception as error:  # noqa: BLE001 - the command waits for the end of the rank in any case
+        except Exception as error:  # noqa: BLE001 - the command must learn that the rank has ended
             self._end(-signal.SIGKILL, f"{type(error).__name__}: {error}")
 
     def _end(self, exitcode: int, lost: str | None = None, fault: str | None = None) -> None:
-        """Record the end of the rank."""
-        # Only the first call counts: the thread of `_follow` and `join` may both call this.
+        """Record that the rank has ended."""
+        # Only the first call has an effect, because both `join` and the thread of `_follow` may call this.
         with self._ending:
             if self.exitcode is None:
                 self.lost, self.fault = lost, fault
@@ -174,11 +174,11 @@ class RemoteRank:
                 os.close(self._writer)
 
     def is_alive(self) -> bool:
-        """Return whether the end of the rank is not known yet."""
+        """Return whether the rank is not known to have ended."""
         return self.exitcode is None
 
     def send_signal(self, number: int) -> None:
-        """Send a signal to the rank; do not wait."""
+        """Send a signal to the rank without waiting."""
         self._agent.signal.remote(number)
 
     def terminate(self) -> None:
@@ -186,7 +186,7 @@ class RemoteRank:
         self.send_signal(signal.SIGTERM)
 
     def kill(self) -> None:
-        """Kill the rank; ``join`` then takes ``KILL_S`` at most."""
+        """Kill the rank. ``join`` then returns within ``KILL_S``."""
         self._killed_at = time.monotonic()
         self.send_signal(signal.SIGKILL)
 
@@ -196,10 +196,10 @@ class RemoteRank:
             timeout = max(0.0, self._killed_at + KILL_S - time.monotonic())
         self._thread.join(timeout)
         if self._killed_at is not None and self.is_alive():
-            self._end(-signal.SIGKILL, "its machine does not reply")
+            self._end(-signal.SIGKILL, "its machine does not respond")
 
     def end_agent(self) -> None:
-        """End the actor, and with it the rank's remaining processes."""
+        """End the actor along with the rank's remaining processes."""
         import ray
 
         ray.kill(self._agent)
@@ -207,17 +207,17 @@ class RemoteRank:
 
 @dataclass(frozen=True)
 class RankPlaces:
-    """Actors that can start ranks, in rank order; the ranks of a machine are consecutive."""
+    """Actors that can start ranks, in rank order. Ranks on the same machine are consecutive."""
 
-    host: str  # address of this machine for the ranks
+    host: str  # this machine's address, as seen by the ranks
     agents: Sequence[Any]
-    nodes: Sequence[str]  # the id of each actor's machine
+    nodes: Sequence[str]  # node ID of each actor's machine
 
     @classmethod
     def of(cls, group: str, host: str, start_s: float, check: Callable[[], None] | None = None) -> RankPlaces:
-        """Start an actor in each place of a Ray placement group, and run ``check`` on each machine.
+        """Start an actor in each place of a Ray placement group, and run ``check`` in each actor.
 
-        Raise ConfigError if a check fails, or no machine has free capacity within ``start_s``; RankKilledError if an actor is lost.
+        Raise ConfigError if a check fails or no capacity becomes free within ``start_s``; raise RankKilledError if an actor is lost.
         """
         import ray
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
@@ -231,7 +231,7 @@ class RankPlaces:
         try:
             nodes = _nodes_of(agents, start_s, check)
         except Exception:
-            # Otherwise they would hold their places, and the next actors could not start there.
+            # Otherwise, the actors would occupy their places, and new actors could not start there.
             for agent in agents:
                 ray.kill(agent)
             raise
@@ -239,9 +239,9 @@ class RankPlaces:
         return cls(host, [agents[index] for index in order], [nodes[index] for index in order])
 
     def start(self, function: Callable[..., None], arguments: Sequence[Any], port: int) -> list[RemoteRank]:
-        """Start all ranks, with torchrun's environment variables; each calls ``function(rank, *arguments)``."""
+        """Start all ranks with torchrun's environment variables. Each rank calls ``function(rank, *arguments)``."""
         common = {name: value for name, value in os.environ.items() if name.startswith(FORWARDED)}
-        # Chosen by this package for the first GPU of this machine, so wrong for a rank's.
+        # This package chose the value for this machine's first GPU, so it is wrong for a rank.
         if common.get(EGL_DEVICE) == os.environ.get(CHOSEN_EGL_DEVICE):
             common.pop(EGL_DEVICE, None)
         common |= {"WORLD_SIZE": str(len(self.agents)), "MASTER_ADDR": self.host, "MASTER_PORT": str(port)}
@@ -256,7 +256,7 @@ class RankPlaces:
 
 
 def _nodes_of(agents: Sequence[Any], start_s: float, check: Callable[[], None] | None) -> list[str]:
-    """Return the ids of the actors' machines, after ``check`` has run on each."""
+    """Return the node IDs of the actors' machines after running ``check`` in each actor."""
     import ray
 
     try:
@@ -264,31 +264,31 @@ def _nodes_of(agents: Sequence[Any], start_s: float, check: Callable[[], None] |
         failures = [] if check is None else ray.get([agent.check.remote(check) for agent in agents], timeout=start_s)
     except ray.exceptions.GetTimeoutError:
         raise ConfigError(
-            f"The Ray cluster has had no free places for {len(agents)} ranks for {start_s:g} s, or a machine does not reply. Replace lost "
-            "machines, or set a longer cluster.deadlines.start"
+            f"The Ray cluster has had no free places for {len(agents)} ranks for {start_s:g} s, or a machine does not respond. Replace "
+            "lost machines, or set a longer cluster.deadlines.start"
         ) from None
     except ray.exceptions.RayError as error:
         lost = ray.exceptions
         died = isinstance(error, (lost.RayActorError, lost.NodeDiedError, lost.OutOfMemoryError))
-        # `actor_init_failed`: the actor could not import its class, because the machine has a different rlinf or none.
+        # `actor_init_failed` means that the actor could not import its class: rlinf is missing or different on its machine.
         if died and not getattr(error, "actor_init_failed", False):
             first = str(error).strip().partition("\n")[0].rstrip(".")
             raise RankKilledError(f"A rank was lost before it could start: {first}") from error
         raise ConfigError(
-            f"A machine of the Ray cluster cannot report its version of rlinf: {error}\nInstall the same rlinf on all machines"
+            f"A machine in the Ray cluster cannot report its rlinf version: {error}\nInstall the same version on all machines"
         ) from error
     raise_failure(failures)
     return nodes
 
 
 def raise_failure(failures: Sequence[Failure | None]) -> None:
-    """Raise the first failure of a machine, if there is any, as ConfigError."""
+    """Raise the first machine's failure, if any, as a ConfigError."""
     for failure in filter(None, failures):
         raise ConfigError(failure.message)
 
 
 def placement_group(number: str) -> Any:
-    """Return Ray's placement group by its id."""
+    """Return the Ray placement group with an ID."""
     from ray import PlacementGroupID
     from ray.util.placement_group import PlacementGroup
 
@@ -296,5 +296,5 @@ def placement_group(number: str) -> Any:
 
 
 def neighbours_first(nodes: Sequence[str], first: str) -> list[int]:
-    """Return an order of places in which those of a machine are consecutive, starting with the machine ``first``."""
+    """Order places so that places on the same machine are consecutive, starting with machine ``first``."""
     return sorted(range(len(nodes)), key=lambda index: (nodes[index] != first, nodes.index(nodes[index]), index))

@@ -1,4 +1,4 @@
-"""Detection of a lost Ray cluster: the head, or Ray's daemon on this machine. A run cannot continue without them."""
+"""Detects the loss of the Ray cluster's head or of Ray's daemon on this machine, without which a run cannot continue."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from rlinf.errors import RankError, RLinfError, exit_status, print_error
 
 POLL_S = 1.0
 CONNECT_S = 2.0
-"""Seconds that a process, which may be ending, has to reject or accept a connection."""
+"""Timeout for connections to a process that may be ending, in seconds."""
 LIMIT = "RAY_gcs_rpc_server_reconnect_timeout_s"
-"""Ray's variable: seconds without the head after which Ray ends each process without a Python error."""
+"""Ray's environment variable: seconds without the head before Ray ends each process without a Python error."""
 _watches: list[ClusterWatch] = []
-"""Watches of the ``watched`` blocks that this process is in."""
+"""Watches of all active ``watched`` blocks in this process."""
 RESUME_HINT = "Start the cluster again, then continue with rlinf train resume=<run folder>"
 
 
 class ClusterWatch:
-    """Polls the head of a cluster, and ends this process with an error before Ray would end it without one."""
+    """Polls the head of a cluster, and if it is lost, ends this process with an error before Ray would end it without one."""
 
     def __init__(self, ray: ModuleType) -> None:
         context = ray.get_runtime_context()
@@ -38,7 +38,7 @@ class ClusterWatch:
 
     def start(self) -> None:
         """Start watching."""
-        # Two threads: a call to a silent head may block for minutes, in which the second thread counts.
+        # A call to an unresponsive head may block for minutes, so a second thread measures the time.
         for work in (self._poll_head, self._count):
             threading.Thread(target=work, name="cluster watch", daemon=True).start()
 
@@ -47,11 +47,11 @@ class ClusterWatch:
         self._ended.set()
 
     def lost(self) -> RankError | None:
-        """Return the error to raise if the head or the daemon rejects connections."""
+        """Return the error to raise if the head or the daemon is unreachable, otherwise None."""
         if not _listens(self.daemon):
             return RankError(
-                f"Ray's daemon on this machine (raylet at {self.daemon}) has ended, and with it the connection to remote rollout workers and "
-                f"ranks; often memory ran out. Look for the cause in Ray's logs. {RESUME_HINT}"
+                f"Ray's daemon on this machine (raylet at {self.daemon}) has ended, so the connection to remote rollout workers and ranks "
+                f"is lost. A common cause is running out of memory; see Ray's logs. {RESUME_HINT}"
             )
         return None if _listens(self.head) else self._head_is_lost("has ended")
 
@@ -63,7 +63,7 @@ class ClusterWatch:
 
     def _poll_head(self) -> None:
         while not self._ended.wait(POLL_S):
-            # Suppressed: a short interruption is no error. `_count` ends the process after a long one.
+            # Ignore short interruptions. `_count` ends the process after a long one.
             with suppress(self._ray.exceptions.RayError, OSError):
                 self._ray.nodes()
                 self.silent_s = 0.0
@@ -72,20 +72,20 @@ class ClusterWatch:
         last = time.monotonic()
         while not self._ended.wait(POLL_S):
             now = time.monotonic()
-            # At most 2 polls count, because this process may have been stopped (Ctrl-Z).
+            # Limit the time to 2 polls, because this process may have been stopped (Ctrl-Z).
             self.silent_s += min(now - last, 2 * POLL_S)
             last = now
             if self.silent_s > self.limit_s:
                 error = self._head_is_lost(f"has not replied for {self.limit_s:g} s")
                 print_error(error)
                 kill_children()
-                # Not sys.exit, because the main thread may wait for the cluster. Ranks end with this process.
+                # Do not use sys.exit, because the main thread may be waiting for the cluster. Ranks end with this process.
                 os._exit(exit_status(error))
 
 
 @contextmanager
 def watched(ray: ModuleType) -> Iterator[None]:
-    """Watch the cluster during the block. If its head or this machine's daemon has ended, raise RankError for any error."""
+    """Watch the cluster during the block. Replace errors by RankError if its head or this machine's daemon has ended."""
     watch = ClusterWatch(ray)
     watch.start()
     _watches.append(watch)
@@ -103,7 +103,7 @@ def watched(ray: ModuleType) -> Iterator[None]:
 
 
 def cluster_lost() -> RankError | None:
-    """Return the error to raise if the cluster that this process watches is lost; None also if it watches none."""
+    """Return the error to raise if a cluster watched by this process is lost, otherwise None."""
     return next((error for watch in _watches if (error := watch.lost()) is not None), None)
 
 

@@ -393,7 +393,11 @@ def rewrite_config(folder, **changes):
         ({"action_token_len": 6}, {}, r"model\.action_token_len is 6.*5 dimensions.*Set model\.action_token_len=5"),
         ({"action_token_len": 2}, {}, r"'action' have 3 .*model\.action_token_len=2;.*Set model\.action_token_len=3"),
         ({"action_chunks_len": 9}, {}, r"model\.action_chunks_len is 9.*Set model\.action_chunks_len=3"),
-        ({}, {"norm_stats": {}}, r"no statistics.*Set model\.unnorm_key=<env\.name>.*model\.unnorm_key=tabletop"),
+        (
+            {},
+            {"norm_stats": {}},
+            r"no action statistics.*Set model\.unnorm_key=<env\.name>.*model\.unnorm_key=tabletop",
+        ),
     ],
 )
 def test_settings_are_refused_before_weights_are_read(tmp_path, changes, config, message):

@@ -69,7 +69,7 @@ class AnyAlgorithm:
 
     Attributes:
         config_class: Configuration dataclass for ``algorithm.*``.
-        freezes_policy: Whether only an actor on top of the policy is trained. Every rank then has a replica of the policy, without an optimiser.
+        freezes_policy: Whether only an actor on top of the policy is trained. Each rank then has a full policy without an optimiser.
     """
 
     config_class: ClassVar[type[AnyAlgorithmConfig]] = AnyAlgorithmConfig

@@ -211,7 +211,7 @@ class LoraConfig:
 class PolicyConfig:
     """The trained model."""
 
-    model_name_or_path: PathText = option("", "Folder or hub ID of a transformers model.")
+    model_name_or_path: PathText = option("", "Folder or hub id of a transformers model.")
     model_max_length: int = option(4096, "Maximum tokens per row, or per prompt plus completion.", minimum=2)
     model_gradient_checkpointing: bool = option(True, "Recompute activations in the backward pass to save memory.")
     device: str = option("auto", "auto: GPUs if available; cpu: run ranks as local processes.", choices=DEVICES)

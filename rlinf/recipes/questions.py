@@ -44,7 +44,7 @@ class QuestionRanksConfig:
 class QuestionsConfig:
     """Keys for ``rlinf evaluate questions=...``."""
 
-    checkpoint: PathText = option("", "Model folder, hub ID, recipe run, or latest: the newest run in outputs/.")
+    checkpoint: PathText = option("", "Model folder, hub id, recipe run, or latest: the newest run in outputs/.")
     questions: PathText = option("", "Question file in jsonl, json, csv, tsv or parquet format.")
     output_dir: PathText | None = option(None, "Result folder; null: in the run folder, or outputs/questions/<time>.")
     answer_type: str | None = option(
@@ -58,7 +58,7 @@ class QuestionsConfig:
     system_prompt: str | None = option(None, "System message for each question (may be empty); null: none.")
     fps: float = option(1.0, "Video frames to read per second.", minimum=0.01)
     max_pixels: int | None = option(81920, "Maximum frame area in pixels; null: unlimited.", minimum=1)
-    num_questions: int | None = option(None, "Use only the first questions in the file; null: all.", minimum=1)
+    num_questions: int | None = option(None, "Number of questions, from the start of the file; null: all.", minimum=1)
     temperature: float = option(0.0, "Sampling temperature; 0: greedy.", minimum=0)
     seed: int = option(0, "Sampling seed; each question uses its own random numbers.", minimum=0)
     max_tokens: int = option(1024, "Maximum number of tokens per completion.", minimum=1)

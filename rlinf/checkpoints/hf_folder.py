@@ -230,7 +230,7 @@ def _adapted_layers(model: Any, source: str) -> dict[str, Any]:
                     adapted[name] = layers.pop(renamed)
     if layers:
         raise ConfigError(
-            f"{len(layers)} adapted weights ({', '.join(sorted(layers)[:3])}) have no separate tensor in the files of {source}, so "
+            f"{len(layers)} adapted weights ({', '.join(sorted(layers)[:3])}) have no tensor of their own in the files of {source}, so "
             "adapters cannot be merged into them. Export them as adapters (merge_lora=false)"
         )
     return adapted

@@ -32,7 +32,7 @@ def test_a_store_is_as_large_as_the_run_needs_or_the_run_is_refused(monkeypatch,
     assert size_of(GIB // 2) == OBJECT_STORE_BYTES, "other things pass through it, too"
     assert size_of(7 * GIB) == 7 * GIB
     with pytest.raises(
-        ConfigError, match=rf"need 9.* and {tmp_path} has 8.* free.*--shm-size={9 * GIB}.*set smaller=true"
+        ConfigError, match=rf"need 9.* but {tmp_path} has 8.* free.*--shm-size={9 * GIB}.*set smaller=true"
     ):
         size_of(9 * GIB)
     monkeypatch.setattr(reservation.shutil, "disk_usage", lambda _: SimpleNamespace(free=GIB))

@@ -347,7 +347,9 @@ def _make_sequential(
     }
 
 
-def compare_questions(result_a: QuestionsResult, result_b: QuestionsResult, allow_mismatch: Sequence[str] = ()) -> Comparison:
+def compare_questions(
+    result_a: QuestionsResult, result_b: QuestionsResult, allow_mismatch: Sequence[str] = ()
+) -> Comparison:
     """Pair two results by question, in any order; with ``allow_mismatch=["questions"]``, compare only the common questions."""
     first, second = (
         {(scored.id, scored.prompt, scored.expected): (scored.category, scored.is_correct) for scored in result.results}

@@ -2,7 +2,7 @@
 
 The robot acts at 20 Hz in real time, with a checkpoint served by `rlinf serve`. Each kill is in the middle of an episode, at a
 different time within a step, and after the server has restarted. The camera process sends 30 images per second, of which only the
-newest is used, as with `read_latest` of lerobot's cameras. Times are printed in milliseconds; required: at most 200. There is no peer.
+newest is used, as with `read_latest` of lerobot's cameras. Times are printed in milliseconds; expected at most 200. There is no peer.
 
     python benchmarks/robot_hold.py [--checkpoint outputs/quickstart/latest] [--kills 10] [--port 8031]
 """

@@ -224,7 +224,7 @@ def best(work: Workload, machine: Machine, placement: str, gpus: int) -> Iterati
     if placement == "colocated":
         return predict(work, machine, placement, gpus, gpus)
     if gpus < 2:
-        raise ValueError(f"placement '{placement}' on {gpus} GPU; required: at least 2")
+        raise ValueError(f"placement '{placement}' on {gpus} GPU; expected at least 2")
     counts = [count for count in range(1, gpus) if gpus % count == 0]
     found = [predict(work, machine, placement, count, gpus - count) for count in counts]
     return min(found, key=lambda each: (each.limit == "too few env groups", each.seconds))
@@ -251,7 +251,7 @@ def measured(lines: Sequence[Mapping[str, Any]], skip: int = 1) -> dict[str, flo
     """
     iterations = [line for line in lines if PHASES["rollout"] in line][skip:]
     if not iterations:
-        raise ValueError(f"metrics of no iteration of RL after the first {skip}; required: at least one")
+        raise ValueError(f"metrics of no iteration of RL after the first {skip}; expected at least one")
     return {name: statistics.median(line[metric] for line in iterations) for name, metric in PHASES.items()}
 
 
@@ -461,7 +461,7 @@ def main() -> None:
         single = [run for run in runs if run.of_one_process]
         if not single:
             parser.error(
-                "--runs has no run of one process that trains and plays; required: one or two, with different rollout.num_envs"
+                "--runs has no run of one process that trains and plays; expected one or two, with different rollout.num_envs"
             )
         work = replace(workload_of(single), gradient_bytes=args.gradient_bytes)
         compare(runs, replace(work, pushed_bytes=args.pushed_bytes), machine)

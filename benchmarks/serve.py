@@ -2,12 +2,12 @@
 
 The server is the command in a separate process, and clients connect over loopback. Round trips alternate with calls in this process,
 which use the same observations, policy and number of rows and must return bitwise identical actions. ``overhead_ms`` is the
-difference of the medians (required: at most 5). For clients, ``ours`` is the observations per second with all clients at once, and
+difference of the medians (expected at most 5). For clients, ``ours`` is the observations per second with all clients at once, and
 ``peer`` with one at a time on the same server, where each call is padded to the same number of rows. ``peer_unfilled`` is one at a time
 without padding, on a server with ``max_batch=1``; ``ratio_unfilled`` is the gain over this best case for one client at a time.
 
 Finally, prompts of ``--prompt-mib`` MiB are sent to a server with default limits while a second client continues to send requests.
-Measured are the milliseconds from the last byte to the rejection (required: at most 50), the server's additional memory (at most 70 MiB),
+Measured are the milliseconds from the last byte to the rejection (expected at most 50), the server's additional memory (at most 70 MiB),
 and the second client's 99th percentile relative to normal (at most 2). The prompt is a frame from a small buffer, to save CPU time.
 
     python benchmarks/serve.py [--image-size 224] [--calls 200] [--clients 8] [--rounds 5] [--device cpu]

@@ -248,7 +248,7 @@ def compare(
     if all(are_folders):
         return compare_folders(a, b, allow_mismatch)
     if any(are_folders):
-        raise ConfigError("compare got a folder and a result; required: two folders, or two results")
+        raise ConfigError("compare got a folder and a result; expected two folders, or two results")
     return compare_results(a, b, allow_mismatch)
 
 
@@ -258,7 +258,7 @@ def _of_folder(
     """Return the parsed arguments of the command ``function`` for a folder."""
     if env is not None and not isinstance(env, str):
         required = "with a folder the name of an env, and overrides=['env.<key>=...'] for its settings"
-        raise ConfigError(f"{function} got a folder and an env configuration; required: {required}")
+        raise ConfigError(f"{function} got a folder and an env configuration; expected {required}")
     chosen = [] if env is None else [f"env={env}"]
     return parse([f"checkpoint={_quoted(folder)}", *chosen, *overrides])
 
@@ -274,7 +274,7 @@ def _opened_object(
     is_ours = isinstance(policy, Policy)
     if isinstance(policy, type) or not callable(getattr(policy, "act", policy)):
         required = "a folder, a policy of rlinf.load_policy, an object with act, or a function of an observation"
-        raise ConfigError(f"{function} got a {type(policy).__name__}; required: {required}")
+        raise ConfigError(f"{function} got a {type(policy).__name__}; expected {required}")
     if env is None and not (is_ours and policy.cameras is not None):
         raise ConfigError(
             f"{function} needs the env of this policy. Pass env='tabletop', or a different env listed by `rlinf models`"
@@ -283,7 +283,7 @@ def _opened_object(
         if key not in IN_MEMORY_KEYS and key.partition(".")[0] != "env":
             problem = f"{function} got the override '{key}', which has no effect on a policy object"
             fix = "Pass it to load_policy, or evaluate the folder"
-            raise ConfigError(f"{problem}; required: keys of env, {', '.join(IN_MEMORY_KEYS)}. {fix}")
+            raise ConfigError(f"{problem}; expected keys of env, {', '.join(IN_MEMORY_KEYS)}. {fix}")
     config = run_config(env, overrides, base=policy.config if is_ours else None)
     settings = config.evaluation
     num_envs = 1 if remembers(policy) else min(settings.num_envs, settings.num_episodes or settings.num_envs)
@@ -309,7 +309,7 @@ def run_config(
     if not (env is None or isinstance(env, str) or dataclasses.is_dataclass(env)):
         fix = "Pass 'tabletop', and its settings by overrides=['env.<key>=...']"
         raise ConfigError(
-            f"env is {env!r} ({type(env).__name__}); required: the name of an env, or its configuration. {fix}"
+            f"env is {env!r} ({type(env).__name__}); expected the name of an env, or its configuration. {fix}"
         )
     is_named = isinstance(env, str)
     chosen = [f"env={env}", *overrides] if is_named else list(overrides)
@@ -354,7 +354,7 @@ def _public_model(folder: str | os.PathLike, model_type: str | None) -> list[str
     if model_type is None and not path.exists() and not follow_latest(path).exists():
         required = "a run, a checkpoint, an export or the folder of a model"
         raise CheckpointError(
-            f"There is no folder {folder}; required: {required}. A model on the hub needs its type. {typed}"
+            f"There is no folder {folder}; expected {required}. A model on the hub needs its type. {typed}"
         )
     if model_type is None and not (path / "config.json").is_file():
         return None
@@ -378,7 +378,7 @@ def _check_overrides(overrides: Sequence[str], function: str) -> None:
     for override in overrides:
         if not isinstance(override, str) or override.startswith("-"):
             flags = "Flags only work on the command line; in Python, use plugins=[...] to import code, and a loop for a sweep"
-            raise ConfigError(f"{function} got the override {override!r}; required: strings such as 'seed=3'. {flags}")
+            raise ConfigError(f"{function} got the override {override!r}; expected strings such as 'seed=3'. {flags}")
 
 
 def _code(plugins: Sequence[str], trust_remote_code: bool) -> list[str]:
@@ -394,7 +394,7 @@ def _check_list(values: Any, name: str) -> None:
     if isinstance(values, (str, os.PathLike)):
         raise ConfigError(f"{name}: got '{values}', which is not a list. Pass ['{values}']")
     if not isinstance(values, Sequence):
-        raise ConfigError(f"{name}: got {values!r}; required: a list of strings. Pass []")
+        raise ConfigError(f"{name}: got {values!r}; expected a list of strings. Pass []")
 
 
 def _value(value: Any) -> str:

@@ -15,7 +15,7 @@ def flags_of(values: Any, what: str) -> np.ndarray:
     if not is_flag.all():
         place = tuple(map(int, np.argwhere(~is_flag)[0]))
         at = f" at {list(place)}" if array.size > 1 else ""
-        raise ConfigError(f"{what} is {array.item(*place)!r:.80}{at}; required: true, false, 0 or 1")
+        raise ConfigError(f"{what} is {array.item(*place)!r:.80}{at}; expected true, false, 0 or 1")
     return array.astype(bool)
 
 
@@ -28,13 +28,13 @@ def number_of(value: Any, what: str) -> float:
     """Return one number, which may be a one-element array; raise ConfigError for anything else."""
     array = _single(value, what)
     if array.dtype.kind not in "biuf":
-        raise ConfigError(f"{what} is {value!r:.80}; required: a number")
+        raise ConfigError(f"{what} is {value!r:.80}; expected a number")
     return float(array)
 
 
 def _single(value: Any, what: str) -> np.ndarray:
     if (array := _array(value, what)).size != 1:
-        raise ConfigError(f"{what} is {value!r:.80}; required: one value")
+        raise ConfigError(f"{what} is {value!r:.80}; expected one value")
     return array.reshape(())
 
 

@@ -35,7 +35,7 @@ def open_image(image: Any, folder: Path = Path(), name: str = "") -> Image.Image
     stored = image if isinstance(image, Mapping) else {"bytes" if isinstance(image, bytes) else "path": image}
     path, data = stored.get("path"), stored.get("bytes")
     if data is None and not isinstance(path, (str, Path)):
-        raise ImageError(f"an image is a {type(image).__name__}; required: a path, or the bytes of an image file.")
+        raise ImageError(f"an image is a {type(image).__name__}; expected a path, or the bytes of an image file.")
     name = name or (f"the image '{_short(path)}'" if path else "the image in the dataset")
     try:
         if data is None and str(path).startswith("data:"):
@@ -43,12 +43,12 @@ def open_image(image: Any, folder: Path = Path(), name: str = "") -> Image.Image
         with Image.open(io.BytesIO(data) if data is not None else folder / path) as opened:
             return to_rgb(opened, name)
     except FileNotFoundError:
-        raise ImageError(f"{name} does not exist in '{folder}'; required: a file, or a data: URI in base64.") from None
+        raise ImageError(f"{name} does not exist in '{folder}'; expected a file, or a data: URI in base64.") from None
     except (OSError, ValueError, SyntaxError, struct.error, Image.DecompressionBombError) as error:
         if isinstance(error, ImageError):
             raise
         reason = "unknown format" if isinstance(error, UnidentifiedImageError) else _short(error)
-        raise ImageError(f"{name} cannot be read ({reason}); required: an image such as PNG or JPEG.") from error
+        raise ImageError(f"{name} cannot be read ({reason}); expected an image such as PNG or JPEG.") from error
 
 
 def to_rgb(image: Image.Image, name: str = "the image") -> Image.Image:
@@ -56,7 +56,7 @@ def to_rgb(image: Image.Image, name: str = "the image") -> Image.Image:
     # 16-bit colour files pass this check because Pillow has already reduced them to the upper 8 bits.
     if image.mode not in MODES:
         raise ImageError(f"{name} has pixels of the mode '{image.mode}' (16 or 32 bits, or floats), whose values for black and "
-                         "white are unknown; required: 8 bits per channel. Scale them to 0 to 255 and save them as uint8.")  # fmt: skip
+                         "white are unknown; expected 8 bits per channel. Scale them to 0 to 255 and save them as uint8.")  # fmt: skip
     if image.getexif().get(0x0112, 1) != 1:
         image = ImageOps.exif_transpose(image)
     if image.has_transparency_data:
@@ -72,7 +72,7 @@ def _from_pixels(pixels: np.ndarray) -> Image.Image:
         or pixels.shape[2:] not in ((), (1,), (3,), (4,))
         or not pixels.size
     ):
-        raise ImageError(f"an image has pixels {pixels.dtype} {list(pixels.shape)}; required: uint8 [height, width, 3]. For pixels in 0 to "
+        raise ImageError(f"an image has pixels {pixels.dtype} {list(pixels.shape)}; expected uint8 [height, width, 3]. For pixels in 0 to "
                          "1: (255 * image).round().astype('uint8').")  # fmt: skip
     return Image.fromarray(pixels[..., 0] if pixels.shape[2:] == (1,) else pixels)
 

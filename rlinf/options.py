@@ -60,7 +60,7 @@ def from_mapping(cls: type, mapping: Mapping[str, Any], path: str = "") -> Any:
     mapping = plain_container(mapping)
     if not isinstance(mapping, Mapping):
         problem, keys = f"{path or 'The configuration'} is {override_text(mapping)!r}", ", ".join(public_fields(cls))
-        raise ConfigError(f"{problem}; required: a section with the keys {keys}.")
+        raise ConfigError(f"{problem}; expected a section with the keys {keys}.")
     known, hints, values = public_fields(cls), typing.get_type_hints(cls, include_extras=True), {}
     for key, value in mapping.items():
         dotted = f"{path}.{key}" if path else str(key)
@@ -202,16 +202,16 @@ def _convert(value: Any, hint: Any, dotted: str, field: dataclasses.Field) -> An
             first, all_values = override_text(value[0]), ",".join(map(override_text, value))
             example = f"{dotted}={first}, or -m {dotted}={all_values} for one run of each"
         problem = f"{dotted} is {override_text(value)!r} ({type(value).__name__})"
-        raise ConfigError(f"{problem}; required: {type_name(hint)}. Set e.g. {example}")
+        raise ConfigError(f"{problem}; expected {type_name(hint)}. Set e.g. {example}")
     choices = field.metadata.get("choices")
     if choices and converted is not None and converted not in choices:
         close = closest(str(converted), map(str, choices)) or override_text(choices[0])
         problem, names = f"{dotted} is {override_text(converted)!r}", ", ".join(map(override_text, choices))
-        raise ConfigError(f"{problem}; required: one of {names}. Set {dotted}={close}")
+        raise ConfigError(f"{problem}; expected one of {names}. Set {dotted}={close}")
     numbers = converted if isinstance(converted, list) else [converted]
     if any(isinstance(number, float) and not math.isfinite(number) for number in numbers):
         what = "a finite number" if numbers is not converted else "finite numbers"
-        raise ConfigError(f"{dotted} is {override_text(converted)}; required: {what}. Set e.g. {example}")
+        raise ConfigError(f"{dotted} is {override_text(converted)}; expected {what}. Set e.g. {example}")
     bounds = bounds_text(field.metadata)
     if field.metadata.get("maximum") is None and any(
         isinstance(number, (int, float)) and abs(number) > LARGEST for number in numbers
@@ -219,7 +219,7 @@ def _convert(value: Any, hint: Any, dotted: str, field: dataclasses.Field) -> An
         bounds = f"at most {LARGEST:,} in size"
     elif not isinstance(converted, (int, float)) or _within(converted, field.metadata):
         return converted
-    raise ConfigError(f"{dotted} is {override_text(converted)}; required: {bounds}. Set e.g. {example}")
+    raise ConfigError(f"{dotted} is {override_text(converted)}; expected {bounds}. Set e.g. {example}")
 
 
 def _section_class(hint: Any) -> type | None:

@@ -101,10 +101,10 @@ class Policy:
             observation = Observation({} if images is None else images, *state_and_instruction)
         elif not isinstance(observation, Observation):
             required = f"an rlinf.Observation, or a mapping with the keys {', '.join(FIELDS)}"
-            raise ConfigError(f"act got a {type(observation).__name__}; required: {required}")
+            raise ConfigError(f"act got a {type(observation).__name__}; expected {required}")
         if not isinstance(observation.images, Mapping):
             problem = (
-                f"images is a {type(observation.images).__name__}; required: a mapping of camera names to uint8 images"
+                f"images is a {type(observation.images).__name__}; expected a mapping of camera names to uint8 images"
             )
             raise ConfigError(f"{problem}. Pass {{'images': {{'{(self.cameras or ['front'])[0]}': image}}}}")
         instructions, is_single = _instructions(observation.instruction)
@@ -112,7 +112,7 @@ class Policy:
         missing = [name for name in cameras if name not in observation.images]
         if missing:
             problem = f"The observation has the cameras {list(observation.images)}"
-            raise ConfigError(f"{problem}; required: {cameras} (missing: {', '.join(missing)})")
+            raise ConfigError(f"{problem}; expected {cameras} (missing: {', '.join(missing)})")
         images = {name: self._image(name, observation.images[name], len(instructions), is_single) for name in cameras}
         state = None if observation.state is None else self._state(observation.state, len(instructions), is_single)
         return Observation(images, state, instructions), is_single
@@ -121,7 +121,7 @@ class Policy:
         image = np.asarray(image)
         if image.dtype != np.uint8:
             fix = "For images in 0 to 1, pass (255 * image).astype('uint8')"
-            raise ConfigError(f"images['{name}'] is {image.dtype}; required: uint8, 0 to 255. {fix}")
+            raise ConfigError(f"images['{name}'] is {image.dtype}; expected uint8, 0 to 255. {fix}")
         size = self._image_size
         row = ("H", "W", 3) if size is None else (size, size, 3)
         return _rows_of_shape(f"images['{name}']", image, row, num_rows, is_single)
@@ -129,7 +129,7 @@ class Policy:
     def _state(self, state: Any, num_rows: int, is_single: bool) -> np.ndarray:
         state = np.asarray(state)
         if state.dtype.kind not in "fiu":
-            raise ConfigError(f"state is {state.dtype}; required: numbers, float32")
+            raise ConfigError(f"state is {state.dtype}; expected numbers, float32")
         state = _rows_of_shape(
             "state", state, ("S" if self._state_dim is None else self._state_dim,), num_rows, is_single
         )
@@ -162,5 +162,5 @@ def _instructions(instruction: Any) -> tuple[list[str], bool]:
         instructions = []
     if not instructions or not all(isinstance(text, str) and text.strip() for text in instructions):
         required = "a string for one observation, or a list with a string for each row of a batch"
-        raise ConfigError(f"instruction is {instruction!r}; required: {required}")
+        raise ConfigError(f"instruction is {instruction!r}; expected {required}")
     return instructions, is_single

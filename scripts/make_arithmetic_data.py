@@ -144,7 +144,7 @@ if __name__ == "__main__":
     parser.add_argument("folder")
     parser.add_argument("--train", type=int, default=4000, help="number of rows in train.jsonl")
     parser.add_argument("--test", type=int, default=300, help="number of rows in test.jsonl")
-    parser.add_argument("--wrong-share", type=float, default=0.5, help="fraction of training rows with carry errors")
+    parser.add_argument("--wrong-fraction", type=float, default=0.5, help="fraction of training rows with carry errors")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--hidden-size", type=int, default=192, help="a multiple of 32")
     parser.add_argument("--num-layers", type=int, default=4)

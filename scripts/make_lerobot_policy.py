@@ -45,7 +45,7 @@ def write(dataset: Path, folder: Path, kind: str = "act", state_width: int | Non
         elif name == STATE and state_width is not None:
             if not 0 < state_width < shape[0]:
                 sys.exit(
-                    f"state_width={state_width}, but the dataset's state has {shape[0]} values; required: 1 to {shape[0] - 1}"
+                    f"state_width={state_width}, but the dataset's state has {shape[0]} values; expected 1 to {shape[0] - 1}"
                 )
             add(inputs, STATE, FeatureType.STATE, (state_width,), STATE)
             add(inputs, ENV_STATE, FeatureType.ENV, (shape[0] - state_width,), STATE, state_width)

@@ -158,7 +158,7 @@ if __name__ == "__main__":
     parser.add_argument("--train", type=int, default=4000, help="number of rows in train.jsonl")
     parser.add_argument("--test", type=int, default=300, help="number of rows in test.jsonl")
     parser.add_argument(
-        "--wrong-share",
+        "--wrong-fraction",
         type=float,
         default=0.5,
         help="fraction of training rows labelled with the next colour or corner",

@@ -36,7 +36,7 @@ def main() -> None:
             break
         if time.monotonic() > deadline:
             sys.exit(
-                f"The Ray cluster at {address} has {machines} machines after {limit_s:g} s; required: {count}. {error}"
+                f"The Ray cluster at {address} has {machines} machines after {limit_s:g} s; expected {count}. {error}"
             )
         time.sleep(2)
     print(f"The Ray cluster at {address} has {machines} machines", flush=True)

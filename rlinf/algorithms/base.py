@@ -154,7 +154,7 @@ class Algorithm(AnyAlgorithm, ABC):
             required = "rollout values that equal the trainer's"
         if conflict:
             raise ConfigError(
-                f"algorithm.old_logprobs=rollout with {conflict}; required: {required}. Set algorithm.old_logprobs=trainer, or {fix}"
+                f"algorithm.old_logprobs=rollout with {conflict}; expected {required}. Set algorithm.old_logprobs=trainer, or {fix}"
             )
 
     @classmethod

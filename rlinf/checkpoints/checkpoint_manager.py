@@ -88,7 +88,7 @@ class CheckpointManager:
         uploads: Sequence[Upload] = (),
     ) -> None:
         if save_mode not in SAVE_MODES:
-            raise ConfigError(f"save_mode={save_mode}; required: one of {', '.join(SAVE_MODES)}.", save_mode="async")
+            raise ConfigError(f"save_mode={save_mode}; expected one of {', '.join(SAVE_MODES)}.", save_mode="async")
         self.folder, self.save_mode, self.max_keep = Path(folder), save_mode, max_keep
         self.keeps_any, self.with_policy = keeps_any, with_policy
         self.export, self.exports_all, self.uploads, self.latest = export, exports_all, list(uploads), latest

@@ -83,7 +83,7 @@ def resolve_checkpoint(path: str | os.PathLike) -> Path:
     """
     path = follow_latest(path)
     if not path.exists():
-        raise CheckpointError(f"There is no folder {path}; required: a checkpoint folder or a run folder.")
+        raise CheckpointError(f"There is no folder {path}; expected a checkpoint folder or a run folder.")
     if is_checkpoint(path) or is_export(path):
         return path
     parent = path / run_folder.CHECKPOINTS_FOLDER if (path / run_folder.CHECKPOINTS_FOLDER).is_dir() else path

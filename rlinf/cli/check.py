@@ -30,7 +30,7 @@ def check(arguments: Sequence[str]) -> int:
     if name is None or unknown_keys or args.multirun or args.cfg:
         actual = f"got {', '.join(unknown_keys)}" if unknown_keys else "needs one env, and no flag except --config-dir"
         usage = "rlinf check env=tabletop, or rlinf check env=gymnasium env.id=Pendulum-v1"
-        raise ConfigError(f"`rlinf check` {actual}; required: env=<name>, env.<key>=... and plugins=[...]. Run {usage}")
+        raise ConfigError(f"`rlinf check` {actual}; expected env=<name>, env.<key>=... and plugins=[...]. Run {usage}")
     rest = [override for override, key in zip(args.overrides, keys, strict=True) if key != "env"]
     config = run_config(name, rest, config_dir=args.config_dir).env
     horizon = ENVS.get(config.name).longest_horizon(config)

@@ -31,7 +31,7 @@ def check_policy(arguments: Sequence[str]) -> int:
     folders = [argument for argument in arguments if "=" not in argument]
     if len(folders) != 1:
         actual = f"`rlinf check-policy` was given {', '.join(folders) or 'no folder'}"
-        raise ConfigError(f"{actual}; required: one folder saved by lerobot. Run rlinf check-policy <folder>")
+        raise ConfigError(f"{actual}; expected one folder saved by lerobot. Run rlinf check-policy <folder>")
     overrides = [argument for argument in arguments if "=" in argument]
     settings = from_mapping(PolicyCheckConfig, with_overrides({}, overrides))
     report = import_target(MODELS.get("lerobot").check_folder)

@@ -30,7 +30,7 @@ def install(arguments: list[str]) -> int:
     shell = arguments[0] if arguments else Path(os.environ.get("SHELL", "")).name
     if shell not in SHELLS or len(arguments) > 1:
         actual = f"The shell is '{' '.join(arguments) or shell}'"
-        raise ConfigError(f"{actual}; required: one of {', '.join(SHELLS)}. Run rlinf {INSTALL} bash, for example")
+        raise ConfigError(f"{actual}; expected one of {', '.join(SHELLS)}. Run rlinf {INSTALL} bash, for example")
     data = Path(os.environ.get("XDG_DATA_HOME") or "~/.local/share").expanduser() / "rlinf"
     script, loads = data / f"completion.{shell}", Path(os.environ.get("ZDOTDIR") or "~").expanduser() / ".zshrc"
     if shell == "fish":  # fish loads the files of this folder automatically

@@ -137,7 +137,7 @@ def _diagnose_language_model(name: str, pairs: Sequence[str]) -> int:
     model_type = read_json(about).get("model_type") if about.is_file() else None
     if model_type in MODELS.entries() and MODELS.get(model_type).acts:
         usage = f"rlinf diagnose model.model_type={model_type} model.model_path={name} env=<its env>"
-        raise ConfigError(f"'{name}' contains a '{model_type}', a policy; required: a language model. Run {usage}")
+        raise ConfigError(f"'{name}' contains a '{model_type}', a policy; expected a language model. Run {usage}")
     values = dict(pair.partition("=")[::2] for pair in pairs)
     config = from_mapping(CausalLMConfig, {key: yaml.safe_load(value) for key, value in values.items()})
     hide_progress_bars()

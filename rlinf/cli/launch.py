@@ -37,7 +37,7 @@ def launch(arguments: Sequence[str]) -> int:
     overrides = [argument for argument in rest if "=" in argument]
     scripts = [argument for argument in rest if "=" not in argument]
     if len(scripts) > 1:
-        required = "required: one, and overrides as key=value."
+        required = "expected one, and overrides as key=value."
         raise ConfigError(f"{' and '.join(scripts)} are several dataset scripts; {required}")
     config, notices = load_recipe(flags.config, overrides)
     for line in notices:

@@ -28,7 +28,7 @@ def report(arguments: Sequence[str]) -> int:
         actual = f"'{wrong[0]}'" if wrong else "no folder" if not folders else "two outputs"
         required = "run folders, and output=<file.html> at most"
         usage = "rlinf report outputs/quickstart/latest, or rlinf report multirun/quickstart/latest output=seeds.html"
-        raise ConfigError(f"`rlinf report` was given {actual}; required: {required}. Run {usage}")
+        raise ConfigError(f"`rlinf report` was given {actual}; expected {required}. Run {usage}")
     taken = next((path for path in outputs if Path(path).expanduser().exists() and Path(path).suffix != ".html"), None)
     if taken is not None:
         reject(f"output='{taken}', which exists and is not an .html file", "a new file or a page", f"output={OUTPUT}")
@@ -39,7 +39,7 @@ def report(arguments: Sequence[str]) -> int:
     of_tokens = next((place for place in places if is_token_folder(place)), None)
     if of_tokens is not None:
         actual = f"'{of_tokens}' is a run of a recipe, which the page of several runs does not support"
-        raise ConfigError(f"{actual}; required: runs of `rlinf train`, or one folder. Run rlinf report {of_tokens}")
+        raise ConfigError(f"{actual}; expected runs of `rlinf train`, or one folder. Run rlinf report {of_tokens}")
     runs = read_runs(folders)
     output = Path(outputs[0] if outputs else OUTPUT).expanduser()
     for line in repeated_seeds(group_runs(runs)):
@@ -58,7 +58,7 @@ def why(arguments: Sequence[str]) -> int:
     if len(folders) != 1 or folders[0].startswith("-"):
         actual = f"'{' '.join(folders)}'" if folders else "no folder"
         raise ConfigError(
-            f"`rlinf why` was given {actual}; required: one run folder. Run rlinf why outputs/quickstart/latest"
+            f"`rlinf why` was given {actual}; expected one run folder. Run rlinf why outputs/quickstart/latest"
         )
     diagnoses = {str(place): explain(place) for place in run_folders(folders)}
     if JSON_FLAG in arguments:

@@ -99,7 +99,7 @@ def _questions(arguments: Sequence[str]) -> int:
 
     config = from_mapping(QuestionsConfig, with_overrides({}, arguments))
     if not config.checkpoint:
-        raise ConfigError("checkpoint is not given; required: a model. Set checkpoint=<folder of a model or a run>")
+        raise ConfigError("checkpoint is not given; expected a model. Set checkpoint=<folder of a model or a run>")
     hide_progress_bars()
     evaluate_questions(config)
     return 0
@@ -115,7 +115,7 @@ def _compare(arguments: list[str]) -> int:
     if len(folders) < 2 or any(not argument.startswith(f"{key}=") for argument in rest):
         command, required = f"rlinf evaluate {COMPARE_FLAG}", f"two folders of evaluations, and no key except {key}"
         actual = f"`{command}` was given '{' '.join([*folders, *rest])}'"
-        raise ConfigError(f"{actual}; required: {required}. Run {command} <baseline folder> <other folder>")
+        raise ConfigError(f"{actual}; expected {required}. Run {command} <baseline folder> <other folder>")
     values = {name.partition(".")[2]: value for name, value in values_of(rest).items()}
     settings = from_mapping(EvaluationConfig, values, "evaluation")
     print(compare_folders(*folders, settings.allow_mismatch).table())
@@ -145,7 +145,7 @@ def _blind_baseline(args: Namespace, policy: str) -> Namespace:
     """Make ``policy`` the baseline of a comparison, and return the arguments that evaluate it."""
     if (compare := given_value(args.overrides, "evaluation.compare")) is not None:
         raise ConfigError(
-            f"evaluation.compare={compare} with blind={policy}, which already sets the baseline; required: only one of them. "
+            f"evaluation.compare={compare} with blind={policy}, which already sets the baseline; expected only one of them. "
             "Remove evaluation.compare"
         )
     args.overrides = [*args.overrides, f"evaluation.compare={policy}"]

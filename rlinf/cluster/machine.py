@@ -40,7 +40,7 @@ class CommandMachine:
         overlap = set(self.gpus) & set(ray.get_runtime_context().get_accelerator_ids().get("GPU", ()))
         if overlap:
             raise ConfigError(
-                f"Ray assigned GPU {min(overlap)} of {self.host} to a rollout worker, but a rank uses it; required: a free GPU. Start Ray "
+                f"Ray assigned GPU {min(overlap)} of {self.host} to a rollout worker, but a rank uses it; expected a free GPU. Start Ray "
                 "on that machine with `ray start --num-gpus=0`, or expose only free GPUs: CUDA_VISIBLE_DEVICES=<their numbers> ray start"
             )
 
@@ -50,7 +50,7 @@ class CommandMachine:
         for folder in folders:
             if not os.path.isdir(folder):
                 raise ConfigError(
-                    f"Ray starts a rank on {here.host}, which has no folder {folder}; required: all machines with ranks can access the "
+                    f"Ray starts a rank on {here.host}, which has no folder {folder}; expected all machines with ranks can access the "
                     "command's working directory and the run folder under the same paths. Run the command in a shared folder, and set "
                     "output_dir=<a shared folder>"
                 )

@@ -176,7 +176,7 @@ def _places(
             )
             if not group.wait(start_s):
                 raise ConfigError(
-                    f"The Ray cluster has had no free places for {count} {noun} for {start_s:g} s; required: {bundle} for each. "
+                    f"The Ray cluster has had no free places for {count} {noun} for {start_s:g} s; expected {bundle} for each. "
                     "End other jobs, or set a longer cluster.deadlines.start"
                 )
         yield group
@@ -270,7 +270,7 @@ def _check_stores(ray: ModuleType, groups: Sequence[Any], capacity: FreeCapacity
         size = int(node["Resources"].get("object_store_memory", 0))
         if node["NodeID"] in used and size < needed:
             raise ConfigError(
-                f"Ray's object store has {format_bytes(size)} on {node['NodeManagerHostname']}; required: {format_bytes(needed)} for the "
+                f"Ray's object store has {format_bytes(size)} on {node['NodeManagerHostname']}; expected {format_bytes(needed)} for the "
                 f"weights and rollouts of this run. Start Ray there with `ray start --object-store-memory={needed}`, or set "
                 f"{capacity.fixes}"
             )

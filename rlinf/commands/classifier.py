@@ -93,7 +93,7 @@ def classifier(config: ClassifierConfig) -> SuccessClassifier:
         missed, wrong = (rates[name] for name in ("false_negatives", "false_positives"))
         raise ConfigError(
             f"On held-out episodes the classifier misses {missed['count']} of {missed['of']} successes and classifies {wrong['count']} "
-            f"of {wrong['of']} failures as success; required: clearly fewer. Check the labels of {config.data}, or set "
+            f"of {wrong['of']} failures as success; expected clearly fewer. Check the labels of {config.data}, or set "
             "data=<more episodes>, num_steps=2000 or false_positives=0.05"
         )
     result = SuccessClassifier(networks, about)

@@ -372,7 +372,7 @@ def check_output(output: Path, baseline: Path | None) -> None:
     place = output.resolve()
     if baseline is not None and baseline.resolve() == place:
         raise ConfigError(
-            f"evaluation.compare={baseline} and output_dir={output} are the same folder; required: a different folder, because the "
+            f"evaluation.compare={baseline} and output_dir={output} are the same folder; expected a different folder, because the "
             "baseline would be overwritten. Set output_dir=<a new folder>"
         )
     for folder in (place, *place.parents):
@@ -513,7 +513,7 @@ def _check_comparable(
     if before.stopping is not None and before.episodes < len(specs):
         raise ConfigError(
             f"evaluation.compare={baseline} ended after {before.episodes} of {before.stopping['num_planned']} episodes "
-            f"(evaluation.stop_when); required: a baseline with all {len(specs)}. Set evaluation.num_episodes={before.episodes}"
+            f"(evaluation.stop_when); expected a baseline with all {len(specs)}. Set evaluation.num_episodes={before.episodes}"
         )
 
 

@@ -130,7 +130,7 @@ def find_model(path: str) -> str:
         if path.count("/") == 1 and not path.startswith((".", "/", "~")):
             return path
         raise CheckpointError(
-            f"There is no folder {folder}; required: the folder of a model or of a run. Set checkpoint=<folder>"
+            f"There is no folder {folder}; expected the folder of a model or of a run. Set checkpoint=<folder>"
         )
     if (folder / MODEL_CONFIG).is_file():
         return str(folder)

@@ -66,7 +66,7 @@ def parse(arguments: Sequence[str]) -> Namespace:
     modes = {"-m": args.multirun, "--cfg": args.cfg, "--info": args.info, "--shell-completion": args.shell_completion}
     flags = [flag for flag, is_set in modes.items() if is_set]
     if len(flags) > 1:
-        raise ConfigError(f"{' and '.join(flags)} are mutually exclusive; required: one of them. Remove {flags[0]}")
+        raise ConfigError(f"{' and '.join(flags)} are mutually exclusive; expected one of them. Remove {flags[0]}")
     search.register(args.config_dir)
     args.overrides = normalize_overrides(args.overrides, sweeps=args.multirun)
     name = args.config_name
@@ -98,7 +98,7 @@ def run_training(arguments: Sequence[str], command: str) -> list[Path]:
     args = parse(arguments)
     if args.multirun and is_connected():
         raise ConfigError(
-            "-m under torchrun or srun: all runs of a sweep would use the same ranks; required: one run per launch. Remove -m "
+            "-m under torchrun or srun: all runs of a sweep would use the same ranks; expected one run per launch. Remove -m "
             "and launch each value separately, or run rlinf -m without a launcher and set cluster.num_processes=<ranks>"
         )
     only_prints = args.info or args.help or args.hydra_help or args.shell_completion

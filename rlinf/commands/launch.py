@@ -50,7 +50,7 @@ def launch(config: RecipeConfig, script: str | None, dry_run: bool, arguments: S
     place = launch_context(os.environ) if is_connected() else None
     if place is not None and asks_for_rollout_workers(config):
         raise ConfigError(
-            f"{DISAGGREGATED} in a command that {place.launcher} has started {place.size} times; required: a single command, which starts "
+            f"{DISAGGREGATED} in a command that {place.launcher} has started {place.size} times; expected a single command, which starts "
             "all ranks on its own machine. Start it once"
         )
     if asks_for_gpus(config) and not dry_run:

@@ -89,7 +89,7 @@ def open_remote(config: RunConfig, env: VectorEnv, allow_mismatch: Sequence[str]
     if policy.action_dim != env.action_dim:
         actual = f"{config.model.url} has action_dim {policy.action_dim}"
         fix = f"model.action_token_len={env.action_dim} if its server returns such actions, or env=<the env of the policy>"
-        raise ConfigError(f"{actual}; required: {env.action_dim}, the action_dim of env={config.env.name}. Set {fix}")
+        raise ConfigError(f"{actual}; expected {env.action_dim}, the action_dim of env={config.env.name}. Set {fix}")
     saved = policy.manifest
     if saved is None:
         return Opened(None, None, policy, build_manifest(config, policy, policy_version=0))

@@ -74,7 +74,7 @@ class PolicyRows:
         size = self.policy.config.env.image_size
         parts = layout.read(request, self.policy.cameras, self.reads_state, size, self.max_prompt)
         if not isinstance(parts["instruction"], str):
-            raise MessageError(f"The prompt is a {type(parts['instruction']).__name__}; required: text")
+            raise MessageError(f"The prompt is a {type(parts['instruction']).__name__}; expected text")
         prompt = parts["instruction"]
         # `Policy.rows` rejects an empty instruction, but an audit sends one to measure the policy without it.
         rows, _ = self.policy.rows({**parts, "instruction": prompt.strip() or "nothing"})
@@ -87,10 +87,10 @@ class PolicyRows:
             count = self.policy.model.num_uniforms
             if uniforms.shape != (count,) or not ((uniforms > 0) & (uniforms < 1)).all():
                 raise MessageError(
-                    f"uniforms have the shape {list(uniforms.shape)}; required: [{count}] numbers in (0, 1)"
+                    f"uniforms have the shape {list(uniforms.shape)}; expected [{count}] numbers in (0, 1)"
                 )
         if not isinstance(temperature, int | float) or not 0 < temperature < float("inf"):
-            raise MessageError(f"temperature is {temperature!r}; required: a number above 0")
+            raise MessageError(f"temperature is {temperature!r}; expected a number above 0")
         return RequestRow(rows, uniforms, float(temperature))
 
     @property

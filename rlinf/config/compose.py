@@ -79,7 +79,7 @@ def _no_override(argument: str, following: str) -> ConfigError:
         )
     else:
         example = f"e.g. experiment={hint}" if hint else "e.g. trainer.max_steps=10"
-    return ConfigError(f"'{argument}' is not an override; required: key=value. Set {example}")
+    return ConfigError(f"'{argument}' is not an override; expected key=value. Set {example}")
 
 
 def keys_named(name: str) -> list[str]:
@@ -109,13 +109,13 @@ def _load_named_plugins(overrides: list[str]) -> None:
         names = typed.get(key, "") if key == search.GROUP or dataclasses.is_dataclass(getattr(RunConfig(), key)) else ""
         if not all(isinstance(name, str) for name in (names if isinstance(names, list) else [names])):
             inner = "" if key == search.GROUP else f", or one of its keys: {key}.<key>=<value>"
-            raise ConfigError(f"{key} is {override_text(typed[key])}; required: a name. Set {key}=<name>{inner}")
+            raise ConfigError(f"{key} is {override_text(typed[key])}; expected a name. Set {key}=<name>{inner}")
     path, plugins = search.find_experiment(str(typed.get(search.GROUP))), typed.get("plugins", [])
     if "plugins" not in typed and path is not None:
         with suppress(yaml.YAMLError):  # Hydra reads the file later, and reports the error
             experiment = OmegaConf.load(path)
             if OmegaConf.is_list(experiment):  # Hydra ignores a list silently
-                raise ConfigError(f"{path} contains a list; required: keys of the configuration, such as trainer.")
+                raise ConfigError(f"{path} contains a list; expected keys of the configuration, such as trainer.")
             plugins = experiment.get("plugins")
     load_plugins(from_mapping(RunConfig, {"plugins": plugins or []}).plugins)
 
@@ -164,7 +164,7 @@ def explain(error: Exception, overrides: list[str], root: str = ROOT) -> ConfigE
         return ConfigError(f"{key}={value} contains several values. {sweep}, or {fix}")
     if match := re.match(r"Error merging override (?:\+\+)?([^=]+)=(.*)", str(error)):
         key, value = match.groups()
-        return ConfigError(f"{key} is {value}; required: a section. Set one of its keys: {key}.<key>=<value>")
+        return ConfigError(f"{key} is {value}; expected a section. Set one of its keys: {key}.<key>=<value>")
     match = re.search(r"Could not (?:override|append to config|delete from config)[^']*'?([\w./@-]+)'?", str(error))
     if match:
         override = next((item for item in parse_overrides(overrides) if item.key_or_group == match[1]), None)

@@ -30,7 +30,7 @@ def values_of(arguments: Iterable[str]) -> dict[str, Any]:
     parsed = parse_overrides(quoted(argument) for argument in arguments)
     for item in parsed:
         if item.is_delete():
-            raise ConfigError(f"'{item.input_line}' deletes a key; required: key=value. Remove the key")
+            raise ConfigError(f"'{item.input_line}' deletes a key; expected key=value. Remove the key")
     return {item.key_or_group: item.value() for item in parsed}
 
 

@@ -70,7 +70,7 @@ def apply_preset(composed: DictConfig, explicit: Collection[str]) -> DictConfig:
         return composed
     if name not in PRESETS[preset]:
         known = ", ".join(PRESETS[preset])
-        raise ConfigError(f"{KEY}={preset} with algorithm={name}; required: one of {known}. Set {KEY}=null")
+        raise ConfigError(f"{KEY}={preset} with algorithm={name}; expected one of {known}. Set {KEY}=null")
     for key, value in PRESETS[preset][name].items():
         if key not in explicit:
             OmegaConf.update(composed, key, value)

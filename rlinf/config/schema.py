@@ -81,7 +81,7 @@ def section_class(section: str, name: str) -> type:
     registry = REGISTRIES[section]
     if not isinstance(name, str):
         raise ConfigError(
-            f"{section}.name is {override_text(name)}; required: one name. Set {section}={getattr(RunConfig(), section).name}"
+            f"{section}.name is {override_text(name)}; expected one name. Set {section}={getattr(RunConfig(), section).name}"
         )
     if name not in registry:
         fix = f"Set {section}={closest(name, registry) or '<name>'}, or plugins=[<its module>]"
@@ -262,7 +262,7 @@ def typed_config(mapping: Mapping[str, Any]) -> RunConfig:
             of_default = set(given) >= set(public_fields(section_class(section, default)))
             if of_default and unknown and (absent or len(unknown) > 1):  # only the name was changed
                 actual = f"{section}.name is '{name}', with the settings of {default}"
-                raise ConfigError(f"{actual}; required: the group instead of the name. Set {section}={name}")
+                raise ConfigError(f"{actual}; expected the group instead of the name. Set {section}={name}")
             for key, value in given.items():
                 if key not in known:
                     raise ConfigError(_unknown_section_key(section, name, key, value, cls))

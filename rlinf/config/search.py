@@ -65,7 +65,7 @@ class GroupSource(FileConfigSource):
         default, config = getattr(RunConfig(), section, None), result.config
         if not isinstance(config, DictConfig):
             required = f"keys of the {section or 'configuration'}"
-            raise ConfigError(f"{self.path}/{config_path}.yaml contains a list; required: {required}.")
+            raise ConfigError(f"{self.path}/{config_path}.yaml contains a list; expected {required}.")
         if not dataclasses.is_dataclass(default) or _has_base(config, section):
             return result
         if section in REGISTRIES:

@@ -73,7 +73,7 @@ def check_policy(policy: PolicyInterface, prompts: BatchedDataDict) -> list[str]
     sampled = policy.generate(prompts, greedy=False)
     logprobs, (ids, mask) = policy.get_logprobs(sampled)["logprobs"], tokens_and_mask(sampled)
     if logprobs.shape != ids.shape or logprobs.dtype != torch.float32:
-        return [f"get_logprobs returned {logprobs.dtype} {list(logprobs.shape)}; required: float32 {list(ids.shape)}."]
+        return [f"get_logprobs returned {logprobs.dtype} {list(logprobs.shape)}; expected float32 {list(ids.shape)}."]
     if logprobs[:, 0].any() or logprobs[~mask].any() or not logprobs.isfinite().all():
         return ["get_logprobs must be finite, and 0 for the first token and for padding."]
     gap = log_probability_error(logprobs, sampled["logprobs"], response_mask(sampled))
@@ -115,7 +115,7 @@ def _output_faults(output: BatchedDataDict, prompts: BatchedDataDict, kind: str)
         yield f"{kind}: output_ids are not the prompt, then the response, then padding."
     response = (torch.arange(shape[1]) >= mask.sum(-1, keepdim=True)) & tokens_and_mask(output)[1]
     if list(logprobs.shape) != shape or logprobs.dtype != torch.float32:
-        yield f"{kind}: logprobs are {logprobs.dtype} {list(logprobs.shape)}; required: float32 {shape}."
+        yield f"{kind}: logprobs are {logprobs.dtype} {list(logprobs.shape)}; expected float32 {shape}."
         return
     if logprobs[~response].any() or (logprobs > 0).any():
         yield f"{kind}: some logprobs are positive, or not 0 outside the response."
@@ -143,7 +143,7 @@ def validate_log_probability_consistency(
     training_size, inference_size = map(vocab_size, backends)
     if None not in (training_size, inference_size) and training_size != inference_size:
         sizes = f"The training backend has vocab_size={training_size}, the inference backend {inference_size}"
-        raise ConfigError(f"{sizes}; required: the same vocabulary. Pass the same model_name to both")
+        raise ConfigError(f"{sizes}; expected the same vocabulary. Pass the same model_name to both")
     inference_backend.prepare_for_generation()
     try:
         output = inference_backend.generate(test_data, greedy=False)
@@ -152,7 +152,7 @@ def validate_log_probability_consistency(
     training = training_backend.get_logprobs(output)["logprobs"]
     if training.shape != output["logprobs"].shape:
         shapes = f"{list(training.shape)} for generated log-probs {list(output['logprobs'].shape)}"
-        raise ConfigError(f"get_logprobs returned {shapes}; required: one number per token, [B, S]")
+        raise ConfigError(f"get_logprobs returned {shapes}; expected one number per token, [B, S]")
     error = log_probability_error(training, output["logprobs"], response_mask(output))
     if error <= threshold:
         return True

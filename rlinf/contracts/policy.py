@@ -129,7 +129,7 @@ class PolicyChecker:
         shape = (NUM_ROWS, model.action_chunks_len, len(self.action_range))
         passed = actions.shape == shape and actions.dtype == torch.float32 and bool(actions.isfinite().all())
         actual = f"{str(actions.dtype).removeprefix('torch.')} {list(actions.shape)}"
-        detail = "as required" if passed else f"{actual}; required: finite float32 {list(shape)}"
+        detail = "as required" if passed else f"{actual}; expected finite float32 {list(shape)}"
         checks = [Check("torch: shapes, number formats", passed, detail)]
         if passed:
             checks += [*self.row_checks(model, "torch"), *self.repeat_checks(model, "torch")]
@@ -163,7 +163,7 @@ class PolicyChecker:
             "evaluate_actions: values": (evaluation.values, (NUM_ROWS,)),
         }
         faults = [
-            f"{name} {str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}, required: float32 {list(shape)}"
+            f"{name} {str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}, expected float32 {list(shape)}"
             for name, (tensor, shape) in wanted.items()
             if (tensor.shape, tensor.dtype) != (shape, float32)
         ]
@@ -374,7 +374,7 @@ def _bounded(name: str, number: Tensor, limit: float, text: str) -> Check:
 def _difference(name: str, actual: Tensor, expected: Tensor) -> Check:
     """Check that log-probabilities differ (a negative control)."""
     change = float((actual - expected).abs().max())
-    return Check(name, change > MAX_GAP, f"by {change:.1e}, required: more than {MAX_GAP:g}")
+    return Check(name, change > MAX_GAP, f"by {change:.1e}, expected more than {MAX_GAP:g}")
 
 
 def _abridged(name: str, length: int = 28) -> str:

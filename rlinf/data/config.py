@@ -25,13 +25,13 @@ class ExpertConfig:
     def __post_init__(self) -> None:
         if len(self.aim_offset_m) != 2:
             raise ConfigError(
-                f"sft.expert.aim_offset_m={override_text(self.aim_offset_m)}; required: [x, y] in metres. "
+                f"sft.expert.aim_offset_m={override_text(self.aim_offset_m)}; expected [x, y] in metres. "
                 "Set 'sft.expert.aim_offset_m=[0.055,0.0]'"
             )
         if self.aim_offset_rule != "constant" and not any(self.aim_offset_m):
             raise ConfigError(
                 f"sft.expert.aim_offset_rule={self.aim_offset_rule} needs an aiming error, but sft.expert.aim_offset_m is "
-                f"{override_text(self.aim_offset_m)}; required: a non-zero offset. Set 'sft.expert.aim_offset_m=[0.07,0.0]'"
+                f"{override_text(self.aim_offset_m)}; expected a non-zero offset. Set 'sft.expert.aim_offset_m=[0.07,0.0]'"
             )
 
 

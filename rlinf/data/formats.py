@@ -39,7 +39,7 @@ def open_dataset(
     actions, width = action_columns(info, sft.action_key, env.action_dim)
     if width != env.action_dim:
         raise ConfigError(
-            f"{info.folder} has action_dim={width}; required: {env.action_dim} for env.name={env.config.name}. "
+            f"{info.folder} has action_dim={width}; expected {env.action_dim} for env.name={env.config.name}. "
             "Set sft.dataset=<a different folder>, or env=<a different env>"
         )
     cameras = env.config.cameras
@@ -77,7 +77,7 @@ def image_columns(info: DatasetInfo, env_cameras: Sequence[str], cameras: Sequen
     example = f"Set sft.cameras=[{','.join(known[: len(env_cameras)])}]"
     if len(wanted) != len(env_cameras):
         raise ConfigError(
-            f"{named}, but env.cameras is [{','.join(env_cameras)}]; required: one column per camera, in that "
+            f"{named}, but env.cameras is [{','.join(env_cameras)}]; expected one column per camera, in that "
             f"order. {example}"
         )
     columns: list[str] = []
@@ -86,7 +86,7 @@ def image_columns(info: DatasetInfo, env_cameras: Sequence[str], cameras: Sequen
         if column not in info.image_shapes:
             raise ConfigError(f"{info.folder} has no camera '{name}'.{did_you_mean(name, known)} {example}")
         if column in columns:
-            raise ConfigError(f"{named}, which selects '{column}' twice; required: one column per camera. {example}")
+            raise ConfigError(f"{named}, which selects '{column}' twice; expected one column per camera. {example}")
         columns.append(column)
     return columns
 

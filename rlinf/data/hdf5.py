@@ -119,7 +119,7 @@ class Hdf5Demonstrations:
 def open_demonstrations(config: ConvertConfig) -> Hdf5Demonstrations:
     """Open all episodes of ``config.source`` and validate all but their pixels. All files must match the first one."""
     if config.task is not None and not config.task.strip():
-        raise ConfigError(f"task='{config.task}'; required: the instruction. Set 'task=<what the robot is to do>'")
+        raise ConfigError(f"task='{config.task}'; expected the instruction. Set 'task=<what the robot is to do>'")
     paths = _files(config)
     episodes: list[Hdf5Episode] = []
     first: Hdf5Demonstrations | None = None
@@ -136,7 +136,7 @@ def open_demonstrations(config: ConvertConfig) -> Hdf5Demonstrations:
                     key = next(key for key in shapes if shapes[key] != demo_shapes[key])
                     raise ConfigError(
                         f"{key} of {place} has rows of shape {list(demo_shapes[key])}, but {list(shapes[key])} in "
-                        f"{episodes[0].name} of {episodes[0].path}; required: one shape. Convert them to two datasets"
+                        f"{episodes[0].name} of {episodes[0].path}; expected one shape. Convert them to two datasets"
                     )
                 shapes = demo_shapes
                 if late is None:
@@ -144,7 +144,7 @@ def open_demonstrations(config: ConvertConfig) -> Hdf5Demonstrations:
                 num_rows = len(demo["actions"]) - late
                 if num_rows < 1:
                     raise ConfigError(
-                        f"{place} has {len(demo['actions'])} actions; required: at least {1 + late}. Use a different file"
+                        f"{place} has {len(demo['actions'])} actions; expected at least {1 + late}. Use a different file"
                     )
                 task = _task(file, demo, path, first.layout, config)
                 episodes.append(Hdf5Episode(path, name, task, num_rows, late))
@@ -202,7 +202,7 @@ def _names(file: Any, path: Path, mask: str | None) -> list[str]:
     if not names:
         has = ", ".join(file) or "nothing"
         raise ConfigError(
-            f"{path} has no episodes under 'data' (it contains {has}); required: the layout of robomimic or LIBERO. Use a different file"
+            f"{path} has no episodes under 'data' (it contains {has}); expected the layout of robomimic or LIBERO. Use a different file"
         )
     names = sorted(names, key=lambda name: (len(name), name))
     if mask is None:
@@ -214,7 +214,7 @@ def _names(file: Any, path: Path, mask: str | None) -> list[str]:
             f"mask={mask}, but {path} has {has}.{did_you_mean(mask, masks)} Set mask={masks[0] if masks else 'null'}"
         )
     if isinstance(file["mask"][mask], group):
-        raise ConfigError(f"mask/{mask} of {path} is a group; required: a list of episodes. Set mask=null")
+        raise ConfigError(f"mask/{mask} of {path} is a group; expected a list of episodes. Set mask=null")
     wanted = {_text(name) for name in np.ravel(file["mask"][mask][()])}
     if unknown := sorted(wanted - set(names)):
         raise damaged(path, f"mask/{mask} names {unknown[0]}, which is not under 'data'")
@@ -243,7 +243,7 @@ def _describe(file: Any, demo: Any, path: Path, config: ConvertConfig) -> Hdf5De
     convention = _text(file["data"].attrs.get("macros_image_convention", "opengl"))
     if layout.rotated and config.rotate_images is None and convention != "opengl":
         raise ConfigError(
-            f"{path} has macros_image_convention={convention}; required: opengl, as in LIBERO's own files, which are "
+            f"{path} has macros_image_convention={convention}; expected opengl, as in LIBERO's own files, which are "
             "upside down. Check an image, and set rotate_images=true or rotate_images=false"
         )
     env_args = _json(file["data"].attrs.get("env_args"), f"env_args of {path}")
@@ -275,7 +275,7 @@ def _check_named(
         )
     if len(set(keys)) < len(keys):
         raise ConfigError(
-            f"{option_name} is {override_text(list(keys))}, which repeats a key; required: distinct keys. {example}"
+            f"{option_name} is {override_text(list(keys))}, which repeats a key; expected distinct keys. {example}"
         )
 
 
@@ -286,7 +286,7 @@ def _control_freq(env_args: Mapping[str, Any], path: Path) -> int:
         return CONTROL_FREQ_HZ
     if not isinstance(value, (int, float)) or isinstance(value, bool) or not (value >= 1 and value % 1 == 0):
         raise ConfigError(
-            f"env_args of {path} has control_freq={value!r}; required: an integer of env steps per second, at least 1. "
+            f"env_args of {path} has control_freq={value!r}; expected an integer of env steps per second, at least 1. "
             "Set fps=<n>"
         )
     return int(value)
@@ -315,7 +315,7 @@ def _checked_shapes(demo: Any, described: Hdf5Demonstrations, place: str) -> dic
         if not (_is_image(data) if key in images else _is_numbers(data)):
             what = f"{data.dtype} {data.shape}" if hasattr(data, "dtype") else "a group"
             needed = "images (uint8, [T, H, W, 3])" if key in images else "a row of numbers for each step"
-            raise ConfigError(f"'{key}' of {place} is {what}; required: {needed}. Use a different file")
+            raise ConfigError(f"'{key}' of {place} is {what}; expected {needed}. Use a different file")
     lengths = {key: data.shape[0] for key, data in datasets.items()}
     if len(set(lengths.values())) > 1:
         counts = ", ".join(f"{key} {length}" for key, length in lengths.items())
@@ -324,9 +324,7 @@ def _checked_shapes(demo: Any, described: Hdf5Demonstrations, place: str) -> dic
         width, single = int(np.prod(datasets[key].shape[1:])), key in ("rewards", "dones")
         if width != 1 and (single or not width):
             needed = "one" if single else "at least one"
-            raise ConfigError(
-                f"'{key}' of {place} has {width} values per row; required: {needed}. Use a different file"
-            )
+            raise ConfigError(f"'{key}' of {place} has {width} values per row; expected {needed}. Use a different file")
         with _reading(place):
             values = np.asarray(datasets[key][()], np.float64).reshape(-1, width)
         bad = np.flatnonzero(~np.isfinite(values).all(1))
@@ -351,18 +349,18 @@ def _seen_after_action(file: Any, names: Sequence[str], path: Path, layout: File
         for key, data in datasets.items():
             if not _is_numbers(data) or data.ndim != 2:
                 raise ConfigError(
-                    f"{name} of {path} has no vectors '{key}', {unknown}; required: one for each row. {choice}"
+                    f"{name} of {path} has no vectors '{key}', {unknown}; expected one for each row. {choice}"
                 )
         joints, states = (data[()] for data in datasets.values())
         arm = states[:, 1 : 1 + joints.shape[1]]
         if joints.shape != arm.shape:
             raise ConfigError(
                 f"{name} of {path} has obs/joint_states of shape {list(joints.shape)} and states of shape {list(states.shape)}, "
-                f"{unknown}; required: as many rows, and the joints after the time in states. {choice}"
+                f"{unknown}; expected as many rows, and the joints after the time in states. {choice}"
             )
         if len(arm) > 1 and not np.array_equal(arm[1:], arm[:-1]):
             return bool(np.abs(joints[:-1] - arm[1:]).mean() < np.abs(joints[:-1] - arm[:-1]).mean())
-    raise ConfigError(f"No arm moves in the episodes of {path}, {unknown}; required: two rows that differ. {choice}")
+    raise ConfigError(f"No arm moves in the episodes of {path}, {unknown}; expected two rows that differ. {choice}")
 
 
 def _task(file: Any, demo: Any, path: Path, layout: FileLayout, config: ConvertConfig) -> str:
@@ -402,5 +400,5 @@ def _json(value: Any, place: str) -> dict[str, Any]:
     except ValueError as error:
         raise damaged(place, error) from error
     if not isinstance(content, (dict, type(None))):
-        raise damaged(place, f"it is {content!r}; required: a JSON object")
+        raise damaged(place, f"it is {content!r}; expected a JSON object")
     return content or {}

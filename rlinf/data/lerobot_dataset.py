@@ -154,7 +154,7 @@ def _numbers(pa: ModuleType, column: Any, place: str, width: int, kind: str | No
         lengths = pa.compute.fill_null(pa.compute.list_value_length(flat), 0).to_numpy(zero_copy_only=False)
         flat = flat.flatten()
     if not (kinds.is_floating(flat.type) or kinds.is_integer(flat.type) or kinds.is_boolean(flat.type)):
-        raise ConfigError(f"{place} is a column of {column.type}; required: numbers. Use a different dataset")
+        raise ConfigError(f"{place} is a column of {column.type}; expected numbers. Use a different dataset")
     if len(wrong := np.flatnonzero(lengths != width)):
         problem = f"row {wrong[0]} has {lengths[wrong[0]]} values"
         raise damaged(place, f"{problem}; its description states {width} ({len(wrong)} of {len(lengths)} rows differ)")
@@ -206,7 +206,7 @@ def _check_rows(
     if len(wrong := np.flatnonzero(rows["frame_index"] != wanted)):
         row = wrong[0]
         problem = f"row {row} (episode {ids[episode[row]]}) has the frame_index {rows['frame_index'][row]}"
-        raise damaged(folder, f"{problem}; required: {wanted[row]}, to follow the previous row")
+        raise damaged(folder, f"{problem}; expected {wanted[row]}, to follow the previous row")
     steps = np.diff(rows["timestamp"])[np.diff(episode) == 0]
     if fps is not None and len(steps) and not abs(np.median(steps) * fps - 1) < 0.1:
         stamps = f"the time stamps of its rows are {np.median(steps):.4f} s apart"
@@ -242,7 +242,7 @@ class _ImageSpool:
     def append(self, column: Any, source: Path) -> None:
         """Append the images of a column of the parquet file ``source``."""
         if min(getattr(column.type, "get_field_index", lambda _: -1)(name) for name in ("bytes", "path")) < 0:
-            required = "required: images (bytes, path). Use a different camera"
+            required = "expected images (bytes, path). Use a different camera"
             raise ConfigError(f"{self.key} of {source} is a column of {column.type}; {required}")
         for value in column.to_pylist():
             encoded, reason = (value or {}).get("bytes"), f"no image '{self.key}', in {source}"
@@ -300,7 +300,7 @@ def _tasks(pa: ModuleType, folder: Path) -> dict[int, str]:
     texts = [field.name for field in table.schema if "string" in str(field.type)]
     usual = [name for name in ("task", "__index_level_0__") if name in texts]
     if "task_index" not in table.column_names or not (usual or len(texts) == 1):
-        required = "required: task_index, and the instructions as 'task'. Use a different dataset"
+        required = "expected task_index, and the instructions as 'task'. Use a different dataset"
         raise ConfigError(f"{path} has the columns {', '.join(table.column_names)}; {required}")
     numbers = _numbers(pa, table.column("task_index"), f"task_index of {path}", 1, "int64")[:, 0].tolist()
     instructions = table.column((*usual, *texts)[0]).to_pylist()
@@ -315,7 +315,7 @@ def _height_width(name: str, feature: Mapping[str, Any]) -> tuple[int, int]:
     if isinstance(axes, dict) and len(axes) == 1:
         (axes,) = axes.values()
     if len(shape) not in (2, 3) or min(shape) < 1:
-        required = "required: [height, width, channels]. Use a different dataset"
+        required = "expected [height, width, channels]. Use a different dataset"
         raise ConfigError(f"The image '{name}' has the shape {list(shape)}; {required}")
     channels_first = len(shape) == 3 and shape[0] == 3 != shape[-1]
     if len(shape) == 3 and isinstance(axes, (list, dict)) and axes:

@@ -56,7 +56,7 @@ def read_info(folder: Path) -> dict[str, Any]:
             info[place] = index(info[place]) if place.startswith("total") else info[place]
         place = "fps"
         if info.setdefault(place) is not None and not 0 < info[place] < 1e6:
-            raise ValueError(f"{info[place]}; required: rows per second")
+            raise ValueError(f"{info[place]}; expected rows per second")
         for name, feature in info["features"].items():
             place = f"features.{name}"
             feature["dtype"], feature["shape"] = str(feature["dtype"]), tuple(map(index, feature["shape"]))
@@ -64,7 +64,7 @@ def read_info(folder: Path) -> dict[str, Any]:
         raise _not_a_description(path, f"{place}: {type(error).__name__}: {error}") from error
     if not str(info["codebase_version"]).startswith("v3."):
         raise ConfigError(
-            f"{folder} is a LeRobotDataset of version {info['codebase_version']}; required: {VERSION}. Convert it with lerobot's script "
+            f"{folder} is a LeRobotDataset of version {info['codebase_version']}; expected {VERSION}. Convert it with lerobot's script "
             "convert_dataset_v21_to_v30, or use a different folder"
         )
     return info
@@ -81,7 +81,7 @@ def file_of(folder: Path, info: Mapping[str, Any], key: str, usual: str, **numbe
     try:
         name = info.get(key, usual).format(**numbers)
     except (AttributeError, LookupError, TypeError, ValueError) as error:
-        raise _not_a_description(folder / INFO, f"{key}: {info[key]!r}; required: {usual}") from error
+        raise _not_a_description(folder / INFO, f"{key}: {info[key]!r}; expected {usual}") from error
     if not (path := path_inside(folder, name)).is_file():
         raise damaged(folder, f"{path} is missing")
     return path
@@ -91,6 +91,6 @@ def path_inside(folder: Path, path: str) -> Path:
     """Return ``folder / path`` for an untrusted ``path`` from a dataset; raise ConfigError if it points outside the folder."""
     if Path(path).is_absolute() or ".." in Path(path).parts:
         raise ConfigError(
-            f"The dataset {folder} refers to the file '{path}'; required: a path within the folder. Use a different dataset"
+            f"The dataset {folder} refers to the file '{path}'; expected a path within the folder. Use a different dataset"
         )
     return folder / path

@@ -128,7 +128,7 @@ class LeRobotWriter:
         """
         length, first = len(actions), self.info["total_frames"]
         if not length:
-            raise ConfigError("An episode has no actions; required: at least one")
+            raise ConfigError("An episode has no actions; expected at least one")
         done, time_limit = np.zeros((2, length), dtype=bool)
         done[-1], time_limit[-1] = True, truncated
         episode_index = self.info["total_episodes"]
@@ -158,7 +158,7 @@ class LeRobotWriter:
             if not is_valid or (values.shape != shape and values.shape + (1,) != shape):
                 kind = "uint8" if name in seen else "finite numbers"
                 raise ConfigError(
-                    f"'{name}' of episode {episode_index} is {values.dtype} {values.shape}; required: {kind} {shape}"
+                    f"'{name}' of episode {episode_index} is {values.dtype} {values.shape}; expected {kind} {shape}"
                 )
         statistics = {name: vector_statistics(values.reshape(length, -1)) for name, values in columns.items()}
         about: dict[str, Any] = {"episode_index": episode_index, "tasks": [task], "length": length}

@@ -150,7 +150,7 @@ def describe(folder: Path) -> DatasetInfo:
         shapes = {key: shape[:2] for key, (kind, shape) in features.items() if kind == "image"}
     except (OSError, ValueError, KeyError, TypeError, AttributeError, ArithmeticError, RecursionError) as error:
         raise ConfigError(
-            f"{folder} cannot be read as an RLDS dataset ({type(error).__name__}: {error}); required: {FEATURES} and "
+            f"{folder} cannot be read as an RLDS dataset ({type(error).__name__}: {error}); expected {FEATURES} and "
             f"dataset_info.json with a split '{SPLIT}'. Use a different folder"
         ) from error
     needed = {

@@ -259,7 +259,7 @@ def check_can_shard(model: nn.Module) -> None:
     """Raise ConfigError if a model declares no units to shard. The model may be on the meta device."""
     declared = tuple(getattr(model, "fsdp_wrap_modules", ()))
     if not declared:
-        problem = "its fsdp_wrap_modules are empty; required: the class names of its layers"
+        problem = "its fsdp_wrap_modules are empty; expected the class names of its layers"
     elif not _layers(model):
         problem = f"it contains none of its fsdp_wrap_modules {sorted(declared)}"
     else:
@@ -345,9 +345,9 @@ def choose_sharding(
         shard_size: Number of ranks over which weights are sharded. If it has no effect, the reason mentions this.
     """
     if sharding == "replicate" and cpu_offload:
-        raise ConfigError("sharding=replicate with cpu_offload=true; required: shards to offload.", sharding="fsdp2")
+        raise ConfigError("sharding=replicate with cpu_offload=true; expected shards to offload.", sharding="fsdp2")
     if sharding == "replicate" and shard_size is not None:
-        problem = f"sharding=replicate with shard_size={shard_size}; required: shards of that size, or none."
+        problem = f"sharding=replicate with shard_size={shard_size}; expected shards of that size, or none."
         raise ConfigError(problem, sharding="fsdp2", shard_size=None)
     if sharding == "fsdp2" or cpu_offload:
         check_can_shard(model)

@@ -76,7 +76,7 @@ def launch_context(environment: Mapping[str, str]) -> LaunchContext | None:
         if not host or not (port or "").isdigit():
             raise ConfigError(
                 f"{launcher} started {size} processes, but {ADDRESS[0]} is '{host or ''}' and {ADDRESS[1]} is '{port or ''}'; "
-                f"required: the address of rank 0. Set both, or (in a shell of its job) unset {names['rank']} {names['size']}"
+                f"expected the address of rank 0. Set both, or (in a shell of its job) unset {names['rank']} {names['size']}"
             )
         serves = numbers["rank"] == 0 and environment.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
         return LaunchContext(launcher, **numbers, address=(host, int(port)), serves=serves)
@@ -87,7 +87,7 @@ def _number(environment: Mapping[str, str], name: str, launcher: str) -> int:
     value = environment.get(name, "").strip()
     if not value.isdigit():
         problem = f"{name} is '{value}'" if value else f"{name} is not set"
-        raise ConfigError(f"{problem} in a process started by {launcher}; required: a number. Set {name}=<number>")
+        raise ConfigError(f"{problem} in a process started by {launcher}; expected a number. Set {name}=<number>")
     return int(value)
 
 
@@ -160,7 +160,7 @@ def reject_shared_gpus(reports: Sequence[tuple[str, Mapping[str, Any]]]) -> None
         if len(gpus) != 1 or owner is not None:
             has = f"has the same GPU {gpus[0]} as {owner}" if owner else f"sees {len(gpus)} GPUs, not exactly one"
             raise ConfigError(
-                f"{name} {has}; required: one GPU for each rank. Start no more ranks on a machine than it has GPUs, or set "
+                f"{name} {has}; expected one GPU for each rank. Start no more ranks on a machine than it has GPUs, or set "
                 "cluster.device=cpu"
             )
         owners[gpus[0]] = name

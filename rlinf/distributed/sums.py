@@ -14,7 +14,7 @@ from rlinf.distributed.process_group import world_size
 def rank_range(num_env_groups: int, rank: int, num_ranks: int) -> range:
     """Return a rank's env groups. Env group ``b`` belongs to rank ``b * num_ranks // num_env_groups``."""
     if num_env_groups % num_ranks:
-        raise ValueError(f"{num_env_groups} env groups on {num_ranks} ranks; required: a multiple of the ranks")
+        raise ValueError(f"{num_env_groups} env groups on {num_ranks} ranks; expected a multiple of the ranks")
     per_rank = num_env_groups // num_ranks
     return range(rank * per_rank, (rank + 1) * per_rank)
 

@@ -54,13 +54,13 @@ def engine_fraction(
             if configured is None and free >= minimum
             else ""
         )
-        raise ConfigError(f"{need}; required: a GPU for both. Set {smaller}{apart}")
+        raise ConfigError(f"{need}; expected a GPU for both. Set {smaller}{apart}")
     if configured is None:
         return default
     actual = f"{key}={configured:g} is {configured * gpu_bytes / 1e9:.1f} GB {beside}"
     if configured * gpu_bytes > free:
         limit = f"at most {free / gpu_bytes:.2f}, and less for passes"
-        raise ConfigError(f"{actual} {card}; required: {limit}. Set {key}={int(100 * default) / 100:g}, or {key}=null")
+        raise ConfigError(f"{actual} {card}; expected {limit}. Set {key}={int(100 * default) / 100:g}, or {key}=null")
     # Only warn, because the memory for passes is an assumption, and the user may know better.
     if configured * gpu_bytes > free - passes:
         logger.warning(

@@ -99,7 +99,7 @@ class VllmServer(WeightReceiver):
         shortest = min((len(output.token_ids) for output in outputs), default=wanted)
         if shortest < wanted:
             raise ConfigError(
-                f"max_model_len={self.max_model_len} leaves {shortest} tokens after a prompt; required: {wanted}. "
+                f"max_model_len={self.max_model_len} leaves {shortest} tokens after a prompt; expected {wanted}. "
                 f"Set {self.spec.settings_key}.max_model_len={self.max_model_len + wanted - shortest}"
             )
         token_ids = [list(output.token_ids) for output in outputs]
@@ -183,7 +183,7 @@ class VllmServer(WeightReceiver):
         unknown = sorted({token for row in ids for token in row if not 0 <= token < self.vocab_size})
         if unknown:
             raise ConfigError(
-                f"The prompts have the token ids {unknown[:8]}; required: 0 to {self.vocab_size - 1}, the vocab_size="
+                f"The prompts have the token ids {unknown[:8]}; expected 0 to {self.vocab_size - 1}, the vocab_size="
                 f"{self.vocab_size} of '{self.spec.model or self.spec.model_class}'. Use the model's own tokenizer"
             )
         longest = max(map(len, ids), default=0)

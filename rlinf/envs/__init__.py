@@ -38,7 +38,7 @@ def make_env(config: EnvConfig, num_envs: int, *, auto_reset: bool) -> VectorEnv
     """Build ``num_envs`` parallel copies of the env registered as ``config.name``; see ``VectorEnv``."""
     if not isinstance(config, EnvConfig):
         raise ConfigError(
-            f"make_env was called with a {type(config).__name__}; required: an EnvConfig. Pass build_config(<composed "
+            f"make_env was called with a {type(config).__name__}; expected an EnvConfig. Pass build_config(<composed "
             "configuration>).env, or the dataclass of the env, such as TabletopConfig(tasks=['reach'])"
         )
     return ENVS.get(config.name)(config, num_envs, auto_reset)

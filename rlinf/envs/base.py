@@ -68,11 +68,11 @@ class VectorEnv(gymnasium.vector.VectorEnv, ABC):
         if not isinstance(config, self.config_class):
             name, wanted = type(self).__name__, self.config_class.__name__
             raise ConfigError(
-                f"{name} was called with a {type(config).__name__}; required: a {wanted}. "
+                f"{name} was called with a {type(config).__name__}; expected a {wanted}. "
                 f"Pass {wanted}(...), or set env={self.suite} on the command line"
             )
         if num_envs < 1:
-            raise ConfigError(f"num_envs={num_envs}; required: at least 1.")
+            raise ConfigError(f"num_envs={num_envs}; expected at least 1.")
         for names in (("_reset_env", "_reset_envs"), ("_step_envs", "_step_chunk")):
             if all(getattr(type(self), name) is getattr(VectorEnv, name) for name in names):
                 raise NotImplementedError(f"{type(self).__name__} overrides neither {names[0]} nor {names[1]}.")
@@ -314,9 +314,9 @@ class VectorEnv(gymnasium.vector.VectorEnv, ABC):
             self._draw = lambda _row: split[int(generator.integers(len(split)))]
         specs = [self._draw(row) for row in range(self.num_envs)] if episodes is None else list(episodes)
         if len(specs) != self.num_envs:
-            raise ConfigError(f"reset was given {len(specs)} episodes for {self.num_envs} envs; required: one per env.")
+            raise ConfigError(f"reset was given {len(specs)} episodes for {self.num_envs} envs; expected one per env.")
         if all(spec is None for spec in specs):
-            raise ConfigError(f"reset was given None for all {self.num_envs} envs; required: at least one episode.")
+            raise ConfigError(f"reset was given None for all {self.num_envs} envs; expected at least one episode.")
         self._next_episode = next_episode or self._draw
         self._start(np.arange(self.num_envs), specs)
         self._lost[:] = False

@@ -102,7 +102,7 @@ def select_tasks(names: list[str], wanted: list[str] | None) -> list[str]:
                 f"Unknown task '{name}' in env.tasks.{did_you_mean(name, names)} Set env.tasks={override_text(fixed)}"
             )
     if not wanted:
-        raise ConfigError(f"env.tasks is []; required: at least one task, or null for all. Set env.tasks=[{names[0]}]")
+        raise ConfigError(f"env.tasks is []; expected at least one task, or null for all. Set env.tasks=[{names[0]}]")
     unique = list(dict.fromkeys(wanted))
     if len(unique) < len(wanted):
         raise ConfigError(f"env.tasks={override_text(wanted)} repeats a task. Set env.tasks={override_text(unique)}")

@@ -25,7 +25,7 @@ def checked_actions(actions: np.ndarray, num_envs: int, low: np.ndarray, high: n
     """Return actions as float32 ``[B, C, D]``, clipped to the bounds ``[D]``; raise ConfigError for non-finite values or a wrong shape."""
     actions = np.asarray(actions, dtype=np.float32)
     if actions.ndim != 3 or actions.shape[0] != num_envs or actions.shape[2] != len(low) or not actions.shape[1]:
-        raise ConfigError(f"Actions have shape {actions.shape}; required: [{num_envs}, chunk >= 1, {len(low)}].")
+        raise ConfigError(f"Actions have shape {actions.shape}; expected [{num_envs}, chunk >= 1, {len(low)}].")
     if not np.isfinite(actions).all():
         row = int(np.flatnonzero(~np.isfinite(actions).all((1, 2)))[0])
         raise ConfigError(f"The action of env {row} is not finite: {actions[row].tolist()}.")
@@ -52,7 +52,7 @@ def checked_image(image: np.ndarray, env: str, instead: str) -> np.ndarray:
     if image.dtype != np.uint8 or image.ndim < 3 or image.shape[-1] != 3:
         extremes = f" from {image.min():g} to {image.max():g}" if image.size else ""
         raise ConfigError(
-            f"{env} renders images of {image.dtype} {image.shape} with values{extremes}; required: uint8 (height, "
+            f"{env} renders images of {image.dtype} {image.shape} with values{extremes}; expected uint8 (height, "
             f"width, 3) from 0 to 255. Register a version of it with a wrapper that converts them, or set {instead}"
         )
     return image

@@ -84,7 +84,7 @@ class SuccessClassifier:
         for instruction in observation.instruction:
             if instruction not in known:
                 raise ConfigError(
-                    f"The success classifier was not trained on instruction '{instruction}'; required: one of its {len(known)}, such as "
+                    f"The success classifier was not trained on instruction '{instruction}'; expected one of its {len(known)}, such as "
                     f"'{known[0]}'. Train it on episodes with this instruction, or set env.success_classifier=null"
                 )
         ids = np.array([known.index(instruction) for instruction in observation.instruction])

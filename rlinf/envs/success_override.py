@@ -96,7 +96,7 @@ def read_classifier(folder: str) -> dict[str, Any]:
         return about
     except (OSError, ValueError) as error:
         problem = f"env.success_classifier='{folder}' is not a classifier ({type(error).__name__}: {error})"
-        raise ConfigError(f"{problem}; required: the output_dir of `rlinf classifier`. Set it, or null") from error
+        raise ConfigError(f"{problem}; expected the output_dir of `rlinf classifier`. Set it, or null") from error
 
 
 def check_success_classifier(config: EnvConfig) -> None:
@@ -105,7 +105,7 @@ def check_success_classifier(config: EnvConfig) -> None:
     (height, width), camera = about["image_shape"], about["camera"]
     if camera not in shown or not height == width == config.image_size:
         raise ConfigError(
-            f"env.cameras=[{','.join(shown)}] env.image_size={config.image_size}; required: '{camera}' with {height} x {width} pixels, on "
+            f"env.cameras=[{','.join(shown)}] env.image_size={config.image_size}; expected '{camera}' with {height} x {width} pixels, on "
             f"which the classifier {config.success_classifier} was trained. Set env.cameras=[{camera}] env.image_size={height}, or "
             "env.success_classifier=null"
         )

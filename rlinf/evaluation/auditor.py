@@ -214,7 +214,7 @@ class Auditor:
             return
         if is_clean and not result.total.is_reported:
             raise ConfigError(
-                f"None of the {len(self.specs)} episodes reports success, only returns; required: an env that reports success, "
+                f"None of the {len(self.specs)} episodes reports success, only returns; expected an env that reports success, "
                 "because an audit counts successes. Set env.success_return=<return of a successful episode> (env=gymnasium)"
             )
         # Warnings from a disturbed condition concern the disturbance; warnings from `clean` concern the policy.
@@ -379,14 +379,14 @@ def brighten(images: np.ndarray) -> np.ndarray:
 def check_episodes(specs: Sequence[EpisodeSpec]) -> None:
     """Raise ConfigError if the list is too short for an audit."""
     if len(specs) < 2:
-        raise ConfigError(f"An audit has {len(specs)} episodes; required: at least 2. Set evaluation.num_episodes=100")
+        raise ConfigError(f"An audit has {len(specs)} episodes; expected at least 2. Set evaluation.num_episodes=100")
 
 
 def check_held_out(split: str) -> None:
     """Raise ConfigError for the training split, because a policy may have memorised its episodes."""
     if split == "train":
         raise ConfigError(
-            "evaluation.split=train would make the audit compare training episodes with themselves; required: held-out episodes. "
+            "evaluation.split=train would make the audit compare training episodes with themselves; expected held-out episodes. "
             "Set evaluation.split=eval"
         )
 

@@ -173,7 +173,7 @@ class CallablePolicy(BatchedPolicy):
             function = f"act of {name}" if hasattr(self.model, "act") else getattr(self.model, "__name__", name)
             not_finite = f", {bad.size} of whose numbers are not finite (the first: {bad[0]})" if bad.size else ""
             raise RejectedInputError(
-                f"{function} returned actions of the shape {list(actions.shape)}{not_finite}; required: finite "
+                f"{function} returned actions of the shape {list(actions.shape)}{not_finite}; expected finite "
                 f"numbers [{len(contexts)}, C, D] or [{len(contexts)}, D], one row for each observation"
             )
         return actions
@@ -310,11 +310,11 @@ def evaluate_policy(
         seed: Sampling seed; an episode's random numbers depend only on this seed and the spec.
     """
     if not specs:
-        raise ConfigError("The list of episodes (specs) is empty; required: at least one")
+        raise ConfigError("The list of episodes (specs) is empty; expected at least one")
     if remembers(model) and env.num_envs > 1:
         raise ConfigError(
             f"{type(model).__name__} has reset, so it can only run one episode at a time, but env has num_envs={env.num_envs}; "
-            "required: 1. Create env with num_envs=1"
+            "expected 1. Create env with num_envs=1"
         )
     start = time.monotonic()
     episodes = plan.episodes

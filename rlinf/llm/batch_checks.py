@@ -54,7 +54,7 @@ def verify_token_ids(data: Mapping[str, Any], vocab_size: int | None = None) -> 
     if not BatchedDataDict(data).size:
         raise ConfigError(f"The batch has no rows: its tokens have shape {list(ids.shape)}. Pass at least one row")
     if ids.is_floating_point() or ids.dtype == torch.bool:
-        raise ConfigError(f"The token ids have dtype {ids.dtype}; required: integers. Pass input_ids.long()")
+        raise ConfigError(f"The token ids have dtype {ids.dtype}; expected integers. Pass input_ids.long()")
     if vocab_size is None:
         return
     bad = ((ids < 0) | (ids >= vocab_size)) & mask
@@ -62,5 +62,5 @@ def verify_token_ids(data: Mapping[str, Any], vocab_size: int | None = None) -> 
         row = int(bad.any(-1).nonzero()[0, 0])
         token = int(ids[row][bad[row]][0])
         raise ConfigError(
-            f"Row {row} has the token id {token}; required: 0 to {vocab_size - 1} (vocab_size={vocab_size}). Use its tokenizer"
+            f"Row {row} has the token id {token}; expected 0 to {vocab_size - 1} (vocab_size={vocab_size}). Use its tokenizer"
         )

@@ -82,7 +82,7 @@ class BatchedDataDict(UserDict[str, Any], Generic[Spec]):
         sizes = {key: len(value) for key, value in self.items() if _has_rows(value)}
         if len(set(sizes.values())) != 1:
             hint = " Pass images as a list with one tensor per row" if set(IMAGE_KEYS) & set(sizes) else ""
-            raise ConfigError(f"The numbers of rows are {sizes or 'missing'}; required: the same for all keys.{hint}")
+            raise ConfigError(f"The numbers of rows are {sizes or 'missing'}; expected the same for all keys.{hint}")
         return next(iter(sizes.values()))
 
     def lengths(self, key: str | None = None) -> list[int]:
@@ -99,7 +99,7 @@ class BatchedDataDict(UserDict[str, Any], Generic[Spec]):
         rows = torch.as_tensor(indices)
         if rows.dtype == torch.bool:
             if rows.shape != (self.size,):
-                raise ConfigError(f"select_indices got a mask {list(rows.shape)}; required: shape [{self.size}].")
+                raise ConfigError(f"select_indices got a mask {list(rows.shape)}; expected shape [{self.size}].")
             rows = rows.nonzero().squeeze(1)
         rows = rows.long()
 
@@ -122,14 +122,14 @@ class BatchedDataDict(UserDict[str, Any], Generic[Spec]):
     def chunk(self, rank: int, chunks: int) -> BatchedDataDict:
         """Return the ``rank``-th of ``chunks`` contiguous parts; if rows do not divide evenly, the first parts are larger."""
         if not 0 <= rank < chunks:
-            raise ConfigError(f"chunk got rank={rank} of chunks={chunks}; required: 0 to {chunks - 1}.")
+            raise ConfigError(f"chunk got rank={rank} of chunks={chunks}; expected 0 to {chunks - 1}.")
         bounds = _bounds(self.size, chunks)
         return self.slice(bounds[rank], bounds[rank + 1])
 
     def reorder_data(self, indices: Sequence[int]) -> None:
         """Move each row ``i`` to ``indices[i]`` in place, which restores the order before ``shard_by_batch_size``."""
         if sorted(indices) != list(range(self.size)):
-            raise ConfigError(f"reorder_data got {list(indices)}; required: each of 0 to {self.size - 1} once.")
+            raise ConfigError(f"reorder_data got {list(indices)}; expected each of 0 to {self.size - 1} once.")
         self.update(self.select_indices(torch.as_tensor(indices).argsort()))
 
     def repeat_interleave(self, num_repeats: int) -> BatchedDataDict:
@@ -139,7 +139,7 @@ class BatchedDataDict(UserDict[str, Any], Generic[Spec]):
     def truncate_tensors(self, dim: int, truncated_len: int) -> None:
         """Truncate axis ``dim`` (at least 1) of all tensors except images to ``truncated_len``, in place."""
         if dim < 1:
-            raise ConfigError(f"truncate_tensors got dim={dim}; required: 1 or more. Use slice for rows")
+            raise ConfigError(f"truncate_tensors got dim={dim}; expected 1 or more. Use slice for rows")
         for key, value in self.items():
             if key not in IMAGE_KEYS and isinstance(value, Tensor) and value.ndim > dim:
                 self[key] = value.narrow(dim, 0, min(truncated_len, value.shape[dim]))
@@ -246,12 +246,12 @@ class BatchedDataDict(UserDict[str, Any], Generic[Spec]):
 
     def _check_shards(self, shards: int, batch_size: int, uneven: bool, dynamic: Any, packing: Any) -> None:
         if min(shards, batch_size) < 1:
-            raise ConfigError(f"shard_by_batch_size got shards={shards}, batch_size={batch_size}; required: 1 or more.")
+            raise ConfigError(f"shard_by_batch_size got shards={shards}, batch_size={batch_size}; expected 1 or more.")
         for arguments, spec in ((dynamic, DynamicBatchingArgs), (packing, SequencePackingArgs)):
             known = spec.__annotations__.keys()
             if arguments is not None and not {"max_tokens_per_microbatch"} <= arguments.keys() <= known:
                 raise ConfigError(
-                    f"shard_by_batch_size got {dict(arguments)}; required: max_tokens_per_microbatch; known: {', '.join(known)}."
+                    f"shard_by_batch_size got {dict(arguments)}; expected max_tokens_per_microbatch; known: {', '.join(known)}."
                 )
         if uneven + (dynamic is not None) + (packing is not None) > 1:
             raise ConfigError("allow_uneven_shards, dynamic_batching_args and sequence_packing_args exclude each other")
@@ -277,12 +277,12 @@ def tokens_and_mask(data: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
         if key not in data:
             raise ConfigError(f"The batch has no '{key}'; it has {sorted(data)}.")
         if not isinstance(data[key], Tensor):
-            raise ConfigError(f"'{key}' is a {type(data[key]).__name__}; required: a torch.Tensor, right-padded.")
+            raise ConfigError(f"'{key}' is a {type(data[key]).__name__}; expected a torch.Tensor, right-padded.")
     ids, lengths_or_mask = (data[key] for key in keys)
     if ids.ndim != 2 or lengths_or_mask.shape != (ids.shape[:1] if generated else ids.shape):
         required = "[B, S] and [B]" if generated else "one shape [B, S]"
         raise ConfigError(
-            f"{keys[0]} are {list(ids.shape)} and {keys[1]} {list(lengths_or_mask.shape)}; required: {required}."
+            f"{keys[0]} are {list(ids.shape)} and {keys[1]} {list(lengths_or_mask.shape)}; expected {required}."
         )
     if not generated:
         return ids, lengths_or_mask.bool()
@@ -322,7 +322,7 @@ def join_padded(values: Sequence[Tensor], key: str, pad_value: float = 0.0) -> T
     """Concatenate tensors along the batch axis; pad all remaining axes at the end to the maximum size."""
     if len({value.ndim for value in values}) > 1:
         shapes = [list(value.shape) for value in values]
-        raise ConfigError(f"'{key}' has the shapes {shapes}; required: the same number of axes.")
+        raise ConfigError(f"'{key}' has the shapes {shapes}; expected the same number of axes.")
     widest = [max(value.shape[axis] for value in values) for axis in range(1, values[0].ndim)]
     padded = []
     for value in values:

@@ -92,7 +92,7 @@ def _load_spread(model_name: str, **arguments: Any) -> Any:
 
 def _quantization(config: CausalLMConfig) -> dict[str, Any]:
     if config.load_in_8bit and config.load_in_4bit:
-        raise ConfigError("load_in_8bit and load_in_4bit are both True; required: one.", load_in_8bit=False)
+        raise ConfigError("load_in_8bit and load_in_4bit are both True; expected one.", load_in_8bit=False)
     if not (config.load_in_8bit or config.load_in_4bit):
         return {}
     key = "load_in_8bit" if config.load_in_8bit else "load_in_4bit"

@@ -129,7 +129,7 @@ def verify_sampling_tokens(config: SamplingConfig, vocab_size: int) -> None:
         unknown = sorted({token for token in ids if not 0 <= token < vocab_size})
         if unknown or (name == "allowed_token_ids" and value == []):
             raise ConfigError(
-                f"{name} contains {unknown[:8]}; required: ids from 0 to {vocab_size - 1}. Pass {name}=None"
+                f"{name} contains {unknown[:8]}; expected ids from 0 to {vocab_size - 1}. Pass {name}=None"
             )
 
 

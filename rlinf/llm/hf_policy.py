@@ -218,7 +218,7 @@ class HuggingFacePolicy(TokenPolicy):
     def _any_loss(self, data: BatchedDataDict, loss_fn: LossFunction) -> tuple[Tensor, dict[str, Tensor]]:
         loss = loss_fn(self.model, data)
         if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
-            raise ConfigError(f"loss_fn returned {loss!r}; required: a scalar tensor with a gradient.")
+            raise ConfigError(f"loss_fn returned {loss!r}; expected a scalar tensor with a gradient.")
         return loss, {"loss": loss.detach()}
 
     def _logprobs(self, model: Any, data: BatchedDataDict) -> Tensor:

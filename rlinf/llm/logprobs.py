@@ -65,7 +65,7 @@ def batch_scores(
     columns, width = ids.shape[1], max(1, int(mask.sum(-1).max()))
     positions = context_length(model)
     if positions is not None and width > positions:
-        raise ConfigError(f"A row has {width} tokens; required: at most the model's {positions} positions")
+        raise ConfigError(f"A row has {width} tokens; expected at most the model's {positions} positions")
     inputs = image_inputs(model, data, width)
     if packed and inputs:
         raise ConfigError(f"sequence_packing=True does not support {', '.join(inputs)}. Pass sequence_packing=False")

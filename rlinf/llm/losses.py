@@ -54,7 +54,7 @@ def trained_tokens(data: Mapping[str, Any]) -> Tensor:
     if "token_mask" in data:
         token_mask = _tensor_of(data, "token_mask")
         if token_mask.shape != ids.shape:
-            raise ConfigError(f"token_mask is {list(token_mask.shape)}; required: the tokens' shape {list(ids.shape)}.")
+            raise ConfigError(f"token_mask is {list(token_mask.shape)}; expected the tokens' shape {list(ids.shape)}.")
         chosen &= token_mask.to(ids.device).bool()
     elif isinstance(data.get("labels"), Tensor) and data["labels"].shape == ids.shape:
         raise ConfigError("data['labels'] is not used. Pass token_mask=(labels != -100) instead")
@@ -63,7 +63,7 @@ def trained_tokens(data: Mapping[str, Any]) -> Tensor:
     if "sample_mask" in data:
         sample_mask = _tensor_of(data, "sample_mask")
         if sample_mask.shape != ids.shape[:1]:
-            raise ConfigError(f"sample_mask is {list(sample_mask.shape)}; required: [{len(ids)}], one per row.")
+            raise ConfigError(f"sample_mask is {list(sample_mask.shape)}; expected [{len(ids)}], one per row.")
         chosen &= sample_mask.to(ids.device).bool().unsqueeze(1)
     return chosen
 
@@ -253,7 +253,7 @@ def _row_mean(values: Tensor, mask: Tensor) -> Tensor:
 
 def _pairs(values: Tensor) -> Tensor:
     if len(values) % 2:
-        raise ConfigError(f"DPOLossFn got {len(values)} rows; required: pairs, row 2i chosen and row 2i + 1 rejected.")
+        raise ConfigError(f"DPOLossFn got {len(values)} rows; expected pairs, row 2i chosen and row 2i + 1 rejected.")
     return values.view(-1, 2)
 
 
@@ -262,13 +262,13 @@ def _logprobs_of(data: Mapping[str, Any], key: str, like: Tensor, source: str) -
         raise ConfigError(f"The loss needs data['{key}']; the batch has {sorted(data)}. Set it to {source}")
     values = _tensor_of(data, key)
     if values.shape != like.shape:
-        raise ConfigError(f"data['{key}'] is {list(values.shape)}; required: the tokens' shape {list(like.shape)}.")
+        raise ConfigError(f"data['{key}'] is {list(values.shape)}; expected the tokens' shape {list(like.shape)}.")
     return to_device(values, like.device).to(like.dtype)
 
 
 def _tensor_of(data: Mapping[str, Any], key: str) -> Tensor:
     if not isinstance(data[key], Tensor):
-        raise ConfigError(f"data['{key}'] is a {type(data[key]).__name__}; required: a torch.Tensor.")
+        raise ConfigError(f"data['{key}'] is a {type(data[key]).__name__}; expected a torch.Tensor.")
     return data[key]
 
 

@@ -153,7 +153,7 @@ class TokenPolicy(PolicyInterface):
 
     def _check_loss(self, loss_fn: LossFunction) -> None:
         if not callable(loss_fn) or isinstance(loss_fn, type):
-            raise ConfigError(f"loss_fn is {loss_fn!r}; required: a loss. Pass e.g. rlinf.algorithms.NLLLossFn()")
+            raise ConfigError(f"loss_fn is {loss_fn!r}; expected a loss. Pass e.g. rlinf.algorithms.NLLLossFn()")
         if isinstance(loss_fn, TokenLoss) and loss_fn.temperature not in (1.0, self.temperature):
             raise ConfigError(
                 f"{type(loss_fn).__name__} has temperature={loss_fn.temperature}, but the policy scores with "
@@ -220,7 +220,7 @@ class TokenPolicy(PolicyInterface):
         lengths = tokens_and_mask(data)[1].sum(-1).tolist()
         context = num_positions(text)
         if context is not None and max(lengths) > context:
-            raise ConfigError(f"A row has {max(lengths)} tokens; required: at most the model's {context} positions")
+            raise ConfigError(f"A row has {max(lengths)} tokens; expected at most the model's {context} positions")
         if self.config.max_tokens_per_microbatch is not None:
             packed = getattr(self.config, "sequence_packing", False)
             return micro_batch_rows(lengths, self.config.max_tokens_per_microbatch, packed, rows_per_sample)

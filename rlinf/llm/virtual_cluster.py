@@ -18,7 +18,7 @@ class RayVirtualCluster:
         counts = bundle_ct_per_node_list
         if not isinstance(counts, Sequence) or len(counts) != 1 or counts[0] < 1:
             raise ConfigError(
-                f"RayVirtualCluster got {counts}; required: a single number of processes. Use RayVirtualCluster([1])"
+                f"RayVirtualCluster got {counts}; expected a single number of processes. Use RayVirtualCluster([1])"
             )
         num_gpus = torch.cuda.device_count()
         if use_gpus and num_gpus < counts[0]:

@@ -157,7 +157,7 @@ class VllmGeneration(GenerationInterface):
 
     def __init__(self, cluster: Any, config: Mapping[str, Any]) -> None:
         if config.get("backend", "vllm") != "vllm":
-            raise ConfigError(f"VllmGeneration got backend='{config['backend']}'; required: backend='vllm'")
+            raise ConfigError(f"VllmGeneration got backend='{config['backend']}'; expected backend='vllm'")
         if "model_name" not in config:
             raise ConfigError(f"VllmGeneration needs model_name=<folder or hub id>; the config has {sorted(config)}")
         num_gpus = engine_arguments(config).get("tensor_parallel_size", 1)
@@ -221,7 +221,7 @@ def images_of_rows(data: Mapping[str, Any]) -> list[dict[str, Tensor]]:
     for name in IMAGE_INPUTS:
         if not isinstance(data.get(name), list):
             raise ConfigError(
-                f"The batch has '{name}' as {type(data.get(name)).__name__}; required: a list with a tensor of images per row"
+                f"The batch has '{name}' as {type(data.get(name)).__name__}; expected a list with a tensor of images per row"
             )
     columns = [data[name] for name in IMAGE_INPUTS]
     return [dict(zip(IMAGE_INPUTS, row, strict=True)) if len(row[0]) else {} for row in zip(*columns, strict=True)]
@@ -235,7 +235,7 @@ def engine_arguments(config: Mapping[str, Any]) -> dict[str, Any]:
     reject_other_names((*flat, *nested))
     for name in flat.keys() & nested.keys():
         if flat[name] != nested[name]:
-            raise ConfigError(f"{name} is {flat[name]}, but {nested[name]} in vllm_cfg; required: one value")
+            raise ConfigError(f"{name} is {flat[name]}, but {nested[name]} in vllm_cfg; expected one value")
     return flat | nested
 
 

@@ -246,12 +246,12 @@ def check_features(model_class: type, cfg: ModelConfig) -> None:
     if cfg.features == "inputs" and not model_class.implements("make_encoder"):
         raise ConfigError(
             f"model.features=inputs (set by algorithm.actor.name=scratch), but {model_class.__name__} has no encoder that an "
-            "actor could train; required: model=mlp or model=cnn. Set algorithm.actor.name=residual model.features=hidden"
+            "actor could train; expected model=mlp or model=cnn. Set algorithm.actor.name=residual model.features=hidden"
         )
     if cfg.features == "token" and "features" not in inspect.signature(model_class.__init__).parameters:
         raise ConfigError(
             f"model.features=token, but {model_class.__name__} has no hidden states of images and prompt to summarise; "
-            "required: a policy with a language model. Set model.features=hidden"
+            "expected a policy with a language model. Set model.features=hidden"
         )
 
 

@@ -220,7 +220,7 @@ def model_class_of(
     names = list(config.architectures or ())
     owner = path or type(config).__name__
     if len(names) > 1:
-        message = f"architectures in config.json of '{owner}' lists {len(names)} ({', '.join(names)}); required: one."
+        message = f"architectures in config.json of '{owner}' lists {len(names)} ({', '.join(names)}); expected one."
         raise ConfigError(message, architectures=names[:1])
     code = getattr(config, "auto_map", None) or {}
     for auto_class in AUTO_CLASSES:
@@ -230,7 +230,7 @@ def model_class_of(
         if model_class is not None and names in ([], [model_class.__name__]):
             return model_class
     raise ConfigError(
-        f"'{owner}' has the model type '{config.model_type}' and architectures {names}; required: a class "
+        f"'{owner}' has the model type '{config.model_type}' and architectures {names}; expected a class "
         f"supported by {' or '.join(known.__name__ for known in AUTO_CLASSES)}, from transformers or the folder's trusted code.",
         trust_remote_code=True,
         path="<a different folder>",
@@ -319,7 +319,7 @@ def _attention(model_class: type[PreTrainedModel], implementation: str | None) -
         return {}
     kernels = ["eager", *ALL_ATTENTION_FUNCTIONS.valid_keys()]
     if implementation not in kernels and "/" not in implementation:  # a name with a slash is a kernel on the hub
-        message = f"attn_implementation='{implementation}'; required: one of {', '.join(kernels)}."
+        message = f"attn_implementation='{implementation}'; expected one of {', '.join(kernels)}."
         raise ConfigError(message, attn_implementation="sdpa")
     if implementation == "flash_attention_2" and not model_class._supports_flash_attn:
         message = f"attn_implementation='flash_attention_2' does not exist for {model_class.__name__}."

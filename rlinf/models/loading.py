@@ -43,14 +43,14 @@ def without_logprobs(name: str, value: str, instead: str) -> ConfigError:
 def check_choice(name: str, value: Any, known: Sequence[str]) -> None:
     """Reject a field whose value is not in ``known``, and suggest the first known value."""
     if value not in known:
-        raise field_error(f"{name} is '{value}'; required: {' or '.join(known)}", f"{name}={known[0]}")
+        raise field_error(f"{name} is '{value}'; expected {' or '.join(known)}", f"{name}={known[0]}")
 
 
 def read_json(path: str | Path) -> dict[str, Any]:
     """Return the object in a checkpoint folder's JSON file; raise CheckpointError if it has none or is too large."""
     try:
         if (size := Path(path).stat().st_size) > LARGEST_FILE:
-            raise ValueError(f"{size} bytes; required: at most {LARGEST_FILE}")
+            raise ValueError(f"{size} bytes; expected at most {LARGEST_FILE}")
         values = json.loads(Path(path).read_text(encoding="utf-8"))
         problem = f"it contains a {type(values).__name__}"
     except (OSError, ValueError, RecursionError) as error:  # raised by the file system, the JSON parser or the decoder
@@ -83,16 +83,16 @@ def check_statistics(stats: Any, place: str, used: Sequence[str] = ()) -> None:
         values = list(numbers) if isinstance(numbers, Iterable) else [numbers]
         wrong = [value for value in values if not isinstance(value, Real) or not abs(value) < 1e38]  # float32
         if (wrong or not isinstance(numbers, Iterable)) and problem is None:
-            problem = f"{name} contains {values[0] if not wrong else wrong[0]!r}; required: a list of finite numbers"
+            problem = f"{name} contains {values[0] if not wrong else wrong[0]!r}; expected a list of finite numbers"
     if problem is None and len({len(numbers) for numbers in lists.values()}) > 1:
-        problem = f"their lengths are {[len(numbers) for numbers in lists.values()]} ({', '.join(lists)}); required: equal lengths"
+        problem = f"their lengths are {[len(numbers) for numbers in lists.values()]} ({', '.join(lists)}); expected equal lengths"
     pairs = list(zip(*(lists[name] for name in used), strict=True)) if used and problem is None else []
     while used[1:] == ("std",) and pairs and pairs[-1][1] == 0:
         pairs.pop()
     for low, high in pairs:
         if high <= 0 if used[1] == "std" else high < low:
             is_std = used[1] == "std"
-            problem = f"std is {high:g}; required: above 0" if is_std else f"{used[1]} < {used[0]} ({high:g} < {low:g})"
+            problem = f"std is {high:g}; expected above 0" if is_std else f"{used[1]} < {used[0]} ({high:g} < {low:g})"
     if problem is not None:
         env_fix = "or to use the env's: model.unnorm_key=<env.name> 'model.override_config.norm_stats={}'"
         raise ConfigError(

@@ -277,7 +277,7 @@ def _saved_settings(folder: Path, lora: LoraConfig) -> PeftLoraConfig:
     path = folder / "adapter_config.json"
     if not path.is_file() or not (folder / ADAPTER_FILE).is_file():
         needed = f"adapter_config.json and {ADAPTER_FILE}"
-        raise CheckpointError(f"model.lora_path='{folder}' is not an adapter folder; required: {needed}.")
+        raise CheckpointError(f"model.lora_path='{folder}' is not an adapter folder; expected {needed}.")
     values, neutral = read_json(path), PeftLoraConfig().to_dict() | {"peft_type": "LORA"}
     # Initialisations other than these change the base weights.
     if values.get("init_lora_weights") in ("gaussian", "orthogonal", False):
@@ -286,7 +286,7 @@ def _saved_settings(folder: Path, lora: LoraConfig) -> PeftLoraConfig:
         value, needed = values[name], neutral.get(name)
         if value != needed and (value or needed):
             raise CheckpointError(
-                f"The adapter in '{folder}' has {name}={value}, which is not supported here; required: {needed}. Merge it with PEFT "
+                f"The adapter in '{folder}' has {name}={value}, which is not supported here; expected {needed}. Merge it with PEFT "
                 "(merge_and_unload), then set model.model_path=<the merged folder> model.lora_path=null model.is_lora=false"
             )
     try:

@@ -24,7 +24,7 @@ def torch_dtype_from_precision(precision: str | int | None) -> torch.dtype:
     if str(precision) in PRECISIONS:
         return PRECISIONS[str(precision)]
     close = "bf16-mixed" if str(precision).lower().endswith("mixed") else "bf16"
-    problem = f"model.precision is '{precision}'; required: fp32, bf16, fp16, or bf16-mixed"
+    problem = f"model.precision is '{precision}'; expected fp32, bf16, fp16, or bf16-mixed"
     raise ConfigError(f"{problem}. Set e.g. model.precision={close}")
 
 
@@ -32,7 +32,7 @@ def torch_dtype_of(name: Any) -> torch.dtype:
     """Return the ``torch.dtype`` for e.g. ``"bfloat16"``, ``"torch.bfloat16"`` or ``torch.bfloat16``."""
     dtype = DTYPES.get(str(name).removeprefix("torch."))
     if dtype is None:
-        raise ConfigError(f"torch_dtype='{name}'; required: {', '.join(DTYPES)}.", torch_dtype="bfloat16")
+        raise ConfigError(f"torch_dtype='{name}'; expected {', '.join(DTYPES)}.", torch_dtype="bfloat16")
     return dtype
 
 

@@ -153,7 +153,7 @@ def offline_data(
     num_slots = len(slots.rows)
     if not num_slots:
         raise ConfigError(
-            f"{dataset.info.folder} has no transitions with algorithm.offline_episodes={which}; required: at least one. "
+            f"{dataset.info.folder} has no transitions with algorithm.offline_episodes={which}; expected at least one. "
             "Set algorithm.offline_episodes=all, or algorithm.offline_dataset=<other folder>"
         )
     outputs = query(slots.rows)

@@ -67,7 +67,7 @@ class ReplayBuffer:
         self.num_slots, self.num_envs = capacity // num_envs, num_envs
         if self.num_slots < 2:
             raise ConfigError(
-                f"algorithm.replay_capacity={capacity} for rollout.num_envs={num_envs}; required: at least 2 observations per env. "
+                f"algorithm.replay_capacity={capacity} for rollout.num_envs={num_envs}; expected at least 2 observations per env. "
                 f"Set algorithm.replay_capacity={1000 * num_envs}"
             )
         shape = (self.num_slots, num_envs)

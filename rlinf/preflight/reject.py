@@ -7,4 +7,4 @@ from rlinf.errors import ConfigError
 
 def reject(actual: str, required: str, fix: str) -> NoReturn:
     """Raise a ``ConfigError`` with the actual values, the requirement, and overrides that fix it."""
-    raise ConfigError(f"{actual}; required: {required}. Set {fix}")
+    raise ConfigError(f"{actual}; expected {required}. Set {fix}")

@@ -42,7 +42,7 @@ def check_start(config: RunConfig, command: str) -> None:
         place = f"{back} (replacing the one there)" if back.exists() else back
         actual = f"resume={config.resume} was set aside when its run continued from an earlier checkpoint"
         move = f"Move {folder} back to {place}, and set resume={back}"
-        raise ConfigError(f"{actual}; required: a checkpoint in {back.parent}. {move}")
+        raise ConfigError(f"{actual}; expected a checkpoint in {back.parent}. {move}")
     state = read_loop_state(folder) if config.resume is not None else None
     saved = Manifest.load(folder)
     check_model_type(folder, saved, config)

@@ -75,7 +75,7 @@ class Case:
 def validate(config: RunConfig, command: str = "train") -> None:
     """Check the parts of a configuration that ``command`` uses; raise ConfigError, MissingDependencyError or CheckpointError."""
     if command not in COMMANDS:
-        raise ValueError(f"command is {command!r}; required: one of {', '.join(COMMANDS)}")
+        raise ValueError(f"command is {command!r}; expected one of {', '.join(COMMANDS)}")
     case = Case(config, command)
     env_section(case)
     for check_section in SECTIONS if case.has_policy else ():

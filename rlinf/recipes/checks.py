@@ -9,7 +9,7 @@ from rlinf.tracking.config import check_wandb
 
 NOT_DONE: dict[str, tuple[tuple, str]] = {
     "train.fp8.enable_fp8": ((False,), "training in 8 bits is not available"),
-    "train.async_tp_enabled": ((False,), "there is no tensor parallelism in training"),
+    "train.async_tp_enabled": ((False,), "tensor parallelism is not supported"),
     "train.train_policy.use_remote_reward": ((False,), "rewards are functions called in the training process"),
     "train.train_policy.positive_nll_coef": ((None,), "the loss has no negative log-likelihood term"),
     "train.train_policy.unbiased_loss_max_tokens": ((None,), "each completion's loss is normalised by its own length"),
@@ -45,12 +45,12 @@ _GREEDY = "validation decodes greedily"
 _ON_POLICY = "every batch is generated with the current weights"
 
 WITHOUT_EFFECT: dict[str, tuple[tuple, str]] = {
-    "policy.parallelism.cp_rotate_method": ((), "there is no context parallelism"),
-    "policy.parallelism.pp_dynamic_shape": ((False,), "there is no pipeline parallelism"),
-    "policy.parallelism.pp_micro_batch_size": ((1,), "there is no pipeline parallelism"),
-    "rollout.parallelism.cp_rotate_method": ((), "there is no context parallelism"),
-    "rollout.parallelism.pp_dynamic_shape": ((False,), "there is no pipeline parallelism"),
-    "rollout.parallelism.pp_micro_batch_size": ((1,), "there is no pipeline parallelism"),
+    "policy.parallelism.cp_rotate_method": ((), "context parallelism is not supported"),
+    "policy.parallelism.pp_dynamic_shape": ((False,), "pipeline parallelism is not supported"),
+    "policy.parallelism.pp_micro_batch_size": ((1,), "pipeline parallelism is not supported"),
+    "rollout.parallelism.cp_rotate_method": ((), "context parallelism is not supported"),
+    "rollout.parallelism.pp_dynamic_shape": ((False,), "pipeline parallelism is not supported"),
+    "rollout.parallelism.pp_micro_batch_size": ((1,), "pipeline parallelism is not supported"),
     "redis": (("",), "no redis server is needed"),
     "eth_ips": (("",), "the launcher sets the addresses"),
     "train.deterministic": ((False,), "runs are bit-for-bit reproducible on CPUs with either value"),
@@ -99,18 +99,18 @@ def _check_train(config: RecipeConfig) -> None:
     betas = train.optm_betas
     if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
         raise ConfigError(
-            f"train.optm_betas is {override_text(betas)}; required: two numbers in [0, 1). Set train.optm_betas=[0.9,0.999]"
+            f"train.optm_betas is {override_text(betas)}; expected two numbers in [0, 1). Set train.optm_betas=[0.9,0.999]"
         )
     warmup = train.optm_warmup_steps
     if isinstance(warmup, float) and warmup > 1:
         key = "train.optm_warmup_steps"
-        raise ConfigError(f"{key} is {warmup}; required: a count, or a fraction up to 1.0. Set {key}={round(warmup)}")
+        raise ConfigError(f"{key} is {warmup}; expected a count, or a fraction up to 1.0. Set {key}={round(warmup)}")
     if method.dataset.streaming and train.max_num_steps is None:
         raise ConfigError("A stream (dataset.streaming=true) has no known length. Set train.max_num_steps=<steps>")
     unknown = [name for name in config.logging.logger if name.lower() not in LOGGERS]
     if unknown:
         raise ConfigError(
-            f"logging.logger contains '{unknown[0]}'; required: {', '.join(LOGGERS)}. Set logging.logger=[wandb]"
+            f"logging.logger contains '{unknown[0]}'; expected {', '.join(LOGGERS)}. Set logging.logger=[wandb]"
         )
     if "wandb" in map(str.lower, config.logging.logger):
         check_wandb("logging.project_name", config.logging.project_name)
@@ -118,7 +118,7 @@ def _check_train(config: RecipeConfig) -> None:
     if lora is not None and isinstance(lora.target_modules, str):
         names = ",".join(re.findall(r"\w*[^\W_]\w*", lora.target_modules)) or "q_proj,v_proj"
         raise ConfigError(
-            f"policy.lora.target_modules is '{lora.target_modules}'; required: a list of names. Set 'policy.lora.target_modules=[{names}]'"
+            f"policy.lora.target_modules is '{lora.target_modules}'; expected a list of names. Set 'policy.lora.target_modules=[{names}]'"
         )
     if lora is not None and lora.lora_dropout > 0 and method.type != "sft":
         raise ConfigError(
@@ -130,7 +130,7 @@ def _check_ckpt(config: RecipeConfig) -> None:
     ckpt = config.train.ckpt
     if ckpt.max_keep == 0:
         raise ConfigError(
-            "train.ckpt.max_keep is 0; required: at least 1, or -1. Set train.ckpt.enable_checkpoint=false"
+            "train.ckpt.max_keep is 0; expected at least 1, or -1. Set train.ckpt.enable_checkpoint=false"
         )
     if ckpt.upload_s3 and not ckpt.s3_bucket:
         raise ConfigError(f"train.ckpt.upload_s3={ckpt.upload_s3} needs a bucket. Set train.ckpt.s3_bucket=<name>")
@@ -142,7 +142,7 @@ def _check_batch(config: RecipeConfig) -> None:
     """Raise ConfigError if a batch does not divide evenly over ranks and groups."""
     shards, batch = config.policy.parallelism.dp_shard_size, config.train.train_batch_per_replica
     if shards == 0:
-        raise ConfigError("dp_shard_size is 0; required: at least 1, or -1. Set policy.parallelism.dp_shard_size=1")
+        raise ConfigError("dp_shard_size is 0; expected at least 1, or -1. Set policy.parallelism.dp_shard_size=1")
     per_row = config.rollout.n_generation if config.train.train_policy.type == "grpo" else 1
     unit = per_row * max(1, shards)
     if batch % unit:
@@ -151,7 +151,7 @@ def _check_batch(config: RecipeConfig) -> None:
         )
         fits, key = max(1, batch // unit) * unit, "train.train_batch_per_replica"
         raise ConfigError(
-            f"{key}={batch} does not divide over {parts}; required: a multiple of {unit}. Set {key}={fits}"
+            f"{key}={batch} does not divide over {parts}; expected a multiple of {unit}. Set {key}={fits}"
         )
 
 
@@ -159,11 +159,11 @@ def _check_rollout(config: RecipeConfig) -> None:
     method, rollout = config.train.train_policy, config.rollout
     if rollout.n_generation < 2:
         raise ConfigError(
-            f"rollout.n_generation is {rollout.n_generation}; required: at least 2. Set rollout.n_generation=8"
+            f"rollout.n_generation is {rollout.n_generation}; expected at least 2. Set rollout.n_generation=8"
         )
     if method.temperature == 0:
         raise ConfigError(
-            "train.train_policy.temperature is 0; required: above 0. Set train.train_policy.temperature=1.0"
+            "train.train_policy.temperature is 0; expected above 0. Set train.train_policy.temperature=1.0"
         )
     key, buffer = "train.train_policy.overlong_reward.buffer_length", method.overlong_reward.buffer_length
     longest = min(rollout.max_response_length, config.policy.model_max_length)
@@ -173,7 +173,7 @@ def _check_rollout(config: RecipeConfig) -> None:
     sampling = rollout.sampling_config.temperature
     if sampling not in (None, method.temperature):
         raise ConfigError(
-            f"rollout.sampling_config.temperature={sampling}, but train.train_policy.temperature={method.temperature}; required: equal "
+            f"rollout.sampling_config.temperature={sampling}, but train.train_policy.temperature={method.temperature}; expected equal "
             f"values, because the loss compares the log-probabilities. Set rollout.sampling_config.temperature={method.temperature}"
         )
 
@@ -190,21 +190,21 @@ def _check_cluster(config: RecipeConfig) -> None:
     fix = "cluster.start=auto cluster.placement=null cluster.num_rollout_workers=null"
     if method != "grpo":
         raise ConfigError(
-            f"{requests[0]} with train.train_policy.type={method}; required: grpo, because rollout workers generate completions. Set {fix}"
+            f"{requests[0]} with train.train_policy.type={method}; expected grpo, because rollout workers generate completions. Set {fix}"
         )
     placements = (("cluster.placement", cluster.placement, "null"), ("mode", config.mode, "disaggregated"))
     for key, value, fixed in placements:
         if value == "colocated":
-            raise ConfigError(f"{requests[0]} with {key}=colocated; required: one of them. Set {key}={fixed}, or {fix}")
+            raise ConfigError(f"{requests[0]} with {key}=colocated; expected one of them. Set {key}={fixed}, or {fix}")
 
 
 def _check_validation(config: RecipeConfig) -> None:
     longest, trained = config.validation.max_response_length, config.rollout.max_response_length
     if config.validation.enable and longest not in (None, trained):
         raise ConfigError(
-            f"validation.max_response_length={longest}, but rollout.max_response_length={trained} limits all completions; required: equal "
+            f"validation.max_response_length={longest}, but rollout.max_response_length={trained} limits all completions; expected equal "
             f"values. Set rollout.max_response_length={longest}, or validation.max_response_length=null"
         )
     if config.validation.reward_function and config.train.train_policy.type == "dpo":
         key, value = "validation.reward_function", override_text(config.validation.reward_function)
-        raise ConfigError(f"{key}={value} in DPO, whose validation scores pairs; required: null. Set {key}=null")
+        raise ConfigError(f"{key}={value} in DPO, whose validation scores pairs; expected null. Set {key}=null")

@@ -67,7 +67,7 @@ class Rows:
             raise IndexError(index)
         row = self.data[self.start + index]
         if not isinstance(row, Mapping):
-            raise BadRowError(f"it is {row!r}; required: a map of columns to values.")
+            raise BadRowError(f"it is {row!r}; expected a map of columns to values.")
         return dict(row)
 
     def number(self, index: int) -> int:
@@ -107,7 +107,7 @@ def load_rows(
     splits = [split] if isinstance(split, str) else list(split)
     if not name or not splits:
         raise ConfigError(
-            f"{section}.name={name!r}, split={split!r}; required: both. Set {section}.name=<folder or file>"
+            f"{section}.name={name!r}, split={split!r}; expected both. Set {section}.name=<folder or file>"
         )
     library.disable_progress_bars()
     check_place(name, section)
@@ -176,7 +176,7 @@ def check_place(name: str, section: str) -> None:
     path = Path(name).expanduser()
     if path.is_file() and path.suffix not in READERS:
         known = ", ".join(sorted(READERS))
-        raise ConfigError(f"{section}.name={name} is a file of type '{path.suffix}'; required: {known}, or a folder.")
+        raise ConfigError(f"{section}.name={name} is a file of type '{path.suffix}'; expected {known}, or a folder.")
     if local_folder(name) is None and (path.is_absolute() or name.startswith(".") or path.suffix in READERS):
         make = f"Make it with {made_by(name)}, or set" if made_by(name) else "Set"
         raise ConfigError(f"{section}.name={name} does not exist. {make} {section}.name=<file, folder or hub name>")

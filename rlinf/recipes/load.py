@@ -76,7 +76,7 @@ def find_recipe(name: str) -> Path:
             f"--config is '{name}', which is not in . or {folder}.{did_you_mean(path.stem, recipe_names())}"
         )
     if files[0].suffix not in SUFFIXES:
-        raise ConfigError(f"--config is '{name}'; required: a file with the suffix {' or '.join(SUFFIXES)}.")
+        raise ConfigError(f"--config is '{name}'; expected a file with the suffix {' or '.join(SUFFIXES)}.")
     return files[0]
 
 
@@ -130,7 +130,7 @@ def translate(mapping: dict[str, Any]) -> list[str]:
                 _put(mapping, new, value)
             notices.append(f"{old} is read as {new}")
     if (_holder(mapping, "train.resume") or {}).get("resume") == "None":
-        raise ConfigError("train.resume is 'None'; required: false, true, auto or a folder. Set train.resume=false")
+        raise ConfigError("train.resume is 'None'; expected false, true, auto or a folder. Set train.resume=false")
     method = (_holder(mapping, "train.train_policy") or {}).get("train_policy")
     if isinstance(method, dict) and "type" not in method:
         method["type"] = "grpo" if any(key in method for key in GRPO_KEYS) else "sft"
@@ -145,7 +145,7 @@ def _without_dead_keys(mapping: dict[str, Any]) -> list[str]:
             value = section[_name(key)]
             if value not in supported:
                 raise ConfigError(
-                    f"{key} is {override_text(value)}, but {reason}; required: "
+                    f"{key} is {override_text(value)}, but {reason}; expected "
                     f"{' or '.join(map(override_text, supported))}. Set {key}={override_text(supported[0])}"
                 )
             if key not in {*known, *WITHOUT_EFFECT}:

@@ -36,14 +36,14 @@ def as_messages(prompt: Any) -> list[dict[str, Any]]:
 def check_messages(messages: Any) -> list[dict[str, Any]]:
     """Return messages normalised to role and content; raise BadRowError if they are malformed."""
     if isinstance(messages, str) or not isinstance(messages, Sequence) or not len(messages):
-        raise BadRowError(f"its conversation is {_short(messages)}; required: messages with role and content.")
+        raise BadRowError(f"its conversation is {_short(messages)}; expected messages with role and content.")
     return [_checked(number, message) for number, message in enumerate(messages)]
 
 
 def _checked(number: int, message: Any) -> dict[str, Any]:
     """Convert a message in either key convention to role and content."""
     if not isinstance(message, Mapping):
-        raise BadRowError(f"message {number} is {_short(message)}; required: role and content.")
+        raise BadRowError(f"message {number} is {_short(message)}; expected role and content.")
     # Parquet and Arrow fill in the keys of all rows with nulls.
     given = {key: value for key, value in message.items() if value is not None}
     role_key, content_key = ("from", "value") if "from" in given and "role" not in given else ("role", "content")
@@ -51,29 +51,29 @@ def _checked(number: int, message: Any) -> dict[str, Any]:
         if isinstance(calls, str):
             calls = _from_json(calls, f"the tool calls of message {number}")
         if not isinstance(calls, (list, tuple)):
-            raise BadRowError(f"message {number} has tool calls {_short(calls)}; required: a list.")
+            raise BadRowError(f"message {number} has tool calls {_short(calls)}; expected a list.")
         given["tool_calls"] = [_checked_call(number, call) for call in calls]
         given.setdefault(content_key, "")
     for key in (role_key, content_key):
         if key not in given:
             raise BadRowError(
-                f"message {number} has no '{key}', only {', '.join(sorted(given)) or 'nulls'}; required: role and content."
+                f"message {number} has no '{key}', only {', '.join(sorted(given)) or 'nulls'}; expected role and content."
             )
     role, content = given.pop(role_key), given.pop(content_key)
     role = SHAREGPT_ROLES.get(role, role) if role_key == "from" and isinstance(role, str) else role
     if role not in ROLES:
         known = [*SHAREGPT_ROLES, *ROLES] if role_key == "from" else ROLES
-        raise BadRowError(f"message {number} has '{role_key}': {_short(role)}; required: one of {', '.join(known)}.")
+        raise BadRowError(f"message {number} has '{role_key}': {_short(role)}; expected one of {', '.join(known)}.")
     is_parts = isinstance(content, (list, tuple)) and all(isinstance(part, Mapping) for part in content)
     if not isinstance(content, str) and not is_parts:
-        raise BadRowError(f"message {number} has '{content_key}': {_short(content)}; required: a text or parts.")
+        raise BadRowError(f"message {number} has '{content_key}': {_short(content)}; expected a text or parts.")
     if role == "assistant":
         text_of(content)
     flags = {key: given.pop(key) for key in LEARNED_IF if key in given}
     for key, flag in flags.items():
         if isinstance(flag, str) or flag not in (0, 1) or (flag and "weight" not in key and role != "assistant"):
             raise BadRowError(
-                f"{role} message {number} has '{key}': {_short(flag)}; required: 0, or 1 of the assistant."
+                f"{role} message {number} has '{key}': {_short(flag)}; expected 0, or 1 of the assistant."
             )
     given |= {"weight": 0} if 0 in flags.values() else {}
     return {**given, "role": role, "content": content}
@@ -96,7 +96,7 @@ def with_system(messages: Any, row: Mapping[str, Any], system: str = "") -> list
     if column := system_of(row):
         first = text_of(messages[0]["content"]) if messages[0]["role"] == "system" else ""
         if (system or column) != column or column not in (first or column):
-            raise BadRowError(f"it has two system messages, {_short(column)} in a column and {_short(system or first)}; required: one. "
+            raise BadRowError(f"it has two system messages, {_short(column)} in a column and {_short(system or first)}; expected one. "
                               "Remove the column, or set train.train_policy.system_prompt=''.")  # fmt: skip
         system = system or ("" if first else column)
     return [{"role": "system", "content": system}, *messages] if system else messages
@@ -107,7 +107,7 @@ def reject_unread(row: Mapping[str, Any]) -> None:
     unread = {name: row[name] for name in UNREAD_COLUMNS if row.get(name) not in (None, "", [], 1)}
     for name, value in unread.items():
         if name != "input" or "instruction" in row:
-            raise BadRowError(f"its column '{name}' is not read: {_short(value)}; required: this content in messages or prompt. Remove "
+            raise BadRowError(f"its column '{name}' is not read: {_short(value)}; expected this content in messages or prompt. Remove "
                               "the column, or read it in a dataset script.")  # fmt: skip
 
 
@@ -117,7 +117,7 @@ def _checked_call(number: int, call: Any) -> dict[str, Any]:
     call = without_nulls(dict(call)) if isinstance(call, Mapping) else call
     function = call.get("function") if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
-        raise BadRowError(f"message {number} has the tool call {_short(call)}; required: a function with a name.")
+        raise BadRowError(f"message {number} has the tool call {_short(call)}; expected a function with a name.")
     arguments = function.get("arguments", {})
     if isinstance(arguments, str):
         arguments = _from_json(arguments, f"the arguments of a tool call of message {number}")
@@ -130,7 +130,7 @@ def tools_of(row: Mapping[str, Any]) -> list[Any] | None:
     if isinstance(tools, str):
         tools = _from_json(tools, "the column 'tools'") if tools.strip() else None
     if tools and not isinstance(tools, list):
-        raise BadRowError(f"its column 'tools' is {_short(tools)}; required: a list of JSON schemas, or its JSON text.")
+        raise BadRowError(f"its column 'tools' is {_short(tools)}; expected a list of JSON schemas, or its JSON text.")
     return without_nulls(tools) or None
 
 
@@ -138,7 +138,7 @@ def _from_json(text: str, where: str) -> Any:
     try:
         return json.loads(text, object_hook=WrittenMap, parse_float=WrittenNumber)
     except (ValueError, RecursionError) as error:
-        raise BadRowError(f"{where} is {_short(text)}; required: JSON ({error}).") from None
+        raise BadRowError(f"{where} is {_short(text)}; expected JSON ({error}).") from None
 
 
 def text_of(content: Any) -> str:
@@ -146,7 +146,7 @@ def text_of(content: Any) -> str:
     if isinstance(content, str):
         return content
     if any(part.get("type") != "text" for part in content):
-        raise BadRowError(f"an assistant message has parts {[part.get('type') for part in content]}; required: text.")
+        raise BadRowError(f"an assistant message has parts {[part.get('type') for part in content]}; expected text.")
     return "".join(str(part.get("text") or "") for part in content)
 
 
@@ -210,7 +210,7 @@ def text_only(message: dict[str, Any]) -> dict[str, Any]:
     content = message["content"]
     if not isinstance(content, str) and any(part.get("type") != "text" for part in content):
         kinds = sorted({str(part.get("type")) for part in content} - {"text"})
-        raise BadRowError(f"a message has parts of type {', '.join(kinds)}, but the model is text-only; required: text. "
+        raise BadRowError(f"a message has parts of type {', '.join(kinds)}, but the model is text-only; expected text. "
                           "Set policy.model_name_or_path=<vision-language model>.")  # fmt: skip
     return message | {"content": text_of(content)}
 

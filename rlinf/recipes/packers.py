@@ -102,7 +102,7 @@ class RawTextPacker:
             return conversation
         messages = [text_only(message) for message in with_system(conversation, row)]
         for field in (key for message in messages for key in (*meaningful(message), *(message.keys() & {"weight"}))):
-            raise BadRowError(f"raw text cannot represent a message's '{field}'; required: messages without it.")
+            raise BadRowError(f"raw text cannot represent a message's '{field}'; expected messages without it.")
         if tools_of(row) or any(message.get("tool_calls") for message in messages):
             raise BadRowError("raw text cannot represent tools or tool calls. Use a chat template, or calls as text.")
         return "\n".join(f"{message['role']}: {message['content']}" for message in messages)
@@ -112,7 +112,7 @@ class RawTextPacker:
         tokens = self.tokenizer(self.text(row), add_special_tokens=False)["input_ids"]
         ids = tokens[: self.max_length]
         if not ids:
-            raise BadRowError(f"its column '{self.column}' is empty; required: text.")
+            raise BadRowError(f"its column '{self.column}' is empty; expected text.")
         return Sample(ids, [True] * len(ids), is_truncated=len(tokens) > len(ids))
 
     def pair(self, row: dict[str, Any]) -> tuple[Sample, Sample]:
@@ -150,7 +150,7 @@ class ChatPacker:
         if not getattr(processor, "chat_template", None):
             raise ConfigError(f"The model's {type(processor).__name__} has no chat template. {RAW_TEXT_HINT}")
         if not getattr(self.tokenizer, "is_fast", False):
-            raise ConfigError(f"The {type(self.tokenizer).__name__} has no token offsets; required: a fast tokenizer.")
+            raise ConfigError(f"The {type(self.tokenizer).__name__} has no token offsets; expected a fast tokenizer.")
         self._special = marked_tokens(self.tokenizer)
         self._header = self._generation_prompt()
         self._has_warned = False
@@ -183,7 +183,7 @@ class ChatPacker:
         reject_unread(row)
         chosen, rejected = (self._candidate(row, name) for name in ("chosen", "rejected"))
         if chosen[:-1] != rejected[:-1] or {chosen[-1]["role"], rejected[-1]["role"]} != {"assistant"}:
-            raise BadRowError("its columns 'chosen' and 'rejected' are not two completions of the same prompt; required: equal messages, "
+            raise BadRowError("its columns 'chosen' and 'rejected' are not two completions of the same prompt; expected equal messages, "
                               "then one assistant message each.")  # fmt: skip
         first, second = (
             self._pack(*self._resolved(messages, row), tools_of(row), last_only=True) for messages in (chosen, rejected)
@@ -211,7 +211,7 @@ class ChatPacker:
 
     def _check_length(self, length: int) -> None:
         if length >= self.max_length:
-            raise BadRowError(f"its prompt has {length} tokens; required: fewer than policy.model_max_length={self.max_length}. "
+            raise BadRowError(f"its prompt has {length} tokens; expected fewer than policy.model_max_length={self.max_length}. "
                               f"Set policy.model_max_length={2 * length} if the model supports it.")  # fmt: skip
 
     def _generation_prompt(self) -> str:
@@ -278,7 +278,7 @@ class ChatPacker:
                     images += frames
                     parts += [{"type": "image"}] * len(frames)
                 else:
-                    raise BadRowError(f"a part of its content has type {kind!r}; required: text, image or video.")
+                    raise BadRowError(f"a part of its content has type {kind!r}; expected text, image or video.")
             # Keep empty content, because templates use it to recognise tool calls without text.
             if content or not message.get("tool_calls"):
                 message["content"] = parts
@@ -295,7 +295,7 @@ class ChatPacker:
         for key in sorted({*meaningful(message), *(message.keys() - READ - MEANINGFUL - self._fields)}):
             is_rendered = self._render([*before, plain]) != self._render([*before, plain | {key: message[key]}])
             if not is_rendered and key in MEANINGFUL:
-                raise BadRowError(f"the chat template does not render '{key}' of a message from the {plain['role']}; required: a template that "
+                raise BadRowError(f"the chat template does not render '{key}' of a message from the {plain['role']}; expected a template that "
                                   "does, or the text in its content.")  # fmt: skip
             if not is_rendered:
                 logger.warning("Messages have '%s', which is not read", key)
@@ -315,7 +315,7 @@ class ChatPacker:
         learned = ["weight" not in message for message in messages if message["role"] == "assistant"]
         learned[:-1] = [False] * (len(learned) - 1) if last_only else learned[:-1]
         if not any(learned):
-            raise BadRowError("no assistant message is learned ('weight' or 'train' may exclude it); required: one.")
+            raise BadRowError("no assistant message is learned ('weight' or 'train' may exclude it); expected one.")
         for (start, end), is_learned in zip(token_spans, learned, strict=True):
             mask[start:end] = [is_learned] * (end - start)
         is_truncated = len(ids) > self.max_length
@@ -334,7 +334,7 @@ class ChatPacker:
         """Return the rendered conversation, and start and end of each assistant message in characters."""
         turns = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
         if not turns:
-            raise BadRowError("it has no assistant message; required: at least one, which is learned.")
+            raise BadRowError("it has no assistant message; expected at least one, which is learned.")
         rendered = self._render(messages, tools)
         if START in rendered or END in rendered:
             raise BadRowError("its text has the characters U+FDD0 or U+FDD1, which are reserved.")
@@ -388,7 +388,7 @@ class ChatPacker:
         ``calls`` are the rendered tool calls behind each mark, ``starts`` the starts of messages without content.
         """
         if marked.count(END) != len(calls):
-            raise BadRowError("the chat template drops an assistant message; required: all are rendered.")
+            raise BadRowError("the chat template drops an assistant message; expected all are rendered.")
         spans, position, clean = [], 0, 0
         for call, message in zip(calls, starts, strict=True):
             end = marked.find(END, position)
@@ -426,7 +426,7 @@ class ChatPacker:
         inputs.pop("attention_mask", None)
         if images and not replaced:
             raise ConfigError(f"{type(self.processor).__name__} does not report where it inserts images into a text "
-                              "(return_text_replacement_offsets); required: a processor of transformers that does.")  # fmt: skip
+                              "(return_text_replacement_offsets); expected a processor of transformers that does.")  # fmt: skip
         changes, expanded = list(replaced[0]) if images else [], text
         # Backwards, so that earlier spans stay valid.
         for change in reversed(changes):
@@ -450,7 +450,7 @@ class ChatPacker:
             edges = [text[offsets[first][0] : start], text[end : offsets[token - 1][1]]] if first < token else []
             for joined in edges:
                 if joined.strip():
-                    raise BadRowError(f"a token joins {joined!r} of the chat template with an assistant message; required: a template "
+                    raise BadRowError(f"a token joins {joined!r} of the chat template with an assistant message; expected a template "
                                       f"that separates them. {RAW_TEXT_HINT}.")  # fmt: skip
             # Some templates insert white space between the content and the end token.
             last = token
@@ -500,10 +500,10 @@ class PromptPacker(ChatPacker):
         system = "train.train_policy.system_prompt" if self.config.train.train_policy.system_prompt else ""
         unread = system or ("its column 'tools'" if tools_of(row) else "its system message" if system_of(row) else "")
         if unread:
-            raise BadRowError(f"its prompt is a text, which cannot have {unread}; required: messages.")
+            raise BadRowError(f"its prompt is a text, which cannot have {unread}; expected messages.")
         ids = text_tokens(self.tokenizer, text)
         if not ids:
-            raise BadRowError(f"its column '{self.column}' is empty; required: text.")
+            raise BadRowError(f"its column '{self.column}' is empty; expected text.")
         self._check_length(len(ids))
         return Prompt(ids, {}, as_reference(self.reference(row), "its reference"), row)
 

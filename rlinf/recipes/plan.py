@@ -99,7 +99,7 @@ def make_plan(config: RecipeConfig, num_ranks: int | None = None) -> Plan:
         key = "train.train_batch_per_replica"
         groups = f" with complete groups of rollout.n_generation={group_size}" if is_grpo else ""
         raise ConfigError(
-            f"{key}={train.train_batch_per_replica} does not divide over {shards} ranks{groups}; required: a multiple of {unit}. Set {key}={fits}"
+            f"{key}={train.train_batch_per_replica} does not divide over {shards} ranks{groups}; expected a multiple of {unit}. Set {key}={fits}"
         )
     wants_engine = is_grpo and rollout.backend == "vllm"
     has_engine = wants_engine and why_no_engine(_config_of(config)) is None
@@ -162,7 +162,7 @@ def count_rollout_workers(config: RecipeConfig, num_ranks: int, per_engine: int)
     if workers % num_ranks and num_ranks % workers:
         key = "rollout.parallelism.n_init_replicas" if requested is None else "cluster.num_rollout_workers"
         raise ConfigError(
-            f"{key}={workers} with {num_ranks} ranks; required: a multiple or divisor. Set cluster.num_rollout_workers={num_ranks}"
+            f"{key}={workers} with {num_ranks} ranks; expected a multiple or divisor. Set cluster.num_rollout_workers={num_ranks}"
         )
     return workers
 
@@ -379,5 +379,5 @@ def check_engines(config: RecipeConfig, plan: Plan, device: str) -> None:
         apart = "mode=disaggregated cluster.placement=null and start the command once, for engines with separate GPUs"
         raise ConfigError(
             f"rollout.parallelism.tp_size is {tp_size}, but each policy rank generates on its own GPU, between updates; "
-            f"required: 1. Set rollout.parallelism.tp_size=1, or {apart}"
+            f"expected 1. Set rollout.parallelism.tp_size=1, or {apart}"
         )

@@ -125,7 +125,7 @@ def _read_rows(path: Path) -> list[Any]:
     if path.suffix in KINDS:
         return list(stream_rows([path], KINDS[path.suffix]))
     if path.suffix != ".parquet":
-        raise ConfigError(f"questions is '{path}'; required: a file with the suffix {' or '.join(SUFFIXES)}.")
+        raise ConfigError(f"questions is '{path}'; expected a file with the suffix {' or '.join(SUFFIXES)}.")
     import pyarrow
     from pyarrow import parquet
 
@@ -137,7 +137,7 @@ def _read_rows(path: Path) -> list[Any]:
 
 def _question(number: int, row: Any, path: Path, config: QuestionsConfig) -> Question:
     if not isinstance(row, Mapping):
-        raise BadRowError(f"it is {row!r}; required: a map of columns to values.")
+        raise BadRowError(f"it is {row!r}; expected a map of columns to values.")
     row = dict(row)
     nested = row.get("qa_pairs")
     columns = {**row, **nested} if isinstance(nested, Mapping) else row
@@ -177,7 +177,7 @@ def _options(columns: Mapping[str, Any]) -> dict[str, str]:
     if isinstance(given, list) and len(given) <= len(LETTERS):
         given = dict(zip(LETTERS, given, strict=False))
     if not isinstance(given, Mapping) or any(len(letter) != 1 or letter not in LETTERS for letter in given):
-        raise BadRowError(f"its options are {given!r}; required: a list, or a map of letters A to Z to texts.")
+        raise BadRowError(f"its options are {given!r}; expected a list, or a map of letters A to Z to texts.")
     # Parquet fills in the letters of all rows with nulls.
     return {letter: as_text(text, f"option {letter}") for letter, text in sorted(given.items()) if text is not None}
 
@@ -189,7 +189,7 @@ def _reference_letter(reference: Any, options: Mapping[str, str]) -> str:
     is_number = isinstance(reference, int) and not isinstance(reference, bool) and 0 <= reference < len(letters)
     letter = letters[reference] if is_number else str(reference).strip().upper()
     if letter not in options:
-        raise BadRowError(f"its answer is {reference!r}; required: the letter of an option ({', '.join(letters)}).")
+        raise BadRowError(f"its answer is {reference!r}; expected the letter of an option ({', '.join(letters)}).")
     return letter
 
 
@@ -237,7 +237,7 @@ def _insert_media(media: list[tuple[str, Any]], messages: list[dict[str, Any]], 
         content = message["content"]
         if media and isinstance(content, str) and IMAGE_MARK in content:
             if not has_images:
-                raise BadRowError(f"its question has {IMAGE_MARK}, but its columns have a video and no image; required: an image for "
+                raise BadRowError(f"its question has {IMAGE_MARK}, but its columns have a video and no image; expected an image for "
                                   "each mark. A video needs no mark, because it is placed before the question.")  # fmt: skip
             message["content"] = text_parts(content, has_images)
     contents = [message["content"] for message in messages]
@@ -299,7 +299,7 @@ class QuestionPacker(ChatPacker):
         """Raise BadRowError if an image or video file is missing."""
         for kind, value in question.media:
             if isinstance(value, str) and not value.startswith("data:") and not (self._folder / value).is_file():
-                raise BadRowError(f"its {kind} '{value}' does not exist in '{self._folder}'; required: a file there.")
+                raise BadRowError(f"its {kind} '{value}' does not exist in '{self._folder}'; expected a file there.")
 
 
 def first_letter(completion: str) -> str | None:
@@ -326,7 +326,7 @@ def scoring(answer_type: str | None, has_options: bool) -> tuple[str, Reward, Ca
         problem = "is not given, and questions have no options" if answer_type is None else f"is '{answer_type}'"
         hint = did_you_mean(answer_type, known) if answer_type else ""
         raise ConfigError(
-            f"answer_type {problem}; required: one of {', '.join(known)}.{hint} Set e.g. answer_type=gsm8k"
+            f"answer_type {problem}; expected one of {', '.join(known)}.{hint} Set e.g. answer_type=gsm8k"
         )
     if answer_type not in extractors:
         return answer_type, REWARDS.get(answer_type), EXTRACTORS.get(answer_type, str.strip)

@@ -84,7 +84,7 @@ class Rewards:
             error.add_note(f"raised by the reward '{name}' for {completion[:200]!r}, reference {reference!r}")
             raise
         if not math.isfinite(number):
-            raise ConfigError(f"The reward '{name}' returned {value!r} for {completion[:80]!r}; required: finite.")
+            raise ConfigError(f"The reward '{name}' returned {value!r} for {completion[:80]!r}; expected finite.")
         return number
 
 
@@ -102,7 +102,7 @@ def make_rewards(
         rewards = [rewards]
     weights = dict(rewards) if isinstance(rewards, Mapping) else dict.fromkeys(rewards, 1.0)
     if not weights:
-        raise ConfigError(f"{setting} is empty; required: a reward. Set {setting}=gsm8k")
+        raise ConfigError(f"{setting} is empty; expected a reward. Set {setting}=gsm8k")
     if overlong is not None and overlong.enable_overlong_penalty:
         weights.setdefault("overlong", overlong.penalty_factor)
     result = Rewards({}, {}, {} if overlong is None else {"overlong_buffer": overlong.buffer_length})
@@ -111,7 +111,7 @@ def make_rewards(
         if isinstance(weight, bool) or not isinstance(weight, (int, float)) or not math.isfinite(weight):
             raise ConfigError(f"The weight of the reward '{name}' is {weight!r}. Set {setting}.{name}=1.0")
         if name in result.functions:
-            raise ConfigError(f"Two rewards are called '{name}'; required: unique names, which the logs use.")
+            raise ConfigError(f"Two rewards are called '{name}'; expected unique names, which the logs use.")
         result.functions[name] = REWARDS.get(reward) if isinstance(reward, str) else reward
         result.weights[name] = float(weight)
     return result

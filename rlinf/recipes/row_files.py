@@ -92,7 +92,7 @@ def _table(content: bytes, path: str | Path, separator: str) -> list[dict[str, A
     for number, fields in lines:
         if len(fields) != len(set(names)):
             raise TextFileError(f"Line {number} of {path} has {len(fields)} fields, but line 1 has {len(set(names))} distinct names; "
-                                f"required: one field per name. Quote texts that contain {separator!r}")  # fmt: skip
+                                f"expected one field per name. Quote texts that contain {separator!r}")  # fmt: skip
     return [dict(zip(names, map(_field, fields), strict=True)) for _, fields in lines[1:]]
 
 
@@ -113,7 +113,7 @@ def as_text(value: Any, what: str) -> str:
     is_date = isinstance(value, date) and not isinstance(value, datetime)
     if is_date or (isinstance(value, (int, float, Decimal)) and value == value):
         return str(value)
-    raise BadRowError(f"{what} is {repr(value)[:80]}; required: a text or a number.")
+    raise BadRowError(f"{what} is {repr(value)[:80]}; expected a text or a number.")
 
 
 def scalar_text(value: Any, what: str) -> Any:

@@ -184,7 +184,7 @@ def _profile_window(config: RecipeConfig, trainer: TokenTrainer, folder: Path) -
     if steps is not None and steps[1] >= trainer.num_steps:
         raise ConfigError(
             f"profiler.sub_profiler_config records the steps {steps[0]} to {steps[1]}, counted from 0, but the run has "
-            f"{trainer.num_steps} steps; required: steps within the run. Set profiler.enable_profiler=false, or lower wait_steps, "
+            f"{trainer.num_steps} steps; expected steps within the run. Set profiler.enable_profiler=false, or lower wait_steps, "
             "warmup_steps and active_steps"
         )
     return ProfileWindow(steps, trainer.phase, folder, rank())

@@ -90,7 +90,7 @@ def read_frames(
     except (OSError, IndexError, av.error.FFmpegError) as error:
         raise BadRowError(f"the video '{path}' cannot be read ({type(error).__name__}: {error}).") from error
     if not frames:
-        raise BadRowError(f"the video '{path}' has no frames; required: at least one.")
+        raise BadRowError(f"the video '{path}' has no frames; expected at least one.")
     if len(frames) > max_frames:
         frames = [frames[round(index)] for index in np.linspace(0, len(frames) - 1, max_frames)]
     return frames

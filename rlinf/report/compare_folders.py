@@ -62,7 +62,7 @@ def _compare(file_a: Path, file_b: Path, allow_mismatch: Sequence[str]) -> Compa
             f"{file} contains {'questions' if is_questions else 'episodes'}"
             for file, is_questions in ((file_a, is_a), (file_b, is_b))
         ]
-        raise ConfigError(f"{' and '.join(kinds)}; required: two evaluations of the same kind. Pass a different folder")
+        raise ConfigError(f"{' and '.join(kinds)}; expected two evaluations of the same kind. Pass a different folder")
     if is_a:
         return compare_questions(QuestionsResult.from_json(file_a), QuestionsResult.from_json(file_b), allow_mismatch)
     return compare(EvaluationResult.from_json(file_a), EvaluationResult.from_json(file_b), allow_mismatch)

@@ -152,7 +152,7 @@ def run_folders(folders: Sequence[str | os.PathLike]) -> list[Path]:
         is_run = (folder / METRICS_FILE).is_file() or not below
         for place in [folder] if is_run else below:
             if not place.is_dir():
-                raise CheckpointError(f"There is no folder {place}; required: a run folder, or the folder of a sweep.")
+                raise CheckpointError(f"There is no folder {place}; expected a run folder, or the folder of a sweep.")
             resolved.setdefault(place.resolve(), place)
     return list(resolved.values())
 

@@ -113,7 +113,7 @@ def _connected(key: str, path: str, kind: tuple[str, str, str], try_out: str) ->
     if name not in known:
         not_importable = f" (not importable: {', '.join(missing)})" if missing else ""
         raise ConfigError(
-            f"{key}={path} has type {name}; required: {', '.join(known)}{not_importable}. Set plugins=[<module>] to register a "
+            f"{key}={path} has type {name}; expected {', '.join(known)}{not_importable}. Set plugins=[<module>] to register a "
             "different type"
         )
     try:

@@ -108,7 +108,7 @@ class RobotEpisodes:
         invalid = [dim for dim in relative_dims or () if not 0 <= dim < action_dim]
         if invalid:
             raise ConfigError(
-                f"relative_dims={relative_dims}, but actions have {action_dim} dimensions; required: dimensions from 0 to "
+                f"relative_dims={relative_dims}, but actions have {action_dim} dimensions; expected dimensions from 0 to "
                 f"{action_dim - 1}. Remove {invalid}"
             )
         self.policy, self.robot, self.cameras, self.settings = policy, robot, list(spec.cameras), settings

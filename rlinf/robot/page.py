@@ -113,7 +113,7 @@ def listening(host: str, port: int, handler: Callable[..., BaseHTTPRequestHandle
         return ThreadingHTTPServer((host, port), handler)
     except OSError as error:
         raise ConfigError(
-            f"page_host={host} page_port={port}: the page cannot listen there ({error}); required: an address of this machine and a "
+            f"page_host={host} page_port={port}: the page cannot listen there ({error}); expected an address of this machine and a "
             "free port. Set page_port=0"
         ) from error
 

@@ -114,7 +114,7 @@ class EpisodeRecorder:
         for key, value in required.items():
             if (actual := json.loads(json.dumps(info[key]))) != value:
                 fix = f"fps={actual:g}, or record=<a new folder>" if key == "fps" else "record=<a new folder>"
-                raise ConfigError(f"record={self.folder} has {key}={actual}; required: {value}, the robot's. Set {fix}")
+                raise ConfigError(f"record={self.folder} has {key}={actual}; expected {value}, the robot's. Set {fix}")
 
     def _path(self, spec: EpisodeSpec) -> Path:
         return self.pending / f"{spec.task_id}_{spec.init_state_id}_{spec.seed}.npz"

@@ -67,22 +67,22 @@ def check_fits(robot: Robot, spec: EnvSpec, action_dim: int) -> None:
     missing = [name for name in spec.cameras if name not in cameras]
     if missing:
         raise ConfigError(
-            f"The robot has the cameras {cameras or 'none'}; required: {list(spec.cameras)} (missing: {', '.join(missing)}). "
+            f"The robot has the cameras {cameras or 'none'}; expected {list(spec.cameras)} (missing: {', '.join(missing)}). "
             f"Rename the robot's cameras to match the policy's, or set env.cameras={cameras}"
         )
     if spec.state_dim is not None and spec.state_dim != len(state_names):
         raise ConfigError(
-            f"The robot has {len(state_names)} state dimensions ({', '.join(state_names) or 'none'}); required: {spec.state_dim}, which "
+            f"The robot has {len(state_names)} state dimensions ({', '.join(state_names) or 'none'}); expected {spec.state_dim}, which "
             "the policy reads. Set env.state to the state that the policy was trained with"
         )
     joints = list(robot.action_features)
     if len(joints) != action_dim:
         raise ConfigError(
-            f"The robot has {len(joints)} joints ({', '.join(joints)}), but the policy's action_dim is {action_dim}; required: equal "
+            f"The robot has {len(joints)} joints ({', '.join(joints)}), but the policy's action_dim is {action_dim}; expected equal "
             "numbers. Choose the robot for which the policy was trained"
         )
     if not robot.is_calibrated:
-        raise ConfigError("The robot is not calibrated; required: a calibrated robot. Run lerobot-calibrate")
+        raise ConfigError("The robot is not calibrated; expected a calibrated robot. Run lerobot-calibrate")
 
 
 def camera_names(robot: Robot) -> list[str]:
@@ -108,10 +108,10 @@ def to_vector(values: Mapping[str, Any], names: Iterable[str]) -> np.ndarray:
         try:
             vector.append(float("text" if isinstance(value, (str, bytes)) else value))
         except (TypeError, ValueError, OverflowError):
-            raise ConfigError(f"{name} is {value!r}; required: a number. Correct the driver of the device") from None
+            raise ConfigError(f"{name} is {value!r}; expected a number. Correct the driver of the device") from None
         # Larger values become infinite in float32; the negation also catches NaN.
         if not abs(vector[-1]) < 1e38:
-            raise ConnectionError(f"{name} is {value}; required: a finite number")
+            raise ConnectionError(f"{name} is {value}; expected a finite number")
     return np.array(vector, np.float32)
 
 
@@ -126,7 +126,7 @@ def to_image(robot: Robot, values: Mapping[str, Any], name: str) -> np.ndarray:
     fits = image.ndim == 3 and all(size in (None, actual) for size, actual in zip(shape, image.shape, strict=True))
     if image.dtype != np.uint8 or not fits:
         raise ConfigError(
-            f"The camera {name} returns {image.dtype} {list(image.shape)}; required: uint8 {list(shape)}. Correct its settings or driver"
+            f"The camera {name} returns {image.dtype} {list(image.shape)}; expected uint8 {list(shape)}. Correct its settings or driver"
         )
     return image
 

@@ -58,7 +58,7 @@ class TakeOver:
             if handover_max_step is None and not is_relative.all():
                 raise ConfigError(
                     f"handover_max_step=null with a teleoperator, and the action dimensions {np.flatnonzero(~is_relative).tolist()} are "
-                    "positions; required: their maximum change per step until robot and teleoperator have met, or the robot "
+                    "positions; expected their maximum change per step until robot and teleoperator have met, or the robot "
                     "would jump. Set handover_max_step=<number>, in the env's units"
                 )
         self.teleoperator, self.is_relative, self.handover_max_step = teleoperator, is_relative, handover_max_step
@@ -81,7 +81,7 @@ class TakeOver:
         try:
             intervenes = call_device(self._is_intervention)
             if np.ndim(intervenes) or intervenes not in (0, 1):
-                raise ConnectionError(f"is_intervention is {intervenes!r}; required: true or false")
+                raise ConnectionError(f"is_intervention is {intervenes!r}; expected true or false")
             target = to_vector(call_device(self.teleoperator.get_action), self._names) if intervenes else None
         except LOST as error:
             self._lose(error)
@@ -127,16 +127,16 @@ def _check_teleoperator(teleoperator: Teleoperator, robot: Robot) -> None:
     actual, needed = set(teleoperator.action_features), set(robot.action_features)
     if actual != needed:
         raise ConfigError(
-            f"The teleoperator has the action features {', '.join(sorted(actual))}; required: the robot's, {', '.join(sorted(needed))} "
+            f"The teleoperator has the action features {', '.join(sorted(actual))}; expected the robot's, {', '.join(sorted(needed))} "
             f"(missing: {', '.join(sorted(needed - actual)) or 'none'}). Use the teleoperator that was made for the robot"
         )
     if not callable(getattr(teleoperator, "get_teleop_events", None)):
         raise ConfigError(
-            f"{type(teleoperator).__name__} has no get_teleop_events; required: that method, which reports interventions. Set "
+            f"{type(teleoperator).__name__} has no get_teleop_events; expected that method, which reports interventions. Set "
             "success=page, which shows a button for them, or add the method in a subclass"
         )
     if not teleoperator.is_calibrated:
-        raise ConfigError("The teleoperator is not calibrated; required: a calibrated one. Run lerobot-calibrate")
+        raise ConfigError("The teleoperator is not calibrated; expected a calibrated one. Run lerobot-calibrate")
 
 
 class ScriptedOperator:

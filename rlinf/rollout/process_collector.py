@@ -135,7 +135,7 @@ class ProcessCollector:
         if moved:
             raise RLinfError(
                 f"{len(moved)} tensors of the policy are not in the shared memory of the rollout processes ({', '.join(moved[:3])}); "
-                "required: in-place updates of the original tensors. Rollouts would use outdated weights. "
+                "expected in-place updates of the original tensors. Rollouts would use outdated weights. "
                 "Set rollout.worker_processes=0"
             )
         self._check_running()

@@ -109,7 +109,7 @@ def _reject_overlaps(moved: list[Tensor], fixed: list[Tensor]) -> None:
     for first, last, moves in sorted(extents):
         if first < (end if moves else moved_end):
             raise ConfigError(
-                "The policy cannot be moved into shared memory: two of its tensors are views of the same memory; required: "
+                "The policy cannot be moved into shared memory: two of its tensors are views of the same memory; expected "
                 "separate memory for each parameter and buffer."
             )
         end = max(end, last)
@@ -130,7 +130,7 @@ def read_task(memory: mmap.mmap, start: int, size: int) -> Any:
 def reject_main_script(value: Any) -> None:
     """Raise PicklingError for a class or function of the main script, which other processes cannot import."""
     if isinstance(value, (type, FunctionType)) and value.__module__ == "__main__":
-        raise pickle.PicklingError(f"{value.__qualname__} is defined in the main script; required: a module")
+        raise pickle.PicklingError(f"{value.__qualname__} is defined in the main script; expected a module")
 
 
 class _TaskPickler(pickle.Pickler):

@@ -114,7 +114,7 @@ class VllmPolicy:
         greedy_temperature = None if do_sample else temperature
         result = self.engine.generate(GenerateRequest(prompts, sampling, seeds, greedy_temperature))
         if result.version != self.version:
-            raise RLinfError(f"The vLLM engine used weights of version {result.version}; required: {self.version}.")
+            raise RLinfError(f"The vLLM engine used weights of version {result.version}; expected {self.version}.")
         tokens = torch.tensor(result.token_ids, device=inputs["input_ids"].device)
         sequences = torch.cat([inputs["input_ids"], tokens], dim=1)
         logprobs = torch.tensor(result.logprobs, dtype=torch.float32, device=tokens.device)

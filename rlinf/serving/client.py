@@ -112,7 +112,7 @@ class PolicyClient:
             raise PolicyServerError(f"{self.url} sent an unreadable message: {error}") from error
         if not isinstance(reply, dict):
             kind = type(reply).__name__
-            raise PolicyServerError(f"{self.url} sent a {kind}; required: a map, as sent by openpi's servers")
+            raise PolicyServerError(f"{self.url} sent a {kind}; expected a map, as sent by openpi's servers")
         return reply
 
     def _end_code(self) -> int | None:
@@ -141,7 +141,7 @@ class PolicyClient:
                     fix = "Set model.api_key_env=<variable with the server's key>"
                     raise ConfigError(f"{self.url} rejects the key (status {status}). {fix}") from error
                 if status not in COME_BACK:
-                    fix = "required: a policy. Set model.url=<address and path of a server>"
+                    fix = "expected a policy. Set model.url=<address and path of a server>"
                     raise ConfigError(f"{self.url} replies with status {status}; {fix}") from error
                 failure: Exception = error
             except (OSError, WebSocketException, _BusyError) as error:
@@ -181,7 +181,7 @@ class PolicyClient:
         except TimeoutError:
             self.close()
             raise PolicyServerError(
-                f"{self.url} accepted the connection but did not send a message within {self.timeout_s:g} s (model.timeout_s); required: "
+                f"{self.url} accepted the connection but did not send a message within {self.timeout_s:g} s (model.timeout_s); expected "
                 "openpi's protocol, in which the server sends the first message. Set model.url=<address of a policy>"
             ) from None
         except ConnectionClosed:

@@ -46,7 +46,7 @@ def encode_named(value: Any) -> bytes:
 def decode(data: Any, max_text: int | None = None) -> Any:
     """Decode a message in either layout to writable arrays; raise MessageError if malformed or a text exceeds ``max_text`` bytes."""
     if not isinstance(data, bytes | bytearray):
-        raise MessageError("The message is text; required: a binary frame of msgpack")
+        raise MessageError("The message is text; expected a binary frame of msgpack")
     try:
         # The limits are enforced while msgpack reads, before a small message can expand in memory.
         counted = _Budget("entries", MAX_MESSAGE_ITEMS)
@@ -63,7 +63,7 @@ def decode(data: Any, max_text: int | None = None) -> Any:
 
 def too_long(what: str, num_bytes: object, limit: int | None) -> MessageError:
     """Return the error for a text that exceeds the server's limit."""
-    return MessageError(f"{what} has {num_bytes} bytes; required: at most {limit} (the server's max_prompt_bytes)")
+    return MessageError(f"{what} has {num_bytes} bytes; expected at most {limit} (the server's max_prompt_bytes)")
 
 
 class _Budget:
@@ -75,7 +75,7 @@ class _Budget:
     def take(self, number: int) -> None:
         self.left -= number
         if self.left < 0:
-            raise MessageError(f"The message has too many {self.what}; required: at most {self.limit}")
+            raise MessageError(f"The message has too many {self.what}; expected at most {self.limit}")
 
     def items(self, value: Any) -> Any:
         """Deduct the entries of a decoded map or list from the budget, and return it."""
@@ -91,7 +91,7 @@ def _openpi(value: Any) -> Any:
         _check_kind(value.dtype)
         return {b"__npgeneric__": True, b"data": value.item(), b"dtype": value.dtype.str}
     raise TypeError(
-        f"a {type(value).__name__} cannot be sent; required: numbers, text, lists, maps and arrays of numbers"
+        f"a {type(value).__name__} cannot be sent; expected numbers, text, lists, maps and arrays of numbers"
     )
 
 
@@ -106,7 +106,7 @@ def _vla_eval(value: Any) -> Any:
 
 def _check_kind(dtype: np.dtype) -> None:
     if not DTYPE.fullmatch(dtype.str):
-        raise TypeError(f"an array of {dtype} cannot be sent; required: little-endian numbers")
+        raise TypeError(f"an array of {dtype} cannot be sent; expected little-endian numbers")
 
 
 def _decoded(value: Any, depth: int, pixels: _Budget) -> Any:
@@ -132,10 +132,10 @@ def _decoded(value: Any, depth: int, pixels: _Budget) -> Any:
 def _array(parts: Mapping[str, Any]) -> np.ndarray:
     dtype, shape, data = _dtype(parts.get("dtype")), _shape(parts.get("shape")), parts.get("data")
     if not isinstance(data, bytes):
-        raise MessageError(f"The data of an array is a {type(data).__name__}; required: bytes")
+        raise MessageError(f"The data of an array is a {type(data).__name__}; expected bytes")
     wanted = math.prod(shape) * dtype.itemsize
     if len(data) != wanted:
-        raise MessageError(f"An array of {dtype} {list(shape)} has {len(data)} bytes; required: {wanted}")
+        raise MessageError(f"An array of {dtype} {list(shape)} has {len(data)} bytes; expected {wanted}")
     return np.frombuffer(data, dtype).reshape(shape).copy()
 
 
@@ -153,11 +153,11 @@ def _image(parts: Mapping[str, Any], pixels_left: _Budget) -> np.ndarray:
     """Decode an image, uint8 ``[H, W, C]``, checking its size before allocating its pixels."""
     shape, data, kind = _shape(parts.get("shape")), parts.get("data"), parts.get("format")
     if len(shape) != 3 or shape[2] not in (1, 3, 4):
-        raise MessageError(f"An image has the shape {list(shape)}; required: [H, W, 1, 3 or 4]")
+        raise MessageError(f"An image has the shape {list(shape)}; expected [H, W, 1, 3 or 4]")
     if kind == "raw":
         return _array({"dtype": "uint8", **parts})
     if kind not in FORMATS or not isinstance(data, bytes):
-        raise MessageError(f"An image has the format {kind!r}; required: bytes of png, jpeg or raw")
+        raise MessageError(f"An image has the format {kind!r}; expected bytes of png, jpeg or raw")
     pixels_left.take(shape[0] * shape[1])
     try:
         with Image.open(io.BytesIO(data), formats=(FORMATS[kind],)) as image:
@@ -176,14 +176,14 @@ def _image(parts: Mapping[str, Any], pixels_left: _Budget) -> np.ndarray:
 
 def _dtype(text: Any) -> np.dtype:
     if not isinstance(text, str) or not DTYPE.fullmatch(text):
-        raise MessageError(f"An array has the type {text!r}; required: little-endian numbers of kind b, i, u or f")
+        raise MessageError(f"An array has the type {text!r}; expected little-endian numbers of kind b, i, u or f")
     return np.dtype(text)
 
 
 def _shape(shape: Any) -> tuple[int, ...]:
     fits = isinstance(shape, list) and len(shape) <= MAX_AXES
     if not fits or any(type(size) is not int or not 0 <= size < 2**31 for size in shape):
-        raise MessageError(f"An array has the shape {shape!r}; required: at most {MAX_AXES} sizes, none negative")
+        raise MessageError(f"An array has the shape {shape!r}; expected at most {MAX_AXES} sizes, none negative")
     if math.prod(max(1, size) for size in shape) >= 2**31:  # a size of 0 must not hide large sizes
-        raise MessageError(f"An array has the shape {shape}; required: non-zero sizes with a product below 2**31")
+        raise MessageError(f"An array has the shape {shape}; expected non-zero sizes with a product below 2**31")
     return tuple(shape)

@@ -67,16 +67,16 @@ class MessageLayout:
         image = _at(request, place)
         if not isinstance(image, np.ndarray) or image.ndim != 3:
             shape = list(getattr(image, "shape", ())) or type(image).__name__
-            raise MessageError(f"{_text(place)} is {shape}; required: an image with three axes")
+            raise MessageError(f"{_text(place)} is {shape}; expected an image with three axes")
         if self.channels_first and image.shape[0] == 3:
             image = image.transpose(1, 2, 0)
         # Check this before any computation whose cost depends on the client's image.
         if size is not None and image.shape != (size, size, 3):
-            raise MessageError(f"{_text(place)} has the shape {list(image.shape)}; required: {[size, size, 3]}")
+            raise MessageError(f"{_text(place)} has the shape {list(image.shape)}; expected {[size, size, 3]}")
         if image.dtype.kind == "f":  # openpi's clients may send floats in [0, 1]
             if not np.isfinite(image).all() or image.min(initial=0) < 0 or image.max(initial=0) > 1:
                 raise MessageError(
-                    f"{_text(place)} has {image.dtype} values outside 0 to 1; required: uint8, or floats from 0 to 1"
+                    f"{_text(place)} has {image.dtype} values outside 0 to 1; expected uint8, or floats from 0 to 1"
                 )
             image = np.round(image * 255).astype(np.uint8)
         return np.ascontiguousarray(image)
@@ -143,7 +143,7 @@ class Names:
             example = f"'{section}={{image: observation/image, state: observation/state, prompt: prompt}}'"
             again = " for two parts of the observation" if shared and not odd else ""
             raise ConfigError(
-                f"{problem}{again}; required: a key for each part, and widths of at least 1. Set e.g. {example}"
+                f"{problem}{again}; expected a key for each part, and widths of at least 1. Set e.g. {example}"
             )
         prompt = None if self.prompt is None else (self.prompt,)
         return MessageLayout(
@@ -157,7 +157,7 @@ def layout_of(keys: str | Mapping[str, Any], cameras: Sequence[str]) -> MessageL
         return from_mapping(Names, keys, "model.keys").layout("model.keys")
     if keys not in KEYS:
         raise ConfigError(
-            f"model.keys is '{keys}'; required: {', '.join(KEYS)}, or {{image: <key>, prompt: <key>}}. Set model.keys=libero"
+            f"model.keys is '{keys}'; expected {', '.join(KEYS)}, or {{image: <key>, prompt: <key>}}. Set model.keys=libero"
         )
     return (
         layout_of(ROBOTS[keys], cameras)
@@ -192,11 +192,11 @@ def check_layout(
             cameras = ()
     if len(cameras) > len(layout.images):
         problem = f"{owner} has the cameras {override_text(list(cameras))}"
-        raise ConfigError(f"{problem}; required: at most {len(layout.images)}, as in the keys of {keys}. Set {fix}")
+        raise ConfigError(f"{problem}; expected at most {len(layout.images)}, as in the keys of {keys}. Set {fix}")
     width = layout.state_width
     if width is not None and state_dim not in (None, 0, width):
         raise ConfigError(
-            f"{owner} has a state of width {state_dim}; required: {width} with the keys of {keys}. Set {fix}"
+            f"{owner} has a state of width {state_dim}; expected {width} with the keys of {keys}. Set {fix}"
         )
 
 
@@ -215,11 +215,11 @@ def _numbers(request: Mapping[str, Any], place: Path, width: int | None) -> np.n
     try:
         numbers = np.asarray(value).ravel()
     except (TypeError, ValueError) as error:
-        raise MessageError(f"{_text(place)} is a {type(value).__name__}; required: numbers") from error
+        raise MessageError(f"{_text(place)} is a {type(value).__name__}; expected numbers") from error
     if numbers.dtype.kind not in "biuf":
-        raise MessageError(f"{_text(place)} is a {type(value).__name__}; required: numbers")
+        raise MessageError(f"{_text(place)} is a {type(value).__name__}; expected numbers")
     if width not in (None, len(numbers)):
-        raise MessageError(f"{_text(place)} has {len(numbers)} values; required: {width}")
+        raise MessageError(f"{_text(place)} has {len(numbers)} values; expected {width}")
     return numbers.astype(np.float32)
 
 

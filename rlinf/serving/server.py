@@ -201,12 +201,12 @@ class PolicyServer:
     def _rows(self, message: Any) -> tuple[list[Any], bool]:
         request = decode(message, self.limits.max_prompt)
         if not isinstance(request, dict):
-            raise MessageError(f"The request is a {type(request).__name__}; required: a map")
+            raise MessageError(f"The request is a {type(request).__name__}; expected a map")
         requests = request[BATCH] if BATCH in request else [request]
         if not isinstance(requests, list) or not requests or not all(isinstance(item, dict) for item in requests):
             raise MessageError(f"{BATCH} is not a list of requests")
         if len(requests) > self.batcher.most_rows:
-            raise MessageError(f"{BATCH} has {len(requests)} requests; required: at most {self.batcher.most_rows}")
+            raise MessageError(f"{BATCH} has {len(requests)} requests; expected at most {self.batcher.most_rows}")
         return [self.read(item) for item in requests], BATCH in request
 
     async def _act(self, rows: Sequence[Any], *, waits: bool = False) -> tuple[list[np.ndarray], float]:

@@ -64,12 +64,12 @@ class ClientSession:
         kind, payload, seq = message["type"], message["payload"], message["seq"]
         if not isinstance(payload, dict) or not isinstance(seq, int):
             raise MessageError(
-                f"The payload is a {type(payload).__name__} and seq a {type(seq).__name__}; required: a map, a number"
+                f"The payload is a {type(payload).__name__} and seq a {type(seq).__name__}; expected a map, a number"
             )
         self._seq = seq
         if kind == "hello":
             if payload.get("protocol_version") != VERSION:
-                raise MessageError(f"protocol_version is {payload.get('protocol_version')}; required: {VERSION}")
+                raise MessageError(f"protocol_version is {payload.get('protocol_version')}; expected {VERSION}")
             self._reply = "hello", self.hello.payload(str(payload.get("harness_version", "")))
         elif kind in ("episode_start", "episode_end"):
             self._queue.clear()
@@ -78,7 +78,7 @@ class ClientSession:
             if not self._queue:
                 return seq, request_of(payload)
         else:
-            raise MessageError(f"The type is {kind!r}; required: hello, episode_start, observation or episode_end")
+            raise MessageError(f"The type is {kind!r}; expected hello, episode_start, observation or episode_end")
         return seq, None
 
     def take(self, chunk: np.ndarray) -> None:

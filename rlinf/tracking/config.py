@@ -26,7 +26,7 @@ def check_wandb(key: str, name: str) -> None:
     mode = os.environ.get("WANDB_MODE") or "online"
     if mode not in WANDB_MODES:
         raise ConfigError(
-            f"WANDB_MODE is '{mode}'; required: one of {', '.join(WANDB_MODES)}. Run export WANDB_MODE={closest(mode, WANDB_MODES) or 'offline'}"
+            f"WANDB_MODE is '{mode}'; expected one of {', '.join(WANDB_MODES)}. Run export WANDB_MODE={closest(mode, WANDB_MODES) or 'offline'}"
         )
     fit = re.sub(r"[/\\#?%:]", "-", name)[:128]
     if fit != name:

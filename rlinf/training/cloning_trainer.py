@@ -216,5 +216,5 @@ def check_labels_are_read(model: ActionModel, observation: Observation) -> None:
     if all(torch.equal(good[name], bad[name]) for name in good):
         raise ConfigError(
             f"{type(model).__name__} has equal inputs for '{GOOD}' and '{BAD}', the prompt labels used by sft.advantage_top_fraction; "
-            "required: a tokenizer that distinguishes them. Set model=openvla_tiny, or sft.advantage_top_fraction=null sft.filter=successes"
+            "expected a tokenizer that distinguishes them. Set model=openvla_tiny, or sft.advantage_top_fraction=null sft.filter=successes"
         )

@@ -252,7 +252,7 @@ class RLTrainer(ActionTrainer):
             self.sync.rest()
             used = batch.policy_version.unique().tolist()
             if used != [version]:
-                raise RLinfError(f"The rollout of step {step} used weights {used}; required: weights {version}")
+                raise RLinfError(f"The rollout of step {step} used weights {used}; expected weights {version}")
         state.env_steps += sum_counts(0 if batch is None else int(batch.action_mask.sum()))[0]
         if env_groups is None:
             deadlines.clock.add_rollout(time.monotonic() - pending.since)
@@ -296,7 +296,7 @@ class RLTrainer(ActionTrainer):
         values = batch.rollout_values
         if values is None and self.algorithm.needs_values:
             raise ConfigError(
-                "algorithm.old_logprobs=rollout, but the rollout contains no values; required: a policy that predicts them. "
+                "algorithm.old_logprobs=rollout, but the rollout contains no values; expected a policy that predicts them. "
                 "Set algorithm.old_logprobs=trainer"
             )
         values = torch.zeros(batch.loss_mask.shape) if values is None else values

@@ -108,9 +108,9 @@ def read_arguments() -> argparse.Namespace:
     arguments.checks = SEVERAL_GPUS if arguments.gpus else ONE_GPU
     unknown = [name for name in (arguments.only or []) if name not in arguments.checks]
     if unknown:
-        parser.error(f"--only {unknown[0]}: required: any of {', '.join(arguments.checks)}")
+        parser.error(f"--only {unknown[0]}: expected any of {', '.join(arguments.checks)}")
     if arguments.gpus is not None and not 2 <= arguments.gpus <= 8:
-        parser.error(f"--gpus {arguments.gpus}: required: 2 to 8. Without --gpus, the checks of one GPU run")
+        parser.error(f"--gpus {arguments.gpus}: expected 2 to 8. Without --gpus, the checks of one GPU run")
     if arguments.device == "cuda" and torch.cuda.device_count() < (arguments.gpus or 1):
         parser.error(f"--device is cuda, but torch sees {torch.cuda.device_count()} GPUs. Add --device cpu --tiny")
     if arguments.device == "cpu" and not arguments.tiny:

@@ -99,7 +99,7 @@ REFERENCE = "get_reference_logprobs"
         (changed("generation_lengths", lambda lengths: lengths + 1), "unpadded_sequence_lengths are"),
         (changed("output_ids", lambda ids: ids[:, :-1]), "too narrow"),
         (changed("output_ids", lambda ids: ids.roll(1, 1)), "the prompt, then the response"),
-        (changed("logprobs", lambda logprobs: logprobs[:, 1:]), "required: float32"),
+        (changed("logprobs", lambda logprobs: logprobs[:, 1:]), "expected float32"),
         (changed("logprobs", lambda logprobs: logprobs - 1), "not 0 outside the response"),
         (changed("logprobs", lambda logprobs: 0.5 * logprobs), "generate and get_logprobs disagree"),
         (changed("logprobs", only_first), "generate and get_logprobs disagree"),

@@ -189,9 +189,9 @@ def test_images_and_prompt_are_read_once_however_many_candidates(case, policy):
 def test_uniforms_of_another_shape_are_refused(case):
     policy = case.policy
     inputs, uniforms = policy.preprocess(case.observation), uniforms_for(policy, len(case.observation))
-    with pytest.raises(ValueError, match=r"uniforms has the shape \[4, 3, .*required: \[4, 2, "):
+    with pytest.raises(ValueError, match=r"uniforms has the shape \[4, 3, .*expected \[4, 2, "):
         policy.propose(inputs, NUM_CANDIDATES - 1, uniforms)
-    with pytest.raises(ValueError, match="num_candidates is 0; required: at least 1"):
+    with pytest.raises(ValueError, match="num_candidates is 0; expected at least 1"):
         policy.propose(inputs, 0)
 
 

@@ -92,11 +92,11 @@ def _compiler() -> str | None:
 def why_not() -> str | None:
     """Return why a run without a GPU is impossible here; None: it is possible."""
     if sys.platform != "linux":
-        return f"this is {sys.platform}; required: Linux"
+        return f"this is {sys.platform}; expected Linux"
     if torch.backends.cuda.is_built():
-        return f"torch {torch.__version__} is a build for GPUs; required: the CPU build"
+        return f"torch {torch.__version__} is a build for GPUs; expected the CPU build"
     if _compiler() is None:
-        return "no C++ compiler; required: g++ (apt install g++)"
+        return "no C++ compiler; expected g++ (apt install g++)"
     try:
         library()
     except (OSError, subprocess.CalledProcessError) as error:

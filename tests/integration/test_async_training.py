@@ -190,5 +190,5 @@ def test_a_rollout_of_another_version_is_refused(tmp_path):
     run = build(run_config(tmp_path, *ahead(1, *PPO)))
     submit = run.rl.collector.submit
     run.rl.collector.submit = lambda model, step, version, *more: submit(model, step, version + (step == 2), *more)
-    with pytest.raises(RLinfError, match="rollout of step 2 used weights .*; required: weights"):
+    with pytest.raises(RLinfError, match="rollout of step 2 used weights .*; expected weights"):
         finish(run)

@@ -268,5 +268,5 @@ def test_two_one_and_four_ranks_go_on_alike(tiny_lm, tmp_path):
 
 
 def test_an_unknown_mode_is_refused(tmp_path):
-    with pytest.raises(ConfigError, match="save_mode=later; required: one of sync, async"):
+    with pytest.raises(ConfigError, match="save_mode=later; expected one of sync, async"):
         CheckpointManager(tmp_path, save_mode="later")

@@ -133,7 +133,7 @@ def test_ranks_of_a_machine_by_hand(tmp_path):
 def test_waiting_for_a_cluster_that_does_not_come_ends(tmp_path):
     words = [sys.executable, str(FOLDER / "wait_for_ray.py"), "127.0.0.1:1", "2", "0"]
     done = subprocess.run(words, capture_output=True, text=True, timeout=60, check=False)
-    assert done.returncode == 1 and "has 0 machines after 0 s; required: 2" in done.stderr
+    assert done.returncode == 1 and "has 0 machines after 0 s; expected 2" in done.stderr
 
 
 def structure(required: str = "", /, **fields: dict) -> dict:

@@ -284,8 +284,8 @@ REFUSED_DATASETS = {
     "number of cameras": (["sft.cameras=[front,side]"], ["sft.cameras is [front,side]", f"Set sft.cameras=[{COLUMN}]"]),
     "image size": (["env.image_size=32"], ["64 x 64 pixels", "32 x 32", "Set env.image_size=64"]),
     "action width": (["model.action_token_len=3"],
-                     ["have 2 numbers", "required: model.action_token_len=3", "Set model.action_token_len=2"]),
-    "state column": (["sft.state_key=next.reward"], ["width 1", "required: 4", "Set sft.state_key=observation.state"]),
+                     ["have 2 numbers", "expected model.action_token_len=3", "Set model.action_token_len=2"]),
+    "state column": (["sft.state_key=next.reward"], ["width 1", "expected 4", "Set sft.state_key=observation.state"]),
     "unknown state": (["sft.state_key=propio"], ["'propio'", "Set sft.state_key=null"]),
     "no folder": (["sft.dataset=nowhere"], ["'nowhere', which is not a folder", "Set sft.dataset="]),
 }  # fmt: skip
@@ -321,7 +321,7 @@ def test_a_dataset_of_the_same_env_under_other_settings_is_refused(expert, tmp_p
     base = [*MODEL, "sft.max_steps=4", f"sft.dataset={folder}"]
     (folder / "meta" / "rlinf.json").write_text(json.dumps(about | {"env": about["env"] | {"name": "metaworld"}}))
     message = rejection("sft", *base)
-    assert "env.name=metaworld; required: env.name=tabletop" in message and "Set env=metaworld" in message
+    assert "env.name=metaworld; expected env.name=tabletop" in message and "Set env=metaworld" in message
     free = {"max_episode_steps": 99, "reward_mode": "sparse", "tasks": ["push"]}
     about["env"].update(distractors=True, terminate_on_success=False, **free)
     (folder / "meta" / "rlinf.json").write_text(json.dumps(about))
@@ -341,7 +341,7 @@ def test_a_dataset_without_the_state_that_the_model_reads_is_refused():
     base = [*MODEL, *overrides, "sft.max_steps=4", f"sft.dataset={FIXTURES / 'rlds'}"]
     validate(build_config(compose_config([*ENV, *QUIET, *base])), "sft")  # this model reads no state
     message = rejection("sft", *base, "sft.state_key=state")
-    assert "width 8" in message and "required: 4" in message
+    assert "width 8" in message and "expected 4" in message
 
 
 REFUSED_COLLECTIONS = {
@@ -359,7 +359,7 @@ def test_a_collection_that_cannot_be_is_refused(overrides, expected, monkeypatch
 
 def test_a_collection_never_overwrites_and_needs_an_actor(expert, monkeypatch):
     message = rejection("collect", f"dataset={expert}")
-    assert "exists; required: a new folder" in message and str(expert) in message
+    assert "exists; expected a new folder" in message and str(expert) in message
     monkeypatch.setattr("rlinf.envs.tabletop.env.TabletopVectorEnv.has_expert", classmethod(lambda cls, config: False))
     assert "no scripted expert" in (message := rejection("collect", "dataset=new")) and "Set checkpoint=" in message
 

@@ -97,8 +97,8 @@ def test_a_missed_threshold_and_a_crash_and_a_hang_fail_with_a_table(tmp_path):
     ("words", "error"),
     [
         (["--device", "cpu"], "--device cpu needs --tiny"),
-        (["--device", "cpu", "--tiny", "--gpus", "9"], "--gpus 9: required: 2 to 8"),
-        (["--device", "cpu", "--tiny", "--only", "M1"], "--only M1: required: any of G0, G1"),
+        (["--device", "cpu", "--tiny", "--gpus", "9"], "--gpus 9: expected 2 to 8"),
+        (["--device", "cpu", "--tiny", "--only", "M1"], "--only M1: expected any of G0, G1"),
         (["--device", "cuda", "--gpus", "2"], "torch sees 0 GPUs. Add --device cpu --tiny"),
     ],
 )

@@ -58,7 +58,7 @@ def test_demonstrations_are_proposed_once_and_counted_apart(tmp_path, demonstrat
         train(config_of(tmp_path / "0", *offline(demonstrations), *others))
     resumed = ["env.reward_mode=sparse", *others[1:]]
     with pytest.raises(
-        ConfigError, match="was trained with demonstrations; required: the demonstrations of the run"
+        ConfigError, match="was trained with demonstrations; expected the demonstrations of the run"
     ) as error:
         config_of(tmp_path / "0", *resumed)
     fix = str(error.value).rpartition("Set ")[2].partition(", or")[0]
@@ -128,7 +128,7 @@ def test_demonstrations_that_teach_nothing_are_refused(tmp_path, demonstrations)
     shaped = "env.reward_mode=shaped"
     for overrides, fragment, number in (
         ([share], "without algorithm.offline_dataset", 1),
-        ([data], "offline_ratio=0 of algorithm.batch_size=16; required: at least one transition", 0),
+        ([data], "offline_ratio=0 of algorithm.batch_size=16; expected at least one transition", 0),
         ([data, "algorithm.offline_ratio=0.01"], "at least one transition per batch", 0),
         ([data, share, "env.success_bonus=2"], "was collected with env.reward_mode=shaped env.success_bonus=1", 0),
         ([data, share, "env.reward_mode=relative"], "rewards of this env", 1),

@@ -195,7 +195,7 @@ def test_a_head_of_noise_decides_what_the_frozen_policy_samples(tmp_path):
 def test_a_policy_without_random_numbers_has_no_noise_to_set(tmp_path, monkeypatch):
     monkeypatch.setattr(MLPForRLActionPrediction, "num_candidate_uniforms", 0)
     with pytest.raises(
-        ConfigError, match="uses none; required: a policy that samples.*Set algorithm.actor.name=residual"
+        ConfigError, match="uses none; expected a policy that samples.*Set algorithm.actor.name=residual"
     ):
         config_of(tmp_path, "algorithm.actor.name=dsrl")
 
@@ -229,17 +229,17 @@ def test_another_buffer_is_refused_when_a_run_is_resumed(tmp_path):
     [
         (["algorithm.actor.name=residul"], "Set algorithm.actor.name=residual"),
         (["algorithm.num_target_critics=3"], "algorithm.num_target_critics=3 of 2 critics.*Set algorithm.num_target_critics=2"),
-        (["algorithm.n_step=9"], "n_step=9 policy calls of 1 env steps; required: at most the 8 calls"),
-        (["algorithm.utd_ratio=1e6"], "about .* s; required: at most 60 s.*Set algorithm.utd_ratio="),
+        (["algorithm.n_step=9"], "n_step=9 policy calls of 1 env steps; expected at most the 8 calls"),
+        (["algorithm.utd_ratio=1e6"], "about .* s; expected at most 60 s.*Set algorithm.utd_ratio="),
         (["algorithm.replay_capacity=4"], "at least 2 observations per env"),
-        (["algorithm.replay_capacity=4000000000"], "GB; required: at most .* GB, 80% of the memory of this machine"),
+        (["algorithm.replay_capacity=4000000000"], "GB; expected at most .* GB, 80% of the memory of this machine"),
         (["rollout.num_chunks=7"], "7 env steps per iteration.*Set rollout.num_chunks=8"),
         (["rollout.auto_reset=false"], "Set rollout.auto_reset=true"),
         (["algorithm.utd_ratio=0"], "Set algorithm.utd_ratio=0.5"),
         (["algorithm.learning_rate=0"], "Set algorithm.learning_rate=0.0005"),
         (["algorithm.tau=0"], "Set algorithm.tau=0.01"),
         (["algorithm.learning_starts=160"], "run of at most 160 env steps.*Set algorithm.learning_starts=40"),
-        (["cluster.num_processes=3"], "rollout.num_envs=4; required: a multiple of cluster.num_processes=3"),
+        (["cluster.num_processes=3"], "rollout.num_envs=4; expected a multiple of cluster.num_processes=3"),
         (["cluster.max_staleness=1"], "algorithm.overlap=true updates while the envs step. Set cluster.max_staleness=0"),
         (["rollout.worker_processes=2"], "Set rollout.worker_processes=0"),
         (["trainer.sharding=fsdp2"], "Set trainer.sharding=replicate"),
@@ -311,7 +311,7 @@ def test_the_machine_must_hold_policy_and_buffer_and_more(tmp_path, monkeypatch)
     monkeypatch.setattr("rlinf.offpolicy.checks.main_memory_bytes", lambda: int(needed / 0.79))
     config_of(tmp_path)
     monkeypatch.setattr("rlinf.offpolicy.checks.main_memory_bytes", lambda: int(needed / 0.81))
-    with pytest.raises(ConfigError, match="and the policy .* GB; required: at most") as error:
+    with pytest.raises(ConfigError, match="and the policy .* GB; expected at most") as error:
         config_of(tmp_path)
     config_of(tmp_path, str(error.value).rpartition("Set ")[2])
 
@@ -334,7 +334,7 @@ def test_an_env_without_bounds_is_refused_before_anything_is_cloned(tmp_path, mo
         return env
 
     monkeypatch.setattr("rlinf.offpolicy.trainer.env_maker", lambda *_: endless)
-    with pytest.raises(ConfigError, match="required: finite bounds"):
+    with pytest.raises(ConfigError, match="expected finite bounds"):
         build(config)
 
 
@@ -460,7 +460,7 @@ def test_settings_of_a_head_that_is_there_are_not_ignored(tmp_path):
 
     for key in ("resume", "init_from"):
         source = f"{key}={tmp_path / 'sac'}"
-        override = rejected(source, match="actor.scale=0.5, here 1.0; required: the saved actor")
+        override = rejected(source, match="actor.scale=0.5, here 1.0; expected the saved actor")
         assert override == "algorithm.actor.scale=0.5"
         config_of(tmp_path / "new", "trainer.max_steps=2", source, override)
         for more in ("algorithm.actor.name=direct", "algorithm.actor.hidden_size=32", "model.features=pooled"):

@@ -301,7 +301,7 @@ def test_machines_whose_store_is_too_small_are_refused_before_a_model_is_built(t
     monkeypatch.setattr("rlinf.commands.train.build", lambda *_: pytest.fail("a model was built"))
     large = ["rollout.num_envs=4096", "trainer.minibatch_size=4096"]
     with pytest.raises(
-        ConfigError, match=r"object store has .* MiB on .*; required: .*`ray start --object-store-memory=\d+`"
+        ConfigError, match=r"object store has .* MiB on .*; expected .*`ray start --object-store-memory=\d+`"
     ):
         train(run_config(tmp_path, *PPO, *SPLIT, *large))
 

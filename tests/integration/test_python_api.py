@@ -145,18 +145,18 @@ def test_sampling_repeats_with_a_seed_and_greedy_actions_always(policy):
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"images": {"wrist": random_images(1)[0]}}, r"cameras \['wrist'\]; required: \['front'\]"),
-        ({"images": random_images(1)}, r"images is a ndarray; required: a mapping.*{'images': {'front': image}}"),
-        ({"images": None}, r"cameras \[\]; required: \['front'\]"),
-        ({"images": {"front": random_images(1)[0] / 255}}, r"images\['front'\] is float64; required: uint8"),
+        ({"images": {"wrist": random_images(1)[0]}}, r"cameras \['wrist'\]; expected \['front'\]"),
+        ({"images": random_images(1)}, r"images is a ndarray; expected a mapping.*{'images': {'front': image}}"),
+        ({"images": None}, r"cameras \[\]; expected \['front'\]"),
+        ({"images": {"front": random_images(1)[0] / 255}}, r"images\['front'\] is float64; expected uint8"),
         ({"images": {"front": random_images(1, 32)[0]}}, r"shape \[32, 32, 3\]; required with one instruction: \[64, 64, 3\]"),
         ({"images": {"front": random_images(1)}}, r"shape \[1, 64, 64, 3\]; required with one instruction"),
         ({"instruction": ["reach the red block"] * 2}, r"shape \[64, 64, 3\]; required with 2 instructions"),
-        ({"instruction": None}, "instruction is None; required: a string"),
-        ({"instruction": "  "}, "required: a string"),
-        ({"instruction": [3]}, "required: a string"),
+        ({"instruction": None}, "instruction is None; expected a string"),
+        ({"instruction": "  "}, "expected a string"),
+        ({"instruction": [3]}, "expected a string"),
         ({"state": np.zeros(3, np.float32)}, r"state has the shape \[3\]; required with one instruction: \[31\]"),
-        ({"state": np.array(["a"] * 31)}, "state is <U1; required: numbers"),
+        ({"state": np.array(["a"] * 31)}, "state is <U1; expected numbers"),
         ({"state": np.full(31, np.nan)}, "31 values that are NaN or infinite"),
         ({"image": random_images(1)[0]}, "key 'image'. Did you mean 'images'"),
     ],
@@ -166,7 +166,7 @@ def test_bad_inputs_are_refused_in_one_sentence(image_policy, changes, said):
     with pytest.raises(ConfigError, match=said) as caught:
         image_policy.act(one(image_policy, **changes))
     assert "\n" not in str(caught.value)
-    with pytest.raises(ConfigError, match="act got a list; required: an rlinf.Observation"):
+    with pytest.raises(ConfigError, match="act got a list; expected an rlinf.Observation"):
         image_policy.act([1, 2])
 
 
@@ -222,7 +222,7 @@ def test_envs_are_made_by_name_with_their_settings():
     for env, settings, said in (
         ("tabeltop", {}, "There is no env 'tabeltop'. Did you mean 'tabletop'"),
         ("tabletop", {"taks": ["push"]}, "no key 'env.taks'"),
-        ({"name": "tabletop"}, {}, r"env is {'name': 'tabletop'} \(dict\); required: the name of an env"),
+        ({"name": "tabletop"}, {}, r"env is {'name': 'tabletop'} \(dict\); expected the name of an env"),
         ("tabletop", {"num_env": 3}, "make_env got num_env=3, which is neither.*Pass num_envs=3"),
     ):
         with pytest.raises(ConfigError, match=said):
@@ -371,7 +371,7 @@ def test_a_function_is_a_policy_and_an_object_with_reset_plays_one_episode_after
         env.reset(options={"episodes": [result.spec]})
         steps = (np.full((1, 2), 0.05 if step < 5 else -0.05, np.float32) for step in range(result.num_env_steps))
         assert result.episode_return == pytest.approx(sum(float(env.step(each)[1][0]) for each in steps), abs=1e-5)
-    with pytest.raises(ConfigError, match="env has num_envs=2; required: 1. Create env with num_envs=1"):
+    with pytest.raises(ConfigError, match="env has num_envs=2; expected 1. Create env with num_envs=1"):
         evaluate_policy(Counts(), rlinf.make_env("tabletop", 2, cameras=[]), [result.spec for result in found.results])
 
 
@@ -420,7 +420,7 @@ def test_what_is_no_list_is_refused_before_its_letters_are_taken(state_run, poli
         for name in ("overrides", "plugins"):
             for value, said in (
                 ("model.py", r"'model.py', which is not a list. Pass \['model.py'\]"),
-                (3, "3; required: a list"),
+                (3, "3; expected a list"),
             ):
                 with pytest.raises(ConfigError, match=f"{name}.*: got {said}"):
                     call(**{name: value})
@@ -443,8 +443,8 @@ def test_an_object_may_have_an_attribute_that_modules_have():
 
 @pytest.mark.parametrize(
     ("policy", "env", "said"),
-    [(Constant([0.0]), "tabletop", "Actions have shape"), (Constant([np.nan, 0.0]), "tabletop", r"\d of whose numbers are not finite .the first: nan.; required: finite numbers"),
-     (Constant([[[0.0, 0.0]]]), "tabletop", "required: finite numbers"), (Constant([0.0, 0.0]), None, "needs the env"),
+    [(Constant([0.0]), "tabletop", "Actions have shape"), (Constant([np.nan, 0.0]), "tabletop", r"\d of whose numbers are not finite .the first: nan.; expected finite numbers"),
+     (Constant([[[0.0, 0.0]]]), "tabletop", "expected finite numbers"), (Constant([0.0, 0.0]), None, "needs the env"),
      (object(), "tabletop", "evaluate got a object; required"), (Constant, "tabletop", "evaluate got a type; required"),
      (lambda observation: [[0.0, 0.0, 0.0]], "tabletop", "<lambda> returned actions")],
 )  # fmt: skip

@@ -219,7 +219,7 @@ def test_a_run_that_its_data_refuse_leaves_nothing_behind(model, tmp_path, rows,
                 raise BadRowError("it has no column 'answer'.")
             made = super().sample(row)
             if len(made.input_ids) > 32:
-                raise BadRowError(f"it has {len(made.input_ids)} tokens; required: at most 32.")
+                raise BadRowError(f"it has {len(made.input_ids)} tokens; expected at most 32.")
             return made
 
     config = config_of(model, tmp_path / "outputs" / "mine", "sft", 2)

@@ -282,9 +282,9 @@ def test_a_prompt_of_any_length_is_refused_before_it_costs_anything_and_other_cl
         other = PolicyClient(url, 60, 300)
         usual, before = other.ask(request)["actions"], memory_of(server, "VmRSS")
         for prompt, said in (
-            ("go there " * 600, "has 5400 bytes; required: at most 4096 (the server's max_prompt_bytes)"),
-            ("go there " * 2**16, "required: at most 4096 (the server's max_prompt_bytes)"),
-            (b"go there " * 600, "The prompt has 5400 bytes; required: at most 4096"),  # as openpi's DROID may send it
+            ("go there " * 600, "has 5400 bytes; expected at most 4096 (the server's max_prompt_bytes)"),
+            ("go there " * 2**16, "expected at most 4096 (the server's max_prompt_bytes)"),
+            (b"go there " * 600, "The prompt has 5400 bytes; expected at most 4096"),  # as openpi's DROID may send it
             ("x y " * 1000, "the language model supports 256 positions"),
             ("x" * (2**26 - 2**15), "does not accept messages of 64.0 MiB"),  # together with the image below 64 MiB
             ("x" * 2**26, "does not accept messages of 64.0 MiB"),
@@ -413,10 +413,10 @@ def foreign(reply, is_silent=False, asked=None):
         ("{image: [[images, a]], state: images}", ["env.state=full"], "names images for two parts"),
         ("{}", [], "names nothing; required"),
         ("{image: a, state: {s: 0}}", ["env.state=full"], "the width 0"),
-        ("{image: a, state: {s: null, t: null}}", ["env.state=full"], "the width null; required: .* widths of at least 1"),
-        ("{image: a, state: {s: 3, t: 4}}", ["env.state=full"], "a state of width 31; required: 7"),
+        ("{image: a, state: {s: null, t: null}}", ["env.state=full"], "the width null; expected .* widths of at least 1"),
+        ("{image: a, state: {s: 3, t: 4}}", ["env.state=full"], "a state of width 31; expected 7"),
         ("{image: a}", ["env.cameras=[front,wrist]"], r"at most 1, .* or env.cameras=\[front\]"),
-        ("cup", [], "model.keys is 'cup'; required: rlinf, libero, aloha, droid, or {image"),
+        ("cup", [], "model.keys is 'cup'; expected rlinf, libero, aloha, droid, or {image"),
     ],
 )  # fmt: skip
 def test_keys_that_do_not_fit_are_refused_before_anything_is_connected(keys, env, said):
@@ -444,10 +444,10 @@ FOREIGN = [
 @pytest.mark.parametrize(
     ("reply", "said"),
     [
-        ({"actions": np.zeros((5, 7))}, r"\[5, 7\]; required: \[3, 2\].* Set model.action_token_len=7"),
+        ({"actions": np.zeros((5, 7))}, r"\[5, 7\]; expected \[3, 2\].* Set model.action_token_len=7"),
         ({"actions": np.full((5, 2), np.nan)}, "6 values that are NaN"),
         ({"actions": np.zeros((2, 2))}, "chunks of 2 actions.* Set model.action_chunks_len=2"),
-        ({"actions": np.zeros(2)}, r"\[2\]; required: \[3, 2\]"),
+        ({"actions": np.zeros(2)}, r"\[2\]; expected \[3, 2\]"),
         ({"actions": [[0.0, 0.0]] * 3}, "no actions, but actions"),
         ({"state": np.zeros(2)}, "no actions, but state"),
         ("ValueError: no such key", "reports: ValueError: no such key"),
@@ -465,8 +465,8 @@ def test_answers_that_do_not_fit_are_refused_by_server_and_key(reply, said, tmp_
 def test_settings_that_do_not_fit_a_server_of_another_project_are_refused(tmp_path):
     with foreign({"actions": np.zeros((5, 2))}) as url:
         for change, said in (
-            ("model.keys=null", "not `rlinf serve`; required: model.keys"),
-            ("model.action_token_len=7", "action_dim 7; required: 2.* Set model.action_token_len=2"),
+            ("model.keys=null", "not `rlinf serve`; expected model.keys"),
+            ("model.action_token_len=7", "action_dim 7; expected 2.* Set model.action_token_len=2"),
             ("evaluation.greedy=false", "Set evaluation.greedy=true"),
         ):
             with pytest.raises(ConfigError, match=said):
@@ -503,7 +503,7 @@ def test_only_commands_that_act_take_a_policy_elsewhere(tmp_path):
         (["model=openvla_tiny", "model.url=ws://a:1"], "Set model=remote"),
         (["model=remote", "model.url=ws://a:1", "model.is_lora=true"], "model.is_lora=true"),
         (["model=remote", "model.url=ws://a:1", "cluster.num_rollout_workers=2"], "cluster.num_rollout_workers=null"),
-        (["model=remote", "model.url=ws://a:1", "model.keys=droid", "env.state=full"], "a state of width .*; required: 8"),
+        (["model=remote", "model.url=ws://a:1", "model.keys=droid", "env.state=full"], "a state of width .*; expected 8"),
     ],
 )  # fmt: skip
 def test_settings_that_contradict_each_other_are_refused(overrides, said):
@@ -521,7 +521,7 @@ def test_the_command_refuses_open_addresses_taken_ports_and_names_that_do_not_fi
             ([f"port={taken.getsockname()[1]}"], "cannot be used (Address already in use). Set port=0"),
             (["cameras=[a,b]"], "a name for each of [front], and keys=rlinf"),
             (["keys=cup"], "one of rlinf, libero, aloha, droid"),
-            (["max_batch=0"], "max_batch is 0; required: at least 1"),
+            (["max_batch=0"], "max_batch is 0; expected at least 1"),
         ):
             assert main(["serve", f"checkpoint={checkpoints[0]}", *words]) == 2
             assert said in capsys.readouterr().err
@@ -537,7 +537,7 @@ def test_requests_that_do_not_fit_the_policy_are_refused_by_name(served):
     image = np.zeros((64, 64, 3), np.uint8)
     for request, said in (
         ({"images": {"front": image[:32]}, "prompt": "go"}, r"images['front'] has the shape [32, 64, 3]; required"),
-        ({"images": {"front": image.astype(np.int64)}, "prompt": "go"}, "is int64; required: uint8"),
+        ({"images": {"front": image.astype(np.int64)}, "prompt": "go"}, "is int64; expected uint8"),
         ({"images": {"wrist": image}, "prompt": "go"}, "no images['front']; found: wrist"),
         ({"images": {"front": image}, "prompt": 3}, "The prompt is a int"),
         ({"images": {"front": image}, "prompt": "go", "uniforms": np.zeros(3)}, "uniforms have the shape [3]"),

@@ -226,7 +226,7 @@ def test_a_prompt_longer_than_the_model_allows_is_a_user_error(policy):
             (300,),
             {"max_tokens": 1},
         ),
-        "=256 leaves room for 6 tokens.*required: 9. Set rollout.vllm.max_model_len=259": ((250, 5), sampling),
+        "=256 leaves room for 6 tokens.*expected 9. Set rollout.vllm.max_model_len=259": ((250, 5), sampling),
     }
     for words, (lengths, arguments) in rejections.items():
         with pytest.raises(ConfigError, match=words):
@@ -369,7 +369,7 @@ def test_language_model_generates_as_transformers_does_takes_new_weights_and_end
         with pytest.raises(ConfigError, match="temprature"):
             generation.worker.generate(data["input_ids"], temprature=1)
         rejections = {
-            r"token ids \[96, 200\]; required: 0 to 95, the vocab_size=96.*the model's own tokenizer": [[5, 96, 200]],
+            r"token ids \[96, 200\]; expected 0 to 95, the vocab_size=96.*the model's own tokenizer": [[5, 96, 200]],
             "a prompt of 24 tokens.*max_model_len=24.*set vllm_cfg.max_model_len=<more than 24>": [[1] * 24],
         }
         for words, rows in rejections.items():

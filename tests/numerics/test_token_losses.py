@@ -247,7 +247,7 @@ def test_advantages_may_differ_between_tokens():
 
 @pytest.mark.parametrize(
     ("options", "words"),
-    [({"ratio_level": "word"}, "ratio_level is 'word'; required: one of token, sequence"), ({"kl_estimator": "k4"}, "kl_estimator is 'k4'"),
+    [({"ratio_level": "word"}, "ratio_level is 'word'; expected one of token, sequence"), ({"kl_estimator": "k4"}, "kl_estimator is 'k4'"),
      ({"clip_range_low": -1}, "clip_range_low is -1.*at least 0"), ({"dual_clip": 0.5}, "dual_clip is 0.5.*at least 1")],
 )  # fmt: skip
 def test_bad_options_name_the_value_and_what_to_type(options, words):
@@ -258,7 +258,7 @@ def test_bad_options_name_the_value_and_what_to_type(options, words):
     with pytest.raises(ConfigError, match="label_smoothing is 0.5.*below 0.5"):
         DPOLossFn(label_smoothing=0.5)
     for loss in (NLLLossFn, DPOLossFn, GRPOLossFn):
-        with pytest.raises(ConfigError, match="temperature is 0.0; required: at least 1e-06"):
+        with pytest.raises(ConfigError, match="temperature is 0.0; expected at least 1e-06"):
             loss(temperature=0)
 
 
@@ -273,7 +273,7 @@ def test_missing_or_misshapen_keys_are_named():
             trained_tokens(batch_of([2], **{key: [1]}))
     with pytest.raises(ConfigError, match=r"token_mask is \[1, 3\]"):
         trained_tokens(batch_of([2], token_mask=torch.ones(1, 3)))
-    with pytest.raises(ConfigError, match=r"sample_mask is \[1, 1\]; required: \[1\]"):
+    with pytest.raises(ConfigError, match=r"sample_mask is \[1, 1\]; expected \[1\]"):
         trained_tokens(batch_of([2], sample_mask=torch.ones(1, 1)))
 
 

@@ -143,7 +143,7 @@ def test_a_policy_that_reads_only_the_state_is_found_in_python():
     assert {row.key: row for row in audit.rows}["black"].success.successes == 0, "which is no sign that it looks"
     assert audit.num_episodes == NUM_EPISODES and "not known" in {row.key: row.note for row in audit.rows}["seen"]
     with pytest.raises(
-        ConfigError, match="An audit has 1 episodes; required: at least 2.*Set evaluation.num_episodes=100"
+        ConfigError, match="An audit has 1 episodes; expected at least 2.*Set evaluation.num_episodes=100"
     ):
         rlinf.audit(StateOnly(), CONFIG, episodes=1)
     with pytest.raises(ConfigError, match="split=train would make the audit compare .* Set evaluation.split=eval"):

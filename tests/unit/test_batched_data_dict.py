@@ -168,12 +168,12 @@ def packed(lengths, shards=1, args=BUDGET, **more):
     ("call", "words"),
     [
         (lambda: BatchedDataDict({"a": torch.zeros(2), "b": [1, 2, 3]}).size, "'a': 2, 'b': 3"),
-        (lambda: numbered(5).select_indices([True, False]), r"bools \[2\]; required: \[5\]"),
+        (lambda: numbered(5).select_indices([True, False]), r"bools \[2\]; expected \[5\]"),
         (lambda: numbered(5).slice(4, 6), "Rows 4 to 6 are not in a batch of 5"),
         (lambda: numbered(7).chunk(3, 3), "rank=3 of chunks=3"),
         (lambda: numbered(3).reorder_data([0, 0, 1]), r"\[0, 0, 1\]"),
-        (lambda: numbered(3).truncate_tensors(0, 1), "dim=0; required: 1 or more"),
-        (lambda: numbered(3).truncate_tensors(-1, 1), "dim=-1; required: 1 or more"),
+        (lambda: numbered(3).truncate_tensors(0, 1), "dim=0; expected 1 or more"),
+        (lambda: numbered(3).truncate_tensors(-1, 1), "dim=-1; expected 1 or more"),
         (lambda: next(numbered(5).make_microbatch_iterator()), "microbatch_size"),
         (lambda: numbered(7).shard_by_batch_size(3), "7 rows do not divide into shards=3.*allow_uneven_shards=True"),
         (lambda: numbered(7).shard_by_batch_size(2, batch_size=4), "7 rows do not divide into batch_size=4"),
@@ -183,9 +183,9 @@ def packed(lengths, shards=1, args=BUDGET, **more):
         (lambda: packed([9, 2]), "9 tokens is longer than max_tokens_per_microbatch=8.*Pass 9 or more"),
         (lambda: packed([2], 2), "1 sequences cannot fill a multiple of 2 bins of 8"),
         (lambda: packed([8, 7, 8, 7, 8], 3), "5 sequences cannot fill a multiple of 3 bins of 8"),
-        (lambda: numbered(1).shard_by_batch_size(0, None), "shards=0, batch_size=.*required: 1 or more"),
-        (lambda: numbered(1).shard_by_batch_size(1, 0), "shards=1, batch_size=.*required: 1 or more"),
-        (lambda: numbered(1).shard_by_batch_size(1, -2), "shards=1, batch_size=.*required: 1 or more"),
+        (lambda: numbered(1).shard_by_batch_size(0, None), "shards=0, batch_size=.*expected 1 or more"),
+        (lambda: numbered(1).shard_by_batch_size(1, 0), "shards=1, batch_size=.*expected 1 or more"),
+        (lambda: numbered(1).shard_by_batch_size(1, -2), "shards=1, batch_size=.*expected 1 or more"),
     ],
 )
 def test_what_does_not_fit_is_refused(call, words):
@@ -196,7 +196,7 @@ def test_what_does_not_fit_is_refused(call, words):
 @pytest.mark.parametrize("wrong", [{}, {"max_tokens": 8}, BUDGET | {"sequence_len_round": 4}])
 @pytest.mark.parametrize("kind", ["dynamic_batching_args", "sequence_packing_args"])
 def test_wrong_settings_of_budgets_are_refused(wrong, kind):
-    with pytest.raises(ConfigError, match="required: max_tokens_per_microbatch"):
+    with pytest.raises(ConfigError, match="expected max_tokens_per_microbatch"):
         of_lengths([2]).shard_by_batch_size(1, **{kind: wrong})
 
 

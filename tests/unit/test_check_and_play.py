@@ -157,7 +157,7 @@ def test_an_episode_becomes_a_video_and_ends_as_in_the_evaluation(run, here, cap
 @pytest.mark.parametrize(
     ("words", "said"),
     [(["episode=3"], "needs a checkpoint or run folder"), (["checkpoint=nowhere"], "There is no folder nowhere"),
-     (["checkpoint=RUN", "episode=-1"], "episode is -1; required: at least 0"),
+     (["checkpoint=RUN", "episode=-1"], "episode is -1; expected at least 0"),
      (["checkpoint=RUN", "episode=999999", "env.num_eval_init_states=5"], "from 0. Set episode="),
      (["checkpoint=RUN", "output=RUN/metrics.jsonl"], "which exists and is not an .mp4 file"),
      (["checkpoint=RUN", "experiment_name=../../x", "output_dir=a"], "experiment_name is '../../x', which leads out of"),

@@ -282,7 +282,7 @@ def test_a_manifest_knows_the_classifier_and_not_only_its_folder(trained, tmp_pa
 
 def test_shuffled_labels_give_no_classifier(tmp_path):
     data = write(tmp_path / "shuffled", shuffled=True)
-    with pytest.raises(ConfigError, match="required: clearly fewer"):
+    with pytest.raises(ConfigError, match="expected clearly fewer"):
         classifier(ClassifierConfig(data=data, output_dir=str(tmp_path / "out"), num_steps=40, num_folds=2))
     assert not (tmp_path / "out").exists()
 
@@ -291,7 +291,7 @@ def test_shuffled_labels_give_no_classifier(tmp_path):
     ("settings", "words"),
     [
         ({"success": False}, "all of them failures"),
-        ({"camera": "side"}, "cameras \\[side\\]; required: the camera 'front'"),
+        ({"camera": "side"}, "cameras \\[side\\]; expected the camera 'front'"),
     ],
 )
 def test_frames_that_do_not_fit_are_refused_before_training(data, tmp_path, monkeypatch, settings, words):
@@ -299,7 +299,7 @@ def test_frames_that_do_not_fit_are_refused_before_training(data, tmp_path, monk
     other = write(tmp_path / "other", 6, **settings)
     with pytest.raises(ConfigError, match=words):
         classifier(ClassifierConfig(data=data, test=other, output_dir=str(tmp_path / "out")))
-    with pytest.raises(ConfigError, match="has 40 episodes; required: num_folds=41"):
+    with pytest.raises(ConfigError, match="has 40 episodes; expected num_folds=41"):
         classifier(ClassifierConfig(data=data, output_dir=str(tmp_path / "out"), num_folds=41))
 
 

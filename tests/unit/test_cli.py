@@ -67,7 +67,7 @@ def test_a_folder_that_comes_first_is_the_checkpoint(command, tmp_path, capsys):
     run, others = tmp_path / "run", [f"output={tmp_path / 'new'}"] if command == "export" else []
     for words in ([str(run), *others], [f"checkpoint={run}", *others]):
         assert main([command, *words]) == EXIT_USER_ERROR
-        assert f"There is no folder {run}; required: a checkpoint folder or a run folder" in capsys.readouterr().err
+        assert f"There is no folder {run}; expected a checkpoint folder or a run folder" in capsys.readouterr().err
     run.mkdir()
     assert main([command, str(run), *others]) == EXIT_USER_ERROR
     assert f"{run} contains no usable checkpoint" in capsys.readouterr().err
@@ -99,10 +99,10 @@ def test_train_runs_in_one_folder_below_the_present_one_or_in_output_dir(here, s
     ("override", "said"),
     [
         ("env.tasks=[reach", "ConfigError: The override 'env.tasks=[reach' cannot be read: "),
-        ("seed=9223372036854775808", "seed is 9223372036854775808; required: at least 0 and at most 9223372036854775807"),
-        ("trainer.learning_rate=1e38", "trainer.learning_rate is 1e+38; required: at least 1e-12 and at most 1"),
-        ("trainer.value_learning_rate=inf", "trainer.value_learning_rate is inf; required: a finite number"),
-        ("rollout.temperature=inf", "rollout.temperature is inf; required: a finite number"),
+        ("seed=9223372036854775808", "seed is 9223372036854775808; expected at least 0 and at most 9223372036854775807"),
+        ("trainer.learning_rate=1e38", "trainer.learning_rate is 1e+38; expected at least 1e-12 and at most 1"),
+        ("trainer.value_learning_rate=inf", "trainer.value_learning_rate is inf; expected a finite number"),
+        ("rollout.temperature=inf", "rollout.temperature is inf; expected a finite number"),
         (f"resume={'x' * 316}", "exceeds the maximum path length"),
         (f"output_dir={'x' * 316}", "exceeds the maximum path length"),
     ],

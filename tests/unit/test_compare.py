@@ -240,4 +240,4 @@ def test_command_prints_the_table(tmp_path, capsys):
     assert "b - a = +25.0 percentage points, 95 % interval" in text and str(b / "compare.json") in text
     for words in (["--compare", str(a)], ["--compare", str(a), str(b), "seed=3"]):
         assert main(["evaluate", *words]) == 2
-        assert "required: two folders of evaluations" in capsys.readouterr().err
+        assert "expected two folders of evaluations" in capsys.readouterr().err

@@ -70,7 +70,7 @@ def test_another_shell_is_refused_in_one_sentence(words, monkeypatch, capsys):
     monkeypatch.setenv("SHELL", "/bin/tcsh")
     assert main(["--install-completion", *words]) == EXIT_USER_ERROR
     error = capsys.readouterr().err
-    assert "required: one of bash, zsh, fish. Run rlinf --install-completion bash" in error and error.count("\n") == 1
+    assert "expected one of bash, zsh, fish. Run rlinf --install-completion bash" in error and error.count("\n") == 1
 
 
 def environment(home: Path) -> dict[str, str]:

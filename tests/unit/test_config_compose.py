@@ -97,7 +97,7 @@ def test_a_preset_sets_what_was_not_set_explicitly(tmp_path):
     saved = to_mapping(build_config(compose_config(["algorithm.gamma=0.5"])))
     assert compose_on_saved(saved, ["algorithm.preset=sb3", "algorithm.gae_lambda=0.9"]).algorithm.gamma == 0.99
     assert compose_config().trainer.adam_eps == 1e-8  # the control: no preset
-    with pytest.raises(ConfigError, match=r"algorithm=grpo; required: one of ppo, sac, td3"):
+    with pytest.raises(ConfigError, match=r"algorithm=grpo; expected one of ppo, sac, td3"):
         compose_config(["algorithm=grpo", "algorithm.preset=sb3"])
     for settings in PRESETS["sb3"].values():
         assert all("." in key for key in settings)
@@ -156,7 +156,7 @@ def test_seed_template_is_accepted_once_its_model_is_registered_and_given_weight
         ("rollout.num_envs=[1", ["cannot be read"]),
         ("seed=1,2", ["rlinf train -m seed=1,2", "'seed=[1,2]'"]),
         ("+foo=1", ["no key 'foo'"]),
-        ("trainer.max_steps=ten", ["trainer.max_steps is 'ten'", "required: int"]),
+        ("trainer.max_steps=ten", ["trainer.max_steps is 'ten'", "expected int"]),
         ("algorithm.name=dppo", ["algorithm.name is 'dppo'", "Did you mean 'ppo'"]),
         ("seed=${nope}", ["nope"]),
         ("algorithm.gama=1", ["Did you mean 'gamma'?", "Set algorithm.gamma=1"]),
@@ -393,7 +393,7 @@ def test_chunks_follow_from_the_longest_episode_unless_they_are_given():
 def test_a_check_refuses_a_configuration_that_is_not_completed_and_leaves_it_as_it_is():
     config = build("env.tasks=[reach]", "model=mlp", "env.cameras=[]")
     config.rollout.num_chunks = None
-    with pytest.raises(ConfigError, match=r"num_chunks=null; required: .* Set rollout\.num_chunks=16"):
+    with pytest.raises(ConfigError, match=r"num_chunks=null; expected .* Set rollout\.num_chunks=16"):
         validate(config)
     assert config.rollout.num_chunks is None
     config.rollout.num_chunks = 16

@@ -72,10 +72,10 @@ def test_integers_become_floats_and_nothing_else_is_converted():
     [
         ({"cuont": 3}, ["cuont", "Did you mean 'count'", "Set count=3"]),
         ({"inner": {"rat": 0.1}}, ["inner.rat", "Set inner.rate=0.1"]),
-        ({"count": "3"}, ["count is '3' (str)", "required: int", "count=1"]),
-        ({"count": 3.0}, ["required: int"]),
-        ({"count": True}, ["required: int"]),
-        ({"flag": 1}, ["required: bool"]),
+        ({"count": "3"}, ["count is '3' (str)", "expected int", "count=1"]),
+        ({"count": 3.0}, ["expected int"]),
+        ({"count": True}, ["expected int"]),
+        ({"flag": 1}, ["expected bool"]),
         ({"count": 0}, ["count is 0", "at least 1"]),
         ({"inner": {"rate": -0.1}}, ["inner.rate is -0.1", "at least 0"]),
         ({"inner": {"rate": float("nan")}}, ["inner.rate is nan"]),
@@ -90,7 +90,7 @@ def test_integers_become_floats_and_nothing_else_is_converted():
         ({"inner": 3}, ["inner is '3'", "section with the keys rate, mode, beta, target"]),
         ({"sizes": "12"}, ["sizes is '12'", "list of int or null"]),
         ({"sizes": [1, "a"]}, ["sizes is '[1,a]'"]),
-        ({"scales": None}, ["required: list of float"]),
+        ({"scales": None}, ["expected list of float"]),
     ],
 )
 def test_wrong_values_are_refused_with_value_requirement_and_override(mapping, fragments):
@@ -161,7 +161,7 @@ def test_what_to_do_at_a_collapse_may_stand_in_a_yaml_file():
 
 
 @pytest.mark.parametrize(("words", "message"), [
-    (["algorithm.gamma=1.01"], "algorithm.gamma is 1.01; required: at least 0 and at most 1"),
+    (["algorithm.gamma=1.01"], "algorithm.gamma is 1.01; expected at least 0 and at most 1"),
     (["algorithm.gae_lambda=1.5"], "algorithm.gae_lambda is 1.5"),
     (["algorithm.dual_clip=0.5"], "algorithm.dual_clip is 0.5"),
     (["algorithm.value_clip_range=-0.1"], "algorithm.value_clip_range is -0.1"),
@@ -186,7 +186,7 @@ def test_numbers_far_beyond_any_use_are_refused_before_they_overflow_somewhere()
     """Without a maximum of its own an option takes 2**32; each key of the whole configuration is tried with 1e21."""
     for mapping, key in (({"count": 10**21}, "count"), ({"inner": {"rate": 1e21}}, "inner.rate"), ({"sizes": [1, 10**21]}, "sizes"),
                          ({"scales": [-1e21]}, "scales")):  # fmt: skip
-        with pytest.raises(ConfigError, match=rf"^{key} is .*required: at most"):
+        with pytest.raises(ConfigError, match=rf"^{key} is .*expected at most"):
             from_mapping(Outer, mapping)
     assert from_mapping(Outer, {"count": 2**32, "inner": {"rate": 1e9}}).count == 2**32
     for config in (RunConfig(), RecipeConfig()):

@@ -174,9 +174,9 @@ def test_a_model_of_pictures_that_sees_none_is_refused_with_the_range(model, num
     with pytest.raises(ConfigError) as caught:
         validate(build(*words, f"model.init_config.num_images_in_input={number}"))
     if (model, number) == ("cnn", "two"):  # its configuration has types
-        assert "num_images_in_input is 'two' (str); required: int." in str(caught.value)
+        assert "num_images_in_input is 'two' (str); expected int." in str(caught.value)
     else:
-        assert f"num_images_in_input={number}; required: 1 or more, the cameras" in str(caught.value)
+        assert f"num_images_in_input={number}; expected 1 or more, the cameras" in str(caught.value)
     assert "Set e.g. model.init_config.num_images_in_input=1" in str(caught.value) or "=1 for random weights" in str(
         caught.value
     )
@@ -437,7 +437,7 @@ def test_an_env_without_cameras_suggests_no_model_of_zero_images():
 
 
 def test_a_state_policy_that_reads_nothing_is_refused_and_a_picture_policy_is_not():
-    with pytest.raises(ConfigError, match="state_dim=0; required: 1 or more"):
+    with pytest.raises(ConfigError, match="state_dim=0; expected 1 or more"):
         validate(build_config(compose_config(["experiment=tabletop_ppo_mlp", "model.init_config.state_dim=0"])))
     validate(build_config(compose_config(["experiment=tabletop_ppo_cnn", "env.state=proprio"])))
 

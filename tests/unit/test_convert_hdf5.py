@@ -304,7 +304,7 @@ def other_convention(tmp_path: Path) -> list[str]:
         (option("mask=none"), "mask=none selects no episodes"),
         (written(lambda file: file.create_dataset("data", data=1.0)), "no episodes under 'data' \\(it contains data"),
         (lambda tmp_path: robomimic(tmp_path, lambda e: e.update(actions=np.float64(1))), r"'actions' of demo_1 .* is float64 \(\); required"),
-        (changed("actions", lambda actions: actions[:0], all_keys=True), "demo_1 of .* has 0 actions; required: at least 1"),
+        (changed("actions", lambda actions: actions[:0], all_keys=True), "demo_1 of .* has 0 actions; expected at least 1"),
         (changed("actions", lambda actions: actions[:, :0]), "'actions' of demo_1 .* has 0 values per row"),
         (changed("actions", lambda actions: np.full(actions.shape, b"left")), "'actions' of demo_1 .* row of numbers"),
         (changed("rewards", lambda rewards: np.stack([rewards] * 2, 1)), "'rewards' of demo_1 .* has 2 values per row"),
@@ -316,13 +316,13 @@ def other_convention(tmp_path: Path) -> list[str]:
         (edited(lambda file: replace(file, "data/demo_1", h5py.SoftLink("/lost"))), "image.hdf5 is damaged or incomplete"),
         (edited(lambda file: replace(file, "mask/train", None), "mask=train"), "mask/train of .* is a group.*Set mask=null"),
         (with_obs("agentview_image", lambda images: images.astype(np.float32)), "'obs/agentview_image' of demo_1 .*uint8"),
-        (says("data", "env_args", [1]), r"env_args of .*it is \[1\]; required: a JSON object"),
-        (says("data", "env_args", {"env_kwargs": {"control_freq": "20"}}), "control_freq='20'; required: an integer .*Set fps=<n>"),
+        (says("data", "env_args", [1]), r"env_args of .*it is \[1\]; expected a JSON object"),
+        (says("data", "env_args", {"env_kwargs": {"control_freq": "20"}}), "control_freq='20'; expected an integer .*Set fps=<n>"),
         (says("data", "env_args", {"env_kwargs": {"control_freq": 0.4}}), "control_freq=0.4; required"),
         (says("data", "env_args", {"env_kwargs": {"control_freq": 12.5}}), "control_freq=12.5; required"),
         (says("data", "problem_info", {"language_instruction": None}), "has no instruction for"),
         (says("data/demo_0", "ep_meta", {"lang": 3}), "has no instruction for"),
-        (option("task="), "task=''; required: the instruction"),
+        (option("task="), "task=''; expected the instruction"),
         (option("cameras=a,b"), "cameras is 'a,b'.*Set e.g. 'cameras=.a,b.'"),
         (option("mask=trian"), "mask=trian, but .* has mask/ with none, train.*Did you mean 'train'.*Set mask="),
         (option("cameras=[agentview]"), "cameras names 'agentview'; .* agentview_image, robot0_eye_in_hand_image among"),
@@ -333,7 +333,7 @@ def other_convention(tmp_path: Path) -> list[str]:
         (option("tsak=lift"), "There is no key 'tsak'"),
         (option("lift"), "'lift' is not of the form key=value"),
         (no_language, "has no instruction for data/demo_0.*Set 'task="),
-        (other_convention, "macros_image_convention=opencv; required: opengl"),
+        (other_convention, "macros_image_convention=opencv; expected opengl"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_converted_is_one_error_and_leaves_nothing(make, expected, tmp_path, monkeypatch, capsys):
@@ -410,10 +410,10 @@ def test_an_episode_that_is_long_enough_is_measured(tmp_path):
 def test_nothing_is_overwritten_and_videos_need_even_sides(tmp_path):
     source = robomimic_file(tmp_path / "image.hdf5", {"demo_0": robomimic_episode(0, 2, (11, 16))})
     config = ConvertConfig(str(source), str(tmp_path / "data"), task="lift", video=True)
-    with pytest.raises(ConfigError, match="'agentview' have 11 x 16 pixels; required: even .*Set video=false"):
+    with pytest.raises(ConfigError, match="'agentview' have 11 x 16 pixels; expected even .*Set video=false"):
         converting.convert(config)
     config.video, config.dataset = False, str(tmp_path)
-    with pytest.raises(ConfigError, match="exists; required: a new folder"):
+    with pytest.raises(ConfigError, match="exists; expected a new folder"):
         converting.convert(config)
 
 

@@ -73,7 +73,7 @@ DAMAGED_ROWS = {
     "empty image": (FRONT, with_value(2, {"bytes": b"", "path": "x.png"}), "row 2 .*no image"),
     "index twice": ("index", lambda values: [*values[:3], values[2], *values[4:]], "two rows with the index 2"),
     "unknown task": ("task_index", with_value(0, 99), "task_index 99, but meta/tasks.parquet has"),
-    "absolute path": (FRONT, with_value(0, {"bytes": None, "path": "/etc/hostname"}), "'/etc/hostname'; required: a path within"),
+    "absolute path": (FRONT, with_value(0, {"bytes": None, "path": "/etc/hostname"}), "'/etc/hostname'; expected a path within"),
     "path that leads out": (FRONT, with_value(0, {"bytes": None, "path": "a/../../b.png"}), "'a/../../b.png'; required"),
     "missing image file": (FRONT, with_value(0, {"bytes": None, "path": "images/none.png"}), "none.png"),
     "torn episode": ("episode_index", lambda values: [*values[:-1], values[0]], "not consecutive"),
@@ -114,7 +114,7 @@ def test_images_of_another_size_than_described_are_refused(lerobot):
 def test_videos_outside_the_folder_are_refused(tmp_path):
     folder = Path(shutil.copytree(FIXTURES / "lerobot" / "video", tmp_path / "video"))
     change_info(folder, lambda info: info.update(video_path="../other/{video_key}/file-{file_index:03d}.mp4"))
-    with pytest.raises(ConfigError, match=r"'../other/.*required: a path within the folder. Use a different"):
+    with pytest.raises(ConfigError, match=r"'../other/.*expected a path within the folder. Use a different"):
         open_lerobot(folder)
 
 
@@ -246,12 +246,12 @@ WRONG_COLUMNS = {
     ),
     "null row": ("observation.state", [None], None, "row 0 has 0 values"),
     "null": ("observation.state", [[1.0, 2.0, None, 4.0]], None, "row 0 lacks a value"),
-    "text": ("action", ["1"] * 12, pa.string(), "action of .*string; required: numbers"),
+    "text": ("action", ["1"] * 12, pa.string(), "action of .*string; expected numbers"),
     "too large": ("action", [[2**24 + 1, 0]] * 12, pa.list_(pa.int64()), "action of .*float32"),
     "beyond float32": ("action", [[1e300, 0]] * 12, pa.list_(pa.float64()), "action of row 0 .*not finite"),
     "half an index": ("index", [0.5] * 12, pa.float64(), "index of .*int64"),
     "missing": ("task_index", None, None, "no column 'task_index'"),
-    "images as text": (FRONT, ["a.png"] * 12, pa.string(), "required: images"),
+    "images as text": (FRONT, ["a.png"] * 12, pa.string(), "expected images"),
 }
 
 
@@ -291,7 +291,7 @@ def test_instructions_are_found_by_number_and_among_other_columns(lerobot):
     assert [found.tasks[task] for task in found.task_ids] == texts and found.tasks == expected.tasks
     change_parquet(path, text, None)
     change_parquet(path, "words", ["a", "b"])
-    with pytest.raises(ConfigError, match="has the columns .*subtask.*words; required: task_index"):
+    with pytest.raises(ConfigError, match="has the columns .*subtask.*words; expected task_index"):
         open_lerobot(lerobot)
 
 

@@ -209,8 +209,8 @@ def test_episode_list_is_round_robin_and_disjoint():
     ("call", "words"),
     [
         (lambda: build(tasks=["thre"]), "Did you mean 'three'"),
-        (lambda: build(tasks=[]), r"env.tasks is \[\]; required: at least one"),
-        (lambda: build(0), "num_envs=0; required: at least 1"),
+        (lambda: build(tasks=[]), r"env.tasks is \[\]; expected at least one"),
+        (lambda: build(0), "num_envs=0; expected at least 1"),
         (lambda: build().episode_specs("test"), "Unknown split 'test'"),
         (lambda: build(num_train_init_states=EVAL_INIT_STATE_OFFSET + 1).episode_specs("train"), "evaluation split"),
         (lambda: build().reset(options={"episode": []}), "Did you mean 'episodes'"),
@@ -224,10 +224,10 @@ def test_episode_list_is_round_robin_and_disjoint():
         (lambda: build().expert_actions(), "no scripted expert"),
         (lambda: build().render_frames([0], 64), "cannot render"),
         (lambda: make_env(EnvConfig(name="tabletpo"), 1, auto_reset=True), "Did you mean 'tabletop'"),
-        (lambda: make_env(EnvConfig(name="tabletop"), 1, auto_reset=True), "required: a TabletopConfig. Pass TabletopConfig"),
+        (lambda: make_env(EnvConfig(name="tabletop"), 1, auto_reset=True), "expected a TabletopConfig. Pass TabletopConfig"),
         (lambda: make_env(OmegaConf.create({"name": "tabletop"}), 1, auto_reset=True),
-         r"got a DictConfig; required: an EnvConfig\. Pass build_config\(<composed configuration>\)\.env"),
-        (lambda: make_env("tabletop", 1, auto_reset=True), "got a str; required: an EnvConfig"),
+         r"got a DictConfig; expected an EnvConfig\. Pass build_config\(<composed configuration>\)\.env"),
+        (lambda: make_env("tabletop", 1, auto_reset=True), "got a str; expected an EnvConfig"),
     ],
 )  # fmt: skip
 def test_mistakes_are_named(call, words):

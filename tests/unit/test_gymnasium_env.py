@@ -378,7 +378,7 @@ def test_pictures_of_another_number_format_are_refused_before_a_run(monkeypatch,
     }  # fmt: skip
     monkeypatch.setattr("walk_for_tests.Walk.render", lambda self: images[kind])
     monkeypatch.setattr(gymnasium_env, "_results", {})
-    with pytest.raises(ConfigError, match=f"env.id=.* renders images of {found}.*required: uint8.*set env.cameras"):
+    with pytest.raises(ConfigError, match=f"env.id=.* renders images of {found}.*expected uint8.*set env.cameras"):
         build(cameras=["render"], image_size=20)
 
 

@@ -214,7 +214,7 @@ def test_a_sentence_of_info_holds_for_the_episode():
 @pytest.mark.parametrize(("name", "words"), [
     ("TwoTexts-v0", ["two instructions, 'hint' and 'task'", "at most one Text", "FilterObservation"]),
     ("TwoPlaces-v0", ["Text space 'task' and info['instruction']", "one instruction", "Wrapper"]),
-    ("Listed-v0", ["['lift', 'it'] (list)", "required: a str"]),
+    ("Listed-v0", ["['lift', 'it'] (list)", "expected a str"]),
     ("Renamed-v0", ["info['task_success']", "info['success'], info['is_success'], info['succeed']", "env.success_return="]),
     ("Planes-v0", ["['top']", "(3, 6, 9)", "neither a camera (uint8, [H, W, 3])", "env.state=none"]),
 ])  # fmt: skip

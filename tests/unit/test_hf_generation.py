@@ -261,7 +261,7 @@ def test_rows_stop_at_eos_and_are_filled_with_the_pad_token(tiny_lm, prompts):
 
 @pytest.mark.parametrize("pad", [-1, 48])
 def test_a_padding_token_without_an_embedding_is_refused_or_passed_over(tiny_lm, tmp_path, prompts, pad):
-    words = rf"pad_token_id has the ids \[{pad}\]; required: .* 0 to 47. Pass pad_token_id="
+    words = rf"pad_token_id has the ids \[{pad}\]; expected .* 0 to 47. Pass pad_token_id="
     with pytest.raises(ConfigError, match=words):
         HuggingFaceGeneration(tiny_lm(), max_new_tokens=4, pad_token_id=pad).generate(prompts, greedy=True)
     model = AutoModelForCausalLM.from_pretrained(tiny_lm())
@@ -323,7 +323,7 @@ def test_prepare_and_finish_may_be_repeated_and_weights_stay(tiny_lm, prompts):
     [
         ({"temprature": 1.0}, ConfigError, "temprature.*Did you mean 'temperature'"),
         ({"backend": "vllm"}, ConfigError, "backend is 'vllm'.*backend=hf"),
-        ({"attn_implementation": "flash"}, ConfigError, "'flash'; required: one of eager, .*implementation='sdpa'"),
+        ({"attn_implementation": "flash"}, ConfigError, "'flash'; expected one of eager, .*implementation='sdpa'"),
         ({"device_map": "foo"}, CheckpointError, "device_map=foo.*Pass device_map='auto'"),
         ({"torch_dtype": "bf17"}, ConfigError, "torch_dtype='bf17'.*Pass torch_dtype='bfloat16'"),
         ({"load_in_8bit": True}, MissingDependencyError, "load_in_8bit=True.*pip install bitsandbytes"),
@@ -374,9 +374,9 @@ def test_malformed_batches_are_refused(prompts):
         ("no 'attention_mask'.*input_ids", {"input_ids": ids}),
         (r"\[4, 6\].*\[4, 3\]", {"input_ids": ids, "attention_mask": torch.ones(4, 3)}),
         ("unpadded_sequence_lengths", {"output_ids": ids}),
-        (r"output_ids are \[4, 6\] and .* \[4, 6\]; required: \[B, S\] and \[B\]",
+        (r"output_ids are \[4, 6\] and .* \[4, 6\]; expected \[B, S\] and \[B\]",
          {"output_ids": ids, "unpadded_sequence_lengths": mask}),
-        ("'input_ids' is a list; required: a torch.Tensor", {"input_ids": ids.tolist(), "attention_mask": mask}),
+        ("'input_ids' is a list; expected a torch.Tensor", {"input_ids": ids.tolist(), "attention_mask": mask}),
     )  # fmt: skip
     for words, batch in rejections:
         with pytest.raises(ConfigError, match=words):

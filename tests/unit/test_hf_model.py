@@ -525,7 +525,7 @@ def test_parallelism_other_than_fsdp_is_refused_by_its_key():
     cluster = run_config(*(f"cluster.{key}=1" for key in keys)).cluster
     assert [getattr(cluster, key) for key in keys] == [1, 1, 1]
     for key in keys:
-        with pytest.raises(ConfigError, match=f"cluster.{key} is '2'; required: one of 1. Set cluster.{key}=1"):
+        with pytest.raises(ConfigError, match=f"cluster.{key} is '2'; expected one of 1. Set cluster.{key}=1"):
             run_config(f"cluster.{key}=2")
 
 
@@ -548,7 +548,7 @@ def test_attention_kernels_that_a_class_lacks_and_unknown_ones(folders):
     assert model.config._attn_implementation == plain.config._attn_implementation == "eager"
     llama = HFModel.from_pretrained(folders / "llama", attn_implementation="eager")
     assert llama.config._attn_implementation == "eager"
-    with pytest.raises(ConfigError, match="attn_implementation='spda'; required: one of eager, .*Pass .*='sdpa'"):
+    with pytest.raises(ConfigError, match="attn_implementation='spda'; expected one of eager, .*Pass .*='sdpa'"):
         HFModel.from_pretrained(folders / "llama", attn_implementation="spda")
 
 

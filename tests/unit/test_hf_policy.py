@@ -382,7 +382,7 @@ def test_rows_fill_the_positions_with_their_scaling_and_longer_ones_are_refused(
         ({"learning_rat": 1.0}, "learning_rat.*Did you mean 'learning_rate'"),
         ({"lr": 1.0}, "no key 'lr'. Did you mean 'learning_rate'.* Set learning_rate=1.0"),
         ({"learning_rate": -1.0}, "learning_rate is -1.0"),
-        ({"max_grad_norm": 0.0}, "max_grad_norm is 0.0; required: at least 1e-06"),
+        ({"max_grad_norm": 0.0}, "max_grad_norm is 0.0; expected at least 1e-06"),
         ({"torch_dtype": "float16"}, "torch_dtype=float16.*Pass torch_dtype='bfloat16'"),
         ({"top_p": 0.9}, "top_p=0.9.*Pass top_p=1.0"),
         ({"top_k": 5}, "top_k=5.*Pass top_k=None"),
@@ -404,13 +404,13 @@ def test_batches_that_do_not_fit_the_loss_are_refused(tiny_lm, batch):
     rejections = (
         ("micro_batch_size=3 splits a sample. Pass micro_batch_size=2", batch, DPOLossFn()),
         ("'advantages': 3.*the same for all keys", three, GRPOLossFn()),
-        ("loss_fn is 'nll'; required: a loss. Pass e.g. .*NLLLossFn", batch, "nll"),
-        ("loss_fn is <class .*required: a loss. Pass e.g. .*NLLLossFn", batch, NLLLossFn),
-        (r"data\['old_logprobs'\] is a list; required: a torch.Tensor", listed, GRPOLossFn()),
+        ("loss_fn is 'nll'; expected a loss. Pass e.g. .*NLLLossFn", batch, "nll"),
+        ("loss_fn is <class .*expected a loss. Pass e.g. .*NLLLossFn", batch, NLLLossFn),
+        (r"data\['old_logprobs'\] is a list; expected a torch.Tensor", listed, GRPOLossFn()),
         ("NLLLossFn has temperature=0.7.*temperature=0.5. Pass temperature=0.5", batch, NLLLossFn(temperature=0.7)),
         (r"no rows: its tokens have shape \[0, 6\]", batch.slice(0, 0), NLLLossFn()),
         ("Row 1 is not right-padded: column 0 is padding", left, NLLLossFn()),
-        (r"loss_fn returned tensor\(\[.*required: a scalar tensor with a gradient", batch,
+        (r"loss_fn returned tensor\(\[.*expected a scalar tensor with a gradient", batch,
          lambda model, data: model(data["input_ids"]).logits.mean((1, 2))),
     )  # fmt: skip
     for words, data, loss_fn in rejections:
@@ -432,9 +432,9 @@ def test_tokens_that_the_model_does_not_know_are_refused(tiny_lm, batch, call):
     assert again["logprobs"].equal(plain["logprobs"]), "what padding holds does not matter"
     for token in (48, -1):
         batch["input_ids"][1, 2] = token
-        with pytest.raises(ConfigError, match=f"Row 1 has the token id {token}; required: 0 to 47.*vocab_size=48"):
+        with pytest.raises(ConfigError, match=f"Row 1 has the token id {token}; expected 0 to 47.*vocab_size=48"):
             getattr(policy, call)(batch)
-    with pytest.raises(ConfigError, match="token ids have dtype torch.float32; required: integers"):
+    with pytest.raises(ConfigError, match="token ids have dtype torch.float32; expected integers"):
         getattr(policy, call)(batch | {"input_ids": batch["input_ids"].float()})
 
 

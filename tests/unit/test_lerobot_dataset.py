@@ -263,7 +263,7 @@ def test_nothing_is_overwritten_and_nothing_is_left_of_a_failure(tmp_path):
 def test_an_episode_of_another_shape_is_not_cut_anew(tmp_path, key, change):
     made = episodes(lengths=(4, 4))
     made[1][key] = change(made[1][key])
-    with pytest.raises(ConfigError, match="of episode 1 is .*required: "):
+    with pytest.raises(ConfigError, match="of episode 1 is .*expected "):
         write(tmp_path / "data", made)
     assert not list(tmp_path.iterdir())
 
@@ -297,7 +297,7 @@ def test_a_dataset_cut_short_or_of_another_version_is_refused(tmp_path):
     with pytest.raises(ConfigError, match="incomplete .ArrowInvalid"):
         open_fixture(folder)
     for text, words in (
-        (json.dumps(info | {"codebase_version": "v2.1"}), "version v2.1; required: v3.0.*convert_dataset_v21_to_v30"),
+        (json.dumps(info | {"codebase_version": "v2.1"}), "version v2.1; expected v3.0.*convert_dataset_v21_to_v30"),
         ("{", "cannot be read as the description of a LeRobotDataset"),
     ):
         path.write_text(text)
@@ -325,7 +325,7 @@ def test_a_video_that_is_missing_or_cut_and_a_frame_that_it_does_not_have_are_re
 def test_numbers_that_are_not_finite_and_odd_images_of_a_video_are_refused(tmp_path):
     made = episodes()
     made[2]["actions"][1, 0] = np.nan
-    with pytest.raises(ConfigError, match="'action' of episode 2 is .*required: finite numbers"):
+    with pytest.raises(ConfigError, match="'action' of episode 2 is .*expected finite numbers"):
         write(tmp_path / "own", made)
     folder = write(tmp_path / "data", episodes())
     (path,) = (folder / "data").glob("*/*.parquet")

@@ -181,9 +181,9 @@ def test_what_cannot_be_is_refused_by_name(checkpoint, tiny_lm, batch, monkeypat
         with pytest.raises(ConfigError, match=words):
             check_family(AutoConfig.for_model("llama", **fields), *sizes)
     for words, family, fields in (
-        ("model_type=gpt2; required: llama or mistral", "gpt2", {}),
-        ("sliding_window=3; required: None", "mistral", {"sliding_window": 3}),
-        ("hidden_act=gelu; required: silu", "llama", {"hidden_act": "gelu"}),
+        ("model_type=gpt2; expected llama or mistral", "gpt2", {}),
+        ("sliding_window=3; expected None", "mistral", {"sliding_window": 3}),
+        ("hidden_act=gelu; expected silu", "llama", {"hidden_act": "gelu"}),
         ("no place for 2 weights.*o_proj.bias", "llama", {"attention_bias": True}),
     ):
         with pytest.raises(ConfigError, match=words):

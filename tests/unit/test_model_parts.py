@@ -307,7 +307,7 @@ def test_cnn_names_the_size_and_the_cameras_that_it_needs():
         cnn().preprocess(seen(["go"], size=40))
     with pytest.raises(ConfigError, match="reads 2 cameras, but the environment provides 1"):
         cnn(num_images_in_input=2).preprocess(seen(["go"]))
-    with pytest.raises(ConfigError, match="image_size is 20; required: at least 36"):
+    with pytest.raises(ConfigError, match="image_size is 20; expected at least 36"):
         cnn(image_size=20)
 
 

@@ -116,7 +116,7 @@ def test_where_the_gate_only_warns_the_whole_rollout_is_scored(tmp_path):
         ),
         (
             ["model=pi0_tiny", "env.state=proprio", "model.init_config.joint_logprob=false"],
-            "algorithm.name=ppo and Pi0ForRLActionPrediction as configured; required: values.*or algorithm=grpo",
+            "algorithm.name=ppo and Pi0ForRLActionPrediction as configured; expected values.*or algorithm=grpo",
         ),
     ],
 )

@@ -203,9 +203,9 @@ def test_messages_of_sharegpt_are_those_with_role_and_content():
         ({"text": "a"}, "no column 'messages'. Known: text. Set train.train_policy.conversation_column_name=<column>"),
         ({"message": []}, "no column 'messages'. Did you mean 'message'"),
         ({"messages": None}, "column 'messages' is null"),
-        ({"messages": []}, "its conversation is .*required: messages with role"),
-        ({"messages": "text"}, "its conversation is 'text'; required: messages with role"),
-        ({"messages": ["a"]}, "message 0 is 'a'; required: role and content"),
+        ({"messages": []}, "its conversation is .*expected messages with role"),
+        ({"messages": "text"}, "its conversation is 'text'; expected messages with role"),
+        ({"messages": ["a"]}, "message 0 is 'a'; expected role and content"),
         (
             {"messages": [QUESTION, {"content": "b"}]},
             "message 1 has no 'role', only content",
@@ -213,18 +213,18 @@ def test_messages_of_sharegpt_are_those_with_role_and_content():
         ({"messages": [{"from": "human"}]}, "message 0 has no 'value', only from; required"),
         (
             {"messages": [{"from": "alien", "value": "b"}]},
-            "message 0 has 'from': 'alien'; required: one of human, gpt, system",
+            "message 0 has 'from': 'alien'; expected one of human, gpt, system",
         ),
         (
             {"messages": [{"from": ["human"], "value": "b"}]},
-            "message 0 has 'from': .'human'.; required: one of human, gpt",
+            "message 0 has 'from': .'human'.; expected one of human, gpt",
         ),
         (
             {"messages": [{"role": "human", "content": "b"}]},
-            "message 0 has 'role': 'human'; required: one of system, user",
+            "message 0 has 'role': 'human'; expected one of system, user",
         ),
         ({"messages": [QUESTION | {"content": None}]}, "message 0 has no 'content', only role"),
-        ({"messages": [QUESTION | {"content": 3}]}, "message 0 has 'content': 3; required: a text"),
+        ({"messages": [QUESTION | {"content": 3}]}, "message 0 has 'content': 3; expected a text"),
         ({"messages": [QUESTION]}, "no assistant message"),
         (
             {"messages": [QUESTION | {"content": [{"type": "image"}]}, ANSWER]},
@@ -232,7 +232,7 @@ def test_messages_of_sharegpt_are_those_with_role_and_content():
         ),
         (
             {"messages": [QUESTION, ANSWER | {"content": [{"type": "image"}]}]},
-            "an assistant message has parts .'image'.; required: text",
+            "an assistant message has parts .'image'.; expected text",
         ),
         ({"messages": [QUESTION | {"content": "\ufdd0"}, ANSWER]}, "characters U.FDD0"),
     ],
@@ -289,7 +289,7 @@ def test_models_without_template_or_offsets_are_refused():
     with pytest.raises(ConfigError, match="no chat template. .*raw_text_sft.py"):
         ready(ChatPacker(), tokenizer)
     slow = SimpleNamespace(chat_template="x", is_fast=False)
-    with pytest.raises(ConfigError, match="required: a fast tokenizer"):
+    with pytest.raises(ConfigError, match="expected a fast tokenizer"):
         ready(ChatPacker(), slow)
 
 
@@ -371,7 +371,7 @@ def test_prompts_end_where_the_model_answers():
     )
     with pytest.raises(BadRowError, match="last message is from the assistant"):
         ready(PromptPacker(), chat_tokenizer("phi")).prompt({"prompt": [QUESTION, ANSWER], "answer": ""})
-    with pytest.raises(BadRowError, match="prompt has .* tokens; required: fewer than policy.model_max_length=4"):
+    with pytest.raises(BadRowError, match="prompt has .* tokens; expected fewer than policy.model_max_length=4"):
         ready(PromptPacker(), chat_tokenizer("phi"), max_length=4).prompt({"prompt": [QUESTION], "answer": ""})
     with pytest.raises(BadRowError, match="no column 'answer'.*response_column_name"):
         ready(PromptPacker(), chat_tokenizer("phi")).prompt({"prompt": [QUESTION]})
@@ -382,7 +382,7 @@ def test_a_prompt_leaves_a_position_for_its_answer():
     length = len(ready(ChatPacker(), tokenizer).prompt(row).input_ids)
     assert len(ready(ChatPacker(), tokenizer, max_length=length + 1).prompt(row).input_ids) == length
     with pytest.raises(
-        BadRowError, match=f"its prompt has {length} tokens; required: fewer than .*model_max_length={length}"
+        BadRowError, match=f"its prompt has {length} tokens; expected fewer than .*model_max_length={length}"
     ):
         ready(ChatPacker(), tokenizer, max_length=length).prompt(row)
 

@@ -187,7 +187,7 @@ def test_a_mark_in_a_text_is_the_next_image(processors):
         (["missing.png", "one.png"], "the image '.*missing.png' does not exist"),
         (["broken.png", "one.png"], "the image 'broken.png' cannot be read"),
         ([{"bytes": b"x", "path": None}, "one.png"], "the image in the dataset cannot be read"),
-        ([3, "one.png"], "an image is a int; required: a path"),
+        ([3, "one.png"], "an image is a int; expected a path"),
     ],
 )
 def test_images_that_cannot_be_read_are_named(processors, tmp_path, images, message):

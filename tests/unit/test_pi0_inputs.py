@@ -51,7 +51,7 @@ def test_a_camera_that_is_absent_in_one_row_changes_that_row_as_if_it_were_not_t
     alone = model.predict_action_batch(**model.preprocess(front), uniforms=uniforms).actions
     torch.testing.assert_close(found, torch.cat([alone[:1], both[1:]]), atol=1e-5, rtol=0)
     assert (both[0] - alone[0]).abs().max() > 1e-4, "control: the second camera counts where it is there"
-    with pytest.raises(ConfigError, match=r"image_mask has the shape \[2\]; required: \[2, 2\]"):
+    with pytest.raises(ConfigError, match=r"image_mask has the shape \[2\]; expected \[2, 2\]"):
         model.preprocess(observation, mask[:, 0])
 
 

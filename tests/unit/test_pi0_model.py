@@ -321,7 +321,7 @@ def test_observations_that_do_not_fit_are_refused(changes, observation, message)
 @pytest.mark.parametrize(
     "changes, message",
     [
-        ({"noise_method": "sde"}, r"'sde'; required: flow_sde or flow_ode.*noise_method=flow_sde"),
+        ({"noise_method": "sde"}, r"'sde'; expected flow_sde or flow_ode.*noise_method=flow_sde"),
         ({"noise_std_range": [0.2, 0.1]}, r"\[0\.2, 0\.1\].*noise_std_range=\[0\.08,0\.16\]"),
         ({"num_steps": 0}, r"num_steps is 0.*num_steps=4"),
         ({"paligemma_variant": "gemma_2b_lora", "vlm": None}, r"'gemma_2b_lora'.*Merge the LoRA weights.*model\.model_path="),

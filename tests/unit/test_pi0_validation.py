@@ -19,7 +19,7 @@ from rlinf.preflight.compatibility import check_inputs
         ({"type": "smolvla"}, r"model type 'smolvla'.*Set model\.model_type=smolvla"),
         ({"type": "xvla"}, r"model type 'xvla'.*Set model\.model_path=<a different folder>"),
         ({"vlm": {"text_config": {"hidden_size": 8}}}, r"vlm lacks width, depth.*Set model\.model_path="),
-        ({"vision": {"image_size": 16}}, r"vision lacks hidden_size.*required: hidden_size.*Set model\.model_path="),
+        ({"vision": {"image_size": 16}}, r"vision lacks hidden_size.*expected hidden_size.*Set model\.model_path="),
         ({"expert": "gemma_300m"}, r"expert lacks width.*Set model\.model_path="),
     ],
 )

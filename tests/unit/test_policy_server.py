@@ -168,7 +168,7 @@ def test_a_list_of_requests_is_answered_together(shared):
     actions = ask(shared[0], {BATCH: requests})["actions"]
     assert np.array_equal(actions, np.stack([CHUNK + number for number in range(6)]))
     assert shared[1].batches[-2:] == [[0, 1, 2, 3], [4, 5]], "in calls of max_batch=4"
-    assert f"{BATCH} has 65 requests; required: at most 64" in ask(shared[0], {BATCH: requests[:1] * 65})
+    assert f"{BATCH} has 65 requests; expected at most 64" in ask(shared[0], {BATCH: requests[:1] * 65})
 
 
 @pytest.mark.parametrize(

@@ -167,7 +167,7 @@ def test_json_and_parquet_give_the_same_questions(tmp_path):
         ('{"question": "1?", "answer": "2"}\n', {"prompt_column": "questions"}, "Did you mean 'question'"),
         ('{"question": "1?", "answer": "D", "options": ["x", "y"]}\n', {}, "the letter of an option"),
         ('{"id": 1, "question": "1?", "answer": "2"}\n' * 2, {}, "Rows 0 and 1 .* the same id '1'"),
-        ("[1]\n", {}, "required: a map of columns"),
+        ("[1]\n", {}, "expected a map of columns"),
         ('{"question": "<image>What happens?", "video": "v.mp4", "answer": "x"}', {},
          "Row 0 .*its question has <image>, but its columns have a video and no image"),
         ('{"question": "1?", "answer": "2"}\n', {"category_column": "topic"}, "no column 'topic'"),

@@ -249,7 +249,7 @@ def test_ranks_that_have_all_ended_before_the_command_looks_are_told_by_their_en
 def test_a_machine_without_the_folders_or_with_other_software_takes_no_rank(tmp_path):
     machine = CommandMachine.here([])
     machine.check_for_rank([str(tmp_path)])
-    with pytest.raises(ConfigError, match=f"has no folder {tmp_path}/run; required: .* output_dir=<a shared folder>"):
+    with pytest.raises(ConfigError, match=f"has no folder {tmp_path}/run; expected .* output_dir=<a shared folder>"):
         machine.check_for_rank([str(tmp_path), f"{tmp_path}/run"])
     other = replace(machine, host="elsewhere", software=machine.software | {"version of torch": "1.0"})
     with pytest.raises(ConfigError, match="version of torch: machine 1 on .* machine 0 on elsewhere has 1.0"):

@@ -120,13 +120,13 @@ def test_the_rows_of_a_step_depend_on_seed_and_step_alone():
 
 def even(row: dict) -> int:
     if row["n"] % 2:
-        raise BadRowError("it is odd; required: even.")
+        raise BadRowError("it is odd; expected even.")
     return row["n"]
 
 
 def test_a_bad_row_ends_the_run_or_is_replaced_and_counted(caplog):
     with pytest.raises(
-        BadRowError, match="Row 1 of data cannot be used: it is odd; required: even. .*skip_bad_rows=true"
+        BadRowError, match="Row 1 of data cannot be used: it is odd; expected even. .*skip_bad_rows=true"
     ):
         PackedRows(Rows(ROWS, "data"), even).check()
     test, train = Rows(ROWS, "data").split_off(3)
@@ -174,7 +174,7 @@ def test_a_check_stops_when_its_time_is_over():
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("a.txt", "x", "type '.txt'; required: .csv, .json"),
+        ("a.txt", "x", "type '.txt'; expected .csv, .json"),
         ("empty.jsonl", "", "has no rows. Set"),
         ("bad.jsonl", '{"n": 1}\n{"n": \n', "Line 2 of .*bad.jsonl is not JSON"),
         ("bad.parquet", "x", "bad.parquet' .split train. cannot be read"),
@@ -199,7 +199,7 @@ def test_names_and_splits_that_do_not_exist_are_named(tmp_path):
         load_rows("")
     with pytest.raises(ConfigError, match="the dataset has no rows"):
         Rows([])
-    with pytest.raises(BadRowError, match="Row 0 of the dataset cannot be used: it is 3; required: a map of columns"):
+    with pytest.raises(BadRowError, match="Row 0 of the dataset cannot be used: it is 3; expected a map of columns"):
         PackedRows(Rows([3]), even).check()
 
 

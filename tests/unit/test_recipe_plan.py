@@ -103,7 +103,7 @@ def test_the_rest_of_the_ranks_are_shards():
     assert make_plan(config, 8).shards == 8
     config.policy.parallelism.n_init_replicas = 2
     assert make_plan(config, 8).shards == 4
-    with pytest.raises(ConfigError, match="does not divide over 3 ranks; required: a multiple of 3"):
+    with pytest.raises(ConfigError, match="does not divide over 3 ranks; expected a multiple of 3"):
         make_plan(config, 6)
 
 
@@ -193,7 +193,7 @@ def test_a_launcher_gives_engines_no_gpus_of_their_own(monkeypatch):
     plan = make_plan(config, 2)
     assert (plan.workers, plan.num_gpus) == (0, 2)
     with pytest.raises(
-        ConfigError, match="tp_size is 2, but each policy rank .*required: 1. Set rollout.parallelism.tp_size=1"
+        ConfigError, match="tp_size is 2, but each policy rank .*expected 1. Set rollout.parallelism.tp_size=1"
     ):
         check_engines(config, plan, "cuda")
     check_engines(config, plan, "cpu")  # where the trained model generates
@@ -401,7 +401,7 @@ def test_players_that_do_not_fit_are_refused(overrides, fix):
 
 
 def test_sft_has_no_players():
-    with pytest.raises(ConfigError, match="type=sft; required: grpo"):
+    with pytest.raises(ConfigError, match="type=sft; expected grpo"):
         plan_of("mistral-7b-fsdp4-sft", DISAGGREGATED)
 
 

@@ -337,12 +337,12 @@ def test_what_is_no_number_ends_the_command_and_the_robot_holds(value):
     clock = Clock()
     as_it_was = clock.get_observation
     clock.get_observation = lambda: as_it_was() if len(clock.sent) < 3 else {"now": value}
-    with pytest.raises(ConfigError, match="now is .*required: a number"):
+    with pytest.raises(ConfigError, match="now is .*expected a number"):
         played(clock)
     assert clock.sent == [1, 2, 3, 0]
     clock = Clock()
     clock.position = lambda: value  # no reading at all
-    with pytest.raises(ConfigError, match="joint is .*required: a number"):
+    with pytest.raises(ConfigError, match="joint is .*expected a number"):
         played(clock)
     assert clock.sent == []
 

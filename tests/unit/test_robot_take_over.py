@@ -281,11 +281,11 @@ def test_a_folder_of_another_rate_or_other_columns_is_not_added_to(tmp_path):
         if recorder.pending.name == "kept":
             recorder.write([result])
             continue
-        with pytest.raises(ConfigError, match="fps=20.*required: 10" if recorder is before else "env="):
+        with pytest.raises(ConfigError, match="fps=20.*expected 10" if recorder is before else "env="):
             recorder.write([result])
         assert len(list(recorder.pending.glob("*.npz"))) == 1, "the episode stays"
     assert lerobot_dataset.open_dataset(folder, {}, "observation.state").num_episodes == 1
-    with pytest.raises(ConfigError, match="fps=20.*required: 10.*Set fps=20"):
+    with pytest.raises(ConfigError, match="fps=20.*expected 10.*Set fps=20"):
         EpisodeRecorder(folder, tmp_path / "again", 10, {"name": "clock"})
     EpisodeRecorder(folder, tmp_path / "again", 20, {"name": "clock"})
 

@@ -41,8 +41,8 @@ def test_a_mask_of_another_length_and_no_rows_are_refused():
 
 
 def test_a_bad_row_names_its_place_and_the_override():
-    error = BadRowError("role is missing; required: role and content.").at(3, "data.jsonl")
+    error = BadRowError("role is missing; expected role and content.").at(3, "data.jsonl")
     assert str(error) == (
-        "Row 3 of data.jsonl cannot be used: role is missing; required: role and content. Fix the row, or set "
+        "Row 3 of data.jsonl cannot be used: role is missing; expected role and content. Fix the row, or set "
         "train.train_policy.dataset.skip_bad_rows=true to skip such rows"
     )

@@ -158,13 +158,13 @@ def test_pictures_of_a_message_share_one_budget(monkeypatch):
     Image.new("RGB", (10, 10)).save(data, "png")
     image = picture_of(data=data.getvalue(), shape=[10, 10, 3])
     assert len(decode(packed({"images": [image] * 9}))["images"]) == 9, "a control"
-    with pytest.raises(MessageError, match="too many pixels; required: at most 900"):
+    with pytest.raises(MessageError, match="too many pixels; expected at most 900"):
         decode(packed({"images": [image] * 10}))
 
 
 @pytest.mark.parametrize("broken", [[[[0] * 100] * 40] * 40, [[{"a": 0}] * 1000] * 50])
 def test_entries_are_counted_over_the_whole_message(broken):
-    with pytest.raises(MessageError, match="too many entries; required: at most 65536"):
+    with pytest.raises(MessageError, match="too many entries; expected at most 65536"):
         decode(packed(broken))
     assert decode(packed(broken[:10])) == broken[:10], "a control"
 
@@ -241,11 +241,11 @@ def test_pictures_of_floats_are_those_of_bytes():
     ("request_", "said"),
     [
         ({"images": {}}, "no images['front']; found: no keys"), ({"images": {"side": 1}}, "no images['front']; found: side"),
-        ({"images": 3}, "no images['front']; found: a int"), ({"images": {"front": "x"}}, "required: an image"),
-        ({"images": {"front": np.zeros((4, 4))}}, "[4, 4]; required: an image"),
+        ({"images": 3}, "no images['front']; found: a int"), ({"images": {"front": "x"}}, "expected an image"),
+        ({"images": {"front": np.zeros((4, 4))}}, "[4, 4]; expected an image"),
         ({"images": {"front": np.full((4, 4, 3), 2.0)}}, "outside 0 to 1"),
         ({"images": {"front": np.full((4, 4, 3), np.nan)}}, "outside 0 to 1"), ({"prompt": None}, "no prompt"), ({}, "no state"),
-        ({"state": "far"}, "state is"), ({"state": ["1", "2"]}, "state is a list; required: numbers"), ({"state": [[1], [2, 3]]}, "state is"),
+        ({"state": "far"}, "state is"), ({"state": ["1", "2"]}, "state is a list; expected numbers"), ({"state": [[1], [2, 3]]}, "state is"),
     ],
 )  # fmt: skip
 def test_an_observation_that_does_not_fit_is_refused_by_name(request_, said):
@@ -259,10 +259,10 @@ def test_widths_are_those_of_each_part_and_sizes_are_compared_before_anything_is
     image = np.zeros((4, 4, 3), np.uint8)
     request = {"observation/exterior_image_1_left": image, "prompt": "x"}
     request |= {"observation/joint_position": np.zeros(6), "observation/gripper_position": np.zeros(2)}
-    with pytest.raises(MessageError, match="observation/joint_position has 6 values; required: 7"):
+    with pytest.raises(MessageError, match="observation/joint_position has 6 values; expected 7"):
         layout_of("droid", ["front"]).read(request, ["front"], reads_state=True)
     request |= {"observation/joint_position": np.zeros(7), "observation/gripper_position": 1.0}
     assert layout_of("droid", ["front"]).read(request, ["front"], reads_state=True)["state"].shape == (8,)
     nan = {"images": {"front": np.full((4, 4, 3), np.nan)}, "prompt": "x"}
-    with pytest.raises(MessageError, match=r"has the shape \[4, 4, 3\]; required: \[8, 8, 3\]"):
+    with pytest.raises(MessageError, match=r"has the shape \[4, 4, 3\]; expected \[8, 8, 3\]"):
         layout_of("rlinf", ["front"]).read(nan, ["front"], False, image_size=8)

@@ -41,7 +41,7 @@ def test_misfits_are_refused_with_the_override_that_mends_them(num_envs, group_s
         check_env_groups(config_with(num_envs))
         assert len(sums.rank_range(num_envs // group_size, 0, num_ranks)) * num_ranks * group_size == num_envs
         return
-    with pytest.raises(ConfigError, match=f"rollout.num_envs={num_envs}; required: a multiple of") as error:
+    with pytest.raises(ConfigError, match=f"rollout.num_envs={num_envs}; expected a multiple of") as error:
         check_env_groups(config_with(num_envs))
     key, mended = str(error.value).rsplit("Set ", 1)[1].rstrip(".").split("=")
     assert key == "rollout.num_envs"

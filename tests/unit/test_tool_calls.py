@@ -130,7 +130,7 @@ def test_what_shows_no_tools_refuses_them():
     with pytest.raises(BadRowError, match="cannot have its column 'tools'"):
         prompts.prompt({"prompt": "2+2?", "tools": TOOLS})
     method.system_prompt = "Be brief."
-    with pytest.raises(BadRowError, match="cannot have train.train_policy.system_prompt; required: messages"):
+    with pytest.raises(BadRowError, match="cannot have train.train_policy.system_prompt; expected messages"):
         prompts.prompt({"prompt": "2+2?"})
 
 
@@ -155,10 +155,10 @@ def test_the_tools_reach_a_prompt():
         (BLIND, row("I add.", None), "does not render its tool calls"),
         (BLIND, {"messages": [QUESTION, LAST], "tools": TOOLS}, "does not render its column 'tools'"),
         (HERMES, row(None, None, [{"function": {"arguments": {}}}]), "message 1 has the tool call .* a function with a name"),
-        (HERMES, row(None, "[oops"), "the column 'tools' is '\\[oops'; required: JSON"),
-        (HERMES, row(None, 3), "its column 'tools' is 3; required: a list of JSON schemas"),
+        (HERMES, row(None, "[oops"), "the column 'tools' is '\\[oops'; expected JSON"),
+        (HERMES, row(None, 3), "its column 'tools' is 3; expected a list of JSON schemas"),
         (HERMES, row(None, None, []), "message 1 has no 'content'"),
-        (HERMES, row(None, None, 5), "message 1 has tool calls 5; required: a list"),
+        (HERMES, row(None, None, 5), "message 1 has tool calls 5; expected a list"),
     ],
     ids=["blind to calls", "blind to tools", "no name", "no JSON", "no list", "neither", "a number"],
 )  # fmt: skip

@@ -207,15 +207,15 @@ def test_sampling_arguments_follow_the_settings():
         ({"stop_strings": ["x"]}, r"no setting 'stop_strings'. Pass eos_token_id="),
         ({"stop_token_ids": [3]}, r"no setting 'stop_token_ids'. Pass eos_token_id=\[<ids>\]$"),
         ({"ignore_eos": True}, r"no setting 'ignore_eos'. Pass eos_token_id=\[\]"),
-        ({"max_new_tokens": 1.5}, r"max_new_tokens is '1.5' \(float\); required: int"),
-        ({"max_new_tokens": "8"}, r"max_new_tokens is '8' \(str\); required: int"),
-        ({"max_new_tokens": 0}, "max_new_tokens is 0; required: at least 1"),
-        ({"top_k": -1}, "top_k is -1; required: at least 1"),
-        ({"top_p": 0.0}, "top_p is 0.0; required: at least 1e-06"),
-        ({"top_p": 1.5}, "top_p is 1.5; required: .* at most 1"),
-        ({"temperature": -1.0}, "temperature is -1.0; required: at least 1e-06"),
+        ({"max_new_tokens": 1.5}, r"max_new_tokens is '1.5' \(float\); expected int"),
+        ({"max_new_tokens": "8"}, r"max_new_tokens is '8' \(str\); expected int"),
+        ({"max_new_tokens": 0}, "max_new_tokens is 0; expected at least 1"),
+        ({"top_k": -1}, "top_k is -1; expected at least 1"),
+        ({"top_p": 0.0}, "top_p is 0.0; expected at least 1e-06"),
+        ({"top_p": 1.5}, "top_p is 1.5; expected .* at most 1"),
+        ({"temperature": -1.0}, "temperature is -1.0; expected at least 1e-06"),
         ({"temperature": float("nan")}, "temperature is nan"),
-        ({"repetition_penalty": 0.0}, "repetition_penalty is 0.0; required: at least 1e-06"),
+        ({"repetition_penalty": 0.0}, "repetition_penalty is 0.0; expected at least 1e-06"),
     ],
 )
 def test_settings_are_refused_by_engines_and_policies_with_one_message(has_vllm, setting, message):
@@ -238,7 +238,7 @@ def test_settings_are_refused_by_engines_and_policies_with_one_message(has_vllm,
 )
 def test_tokens_that_the_model_has_not_are_refused_by_both_engines(has_vllm, tiny_lm, prompts, setting, ids):
     name = next(iter(setting))
-    message = f"{name} contains {re.escape(ids)}; required: ids from 0 to 47. Pass {name}=None"
+    message = f"{name} contains {re.escape(ids)}; expected ids from 0 to 47. Pass {name}=None"
     generation = VllmGeneration(None, {"model_name": tiny_lm(), **setting})
     calls = (
         generation.prepare_for_generation,
@@ -258,8 +258,8 @@ IDS = torch.full((2, 3), 7)
     ("batch", "message"),
     [
         ({"input_ids": IDS[:0], "attention_mask": IDS[:0]}, r"The batch has no rows: its tokens have shape \[0, 3\]"),
-        ({"input_ids": IDS.float(), "attention_mask": IDS}, "token ids have dtype torch.float32; required: integers"),
-        ({"input_ids": IDS, "attention_mask": IDS, "tag": ["a"]}, "numbers of rows are.*required: the same"),
+        ({"input_ids": IDS.float(), "attention_mask": IDS}, "token ids have dtype torch.float32; expected integers"),
+        ({"input_ids": IDS, "attention_mask": IDS, "tag": ["a"]}, "numbers of rows are.*expected the same"),
         ({"input_ids": IDS, "attention_mask": torch.tensor([[0, 1, 1]] * 2)}, "Row 0 is not right-padded"),
         ({"input_ids": IDS, "attention_mask": 0 * IDS}, "Row 0 has no tokens"),
     ],
@@ -348,7 +348,7 @@ def test_images_of_a_family_that_vllm_knows_go_to_the_engine_row_by_row(has_vllm
     image = request.prompts[0]["image"]
     assert image["pixel_values"].tolist() == patches.tolist() and image["image_grid_thw"].tolist() == [[1, 2, 2]]
     assert request.sampling["logit_bias"] == dict.fromkeys((7, 8, 9, 10), -100.0)
-    with pytest.raises(ConfigError, match="'image_grid_thw' as Tensor; required: a list with a tensor"):
+    with pytest.raises(ConfigError, match="'image_grid_thw' as Tensor; expected a list with a tensor"):
         generation.generate(BatchedDataDict({**data, "image_grid_thw": torch.ones(2, 3)}), greedy=True)
     with pytest.raises(ConfigError, match="'position_ids'.*accepts only token ids"):
         generation.generate(BatchedDataDict({**data, "position_ids": torch.ones(2, 2)}), greedy=True)

@@ -85,7 +85,7 @@ class NumberedEpisodes(gymnasium.vector.VectorEnv):
         if seeds is None or min(seeds) < 0 or max(seeds) >= len(self._episodes):
             found = "no seed" if seeds is None else f"the seeds {min(seeds)} to {max(seeds)}"
             raise ValueError(
-                f"The env got {found}; required: numbers of its {len(self._episodes)} episodes, from 0. Type --seed=0 and an "
+                f"The env got {found}; expected numbers of its {len(self._episodes)} episodes, from 0. Type --seed=0 and an "
                 "--eval.batch_size that divides --eval.n_episodes, or raise env.num_eval_init_states in --env.overrides"
             )
         observation, _ = self._env.reset(options={"episodes": [self._episodes[number] for number in seeds]})

@@ -40,7 +40,7 @@ class RLinfPolicy(PreTrainedPolicy):
         """Load the export that ``config.json`` of a local folder names."""
         folder = Path(pretrained_name_or_path)
         if not folder.is_dir():
-            raise FileNotFoundError(f"{folder} is no folder on this machine; required: one. Download it first")
+            raise FileNotFoundError(f"{folder} is no folder on this machine; expected one. Download it first")
         config = config or RLinfConfig.from_pretrained(folder)
         return cls(config, folder).eval()
 

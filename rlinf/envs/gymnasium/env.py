@@ -211,7 +211,7 @@ def action_bounds(space: gymnasium.Space, env_id: str) -> tuple[np.ndarray, np.n
         bounds = np.float32(np.ravel(low) - margin), np.float32(np.ravel(high) + margin)
     if not (bounds[0].size and np.isfinite(bounds).all()):
         raise ConfigError(
-            f"env.id={env_id} has the action space {space}; required: a Box with finite bounds, Discrete, MultiDiscrete or "
+            f"env.id={env_id} has the action space {space}; expected a Box with finite bounds, Discrete, MultiDiscrete or "
             "MultiBinary. Register a version with a gymnasium.ActionWrapper, and name it in env.id"
         )
     return bounds
@@ -397,13 +397,13 @@ class GymnasiumSimulator(Simulator):
             try:
                 function = import_string(self.config.expert)
             except (ImportError, AttributeError) as error:
-                raise ConfigError(f"{expert} cannot be imported ({error}); required: module:function") from error
+                raise ConfigError(f"{expert} cannot be imported ({error}); expected module:function") from error
             action = function(self._observation, self._env)
         with suppress(ValueError, TypeError):
             numbers = np.asarray(action, np.float32).ravel()
             if numbers.shape == self._spaces.action_low.shape and np.isfinite(numbers).all():
                 return np.clip(numbers, self._spaces.action_low, self._spaces.action_high)
-        raise ConfigError(f"{expert} returns {action!r:.80}; required: an action of {self._env.action_space}")
+        raise ConfigError(f"{expert} returns {action!r:.80}; expected an action of {self._env.action_space}")
 
     def render(self, size: int) -> np.ndarray:
         """Return the env's image, or its first camera's if it lacks render_mode=rgb_array; errors are as in ``make_single``."""

@@ -65,7 +65,7 @@ def _numbers_of(space: gymnasium.Space, path: Path, observation: Any, env_id: st
         value = part(observation, path)
         if np.shape(value) == space.shape if isinstance(space, Box) else space.contains(value):
             return gymnasium.spaces.flatten(space, value)
-    raise ConfigError(f"{_named(path)} of env.id={env_id} is {value!r:.80}; required: an element of its space {space}")
+    raise ConfigError(f"{_named(path)} of env.id={env_id} is {value!r:.80}; expected an element of its space {space}")
 
 
 def parts_of(space: gymnasium.Space, env_id: str) -> ObservationParts:
@@ -76,7 +76,7 @@ def parts_of(space: gymnasium.Space, env_id: str) -> ObservationParts:
             if parts.instruction is not None:
                 texts = " and ".join(f"'{_dotted(text)}'" for text in (parts.instruction, path))
                 raise ConfigError(
-                    f"The observation of env.id={env_id} has two instructions, {texts}; required: at most one Text space. "
+                    f"The observation of env.id={env_id} has two instructions, {texts}; expected at most one Text space. "
                     "Register a version with one of them (gymnasium.wrappers.FilterObservation), and name it in env.id"
                 )
             parts.instruction = path
@@ -116,7 +116,7 @@ def _flat(space: gymnasium.Space, path: Path, env_id: str) -> Box:
 
 def old_interface_error(env_id: str, problem: str, fix: str) -> ConfigError:
     """Return the error for an env that uses gym's older interface."""
-    return ConfigError(f"env.id={env_id} uses gym's older interface: {problem}; required: gymnasium's. Write {fix}")
+    return ConfigError(f"env.id={env_id} uses gym's older interface: {problem}; expected gymnasium's. Write {fix}")
 
 
 def reset(env: gymnasium.Env, env_id: str, seed: int) -> tuple[Any, Mapping[str, Any]]:
@@ -144,7 +144,7 @@ def step(env: gymnasium.Env, env_id: str, action: Any) -> tuple[Any, float, bool
         )
     observation, reward, terminated, truncated, info = result
     if not isinstance(info, Mapping):
-        raise ConfigError(f"`info` {source} is {info!r:.80}; required: a dict, which may be empty")
+        raise ConfigError(f"`info` {source} is {info!r:.80}; expected a dict, which may be empty")
     ends = flag_of(terminated, f"`terminated` {source}"), flag_of(truncated, f"`truncated` {source}")
     return observation, number_of(reward, f"`reward` {source}"), *ends, info
 
@@ -159,7 +159,7 @@ def read_success(info: Mapping[str, Any], env_id: str, rejects: bool = True) -> 
         if isinstance(value, bool | np.bool_) and OTHER_SUCCESS.search(str(key)) and not NO_FLAG.search(str(key)):
             known = ", ".join(f"info['{name}']" for name in SUCCESS_KEYS)
             text = (
-                f"env.id={env_id} seems to report success in info['{key}'], which is not read; required: one of {known}. Register "
+                f"env.id={env_id} seems to report success in info['{key}'], which is not read; expected one of {known}. Register "
                 "a version with a gymnasium.Wrapper that renames it, or set env.success_return=<minimum return of a success>"
             )
             if rejects:
@@ -176,13 +176,13 @@ def instruction_of(parts: ObservationParts, observation: Any, info: Mapping[str,
     )
     if text is not None and from_info is not None:
         raise ConfigError(
-            f"env.id={env_id} has two instructions, the Text space '{_dotted(parts.instruction)}' and info['{INSTRUCTION_KEY}']; required: "
+            f"env.id={env_id} has two instructions, the Text space '{_dotted(parts.instruction)}' and info['{INSTRUCTION_KEY}']; expected "
             "one instruction. Register a version that omits one with a gymnasium.Wrapper, and name it in env.id"
         )
     instruction = text if from_info is None else from_info
     if instruction is not None and not isinstance(instruction, str):
         raise ConfigError(
-            f"The instruction of env.id={env_id} is {instruction!r} ({type(instruction).__name__}); required: a str. "
+            f"The instruction of env.id={env_id} is {instruction!r} ({type(instruction).__name__}); expected a str. "
             "Return one from reset and step"
         )
     return instruction

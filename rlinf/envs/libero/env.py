@@ -142,7 +142,7 @@ class LiberoVectorEnv(ProcessVectorEnv):
         if needed != config.gripper:
             raise ConfigError(
                 f"The minimum gripper value in the policy's action statistics is {lowest:g}, but env.gripper is "
-                f"{config.gripper}; required: the policy's convention. Set env.gripper={needed}"
+                f"{config.gripper}; expected the policy's convention. Set env.gripper={needed}"
             )
 
     @classmethod

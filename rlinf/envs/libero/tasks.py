@@ -61,7 +61,7 @@ def check_packages() -> None:
         if not first <= numbers < end:
             lowest, limit = (".".join(map(str, bound)) for bound in (first, end))
             raise MissingDependencyError(
-                f"{name} has version {version}; required: at least {lowest} and below {limit} (later "
+                f"{name} has version {version}; expected at least {lowest} and below {limit} (later "
                 f"versions change contacts and brightness, which affects success rates). Run pip install {wanted}"
             )
 

@@ -136,7 +136,7 @@ class SimulatorRows:
 def _checked(name: str, array: np.ndarray | None, dtype: type, shape: tuple[int, ...]) -> np.ndarray:
     if array is None or array.dtype != dtype or array.shape != shape:
         actual = "None" if array is None else f"{array.dtype} {array.shape}"
-        raise ConfigError(f"Simulator.observe() returned {name} as {actual}; required: {np.dtype(dtype)} {shape}.")
+        raise ConfigError(f"Simulator.observe() returned {name} as {actual}; expected {np.dtype(dtype)} {shape}.")
     return array
 
 

@@ -93,7 +93,7 @@ class RemoteVectorEnv(SpreadVectorEnv):
 
     def __init__(self, config: EnvConfig, num_envs: int, auto_reset: bool) -> None:
         if num_envs < 1:
-            raise ConfigError(f"num_envs={num_envs}; required: at least 1.")
+            raise ConfigError(f"num_envs={num_envs}; expected at least 1.")
         self.kind.check_names(config)
         self._ray = connect(f"cluster.num_env_workers={self.nodes.count}")
         self._task_config = config

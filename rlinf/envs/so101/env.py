@@ -132,12 +132,12 @@ class SO101VectorEnv(ProcessVectorEnv):
         unknown = [colour for colour in config.colours if colour not in COLOURS]
         if unknown or not config.colours or len(set(config.colours)) < len(config.colours):
             raise ConfigError(
-                f"env.colours=[{','.join(config.colours)}]; required: one or more of {', '.join(COLOURS)}, without repetition. Set "
+                f"env.colours=[{','.join(config.colours)}]; expected one or more of {', '.join(COLOURS)}, without repetition. Set "
                 "env.colours=[red]"
             )
         if config.num_distractors >= len(config.colours):
             raise ConfigError(
-                f"env.num_distractors={config.num_distractors} with {len(config.colours)} colours; required: fewer, because each "
+                f"env.num_distractors={config.num_distractors} with {len(config.colours)} colours; expected fewer, because each "
                 f"distractor has its own colour. Set env.colours=[{','.join(COLOURS[: config.num_distractors + 1])}]"
             )
 

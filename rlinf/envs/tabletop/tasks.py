@@ -134,7 +134,7 @@ class Family(ABC):
                 return elsewhere
         raise ConfigError(
             f"env.object_offset_m={distance_m} leaves no valid positions in an episode of '{self.name}' after {MOST_MOVES} "
-            f"draws; required: at least {least} m between objects and to the pusher. Set env.object_offset_m=0.03 env.tolerance_m=0.045"
+            f"draws; expected at least {least} m between objects and to the pusher. Set env.object_offset_m=0.03 env.tolerance_m=0.045"
         )
 
 

@@ -47,7 +47,7 @@ def check_family(config: Any, tp_size: int, pp_size: int) -> None:
     ):
         if value not in accepted:
             required = " or ".join(map(str, accepted))
-            raise ConfigError(f"MegatronPolicy has {name}={value}; required: {required}. Use HuggingFacePolicy")
+            raise ConfigError(f"MegatronPolicy has {name}={value}; expected {required}. Use HuggingFacePolicy")
     for size, key, names in (
         (tp_size, "tensor_model_parallel_size", ("vocab_size", "num_attention_heads", "num_key_value_heads", "intermediate_size")),
         (pp_size, "pipeline_model_parallel_size", ("num_hidden_layers",)),

@@ -228,7 +228,7 @@ class ActorPolicy(ActionModel, nn.Module):
             policy = cls(base, actor, weights["action_low"], weights["action_high"], critics)
             names = {name for name in policy.state_dict() if not name.startswith("base.")}
             if names != weights.keys():
-                raise ValueError(f"{ACTOR_WEIGHTS} contains {sorted(weights)}; required: {sorted(names)}")
+                raise ValueError(f"{ACTOR_WEIGHTS} contains {sorted(weights)}; expected {sorted(names)}")
             policy.load_state_dict(weights, strict=False)
             policy.base_sha256 = settings.get("base_sha256")
         except (OSError, ValueError, KeyError, RuntimeError) as error:
@@ -242,7 +242,7 @@ def check_bounds(action_low: Tensor, action_high: Tensor) -> None:
     """Raise ConfigError unless an env's action bounds, float32 ``[D]`` each, are finite."""
     if not bool((torch.isfinite(action_low) & torch.isfinite(action_high) & (action_low < action_high)).all()):
         raise ConfigError(
-            f"The env's action bounds are {action_low.tolist()} and {action_high.tolist()}; required: finite bounds, "
+            f"The env's action bounds are {action_low.tolist()} and {action_high.tolist()}; expected finite bounds, "
             "because an actor's actions are scaled to this range. Set algorithm=ppo, or define finite bounds in the env"
         )
 
@@ -251,7 +251,7 @@ def make_actor(config: ActorConfig, feature_dim: int, base: ActionModel, noise_s
     """Build an actor with new weights for a base policy; raise ConfigError if its name is not registered."""
     if config.name not in ACTORS:
         raise ConfigError(
-            f"algorithm.actor.name is {override_text(config.name)!r}; required: one of {', '.join(ACTORS)}. "
+            f"algorithm.actor.name is {override_text(config.name)!r}; expected one of {', '.join(ACTORS)}. "
             "Set algorithm.actor.name=residual"
         )
     check_samples_noise(config, base)
@@ -264,7 +264,7 @@ def check_samples_noise(config: ActorConfig, base: ActionModel) -> None:
     if ACTORS.get(config.name).sets_noise and base.num_candidate_uniforms == 0:
         raise ConfigError(
             f"algorithm.actor.name={config.name} sets the random numbers of the frozen policy, but {type(base).__name__} as "
-            "configured uses none; required: a policy that samples its actions. Set algorithm.actor.name=residual"
+            "configured uses none; expected a policy that samples its actions. Set algorithm.actor.name=residual"
         )
 
 

@@ -121,7 +121,7 @@ class ActionModel(Module, metaclass=ABCMeta):
         wanted, given = cls.num_cameras(config), len(env.cameras)
         num_images = vars(config).get("num_images_in_input", 1)
         if not isinstance(num_images, int) or num_images < 1:
-            problem = f"num_images_in_input={override_text(num_images)}; required: 1 or more cameras"
+            problem = f"num_images_in_input={override_text(num_images)}; expected 1 or more cameras"
             raise field_error(problem, f"num_images_in_input={given or 1}")
         if wanted and given != wanted:
             known = list(env.cameras or env.default_cameras)
@@ -312,12 +312,12 @@ class ActionModel(Module, metaclass=ABCMeta):
         """
         shape = (len(inputs[self.main_input_name]), num_candidates - 1, self.num_candidate_uniforms)
         if num_candidates < 1:
-            raise ValueError(f"num_candidates is {num_candidates}; required: at least 1, for the greedy candidate.")
+            raise ValueError(f"num_candidates is {num_candidates}; expected at least 1, for the greedy candidate.")
         if uniforms is None:
             uniforms = draw_uniforms(*shape)
         if uniforms.shape != shape:
             raise ValueError(
-                f"uniforms has the shape {list(uniforms.shape)}; required: {list(shape)}, i.e. rows, candidates except the greedy one, "
+                f"uniforms has the shape {list(uniforms.shape)}; expected {list(shape)}, i.e. rows, candidates except the greedy one, "
                 f"and random numbers per candidate of {type(self).__name__}."
             )
         chunks, features, sample = self._propose(inputs, num_candidates > 1 or resumable)

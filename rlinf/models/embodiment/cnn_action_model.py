@@ -76,7 +76,7 @@ class CNNForRLActionPrediction(MLPForRLActionPrediction):
             layers += [nn.Conv2d(channels, width, kernel, stride), nn.ReLU()]
             channels, side = width, (side - kernel) // stride + 1
         if side < 1:
-            problem = f"image_size is {config.image_size}; required: at least 36 pixels"
+            problem = f"image_size is {config.image_size}; expected at least 36 pixels"
             raise ConfigError(f"{problem}. Set model.init_config.image_size=64")
         layers += [nn.Flatten(), nn.Linear(channels * side**2, config.feature_dim), nn.ReLU()]
         self.encoder = nn.Sequential(*layers)
@@ -134,7 +134,7 @@ class CNNForRLActionPrediction(MLPForRLActionPrediction):
     def _as_numbers(self, images: Tensor, token_ids: Tensor, state: Tensor | None = None) -> Tensor:
         if token_ids.shape[1] > MAX_WORDS:
             raise ConfigError(
-                f"An instruction has {token_ids.shape[1]} words; required: at most {MAX_WORDS} for SAC or TD3 from scratch. "
+                f"An instruction has {token_ids.shape[1]} words; expected at most {MAX_WORDS} for SAC or TD3 from scratch. "
                 "Set env.instruction='do the task', or algorithm=ppo"
             )
         rows = nn.functional.pad(token_ids, (0, MAX_WORDS - token_ids.shape[1])).to(torch.int32)

@@ -51,12 +51,12 @@ class MLPConfig(PlainConfig):
         self.hidden_sizes = list(self.hidden_sizes or [256, 256])
         self.norm_stats = self.norm_stats or {}
         if min(self.hidden_sizes) < 1:
-            raise field_error(f"hidden_sizes is {self.hidden_sizes}; required: all positive", "hidden_sizes=[256,256]")
+            raise field_error(f"hidden_sizes is {self.hidden_sizes}; expected all positive", "hidden_sizes=[256,256]")
         if self.activation not in ACTIVATIONS:
-            problem = f"activation is {self.activation!r}; required: {' or '.join(ACTIVATIONS)}"
+            problem = f"activation is {self.activation!r}; expected {' or '.join(ACTIVATIONS)}"
             raise field_error(problem, "activation=tanh")
         if self.normalize_state and not self.state_dim:
-            problem = f"normalize_state=true for {self.model_type} with state_dim=0; required: a state to normalise"
+            problem = f"normalize_state=true for {self.model_type} with state_dim=0; expected a state to normalise"
             raise field_error(problem, "normalize_state=false")
 
 
@@ -84,7 +84,7 @@ class MLPForRLActionPrediction(PlainPolicy):
             if env.state_dim == 0:
                 raise ConfigError(f"The policy reads a state; env.name={env.name} has none. Set {cls.without_state}")
             raise ConfigError(
-                f"state_dim={config.state_dim}; required: at least 1, because the state is the policy's only input. "
+                f"state_dim={config.state_dim}; expected at least 1, because the state is the policy's only input. "
                 f"Set model.init_config.state_dim={env.state_dim or 4}"
             )
         super().check_env(config, env)

@@ -80,7 +80,7 @@ class RemotePolicy(ActionModel, nn.Module):
     @classmethod
     def check_rl(cls, config: RemoteConfig) -> None:
         raise ConfigError(
-            f"model.url={config.url} is a remote policy; required: a policy with local weights to train. "
+            f"model.url={config.url} is a remote policy; expected a policy with local weights to train. "
             "Set model.url=null model=openvla_tiny"
         )
 
@@ -104,14 +104,14 @@ class RemotePolicy(ActionModel, nn.Module):
             self._take(info)
         elif config.keys is None:
             raise ConfigError(
-                f"{config.url} does not describe its observation keys, so it is not `rlinf serve`; required: model.keys and action "
+                f"{config.url} does not describe its observation keys, so it is not `rlinf serve`; expected model.keys and action "
                 "sizes. Set e.g. model.keys=libero model.action_token_len=7 model.action_chunks_len=5"
             )
 
     def _take(self, info: Mapping[str, Any]) -> None:
         if info.get("protocol") != PROTOCOL:
             problem = f"{self.config.url} uses version {info.get('protocol')} of our protocol"
-            raise PolicyServerError(f"{problem}; required: {PROTOCOL}. Install the same version of rlinf on both sides")
+            raise PolicyServerError(f"{problem}; expected {PROTOCOL}. Install the same version of rlinf on both sides")
         try:
             self.manifest = Manifest.from_text(info["manifest"], f"The manifest of {self.config.url}")
             self.present = Manifest.from_text(info["present"], f"The present of {self.config.url}")
@@ -170,7 +170,7 @@ class RemotePolicy(ActionModel, nn.Module):
     def _add_draws(self, requests: Sequence[dict[str, Any]], temperature: float, uniforms: Tensor | None) -> None:
         if not self.is_ours:
             problem = f"{self.config.url} samples its actions itself"
-            raise ConfigError(f"{problem}; required: no sampling by the client. Set evaluation.greedy=true")
+            raise ConfigError(f"{problem}; expected no sampling by the client. Set evaluation.greedy=true")
         if uniforms is None:
             uniforms = draw_uniforms(len(requests), self.num_uniforms)
         for request, draws in zip(requests, uniforms.float().numpy(), strict=True):
@@ -184,12 +184,12 @@ class RemotePolicy(ActionModel, nn.Module):
             raise PolicyServerError(f"{self.config.url} sent no actions, but {keys}")
         if actions.ndim != len(shape) or actions.shape[-1] != self.action_dim or actions.shape[:-2] != shape[:-2]:
             raise PolicyServerError(
-                f"{self.config.url} sent actions of shape {list(actions.shape)}; required: {list(shape)}, {self.action_dim} dimensions per "
+                f"{self.config.url} sent actions of shape {list(actions.shape)}; expected {list(shape)}, {self.action_dim} dimensions per "
                 f"action. Set model.action_token_len={actions.shape[-1] if actions.ndim else 0} and an env with such actions"
             )
         if actions.shape[-2] < self.action_chunks_len:
             raise PolicyServerError(
-                f"{self.config.url} sent chunks of {actions.shape[-2]} actions; required: {self.action_chunks_len} "
+                f"{self.config.url} sent chunks of {actions.shape[-2]} actions; expected {self.action_chunks_len} "
                 f"(model.action_chunks_len). Set model.action_chunks_len={actions.shape[-2]}"
             )
         actions = np.ascontiguousarray(actions[..., : self.action_chunks_len, :], dtype=np.float32)

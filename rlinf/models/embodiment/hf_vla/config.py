@@ -70,11 +70,11 @@ class HfVlaConfig(PreTrainedConfig):
 
     def _check(self) -> None:
         if type(self.n_action_bins) is not int or self.n_action_bins < 2:
-            problem = f"n_action_bins is {self.n_action_bins!r}; required: an integer of at least 2"
+            problem = f"n_action_bins is {self.n_action_bins!r}; expected an integer of at least 2"
             raise field_error(problem, "n_action_bins=256")
         if self.prompt_template is not None and fields_of(self.prompt_template) != {"image", "instruction"}:
             raise ConfigError(
-                f"prompt_template is '{self.prompt_template}'; required: a text with {{image}} and {{instruction}}. "
+                f"prompt_template is '{self.prompt_template}'; expected a text with {{image}} and {{instruction}}. "
                 "Set e.g. 'model.override_config.prompt_template=\"{image}What should the robot do to {instruction}?\"'"
             )
         check_choice("weight_init", self.weight_init, ("fan_in", "normal"))
@@ -95,7 +95,7 @@ class HfVlaConfig(PreTrainedConfig):
             return max(ends)
         longest = max(length for length, _ in free)
         raise field_error(
-            f"n_action_bins is {self.n_action_bins}; required: at most {longest}, the longest run without special "
+            f"n_action_bins is {self.n_action_bins}; expected at most {longest}, the longest run without special "
             f"tokens among the vocabulary's {vocab_size} ids", f"n_action_bins={longest}",
         )  # fmt: skip
 

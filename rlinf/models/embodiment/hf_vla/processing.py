@@ -140,7 +140,7 @@ def load_processor(tokenizer_config: Any, model_config: HfVlaConfig, path: str |
     vocab_size, num_tokens = model_config.text_config.vocab_size, len(processor.tokenizer)
     if num_tokens > vocab_size:
         raise ConfigError(
-            f"The tokenizer has {num_tokens} tokens; required: at most {vocab_size}, the size of the model's vocabulary. "
+            f"The tokenizer has {num_tokens} tokens; expected at most {vocab_size}, the size of the model's vocabulary. "
             "Set tokenizer.tokenizer_model=<the model's own tokenizer>"
         )
     end = model_config.action_tokens_end
@@ -148,7 +148,7 @@ def load_processor(tokenizer_config: Any, model_config: HfVlaConfig, path: str |
     for low, past in reserved_ranges(processor.tokenizer):
         if low < end and past > first:
             raise ConfigError(
-                f"The tokenizer in '{path}' has special tokens {low}..{past - 1}, but the action tokens are {first}..{end - 1}; required: "
+                f"The tokenizer in '{path}' has special tokens {low}..{past - 1}, but the action tokens are {first}..{end - 1}; expected "
                 "the tokenizer used to train the policy. Set tokenizer.tokenizer_model=null"
             )
     result = HfVlaProcessor(processor, model_config.prompt_template)

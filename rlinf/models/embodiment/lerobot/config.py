@@ -87,13 +87,13 @@ class LerobotConfig(PlainConfig):
         check_choice("policy_type", self.policy_type, SUPPORTED)
         if not 1 <= self.n_action_steps <= self.chunk_size:
             problem = f"n_action_steps={self.n_action_steps} with chunks of {self.chunk_size} actions"
-            raise field_error(f"{problem}; required: 1 to {self.chunk_size}", f"n_action_steps={self.chunk_size}")
+            raise field_error(f"{problem}; expected 1 to {self.chunk_size}", f"n_action_steps={self.chunk_size}")
         widths = {"state_scale": self.state_dim, "action_scale": self.action_dim}
         for name, width in widths.items():
             scale = getattr(self, name)
             numbers = scale if isinstance(scale, list) else [scale]
             if (isinstance(scale, list) and len(scale) != width) or not all(float(number) != 0 for number in numbers):
-                problem = f"{name}={override_text(scale)}; required: one nonzero number, or {width} of them"
+                problem = f"{name}={override_text(scale)}; expected one nonzero number, or {width} of them"
                 raise field_error(problem, f"{name}=1.0")
 
     @property
@@ -127,7 +127,7 @@ class LerobotConfig(PlainConfig):
         short = {name: short_name(name) for name in self.images}
         unknown = sorted(set(given) - set(short.values()))
         if unknown:
-            raise field_error(f"cameras contains '{unknown[0]}'; required: {', '.join(short.values())}", "cameras=null")
+            raise field_error(f"cameras contains '{unknown[0]}'; expected {', '.join(short.values())}", "cameras=null")
         mapping = {name: given.get(part, part) for name, part in short.items()}
         if len(mapping) == len(cameras) == 1 and not given and next(iter(short.values())) == "image":
             # If the policy has a single image without a specific name, any camera is accepted.
@@ -136,7 +136,7 @@ class LerobotConfig(PlainConfig):
         shown = override_text(list(cameras))
         if len(set(chosen)) < len(chosen):
             twice = next(camera for camera in chosen if chosen.count(camera) > 1)
-            raise field_error(f"cameras assigns '{twice}' to two images; required: one camera each", "cameras=null")
+            raise field_error(f"cameras assigns '{twice}' to two images; expected one camera each", "cameras=null")
         missing = [name for name, camera in mapping.items() if camera not in cameras]
         pairs = ", ".join(f"{part}: <camera>" for part in short.values())
         if missing:

@@ -64,7 +64,7 @@ def read_typed(path: Path, wanted: Mapping[str, Any]) -> dict[str, Any]:
     for step in values["steps"] if wanted is PIPELINE else ():
         if "class" in step or step.get("registry_name") not in STEPS:
             problem = f"{path} has the step {step.get('class', step.get('registry_name'))!r:.80}"
-            raise CheckpointError(f"{problem}; required: a known registry_name, not a class, which lerobot would call")
+            raise CheckpointError(f"{problem}; expected a known registry_name, not a class, which lerobot would call")
     return values
 
 
@@ -73,7 +73,7 @@ def mismatch(value: Any, wanted: Any, place: str = "") -> str | None:
     kind = wanted if isinstance(wanted, type) else type(wanted)
     if not isinstance(value, kind) or (kind is int and (isinstance(value, bool) or not 0 < value <= LARGEST_COUNT)):
         names = {dict: "an object", list: "a list", str: "a string", int: f"an integer from 1 to {LARGEST_COUNT}"}
-        return f"{place or 'its content'} = {value!r:.60}; required: {names[kind]}"
+        return f"{place or 'its content'} = {value!r:.60}; expected {names[kind]}"
     inner = [(name, item, wanted[0]) for name, item in enumerate(value)] if kind is list else []
     for name, expected in wanted.items() if kind is dict and wanted is not kind else ():
         name = name.removesuffix("?")
@@ -83,7 +83,7 @@ def mismatch(value: Any, wanted: Any, place: str = "") -> str | None:
     problems = (mismatch(item, expected, f"{place}.{name}".lstrip(".")) for name, item, expected in inner)
     problem = next(filter(None, problems), None)
     if problem is None and wanted == [int] and not (value and math.prod(value) <= LARGEST_SHAPE):
-        problem = f"{place} = {value!r:.60}; required: sizes with a product of at most {LARGEST_SHAPE}"
+        problem = f"{place} = {value!r:.60}; expected sizes with a product of at most {LARGEST_SHAPE}"
     return problem
 
 
@@ -116,7 +116,7 @@ def _state_findings(folder: Path, file: str, name: str | None) -> Iterator[Findi
         if name is not None and (Path(name).is_absolute() or ".." in Path(name).parts):
             problem = "is outside the folder"
         elif name is not None and (size := (folder / name).stat().st_size) > LARGEST_FILE:
-            problem = f"has {size} bytes; required: at most {LARGEST_FILE}"
+            problem = f"has {size} bytes; expected at most {LARGEST_FILE}"
         elif name is not None:
             safe_open(folder / name, "pt")
     except (SafetensorError, OSError, ValueError) as error:

@@ -117,7 +117,7 @@ def _feature_findings(config: LerobotConfig) -> Iterator[Finding]:
     for name, shape in config.images.items():
         if len(shape) != 3 or shape[0] != 3:
             fix = f"write the shape as [3, {', '.join(map(str, list(shape)[:2]))}] and train with such images"
-            yield Finding(name, f"has the shape {list(shape)}; required: [3, H, W], channels first", fix)
+            yield Finding(name, f"has the shape {list(shape)}; expected [3, H, W], channels first", fix)
     if not config.images and not config.states:
         yield Finding("input_features", "in config.json is empty, so the policy has no observations", ANOTHER)
     if not config.action_dim:
@@ -190,7 +190,7 @@ def _normalizer_findings(
         return
     actual = step["config"].get("norm_map", {}).get(listed["type"], "IDENTITY")
     if actual != mode or mode not in NEEDED:
-        known = "" if mode in NEEDED else f"; required: {', '.join(NEEDED)} or IDENTITY"
+        known = "" if mode in NEEDED else f"; expected {', '.join(NEEDED)} or IDENTITY"
         yield Finding(name, f"has {mode} in config.json, but {actual} in {file}{known}", retrain)
         return
     keys = [f"{name}.{part}" for part in NEEDED[mode]]

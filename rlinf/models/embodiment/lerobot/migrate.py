@@ -20,7 +20,7 @@ from rlinf.models.embodiment.lerobot.worker import ROOT, interpreter_for
 def migrate(folder: str | Path, target: str | Path, interpreter: str | None = None) -> None:
     """Write the folder ``target`` with a Python that has lerobot; raise CheckpointError if lerobot cannot read ``folder``."""
     if Path(target).expanduser().exists():
-        raise ConfigError(f"migrate={target} exists; required: a new folder. Set migrate=<a different folder>")
+        raise ConfigError(f"migrate={target} exists; expected a new folder. Set migrate=<a different folder>")
     for finding in content_findings(Path(folder).expanduser()):
         raise CheckpointError(f"{folder} cannot be migrated: {finding}")
     command = [interpreter_for(interpreter) or sys.executable, "-m", __name__, str(folder), str(target)]

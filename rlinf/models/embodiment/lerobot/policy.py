@@ -64,7 +64,7 @@ class LerobotPolicy(ActionModel, nn.Module):
     @classmethod
     def check_rl(cls, config: LerobotConfig) -> None:
         raise ConfigError(
-            f"A lerobot policy ({config.policy_type}) has no log-probabilities here; required: an algorithm that trains an actor on "
+            f"A lerobot policy ({config.policy_type}) has no log-probabilities here; expected an algorithm that trains an actor on "
             f"top of it. Set algorithm=sac algorithm.actor.name=residual, or {TRAINED.get(config.policy_type, INSTEAD)}"
         )
 
@@ -73,17 +73,17 @@ class LerobotPolicy(ActionModel, nn.Module):
         """Reject weights in a different process, and policies that read several observations."""
         if config.n_obs_steps > 1:
             raise ConfigError(
-                f"{config.policy_type} reads {config.n_obs_steps} observations, but a demonstration has one per row; required: a policy "
+                f"{config.policy_type} reads {config.n_obs_steps} observations, but a demonstration has one per row; expected a policy "
                 "that reads one. Set model.model_path=<a policy of ACT or SmolVLA>"
             )
         if not config.trained:
             raise ConfigError(
-                "The weights of a lerobot policy are frozen; required: trainable weights. Set "
+                "The weights of a lerobot policy are frozen; expected trainable weights. Set "
                 "model.override_config.trained=true"
             )
         if not runs_here():
             raise ConfigError(
-                "lerobot cannot be imported by this Python, which has to train its weights; required: a Python with lerobot. Run "
+                "lerobot cannot be imported by this Python, which has to train its weights; expected a Python with lerobot. Run "
                 "`.venv-lerobot/bin/python -m rlinf sft ...`, after creating it by bash scripts/setup.sh --lerobot"
             )
 
@@ -93,7 +93,7 @@ class LerobotPolicy(ActionModel, nn.Module):
         if torch.get_default_device().type == "meta":
             return cls(config, None, arguments["action_dim"], arguments["action_chunks_len"])
         raise ConfigError(
-            "model=lerobot has no random weights; required: a folder. Set model.model_path=<folder> model.init_config={}"
+            "model=lerobot has no random weights; expected a folder. Set model.model_path=<folder> model.init_config={}"
         )
 
     @classmethod

@@ -64,7 +64,7 @@ class SmolVLAConfig(LerobotConfig):
             )
         check_choice("noise_method", self.noise_method, ("flow_sde", "flow_cps", "flow_ode"))
         if self.num_steps < 1:
-            raise field_error(f"num_steps is {self.num_steps}; required: at least 1", "num_steps=10")
+            raise field_error(f"num_steps is {self.num_steps}; expected at least 1", "num_steps=10")
 
 
 class SmolVLAPolicy(FlowPolicy, LerobotPolicy):

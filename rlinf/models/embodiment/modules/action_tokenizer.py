@@ -25,7 +25,7 @@ class ActionTokenizer:
     def __init__(self, num_bins: int, vocab_size: int, rule: str = "midpoints") -> None:
         check_choice("action_bin_rule", rule, BIN_RULES)
         if not 2 <= num_bins <= vocab_size:
-            problem = f"n_action_bins is {num_bins}; required: between 2 and the vocabulary size {vocab_size}"
+            problem = f"n_action_bins is {num_bins}; expected between 2 and the vocabulary size {vocab_size}"
             raise field_error(problem, f"n_action_bins={min(256, vocab_size)}")
         self.num_bins, self.vocab_size, self.rule = num_bins, vocab_size, rule
         self.first_token = vocab_size - num_bins

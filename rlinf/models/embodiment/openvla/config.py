@@ -166,18 +166,18 @@ class OpenVLAConfig(PreTrainedConfig):
         if num_towers != (2 if self.use_fused_vision_backbone else 1):
             raise field_error(
                 f"use_fused_vision_backbone is {self.use_fused_vision_backbone}, but timm_model_ids has {num_towers} names; "
-                "required: one tower, or two fused towers", "use_fused_vision_backbone=null",
+                "expected one tower, or two fused towers", "use_fused_vision_backbone=null",
             )  # fmt: skip
         for name in ("image_sizes", "timm_override_act_layers", "vision_overrides"):
             count = len(getattr(self, name))
             if count != num_towers:
-                problem = f"{name} has {count} entries; required: one per vision tower ({num_towers})"
+                problem = f"{name} has {count} entries; expected one per vision tower ({num_towers})"
                 raise field_error(problem, f"{name}=null")
         check_choice("action_decoding", self.action_decoding, ("autoregressive", "parallel"))
         check_choice("weight_init", self.weight_init, ("normal", "fan_in"))
         check_choice("image_preparation", self.image_preparation, ("rlds", "none"))
         if not isinstance(self.center_crop, bool):
-            problem = f"center_crop is '{self.center_crop}'; required: true (0.9 of the area) or false"
+            problem = f"center_crop is '{self.center_crop}'; expected true (0.9 of the area) or false"
             raise field_error(problem, "center_crop=true")
         if len(set(self.image_sizes)) > 1 and (self.center_crop or self.image_preparation != "none"):
             raise ConfigError(
@@ -186,7 +186,7 @@ class OpenVLAConfig(PreTrainedConfig):
             )
         if self.text_config.model_type != "llama":
             raise ConfigError(
-                f"text_config.model_type is '{self.text_config.model_type}'; required: llama. "
+                f"text_config.model_type is '{self.text_config.model_type}'; expected llama. "
                 "Set model.model_type=hf_vla for a vision-language model of a different kind"
             )
 
@@ -207,7 +207,7 @@ class OpenVLAConfig(PreTrainedConfig):
             sizes = ",".join(str(towers[0].grid_size * tower.patch_size) for tower in towers)
             raise field_error(
                 f"image_sizes are {self.image_sizes}, i.e. {[tower.grid_size for tower in towers]} patches per side; "
-                "required: equal numbers for both towers", f"image_sizes=[{sizes}]",
+                "expected equal numbers for both towers", f"image_sizes=[{sizes}]",
             )  # fmt: skip
         return towers
 
@@ -220,7 +220,7 @@ class OpenVLAConfig(PreTrainedConfig):
         if grid_size % patches == 0:
             return 1, patches
         raise field_error(
-            f"patches_per_token is {patches}; required: a number that divides a grid of {grid_size} x {grid_size} patches "
+            f"patches_per_token is {patches}; expected a number that divides a grid of {grid_size} x {grid_size} patches "
             "into square blocks or into runs within a row", "patches_per_token=1",
         )  # fmt: skip
 
@@ -231,7 +231,7 @@ class OpenVLAConfig(PreTrainedConfig):
         kind = "dinov2" if "dinov2" in name else "siglip" if "siglip" in name else None
         if kind is None or size is None or patch is None:
             raise field_error(
-                f"Vision tower '{name}' is not supported; required: a name such as vit_large_patch14_reg4_dinov2.lvd142m or "
+                f"Vision tower '{name}' is not supported; expected a name such as vit_large_patch14_reg4_dinov2.lvd142m or "
                 f"vit_so400m_patch14_siglip_224 (sizes: {', '.join(_VIT_SIZES)})", "timm_model_ids=null",
             )  # fmt: skip
         defaults = dict(zip(("embed_dim", "depth", "num_heads", "mlp_ratio"), size, strict=True))
@@ -256,10 +256,10 @@ class OpenVLAConfig(PreTrainedConfig):
             film_dim=self.text_config.hidden_size if self.use_film else None,
         )
         if not 1 <= spec.num_used_blocks <= depth:
-            problem = f"vision_feature_layer is {self.vision_feature_layer}; required: an index into {depth} layers"
+            problem = f"vision_feature_layer is {self.vision_feature_layer}; expected an index into {depth} layers"
             raise field_error(problem, "vision_feature_layer=-1")
         if spec.image_size % patch_size:
             fitting = [size // patch_size * patch_size for size in self.image_sizes]
-            problem = f"image_sizes are {self.image_sizes}; required: multiples of {patch_size}, '{name}'s patch size"
+            problem = f"image_sizes are {self.image_sizes}; expected multiples of {patch_size}, '{name}'s patch size"
             raise field_error(problem, f"image_sizes={fitting}".replace(" ", ""))
         return spec

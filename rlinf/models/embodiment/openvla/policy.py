@@ -98,7 +98,7 @@ class OpenVLAForRLActionPrediction(TokenActionModel, CheckpointPolicy):
         if attn_implementation == "flash_attention_2":
             raise ConfigError(
                 "model.cuda_graph=true with model.attn_implementation=flash_attention_2, which needs the lengths of padded "
-                "rows on the CPU; required: a different kernel. Set model.attn_implementation=sdpa, or model.cuda_graph=false"
+                "rows on the CPU; expected a different kernel. Set model.attn_implementation=sdpa, or model.cuda_graph=false"
             )
 
     def _add_modules(self) -> None:

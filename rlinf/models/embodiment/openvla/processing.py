@@ -70,7 +70,7 @@ class PrismaticImageProcessor(BaseImageProcessor):
         self.image_preparation = image_preparation
         self.do_center_crop = do_center_crop
         if image_resize_strategy not in STRATEGIES:
-            problem = f"image_resize_strategy is '{image_resize_strategy}'; required: {' or '.join(STRATEGIES)}"
+            problem = f"image_resize_strategy is '{image_resize_strategy}'; expected {' or '.join(STRATEGIES)}"
             raise ConfigError(problem)
         if set(self.interpolations) != {"bicubic"}:
             raise ConfigError(f"interpolations are {self.interpolations}; only bicubic is supported.")

@@ -78,7 +78,7 @@ class OpenVLAOFTConfig(OpenVLAConfig):
         for part in self.new_parts:
             if part not in NEW_PARTS:
                 raise ConfigError(
-                    f"new_parts contains '{part}'; required: names from {', '.join(NEW_PARTS)}. "
+                    f"new_parts contains '{part}'; expected names from {', '.join(NEW_PARTS)}. "
                     f"Set model.override_config.new_parts=[{closest(part, NEW_PARTS) or 'action_head'}]"
                 )
             if part not in self.optional_parts:

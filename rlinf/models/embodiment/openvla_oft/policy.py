@@ -98,7 +98,7 @@ class OpenVLAOFTForRLActionPrediction(OpenVLAForRLActionPrediction):
         if given != self.state_dim:
             raise ConfigError(
                 f"The model reads a state of {self.state_dim} dimensions (use_proprio), but the environment provides "
-                f"{given or 'none'}; required: equal. Set env.state=proprio, or a model.unnorm_key of this environment"
+                f"{given or 'none'}; expected equal. Set env.state=proprio, or a model.unnorm_key of this environment"
             )
         state = self.state_normalizer.normalize(to_device(torch.from_numpy(observation.state), self.device))
         return inputs | {"proprio": state.float()}

@@ -141,10 +141,10 @@ class Pi0Config(PreTrainedConfig):
     def _check(self) -> None:
         check_choice("noise_method", self.noise_method, NOISE_METHODS)
         if self.num_steps < 1:
-            raise field_error(f"num_steps is {self.num_steps}; required: 1 or more", "num_steps=4")
+            raise field_error(f"num_steps is {self.num_steps}; expected 1 or more", "num_steps=4")
         bounds = self.noise_std_range
         if bounds is not None and not (len(bounds) == 2 and 0.0 < bounds[0] <= bounds[1]):
-            problem = f"noise_std_range is {bounds}; required: two positive values in increasing order, or null"
+            problem = f"noise_std_range is {bounds}; expected two positive values in increasing order, or null"
             raise field_error(problem, "noise_std_range=[0.08,0.16]")
         if self.state_in_prompt and not self.by_quantiles:
             problem = "discrete_state_input needs states in [-1, 1], but use_quantile_norm=False does not map them to this range"
@@ -154,7 +154,7 @@ class Pi0Config(PreTrainedConfig):
         if different:
             raise ConfigError(
                 f"vlm and expert differ in {', '.join(different)} ({[self.vlm[name] for name in different]} and "
-                f"{[self.expert[name] for name in different]}); required: equal values. Set model.init_config.expert."
+                f"{[self.expert[name] for name in different]}); expected equal values. Set model.init_config.expert."
                 f"{different[0]}={self.vlm[different[0]]} for random weights, or model.model_path=<a different folder>"
             )
 
@@ -200,7 +200,7 @@ def _gemma_sizes(field: str, variant: str) -> dict[str, int]:
     if variant not in GEMMA_SIZES:
         hint = " Merge the LoRA weights into the base weights first." if variant.endswith("_lora") else ""
         raise ConfigError(
-            f"{field} is '{variant}'; required: one of {', '.join(GEMMA_SIZES)}.{hint} Set model.model_path=<folder of the "
+            f"{field} is '{variant}'; expected one of {', '.join(GEMMA_SIZES)}.{hint} Set model.model_path=<folder of the "
             f'merged checkpoint>, or write e.g. "{field}": "{variant.removesuffix("_lora")}" into config.json'
         )
     return GEMMA_SIZES[variant]
@@ -210,7 +210,7 @@ def _sizes(field: str, given: Any, required: tuple[str, ...]) -> dict[str, int]:
     missing = [name for name in required if not isinstance(given, Mapping) or name not in given]
     if missing:
         raise ConfigError(
-            f"{field} lacks {', '.join(missing)}; required: {', '.join(required)}. Set model.model_path=<folder of pi0>, or "
+            f"{field} lacks {', '.join(missing)}; expected {', '.join(required)}. Set model.model_path=<folder of pi0>, or "
             f"model.init_config.{field}.{missing[0]}=<number> for random weights"
         )
     return dict(given)
@@ -235,7 +235,7 @@ def _openpi_statistics(folder: Path) -> dict[str, Any]:
         values = read_json(path).get("norm_stats") or {}
         if not {"actions", "state"} <= values.keys():
             raise CheckpointError(
-                f"'{path}' contains statistics of {sorted(values)} under 'norm_stats'; required: actions and state. Set "
+                f"'{path}' contains statistics of {sorted(values)} under 'norm_stats'; expected actions and state. Set "
                 "model.model_path=<a different folder>, or move this file away"
             )
         name = path.parent.relative_to(folder / "assets").as_posix()

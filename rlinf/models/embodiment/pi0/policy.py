@@ -94,13 +94,13 @@ class Pi0ForRLActionPrediction(Pi0Network, FlowPolicy):
         names = given if config.cameras is None else [name for name in config.cameras if name is not None]
         if not given:
             raise ConfigError(
-                f"The model reads images, but env.cameras of env.name={env.name} is []; required: at least one camera. Set "
+                f"The model reads images, but env.cameras of env.name={env.name} is []; expected at least one camera. Set "
                 f"env.cameras={override_text(names or ['<camera>'])}, or use model=mlp, which reads none"
             )
         if not names or not set(names) <= set(given):
             raise field_error(
                 f"The model reads the cameras {override_text(config.cameras)}, but env.cameras is {override_text(given)}; "
-                f"required: at least one, all of them rendered{f' (env.cameras={override_text(names)})' if names else ''}",
+                f"expected at least one, all of them rendered{f' (env.cameras={override_text(names)})' if names else ''}",
                 f"cameras={override_text(given)}",
             )
         if config.reads_state and env.state_dim is not None and not 0 < env.state_dim <= config.action_dim:
@@ -161,7 +161,7 @@ class Pi0ForRLActionPrediction(Pi0Network, FlowPolicy):
         input_ids, attention_mask = processor.encode(self.instructions(observation), in_prompt)
         present = torch.ones(pixel_values.shape[:2], dtype=torch.bool) if image_mask is None else image_mask.bool()
         if present.shape != pixel_values.shape[:2]:
-            shapes = f"{list(present.shape)}; required: {list(pixel_values.shape[:2])}"
+            shapes = f"{list(present.shape)}; expected {list(pixel_values.shape[:2])}"
             raise ConfigError(f"image_mask has the shape {shapes} (rows, cameras)")
         inputs = {
             "pixel_values": pixel_values,

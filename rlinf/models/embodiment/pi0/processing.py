@@ -49,7 +49,7 @@ class StatisticsNormalizer:
             if name == "action":
                 given, fix = f"model.action_token_len={dim}", f"model.action_token_len={described}"
             raise ConfigError(
-                f"The statistics of '{name}' have {format_count(described, 'dimension')}, but {given}; required: equal. "
+                f"The statistics of '{name}' have {format_count(described, 'dimension')}, but {given}; expected equal. "
                 f"Set {fix}, or model.unnorm_key=<a different data set>"
             )
         first, second = first[:dim], second[:dim]

@@ -180,6 +180,6 @@ def _compare(written: Any, read: Any, observation: Observation, output: Path) ->
         gap = float(gaps.max()) if gaps.numel() else 0.0  # lerobot policies have no logits
         if not gap <= MAX_GAP:
             raise CheckpointError(
-                f"{output} was not written: read back, its {name} differ by {gap:.2e} (accepted: {MAX_GAP:.0e}). "
+                f"{output} was not written: after saving and reloading, its {name} differ by {gap:.2e} (tolerance: {MAX_GAP:.0e}). "
                 f"{type(written).__name__}.save_pretrained and from_pretrained are inconsistent."
             )

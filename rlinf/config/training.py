@@ -89,7 +89,7 @@ class ClusterConfig:
         0, "Ray actors that run an env's simulators; 0: simulators run next to the policy.", minimum=0, maximum=4096
     )
     env_worker_timeout_s: float = option(600.0, "Seconds after which a silent env worker is replaced.", minimum=0.1)
-    env_worker_restarts: int = option(20, "Maximum number of replaced workers per env.", minimum=0)
+    env_worker_restarts: int = option(20, "Maximum number of worker replacements per env.", minimum=0)
     deadlines: DeadlinesConfig = option(DeadlinesConfig(), "Deadlines of collective operations.")
     tp_size: int = option(1, "Tensor-parallel ranks, always 1: the trainer shards only with FSDP.", choices=(1,))
     pp_size: int = option(1, "Pipeline-parallel ranks, always 1: the trainer shards only with FSDP.", choices=(1,))

@@ -87,7 +87,9 @@ class QuestionsResult:
             names = ("file", "answer_type", "temperature", "seed", "wall_s", "warnings")
             return cls(results, **{name: data[name] for name in names})
         except (OSError, ValueError, KeyError, TypeError) as error:
-            raise CheckpointError(f"{path} is not a result on questions ({type(error).__name__}: {error}).") from error
+            raise CheckpointError(
+                f"{path} is not a valid result of an evaluation on questions ({type(error).__name__}: {error})."
+            ) from error
 
     def table(self) -> str:
         """Return a text table with one line per category and for the total, including intervals."""

@@ -60,7 +60,9 @@ class GpuMemory:
     """Memory of a rank on its GPU, in bytes."""
 
     state: int  # weights, optimiser and rollout copies, in all phases
-    half_gradients: int  # in 16 bits; they replace activations during the backward pass
+    half_gradients: (
+        int  # 16-bit gradients of layers: during the backward pass they take the memory of freed activations
+    )
     gathered: int  # layers that a sharded model gathers
     simulators: int  # graphics contexts of simulator processes
     engine: int  # a vLLM engine on the policy's GPU
@@ -208,7 +210,7 @@ def _engine_beside(config: RunConfig, estimate: MemoryEstimate, gpu_bytes: int) 
 
 
 def _policy_bytes(config: RunConfig, estimate: MemoryEstimate) -> int:
-    """Return the bytes of the policy on the GPU between its passes."""
+    """Return the bytes of GPU memory that the policy takes between passes."""
     return (0 if config.trainer.cpu_offload else estimate.trainer) + estimate.rollout_weights
 
 

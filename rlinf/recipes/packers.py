@@ -183,7 +183,7 @@ class ChatPacker:
         reject_unread(row)
         chosen, rejected = (self._candidate(row, name) for name in ("chosen", "rejected"))
         if chosen[:-1] != rejected[:-1] or {chosen[-1]["role"], rejected[-1]["role"]} != {"assistant"}:
-            raise BadRowError("its columns 'chosen' and 'rejected' are not two completions of the same prompt; expected equal messages, "
+            raise BadRowError("its columns 'chosen' and 'rejected' are not two completions of the same prompt; expected identical messages, "
                               "then one assistant message each.")  # fmt: skip
         first, second = (
             self._pack(*self._resolved(messages, row), tools_of(row), last_only=True) for messages in (chosen, rejected)
@@ -500,7 +500,7 @@ class PromptPacker(ChatPacker):
         system = "train.train_policy.system_prompt" if self.config.train.train_policy.system_prompt else ""
         unread = system or ("its column 'tools'" if tools_of(row) else "its system message" if system_of(row) else "")
         if unread:
-            raise BadRowError(f"its prompt is a text, which cannot have {unread}; expected messages.")
+            raise BadRowError(f"its prompt is plain text, which cannot contain {unread}; expected a list of messages.")
         ids = text_tokens(self.tokenizer, text)
         if not ids:
             raise BadRowError(f"its column '{self.column}' is empty; expected text.")

@@ -126,7 +126,7 @@ class HumanLabelledRobot:
             return self.ask(text, choices)
         except EOFError as error:
             raise RLinfError(
-                "Nobody responds on the terminal (success=human), so the robot holds. Set success=env, or type the replies"
+                "No one is responding at the terminal (success=human), so the robot is holding its position. Set success=env, or type your answers"
             ) from error
 
     def _overlay(self) -> str:

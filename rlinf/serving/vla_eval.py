@@ -64,7 +64,7 @@ class ClientSession:
         kind, payload, seq = message["type"], message["payload"], message["seq"]
         if not isinstance(payload, dict) or not isinstance(seq, int):
             raise MessageError(
-                f"The payload is a {type(payload).__name__} and seq a {type(seq).__name__}; expected a map, a number"
+                f"The payload is of type {type(payload).__name__} and seq of type {type(seq).__name__}; expected a map and a number"
             )
         self._seq = seq
         if kind == "hello":

@@ -59,7 +59,7 @@ class CloningTrainer(ActionTrainer):
 
     @property
     def num_steps(self) -> int:
-        """Number of steps, which a time limit may extend."""
+        """Planned number of steps; with ``sft.time_limit_s``, training may continue until the limit."""
         return max(self.parts.config.sft.max_steps, self.loop.state.sft_step)
 
     def is_done(self) -> bool:

@@ -143,7 +143,7 @@ def test_results_of_any_number_of_ranks_are_known_to_the_next(tmp_path):
     first = PartialResults(tmp_path, {"a": 1})
     first._file.close()
     assert sorted(first.known, key=lambda row: row.spec.init_state_id) == rows
-    with pytest.raises(ConfigError, match=r"other conditions \(a\)"):
+    with pytest.raises(ConfigError, match=r"different conditions \(a\)"):
         PartialResults(tmp_path, {"a": 2})
     with PartialResults(tmp_path, {"a": 1}):
         pass

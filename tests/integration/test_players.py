@@ -53,7 +53,7 @@ def test_a_run_with_two_players_is_bit_for_bit_the_run_of_one_process(runs, over
     colocated = runs(f"colocated {overrides[0]}", *overrides)
     split = runs(f"split {overrides[0]}", *overrides, *SPLIT)
     check_equal(split, colocated)
-    assert json.loads((split / "summary.json").read_text())["rollout_workers"] == "2 rollout workers"
+    assert json.loads((split / "summary.json").read_text())["rollout_workers"] == "2 workers"
 
 
 def test_control_another_seed_is_another_run(runs):
@@ -64,7 +64,7 @@ def test_control_another_seed_is_another_run(runs):
 @contextmanager
 def disturbed(monkeypatch, moments):
     """Call ``moments[(method, count)](workers, worker)`` right after a rollout worker was called for the ``count``-th time in a run."""
-    call, counts, done = RolloutWorkers.call, {}, []
+    call, counts, done = RolloutWorkers.submit, {}, []
 
     def noted(self, number, deadline, method, *arguments):
         made = call(self, number, deadline, method, *arguments)
@@ -75,7 +75,7 @@ def disturbed(monkeypatch, moments):
         return made
 
     with monkeypatch.context() as patch:
-        patch.setattr(RolloutWorkers, "call", noted)
+        patch.setattr(RolloutWorkers, "submit", noted)
         yield done
     assert len(done) == len(moments), "all of it happened"
 
@@ -191,7 +191,7 @@ class TestPlayersOfARunThatHasNotBegun:
                 parameter.mul_(0.5)
         sync.push(version + 1)
         if answers_are_lost:
-            monkeypatch.setattr("rlinf.cluster.rollout_workers._has_answer", lambda call: False)
+            monkeypatch.setattr("rlinf.cluster.rollout_workers._has_result", lambda call: False)
         send(signal.SIGKILL)(workers, 0)
         newer = collector.collect(None, 3, version + 1, True)
         assert newer.policy_version.unique().tolist() == [version + 1]

@@ -169,7 +169,7 @@ def test_a_loss_more_than_allowed_ends_the_run_with_its_cause(tmp_path, monkeypa
 def test_two_ranks_and_two_players_that_ray_places_are_bit_for_bit_two_ranks_that_play(runs):
     folder = runs("split", *SMALL, *PLAYERS)
     check_equal(folder, runs("own", *SMALL))
-    assert json.loads((folder / "summary.json").read_text())["rollout_workers"] == "1 rollout worker"
+    assert json.loads((folder / "summary.json").read_text())["rollout_workers"] == "1 worker"
 
 
 def test_control_another_seed_is_another_run(runs):

@@ -145,7 +145,7 @@ def test_control_another_seed_is_another_run(model, alone, tmp_path):
 
 
 def test_a_killed_player_is_replaced_and_nothing_changes(model, alone, tmp_path, monkeypatch):
-    call, asked, killed = RolloutWorkers.call, [], []
+    call, asked, killed = RolloutWorkers.submit, [], []
 
     def noted(self, number, deadline, method, *arguments):
         made = call(self, number, deadline, method, *arguments)
@@ -158,7 +158,7 @@ def test_a_killed_player_is_replaced_and_nothing_changes(model, alone, tmp_path,
                 os.kill(killed[0], signal.SIGKILL)
         return made
 
-    monkeypatch.setattr(RolloutWorkers, "call", noted)
+    monkeypatch.setattr(RolloutWorkers, "submit", noted)
     check_equal(start(config_of(model, tmp_path, workers=2)), alone)
     assert len(killed) == 1 and len(asked) > 8
 

@@ -222,7 +222,7 @@ def test_an_interrupted_evaluation_goes_on_with_the_same_server_only(checkpoints
     rows, metadata = rows_of(checkpoints[0])
     for changed in ({"digest": "other"}, {"max_batch": 8}):
         with serving(rows, {"rlinf": metadata["rlinf"] | changed}) as url:
-            with pytest.raises(ConfigError, match=r"3 results .* other conditions \(server\)"):
+            with pytest.raises(ConfigError, match=r"3 results .* different conditions \(server\)"):
                 evaluate(remote(url, out))
     with serving(rows, metadata) as url:  # at another address
         evaluate(remote(url, out, "model.timeout_s=600", "model.connect_timeout_s=7"))

@@ -226,7 +226,7 @@ def test_a_prompt_longer_than_the_model_allows_is_a_user_error(policy):
             (300,),
             {"max_tokens": 1},
         ),
-        "=256 leaves room for 6 tokens.*expected 9. Set rollout.vllm.max_model_len=259": ((250, 5), sampling),
+        "=256 leaves 6 tokens after a prompt.*expected 9. Set rollout.vllm.max_model_len=259": ((250, 5), sampling),
     }
     for words, (lengths, arguments) in rejections.items():
         with pytest.raises(ConfigError, match=words):

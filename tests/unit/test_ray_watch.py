@@ -123,7 +123,7 @@ def head(token: str | None):
     ("asked", "mode", "token", "message"),
     [
         ("secret", None, None, "requires a token, but RAY_AUTH_MODE is ''.*RAY_AUTH_MODE=token RAY_ADDRESS=127"),
-        ("secret", "token", "other", "does not accept the token of this machine. Copy ~/.ray/auth_token"),
+        ("secret", "token", "other", "rejected this machine.s token. Copy ~/.ray/auth_token"),
         ("secret", "token", None, "but .*auth_token does not exist. Copy that file .* or unset RAY_AUTH_MODE"),
         ("secret", "token", "secret", None),
         ("secret", "token", "file", None),

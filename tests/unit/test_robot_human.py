@@ -91,7 +91,7 @@ def test_the_command_counts_the_episodes_of_its_list(tmp_path, monkeypatch, caps
     """Three episodes, one of which an earlier process has played: 2 of 3, then 3 of 3."""
     words = (*WORDS, "evaluation.num_episodes=3", "env.max_episode_steps=4")
     monkeypatch.setattr("sys.stdin", io.StringIO("\ny\n"))
-    with pytest.raises(RLinfError, match="Nobody responds"):
+    with pytest.raises(RLinfError, match="No one is responding"):
         robot_command(run_config(tmp_path, *words), RobotConfig(success="human", real_time=False))
     assert capsys.readouterr().out.count("1 of 3: reach") == 2, "when it starts and when it is judged"
     monkeypatch.setattr("sys.stdin", io.StringIO("\nn\n\ny\n"))

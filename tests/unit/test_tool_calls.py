@@ -127,10 +127,10 @@ def test_what_shows_no_tools_refuses_them():
     method = prompts.config.train.train_policy
     method.response_column_name = ""
     assert prompts.prompt({"prompt": "2+2?"}).input_ids, "control"
-    with pytest.raises(BadRowError, match="cannot have its column 'tools'"):
+    with pytest.raises(BadRowError, match="cannot contain its column 'tools'"):
         prompts.prompt({"prompt": "2+2?", "tools": TOOLS})
     method.system_prompt = "Be brief."
-    with pytest.raises(BadRowError, match="cannot have train.train_policy.system_prompt; expected messages"):
+    with pytest.raises(BadRowError, match="cannot contain train.train_policy.system_prompt; expected a list of messages"):
         prompts.prompt({"prompt": "2+2?"})
 
 

@@ -73,7 +73,7 @@ def _check_token(address: str) -> None:
     who = f"The Ray cluster at RAY_ADDRESS={address}"
     if token is not None:
         fix = "Copy ~/.ray/auth_token of the machine of `ray start --head`, or set RAY_AUTH_TOKEN to its content"
-        raise ConfigError(f"{who} does not accept the token of this machine. {fix}")
+        raise ConfigError(f"{who} rejected this machine's token. {fix}")
     raise ConfigError(
         f"{who} requires a token, but RAY_AUTH_MODE is '{os.environ.get('RAY_AUTH_MODE', '')}' here. Copy the ~/.ray/auth_token of its "
         f"head to this machine, then run: RAY_AUTH_MODE=token RAY_ADDRESS={address} rlinf ..."

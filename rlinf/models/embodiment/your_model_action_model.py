@@ -73,7 +73,7 @@ class YourProcessor:
     def from_pretrained(
         cls, path: str, tokenizer: Any = None, image_processor: Any = None, **kwargs: Any
     ) -> YourProcessor:
-        """Load the parts that are not given from a folder."""
+        """Load from a folder any parts that were not passed in."""
         tokenizer = tokenizer or AutoTokenizer.from_pretrained(path, padding_side="left")
         return cls(tokenizer, image_processor or YourImageProcessor.from_pretrained(path))
 

@@ -69,7 +69,7 @@ def interpreter_for(given: str | None) -> str | None:
 class WorkerRunner:
     """Has the interface of ``LocalRunner``, and delegates to a child process.
 
-    If the process dies, it is restarted and the request, on which alone the result depends, is sent again. If it dies a
+    If the process dies, it is restarted and the request is resent: the result depends only on the request. If it dies a
     second time, or dies while starting, or does not reply in time, PolicyServerError is raised.
     """
 

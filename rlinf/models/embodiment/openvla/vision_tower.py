@@ -189,7 +189,7 @@ class Projector(nn.Module):
         """Map ``[B, images * N, vision_dim]`` to ``[B, images * tokens_per_image, hidden_size]``."""
         batch, _, width = features.shape
         height, run = self.block_height, self.block_width
-        # Patches from different rows of a token are not adjacent in memory.
+        # The patches of a token come from several image rows, which are not adjacent in memory.
         if height > 1:
             features = features.reshape(batch, -1, height, self.grid_size // run, run, width).transpose(2, 3)
         hidden_states = self.fc2(nn.functional.gelu(self.fc1(features.reshape(batch, -1, height * run * width))))

@@ -200,7 +200,7 @@ def test_another_architecture_is_refused_by_name(saved):
     ):
         load_checkpoint(saved, model=model, optimizer=optimizer)
     plain = LlamaForCausalLM(build()[0].config)
-    with pytest.raises(CheckpointError, match="it has 2 additional tensors .value_head"):
+    with pytest.raises(CheckpointError, match="contains 2 additional tensors .value_head"):
         load_checkpoint(saved, model=plain)
 
 
@@ -436,7 +436,7 @@ def test_a_full_disk_is_one_sentence_with_the_file_and_the_free_space(tmp_path, 
 @pytest.mark.parametrize(
     ("error", "rejection"),
     [(RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 64 vs 0"),
-      (CheckpointError, r"MiB free\): '.*__0_0.distcp'. Check space")),
+      (CheckpointError, r"MiB free\): '.*__0_0.distcp'. Check disk space")),
      (KeyboardInterrupt("a second Ctrl-C"), (KeyboardInterrupt, ""))],
 )  # fmt: skip
 def test_an_error_within_the_shards_names_the_file_unless_it_is_ctrl_c(tmp_path, monkeypatch, error, rejection):

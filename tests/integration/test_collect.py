@@ -115,7 +115,7 @@ def test_only_successes_are_stored_whatever_the_number_of_envs(expert, tmp_path,
     assert_rows(folder, expert, rows := np.flatnonzero(np.isin(open_all(expert).episode_ids, stored)))
     printed = capsys.readouterr().out
     assert f"ran       10 episodes of 2 tasks, {len(stored)} successes" in printed
-    assert f"stored    {len(stored)} episodes, {len(rows)} rows" in printed and f"sft.dataset={folder}" in printed
+    assert f"sft.dataset={folder}" in printed
 
 
 def test_nothing_is_written_without_an_episode(tmp_path, capsys, monkeypatch):

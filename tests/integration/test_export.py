@@ -169,7 +169,10 @@ def over_a_folder(write, folder, model, weights):
 
 @pytest.mark.parametrize(
     ("fault", "message"),
-    [(other_numbers, "after saving and reloading, its logits differ"), (over_a_folder, "Cannot write .*exported: .*Check space")],
+    [
+        (other_numbers, "after saving and reloading, its logits differ"),
+        (over_a_folder, "Cannot write .*exported: .*Check space"),
+    ],
 )
 def test_export_that_reads_back_other_numbers_is_not_written(mlp, tmp_path, monkeypatch, fault, message):
     monkeypatch.setattr(export_module, "write_policy", partial(fault, export_module.write_policy))

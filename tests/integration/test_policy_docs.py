@@ -177,7 +177,7 @@ def test_the_custom_policy_works_with_our_losses(names):
     assert output["generation_lengths"].tolist() == [3] and output["unpadded_sequence_lengths"].tolist() == [9]
     assert policy.get_logprobs(prompts)["logprobs"].shape == (4, 6, 48)
     assert policy.train(prompts, algorithms.NLLLossFn())["loss"] > 0
-    with pytest.raises(NotImplementedError, match="CustomPolicy keeps no reference"):
+    with pytest.raises(NotImplementedError, match="CustomPolicy has no reference policy"):
         policy.get_reference_logprobs(prompts)
 
 

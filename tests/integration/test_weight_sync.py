@@ -129,7 +129,7 @@ def test_an_update_at_another_temperature_than_the_rollout_is_stopped(tmp_path, 
             self.temperature = 1.0
 
     monkeypatch.setattr(TrainWorker, "update", hotter)
-    with pytest.raises(ParityError, match="first minibatch of step 0 .*another temperature"):
+    with pytest.raises(ParityError, match="first minibatch of step 0 .*a different temperature"):
         train(config_of(tmp_path))
 
 

@@ -65,7 +65,7 @@ def test_statistics_are_chosen_by_the_name_of_their_data_set():
     assert select_stats(one, None) == select_stats(two, "kitchen") == {"action": first}
     assert select_stats(two, "table") == {"action": second, "proprio": third}
     assert select_action_stats(two, "table") == second
-    with pytest.raises(ConfigError, match="of 2 data sets .*choose one, e.g. model.unnorm_key=kitchen"):
+    with pytest.raises(ConfigError, match="of 2 data sets, .*choose one, e.g. model.unnorm_key=kitchen"):
         select_stats(two, None)
     with pytest.raises(ConfigError, match="of 0 data sets"):
         select_stats({}, None)

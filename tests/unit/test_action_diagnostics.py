@@ -347,11 +347,11 @@ def test_parameters_without_a_gradient_are_named_and_do_not_fail(checker):
 @pytest.mark.parametrize(
     ("method", "wrong", "message"),
     [
-        ("_values", lambda method: lambda features: method(features)[:, None], "values float32 [4, 1], required"),
+        ("_values", lambda method: lambda features: method(features)[:, None], "values float32 [4, 1], expected"),
         (
             "rollout_logprobs",
             lambda method: lambda *x: method(*x).double(),
-            "rollout_logprobs float64 [4, 6], required",
+            "rollout_logprobs float64 [4, 6], expected",
         ),
         ("rollout_logprobs", lambda method: lambda *x: method(*x) - torch.inf, "rollout_logprobs not finite"),
         ("decode_actions", lambda method: lambda sequences: method(sequences) + torch.rand(1), "decode_actions"),

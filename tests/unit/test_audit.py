@@ -281,6 +281,6 @@ def test_what_an_audit_does_not_do_is_refused(tmp_path):
     }
     for section, key, value in ((section, *item) for section, values in wrongs.items() for item in values.items()):
         wrong = replace(config, **{section: replace(getattr(config, section), **{key: value})})
-        said = f"{section}.{key}={value} (with `rlinf audit`|in an audit).* Set {section}.{key}="
+        said = f"{section}.{key}={value} (with `rlinf audit`|in an audit|would make the audit).* Set {section}.{key}="
         with pytest.raises(ConfigError, match=said):
             check(wrong)

@@ -49,7 +49,7 @@ def test_from_batches_pads_every_axis():
 
 @pytest.mark.parametrize(
     ("batches", "words"),
-    [([], "one or more"), ([{"a": [1]}, {"b": [1]}], "'a', 'b'"), ([{"a": [1], "n": 1}, {"a": [1], "n": 2}], "'n' belongs"),
+    [([], "at least one"), ([{"a": [1]}, {"b": [1]}], "'a', 'b'"), ([{"a": [1], "n": 1}, {"a": [1], "n": 2}], "'n' is a value per batch"),
      ([{"a": torch.zeros(1)}, {"a": torch.zeros(1, 1)}], r"\[\[1\], \[1, 1\]\]"),
      ([{"a": torch.zeros(1)}, {"a": [0.0]}], "'a' has different types .'Tensor', 'list'")],
 )  # fmt: skip
@@ -168,7 +168,7 @@ def packed(lengths, shards=1, args=BUDGET, **more):
     ("call", "words"),
     [
         (lambda: BatchedDataDict({"a": torch.zeros(2), "b": [1, 2, 3]}).size, "'a': 2, 'b': 3"),
-        (lambda: numbered(5).select_indices([True, False]), r"bools \[2\]; expected \[5\]"),
+        (lambda: numbered(5).select_indices([True, False]), r"mask \[2\]; expected shape \[5\]"),
         (lambda: numbered(5).slice(4, 6), "Rows 4 to 6 are not in a batch of 5"),
         (lambda: numbered(7).chunk(3, 3), "rank=3 of chunks=3"),
         (lambda: numbered(3).reorder_data([0, 0, 1]), r"\[0, 0, 1\]"),

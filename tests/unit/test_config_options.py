@@ -221,6 +221,7 @@ def test_every_path_of_every_command_begins_at_home(monkeypatch, tmp_path):
         "task",
         "wandb_name",
         "page_host",
+        "revision",
     }
     classes = [
         RunConfig,

@@ -437,7 +437,7 @@ def test_an_env_without_cameras_suggests_no_model_of_zero_images():
 
 
 def test_a_state_policy_that_reads_nothing_is_refused_and_a_picture_policy_is_not():
-    with pytest.raises(ConfigError, match="state_dim=0; expected 1 or more"):
+    with pytest.raises(ConfigError, match="state_dim=0; expected at least 1"):
         validate(build_config(compose_config(["experiment=tabletop_ppo_mlp", "model.init_config.state_dim=0"])))
     validate(build_config(compose_config(["experiment=tabletop_ppo_cnn", "env.state=proprio"])))
 

@@ -79,7 +79,7 @@ def test_a_file_of_robomimic_keeps_its_numbers_and_its_upright_pictures(tmp_path
     ]  # fmt: skip
     assert json.loads((folder / "meta" / "info.json").read_text())["fps"] == 25
     printed = capsys.readouterr().out
-    assert "3 episodes in the layout of robomimic, 2 with a reward of 1" in printed and "10 rows" in printed
+    assert "3 episodes in the layout of robomimic, 2 with a reward of 1" in printed
     assert "'sft.cameras=[agentview,robot0_eye_in_hand]'" in printed and "turned" not in printed
 
 

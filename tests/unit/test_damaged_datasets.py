@@ -566,8 +566,8 @@ EPISODES_OF_RLDS = {
     "no steps": (no_steps, "Episode 1 in .*has no steps"),
     "width": (lambda found: found.update({"steps/observation/state": found["steps/observation/state"][:-1]}), "Episode 1 in .*steps/observation/state"),
     "missing": (lambda found: found.pop("steps/action"), "Episode 1 in .*steps/action"),
-    "bytes": (lambda found: found.update({"steps/action": found["steps/observation/image"]}), "Episode 1 in .*numbers of steps/action"),
-    "numbers": (lambda found: found.update({"steps/observation/image": found["steps/action"]}), "Episode 1 in .*values of image"),
+    "bytes": (lambda found: found.update({"steps/action": found["steps/observation/image"]}), "Episode 1 in .*values of steps/action"),
+    "numbers": (lambda found: found.update({"steps/observation/image": found["steps/action"]}), "Episode 1 in .*number of values for image"),
 }  # fmt: skip
 
 

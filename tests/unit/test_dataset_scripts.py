@@ -137,7 +137,7 @@ def test_the_video_of_a_row_goes_before_what_the_user_says(packer_of, processor,
     assert learned(processor.tokenizer, sample).strip() == "a block</s>"
     assert shown(processor, sample.input_ids).count("<|vision_start|>") == 3, "one frame a second"
     assert len(sample.model_inputs["image_grid_thw"]) == 3
-    with pytest.raises(BadRowError, match="its video 'clips/b.mp4' is not among the 1 in"):
+    with pytest.raises(BadRowError, match="its video 'clips/b.mp4' is not among the 1 videos in"):
         packer.sample(row | {"video": "clips/b.mp4"})
 
 

@@ -345,7 +345,7 @@ def test_a_missing_package_is_named_with_its_installation(name, monkeypatch):
         ("maniskill", {"cameras": ["base_camera"] * 2}, r"repeats a camera. Set env.cameras=\[base_camera\]"),
         ("maniskill", {"tasks": ["PickCube"]}, r"PickCube.*Did you mean 'PickCube-v1'.*Set env.tasks=\[PickCube-v1\]"),
         ("maniskill", {"tasks": None, "state": "full"}, "'PickCube-v1': 42.*env.state=proprio"),
-        ("maniskill_gpu", {"tasks": None}, r"leaves 12.*env.tasks=\[PickCube-v1\]"),
+        ("maniskill_gpu", {"tasks": None}, r"selects 12.*env.tasks=\[PickCube-v1\]"),
     ],
 )  # fmt: skip
 def test_names_that_do_not_fit_are_refused_with_the_nearest_one_before_a_simulator_starts(

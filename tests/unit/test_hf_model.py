@@ -296,7 +296,7 @@ def test_no_architecture_takes_the_choice_of_the_auto_class_and_two_are_refused(
         assert model_class_of(config) is auto_class(family)._model_mapping[type(config)]
     folder = llama(folders, tmp_path)
     edit_config(folder, architectures=["LlamaForCausalLM", "LlamaModel"])
-    two = r"2 classes \(LlamaForCausalLM, LlamaModel\)"
+    two = r"lists 2 \(LlamaForCausalLM, LlamaModel\)"
     with pytest.raises(ConfigError, match=rf"{two}.*Pass architectures=\['LlamaForCausalLM'\]"):
         HFModel.from_pretrained(folder)
     section = {"model_type": "llama", "model_path": str(folder)}

@@ -178,7 +178,7 @@ def test_images_that_would_be_lost_are_refused(cases, tiny_lm, prompts):
             HuggingFacePolicy(tiny_lm()).get_logprobs(BatchedDataDict(prompts | {key: torch.zeros(4, 6)}))
     flat = cases("llava").batch | {"pixel_values": torch.cat(cases("llava").batch["pixel_values"])[:3]}
     for call in ("generate", "get_logprobs"):
-        with pytest.raises(ConfigError, match="'pixel_values': 3.*Give images as a list"):
+        with pytest.raises(ConfigError, match="'pixel_values': 3.*Pass images as a list"):
             getattr(HuggingFacePolicy(cases("llava").folder), call)(BatchedDataDict(flat))
     packed = HuggingFacePolicy(cases("llava").folder, sequence_packing=True, max_tokens_per_microbatch=400)
     with pytest.raises(ConfigError, match="does not support pixel_values. Pass sequence_packing=False"):

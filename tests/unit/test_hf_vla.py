@@ -421,7 +421,7 @@ def test_errors_of_a_model_from_random_weights():
     rejected("model.init_config.n_action_bins=481", "n_action_bins is 512", n_action_bins=512)
     vlm = init["vlm_config"]
     small = {**vlm, "text_config": {**vlm["text_config"], "vocab_size": 486}}
-    rejected("488 tokens", "vocabulary 486", "tokenizer.tokenizer_model=", vlm_config=small)
+    rejected("488 tokens", "at most 486", "tokenizer.tokenizer_model=", vlm_config=small)
 
 
 def test_a_processor_whose_special_tokens_are_action_tokens_is_an_error(zoo, tmp_path):

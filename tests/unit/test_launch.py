@@ -200,7 +200,7 @@ def test_a_dry_run_plans_before_the_own_data_of_a_recipe_are_made_and_warns(reci
 
 @pytest.mark.parametrize(
     ("file", "message"),
-    [("adapter_config.json", "only adapters"), ("README.md", "Set policy.model_name_or_path=<another folder>")],
+    [("adapter_config.json", "only adapters"), ("README.md", "Set policy.model_name_or_path=<a different folder>")],
 )
 def test_a_folder_without_a_model_is_refused_before_the_plan_is_printed(
     recipe, calls, capsys, tmp_path, monkeypatch, file, message

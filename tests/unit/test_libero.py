@@ -383,7 +383,7 @@ def test_a_version_that_moves_success_rates_is_refused(monkeypatch):
 @needs_libero
 def test_states_episodes_and_assets_that_do_not_fit_are_refused(tmp_path):
     sim = simulator()
-    with pytest.raises(ConfigError, match="recorded state 50 of turn_on_the_stove, which has 50"):
+    with pytest.raises(ConfigError, match="recorded state 50 of turn_on_the_stove, which has only 50"):
         sim.reset(spec(50))
     sim.reset(spec(0))
     with pytest.raises(ConfigError, match=r"env\.assets_dir="):

@@ -178,7 +178,7 @@ def test_the_cache_appends_in_place_and_knows_its_end():
     assert torch.equal(more, torch.cat([first, second], dim=2)) and more.data_ptr() == keys.data_ptr()
     other, _ = cache.update(second, second, layer_idx=1)
     assert other.data_ptr() != keys.data_ptr()
-    with pytest.raises(ValueError, match="holds 4 positions, and 5"):
+    with pytest.raises(ValueError, match="has 4 positions, but 5"):
         cache.update(torch.randn(2, 3, 3, 5), torch.randn(2, 3, 3, 5), layer_idx=0)
 
 

@@ -168,7 +168,7 @@ def test_what_cannot_be_is_refused_by_name(checkpoint, tiny_lm, batch, monkeypat
     with pytest.raises(ConfigError, match="use_flash_attention=True.*Pass use_flash_attention=False"):
         MegatronPolicy(folder, use_flash_attention=True)
     for words, options, device in (
-        ("torch_dtype is float32.*Pass torch_dtype='bfloat16'", {"use_flash_attention": True}, "cuda"),
+        ("torch_dtype=float32.*Pass torch_dtype='bfloat16'", {"use_flash_attention": True}, "cuda"),
         ("=True, but the device is 'cpu'.*Pass sequence_parallel=False", {"sequence_parallel": True}, "cpu"),
     ):
         with pytest.raises(ConfigError, match=words):
@@ -184,7 +184,7 @@ def test_what_cannot_be_is_refused_by_name(checkpoint, tiny_lm, batch, monkeypat
         ("model_type=gpt2; expected llama or mistral", "gpt2", {}),
         ("sliding_window=3; expected None", "mistral", {"sliding_window": 3}),
         ("hidden_act=gelu; expected silu", "llama", {"hidden_act": "gelu"}),
-        ("no place for 2 weights.*o_proj.bias", "llama", {"attention_bias": True}),
+        ("does not support 2 weights.*o_proj.bias", "llama", {"attention_bias": True}),
     ):
         with pytest.raises(ConfigError, match=words):
             MegatronPolicy(tiny_lm(family, **fields))

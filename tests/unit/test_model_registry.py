@@ -207,7 +207,7 @@ def test_a_folder_that_is_no_checkpoint_is_refused(path, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["config.json", "dataset_statistics.json"])
-@pytest.mark.parametrize("text, found", [('{"a": ', "line 1"), ("[1]", "holds a list"), ("\xff", "utf-8")])
+@pytest.mark.parametrize("text, found", [('{"a": ', "line 1"), ("[1]", "contains a list"), ("\xff", "utf-8")])
 def test_a_file_that_is_no_json_is_refused_by_its_path(tmp_path, name, text, found):
     from rlinf.models.embodiment.openvla.config import OpenVLAConfig
 
@@ -229,7 +229,7 @@ def test_a_type_that_is_not_accepted_is_refused_and_one_without_a_declaration_is
     for values in ({"model_type": "a"}, {"type": "a"}, {}):
         check_model_type(Config, values, "folder")
     check_model_type(PatternConfig, {"model_type": "other"}, "folder")
-    with pytest.raises(CheckpointError, match="'folder' is of model type 'pi0'.*reads 'a'. Set model.model_type=pi0"):
+    with pytest.raises(CheckpointError, match="'folder' is of model type 'pi0'.*accepts 'a'. Set model.model_type=pi0"):
         check_model_type(Config, {"type": "pi0"}, "folder")
 
 

@@ -73,7 +73,7 @@ def test_the_engine_is_finished_even_if_it_fails(tiny_lm, prompts):
 def test_another_vocabulary_is_refused(tiny_lm, prompts):
     policy, engine = HuggingFacePolicy(tiny_lm()), HuggingFaceGeneration(tiny_lm())
     engine.model.config.vocab_size = 64
-    with pytest.raises(ConfigError, match=r"vocab_size=48, the inference backend 64.*Pass one model_name"):
+    with pytest.raises(ConfigError, match=r"vocab_size=48, the inference backend 64.*Pass the same model_name"):
         validate_log_probability_consistency(policy, engine, prompts)
 
 
@@ -152,7 +152,7 @@ def test_a_model_that_vllm_refuses_fails_and_keeps_the_table(tiny_lm, capsys, mo
 
 
 @pytest.mark.parametrize(
-    ("words", "message"), [([], "no model"), (["m", "torch_dtyp=x"], "Did you mean 'torch_dtype'")]
+    ("words", "message"), [([], "needs one model"), (["m", "torch_dtyp=x"], "Did you mean 'torch_dtype'")]
 )
 def test_bad_arguments_of_the_command(words, message, capsys):
     assert main(["diagnose", *words]) == 2

@@ -320,9 +320,15 @@ def test_it_learns_a_sentence_dependent_action():
         ({"init_config": TINY | {"patches_per_token": 3}}, "is 3.*4 x 4.*init_config.patches_per_token=1"),
         ({"init_config": TINY | {"action_decoding": "both"}}, "'both'.*init_config.action_decoding=autoregressive"),
         ({"init_config": TINY | {"action_bin_rule": "log"}}, "'log'.*init_config.action_bin_rule=midpoints"),
-        ({"init_config": TINY | {"vision_feature_layer": 1}}, "is 1.*depth 1.*init_config.vision_feature_layer=-1"),
+        (
+            {"init_config": TINY | {"vision_feature_layer": 1}},
+            "is 1; expected an index into 1 layers.*init_config.vision_feature_layer=-1",
+        ),
         ({"init_config": PUBLIC | {"image_sizes": [28, 56]}}, r"28, 56.*2, 4.*init_config.image_sizes=.28,28"),
-        ({"init_config": PUBLIC | {"image_sizes": [30, 30]}}, r"30, 30.*patch size 14.*init_config.image_sizes=.28,28"),
+        (
+            {"init_config": PUBLIC | {"image_sizes": [30, 30]}},
+            r"30, 30.*multiples of 14.*init_config.image_sizes=.28,28",
+        ),
         ({"init_config": PUBLIC | {"image_sizes": [28]}}, "1 entries.*init_config.image_sizes=null"),
         ({"init_config": TINY | {"n_action_bin": 3}}, "n_action_bins"),
         ({"init_config": TINY | {"timm_model_ids": ["resnet50"]}}, "resnet50"),

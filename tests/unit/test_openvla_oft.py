@@ -154,7 +154,7 @@ def test_an_absent_or_wide_state_is_refused():
     with pytest.raises(ConfigError, match="state of 5 dimensions.*provides none.*env.state=proprio"):
         model.preprocess(Observation(observe().images, None, SENTENCES))
     wide = np.zeros((4, 7), np.float32)
-    with pytest.raises(ConfigError, match="state of 5 dimensions.*gives 7.*model.unnorm_key"):
+    with pytest.raises(ConfigError, match="state of 5 dimensions.*provides 7.*model.unnorm_key"):
         model.preprocess(Observation(observe().images, wide, SENTENCES))
 
 
@@ -358,10 +358,10 @@ def test_adapters_on_new_parts_come_back_on_the_base_model(base, tmp_path):
 @pytest.mark.parametrize(
     "new_parts, error, message",
     [
-        ([], CheckpointError, r"missing \['action_head', 'proprio_projector', 'film', 'placeholders'\].*model.override_config."
+        ([], CheckpointError, r"'action_head', 'proprio_projector', 'film', 'placeholders'\] is missing.*model.override_config."
          r"new_parts=\[action_head,proprio_projector,film,placeholders\]"),
-        (["film", "placeholders"], CheckpointError, r"missing \['action_head', 'proprio_projector'\], which action_head=l1, "
-         r"use_proprio=true needs.*new_parts=\[film,placeholders,action_head,proprio_projector\]"),
+        (["film", "placeholders"], CheckpointError, r"'action_head', 'proprio_projector'\] is missing, but required by action_head=l1, "
+         r"use_proprio=true.*new_parts=\[film,placeholders,action_head,proprio_projector\]"),
         (["fillm"], ConfigError, r"new_parts contains 'fillm'.*model.override_config.new_parts=\[film\]"),
     ],
 )  # fmt: skip
@@ -409,7 +409,7 @@ def test_a_folder_of_another_model_is_refused_before_weights_are_read(base, aske
     (base / "config.json").write_text(json.dumps(config | {"model_type": found}))
     (base / "model.safetensors").write_bytes(b"garbage")
     override = "model.model_path=<a different folder>" if found == "llama" else f"model.model_type={found}"
-    with pytest.raises(CheckpointError, match=f"is of model type '{found}'.*reads 'openvla'.*Set {override}"):
+    with pytest.raises(CheckpointError, match=f"is of model type '{found}'.*accepts 'openvla'.*Set {override}"):
         get_model(from_folder(base, model_type=asked))
 
 
@@ -423,11 +423,11 @@ def test_a_folder_of_another_model_is_refused_before_weights_are_read(base, aske
         ({"state_dim": 4, "use_proprio": True}, "state_dim is 4.*5 dimensions.*model.init_config.state_dim=5"),
         (
             {"use_proprio": True, "norm_stats": {"a": {"action": STATS["arm"]["action"]}}},
-            "'a' hold action and no proprio.*model.unnorm_key",
+            "'a' contain action but no proprio.*model.unnorm_key",
         ),
         (
             {"action_normalization": "bounds", "norm_stats": {"a": {"action": {"q01": [0.0] * 3, "q99": [1.0] * 3}}}},
-            "hold q01, q99; normalising by min and max.*model.unnorm_key",
+            "contain q01, q99; normalising by min and max.*model.unnorm_key",
         ),
         ({"use_propio": True}, "use_proprio"),
     ],

@@ -210,7 +210,7 @@ def test_messages_of_sharegpt_are_those_with_role_and_content():
             {"messages": [QUESTION, {"content": "b"}]},
             "message 1 has no 'role', only content",
         ),
-        ({"messages": [{"from": "human"}]}, "message 0 has no 'value', only from; required"),
+        ({"messages": [{"from": "human"}]}, "message 0 has no 'value', only from; expected"),
         (
             {"messages": [{"from": "alien", "value": "b"}]},
             "message 0 has 'from': 'alien'; expected one of human, gpt, system",

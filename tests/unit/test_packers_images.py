@@ -183,7 +183,7 @@ def test_a_mark_in_a_text_is_the_next_image(processors):
     ("images", "message"),
     [
         ([], "messages refer to image 0 .from 0., but has 0"),
-        (["one.png"] * 3, "column 'images' has 3, but its messages refer to 2"),
+        (["one.png"] * 3, "column 'images' has 3 images, but its messages refer to 2"),
         (["missing.png", "one.png"], "the image '.*missing.png' does not exist"),
         (["broken.png", "one.png"], "the image 'broken.png' cannot be read"),
         ([{"bytes": b"x", "path": None}, "one.png"], "the image in the dataset cannot be read"),
@@ -244,7 +244,7 @@ def test_the_frames_of_a_video_take_its_place(processors, clip):
     same = packer.sample({"messages": [said("user", IMAGE, IMAGE, IMAGE, "what is this?"), TALK[1]], "images": frames})
     assert sample.input_ids == same.input_ids and sample.token_mask == same.token_mask
     assert torch.equal(sample.model_inputs["pixel_values"], same.model_inputs["pixel_values"])
-    with pytest.raises(BadRowError, match="its video 'clips/b.mp4' is not among the 1 in"):
+    with pytest.raises(BadRowError, match="its video 'clips/b.mp4' is not among the 1 videos in"):
         packer.sample({"messages": [said("user", video | {"video": "clips/b.mp4"}, "?"), TALK[1]]})
     (clip.parent / "broken.mp4").write_bytes(clip.read_bytes()[:300])
     with pytest.raises(BadRowError, match="broken.mp4' cannot be read"):

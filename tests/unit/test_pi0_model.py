@@ -329,7 +329,7 @@ def test_observations_that_do_not_fit_are_refused(changes, observation, message)
         ({"pi05": True, "use_quantile_norm": False}, r"use_quantile_norm=False.*use_quantile_norm=true"),
         ({"norm_stats": {"arm": {"action": {"q01": [0, 0, 0], "q99": [1, 1, 1]}}}, "use_quantile_norm": False},
          r"needs mean and std of 'action'.*use_quantile_norm=true"),
-        ({"norm_stats": {"arm": {"action": {"q01": [0], "q99": [1]}}}}, r"have 1 dimension, and model\.action_token_len=3.*Set model\.action_token_len=1"),
+        ({"norm_stats": {"arm": {"action": {"q01": [0], "q99": [1]}}}}, r"have 1 dimension, but model\.action_token_len=3.*Set model\.action_token_len=1"),
         ({"action_dim": 2}, r"model\.action_token_len is 3.*2 dimensions.*model\.action_token_len=2"),
         ({"action_horizon": 1}, r"model\.action_chunks_len is 2.*predicts 1.*model\.action_chunks_len=1"),
     ],

@@ -155,7 +155,7 @@ def test_weights_that_left_the_shared_memory_are_refused(parts):
         processes.collect(model, 0, 0, needs_values=False)
     parameter.data = shared
     processes.collect(model, 0, 0, needs_values=False)
-    with pytest.raises(RLinfError, match="older weights"):
+    with pytest.raises(RLinfError, match="outdated weights"):
         processes.collect(make_parts()[0], 0, 0, needs_values=False)
 
 

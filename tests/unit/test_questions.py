@@ -317,7 +317,7 @@ def test_the_newest_export_of_a_run_is_meant(tmp_path, monkeypatch):
             find_model(missing)
     (tmp_path / "adapters").mkdir()
     (tmp_path / "adapters" / "adapter_config.json").write_text("{}")
-    with pytest.raises(CheckpointError, match="adapters only"):
+    with pytest.raises(CheckpointError, match="only adapters"):
         find_model(str(tmp_path / "adapters"))
 
 

@@ -241,7 +241,7 @@ def test_manifests_of_other_projects_are_no_obstacle(tmp_path, text):
     (tmp_path / "manifest.json").write_text('{"preprocessing": {"prompt_suffix": "good"}}')
     check_prompt_suffix(ModelConfig(model_path=str(tmp_path / "any")))  # not a folder of a checkpoint
     for folder in (tmp_path, tmp_path / "model"):
-        with pytest.raises(ConfigError, match="behind 'good'"):
+        with pytest.raises(ConfigError, match="prompt suffix 'good'"):
             check_prompt_suffix(ModelConfig(model_path=str(folder)))
 
 
@@ -273,7 +273,7 @@ def test_a_run_keeps_its_labels_and_its_policy_acts_by_the_good_one(tmp_path, mo
     assert kept is not None and load_policy(tmp_path / "run", device="cpu").model.prompt_suffix == GOOD
 
     folder = resolve_checkpoint(tmp_path / "run") / "model"
-    with pytest.raises(ConfigError, match="behind 'good'.*model.prompt_suffix=good"):
+    with pytest.raises(ConfigError, match="prompt suffix 'good'.*model.prompt_suffix=good"):
         build_policy(run_config(tmp_path / "used", *words, f"model.model_path={folder}", "~model.init_config"))
     for typed in (GOOD, ""):
         used = run_config(

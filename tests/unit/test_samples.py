@@ -36,7 +36,7 @@ def test_prompts_have_no_mask():
 def test_a_mask_of_another_length_and_no_rows_are_refused():
     with pytest.raises(ConfigError, match="sample 1 have lengths 1 and 2"):
         collate([Sample([1], [True]), Sample([1, 2], [True])])
-    with pytest.raises(ConfigError, match="no rows"):
+    with pytest.raises(ConfigError, match="at least one row"):
         collate([])
 
 

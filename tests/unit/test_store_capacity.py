@@ -63,7 +63,7 @@ def test_the_machines_whose_stores_must_suffice_are_those_of_players_and_ranks(m
         (["workers", "ranks"], ["a", "b", "c"], ["command", "unused"]),
     ):
         for name in rejected:
-            with pytest.raises(ConfigError, match=f"store of objects has 512.* on {name}; expected 1"):
+            with pytest.raises(ConfigError, match=f"object store has 512.* on {name}; expected 1"):
                 check(groups, name)
         for name in allowed:
             check(groups, name)

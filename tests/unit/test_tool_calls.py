@@ -130,7 +130,9 @@ def test_what_shows_no_tools_refuses_them():
     with pytest.raises(BadRowError, match="cannot contain its column 'tools'"):
         prompts.prompt({"prompt": "2+2?", "tools": TOOLS})
     method.system_prompt = "Be brief."
-    with pytest.raises(BadRowError, match="cannot contain train.train_policy.system_prompt; expected a list of messages"):
+    with pytest.raises(
+        BadRowError, match="cannot contain train.train_policy.system_prompt; expected a list of messages"
+    ):
         prompts.prompt({"prompt": "2+2?"})
 
 

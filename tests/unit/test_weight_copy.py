@@ -97,7 +97,7 @@ def test_models_that_differ_are_refused():
 def test_weights_that_do_not_arrive_stop_the_push(monkeypatch):
     monkeypatch.setattr(weight_push, "ModuleReceiver", Deaf)
     sync = WeightPush(Net(5.0), Net(1.0))
-    with pytest.raises(RLinfError, match="in 6 of 6 tensors: .*layer.bias.*older weights"):
+    with pytest.raises(RLinfError, match="in 6 of 6 tensors: .*layer.bias.*outdated weights"):
         sync.push(1)
     with pytest.raises(RLinfError, match="no complete weights"):
         sync.rollout_policy

@@ -261,7 +261,7 @@ def test_weights_that_are_not_finite_are_refused_by_name(buckets, value):
     source, receiver = Net(1), ModuleReceiver(Net(2))
     with torch.no_grad():
         source.head.bias[1] = value
-    with pytest.raises(WeightsRejectedError, match=f"'head.bias' holds {value}"):
+    with pytest.raises(WeightsRejectedError, match=f"'head.bias' contains {value}"):
         push(ModuleWeights(source, 1, buckets), Direct(receiver))
     assert receiver.version is None
 

@@ -73,7 +73,9 @@ def check_device(config: Any, device: torch.device) -> None:
         if getattr(config, name) and device.type != "cuda":
             raise ConfigError(f"{name}=True, but the device is '{device}': {needed}. Pass {name}=False")
     if config.use_flash_attention and "bfloat16" not in str(config.torch_dtype):
-        raise ConfigError(f"use_flash_attention=True, torch_dtype={config.torch_dtype}. Pass torch_dtype='bfloat16'")
+        raise ConfigError(
+            f"use_flash_attention=True with torch_dtype={config.torch_dtype}; expected bfloat16. Pass torch_dtype='bfloat16'"
+        )
 
 
 def check_ranks(config: Any) -> None:

@@ -76,7 +76,9 @@ class MegatronPolicy(TokenPolicy):
         check_trainable(config)
         self._dtype = torch_dtype_of(config.torch_dtype)
         if config.sequence_parallel and config.tensor_model_parallel_size == 1:
-            raise ConfigError("sequence_parallel=True, tensor_model_parallel_size=1. Pass sequence_parallel=False")
+            raise ConfigError(
+                "sequence_parallel=True with tensor_model_parallel_size=1; expected at least 2. Pass sequence_parallel=False"
+            )
         if importlib.util.find_spec("megatron") is None:
             raise MissingDependencyError(
                 f"MegatronPolicy('{model_name}') needs the extra 'megatron', which is not installed. Run pip install -e "

@@ -211,7 +211,7 @@ def describe(config: RecipeConfig, plan: Plan, num_rows: int | None, reason: str
 
 
 def engine_lines(config: RecipeConfig) -> list[tuple[str, str]]:
-    """Return lines explaining why torch generates although the recipe selects vLLM."""
+    """Return lines explaining why generation runs in torch although the recipe selects vLLM."""
     if config.train.train_policy.type != "grpo" or config.rollout.backend != "vllm":
         return []
     reason = why_no_engine(_config_of(config))

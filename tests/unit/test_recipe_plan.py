@@ -278,7 +278,7 @@ def test_a_player_in_torch_has_one_gpu():
 def test_where_vllm_cannot_generate_a_player_in_torch_takes_each_gpu_of_an_engine(tiny_lm, tmp_path, monkeypatch):
     """An engine's two GPUs would be reserved, and one of them used."""
     gemma, qwen = (make_vlm(tmp_path, family) for family in ("gemma3", "qwen2_5_vl"))
-    everything, lacks = ("vllm", "torchvision"), "vLLM is not used: the package {} is not installed"
+    everything, lacks = ("vllm", "torchvision"), "vLLM is not used: the {} package is not installed"
     for model, installed, workers, each, line in (
         (tiny_lm(), ("vllm",), 1, "tensor parallel 2", None),
         (tiny_lm(), ("torchvision",), 2, "1, in torch", lacks.format("vllm")),

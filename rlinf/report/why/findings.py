@@ -314,9 +314,10 @@ class Diagnosis:
     def lines(self) -> list[str]:
         """The outcome, then the findings, or the number of rules that passed."""
         none = "no problem found" if self.outcome.is_good else "no cause found in the metrics"
-        count = f"{len(self.passed)} rule{'' if len(self.passed) == 1 else 's'} checked"
+        # A good outcome needs no cause, so most rules are not checked.
+        count = f" ({len(self.passed)} rule{'' if len(self.passed) == 1 else 's'} checked)" if self.passed else ""
         findings = [f"{finding.rule}: {finding}" for finding in self.findings]
-        return [str(self.outcome), *(findings or [f"{none} ({count})"])]
+        return [str(self.outcome), *(findings or [none + count])]
 
     def __str__(self) -> str:
         return "\n".join(self.lines)

@@ -64,18 +64,18 @@ def test_control_another_seed_is_another_run(runs):
 @contextmanager
 def disturbed(monkeypatch, moments):
     """Call ``moments[(method, count)](workers, worker)`` right after a rollout worker was called for the ``count``-th time in a run."""
-    call, counts, done = RolloutWorkers.submit, {}, []
+    call, counts, done = RolloutWorkers._submit, {}, []
 
     def noted(self, number, deadline, method, *arguments):
         made = call(self, number, deadline, method, *arguments)
-        name = arguments[0] if method == "ask" else method
+        name = arguments[0] if method == "run" else method
         counts[name] = counts.get(name, 0) + 1
         if (name, counts[name]) in moments:
             done.append(moments[name, counts[name]](self, number))
         return made
 
     with monkeypatch.context() as patch:
-        patch.setattr(RolloutWorkers, "submit", noted)
+        patch.setattr(RolloutWorkers, "_submit", noted)
         yield done
     assert len(done) == len(moments), "all of it happened"
 

@@ -44,7 +44,7 @@ def test_a_run_with_engines_in_players_is_bit_for_bit_that_of_an_engine_in_a_ran
     """Although an engine is killed in one iteration, and a rollout worker with a kill -9 in the next."""
     import ray
 
-    call, engines, counts = RolloutWorkers.submit, {}, []
+    call, engines, counts = RolloutWorkers._submit, {}, []
 
     def disturbing(self, number, deadline, method, *arguments):
         made = call(self, number, deadline, method, *arguments)
@@ -61,9 +61,9 @@ def test_a_run_with_engines_in_players_is_bit_for_bit_that_of_an_engine_in_a_ran
 
     monkeypatch.setenv("RAY_memory_monitor_refresh_ms", "0")
     with monkeypatch.context() as patch:
-        patch.setattr(RolloutWorkers, "submit", disturbing)
+        patch.setattr(RolloutWorkers, "_submit", disturbing)
         split = train(run_config(tmp_path / "split", *SHORT, *SPLIT))
-    assert counts == [0, 1, 0, 1], "the rollout worker is asked again without RolloutWorkers.submit"
+    assert counts == [0, 1, 0, 1], "the rollout worker is asked again without RolloutWorkers._submit"
     assert caplog.text.count("was lost: The actor died") == 1
     assert wait_until(lambda: not any(map(is_running, engines.values())), 60) and len(engines) == 2
     colocated = train(run_config(tmp_path / "colocated", *SHORT))

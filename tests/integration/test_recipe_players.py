@@ -145,11 +145,11 @@ def test_control_another_seed_is_another_run(model, alone, tmp_path):
 
 
 def test_a_killed_player_is_replaced_and_nothing_changes(model, alone, tmp_path, monkeypatch):
-    call, asked, killed = RolloutWorkers.submit, [], []
+    call, asked, killed = RolloutWorkers._submit, [], []
 
     def noted(self, number, deadline, method, *arguments):
         made = call(self, number, deadline, method, *arguments)
-        if method == "ask" and arguments[0] == "generate":
+        if method == "run" and arguments[0] == "generate":
             asked.append(number)
             if len(asked) == 6:  # of the second step
                 import ray
@@ -158,7 +158,7 @@ def test_a_killed_player_is_replaced_and_nothing_changes(model, alone, tmp_path,
                 os.kill(killed[0], signal.SIGKILL)
         return made
 
-    monkeypatch.setattr(RolloutWorkers, "submit", noted)
+    monkeypatch.setattr(RolloutWorkers, "_submit", noted)
     check_equal(start(config_of(model, tmp_path, workers=2)), alone)
     assert len(killed) == 1 and len(asked) > 8
 

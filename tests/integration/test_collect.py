@@ -112,7 +112,7 @@ def test_only_successes_are_stored_whatever_the_number_of_envs(expert, tmp_path,
     assert 0 < len(stored) < 10, "the expert fails now and then"
     places = [stored.index(n) if n in stored else None for n in range(10)]
     assert kept == [episode | {"episode_index": place} for episode, place in zip(every, places, strict=True)]
-    assert_rows(folder, expert, rows := np.flatnonzero(np.isin(open_all(expert).episode_ids, stored)))
+    assert_rows(folder, expert, np.flatnonzero(np.isin(open_all(expert).episode_ids, stored)))
     printed = capsys.readouterr().out
     assert f"ran       10 episodes of 2 tasks, {len(stored)} successes" in printed
     assert f"sft.dataset={folder}" in printed
@@ -284,8 +284,8 @@ REFUSED_DATASETS = {
     "number of cameras": (["sft.cameras=[front,side]"], ["sft.cameras is [front,side]", f"Set sft.cameras=[{COLUMN}]"]),
     "image size": (["env.image_size=32"], ["64 x 64 pixels", "32 x 32", "Set env.image_size=64"]),
     "action width": (["model.action_token_len=3"],
-                     ["have 2 numbers", "expected model.action_token_len=3", "Set model.action_token_len=2"]),
-    "state column": (["sft.state_key=next.reward"], ["width 1", "expected 4", "Set sft.state_key=observation.state"]),
+                     ["have 2 dimensions", "expected model.action_token_len=3", "Set model.action_token_len=2"]),
+    "state column": (["sft.state_key=next.reward"], ["has 1 dimensions", "expected 4", "Set sft.state_key=observation.state"]),
     "unknown state": (["sft.state_key=propio"], ["'propio'", "Set sft.state_key=null"]),
     "no folder": (["sft.dataset=nowhere"], ["'nowhere', which is not a folder", "Set sft.dataset="]),
 }  # fmt: skip
@@ -341,7 +341,7 @@ def test_a_dataset_without_the_state_that_the_model_reads_is_refused():
     base = [*MODEL, *overrides, "sft.max_steps=4", f"sft.dataset={FIXTURES / 'rlds'}"]
     validate(build_config(compose_config([*ENV, *QUIET, *base])), "sft")  # this model reads no state
     message = rejection("sft", *base, "sft.state_key=state")
-    assert "width 8" in message and "expected 4" in message
+    assert "has 8 dimensions" in message and "expected 4" in message
 
 
 REFUSED_COLLECTIONS = {

@@ -107,7 +107,7 @@ def test_results_are_kept_and_the_same_command_continues(cluster, of_one, tmp_pa
         return ask(self, number, *arguments)
 
     with monkeypatch.context() as patch:
-        patch.setattr(RolloutWorkers, "ask", one_dies)
+        patch.setattr(RolloutWorkers, "submit", one_dies)
         way_on = f"then run the same command with output_dir={tmp_path}, or raise the limit: cluster.max_restarts=2"
         with pytest.raises(RankError, match=way_on):
             evaluate(configured(tmp_path, *workers(2), "cluster.max_restarts=0"))

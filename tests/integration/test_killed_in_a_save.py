@@ -2,6 +2,7 @@
 
 import os
 import signal
+from pathlib import Path
 
 import pytest
 from every_trainer import checkpoint, lines, start, tensors
@@ -32,6 +33,10 @@ def _killed_at_the_third(stage: str, *run) -> None:
     start(*run)
 
 
+def _start(name: str, folder: Path, model: str, resumes: bool) -> None:
+    start(name, folder, 4, model, resumes=resumes)
+
+
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory, tiny_lm):
     """Return the run of a trainer that nobody kills; it is made once."""
@@ -40,7 +45,8 @@ def whole(tmp_path_factory, tiny_lm):
     def run(name):
         if name not in folders:
             folders[name] = tmp_path_factory.mktemp("whole") / "run"
-            start(name, folders[name], 4, add_tokenizer(tiny_lm()))
+            # Forked as the run that is killed, so that no setting of an earlier test tells the two apart.
+            assert status_of_forked(_start, name, folders[name], add_tokenizer(tiny_lm()), False) == 0
         return folders[name]
 
     return run
@@ -52,7 +58,7 @@ def test_a_run_that_is_killed_in_a_save_goes_on_bit_for_bit(name, stage, tmp_pat
     status = status_of_forked(_killed_at_the_third, stage, name, folder, 4, model)
     assert status == -signal.SIGKILL, f"it did not reach {stage}: {status}"
     assert resolve_checkpoint(folder) == checkpoint(name, folder, STAGES[stage])
-    start(name, folder, 4, model, resumes=True)
+    assert status_of_forked(_start, name, folder, model, True) == 0
     assert not differing_weights(tensors(name, folder, 4), tensors(name, whole(name), 4))
     assert lines(folder) == lines(whole(name))
     assert not list((folder / "checkpoints").glob(".*")), "what was half-written is cleared away"

@@ -216,4 +216,4 @@ def test_the_template_runs_as_it_stands_by_the_sentence_of_the_page(tmp_path, mo
     assert main(["train", "model=your_model", *small]) == 0
     first_line = (PROJECT / "rlinf/config/model/your_model.yaml").read_text(encoding="utf-8").splitlines()[0]
     assert Path(template.__file__).relative_to(PROJECT).as_posix() in first_line
-    assert "your_model, 1 x 2 numbers a call" in capsys.readouterr().out
+    assert "your_model, chunks of 1 actions x 2 dimensions" in capsys.readouterr().out

@@ -140,7 +140,7 @@ def test_demonstrations_that_teach_nothing_are_refused(tmp_path, demonstrations)
         config_of(tmp_path, *overrides, *fix.split())
     for overrides, fragment in (
         (["env.tolerance_m=0.02"], "tolerance_m"),
-        (["model.action_token_len=3"], "The actions of .* have 2 numbers"),
+        (["model.action_token_len=3"], "The actions of .* have 2 dimensions"),
         (["algorithm.offline_dataset=nowhere"], "algorithm.offline_dataset is 'nowhere', which is not a folder"),
     ):
         with pytest.raises(ConfigError, match=fragment):

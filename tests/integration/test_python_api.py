@@ -445,7 +445,7 @@ def test_an_object_may_have_an_attribute_that_modules_have():
     ("policy", "env", "said"),
     [(Constant([0.0]), "tabletop", "Actions have shape"), (Constant([np.nan, 0.0]), "tabletop", r"\d of whose numbers are not finite .the first: nan.; expected finite numbers"),
      (Constant([[[0.0, 0.0]]]), "tabletop", "expected finite numbers"), (Constant([0.0, 0.0]), None, "needs the env"),
-     (object(), "tabletop", "evaluate got a object; required"), (Constant, "tabletop", "evaluate got a type; required"),
+     (object(), "tabletop", "evaluate got a object; expected"), (Constant, "tabletop", "evaluate got a type; expected"),
      (lambda observation: [[0.0, 0.0, 0.0]], "tabletop", "<lambda> returned actions")],
 )  # fmt: skip
 def test_objects_that_do_not_fit_are_refused(policy, env, said):

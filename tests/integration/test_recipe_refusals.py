@@ -75,8 +75,8 @@ CASES = {
     "rows by rank, evenly": ("sft", 2, other_rows, "row 0 of rank 1 differs from rank 0.*A script must pass all rows on every rank"),
     "another row in the middle": ("sft", 2, lambda: other_row(4), "row 4 of rank 1 differs from rank 0"),
     "another last row": ("sft", 2, lambda: other_row(7), "row 7 of rank 1 differs from rank 0"),
-    "a stream by rank": ("sft", 2, lambda: stream(other_rows()), "differs between the ranks, in its rows up to 4. A script must pass"),
-    "a stream that differs later": ("sft", 8, other_second_epoch, "The stream of the dataset differs between the ranks"),
+    "a stream by rank": ("sft", 2, lambda: stream(other_rows()), "differs between ranks in its first 4 rows. A script must pass"),
+    "a stream that differs later": ("sft", 8, other_second_epoch, "The stream of the dataset differs between ranks"),
     "a group that would be split": ("grpo", 4, lambda: ROWS, "of rollout.n_generation=4 on 2 ranks. Set .* a multiple of 8"),
 }  # fmt: skip
 

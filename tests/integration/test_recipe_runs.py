@@ -173,7 +173,7 @@ def test_an_error_of_the_training_waits_for_the_checkpoint_that_is_being_written
     with pytest.raises(FloatingPointError, match="step 2"):
         start(config_of(model, tmp_path, "sft", 4, timestamp="20260102030405"))
     assert (tmp_path / "20260102030405" / "checkpoints" / "step_2" / "state.json").is_file() != disk_is_full
-    assert ("lost, too: no space" in capfd.readouterr().err) == disk_is_full
+    assert ("also lost: no space" in capfd.readouterr().err) == disk_is_full
 
 
 def test_a_run_that_ended_before_its_export_is_exported_when_it_goes_on(model, tmp_path, monkeypatch):
@@ -265,7 +265,9 @@ def test_a_profiler_that_waits_for_longer_than_the_run_is_refused(model, tmp_pat
 
 def test_a_run_with_a_name_goes_on_and_is_not_begun_twice(model, tmp_path):
     start(config_of(model, tmp_path, "sft", 2, timestamp="mine"))
-    with pytest.raises(ConfigError, match="mine already. Set train.resume=true.*another train.timestamp"):
+    with pytest.raises(
+        ConfigError, match="mine already has checkpoints. Set train.resume=true.*a different train.timestamp"
+    ):
         start(config_of(model, tmp_path, "sft", 3, timestamp="mine"))
     assert start(config_of(model, tmp_path, "sft", 3, timestamp="mine", resume=True)) == tmp_path / "mine"
     assert start(config_of(model, tmp_path, "sft", 4, resume=True)) == tmp_path / "mine"

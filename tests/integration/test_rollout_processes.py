@@ -49,14 +49,14 @@ def test_processes_train_as_threads_do(tmp_path, capsys):
 
 def test_a_worker_that_is_killed_ends_the_run_with_its_cause_and_the_other_worker(tmp_path, monkeypatch):
     processes = []
-    issue = ProcessCollector.issue
+    issue = ProcessCollector.submit
 
     def kill_one(self, *args, **kwargs):
         processes.extend(worker.process for worker in self.workers)
         processes[0].kill()
         return issue(self, *args, **kwargs)
 
-    monkeypatch.setattr(ProcessCollector, "issue", kill_one)
+    monkeypatch.setattr(ProcessCollector, "submit", kill_one)
     with pytest.raises(RankError, match="Rollout worker 0 was lost: killed by SIGKILL"):
         train(run_config(tmp_path, *SHORT, "rollout.worker_processes=2"))
     assert len(processes) == 2 and all(process.poll() is not None for process in processes)

@@ -407,11 +407,11 @@ def foreign(reply, is_silent=False, asked=None):
     [
         ("{image: [a, b], prompt: p}", [], "model.keys has 'b', which matches nothing in the observation: .* Remove 'b' from"),
         ("{image: a, state: s}", ["env.state=none"], "model.keys has 's', which matches nothing in the observation: .* no state"),
-        ("{image: a}", [], "no key 'model.keys.image'.* Known: channels_first, image, prompt, state"),
+        ("{picture: a}", [], "no key 'model.keys.picture'.* Known: channels_first, image, prompt, state"),
         ("{image: 3}", [], "model.keys.image is '3'"),
         ("{image: a, prompt: a}", [], "names a for two parts"),
         ("{image: [[images, a]], state: images}", ["env.state=full"], "names images for two parts"),
-        ("{}", [], "names nothing; required"),
+        ("{}", [], "names nothing; expected"),
         ("{image: a, state: {s: 0}}", ["env.state=full"], "the width 0"),
         ("{image: a, state: {s: null, t: null}}", ["env.state=full"], "the width null; expected .* widths of at least 1"),
         ("{image: a, state: {s: 3, t: 4}}", ["env.state=full"], "a state of width 31; expected 7"),
@@ -492,7 +492,7 @@ def test_only_commands_that_act_take_a_policy_elsewhere(tmp_path):
     for command in ("evaluate", "collect", "diagnose"):
         validate(replace(config, output_dir=None), command)
     for command in ("train", "sft", "serve"):
-        with pytest.raises(ConfigError, match=r"only acts.* Set model=openvla_tiny model.url=null"):
+        with pytest.raises(ConfigError, match=r"a remote one works only with.* Set model=openvla_tiny model.url=null"):
             validate(replace(config, output_dir=None), command)
 
 
@@ -536,7 +536,7 @@ def test_requests_that_do_not_fit_the_policy_are_refused_by_name(served):
     url, rows = served
     image = np.zeros((64, 64, 3), np.uint8)
     for request, said in (
-        ({"images": {"front": image[:32]}, "prompt": "go"}, r"images['front'] has the shape [32, 64, 3]; required"),
+        ({"images": {"front": image[:32]}, "prompt": "go"}, r"images['front'] has the shape [32, 64, 3]; expected"),
         ({"images": {"front": image.astype(np.int64)}, "prompt": "go"}, "is int64; expected uint8"),
         ({"images": {"wrist": image}, "prompt": "go"}, "no images['front']; found: wrist"),
         ({"images": {"front": image}, "prompt": 3}, "The prompt is a int"),

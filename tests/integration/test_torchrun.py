@@ -100,7 +100,7 @@ def test_what_is_refused_is_one_error_on_every_rank_before_there_is_a_folder(tmp
     for status, out, err in two_ranks(tmp_path, ["train", *SMALL, "cluster.num_processes=3"]):
         assert status != 0 and out == "" and not list(tmp_path.iterdir())
         errors = re.findall("^ConfigError: .*", err, re.MULTILINE)
-        assert len(errors) == 1 and "cluster.num_processes=3, and torchrun started 2" in errors[0]
+        assert len(errors) == 1 and "cluster.num_processes=3, but torchrun started 2" in errors[0]
 
 
 def test_a_command_without_ranks_runs_once(tmp_path):

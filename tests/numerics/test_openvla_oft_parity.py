@@ -383,7 +383,7 @@ def test_the_newest_step_is_taken(tmp_path):
         ("several_without_number", r"action_head--150000.*action_head--latest.*highest step"),
         ("other_step", r"action_head--150000_checkpoint.pt, proprio_projector--9_checkpoint.pt"),
         ("not_wanted", r"action_head--150000_checkpoint.pt.*model.override_config.action_head=l1"),
-        ("absent", r"missing \['action_head"),
+        ("absent", r"\['action_head'\] is missing"),
         ("incomplete", r"missing \['action_head.model.fc1.bias'\] \(1\)"),
         ("unexpected", r"unexpected \['action_head.model.fc9.bias'\] \(1\)"),
         ("other_width", r"of a different shape.*proprio_projector.fc1.weight"),

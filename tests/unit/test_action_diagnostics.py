@@ -147,7 +147,7 @@ def rows_that_see_their_neighbours(model):
 
 def padding_that_counts(model):
     def wrap(method):
-        return lambda words, **inputs: method(words=words, **inputs) * (1 + 0.1 * words.shape[1])
+        return lambda token_ids, **inputs: method(token_ids=token_ids, **inputs) * (1 + 0.1 * token_ids.shape[1])
 
     change(model, "_features", wrap)
 
@@ -211,7 +211,11 @@ def states_without_effect(model):
 
 
 def words_without_effect(model):
-    change(model, "_features", lambda method: lambda words, **inputs: method(words=torch.zeros_like(words), **inputs))
+    change(
+        model,
+        "_features",
+        lambda method: lambda token_ids, **inputs: method(token_ids=torch.zeros_like(token_ids), **inputs),
+    )
 
 
 def dropout_in_training(model):
@@ -248,8 +252,8 @@ DEFECTS = {
     states_without_effect: ["log-probs with a different row's state"],
     words_without_effect: ["log-probs with a different row's instruction"],
     dropout_in_training: ["training mode against evaluation mode"],
-    gradients_that_are_not_finite: ["gradients reach the tensors"],
-    no_gradients: ["gradients reach the tensors"],
+    gradients_that_are_not_finite: ["gradients reach the trained tensors"],
+    no_gradients: ["gradients reach the trained tensors"],
 }
 
 

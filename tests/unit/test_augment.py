@@ -201,7 +201,8 @@ def test_the_crop_is_the_part_that_the_policy_sees_in_an_evaluation(model, area,
         validate(config, "sft")
     else:
         with pytest.raises(
-            ConfigError, match="sees .* expected the same area, or no crop.*init_config.center_crop=true sft.augment"
+            ConfigError,
+            match="a policy that crops .* expected the same area, or no crop.*init_config.center_crop=true sft.augment",
         ):
             validate(config, "sft")
 

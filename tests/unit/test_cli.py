@@ -146,7 +146,7 @@ def test_more_ranks_than_cores_is_one_line_of_warning(here, started, capsys, mon
     ranks = ["cluster.device=cpu", "cluster.num_processes=4"]
     assert main(["train", *SMALL, *ranks]) == 0
     assert (
-        capsys.readouterr().out.splitlines()[-1].startswith("warning: cluster.num_processes=4, and this machine has 2")
+        capsys.readouterr().out.splitlines()[-1].startswith("warning: cluster.num_processes=4, but this machine has 2")
     )
     assert main(["train", *SMALL, ranks[0], "cluster.num_processes=2"]) == 0
     assert "warning" not in capsys.readouterr().out
@@ -222,7 +222,7 @@ def test_each_run_is_built_and_checked_once(words, runs, here, started, monkeypa
 def test_a_folder_that_holds_a_run_is_refused_where_hydra_chooses_it(here, started, capsys):
     (here / "old" / "checkpoints").mkdir(parents=True)
     assert main(["train", *SMALL, "hydra.run.dir=old"]) == EXIT_USER_ERROR
-    assert started == [] and "already holds a run (checkpoints)" in capsys.readouterr().err
+    assert started == [] and "already contains a run (checkpoints)" in capsys.readouterr().err
 
 
 def test_a_launcher_plugin_starts_the_runs_in_its_own_processes(here):

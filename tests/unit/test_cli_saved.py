@@ -115,7 +115,7 @@ def test_an_exported_policy_cannot_be_resumed_and_one_of_another_model_starts_no
     assert main(["train", f"resume={saved_run}"]) == EXIT_USER_ERROR
     assert "It is an exported policy, which can start a run (init_from=)" in capsys.readouterr().err
     assert main(["train", f"init_from={saved_run}", "experiment=quickstart"]) == EXIT_USER_ERROR
-    assert "holds a 'mlp'" in capsys.readouterr().err and started == []
+    assert "contains a 'mlp'" in capsys.readouterr().err and started == []
     assert main(["train", f"init_from={saved_run}", *SMALL, "output_dir=new", "seed=9"]) == 0
 
 

@@ -108,7 +108,7 @@ CASES = {
     "a camera too many": (["env.cameras=[front,side]"], "env.cameras lists 2"),
     "no camera": (["env.cameras=[]"], "env.cameras lists 0"),
     "a camera too few": (["+model.init_config.num_images_in_input=2"], "expects 2 cameras"),
-    "state policy without a state": (["model=mlp", "env.state=none"], "no state"),
+    "state policy without a state": (["model=mlp", "env.state=none"], "reads a state"),
     "unknown attention": (["model.attn_implementation=spda"], "'spda'"),
     "flash attention without a GPU": (["model.attn_implementation=flash_attention_2"], "flash_attention_2"),
     "three image sizes": (["model.image_size=[64,64,3]"], "[64,64,3]"),
@@ -176,7 +176,7 @@ def test_a_model_of_pictures_that_sees_none_is_refused_with_the_range(model, num
     if (model, number) == ("cnn", "two"):  # its configuration has types
         assert "num_images_in_input is 'two' (str); expected int." in str(caught.value)
     else:
-        assert f"num_images_in_input={number}; expected 1 or more, the cameras" in str(caught.value)
+        assert f"num_images_in_input={number}; expected 1 or more cameras" in str(caught.value)
     assert "Set e.g. model.init_config.num_images_in_input=1" in str(caught.value) or "=1 for random weights" in str(
         caught.value
     )

@@ -74,7 +74,7 @@ DAMAGED_ROWS = {
     "index twice": ("index", lambda values: [*values[:3], values[2], *values[4:]], "two rows with the index 2"),
     "unknown task": ("task_index", with_value(0, 99), "task_index 99, but meta/tasks.parquet has"),
     "absolute path": (FRONT, with_value(0, {"bytes": None, "path": "/etc/hostname"}), "'/etc/hostname'; expected a path within"),
-    "path that leads out": (FRONT, with_value(0, {"bytes": None, "path": "a/../../b.png"}), "'a/../../b.png'; required"),
+    "path that leads out": (FRONT, with_value(0, {"bytes": None, "path": "a/../../b.png"}), "'a/../../b.png'; expected"),
     "missing image file": (FRONT, with_value(0, {"bytes": None, "path": "images/none.png"}), "none.png"),
     "torn episode": ("episode_index", lambda values: [*values[:-1], values[0]], "not consecutive"),
 }  # fmt: skip

@@ -226,8 +226,8 @@ def test_episode_list_is_round_robin_and_disjoint():
         (lambda: make_env(EnvConfig(name="tabletpo"), 1, auto_reset=True), "Did you mean 'tabletop'"),
         (lambda: make_env(EnvConfig(name="tabletop"), 1, auto_reset=True), "expected a TabletopConfig. Pass TabletopConfig"),
         (lambda: make_env(OmegaConf.create({"name": "tabletop"}), 1, auto_reset=True),
-         r"got a DictConfig; expected an EnvConfig\. Pass build_config\(<composed configuration>\)\.env"),
-        (lambda: make_env("tabletop", 1, auto_reset=True), "got a str; expected an EnvConfig"),
+         r"called with a DictConfig; expected an EnvConfig\. Pass build_config\(<composed configuration>\)\.env"),
+        (lambda: make_env("tabletop", 1, auto_reset=True), "called with a str; expected an EnvConfig"),
     ],
 )  # fmt: skip
 def test_mistakes_are_named(call, words):

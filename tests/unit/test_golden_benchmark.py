@@ -61,4 +61,4 @@ def test_the_other_library_takes_our_settings(golden, task, algorithm):
         config.trainer.minibatch_size,
     )
     widths = {each.shape[0] for name, each in model.policy.named_parameters() if name.endswith(".0.weight")}
-    assert widths == {getattr(config.algorithm, "head", None).hidden_size if algorithm != "ppo" else 64}
+    assert widths == {getattr(config.algorithm, "actor", None).hidden_size if algorithm != "ppo" else 64}

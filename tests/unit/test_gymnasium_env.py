@@ -449,7 +449,7 @@ def test_videos_that_cannot_be_drawn_are_refused_before_the_run(monkeypatch):
         check_evaluation(build_config(compose_config(given)))
 
     check("walk_for_tests:Walk-v0")
-    with pytest.raises(MissingDependencyError, match="pip install paint.*Or set .*evaluation.num_videos_per_task=0"):
+    with pytest.raises(MissingDependencyError, match="pip install paint.*set .*evaluation.num_videos_per_task=0"):
         check("walk_for_tests:Undrawable-v0")
     with pytest.raises(ConfigError, match="no render_mode=rgb_array.*Set evaluation.num_videos_per_task=0"):
         check("walk_for_tests:Blind-v0")

@@ -252,7 +252,7 @@ def run_one_rank(arguments) -> None:
         else:
             found = results(policy, batch)
             if rank == 0:
-                with pytest.raises(ConfigError, match=r"\(1, 1\), and this process has Megatron-core's groups of"):
+                with pytest.raises(ConfigError, match=r"\(1, 1\), but this process already has groups of"):
                     MegatronPolicy(folders[sharing])
         torch.save(found, f"{output}/{sharing}_{rank}.pt")
         parallel_state.destroy_model_parallel()

@@ -107,16 +107,16 @@ def test_where_the_gate_only_warns_the_whole_rollout_is_scored(tmp_path):
     [
         (
             ["algorithm.tis_cap=2.0"],
-            "algorithm.tis_cap=2; required.*Set algorithm.old_logprobs=trainer, or algorithm.tis_cap=null",
+            "algorithm.tis_cap=2; expected.*Set algorithm.old_logprobs=trainer, or algorithm.tis_cap=null",
         ),
-        (["algorithm.kl_coef=0.1"], "algorithm.kl_coef=0.1; required.*or algorithm.kl_coef=0"),
+        (["algorithm.kl_coef=0.1"], "algorithm.kl_coef=0.1; expected.*or algorithm.kl_coef=0"),
         (
             ["cluster.max_staleness=1", "rollout.worker_processes=1", "algorithm.tis_cap=2.0"],
-            "cluster.max_staleness=1; required.*or cluster.max_staleness=0",
+            "cluster.max_staleness=1; expected.*or cluster.max_staleness=0",
         ),
         (
             ["model=pi0_tiny", "env.state=proprio", "model.init_config.joint_logprob=false"],
-            "algorithm.name=ppo and Pi0ForRLActionPrediction as configured; expected values.*or algorithm=grpo",
+            "algorithm.name=ppo and Pi0ForRLActionPrediction as configured; expected rollout values.*or algorithm=grpo",
         ),
     ],
 )

@@ -88,5 +88,5 @@ def test_weights_beyond_the_range_of_16_bits_are_refused(tmp_path):
         return build_policy(replace(config, model=replace(config.model, **loaded)))
 
     assert load("fp32") and load("bf16")
-    with pytest.raises(CheckpointError, match="'words.weight' has inf"):
+    with pytest.raises(CheckpointError, match="'word_embedding.weight' has inf"):
         load("fp16")

@@ -44,8 +44,8 @@ def test_files_without_a_json_object_are_refused(tmp_path, file, text):
 @pytest.mark.parametrize(
     "overrides, message",
     [
-        (["env.state=none"], r"width 4 at most.*tabletop gives none.*Set env\.state=proprio"),
-        (["env.state=full"], r"width 4 at most.*one of width 31.*Set env\.state=proprio"),
+        (["env.state=none"], r"width at most 4.*tabletop provides none.*Set env\.state=proprio"),
+        (["env.state=full"], r"width at most 4.*one of width 31.*Set env\.state=proprio"),
         (["env.state=proprio", "+model.init_config.cameras=[front,nose]"],
          r"cameras \[front,nose\], but env\.cameras is \[front\].*model\.init_config\.cameras=\[front\]"),
         (["env.state=proprio", "+model.init_config.cameras=[]"], r"model\.init_config\.cameras=\[front\]"),

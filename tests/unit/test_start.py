@@ -97,7 +97,7 @@ def test_the_number_of_ranks_is_the_launchers_and_another_one_is_refused(monkeyp
     check_devices(config, "train")
     for number in (1, 4):
         other = configured(monkeypatch, f"cluster.num_processes={number}")
-        with pytest.raises(ConfigError, match=f"={number}, and torchrun has started 8.*Set cluster.num_processes=null"):
+        with pytest.raises(ConfigError, match=f"={number}, but torchrun started 8.*Set cluster.num_processes=null"):
             check_devices(other, "train")
     with pytest.raises(ConfigError, match="torchrun has started 8 copies of this program.*-m rlinf train"):
         check_devices(configured(monkeypatch, connected=False), "train")

@@ -261,7 +261,7 @@ class PolicyChecker:
             logits, sequences = prediction.logits, prediction.sequences
             logprobs = model.rollout_logprobs(prediction, self.temperature)
             if model.num_uniforms != model.num_logprobs:
-                return Check(name, None, "requires one random number per log-probability")
+                return Check(name, None, "needs one random number per log-prob")
             if sequences.is_floating_point():
                 # For a Gaussian, log p = 1/2 - entropy - z^2 / 2, where z is the standardised sample.
                 actual.append(logprobs + self.score(inputs, sequences).entropy - 0.5)

@@ -145,9 +145,7 @@ def test_more_ranks_than_cores_is_one_line_of_warning(here, started, capsys, mon
     monkeypatch.setattr("rlinf.commands.train.num_cores", lambda: 2)
     ranks = ["cluster.device=cpu", "cluster.num_processes=4"]
     assert main(["train", *SMALL, *ranks]) == 0
-    assert (
-        capsys.readouterr().out.splitlines()[-1].startswith("warning: cluster.num_processes=4 on a machine with 2")
-    )
+    assert capsys.readouterr().out.splitlines()[-1].startswith("warning: cluster.num_processes=4 on a machine with 2")
     assert main(["train", *SMALL, ranks[0], "cluster.num_processes=2"]) == 0
     assert "warning" not in capsys.readouterr().out
 

@@ -78,7 +78,9 @@ class ClusterConfig:
         None, "Total number of rollout workers, a multiple of the number of ranks; null: one per rank.", minimum=1
     )
     max_staleness: int = option(
-        0, "Maximum age of rollout weights in iterations; above 0, rollouts overlap with updates.", minimum=0
+        0,
+        "Maximum age of rollout weights in iterations; above 0 needs rollout processes or workers, and algorithm.tis_cap.",
+        minimum=0,
     )
     max_restarts: int = option(
         20, "Maximum number of replaced rollout workers (or restarts of Ray's ranks) per run.", minimum=0

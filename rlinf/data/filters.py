@@ -73,7 +73,7 @@ def filtered_rows(dataset: StoredDemonstrations, config: SFTConfig, is_good: np.
     if not selected.any():
         raise ConfigError(
             f"{dataset.info.folder} has {num_rows} rows, but none passes sft.filter={config.filter} (successful episodes: "
-            f"{len(np.unique(last_rows[succeeded]))}; intervention rows: {intervened.sum()}). "
+            f"{len(np.unique(last_rows[succeeded]))}; intervention rows: {intervened.sum()}); expected at least one. "
             "Set sft.filter=all, or sft.dataset=<a different folder>"
         )
     index = np.flatnonzero(selected)

@@ -319,7 +319,7 @@ def _checked_shapes(demo: Any, described: Hdf5Demonstrations, place: str) -> dic
     lengths = {key: data.shape[0] for key, data in datasets.items()}
     if len(set(lengths.values())) > 1:
         counts = ", ".join(f"{key} {length}" for key, length in lengths.items())
-        raise damaged(place, f"its numbers of rows differ: {counts}")
+        raise damaged(place, f"its numbers of rows are {counts}; expected equal numbers")
     for key in measured:
         width, single = int(np.prod(datasets[key].shape[1:])), key in ("rewards", "dones")
         if width != 1 and (single or not width):

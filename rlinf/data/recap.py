@@ -29,7 +29,7 @@ def label_rows(dataset: StoredDemonstrations, features: Tensor, config: SFTConfi
     is_good = largest(scores, dataset.task_ids, fraction) | intervention_rows(dataset)
     if not is_good.any():
         raise ConfigError(
-            f"sft.advantage_top_fraction={fraction} labels no row as good. Set sft.advantage_top_fraction=0.3"
+            f"sft.advantage_top_fraction={fraction} labels no row as good; expected at least one. Set sft.advantage_top_fraction=0.3"
         )
     return is_good
 

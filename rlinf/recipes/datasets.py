@@ -57,7 +57,9 @@ class Rows:
     def __post_init__(self) -> None:
         self.stop = len(self.data) if self.stop is None else self.stop
         if self.stop <= self.start:
-            raise ConfigError(f"{self.source} has no rows. Set {self.section}.name or {self.section}.split")
+            raise ConfigError(
+                f"{self.source} has no rows; expected at least one. Set {self.section}.name or {self.section}.split"
+            )
 
     def __len__(self) -> int:
         return self.stop - self.start
@@ -126,7 +128,7 @@ def load_rows(
     except TextFileError:
         raise
     except (OSError, ValueError, StopIteration, library.exceptions.DatasetsError) as error:
-        cause = error.__cause__ or str(error) or "It has no rows."
+        cause = error.__cause__ or str(error) or "It has no rows; expected at least one."
         cause = f"it is not in the cache, and {reason}." if reason else cause
         message = f"{place} cannot be read: {cause} Set {section}.name, {section}.subset or {section}.split"
         raise ConfigError(message) from error

@@ -265,7 +265,7 @@ class ChatPacker:
                         index = int(part.get("index", num_taken))
                         if not 0 <= index < len(given):
                             raise BadRowError(
-                                f"its messages refer to image {index} (from 0), but has {len(given)} images."
+                                f"its messages refer to image {index} (from 0), but its column 'images' has {len(given)}; expected one per reference."
                             )
                         image, num_taken = given[index], num_taken + 1
                     images.append(open_image(image, self.folder))
@@ -285,7 +285,9 @@ class ChatPacker:
         if not has_videos:
             reject_videos(row)
         if num_taken < len(given):
-            raise BadRowError(f"its column 'images' has {len(given)} images, but its messages refer to {num_taken}.")
+            raise BadRowError(
+                f"its column 'images' has {len(given)} images, but its messages refer to {num_taken}; expected a reference to each image."
+            )
         return messages, images
 
     def _check_fields(self, message: dict[str, Any]) -> None:
@@ -400,7 +402,9 @@ class ChatPacker:
             if self._header and self._header in before:
                 header = before.rfind(self._header) + len(self._header)
             if header < 0:
-                raise BadRowError("the chat template drops the start of an assistant message.")
+                raise BadRowError(
+                    "the chat template drops the start of an assistant message; expected the complete message."
+                )
             if not marked.startswith(call, end + 1):
                 raise BadRowError("the chat template changes its tool calls when the conversation continues.")
             spans.append((clean + header, clean + len(piece.replace(START, "")) + len(call)))

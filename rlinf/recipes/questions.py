@@ -104,7 +104,7 @@ def read_questions(config: QuestionsConfig) -> list[Question]:
     path = Path(config.questions).expanduser()
     rows = _read_rows(path)[: config.num_questions]
     if not rows:
-        raise ConfigError(f"questions='{path}' has no rows. Set questions=<file>")
+        raise ConfigError(f"questions='{path}' has no rows; expected at least one. Set questions=<file>")
     questions: list[Question] = []
     seen: dict[str, int] = {}
     for number, row in enumerate(rows):
@@ -113,7 +113,9 @@ def read_questions(config: QuestionsConfig) -> list[Question]:
         except BadRowError as error:
             raise ConfigError(f"Row {number} of {path}: {error.reason}") from None
         if question.id in seen:
-            raise ConfigError(f"Rows {seen[question.id]} and {number} of {path} have the same id '{question.id}'.")
+            raise ConfigError(
+                f"Rows {seen[question.id]} and {number} of {path} have the same id '{question.id}'; expected unique ids."
+            )
         seen[question.id] = number
         questions.append(question)
     return questions

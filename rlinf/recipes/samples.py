@@ -103,7 +103,9 @@ def collate(rows: Sequence[Sample] | Sequence[Prompt], pad_token_id: int = 0) ->
         for number, sample in enumerate(samples):
             if len(sample.token_mask) != len(sample.input_ids):
                 lengths = f"{len(sample.token_mask)} and {len(sample.input_ids)}"
-                raise ConfigError(f"token_mask and input_ids of sample {number} have lengths {lengths}.")
+                raise ConfigError(
+                    f"token_mask and input_ids of sample {number} have lengths {lengths}; expected equal lengths."
+                )
         masks = [torch.tensor(sample.token_mask, dtype=torch.bool) for sample in samples]
         batch["token_mask"] = pad_sequence(masks, batch_first=True)
     inputs = [row.model_inputs for row in rows]

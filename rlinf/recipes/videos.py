@@ -28,7 +28,9 @@ def find_video(name: str, dataset: str, subset: str = "") -> Path:
     path = videos.get(Path(name).name)
     if path is None:
         places = " and ".join(f"'{folder}'" for folder in folders)
-        raise BadRowError(f"its video '{name}' is not among the {len(videos)} videos in {places}.")
+        raise BadRowError(
+            f"its video '{name}' is not among the {len(videos)} videos in {places}; expected a file of this name there."
+        )
     return path
 
 

@@ -166,7 +166,7 @@ def test_a_mark_in_a_text_is_the_next_image(processors):
     found, expected = (packer.sample({"messages": each, "images": images}) for each in (talk, TALK))
     assert found.input_ids == expected.input_ids and found.token_mask == expected.token_mask
     assert torch.equal(found.model_inputs["pixel_values"], expected.model_inputs["pixel_values"])
-    with pytest.raises(BadRowError, match="messages refer to image 1 .from 0., but has 1"):
+    with pytest.raises(BadRowError, match="messages refer to image 1 .from 0., but its column 'images' has 1"):
         packer.sample({"messages": talk, "images": images[:1]})
     asked = ({"prompt": text, "images": images[:1]} for text in ("<image>what is this?", "what is this?"))
     marked, before = (ready(PromptPacker(), processors("gemma3")).prompt(row) for row in asked)
@@ -182,7 +182,7 @@ def test_a_mark_in_a_text_is_the_next_image(processors):
 @pytest.mark.parametrize(
     ("images", "message"),
     [
-        ([], "messages refer to image 0 .from 0., but has 0"),
+        ([], "messages refer to image 0 .from 0., but its column 'images' has 0"),
         (["one.png"] * 3, "column 'images' has 3 images, but its messages refer to 2"),
         (["missing.png", "one.png"], "the image '.*missing.png' does not exist"),
         (["broken.png", "one.png"], "the image 'broken.png' cannot be read"),

@@ -175,7 +175,7 @@ def test_a_check_stops_when_its_time_is_over():
     ("name", "content", "message"),
     [
         ("a.txt", "x", "type '.txt'; expected .csv, .json"),
-        ("empty.jsonl", "", "has no rows. Set"),
+        ("empty.jsonl", "", "has no rows; expected at least one. Set"),
         ("bad.jsonl", '{"n": 1}\n{"n": \n', "Line 2 of .*bad.jsonl is not JSON"),
         ("bad.parquet", "x", "bad.parquet' .split train. cannot be read"),
         ("missing.jsonl", None, "missing.jsonl does not exist. Set train.train_policy.dataset.name="),

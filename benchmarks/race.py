@@ -100,9 +100,9 @@ class Method:
         return any(EPISODES in each for each in self.overrides)
 
 
-def _head(algorithm: str, name: str, *more: str) -> Method:
-    own = (f"algorithm={algorithm}", f"algorithm.actor.name={name}", "model.features=pooled")
-    return Method((*own, "rollout.num_envs=32", "env.reward_mode=sparse", *more), 32 * 16, 2_048)
+def _actor(algorithm: str, name: str, *more: str) -> Method:
+    common = (f"algorithm={algorithm}", f"algorithm.actor.name={name}", "model.features=pooled")
+    return Method((*common, "rollout.num_envs=32", "env.reward_mode=sparse", *more), 32 * 16, 2_048)
 
 
 def _cloned(*rows: str) -> Method:
@@ -117,18 +117,18 @@ METHODS = {
         128 * 16,
         4_096,
     ),
-    "residual": _head("sac", "residual"),
-    "residual_td3": _head("td3", "residual"),
-    "expo": _head("sac", "expo"),
-    "direct": _head("sac", "direct"),
-    "dsrl": _head("sac", "dsrl", "algorithm.actor.scale=2"),
-    "rlt": _head("td3", "rlt"),
+    "residual": _actor("sac", "residual"),
+    "residual_td3": _actor("td3", "residual"),
+    "expo": _actor("sac", "expo"),
+    "direct": _actor("sac", "direct"),
+    "dsrl": _actor("sac", "dsrl", "algorithm.actor.scale=2"),
+    "rlt": _actor("td3", "rlt"),
     # Negligible corrections: the critics select among chunks of the BC policy.
-    "best_of_8": _head("sac", "expo", "algorithm.actor.num_candidates=8", "algorithm.actor.scale=1e-6"),
+    "best_of_8": _actor("sac", "expo", "algorithm.actor.num_candidates=8", "algorithm.actor.scale=1e-6"),
     "filtered": _cloned("sft.filter=successes"),
     "hg_dagger": _cloned("sft.filter=corrected"),
     "recap": _cloned("sft.advantage_top_fraction=0.2", "model.features=pooled"),
-    "rlpd": _head("sac", "residual", f"algorithm.offline_dataset={EPISODES}", "algorithm.offline_ratio=0.5"),
+    "rlpd": _actor("sac", "residual", f"algorithm.offline_dataset={EPISODES}", "algorithm.offline_ratio=0.5"),
 }
 
 

@@ -48,7 +48,7 @@ from rlinf.tracking import read_metrics
 
 FIXTURES = Path(__file__).resolve().parents[1] / "tests" / "fixtures"
 PLACEMENTS = ("colocated", "disaggregated", "async")
-"""Trainers play too; rollout workers have GPUs of their own; they also play while trainers train."""
+"""Trainers also roll out; rollout workers use separate GPUs; they also roll out while the trainers train."""
 PHASES = {"rollout": "time/rollout_s", "score": "time/logprob_s", "update": "time/update_s", "push": "time/sync_s"}
 """Name of a phase to its metric."""
 ACCEPTED = 0.15
@@ -156,7 +156,7 @@ class Iteration:
     """A predicted iteration.
 
     Attributes:
-        trainers, rollout workers: GPUs that train and that play; the same ones where colocated.
+        trainers, workers: GPUs that train and GPUs that roll out; the same GPUs if colocated.
         seconds: Of the iteration.
         busy_s: Resource to the seconds for which it is busy.
         memory: Bytes of samples in the main memory of a machine.
@@ -424,8 +424,8 @@ def workload_of(runs: list[Recorded]) -> Workload:
 def compare(runs: list[Recorded], work: Workload, machine: Machine) -> None:
     """Print what the model predicts for each run, next to what was measured."""
     for run in runs:
-        own = replace(work, samples=run.rows, env_groups=run.env_groups, steps=run.steps)
-        predicted, seconds = predict(own, machine, run.placement, run.ranks, run.workers), sum(run.phases.values())
+        recorded = replace(work, samples=run.rows, env_groups=run.env_groups, steps=run.steps)
+        predicted, seconds = predict(recorded, machine, run.placement, run.ranks, run.workers), sum(run.phases.values())
         line = {"run": run.name, "placement": run.placement, "ranks": run.ranks, "workers": run.workers,
                 "predicted_s": round(predicted.seconds, 3), "measured_s": round(seconds, 3),
                 "error": round(predicted.seconds / seconds - 1, 4)}  # fmt: skip
@@ -461,7 +461,7 @@ def main() -> None:
         single = [run for run in runs if run.of_one_process]
         if not single:
             parser.error(
-                "--runs has no run of one process that trains and plays; expected one or two, with different rollout.num_envs"
+                "--runs has no run of one process that trains and rolls out; expected one or two, with different rollout.num_envs"
             )
         work = replace(workload_of(single), gradient_bytes=args.gradient_bytes)
         compare(runs, replace(work, pushed_bytes=args.pushed_bytes), machine)

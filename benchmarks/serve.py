@@ -182,9 +182,9 @@ def long_prompts(url: str, pid: int, args: argparse.Namespace) -> dict[str, floa
         while not sent.done() or len(beside) < args.calls:
             beside.append(milliseconds(lambda: client.ask(request))[0])
         client.close()
-        found = {"rejected_ms": max(sent.result()), "limit_ms": 50, "memory_mib": memory_mib(pid, "VmHWM") - before}
+        measured = {"rejected_ms": max(sent.result()), "limit_ms": 50, "memory_mib": memory_mib(pid, "VmHWM") - before}
     p99 = [float(np.percentile(each, 99)) for each in (beside, usual)]
-    return found | {"limit_mib": 70, "p99_ms": p99[0], "usual_p99_ms": p99[1], "ratio": p99[0] / p99[1], "limit": 2}
+    return measured | {"limit_mib": 70, "p99_ms": p99[0], "usual_p99_ms": p99[1], "ratio": p99[0] / p99[1], "limit": 2}
 
 
 def main() -> None:

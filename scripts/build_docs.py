@@ -172,7 +172,7 @@ def configuration_page() -> str:
         for option in registry or ():
             if registry.entries()[option].origin == "rlinf":
                 cls = registry.get(option).config_class
-                family = next((each for each in families if issubclass(cls, each)), hints[name])
+                family = next((base for base in families if issubclass(cls, base)), hints[name])
                 keys = table(cls, name, unchanged(cls, family))
                 parts += [f"### {name}={option}\n", prose(cls.__doc__), keys, ""]
     return "\n".join(parts).rstrip() + "\n"

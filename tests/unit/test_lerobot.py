@@ -358,7 +358,7 @@ def test_an_evaluation_does_not_depend_on_who_plays_together(
 @HERE
 def test_a_history_is_kept_for_each_episode(folders: Folders) -> None:
     """200 steps of three episodes that start at different times equal single runs of ``select_action``, with n_obs_steps=2."""
-    from rlinf.evaluation.evaluator import Stream
+    from rlinf.evaluation.evaluator import EpisodeContext
     from rlinf.evaluation.recording import ScoringPolicy
 
     model = build_policy({"model": section(folders["diffusion"])})
@@ -367,12 +367,12 @@ def test_a_history_is_kept_for_each_episode(folders: Folders) -> None:
     resets = [{0, 37, 111}, {0, 50}, {0, 3, 4, 150}]
     seen = generator.standard_normal((200, 3, STATE), dtype=np.float32)
     images = generator.integers(0, 256, (200, 3, SIZE, SIZE, 3), dtype=np.uint8)
-    streams: list[Stream] = []
+    contexts: list[EpisodeContext] = []
     ours = np.zeros((200, 3, ACTIONS), np.float32)
     for step in range(200):
-        streams = [Stream(0, 2) if step in resets[row] else streams[row] for row in range(3)]
+        contexts = [EpisodeContext(0, 2) if step in resets[row] else contexts[row] for row in range(3)]
         rows = Observation({"front": images[step]}, seen[step], ["pick up the red block"] * 3)
-        ours[step] = policy.act(rows, streams)[:, 0]
+        ours[step] = policy.act(rows, contexts)[:, 0]
     for row in range(3):
         own, before, after = theirs(folders["diffusion"])
         noise = greedy_noise(model.config.noise_shape)[None]

@@ -14,7 +14,7 @@ from torch import Tensor
 
 import rlinf
 from lerobot_policy_rlinf.configuration_rlinf import TRAIN_THERE, RLinfConfig
-from rlinf.evaluation.evaluator import BatchedPolicy, Stream
+from rlinf.evaluation.evaluator import BatchedPolicy, EpisodeContext
 from rlinf.models.precision import autocast
 from rlinf.types import Observation
 
@@ -52,17 +52,17 @@ class RLinfPolicy(PreTrainedPolicy):
 
     def reset(self) -> None:
         """Start new episodes in all batch rows."""
-        self._streams: list[Stream] = []
+        self._contexts: list[EpisodeContext] = []
         self._queue: deque[Tensor] = deque()
 
     @torch.no_grad()
     def predict_action_chunk(self, batch: dict[str, Any], **kwargs: Any) -> Tensor:
         """Return ``[B, C, D]`` in the units of the env; for a model with memory, ``C`` is 1, because it must see each env step."""
         rows, _ = self.policy.rows(observation_of(batch))
-        while len(self._streams) < len(rows):
-            self._streams.append(Stream(0, getattr(self.model, "num_observations", 1)))
+        while len(self._contexts) < len(rows):
+            self._contexts.append(EpisodeContext(0, getattr(self.model, "num_observations", 1)))
         with autocast(self.model, self.policy.config.model.precision):
-            actions = self._rows.act(rows, self._streams[: len(rows)])
+            actions = self._rows.act(rows, self._contexts[: len(rows)])
         return torch.from_numpy(actions).to(self.config.device)
 
     def select_action(self, batch: dict[str, Any], **kwargs: Any) -> Tensor:

@@ -53,4 +53,4 @@ def test_runs_of_one_process_give_the_model_and_the_others_are_compared_with_it(
 def test_without_a_run_of_one_process_there_is_no_model(folders, monkeypatch, capsys):
     with pytest.raises(SystemExit):
         run_script(monkeypatch, "--runs", folders["processes"])
-    assert "no run of one process that trains and plays" in capsys.readouterr().err
+    assert "no run of one process that trains and rolls out" in capsys.readouterr().err

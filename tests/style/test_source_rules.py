@@ -203,7 +203,9 @@ def missing_imports(source: str) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("path", source_files(".py", folders=("benchmarks", "scripts", "examples", "tests")), ids=name_of)
+@pytest.mark.parametrize(
+    "path", source_files(".py", folders=("benchmarks", "scripts", "examples", "tests")), ids=name_of
+)
 def test_scripts_and_tests_import_names_that_exist(path):
     assert not missing_imports(path.read_text())
 

@@ -443,8 +443,8 @@ def test_an_error_of_the_user_is_raised_as_itself_without_a_restart(make):
 
 
 @pytest.mark.parametrize(("num_processes", "wrong", "words"), [
-    (0, "state", r"state of float32 \(1,\); expected float32 \(2,\)"),
-    (1, "image", r"images\['front'\] of uint8 \(15, 15, 3\)"),
+    (0, "state", r"state as float32 \(1,\); expected float32 \(2,\)"),
+    (1, "image", r"images\['front'\] as uint8 \(15, 15, 3\)"),
 ])  # fmt: skip
 def test_a_simulator_that_shows_something_else_than_declared_is_refused(make, num_processes, wrong, words):
     with pytest.raises(ConfigError, match=words):

@@ -36,7 +36,7 @@ COMMANDS = {
     "doctor": ("rlinf.cli.doctor:doctor", "what works on this machine, and the memory that an experiment needs"),
     "check": ("rlinf.cli.check:check", "whether an env, perhaps your own, fulfils its contract, property by property"),
     "check-policy": (
-        "rlinf.cli.check_policy:check_policy",
+        "rlinf.cli.check:check_policy",
         "whether a lerobot policy folder is complete and consistent",
     ),
     "diagnose": ("rlinf.cli.diagnose:diagnose", "whether a model's samples and scores agree, in torch and in vLLM"),

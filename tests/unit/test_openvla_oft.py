@@ -14,7 +14,7 @@ from rlinf.errors import CheckpointError, ConfigError, ManifestMismatchError
 from rlinf.manifest import check
 from rlinf.models import build_policy, get_model
 from rlinf.models.config import LoraConfig
-from rlinf.models.embodiment.openvla_oft.action_head import L1ActionHead
+from rlinf.models.embodiment.modules.heads import L1ActionHead
 from rlinf.models.embodiment.openvla_oft.weights import merge_adapters
 from rlinf.models.lora import apply_lora, merge_lora, save_adapter
 from rlinf.preflight.conditions import build_manifest

@@ -17,7 +17,6 @@ from rlinf.cli import doctor
 from rlinf.config.compose import compose_config
 from rlinf.config.schema import build_config
 from rlinf.engines import vllm_engine, vllm_server
-from rlinf.engines.config import VllmOptions
 from rlinf.engines.vllm_engine import GenerateResult
 from rlinf.engines.vllm_server import CPU_CACHE_BYTES, DECODE_GRAPHS, graph_arguments, language_model_arguments
 from rlinf.engines.vllm_weights import BucketLoader, LanguageModelNames, TensorNames
@@ -43,6 +42,7 @@ from rlinf.preflight.validation import validate
 from rlinf.recipes import build as recipe_build
 from rlinf.recipes.config import RecipeConfig
 from rlinf.rollout import vllm_policy
+from rlinf.rollout.config import VllmOptions
 from rlinf.rollout.vllm_policy import row_seeds
 from rlinf.types import Observation
 from tests.unit.test_openvla_model import build as build_openvla

@@ -1,20 +1,16 @@
-"""``rlinf check``: checks an env against the contract that training and evaluation rely on; ``rlinf check-policy``: a policy's folder."""
+"""``rlinf check``: checks an env against the contract that training and evaluation rely on."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
 
 from rlinf.api import run_config
-from rlinf.cli.table import format_table
 from rlinf.commands.hydra_app import given_value, parse, split
 from rlinf.config.overrides import parse_overrides
 from rlinf.contracts.env import PROPERTIES, check_properties
 from rlinf.envs import ENVS, make_env
 from rlinf.envs.base import VectorEnv
 from rlinf.errors import ConfigError
-from rlinf.models import MODELS, import_target
-from rlinf.options import PathText, check_arguments, from_mapping, option
-from rlinf.recipes.load import with_overrides
+from rlinf.options import check_arguments
 
 MAX_STEPS = 64
 """Maximum env steps per episode during the check, unless ``env.max_episode_steps`` is given."""
@@ -59,37 +55,3 @@ def check(arguments: Sequence[str]) -> int:
         print(f"{PROPERTIES[key]:<{width}}  not checked")
     print(f"\n{name}: {f'{num_violated} properties violated' if num_violated else 'fulfils the contract'}")
     return int(num_violated > 0)
-
-
-@dataclass
-class PolicyCheckConfig:
-    """Settings of ``rlinf check-policy``."""
-
-    interpreter: PathText | None = option(None, "Python interpreter with lerobot, like `model.interpreter`.")
-    override_config: dict[str, Any] = option({}, "Fields to replace, like `model.override_config`.")
-    migrate: PathText | None = option(None, "New folder for the converted policy of an older lerobot version.")
-
-
-def check_policy(arguments: Sequence[str]) -> int:
-    """Print the inputs and outputs of a lerobot policy folder, and the problems (BLIND) that would corrupt them.
-
-    Problems are missing or foreign statistics, swapped images, wrong units, mismatched weights, and a missing tokenizer. Each
-    line names the feature and the fix. Weights are compared only if lerobot is installed in this Python, interpreter=<python> or
-    .venv-lerobot. override_config={...} changes the folder's configuration. migrate=<new folder> first converts a folder written
-    by an older lerobot version. The exit status is 1 if there is a problem.
-    """
-    folders = [argument for argument in arguments if "=" not in argument]
-    if len(folders) != 1:
-        actual = f"`rlinf check-policy` was given {', '.join(folders) or 'no folder'}"
-        raise ConfigError(f"{actual}; expected one folder saved by lerobot. Run rlinf check-policy <folder>")
-    overrides = [argument for argument in arguments if "=" in argument]
-    settings = from_mapping(PolicyCheckConfig, with_overrides({}, overrides))
-    report = import_target(MODELS.get("lerobot").check_folder)
-    rows, problems = report(folders[0], settings.interpreter, settings.override_config, settings.migrate)
-    folder = settings.migrate or folders[0]
-    if rows:
-        print(format_table(("part", folder), rows))
-    for problem in problems:
-        print(f"BLIND: {problem}")
-    print(f"\n{folder}: {f'{len(problems)} problems, so it is rejected' if problems else 'no problem found'}")
-    return int(bool(problems))

@@ -51,7 +51,7 @@ from rlinf.evaluation.recording import record_episodes, recording_failed
 from rlinf.evaluation.result import EvaluationResult
 from rlinf.evaluation.sequential import rate_confidence_sequence
 from rlinf.evaluation.stopping import stop_rule
-from rlinf.files import write_text
+from rlinf.files import Json, write_text
 from rlinf.manifest import Manifest
 from rlinf.models.base_weights import weights_digest
 from rlinf.models.embodiment.base import ActionModel
@@ -146,7 +146,7 @@ class OpenedPolicy:
     specs: list[EpisodeSpec]
     model: Any
     manifest: Manifest
-    conditions: dict[str, Any]
+    conditions: Json
     baseline: Path | None
     before: EvaluationResult | None
     warnings: list[str]
@@ -316,7 +316,7 @@ def _run(
     return result
 
 
-def sampling_settings(config: RunConfig) -> dict[str, Any]:
+def sampling_settings(config: RunConfig) -> Json:
     """Return the sampling arguments of ``evaluate_policy``."""
     return {"greedy": config.evaluation.greedy, "temperature": config.rollout.temperature, "seed": config.seed}
 
@@ -534,7 +534,7 @@ def conditions(
     saved: Manifest | None,
     specs: Sequence[EpisodeSpec],
     server: str | None = None,
-) -> dict[str, Any]:
+) -> Json:
     """Return everything that affects a result, as JSON values; ``saved`` is the checkpoint's manifest (None without a checkpoint)."""
     model, free = config.model, {*CONNECTION_FIELDS}
     weights: Any = (

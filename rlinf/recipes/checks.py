@@ -5,7 +5,7 @@ import re
 from rlinf.errors import ConfigError
 from rlinf.options import override_text
 from rlinf.recipes.config import LOGGERS, RecipeConfig
-from rlinf.tracking.config import check_wandb
+from rlinf.tracking.tracker import check_wandb
 
 _FSDP = "training shards weights by FSDP only; raise policy.parallelism.dp_shard_size instead"
 _TENSOR = "engines shard weights by tensor parallelism only; raise rollout.parallelism.tp_size instead"

@@ -43,7 +43,7 @@ class Wing:
         folders: Its folders, relative to the package.
         about: What it is for, in a line.
         commands: Commands by name.
-        key_commands: Functions that run a core command if a key is given: ``{("evaluate", "questions"): "module:function"}``.
+        key_commands: Functions that run a core command instead if a key is given: ``{"evaluate questions=": "module:function"}``.
         functions: Functions of ``rlinf`` by name.
         models: ``rlinf.models.ModelEntry`` objects by model type.
         envs: ``VectorEnv`` classes by name.
@@ -53,7 +53,7 @@ class Wing:
     folders: tuple[str, ...]
     about: str
     commands: Mapping[str, Command] = field(default_factory=dict)
-    key_commands: Mapping[tuple[str, str], str] = field(default_factory=dict)
+    key_commands: Mapping[str, str] = field(default_factory=dict)
     functions: Mapping[str, str] = field(default_factory=dict)
     models: Mapping[str, str] = field(default_factory=dict)
     envs: Mapping[str, str] = field(default_factory=dict)
@@ -96,6 +96,7 @@ WINGS = {
     "tokens": Wing(
         folders=("llm", "recipes"),
         about="recipes that train language and vision-language models",
+        key_commands={"evaluate questions=": "rlinf.cli.run:evaluate_questions"},
         commands={
             "launch": Command(
                 "rlinf.cli.launch:launch",

@@ -77,9 +77,6 @@ def evaluate(arguments: Sequence[str]) -> int:
         require_policy(arguments, "evaluate")
     if COMPARE_FLAG in arguments:
         return _compare(list(arguments))
-    arguments = with_checkpoint(arguments)
-    if any(argument.startswith("questions=") for argument in arguments):
-        return _questions(arguments)
     return _run_command(arguments, "evaluate")
 
 
@@ -92,12 +89,12 @@ def _run_command(arguments: Sequence[str], command: str) -> int:
     return 0
 
 
-def _questions(arguments: Sequence[str]) -> int:
+def evaluate_questions(arguments: Sequence[str]) -> int:
     """Evaluate a model on a file of questions."""
     from rlinf.commands.evaluate_questions import evaluate_questions
     from rlinf.recipes.questions import QuestionsConfig
 
-    config = from_mapping(QuestionsConfig, with_overrides({}, arguments))
+    config = from_mapping(QuestionsConfig, with_overrides({}, with_checkpoint(arguments)))
     if not config.checkpoint:
         raise ConfigError("checkpoint is not given; expected a model. Set checkpoint=<folder of a model or a run>")
     hide_progress_bars()

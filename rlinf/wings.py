@@ -66,17 +66,17 @@ WINGS = {
         about="real-time evaluation on simulated and physical robots, success classifiers",
         commands={
             "robot": Command(
-                "rlinf.cli.run:robot",
+                "rlinf.robot.cli:robot",
                 "evaluation of a checkpoint in real time, on a simulated or physical robot",
                 "checkpoint=<folder> [fps=20] [execution=async] [latency_s=0.15] [key=value ...]",
                 keys="rlinf.robot.config:RobotConfig",
             ),
             "classifier": Command(
-                "rlinf.cli.run:classifier",
+                "rlinf.robot.cli:classifier",
                 "training of a success classifier on frames, and its error rates",
                 "data=<dataset> output_dir=<new folder> [test=<dataset>] [key=value ...]",
                 examples=("rlinf classifier data=data/labelled output_dir=outputs/classifier",),
-                keys="rlinf.commands.classifier:ClassifierConfig",
+                keys="rlinf.robot.classifier:ClassifierConfig",
                 has_config=False,
             ),
         },
@@ -86,7 +86,7 @@ WINGS = {
         about="audits of policies",
         commands={
             "audit": Command(
-                "rlinf.cli.run:audit",
+                "rlinf.audits.cli:audit",
                 "whether a policy uses its instruction and images, reacts, or memorises",
                 "checkpoint=<folder> [key=value ...]",
                 examples=("rlinf audit checkpoint=outputs/quickstart/latest",),

@@ -27,7 +27,6 @@ from rlinf.audits.disturbed_env import (
     still_states,
 )
 from rlinf.audits.verdicts import UNCLEAR, ConditionRow, Verdict, success_label_verdict, verdicts
-from rlinf.envs.success_override import overrides_success
 from rlinf.errors import ConfigError, RejectedInputError, RejectedRequestError
 from rlinf.evaluation.compare import EPISODES, compare
 from rlinf.evaluation.evaluator import evaluate_policy
@@ -169,7 +168,7 @@ class Auditor:
         reset_successes = sum(result.success and result.num_env_steps <= 1 for result in self.results["idle"].results)
         conclusions = verdicts(self.rows, reset_successes, matched)
         clean, warnings = self.results["clean"], list(dict.fromkeys(self.warnings))
-        if overrides_success(self.env.config):
+        if clean.true_success is not None:
             conclusions.append(success_label_verdict(clean, self.results["idle"].total))
         actions = clean.actions_clipped_fraction, clean.actions_max_abs
         return Audit(list(self.rows.values()), conclusions, len(self.specs), warnings, *actions)

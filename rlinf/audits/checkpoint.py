@@ -13,7 +13,7 @@ from urllib.parse import quote
 import numpy as np
 
 from rlinf.audits.disturbed_env import EpisodeRecord
-from rlinf.checkpoints.saved_config import flat
+from rlinf.checkpoints.folders import flat
 from rlinf.errors import CheckpointError, ConfigError
 from rlinf.evaluation.result import EvaluationResult
 from rlinf.files import write_bytes, write_text

@@ -45,8 +45,8 @@ class Finding:
 class MetricSeries:
     """At least ``MIN_POINTS`` values of a metric, with their steps.
 
-    ``early``, ``middle`` and ``late`` are thirds of the values (``middle``: all values if there are none in between), ``late_steps`` is the
-    first and last step of ``late``. Rules use the median of a third because individual steps are noisy.
+    ``early``, ``middle`` and ``late`` are thirds of the values (``middle``: all values if the others leave nothing), ``late_steps`` is the first
+    and last step of ``late``. Rules use the median of a third because individual steps are noisy.
     """
 
     def __init__(self, steps: list[int], values: list[float]) -> None:

@@ -12,12 +12,14 @@ from rlinf.distributed.process_group import rank_range, resolve_device
 from rlinf.distributed.ray.cluster import check_address, import_ray
 from rlinf.distributed.start import launch_context
 from rlinf.errors import reject
+from rlinf.options import require_values
 
 SPLIT = "cluster.placement=disaggregated"
 COLOCATED = "cluster.placement=colocated cluster.start=auto cluster.num_rollout_workers=null"
 """Overrides for a run without rollout workers."""
 
 BY_RAY = "cluster.start=ray"
+STARTED_BY_RAY = ("cluster.start", "ray", "Ray, which places the rollout workers")
 
 CPUS = 1
 """CPUs that Ray reserves for a rank or a rollout worker; their threads and simulators share all cores of the machine."""
@@ -225,10 +227,8 @@ def check_placement(config: RunConfig) -> None:
             actual = f"{BY_RAY} with cluster.num_processes=1 and cluster.placement=colocated"
             required = "ranks or rollout workers for Ray to start" if learns else "ranks for Ray to start"
             reject(actual, required, f"cluster.start=auto, or {SPLIT}" if learns else "cluster.start=auto")
-        if cluster.num_rollout_workers is not None:
-            actual = f"cluster.num_rollout_workers={cluster.num_rollout_workers} with cluster.placement=colocated"
-            fix = "cluster.num_rollout_workers=null"
-            reject(actual, "separate rollout workers", f"{SPLIT} {BY_RAY}, or {fix}" if learns else fix)
+        workers = ("cluster.num_rollout_workers", None, "ranks that also roll out", *([f"{SPLIT} {BY_RAY}"] * learns))
+        require_values(config, "cluster.placement=colocated", workers)
     else:
         _check_rollout_workers(config)
     if cluster.start == "ray":
@@ -240,16 +240,10 @@ def check_placement(config: RunConfig) -> None:
 
 def _check_rollout_workers(config: RunConfig) -> None:
     """Reject settings that are incompatible with rollout workers."""
-    cluster, rollout = config.cluster, config.rollout
     if config.trainer.max_steps == 0:
         reject(f"{SPLIT} without RL (`rlinf sft`, trainer.max_steps=0)", "rollouts", COLOCATED)
-    if cluster.start != "ray":
-        reject(f"{SPLIT} with cluster.start={cluster.start}", "Ray, which places the rollout workers", BY_RAY)
-    if rollout.worker_processes:
-        num_workers = rollout.worker_processes * cluster.num_processes
-        actual = f"rollout.worker_processes={rollout.worker_processes} with {SPLIT}"
-        fix = f"rollout.worker_processes=0 cluster.num_rollout_workers={num_workers}"
-        reject(actual, "rollout workers instead of rollout processes", fix)
+    no_processes = ("rollout.worker_processes", 0, "rollout workers instead of rollout processes")
+    require_values(config, SPLIT, STARTED_BY_RAY, no_processes)
 
 
 def check_evaluation_workers(config: RunConfig) -> None:
@@ -266,10 +260,7 @@ def check_evaluation_workers(config: RunConfig) -> None:
         actual = f"{workers} in a command that {place.launcher} has started {place.size} times"
         fix = f"{BY_RAY} cluster.num_processes=1 and start it once"
         reject(actual, "a single command, because rollout workers run all episodes", fix)
-    if cluster.start != "ray":
-        reject(f"{workers} with cluster.start={cluster.start}", "Ray, which places the rollout workers", BY_RAY)
-    if cluster.num_processes != 1:
-        actual = f"cluster.num_processes={cluster.num_processes} with {workers}"
-        reject(actual, "one rank, because the rollout workers run all episodes", "cluster.num_processes=1")
+    one_rank = ("cluster.num_processes", 1, "one rank, because the rollout workers run all episodes")
+    require_values(config, workers, STARTED_BY_RAY, one_rank)
     import_ray(workers)
     check_address(workers)

@@ -407,14 +407,6 @@ def test_an_error_of_the_user_is_raised_as_itself_without_a_restart(make):
     assert env.chunk_step(zeros(env)).executed.all() and env.num_restarts == 0
 
 
-@pytest.mark.parametrize(("num_processes", "wrong", "words"), [
-    (0, "state", r"state as float32 \(1,\); expected float32 \(2,\)"),
-])  # fmt: skip
-def test_a_simulator_that_shows_something_else_than_declared_is_refused(make, num_processes, wrong, words):
-    with pytest.raises(ConfigError, match=words):
-        make(num_processes=num_processes, wrong=wrong).reset()
-
-
 def test_a_simulator_that_workers_cannot_import_is_refused_and_experts_are_known_without_a_process(make):
     def env_of(simulator):
         return type("Other", (WalkVectorEnv,), {"simulator_class": simulator})

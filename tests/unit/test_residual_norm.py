@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from rlinf.evaluation.result import EvaluationResult
-from rlinf.offpolicy.residual_norm import ResidualNorm
+from rlinf.offpolicy.episodes import ResidualNorm
 from rlinf.report.offpolicy import warmup_success
 from rlinf.report.run_page import write_report
 from rlinf.tracking import Tracker, TrackingConfig

@@ -132,6 +132,7 @@ TESTS = {
         "tests/integration/test_uneven_ranks.py::test_all_ranks_begin_with_the_weights_of_rank_0",
     ],
     "rlinf/training/train_worker.py": ["tests/unit/test_train_worker.py", "tests/integration/test_uneven_ranks.py"],
+    "rlinf/training/rollout_queue.py": ["tests/integration/test_async_training.py", "tests/unit/test_deadlines.py"],
     "rlinf/training/rl_trainer.py": [
         "tests/unit/test_rl_trainer.py",
         "tests/integration/test_uneven_ranks.py::test_a_group_of_one_rank_is_played_again_and_counted_on_all",

@@ -12,7 +12,7 @@ from typing import Any
 
 from rlinf.errors import CheckpointError
 from rlinf.evaluation.intervals import mean_interval, wilson_interval
-from rlinf.files import write_text
+from rlinf.files import Json, write_text
 from rlinf.number_formats import format_interval
 from rlinf.types import EpisodeResult, EpisodeSpec
 
@@ -68,9 +68,9 @@ class Success:
         ends = f" (95 % {low:.4g} to {high:.4g})" if self.episodes > 1 else ""
         return "" if mean is None else f"{mean:.4g}{ends}"
 
-    def as_dict(self) -> dict[str, Any]:
+    def as_dict(self) -> Json:
         """Return success (null if not reported) and return as JSON values; ``return_interval`` is null for a single episode."""
-        values: dict[str, Any] = {"success_rate": None, "successes": None, "episodes": self.episodes, "interval": None}
+        values: Json = {"success_rate": None, "successes": None, "episodes": self.episodes, "interval": None}
         if self.is_reported:
             rate = self.success_rate if self.episodes else None
             values |= {"success_rate": rate, "successes": self.successes, "interval": list(self.interval)}
@@ -99,8 +99,8 @@ class EvaluationResult:
     seed: int = 0
     wall_s: float = 0.0
     warnings: list[str] = field(default_factory=list)
-    videos: list[dict[str, Any]] = field(default_factory=list)
-    stopping: dict[str, Any] | None = None
+    videos: list[Json] = field(default_factory=list)
+    stopping: Json | None = None
     reports_success: bool = True
 
     @property
@@ -118,7 +118,7 @@ class EvaluationResult:
 
     @property
     def true_success(self) -> Success | None:
-        """Success reported by the simulator if ``total`` comes from a classifier or has label noise; None if equal or unknown."""
+        """Success reported by the simulator if ``total`` comes from a classifier; None if equal or unknown."""
         labels = [result.true_success for result in self.results if result.true_success is not None]
         return Success(sum(labels), len(labels)) if labels else None
 
@@ -131,7 +131,7 @@ class EvaluationResult:
         missed = sum(result.true_success is True and not result.success for result in self.results)
         interval = format_interval(*true_success.interval, " - ")
         return [
-            "success is detected by the classifier (env.success_classifier, env.success_label_noise); the simulator reports "
+            "success is detected by the classifier (env.success_classifier); the simulator reports "
             f"{true_success} (95 % {interval}): {false} of {self.successes} detected successes are false, and {missed} of "
             f"{true_success.successes} were not detected"
         ]
@@ -226,11 +226,11 @@ class EvaluationResult:
             name: value for name, value in metrics.items() if total.is_reported or not name.startswith(success_metrics)
         }
 
-    def summary(self) -> dict[str, Any]:
+    def summary(self) -> Json:
         """Return the values of ``Success.as_dict`` for ``summary.json``."""
         return self.total.as_dict()
 
-    def as_dict(self) -> dict[str, Any]:
+    def as_dict(self) -> Json:
         """Return everything as JSON values."""
         values = asdict(self)
         results = values.pop("results")

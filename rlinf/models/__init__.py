@@ -8,11 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rlinf.errors import ConfigError
 from rlinf.imports import import_string, lazy_attributes
 from rlinf.registry import Registry
+from rlinf.wings import added
+
+if TYPE_CHECKING:
+    from rlinf.models.embodiment.base import ActionModel
 
 __all__ = [
     "MODELS", "HFLLMModel", "HFModel", "ModelEntry", "build_policy", "config_file_names", "entry_for", "get_model",
@@ -20,6 +24,9 @@ __all__ = [
     "register_model", "torch_dtype_from_precision",
 ]  # fmt: skip
 
+
+ClassAndConfig = tuple["type[ActionModel]", Any]
+"""A policy's class and its configuration."""
 
 BUILDING = (
     "build_policy", "config_file_names", "entry_for", "get_model", "get_model_config_and_processor", "local_settings",
@@ -104,20 +111,6 @@ ENTRIES = (
     _family("openvla_oft", "OpenVLAOFTForRLActionPrediction", "OpenVLAOFTConfig", "openvla", **PRISMATIC),
     _family("pi0", "Pi0ForRLActionPrediction", "Pi0Config"),
     _family("hf_vla", "HfVlaForRLActionPrediction", "HfVlaConfig"),
-    ModelEntry(
-        "lerobot",
-        "rlinf.models.embodiment.lerobot.policy:LerobotPolicy",
-        "rlinf.models.embodiment.lerobot.config:LerobotConfig",
-        load_processor="rlinf.models.embodiment.lerobot.policy:load_processor",
-        check_folder="rlinf.models.embodiment.lerobot.check:report",
-        folder_settings="rlinf.models.embodiment.lerobot.config:settings_of",
-    ),
-    ModelEntry(
-        "smolvla",
-        "rlinf.models.embodiment.lerobot.smolvla:SmolVLAPolicy",
-        "rlinf.models.embodiment.lerobot.smolvla:SmolVLAConfig",
-        load_processor="rlinf.models.embodiment.lerobot.policy:load_processor",
-    ),
     ModelEntry("cnn", "rlinf.models.embodiment.cnn_action_model:CNNForRLActionPrediction", load_processor=NO_PROCESSOR),
     ModelEntry(
         "remote",
@@ -135,7 +128,9 @@ ENTRIES = (
     ),
     ModelEntry("mlp", "rlinf.models.embodiment.mlp_action_model:MLPForRLActionPrediction", load_processor=NO_PROCESSOR),
 )
-MODELS: Registry[ModelEntry] = Registry("model type", "rlinf.models", {entry.name: entry for entry in ENTRIES})
+MODELS: Registry[ModelEntry] = Registry(
+    "model type", "rlinf.models", {**{entry.name: entry for entry in ENTRIES}, **added("models")}
+)
 
 
 def register_model(

@@ -21,6 +21,7 @@ from rlinf.data.formats import open_dataset
 from rlinf.data.stored import StoredDemonstrations
 from rlinf.distributed.process_group import gather_objects, local_world_size, rank, world_size
 from rlinf.envs.base import VectorEnv
+from rlinf.envs.episodes import EpisodeSampler
 from rlinf.errors import CheckpointError, RLinfError
 from rlinf.models.base_weights import tensors_digest
 from rlinf.models.embodiment.actor_policy import ActorPolicy, check_bounds, make_actor
@@ -31,7 +32,6 @@ from rlinf.offpolicy.offline import Offline, take_over_replay
 from rlinf.offpolicy.replay import ReplayBuffer
 from rlinf.offpolicy.transitions import TransitionCollector
 from rlinf.preflight.conditions import build_manifest
-from rlinf.rollout.sampler import EpisodeSampler
 from rlinf.rollout.weight_push import WeightPush
 from rlinf.run_folder import TRAINER_FOLDER
 from rlinf.seeding import derive_seed

@@ -13,17 +13,16 @@ from torch import Tensor
 
 from rlinf.config.schema import RunConfig
 from rlinf.distributed.deadlines import deadline
-from rlinf.distributed.process_group import gather_objects, rank, world_size
-from rlinf.distributed.sums import rank_range
+from rlinf.distributed.process_group import gather_objects, rank, rank_range, world_size
 from rlinf.distributed.transfers import to_device
 from rlinf.envs.base import VectorEnv
+from rlinf.envs.episodes import EpisodeSampler
 from rlinf.errors import NonFiniteError
 from rlinf.models.embodiment.actor_policy import ActorPolicy
 from rlinf.models.sampling import standard_normal
 from rlinf.offpolicy.episodes import EpisodeStats, ResidualNorm
 from rlinf.offpolicy.learner import OffPolicyLearner
 from rlinf.offpolicy.replay import ReplayBuffer
-from rlinf.rollout.sampler import EpisodeSampler
 from rlinf.seeding import derive_seed
 from rlinf.types import BaseActions, EpisodeResult, EpisodeSpec, Observation
 

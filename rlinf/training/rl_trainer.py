@@ -17,8 +17,7 @@ from rlinf.algorithms.running_moments import CLIP, RunningMoments, discounted_su
 from rlinf.cluster.rollout_workers import RolloutWorkers
 from rlinf.cluster.rollouts import make_collector
 from rlinf.distributed.deferred import open_tensors
-from rlinf.distributed.process_group import gather_objects, rank
-from rlinf.distributed.sums import maximum, sum_counts, sum_env_groups
+from rlinf.distributed.process_group import gather_objects, maximum, rank, sum_counts, sum_env_groups
 from rlinf.envs.base import VectorEnv
 from rlinf.errors import CheckpointError, ConfigError
 from rlinf.optim.reference import Reference

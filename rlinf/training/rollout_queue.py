@@ -12,7 +12,7 @@ from torch import Tensor
 
 from rlinf.distributed import deadlines
 from rlinf.distributed.deadlines import deadline
-from rlinf.distributed.sums import sum_counts
+from rlinf.distributed.process_group import sum_counts
 from rlinf.errors import RLinfError
 from rlinf.optim.reference import Reference
 from rlinf.rollout.collector import Collector

@@ -10,8 +10,16 @@ import torch
 from run_results import run_config
 
 from rlinf.cli import main
-from rlinf.commands import classifier as command
-from rlinf.commands.classifier import (
+from rlinf.data.lerobot_writer import LeRobotWriter
+from rlinf.envs.base import SimulatorStep, VectorEnv
+from rlinf.envs.config import EnvConfig
+from rlinf.envs.success_network import SuccessClassifier, SuccessNetwork
+from rlinf.errors import ConfigError
+from rlinf.evaluation.evaluator import evaluate_policy
+from rlinf.evaluation.intervals import wilson_interval
+from rlinf.preflight.conditions import conditions_of
+from rlinf.robot import classifier as command
+from rlinf.robot.classifier import (
     ClassifierConfig,
     LabelledFrames,
     augment,
@@ -19,15 +27,7 @@ from rlinf.commands.classifier import (
     cross_fit,
     label_rows,
 )
-from rlinf.data.lerobot_writer import LeRobotWriter
-from rlinf.envs.base import SimulatorStep, VectorEnv
-from rlinf.envs.config import EnvConfig
-from rlinf.envs.success_network import SuccessClassifier, SuccessNetwork
-from rlinf.errors import ConfigError
-from rlinf.evaluation.detection import calibration, choose_threshold, errors
-from rlinf.evaluation.evaluator import evaluate_policy
-from rlinf.evaluation.intervals import wilson_interval
-from rlinf.preflight.conditions import conditions_of
+from rlinf.robot.detection import calibration, choose_threshold, errors
 from rlinf.types import EpisodeSpec, Observation
 
 pytest.importorskip("pyarrow", reason="pyarrow is not installed: pip install -e '.[lerobot]'")
@@ -364,23 +364,6 @@ def test_a_row_that_loses_its_simulator_begins_again(trained):
     assert step.lost_env_ids.tolist() == [0] and not step.executed[0].any() and step.final_env_ids.tolist() == [1]
     step = env.chunk_step(np.zeros((2, 4, 1)))
     assert [(one.spec, one.success, one.num_env_steps) for one in step.episodes] == [(spec(0), True, 3)]
-
-
-def test_planted_false_positives_are_a_function_of_the_episode_with_the_given_rate():
-    episodes = [spec(99, seed=seed) for seed in range(400)]
-    env = lamp(16, success_label_noise=0.3)
-    found = play(env, episodes)
-    assert not any(one.true_success for one in found)
-    planted = [one for one in found if one.success]
-    assert wilson_interval(len(planted), 400)[0] < 0.3 < wilson_interval(len(planted), 400)[1]
-    assert {one.num_env_steps for one in planted} == set(range(1, 9))
-    assert play(lamp(5, success_label_noise=0.3), episodes[:40], chunk_len=3) == found[:40]
-    true = play(lamp(16, success_label_noise=1.0), [spec(0, seed=seed) for seed in range(64)])
-    assert all(one.success for one in true)
-    # A true success counts unless the planted one comes before its step, the fourth.
-    assert {one.num_env_steps for one in true if one.true_success} == {4}
-    assert {one.num_env_steps for one in true if not one.true_success} == {1, 2, 3}
-    assert all(one.true_success is None for one in play(lamp(success_label_noise=0.0), [spec(0)]))
 
 
 def test_an_evaluation_tells_both(trained):

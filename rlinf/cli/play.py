@@ -11,10 +11,9 @@ from pathlib import Path
 from rlinf.commands.hydra_app import configure, own_settings, require_policy, with_checkpoint
 from rlinf.config.schema import RunConfig
 from rlinf.envs import make_env
-from rlinf.errors import ConfigError
+from rlinf.errors import ConfigError, reject
 from rlinf.evaluation.video import write_video
 from rlinf.options import PathText, option
-from rlinf.preflight.reject import reject
 from rlinf.seeding import seed_everything
 
 
@@ -47,7 +46,7 @@ def play(arguments: Sequence[str]) -> int:
 
 def play_episode(config: RunConfig, settings: PlayConfig) -> Path:
     """Run an episode of ``config.checkpoint`` or the configured model, write and open its video, and return the path of the MP4."""
-    from rlinf.commands.evaluate import open_policy
+    from rlinf.commands.open_evaluation import open_policy
     from rlinf.distributed.process_group import resolve_device, set_num_threads
     from rlinf.evaluation.evaluator import BatchedPolicy, replay_episodes, success_of
     from rlinf.models.precision import autocast, evaluation_mode

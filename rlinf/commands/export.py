@@ -7,17 +7,14 @@ import shutil
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
 import yaml
 
 from rlinf.algorithms import ALGORITHMS
-from rlinf.checkpoints.checkpoint import verify_checkpoint
-from rlinf.checkpoints.folders import has_policy, policy_folder, resolve_checkpoint
-from rlinf.checkpoints.model_files import is_adapter, write_policy
-from rlinf.checkpoints.saved_config import TOKEN_KEYS, flat, read_saved_config
+from rlinf.checkpoints.checkpoint import is_adapter, verify_checkpoint, write_policy
+from rlinf.checkpoints.folders import TOKEN_KEYS, flat, has_policy, policy_folder, read_saved_config, resolve_checkpoint
 from rlinf.commands.open_checkpoint import load_policy, open_checkpoint, read_config
 from rlinf.config.saved_code import code_overrides, code_values, env_overrides
 from rlinf.config.schema import RunConfig
@@ -28,6 +25,7 @@ from rlinf.files import write_text
 from rlinf.manifest import Manifest, hash_files
 from rlinf.models import MODELS
 from rlinf.models.config import LoraConfig
+from rlinf.models.embodiment.base import ActionModel
 from rlinf.models.precision import torch_dtype_of
 from rlinf.options import to_mapping
 from rlinf.registry import BUILTIN
@@ -91,7 +89,7 @@ def export(
     return output
 
 
-def _with_code_of_model(config: RunConfig, folder: Path, model: Any) -> RunConfig:
+def _with_code_of_model(config: RunConfig, folder: Path, model: ActionModel) -> RunConfig:
     """Return a configuration that needs no third-party env or algorithm; copy the model's plug-in to ``folder``."""
     model_origin = MODELS.entries()[config.model.model_type].origin if config.model.model_type in MODELS else BUILTIN
     available = (BUILTIN, model_origin)
@@ -143,7 +141,7 @@ def _export_tokens(checkpoint: Path, output: Path, merge_lora: bool, overrides: 
     return output
 
 
-def random_observation(config: RunConfig, model: Any, num_rows: int = 2, seed: int = 0) -> Observation:
+def random_observation(config: RunConfig, model: ActionModel, num_rows: int = 2, seed: int = 0) -> Observation:
     """Return a random observation with the env's shapes."""
     generator = np.random.default_rng(seed)
     size = config.env.image_size
@@ -171,7 +169,7 @@ def _check_lora(checkpoint: Path, manifest: Manifest, merge_lora: bool) -> None:
             )
 
 
-def _compare(written: Any, read: Any, observation: Observation, output: Path) -> None:
+def _compare(written: ActionModel, read: ActionModel, observation: Observation, output: Path) -> None:
     with torch.no_grad():
         before = written.predict_action_batch(**written.preprocess(observation), do_sample=False)
         after = read.predict_action_batch(**read.preprocess(observation), do_sample=False)

@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from rlinf.checkpoints.checkpoint import load_weights, on_rank_zero, verify_checkpoint
-from rlinf.checkpoints.folders import is_checkpoint, policy_folder, resolve_checkpoint
-from rlinf.checkpoints.saved_config import read_saved_config
+from rlinf.checkpoints.folders import is_checkpoint, policy_folder, read_saved_config, resolve_checkpoint
 from rlinf.config.compose import compose_on_saved
 from rlinf.config.schema import RunConfig, build_config
 from rlinf.data.stored import StoredDemonstrations
@@ -23,6 +22,7 @@ from rlinf.options import from_mapping
 from rlinf.preflight.conditions import build_manifest, conditions_of
 from rlinf.preflight.saved import check_model_type
 from rlinf.run_folder import STATISTICS_FILE
+from rlinf.types import Statistics
 
 
 @dataclass
@@ -142,7 +142,7 @@ def policy_for(
 
 def statistics_of_env(
     config: RunConfig, env: VectorEnv, dataset: StoredDemonstrations | None = None
-) -> dict[str, Any] | None:
+) -> Statistics | None:
     """Return action statistics of the dataset or, without one, of the env's bounds; None if the model's folder has its own."""
     name = config.env.name
     if config.model.model_path is not None:

@@ -8,13 +8,21 @@ from typing import Any, cast
 
 from rlinf.algorithms import ALGORITHMS
 from rlinf.algorithms.offpolicy_config import SCRATCH, ActorConfig, OffPolicyConfig
-from rlinf.checkpoints.folders import has_policy, is_checkpoint, policy_folder, read_loop_state, resolve_checkpoint
-from rlinf.checkpoints.saved_config import read_saved_config
+from rlinf.checkpoints.folders import (
+    has_policy,
+    is_checkpoint,
+    policy_folder,
+    read_loop_state,
+    read_saved_config,
+    resolve_checkpoint,
+)
 from rlinf.config.schema import RunConfig
 from rlinf.distributed.process_group import resolve_device
 from rlinf.distributed.start import started_here
 from rlinf.envs import ENVS
+from rlinf.errors import reject
 from rlinf.memory import main_memory_bytes
+from rlinf.models import ClassAndConfig
 from rlinf.models.actors import ACTORS
 from rlinf.models.embodiment.actor_policy import actor_settings, base_folder, check_samples_noise, has_actor
 from rlinf.models.embodiment.modules.readout_token import holds_readout_token
@@ -22,7 +30,6 @@ from rlinf.offpolicy.replay import offline_bytes, replay_bytes
 from rlinf.options import closest, from_mapping, override_of, override_text, to_mapping
 from rlinf.preflight.compatibility import check_dataset, check_moments
 from rlinf.preflight.memory import policy_on_meta_device
-from rlinf.preflight.reject import reject
 
 UPDATE_S, ROW_WEIGHT_S = 4e-3, 1.5e-10
 """Time of an update on one core, in seconds: a constant, and the time per row and weight (`benchmarks/offpolicy_update.py`)."""
@@ -36,7 +43,7 @@ LARGEST_FRACTION = 0.8
 """Maximum fraction of main memory that the replay buffer and a policy on the CPU may use."""
 
 
-def check_off_policy(config: RunConfig, policy: tuple[Any, Any] | None) -> None:
+def check_off_policy(config: RunConfig, policy: ClassAndConfig | None) -> None:
     """Check that the policy, the envs and this machine meet an off-policy algorithm's requirements.
 
     ``policy`` is the class and configuration of the base policy, or None if unknown.
@@ -237,7 +244,7 @@ def _check_candidates(config: RunConfig, algorithm: OffPolicyConfig, model: Any)
         )
 
 
-def _check_demonstrations(config: RunConfig, algorithm: OffPolicyConfig, policy: tuple[Any, Any] | None) -> None:
+def _check_demonstrations(config: RunConfig, algorithm: OffPolicyConfig, policy: ClassAndConfig | None) -> None:
     """Check that demonstrations and their ratio are set together, and that the demonstrations contain rewards or successes."""
     folder, ratio, env = algorithm.offline_dataset, algorithm.offline_ratio, config.env
     if folder is None:

@@ -7,13 +7,12 @@ import logging
 import math
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 from rlinf.config.schema import RunConfig
 from rlinf.distributed.process_group import local_world_size, world_size
-from rlinf.engines.config import VllmOptions
 from rlinf.engines.gpu_fraction import colocated_fraction, engine_fraction
 from rlinf.engines.weight_handle import BUCKET_BYTES
 from rlinf.envs import ENVS
@@ -26,8 +25,9 @@ from rlinf.envs.config import (
     with_share_of_cores,
 )
 from rlinf.envs.graphics.backend import may_draw_on_gpu
-from rlinf.errors import RLinfError
+from rlinf.errors import RLinfError, reject
 from rlinf.models.building import get_model_config_and_processor
+from rlinf.models.embodiment.base import ActionModel
 from rlinf.models.embodiment.modules.normalizer import unit_range_stats
 from rlinf.models.layers import find_layers
 from rlinf.number_formats import format_bytes, format_count
@@ -36,7 +36,7 @@ from rlinf.preflight.compatibility import env_spec
 from rlinf.preflight.derived import derive, trains_actor
 from rlinf.preflight.memory import MemoryEstimate, estimate_memory, policy_on_meta_device
 from rlinf.preflight.placement import Placement
-from rlinf.preflight.reject import reject
+from rlinf.rollout.config import VllmOptions
 from rlinf.types import Observation
 
 logger = logging.getLogger("rlinf")
@@ -134,7 +134,7 @@ class GpuMemory:
 class Measured(NamedTuple):
     """A policy on the meta device (None if it cannot be built), its passes, and the reason if these are unknown."""
 
-    model: Any
+    model: ActionModel
     passes: PassMemory
     unknown: str
 
@@ -224,7 +224,7 @@ def _calls(config: RunConfig) -> tuple[int, int]:
     return streams, math.ceil(envs / streams)
 
 
-def _gathered(model: Any) -> int:
+def _gathered(model: ActionModel) -> int:
     """Return the bytes of two layers (FSDP2 prefetches the next one) and of all parameters outside the layers."""
     sizes = [sum(p.numel() * p.element_size() for p in layer.parameters()) for layer in find_layers(model)]
     return 2 * max(sizes, default=0) + sum(p.numel() * p.element_size() for p in model.parameters()) - sum(sizes)

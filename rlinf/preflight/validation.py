@@ -7,7 +7,6 @@ processes, optimiser, rollout and cloning; ``compatibility`` checks model, env a
 import os
 from bisect import bisect
 from functools import cached_property
-from typing import Any
 
 import torch
 
@@ -19,8 +18,9 @@ from rlinf.distributed.ray.cluster import check_address, import_ray
 from rlinf.distributed.start import is_connected, launch_context
 from rlinf.envs import ENVS
 from rlinf.envs.config import ProcessEnvConfig
-from rlinf.errors import ConfigError
+from rlinf.errors import ConfigError, reject
 from rlinf.memory import main_memory_bytes
+from rlinf.models import ClassAndConfig
 from rlinf.models.building import check_features, entry_for
 from rlinf.options import fixed_by_settings, override_text
 from rlinf.preflight.compatibility import (
@@ -44,9 +44,8 @@ from rlinf.preflight.derived import trains_actor
 from rlinf.preflight.folders import check_new_folder, check_no_text, check_sources, check_writable
 from rlinf.preflight.memory import policy_on_meta_device
 from rlinf.preflight.placement import check_evaluation_workers, check_placement, has_rollout_workers, ranks_by_ray
-from rlinf.preflight.reject import reject
 from rlinf.preflight.saved import check_no_actor, check_start, check_unread_keys
-from rlinf.tracking.config import check_wandb
+from rlinf.tracking.tracker import check_wandb
 
 COMMANDS = ("train", "sft", "evaluate", "serve", "collect", "diagnose")
 WITH_RANKS = ("train", "sft", "evaluate")
@@ -67,7 +66,7 @@ class Case:
         return self.command != "collect" or not expert_acts(self.config)
 
     @cached_property
-    def policy(self) -> tuple[Any, Any] | None:
+    def policy(self) -> ClassAndConfig | None:
         """The policy's class and model configuration, available after the folders are checked; None if it is not on this machine."""
         return declared_policy(self.config)
 
@@ -284,7 +283,7 @@ def check_collapse(config: RunConfig) -> None:
             reject(f"{mode} with {actual}", "local ranks that also roll out", "trainer.on_collapse=stop")
 
 
-def check_policy_gradient(config: RunConfig, policy: tuple[Any, Any] | None) -> None:
+def check_policy_gradient(config: RunConfig, policy: ClassAndConfig | None) -> None:
     """Check the requirements of an on-policy algorithm for rollouts and model."""
     check_batches(config)
     check_algorithm(config)
@@ -454,7 +453,7 @@ def check_whole_episodes(config: RunConfig) -> None:
         )
 
 
-def check_sft(config: RunConfig, policy: tuple[Any, Any] | None) -> None:
+def check_sft(config: RunConfig, policy: ClassAndConfig | None) -> None:
     """Check policy, batch size and demonstrations of behaviour cloning."""
     policy_class = entry_for(config.model).resolve().model if policy is None else policy[0]
     if not policy_class.implements("sft_loss"):

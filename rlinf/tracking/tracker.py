@@ -7,16 +7,45 @@ import json
 import logging
 import math
 import os
+import re
 import secrets
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rlinf.errors import MissingDependencyError
-from rlinf.files import naming, write_text
+from rlinf.errors import ConfigError, MissingDependencyError, closest
+from rlinf.files import Json, naming, write_text
+from rlinf.options import option
 from rlinf.run_folder import DAMAGED_FILE, METRICS_FILE, TENSORBOARD_FOLDER
-from rlinf.tracking.config import TrackingConfig
 from rlinf.tracking.metrics import check_names
+
+WANDB_MODES = ("online", "offline", "disabled", "dryrun")
+
+
+@dataclass
+class TrackingConfig:
+    """Where metrics are logged; `metrics.jsonl` is always written."""
+
+    tensorboard: bool = option(True, "Write TensorBoard event files.")
+    wandb: bool = option(False, "Log to Weights & Biases, offline if WANDB_API_KEY is not set.")
+    wandb_project: str = option("rlinf", "Project name in Weights & Biases.")
+    wandb_name: str | None = option(None, "Run name in Weights & Biases; null: the folder's name.")
+    progress: bool = option(True, "Show a live line with success, steps/s and remaining time.")
+
+
+def check_wandb(key: str, name: str) -> None:
+    """Raise ConfigError for a project (the value of ``key``) or a ``WANDB_MODE`` that Weights & Biases does not accept."""
+    mode = os.environ.get("WANDB_MODE") or "online"
+    if mode not in WANDB_MODES:
+        raise ConfigError(
+            f"WANDB_MODE is '{mode}'; expected one of {', '.join(WANDB_MODES)}. Run export WANDB_MODE={closest(mode, WANDB_MODES) or 'offline'}"
+        )
+    fit = re.sub(r"[/\\#?%:]", "-", name)[:128]
+    if fit != name:
+        required = "at most 128 characters without any of /\\#?%:"
+        raise ConfigError(f"{key} is '{name}'; required by Weights & Biases: {required}. Set {key}={fit}")
+
 
 PHASES = ("sft", "rl")
 
@@ -34,7 +63,7 @@ def _require(module: str, package: str) -> Any:
         ) from error
 
 
-def read_metrics(folder: str | os.PathLike) -> list[dict[str, Any]]:
+def read_metrics(folder: str | os.PathLike) -> list[Json]:
     """Return the lines of ``metrics.jsonl`` in a run folder; a missing file is treated as empty, and damaged lines are dropped.
 
     Each line is a dict with ``step``, ``phase`` (``"sft"`` or ``"rl"``), ``time_s`` and metrics; NaN and infinity are stored as None.
@@ -45,7 +74,7 @@ def read_metrics(folder: str | os.PathLike) -> list[dict[str, Any]]:
     return lines
 
 
-def _split_lines(path: Path) -> tuple[list[dict[str, Any]], list[bytes]]:
+def _split_lines(path: Path) -> tuple[list[Json], list[bytes]]:
     """Return a metrics file's parsed lines and damaged lines."""
     # Text after the last newline is an incomplete line left by a run that was killed. It is dropped, but not reported as damaged.
     lines, damaged = [], []
@@ -75,7 +104,7 @@ class Tracker:
         self,
         folder: str | os.PathLike,
         config: TrackingConfig,
-        run_config: dict[str, Any],
+        run_config: Json,
         run_id: str | None = None,
         resume_step: int | None = None,
         resume_phase: str = "rl",
@@ -103,7 +132,7 @@ class Tracker:
         if config.wandb and os.environ.get("WANDB_MODE") != "disabled":
             self._wandb = self._open_wandb(config, run_config)
 
-    def _open_wandb(self, config: TrackingConfig, run_config: dict[str, Any]) -> Any:
+    def _open_wandb(self, config: TrackingConfig, run_config: Json) -> Any:
         wandb = _require("wandb", "wandb")
         online = bool(os.environ.get("WANDB_API_KEY")) and os.environ.get("WANDB_MODE", "online") == "online"
         try:
@@ -139,7 +168,7 @@ class Tracker:
         if phase is None:
             phase = "sft" if any(name.startswith("sft/") for name in metrics) else "rl"
         numbers = {name: float(value) for name, value in metrics.items()}
-        line: dict[str, Any] = {"step": int(step), "phase": phase, "time_s": round(time.monotonic() - self._start, 3)}
+        line: Json = {"step": int(step), "phase": phase, "time_s": round(time.monotonic() - self._start, 3)}
         line |= {name: value if math.isfinite(value) else None for name, value in numbers.items()}
         with naming(self.folder / METRICS_FILE):
             self._file.write(json.dumps(line, allow_nan=False) + "\n")
@@ -153,7 +182,7 @@ class Tracker:
         if self._wandb is not None:
             self._wandb.log({**numbers, "global_step": step})
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> Json:
         """Return the ``run_id``, which is needed to resume the run."""
         return {"run_id": self.run_id}
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -14,6 +13,7 @@ from rlinf.algorithms import ALGORITHMS
 from rlinf.config.compose import compose_config
 from rlinf.config.schema import build_config
 from rlinf.envs.base import VectorEnv
+from rlinf.envs.episodes import EpisodeSampler
 from rlinf.envs.spaces import uniform_statistics
 from rlinf.envs.steps import SimulatorStep
 from rlinf.models.building import get_model_config_and_processor
@@ -22,7 +22,6 @@ from rlinf.preflight.compatibility import env_spec
 from rlinf.preflight.derived import trains_actor
 from rlinf.preflight.memory import policy_on_meta_device
 from rlinf.rollout.collector import RolloutCollector
-from rlinf.rollout.sampler import EpisodeSampler
 from rlinf.rollout.weight_push import WeightPush
 from rlinf.training.minibatches import MinibatchPlan
 from rlinf.training.train_worker import TrainWorker
@@ -137,9 +136,7 @@ class ActionRun:
         )  # fmt: skip
         for thread in self.collector.worker_threads:
             thread.executor.shutdown()
-        self.collector.worker_threads = [
-            replace(thread, executor=InThisThread()) for thread in self.collector.worker_threads
-        ]
+            thread.executor = InThisThread()
         if not trains_actor(config):
             self.algorithm = ALGORITHMS.get(config.algorithm.name)(config.algorithm)
 

@@ -13,8 +13,7 @@ from rlinf.algorithms import ALGORITHMS, statistics
 from rlinf.algorithms.base import LossCounts
 from rlinf.commands.train import build
 from rlinf.distributed.launch import launch
-from rlinf.distributed.process_group import rank, world_size
-from rlinf.distributed.sums import rank_range
+from rlinf.distributed.process_group import rank, rank_range, world_size
 from rlinf.errors import ConfigError, ParityError
 from rlinf.optim.reference import Reference
 from rlinf.preflight.derived import parity_gate
@@ -102,8 +101,8 @@ def recorded(tmp_path_factory) -> Path:
         config = config_of(folder / name, name)
         run = build(config)
         run.rl.reference = Reference(run.parts.worker.model)
-        run.rl._submit_until(0, 0)
-        batch = run.rl._collect(0)
+        run.rl.rollouts.submit(0, 0)
+        batch = run.rl.rollouts.collect(0)
         run.rl._score(batch)
         run.close()
         batch.loss_mask[3:, 1] = False  # one env has fewer rows than the others

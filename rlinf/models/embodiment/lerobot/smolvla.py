@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 from safetensors.torch import load_file
 from torch import Tensor
@@ -16,7 +16,7 @@ from rlinf.models.embodiment.folder_policy import write_safetensors
 from rlinf.models.embodiment.lerobot.config import LerobotConfig
 from rlinf.models.embodiment.lerobot.policy import LerobotPolicy, batch_of, numbers
 from rlinf.models.embodiment.lerobot.runner import FlowPrefix
-from rlinf.models.embodiment.modules.value_head import ValueHead
+from rlinf.models.embodiment.modules.heads import ValueHead
 from rlinf.models.loading import check_choice, field_error, read_json
 
 VALUES = "value_head.safetensors"
@@ -49,7 +49,7 @@ class SmolVLAConfig(LerobotConfig):
     freeze_vlm: bool = True
 
     @classmethod
-    def from_pretrained(cls, folder: str | Path, **kwargs: Any) -> Any:
+    def from_pretrained(cls, folder: str | Path, **kwargs: Any) -> Self:
         result = super().from_pretrained(folder, **kwargs)
         config = result[0] if isinstance(result, tuple) else result
         config.num_steps = read_json(Path(folder) / "config.json").get("num_steps", config.num_steps)

@@ -25,7 +25,7 @@ def write_policy(folder: Path, model: Any, weights: dict[str, Tensor]) -> None:
             save_adapter(model, folder, weights)
         else:
             if any(hasattr(module, "generation_config") for module in model.modules()):
-                from rlinf.models.hf_model import accept_saving  # imports transformers
+                from rlinf.models.layers import accept_saving  # imports transformers
 
                 accept_saving(model)
             model.save_pretrained(folder, state_dict=weights)

@@ -21,7 +21,7 @@ from rlinf.options import keys_help
 COMMANDS = {
     "train": ("rlinf.cli.run:train", "behaviour cloning (if configured), then reinforcement learning"),
     "sft": ("rlinf.cli.run:sft", "behaviour cloning only"),
-    "launch": ("rlinf.cli.launch:launch", "training of language and vision-language models: SFT, GRPO, DPO"),
+    "launch": ("rlinf.recipes.cli:launch", "training of language and vision-language models: SFT, GRPO, DPO"),
     "evaluate": ("rlinf.cli.run:evaluate", "success rate of a checkpoint on held-out episodes, with videos"),
     "robot": ("rlinf.cli.run:robot", "evaluation of a checkpoint in real time, on a simulated or physical robot"),
     "audit": ("rlinf.cli.run:audit", "whether a policy uses its instruction and images, reacts, or memorises"),

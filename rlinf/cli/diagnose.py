@@ -28,8 +28,8 @@ from rlinf.options import from_mapping
 from rlinf.seeding import seed_everything
 
 if TYPE_CHECKING:
-    from rlinf.contracts.generation import Generate
     from rlinf.contracts.policy import PolicyChecker
+    from rlinf.llm.validation import Generate
 
 RESULTS = {True: "pass", False: "FAIL", None: "note"}
 
@@ -130,8 +130,8 @@ def _checker(config: RunConfig) -> Iterator[PolicyChecker]:
 
 
 def _diagnose_language_model(name: str, pairs: Sequence[str]) -> int:
-    from rlinf.contracts.generation import consistency_checks, length_checks, torch_engine, vllm_engine
     from rlinf.llm.causal_lm import CausalLMConfig, load_causal_lm
+    from rlinf.llm.validation import consistency_checks, length_checks, torch_engine, vllm_engine
 
     about = Path(name).expanduser() / "config.json"
     model_type = read_json(about).get("model_type") if about.is_file() else None

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from rlinf.errors import ConfigError
 from rlinf.preflight.reject import reject
-from rlinf.report.recipe_data import is_token_folder
+from rlinf.recipes.report_data import is_token_folder
 from rlinf.report.run_page import write_report
 from rlinf.report.runs import group_runs, read_runs, repeated_seeds, run_folders, write_runs_report
 from rlinf.report.why.rules import explain

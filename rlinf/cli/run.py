@@ -94,7 +94,7 @@ def _run_command(arguments: Sequence[str], command: str) -> int:
 
 def _questions(arguments: Sequence[str]) -> int:
     """Evaluate a model on a file of questions."""
-    from rlinf.commands.evaluate_questions import evaluate_questions
+    from rlinf.recipes.evaluate_questions import evaluate_questions
     from rlinf.recipes.questions import QuestionsConfig
 
     config = from_mapping(QuestionsConfig, with_overrides({}, arguments))

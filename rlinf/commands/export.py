@@ -42,7 +42,7 @@ def export(
 ) -> Path:
     """Write the model (or adapter), processor, ``dataset_statistics.json``, ``config.yaml`` and ``manifest.json``; return ``output``.
 
-    Weights of a token policy are written in chunks (``rlinf.checkpoints.hf_folder``). Raise CheckpointError if ``output`` is not
+    Weights of a token policy are written in chunks (``rlinf.recipes.hf_folder``). Raise CheckpointError if ``output`` is not
     empty, the checkpoint is damaged or has no adapters to merge, its configuration contains code that no override allows, or the
     exported policy predicts different actions.
 
@@ -120,7 +120,7 @@ def _with_code_of_model(config: RunConfig, folder: Path, model: Any) -> RunConfi
 
 def _export_tokens(checkpoint: Path, output: Path, merge_lora: bool, overrides: Sequence[str]) -> Path:
     """Export the policy of a token run; tokenizer and config files come from the model that training started with."""
-    from rlinf.checkpoints.hf_folder import HFFolder  # imports transformers
+    from rlinf.recipes.hf_folder import HFFolder  # imports transformers
 
     values = flat(read_saved_config(checkpoint))
     for override in overrides:

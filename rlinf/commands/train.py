@@ -177,7 +177,7 @@ def build(config: RunConfig, reservation: Reservation | None = None) -> Run:
     if rank() == 0 and config.cluster.num_env_workers:
         print(f"simulators: {describe_places(env)}", flush=True)
     # The env comes before the dataset, whose cameras, state and actions are checked against it.
-    dataset = _dataset(config, env, state, resumed_from)
+    dataset, digest = _dataset(config, env, state, resumed_from)
     # Only rank 0 takes the fingerprint, and an env may draw from torch's generator: keep the ranks' generators equal.
     with torch.random.fork_rng(devices=[]):
         fingerprint = take_fingerprint(env) if rank() == 0 and config.evaluation.probe else None
@@ -216,9 +216,9 @@ def build(config: RunConfig, reservation: Reservation | None = None) -> Run:
     evaluator = Evaluator(config, env, stop_signal, worker.autocast, episodes)
     parts = TrainerContext(config, loop, worker, sync, evaluator, fingerprint, fps)
     if config.trainer.max_steps == 0:
-        run = Run(parts, CloningTrainer(parts, dataset, last_tag="after_sft"), None)
+        run = Run(parts, CloningTrainer(parts, dataset, digest, last_tag="after_sft"), None)
     else:
-        cloning = CloningTrainer(parts, dataset) if state.phase == "sft" else None
+        cloning = CloningTrainer(parts, dataset, digest) if state.phase == "sft" else None
         run = Run(parts, cloning, ALGORITHMS.get(config.algorithm.name).make_trainer(parts, env, workers))
     # The tracker is built last, because it writes metrics: a run that fails to build must not leave any.
     loop.tracker = _tracker(config, state, resumed_from) if rank() == 0 else None
@@ -294,10 +294,10 @@ def _evaluation_env(config: RunConfig, state: LoopState) -> VectorEnv:
 
 def _dataset(
     config: RunConfig, env: VectorEnv, state: LoopState, resumed_from: Path | None
-) -> StoredDemonstrations | None:
-    """Open the dataset to clone, and record its hash in the state; raise CheckpointError if a resumed run cloned a different one."""
+) -> tuple[StoredDemonstrations | None, str | None]:
+    """Open the dataset to clone, and return it with its hash; raise CheckpointError if a resumed run cloned a different one."""
     if state.phase != "sft":
-        return None
+        return None, None
     sft = config.sft
     dataset = open_dataset(sft, env, outcomes=needs_outcomes(sft)) if sft.dataset else None
     digest = None if dataset is None else dataset.digest()
@@ -305,14 +305,13 @@ def _dataset(
         digest = f"{digest} {sft.filter} {sft.intervention_weight}"
     if sft.advantage_top_fraction is not None:
         digest = f"{digest} {sft.advantage_top_fraction} {sft.advantage_steps}"
-    if resumed_from is not None and state.dataset != digest:
+    if resumed_from is not None and state.trainer.get("dataset") != digest:
         raise CheckpointError(
             f"{resumed_from} has cloned different demonstrations from sft.dataset={override_text(config.sft.dataset)} "
             "(rows, tasks or statistics differ). Set sft.dataset=<the dataset of the run>, or start a new run with "
             f"init_from={config.resume} resume=null output_dir=<a new folder>"
         )
-    state.dataset = digest
-    return dataset
+    return dataset, digest
 
 
 def _policy(

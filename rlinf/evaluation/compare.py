@@ -10,12 +10,12 @@ from typing import Any
 
 from rlinf.errors import ConfigError
 from rlinf.evaluation.intervals import bootstrap_interval, paired_difference_interval
-from rlinf.evaluation.questions_result import QuestionsResult
 from rlinf.evaluation.result import EvaluationResult, Success
 from rlinf.evaluation.sequential import LEVEL, difference_confidence_sequence, episodes_to_decide, sequential_p_value
 from rlinf.evaluation.stopping import episode_of
 from rlinf.manifest import Mismatch, reject_mismatches
 from rlinf.number_formats import format_p_value, format_points
+from rlinf.recipes.questions_result import QuestionsResult
 
 EPISODES = "episodes"
 """Value of ``evaluation.allow_mismatch`` that allows the lists of episodes to differ."""

@@ -29,7 +29,7 @@ BUILDING = (
 __getattr__ = lazy_attributes(
     __name__,
     dict.fromkeys(BUILDING, "rlinf.models.building")
-    | dict.fromkeys(("HFModel", "HFLLMModel"), "rlinf.models.hf_model")
+    | dict.fromkeys(("HFModel", "HFLLMModel"), "rlinf.llm.hf_model")
     | {
         "HuggingFacePolicy": "rlinf.llm.hf_policy",
         "MegatronPolicy": "rlinf.llm.megatron.policy",

@@ -8,11 +8,11 @@ from pathlib import Path
 
 from rlinf.errors import CheckpointError, ConfigError
 from rlinf.evaluation.compare import EPISODES, QUESTIONS, Comparison, compare, compare_questions
-from rlinf.evaluation.questions_result import QuestionsResult, holds_questions
 from rlinf.evaluation.result import EvaluationResult
 from rlinf.files import follow_latest, write_text
 from rlinf.manifest import POLICY_FIELDS, Manifest, check_allowed, reject_mismatches
 from rlinf.manifest import compare as compare_manifests
+from rlinf.recipes.questions_result import QuestionsResult, holds_questions
 from rlinf.report.episode_player import copy_baseline
 from rlinf.report.run_data import closing_tags
 from rlinf.report.run_page import write_report

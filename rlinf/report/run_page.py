@@ -12,12 +12,12 @@ from markupsafe import Markup
 
 from rlinf.evaluation.result import Success
 from rlinf.number_formats import format_duration
+from rlinf.recipes.report import write_token_report
+from rlinf.recipes.report_data import is_token_folder
 from rlinf.report.charts import SMALL, Interval, Series
 from rlinf.report.episode_player import player
 from rlinf.report.offpolicy import actor_section, actor_warnings
 from rlinf.report.page import Curves, card, clipped_text, curve_cards, series_of, write_page
-from rlinf.report.recipe import write_token_report
-from rlinf.report.recipe_data import is_token_folder
 from rlinf.report.run_data import RunData, read_run
 from rlinf.report.why.findings import record_of
 from rlinf.report.why.rules import diagnose

@@ -19,9 +19,9 @@ from rlinf.evaluation.intervals import mean_interval
 from rlinf.files import follow_latest
 from rlinf.number_formats import format_interval
 from rlinf.options import override_text
+from rlinf.recipes.report_data import is_token_folder
 from rlinf.report.charts import NUM_COLOURS, SMALL, Series, legend
 from rlinf.report.page import card, write_page
-from rlinf.report.recipe_data import is_token_folder
 from rlinf.report.run_data import Evaluation, RunData, closing_tags, read_run
 from rlinf.report.run_page import RL_CURVES, with_axes
 from rlinf.run_folder import CHECKPOINTS_FOLDER, CONFIG_FILE, LATEST, METRICS_FILE, REPORT_FILE, SUMMARY_FILE

@@ -6,8 +6,6 @@ import datasets
 import pytest
 import torch
 
-from rlinf.commands import evaluate_questions as evaluation
-from rlinf.commands import launch as command
 from rlinf.distributed import process_group
 from rlinf.distributed.deadlines import clock
 from rlinf.errors import ConfigError
@@ -17,6 +15,8 @@ from rlinf.models import HuggingFacePolicy
 from rlinf.options import from_mapping
 from rlinf.preflight.placement import Placement
 from rlinf.recipes import equal_rows, rollout_workers
+from rlinf.recipes import evaluate_questions as evaluation
+from rlinf.recipes import launch as command
 from rlinf.recipes.config import RecipeConfig
 from rlinf.recipes.datasets import StreamedRows
 from rlinf.recipes.rollout_workers import RolloutWorkerPlaces, TokenRolloutWorker, make_generator, resume_hint

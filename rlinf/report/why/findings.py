@@ -10,7 +10,7 @@ from functools import cached_property
 from typing import Any
 
 from rlinf.evaluation.result import Success
-from rlinf.report.recipe_data import TokenRun, is_token_folder, read_token_run
+from rlinf.recipes.report_data import TokenRun, is_token_folder, read_token_run
 from rlinf.report.run_data import RunData, read_run, setting_of
 from rlinf.report.why.outcome import UNKNOWN, Outcome, outcome_of_counts, outcome_of_intervals, outcome_of_values
 

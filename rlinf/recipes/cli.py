@@ -1,4 +1,4 @@
-"""``rlinf launch``: checks its arguments before importing ``rlinf.commands.launch``, which takes seconds."""
+"""``rlinf launch``: checks its arguments before importing ``rlinf.recipes.launch``, which takes seconds."""
 
 import argparse
 import sys
@@ -42,7 +42,7 @@ def launch(arguments: Sequence[str]) -> int:
     config, notices = load_recipe(flags.config, overrides)
     for line in notices:
         print(f"note: {line}", file=sys.stderr)
-    from rlinf.commands.launch import launch as launch_recipe
+    from rlinf.recipes.launch import launch as launch_recipe
 
     launch_recipe(config, scripts[0] if scripts else None, flags.dry_run, arguments)
     return 0

@@ -12,8 +12,8 @@ from markupsafe import Markup
 from rlinf.evaluation.compare import Pairs
 from rlinf.evaluation.result import Success
 from rlinf.number_formats import format_duration
+from rlinf.recipes.report_data import TokenRun, read_token_run
 from rlinf.report.page import Curves, card, curve_cards, series_of, write_page
-from rlinf.report.recipe_data import TokenRun, read_token_run
 from rlinf.report.why.findings import record_of
 from rlinf.report.why.rules import diagnose
 from rlinf.run_folder import REPORT_FILE, SAFETENSORS_FOLDER

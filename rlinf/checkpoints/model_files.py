@@ -7,7 +7,10 @@ from typing import Any
 from safetensors import SafetensorError
 from torch import Tensor
 
+from rlinf.checkpoints.folders import has_policy, policy_folder
+from rlinf.errors import CheckpointError
 from rlinf.files import write_text
+from rlinf.manifest import Manifest
 from rlinf.run_folder import ADAPTER_FOLDER, MODEL_FOLDER, STATISTICS_FILE
 
 
@@ -54,3 +57,20 @@ def may_leave_base(model: Any) -> bool:
 def is_adapter(model: Any) -> bool:
     """Return whether a model has LoRA layers. If so, its adapters are saved instead of its full weights."""
     return hasattr(model, "peft_config")
+
+
+def check_adapters(checkpoint: Path, manifest: Manifest, merge_lora: bool) -> None:
+    """Raise CheckpointError if an export cannot merge adapters as asked, or if manifest and config.json disagree about them."""
+    state = manifest.lora.get("state")
+    if merge_lora and state != "adapter":
+        reason = "are already merged, and would be added twice" if state == "merged" else "do not exist"
+        raise CheckpointError(f"merge_lora=true, but the adapters of {checkpoint} {reason}. Set merge_lora=false")
+    if not has_policy(checkpoint):
+        return
+    source = policy_folder(checkpoint)
+    if state == "merged" and (source / "config.json").is_file():
+        merged = json.loads((source / "config.json").read_text(encoding="utf-8")).get("merged_adapters")
+        if not merged:
+            raise CheckpointError(
+                f"The manifest of {checkpoint} records merged adapters, but its config.json has none."
+            )

@@ -9,9 +9,6 @@ import yaml
 from rlinf.errors import CheckpointError
 from rlinf.run_folder import CONFIG_FILE
 
-TOKEN_KEYS = ("policy.model_name_or_path", "train.param_dtype")
-"""Keys of a recipe's configuration that are used for exports and may be overridden."""
-
 
 class PlainLoader(yaml.SafeLoader):
     """A YAML loader that rejects aliases."""

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
+from rlinf import wings
 from rlinf.checkpoints.folders import resolve_checkpoint
-from rlinf.checkpoints.saved_config import TOKEN_KEYS
 from rlinf.commands.hydra_app import (
     configure,
     given_value,
@@ -25,7 +25,6 @@ from rlinf.imports import import_string
 from rlinf.models.loading import hide_progress_bars
 from rlinf.options import PathText, check_arguments, from_mapping, option, public_fields, unknown_key_message
 from rlinf.preflight.folders import check_writable
-from rlinf.recipes.load import with_overrides
 from rlinf.robot.config import RobotConfig
 from rlinf.run_folder import COMPARISON_FILE, REPORT_FILE
 from rlinf.serving import require_packages
@@ -78,8 +77,9 @@ def evaluate(arguments: Sequence[str]) -> int:
     if COMPARE_FLAG in arguments:
         return _compare(list(arguments))
     arguments = with_checkpoint(arguments)
-    if any(argument.startswith("questions=") for argument in arguments):
-        return _questions(arguments)
+    for command, key in wings.added("key_commands"):
+        if command == "evaluate" and any(argument.startswith(f"{key}=") for argument in arguments):
+            return wings.load("key_commands", (command, key))(arguments)
     return _run_command(arguments, "evaluate")
 
 
@@ -89,19 +89,6 @@ def _run_command(arguments: Sequence[str], command: str) -> int:
     if config is not None:
         # Imported by name only after the checks, because importing takes seconds.
         import_string(f"rlinf.commands.{command}:{command}")(config)
-    return 0
-
-
-def _questions(arguments: Sequence[str]) -> int:
-    """Evaluate a model on a file of questions."""
-    from rlinf.recipes.evaluate_questions import evaluate_questions
-    from rlinf.recipes.questions import QuestionsConfig
-
-    config = from_mapping(QuestionsConfig, with_overrides({}, arguments))
-    if not config.checkpoint:
-        raise ConfigError("checkpoint is not given; expected a model. Set checkpoint=<folder of a model or a run>")
-    hide_progress_bars()
-    evaluate_questions(config)
     return 0
 
 
@@ -270,8 +257,7 @@ def export(arguments: Sequence[str]) -> int:
 def _split(arguments: Sequence[str]) -> tuple[dict, list[str]]:
     """Split arguments into the values of the export's own keys and the overrides of the configuration."""
     settings, overrides = {}, []
-    recipe_sections = [key.partition(".")[0] for key in TOKEN_KEYS]
-    export_keys, sections = public_fields(ExportConfig), [*public_fields(RunConfig), *recipe_sections]
+    export_keys, sections = public_fields(ExportConfig), [*public_fields(RunConfig), *wings.added("exports")]
     check_arguments(arguments, export_keys)
     for argument in arguments:
         key, _, value = argument.partition("=")

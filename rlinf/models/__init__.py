@@ -55,7 +55,6 @@ class ModelEntry:
         load_processor: Function used instead of the two processor classes: ``(tokenizer_config, model_config, path | None)``.
         acts: Whether the model predicts actions; False for a language model.
         is_remote: Whether the policy runs on the server at ``model.url`` and so has no local weights.
-        check_folder: Implements ``rlinf check-policy``: ``(folder, interpreter, overrides, new folder | None) -> (rows, faults)``.
         folder_settings: Function that returns a folder's ``model`` section, or None, if its config.json has no ``model_type``.
     """
 
@@ -67,7 +66,6 @@ class ModelEntry:
     load_processor: Any = None
     acts: bool = True
     is_remote: bool = False
-    check_folder: Any = None
     folder_settings: Any = None
 
     def resolve(self) -> ModelEntry:

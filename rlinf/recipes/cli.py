@@ -1,11 +1,14 @@
-"""``rlinf launch``: checks its arguments before importing ``rlinf.recipes.launch``, which takes seconds."""
+"""``rlinf launch``, and ``rlinf evaluate questions=...``: check their arguments before slow imports."""
 
 import argparse
 import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
+from rlinf.config.overrides import with_overrides
 from rlinf.errors import ConfigError, did_you_mean
+from rlinf.models.loading import hide_progress_bars
+from rlinf.options import from_mapping
 from rlinf.recipes.load import load_recipe, recipe_names
 
 FLAGS = ("--config", "--dry-run")
@@ -45,4 +48,17 @@ def launch(arguments: Sequence[str]) -> int:
     from rlinf.recipes.launch import launch as launch_recipe
 
     launch_recipe(config, scripts[0] if scripts else None, flags.dry_run, arguments)
+    return 0
+
+
+def questions(arguments: Sequence[str]) -> int:
+    """Evaluate a model on a file of questions."""
+    from rlinf.recipes.evaluate_questions import evaluate_questions
+    from rlinf.recipes.questions import QuestionsConfig
+
+    config = from_mapping(QuestionsConfig, with_overrides({}, arguments))
+    if not config.checkpoint:
+        raise ConfigError("checkpoint is not given; expected a model. Set checkpoint=<folder of a model or a run>")
+    hide_progress_bars()
+    evaluate_questions(config)
     return 0

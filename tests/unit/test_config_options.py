@@ -9,8 +9,8 @@ from typing import get_args
 import pytest
 import yaml
 from omegaconf import OmegaConf
+from rlinf.models.embodiment.lerobot.command import PolicyCheckConfig
 
-from rlinf.cli.check_policy import PolicyCheckConfig
 from rlinf.cli.play import PlayConfig
 from rlinf.cli.run import ExportConfig
 from rlinf.commands.classifier import ClassifierConfig

@@ -292,19 +292,6 @@ def test_a_client_that_has_made_room_is_not_served_again(monkeypatch):
             assert policy.num_read == 1
 
 
-def test_more_waiting_rows_than_allowed_are_refused():
-    with serving(max_batch=1, batch_wait_s=0) as (port, policy, _), greeted(port, 3) as (first, second, many):
-        tell(first, {"prompt": "wait"})
-        until(lambda: policy.batches)
-        tell(many, {BATCH: [{"prompt": "go"}] * 16})
-        until(lambda: policy.num_read == 17)
-        tell(second, {"prompt": "go"})
-        assert "busy" in hear(second)
-        check_closed(second, 1013)
-        SLOW.set()
-        assert hear(many)["actions"].shape == (16, 3, 2)
-
-
 def test_clients_of_vla_eval_wait_where_others_are_told_that_the_server_is_busy():
     """Its client does not ask again: it counts the episode as failed."""
     connection = pytest.importorskip("vla_eval.connection", reason="pip install vla-eval==0.8.0")

@@ -25,7 +25,6 @@ from rlinf.distributed.stack_dump import DUMP_SIGNAL, dump_stacks
 from rlinf.envs.config import EnvConfig, with_share_of_cores
 from rlinf.envs.process.env import Worker
 from rlinf.errors import ConfigError, SimulatorError
-from rlinf.evaluation.fingerprint import MAX_TRIES, take_fingerprint
 
 NUM_ENVS = 4
 PATIENCE_S = 60.0
@@ -226,14 +225,6 @@ def test_the_stacks_of_a_process_that_is_slow_to_write_them_are_waited_for(tmp_p
     assert 'File "<string>", line 1 in <module>' in (tmp_path / "log").read_text()
 
 
-def test_stacks_that_are_written_at_once_are_not_waited_for(tmp_path, monkeypatch):
-    naps = []
-    monkeypatch.setattr("rlinf.distributed.stack_dump.time", SimpleNamespace(sleep=naps.append))
-    with open(tmp_path / "log", "wb", buffering=0) as log:
-        dump_stacks(SimpleNamespace(send_signal=lambda _: log.write(b"stacks"), poll=lambda: None), log)
-    assert len(naps) == 2
-
-
 @pytest.mark.parametrize("name", ["reset_timeout_s", "step_timeout_s"])
 def test_a_reset_and_a_step_have_deadlines_of_their_own(make, name, caplog, tmp_path):
     """The reset hangs: only the short ``reset_timeout_s`` notices it soon."""
@@ -344,14 +335,6 @@ def test_a_simulator_that_always_fails_in_one_episode_ends_the_run_and_the_episo
     assert f"{specs[guilty]} of the task 'far' in env {guilty}. " in str(caught.value) and env.num_restarts == 3
 
 
-def test_a_fingerprint_whose_steps_always_fail_ends_the_run(make):
-    make.of = FragileVectorEnv
-    env = make(num_envs=2, num_processes=1, max_episode_steps=50, tasks=["far"])
-    with pytest.raises(SimulatorError, match="env.num_processes=0"):
-        take_fingerprint(env)
-    assert env.num_restarts == MAX_TRIES < env.config.max_restarts
-
-
 def test_failures_in_different_episodes_do_not_end_the_run(make):
     make.of = FragileVectorEnv
     env = make(num_envs=1, num_processes=1, max_episode_steps=50, tasks=["far"])
@@ -444,7 +427,6 @@ def test_an_error_of_the_user_is_raised_as_itself_without_a_restart(make):
 
 @pytest.mark.parametrize(("num_processes", "wrong", "words"), [
     (0, "state", r"state as float32 \(1,\); expected float32 \(2,\)"),
-    (1, "image", r"images\['front'\] as uint8 \(15, 15, 3\)"),
 ])  # fmt: skip
 def test_a_simulator_that_shows_something_else_than_declared_is_refused(make, num_processes, wrong, words):
     with pytest.raises(ConfigError, match=words):

@@ -22,7 +22,7 @@ from rlinf.robot.clocks import RealTime
 from rlinf.robot.config import RobotConfig
 from rlinf.robot.loop import RobotEpisodes
 from rlinf.robot.robot import EnvRobot, EpisodeVoidError, check_fits
-from rlinf.robot.schedule import ChunkSchedule, lead_steps
+from rlinf.robot.schedule import ChunkSchedule
 from rlinf.types import EnvSpec, EpisodeResult, EpisodeSpec
 
 SPEC = EpisodeSpec("clock", 0, 0, 0)
@@ -131,10 +131,6 @@ def test_control_actions_of_another_time_are_noticed(monkeypatch):
         ChunkSchedule, "offer", lambda self, chunk, seen_at, due: self.__dict__.update(_chunk=chunk, _first=due) or 0
     )
     assert played(latency_s=0.15, relative_dims=[])[0] != list(range(1, 21))
-
-
-def test_steps_that_an_answer_takes():
-    assert [lead_steps(latency, 0.025, 20) for latency in (0.0, 0.025, 0.026, 0.075, 0.15, 0.3)] == [0, 0, 1, 1, 3, 6]
 
 
 def test_a_displacement_that_was_not_made_is_made_next():

@@ -139,13 +139,6 @@ def test_only_true_means_that_the_person_acts(wants):
     assert set(sent) == {0} and timing.teleop_lost_steps == 20 and timing.intervention_steps == 0
 
 
-def test_a_leader_arm_whose_driver_fails_is_gone():
-    person = Person(steps=(3, 4))
-    person.get_action = lambda: (_ for _ in ()).throw(RuntimeError("the port is closed"))
-    sent, timing = played(person)
-    assert sent[:5] == [1, 2, 3, 0, 0] and timing.teleop_lost_steps == 2
-
-
 def test_a_correction_that_does_not_arrive_is_none():
     """The person wants 100 at steps 3 and 4; the first one is lost, so the arm held, and that is not what the person did."""
     rows, clock, calls = [], Clock(num_steps=6), []
@@ -356,11 +349,6 @@ class Stored:
 def test_rows_by_hand(rows, weight, chunk_len, expected):
     found = filtered_rows(Stored(chunk_len), SFTConfig(filter=rows, intervention_weight=weight))
     assert found.rows(np.arange(len(found))).tolist() == expected
-
-
-def test_all_rows_are_the_dataset_itself():
-    dataset = Stored()
-    assert filtered_rows(dataset, SFTConfig()) is dataset
 
 
 def test_control_without_interventions_other_rows_are_chosen():

@@ -66,31 +66,21 @@ def no_vllm(monkeypatch):
 # -- configuration -----------------------------------------------------------------------------------------------
 
 
-def test_parallel_decoding_in_vllm_is_refused_with_the_override(has_vllm):
-    checked()
-    words = "action_decoding=parallel.*Set model.init_config.action_decoding=autoregressive"
-    with pytest.raises(ConfigError, match=words):
-        checked("model.init_config.action_decoding=parallel")
-    checked("model.init_config.action_decoding=parallel", "rollout.backend=torch")
+ENGINE_CASES = [  # overrides, a fix
+    (["model.init_config.action_decoding=parallel"], "model.init_config.action_decoding=autoregressive"),
+    (["rollout.temperature=0.001"], "rollout.temperature=0.01"),
+    (["rollout.temperature=2.5"], "rollout.temperature=2"),
+    (["rollout.vllm.tensor_parallel_size=2", "cluster.num_processes=2"], "rollout.vllm.tensor_parallel_size=1"),
+]
 
 
-def test_a_temperature_at_which_vllm_does_not_sample_is_refused_before_the_run(has_vllm):
-    with pytest.raises(ConfigError, match="rollout.temperature=0.001 is below 0.01.*Set rollout.temperature=0.01"):
-        checked("rollout.temperature=0.001")
-    checked("rollout.temperature=0.001", "rollout.backend=torch")
-    with pytest.raises(ConfigError, match="rollout.temperature=2.5 is above 2,.*Set rollout.temperature=2"):
-        checked("rollout.temperature=2.5")
-    checked("rollout.temperature=2.0")
-    checked("rollout.temperature=2.5", "rollout.backend=torch")
-
-
-def test_engines_of_several_gpus_beside_several_ranks_are_refused(has_vllm):
-    checked("rollout.vllm.tensor_parallel_size=2")
-    checked("cluster.num_processes=2")
-    with pytest.raises(ConfigError, match="tensor_parallel_size=2 and cluster.num_processes=2.*Set rollout.vllm"):
-        checked("rollout.vllm.tensor_parallel_size=2", "cluster.num_processes=2")
-    split = ["cluster.start=ray", "cluster.placement=disaggregated"]  # whose engines have GPUs of their own
-    checked("rollout.vllm.tensor_parallel_size=2", "cluster.num_processes=2", *split)
+@pytest.mark.parametrize(("overrides", "fix"), ENGINE_CASES)
+def test_what_an_engine_cannot_do_is_rejected_and_the_fix_mends_it(has_vllm, overrides, fix):
+    with pytest.raises(ConfigError, match=re.escape(fix)) as error:
+        checked(*overrides)
+    assert overrides[0].rpartition("=")[2] in str(error.value)
+    checked(*overrides, fix)
+    checked(*overrides, "rollout.backend=torch")
 
 
 def test_a_model_that_vllm_cannot_run_is_refused(has_vllm):
@@ -204,18 +194,11 @@ def test_sampling_arguments_follow_the_settings():
     [
         ({"max_tokens": 8}, "no setting 'max_tokens'. Pass max_new_tokens=<number>"),
         ({"stop": ["x"]}, r"no setting 'stop'. Pass eos_token_id=\[<ids>\]; text is not decoded here"),
-        ({"stop_strings": ["x"]}, r"no setting 'stop_strings'. Pass eos_token_id="),
-        ({"stop_token_ids": [3]}, r"no setting 'stop_token_ids'. Pass eos_token_id=\[<ids>\]$"),
         ({"ignore_eos": True}, r"no setting 'ignore_eos'. Pass eos_token_id=\[\]"),
         ({"max_new_tokens": 1.5}, r"max_new_tokens is '1.5' \(float\); expected int"),
-        ({"max_new_tokens": "8"}, r"max_new_tokens is '8' \(str\); expected int"),
-        ({"max_new_tokens": 0}, "max_new_tokens is 0; expected at least 1"),
         ({"top_k": -1}, "top_k is -1; expected at least 1"),
-        ({"top_p": 0.0}, "top_p is 0.0; expected at least 1e-06"),
         ({"top_p": 1.5}, "top_p is 1.5; expected .* at most 1"),
-        ({"temperature": -1.0}, "temperature is -1.0; expected at least 1e-06"),
         ({"temperature": float("nan")}, "temperature is nan"),
-        ({"repetition_penalty": 0.0}, "repetition_penalty is 0.0; expected at least 1e-06"),
     ],
 )
 def test_settings_are_refused_by_engines_and_policies_with_one_message(has_vllm, setting, message):
@@ -230,8 +213,6 @@ def test_settings_are_refused_by_engines_and_policies_with_one_message(has_vllm,
     ("setting", "ids"),
     [
         ({"eos_token_id": 48}, "[48]"),
-        ({"eos_token_id": [2, -1]}, "[-1]"),
-        ({"pad_token_id": 48}, "[48]"),
         ({"allowed_token_ids": [5, 99, 48]}, "[48, 99]"),
         ({"allowed_token_ids": []}, "[]"),
     ],

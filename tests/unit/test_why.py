@@ -283,14 +283,6 @@ def test_the_key_is_that_of_the_term_that_stops_adamw(changed, settings, key):
     assert finding.set == key
 
 
-def test_sac_with_a_few_updates_is_not_blamed_on_its_rate_or_its_critics():
-    few = {"train__q_initial": -3.0, "train__return_initial": -300.0, "train__updates_total": lambda step: step, **FLAT}
-    settings = {"algorithm": {"name": "sac", "learning_rate": 1e-3, "tau": 0.005}}
-    assert said(lines(**few), settings) == ["too_few_updates"]
-    many = few | {"train__updates_total": lambda step: 1000 * step}
-    assert said(lines(**many), settings) == ["q_overestimation"]
-
-
 def test_a_reward_that_is_success_itself_is_not_accused():
     """Sampled success, and so the return, rises by 4 points; greedy success does not."""
     rates = {"rollout__success_rate": lambda step: 0.60 + 0.04 * min(1.0, step / 4), "rollout__num_episodes": 640}
@@ -306,30 +298,6 @@ def test_a_reward_that_is_success_itself_is_not_accused():
     other = [line | {"rollout/return_mean": min(2.0, 1 + 0.2 * line["step"]), "rollout/success_rate": 0.6} if "rollout/success_rate" in line else line
              for line in run]  # fmt: skip
     assert said(other, {}) == ["return_without_success"], "control: the return rises with something else"
-
-
-def test_groups_that_become_equal_after_a_fall_are_no_cause_and_a_falling_return_is_a_fact():
-    equal_later = {
-        "rollout__zero_variance_group_fraction": falls(0.0, 1.0),
-        "rollout__success_rate": falls(0.6, 0.0),
-        **PLAYED,
-    }
-    assert said(lines(**equal_later, rollout__return_mean=falls(0.6, 0.0)), {}) == ["return_falls"]
-    assert said(lines(**equal_later, rollout__return_mean=lambda step: min(0.6, 0.1 * step)), {}) == [
-        "return_without_success"
-    ]
-    evaluated = [
-        {"step": 6 * n, "phase": "rl", "eval/return_mean": mean, "eval/return_low": mean - 4, "eval/return_high": mean + 4}
-        for n, mean in enumerate((-55.0, -80.0, -98.0))
-    ]  # fmt: skip
-    without = {"env": {"success_return": None}}
-    assert said([*evaluated, *lines(train__approx_kl=0.01, train__entropy=0.9)], without) == ["return_falls"]
-    assert said([*evaluated, *lines(train__approx_kl=0.7, train__entropy=0.9)], without) == ["steps_too_large"], (
-        "the first cause is the larger one"
-    )
-    few = lines(train__approx_kl=0.01)[:3]
-    for rate, rules in ((0.5, ["steps_too_large"]), (1e-3, ["return_falls"])):
-        assert said([*evaluated, *few], without | {"trainer": {"learning_rate": rate}}) == rules, "without enough KLs"
 
 
 def test_an_evaluation_before_and_after_on_the_same_episodes_is_compared_in_pairs():
@@ -431,13 +399,6 @@ def test_rollouts_tell_what_few_evaluation_episodes_cannot_and_returns_what_succ
     assert Record(played).outcome.measure == "success"
 
 
-def test_a_run_that_has_only_begun_inconclusive():
-    few = lines(rollout__reward_mean=0.1)[:3]
-    outcome = Record(few, RECIPE).outcome
-    assert outcome.verdict == "inconclusive" and "fewer than 6 steps" in str(outcome)
-    assert str(diagnose(Record(few, RECIPE))).splitlines()[1].startswith("no cause found in the metrics")
-
-
 def test_no_rule_blames_a_run_that_mastered_its_task():
     """Each fault of the rules, with a success that rose to 1: only rules about other things speak."""
     mastered = lines(rollout__success_rate=lambda step: min(1.0, step / 4), **PLAYED)
@@ -503,23 +464,6 @@ def test_the_command_prints_sentences_or_json(folder, capsys):
     (found,) = json.loads(capsys.readouterr().out).values()
     assert found["findings"][0]["rule"] == "steps_too_large" and found["findings"][0]["steps"] == [8, 11]
     assert next(iter(found)) == "outcome" and found["outcome"]["verdict"] == "inconclusive"
-
-
-def test_a_manifest_tells_whether_a_policy_samples_tokens_and_a_run_without_a_finding_says_how_many_rules_were_checked(
-    folder, capsys
-):
-    certain = lines(train__entropy=lambda step: 2 * 0.5**step, rollout__return_mean=BUMPS, **FLAT)
-    healthy = lines(train__approx_kl=0.01, rollout__success_rate=falls(0, 1), **PLAYED)
-    for run, actions, words in (
-        (certain, {"n_action_bins": 21}, "entropy_collapse: "),
-        (certain, {}, "no cause found in the metrics (5 rules checked)"),
-        (healthy, {}, "no problem found"),
-    ):
-        (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in run))
-        (folder / "manifest.json").write_text(json.dumps({"actions": actions}))
-        assert main(["why", str(folder)]) == 0
-        first, second = capsys.readouterr().out.splitlines()
-        assert second.startswith(words) and first.startswith("outcome: the success certainly rose") == (run is healthy)
 
 
 def test_a_folder_that_is_no_run_is_refused(tmp_path, capsys):

@@ -14,9 +14,8 @@ import yaml
 
 from rlinf import wings
 from rlinf.algorithms import ALGORITHMS
-from rlinf.checkpoints.folders import resolve_checkpoint
-from rlinf.checkpoints.model_files import check_adapters, is_adapter, write_policy
-from rlinf.checkpoints.saved_config import read_saved_config
+from rlinf.checkpoints.checkpoint import check_adapters, is_adapter, write_policy
+from rlinf.checkpoints.folders import read_saved_config, resolve_checkpoint
 from rlinf.commands.open_checkpoint import load_policy, open_checkpoint, read_config
 from rlinf.config.saved_code import code_overrides, code_values, env_overrides
 from rlinf.config.schema import RunConfig

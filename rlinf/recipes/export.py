@@ -3,9 +3,8 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from rlinf.checkpoints.checkpoint import verify_checkpoint
-from rlinf.checkpoints.model_files import check_adapters
-from rlinf.checkpoints.saved_config import flat, read_saved_config
+from rlinf.checkpoints.checkpoint import check_adapters, verify_checkpoint
+from rlinf.checkpoints.folders import flat, read_saved_config
 from rlinf.errors import CheckpointError, ConfigError
 from rlinf.manifest import Manifest
 from rlinf.models.config import LoraConfig

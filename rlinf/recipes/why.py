@@ -1,6 +1,5 @@
 """What `rlinf why` knows of recipes: their keys and metrics, and the rule that finds overfitting."""
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from statistics import median
@@ -38,7 +37,6 @@ class RecipeRecord(Record):
     warmup_key: ClassVar[str] = "train.optm_warmup_steps"
     steps_key = "train.max_num_steps"
     rate_keys: ClassVar[list[str]] = ["train.optm_lr"]
-    has_tokens = True
     has_success = False
     own_rules: ClassVar[tuple[Rule, ...]] = (overfitted,)
 
@@ -69,9 +67,9 @@ class RecipeRecord(Record):
         return self.full_reward if self.measure == "reward" else super().full_return
 
     @property
-    def evidence(self) -> tuple[Callable[[str], Outcome], ...]:
-        """Functions that decide the outcome, the best evidence first."""
-        return self._validated, self._compared, *super().evidence
+    def measured_success(self) -> tuple[Callable[[str], Outcome], ...]:
+        """Functions that return the outcome by measured success, the best evidence first."""
+        return self._validated, self._compared
 
     def return_spread(self) -> float:
         """Return the largest std of the rewards in a step."""
@@ -124,4 +122,4 @@ def read_record(folder: Path) -> RecipeRecord:
 
 def record_of(run: TokenRun) -> RecipeRecord:
     """Convert a run to a record."""
-    return RecipeRecord(run.lines, run.settings, json.loads(run.manifest or "{}"), run.comparison)
+    return RecipeRecord(run.lines, run.settings, run.comparison)

@@ -89,18 +89,6 @@ def test_every_kind_keeps_the_contract(kind):
     assert torch.equal(prediction.sequences[:, :-6], inputs["input_ids"])
 
 
-@pytest.mark.parametrize("kind", ["parallel", "autoregressive"])
-def test_padding_changes_nothing(kind):
-    model = build(kind)
-    observation = observe(kind)
-    short = model.predict_action_batch(**model.preprocess(observation), do_sample=False)
-    model.processor.max_prompt_len = 60
-    long = model.predict_action_batch(**model.preprocess(observation), do_sample=False)
-    assert long.sequences.shape[1] == 66 > short.sequences.shape[1]
-    torch.testing.assert_close(long.logits, short.logits, atol=1e-5, rtol=0)
-    torch.testing.assert_close(long.values, short.values, atol=1e-5, rtol=0)
-
-
 @pytest.mark.parametrize("kind", ["parallel", "autoregressive", "fused_towers"])
 def test_eager_and_sdpa_attention_agree(kind):
     model, eager = build(kind), build(kind, attn_implementation="eager")

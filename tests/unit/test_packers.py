@@ -296,13 +296,6 @@ def test_a_token_that_joins_prompt_and_answer_is_refused():
         ready(ChatPacker(), tokenizer).sample({"messages": [QUESTION, ANSWER | {"content": "ck brown"}]})
 
 
-def test_an_answer_without_end_token_is_announced_once(caplog):
-    packer = ready(ChatPacker(), chat_tokenizer("plain"))
-    for _ in range(2):
-        packer.sample({"messages": [QUESTION, ANSWER]})
-    assert caplog.text.count("does not learn where to stop") == 1
-
-
 def test_an_end_token_at_which_the_run_does_not_stop_is_announced(caplog):
     tokenizer = chat_tokenizer("gpt_oss")
     packer, rows = ready(ChatPacker(), tokenizer), ([QUESTION, ANSWER], [QUESTION, ANSWER, QUESTION, ANSWER])
@@ -428,12 +421,6 @@ def test_fields_with_a_meaning_that_nothing_reads_are_rejected_by_name(message, 
     (name,) = field
     with pytest.raises(BadRowError, match=f"'{name}'"):
         learned_text({"messages": turns(*([{}] * message), field)})
-
-
-def test_other_fields_are_named_once(caplog):
-    harmless = {"timestamp": 3, "thinking": None, "images": [], "mask": None}
-    assert learned_text({"messages": turns(harmless, harmless)}) == "wrong<|im_end|>right<|im_end|>"
-    assert [record.args for record in caplog.records] == [("timestamp",)]
 
 
 def test_reasoning_is_learned_where_the_template_shows_it_and_else_rejected():

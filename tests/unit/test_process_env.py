@@ -6,13 +6,8 @@ import logging
 import os
 import pickle
 import signal
-import socket
-import struct
-import subprocess
-import sys
 import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import numpy as np
@@ -21,7 +16,6 @@ from processes import is_running
 from walk_env import WalkConfig, WalkVectorEnv
 
 from rlinf.contracts.env import equal_rows, run_episodes, spread_specs
-from rlinf.distributed.stack_dump import DUMP_SIGNAL, dump_stacks
 from rlinf.envs.config import EnvConfig, with_share_of_cores
 from rlinf.envs.process.env import Worker
 from rlinf.errors import ConfigError, SimulatorError
@@ -210,19 +204,6 @@ def test_no_worker_is_given_up_because_the_parent_stood_still(make, monkeypatch)
     os.kill(pids(env)[0], signal.SIGSTOP)
     step = env.chunk_step(zeros(env))
     assert not len(step.lost_env_ids) and env.num_restarts == 0
-
-
-def test_the_stacks_of_a_process_that_is_slow_to_write_them_are_waited_for(tmp_path, monkeypatch):
-    monkeypatch.setattr("rlinf.distributed.stack_dump.MAX_POLLS", 600)
-    script = f"import faulthandler, time; faulthandler.register({int(DUMP_SIGNAL)}); print(flush=True); time.sleep(600)"
-    command = [sys.executable, "-c", script]
-    with open(tmp_path / "log", "w+") as log, subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log) as process:
-        process.stdout.readline()
-        process.send_signal(signal.SIGSTOP)
-        threading.Timer(1.0, process.send_signal, [signal.SIGCONT]).start()
-        dump_stacks(process, log)
-        process.kill()
-    assert 'File "<string>", line 1 in <module>' in (tmp_path / "log").read_text()
 
 
 @pytest.mark.parametrize("name", ["reset_timeout_s", "step_timeout_s"])
@@ -459,61 +440,3 @@ def test_closing_ends_every_process(make, fault):
     start = time.monotonic()
     env.close()
     assert time.monotonic() - start < PATIENCE_S and not any(map(is_running, known))
-
-
-def test_the_deadline_holds_for_the_rest_of_an_answer(make):
-    """Of a worker that is stopped while it sends: the parent has seen the start, and waits for no more than that."""
-    env = make(num_envs=1, num_processes=1, step_timeout_s=1.0)
-    env.reset()
-    worker = env._workers[0]
-    os.kill(worker.process.pid, signal.SIGSTOP)
-    here, there = socket.socketpair()
-    there.sendall(struct.pack("!i", 1000) + b"the first of 1000 bytes")
-    os.dup2(here.fileno(), worker.connection.fileno())
-    worker.send(("poses", ([0],)), 1.0)
-    thread = threading.Thread(target=lambda: found.append(worker.receive(1.0, "poses")), daemon=True)
-    found = []
-    thread.start()
-    thread.join(PATIENCE_S)
-    assert "poses made no progress for 1 s (env.step_timeout_s)" in found[0].message
-
-
-def test_an_interrupt_leaves_no_answer_for_the_next_call(make, tmp_path):
-    """Ctrl-C in a chunk in which one worker hangs; then the env starts again, and tells of the new episode."""
-    env = make(step_sleep_s=0.3)
-    specs = spread_specs(env, NUM_ENVS)
-    first, reference = undisturbed(make, specs, 1)
-    env.reset(options={"episodes": specs})
-    known = pids(env)
-
-    def interrupt():
-        while (tmp_path / "fault").exists():
-            time.sleep(0.01)
-        os.kill(os.getpid(), signal.SIGINT)
-
-    make.fault("step hang")
-    thread = threading.Thread(target=interrupt)
-    with pytest.raises(KeyboardInterrupt):
-        thread.start()
-        env.chunk_step(zeros(env, 8) + 1)
-    thread.join()
-    assert not any(map(is_running, known))
-    again, _ = env.reset(options={"episodes": specs})
-    assert equal_rows(again, first)
-    step = env.chunk_step(actions_of(specs, 0))
-    assert equal_rows(step.observation, reference[0].observation)
-    assert not len(step.lost_env_ids) and env.num_restarts == 0
-
-
-def test_threads_may_use_an_env_each(make):
-    """As the worker threads of a rollout do; the workers outlive the thread that started them."""
-    envs = [make(2, num_processes=1), make(2, num_processes=1)]
-
-    def reset_and_step(env):
-        env.reset(options={"episodes": spread_specs(env, 2)})
-        return [env.chunk_step(zeros(env) + 0.1) for _ in range(3)][-1].observation
-
-    with ThreadPoolExecutor(2) as threads:
-        assert equal_rows(*threads.map(reset_and_step, envs))
-    time.sleep(1.2)  # longer than a worker takes to notice the end of its parent
-    assert not any(len(env.chunk_step(zeros(env)).lost_env_ids) for env in envs)

@@ -92,12 +92,6 @@ def test_the_checkpoint_block_of_the_guide_is_understood_as_it_is(recipe):
     )  # fmt: skip
 
 
-@pytest.mark.parametrize(("value", "read"), [("true", "final"), ("final", "final"), ("all", "all"), ("false", False)])
-def test_uploads_to_s3_may_be_final_or_all(recipe, value, read):
-    config, _ = recipe(f"train.ckpt.upload_s3={value}", "train.ckpt.s3_bucket=b")
-    assert config.train.ckpt.upload_s3 == read
-
-
 def test_keys_of_released_recipes_are_read_or_dropped_with_a_line():
     config, notices = load_recipe("cosmos-reason1-7b-fsdp2-sft")
     assert (config.validation.enable, config.validation.freq, config.validation.batch_size) == (True, 30, 2)
@@ -107,18 +101,6 @@ def test_keys_of_released_recipes_are_read_or_dropped_with_a_line():
         "redis=12800",
         "train.train_policy.dataloader_prefetch_factor=4",
     ]
-
-
-def test_overrides_change_any_key():
-    words = [
-        "train.optm_betas=[0.8,0.9]",
-        "policy.lora.r=4",
-        "custom.mine={a:1}",
-        "train.train_policy.dataset.name='a b'",
-    ]
-    config, _ = load_recipe("mistral-7b-fsdp4-sft", words)
-    assert config.train.optm_betas == [0.8, 0.9] and config.policy.lora.r == 4
-    assert config.custom == {"mine": {"a": 1}} and config.train.train_policy.dataset.name == "a b"
 
 
 def test_text_of_a_recipe_and_of_its_overrides_is_taken_letter_by_letter(tmp_path, recipe):

@@ -18,7 +18,6 @@ from rlinf.recipes.load import load_recipe, packaged_recipes
 from rlinf.recipes.plan import (
     DISAGGREGATED,
     check_engines,
-    choose_device,
     describe,
     fraction_of_engine,
     make_plan,
@@ -203,33 +202,6 @@ def test_an_engine_whose_size_does_not_divide_the_heads_is_refused(tiny_lm):
         ConfigError, match="rollout.parallelism.tp_size=3 does not divide .*Set rollout.parallelism.tp_size="
     ):
         check_engines(config, plan, "cuda")
-
-
-def test_on_one_machine_colocated_engines_have_one_gpu_each(monkeypatch, started, capsys):
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
-    words = run_words("cosmos-reason1-7b-p-fsdp2-r-tp2-grpo", "mode=colocated")
-    for each in (words, [*words, "--dry-run"]):
-        assert main(each) == 2 and "Set rollout.parallelism.tp_size=1" in capsys.readouterr().err
-    assert main([*words, "rollout.parallelism.tp_size=1"]) == 0
-    assert started == [(2, "cuda", None)]
-
-
-def test_gpus_of_players_in_a_cluster_are_not_looked_for_here(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    plan = plan_of("cosmos-reason1-7b-p-fsdp2-r-tp2-grpo")
-    monkeypatch.setenv("RAY_ADDRESS", "somewhere:6379")
-    assert choose_device(*plan) == "cuda"
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    with pytest.raises(ConfigError, match="needs 2 GPUs"):
-        choose_device(*plan)
-
-
-def test_without_a_gpu_one_rank_runs_on_the_cpu(monkeypatch):
-    monkeypatch.setattr(planning.torch.cuda, "device_count", lambda: 0)
-    one = plan_of("mistral-7b-fsdp4-sft", "policy.parallelism.dp_shard_size=1")
-    assert choose_device(*one) == "cpu"
-    with pytest.raises(ConfigError, match="needs 1 GPUs"):
-        choose_device(*plan_of("mistral-7b-fsdp4-sft", "policy.parallelism.dp_shard_size=1", "policy.device=cuda"))
 
 
 @pytest.mark.parametrize(

@@ -16,10 +16,9 @@ from transformers import LlamaConfig, LlamaForCausalLM, Qwen2_5_VLConfig, Qwen3M
 from rlinf.cli import doctor
 from rlinf.config.compose import compose_config
 from rlinf.config.schema import build_config
-from rlinf.engines import vllm_engine, vllm_server
-from rlinf.engines.config import VllmOptions
+from rlinf.engines import vllm_engine
 from rlinf.engines.vllm_engine import GenerateResult
-from rlinf.engines.vllm_server import CPU_CACHE_BYTES, DECODE_GRAPHS, graph_arguments, language_model_arguments
+from rlinf.engines.vllm_server import DECODE_GRAPHS, graph_arguments, language_model_arguments
 from rlinf.engines.vllm_weights import BucketLoader, LanguageModelNames, TensorNames
 from rlinf.engines.weight_handle import WeightBuffer, WeightsRejectedError
 from rlinf.errors import ConfigError, MissingDependencyError
@@ -37,12 +36,10 @@ from rlinf.models.embodiment.openvla.vllm import (
 )
 from rlinf.models.generation import HuggingFaceGeneration, VllmConfig, VllmGeneration, VllmGenerationWorker
 from rlinf.number_formats import format_bytes
-from rlinf.options import from_mapping
 from rlinf.preflight.memory import estimate_memory
 from rlinf.preflight.validation import validate
-from rlinf.recipes import build as recipe_build
-from rlinf.recipes.config import RecipeConfig
 from rlinf.rollout import vllm_policy
+from rlinf.rollout.config import VllmOptions
 from rlinf.rollout.vllm_policy import row_seeds
 from rlinf.types import Observation
 from tests.unit.test_openvla_model import build as build_openvla
@@ -124,43 +121,6 @@ def test_engines_capture_graphs_on_gpus_unless_told_otherwise(given, on_gpu, eag
         assert found.get("compilation_config") == (None if eager else DECODE_GRAPHS)
     own = {"enforce_eager": False, "compilation_config": {"mode": 3}}
     assert graph_arguments(own, on_gpu) == own, "a user's own setting stays"
-
-
-def started_with(monkeypatch, **engine_args):
-    """Return the arguments with which a server of an engine on a GPU would start vLLM."""
-    seen = {}
-
-    class Started(Exception):
-        pass
-
-    def start(**arguments):
-        seen.update(arguments)
-        raise Started
-
-    modules = {"vllm": SimpleNamespace(LLM=start), "vllm.exceptions": SimpleNamespace(VLLMError=RuntimeError)}
-    for name, module in modules.items():
-        monkeypatch.setitem(sys.modules, name, module)
-    monkeypatch.setattr(vllm_server, "language_model_arguments", lambda *_: {})
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    with pytest.raises(Started):
-        vllm_server.VllmServer(vllm_engine.EngineSpec(model="x", engine_args=engine_args))
-    return seen
-
-
-@pytest.mark.parametrize("given", [None, True, False])
-def test_a_recipes_enforce_eager_reaches_the_engine(monkeypatch, given):
-    monkeypatch.setattr(recipe_build, "why_no_engine", lambda config: None)
-    monkeypatch.setattr(recipe_build, "end_tokens", lambda model, tokenizer: [2])
-    config = from_mapping(RecipeConfig, {"rollout": {"enforce_eager": given}})
-    policy = SimpleNamespace(
-        model=SimpleNamespace(config=None),
-        model_name="x",
-        temperature=1.0,
-        config=SimpleNamespace(max_model_len=64, tokenizer=None),
-    )
-    settings = recipe_build._engine(config, policy, None)
-    seen = started_with(monkeypatch, **engine_arguments(settings))
-    assert seen["enforce_eager"] is bool(given), "null: graphs on a GPU"
 
 
 # -- language models ---------------------------------------------------------------------------------------------
@@ -451,27 +411,6 @@ def test_the_memory_estimate_counts_weights_shared_memory_and_cache_of_the_engin
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (500, 1000))
     on_gpu = estimate("rollout.vllm.gpu_memory_utilization=0.25", "cluster.device=cpu")
     assert on_gpu.engine == 2 * 256 * 1024**2 + 250, "two buckets, whatever the size of the model"
-
-
-def test_the_cache_of_a_language_model_on_cpus_is_bounded_but_holds_one_sequence(tmp_path, monkeypatch):
-    from transformers import LlamaConfig
-
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-
-    def cpu_cache_bytes(folder, engine_args):
-        return language_model_arguments(folder, engine_args)["kv_cache_memory_bytes"]
-
-    LlamaConfig(
-        hidden_size=64, num_attention_heads=4, num_key_value_heads=2, num_hidden_layers=3, max_position_embeddings=300
-    ).save_pretrained(tmp_path)
-    block = 128 * 2 * 3 * 2 * 16 * 2  # tokens, keys and values, layers, heads, width, bytes of bfloat16
-    folder, bf16 = str(tmp_path), {"dtype": "bfloat16", "gpu_memory_utilization": 0.9}
-    assert cpu_cache_bytes(folder, bf16 | {"max_num_seqs": 5}) == (5 * 3 + 1) * block
-    assert cpu_cache_bytes(folder, bf16 | {"max_num_seqs": 5, "max_model_len": 128}) == (5 + 1) * block
-    assert cpu_cache_bytes(folder, {"max_num_seqs": 5}) == 2 * (5 * 3 + 1) * block, "float32 where nothing is said"
-    assert cpu_cache_bytes(folder, bf16 | {"max_num_seqs": 10**6}) == CPU_CACHE_BYTES
-    longest = bf16 | {"max_model_len": 128 * 10**6}
-    assert cpu_cache_bytes(folder, longest) == (10**6 + 1) * block > CPU_CACHE_BYTES
 
 
 def test_weights_of_another_vocabulary_are_refused_by_name():

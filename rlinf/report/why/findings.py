@@ -1,6 +1,5 @@
 """Input data for the rules of `rlinf why`, a run's outcome according to the best available evidence, and the rules' findings."""
 
-import json
 import math
 import os
 from collections.abc import Callable, Sequence
@@ -42,41 +41,19 @@ class Finding:
         return f"{self.text} (steps {first} to {last})." + (f" Set {self.set}" if self.set else "")
 
 
-@dataclass(frozen=True)
 class MetricSeries:
-    """At least ``MIN_POINTS`` values of a metric, with their steps."""
+    """At least ``MIN_POINTS`` values of a metric, with their steps.
 
-    steps: list[int]
-    values: list[float]
+    ``early``, ``middle`` and ``late`` are thirds of the values (``middle``: all values if there are none in between), ``late_steps`` is the
+    first and last step of ``late``. Rules use the median of a third because individual steps are noisy.
+    """
 
-    @property
-    def _window(self) -> int:
-        return max(3, len(self.values) // 3)
-
-    @property
-    def early(self) -> list[float]:
-        """The first third of the values."""
-        return self.values[: self._window]
-
-    @property
-    def middle(self) -> list[float]:
-        """The values between ``early`` and ``late``, or all values if none are in between."""
-        return self.values[self._window : -self._window] or self.values
-
-    @property
-    def late(self) -> list[float]:
-        """The last third of the values; rules use its median because individual steps are noisy."""
-        return self.values[-self._window :]
-
-    @property
-    def late_steps(self) -> tuple[int, int]:
-        """First and last step of ``late``."""
-        return self.steps[-self._window], self.steps[-1]
-
-    @property
-    def all_steps(self) -> tuple[int, int]:
-        """First and last step."""
-        return self.steps[0], self.steps[-1]
+    def __init__(self, steps: list[int], values: list[float]) -> None:
+        window = max(3, len(values) // 3)
+        self.steps, self.values = steps, values
+        self.early, self.late = values[:window], values[-window:]
+        self.middle = values[window:-window] or values
+        self.all_steps, self.late_steps = (steps[0], steps[-1]), (steps[-window], steps[-1])
 
 
 Rule = Callable[[Any], Finding | None]
@@ -88,7 +65,6 @@ class Record:
     """A run's metrics and configuration.
 
     Attributes:
-        manifest: Manifest of the run or, if missing, of its newest checkpoint.
         gain: Paired comparison of the evaluations before (a) and after (b), as in ``compare.json``; None without one.
         return_name: Metric that rises with learning.
         group_size_key, kl_key, warmup_key: Keys of the group size, of the weight of the KL penalty, and of the learning rate's warm-up.
@@ -97,7 +73,6 @@ class Record:
 
     lines: Sequence[dict[str, Any]]
     settings: dict[str, Any] = field(default_factory=dict)
-    manifest: dict[str, Any] = field(default_factory=dict)
     gain: dict[str, Any] | None = None
 
     return_name: ClassVar[str] = "rollout/return_mean"
@@ -119,11 +94,6 @@ class Record:
     def setting(self, key: str, default: Any = None) -> Any:
         """Return the configuration value with the given dotted key."""
         return setting_of(self.settings, key, default)
-
-    @property
-    def has_tokens(self) -> bool:
-        """Whether the policy samples tokens, whose entropy is never negative."""
-        return "n_action_bins" in self.manifest.get("actions", {})
 
     @property
     def rate_keys(self) -> list[str]:
@@ -227,9 +197,9 @@ class Record:
         return self.setting("algorithm.update_epochs", 1) * samples / minibatch if known else math.inf
 
     @property
-    def evidence(self) -> tuple[Callable[[str], Outcome], ...]:
-        """Functions that decide the outcome, the best evidence first; each may raise NotMeasured."""
-        return self._evaluated, self._rollouts, self._returns, self._trained
+    def measured_success(self) -> tuple[Callable[[str], Outcome], ...]:
+        """Functions that return the outcome by measured success, the best evidence first; each may raise NotMeasured."""
+        return self._evaluated, self._rollouts
 
     @cached_property
     def outcome(self) -> Outcome:
@@ -237,11 +207,11 @@ class Record:
         last = max((line["step"] for line in self.lines), default=0)
         more_steps = f"{self.steps_key}={2 * last + 2}"
         known: list[Outcome] = []
-        for evidence in self.evidence:
-            if any(outcome.measure != "return" for outcome in known) and evidence in (self._returns, self._trained):
-                break  # if success was measured, do not use the return or loss as the outcome
-            with suppress(NotMeasured):
-                known.append(evidence(more_steps))
+        # If success was measured, do not use the return or loss as the outcome.
+        for evidence in (self.measured_success, (self._returns, self._trained)):
+            for outcome in evidence if not known else ():
+                with suppress(NotMeasured):
+                    known.append(outcome(more_steps))
         text = f"fewer than {MIN_POINTS} steps so far. To decide, set {more_steps}"
         known = known or [Outcome(UNKNOWN, self.measure, text, False, False, (0, 0))]
         return next((outcome for outcome in known if outcome.verdict != UNKNOWN), known[0])
@@ -323,4 +293,4 @@ def read_record(folder: str | os.PathLike) -> Record:
 
 def record_of(run: RunData) -> Record:
     """Convert a run to a record."""
-    return Record(run.lines, run.settings, json.loads(run.manifest or "{}"), run.gain)
+    return Record(run.lines, run.settings, run.gain)

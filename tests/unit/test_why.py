@@ -24,12 +24,10 @@ from rlinf.training.collapse import has_collapsed, is_collapsed
 BY_NAME = {rule.__name__: rule for rule in (overfitted, *ALWAYS, *CAUSES)}
 
 
-def record_of(
-    run: list[dict], settings: dict | None = None, manifest: dict | None = None, gain: dict | None = None
-) -> Record:
+def record_of(run: list[dict], settings: dict | None = None, gain: dict | None = None) -> Record:
     """Make the record of a recipe's run if its settings are a recipe's."""
     kind = RecipeRecord if "train" in (settings or {}) else Record
-    return kind(run, settings or {}, manifest or {}, gain)
+    return kind(run, settings or {}, gain)
 
 
 STEPS = 12

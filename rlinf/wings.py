@@ -47,8 +47,7 @@ class Wing:
         folders: Its folders, relative to the package.
         about: What it is for, in a line.
         commands: Commands by name.
-        key_commands: Functions that run a core command if a key is given: ``{("evaluate", "questions"): "module:function"}``.
-            The key ``""`` stands for an argument without a key.
+        key_commands: Functions that run a core command instead if a key is given: ``{"evaluate questions=": "module:function"}``.
         functions: Functions of ``rlinf`` by name.
         models: ``rlinf.models.ModelEntry`` objects by model type.
         envs: ``VectorEnv`` classes by name.
@@ -60,7 +59,7 @@ class Wing:
     folders: tuple[str, ...]
     about: str
     commands: Mapping[str, Command] = field(default_factory=dict)
-    key_commands: Mapping[tuple[str, str], str] = field(default_factory=dict)
+    key_commands: Mapping[str, str] = field(default_factory=dict)
     functions: Mapping[str, str] = field(default_factory=dict)
     models: Mapping[str, str] = field(default_factory=dict)
     envs: Mapping[str, str] = field(default_factory=dict)
@@ -75,17 +74,17 @@ WINGS = {
         about="real-time evaluation on simulated and physical robots, success classifiers",
         commands={
             "robot": Command(
-                "rlinf.cli.run:robot",
+                "rlinf.robot.cli:robot",
                 "evaluation of a checkpoint in real time, on a simulated or physical robot",
                 "checkpoint=<folder> [fps=20] [execution=async] [latency_s=0.15] [key=value ...]",
                 keys="rlinf.robot.config:RobotConfig",
             ),
             "classifier": Command(
-                "rlinf.cli.run:classifier",
+                "rlinf.robot.cli:classifier",
                 "training of a success classifier on frames, and its error rates",
                 "data=<dataset> output_dir=<new folder> [test=<dataset>] [key=value ...]",
                 examples=("rlinf classifier data=data/labelled output_dir=outputs/classifier",),
-                keys="rlinf.commands.classifier:ClassifierConfig",
+                keys="rlinf.robot.classifier:ClassifierConfig",
                 has_config=False,
             ),
         },
@@ -95,7 +94,7 @@ WINGS = {
         about="audits of policies",
         commands={
             "audit": Command(
-                "rlinf.cli.run:audit",
+                "rlinf.audits.cli:audit",
                 "whether a policy uses its instruction and images, reacts, or memorises",
                 "checkpoint=<folder> [key=value ...]",
                 examples=("rlinf audit checkpoint=outputs/quickstart/latest",),
@@ -118,8 +117,8 @@ WINGS = {
             ),
         },
         key_commands={
-            ("evaluate", "questions"): "rlinf.recipes.cli:questions",
-            ("diagnose", ""): "rlinf.llm.diagnose:diagnose",
+            "diagnose <folder>": "rlinf.llm.diagnose:diagnose",
+            "evaluate questions=": "rlinf.recipes.cli:questions",
         },
         run_folders={"questions": "rlinf.recipes.report:RUN_FOLDERS"},
         exports={"policy": "rlinf.recipes.export:export", "train": "rlinf.recipes.export:export"},
@@ -168,18 +167,17 @@ def added(kind: str) -> dict:
     return {name: entry for wing in present().values() for name, entry in getattr(wing, kind).items()}
 
 
-def load(kind: str, name: Any) -> Any:
+def load(kind: str, name: str) -> Any:
     """Import the entry ``name`` of one ``kind``; raise ConfigError if its wing is not present."""
     if (reason := missing(kind, name)) is not None:
         raise ConfigError(reason)
     return import_string(added(kind)[name])
 
 
-def missing(kind: str, name: Any) -> str | None:
+def missing(kind: str, name: str) -> str | None:
     """Return where ``name`` would be if it belongs to a wing that is not present; otherwise None."""
     for title, wing in WINGS.items():
         if title not in present() and name in getattr(wing, kind):
             folders = " and ".join(f"rlinf/{folder}" for folder in wing.folders)
-            label = name if isinstance(name, str) else f"rlinf {' '.join(name)}".rstrip()
-            return f"'{label}' belongs to the wing '{title}' in {folders}, which is missing here. Install the complete package"
+            return f"'{name}' belongs to the wing '{title}' in {folders}, which is missing here. Install the complete package"
     return None

@@ -5,6 +5,7 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
+from rlinf.commands.hydra_app import with_checkpoint
 from rlinf.config.overrides import with_overrides
 from rlinf.errors import ConfigError, did_you_mean
 from rlinf.models.loading import hide_progress_bars
@@ -56,7 +57,7 @@ def questions(arguments: Sequence[str]) -> int:
     from rlinf.recipes.evaluate_questions import evaluate_questions
     from rlinf.recipes.questions import QuestionsConfig
 
-    config = from_mapping(QuestionsConfig, with_overrides({}, arguments))
+    config = from_mapping(QuestionsConfig, with_overrides({}, with_checkpoint(arguments)))
     if not config.checkpoint:
         raise ConfigError("checkpoint is not given; expected a model. Set checkpoint=<folder of a model or a run>")
     hide_progress_bars()

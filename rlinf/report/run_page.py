@@ -69,7 +69,7 @@ def _facts(data: RunData) -> dict[str, Any]:
         "algorithm": data.setting("algorithm.name"), "seed": data.summary.get("seed", config.get("seed")),
         "env steps": f"{data.summary['env_steps']:,}" if "env_steps" in data.summary else None,
         "checkpoint": config.get("checkpoint"), "best checkpoint": data.summary.get("best_checkpoint", {}).get("name"), "actions": drawn.pop() if len(drawn) == 1 else None,
-        "actions clipped": clipped_text(results[-1]) if results else None,
+        "actions clipped": clipped_text(results[-1].actions_clipped_fraction, results[-1].actions_max_abs) if results else None,
         "training time": format_duration(data.summary["train_wall_s"]) if "train_wall_s" in data.summary else None,
     }  # fmt: skip
 

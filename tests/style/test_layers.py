@@ -64,6 +64,7 @@ WING_FACES = {
     "rlinf.models.generation",
     "rlinf.models.generation.interfaces",
     "rlinf.models.interfaces",
+    "rlinf.models.validation",
     "rlinf.wings",
 }
 """Modules of the core that name modules of wings: the table of wings, and import paths that users know."""

@@ -31,6 +31,7 @@ from rlinf.errors import ConfigError, RejectedInputError, RejectedRequestError
 from rlinf.evaluation.compare import EPISODES, compare
 from rlinf.evaluation.evaluator import evaluate_policy
 from rlinf.evaluation.result import EvaluationResult, actions_clipped, clipping_warning, far_warning
+from rlinf.files import Json
 from rlinf.number_formats import format_interval, format_points
 from rlinf.types import EpisodeSpec
 
@@ -77,7 +78,7 @@ class Audit:
         rest = f" Open: {' '.join(unclear)}" if unclear else ""
         return f"Cheats: {cheats}. Breaks when: {breaks}. Partly: {'; '.join(partial) or 'nothing found'}.{rest}"
 
-    def as_dict(self) -> dict[str, Any]:
+    def as_dict(self) -> Json:
         """Return everything as JSON values."""
         return {
             "num_episodes": self.num_episodes,

@@ -66,7 +66,7 @@ class AuditCheckpoint:
     def add_records(self, records: Mapping[EpisodeSpec, EpisodeRecord], specs: Sequence[EpisodeSpec]) -> None:
         """Save the episode records, ordered as in ``specs``."""
         rows = [records[spec] for spec in specs]
-        arrays: dict[str, Any] = {
+        arrays: dict[str, np.ndarray] = {
             f"image {name}": np.stack([row.images[name] for row in rows]) for name in rows[0].images
         }
         if rows[0].state is not None:

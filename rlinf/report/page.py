@@ -14,7 +14,7 @@ from urllib.parse import quote
 from markupsafe import Markup
 
 from rlinf import wings
-from rlinf.files import write_text
+from rlinf.files import Json, write_text
 from rlinf.number_formats import format_bytes, format_interval, format_number, format_p_value, format_points
 from rlinf.report.charts import NUM_COLOURS, SMALL, Series, difference_bar, interval_bar, legend, line_chart
 
@@ -66,7 +66,7 @@ Curves = tuple[tuple[str, dict[str, str], str, dict[str, bool]], ...]
 """For each chart: title, mapping from metrics to labels, y axis and options. Metrics with the same label form a single curve."""
 
 
-def curve_cards(lines: Sequence[dict[str, Any]], x: str, x_label: str, curves: Curves) -> list[Markup]:
+def curve_cards(lines: Sequence[Json], x: str, x_label: str, curves: Curves) -> list[Markup]:
     """Return a small chart over ``x`` for each of ``curves``."""
     cards = []
     for title, names, y_label, options in curves:
@@ -78,7 +78,7 @@ def curve_cards(lines: Sequence[dict[str, Any]], x: str, x_label: str, curves: C
     return cards
 
 
-def series_of(lines: Sequence[dict[str, Any]], x: str, names: Sequence[str], label: str, colour: int) -> Series:
+def series_of(lines: Sequence[Json], x: str, names: Sequence[str], label: str, colour: int) -> Series:
     """Return a single curve of the given metrics over ``x``."""
     return Series(label, [(line[x], line[name]) for line in lines for name in names if name in line], colour)
 

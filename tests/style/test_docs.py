@@ -68,8 +68,17 @@ def test_reference_has_every_key_once():
             nested = isinstance(value, dict) and value
             yield from keys(value, f"{path}{name}.") if nested else [f"{path}{name}"]
 
-    missing = [key for key in keys(to_mapping(build_config({}))) if f"| `{key}` |" not in text]
+    missing = [
+        key
+        for key in keys(to_mapping(build_config({})))
+        if not re.search(rf"(^\| |[ \n])`{re.escape(key)}`\s(\||\()", text)
+    ]
     assert missing == []
+    generator = load_generator()
+    pages = generator.configuration_page() + generator.recipe_page()
+    assert [key for key in generator.expert_keys() if f"`{key}` (" not in re.sub(r"\n", " ", pages)] == [], (
+        "keys that do not exist"
+    )
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from rlinf.evaluation.result import Success
+from rlinf.files import Json
 from rlinf.report.run_data import RunData, kind_of, read_run, setting_of
 from rlinf.report.why.outcome import UNKNOWN, Outcome, outcome_of_counts, outcome_of_intervals, outcome_of_values
 
@@ -44,8 +45,8 @@ class Finding:
 class MetricSeries:
     """At least ``MIN_POINTS`` values of a metric, with their steps.
 
-    ``early``, ``middle`` and ``late`` are thirds of the values (``middle``: all values if there are none in between), ``late_steps`` is the
-    first and last step of ``late``. Rules use the median of a third because individual steps are noisy.
+    ``early``, ``middle`` and ``late`` are thirds of the values (``middle``: all values if the others leave nothing), ``late_steps`` is the first
+    and last step of ``late``. Rules use the median of a third because individual steps are noisy.
     """
 
     def __init__(self, steps: list[int], values: list[float]) -> None:
@@ -71,9 +72,9 @@ class Record:
         own_rules: Rules of this kind of run, which are checked regardless of the outcome.
     """
 
-    lines: Sequence[dict[str, Any]]
-    settings: dict[str, Any] = field(default_factory=dict)
-    gain: dict[str, Any] | None = None
+    lines: Sequence[Json]
+    settings: Json = field(default_factory=dict)
+    gain: Json | None = None
 
     return_name: ClassVar[str] = "rollout/return_mean"
     group_size_key: ClassVar[str] = "rollout.group_size"
@@ -107,14 +108,14 @@ class Record:
         """Key of the number of steps."""
         return "trainer.max_steps" if self.has_rl else "sft.max_steps"
 
-    def _is_warmup(self, line: dict[str, Any], name: str) -> bool:
+    def _is_warmup(self, line: Json, name: str) -> bool:
         """Return whether a metric is from a warm-up, i.e. critic-only updates or rollouts with random actions."""
         if name.startswith("train/"):
             return line["step"] < self.setting("algorithm.critic_warmup_steps", 0)
         env_steps = line.get("rollout/env_steps_total", math.inf)
         return name.startswith("rollout/") and env_steps <= self.setting("algorithm.learning_starts", 0)
 
-    def lines_with(self, *names: str) -> list[dict[str, Any]]:
+    def lines_with(self, *names: str) -> list[Json]:
         """Return the lines after any warm-up that contain all these metrics; raise NotMeasured if there are none."""
         lines = [
             line
@@ -216,7 +217,7 @@ class Record:
         known = known or [Outcome(UNKNOWN, self.measure, text, False, False, (0, 0))]
         return next((outcome for outcome in known if outcome.verdict != UNKNOWN), known[0])
 
-    def ends_of(self, total: dict[str, Any]) -> list[tuple[int, Success]]:
+    def ends_of(self, total: Json) -> list[tuple[int, Success]]:
         """Return the first and the last step with the counts of a paired comparison."""
         steps = (0, max((line["step"] for line in self.lines), default=0))
         counts = (total["successes_a"], total["successes_b"])
@@ -268,7 +269,7 @@ class Diagnosis:
     findings: list[Finding] = field(default_factory=list)
     passed: list[str] = field(default_factory=list)
 
-    def as_dict(self) -> dict[str, Any]:
+    def as_dict(self) -> Json:
         """Return everything as JSON values."""
         return asdict(self)
 

@@ -125,27 +125,6 @@ def test_two_ranks_write_the_recordings_of_one(tmp_path):
     assert one == two and len(one) == 6
 
 
-class Remembers:
-    """Acts without telling anything else."""
-
-    def reset(self):
-        self.calls = 0
-
-    def act(self, observation):
-        self.calls += 1
-        return np.full((1, 2, 2), 0.1 * self.calls, np.float32)
-
-
-def test_a_policy_that_tells_nothing_has_no_numbers(tmp_path):
-    env = make_env(TabletopConfig(tasks=["reach"], max_episode_steps=4, cameras=[]), 1, auto_reset=False)
-    result = evaluate_policy(Remembers(), env, env.episode_specs("eval")[:2])
-    record_episodes(Remembers(), env, result, tmp_path / "episodes", 1, 48)
-    (recording,) = recordings_in(tmp_path / "episodes")
-    assert [call["step"] for call in recording["calls"]] == [0, 2]
-    assert all(call[name] is None for call in recording["calls"] for name in ("value", "entropy", "logprob"))
-    assert recording["calls"][1]["chunk"] == pytest.approx(np.full((2, 2), 0.2)), "the policy was told of the start"
-
-
 def pusher_in(image):
     """Where the white pusher is seen: the middle of the pixels that are neither dark nor coloured."""
     dark, bright = image.min(-1).astype(float), image.max(-1).astype(float)

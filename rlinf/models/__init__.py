@@ -8,15 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rlinf.errors import ConfigError
 from rlinf.imports import import_string, lazy_attributes
 from rlinf.registry import Registry
 from rlinf.wings import added
-
-if TYPE_CHECKING:
-    from rlinf.models.embodiment.base import ActionModel
 
 __all__ = [
     "MODELS", "HFLLMModel", "HFModel", "ModelEntry", "build_policy", "config_file_names", "entry_for", "get_model",
@@ -24,9 +21,6 @@ __all__ = [
     "register_model", "torch_dtype_from_precision",
 ]  # fmt: skip
 
-
-ClassAndConfig = tuple["type[ActionModel]", Any]
-"""A policy's class and its configuration."""
 
 BUILDING = (
     "build_policy", "config_file_names", "entry_for", "get_model", "get_model_config_and_processor", "local_settings",
@@ -36,7 +30,7 @@ BUILDING = (
 __getattr__ = lazy_attributes(
     __name__,
     dict.fromkeys(BUILDING, "rlinf.models.building")
-    | dict.fromkeys(("HFModel", "HFLLMModel"), "rlinf.models.hf_model")
+    | dict.fromkeys(("HFModel", "HFLLMModel"), "rlinf.llm.hf_model")
     | {
         "HuggingFacePolicy": "rlinf.llm.hf_policy",
         "MegatronPolicy": "rlinf.llm.megatron.policy",
@@ -61,7 +55,6 @@ class ModelEntry:
         load_processor: Function used instead of the two processor classes: ``(tokenizer_config, model_config, path | None)``.
         acts: Whether the model predicts actions; False for a language model.
         is_remote: Whether the policy runs on the server at ``model.url`` and so has no local weights.
-        check_folder: Implements ``rlinf check-policy``: ``(folder, interpreter, overrides, new folder | None) -> (rows, faults)``.
         folder_settings: Function that returns a folder's ``model`` section, or None, if its config.json has no ``model_type``.
     """
 
@@ -73,7 +66,6 @@ class ModelEntry:
     load_processor: Any = None
     acts: bool = True
     is_remote: bool = False
-    check_folder: Any = None
     folder_settings: Any = None
 
     def resolve(self) -> ModelEntry:

@@ -27,12 +27,12 @@ logger = logging.getLogger("rlinf")
 
 def robot(config: RunConfig, settings: RobotConfig, other: RunConfig | None = None) -> EvaluationResult | Comparison:
     """Evaluate a policy on one simulated or physical robot, or compare it blindly with the policy of ``other``; raise as ``evaluate``."""
-    evaluation, one = config.evaluation, "one process, because there is one robot"
+    evaluation, single = config.evaluation, "one process, because there is one robot"
     require_values(
         config,
         "`rlinf robot`",
-        ("cluster.num_processes", 1, one),
-        ("cluster.num_rollout_workers", None, one),
+        ("cluster.num_processes", 1, single),
+        ("cluster.num_rollout_workers", None, single),
         ("evaluation.record_episodes", 0, "no recordings, because the policy runs beside the robot"),
     )
     if settings.blind is not None and settings.record is not None:
@@ -53,14 +53,14 @@ def _check_arm(config: RunConfig, settings: RobotConfig) -> None:
     if settings.arm is None:
         return
     arm, simulated = f"arm={settings.arm}", "the default, because the key applies only to simulated robots"
-    rules = [
+    rules = [("success", "human", "a human's label, because no env reports it")] if settings.success == "env" else []
+    rules += [
         ("relative_dims", [], "none, because its actions are positions"),
         ("real_time", True, "true, because its clock cannot be simulated"),
         ("delay_steps", 0, simulated),
         ("drop_frames", 0.0, simulated),
         ("noise", 0.0, simulated),
     ]
-    rules += [("success", "human", "a human's label, because no env reports it")] if settings.success == "env" else []
     rules += [("teleoperator", "none", simulated)] if settings.teleoperator == "scripted" else []
     require_values(settings, arm, *rules)
     if settings.max_relative_target is None:
@@ -68,9 +68,8 @@ def _check_arm(config: RunConfig, settings: RobotConfig) -> None:
         reject(f"max_relative_target=null with {arm}", required, "max_relative_target=2.0, in the env's units")
     for key, required in (("control", "joints"), ("units", "lerobot")):
         if (value := getattr(config.env, key, "missing")) != required:
-            actual = f"env.{key}={value} (env.name={config.env.name}) with {arm}"
-            fix = "env=so101 env.control=joints env.units=lerobot"
-            reject(actual, f"env.{key}={required}, as for the arm's joint positions", fix)
+            fix = f"env.{key}={required}, or env=so101 env.control=joints env.units=lerobot"
+            reject(f"env.{key}={value} with {arm}", f"env.{key}={required}, as for the arm's joint positions", fix)
 
 
 def _check_take_over(config: RunConfig, settings: RobotConfig) -> None:

@@ -6,15 +6,12 @@ import importlib.util
 import os
 import random
 import signal
-import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
 
 import pytest
-from processes import processes_of
-from ray_clusters import SURROUNDINGS, one_machine
+from ray_clusters import one_machine
 from run_results import result_content, run_config
 
 from rlinf.cluster.rollout_workers import RolloutWorkers
@@ -138,22 +135,3 @@ def test_players_have_all_gpus_because_the_rank_of_an_evaluation_computes_nothin
     assert placement.bundle["GPU"] == 1 and placement.gpus_of_ranks == 0
     training = run_config(tmp_path, *WORDS, *workers(2), "cluster.placement=disaggregated")
     assert Placement.of(training).gpus_of_ranks == 1, "control"
-
-
-def test_nothing_outlives_the_command(tmp_path):
-    """It is ended by SIGTERM while rollout workers play, in a cluster of its own."""
-    name, mark = "EVALUATION_OF_THIS_TEST", f"EVALUATION_OF_THIS_TEST={tmp_path}"
-    kept = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
-    words = ["evaluate", *WORDS, *workers(2), "env.sleep_s=0.05", f"output_dir={tmp_path}"]
-    environment = kept | SURROUNDINGS | {name: str(tmp_path)}
-    process = subprocess.Popen([sys.executable, "-m", "rlinf", *words], env=environment, stdout=subprocess.DEVNULL)
-    while num_saved(tmp_path) < 4:
-        assert process.poll() is None
-        time.sleep(0.05)
-    assert len(processes_of(mark)) > 3, "control: Ray's daemons and the rollout workers"
-    process.send_signal(signal.SIGTERM)
-    assert process.wait(300) in (143, -signal.SIGTERM), "either is 143 in a shell"
-    deadline = time.monotonic() + 300
-    while processes_of(mark) and time.monotonic() < deadline:
-        time.sleep(0.2)
-    assert not processes_of(mark) and num_saved(tmp_path) >= 4

@@ -164,9 +164,9 @@ def test_known_transitions_are_kept_up_to_date_slot_by_slot():
 def test_sac_swings_up_the_pendulum(tmp_path):
     words = [
         "experiment=gymnasium_pendulum_sac",
-        "trainer.max_steps=6",
+        "trainer.max_steps=3",
         "trainer.eval_every=0",
-        "evaluation.num_episodes=50",
+        "evaluation.num_episodes=20",
         "seed=0",
     ]
     train(config_of(tmp_path, *words, "tracking.tensorboard=false", "cluster.num_threads=1"))

@@ -24,7 +24,7 @@ from rlinf.errors import ConfigError, RankError, RankKilledError
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="not installed: ray; extra 'ray'")
 SMALL = [
     "model=mlp", "env.tasks=[reach]", "env.cameras=[]", "rollout.num_envs=8", "rollout.num_chunks=3", "env.max_episode_steps=3",
-    "trainer.minibatch_size=12", "model.micro_batch_size=12", "trainer.max_steps=6", "trainer.eval_every=2",
+    "trainer.minibatch_size=12", "model.micro_batch_size=12", "trainer.max_steps=3", "trainer.eval_every=2",
     "trainer.save_every=1", "sft.max_steps=0", "evaluation.num_episodes=6", "evaluation.num_envs=4",
     "evaluation.num_videos_per_task=0", "evaluation.probe=false", "tracking.tensorboard=false", "tracking.progress=false",
     "cluster.num_threads=1", "cluster.num_processes=2",
@@ -41,7 +41,7 @@ def cluster():
 
 
 def check_equal(folder, other):
-    check_equal_runs(folder, other, "rl_000006", ("before_rl", "step_000002", "after_rl"), 6)
+    check_equal_runs(folder, other, "rl_000003", ("before_rl", "step_000002", "after_rl"), 6)
 
 
 @pytest.fixture
@@ -53,18 +53,6 @@ def one_on_each(cluster):
     assert group.wait(60)
     yield
     ray.util.remove_placement_group(group)
-
-
-def test_ranks_on_two_machines_are_bit_for_bit_those_of_the_command(runs, one_on_each, monkeypatch):
-    start, nodes = RankPlaces.start, []
-
-    def noted(self, *arguments):
-        nodes.extend(self.nodes)
-        return start(self, *arguments)
-
-    monkeypatch.setattr(RankPlaces, "start", noted)
-    check_equal(runs("by ray", *SMALL, *RAY), runs("own", *SMALL))
-    assert len(set(nodes)) == 2
 
 
 def rank_pids(folder):
@@ -105,11 +93,21 @@ def disturbed(folder, number, what):
     assert sorted(pids) == [0, 1], "the run ended before it was disturbed"
 
 
-def test_a_rank_that_is_killed_starts_again_with_the_others_and_changes_nothing(runs, tmp_path, monkeypatch, caplog):
+def test_ranks_on_two_machines_are_bit_for_bit_those_of_the_command_also_if_one_is_killed(
+    runs, one_on_each, tmp_path, monkeypatch, caplog
+):
+    start, nodes = RankPlaces.start, []
+
+    def noted(self, *arguments):
+        nodes.append(set(self.nodes))
+        return start(self, *arguments)
+
+    monkeypatch.setattr(RankPlaces, "start", noted)
     monkeypatch.setenv("WANDB_NOTES", str(tmp_path))  # marks the ranks of this run
     with disturbed(tmp_path, 1, lambda pids: os.kill(pids[1], signal.SIGKILL)) as pids:
         train(run_config(tmp_path, *SMALL, *RAY))
     check_equal(tmp_path, runs("own", *SMALL))
+    assert [len(of_start) for of_start in nodes] == [2, 2], "machines"
     assert "Rank 1 was killed by SIGKILL" in caplog.text and "Restarting all ranks from" in caplog.text
     assert "(1 of 20 times)" in caplog.text and "(2 of 20 times)" not in caplog.text
     assert not rank_pids(tmp_path) and not any(map(is_running, pids.values()))

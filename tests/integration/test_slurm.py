@@ -68,7 +68,7 @@ def ranks_of(mark: str) -> dict[str, int]:
 
 def test_a_killed_rank_sends_the_job_back_into_the_queue_where_it_resumes(slurm, tmp_path):
     """Metrics and the number of starts of a job that lost a rank; they equal the metrics of an undisturbed run."""
-    words = [*SMALL, "trainer.max_steps=30", "trainer.save_every=1"]
+    words = [*SMALL, "trainer.max_steps=12", "trainer.save_every=1"]
     job = slurm.submit(FOLDER / "slurm_ranks.sh", *words, f"output_dir={tmp_path}/run", MARK=str(tmp_path))
     checkpoints = tmp_path / "run" / "checkpoints"
     slurm_cluster.until(lambda: any(checkpoints.glob("rl_*")), job.output, 200)
@@ -96,7 +96,7 @@ def test_ray_starts_on_the_nodes_of_a_job(slurm, tmp_path):
     pytest.importorskip("ray", reason="Ray is not installed: bash scripts/setup.sh --ray")
     words = [
         *SMALL,
-        "trainer.max_steps=2",
+        "trainer.max_steps=1",
         "cluster.num_processes=1",
         "cluster.num_rollout_workers=1",
         f"output_dir={tmp_path}/run",

@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from rlinf.cli import COMMANDS, EXIT_USER_ERROR, OWN_KEYS, main
+from rlinf.cli import EXIT_USER_ERROR, main
+from rlinf.cli.commands import COMMANDS
 from rlinf.imports import import_string
 from rlinf.options import override_text, public_fields, to_mapping
 from rlinf.serving.layouts import ROBOTS
@@ -127,12 +128,12 @@ def test_tab_completes_an_experiment_in_a_shell(shell, tmp_path, monkeypatch, ca
     assert after in output, output
 
 
-@pytest.mark.parametrize("command", OWN_KEYS)
+@pytest.mark.parametrize("command", [name for name, command in COMMANDS.items() if command.keys])
 def test_the_help_of_a_command_explains_its_own_keys(command, capsys):
     """Each key with its default, choices or bounds, and what it means, in order and within 80 columns."""
     assert main([command, "--help"]) == 0
     lines = capsys.readouterr().out.partition("its keys, with their defaults")[2].splitlines()
-    words, kind = " ".join(lines).split(), import_string(OWN_KEYS[command])
+    words, kind = " ".join(lines).split(), import_string(COMMANDS[command].keys)
     for name, field in public_fields(kind).items():
         shown = next(line for line in lines if line.startswith(f"  {name}="))
         assert shown.split()[0] == f"{name}={override_text(to_mapping(kind())[name])}"

@@ -70,24 +70,6 @@ def test_what_does_not_fit_is_refused_with_the_override_that_mends_it(name):
     check_placement(config_of(*overrides, *fix.split()))
 
 
-@pytest.mark.parametrize(
-    ("overrides", "found", "fix"),
-    [
-        ([], "cluster.placement=disaggregated without RL", COLOCATED),
-        (["cluster.start=auto"], "cluster.placement=disaggregated without RL", COLOCATED),
-        (["cluster.placement=colocated", "cluster.num_rollout_workers=null"], "with cluster.num_processes=1", "cluster.start=auto"),
-        (["cluster.placement=colocated", "cluster.start=auto"], "cluster.num_rollout_workers=4", "cluster.num_rollout_workers=null"),
-    ],
-)  # fmt: skip
-def test_cloning_alone_refuses_what_only_rl_uses(overrides, found, fix):
-    """As `rlinf sft` does, which runs without RL; the fix has no word of rollout workers."""
-    words = ["env.tasks=[reach]", "sft.max_steps=5", "trainer.max_steps=0", *overrides]
-    with pytest.raises(ConfigError) as caught:
-        validate(config_of(*words), "sft")
-    assert found in str(caught.value) and str(caught.value).endswith(f"Set {fix}")
-    validate(config_of(*words, *fix.split()), "sft")
-
-
 RANKS = [
     "cluster.device=auto",
     "cluster.placement=colocated",

@@ -19,7 +19,7 @@ from rlinf.preflight.placement import Placement
 from rlinf.recipes import equal_rows, rollout_workers
 from rlinf.recipes.config import RecipeConfig
 from rlinf.recipes.datasets import StreamedRows
-from rlinf.recipes.rollout_workers import RolloutWorkerPlaces, TokenRolloutWorker, make_generator, resume_hint
+from rlinf.recipes.rollout_workers import RolloutWorkerPlaces, TokenRolloutWorker, make_generator
 
 ANSWER = ["output_ids", "generation_lengths", "unpadded_sequence_lengths", "logprobs"]
 
@@ -57,11 +57,6 @@ def test_only_a_rank_with_players_makes_their_shell(tiny_lm, monkeypatch, number
     make_generator(RecipeConfig(), policy, tokenizer, None, RolloutWorkerPlaces(Placement(2, 1, 0, 0), None))
     assert (len(made["shell"].data) > 0) == (number == 0)
     assert made["resume_hint"] == "run the same command with train.resume=true"
-
-
-def test_a_run_without_checkpoints_says_that_it_starts_again():
-    config = from_mapping(RecipeConfig, {"train": {"ckpt": {"enable_checkpoint": False}}})
-    assert resume_hint(config) == "run the same command again (nothing was saved: train.ckpt.enable_checkpoint=false)"
 
 
 def test_ranks_compare_the_beginning_of_a_stream_under_the_deadline_of_the_start(monkeypatch):

@@ -40,6 +40,13 @@ ACTIONS = {
     "td3": ["algorithm=td3", *HEAD, "algorithm.actor.name=rlt"],
 }
 """Trainers of action policies, with the words that choose them."""
+VLA = [
+    "model=openvla_tiny",
+    "env.cameras=[front]",
+    "rollout.num_envs=4",
+    "sft.num_demonstrations=4",
+    "sft.batch_size=15",
+]
 RECIPES = ("recipe sft", "recipe grpo", "recipe dpo")
 
 

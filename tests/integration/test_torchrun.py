@@ -86,15 +86,6 @@ def test_two_machines_train_one_policy_and_refuse_another_configuration(tmp_path
     assert 0 not in [status for status, _, _ in ends] and not (tmp_path / "rejected").exists()
 
 
-def test_srun_starts_ranks_too(tmp_path):
-    words = ["train", *SMALL, "trainer.max_steps=1", "output_dir=run"]
-    shared = {"SLURM_STEP_NUM_TASKS": "2", "SLURM_JOB_NODELIST": "localhost", "MASTER_PORT": str(free_port())}
-    each = ({"SLURM_PROCID": rank, "SLURM_LOCALID": rank} for rank in ("0", "1"))
-    ends = ended(*(begin(tmp_path, [sys.executable], words, **shared, **own) for own in each))
-    assert [status for status, _, _ in ends] == [0, 0], ends
-    assert "report: " in ends[0][1] and ends[1][1] == ""
-
-
 def test_what_is_refused_is_one_error_on_every_rank_before_there_is_a_folder(tmp_path):
     """Other rejections: tests/unit/test_start.py."""
     for status, out, err in two_ranks(tmp_path, ["train", *SMALL, "cluster.num_processes=3"]):

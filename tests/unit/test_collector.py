@@ -18,19 +18,18 @@ import torch
 
 from rlinf.algorithms.advantages import gae
 from rlinf.algorithms.config import GRPOConfig, PPOConfig, ReinforcePPConfig, RLOOConfig
-from rlinf.algorithms.grpo import GRPO
+from rlinf.algorithms.groups import GRPO, RLOO
 from rlinf.algorithms.ppo import PPO
 from rlinf.algorithms.reinforce_pp import ReinforcePP
-from rlinf.algorithms.rloo import RLOO
 from rlinf.config.compose import compose_config
 from rlinf.config.schema import build_config
 from rlinf.config.training import TrainerConfig
 from rlinf.envs import make_env
+from rlinf.envs.episodes import EpisodeSampler
 from rlinf.envs.tabletop.env import TabletopVectorEnv
 from rlinf.errors import SimulatorError
 from rlinf.models import build_policy
 from rlinf.rollout.collector import RolloutCollector
-from rlinf.rollout.sampler import EpisodeSampler
 from rlinf.training.rl_trainer import replace_envs, rollout_metrics
 from rlinf.training.train_worker import TrainWorker
 from rlinf.types import ActionPrediction

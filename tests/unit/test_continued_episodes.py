@@ -7,9 +7,9 @@ import torch
 from rlinf.config.compose import compose_config
 from rlinf.config.schema import build_config
 from rlinf.envs import make_env
+from rlinf.envs.episodes import EpisodeSampler
 from rlinf.models import build_policy
 from rlinf.rollout.collector import RolloutCollector
-from rlinf.rollout.sampler import EpisodeSampler
 
 NUM_ENVS, NUM_CHUNKS, HORIZON = 6, 11, 5
 OVERRIDES = ["model=mlp", "env.tasks=[reach,reach_zone]", "env.cameras=[]", f"env.max_episode_steps={HORIZON}"]

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from rlinf.cluster.rollout_worker import worker_maker
 from rlinf.config.compose import compose_config
 from rlinf.config.schema import build_config
+from rlinf.distributed.process_group import rank_range
 from rlinf.distributed.ray.ranks import neighbours_first
-from rlinf.distributed.sums import rank_range
 from rlinf.errors import ConfigError, MissingDependencyError
 from rlinf.preflight.placement import COLOCATED, Node, Placement, check_evaluation_workers, check_placement
 from rlinf.preflight.validation import validate

@@ -159,13 +159,13 @@ def test_a_killed_worker_loses_its_episodes_and_only_these_and_they_begin_again(
         ("raise", ["RuntimeError: the gripper fell off", "in _fault", "walk_env.py"]),
         ("exit", ["lost: ended with status 7"]),
         ("crash", ["SIGSEGV", "Fatal Python error", "in _fault"]),
-        ("hang", ["made no progress for 3 s (env.step_timeout_s)", "in fall_asleep", "walk_env.py"]),
-        ("grip", ["made no progress for 3 s (env.step_timeout_s)", "in _fault", "walk_env.py"]),
+        ("hang", ["made no progress for 1.5 s (env.step_timeout_s)", "in fall_asleep", "walk_env.py"]),
+        ("grip", ["made no progress for 1.5 s (env.step_timeout_s)", "in _fault", "walk_env.py"]),
     ],
 )
 def test_a_simulator_that_fails_in_a_step_shows_its_traceback_and_is_replaced(make, caplog, monkeypatch, what, words):
     monkeypatch.setattr("rlinf.distributed.stack_dump.MAX_POLLS", 600)
-    env = make(num_envs=2, num_processes=1, step_timeout_s=3.0 if what in ("hang", "grip") else PATIENCE_S)
+    env = make(num_envs=2, num_processes=1, step_timeout_s=1.5 if what in ("hang", "grip") else PATIENCE_S)
     env.reset()
     make.fault(f"step {what}")
     with caplog.at_level(logging.WARNING, "rlinf"):
@@ -209,16 +209,16 @@ def test_no_worker_is_given_up_because_the_parent_stood_still(make, monkeypatch)
 @pytest.mark.parametrize("name", ["reset_timeout_s", "step_timeout_s"])
 def test_a_reset_and_a_step_have_deadlines_of_their_own(make, name, caplog, tmp_path):
     """The reset hangs: only the short ``reset_timeout_s`` notices it soon."""
-    env = make(num_processes=1, **{"reset_timeout_s": 600.0, "step_timeout_s": 600.0, name: 3.0})
+    env = make(num_processes=1, **{"reset_timeout_s": 600.0, "step_timeout_s": 600.0, name: 1.0})
     make.fault("reset hang")
     thread = threading.Thread(target=env.reset)
     with caplog.at_level(logging.WARNING, "rlinf"):
         thread.start()
         while thread.is_alive() and (tmp_path / "fault").exists():
             time.sleep(0.01)
-        thread.join(PATIENCE_S if name == "reset_timeout_s" else 4.0)
+        thread.join(PATIENCE_S if name == "reset_timeout_s" else 2.0)
     if name == "reset_timeout_s":
-        assert not thread.is_alive() and "reset made no progress for 3 s (env.reset_timeout_s)" in caplog.text
+        assert not thread.is_alive() and "reset made no progress for 1 s (env.reset_timeout_s)" in caplog.text
         return
     assert thread.is_alive() and not env.num_restarts
     os.kill(pids(env)[0], signal.SIGKILL)

@@ -15,7 +15,6 @@ from run_results import run_config
 
 from rlinf.commands.evaluate import evaluate
 from rlinf.commands.robot import robot
-from rlinf.commands.signals import ctrl_c_waits, sigterm_is_ctrl_c
 from rlinf.envs import make_env
 from rlinf.errors import ConfigError, RLinfError
 from rlinf.robot.clocks import RealTime
@@ -23,6 +22,7 @@ from rlinf.robot.config import RobotConfig
 from rlinf.robot.loop import RobotEpisodes
 from rlinf.robot.robot import EnvRobot, EpisodeVoidError, check_fits
 from rlinf.robot.schedule import ChunkSchedule
+from rlinf.training.stop_signal import ctrl_c_waits, sigterm_is_ctrl_c
 from rlinf.types import EnvSpec, EpisodeResult, EpisodeSpec
 
 SPEC = EpisodeSpec("clock", 0, 0, 0)

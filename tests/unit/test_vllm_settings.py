@@ -17,7 +17,6 @@ from rlinf.cli import doctor
 from rlinf.config.compose import compose_config
 from rlinf.config.schema import build_config
 from rlinf.engines import vllm_engine
-from rlinf.engines.config import VllmOptions
 from rlinf.engines.vllm_engine import GenerateResult
 from rlinf.engines.vllm_server import DECODE_GRAPHS, graph_arguments, language_model_arguments
 from rlinf.engines.vllm_weights import BucketLoader, LanguageModelNames, TensorNames
@@ -40,6 +39,7 @@ from rlinf.number_formats import format_bytes
 from rlinf.preflight.memory import estimate_memory
 from rlinf.preflight.validation import validate
 from rlinf.rollout import vllm_policy
+from rlinf.rollout.config import VllmOptions
 from rlinf.rollout.vllm_policy import row_seeds
 from rlinf.types import Observation
 from tests.unit.test_openvla_model import build as build_openvla

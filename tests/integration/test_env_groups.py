@@ -7,7 +7,7 @@ from unittest import mock
 
 import pytest
 import torch
-from run_results import run_config
+from run_results import QUIET, run_config
 
 from rlinf.algorithms import ALGORITHMS, statistics
 from rlinf.algorithms.base import LossCounts
@@ -22,10 +22,9 @@ from rlinf.training.minibatches import MinibatchPlan
 from rlinf.training.rl_trainer import check_equal_on_ranks, rollout_metrics
 
 SMALL = [
-    "env.tasks=[reach]", "env.max_episode_steps=6", "rollout.num_envs=8", "rollout.num_chunks=6", "trainer.minibatch_size=16",
-    "model.micro_batch_size=4", "trainer.max_steps=3", "trainer.eval_every=0", "sft.max_steps=0", "cluster.num_threads=1",
-    "evaluation.num_episodes=2", "evaluation.num_envs=4", "evaluation.num_videos_per_task=0", "evaluation.probe=false",
-    "tracking.tensorboard=false", "tracking.progress=false", "trainer.adam_eps=1e-3",
+    *QUIET, "env.tasks=[reach]", "env.max_episode_steps=6", "rollout.num_envs=8", "rollout.num_chunks=6", "trainer.minibatch_size=16",
+    "model.micro_batch_size=4", "trainer.max_steps=3", "trainer.eval_every=0", "sft.max_steps=0", "evaluation.num_episodes=2",
+    "evaluation.num_envs=4", "evaluation.probe=false", "trainer.adam_eps=1e-3",
 ]  # fmt: skip
 RUNS = {
     "quickstart": ["experiment=quickstart", "algorithm.critic_warmup_steps=1"],

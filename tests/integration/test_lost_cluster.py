@@ -14,16 +14,15 @@ from pathlib import Path
 import pytest
 import torch
 from processes import nothing_is_left, processes_of
-from run_results import run_config, untimed_metrics, weights_of
+from run_results import QUIET, run_config, untimed_metrics, weights_of
 
 from rlinf.commands.train import train
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="not installed: ray; extra 'ray'")
 STATE = [
-    "model=mlp", "env.tasks=[reach]", "env.cameras=[]", "rollout.num_envs=8", "rollout.num_chunks=16", "env.max_episode_steps=16",
-    "trainer.minibatch_size=64", "model.micro_batch_size=32", "trainer.save_every=1", "sft.max_steps=0", "evaluation.num_episodes=2",
-    "evaluation.num_envs=2", "evaluation.num_videos_per_task=0", "evaluation.probe=false", "tracking.tensorboard=false",
-    "tracking.progress=false", "cluster.num_threads=1",
+    *QUIET, "model=mlp", "env.tasks=[reach]", "env.cameras=[]", "rollout.num_envs=8", "rollout.num_chunks=16",
+    "env.max_episode_steps=16", "trainer.minibatch_size=64", "model.micro_batch_size=32", "trainer.save_every=1", "sft.max_steps=0",
+    "evaluation.num_episodes=2", "evaluation.num_envs=2", "evaluation.probe=false",
 ]  # fmt: skip
 SPLIT = ["cluster.start=ray", "cluster.placement=disaggregated", "cluster.num_rollout_workers=2"]
 RAY = {

@@ -14,7 +14,7 @@ import torch
 from processes import is_running
 from ray_clusters import two_machines
 from ray_references import counted, is_freed
-from run_results import check_equal_runs, check_staleness, note_trained, run_config, untimed_metrics, weights_of
+from run_results import QUIET, check_equal_runs, check_staleness, note_trained, run_config, untimed_metrics, weights_of
 
 from rlinf.cluster.reservation import Reservation, reserved
 from rlinf.cluster.rollout_workers import RolloutWorkers
@@ -24,10 +24,9 @@ from rlinf.evaluation.result import EvaluationResult
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="not installed: ray; extra 'ray'")
 SHORT = [
-    "rollout.num_envs=8", "rollout.num_chunks=3", "env.max_episode_steps=3", "trainer.minibatch_size=12", "model.micro_batch_size=12",
-    "trainer.max_steps=3", "trainer.eval_every=2", "sft.max_steps=0", "evaluation.num_episodes=6", "evaluation.num_envs=4",
-    "evaluation.num_videos_per_task=0", "evaluation.probe=false", "tracking.tensorboard=false", "tracking.progress=false",
-    "cluster.num_threads=1",
+    *QUIET, "rollout.num_envs=8", "rollout.num_chunks=3", "env.max_episode_steps=3", "trainer.minibatch_size=12",
+    "model.micro_batch_size=12", "trainer.max_steps=3", "trainer.eval_every=2", "sft.max_steps=0", "evaluation.num_episodes=6",
+    "evaluation.num_envs=4", "evaluation.probe=false",
 ]  # fmt: skip
 PPO = ["experiment=quickstart", *SHORT]
 STATE = ["model=mlp", "env.tasks=[reach]", "env.cameras=[]", *SHORT]

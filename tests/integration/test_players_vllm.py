@@ -9,7 +9,7 @@ import signal
 import pytest
 import torch
 from processes import engines_of, is_running, wait_until
-from run_results import run_config, untimed_metrics, weights_of
+from run_results import QUIET, run_config, untimed_metrics, weights_of
 from vllm_models import crossed
 
 from rlinf.cluster.rollout_worker import RolloutWorker
@@ -27,10 +27,9 @@ pytestmark = [
     pytest.mark.new_processes,  # of engines
 ]
 SHORT = [
-    "experiment=quickstart_vllm", "sft.max_steps=0", "trainer.max_steps=2", "trainer.minibatch_size=24", "trainer.eval_every=0",
+    "experiment=quickstart_vllm", *QUIET, "sft.max_steps=0", "trainer.max_steps=2", "trainer.minibatch_size=24", "trainer.eval_every=0",
     "rollout.num_envs=8", "rollout.num_chunks=3", "env.max_episode_steps=3", "evaluation.num_episodes=2", "evaluation.num_envs=2",
-    "evaluation.num_videos_per_task=0", "evaluation.probe=false", "algorithm.tis_cap=2.0", "algorithm.critic_warmup_steps=0",
-    "cluster.num_threads=1", "tracking.tensorboard=false", "tracking.progress=false",
+    "evaluation.probe=false", "algorithm.tis_cap=2.0", "algorithm.critic_warmup_steps=0",
 ]  # fmt: skip
 SPLIT = ["cluster.start=ray", "cluster.placement=disaggregated", "cluster.num_rollout_workers=1"]
 

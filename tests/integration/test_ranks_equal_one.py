@@ -13,7 +13,11 @@ REPLACED = [
 CASES = {
     "cloning, then ppo": ("ppo", 2, ["sft.max_steps=2", "sft.num_demonstrations=8", "sft.batch_size=15"]),
     "normalised ppo": ("normalised ppo", 2, ["algorithm.normalize_over=minibatch"]),
-    "pi0": ("ppo", 2, ["model=pi0_tiny", *VLA[1:], "sft.max_steps=0", "algorithm.critic_warmup_steps=0"]),
+    "pi0": (
+        "ppo",
+        2,
+        ["model=pi0_tiny", "env.state=proprio", *VLA[1:], "sft.max_steps=0", "algorithm.critic_warmup_steps=0"],
+    ),
     "a vla": ("ppo", 1, [*VLA, "sft.max_steps=1", "algorithm.critic_warmup_steps=0"]),
     "grpo with replaced groups": ("grpo", 1, REPLACED),
     "rloo": ("rloo", 2, []),

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from processes import is_running
 from ray_clusters import two_machines
-from run_results import check_equal_runs, run_config
+from run_results import QUIET, check_equal_runs, run_config
 
 from rlinf.cluster.machine import CommandMachine
 from rlinf.commands.train import train
@@ -23,11 +23,9 @@ from rlinf.errors import ConfigError, RankError, RankKilledError
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="not installed: ray; extra 'ray'")
 SMALL = [
-    "model=mlp", "env.tasks=[reach]", "env.cameras=[]", "rollout.num_envs=8", "rollout.num_chunks=3", "env.max_episode_steps=3",
-    "trainer.minibatch_size=12", "model.micro_batch_size=12", "trainer.max_steps=3", "trainer.eval_every=2",
-    "trainer.save_every=1", "sft.max_steps=0", "evaluation.num_episodes=6", "evaluation.num_envs=4",
-    "evaluation.num_videos_per_task=0", "evaluation.probe=false", "tracking.tensorboard=false", "tracking.progress=false",
-    "cluster.num_threads=1", "cluster.num_processes=2",
+    *QUIET, "model=mlp", "env.tasks=[reach]", "env.cameras=[]", "rollout.num_envs=8", "rollout.num_chunks=3", "env.max_episode_steps=3",
+    "trainer.minibatch_size=12", "model.micro_batch_size=12", "trainer.max_steps=3", "trainer.eval_every=2", "trainer.save_every=1",
+    "sft.max_steps=0", "evaluation.num_episodes=6", "evaluation.num_envs=4", "evaluation.probe=false", "cluster.num_processes=2",
 ]  # fmt: skip
 RAY = ["cluster.start=ray"]
 PLAYERS = [*RAY, "cluster.placement=disaggregated", "cluster.num_rollout_workers=2"]

@@ -12,17 +12,12 @@ from pathlib import Path
 import pytest
 import slurm_cluster
 from processes import processes_of
-from run_results import run_config, untimed_metrics
+from run_results import SMALL_RUN, run_config, untimed_metrics
 
 from rlinf.commands.train import train
 
 FOLDER = Path(__file__).parents[2] / "examples" / "cluster"
-SMALL = [
-    "model=mlp", "env=tabletop", "env.tasks=[reach]", "env.cameras=[]", "env.max_episode_steps=8",
-    "rollout.num_envs=8", "rollout.num_chunks=8", "trainer.minibatch_size=32", "model.micro_batch_size=32",
-    "evaluation.num_episodes=8", "evaluation.num_envs=8", "evaluation.num_videos_per_task=0",
-    "tracking.tensorboard=false", "tracking.progress=false", "cluster.num_threads=1", "cluster.device=cpu",
-]  # fmt: skip
+SMALL = [*SMALL_RUN, "cluster.device=cpu"]
 
 
 @pytest.fixture(scope="module")

@@ -10,17 +10,12 @@ import subprocess
 import sys
 from pathlib import Path
 
-from run_results import run_config, untimed_metrics
+from run_results import SMALL_RUN, run_config, untimed_metrics
 
 from rlinf.commands.train import train
 from rlinf.distributed.start import MPIRUN, SRUN, TORCHRUN
 
-SMALL = [
-    "model=mlp", "env=tabletop", "env.tasks=[reach]", "env.cameras=[]", "env.max_episode_steps=8",
-    "rollout.num_envs=8", "rollout.num_chunks=8", "trainer.minibatch_size=32", "model.micro_batch_size=32",
-    "trainer.max_steps=2", "evaluation.num_episodes=8", "evaluation.num_envs=8", "evaluation.num_videos_per_task=0",
-    "tracking.tensorboard=false", "tracking.progress=false", "cluster.num_threads=1", "algorithm.critic_warmup_steps=1",
-]  # fmt: skip
+SMALL = [*SMALL_RUN, "trainer.max_steps=2", "algorithm.critic_warmup_steps=1"]
 
 
 def free_port() -> int:

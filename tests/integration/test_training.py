@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from run_results import run_config, untimed_metrics, weights_of
+from run_results import SMALL_RUN, run_config, untimed_metrics, weights_of
 
 from rlinf.checkpoints import folders as checkpoint_folders
 from rlinf.commands import train as run_module
@@ -25,12 +25,7 @@ from rlinf.preflight import conditions
 from rlinf.training import cloning_trainer, evaluator
 from rlinf.training.rl_trainer import RLTrainer
 
-SMALL = [
-    "model=mlp", "env=tabletop", "env.tasks=[reach]", "env.cameras=[]", "env.max_episode_steps=8",
-    "rollout.num_envs=8", "rollout.num_chunks=8", "trainer.minibatch_size=32", "model.micro_batch_size=32",
-    "trainer.max_steps=4", "evaluation.num_episodes=8", "evaluation.num_envs=8", "evaluation.num_videos_per_task=0",
-    "tracking.tensorboard=false", "tracking.progress=false", "cluster.num_threads=1", "algorithm.critic_warmup_steps=1",
-]  # fmt: skip
+SMALL = [*SMALL_RUN, "trainer.max_steps=4", "algorithm.critic_warmup_steps=1"]
 
 
 def config_of(folder: Path, *overrides: str) -> RunConfig:

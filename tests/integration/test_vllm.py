@@ -16,6 +16,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from processes import engines_of, is_running, wait_until
+from run_results import QUIET
 from transformers import Qwen3MoeConfig
 from vllm_models import (
     NUM_ROWS,
@@ -501,9 +502,8 @@ def test_an_engine_that_starts_does_not_outlive_its_parent(tmp_path):
 # -- training ----------------------------------------------------------------------------------------------------
 
 TRAINING = [
-    "experiment=quickstart_vllm", "sft.max_steps=0", "trainer.max_steps=2", "trainer.minibatch_size=64", "trainer.eval_every=0",
-    "rollout.num_envs=8", "evaluation.num_episodes=4", "evaluation.num_videos_per_task=0", "algorithm.critic_warmup_steps=0",
-    "algorithm.tis_cap=2.0", "cluster.num_threads=1", "tracking.tensorboard=false", "tracking.progress=false",
+    "experiment=quickstart_vllm", *QUIET, "sft.max_steps=0", "trainer.max_steps=2", "trainer.minibatch_size=64", "trainer.eval_every=0",
+    "rollout.num_envs=8", "evaluation.num_episodes=4", "algorithm.critic_warmup_steps=0", "algorithm.tis_cap=2.0",
 ]  # fmt: skip
 
 

@@ -123,8 +123,8 @@ def test_an_engine_of_two_processes_plays_with_committed_weights_only_and_comes_
         assert worker.engine.engine.version == 1, "the engine takes a version as a whole"
         counts = crossed(worker.engine, monkeypatch)
         assert worker.commit() == 2
-        newer, gap = play()
         assert counts["messages"] < 50_000 < counts["tensors"]
+        newer, gap = play()
         assert 0 < gap <= 1e-4 and newer.policy_version.unique().tolist() == [2]
     finally:
         worker.close()

@@ -30,7 +30,7 @@ from rlinf.optim.train_step import TrainStep
 from rlinf.preflight.validation import validate
 from rlinf.recipes.samples import BadRowError
 from rlinf.training import train_worker
-from rlinf.training.rl_trainer import RLTrainer
+from rlinf.training.rollout_queue import RolloutQueue
 from rlinf.types import EpisodeSpec
 
 ROOT = Path(__file__).parents[2]
@@ -243,15 +243,19 @@ def test_only_whole_rollouts_of_rl_count_for_the_deadline_of_the_next(monkeypatc
         pass
     assert not clock.rollouts
     batch = SimpleNamespace(action_mask=torch.ones(2, 3), policy_version=torch.zeros(2))
-    ahead = SimpleNamespace(policy_version=0)
-    trainer = SimpleNamespace(
-        loop=SimpleNamespace(state=SimpleNamespace(env_steps=0)),
-        sync=SimpleNamespace(version=0, rest=lambda: None), collector=SimpleNamespace(result=lambda _: batch), _submit=lambda *_: "handle",
-        _pending={0: SimpleNamespace(handle="handle", ahead=ahead, weights=None, since=time.monotonic())},
+    parts = SimpleNamespace(
+        loop=SimpleNamespace(state=SimpleNamespace(env_steps=0, policy_version=0)),
+        sync=SimpleNamespace(version=0, rollout_policy=None, rest=lambda: None, push=lambda version: None),
+        worker=SimpleNamespace(model=None), config=SimpleNamespace(cluster=SimpleNamespace(max_staleness=0)),
     )  # fmt: skip
-    for env_groups, number in (([0], 0), ([], 0), (None, 1), ([0], 1)):
-        RLTrainer._collect(trainer, 0, env_groups=env_groups)
-        assert len(clock.rollouts) == number
+    collector = SimpleNamespace(submit=lambda *_: "handle", result=lambda _: batch)
+    rollouts = RolloutQueue(parts, collector, needs_values=False, num_steps=1)
+    rollouts.submit(0, 0)
+    for env_groups in ([0], []):
+        rollouts.repeat(0, 1, env_groups)
+        assert not clock.rollouts
+    rollouts.collect(0)
+    assert len(clock.rollouts) == 1
     assert clock.name is None
 
 

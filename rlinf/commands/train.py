@@ -178,7 +178,7 @@ def build(config: RunConfig, reservation: Reservation | None = None) -> Run:
     if reservation is not None and (has_rollout_workers or config.cluster.num_env_workers):
         reservation.join()
     env = _evaluation_env(config, state)
-    dataset, digest = _dataset(config, env, state, resumed_from)
+    dataset = _dataset(config, env, state, resumed_from)
     fingerprint = _fingerprint(config, env)
     model, fps = _policy(config, env, dataset, resumed_from, fingerprint)
     if dataset is not None:
@@ -190,7 +190,7 @@ def build(config: RunConfig, reservation: Reservation | None = None) -> Run:
     workers = sync.generator if isinstance(sync.generator, RolloutWorkers) else None
     episodes = None if workers is None else RemoteEpisodes(workers, config.evaluation.num_envs)
     evaluator = Evaluator(config, env, loop.stop_signal, worker.autocast, episodes)
-    run = _run(TrainerContext(config, loop, worker, sync, evaluator, fingerprint, fps), dataset, digest, workers)
+    run = _run(TrainerContext(config, loop, worker, sync, evaluator, fingerprint, fps), dataset, workers)
     loop.tracker = _tracker(config, state, resumed_from) if rank() == 0 else None
     return run
 
@@ -230,13 +230,11 @@ def _loop(config: RunConfig, state: LoopState, resumed_from: Path | None) -> Loo
     return loop
 
 
-def _run(
-    parts: TrainerContext, dataset: StoredDemonstrations | None, digest: str | None, workers: RolloutWorkers | None
-) -> Run:
+def _run(parts: TrainerContext, dataset: StoredDemonstrations | None, workers: RolloutWorkers | None) -> Run:
     """Create the trainers of the run's remaining phases."""
     if parts.config.trainer.max_steps == 0:
-        return Run(parts, CloningTrainer(parts, dataset, digest, last_tag="after_sft"), None)
-    cloning = CloningTrainer(parts, dataset, digest) if parts.loop.state.phase == "sft" else None
+        return Run(parts, CloningTrainer(parts, dataset, last_tag="after_sft"), None)
+    cloning = CloningTrainer(parts, dataset) if parts.loop.state.phase == "sft" else None
     algorithm = ALGORITHMS.get(parts.config.algorithm.name)
     return Run(parts, cloning, algorithm.make_trainer(parts, parts.evaluator.env, workers))
 
@@ -313,10 +311,10 @@ def _evaluation_env(config: RunConfig, state: LoopState) -> VectorEnv:
 
 def _dataset(
     config: RunConfig, env: VectorEnv, state: LoopState, resumed_from: Path | None
-) -> tuple[StoredDemonstrations | None, str | None]:
-    """Open the dataset to clone, and return it with its hash; raise CheckpointError if a resumed run cloned a different one."""
+) -> StoredDemonstrations | None:
+    """Open the dataset to clone, and record its hash in the state; raise CheckpointError if a resumed run cloned a different one."""
     if state.phase != "sft":
-        return None, None
+        return None
     sft = config.sft
     dataset = open_dataset(sft, env, outcomes=needs_outcomes(sft)) if sft.dataset else None
     digest = None if dataset is None else dataset.digest()
@@ -330,7 +328,8 @@ def _dataset(
             "(rows, tasks or statistics differ). Set sft.dataset=<the dataset of the run>, or start a new run with "
             f"init_from={config.resume} resume=null output_dir=<a new folder>"
         )
-    return dataset, digest
+    state.trainer["dataset"] = digest
+    return dataset
 
 
 def _policy(

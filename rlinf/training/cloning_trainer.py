@@ -41,21 +41,17 @@ class CloningTrainer(ActionTrainer):
 
     Args:
         dataset: Stored demonstrations. If None, the expert collects them.
-        digest: Hash of the dataset and of the settings that select its rows, saved in checkpoints; None without a dataset.
         last_tag: Tag of the evaluation after the last step; None if RL follows, because it starts with an evaluation.
     """
 
     phase = tag = "sft"
 
     def __init__(
-        self,
-        parts: TrainerContext,
-        dataset: StoredDemonstrations | None = None,
-        digest: str | None = None,
-        last_tag: str | None = None,
+        self, parts: TrainerContext, dataset: StoredDemonstrations | None = None, last_tag: str | None = None
     ) -> None:
         super().__init__(parts)
-        self.dataset, self.digest, self.last_tag = dataset, digest, last_tag
+        self.dataset, self.last_tag = dataset, last_tag
+        self._digest: str | None = self.loop.state.trainer.get("dataset")
         # The labels of frames for sft.advantage_top_fraction, as bits in hexadecimal.
         self._saved_labels: str | None = self.loop.state.trainer.get("labels")
         self._waits: list[float] = []  # seconds per step since the last line: waiting for the batch, and in total
@@ -140,7 +136,7 @@ class CloningTrainer(ActionTrainer):
 
     def loop_state(self) -> dict[str, Any]:
         """Return the dataset's hash, which a resumed run must repeat, and the labels of its frames."""
-        return {"dataset": self.digest, "labels": self._saved_labels}
+        return {"dataset": self._digest, "labels": self._saved_labels}
 
     def close(self) -> None:
         """Stop the prefetching threads."""

@@ -175,14 +175,6 @@ def test_the_head_of_a_sharded_model_is_whole_in_both_passes(tiny_lm):
             assert found[2] < 93 * VOCABULARY
 
 
-def test_packed_rows_in_chunks(load, monkeypatch):
-    model, (ids, mask) = load("llama"), rows()
-    expected = sequence_logprobs(model, ids, mask)
-    monkeypatch.setattr(module, "CHUNK_LOGITS", 10 * VOCABULARY)
-    packed = sequence_logprobs(model, ids, mask, packed=True)
-    torch.testing.assert_close(packed, expected, atol=1e-5, rtol=1e-5)
-
-
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("name", ["llama", "gemma2", "phi"])
 def test_the_head_is_applied_to_chosen_tokens_alone(load, name, packed):

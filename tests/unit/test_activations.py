@@ -15,7 +15,7 @@ from rlinf.models import build_policy
 from rlinf.models.embodiment.modules.normalizer import unit_range_stats
 from rlinf.models.layers import find_layers, set_training_options
 from rlinf.preflight import activations
-from rlinf.preflight.activations import AsOnGpu, LinearFit, MetaBytes, attend, measure_passes
+from rlinf.preflight.activations import AsOnGpu, MetaBytes, attend, measure_passes
 from rlinf.preflight.activations import _measure as measured_rows
 from rlinf.preflight.gpu_memory import _observation as observation
 from rlinf.preflight.gpu_memory import measure
@@ -163,11 +163,6 @@ def test_only_the_first_blocks_are_recomputed():
     model, _, _ = measure(config_of("experiment=quickstart"))
     set_training_options(model, recomputed=2, compiled=False)
     assert [block.forward.args[1] for block in find_layers(model)] == [True, True, False, False]
-
-
-def test_lines():
-    line = LinearFit.through(10.0 + 3.0 * activations.FEW, 10.0 + 3.0 * activations.MORE)
-    assert (line.fixed, line.row, line.at(7)) == (10.0, 3.0, 31)
 
 
 def test_a_phase_that_clones_and_one_that_proposes_are_counted():

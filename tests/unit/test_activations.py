@@ -181,7 +181,7 @@ def test_sixteen_bits_by_autocast_keep_less():
     assert half.updates.at(64) < 0.9 * full.updates.at(64)
 
 
-@pytest.mark.parametrize("kind", [RuntimeError, AttributeError, ImportError, AssertionError, IndexError])
+@pytest.mark.parametrize("kind", [RuntimeError, AttributeError])
 def test_a_policy_whose_pass_is_unknown_is_told(monkeypatch, kind):
     config = config_of("experiment=quickstart")
 

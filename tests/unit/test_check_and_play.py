@@ -166,7 +166,7 @@ def test_an_audit_prints_its_rows_and_answers_and_writes_a_page(run, here, capsy
     assert data["rows"][0]["success"]["successes"] == sum(one["success"] for one in counted), "as in the evaluation"
     assert "Does it react to changes during an episode?" in (folder / "report.html").read_text()
     assert main(["audit", *words, f"output_dir={folder}"]) == EXIT_USER_ERROR
-    assert "not empty. Delete it, or set output_dir=<new folder>" in capsys.readouterr().err
+    assert "output_dir=<new folder>" in capsys.readouterr().err
     assert main(["audit", "env=tabletop"]) == EXIT_USER_ERROR and "needs a checkpoint" in capsys.readouterr().err
 
 

@@ -225,6 +225,3 @@ def test_command_prints_the_table(tmp_path, capsys):
     text = capsys.readouterr().out
     assert re.search(r"^total +4/8 +6/8 +\+25\.0 +1 +3 +0\.625$", text, re.MULTILINE)
     assert "b - a = +25.0 percentage points, 95 % interval" in text and str(b / "compare.json") in text
-    for words in (["--compare", str(a)], ["--compare", str(a), str(b), "seed=3"]):
-        assert main(["evaluate", *words]) == 2
-        assert "expected two folders of evaluations" in capsys.readouterr().err

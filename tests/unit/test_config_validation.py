@@ -98,8 +98,6 @@ CASES = {
     "a camera too many": (["env.cameras=[front,side]"], "env.cameras lists 2"),
     "no camera": (["env.cameras=[]"], "env.cameras lists 0"),
     "a camera too few": (["+model.init_config.num_images_in_input=2"], "expects 2 cameras"),
-    "a model of images that sees none": (
-        ["env.state=proprio", "model.init_config.num_images_in_input=0"], "num_images_in_input=0; expected 1 or more"),
     "state policy without a state": (["model=mlp", "env.state=none"], "reads a state"),
     "unknown attention": (["model.attn_implementation=spda"], "'spda'"),
     "flash attention without a GPU": (["model.attn_implementation=flash_attention_2"], "flash_attention_2"),
@@ -147,6 +145,13 @@ def test_contradiction_is_refused_and_the_suggested_override_mends_it(name, tmp_
     for words in mending:
         words = [re.sub(r"<folder.*", str(tmp_path), word) for word in words if "=" in word]
         validate(build(*overrides, *words))
+
+
+def test_a_model_of_images_that_sees_none_is_refused():
+    with pytest.raises(
+        ConfigError, match="num_images_in_input=0; expected 1 or more.*model.init_config.num_images_in_input=1"
+    ):
+        validate(build("env.state=proprio", "model.init_config.num_images_in_input=0"))
 
 
 def test_a_state_width_that_is_typed_must_be_the_envs():

@@ -1,7 +1,6 @@
 """Which GPU each rank, simulator and engine of a made-up machine takes; no GPU is needed to tell."""
 
 import ast
-import json
 import os
 import pickle
 import re
@@ -263,29 +262,3 @@ def test_the_weights_of_a_vision_language_model_are_counted(tmp_path):
     config.save_pretrained(tmp_path)
     model = AutoModelForImageTextToText.from_config(config)
     assert num_weights(model_shapes(tmp_path)) == num_weights(model) > 10_000
-
-
-def test_the_weights_of_a_model_with_its_own_code_are_counted_where_that_is_trusted(tmp_path):
-    (tmp_path / "own.py").write_text(OWN_CODE)
-    code = {"AutoConfig": "own.OwnConfig", "AutoModelForCausalLM": "own.OwnModel"}
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "own", "auto_map": code}))
-    assert num_weights(model_shapes(tmp_path, trust_remote_code=True)) == 15
-    with pytest.raises(ConfigError, match="Pass trust_remote_code=True"):
-        model_shapes(tmp_path)
-
-
-OWN_CODE = """
-from torch import nn
-from transformers import PretrainedConfig, PreTrainedModel
-
-class OwnConfig(PretrainedConfig):
-    model_type = "own"
-
-class OwnModel(PreTrainedModel):
-    config_class = OwnConfig
-
-    def __init__(self, config):
-        super().__init__(config)
-        self.layer = nn.Linear(4, 3)
-        self.post_init()
-"""

@@ -64,15 +64,6 @@ def test_a_pass_by_hand():
     assert memory.now == 0
 
 
-def test_numbers_that_a_pass_reads_are_answered():
-    with MetaBytes(nn.Linear(1, 1, device="meta")):
-        x = torch.empty(3, 2, device="meta")
-        assert bool((x > 0).all()) and float(x.sum()) == 1.0
-        assert x.cpu().is_meta and x[x[:, 0] > 0].shape == (3, 2) and torch.nonzero(x > 0).shape == (6, 2)
-    with pytest.raises((RuntimeError, NotImplementedError)):
-        bool((torch.empty(3, device="meta") > 0).all())  # control: outside, they are not
-
-
 def test_a_loop_until_a_number_changes_ends(monkeypatch):
     monkeypatch.setattr(activations, "MOST_READS", 50)
     with MetaBytes(nn.Linear(1, 1, device="meta")):
@@ -157,12 +148,6 @@ def test_recomputing_the_first_blocks_is_estimated_from_few_passes(family):
         assert 0.85 * peaks[-1] <= estimate <= 1.25 * peaks[-1], (number, peaks, estimate)  # blocks are few and unequal
     assert passes.update(num_blocks).at(rows) == pytest.approx(peaks[-1], rel=0.05)
     assert peaks[-1] < 0.9 * peaks[0], "control: recomputing saves something"
-
-
-def test_only_the_first_blocks_are_recomputed():
-    model, _, _ = measure(config_of("experiment=quickstart"))
-    set_training_options(model, recomputed=2, compiled=False)
-    assert [block.forward.args[1] for block in find_layers(model)] == [True, True, False, False]
 
 
 def test_a_phase_that_clones_and_one_that_proposes_are_counted():

@@ -150,13 +150,6 @@ def test_of_outputs_prompt_and_response_are_counted():
     assert widths == [([1], 10), ([0], 9)]
 
 
-def test_lengths_may_come_from_a_key():
-    batch = BatchedDataDict({"row": torch.arange(4), "tokens": torch.tensor([8, 8, 1, 1])})
-    args = {"max_tokens_per_microbatch": 8, "input_lengths_key": "tokens"}
-    parts, _ = batch.shard_by_batch_size(1, sequence_packing_args=args)
-    assert [rows_of(each) for each in parts[0].make_microbatch_iterator()] == [[0], [1], [2, 3]]
-
-
 BUDGET = {"max_tokens_per_microbatch": 8}
 
 
@@ -183,13 +176,6 @@ def packed(lengths, shards=1, args=BUDGET, **more):
 def test_what_does_not_fit_is_refused(call, words):
     with pytest.raises(ConfigError, match=words):
         call()
-
-
-@pytest.mark.parametrize("wrong", [{}, {"max_tokens": 8}, BUDGET | {"sequence_len_round": 4}])
-@pytest.mark.parametrize("kind", ["dynamic_batching_args", "sequence_packing_args"])
-def test_wrong_settings_of_budgets_are_refused(wrong, kind):
-    with pytest.raises(ConfigError, match="expected max_tokens_per_microbatch"):
-        of_lengths([2]).shard_by_batch_size(1, **{kind: wrong})
 
 
 def test_first_fit_decreasing_by_hand():

@@ -107,16 +107,6 @@ def test_a_folder_that_training_would_not_read_is_refused(saved_run, started, ca
     assert f"{typed}{saved_run}" in capsys.readouterr().err and started == []
 
 
-def test_an_exported_policy_cannot_be_resumed_and_one_of_another_model_starts_no_run(saved_run, started, capsys, here):
-    (saved_run / "state.json").unlink()
-    (saved_run / "config.json").write_text('{"state_dim": 31}')
-    assert main(["train", f"resume={saved_run}"]) == EXIT_USER_ERROR
-    assert "It is an exported policy, which can start a run (init_from=)" in capsys.readouterr().err
-    assert main(["train", f"init_from={saved_run}", "experiment=quickstart"]) == EXIT_USER_ERROR
-    assert "contains a 'mlp'" in capsys.readouterr().err and started == []
-    assert main(["train", f"init_from={saved_run}", *SMALL, "output_dir=new", "seed=9"]) == 0
-
-
 def test_a_folder_whose_run_ended_before_its_first_checkpoint_is_no_dead_end(here, started, capsys):
     (here / "run").mkdir()
     (here / "run" / "metrics.jsonl").write_text("")

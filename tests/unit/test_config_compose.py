@@ -12,7 +12,7 @@ from omegaconf import OmegaConf
 
 import rlinf.config
 from rlinf.algorithms.config import GRPOConfig, PPOConfig, ReinforcePPConfig, RLOOConfig
-from rlinf.config.compose import compose_config, compose_on_saved, normalize_overrides
+from rlinf.config.compose import compose_config, compose_on_saved
 from rlinf.config.presets import PRESETS
 from rlinf.config.schema import REGISTRIES, RunConfig, build_config, section_class
 from rlinf.config.search import find_experiment, packaged_experiments
@@ -163,11 +163,6 @@ def test_keys_of_an_env_or_algorithm_are_those_of_the_chosen_one():
         build("algorithm=grpo", "algorithm.max_resample=1")
     assert build("env=gymnasium", "env.kwargs.g=9.8").env.kwargs == {"g": 9.8}
     assert build("env=gymnasium", "env.kwargs={g: 1.6}").env.kwargs == {"g": 1.6}
-
-
-def test_free_form_section_takes_new_keys_without_a_plus():
-    assert build("model.init_config.depth=3").model.init_config == {"depth": 3}
-    assert normalize_overrides(["model.init_config.depth=3", "seed=1"]) == ["++model.init_config.depth=3", "seed=1"]
 
 
 def test_users_folder_adds_experiments_and_groups(tmp_path):

@@ -97,13 +97,6 @@ def test_bounds_are_accepted_where_they_include_the_number():
         from_mapping(Outer, {"inner": values})
 
 
-def test_omegaconf_mappings_are_resolved():
-    config = from_mapping(Outer, OmegaConf.create({"count": 4, "name": "n${count}"}))
-    assert config.name == "n4"
-    with pytest.raises(ConfigError, match="nope"):
-        from_mapping(Outer, OmegaConf.create({"name": "${nope}"}))
-
-
 def test_whole_configuration_survives_mapping_and_yaml():
     config = build_config({"model": {"init_config": {"a": [1, {"b": None}]}}, "env": {"name": "tabletop"}, "seed": 7})
     text = yaml.safe_dump(to_mapping(config))

@@ -3,7 +3,6 @@
 import json
 import re
 import signal
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -17,7 +16,7 @@ from rlinf.config.compose import compose_config
 from rlinf.config.schema import build_config
 from rlinf.data import lerobot_dataset
 from rlinf.data.hdf5 import ConvertConfig, open_demonstrations
-from rlinf.errors import ConfigError, MissingDependencyError
+from rlinf.errors import ConfigError
 from rlinf.preflight.compatibility import check_dataset
 
 h5py = pytest.importorskip("h5py", reason="h5py is not installed: pip install -e '.[lerobot]'")
@@ -344,15 +343,6 @@ def test_nothing_is_overwritten_and_videos_need_even_sides(tmp_path):
     config.video, config.dataset = False, str(tmp_path)
     with pytest.raises(ConfigError, match="exists; expected a new folder"):
         converting.convert(config)
-
-
-@pytest.mark.parametrize("package", ["h5py", "pyarrow"])
-def test_a_missing_package_is_told_first(package, tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, package, None)
-    with pytest.raises(
-        MissingDependencyError, match=f"needs the package '{package}' .*Run pip install -e '..lerobot.'"
-    ):
-        converting.convert(ConvertConfig("nowhere", str(tmp_path / "data")))
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

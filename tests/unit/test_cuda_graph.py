@@ -115,11 +115,6 @@ def test_a_graph_acts_as_the_policy_does(tapes, kind, attention):
     assert len(tapes) == 3, "the first one still serves, fewer rows too"
 
 
-@pytest.mark.parametrize("rows, padded", [(1, 8), (8, 8), (9, 16), (33, 64), (64, 64), (65, 128), (129, 192)])
-def test_rows_of_a_recording(rows, padded):
-    assert cuda_graph.padded_rows(rows) == padded
-
-
 @pytest.mark.parametrize("padded, num_recordings", [(None, 4), (lambda rows: rows, 64)])
 def test_a_rollout_that_shrinks_from_64_rows_to_1_has_four_recordings(tapes, monkeypatch, padded, num_recordings):
     """With a recording for each number of rows (the control) it has 64."""

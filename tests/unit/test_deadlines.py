@@ -12,7 +12,6 @@ import sys
 import threading
 import time
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -30,7 +29,6 @@ from rlinf.optim.train_step import TrainStep
 from rlinf.preflight.validation import validate
 from rlinf.recipes.samples import BadRowError
 from rlinf.training import train_worker
-from rlinf.training.rl_trainer import RLTrainer
 from rlinf.types import EpisodeSpec
 
 ROOT = Path(__file__).parents[2]
@@ -233,26 +231,6 @@ def test_the_deadline_of_a_rollout_follows_from_those_before():
     assert clock.limit({"rollout": 7.0}) == 7.0
     clock.switch("update")
     assert clock.limit(given) == 600.0
-
-
-def test_only_whole_rollouts_of_rl_count_for_the_deadline_of_the_next(monkeypatch):
-    """Neither the demonstrations of an expert nor the few envs of a resample."""
-    clock = Clock()
-    monkeypatch.setattr(deadlines, "clock", clock)
-    with deadline("rollout"):
-        pass
-    assert not clock.rollouts
-    batch = SimpleNamespace(action_mask=torch.ones(2, 3), policy_version=torch.zeros(2))
-    ahead = SimpleNamespace(policy_version=0)
-    trainer = SimpleNamespace(
-        loop=SimpleNamespace(state=SimpleNamespace(env_steps=0)),
-        sync=SimpleNamespace(version=0, rest=lambda: None), collector=SimpleNamespace(result=lambda _: batch), _submit=lambda *_: "handle",
-        _pending={0: SimpleNamespace(handle="handle", ahead=ahead, weights=None, since=time.monotonic())},
-    )  # fmt: skip
-    for env_groups, number in (([0], 0), ([], 0), (None, 1), ([0], 1)):
-        RLTrainer._collect(trainer, 0, env_groups=env_groups)
-        assert len(clock.rollouts) == number
-    assert clock.name is None
 
 
 def test_progress_begins_a_deadline_again_and_a_reset_is_never_lost():

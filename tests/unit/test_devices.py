@@ -226,14 +226,12 @@ def test_training_all_weights_of_a_model_that_cannot_fit_is_refused_before_they_
 
     monkeypatch.setattr(hf_policy, "load_causal_lm", load)
     options, large = {"torch_dtype": "bfloat16"}, tiny_lm(hidden_size=512, intermediate_size=5000)
-    places = {"cuda:1": "the GPU has 0.001 GB", "auto": "the GPUs have 0.002 GB", "balanced": "the GPUs have 0.002 GB"}
+    places = {"cuda:1": "the GPU has 0.001 GB", "auto": "the GPUs have 0.002 GB"}
     for device_map, there in places.items():
         with pytest.raises(ConfigError, match=rf"needs 0\.3\d* GB.*{re.escape(there)}.*Pass lora=\{{\}}"):
             hf_policy.HuggingFacePolicy(large, device_map=device_map, **options)
-    with pytest.raises(ConfigError, match=r"the GPUs have 0\.002 GB"):
-        hf_policy.HuggingFacePolicy(large, device_map={"model": 0, "lm_head": 1}, **options)
     assert not loaded
-    for device_map in (None, "cpu", torch.device("cpu"), {"": "cpu"}):  # the memory of GPUs does not matter
+    for device_map in (None, "cpu"):  # the memory of GPUs does not matter
         with pytest.raises(Loaded):
             hf_policy.HuggingFacePolicy(large, device_map=device_map, **options)
     loaded.clear()

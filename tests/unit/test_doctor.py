@@ -19,7 +19,6 @@ from rlinf.envs import ENVS
 from rlinf.envs.tabletop.env import TabletopVectorEnv
 from rlinf.errors import MissingDependencyError
 from rlinf.models import get_model
-from rlinf.number_formats import format_bytes
 from rlinf.optim.master_adamw import MasterAdamW
 from rlinf.options import to_mapping
 from rlinf.preflight.memory import estimate_memory, policy_on_meta_device, sample_bytes, store_bytes
@@ -148,24 +147,6 @@ def test_estimate_too_large_for_the_machine_is_a_fault(renders, monkeypatch, cap
     monkeypatch.setattr("rlinf.preflight.memory.available_memory", lambda num_ranks: 1024)
     assert main(["doctor", EXPERIMENT]) == 1
     assert "1024" not in capsys.readouterr().err
-
-
-def test_an_engine_that_sleeps_and_an_update_are_not_added(monkeypatch, capsys):
-    from rlinf.preflight.gpu_memory import GB, estimate_gpu
-
-    config = build("experiment=quickstart_vllm")
-    _, memory = estimate_gpu(config, 10 * GB)
-    micro = config.model.micro_batch_size
-    peak = memory.peak(micro, 0) - memory.simulators
-    assert memory.engine and memory.engine_sleeps and peak < memory.resident + memory.engine + memory.passing(micro)
-    monkeypatch.setattr("rlinf.distributed.process_group.resolve_device", lambda *_: "cuda")
-    monkeypatch.setattr("rlinf.distributed.parallel.rank_memory_bytes", lambda *_: 10 * GB)
-    monkeypatch.setattr("rlinf.preflight.memory.available_memory", lambda _: peak)
-    assert module.check_memory("choice", config) == []
-    assert format_bytes(memory.engine) in capsys.readouterr().out, "the fraction that training would use"
-    monkeypatch.setattr("rlinf.preflight.memory.available_memory", lambda _: peak - 1)
-    (finding,) = module.check_memory("choice", config)
-    assert finding.status == NO and "end other programs on the GPU" in finding.detail
 
 
 def size(tensors):

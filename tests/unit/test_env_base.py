@@ -145,16 +145,6 @@ def test_a_row_without_an_episode_is_neither_reset_nor_observed_nor_stepped():
     assert not env.chunk_step(np.zeros((3, 4, 1))).executed.any()
 
 
-def test_an_idle_row_runs_again_and_a_row_that_ran_may_be_idle():
-    env = build(2)
-    env.reset(options={"episodes": [spec(0), None]})
-    env.chunk_step(np.zeros((2, 3, 1)))
-    assert env.reset(options={"episodes": [None, spec(100)]})[0].state.tolist() == [[0], [0]]
-    step = env.chunk_step(np.zeros((2, 7, 1)))
-    assert step.executed.sum(1).tolist() == [0, 5] and step.success.tolist() == [False, False]
-    assert [one.num_env_steps for one in step.episodes] == [5] and env.counts.tolist() == [3, 5]
-
-
 def test_auto_reset_shows_the_next_episode_and_keeps_the_last_observation():
     env = build(auto_reset=True)
     asked = []

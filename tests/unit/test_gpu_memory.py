@@ -11,7 +11,6 @@ import torch
 
 from rlinf.config.compose import compose_config
 from rlinf.config.schema import build_config
-from rlinf.distributed.parallel import choose_sharding
 from rlinf.engines.gpu_fraction import colocated_fraction, engine_fraction
 from rlinf.envs.config import most_simulators, with_share_of_cores
 from rlinf.envs.graphics import backend
@@ -111,10 +110,9 @@ def test_half_of_the_blocks_save_what_is_estimated(oft):
     """With 84 blocks, the estimate between none and all is within a tenth of a count."""
     config, (model, passes, _) = oft
     sequences = torch.zeros(8, model.num_sampled, dtype=torch.int64, device="meta")
-    for number in (20, 41, 62):
-        set_training_options(model, recomputed=number, compiled=False)
-        counted = _measure(model, _observation(config, 8), 8, config.model.precision, ["rl"], sequences).updates["rl"]
-        assert passes.update(number).at(8) == pytest.approx(counted, rel=0.1), number
+    set_training_options(model, recomputed=41, compiled=False)
+    counted = _measure(model, _observation(config, 8), 8, config.model.precision, ["rl"], sequences).updates["rl"]
+    assert passes.update(41).at(8) == pytest.approx(counted, rel=0.1)
     for block in find_layers(model):
         del block.forward
     assert passes.update(41).at(8) < 0.7 * passes.update(0).at(8)  # control
@@ -248,23 +246,6 @@ def test_the_share_of_an_engine_beside_a_policy(caplog):
     assert engine_fraction(None, 16 * GB, GB // 2, GB, **words) == pytest.approx(11.5 / 16), "a quarter"
 
 
-def test_an_engine_with_a_share_of_its_own_beside_a_small_policy(caplog):
-    config = config_of("experiment=quickstart_vllm")
-    measured = measure(config)
-    for size in (8, 24, 80):
-        fit_to_gpu(config, size * GB, measured)
-    assert not caplog.records
-    config.rollout.vllm.gpu_memory_utilization = 0.9
-    fit_to_gpu(config, 80 * GB, measured)
-    assert "leaves" in caplog.text, "less than is assumed, and enough"
-    with pytest.raises(
-        ConfigError, match=r"GB of them for an engine.*Set rollout.vllm.gpu_memory_utilization=(\S+)$"
-    ) as rejected:
-        fit_to_gpu(config, 16 * GB, measured)
-    config.rollout.vllm.gpu_memory_utilization = float(str(rejected.value).rpartition("=")[2])
-    fit_to_gpu(config, 16 * GB, measured)  # control: the fraction that was named fits
-
-
 def test_adapters_on_the_meta_device_have_the_format_of_real_ones():
     words = ["experiment=quickstart", "model.is_lora=true", "model.lora.rank=2", "model.precision=bf16"]
     config = config_of(*words)
@@ -274,14 +255,6 @@ def test_adapters_on_the_meta_device_have_the_format_of_real_ones():
     empty = {name: p.dtype for name, p in policy_on_meta_device(config).named_parameters()}
     assert real == empty
     assert {dtype for name, dtype in empty.items() if "lora_" in name} == {torch.bfloat16}
-
-
-def test_sharding_of_the_policies_of_this_package(oft):
-    """By their real shapes; ``test_sharding_choice`` has the table by hand."""
-    pi05 = policy_on_meta_device(config_of("experiment=libero_ppo_pi05_24gb", *PI05))
-    assert not choose_sharding("auto", pi05, 8, 80 * GB).sharded
-    assert choose_sharding("auto", pi05, 8, 24 * GB).sharded  # control
-    assert not choose_sharding("auto", oft[1][0], 8, 80 * GB).sharded
 
 
 def test_a_rank_on_a_gpu_asks_before_it_reads_weights(monkeypatch, tmp_path):

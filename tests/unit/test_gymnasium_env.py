@@ -121,16 +121,6 @@ class OldStep(Plain):
         return action, 0.5, False, {}
 
 
-class Bare:
-    """No gymnasium.Env at all."""
-
-    action_space = observation_space = Plain.action_space
-    step = OldStep.step
-
-    def reset(self):
-        return np.zeros(1)
-
-
 class Dies(Plain):
     def reset(self, seed=None, options=None):
         print("loading meshes")
@@ -161,7 +151,7 @@ for name, changes in {"Walk-v0": {}, "Unbounded-v0": {"action_space": gymnasium.
                       "Blind-v0": {"metadata": {"render_modes": []}},
                       "Words-v0": {"observation_space": gymnasium.spaces.Sequence(gymnasium.spaces.Discrete(2))}}.items():
     gymnasium.register(name, entry_point=type(name[:-3], (Walk,), changes), max_episode_steps=6)
-for each in (Plain, OldReset, NoInfo, OldStep, Bare, Dies, Crashes, Hangs, Raises):
+for each in (Plain, OldReset, NoInfo, OldStep, Dies, Crashes, Hangs, Raises):
     gymnasium.register(f"{each.__name__}-v0", entry_point=each, max_episode_steps=6)
 gymnasium.register("Endless-v0", entry_point=Walk)
 '''  # fmt: skip
@@ -267,19 +257,6 @@ def test_numbers_stand_for_actions_of_the_space(kind):
     for numbers, action in zip(given, expected, strict=True):
         taken = action_of(space, np.float32(numbers))
         assert space.contains(taken) and np.array_equal(taken, action), (numbers, taken)
-
-
-@pytest.mark.parametrize("name", ["CartPole-v1", "FrozenLake-v1"])
-def test_an_env_of_choices_takes_the_nearest_one(name):
-    env = make_env(GymnasiumConfig(id=name, num_processes=0), 1, auto_reset=False)
-    bare = gymnasium.make(name)
-    spec = env.episode_specs("train")[1]
-    env.reset(options={"episodes": [spec]})
-    bare.reset(seed=derive_seed(spec.seed, "gymnasium", name, spec.init_state_id) % 2**31)
-    for choice in (1, 0, 1):
-        seen, *_ = env.step(np.array([[choice + 0.4]]))
-        expected = gymnasium.spaces.flatten(bare.observation_space, bare.step(choice)[0])
-        np.testing.assert_array_equal(seen.state[0], np.float32(expected))
 
 
 def test_an_env_that_keeps_things_over_a_reset_is_made_again_for_each_episode():

@@ -76,7 +76,6 @@ for name, changes in {
     "Arm-v0": {},
     "Spoken-v0": {"observation_space": Dict({key: SPACES[key] for key in ("grip",)}), "reset_info": {"instruction": "lift it"}},
     "TwoTexts-v0": {"observation_space": Dict({**SPACES, "hint": Text(9)})},
-    "TwoPlaces-v0": {"reset_info": {"instruction": "lift it"}},
     "Listed-v0": {"observation_space": Dict({"grip": SPACES["grip"]}), "reset_info": {"instruction": ["lift", "it"]}},
     "Renamed-v0": {"told": ("task_success",)},
     "Untold-v0": {"told": ()},

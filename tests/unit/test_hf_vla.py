@@ -125,19 +125,6 @@ def test_greedy_actions_are_those_of_the_vlms_own_generate(zoo, family):
         assert largest_gap(logits, prediction.logits[row]) < 1e-5
 
 
-def test_proposed_candidates_are_those_of_acting(zoo, family):
-    model = zoo.policy(family)
-    inputs, generator = model.preprocess(observe()), torch.Generator().manual_seed(6)
-    uniforms = torch.rand(4, 2, NUM_TOKENS, generator=generator)
-    chunks, features, _ = model.propose(inputs, 3, uniforms)
-    assert torch.equal(chunks[:, 0], model.predict_action_batch(**inputs, do_sample=False).actions)
-    for index in range(2):
-        drawn = model.predict_action_batch(**inputs, uniforms=uniforms[:, index]).actions
-        assert torch.equal(chunks[:, 1 + index], drawn)
-        assert not torch.equal(chunks[:, 2 - index], drawn), "control: the other candidate"
-    assert features.shape == (4, model.feature_dim)
-
-
 def moved(model, loss):
     """Names of the parameters that a loss moves."""
     model.zero_grad()
@@ -199,15 +186,6 @@ def test_the_shards_are_the_layers_of_both_towers(zoo, family):
     embeddings = model.get_input_embeddings().weight.numel() * 2
     total = sum(p.numel() for p in model.vlm.parameters())
     assert held > 0.5 * (total - embeddings)
-
-
-def test_half_precision_changes_rounding_only(zoo):
-    model, half = zoo.policy("llava"), build(zoo.folder("llava"), precision="bf16")
-    prediction = half.predict_action_batch(**half.preprocess(observe()), do_sample=False)
-    assert {p.dtype for p in half.vlm.parameters()} == {torch.bfloat16} and prediction.values.dtype == torch.float32
-    exact = model.evaluate_actions(model.preprocess(observe()), prediction.sequences).logprobs
-    scored = half.evaluate_actions(half.preprocess(observe()), prediction.sequences)
-    assert scored.logprobs.dtype == torch.float32 and 1e-5 < largest_gap(scored.logprobs, exact) < 0.3
 
 
 def test_two_rollout_threads_do_not_disturb_each_other(zoo):
@@ -353,26 +331,6 @@ def test_a_damaged_folder_is_one_error(zoo, tmp_path, file, content, words):
     expect((CheckpointError, ConfigError), str(folder), *words, **section(folder))
 
 
-def test_weights_that_do_not_fit_are_an_error(zoo, tmp_path):
-    from safetensors.torch import load_file, save_file
-
-    model = zoo.policy("llava")
-    model.save_pretrained(tmp_path)
-    file = tmp_path / "model.safetensors"
-    weights = load_file(file)
-    name = next(name for name in weights if "projector" in name and name.endswith("weight"))
-    for change, word in (
-        ({n: w for n, w in weights.items() if n != name}, "missing"),
-        ({**weights, "extra.weight": torch.zeros(2)}, "unexpected"),
-        ({**weights, name: torch.zeros(2, 2)}, "of a different shape"),
-    ):
-        save_file(change, file, metadata={"format": "pt"})
-        expect(CheckpointError, word, "Set model.model_path=", **section(tmp_path, override_config={}))
-    save_file(weights, file, metadata={"format": "pt"})
-    save_file({"mlp.0.weight": torch.zeros(2)}, tmp_path / "value_head.safetensors")
-    expect(CheckpointError, "mlp.0.weight", "missing", **section(tmp_path, override_config={}))
-
-
 def test_a_processor_whose_special_tokens_are_action_tokens_is_an_error(zoo, tmp_path):
     model = zoo.policy("llava")
     model.save_pretrained(tmp_path)
@@ -395,13 +353,3 @@ def test_rotary_frequencies_of_both_towers_stay_float32_in_the_fallback_class(zo
         assert buffer.dtype == torch.float32 and torch.equal(buffer, expected[key]), key
     rounded = dict(plain.to(torch.bfloat16).named_buffers())  # control: transformers' own conversion rounds them
     assert any(rounded[key].dtype == torch.bfloat16 for key in expected)
-
-
-def test_an_input_longer_than_the_language_models_positions_is_refused(zoo):
-    model = zoo.copy("internvl" if "internvl" in FAMILIES else sorted(FAMILIES)[0])
-    needed = model.preprocess(observe())["input_ids"].shape[1] + NUM_TOKENS
-    model.config.text_config.max_position_embeddings = needed
-    model.preprocess(observe())
-    model.config.text_config.max_position_embeddings = needed - 1
-    with pytest.raises(ConfigError, match=rf"has {needed} tokens.* {needed - 1} positions \(max_position_embeddings\)"):
-        model.preprocess(observe())

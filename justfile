@@ -6,7 +6,7 @@ install *options:
 
 # Lint, and the fast tests, by the seconds in tests/slow.txt.
 check *arguments:
-    .venv/bin/ruff check . && .venv/bin/ruff format --check -q .
+    bash scripts/lint.sh
     OMP_NUM_THREADS=1 .venv/bin/python -m pytest -q -n 2 --dist worksteal -m "not slow" {{arguments}}
 
 # All tests, or those that are named.

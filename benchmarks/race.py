@@ -42,8 +42,7 @@ import matplotlib.pyplot as plt
 from control_policies import ShiftedPolicy, best_offset, evaluate_noise, plane_offsets
 
 import rlinf
-from rlinf.checkpoints.folders import resolve_checkpoint
-from rlinf.checkpoints.saved_config import read_saved_config
+from rlinf.checkpoints.folders import read_saved_config, resolve_checkpoint
 from rlinf.commands.robot import robot
 from rlinf.commands.train import train
 from rlinf.config.compose import compose_config

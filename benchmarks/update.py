@@ -28,10 +28,10 @@ from rlinf.config.schema import RunConfig, build_config
 from rlinf.distributed.process_group import set_num_threads
 from rlinf.envs import make_env
 from rlinf.envs.base import VectorEnv
+from rlinf.envs.episodes import EpisodeSampler
 from rlinf.models import build_policy
 from rlinf.models.embodiment.base import ActionModel
 from rlinf.rollout.collector import RolloutCollector
-from rlinf.rollout.sampler import EpisodeSampler
 from rlinf.seeding import seed_everything
 from rlinf.training.minibatches import Minibatch, MinibatchPlan
 from rlinf.training.train_worker import TrainWorker

@@ -51,7 +51,7 @@ HEAD = (
 
 
 WORDS = {
-    "return_without_success": ("reward", "success"), "constant_return": ("reward", "actions"), "zero_variance_groups": ("reward",),
+    "return_without_success": ("reward", "success"), "constant_return": ("reward", "actions"),
 }  # fmt: skip
 """Causes that the sentence of a rule names without a key."""
 
@@ -180,7 +180,7 @@ def held_out() -> Tally:
     """Print a line for each recorded run, and return the counts."""
     tally = Tally()
     for row in map(json.loads, HELD_OUT.read_text(encoding="utf-8").splitlines()):
-        record = Record(row["metrics"], row["config"], row.get("manifest", {}))
+        record = Record(row["metrics"], row["config"])
         found = diagnose(record)
         verdict = tally.add(record, found, row["fault_key"] if row["kind"] == "fault" else None, row["outcome"])
         said = ", ".join(f"{finding.rule} {finding.set}".strip() for finding in found.findings)

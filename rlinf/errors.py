@@ -6,9 +6,11 @@ Every message states the actual value, the requirement and the fix.
 from __future__ import annotations
 
 import difflib
+import importlib
 import sys
 from collections.abc import Iterable
-from typing import Any
+from types import ModuleType
+from typing import Any, NoReturn
 
 
 class RLinfError(Exception):
@@ -171,3 +173,29 @@ def did_you_mean(name: str, options: Iterable[str]) -> str:
     close = closest(name, names)
     hint = f" Did you mean '{close}'?" if close else ""
     return f"{hint} Known: {', '.join(names) or '(none)'}."
+
+
+def reject(actual: str, required: str, fix: str) -> NoReturn:
+    """Raise a ``ConfigError`` with the actual values, the requirement, and overrides that fix it."""
+    raise ConfigError(f"{actual}; expected {required}. Set {fix}")
+
+
+class UnreadableRowError(ConfigError):
+    """A row of a dataset has no readable image."""
+
+
+def damaged(place: object, reason: str | Exception, kind: type[ConfigError] = ConfigError) -> ConfigError:
+    """Return an error reporting that a dataset or one of its files is damaged or incomplete."""
+    text = f"{type(reason).__name__}: {reason}" if isinstance(reason, Exception) else reason
+    return kind(f"{place} is damaged or incomplete ({text}). Copy the dataset again, or use a different one")
+
+
+def import_reader(module: str, wanted_by: str, files: str) -> ModuleType:
+    """Import a module from the ``lerobot`` extra; raise MissingDependencyError if it is not installed."""
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise MissingDependencyError(
+            f"{wanted_by} needs the package '{module.partition('.')[0]}' for {files}. Run pip install -e '.[lerobot]' in the "
+            "clone of rlinf"
+        ) from error

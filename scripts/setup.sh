@@ -180,7 +180,7 @@ else
     "${pip[@]}" ${index:+--extra-index-url "$index"} "$torch"
   fi
   say "installing rlinf[$EXTRAS]${LOCK:+, the versions of $LOCK}"
-  "${pip[@]}" ${index:+--extra-index-url "$index"} -e "$ROOT[$EXTRAS]"
+  "${pip[@]}" ${index:+--extra-index-url "$index"} -e "${ROOT}[$EXTRAS]"
   groups=()
   [ "$DEV" = 0 ] || groups+=(dev-without-dependencies)
   [ "$SIMS" = 0 ] || groups+=(sims-without-dependencies)

@@ -21,7 +21,7 @@ from rlinf.engines.vllm_engine import PROCESS, engine_environment
 
 PRELOADED = [
     "rlinf.engines.vllm_server",
-    "rlinf.engines.vllm_images",
+    "rlinf.engines.vllm_requests",
     "vllm.entrypoints.llm",
     "vllm.v1.worker.cpu_worker",
 ]

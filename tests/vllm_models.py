@@ -7,7 +7,7 @@ from transformers import Phi3Config, Phi3ForCausalLM
 from rlinf.config.compose import compose_config
 from rlinf.config.schema import build_config
 from rlinf.models import build_policy
-from rlinf.models.merged_weights import MergedWeights
+from rlinf.models.lora import MergedWeights
 from rlinf.types import Observation
 
 NUM_ROWS, TEMPERATURE = 12, 1.3

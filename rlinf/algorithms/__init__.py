@@ -8,8 +8,8 @@ ALGORITHMS: Registry = Registry(
     "rlinf.algorithms",
     {
         "ppo": "rlinf.algorithms.ppo:PPO",
-        "grpo": "rlinf.algorithms.grpo:GRPO",
-        "rloo": "rlinf.algorithms.rloo:RLOO",
+        "grpo": "rlinf.algorithms.groups:GRPO",
+        "rloo": "rlinf.algorithms.groups:RLOO",
         "reinforce_pp": "rlinf.algorithms.reinforce_pp:ReinforcePP",
         "sac": "rlinf.offpolicy.sac:SAC",
         "td3": "rlinf.offpolicy.td3:TD3",

@@ -13,7 +13,7 @@ from torch import Tensor
 from rlinf.algorithms.advantages import action_advantages
 from rlinf.algorithms.config import AlgorithmConfig, AnyAlgorithmConfig
 from rlinf.algorithms.losses import aggregate_logprobs, clipped_policy_loss, kl_penalty, truncated_importance_weights
-from rlinf.distributed.sums import sum_counts
+from rlinf.distributed.process_group import sum_counts
 from rlinf.errors import ConfigError
 from rlinf.imports import import_string
 from rlinf.number_formats import format_count

@@ -1,4 +1,4 @@
-"""Algorithms that replace the value function by comparing the returns of episodes with the same ``EpisodeSpec``."""
+"""GRPO and RLOO, which replace the value function by comparing the returns of episodes with the same ``EpisodeSpec``."""
 
 from abc import abstractmethod
 from typing import ClassVar
@@ -6,9 +6,9 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from rlinf.algorithms.advantages import episode_returns
+from rlinf.algorithms.advantages import episode_returns, group_advantages, leave_one_out_advantages
 from rlinf.algorithms.base import Algorithm, spread_over_actions
-from rlinf.algorithms.config import AlgorithmConfig, GroupConfig
+from rlinf.algorithms.config import AlgorithmConfig, GroupConfig, GRPOConfig, RLOOConfig
 from rlinf.algorithms.statistics import masked_mean, masked_normalize
 from rlinf.types import RolloutBatch
 
@@ -94,3 +94,28 @@ def check_groups(batch: RolloutBatch) -> None:
     sizes = torch.unique(batch.group_ids[0], return_counts=True)[1]
     if int(sizes.min()) < 2:
         raise ValueError("A group with only one episode has no advantage. Set rollout.group_size=2 or more")
+
+
+class GRPO(GroupAlgorithm):
+    """GRPO (Shao et al. 2024), applied to the episode returns within each group."""
+
+    config_class: ClassVar[type[GRPOConfig]] = GRPOConfig
+    config: GRPOConfig
+
+    def group_advantages(self, returns: Tensor, group_ids: Tensor) -> tuple[Tensor, Tensor]:
+        return group_advantages(returns, group_ids, self.config.scale_by_std)
+
+
+class RLOO(GroupAlgorithm):
+    """RLOO (Ahmadian et al. 2024): ``A_i = R_i - 1 / (n - 1) sum_{j != i} R_j`` for every call of episode ``i``.
+
+    ``R_i`` is the undiscounted return. The loss is PPO's clipped surrogate, whose gradient is REINFORCE's in a rollout's first minibatch.
+    ``Algorithm.loss`` adds the KL penalty to the loss, as for GRPO. The paper instead subtracts it from ``R_i``, but returns in a group
+    would then always differ, and groups without a learning signal could no longer be recognised.
+    """
+
+    config_class: ClassVar[type[RLOOConfig]] = RLOOConfig
+    config: RLOOConfig
+
+    def group_advantages(self, returns: Tensor, group_ids: Tensor) -> tuple[Tensor, Tensor]:
+        return leave_one_out_advantages(returns, group_ids)

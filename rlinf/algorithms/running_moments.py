@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor, nn
 
-from rlinf.distributed.sums import sum_env_groups
+from rlinf.distributed.process_group import sum_env_groups
 
 EPSILON = 1e-8
 """Constant added to a variance before taking the square root."""

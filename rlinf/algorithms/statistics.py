@@ -1,7 +1,7 @@
 """Statistics over the rollouts of all ranks, where each rank stores the rollout of its own envs.
 
 Every function is a collective call: all ranks call the same functions in the same order. Values are summed per env in float64, and
-the sums are added in env order (``rlinf.distributed.sums``). The results are therefore bit-identical for any number of ranks, which
+the sums are added in env order (``rlinf.distributed.process_group``). The results are therefore bit-identical for any number of ranks, which
 a mean of the ranks' means would not be.
 """
 
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from rlinf.algorithms.advantages import ROUNDING
-from rlinf.distributed.sums import maximum, sum_env_groups
+from rlinf.distributed.process_group import maximum, sum_env_groups
 
 
 def masked_mean(values: Tensor, mask: Tensor) -> float:

@@ -4,9 +4,8 @@ import os
 import shutil
 from pathlib import Path
 
-from rlinf.checkpoints.checkpoint import on_rank_zero
+from rlinf.checkpoints.checkpoint import on_rank_zero, write_policy
 from rlinf.checkpoints.folders import policy_folder
-from rlinf.checkpoints.model_files import write_policy
 from rlinf.files import naming
 from rlinf.models.base_weights import weights_digest
 from rlinf.models.embodiment.actor_policy import ActorPolicy, actor_settings, base_store_folder

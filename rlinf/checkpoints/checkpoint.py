@@ -28,15 +28,19 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 import yaml
+from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from rlinf.checkpoints import folders
-from rlinf.checkpoints.model_files import is_adapter, leaves_base, save_model_files
-from rlinf.checkpoints.rng_state import load_rng_state, rng_state, save_rng_state
 from rlinf.checkpoints.trainer_state import (
     frozen_names,
+    is_adapter,
+    leaves_base,
+    load_rng_state,
     load_trainer_state,
+    rng_state,
+    save_rng_state,
     trainer_tensors,
     weights_to_save,
     write_tensors,
@@ -47,7 +51,16 @@ from rlinf.errors import CheckpointError
 from rlinf.files import naming, replace_folder, write_text
 from rlinf.manifest import Manifest, hash_files
 from rlinf.optim.finite import check_loaded
-from rlinf.run_folder import CONFIG_FILE, RANDOM_FOLDER, SAFETENSORS_FOLDER, STATE_FILE, TRAINER_FOLDER
+from rlinf.run_folder import (
+    ADAPTER_FOLDER,
+    CONFIG_FILE,
+    MODEL_FOLDER,
+    RANDOM_FOLDER,
+    SAFETENSORS_FOLDER,
+    STATE_FILE,
+    STATISTICS_FILE,
+    TRAINER_FOLDER,
+)
 
 logger = logging.getLogger("rlinf")
 
@@ -306,3 +319,33 @@ def set_aside_later(resumed: Path) -> None:
         os.rename(path, folder / path.name)
     names = ", ".join(path.name for path in later)
     logger.warning("The run continues from %s; later checkpoints (%s) were moved to %s", resumed, names, folder)
+
+
+def save_model_files(folder: Path, model: Any, weights: dict[str, Tensor]) -> None:
+    """Write the full state dict ``weights`` to ``folder/model``, or to ``folder/adapter`` if the model has adapters."""
+    write_policy(folder / (ADAPTER_FOLDER if is_adapter(model) else MODEL_FOLDER), model, weights)
+
+
+def write_policy(folder: Path, model: Any, weights: dict[str, Tensor]) -> None:
+    """Write weights (or adapters), config, processor and action statistics to ``folder`` on one rank. May raise OSError."""
+    try:
+        if is_adapter(model):
+            from rlinf.models.lora import save_adapter  # imports peft and transformers
+
+            save_adapter(model, folder, weights)
+        else:
+            if any(hasattr(module, "generation_config") for module in model.modules()):
+                from rlinf.models.hf_model import accept_saving  # imports transformers
+
+                accept_saving(model)
+            model.save_pretrained(folder, state_dict=weights)
+    except SafetensorError as error:
+        raise OSError(str(error)) from error
+    if leaves_base(model):
+        return
+    processor = getattr(model, "processor", None)
+    if processor is not None and not is_adapter(model):
+        processor.save_pretrained(folder)
+    statistics = getattr(model.config, "norm_stats", None)
+    if statistics:
+        write_text(folder / STATISTICS_FILE, json.dumps(statistics, indent=1))

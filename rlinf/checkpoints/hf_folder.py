@@ -41,8 +41,7 @@ from rlinf.models.base_weights import base_tensors, weights_digest
 from rlinf.models.config import LoraConfig
 from rlinf.models.hf_model import HFModel, model_shapes
 from rlinf.models.loading import read_json
-from rlinf.models.lora import adapter_state_dict, apply_lora, check_untied
-from rlinf.models.merged_weights import layer_prefix
+from rlinf.models.lora import adapter_state_dict, apply_lora, check_untied, layer_prefix
 from rlinf.number_formats import GIB
 from rlinf.run_folder import ADAPTER_FILE, CONFIG_FILE, MANIFEST_FILE, STATISTICS_FILE, TRAINER_FOLDER
 

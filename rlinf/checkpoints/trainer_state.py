@@ -5,16 +5,15 @@ the tensor updated by the optimiser: for a 16-bit parameter, its float32 master 
 from float32 parameters, so either can be loaded into the other.
 """
 
-# `torch.distributed.checkpoint.state_dict` is not used because it initialises an empty optimiser state with a zero-gradient step,
-# after which AdamW's bias correction starts at step 2. It also cannot restore a state in which some parameters have not been updated
-# yet, as during critic warm-up.
-
 import pickle
+import random
 import re
 import warnings
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
@@ -24,11 +23,15 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystem
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
 from torch.optim import Optimizer
 
-from rlinf.checkpoints.model_files import may_leave_base
 from rlinf.distributed.process_group import rank
 from rlinf.errors import CheckpointError
-from rlinf.files import write_error
+from rlinf.files import naming, write_error
 from rlinf.optim.master_adamw import MasterAdamW
+
+# `torch.distributed.checkpoint.state_dict` is not used because it initialises an empty optimiser state with a zero-gradient step,
+# after which AdamW's bias correction starts at step 2. It also cannot restore a state in which some parameters have not been updated
+# yet, as during critic warm-up.
+
 
 MODEL, OPTIMIZER = "model.", "optimizer."
 METADATA_FILE = ".metadata"
@@ -221,3 +224,64 @@ def _reason(error: BaseException) -> str:
     """Describe the first cause on one line."""
     cause = _cause(error)
     return str(error) if cause is error else f"{type(cause).__name__}: {cause}"
+
+
+def rng_state(generators: Mapping[str, torch.Generator] | None = None) -> dict[str, Any]:
+    """Return a copy of the random states of Python, NumPy, torch and the given generators."""
+    version, integers, gauss = random.getstate()
+    legacy = np.random.get_state(legacy=False)
+    state: dict[str, Any] = {
+        "python": {"version": version, "integers": torch.tensor(integers, dtype=torch.int64), "gauss": gauss},
+        "numpy": {
+            "name": legacy["bit_generator"], "keys": torch.from_numpy(legacy["state"]["key"].astype(np.int64)),
+            "position": int(legacy["state"]["pos"]), "has_gauss": int(legacy["has_gauss"]), "cached": float(legacy["gauss"]),
+        },
+        "torch": torch.get_rng_state(),
+    }  # fmt: skip
+    if torch.cuda.is_available():
+        state["cuda"] = torch.cuda.get_rng_state()
+    return state | {"generators": {name: generator.get_state() for name, generator in (generators or {}).items()}}
+
+
+def save_rng_state(path: Path, state: dict[str, Any]) -> None:
+    """Write the result of ``rng_state`` to a file."""
+    with naming(path):
+        torch.save(state, path)
+
+
+def load_rng_state(path: Path, generators: Mapping[str, torch.Generator] | None = None) -> None:
+    """Restore random states from a file; raise CheckpointError if it does not contain any."""
+    try:
+        state = torch.load(path, weights_only=True)
+        _set_state(state)
+        for name, generator in (generators or {}).items():
+            generator.set_state(state["generators"][name])
+    except (pickle.UnpicklingError, EOFError, KeyError, AttributeError, TypeError, ValueError, RuntimeError) as error:
+        # Omit the error's text: it recommends `weights_only=False`, which would run pickled code.
+        reason = type(error).__name__
+        raise CheckpointError(f"{path} contains no random states ({reason}). Use a different checkpoint.") from error
+
+
+def _set_state(state: dict[str, Any]) -> None:
+    python, legacy = state["python"], state["numpy"]
+    random.setstate((python["version"], tuple(python["integers"].tolist()), python["gauss"]))
+    keys = legacy["keys"].numpy().astype(np.uint32)
+    np.random.set_state((legacy["name"], keys, legacy["position"], legacy["has_gauss"], legacy["cached"]))
+    torch.set_rng_state(state["torch"])
+    if "cuda" in state and torch.cuda.is_available():
+        torch.cuda.set_rng_state(state["cuda"])
+
+
+def leaves_base(model: Any) -> bool:
+    """Return whether a model's checkpoints contain only an actor, because the frozen base policy is in the run folder."""
+    return getattr(model, "base_store", None) is not None
+
+
+def may_leave_base(model: Any) -> bool:
+    """Return whether a model's checkpoints may omit its frozen weights."""
+    return is_adapter(model) or hasattr(model, "base_store")
+
+
+def is_adapter(model: Any) -> bool:
+    """Return whether a model has LoRA layers. If so, its adapters are saved instead of its full weights."""
+    return hasattr(model, "peft_config")

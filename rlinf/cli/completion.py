@@ -8,7 +8,7 @@ from pathlib import Path
 
 import yaml
 
-from rlinf.cli import COMMANDS, OWN_KEYS
+from rlinf.cli.commands import COMMANDS
 from rlinf.config.names import GROUP, group_folders, options_of
 from rlinf.config.schema import REGISTRIES, RunConfig, section_class
 from rlinf.errors import ConfigError, RLinfError
@@ -17,9 +17,6 @@ from rlinf.imports import import_string
 from rlinf.options import override_text, public_fields
 
 INSTALL, COMPLETE = "--install-completion", "--complete"
-
-OTHER_KEYS = ("launch", "report", "why", "convert", "classifier", "export", "models")
-"""Commands that do not accept the keys of a run, for which the shell completes file names."""
 
 SHELLS = ("bash", "zsh", "fish")
 """Shells for which this folder contains a script ``completion.<shell>``."""
@@ -64,10 +61,10 @@ def complete(arguments: list[str]) -> int:
     before = [token for token in before if token]
     if len(before) < 2:
         candidates = [*COMMANDS, "--help", "--version", INSTALL]
-    elif before[1] in COMMANDS and before[1] not in OTHER_KEYS:
+    elif before[1] in COMMANDS and COMMANDS[before[1]].has_config:
         candidates = overrides(before[2:], current)
-        if before[1] in OWN_KEYS:
-            kind, (key, equals, _) = import_string(OWN_KEYS[before[1]]), current.partition("=")
+        if (keys := COMMANDS[before[1]].keys) is not None:
+            kind, (key, equals, _) = import_string(keys), current.partition("=")
             candidates += values_of(kind, key) if equals else [f"{name}=" for name in public_fields(kind)]
     else:
         candidates = []

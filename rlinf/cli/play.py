@@ -11,10 +11,9 @@ from pathlib import Path
 from rlinf.commands.hydra_app import configure, own_settings, require_policy, with_checkpoint
 from rlinf.config.schema import RunConfig
 from rlinf.envs import make_env
-from rlinf.errors import ConfigError
+from rlinf.errors import ConfigError, reject
 from rlinf.evaluation.video import write_video
 from rlinf.options import PathText, option
-from rlinf.preflight.reject import reject
 from rlinf.seeding import seed_everything
 
 

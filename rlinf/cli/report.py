@@ -4,8 +4,7 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from rlinf.errors import ConfigError
-from rlinf.preflight.reject import reject
+from rlinf.errors import ConfigError, reject
 from rlinf.report.recipe_data import is_token_folder
 from rlinf.report.run_page import write_report
 from rlinf.report.runs import group_runs, read_runs, repeated_seeds, run_folders, write_runs_report

@@ -6,8 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
-from rlinf.checkpoints.folders import resolve_checkpoint
-from rlinf.checkpoints.saved_config import TOKEN_KEYS
+from rlinf.checkpoints.folders import TOKEN_KEYS, resolve_checkpoint
 from rlinf.commands.hydra_app import (
     configure,
     given_value,

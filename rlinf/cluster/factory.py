@@ -11,9 +11,9 @@ from rlinf.distributed.process_group import resolve_device
 from rlinf.envs import ENVS, make_env
 from rlinf.envs.base import VectorEnv
 from rlinf.envs.config import default_num_worker_threads, most_simulators, with_share_of_cores
+from rlinf.envs.episodes import EpisodeSampler
 from rlinf.envs.remote.env import EnvNodes, RemoteVectorEnv
 from rlinf.rollout.collector import RolloutCollector
-from rlinf.rollout.sampler import EpisodeSampler
 
 
 def threads_of_rank(config: RunConfig, env: VectorEnv, num_ranks: int) -> int:

@@ -13,11 +13,11 @@ import numpy as np
 import torch
 
 from rlinf.cluster.machine import CommandMachine
-from rlinf.cluster.policy_replica import PolicyReplica
 from rlinf.cluster.weights import StoredWeights
 from rlinf.distributed.child_process import Failure, failure_in, failure_of
 from rlinf.distributed.stack_dump import DUMP_SIGNAL
 from rlinf.engines.weight_transfer import PushHeader
+from rlinf.rollout.policy_skeleton import PolicyReplica
 from rlinf.types import RolloutBatch
 
 

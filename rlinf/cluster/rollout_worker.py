@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from rlinf.cluster.factory import collector_factory, env_maker, threads_of_rank
-from rlinf.cluster.policy_replica import PolicyReplica
 from rlinf.config.schema import RunConfig
 from rlinf.distributed.process_group import given_num_threads, resolve_device
 from rlinf.engines.vllm_engine import expandable_segments
@@ -23,7 +22,7 @@ from rlinf.memory import num_cores
 from rlinf.models.embodiment.base import ActionModel
 from rlinf.models.precision import autocast, evaluation_mode
 from rlinf.preflight.placement import Placement
-from rlinf.rollout.policy_skeleton import PolicySkeleton
+from rlinf.rollout.policy_skeleton import PolicyReplica, PolicySkeleton
 from rlinf.seeding import derive_seed, seed_everything
 from rlinf.types import EpisodeResult, EpisodeSpec, RolloutBatch
 

@@ -16,20 +16,19 @@ import numpy as np
 from torch import nn
 
 import rlinf.errors
-from rlinf.cluster.policy_replica import PolicyReplica
 from rlinf.cluster.ray_actor import RolloutWorkerActor, RolloutWorkerProcess
 from rlinf.cluster.reservation import Reservation
 from rlinf.cluster.weights import StoredWeights, WeightStore
 from rlinf.distributed.child_process import Failure
 from rlinf.distributed.config import DeadlinesConfig
 from rlinf.distributed.deadlines import clock, heartbeat
-from rlinf.distributed.process_group import rank
+from rlinf.distributed.process_group import rank, rank_range
 from rlinf.distributed.stack_dump import DUMP_SIGNAL, register_remote
-from rlinf.distributed.sums import rank_range
 from rlinf.errors import RankError
 from rlinf.evaluation.evaluator import Video
 from rlinf.files import write_bytes
 from rlinf.preflight.placement import Placement
+from rlinf.rollout.policy_skeleton import PolicyReplica
 from rlinf.types import EpisodeResult, EpisodeSpec, RolloutBatch
 
 logger = logging.getLogger("rlinf")

@@ -11,8 +11,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from rlinf.checkpoints.folders import is_checkpoint, read_loop_state
-from rlinf.checkpoints.saved_config import flat, read_saved_config
+from rlinf.checkpoints.folders import flat, is_checkpoint, read_loop_state, read_saved_config
 from rlinf.cluster.factory import env_maker
 from rlinf.commands.evaluate import conditions, open_policy, sampling_settings, server_digest, unknown_policy_warning
 from rlinf.commands.hydra_app import configure, given_value
@@ -21,7 +20,8 @@ from rlinf.config.schema import RunConfig
 from rlinf.distributed.process_group import resolve_device, set_num_threads
 from rlinf.envs import ENVS
 from rlinf.envs.base import VectorEnv
-from rlinf.errors import CheckpointError, ConfigError
+from rlinf.envs.episodes import EpisodeSampler
+from rlinf.errors import CheckpointError, ConfigError, reject
 from rlinf.evaluation.audit_checkpoint import AuditCheckpoint, num_saved
 from rlinf.evaluation.auditor import Audit, Auditor, check_episodes, check_held_out, row_text
 from rlinf.evaluation.evaluator import episode_list
@@ -30,10 +30,8 @@ from rlinf.files import locked_folder, write_text
 from rlinf.models.precision import autocast
 from rlinf.number_formats import format_duration
 from rlinf.options import to_mapping
-from rlinf.preflight.reject import reject
 from rlinf.report.page import clipped_text, write_page
 from rlinf.rollout.demonstrations import demonstration_specs
-from rlinf.rollout.sampler import EpisodeSampler
 from rlinf.run_folder import AUDIT_FILE, PARTIAL_AUDIT, REPORT_FILE
 from rlinf.seeding import seed_everything
 from rlinf.types import EpisodeSpec

@@ -15,12 +15,11 @@ from rlinf.data.formats import describe_dataset
 from rlinf.data.lerobot_dataset import open_dataset
 from rlinf.data.lerobot_format import IMAGES
 from rlinf.envs.success_network import SuccessClassifier, SuccessNetwork
-from rlinf.errors import ConfigError
+from rlinf.errors import ConfigError, reject
 from rlinf.evaluation.detection import calibration, choose_threshold, errors
 from rlinf.number_formats import format_interval
 from rlinf.options import PathText, option, to_mapping
 from rlinf.preflight.folders import check_writable
-from rlinf.preflight.reject import reject
 from rlinf.seeding import derive_seed
 from rlinf.tracking.progress import Progress
 

@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 
 from rlinf.commands.open_checkpoint import Opened, open_checkpoint, open_remote, policy_for
-from rlinf.commands.signals import ctrl_c_waits, sigterm_is_ctrl_c
 from rlinf.config.schema import RunConfig, expert_acts
 from rlinf.data.lerobot_dataset import OWN_FILE
 from rlinf.data.lerobot_format import EXECUTED
@@ -27,6 +26,7 @@ from rlinf.options import to_mapping
 from rlinf.rollout.demonstrations import ActionSource, EpisodeBatch, ScriptedExpert, run_episodes
 from rlinf.seeding import derive_seed, seed_everything
 from rlinf.tracking.progress import Progress
+from rlinf.training.stop_signal import ctrl_c_waits, sigterm_is_ctrl_c
 from rlinf.types import EpisodeResult, EpisodeSpec, Observation
 
 DEFAULT_FPS = 10

@@ -4,17 +4,16 @@ import os
 from pathlib import Path
 from typing import Any
 
-from rlinf.commands.signals import sigterm_is_ctrl_c
 from rlinf.data.hdf5 import ConvertConfig, Hdf5Demonstrations, Hdf5Episode, import_h5py, open_demonstrations
 from rlinf.data.lerobot_dataset import OWN_FILE
 from rlinf.data.lerobot_format import import_pyarrow
 from rlinf.data.lerobot_writer import LeRobotWriter
-from rlinf.errors import ConfigError
+from rlinf.errors import ConfigError, reject
 from rlinf.options import override_text, to_mapping
 from rlinf.preflight.compatibility import require_package
 from rlinf.preflight.folders import check_writable
-from rlinf.preflight.reject import reject
 from rlinf.tracking.progress import Progress
+from rlinf.training.stop_signal import sigterm_is_ctrl_c
 
 SHOWN_TASKS = 10
 

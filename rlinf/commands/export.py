@@ -14,10 +14,8 @@ import torch
 import yaml
 
 from rlinf.algorithms import ALGORITHMS
-from rlinf.checkpoints.checkpoint import verify_checkpoint
-from rlinf.checkpoints.folders import has_policy, policy_folder, resolve_checkpoint
-from rlinf.checkpoints.model_files import is_adapter, write_policy
-from rlinf.checkpoints.saved_config import TOKEN_KEYS, flat, read_saved_config
+from rlinf.checkpoints.checkpoint import is_adapter, verify_checkpoint, write_policy
+from rlinf.checkpoints.folders import TOKEN_KEYS, flat, has_policy, policy_folder, read_saved_config, resolve_checkpoint
 from rlinf.commands.open_checkpoint import load_policy, open_checkpoint, read_config
 from rlinf.config.saved_code import code_overrides, code_values, env_overrides
 from rlinf.config.schema import RunConfig

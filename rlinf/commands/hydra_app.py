@@ -18,8 +18,7 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from rlinf.checkpoints.folders import resolve_checkpoint
-from rlinf.checkpoints.saved_config import read_saved_config
+from rlinf.checkpoints.folders import read_saved_config, resolve_checkpoint
 from rlinf.config import search
 from rlinf.config.compose import (
     ROOT,

@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from rlinf.checkpoints.checkpoint import load_weights, on_rank_zero, verify_checkpoint
-from rlinf.checkpoints.folders import is_checkpoint, policy_folder, resolve_checkpoint
-from rlinf.checkpoints.saved_config import read_saved_config
+from rlinf.checkpoints.folders import is_checkpoint, policy_folder, read_saved_config, resolve_checkpoint
 from rlinf.config.compose import compose_on_saved
 from rlinf.config.schema import RunConfig, build_config
 from rlinf.data.stored import StoredDemonstrations

@@ -9,19 +9,19 @@ from typing import Any
 
 from rlinf.commands.blind import blind
 from rlinf.commands.evaluate import evaluate
-from rlinf.commands.signals import sigterm_is_ctrl_c
 from rlinf.config.schema import RunConfig
 from rlinf.data.formats import describe_dataset
 from rlinf.envs import ENVS
+from rlinf.errors import reject
 from rlinf.evaluation.compare import Comparison
 from rlinf.evaluation.result import EvaluationResult
 from rlinf.options import override_text, to_mapping
 from rlinf.preflight.compatibility import require_package
 from rlinf.preflight.folders import check_writable
-from rlinf.preflight.reject import reject
 from rlinf.robot.config import RobotConfig
 from rlinf.robot.page import listening
 from rlinf.robot.recorder import recorded_env
+from rlinf.training.stop_signal import sigterm_is_ctrl_c
 
 logger = logging.getLogger("rlinf")
 

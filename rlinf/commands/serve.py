@@ -20,13 +20,12 @@ from rlinf.config.saved_code import env_overrides
 from rlinf.config.schema import RunConfig
 from rlinf.distributed.process_group import resolve_device, set_num_threads
 from rlinf.envs import ENVS
-from rlinf.errors import ConfigError
+from rlinf.errors import ConfigError, reject
 from rlinf.evaluation.evaluator import act_for_rows
 from rlinf.models.embodiment.modules.ranges import GARBAGE
 from rlinf.models.precision import autocast, evaluation_mode
 from rlinf.options import override_text
 from rlinf.policy import Policy
-from rlinf.preflight.reject import reject
 from rlinf.seeding import seed_everything
 from rlinf.serving import MessageError
 from rlinf.serving.layouts import ROBOTS, MessageLayout, check_layout, layout_of

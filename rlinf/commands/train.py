@@ -16,7 +16,7 @@ from rlinf.algorithms import ALGORITHMS
 from rlinf.checkpoints import checkpoint as checkpoints
 from rlinf.checkpoints import folders
 from rlinf.checkpoints.checkpoint_manager import CheckpointManager
-from rlinf.checkpoints.saved_config import read_saved_config
+from rlinf.checkpoints.folders import read_saved_config
 from rlinf.cluster.factory import describe_places, env_maker
 from rlinf.cluster.reservation import Reservation, reserved
 from rlinf.cluster.rollout_worker import worker_maker
@@ -43,6 +43,7 @@ from rlinf.distributed.process_group import (
     barrier,
     broadcast_object,
     local_world_size,
+    maximum,
     rank,
     resolve_device,
     set_num_threads,
@@ -50,8 +51,6 @@ from rlinf.distributed.process_group import (
 )
 from rlinf.distributed.ray.watch import cluster_lost
 from rlinf.distributed.start import started_here
-from rlinf.distributed.sums import maximum
-from rlinf.engines.config import VllmOptions
 from rlinf.envs.base import VectorEnv
 from rlinf.errors import CheckpointError, NonFiniteError, RankKilledError, RLinfError
 from rlinf.evaluation.config import TRAINING_SPLIT
@@ -66,6 +65,7 @@ from rlinf.preflight.derived import format_derived, sharding_choice, trains_acto
 from rlinf.preflight.memory import estimate_memory
 from rlinf.preflight.placement import Placement, ranks_by_ray
 from rlinf.preflight.saved import changes_since
+from rlinf.rollout.config import VllmOptions
 from rlinf.rollout.policy_skeleton import PolicySkeleton
 from rlinf.rollout.weight_push import WeightPush
 from rlinf.run_folder import CHECKPOINTS_FOLDER, FAILED_BATCH_FOLDER

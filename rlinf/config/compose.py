@@ -18,6 +18,7 @@ from hydra.errors import HydraException, MissingConfigException, OverrideParseEx
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import GrammarParseError, InterpolationResolutionError, OmegaConfBaseException
 
+from rlinf.checkpoints.folders import PAGE, text_in
 from rlinf.config import search
 from rlinf.config.overrides import parse_overrides, quoted, unreadable
 from rlinf.config.plugins import load_plugins
@@ -33,7 +34,6 @@ from rlinf.config.schema import (
     section_class,
     unknown_key_error,
 )
-from rlinf.config.text_inputs import PAGE, text_in
 from rlinf.envs import ENVS
 from rlinf.errors import ConfigError, MissingDependencyError, did_you_mean
 from rlinf.options import LITERAL, closest, from_mapping, override_text, public_fields, to_mapping

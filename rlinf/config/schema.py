@@ -14,8 +14,7 @@ from typing import Any
 from rlinf import models
 from rlinf.algorithms import ALGORITHMS
 from rlinf.algorithms.config import AnyAlgorithmConfig, PPOConfig
-from rlinf.checkpoints.folders import resolve_checkpoint
-from rlinf.checkpoints.saved_config import read_saved_config
+from rlinf.checkpoints.folders import read_saved_config, resolve_checkpoint
 from rlinf.config.plugins import load_plugins
 from rlinf.config.training import ClusterConfig, TrainerConfig
 from rlinf.data.config import GOOD, CollectConfig, SFTConfig
@@ -38,7 +37,7 @@ from rlinf.options import (
 )
 from rlinf.rollout.config import RolloutConfig
 from rlinf.run_folder import LATEST, MODEL_FOLDER
-from rlinf.tracking.config import TrackingConfig
+from rlinf.tracking.tracker import TrackingConfig
 
 
 @dataclass

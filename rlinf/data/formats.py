@@ -10,11 +10,10 @@ import numpy as np
 
 from rlinf.data import lerobot_dataset, rlds_dataset
 from rlinf.data.config import SFTConfig
-from rlinf.data.damage import UnreadableRowError
 from rlinf.data.lerobot_format import IMAGES, INFO
 from rlinf.data.stored import DatasetInfo, StoredDemonstrations, column_names
 from rlinf.envs.base import VectorEnv
-from rlinf.errors import ConfigError, did_you_mean
+from rlinf.errors import ConfigError, UnreadableRowError, did_you_mean
 from rlinf.options import override_text
 
 logger = logging.getLogger("rlinf")

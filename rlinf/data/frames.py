@@ -14,8 +14,8 @@ from typing import BinaryIO
 
 import numpy as np
 
-from rlinf.data.damage import damaged
 from rlinf.data.video import VideoReader
+from rlinf.errors import damaged
 from rlinf.images import open_image
 
 MAX_OPEN_VIDEOS = 16

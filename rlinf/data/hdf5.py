@@ -10,9 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from rlinf.data.damage import damaged, import_reader
 from rlinf.envs.libero.tasks import instruction
-from rlinf.errors import ConfigError, RLinfError, did_you_mean
+from rlinf.errors import ConfigError, RLinfError, damaged, did_you_mean, import_reader
 from rlinf.flags import flags_of
 from rlinf.options import PathText, option, override_text
 

@@ -14,10 +14,9 @@ from typing import Any
 import numpy as np
 
 from rlinf.data import lerobot_format as layout
-from rlinf.data.damage import damaged
 from rlinf.data.frames import EncodedFrames, VideoFrames
 from rlinf.data.stored import NUMBERS, DatasetInfo, Outcomes, StoredDemonstrations, column_names
-from rlinf.errors import ConfigError
+from rlinf.errors import ConfigError, damaged
 from rlinf.flags import flags_of
 
 OWN_FILE = "rlinf.json"

@@ -7,8 +7,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from rlinf.data.damage import damaged, import_reader
-from rlinf.errors import ConfigError
+from rlinf.errors import ConfigError, damaged, import_reader
 
 VERSION = "v3.0"
 INFO = "meta/info.json"

@@ -20,10 +20,9 @@ from typing import Any, BinaryIO, NamedTuple
 import numpy as np
 from crc32c import crc32c
 
-from rlinf.data.damage import damaged
 from rlinf.data.frames import EncodedFrames
 from rlinf.data.stored import NUMBERS, DatasetInfo, Outcomes, StoredDemonstrations, column_names
-from rlinf.errors import ConfigError
+from rlinf.errors import ConfigError, damaged
 from rlinf.flags import flags_of
 
 HEADER = struct.Struct("<QI")

@@ -15,11 +15,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rlinf.data.damage import UnreadableRowError, damaged
 from rlinf.data.frames import Frames
 from rlinf.data.rows import following_rows
 from rlinf.data.statistics import normalization_statistics
-from rlinf.errors import ConfigError
+from rlinf.errors import ConfigError, UnreadableRowError, damaged
 from rlinf.types import Observation
 
 logger = logging.getLogger("rlinf")

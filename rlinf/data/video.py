@@ -6,8 +6,7 @@ from types import ModuleType
 
 import numpy as np
 
-from rlinf.data.damage import damaged, import_reader
-from rlinf.errors import ConfigError
+from rlinf.errors import ConfigError, damaged, import_reader
 
 
 def import_av(wanted_by: str) -> ModuleType:

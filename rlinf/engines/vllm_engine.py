@@ -38,7 +38,7 @@ PROCESS = "rlinf.engines.vllm_process"
 STOP_S = 10.0
 """Seconds to wait for the engine to exit before it is killed."""
 LOG_LINES = 15
-GREEDY_TEMPERATURE = "rlinf.engines.vllm_sampling:GreedyTemperature"
+GREEDY_TEMPERATURE = "rlinf.engines.vllm_requests:GreedyTemperature"
 """The engine's logits processor, and the key for its value in a request."""
 MIN_TEMPERATURE = 0.01
 """Minimum temperature, to which vLLM silently raises lower ones."""

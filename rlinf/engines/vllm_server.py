@@ -111,7 +111,7 @@ class VllmServer(WeightReceiver):
         """Return a prompt in the format for ``llm.generate`` or, with ``reads_images``, in the renderer's format."""
         tensors = {name: torch.from_numpy(array) for name, array in prompt.get("image", {}).items()}
         if self.reads_images:
-            from rlinf.engines.vllm_images import engine_input
+            from rlinf.engines.vllm_requests import engine_input
 
             return engine_input(prompt["prompt_token_ids"], tensors, self.model_config)
         images = {"multi_modal_data": {"image": tensors}} if tensors else {}

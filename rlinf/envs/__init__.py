@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from rlinf.envs.config import EnvConfig
 from rlinf.errors import ConfigError
 from rlinf.registry import Registry
+from rlinf.wings import added
 
 if TYPE_CHECKING:
     from rlinf.envs.base import VectorEnv
@@ -20,10 +21,9 @@ ENVS: Registry[type[VectorEnv]] = Registry(
         "libero": "rlinf.envs.libero.env:LiberoVectorEnv",
         "maniskill": "rlinf.envs.maniskill.env:ManiSkillVectorEnv",
         "maniskill_gpu": "rlinf.envs.maniskill.gpu_env:ManiSkillGpuVectorEnv",
-        "pusht": "rlinf.envs.pusht.env:PushTVectorEnv",
-        "so101": "rlinf.envs.so101.env:SO101VectorEnv",
         "gymnasium": "rlinf.envs.gymnasium.env:GymnasiumVectorEnv",
         "external": "rlinf.envs.external:ExternalEnv",
+        **added("envs"),
     },
     configs={"tabletop": "rlinf.envs.tabletop.config:TabletopConfig"},
 )

@@ -16,7 +16,7 @@ from rlinf.envs.episode_stats import EpisodeStats
 from rlinf.envs.episodes import drawn_episodes
 from rlinf.envs.spaces import checked_actions, checked_observation, observation_space, uniform_statistics
 from rlinf.envs.steps import SimulatorChunk, SimulatorStep, chunk_of_steps
-from rlinf.envs.success_override import SuccessOverride, check_success_classifier, overrides_success
+from rlinf.envs.success_override import SuccessOverride, check_success_classifier
 from rlinf.errors import ConfigError, NonFiniteError, did_you_mean
 from rlinf.options import override_text
 from rlinf.seeding import derive_seed
@@ -96,7 +96,7 @@ class VectorEnv(gymnasium.vector.VectorEnv, ABC):
         self._stats = EpisodeStats(self.num_envs, config)
         self._finished = np.zeros(self.num_envs, dtype=bool)
         self._lost = np.zeros(self.num_envs, dtype=bool)
-        self._success_override = SuccessOverride(self) if overrides_success(config) else None
+        self._success_override = None if config.success_classifier is None else SuccessOverride(self)
 
     # Methods for subclasses to implement.
 

@@ -35,9 +35,6 @@ class EnvConfig:
     success_bonus: float = option(1.0, "Reward added at the first step of success.")
     terminate_on_success: bool = option(True, "End the episode at success.")
     success_classifier: PathText | None = option(None, "Folder of a success classifier; null: the simulator decides.")
-    success_label_noise: float | None = option(
-        None, "Fraction of failures with an injected false success; null: none.", minimum=0, maximum=1
-    )
     num_train_init_states: int = option(100_000, "Initial states per task in the training split.", minimum=1)
     num_eval_init_states: int = option(1_000, "Initial states per task in the evaluation split (disjoint).", minimum=1)
 

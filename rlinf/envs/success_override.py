@@ -1,9 +1,8 @@
-"""Override a simulator's success with an image classifier or with injected false positives."""
+"""Override a simulator's success with an image classifier."""
 
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,8 +12,6 @@ from rlinf.envs.config import EnvConfig
 from rlinf.envs.steps import SimulatorChunk
 from rlinf.errors import ConfigError
 from rlinf.run_folder import CLASSIFIER_FILE
-from rlinf.seeding import derive_seed
-from rlinf.types import EpisodeSpec
 
 if TYPE_CHECKING:
     from rlinf.envs.base import VectorEnv
@@ -27,13 +24,9 @@ class SuccessOverride:
     """
 
     def __init__(self, env: VectorEnv) -> None:
-        config = env.config
-        self.env, self.rate = env, config.success_label_noise or 0.0
-        self.classifier = None
-        if config.success_classifier is not None:
-            from rlinf.envs.success_network import SuccessClassifier
+        from rlinf.envs.success_network import SuccessClassifier
 
-            self.classifier = SuccessClassifier.load(config.success_classifier)
+        self.env, self.classifier = env, SuccessClassifier.load(env.config.success_classifier)
 
     def step_chunk(self, ids: np.ndarray, actions: np.ndarray, steps_left: np.ndarray) -> SimulatorChunk:
         """Step like ``VectorEnv._step_chunk``, but override success."""
@@ -58,32 +51,9 @@ class SuccessOverride:
         """Override the success of a chunk's ``rows``, which correspond to the envs ``ids``, at one ``position``."""
         env, known, success = self.env, chunk.success_known[rows, position], chunk.success[rows, position]
         env._stats.true_success[ids] = np.maximum(env._stats.true_success[ids], np.where(known, success, -1))
-        # Required even without a classifier: an env whose episode ends early in the chunk must return its last observation, even
-        # if its worker is lost later.
         env._update_observation(ids)
-        if self.classifier is not None:
-            chunk.success[rows, position] = self.classifier.sees_success(env._observation.select(ids))
-            chunk.success_known[rows, position] = True
-        if self.rate:
-            steps = env._stats.num_steps[ids] + position + 1
-            due = [self._planted_step(env._specs[row], int(env._stats.horizons[row])) for row in ids]
-            chunk.success[rows, position] |= steps == due
-
-    def _planted_step(self, spec: EpisodeSpec, horizon: int) -> int:
-        """Return the env step (from 1) of an episode's injected false positive, or 0 if it has none."""
-        # Seeded by the episode, so that its error does not depend on the env slot, the run or the number of envs.
-        episode = spec.suite, self.env.task_names[spec.task_id], spec.init_state_id
-        generator = np.random.default_rng(derive_seed(spec.seed, "false positive", *episode))
-        return int(generator.integers(1, horizon + 1)) if generator.random() < self.rate else 0
-
-
-def overrides_success(config: EnvConfig) -> bool:
-    """Return whether the simulator's success is overridden."""
-    return config.success_classifier is not None or bool(config.success_label_noise)
-
-
-def without_success_override(config: EnvConfig) -> EnvConfig:
-    return replace(config, success_classifier=None, success_label_noise=None)
+        chunk.success[rows, position] = self.classifier.sees_success(env._observation.select(ids))
+        chunk.success_known[rows, position] = True
 
 
 def read_classifier(folder: str) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from urllib.parse import quote
 
 import numpy as np
 
-from rlinf.checkpoints.saved_config import flat
+from rlinf.checkpoints.folders import flat
 from rlinf.errors import CheckpointError, ConfigError
 from rlinf.evaluation.disturbed_env import EpisodeRecord
 from rlinf.evaluation.result import EvaluationResult

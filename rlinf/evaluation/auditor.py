@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
-from rlinf.envs.success_override import overrides_success
 from rlinf.errors import ConfigError, RejectedInputError, RejectedRequestError
 from rlinf.evaluation.audit_checkpoint import AuditCheckpoint
 from rlinf.evaluation.compare import EPISODES, compare
@@ -169,7 +168,7 @@ class Auditor:
         reset_successes = sum(result.success and result.num_env_steps <= 1 for result in self.results["idle"].results)
         conclusions = verdicts(self.rows, reset_successes, matched)
         clean, warnings = self.results["clean"], list(dict.fromkeys(self.warnings))
-        if overrides_success(self.env.config):
+        if clean.true_success is not None:
             conclusions.append(success_label_verdict(clean, self.results["idle"].total))
         actions = clean.actions_clipped_fraction, clean.actions_max_abs
         return Audit(list(self.rows.values()), conclusions, len(self.specs), warnings, *actions)

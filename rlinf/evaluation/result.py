@@ -118,7 +118,7 @@ class EvaluationResult:
 
     @property
     def true_success(self) -> Success | None:
-        """Success reported by the simulator if ``total`` comes from a classifier or has label noise; None if equal or unknown."""
+        """Success reported by the simulator if ``total`` comes from a classifier; None if equal or unknown."""
         labels = [result.true_success for result in self.results if result.true_success is not None]
         return Success(sum(labels), len(labels)) if labels else None
 
@@ -131,7 +131,7 @@ class EvaluationResult:
         missed = sum(result.true_success is True and not result.success for result in self.results)
         interval = format_interval(*true_success.interval, " - ")
         return [
-            "success is detected by the classifier (env.success_classifier, env.success_label_noise); the simulator reports "
+            "success is detected by the classifier (env.success_classifier); the simulator reports "
             f"{true_success} (95 % {interval}): {false} of {self.successes} detected successes are false, and {missed} of "
             f"{true_success.successes} were not detected"
         ]

@@ -7,8 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from rlinf.distributed.process_group import broadcast_object, rank, world_size
-from rlinf.distributed.sums import maximum
+from rlinf.distributed.process_group import broadcast_object, maximum, rank, world_size
 from rlinf.llm.batched_data_dict import IMAGE_KEYS, BatchedDataDict, tokens_and_mask
 from rlinf.llm.logprobs import TOKEN_TYPE_KEYS
 

@@ -26,8 +26,7 @@ from rlinf.distributed.parallel import (
     rank_memory_bytes,
     take_weights_of_rank_0,
 )
-from rlinf.distributed.process_group import local_world_size, rank, resolve_device, world_size
-from rlinf.distributed.sums import maximum
+from rlinf.distributed.process_group import local_world_size, maximum, rank, resolve_device, world_size
 from rlinf.errors import ConfigError
 from rlinf.llm.batched_data_dict import BatchedDataDict
 from rlinf.llm.borrowed_rows import borrowed_rows, with_borrowed_row

@@ -13,6 +13,7 @@ from typing import Any
 from rlinf.errors import ConfigError
 from rlinf.imports import import_string, lazy_attributes
 from rlinf.registry import Registry
+from rlinf.wings import added
 
 __all__ = [
     "MODELS", "HFLLMModel", "HFModel", "ModelEntry", "build_policy", "config_file_names", "entry_for", "get_model",
@@ -104,20 +105,6 @@ ENTRIES = (
     _family("openvla_oft", "OpenVLAOFTForRLActionPrediction", "OpenVLAOFTConfig", "openvla", **PRISMATIC),
     _family("pi0", "Pi0ForRLActionPrediction", "Pi0Config"),
     _family("hf_vla", "HfVlaForRLActionPrediction", "HfVlaConfig"),
-    ModelEntry(
-        "lerobot",
-        "rlinf.models.embodiment.lerobot.policy:LerobotPolicy",
-        "rlinf.models.embodiment.lerobot.config:LerobotConfig",
-        load_processor="rlinf.models.embodiment.lerobot.policy:load_processor",
-        check_folder="rlinf.models.embodiment.lerobot.check:report",
-        folder_settings="rlinf.models.embodiment.lerobot.config:settings_of",
-    ),
-    ModelEntry(
-        "smolvla",
-        "rlinf.models.embodiment.lerobot.smolvla:SmolVLAPolicy",
-        "rlinf.models.embodiment.lerobot.smolvla:SmolVLAConfig",
-        load_processor="rlinf.models.embodiment.lerobot.policy:load_processor",
-    ),
     ModelEntry("cnn", "rlinf.models.embodiment.cnn_action_model:CNNForRLActionPrediction", load_processor=NO_PROCESSOR),
     ModelEntry(
         "remote",
@@ -135,7 +122,9 @@ ENTRIES = (
     ),
     ModelEntry("mlp", "rlinf.models.embodiment.mlp_action_model:MLPForRLActionPrediction", load_processor=NO_PROCESSOR),
 )
-MODELS: Registry[ModelEntry] = Registry("model type", "rlinf.models", {entry.name: entry for entry in ENTRIES})
+MODELS: Registry[ModelEntry] = Registry(
+    "model type", "rlinf.models", {**{entry.name: entry for entry in ENTRIES}, **added("models")}
+)
 
 
 def register_model(

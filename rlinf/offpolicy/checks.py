@@ -8,12 +8,19 @@ from typing import Any, cast
 
 from rlinf.algorithms import ALGORITHMS
 from rlinf.algorithms.offpolicy_config import SCRATCH, ActorConfig, OffPolicyConfig
-from rlinf.checkpoints.folders import has_policy, is_checkpoint, policy_folder, read_loop_state, resolve_checkpoint
-from rlinf.checkpoints.saved_config import read_saved_config
+from rlinf.checkpoints.folders import (
+    has_policy,
+    is_checkpoint,
+    policy_folder,
+    read_loop_state,
+    read_saved_config,
+    resolve_checkpoint,
+)
 from rlinf.config.schema import RunConfig
 from rlinf.distributed.process_group import resolve_device
 from rlinf.distributed.start import started_here
 from rlinf.envs import ENVS
+from rlinf.errors import reject
 from rlinf.memory import main_memory_bytes
 from rlinf.models.actors import ACTORS
 from rlinf.models.embodiment.actor_policy import actor_settings, base_folder, check_samples_noise, has_actor
@@ -22,7 +29,6 @@ from rlinf.offpolicy.replay import offline_bytes, replay_bytes
 from rlinf.options import closest, from_mapping, override_of, override_text, to_mapping
 from rlinf.preflight.compatibility import check_dataset, check_moments
 from rlinf.preflight.memory import policy_on_meta_device
-from rlinf.preflight.reject import reject
 
 UPDATE_S, ROW_WEIGHT_S = 4e-3, 1.5e-10
 """Time of an update on one core, in seconds: a constant, and the time per row and weight (`benchmarks/offpolicy_update.py`)."""

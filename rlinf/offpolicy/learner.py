@@ -15,8 +15,7 @@ from rlinf.algorithms.offpolicy_config import OffPolicyConfig
 from rlinf.distributed.transfers import to_device
 from rlinf.errors import CheckpointError, NonFiniteError
 from rlinf.imports import import_string
-from rlinf.models.actors.base import Actor
-from rlinf.models.actors.critic import Critics
+from rlinf.models.actors.base import Actor, Critics
 from rlinf.offpolicy.replay import Batch, offline_bytes, replay_bytes
 from rlinf.optim.master_adamw import MasterAdamW
 from rlinf.optim.train_step import TrainStep

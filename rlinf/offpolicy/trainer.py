@@ -22,10 +22,10 @@ from rlinf.cluster.factory import env_maker, episode_sampler
 from rlinf.data.formats import open_dataset
 from rlinf.data.stored import StoredDemonstrations
 from rlinf.distributed.deadlines import deadline
-from rlinf.distributed.process_group import gather_objects, local_world_size, rank, world_size
-from rlinf.distributed.sums import rank_range
+from rlinf.distributed.process_group import gather_objects, local_world_size, rank, rank_range, world_size
 from rlinf.distributed.transfers import to_device
 from rlinf.envs.base import VectorEnv
+from rlinf.envs.episodes import EpisodeSampler
 from rlinf.errors import CheckpointError, NonFiniteError, RLinfError
 from rlinf.evaluation.result import actions_clipped
 from rlinf.models.base_weights import tensors_digest
@@ -38,7 +38,6 @@ from rlinf.offpolicy.offline import Offline, take_over_replay
 from rlinf.offpolicy.replay import ReplayBuffer
 from rlinf.offpolicy.residual_norm import ResidualNorm
 from rlinf.preflight.conditions import build_manifest
-from rlinf.rollout.sampler import EpisodeSampler
 from rlinf.rollout.weight_push import WeightPush
 from rlinf.run_folder import TRAINER_FOLDER
 from rlinf.seeding import derive_seed

@@ -5,12 +5,10 @@ import tempfile
 from pathlib import Path
 
 from rlinf import models
-from rlinf.checkpoints.folders import resolve_checkpoint
+from rlinf.checkpoints.folders import PAGE, resolve_checkpoint, text_in
 from rlinf.config.schema import RunConfig
-from rlinf.config.text_inputs import PAGE, text_in
-from rlinf.errors import ConfigError
+from rlinf.errors import ConfigError, reject
 from rlinf.models.base_weights import check_base
-from rlinf.preflight.reject import reject
 from rlinf.run_folder import ADAPTER_FOLDER, CHECKPOINTS_FOLDER, METRICS_FILE, MODEL_FOLDER, STATE_FILE
 
 

@@ -13,7 +13,6 @@ import numpy as np
 
 from rlinf.config.schema import RunConfig
 from rlinf.distributed.process_group import local_world_size, world_size
-from rlinf.engines.config import VllmOptions
 from rlinf.engines.gpu_fraction import colocated_fraction, engine_fraction
 from rlinf.engines.weight_handle import BUCKET_BYTES
 from rlinf.envs import ENVS
@@ -26,7 +25,7 @@ from rlinf.envs.config import (
     with_share_of_cores,
 )
 from rlinf.envs.graphics.backend import may_draw_on_gpu
-from rlinf.errors import RLinfError
+from rlinf.errors import RLinfError, reject
 from rlinf.models.building import get_model_config_and_processor
 from rlinf.models.embodiment.modules.normalizer import unit_range_stats
 from rlinf.models.layers import find_layers
@@ -36,7 +35,7 @@ from rlinf.preflight.compatibility import env_spec
 from rlinf.preflight.derived import derive, trains_actor
 from rlinf.preflight.memory import MemoryEstimate, estimate_memory, policy_on_meta_device
 from rlinf.preflight.placement import Placement
-from rlinf.preflight.reject import reject
+from rlinf.rollout.config import VllmOptions
 from rlinf.types import Observation
 
 logger = logging.getLogger("rlinf")

@@ -8,11 +8,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from rlinf.config.schema import RunConfig
-from rlinf.distributed.process_group import resolve_device
+from rlinf.distributed.process_group import rank_range, resolve_device
 from rlinf.distributed.ray.cluster import check_address, import_ray
 from rlinf.distributed.start import launch_context
-from rlinf.distributed.sums import rank_range
-from rlinf.preflight.reject import reject
+from rlinf.errors import reject
 
 SPLIT = "cluster.placement=disaggregated"
 COLOCATED = "cluster.placement=colocated cluster.start=auto cluster.num_rollout_workers=null"

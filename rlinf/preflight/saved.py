@@ -6,15 +6,21 @@ from pathlib import Path
 from typing import Any
 
 from rlinf.algorithms import ALGORITHMS
-from rlinf.checkpoints.folders import SUPERSEDED, has_policy, policy_folder, read_loop_state, resolve_checkpoint
-from rlinf.checkpoints.saved_config import flat, read_saved_config
+from rlinf.checkpoints.folders import (
+    SUPERSEDED,
+    flat,
+    has_policy,
+    policy_folder,
+    read_loop_state,
+    read_saved_config,
+    resolve_checkpoint,
+)
 from rlinf.config.schema import RunConfig
-from rlinf.errors import CheckpointError, ConfigError
+from rlinf.errors import CheckpointError, ConfigError, reject
 from rlinf.manifest import Manifest, compare, reject_mismatches
 from rlinf.models.embodiment.actor_policy import has_actor
 from rlinf.options import override_text, to_mapping
 from rlinf.preflight.conditions import conditions_of
-from rlinf.preflight.reject import reject
 
 KEYS_OF_OTHER_COMMANDS = {
     "checkpoint": "resume={0} to continue its run, or init_from={0} to start with its weights",

@@ -19,7 +19,7 @@ from rlinf.distributed.ray.cluster import check_address, import_ray
 from rlinf.distributed.start import is_connected, launch_context
 from rlinf.envs import ENVS
 from rlinf.envs.config import ProcessEnvConfig
-from rlinf.errors import ConfigError
+from rlinf.errors import ConfigError, reject
 from rlinf.memory import main_memory_bytes
 from rlinf.models.building import check_features, entry_for
 from rlinf.options import fixed_by_settings, override_text
@@ -44,9 +44,8 @@ from rlinf.preflight.derived import trains_actor
 from rlinf.preflight.folders import check_new_folder, check_no_text, check_sources, check_writable
 from rlinf.preflight.memory import policy_on_meta_device
 from rlinf.preflight.placement import check_evaluation_workers, check_placement, has_rollout_workers, ranks_by_ray
-from rlinf.preflight.reject import reject
 from rlinf.preflight.saved import check_no_actor, check_start, check_unread_keys
-from rlinf.tracking.config import check_wandb
+from rlinf.tracking.tracker import check_wandb
 
 COMMANDS = ("train", "sft", "evaluate", "serve", "collect", "diagnose")
 WITH_RANKS = ("train", "sft", "evaluate")

@@ -27,11 +27,10 @@ from rlinf.recipes.datasets import PackedRows, Rows, StreamedRows
 from rlinf.recipes.dpo import DPOTrainer
 from rlinf.recipes.grpo import Groups, GRPOTrainer
 from rlinf.recipes.packers import ChatPacker, Packer, PromptPacker
-from rlinf.recipes.plan import fraction_of_engine, make_plan, why_no_engine
+from rlinf.recipes.plan import count_steps, fraction_of_engine, make_plan, why_no_engine
 from rlinf.recipes.rewards import Rewards, make_rewards
 from rlinf.recipes.rollout_workers import RolloutWorkerPlaces, make_generator
 from rlinf.recipes.rollouts import TorchGenerator, VllmGenerator
-from rlinf.recipes.schedule import count_steps
 from rlinf.recipes.sft import SFTTrainer
 from rlinf.recipes.token_trainer import TokenTrainer
 from rlinf.seeding import derive_seed

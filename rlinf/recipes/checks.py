@@ -5,7 +5,7 @@ import re
 from rlinf.errors import ConfigError
 from rlinf.options import override_text
 from rlinf.recipes.config import LOGGERS, RecipeConfig
-from rlinf.tracking.config import check_wandb
+from rlinf.tracking.tracker import check_wandb
 
 NOT_DONE: dict[str, tuple[tuple, str]] = {
     "train.fp8.enable_fp8": ((False,), "training in 8 bits is not available"),

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 
-from rlinf.cluster.policy_replica import PolicyReplica
 from rlinf.cluster.reservation import Reservation
 from rlinf.cluster.rollout_workers import RolloutWorkers
 from rlinf.distributed.deadlines import deadline, heartbeat
@@ -22,11 +21,11 @@ from rlinf.llm.hf_policy import HuggingFacePolicy
 from rlinf.llm.vllm_generation import VllmGeneration
 from rlinf.memory import num_cores
 from rlinf.models.end_tokens import end_tokens
-from rlinf.models.merged_weights import MergedWeights
+from rlinf.models.lora import MergedWeights
 from rlinf.preflight.placement import Node, Placement
 from rlinf.recipes.config import RecipeConfig
 from rlinf.recipes.plan import Plan, without_rollout_workers
-from rlinf.rollout.policy_skeleton import PolicySkeleton
+from rlinf.rollout.policy_skeleton import PolicyReplica, PolicySkeleton
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from rlinf.engines.weight_handle import WeightBuckets
 from rlinf.llm.batched_data_dict import BatchedDataDict
 from rlinf.llm.hf_policy import HuggingFacePolicy
 from rlinf.llm.vllm_generation import VllmGeneration
-from rlinf.models.merged_weights import MergedWeights
+from rlinf.models.lora import MergedWeights
 
 
 class LocalGenerator:

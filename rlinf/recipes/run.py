@@ -35,18 +35,16 @@ from rlinf.recipes.build import (
 )
 from rlinf.recipes.config import RecipeConfig
 from rlinf.recipes.datasets import StreamedRows
-from rlinf.recipes.equal_rows import check_equal_rows
 from rlinf.recipes.packers import Packer
+from rlinf.recipes.plan import count_steps_per_epoch
 from rlinf.recipes.rollout_workers import RolloutWorkerPlaces
-from rlinf.recipes.schedule import count_steps_per_epoch
-from rlinf.recipes.token_trainer import TokenTrainer, lora_of
+from rlinf.recipes.token_trainer import TokenTrainer, check_equal_rows, lora_of
 from rlinf.report.run_page import write_report
 from rlinf.report.why.rules import explain
 from rlinf.run_folder import CHECKPOINTS_FOLDER, CONFIG_FILE, FINAL_FOLDER, SAFETENSORS_FOLDER, SUMMARY_FILE
 from rlinf.seeding import seed_everything
-from rlinf.tracking.config import TrackingConfig
 from rlinf.tracking.progress import Progress
-from rlinf.tracking.tracker import Tracker, read_metrics
+from rlinf.tracking.tracker import Tracker, TrackingConfig, read_metrics
 from rlinf.training.loop import Loop
 from rlinf.training.profile_window import ProfileWindow
 from rlinf.training.state import LoopState

@@ -12,9 +12,8 @@ from markupsafe import Markup
 
 from rlinf.evaluation.result import Success
 from rlinf.number_formats import format_duration
-from rlinf.report.charts import SMALL, Interval, Series
+from rlinf.report.charts import NUM_COLOURS, SMALL, Interval, Series
 from rlinf.report.episode_player import player
-from rlinf.report.offpolicy import actor_section, actor_warnings
 from rlinf.report.page import Curves, card, clipped_text, curve_cards, series_of, write_page
 from rlinf.report.recipe import write_token_report
 from rlinf.report.recipe_data import is_token_folder
@@ -40,7 +39,7 @@ def write_report(run_folder: str | os.PathLike) -> Path:
     return write_page(
         data.folder / REPORT_FILE, "run.html", f"{title}: {newest.result.total}" if newest else title, title=title, data=data,
         facts=_facts(data), warnings=_warnings(data), findings=diagnose(record_of(data)) if data.lines else None, success_curves=_success_curves(data),
-        tasks=_tasks(data), success_by_step=solved, actor=actor_section(data),
+        tasks=_tasks(data), success_by_step=solved, actor_curves=_actor_curves(data.lines),
         curves=_training_curves(data), profile_steps=data.setting("trainer.profile_steps"), **player(data),
     )  # fmt: skip
 
@@ -77,7 +76,7 @@ def _facts(data: RunData) -> dict[str, Any]:
 
 
 def _warnings(data: RunData) -> list[str]:
-    """Return warnings from the newest evaluation and the parity gate, and about an actor that does not outperform noise."""
+    """Return warnings from the newest evaluation and the parity gate."""
     lines = list(data.evaluations[-1].result.warnings) if data.evaluations else []
     checked = [line for line in data.lines if "rollout/parity_exceeded" in line]
     beyond = [line["step"] for line in checked if line["rollout/parity_exceeded"]]
@@ -86,7 +85,7 @@ def _warnings(data: RunData) -> list[str]:
             f"At {len(beyond)} of {len(checked)} iterations (the first: {beyond[0]}) rollout and trainer differed by more than the "
             "parity gate accepts; see the curve of the parity gap"
         )
-    return [*lines, *actor_warnings(data)]
+    return lines
 
 
 def _tasks(data: RunData) -> list[tuple[str, list[Success | None]]]:
@@ -148,6 +147,27 @@ def _training_curves(data: RunData) -> list[Markup]:
     loss = series_of(sft, "step", ["sft/loss"], "loss", 2)
     cards = [card("Behaviour cloning loss", [loss], "SFT step", "loss (nat)", size=SMALL)]
     return cards + curve_cards(rl, "step", "RL iteration", RL_CURVES)
+
+
+def _actor_curves(lines: Sequence[dict[str, Any]]) -> list[Markup]:
+    """Return the charts of an off-policy actor with a frozen base policy; empty for other runs."""
+    lines = [line for line in lines if "rollout/base_policy_queries" in line]
+    names = sorted({name for line in lines for name in line if name.startswith("rollout/residual_norm/")})
+    by_task = {name: name.rpartition("/")[2] for name in names[: NUM_COLOURS - 1]} if len(names) > 1 else {}
+    curves: Curves = (
+        (
+            "Critics against returns",
+            {"train/q_initial": "predicted by the critics", "train/return_initial": "observed until the end or the time limit"},
+            "discounted return", {},
+        ),
+        ("Residual norm", {"rollout/residual_norm": "all tasks", **by_task}, "normalised action", {"zero": True}),
+        ("Action saturation", {"train/action_saturation": "fraction"}, "fraction at the bound", {"percent": True}),
+        ("Base actions taken", {"rollout/base_action_fraction": "fraction"}, "fraction of chunks", {"percent": True}),
+        ("Critic loss", {"train/critic_loss": "critic loss"}, "squared error", {"zero": True}),
+        ("Values of sampled transitions", {"train/q_mean": "value", "train/target_mean": "target"}, "value", {}),
+        ("Entropy coefficient", {"train/alpha": "alpha"}, "alpha", {"log": True}),
+    )  # fmt: skip
+    return curve_cards(lines, "rollout/env_steps_total", "env steps", curves) if lines else []
 
 
 def with_axes(lines: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:

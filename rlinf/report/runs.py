@@ -12,7 +12,7 @@ from typing import Any
 
 from markupsafe import Markup
 
-from rlinf.checkpoints.saved_config import flat, read_saved_config
+from rlinf.checkpoints.folders import flat, read_saved_config
 from rlinf.errors import CheckpointError, ConfigError, ManifestMismatchError
 from rlinf.evaluation.compare import compare
 from rlinf.evaluation.intervals import mean_interval

@@ -25,11 +25,11 @@ import torch
 from torch import Tensor
 from torch.profiler import record_function
 
-from rlinf.distributed.sums import rank_range
+from rlinf.distributed.process_group import rank_range
 from rlinf.envs.base import VectorEnv
+from rlinf.envs.episodes import EpisodeSampler
 from rlinf.models.embodiment.base import ActionModel
 from rlinf.rollout.cuda_stream import CudaStream
-from rlinf.rollout.sampler import EpisodeSampler
 from rlinf.seeding import derive_seed
 from rlinf.types import ChunkStep, EpisodeSpec, Observation, RolloutBatch
 

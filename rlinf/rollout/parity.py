@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 
 from rlinf.algorithms.statistics import masked_mean
-from rlinf.distributed.process_group import gather_objects, rank
-from rlinf.distributed.sums import maximum
+from rlinf.distributed.process_group import gather_objects, maximum, rank
 from rlinf.errors import ParityError
 from rlinf.models.config import MAX_EXP_GAP
 from rlinf.types import RolloutBatch

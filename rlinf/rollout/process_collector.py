@@ -18,7 +18,7 @@ from torch.profiler import record_function
 
 import rlinf.errors
 from rlinf.distributed.child_process import POLL_S, ChildProcess, Failure, SharedMemory, end_all
-from rlinf.distributed.sums import rank_range
+from rlinf.distributed.process_group import rank_range
 from rlinf.errors import ConfigError, RankError, RLinfError
 from rlinf.models.embodiment.base import ActionModel
 from rlinf.rollout.collector import RolloutCollector

@@ -6,7 +6,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlinf.engines.config import VllmOptions
 from rlinf.engines.gpu_fraction import SEPARATE_GPU_FRACTION
 from rlinf.engines.vllm_engine import EngineSpec, GenerateRequest, VllmEngine, kv_cache_bytes
 from rlinf.engines.weight_handle import WeightBuckets
@@ -14,7 +13,8 @@ from rlinf.errors import ConfigError, RLinfError
 from rlinf.imports import import_string
 from rlinf.models.base_weights import base_tensors, trained_names
 from rlinf.models.embodiment.base import ActionModel
-from rlinf.models.merged_weights import MergedWeights
+from rlinf.models.lora import MergedWeights
+from rlinf.rollout.config import VllmOptions
 from rlinf.types import ActionPrediction, Observation
 
 SEED_BITS = 24

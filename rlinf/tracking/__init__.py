@@ -1,8 +1,7 @@
 """Track the metrics and progress of a run."""
 
-from rlinf.tracking.config import TrackingConfig
 from rlinf.tracking.metrics import METRICS, Metric, register_metric
 from rlinf.tracking.progress import Progress
-from rlinf.tracking.tracker import Tracker, read_metrics
+from rlinf.tracking.tracker import Tracker, TrackingConfig, read_metrics
 
 __all__ = ["METRICS", "Metric", "Progress", "Tracker", "TrackingConfig", "read_metrics", "register_metric"]

@@ -12,7 +12,6 @@ from torch import Tensor
 
 from rlinf.data.augment import augment
 from rlinf.data.config import BAD, GOOD
-from rlinf.data.damage import UnreadableRowError
 from rlinf.data.filters import filtered_rows
 from rlinf.data.formats import SKIP
 from rlinf.data.recap import label_rows
@@ -20,7 +19,7 @@ from rlinf.data.rows import BatchSource, Prefetcher, shuffled_rows
 from rlinf.data.stored import StoredDemonstrations
 from rlinf.distributed.deadlines import deadline, heartbeat
 from rlinf.distributed.process_group import any_rank, broadcast_object, gather_objects, rank, world_size
-from rlinf.errors import ConfigError
+from rlinf.errors import ConfigError, UnreadableRowError
 from rlinf.models.embodiment.base import ActionModel
 from rlinf.models.precision import evaluation_mode
 from rlinf.rollout.demonstrations import collect_demonstrations

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rlinf.checkpoints.checkpoint import on_rank_zero
-from rlinf.checkpoints.saved_config import read_saved_config
+from rlinf.checkpoints.folders import read_saved_config
 from rlinf.errors import CheckpointError
 from rlinf.evaluation.result import Success
 from rlinf.files import write_text

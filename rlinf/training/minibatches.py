@@ -6,7 +6,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from rlinf.distributed.sums import gather_env_groups
+from rlinf.distributed.process_group import gather_env_groups
 from rlinf.seeding import derive_seed
 
 

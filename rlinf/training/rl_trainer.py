@@ -21,8 +21,7 @@ from rlinf.cluster.rollouts import make_collector
 from rlinf.distributed import deadlines
 from rlinf.distributed.deadlines import deadline
 from rlinf.distributed.deferred import open_tensors
-from rlinf.distributed.process_group import gather_objects, rank
-from rlinf.distributed.sums import maximum, sum_counts, sum_env_groups
+from rlinf.distributed.process_group import gather_objects, maximum, rank, sum_counts, sum_env_groups
 from rlinf.envs.base import VectorEnv
 from rlinf.errors import CheckpointError, ConfigError, RLinfError
 from rlinf.optim.reference import Reference

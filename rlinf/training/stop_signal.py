@@ -1,10 +1,11 @@
-"""End a run gracefully on SIGINT, SIGTERM, SIGUSR1 and SIGHUP."""
+"""End a run gracefully on SIGINT, SIGTERM, SIGUSR1 and SIGHUP; signals of commands that write a folder."""
 
 import os
 import signal
 import termios
+import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from typing import Any
 
 from rlinf.distributed.process_group import gather_objects, world_size
@@ -99,3 +100,39 @@ def leave_lost_terminals(numbers: Sequence[int]) -> None:
             devnull = os.open(os.devnull, os.O_WRONLY)
             os.dup2(devnull, number)
             os.close(devnull)
+
+
+@contextmanager
+def _handled(number: int, handler: Callable[..., Any]) -> Iterator[None]:
+    """Handle a signal with ``handler`` inside the block."""
+    # Python delivers signals to the main thread only, and other threads may not install handlers.
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    previous = signal.signal(number, handler)
+    try:
+        yield
+    finally:
+        signal.signal(number, previous)
+
+
+def sigterm_is_ctrl_c() -> AbstractContextManager[None]:
+    """Treat SIGTERM, which clusters send before preemption, like Ctrl-C."""
+    return _handled(signal.SIGTERM, _ctrl_c)
+
+
+def _ctrl_c(*_: object) -> None:
+    # A command started by a script with `&` ignores SIGINT, so raising that signal would have no effect.
+    if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+        raise KeyboardInterrupt
+    signal.raise_signal(signal.SIGINT)
+
+
+@contextmanager
+def ctrl_c_waits() -> Iterator[None]:
+    """Delay SIGINT until the end of the block."""
+    arrived: list[int] = []
+    with _handled(signal.SIGINT, lambda number, _frame: arrived.append(number)):
+        yield
+    if arrived:
+        _ctrl_c()

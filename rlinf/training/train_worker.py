@@ -16,8 +16,7 @@ from rlinf.config.training import TrainerConfig
 from rlinf.data.config import SFTConfig
 from rlinf.distributed.deadlines import heartbeat
 from rlinf.distributed.parallel import Parallel, Replicated
-from rlinf.distributed.process_group import any_rank, gather_objects, rank, world_size
-from rlinf.distributed.sums import maximum
+from rlinf.distributed.process_group import any_rank, gather_objects, maximum, rank, world_size
 from rlinf.distributed.transfers import to_device
 from rlinf.errors import ConfigError, NonFiniteError
 from rlinf.models.embodiment.base import ActionModel

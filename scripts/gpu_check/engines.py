@@ -72,7 +72,7 @@ def speed_of(setting: Setting, source: Path, eager: bool) -> Speed:
     from rlinf.engines.weight_handle import WeightBuckets
     from rlinf.models import HuggingFacePolicy
     from rlinf.models.generation import VllmGeneration
-    from rlinf.models.merged_weights import MergedWeights
+    from rlinf.models.lora import MergedWeights
 
     freed(setting)
     count, prompt, answer = (4, 8, 8) if setting.tiny else (64, 32, 128)

@@ -11,7 +11,7 @@ from functools import cached_property
 import pytest
 import torch
 
-from rlinf.checkpoints.model_files import write_policy
+from rlinf.checkpoints.checkpoint import write_policy
 from rlinf.commands.open_checkpoint import statistics_of_env
 from rlinf.config.compose import compose_config
 from rlinf.config.schema import RunConfig, build_config

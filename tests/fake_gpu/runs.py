@@ -14,6 +14,7 @@ from rlinf.algorithms import ALGORITHMS
 from rlinf.config.compose import compose_config
 from rlinf.config.schema import build_config
 from rlinf.envs.base import VectorEnv
+from rlinf.envs.episodes import EpisodeSampler
 from rlinf.envs.spaces import uniform_statistics
 from rlinf.envs.steps import SimulatorStep
 from rlinf.models.building import get_model_config_and_processor
@@ -22,7 +23,6 @@ from rlinf.preflight.compatibility import env_spec
 from rlinf.preflight.derived import trains_actor
 from rlinf.preflight.memory import policy_on_meta_device
 from rlinf.rollout.collector import RolloutCollector
-from rlinf.rollout.sampler import EpisodeSampler
 from rlinf.rollout.weight_push import WeightPush
 from rlinf.training.minibatches import MinibatchPlan
 from rlinf.training.train_worker import TrainWorker

@@ -13,8 +13,7 @@ from rlinf.algorithms import ALGORITHMS, statistics
 from rlinf.algorithms.base import LossCounts
 from rlinf.commands.train import build
 from rlinf.distributed.launch import launch
-from rlinf.distributed.process_group import rank, world_size
-from rlinf.distributed.sums import rank_range
+from rlinf.distributed.process_group import rank, rank_range, world_size
 from rlinf.errors import ConfigError, ParityError
 from rlinf.optim.reference import Reference
 from rlinf.preflight.derived import parity_gate

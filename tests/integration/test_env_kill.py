@@ -17,10 +17,10 @@ from walk_env import WalkConfig, WalkVectorEnv
 from wanderer import Wanderer
 
 from rlinf.distributed.child_process import SharedMemory
+from rlinf.envs.episodes import EpisodeSampler
 from rlinf.envs.process.env import Worker
 from rlinf.evaluation.evaluator import evaluate_policy
 from rlinf.rollout.collector import RolloutCollector
-from rlinf.rollout.sampler import EpisodeSampler
 
 NUM_KILLS = 4
 

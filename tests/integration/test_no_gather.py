@@ -17,10 +17,10 @@ from rlinf.distributed.launch import launch
 from rlinf.distributed.process_group import gather_objects, rank, world_size
 from rlinf.envs.base import VectorEnv
 from rlinf.envs.config import EnvConfig
+from rlinf.envs.episodes import EpisodeSampler
 from rlinf.envs.steps import SimulatorStep
 from rlinf.models.embodiment.base import ActionModel
 from rlinf.rollout.collector import RolloutCollector
-from rlinf.rollout.sampler import EpisodeSampler
 from rlinf.training.minibatches import MinibatchPlan
 from rlinf.types import ActionPrediction, Observation
 
@@ -58,7 +58,7 @@ class Spy(TorchDispatchMode):
         frame = sys._getframe(2)
         while frame is not None:
             name = frame.f_code.co_filename
-            if name.endswith(("distributed/sums.py", "distributed/process_group.py")):
+            if name.endswith(("distributed/process_group.py", "distributed/process_group.py")):
                 return False
             if any(part in name for part in OF_WEIGHTS):
                 return True

@@ -23,7 +23,7 @@ from rlinf.cluster.factory import env_maker
 from rlinf.commands.export import export, random_observation
 from rlinf.commands.train import build, train
 from rlinf.errors import CheckpointError, ConfigError, NonFiniteError
-from rlinf.models.actors.critic import Critics
+from rlinf.models.actors.base import Critics
 from rlinf.models.embodiment.actor_policy import uniforms_from_inputs
 from rlinf.models.embodiment.mlp_action_model import MLPForRLActionPrediction
 from rlinf.models.embodiment.modules.readout_token import holds_readout_token

@@ -11,7 +11,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from rlinf.checkpoints import checkpoint
-from rlinf.checkpoints.model_files import write_policy
+from rlinf.checkpoints.checkpoint import write_policy
 from rlinf.checkpoints.trainer_state import load_trainer_state, trainer_tensors, write_tensors
 from rlinf.commands import train as run_module
 from rlinf.commands.export import random_observation

@@ -13,9 +13,9 @@ from rlinf.errors import ConfigError
 from rlinf.options import from_mapping
 from rlinf.recipes.config import RecipeConfig
 from rlinf.recipes.datasets import PackedRows, Rows, StreamedRows
-from rlinf.recipes.equal_rows import check_equal_rows
 from rlinf.recipes.run import run
 from rlinf.recipes.samples import BadRowError, Prompt, Sample
+from rlinf.recipes.token_trainer import check_equal_rows
 from rlinf.tracking.tracker import read_metrics
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "fixtures"))

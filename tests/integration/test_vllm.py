@@ -37,7 +37,6 @@ from rlinf.config.compose import compose_config
 from rlinf.config.schema import build_config
 from rlinf.contracts import generation as generation_contract
 from rlinf.engines import vllm_engine
-from rlinf.engines.config import VllmOptions
 from rlinf.engines.vllm_engine import EngineError, GenerateRequest, VllmEngine
 from rlinf.engines.weight_handle import WeightBuffer, WeightsRejectedError
 from rlinf.errors import ConfigError
@@ -47,6 +46,7 @@ from rlinf.models.config import LoraConfig
 from rlinf.models.embodiment.openvla.vllm import OpenVLAVllmAdapter
 from rlinf.models.hf_model import HFModel
 from rlinf.models.lora import apply_lora
+from rlinf.rollout.config import VllmOptions
 from rlinf.rollout.vllm_policy import VllmPolicy
 
 pytestmark = pytest.mark.skipif(

@@ -13,11 +13,11 @@ from rlinf.commands.train import train
 from rlinf.config.compose import compose_config
 from rlinf.config.schema import build_config
 from rlinf.contracts.policy import NUM_ROWS, PolicyChecker
-from rlinf.engines.config import VllmOptions
 from rlinf.engines.vllm_engine import EngineError
 from rlinf.errors import ParityError
 from rlinf.models import build_policy
 from rlinf.models.lora import merged_tensors
+from rlinf.rollout.config import VllmOptions
 from rlinf.rollout.vllm_policy import VllmPolicy
 from rlinf.types import Observation
 
@@ -141,7 +141,7 @@ def sends(monkeypatch, worker):
             for name, tensor in merged_tensors(*args):
                 yield name, change(name, tensor)
 
-        monkeypatch.setattr("rlinf.models.merged_weights.merged_tensors", changed)
+        monkeypatch.setattr("rlinf.models.lora.merged_tensors", changed)
         monkeypatch.setattr("rlinf.rollout.vllm_policy.VllmPolicy", RolloutWorker)
         worker.engine.version = None
 

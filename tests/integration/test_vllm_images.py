@@ -18,7 +18,7 @@ from rlinf.engines.weight_handle import WeightBuckets
 from rlinf.errors import ConfigError
 from rlinf.llm.vllm_generation import IMAGE_FAMILIES, VllmGeneration
 from rlinf.models.embodiment.hf_vla.processing import load_vlm_processor
-from rlinf.models.merged_weights import MergedWeights
+from rlinf.models.lora import MergedWeights
 from rlinf.recipes.samples import Prompt, collate
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))

@@ -12,13 +12,12 @@ import pytest
 import torch
 from vllm_models import act, check_rows, gap, make_language_model, make_model, observe, trainer_logprobs, weights_of
 
-from rlinf.engines.config import VllmOptions
 from rlinf.engines.weight_handle import WeightBuckets
 from rlinf.llm.batched_data_dict import BatchedDataDict
 from rlinf.llm.vllm_generation import VllmGeneration
 from rlinf.models.config import LoraConfig
-from rlinf.models.lora import apply_lora
-from rlinf.models.merged_weights import MergedWeights
+from rlinf.models.lora import MergedWeights, apply_lora
+from rlinf.rollout.config import VllmOptions
 from rlinf.rollout.vllm_policy import VllmPolicy
 
 pytestmark = [

@@ -5,10 +5,8 @@ import torch
 from rollout_batches import rollout_batch
 
 from rlinf.algorithms.config import GRPOConfig, ReinforcePPConfig, RLOOConfig
-from rlinf.algorithms.groups import check_groups, check_one_episode, known_episodes
-from rlinf.algorithms.grpo import GRPO
+from rlinf.algorithms.groups import GRPO, RLOO, check_groups, check_one_episode, known_episodes
 from rlinf.algorithms.reinforce_pp import ReinforcePP
-from rlinf.algorithms.rloo import RLOO
 from rlinf.types import EpisodeSpec
 
 LOST = 100

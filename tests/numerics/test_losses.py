@@ -8,7 +8,7 @@ from rollout_batches import rollout_batch
 
 from rlinf.algorithms.base import LossCounts
 from rlinf.algorithms.config import GRPOConfig, PPOConfig, ReinforcePPConfig, RLOOConfig
-from rlinf.algorithms.grpo import GRPO
+from rlinf.algorithms.groups import GRPO, RLOO
 from rlinf.algorithms.losses import (
     aggregate_logprobs,
     clipped_policy_loss,
@@ -18,7 +18,6 @@ from rlinf.algorithms.losses import (
 )
 from rlinf.algorithms.ppo import PPO
 from rlinf.algorithms.reinforce_pp import ReinforcePP
-from rlinf.algorithms.rloo import RLOO
 from rlinf.types import ActionEvaluation, EpisodeSpec
 
 YES = torch.tensor([True])

@@ -15,8 +15,7 @@ from torch import nn
 from rlinf.algorithms.offpolicy_config import ActorConfig, SACConfig, TD3Config
 from rlinf.errors import NonFiniteError
 from rlinf.models.actors import ACTORS
-from rlinf.models.actors.base import squashed_logprobs
-from rlinf.models.actors.critic import Critics
+from rlinf.models.actors.base import Critics, squashed_logprobs
 from rlinf.models.actors.kinds import DirectActor, DSRLActor, EXPOActor, ResidualActor, RLTActor
 from rlinf.offpolicy.replay import Batch
 from rlinf.offpolicy.sac import SAC

@@ -11,7 +11,7 @@ PACKAGE = Path(__file__).parents[2] / "rlinf"
 
 LAYERS = (
     ("errors", "imports", "number_formats", "run_folder", "seeding", "types"),
-    ("files", "flags", "images", "memory", "options", "registry"),
+    ("files", "flags", "images", "memory", "options", "registry", "wings"),
     ("manifest",),
     ("distributed",),
     ("optim",),
@@ -24,6 +24,7 @@ LAYERS = (
     ("checkpoints",),
     ("evaluation",),
     ("report", "robot"),
+    ("audits",),
     ("rollout",),
     ("llm",),
     ("config",),
@@ -50,6 +51,7 @@ FACES = {
     "rlinf.models.generation.interfaces",
     "rlinf.models.interfaces",
     "rlinf.models.validation",
+    "rlinf.wings",
 }
 """Modules that name modules of a higher layer in texts: import paths that users know, and registries."""
 

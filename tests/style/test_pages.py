@@ -1,6 +1,7 @@
-"""Pages are easy to read and to compare: short lines and table cells, and a table of places in the code that exist."""
+"""Pages have short lines and table cells, places in the code that exist, and links that lead somewhere on the site, too."""
 
 import ast
+import importlib.util
 import re
 from pathlib import Path
 
@@ -64,3 +65,31 @@ def test_a_long_line_a_long_cell_and_a_wrong_place_are_found():
     assert missing_places(places) == ["rlinf/registry.py:Registry.gett", "rlinf/no_such.py:f"]
     paths = "`rlinf/types.py` `rlinf/no_such.py` `tests/unit/test_cli.py::test_x`"
     assert missing_paths(paths) == ["rlinf/no_such.py"]
+
+
+@pytest.mark.parametrize(
+    ("page", "markdown", "on_site"),
+    [
+        ("index.md", "[a](docs/results.md#grpo) ![b](docs/images/c.png)", "[a](results.md#grpo) ![b](images/c.png)"),
+        ("results.md", "[a](../README.md) [b](metrics.md) [c](#d)", "[a](index.md) [b](metrics.md) [c](#d)"),
+        ("results.md", "[`a.py`](../rlinf/a.py), [b](https://c.org)", "[`a.py`](R/blob/main/rlinf/a.py), [b](https://c.org)"),
+        ("guides/a.md", "[b](../results.md) [c](../../README.md)", "[b](../results.md) [c](../index.md)"),
+        ("results.md", "`[a](../b.md)`\n```\n[a](../b.md)\n```\n", "`[a](../b.md)`\n```\n[a](../b.md)\n```\n"),
+    ],
+)  # fmt: skip
+def test_links_of_the_project_become_links_of_the_site(page, markdown, on_site):
+    hooks = load_hooks()
+    assert hooks.LINK.sub(lambda found: hooks.site_link(found, page, "R/"), markdown) == on_site
+
+
+def test_without_a_repository_a_link_to_code_becomes_text():
+    hooks = load_hooks()
+    links = "[`a.py`](../rlinf/a.py), [b](python.md)"
+    assert hooks.LINK.sub(lambda found: hooks.site_link(found, "results.md", None), links) == "`a.py`, [b](python.md)"
+
+
+def load_hooks():
+    spec = importlib.util.spec_from_file_location("site_hooks", ROOT / "scripts" / "site_hooks.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module

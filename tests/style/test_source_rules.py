@@ -150,21 +150,10 @@ def test_the_checks_above_catch_what_they_look_for():
     assert not MACHINE_PATH.search("docs/home/page.md")
 
 
-def test_scripts_are_executable_and_have_no_syntax_error():
+def test_scripts_are_executable():
     scripts = [*sorted((ROOT / "scripts").glob("*.sh")), ROOT / ".ci" / "run"]
     assert len(scripts) >= 4
-    for script in scripts:
-        assert os.access(script, os.X_OK), f"{name_of(script)} is not executable: chmod +x"
-        subprocess.run(["bash", "-n", str(script)], check=True, timeout=280)
-
-
-@pytest.mark.parametrize("command", [("check", "--output-format", "concise"), ("format", "--check")])
-def test_ruff_is_clean(command):
-    words = [sys.executable, "-m", "ruff", *command, "--no-cache", "."]
-    result = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=280)
-    if "No module named ruff" in result.stderr:
-        pytest.skip("ruff is not installed: bash scripts/setup.sh --dev")
-    assert result.returncode == 0, result.stdout
+    assert [name_of(script) for script in scripts if not os.access(script, os.X_OK)] == []
 
 
 @pytest.mark.parametrize(

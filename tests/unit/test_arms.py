@@ -7,7 +7,7 @@ import pytest
 
 from rlinf.envs.pusht.env import PushTConfig, PushTSimulator
 from rlinf.envs.so101 import env as so101
-from rlinf.envs.so101.meshes import clustered, lighten
+from rlinf.envs.so101.env import clustered, lighten
 from rlinf.seeding import derive_seed
 from rlinf.types import EpisodeSpec
 

@@ -1,6 +1,8 @@
 """Audits in which something fails: what the policy rejects is a row, and what is lost or broken ends the audit."""
 
+import sys
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -18,10 +20,15 @@ from rlinf.errors import (
 from rlinf.evaluation.audit_checkpoint import AuditCheckpoint
 from rlinf.evaluation.auditor import Auditor
 from rlinf.evaluation.disturbed_env import EpisodeRecord
+from rlinf.evaluation.evaluator import evaluate_policy
+from rlinf.evaluation.intervals import wilson_interval
 from rlinf.evaluation.result import EvaluationResult, Success
 from rlinf.evaluation.verdicts import NO, UNKNOWN, YES, ConditionRow, success_label_verdict
 from rlinf.types import EpisodeResult, EpisodeSpec
 from tests.fixtures.audited_policies import StateOnly
+
+sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
+from label_noise import NoisyTabletopConfig, NoisyTabletopEnv
 
 CONFIG = TabletopConfig(tasks=["reach"], state="full", cameras=["front"], image_size=8, max_episode_steps=12)
 
@@ -88,6 +95,23 @@ def test_a_policy_that_refuses_everything_from_then_on_ends_the_audit(table):
 
     with pytest.raises(RejectedRequestError, match="out of memory"):
         audited(Fails(IsGone(), RejectedRequestError("out of memory")), table)
+
+
+def test_planted_false_successes_have_the_given_rate_and_are_a_function_of_the_episode():
+    def outcomes(num_envs: int) -> list[tuple[bool, int, bool]]:
+        config = NoisyTabletopConfig(
+            tasks=["reach"], cameras=[], max_episode_steps=8, tolerance_m=1e-3, success_label_noise=0.3
+        )
+        env = NoisyTabletopEnv(config, num_envs, auto_reset=False)
+        specs = [EpisodeSpec("tabletop", 0, 0, seed) for seed in range(200)]
+        episodes = evaluate_policy(lambda seen: np.zeros((len(seen), 2), dtype=np.float32), env, specs).results
+        env.close()
+        return [(bool(one.success), one.num_env_steps, one.true_success) for one in episodes]
+
+    first = outcomes(40)
+    assert first == outcomes(7) and not any(true for _, _, true in first)
+    low, high = wilson_interval(sum(success for success, _, _ in first), 200)
+    assert low < 0.3 < high and {steps for success, steps, _ in first if success} == set(range(1, 9))
 
 
 def test_false_seen_successes_are_counted_by_hand():

@@ -355,23 +355,6 @@ def test_a_row_that_loses_its_simulator_begins_again(trained):
     assert [(one.spec, one.success, one.num_env_steps) for one in step.episodes] == [(spec(0), True, 3)]
 
 
-def test_planted_false_positives_are_a_function_of_the_episode_with_the_given_rate():
-    episodes = [spec(99, seed=seed) for seed in range(400)]
-    env = lamp(16, success_label_noise=0.3)
-    found = play(env, episodes)
-    assert not any(one.true_success for one in found)
-    planted = [one for one in found if one.success]
-    assert wilson_interval(len(planted), 400)[0] < 0.3 < wilson_interval(len(planted), 400)[1]
-    assert {one.num_env_steps for one in planted} == set(range(1, 9))
-    assert play(lamp(5, success_label_noise=0.3), episodes[:40], chunk_len=3) == found[:40]
-    true = play(lamp(16, success_label_noise=1.0), [spec(0, seed=seed) for seed in range(64)])
-    assert all(one.success for one in true)
-    # A true success counts unless the planted one comes before its step, the fourth.
-    assert {one.num_env_steps for one in true if one.true_success} == {4}
-    assert {one.num_env_steps for one in true if not one.true_success} == {1, 2, 3}
-    assert all(one.true_success is None for one in play(lamp(success_label_noise=0.0), [spec(0)]))
-
-
 def test_an_evaluation_tells_both(trained):
     env = lamp(3, success_classifier=trained, terminate_on_success=False)
     found = evaluate_policy(lambda seen: np.zeros((len(seen), 1)), env, [spec(0), spec(5), spec(99)])

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from rlinf.checkpoints.saved_config import read_saved_config
+from rlinf.checkpoints.folders import read_saved_config
 from rlinf.cli import EXIT_USER_ERROR, main
 from rlinf.errors import CheckpointError
 from rlinf.manifest import Manifest

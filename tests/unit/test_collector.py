@@ -19,10 +19,10 @@ from rlinf.config.compose import compose_config
 from rlinf.config.schema import build_config
 from rlinf.config.training import TrainerConfig
 from rlinf.envs import make_env
+from rlinf.envs.episodes import EpisodeSampler
 from rlinf.errors import SimulatorError
 from rlinf.models import build_policy
 from rlinf.rollout.collector import RolloutCollector
-from rlinf.rollout.sampler import EpisodeSampler
 from rlinf.training.rl_trainer import replace_envs, rollout_metrics
 from rlinf.training.train_worker import TrainWorker
 from rlinf.types import ActionPrediction

@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from rlinf.cli import COMMANDS, EXIT_USER_ERROR, main
+from rlinf.cli import EXIT_USER_ERROR, main
+from rlinf.cli.commands import COMMANDS
 from rlinf.serving.layouts import ROBOTS
 
 ROOT = Path(__file__).parents[2]

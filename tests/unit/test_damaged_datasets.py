@@ -13,13 +13,12 @@ import yaml
 
 from rlinf.data import lerobot_dataset, rlds_dataset
 from rlinf.data.config import SFTConfig
-from rlinf.data.damage import UnreadableRowError
 from rlinf.data.filters import filtered_rows
 from rlinf.data.formats import describe_dataset, open_dataset
 from rlinf.data.frames import frame_numbers
 from rlinf.data.rlds_dataset import Blobs, masked_crc32c
 from rlinf.data.video import VideoWriter
-from rlinf.errors import ConfigError, RLinfError
+from rlinf.errors import ConfigError, RLinfError, UnreadableRowError
 from rlinf.options import from_mapping
 
 pa = pytest.importorskip("pyarrow", reason="pyarrow is not installed: pip install -e '.[lerobot]'")

@@ -8,8 +8,8 @@ import torch
 
 from rlinf.data.statistics import MIN_FRACTION, ImageStatistics, normalization_statistics, vector_statistics
 from rlinf.data.stored import DatasetInfo, StoredDemonstrations
-from rlinf.models.embodiment.modules.action_tokenizer import ActionTokenizer
 from rlinf.models.embodiment.modules.normalizer import ActionNormalizer
+from rlinf.models.embodiment.modules.tokenizer import ActionTokenizer
 from rlinf.models.embodiment.pi0.processing import StatisticsNormalizer
 
 NUM_ROWS = 2000

@@ -12,13 +12,12 @@ import torch
 from rlinf.config.compose import compose_config
 from rlinf.config.schema import build_config
 from rlinf.data.config import ExpertConfig
-from rlinf.data.damage import UnreadableRowError
 from rlinf.data.frames import Frames
 from rlinf.data.rows import Prefetcher, shuffled_rows
 from rlinf.data.stored import DatasetInfo, StoredDemonstrations
 from rlinf.envs import make_env
 from rlinf.envs.tabletop.config import TabletopConfig
-from rlinf.errors import ConfigError
+from rlinf.errors import ConfigError, UnreadableRowError
 from rlinf.rollout.demonstrations import Demonstrations, ScriptedExpert, collect_demonstrations, run_episodes
 from rlinf.seeding import derive_seed
 from rlinf.tracking.progress import Progress

@@ -183,9 +183,9 @@ def test_rollout_buffer_is_as_large_as_the_batch_of_an_iteration(penalty):
     from rlinf.algorithms import ALGORITHMS
     from rlinf.commands.open_checkpoint import statistics_of_env
     from rlinf.envs import make_env
+    from rlinf.envs.episodes import EpisodeSampler
     from rlinf.models import build_policy
     from rlinf.rollout.collector import RolloutCollector
-    from rlinf.rollout.sampler import EpisodeSampler
 
     sizes = [
         "rollout.num_envs=2",

@@ -16,7 +16,7 @@ import transformers
 from huggingface_hub import constants as hub_constants
 from safetensors.torch import load_file, save_file
 
-from rlinf.checkpoints.model_files import write_policy
+from rlinf.checkpoints.checkpoint import write_policy
 from rlinf.config.compose import compose_config
 from rlinf.config.schema import build_config
 from rlinf.errors import CheckpointError, ConfigError

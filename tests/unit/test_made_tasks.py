@@ -27,20 +27,6 @@ def arithmetic(tmp_path_factory) -> Path:
     return make_arithmetic_data.make(tmp_path_factory.mktemp("sums"), 400, 50, 0.5, hidden_size=32, num_layers=1)
 
 
-@pytest.mark.parametrize(
-    ("numbers", "carry_wrong", "expected"),
-    [
-        ((37, 48), False, "7+8=15 3+4+1=8 #### 85"),
-        ((37, 48), True, "7+8=15 3+4=7 #### 75"),
-        ((31, 42), False, "1+2=3 3+4=7 #### 73"),
-        ((31, 42), True, "1+2=3 3+4+1=8 #### 83"),
-        ((95, 95), False, "5+5=10 9+9+1=19 #### 190"),
-    ],
-)
-def test_an_addition_is_written_out(numbers, carry_wrong, expected):
-    assert make_arithmetic_data.worked_answer(*numbers, carry_wrong) == expected
-
-
 def test_half_of_the_demonstrations_of_sums_are_wrong_and_no_test_is(arithmetic):
     reward, shares = make_rewards("gsm8k"), {}
     for split in ("train", "test"):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from importlib.util import find_spec
 from types import MethodType, SimpleNamespace
 
@@ -117,20 +116,6 @@ def test_an_episode_with_contacts_is_the_same_in_a_used_simulator_as_in_a_fresh_
     other = play(used, 2, [*actions[::-1], *[actions[3]] * 20])
     np.testing.assert_array_equal(play(used, 0, actions), fresh)
     assert not np.array_equal(other[0], fresh[0]), "the control: another episode starts elsewhere"
-
-
-def test_a_new_simulator_warns_of_nothing_and_its_resets_do_not_walk_older_objects(vulkan, capfd):
-    """ManiSkill collects garbage in each reset, which takes eight times as long if it looks at all that was imported."""
-
-    def is_walked(thing):
-        return any(each is thing for each in gc.get_objects())
-
-    gc.unfreeze()
-    before = [[]]
-    assert is_walked(before), "the control: the collector knows it"
-    simulator_of().close()
-    assert not is_walked(before) and "WARNING" not in capfd.readouterr().err
-    gc.unfreeze()
 
 
 @pytest.mark.parametrize(
@@ -269,50 +254,6 @@ def test_rows_that_are_reset_together_begin_as_each_of_them_alone():
     plain = MadeUpScenes(8)
     plain.reset(seed=list(seeds.values()), options={"env_idx": torch.arange(8)})
     assert not torch.equal(plain.place, alone.place), "a control"
-
-
-def test_resets_make_two_generators_however_many_rows_there_are(monkeypatch):
-    pytest.importorskip("mani_skill")
-    made, plain = [], np.random.RandomState
-
-    class Counted(plain):
-        def __init__(self, *seed):
-            made.append(seed)
-            super().__init__(*seed)
-
-    def reset(rows, seeds):
-        made.clear()
-        scene.reset(rows, seeds)
-        return len(made)
-
-    monkeypatch.setattr(np.random, "RandomState", Counted)
-    scene = maniskill_scene.Scene.__new__(maniskill_scene.Scene)
-    scene._env, scene._num_envs, scene._on_cpu, scene._state = MadeUpScenes(64), 64, False, np.zeros((64, 3))
-    scene._env._main_seed = [2022]  # as ManiSkill's constructor leaves it
-    scene._seeds = maniskill_scene.draw_each_row_by_its_seed(scene._env)
-    assert reset(np.arange(64), list(range(64))) <= 2
-    assert reset(np.array([3, 7]), [3, 7]) == 0, "an auto-reset of some rows"
-    made.clear()
-    scene._env._set_episode_rng([5] * 64, torch.tensor([1]))
-    assert len(made) == 64, "a control: ManiSkill's own way for one row"
-
-
-def test_equal_generators_draw_as_a_list_of_new_generators_of_one_seed():
-    ours = maniskill_scene.EqualGenerators(5)
-    for seed in (7, 3, 7):
-        ours.seed(seed)
-        listed = [np.random.RandomState(seed) for _ in range(5)]
-        for row in (
-            3,
-            0,
-            3,
-            -1,
-        ):  # each continues from its own last draw; of a pair of normal ones, the second one is kept
-            assert ours[row].normal() == listed[row].normal() and ours[row].randint(2**31) == listed[row].randint(2**31)
-        assert [each.uniform() for each in ours] == [each.uniform() for each in listed]
-    assert len(ours) == 5
-    with pytest.raises(IndexError):
-        ours[5]
 
 
 def test_a_reset_leaves_the_generator_of_the_policy_as_it_was():

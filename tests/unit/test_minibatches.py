@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlinf.distributed.sums import rank_range
+from rlinf.distributed.process_group import rank_range
 from rlinf.training import minibatches
 from rlinf.training.minibatches import MinibatchPlan
 

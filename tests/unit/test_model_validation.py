@@ -77,15 +77,6 @@ def test_another_vocabulary_is_refused(tiny_lm, prompts):
         validate_log_probability_consistency(policy, engine, prompts)
 
 
-def test_scores_of_another_shape_are_refused(tiny_lm, prompts):
-    class Table(HuggingFacePolicy):
-        def get_logprobs(self, data):
-            return BatchedDataDict({"logprobs": torch.zeros(4, 8, 48)})
-
-    with pytest.raises(ConfigError, match=r"\[4, 8, 48\].*\[B, S\]"):
-        validate_log_probability_consistency(Table(tiny_lm()), HuggingFaceGeneration(tiny_lm()), prompts)
-
-
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
 def test_a_sound_model_passes_the_diagnostics(tiny_lm, family):
     for function in (diagnostics.test_max_model_len_respected, diagnostics.test_generation_consistency):
@@ -134,26 +125,3 @@ def test_the_command_prints_a_table_and_its_status(tiny_lm, capsys, monkeypatch)
     monkeypatch.setattr(diagnostics, "BATCH_SIZES", (1,))
     assert main(["diagnose", tiny_lm(), "torch_dtype=bfloat16"]) == 1
     assert "FAIL" in capsys.readouterr().out
-
-
-def test_a_model_that_vllm_refuses_fails_and_keeps_the_table(tiny_lm, capsys, monkeypatch):
-    def rejected(self):
-        raise ConfigError("vLLM rejects 'x': head size 8")
-
-    monkeypatch.setattr(diagnostics, "BATCH_SIZES", (1,))
-    monkeypatch.setattr(diagnostics, "PROMPT_LENGTHS", (4,))
-    monkeypatch.setattr("rlinf.engines.vllm_engine.require_vllm", lambda *_: None)
-    monkeypatch.setattr("rlinf.llm.vllm_generation.VllmGenerationWorker.start", rejected)
-    assert main(["diagnose", tiny_lm()]) == 1
-    lines = capsys.readouterr().out.splitlines()
-    assert sum(line.startswith("torch: ") and " pass " in line for line in lines) == 3 + 2
-    assert [line.split()[4] for line in lines if line.startswith("vllm: runs the model")] == ["FAIL"]
-    assert lines[-1] == "vllm: vLLM rejects 'x': head size 8"
-
-
-@pytest.mark.parametrize(
-    ("words", "message"), [([], "needs one model"), (["m", "torch_dtyp=x"], "Did you mean 'torch_dtype'")]
-)
-def test_bad_arguments_of_the_command(words, message, capsys):
-    assert main(["diagnose", *words]) == 2
-    assert message in capsys.readouterr().err

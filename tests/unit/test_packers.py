@@ -201,30 +201,17 @@ def test_messages_of_sharegpt_are_those_with_role_and_content():
     ("row", "message"),
     [
         ({"text": "a"}, "no column 'messages'. Known: text. Set train.train_policy.conversation_column_name=<column>"),
-        ({"message": []}, "no column 'messages'. Did you mean 'message'"),
         ({"messages": None}, "column 'messages' is null"),
         ({"messages": []}, "its conversation is .*expected messages with role"),
-        ({"messages": "text"}, "its conversation is 'text'; expected messages with role"),
         ({"messages": ["a"]}, "message 0 is 'a'; expected role and content"),
         (
             {"messages": [QUESTION, {"content": "b"}]},
             "message 1 has no 'role', only content",
         ),
-        ({"messages": [{"from": "human"}]}, "message 0 has no 'value', only from; expected"),
         (
             {"messages": [{"from": "alien", "value": "b"}]},
             "message 0 has 'from': 'alien'; expected one of human, gpt, system",
         ),
-        (
-            {"messages": [{"from": ["human"], "value": "b"}]},
-            "message 0 has 'from': .'human'.; expected one of human, gpt",
-        ),
-        (
-            {"messages": [{"role": "human", "content": "b"}]},
-            "message 0 has 'role': 'human'; expected one of system, user",
-        ),
-        ({"messages": [QUESTION | {"content": None}]}, "message 0 has no 'content', only role"),
-        ({"messages": [QUESTION | {"content": 3}]}, "message 0 has 'content': 3; expected a text"),
         ({"messages": [QUESTION]}, "no assistant message"),
         (
             {"messages": [QUESTION | {"content": [{"type": "image"}]}, ANSWER]},
@@ -245,10 +232,7 @@ def test_bad_rows_are_named(row, message):
 IMAGE_ROWS = {
     "images": ({"images": ["a.png", "b.png"]}, "its column 'images' has 2, which a text-only model would not see"),
     "image": ({"image": b"jpeg", "images": None}, "its column 'image' has 1, which a text-only model"),
-    "behind none": ({"image": "a.png", "images": []}, "its column 'image' has 1, which a text-only model"),
-    "one of two": ({"images": [None, {"bytes": b"jpeg", "path": None}]}, "its column 'images' has 1, which a text-only model"),
     "video": ({"video": "a.mp4"}, "its column 'video' has 1, but videos in columns are not read"),
-    "videos": ({"videos": ["a.mp4", "b.mp4"], "image": ""}, "its column 'videos' has 2, but videos in columns are not read"),
     "none": ({"image": None, "images": [], "video": None, "videos": []}, None),
     "an empty text": ({"image": "", "video": " "}, None),
     "empty entries": ({"images": [None, ""], "videos": [None], "image": {"bytes": None, "path": None}}, None),
@@ -312,13 +296,6 @@ def test_a_token_that_joins_prompt_and_answer_is_refused():
         ready(ChatPacker(), tokenizer).sample({"messages": [QUESTION, ANSWER | {"content": "ck brown"}]})
 
 
-def test_an_answer_without_end_token_is_announced_once(caplog):
-    packer = ready(ChatPacker(), chat_tokenizer("plain"))
-    for _ in range(2):
-        packer.sample({"messages": [QUESTION, ANSWER]})
-    assert caplog.text.count("does not learn where to stop") == 1
-
-
 def test_an_end_token_at_which_the_run_does_not_stop_is_announced(caplog):
     tokenizer = chat_tokenizer("gpt_oss")
     packer, rows = ready(ChatPacker(), tokenizer), ([QUESTION, ANSWER], [QUESTION, ANSWER, QUESTION, ANSWER])
@@ -375,16 +352,6 @@ def test_prompts_end_where_the_model_answers():
         ready(PromptPacker(), chat_tokenizer("phi"), max_length=4).prompt({"prompt": [QUESTION], "answer": ""})
     with pytest.raises(BadRowError, match="no column 'answer'.*response_column_name"):
         ready(PromptPacker(), chat_tokenizer("phi")).prompt({"prompt": [QUESTION]})
-
-
-def test_a_prompt_leaves_a_position_for_its_answer():
-    row, tokenizer = {"messages": [{"role": "user", "content": "Yes?"}], "answer": "Yes."}, chat_tokenizer("plain")
-    length = len(ready(ChatPacker(), tokenizer).prompt(row).input_ids)
-    assert len(ready(ChatPacker(), tokenizer, max_length=length + 1).prompt(row).input_ids) == length
-    with pytest.raises(
-        BadRowError, match=f"its prompt has {length} tokens; expected fewer than .*model_max_length={length}"
-    ):
-        ready(ChatPacker(), tokenizer, max_length=length).prompt(row)
 
 
 def test_the_last_answers_of_a_preference_are_compared():
@@ -447,19 +414,13 @@ def test_an_answer_that_is_not_to_be_learned_is_context(field):
 
 @pytest.mark.parametrize(
     ("message", "field"),
-    [(1, {"weight": 0.5}), (1, {"weight": "0"}), (1, {"train": [1]}), (0, {"train": True}), (1, {"thinking": "hm"}), (1, {"mask": False}),
+    [(1, {"weight": 0.5}), (0, {"train": True}), (1, {"thinking": "hm"}), (1, {"mask": False}),
      (0, {"images": ["a.png"]}), (1, {"function_call": {"name": "f"}})],
 )  # fmt: skip
 def test_fields_with_a_meaning_that_nothing_reads_are_rejected_by_name(message, field):
     (name,) = field
     with pytest.raises(BadRowError, match=f"'{name}'"):
         learned_text({"messages": turns(*([{}] * message), field)})
-
-
-def test_other_fields_are_named_once(caplog):
-    harmless = {"timestamp": 3, "thinking": None, "images": [], "mask": None}
-    assert learned_text({"messages": turns(harmless, harmless)}) == "wrong<|im_end|>right<|im_end|>"
-    assert [record.args for record in caplog.records] == [("timestamp",)]
 
 
 def test_reasoning_is_learned_where_the_template_shows_it_and_else_rejected():

@@ -63,13 +63,6 @@ def uniforms_for(model, num_rows=4, seed=1):
     return torch.rand(num_rows, model.num_uniforms, generator=torch.Generator().manual_seed(seed)).clamp_min(1e-6)
 
 
-def test_positions_and_tokens_of_random_weights_come_out_with_deviation_1():
-    model = make(move=False)
-    positions = model.vision_tower.embeddings.position_embedding.weight
-    tokens = model.language_model.embed_tokens.weight * model.config.hidden_size**0.5
-    assert positions.std().item() == pytest.approx(1.0, rel=0.3) and tokens.std().item() == pytest.approx(1.0, rel=0.1)
-
-
 @kinds
 def test_random_weights_begin_with_small_values_and_adaptive_norms_at_zero(pi05):
     model = make(pi05, move=False)
@@ -155,19 +148,6 @@ def test_joint_logprobs_are_the_mean_over_initial_noise_and_all_steps():
     torch.testing.assert_close(model.rollout_logprobs(prediction), expected)
 
 
-@kinds
-@torch.no_grad()
-def test_greedy_actions_are_equal_in_every_call_and_batch(pi05):
-    model, observation = make(pi05), observe()
-    first = model.predict_action_batch(**model.preprocess(observation), do_sample=False)
-    torch.manual_seed(99)
-    second = model.predict_action_batch(**model.preprocess(observation), do_sample=False)
-    alone = model.predict_action_batch(**model.preprocess(observation.select([2])), do_sample=False)
-    assert torch.equal(first.actions, second.actions)
-    torch.testing.assert_close(alone.actions[0], first.actions[2], rtol=0, atol=1e-5)
-    assert not first.logits[..., 1].any()
-
-
 @pytest.mark.parametrize("method", ["flow_sde", "flow_noise"])
 def test_a_greedy_chain_has_no_density_in_training_as_in_the_rollout(method):
     model = make(noise_method=method)
@@ -214,31 +194,6 @@ def test_frozen_vlm_gets_no_gradients(pi05, freeze):
     assert bool(vlm) != freeze
     assert any(name.startswith("expert.layers.0") for name in found) and "action_in_proj.weight" in found
     assert not any(name.startswith(("expert_lm_head", "value_head")) for name in found)
-
-
-def test_sft_learns_to_reproduce_an_action():
-    model = make(pi05=True, move=False).train()
-    inputs, actions = model.preprocess(observe(32)), torch.tensor([0.5, -1.0, 3.0]).expand(32, 3, ENV_DIM)
-    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
-    generator = torch.Generator().manual_seed(0)
-    for _ in range(80):
-        uniforms = torch.rand(32, model.num_sft_uniforms, generator=generator).clamp_min(1e-6)
-        optimizer.zero_grad()
-        loss = model.sft_loss(inputs, actions, uniforms)
-        loss.mean().backward()
-        optimizer.step()
-    assert loss.shape == (32,) and loss.mean() < 0.2
-    predicted = model.eval().predict_action_batch(**inputs, do_sample=False).actions
-    assert (predicted - actions[:, :CHUNK_LEN]).abs().mean() < 0.3
-
-
-def test_sft_loss_is_a_function_of_its_random_numbers():
-    model = make()
-    inputs, actions = model.preprocess(observe()), torch.rand(4, model.sft_chunk_len, ENV_DIM)
-    uniforms = torch.rand(4, model.num_sft_uniforms).clamp_min(1e-6)
-    loss = model.sft_loss(inputs, actions, uniforms)
-    assert torch.equal(model.sft_loss(inputs, actions, uniforms), loss)
-    assert not torch.allclose(model.sft_loss(inputs, actions, uniforms.flip(0)), loss)
 
 
 @kinds
@@ -322,14 +277,12 @@ def test_observations_that_do_not_fit_are_refused(changes, observation, message)
     "changes, message",
     [
         ({"noise_method": "sde"}, r"'sde'; expected flow_sde or flow_ode.*noise_method=flow_sde"),
-        ({"noise_std_range": [0.2, 0.1]}, r"\[0\.2, 0\.1\].*noise_std_range=\[0\.08,0\.16\]"),
         ({"num_steps": 0}, r"num_steps is 0.*num_steps=4"),
         ({"paligemma_variant": "gemma_2b_lora", "vlm": None}, r"'gemma_2b_lora'.*Merge the LoRA weights.*model\.model_path="),
         ({"vlm": SIZES | {"depth": 5}}, r"differ in depth \(\[5\] and \[2\]\).*expert\.depth=5"),
         ({"pi05": True, "use_quantile_norm": False}, r"use_quantile_norm=False.*use_quantile_norm=true"),
         ({"norm_stats": {"arm": {"action": {"q01": [0, 0, 0], "q99": [1, 1, 1]}}}, "use_quantile_norm": False},
          r"needs mean and std of 'action'.*use_quantile_norm=true"),
-        ({"norm_stats": {"arm": {"action": {"q01": [0], "q99": [1]}}}}, r"have 1 dimension, but model\.action_token_len=3.*Set model\.action_token_len=1"),
         ({"action_dim": 2}, r"model\.action_token_len is 3.*2 dimensions.*model\.action_token_len=2"),
         ({"action_horizon": 1}, r"model\.action_chunks_len is 2.*predicts 1.*model\.action_chunks_len=1"),
     ],
@@ -391,7 +344,6 @@ def rewrite_config(folder, **changes):
     [
         ({"unnorm_key": "leg"}, {}, r"model\.unnorm_key 'leg'"),
         ({"action_token_len": 6}, {}, r"model\.action_token_len is 6.*5 dimensions.*Set model\.action_token_len=5"),
-        ({"action_token_len": 2}, {}, r"'action' have 3 .*model\.action_token_len=2;.*Set model\.action_token_len=3"),
         ({"action_chunks_len": 9}, {}, r"model\.action_chunks_len is 9.*Set model\.action_chunks_len=3"),
         (
             {},

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from rlinf.cluster.rollout_worker import worker_maker
 from rlinf.config.compose import compose_config
 from rlinf.config.schema import build_config
+from rlinf.distributed.process_group import rank_range
 from rlinf.distributed.ray.ranks import neighbours_first
-from rlinf.distributed.sums import rank_range
 from rlinf.errors import ConfigError, MissingDependencyError
 from rlinf.preflight.placement import COLOCATED, Node, Placement, check_evaluation_workers, check_placement
 from rlinf.preflight.validation import validate
@@ -68,24 +68,6 @@ def test_what_does_not_fit_is_refused_with_the_override_that_mends_it(name):
         check_placement(config_of(*overrides))
     assert f"Set {fix}" in str(caught.value)
     check_placement(config_of(*overrides, *fix.split()))
-
-
-@pytest.mark.parametrize(
-    ("overrides", "found", "fix"),
-    [
-        ([], "cluster.placement=disaggregated without RL", COLOCATED),
-        (["cluster.start=auto"], "cluster.placement=disaggregated without RL", COLOCATED),
-        (["cluster.placement=colocated", "cluster.num_rollout_workers=null"], "with cluster.num_processes=1", "cluster.start=auto"),
-        (["cluster.placement=colocated", "cluster.start=auto"], "cluster.num_rollout_workers=4", "cluster.num_rollout_workers=null"),
-    ],
-)  # fmt: skip
-def test_cloning_alone_refuses_what_only_rl_uses(overrides, found, fix):
-    """As `rlinf sft` does, which runs without RL; the fix has no word of rollout workers."""
-    words = ["env.tasks=[reach]", "sft.max_steps=5", "trainer.max_steps=0", *overrides]
-    with pytest.raises(ConfigError) as caught:
-        validate(config_of(*words), "sft")
-    assert found in str(caught.value) and str(caught.value).endswith(f"Set {fix}")
-    validate(config_of(*words, *fix.split()), "sft")
 
 
 RANKS = [

@@ -14,7 +14,6 @@ from contextlib import ExitStack, contextmanager
 import numpy as np
 import pytest
 from policy_servers import in_a_thread
-from websockets.asyncio.server import ServerConnection
 from websockets.exceptions import ConnectionClosed, InvalidStatus
 from websockets.sync.client import connect
 
@@ -228,14 +227,6 @@ def test_health_is_answered_while_the_policy_computes_and_a_late_answer_is_an_er
         assert np.array_equal(ask(port, {"prompt": "go"})["actions"], CHUNK)
 
 
-def test_a_request_that_takes_long_to_read_delays_nobody():
-    with serving(batch_wait_s=0) as (port, _, _), greeted(port, 2) as (slow, other):
-        tell(slow, {"prompt": "read slowly"})
-        tell(other, {"prompt": "go", "state": 2.0})
-        check_acts(other, 2)
-        assert health(port)[0] == 200
-
-
 def test_a_message_that_is_too_large_is_closed_with_1009_and_others_are_served():
     with serving(max_message=10_000) as (port, _, _):
         most = (
@@ -268,41 +259,6 @@ def test_a_client_that_has_asked_nothing_for_long_makes_room_for_another(monkeyp
             SLOW.set()
             check_acts(third)
         check_acts(asking)  # one that waits keeps its place
-
-
-def test_a_client_that_has_made_room_is_not_served_again(monkeypatch):
-    leave = threading.Event()
-
-    async def slow_goodbye(connection, *reason):
-        while not leave.is_set():
-            await asyncio.sleep(0.01)
-        await close(connection, *reason)
-
-    close = ServerConnection.close
-    with serving(max_clients=1, batch_wait_s=0) as (port, policy, _), greeted(port) as idle:
-        monkeypatch.setattr("rlinf.serving.server.IDLE_S", 0)
-        monkeypatch.setattr(ServerConnection, "close", slow_goodbye)
-        with greeted(port) as other, ExitStack() as at_the_end:
-            at_the_end.callback(leave.set)
-            tell(idle, {"prompt": "go"})
-            tell(other, {"prompt": "go"})
-            check_acts(other)
-            with pytest.raises(TimeoutError):
-                idle.recv(timeout=1)
-            assert policy.num_read == 1
-
-
-def test_more_waiting_rows_than_allowed_are_refused():
-    with serving(max_batch=1, batch_wait_s=0) as (port, policy, _), greeted(port, 3) as (first, second, many):
-        tell(first, {"prompt": "wait"})
-        until(lambda: policy.batches)
-        tell(many, {BATCH: [{"prompt": "go"}] * 16})
-        until(lambda: policy.num_read == 17)
-        tell(second, {"prompt": "go"})
-        assert "busy" in hear(second)
-        check_closed(second, 1013)
-        SLOW.set()
-        assert hear(many)["actions"].shape == (16, 3, 2)
 
 
 def test_clients_of_vla_eval_wait_where_others_are_told_that_the_server_is_busy():

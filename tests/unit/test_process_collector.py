@@ -24,12 +24,12 @@ from rlinf.config.schema import build_config
 from rlinf.distributed.child_process import ChildProcess
 from rlinf.distributed.parallel import empty_copy
 from rlinf.envs import make_env
+from rlinf.envs.episodes import EpisodeSampler
 from rlinf.envs.tabletop.env import TabletopVectorEnv
 from rlinf.errors import ConfigError, RankError, RLinfError, SimulatorError
 from rlinf.models import build_policy
 from rlinf.rollout.collector import RolloutCollector
 from rlinf.rollout.process_collector import ProcessCollector, ProcessSettings
-from rlinf.rollout.sampler import EpisodeSampler
 from rlinf.rollout.shared_memory import SharedTask, read_task
 from rlinf.rollout.weight_push import WeightPush
 from rlinf.rollout.worker_process import _Sender

@@ -6,13 +6,8 @@ import logging
 import os
 import pickle
 import signal
-import socket
-import struct
-import subprocess
-import sys
 import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import numpy as np
@@ -21,11 +16,9 @@ from processes import is_running
 from walk_env import WalkConfig, WalkVectorEnv
 
 from rlinf.contracts.env import equal_rows, run_episodes, spread_specs
-from rlinf.distributed.stack_dump import DUMP_SIGNAL, dump_stacks
 from rlinf.envs.config import EnvConfig, with_share_of_cores
 from rlinf.envs.process.env import Worker
 from rlinf.errors import ConfigError, SimulatorError
-from rlinf.evaluation.fingerprint import MAX_TRIES, take_fingerprint
 
 NUM_ENVS = 4
 PATIENCE_S = 60.0
@@ -213,27 +206,6 @@ def test_no_worker_is_given_up_because_the_parent_stood_still(make, monkeypatch)
     assert not len(step.lost_env_ids) and env.num_restarts == 0
 
 
-def test_the_stacks_of_a_process_that_is_slow_to_write_them_are_waited_for(tmp_path, monkeypatch):
-    monkeypatch.setattr("rlinf.distributed.stack_dump.MAX_POLLS", 600)
-    script = f"import faulthandler, time; faulthandler.register({int(DUMP_SIGNAL)}); print(flush=True); time.sleep(600)"
-    command = [sys.executable, "-c", script]
-    with open(tmp_path / "log", "w+") as log, subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log) as process:
-        process.stdout.readline()
-        process.send_signal(signal.SIGSTOP)
-        threading.Timer(1.0, process.send_signal, [signal.SIGCONT]).start()
-        dump_stacks(process, log)
-        process.kill()
-    assert 'File "<string>", line 1 in <module>' in (tmp_path / "log").read_text()
-
-
-def test_stacks_that_are_written_at_once_are_not_waited_for(tmp_path, monkeypatch):
-    naps = []
-    monkeypatch.setattr("rlinf.distributed.stack_dump.time", SimpleNamespace(sleep=naps.append))
-    with open(tmp_path / "log", "wb", buffering=0) as log:
-        dump_stacks(SimpleNamespace(send_signal=lambda _: log.write(b"stacks"), poll=lambda: None), log)
-    assert len(naps) == 2
-
-
 @pytest.mark.parametrize("name", ["reset_timeout_s", "step_timeout_s"])
 def test_a_reset_and_a_step_have_deadlines_of_their_own(make, name, caplog, tmp_path):
     """The reset hangs: only the short ``reset_timeout_s`` notices it soon."""
@@ -344,14 +316,6 @@ def test_a_simulator_that_always_fails_in_one_episode_ends_the_run_and_the_episo
     assert f"{specs[guilty]} of the task 'far' in env {guilty}. " in str(caught.value) and env.num_restarts == 3
 
 
-def test_a_fingerprint_whose_steps_always_fail_ends_the_run(make):
-    make.of = FragileVectorEnv
-    env = make(num_envs=2, num_processes=1, max_episode_steps=50, tasks=["far"])
-    with pytest.raises(SimulatorError, match="env.num_processes=0"):
-        take_fingerprint(env)
-    assert env.num_restarts == MAX_TRIES < env.config.max_restarts
-
-
 def test_failures_in_different_episodes_do_not_end_the_run(make):
     make.of = FragileVectorEnv
     env = make(num_envs=1, num_processes=1, max_episode_steps=50, tasks=["far"])
@@ -444,7 +408,6 @@ def test_an_error_of_the_user_is_raised_as_itself_without_a_restart(make):
 
 @pytest.mark.parametrize(("num_processes", "wrong", "words"), [
     (0, "state", r"state as float32 \(1,\); expected float32 \(2,\)"),
-    (1, "image", r"images\['front'\] as uint8 \(15, 15, 3\)"),
 ])  # fmt: skip
 def test_a_simulator_that_shows_something_else_than_declared_is_refused(make, num_processes, wrong, words):
     with pytest.raises(ConfigError, match=words):
@@ -477,61 +440,3 @@ def test_closing_ends_every_process(make, fault):
     start = time.monotonic()
     env.close()
     assert time.monotonic() - start < PATIENCE_S and not any(map(is_running, known))
-
-
-def test_the_deadline_holds_for_the_rest_of_an_answer(make):
-    """Of a worker that is stopped while it sends: the parent has seen the start, and waits for no more than that."""
-    env = make(num_envs=1, num_processes=1, step_timeout_s=1.0)
-    env.reset()
-    worker = env._workers[0]
-    os.kill(worker.process.pid, signal.SIGSTOP)
-    here, there = socket.socketpair()
-    there.sendall(struct.pack("!i", 1000) + b"the first of 1000 bytes")
-    os.dup2(here.fileno(), worker.connection.fileno())
-    worker.send(("poses", ([0],)), 1.0)
-    thread = threading.Thread(target=lambda: found.append(worker.receive(1.0, "poses")), daemon=True)
-    found = []
-    thread.start()
-    thread.join(PATIENCE_S)
-    assert "poses made no progress for 1 s (env.step_timeout_s)" in found[0].message
-
-
-def test_an_interrupt_leaves_no_answer_for_the_next_call(make, tmp_path):
-    """Ctrl-C in a chunk in which one worker hangs; then the env starts again, and tells of the new episode."""
-    env = make(step_sleep_s=0.3)
-    specs = spread_specs(env, NUM_ENVS)
-    first, reference = undisturbed(make, specs, 1)
-    env.reset(options={"episodes": specs})
-    known = pids(env)
-
-    def interrupt():
-        while (tmp_path / "fault").exists():
-            time.sleep(0.01)
-        os.kill(os.getpid(), signal.SIGINT)
-
-    make.fault("step hang")
-    thread = threading.Thread(target=interrupt)
-    with pytest.raises(KeyboardInterrupt):
-        thread.start()
-        env.chunk_step(zeros(env, 8) + 1)
-    thread.join()
-    assert not any(map(is_running, known))
-    again, _ = env.reset(options={"episodes": specs})
-    assert equal_rows(again, first)
-    step = env.chunk_step(actions_of(specs, 0))
-    assert equal_rows(step.observation, reference[0].observation)
-    assert not len(step.lost_env_ids) and env.num_restarts == 0
-
-
-def test_threads_may_use_an_env_each(make):
-    """As the worker threads of a rollout do; the workers outlive the thread that started them."""
-    envs = [make(2, num_processes=1), make(2, num_processes=1)]
-
-    def reset_and_step(env):
-        env.reset(options={"episodes": spread_specs(env, 2)})
-        return [env.chunk_step(zeros(env) + 0.1) for _ in range(3)][-1].observation
-
-    with ThreadPoolExecutor(2) as threads:
-        assert equal_rows(*threads.map(reset_and_step, envs))
-    time.sleep(1.2)  # longer than a worker takes to notice the end of its parent
-    assert not any(len(env.chunk_step(zeros(env)).lost_env_ids) for env in envs)

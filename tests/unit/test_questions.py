@@ -1,25 +1,20 @@
 """Evaluation on files of questions: what is found in a completion, what is rejected before a model loads, the whole command."""
 
-import copy
 import importlib.util
 import json
 import random
 import sys
-from dataclasses import MISSING
 from pathlib import Path
 
 import pytest
 
 from rlinf.cli import main
 from rlinf.commands.evaluate_questions import find_model
-from rlinf.distributed.config import DeadlinesConfig
 from rlinf.errors import CheckpointError, ConfigError
 from rlinf.evaluation.intervals import wilson_interval
 from rlinf.evaluation.questions_result import QuestionsResult
-from rlinf.options import override_text, public_fields
 from rlinf.recipes.questions import (
     REASONING_REQUEST,
-    QuestionRanksConfig,
     QuestionsConfig,
     first_letter,
     read_questions,
@@ -141,20 +136,6 @@ def test_every_image_and_video_of_a_question_is_in_its_messages_once(tmp_path, r
     assert contents == expected
 
 
-def test_json_and_parquet_give_the_same_questions(tmp_path):
-    import pyarrow
-    from pyarrow import parquet
-
-    lines = asked(rows_file(tmp_path / "q.jsonl", CHOICES))
-    (tmp_path / "q.json").write_text(json.dumps(CHOICES))
-    other = copy.deepcopy([CHOICES[0], {**CHOICES[1], "video": None}])
-    other[0]["qa_pairs"]["index2ans"]["C"] = "green"  # parquet gives both rows an option C
-    parquet.write_table(pyarrow.Table.from_pylist(other), tmp_path / "q.parquet")
-    tables = asked(tmp_path / "q.parquet")
-    assert asked(tmp_path / "q.json")[1].prompt == lines[1].prompt == tables[1].prompt
-    assert "(C) green" in tables[0].prompt and "(C)" not in tables[1].prompt
-
-
 @pytest.mark.parametrize(
     ("text", "settings", "message"),
     [
@@ -162,12 +143,10 @@ def test_json_and_parquet_give_the_same_questions(tmp_path):
         ("", {}, "has no rows"),
         ("{}\nnot json\n", {}, "Line 2 .* is not JSON"),
         ('{"question": "1 + 1?"}\n', {}, "Row 0 .* no answer in the column 'answer'"),
-        ('{"question": "1 + 1?", "answer": ""}\n', {}, "no answer"),
         ('{"answer": "2"}\n', {}, "no question column prompt or question"),
         ('{"question": "1?", "answer": "2"}\n', {"prompt_column": "questions"}, "Did you mean 'question'"),
         ('{"question": "1?", "answer": "D", "options": ["x", "y"]}\n', {}, "the letter of an option"),
         ('{"id": 1, "question": "1?", "answer": "2"}\n' * 2, {}, "Rows 0 and 1 .* the same id '1'"),
-        ("[1]\n", {}, "expected a map of columns"),
         ('{"question": "<image>What happens?", "video": "v.mp4", "answer": "x"}', {},
          "Row 0 .*its question has <image>, but its columns have a video and no image"),
         ('{"question": "1?", "answer": "2"}\n', {"category_column": "topic"}, "no column 'topic'"),
@@ -319,17 +298,3 @@ def test_the_newest_export_of_a_run_is_meant(tmp_path, monkeypatch):
     (tmp_path / "adapters" / "adapter_config.json").write_text("{}")
     with pytest.raises(CheckpointError, match="only adapters"):
         find_model(str(tmp_path / "adapters"))
-
-
-def test_the_page_lists_every_key_with_its_default():
-    page = (ROOT / "docs" / "recipes.md").read_text(encoding="utf-8")
-    fields = public_fields(QuestionsConfig)
-    del fields["cluster"]
-    fields |= {f"cluster.{name}": field for name, field in public_fields(QuestionRanksConfig).items()}
-    del fields["cluster.deadlines"]
-    deadlines = public_fields(DeadlinesConfig)
-    fields |= {f"cluster.deadlines.{name}": deadlines[name] for name in ("start", "evaluate", "save")}
-    for name, field in fields.items():
-        default = field.default if field.default is not MISSING else field.default_factory()
-        shown = "required" if default == "" else f"`{override_text(default)}`"
-        assert f"| `{name}` | {shown} | {field.metadata['help']} |" in page

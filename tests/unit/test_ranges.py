@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from rlinf.checkpoints.model_files import write_policy
+from rlinf.checkpoints.checkpoint import write_policy
 from rlinf.commands.open_checkpoint import statistics_of_env
 from rlinf.commands.serve import PolicyRows, ServeConfig
 from rlinf.config.compose import compose_config

@@ -9,8 +9,6 @@ import select
 import signal
 import subprocess
 import sys
-import threading
-import time
 import types
 from dataclasses import replace
 from pathlib import Path
@@ -157,30 +155,6 @@ def test_whatever_ends_the_output_ends_the_rank(monkeypatch, error, exitcode, lo
     assert rank.exitcode == exitcode
     silent = followed(monkeypatch, (1, b""))
     assert silent.exitcode == -9 and silent.lost == "its actor ended without an exit status"
-
-
-@needs_ray
-def test_two_threads_end_a_rank_once(monkeypatch):
-    """Closing the sentinel's other end twice would close a file of somebody else."""
-
-    class Slow(RemoteRank):
-        def __setattr__(self, name, value):
-            if name == "lost" and value is not None:
-                time.sleep(0.5)  # the other thread comes in between
-            super().__setattr__(name, value)
-
-    held = threading.Event()
-    monkeypatch.setattr("ray.get", lambda told: held.wait(60) and told)
-    rank, closed, close = Slow(Agent(), [3]), [], os.close
-    monkeypatch.setattr("rlinf.distributed.ray.ranks.os.close", lambda number: (closed.append(number), close(number)))
-    ends = [threading.Thread(target=rank._end, args=(-9, f"end {number}")) for number in range(2)]
-    for end in ends:
-        end.start()
-    for end in ends:
-        end.join()
-    held.set()
-    rank._thread.join(60)
-    assert closed == [rank._writer] and rank.exitcode == -9
 
 
 @needs_ray

@@ -150,29 +150,6 @@ def test_the_group_size_and_a_stream_are_compared():
     assert describe_data(sft, SimpleNamespace(rows=stream))["streaming"]
 
 
-@pytest.mark.parametrize(("size", "calls"), [(None, [4]), (2, [2, 2]), (3, [3, 1])])
-def test_the_validation_evaluates_so_many_rows_together(made, monkeypatch, size, calls):
-    validation = {"enable": True, "batch_size": size}
-    method = {"dataset": {"test_size": 4}}
-    texts = [chr(97 + number) * 5 for number in range(12)]
-    sft = made("sft", texts, RawTextPacker(), validation=validation, method=method)
-    grpo = made(
-        "grpo", texts, PromptPacker(), validation=validation, method=method, rollout=ROLLOUT | {"batch_size": 4}
-    )
-    seen = []
-    score, generate = sft.policy.get_logprobs, grpo.policy.generate
-    monkeypatch.setattr(sft.policy, "get_logprobs", lambda batch: seen.append(len(batch["input_ids"])) or score(batch))
-    sft.validate(0)
-    assert seen == calls
-    seen.clear()
-    monkeypatch.setattr(
-        grpo.policy, "generate", lambda batch, greedy: seen.append(len(batch["input_ids"])) or generate(batch, greedy)
-    )
-    grpo.validate(0)
-    assert seen == calls
-    assert grpo.completer.batch_size == 8, "the rollouts of training are not changed"
-
-
 @pytest.mark.parametrize(("is_kept", "count"), [(True, 1), (False, 2)])
 def test_prepared_rows_are_kept_in_memory_on_request(made, is_kept, count):
     packer, packed = RawTextPacker(), []

@@ -9,15 +9,9 @@ from rlinf.errors import ConfigError
 from rlinf.options import from_mapping, override_text
 from rlinf.recipes.checks import NOT_DONE, WITHOUT_EFFECT
 from rlinf.recipes.config import CkptConfig, RecipeConfig
-from rlinf.recipes.load import ALIASES, find_recipe, keys_of, load_recipe, packaged_recipes, read_recipe, recipe_names
+from rlinf.recipes.load import ALIASES, find_recipe, keys_of, load_recipe, packaged_recipes, read_recipe
 from rlinf.recipes.rewards import make_rewards
 from rlinf.recipes.samples import Prompt
-
-NAMES = (
-    "cosmos-reason1-7b-fsdp2-sft", "cosmos-reason1-7b-p-fsdp2-r-tp2-grpo", "gemma3-12b-vlm-fsdp4-sft",
-    "gpt-oss-20b-fsdp8-sft", "gpt-oss-20b-p-fsdp4-r-tp4-pp1-grpo", "mistral-7b-fsdp4-sft",
-    "mistral-7b-p-fsdp1-r-tp1-grpo", "phi4-14b-p-fsdp4-r-tp2-grpo",
-)  # fmt: skip
 
 PATHS = (
     "configs/cosmos-reason1-7b-fsdp2-sft.toml",
@@ -69,10 +63,6 @@ def recipe(tmp_path):
     return load
 
 
-def test_the_package_has_the_recipes_of_the_guides():
-    assert set(NAMES) <= set(recipe_names())
-
-
 @pytest.mark.parametrize("path", PATHS)
 def test_a_recipe_is_found_by_path_and_by_name_and_may_be_written_as_yaml(path, tmp_path):
     name = path.rpartition("/")[2].removesuffix(".toml")
@@ -102,12 +92,6 @@ def test_the_checkpoint_block_of_the_guide_is_understood_as_it_is(recipe):
     )  # fmt: skip
 
 
-@pytest.mark.parametrize(("value", "read"), [("true", "final"), ("final", "final"), ("all", "all"), ("false", False)])
-def test_uploads_to_s3_may_be_final_or_all(recipe, value, read):
-    config, _ = recipe(f"train.ckpt.upload_s3={value}", "train.ckpt.s3_bucket=b")
-    assert config.train.ckpt.upload_s3 == read
-
-
 def test_keys_of_released_recipes_are_read_or_dropped_with_a_line():
     config, notices = load_recipe("cosmos-reason1-7b-fsdp2-sft")
     assert (config.validation.enable, config.validation.freq, config.validation.batch_size) == (True, 30, 2)
@@ -117,23 +101,6 @@ def test_keys_of_released_recipes_are_read_or_dropped_with_a_line():
         "redis=12800",
         "train.train_policy.dataloader_prefetch_factor=4",
     ]
-
-
-def test_an_override_of_the_key_of_today_beats_its_older_name():
-    assert load_recipe("cosmos-reason1-7b-fsdp2-sft", ["validation.freq=7"])[0].validation.freq == 7
-    assert load_recipe("cosmos-reason1-7b-fsdp2-sft", ["train.validation_step=8"])[0].validation.freq == 8
-
-
-def test_overrides_change_any_key():
-    words = [
-        "train.optm_betas=[0.8,0.9]",
-        "policy.lora.r=4",
-        "custom.mine={a:1}",
-        "train.train_policy.dataset.name='a b'",
-    ]
-    config, _ = load_recipe("mistral-7b-fsdp4-sft", words)
-    assert config.train.optm_betas == [0.8, 0.9] and config.policy.lora.r == 4
-    assert config.custom == {"mine": {"a": 1}} and config.train.train_policy.dataset.name == "a b"
 
 
 def test_text_of_a_recipe_and_of_its_overrides_is_taken_letter_by_letter(tmp_path, recipe):
@@ -202,22 +169,14 @@ def test_all_linear_and_none_are_words_of_released_recipes(recipe):
     [
         ("train.epochs=3", "There is no key 'train.epochs'. Did you mean 'epoch'?"),
         ("train.mini_batch=3", "Did you mean train.train_policy.mini_batch?"),
-        ("train.dataset_name=x", "Use train.train_policy.dataset.name"),
         ("train.train_policy.dataset_test_size=x", "Use train.train_policy.dataset.test_size"),
-        ("train.validation_freq=3", "Use validation.freq"),
-        ("logging.enable_logging=true", "Use logging.logger"),
-        ("train.train_policy.fps=1", "Use custom.fps"),
         ("train.resume='None'", "Set train.resume=false"),
         ("train.epoch=x", "train.epoch is 'x' (str); expected int"),
-        ("train.optm_name=SGD", "expected one of AdamW, Adam"),
-        ("train.ckpt.save_mode=later", "expected one of async, sync"),
         ("train.ckpt.save_freq=0", "expected at least 1"),
         ("train.ckpt.max_keep=0", "Set train.ckpt.enable_checkpoint=false"),
-        ("train.ckpt.upload_s3=some", "expected one of false, true, final, all"),
         ("train.ckpt.upload_s3=true", "Set train.ckpt.s3_bucket=<name>"),
         ("train.ckpt.upload_hf=true", "Set train.ckpt.hf_repo_name=<name>"),
         ("train.optm_betas=[0.9]", "expected two numbers"),
-        ("train.optm_betas=[0.9,1.0]", "expected two numbers in [0, 1)"),
         ("train.optm_warmup_steps=1.5", "Set train.optm_warmup_steps=2"),
         ("train.train_policy.dataset.streaming=true", "Set train.max_num_steps=<steps>"),
         ("train.train_batch_per_replica=7", None),
@@ -226,10 +185,8 @@ def test_all_linear_and_none_are_words_of_released_recipes(recipe):
         ("policy.model_name_or_path=''", "Set policy.model_name_or_path=<folder or hub id>"),
         ("policy.lora.target_modules=q_proj", "Set 'policy.lora.target_modules=[q_proj]'"),
         (r"policy.lora.target_modules=.*\.(q_proj|v_proj)", "Set 'policy.lora.target_modules=[q_proj,v_proj]'"),
-        ("policy.lora=3", "expected a section with the keys r, lora_alpha"),
         ("logging.logger=[tensorbord]", "logging.logger contains 'tensorbord'"),
         ("rollout.backend=trtllm", "this engine is not available; expected vllm or torch. Set rollout.backend=vllm"),
-        ("train.epoch=1,2", "train.epoch is '1,2'"),
         ("~train.epoch", "expected key=value"),
     ],
 )  # fmt: skip
@@ -243,21 +200,23 @@ def test_what_is_refused_names_the_cure(recipe, override, message):
 
 
 @pytest.mark.parametrize(
-    ("override", "message"),
+    ("type", "words", "fix"),
     [
-        ("rollout.n_generation=1", "Set rollout.n_generation=8"),
-        ("train.train_batch_per_replica=24", "expected a multiple of 16. Set train.train_batch_per_replica=16"),
-        ("train.train_policy.temperature=0", "Set train.train_policy.temperature=1.0"),
-        ("rollout.sampling_config.temperature=0.5", "Set rollout.sampling_config.temperature=1.0"),
-        ("policy.lora.lora_dropout=0.1", "Set policy.lora.lora_dropout=0"),
-        ("train.train_policy.loss_type=mean", "expected one of token-mean"),
+        ("grpo", ["rollout.n_generation=1"], "rollout.n_generation=8"),
+        ("grpo", ["train.train_batch_per_replica=24"], "train.train_batch_per_replica=16"),
+        ("grpo", ["train.train_policy.temperature=0"], "train.train_policy.temperature=1.0"),
+        ("grpo", ["rollout.sampling_config.temperature=0.5"], "rollout.sampling_config.temperature=1.0"),
+        ("grpo", ["policy.lora.lora_dropout=0.1"], "policy.lora.lora_dropout=0"),
+        ("dpo", ["rollout.n_generation=1", "validation.reward_function=gsm8k"], "validation.reward_function=null"),
+        ("sft", ["validation.enable=true", "validation.max_response_length=64"], "rollout.max_response_length=64"),
     ],
 )
-def test_grpo_refuses_settings_that_cannot_learn(recipe, override, message):
-    recipe("train.train_batch_per_replica=16", type="grpo")
+def test_settings_that_do_not_fit_the_method_are_rejected_and_the_fix_mends_it(recipe, type, words, fix):
+    words = ["train.train_batch_per_replica=16", *words]
     with pytest.raises(ConfigError) as error:
-        recipe("train.train_batch_per_replica=16", override, type="grpo")
-    assert message in str(error.value)
+        recipe(*words, type=type)
+    assert f"Set {fix}" in str(error.value) and words[-1].rpartition("=")[2] in str(error.value)
+    recipe(*words, fix, type=type)
 
 
 @pytest.mark.parametrize("asks", ["overlong_reward.enable_overlong_penalty=true", "reward_function=[overlong]"])
@@ -311,11 +270,6 @@ def test_a_key_without_effect_gets_one_line_unless_it_asks_for_what_happens(reci
         assert recipe(f"{key}={override_text(value)}")[1] == []
 
 
-def test_a_key_without_effect_in_another_section_is_refused_with_its_place(recipe):
-    with pytest.raises(ConfigError, match="Did you mean train.optm_impl?"):
-        recipe("policy.optm_impl=fused")
-
-
 def test_sampling_that_is_not_trained_is_noted_before_the_run(recipe):
     _, notices = recipe("train.train_batch_per_replica=16", "rollout.sampling_config.top_k=50", type="grpo")
     assert [
@@ -346,24 +300,3 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path, name, text, message):
     with pytest.raises(ConfigError) as error:
         load_recipe(str(tmp_path / name))
     assert message in str(error.value) and name in str(error.value)
-
-
-def test_a_recipe_that_does_not_exist_is_refused_with_a_suggestion():
-    with pytest.raises(ConfigError, match="Did you mean 'mistral-7b-fsdp4-sft'"):
-        load_recipe("mistral-7b-fsdp-sft")
-
-
-def test_a_validation_of_pairs_has_no_rewards(recipe):
-    words = ["train.train_policy.type=dpo", "rollout.n_generation=1"]
-    recipe(*words, "validation.reward_function=null")
-    with pytest.raises(
-        ConfigError, match="validation.reward_function=gsm8k in DPO.*Set validation.reward_function=null"
-    ):
-        recipe(*words, "validation.reward_function=gsm8k")
-
-
-def test_answers_of_the_validation_have_the_length_of_all_others(recipe):
-    recipe("validation.max_response_length=64")
-    recipe("validation.enable=true", "validation.max_response_length=64", "rollout.max_response_length=64")
-    with pytest.raises(ConfigError, match="Set rollout.max_response_length=64, or validation.max_response_length=null"):
-        recipe("validation.enable=true", "validation.max_response_length=64")

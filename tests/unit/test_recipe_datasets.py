@@ -61,18 +61,6 @@ def test_a_mirror_is_found_in_the_cache_by_subset_and_split(tmp_path):
     assert numbers(load_rows("owner/data", "understanding", "robovqa")) == [9]
 
 
-def test_messages_whose_contents_are_texts_and_lists_are_read(tmp_path):
-    rows = [
-        {
-            "messages": [
-                {"role": "user", "content": [{"type": "text", "text": "a"}]},
-                {"role": "assistant", "content": "b"},
-            ]
-        }
-    ]
-    assert load_rows(write_lines(tmp_path / "a.jsonl", rows))[0] == rows[0]
-
-
 def test_images_are_read_by_who_needs_them(tmp_path):
     (tmp_path / "images").mkdir()
     Image.new("RGB", (4, 4)).save(tmp_path / "images" / "1.png")
@@ -157,14 +145,6 @@ def test_cut_rows_and_equal_pairs_are_counted(caplog):
     assert "3 of the first 7 rows of data" in caplog.text, "0, 3 and 6 are equal"
     with pytest.raises(ConfigError, match="All 2 pairs.*1 of them.*policy.model_max_length"):
         PackedRows(Rows([ROWS[3], ROWS[6]], "data"), pack).check()
-
-
-def test_packed_rows_are_kept_on_demand():
-    packed = []
-    for in_memory, count in ((False, 2), (True, 1)):
-        packed.clear()
-        rows = PackedRows(Rows(ROWS), lambda row: packed.append(row) or row["n"], in_memory=in_memory)
-        assert rows[2] == rows[2] == 2 and len(packed) == count
 
 
 def test_a_check_stops_when_its_time_is_over():

@@ -163,30 +163,6 @@ def test_groups_with_equal_rewards_are_replaced_by_other_prompts(tiny_lm):
     assert replaced[0] == 0 < replaced[1]
 
 
-def test_steps_without_any_group_that_teaches_are_announced(tiny_lm, caplog):
-    rewards = iter([1.0] * 12 + [float(n % 2) for n in range(12)] + [1.0] * 48)
-    one = trainer(tiny_lm(), lambda text, prompt, **facts: (next(rewards), {}))
-    said = []
-    for step in range(5):
-        one.step(step)
-        said.append([record.getMessage() for record in caplog.records])
-        caplog.clear()
-    assert said[:4] == [[]] * 4, "step 1 teaches, so that the count starts again"
-    assert "Within every group, all rewards were equal for 3 steps" in said[4][0] and "temperature" in said[4][0]
-
-
-def test_the_line_of_a_step_has_reward_length_and_cut_answers(tiny_lm):
-    update = trainer(tiny_lm()).step(0)
-    shown = dict(update.shown)
-    assert shown.pop("Reward") == update.metrics["rollout/reward_mean"]
-    assert shown.pop("Length") == update.metrics["rollout/completion_length_mean"]
-    assert (
-        shown
-        == {"Truncated completions of 12": round(12 * update.metrics["rollout/truncated_fraction"])}
-        != {"Truncated completions of 12": 0}
-    )
-
-
 def test_attempts_to_replace_end(tiny_lm):
     one = trainer(tiny_lm(), lambda text, prompt, **facts: (1.0, {}), max_resamples=2)
     update = one.step(0)

@@ -1,7 +1,7 @@
 """The loop with a trainer of recipes: its deadlines, its best checkpoint, and its end."""
 
 import math
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from types import SimpleNamespace
 
 import pytest
@@ -21,7 +21,7 @@ from rlinf.recipes import token_trainer
 from rlinf.recipes.completions import Completer
 from rlinf.recipes.config import RecipeConfig
 from rlinf.recipes.rollouts import LocalGenerator
-from rlinf.recipes.run import _save_every, closing_table, summary
+from rlinf.recipes.run import _save_every, summary
 from rlinf.recipes.samples import Prompt
 from rlinf.recipes.token_trainer import TokenTrainer, TokenUpdate, Validation, flops_per_token, rank_slice
 from rlinf.training import loop as loops
@@ -283,17 +283,6 @@ def test_the_lines_of_the_console_are_those_of_the_interval_and_the_last_one(tmp
     assert shown == ["[Policy] Step: 2/5", "[Policy] Step: 4/5", "[Policy] Step: 5/5"]
 
 
-def test_the_line_of_a_step_shows_the_numbers_of_its_method(tmp_path, monkeypatch, caplog):
-    trainer = Validated(1)
-    take = trainer.step
-    trainer.step = lambda step: replace(take(step), shown={"Reward": 0.25, "Length": 12.0})
-    one, *_ = watched(tmp_path, monkeypatch, trainer)
-    with caplog.at_level("INFO", logger="rlinf"):
-        one.fit(trainer)
-    (line,) = [record.getMessage() for record in caplog.records if "Iteration time" in record.getMessage()]
-    assert ", Reward: 0.25, Length: 12, Learning rate: " in line
-
-
 def test_rows_of_the_ranks_are_neighbours_and_differ_by_one_at_most(monkeypatch):
     monkeypatch.setattr(token_trainer, "world_size", lambda: 3)
     shares = []
@@ -343,20 +332,3 @@ def test_the_peak_of_a_gpu_is_not_taken_from_one_with_a_longer_name(name, peak, 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: name)
     assert token_trainer.peak_flops() == peak
-
-
-def test_the_closing_table_has_the_first_and_the_last_validation_and_where_the_model_is():
-    reached = {
-        "best_validation": {"checkpoint": "step_20", "score": -0.2},
-        "train_wall_s": 61.2,
-        "steps": 40,
-        "tokens": 12345.0,
-        "model": "o/final",
-    }
-    lines = [{"step": 0, "eval/loss": 0.6931, "eval/preference_accuracy": 0.5}, {"step": 0, "train/loss": 0.7},
-             {"step": 19, "eval/loss": 0.2, "eval/preference_accuracy": 0.9}, {"step": 39, "eval/loss": 0.25, "eval/preference_accuracy": 0.875}]  # fmt: skip
-    rows = [line.split() for line in closing_table(reached, lines).splitlines()]
-    assert rows[1:3] == [["first", "0.5", "0.6931"], ["last", "0.875", "0.25"]]
-    assert rows[3][-1] == "step_20" and rows[-1] == ["model:", "o/final"] and {"61", "40", "12,345"} <= set(rows[4])
-    without = closing_table(reached | {"best_validation": None}, lines[1:2]).splitlines()
-    assert len(without) == 2 and without[-1] == "model: o/final"

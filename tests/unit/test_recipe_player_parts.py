@@ -16,10 +16,10 @@ from rlinf.llm.hf_generation import SamplingConfig
 from rlinf.models import HuggingFacePolicy
 from rlinf.options import from_mapping
 from rlinf.preflight.placement import Placement
-from rlinf.recipes import equal_rows, rollout_workers
+from rlinf.recipes import rollout_workers, token_trainer
 from rlinf.recipes.config import RecipeConfig
 from rlinf.recipes.datasets import StreamedRows
-from rlinf.recipes.rollout_workers import RolloutWorkerPlaces, TokenRolloutWorker, make_generator, resume_hint
+from rlinf.recipes.rollout_workers import RolloutWorkerPlaces, TokenRolloutWorker, make_generator
 
 ANSWER = ["output_ids", "generation_lengths", "unpadded_sequence_lengths", "logprobs"]
 
@@ -59,17 +59,12 @@ def test_only_a_rank_with_players_makes_their_shell(tiny_lm, monkeypatch, number
     assert made["resume_hint"] == "run the same command with train.resume=true"
 
 
-def test_a_run_without_checkpoints_says_that_it_starts_again():
-    config = from_mapping(RecipeConfig, {"train": {"ckpt": {"enable_checkpoint": False}}})
-    assert resume_hint(config) == "run the same command again (nothing was saved: train.ckpt.enable_checkpoint=false)"
-
-
 def test_ranks_compare_the_beginning_of_a_stream_under_the_deadline_of_the_start(monkeypatch):
     names = []
-    monkeypatch.setattr(equal_rows, "world_size", lambda: 2)
-    monkeypatch.setattr(equal_rows, "maximum", lambda *values: names.append(clock.name) or values)
+    monkeypatch.setattr(token_trainer, "world_size", lambda: 2)
+    monkeypatch.setattr(token_trainer, "maximum", lambda *values: names.append(clock.name) or values)
     rows = datasets.IterableDataset.from_generator(lambda: iter([{"a": 1}]))
-    equal_rows.check_equal_rows(StreamedRows(rows, lambda row: row, seed=None))
+    token_trainer.check_equal_rows(StreamedRows(rows, lambda row: row, seed=None))
     assert names == ["start"]
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from rlinf.errors import ConfigError
 from rlinf.optim.schedule import learning_rate
-from rlinf.recipes.schedule import count_steps, count_steps_per_epoch
+from rlinf.recipes.plan import count_steps, count_steps_per_epoch
 
 
 def test_steps_are_epochs_times_rows_by_batch():

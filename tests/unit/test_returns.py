@@ -9,7 +9,6 @@ import pytest
 import rlinf
 from rlinf.envs import make_env
 from rlinf.envs.tabletop.config import TabletopConfig
-from rlinf.evaluation.compare import SequentialPairs, compare
 from rlinf.evaluation.result import EvaluationResult, Success
 from rlinf.report.run_page import write_report
 from rlinf.training.outcome import closing_table, summary_of
@@ -36,25 +35,6 @@ def test_the_interval_of_a_return_is_student_s_t_over_episodes():
     assert Success(1, 3) == result.total, "equal whatever its return"
     assert result.headline() == "1/3 = 33.3% (95 % 6.1% - 79.2%), return 3"
     assert len("eval step_000010: " + result_of([-0.00491823] * 200, successes=200).headline()) <= 80
-
-
-def test_results_of_before_returns_are_read_compared_and_closed(tmp_path):
-    result = result_of([1.0, 2.0, 6.0], successes=1)
-    data = json.loads(result.to_json(tmp_path / "result.json").read_text())
-    new = ("return_mean", "return_interval", "reports_success", "actions_clipped_fraction", "actions_max_abs")
-    old = {key: value for key, value in data.items() if key not in new}
-    old["results"] = [{key: value for key, value in row.items() if key not in new} for row in old["results"]]
-    (tmp_path / "result.json").write_text(json.dumps(old))
-    read = EvaluationResult.from_json(tmp_path / "result.json")
-    assert read == result and compare(read, result).total.episodes == 3 and read.actions_clipped_fraction is None
-    assert "return 3" in write_report(tmp_path).read_text()
-    saved = {key: old[key] for key in ("success_rate", "successes", "episodes", "interval")}
-    saved["checkpoint"] = "rl_000001"
-    state = LoopState("rl", step=1, evaluations={"before_rl": saved, "after_rl": {**saved, **result.summary()}})
-    summary = summary_of("x", 0, state, state.best_evaluation({"rl_000001"}))
-    assert "return_mean" not in summary["success_before_rl"] and summary["success_after_rl"]["return_mean"] == 3.0
-    before, after = closing_table(summary).splitlines()[1:3]
-    assert "33.3%" in before and "3 (95 %" not in before and "3 (95 % -3.572 to 9.572)" in after
 
 
 def test_the_best_checkpoint_of_a_task_without_success_has_the_highest_return():
@@ -114,12 +94,3 @@ def test_an_audit_tells_of_cut_actions_once():
     audit = rlinf.audit(lambda seen: np.full((len(seen), 2), 50.0), CONFIG, episodes=3)
     assert audit.as_dict()["actions_clipped_fraction"] == 1.0 and audit.as_dict()["actions_max_abs"] == 50.0
     assert len([one for one in audit.warnings if "were clipped" in one]) == 1
-
-
-def test_a_decision_says_why_its_interval_may_include_zero():
-    signs = (1,) * 6
-    wide = SequentialPairs(0, 0, 6, 0, signs, 6)
-    assert wide.p_value <= 0.05 and wide.interval[0] <= 0 <= wide.interval[1], "the case at hand"
-    assert wide.forecast().endswith("b is better; by how much is still open, so the wider interval includes 0")
-    signs = (1,) * 30
-    assert SequentialPairs(0, 0, 30, 0, signs, 30).forecast().endswith("b is better")

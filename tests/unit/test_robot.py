@@ -15,14 +15,14 @@ from run_results import run_config
 
 from rlinf.commands.evaluate import evaluate
 from rlinf.commands.robot import robot
-from rlinf.commands.signals import ctrl_c_waits, sigterm_is_ctrl_c
 from rlinf.envs import make_env
 from rlinf.errors import ConfigError, RLinfError
 from rlinf.robot.clocks import RealTime
 from rlinf.robot.config import RobotConfig
 from rlinf.robot.loop import RobotEpisodes
 from rlinf.robot.robot import EnvRobot, EpisodeVoidError, check_fits
-from rlinf.robot.schedule import ChunkSchedule, lead_steps
+from rlinf.robot.schedule import ChunkSchedule
+from rlinf.training.stop_signal import ctrl_c_waits, sigterm_is_ctrl_c
 from rlinf.types import EnvSpec, EpisodeResult, EpisodeSpec
 
 SPEC = EpisodeSpec("clock", 0, 0, 0)
@@ -133,10 +133,6 @@ def test_control_actions_of_another_time_are_noticed(monkeypatch):
     assert played(latency_s=0.15, relative_dims=[])[0] != list(range(1, 21))
 
 
-def test_steps_that_an_answer_takes():
-    assert [lead_steps(latency, 0.025, 20) for latency in (0.0, 0.025, 0.026, 0.075, 0.15, 0.3)] == [0, 0, 1, 1, 3, 6]
-
-
 def test_a_displacement_that_was_not_made_is_made_next():
     """A gripper's command, the second number, is no displacement. One of two planned units is executed, in two places."""
     schedule = ChunkSchedule(overlaps=True, is_relative=np.array([True, False]))
@@ -191,12 +187,6 @@ def test_a_failed_call_costs_a_hold_and_no_episode():
     sent, timing = played(policy=Foretell(chunk_len=1, fails=(4, 5)), relative_dims=[])
     assert sent == [1, 2, 2, 2, *range(5, 21)], "calls 4 and 5 are of steps 2 and 3, which repeat the action before"
     assert (timing.failures, timing.idle_steps) == (2, 2)
-
-
-def test_failures_of_the_policy_count_only_in_a_row():
-    """Six calls fail, never three in a row (``max_failures``)."""
-    sent, timing = played(policy=Foretell(chunk_len=1, fails=(4, 5, 8, 9, 12, 13)), relative_dims=[])
-    assert timing.failures == timing.idle_steps == 6 and sent[-1] == 20
 
 
 def test_a_policy_that_is_gone_ends_the_command_and_the_robot_holds():
@@ -364,24 +354,6 @@ def test_an_image_of_another_kind_ends_the_command_and_the_robot_holds(wrong, na
         with pytest.raises(ConfigError, match=named):
             episodes.run([SPEC], lambda result: None)
     assert clock.sent == [1, 2, 3, 0] and policy.calls == 2
-
-
-def test_an_episode_has_its_own_random_stream_where_its_first_observation_is_lost():
-    class Drawn(Foretell):
-        def start_episode(self, spec):
-            return spec
-
-        def act(self, row, streams):
-            self.streams = streams
-            return super().act(row, streams)
-
-    policy = Drawn()
-    assert played(Clock(lost=(0,)), policy)[1].failures == 0 and policy.streams == [SPEC]
-
-
-def test_a_changed_action_is_counted():
-    sent, timing = played(policy=Foretell(chunk_len=4), max_relative_target=0.5)
-    assert sent == [0.5 * step for step in range(1, 21)] and timing.clipped_steps == 20
 
 
 def test_an_episode_begins_again_where_the_robot_was_lost():

@@ -124,15 +124,3 @@ def test_the_wanted_start_lies_over_the_present_one(tmp_path):
     assert "wanted" not in alone.shown[0] and not (tmp_path / "third" / OVERLAY).exists()
     kept = np.asarray(Image.open(tmp_path / "second" / "1_2_3.png"))
     assert np.unique(kept).tolist() == [40]
-
-
-def test_the_kept_start_is_what_is_seen_after_the_person_has_put_the_scene_back(tmp_path):
-    robot, person, tells = told(tmp_path, "", grey=40)
-
-    def puts_back(text, answers):
-        robot.grey = 90
-        return person(text, answers)
-
-    tells.ask = puts_back
-    tells.begin(SPEC)
-    assert np.unique(np.asarray(Image.open(tmp_path / "1_2_3.png"))).tolist() == [90]

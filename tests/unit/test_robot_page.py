@@ -2,8 +2,6 @@
 
 import io
 import json
-import shutil
-import subprocess
 import threading
 import time
 from contextlib import closing
@@ -17,14 +15,12 @@ from run_results import run_config
 
 from rlinf.commands.robot import robot as robot_command
 from rlinf.errors import ConfigError
-from rlinf.robot import page as module
 from rlinf.robot.config import RobotConfig
 from rlinf.robot.human import HumanLabelledRobot
 from rlinf.robot.page import BROWSER_TIMEOUT_S, Page, PageTeleoperator
 from rlinf.robot.teleoperator import TakeOver
 from rlinf.types import EpisodeResult, EpisodeSpec
 
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 SPEC = EpisodeSpec("table", 1, 2, 3)
 
 
@@ -114,46 +110,6 @@ def test_an_episode_on_the_page(tmp_path):
             robot_command(run_config(tmp_path, "checkpoint=nothing"), RobotConfig(success="page", page_port=taken))
     with pytest.raises(OSError):
         get(page.url)
-
-
-CLICKS = """<script>
-const clicks = ["ready", "failure", "undo", "success"]
-setInterval(() => { for (const each of document.querySelectorAll("#buttons button"))
-  if (clicks.length && each.textContent.startsWith(clicks[0])) { clicks.shift(); each.click(); return } }, 100)
-</script>"""
-
-
-@pytest.mark.skipif(CHROMIUM is None, reason="Chromium is not installed (apt-get install chromium)")
-def test_a_judgement_is_taken_back_on_the_page(tmp_path, monkeypatch):
-    """A browser clicks failure, undo and success; one answer arrives. Without the undo, failure would arrive after a second."""
-    page_file = tmp_path / "page.html"
-    page_file.write_text(module.HTML.read_text().replace("undoSeconds = 5", "undoSeconds = 1") + CLICKS)
-    monkeypatch.setattr(module, "HTML", page_file)
-    robot, told = Camera(40), []
-    person = HumanLabelledRobot(robot, tmp_path / "starts", None)
-
-    def loop():
-        person.begin(SPEC)
-        robot.result = EpisodeResult(SPEC, "pick", False, 0.0, 5)
-        told.append(person.result.success)
-
-    words = [
-        "--headless",
-        "--no-sandbox",
-        "--disable-gpu",
-        f"--user-data-dir={tmp_path / 'profile'}",
-        "--remote-debugging-port=0",
-    ]
-    with closing(Page(person, "127.0.0.1", 0)) as page:
-        acting = threading.Thread(target=loop)
-        acting.start()
-        browser = subprocess.Popen([CHROMIUM, *words, page.url], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-        try:
-            acting.join(30)
-        finally:
-            browser.kill()
-            browser.wait()
-    assert told == [True]
 
 
 class Leader:

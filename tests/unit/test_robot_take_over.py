@@ -126,24 +126,12 @@ def test_a_teleoperator_that_vanishes_leaves_a_robot_that_holds(caplog):
     assert sent[:8] == [1, 2, 0, 0, 0, 0, 7, 8], "where nobody watches the policy does not act"
 
 
-def test_a_teleoperator_without_numbers_is_gone():
-    sent, timing = played(Person(steps=(3, 4), action=float("nan")))
-    assert np.isfinite(sent).all() and timing.teleop_lost_steps == 2
-
-
 @pytest.mark.parametrize("wants", ["false", float("nan"), None, 0.5])
 def test_only_true_means_that_the_person_acts(wants):
     person = Person()
     person.get_teleop_events = lambda: {"is_intervention": wants}
     sent, timing = played(person)
     assert set(sent) == {0} and timing.teleop_lost_steps == 20 and timing.intervention_steps == 0
-
-
-def test_a_leader_arm_whose_driver_fails_is_gone():
-    person = Person(steps=(3, 4))
-    person.get_action = lambda: (_ for _ in ()).throw(RuntimeError("the port is closed"))
-    sent, timing = played(person)
-    assert sent[:5] == [1, 2, 3, 0, 0] and timing.teleop_lost_steps == 2
 
 
 def test_a_correction_that_does_not_arrive_is_none():
@@ -356,17 +344,6 @@ class Stored:
 def test_rows_by_hand(rows, weight, chunk_len, expected):
     found = filtered_rows(Stored(chunk_len), SFTConfig(filter=rows, intervention_weight=weight))
     assert found.rows(np.arange(len(found))).tolist() == expected
-
-
-def test_all_rows_are_the_dataset_itself():
-    dataset = Stored()
-    assert filtered_rows(dataset, SFTConfig()) is dataset
-
-
-def test_control_without_interventions_other_rows_are_chosen():
-    config = SFTConfig(filter="corrected", intervention_weight=2)
-    ignored = filtered_rows(Stored(person=np.zeros(10, bool)), config)
-    assert ignored.index.tolist() == list(range(8)) != filtered_rows(Stored(), config).index.tolist()
 
 
 def test_no_rows_and_missing_columns_are_refused():

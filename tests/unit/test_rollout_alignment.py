@@ -10,11 +10,11 @@ import torch
 
 from rlinf.envs.base import VectorEnv
 from rlinf.envs.config import EnvConfig
+from rlinf.envs.episodes import EpisodeSampler
 from rlinf.envs.steps import SimulatorStep
 from rlinf.errors import SimulatorError
 from rlinf.models.embodiment.base import ActionModel
 from rlinf.rollout.collector import ATTEMPT_STRIDE, RolloutCollector
-from rlinf.rollout.sampler import EpisodeSampler
 from rlinf.seeding import derive_seed
 from rlinf.types import ActionPrediction, Observation, RolloutBatch
 

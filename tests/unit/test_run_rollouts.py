@@ -12,8 +12,8 @@ from rlinf.cluster.rollouts import make_collector
 from rlinf.config.compose import compose_config
 from rlinf.config.schema import build_config
 from rlinf.envs.config import EnvConfig, default_num_worker_threads
+from rlinf.envs.episodes import EpisodeSampler
 from rlinf.errors import RLinfError
-from rlinf.rollout.sampler import EpisodeSampler
 from rlinf.training.evaluator import Evaluator
 from rlinf.training.stop_signal import StopRequested, StopSignal
 from rlinf.types import EpisodeSpec

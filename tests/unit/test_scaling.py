@@ -2,7 +2,6 @@
 
 import math
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -66,13 +65,6 @@ def test_the_best_division_leaves_nobody_idle_for_long():
         best(WORK, MACHINE, "disaggregated", 1)
 
 
-def test_what_limits():
-    assert predict(WORK, MACHINE, "colocated", 32, 32).limit == "too few env groups"
-    heavy = replace(WORK.times(4), gradient_bytes=32e9)
-    assert predict(heavy, MACHINE, "colocated", 64, 64).limit == "adding up gradients"
-    assert predict(WORK.times(100), MACHINE, "colocated", 4, 4).limit == "main memory"
-
-
 def test_the_slowest_of_many():
     assert slowest_of(1, 0.3) == 1.0
     assert slowest_of(1024, 0.1) == pytest.approx(1 + 0.1 * math.sqrt(2 * math.log(1024)))
@@ -122,24 +114,3 @@ def test_phases_are_medians_without_the_first_iteration():
     assert measured(lines) == {"rollout": 2.0, "score": 4.0, "update": 6.0, "push": 8.0}
     with pytest.raises(ValueError, match="no iteration"):
         measured(lines[:2])
-
-
-def test_three_changes_make_a_seven_billion_policy_at_least_1_4_times_as_fast(capsys):
-    """Forward pass by hand: 2 x 7.5e9 x 350 / 450e12 = 11.67 ms; then 11.67 x (1.2 + 1.2 + 1.14 x 3) and launches, 115 samples/s."""
-    from scaling_model import Roofline, oft
-
-    factor, printed = oft(), capsys.readouterr().out
-    before = Roofline().phases(recomputes=True, scores_all=True, waits=True)
-    assert 1e3 * sum(before.values()) == pytest.approx(11.67 * 5.82 + 4 * 0.4645 + 3 / 56, rel=1e-3)
-    assert factor == pytest.approx(1.69, abs=0.01) and factor >= 1.4
-    for change in before_switches():
-        assert sum(Roofline().phases(**change).values()) < sum(before.values()), "each change alone gains"
-    assert all(name in printed for name in Roofline.__dataclass_fields__), "every assumption is printed"
-    alone = [sum(before.values()) / sum(Roofline().phases(**change).values()) for change in before_switches()]
-    assert max(alone) < 1.4, "control: no single change is enough"
-
-
-def before_switches():
-    """The switches of the design with one of its three losses taken away."""
-    names = ("recomputes", "scores_all", "waits")
-    return [{name: name != without for name in names} for without in names]

@@ -92,18 +92,6 @@ def test_the_forecast_is_where_a_steady_difference_decides():
     assert [sequential.episodes_to_decide(signs, 150) for signs in ([1, -1] * 20, [0] * 9)] == [None, None]
 
 
-def test_a_forecast_beyond_the_list_is_that_of_a_longer_list_planned_from_the_start():
-    signs = [1, 0, 0, 1, 0, -1, 1, 0, 0, 0] * 4
-    longest = 40 + sequential.episodes_to_decide(signs, 40)
-    assert sequential.log_e_value(0.3 * longest, 0.4 * longest) >= sequential.log_threshold(longest)
-    read_again = 40 + sequential._more_to_reach(sequential.log_threshold(40), signs)
-    assert sequential.log_e_value(0.3 * read_again, 0.4 * read_again) < sequential.log_threshold(longest), "a control"
-    assert sequential.decided_at(signs * 2, longest) == pytest.approx(longest, abs=10)
-    rare = [1, *[0] * 400, 1, -1, 1]
-    beyond = sequential.episodes_to_decide(rare, len(rare))
-    assert beyond == sequential._more_to_reach(math.log(20), rare) > sequential.MOST_COUNTED
-
-
 def test_confidence_sequences_are_where_the_mixture_says_on_a_grid():
     """The definition, on a grid of fractions instead of by equations."""
     for successes, episodes in ((0, 6), (3, 8), (20, 25)):

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from rlinf.distributed.parallel import StateBytes, check_can_shard, choose_sharding, make_parallel
+from rlinf.distributed.parallel import StateBytes, check_can_shard, choose_sharding
 from rlinf.errors import ConfigError
 from rlinf.number_formats import GIB
 
@@ -71,18 +71,6 @@ def test_words_override_the_rule():
         choose_sharding("replicate", small, 4, BIG, shard_size=2)
 
 
-def test_a_size_of_shards_that_has_no_effect_is_told():
-    small, large = model_of(0, 100), model_of(0, 7_540_000_000)
-    for choice in (
-        choose_sharding("auto", small, 4, BIG, shard_size=2),
-        choose_sharding("auto", small, 1, BIG, shard_size=1),
-    ):
-        assert re.search("; shard_size=. has no effect on replicas$", choice.reason) and not choice.sharded
-    choice = choose_sharding("auto", large, 8, BIG, shard_size=2)
-    assert choice.sharded and "no effect" not in choice.reason
-    assert "no effect" not in choose_sharding("auto", small, 4, BIG).reason
-
-
 def test_a_model_that_does_not_name_its_layers_is_refused_by_name():
     with pytest.raises(ConfigError, match="Sequential cannot be sharded: its fsdp_wrap_modules are empty"):
         choose_sharding("fsdp2", model_of(0, 100, layers=()), 2, BIG)
@@ -104,8 +92,3 @@ def test_bytes_of_a_rank():
     assert not choose_sharding("auto", exact, 2, BIG).sharded
     assert not choose_sharding("auto", exact, 2, GIB).sharded, "small, whatever the memory"
     assert choose_sharding("auto", model_of(0, GIB // 16 + 1, torch.float32), 2, GIB).sharded  # control: a byte more
-
-
-def test_a_replica_moves_as_a_whole():
-    model = nn.Linear(2, 2)
-    assert make_parallel(model, "cpu", sharded=False).model is model

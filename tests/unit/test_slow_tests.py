@@ -34,34 +34,3 @@ def test_a_record_keeps_what_did_not_run_and_counts_all_parameters(tmp_path, mon
         item = SimpleNamespace(nodeid=f"test_a.py::test_{name}", add_marker=lambda mark, name=name: marked.append(name))
         slow_tests.mark([item])
     assert marked == ["slow[1]"]
-
-
-def test_the_tests_of_a_slow_file_are_slow_also_those_that_found_its_fixtures_made(tmp_path, monkeypatch):
-    monkeypatch.setattr(slow_tests, "RECORD", tmp_path / "slow.txt")
-    slow_tests.RECORD.write_text("39.0 test_a.py::test_first\n2.0 test_a.py::test_second\n39.0 test_b.py::test_first\n")
-    marked = []
-    for test in ("test_a.py::test_quick", "test_b.py::test_quick"):
-        slow_tests.mark([SimpleNamespace(nodeid=test, add_marker=lambda mark, test=test: marked.append(test))])
-    assert marked == ["test_a.py::test_quick"]
-
-
-def test_files_that_take_long_come_first_and_keep_the_order_of_their_tests(tmp_path, monkeypatch):
-    monkeypatch.setattr(slow_tests, "RECORD", tmp_path / "slow.txt")
-    slow_tests.RECORD.write_text("9.0 test_b.py::test_a\n8.0 test_c.py::test_a\n2.0 test_c.py::test_b\n")
-    collected = [
-        "test_a.py::test_a",
-        "test_b.py::test_a[1]",
-        "test_b.py::test_b",
-        "test_c.py::test_b",
-        "test_c.py::test_a",
-    ]
-    items = [SimpleNamespace(nodeid=test) for test in collected]
-    slow_tests.order(items)
-    expected = [
-        "test_c.py::test_b",
-        "test_c.py::test_a",
-        "test_b.py::test_a[1]",
-        "test_b.py::test_b",
-        "test_a.py::test_a",
-    ]
-    assert [item.nodeid for item in items] == expected

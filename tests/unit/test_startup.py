@@ -88,8 +88,3 @@ def test_this_project_is_taken_for_itself_in_any_version(monkeypatch):
 
     monkeypatch.setattr(manifest, "distribution", none)
     assert manifest.other_project() is None
-
-
-def test_dir_shows_what_the_package_offers():
-    shown = {name for name in dir(rlinf) if not name.startswith("_")}
-    assert set(rlinf.__all__) <= shown and not {"annotations", "TYPE_CHECKING", "lazy_attributes"} & shown

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from rlinf.config.compose import compose_config
 from rlinf.config.schema import build_config
-from rlinf.distributed import sums
+from rlinf.distributed import process_group
 from rlinf.distributed.launch import launch
 from rlinf.distributed.process_group import any_rank, rank, world_size
 from rlinf.errors import ConfigError
@@ -22,7 +22,7 @@ WHOLE = build_config(compose_config([]))
 @given(st.integers(1, 8), st.integers(1, 8), st.integers(1, 12))
 def test_every_block_is_owned_once_and_every_group_is_whole(num_ranks, groups_per_rank, group_size):
     num_env_groups = num_ranks * groups_per_rank
-    owned = [sums.rank_range(num_env_groups, r, num_ranks) for r in range(num_ranks)]
+    owned = [process_group.rank_range(num_env_groups, r, num_ranks) for r in range(num_ranks)]
     assert [env_group for env_groups in owned for env_group in env_groups] == list(range(num_env_groups))
     envs_per_rank = num_env_groups * group_size // num_ranks
     for r, env_groups in enumerate(owned):
@@ -39,7 +39,7 @@ def test_misfits_are_refused_with_the_override_that_mends_them(num_envs, group_s
 
     if num_envs % group_size == 0 and num_envs // group_size % num_ranks == 0:
         check_env_groups(config_with(num_envs))
-        assert len(sums.rank_range(num_envs // group_size, 0, num_ranks)) * num_ranks * group_size == num_envs
+        assert len(process_group.rank_range(num_envs // group_size, 0, num_ranks)) * num_ranks * group_size == num_envs
         return
     with pytest.raises(ConfigError, match=f"rollout.num_envs={num_envs}; expected a multiple of") as error:
         check_env_groups(config_with(num_envs))
@@ -50,7 +50,7 @@ def test_misfits_are_refused_with_the_override_that_mends_them(num_envs, group_s
 
 def test_ranks_that_do_not_divide_the_blocks_are_refused():
     with pytest.raises(ValueError, match="3 env groups on 2 ranks"):
-        sums.rank_range(3, 0, 2)
+        process_group.rank_range(3, 0, 2)
 
 
 NUMBERS = torch.tensor([[1e16, 1.0, 7.0], [1.0, 2.0, 7.0], [-1e16, 3.0, 7.0], [1.0, 4.0, 7.0]], dtype=torch.float64)
@@ -61,10 +61,10 @@ def note_sums(folder: Path) -> None:
     share = len(NUMBERS) // world_size()
     own = NUMBERS[rank() * share : (rank() + 1) * share]
     noted = (
-        sums.sum_env_groups(own).tolist(),
-        sums.gather_env_groups(own.long()).tolist(),
-        sums.sum_counts(2**62 // world_size(), rank() + 1),
-        sums.maximum(float(rank()), -float(rank())),
+        process_group.sum_env_groups(own).tolist(),
+        process_group.gather_env_groups(own.long()).tolist(),
+        process_group.sum_counts(2**62 // world_size(), rank() + 1),
+        process_group.maximum(float(rank()), -float(rank())),
         [any_rank(rank() == number) for number in range(world_size() + 1)],
     )
     torch.save(noted, folder / f"{rank()} of {world_size()}")

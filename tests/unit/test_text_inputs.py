@@ -40,19 +40,6 @@ def test_text_is_refused_with_the_page_that_trains_it(words, named, here, starte
     assert named in said and PAGE in said and len(said.splitlines()) == 1 and started == []
 
 
-def test_what_is_no_text_gets_its_own_sentence(here, started, capsys):
-    (here / "empty").mkdir()
-    for words in ("sft.dataset=empty", "sft.dataset=nowhere", "model.model_path=empty"):
-        assert main(["train", "experiment=quickstart", words]) == EXIT_USER_ERROR
-        said = capsys.readouterr().err
-        assert words.partition("=")[2] in said and PAGE not in said
-    assert main(["sft", "experiment=quickstart", "sft.dataset=chat.jsonl"]) == EXIT_USER_ERROR
-    assert "`rlinf sft` needs demonstrations" in capsys.readouterr().err
-    assert main(["train", "experiment=tabletop_ppo_mlp", "sft.dataset=demos"]) == EXIT_USER_ERROR
-    said = capsys.readouterr().err
-    assert "sft.dataset=demos with sft.max_steps=0" in said and "Set sft.max_steps=500, or sft.dataset=null" in said
-
-
 def test_runs_checkpoints_and_other_models_with_a_log_beside_them_are_no_text(here, started, capsys):
     files = {"run_a": "metrics.jsonl", "other_run": "log.jsonl", "policy_b": "log.jsonl", "saved": "a.jsonl"}
     for name, file in files.items():

@@ -5,9 +5,8 @@ import subprocess
 import imageio_ffmpeg
 import numpy as np
 import pytest
-from PIL import ImageFont
 
-from rlinf.evaluation.video import overlay, wrap_text, write_video
+from rlinf.evaluation.video import overlay, write_video
 
 
 def frames_of(num_frames: int, size: int = 64) -> list[np.ndarray]:
@@ -35,24 +34,6 @@ def test_picture_is_intact_below_the_band():
     assert image.shape[1] == 64 and image.shape[0] > 64 and image.shape[0] % 2 == 0
     assert np.array_equal(image[-63:], frame[-63:])
     assert not np.array_equal(overlay(frame, "other", 3, 16, False)[:20], image[:20])
-
-
-def test_outcome_and_step_change_the_band_only():
-    frame = np.zeros((96, 96, 3), np.uint8)
-    running, success, failure = (overlay(frame, "reach", 4, 16, outcome) for outcome in (None, True, False))
-    later = overlay(frame, "reach", 5, 16, None)
-    images = [running, success, failure, later]
-    assert all(not np.array_equal(a, b) for i, a in enumerate(images) for b in images[:i])
-    assert all(np.array_equal(image[-94:], frame[-94:]) for image in images)
-
-
-@pytest.mark.parametrize("width", [40, 100, 300])
-def test_wrapped_lines_fit_and_keep_all_letters(width):
-    font = ImageFont.load_default(12)
-    text = "put the extraordinarilylongwordwithoutanyspaces on the red plate " * 2
-    lines = wrap_text(text, font, width)
-    assert all(font.getlength(line) <= width for line in lines)
-    assert "".join(lines).replace(" ", "") == text.replace(" ", "")
 
 
 def test_a_video_that_cannot_be_written_is_named_and_leaves_nothing(tmp_path, monkeypatch):

@@ -20,8 +20,7 @@ from weight_peers import Net, Remote, serve
 from rlinf.engines.weight_handle import WeightBuckets, WeightsRejectedError
 from rlinf.engines.weight_transfer import ModuleReceiver, ModuleWeights, PushHeader, push
 from rlinf.models.base_weights import trained_names
-from rlinf.models.lora import merged_state_dict, merged_tensors
-from rlinf.models.merged_weights import MergedWeights, layer_prefix
+from rlinf.models.lora import MergedWeights, layer_prefix, merged_state_dict, merged_tensors
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="shared memory without a name needs Linux")
 

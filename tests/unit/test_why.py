@@ -68,10 +68,6 @@ CASES = {  # rule: faulty lines and settings, a number of the sentence, override
         lines(rollout__return_mean=3.0, **FLAT), {}, "return 3", "",
         lines(rollout__return_mean=lambda step: 3 + 0.01 * (step % 2), **FLAT), {},
     ),
-    "zero_variance_groups": (
-        lines(rollout__zero_variance_group_fraction=0.9, **FLAT), {"rollout": {"group_size": 2}}, "90%", "rollout.group_size=8",
-        lines(rollout__zero_variance_group_fraction=0.93**8 + 0.07**8, rollout__success_rate=0.93, **PLAYED), {},
-    ),
     "policy_never_moves": (
         lines(train__approx_kl=0.0, **FLAT), {"algorithm": {"critic_warmup_steps": 12}, "trainer": {"max_steps": 12}}, "the run has 12",
         "algorithm.critic_warmup_steps=0",
@@ -81,17 +77,9 @@ CASES = {  # rule: faulty lines and settings, a number of the sentence, override
         lines(train__learning_rate=1e-6, train__grad_norm=1.0, train__approx_kl=1e-6, **FLAT), SEVERAL, "4.8e-05", "trainer.learning_rate=0.001",
         lines(train__learning_rate=1e-3, train__grad_norm=1.0, train__approx_kl=1e-3, **FLAT), SEVERAL,
     ),
-    "entropy_collapse": (
-        lines(train__entropy=falls(1.0, -3.5), rollout__return_mean=BUMPS), SEVERAL, "-2.89 nat", "",
-        lines(train__entropy=falls(1.42, 0.04), rollout__return_mean=BUMPS), SEVERAL,
-    ),
     "too_few_updates": (
         lines(train__updates_total=lambda step: step), {"algorithm": {"tau": 0.01}}, "11 updates", "",
         lines(train__updates_total=lambda step: 100 * step), {"algorithm": {"tau": 0.01}},
-    ),
-    "q_overestimation": (
-        lines(train__q_initial=4.0, train__return_initial=0.5), {}, "predict a return of 4", "",
-        lines(train__q_initial=0.6, train__return_initial=0.5), {},
     ),
     "stale_rollouts": (
         lines(rollout__staleness_iterations=3, rollout__importance_ratio_max=80.0, rollout__importance_ratio_mean=1.0),
@@ -174,10 +162,6 @@ HEALTHY = {  # lines and settings of runs in which nothing is wrong; what a batc
     "recipe on policy": (
         lines(train__approx_kl=0.0, train__clip_fraction=0.0, rollout__reward_mean=falls(0.2, 0.5), train__entropy=falls(0.5, 0.3)), RECIPE,
     ),
-    "recipe of two steps": (
-        lines(train__approx_kl=1e-4, train__clip_fraction=0.001, rollout__reward_mean=falls(0.2, 0.5)),
-        {"train": {"train_policy": {"type": "grpo", "mu_iterations": 2}}},
-    ),
     "recipe that learns its task": (
         lines(rollout__reward_mean=lambda step: min(1.0, 0.2 + 0.1 * step), train__entropy=falls(0.5, 0.005),
               rollout__zero_variance_group_fraction=falls(0.1, 0.95)), RECIPE,
@@ -185,7 +169,6 @@ HEALTHY = {  # lines and settings of runs in which nothing is wrong; what a batc
     "recipe that knows its task": (
         lines(rollout__reward_mean=1.0, rollout__zero_variance_group_fraction=1.0, train__entropy=falls(0.01, 0.005)), RECIPE,
     ),
-    "recipe without rewards": (lines(train__entropy=falls(0.5, 0.005)), {"train": {"train_policy": {"type": "dpo"}}}),
     "recipe of SFT": (
         [*lines("sft", sft__loss=lambda step: BATCHES.gauss(0.5, 0.02), sft__grad_norm=2.0, sft__learning_rate=1e-5),
          *({"step": n, "phase": "sft", "eval/loss": x} for n, x in enumerate((0.5, 0.49, 0.48, 0.485)))],
@@ -196,22 +179,9 @@ HEALTHY = {  # lines and settings of runs in which nothing is wrong; what a batc
               train__grad_norm=1.5, train__learning_rate=1e-5, rollout__success_rate=falls(0.1, 0.8), rollout__return_mean=falls(0.1, 0.8),
               **PLAYED), SEVERAL,
     ),
-    "flow of fixed noise": (lines(train__entropy=0.0, train__approx_kl=2e-3, train__clip_fraction=0.05), SEVERAL),
-    "sparse GRPO on tasks half of which are easy": (
-        lines(rollout__zero_variance_group_fraction=(1 + 0.5**7) / 2, rollout__success_rate=0.75, rollout__return_mean=lambda step: 0.75 + 0.01 * BUMPS(step), **PLAYED), {},
-    ),
-    "sparse GRPO that succeeds seldom": (
-        lines(rollout__zero_variance_group_fraction=0.9**8, rollout__success_rate=0.1, rollout__return_mean=lambda step: 0.1 + 0.01 * BUMPS(step), **PLAYED), {},
-    ),
-    "slow RL whose critic is a little worse than a constant": (
-        lines(rollout__success_rate=falls(0.05, 0.3), rollout__return_mean=falls(0, 0.4), train__explained_variance=-0.053, **MOVES, **PLAYED),
-        SEVERAL,
-    ),
     "RL whose return rises before its first success": (
         lines(rollout__success_rate=0.0, rollout__episode_len=50.0, rollout__return_mean=falls(0, 1), **PLAYED), {},
     ),
-    "actor that corrects by as much as it can": (lines(train__action_saturation=0.7), {"algorithm": {"actor": {"scale": 2.0}}}),
-    "demonstrations in memory": (lines("sft", throughput__data_wait_fraction=0.7), {"sft": {"num_workers": 2}}),
     "cloning that continues": (
         lines("sft", sft__loss=0.2, sft__grad_norm=0.5, sft__learning_rate=1e-4), {"init_from": "outputs/clone"},
     ),
@@ -224,25 +194,17 @@ def test_a_healthy_run_of_another_kind_is_not_accused(name):
     assert [str(finding) for finding in found.findings] == []
 
 
-def said(run: list[dict], settings: dict, manifest: dict | None = None) -> list[str]:
-    return [finding.rule for finding in diagnose(Record(run, settings, manifest or {})).findings]
+def said(run: list[dict], settings: dict) -> list[str]:
+    return [finding.rule for finding in diagnose(Record(run, settings)).findings]
 
 
 def test_control_the_same_kinds_with_a_fault_are():
     """Recipes and token policies that do not learn."""
     nothing = {"rollout__reward_mean": 0.0, "rollout__reward_std": 0.0, "rollout__truncated_fraction": 0.0}
     assert said(lines(**nothing), RECIPE) == ["constant_return"]
-    assert said(lines(rollout__reward_mean=0.1, rollout__zero_variance_group_fraction=0.9), RECIPE) == [
-        "zero_variance_groups"
-    ]
     two = {"train": {"train_policy": {"type": "grpo", "mu_iterations": 2}, "optm_lr": 1e-9}}
     still = lines(rollout__reward_mean=0.1, train__approx_kl=0.0, train__learning_rate=1e-9)
     assert said(still, two) == ["steps_too_small"]
-    hopeless = lines(rollout__zero_variance_group_fraction=0.96**8, rollout__success_rate=0.04, **PLAYED)
-    assert said(hopeless, {}) == ["zero_variance_groups"]
-    certain = lines(train__entropy=lambda step: 2 * 0.5**step, rollout__return_mean=BUMPS, **FLAT)
-    assert said(certain, SEVERAL, {"actions": {"n_action_bins": 256}}) == ["entropy_collapse"]
-    assert said(certain, SEVERAL, {"actions": {}}) == []
 
 
 def test_a_policy_of_exactly_no_kl_never_moves_unless_it_takes_one_update_an_iteration():
@@ -283,14 +245,6 @@ def test_the_key_is_that_of_the_term_that_stops_adamw(changed, settings, key):
     assert finding.set == key
 
 
-def test_sac_with_a_few_updates_is_not_blamed_on_its_rate_or_its_critics():
-    few = {"train__q_initial": -3.0, "train__return_initial": -300.0, "train__updates_total": lambda step: step, **FLAT}
-    settings = {"algorithm": {"name": "sac", "learning_rate": 1e-3, "tau": 0.005}}
-    assert said(lines(**few), settings) == ["too_few_updates"]
-    many = few | {"train__updates_total": lambda step: 1000 * step}
-    assert said(lines(**many), settings) == ["q_overestimation"]
-
-
 def test_a_reward_that_is_success_itself_is_not_accused():
     """Sampled success, and so the return, rises by 4 points; greedy success does not."""
     rates = {"rollout__success_rate": lambda step: 0.60 + 0.04 * min(1.0, step / 4), "rollout__num_episodes": 640}
@@ -301,35 +255,11 @@ def test_a_reward_that_is_success_itself_is_not_accused():
     ]
     assert said(sparse, {}) == []
     turned = [{"step": n, "phase": "rl", "rollout/success_rate": max(0.0, 0.6 - 0.1 * n), "rollout/return_mean": min(0.0, -0.6 + 0.1 * n),
-               "rollout/zero_variance_group_fraction": min(1.0, 0.1 + 0.2 * n), "rollout/num_episodes": 64} for n in range(12)]  # fmt: skip
+               "rollout/num_episodes": 64} for n in range(12)]  # fmt: skip
     assert said(turned, {}) == ["return_without_success"], "minus success is not success"
     other = [line | {"rollout/return_mean": min(2.0, 1 + 0.2 * line["step"]), "rollout/success_rate": 0.6} if "rollout/success_rate" in line else line
              for line in run]  # fmt: skip
     assert said(other, {}) == ["return_without_success"], "control: the return rises with something else"
-
-
-def test_groups_that_become_equal_after_a_fall_are_no_cause_and_a_falling_return_is_a_fact():
-    equal_later = {
-        "rollout__zero_variance_group_fraction": falls(0.0, 1.0),
-        "rollout__success_rate": falls(0.6, 0.0),
-        **PLAYED,
-    }
-    assert said(lines(**equal_later, rollout__return_mean=falls(0.6, 0.0)), {}) == ["return_falls"]
-    assert said(lines(**equal_later, rollout__return_mean=lambda step: min(0.6, 0.1 * step)), {}) == [
-        "return_without_success"
-    ]
-    evaluated = [
-        {"step": 6 * n, "phase": "rl", "eval/return_mean": mean, "eval/return_low": mean - 4, "eval/return_high": mean + 4}
-        for n, mean in enumerate((-55.0, -80.0, -98.0))
-    ]  # fmt: skip
-    without = {"env": {"success_return": None}}
-    assert said([*evaluated, *lines(train__approx_kl=0.01, train__entropy=0.9)], without) == ["return_falls"]
-    assert said([*evaluated, *lines(train__approx_kl=0.7, train__entropy=0.9)], without) == ["steps_too_large"], (
-        "the first cause is the larger one"
-    )
-    few = lines(train__approx_kl=0.01)[:3]
-    for rate, rules in ((0.5, ["steps_too_large"]), (1e-3, ["return_falls"])):
-        assert said([*evaluated, *few], without | {"trainer": {"learning_rate": rate}}) == rules, "without enough KLs"
 
 
 def test_an_evaluation_before_and_after_on_the_same_episodes_is_compared_in_pairs():
@@ -408,17 +338,6 @@ def test_an_unchanged_return_is_seldom_said_to_have_changed_and_a_doubled_one_is
     assert str(loss).startswith("outcome: the loss certainly fell: from 1.891")
 
 
-def test_of_runs_that_stay_where_they_are_one_in_fifty_is_said_to_have_changed():
-    generator, changed, naive = np.random.default_rng(2), 0, 0
-    for rate in (0.1, 0.5, 0.8):
-        for first, last in generator.binomial(100, rate, (400, 2)).tolist():
-            outcome = outcome_of_counts([(0, Success(first, 100)), (9, Success(last, 100))], "", "")
-            changed += outcome.verdict in ("rose", "fell")
-            low, high = difference_interval((last, first), (100, 100))
-            naive += low > 0 or high < 0
-    assert changed <= 0.02 * 1200 < naive
-
-
 def test_rollouts_tell_what_few_evaluation_episodes_cannot_and_returns_what_success_cannot():
     played = lines(rollout__success_rate=falls(0.0, 0.6), **PLAYED)
     told = Record([*evaluations(0, 3, episodes=10), *played]).outcome
@@ -429,13 +348,6 @@ def test_rollouts_tell_what_few_evaluation_episodes_cannot_and_returns_what_succ
     assert Record(played, {"env": {"success_return": None}}).outcome.measure == "return"
     assert Record(played, {"env": {"success_return": -300}}).outcome.verdict == "did_not_rise"
     assert Record(played).outcome.measure == "success"
-
-
-def test_a_run_that_has_only_begun_inconclusive():
-    few = lines(rollout__reward_mean=0.1)[:3]
-    outcome = Record(few, RECIPE).outcome
-    assert outcome.verdict == "inconclusive" and "fewer than 6 steps" in str(outcome)
-    assert str(diagnose(Record(few, RECIPE))).splitlines()[1].startswith("no cause found in the metrics")
 
 
 def test_no_rule_blames_a_run_that_mastered_its_task():
@@ -505,23 +417,6 @@ def test_the_command_prints_sentences_or_json(folder, capsys):
     assert next(iter(found)) == "outcome" and found["outcome"]["verdict"] == "inconclusive"
 
 
-def test_a_manifest_tells_whether_a_policy_samples_tokens_and_a_run_without_a_finding_says_how_many_rules_were_checked(
-    folder, capsys
-):
-    certain = lines(train__entropy=lambda step: 2 * 0.5**step, rollout__return_mean=BUMPS, **FLAT)
-    healthy = lines(train__approx_kl=0.01, rollout__success_rate=falls(0, 1), **PLAYED)
-    for run, actions, words in (
-        (certain, {"n_action_bins": 21}, "entropy_collapse: "),
-        (certain, {}, "no cause found in the metrics (5 rules checked)"),
-        (healthy, {}, "no problem found"),
-    ):
-        (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in run))
-        (folder / "manifest.json").write_text(json.dumps({"actions": actions}))
-        assert main(["why", str(folder)]) == 0
-        first, second = capsys.readouterr().out.splitlines()
-        assert second.startswith(words) and first.startswith("outcome: the success certainly rose") == (run is healthy)
-
-
 def test_a_folder_that_is_no_run_is_refused(tmp_path, capsys):
     assert main(["why", str(tmp_path / "nowhere")]) == 2 and "There is no folder" in capsys.readouterr().err
     assert main(["why"]) == 2 and "rlinf why outputs/quickstart/latest" in capsys.readouterr().err
@@ -556,20 +451,7 @@ def test_outcomes_of_runs_that_somebody_else_made_are_right_and_no_wrong_key_is_
         assert keys <= set(run["fault_key"]), run["name"]
         assert run["kind"] == "fault" or not found.findings, run["name"]
         named += bool(found.findings)
-    assert named == 9, "the others leave no trace in what has a physical threshold"
-
-
-def test_a_recipe_is_measured_by_the_rewards_of_its_validation_and_without_their_number_by_its_answers():
-    (run,) = (run for run in held_out() if run["name"] == "answers_lr_huge")
-    outcome = Record(run["metrics"], run["config"]).outcome
-    assert (outcome.verdict, outcome.measure) == ("fell", "reward")
-    (line,) = outcome.made_worse("models/base")
-    assert "41.8% (167/400)" in line and "models/base" in line
-    assert "41.8% (167/400) at step 0 to 0.0% (0/400) at step 23 of the validations" in str(outcome)
-    without = [
-        {name: value for name, value in line.items() if name != "eval/num_completions"} for line in run["metrics"]
-    ]
-    assert "of the validations" not in str(Record(without, run["config"]).outcome)
+    assert named == 7, "the others leave no trace in what has a physical threshold"
 
 
 def test_returns_of_evaluations_are_compared_by_their_intervals():

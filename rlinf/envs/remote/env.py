@@ -11,7 +11,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Self
 
 import numpy as np
@@ -25,7 +25,6 @@ from rlinf.envs.base import VectorEnv
 from rlinf.envs.config import EnvConfig
 from rlinf.envs.remote.host import EnvFacts, EnvHost, HostReply, HostTask
 from rlinf.envs.spread import Call, Part, SpreadVectorEnv
-from rlinf.envs.success_override import without_success_override
 from rlinf.errors import ConfigError, RankError, SimulatorError
 from rlinf.types import EpisodeSpec, Observation
 
@@ -282,7 +281,7 @@ class RemoteVectorEnv(SpreadVectorEnv):
             "resources": {RESOURCE: 0.001} if chosen else {},
         }
         for actor in actors:
-            task = pickle.dumps(HostTask(without_success_override(config), len(actor.ids), sharers))
+            task = pickle.dumps(HostTask(replace(config, success_classifier=None), len(actor.ids), sharers))
             path = [entry or os.getcwd() for entry in sys.path]
             actor.host, actor.pid = NOWHERE, 0
             actor.handle = self._ray.remote(**options)(EnvHost).remote(path, pickle.dumps(nodes.prepare), task)

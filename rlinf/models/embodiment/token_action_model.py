@@ -9,9 +9,9 @@ from torch import Tensor
 from rlinf.distributed.transfers import to_device
 from rlinf.errors import RejectedInputError
 from rlinf.models.embodiment.base import ActionModel, Inputs
-from rlinf.models.embodiment.modules.action_tokenizer import ActionTokenizer
 from rlinf.models.embodiment.modules.normalizer import ActionNormalizer, select_action_stats
 from rlinf.models.embodiment.modules.readout_token import TOKEN_WIDTH
+from rlinf.models.embodiment.modules.tokenizer import ActionTokenizer
 from rlinf.models.loading import num_positions
 from rlinf.models.sampling import token_logprobs
 from rlinf.types import ActionEvaluation, ActionPrediction

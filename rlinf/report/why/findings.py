@@ -1,6 +1,5 @@
 """Input data for the rules of `rlinf why`, a run's outcome according to the best available evidence, and the rules' findings."""
 
-import json
 import math
 import os
 from collections.abc import Callable, Sequence
@@ -42,41 +41,19 @@ class Finding:
         return f"{self.text} (steps {first} to {last})." + (f" Set {self.set}" if self.set else "")
 
 
-@dataclass(frozen=True)
 class MetricSeries:
-    """At least ``MIN_POINTS`` values of a metric, with their steps."""
+    """At least ``MIN_POINTS`` values of a metric, with their steps.
 
-    steps: list[int]
-    values: list[float]
+    ``early``, ``middle`` and ``late`` are thirds of the values (``middle``: all values if there are none in between), ``late_steps`` is the
+    first and last step of ``late``. Rules use the median of a third because individual steps are noisy.
+    """
 
-    @property
-    def _window(self) -> int:
-        return max(3, len(self.values) // 3)
-
-    @property
-    def early(self) -> list[float]:
-        """The first third of the values."""
-        return self.values[: self._window]
-
-    @property
-    def middle(self) -> list[float]:
-        """The values between ``early`` and ``late``, or all values if none are in between."""
-        return self.values[self._window : -self._window] or self.values
-
-    @property
-    def late(self) -> list[float]:
-        """The last third of the values; rules use its median because individual steps are noisy."""
-        return self.values[-self._window :]
-
-    @property
-    def late_steps(self) -> tuple[int, int]:
-        """First and last step of ``late``."""
-        return self.steps[-self._window], self.steps[-1]
-
-    @property
-    def all_steps(self) -> tuple[int, int]:
-        """First and last step."""
-        return self.steps[0], self.steps[-1]
+    def __init__(self, steps: list[int], values: list[float]) -> None:
+        window = max(3, len(values) // 3)
+        self.steps, self.values = steps, values
+        self.early, self.late = values[:window], values[-window:]
+        self.middle = values[window:-window] or values
+        self.all_steps, self.late_steps = (steps[0], steps[-1]), (steps[-window], steps[-1])
 
 
 @dataclass
@@ -84,13 +61,11 @@ class Record:
     """A run's metrics and configuration.
 
     Attributes:
-        manifest: Manifest of the run or, if missing, of its newest checkpoint.
         gain: Paired comparison of the evaluations before (a) and after (b), as in ``compare.json``; None without one.
     """
 
     lines: Sequence[dict[str, Any]]
     settings: dict[str, Any] = field(default_factory=dict)
-    manifest: dict[str, Any] = field(default_factory=dict)
     gain: dict[str, Any] | None = None
 
     def setting(self, key: str, default: Any = None) -> Any:
@@ -106,11 +81,6 @@ class Record:
     def return_name(self) -> str:
         """Name of the metric that rises with learning."""
         return "rollout/reward_mean" if self.is_recipe else "rollout/return_mean"
-
-    @property
-    def has_tokens(self) -> bool:
-        """Whether the policy samples tokens, whose entropy is never negative."""
-        return self.is_recipe or "n_action_bins" in self.manifest.get("actions", {})
 
     def _is_warmup(self, line: dict[str, Any], name: str) -> bool:
         """Return whether a metric is from a warm-up, i.e. critic-only updates or rollouts with random actions."""
@@ -217,18 +187,14 @@ class Record:
         key = "train.max_num_steps" if self.is_recipe else "sft.max_steps" if clones else "trainer.max_steps"
         more_steps = f"{key}={2 * last + 2}"
         known: list[Outcome] = []
+        # If success was measured, do not use the return or loss as the outcome.
         for evidence in (
-            self._validated,
-            self._compared,
-            self._evaluated,
-            self._rollouts,
-            self._returns,
-            self._trained,
+            (self._validated, self._compared, self._evaluated, self._rollouts),
+            (self._returns, self._trained),
         ):
-            if any(outcome.measure != "return" for outcome in known) and evidence in (self._returns, self._trained):
-                break  # if success was measured, do not use the return or loss as the outcome
-            with suppress(NotMeasured):
-                known.append(evidence(more_steps))
+            for outcome in evidence if not known else ():
+                with suppress(NotMeasured):
+                    known.append(outcome(more_steps))
         text = f"fewer than {MIN_POINTS} steps so far. To decide, set {more_steps}"
         known = known or [Outcome(UNKNOWN, self.measure, text, False, False, (0, 0))]
         return next((outcome for outcome in known if outcome.verdict != UNKNOWN), known[0])
@@ -331,4 +297,4 @@ def read_record(folder: str | os.PathLike) -> Record:
 def record_of(run: RunData | TokenRun) -> Record:
     """Convert a run to a record."""
     gain = run.gain if isinstance(run, RunData) else run.comparison
-    return Record(run.lines, run.settings, json.loads(run.manifest or "{}"), gain)
+    return Record(run.lines, run.settings, gain)

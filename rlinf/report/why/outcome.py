@@ -36,11 +36,6 @@ class Outcome:
     is_mastered: bool
     steps: tuple[int, int]
 
-    @property
-    def is_bad(self) -> bool:
-        """Whether the measure certainly did not improve."""
-        return not self.is_good and self.verdict != UNKNOWN
-
     def made_worse(self, start: str | None) -> list[str]:
         """Return a warning if training made the policy worse; ``start`` names the initial weights (None: random)."""
         if self.verdict != FELL or self.measure == "loss":
@@ -101,18 +96,13 @@ def outcome_of_intervals(
     ``interval`` is the 95 % interval of the paired change over episodes, or None if the two are independent.
     """
     (start, first, *ends), (end, last, *last_ends) = means[0], means[-1]
-    # Ignore changes below 3 % of the first mean; an increase by a fifth of it is relevant.
     half, change = math.hypot(ends[1] - ends[0], last_ends[1] - last_ends[0]) / 2, last - first
+    text = f"from {first:.4g} at step {start} to {last:.4g} at step {end} of the evaluations"
     low, high = interval or (change - half, change + half)
-    matters = 0.2 * abs(first)
-    verdict, note = UNKNOWN, f". To decide, set {fix}"
-    certain_low, certain_high = certainly(change, low, high)
-    if (certain_low > 0 or certain_high < 0) and abs(change) >= 0.03 * abs(first):
-        verdict, note = ROSE if low > 0 else FELL, ""
-    elif high <= matters:
-        verdict, note = DID_NOT_RISE, f"; a rise by {matters:.3g} is excluded"
-    text = f"from {first:.4g} at step {start} to {last:.4g} at step {end} of the evaluations, by {change:+.3g} (95 % {low:+.3g} to {high:+.3g}){note}"
-    return Outcome(verdict, "return", text, verdict == ROSE, False, (start, end))
+    # Ignore changes below 3 % of the first mean; an increase by a fifth of it is relevant.
+    return _outcome_of_change(
+        "return", text, (start, end), (change, low, high), 0.03 * abs(first), 0.2 * abs(first), fix
+    )
 
 
 def outcome_of_values(
@@ -122,11 +112,32 @@ def outcome_of_values(
     window = max(3, len(values) // 4)
     first, last = fmean(values[:window]), fmean(values[-window:])
     low, high, std = change_interval(values, window)
-    change, is_mastered, sign = last - first, last >= MASTERED * full, -1 if measure == "loss" else 1
     # Ignore changes below 3 % or 1.5 std of an iteration; changes of 20 % or 3 std are relevant.
     slight = max(0.03 * abs(first), 1.5 * std)
     matters = max(0.2 * abs(first), 3 * std, 0.05 * full if full < math.inf else 0)
-    certain_low, certain_high = certainly(change, low, high)
+    text = f"from {first:.4g} (steps {steps[0]} to {steps[window - 1]}) to {last:.4g} (steps {steps[-window]} to {steps[-1]})"
+    change = (last - first, low, high)
+    return _outcome_of_change(
+        measure, text, (steps[0], steps[-1]), change, slight, matters, fix, last >= MASTERED * full
+    )
+
+
+def _outcome_of_change(
+    measure: str,
+    text: str,
+    steps: tuple[int, int],
+    interval: tuple[float, float, float],
+    slight: float,
+    matters: float,
+    fix: str,
+    is_mastered: bool = False,
+) -> Outcome:
+    """Return the outcome of a change and its 95 % ``interval`` (change, low, high).
+
+    Changes below ``slight`` are ignored; improvements above ``matters`` are relevant.
+    """
+    change, low, high = interval
+    sign, (certain_low, certain_high) = -1 if measure == "loss" else 1, certainly(change, low, high)
     if certain_low > 0 and change >= slight:
         verdict, note = ROSE, ""
     elif certain_high < 0 and -change >= slight:
@@ -135,10 +146,9 @@ def outcome_of_values(
         verdict, note = DID_NOT_RISE, f"; a {'rise' if sign > 0 else 'fall'} by {matters:.3g} is excluded"
     else:
         verdict, note = UNKNOWN, f". To decide, set {fix}"
-    ends = f"from {first:.4g} (steps {steps[0]} to {steps[window - 1]}) to {last:.4g} (steps {steps[-window]} to {steps[-1]})"
-    text = f"{ends}, by {change:+.3g} (95 % {low:+.3g} to {high:+.3g}){note}"
     is_good = verdict == (ROSE if sign > 0 else FELL) or is_mastered
-    return Outcome(verdict, measure, text, is_good, is_mastered, (steps[0], steps[-1]))
+    text = f"{text}, by {change:+.3g} (95 % {low:+.3g} to {high:+.3g}){note}"
+    return Outcome(verdict, measure, text, is_good, is_mastered, steps)
 
 
 def certainly(change: float, low: float, high: float) -> tuple[float, float]:

@@ -91,20 +91,6 @@ def constant_return(record: Record) -> Finding | None:
     return Finding(text, "", returns.all_steps)
 
 
-def zero_variance_groups(record: Record) -> Finding | None:
-    """From the start, at least half of the groups have equal returns, not counting groups in which all attempts succeed."""
-    fraction = record.series("rollout/zero_variance_group_fraction")
-    # Groups in which all attempts succeed have no signal either. Their fraction is at most the success rate.
-    has_counts = record.has_success and not record.is_recipe
-    first, last = (success.success_rate for _, success in record.rollout_ends(3)) if has_counts else (0.0, 0.0)
-    # Groups that became equal later are a consequence, not a cause.
-    if min(median(fraction.early) - first, median(fraction.late) - last) < 0.5:
-        return None
-    text = f"In {median(fraction.late):.0%} of the groups all returns are equal, so their advantages are 0: choose tasks in which some attempts succeed"
-    key = "rollout.n_generation" if record.is_recipe else "rollout.group_size"
-    return Finding(text, f"{key}=8" if record.setting(key, 8) < 4 else "", fraction.late_steps)
-
-
 def steps_too_small(record: Record) -> Finding | None:
     """AdamW moves no weight by more than 1e-4 over the entire run, or its epsilon exceeds the gradient norm."""
     name, (key, rate) = "sft" if record.trained_phase == "sft" else "train", rate_of(record)
@@ -171,25 +157,9 @@ def steps_too_large(record: Record) -> Finding | None:
     if decay > LARGEST_DECAY:
         change = "trainer.weight_decay=0"
         text = f"Weight decay removes {decay:.0%} of each weight per step, so whatever is learned is lost again"
-    elif moved > LARGEST_KL and not record.has_tokens and record.series("train/entropy").values[0] < -1:
+    elif moved > LARGEST_KL and record.series("train/entropy").values[0] < -1:
         change = ""  # with a narrow action distribution, any weight change causes a large KL
     return Finding(text, change, steps)
-
-
-def entropy_collapse(record: Record) -> Finding | None:
-    """The entropy of Gaussian actions is below -2.5 nat or fell by 3 nat, or token entropy is almost 0, and the return does not rise."""
-    entropy = record.series("train/entropy")
-    before, after = median(entropy.early), median(entropy.late)
-    if len(set(entropy.values)) == 1:
-        raise NotMeasured  # the policy has a fixed std
-    # For Gaussian actions, -2.5 nat means a std of 1 % of the range, and a drop of 3 nat divides the std by 20. Token entropy ends at 0.
-    tokens_gone = after < 0.01 or (after < 0.05 and after < before / 10)
-    is_gone = tokens_gone if record.has_tokens else after < -2.5 or before - after > 3
-    if not is_gone or return_change(record).verdict == ROSE:
-        return None
-    text = f"The entropy is {after:.3g} nat, after {before:.3g} at the start: the policy no longer explores"
-    key = "model.init_config.initial_log_std"
-    return Finding(text, f"{key}=-0.5" if record.setting(key, 0) < -2 else "", entropy.late_steps)
 
 
 def too_few_updates(record: Record) -> Finding | None:
@@ -200,17 +170,6 @@ def too_few_updates(record: Record) -> Finding | None:
         return None
     text = f"The run has made {updates:.0f} updates, but target critics need {needed:.0f} (1 / algorithm.tau) to follow: too early to learn anything"
     return Finding(text, "", (record.lines[0]["step"], line["step"]))
-
-
-def q_overestimation(record: Record) -> Finding | None:
-    """The critics' predictions exceed the observed returns by half of the largest return."""
-    predicted, returns = record.series("train/q_initial"), record.series("train/return_initial")
-    late, observed = median(predicted.late), median(returns.late)
-    # In healthy runs, critics are off by 10 or 20 % of the largest return.
-    if late - observed <= 0.5 * max(map(abs, returns.values)):
-        return None
-    text = f"The critics predict a return of {late:.3g}, but the observed return is {observed:.3g}: the policy exploits the errors of its critics"
-    return Finding(text, "", predicted.late_steps)
 
 
 def stale_rollouts(record: Record) -> Finding | None:
@@ -306,7 +265,7 @@ def num_updates(record: Record, steps: list[int]) -> tuple[float, float]:
 ALWAYS: tuple[Rule, ...] = (overfitted, imitation_ceiling)
 """Rules that are checked regardless of the outcome."""
 CAUSES: tuple[Rule, ...] = (
-    kl_penalty_too_strong, steps_too_large, constant_return, zero_variance_groups, steps_too_small, policy_never_moves, entropy_collapse, too_few_updates,
-    q_overestimation, stale_rollouts, return_without_success, return_falls,
+    kl_penalty_too_strong, steps_too_large, constant_return, steps_too_small, policy_never_moves, too_few_updates,
+    stale_rollouts, return_without_success, return_falls,
 )  # fmt: skip
 """Rules that explain a bad outcome, ordered so that causes precede their consequences."""

@@ -1,15 +1,18 @@
-"""Pass a prompt's preprocessed images to vLLM. This module needs vLLM and is imported only by the engine's process."""
+"""Inputs and sampling of vLLM's requests. This module needs vLLM and is imported only by the engine's process."""
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from itertools import islice
 from typing import Any
 
 from torch import Tensor
 from transformers import BatchFeature
+from vllm import SamplingParams
 from vllm.inputs.engine import DecoderOnlyEngineInput, mm_input, tokens_input
 from vllm.multimodal.inputs import MultiModalFieldConfig, MultiModalKwargsItems, PlaceholderRange
+from vllm.v1.sample.logits_processor import AdapterLogitsProcessor
 
+from rlinf.engines.vllm_engine import GREEDY_TEMPERATURE
 from rlinf.errors import ConfigError
 
 
@@ -41,3 +44,18 @@ def engine_input(ids: list[int], tensors: Mapping[str, Tensor], model_config: An
     rest = iter(positions)
     ranges = [PlaceholderRange(next(islice(rest, count - 1, None)) - count + 1, count) for count in num_tokens]
     return mm_input(ids, items, {"image": hashes}, {"image": ranges})
+
+
+class GreedyTemperature(AdapterLogitsProcessor):
+    """Logits processor that divides logits by the temperature in greedy requests; vLLM does so only in sampled requests.
+
+    This does not change the tokens, and makes their log-probabilities equal the trainer's at this temperature.
+    """
+
+    def is_argmax_invariant(self) -> bool:
+        """Return False, so that vLLM applies this processor to greedy requests."""
+        return False
+
+    def new_req_logits_processor(self, params: SamplingParams) -> Callable[[list[int], Tensor], Tensor] | None:
+        temperature = (params.extra_args or {}).get(GREEDY_TEMPERATURE)
+        return None if temperature is None else lambda _, logits: logits / temperature

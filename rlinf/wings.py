@@ -1,0 +1,157 @@
+"""Wings: parts of the package that the core never imports, and what each of them adds, in one table.
+
+A wing is present if all of its folders exist. The core finds its commands, models, envs, functions and reports here by name, as it
+finds those of third-party packages by entry points, and runs without any wing whose folders are deleted.
+"""
+
+import functools
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+PACKAGE = Path(__file__).parent
+
+
+@dataclass(frozen=True)
+class Command:
+    """A command of ``rlinf``.
+
+    Attributes:
+        run: Function that takes the arguments after the command and returns the exit status; its docstring is the help text.
+        about: What the command does, in a line.
+        usage: The command's arguments.
+        examples: Lines of ``rlinf --help``.
+        keys: Dataclass with the keys that only this command has.
+        has_config: Whether the keys of a run's configuration are arguments, too.
+        uses_ranks: Whether all processes of torchrun or srun run it; otherwise only rank 0 does.
+    """
+
+    run: str
+    about: str
+    usage: str
+    examples: tuple[str, ...] = ()
+    keys: str | None = None
+    has_config: bool = True
+    uses_ranks: bool = False
+
+
+@dataclass(frozen=True)
+class Wing:
+    """What a wing adds, each as ``"module:attribute"`` that is imported at first use.
+
+    Attributes:
+        folders: Its folders, relative to the package.
+        about: What it is for, in a line.
+        commands: Commands by name.
+        key_commands: Functions that run a core command if a key is given: ``{("evaluate", "questions"): "module:function"}``.
+        functions: Functions of ``rlinf`` by name.
+        models: ``rlinf.models.ModelEntry`` objects by model type.
+        envs: ``VectorEnv`` classes by name.
+        options: YAML files in ``rlinf/config`` that need the wing, and experiments, by group: ``{"env": ("pusht",)}``.
+    """
+
+    folders: tuple[str, ...]
+    about: str
+    commands: Mapping[str, Command] = field(default_factory=dict)
+    key_commands: Mapping[tuple[str, str], str] = field(default_factory=dict)
+    functions: Mapping[str, str] = field(default_factory=dict)
+    models: Mapping[str, str] = field(default_factory=dict)
+    envs: Mapping[str, str] = field(default_factory=dict)
+    options: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+
+
+WINGS = {
+    "robot": Wing(
+        folders=("robot",),
+        about="real-time evaluation on simulated and physical robots, success classifiers",
+        commands={
+            "robot": Command(
+                "rlinf.cli.run:robot",
+                "evaluation of a checkpoint in real time, on a simulated or physical robot",
+                "checkpoint=<folder> [fps=20] [execution=async] [latency_s=0.15] [key=value ...]",
+                keys="rlinf.robot.config:RobotConfig",
+            ),
+            "classifier": Command(
+                "rlinf.cli.run:classifier",
+                "training of a success classifier on frames, and its error rates",
+                "data=<dataset> output_dir=<new folder> [test=<dataset>] [key=value ...]",
+                examples=("rlinf classifier data=data/labelled output_dir=outputs/classifier",),
+                keys="rlinf.commands.classifier:ClassifierConfig",
+                has_config=False,
+            ),
+        },
+    ),
+    "audit": Wing(
+        folders=("audits",),
+        about="audits of policies",
+        commands={
+            "audit": Command(
+                "rlinf.cli.run:audit",
+                "whether a policy uses its instruction and images, reacts, or memorises",
+                "checkpoint=<folder> [key=value ...]",
+                examples=("rlinf audit checkpoint=outputs/quickstart/latest",),
+            ),
+        },
+    ),
+    "tokens": Wing(
+        folders=("llm", "recipes"),
+        about="recipes that train language and vision-language models",
+        commands={
+            "launch": Command(
+                "rlinf.cli.launch:launch",
+                "training of language and vision-language models: SFT, GRPO, DPO",
+                "--config <recipe> [dataset script] [key=value ...] [--dry-run]",
+                examples=(
+                    "rlinf launch --config mistral-7b-fsdp4-sft --dry-run   what a recipe for a language model needs",
+                ),
+                has_config=False,
+                uses_ranks=True,
+            ),
+        },
+    ),
+    "lerobot": Wing(
+        folders=("models/embodiment/lerobot", "envs/pusht", "envs/so101"),
+        about="policies of lerobot, and the envs PushT and SO-101",
+        models={
+            "lerobot": "rlinf.models.embodiment.lerobot:LEROBOT",
+            "smolvla": "rlinf.models.embodiment.lerobot:SMOLVLA",
+        },
+        envs={
+            "pusht": "rlinf.envs.pusht.env:PushTVectorEnv",
+            "so101": "rlinf.envs.so101.env:SO101VectorEnv",
+        },
+        options={
+            "model": ("lerobot", "smolvla"),
+            "env": ("pusht", "so101"),
+            "experiment": ("pusht_ppo", "so101_picklift_residual", "so101_touch_ppo"),
+        },
+        commands={
+            "check-policy": Command(
+                "rlinf.cli.check_policy:check_policy",
+                "whether a lerobot policy folder is complete and consistent",
+                "<folder> [interpreter=<python>] [override_config={...}] [migrate=<new folder>]",
+                examples=("rlinf check-policy outputs/act_so101/pretrained_model",),
+            ),
+        },
+    ),
+}
+
+
+@functools.cache
+def present() -> dict[str, Wing]:
+    """Return the wings whose folders exist."""
+    return {name: wing for name, wing in WINGS.items() if all((PACKAGE / folder).is_dir() for folder in wing.folders)}
+
+
+def added(kind: str) -> dict:
+    """Return the entries of the present wings of one ``kind``, a field of ``Wing`` (``"envs"``)."""
+    return {name: entry for wing in present().values() for name, entry in getattr(wing, kind).items()}
+
+
+def missing(kind: str, name: str) -> str | None:
+    """Return where ``name`` would be if it belongs to a wing that is not present; otherwise None."""
+    for title, wing in WINGS.items():
+        if title not in present() and name in getattr(wing, kind):
+            folders = " and ".join(f"rlinf/{folder}" for folder in wing.folders)
+            return f"'{name}' belongs to the wing '{title}' in {folders}, which is missing here. Install the complete package"
+    return None

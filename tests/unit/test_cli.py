@@ -177,7 +177,7 @@ def test_cfg_job_prints_the_configuration_and_starts_nothing(here, started, caps
         "train --cfg job env.tsks=[reach]", "train --cfg job -m experiment=quickstart seed=1,2",
         "evaluate --cfg job env.tsks=[reach]", "collect --cfg job algorithm.gama=1",
         "train --config-dir nowhere experiment=quickstart", "evaluate", "evaluate checkpoint=nowhere", "evaluate -m seed=1,2",
-        f"train experiment=quickstart resume={'x' * 316}", "export", "export checkpoint=nowhere output=new", "export chekpoint=nowhere", "export nowhere", "models x=1",
+        "export", "export checkpoint=nowhere output=new", "export chekpoint=nowhere", "export nowhere", "models x=1",
     ],
 )  # fmt: skip
 def test_user_errors_are_one_line_with_status_2_and_leave_nothing_behind(arguments, here, started, capsys):
@@ -186,6 +186,12 @@ def test_user_errors_are_one_line_with_status_2_and_leave_nothing_behind(argumen
     assert "Traceback" not in captured.err + captured.out
     assert len(captured.err.strip().splitlines()) == 1 and "Error: " in captured.err
     assert started == [] and list(here.iterdir()) == []
+
+
+def test_a_path_that_no_file_system_takes_is_one_line(here, started, capsys):
+    assert main(["train", *SMALL, f"output_dir={'x' * 316}"]) == EXIT_USER_ERROR
+    printed = capsys.readouterr().err
+    assert "exceeds the maximum path length" in printed and len(printed.splitlines()) == 1 and started == []
 
 
 def test_errors_of_the_run_become_exit_status_and_one_line_and_a_bug_keeps_its_traceback(here, monkeypatch, capsys):

@@ -10,7 +10,7 @@ import pytest
 import yaml
 from omegaconf import OmegaConf
 
-from rlinf.cli.check import PolicyCheckConfig
+from rlinf.cli.check_policy import PolicyCheckConfig
 from rlinf.cli.play import PlayConfig
 from rlinf.cli.run import ExportConfig
 from rlinf.commands.classifier import ClassifierConfig

@@ -43,7 +43,6 @@ from control_policies import ShiftedPolicy, best_offset, evaluate_noise, plane_o
 
 import rlinf
 from rlinf.checkpoints.folders import read_saved_config, resolve_checkpoint
-from rlinf.commands.robot import robot
 from rlinf.commands.train import train
 from rlinf.config.compose import compose_config
 from rlinf.config.schema import RunConfig, build_config
@@ -55,6 +54,7 @@ from rlinf.files import locked_folder, write_text
 from rlinf.options import to_mapping
 from rlinf.preflight.saved import changes_since
 from rlinf.preflight.validation import validate
+from rlinf.robot.command import robot
 from rlinf.robot.config import RobotConfig
 from rlinf.tracking.tracker import read_metrics
 

@@ -24,9 +24,9 @@ from typing import Any
 
 import numpy as np
 
-from rlinf.cli.run import robot
 from rlinf.errors import RLinfError
 from rlinf.robot.arm import Arm
+from rlinf.robot.cli import robot
 from rlinf.robot.config import RobotConfig
 from rlinf.robot.loop import RobotEpisodes
 from rlinf.types import EnvSpec, EpisodeSpec, Observation

@@ -9,16 +9,17 @@ from typing import TYPE_CHECKING
 from rlinf.imports import lazy_attributes
 
 if TYPE_CHECKING:
-    from rlinf.api import audit, compare, evaluate, load_policy, make_env, train
+    from rlinf.api import compare, evaluate, load_policy, make_env, train
+    from rlinf.audits.api import audit
     from rlinf.data.lerobot_writer import LeRobotWriter
     from rlinf.policy import Policy
     from rlinf.types import EpisodeSpec, Observation
 
 __version__ = "0.1.0"
 
-_LAZY = dict.fromkeys(("load_policy", "make_env", "train", "evaluate", "audit", "compare"), "rlinf.api")
+_LAZY = dict.fromkeys(("load_policy", "make_env", "train", "evaluate", "compare"), "rlinf.api")
 _LAZY |= {"Policy": "rlinf.policy", "Observation": "rlinf.types", "EpisodeSpec": "rlinf.types"}
-_LAZY |= {"LeRobotWriter": "rlinf.data.lerobot_writer"}
+_LAZY |= {"LeRobotWriter": "rlinf.data.lerobot_writer", "audit": "rlinf.audits.api"}
 """Maps public names to the modules that define them."""
 
 __all__ = [

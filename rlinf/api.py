@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import Any
 
 from rlinf.checkpoints.folders import is_checkpoint, is_export, is_run, resolve_checkpoint
-from rlinf.commands import audit as auditing
 from rlinf.commands import evaluate as evaluation
 from rlinf.commands.hydra_app import configure, parse, run_training
 from rlinf.commands.open_checkpoint import open_checkpoint, read_config
+from rlinf.commands.open_evaluation import sampling_settings
 from rlinf.config import search
 from rlinf.config.compose import compose_config, compose_on_saved, normalize_overrides
 from rlinf.config.overrides import parse_overrides
@@ -31,7 +31,6 @@ from rlinf.envs import make_env as make_vector_env
 from rlinf.envs.base import VectorEnv
 from rlinf.envs.config import EnvConfig
 from rlinf.errors import CheckpointError, ConfigError, closest
-from rlinf.evaluation.auditor import Audit, Auditor, check_episodes, check_held_out
 from rlinf.evaluation.compare import Comparison
 from rlinf.evaluation.compare import compare as compare_results
 from rlinf.evaluation.evaluator import episode_list, evaluate_policy, remembers
@@ -80,8 +79,8 @@ def load_policy(
 
     If ``torch.distributed`` is initialised, all ranks must call this function; rank 0 reads and verifies the files for them.
     """
-    _check_overrides(overrides, "load_policy")
-    overrides = [*overrides, *_code(plugins, trust_remote_code)]
+    check_overrides(overrides, "load_policy")
+    overrides = [*overrides, *code_overrides(plugins, trust_remote_code)]
     if device is not None:
         overrides.append(f"cluster.device={device}")
     public = _public_model(folder, model_type)
@@ -115,8 +114,8 @@ def make_env(
         auto_reset: Start the next episode when one ends. If False, its env slot remains idle until ``reset``.
         **settings: Configuration keys of the env, such as ``tasks=["reach"]`` or ``max_episode_steps=32``.
     """
-    _check_overrides(overrides, "make_env")
-    config = run_config(env, [*overrides, *_code(plugins, False)], settings).env
+    check_overrides(overrides, "make_env")
+    config = run_config(env, [*overrides, *code_overrides(plugins, False)], settings).env
     return make_vector_env(config, num_envs, auto_reset=auto_reset)
 
 
@@ -139,11 +138,11 @@ def train(
         RLinfError: If the configuration is rejected before training starts, or training fails for a reason that you can fix.
         KeyboardInterrupt: If a signal stops training, after a checkpoint is saved.
     """
-    _check_overrides(overrides, "train")
+    check_overrides(overrides, "train")
     flags = [] if config_dir is None else ["--config-dir", os.fspath(config_dir)]
     try:
         (folder,) = run_training(
-            [*flags, *overrides, *_code(plugins, trust_remote_code)], "sft" if sft_only else "train"
+            [*flags, *overrides, *code_overrides(plugins, trust_remote_code)], "sft" if sft_only else "train"
         )
     except SystemExit as stop:
         # SystemExit would end the caller's program, whereas a notebook survives a KeyboardInterrupt.
@@ -178,54 +177,15 @@ def evaluate(
         A result with ``success_rate`` and its 95 % ``interval`` (both None if the env does not report success), ``return_mean``,
         ``per_task``, and ``results`` (one per episode). ``print(result.table())`` prints a summary.
     """
-    _check_overrides(overrides, "evaluate")
-    overrides = [*overrides, *_code(plugins, trust_remote_code)]
+    check_overrides(overrides, "evaluate")
+    overrides = [*overrides, *code_overrides(plugins, trust_remote_code)]
     if episodes is not None:
         overrides.append(f"evaluation.num_episodes={episodes}")
     if isinstance(policy, (str, os.PathLike)):
-        return evaluation.evaluate(configure(_of_folder(policy, env, overrides, "evaluate"), "evaluate"))
-    with _opened_object(policy, env, overrides, "evaluate") as (model, made, config):
+        return evaluation.evaluate(configure(command_arguments(policy, env, overrides, "evaluate"), "evaluate"))
+    with opened_object(policy, env, overrides, "evaluate") as (model, made, config):
         specs = episode_list(made, config.evaluation.split, config.evaluation.num_episodes)
-        return evaluate_policy(model, made, specs, **evaluation.sampling_settings(config))
-
-
-def audit(
-    policy: str | os.PathLike | Policy | SupportsAct | Callable[[Observation], Any],
-    env: str | EnvConfig | None = None,
-    *,
-    episodes: int = auditing.NUM_EPISODES,
-    overrides: Sequence[str] = (),
-    plugins: Sequence[str] = (),
-    trust_remote_code: bool = False,
-) -> Audit:
-    """Test whether a policy uses its instruction, its images and its latest observations, like ``rlinf audit``.
-
-    A folder is audited like ``rlinf audit checkpoint=<folder>``, and a report is written. An object is audited in memory, without
-    writing files; the first initial states of the training split are assumed to be its training states.
-
-    Args:
-        policy, env, overrides: See ``evaluate``.
-        episodes: Number of episodes per condition.
-
-    Returns:
-        An audit with ``rows``, ``verdicts`` and ``faults``. ``print(audit.table())`` prints a summary.
-    """
-    _check_overrides(overrides, "audit")
-    overrides = [*overrides, *_code(plugins, trust_remote_code), f"evaluation.num_episodes={episodes}"]
-    if isinstance(policy, (str, os.PathLike)):
-        return auditing.audit(auditing.configured(_of_folder(policy, env, overrides, "audit")))
-    with _opened_object(policy, env, overrides, "audit") as (model, made, config):
-        settings = config.evaluation
-        check_held_out(settings.split)
-        specs = episode_list(made, settings.split, settings.num_episodes)
-        check_episodes(specs)
-
-        def moved(what: str) -> VectorEnv | None:
-            env_config = made.moved(config.env, what)
-            return None if env_config is None else make_vector_env(env_config, made.num_envs, auto_reset=False)
-
-        seen = made.episode_specs("train")[: len(specs)]
-        return Auditor(model, made, specs, **evaluation.sampling_settings(config)).run(seen, auditing.NOT_KNOWN, moved)
+        return evaluate_policy(model, made, specs, **sampling_settings(config))
 
 
 def compare(
@@ -252,7 +212,7 @@ def compare(
     return compare_results(a, b, allow_mismatch)
 
 
-def _of_folder(
+def command_arguments(
     folder: str | os.PathLike, env: str | EnvConfig | None, overrides: Sequence[str], function: str
 ) -> Namespace:
     """Return the parsed arguments of the command ``function`` for a folder."""
@@ -264,7 +224,7 @@ def _of_folder(
 
 
 @contextmanager
-def _opened_object(
+def opened_object(
     policy: Policy | SupportsAct | Callable[[Observation], Any],
     env: str | EnvConfig | None,
     overrides: Sequence[str],
@@ -372,7 +332,7 @@ def _public_model(folder: str | os.PathLike, model_type: str | None) -> list[str
     return [chosen, *sizes, f"model.model_path={_quoted(path if path.is_dir() else folder)}"]
 
 
-def _check_overrides(overrides: Sequence[str], function: str) -> None:
+def check_overrides(overrides: Sequence[str], function: str) -> None:
     """Raise ConfigError unless overrides are a list of strings without command-line flags."""
     _check_list(overrides, f"overrides of {function}")
     for override in overrides:
@@ -381,7 +341,7 @@ def _check_overrides(overrides: Sequence[str], function: str) -> None:
             raise ConfigError(f"{function} got the override {override!r}; expected strings such as 'seed=3'. {flags}")
 
 
-def _code(plugins: Sequence[str], trust_remote_code: bool) -> list[str]:
+def code_overrides(plugins: Sequence[str], trust_remote_code: bool) -> list[str]:
     """Return the overrides that allow the given plugins and remote code."""
     _check_list(plugins, "plugins")
     named = [f"plugins={_value(plugins)}"] if plugins else []

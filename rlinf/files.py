@@ -18,6 +18,9 @@ from typing import IO, Any
 from rlinf.errors import ConfigError
 from rlinf.run_folder import LATEST, LOCK_FILE
 
+Json = dict[str, Any]
+"""A JSON object; values are numbers, texts, flags, null, lists and further objects."""
+
 logger = logging.getLogger("rlinf")
 
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")

@@ -1,13 +1,11 @@
 """Validation of flags (such as success, end of episode, intervention) and rewards from external code or files."""
 
-from typing import Any
-
 import numpy as np
 
 from rlinf.errors import ConfigError
 
 
-def flags_of(values: Any, what: str) -> np.ndarray:
+def flags_of(values: object, what: str) -> np.ndarray:
     """Convert flags to bool, preserving their shape. Raise ConfigError, naming ``what``, unless all are true, false, 0 or 1."""
     array = _array(values, what)
     # Do not use `bool(...)`, which is true for NaN, text and fractions.
@@ -19,12 +17,12 @@ def flags_of(values: Any, what: str) -> np.ndarray:
     return array.astype(bool)
 
 
-def flag_of(value: Any, what: str) -> bool:
+def flag_of(value: object, what: str) -> bool:
     """Return one flag, which may be a one-element array; raise ConfigError like ``flags_of``."""
     return bool(value) if isinstance(value, bool | np.bool_) else bool(flags_of(_single(value, what), what))
 
 
-def number_of(value: Any, what: str) -> float:
+def number_of(value: object, what: str) -> float:
     """Return one number, which may be a one-element array; raise ConfigError for anything else."""
     array = _single(value, what)
     if array.dtype.kind not in "biuf":
@@ -32,13 +30,13 @@ def number_of(value: Any, what: str) -> float:
     return float(array)
 
 
-def _single(value: Any, what: str) -> np.ndarray:
+def _single(value: object, what: str) -> np.ndarray:
     if (array := _array(value, what)).size != 1:
         raise ConfigError(f"{what} is {value!r:.80}; expected one value")
     return array.reshape(())
 
 
-def _array(values: Any, what: str) -> np.ndarray:
+def _array(values: object, what: str) -> np.ndarray:
     try:
         return np.asarray(values)
     except (ValueError, TypeError, RuntimeError) as error:

@@ -5,7 +5,6 @@ import io
 import struct
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 from urllib.parse import unquote_to_bytes
 
 import numpy as np
@@ -21,7 +20,7 @@ class ImageError(ConfigError):
     """An image is missing, damaged, or cannot be converted to 8 bits unambiguously."""
 
 
-def open_image(image: Any, folder: Path = Path(), name: str = "") -> Image.Image:
+def open_image(image: object, folder: Path = Path(), name: str = "") -> Image.Image:
     """Open an image and convert it to RGB; raise ImageError if that is impossible.
 
     Args:
@@ -77,5 +76,5 @@ def _from_pixels(pixels: np.ndarray) -> Image.Image:
     return Image.fromarray(pixels[..., 0] if pixels.shape[2:] == (1,) else pixels)
 
 
-def _short(value: Any) -> str:
+def _short(value: object) -> str:
     return text if len(text := str(value)) <= 200 else f"{text[:197]}..."

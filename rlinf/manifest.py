@@ -19,7 +19,7 @@ from typing import Any
 import rlinf
 from rlinf import __version__
 from rlinf.errors import CheckpointError, ConfigError, ManifestMismatchError, did_you_mean
-from rlinf.files import sha256_of, write_text
+from rlinf.files import Json, sha256_of, write_text
 from rlinf.run_folder import MANIFEST_FILE
 
 FORMAT = 2
@@ -82,21 +82,21 @@ class Manifest:
     """
 
     versions: dict[str, str]
-    model: dict[str, Any]
-    normalization: dict[str, Any]
-    preprocessing: dict[str, Any]
-    actions: dict[str, Any]
-    lora: dict[str, Any]
+    model: Json
+    normalization: Json
+    preprocessing: Json
+    actions: Json
+    lora: Json
     precision: str
-    env: dict[str, Any]
+    env: Json
     renderer: str | None
     policy_version: int
     seed: int
     simulators: dict[str, str] = field(default_factory=dict)
-    probe: dict[str, Any] | None = None
+    probe: Json | None = None
     fps: float | None = None
     git_revision: str | None = None
-    questions: dict[str, Any] = field(default_factory=dict)
+    questions: Json = field(default_factory=dict)
     files: dict[str, str] = field(default_factory=dict)
 
     def save(self, folder: str | Path) -> Path:
@@ -153,7 +153,7 @@ class Manifest:
             if not isinstance(digest, str) or Path(name).is_absolute() or ".." in Path(name).parts:
                 raise ValueError(f"'files' lists '{name}', which is not a file in the folder with its SHA-256")
 
-    def flatten(self) -> dict[str, Any]:
+    def flatten(self) -> Json:
         """Map dotted field names to values, excluding ``files``, ``probe`` and ``fps``."""
         return _flatten(
             {f.name: getattr(self, f.name) for f in fields(self) if f.name not in ("files", "probe", "fps")}
@@ -282,7 +282,7 @@ def git_revision() -> str | None:
     return result.stdout.strip() or None
 
 
-def _must_match(name: str, saved: Any, present: Any, on_both_sides: bool) -> bool:
+def _must_match(name: str, saved: object, present: object, on_both_sides: bool) -> bool:
     section, _, rest = name.partition(".")
     if name == BASE_FIELD:
         # Accept a manifest without the hash, which cannot be compared.
@@ -301,7 +301,7 @@ def _minor(text: str) -> tuple[list[str], str]:
     return number.split(".")[:2], origin
 
 
-def _flatten(value: Any, path: str = "") -> dict[str, Any]:
+def _flatten(value: object, path: str = "") -> Json:
     if not isinstance(value, dict) or (path and not value):
         return {path: value}
     flat = {}
@@ -310,10 +310,10 @@ def _flatten(value: Any, path: str = "") -> dict[str, Any]:
     return flat
 
 
-def _canonical(value: Any) -> str:
+def _canonical(value: object) -> str:
     return json.dumps(value, sort_keys=True, default=str)
 
 
-def _short(value: Any, limit: int = 100) -> str:
+def _short(value: object, limit: int = 100) -> str:
     text = json.dumps(value, default=str)
     return text if len(text) <= limit else f"{text[:limit]}..."

@@ -22,6 +22,10 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
+Statistics = dict[str, Any]
+"""Bounds of actions and states, of one data set or by its name: ``{"action": {"q01": [...], ...}, "proprio": ...}``."""
+
+
 @dataclass(frozen=True, order=True)
 class EpisodeSpec:
     """The initial conditions of an episode. Equal specs yield bitwise identical first observations.

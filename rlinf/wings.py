@@ -43,7 +43,7 @@ class Wing:
         folders: Its folders, relative to the package.
         about: What it is for, in a line.
         commands: Commands by name.
-        key_commands: Functions that run a core command if a key is given: ``{("evaluate", "questions"): "module:function"}``.
+        key_commands: Functions that run a core command instead if a key is given: ``{"evaluate questions=": "module:function"}``.
         functions: Functions of ``rlinf`` by name.
         models: ``rlinf.models.ModelEntry`` objects by model type.
         envs: ``VectorEnv`` classes by name.
@@ -53,7 +53,7 @@ class Wing:
     folders: tuple[str, ...]
     about: str
     commands: Mapping[str, Command] = field(default_factory=dict)
-    key_commands: Mapping[tuple[str, str], str] = field(default_factory=dict)
+    key_commands: Mapping[str, str] = field(default_factory=dict)
     functions: Mapping[str, str] = field(default_factory=dict)
     models: Mapping[str, str] = field(default_factory=dict)
     envs: Mapping[str, str] = field(default_factory=dict)
@@ -66,17 +66,17 @@ WINGS = {
         about="real-time evaluation on simulated and physical robots, success classifiers",
         commands={
             "robot": Command(
-                "rlinf.cli.run:robot",
+                "rlinf.robot.cli:robot",
                 "evaluation of a checkpoint in real time, on a simulated or physical robot",
                 "checkpoint=<folder> [fps=20] [execution=async] [latency_s=0.15] [key=value ...]",
                 keys="rlinf.robot.config:RobotConfig",
             ),
             "classifier": Command(
-                "rlinf.cli.run:classifier",
+                "rlinf.robot.cli:classifier",
                 "training of a success classifier on frames, and its error rates",
                 "data=<dataset> output_dir=<new folder> [test=<dataset>] [key=value ...]",
                 examples=("rlinf classifier data=data/labelled output_dir=outputs/classifier",),
-                keys="rlinf.commands.classifier:ClassifierConfig",
+                keys="rlinf.robot.classifier:ClassifierConfig",
                 has_config=False,
             ),
         },
@@ -86,7 +86,7 @@ WINGS = {
         about="audits of policies",
         commands={
             "audit": Command(
-                "rlinf.cli.run:audit",
+                "rlinf.audits.cli:audit",
                 "whether a policy uses its instruction and images, reacts, or memorises",
                 "checkpoint=<folder> [key=value ...]",
                 examples=("rlinf audit checkpoint=outputs/quickstart/latest",),
@@ -96,6 +96,7 @@ WINGS = {
     "tokens": Wing(
         folders=("llm", "recipes"),
         about="recipes that train language and vision-language models",
+        key_commands={"evaluate questions=": "rlinf.cli.run:evaluate_questions"},
         commands={
             "launch": Command(
                 "rlinf.cli.launch:launch",

@@ -20,11 +20,12 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from rlinf.algorithms import ALGORITHMS  # noqa: E402
-from rlinf.algorithms.config import AlgorithmConfig  # noqa: E402
+from rlinf.algorithms.config import AlgorithmConfig, GroupConfig  # noqa: E402
 from rlinf.algorithms.offpolicy_config import OffPolicyConfig  # noqa: E402
 from rlinf.config.schema import RunConfig  # noqa: E402
 from rlinf.envs import ENVS  # noqa: E402
 from rlinf.envs.config import ProcessEnvConfig  # noqa: E402
+from rlinf.envs.maniskill.scene import ManiSkillOptions  # noqa: E402
 from rlinf.files import write_text  # noqa: E402
 from rlinf.options import override_text, public_fields, type_name  # noqa: E402
 from rlinf.recipes.checks import NOT_DONE, WITHOUT_EFFECT  # noqa: E402
@@ -79,6 +80,36 @@ Use these keys in TOML and YAML files for `rlinf launch` ([recipes](recipes.md))
 """
 
 
+EXPERT_KEYS = """
+algorithm: advantage_level clip_decay dual_clip drop_zero_variance_groups entropy_level huber_delta kl_estimator normalize_over value_clip_range
+algorithm: actor_q critic_loss_weight critic_only_updates entropy_in_target num_target_critics policy_delay target_noise_clip
+algorithm: target_noise_std target_policy target_update_interval
+algorithm.actor: layer_norm log_std_max log_std_min num_layers reference_dropout reference_weight tanh_epsilon
+cluster: cp_size env_worker_restarts env_worker_timeout_s pp_size tp_size
+env: camera_offset_m distractors max_restarts max_scenes new_each_episode num_eval_init_states num_settling_steps
+env: num_train_init_states object_offset_m reset_timeout_s state_dim step_timeout_s trained_on upright
+evaluation: video_size
+model.lora: dropout
+policy.lora: lora_dropout
+rollout: enforce_eager
+rollout.parallelism: dp_replicate_size dp_shard_size
+rollout.vllm: enforce_eager kv_cache_memory_bytes timeout_s
+model: api_key_env connect_timeout_s detach_value hidden_size image_size low_cpu_mem_usage strict vocab_size
+trainer: adam_beta1 adam_beta2 adam_eps clip_together lr_min_factor
+profiler.sub_profiler_config: active_steps wait_steps warmup_steps
+train: optm_decay_ratio optm_min_lr_factor
+train.ckpt: chunk_bytes save_freq_in_epoch
+train.train_policy: dataloader_shuffle dpo_label_smoothing loss_type lower_bound_ratio unbiased_advantage
+"""
+"""Constants of published methods and limits that experiments rarely change; the reference lists them by name only."""
+
+
+def expert_keys() -> frozenset[str]:
+    """Return the dotted paths of ``EXPERT_KEYS``."""
+    rows = (line.split(": ") for line in EXPERT_KEYS.strip().splitlines())
+    return frozenset(f"{path}.{name}" for path, names in rows for name in names.split())
+
+
 def sections(cls: type, path: str, text: str) -> Iterator[tuple[str, str, type]]:
     """Yield ``(dotted path, description, dataclass)`` for a dataclass and each dataclass nested in it."""
     yield path, text, cls
@@ -90,9 +121,9 @@ def sections(cls: type, path: str, text: str) -> Iterator[tuple[str, str, type]]
 
 
 def table(cls: type, path: str, skip: frozenset[str] = frozenset()) -> str:
-    """Return the Markdown table of a dataclass's own keys, without nested sections."""
-    hints = typing.get_type_hints(cls)
-    lines = ["| key | default | meaning |", "|---|---|---|"]
+    """Return the Markdown table of a dataclass's own keys, without nested sections, and a list of its expert keys."""
+    hints, expert, known = typing.get_type_hints(cls), [], expert_keys()
+    lines: list[str] = []
     for name, field in public_fields(cls).items():
         if section_of(hints[name]) is not None or name in skip:
             continue
@@ -100,8 +131,14 @@ def table(cls: type, path: str, skip: frozenset[str] = frozenset()) -> str:
         # A null default does not show the type.
         kind = f" ({type_name(hints[name]).removesuffix(' or null')})" if shown == "`null`" else ""
         dotted = f"{path}.{name}" if path else name
+        if dotted in known:
+            expert.append(f"`{dotted}` ({shown})")
+            continue
         lines.append(f"| `{dotted}` | {shown}{kind} | {escape(meaning(field.metadata))} |")
-    return "\n".join(lines)
+    head = ["| key | default | meaning |", "|---|---|---|"] if lines else []
+    module = f"`{cls.__module__}.{cls.__name__}`"
+    note = prose(f"For experts, explained in {module}: {', '.join(expert)}.").splitlines() if expert else []
+    return "\n".join([*head, *lines, *([""] if lines and note else []), *note])
 
 
 def default_text(field: dataclasses.Field) -> str:
@@ -138,19 +175,23 @@ def escape(text: str) -> str:
 
 FAMILIES = {
     ProcessEnvConfig: "env: simulators in worker processes",
+    ManiSkillOptions: "env: ManiSkill 3",
     AlgorithmConfig: "algorithm: policy gradients",
+    GroupConfig: "algorithm: groups of episodes",
     OffPolicyConfig: "algorithm: off-policy",
 }
-"""Base classes whose keys are documented once for all their subclasses, and the headings used for them."""
+"""Base classes whose keys are documented once for all their subclasses, and the headings used for them; a subclass follows its base."""
 
 
-def unchanged(cls: type, family: type) -> frozenset[str]:
-    """Return the keys of ``cls`` that ``family`` already documents with the same default and meaning."""
-    fields, inherited = public_fields(cls), public_fields(family)
-    same = {key for key in inherited if default_text(fields[key]) == default_text(inherited[key])}
-    return frozenset(
-        {key for key in same if meaning(fields[key].metadata) == meaning(inherited[key].metadata)} | {"name"}
-    )
+def documented(cls: type, families: Iterable[type]) -> frozenset[str]:
+    """Return the keys of ``cls`` that its nearest base class among ``families`` documents with the same default and meaning."""
+    keys, fields = {"name"}, public_fields(cls)
+    for key, field in fields.items():
+        bases = (public_fields(base) for base in cls.__mro__[1:] if base in families)
+        inherited = next((base[key] for base in bases if key in base), None)
+        if inherited is not None and default_text(field) == default_text(inherited):
+            keys |= {key} if meaning(field.metadata) == meaning(inherited.metadata) else set()
+    return frozenset(keys)
 
 
 def configuration_page() -> str:
@@ -166,16 +207,24 @@ def configuration_page() -> str:
         base = frozenset(public_fields(hints[name]))
         families = {cls: title for cls, title in FAMILIES.items() if issubclass(cls, hints[name])}
         for family, title in families.items():
+            is_nested = any(base in families for base in family.__mro__[1:])
+            skip = documented(family, {hints[name], *families}) if is_nested else base
             for path, text, cls in sections(family, name, family.__doc__):
                 heading = f"## {title}" if cls is family else f"### {path}"
-                parts += [f"{heading}\n", prose(text), table(cls, path, base if cls is family else frozenset()), ""]
+                parts += [f"{heading}\n", prose(text), table(cls, path, skip if cls is family else frozenset()), ""]
         for option in registry or ():
             if registry.entries()[option].origin == "rlinf":
                 cls = registry.get(option).config_class
-                family = next((base for base in families if issubclass(cls, base)), hints[name])
-                keys = table(cls, name, unchanged(cls, family))
+                keys = table(cls, name, documented(cls, {hints[name], *families}))
                 parts += [f"### {name}={option}\n", prose(cls.__doc__), keys, ""]
     return "\n".join(parts).rstrip() + "\n"
+
+
+SAME_KEYS = {
+    "validation.dataset": "`train.train_policy.dataset`",
+    "cluster.deadlines": "[`rlinf train`](configuration.md#clusterdeadlines)",
+}
+"""Sections of a recipe whose keys are documented elsewhere."""
 
 
 def recipe_page() -> str:
@@ -186,8 +235,7 @@ def recipe_page() -> str:
         section = section_of(hints[name])
         if section is not None:
             for path, text, cls in sections(section, name, field.metadata["help"]):
-                # The training and validation datasets have the same keys.
-                keys = "As in `train.train_policy.dataset`." if path == "validation.dataset" else table(cls, path)
+                keys = table(cls, path) if path not in SAME_KEYS else f"As in {SAME_KEYS[path]}."
                 parts += [f"## {path}\n", prose(text), keys, ""]
     parts += [
         "## Other names\n",
@@ -196,11 +244,12 @@ def recipe_page() -> str:
     parts += ["| keys | effect |", "|---|---|"]
     parts += [f"| `{key}` | alias of `{new}` |" for key, new in ALIASES.items()]
     parts += grouped((key, f"no effect: {reason}") for key, (_, reason) in WITHOUT_EFFECT.items())
-    parts += grouped((key, f"old name: use {new}") for key, new in OLDER.items())
-    parts += ["", "## Not supported\n", "Only these values work.\n", "| key | supported | why |", "|---|---|---|"]
-    for key, (values, reason) in NOT_DONE.items():
-        shown = ", ".join(f"`{override_text(value)}`" for value in values if value != "")
-        parts.append(f"| `{key}` | {shown} | {escape(reason)} |")
+    parts += grouped((key, "old name; an error shows the new one") for key in OLDER)
+    parts += ["", "## Not supported\n", "Only these values work.\n", "| keys | why |", "|---|---|"]
+    values = {
+        key: " or ".join(override_text(value) for value in done if value != "") for key, (done, _) in NOT_DONE.items()
+    }
+    parts += grouped((f"{key}={values[key]}", reason) for key, (_, reason) in NOT_DONE.items())
     return "\n".join(parts).rstrip() + "\n"
 
 

@@ -16,6 +16,7 @@ from rlinf.algorithms.losses import aggregate_logprobs, clipped_policy_loss, kl_
 from rlinf.distributed.process_group import sum_counts
 from rlinf.errors import ConfigError
 from rlinf.imports import import_string
+from rlinf.models import ClassAndConfig
 from rlinf.number_formats import format_count
 from rlinf.types import ActionEvaluation, LossOutput, RolloutBatch
 
@@ -84,7 +85,7 @@ class AnyAlgorithm:
         raise NotImplementedError(f"{cls.__name__} does not implement make_trainer")
 
     @classmethod
-    def check(cls, config: Any, policy: tuple[Any, Any] | None) -> None:
+    def check(cls, config: Any, policy: ClassAndConfig | None) -> None:
         """Raise ConfigError for an unsupported run; ``policy`` is the model's class and configuration, or None if unknown."""
 
     @classmethod
@@ -125,13 +126,13 @@ class Algorithm(AnyAlgorithm, ABC):
         return import_string("rlinf.training.rl_trainer:make_rl_trainer")(cls, context, env, workers)
 
     @classmethod
-    def check(cls, config: Any, policy: tuple[Any, Any] | None) -> None:
+    def check(cls, config: Any, policy: ClassAndConfig | None) -> None:
         # Import by name, as in `make_trainer`, because `preflight` is a layer above.
         import_string("rlinf.preflight.validation:check_policy_gradient")(config, policy)
         cls.check_old_logprobs(config, policy)
 
     @classmethod
-    def check_old_logprobs(cls, config: Any, policy: tuple[Any, Any] | None) -> None:
+    def check_old_logprobs(cls, config: Any, policy: ClassAndConfig | None) -> None:
         """Raise ConfigError for ``old_logprobs=rollout`` if the rollout's log-probs or values cannot replace the trainer's."""
         algorithm, ahead, backend = config.algorithm, config.cluster.max_staleness, config.rollout.backend
         if algorithm.old_logprobs == "trainer":

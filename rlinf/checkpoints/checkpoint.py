@@ -48,7 +48,7 @@ from rlinf.checkpoints.trainer_state import (
 from rlinf.distributed.parallel import full_tensor, local_part
 from rlinf.distributed.process_group import gather_objects, rank, world_size
 from rlinf.errors import CheckpointError
-from rlinf.files import naming, replace_folder, write_text
+from rlinf.files import Json, naming, replace_folder, write_text
 from rlinf.manifest import Manifest, hash_files
 from rlinf.optim.finite import check_loaded
 from rlinf.run_folder import (
@@ -82,8 +82,8 @@ class RunState:
 
     model: nn.Module
     optimizer: Optimizer | None
-    loop_state: dict[str, Any]
-    run_config: dict[str, Any]
+    loop_state: Json
+    run_config: Json
     manifest: Manifest
     best: str | None = None
     generators: Mapping[str, torch.Generator] | None = None
@@ -107,7 +107,7 @@ class Snapshot:
     rng: dict[str, Any]
     model: nn.Module
     weights: dict[str, Tensor] | None
-    state: dict[str, Any]
+    state: Json
     config: str
     manifest: Manifest
 
@@ -191,7 +191,7 @@ def load_checkpoint(
     model: nn.Module,
     optimizer: Optimizer | None = None,
     generators: Mapping[str, torch.Generator] | None = None,
-) -> dict[str, Any]:
+) -> Json:
     """Restore weights, optimiser state and random states, and return ``loop_state`` (a collective call).
 
     Base weights omitted from the checkpoint (see ``take_snapshot``) are not changed. The number of ranks and the sharding may have

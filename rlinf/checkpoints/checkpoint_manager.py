@@ -26,7 +26,7 @@ from rlinf.checkpoints.checkpoint import (
 from rlinf.checkpoints.folders import is_checkpoint, resolve_checkpoint, saved_at
 from rlinf.distributed.process_group import new_group, world_size
 from rlinf.errors import CheckpointError, ConfigError, UploadError
-from rlinf.files import mark_latest
+from rlinf.files import Json, mark_latest
 from rlinf.manifest import Manifest, check
 from rlinf.run_folder import CHECKPOINTS_FOLDER, FINAL_FOLDER, SAFETENSORS_FOLDER, STATE_FILE
 
@@ -150,7 +150,7 @@ class CheckpointManager:
         present: Manifest | None = None,
         allow_mismatch: Sequence[str] = (),
         generators: Mapping[str, torch.Generator] | None = None,
-    ) -> dict[str, Any]:
+    ) -> Json:
         """Restore ``model``, ``optimizer`` and ``generators`` in place when a recipe resumes a run, and return ``loop_state``.
 
         RL runs use ``commands/open_checkpoint.py:open_checkpoint`` instead. Raise CheckpointError if the checkpoint is damaged or does not

@@ -13,7 +13,7 @@ import yaml
 
 from rlinf import run_folder
 from rlinf.errors import CheckpointError
-from rlinf.files import follow_latest
+from rlinf.files import Json, follow_latest
 from rlinf.manifest import Manifest, verify_files
 from rlinf.models import MODELS
 from rlinf.models.fallback import folder_config
@@ -27,7 +27,7 @@ SUPERSEDED = re.compile(r"superseded_(\d+)")
 FORMAT = 1
 
 
-def read_loop_state(folder: str | os.PathLike) -> dict[str, Any]:
+def read_loop_state(folder: str | os.PathLike) -> Json:
     """Return a checkpoint's ``loop_state`` without reading any other files."""
     return read_state(Path(folder))["loop_state"]
 
@@ -170,7 +170,7 @@ def _warn_once(text: str) -> None:
     logger.warning(text)
 
 
-def read_state(folder: Path) -> dict[str, Any]:
+def read_state(folder: Path) -> Json:
     """Read a checkpoint's ``state.json``; raise CheckpointError if it is missing, damaged or in an unsupported format."""
     path = folder / run_folder.STATE_FILE
     try:
@@ -203,7 +203,7 @@ class PlainLoader(yaml.SafeLoader):
         return super().compose_node(parent, index)
 
 
-def read_saved_config(folder: Path) -> dict[str, Any]:
+def read_saved_config(folder: Path) -> Json:
     """Return the resolved configuration stored in a checkpoint; raise CheckpointError if it is missing or damaged."""
     path = folder / CONFIG_FILE
     try:
@@ -216,9 +216,9 @@ def read_saved_config(folder: Path) -> dict[str, Any]:
     return saved
 
 
-def flat(mapping: Mapping[str, Any], path: str = "") -> dict[str, Any]:
+def flat(mapping: Mapping[str, Any], path: str = "") -> Json:
     """Flatten a nested mapping to dotted keys."""
-    result: dict[str, Any] = {}
+    result: Json = {}
     for key, value in mapping.items():
         result |= flat(value, f"{path}{key}.") if isinstance(value, Mapping) else {f"{path}{key}": value}
     return result

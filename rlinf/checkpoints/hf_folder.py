@@ -35,7 +35,7 @@ from transformers.core_model_loading import WeightConverter, WeightRenaming, ren
 from rlinf.checkpoints.folders import read_state
 from rlinf.checkpoints.trainer_state import MODEL, read_entries, read_tensors
 from rlinf.errors import CheckpointError, ConfigError
-from rlinf.files import naming, replace_folder, write_text
+from rlinf.files import Json, naming, replace_folder, write_text
 from rlinf.manifest import Manifest, git_revision, hash_files, library_versions
 from rlinf.models.base_weights import base_tensors, weights_digest
 from rlinf.models.config import LoraConfig
@@ -166,7 +166,7 @@ def token_manifest(
 
     ``source`` is the folder or Hub ID of the initial model. For adapters, its digest is recorded with their settings.
     """
-    adapters: dict[str, Any] = {"state": "none"}
+    adapters: Json = {"state": "none"}
     if lora is not None:
         adapters = {"state": "adapter", **asdict(lora), "base_sha256": weights_digest(source)}
     return Manifest(
@@ -213,7 +213,7 @@ def _public(model: Any, trained: _Trained) -> Iterator[tuple[str, Tensor]]:
         yield from HFModel(model).public_state_dict(weights).items()
 
 
-def _adapted_layers(model: Any, source: str) -> dict[str, Any]:
+def _adapted_layers(model: Any, source: str) -> Json:
     """Map the name of each adapted weight in the files of ``source`` to its adapted layer."""
     layers = {f"{name}.weight": module for name, module in model.named_modules() if isinstance(module, BaseTunerLayer)}
     model_tensors = dict(base_tensors(model))
@@ -317,7 +317,7 @@ def _adapt_config(path: Path, dtype: torch.dtype, architecture: str, packed: boo
     write_text(path, json.dumps(config, indent=2))
 
 
-def _set_dtype(config: dict[str, Any], name: str) -> None:
+def _set_dtype(config: Json, name: str) -> None:
     """Set the dtype in a configuration, including nested configurations."""
     for key, value in config.items():
         if key in ("dtype", "torch_dtype") and isinstance(value, str):

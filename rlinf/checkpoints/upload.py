@@ -20,7 +20,7 @@ from huggingface_hub import HfApi, get_token
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
 from rlinf.errors import CheckpointError, ConfigError, MissingDependencyError
-from rlinf.files import write_text
+from rlinf.files import Json, write_text
 from rlinf.manifest import Manifest
 from rlinf.run_folder import CONFIG_FILE, MANIFEST_FILE, SAFETENSORS_FOLDER, STATE_FILE
 
@@ -177,7 +177,7 @@ def model_card(folder: Path, scores: dict[str, float] | None = None) -> str:
     base = _value(config, "policy.model_name_or_path")
     datasets = _value(config, "train.train_policy.dataset.name")
     kind = str(_value(config, "train.train_policy.type") or "").upper()
-    head: dict[str, Any] = {"library_name": "transformers", "tags": ["rlinf", *([kind.lower()] if kind else [])]}
+    head: Json = {"library_name": "transformers", "tags": ["rlinf", *([kind.lower()] if kind else [])]}
     # Omit local paths: the Hub accepts only its own model and dataset IDs in the card's metadata.
     named = (("base_model", base), ("datasets", datasets))
     head |= {key: name for key, name in named if name and not Path(name).exists()}

@@ -15,7 +15,7 @@ from rlinf import wings
 from rlinf.cli.commands import COMMANDS
 from rlinf.config.names import group_folders, options_of
 from rlinf.distributed.start import clear_launch_context, launch_context
-from rlinf.errors import EXIT_FAULT, EXIT_USER_ERROR, RankError, RLinfError, did_you_mean, print_error
+from rlinf.errors import EXIT_FAULT, EXIT_USER_ERROR, ConfigError, RankError, RLinfError, did_you_mean, print_error
 from rlinf.imports import import_string
 from rlinf.options import keys_help
 
@@ -96,7 +96,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if {"-h", "--help"} & set(rest):
             print(help_of(command))
             return 0
-        status = _run(arguments, import_string(COMMANDS[command].run))
+        status = _run(arguments, import_string(_function_of(command, rest)))
         # A closed pipe raises here and is handled below; at interpreter exit it would print a traceback.
         sys.stdout.flush()
         return status
@@ -119,6 +119,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return EXIT_INTERRUPTED
+
+
+def _function_of(command: str, arguments: Sequence[str]) -> str:
+    """Return the ``"module:function"`` that runs a command; a key may belong to a wing with a function of its own for it."""
+    replaced = wings.added("key_commands")
+    for key in (f"{command} {argument.partition('=')[0]}=" for argument in arguments):
+        if reason := wings.missing("key_commands", key):
+            raise ConfigError(reason)
+        if key in replaced:
+            return replaced[key]
+    return COMMANDS[command].run
 
 
 def _run(arguments: list[str], command: Callable[[list[str]], int]) -> int:

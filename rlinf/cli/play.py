@@ -46,7 +46,7 @@ def play(arguments: Sequence[str]) -> int:
 
 def play_episode(config: RunConfig, settings: PlayConfig) -> Path:
     """Run an episode of ``config.checkpoint`` or the configured model, write and open its video, and return the path of the MP4."""
-    from rlinf.commands.evaluate import open_policy
+    from rlinf.commands.open_evaluation import open_policy
     from rlinf.distributed.process_group import resolve_device, set_num_threads
     from rlinf.evaluation.evaluator import BatchedPolicy, replay_episodes, success_of
     from rlinf.models.precision import autocast, evaluation_mode

@@ -1,6 +1,5 @@
 """Command-line front ends of ``rlinf.commands``, which parse the arguments."""
 
-from argparse import Namespace
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -8,15 +7,16 @@ from typing import TypeVar
 
 from rlinf.checkpoints.folders import TOKEN_KEYS, resolve_checkpoint
 from rlinf.commands.hydra_app import (
+    check_checkpoint,
     configure,
-    given_value,
+    own_config,
     own_settings,
     parse,
     require_policy,
     run_training,
     with_checkpoint,
 )
-from rlinf.config.overrides import parse_overrides, values_of
+from rlinf.config.overrides import values_of
 from rlinf.config.schema import RunConfig
 from rlinf.errors import ConfigError
 from rlinf.evaluation.config import EvaluationConfig
@@ -25,7 +25,6 @@ from rlinf.models.loading import hide_progress_bars
 from rlinf.options import PathText, check_arguments, from_mapping, option, public_fields, unknown_key_message
 from rlinf.preflight.folders import check_writable
 from rlinf.recipes.load import with_overrides
-from rlinf.robot.config import RobotConfig
 from rlinf.run_folder import COMPARISON_FILE, REPORT_FILE
 from rlinf.serving import require_packages
 
@@ -76,9 +75,6 @@ def evaluate(arguments: Sequence[str]) -> int:
         require_policy(arguments, "evaluate")
     if COMPARE_FLAG in arguments:
         return _compare(list(arguments))
-    arguments = with_checkpoint(arguments)
-    if any(argument.startswith("questions=") for argument in arguments):
-        return _questions(arguments)
     return _run_command(arguments, "evaluate")
 
 
@@ -91,12 +87,12 @@ def _run_command(arguments: Sequence[str], command: str) -> int:
     return 0
 
 
-def _questions(arguments: Sequence[str]) -> int:
+def evaluate_questions(arguments: Sequence[str]) -> int:
     """Evaluate a model on a file of questions."""
     from rlinf.commands.evaluate_questions import evaluate_questions
     from rlinf.recipes.questions import QuestionsConfig
 
-    config = from_mapping(QuestionsConfig, with_overrides({}, arguments))
+    config = from_mapping(QuestionsConfig, with_overrides({}, with_checkpoint(arguments)))
     if not config.checkpoint:
         raise ConfigError("checkpoint is not given; expected a model. Set checkpoint=<folder of a model or a run>")
     hide_progress_bars()
@@ -123,57 +119,6 @@ def _compare(arguments: list[str]) -> int:
     return 0
 
 
-def robot(arguments: Sequence[str]) -> int:
-    """Run a policy in real time, one action every 1 / fps seconds, on a simulated robot (a single env) or a physical arm.
-
-    Runs the same episodes as `rlinf evaluate`, one after the other, with the same keys, files and comparisons, and also writes
-    timing.json. Its own keys: arm, fps, execution, relative_dims, max_relative_target, max_observation_age_s, max_failures,
-    teleoperator, handover_max_step, record, first_episode, expert_threshold, expert_patience, expert_steps, success, page_host,
-    page_port, blind, real_time, latency_s, delay_steps, drop_frames, noise (docs/robot.md).
-    """
-    arguments = with_checkpoint(arguments)
-    args, settings = own_settings(arguments, RobotConfig)
-    require_policy(arguments, "robot")
-    other_args = None if settings.blind is None else _blind_baseline(args, settings.blind)
-    config = configure(args, "evaluate")
-    if config is not None:
-        other = None if other_args is None else configure(other_args, "evaluate")
-        import_string("rlinf.commands.robot:robot")(config, settings, other)
-    return 0
-
-
-def _blind_baseline(args: Namespace, policy: str) -> Namespace:
-    """Make ``policy`` the baseline of a comparison, and return the arguments that evaluate it."""
-    if (compare := given_value(args.overrides, "evaluation.compare")) is not None:
-        raise ConfigError(
-            f"evaluation.compare={compare} with blind={policy}, which already sets the baseline; expected only one of them. "
-            "Remove evaluation.compare"
-        )
-    args.overrides = [*args.overrides, f"evaluation.compare={policy}"]
-    key = "model.url" if "://" in policy else "checkpoint"
-    policy_keys = ("checkpoint", "model.url")
-    rest = [item.input_line for item in parse_overrides(args.overrides) if item.key_or_group not in policy_keys]
-    return Namespace(**{**vars(args), "overrides": [*rest, f"{key}={policy}"]})
-
-
-def audit(arguments: Sequence[str]) -> int:
-    """Measure whether a policy uses its instruction and images, reacts, or memorises, by changing one thing at a time.
-
-    The same episodes are run under every condition, by default 100 (evaluation.num_episodes). Keys are the same as for `rlinf
-    evaluate`. The report is in outputs/<experiment>/audit_<time> (output_dir). docs/audit.md explains the verdicts.
-    """
-    arguments = with_checkpoint(arguments)
-    args = parse(arguments)
-    require_policy(arguments, "audit")
-    _check_checkpoint(arguments)
-    from rlinf.commands import audit as command
-
-    config = command.configured(args)
-    if config is not None:
-        command.audit(config)
-    return 0
-
-
 def serve(arguments: Sequence[str]) -> int:
     """Serve a checkpoint, or a public model (model=lerobot model.model_path=...), to clients of openpi and vla-eval.
 
@@ -182,7 +127,7 @@ def serve(arguments: Sequence[str]) -> int:
     """
     require_packages("`rlinf serve`")
     arguments = with_checkpoint(arguments)
-    _check_checkpoint(arguments)
+    check_checkpoint(arguments)
     from rlinf.commands.serve import ServeConfig, serve
 
     args, settings = own_settings(arguments, ServeConfig)
@@ -191,13 +136,6 @@ def serve(arguments: Sequence[str]) -> int:
     if config is not None:
         serve(config, settings)
     return 0
-
-
-def _check_checkpoint(arguments: Sequence[str]) -> None:
-    """Reject a folder without a checkpoint before the command's slow imports."""
-    folder = given_value([argument for argument in arguments if argument.startswith("checkpoint=")], "checkpoint")
-    if folder is not None:
-        resolve_checkpoint(folder)
 
 
 def collect(arguments: Sequence[str]) -> int:
@@ -212,25 +150,8 @@ def convert(arguments: Sequence[str]) -> int:
     """Convert HDF5 demonstrations of robomimic or LIBERO to a LeRobotDataset (docs/datasets.md)."""
     from rlinf.commands.convert import ConvertConfig, convert
 
-    convert(_own_config(arguments, ConvertConfig))
+    convert(own_config(arguments, ConvertConfig))
     return 0
-
-
-def classifier(arguments: Sequence[str]) -> int:
-    """Train a success classifier on frames of labelled episodes, and measure its errors on held-out episodes.
-
-    Then set `env.success_classifier=<output_dir>` to use it for success and reward (docs/robot.md).
-    """
-    from rlinf.commands.classifier import ClassifierConfig, classifier
-
-    classifier(_own_config(arguments, ClassifierConfig))
-    return 0
-
-
-def _own_config(arguments: Sequence[str], kind: type[T]) -> T:
-    """Return the settings of a command whose only keys are the fields of ``kind``."""
-    check_arguments(arguments, public_fields(kind))
-    return from_mapping(kind, values_of(arguments))
 
 
 @dataclass

@@ -4,7 +4,6 @@ import contextlib
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -19,6 +18,7 @@ from rlinf.envs.base import VectorEnv
 from rlinf.errors import ConfigError, SimulatorError
 from rlinf.evaluation.evaluator import BatchedPolicy
 from rlinf.evaluation.result import EvaluationResult
+from rlinf.files import Json
 from rlinf.manifest import package_versions
 from rlinf.models.precision import autocast, evaluation_mode
 from rlinf.number_formats import format_interval
@@ -121,13 +121,13 @@ def collection_specs(env: VectorEnv, split: str, num_episodes: int, seed: int) -
     return [available[int(drawn[i // num_tasks]) * num_tasks + i % num_tasks] for i in range(num_episodes)]
 
 
-def _policy(config: RunConfig, env: VectorEnv) -> tuple[BatchedPolicy | None, dict[str, Any]]:
+def _policy(config: RunConfig, env: VectorEnv) -> tuple[BatchedPolicy | None, Json]:
     """Return the policy, or None if the expert acts, and its description for the dataset."""
     if expert_acts(config):
         return None, {"demonstrator": "expert", "expert": to_mapping(config.sft.expert)}
     if config.model.url is not None:
         opened = open_remote(config, env, config.evaluation.allow_mismatch)
-        where: dict[str, Any] = {"url": config.model.url}
+        where: Json = {"url": config.model.url}
     elif config.checkpoint is None:
         opened = Opened(None, None, policy_for(config, env), None)
         where = {"model_path": config.model.model_path}
@@ -199,9 +199,7 @@ def _inference(config: RunConfig, policy: BatchedPolicy | None):
         yield
 
 
-def _conditions(
-    config: RunConfig, env: VectorEnv, about: dict[str, Any], results: list[EpisodeResult]
-) -> dict[str, Any]:
+def _conditions(config: RunConfig, env: VectorEnv, about: Json, results: list[EpisodeResult]) -> Json:
     """Return the contents of ``meta/rlinf.json``, which complements the format's own files."""
     stored = [result.success or not config.collect.only_success for result in results]
     numbers = iter(range(len(results)))

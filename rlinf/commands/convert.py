@@ -2,13 +2,13 @@
 
 import os
 from pathlib import Path
-from typing import Any
 
 from rlinf.data.hdf5 import ConvertConfig, Hdf5Demonstrations, Hdf5Episode, import_h5py, open_demonstrations
 from rlinf.data.lerobot_dataset import OWN_FILE
 from rlinf.data.lerobot_format import import_pyarrow
 from rlinf.data.lerobot_writer import LeRobotWriter
 from rlinf.errors import ConfigError, reject
+from rlinf.files import Json
 from rlinf.options import override_text, to_mapping
 from rlinf.preflight.compatibility import require_package
 from rlinf.preflight.folders import check_writable
@@ -57,10 +57,10 @@ def convert(config: ConvertConfig) -> Path:
     return writer.folder
 
 
-def _conditions(config: ConvertConfig, demonstrations: Hdf5Demonstrations, outcomes: list[bool]) -> dict[str, Any]:
+def _conditions(config: ConvertConfig, demonstrations: Hdf5Demonstrations, outcomes: list[bool]) -> Json:
     """Return the contents of ``meta/rlinf.json``, which complements the format's own files."""
 
-    def describe(number: int, episode: Hdf5Episode) -> dict[str, Any]:
+    def describe(number: int, episode: Hdf5Episode) -> Json:
         return {
             "episode_index": number,
             "file": episode.path.name,

@@ -7,7 +7,6 @@ import shutil
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -26,6 +25,7 @@ from rlinf.files import write_text
 from rlinf.manifest import Manifest, hash_files
 from rlinf.models import MODELS
 from rlinf.models.config import LoraConfig
+from rlinf.models.embodiment.base import ActionModel
 from rlinf.models.precision import torch_dtype_of
 from rlinf.options import to_mapping
 from rlinf.registry import BUILTIN
@@ -89,7 +89,7 @@ def export(
     return output
 
 
-def _with_code_of_model(config: RunConfig, folder: Path, model: Any) -> RunConfig:
+def _with_code_of_model(config: RunConfig, folder: Path, model: ActionModel) -> RunConfig:
     """Return a configuration that needs no third-party env or algorithm; copy the model's plug-in to ``folder``."""
     model_origin = MODELS.entries()[config.model.model_type].origin if config.model.model_type in MODELS else BUILTIN
     available = (BUILTIN, model_origin)
@@ -141,7 +141,7 @@ def _export_tokens(checkpoint: Path, output: Path, merge_lora: bool, overrides: 
     return output
 
 
-def random_observation(config: RunConfig, model: Any, num_rows: int = 2, seed: int = 0) -> Observation:
+def random_observation(config: RunConfig, model: ActionModel, num_rows: int = 2, seed: int = 0) -> Observation:
     """Return a random observation with the env's shapes."""
     generator = np.random.default_rng(seed)
     size = config.env.image_size
@@ -169,7 +169,7 @@ def _check_lora(checkpoint: Path, manifest: Manifest, merge_lora: bool) -> None:
             )
 
 
-def _compare(written: Any, read: Any, observation: Observation, output: Path) -> None:
+def _compare(written: ActionModel, read: ActionModel, observation: Observation, output: Path) -> None:
     with torch.no_grad():
         before = written.predict_action_batch(**written.preprocess(observation), do_sample=False)
         after = read.predict_action_batch(**read.preprocess(observation), do_sample=False)

@@ -37,7 +37,7 @@ from rlinf.config.training import ClusterConfig
 from rlinf.distributed.start import is_connected
 from rlinf.errors import CheckpointError, ConfigError, RankError, RLinfError
 from rlinf.models.loading import hide_progress_bars
-from rlinf.options import from_mapping, override_text, public_fields
+from rlinf.options import check_arguments, from_mapping, override_text, public_fields
 from rlinf.preflight.folders import check_new_folder
 from rlinf.run_folder import CHECKPOINTS_FOLDER, LATEST, STATE_FILE, SUMMARY_FILE
 
@@ -277,10 +277,23 @@ def own_settings(arguments: Sequence[str], kind: type[T]) -> tuple[Namespace, T]
     return args, from_mapping(kind, values_of(settings))
 
 
+def own_config(arguments: Sequence[str], kind: type[T]) -> T:
+    """Return the settings of a command whose only keys are the fields of ``kind``."""
+    check_arguments(arguments, public_fields(kind))
+    return from_mapping(kind, values_of(arguments))
+
+
 def given_value(overrides: Sequence[str], key: str) -> str | None:
     """Return the value of the last override of ``key``, or None."""
     value = values_of(override for override in overrides if override.partition("=")[0].lstrip("+") == key).get(key)
     return None if value is None else str(value)
+
+
+def check_checkpoint(arguments: Sequence[str]) -> None:
+    """Reject a folder without a checkpoint before the command's slow imports."""
+    folder = given_value([argument for argument in arguments if argument.startswith("checkpoint=")], "checkpoint")
+    if folder is not None:
+        resolve_checkpoint(folder)
 
 
 def configure(args: Namespace, command: str) -> RunConfig | None:

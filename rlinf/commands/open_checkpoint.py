@@ -22,6 +22,7 @@ from rlinf.options import from_mapping
 from rlinf.preflight.conditions import build_manifest, conditions_of
 from rlinf.preflight.saved import check_model_type
 from rlinf.run_folder import STATISTICS_FILE
+from rlinf.types import Statistics
 
 
 @dataclass
@@ -141,7 +142,7 @@ def policy_for(
 
 def statistics_of_env(
     config: RunConfig, env: VectorEnv, dataset: StoredDemonstrations | None = None
-) -> dict[str, Any] | None:
+) -> Statistics | None:
     """Return action statistics of the dataset or, without one, of the env's bounds; None if the model's folder has its own."""
     name = config.env.name
     if config.model.model_path is not None:

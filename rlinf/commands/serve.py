@@ -22,6 +22,7 @@ from rlinf.distributed.process_group import resolve_device, set_num_threads
 from rlinf.envs import ENVS
 from rlinf.errors import ConfigError, reject
 from rlinf.evaluation.evaluator import act_for_rows
+from rlinf.files import Json
 from rlinf.models.embodiment.modules.ranges import GARBAGE
 from rlinf.models.precision import autocast, evaluation_mode
 from rlinf.options import override_text
@@ -193,7 +194,7 @@ async def _until_signal(server: PolicyServer, bound: socket.socket, on_listening
     await server.run(bound, on_listening, stop)
 
 
-def metadata_of(opened: Opened, rows: PolicyRows, settings: ServeConfig) -> dict[str, Any]:
+def metadata_of(opened: Opened, rows: PolicyRows, settings: ServeConfig) -> Json:
     """Return the metadata that clients receive first, as plain values under one key, so that they do not clash with openpi's keys."""
     policy = rows.policy
     # Ignore the git revision, which changes even if only a comment was edited.

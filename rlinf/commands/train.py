@@ -55,7 +55,7 @@ from rlinf.envs.base import VectorEnv
 from rlinf.errors import CheckpointError, NonFiniteError, RankKilledError, RLinfError
 from rlinf.evaluation.config import TRAINING_SPLIT
 from rlinf.evaluation.fingerprint import NUM_EPISODES, compare_fingerprints, take_fingerprint
-from rlinf.files import locked_folder
+from rlinf.files import Json, locked_folder
 from rlinf.memory import num_cores
 from rlinf.models.base_weights import trained_names
 from rlinf.models.weights_in_files import check_read, how_read
@@ -320,7 +320,7 @@ def _policy(
     env: VectorEnv,
     dataset: StoredDemonstrations | None,
     resumed_from: Path | None,
-    fingerprint: dict[str, Any] | None,
+    fingerprint: Json | None,
 ) -> tuple[torch.nn.Module, float | None]:
     """Build the policy, or load it from ``resume`` or ``init_from``; also return the frame rate of the cloned dataset."""
     source, trainer = resumed_from or config.init_from, config.trainer

@@ -36,6 +36,7 @@ from rlinf.config.schema import (
 )
 from rlinf.envs import ENVS
 from rlinf.errors import ConfigError, MissingDependencyError, did_you_mean
+from rlinf.files import Json
 from rlinf.options import LITERAL, closest, from_mapping, override_text, public_fields, to_mapping
 
 ROOT = "train"
@@ -236,7 +237,7 @@ def reason_of(error: BaseException) -> str:
 
 
 def compose_on_saved(
-    saved: dict[str, Any],
+    saved: Json,
     overrides: Iterable[str],
     config_dir: str | None = None,
     folder: str | Path = "the checkpoint",

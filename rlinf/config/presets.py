@@ -1,11 +1,11 @@
 """Values of ``algorithm.preset``, which make an algorithm equivalent to its version in a different library (docs/results.md)."""
 
 from collections.abc import Collection
-from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
 from rlinf.errors import ConfigError
+from rlinf.files import Json
 
 KEY = "algorithm.preset"
 
@@ -20,7 +20,7 @@ _SAC_AND_TD3 = {
     "algorithm.actor.layer_norm": False,
 }
 
-PRESETS: dict[str, dict[str, dict[str, Any]]] = {
+PRESETS: dict[str, dict[str, Json]] = {
     "sb3": {
         "ppo": {
             "algorithm.update_epochs": 10,

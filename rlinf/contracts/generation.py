@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from rlinf.contracts.report import BATCH_SIZES, Check
 from rlinf.errors import ConfigError, RLinfError
@@ -201,7 +201,7 @@ test_max_model_len_respected.__test__ = False
 test_generation_consistency.__test__ = False
 
 
-def length_checks(model: Any, generate: Generate, engine: str) -> list[Check]:
+def length_checks(model: nn.Module, generate: Generate, engine: str) -> list[Check]:
     """Run the checks of ``test_max_model_len_respected`` on a loaded model; ``engine`` is the name of the engine used by ``generate``."""
     limit, checks = length_limit(model), []
     for prompts, greedy, setting in _settings(model):
@@ -219,7 +219,7 @@ def length_checks(model: Any, generate: Generate, engine: str) -> list[Check]:
 
 
 @torch.no_grad()
-def consistency_checks(model: Any, generate: Generate, engine: str) -> list[Check]:
+def consistency_checks(model: nn.Module, generate: Generate, engine: str) -> list[Check]:
     """Run the checks of ``test_generation_consistency`` on a loaded model; ``engine`` is the name of the engine used by ``generate``."""
     checks = []
     for prompts, greedy, setting in _settings(model):
@@ -231,12 +231,12 @@ def consistency_checks(model: Any, generate: Generate, engine: str) -> list[Chec
     return checks
 
 
-def length_limit(model: Any) -> int:
+def length_limit(model: nn.Module) -> int:
     """Return the maximum total number of prompt and response tokens in the checks."""
     return min(max(PROMPT_LENGTHS) + NUM_NEW_TOKENS, context_length(model) or 1 << 30)
 
 
-def torch_engine(model: Any) -> Generate:
+def torch_engine(model: nn.Module) -> Generate:
     """Return a function that generates with a loaded model."""
 
     def generate(prompts: BatchedDataDict, num_tokens: int, greedy: bool) -> BatchedDataDict:
@@ -247,7 +247,7 @@ def torch_engine(model: Any) -> Generate:
 
 
 @contextmanager
-def vllm_engine(model_name: str, model: Any, config: CausalLMConfig) -> Iterator[Generate]:
+def vllm_engine(model_name: str, model: nn.Module, config: CausalLMConfig) -> Iterator[Generate]:
     """Run a vLLM engine for a loaded ``model``, and yield a function that generates with it."""
     worker = VllmGenerationWorker(
         model_name, temperature=1.0, eos_token_id=[], max_model_len=length_limit(model), max_num_seqs=max(BATCH_SIZES),
@@ -264,7 +264,7 @@ def vllm_engine(model_name: str, model: Any, config: CausalLMConfig) -> Iterator
         worker.stop()
 
 
-def _settings(model: Any) -> Iterator[tuple[BatchedDataDict, bool, str]]:
+def _settings(model: nn.Module) -> Iterator[tuple[BatchedDataDict, bool, str]]:
     """Yield prompts, whether to generate greedily, and a description of both."""
     lengths = [length for length in PROMPT_LENGTHS if length < length_limit(model)]
     for size, length, greedy in itertools.product(BATCH_SIZES, lengths, (True, False)):
@@ -272,7 +272,7 @@ def _settings(model: Any) -> Iterator[tuple[BatchedDataDict, bool, str]]:
         yield _prompts(model, size, length), greedy, description
 
 
-def _prompts(model: Any, batch_size: int, prompt_len: int) -> BatchedDataDict:
+def _prompts(model: nn.Module, batch_size: int, prompt_len: int) -> BatchedDataDict:
     """Return random right-padded prompts; the first row has ``prompt_len`` tokens, and each following row one token less."""
     random = torch.Generator().manual_seed(prompt_len)
     device = next(model.parameters()).device

@@ -12,6 +12,7 @@ import numpy as np
 
 from rlinf.envs.libero.tasks import instruction
 from rlinf.errors import ConfigError, RLinfError, damaged, did_you_mean, import_reader
+from rlinf.files import Json
 from rlinf.flags import flags_of
 from rlinf.options import PathText, option, override_text
 
@@ -81,7 +82,7 @@ class Hdf5Demonstrations:
     action_dim: int
     rotate_images: bool
     fps: int
-    env_args: dict[str, Any]
+    env_args: Json
 
     def read(self) -> Iterator[dict[str, Any]]:
         """Yield the arguments of ``LeRobotWriter.add_episode``, episode by episode."""
@@ -390,7 +391,7 @@ def _text(value: Any) -> str:
     return value.decode("utf-8") if isinstance(value, bytes) else str(value)
 
 
-def _json(value: Any, place: str) -> dict[str, Any]:
+def _json(value: Any, place: str) -> Json:
     """Parse an attribute that contains a JSON object; return an empty dictionary if it is missing."""
     if value is None:
         return {}

@@ -17,6 +17,7 @@ from rlinf.data import lerobot_format as layout
 from rlinf.data.frames import EncodedFrames, VideoFrames
 from rlinf.data.stored import NUMBERS, DatasetInfo, Outcomes, StoredDemonstrations, column_names
 from rlinf.errors import ConfigError, damaged
+from rlinf.files import Json
 from rlinf.flags import flags_of
 
 OWN_FILE = "rlinf.json"
@@ -283,7 +284,7 @@ def _video_frames(
     return VideoFrames.locate(paths, file_ids[episode], starts[episode], stamps, shape)
 
 
-def _recorded_env(path: Path) -> dict[str, Any]:
+def _recorded_env(path: Path) -> Json:
     if not path.is_file():
         return {}
     try:

@@ -8,6 +8,7 @@ from types import ModuleType
 from typing import Any
 
 from rlinf.errors import ConfigError, damaged, import_reader
+from rlinf.files import Json
 
 VERSION = "v3.0"
 INFO = "meta/info.json"
@@ -46,7 +47,7 @@ def import_pyarrow(wanted_by: str) -> ModuleType:
     return import_reader("pyarrow", wanted_by, "parquet files")
 
 
-def read_info(folder: Path) -> dict[str, Any]:
+def read_info(folder: Path) -> Json:
     """Read ``meta/info.json``; raise ConfigError if that fails, a value has the wrong type, or the version is unsupported."""
     path, place = folder / INFO, "it"
     try:

@@ -17,7 +17,7 @@ from rlinf.data import lerobot_format as layout
 from rlinf.data.statistics import ImageStatistics, vector_statistics
 from rlinf.data.video import VideoWriter
 from rlinf.errors import ConfigError
-from rlinf.files import write_text
+from rlinf.files import Json, write_text
 from rlinf.flags import flags_of
 
 MIB = 2**20
@@ -69,7 +69,7 @@ class LeRobotWriter:
         self.widths = {layout.STATE: state_dim, layout.ACTION: action_dim} if state_dim else {layout.ACTION: action_dim}
         self.widths |= {layout.EXECUTED: action_dim} if layout.EXECUTED in more else {}
         self.extras = EXTRAS | ({layout.INTERVENTION: "bool"} if layout.INTERVENTION in more else {})
-        self.info: dict[str, Any] = {
+        self.info: Json = {
             "codebase_version": layout.VERSION,
             "robot_type": robot_type,
             "total_episodes": 0,
@@ -87,9 +87,9 @@ class LeRobotWriter:
         # Renamed at the end, so that a folder under its final name is always complete.
         self._partial = self.folder.with_name(f".{self.folder.name}.{os.getpid()}.tmp")
         self._partial.mkdir(parents=True)
-        self.about: dict[str, Any] = {}
+        self.about: Json = {}
         self._tasks: dict[str, int] = {}
-        self._episodes: list[dict[str, Any]] = []
+        self._episodes: list[Json] = []
         self._columns: dict[str, list[np.ndarray]] = {
             name: [] for name in (*self.widths, *self.extras, *layout.ROW_COLUMNS)
         }
@@ -161,7 +161,7 @@ class LeRobotWriter:
                     f"'{name}' of episode {episode_index} is {values.dtype} {values.shape}; expected {kind} {shape}"
                 )
         statistics = {name: vector_statistics(values.reshape(length, -1)) for name, values in columns.items()}
-        about: dict[str, Any] = {"episode_index": episode_index, "tasks": [task], "length": length}
+        about: Json = {"episode_index": episode_index, "tasks": [task], "length": length}
         for key in self.image_shapes:
             counted = ImageStatistics()
             counted.add(seen[key])
@@ -226,8 +226,8 @@ class LeRobotWriter:
 
     # Rows and files.
 
-    def _features(self) -> dict[str, dict[str, Any]]:
-        features: dict[str, dict[str, Any]] = {}
+    def _features(self) -> dict[str, Json]:
+        features: dict[str, Json] = {}
         for key, (height, width) in self.image_shapes.items():
             names = ["height", "width", "channels"]
             features[key] = {"dtype": "video" if self.video else "image", "shape": [height, width, 3], "names": names}
@@ -274,7 +274,7 @@ class LeRobotWriter:
             encoded.append({"bytes": buffer.getvalue(), "path": None})
         return pa.array(encoded, pa.struct([("bytes", pa.binary()), ("path", pa.string())]))
 
-    def _add_video(self, key: str, images: np.ndarray) -> dict[str, Any]:
+    def _add_video(self, key: str, images: np.ndarray) -> Json:
         """Append an episode's frames to the camera's current MP4 file, or start the next file if it is full."""
         video = self._videos.get(key)
         if video is not None and video.num_bytes > self.video_file_mib * MIB:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import logging
-from typing import Any
 
 import numpy as np
 
 from rlinf.distributed.process_group import rank
+from rlinf.types import Statistics
 
 logger = logging.getLogger("rlinf")
 
@@ -70,7 +70,7 @@ class ImageStatistics:
         return {name: value.reshape(3, 1, 1) for name, value in result.items()} | {"count": np.array([self.num_images])}
 
 
-def normalization_statistics(actions: np.ndarray, state: np.ndarray | None) -> dict[str, Any]:
+def normalization_statistics(actions: np.ndarray, state: np.ndarray | None) -> Statistics:
     """Return statistics for normalisation, in OpenVLA's ``norm_stats`` format (see ``VectorEnv.action_statistics``).
 
     Columns for which a model would divide by almost zero are adjusted. Except for constant ones, this is logged with a row:

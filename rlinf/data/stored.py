@@ -19,7 +19,7 @@ from rlinf.data.frames import Frames
 from rlinf.data.rows import following_rows
 from rlinf.data.statistics import normalization_statistics
 from rlinf.errors import ConfigError, UnreadableRowError, damaged
-from rlinf.types import Observation
+from rlinf.types import Observation, Statistics
 
 logger = logging.getLogger("rlinf")
 
@@ -109,7 +109,7 @@ class StoredDemonstrations:
             raise damaged(self.info.folder, "the rows of an episode are not consecutive in the order of their index")
         self.unreadable = np.zeros(len(self.actions), dtype=bool)
         self._image_rows = np.arange(len(self.actions))
-        self._statistics: dict[str, Any] | None = None
+        self._statistics: Statistics | None = None
 
     def check_images(self, skip: bool) -> StoredDemonstrations:
         """Raise UnreadableRowError for the first row known to lack an image. With ``skip``, read all images and mark such rows."""
@@ -135,7 +135,7 @@ class StoredDemonstrations:
     def __len__(self) -> int:
         return len(self.actions)
 
-    def statistics(self) -> dict[str, Any]:
+    def statistics(self) -> Statistics:
         """Return the ``normalization_statistics`` of all rows; they are computed and logged only once."""
         if self._statistics is None:
             self._statistics = normalization_statistics(self.actions, self.state)

@@ -20,7 +20,7 @@ from rlinf.envs.success_override import SuccessOverride, check_success_classifie
 from rlinf.errors import ConfigError, NonFiniteError, did_you_mean
 from rlinf.options import override_text
 from rlinf.seeding import derive_seed
-from rlinf.types import ChunkStep, EpisodeSpec, Observation
+from rlinf.types import ChunkStep, EpisodeSpec, Observation, Statistics
 
 ROUNDING = 1e-3
 """Fraction of the range by which an action may exceed its bounds before it is reported as clipped, to allow for rounding."""
@@ -230,7 +230,7 @@ class VectorEnv(gymnasium.vector.VectorEnv, ABC):
         return None
 
     @classmethod
-    def check_statistics(cls, config: EnvConfig, statistics: Mapping[str, Any]) -> None:
+    def check_statistics(cls, config: EnvConfig, statistics: Statistics) -> None:
         """Raise ConfigError if a checkpoint's ``norm_stats`` were computed for actions with a different meaning; accept all by default."""
 
     @classmethod
@@ -270,7 +270,7 @@ class VectorEnv(gymnasium.vector.VectorEnv, ABC):
 
     # Methods of the base class.
 
-    def action_statistics(self) -> dict[str, Any]:
+    def action_statistics(self) -> Statistics:
         """Return statistics of uniform actions within their bounds (and state as ``proprio``), in OpenVLA's ``norm_stats`` format."""
         statistics = {"action": uniform_statistics(self.action_low, self.action_high)}
         if self.state_bounds() is not None:

@@ -14,6 +14,7 @@ from rlinf.evaluation.questions_result import QuestionsResult
 from rlinf.evaluation.result import EvaluationResult, Success
 from rlinf.evaluation.sequential import LEVEL, difference_confidence_sequence, episodes_to_decide, sequential_p_value
 from rlinf.evaluation.stopping import episode_of
+from rlinf.files import Json
 from rlinf.manifest import Mismatch, reject_mismatches
 from rlinf.number_formats import format_p_value, format_points
 
@@ -65,7 +66,7 @@ class Pairs:
         """p-value of the exact McNemar test."""
         return mcnemar_exact(self.only_a, self.only_b)
 
-    def as_dict(self) -> dict[str, Any]:
+    def as_dict(self) -> Json:
         """Return counts, difference, interval and p-value as JSON values."""
         return {
             "episodes": self.episodes, "successes_a": self.a.successes, "successes_b": self.b.successes,
@@ -157,7 +158,7 @@ class ReturnPairs:
         low, high = self.interval
         return f"{self.difference:+.4g}" + (f" (95 % {low:+.4g} to {high:+.4g})" if len(self.a) > 1 else "")
 
-    def as_dict(self) -> dict[str, Any]:
+    def as_dict(self) -> Json:
         """Return means, difference, interval (null for a single episode), counts and p-value as JSON values."""
         means = {f"mean_{name}": sum(values) / len(values) for name, values in (("a", self.a), ("b", self.b))}
         return {
@@ -201,7 +202,7 @@ class Comparison:
         a, b = (sum((getattr(pairs, name) for pairs in self.returns.values()), ()) for name in ("a", "b"))
         return ReturnPairs(a, b) if a else None
 
-    def as_dict(self) -> dict[str, Any]:
+    def as_dict(self) -> Json:
         """Return everything as JSON values; ``total`` is null if the env reports no success, and ``returns`` is null without returns."""
         tasks = self.per_task.items() if self.reports_success else ()
         returns = {task: pairs.as_dict() for task, pairs in self.returns.items()}

@@ -22,6 +22,7 @@ from rlinf.evaluation.config import NUM_ROWS
 from rlinf.evaluation.result import EvaluationResult, actions_clipped, clipping_warning, far_warning
 from rlinf.evaluation.stopping import StopRule
 from rlinf.evaluation.video import write_video
+from rlinf.files import Json
 from rlinf.models.precision import evaluation_mode
 from rlinf.seeding import derive_seed
 from rlinf.types import ActionPrediction, EpisodeResult, EpisodeSpec, Observation
@@ -184,7 +185,7 @@ def remembers(policy: Any) -> bool:
     return not hasattr(policy, "predict_action_batch") and callable(getattr(policy, "reset", None))
 
 
-Video = tuple[int, dict[str, Any], str]
+Video = tuple[int, Json, str]
 """Episode number, description for ``result.json``, and the episode's name if its replay ended differently (otherwise "")."""
 
 

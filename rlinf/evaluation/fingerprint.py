@@ -7,11 +7,12 @@ checkpoint is saved and again when it is evaluated, before and after some fixed 
 from __future__ import annotations
 
 import hashlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from rlinf.errors import SimulatorError
+from rlinf.files import Json
 from rlinf.types import Observation
 
 if TYPE_CHECKING:
@@ -33,7 +34,7 @@ MAX_STATE_GAP = 0.01
 """Maximum difference in a state dimension, absolute for values below 1 and relative above."""
 
 
-def take_fingerprint(env: VectorEnv) -> dict[str, Any]:
+def take_fingerprint(env: VectorEnv) -> Json:
     """Run the first steps of the first ``NUM_EPISODES`` evaluation episodes, at most one per env slot, and return the fingerprint.
 
     Args:
@@ -80,7 +81,7 @@ def fixed_actions(low: np.ndarray, high: np.ndarray, num_envs: int) -> np.ndarra
     return np.broadcast_to(low + held * (high - low), (num_envs, *held.shape)).astype(np.float32)
 
 
-def compare_fingerprints(saved: dict[str, Any] | None, present: dict[str, Any] | None) -> list[str]:
+def compare_fingerprints(saved: Json | None, present: Json | None) -> list[str]:
     """Return one line per difference beyond the tolerances above, or a single line if a fingerprint cannot be read.
 
     Only episodes and cameras found in both are compared, and only the start if the number of actions differs. None: not recorded.
@@ -93,7 +94,7 @@ def compare_fingerprints(saved: dict[str, Any] | None, present: dict[str, Any] |
         return [f"unknown, because a fingerprint cannot be read ({type(error).__name__}: {error})"]
 
 
-def _compare(saved: dict[str, Any], present: dict[str, Any]) -> list[str]:
+def _compare(saved: Json, present: Json) -> list[str]:
     moments = ["start", "end"] if saved["num_actions"] == present["num_actions"] else ["start"]
     later = {_key(episode): episode for episode in present["episodes"]}
     lines = []
@@ -110,11 +111,11 @@ def _compare(saved: dict[str, Any], present: dict[str, Any]) -> list[str]:
     return lines
 
 
-def _key(episode: dict[str, Any]) -> tuple[str, int, int]:
+def _key(episode: Json) -> tuple[str, int, int]:
     return episode["task"], episode["init_state_id"], episode["seed"]
 
 
-def _snapshot(observation: Observation, row: int, poses: dict[str, list[float]]) -> dict[str, Any]:
+def _snapshot(observation: Observation, row: int, poses: dict[str, list[float]]) -> Json:
     images = {
         name: {
             "shape": list(image[row].shape),
@@ -134,7 +135,7 @@ def thumbnail(image: np.ndarray) -> np.ndarray:
     return np.array(cells).round().astype(np.uint8)
 
 
-def _differences(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
+def _differences(before: Json, now: Json) -> list[str]:
     lines = []
     for camera, old in before["images"].items():
         new = now["images"].get(camera)

@@ -5,10 +5,10 @@ import os
 import time
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Self
+from typing import Self
 
 from rlinf.errors import CheckpointError, ConfigError
-from rlinf.files import lock, naming, parse_json_lines
+from rlinf.files import Json, lock, naming, parse_json_lines
 from rlinf.run_folder import PARTIAL_FILE
 from rlinf.types import EpisodeResult, EpisodeSpec
 
@@ -35,7 +35,7 @@ class PartialResults:
         earlier_s: Time these processes ran until their last result, in seconds.
     """
 
-    def __init__(self, folder: Path, conditions: dict[str, Any], rank: int = 0) -> None:
+    def __init__(self, folder: Path, conditions: Json, rank: int = 0) -> None:
         name = Path(PARTIAL_FILE)
         self.rank, self.path = rank, folder / (f"{name.stem}.{rank}{name.suffix}" if rank else PARTIAL_FILE)
         self.conditions = json.loads(json.dumps(conditions, default=str))
@@ -75,7 +75,7 @@ class PartialResults:
             elif error_type is not None and self.path.read_bytes().count(b"\n") <= 1:  # contains only the conditions
                 self.path.unlink()
 
-    def _write(self, values: dict[str, Any]) -> None:
+    def _write(self, values: Json) -> None:
         with naming(self.path):
             self._file.write(json.dumps(values) + "\n")
             self._file.flush()

@@ -7,11 +7,10 @@ import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
 
 from rlinf.errors import CheckpointError
 from rlinf.evaluation.result import Success, success_table
-from rlinf.files import write_text
+from rlinf.files import Json, write_text
 
 
 @dataclass(frozen=True)
@@ -67,7 +66,7 @@ class QuestionsResult:
             categories.setdefault(result.category, []).append(result)
         return {category: _count(results) for category, results in categories.items()}
 
-    def as_dict(self) -> dict[str, Any]:
+    def as_dict(self) -> Json:
         """Return everything as JSON values."""
         values = asdict(self)
         results = values.pop("results")
@@ -109,7 +108,7 @@ def _count(results: Sequence[QuestionResult]) -> Success:
     return Success(sum(result.is_correct for result in results), len(results))
 
 
-def _as_dict(count: Success) -> dict[str, Any]:
+def _as_dict(count: Success) -> Json:
     accuracy = count.success_rate if count.episodes else None
     counts = {"correct": count.successes, "questions": count.episodes}
     return {"accuracy": accuracy, **counts, "interval": list(count.interval)}

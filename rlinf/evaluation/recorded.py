@@ -3,12 +3,11 @@
 import json
 import os
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from rlinf.errors import CheckpointError
-from rlinf.files import write_text
+from rlinf.files import Json, write_text
 from rlinf.types import EpisodeSpec
 
 SCORES = ("value", "entropy", "logprob")
@@ -17,12 +16,12 @@ BEFORE, AFTER = "rlinfEpisode(", ");\n"
 """Text before and after the JSON value."""
 
 
-def write_recording(path: str | os.PathLike, content: dict[str, Any]) -> Path:
+def write_recording(path: str | os.PathLike, content: Json) -> Path:
     """Write a recording atomically."""
     return write_text(path, f"{BEFORE}{json.dumps(content)}{AFTER}")
 
 
-def read_recording(path: str | os.PathLike) -> dict[str, Any]:
+def read_recording(path: str | os.PathLike) -> Json:
     """Return a recording's content (see docs/evaluation.md); raise CheckpointError if the file is not a recording."""
     try:
         text = Path(path).read_text(encoding="utf-8")
@@ -43,7 +42,7 @@ def is_recording(path: Path) -> bool:
         return file.read(len(BEFORE)) == BEFORE.encode()
 
 
-def _check(content: dict[str, Any]) -> None:
+def _check(content: Json) -> None:
     """Raise an error of any type if the report could not display ``content``."""
     hash(EpisodeSpec(**content["spec"]))
     texts = [content["task"], content["instruction"], *content["frames"]]

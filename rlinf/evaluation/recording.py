@@ -28,7 +28,7 @@ from rlinf.evaluation.evaluator import (
 )
 from rlinf.evaluation.recorded import SCORES, is_recording, write_recording
 from rlinf.evaluation.result import EvaluationResult
-from rlinf.files import replace_folder
+from rlinf.files import Json, replace_folder
 from rlinf.models.precision import evaluation_mode
 from rlinf.types import ActionPrediction, EpisodeResult, Observation
 
@@ -120,7 +120,7 @@ def score(
 
     Log-probability and entropy, in nat, are computed at ``temperature`` and summed over the chunk's ``A`` columns.
     """
-    scores: dict[str, Any] = dict.fromkeys(SCORES)
+    scores: Json = dict.fromkeys(SCORES)
     if getattr(model, "value_head", None) is not None:
         scores["value"] = prediction.values
     try:
@@ -153,7 +153,7 @@ class Recorder:
 
     def reset(self) -> None:
         """Discard everything stored so far; called at the start and when episodes restart because a simulator was lost."""
-        self.calls: list[list[dict[str, Any]]] = [[] for _ in range(self.num_rows)]
+        self.calls: list[list[Json]] = [[] for _ in range(self.num_rows)]
         self.rewards: list[list[float]] = [[] for _ in range(self.num_rows)]
 
     def decided(self, rows: np.ndarray, chunks: np.ndarray) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 
 from rlinf.errors import CheckpointError
 from rlinf.evaluation.intervals import mean_interval, wilson_interval
-from rlinf.files import write_text
+from rlinf.files import Json, write_text
 from rlinf.number_formats import format_interval
 from rlinf.types import EpisodeResult, EpisodeSpec
 
@@ -68,9 +68,9 @@ class Success:
         ends = f" (95 % {low:.4g} to {high:.4g})" if self.episodes > 1 else ""
         return "" if mean is None else f"{mean:.4g}{ends}"
 
-    def as_dict(self) -> dict[str, Any]:
+    def as_dict(self) -> Json:
         """Return success (null if not reported) and return as JSON values; ``return_interval`` is null for a single episode."""
-        values: dict[str, Any] = {"success_rate": None, "successes": None, "episodes": self.episodes, "interval": None}
+        values: Json = {"success_rate": None, "successes": None, "episodes": self.episodes, "interval": None}
         if self.is_reported:
             rate = self.success_rate if self.episodes else None
             values |= {"success_rate": rate, "successes": self.successes, "interval": list(self.interval)}
@@ -99,8 +99,8 @@ class EvaluationResult:
     seed: int = 0
     wall_s: float = 0.0
     warnings: list[str] = field(default_factory=list)
-    videos: list[dict[str, Any]] = field(default_factory=list)
-    stopping: dict[str, Any] | None = None
+    videos: list[Json] = field(default_factory=list)
+    stopping: Json | None = None
     reports_success: bool = True
 
     @property
@@ -226,11 +226,11 @@ class EvaluationResult:
             name: value for name, value in metrics.items() if total.is_reported or not name.startswith(success_metrics)
         }
 
-    def summary(self) -> dict[str, Any]:
+    def summary(self) -> Json:
         """Return the values of ``Success.as_dict`` for ``summary.json``."""
         return self.total.as_dict()
 
-    def as_dict(self) -> dict[str, Any]:
+    def as_dict(self) -> Json:
         """Return everything as JSON values."""
         values = asdict(self)
         results = values.pop("results")

@@ -6,6 +6,7 @@ from typing import Protocol
 
 from rlinf.evaluation.result import EvaluationResult
 from rlinf.evaluation.sequential import decided_at, rate_confidence_sequence
+from rlinf.number_formats import format_interval
 from rlinf.types import EpisodeResult
 
 DECIDED = "decided"
@@ -70,3 +71,17 @@ def stop_rule(stop_when: str | float | None, baseline: EvaluationResult | None, 
     if stop_when == DECIDED and baseline is not None:
         return UntilDecided({episode_of(result): bool(result.success) for result in baseline.results}, num_planned)
     return UntilNarrow(float(stop_when))
+
+
+def note_stopping(result: EvaluationResult, stop_when: str | float | None, num_planned: int) -> None:
+    """Record the rule ``evaluation.stop_when``, if there is one, with a warning about the intervals of the result."""
+    if stop_when is None:
+        return
+    result.stopping = {"stop_when": stop_when, "num_planned": num_planned}
+    done = result.episodes
+    interval = format_interval(*rate_confidence_sequence(result.total.successes, done))
+    ended = f"ended after {done} of {num_planned} episodes" if done < num_planned else f"ran all {num_planned} episodes"
+    result.warnings.append(
+        f"The evaluation {ended} with evaluation.stop_when={stop_when}. The intervals per task and in total do not account for early "
+        f"stopping; a 95 % interval of the success rate that does is {interval}"
+    )

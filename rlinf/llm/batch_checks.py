@@ -1,16 +1,13 @@
 """Checks that policies and generation backends apply to token batches before computing."""
 
-from collections.abc import Mapping
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from rlinf.errors import ConfigError
-from rlinf.llm.batched_data_dict import IMAGE_KEYS, BatchedDataDict, tokens_and_mask
+from rlinf.llm.batched_data_dict import IMAGE_KEYS, Batch, BatchedDataDict, tokens_and_mask
 
 
-def verify_right_padding(data: Mapping[str, Any], pad_token_id: int | None = None, raise_error: bool = False) -> bool:
+def verify_right_padding(data: Batch, pad_token_id: int | None = None, raise_error: bool = False) -> bool:
     """Return whether every row has at least one token, followed only by padding (with ``pad_token_id`` if given).
 
     With ``raise_error``, raise ConfigError for the first bad row instead.
@@ -32,7 +29,7 @@ def verify_right_padding(data: Mapping[str, Any], pad_token_id: int | None = Non
     return not bool(bad.any())
 
 
-def verify_text_only(data: Mapping[str, Any], reader: str, instead: str) -> None:
+def verify_text_only(data: Batch, reader: str, instead: str) -> None:
     """Raise ConfigError if a batch has inputs that the class ``reader`` would ignore; ``instead`` is a class that supports images."""
     for key in (*IMAGE_KEYS, "position_ids", "inputs_embeds"):
         if key in data:
@@ -40,7 +37,7 @@ def verify_text_only(data: Mapping[str, Any], reader: str, instead: str) -> None
             raise ConfigError(f"The batch has '{key}', but {reader} accepts only token ids. Remove it{images}")
 
 
-def response_mask(data: Mapping[str, Any]) -> Tensor:
+def response_mask(data: Batch) -> Tensor:
     """Return a bool mask ``[B, S]`` for the generated tokens in a ``GenerationOutputSpec``, whether truncated or not."""
     ids, mask = tokens_and_mask(data)
     ends = data.get("unpadded_sequence_lengths", mask.sum(-1)).to(ids.device)
@@ -48,7 +45,7 @@ def response_mask(data: Mapping[str, Any]) -> Tensor:
     return mask & (torch.arange(ids.shape[1], device=ids.device) >= starts)
 
 
-def verify_token_ids(data: Mapping[str, Any], vocab_size: int | None = None) -> None:
+def verify_token_ids(data: Batch, vocab_size: int | None = None) -> None:
     """Raise ConfigError unless a batch has rows and integer token ids, which must be below ``vocab_size`` if given."""
     ids, mask = tokens_and_mask(data)
     if not BatchedDataDict(data).size:

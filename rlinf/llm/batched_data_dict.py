@@ -14,6 +14,9 @@ from torch import Tensor
 from rlinf.errors import ConfigError
 from rlinf.llm.packing import deal_by_length, first_fit_decreasing
 
+Batch = Mapping[str, Any]
+"""Tensors and lists with a row for each sequence, e.g. a ``BatchedDataDict``."""
+
 Spec = TypeVar("Spec")
 
 IMAGE_KEYS = ("pixel_values", "pixel_attention_mask", "image_sizes", "image_grid_thw", "spatial_shapes",
@@ -60,7 +63,7 @@ class BatchedDataDict(UserDict[str, Any], Generic[Spec]):
 
     @classmethod
     def from_batches(
-        cls, batches: Sequence[Mapping[str, Any]], pad_value_dict: Mapping[str, float] | None = None
+        cls, batches: Sequence[Batch], pad_value_dict: Mapping[str, float] | None = None
     ) -> BatchedDataDict:
         """Concatenate batches; right-pad tensors to the widest one, with the padding value for their key or 0.
 
@@ -103,7 +106,7 @@ class BatchedDataDict(UserDict[str, Any], Generic[Spec]):
             rows = rows.nonzero().squeeze(1)
         rows = rows.long()
 
-        def select(value: Any) -> Any:
+        def select(value: object) -> Any:
             return value[rows.to(value.device)] if isinstance(value, Tensor) else [value[row] for row in rows.tolist()]
 
         return self._map_rows(select)
@@ -238,7 +241,7 @@ class BatchedDataDict(UserDict[str, Any], Generic[Spec]):
         mask = tokens_and_mask(self)[1] if "output_ids" in self else self["attention_mask"]
         needed = max(1, int(mask.bool().any(0).nonzero().max()) + 1) if mask.any() else 1
 
-        def cut(key: str, value: Any) -> Any:
+        def cut(key: str, value: object) -> Any:
             per_token = key not in IMAGE_KEYS and isinstance(value, Tensor) and value.shape[:2] == mask.shape
             return value[:, :needed] if per_token else value
 
@@ -266,7 +269,7 @@ class BatchedDataDict(UserDict[str, Any], Generic[Spec]):
         return type(self)({key: function(value) if _has_rows(value) else value for key, value in self.items()})
 
 
-def tokens_and_mask(data: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
+def tokens_and_mask(data: Batch) -> tuple[Tensor, Tensor]:
     """Return token ids ``[B, S]`` and a bool mask ``[B, S]`` for prompts, training data or generation outputs.
 
     ``output_ids``, if present, take precedence over ``input_ids``. Raises ConfigError for missing keys, non-tensors and mismatched shapes.
@@ -289,11 +292,11 @@ def tokens_and_mask(data: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
     return ids, torch.arange(ids.shape[1], device=ids.device) < lengths_or_mask.to(ids.device).unsqueeze(1)
 
 
-def _has_rows(value: Any) -> bool:
+def _has_rows(value: object) -> bool:
     return isinstance(value, list) or (isinstance(value, Tensor) and value.ndim > 0)
 
 
-def _moved(value: Any, device: str | torch.device) -> Any:
+def _moved(value: object, device: str | torch.device) -> Any:
     if isinstance(value, list):
         return [_moved(item, device) for item in value]
     return value.to(device) if isinstance(value, Tensor) else value

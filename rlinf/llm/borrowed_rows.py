@@ -1,6 +1,6 @@
 """Lend a row with images to ranks without images, because either all ranks or none must gather a vision tower's shards."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from rlinf.distributed.process_group import broadcast_object, maximum, rank, world_size
-from rlinf.llm.batched_data_dict import IMAGE_KEYS, BatchedDataDict, tokens_and_mask
+from rlinf.llm.batched_data_dict import IMAGE_KEYS, Batch, BatchedDataDict, tokens_and_mask
 from rlinf.llm.logprobs import TOKEN_TYPE_KEYS
 
 
@@ -35,7 +35,7 @@ def borrowed_rows(parts: Sequence[BatchedDataDict], num_passes: int) -> list[dic
     return [row if there and not here else None for there, here in zip(anywhere, local, strict=True)]
 
 
-def with_borrowed_row(part: Mapping[str, Any], chosen: Tensor, row: Mapping[str, Any]) -> tuple[dict[str, Any], Tensor]:
+def with_borrowed_row(part: Batch, chosen: Tensor, row: Batch) -> tuple[dict[str, Any], Tensor]:
     """Append a row to a micro-batch; return it for ``batch_scores``, and ``chosen`` bool ``[B, S]`` without the row's tokens.
 
     The row takes part in the forward and backward passes but not in the loss, so its gradients are 0.
@@ -60,7 +60,7 @@ def with_borrowed_row(part: Mapping[str, Any], chosen: Tensor, row: Mapping[str,
     return joined, with_row(chosen, torch.zeros(length, dtype=torch.bool))
 
 
-def _rows_with_images(data: Mapping[str, Any]) -> list[int]:
+def _rows_with_images(data: Batch) -> list[int]:
     images = data.get("pixel_values", [])
     return [row for row in range(len(images)) if isinstance(images, Tensor) or len(images[row])]
 

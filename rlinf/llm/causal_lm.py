@@ -6,7 +6,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+from torch import nn
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig, PreTrainedTokenizerBase
 
 from rlinf.distributed.deferred import is_deferred
 from rlinf.distributed.devices import take_own_device
@@ -65,7 +66,7 @@ def _load(model_name: str, config: CausalLMConfig, deferred: bool) -> Any:
     return model
 
 
-def padding_token(model: Any, tokenizer: Any, given: int | None, ends: list[int]) -> int:
+def padding_token(model: nn.Module, tokenizer: PreTrainedTokenizerBase, given: int | None, ends: list[int]) -> int:
     """Return the first padding id available: the given one, the model's, the tokenizer's, the first end token, or 0."""
     # Skip ids without an embedding (-1), which some published models have.
     vocab_size, tokenizer = model.config.get_text_config().vocab_size, getattr(tokenizer, "tokenizer", tokenizer)

@@ -38,7 +38,7 @@ class StaticLayer(DynamicLayer):
         return self.keys, self.values
 
 
-def static_cache(model: Any, max_len: int) -> DynamicCache | None:
+def static_cache(model: nn.Module, max_len: int) -> DynamicCache | None:
     """Return a cache with static full-attention layers, or None for models with their own cache or state."""
     takes_cache = "past_key_values" in inspect.signature(model.forward).parameters
     if not takes_cache or not model._supports_default_dynamic_cache():
@@ -49,7 +49,7 @@ def static_cache(model: Any, max_len: int) -> DynamicCache | None:
 
 
 @contextmanager
-def next_token_only(model: Any, token_ids: Tensor | None) -> Iterator[None]:
+def next_token_only(model: nn.Module, token_ids: Tensor | None) -> Iterator[None]:
     """Inside the context, compute only values needed for the last position's logits, and set the remaining ones to zero.
 
     The last layer's MLP computes only the last position, and the LM head only the columns ``token_ids [N]`` (all if None). Modules

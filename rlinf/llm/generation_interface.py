@@ -102,9 +102,9 @@ class GenerationInterface(ABC):
         """Generate one completion per row; see ``PolicyInterface.generate``."""
 
     @abstractmethod
-    def prepare_for_generation(self, *args: Any, **kwargs: Any) -> None:
+    def prepare_for_generation(self, *args: object, **kwargs: object) -> None:
         """Allocate memory and load weights. Idempotent."""
 
     @abstractmethod
-    def finish_generation(self, *args: Any, **kwargs: Any) -> None:
+    def finish_generation(self, *args: object, **kwargs: object) -> None:
         """Free the accelerator's memory. Idempotent."""

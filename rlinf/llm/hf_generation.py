@@ -8,9 +8,15 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import GenerationConfig as HFGenerationConfig
-from transformers import LogitsProcessor, LogitsProcessorList, TopKLogitsWarper, TopPLogitsWarper
+from transformers import (
+    LogitsProcessor,
+    LogitsProcessorList,
+    PreTrainedTokenizerBase,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
 
 from rlinf.distributed.transfers import to_device
 from rlinf.errors import ConfigError
@@ -95,12 +101,12 @@ class HuggingFaceGeneration(GenerationInterface):
         self._movable = not hasattr(self.model, "hf_device_map")
         self._random = torch.Generator().manual_seed(self.config.seed)
 
-    def prepare_for_generation(self, *args: Any, **kwargs: Any) -> None:
+    def prepare_for_generation(self, *args: object, **kwargs: object) -> None:
         """Move the weights back to their original device. Idempotent."""
         if self._movable:
             self.model.to(self._device)
 
-    def finish_generation(self, *args: Any, **kwargs: Any) -> None:
+    def finish_generation(self, *args: object, **kwargs: object) -> None:
         """Move the weights to main memory, unless ``device_map`` distributes the model. Idempotent."""
         if self._movable and self._device.type != "cpu":
             self.model.to("cpu")
@@ -142,12 +148,12 @@ def media_tokens(config: Any) -> list[int]:
 
 @torch.no_grad()
 def generate_tokens(
-    model: Any,
+    model: nn.Module,
     data: BatchedDataDict[GenerationDatumSpec],
     config: SamplingConfig,
     greedy: bool,
     random: torch.Generator,
-    tokenizer: Any = None,
+    tokenizer: PreTrainedTokenizerBase | None = None,
 ) -> BatchedDataDict[GenerationOutputSpec]:
     """Complete right-padded rows with any causal language model from transformers.
 
@@ -199,7 +205,7 @@ def _uniforms(data: BatchedDataDict, num_tokens: int, random: torch.Generator) -
     return torch.stack([torch.rand(num_tokens, generator=row) for row in rows])
 
 
-def _ignores_left_padding(model: Any) -> bool:
+def _ignores_left_padding(model: nn.Module) -> bool:
     """Return whether a model ignores left padding, which some recurrent layers do not (tested once per model)."""
     if not hasattr(model, "ignores_left_padding"):
         with evaluation_mode(model):
@@ -208,7 +214,7 @@ def _ignores_left_padding(model: Any) -> bool:
 
 
 def _continue(
-    model: Any, prompts: list[Tensor], inputs: dict[str, Tensor], sampler: _Sampler, settings: dict[str, Any]
+    model: nn.Module, prompts: list[Tensor], inputs: dict[str, Tensor], sampler: _Sampler, settings: dict[str, Any]
 ) -> list[tuple[Tensor, Tensor]]:
     """Return response tokens and log-probabilities per prompt; ``settings`` are arguments for ``generate``."""
     home, device = prompts[0].device, next(model.parameters()).device

@@ -220,7 +220,7 @@ class HuggingFacePolicy(TokenPolicy):
             raise ConfigError(f"loss_fn returned {loss!r}; expected a scalar tensor with a gradient.")
         return loss, {"loss": loss.detach()}
 
-    def _logprobs(self, model: Any, data: BatchedDataDict) -> Tensor:
+    def _logprobs(self, model: nn.Module, data: BatchedDataDict) -> Tensor:
         return batch_logprobs(model, data, self.temperature, self.config.sequence_packing)
 
     def _initial_weights(self) -> Reference:

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from rlinf.distributed.transfers import to_device
 from rlinf.errors import ConfigError
-from rlinf.llm.batched_data_dict import IMAGE_KEYS, join_padded, tokens_and_mask
+from rlinf.llm.batched_data_dict import IMAGE_KEYS, Batch, join_padded, tokens_and_mask
 from rlinf.llm.packing import known_rows, packed_inputs, probe_tokens
 from rlinf.models.loading import num_positions
 from rlinf.models.precision import evaluation_mode
@@ -43,15 +43,15 @@ class TokenScores(NamedTuple):
 
 
 def batch_logprobs(
-    model: Any, data: Mapping[str, Any], temperature: float = 1.0, packed: bool = False, chosen: Tensor | None = None
+    model: nn.Module, data: Batch, temperature: float = 1.0, packed: bool = False, chosen: Tensor | None = None
 ) -> Tensor:
     """Return the log-probabilities of ``batch_scores``."""
     return batch_scores(model, data, temperature, packed, chosen=chosen).logprobs
 
 
 def batch_scores(
-    model: Any,
-    data: Mapping[str, Any],
+    model: nn.Module,
+    data: Batch,
     temperature: float = 1.0,
     packed: bool = False,
     with_entropy: bool = False,
@@ -75,14 +75,14 @@ def batch_scores(
     return TokenScores(*(None if values is None else F.pad(values, (0, columns - width)) for values in scores))
 
 
-def context_length(model: Any) -> int | None:
+def context_length(model: nn.Module) -> int | None:
     """Return a model's maximum number of positions (``num_positions``), or None if unknown."""
     config = getattr(model, "config", None)
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
     return num_positions(text)
 
 
-def image_inputs(model: Any, data: Mapping[str, Any], width: int) -> dict[str, Tensor]:
+def image_inputs(model: nn.Module, data: Batch, width: int) -> dict[str, Tensor]:
     """Return the additional arguments for a vision-language model's ``forward``, for ``width`` columns of tokens."""
     taken = inspect.signature(model.forward).parameters
     lost = [key for key in data if key in taken and key not in _KNOWN and isinstance(data[key], Tensor | list)]
@@ -107,7 +107,7 @@ def image_inputs(model: Any, data: Mapping[str, Any], width: int) -> dict[str, T
 
 
 def sequence_logprobs(
-    model: Any,
+    model: nn.Module,
     input_ids: Tensor,
     attention_mask: Tensor,
     temperature: float = 1.0,
@@ -120,7 +120,7 @@ def sequence_logprobs(
 
 
 def sequence_scores(
-    model: Any,
+    model: nn.Module,
     input_ids: Tensor,
     attention_mask: Tensor,
     temperature: float = 1.0,
@@ -168,7 +168,7 @@ def _placed(values: Tensor, places: Tensor, shape: torch.Size) -> Tensor:
     return zeros.index_put((to_device(places, values.device),), values).view(shape)
 
 
-def has_separable_head(model: Any) -> bool:
+def has_separable_head(model: nn.Module) -> bool:
     """Return whether applying the LM head and ``_head_logits`` reproduces a model's logits; the first call tests it on a few tokens."""
     # With shards, the first call is collective, because it runs the model; later calls use the cached result.
     if model not in _SEPARABLE:
@@ -176,7 +176,7 @@ def has_separable_head(model: Any) -> bool:
     return _SEPARABLE[model]
 
 
-def _has_separable_head(model: Any) -> bool:
+def _has_separable_head(model: nn.Module) -> bool:
     takes_few = "logits_to_keep" in inspect.signature(model.forward).parameters
     if not takes_few or model.get_output_embeddings() is None:
         return False
@@ -189,7 +189,7 @@ def _has_separable_head(model: Any) -> bool:
 
 
 def _run_to_head(
-    model: Any, inputs: Mapping[str, Tensor], num_scored: int, rows: AbstractContextManager
+    model: nn.Module, inputs: Mapping[str, Tensor], num_scored: int, rows: AbstractContextManager
 ) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
     """Run a causal language model, skipping the LM head if there would be more than ``CHUNK_LOGITS`` logits or most are not needed.
 
@@ -207,7 +207,7 @@ def _run_to_head(
         return model(**inputs, use_cache=False).logits, lambda logits: logits
 
 
-def _run_with_few_logits(model: Any, inputs: Mapping[str, Tensor]) -> tuple[list[Tensor], Tensor]:
+def _run_with_few_logits(model: nn.Module, inputs: Mapping[str, Tensor]) -> tuple[list[Tensor], Tensor]:
     """Run a model with the LM head applied only to the first columns; return the head's full inputs and those columns' logits."""
     inputs_of_head: list[Tensor] = []
 
@@ -222,7 +222,7 @@ def _run_with_few_logits(model: Any, inputs: Mapping[str, Tensor]) -> tuple[list
         hook.remove()
 
 
-def _logits_of(model: Any, states: Tensor) -> Tensor:
+def _logits_of(model: nn.Module, states: Tensor) -> Tensor:
     return _head_logits(model.config.get_text_config(), model.get_output_embeddings()(states))
 
 

@@ -8,19 +8,18 @@ padding are 0. ``rlinf.llm.policy_interface.TrainingDatumSpec`` lists the keys i
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
 from dataclasses import KW_ONLY, dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from rlinf.algorithms.losses import clipped_policy_loss, kl_penalty
 from rlinf.distributed.transfers import to_device
 from rlinf.errors import ConfigError
 from rlinf.llm.batch_checks import response_mask, verify_right_padding
-from rlinf.llm.batched_data_dict import tokens_and_mask
+from rlinf.llm.batched_data_dict import Batch, tokens_and_mask
 from rlinf.llm.logprobs import batch_logprobs
 from rlinf.options import check_options, option
 from rlinf.types import LossOutput
@@ -42,7 +41,7 @@ class TokenCounts:
     samples: float
 
 
-def trained_tokens(data: Mapping[str, Any]) -> Tensor:
+def trained_tokens(data: Batch) -> Tensor:
     """Return a bool mask ``[B, S]`` of the trained tokens.
 
     These are the tokens in ``token_mask`` if present, otherwise the response if ``generation_lengths`` is present, otherwise all tokens.
@@ -90,19 +89,19 @@ class TokenLoss(ABC):
         """Whether ``data`` must contain ``reference_logprobs``."""
         return False
 
-    def __call__(self, model: Any, data: Mapping[str, Any]) -> Tensor:
+    def __call__(self, model: nn.Module, data: Batch) -> Tensor:
         """Run a causal language model on a complete right-padded batch, and return the scalar loss."""
         verify_right_padding(data, raise_error=True)
         logprobs = batch_logprobs(model, data, self.temperature, chosen=trained_tokens(data))
         return self.from_logprobs(logprobs, data, self.counts(data)).loss
 
-    def counts(self, data: Mapping[str, Any]) -> TokenCounts:
+    def counts(self, data: Batch) -> TokenCounts:
         """Count the trained tokens and samples in a batch; the counts of its parts add up."""
         mask = trained_tokens(data)
         return TokenCounts(float(mask.sum()), float(mask.any(-1).sum()))
 
     @abstractmethod
-    def from_logprobs(self, logprobs: Tensor, data: Mapping[str, Any], counts: TokenCounts) -> LossOutput:
+    def from_logprobs(self, logprobs: Tensor, data: Batch, counts: TokenCounts) -> LossOutput:
         """Return the loss and metrics for part of a batch with the given ``counts``; both add up over the parts.
 
         ``logprobs`` are float32 ``[B, S]`` with gradients. Raise ConfigError if a key is missing, or the complete batch has no trained
@@ -114,7 +113,7 @@ class TokenLoss(ABC):
 class NLLLossFn(TokenLoss):
     """Mean negative log-likelihood of the trained tokens in nats, for supervised fine-tuning."""
 
-    def from_logprobs(self, logprobs: Tensor, data: Mapping[str, Any], counts: TokenCounts) -> LossOutput:
+    def from_logprobs(self, logprobs: Tensor, data: Batch, counts: TokenCounts) -> LossOutput:
         _check_counts(counts)
         mask = to_device(trained_tokens(data), logprobs.device)
         loss = -torch.where(mask, logprobs, 0.0).sum() / counts.tokens
@@ -138,12 +137,12 @@ class DPOLossFn(TokenLoss):
     def needs_reference(self) -> bool:
         return True
 
-    def counts(self, data: Mapping[str, Any]) -> TokenCounts:
+    def counts(self, data: Batch) -> TokenCounts:
         mask = trained_tokens(data)
         pairs = _pairs(mask.any(-1)).all(-1)
         return TokenCounts(float(mask.sum()), float(pairs.sum()))
 
-    def from_logprobs(self, logprobs: Tensor, data: Mapping[str, Any], counts: TokenCounts) -> LossOutput:
+    def from_logprobs(self, logprobs: Tensor, data: Batch, counts: TokenCounts) -> LossOutput:
         _check_counts(counts)
         mask = to_device(trained_tokens(data), logprobs.device)
         reference = _logprobs_of(data, "reference_logprobs", logprobs, "policy.get_reference_logprobs(data)")
@@ -192,7 +191,7 @@ class GRPOLossFn(TokenLoss):
     def needs_reference(self) -> bool:
         return self.kl_coef > 0
 
-    def from_logprobs(self, logprobs: Tensor, data: Mapping[str, Any], counts: TokenCounts) -> LossOutput:
+    def from_logprobs(self, logprobs: Tensor, data: Batch, counts: TokenCounts) -> LossOutput:
         _check_counts(counts)
         mask = to_device(trained_tokens(data), logprobs.device)
         advantages = self._advantages(data, logprobs)
@@ -227,7 +226,7 @@ class GRPOLossFn(TokenLoss):
             metrics["kl_to_reference"] = kl.detach()
         return LossOutput(loss, metrics)
 
-    def _advantages(self, data: Mapping[str, Any], logprobs: Tensor) -> Tensor:
+    def _advantages(self, data: Batch, logprobs: Tensor) -> Tensor:
         if "advantages" not in data:
             raise ConfigError(f"GRPOLossFn needs data['advantages'], [B] or [B, S]; the batch has {sorted(data)}.")
         advantages = to_device(_tensor_of(data, "advantages"), logprobs.device).to(logprobs.dtype)
@@ -240,7 +239,7 @@ class GRPOLossFn(TokenLoss):
             )
         return advantages.unsqueeze(-1) if advantages.ndim == 1 else advantages
 
-    def _importance(self, data: Mapping[str, Any], old: Tensor, mask: Tensor) -> Tensor:
+    def _importance(self, data: Batch, old: Tensor, mask: Tensor) -> Tensor:
         if self.importance_cap is None:
             return torch.ones_like(old)
         generated = _logprobs_of(data, "generation_logprobs", old, "the 'logprobs' of generate(data)")
@@ -257,7 +256,7 @@ def _pairs(values: Tensor) -> Tensor:
     return values.view(-1, 2)
 
 
-def _logprobs_of(data: Mapping[str, Any], key: str, like: Tensor, source: str) -> Tensor:
+def _logprobs_of(data: Batch, key: str, like: Tensor, source: str) -> Tensor:
     if key not in data:
         raise ConfigError(f"The loss needs data['{key}']; the batch has {sorted(data)}. Set it to {source}")
     values = _tensor_of(data, key)
@@ -266,7 +265,7 @@ def _logprobs_of(data: Mapping[str, Any], key: str, like: Tensor, source: str) -
     return to_device(values, like.device).to(like.dtype)
 
 
-def _tensor_of(data: Mapping[str, Any], key: str) -> Tensor:
+def _tensor_of(data: Batch, key: str) -> Tensor:
     if not isinstance(data[key], Tensor):
         raise ConfigError(f"data['{key}'] is a {type(data[key]).__name__}; expected a torch.Tensor.")
     return data[key]

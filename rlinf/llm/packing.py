@@ -153,18 +153,18 @@ def known_rows(lengths: list[int], packed: bool) -> Iterator[None]:
         _ROWS.reset(token)
 
 
-def attend_each_sequence(model: Any) -> None:
+def attend_each_sequence(model: nn.Module) -> None:
     """Make an ``sdpa`` model attend within ``known_rows`` without a large mask, which saves work and does not change results."""
     if attention_of(model) == "sdpa":
         model.set_attn_implementation(SDPA_BY_SEQUENCE)
 
 
-def attention_of(model: Any) -> str:
+def attention_of(model: nn.Module) -> str:
     """Return the name of a model's attention kernel."""
     return getattr(model.config.get_text_config(), "_attn_implementation", "")
 
 
-def packed_inputs(model: Any, input_ids: Tensor, lengths: Tensor) -> dict[str, Tensor]:
+def packed_inputs(model: nn.Module, input_ids: Tensor, lengths: Tensor) -> dict[str, Tensor]:
     """Return the model arguments for running right-padded rows ``[B, S]`` as one packed row."""
     ids, positions = pack_rows(input_ids, lengths)
     inputs = {"input_ids": ids, "position_ids": positions}
@@ -235,7 +235,7 @@ AttentionInterface.register(SDPA_BY_SEQUENCE, attend_by_sequence)
 AttentionMaskInterface.register(SDPA_BY_SEQUENCE, mask_by_sequence)
 
 
-def keeps_sequences_apart(model: Any) -> bool:
+def keeps_sequences_apart(model: nn.Module) -> bool:
     """Return whether a model in evaluation mode treats packed sequences independently (tested on two short sequences)."""
     sequences = probe_tokens(model).view(2, -1)
     lengths = torch.full((2,), sequences.shape[1])
@@ -243,7 +243,7 @@ def keeps_sequences_apart(model: Any) -> bool:
     return _reads_only(model, sequences[1:], inputs, known_rows(lengths.tolist(), packed=True))
 
 
-def ignores_left_padding(model: Any) -> bool:
+def ignores_left_padding(model: nn.Module) -> bool:
     """Return whether left padding, as in ``generate``, does not change the logits of a model in evaluation mode."""
     ids = probe_tokens(model)
     mask = torch.ones_like(ids)
@@ -255,7 +255,7 @@ def ignores_left_padding(model: Any) -> bool:
 
 
 def _reads_only(
-    model: Any, last: Tensor, inputs: dict[str, Tensor], rows: AbstractContextManager | None = None
+    model: nn.Module, last: Tensor, inputs: dict[str, Tensor], rows: AbstractContextManager | None = None
 ) -> bool:
     """Return whether a row's last logits depend only on its last tokens ``[1, S]``; ``rows`` is the context for ``inputs``."""
     # A small leak may be below 16-bit rounding, so check gradients: for a token that is not used, they are exactly 0 in every dtype.
@@ -280,7 +280,7 @@ def _reads_only(
     return bool(same) and not bool(gradient[:, :-length].any())
 
 
-def probe_tokens(model: Any) -> Tensor:
+def probe_tokens(model: nn.Module) -> Tensor:
     """Return tokens ``[1, 16]`` that are not special tokens (such as image or end) in the configuration."""
     special = {value for key, value in model.config.to_dict().items() if "token" in key and isinstance(value, int)}
     plain = [token for token in range(model.config.get_text_config().vocab_size) if token not in special]

@@ -12,7 +12,7 @@ from rlinf.engines.vllm_engine import EngineSpec, GenerateRequest, VllmEngine, c
 from rlinf.engines.weight_transfer import WeightSource
 from rlinf.errors import ConfigError
 from rlinf.llm.batch_checks import verify_right_padding, verify_text_only, verify_token_ids
-from rlinf.llm.batched_data_dict import BatchedDataDict, tokens_and_mask
+from rlinf.llm.batched_data_dict import Batch, BatchedDataDict, tokens_and_mask
 from rlinf.llm.generation_interface import (
     SEEDS_KEY,
     GenerationConfig,
@@ -168,7 +168,7 @@ class VllmGeneration(GenerationInterface):
             )
         self.worker = VllmGenerationWorker(**config)
 
-    def prepare_for_generation(self, *args: Any, **kwargs: Any) -> None:
+    def prepare_for_generation(self, *args: object, **kwargs: object) -> None:
         """Start the engine. Idempotent."""
         self.worker.start()
 
@@ -206,7 +206,7 @@ class VllmGeneration(GenerationInterface):
         """See ``VllmGenerationWorker.update_weights``."""
         return self.worker.update_weights(weights_handle)
 
-    def finish_generation(self, *args: Any, **kwargs: Any) -> None:
+    def finish_generation(self, *args: object, **kwargs: object) -> None:
         """Put the engine to sleep, with its weights in main memory; stop it on a CPU. Idempotent."""
         if not self.worker.sleep():
             self.worker.stop()
@@ -216,7 +216,7 @@ class VllmGeneration(GenerationInterface):
         self.worker.stop()
 
 
-def images_of_rows(data: Mapping[str, Any]) -> list[dict[str, Tensor]]:
+def images_of_rows(data: Batch) -> list[dict[str, Tensor]]:
     """Return the ``IMAGE_INPUTS`` for each row in a batch, empty for text."""
     for name in IMAGE_INPUTS:
         if not isinstance(data.get(name), list):

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from rlinf.errors import CheckpointError, ConfigError, did_you_mean
-from rlinf.models import MODELS, ModelEntry, import_target
+from rlinf.models import MODELS, ClassAndConfig, ModelEntry, import_target
 from rlinf.models.base_weights import check_base
 from rlinf.models.config import ModelConfig, TokenizerConfig
 from rlinf.models.embodiment.modules.normalizer import unit_range_stats
@@ -108,11 +108,11 @@ def model_of_folder(folder: str | Path) -> tuple[str | None, dict[str, Any]]:
     return next(((entry, values) for entry, values in settings.items() if values is not None), (None, {}))
 
 
-def local_settings(cfg: ModelConfig, folder: str | Path | None = None) -> tuple[Any, Any] | None:
+def local_settings(cfg: ModelConfig, folder: str | Path | None = None) -> ClassAndConfig | None:
     """Return a policy's class and configuration, without loading weights."""
     section = _model_section(cfg if folder is None else replace(cfg, model_path=str(folder), init_config={}))
 
-    def load(entry: ModelEntry) -> tuple[Any, Any] | None:
+    def load(entry: ModelEntry) -> ClassAndConfig | None:
         entry, path = entry.resolve(), section.model_path
         is_local = path is None or _has_config(entry, path)
         return (entry.model, load_model_config(entry, section, path)) if entry.acts and is_local else None

@@ -5,6 +5,7 @@ import re
 from typing import Any
 
 from jinja2 import TemplateError
+from transformers import PreTrainedTokenizerBase
 
 from rlinf.distributed.process_group import rank
 
@@ -16,7 +17,9 @@ FOLLOWED = re.compile(
 """Settings in ``generation_config.json`` that commands override, or that do not affect the sampled tokens."""
 
 
-def end_tokens(model: Any, tokenizer: Any = None, given: int | list[int] | None = None) -> list[int]:
+def end_tokens(
+    model: Any, tokenizer: PreTrainedTokenizerBase | None = None, given: int | list[int] | None = None
+) -> list[int]:
     """Return the ids that end a sequence: ``given`` or, if None, the model's or else the tokenizer's; the list may be empty."""
     if given is not None:
         return [given] if isinstance(given, int) else list(given)
@@ -67,6 +70,6 @@ def template_end(processor: Any, num_turns: int) -> int | None:
     return first if first in marked_tokens(tokenizer) else None
 
 
-def marked_tokens(tokenizer: Any) -> set[int]:
+def marked_tokens(tokenizer: PreTrainedTokenizerBase) -> set[int]:
     """Return the special and added tokens, into which ordinary text is never split."""
     return {*tokenizer.all_special_ids, *tokenizer.added_tokens_decoder}

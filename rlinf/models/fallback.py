@@ -2,9 +2,9 @@
 
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
 from rlinf.errors import ConfigError, did_you_mean
+from rlinf.files import Json
 from rlinf.models.config import ModelConfig
 from rlinf.models.loading import read_json
 from rlinf.options import closest
@@ -55,7 +55,7 @@ def generic_kind(cfg: ModelConfig, registered: Iterable[str]) -> str:
     )
 
 
-def folder_config(path: str | None) -> dict[str, Any]:
+def folder_config(path: str | None) -> Json:
     """Return the contents of a local folder's ``config.json``, or an empty dict without one."""
     file = Path(path or "").expanduser() / "config.json"
     return read_json(file) if path is not None and file.is_file() else {}

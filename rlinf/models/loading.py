@@ -15,8 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from rlinf.errors import CheckpointError, ConfigError, MissingDependencyError
+from rlinf.files import Json
 from rlinf.models import MODELS
 from rlinf.run_folder import STATISTICS_FILE
+from rlinf.types import Statistics
 
 logger = logging.getLogger("rlinf")
 
@@ -40,13 +42,13 @@ def without_logprobs(name: str, value: str, instead: str) -> ConfigError:
     return field_error(f"{problem}; required for RL: e.g. {instead}", f"{name}={instead}")
 
 
-def check_choice(name: str, value: Any, known: Sequence[str]) -> None:
+def check_choice(name: str, value: object, known: Sequence[str]) -> None:
     """Reject a field whose value is not in ``known``, and suggest the first known value."""
     if value not in known:
         raise field_error(f"{name} is '{value}'; expected {' or '.join(known)}", f"{name}={known[0]}")
 
 
-def read_json(path: str | Path) -> dict[str, Any]:
+def read_json(path: str | Path) -> Json:
     """Return the object in a checkpoint folder's JSON file; raise CheckpointError if it has none or is too large."""
     try:
         if (size := Path(path).stat().st_size) > LARGEST_FILE:
@@ -60,7 +62,7 @@ def read_json(path: str | Path) -> dict[str, Any]:
     return values
 
 
-def dataset_statistics(folder: Path) -> dict[str, Any]:
+def dataset_statistics(folder: Path) -> Statistics:
     """Read and check a folder's ``dataset_statistics.json``; return statistics by data set name, empty without the file."""
     path = folder / STATISTICS_FILE
     statistics = read_json(path) if path.is_file() else {}

@@ -39,7 +39,7 @@ _PEFT_PREFIX = "base_model.model."
 TARGETS = "lora.target_modules"
 
 
-def apply_lora(model: Any, lora: LoraConfig, lora_path: str | None = None) -> Any:
+def apply_lora(model: nn.Module, lora: LoraConfig, lora_path: str | None = None) -> Any:
     """Add adapters to ``model.lora_target_modules``, in place, and freeze all except ``model.trained_in_full``.
 
     Raise CheckpointError if the adapter in ``lora_path`` does not fit this model or is already merged into its weights.
@@ -112,18 +112,18 @@ def has_adapters(model: nn.Module) -> bool:
     return any(isinstance(module, BaseTunerLayer) for module in model.modules())
 
 
-def is_trained_in_full(model: Any, name: str) -> bool:
+def is_trained_in_full(model: nn.Module, name: str) -> bool:
     """Return whether the tensor ``name`` is trained in full (not adapted) alongside the LoRA adapters."""
     return name.split(".")[0] in model.trained_in_full
 
 
-def adapter_state_dict(model: Any, state_dict: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
+def adapter_state_dict(model: nn.Module, state_dict: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
     """Return the adapter tensors under PEFT's names (``base_model.model....lora_A.weight``)."""
     tensors = get_peft_model_state_dict(model, state_dict=None if state_dict is None else dict(state_dict))
     return {f"{_PEFT_PREFIX}{name}": tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
 
 
-def save_adapter(model: Any, folder: str | Path, state_dict: Mapping[str, Tensor] | None = None) -> None:
+def save_adapter(model: nn.Module, folder: str | Path, state_dict: Mapping[str, Tensor] | None = None) -> None:
     """Write an adapter folder; for ``state_dict`` see ``adapter_state_dict``."""
     if not has_adapters(model):
         raise ConfigError("The model has no LoRA layers to save. Set model.is_lora=true")
@@ -138,7 +138,7 @@ def save_adapter(model: Any, folder: str | Path, state_dict: Mapping[str, Tensor
     config.save_pretrained(str(folder))
 
 
-def merge_lora(model: Any, inputs: dict[str, Tensor] | None = None, atol: float | None = None) -> Any:
+def merge_lora(model: nn.Module, inputs: dict[str, Tensor] | None = None, atol: float | None = None) -> Any:
     """Return a copy of the policy with the adapters merged into the weights; ``model`` is not changed.
 
     The adapter's fingerprint is added to the copy's config (``merged_adapters``), so that it is never merged twice.
@@ -202,7 +202,7 @@ def adapter_fingerprint(tensors: Mapping[str, Tensor]) -> str:
     return digest.hexdigest()
 
 
-def _check_same_predictions(model: Any, merged: Any, inputs: dict[str, Tensor], atol: float | None) -> None:
+def _check_same_predictions(model: nn.Module, merged: nn.Module, inputs: dict[str, Tensor], atol: float | None) -> None:
     is_float32 = all(parameter.dtype == torch.float32 for parameter in model.parameters())
     for name, old, new in _predictions(model, merged, inputs):
         gap = (old.float() - new.float()).abs().max().item()
@@ -214,7 +214,7 @@ def _check_same_predictions(model: Any, merged: Any, inputs: dict[str, Tensor], 
 
 
 @torch.no_grad()
-def _predictions(model: Any, merged: Any, inputs: dict[str, Tensor]) -> list[tuple[str, Tensor, Tensor]]:
+def _predictions(model: nn.Module, merged: nn.Module, inputs: dict[str, Tensor]) -> list[tuple[str, Tensor, Tensor]]:
     """Return names and both models' values of the continuous predictions; tokens are left out, as near-ties may flip."""
     if not isinstance(model, ActionModel):
         return [("logits", model(**inputs).logits, merged(**inputs).logits)]
@@ -230,7 +230,7 @@ def _predictions(model: Any, merged: Any, inputs: dict[str, Tensor]) -> list[tup
     return [pair for pair in pairs if pair[1].numel()]
 
 
-def _reject_second_merge(model: Any, adapters: dict[str, Tensor]) -> None:
+def _reject_second_merge(model: nn.Module, adapters: dict[str, Tensor]) -> None:
     """Raise CheckpointError if the adapter was already merged, in any number format."""
     merged, matches = getattr(model.config, "merged_adapters", []), []
     for dtype in (None, torch.float32, torch.bfloat16):
@@ -321,7 +321,7 @@ def _tensors(file: Path) -> dict[str, Tensor]:
     return tensors
 
 
-def _load_adapter(model: Any, folder: Path) -> None:
+def _load_adapter(model: nn.Module, folder: Path) -> None:
     tensors = _tensors(folder / ADAPTER_FILE)
     _reject_second_merge(model, tensors)
     wanted = set(adapter_state_dict(model))

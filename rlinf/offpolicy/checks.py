@@ -22,6 +22,7 @@ from rlinf.distributed.start import started_here
 from rlinf.envs import ENVS
 from rlinf.errors import reject
 from rlinf.memory import main_memory_bytes
+from rlinf.models import ClassAndConfig
 from rlinf.models.actors import ACTORS
 from rlinf.models.embodiment.actor_policy import actor_settings, base_folder, check_samples_noise, has_actor
 from rlinf.models.embodiment.modules.readout_token import holds_readout_token
@@ -42,7 +43,7 @@ LARGEST_FRACTION = 0.8
 """Maximum fraction of main memory that the replay buffer and a policy on the CPU may use."""
 
 
-def check_off_policy(config: RunConfig, policy: tuple[Any, Any] | None) -> None:
+def check_off_policy(config: RunConfig, policy: ClassAndConfig | None) -> None:
     """Check that the policy, the envs and this machine meet an off-policy algorithm's requirements.
 
     ``policy`` is the class and configuration of the base policy, or None if unknown.
@@ -243,7 +244,7 @@ def _check_candidates(config: RunConfig, algorithm: OffPolicyConfig, model: Any)
         )
 
 
-def _check_demonstrations(config: RunConfig, algorithm: OffPolicyConfig, policy: tuple[Any, Any] | None) -> None:
+def _check_demonstrations(config: RunConfig, algorithm: OffPolicyConfig, policy: ClassAndConfig | None) -> None:
     """Check that demonstrations and their ratio are set together, and that the demonstrations contain rewards or successes."""
     folder, ratio, env = algorithm.offline_dataset, algorithm.offline_ratio, config.env
     if folder is None:

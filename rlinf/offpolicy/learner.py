@@ -15,6 +15,7 @@ from rlinf.algorithms.offpolicy_config import OffPolicyConfig
 from rlinf.distributed.transfers import to_device
 from rlinf.errors import CheckpointError, NonFiniteError
 from rlinf.imports import import_string
+from rlinf.models import ClassAndConfig
 from rlinf.models.actors.base import Actor, Critics
 from rlinf.offpolicy.replay import Batch, offline_bytes, replay_bytes
 from rlinf.optim.master_adamw import MasterAdamW
@@ -51,7 +52,7 @@ class OffPolicyLearner(AnyAlgorithm, ABC):
         return import_string("rlinf.offpolicy.trainer:make_offpolicy_trainer")(cls, context)
 
     @classmethod
-    def check(cls, config: Any, policy: tuple[Any, Any] | None) -> None:
+    def check(cls, config: Any, policy: ClassAndConfig | None) -> None:
         import_string("rlinf.offpolicy.checks:check_off_policy")(config, policy)
 
     @classmethod

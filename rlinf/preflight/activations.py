@@ -188,10 +188,10 @@ def _watched(layers: list[nn.Module], memory: MetaBytes, saved: dict[int, int]) 
     """Record the bytes that each layer saves for the backward pass, excluding its output; a layer may run several times."""
     start: dict[int, int] = {}
 
-    def before(layer: nn.Module, *_: Any) -> None:
+    def before(layer: nn.Module, *_: object) -> None:
         start[id(layer)] = memory.now
 
-    def after(layer: nn.Module, _: Any, output: Any) -> None:
+    def after(layer: nn.Module, _: object, output: Any) -> None:
         tensors = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
         # Count by storage, because several outputs may be views of the same memory.
         storages = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}

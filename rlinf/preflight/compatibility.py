@@ -21,6 +21,7 @@ from rlinf.envs.base import options_of_expert
 from rlinf.errors import ConfigError, MissingDependencyError, did_you_mean, reject
 from rlinf.evaluation.sequential import LEAST_EPISODES
 from rlinf.evaluation.stopping import DECIDED
+from rlinf.models import ClassAndConfig
 from rlinf.models.building import entry_for
 from rlinf.models.precision import PRECISIONS, torch_dtype_from_precision
 from rlinf.options import closest, fixed_by_settings, override_text, public_fields, to_mapping
@@ -93,7 +94,7 @@ def check_elsewhere(config: RunConfig, command: str) -> None:
         reject(actual, "ranks that call the server themselves", fix)
 
 
-def check_performance(config: RunConfig, policy: tuple[Any, Any] | None) -> None:
+def check_performance(config: RunConfig, policy: ClassAndConfig | None) -> None:
     """Check gradient checkpointing and ``model.compile``."""
     model = config.model
     if model.gradient_checkpointing is True and policy is not None and not getattr(policy[0], "fsdp_wrap_modules", ()):
@@ -106,7 +107,7 @@ def check_performance(config: RunConfig, policy: tuple[Any, Any] | None) -> None
             check_compiler(resolve_device(config.cluster.device, 1))
 
 
-def check_moments(config: RunConfig, policy: tuple[Any, Any] | None, actual: str, fix: str) -> None:
+def check_moments(config: RunConfig, policy: ClassAndConfig | None, actual: str, fix: str) -> None:
     """Reject random weights with state normalisation for ``actual``, a training run without rollouts to measure the statistics."""
     is_new = config.model.model_path is None and config.init_from is None and config.resume is None
     if is_new and policy is not None and getattr(policy[1], "normalize_state", False):
@@ -123,7 +124,7 @@ def check_history(settings: Any) -> None:
         reject(f"a policy with n_obs_steps={count}", required, "model.model_path=<a different policy>")
 
 
-def check_cuda_graph(config: RunConfig, policy: tuple[Any, Any] | None) -> None:
+def check_cuda_graph(config: RunConfig, policy: ClassAndConfig | None) -> None:
     """Check that there is a GPU for ``model.cuda_graph``, and that the policy supports it."""
     device = resolve_device(config.cluster.device, 1)
     if device != "cuda":
@@ -140,7 +141,7 @@ def check_precision(config: RunConfig) -> None:
         reject(actual, "fp32, bf16 or bf16-mixed for training", "model.precision=bf16-mixed")
 
 
-def check_inputs(config: RunConfig, policy: tuple[Any, Any]) -> None:
+def check_inputs(config: RunConfig, policy: ClassAndConfig) -> None:
     """Check that the env provides the inputs of the policy (of ``declared_policy``), and that their action spaces agree."""
     policy_class, settings = policy
     policy_class.check_env(settings, env_spec(config))
@@ -164,7 +165,7 @@ def env_spec(config: RunConfig) -> EnvSpec:
     return EnvSpec(env.name, env.cameras, env.default_cameras(), env.image_size, width_of(env), override_for_state)
 
 
-def check_rollout(config: RunConfig, policy: tuple[Any, Any] | None) -> None:
+def check_rollout(config: RunConfig, policy: ClassAndConfig | None) -> None:
     """Check that the policy has log-probabilities, and that vLLM, if configured, is installed and supports it."""
     if policy is not None:
         policy[0].check_rl(policy[1])
@@ -240,7 +241,7 @@ def _check_num_episodes(config: RunConfig, section: str) -> None:
 
 
 def check_dataset(
-    config: RunConfig, policy: tuple[Any, Any] | None, folder: str | None = None, key: str = "sft.dataset"
+    config: RunConfig, policy: ClassAndConfig | None, folder: str | None = None, key: str = "sft.dataset"
 ) -> DatasetInfo:
     """Check the dataset in ``folder`` (the value of ``key``) and return its description; ``policy`` is None if unknown."""
     sft, env = config.sft, config.env

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from rlinf.config.schema import RunConfig
 from rlinf.envs import ENVS
 from rlinf.envs.config import select_tasks
-from rlinf.files import sha256_of
+from rlinf.files import Json, sha256_of
 from rlinf.manifest import ACTION_FIELDS, Manifest, git_revision, library_versions, package_versions
 from rlinf.models.base_weights import weights_digest
 from rlinf.run_folder import CLASSIFIER_FILE, CLASSIFIER_WEIGHTS
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from torch import nn
 
 
-def conditions_of(config: RunConfig) -> dict[str, Any]:
+def conditions_of(config: RunConfig) -> Json:
     """Return the manifest fields of a configuration and this machine, without the model."""
     env_class = ENVS.get(config.env.name)
     tasks = select_tasks(env_class.all_task_names(config.env), config.env.tasks)
@@ -41,11 +41,11 @@ def conditions_of(config: RunConfig) -> dict[str, Any]:
 
 
 def build_manifest(
-    config: RunConfig, model: nn.Module, *, policy_version: int, fingerprint: dict[str, Any] | None = None
+    config: RunConfig, model: nn.Module, *, policy_version: int, fingerprint: Json | None = None
 ) -> Manifest:
     """Return the manifest of a policy's current conditions, including the result of ``take_fingerprint`` if there is one."""
     settings = model.config.to_dict()
-    lora: dict[str, Any] = {"state": "merged" if settings.get("merged_adapters") else "none"}
+    lora: Json = {"state": "merged" if settings.get("merged_adapters") else "none"}
     if config.model.is_lora:
         base = weights_digest(config.model.model_path)
         lora = {"state": "adapter", **asdict(config.model.lora), **({} if base is None else {"base_sha256": base})}
@@ -82,7 +82,7 @@ def build_manifest(
     )
 
 
-def _normalized_state(config: RunConfig, settings: dict[str, Any]) -> dict[str, Any]:
+def _normalized_state(config: RunConfig, settings: Json) -> Json:
     """Return the env in which a policy's running state statistics were measured; a new run must use the same one."""
     if not settings.get("normalize_state"):
         return {}
@@ -90,12 +90,12 @@ def _normalized_state(config: RunConfig, settings: dict[str, Any]) -> dict[str, 
     return {"state": {name: getattr(config.env, name) for name in names if hasattr(config.env, name)}}
 
 
-def _processor_settings(processor: Any) -> dict[str, Any] | None:
+def _processor_settings(processor: Any) -> Json | None:
     """Return the image settings of a Hugging Face processor and a hash of its vocabulary."""
     if processor is None:
         return None
     image_processor = getattr(processor, "image_processor", None)
-    settings: dict[str, Any] = {}
+    settings: Json = {}
     if hasattr(image_processor, "to_dict"):
         hidden = ("_processor_class", "processor_class", "transformers_version", "name_or_path")
         settings = {name: value for name, value in image_processor.to_dict().items() if name not in hidden}

@@ -7,7 +7,7 @@ import logging
 import math
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -27,6 +27,7 @@ from rlinf.envs.config import (
 from rlinf.envs.graphics.backend import may_draw_on_gpu
 from rlinf.errors import RLinfError, reject
 from rlinf.models.building import get_model_config_and_processor
+from rlinf.models.embodiment.base import ActionModel
 from rlinf.models.embodiment.modules.normalizer import unit_range_stats
 from rlinf.models.layers import find_layers
 from rlinf.number_formats import format_bytes, format_count
@@ -133,7 +134,7 @@ class GpuMemory:
 class Measured(NamedTuple):
     """A policy on the meta device (None if it cannot be built), its passes, and the reason if these are unknown."""
 
-    model: Any
+    model: ActionModel
     passes: PassMemory
     unknown: str
 
@@ -223,7 +224,7 @@ def _calls(config: RunConfig) -> tuple[int, int]:
     return streams, math.ceil(envs / streams)
 
 
-def _gathered(model: Any) -> int:
+def _gathered(model: ActionModel) -> int:
     """Return the bytes of two layers (FSDP2 prefetches the next one) and of all parameters outside the layers."""
     sizes = [sum(p.numel() * p.element_size() for p in layer.parameters()) for layer in find_layers(model)]
     return 2 * max(sizes, default=0) + sum(p.numel() * p.element_size() for p in model.parameters()) - sum(sizes)

@@ -2,7 +2,6 @@
 
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -13,8 +12,10 @@ from rlinf.distributed.process_group import resolve_device
 from rlinf.engines.weight_handle import BUCKET_BYTES
 from rlinf.engines.weight_transfer import manifest_of
 from rlinf.envs import ENVS
+from rlinf.files import Json
 from rlinf.models import entry_for, get_model
 from rlinf.models.config import ModelConfig
+from rlinf.models.embodiment.base import ActionModel
 from rlinf.number_formats import format_bytes
 from rlinf.preflight.derived import sharding_choice, trains_actor
 from rlinf.preflight.placement import Placement
@@ -79,7 +80,7 @@ class MemoryEstimate:
         return [(role, part, format_bytes(size)) for role, part, size in parts if size]
 
 
-def estimate_memory(config: RunConfig, gpu_bytes: int | None = None, model: Any = None) -> MemoryEstimate:
+def estimate_memory(config: RunConfig, gpu_bytes: int | None = None, model: ActionModel = None) -> MemoryEstimate:
     """Estimate the bytes of each role for ranks with ``gpu_bytes`` (None: this machine's); ``model``: on the meta device."""
     model = policy_on_meta_device(config) if model is None else model
     parameters = [(p.numel(), p.numel() * p.element_size(), p.requires_grad) for p in model.parameters()]
@@ -117,7 +118,7 @@ def estimate_memory(config: RunConfig, gpu_bytes: int | None = None, model: Any 
     )
 
 
-def engine_bytes(config: RunConfig, model: Any, weights: int, gpu_bytes: int | None = None) -> int:
+def engine_bytes(config: RunConfig, model: ActionModel, weights: int, gpu_bytes: int | None = None) -> int:
     """Return the bytes of a vLLM engine with ``weights`` bytes and its two transfer buckets; 0 without vLLM."""
     if config.rollout.backend != "vllm":
         return 0
@@ -145,7 +146,7 @@ def store_bytes(config: RunConfig) -> int | None:
     return copies + (1 + ahead) * rollout.num_envs * rollout.num_chunks * sample_bytes(config, model)
 
 
-def sample_bytes(config: RunConfig, model: Any) -> int:
+def sample_bytes(config: RunConfig, model: ActionModel) -> int:
     """Return the bytes per policy call of a ``RolloutBatch`` with the trainer's fields; float32 samples are treated as int64."""
     env, chunk_len = config.env, model.action_chunks_len
     observation = ENVS.get(env.name).observation_bytes(env)
@@ -155,7 +156,7 @@ def sample_bytes(config: RunConfig, model: Any) -> int:
     return observation + 8 * model.num_sampled + logprobs + per_action + per_call
 
 
-def policy_on_meta_device(config: RunConfig) -> Any:
+def policy_on_meta_device(config: RunConfig) -> ActionModel:
     """Build the policy on torch's meta device, which has shapes and dtypes but no memory."""
     model_config, overrides = replace(config.model, lora_path=None), {}
     if model_config.model_path is not None:
@@ -179,7 +180,7 @@ def available_memory(num_ranks: int) -> int | None:
     return None
 
 
-def _architecture(model_config: ModelConfig) -> tuple[str, dict[str, Any]]:
+def _architecture(model_config: ModelConfig) -> tuple[str, Json]:
     """Return the model type and configuration fields of a folder or hub model, in the form used for random weights."""
     from transformers import AutoConfig
 

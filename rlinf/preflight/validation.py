@@ -7,7 +7,6 @@ processes, optimiser, rollout and cloning; ``compatibility`` checks model, env a
 import os
 from bisect import bisect
 from functools import cached_property
-from typing import Any
 
 import torch
 
@@ -21,6 +20,7 @@ from rlinf.envs import ENVS
 from rlinf.envs.config import ProcessEnvConfig
 from rlinf.errors import ConfigError, reject
 from rlinf.memory import main_memory_bytes
+from rlinf.models import ClassAndConfig
 from rlinf.models.building import check_features, entry_for
 from rlinf.options import fixed_by_settings, override_text
 from rlinf.preflight.compatibility import (
@@ -66,7 +66,7 @@ class Case:
         return self.command != "collect" or not expert_acts(self.config)
 
     @cached_property
-    def policy(self) -> tuple[Any, Any] | None:
+    def policy(self) -> ClassAndConfig | None:
         """The policy's class and model configuration, available after the folders are checked; None if it is not on this machine."""
         return declared_policy(self.config)
 
@@ -283,7 +283,7 @@ def check_collapse(config: RunConfig) -> None:
             reject(f"{mode} with {actual}", "local ranks that also roll out", "trainer.on_collapse=stop")
 
 
-def check_policy_gradient(config: RunConfig, policy: tuple[Any, Any] | None) -> None:
+def check_policy_gradient(config: RunConfig, policy: ClassAndConfig | None) -> None:
     """Check the requirements of an on-policy algorithm for rollouts and model."""
     check_batches(config)
     check_algorithm(config)
@@ -453,7 +453,7 @@ def check_whole_episodes(config: RunConfig) -> None:
         )
 
 
-def check_sft(config: RunConfig, policy: tuple[Any, Any] | None) -> None:
+def check_sft(config: RunConfig, policy: ClassAndConfig | None) -> None:
     """Check policy, batch size and demonstrations of behaviour cloning."""
     policy_class = entry_for(config.model).resolve().model if policy is None else policy[0]
     if not policy_class.implements("sft_loss"):

@@ -31,6 +31,7 @@ from rlinf.recipes.plan import count_steps, fraction_of_engine, make_plan, why_n
 from rlinf.recipes.rewards import Rewards, make_rewards
 from rlinf.recipes.rollout_workers import RolloutWorkerPlaces, make_generator
 from rlinf.recipes.rollouts import TorchGenerator, VllmGenerator
+from rlinf.recipes.samples import Row
 from rlinf.recipes.sft import SFTTrainer
 from rlinf.recipes.token_trainer import TokenTrainer
 from rlinf.seeding import derive_seed
@@ -288,7 +289,7 @@ class _Maker:
         val_rows, train_rows = split_rows(self.config, _as_rows(data.dataset))
         return train_rows, val_rows
 
-    def _packed(self, dataset: Any, pack: Callable[[dict[str, Any]], Any]) -> PackedRows | StreamedRows:
+    def _packed(self, dataset: Any, pack: Callable[[Row], Any]) -> PackedRows | StreamedRows:
         method = self.config.train.train_policy
         seed = derive_seed(self.config.train.seed or 0, "rows") if method.dataloader_shuffle else None
         skip = method.dataset.skip_bad_rows
@@ -300,7 +301,7 @@ class _Maker:
         rows.check()
         return rows
 
-    def _in_order(self, dataset: Rows, pack: Callable[[dict[str, Any]], Any]) -> PackedRows:
+    def _in_order(self, dataset: Rows, pack: Callable[[Row], Any]) -> PackedRows:
         rows = PackedRows(dataset, pack, None, self.config.train.train_policy.dataset.skip_bad_rows)
         rows.check()
         return rows

@@ -7,6 +7,10 @@ from rlinf.options import override_text
 from rlinf.recipes.config import LOGGERS, RecipeConfig
 from rlinf.tracking.tracker import check_wandb
 
+_FSDP = "training shards weights by FSDP only; raise policy.parallelism.dp_shard_size instead"
+_TENSOR = "engines shard weights by tensor parallelism only; raise rollout.parallelism.tp_size instead"
+_GREEDY = "validation generates one completion per prompt, greedily"
+_ADAPTERS = "LoRA trains only the adapters, which start without an effect and are scaled by lora_alpha / r"
 NOT_DONE: dict[str, tuple[tuple, str]] = {
     "train.fp8.enable_fp8": ((False,), "training in 8 bits is not available"),
     "train.async_tp_enabled": ((False,), "tensor parallelism is not supported"),
@@ -15,27 +19,27 @@ NOT_DONE: dict[str, tuple[tuple, str]] = {
     "train.train_policy.unbiased_loss_max_tokens": ((None,), "each completion's loss is normalised by its own length"),
     "train.train_policy.aipo_rho": ((None,), "completions are always generated with the current weights"),
     "train.fsdp_reduce_dtype": (("float32",), "gradients are summed in float32"),
-    "policy.parallelism.tp_size": ((1,), "training shards weights by FSDP only; raise policy.parallelism.dp_shard_size instead"),
-    "policy.parallelism.cp_size": ((1,), "training has no context parallelism"),
-    "policy.parallelism.ep_size": ((1,), "training has no expert parallelism"),
-    "policy.parallelism.pp_size": ((1,), "training has no pipeline parallelism"),
+    "policy.parallelism.tp_size": ((1,), _FSDP),
+    "policy.parallelism.cp_size": ((1,), _FSDP),
+    "policy.parallelism.ep_size": ((1,), _FSDP),
+    "policy.parallelism.pp_size": ((1,), _FSDP),
     "policy.model_revision": ((None, ""), "only the latest revision is loaded; to use an older one, download it and set its folder"),
     "policy.enable_liger_kernel": ((False,), "Liger kernels are not used"),
     "policy.trainable_map": ((None,), "training updates either all weights or only adapters (policy.lora)"),
-    "policy.lora.use_rslora": ((False,), "the adapter scale is always lora_alpha / r"),
-    "policy.lora.modules_to_save": ((None,), "LoRA trains only the adapters"),
-    "policy.lora.init_lora_weights": ((True,), "adapters are initialised to have no effect"),
-    "rollout.parallelism.cp_size": ((1,), "engines have no context parallelism"),
-    "rollout.parallelism.ep_size": ((1,), "engines have no expert parallelism"),
-    "rollout.parallelism.pp_size": ((1,), "engines have no pipeline parallelism; raise rollout.parallelism.tp_size instead"),
-    "rollout.parallelism.dp_shard_size": ((1, -1), "engines shard weights by tensor parallelism (rollout.parallelism.tp_size)"),
+    "policy.lora.use_rslora": ((False,), _ADAPTERS),
+    "policy.lora.modules_to_save": ((None,), _ADAPTERS),
+    "policy.lora.init_lora_weights": ((True,), _ADAPTERS),
+    "rollout.parallelism.cp_size": ((1,), _TENSOR),
+    "rollout.parallelism.ep_size": ((1,), _TENSOR),
+    "rollout.parallelism.pp_size": ((1,), _TENSOR),
+    "rollout.parallelism.dp_shard_size": ((1, -1), _TENSOR),
     "rollout.parallelism.dp_replicate_size": ((1,), "the number of engines is rollout.parallelism.n_init_replicas"),
     "rollout.backend": (("vllm", "torch"), "this engine is not available"),
     "rollout.mode": (("sync",), "training waits for its completions"),
     "rollout.quantization": (("none", "mxfp4"), "rollouts use the trained weights"),
-    "validation.temperature": ((0.0,), "validation is greedy"),
-    "validation.repetition_penalty": ((1.0,), "validation decodes greedily from unmodified logits"),
-    "validation.n_generation": ((1,), "validation generates one completion per prompt"),
+    "validation.temperature": ((0.0,), _GREEDY),
+    "validation.repetition_penalty": ((1.0,), _GREEDY),
+    "validation.n_generation": ((1,), _GREEDY),
     "profiler.enable_nsys": ((False,), "this profiler is not available"),
 }  # fmt: skip
 """Accepted keys with their supported values, and the reason why all remaining values are rejected."""

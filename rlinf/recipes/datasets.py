@@ -20,7 +20,7 @@ from rlinf.errors import ConfigError, MissingDependencyError
 from rlinf.files import TextFileError
 from rlinf.models.loading import hub_fault
 from rlinf.recipes.row_files import KINDS, METADATA, is_plain, stream_rows
-from rlinf.recipes.samples import BadRowError, tokens_of, truncated_and_equal
+from rlinf.recipes.samples import BadRowError, Row, tokens_of, truncated_and_equal
 from rlinf.seeding import derive_seed
 
 logger = logging.getLogger("rlinf")
@@ -256,7 +256,7 @@ class PackedRows(Generic[Packed]):
     """
 
     rows: Rows
-    pack: Callable[[dict[str, Any]], Packed]
+    pack: Callable[[Row], Packed]
     seed: int | None = 0
     skip_bad_rows: bool = False
     in_memory: bool = False
@@ -375,7 +375,7 @@ class StreamedRows(Generic[Packed]):
     def __init__(
         self,
         data: Any,
-        pack: Callable[[dict[str, Any]], Packed],
+        pack: Callable[[Row], Packed],
         seed: int | None = 0,
         skip_bad_rows: bool = False,
         source: str = "the dataset",
@@ -468,5 +468,5 @@ class StreamedRows(Generic[Packed]):
         self._data.load_state_dict(state)
         return iter(self._data)
 
-    def _read(self) -> list[dict[str, Any]]:
+    def _read(self) -> list[Row]:
         return [row for _, row in zip(range(self.block_rows), self._iterator, strict=False)]

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rlinf.recipes.row_files import WrittenMap, WrittenNumber, as_text, scalar_text, without_nulls
-from rlinf.recipes.samples import BadRowError
+from rlinf.recipes.samples import BadRowError, Message, Row
 
 ROLES = ("system", "user", "assistant", "tool", "developer")
 SHAREGPT_ROLES = {"human": "user", "gpt": "assistant"}
@@ -27,20 +27,20 @@ IMAGE_MARK = "<image>"
 """Placeholder for the row's next image within a text."""
 
 
-def as_messages(prompt: Any) -> list[dict[str, Any]]:
+def as_messages(prompt: Any) -> list[Message]:
     """Convert a prompt to messages; a text or number becomes a single user message."""
     prompt = scalar_text(prompt, "its prompt")
     return [{"role": "user", "content": prompt}] if isinstance(prompt, str) else check_messages(prompt)
 
 
-def check_messages(messages: Any) -> list[dict[str, Any]]:
+def check_messages(messages: Any) -> list[Message]:
     """Return messages normalised to role and content; raise BadRowError if they are malformed."""
     if isinstance(messages, str) or not isinstance(messages, Sequence) or not len(messages):
         raise BadRowError(f"its conversation is {_short(messages)}; expected messages with role and content.")
     return [_checked(number, message) for number, message in enumerate(messages)]
 
 
-def _checked(number: int, message: Any) -> dict[str, Any]:
+def _checked(number: int, message: Any) -> Message:
     """Convert a message in either key convention to role and content."""
     if not isinstance(message, Mapping):
         raise BadRowError(f"message {number} is {_short(message)}; expected role and content.")
@@ -79,18 +79,18 @@ def _checked(number: int, message: Any) -> dict[str, Any]:
     return {**given, "role": role, "content": content}
 
 
-def meaningful(message: Mapping[str, Any]) -> list[str]:
+def meaningful(message: Message) -> list[str]:
     """Return a message's fields that have an effect only if the chat template renders them."""
     return sorted(key for key in message if key in MEANINGFUL and (message[key] or "mask" in key))
 
 
-def system_of(row: Mapping[str, Any]) -> str:
+def system_of(row: Row) -> str:
     """Return the system message from a column of the row, or an empty string without one."""
     texts = (as_text(row[name], f"its column '{name}'") for name in SYSTEM_COLUMNS if row.get(name) is not None)
     return next((text for text in texts if text.strip()), "")
 
 
-def with_system(messages: Any, row: Mapping[str, Any], system: str = "") -> list[dict[str, Any]]:
+def with_system(messages: Any, row: Row, system: str = "") -> list[Message]:
     """Prepend the recipe's or the row's system message to checked messages; raise BadRowError if they differ."""
     messages = check_messages(messages)
     if column := system_of(row):
@@ -102,7 +102,7 @@ def with_system(messages: Any, row: Mapping[str, Any], system: str = "") -> list
     return [{"role": "system", "content": system}, *messages] if system else messages
 
 
-def reject_unread(row: Mapping[str, Any]) -> None:
+def reject_unread(row: Row) -> None:
     """Raise BadRowError for a column that is meant to change the learned tokens but is not read."""
     unread = {name: row[name] for name in UNREAD_COLUMNS if row.get(name) not in (None, "", [], 1)}
     for name, value in unread.items():
@@ -111,7 +111,7 @@ def reject_unread(row: Mapping[str, Any]) -> None:
                               "the column, or read it in a dataset script.")  # fmt: skip
 
 
-def _checked_call(number: int, call: Any) -> dict[str, Any]:
+def _checked_call(number: int, call: Any) -> Message:
     """Convert a tool call to the format that templates expect, with arguments parsed from JSON text."""
     # Leave the arguments unchanged, because their nulls may be actual values in the file.
     call = without_nulls(dict(call)) if isinstance(call, Mapping) else call
@@ -124,7 +124,7 @@ def _checked_call(number: int, call: Any) -> dict[str, Any]:
     return {**call, "function": {**without_nulls(dict(function)), "arguments": arguments}}
 
 
-def tools_of(row: Mapping[str, Any]) -> list[Any] | None:
+def tools_of(row: Row) -> list[Any] | None:
     """Return a row's column ``tools``, or None without tools."""
     tools = row.get("tools")
     if isinstance(tools, str):
@@ -150,12 +150,12 @@ def text_of(content: Any) -> str:
     return "".join(str(part.get("text") or "") for part in content)
 
 
-def images_of(row: Mapping[str, Any]) -> list[Any]:
+def images_of(row: Row) -> list[Any]:
     """Return a row's images from the column ``images`` or, if it has none, ``image``."""
     return _media(row, "images", "image")[1]
 
 
-def _media(row: Mapping[str, Any], *keys: str) -> tuple[str, list[Any]]:
+def _media(row: Row, *keys: str) -> tuple[str, list[Any]]:
     """Return the first of ``keys`` with media, and its entries; without media, return "" and an empty list."""
     for key in keys:
         given = row.get(key)
@@ -173,7 +173,7 @@ def _is_medium(entry: Any) -> bool:
 
 
 def reject_media(
-    row: Mapping[str, Any],
+    row: Row,
     why: str = "a text-only model would not see",
     fix: str = "set policy.model_name_or_path=<vision-language model>",
 ) -> None:
@@ -186,7 +186,7 @@ def reject_media(
     reject_videos(row)
 
 
-def reject_videos(row: Mapping[str, Any]) -> None:
+def reject_videos(row: Row) -> None:
     """Raise BadRowError if a row has videos in a column, because only videos in messages are read."""
     key, videos = _media(row, "videos", "video")
     if videos:
@@ -205,7 +205,7 @@ def text_parts(text: str, has_images: bool) -> list[dict[str, Any]]:
     return [part for part in parts if part.get("text") != ""] or parts[:1]
 
 
-def text_only(message: dict[str, Any]) -> dict[str, Any]:
+def text_only(message: Message) -> Message:
     """Return a message in the format for text-only models; raise BadRowError if it has images or videos."""
     content = message["content"]
     if not isinstance(content, str) and any(part.get("type") != "text" for part in content):
@@ -215,6 +215,6 @@ def text_only(message: dict[str, Any]) -> dict[str, Any]:
     return message | {"content": text_of(content)}
 
 
-def _short(value: Any) -> str:
+def _short(value: object) -> str:
     text = repr(value)
     return text if len(text) <= 80 else f"{text[:77]}..."

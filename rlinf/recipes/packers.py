@@ -38,7 +38,7 @@ from rlinf.recipes.messages import (
     with_system,
 )
 from rlinf.recipes.row_files import as_reference, as_text, scalar_text
-from rlinf.recipes.samples import BadRowError, Prompt, Sample
+from rlinf.recipes.samples import BadRowError, Message, Prompt, Row, Sample
 from rlinf.recipes.videos import find_video, read_frames
 
 logger = logging.getLogger("rlinf")
@@ -59,17 +59,17 @@ class Packer(Protocol):
     def setup(self, config: Any, processor: Any) -> None:
         """Store the configuration and the tokenizer, or a vision-language model's processor."""
 
-    def sample(self, row: dict[str, Any]) -> Sample:
+    def sample(self, row: Row) -> Sample:
         """Return the tokens to learn (SFT)."""
 
-    def pair(self, row: dict[str, Any]) -> tuple[Sample, Sample]:
+    def pair(self, row: Row) -> tuple[Sample, Sample]:
         """Return the chosen and the rejected completion of one prompt (DPO)."""
 
-    def prompt(self, row: dict[str, Any]) -> Prompt:
+    def prompt(self, row: Row) -> Prompt:
         """Return the tokens to complete (GRPO)."""
 
 
-def column(row: Mapping[str, Any], name: str, setting: str = "") -> Any:
+def column(row: Row, name: str, setting: str = "") -> Any:
     """Return a column, with scalars as text; raise BadRowError, which suggests ``setting``, if it is missing or null."""
     if name not in row:
         fix = f" Set {setting}=<column>." if setting else ""
@@ -94,7 +94,7 @@ class RawTextPacker:
         self.max_length = config.policy.model_max_length
         self.column = self.column or config.train.train_policy.conversation_column_name
 
-    def text(self, row: dict[str, Any]) -> str:
+    def text(self, row: Row) -> str:
         """Convert a row to text."""
         reject_media(row, "are not text", "use the dataset script hf_vlm_sft.py")
         conversation = column(row, self.column, "train.train_policy.conversation_column_name")
@@ -107,7 +107,7 @@ class RawTextPacker:
             raise BadRowError("raw text cannot represent tools or tool calls. Use a chat template, or calls as text.")
         return "\n".join(f"{message['role']}: {message['content']}" for message in messages)
 
-    def sample(self, row: dict[str, Any]) -> Sample:
+    def sample(self, row: Row) -> Sample:
         """Return the text, truncated to the maximum length, with every token learned."""
         tokens = self.tokenizer(self.text(row), add_special_tokens=False)["input_ids"]
         ids = tokens[: self.max_length]
@@ -115,11 +115,11 @@ class RawTextPacker:
             raise BadRowError(f"its column '{self.column}' is empty; expected text.")
         return Sample(ids, [True] * len(ids), is_truncated=len(tokens) > len(ids))
 
-    def pair(self, row: dict[str, Any]) -> tuple[Sample, Sample]:
+    def pair(self, row: Row) -> tuple[Sample, Sample]:
         """Raise ConfigError, because preferences need a prompt."""
         raise ConfigError("raw text has no prompt; DPO needs one. Use the dataset script dpo_pairs.py")
 
-    def prompt(self, row: dict[str, Any]) -> Prompt:
+    def prompt(self, row: Row) -> Prompt:
         """Raise ConfigError, because raw text has no prompt."""
         raise ConfigError("raw text has no prompt; GRPO needs one. Use the dataset script gsm8k_grpo.py")
 
@@ -156,7 +156,7 @@ class ChatPacker:
         self._has_warned = False
         self._fields: set[str] = set()
 
-    def messages(self, row: dict[str, Any]) -> list[dict[str, Any]]:
+    def messages(self, row: Row) -> list[Message]:
         """Return a row's conversation, built from prompt and response if necessary; override it for a different format."""
         method = self.config.train.train_policy
         name, prompt, response = method.conversation_column_name, method.prompt_column_name, method.response_column_name
@@ -166,16 +166,16 @@ class ChatPacker:
             return [*as_messages(column(row, prompt)), reply]
         return column(row, name, "train.train_policy.conversation_column_name")
 
-    def reference(self, row: dict[str, Any]) -> Any:
+    def reference(self, row: Row) -> Any:
         """Return the reference (or references) for the rewards, or None if the recipe has no column for it."""
         name = self.config.train.train_policy.response_column_name
         return column(row, name, "train.train_policy.response_column_name") if name else None
 
-    def sample(self, row: dict[str, Any]) -> Sample:
+    def sample(self, row: Row) -> Sample:
         """Return a conversation, truncated to the maximum length."""
         return self._pack(*self._resolved(self.messages(row), row), tools_of(row))
 
-    def pair(self, row: dict[str, Any]) -> tuple[Sample, Sample]:
+    def pair(self, row: Row) -> tuple[Sample, Sample]:
         """Return two conversations that differ only in the last message, which is the only learned one.
 
         ``chosen`` and ``rejected`` are completions of ``prompt`` (a text or messages), or complete conversations.
@@ -190,7 +190,7 @@ class ChatPacker:
         )
         return first, second
 
-    def _candidate(self, row: dict[str, Any], name: str) -> list[dict[str, Any]]:
+    def _candidate(self, row: Row, name: str) -> list[Message]:
         """Return the conversation ending with the completion in the column ``chosen`` or ``rejected``."""
         value = column(row, name)
         completion = check_messages([{"role": "assistant", "content": value}] if isinstance(value, str) else value)
@@ -199,7 +199,7 @@ class ChatPacker:
         name = self.config.train.train_policy.prompt_column_name or "prompt"
         return [*as_messages(column(row, name, "train.train_policy.prompt_column_name")), *completion]
 
-    def prompt(self, row: dict[str, Any]) -> Prompt:
+    def prompt(self, row: Row) -> Prompt:
         """Return a conversation up to the generation prompt."""
         messages, images = self._resolved(self.messages(row), row)
         if messages[-1]["role"] == "assistant":
@@ -225,7 +225,7 @@ class ChatPacker:
         return [{"type": "text", "text": text}] if self.takes_images else text
 
     def _render(
-        self, messages: list[dict[str, Any]], tools: list[Any] | None = None, add_generation_prompt: bool = False
+        self, messages: list[Message], tools: list[Any] | None = None, add_generation_prompt: bool = False
     ) -> str:
         def text(tools: list[Any] | None) -> str:
             return self.processor.apply_chat_template(
@@ -241,7 +241,7 @@ class ChatPacker:
             raise BadRowError("the chat template does not render its column 'tools'. Remove the column.")
         return rendered
 
-    def _resolved(self, messages: Any, row: dict[str, Any]) -> tuple[list[dict[str, Any]], list[Any]]:
+    def _resolved(self, messages: Any, row: Row) -> tuple[list[Message], list[Any]]:
         """Convert messages to the template's format; also return their images in order of appearance."""
         messages = with_system(messages, row, self.config.train.train_policy.system_prompt)
         for message in messages:
@@ -290,7 +290,7 @@ class ChatPacker:
             )
         return messages, images
 
-    def _check_fields(self, message: dict[str, Any]) -> None:
+    def _check_fields(self, message: Message) -> None:
         """Raise BadRowError if the template does not render a meaningful field; warn once about all remaining unread fields."""
         plain = {"role": message["role"], "content": self._content("a")}
         before = [{**plain, "role": "user"}] if message["role"] in ("assistant", "tool") else []
@@ -309,7 +309,7 @@ class ChatPacker:
         return find_video(name, dataset.name, dataset.subset)
 
     def _pack(
-        self, messages: list[dict[str, Any]], images: list[Any], tools: list[Any] | None, last_only: bool = False
+        self, messages: list[Message], images: list[Any], tools: list[Any] | None, last_only: bool = False
     ) -> Sample:
         text, spans = self._learned_spans(messages, tools)
         ids, token_spans, inputs = self._encode(text, images, spans)
@@ -330,9 +330,7 @@ class ChatPacker:
             raise BadRowError(f"none of its first {len(ids)} tokens is learned. Raise policy.model_max_length.")
         return Sample(ids, mask, inputs, is_truncated)
 
-    def _learned_spans(
-        self, messages: list[dict[str, Any]], tools: list[Any] | None
-    ) -> tuple[str, list[tuple[int, int]]]:
+    def _learned_spans(self, messages: list[Message], tools: list[Any] | None) -> tuple[str, list[tuple[int, int]]]:
         """Return the rendered conversation, and start and end of each assistant message in characters."""
         turns = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
         if not turns:
@@ -351,7 +349,7 @@ class ChatPacker:
                 )
         raise BadRowError(f"the chat template changes its assistant messages. {RAW_TEXT_HINT}.")
 
-    def _marked(self, message: dict[str, Any], strip: bool = False) -> dict[str, Any]:
+    def _marked(self, message: Message, strip: bool = False) -> Message:
         """Mark the content of an assistant message, or without content the name of its first tool call."""
         text = text_of(message["content"])
         calls = message.get("tool_calls")
@@ -361,7 +359,7 @@ class ChatPacker:
             return message | {"tool_calls": [calls[0] | {"function": function}, *calls[1:]]}
         return message | {"content": self._content(f"{START}{text.strip() if strip else text}{END}")}
 
-    def _calls(self, messages: list[dict[str, Any]], tools: list[Any] | None) -> str:
+    def _calls(self, messages: list[Message], tools: list[Any] | None) -> str:
         """Return the rendered text between the mark ``END`` of the last message and the end of its tool calls."""
         if not messages[-1].get("tool_calls"):
             return ""
@@ -374,7 +372,7 @@ class ChatPacker:
             raise BadRowError("the chat template does not render its tool calls. Write the calls as text.")
         return rest.removesuffix(closing)
 
-    def _call_start(self, messages: list[dict[str, Any]], tools: list[Any] | None) -> int | None:
+    def _call_start(self, messages: list[Message], tools: list[Any] | None) -> int | None:
         """Return the start of the last message in the unmarked text if its mark is at a tool call; else None."""
         if START in text_of(messages[-1]["content"]):
             return None
@@ -484,7 +482,7 @@ class PromptPacker(ChatPacker):
             self.config, self.processor, self.takes_images = config, processor, False
             self.tokenizer, self.max_length = getattr(processor, "tokenizer", processor), config.policy.model_max_length
 
-    def messages(self, row: dict[str, Any]) -> Any:
+    def messages(self, row: Row) -> Any:
         """Return the prompt as text or messages. A text with images becomes a message, with images at their marks or before the text."""
         prompt = column(row, self.column, "train.train_policy.prompt_column_name")
         reject_unread(row)
@@ -494,7 +492,7 @@ class PromptPacker(ChatPacker):
             prompt = [{"role": "user", "content": prompt if IMAGE_MARK in prompt else parts}]
         return prompt
 
-    def prompt(self, row: dict[str, Any]) -> Prompt:
+    def prompt(self, row: Row) -> Prompt:
         """Tokenize the prompt: a text with the tokenizer's special tokens, or messages."""
         text = self.messages(row)
         if not isinstance(text, str):

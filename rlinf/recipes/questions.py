@@ -14,7 +14,7 @@ from rlinf.recipes.messages import IMAGE_MARK, check_messages, images_of, system
 from rlinf.recipes.packers import ChatPacker, text_tokens
 from rlinf.recipes.rewards import EXTRACTORS, REWARDS, Reward
 from rlinf.recipes.row_files import KINDS, as_reference, as_text, scalar_text, stream_rows
-from rlinf.recipes.samples import BadRowError, Prompt
+from rlinf.recipes.samples import BadRowError, Message, Prompt, Row
 
 SUFFIXES = (*KINDS, ".parquet")
 LETTER, REASONING = "letter", "reasoning"
@@ -86,10 +86,10 @@ class Question:
 
     id: str
     category: str
-    messages: str | list[dict[str, Any]]
+    messages: str | list[Message]
     prompt: str
     expected: str
-    row: dict[str, Any]
+    row: Row
     has_options: bool
 
     @property
@@ -232,7 +232,7 @@ def _complete(question: Question, options: dict[str, str], config: QuestionsConf
     question.messages = messages
 
 
-def _insert_media(media: list[tuple[str, Any]], messages: list[dict[str, Any]], config: QuestionsConfig) -> None:
+def _insert_media(media: list[tuple[str, Any]], messages: list[Message], config: QuestionsConfig) -> None:
     """Convert image marks to message parts, and insert unreferenced images or the video before the last question."""
     has_images = any(kind == "image" for kind, _ in media)
     for message in messages:
@@ -291,10 +291,10 @@ class QuestionPacker(ChatPacker):
             return Prompt(ids, {}, question.expected, question.row)
         return self.prompt({**question.row, "messages": question.messages, "answer": question.expected})
 
-    def messages(self, row: dict[str, Any]) -> list[dict[str, Any]]:
+    def messages(self, row: Row) -> list[Message]:
         return row["messages"]
 
-    def reference(self, row: dict[str, Any]) -> Any:
+    def reference(self, row: Row) -> Any:
         return row["answer"]
 
     def check_media(self, question: Question) -> None:
@@ -338,7 +338,7 @@ def scoring(answer_type: str | None, has_options: bool) -> tuple[str, Reward, Ca
         )
     extract = extractors[answer_type]
 
-    def is_correct(completion: str, reference: str | None, **row: Any) -> float:
+    def is_correct(completion: str, reference: str | None, **row: object) -> float:
         return float(extract(completion) == reference)
 
     return answer_type, is_correct, extract

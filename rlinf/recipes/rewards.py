@@ -117,29 +117,29 @@ def make_rewards(
     return result
 
 
-def gsm8k(completion: str, reference: str | None, **row: Any) -> float:
+def gsm8k(completion: str, reference: str | None, **row: object) -> float:
     """Return 1 if the number after the first ``#### `` equals the reference's, compared as text without commas; otherwise 0."""
     number, expected = (_after_hashes(text) for text in (completion, _required(reference, "gsm8k")))
     return float(number is not None and number == expected)
 
 
-def gsm8k_loose(completion: str, reference: str | None, **row: Any) -> float:
+def gsm8k_loose(completion: str, reference: str | None, **row: object) -> float:
     """Return 1 if the last number in the text equals the last number in the reference; otherwise 0."""
     number, expected = (_last_number(text) for text in (completion, _required(reference, "gsm8k_loose")))
     return float(number is not None and number == expected)
 
 
-def single_choice(completion: str, reference: str | None, **row: Any) -> float:
+def single_choice(completion: str, reference: str | None, **row: object) -> float:
     """Return 1 if the text in the first answer tags (without tags, the complete text) equals the reference's; otherwise 0."""
     return float(_choice(completion) == _choice(_required(reference, "single_choice")))
 
 
-def think_format(completion: str, reference: str | None = None, **row: Any) -> float:
+def think_format(completion: str, reference: str | None = None, **row: object) -> float:
     """Return 1 if the text consists of a think block, exactly two newlines, and an answer block; otherwise 0."""
     return float(_THINK_ANSWER.fullmatch(completion) is not None)
 
 
-def boxed_math(completion: str, reference: str | None, **row: Any) -> float:
+def boxed_math(completion: str, reference: str | None, **row: object) -> float:
     r"""Return 1 if math_verify finds the content of ``\boxed{}`` mathematically equal to the reference within 5 s; otherwise 0."""
     try:
         from math_verify import LatexExtractionConfig, parse, verify
@@ -161,7 +161,7 @@ def boxed_math(completion: str, reference: str | None, **row: Any) -> float:
     return float(bool(parsed) and bool(expected) and verify(expected, parsed, timeout_seconds=seconds))
 
 
-def direct_math(completion: str, reference: str | None, **row: Any) -> float:
+def direct_math(completion: str, reference: str | None, **row: object) -> float:
     """Return 1 if the last line is ``Answer: <reference>``, otherwise -1 (DAPO, Yu et al. 2025)."""
     lines = completion.strip().split("\n")
     match = _ANSWER_LINE.fullmatch(lines[-1].strip()) if lines else None

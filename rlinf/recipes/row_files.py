@@ -16,7 +16,7 @@ from typing import IO, Any
 import fsspec
 
 from rlinf.files import TextFileError, decode_text, parse_json
-from rlinf.recipes.samples import BadRowError
+from rlinf.recipes.samples import BadRowError, Row
 
 KINDS = {".csv": ",", ".json": "json", ".jsonl": "json", ".tsv": "\t"}
 """File kinds by suffix: ``json`` (a list of rows, or one row per line), or a table's column separator."""
@@ -80,7 +80,7 @@ def is_plain(path: str | Path) -> bool:
     return Path(path).is_file() and Path(path).suffix in ("", *KINDS)
 
 
-def _table(content: bytes, path: str | Path, separator: str) -> list[dict[str, Any]]:
+def _table(content: bytes, path: str | Path, separator: str) -> list[Row]:
     """Parse a table with a header line. Empty fields become null, and fields in JSON number syntax become numbers."""
     csv.field_size_limit(sys.maxsize)
     reader = csv.reader(io.StringIO(decode_text(content, path), newline=""), delimiter=separator, strict=True)
@@ -103,7 +103,7 @@ def _field(text: str) -> Any:
     return WrittenNumber(text) if number[2] or number[3] or text == "-0" else int(text)
 
 
-def as_text(value: Any, what: str) -> str:
+def as_text(value: object, what: str) -> str:
     """Return a value as its text in the file; raise BadRowError for a list, map or timestamp. ``what`` names the value in messages."""
     value = value.tolist() if hasattr(value, "tolist") else value  # NumPy scalar or array
     if isinstance(value, str):
@@ -116,7 +116,7 @@ def as_text(value: Any, what: str) -> str:
     raise BadRowError(f"{what} is {repr(value)[:80]}; expected a text or a number.")
 
 
-def scalar_text(value: Any, what: str) -> Any:
+def scalar_text(value: object, what: str) -> Any:
     """Return a list or map unchanged, and a scalar converted by ``as_text``."""
     return value if isinstance(value, (list, tuple, Mapping)) else as_text(value, what)
 
@@ -127,7 +127,7 @@ class AnyOf(str):
     references: Sequence[str] = ()
 
 
-def as_reference(value: Any, what: str) -> Any:
+def as_reference(value: object, what: str) -> Any:
     """Return a reference as text, a list of references as ``AnyOf``, and None unchanged; otherwise raise BadRowError."""
     value = value.tolist() if hasattr(value, "tolist") else value
     if isinstance(value, (list, tuple)) and value:
@@ -137,7 +137,7 @@ def as_reference(value: Any, what: str) -> Any:
     return None if value is None else as_text(value, what)
 
 
-def without_nulls(value: Any) -> Any:
+def without_nulls(value: object) -> Any:
     """Remove nulls that tables fill in for missing keys, but leave nulls from JSON files."""
     if isinstance(value, Mapping) and not isinstance(value, WrittenMap):
         return {key: without_nulls(item) for key, item in value.items() if item is not None}

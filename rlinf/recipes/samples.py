@@ -14,6 +14,12 @@ from rlinf.errors import ConfigError
 from rlinf.llm.batched_data_dict import BatchedDataDict
 from rlinf.llm.logprobs import TOKEN_TYPE_KEYS
 
+Row = dict[str, Any]
+"""A row of a dataset: values by column."""
+
+Message = dict[str, Any]
+"""A chat message: role, content (text, or a list of parts) and, for tools, calls."""
+
 SKIP_BAD_ROWS = "train.train_policy.dataset.skip_bad_rows=true"
 
 
@@ -67,7 +73,7 @@ class Prompt:
     input_ids: list[int]
     model_inputs: dict[str, Tensor] = field(default_factory=dict)
     reference: str | None = None
-    row: dict[str, Any] = field(default_factory=dict)
+    row: Row = field(default_factory=dict)
     previews: list[bytes] = field(default_factory=list)
 
 

@@ -4,14 +4,13 @@ import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 from urllib.parse import quote
 
 import numpy as np
 
 from rlinf.errors import CheckpointError
 from rlinf.evaluation.recorded import read_recording
-from rlinf.files import replace_folder
+from rlinf.files import Json, replace_folder
 from rlinf.report.run_data import RunData
 from rlinf.run_folder import BASELINE_FOLDER, RECORDINGS_FOLDER
 from rlinf.types import EpisodeSpec
@@ -45,7 +44,7 @@ def copy_baseline(baseline: Path, folder: Path) -> None:
         replace_folder(partial, target)
 
 
-def player(data: RunData) -> dict[str, Any]:
+def player(data: RunData) -> Json:
     """Return the template values for ``pages/player.html``."""
     sides = _sides(data)
     left_out: list[str] = []
@@ -63,7 +62,7 @@ def player(data: RunData) -> dict[str, Any]:
     }
 
 
-def read_recordings(folder: Path, left_out: list[str]) -> dict[EpisodeSpec, tuple[str, dict[str, Any]]]:
+def read_recordings(folder: Path, left_out: list[str]) -> dict[EpisodeSpec, tuple[str, Json]]:
     """Map each episode in a folder to its file name and content; append the reason for each skipped file to ``left_out``."""
     recordings = {}
     for path in sorted(folder.glob("*.js")):
@@ -76,7 +75,7 @@ def read_recordings(folder: Path, left_out: list[str]) -> dict[EpisodeSpec, tupl
     return recordings
 
 
-def executed_actions(recording: dict[str, Any]) -> np.ndarray:
+def executed_actions(recording: Json) -> np.ndarray:
     """Return the actions that the env executed, clipped to its bounds, ``[T, D]``."""
     num_steps, calls = len(recording["rewards"]), recording["calls"]
     ends = [*(call["step"] for call in calls[1:]), num_steps]
@@ -84,7 +83,7 @@ def executed_actions(recording: dict[str, Any]) -> np.ndarray:
     return np.clip(np.concatenate(taken), recording["low"], recording["high"])
 
 
-def divergence_step(first: dict[str, Any], second: dict[str, Any]) -> int | None:
+def divergence_step(first: Json, second: Json) -> int | None:
     """Return the first env step (from 0) at which two recordings differ in their actions or only one has ended; None: never."""
     actions, other = executed_actions(first), executed_actions(second)
     if actions.shape[1] != other.shape[1]:
@@ -120,7 +119,7 @@ def short_names(first: str, second: str) -> tuple[str, str]:
     return first, second
 
 
-def _episode(sides: Sequence[tuple[Side, tuple[str, dict[str, Any]]]]) -> dict[str, Any]:
+def _episode(sides: Sequence[tuple[Side, tuple[str, Json]]]) -> Json:
     """Return the episode data that the page contains before any recordings are loaded."""
     contents = [content for _, (_, content) in sides]
     first = contents[0]

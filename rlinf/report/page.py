@@ -13,15 +13,12 @@ from urllib.parse import quote
 
 from markupsafe import Markup
 
-from rlinf.files import write_text
+from rlinf.files import Json, write_text
 from rlinf.number_formats import format_bytes, format_interval, format_number, format_p_value, format_points
 from rlinf.report.charts import NUM_COLOURS, SMALL, Series, difference_bar, interval_bar, legend, line_chart
 
 if TYPE_CHECKING:
     from jinja2 import Environment
-
-    from rlinf.evaluation.auditor import Audit
-    from rlinf.evaluation.result import EvaluationResult
 
 FOLDER = Path(__file__).parent
 STYLE = FOLDER / "report.css"
@@ -49,9 +46,11 @@ def pages() -> Environment:
     return environment
 
 
-def write_page(path: str | os.PathLike, template: str, tab: str, **values: Any) -> Path:
-    """Render ``template`` with the title ``tab``, write the page to ``path`` and return the path."""
-    return write_text(Path(path), pages().get_template(template).render(tab=tab, **values))
+def write_page(path: str | os.PathLike, template: str | Path, tab: str, **values: Any) -> Path:
+    """Render ``template`` (a name in ``pages``, or a wing's file) with the title ``tab``, write the page to ``path`` and return it."""
+    is_name = isinstance(template, str)
+    page = pages().get_template(template) if is_name else pages().from_string(template.read_text(encoding="utf-8"))
+    return write_text(Path(path), page.render(tab=tab, **values))
 
 
 def card(
@@ -66,7 +65,7 @@ Curves = tuple[tuple[str, dict[str, str], str, dict[str, bool]], ...]
 """For each chart: title, mapping from metrics to labels, y axis and options. Metrics with the same label form a single curve."""
 
 
-def curve_cards(lines: Sequence[dict[str, Any]], x: str, x_label: str, curves: Curves) -> list[Markup]:
+def curve_cards(lines: Sequence[Json], x: str, x_label: str, curves: Curves) -> list[Markup]:
     """Return a small chart over ``x`` for each of ``curves``."""
     cards = []
     for title, names, y_label, options in curves:
@@ -78,13 +77,11 @@ def curve_cards(lines: Sequence[dict[str, Any]], x: str, x_label: str, curves: C
     return cards
 
 
-def series_of(lines: Sequence[dict[str, Any]], x: str, names: Sequence[str], label: str, colour: int) -> Series:
+def series_of(lines: Sequence[Json], x: str, names: Sequence[str], label: str, colour: int) -> Series:
     """Return a single curve of the given metrics over ``x``."""
     return Series(label, [(line[x], line[name]) for line in lines for name in names if name in line], colour)
 
 
-def clipped_text(result: EvaluationResult | Audit) -> str | None:
+def clipped_text(fraction: float | None, max_abs: float | None) -> str | None:
     """Format the fraction of clipped action values and the maximum magnitude; None if not recorded."""
-    if result.actions_clipped_fraction is None:
-        return None
-    return f"{result.actions_clipped_fraction:.1%} (largest: {result.actions_max_abs:.4g})"
+    return None if fraction is None else f"{fraction:.1%} (largest: {max_abs:.4g})"

@@ -5,12 +5,12 @@ import json
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from markupsafe import Markup
 
 from rlinf.evaluation.compare import Pairs
 from rlinf.evaluation.result import Success
+from rlinf.files import Json
 from rlinf.number_formats import format_duration
 from rlinf.report.page import Curves, card, curve_cards, series_of, write_page
 from rlinf.report.recipe_data import TokenRun, read_token_run
@@ -92,7 +92,7 @@ def _title(run: TokenRun) -> str:
     return f"{model} on {Path(result.file).name}"
 
 
-def _facts(run: TokenRun) -> dict[str, Any]:
+def _facts(run: TokenRun) -> Json:
     steps = max((line["steps"] for line in run.lines), default=None)
     seconds = next((line["time/total_s"] for line in reversed(run.lines) if "time/total_s" in line), None)
     results = list(run.results.values())
@@ -143,7 +143,7 @@ def _reward_card(run: TokenRun, name: str) -> Markup:
     return card(f"Reward {part}" if part else "Reward", [training, validation], "step", "mean reward", percent=percent)
 
 
-def _completions(run: TokenRun) -> dict[str, Any]:
+def _completions(run: TokenRun) -> Json:
     """Return the validations to show side by side (first and last, or only the last), and the order of their prompts."""
     shown = list(run.before_and_after or run.samples[-1:])
     rewards = [[row["reward"] for row in samples.rows] for samples in shown]

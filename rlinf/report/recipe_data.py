@@ -7,13 +7,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 from rlinf.errors import CheckpointError
 from rlinf.evaluation.compare import Pairs
 from rlinf.evaluation.questions_result import QuestionsResult, holds_questions
 from rlinf.evaluation.result import Success
-from rlinf.files import parse_json_lines
+from rlinf.files import Json, parse_json_lines
 from rlinf.report.run_data import FolderData, results_of, saved_texts, traces_of
 from rlinf.run_folder import COMPARISON_FILE, EVALUATIONS_FOLDER, RESULT_FILE, SAMPLES_FOLDER
 from rlinf.tracking.tracker import read_metrics
@@ -32,7 +31,7 @@ class Samples:
     """
 
     step: int
-    rows: list[dict[str, Any]]
+    rows: list[Json]
 
     @property
     def name(self) -> str:
@@ -127,7 +126,7 @@ def _step_of(path: Path) -> int:
     return int(match[1]) if match else 2**63
 
 
-def _with_steps(lines: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+def _with_steps(lines: Sequence[Json]) -> list[Json]:
     """Add ``steps`` to the lines; a validation has the value from the update before it, or 0."""
     extended, steps = [], 0
     for line in lines:

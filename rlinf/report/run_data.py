@@ -14,6 +14,7 @@ from rlinf import run_folder
 from rlinf.errors import CheckpointError
 from rlinf.evaluation.compare import compare, sampling_differences
 from rlinf.evaluation.result import EvaluationResult
+from rlinf.files import Json
 from rlinf.tracking.tracker import read_metrics
 
 TAG_NAMES = {"after_sft": "after SFT", "before_rl": "before RL", "after_rl": "after RL"}
@@ -46,14 +47,14 @@ class FolderData:
     """
 
     folder: Path
-    lines: list[dict[str, Any]] = field(default_factory=list)
-    comparison: dict[str, Any] | None = None
+    lines: list[Json] = field(default_factory=list)
+    comparison: Json | None = None
     traces: list[str] = field(default_factory=list)
     config: str = ""
     manifest: str = ""
 
     @cached_property
-    def settings(self) -> dict[str, Any]:
+    def settings(self) -> Json:
         """The configuration as a mapping; empty without one."""
         return yaml.safe_load(self.config) or {}
 
@@ -71,7 +72,7 @@ class RunData(FolderData):
     """
 
     evaluations: list[Evaluation] = field(default_factory=list)
-    summary: dict[str, Any] = field(default_factory=dict)
+    summary: Json = field(default_factory=dict)
 
     @property
     def episodes(self) -> str:
@@ -106,7 +107,7 @@ class RunData(FolderData):
         return self.evaluation("after_rl")
 
     @cached_property
-    def gain(self) -> dict[str, Any] | None:
+    def gain(self) -> Json | None:
         """Paired comparison of ``before`` (a) with ``after`` (b), as in ``compare.json``; None if they cannot be paired."""
         if self.before is None or self.after is None:
             return None
@@ -119,7 +120,7 @@ class RunData(FolderData):
         return comparison.as_dict()
 
 
-def setting_of(settings: dict[str, Any], key: str, default: Any = None) -> Any:
+def setting_of(settings: Json, key: str, default: Any = None) -> Any:
     """Return the configuration value with the given dotted key, or ``default`` if it is missing or null."""
     value: Any = settings
     for part in key.split("."):

@@ -6,11 +6,11 @@ Videos and recorded episodes are linked by relative paths, so the run folder can
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from markupsafe import Markup
 
 from rlinf.evaluation.result import Success
+from rlinf.files import Json
 from rlinf.number_formats import format_duration
 from rlinf.report.charts import NUM_COLOURS, SMALL, Interval, Series
 from rlinf.report.episode_player import player
@@ -62,7 +62,7 @@ def _place(folder: Path) -> str:
     return f"{run}/{folder.name}" if run else folder.name
 
 
-def _facts(data: RunData) -> dict[str, Any]:
+def _facts(data: RunData) -> Json:
     config, results = data.settings, [evaluation.result for evaluation in data.evaluations]
     drawn = {"greedy" if result.greedy else f"sampled at temperature {result.temperature:g}" for result in results}
     return {
@@ -70,7 +70,7 @@ def _facts(data: RunData) -> dict[str, Any]:
         "algorithm": data.setting("algorithm.name"), "seed": data.summary.get("seed", config.get("seed")),
         "env steps": f"{data.summary['env_steps']:,}" if "env_steps" in data.summary else None,
         "checkpoint": config.get("checkpoint"), "best checkpoint": data.summary.get("best_checkpoint", {}).get("name"), "actions": drawn.pop() if len(drawn) == 1 else None,
-        "actions clipped": clipped_text(results[-1]) if results else None,
+        "actions clipped": clipped_text(results[-1].actions_clipped_fraction, results[-1].actions_max_abs) if results else None,
         "training time": format_duration(data.summary["train_wall_s"]) if "train_wall_s" in data.summary else None,
     }  # fmt: skip
 
@@ -149,7 +149,7 @@ def _training_curves(data: RunData) -> list[Markup]:
     return cards + curve_cards(rl, "step", "RL iteration", RL_CURVES)
 
 
-def _actor_curves(lines: Sequence[dict[str, Any]]) -> list[Markup]:
+def _actor_curves(lines: Sequence[Json]) -> list[Markup]:
     """Return the charts of an off-policy actor with a frozen base policy; empty for other runs."""
     lines = [line for line in lines if "rollout/base_policy_queries" in line]
     names = sorted({name for line in lines for name in line if name.startswith("rollout/residual_norm/")})
@@ -170,7 +170,7 @@ def _actor_curves(lines: Sequence[dict[str, Any]]) -> list[Markup]:
     return curve_cards(lines, "rollout/env_steps_total", "env steps", curves) if lines else []
 
 
-def with_axes(lines: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+def with_axes(lines: Sequence[Json]) -> list[Json]:
     """Add RL ``env_steps`` and training ``minutes`` to each line; missing values are carried forward."""
     extended, env_steps, seconds = [], 0.0, 0.0
     for line in lines:
@@ -180,7 +180,7 @@ def with_axes(lines: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     return extended
 
 
-def _evaluated(lines: Sequence[dict[str, Any]], x: str, episodes: str, names: Sequence[str]) -> Series:
+def _evaluated(lines: Sequence[Json], x: str, episodes: str, names: Sequence[str]) -> Series:
     """Return the curve of an evaluation metric; ``names`` are the metric and the ends of its interval."""
     value, low, high = (f"eval/{name}" for name in names)
     lines = [line for line in lines if line.get(value) is not None]

@@ -16,7 +16,7 @@ from rlinf.checkpoints.folders import flat, read_saved_config
 from rlinf.errors import CheckpointError, ConfigError, ManifestMismatchError
 from rlinf.evaluation.compare import compare
 from rlinf.evaluation.intervals import mean_interval
-from rlinf.files import follow_latest
+from rlinf.files import Json, follow_latest
 from rlinf.number_formats import format_interval
 from rlinf.options import override_text
 from rlinf.report.charts import NUM_COLOURS, SMALL, Series, legend
@@ -48,7 +48,7 @@ class RunGroup:
 
     label: str
     runs: list[RunData]
-    settings: dict[str, Any]
+    settings: Json
 
     @property
     def counted(self) -> list[RunData]:
@@ -159,7 +159,7 @@ def run_folders(folders: Sequence[str | os.PathLike]) -> list[Path]:
 
 def group_runs(runs: Sequence[RunData]) -> list[RunGroup]:
     """Group runs that differ only in their seed and folder."""
-    named: dict[str, dict[str, list[tuple[dict[str, Any], RunData]]]] = {}
+    named: dict[str, dict[str, list[tuple[Json, RunData]]]] = {}
     for run in runs:
         settings = {"init_from": None} | {k: v for k, v in flat(run.settings).items() if k not in SAME_IN_A_GROUP}
         settings["init_from"] = first_weights(run)
@@ -183,7 +183,7 @@ def group_runs(runs: Sequence[RunData]) -> list[RunGroup]:
     return groups
 
 
-def differing_keys(settings: Sequence[dict[str, Any]]) -> list[str]:
+def differing_keys(settings: Sequence[Json]) -> list[str]:
     """Return the keys in which flat configurations differ."""
     keys = dict.fromkeys(key for config in settings for key in config)
     first = settings[0]
@@ -277,14 +277,14 @@ def write_runs_report(runs: Sequence[RunData], output: str | os.PathLike) -> Pat
     )  # fmt: skip
 
 
-def compared_pairs(groups: Sequence[RunGroup]) -> list[tuple[str, str, dict[str, Any] | str]]:
+def compared_pairs(groups: Sequence[RunGroup]) -> list[tuple[str, str, Json | str]]:
     """Return names and paired comparisons of single runs: all pairs for up to three runs, otherwise each run with the first.
 
     The comparison is as in ``compare.json``, or the reason as text if two runs cannot be compared.
     """
     single = [(group.label, group.closing[0].result) for group in groups if len(group.closing) == 1]
     pairs = itertools.combinations(single, 2) if len(single) <= 3 else ((single[0], other) for other in single[1:])
-    comparisons: list[tuple[str, str, dict[str, Any] | str]] = []
+    comparisons: list[tuple[str, str, Json | str]] = []
     for (name_a, a), (name_b, b) in pairs:
         try:
             comparisons.append((name_a, name_b, compare(a, b).as_dict()))

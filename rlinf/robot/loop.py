@@ -8,13 +8,14 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import cache, partial
 from pathlib import Path
-from typing import Any, Self
+from typing import Self
 
 import numpy as np
 import torch
 
 from rlinf.errors import ConfigError, NonFiniteError, RLinfError
 from rlinf.evaluation.evaluator import BatchedPolicy, Video
+from rlinf.files import Json
 from rlinf.robot.clocks import ChunkReply, RealTime, SimulatedTime
 from rlinf.robot.config import RobotConfig
 from rlinf.robot.recorder import EpisodeRecorder
@@ -51,7 +52,7 @@ class Timing:
     intervened_episodes: int = 0  # episodes with operator actions
     teleop_lost_steps: int = 0  # steps without a reachable teleoperator
 
-    def as_dict(self) -> dict[str, Any]:
+    def as_dict(self) -> Json:
         """Return counts, and medians, 99th percentiles and maxima in milliseconds, as JSON values."""
         counts = {name: getattr(self, name) for name in COUNTS}
         spread = {"lateness_ms": self.lateness_s, "latency_ms": self.latencies_s}

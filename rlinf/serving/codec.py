@@ -33,12 +33,12 @@ MAX_PIXELS = 4096 * 4096
 FORMATS = {"png": "PNG", "jpeg": "JPEG"}
 
 
-def encode(value: Any) -> bytes:
+def encode(value: object) -> bytes:
     """Encode a message in openpi's layout; arrays keep their dtype and shape."""
     return msgpack.packb(value, default=_openpi)
 
 
-def encode_named(value: Any) -> bytes:
+def encode_named(value: object) -> bytes:
     """Encode a message in vla-eval's layout, with arrays under str keys."""
     return msgpack.packb(value, default=_vla_eval)
 
@@ -77,13 +77,13 @@ class _Budget:
         if self.left < 0:
             raise MessageError(f"The message has too many {self.what}; expected at most {self.limit}")
 
-    def items(self, value: Any) -> Any:
+    def items(self, value: object) -> Any:
         """Deduct the entries of a decoded map or list from the budget, and return it."""
         self.take(len(value))
         return value
 
 
-def _openpi(value: Any) -> Any:
+def _openpi(value: object) -> Any:
     if isinstance(value, np.ndarray):
         _check_kind(value.dtype)
         return {b"__ndarray__": True, b"data": value.tobytes(), b"dtype": value.dtype.str, b"shape": value.shape}
@@ -95,7 +95,7 @@ def _openpi(value: Any) -> Any:
     )
 
 
-def _vla_eval(value: Any) -> Any:
+def _vla_eval(value: object) -> Any:
     if isinstance(value, np.ndarray):
         _check_kind(value.dtype)
         return {"__ndarray__": True, "data": value.tobytes(), "dtype": str(value.dtype), "shape": list(value.shape)}
@@ -109,7 +109,7 @@ def _check_kind(dtype: np.dtype) -> None:
         raise TypeError(f"an array of {dtype} cannot be sent; expected little-endian numbers")
 
 
-def _decoded(value: Any, depth: int, pixels: _Budget) -> Any:
+def _decoded(value: object, depth: int, pixels: _Budget) -> Any:
     if depth > MAX_DEPTH:
         raise MessageError(f"The message nests maps and lists more than {MAX_DEPTH} levels deep")
     if isinstance(value, list):

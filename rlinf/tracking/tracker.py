@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from rlinf.errors import ConfigError, MissingDependencyError, closest
-from rlinf.files import naming, write_text
+from rlinf.files import Json, naming, write_text
 from rlinf.options import option
 from rlinf.run_folder import DAMAGED_FILE, METRICS_FILE, TENSORBOARD_FOLDER
 from rlinf.tracking.metrics import check_names
@@ -63,7 +63,7 @@ def _require(module: str, package: str) -> Any:
         ) from error
 
 
-def read_metrics(folder: str | os.PathLike) -> list[dict[str, Any]]:
+def read_metrics(folder: str | os.PathLike) -> list[Json]:
     """Return the lines of ``metrics.jsonl`` in a run folder; a missing file is treated as empty, and damaged lines are dropped.
 
     Each line is a dict with ``step``, ``phase`` (``"sft"`` or ``"rl"``), ``time_s`` and metrics; NaN and infinity are stored as None.
@@ -74,7 +74,7 @@ def read_metrics(folder: str | os.PathLike) -> list[dict[str, Any]]:
     return lines
 
 
-def _split_lines(path: Path) -> tuple[list[dict[str, Any]], list[bytes]]:
+def _split_lines(path: Path) -> tuple[list[Json], list[bytes]]:
     """Return a metrics file's parsed lines and damaged lines."""
     # Text after the last newline is an incomplete line left by a run that was killed. It is dropped, but not reported as damaged.
     lines, damaged = [], []
@@ -104,7 +104,7 @@ class Tracker:
         self,
         folder: str | os.PathLike,
         config: TrackingConfig,
-        run_config: dict[str, Any],
+        run_config: Json,
         run_id: str | None = None,
         resume_step: int | None = None,
         resume_phase: str = "rl",
@@ -132,7 +132,7 @@ class Tracker:
         if config.wandb and os.environ.get("WANDB_MODE") != "disabled":
             self._wandb = self._open_wandb(config, run_config)
 
-    def _open_wandb(self, config: TrackingConfig, run_config: dict[str, Any]) -> Any:
+    def _open_wandb(self, config: TrackingConfig, run_config: Json) -> Any:
         wandb = _require("wandb", "wandb")
         online = bool(os.environ.get("WANDB_API_KEY")) and os.environ.get("WANDB_MODE", "online") == "online"
         try:
@@ -168,7 +168,7 @@ class Tracker:
         if phase is None:
             phase = "sft" if any(name.startswith("sft/") for name in metrics) else "rl"
         numbers = {name: float(value) for name, value in metrics.items()}
-        line: dict[str, Any] = {"step": int(step), "phase": phase, "time_s": round(time.monotonic() - self._start, 3)}
+        line: Json = {"step": int(step), "phase": phase, "time_s": round(time.monotonic() - self._start, 3)}
         line |= {name: value if math.isfinite(value) else None for name, value in numbers.items()}
         with naming(self.folder / METRICS_FILE):
             self._file.write(json.dumps(line, allow_nan=False) + "\n")
@@ -182,7 +182,7 @@ class Tracker:
         if self._wandb is not None:
             self._wandb.log({**numbers, "global_step": step})
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> Json:
         """Return the ``run_id``, which is needed to resume the run."""
         return {"run_id": self.run_id}
 

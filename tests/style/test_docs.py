@@ -14,10 +14,9 @@ from pathlib import Path
 
 import pytest
 
-from rlinf.cli import COMMANDS, main, run
+from rlinf.cli import COMMANDS, main
 from rlinf.cli.play import PlayConfig
 from rlinf.cli.run import ExportConfig
-from rlinf.commands.classifier import ClassifierConfig
 from rlinf.commands.hydra_app import parse
 from rlinf.commands.serve import ServeConfig
 from rlinf.config.compose import compose_config
@@ -28,6 +27,8 @@ from rlinf.options import from_mapping, public_fields
 from rlinf.recipes.launch_worker import find_script
 from rlinf.recipes.load import load_recipe, with_overrides
 from rlinf.recipes.questions import QuestionsConfig
+from rlinf.robot.classifier import ClassifierConfig
+from rlinf.robot.cli import robot
 from rlinf.robot.config import RobotConfig
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -67,8 +68,17 @@ def test_reference_has_every_key_once():
             nested = isinstance(value, dict) and value
             yield from keys(value, f"{path}{name}.") if nested else [f"{path}{name}"]
 
-    missing = [key for key in keys(to_mapping(build_config({}))) if f"| `{key}` |" not in text]
+    missing = [
+        key
+        for key in keys(to_mapping(build_config({})))
+        if not re.search(rf"(^\| |[ \n])`{re.escape(key)}`\s(\||\()", text)
+    ]
     assert missing == []
+    generator = load_generator()
+    pages = generator.configuration_page() + generator.recipe_page()
+    assert [key for key in generator.expert_keys() if f"`{key}` (" not in re.sub(r"\n", " ", pages)] == [], (
+        "keys that do not exist"
+    )
 
 
 @pytest.mark.parametrize(
@@ -82,7 +92,7 @@ def test_the_page_of_a_command_has_every_key_of_its_own(page, kind):
 
 
 def test_the_help_of_the_robot_names_its_keys():
-    named = set(re.findall(r"\b[a-z_]+\b", inspect.getdoc(run.robot)))
+    named = set(re.findall(r"\b[a-z_]+\b", inspect.getdoc(robot)))
     assert set(public_fields(RobotConfig)) <= named and "on_stale" not in named
 
 

@@ -1,4 +1,4 @@
-"""Imports go strictly down: an ordered list of layers, and no circle of modules."""
+"""Imports go strictly down: an ordered list of layers, and no circle of modules. The core imports no wing."""
 
 import ast
 import functools
@@ -6,6 +6,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+from rlinf.wings import WINGS
 
 PACKAGE = Path(__file__).parents[2] / "rlinf"
 
@@ -23,8 +25,7 @@ LAYERS = (
     ("models",),
     ("checkpoints",),
     ("evaluation",),
-    ("report", "robot"),
-    ("audits",),
+    ("report",),
     ("rollout",),
     ("llm",),
     ("config",),
@@ -37,6 +38,7 @@ LAYERS = (
     ("policy",),
     ("commands",),
     ("api",),
+    ("audits", "robot"),
     ("cli",),
     ("__main__",),
 )
@@ -54,6 +56,18 @@ FACES = {
     "rlinf.wings",
 }
 """Modules that name modules of a higher layer in texts: import paths that users know, and registries."""
+
+WING_FACES = {
+    "rlinf",
+    "rlinf.algorithms",
+    "rlinf.distributed",
+    "rlinf.models",
+    "rlinf.models.generation",
+    "rlinf.models.generation.interfaces",
+    "rlinf.models.interfaces",
+    "rlinf.wings",
+}
+"""Modules of the core that name modules of wings: the table of wings, and import paths that users know."""
 
 FAMILIES = {"rlinf.models.embodiment": {"modules"}, "rlinf.envs": {"graphics", "process", "remote"}}
 """Packages with a folder for each model or simulator, and their folders that all of these share."""
@@ -121,6 +135,23 @@ def arrows_up(package: Path, faces: set[str] = FACES) -> list[str]:
             if not same and layer_of(target) >= layer_of(module):
                 found.append(f"{module} imports {target}")
     return found
+
+
+def wing_of(module: str) -> str | None:
+    """Return the wing that a module belongs to; None: it belongs to the core."""
+    path = module.removeprefix("rlinf.").replace(".", "/") + "/"
+    return next((name for name, wing in WINGS.items() if any(path.startswith(f"{f}/") for f in wing.folders)), None)
+
+
+def wing_imports(package: Path, faces: set[str] = WING_FACES) -> list[str]:
+    """Return each import of a wing's module, and each such name in a text, outside the wing and outside ``faces``."""
+    known, lines = modules(package), []
+    for module, path in known.items():
+        tree = parsed(path.read_text(encoding="utf-8"))
+        targets = set(imports(tree, known)) | named_in_texts(tree, known)
+        crossed = {target for target in targets if wing_of(target) not in (None, wing_of(module))}
+        lines += [f"{module} imports {target}" for target in sorted(crossed) if module not in faces]
+    return lines
 
 
 def family_of(module: str) -> str | None:
@@ -221,6 +252,31 @@ def test_imports_go_down():
 def test_every_face_names_a_higher_layer():
     found = {line.split(" imports ")[0] for line in arrows_up(PACKAGE, faces=set())}
     assert found == FACES
+
+
+def test_only_the_listed_modules_name_a_wing():
+    assert wing_imports(PACKAGE) == []
+    assert {line.split(" imports ")[0] for line in wing_imports(PACKAGE, faces=set())} == WING_FACES
+
+
+@pytest.mark.parametrize("importer", ["envs/base.py", "robot/loop.py", "audits/auditor.py"])
+@pytest.mark.parametrize(
+    "line",
+    [
+        "from rlinf.audits import auditor",
+        "def f():\n    from rlinf.audits.auditor import Auditor",
+        "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import rlinf.audits.auditor",
+        "AUDITORS = {'usual': 'rlinf.audits.auditor:Auditor'}",
+    ],
+)
+def test_an_import_of_a_wing_is_seen_in_the_core_and_in_a_different_wing(tmp_path, importer, line):
+    package = tmp_path / "rlinf"
+    for name in ("audits/__init__.py", "audits/auditor.py", importer):
+        (package / name).parent.mkdir(parents=True, exist_ok=True)
+        (package / name).touch()
+    (package / importer).write_text(line)
+    module = f"rlinf.{importer.removesuffix('.py').replace('/', '.')}"
+    assert wing_imports(package) == ([] if "audits" in importer else [f"{module} imports rlinf.audits.auditor"])
 
 
 def test_only_the_listed_modules_import_a_family():

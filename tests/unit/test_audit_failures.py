@@ -7,6 +7,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from rlinf.audits.auditor import Auditor
+from rlinf.audits.checkpoint import AuditCheckpoint
+from rlinf.audits.disturbed_env import EpisodeRecord
+from rlinf.audits.verdicts import NO, UNKNOWN, YES, ConditionRow, success_label_verdict
 from rlinf.envs import make_env
 from rlinf.envs.tabletop.config import TabletopConfig
 from rlinf.errors import (
@@ -17,13 +21,9 @@ from rlinf.errors import (
     RejectedRequestError,
     SimulatorError,
 )
-from rlinf.evaluation.audit_checkpoint import AuditCheckpoint
-from rlinf.evaluation.auditor import Auditor
-from rlinf.evaluation.disturbed_env import EpisodeRecord
 from rlinf.evaluation.evaluator import evaluate_policy
 from rlinf.evaluation.intervals import wilson_interval
 from rlinf.evaluation.result import EvaluationResult, Success
-from rlinf.evaluation.verdicts import NO, UNKNOWN, YES, ConditionRow, success_label_verdict
 from rlinf.types import EpisodeResult, EpisodeSpec
 from tests.fixtures.audited_policies import StateOnly
 

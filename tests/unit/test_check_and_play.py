@@ -5,12 +5,12 @@ from pathlib import Path
 
 import pytest
 
+from rlinf.audits.checkpoint import AuditCheckpoint
+from rlinf.audits.command import NOT_KNOWN, audit, configured, seen_episodes
 from rlinf.cli import EXIT_FAULT, EXIT_USER_ERROR, main
-from rlinf.commands.audit import NOT_KNOWN, audit, configured, seen_episodes
 from rlinf.commands.hydra_app import parse
 from rlinf.contracts.env import PROPERTIES
 from rlinf.envs import make_env
-from rlinf.evaluation.audit_checkpoint import AuditCheckpoint
 from rlinf.seeding import derive_seed
 
 DOT = """

@@ -10,8 +10,16 @@ import torch
 from run_results import run_config
 
 from rlinf.cli import main
-from rlinf.commands import classifier as command
-from rlinf.commands.classifier import (
+from rlinf.data.lerobot_writer import LeRobotWriter
+from rlinf.envs.base import SimulatorStep, VectorEnv
+from rlinf.envs.config import EnvConfig
+from rlinf.envs.success_network import SuccessClassifier, SuccessNetwork
+from rlinf.errors import ConfigError
+from rlinf.evaluation.evaluator import evaluate_policy
+from rlinf.evaluation.intervals import wilson_interval
+from rlinf.preflight.conditions import conditions_of
+from rlinf.robot import classifier as command
+from rlinf.robot.classifier import (
     ClassifierConfig,
     LabelledFrames,
     augment,
@@ -19,15 +27,7 @@ from rlinf.commands.classifier import (
     cross_fit,
     label_rows,
 )
-from rlinf.data.lerobot_writer import LeRobotWriter
-from rlinf.envs.base import SimulatorStep, VectorEnv
-from rlinf.envs.config import EnvConfig
-from rlinf.envs.success_network import SuccessClassifier, SuccessNetwork
-from rlinf.errors import ConfigError
-from rlinf.evaluation.detection import calibration, choose_threshold, errors
-from rlinf.evaluation.evaluator import evaluate_policy
-from rlinf.evaluation.intervals import wilson_interval
-from rlinf.preflight.conditions import conditions_of
+from rlinf.robot.detection import calibration, choose_threshold, errors
 from rlinf.types import EpisodeSpec, Observation
 
 pytest.importorskip("pyarrow", reason="pyarrow is not installed: pip install -e '.[lerobot]'")

@@ -13,7 +13,6 @@ from omegaconf import OmegaConf
 from rlinf.cli.check_policy import PolicyCheckConfig
 from rlinf.cli.play import PlayConfig
 from rlinf.cli.run import ExportConfig
-from rlinf.commands.classifier import ClassifierConfig
 from rlinf.commands.convert import ConvertConfig
 from rlinf.commands.serve import ServeConfig
 from rlinf.config.compose import compose_config
@@ -25,6 +24,7 @@ from rlinf.options import from_mapping, option, to_mapping
 from rlinf.recipes.config import RecipeConfig
 from rlinf.recipes.load import keys_of
 from rlinf.recipes.questions import QuestionsConfig
+from rlinf.robot.classifier import ClassifierConfig
 from rlinf.robot.config import RobotConfig
 
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from rlinf.commands.evaluate import conditions
+from rlinf.commands.open_evaluation import conditions
 from rlinf.config.compose import compose_config
 from rlinf.config.schema import RunConfig, build_config
 from rlinf.envs import make_env

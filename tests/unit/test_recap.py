@@ -9,7 +9,6 @@ from run_results import clone, run_config
 
 from rlinf import load_policy
 from rlinf.checkpoints.folders import read_loop_state, resolve_checkpoint
-from rlinf.commands.robot import robot
 from rlinf.data import recap as module
 from rlinf.data.config import BAD, GOOD, SFTConfig
 from rlinf.data.filters import filtered_rows
@@ -22,6 +21,7 @@ from rlinf.models.config import ModelConfig
 from rlinf.models.embodiment.openvla.policy import OpenVLAForRLActionPrediction
 from rlinf.preflight.conditions import build_manifest
 from rlinf.preflight.validation import check_sft
+from rlinf.robot.command import robot
 from rlinf.robot.config import RobotConfig
 from rlinf.training.cloning_trainer import check_labels_are_read
 from rlinf.types import Observation

@@ -14,10 +14,10 @@ import torch
 from run_results import run_config
 
 from rlinf.commands.evaluate import evaluate
-from rlinf.commands.robot import robot
 from rlinf.envs import make_env
 from rlinf.errors import ConfigError, RLinfError
 from rlinf.robot.clocks import RealTime
+from rlinf.robot.command import robot
 from rlinf.robot.config import RobotConfig
 from rlinf.robot.loop import RobotEpisodes
 from rlinf.robot.robot import EnvRobot, EpisodeVoidError, check_fits

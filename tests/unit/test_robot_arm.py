@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from run_results import run_config
 
-from rlinf.commands.robot import _check_arm, robot
 from rlinf.errors import ConfigError, MissingDependencyError
 from rlinf.robot.arm import Arm, connected_robot, disconnect
+from rlinf.robot.command import _check_arm, robot
 from rlinf.robot.config import RobotConfig
 from rlinf.types import EpisodeSpec, Observation
 

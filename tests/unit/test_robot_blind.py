@@ -7,15 +7,14 @@ import pytest
 import torch
 from run_results import run_config
 
-from rlinf.cli import run
-from rlinf.commands.blind import _anonymous, blind
 from rlinf.commands.open_checkpoint import policy_for
-from rlinf.commands.robot import robot
 from rlinf.errors import ConfigError, RLinfError
 from rlinf.evaluation.result import EvaluationResult
 from rlinf.evaluation.sequential import decided_at
 from rlinf.evaluation.stopping import UntilDecided
-from rlinf.robot.blind import BlindPairs
+from rlinf.robot import cli
+from rlinf.robot.blind import BlindPairs, _anonymous, blind
+from rlinf.robot.command import robot
 from rlinf.robot.config import RobotConfig
 from rlinf.robot.loop import RobotEpisodes
 from rlinf.types import EpisodeResult, EpisodeSpec
@@ -62,7 +61,7 @@ def calls(monkeypatch):
         torch.manual_seed(config.model.action_chunks_len)
         return policy_for(config, env)
 
-    monkeypatch.setattr("rlinf.commands.evaluate.policy_for", seeded)
+    monkeypatch.setattr("rlinf.commands.open_evaluation.policy_for", seeded)
     monkeypatch.setattr(RobotEpisodes, "_act", noted_act)
     monkeypatch.setattr(RobotEpisodes, "_episode", noted_episode)
     return found, noted_episode
@@ -166,12 +165,12 @@ def test_names_of_policies_are_left_out_of_messages(caplog):
 
 def test_the_words_name_both_policies(monkeypatch):
     found = []
-    monkeypatch.setattr(run, "import_string", lambda name: lambda *args: found.extend(args))
+    monkeypatch.setattr("rlinf.robot.command.robot", lambda *arguments: found.extend(arguments))
     words = ["model=remote", "model.url=ws://b:1", "env=tabletop", "evaluation.stop_when=decided", "blind=ws://a:1"]
-    run.robot(words)
+    cli.robot(words)
     config, settings, other = found
     assert (config.model.url, other.model.url, settings.blind) == ("ws://b:1", "ws://a:1", "ws://a:1")
     with pytest.raises(ConfigError, match=r"evaluation\.compare=x with blind"):
-        run.robot([*words, "evaluation.compare=x"])
+        cli.robot([*words, "evaluation.compare=x"])
     with pytest.raises(ConfigError, match="Set record=null"):
         robot(config, RobotConfig(blind="ws://a:1", record="r"), other)

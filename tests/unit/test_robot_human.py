@@ -7,8 +7,8 @@ import pytest
 from PIL import Image
 from run_results import run_config
 
-from rlinf.commands.robot import robot as robot_command
 from rlinf.errors import RLinfError
+from rlinf.robot.command import robot as robot_command
 from rlinf.robot.config import RobotConfig
 from rlinf.robot.human import OVERLAY, READY, SUCCESS, HumanLabelledRobot, ask_on_terminal
 from rlinf.robot.robot import EpisodeVoidError, check_fits

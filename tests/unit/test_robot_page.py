@@ -13,8 +13,8 @@ import pytest
 from PIL import Image
 from run_results import run_config
 
-from rlinf.commands.robot import robot as robot_command
 from rlinf.errors import ConfigError
+from rlinf.robot.command import robot as robot_command
 from rlinf.robot.config import RobotConfig
 from rlinf.robot.human import HumanLabelledRobot
 from rlinf.robot.page import BROWSER_TIMEOUT_S, Page, PageTeleoperator

@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 from run_results import run_config
 
-from rlinf.commands.robot import robot
 from rlinf.data import lerobot_dataset
 from rlinf.data.config import SFTConfig
 from rlinf.data.filters import filtered_rows
@@ -19,6 +18,7 @@ from rlinf.data.stored import DatasetInfo, Outcomes
 from rlinf.errors import ConfigError
 from rlinf.preflight.compatibility import check_chosen_rows
 from rlinf.robot import recorder as recording
+from rlinf.robot.command import robot
 from rlinf.robot.config import RobotConfig
 from rlinf.robot.loop import RobotEpisodes
 from rlinf.robot.recorder import EpisodeRecorder

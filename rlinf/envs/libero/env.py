@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 import threading
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -34,6 +34,7 @@ from rlinf.envs.process.simulator import Simulator, SingleStep, View
 from rlinf.errors import ConfigError, did_you_mean
 from rlinf.options import PathText, option
 from rlinf.seeding import derive_seed
+from rlinf.types import Statistics
 
 if TYPE_CHECKING:
     from rlinf.types import EpisodeSpec
@@ -131,7 +132,7 @@ class LiberoVectorEnv(ProcessVectorEnv):
         return list(suite_tasks(config.suite))
 
     @classmethod
-    def check_statistics(cls, config: LiberoConfig, statistics: Mapping[str, Any]) -> None:
+    def check_statistics(cls, config: LiberoConfig, statistics: Statistics) -> None:
         """Reject a mismatched gripper convention: the minimum value is negative for ``env`` and at least 0 for ``openvla``."""
         action = statistics["action"]
         numbers = action.get("min", action.get("q01"))

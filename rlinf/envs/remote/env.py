@@ -26,7 +26,7 @@ from rlinf.envs.config import EnvConfig
 from rlinf.envs.remote.host import EnvFacts, EnvHost, HostReply, HostTask
 from rlinf.envs.spread import Call, Part, SpreadVectorEnv
 from rlinf.errors import ConfigError, RankError, SimulatorError
-from rlinf.types import EpisodeSpec, Observation
+from rlinf.types import EpisodeSpec, Observation, Statistics
 
 RESOURCE = "rlinf_env"
 """All actors run on machines with this Ray resource; without any, actors are spread over all machines."""
@@ -128,7 +128,7 @@ class RemoteVectorEnv(SpreadVectorEnv):
     def num_restarts(self) -> int:  # type: ignore[override]
         return self._num_lost + self._past_restarts + sum(actor.num_restarts for actor in self._workers)
 
-    def action_statistics(self) -> dict[str, Any]:
+    def action_statistics(self) -> Statistics:
         return self._facts.action_statistics
 
     def state_bounds(self) -> tuple[np.ndarray, np.ndarray] | None:

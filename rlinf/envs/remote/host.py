@@ -17,6 +17,7 @@ from rlinf.distributed.stack_dump import all_stacks
 from rlinf.distributed.start import rank_fingerprint
 from rlinf.envs import make_env
 from rlinf.envs.config import EnvConfig, with_share_of_cores
+from rlinf.types import Statistics
 
 if TYPE_CHECKING:
     from rlinf.envs.steps import SimulatorChunk
@@ -46,7 +47,7 @@ class EnvFacts:
     action_high: np.ndarray
     state_dim: int
     task_names: list[str]
-    action_statistics: dict[str, Any]
+    action_statistics: Statistics
     state_bounds: tuple[np.ndarray, np.ndarray] | None
     instructions: list[str | None]
     metadata: dict[str, Any]

@@ -272,11 +272,13 @@ class _CausalLM(PreTrainedModel, GenerationMixin):
         self.generation_config = loaded.generation_config
         self._next_token_logits = next_token_logits
 
-    def prepare_inputs_for_generation(self, input_ids: Tensor, attention_mask: Tensor | None = None, **_: Any) -> dict:
+    def prepare_inputs_for_generation(
+        self, input_ids: Tensor, attention_mask: Tensor | None = None, **_: object
+    ) -> dict:
         """Return the inputs unchanged, because the model has no cache."""
         return {"input_ids": input_ids, "attention_mask": attention_mask}
 
-    def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None, **_: Any) -> CausalLMOutput:
+    def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None, **_: object) -> CausalLMOutput:
         """Return logits ``[B, 1, V]``; no mask means no padding."""
         mask = torch.ones_like(input_ids, dtype=torch.bool) if attention_mask is None else attention_mask.bool()
         right = torch.arange(mask.shape[1], device=mask.device) < mask.sum(-1, keepdim=True)

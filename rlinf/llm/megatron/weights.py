@@ -122,7 +122,7 @@ def build_gpt(hf_config: Any, names: set[str], rotary: nn.Module, dtype: torch.d
 class RMSNorm(nn.RMSNorm):
     """Root mean square norm, needed because Megatron-core's torch version does not support sequence parallelism."""
 
-    def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
+    def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5, **_: object) -> None:
         super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
 
 
@@ -134,10 +134,10 @@ class CausalAttention(nn.Module):
 
     backends = (SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH)
 
-    def __init__(self, **_: Any) -> None:
+    def __init__(self, **_: object) -> None:
         super().__init__()
 
-    def forward(self, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> Tensor:
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, *_: object, **__: object) -> Tensor:
         """Map query, key and value ``[S, B, heads, D]`` (grouped key-value heads) to ``[S, B, heads * D]``."""
         query, key, value = (tensor.permute(1, 2, 0, 3) for tensor in (query, key, value))
         with sdpa_kernel(list(self.backends)):
@@ -159,11 +159,11 @@ class RotaryFrequencies(nn.Module):
         self.register_buffer("inv_freq", inv_freq.clone().float(), persistent=False)
         self._shards = parallel.tensor_model_parallel_size if parallel.sequence_parallel else 1
 
-    def get_rotary_seq_len(self, context: Any, block: Any, hidden: Tensor | None, *_: Any) -> int:
+    def get_rotary_seq_len(self, context: Any, block: Any, hidden: Tensor | None, *_: object) -> int:
         """Return the full row length; with sequence parallelism, each rank has only a part of the row."""
         return (block.input_tensor if hidden is None else hidden).shape[0] * self._shards
 
-    def forward(self, length: int, **_: Any) -> Tensor:
+    def forward(self, length: int, **_: object) -> Tensor:
         """Return angles float32 ``[S, 1, 1, D]``."""
         angles = torch.outer(torch.arange(length, device=self.inv_freq.device).float(), self.inv_freq)
         return torch.cat((angles, angles), -1)[:, None, None, :]

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from rlinf.algorithms.running_moments import RunningMoments
 from rlinf.distributed.transfers import to_device
 from rlinf.errors import ConfigError
+from rlinf.models.config import TokenizerConfig
 from rlinf.models.embodiment.base import Inputs, check_hidden_size
 from rlinf.models.embodiment.modules.normalizer import ActionNormalizer, select_stats
 from rlinf.models.embodiment.modules.ranges import Range
@@ -240,7 +241,7 @@ class MLPForRLActionPrediction(PlainPolicy):
         return self.action_normalizer.unnormalize(normalized).float()
 
 
-def load_processor(tokenizer_config: Any, model_config: Any, path: str | None) -> None:
+def load_processor(tokenizer_config: TokenizerConfig, model_config: Any, path: str | None) -> None:
     """Return None, because a state needs no processor."""
 
 

@@ -5,7 +5,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +14,7 @@ from rlinf.files import write_text
 from rlinf.models.embodiment.folder_policy import FolderPolicy, write_safetensors
 from rlinf.models.loading import read_json
 from rlinf.models.precision import torch_dtype_of
+from rlinf.types import Statistics
 
 CONFIG_FILE = "config.json"
 
@@ -34,7 +35,7 @@ class PlainConfig:
     is_plain: ClassVar[bool] = True
     """Whether to defer registration with the Auto classes, which imports transformers, to ``register_auto_classes``."""
 
-    norm_stats: dict[str, Any] | None = None
+    norm_stats: Statistics | None = None
     architectures: list[str] | None = None
     dtype: str | None = None
 
@@ -48,7 +49,7 @@ class PlainConfig:
         return (config, kwargs) if return_unused_kwargs else config
 
     @classmethod
-    def from_pretrained(cls, folder: str | Path, **kwargs: Any) -> Any:
+    def from_pretrained(cls, folder: str | Path, **kwargs: Any) -> Self:
         return cls.from_dict(read_json(Path(folder) / CONFIG_FILE), **kwargs)
 
     def to_dict(self) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from rlinf.models.sampling import draw_uniforms
 from rlinf.options import override_text
 from rlinf.serving import require_packages
 from rlinf.serving.layouts import MessageLayout, check_layout, layout_of
-from rlinf.types import ActionEvaluation, ActionPrediction, EnvSpec, Observation
+from rlinf.types import ActionEvaluation, ActionPrediction, EnvSpec, Observation, Statistics
 
 OWN = "rlinf"
 """Metadata key for the policy description sent by our servers."""
@@ -37,7 +37,7 @@ class RemoteConfig(PreTrainedConfig):
     timeout_s: float = 60.0
     connect_timeout_s: float = 300.0
     api_key_env: str | None = None
-    norm_stats: dict[str, Any] | None = None
+    norm_stats: Statistics | None = None
 
     @classmethod
     def from_section(cls, section: ModelConfig) -> RemoteConfig:

@@ -1,7 +1,6 @@
 """Base class of all policies that predict action tokens."""
 
 from abc import abstractmethod
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,7 +13,7 @@ from rlinf.models.embodiment.modules.readout_token import TOKEN_WIDTH
 from rlinf.models.embodiment.modules.tokenizer import ActionTokenizer
 from rlinf.models.loading import num_positions
 from rlinf.models.sampling import token_logprobs
-from rlinf.types import ActionEvaluation, ActionPrediction
+from rlinf.types import ActionEvaluation, ActionPrediction, Statistics
 
 PrefixStates = tuple[Tensor, Tensor | None]
 """States ``[B, P, H]`` of images and prompt, and their bool mask ``[B, P]`` (None without padding)."""
@@ -48,7 +47,7 @@ class TokenActionModel(ActionModel):
                 "model.action_chunks_len"
             )
 
-    def get_action_stats(self, unnorm_key: str | None) -> dict[str, Any]:
+    def get_action_stats(self, unnorm_key: str | None) -> Statistics:
         """Return a data set's ``q01``, ``q99`` and ``mask``."""
         return dict(select_action_stats(self.config.norm_stats or {}, unnorm_key))
 

@@ -21,9 +21,11 @@ from transformers import (
     LlavaForConditionalGeneration,
     LogitsProcessor,
     LogitsProcessorList,
+    PreTrainedTokenizerBase,
 )
 from transformers.image_processing_utils import BaseImageProcessor
 
+from rlinf.models.config import TokenizerConfig
 from rlinf.models.embodiment.modules.heads import ValueHead
 from rlinf.models.embodiment.modules.normalizer import ActionNormalizer
 from rlinf.models.embodiment.modules.tokenizer import ActionTokenizer, load_tokenizer
@@ -64,24 +66,24 @@ class YourImageProcessor(BaseImageProcessor):
 class YourProcessor:
     """Convert prompts and images to the model's keyword arguments."""
 
-    def __init__(self, tokenizer: Any, image_processor: YourImageProcessor, **_: Any) -> None:
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, image_processor: YourImageProcessor, **_: object) -> None:
         tokenizer.padding_side = "left"
         self.tokenizer, self.image_processor = tokenizer, image_processor
 
     @classmethod
     def from_pretrained(
-        cls, path: str, tokenizer: Any = None, image_processor: Any = None, **kwargs: Any
+        cls, path: str, tokenizer: PreTrainedTokenizerBase | None = None, image_processor: Any = None, **kwargs: Any
     ) -> YourProcessor:
         """Load from a folder any parts that were not passed in."""
         tokenizer = tokenizer or AutoTokenizer.from_pretrained(path, padding_side="left")
         return cls(tokenizer, image_processor or YourImageProcessor.from_pretrained(path))
 
-    def save_pretrained(self, save_directory: str | Path, **_: Any) -> None:
+    def save_pretrained(self, save_directory: str | Path, **_: object) -> None:
         """Save both parts to a folder."""
         self.tokenizer.save_pretrained(str(save_directory))
         self.image_processor.save_pretrained(str(save_directory))
 
-    def __call__(self, text: str | Sequence[str], images: Any, **_: Any) -> BatchFeature:
+    def __call__(self, text: str | Sequence[str], images: Any, **_: object) -> BatchFeature:
         """Tokenise (padding on the left) and process images."""
         prompts = [text] if isinstance(text, str) else list(text)
         tokens = self.tokenizer(prompts, padding=True, return_tensors="pt")
@@ -89,7 +91,7 @@ class YourProcessor:
         return BatchFeature({**data, **self.image_processor(images)})
 
 
-def load_processor(tokenizer_config: Any, model_config: YourModelConfig, path: str | None) -> YourProcessor:
+def load_processor(tokenizer_config: TokenizerConfig, model_config: YourModelConfig, path: str | None) -> YourProcessor:
     """Load a folder's processor; without a folder, build one for the small model in ``model/your_model.yaml``."""
     if path is not None:
         return YourProcessor.from_pretrained(path)

@@ -9,6 +9,7 @@ from functools import cached_property
 from typing import Any
 
 from rlinf.evaluation.result import Success
+from rlinf.files import Json
 from rlinf.report.recipe_data import TokenRun, is_token_folder, read_token_run
 from rlinf.report.run_data import RunData, read_run, setting_of
 from rlinf.report.why.outcome import UNKNOWN, Outcome, outcome_of_counts, outcome_of_intervals, outcome_of_values
@@ -44,8 +45,8 @@ class Finding:
 class MetricSeries:
     """At least ``MIN_POINTS`` values of a metric, with their steps.
 
-    ``early``, ``middle`` and ``late`` are thirds of the values (``middle``: all values if there are none in between), ``late_steps`` is the
-    first and last step of ``late``. Rules use the median of a third because individual steps are noisy.
+    ``early``, ``middle`` and ``late`` are thirds of the values (``middle``: all values if the others leave nothing), ``late_steps`` is the first
+    and last step of ``late``. Rules use the median of a third because individual steps are noisy.
     """
 
     def __init__(self, steps: list[int], values: list[float]) -> None:
@@ -64,9 +65,9 @@ class Record:
         gain: Paired comparison of the evaluations before (a) and after (b), as in ``compare.json``; None without one.
     """
 
-    lines: Sequence[dict[str, Any]]
-    settings: dict[str, Any] = field(default_factory=dict)
-    gain: dict[str, Any] | None = None
+    lines: Sequence[Json]
+    settings: Json = field(default_factory=dict)
+    gain: Json | None = None
 
     def setting(self, key: str, default: Any = None) -> Any:
         """Return the configuration value with the given dotted key."""
@@ -82,14 +83,14 @@ class Record:
         """Name of the metric that rises with learning."""
         return "rollout/reward_mean" if self.is_recipe else "rollout/return_mean"
 
-    def _is_warmup(self, line: dict[str, Any], name: str) -> bool:
+    def _is_warmup(self, line: Json, name: str) -> bool:
         """Return whether a metric is from a warm-up, i.e. critic-only updates or rollouts with random actions."""
         if name.startswith("train/"):
             return line["step"] < self.setting("algorithm.critic_warmup_steps", 0)
         env_steps = line.get("rollout/env_steps_total", math.inf)
         return name.startswith("rollout/") and env_steps <= self.setting("algorithm.learning_starts", 0)
 
-    def lines_with(self, *names: str) -> list[dict[str, Any]]:
+    def lines_with(self, *names: str) -> list[Json]:
         """Return the lines after any warm-up that contain all these metrics; raise NotMeasured if there are none."""
         lines = [
             line
@@ -215,7 +216,7 @@ class Record:
             self._ends_of(total), place, "questions=<a file with more rows>", "fraction of correct answers", total["interval"]
         )  # fmt: skip
 
-    def _ends_of(self, total: dict[str, Any]) -> list[tuple[int, Success]]:
+    def _ends_of(self, total: Json) -> list[tuple[int, Success]]:
         steps = (0, max((line["step"] for line in self.lines), default=0))
         counts = (total["successes_a"], total["successes_b"])
         return [(step, Success(count, total["episodes"])) for step, count in zip(steps, counts, strict=True)]
@@ -272,7 +273,7 @@ class Diagnosis:
     findings: list[Finding] = field(default_factory=list)
     passed: list[str] = field(default_factory=list)
 
-    def as_dict(self) -> dict[str, Any]:
+    def as_dict(self) -> Json:
         """Return everything as JSON values."""
         return asdict(self)
 

@@ -13,6 +13,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_
 from rlinf.errors import CheckpointError, ConfigError
 from rlinf.models.embodiment.hf_vla.processing import load_vlm_processor, new_vlm_processor, reserved_ranges
 from rlinf.models.loading import check_choice, checkpoint_folder, dataset_statistics, field_error, read_json
+from rlinf.types import Statistics
 
 OWN_KEY = "hf_vla"
 """Key in a VLM's ``config.json`` under which our fields are stored."""
@@ -51,7 +52,7 @@ class HfVlaConfig(PreTrainedConfig):
     n_action_bins: int = 256
     action_bin_rule: str = "midpoints"
     reserved_tokens: list[list[int]] | None = None
-    norm_stats: dict[str, Any] | None = None
+    norm_stats: Statistics | None = None
     prompt_template: str | None = None
     weight_init: str = "normal"
     processor_config: dict[str, Any] | None = None
@@ -131,7 +132,7 @@ class HfVlaConfig(PreTrainedConfig):
         config.norm_stats = {**config.norm_stats, **dataset_statistics(folder)}
         return config
 
-    def save_pretrained(self, save_directory: str | Path, **_: Any) -> None:
+    def save_pretrained(self, save_directory: str | Path, **_: object) -> None:
         vlm_config = copy.deepcopy(self.vlm_config)
         setattr(vlm_config, OWN_KEY, {name: getattr(self, name) for name in OWN_FIELDS})
         if self.merged_adapters:

@@ -8,10 +8,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from transformers import AutoImageProcessor, AutoTokenizer, BatchFeature, PreTrainedConfig
+from transformers import AutoImageProcessor, AutoTokenizer, BatchFeature, PreTrainedConfig, PreTrainedTokenizerBase
 from transformers.models.auto.processing_auto import PROCESSOR_MAPPING
 
 from rlinf.errors import ConfigError, MissingDependencyError
+from rlinf.models.config import TokenizerConfig
 from rlinf.models.embodiment.modules.tokenizer import TINY_TOKENIZER
 from rlinf.types import Observation
 
@@ -67,7 +68,7 @@ def new_vlm_processor(config: HfVlaConfig) -> Any:
         return load_vlm_processor(folder, config.vlm_config)
 
 
-def reserved_ranges(tokenizer: Any) -> list[list[int]]:
+def reserved_ranges(tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
     """Return the ids of special and added tokens as sorted ranges ``[first, end)``."""
     ranges: list[list[int]] = []
     for token in sorted({*tokenizer.added_tokens_decoder, *tokenizer.all_special_ids}):
@@ -124,11 +125,11 @@ class HfVlaProcessor:
         images = [[camera[row] for camera in cameras] for row in range(len(observation))]
         return self.processor(text=text, images=images, padding=True, return_tensors="pt", **options)
 
-    def save_pretrained(self, save_directory: str | Path, **_: Any) -> None:
+    def save_pretrained(self, save_directory: str | Path, **_: object) -> None:
         self.processor.save_pretrained(str(save_directory))
 
 
-def load_processor(tokenizer_config: Any, model_config: HfVlaConfig, path: str | None) -> HfVlaProcessor:
+def load_processor(tokenizer_config: TokenizerConfig, model_config: HfVlaConfig, path: str | None) -> HfVlaProcessor:
     """Load the VLM's processor from ``path``, or build it from ``model_config.processor_config`` without a path."""
     model_config.vlm_class()
     if path is None and model_config.processor_config is None:

@@ -3,9 +3,10 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 from rlinf.errors import ConfigError
+from rlinf.files import Json
 from rlinf.models.embodiment.lerobot.contents import CONFIG, read_typed
 from rlinf.models.embodiment.plain_policy import PlainConfig
 from rlinf.models.loading import check_choice, field_error, read_json
@@ -47,8 +48,8 @@ class LerobotConfig(PlainConfig):
     )  # fmt: skip
 
     policy_type: str = "act"
-    input_features: dict[str, Any] | None = None
-    output_features: dict[str, Any] | None = None
+    input_features: Json | None = None
+    output_features: Json | None = None
     normalization_mapping: dict[str, str] | None = None
     n_obs_steps: int = 1
     chunk_size: int = 1
@@ -64,7 +65,7 @@ class LerobotConfig(PlainConfig):
     vlm: str | None = None
 
     @classmethod
-    def from_pretrained(cls, folder: str | Path, **kwargs: Any) -> Any:
+    def from_pretrained(cls, folder: str | Path, **kwargs: Any) -> Self:
         """Read lerobot's ``config.json``, ignoring fields that the adapter does not need."""
         values = read_typed(Path(folder) / "config.json", CONFIG)
         names = ("input_features", "output_features", "normalization_mapping")

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from safetensors import SafetensorError, safe_open
 
 from rlinf.errors import CheckpointError
+from rlinf.files import Json
 from rlinf.models.loading import LARGEST_FILE, read_json
 
 if TYPE_CHECKING:
@@ -56,7 +57,7 @@ class Finding:
         return f"{self.feature} {self.problem}. {self.fix[:1].upper()}{self.fix[1:]}"
 
 
-def read_typed(path: Path, wanted: Mapping[str, Any]) -> dict[str, Any]:
+def read_typed(path: Path, wanted: Mapping[str, Any]) -> Json:
     """Return the object in a JSON file; raise CheckpointError unless its entries have the types in ``wanted``."""
     values = read_json(path)
     if problem := mismatch(values, wanted):

@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from rlinf.errors import CheckpointError, ConfigError
-from rlinf.files import sha256_of
+from rlinf.files import Json, sha256_of
 from rlinf.models.embodiment.lerobot.config import ACTION, SUPPORTED, LerobotConfig
 from rlinf.models.embodiment.lerobot.contents import PIPELINES, Finding, content_findings
 from rlinf.models.loading import instead_of_weights, read_json
@@ -238,14 +238,14 @@ def _units(before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> Iterato
         yield Finding(ACTION, problem, "copy policy_postprocessor*.safetensors from the original training")
 
 
-def _steps(folder: Path, file: str) -> list[dict[str, Any]]:
+def _steps(folder: Path, file: str) -> list[Json]:
     """Return a pipeline's steps, without settings that are null."""
     steps = read_json(folder / file).get("steps", []) if (folder / file).is_file() else []
     settings = [{key: x for key, x in (step.get("config") or {}).items() if x is not None} for step in steps]
     return [{**step, "config": config} for step, config in zip(steps, settings, strict=True)]
 
 
-def _step(folder: Path, file: str) -> dict[str, Any] | None:
+def _step(folder: Path, file: str) -> Json | None:
     return next((step for step in _steps(folder, file) if step.get("registry_name") == PIPELINES[file]), None)
 
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from rlinf.errors import ConfigError
+from rlinf.models.config import TokenizerConfig
 from rlinf.models.embodiment.base import ActionModel, Inputs
 from rlinf.models.embodiment.lerobot.config import ACTION, PROMPT, RESIZING, LerobotConfig
 from rlinf.models.embodiment.lerobot.folder import NEEDED, action_statistics, folder_digest, reject_folder
@@ -352,5 +353,5 @@ def _check_sizes(config: LerobotConfig, action_dim: int, action_chunks_len: int)
         )
 
 
-def load_processor(tokenizer_config: Any, model_config: LerobotConfig, path: str | None) -> None:
+def load_processor(tokenizer_config: TokenizerConfig, model_config: LerobotConfig, path: str | None) -> None:
     """Return None, because the runner loads the processors."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 from safetensors.torch import load_file
 from torch import Tensor
@@ -49,7 +49,7 @@ class SmolVLAConfig(LerobotConfig):
     freeze_vlm: bool = True
 
     @classmethod
-    def from_pretrained(cls, folder: str | Path, **kwargs: Any) -> Any:
+    def from_pretrained(cls, folder: str | Path, **kwargs: Any) -> Self:
         result = super().from_pretrained(folder, **kwargs)
         config = result[0] if isinstance(result, tuple) else result
         config.num_steps = read_json(Path(folder) / "config.json").get("num_steps", config.num_steps)

@@ -1,7 +1,6 @@
 """Convert actions and states between env units and [-1, 1], using bounds of the training data."""
 
 from collections.abc import Mapping
-from typing import Any
 
 import numpy as np
 import torch
@@ -12,9 +11,10 @@ from rlinf.errors import ConfigError, did_you_mean
 from rlinf.models.embodiment.modules.ranges import Range
 from rlinf.models.loading import check_statistics
 from rlinf.options import closest
+from rlinf.types import Statistics
 
 
-def select_stats(norm_stats: Mapping[str, Any], unnorm_key: str | None) -> Mapping[str, Any]:
+def select_stats(norm_stats: Statistics, unnorm_key: str | None) -> Statistics:
     """Check and return a data set's statistics (``action``, and ``proprio`` if any); None selects the only data set."""
     if unnorm_key is None:
         if len(norm_stats) != 1:
@@ -34,12 +34,12 @@ def select_stats(norm_stats: Mapping[str, Any], unnorm_key: str | None) -> Mappi
     return stats
 
 
-def select_action_stats(norm_stats: Mapping[str, Any], unnorm_key: str | None) -> Mapping[str, Any]:
+def select_action_stats(norm_stats: Statistics, unnorm_key: str | None) -> Statistics:
     """Return a data set's ``action`` statistics; see ``select_stats``."""
     return select_stats(norm_stats, unnorm_key).get("action") or {}
 
 
-def unit_range_stats(action_dim: int, state_dim: int | None = None) -> dict[str, Any]:
+def unit_range_stats(action_dim: int, state_dim: int | None = None) -> Statistics:
     """Return statistics, under the key ``unit_range``, for actions (and states) that already range over [-1, 1]."""
     widths = {"action": action_dim} | ({"proprio": state_dim} if state_dim else {})
     bounds = {"q01": -1.0, "q99": 1.0, "min": -1.0, "max": 1.0, "mask": True}
@@ -56,7 +56,7 @@ class ActionNormalizer:
 
     def __init__(
         self,
-        stats: Mapping[str, Any],
+        stats: Statistics,
         action_dim: int | None = None,
         bounds: tuple[str, str] = ("q01", "q99"),
         unnormalize_epsilon: float = 0.0,

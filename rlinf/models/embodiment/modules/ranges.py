@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 from rlinf.errors import ConfigError
 from rlinf.models.loading import check_statistics
+from rlinf.types import Statistics
 
 FAR, GARBAGE = 5.0, 1e6
 """Distances from the middle, in half-widths, beyond which a state has wrong units, and beyond which no unit explains it."""
@@ -28,7 +29,7 @@ class Range:
         self.middle, self.half = (low + high) / 2, np.where(mask, abs(high - low) / 2, 0.0)
 
     @classmethod
-    def of(cls, stats: Mapping[str, Any], names: Sequence[str], place: str | None) -> Range:
+    def of(cls, stats: Statistics, names: Sequence[str], place: str | None) -> Range:
         """Return the range given by the lists ``names`` in statistics, checking them with ``check_statistics`` if ``place`` is set."""
         if place is not None:
             check_statistics(stats, place, names)

@@ -3,12 +3,13 @@
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 from transformers import LlamaConfig, PreTrainedConfig
 
 from rlinf.errors import ConfigError
 from rlinf.models.loading import check_choice, checkpoint_folder, dataset_statistics, field_error
+from rlinf.types import Statistics
 
 OPENVLA_PROMPT = "In: What action should the robot take to {instruction}?\nOut:"
 
@@ -116,7 +117,7 @@ class OpenVLAConfig(PreTrainedConfig):
     pad_to_multiple_of: int = 64
     output_projector_states: bool = False
     n_action_bins: int = 256
-    norm_stats: dict[str, Any] | None = None
+    norm_stats: Statistics | None = None
     vision_overrides: list[dict[str, Any]] | None = None
     vision_feature_layer: int = -2
     action_decoding: str = "autoregressive"
@@ -153,7 +154,7 @@ class OpenVLAConfig(PreTrainedConfig):
         self._check()
 
     @classmethod
-    def from_pretrained(cls, pretrained_model_name_or_path: str | Path, **kwargs: Any) -> Any:
+    def from_pretrained(cls, pretrained_model_name_or_path: str | Path, **kwargs: Any) -> Self:
         """Read ``config.json``; ``dataset_statistics.json`` is merged into ``norm_stats`` and takes precedence."""
         folder = checkpoint_folder(pretrained_model_name_or_path)
         result = super().from_pretrained(folder, **kwargs)

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import FunctionCtx
 from torch.nn.functional import silu
 from transformers import LlamaForCausalLM
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -251,12 +250,12 @@ class LeanRMSNorm(LlamaRMSNorm):
 
 class _SwiGLU(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
+    def forward(ctx: FunctionCtx, gate: Tensor, up: Tensor) -> Tensor:
         ctx.save_for_backward(gate, up)
         return silu(gate).mul_(up)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
+    def backward(ctx: FunctionCtx, gradient: Tensor) -> tuple[Tensor, Tensor]:
         gate, up = ctx.saved_tensors
         up_grad = silu(gate).mul_(gradient)
         gate_grad = gradient * up
@@ -266,14 +265,14 @@ class _SwiGLU(torch.autograd.Function):
 
 class _RMSNorm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+    def forward(ctx: FunctionCtx, x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
         wide = x.float()
         scale = torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + epsilon)
         ctx.save_for_backward(x, weight, scale)
         return weight * wide.mul_(scale).to(x.dtype)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor | None, None]:
+    def backward(ctx: FunctionCtx, gradient: Tensor) -> tuple[Tensor, Tensor | None, None]:
         x, weight, scale = ctx.saved_tensors
         wide, weight_grad = x.float(), None
         if ctx.needs_input_grad[1]:

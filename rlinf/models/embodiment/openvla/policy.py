@@ -86,7 +86,7 @@ class OpenVLAForRLActionPrediction(TokenActionModel, CheckpointPolicy):
 
     @classmethod
     def check_settings(
-        cls, config: OpenVLAConfig, *, hidden_size: int | None, unnorm_key: str | None, action_dim: int, **_: Any
+        cls, config: OpenVLAConfig, *, hidden_size: int | None, unnorm_key: str | None, action_dim: int, **_: object
     ) -> None:
         check_hidden_size(hidden_size, config.text_config.hidden_size)
         config.token_block()
@@ -414,7 +414,7 @@ class OpenVLAForRLActionPrediction(TokenActionModel, CheckpointPolicy):
         attention_mask: Tensor | None = None,
         pixel_values: Tensor | None = None,
         labels: Tensor | None = None,
-        **_: Any,
+        **_: object,
     ) -> CausalLMOutput:
         """Run the language model on BOS, image tokens and right-padded text, as in the public fine-tuning.
 

@@ -11,11 +11,12 @@ import torch
 from PIL import Image
 from torch import Tensor
 from torch.nn.functional import pad
-from transformers import AutoTokenizer, BatchFeature
+from transformers import AutoTokenizer, BatchFeature, PreTrainedTokenizerBase
 from transformers.image_processing_utils import BaseImageProcessor
 
 from rlinf.distributed.transfers import to_device
 from rlinf.errors import ConfigError
+from rlinf.models.config import TokenizerConfig
 from rlinf.models.embodiment.modules.image_resize import (
     crop_and_resize,
     jpeg_round_trip,
@@ -175,7 +176,7 @@ class PrismaticImageProcessor(BaseImageProcessor):
         # Negative values crop; if the crop is larger than the image, the border is black.
         return pad(images, (-left, left + crop[1] - target[1], -top, top + crop[0] - target[0]))
 
-    def preprocess(self, images: Any, return_tensors: str | None = "pt", **_: Any) -> BatchFeature:
+    def preprocess(self, images: Any, return_tensors: str | None = "pt", **_: object) -> BatchFeature:
         """Process one PIL image or array ``[H, W, 3]``, or a list of them."""
         batch = images if isinstance(images, (list, tuple)) else [images]
         pil_images = [img if isinstance(img, Image.Image) else Image.fromarray(np.asarray(img)) for img in batch]
@@ -207,11 +208,11 @@ class PrismaticProcessor:
     def __init__(
         self,
         image_processor: PrismaticImageProcessor,
-        tokenizer: Any,
+        tokenizer: PreTrainedTokenizerBase,
         prompt_template: str = OPENVLA_PROMPT,
         prompt_suffix_token_id: int | None = None,
         max_prompt_len: int | None = None,
-        **_: Any,
+        **_: object,
     ) -> None:
         tokenizer.padding_side = "left"
         self.image_processor, self.tokenizer = image_processor, tokenizer
@@ -221,18 +222,18 @@ class PrismaticProcessor:
 
     @classmethod
     def from_pretrained(
-        cls, path: str, tokenizer: Any = None, image_processor: Any = None, **kwargs: Any
+        cls, path: str, tokenizer: PreTrainedTokenizerBase | None = None, image_processor: Any = None, **kwargs: Any
     ) -> PrismaticProcessor:
         remote = {"trust_remote_code": kwargs.pop("trust_remote_code", False)}
         tokenizer = tokenizer or AutoTokenizer.from_pretrained(path, padding_side="left", **remote)
         return cls(image_processor or PrismaticImageProcessor.from_pretrained(path), tokenizer, **kwargs)
 
-    def save_pretrained(self, save_directory: str | Path, **_: Any) -> None:
+    def save_pretrained(self, save_directory: str | Path, **_: object) -> None:
         self.tokenizer.save_pretrained(str(save_directory))
         self.image_processor.save_pretrained(str(save_directory))
 
     def __call__(
-        self, text: str | Sequence[str], images: Any, return_tensors: str | None = "pt", **_: Any
+        self, text: str | Sequence[str], images: Any, return_tensors: str | None = "pt", **_: object
     ) -> BatchFeature:
         """Tokenise complete prompts (see ``encode``) and process images."""
         input_ids, attention_mask = self.encode([text] if isinstance(text, str) else list(text))
@@ -278,7 +279,9 @@ class PrismaticProcessor:
         return ids
 
 
-def load_processor(tokenizer_config: Any, model_config: OpenVLAConfig, path: str | None) -> PrismaticProcessor:
+def load_processor(
+    tokenizer_config: TokenizerConfig, model_config: OpenVLAConfig, path: str | None
+) -> PrismaticProcessor:
     """Load tokenizer and image processor from ``path``, or use the packaged tiny tokenizer without one."""
     tokenizer = load_tokenizer(path, model_config.text_config.vocab_size)
     if path is not None and (Path(path) / "preprocessor_config.json").is_file():

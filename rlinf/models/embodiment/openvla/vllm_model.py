@@ -171,7 +171,7 @@ class OpenVLAForVllm(nn.Module, SupportsMultiModal):
         positions: Tensor,
         intermediate_tensors: IntermediateTensors | None = None,
         inputs_embeds: Tensor | None = None,
-        **_: Any,
+        **_: object,
     ) -> Tensor | IntermediateTensors:
         return self.language_model.model(input_ids, positions, intermediate_tensors, inputs_embeds=inputs_embeds)
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 from safetensors import SafetensorError, safe_open
 from transformers import PreTrainedConfig
@@ -10,6 +10,7 @@ from transformers import PreTrainedConfig
 from rlinf.errors import CheckpointError, ConfigError
 from rlinf.models.embodiment.modules.flow import NOISE_METHODS
 from rlinf.models.loading import check_choice, check_model_type, checkpoint_folder, field_error, read_json
+from rlinf.types import Statistics
 
 _HEADS = {"num_heads": 8, "num_kv_heads": 1, "head_dim": 256}
 GEMMA_SIZES = {
@@ -81,7 +82,7 @@ class Pi0Config(PreTrainedConfig):
     cameras: list[str | None] | None = None
     discrete_state_input: bool | None = None
     use_quantile_norm: bool | None = None
-    norm_stats: dict[str, Any] | None = None
+    norm_stats: Statistics | None = None
     num_steps: int = 10
     noise_method: str = "flow_sde"
     noise_level: float = 0.5
@@ -159,7 +160,7 @@ class Pi0Config(PreTrainedConfig):
             )
 
     @classmethod
-    def from_pretrained(cls, pretrained_model_name_or_path: str | Path, **kwargs: Any) -> Any:
+    def from_pretrained(cls, pretrained_model_name_or_path: str | Path, **kwargs: Any) -> Self:
         """Read a folder's configuration in our, openpi's or lerobot's format, or from ``tiny_config.json``."""
         folder = checkpoint_folder(pretrained_model_name_or_path)
         path = next((folder / name for name in cls.config_files if (folder / name).is_file()), folder / "config.json")
@@ -229,7 +230,7 @@ def _tensor_names(folder: Path) -> list[str]:
     return names
 
 
-def _openpi_statistics(folder: Path) -> dict[str, Any]:
+def _openpi_statistics(folder: Path) -> Statistics:
     statistics = {}
     for path in sorted((folder / "assets").rglob("norm_stats.json")):
         values = read_json(path).get("norm_stats") or {}

@@ -2,7 +2,7 @@
 
 from collections.abc import Hashable, Sequence
 from dataclasses import replace
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -75,7 +75,7 @@ class Pi0ForRLActionPrediction(Pi0Network, FlowPolicy):
         action_dim: int,
         action_chunks_len: int,
         attn_implementation: str | None = None,
-        **_: Any,
+        **_: object,
     ) -> None:
         check_attention(attn_implementation or config._attn_implementation)
         check_hidden_size(hidden_size, config.hidden_size)

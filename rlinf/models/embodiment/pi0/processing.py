@@ -1,21 +1,23 @@
 """Convert images, states and prompts to pi0's input tensors, and its actions back to env units."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
+from transformers import PreTrainedTokenizerBase
 
 from rlinf.distributed.transfers import to_device
 from rlinf.errors import ConfigError
+from rlinf.models.config import TokenizerConfig
 from rlinf.models.embodiment.modules.image_resize import resize_bilinear
 from rlinf.models.embodiment.modules.ranges import Range
 from rlinf.models.embodiment.modules.tokenizer import load_tokenizer
 from rlinf.models.embodiment.pi0.config import Pi0Config
 from rlinf.models.loading import field_error
 from rlinf.number_formats import format_count
+from rlinf.types import Statistics
 
 EPSILON = 1e-6
 _NUM_STATE_BINS = 256
@@ -33,7 +35,7 @@ class StatisticsNormalizer:
         name: ``action`` or ``proprio``, used in messages.
     """
 
-    def __init__(self, stats: Mapping[str, Any], dim: int, use_quantiles: bool, name: str) -> None:
+    def __init__(self, stats: Statistics, dim: int, use_quantiles: bool, name: str) -> None:
         wanted = ("q01", "q99") if use_quantiles else ("mean", "std")
         if any(key not in stats for key in wanted):
             raise field_error(
@@ -94,7 +96,7 @@ def discretize_state(state: np.ndarray) -> np.ndarray:
 class Pi0Processor:
     """Convert prompts to token ids: the instruction and a newline, or ``Task: <instruction>, State: <bins>;\\nAction: ``."""
 
-    def __init__(self, tokenizer: Any, max_token_len: int) -> None:
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, max_token_len: int) -> None:
         self.tokenizer = tokenizer
         self.max_token_len = max_token_len
         # The newline is encoded separately, as in the public code.
@@ -123,11 +125,11 @@ class Pi0Processor:
             ids[i, : len(row)], mask[i, : len(row)] = torch.tensor(row), True
         return ids, mask
 
-    def save_pretrained(self, save_directory: str | Path, **_: Any) -> None:
+    def save_pretrained(self, save_directory: str | Path, **_: object) -> None:
         self.tokenizer.save_pretrained(str(save_directory))
 
 
-def load_processor(tokenizer_config: Any, model_config: Pi0Config, path: str | None) -> Pi0Processor:
+def load_processor(tokenizer_config: TokenizerConfig, model_config: Pi0Config, path: str | None) -> Pi0Processor:
     """Load the tokenizer from ``path``, or use the packaged tiny one without a path."""
     tokenizer = load_tokenizer(path, model_config.vocab_size)
     return Pi0Processor(tokenizer, model_config.longest_prompt)

@@ -8,11 +8,11 @@ compared with a threshold, ``LEAST_FRACTION`` of the stake (the success above th
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 from rlinf.evaluation.compare import Pairs
 from rlinf.evaluation.intervals import difference_interval, wilson_interval
 from rlinf.evaluation.result import EvaluationResult, Success
+from rlinf.files import Json
 from rlinf.number_formats import format_interval, format_points
 
 SMALL_CHANGES = ("paraphrased", "shifted_", "brighter_", "moved_")
@@ -41,7 +41,7 @@ class ConditionRow:
     pairs: Pairs | None = None
     note: str = ""
 
-    def as_dict(self) -> dict[str, Any]:
+    def as_dict(self) -> Json:
         """Return everything as JSON values."""
         parts = {"success": self.success, "pairs": self.pairs}
         return vars(self) | {name: None if part is None else part.as_dict() for name, part in parts.items()}
@@ -97,7 +97,7 @@ class Effect:
         return YES if self.low > least else NO if self.high < least else UNCLEAR
 
     @property
-    def extent(self) -> dict[str, Any]:
+    def extent(self) -> Json:
         """The verdict's ``fraction`` and ``is_partial``; empty unless the outcome is yes."""
         fraction = min(1.0, self.points / self.stake) if self.stake else 1.0
         is_partial = self.high < FULL_FRACTION * self.stake

@@ -11,10 +11,19 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from rlinf.audits.auditor import Audit, Auditor, check_episodes, check_held_out, row_text
+from rlinf.audits.checkpoint import AuditCheckpoint, num_saved
+from rlinf.audits.verdicts import LEAST_FRACTION
 from rlinf.checkpoints.folders import flat, is_checkpoint, read_loop_state, read_saved_config
 from rlinf.cluster.factory import env_maker
-from rlinf.commands.evaluate import conditions, open_policy, sampling_settings, server_digest, unknown_policy_warning
 from rlinf.commands.hydra_app import configure, given_value
+from rlinf.commands.open_evaluation import (
+    conditions,
+    open_policy,
+    sampling_settings,
+    server_digest,
+    unknown_policy_warning,
+)
 from rlinf.config.overrides import parse_overrides
 from rlinf.config.schema import RunConfig
 from rlinf.distributed.process_group import resolve_device, set_num_threads
@@ -22,10 +31,7 @@ from rlinf.envs import ENVS
 from rlinf.envs.base import VectorEnv
 from rlinf.envs.episodes import EpisodeSampler
 from rlinf.errors import CheckpointError, ConfigError, reject
-from rlinf.evaluation.audit_checkpoint import AuditCheckpoint, num_saved
-from rlinf.evaluation.auditor import Audit, Auditor, check_episodes, check_held_out, row_text
 from rlinf.evaluation.evaluator import episode_list
-from rlinf.evaluation.verdicts import LEAST_FRACTION
 from rlinf.files import locked_folder, write_text
 from rlinf.models.precision import autocast
 from rlinf.number_formats import format_duration
@@ -39,6 +45,7 @@ from rlinf.types import EpisodeSpec
 NUM_EPISODES = 100
 """Default number of episodes per condition."""
 TITLE_WIDTH = 44
+TEMPLATE = Path(__file__).with_name("audit.html")
 NOT_KNOWN = "of the training split; it is not known which of them the policy has seen"
 EVAL_STATES = "env.num_eval_init_states"
 SEEN_KEYS = (
@@ -135,9 +142,10 @@ def write_audit(audit: Audit, folder: str | os.PathLike, title: str, facts: Mapp
     """Write ``audit.json`` and ``report.html`` to a folder, and return the path of the report."""
     folder = Path(folder)
     write_text(folder / AUDIT_FILE, json.dumps({**audit.as_dict(), **facts}, indent=1, default=str))
-    facts = {**facts, "episodes": audit.num_episodes, "actions clipped": clipped_text(audit)}
+    clipped = clipped_text(audit.actions_clipped_fraction, audit.actions_max_abs)
+    facts = {**facts, "episodes": audit.num_episodes, "actions clipped": clipped}
     page = folder / REPORT_FILE
-    return write_page(page, "audit.html", title, audit=audit, facts=facts, least_fraction=LEAST_FRACTION)
+    return write_page(page, TEMPLATE, title, audit=audit, facts=facts, least_fraction=LEAST_FRACTION)
 
 
 def check(config: RunConfig) -> None:

@@ -9,10 +9,8 @@ from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
-from rlinf.errors import ConfigError, RejectedInputError, RejectedRequestError
-from rlinf.evaluation.audit_checkpoint import AuditCheckpoint
-from rlinf.evaluation.compare import EPISODES, compare
-from rlinf.evaluation.disturbed_env import (
+from rlinf.audits.checkpoint import AuditCheckpoint
+from rlinf.audits.disturbed_env import (
     DisturbedEnv,
     EpisodeRecord,
     Motion,
@@ -28,9 +26,12 @@ from rlinf.evaluation.disturbed_env import (
     still_images,
     still_states,
 )
+from rlinf.audits.verdicts import UNCLEAR, ConditionRow, Verdict, success_label_verdict, verdicts
+from rlinf.errors import ConfigError, RejectedInputError, RejectedRequestError
+from rlinf.evaluation.compare import EPISODES, compare
 from rlinf.evaluation.evaluator import evaluate_policy
 from rlinf.evaluation.result import EvaluationResult, actions_clipped, clipping_warning, far_warning
-from rlinf.evaluation.verdicts import UNCLEAR, ConditionRow, Verdict, success_label_verdict, verdicts
+from rlinf.files import Json
 from rlinf.number_formats import format_interval, format_points
 from rlinf.types import EpisodeSpec
 
@@ -77,7 +78,7 @@ class Audit:
         rest = f" Open: {' '.join(unclear)}" if unclear else ""
         return f"Cheats: {cheats}. Breaks when: {breaks}. Partly: {'; '.join(partial) or 'nothing found'}.{rest}"
 
-    def as_dict(self) -> dict[str, Any]:
+    def as_dict(self) -> Json:
         """Return everything as JSON values."""
         return {
             "num_episodes": self.num_episodes,

@@ -7,8 +7,6 @@ from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from typing import Any
 
-from rlinf.commands.blind import blind
-from rlinf.commands.evaluate import evaluate
 from rlinf.config.schema import RunConfig
 from rlinf.data.formats import describe_dataset
 from rlinf.envs import ENVS
@@ -18,7 +16,9 @@ from rlinf.evaluation.result import EvaluationResult
 from rlinf.options import override_text, to_mapping
 from rlinf.preflight.compatibility import require_package
 from rlinf.preflight.folders import check_writable
+from rlinf.robot.blind import blind
 from rlinf.robot.config import RobotConfig
+from rlinf.robot.evaluation import evaluate_on_robot
 from rlinf.robot.page import listening
 from rlinf.robot.recorder import recorded_env
 from rlinf.training.stop_signal import sigterm_is_ctrl_c
@@ -47,7 +47,7 @@ def robot(config: RunConfig, settings: RobotConfig, other: RunConfig | None = No
         listening(settings.page_host, settings.page_port, BaseHTTPRequestHandler).server_close()
     config = replace(config, evaluation=replace(evaluation, num_envs=1, num_videos_per_task=0, probe=False))
     with sigterm_is_ctrl_c():
-        return evaluate(config, settings) if other is None else blind(config, other, settings)
+        return evaluate_on_robot(config, settings) if other is None else blind(config, other, settings)
 
 
 def _check_arm(config: RunConfig, settings: RobotConfig) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -16,10 +15,11 @@ from rlinf.data.lerobot_dataset import open_dataset
 from rlinf.data.lerobot_format import IMAGES
 from rlinf.envs.success_network import SuccessClassifier, SuccessNetwork
 from rlinf.errors import ConfigError, reject
-from rlinf.evaluation.detection import calibration, choose_threshold, errors
+from rlinf.files import Json
 from rlinf.number_formats import format_interval
 from rlinf.options import PathText, option, to_mapping
 from rlinf.preflight.folders import check_writable
+from rlinf.robot.detection import calibration, choose_threshold, errors
 from rlinf.seeding import derive_seed
 from rlinf.tracking.progress import Progress
 
@@ -80,7 +80,7 @@ def classifier(config: ClassifierConfig) -> SuccessClassifier:
     if os.path.lexists(folder):
         reject(f"output_dir='{folder}' exists", "a new folder", "output_dir=<a new folder>")
     check_writable(config.output_dir, "output_dir")
-    about: dict[str, Any] = {"camera": config.camera, "config": to_mapping(config)}
+    about: Json = {"camera": config.camera, "config": to_mapping(config)}
     frames = read_frames(config, "data", about)
     if config.extra_data:
         frames = frames.concatenate(read_frames(config, "extra_data", about))
@@ -106,7 +106,7 @@ def classifier(config: ClassifierConfig) -> SuccessClassifier:
     return result
 
 
-def read_frames(config: ClassifierConfig, key: str, about: dict[str, Any]) -> LabelledFrames:
+def read_frames(config: ClassifierConfig, key: str, about: Json) -> LabelledFrames:
     """Read and label a dataset's frames. The first call fills ``about``; later datasets must match it."""
     info = describe_dataset(getattr(config, key), key)
     fix = f"{key}=<a different folder>"
@@ -237,7 +237,7 @@ def augment(images: np.ndarray, mirror: bool, generator: np.random.Generator) ->
     return torch.from_numpy(shifted)
 
 
-def summary(about: dict[str, Any]) -> str:
+def summary(about: Json) -> str:
     """Format the contents of ``classifier.json`` for the terminal."""
     where = "held-out episodes of data" if about["config"]["test"] is None else about["config"]["test"]
     lines = [f"trained on    {about['frames']} frames, {about['successes']} of success"]

@@ -1,10 +1,9 @@
 """Measure the quality of a success classifier: threshold, error rates with intervals, and calibration."""
 
-from typing import Any
-
 import numpy as np
 
 from rlinf.evaluation.intervals import wilson_interval
+from rlinf.files import Json
 
 NUM_BINS = 10
 
@@ -20,7 +19,7 @@ def choose_threshold(scores: np.ndarray, labels: np.ndarray, false_positives: fl
     return float(np.nextafter(failures[allowed], np.float32(np.inf)))
 
 
-def errors(detected: np.ndarray, labels: np.ndarray, episodes: np.ndarray) -> dict[str, Any]:
+def errors(detected: np.ndarray, labels: np.ndarray, episodes: np.ndarray) -> Json:
     """Return the error rates of ``detected``, bool ``[N]``, as counts, fractions and 95 % Wilson intervals.
 
     ``false_positives`` is a fraction of the failures, ``false_negatives`` a fraction of the successes, and ``false_positive_episodes`` a
@@ -34,7 +33,7 @@ def errors(detected: np.ndarray, labels: np.ndarray, episodes: np.ndarray) -> di
     return {"errors": rates}
 
 
-def calibration(logits: np.ndarray, labels: np.ndarray) -> dict[str, Any]:
+def calibration(logits: np.ndarray, labels: np.ndarray) -> Json:
     """Return the ``reliability`` in ``NUM_BINS`` bins of equal width, omitting empty bins, and the ``calibration_error``.
 
     ``ECE = sum_b n_b / N |success rate in b - mean probability in b|`` (Guo et al. 2017, equation 3).

@@ -12,9 +12,9 @@ from urllib.parse import quote
 
 import numpy as np
 
+from rlinf.audits.disturbed_env import EpisodeRecord
 from rlinf.checkpoints.folders import flat
 from rlinf.errors import CheckpointError, ConfigError
-from rlinf.evaluation.disturbed_env import EpisodeRecord
 from rlinf.evaluation.result import EvaluationResult
 from rlinf.files import write_bytes, write_text
 from rlinf.manifest import Mismatch
@@ -66,7 +66,7 @@ class AuditCheckpoint:
     def add_records(self, records: Mapping[EpisodeSpec, EpisodeRecord], specs: Sequence[EpisodeSpec]) -> None:
         """Save the episode records, ordered as in ``specs``."""
         rows = [records[spec] for spec in specs]
-        arrays: dict[str, Any] = {
+        arrays: dict[str, np.ndarray] = {
             f"image {name}": np.stack([row.images[name] for row in rows]) for name in rows[0].images
         }
         if rows[0].state is not None:

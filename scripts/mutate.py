@@ -128,6 +128,7 @@ TESTS = {
         "tests/integration/test_uneven_ranks.py::test_all_ranks_begin_with_the_weights_of_rank_0",
     ],
     "rlinf/training/train_worker.py": ["tests/unit/test_train_worker.py", "tests/integration/test_uneven_ranks.py"],
+    "rlinf/training/rollout_queue.py": ["tests/integration/test_async_training.py", "tests/unit/test_deadlines.py"],
     "rlinf/training/rl_trainer.py": [
         "tests/unit/test_rl_trainer.py",
         "tests/integration/test_uneven_ranks.py::test_a_group_of_one_rank_is_played_again_and_counted_on_all",
@@ -138,7 +139,8 @@ TESTS = {
         "tests/integration/test_training.py::test_a_rank_that_is_done_with_its_demonstrations_stops_with_one_that_heard_the_signal",
     ],
     "rlinf/offpolicy/trainer.py": TWO_PLAY,
-    "rlinf/offpolicy/residual_norm.py": TWO_PLAY,
+    "rlinf/offpolicy/transitions.py": TWO_PLAY,
+    "rlinf/offpolicy/episodes.py": TWO_PLAY,
     "rlinf/models/embodiment/mlp_action_model.py": _cloning("mlp"),
     "rlinf/models/embodiment/token_action_model.py": _cloning("openvla"),
     "rlinf/models/embodiment/openvla/policy.py": _cloning("openvla"),

@@ -12,7 +12,7 @@ from rlinf.errors import ConfigError
 from rlinf.evaluation.intervals import bootstrap_interval, paired_difference_interval
 from rlinf.evaluation.questions_result import QuestionsResult
 from rlinf.evaluation.result import EvaluationResult, Success
-from rlinf.evaluation.sequential import LEVEL, difference_confidence_sequence, episodes_to_decide, sequential_p_value
+from rlinf.evaluation.sequential import LEVEL, difference_confidence_sequence, sequential_p_value
 from rlinf.evaluation.stopping import episode_of
 from rlinf.files import Json
 from rlinf.manifest import Mismatch, reject_mismatches
@@ -96,23 +96,15 @@ class SequentialPairs(Pairs):
         """p-value of the sequential test."""
         return sequential_p_value(self.signs, self.num_planned)
 
-    def forecast(self) -> str:
-        """Return which policy is better, or how many more episodes would be needed to decide."""
+    def state(self) -> str:
+        """Return which policy is better, or that this is not decided yet."""
         progress = f"after {self.episodes} of {self.num_planned} episodes"
-        if self.p_value <= LEVEL:
-            low, high = self.interval
-            # The test only asks which policy wins more often; the interval must cover every possible difference, so it is wider.
-            doubt = "; by how much is still open, so the wider interval includes 0" if low <= 0 <= high else ""
-            return f"Decided {progress}: {'b' if self.difference > 0 else 'a'} is better{doubt}"
-        more = episodes_to_decide(self.signs, self.num_planned)
-        if more is None:
-            return f"Not decided {progress}: the two differ too little for a forecast"
-        if self.episodes + more <= self.num_planned:
-            return f"Not decided {progress}: about {more} more would decide, if the two continue to differ as they have so far"
-        return (
-            f"Not decided {progress}: a new list of about {self.episodes + more}, planned from the start, would decide, if the two "
-            "differ as they have so far; extending this list would not be a valid test"
-        )
+        if self.p_value > LEVEL:
+            return f"Not decided {progress}"
+        low, high = self.interval
+        # The test only asks which policy wins more often; the interval must cover every possible difference, so it is wider.
+        doubt = "; by how much is still open, so the wider interval includes 0" if low <= 0 <= high else ""
+        return f"Decided {progress}: {'b' if self.difference > 0 else 'a'} is better{doubt}"
 
 
 @dataclass(frozen=True)
@@ -234,7 +226,7 @@ class Comparison:
             *(self._success_rows() if self.reports_success else self._return_rows()),
         ]
         lines += [f"allowed by evaluation.allow_mismatch: {mismatch}" for mismatch in self.mismatches]
-        lines += [f"{self.sequential.forecast()}."] if self.sequential is not None else []
+        lines += [f"{self.sequential.state()}."] if self.sequential is not None else []
         return "\n".join([*lines, self.verdict(), f"{self.method}."])
 
     def _success_rows(self) -> list[str]:

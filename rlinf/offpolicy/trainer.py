@@ -1,16 +1,14 @@
-"""Off-policy reinforcement learning of an actor, standalone or on a frozen base policy: act, store, update."""
+"""Trainer of an off-policy actor, standalone or on a frozen base policy: collect transitions, update, report."""
 
 from __future__ import annotations
 
 import logging
 import math
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager
 from typing import cast
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -21,28 +19,23 @@ from rlinf.checkpoints.trainer_state import read_entries, read_tensors
 from rlinf.cluster.factory import env_maker, episode_sampler
 from rlinf.data.formats import open_dataset
 from rlinf.data.stored import StoredDemonstrations
-from rlinf.distributed.deadlines import deadline
-from rlinf.distributed.process_group import gather_objects, local_world_size, rank, rank_range, world_size
-from rlinf.distributed.transfers import to_device
+from rlinf.distributed.process_group import gather_objects, local_world_size, rank, world_size
 from rlinf.envs.base import VectorEnv
 from rlinf.envs.episodes import EpisodeSampler
-from rlinf.errors import CheckpointError, NonFiniteError, RLinfError
-from rlinf.evaluation.result import actions_clipped
+from rlinf.errors import CheckpointError, RLinfError
 from rlinf.models.base_weights import tensors_digest
 from rlinf.models.embodiment.actor_policy import ActorPolicy, check_bounds, make_actor
 from rlinf.models.embodiment.base import ActionModel
-from rlinf.models.sampling import standard_normal
-from rlinf.offpolicy.gather import BaseOutput, CallOutcome, all_gather_concat
+from rlinf.offpolicy.episodes import largest_value
 from rlinf.offpolicy.learner import OffPolicyLearner
 from rlinf.offpolicy.offline import Offline, take_over_replay
 from rlinf.offpolicy.replay import ReplayBuffer
-from rlinf.offpolicy.residual_norm import ResidualNorm
+from rlinf.offpolicy.transitions import TransitionCollector
 from rlinf.preflight.conditions import build_manifest
 from rlinf.rollout.weight_push import WeightPush
 from rlinf.run_folder import TRAINER_FOLDER
 from rlinf.seeding import derive_seed
 from rlinf.training.action_trainer import ActionTrainer, Clock, TrainerContext
-from rlinf.types import BaseActions, EpisodeResult, EpisodeSpec, Observation
 
 logger = logging.getLogger("rlinf")
 
@@ -57,7 +50,7 @@ def make_offpolicy_trainer(algorithm: type[OffPolicyLearner], parts: TrainerCont
     folder = cast(OffPolicyConfig, config.algorithm).offline_dataset
     demonstrations = None if folder is None else open_dataset(config.sft, env, folder, outcomes=True)
     sampler = episode_sampler(config, env)
-    return OffPolicyTrainer(parts, env, sampler, algorithm, parts.worker.autocast, demonstrations)
+    return OffPolicyTrainer(parts, env, sampler, algorithm, demonstrations)
 
 
 class OffPolicyTrainer(ActionTrainer):
@@ -69,7 +62,6 @@ class OffPolicyTrainer(ActionTrainer):
     Each rank steps its own envs. Transitions are all-gathered, so all ranks make identical updates.
 
     Args:
-        autocast: Returns the context in which the base policy runs.
         demonstrations: Dataset from which a fraction of each batch is sampled, if any.
     """
 
@@ -79,29 +71,23 @@ class OffPolicyTrainer(ActionTrainer):
         env: VectorEnv,
         sampler: EpisodeSampler,
         make_learner: type[OffPolicyLearner],
-        autocast: Callable[[], AbstractContextManager],
         demonstrations: StoredDemonstrations | None = None,
     ) -> None:
         super().__init__(parts)
-        self.env, self.sampler, self.autocast = env, sampler, autocast
+        self.env, self.sampler = env, sampler
         self._bounds = torch.from_numpy(env.action_low), torch.from_numpy(env.action_high)
         check_bounds(*self._bounds)  # check now instead of after hours of behaviour cloning
         self.make_learner, self.demonstrations = make_learner, demonstrations
         self.offline: Offline | None = None
         self.config = cast(OffPolicyConfig, parts.config.algorithm)
         self.pending_updates = 0.0  # fractional updates still due (UTD ratio x env steps)
-        self.num_base_queries = 0  # observations that the base policy has processed
         self.largest_return = 0.0  # discounted, in absolute value, from any step of an episode to its end
         self._warned: set[str] = set()
-        num_envs = parts.config.rollout.num_envs
-        self._rank_envs = rank_range(num_envs, rank(), world_size())
-        self._residual_norm = ResidualNorm(env.task_names)
-        self._observation: Observation  # current observation of this rank's envs
-        self._base_actions: BaseActions | None = None  # base policy's output for the current observation
         self._updating = ThreadPoolExecutor(1, "update") if self.config.overlap else None
         self.policy: ActorPolicy
         self.learner: OffPolicyLearner
         self.replay: ReplayBuffer
+        self.transitions: TransitionCollector
 
     def begin(self) -> None:
         """Start with a new actor or the checkpoint's, and evaluate it."""
@@ -162,6 +148,9 @@ class OffPolicyTrainer(ActionTrainer):
             seed=derive_seed(seed, "replay"),
             feature_dtype=self.policy.base.feature_dtype,
         )
+        self.transitions = TransitionCollector(
+            run, self.env, self.sampler, self.policy, self.learner, self.replay, self.worker.autocast
+        )
         if self.policy.base_sha256 is None:
             self.policy.base_sha256 = tensors_digest(self.policy.base.state_dict())
         if self.demonstrations is not None:
@@ -177,7 +166,7 @@ class OffPolicyTrainer(ActionTrainer):
 
     def _take(self, dataset: StoredDemonstrations) -> None:
         """Prepare the demonstrations: query the base policy, unless its outputs are cached on disk."""
-        self.offline = Offline(self.parts, dataset, self.policy, self.autocast)
+        self.offline = Offline(self.parts, dataset, self.policy, self.worker.autocast)
         self.demonstrations = None  # free the memory of its images, which are no longer needed
         self.loop.progress.note(str(self.offline.data))
         for episode in self.offline.data.episodes:
@@ -188,7 +177,7 @@ class OffPolicyTrainer(ActionTrainer):
         """Return learner, replay buffer and counters."""
         loop = {
             "pending_updates": torch.tensor(self.pending_updates, dtype=torch.float64),
-            "num_base_queries": torch.tensor(self.num_base_queries),
+            "num_base_queries": torch.tensor(self.transitions.num_base_queries),
             "largest_return": torch.tensor(self.largest_return, dtype=torch.float64),
         }
         parts = {LEARNER: self.learner.state_dict(), REPLAY: self.replay.state_dict(), LOOP: loop}
@@ -215,8 +204,8 @@ class OffPolicyTrainer(ActionTrainer):
             self.replay.load_state_dict(part(REPLAY))
             self.learner.load_state_dict(part(LEARNER))
             loop = part(LOOP)
-            self.pending_updates, self.num_base_queries = float(loop["pending_updates"]), int(loop["num_base_queries"])
-            self.largest_return = float(loop["largest_return"])
+            self.pending_updates, self.largest_return = float(loop["pending_updates"]), float(loop["largest_return"])
+            self.transitions.num_base_queries = int(loop["num_base_queries"])
         except (KeyError, RuntimeError) as error:
             raise CheckpointError(
                 f"{folder} does not fit algorithm.name={self.config.name} with these settings: {error}. Use the algorithm section of "
@@ -225,45 +214,43 @@ class OffPolicyTrainer(ActionTrainer):
 
     def iteration(self, step: int) -> dict[str, float]:
         """Run ``rollout.num_chunks`` policy calls in each env, with updates in between, and return metrics."""
-        state, clock, num_calls = self.loop.state, Clock(), self.parts.config.rollout.num_chunks
+        state, clock, transitions = self.loop.state, Clock(), self.transitions
         self.learner.decay(self.decayed(step))
         before, updates, staleness = state.env_steps, _Means(), 0
-        episodes = _EpisodeStats(self.parts.config.rollout.num_envs, self.config.gamma)
-        self._residual_norm = ResidualNorm(self.env.task_names)
-        base_output = self._start_episodes(step)
-        shape = (num_calls, self.parts.config.rollout.num_envs, self.policy.actor.noise_dim)
-        for call, uniforms in enumerate(self._draw(*shape, purpose=("actions", step))):
-            self._observe(base_output)
+        transitions.start_episodes(step)
+        for call in range(self.parts.config.rollout.num_chunks):
+            transitions.store_observations()
             clock.lap("rollout")
             if self._updating is None:
                 self._update(updates)
                 clock.lap("update")
             # With algorithm.overlap, a thread runs updates while the envs execute actions chosen before these updates. The actions, and
             # therefore the results, do not depend on whether the thread or the envs are faster.
-            actions, greedy = self._choose_actions(base_output, uniforms, episodes)
+            is_warm_up = state.env_steps < self.config.learning_starts
+            actions = transitions.choose_actions(call, is_warm_up)
             acted_at = self.learner.num_updates
             running = None if self._updating is None else self._updating.submit(self._update, updates)
-            outcome = self._step_envs(step, call, actions, greedy, is_last=call + 1 == num_calls)
+            outcome = transitions.step_envs(call, actions)
             clock.lap("rollout")
             # The buffer and the pending updates are not locked, so the thread must finish before they change.
             if running is not None:
                 running.result()
                 clock.lap("update")
                 staleness = max(staleness, self.learner.num_updates - acted_at)
-            self._store(actions, outcome, episodes)
-            base_output = outcome.following
-        self._observe(base_output)  # the critic estimates the value after the last actions
+            transitions.store(actions.sampled, outcome)
+            self._count_env_steps(int(outcome.executed.sum()), is_warm_up)
+        transitions.store_observations()
         clock.lap("rollout")
         self._update(updates)
         clock.lap("update")
         self.learner.check_finite()
         self._check_equal_on_ranks()
-        self.largest_return = max(self.largest_return, episodes.largest_return)
-        metrics = episodes.metrics() | {f"train/{name}": value for name, value in updates.means().items()}
-        metrics |= self._residual_norm.metrics()
+        self.largest_return = max(self.largest_return, transitions.episodes.largest_return)
+        metrics = transitions.episodes.metrics() | {f"train/{name}": value for name, value in updates.means().items()}
+        metrics |= transitions.residual_norm.metrics()
         metrics |= {
             "rollout/env_steps_total": state.env_steps,
-            "rollout/base_policy_queries": self.num_base_queries,
+            "rollout/base_policy_queries": transitions.num_base_queries,
             "rollout/transitions": self.replay.num_transitions,
             "rollout/staleness_updates": staleness,
             "train/updates_total": self.learner.num_updates,
@@ -276,6 +263,22 @@ class OffPolicyTrainer(ActionTrainer):
         if rank() == 0:
             self._warn(metrics)
         return metrics | clock.metrics()
+
+    def _count_env_steps(self, num_steps: int, is_warm_up: bool) -> None:
+        if not is_warm_up:
+            self.pending_updates += self.config.utd_ratio * num_steps
+        self.loop.state.env_steps += num_steps
+
+    def _update(self, updates: _Means) -> None:
+        """Run the pending updates."""
+        num_offline = self.config.num_offline_rows
+        while self.pending_updates >= 1.0:
+            batch = self.replay.sample(self.config.batch_size - num_offline, self.config.gamma, self.config.n_step)
+            if self.offline is not None:
+                batch = self.offline.join(batch)
+            updates.add(self.learner.update(batch, num_offline))
+            self.pending_updates -= 1.0
+            self.loop.state.policy_version += 1
 
     def _check_equal_on_ranks(self) -> None:
         """Raise RLinfError on all ranks if the ranks' actors differ."""
@@ -311,163 +314,11 @@ class OffPolicyTrainer(ActionTrainer):
             logger.warning("%s", text)
             self._warned.add(name)
 
-    def _start_episodes(self, step: int) -> BaseOutput:
-        """Start each env's first episode in this iteration."""
-        first, positions = self._rank_envs.start, np.zeros(len(self._rank_envs), dtype=np.int64)
-
-        def next_episode(row: int) -> EpisodeSpec:
-            positions[row] += 1
-            return episode(row)
-
-        def episode(row: int) -> EpisodeSpec:
-            spec = self.sampler.spec(step, first + row, int(positions[row]))
-            self._residual_norm.start_episode(row, spec.task_id)
-            return spec
-
-        specs = [episode(row) for row in range(len(self._rank_envs))]
-        self._observation = self.env.reset(options={"episodes": specs, "next_episode": next_episode})[0]
-        rows = np.arange(len(specs))
-        self._base_actions = self._propose(self._observation, rows, "candidates", step, 0)
-        return all_gather_concat(self._base_output(rows, self._base_actions))
-
-    def _draw(self, *shape: int, purpose: tuple[str | int, ...]) -> Tensor:
-        """Draw uniform float32 random numbers in (0, 1), identical on all ranks."""
-        generator = torch.Generator().manual_seed(derive_seed(self.parts.config.seed, *purpose))
-        return torch.rand(shape, generator=generator).clamp_min_(torch.finfo(torch.float32).tiny)
-
-    def _propose(self, observation: Observation, rows: np.ndarray, *purpose: str | int) -> BaseActions | None:
-        """Query the base policy for the observations of this rank's envs ``rows`` (None if empty); ``purpose`` seeds the candidates."""
-        if not len(rows):
-            return None
-        # Draw for the envs of all ranks, so that each env has the same random numbers for any number of ranks.
-        shape = (self.parts.config.rollout.num_envs, self.policy.num_base_uniforms)
-        uniforms = self._draw(*shape, purpose=purpose)[self._rank_envs.start + rows].to(self.policy.device)
-        with self.autocast():
-            return self.policy.query_base(self.policy.preprocess(observation), uniforms)
-
-    def _base_output(self, rows: np.ndarray, actions: BaseActions | None) -> BaseOutput:
-        """Move the base policy's output for this rank's envs ``rows`` to the CPU for the all-gather."""
-        policy, envs = self.policy, torch.from_numpy(self._rank_envs.start + rows)
-        # Even without rows, each rank needs tensors of the right width, because the all-gather is a collective call.
-        if actions is None:
-            chunks = torch.empty(0, policy.actor.num_candidates, policy.action_chunks_len, policy.action_dim)
-            return BaseOutput(envs, torch.empty(0, policy.actor.feature_dim, dtype=policy.base.feature_dtype), chunks)
-        features = actions.features.cpu()
-        if not bool(features.isfinite().all()):
-            num_bad = (~features.isfinite().all(1)).sum()
-            raise NonFiniteError(
-                f"The features of the frozen policy are not finite for {num_bad} of {len(rows)} observations "
-                f"(model.features={self.parts.config.model.features}, model.precision={self.parts.config.model.precision}). "
-                "Set model.precision=fp32, or check its weights with `rlinf diagnose`"
-            )
-        return BaseOutput(envs, features, actions.chunks.cpu())
-
-    def _observe(self, base: BaseOutput) -> None:
-        """Store observations; the last observation of a truncated episode has no action."""
-        if len(base.envs):
-            self.num_base_queries += len(base.envs)
-            self.replay.observe(base.envs, base.features, self.policy.base_inputs(base.chunks.to(self.policy.device)))
-
-    def _is_warm_up(self) -> bool:
-        return self.loop.state.env_steps < self.config.learning_starts
-
-    @torch.no_grad()
-    def _choose_actions(self, output: BaseOutput, uniforms: Tensor, episodes: _EpisodeStats) -> tuple[Tensor, Tensor]:
-        """Return the normalised actions ``[B, A]`` of all envs, with and without exploration noise."""
-        device, actor = self.policy.device, self.policy.actor
-        features, uniforms = to_device(output.features, device), to_device(uniforms, device)
-        base = self.policy.base_inputs(to_device(output.chunks, device))
-        greedy, _ = self.policy.select_action(features, base, None)
-        if self._is_warm_up():
-            actions = actor.compose(base, 2 * uniforms[:, : actor.output_dim] - 1)
-        else:
-            actions, chosen = self.policy.select_action(features, base, standard_normal(uniforms))
-            episodes.add_choices(chosen, base.shape[1] if actor.critics_choose else 0)
-        if episodes.values is None:
-            episodes.values = self.learner.values(actor.encoder(features), base, actions).cpu().numpy()
-        return actions, greedy
-
-    @deadline("rollout")
-    def _step_envs(self, step: int, call: int, actions: Tensor, greedy: Tensor, is_last: bool) -> CallOutcome:
-        """Step this rank's envs, query the base policy for the next observations, and gather the outcomes from all ranks.
-
-        After an iteration's last policy call, only query observations of unfinished episodes.
-        """
-        rank_rows = slice(self._rank_envs.start, self._rank_envs.stop)
-        with self.autocast():  # with DSRL, the base policy computes its actions from the actor's noise
-            executed = self.policy.env_actions(self._base_actions, actions[rank_rows])
-        self._measure_residuals(executed, greedy[rank_rows])
-        self._base_actions = None  # free its activations before the next query
-        chunk = self.env.chunk_step(executed.cpu().numpy())
-        self._observation, rows = chunk.observation, np.arange(len(self._rank_envs))
-        if is_last:
-            rows = np.setdiff1d(rows, [*chunk.final_env_ids, *chunk.lost_env_ids])
-            self._observation = self._observation.select(rows)
-        self._base_actions = self._propose(self._observation, rows, "candidates", step, call + 1)
-        # A time limit does not end the task: the critic evaluates the true last observation, not the next episode's first one.
-        truncated, envs, last = chunk.truncated[chunk.final_env_ids], self._rank_envs.start, None
-        if truncated.any():
-            observation = chunk.final_observation.select(np.flatnonzero(truncated))
-            last = self._propose(observation, chunk.final_env_ids[truncated], "last candidates", step, call)
-        outcome = CallOutcome(
-            chunk.rewards, chunk.executed, chunk.terminated, chunk.final_env_ids + envs, truncated, chunk.episodes, chunk.lost_env_ids + envs,
-            self._base_output(chunk.final_env_ids[truncated], last), self._base_output(rows, self._base_actions),
-        )  # fmt: skip
-        return all_gather_concat(outcome)
-
-    def _measure_residuals(self, executed: Tensor, greedy: Tensor) -> None:
-        """Record how much the actor changes the base actions, without exploration noise except for DSRL."""
-        # Computing DSRL's greedy action would require an additional query of the base policy.
-        if self._is_warm_up() or not self.policy.actor.base_dim:
-            return
-        base = self.policy.normalize(self._base_actions.chunks)[:, 0]
-        changed = self.policy.normalize(executed.unsqueeze(1))[:, 0] if self.policy.actor.sets_noise else greedy
-        self._residual_norm.add(base, changed)
-
-    def _store(self, actions: Tensor, outcome: CallOutcome, episodes: _EpisodeStats) -> None:
-        """Store the actions and their outcomes."""
-        state, is_warm_up = self.loop.state, self._is_warm_up()
-        rows = np.setdiff1d(np.arange(len(actions)), outcome.lost)
-        self.replay.act(
-            torch.from_numpy(rows), actions[rows], torch.from_numpy(outcome.rewards[rows]),
-            torch.from_numpy(outcome.executed[rows]), torch.from_numpy(outcome.terminated[rows]),
-        )  # fmt: skip
-        self._observe(outcome.last)
-        num_steps = int(outcome.executed.sum())
-        if not is_warm_up:
-            self.pending_updates += self.config.utd_ratio * num_steps
-        state.env_steps += num_steps
-        episodes.add(outcome)
-
-    def _update(self, updates: _Means) -> None:
-        """Run the pending updates."""
-        num_offline = self.config.num_offline_rows
-        while self.pending_updates >= 1.0:
-            batch = self.replay.sample(self.config.batch_size - num_offline, self.config.gamma, self.config.n_step)
-            if self.offline is not None:
-                batch = self.offline.join(batch)
-            updates.add(self.learner.update(batch, num_offline))
-            self.pending_updates -= 1.0
-            self.loop.state.policy_version += 1
-
 
 def largest_return(replay: ReplayBuffer, gamma: float) -> float:
     """Return the return of an infinite episode in which every step has the buffer's maximum absolute reward."""
     largest = float(replay.rewards.abs().max())
     return largest / (1 - gamma) if gamma < 1 else math.inf
-
-
-def largest_value(rewards: Sequence[float], gamma: float, is_truncated: bool) -> float:
-    """Return the maximum ``|sum g^k r_k|`` from any step of an episode to its end."""
-    # Treat a truncated episode as if it were repeated forever, because the critics also predict the rewards after the truncation.
-    total = sum(gamma**step * reward for step, reward in enumerate(rewards))
-    weight = 1 - gamma ** len(rewards)
-    value = 0.0 if not is_truncated or total == 0 else total / weight if weight > 0 else math.inf
-    largest = abs(value)
-    for reward in reversed(rewards):
-        value = reward + gamma * value
-        largest = max(largest, abs(value))
-    return largest
 
 
 class _Means:
@@ -483,63 +334,3 @@ class _Means:
 
     def means(self) -> dict[str, float]:
         return {name: float(total) / count for name, (total, count) in self._sums.items()}
-
-
-class _EpisodeStats:
-    """Metrics of each env's first episode in an iteration."""
-
-    # Later episodes that end within the iteration are mostly quick successes; including them would overestimate the success rate.
-
-    def __init__(self, num_envs: int, gamma: float) -> None:
-        self.gamma, self.results = gamma, list[EpisodeResult]()
-        self.calibration = list[tuple[float, float]]()  # value of the first action, discounted return
-        self._first = np.ones(num_envs, dtype=bool)  # whether the first episode is still running
-        self.values: np.ndarray | None = None  # of the first actions
-        self._returns, self._powers = np.zeros(num_envs), np.ones(num_envs)
-        self.num_lost = 0
-        self.largest_return = 0.0  # ``largest_value`` over all ended episodes
-        self._rewards: list[list[float]] = [[] for _ in range(num_envs)]  # of the running episodes
-        self._choices: list[Tensor] = []  # bool: whether an unmodified base-policy chunk was chosen
-
-    def add_choices(self, chosen: Tensor, num_candidates: int) -> None:
-        """Add the indices of the chosen options; the first ``num_candidates`` options are the base policy's chunks."""
-        if num_candidates:
-            self._choices.append(chosen < num_candidates)
-
-    def add(self, outcome: CallOutcome) -> None:
-        """Add the outcome of a policy call."""
-        rewards, executed, ended, lost = outcome.rewards, outcome.executed, outcome.ended, outcome.lost
-        for column in range(rewards.shape[1]):
-            self._returns += self._powers * rewards[:, column]
-            self._powers *= np.where(executed[:, column], self.gamma, 1.0)
-        for row, done in enumerate(executed):
-            self._rewards[row] += rewards[row, done].tolist()
-        for row, is_truncated in zip(ended, outcome.truncated, strict=True):
-            self.largest_return = max(self.largest_return, largest_value(self._rewards[row], self.gamma, is_truncated))
-        for row in (*ended, *lost):
-            self._rewards[row] = []
-        self.num_lost += len(lost)
-        self._first[lost] = False
-        for row, episode in zip(ended, outcome.episodes, strict=True):
-            if self._first[row]:
-                self.results.append(episode)
-                self.calibration.append((float(self.values[row]), float(self._returns[row])))
-        self._first[ended] = False
-
-    def metrics(self) -> dict[str, float]:
-        """Return success, return and length, and the critic's values for the first actions."""
-        metrics: dict[str, float] = {"rollout/num_episodes": len(self.results), "rollout/lost_episodes": self.num_lost}
-        if self.results:
-            rows = [(result.success, result.episode_return, result.num_env_steps) for result in self.results]
-            names = ("rollout/success_rate", "rollout/return_mean", "rollout/episode_len")
-            metrics |= dict(zip(names, np.mean(rows, axis=0).tolist(), strict=True))
-            labels = [result.true_success for result in self.results if result.true_success is not None]
-            metrics |= {"rollout/true_success_rate": float(np.mean(labels))} if labels else {}
-            fraction, largest = actions_clipped(self.results)
-            clipping = {"rollout/actions_clipped_fraction": fraction, "rollout/actions_max_abs": largest}
-            metrics |= {name: value for name, value in clipping.items() if value is not None}
-            predicted, observed = np.mean(self.calibration, axis=0).tolist()
-            metrics |= {"train/q_initial": predicted, "train/return_initial": observed}
-        if self._choices:
-            metrics["rollout/base_action_fraction"] = torch.cat(self._choices).float().mean().item()
-        return metrics

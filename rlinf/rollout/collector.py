@@ -31,7 +31,7 @@ from rlinf.envs.episodes import EpisodeSampler
 from rlinf.models.embodiment.base import ActionModel
 from rlinf.rollout.cuda_stream import CudaStream
 from rlinf.seeding import derive_seed
-from rlinf.types import ChunkStep, EpisodeSpec, Observation, RolloutBatch
+from rlinf.types import ChunkStep, EpisodeResult, EpisodeSpec, Observation, RolloutBatch
 
 ATTEMPT_STRIDE = 1 << 32
 """Offset between the group and episode ids of successive attempts at one iteration."""
@@ -56,22 +56,6 @@ class Collector(Protocol):
 
     def close(self) -> None:
         """Stop the threads, processes or rollout workers."""
-
-
-@dataclass
-class _WorkerThread:
-    """A thread, its envs and its CUDA stream. The envs' graphics contexts belong to the thread."""
-
-    env: VectorEnv
-    executor: ThreadPoolExecutor
-    stream: CudaStream
-    rollout: _Rollout | None = None
-    # The last observation, with `continue_episodes`. A rollout removes it at the start and returns it only on success.
-    observation: Observation | None = None
-
-    # If episodes continue, the env uses this callback across rollouts, so it has to look up the current rollout.
-    def next_episode(self, row: int) -> EpisodeSpec:
-        return self.rollout.next_episode(row)
 
 
 class _Recorder:
@@ -141,10 +125,14 @@ class RolloutCollector:
 
     def __post_init__(self) -> None:
         self._stop = Event()
+        self._episodes_continue = (
+            False  # whether the last rollout succeeded in all threads, and its episodes continue in the next one
+        )
         self.env_groups = rank_range(self.num_envs // self.sampler.group_size, self.rank, self.num_ranks)
         several = self.num_worker_threads > 1
         self.worker_threads = [
-            _WorkerThread(
+            RolloutThread(
+                self,
                 env,
                 ThreadPoolExecutor(1, thread_name_prefix="rollout"),
                 CudaStream(self.device, several and not env.on_gpu),
@@ -197,35 +185,32 @@ class RolloutCollector:
         recorder = _Recorder(self.num_chunks, len(env_ids))
         num_threads = torch.get_num_threads()
         self._stop = stop = Event()
-        rollouts, first = [], 0
+        # If this rollout fails, its episodes are in an unknown state, so the next rollout must reset the envs.
+        resets, self._episodes_continue = not self._episodes_continue, False
+        asked: list[tuple[RolloutThread, RolloutPart]] = []
+        first = 0
         for thread, ids in zip(self.worker_threads, np.array_split(env_ids, len(self.worker_threads)), strict=True):
-            columns = slice(first, first + len(ids))
-            first = columns.stop
-            if not len(ids):
-                continue
-            rollout = _Rollout(
-                self, thread, model, recorder, env_ids=ids, columns=columns,
-                uniforms=self._uniforms(ids, model.num_uniforms, step, attempt), step=step, attempt=attempt,
-                policy_version=policy_version,
-                num_torch_threads=max(1, num_threads // len(self.worker_threads)),
-            )  # fmt: skip
-            rollouts.append((thread.executor, rollout))
-            # Moved, not copied: if this rollout fails, its episodes are in an unknown state, so the next rollout must reset the envs.
-            rollout.observation, thread.observation = thread.observation, None
+            if len(ids):
+                part = RolloutPart(
+                    model, recorder, env_ids=ids, first_column=first, uniforms=self._uniforms(ids, model.num_uniforms, step, attempt),
+                    step=step, attempt=attempt, policy_version=policy_version, resets=resets,
+                    num_torch_threads=max(1, num_threads // len(self.worker_threads)),
+                )  # fmt: skip
+                asked.append((thread, part))
+                first += len(ids)
         try:
             # All threads reset before any thread steps, because the recorder needs one observation to allocate its arrays.
-            first_rows = _results([executor.submit(rollout.start) for executor, rollout in rollouts])[0]
+            first_rows = _results([thread.executor.submit(thread.start, part) for thread, part in asked])[0]
             recorder.allocate(model.resize_images(first_rows.select([0])))
-            parts = _results([executor.submit(rollout.run, needs_values, stop) for executor, rollout in rollouts])
+            parts = _results([thread.executor.submit(thread.run, needs_values, stop) for thread, _ in asked])
         except BaseException:
             stop.set()
             raise
         finally:
             torch.set_num_threads(num_threads)
-        # Set only after all threads have succeeded, so that episodes continue in all envs or in none.
-        for _, rollout in rollouts:
-            rollout.thread.observation = rollout.observation if self.continue_episodes else None
-            rollout.thread.rollout = None  # frees the images
+        self._episodes_continue = self.continue_episodes
+        for thread, _ in asked:
+            thread.forget(keep_observation=self.continue_episodes)
         return RolloutBatch.concatenate(parts, recorder.observation())
 
     def _uniforms(self, env_ids: np.ndarray, width: int, step: int, attempt: int) -> Tensor:
@@ -248,157 +233,197 @@ def _results(futures: list[Future]) -> list[Any]:
 
 
 @dataclass
-class _Rollout:
-    """One worker thread's part of a rollout.
+class RolloutPart:
+    """One thread's part of a rollout: the request, and what has been recorded so far.
 
-    ``env_ids``, int64 ``[B]``, are global indices; additional envs of ``env`` stay idle. ``columns`` are their positions in the
-    rank's batch. The policy samples from ``uniforms``, ``[T, B, U]`` in (0, 1).
+    Attributes:
+        env_ids: Global indices of the envs, int64 ``[B]``. Additional envs of the thread stay idle.
+        first_column: Position of the first env in the rank's batch.
+        uniforms: Random numbers in (0, 1) from which the policy samples, ``[T, B, U]``.
+        resets: Whether to start new episodes instead of continuing those of the last rollout.
+        positions, num_restarts: Number of finished and of lost episodes in each env, ``[B]``.
+        uncounted: Whether the results of each of the thread's envs are dropped because a simulator was lost.
     """
 
-    collector: RolloutCollector
-    thread: _WorkerThread
     model: ActionModel
     recorder: _Recorder
     _: KW_ONLY
     env_ids: np.ndarray
-    columns: slice
+    first_column: int
     uniforms: Tensor
     step: int
     attempt: int
     policy_version: int
+    resets: bool
     num_torch_threads: int
 
     def __post_init__(self) -> None:
-        self.env, self.stream = self.thread.env, self.thread.stream
-        self.observation: Observation | None = None
         count = len(self.env_ids)
-        self.positions = np.zeros(count, dtype=np.int64)  # number of finished episodes in each env
-        self.num_restarts = np.zeros(count, dtype=np.int64)  # number of lost episodes in each env
+        self.positions, self.num_restarts = np.zeros(count, dtype=np.int64), np.zeros(count, dtype=np.int64)
+        self.uncounted = np.zeros(0, dtype=bool)
         self.lost_episode_ids: list[int] = []
-        self.uncounted = np.zeros(self.env.num_envs, dtype=bool)
         self.specs: dict[int, EpisodeSpec] = {}
+        self.episodes: list[tuple[int, EpisodeResult]] = []  # the first of each env, by its row
+        # Of each policy call: whether an env was running [B], its episode's id [B], the step's outcome, and the policy's outputs.
+        self.running: list[np.ndarray] = []
+        self.episode_ids: list[np.ndarray] = []
+        self.chunks: list[ChunkStep] = []
+        self.tokens: list[Tensor] = []
+        self.logprobs: list[Tensor] = []
+        self.values: list[Tensor] = []
 
-    def start(self) -> Observation:
-        """Reset each env to its first episode of this iteration, unless episodes continue."""
-        # Set in the worker thread itself, because a failed rollout may have been stepping there until now.
-        self.thread.rollout = self
-        if self.observation is not None:
-            return self.observation
-        sampler = self.collector.sampler
-        episodes = [sampler.spec(self.step, int(i), 0, self.attempt) for i in self.env_ids]
-        idle = [None] * (self.env.num_envs - len(episodes))
-        options = {"episodes": [*episodes, *idle], "next_episode": self.thread.next_episode}
-        self.observation, _ = self.env.reset(options=options)
+
+@dataclass
+class RolloutThread:
+    """A thread that steps some of the rank's envs, whose graphics contexts belong to it, on a CUDA stream of its own.
+
+    Attributes:
+        observation: The envs' last observation, in which the next policy call acts, in this rollout or the next one.
+        part: The rollout that is running.
+    """
+
+    collector: RolloutCollector
+    env: VectorEnv
+    executor: ThreadPoolExecutor
+    stream: CudaStream
+    observation: Observation | None = None
+    part: RolloutPart | None = None
+
+    def start(self, part: RolloutPart) -> Observation:
+        """Reset each env to its first episode of the rollout, unless episodes continue, and return the observation."""
+        # The thread itself replaces the part, because a failed rollout may have been stepping here until now.
+        self.part, sampler = part, self.collector.sampler
+        part.uncounted = np.zeros(self.env.num_envs, dtype=bool)
+        if part.resets:
+            episodes = [sampler.spec(part.step, int(i), 0, part.attempt) for i in part.env_ids]
+            idle = [None] * (self.env.num_envs - len(episodes))
+            options = {"episodes": [*episodes, *idle], "next_episode": self.next_episode}
+            self.observation, _ = self.env.reset(options=options)
         return self.observation
+
+    def forget(self, keep_observation: bool) -> None:
+        """Free the memory of the finished rollout."""
+        self.part = None
+        if not keep_observation:
+            self.observation = None
 
     def next_episode(self, row: int) -> EpisodeSpec:
         """Return the next episode for an env slot, under auto-reset."""
-        self.positions[row] += 1
-        return self.collector.sampler.spec(self.step, int(self.env_ids[row]), int(self.positions[row]), self.attempt)
+        # If episodes continue, the env calls this in later rollouts too, so it reads the part of the present one.
+        part = self.part
+        part.positions[row] += 1
+        return self.collector.sampler.spec(part.step, int(part.env_ids[row]), int(part.positions[row]), part.attempt)
 
     @torch.no_grad()
     def run(self, needs_values: bool, stop: Event) -> RolloutBatch:
         """Act and step ``num_chunks`` times; raise CancelledError when ``stop`` is set."""
+        part = self.part
         # torch's thread count is global, and `collect` has already restored it after a failure.
         if not stop.is_set():
-            torch.set_num_threads(self.num_torch_threads)
-        model, temperature = self.model, self.collector.temperature
-        count = len(self.env_ids)
-        running = np.ones(count, dtype=bool)
-        chunks: list[ChunkStep] = []
-        tokens: list[Tensor] = []
-        logprobs: list[Tensor] = []
-        values: list[Tensor] = []
-        counted, episode_ids, episodes = [], [], []
+            torch.set_num_threads(part.num_torch_threads)
+        running = np.ones(len(part.env_ids), dtype=bool)
+        actions = np.zeros(0)
         with self.collector.autocast(), self.stream.running():
             for t in range(self.collector.num_chunks):
                 if stop.is_set():
                     raise CancelledError
-                live = np.flatnonzero(running)
-                if len(live):
-                    seen = self.observation if len(live) == self.env.num_envs else self.observation.select(live)
-                    # Resize once and record the result, so that scoring and updates read the same pixels as the rollout.
-                    seen = model.resize_images(seen)
-                    self.recorder.write(t, self.columns.start + live, seen)
-                    drawn = self.uniforms[t] if len(live) == count else self.uniforms[t, live]
-                    inputs = {"uniforms": self.stream.send(drawn), **model.preprocess(seen)}
-                    with record_function("policy call"):
-                        prediction = model.predict_action_batch(do_sample=True, temperature=temperature, **inputs)
-                        sampled = prediction.sequences[:, -model.num_sampled :]
-                        scored = model.rollout_logprobs(prediction, temperature)
-                        results = (sampled, scored, prediction.values, prediction.actions)
-                        *recorded, acted = self.stream.fetch(results)
-                    for parts, part in zip((tokens, logprobs, values), recorded, strict=True):
-                        parts.append(_spread(part, live, count))
-                    actions = _spread(acted, live, self.env.num_envs).numpy()
-                else:
-                    for parts in (tokens, logprobs, values):
-                        parts.append(torch.zeros_like(parts[-1]))
-                counted.append(running)
-                episode_ids.append(self._episode_ids())
-                first = self.positions == 0
-                chunk = self.env.chunk_step(actions)
-                ended = zip(chunk.final_env_ids, chunk.episodes, strict=True)
-                episodes += [(row, episode) for row, episode in ended if first[row]]
-                chunks.append(chunk)
-                if len(lost := chunk.lost_env_ids):
-                    # A lost episode has no return, so its actions must be excluded from the loss.
-                    self.lost_episode_ids += episode_ids[-1][lost].tolist()
-                    # Only each env's first episode is used as a result. A crash affects all envs of its process. Episodes that
-                    # had already ended are mostly quick successes, as are restarts that end in time. Including either would
-                    # bias the success rate, so all results from the process are dropped.
-                    self.uncounted[self.env.rows_lost_with(lost[self.positions[lost] == 0])] = True
-                    self.num_restarts[lost] += 1  # assigns a new episode id to the restart
-                self.observation = chunk.observation
+                if running.any():
+                    actions = self._act(t, np.flatnonzero(running))
+                else:  # all envs are idle, so any actions will do
+                    for outputs in (part.tokens, part.logprobs, part.values):
+                        outputs.append(torch.zeros_like(outputs[-1]))
+                part.running.append(running)
+                chunk = self._step(actions)
                 if not self.env.auto_reset:
-                    running = running & ~(chunk.terminated | chunk.truncated)[:count]
-            batch = self._batch(chunks, counted, episode_ids, tokens, logprobs)
-            batch.episodes = [(int(self.env_ids[row]), episode) for row, episode in episodes if not self.uncounted[row]]
+                    running = running & ~(chunk.terminated | chunk.truncated)[: len(running)]
+            batch = self._batch()
             if needs_values:
-                self._fill_bootstrap(chunks, batch)
-                batch.rollout_values = torch.stack(values) if model.predicts_values else None
+                self._fill_bootstrap(batch)
+                batch.rollout_values = torch.stack(part.values) if part.model.predicts_values else None
         if self.collector.offload_envs:
             self.env.offload()
         return batch
 
+    def _act(self, t: int, live: np.ndarray) -> np.ndarray:
+        """Record the observation and the policy's outputs for the envs ``live``; return actions ``[num_envs, C, D]``, 0 for other envs."""
+        part, model, temperature = self.part, self.part.model, self.collector.temperature
+        count, num_envs = len(part.env_ids), self.env.num_envs
+        observation = self.observation if len(live) == num_envs else self.observation.select(live)
+        # Resize once and record the result, so that scoring and updates read the same pixels as the rollout.
+        observation = model.resize_images(observation)
+        part.recorder.write(t, part.first_column + live, observation)
+        uniforms = part.uniforms[t] if len(live) == count else part.uniforms[t, live]
+        inputs = {"uniforms": self.stream.send(uniforms), **model.preprocess(observation)}
+        with record_function("policy call"):
+            prediction = model.predict_action_batch(do_sample=True, temperature=temperature, **inputs)
+            tokens = prediction.sequences[:, -model.num_sampled :]
+            logprobs = model.rollout_logprobs(prediction, temperature)
+            outputs = self.stream.fetch((tokens, logprobs, prediction.values, prediction.actions))
+        for recorded, output in zip((part.tokens, part.logprobs, part.values), outputs, strict=False):
+            recorded.append(_spread(output, live, count))
+        return _spread(outputs[-1], live, num_envs).numpy()
+
+    def _step(self, actions: np.ndarray) -> ChunkStep:
+        """Step the envs and record the outcome."""
+        part = self.part
+        part.episode_ids.append(self._episode_ids())
+        is_first = part.positions == 0  # before the step, which starts the next episodes
+        chunk = self.env.chunk_step(actions)
+        self.observation = chunk.observation
+        part.chunks.append(chunk)
+        ended = zip(chunk.final_env_ids, chunk.episodes, strict=True)
+        part.episodes += [(int(row), episode) for row, episode in ended if is_first[row]]
+        if len(lost := chunk.lost_env_ids):
+            # A lost episode has no return, so its actions must be excluded from the loss.
+            part.lost_episode_ids += part.episode_ids[-1][lost].tolist()
+            # Only each env's first episode is used as a result. A crash affects all envs of its process. Episodes that
+            # had already ended are mostly quick successes, as are restarts that end in time. Including either would
+            # bias the success rate, so all results from the process are dropped.
+            part.uncounted[self.env.rows_lost_with(lost[part.positions[lost] == 0])] = True
+            part.num_restarts[lost] += 1  # assigns a new episode id to the restart
+        return chunk
+
     def _episode_ids(self) -> np.ndarray:
         """Return the current episodes' ids, unique within an iteration across ranks, and store their specs."""
-        num_earlier = self.positions + self.num_restarts
-        ids = num_earlier * self.collector.num_envs + self.env_ids + self.attempt * ATTEMPT_STRIDE
+        part = self.part
+        num_earlier = part.positions + part.num_restarts
+        ids = num_earlier * self.collector.num_envs + part.env_ids + part.attempt * ATTEMPT_STRIDE
         for number, spec in zip(ids.tolist(), self.env.current_specs(), strict=False):  # idle rows come last
-            self.specs.setdefault(number, spec)
+            part.specs.setdefault(number, spec)
         return ids
 
-    def _batch(
-        self, chunks: list[ChunkStep], counted: list[np.ndarray], episode_ids: list[np.ndarray],
-        tokens: list[Tensor], logprobs: list[Tensor],
-    ) -> RolloutBatch:  # fmt: skip
-        def stack(arrays: list[np.ndarray]) -> Tensor:
-            return torch.from_numpy(np.stack(arrays)[:, : len(self.env_ids)])
+    def _batch(self) -> RolloutBatch:
+        part, chunks = self.part, self.part.chunks
+        count = len(part.env_ids)
 
-        shape, ids = (len(chunks), len(self.env_ids)), stack(episode_ids)
-        groups = torch.tensor(self.env_ids // self.collector.sampler.group_size + self.attempt * ATTEMPT_STRIDE)
-        return RolloutBatch(
+        def stack(arrays: list[np.ndarray]) -> Tensor:
+            return torch.from_numpy(np.stack(arrays)[:, :count])
+
+        shape, ids = (len(chunks), count), stack(part.episode_ids)
+        groups = torch.tensor(part.env_ids // self.collector.sampler.group_size + part.attempt * ATTEMPT_STRIDE)
+        batch = RolloutBatch(
             observation=self.observation,  # placeholder that `collect` replaces with the recorder's observations
-            action_tokens=torch.stack(tokens),
-            rollout_logprobs=torch.stack(logprobs),
+            action_tokens=torch.stack(part.tokens),
+            rollout_logprobs=torch.stack(part.logprobs),
             action_rewards=stack([chunk.rewards for chunk in chunks]),
             action_mask=stack([chunk.executed for chunk in chunks]),
-            loss_mask=stack(counted) & ~torch.isin(ids, torch.tensor(self.lost_episode_ids, dtype=torch.int64)),
+            loss_mask=stack(part.running) & ~torch.isin(ids, torch.tensor(part.lost_episode_ids, dtype=torch.int64)),
             terminated=stack([chunk.terminated for chunk in chunks]),
             truncated=stack([chunk.truncated for chunk in chunks]),
             bootstrap_values=torch.zeros(shape),
             group_ids=groups.expand(shape).contiguous(),
             episode_ids=ids,
-            policy_version=torch.full(shape, self.policy_version, dtype=torch.int64),
-            specs=self.specs,
+            policy_version=torch.full(shape, part.policy_version, dtype=torch.int64),
+            specs=part.specs,
         )
+        counted = [(row, episode) for row, episode in part.episodes if not part.uncounted[row]]
+        batch.episodes = [(int(part.env_ids[row]), episode) for row, episode in counted]
+        return batch
 
-    def _fill_bootstrap(self, chunks: list[ChunkStep], batch: RolloutBatch) -> None:
+    def _fill_bootstrap(self, batch: RolloutBatch) -> None:
         """Fill in the values of truncated episodes' final observations and of the observations after the last chunk."""
-        where: list[tuple[int, int]] = []
-        observations: list[Observation] = []
-        for t, chunk in enumerate(chunks):
+        part, where, observations = self.part, list[tuple[int, int]](), list[Observation]()
+        for t, chunk in enumerate(part.chunks):
             rows = [k for k, env in enumerate(chunk.final_env_ids) if chunk.truncated[env]]
             if rows:
                 observations.append(chunk.final_observation.select(rows))
@@ -407,16 +432,16 @@ class _Rollout:
         running = torch.nonzero(batch.loss_mask[-1] & ~ended).flatten().tolist()
         if running:
             observations.append(self.observation.select(running))
-            where += [(len(chunks) - 1, row) for row in running]
+            where += [(len(part.chunks) - 1, row) for row in running]
         if not where:
             return
         final = Observation.concatenate(observations)
         # Use at most as many rows as in the rollout's policy calls, which are known to fit in memory.
-        batch_size = len(self.env_ids)
+        batch_size = len(part.env_ids)
         for start in range(0, len(where), batch_size):
             places = where[start : start + batch_size]
-            inputs = self.model.preprocess(final.select(np.arange(start, start + len(places))))
-            (values,) = self.stream.fetch((self.model.predict_values(**inputs),))
+            inputs = part.model.preprocess(final.select(np.arange(start, start + len(places))))
+            (values,) = self.stream.fetch((part.model.predict_values(**inputs),))
             batch.bootstrap_values[[t for t, _ in places], [row for _, row in places]] = values
 
 

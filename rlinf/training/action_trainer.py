@@ -124,7 +124,7 @@ class ActionTrainer:
     def decayed(self, step: int) -> float:
         """Return the factor by which ``trainer.lr_decay`` scales the learning rates in an iteration."""
         trainer = self.parts.config.trainer
-        return learning_rate(step, self.num_steps, decay=trainer.lr_decay, min_factor=trainer.lr_min_factor)
+        return learning_rate(step, self.num_steps, decay=trainer.lr_decay)
 
     def evaluation_due(self, last: bool) -> str | None:
         """Return the tag of the evaluation due after this iteration according to ``trainer.eval_every``; None after the last iteration."""

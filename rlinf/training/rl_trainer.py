@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Sequence
-from contextlib import nullcontext
-from dataclasses import asdict, dataclass, replace
-from typing import Any, cast
+from dataclasses import replace
+from typing import cast
 
 import torch
 from safetensors.torch import save_file
@@ -18,12 +16,10 @@ from rlinf.algorithms.config import AlgorithmConfig
 from rlinf.algorithms.running_moments import CLIP, RunningMoments, discounted_sums
 from rlinf.cluster.rollout_workers import RolloutWorkers
 from rlinf.cluster.rollouts import make_collector
-from rlinf.distributed import deadlines
-from rlinf.distributed.deadlines import deadline
 from rlinf.distributed.deferred import open_tensors
 from rlinf.distributed.process_group import gather_objects, maximum, rank, sum_counts, sum_env_groups
 from rlinf.envs.base import VectorEnv
-from rlinf.errors import CheckpointError, ConfigError, RLinfError
+from rlinf.errors import CheckpointError, ConfigError
 from rlinf.optim.reference import Reference
 from rlinf.optim.schedule import learning_rate
 from rlinf.preflight.derived import parity_gate
@@ -33,24 +29,9 @@ from rlinf.run_folder import REFERENCE_FILE
 from rlinf.seeding import derive_seed
 from rlinf.training.action_trainer import ActionTrainer, Clock, TrainerContext
 from rlinf.training.minibatches import MinibatchPlan
-from rlinf.training.state import RolloutAhead
+from rlinf.training.rollout_queue import RolloutQueue
 from rlinf.training.train_worker import rl_trainer_config
 from rlinf.types import RolloutBatch
-
-
-@dataclass
-class _PendingRollout:
-    """A rollout that has been submitted but not collected.
-
-    Attributes:
-        ahead: The rollout's state in a checkpoint.
-        weights: Weights used by the rollout; None if they are still the current weights when it is trained on.
-    """
-
-    ahead: RolloutAhead
-    weights: Reference | None
-    handle: Any
-    since: float
 
 
 def make_rl_trainer(
@@ -65,17 +46,6 @@ def make_rl_trainer(
 class RLTrainer(ActionTrainer):
     """Trains a policy on its own rollouts with a policy-gradient algorithm."""
 
-    # Asynchronous rollouts with cluster.max_staleness = s (here 2): rollout k is submitted before the update of iteration k - s, uses
-    # the weights at that time, and runs during s updates. Each rollout is trained on once; its weights are at most s iterations old.
-    #
-    #   iteration     0                1           2           3
-    #   submit        R0 R1 R2 (w0)    R3 (w1)     R4 (w2)     R5 (w3)     _submit_until(step + s)
-    #   train on      R0 (w0)          R1 (w0)     R2 (w0)     R3 (w1)     _collect(step), then the updates
-    #   weights       w0 -> w1         w1 -> w2    w2 -> w3    w3 -> w4
-    #
-    # `_pending` contains the submitted rollouts with their weights. They are saved in checkpoints, so that a resumed run can submit the
-    # same rollouts again (`_resubmit`). With s = 0, a rollout is submitted and collected in the same iteration.
-
     collector: Collector
 
     def __init__(self, parts: TrainerContext, collector: Collector, algorithm: Algorithm) -> None:
@@ -84,8 +54,7 @@ class RLTrainer(ActionTrainer):
         self.gate = parity_gate(parts.config)
         self.return_moments = RunningMoments(1) if algorithm.config.scale_rewards else None
         self.reference: Reference | None = None
-        self._pending: dict[int, _PendingRollout] = {}
-        self._updated = False  # whether the policy has changed since the last submission
+        self.rollouts = RolloutQueue(parts, collector, algorithm.needs_values, self.num_steps)
 
     def begin(self) -> None:
         """Evaluate the initial policy, then start RL with a new optimiser, or resume it."""
@@ -93,7 +62,7 @@ class RLTrainer(ActionTrainer):
         if state.phase != "rl":
             state.phase = "rl"
             self.worker.start_phase(rl_trainer_config(trainer, state.rollbacks))
-        self._resubmit()  # must precede the first checkpoint, which saves the pending rollouts
+        self.rollouts.submit_again()  # must precede the first checkpoint, which saves the pending rollouts
         if self.return_moments is not None:
             loop.restore(self._reward_scale())
         if trainer.on_collapse == "rollback" and state.checkpoint_name == state.start:
@@ -132,12 +101,12 @@ class RLTrainer(ActionTrainer):
         clock, env_steps_before = Clock(), state.env_steps
         self.worker.train_step.decay = self.decayed(step)
         algorithm.clip_fraction = learning_rate(step, self.num_steps, decay=algorithm.config.clip_decay)
-        self._submit_until(step, step)
+        self.rollouts.submit(step, step)
         clock.lap("sync")
-        batch = self._collect(step)
+        batch = self.rollouts.collect(step)
         self._resample(batch, step)
         clock.lap("rollout")
-        self._submit_until(step + config.cluster.max_staleness, step)
+        self.rollouts.submit(step + config.cluster.max_staleness, step)
         clock.lap("sync")
         self._score(batch)
         metrics = self._check(batch, step)
@@ -160,7 +129,8 @@ class RLTrainer(ActionTrainer):
                     self.gate.check_first_update(updates[0], step)
         self._count_states(batch, valid_rows, len(updates))
         state.policy_version += len(updates)
-        self._updated |= bool(updates) and not algorithm.policy_is_frozen(step)
+        if updates and not algorithm.policy_is_frozen(step):
+            self.rollouts.policy_changed()
         clock.lap("update")
         metrics["rollout/env_steps_total"] = state.env_steps
         metrics["throughput/env_steps_per_s"] = (state.env_steps - env_steps_before) / clock.total()
@@ -169,45 +139,9 @@ class RLTrainer(ActionTrainer):
             metrics[f"train/{name}"] = sum(update[name] for update in updates) / len(updates)
         return metrics | clock.metrics()
 
-    def _submit_until(self, last: int, step: int) -> None:
-        """Submit all rollouts up to ``last`` that are still missing in iteration ``step``, with the current weights."""
-        last = min(last, self.num_steps - 1)
-        for number in range(max(self._pending, default=step - 1) + 1, last + 1):
-            # A rollout for this iteration is collected before the next update, so its weights need not be copied.
-            weights = None if number == step else Reference(self.worker.model)
-            ahead = RolloutAhead(number, self.loop.state.policy_version, step, self._updated)
-            self.sync.push(ahead.policy_version)
-            self._pending[number] = _PendingRollout(ahead, weights, self._submit(ahead), time.monotonic())
-            self._updated = False
-
-    def _submit(self, ahead: RolloutAhead, attempt: int = 0, env_groups: Sequence[int] | None = None) -> Any:
-        """Submit a rollout, or resubmit some of its env groups, with the most recently pushed weights."""
-        policy, needs_values = self.sync.rollout_policy, self.algorithm.needs_values
-        return self.collector.submit(policy, ahead.step, ahead.policy_version, needs_values, attempt, env_groups)
-
-    def _resubmit(self) -> None:
-        """Submit the resumed checkpoint's pending rollouts again, with their original weights."""
-        resumed_from, staleness = self.loop.resumed_from, self.parts.config.cluster.max_staleness
-        pending = [RolloutAhead(**fields) for fields in self.loop.state.rollouts_ahead]
-        # If max_staleness was reduced when resuming, they are submitted with the current weights instead.
-        if resumed_from is None or any(ahead.lag > staleness for ahead in pending):
-            return
-        for ahead in pending:
-            weights = Reference(self.worker.model)
-            self.loop.restore({f"{ahead.name}.{name}": part for name, part in weights.parts().items()})
-            with weights.in_place():
-                self.sync.push(ahead.policy_version)
-                self._pending[ahead.step] = _PendingRollout(ahead, weights, self._submit(ahead), time.monotonic())
-
     def state_dict(self) -> dict[str, Tensor]:
-        """Record the pending rollouts in the loop's state; return their weights and the statistics for reward scaling."""
-        self.loop.state.rollouts_ahead = [asdict(pending.ahead) for pending in self._pending.values()]
-        return self._reward_scale() | {
-            f"{pending.ahead.name}.{name}": part
-            for pending in self._pending.values()
-            if pending.weights is not None
-            for name, part in pending.weights.parts().items()
-        }
+        """Return the weights of pending rollouts and the statistics for reward scaling."""
+        return self._reward_scale() | self.rollouts.state_dict()
 
     def _reward_scale(self) -> dict[str, Tensor]:
         """Return the return statistics used for reward scaling, by their names in a checkpoint."""
@@ -234,28 +168,7 @@ class RLTrainer(ActionTrainer):
         moments = self.model.input_moments
         if moments is not None and num_updates:
             moments.update(torch.from_numpy(batch.observation.state).unflatten(0, valid.shape), valid)
-            self._updated = True
-
-    @deadline("rollout")
-    def _collect(self, step: int, attempt: int = 0, env_groups: Sequence[int] | None = None) -> RolloutBatch | None:
-        """Collect the rollout of this rank's env groups, or repeat some of them (None if empty), and count its env steps."""
-        state, pending, batch = self.loop.state, self._pending[step], None
-        handle, version = pending.handle, pending.ahead.policy_version
-        if env_groups is not None:
-            with nullcontext() if pending.weights is None else pending.weights.in_place():
-                if self.sync.version != version:  # equal on all ranks, so all of them push
-                    self.sync.push(version)
-                handle = self._submit(pending.ahead, attempt, env_groups) if env_groups else None
-        if handle is not None:
-            batch = self.collector.result(handle)
-            self.sync.rest()
-            used = batch.policy_version.unique().tolist()
-            if used != [version]:
-                raise RLinfError(f"The rollout of step {step} used weights {used}; expected weights {version}")
-        state.env_steps += sum_counts(0 if batch is None else int(batch.action_mask.sum()))[0]
-        if env_groups is None:
-            deadlines.clock.add_rollout(time.monotonic() - pending.since)
-        return batch
+            self.rollouts.policy_changed()
 
     def _resample(self, batch: RolloutBatch, step: int) -> None:
         """Repeat the rollouts of uninformative groups up to ``max_resamples`` times (dynamic sampling)."""
@@ -272,7 +185,7 @@ class RLTrainer(ActionTrainer):
 
     def _replace(self, batch: RolloutBatch, env_groups: Sequence[int], step: int, attempt: int) -> None:
         """Repeat the rollouts of some env groups from different initial states, and keep those that are now informative."""
-        more = self._collect(step, attempt, env_groups)
+        more = self.rollouts.repeat(step, attempt, env_groups)
         if more is None:
             return
         num_envs, first = len(batch.group_ids[0]) // len(self.collector.env_groups), self.collector.env_groups.start
@@ -322,20 +235,19 @@ class RLTrainer(ActionTrainer):
 
     def _check(self, batch: RolloutBatch, step: int) -> dict[str, float]:
         """Compare rollout and trainer with the weights used in the rollout, and return the gap and the staleness."""
-        pending, version = self._pending.pop(step), self.loop.state.policy_version
-        rollout_version = pending.ahead.policy_version
-        if pending.ahead.updated:
+        pending, version = self.rollouts.remove(step), self.loop.state.policy_version
+        if pending.updated:
             self.gate.policy_was_updated()
         if self.algorithm.config.old_logprobs == "rollout":
             metrics = self._check_sample(batch, step)
-        elif pending.weights is None or rollout_version == version:
+        elif pending.weights is None or pending.policy_version == version:
             metrics = self.gate.check(batch, step)
         else:  # score a sample with the weights that generated it: with newer ones, the gap would reflect the update, not an error
-            with pending.weights.in_place():
+            with pending.with_weights():
                 sampled = self._scored_sample(batch, step)
             metrics = self.gate.check(sampled, step) | importance_ratios(batch)
-        metrics["rollout/staleness_iterations"] = pending.ahead.lag
-        return metrics | {"rollout/staleness_updates": version - rollout_version}
+        metrics["rollout/staleness_iterations"] = pending.lag
+        return metrics | {"rollout/staleness_updates": version - pending.policy_version}
 
 
 def one_call_of_each_env(batch: RolloutBatch, number: int) -> RolloutBatch:

@@ -6,32 +6,6 @@ from typing import Any
 
 
 @dataclass
-class RolloutAhead:
-    """A pending asynchronous rollout.
-
-    Attributes:
-        step: Iteration that trains on the rollout.
-        issued_at: Iteration in which the rollout was submitted, before the updates.
-        updated: Whether the policy was updated between the previous submission and this one.
-    """
-
-    step: int
-    policy_version: int
-    issued_at: int
-    updated: bool
-
-    @property
-    def lag(self) -> int:
-        """Staleness: number of training iterations between the rollout's weights and the weights trained on it."""
-        return self.step - self.issued_at
-
-    @property
-    def name(self) -> str:
-        """Prefix of this rollout's weights in a checkpoint."""
-        return f"rollout_{self.step}"
-
-
-@dataclass
 class LoopState:
     """Progress of a run; every checkpoint contains it.
 
@@ -50,7 +24,7 @@ class LoopState:
         rollbacks: Number of rollbacks to the best checkpoint, each of which halves the learning rates; reset when a new rate is set.
         start_saved: Whether the initial policy of RL without behaviour cloning is saved as ``rl_000000``.
         start: Folder of the initial policy; None for random weights.
-        rollouts_ahead: Fields of the pending ``RolloutAhead``.
+        rollouts_ahead: Saved fields of each ``PendingRollout``.
     """
 
     phase: str = "sft"

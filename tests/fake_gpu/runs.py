@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -137,9 +136,7 @@ class ActionRun:
         )  # fmt: skip
         for thread in self.collector.worker_threads:
             thread.executor.shutdown()
-        self.collector.worker_threads = [
-            replace(thread, executor=InThisThread()) for thread in self.collector.worker_threads
-        ]
+            thread.executor = InThisThread()
         if not trains_actor(config):
             self.algorithm = ALGORITHMS.get(config.algorithm.name)(config.algorithm)
 

@@ -101,8 +101,8 @@ def recorded(tmp_path_factory) -> Path:
         config = config_of(folder / name, name)
         run = build(config)
         run.rl.reference = Reference(run.parts.worker.model)
-        run.rl._submit_until(0, 0)
-        batch = run.rl._collect(0)
+        run.rl.rollouts.submit(0, 0)
+        batch = run.rl.rollouts.collect(0)
         run.rl._score(batch)
         run.close()
         batch.loss_mask[3:, 1] = False  # one env has fewer rows than the others

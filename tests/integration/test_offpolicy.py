@@ -28,10 +28,10 @@ from rlinf.models.embodiment.actor_policy import uniforms_from_inputs
 from rlinf.models.embodiment.mlp_action_model import MLPForRLActionPrediction
 from rlinf.models.embodiment.modules.readout_token import holds_readout_token
 from rlinf.offpolicy.checks import rounded_down, update_seconds
-from rlinf.offpolicy.gather import CallOutcome
+from rlinf.offpolicy.episodes import EpisodeStats, largest_value
 from rlinf.offpolicy.replay import replay_bytes
 from rlinf.offpolicy.sac import SAC
-from rlinf.offpolicy.trainer import _EpisodeStats, largest_value
+from rlinf.offpolicy.transitions import CallOutcome
 from rlinf.preflight.memory import estimate_memory, policy_on_meta_device
 from rlinf.preflight.validation import validate
 from rlinf.tracking.tracker import read_metrics
@@ -371,7 +371,7 @@ def test_critics_that_expect_more_than_episodes_with_one_reward_are_named(tmp_pa
     trainer.make_parts(trainer.parts.worker.model)
     trainer.replay.rewards[0, 0] = 1.0
     trainer._warn({"train/q_mean": 3.0})  # the control: no episode has ended
-    episodes = _EpisodeStats(2, gamma=0.95)
+    episodes = EpisodeStats(2, gamma=0.95)
     one, nothing, ran = np.array([[0.0, 1.0]] * 2), np.zeros((2, 2)), np.ones((2, 2), dtype=bool)
     episode = EpisodeResult(None, "reach", True, 1.0, 4)
     episodes.values = np.zeros(2)
@@ -388,7 +388,7 @@ def test_critics_that_expect_more_than_episodes_with_one_reward_are_named(tmp_pa
 
 def test_the_calibration_counts_first_episodes_that_ended_one_that_was_cut_with_what_it_had():
     """Four envs, gamma 0.5: an end, a cut, a simulator that is lost, and an episode that continues. The second call ends a second episode."""
-    episodes = _EpisodeStats(4, gamma=0.5)
+    episodes = EpisodeStats(4, gamma=0.5)
     episodes.values = np.array([0.5, 0.25, 9.0, 9.0])
     rewards, ran = np.array([[1.0, 1.0], [0.0, 1.0], [1.0, 1.0], [1.0, 1.0]]), np.ones((4, 2), dtype=bool)
     ended = [EpisodeResult(None, "reach", good, 1.0, 2) for good in (True, False)]

@@ -8,6 +8,7 @@ from offpolicy_runs import config_of
 from rlinf.commands.train import build
 from rlinf.envs.tabletop.env import TabletopVectorEnv
 from rlinf.offpolicy.trainer import OffPolicyTrainer
+from rlinf.offpolicy.transitions import TransitionCollector
 
 NUM_ITERATIONS, NUM_CALLS, NUM_ENVS = 2, 10, 4
 
@@ -112,11 +113,11 @@ def test_the_buffer_holds_what_env_and_policy_were_told(tmp_path, episodes_of_bo
 
 
 def test_a_control_that_stores_time_limits_as_ends_is_noticed(tmp_path, episodes_of_both_ends, monkeypatch):
-    store = OffPolicyTrainer._store
+    store = TransitionCollector.store
 
-    def with_limits_as_ends(self, actions, outcome, episodes):
+    def with_limits_as_ends(self, actions, outcome):
         outcome.terminated[outcome.ended] = True
-        store(self, actions, outcome, episodes)
+        store(self, actions, outcome)
 
-    monkeypatch.setattr(OffPolicyTrainer, "_store", with_limits_as_ends)
+    monkeypatch.setattr(TransitionCollector, "store", with_limits_as_ends)
     assert differences(*played(tmp_path)) == {"terminated"}

@@ -6,7 +6,6 @@ from concurrent.futures import Future
 from pathlib import Path
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 import torch
 from offpolicy_runs import all_tensors, collected, config_of
@@ -20,6 +19,7 @@ from rlinf.distributed.launch import launch
 from rlinf.errors import NonFiniteError, RLinfError
 from rlinf.models.actors.kinds import ResidualActor
 from rlinf.offpolicy.trainer import OffPolicyTrainer
+from rlinf.offpolicy.transitions import TransitionCollector
 
 PLUGIN = Path(__file__).parents[1] / "fixtures" / "mlp_by_rows.py"
 EDIT = [
@@ -160,34 +160,28 @@ def test_envs_play_while_updates_are_made(tmp_path, monkeypatch):
 
 def test_a_loss_that_is_not_finite_ends_the_run_from_its_thread(tmp_path, monkeypatch):
     run = build(config_of(tmp_path, "algorithm.overlap=true", "trainer.max_steps=1"))
-    real = OffPolicyTrainer._store
+    real = TransitionCollector.store
 
-    def damaged(self, actions, outcome, episodes):
+    def damaged(self, actions, outcome):
         outcome.rewards[:] = float("nan")
-        real(self, actions, outcome, episodes)
+        real(self, actions, outcome)
 
     monkeypatch.setattr(run.loop, "evaluate_once", lambda tag: None)
-    monkeypatch.setattr(OffPolicyTrainer, "_store", damaged)
+    monkeypatch.setattr(TransitionCollector, "store", damaged)
     with pytest.raises(NonFiniteError, match="The loss of the critics is nan at update 0"):
         run.execute()
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("update")]
 
 
-def test_env_steps_earn_updates_and_policy_calls_do_not():
-    """Two envs and chunks of three actions, one of which ends early: 4 env steps at 0.5 updates each, none in the warm-up."""
-    executed = np.array([[True, True, True], [True, False, False]])
-    nothing = np.zeros(0, dtype=np.int64)
-    outcome = SimpleNamespace(
-        lost=nothing, rewards=np.zeros((2, 3)), executed=executed, terminated=~executed, last=None
-    )
+def test_env_steps_earn_updates_and_none_in_the_warm_up():
+    """4 env steps at 0.5 updates each."""
+    state = SimpleNamespace(env_steps=0)
     trainer = SimpleNamespace(
-        loop=SimpleNamespace(state=SimpleNamespace(env_steps=0)), replay=SimpleNamespace(act=lambda *stored: None),
-        config=SimpleNamespace(utd_ratio=0.5), pending_updates=0.0, _observe=lambda said: None,
-    )  # fmt: skip
+        loop=SimpleNamespace(state=state), config=SimpleNamespace(utd_ratio=0.5), pending_updates=0.0
+    )
     for is_warm_up, pending_updates, env_steps in ((True, 0.0, 4), (False, 2.0, 8), (False, 4.0, 12)):
-        trainer._is_warm_up = lambda is_warm_up=is_warm_up: is_warm_up
-        OffPolicyTrainer._store(trainer, torch.zeros(2, 6), outcome, SimpleNamespace(add=lambda outcome: None))
-        assert (trainer.pending_updates, trainer.loop.state.env_steps) == (pending_updates, env_steps)
+        OffPolicyTrainer._count_env_steps(trainer, 4, is_warm_up)
+        assert (trainer.pending_updates, state.env_steps) == (pending_updates, env_steps)
 
 
 def test_the_noise_of_the_warm_up_goes_to_both_sides():
@@ -202,7 +196,7 @@ def test_the_noise_of_the_warm_up_goes_to_both_sides():
         base_inputs=lambda chunks: base,
         select_action=lambda features, base, noise: (base[:, 0], None),
     )
-    trainer = SimpleNamespace(policy=policy, _is_warm_up=lambda: True)
-    said = SimpleNamespace(features=torch.zeros(2, 1), chunks=base)
-    actions, _ = OffPolicyTrainer._choose_actions(trainer, said, uniforms, SimpleNamespace(values=0))
+    output = SimpleNamespace(features=torch.zeros(2, 1), chunks=base)
+    collector = SimpleNamespace(policy=policy, _base_output=output, _uniforms={1: uniforms})
+    actions = TransitionCollector.choose_actions(collector, 1, is_warm_up=True).sampled
     assert actions.tolist() == [pytest.approx([-0.4, -0.05]), pytest.approx([0.0, -1.0])], "the last one at its bound"

@@ -200,13 +200,11 @@ def test_value_head_and_policy_have_their_own_learning_rates(tmp_path):
 
 
 def test_the_learning_rates_decay_over_the_iterations(tmp_path):
-    run = build(
-        config_of(tmp_path, "trainer.lr_decay=linear", "trainer.lr_min_factor=0.3", "trainer.learning_rate=1e-2")
-    )
+    run = build(config_of(tmp_path, "trainer.lr_decay=linear", "trainer.learning_rate=1e-2"))
     run.execute()
     found = [line["train/learning_rate"] for line in untimed_metrics(tmp_path) if "train/learning_rate" in line]
-    assert found == pytest.approx([1e-2, 0.75e-2, 0.5e-2, 0.3e-2])
-    assert run.parts.worker.optimizer.param_groups[-1]["lr"] == pytest.approx(0.3e-3), "the value head"
+    assert found == pytest.approx([1e-2, 0.75e-2, 0.5e-2, 0.25e-2])
+    assert run.parts.worker.optimizer.param_groups[-1]["lr"] == pytest.approx(0.25e-3), "the value head"
 
 
 def test_dynamic_sampling_replaces_groups_without_variance(tmp_path):

@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -29,6 +30,7 @@ from rlinf.optim.train_step import TrainStep
 from rlinf.preflight.validation import validate
 from rlinf.recipes.samples import BadRowError
 from rlinf.training import train_worker
+from rlinf.training.rollout_queue import RolloutQueue
 from rlinf.types import EpisodeSpec
 
 ROOT = Path(__file__).parents[2]
@@ -123,6 +125,7 @@ def test_many_waits_that_each_keep_their_deadline_end_well():
 SCRIPT = f"""
 import os, signal, sys, time
 from pathlib import Path
+from types import SimpleNamespace
 import torch
 import torch.distributed as dist
 from rlinf.distributed import launch, process_group
@@ -231,6 +234,30 @@ def test_the_deadline_of_a_rollout_follows_from_those_before():
     assert clock.limit({"rollout": 7.0}) == 7.0
     clock.switch("update")
     assert clock.limit(given) == 600.0
+
+
+def test_only_whole_rollouts_of_rl_count_for_the_deadline_of_the_next(monkeypatch):
+    """Neither the demonstrations of an expert nor the few envs of a resample."""
+    clock = Clock()
+    monkeypatch.setattr(deadlines, "clock", clock)
+    with deadline("rollout"):
+        pass
+    assert not clock.rollouts
+    batch = SimpleNamespace(action_mask=torch.ones(2, 3), policy_version=torch.zeros(2))
+    parts = SimpleNamespace(
+        loop=SimpleNamespace(state=SimpleNamespace(env_steps=0, policy_version=0)),
+        sync=SimpleNamespace(version=0, rollout_policy=None, rest=lambda: None, push=lambda version: None),
+        worker=SimpleNamespace(model=None), config=SimpleNamespace(cluster=SimpleNamespace(max_staleness=0)),
+    )  # fmt: skip
+    collector = SimpleNamespace(submit=lambda *_: "handle", result=lambda _: batch)
+    rollouts = RolloutQueue(parts, collector, needs_values=False, num_steps=1)
+    rollouts.submit(0, 0)
+    for env_groups in ([0], []):
+        rollouts.repeat(0, 1, env_groups)
+        assert not clock.rollouts
+    rollouts.collect(0)
+    assert len(clock.rollouts) == 1
+    assert clock.name is None
 
 
 def test_progress_begins_a_deadline_again_and_a_reset_is_never_lost():

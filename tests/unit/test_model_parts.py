@@ -52,13 +52,6 @@ def test_midpoints_by_hand():
     assert tokenizer.decode(torch.tensor([99, 98, 97, 96, 95, 94, 200])).tolist() == values
 
 
-def test_bad_bins_are_refused():
-    with pytest.raises(ConfigError, match="n_action_bins is 1"):
-        ActionTokenizer(1, 100)
-    with pytest.raises(ConfigError, match="midpoints or grid.*action_bin_rule=midpoints"):
-        ActionTokenizer(5, 100, "edges")
-
-
 def test_value_head_shapes_names_and_gradients():
     head = ValueHead(32)
     assert head(torch.randn(4, 32)).shape == (4,) and head(torch.randn(4, 7, 32)).shape == (4, 7)

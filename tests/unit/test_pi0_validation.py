@@ -30,24 +30,12 @@ def test_folders_of_another_architecture_are_refused(tmp_path, file, values, mes
         get_model({"model_type": "pi0", "model_path": str(tmp_path)})
 
 
-@pytest.mark.parametrize("file", ["config.json", "tiny_config.json", "assets/arm/norm_stats.json"])
-@pytest.mark.parametrize("text", ['{"pi05": tr', "[1]"])
-def test_files_without_a_json_object_are_refused(tmp_path, file, text):
-    if file.startswith("assets"):
-        (tmp_path / "config.json").write_text("{}")
-    (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
-    (tmp_path / file).write_text(text)
-    with pytest.raises(CheckpointError, match=rf"{file}' is not a JSON object.*Set model\.model_path="):
-        get_model({"model_type": "pi0", "model_path": str(tmp_path)})
-
-
 @pytest.mark.parametrize(
     "overrides, message",
     [
         (["env.state=none"], r"width at most 4.*tabletop provides none.*Set env\.state=proprio"),
         (["env.state=full"], r"width at most 4.*one of width 31.*Set env\.state=proprio"),
-        (["env.state=proprio", "+model.init_config.cameras=[front,nose]"],
-         r"cameras \[front,nose\], but env\.cameras is \[front\].*model\.init_config\.cameras=\[front\]"),
+        (["env.state=proprio", "+model.init_config.cameras=[front,nose]"], r"model\.init_config\.cameras=\[front\]"),
         (["env.state=proprio", "+model.init_config.cameras=[]"], r"model\.init_config\.cameras=\[front\]"),
         (["env.state=proprio", "env.cameras=[]"], r"env\.cameras of env\.name=tabletop is \[\]"),
         (["env.state=proprio"], None),

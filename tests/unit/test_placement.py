@@ -13,8 +13,8 @@ from rlinf.config.compose import compose_config
 from rlinf.config.schema import build_config
 from rlinf.distributed.process_group import rank_range
 from rlinf.distributed.ray.ranks import neighbours_first
-from rlinf.errors import ConfigError, MissingDependencyError
-from rlinf.preflight.placement import COLOCATED, Node, Placement, check_evaluation_workers, check_placement
+from rlinf.errors import ConfigError
+from rlinf.preflight.placement import COLOCATED, Node, Placement, check_placement
 from rlinf.preflight.validation import validate
 from rlinf.rollout.policy_skeleton import PolicySkeleton
 
@@ -24,17 +24,10 @@ SPLIT = [
 ]  # fmt: skip
 ENGINES = ["rollout.backend=vllm", "rollout.vllm.tensor_parallel_size=2"]
 GROUPS = ["algorithm=grpo", "rollout.group_size=8", "rollout.auto_reset=false"]
-LAUNCHER = {"RANK": "0", "WORLD_SIZE": "4", "LOCAL_RANK": "0", "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
 
 
 def config_of(*overrides):
     return build_config(compose_config([*SPLIT, *overrides]))
-
-
-def placed(*overrides, nodes=None):
-    config = config_of(*overrides)
-    check_placement(config)
-    return Placement.of(config, nodes)
 
 
 PLAYERS = config_of()
@@ -110,30 +103,6 @@ def test_ranks_of_a_machine_are_neighbours_and_those_of_the_command_come_first()
     nodes = ["b", "a", "c", "b", "a", "c"]
     assert [nodes[bundle] for bundle in neighbours_first(nodes, "a")] == ["a", "a", "b", "b", "c", "c"]
     assert neighbours_first(nodes, "elsewhere") == [0, 3, 1, 4, 2, 5]
-
-
-def test_a_launcher_and_a_missing_package_are_refused(monkeypatch):
-    assert placed().rollout_workers_of(0) == range(4), "control"
-    for name, value in LAUNCHER.items():
-        monkeypatch.setenv(name, value)
-    for start in ("ray", "auto"):
-        with pytest.raises(
-            ConfigError,
-            match=r"disaggregated in a .* torchrun has started 4 times.*Set cluster.start=ray cluster.num_processes=4 and",
-        ):
-            check_placement(config_of("cluster.num_processes=4", f"cluster.start={start}"))
-        few = config_of("cluster.num_rollout_workers=2", "cluster.placement=colocated", f"cluster.start={start}")
-        with pytest.raises(
-            ConfigError, match=r"torchrun has started 4 times.*Set cluster.start=ray cluster.num_processes=1 and"
-        ):
-            check_evaluation_workers(few)
-    for name in LAUNCHER:
-        monkeypatch.delenv(name)
-    monkeypatch.setitem(sys.modules, "ray", None)
-    with pytest.raises(
-        MissingDependencyError, match=r"cluster.placement=disaggregated needs Ray.*pip install -e '\.\[ray\]'"
-    ):
-        check_placement(config_of())
 
 
 def test_the_command_checks_the_placement():

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from rlinf.offpolicy.residual_norm import ResidualNorm
+from rlinf.offpolicy.episodes import ResidualNorm
 from rlinf.report.run_page import write_report
 from rlinf.tracking import Tracker, TrackingConfig
 

@@ -218,7 +218,7 @@ def test_the_policy_of_a_former_moment_has_the_moments_of_then():
 def test_moments_are_counted_after_the_update_and_scored_as_played(tmp_path, monkeypatch):
     run = build(run_config(tmp_path, *RUN, "algorithm.scale_rewards=true"))
     trainer, taken, scales = run.rl, [], []
-    collect, moments = trainer._collect, trainer.model.input_moments
+    collect, moments = trainer.rollouts.collect, trainer.model.input_moments
     advantages = trainer.algorithm.compute_advantages
 
     def noted(*arguments):
@@ -233,7 +233,7 @@ def test_moments_are_counted_after_the_update_and_scored_as_played(tmp_path, mon
         torch.testing.assert_close(batch.action_rewards, (scales[-1] / std).clamp(-10, 10))
         return advantages(batch)
 
-    monkeypatch.setattr(trainer, "_collect", noted)
+    monkeypatch.setattr(trainer.rollouts, "collect", noted)
     monkeypatch.setattr(trainer.algorithm, "compute_advantages", checked)
     run.execute()
     rows = [batch.observation.state[batch.loss_mask.flatten().numpy()] for _, batch in taken]
@@ -264,14 +264,14 @@ def test_a_rollout_that_was_played_ahead_is_compared_at_the_moments_of_then(tmp_
 
 def test_control_moments_that_change_before_a_rollout_is_scored_are_seen_by_the_gate(tmp_path, monkeypatch):
     run = build(run_config(tmp_path, *RUN, "algorithm.critic_warmup_steps=0"))
-    collect = run.rl._collect
+    collect = run.rl.rollouts.collect
 
     def too_early(*arguments):
         batch = collect(*arguments)
         run.rl._count_states(batch, batch.loss_mask, 1)
         return batch
 
-    monkeypatch.setattr(run.rl, "_collect", too_early)
+    monkeypatch.setattr(run.rl.rollouts, "collect", too_early)
     with pytest.raises(ParityError):
         run.execute()
 

@@ -136,9 +136,7 @@ def test_moved_objects_touch_nothing_and_no_episode_begins_with_success(family, 
 def test_objects_for_which_there_is_no_place_are_an_error():
     layout = FAMILIES["reach"].sample(np.random.default_rng(0), distractors=False)
     layout = replace(layout, pusher=layout.blocks[0])
-    with pytest.raises(
-        ConfigError, match="env.object_offset_m=0.0 leaves no valid positions .* 0.08 m.* Set env.object_offset_m"
-    ):
+    with pytest.raises(ConfigError, match="Set env.object_offset_m"):
         FAMILIES["reach"].moved(layout, np.random.default_rng(0), 0.0, 0.045)
 
 

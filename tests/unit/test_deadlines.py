@@ -125,7 +125,6 @@ def test_many_waits_that_each_keep_their_deadline_end_well():
 SCRIPT = f"""
 import os, signal, sys, time
 from pathlib import Path
-from types import SimpleNamespace
 import torch
 import torch.distributed as dist
 from rlinf.distributed import launch, process_group

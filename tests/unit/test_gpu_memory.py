@@ -39,6 +39,7 @@ FOR_24_GB = {
     "libero_ppo_pi05_24gb": PI05,
     "libero_residual_pi0_24gb": PI0,
 }
+"""Each family once; the policies of ``libero_ppo_pi0_24gb`` and ``libero_residual_openvla_oft`` are among them."""
 
 
 def config_of(*words):
@@ -107,7 +108,7 @@ def test_a_seven_billion_policy_is_recomputed_as_much_as_a_gpu_asks_for(oft):
 
 
 def test_half_of_the_blocks_save_what_is_estimated(oft):
-    """With 84 blocks, the estimate between none and all is within a tenth of a count."""
+    """With 84 blocks, the estimate between none and all is within a tenth of a count (every number of few blocks: ``test_activations``)."""
     config, (model, passes, _) = oft
     sequences = torch.zeros(8, model.num_sampled, dtype=torch.int64, device="meta")
     set_training_options(model, recomputed=41, compiled=False)

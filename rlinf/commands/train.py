@@ -322,13 +322,13 @@ def _dataset(
         digest = f"{digest} {sft.filter} {sft.intervention_weight}"
     if sft.advantage_top_fraction is not None:
         digest = f"{digest} {sft.advantage_top_fraction} {sft.advantage_steps}"
-    if resumed_from is not None and state.dataset != digest:
+    if resumed_from is not None and state.trainer.get("dataset") != digest:
         raise CheckpointError(
             f"{resumed_from} has cloned different demonstrations from sft.dataset={override_text(config.sft.dataset)} "
             "(rows, tasks or statistics differ). Set sft.dataset=<the dataset of the run>, or start a new run with "
             f"init_from={config.resume} resume=null output_dir=<a new folder>"
         )
-    state.dataset = digest
+    state.trainer["dataset"] = digest
     return dataset
 
 

@@ -10,7 +10,6 @@ from typing import Any
 
 from rlinf.errors import ConfigError
 from rlinf.evaluation.intervals import bootstrap_interval, paired_difference_interval
-from rlinf.evaluation.questions_result import QuestionsResult
 from rlinf.evaluation.result import EvaluationResult, Success
 from rlinf.evaluation.sequential import LEVEL, difference_confidence_sequence, sequential_p_value
 from rlinf.evaluation.stopping import episode_of
@@ -20,8 +19,6 @@ from rlinf.number_formats import format_p_value, format_points
 
 EPISODES = "episodes"
 """Value of ``evaluation.allow_mismatch`` that allows the lists of episodes to differ."""
-QUESTIONS = "questions"
-"""Value of ``evaluation.allow_mismatch`` that allows the lists of questions to differ."""
 SEQUENTIAL_METHOD = "Sequential test of the episodes on which the two differ (Robbins 1970), two-sided: p-value and 95 % interval are valid at any time"
 METHOD = "Exact conditional McNemar test, two-sided; 95 % interval of the paired difference: Newcombe 1998, method 10"
 RETURN_METHOD = "Returns: exact sign test, two-sided, without episodes of equal returns; 95 % interval of the mean difference: percentile bootstrap of the pairs"
@@ -303,7 +300,7 @@ def compare(result_a: EvaluationResult, result_b: EvaluationResult, allow_mismat
     # An evaluation that ended early contains only the first episodes of the same list, which is not a mismatch.
     if short is not None and {episode_of(result) for result in short.results} <= first.keys() & second.keys():
         allow_mismatch = [*allow_mismatch, EPISODES]
-    comparison = _pair(first, second, EPISODES, fix, allow_mismatch)
+    comparison = pair_outcomes(first, second, EPISODES, fix, allow_mismatch)
     comparison.mismatches = [str(mismatch) for mismatch in mismatches]
     comparison.reports_success = result_a.total.is_reported or result_b.total.is_reported
     if short is not None:
@@ -340,22 +337,12 @@ def _make_sequential(
     }
 
 
-def compare_questions(
-    result_a: QuestionsResult, result_b: QuestionsResult, allow_mismatch: Sequence[str] = ()
-) -> Comparison:
-    """Pair two results by question, in any order; with ``allow_mismatch=["questions"]``, compare only the common questions."""
-    first, second = (
-        {(scored.id, scored.prompt, scored.expected): (scored.category, scored.is_correct) for scored in result.results}
-        for result in (result_a, result_b)
-    )
-    return _pair(first, second, QUESTIONS, "Evaluate both with the same questions=<file>", allow_mismatch)
-
-
 Outcomes = Mapping[Any, tuple[str, bool]]
 """Maps each episode (or question) to its task (or category) and success."""
 
 
-def _pair(first: Outcomes, second: Outcomes, unit: str, fix: str, allow_mismatch: Sequence[str]) -> Comparison:
+def pair_outcomes(first: Outcomes, second: Outcomes, unit: str, fix: str, allow_mismatch: Sequence[str]) -> Comparison:
+    """Pair the ``unit`` that two results have in common; raise ConfigError if they differ and ``unit`` is not in ``allow_mismatch``."""
     common = [key for key in first if key in second]
     unpaired = len(first) + len(second) - 2 * len(common)
     sizes = f"The first result has {len(first)} {unit} and the second {len(second)}"

@@ -13,7 +13,6 @@ from rlinf.checkpoints import folders
 from rlinf.checkpoints.checkpoint import load_checkpoint
 from rlinf.checkpoints.checkpoint_manager import CheckpointManager, newest_checkpoint
 from rlinf.checkpoints.folders import read_loop_state
-from rlinf.checkpoints.hf_folder import HFFolder, token_manifest
 from rlinf.checkpoints.trainer_state import read_entries
 from rlinf.distributed.launch import launch
 from rlinf.errors import CheckpointError, ConfigError, ManifestMismatchError
@@ -21,6 +20,8 @@ from rlinf.llm.batched_data_dict import BatchedDataDict
 from rlinf.llm.hf_policy import HuggingFacePolicy
 from rlinf.llm.losses import NLLLossFn
 from rlinf.models.config import LoraConfig
+from rlinf.recipes.hf_folder import HFFolder, token_manifest
+from rlinf.recipes.token_trainer import best_of
 
 CONFIG = {"policy": {"model_name_or_path": "tiny"}}
 
@@ -171,14 +172,15 @@ def test_the_newest_and_the_best_stay_with_what_was_exported_from_them(trained, 
     for step in (20, 40, 60, 80, 100):
         scores[f"step_{step}"] = {40: 0.9}.get(step, step / 1000)
         manager.wait()
-        best = manager.best_of(scores, also=f"step_{step}")
+        best = best_of(scores, {*manager.names(), f"step_{step}"})
         manager.save(f"step_{step}", **state_of(trained, tiny_lm(), step, best=best), is_last=step == 100)
     manager.close()
     assert sorted(manager.names()) == ["step_100", "step_40", "step_80"]
     assert sorted(path.name for path in (tmp_path / "safetensors").iterdir()) == ["final", "step_40", "step_80"]
     assert folders.resolve_checkpoint(tmp_path).name == "step_100", "by number, not by text"
     CheckpointManager(tmp_path / "all", max_keep=-1).save("step_1", **state_of(trained, tiny_lm(), 1))
-    assert manager.best_of({"step_20": 1.0}) is None and manager.best_of({"step_80": 0.5, "step_40": 0.5}) == "step_40"
+    names = manager.names()
+    assert best_of({"step_20": 1.0}, names) is None and best_of({"step_80": 0.5, "step_40": 0.5}, names) == "step_40"
 
 
 def test_without_checkpoints_only_the_last_policy_is_written(trained, tiny_lm, tmp_path):

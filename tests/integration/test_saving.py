@@ -91,7 +91,7 @@ def loop_of(tmp_path, monkeypatch):
     def make(clock, **settings) -> tuple[Loop, list[int]]:
         trainer, calls = replace(config_of(tmp_path).trainer, **settings), []
         checkpoints = SimpleNamespace(
-            wait=lambda: None, names=list, save=lambda name, **_: calls.append(int(name[-6:]))
+            wait=lambda: None, names=list, save=lambda *_, **__: calls.append(loop.state.step)
         )
         monkeypatch.setattr(loop_module, "time", SimpleNamespace(monotonic=clock))
         loop = Loop(
@@ -99,8 +99,9 @@ def loop_of(tmp_path, monkeypatch):
             stop_signal=StopSignal(announce=False),
         )  # fmt: skip
         loop.trainer = SimpleNamespace(
-            model=None, optimizer=None, manifest=lambda: None, state_dict=dict, ends_run=False, last_tag=""
-        )
+            model=None, optimizer=None, manifest=lambda: None, state_dict=dict, loop_state=dict, ends_run=False, last_tag="",
+            best_checkpoint=lambda names: None, checkpoint_name="",
+        )  # fmt: skip
         return loop, calls
 
     return make

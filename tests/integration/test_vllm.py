@@ -35,16 +35,16 @@ from rlinf.cli import main
 from rlinf.commands.train import train
 from rlinf.config.compose import compose_config
 from rlinf.config.schema import build_config
-from rlinf.contracts import generation as generation_contract
 from rlinf.engines import vllm_engine
 from rlinf.engines.vllm_engine import EngineError, GenerateRequest, VllmEngine
 from rlinf.engines.weight_handle import WeightBuffer, WeightsRejectedError
 from rlinf.errors import ConfigError
+from rlinf.llm import validation as generation_contract
 from rlinf.llm.batched_data_dict import BatchedDataDict
+from rlinf.llm.hf_model import HFModel
 from rlinf.llm.vllm_generation import VllmGeneration, VllmGenerationWorker
 from rlinf.models.config import LoraConfig
 from rlinf.models.embodiment.openvla.vllm import OpenVLAVllmAdapter
-from rlinf.models.hf_model import HFModel
 from rlinf.models.lora import apply_lora
 from rlinf.rollout.config import VllmOptions
 from rlinf.rollout.vllm_policy import VllmPolicy

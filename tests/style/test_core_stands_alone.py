@@ -68,7 +68,10 @@ def test_without_wings_the_core_lists_trains_evaluates_exports_and_reports(core)
     assert (core / "export" / "config.json").is_file() or (core / "export" / "policy.json").is_file()
     listed = {name for line in output.splitlines() for name in line.split()[:2]}
     assert {"train", "tabletop", "openvla"} <= listed
-    assert listed & {name for wing in WINGS.values() for kind in (wing.commands, wing.models, wing.envs) for name in kind} == set()
+    assert (
+        listed & {name for wing in WINGS.values() for kind in (wing.commands, wing.models, wing.envs) for name in kind}
+        == set()
+    )
 
 
 def test_a_command_model_or_env_of_a_missing_wing_is_an_error_that_names_its_folder(core):

@@ -9,10 +9,10 @@ import torch
 from transformers import Gemma3Config, Qwen2_5_VLConfig, Qwen2Config
 
 from rlinf.cli import main
-from rlinf.commands import launch as launching
 from rlinf.errors import ConfigError
 from rlinf.llm.causal_lm import CausalLMConfig, load_causal_lm
 from rlinf.preflight.placement import FreeCapacity, Node
+from rlinf.recipes import launch as launching
 from rlinf.recipes import plan as planning
 from rlinf.recipes.load import load_recipe, packaged_recipes
 from rlinf.recipes.plan import (

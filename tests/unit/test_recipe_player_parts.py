@@ -6,8 +6,6 @@ import datasets
 import pytest
 import torch
 
-from rlinf.commands import evaluate_questions as evaluation
-from rlinf.commands import launch as command
 from rlinf.distributed import process_group
 from rlinf.distributed.deadlines import clock
 from rlinf.errors import ConfigError
@@ -15,6 +13,8 @@ from rlinf.llm.batched_data_dict import BatchedDataDict
 from rlinf.llm.hf_generation import SamplingConfig
 from rlinf.models import HuggingFacePolicy
 from rlinf.options import from_mapping
+from rlinf.recipes import evaluate_questions as evaluation
+from rlinf.recipes import launch as command
 from rlinf.recipes import token_trainer
 from rlinf.recipes.config import RecipeConfig
 from rlinf.recipes.datasets import StreamedRows

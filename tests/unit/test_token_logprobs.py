@@ -10,9 +10,9 @@ from transformers import AutoModelForCausalLM
 from rlinf.distributed.launch import launch
 from rlinf.distributed.process_group import rank
 from rlinf.llm import logprobs as module
+from rlinf.llm.hf_model import HFModel
 from rlinf.llm.logprobs import sequence_logprobs
 from rlinf.models.config import LoraConfig
-from rlinf.models.hf_model import HFModel
 from rlinf.models.lora import apply_lora
 from rlinf.models.sampling import token_logprobs
 

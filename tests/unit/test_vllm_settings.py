@@ -23,6 +23,7 @@ from rlinf.engines.vllm_weights import BucketLoader, LanguageModelNames, TensorN
 from rlinf.engines.weight_handle import WeightBuffer, WeightsRejectedError
 from rlinf.errors import ConfigError, MissingDependencyError
 from rlinf.llm.batched_data_dict import BatchedDataDict
+from rlinf.llm.hf_model import HFModel
 from rlinf.llm.vllm_generation import engine_arguments, sampling_arguments
 from rlinf.models import HuggingFacePolicy, MegatronPolicy, build_policy
 from rlinf.models.embodiment.openvla.vllm import (
@@ -34,7 +35,6 @@ from rlinf.models.embodiment.openvla.vllm import (
     to_bytes,
 )
 from rlinf.models.generation import HuggingFaceGeneration, VllmConfig, VllmGeneration, VllmGenerationWorker
-from rlinf.models.hf_model import HFModel
 from rlinf.number_formats import format_bytes
 from rlinf.preflight.memory import estimate_memory
 from rlinf.preflight.validation import validate

@@ -52,16 +52,6 @@ def test_output_and_exit_status_come_from_the_rank_with_its_own_environment(tmp_
     assert streams[1] == "2\n"
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
-def test_a_signal_reaches_the_rank(tmp_path, number):
-    agent = RankAgent()
-    output = agent.run(work("import os, time; os.write(1, b'ready'); time.sleep(600)"), PATH, {}, str(tmp_path))
-    assert next(output) == (1, b"ready")
-    agent.signal(number)
-    assert list(output) == [-number]
-    agent.signal(number)  # to nobody
-
-
 def test_a_child_that_keeps_the_output_open_does_not_hide_the_end_of_a_rank(tmp_path):
     source = "import subprocess; print(subprocess.Popen(['sleep', '600']).pid)"
     streams, status = told(RankAgent(), source, tmp_path)

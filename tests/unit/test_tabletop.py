@@ -245,17 +245,6 @@ def test_the_first_touch_is_marked_in_the_picture():
     assert touched.all() and marked.all()
 
 
-def test_state_modes():
-    assert start(build(2, state="none", cameras=[])).state is None
-    assert start(build(2, state="proprio", cameras=[])).state.shape == (2, 4)
-    for state in ("none", "proprio", "full"):
-        env = build(2, state=state, cameras=[])
-        assert env.state_width(env.config) == env.state_dim, "what is checked early is what is there"
-    state = start(build(40, state="full", cameras=[])).state
-    assert state.shape == (40, 31) and np.isfinite(state).all()
-    assert (state[0::4, 14:20] == 0).all() and (state[1::4, 8:14] == 0).all()  # reach: no zones; reach_zone: no blocks
-
-
 def test_threads_and_the_main_thread_see_the_same():
     reference, envs = build(8, image_size=64), [build(8, image_size=64) for _ in range(2)]
     expected = start(reference).images["front"]

@@ -79,6 +79,7 @@ from rlinf.training.evaluator import Evaluator
 from rlinf.training.loop import Loop
 from rlinf.training.outcome import write_failed_batch, write_summary
 from rlinf.training.profile_window import ProfileWindow
+from rlinf.training.rl_trainer import make_trainer
 from rlinf.training.state import LoopState
 from rlinf.training.stop_signal import StopRequested, StopSignal
 from rlinf.training.train_worker import TrainWorker, rl_trainer_config, sft_trainer_config
@@ -219,7 +220,7 @@ def build(config: RunConfig, reservation: Reservation | None = None) -> Run:
         run = Run(parts, CloningTrainer(parts, dataset, last_tag="after_sft"), None)
     else:
         cloning = CloningTrainer(parts, dataset) if state.phase == "sft" else None
-        run = Run(parts, cloning, ALGORITHMS.get(config.algorithm.name).make_trainer(parts, env, workers))
+        run = Run(parts, cloning, make_trainer(parts, env, workers))
     # The tracker is built last, because it writes metrics: a run that fails to build must not leave any.
     loop.tracker = _tracker(config, state, resumed_from) if rank() == 0 else None
     return run

@@ -11,6 +11,7 @@ from functools import cached_property
 import torch
 
 from rlinf.algorithms import ALGORITHMS
+from rlinf.algorithms.base import Algorithm
 from rlinf.config.schema import RunConfig, chunks_needed, declared_policy, expert_acts, section_class
 from rlinf.distributed.parallel import check_can_shard
 from rlinf.distributed.process_group import resolve_device
@@ -155,7 +156,7 @@ def rollout_workers_section(case: Case) -> None:
 def learning_section(case: Case) -> None:
     if case.learns:
         check_env_groups(case.config)
-        ALGORITHMS.get(case.config.algorithm.name).check(case.config, case.policy)
+        check_learning(case.config, case.policy)
         check_whole_episodes(case.config)
     if case.trains and case.config.sft.max_steps > 0:
         check_sft(case.config, case.policy)
@@ -283,11 +284,15 @@ def check_collapse(config: RunConfig) -> None:
             reject(f"{mode} with {actual}", "local ranks that also roll out", "trainer.on_collapse=stop")
 
 
-def check_policy_gradient(config: RunConfig, policy: ClassAndConfig | None) -> None:
-    """Check the requirements of an on-policy algorithm for rollouts and model."""
-    check_batches(config)
-    check_algorithm(config)
-    check_rollout(config, policy)
+def check_learning(config: RunConfig, policy: ClassAndConfig | None) -> None:
+    """Check the requirements of the algorithm: of all policy-gradient ones, and its own (``AnyAlgorithm.check``)."""
+    algorithm = ALGORITHMS.get(config.algorithm.name)
+    if issubclass(algorithm, Algorithm):
+        check_batches(config)
+        check_algorithm(config)
+        check_rollout(config, policy)
+        check_old_logprobs(config, algorithm, policy)
+    algorithm.check(config, policy)
 
 
 def check_batches(config: RunConfig) -> None:
@@ -438,6 +443,35 @@ def check_algorithm(config: RunConfig) -> None:
     elif algorithm_class.needs_full_episodes and rollout.auto_reset:
         required = "complete episodes, one per env and iteration (the group rollout=episodes sets this)"
         reject(f"{name} with rollout.auto_reset=true", required, "rollout.auto_reset=false")
+
+
+def check_old_logprobs(config: RunConfig, algorithm_class: type[Algorithm], policy: ClassAndConfig | None) -> None:
+    """Raise ConfigError for ``old_logprobs=rollout`` if the rollout's log-probs or values cannot replace the trainer's."""
+    algorithm, ahead, backend = config.algorithm, config.cluster.max_staleness, config.rollout.backend
+    if algorithm.old_logprobs == "trainer":
+        return
+    conflict, required, fix = "", "", ""
+    if ahead:
+        conflict, fix = f"cluster.max_staleness={ahead}", "cluster.max_staleness=0"
+        required = "log-probabilities of the current weights, because the rollout was collected with older ones"
+    elif algorithm.tis_cap is not None:
+        conflict, fix = f"algorithm.tis_cap={algorithm.tis_cap:g}", "algorithm.tis_cap=null"
+        required = (
+            "the trainer's own log-probabilities, because the weights trainer / rollout would otherwise always be 1"
+        )
+    elif algorithm.kl_coef > 0:
+        conflict, fix = f"algorithm.kl_coef={algorithm.kl_coef:g}", "algorithm.kl_coef=0"
+        required = "the trainer's own log-probabilities, because the reference's are computed in the same way"
+    elif algorithm_class.needs_values and (
+        backend != "torch" or (policy and not policy[0].values_in_rollouts(policy[1]))
+    ):
+        who = f"rollout.backend={backend}" if backend != "torch" else f"{policy[0].__name__} as configured"
+        conflict, fix = f"algorithm.name={algorithm.name} and {who}", "algorithm=grpo rollout=groups"
+        required = "rollout values that equal the trainer's"
+    if conflict:
+        raise ConfigError(
+            f"algorithm.old_logprobs=rollout with {conflict}; expected {required}. Set algorithm.old_logprobs=trainer, or {fix}"
+        )
 
 
 def check_whole_episodes(config: RunConfig) -> None:

@@ -46,7 +46,6 @@ LAYERS = (
 
 FACES = {
     "rlinf.algorithms",
-    "rlinf.algorithms.base",
     "rlinf.distributed",
     "rlinf.models",
     "rlinf.models.generation",

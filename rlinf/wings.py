@@ -8,6 +8,10 @@ import functools
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
+
+from rlinf.errors import ConfigError
+from rlinf.imports import import_string
 
 PACKAGE = Path(__file__).parent
 
@@ -47,6 +51,8 @@ class Wing:
         functions: Functions of ``rlinf`` by name.
         models: ``rlinf.models.ModelEntry`` objects by model type.
         envs: ``VectorEnv`` classes by name.
+        run_folders: ``rlinf.report.run_data.RunFolders`` objects, by what their evaluations count (``"questions"``).
+        exports: Functions that export checkpoints, by a section of their configuration that ``RunConfig`` lacks.
         options: YAML files in ``rlinf/config`` that need the wing, and experiments, by group: ``{"env": ("pusht",)}``.
     """
 
@@ -57,6 +63,8 @@ class Wing:
     functions: Mapping[str, str] = field(default_factory=dict)
     models: Mapping[str, str] = field(default_factory=dict)
     envs: Mapping[str, str] = field(default_factory=dict)
+    run_folders: Mapping[str, str] = field(default_factory=dict)
+    exports: Mapping[str, str] = field(default_factory=dict)
     options: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
 
@@ -96,10 +104,9 @@ WINGS = {
     "tokens": Wing(
         folders=("llm", "recipes"),
         about="recipes that train language and vision-language models",
-        key_commands={"evaluate questions=": "rlinf.cli.run:evaluate_questions"},
         commands={
             "launch": Command(
-                "rlinf.cli.launch:launch",
+                "rlinf.recipes.cli:launch",
                 "training of language and vision-language models: SFT, GRPO, DPO",
                 "--config <recipe> [dataset script] [key=value ...] [--dry-run]",
                 examples=(
@@ -109,6 +116,12 @@ WINGS = {
                 uses_ranks=True,
             ),
         },
+        key_commands={
+            "diagnose <folder>": "rlinf.llm.diagnose:diagnose",
+            "evaluate questions=": "rlinf.recipes.cli:questions",
+        },
+        run_folders={"questions": "rlinf.recipes.report:RUN_FOLDERS"},
+        exports={"policy": "rlinf.recipes.export:export", "train": "rlinf.recipes.export:export"},
     ),
     "lerobot": Wing(
         folders=("models/embodiment/lerobot", "envs/pusht", "envs/so101"),
@@ -128,7 +141,7 @@ WINGS = {
         },
         commands={
             "check-policy": Command(
-                "rlinf.cli.check_policy:check_policy",
+                "rlinf.models.embodiment.lerobot.check:check_policy",
                 "whether a lerobot policy folder is complete and consistent",
                 "<folder> [interpreter=<python>] [override_config={...}] [migrate=<new folder>]",
                 examples=("rlinf check-policy outputs/act_so101/pretrained_model",),
@@ -144,9 +157,21 @@ def present() -> dict[str, Wing]:
     return {name: wing for name, wing in WINGS.items() if all((PACKAGE / folder).is_dir() for folder in wing.folders)}
 
 
+def folders() -> list[Path]:
+    """Return the folders of the present wings."""
+    return [PACKAGE / folder for wing in present().values() for folder in wing.folders]
+
+
 def added(kind: str) -> dict:
     """Return the entries of the present wings of one ``kind``, a field of ``Wing`` (``"envs"``)."""
     return {name: entry for wing in present().values() for name, entry in getattr(wing, kind).items()}
+
+
+def load(kind: str, name: str) -> Any:
+    """Import the entry ``name`` of one ``kind``; raise ConfigError if its wing is not present."""
+    if (reason := missing(kind, name)) is not None:
+        raise ConfigError(reason)
+    return import_string(added(kind)[name])
 
 
 def missing(kind: str, name: str) -> str | None:

@@ -95,7 +95,7 @@ rollout: enforce_eager
 rollout.parallelism: dp_replicate_size dp_shard_size
 rollout.vllm: enforce_eager kv_cache_memory_bytes timeout_s
 model: api_key_env connect_timeout_s detach_value hidden_size image_size low_cpu_mem_usage strict vocab_size
-trainer: adam_beta1 adam_beta2 adam_eps clip_together lr_min_factor
+trainer: adam_beta1 adam_beta2 adam_eps clip_together
 profiler.sub_profiler_config: active_steps wait_steps warmup_steps
 train: optm_decay_ratio optm_min_lr_factor
 train.ckpt: chunk_bytes save_freq_in_epoch

@@ -335,7 +335,7 @@ def write_policy(folder: Path, model: Any, weights: dict[str, Tensor]) -> None:
             save_adapter(model, folder, weights)
         else:
             if any(hasattr(module, "generation_config") for module in model.modules()):
-                from rlinf.models.hf_model import accept_saving  # imports transformers
+                from rlinf.models.layers import accept_saving  # imports transformers
 
                 accept_saving(model)
             model.save_pretrained(folder, state_dict=weights)
@@ -349,3 +349,20 @@ def write_policy(folder: Path, model: Any, weights: dict[str, Tensor]) -> None:
     statistics = getattr(model.config, "norm_stats", None)
     if statistics:
         write_text(folder / STATISTICS_FILE, json.dumps(statistics, indent=1))
+
+
+def check_adapters(checkpoint: Path, manifest: Manifest, merge_lora: bool) -> None:
+    """Raise CheckpointError if an export cannot merge adapters as asked, or if manifest and config.json disagree about them."""
+    state = manifest.lora.get("state")
+    if merge_lora and state != "adapter":
+        reason = "are already merged, and would be added twice" if state == "merged" else "do not exist"
+        raise CheckpointError(f"merge_lora=true, but the adapters of {checkpoint} {reason}. Set merge_lora=false")
+    if not folders.has_policy(checkpoint):
+        return
+    source = folders.policy_folder(checkpoint)
+    if state == "merged" and (source / "config.json").is_file():
+        merged = json.loads((source / "config.json").read_text(encoding="utf-8")).get("merged_adapters")
+        if not merged:
+            raise CheckpointError(
+                f"The manifest of {checkpoint} records merged adapters, but its config.json has none."
+            )

@@ -2,7 +2,6 @@
 
 import glob
 import logging
-import math
 import shutil
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -36,14 +35,14 @@ SAVE_MODES = ("sync", "async")
 
 
 class Export(Protocol):
-    """Exports a checkpoint's policy to a folder for ``from_pretrained`` (see ``rlinf.checkpoints.hf_folder``)."""
+    """Exports a checkpoint's policy to a folder for ``from_pretrained`` (see ``rlinf.recipes.hf_folder``)."""
 
     def __call__(self, checkpoint: Path, output: Path) -> None:
         """Write the export to ``output``; called on one rank."""
 
 
 class Upload(Protocol):
-    """Uploads complete folders of a run at its end, or with ``every``, after each save (see ``rlinf.checkpoints.upload``)."""
+    """Uploads complete folders of a run at its end, or with ``every``, after each save (see ``rlinf.recipes.upload``)."""
 
     every: bool
 
@@ -191,15 +190,6 @@ class CheckpointManager:
         """Return the names of the complete checkpoints."""
         return [path.parent.name for path in self.folder.glob(f"{CHECKPOINTS_FOLDER}/[!.]*/{STATE_FILE}")]
 
-    def best_of(self, scores: Mapping[str, float], also: str | None = None) -> str | None:
-        """Return the name with the highest score (see ``comparable``) among existing checkpoints and ``also``; the newest if tied.
-
-        ``scores`` maps names to scores in evaluation order.
-        """
-        existing = {*self.names(), also}
-        names = [name for name in reversed(list(scores)) if name in existing]
-        return max(names, key=lambda name: comparable(scores[name]), default=None)
-
     def _run(self, work: Callable[[], None]) -> None:
         if self.save_mode == "sync":
             work()
@@ -293,8 +283,3 @@ def newest_checkpoint(output_dir: Path, name: str = "") -> Path | None:
         return None
 
     return on_rank_zero(find, f"read {output_dir}")
-
-
-def comparable(score: float) -> float:
-    """Return a score that can be compared: NaN and infinite scores become minus infinity."""
-    return score if math.isfinite(score) else -math.inf

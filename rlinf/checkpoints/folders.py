@@ -189,10 +189,6 @@ def read_state(folder: Path) -> Json:
     return state
 
 
-TOKEN_KEYS = ("policy.model_name_or_path", "train.param_dtype")
-"""Keys of a recipe's configuration that are used for exports and may be overridden."""
-
-
 class PlainLoader(yaml.SafeLoader):
     """A YAML loader that rejects aliases."""
 

@@ -4,34 +4,26 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
-import yaml
 
+from rlinf import wings
 from rlinf.checkpoints.folders import resolve_checkpoint
-from rlinf.cli.table import format_table
 from rlinf.commands.hydra_app import configure, parse, split
 from rlinf.commands.open_checkpoint import open_checkpoint, open_remote, policy_for
 from rlinf.config.schema import RunConfig
 from rlinf.contracts.env import spread_specs
-from rlinf.contracts.report import Check
+from rlinf.contracts.report import Check, print_checks, rejected_by_vllm
 from rlinf.distributed.process_group import resolve_device, set_num_threads
-from rlinf.engines.vllm_engine import check_temperature, require_vllm
+from rlinf.engines.vllm_engine import check_temperature
 from rlinf.envs import make_env
 from rlinf.errors import CheckpointError, ConfigError, MissingDependencyError, RLinfError
-from rlinf.models import MODELS
-from rlinf.models.loading import hide_progress_bars, read_json
 from rlinf.models.precision import autocast
-from rlinf.options import from_mapping
 from rlinf.seeding import seed_everything
 
 if TYPE_CHECKING:
-    from rlinf.contracts.generation import Generate
     from rlinf.contracts.policy import PolicyChecker
-
-RESULTS = {True: "pass", False: "FAIL", None: "note"}
 
 
 def diagnose(arguments: Sequence[str]) -> int:
@@ -49,8 +41,8 @@ def diagnose(arguments: Sequence[str]) -> int:
         usage = "<folder or hub id> for a language model; model=<name>, experiment=<name> or <run folder> for a policy"
         raise ConfigError(f"`rlinf diagnose` needs one model, not {names or 'none'}. Run rlinf diagnose {usage}")
     if names and not unknown and not _is_checkpoint(names[0]):
-        return _diagnose_language_model(names[0], [item for item in args.overrides if item not in names])
-    return _diagnose_action_model([f"checkpoint={item}" if item in names else item for item in arguments])
+        return wings.load("key_commands", "diagnose <folder>")(args.overrides)
+    return _diagnose_policy([f"checkpoint={item}" if item in names else item for item in arguments])
 
 
 def _is_checkpoint(name: str) -> bool:
@@ -61,7 +53,7 @@ def _is_checkpoint(name: str) -> bool:
     return True
 
 
-def _diagnose_action_model(arguments: Sequence[str]) -> int:
+def _diagnose_policy(arguments: Sequence[str]) -> int:
     config = configure(parse(arguments), "diagnose")
     if config is None:
         return 0
@@ -73,7 +65,7 @@ def _diagnose_action_model(arguments: Sequence[str]) -> int:
             note = _check_vllm(checker, config, checks) if checks[0].passed else None
     model = config.model
     print(f"{model.model_type} on {config.env.name}, {model.precision}, temperature {config.rollout.temperature:g}\n")
-    return _report(checks, note)
+    return print_checks(checks, note)
 
 
 def _check_vllm(checker: PolicyChecker, config: RunConfig, checks: list[Check]) -> str | None:
@@ -89,7 +81,7 @@ def _check_vllm(checker: PolicyChecker, config: RunConfig, checks: list[Check]) 
     try:
         checks += checker.vllm_checks(vllm_policy)
     except RLinfError as error:
-        return _rejected_by_vllm(checks, error)
+        return rejected_by_vllm(checks, error)
     finally:
         vllm_policy.close()
     return None
@@ -127,47 +119,3 @@ def _checker(config: RunConfig) -> Iterator[PolicyChecker]:
             is_exact=config.model.precision != "bf16-mixed" and model.dtype == torch.float32,
             num_trained_rows=min(NUM_ROWS, config.model.micro_batch_size),
         )
-
-
-def _diagnose_language_model(name: str, pairs: Sequence[str]) -> int:
-    from rlinf.contracts.generation import consistency_checks, length_checks, torch_engine, vllm_engine
-    from rlinf.llm.causal_lm import CausalLMConfig, load_causal_lm
-
-    about = Path(name).expanduser() / "config.json"
-    model_type = read_json(about).get("model_type") if about.is_file() else None
-    if model_type in MODELS.entries() and MODELS.get(model_type).acts:
-        usage = f"rlinf diagnose model.model_type={model_type} model.model_path={name} env=<its env>"
-        raise ConfigError(f"'{name}' contains a '{model_type}', a policy; expected a language model. Run {usage}")
-    values = dict(pair.partition("=")[::2] for pair in pairs)
-    config = from_mapping(CausalLMConfig, {key: yaml.safe_load(value) for key, value in values.items()})
-    hide_progress_bars()
-    model = load_causal_lm(name, config)
-
-    def run(generate: Generate, engine: str) -> list[Check]:
-        return [*length_checks(model, generate, engine), *consistency_checks(model, generate, engine)]
-
-    checks, note = run(torch_engine(model), "torch"), None
-    try:
-        require_vllm()
-        with vllm_engine(name, model, config) as generate:
-            checks += run(generate, "vllm")
-    except MissingDependencyError as error:
-        note = f"vllm: not checked. {error}"
-    except RLinfError as error:
-        note = _rejected_by_vllm(checks, error)
-    return _report(checks, note)
-
-
-def _rejected_by_vllm(checks: list[Check], error: RLinfError) -> str:
-    """Add a failed check; return the note below the table."""
-    checks.append(Check("vllm: runs the model", False, f"{type(error).__name__}, see below"))
-    return f"vllm: {error}"
-
-
-def _report(checks: Sequence[Check], note: str | None) -> int:
-    """Print the table and return the exit status."""
-    rows = [(check.name, RESULTS[check.passed], check.detail) for check in checks]
-    print(format_table(("check", "result", "detail"), rows))
-    if note is not None:
-        print(note)
-    return int(any(check.passed is False for check in checks))

@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 from rlinf.algorithms import ALGORITHMS
-from rlinf.cli.table import format_table
 from rlinf.config.plugins import load_plugins
 from rlinf.config.schema import RunConfig, build_config
 from rlinf.envs import ENVS, make_env
@@ -28,6 +27,7 @@ from rlinf.manifest import Manifest, other_project, verify_files
 from rlinf.models import MODELS
 from rlinf.number_formats import GIB, format_bytes
 from rlinf.options import check_arguments
+from rlinf.text_table import format_table
 
 YES, NO, OPTIONAL = "yes", "no", "-"
 MAIN_JOB = "quickstart"

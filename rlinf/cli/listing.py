@@ -5,7 +5,6 @@ from itertools import takewhile
 from textwrap import shorten
 
 from rlinf.algorithms import ALGORITHMS
-from rlinf.cli.table import MIN_WIDTH, format_columns, format_table, terminal_width
 from rlinf.commands.hydra_app import parse, split
 from rlinf.config.names import GROUP
 from rlinf.config.overrides import parse_overrides
@@ -16,6 +15,7 @@ from rlinf.envs import ENVS
 from rlinf.errors import ConfigError
 from rlinf.models import MODELS
 from rlinf.options import check_arguments, from_mapping
+from rlinf.text_table import MIN_WIDTH, format_columns, format_table, terminal_width
 
 FALLBACK = (
     "Any other model_type of transformers works without a registration, from model.model_path=<folder or hub id>: a text model\n"

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from rlinf.errors import ConfigError, reject
-from rlinf.report.recipe_data import is_token_folder
+from rlinf.report.run_data import kind_of
 from rlinf.report.run_page import write_report
 from rlinf.report.runs import group_runs, read_runs, repeated_seeds, run_folders, write_runs_report
 from rlinf.report.why.rules import explain
@@ -35,10 +35,10 @@ def report(arguments: Sequence[str]) -> int:
     if len(places) == 1 and not outputs:
         print(f"report: {write_report(places[0])}")
         return 0
-    of_tokens = next((place for place in places if is_token_folder(place)), None)
-    if of_tokens is not None:
-        actual = f"'{of_tokens}' is a run of a recipe, which the page of several runs does not support"
-        raise ConfigError(f"{actual}; expected runs of `rlinf train`, or one folder. Run rlinf report {of_tokens}")
+    for place in places:
+        if (kind := kind_of(place)[1]) is not None:
+            actual = f"'{place}' is {kind.name}, which the page of several runs does not support"
+            raise ConfigError(f"{actual}; expected runs of `rlinf train`, or one folder. Run rlinf report {place}")
     runs = read_runs(folders)
     output = Path(outputs[0] if outputs else OUTPUT).expanduser()
     for line in repeated_seeds(group_runs(runs)):

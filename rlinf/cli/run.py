@@ -5,7 +5,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
-from rlinf.checkpoints.folders import TOKEN_KEYS, resolve_checkpoint
+from rlinf import wings
+from rlinf.checkpoints.folders import resolve_checkpoint
 from rlinf.commands.hydra_app import (
     check_checkpoint,
     configure,
@@ -24,7 +25,6 @@ from rlinf.imports import import_string
 from rlinf.models.loading import hide_progress_bars
 from rlinf.options import PathText, check_arguments, from_mapping, option, public_fields, unknown_key_message
 from rlinf.preflight.folders import check_writable
-from rlinf.recipes.load import with_overrides
 from rlinf.run_folder import COMPARISON_FILE, REPORT_FILE
 from rlinf.serving import require_packages
 
@@ -84,19 +84,6 @@ def _run_command(arguments: Sequence[str], command: str) -> int:
     if config is not None:
         # Imported by name only after the checks, because importing takes seconds.
         import_string(f"rlinf.commands.{command}:{command}")(config)
-    return 0
-
-
-def evaluate_questions(arguments: Sequence[str]) -> int:
-    """Evaluate a model on a file of questions."""
-    from rlinf.commands.evaluate_questions import evaluate_questions
-    from rlinf.recipes.questions import QuestionsConfig
-
-    config = from_mapping(QuestionsConfig, with_overrides({}, with_checkpoint(arguments)))
-    if not config.checkpoint:
-        raise ConfigError("checkpoint is not given; expected a model. Set checkpoint=<folder of a model or a run>")
-    hide_progress_bars()
-    evaluate_questions(config)
     return 0
 
 
@@ -190,8 +177,7 @@ def export(arguments: Sequence[str]) -> int:
 def _split(arguments: Sequence[str]) -> tuple[dict, list[str]]:
     """Split arguments into the values of the export's own keys and the overrides of the configuration."""
     settings, overrides = {}, []
-    recipe_sections = [key.partition(".")[0] for key in TOKEN_KEYS]
-    export_keys, sections = public_fields(ExportConfig), [*public_fields(RunConfig), *recipe_sections]
+    export_keys, sections = public_fields(ExportConfig), [*public_fields(RunConfig), *wings.added("exports")]
     check_arguments(arguments, export_keys)
     for argument in arguments:
         key, _, value = argument.partition("=")

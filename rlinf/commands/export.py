@@ -1,6 +1,5 @@
 """Exports a checkpoint to a folder that ``from_pretrained`` can load."""
 
-import json
 import os
 import shlex
 import shutil
@@ -12,21 +11,20 @@ import numpy as np
 import torch
 import yaml
 
+from rlinf import wings
 from rlinf.algorithms import ALGORITHMS
-from rlinf.checkpoints.checkpoint import is_adapter, verify_checkpoint, write_policy
-from rlinf.checkpoints.folders import TOKEN_KEYS, flat, has_policy, policy_folder, read_saved_config, resolve_checkpoint
+from rlinf.checkpoints.checkpoint import check_adapters, is_adapter, write_policy
+from rlinf.checkpoints.folders import read_saved_config, resolve_checkpoint
 from rlinf.commands.open_checkpoint import load_policy, open_checkpoint, read_config
 from rlinf.config.saved_code import code_overrides, code_values, env_overrides
 from rlinf.config.schema import RunConfig
 from rlinf.envs import ENVS
 from rlinf.envs.external import ExternalConfig
-from rlinf.errors import CheckpointError, ConfigError
+from rlinf.errors import CheckpointError
 from rlinf.files import write_text
 from rlinf.manifest import Manifest, hash_files
 from rlinf.models import MODELS
-from rlinf.models.config import LoraConfig
 from rlinf.models.embodiment.base import ActionModel
-from rlinf.models.precision import torch_dtype_of
 from rlinf.options import to_mapping
 from rlinf.registry import BUILTIN
 from rlinf.run_folder import CONFIG_FILE
@@ -40,7 +38,7 @@ def export(
 ) -> Path:
     """Write the model (or adapter), processor, ``dataset_statistics.json``, ``config.yaml`` and ``manifest.json``; return ``output``.
 
-    Weights of a token policy are written in chunks (``rlinf.checkpoints.hf_folder``). Raise CheckpointError if ``output`` is not
+    Checkpoints of a wing are exported by its function (``Wing.exports``). Raise CheckpointError if ``output`` is not
     empty, the checkpoint is damaged or has no adapters to merge, its configuration contains code that no override allows, or the
     exported policy predicts different actions.
 
@@ -51,10 +49,11 @@ def export(
     checkpoint, output = resolve_checkpoint(checkpoint), Path(output)
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise CheckpointError(f"{output} exists and is not empty; nothing is overwritten. Set output=<a new folder>")
-    if TOKEN_KEYS[0] in flat(read_saved_config(checkpoint)):
-        return _export_tokens(checkpoint, output, merge_lora, overrides)
+    sections = read_saved_config(checkpoint).keys() & wings.added("exports").keys()
+    if sections:
+        return wings.load("exports", min(sections))(checkpoint, output, merge_lora, overrides)
     config = read_config(checkpoint, overrides)
-    _check_lora(checkpoint, Manifest.load(checkpoint), merge_lora)
+    check_adapters(checkpoint, Manifest.load(checkpoint), merge_lora)
     opened = open_checkpoint(checkpoint, config)
     model, manifest = opened.policy.eval(), opened.manifest
     observation = random_observation(config, model)
@@ -116,31 +115,6 @@ def _with_code_of_model(config: RunConfig, folder: Path, model: ActionModel) -> 
     return replace(config, env=env, algorithm=algorithm, plugins=plugins)
 
 
-def _export_tokens(checkpoint: Path, output: Path, merge_lora: bool, overrides: Sequence[str]) -> Path:
-    """Export the policy of a token run; tokenizer and config files come from the model that training started with."""
-    from rlinf.checkpoints.hf_folder import HFFolder  # imports transformers
-
-    values = flat(read_saved_config(checkpoint))
-    for override in overrides:
-        key, _, value = override.partition("=")
-        if key not in TOKEN_KEYS:
-            actual = f"'{override}' does not affect the export of {checkpoint}, a checkpoint of a recipe"
-            raise ConfigError(f"{actual}; available keys: {', '.join(TOKEN_KEYS)}.")
-        values[key] = value
-    verify_checkpoint(checkpoint)
-    manifest = Manifest.load(checkpoint)
-    _check_lora(checkpoint, manifest, merge_lora)
-    lora = {key: value for key, value in manifest.lora.items() if key not in ("state", "base_sha256")}
-    source, dtype = (values.get(key) for key in TOKEN_KEYS)
-    adapter = LoraConfig(**lora) if manifest.lora["state"] == "adapter" else None
-    write = HFFolder(source, torch_dtype_of(dtype), lora=adapter, merge_lora=merge_lora)
-    try:
-        write(checkpoint, output)
-    except OSError as error:
-        raise CheckpointError(f"Cannot write {output}: {error}. Check space and permissions, or set output") from error
-    return output
-
-
 def random_observation(config: RunConfig, model: ActionModel, num_rows: int = 2, seed: int = 0) -> Observation:
     """Return a random observation with the env's shapes."""
     generator = np.random.default_rng(seed)
@@ -151,22 +125,6 @@ def random_observation(config: RunConfig, model: ActionModel, num_rows: int = 2,
         state_dim = getattr(model.config, "state_dim", None)
     state = generator.standard_normal((num_rows, state_dim), np.float32) if state_dim else None
     return Observation(images, state, ["pick up the red block"] * num_rows)
-
-
-def _check_lora(checkpoint: Path, manifest: Manifest, merge_lora: bool) -> None:
-    state = manifest.lora.get("state")
-    if merge_lora and state != "adapter":
-        reason = "are already merged, and would be added twice" if state == "merged" else "do not exist"
-        raise CheckpointError(f"merge_lora=true, but the adapters of {checkpoint} {reason}. Set merge_lora=false")
-    if not has_policy(checkpoint):
-        return
-    source = policy_folder(checkpoint)
-    if state == "merged" and (source / "config.json").is_file():
-        merged = json.loads((source / "config.json").read_text(encoding="utf-8")).get("merged_adapters")
-        if not merged:
-            raise CheckpointError(
-                f"The manifest of {checkpoint} records merged adapters, but its config.json has none."
-            )
 
 
 def _compare(written: ActionModel, read: ActionModel, observation: Observation, output: Path) -> None:

@@ -27,12 +27,11 @@ from rlinf.config.compose import (
     compose_on_saved,
     explain,
     fitted,
-    keys_named,
     no_such_option,
     normalize_overrides,
 )
 from rlinf.config.overrides import parse_overrides, values_of
-from rlinf.config.schema import RunConfig, build_config, overrides_text, typed_config
+from rlinf.config.schema import RunConfig, build_config, fields_meant, overrides_text, typed_config
 from rlinf.config.training import ClusterConfig
 from rlinf.distributed.start import is_connected
 from rlinf.errors import CheckpointError, ConfigError, RankError, RLinfError
@@ -87,7 +86,7 @@ def _no_flag(flag: str, arguments: Sequence[str]) -> ConfigError:
     name, _, value = flag.lstrip("-").partition("=")
     name = name.replace("-", "_")
     value = value or next((argument for argument in arguments if "=" not in argument), "<value>")
-    keys = [name] if "." in name else keys_named(name)
+    keys = [name] if "." in name else fields_meant(name)
     example = overrides_text(keys, value) or "e.g. trainer.max_steps=10"
     return ConfigError(f"'{flag}' is not a flag; settings have no dashes: key=value. Set {example}")
 

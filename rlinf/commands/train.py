@@ -161,69 +161,82 @@ class Run:
 @deadline("start")
 def build(config: RunConfig, reservation: Reservation | None = None) -> Run:
     """Build one rank's components from a validated configuration whose ``output_dir`` is set."""
+    # Memory, env, dataset, policy, ranks, worker, loop: each depends on those before it.
+    # - Memory: a run that does not fit ends before simulators start and weights are read; sharding depends on the smallest GPU. The
+    #   estimate builds a model and draws random numbers on rank 0 only, so the seed is set after it.
+    # - Env: the number of envs depends on the phase of the state. Env workers are in the Ray cluster of the reservation.
+    # - Dataset: its cameras, state and actions are checked against the env.
+    # - Policy: needs action bounds (env), statistics (dataset), and the fingerprint, to compare it with a checkpoint's.
+    # - Ranks: sharding replaces the policy's parameters, so the worker's optimiser comes later; a checkpoint is read into the shards.
+    # - Tracker: last, because it writes metrics, and a run that fails to build must not leave any.
     device = resolve_device(config.cluster.device, 1)  # of this rank, which sees one GPU
-    # Query memory first: sharding depends on it, and all ranks must base that decision on the smallest GPU.
     memory = -int(*maximum(-rank_memory_bytes(device, local_world_size())))
     set_num_threads(config.cluster.num_threads, local_world_size())
-    # A run that does not fit is rejected here, before simulators start and weights are read.
     recomputed = _fit_to_gpu(config, memory) if device == "cuda" else 0
-    # Seed after the estimate, which builds a model and draws random numbers on rank 0 only.
     seed_everything(config.seed, config.trainer.deterministic)
-    # The state comes before the env, because the number of envs depends on its phase.
     resumed_from, state = _starting_point(config)
     has_rollout_workers = reservation is not None and reservation.group is not None
     if reservation is not None and (has_rollout_workers or config.cluster.num_env_workers):
-        reservation.join()  # env workers are in the same Ray cluster
+        reservation.join()
     env = _evaluation_env(config, state)
-    if rank() == 0 and config.cluster.num_env_workers:
-        print(f"simulators: {describe_places(env)}", flush=True)
-    # The env comes before the dataset, whose cameras, state and actions are checked against it.
     dataset = _dataset(config, env, state, resumed_from)
-    # Only rank 0 takes the fingerprint, and an env may draw from torch's generator: keep the ranks' generators equal.
-    with torch.random.fork_rng(devices=[]):
-        fingerprint = take_fingerprint(env) if rank() == 0 and config.evaluation.probe else None
-    # The policy needs all three: action bounds (env), statistics (dataset), and the fingerprint to compare with a checkpoint's.
+    fingerprint = _fingerprint(config, env)
     model, fps = _policy(config, env, dataset, resumed_from, fingerprint)
     if dataset is not None:
         compare_with_statistics(model, dataset, config.env.name)
+    _recompute(config, model, recomputed)
+    parallel, sync = _distribute(config, model, device, memory, reservation if has_rollout_workers else None)
+    worker = _worker(config, parallel, state, resumed_from)
+    loop = _loop(config, state, resumed_from)
+    workers = sync.generator if isinstance(sync.generator, RolloutWorkers) else None
+    episodes = None if workers is None else RemoteEpisodes(workers, config.evaluation.num_envs)
+    evaluator = Evaluator(config, env, loop.stop_signal, worker.autocast, episodes)
+    run = _run(TrainerContext(config, loop, worker, sync, evaluator, fingerprint, fps), dataset, workers)
+    loop.tracker = _tracker(config, state, resumed_from) if rank() == 0 else None
+    return run
+
+
+def _fingerprint(config: RunConfig, env: VectorEnv) -> dict[str, Any] | None:
+    """Return the fingerprint of the simulator on rank 0, otherwise None."""
+    # An env may draw from torch's generator: keep the ranks' generators equal.
+    with torch.random.fork_rng(devices=[]):
+        return take_fingerprint(env) if rank() == 0 and config.evaluation.probe else None
+
+
+def _recompute(config: RunConfig, model: torch.nn.Module, recomputed: bool | int) -> None:
+    """Set the number of layers whose activations are recomputed."""
     if recomputed:
         from rlinf.models.layers import find_layers, set_training_options  # imports torch's compiler
 
         if find_layers(model):
             set_training_options(model, recomputed=recomputed, compiled=config.model.compile)
-    # Sharding replaces parameters, so it precedes the optimiser; the checkpoint is then read into the shards.
-    parallel, sync = _distribute(config, model, device, memory, reservation if has_rollout_workers else None)
-    workers = sync.generator if isinstance(sync.generator, RolloutWorkers) else None
-    worker = _worker(config, parallel, state)
-    if resumed_from is not None:
-        checkpoints.load_checkpoint(resumed_from, model=model, optimizer=worker.optimizer)
-    stop_signal = StopSignal(announce=rank() == 0)
-    folder = Path(config.output_dir)
+
+
+def _loop(config: RunConfig, state: LoopState, resumed_from: Path | None) -> Loop:
+    """Return the training loop, without its tracker."""
+    folder, trainer = Path(config.output_dir), config.trainer
     loop = Loop(
         state,
         folder,
-        config.trainer,
+        trainer,
         to_mapping(config),
         checkpoints=CheckpointManager(
-            folder, save_mode=config.trainer.save_mode, max_keep=config.trainer.max_keep, latest=_latest_target(folder)
+            folder, save_mode=trainer.save_mode, max_keep=trainer.max_keep, latest=_latest_target(folder)
         ),
-        stop_signal=stop_signal,
+        stop_signal=StopSignal(announce=rank() == 0),
         progress=Progress(enabled=rank() == 0, updates=config.tracking.progress),
         resumed_from=resumed_from,
     )
-    phase = "rl" if config.trainer.max_steps > 0 else "sft"
-    loop.profile_window = ProfileWindow(config.trainer.profile_steps, phase, folder, rank())
-    episodes = None if workers is None else RemoteEpisodes(workers, config.evaluation.num_envs)
-    evaluator = Evaluator(config, env, stop_signal, worker.autocast, episodes)
-    parts = TrainerContext(config, loop, worker, sync, evaluator, fingerprint, fps)
-    if config.trainer.max_steps == 0:
-        run = Run(parts, CloningTrainer(parts, dataset, last_tag="after_sft"), None)
-    else:
-        cloning = CloningTrainer(parts, dataset) if state.phase == "sft" else None
-        run = Run(parts, cloning, make_trainer(parts, env, workers))
-    # The tracker is built last, because it writes metrics: a run that fails to build must not leave any.
-    loop.tracker = _tracker(config, state, resumed_from) if rank() == 0 else None
-    return run
+    loop.profile_window = ProfileWindow(trainer.profile_steps, "rl" if trainer.max_steps > 0 else "sft", folder, rank())
+    return loop
+
+
+def _run(parts: TrainerContext, dataset: StoredDemonstrations | None, workers: RolloutWorkers | None) -> Run:
+    """Create the trainers of the run's remaining phases."""
+    if parts.config.trainer.max_steps == 0:
+        return Run(parts, CloningTrainer(parts, dataset, last_tag="after_sft"), None)
+    cloning = CloningTrainer(parts, dataset) if parts.loop.state.phase == "sft" else None
+    return Run(parts, cloning, make_trainer(parts, parts.evaluator.env, workers))
 
 
 def _latest_target(folder: Path) -> Path | None:
@@ -290,7 +303,10 @@ def _evaluation_env(config: RunConfig, state: LoopState) -> VectorEnv:
     # While the expert collects demonstrations, every rank has all envs, because their number affects the order of demonstrations.
     if state.phase != "sft" or config.sft.dataset is not None:
         num_envs = max(-(-num_envs // world_size()), min(num_envs, NUM_EPISODES))
-    return env_maker(config, local_world_size())(num_envs, auto_reset=False)
+    env = env_maker(config, local_world_size())(num_envs, auto_reset=False)
+    if rank() == 0 and config.cluster.num_env_workers:
+        print(f"simulators: {describe_places(env)}", flush=True)
+    return env
 
 
 def _dataset(
@@ -306,13 +322,13 @@ def _dataset(
         digest = f"{digest} {sft.filter} {sft.intervention_weight}"
     if sft.advantage_top_fraction is not None:
         digest = f"{digest} {sft.advantage_top_fraction} {sft.advantage_steps}"
-    if resumed_from is not None and state.dataset != digest:
+    if resumed_from is not None and state.trainer.get("dataset") != digest:
         raise CheckpointError(
             f"{resumed_from} has cloned different demonstrations from sft.dataset={override_text(config.sft.dataset)} "
             "(rows, tasks or statistics differ). Set sft.dataset=<the dataset of the run>, or start a new run with "
             f"init_from={config.resume} resume=null output_dir=<a new folder>"
         )
-    state.dataset = digest
+    state.trainer["dataset"] = digest
     return dataset
 
 
@@ -383,7 +399,8 @@ def _engine_options(config: RunConfig, model: torch.nn.Module, memory: int) -> V
     return engine_options(config, estimate_memory(config, memory, model), memory)
 
 
-def _worker(config: RunConfig, parallel: Parallel, state: LoopState) -> TrainWorker:
+def _worker(config: RunConfig, parallel: Parallel, state: LoopState, resumed_from: Path | None) -> TrainWorker:
+    """Return the worker with its optimiser; both policy and optimiser are read from the checkpoint to resume."""
     in_sft = state.phase == "sft"
     rl = rl_trainer_config(config.trainer, state.rollbacks)
     settings = sft_trainer_config(config.trainer, config.sft) if in_sft else rl
@@ -400,6 +417,8 @@ def _worker(config: RunConfig, parallel: Parallel, state: LoopState) -> TrainWor
     )
     if worker.train_step is not None:
         worker.train_step.num_steps = state.sft_step if in_sft else state.policy_version - state.sft_step
+    if resumed_from is not None:
+        checkpoints.load_checkpoint(resumed_from, model=parallel.model, optimizer=worker.optimizer)
     return worker
 
 

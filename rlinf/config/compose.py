@@ -18,7 +18,6 @@ from hydra.errors import HydraException, MissingConfigException, OverrideParseEx
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import GrammarParseError, InterpolationResolutionError, OmegaConfBaseException
 
-from rlinf.checkpoints.folders import PAGE, text_in
 from rlinf.config import search
 from rlinf.config.overrides import parse_overrides, quoted, unreadable
 from rlinf.config.plugins import load_plugins
@@ -34,8 +33,7 @@ from rlinf.config.schema import (
     section_class,
     unknown_key_error,
 )
-from rlinf.envs import ENVS
-from rlinf.errors import ConfigError, MissingDependencyError, did_you_mean
+from rlinf.errors import ConfigError, did_you_mean
 from rlinf.files import Json
 from rlinf.options import LITERAL, closest, from_mapping, override_text, public_fields, to_mapping
 
@@ -69,23 +67,15 @@ def normalize_overrides(overrides: Iterable[str], sweeps: bool = False) -> list[
 
 def _no_override(argument: str, following: str) -> ConfigError:
     """Return the error for an argument without ``=``, suggesting its probable meaning."""
-    hint = closest(argument, search.experiment_names())
-    if keys_named(argument):
-        example = overrides_text(keys_named(argument), following)
-    elif text := text_in(argument):
-        return ConfigError(f"'{argument}' is {text}, which this command does not accept. {PAGE}")
+    if keys := [argument] if argument == search.GROUP else fields_meant(argument):
+        example = overrides_text(keys, following)
     elif Path(argument).expanduser().is_dir():
         example = (
             f"checkpoint={argument} to evaluate, export or collect with it, resume={argument} to continue training"
         )
     else:
-        example = f"e.g. experiment={hint}" if hint else "e.g. trainer.max_steps=10"
+        example = f"e.g. experiment={closest(argument, search.experiment_names()) or 'quickstart'}"
     return ConfigError(f"'{argument}' is not an override; expected key=value. Set {example}")
-
-
-def keys_named(name: str) -> list[str]:
-    """Return the keys whose last part is ``name``, or ``experiment``."""
-    return [name] if name == search.GROUP else fields_meant(name)
 
 
 def compose_config(overrides: Iterable[str] = (), config_dir: str | None = None, root: str = ROOT) -> DictConfig:
@@ -176,10 +166,7 @@ def explain(error: Exception, overrides: list[str], root: str = ROOT) -> ConfigE
 
 def no_such_option(group: str, name: str, options: Iterable[str]) -> str:
     """Return the message for an unknown option of a group, suggesting a similar one or how to list them."""
-    close, env = closest(name, options), env_of_task(name, options) if group == "env" else None
-    if env:  # a task's exact name is a better hint than a similar env
-        hint = f" It is a task of {env}. Set env={env} 'env.tasks=[{name}]'"
-    elif close:
+    if close := closest(name, options):
         hint = f" Did you mean '{close}'? Set {group}={close}"
     elif group == search.GROUP:
         hint = " `rlinf models` lists them; your own files need --config-dir <folder>"
@@ -190,37 +177,22 @@ def no_such_option(group: str, name: str, options: Iterable[str]) -> str:
     return f"There is no {group or 'config'} '{name}'.{hint}"
 
 
-def env_of_task(task: str, envs: Iterable[str]) -> str | None:
-    """Return the first installed env that has such a task under its default settings."""
-    for name in envs:
-        if name in ENVS:
-            try:
-                if task in ENVS.get(name).all_task_names(ENVS.get(name).config_class()):
-                    return name
-            except MissingDependencyError:
-                continue
-    return None
-
-
 def _unknown_key(override: Override, root: str) -> str | None:
     """Explain an override of a key that does not exist, by walking the configuration without it."""
     node: Any = _compose([], root)
-    complete, parts = node, override.key_or_group.split(".")
-    for depth, part in enumerate(parts):
-        if not isinstance(node, DictConfig) or part not in node:
-            known = [str(key) for key in node] if isinstance(node, DictConfig) else []
-            path = ".".join(parts[: depth + 1])
-            if not known:
-                return f"'{'.'.join(parts[:depth])}' is a value, so there is no key '{path}' in it."
-            if depth == len(parts) - 1:
-                return unknown_key_error(path, override.value(), known if depth else [*known, search.GROUP])
-            near = closest(part, known)
-            meant = ".".join([*parts[:depth], near or part, *parts[depth + 1 :]])
-            keys = [meant] if near and OmegaConf.select(complete, meant) is not None else fields_meant(parts[-1])
-            fix = f" Set {overrides_text(keys, override.value())}"
-            return f"There is no key '{path}'.{fix if keys else did_you_mean(part, known)}"
-        node = node[part]
-    return None
+    *sections, name = override.key_or_group.split(".")
+    for depth, section in enumerate(sections):
+        if not isinstance(node, DictConfig):
+            return f"'{'.'.join(sections[:depth])}' is a value, so it has no key '{section}'."
+        if section not in node:
+            hint, close = did_you_mean(section, map(str, node)), closest(section, map(str, node))
+            fix = f" Set {'.'.join([*sections[:depth], close or '<section>', *sections[depth + 1 :], name])}=<value>"
+            return f"There is no key '{'.'.join(sections[: depth + 1])}'.{hint}{fix}"
+        node = node[section]
+    if not isinstance(node, DictConfig):
+        return f"'{'.'.join(sections)}' is a value, so it has no key '{name}'."
+    known = [*map(str, node), *([] if sections else [search.GROUP])]
+    return None if name in node else unknown_key_error(override.key_or_group, override.value(), known)
 
 
 def reason_of(error: BaseException) -> str:

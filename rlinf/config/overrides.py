@@ -2,7 +2,7 @@
 
 import re
 import shlex
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -12,6 +12,7 @@ from omegaconf import grammar_parser
 from omegaconf.errors import GrammarParseError
 
 from rlinf.errors import ConfigError
+from rlinf.options import override_text
 
 _ITEM = r"""("(?:\\.|[^"\\])*"|'(?:\\.|[^'\\])*')|[^\s{0}](?:[^{0}]*[^\s{0}])?"""
 """Pattern of quoted text, or of text up to one of the characters ``{0}``."""
@@ -32,6 +33,26 @@ def values_of(arguments: Iterable[str]) -> dict[str, Any]:
         if item.is_delete():
             raise ConfigError(f"'{item.input_line}' deletes a key; expected key=value. Remove the key")
     return {item.key_or_group: item.value() for item in parsed}
+
+
+def with_overrides(mapping: dict[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
+    """Apply ``key=value`` overrides to a mapping in place and return it; raise ConfigError for a key nested under a plain value."""
+    for key, value in values_of(overrides).items():
+        put(mapping, key, value)
+    return mapping
+
+
+def put(mapping: dict[str, Any], dotted: str, value: Any) -> None:
+    """Set a nested value in place; raise ConfigError if a section of ``dotted`` is a plain value."""
+    *sections, key = dotted.split(".")
+    for depth, section in enumerate(sections, 1):
+        if mapping.get(section) is None:
+            mapping[section] = {}
+        mapping = mapping[section]
+        if not isinstance(mapping, dict):
+            path = ".".join(sections[:depth])
+            raise ConfigError(f"The key '{dotted}' is unknown: {path} is {override_text(mapping)}. Set {path}=<value>")
+    mapping[key] = value
 
 
 def unreadable(error: OverrideParseException) -> ConfigError:

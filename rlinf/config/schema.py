@@ -112,30 +112,15 @@ def overrides_text(keys: Iterable[str], value: Any) -> str:
     return " or ".join(override_of(key, value, types.get(key, Any)) for key in keys)
 
 
-MODELS_OWN = " A key of the model itself: model.init_config.{0}={1} for random weights, model.override_config.{0}={1} for saved weights"
-
-
 def unknown_key_error(dotted: str, value: Any, known: Iterable[str], hints: Mapping[str, Any] | None = None) -> str:
     """Return the message for an unknown key; ``hints``: types of the ``known`` keys, by default for the default env and algorithm."""
-    (section, _, name), known = dotted.rpartition("."), list(known)
-    other_keys = {
-        key for key in field_types() if key.rpartition(".")[0] != section
-    }  # this section's keys are in `known`
-    elsewhere = [key for key in fields_meant(name) if key in other_keys]
-    if not set(known).isdisjoint(SYNONYMS.get(name, ())):
-        elsewhere = []
-    elif not elsewhere and not section and closest(name, known) is None:
-        similar = closest(name, (key.rpartition(".")[2] for key in other_keys))
-        elsewhere = [key for key in fields_meant(similar) if key in other_keys] if similar else []
-    if not elsewhere:
-        types = field_types()
-        if hints is None:
-            hints = {key: types.get(f"{section}.{key}" if section else key, Any) for key in known}
-        is_models = section == "model" and closest(name, known) is None
-        return unknown_key_message(dotted, value, known, hints) + is_models * MODELS_OWN.format(
-            name, override_text(value)
-        )
-    return f"There is no key '{dotted}'. Set {overrides_text(elsewhere, value)}"
+    (section, _, name), known, types = dotted.rpartition("."), list(known), field_types()
+    elsewhere = [key for key in fields_meant(name) if key.rpartition(".")[0] != section]
+    if elsewhere and set(known).isdisjoint(SYNONYMS.get(name, ())):
+        return f"There is no key '{dotted}'. Set {overrides_text(elsewhere, value)}"
+    if hints is None:
+        hints = {key: types.get(f"{section}.{key}" if section else key, Any) for key in known}
+    return unknown_key_message(dotted, value, known, hints)
 
 
 def _unknown_section_key(section: str, name: str, key: str, value: Any, cls: type) -> str:

@@ -21,7 +21,6 @@ class TrainerConfig:
     adam_eps: float = option(1e-8, "AdamW epsilon.", minimum=0)
     warmup_steps: int = option(0, "Optimiser steps of linear warm-up.", minimum=0)
     lr_decay: str = option("none", "Decay schedule of RL's learning rates; none: constant.", choices=tuple(DECAYS))
-    lr_min_factor: float = option(0.0, "Final learning rate as a fraction of the peak.", minimum=0, maximum=1)
     max_grad_norm: float = option(1.0, "Maximum global gradient norm.", minimum=1e-6)
     clip_together: bool = option(False, "Clip policy and value head by their joint gradient norm; false: separately.")
     parity_max_gap: float | None = option(

@@ -20,7 +20,6 @@ class ExpertConfig:
         choices=("constant", "by_instruction", "half"),
     )
     jitter: float = option(0.0, "Std of noise on executed actions (not labels), relative to their range.", minimum=0)
-    keep_failures: bool = option(True, "Keep failed demonstrations.")
 
     def __post_init__(self) -> None:
         if len(self.aim_offset_m) != 2:

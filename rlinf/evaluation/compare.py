@@ -10,9 +10,8 @@ from typing import Any
 
 from rlinf.errors import ConfigError
 from rlinf.evaluation.intervals import bootstrap_interval, paired_difference_interval
-from rlinf.evaluation.questions_result import QuestionsResult
 from rlinf.evaluation.result import EvaluationResult, Success
-from rlinf.evaluation.sequential import LEVEL, difference_confidence_sequence, episodes_to_decide, sequential_p_value
+from rlinf.evaluation.sequential import LEVEL, difference_confidence_sequence, sequential_p_value
 from rlinf.evaluation.stopping import episode_of
 from rlinf.files import Json
 from rlinf.manifest import Mismatch, reject_mismatches
@@ -20,8 +19,6 @@ from rlinf.number_formats import format_p_value, format_points
 
 EPISODES = "episodes"
 """Value of ``evaluation.allow_mismatch`` that allows the lists of episodes to differ."""
-QUESTIONS = "questions"
-"""Value of ``evaluation.allow_mismatch`` that allows the lists of questions to differ."""
 SEQUENTIAL_METHOD = "Sequential test of the episodes on which the two differ (Robbins 1970), two-sided: p-value and 95 % interval are valid at any time"
 METHOD = "Exact conditional McNemar test, two-sided; 95 % interval of the paired difference: Newcombe 1998, method 10"
 RETURN_METHOD = "Returns: exact sign test, two-sided, without episodes of equal returns; 95 % interval of the mean difference: percentile bootstrap of the pairs"
@@ -96,23 +93,15 @@ class SequentialPairs(Pairs):
         """p-value of the sequential test."""
         return sequential_p_value(self.signs, self.num_planned)
 
-    def forecast(self) -> str:
-        """Return which policy is better, or how many more episodes would be needed to decide."""
+    def state(self) -> str:
+        """Return which policy is better, or that this is not decided yet."""
         progress = f"after {self.episodes} of {self.num_planned} episodes"
-        if self.p_value <= LEVEL:
-            low, high = self.interval
-            # The test only asks which policy wins more often; the interval must cover every possible difference, so it is wider.
-            doubt = "; by how much is still open, so the wider interval includes 0" if low <= 0 <= high else ""
-            return f"Decided {progress}: {'b' if self.difference > 0 else 'a'} is better{doubt}"
-        more = episodes_to_decide(self.signs, self.num_planned)
-        if more is None:
-            return f"Not decided {progress}: the two differ too little for a forecast"
-        if self.episodes + more <= self.num_planned:
-            return f"Not decided {progress}: about {more} more would decide, if the two continue to differ as they have so far"
-        return (
-            f"Not decided {progress}: a new list of about {self.episodes + more}, planned from the start, would decide, if the two "
-            "differ as they have so far; extending this list would not be a valid test"
-        )
+        if self.p_value > LEVEL:
+            return f"Not decided {progress}"
+        low, high = self.interval
+        # The test only asks which policy wins more often; the interval must cover every possible difference, so it is wider.
+        doubt = "; by how much is still open, so the wider interval includes 0" if low <= 0 <= high else ""
+        return f"Decided {progress}: {'b' if self.difference > 0 else 'a'} is better{doubt}"
 
 
 @dataclass(frozen=True)
@@ -234,7 +223,7 @@ class Comparison:
             *(self._success_rows() if self.reports_success else self._return_rows()),
         ]
         lines += [f"allowed by evaluation.allow_mismatch: {mismatch}" for mismatch in self.mismatches]
-        lines += [f"{self.sequential.forecast()}."] if self.sequential is not None else []
+        lines += [f"{self.sequential.state()}."] if self.sequential is not None else []
         return "\n".join([*lines, self.verdict(), f"{self.method}."])
 
     def _success_rows(self) -> list[str]:
@@ -311,7 +300,7 @@ def compare(result_a: EvaluationResult, result_b: EvaluationResult, allow_mismat
     # An evaluation that ended early contains only the first episodes of the same list, which is not a mismatch.
     if short is not None and {episode_of(result) for result in short.results} <= first.keys() & second.keys():
         allow_mismatch = [*allow_mismatch, EPISODES]
-    comparison = _pair(first, second, EPISODES, fix, allow_mismatch)
+    comparison = pair_outcomes(first, second, EPISODES, fix, allow_mismatch)
     comparison.mismatches = [str(mismatch) for mismatch in mismatches]
     comparison.reports_success = result_a.total.is_reported or result_b.total.is_reported
     if short is not None:
@@ -348,22 +337,12 @@ def _make_sequential(
     }
 
 
-def compare_questions(
-    result_a: QuestionsResult, result_b: QuestionsResult, allow_mismatch: Sequence[str] = ()
-) -> Comparison:
-    """Pair two results by question, in any order; with ``allow_mismatch=["questions"]``, compare only the common questions."""
-    first, second = (
-        {(scored.id, scored.prompt, scored.expected): (scored.category, scored.is_correct) for scored in result.results}
-        for result in (result_a, result_b)
-    )
-    return _pair(first, second, QUESTIONS, "Evaluate both with the same questions=<file>", allow_mismatch)
-
-
 Outcomes = Mapping[Any, tuple[str, bool]]
 """Maps each episode (or question) to its task (or category) and success."""
 
 
-def _pair(first: Outcomes, second: Outcomes, unit: str, fix: str, allow_mismatch: Sequence[str]) -> Comparison:
+def pair_outcomes(first: Outcomes, second: Outcomes, unit: str, fix: str, allow_mismatch: Sequence[str]) -> Comparison:
+    """Pair the ``unit`` that two results have in common; raise ConfigError if they differ and ``unit`` is not in ``allow_mismatch``."""
     common = [key for key in first if key in second]
     unpaired = len(first) + len(second) - 2 * len(common)
     sizes = f"The first result has {len(first)} {unit} and the second {len(second)}"

@@ -16,13 +16,9 @@ PRIOR = 3.0
 """Both parameters of the beta prior over the fraction of wins; larger values put more weight on small differences."""
 LEAST_EPISODES = 6
 """Minimum number of episodes for a decision: 5 wins out of 5 have probability 1/16 if neither policy is better."""
-MOST_MORE = 100_000
-"""Maximum forecast, in episodes."""
-MOST_COUNTED = 2000
-"""Maximum list length for which a forecast uses the exact threshold; for longer lists, Ville's threshold is hardly larger."""
 
 
-def log_e_value(wins: float, differing: float) -> float:
+def log_e_value(wins: int, differing: int) -> float:
     """Return the log e-value if the second policy has ``wins`` wins in the ``differing`` episodes on which the two policies differ.
 
     Robbins 1970 (Annals of Mathematical Statistics 41:1397), section 2, for coin tosses: the likelihood of the sequence, averaged
@@ -94,36 +90,6 @@ def sequential_p_value(signs: Sequence[int], num_episodes: int) -> float:
     It is the probability that equally good policies ever reach the largest e-value observed so far, so it never increases.
     """
     return min(1.0, crossing_probability(max([0.0, *log_e_values(signs)]), num_episodes))
-
-
-def episodes_to_decide(signs: Sequence[int], num_episodes: int) -> int | None:
-    """Forecast how many more episodes are needed if the policies continue to differ as they have so far; None: more than ``MOST_MORE``."""
-    more = _more_to_reach(log_threshold(num_episodes), signs)
-    if more is None or len(signs) + more <= num_episodes:
-        return more
-    # Beyond the list, use the threshold for a longer list, which would have to be planned from the start.
-    more = _more_to_reach(math.log(1 / LEVEL), signs)
-    if more is None or len(signs) + more > MOST_COUNTED:
-        return more
-    return _more_to_reach(log_threshold(len(signs) + more), signs)
-
-
-def _more_to_reach(threshold: float, signs: Sequence[int]) -> int | None:
-    """Return how many more episodes like ``signs`` raise the e-value to the threshold; None: more than ``MOST_MORE``."""
-    wins, losses = sum(sign > 0 for sign in signs), sum(sign < 0 for sign in signs)
-    differing = wins + losses
-    win_rate, rate = (wins / differing, differing / len(signs)) if differing else (0.5, 0.0)
-
-    def decides(more: int) -> bool:
-        return log_e_value(wins + win_rate * rate * more, differing + rate * more) >= threshold
-
-    if not decides(MOST_MORE):
-        return None
-    low, high = 0, MOST_MORE
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (low, middle) if decides(middle) else (middle, high)
-    return high
 
 
 def rate_confidence_sequence(successes: int, episodes: int) -> tuple[float, float]:

@@ -12,8 +12,8 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig, PreTrainedTok
 from rlinf.distributed.deferred import is_deferred
 from rlinf.distributed.devices import take_own_device
 from rlinf.errors import CheckpointError, ConfigError, MissingDependencyError
-from rlinf.models.end_tokens import settle_end_tokens
-from rlinf.models.hf_model import HFModel
+from rlinf.llm.end_tokens import settle_end_tokens
+from rlinf.llm.hf_model import HFModel
 from rlinf.models.loading import check_attention, without_load_report
 from rlinf.models.precision import switch_off_dropout, torch_dtype_of
 from rlinf.optim.finite import check_loaded

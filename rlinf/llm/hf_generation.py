@@ -24,6 +24,7 @@ from rlinf.llm.batch_checks import verify_right_padding, verify_token_ids
 from rlinf.llm.batched_data_dict import BatchedDataDict, tokens_and_mask
 from rlinf.llm.causal_lm import CausalLMConfig, load_causal_lm, padding_token
 from rlinf.llm.decoding import next_token_only, static_cache
+from rlinf.llm.end_tokens import end_tokens
 from rlinf.llm.generation_interface import (
     SEEDS_KEY,
     GenerationDatumSpec,
@@ -33,7 +34,6 @@ from rlinf.llm.generation_interface import (
 )
 from rlinf.llm.logprobs import TOKEN_TYPE_KEYS, context_length, image_inputs
 from rlinf.llm.packing import ignores_left_padding
-from rlinf.models.end_tokens import end_tokens
 from rlinf.models.precision import evaluation_mode
 from rlinf.models.sampling import sample_tokens, token_logprobs
 from rlinf.options import from_mapping, option

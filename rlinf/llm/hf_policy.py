@@ -33,13 +33,13 @@ from rlinf.llm.borrowed_rows import borrowed_rows, with_borrowed_row
 from rlinf.llm.causal_lm import CausalLMConfig, load_causal_lm
 from rlinf.llm.generation_interface import GenerationDatumSpec, GenerationOutputSpec
 from rlinf.llm.hf_generation import generate_tokens, reject_other_names
+from rlinf.llm.hf_model import HFModel, model_shapes
 from rlinf.llm.logprobs import batch_logprobs, batch_scores, has_separable_head
 from rlinf.llm.losses import TokenLoss, trained_tokens
 from rlinf.llm.packing import attend_each_sequence, keeps_sequences_apart
 from rlinf.llm.policy_interface import LogprobsSpec, LossFunction
 from rlinf.llm.token_policy import TokenPolicy, TokenPolicyConfig, check_trainable
 from rlinf.models.config import LoraConfig
-from rlinf.models.hf_model import HFModel, model_shapes
 from rlinf.models.layers import check_compiler, set_training_options
 from rlinf.models.lora import apply_lora, merged_state_dict
 from rlinf.models.precision import torch_dtype_of

@@ -22,7 +22,7 @@ from rlinf.llm.generation_interface import (
     generation_output,
 )
 from rlinf.llm.hf_generation import SamplingConfig, media_tokens, reject_other_names, verify_sampling_tokens
-from rlinf.models.hf_model import check_tensor_parallel, load_config
+from rlinf.llm.hf_model import check_tensor_parallel, load_config
 from rlinf.options import from_mapping
 from rlinf.seeding import derive_seed
 

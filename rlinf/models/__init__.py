@@ -36,7 +36,7 @@ BUILDING = (
 __getattr__ = lazy_attributes(
     __name__,
     dict.fromkeys(BUILDING, "rlinf.models.building")
-    | dict.fromkeys(("HFModel", "HFLLMModel"), "rlinf.models.hf_model")
+    | dict.fromkeys(("HFModel", "HFLLMModel"), "rlinf.llm.hf_model")
     | {
         "HuggingFacePolicy": "rlinf.llm.hf_policy",
         "MegatronPolicy": "rlinf.llm.megatron.policy",
@@ -61,7 +61,6 @@ class ModelEntry:
         load_processor: Function used instead of the two processor classes: ``(tokenizer_config, model_config, path | None)``.
         acts: Whether the model predicts actions; False for a language model.
         is_remote: Whether the policy runs on the server at ``model.url`` and so has no local weights.
-        check_folder: Implements ``rlinf check-policy``: ``(folder, interpreter, overrides, new folder | None) -> (rows, faults)``.
         folder_settings: Function that returns a folder's ``model`` section, or None, if its config.json has no ``model_type``.
     """
 
@@ -73,7 +72,6 @@ class ModelEntry:
     load_processor: Any = None
     acts: bool = True
     is_remote: bool = False
-    check_folder: Any = None
     folder_settings: Any = None
 
     def resolve(self) -> ModelEntry:

@@ -49,7 +49,7 @@ def _generic_entry(cfg: ModelConfig) -> ModelEntry:
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING, CONFIG_MAPPING_NAMES
 
     config = CONFIG_MAPPING[cfg.model_type] if cfg.model_type in CONFIG_MAPPING_NAMES else None
-    return ModelEntry(cfg.model_type, model="rlinf.models.hf_model:HFModel", config=config, acts=False)
+    return ModelEntry(cfg.model_type, model="rlinf.models:HFModel", config=config, acts=False)
 
 
 def get_model_config_and_processor(cfg: Any) -> tuple[Any, Any]:

@@ -1,4 +1,4 @@
-"""Compile a model's layers or recompute their activations, only in passes with gradients."""
+"""Settings of transformers' modules: compile layers or recompute their activations in passes with gradients; accept saving."""
 
 import os
 from collections.abc import Callable, Sequence
@@ -11,6 +11,7 @@ from torch._inductor.cpp_builder import get_cpp_compiler
 from torch._inductor.exc import InvalidCxxCompiler
 from torch.utils._triton import has_triton
 from torch.utils.checkpoint import checkpoint
+from transformers.generation import GenerationConfig
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from rlinf.errors import ConfigError
@@ -107,3 +108,16 @@ def check_compiler(device: str) -> None:
 def _compile(function: Callable) -> Callable:
     """Compile a class's ``forward`` once for all layers of the class."""
     return torch.compile(function)
+
+
+class _AsRead(GenerationConfig):
+    def validate(self, *args: Any, **kwargs: Any) -> None:
+        """Accept settings that transformers can read but would not save, e.g. a temperature without ``do_sample``."""
+
+
+def accept_saving(model: Any) -> Any:
+    """Let transformers save a model, including nested ones, with its original ``generation_config.json``; return the model."""
+    for module in model.modules():
+        if isinstance(getattr(module, "generation_config", None), GenerationConfig):
+            module.generation_config.__class__ = _AsRead
+    return model

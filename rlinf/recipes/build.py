@@ -11,15 +11,14 @@ from transformers import AutoTokenizer
 
 from rlinf.checkpoints.checkpoint import on_rank_zero
 from rlinf.checkpoints.checkpoint_manager import Upload
-from rlinf.checkpoints.upload import HubUpload, S3Upload
 from rlinf.distributed.process_group import world_size
 from rlinf.errors import CheckpointError, ConfigError
+from rlinf.llm.end_tokens import end_tokens
+from rlinf.llm.hf_model import load_config
 from rlinf.llm.hf_policy import HuggingFacePolicy
 from rlinf.llm.losses import DPOLossFn, GRPOLossFn
 from rlinf.models.base_weights import weights_digest
 from rlinf.models.embodiment.hf_vla.processing import load_vlm_processor
-from rlinf.models.end_tokens import end_tokens
-from rlinf.models.hf_model import load_config
 from rlinf.models.loading import num_positions
 from rlinf.recipes.completions import Completer, CompletionValidation, Generator
 from rlinf.recipes.config import RecipeConfig
@@ -34,6 +33,7 @@ from rlinf.recipes.rollouts import TorchGenerator, VllmGenerator
 from rlinf.recipes.samples import Row
 from rlinf.recipes.sft import SFTTrainer
 from rlinf.recipes.token_trainer import TokenTrainer
+from rlinf.recipes.upload import HubUpload, S3Upload
 from rlinf.seeding import derive_seed
 
 logger = logging.getLogger("rlinf")

@@ -15,7 +15,7 @@ from yaml import YAMLError
 
 import rlinf
 from rlinf.config.compose import reason_of
-from rlinf.config.overrides import values_of
+from rlinf.config.overrides import put, with_overrides
 from rlinf.errors import ConfigError, did_you_mean
 from rlinf.files import decode_text
 from rlinf.options import from_mapping, override_text, plain_container, public_fields
@@ -109,13 +109,6 @@ def load_recipe(name: str, overrides: Sequence[str] = ()) -> tuple[RecipeConfig,
     return config, notices
 
 
-def with_overrides(mapping: dict[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
-    """Apply ``key=value`` overrides to a mapping in place and return it; raise ConfigError for a key nested under a plain value."""
-    for key, value in values_of(overrides).items():
-        _put(mapping, key, value)
-    return mapping
-
-
 def translate(mapping: dict[str, Any]) -> list[str]:
     """Rename keys in ``ALIASES``, infer the method, remove keys without effect, and return one notice per change.
 
@@ -127,7 +120,7 @@ def translate(mapping: dict[str, Any]) -> list[str]:
             value = section.pop(_name(old))
             # If both are set, the new key takes precedence over its old name.
             if _holder(mapping, new) is None:
-                _put(mapping, new, value)
+                put(mapping, new, value)
             notices.append(f"{old} is read as {new}")
     if (_holder(mapping, "train.resume") or {}).get("resume") == "None":
         raise ConfigError("train.resume is 'None'; expected false, true, auto or a folder. Set train.resume=false")
@@ -212,15 +205,3 @@ def _holder(mapping: Any, dotted: str) -> dict[str, Any] | None:
     for section in sections:
         mapping = mapping.get(section) if isinstance(mapping, dict) else None
     return mapping if isinstance(mapping, dict) and key in mapping else None
-
-
-def _put(mapping: dict[str, Any], dotted: str, value: Any) -> None:
-    *sections, key = dotted.split(".")
-    for depth, section in enumerate(sections, 1):
-        if mapping.get(section) is None:
-            mapping[section] = {}
-        mapping = mapping[section]
-        if not isinstance(mapping, dict):
-            path = ".".join(sections[:depth])
-            raise ConfigError(f"The key '{dotted}' is unknown: {path} is {override_text(mapping)}. Set {path}=<value>")
-    mapping[key] = value

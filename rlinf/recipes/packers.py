@@ -17,7 +17,7 @@ from PIL import Image
 from rlinf.errors import ConfigError, did_you_mean
 from rlinf.images import ImageError
 from rlinf.images import open_image as open_rgb
-from rlinf.models.end_tokens import marked_tokens
+from rlinf.llm.end_tokens import marked_tokens
 from rlinf.recipes.datasets import local_folder
 from rlinf.recipes.messages import (
     IMAGE_MARK,

@@ -13,9 +13,9 @@ from rlinf.distributed.parallel import StateBytes, rank_memory_bytes
 from rlinf.engines.gpu_fraction import SEPARATE_GPU_FRACTION, engine_fraction
 from rlinf.engines.weight_transfer import manifest_of
 from rlinf.errors import ConfigError, RLinfError
+from rlinf.llm.hf_model import check_tensor_parallel, load_config, model_shapes
 from rlinf.llm.vllm_generation import IMAGE_FAMILIES
 from rlinf.models.config import LoraConfig
-from rlinf.models.hf_model import check_tensor_parallel, load_config, model_shapes
 from rlinf.models.lora import apply_lora
 from rlinf.models.precision import torch_dtype_of
 from rlinf.number_formats import format_bytes

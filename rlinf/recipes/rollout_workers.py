@@ -15,12 +15,12 @@ from rlinf.distributed.process_group import given_num_threads, rank, receive_obj
 from rlinf.engines.weight_handle import WeightBuckets
 from rlinf.llm.batched_data_dict import BatchedDataDict
 from rlinf.llm.causal_lm import padding_token
+from rlinf.llm.end_tokens import end_tokens
 from rlinf.llm.generation_interface import GenerationOutputSpec
 from rlinf.llm.hf_generation import SamplingConfig, generate_tokens
 from rlinf.llm.hf_policy import HuggingFacePolicy
 from rlinf.llm.vllm_generation import VllmGeneration
 from rlinf.memory import num_cores
-from rlinf.models.end_tokens import end_tokens
 from rlinf.models.lora import MergedWeights
 from rlinf.preflight.placement import Node, Placement
 from rlinf.recipes.config import RecipeConfig

@@ -13,9 +13,8 @@ from typing import Any
 import yaml
 
 from rlinf.checkpoints.checkpoint import on_rank_zero, set_aside_later
-from rlinf.checkpoints.checkpoint_manager import CheckpointManager, comparable, newest_checkpoint
+from rlinf.checkpoints.checkpoint_manager import CheckpointManager, newest_checkpoint
 from rlinf.checkpoints.folders import resolve_checkpoint
-from rlinf.checkpoints.hf_folder import HFFolder
 from rlinf.config.training import TrainerConfig
 from rlinf.distributed.process_group import gather_objects, rank
 from rlinf.errors import ConfigError
@@ -35,10 +34,11 @@ from rlinf.recipes.build import (
 )
 from rlinf.recipes.config import RecipeConfig
 from rlinf.recipes.datasets import StreamedRows
+from rlinf.recipes.hf_folder import HFFolder
 from rlinf.recipes.packers import Packer
 from rlinf.recipes.plan import count_steps_per_epoch
 from rlinf.recipes.rollout_workers import RolloutWorkerPlaces
-from rlinf.recipes.token_trainer import TokenTrainer, check_equal_rows, lora_of
+from rlinf.recipes.token_trainer import TokenTrainer, check_equal_rows, comparable, lora_of
 from rlinf.report.run_page import write_report
 from rlinf.report.why.rules import explain
 from rlinf.run_folder import CHECKPOINTS_FOLDER, CONFIG_FILE, FINAL_FOLDER, SAFETENSORS_FOLDER, SUMMARY_FILE
@@ -136,7 +136,7 @@ def _run_in(
             latest=folder,
         )
         loop = Loop(
-            LoopState(phase="step", data=describe_data(config, trainer) | describe_model(policy)), folder,
+            LoopState(phase=trainer.phase), folder,
             TrainerConfig(save_every=save_every, save_every_minutes=0.0), mapping,
             checkpoints=checkpoints, stop_signal=stop_signal, progress=progress, resumed_from=checkpoint,
         )  # fmt: skip
@@ -144,7 +144,7 @@ def _run_in(
         stack.enter_context(loop)
         # Detect a script that divides its rows itself before the first step.
         check_equal_rows(trainer.rows)
-        trainer.loop = loop
+        trainer.loop, trainer.data = loop, describe_data(config, trainer) | describe_model(policy)
         if checkpoint is not None:
             _restore(checkpoint, loop, trainer)
             if rank() == 0 and checkpoint.parent.name == CHECKPOINTS_FOLDER:
@@ -155,7 +155,7 @@ def _run_in(
         loop.fit(trainer)
         checkpoints.wait()
         if rank() == 0:
-            run_summary = summary(loop, train.train_policy.type)
+            run_summary = summary(loop, trainer, train.train_policy.type)
             write_text(folder / SUMMARY_FILE, json.dumps(run_summary, indent=1))
             report = write_report(folder)
             worse = explain(folder).outcome.made_worse(config.policy.model_name_or_path)
@@ -188,17 +188,16 @@ def _profile_window(config: RecipeConfig, trainer: TokenTrainer, folder: Path) -
     return ProfileWindow(steps, trainer.phase, folder, rank())
 
 
-def summary(loop: Loop, kind: str) -> dict[str, Any]:
+def summary(loop: Loop, trainer: TokenTrainer, kind: str) -> dict[str, Any]:
     """Return the content of summary.json: steps, tokens, time in seconds, last and best validation, and the model folder."""
-    state = loop.state
-    best = max(state.scores, key=lambda name: comparable(state.scores[name]), default=None)
+    best = max(trainer.scores, key=lambda name: comparable(trainer.scores[name]), default=None)
     return {
         "type": kind,
-        "steps": state.step,
-        "tokens": state.num_tokens,
-        "train_wall_s": state.train_wall_s,
-        "validation": state.last_validation,
-        "best_validation": None if best is None else {"checkpoint": best, "score": state.scores[best]},
+        "steps": loop.state.done,
+        "tokens": trainer.num_tokens,
+        "train_wall_s": loop.state.train_wall_s,
+        "validation": trainer.last_validation,
+        "best_validation": None if best is None else {"checkpoint": best, "score": trainer.scores[best]},
         "model": str(loop.folder / SAFETENSORS_FOLDER / FINAL_FOLDER),
     }
 
@@ -250,16 +249,16 @@ def _restore(checkpoint: Path, loop: Loop, trainer: TokenTrainer) -> None:
     """Load a checkpoint into policy, dataset and loop; raise ConfigError if data or initial model differ."""
     present = trainer.manifest()
     loaded = loop.checkpoints.load(checkpoint, model=trainer.model, optimizer=trainer.optimizer, present=present)
-    state = LoopState(**loaded | {"phase": "step"})
-    # Skip entries that older checkpoints lack.
-    changed = [f"{name} was {state.data[name]} and is {value}" for name, value in loop.state.data.items()
-               if state.data.get(name, value) != value]  # fmt: skip
+    loop.state = LoopState(**loaded)
+    saved = loop.state.trainer["data"]
+    changed = [
+        f"{name} was {saved[name]} and is {value}" for name, value in trainer.data.items() if saved[name] != value
+    ]
     if changed:
         raise ConfigError(
             f"{checkpoint} was saved with different data or a different model: {'; '.join(changed)}. Undo this, or set train.resume=false"
         )
-    trainer.rows.load_state_dict(state.rows)
-    loop.state = state
+    trainer.restore(loop.state.trainer)
 
 
 def _tracker(config: RecipeConfig, mapping: dict[str, Any], loop: Loop, trainer: TokenTrainer) -> Tracker:
@@ -269,7 +268,7 @@ def _tracker(config: RecipeConfig, mapping: dict[str, Any], loop: Loop, trainer:
         wandb_project=names.project_name,
         wandb_name=f"{names.experiment_name}/{folder.name}" if names.experiment_name else str(folder),
     )
-    step = None if state.tracker_run_id is None else state.step
+    step = None if state.tracker_run_id is None else state.done
     tracker = Tracker(
         folder, tracking, mapping, run_id=state.tracker_run_id, resume_step=step, resume_phase=trainer.phase
     )

@@ -3,10 +3,11 @@
 import hashlib
 import json
 import logging
+import math
 import re
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rlinf.checkpoints.hf_folder import token_manifest
 from rlinf.distributed.deadlines import deadline, heartbeat, portable
 from rlinf.distributed.process_group import gather_objects, maximum, rank, world_size
 from rlinf.errors import ConfigError
@@ -27,6 +27,7 @@ from rlinf.optim.schedule import learning_rate
 from rlinf.options import from_mapping
 from rlinf.recipes.config import RecipeConfig
 from rlinf.recipes.datasets import StreamedRows
+from rlinf.recipes.hf_folder import token_manifest
 from rlinf.recipes.samples import tokens_of
 from rlinf.run_folder import SAMPLES_FOLDER
 from rlinf.training.loop import Loop, Update
@@ -61,7 +62,12 @@ class Validation:
 class TokenTrainer(ABC):
     """Trainer for a token policy; subclasses implement ``step`` and ``validate`` (see ``rlinf.training.loop.Trainer``).
 
-    The run sets ``config`` and ``loop`` before ``begin``.
+    The run sets ``config``, ``loop`` and ``data`` before ``begin``.
+
+    Attributes:
+        data: Settings that determine the model and the rows of each step; they must be the same in a resumed run.
+        num_tokens: Number of tokens trained on or scored so far, without padding, across all ranks.
+        scores: Score of each validation, by the name of the following checkpoint; higher is better.
     """
 
     phase: str
@@ -72,6 +78,10 @@ class TokenTrainer(ABC):
 
     def __init__(self, policy: HuggingFacePolicy, rows: Any, num_steps: int) -> None:
         self.policy, self.rows, self.num_steps = policy, rows, num_steps
+        self.data: dict[str, Any] = {}
+        self.num_tokens = 0.0
+        self.scores: dict[str, float] = {}
+        self.last_validation: dict[str, float] = {}
 
     @abstractmethod
     def step(self, step: int) -> TokenUpdate:
@@ -99,11 +109,11 @@ class TokenTrainer(ABC):
 
     def is_done(self) -> bool:
         """Return whether all steps are done."""
-        return self.loop.state.step >= self.num_steps
+        return self.loop.state.done >= self.num_steps
 
     def update(self, step: int) -> Update:
         """Set the step's learning rate, take the step, and log it."""
-        start, state, config = time.monotonic(), self.loop.state, self.config
+        start, config = time.monotonic(), self.config
         train = config.train
         rate = learning_rate(
             step, self.num_steps, train.optm_lr, train.optm_warmup_steps, train.optm_decay_type,
@@ -114,7 +124,7 @@ class TokenTrainer(ABC):
         # Check the stream, because the step may have opened a new block.
         check_equal_stream(self.rows)
         heartbeat()
-        state.num_tokens += result.num_tokens
+        self.num_tokens += result.num_tokens
         seconds = time.monotonic() - start
         speed, done = result.num_tokens / seconds, step + 1
         if done % config.logging.log_interval == 0 or done == self.num_steps:
@@ -138,31 +148,49 @@ class TokenTrainer(ABC):
 
     def evaluation_due(self, last: bool) -> str | None:
         """Return the current checkpoint's name if a validation is due, which can be before the first step."""
-        validation, state = self.config.validation, self.loop.state
-        if state.step == 0:
-            return state.name if validation.val_before_train else None
-        return state.name if validation.enable and (last or state.step % validation.freq == 0) else None
+        validation, done, tag = self.config.validation, self.loop.state.done, self.checkpoint_name
+        is_due = validation.enable and (last or done % validation.freq == 0) if done else validation.val_before_train
+        return tag if is_due and tag not in self.scores else None
 
     def evaluate(self, tag: str, step: int) -> None:
         """Validate the current weights (a collective call)."""
-        start, state = time.monotonic(), self.loop.state
-        result = self.validate(state.step)
+        start, done = time.monotonic(), self.loop.state.done
+        result = self.validate(done)
         if result is None:
             return
-        state.scores[tag], state.last_validation = result.score, result.metrics
-        logger.info("[Policy] Validation: %s for train step %d/%d", result.text, state.step, self.num_steps)
+        self.scores[tag], self.last_validation = result.score, result.metrics
+        logger.info("[Policy] Validation: %s for train step %d/%d", result.text, done, self.num_steps)
         self.loop.log(step, result.metrics | {"time/eval_s": time.monotonic() - start})
         if rank() == 0 and result.samples:
             write_samples(self.loop.folder / SAMPLES_FOLDER, tag, result.samples)
 
+    @property
+    def checkpoint_name(self) -> str:
+        """Name for a checkpoint of the current state."""
+        return f"step_{self.loop.state.done}"
+
+    def best_checkpoint(self, names: Collection[str]) -> str | None:
+        """Return the one of the checkpoints ``names`` with the highest score; the newest if tied."""
+        return best_of(self.scores, names)
+
     def state_dict(self) -> dict[str, Tensor]:
-        """Copy the dataset's state to the loop's state."""
-        self.loop.state.rows = self.rows.state_dict()
+        """Return an empty dict, because checkpoints already contain the policy and optimiser."""
         return {}
+
+    def loop_state(self) -> dict[str, Any]:
+        """Return the validations so far, the number of tokens, and the state of the dataset."""
+        names = ("data", "num_tokens", "scores", "last_validation")
+        return {name: getattr(self, name) for name in names} | {"rows": self.rows.state_dict()}
+
+    def restore(self, saved: Mapping[str, Any]) -> None:
+        """Continue from the ``loop_state`` of a checkpoint."""
+        for name in ("num_tokens", "scores", "last_validation"):
+            setattr(self, name, saved[name])
+        self.rows.load_state_dict(saved["rows"])
 
     def manifest(self) -> Manifest:
         """Return the policy's manifest."""
-        policy, train, steps = self.policy, self.config.train, self.loop.state.step
+        policy, train, steps = self.policy, self.config.train, self.loop.state.done
         precision, seed = PRECISIONS[train.param_dtype], train.seed or 0
         return token_manifest(
             policy.model, policy.model_name, precision=precision, seed=seed, policy_version=steps, lora=lora_of(policy)
@@ -194,6 +222,17 @@ def write_images(folder: Path, images: Sequence[bytes]) -> list[str]:
         if not (folder / file).exists():
             write_bytes(folder / file, image)
     return files
+
+
+def best_of(scores: Mapping[str, float], names: Collection[str]) -> str | None:
+    """Return the one of ``names`` with the highest score, the newest if tied; ``scores`` are in evaluation order."""
+    scored = [name for name in reversed(list(scores)) if name in names]
+    return max(scored, key=lambda name: comparable(scores[name]), default=None)
+
+
+def comparable(score: float) -> float:
+    """Return a score that can be compared: NaN and infinite scores become minus infinity."""
+    return score if math.isfinite(score) else -math.inf
 
 
 def rank_slice(num_rows: int) -> slice:

@@ -7,23 +7,23 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from rlinf.errors import CheckpointError, ConfigError
-from rlinf.evaluation.compare import EPISODES, QUESTIONS, Comparison, compare, compare_questions
-from rlinf.evaluation.questions_result import QuestionsResult, holds_questions
+from rlinf.evaluation.compare import EPISODES, Comparison, compare
 from rlinf.evaluation.result import EvaluationResult
 from rlinf.files import follow_latest, write_text
 from rlinf.manifest import POLICY_FIELDS, Manifest, check_allowed, reject_mismatches
 from rlinf.manifest import compare as compare_manifests
 from rlinf.report.episode_player import copy_baseline
-from rlinf.report.run_data import closing_tags
+from rlinf.report.run_data import closing_tags, kind_of
 from rlinf.report.run_page import write_report
 from rlinf.run_folder import COMPARISON_FILE, EVALUATIONS_FOLDER, MANIFEST_FILE, RESULT_FILE
 from rlinf.tracking.tracker import read_metrics
+from rlinf.wings import added
 
 logger = logging.getLogger("rlinf")
 
 CONDITIONS = "conditions"
 """Value of ``evaluation.allow_mismatch`` that allows a missing manifest."""
-COMPARISON_NAMES = (EPISODES, QUESTIONS, CONDITIONS, "greedy", "temperature")
+COMPARISON_NAMES = (EPISODES, *added("run_folders"), CONDITIONS, "greedy", "temperature")
 """Values of ``evaluation.allow_mismatch`` that are not manifest fields."""
 
 
@@ -56,15 +56,12 @@ def compare_folders(
 
 
 def _compare(file_a: Path, file_b: Path, allow_mismatch: Sequence[str]) -> Comparison:
-    is_a, is_b = holds_questions(file_a), holds_questions(file_b)
-    if is_a != is_b:
-        kinds = [
-            f"{file} contains {'questions' if is_questions else 'episodes'}"
-            for file, is_questions in ((file_a, is_a), (file_b, is_b))
-        ]
-        raise ConfigError(f"{' and '.join(kinds)}; expected two evaluations of the same kind. Pass a different folder")
-    if is_a:
-        return compare_questions(QuestionsResult.from_json(file_a), QuestionsResult.from_json(file_b), allow_mismatch)
+    (units_a, kind), (units_b, _) = kind_of(file_a.parent), kind_of(file_b.parent)
+    if units_a != units_b:
+        actual = f"{file_a} contains {units_a} and {file_b} contains {units_b}"
+        raise ConfigError(f"{actual}; expected two evaluations of the same kind. Pass a different folder")
+    if kind is not None:
+        return kind.compare(file_a, file_b, allow_mismatch)
     return compare(EvaluationResult.from_json(file_a), EvaluationResult.from_json(file_b), allow_mismatch)
 
 

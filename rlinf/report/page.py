@@ -13,6 +13,7 @@ from urllib.parse import quote
 
 from markupsafe import Markup
 
+from rlinf import wings
 from rlinf.files import Json, write_text
 from rlinf.number_formats import format_bytes, format_interval, format_number, format_p_value, format_points
 from rlinf.report.charts import NUM_COLOURS, SMALL, Series, difference_bar, interval_bar, legend, line_chart
@@ -30,7 +31,7 @@ def pages() -> Environment:
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
     environment = Environment(
-        loader=FileSystemLoader(FOLDER / "pages"),
+        loader=FileSystemLoader([FOLDER / "pages", *wings.folders()]),
         autoescape=True,
         undefined=StrictUndefined,
         trim_blocks=True,

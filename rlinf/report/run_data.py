@@ -2,7 +2,7 @@
 
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -10,9 +10,9 @@ from typing import Any
 
 import yaml
 
-from rlinf import run_folder
+from rlinf import run_folder, wings
 from rlinf.errors import CheckpointError
-from rlinf.evaluation.compare import compare, sampling_differences
+from rlinf.evaluation.compare import EPISODES, Comparison, compare, sampling_differences
 from rlinf.evaluation.result import EvaluationResult
 from rlinf.files import Json
 from rlinf.tracking.tracker import read_metrics
@@ -118,6 +118,31 @@ class RunData(FolderData):
         comparison = compare(first, second)
         comparison.a, comparison.b = self.before.name, self.after.name
         return comparison.as_dict()
+
+
+@dataclass(frozen=True)
+class RunFolders:
+    """Run and evaluation folders of a wing (``Wing.run_folders``), which have their own contents and page.
+
+    Attributes:
+        name: What a run is, with its article, for messages.
+        recognises: Return whether a folder is of this kind.
+        write_report: Write the folder's ``report.html`` and return its path.
+        read_record: Read the ``rlinf.report.why.findings.Record`` of a run.
+        compare: Compare two result files of this kind, given the accepted mismatches.
+    """
+
+    name: str
+    recognises: Callable[[Path], bool]
+    write_report: Callable[[Path], Path]
+    read_record: Callable[[Path], Any]
+    compare: Callable[[Path, Path, Sequence[str]], Comparison]
+
+
+def kind_of(folder: str | os.PathLike) -> tuple[str, RunFolders | None]:
+    """Return what the folder's evaluations count, and its kind; ``episodes`` and None for folders of action policies."""
+    kinds = {units: wings.load("run_folders", units) for units in wings.added("run_folders")}
+    return next(((units, kind) for units, kind in kinds.items() if kind.recognises(Path(folder))), (EPISODES, None))
 
 
 def setting_of(settings: Json, key: str, default: Any = None) -> Any:

@@ -15,9 +15,7 @@ from rlinf.number_formats import format_duration
 from rlinf.report.charts import NUM_COLOURS, SMALL, Interval, Series
 from rlinf.report.episode_player import player
 from rlinf.report.page import Curves, card, clipped_text, curve_cards, series_of, write_page
-from rlinf.report.recipe import write_token_report
-from rlinf.report.recipe_data import is_token_folder
-from rlinf.report.run_data import RunData, read_run
+from rlinf.report.run_data import RunData, kind_of, read_run
 from rlinf.report.why.findings import record_of
 from rlinf.report.why.rules import diagnose
 from rlinf.run_folder import CHECKPOINTS_FOLDER, EVALUATIONS_FOLDER, REPORT_FILE
@@ -25,8 +23,9 @@ from rlinf.run_folder import CHECKPOINTS_FOLDER, EVALUATIONS_FOLDER, REPORT_FILE
 
 def write_report(run_folder: str | os.PathLike) -> Path:
     """Write ``report.html`` into the folder of a run or an evaluation, and return its path."""
-    if is_token_folder(run_folder):
-        return write_token_report(run_folder)
+    _, kind = kind_of(run_folder)
+    if kind is not None:
+        return kind.write_report(Path(run_folder))
     data = read_run(run_folder)
     title = _title(data)
     newest = data.after or next(reversed(data.evaluations), None)

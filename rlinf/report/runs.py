@@ -21,8 +21,7 @@ from rlinf.number_formats import format_interval
 from rlinf.options import override_text
 from rlinf.report.charts import NUM_COLOURS, SMALL, Series, legend
 from rlinf.report.page import card, write_page
-from rlinf.report.recipe_data import is_token_folder
-from rlinf.report.run_data import Evaluation, RunData, closing_tags, read_run
+from rlinf.report.run_data import Evaluation, RunData, closing_tags, kind_of, read_run
 from rlinf.report.run_page import RL_CURVES, with_axes
 from rlinf.run_folder import CHECKPOINTS_FOLDER, CONFIG_FILE, LATEST, METRICS_FILE, REPORT_FILE, SUMMARY_FILE
 
@@ -138,7 +137,7 @@ def read_runs(folders: Sequence[str | os.PathLike]) -> list[RunData]:
 def run_folders(folders: Sequence[str | os.PathLike]) -> list[Path]:
     """Resolve folders to run folders: follow ``latest``, and replace a checkpoint by its run and a sweep by all of its runs.
 
-    A folder with several recipe runs is replaced by the newest one.
+    A folder with several runs of a wing is replaced by the newest one.
     """
     resolved: dict[Path, Path] = {}
     for name in folders:
@@ -147,7 +146,7 @@ def run_folders(folders: Sequence[str | os.PathLike]) -> list[Path]:
             folder = folder.parents[1]
         below = [path for path in folder.glob("*") if (path / METRICS_FILE).is_file()]
         below.sort(key=lambda path: (len(path.name), path.name))  # job 2 before job 10
-        if below and is_token_folder(below[-1]):
+        if below and kind_of(below[-1])[1] is not None:
             below = [follow_latest(folder / LATEST) if folder / LATEST in below else below[-1]]
         is_run = (folder / METRICS_FILE).is_file() or not below
         for place in [folder] if is_run else below:

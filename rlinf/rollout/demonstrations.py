@@ -11,7 +11,6 @@ from torch import Tensor
 from rlinf.data.config import ExpertConfig
 from rlinf.data.rows import following_rows
 from rlinf.envs.base import VectorEnv, options_of_expert
-from rlinf.errors import ConfigError
 from rlinf.seeding import derive_seed
 from rlinf.types import EpisodeResult, EpisodeSpec, Observation
 
@@ -152,19 +151,12 @@ def collect_demonstrations(
         # Number all episodes consecutively, so that the noise does not depend on the number of envs.
         batch_specs, numbers = specs[start : start + env.num_envs], range(start, start + env.num_envs)
         batch = run_episodes(env, batch_specs, ScriptedExpert(env, expert, seed, numbers))
-        selected = np.zeros(env.num_envs, dtype=bool)
-        selected[: len(batch_specs)] = [result.success or expert.keep_failures for result in batch.results]
-        episodes += [result for row, result in enumerate(batch.results) if selected[row]]
+        episodes += batch.results
         last = batch.last
         for t in range(len(batch.alive)):
-            rows = np.flatnonzero(batch.alive[t] & selected)
+            rows = np.flatnonzero(batch.alive[t])
             if len(rows):
                 observations.append(batch.seen[t].select(rows))
                 following = following_rows(np.full(len(rows), t), last[rows], chunk_len)
                 actions.append(batch.labels[following, rows[:, None]])
-    if not episodes:
-        raise ConfigError(
-            f"None of {num_episodes} demonstrations succeeded, and sft.expert.keep_failures=false. "
-            "Set sft.expert.keep_failures=true, or reduce the expert's errors (sft.expert)"
-        )
     return Demonstrations(Observation.concatenate(observations), torch.from_numpy(np.concatenate(actions)), episodes)

@@ -2,6 +2,7 @@
 
 import logging
 import time
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -124,7 +125,7 @@ class ActionTrainer:
     def decayed(self, step: int) -> float:
         """Return the factor by which ``trainer.lr_decay`` scales the learning rates in an iteration."""
         trainer = self.parts.config.trainer
-        return learning_rate(step, self.num_steps, decay=trainer.lr_decay, min_factor=trainer.lr_min_factor)
+        return learning_rate(step, self.num_steps, decay=trainer.lr_decay)
 
     def evaluation_due(self, last: bool) -> str | None:
         """Return the tag of the evaluation due after this iteration according to ``trainer.eval_every``; None after the last iteration."""
@@ -146,7 +147,7 @@ class ActionTrainer:
             "train_wall_s": state.train_wall_s,
             "phase": state.phase,
             "step": step,
-            "checkpoint": state.checkpoint_name,
+            "checkpoint": state.policy_checkpoint,
         }
         if rank() == 0:
             folder = evaluation_folder(config, tag)
@@ -162,8 +163,21 @@ class ActionTrainer:
         barrier()
         evaluator.record(self.sync.rollout_model, tag, result)
 
+    @property
+    def checkpoint_name(self) -> str:
+        """Name for a checkpoint of the current state."""
+        return f"{self.loop.state.phase}_{self.loop.state.done:06d}"
+
+    def best_checkpoint(self, names: Collection[str]) -> str | None:
+        """Return the checkpoint of the best evaluation, see ``LoopState.best_evaluation``."""
+        return self.loop.state.best_checkpoint(names)
+
     def state_dict(self) -> dict[str, Tensor]:
         """Return an empty dict, because checkpoints already contain the policy and optimiser."""
+        return {}
+
+    def loop_state(self) -> dict[str, Any]:
+        """Return an empty dict, because ``LoopState`` contains the progress."""
         return {}
 
     def manifest(self) -> Manifest:

@@ -51,6 +51,9 @@ class CloningTrainer(ActionTrainer):
     ) -> None:
         super().__init__(parts)
         self.dataset, self.last_tag = dataset, last_tag
+        self._digest: str | None = self.loop.state.trainer.get("dataset")
+        # The labels of frames for sft.advantage_top_fraction, as bits in hexadecimal.
+        self._saved_labels: str | None = self.loop.state.trainer.get("labels")
         self._waits: list[float] = []  # seconds per step since the last line: waiting for the batch, and in total
         self._times: list[float] = []
         self._batches: Prefetcher | None = None
@@ -131,6 +134,10 @@ class CloningTrainer(ActionTrainer):
         """Return the tag of the evaluation due after this step according to ``sft.eval_every``; None after the last step."""
         return self._due(self.parts.config.sft.eval_every, last)
 
+    def loop_state(self) -> dict[str, Any]:
+        """Return the dataset's hash, which a resumed run must repeat, and the labels of its frames."""
+        return {"dataset": self._digest, "labels": self._saved_labels}
+
     def close(self) -> None:
         """Stop the prefetching threads."""
         if self._batches is not None:
@@ -138,16 +145,17 @@ class CloningTrainer(ActionTrainer):
 
     def _labels(self) -> np.ndarray:
         """Return which frames of the dataset are good, bool ``[N]``, according to the initial policy's features."""
-        state, run_seed = self.loop.state, self.parts.config.seed
-        # Save the labels in the state, because a resumed run must not use features of the partly trained policy.
-        if state.labels is None:
+        run_seed = self.parts.config.seed
+        # Checkpoints contain the labels, because a resumed run must not use features of the partly trained policy.
+        if self._saved_labels is None:
             is_good = label_rows(
                 self.dataset, self._features(), self.parts.config.sft, derive_seed(run_seed, "advantages")
             )
             is_good = broadcast_object(is_good, 0)  # rounding in the value model differs between CPUs
-            state.labels = np.packbits(is_good).tobytes().hex()
+            self._saved_labels = np.packbits(is_good).tobytes().hex()
             self.loop.progress.note(f"{is_good.sum()} of {len(is_good)} frames are labelled as good")
-        return np.unpackbits(np.frombuffer(bytes.fromhex(state.labels), np.uint8), count=len(self.dataset)).astype(bool)
+        bits = np.frombuffer(bytes.fromhex(self._saved_labels), np.uint8)
+        return np.unpackbits(bits, count=len(self.dataset)).astype(bool)
 
     def _features(self) -> torch.Tensor:
         """Compute the policy's features of all frames, without labels in the prompt, on all ranks; float32 ``[N, F]``."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from contextlib import ExitStack, nullcontext
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -49,7 +49,7 @@ class Trainer(Protocol):
     """Trainer interface; ``ActionTrainer`` and ``TokenTrainer`` are base classes for action and token policies.
 
     Attributes:
-        phase: ``sft`` or ``rl``, the phase in ``metrics.jsonl``. In a recipe, ``LoopState.phase`` is ``step`` instead.
+        phase: ``sft`` or ``rl``, the phase in ``metrics.jsonl``.
         last_tag: Tag of the evaluation after the last step, if any.
         ends_run: Whether the run ends with this trainer; its last checkpoint is then exported.
         optimizer: The optimiser; None if ``state_dict`` contains its state.
@@ -66,6 +66,10 @@ class Trainer(Protocol):
     @property
     def optimizer(self) -> Optimizer | None: ...
 
+    @property
+    def checkpoint_name(self) -> str:
+        """Name for a checkpoint of the current state."""
+
     def begin(self) -> None:
         """Prepare the first step of this process, which may be a later step in a resumed run (a collective call)."""
 
@@ -81,8 +85,14 @@ class Trainer(Protocol):
     def evaluate(self, tag: str, step: int) -> None:
         """Evaluate the current weights and log the result at ``step`` (a collective call)."""
 
+    def best_checkpoint(self, names: Collection[str]) -> str | None:
+        """Return the one of the checkpoints ``names`` whose policy is the best so far, if any."""
+
     def state_dict(self) -> dict[str, Tensor]:
         """Return tensors to save in a checkpoint in addition to policy and optimiser; ``Loop.restore`` reads them."""
+
+    def loop_state(self) -> dict[str, Any]:
+        """Return JSON values to save in a checkpoint, which a resumed run finds in ``LoopState.trainer``."""
 
     def manifest(self) -> Manifest:
         """Return the current policy's manifest."""
@@ -187,7 +197,7 @@ class Loop:
         tag = self.trainer.evaluation_due(last)
         if tag is None:
             return False
-        if tag not in state.evaluations and tag not in state.scores:
+        if tag not in state.evaluations:
             self.evaluate(tag, max(0, state.done - 1))
         if state.phase != "rl":
             return False
@@ -202,7 +212,7 @@ class Loop:
         late = rank() == 0 and limit > 0 and time.monotonic() - self._saved_at >= limit
         best = state.best_checkpoint({summary.get("checkpoint") for summary in state.evaluations.values()} - {None})
         # All ranks must decide together, because their clocks differ and saving is a collective call.
-        due = any_rank(late or (best is not None and best == state.checkpoint_name))
+        due = any_rank(late or (best is not None and best == state.policy_checkpoint))
         if last or due or (settings.save_every and state.done % settings.save_every == 0):
             self.save(is_last=last and self.trainer.ends_run)
         self.stop_if_asked()
@@ -214,7 +224,7 @@ class Loop:
         if not any_rank(self.stop_signal.number is not None) or is_over:
             return
         self.save_unsaved()
-        phase = "" if state.phase == "step" else f" of phase {state.phase}"
+        phase = "" if trainer.ends_run else f" of phase {state.phase}"
         raise StopRequested(f"stopped by a signal after step {state.done}{phase}")
 
     def save_unsaved(self) -> None:
@@ -238,9 +248,8 @@ class Loop:
                 "[Policy] Training finished at step %d/%d, saving final checkpoint in huggingface safetensors...",
                 state.done, trainer.num_steps,
             )  # fmt: skip
-        more, name = trainer.state_dict(), state.name
+        more, name, state.trainer = trainer.state_dict(), trainer.checkpoint_name, trainer.loop_state()
         self.checkpoints.wait()  # the previous checkpoint may be the best, but is only considered once it is complete
-        best = state.best_checkpoint({name, *self.checkpoints.names()})
         self.checkpoints.save(
             name,
             model=trainer.model,
@@ -248,7 +257,7 @@ class Loop:
             loop_state=asdict(state),
             run_config=self.run_config,
             manifest=trainer.manifest(),
-            best=self.checkpoints.best_of(state.scores, also=name) if state.scores else best,
+            best=trainer.best_checkpoint({name, *self.checkpoints.names()}),
             more=more,
             is_last=is_last,
         )

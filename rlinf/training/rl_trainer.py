@@ -84,7 +84,7 @@ class RLTrainer(ActionTrainer):
         self.rollouts.submit_again()  # must precede the first checkpoint, which saves the pending rollouts
         if self.return_moments is not None:
             loop.restore(self._reward_scale())
-        if trainer.on_collapse == "rollback" and state.checkpoint_name == state.start:
+        if trainer.on_collapse == "rollback" and state.policy_checkpoint == state.start:
             state.start_saved = True  # the run is rolled back to this checkpoint if no later one is better
             loop.save()
         super().begin()

@@ -6,11 +6,11 @@ import sys
 import pytest
 import torch
 
-from rlinf.contracts.generation import check_generation, check_policy
 from rlinf.distributed import BatchedDataDict, RayVirtualCluster
 from rlinf.errors import ConfigError, MissingDependencyError
 from rlinf.llm.generation_interface import GenerationInterface
 from rlinf.llm.policy_interface import PolicyInterface
+from rlinf.llm.validation import check_generation, check_policy
 from rlinf.models import HuggingFacePolicy, MegatronPolicy
 from rlinf.models.generation import HuggingFaceGeneration, VllmGeneration
 
@@ -149,7 +149,7 @@ def test_every_name_is_importable_without_torch_until_it_is_used():
         "from rlinf.models.generation.interfaces import GenerationInterface, GenerationDatumSpec, GenerationOutputSpec\n"
         "from rlinf.models.interfaces import verify_right_padding\n"
         "from rlinf.models.validation import validate_log_probability_consistency\n"
-        "from rlinf.contracts.generation import test_max_model_len_respected, test_generation_consistency\n"
+        "from rlinf.llm.validation import test_max_model_len_respected, test_generation_consistency\n"
         "from rlinf.distributed import BatchedDataDict, RayVirtualCluster\n"
         "from rlinf.algorithms import DPOLossFn, GRPOLossFn, NLLLossFn\n"
         "import rlinf.llm.vllm_generation, rlinf.rollout.vllm_policy\n"

@@ -12,11 +12,11 @@ from transformers import AutoConfig
 from rlinf.algorithms import ALGORITHMS
 from rlinf.llm import hf_policy
 from rlinf.llm.batched_data_dict import BatchedDataDict
+from rlinf.llm.hf_model import model_shapes
 from rlinf.llm.hf_policy import HuggingFacePolicy
 from rlinf.llm.logprobs import has_separable_head
 from rlinf.llm.losses import NLLLossFn
 from rlinf.models.embodiment.actor_policy import ActorPolicy, make_actor
-from rlinf.models.hf_model import model_shapes
 from rlinf.models.precision import torch_dtype_of
 from rlinf.offpolicy.replay import Batch
 from tests.fake_gpu.gpu import Counts, FakeGpu

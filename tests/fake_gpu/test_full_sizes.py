@@ -19,8 +19,8 @@ from rlinf.config.search import packaged_experiments
 from rlinf.envs import ENVS
 from rlinf.envs.spaces import uniform_statistics
 from rlinf.errors import ConfigError
+from rlinf.llm.hf_model import model_shapes
 from rlinf.models.config import LoraConfig
-from rlinf.models.hf_model import model_shapes
 from rlinf.models.lora import apply_lora
 from rlinf.preflight.memory import policy_on_meta_device
 from rlinf.recipes.load import load_recipe, recipe_names

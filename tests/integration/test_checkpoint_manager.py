@@ -13,7 +13,6 @@ from rlinf.checkpoints import folders
 from rlinf.checkpoints.checkpoint import load_checkpoint
 from rlinf.checkpoints.checkpoint_manager import CheckpointManager, newest_checkpoint
 from rlinf.checkpoints.folders import read_loop_state
-from rlinf.checkpoints.hf_folder import HFFolder, token_manifest
 from rlinf.checkpoints.trainer_state import read_entries
 from rlinf.distributed.launch import launch
 from rlinf.errors import CheckpointError, ConfigError, ManifestMismatchError
@@ -21,6 +20,8 @@ from rlinf.llm.batched_data_dict import BatchedDataDict
 from rlinf.llm.hf_policy import HuggingFacePolicy
 from rlinf.llm.losses import NLLLossFn
 from rlinf.models.config import LoraConfig
+from rlinf.recipes.hf_folder import HFFolder, token_manifest
+from rlinf.recipes.token_trainer import best_of
 
 CONFIG = {"policy": {"model_name_or_path": "tiny"}}
 
@@ -126,20 +127,6 @@ def test_a_copy_that_shares_memory_is_no_snapshot(trained, tiny_lm, tmp_path, mo
     assert not any(torch.equal(found[f"weight {name}"], expected[name]) for name in expected)
 
 
-@pytest.mark.parametrize("mode", ["sync", "async"])
-def test_two_and_two_steps_equal_four(tiny_lm, tmp_path, mode):
-    policy = HuggingFacePolicy(tiny_lm(), learning_rate=1e-2, device_map="cpu", torch_dtype="bfloat16")
-    train(policy, 0, 2)
-    manager = CheckpointManager(tmp_path, save_mode=mode)
-    manager.save("step_2", **state_of(policy, tiny_lm(), 2))
-    straight = train(policy, 2, 2)
-    manager.close()
-    resumed = HuggingFacePolicy(tiny_lm(), learning_rate=1e-2, device_map="cpu", torch_dtype="bfloat16")
-    found = manager.load(tmp_path / "checkpoints" / "step_2", model=resumed.model, optimizer=resumed._optimizer)
-    assert found == {"step": 2} and train(resumed, 2, 2) == straight
-    assert train(HuggingFacePolicy(tiny_lm(), device_map="cpu", torch_dtype="bfloat16"), 2, 2) != straight, "a control"
-
-
 def test_an_error_of_the_writing_is_raised_by_the_next_call(trained, tiny_lm, tmp_path, monkeypatch):
     manager = CheckpointManager(tmp_path, save_mode="async")
     with monkeypatch.context() as patch:
@@ -171,14 +158,15 @@ def test_the_newest_and_the_best_stay_with_what_was_exported_from_them(trained, 
     for step in (20, 40, 60, 80, 100):
         scores[f"step_{step}"] = {40: 0.9}.get(step, step / 1000)
         manager.wait()
-        best = manager.best_of(scores, also=f"step_{step}")
+        best = best_of(scores, {*manager.names(), f"step_{step}"})
         manager.save(f"step_{step}", **state_of(trained, tiny_lm(), step, best=best), is_last=step == 100)
     manager.close()
     assert sorted(manager.names()) == ["step_100", "step_40", "step_80"]
     assert sorted(path.name for path in (tmp_path / "safetensors").iterdir()) == ["final", "step_40", "step_80"]
     assert folders.resolve_checkpoint(tmp_path).name == "step_100", "by number, not by text"
     CheckpointManager(tmp_path / "all", max_keep=-1).save("step_1", **state_of(trained, tiny_lm(), 1))
-    assert manager.best_of({"step_20": 1.0}) is None and manager.best_of({"step_80": 0.5, "step_40": 0.5}) == "step_40"
+    names = manager.names()
+    assert best_of({"step_20": 1.0}, names) is None and best_of({"step_80": 0.5, "step_40": 0.5}, names) == "step_40"
 
 
 def test_without_checkpoints_only_the_last_policy_is_written(trained, tiny_lm, tmp_path):

@@ -17,10 +17,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import rlinf.models.generation
 from rlinf import algorithms, models
-from rlinf.contracts import generation as checks
 from rlinf.distributed import BatchedDataDict, RayVirtualCluster
 from rlinf.errors import ConfigError, MissingDependencyError
 from rlinf.llm import batch_checks, generation_interface, policy_interface
+from rlinf.llm import validation as checks
 from rlinf.models.embodiment.modules.tokenizer import TINY_TOKENIZER
 from rlinf.models.generation import HuggingFaceGeneration
 

@@ -16,8 +16,8 @@ from PIL import Image
 
 from rlinf.cli import main
 from rlinf.errors import EXIT_FAULT, RankError
-from rlinf.evaluation.questions_result import QuestionsResult
 from rlinf.recipes.packers import preview
+from rlinf.recipes.questions_result import QuestionsResult
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
 import make_shapes_vqa
@@ -54,7 +54,7 @@ def test_the_deadline_that_is_typed_holds_for_the_ranks(folder, monkeypatch):
         launched.append(deadlines)
         raise RankError("ranks are not what is tested")
 
-    monkeypatch.setattr("rlinf.commands.evaluate_questions.launch", launch)
+    monkeypatch.setattr("rlinf.recipes.evaluate_questions.launch", launch)
     for words in ([], ["cluster.deadlines.start=1800"]):
         assert main(["evaluate", *WORDS, *TWO, *words, "output_dir=none"]) == EXIT_FAULT
     assert [deadlines["start"] for deadlines in launched] == [900, 1800]

@@ -18,11 +18,11 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rlinf.checkpoints import checkpoint_manager
-from rlinf.checkpoints.hf_folder import HFFolder
 from rlinf.cli import main
 from rlinf.errors import CheckpointError, ConfigError
 from rlinf.options import from_mapping
 from rlinf.recipes.config import RecipeConfig
+from rlinf.recipes.hf_folder import HFFolder
 from rlinf.recipes.run import run
 from rlinf.recipes.samples import BadRowError
 from rlinf.recipes.sft import SFTTrainer

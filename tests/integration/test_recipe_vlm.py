@@ -13,8 +13,8 @@ from transformers import AutoModelForImageTextToText
 
 from rlinf.cli import main
 from rlinf.evaluation.intervals import wilson_interval
-from rlinf.evaluation.questions_result import QuestionsResult
 from rlinf.models.embodiment.hf_vla.processing import load_vlm_processor
+from rlinf.recipes.questions_result import QuestionsResult
 from rlinf.tracking.tracker import read_metrics
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))

@@ -17,11 +17,11 @@ from urllib.request import Request, urlopen
 import pytest
 import yaml
 
-from rlinf.checkpoints import upload as upload_module
 from rlinf.checkpoints.checkpoint_manager import CheckpointManager
-from rlinf.checkpoints.upload import S3Upload, model_card
 from rlinf.errors import CheckpointError, ConfigError
 from rlinf.manifest import Manifest, hash_files, verify_files
+from rlinf.recipes import upload as upload_module
+from rlinf.recipes.upload import S3Upload, model_card
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "fixtures"))
 from chat_models import chat_tokenizer
@@ -48,7 +48,7 @@ def finished_run(root: Path) -> tuple[Path, list[Path]]:
         (folder / "trainer_state" / "__0_0.distcp").write_bytes(b"shards")
         (folder / "config.yaml").write_text(yaml.safe_dump(RECIPE))
         (folder / "00000.safetensors").write_bytes(b"weights " * 9)
-    state = {"format": 1, "loop_state": {"scores": {"step_5": 0.25, "step_7": 0.5}}}
+    state = {"format": 1, "loop_state": {"trainer": {"scores": {"step_5": 0.25, "step_7": 0.5}}}}
     (run / "checkpoints" / "step_7" / "state.json").write_text(json.dumps(state))
     folders = [run / "checkpoints" / "step_7", run / "safetensors" / "final"]
     for folder in folders:
@@ -160,7 +160,7 @@ def hub():
 PROGRAM = """
 import logging, sys
 from pathlib import Path
-from rlinf.checkpoints import upload
+from rlinf.recipes import upload
 from rlinf.errors import RLinfError
 logging.basicConfig(level=logging.DEBUG)
 upload.BACKOFF_S = 0.01
@@ -227,7 +227,7 @@ def test_what_the_hub_refuses_is_said(hub, tmp_path):
 
 
 SCRIPT = """
-from rlinf.checkpoints import upload
+from rlinf.recipes import upload
 from rlinf.recipes.launch_worker import launch_worker
 from rlinf.recipes.packers import RawTextPacker
 

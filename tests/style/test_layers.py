@@ -12,7 +12,7 @@ from rlinf.wings import WINGS
 PACKAGE = Path(__file__).parents[2] / "rlinf"
 
 LAYERS = (
-    ("errors", "imports", "number_formats", "run_folder", "seeding", "types"),
+    ("errors", "imports", "number_formats", "run_folder", "seeding", "text_table", "types"),
     ("files", "flags", "images", "memory", "options", "registry", "wings"),
     ("manifest",),
     ("distributed",),
@@ -27,18 +27,17 @@ LAYERS = (
     ("evaluation",),
     ("report",),
     ("rollout",),
-    ("llm",),
     ("config",),
     ("contracts",),
     ("preflight",),
     ("cluster",),
     ("training",),
     ("offpolicy",),
-    ("recipes",),
     ("policy",),
-    ("commands",),
+    ("commands", "models.embodiment.lerobot.check"),
     ("api",),
-    ("audits", "robot"),
+    ("llm",),
+    ("audits", "recipes", "robot"),
     ("cli",),
     ("__main__",),
 )
@@ -64,6 +63,7 @@ WING_FACES = {
     "rlinf.models.generation",
     "rlinf.models.generation.interfaces",
     "rlinf.models.interfaces",
+    "rlinf.models.validation",
     "rlinf.wings",
 }
 """Modules of the core that name modules of wings: the table of wings, and import paths that users know."""
@@ -116,9 +116,10 @@ def named_in_texts(tree: ast.AST, known: dict[str, Path]) -> set[str]:
 
 
 def layer_of(module: str) -> int:
-    """Return the number of a module's layer, counted from the ground."""
-    name = module.split(".")[1] if "." in module else "__main__"
-    return next(number for number, names in enumerate(LAYERS) if name in names)
+    """Return the number of a module's layer, counted from the ground; the longest listed path decides."""
+    parts = module.split(".")[1:] or ["__main__"]
+    paths = [".".join(parts[:length]) for length in range(len(parts), 0, -1)]
+    return next(number for path in paths for number, names in enumerate(LAYERS) if path in names)
 
 
 def arrows_up(package: Path, faces: set[str] = FACES) -> list[str]:
@@ -240,7 +241,7 @@ def reachable(graph: dict[str, set[str]], start: str) -> set[str]:
 
 def test_every_module_has_a_layer():
     names = {name.split(".")[1] for name in modules(PACKAGE) if "." in name}
-    listed = [name for names in LAYERS for name in names]
+    listed = [name for names in LAYERS for name in names if "." not in name]
     assert names == set(listed) and len(listed) == len(set(listed))
 
 
@@ -368,8 +369,9 @@ def package_graph(package: Path) -> dict[str, set[str]]:
     """Return each package above the ground to the packages that it needs directly, without those implied by others."""
     known, ground = modules(package), {name for names in LAYERS[:3] for name in names}
     needs: dict[str, set[str]] = {}
+    exceptions = {f"rlinf.{name}" for names in LAYERS for name in names if "." in name}
     for module, path in known.items():
-        if "." in module:
+        if "." in module and module not in exceptions:
             name = module.split(".")[1]
             found = {
                 target.split(".")[1]

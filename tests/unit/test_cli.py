@@ -11,13 +11,13 @@ import yaml
 
 from rlinf import cli
 from rlinf.cli import EXIT_FAULT, EXIT_INTERRUPTED, EXIT_USER_ERROR, main
-from rlinf.cli.table import MIN_WIDTH, format_columns, format_table
 from rlinf.commands import hydra_app
 from rlinf.commands import train as training
 from rlinf.config.names import options_of as options_of_folder
 from rlinf.config.names import packaged_experiments
 from rlinf.errors import ConfigError, NonFiniteError, RankError
 from rlinf.options import to_mapping
+from rlinf.text_table import MIN_WIDTH, format_columns, format_table
 
 ROOT = Path(__file__).resolve().parents[2]
 SMALL = ["experiment=tabletop_ppo_mlp", "trainer.max_steps=1"]

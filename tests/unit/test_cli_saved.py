@@ -214,5 +214,6 @@ def test_a_folder_of_runs_means_its_latest_or_else_the_one_that_saved_last(tmp_p
     (tmp_path / "latest").symlink_to("2")
     assert resolve_checkpoint(tmp_path) == second
     assert run_folders([second]) == [tmp_path / "2"]
-    monkeypatch.setattr("rlinf.report.runs.is_token_folder", lambda folder: True)
+    for run in "12":
+        (tmp_path / run / "samples").mkdir()
     assert run_folders([tmp_path]) == [tmp_path / "2"], "of recipes' runs the newest"

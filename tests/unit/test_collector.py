@@ -323,7 +323,7 @@ def test_one_half_of_the_envs_steps_while_the_other_half_asks_the_policy():
     """Two halves of two envs, one process each: a call of the policy takes 0.1 s, and so do the two steps of a half."""
     config = WalkConfig(num_processes=1, step_sleep_s=0.05)
     split = WalkVectorEnv(config, 1, True).episode_specs("train")
-    num_chunks, shares = 10, {}
+    num_chunks, shares = 5, {}
 
     class WatchedWalk(WalkVectorEnv):
         def _step_chunk(self, *arguments):

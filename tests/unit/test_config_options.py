@@ -10,7 +10,6 @@ import pytest
 import yaml
 from omegaconf import OmegaConf
 
-from rlinf.cli.check import PolicyCheckConfig
 from rlinf.cli.play import PlayConfig
 from rlinf.cli.run import ExportConfig
 from rlinf.commands.convert import ConvertConfig
@@ -20,6 +19,7 @@ from rlinf.config.overrides import values_of
 from rlinf.config.schema import RunConfig, build_config, field_types, section_class
 from rlinf.config.training import TrainerConfig
 from rlinf.errors import ConfigError
+from rlinf.models.embodiment.lerobot.check import PolicyCheckConfig
 from rlinf.options import PathText, from_mapping, option, override_text, to_mapping, type_name
 from rlinf.recipes.config import RecipeConfig
 from rlinf.recipes.load import keys_of

@@ -23,7 +23,7 @@ from rlinf.engines.weight_handle import WeightBuffer
 from rlinf.envs.graphics import backend as graphics
 from rlinf.errors import ConfigError
 from rlinf.llm import causal_lm, hf_policy
-from rlinf.models.hf_model import model_shapes
+from rlinf.llm.hf_model import model_shapes
 
 pytestmark = pytest.mark.new_processes
 ROOT = Path(__file__).parents[2]

@@ -8,7 +8,7 @@ import pytest
 from tokenizers import AddedToken
 from transformers import GenerationConfig
 
-from rlinf.models.end_tokens import end_tokens, settle_end_tokens, template_end
+from rlinf.llm.end_tokens import end_tokens, settle_end_tokens, template_end
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "fixtures"))
 from chat_models import chat_tokenizer

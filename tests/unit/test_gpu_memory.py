@@ -38,11 +38,10 @@ PI0 = ["+model.init_config={num_steps: 4, freeze_vlm: true, use_quantile_norm: t
 PI05 = ["+model.init_config={pi05: true, num_steps: 4, freeze_vlm: true}", "model.override_config={}"]
 FOR_24_GB = {
     "libero_ppo_openvla_oft_24gb": OFT,
-    "libero_ppo_pi0_24gb": PI0,
     "libero_ppo_pi05_24gb": PI05,
     "libero_residual_pi0_24gb": PI0,
-    "libero_residual_openvla_oft": OFT,
 }
+"""Each family once; the policies of ``libero_ppo_pi0_24gb`` and ``libero_residual_openvla_oft`` are among them."""
 
 
 def config_of(*words):
@@ -111,13 +110,12 @@ def test_a_seven_billion_policy_is_recomputed_as_much_as_a_gpu_asks_for(oft):
 
 
 def test_half_of_the_blocks_save_what_is_estimated(oft):
-    """With 84 blocks, the estimate between none and all is within a tenth of a count."""
+    """With 84 blocks, the estimate between none and all is within a tenth of a count (every number of few blocks: ``test_activations``)."""
     config, (model, passes, _) = oft
     sequences = torch.zeros(8, model.num_sampled, dtype=torch.int64, device="meta")
-    for number in (20, 41, 62):
-        set_training_options(model, recomputed=number, compiled=False)
-        counted = _measure(model, _observation(config, 8), 8, config.model.precision, ["rl"], sequences).updates["rl"]
-        assert passes.update(number).at(8) == pytest.approx(counted, rel=0.1), number
+    set_training_options(model, recomputed=41, compiled=False)
+    counted = _measure(model, _observation(config, 8), 8, config.model.precision, ["rl"], sequences).updates["rl"]
+    assert passes.update(41).at(8) == pytest.approx(counted, rel=0.1)
     for block in find_layers(model):
         del block.forward
     assert passes.update(41).at(8) < 0.7 * passes.update(0).at(8)  # control

@@ -14,13 +14,13 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer, PreTrainedTokenizerFast
 
 from rlinf.checkpoints.checkpoint import save_checkpoint
-from rlinf.checkpoints.hf_folder import INDEX_FILE, HFFolder, token_manifest, write_chunks
 from rlinf.errors import CheckpointError, ConfigError
+from rlinf.llm.hf_model import HFModel
 from rlinf.manifest import Manifest, verify_files
 from rlinf.models.config import LoraConfig
 from rlinf.models.embodiment.hf_vla.processing import load_vlm_processor
-from rlinf.models.hf_model import HFModel
 from rlinf.models.lora import apply_lora
+from rlinf.recipes.hf_folder import INDEX_FILE, HFFolder, token_manifest, write_chunks
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
 from make_tiny_vlm import FAMILIES, make_tiny_vlm
@@ -62,7 +62,7 @@ def trained(source: str, seed: int = 3, lora: LoraConfig | None = None, dtype=to
 def saved(folder: Path, model, source: str, lora: LoraConfig | None = None, data: dict | None = None) -> Path:
     manifest = token_manifest(model, source, precision="float32", seed=0, policy_version=3, lora=lora)
     return save_checkpoint(
-        folder / "checkpoints" / "step_3", model=model, optimizer=None, loop_state={"step": 3, "data": data or {}}, run_config={"seed": 0},
+        folder / "checkpoints" / "step_3", model=model, optimizer=None, loop_state={"step": 3, "trainer": {"data": data or {}}}, run_config={"seed": 0},
         manifest=manifest, with_policy=False,
     )  # fmt: skip
 
@@ -216,7 +216,7 @@ def test_a_whole_folder_is_replaced_by_a_whole_one_only_and_not_deleted_before(t
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr("rlinf.checkpoints.hf_folder.save_file", full)
+        patch.setattr("rlinf.recipes.hf_folder.save_file", full)
         with pytest.raises(OSError, match="MiB free"):
             export(checkpoint, output)
     assert keys_of(output) == before and "former" in files_of(output) and not list(tmp_path.glob(".final*"))

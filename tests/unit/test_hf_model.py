@@ -20,6 +20,7 @@ from rlinf.checkpoints.checkpoint import write_policy
 from rlinf.config.compose import compose_config
 from rlinf.config.schema import build_config
 from rlinf.errors import CheckpointError, ConfigError
+from rlinf.llm.hf_model import check_tensor_parallel, load_config, model_class_of
 from rlinf.models import (
     MODELS,
     HFLLMModel,
@@ -33,7 +34,6 @@ from rlinf.models import (
 )
 from rlinf.models.config import LoraConfig, ModelConfig
 from rlinf.models.embodiment.modules.tokenizer import TINY_TOKENIZER
-from rlinf.models.hf_model import check_tensor_parallel, load_config, model_class_of
 from rlinf.models.loading import check_hub, hub_fault
 from rlinf.models.lora import apply_lora
 from rlinf.preflight.validation import validate

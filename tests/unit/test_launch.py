@@ -146,14 +146,14 @@ def test_without_a_script_rows_and_packer_are_those_of_the_recipe(recipe, calls)
 def test_threads_and_deadlines_of_the_ranks_are_those_of_the_recipe(recipe, calls, monkeypatch):
     given = []
     monkeypatch.setattr(
-        "rlinf.commands.launch.start_ranks", lambda function, argument, *more: given.append((function, argument, more))
+        "rlinf.recipes.launch.start_ranks", lambda function, argument, *more: given.append((function, argument, more))
     )
     words = ["cluster.deadlines.save=77", "cluster.num_threads=3"]
     assert main(["launch", "--config", recipe(), *words]) == 0
     [(function, argument, (*_, deadlines))] = given
     assert deadlines == {**asdict(DeadlinesConfig()), "save": 77}
     threads = []
-    monkeypatch.setattr("rlinf.commands.launch.set_num_threads", lambda *numbers: threads.append(numbers))
+    monkeypatch.setattr("rlinf.recipes.launch.set_num_threads", lambda *numbers: threads.append(numbers))
     function(argument)
     assert threads == [(3, 1)] and len(calls) == 1
 
@@ -283,7 +283,7 @@ def test_without_a_key_wandb_stays_offline_and_without_its_package_it_is_left_ou
     monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
     assert main(["launch", "--config", recipe()]) == 0
     assert "wandb" not in capsys.readouterr().err
-    monkeypatch.setattr("rlinf.commands.launch.importlib.util.find_spec", lambda name: None)
+    monkeypatch.setattr("rlinf.recipes.launch.importlib.util.find_spec", lambda name: None)
     assert main(["launch", "--config", recipe()]) == 0
     assert "wandb is not installed" in capsys.readouterr().err
     assert calls[-1][0].logging.logger == ["console"]

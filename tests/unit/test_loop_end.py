@@ -61,7 +61,17 @@ class Trainer:
         self.state.evaluations[tag] = {"phase": "rl", "step": step, "success_rate": 0.5}
         self.signal.number = 15 if tag == self.signal_in else self.signal.number
 
+    @property
+    def checkpoint_name(self):
+        return f"rl_{self.state.step:06d}"
+
+    def best_checkpoint(self, names):
+        return None
+
     def state_dict(self):
+        return {}
+
+    def loop_state(self):
         return {}
 
     def manifest(self):

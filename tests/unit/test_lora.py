@@ -12,9 +12,9 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from safetensors.torch import load_file
 
 from rlinf.errors import CheckpointError, ConfigError
+from rlinf.llm.hf_model import load_config
 from rlinf.models import HFModel, build_policy, get_model
 from rlinf.models.config import LoraConfig
-from rlinf.models.hf_model import load_config
 from rlinf.models.lora import (
     adapter_fingerprint,
     adapter_state_dict,

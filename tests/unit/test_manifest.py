@@ -108,9 +108,7 @@ def test_the_rate_of_the_data_is_kept_and_not_compared(tmp_path):
 
 def test_all_differences_are_listed_with_one_override():
     present = replace(changed("env.image_size", 128), precision="bf16", seed=5)
-    with pytest.raises(
-        ManifestMismatchError, match=r"(?s)precision.*env.image_size.*allow_mismatch=\[precision,env.image_size\]"
-    ) as caught:
+    with pytest.raises(ManifestMismatchError, match=r"allow_mismatch=\[precision,env.image_size\]") as caught:
         check(manifest(), present)
     assert "seed" not in str(caught.value)
     with pytest.raises(ManifestMismatchError, match=r"allow_mismatch=\[precision,env.image_size\]"):

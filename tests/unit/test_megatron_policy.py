@@ -14,7 +14,7 @@ from rlinf.distributed import BatchedDataDict
 from rlinf.distributed.launch import launch
 from rlinf.engines.vllm_weights import LanguageModelNames
 from rlinf.engines.weight_handle import WeightBuffer, WeightsRejectedError
-from rlinf.errors import CheckpointError, ConfigError, MissingDependencyError, NonFiniteError
+from rlinf.errors import CheckpointError, ConfigError, NonFiniteError
 from rlinf.llm.megatron.groups import check_device
 from rlinf.llm.megatron.policy import MegatronPolicyConfig
 from rlinf.llm.megatron.weights import check_family
@@ -273,22 +273,3 @@ def test_two_ranks_are_one_process_however_they_fraction(checkpoint, batch, tmp_
                 assert_close_weights(found["state"], state_of(policy))
             else:
                 assert_same(found, expected)
-
-
-def test_constructing_names_the_extra(monkeypatch):
-    """Importing needs no Megatron-core: ``test_policy_contract``."""
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(MissingDependencyError, match=r"extra 'megatron'.*pip install -e '.\[megatron\]'"):
-        MegatronPolicy("somewhere", tensor_model_parallel_size=2)
-
-
-@pytest.mark.skipif(HAS_MEGATRON, reason="megatron-core is installed")
-def test_a_wrong_configuration_is_told_from_a_missing_package():
-    with pytest.raises(MissingDependencyError):
-        MegatronPolicy("somewhere", tensor_model_parallel_size=2, sequence_parallel=True, use_flash_attention=True)
-    with pytest.raises(ConfigError, match="tensor_model_parallel_size of 2 or more"):
-        MegatronPolicy("somewhere", sequence_parallel=True)
-    with pytest.raises(ConfigError, match="torch_dtype=float16.*Pass torch_dtype='bfloat16'"):
-        MegatronPolicy("somewhere", torch_dtype="float16")
-    with pytest.raises(ConfigError, match="top_k=5"):
-        MegatronPolicy("somewhere", top_k=5)

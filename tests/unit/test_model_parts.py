@@ -19,6 +19,7 @@ from rlinf.models.embodiment.modules.heads import ValueHead
 from rlinf.models.embodiment.modules.normalizer import unit_range_stats
 from rlinf.models.embodiment.modules.tokenizer import TINY_TOKENIZER, ActionTokenizer
 from rlinf.models.embodiment.openvla.processing import PrismaticImageProcessor, PrismaticProcessor
+from rlinf.models.embodiment.openvla.vllm import OpenVLAVllmAdapter
 from rlinf.preflight.validation import validate
 from rlinf.types import Observation
 
@@ -50,13 +51,6 @@ def test_midpoints_by_hand():
     assert tokenizer.encode(np.array([-1.0, -0.6, 0.1, 0.9, 1.0])).tolist() == [99, 99, 97, 96, 95]
     values = [-0.75, -0.25, 0.25, 0.75, 0.75, 0.75, -0.75]
     assert tokenizer.decode(torch.tensor([99, 98, 97, 96, 95, 94, 200])).tolist() == values
-
-
-def test_bad_bins_are_refused():
-    with pytest.raises(ConfigError, match="n_action_bins is 1"):
-        ActionTokenizer(1, 100)
-    with pytest.raises(ConfigError, match="midpoints or grid.*action_bin_rule=midpoints"):
-        ActionTokenizer(5, 100, "edges")
 
 
 def test_value_head_shapes_names_and_gradients():
@@ -231,8 +225,7 @@ def test_a_policy_needs_optional_methods_only_for_cloning_and_vllm(monkeypatch):
     validate(build_config(compose_config([*overrides, "sft.max_steps=0"])))
     with pytest.raises(ConfigError, match=r"sft.max_steps=5.*does not implement sft_loss.*Set sft.max_steps=0"):
         validate(build_config(compose_config([*overrides, "sft.max_steps=5"])))
-    adapter = "rlinf.models.embodiment.openvla.vllm:OpenVLAVllmAdapter"
-    monkeypatch.setattr(MLPForRLActionPrediction, "vllm_adapter", adapter)
+    monkeypatch.setattr(MLPForRLActionPrediction, "vllm_adapter", OpenVLAVllmAdapter)
     with pytest.raises(ConfigError, match=r"MLPForRLActionPrediction does not implement. Set rollout.backend=torch"):
         validate(build_config(compose_config([*overrides, "rollout.backend=vllm"])))
 

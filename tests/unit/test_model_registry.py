@@ -23,7 +23,6 @@ from rlinf.models.building import override_fields
 from rlinf.models.config import ModelConfig
 from rlinf.models.embodiment.modules.heads import ValueHead
 from rlinf.models.embodiment.modules.tokenizer import TINY_TOKENIZER
-from rlinf.models.loading import check_model_type
 
 MLP = {"model_type": "mlp", "init_config": {"state_dim": 3, "hidden_sizes": [4]}}
 SIZES = {
@@ -151,14 +150,6 @@ def test_precision_is_the_dtype_of_the_weights_but_for_heads():
     assert {p.dtype for p in get_model(section | {"precision": "bf16-mixed"}).parameters()} == {torch.float32}
 
 
-def test_a_folder_below_the_home_folder_is_found(tmp_path, monkeypatch):
-    get_model(MLP).save_pretrained(tmp_path / "mlp")
-    monkeypatch.setenv("HOME", str(tmp_path))
-    assert get_model({"model_type": "mlp", "model_path": "~/mlp"}).config.state_dim == 3
-    with pytest.raises(CheckpointError, match="mpl"):
-        get_model({"model_type": "mlp", "model_path": "~/mpl"})
-
-
 @pytest.mark.skipif(is_flash_attn_2_available(), reason="flash-attn is installed here")
 def test_missing_flash_attention_names_the_override():
     with pytest.raises(MissingDependencyError, match="model.attn_implementation=sdpa"):
@@ -187,25 +178,6 @@ def test_a_file_that_is_no_json_is_refused_by_its_path(tmp_path, name, text, fou
         if name == "config.json":
             with pytest.raises(CheckpointError, match="config.json' is not a JSON object"):
                 local_settings(section)
-
-
-def test_a_type_that_is_not_accepted_is_refused_and_one_without_a_declaration_is_not():
-    class Config:
-        accepted_model_types = ("a", None)
-
-    for values in ({"model_type": "a"}, {"type": "a"}, {}):
-        check_model_type(Config, values, "folder")
-    check_model_type(PatternConfig, {"model_type": "other"}, "folder")
-    with pytest.raises(CheckpointError, match="'folder' is of model type 'pi0'.*accepts 'a'. Set model.model_type=pi0"):
-        check_model_type(Config, {"type": "pi0"}, "folder")
-
-
-def test_a_folder_without_tokenizer_is_refused(tmp_path):
-    from rlinf.models.embodiment.openvla.config import OpenVLAConfig
-
-    OpenVLAConfig().save_pretrained(tmp_path)
-    with pytest.raises(ConfigError, match="tokenizer.tokenizer_model"):
-        get_model_config_and_processor({"model": {"model_type": "openvla", "model_path": str(tmp_path)}})
 
 
 def test_random_weights_and_a_folder_exclude_each_other(folder):

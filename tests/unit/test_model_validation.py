@@ -8,11 +8,11 @@ import torch
 
 from rlinf.algorithms import NLLLossFn
 from rlinf.cli import main
-from rlinf.contracts import generation as diagnostics
-from rlinf.contracts.generation import log_probability_error, response_mask, validate_log_probability_consistency
 from rlinf.distributed import BatchedDataDict
 from rlinf.errors import ConfigError
+from rlinf.llm import validation as diagnostics
 from rlinf.llm.decoding import StaticLayer
+from rlinf.llm.validation import log_probability_error, response_mask, validate_log_probability_consistency
 from rlinf.models import HuggingFacePolicy
 from rlinf.models.generation import HuggingFaceGeneration
 

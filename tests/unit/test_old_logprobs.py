@@ -105,19 +105,13 @@ def test_where_the_gate_only_warns_the_whole_rollout_is_scored(tmp_path):
 @pytest.mark.parametrize(
     "words, message",
     [
-        (
-            ["algorithm.tis_cap=2.0"],
-            "algorithm.tis_cap=2; expected.*Set algorithm.old_logprobs=trainer, or algorithm.tis_cap=null",
-        ),
+        (["algorithm.tis_cap=2.0"], "Set algorithm.old_logprobs=trainer, or algorithm.tis_cap=null"),
         (["algorithm.kl_coef=0.1"], "algorithm.kl_coef=0.1; expected.*or algorithm.kl_coef=0"),
         (
             ["cluster.max_staleness=1", "rollout.worker_processes=1", "algorithm.tis_cap=2.0"],
             "cluster.max_staleness=1; expected.*or cluster.max_staleness=0",
         ),
-        (
-            ["model=pi0_tiny", "env.state=proprio", "model.init_config.joint_logprob=false"],
-            "algorithm.name=ppo and Pi0ForRLActionPrediction as configured; expected rollout values.*or algorithm=grpo",
-        ),
+        (["model=pi0_tiny", "env.state=proprio", "model.init_config.joint_logprob=false"], "or algorithm=grpo"),
     ],
 )
 def test_what_needs_the_trainers_numbers_is_refused(words, message):
@@ -128,5 +122,5 @@ def test_what_needs_the_trainers_numbers_is_refused(words, message):
         if old_logprobs == "trainer":
             validate(config)
             continue
-        with pytest.raises(ConfigError, match=f"algorithm.old_logprobs=rollout with {message}"):
+        with pytest.raises(ConfigError, match=f"algorithm.old_logprobs=rollout with .*{message}"):
             validate(config)

@@ -246,20 +246,11 @@ def test_the_manifest_refuses_other_preparation_of_pictures(present, field):
         ({"hidden_size": 64}, "hidden_size=32"),
         ({"init_config": TINY | {"patches_per_token": 3}}, "is 3.*4 x 4.*init_config.patches_per_token=1"),
         ({"init_config": TINY | {"action_decoding": "both"}}, "'both'.*init_config.action_decoding=autoregressive"),
-        (
-            {"init_config": TINY | {"vision_feature_layer": 1}},
-            "is 1; expected an index into 1 layers.*init_config.vision_feature_layer=-1",
-        ),
+        ({"init_config": TINY | {"vision_feature_layer": 1}}, "init_config.vision_feature_layer=-1"),
         ({"init_config": PUBLIC | {"image_sizes": [28, 56]}}, r"28, 56.*2, 4.*init_config.image_sizes=.28,28"),
-        (
-            {"init_config": PUBLIC | {"image_sizes": [30, 30]}},
-            r"30, 30.*multiples of 14.*init_config.image_sizes=.28,28",
-        ),
+        ({"init_config": PUBLIC | {"image_sizes": [30, 30]}}, r"init_config.image_sizes=.28,28"),
         ({"init_config": TINY | {"image_preparation": "libero"}}, "'libero'.*model.init_config.image_preparation=rlds"),
-        (
-            {"init_config": PUBLIC | prepared("none", True, image_sizes=[28, 56])},
-            "28, 56.*override_config.center_crop=f",
-        ),
+        ({"init_config": PUBLIC | prepared("none", True, image_sizes=[28, 56])}, "override_config.center_crop=f"),
         ({"init_config": {}}, "model=openvla_tiny"),
     ],
 )
@@ -270,33 +261,6 @@ def test_wrong_settings_are_refused_with_the_value_to_type(section, message):
     section = base | section | {"init_config": init | {"norm_stats": stats} if init else init}
     with pytest.raises(ConfigError, match=message.replace("=", ".*=?")):
         get_model(section)
-
-
-def test_too_few_cameras_are_refused():
-    model = build("two_cameras")
-    observation = observe()
-    observation.images.pop("wrist")
-    with pytest.raises(ConfigError, match="cameras"):
-        model.preprocess(observation)
-
-
-def test_an_input_longer_than_the_language_models_positions_is_refused():
-    """Longest row: 1 BOS, 4 image tokens, then words, and 6 actions; a text config with one position too few rejects it."""
-    observation = observe()
-    needed = build().preprocess(observation)["input_ids"].shape[1] + 4 + 6
-    for positions in (needed, needed - 1):
-        config = KINDS["parallel"] | {"text_config": TEXT | {"max_position_embeddings": positions}}
-        model = build(init_config=config)
-        inputs = model.preprocess(observation)
-        if positions == needed:
-            model.predict_action_batch(do_sample=False, **inputs)
-            continue
-        with pytest.raises(ConfigError, match=rf"has {needed} tokens.*actions 6.* {positions} positions"):
-            model.predict_action_batch(do_sample=False, **inputs)
-        with pytest.raises(ConfigError, match="max_position_embeddings"):
-            model.evaluate_actions(inputs, torch.full((len(SENTENCES), 6), 530))
-        model.config.text_config.rope_parameters = {"rope_type": "yarn", "factor": 2.0}
-        model.predict_action_batch(do_sample=False, **inputs)
 
 
 def test_the_prompt_is_read_once_and_then_one_token_at_a_time():

@@ -180,14 +180,6 @@ def test_an_image_is_never_cut(processors):
     assert len(ready(ChatPacker(), processors("llava"), max_length=length).sample(row).input_ids) == length
 
 
-def test_an_image_token_in_a_text_is_refused(processors):
-    messages = [said("user", "what is <image>?"), said("assistant", "a block")]
-    with pytest.raises(BadRowError, match="LlavaProcessor rejects it"):
-        ready(ChatPacker(), processors("llava")).sample(
-            {"messages": [TALK[0], TALK[1], *messages], "images": [image(1)]}
-        )
-
-
 @pytest.fixture
 def clip(tmp_path) -> Path:
     """Return a video of 3 seconds: each second has a grey of its own."""

@@ -1,6 +1,7 @@
 """pi0 and pi0.5 from random weights: the contract of an action model, inputs, files and rejections."""
 
 import copy
+import dataclasses
 import json
 import math
 from dataclasses import replace
@@ -11,13 +12,16 @@ import torch
 from policy_checks import failed_checks
 from safetensors.torch import load_file, save_file
 
+from rlinf.config.compose import compose_config
+from rlinf.config.schema import build_config, declared_policy
 from rlinf.errors import CheckpointError, ConfigError
 from rlinf.models import build_policy, get_model, get_model_config_and_processor
 from rlinf.models.embodiment.pi0.config import Pi0Config
 from rlinf.models.embodiment.pi0.gemma_expert import AdaRMSNorm
 from rlinf.models.embodiment.pi0.policy import Pi0ForRLActionPrediction
-from rlinf.models.embodiment.pi0.processing import StatisticsNormalizer
+from rlinf.models.embodiment.pi0.processing import StatisticsNormalizer, discretize_state, resize_with_pad
 from rlinf.models.lora import apply_lora
+from rlinf.preflight.compatibility import check_inputs
 from rlinf.types import Observation
 
 CHUNK_LEN, ENV_DIM, STATE_DIM = 2, 3, 4
@@ -345,11 +349,7 @@ def rewrite_config(folder, **changes):
         ({"unnorm_key": "leg"}, {}, r"model\.unnorm_key 'leg'"),
         ({"action_token_len": 6}, {}, r"model\.action_token_len is 6.*5 dimensions.*Set model\.action_token_len=5"),
         ({"action_chunks_len": 9}, {}, r"model\.action_chunks_len is 9.*Set model\.action_chunks_len=3"),
-        (
-            {},
-            {"norm_stats": {}},
-            r"no action statistics.*Set model\.unnorm_key=<env\.name>.*model\.unnorm_key=tabletop",
-        ),
+        ({}, {"norm_stats": {}}, r"model\.unnorm_key=tabletop"),
     ],
 )
 def test_settings_are_refused_before_weights_are_read(tmp_path, changes, config, message):
@@ -416,14 +416,6 @@ def test_folder_of_the_public_converter(tmp_path, pi05):
         get_model_config_and_processor({"model": cfg})
 
 
-def test_statistics_files_of_another_form_are_refused(tmp_path):
-    Pi0Config(**copy.deepcopy(INIT)).save_pretrained(tmp_path)
-    (tmp_path / "assets" / "arm").mkdir(parents=True)
-    (tmp_path / "assets" / "arm" / "norm_stats.json").write_text(json.dumps({"norm_stats": {"actions": {}}}))
-    with pytest.raises(CheckpointError, match=r"statistics of \['actions'\].*Set model\.model_path="):
-        Pi0Config.from_pretrained(tmp_path)
-
-
 def test_settings_of_a_lerobot_folder(tmp_path):
     values = {
         "type": "pi05",
@@ -437,3 +429,104 @@ def test_settings_of_a_lerobot_folder(tmp_path):
     found = (config.pi05, config.action_horizon, config.action_dim, config.num_steps, config.max_token_len)
     assert found == (True, 7, 9, 3, 60)
     assert not hasattr(config, "device")
+
+
+def test_images_keep_their_aspect_between_black_borders():
+    images = torch.full((1, 3, 10, 20), 200, dtype=torch.uint8)
+    resized = resize_with_pad(images, 16)
+    assert resized.shape == (1, 3, 16, 16)
+    assert (resized[:, :, 4:12] == 200).all() and not resized[:, :, :4].any() and not resized[:, :, 12:].any()
+    assert resize_with_pad(resized, 16) is resized
+
+
+def test_images_are_resized_as_openpi_resizes_uint8_tensors():
+    images = torch.from_numpy(np.random.default_rng(0).integers(0, 256, (2, 3, 48, 64), dtype=np.uint8))
+    inside = resize_with_pad(images, 32)[:, :, 4:28]
+    assert torch.equal(inside, torch.nn.functional.interpolate(images, size=(24, 32), mode="bilinear"))
+    floats = torch.nn.functional.interpolate(images.float(), size=(24, 32), mode="bilinear").round()
+    gap = (floats - inside).abs()
+    assert gap.max() <= 1 and gap.mean() > 0.01, "control: in float32 the numbers are others"
+
+
+@torch.no_grad()
+def test_images_that_were_resized_once_give_the_same_numbers():
+    model, seen = make(), observe(2)
+    size = model.config.vision["image_size"]
+    generator = np.random.default_rng(0)
+    images = {name: generator.integers(0, 256, (2, size + 8, size, 3), np.uint8) for name in seen.images}
+    large = Observation(images, seen.state, seen.instruction)
+    once = model.resize_images(large)
+    assert all(image.shape[1:3] == (size, size) for image in once.images.values())
+    for name, tensor in model.preprocess(large).items():
+        assert torch.equal(model.preprocess(once)[name], tensor), name
+
+
+def test_a_camera_that_is_absent_in_one_row_changes_that_row_as_if_it_were_not_there():
+    model, observation = make(), observe(2)
+    front = Observation({"front": observation.images["front"]}, observation.state, observation.instruction)
+    mask = torch.tensor([[True, False], [True, True]])
+    uniforms = uniforms_for(model, 2)
+    found = model.predict_action_batch(**model.preprocess(observation, mask), uniforms=uniforms).actions
+    both = model.predict_action_batch(**model.preprocess(observation), uniforms=uniforms).actions
+    alone = model.predict_action_batch(**model.preprocess(front), uniforms=uniforms).actions
+    torch.testing.assert_close(found, torch.cat([alone[:1], both[1:]]), atol=1e-5, rtol=0)
+    assert (both[0] - alone[0]).abs().max() > 1e-4, "control: the second camera counts where it is there"
+    with pytest.raises(ConfigError, match=r"image_mask has the shape \[2\]; expected \[2, 2\]"):
+        model.preprocess(observation, mask[:, 0])
+
+
+def test_prompts_of_both_kinds():
+    processor = make().processor
+    ids, mask = processor.encode(["reach the_red\nblock ", "push"])
+    text = processor.tokenizer.encode("reach the red block", add_special_tokens=False)
+    newline = processor.tokenizer.encode("\n", add_special_tokens=False)
+    assert ids[0].tolist() == [processor.tokenizer.bos_token_id, *text, *newline]
+    assert mask[0].all() and not mask[1].all() and mask[1, 0]
+    assert discretize_state(np.array([-1.5, -1.0, 0.0, 0.999, 2.0])).tolist() == [-1, 0, 128, 255, 255]
+    ids, _ = processor.encode(["push"], np.array([[0.0, -1.0]]))
+    text = processor.tokenizer.encode("Task: push, State: 128 0;\nAction: ", add_special_tokens=False)
+    assert ids[0].tolist() == [processor.tokenizer.bos_token_id, *text]
+
+
+@pytest.mark.parametrize(
+    "values, message",
+    [
+        ({"model_type": "openvla"}, r"model type 'openvla'.*Set model\.model_type=openvla"),
+        ({"type": "smolvla"}, r"model type 'smolvla'.*Set model\.model_type=smolvla"),
+        ({"type": "xvla"}, r"model type 'xvla'.*Set model\.model_path=<a different folder>"),
+        ({"vlm": {"text_config": {"hidden_size": 8}}}, r"vlm lacks width, depth.*Set model\.model_path="),
+        ({"vision": {"image_size": 16}}, r"vision lacks hidden_size.*expected hidden_size.*Set model\.model_path="),
+        ({"expert": "gemma_300m"}, r"expert lacks width.*Set model\.model_path="),
+    ],
+)
+@pytest.mark.parametrize("file", ["config.json", "tiny_config.json"])
+def test_folders_of_another_architecture_are_refused(tmp_path, file, values, message):
+    (tmp_path / file).write_text(json.dumps({"pi05": False} | values))
+    with pytest.raises((ConfigError, CheckpointError), match=message):
+        get_model({"model_type": "pi0", "model_path": str(tmp_path)})
+
+
+@pytest.mark.parametrize(
+    "overrides, message",
+    [
+        (["env.state=none"], r"width at most 4.*tabletop provides none.*Set env\.state=proprio"),
+        (["env.state=full"], r"width at most 4.*one of width 31.*Set env\.state=proprio"),
+        (["env.state=proprio", "+model.init_config.cameras=[front,nose]"], r"model\.init_config\.cameras=\[front\]"),
+        (["env.state=proprio", "+model.init_config.cameras=[]"], r"model\.init_config\.cameras=\[front\]"),
+        (["env.state=proprio", "env.cameras=[]"], r"env\.cameras of env\.name=tabletop is \[\]"),
+        (["env.state=proprio"], None),
+        (["env.state=none", "model.init_config.pi05=true", "+model.init_config.discrete_state_input=false"], None),
+        (["env.state=proprio", "+model.init_config.cameras=[front,null]"], None),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("from_folder", [False, True])
+def test_inputs_that_the_env_does_not_give_are_refused_before_anything_runs(tmp_path, overrides, message, from_folder):
+    config = build_config(compose_config(["model=pi0_tiny", "env=tabletop", *overrides]))
+    if from_folder:
+        (tmp_path / "tiny_config.json").write_text(json.dumps(config.model.init_config))
+        model = dataclasses.replace(config.model, init_config={}, model_path=str(tmp_path))
+        config, message = dataclasses.replace(config, model=model), message and message.replace("init_", "override_")
+    if message is None:
+        return check_inputs(config, declared_policy(config))
+    with pytest.raises(ConfigError, match=message):
+        check_inputs(config, declared_policy(config))

@@ -8,15 +8,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlinf.cluster.rollout_worker import worker_maker
 from rlinf.config.compose import compose_config
 from rlinf.config.schema import build_config
 from rlinf.distributed.process_group import rank_range
 from rlinf.distributed.ray.ranks import neighbours_first
-from rlinf.errors import ConfigError, MissingDependencyError
-from rlinf.preflight.placement import COLOCATED, Node, Placement, check_evaluation_workers, check_placement
+from rlinf.errors import ConfigError
+from rlinf.preflight.placement import COLOCATED, Node, Placement, check_placement
 from rlinf.preflight.validation import validate
-from rlinf.rollout.policy_skeleton import PolicySkeleton
 
 SPLIT = [
     "model=mlp", "env.cameras=[]", "rollout.num_envs=64", "cluster.device=cpu", "cluster.start=ray", "cluster.placement=disaggregated",
@@ -24,17 +22,10 @@ SPLIT = [
 ]  # fmt: skip
 ENGINES = ["rollout.backend=vllm", "rollout.vllm.tensor_parallel_size=2"]
 GROUPS = ["algorithm=grpo", "rollout.group_size=8", "rollout.auto_reset=false"]
-LAUNCHER = {"RANK": "0", "WORLD_SIZE": "4", "LOCAL_RANK": "0", "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
 
 
 def config_of(*overrides):
     return build_config(compose_config([*SPLIT, *overrides]))
-
-
-def placed(*overrides, nodes=None):
-    config = config_of(*overrides)
-    check_placement(config)
-    return Placement.of(config, nodes)
 
 
 PLAYERS = config_of()
@@ -112,30 +103,6 @@ def test_ranks_of_a_machine_are_neighbours_and_those_of_the_command_come_first()
     assert neighbours_first(nodes, "elsewhere") == [0, 3, 1, 4, 2, 5]
 
 
-def test_a_launcher_and_a_missing_package_are_refused(monkeypatch):
-    assert placed().rollout_workers_of(0) == range(4), "control"
-    for name, value in LAUNCHER.items():
-        monkeypatch.setenv(name, value)
-    for start in ("ray", "auto"):
-        with pytest.raises(
-            ConfigError,
-            match=r"disaggregated in a .* torchrun has started 4 times.*Set cluster.start=ray cluster.num_processes=4 and",
-        ):
-            check_placement(config_of("cluster.num_processes=4", f"cluster.start={start}"))
-        few = config_of("cluster.num_rollout_workers=2", "cluster.placement=colocated", f"cluster.start={start}")
-        with pytest.raises(
-            ConfigError, match=r"torchrun has started 4 times.*Set cluster.start=ray cluster.num_processes=1 and"
-        ):
-            check_evaluation_workers(few)
-    for name in LAUNCHER:
-        monkeypatch.delenv(name)
-    monkeypatch.setitem(sys.modules, "ray", None)
-    with pytest.raises(
-        MissingDependencyError, match=r"cluster.placement=disaggregated needs Ray.*pip install -e '\.\[ray\]'"
-    ):
-        check_placement(config_of())
-
-
 def test_the_command_checks_the_placement():
     with pytest.raises(ConfigError, match="Set cluster.start=ray"):
         validate(config_of("cluster.start=auto"))
@@ -169,22 +136,6 @@ def test_every_player_and_every_block_has_one_owner(ranks, per_rank, per_player,
 def test_players_share_the_worker_threads_of_the_ranks(ranks, workers, of_rank, of_player):
     placement = Placement(ranks, workers, num_env_groups=64, gpus_per_rollout_worker=0)
     assert placement.worker_threads(of_rank) == of_player
-
-
-@pytest.mark.parametrize(
-    ("key", "variable", "expected"), [(6, "2", 3), (None, "2", 1), (None, "16", 8), (None, None, 5)]
-)
-def test_a_player_has_its_part_of_the_threads_of_the_key_then_of_the_variable_then_of_the_cores(
-    key, variable, expected, monkeypatch
-):
-    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    if variable is not None:
-        monkeypatch.setenv("OMP_NUM_THREADS", variable)
-    config = config_of(f"cluster.num_threads={key or 'null'}")
-    placement = Placement(1, 2, num_env_groups=64, gpus_per_rollout_worker=0)
-    make = worker_maker(config, PolicySkeleton(b""), placement)
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")  # by Ray, in the process of the rollout worker
-    assert placement.torch_threads(make.args[0].cluster.num_threads, of_machine=5) == expected
 
 
 LAPTOP = """

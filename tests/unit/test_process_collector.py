@@ -132,9 +132,7 @@ def test_a_rollout_is_played_with_the_weights_of_when_it_was_asked_for(is_replic
         handles.append(collector.submit(played, 5 + version, version, needs_values=True))
         with torch.no_grad():
             trained += 0.1
-    with pytest.raises(
-        RLinfError, match=r"\(5, 0\) .* must be read before \(7, 0\) is submitted.* copy of the weights"
-    ):
+    with pytest.raises(RLinfError, match=r"copy of the weights"):
         collector.submit(played, 7, 2, needs_values=True)
     batches = {(6, 0, 0.1): collector.result(handles[1]), (5, 0, 0.0): collector.result(handles[0])}
     batches[5, 1, 0.0] = collector.result(collector.submit(played, 5, 0, needs_values=True, attempt=1))

@@ -159,13 +159,13 @@ def test_a_killed_worker_loses_its_episodes_and_only_these_and_they_begin_again(
         ("raise", ["RuntimeError: the gripper fell off", "in _fault", "walk_env.py"]),
         ("exit", ["lost: ended with status 7"]),
         ("crash", ["SIGSEGV", "Fatal Python error", "in _fault"]),
-        ("hang", ["made no progress for 3 s (env.step_timeout_s)", "in fall_asleep", "walk_env.py"]),
-        ("grip", ["made no progress for 3 s (env.step_timeout_s)", "in _fault", "walk_env.py"]),
+        ("hang", ["made no progress for 1 s (env.step_timeout_s)", "in fall_asleep", "walk_env.py"]),
+        ("grip", ["made no progress for 1 s (env.step_timeout_s)", "in _fault", "walk_env.py"]),
     ],
 )
 def test_a_simulator_that_fails_in_a_step_shows_its_traceback_and_is_replaced(make, caplog, monkeypatch, what, words):
     monkeypatch.setattr("rlinf.distributed.stack_dump.MAX_POLLS", 600)
-    env = make(num_envs=2, num_processes=1, step_timeout_s=3.0 if what in ("hang", "grip") else PATIENCE_S)
+    env = make(num_envs=2, num_processes=1, step_timeout_s=1.0 if what in ("hang", "grip") else PATIENCE_S)
     env.reset()
     make.fault(f"step {what}")
     with caplog.at_level(logging.WARNING, "rlinf"):
@@ -177,13 +177,13 @@ def test_a_simulator_that_fails_in_a_step_shows_its_traceback_and_is_replaced(ma
 
 
 def test_the_deadline_is_of_a_step_and_not_of_a_chunk(make, monkeypatch):
-    """30 steps of 1 s by the clock of the deadline of 1 s, which is looked at more often than they end."""
-    env = make(num_processes=1, num_envs=1, step_sleep_s=0.1, step_timeout_s=1.0, max_episode_steps=30)
+    """10 steps of 1 s by the clock of the deadline of 1 s, which is looked at more often than they end."""
+    env = make(num_processes=1, num_envs=1, step_sleep_s=0.1, step_timeout_s=1.0, max_episode_steps=10)
     env.reset()
     clock = SimpleNamespace(monotonic=lambda: float(env._rows["num_calls"].sum()))
     monkeypatch.setattr("rlinf.envs.process.env.POLL_S", 0.05)
     monkeypatch.setattr("rlinf.envs.process.env.time", clock)
-    step = env.chunk_step(zeros(env, 30))
+    step = env.chunk_step(zeros(env, 10))
     assert not len(step.lost_env_ids) and step.executed.all()
 
 
@@ -209,16 +209,16 @@ def test_no_worker_is_given_up_because_the_parent_stood_still(make, monkeypatch)
 @pytest.mark.parametrize("name", ["reset_timeout_s", "step_timeout_s"])
 def test_a_reset_and_a_step_have_deadlines_of_their_own(make, name, caplog, tmp_path):
     """The reset hangs: only the short ``reset_timeout_s`` notices it soon."""
-    env = make(num_processes=1, **{"reset_timeout_s": 600.0, "step_timeout_s": 600.0, name: 3.0})
+    env = make(num_processes=1, **{"reset_timeout_s": 600.0, "step_timeout_s": 600.0, name: 1.0})
     make.fault("reset hang")
     thread = threading.Thread(target=env.reset)
     with caplog.at_level(logging.WARNING, "rlinf"):
         thread.start()
         while thread.is_alive() and (tmp_path / "fault").exists():
             time.sleep(0.01)
-        thread.join(PATIENCE_S if name == "reset_timeout_s" else 4.0)
+        thread.join(PATIENCE_S if name == "reset_timeout_s" else 1.5)
     if name == "reset_timeout_s":
-        assert not thread.is_alive() and "reset made no progress for 3 s (env.reset_timeout_s)" in caplog.text
+        assert not thread.is_alive() and "reset made no progress for 1 s (env.reset_timeout_s)" in caplog.text
         return
     assert thread.is_alive() and not env.num_restarts
     os.kill(pids(env)[0], signal.SIGKILL)
@@ -341,7 +341,8 @@ def test_a_closed_env_says_so(make):
                 call()
 
 
-def test_the_deadline_holds_for_a_message_that_a_stopped_worker_does_not_read(make):
+def test_the_deadline_holds_for_a_message_that_a_stopped_worker_does_not_read(make, monkeypatch):
+    monkeypatch.setattr("rlinf.distributed.stack_dump.MAX_POLLS", 2)  # a stopped process cannot write its stacks
     env = make(num_processes=1, step_timeout_s=1.0, max_episode_steps=50_000)
     env.reset()
     os.kill(pids(env)[0], signal.SIGSTOP)
@@ -404,14 +405,6 @@ def test_an_error_of_the_user_is_raised_as_itself_without_a_restart(make):
     assert env.num_restarts == 0
     env.reset()  # both workers are still there, and no answer is left in a pipe
     assert env.chunk_step(zeros(env)).executed.all() and env.num_restarts == 0
-
-
-@pytest.mark.parametrize(("num_processes", "wrong", "words"), [
-    (0, "state", r"state as float32 \(1,\); expected float32 \(2,\)"),
-])  # fmt: skip
-def test_a_simulator_that_shows_something_else_than_declared_is_refused(make, num_processes, wrong, words):
-    with pytest.raises(ConfigError, match=words):
-        make(num_processes=num_processes, wrong=wrong).reset()
 
 
 def test_a_simulator_that_workers_cannot_import_is_refused_and_experts_are_known_without_a_process(make):

@@ -9,10 +9,9 @@ from pathlib import Path
 import pytest
 
 from rlinf.cli import main
-from rlinf.commands.evaluate_questions import find_model
 from rlinf.errors import CheckpointError, ConfigError
 from rlinf.evaluation.intervals import wilson_interval
-from rlinf.evaluation.questions_result import QuestionsResult
+from rlinf.recipes.evaluate_questions import find_model
 from rlinf.recipes.questions import (
     REASONING_REQUEST,
     QuestionsConfig,
@@ -21,6 +20,7 @@ from rlinf.recipes.questions import (
     scoring,
     tagged_letter,
 )
+from rlinf.recipes.questions_result import QuestionsResult
 
 ROOT = Path(__file__).parents[2]
 CHOICES = [
@@ -258,7 +258,7 @@ def test_sampling_depends_on_the_question_and_not_on_the_batch(model, tmp_path):
     ],
 )
 def test_what_is_wrong_is_said_before_the_model_loads(model, tmp_path, monkeypatch, capsys, words, message):
-    name = "rlinf.commands.evaluate_questions.HuggingFaceGeneration"
+    name = "rlinf.recipes.evaluate_questions.HuggingFaceGeneration"
     monkeypatch.setattr(name, lambda *_, **__: pytest.fail("the model was loaded"))
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "result.json").write_text("{}")

@@ -17,10 +17,9 @@ import pytest
 from processes import is_running, wait_until
 
 from rlinf.cluster.machine import CommandMachine
-from rlinf.distributed.launch import launch
 from rlinf.distributed.ray import ranks as ray_ranks
 from rlinf.distributed.ray.ranks import RankAgent, RemoteRank
-from rlinf.errors import ConfigError, RankError, RankKilledError
+from rlinf.errors import ConfigError, RankKilledError
 
 needs_ray = pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="not installed: ray; extra 'ray'")
 
@@ -51,16 +50,6 @@ def test_output_and_exit_status_come_from_the_rank_with_its_own_environment(tmp_
     assert streams == {1: f"{tmp_path} 3 None True ['-c']\n", 2: "a fault\n"} and status == 7
     streams, _ = told(RankAgent(), "import os; print(os.environ['OMP_NUM_THREADS'])", tmp_path, OMP_NUM_THREADS="2")
     assert streams[1] == "2\n"
-
-
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
-def test_a_signal_reaches_the_rank(tmp_path, number):
-    agent = RankAgent()
-    output = agent.run(work("import os, time; os.write(1, b'ready'); time.sleep(600)"), PATH, {}, str(tmp_path))
-    assert next(output) == (1, b"ready")
-    agent.signal(number)
-    assert list(output) == [-number]
-    agent.signal(number)  # to nobody
 
 
 def test_a_child_that_keeps_the_output_open_does_not_hide_the_end_of_a_rank(tmp_path):
@@ -190,34 +179,6 @@ def test_a_device_of_egl_that_was_chosen_for_the_command_is_not_that_of_a_rank(t
     places.start(print, (), 1)
     assert [environment.get("MUJOCO_EGL_DEVICE_ID") for _, environment in sent] == ["2", None]
     assert all(os.path.isabs(entry) for path, _ in sent for entry in path)
-
-
-@pytest.mark.parametrize(
-    ("ends", "error", "words"),
-    [
-        ([(-9, None, None)] * 2, RankKilledError, "Rank 0 was killed by SIGKILL; Rank 1 was killed by SIGKILL"),
-        ([(-9, "gone", None)] * 2, RankKilledError, "Rank 0 was lost: gone; Rank 1 was lost: gone"),
-        ([(-9, "gone", None), (1, None, "no folder")], RankError, "Rank 1 could not be run: no folder"),
-        ([(1, None, None)] * 2, RankError, "Rank 0 ended with status 1"),
-    ],
-)
-def test_ranks_that_have_all_ended_before_the_command_looks_are_told_by_their_ends(monkeypatch, ends, error, words):
-    """As where the machine of all of them is lost."""
-
-    class Ended(RemoteRank):
-        def __init__(self, exitcode, lost, fault):
-            self.exitcode, self.lost, self.fault, self.sentinel = exitcode, lost, fault, None
-
-        def join(self, timeout=None):
-            pass
-
-        def end_agent(self):
-            pass
-
-    places = types.SimpleNamespace(host="127.0.0.1", start=lambda *_: [Ended(*end) for end in ends])
-    with pytest.raises(error, match=words) as caught:
-        launch(print, None, 2, "cpu", places=places)
-    assert type(caught.value) is error
 
 
 def test_a_machine_without_the_folders_or_with_other_software_takes_no_rank(tmp_path):

@@ -117,14 +117,15 @@ def test_a_run_goes_on_with_the_model_that_it_began_with_only(tiny_lm, tmp_path)
     first, moved, other = tiny_lm(), shutil.copytree(tiny_lm(), tmp_path / "moved"), tiny_lm(seed=1)
     assert data_of(first) == data_of(moved)
     for folder, before, message in (
-        (moved, data_of(first), None), (first, {}, None), (other, data_of(first), "policy.model_name_or_path was .* and is "),
+        (moved, data_of(first), None), (other, data_of(first), "policy.model_name_or_path was .* and is "),
         (first, data_of(first) | {"end_tokens": [2, 3]}, r"end_tokens was \[2, 3\] and is 2"),
     ):  # fmt: skip
-        saved = {"phase": "step", "step": 3, "data": before}
+        saved = {"phase": "sft", "sft_step": 3, "trainer": {"data": before}}
         manager = SimpleNamespace(load=lambda *_, saved=saved, **__: saved)
-        loop = SimpleNamespace(checkpoints=manager, state=LoopState(phase="step", data=data_of(folder)))
-        rows = SimpleNamespace(load_state_dict=lambda state: None)
-        trainer = SimpleNamespace(manifest=lambda: None, model=None, optimizer=None, rows=rows)
+        loop = SimpleNamespace(checkpoints=manager, state=LoopState())
+        trainer = SimpleNamespace(
+            manifest=lambda: None, model=None, optimizer=None, data=data_of(folder), restore=lambda saved: None
+        )
         with pytest.raises(ConfigError, match=message) if message else nullcontext():
             _restore(tmp_path, loop, trainer)
 

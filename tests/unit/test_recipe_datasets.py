@@ -113,9 +113,7 @@ def even(row: dict) -> int:
 
 
 def test_a_bad_row_ends_the_run_or_is_replaced_and_counted(caplog):
-    with pytest.raises(
-        BadRowError, match="Row 1 of data cannot be used: it is odd; expected even. .*skip_bad_rows=true"
-    ):
+    with pytest.raises(BadRowError, match="Row 1 of data .*skip_bad_rows=true"):
         PackedRows(Rows(ROWS, "data"), even).check()
     test, train = Rows(ROWS, "data").split_off(3)
     with pytest.raises(BadRowError, match="Row 3 of data"):

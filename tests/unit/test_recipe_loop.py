@@ -23,7 +23,7 @@ from rlinf.recipes.config import RecipeConfig
 from rlinf.recipes.rollouts import LocalGenerator
 from rlinf.recipes.run import _save_every, summary
 from rlinf.recipes.samples import Prompt
-from rlinf.recipes.token_trainer import TokenTrainer, TokenUpdate, Validation, flops_per_token, rank_slice
+from rlinf.recipes.token_trainer import TokenTrainer, TokenUpdate, Validation, best_of, flops_per_token, rank_slice
 from rlinf.training import loop as loops
 from rlinf.training.loop import Loop
 from rlinf.training.state import LoopState
@@ -65,7 +65,7 @@ def loop_of(folder, trainer, checkpoints, config=None, state=None):
     trainer.config = from_mapping(RecipeConfig, config or {})
     settings = TrainerConfig(save_every=_save_every(trainer.config, trainer), save_every_minutes=0.0)
     trainer.loop = Loop(
-        state or LoopState(phase="step"), folder, settings, {}, checkpoints=checkpoints,
+        state or LoopState(phase=trainer.phase), folder, settings, {}, checkpoints=checkpoints,
         stop_signal=SimpleNamespace(number=None), progress=SimpleNamespace(update=lambda *_, **__: None),
     )  # fmt: skip
     return trainer.loop
@@ -85,12 +85,9 @@ class Saves:
     def names(self):
         return []
 
-    def best_of(self, scores, also=None):
-        return None
-
     def save(self, name, *, loop_state, is_last, **more):
         if self.keeps_any or is_last:
-            self.saved.append((name, is_last, loop_state["num_tokens"]))
+            self.saved.append((name, is_last, loop_state["trainer"]["num_tokens"]))
 
 
 def test_a_deadline_is_that_of_a_step_and_not_of_the_run(tmp_path):
@@ -162,9 +159,10 @@ def test_a_score_that_is_no_number_is_never_the_best(tmp_path):
     for name in scores:
         (tmp_path / "checkpoints" / name).mkdir(parents=True)
         (tmp_path / "checkpoints" / name / "state.json").write_text("{}")
-    assert manager.best_of(scores) == "step_3"
-    loop = loop_of(tmp_path, Steps(5), manager, state=LoopState(scores=scores))
-    assert summary(loop, "sft")["best_validation"] == {"checkpoint": "step_3", "score": 0.7}
+    assert best_of(scores, manager.names()) == "step_3"
+    trainer = Steps(5)
+    loop, trainer.scores = loop_of(tmp_path, trainer, manager), scores
+    assert summary(loop, trainer, "sft")["best_validation"] == {"checkpoint": "step_3", "score": 0.7}
 
 
 @pytest.mark.parametrize(
@@ -229,10 +227,8 @@ def test_every_step_is_logged_saved_and_validated_when_it_is_due(tmp_path, monke
             "throughput/tokens_per_s": 15, "throughput/mfu": 15 * (30 / 4) / 60,
         }  # fmt: skip
     assert manager.saved == [("step_2", False, 60), ("step_4", False, 120), ("step_5", True, 150)]
-    assert one.state.scores == {"step_0": 0, "step_3": -3, "step_5": -5} and one.state.last_validation == {
-        "eval/loss": 5
-    }
-    assert (one.state.step, one.state.num_tokens, one.state.train_wall_s) == (5, 150, 30)
+    assert trainer.scores == {"step_0": 0, "step_3": -3, "step_5": -5} and trainer.last_validation == {"eval/loss": 5}
+    assert (one.state.done, trainer.num_tokens, one.state.train_wall_s) == (5, 150, 30)
     assert sorted(path.name for path in (tmp_path / "samples").iterdir()) == [
         "step_0.jsonl",
         "step_3.jsonl",
@@ -254,13 +250,13 @@ def test_a_run_that_is_stopped_saves_its_step_once(tmp_path, monkeypatch, stops_
     one, manager, *_ = watched(tmp_path, monkeypatch, trainer, **ckpt)
     with pytest.raises(StopRequested, match=f"after step {stops_in + 1}"):
         one.fit(trainer)
-    assert [name for name, *_ in manager.saved] == saved and one.state.step == stops_in + 1
+    assert [name for name, *_ in manager.saved] == saved and one.state.done == stops_in + 1
 
 
 def test_a_rank_that_heard_no_signal_stops_with_the_one_that_did(tmp_path, monkeypatch):
     trainer = Validated(5)
     one, *_ = watched(tmp_path, monkeypatch, trainer)
-    monkeypatch.setattr(loops, "any_rank", lambda mine: not mine and one.state.step == 3)
+    monkeypatch.setattr(loops, "any_rank", lambda mine: not mine and one.state.done == 3)
     with pytest.raises(StopRequested, match="after step 3"):
         one.fit(trainer)
 
@@ -271,16 +267,6 @@ def test_a_run_that_is_stopped_in_its_last_step_ends_as_any_other(tmp_path, monk
     one, manager, *_ = watched(tmp_path, monkeypatch, trainer)
     one.fit(trainer)
     assert [(name, is_last) for name, is_last, _ in manager.saved] == [("step_2", True)]
-
-
-def test_the_lines_of_the_console_are_those_of_the_interval_and_the_last_one(tmp_path, monkeypatch, caplog):
-    trainer = Validated(5)
-    one, *_ = watched(tmp_path, monkeypatch, trainer)
-    trainer.config.logging.log_interval = 2
-    with caplog.at_level("INFO", logger="rlinf"):
-        one.fit(trainer)
-    shown = [record.getMessage().split(",")[0] for record in caplog.records if "Iteration time" in record.getMessage()]
-    assert shown == ["[Policy] Step: 2/5", "[Policy] Step: 4/5", "[Policy] Step: 5/5"]
 
 
 def test_rows_of_the_ranks_are_neighbours_and_differ_by_one_at_most(monkeypatch):
@@ -318,7 +304,7 @@ def test_operations_of_a_token_by_hand(tiny_lm):
 def test_only_a_run_that_begins_is_validated_before_training(tmp_path, monkeypatch, step, asked, validated):
     trainer = Validated(3)
     one, _, lines, _ = watched(tmp_path, monkeypatch, trainer)
-    one.state.step, trainer.config.validation.val_before_train = step, asked
+    one.state.sft_step, trainer.config.validation.val_before_train = step, asked
     one.fit(trainer)
     assert [metrics["eval/loss"] for _, metrics in lines if "eval/loss" in metrics] == validated
 

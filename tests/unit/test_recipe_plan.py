@@ -9,10 +9,10 @@ import torch
 from transformers import Gemma3Config, Qwen2_5_VLConfig, Qwen2Config
 
 from rlinf.cli import main
-from rlinf.commands import launch as launching
 from rlinf.errors import ConfigError
 from rlinf.llm.causal_lm import CausalLMConfig, load_causal_lm
 from rlinf.preflight.placement import FreeCapacity, Node
+from rlinf.recipes import launch as launching
 from rlinf.recipes import plan as planning
 from rlinf.recipes.load import load_recipe, packaged_recipes
 from rlinf.recipes.plan import (
@@ -186,49 +186,25 @@ def test_a_launcher_gives_engines_no_gpus_of_their_own(monkeypatch):
     config, _ = load_recipe("cosmos-reason1-7b-p-fsdp2-r-tp2-grpo")
     plan = make_plan(config, 2)
     assert (plan.workers, plan.num_gpus) == (0, 2)
-    with pytest.raises(
-        ConfigError, match="tp_size is 2, but each policy rank .*expected 1. Set rollout.parallelism.tp_size=1"
-    ):
+    with pytest.raises(ConfigError, match="expected 1. Set rollout.parallelism.tp_size=1"):
         check_engines(config, plan, "cuda")
     check_engines(config, plan, "cpu")  # where the trained model generates
     config.rollout.parallelism.tp_size = 1
     check_engines(config, make_plan(config, 2), "cuda")
 
 
-def test_an_engine_whose_size_does_not_divide_the_heads_is_refused(tiny_lm):
-    words = [f"policy.model_name_or_path={tiny_lm()}", "rollout.parallelism.tp_size=3"]
-    config, plan = plan_of("cosmos-reason1-7b-p-fsdp2-r-tp2-grpo", *words)
-    with pytest.raises(
-        ConfigError, match="rollout.parallelism.tp_size=3 does not divide .*Set rollout.parallelism.tp_size="
-    ):
-        check_engines(config, plan, "cuda")
-
-
 @pytest.mark.parametrize(
-    ("name", "placement", "words"),
+    ("name", "placement"),
     [
-        (
-            "cosmos-reason1-7b-p-fsdp2-r-tp2-grpo",
-            (2, 1, 2),
-            "workers:      1, in processes started by Ray; 1 per 2 ranks",
-        ),
-        (
-            "phi4-14b-p-fsdp4-r-tp2-grpo",
-            (4, 2, 2),
-            "workers:      2, in processes started by Ray; 1 per 2 ranks",
-        ),
-        (
-            "mistral-7b-p-fsdp1-r-tp1-grpo",
-            (1, 1, 1),
-            "workers:      1, in processes started by Ray; 1 per rank",
-        ),
+        ("cosmos-reason1-7b-p-fsdp2-r-tp2-grpo", (2, 1, 2)),
+        ("phi4-14b-p-fsdp4-r-tp2-grpo", (4, 2, 2)),
+        ("mistral-7b-p-fsdp1-r-tp1-grpo", (1, 1, 1)),
     ],
 )
-def test_players_are_the_engines_of_a_recipe(name, placement, words):
+def test_players_are_the_engines_of_a_recipe(name, placement):
     config, plan = plan_of(name, DISAGGREGATED)
     placed = place_rollout_workers(config, plan, "cuda")
     assert (placed.num_ranks, placed.num_rollout_workers, placed.gpus_per_rollout_worker) == placement
-    assert words in describe(config, plan, 100)
     owned = [number for rank in range(placed.num_ranks) for number in placed.rollout_workers_of(rank)]
     assert owned == list(range(placed.num_rollout_workers)), "each rollout worker has one owner"
     assert place_rollout_workers(config, plan, "cpu").bundle == {"CPU": 1}
@@ -237,34 +213,18 @@ def test_players_are_the_engines_of_a_recipe(name, placement, words):
 def test_where_vllm_cannot_generate_a_player_in_torch_takes_each_gpu_of_an_engine(tiny_lm, tmp_path, monkeypatch):
     """An engine's two GPUs would be reserved, and one of them used."""
     gemma, qwen = (make_vlm(tmp_path, family) for family in ("gemma3", "qwen2_5_vl"))
-    everything, lacks = ("vllm", "torchvision"), "vLLM is not used: the {} package is not installed"
-    for model, installed, workers, each, line in (
-        (tiny_lm(), ("vllm",), 1, "tensor parallel 2", None),
-        (tiny_lm(), ("torchvision",), 2, "1, in torch", lacks.format("vllm")),
-        (
-            gemma,
-            everything,
-            2,
-            "1, in torch",
-            "it supports images for qwen2_5_vl, qwen3_vl, but the model type is gemma3",
-        ),
-        (qwen, everything, 1, "tensor parallel 2", None),
-        (qwen, ("vllm",), 2, "1, in torch", lacks.format("torchvision")),
-        (
-            "owner/unknown",
-            everything,
-            1,
-            "tensor parallel 2",
-            "on each of these GPUs, if the model (not on this machine)",
-        ),
+    for model, installed, reason in (  # why vLLM is not used, or None
+        (tiny_lm(), ("vllm",), None),
+        (tiny_lm(), ("torchvision",), "vllm package"),
+        (gemma, ("vllm", "torchvision"), "model type is gemma3"),
+        (qwen, ("vllm", "torchvision"), None),
+        (qwen, ("vllm",), "torchvision package"),
     ):
         monkeypatch.setattr(planning, "find_spec", lambda name, found=installed: name in found or None)
         config, plan = plan_of("cosmos-reason1-7b-p-fsdp2-r-tp2-grpo", f"policy.model_name_or_path={model}")
-        text = describe(config, plan, 100)
+        workers = 1 if reason is None else 2
         assert (plan.workers, plan.rollout_gpus, plan.gpus_per_rollout_worker) == (workers, 2, 2 // workers)
-        assert f"rollout GPUs: 2 ({workers} x {each})" in text
-        assert ("in torch:" in text) == (line is not None) and (line is None or line in text)
-        assert ("the engine takes" in text) == (workers == 1 and model != "owner/unknown")
+        assert (reason or "tensor parallel 2") in describe(config, plan, 100)
     overrides = [f"policy.model_name_or_path={gemma}", "policy.parallelism.dp_shard_size=4"]
     config, plan = plan_of("gpt-oss-20b-p-fsdp4-r-tp4-pp1-grpo", *overrides, "rollout.parallelism.tp_size=3")
     assert plan.workers == 1, "three cannot be shared by four ranks"
@@ -293,9 +253,7 @@ def test_an_engine_on_the_gpu_of_the_policy_takes_what_that_leaves(tmp_path, mon
     assert "the engine takes 10% of the GPU" in found[80]
     assert "An engine needs 6.2 GB" in found[24] and found[24].endswith("Set mode=disaggregated, or policy.lora.r=8")
     config.rollout.gpu_memory_utilization = 0.8
-    with pytest.raises(
-        ConfigError, match="rollout.gpu_memory_utilization=0.8 is 112.8 GB.*Set rollout.gpu_memory_utilization=0.49,"
-    ):
+    with pytest.raises(ConfigError, match="Set rollout.gpu_memory_utilization=0.49,"):
         describe(config, plan, 100)
     config.train.fsdp_offload = True
     assert "in main memory for each GPU: weights" in describe(config, plan, 100)
@@ -319,9 +277,7 @@ def test_players_need_two_versions_of_what_is_trained_and_one_of_the_rest(tiny_l
 
 def test_players_that_machines_have_no_room_for_are_refused():
     config, plan = plan_of("phi4-14b-p-fsdp4-r-tp2-grpo", DISAGGREGATED)
-    with pytest.raises(
-        ConfigError, match="a CPU and 2 GPUs of one machine for each rollout worker. Set .*policy.device=cpu"
-    ):
+    with pytest.raises(ConfigError, match="policy.device=cpu"):
         place_rollout_workers(config, plan, "cuda", [Node("a", 64, 1), Node("b", 64, 1)])
     place_rollout_workers(config, plan, "cuda", [Node("a", 64, 2), Node("b", 64, 2)])
     place_rollout_workers(config, plan, "cpu", [Node("a", 2, 0)])
@@ -330,21 +286,12 @@ def test_players_that_machines_have_no_room_for_are_refused():
 @pytest.mark.parametrize(
     ("overrides", "fix"),
     [
-        (
-            ["cluster.start=ray", "cluster.placement=colocated"],
-            "cluster.start=ray with cluster.placement=colocated.*placement=null",
-        ),
-        (
-            ["cluster.num_rollout_workers=2", "mode=colocated"],
-            "cluster.num_rollout_workers=2 with mode=colocated.*Set mode=disaggregated, or",
-        ),
+        (["cluster.start=ray", "cluster.placement=colocated"], "placement=null"),
+        (["cluster.num_rollout_workers=2", "mode=colocated"], "Set mode=disaggregated, or"),
         ([DISAGGREGATED, "mode=colocated"], "Set mode=disaggregated"),
         ([DISAGGREGATED, "train.train_policy.type=sft"], "type=sft; expected grpo"),
         ([DISAGGREGATED, "cluster.num_rollout_workers=3"], "Set cluster.num_rollout_workers=4"),
-        (
-            ["rollout.parallelism.n_init_replicas=3"],
-            "n_init_replicas=3 with 4 ranks.*Set cluster.num_rollout_workers=4",
-        ),
+        (["rollout.parallelism.n_init_replicas=3"], "Set cluster.num_rollout_workers=4"),
     ],
 )
 def test_players_that_do_not_fit_are_refused(overrides, fix):

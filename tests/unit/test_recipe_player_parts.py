@@ -6,8 +6,6 @@ import datasets
 import pytest
 import torch
 
-from rlinf.commands import evaluate_questions as evaluation
-from rlinf.commands import launch as command
 from rlinf.distributed import process_group
 from rlinf.distributed.deadlines import clock
 from rlinf.errors import ConfigError
@@ -15,11 +13,12 @@ from rlinf.llm.batched_data_dict import BatchedDataDict
 from rlinf.llm.hf_generation import SamplingConfig
 from rlinf.models import HuggingFacePolicy
 from rlinf.options import from_mapping
-from rlinf.preflight.placement import Placement
-from rlinf.recipes import rollout_workers, token_trainer
+from rlinf.recipes import evaluate_questions as evaluation
+from rlinf.recipes import launch as command
+from rlinf.recipes import token_trainer
 from rlinf.recipes.config import RecipeConfig
 from rlinf.recipes.datasets import StreamedRows
-from rlinf.recipes.rollout_workers import RolloutWorkerPlaces, TokenRolloutWorker, make_generator
+from rlinf.recipes.rollout_workers import TokenRolloutWorker
 
 ANSWER = ["output_ids", "generation_lengths", "unpadded_sequence_lengths", "logprobs"]
 
@@ -37,26 +36,6 @@ def test_answers_do_not_carry_the_images_of_the_prompts_back(tiny_lm, in_torch):
     found = worker.generate(BatchedDataDict({**batch, "images": torch.ones(1, 3)}), greedy=True)
     assert list(found) == list(expected) == ANSWER
     assert all(torch.equal(found[key], expected[key]) for key in ANSWER)
-
-
-@pytest.mark.parametrize("number", [0, 1])
-def test_only_a_rank_with_players_makes_their_shell(tiny_lm, monkeypatch, number):
-    made = {}
-
-    class NoPlayers:
-        def __init__(self, make, cluster, placement, reservation, model, resume_hint):
-            made.update(shell=make.args[1], resume_hint=resume_hint)
-
-        def wait_until_ready(self):
-            pass
-
-    monkeypatch.setattr(rollout_workers, "RolloutWorkers", NoPlayers)
-    monkeypatch.setattr(rollout_workers, "rank", lambda: number)
-    policy = HuggingFacePolicy(tiny_lm(), device_map=None)
-    tokenizer = SimpleNamespace(eos_token_id=2, pad_token_id=0)
-    make_generator(RecipeConfig(), policy, tokenizer, None, RolloutWorkerPlaces(Placement(2, 1, 0, 0), None))
-    assert (len(made["shell"].data) > 0) == (number == 0)
-    assert made["resume_hint"] == "run the same command with train.resume=true"
 
 
 def test_ranks_compare_the_beginning_of_a_stream_under_the_deadline_of_the_start(monkeypatch):

@@ -2,7 +2,9 @@
 
 import json
 import math
+import subprocess
 
+import imageio_ffmpeg
 import numpy as np
 import pytest
 import torch
@@ -15,6 +17,7 @@ from rlinf.errors import CheckpointError, ConfigError
 from rlinf.evaluation.evaluator import evaluate_policy
 from rlinf.evaluation.recorded import read_recording, write_recording
 from rlinf.evaluation.recording import ScoringPolicy, record_episodes
+from rlinf.evaluation.video import overlay, write_video
 from rlinf.models import build_policy
 from rlinf.preflight.compatibility import check_evaluation
 from rlinf.report.episode_player import copy_baseline, divergence_step, executed_actions
@@ -123,27 +126,6 @@ def test_two_ranks_write_the_recordings_of_one(tmp_path):
     on_threads(2, lambda ranks: record_episodes(*pairs[ranks.rank], result, tmp_path / "two", 3, 48, ranks))
     one, two = ({path.name: path.read_bytes() for path in (tmp_path / name).iterdir()} for name in ("one", "two"))
     assert one == two and len(one) == 6
-
-
-class Remembers:
-    """Acts without telling anything else."""
-
-    def reset(self):
-        self.calls = 0
-
-    def act(self, observation):
-        self.calls += 1
-        return np.full((1, 2, 2), 0.1 * self.calls, np.float32)
-
-
-def test_a_policy_that_tells_nothing_has_no_numbers(tmp_path):
-    env = make_env(TabletopConfig(tasks=["reach"], max_episode_steps=4, cameras=[]), 1, auto_reset=False)
-    result = evaluate_policy(Remembers(), env, env.episode_specs("eval")[:2])
-    record_episodes(Remembers(), env, result, tmp_path / "episodes", 1, 48)
-    (recording,) = recordings_in(tmp_path / "episodes")
-    assert [call["step"] for call in recording["calls"]] == [0, 2]
-    assert all(call[name] is None for call in recording["calls"] for name in ("value", "entropy", "logprob"))
-    assert recording["calls"][1]["chunk"] == pytest.approx(np.full((2, 2), 0.2)), "the policy was told of the start"
 
 
 def pusher_in(image):
@@ -265,3 +247,53 @@ def test_recordings_by_players_are_refused(tmp_path, setting):
     check_evaluation(run_config(tmp_path, *base, setting))
     with pytest.raises(ConfigError, match=r"record_episodes=1 with rollout workers.*Set evaluation\.record_episodes=0"):
         check_evaluation(run_config(tmp_path, *base, setting, "evaluation.record_episodes=1"))
+
+
+def frames_of(num_frames: int, size: int = 64) -> list[np.ndarray]:
+    return [np.full((size, size, 3), 255 * i // num_frames, np.uint8) for i in range(num_frames)]
+
+
+def test_video_is_h264_yuv420p_with_the_index_first(tmp_path):
+    path = write_video(tmp_path / "a" / "episode.mp4", frames_of(9), "reach the red block", True, fps=8, hold_s=1)
+    reader = imageio_ffmpeg.read_frames(str(path))
+    meta = next(reader)
+    frames = list(reader)
+    assert meta["codec"] == "h264" and meta["pix_fmt"].startswith("yuv420p")
+    assert len(frames) == 9 + 8
+    data = path.read_bytes()
+    assert 0 < data.index(b"moov") < data.index(b"mdat")
+    assert [p.name for p in path.parent.iterdir()] == ["episode.mp4"], "no temporary file may stay"
+    odd = write_video(tmp_path / "odd.mp4", frames_of(3, size=65), "x", False)
+    meta = next(imageio_ffmpeg.read_frames(str(odd)))
+    assert meta["size"][0] % 2 == 0 and meta["size"][1] % 2 == 0
+
+
+def test_picture_is_intact_below_the_band():
+    frame = np.random.default_rng(0).integers(0, 255, (64, 64, 3), np.uint8)
+    image = overlay(frame, "push the green block to the yellow zone and then back to where it came from", 3, 16, False)
+    assert image.shape[1] == 64 and image.shape[0] > 64 and image.shape[0] % 2 == 0
+    assert np.array_equal(image[-63:], frame[-63:])
+    assert not np.array_equal(overlay(frame, "other", 3, 16, False)[:20], image[:20])
+
+
+def test_a_video_that_cannot_be_written_is_named_and_leaves_nothing(tmp_path, monkeypatch):
+    monkeypatch.setattr(imageio_ffmpeg, "get_ffmpeg_exe", lambda: "false")
+    with pytest.raises(OSError, match=r"MiB free.*episode.mp4"):
+        write_video(tmp_path / "episode.mp4", frames_of(3), "reach", True)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_video_is_written_by_a_process_that_begins_without_python_code(tmp_path, monkeypatch):
+    """Such code can wait for ever for a lock that another thread held as the process was forked."""
+    write_video(tmp_path / "first.mp4", frames_of(1), "reach", True)  # the first call also asks ffmpeg for its version
+    started = []
+    popen = subprocess.Popen.__init__
+
+    def recorded(self, *arguments, **keywords):
+        started.append(keywords)
+        popen(self, *arguments, **keywords)
+
+    monkeypatch.setattr(subprocess.Popen, "__init__", recorded)
+    write_video(tmp_path / "episode.mp4", frames_of(3), "reach", True)
+    (keywords,) = started
+    assert keywords.get("preexec_fn") is None and keywords["process_group"] == 0

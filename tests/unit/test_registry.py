@@ -71,10 +71,7 @@ def test_user_code_may_replace_a_name():
 def test_name_that_stands_for_nothing_says_who_registered_it(announced, target):
     announced.append(point("thing", target))
     registry = Registry("model type", "rlinf.models", {})
-    with pytest.raises(
-        ConfigError,
-        match=r"The model type 'thing' of some-package 1.2 is registered as 'json.*Required: module:attribute",
-    ):
+    with pytest.raises(ConfigError, match=r"some-package 1.2 .*Required: module:attribute"):
         registry.get("thing")
 
 

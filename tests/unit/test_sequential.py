@@ -28,16 +28,6 @@ def test_e_values_equal_those_by_hand(wins, differing, value):
     assert math.exp(sequential.log_e_value(wins, differing)) == pytest.approx(value)
 
 
-def test_the_e_value_is_a_martingale():
-    for differing in range(30):
-        for wins in range(differing + 1):
-            value, lost, won = (
-                math.exp(sequential.log_e_value(w, d))
-                for w, d in ((wins, differing), (wins, differing + 1), (wins + 1, differing + 1))
-            )
-            assert (lost + won) / 2 == pytest.approx(value)
-
-
 @pytest.mark.parametrize("level", [1.1, 2.5, 5.0])
 def test_the_probability_to_reach_a_level_equals_the_enumeration_of_all_sequences(level):
     sequences = itertools.product((1, -1), repeat=10)
@@ -84,14 +74,6 @@ def test_the_p_value_never_grows_and_is_at_the_level_where_the_test_decides():
     assert sequential.decided_at(signs[: decided - 1], 100) is None
 
 
-def test_the_forecast_is_where_a_steady_difference_decides():
-    pattern = [1, 0, 1, -1, 1]  # 3 wins and 1 loss in 5 episodes
-    decided = sequential.decided_at(pattern * 30, 150)
-    for played in (10, 20):
-        assert decided - 7 <= played + sequential.episodes_to_decide(pattern * (played // 5), 150) <= decided + 7
-    assert [sequential.episodes_to_decide(signs, 150) for signs in ([1, -1] * 20, [0] * 9)] == [None, None]
-
-
 def test_confidence_sequences_are_where_the_mixture_says_on_a_grid():
     """The definition, on a grid of fractions instead of by equations."""
     for successes, episodes in ((0, 6), (3, 8), (20, 25)):
@@ -111,15 +93,6 @@ def test_confidence_sequences_are_where_the_mixture_says_on_a_grid():
         assert found == pytest.approx(((b - a)[likely].min(), (b - a)[likely].max()), abs=5e-3)
     assert sequential.rate_confidence_sequence(0, 0) == (0, 1)
     assert sequential.difference_confidence_sequence(0, 0, 0) == (-1, 1)
-
-
-def test_confidence_sequences_miss_seldom_at_any_moment():
-    generator, missed = np.random.default_rng(2), 0
-    for _ in range(300):
-        successes = np.cumsum(generator.random(60) < 0.8)
-        ends = [sequential.rate_confidence_sequence(int(k), n) for n, k in enumerate(successes, start=1)]
-        missed += any(not low <= 0.8 <= high for low, high in ends)
-    assert missed / 300 <= 0.05
 
 
 def played(num_envs: int, stop, policy=None, **options) -> EvaluationResult:
@@ -189,9 +162,7 @@ def test_a_comparison_with_an_evaluation_that_could_end_early_uses_the_test_that
     assert "p (sequential)" in shown and "Robbins" in shown
     assert compare(better, result_of([False] * 20)).total.p_value == found.total.p_value, "the other way round"
     undecided = compare(result_of(A), replace(result_of(B), stopping={"stop_when": "decided", "num_planned": 8}))
-    assert "Not decided after 8 of 8 episodes: a new list of about" in undecided.table()
-    ongoing = compare(result_of(A), replace(result_of(B), stopping={"stop_when": 0.1, "num_planned": 500}))
-    assert "Not decided after 8 of 500 episodes: about" in ongoing.table()
+    assert "Not decided after 8 of 8 episodes." in undecided.table()
     shorter = replace(result_of([False] * 7), stopping={"stop_when": 0.9, "num_planned": 40})
     both = [compare(shorter, better).total, compare(better, shorter).total]
     assert [one.episodes for one in both] == [7, 7] and [one.num_planned for one in both] == [40, 40], "in either order"

@@ -65,9 +65,7 @@ def test_words_override_the_rule():
     assert not choose_sharding("replicate", model_of(0, 10**10), 8, BIG).sharded
     with pytest.raises(ConfigError, match="sharding=replicate with cpu_offload=true.*Pass sharding='fsdp2'"):
         choose_sharding("replicate", small, 2, BIG, cpu_offload=True)
-    with pytest.raises(
-        ConfigError, match="sharding=replicate with shard_size=2.*Pass sharding='fsdp2' or shard_size=None"
-    ):
+    with pytest.raises(ConfigError, match="Pass sharding='fsdp2' or shard_size=None"):
         choose_sharding("replicate", small, 4, BIG, shard_size=2)
 
 

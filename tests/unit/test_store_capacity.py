@@ -1,6 +1,5 @@
 """The store of objects of a cluster that a run starts has room for the run, or the run is rejected."""
 
-import sys
 from types import SimpleNamespace
 
 import pytest
@@ -37,16 +36,6 @@ def test_a_store_is_as_large_as_the_run_needs_or_the_run_is_refused(monkeypatch,
         size_of(9 * GIB)
     monkeypatch.setattr(reservation.shutil, "disk_usage", lambda _: SimpleNamespace(free=GIB))
     assert size_of(GIB // 2) == GIB, "a small machine"
-
-
-def test_a_machine_of_the_cluster_with_a_small_store_is_refused(monkeypatch):
-    ray = ray_of("one", [node("one", GIB)])
-    table = SimpleNamespace(placement_group_table=lambda group: {"bundles_to_node_id": {0: "one"}})
-    monkeypatch.setitem(sys.modules, "ray.util", table)
-    for capacity in (None, FreeCapacity(GIB, "smaller=true")):
-        reservation._check_stores(ray, [None], capacity)
-    with pytest.raises(ConfigError, match=f"object-store-memory={GIB + 1}`, or set smaller=true"):
-        reservation._check_stores(ray, [None], FreeCapacity(GIB + 1, "smaller=true"))
 
 
 def test_the_machines_whose_stores_must_suffice_are_those_of_players_and_ranks(monkeypatch):

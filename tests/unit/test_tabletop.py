@@ -136,9 +136,7 @@ def test_moved_objects_touch_nothing_and_no_episode_begins_with_success(family, 
 def test_objects_for_which_there_is_no_place_are_an_error():
     layout = FAMILIES["reach"].sample(np.random.default_rng(0), distractors=False)
     layout = replace(layout, pusher=layout.blocks[0])
-    with pytest.raises(
-        ConfigError, match="env.object_offset_m=0.0 leaves no valid positions .* 0.08 m.* Set env.object_offset_m"
-    ):
+    with pytest.raises(ConfigError, match="Set env.object_offset_m"):
         FAMILIES["reach"].moved(layout, np.random.default_rng(0), 0.0, 0.045)
 
 
@@ -245,17 +243,6 @@ def test_the_first_touch_is_marked_in_the_picture():
         touched = env._stages == 1
         assert not marked[~touched].any()
     assert touched.all() and marked.all()
-
-
-def test_state_modes():
-    assert start(build(2, state="none", cameras=[])).state is None
-    assert start(build(2, state="proprio", cameras=[])).state.shape == (2, 4)
-    for state in ("none", "proprio", "full"):
-        env = build(2, state=state, cameras=[])
-        assert env.state_width(env.config) == env.state_dim, "what is checked early is what is there"
-    state = start(build(40, state="full", cameras=[])).state
-    assert state.shape == (40, 31) and np.isfinite(state).all()
-    assert (state[0::4, 14:20] == 0).all() and (state[1::4, 8:14] == 0).all()  # reach: no zones; reach_zone: no blocks
 
 
 def test_threads_and_the_main_thread_see_the_same():

@@ -10,9 +10,9 @@ from transformers import AutoModelForCausalLM
 from rlinf.distributed.launch import launch
 from rlinf.distributed.process_group import rank
 from rlinf.llm import logprobs as module
+from rlinf.llm.hf_model import HFModel
 from rlinf.llm.logprobs import sequence_logprobs
 from rlinf.models.config import LoraConfig
-from rlinf.models.hf_model import HFModel
 from rlinf.models.lora import apply_lora
 from rlinf.models.sampling import token_logprobs
 
@@ -173,14 +173,6 @@ def test_the_head_of_a_sharded_model_is_whole_in_both_passes(tiny_lm):
             found = torch.load(f"{folder}/rank{number}.pt")
             assert_same(model, found, expected)
             assert found[2] < 93 * VOCABULARY
-
-
-def test_packed_rows_in_chunks(load, monkeypatch):
-    model, (ids, mask) = load("llama"), rows()
-    expected = sequence_logprobs(model, ids, mask)
-    monkeypatch.setattr(module, "CHUNK_LOGITS", 10 * VOCABULARY)
-    packed = sequence_logprobs(model, ids, mask, packed=True)
-    torch.testing.assert_close(packed, expected, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("packed", [False, True])

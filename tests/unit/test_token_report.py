@@ -9,10 +9,10 @@ import pytest
 from rlinf.cli import main
 from rlinf.errors import CheckpointError
 from rlinf.evaluation.compare import Comparison, Pairs
-from rlinf.evaluation.questions_result import QuestionResult, QuestionsResult
 from rlinf.number_formats import format_p_value
+from rlinf.recipes.questions_result import QuestionResult, QuestionsResult
+from rlinf.recipes.report_data import is_token_folder, read_token_run
 from rlinf.recipes.token_trainer import write_samples
-from rlinf.report.recipe_data import is_token_folder, read_token_run
 from rlinf.report.run_page import write_report
 
 BEFORE, AFTER = [1, 0, 0, 0], [1, 1, 1, 0]

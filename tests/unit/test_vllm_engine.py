@@ -214,9 +214,7 @@ def test_a_process_that_does_not_answer_is_ended_and_tells_where_it_was(engine, 
     (faults / "hang").touch()
     monkeypatch.setattr("rlinf.distributed.stack_dump.MAX_POLLS", 600)
     engine.timeout_s = 0.5
-    with pytest.raises(
-        EngineError, match=r"did not reply to 'generate' within 0.5 s.*vllm_cfg.timeout_s=1 (.|\n)*process_of_a_test"
-    ):
+    with pytest.raises(EngineError, match=r"vllm_cfg.timeout_s=1 (.|\n)*process_of_a_test"):
         engine.generate("request")
     assert engine.num_starts == 1 and engine.pid is None, "it is not asked again"
 

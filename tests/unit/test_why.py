@@ -15,12 +15,21 @@ from rlinf.config.schema import field_types
 from rlinf.evaluation.intervals import difference_interval
 from rlinf.evaluation.result import Success
 from rlinf.recipes.config import RecipeConfig
+from rlinf.recipes.why import RecipeRecord, overfitted
 from rlinf.report.why.findings import MetricSeries, NotMeasured, Record
 from rlinf.report.why.outcome import change_interval, outcome_of_counts, outcome_of_values
 from rlinf.report.why.rules import ALWAYS, CAUSES, diagnose, rate_of
 from rlinf.training.collapse import has_collapsed, is_collapsed
 
-BY_NAME = {rule.__name__: rule for rule in (*ALWAYS, *CAUSES)}
+BY_NAME = {rule.__name__: rule for rule in (overfitted, *ALWAYS, *CAUSES)}
+
+
+def record_of(run: list[dict], settings: dict | None = None, gain: dict | None = None) -> Record:
+    """Make the record of a recipe's run if its settings are a recipe's."""
+    kind = RecipeRecord if "train" in (settings or {}) else Record
+    return kind(run, settings or {}, gain)
+
+
 STEPS = 12
 
 
@@ -123,19 +132,19 @@ OTHER_KEYS = {
 @pytest.mark.parametrize("name", BY_NAME)
 def test_a_rule_names_its_fault_and_a_key_that_exists_and_not_a_healthy_run_or_what_was_not_measured(name):
     faulty, settings, words, override, healthy, healthy_settings = CASES[name]
-    record, rule = Record(faulty, settings), BY_NAME[name]
+    record, rule = record_of(faulty, settings), BY_NAME[name]
     finding = rule(record)
     assert words in finding.text and override in finding.set
-    known = field_types(RecipeConfig()) if record.is_recipe else {*field_types(), *OTHER_KEYS}
+    known = field_types(RecipeConfig()) if isinstance(record, RecipeRecord) else {*field_types(), *OTHER_KEYS}
     assert all("=" in word and word.partition("=")[0] in known for word in finding.set.split()), finding.set
-    assert rule(Record(healthy, healthy_settings)) is None
+    assert rule(record_of(healthy, healthy_settings)) is None
     with pytest.raises(NotMeasured):
-        rule(Record([], {}))
+        rule(record_of([], {}))
 
 
 def test_one_bad_step_is_not_a_finding_because_windows_are_thirds():
     spike = lines(train__approx_kl=lambda step: 0.9 if step == STEPS - 2 else 0.01)
-    assert BY_NAME["steps_too_large"](Record(spike, SEVERAL)) is None
+    assert BY_NAME["steps_too_large"](record_of(spike, SEVERAL)) is None
     series = MetricSeries(list(range(12)), [float(value) for value in range(12)])
     assert series.early == [0, 1, 2, 3] and series.late == [8, 9, 10, 11] and series.late_steps == (8, 11)
 
@@ -144,15 +153,15 @@ def test_a_warm_up_does_not_count():
     """Updates of the critic alone, and rollouts of random actions."""
     still = lines(train__approx_kl=0.5, train__entropy=1.0)
     with pytest.raises(NotMeasured):
-        BY_NAME["steps_too_large"](Record(still, SEVERAL | {"algorithm": {"critic_warmup_steps": 8}}))
-    begun = Record(evaluations(80, 5), SEVERAL | {"algorithm": {"critic_warmup_steps": 8}})
+        BY_NAME["steps_too_large"](record_of(still, SEVERAL | {"algorithm": {"critic_warmup_steps": 8}}))
+    begun = record_of(evaluations(80, 5), SEVERAL | {"algorithm": {"critic_warmup_steps": 8}})
     assert begun.outcome.steps == (0, 10), "an evaluation before RL counts all the same"
     played = {
         "rollout__env_steps_total": lambda step: 100 * (step + 1),
         "rollout__success_rate": lambda step: float(step >= 4),
         **PLAYED,
     }
-    rollouts = Record(lines(**played), {"algorithm": {"learning_starts": 400}}).rollout_ends(4)
+    rollouts = record_of(lines(**played), {"algorithm": {"learning_starts": 400}}).rollout_ends(4)
     assert [(step, success.successes) for step, success in rollouts] == [(4, 128), (10, 128)]
 
 
@@ -190,12 +199,12 @@ HEALTHY = {  # lines and settings of runs in which nothing is wrong; what a batc
 
 @pytest.mark.parametrize("name", HEALTHY)
 def test_a_healthy_run_of_another_kind_is_not_accused(name):
-    found = diagnose(Record(*HEALTHY[name]))
+    found = diagnose(record_of(*HEALTHY[name]))
     assert [str(finding) for finding in found.findings] == []
 
 
 def said(run: list[dict], settings: dict) -> list[str]:
-    return [finding.rule for finding in diagnose(Record(run, settings)).findings]
+    return [finding.rule for finding in diagnose(record_of(run, settings)).findings]
 
 
 def test_control_the_same_kinds_with_a_fault_are():
@@ -220,7 +229,7 @@ def test_a_policy_of_exactly_no_kl_never_moves_unless_it_takes_one_update_an_ite
     assert said(still, single) == [], "its KL is measured before the update"
     frozen = [line | {"train/grad_norm": 0.0} for line in still]
     assert said(frozen, single) == ["steps_too_small"]
-    (finding,) = diagnose(Record(frozen, single)).findings
+    (finding,) = diagnose(record_of(frozen, single)).findings
     assert finding.set == "", "not the learning rate"
 
 
@@ -241,7 +250,7 @@ def test_the_key_is_that_of_the_term_that_stops_adamw(changed, settings, key):
         "train__grad_norm": 1.0,
         "train__approx_kl": 1e-4,
     } | changed
-    (finding,) = diagnose(Record(lines(**metrics, **FLAT), SEVERAL | {"trainer": trainer})).findings
+    (finding,) = diagnose(record_of(lines(**metrics, **FLAT), SEVERAL | {"trainer": trainer})).findings
     assert finding.set == key
 
 
@@ -265,9 +274,9 @@ def test_a_reward_that_is_success_itself_is_not_accused():
 def test_an_evaluation_before_and_after_on_the_same_episodes_is_compared_in_pairs():
     gain = {"total": {"successes_a": 150, "successes_b": 130, "episodes": 200, "interval": [-0.16, -0.04]}}
     pair = evaluations(150, 130, episodes=200)
-    alone, paired = Record(pair).outcome, Record(pair, gain=gain).outcome
+    alone, paired = record_of(pair).outcome, record_of(pair, gain=gain).outcome
     assert (alone.verdict, paired.verdict) == ("did_not_rise", "fell") and "-16.0 to -4.0" in paired.text
-    other = Record(evaluations(150, 131, episodes=200), gain=gain).outcome
+    other = record_of(evaluations(150, 131, episodes=200), gain=gain).outcome
     assert "-16.0 to -4.0" not in other.text, "the pairs are those of other evaluations"
 
 
@@ -275,16 +284,16 @@ def test_an_evaluation_against_another_model_outranks_the_loss_of_preferences():
     """The loss falls from 0.69 to 0.1 while correct answers fall by 18.7 points."""
     run = lines(train__loss=falls(0.69, 0.1), train__preference_accuracy=0.9)
     recipe = {"train": {"train_policy": {"type": "dpo"}}}
-    assert Record(run, recipe).outcome.is_good
+    assert record_of(run, recipe).outcome.is_good
     total = {"successes_a": 93, "successes_b": 65, "episodes": 150, "interval": [-0.28, -0.09]}
-    worse = Record(run, recipe, gain={"total": total, "unit": "questions", "a": "outputs/sft/eval/test"}).outcome
+    worse = record_of(run, recipe, gain={"total": total, "unit": "questions", "a": "outputs/sft/eval/test"}).outcome
     assert (
         worse.verdict == "fell"
         and not worse.is_good
         and "62.0% (93/150)" in worse.text
         and "-18.7 points" in worse.text
     )
-    open_ = Record(
+    open_ = record_of(
         run, recipe, gain={"total": total | {"interval": [-0.3, 0.2]}, "unit": "questions", "a": "a"}
     ).outcome
     assert open_.verdict == "inconclusive", "nor does the loss then speak for it"
@@ -340,14 +349,14 @@ def test_an_unchanged_return_is_seldom_said_to_have_changed_and_a_doubled_one_is
 
 def test_rollouts_tell_what_few_evaluation_episodes_cannot_and_returns_what_success_cannot():
     played = lines(rollout__success_rate=falls(0.0, 0.6), **PLAYED)
-    told = Record([*evaluations(0, 3, episodes=10), *played]).outcome
+    told = record_of([*evaluations(0, 3, episodes=10), *played]).outcome
     assert told.verdict == "rose" and "of the rollouts" in told.text
-    alone = Record(evaluations(0, 3, episodes=10)).outcome
+    alone = record_of(evaluations(0, 3, episodes=10)).outcome
     assert alone.verdict == "inconclusive" and "evaluation.num_episodes=200" in alone.text
     played = lines(rollout__success_rate=0.0, rollout__return_mean=falls(1, 2), **PLAYED)
-    assert Record(played, {"env": {"success_return": None}}).outcome.measure == "return"
-    assert Record(played, {"env": {"success_return": -300}}).outcome.verdict == "did_not_rise"
-    assert Record(played).outcome.measure == "success"
+    assert record_of(played, {"env": {"success_return": None}}).outcome.measure == "return"
+    assert record_of(played, {"env": {"success_return": -300}}).outcome.verdict == "did_not_rise"
+    assert record_of(played).outcome.measure == "success"
 
 
 def test_no_rule_blames_a_run_that_mastered_its_task():
@@ -388,7 +397,7 @@ def test_the_first_cause_ends_the_search():
         *lines(train__approx_kl=0.2, train__entropy=falls(0.9, -4.0), rollout__return_mean=BUMPS),
         *evaluations(80, 5),
     ]
-    diagnosis = diagnose(Record(faulty, SEVERAL))
+    diagnosis = diagnose(record_of(faulty, SEVERAL))
     fell = "outcome: the success certainly fell: from 80.0% (80/100) at step 0 to 5.0% (5/100) at step 10"
     assert str(diagnosis).startswith(fell)
     assert [finding.rule for finding in diagnosis.findings] == ["steps_too_large"], "entropy that fell is a consequence"
@@ -430,11 +439,11 @@ def test_the_page_lists_the_rules_that_there_are():
 
 def test_the_rate_is_that_of_a_run_that_has_gone_back():
     played = lines(train__learning_rate=lambda step: 1e-3 if step < 6 else 2.5e-4)
-    assert rate_of(Record([*played, *evaluations(80)], SEVERAL)) == ("trainer.learning_rate", 2.5e-4)
+    assert rate_of(record_of([*played, *evaluations(80)], SEVERAL)) == ("trainer.learning_rate", 2.5e-4)
     cloning = lines(phase="sft", train__learning_rate=0.1)
-    assert rate_of(Record([*cloning, *evaluations(80)], SEVERAL)) == ("trainer.learning_rate", 1e-3)
+    assert rate_of(record_of([*cloning, *evaluations(80)], SEVERAL)) == ("trainer.learning_rate", 1e-3)
     actor = SEVERAL | {"algorithm": {"learning_rate": 5e-3}}
-    assert rate_of(Record(played, actor)) == ("algorithm.learning_rate", 5e-3)
+    assert rate_of(record_of(played, actor)) == ("algorithm.learning_rate", 5e-3)
 
 
 def held_out() -> list[dict]:
@@ -445,7 +454,7 @@ def held_out() -> list[dict]:
 def test_outcomes_of_runs_that_somebody_else_made_are_right_and_no_wrong_key_is_named():
     named = 0
     for run in held_out():
-        found = diagnose(Record(run["metrics"], run["config"]))
+        found = diagnose(record_of(run["metrics"], run["config"]))
         assert found.outcome.verdict in run["outcome"], run["name"]
         keys = {word.partition("=")[0] for finding in found.findings for word in finding.set.split()}
         assert keys <= set(run["fault_key"]), run["name"]
@@ -458,7 +467,7 @@ def test_returns_of_evaluations_are_compared_by_their_intervals():
     def evaluated(last: float) -> str:
         found = [{"step": step, "phase": "rl", "eval/return_mean": mean, "eval/return_low": mean - 3, "eval/return_high": mean + 3}
                  for step, mean in ((0, -60.0), (20, last))]  # fmt: skip
-        return str(Record(found, {"env": {"success_return": None}}).outcome)
+        return str(record_of(found, {"env": {"success_return": None}}).outcome)
 
     rose = "the return certainly rose: from -60 at step 0 to -50 at step 20 of the evaluations, by +10"
     assert f"{rose} (95 % {10 - math.hypot(3, 3):+.3g}" in evaluated(-50)
@@ -468,6 +477,6 @@ def test_returns_of_evaluations_are_compared_by_their_intervals():
 
 def test_a_policy_that_begins_trained_may_have_all_the_return_there_is():
     flat, untrained = lines(rollout__return_mean=20.0), {"env": {"success_return": None}}
-    rules = [finding.rule for finding in diagnose(Record(flat, untrained)).findings]
+    rules = [finding.rule for finding in diagnose(record_of(flat, untrained)).findings]
     assert rules == ["constant_return"]
-    assert diagnose(Record(flat, untrained | {"init_from": "runs/a"})).findings == []
+    assert diagnose(record_of(flat, untrained | {"init_from": "runs/a"})).findings == []

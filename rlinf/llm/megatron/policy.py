@@ -23,6 +23,7 @@ from rlinf.llm.batch_checks import verify_text_only
 from rlinf.llm.batched_data_dict import BatchedDataDict, tokens_and_mask
 from rlinf.llm.generation_interface import GenerationDatumSpec, GenerationOutputSpec
 from rlinf.llm.hf_generation import generate_tokens, reject_other_names
+from rlinf.llm.hf_model import HFModel, load_config
 from rlinf.llm.losses import TokenLoss
 from rlinf.llm.megatron.groups import MegatronGroups, check_device, check_ranks, device_of_this_rank
 from rlinf.llm.megatron.weights import (
@@ -36,7 +37,6 @@ from rlinf.llm.megatron.weights import (
 )
 from rlinf.llm.policy_interface import LogprobsSpec, LossFunction
 from rlinf.llm.token_policy import TokenPolicy, TokenPolicyConfig, check_trainable
-from rlinf.models.hf_model import HFModel, load_config
 from rlinf.models.precision import torch_dtype_of
 from rlinf.optim.train_step import Totals
 from rlinf.options import from_mapping, option

@@ -6,12 +6,12 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
-from typing import Any
+from pathlib import Path
+from typing import Any, ClassVar
 
 from rlinf.evaluation.result import Success
 from rlinf.files import Json
-from rlinf.report.recipe_data import TokenRun, is_token_folder, read_token_run
-from rlinf.report.run_data import RunData, read_run, setting_of
+from rlinf.report.run_data import RunData, kind_of, read_run, setting_of
 from rlinf.report.why.outcome import UNKNOWN, Outcome, outcome_of_counts, outcome_of_intervals, outcome_of_values
 
 MIN_POINTS = 6
@@ -57,31 +57,56 @@ class MetricSeries:
         self.all_steps, self.late_steps = (steps[0], steps[-1]), (steps[-window], steps[-1])
 
 
+Rule = Callable[[Any], Finding | None]
+"""Takes a ``Record`` and returns a finding, or None if it does not apply; may raise NotMeasured. Its docstring states the condition."""
+
+
 @dataclass
 class Record:
     """A run's metrics and configuration.
 
     Attributes:
         gain: Paired comparison of the evaluations before (a) and after (b), as in ``compare.json``; None without one.
+        return_name: Metric that rises with learning.
+        group_size_key, kl_key, warmup_key: Keys of the group size, of the weight of the KL penalty, and of the learning rate's warm-up.
+        own_rules: Rules of this kind of run, which are checked regardless of the outcome.
     """
 
     lines: Sequence[Json]
     settings: Json = field(default_factory=dict)
     gain: Json | None = None
 
+    return_name: ClassVar[str] = "rollout/return_mean"
+    group_size_key: ClassVar[str] = "rollout.group_size"
+    kl_key: ClassVar[str] = "algorithm.kl_coef"
+    warmup_key: ClassVar[str] = "trainer.warmup_steps"
+    own_rules: ClassVar[tuple[Rule, ...]] = ()
+
+    @property
+    def loss_name(self) -> str:
+        """Metric that falls with learning."""
+        return "sft/loss"
+
+    @property
+    def full_return(self) -> float:
+        """Return above which nothing is left to learn."""
+        return math.inf
+
     def setting(self, key: str, default: Any = None) -> Any:
         """Return the configuration value with the given dotted key."""
         return setting_of(self.settings, key, default)
 
     @property
-    def is_recipe(self) -> bool:
-        """Whether the run was started with `rlinf launch`; recipes have different keys."""
-        return self.setting("train.train_policy") is not None
+    def rate_keys(self) -> list[str]:
+        """Keys of the last phase's learning rate; the first one that is set applies."""
+        # An off-policy actor has its own learning rate.
+        keys = ["algorithm.learning_rate", "trainer.learning_rate"]
+        return ["sft.learning_rate", *keys] if self.trained_phase == "sft" else keys
 
     @property
-    def return_name(self) -> str:
-        """Name of the metric that rises with learning."""
-        return "rollout/reward_mean" if self.is_recipe else "rollout/return_mean"
+    def steps_key(self) -> str:
+        """Key of the number of steps."""
+        return "trainer.max_steps" if self.has_rl else "sft.max_steps"
 
     def _is_warmup(self, line: Json, name: str) -> bool:
         """Return whether a metric is from a warm-up, i.e. critic-only updates or rollouts with random actions."""
@@ -119,19 +144,6 @@ class Record:
             raise NotMeasured
         return [(line["step"], Success(int(line["eval/successes"]), int(line["eval/episodes"]))) for line in lines]
 
-    def validations(self) -> list[tuple[int, Success]]:
-        """Return the step and counts of each of a recipe's validations; raise NotMeasured if a mean reward is not in [0, full reward]."""
-        # Treat the mean reward as the fraction of correct completions. Non-binary rewards have a smaller variance than binary rewards
-        # with the same mean, so the interval computed from these counts is wide enough.
-        lines = self.lines_with("eval/reward_mean", "eval/num_completions")
-        rates = [
-            (line["step"], line["eval/reward_mean"] / self.full_reward, int(line["eval/num_completions"]))
-            for line in lines
-        ]
-        if not all(0 <= rate <= 1 for _, rate, _ in rates):
-            raise NotMeasured
-        return [(step, Success(round(rate * count), count)) for step, rate, count in rates]
-
     def rollout_ends(self, parts: int) -> list[tuple[int, Success]]:
         """Split the rollouts into ``parts`` and return step and counts of the first and last; raise NotMeasured if no success is logged."""
         lines = self.lines_with("rollout/success_rate", "rollout/num_episodes") if self.has_success else []
@@ -159,40 +171,45 @@ class Record:
 
     @property
     def trained_phase(self) -> str:
-        """The last phase of training; ``rl`` for DPO."""
-        return "rl" if self.has_rl or self.is_preference else "sft"
-
-    @property
-    def is_preference(self) -> bool:
-        """Whether the run uses DPO, which computes its loss over pairs."""
-        return any("train/preference_accuracy" in line for line in self.lines)
-
-    @property
-    def full_reward(self) -> float:
-        """Reward for a correct completion: the sum of the recipe's reward weights."""
-        given = self.setting("train.train_policy.reward_function", "one")
-        return sum(given.values()) if isinstance(given, dict) else 1 if isinstance(given, str) else len(given)
+        """The last phase of training."""
+        return "rl" if self.has_rl else "sft"
 
     @property
     def measure(self) -> str:
-        """The quantity measured in training: ``return``, ``reward`` for recipes, or ``loss`` for behaviour cloning and DPO."""
-        if self.is_preference or not self.has_rl:
-            return "loss"
-        return "reward" if self.is_recipe else "return"
+        """The quantity measured in training: ``return``, or ``loss`` for behaviour cloning."""
+        return "return" if self.has_rl else "loss"
+
+    def return_spread(self) -> float:
+        """Return the difference between the largest and the smallest return; raise NotMeasured if there are too few."""
+        values = self.series(self.return_name).values
+        return max(values) - min(values)
+
+    def constant_return_text(self, value: float) -> str:
+        """Describe a run whose returns all have one value."""
+        return f"Every iteration has the return {value:.4g}, regardless of the actions: there is no learning signal"
+
+    def updates_per_iteration(self) -> float:
+        """Return the number of optimiser steps per iteration of the last phase; infinity if unknown."""
+        if self.trained_phase == "sft":
+            return 1.0
+        samples = self.setting("rollout.num_envs", 0) * self.setting("rollout.num_chunks", 0)
+        minibatch = self.setting("trainer.minibatch_size", 0)
+        known = samples and minibatch
+        return self.setting("algorithm.update_epochs", 1) * samples / minibatch if known else math.inf
+
+    @property
+    def measured_success(self) -> tuple[Callable[[str], Outcome], ...]:
+        """Functions that return the outcome by measured success, the best evidence first; each may raise NotMeasured."""
+        return self._evaluated, self._rollouts
 
     @cached_property
     def outcome(self) -> Outcome:
         """Outcome of the run by the best evidence available: evaluations, rollouts, or the return, reward or loss in training."""
         last = max((line["step"] for line in self.lines), default=0)
-        clones = not self.is_recipe and not self.has_rl
-        key = "train.max_num_steps" if self.is_recipe else "sft.max_steps" if clones else "trainer.max_steps"
-        more_steps = f"{key}={2 * last + 2}"
+        more_steps = f"{self.steps_key}={2 * last + 2}"
         known: list[Outcome] = []
         # If success was measured, do not use the return or loss as the outcome.
-        for evidence in (
-            (self._validated, self._compared, self._evaluated, self._rollouts),
-            (self._returns, self._trained),
-        ):
+        for evidence in (self.measured_success, (self._returns, self._trained)):
             for outcome in evidence if not known else ():
                 with suppress(NotMeasured):
                     known.append(outcome(more_steps))
@@ -200,23 +217,8 @@ class Record:
         known = known or [Outcome(UNKNOWN, self.measure, text, False, False, (0, 0))]
         return next((outcome for outcome in known if outcome.verdict != UNKNOWN), known[0])
 
-    def _validated(self, _: str) -> Outcome:
-        validations = self.validations()
-        if len(validations) < 2:
-            raise NotMeasured
-        return outcome_of_counts(validations, "of the validations", "validation.dataset with more rows", "reward")
-
-    def _compared(self, _: str) -> Outcome:
-        """Compare a recipe's model with the baseline in its evaluation."""
-        total = (self.gain or {}).get("total") if self.is_recipe else None
-        if self.gain is None or total is None:
-            raise NotMeasured
-        place = f"of the {self.gain['unit']}, against {self.gain['a']}"
-        return outcome_of_counts(
-            self._ends_of(total), place, "questions=<a file with more rows>", "fraction of correct answers", total["interval"]
-        )  # fmt: skip
-
-    def _ends_of(self, total: Json) -> list[tuple[int, Success]]:
+    def ends_of(self, total: Json) -> list[tuple[int, Success]]:
+        """Return the first and the last step with the counts of a paired comparison."""
         steps = (0, max((line["step"] for line in self.lines), default=0))
         counts = (total["successes_a"], total["successes_b"])
         return [(step, Success(count, total["episodes"])) for step, count in zip(steps, counts, strict=True)]
@@ -226,7 +228,7 @@ class Record:
         if len(evaluations) < 2:
             raise NotMeasured
         total = (self.gain or {}).get("total")
-        is_paired = total and [success for _, success in self._ends_of(total)] == [
+        is_paired = total and [success for _, success in self.ends_of(total)] == [
             evaluations[0][1],
             evaluations[-1][1],
         ]
@@ -250,14 +252,8 @@ class Record:
         return outcome_of_intervals(means, more_steps, total["interval"] if is_paired else None)
 
     def _trained(self, more_steps: str) -> Outcome:
-        loss = "train/loss" if self.is_preference else "sft/loss"
-        values = self.series(loss if self.measure == "loss" else self.return_name)
-        full = self.full_reward if self.measure == "reward" else math.inf
-        return outcome_of_values(self.measure, values.steps, values.values, more_steps, full)
-
-
-Rule = Callable[[Record], "Finding | None"]
-"""Returns a finding, or None if the rule does not apply; may raise NotMeasured. The function's docstring states the condition."""
+        values = self.series(self.loss_name if self.measure == "loss" else self.return_name)
+        return outcome_of_values(self.measure, values.steps, values.values, more_steps, self.full_return)
 
 
 @dataclass
@@ -291,11 +287,11 @@ class Diagnosis:
 
 
 def read_record(folder: str | os.PathLike) -> Record:
-    """Read a run folder written by `rlinf train`, `rlinf sft` or `rlinf launch`; raise CheckpointError for any other folder."""
-    return record_of(read_token_run(folder) if is_token_folder(folder) else read_run(folder))
+    """Read a run folder; raise CheckpointError for any other folder."""
+    _, kind = kind_of(folder)
+    return record_of(read_run(folder)) if kind is None else kind.read_record(Path(folder))
 
 
-def record_of(run: RunData | TokenRun) -> Record:
+def record_of(run: RunData) -> Record:
     """Convert a run to a record."""
-    gain = run.gain if isinstance(run, RunData) else run.comparison
-    return Record(run.lines, run.settings, gain)
+    return Record(run.lines, run.settings, run.gain)

@@ -26,9 +26,9 @@ def explain(folder: str | os.PathLike) -> Diagnosis:
 
 
 def diagnose(record: Record) -> Diagnosis:
-    """Return the outcome and the findings from ``ALWAYS`` and, unless the outcome is good, the first one from ``CAUSES``."""
+    """Return the outcome and the findings from ``Record.own_rules``, ``ALWAYS`` and, unless the outcome is good, the first one from ``CAUSES``."""
     diagnosis = Diagnosis(record.outcome)
-    for rule in (*ALWAYS, *(() if record.outcome.is_good else CAUSES)):
+    for rule in (*record.own_rules, *ALWAYS, *(() if record.outcome.is_good else CAUSES)):
         try:
             finding = rule(record)
         except NotMeasured:
@@ -41,23 +41,6 @@ def diagnose(record: Record) -> Diagnosis:
         if rule in CAUSES:
             break
     return diagnosis
-
-
-def overfitted(record: Record) -> Finding | None:
-    """A recipe's held-out loss rises by 5 % and by 5 % of its earlier decrease, while the training loss falls."""
-    held_out, loss = record.lines_with("eval/loss"), record.series("sft/loss")
-    if len(held_out) < 4:
-        raise NotMeasured
-    values = [line["eval/loss"] for line in held_out]
-    least = min(range(len(values)), key=values.__getitem__)
-    # Require the rise in both of the last two validations, so that noise in a single one is ignored.
-    rises = min(values[-2:]) - values[least]
-    is_slight = rises < 0.05 * max(values[least], values[0] - values[least])
-    if is_slight or least >= len(values) - 2 or median(loss.late) >= median(loss.early):
-        return None
-    text = f"The loss on held-out rows rose from {values[least]:.3g} to {values[-1]:.3g} while the training loss fell: the model overfits"
-    fewer = f"train.epoch={max(1, record.setting('train.epoch', 1) // 2)}"
-    return Finding(text, fewer, (held_out[least]["step"], held_out[-1]["step"]))
 
 
 def imitation_ceiling(record: Record) -> Finding | None:
@@ -76,19 +59,11 @@ def imitation_ceiling(record: Record) -> Finding | None:
 def constant_return(record: Record) -> Finding | None:
     """Every iteration has the same return, or every completion of a recipe has the same reward."""
     returns = record.series(record.return_name)
-    spread = max(returns.values) - min(returns.values)
-    if record.is_recipe:
-        spread = max(record.series("rollout/reward_std").values)
-    if spread > 1e-5 * max(map(abs, returns.values)):
+    if record.return_spread() > 1e-5 * max(map(abs, returns.values)):
         return None
     if record.setting("init_from") and record.outcome.measure == "return" and returns.values[0] > 0:
         raise NotMeasured  # a trained policy may already achieve the maximum return
-    text = f"Every iteration has the return {returns.values[0]:.4g}, regardless of the actions: there is no learning signal"
-    if record.is_recipe:
-        if median(record.series("rollout/truncated_fraction").late) >= 0.3:
-            raise NotMeasured  # rewards of truncated completions are not informative
-        text = f"Every completion has the reward {returns.values[0]:g}: the reward function or column is wrong, or no completion is correct"
-    return Finding(text, "", returns.all_steps)
+    return Finding(record.constant_return_text(returns.values[0]), "", returns.all_steps)
 
 
 def steps_too_small(record: Record) -> Finding | None:
@@ -105,7 +80,7 @@ def steps_too_small(record: Record) -> Finding | None:
     text = f"AdamW moves a weight by at most {distance:.2g} in the entire run ({updates:.0f} steps at {mean:.2g}, gradient norm up to {norm:.2g})"
     change = f"{key}={min(1e-3, max(1e-5, rate * 0.1 / max(distance, 1e-9))):.1g}"
     if used.values[0] < used.values[-1] < 0.1 * record.setting(key, rate):
-        change = "train.optm_warmup_steps=0" if record.is_recipe else "trainer.warmup_steps=0"
+        change = f"{record.warmup_key}=0"
     elif norm == 0 or eps > norm:
         change = "trainer.adam_eps=1e-8" if norm else ""
     return Finding(text, change, used.late_steps)
@@ -127,7 +102,7 @@ def policy_never_moves(record: Record) -> Finding | None:
 
 def kl_penalty_too_strong(record: Record) -> Finding | None:
     """The KL to the reference stays below 0.05 nat, and the KL penalty's weight prevents it from growing."""
-    key = "train.train_policy.kl_beta" if record.is_recipe else "algorithm.kl_coef"
+    key = record.kl_key
     weight, kl = record.setting(key, 0), record.series("train/kl_to_reference")
     # With advantages of std 1, a policy can gain at most sqrt(2 KL) over the reference. Above this KL, the penalty exceeds the gain.
     allowed = 1 / (2 * weight**2) if weight else math.inf
@@ -234,13 +209,11 @@ def return_change(record: Record) -> Outcome:
 
 def rate_of(record: Record) -> tuple[str, float]:
     """Return the key and value of the last phase's learning rate."""
-    phase = record.trained_phase
-    keys = ["train.optm_lr"] if record.is_recipe else ["sft.learning_rate"] if phase == "sft" else []
-    # An off-policy actor has its own learning rate.
-    for key in [*keys, "algorithm.learning_rate", "trainer.learning_rate"]:
+    for key in record.rate_keys:
         rate = record.setting(key)
         if isinstance(rate, float | int):
             # A run that was rolled back uses only a fraction of the configured rate.
+            phase = record.trained_phase
             used = [line.get("train/learning_rate") for line in record.lines if line.get("phase") == phase]
             return key, next(filter(None, reversed(used)), rate) if key == "trainer.learning_rate" else rate
     return "trainer.learning_rate", 1e-4
@@ -251,19 +224,15 @@ def num_updates(record: Record, steps: list[int]) -> tuple[float, float]:
     counted = [line["train/updates_total"] for line in record.lines if line.get("train/updates_total") is not None]
     if counted:  # off-policy
         return counted[-1], counted[-1] / len(counted)
-    num_steps, per_iteration = steps[-1] - steps[0] + 1, 1.0  # behaviour cloning logs only one of several steps
-    if record.is_recipe:
-        per_iteration = record.setting("train.train_policy.mu_iterations", 1)
-    elif record.trained_phase == "rl":
-        samples = record.setting("rollout.num_envs", 0) * record.setting("rollout.num_chunks", 0)
-        minibatch = record.setting("trainer.minibatch_size", 0)
-        known = samples and minibatch
-        per_iteration = record.setting("algorithm.update_epochs", 1) * samples / minibatch if known else math.inf
+    num_steps, per_iteration = (
+        steps[-1] - steps[0] + 1,
+        record.updates_per_iteration(),
+    )  # cloning does not log every step
     return num_steps * per_iteration, per_iteration
 
 
-ALWAYS: tuple[Rule, ...] = (overfitted, imitation_ceiling)
-"""Rules that are checked regardless of the outcome."""
+ALWAYS: tuple[Rule, ...] = (imitation_ceiling,)
+"""Rules that are checked regardless of the outcome, after ``Record.own_rules``."""
 CAUSES: tuple[Rule, ...] = (
     kl_penalty_too_strong, steps_too_large, constant_return, steps_too_small, policy_never_moves, too_few_updates,
     stale_rollouts, return_without_success, return_falls,

@@ -9,7 +9,6 @@ LEROBOT = ModelEntry(
     f"{FOLDER}.policy:LerobotPolicy",
     f"{FOLDER}.config:LerobotConfig",
     load_processor=f"{FOLDER}.policy:load_processor",
-    check_folder=f"{FOLDER}.check:report",
     folder_settings=f"{FOLDER}.config:settings_of",
 )
 

@@ -1,17 +1,53 @@
-"""Creates the report of ``rlinf check-policy`` on a folder."""
+"""``rlinf check-policy``: checks a lerobot policy folder, without an env."""
 
 import shlex
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rlinf.errors import MissingDependencyError, RLinfError
+from rlinf.config.overrides import with_overrides
+from rlinf.errors import ConfigError, MissingDependencyError, RLinfError
 from rlinf.models.building import override_fields
 from rlinf.models.embodiment.lerobot.config import LerobotConfig
 from rlinf.models.embodiment.lerobot.folder import check_folder, facts
 from rlinf.models.embodiment.lerobot.migrate import migrate
 from rlinf.models.embodiment.lerobot.policy import start_runner
-from rlinf.options import override_text
+from rlinf.options import PathText, from_mapping, option, override_text
+from rlinf.text_table import format_table
+
+
+@dataclass
+class PolicyCheckConfig:
+    """Settings of ``rlinf check-policy``."""
+
+    interpreter: PathText | None = option(None, "Python interpreter with lerobot, like `model.interpreter`.")
+    override_config: dict[str, Any] = option({}, "Fields to replace, like `model.override_config`.")
+    migrate: PathText | None = option(None, "New folder for the converted policy of an older lerobot version.")
+
+
+def check_policy(arguments: Sequence[str]) -> int:
+    """Print the inputs and outputs of a lerobot policy folder, and the problems (BLIND) that would corrupt them.
+
+    Problems are missing or foreign statistics, swapped images, wrong units, mismatched weights, and a missing tokenizer. Each
+    line names the feature and the fix. Weights are compared only if lerobot is installed in this Python, interpreter=<python> or
+    .venv-lerobot. override_config={...} changes the folder's configuration. migrate=<new folder> first converts a folder written
+    by an older lerobot version. The exit status is 1 if there is a problem.
+    """
+    folders = [argument for argument in arguments if "=" not in argument]
+    if len(folders) != 1:
+        actual = f"`rlinf check-policy` was given {', '.join(folders) or 'no folder'}"
+        raise ConfigError(f"{actual}; expected one folder saved by lerobot. Run rlinf check-policy <folder>")
+    overrides = [argument for argument in arguments if "=" in argument]
+    settings = from_mapping(PolicyCheckConfig, with_overrides({}, overrides))
+    rows, problems = report(folders[0], settings.interpreter, settings.override_config, settings.migrate)
+    folder = settings.migrate or folders[0]
+    if rows:
+        print(format_table(("part", folder), rows))
+    for problem in problems:
+        print(f"BLIND: {problem}")
+    print(f"\n{folder}: {f'{len(problems)} problems, so it is rejected' if problems else 'no problem found'}")
+    return int(bool(problems))
 
 
 def report(

@@ -18,7 +18,7 @@ from rlinf.distributed.launch import launch as start_ranks
 from rlinf.distributed.process_group import local_world_size, resolve_device, set_num_threads
 from rlinf.distributed.start import is_connected, launch_context
 from rlinf.errors import CheckpointError, ConfigError, RLinfError, UploadError
-from rlinf.models.hf_model import load_config
+from rlinf.llm.hf_model import load_config
 from rlinf.models.loading import hide_progress_bars
 from rlinf.options import fixed_by_settings
 from rlinf.recipes.build import split_rows

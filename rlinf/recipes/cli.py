@@ -1,11 +1,15 @@
-"""``rlinf launch``: checks its arguments before importing ``rlinf.commands.launch``, which takes seconds."""
+"""``rlinf launch``, and ``rlinf evaluate questions=...``: check their arguments before slow imports."""
 
 import argparse
 import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
+from rlinf.commands.hydra_app import with_checkpoint
+from rlinf.config.overrides import with_overrides
 from rlinf.errors import ConfigError, did_you_mean
+from rlinf.models.loading import hide_progress_bars
+from rlinf.options import from_mapping
 from rlinf.recipes.load import load_recipe, recipe_names
 
 FLAGS = ("--config", "--dry-run")
@@ -42,7 +46,20 @@ def launch(arguments: Sequence[str]) -> int:
     config, notices = load_recipe(flags.config, overrides)
     for line in notices:
         print(f"note: {line}", file=sys.stderr)
-    from rlinf.commands.launch import launch as launch_recipe
+    from rlinf.recipes.launch import launch as launch_recipe
 
     launch_recipe(config, scripts[0] if scripts else None, flags.dry_run, arguments)
+    return 0
+
+
+def questions(arguments: Sequence[str]) -> int:
+    """Evaluate a model on a file of questions."""
+    from rlinf.recipes.evaluate_questions import evaluate_questions
+    from rlinf.recipes.questions import QuestionsConfig
+
+    config = from_mapping(QuestionsConfig, with_overrides({}, with_checkpoint(arguments)))
+    if not config.checkpoint:
+        raise ConfigError("checkpoint is not given; expected a model. Set checkpoint=<folder of a model or a run>")
+    hide_progress_bars()
+    evaluate_questions(config)
     return 0

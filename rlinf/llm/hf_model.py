@@ -15,13 +15,13 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageText
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, rename_source_key, revert_weight_conversion
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
-from transformers.generation import GenerationConfig
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from rlinf.distributed.deferred import open_tensors
 from rlinf.errors import CheckpointError, ConfigError
+from rlinf.models.layers import accept_saving
 from rlinf.models.loading import check_fit, check_hub, no_lora, read_json, without_load_report
 from rlinf.models.weights_in_files import READ_WHOLE, NotDeferredError, defer_weights, without_weights
 
@@ -178,19 +178,6 @@ class HFModel(nn.Module):
             device = buffers[name].device
             buffers[name] = buffer if device.type == "meta" else buffer.to(device)
         return self
-
-
-class _AsRead(GenerationConfig):
-    def validate(self, *args: Any, **kwargs: Any) -> None:
-        """Accept settings that transformers can read but would not save, e.g. a temperature without ``do_sample``."""
-
-
-def accept_saving(model: Any) -> Any:
-    """Let transformers save a model, including nested ones, with its original ``generation_config.json``; return the model."""
-    for module in model.modules():
-        if isinstance(getattr(module, "generation_config", None), GenerationConfig):
-            module.generation_config.__class__ = _AsRead
-    return model
 
 
 def load_config(path: str | Path, trust_remote_code: bool = False) -> PreTrainedConfig:

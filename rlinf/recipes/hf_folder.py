@@ -36,10 +36,10 @@ from rlinf.checkpoints.folders import read_state
 from rlinf.checkpoints.trainer_state import MODEL, read_entries, read_tensors
 from rlinf.errors import CheckpointError, ConfigError
 from rlinf.files import Json, naming, replace_folder, write_text
+from rlinf.llm.hf_model import HFModel, model_shapes
 from rlinf.manifest import Manifest, git_revision, hash_files, library_versions
 from rlinf.models.base_weights import base_tensors, weights_digest
 from rlinf.models.config import LoraConfig
-from rlinf.models.hf_model import HFModel, model_shapes
 from rlinf.models.loading import read_json
 from rlinf.models.lora import adapter_state_dict, apply_lora, check_untied, layer_prefix
 from rlinf.number_formats import GIB
@@ -120,7 +120,7 @@ class HFFolder:
             floats = ((name, t.to(self.dtype) if t.is_floating_point() else t) for name, t in tensors)
             write_chunks(output, floats, self.chunk_bytes)
             _copy_source_files(self.source, output)
-            ends = read_state(checkpoint)["loop_state"].get("data", {}).get("end_tokens")
+            ends = read_state(checkpoint)["loop_state"].get("trainer", {}).get("data", {}).get("end_tokens")
             path = output / "generation_config.json"
             values = read_json(path) if path.is_file() else self.model.generation_config.to_diff_dict()
             if ends is not None and values.get("eos_token_id") != ends:

@@ -18,18 +18,18 @@ from rlinf.distributed.launch import launch
 from rlinf.distributed.process_group import gather_objects, local_world_size, rank, resolve_device, set_num_threads
 from rlinf.distributed.start import launch_context, started_here
 from rlinf.errors import CheckpointError, ConfigError
-from rlinf.evaluation.questions_result import QuestionResult, QuestionsResult
 from rlinf.files import follow_latest, sha256_of, write_text
+from rlinf.llm.end_tokens import end_tokens
 from rlinf.llm.hf_generation import HuggingFaceGeneration
+from rlinf.llm.hf_model import load_config
 from rlinf.manifest import Manifest, git_revision, library_versions
 from rlinf.models.base_weights import weights_digest
-from rlinf.models.end_tokens import end_tokens
-from rlinf.models.hf_model import load_config
 from rlinf.models.loading import no_lora, num_positions
 from rlinf.options import to_mapping
 from rlinf.recipes.build import load_processor
 from rlinf.recipes.completions import Completer
 from rlinf.recipes.questions import Question, QuestionPacker, QuestionsConfig, read_questions, scoring
+from rlinf.recipes.questions_result import QuestionResult, QuestionsResult
 from rlinf.recipes.rewards import make_rewards
 from rlinf.recipes.rollouts import LocalGenerator
 from rlinf.recipes.samples import BadRowError, Prompt

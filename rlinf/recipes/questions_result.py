@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from rlinf.errors import CheckpointError
+from rlinf.evaluation.compare import Comparison, pair_outcomes
 from rlinf.evaluation.result import Success, success_table
 from rlinf.files import Json, write_text
 
@@ -112,3 +113,14 @@ def _as_dict(count: Success) -> Json:
     accuracy = count.success_rate if count.episodes else None
     counts = {"correct": count.successes, "questions": count.episodes}
     return {"accuracy": accuracy, **counts, "interval": list(count.interval)}
+
+
+def compare_questions(
+    result_a: QuestionsResult, result_b: QuestionsResult, allow_mismatch: Sequence[str] = ()
+) -> Comparison:
+    """Pair two results by question, in any order; with ``allow_mismatch=["questions"]``, compare only the common questions."""
+    first, second = (
+        {(scored.id, scored.prompt, scored.expected): (scored.category, scored.is_correct) for scored in result.results}
+        for result in (result_a, result_b)
+    )
+    return pair_outcomes(first, second, "questions", "Evaluate both with the same questions=<file>", allow_mismatch)

@@ -8,13 +8,15 @@ from pathlib import Path
 
 from markupsafe import Markup
 
-from rlinf.evaluation.compare import Pairs
+from rlinf.evaluation.compare import Comparison, Pairs
 from rlinf.evaluation.result import Success
 from rlinf.files import Json
 from rlinf.number_formats import format_duration
+from rlinf.recipes.questions_result import QuestionsResult, compare_questions
+from rlinf.recipes.report_data import TokenRun, is_token_folder, read_token_run
+from rlinf.recipes.why import read_record, record_of
 from rlinf.report.page import Curves, card, curve_cards, series_of, write_page
-from rlinf.report.recipe_data import TokenRun, read_token_run
-from rlinf.report.why.findings import record_of
+from rlinf.report.run_data import RunFolders
 from rlinf.report.why.rules import diagnose
 from rlinf.run_folder import REPORT_FILE, SAFETENSORS_FOLDER
 
@@ -156,3 +158,10 @@ def _stored(folder: Path, names: Sequence[str]) -> list[str]:
     """Return a prompt's images encoded in base64, for embedding in the page."""
     files = (folder / name for name in names)
     return [base64.b64encode(file.read_bytes()).decode() for file in files if file.is_file()]
+
+
+def _compare(first: Path, second: Path, allow_mismatch: Sequence[str]) -> Comparison:
+    return compare_questions(QuestionsResult.from_json(first), QuestionsResult.from_json(second), allow_mismatch)
+
+
+RUN_FOLDERS = RunFolders("a run of a recipe", is_token_folder, write_token_report, read_record, _compare)

@@ -10,9 +10,9 @@ from pathlib import Path
 
 from rlinf.errors import CheckpointError
 from rlinf.evaluation.compare import Pairs
-from rlinf.evaluation.questions_result import QuestionsResult, holds_questions
 from rlinf.evaluation.result import Success
 from rlinf.files import Json, parse_json_lines
+from rlinf.recipes.questions_result import QuestionsResult, holds_questions
 from rlinf.report.run_data import FolderData, results_of, saved_texts, traces_of
 from rlinf.run_folder import COMPARISON_FILE, EVALUATIONS_FOLDER, RESULT_FILE, SAMPLES_FOLDER
 from rlinf.tracking.tracker import read_metrics

@@ -73,8 +73,8 @@ class HubUpload:
         repo_id = self._repo_id(run_folder)
         for folder in _exported(folders):
             states = [path / STATE_FILE for path in folders if (path / STATE_FILE).is_file()]  # of the checkpoint
-            state = json.loads(states[0].read_text(encoding="utf-8")) if states else {"loop_state": {}}
-            write_text(folder / "README.md", model_card(folder, state["loop_state"].get("scores")))
+            state = json.loads(states[0].read_text(encoding="utf-8")) if states else {"loop_state": {"trainer": {}}}
+            write_text(folder / "README.md", model_card(folder, state["loop_state"]["trainer"].get("scores")))
 
             def send(folder: Path = folder) -> Any:
                 self.api.create_repo(repo_id, private=self.private, exist_ok=True)

@@ -15,7 +15,7 @@ from rlinf.algorithms.config import AlgorithmConfig, AnyAlgorithmConfig
 from rlinf.algorithms.losses import aggregate_logprobs, clipped_policy_loss, kl_penalty, truncated_importance_weights
 from rlinf.distributed.process_group import sum_counts
 from rlinf.number_formats import format_count
-from rlinf.types import ActionEvaluation, LossOutput, RolloutBatch
+from rlinf.types import ActionEvaluation, ClassAndConfig, LossOutput, RolloutBatch
 
 
 @dataclass
@@ -76,7 +76,7 @@ class AnyAlgorithm:
     freezes_policy: ClassVar[bool] = False
 
     @classmethod
-    def check(cls, config: Any, policy: tuple[type, object] | None) -> None:
+    def check(cls, config: Any, policy: ClassAndConfig | None) -> None:
         """Raise ConfigError for an unsupported run; ``policy`` is the model's class and configuration, or None if unknown."""
 
     @classmethod

@@ -16,12 +16,12 @@ from rlinf.algorithms.base import AnyAlgorithm, Updates
 from rlinf.algorithms.offpolicy_config import OffPolicyConfig
 from rlinf.distributed.transfers import to_device
 from rlinf.errors import CheckpointError, NonFiniteError
-from rlinf.models import ClassAndConfig
 from rlinf.models.actors.base import Actor, Critics
 from rlinf.offpolicy.replay import Batch, offline_bytes, replay_bytes
 from rlinf.optim.master_adamw import MasterAdamW
 from rlinf.optim.train_step import TrainStep
 from rlinf.seeding import derive_seed
+from rlinf.types import ClassAndConfig
 
 if TYPE_CHECKING:
     from rlinf.cluster.rollout_workers import RolloutWorkers

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import torch
 from recipe_sums import ROWS, Sums
-from run_results import run_config, untimed_metrics
+from run_results import QUIET, REACH, run_config, untimed_metrics
 
 from rlinf.checkpoints.trainer_state import read_entries, read_tensors
 from rlinf.commands.train import build
@@ -14,10 +14,9 @@ from rlinf.recipes.config import RecipeConfig
 from rlinf.recipes.run import run
 
 SMALL = [
-    "model=mlp", "env=tabletop", "env.tasks=[reach]", "env.cameras=[]", "env.max_episode_steps=8", "rollout.num_envs=8",
-    "rollout.num_chunks=8", "trainer.minibatch_size=32", "model.micro_batch_size=32", "evaluation.num_episodes=4",
-    "evaluation.num_envs=4", "evaluation.num_videos_per_task=0", "evaluation.probe=false", "tracking.tensorboard=false",
-    "tracking.progress=false", "cluster.num_threads=1", "trainer.save_every=1", "trainer.max_keep=-1",
+    *REACH, *QUIET, "env.max_episode_steps=8", "rollout.num_envs=8", "rollout.num_chunks=8", "trainer.minibatch_size=32",
+    "model.micro_batch_size=32", "evaluation.num_episodes=4", "evaluation.num_envs=4", "evaluation.probe=false", "trainer.save_every=1",
+    "trainer.max_keep=-1",
     "trainer.adam_eps=1e-3",  # a step is then a smooth function of the gradient, also of one near 0
 ]  # fmt: skip
 HEAD = [
@@ -40,6 +39,13 @@ ACTIONS = {
     "td3": ["algorithm=td3", *HEAD, "algorithm.actor.name=rlt"],
 }
 """Trainers of action policies, with the words that choose them."""
+VLA = [
+    "model=openvla_tiny",
+    "env.cameras=[front]",
+    "rollout.num_envs=4",
+    "sft.num_demonstrations=4",
+    "sft.batch_size=15",
+]
 RECIPES = ("recipe sft", "recipe grpo", "recipe dpo")
 
 

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import torch
-from run_results import run_config
+from run_results import QUIET, REACH, run_config
 from safetensors.torch import load_file
 
 from rlinf.checkpoints.trainer_state import read_entries, read_tensors
@@ -13,12 +13,9 @@ from rlinf.models.embodiment.actor_policy import base_folder
 from rlinf.preflight.validation import validate
 
 SMALL = [
-    "model=mlp", "algorithm=sac", "env=tabletop", "env.tasks=[reach]", "env.cameras=[]", "env.max_episode_steps=8",
-    "rollout.num_envs=4", "rollout.num_chunks=10", "trainer.max_steps=4", "evaluation.num_episodes=8", "evaluation.num_envs=8",
-    "evaluation.num_videos_per_task=0", "evaluation.probe=false", "tracking.tensorboard=false", "tracking.progress=false",
-    "cluster.num_threads=1",
-    "algorithm.learning_starts=30", "algorithm.batch_size=16", "algorithm.replay_capacity=100", "algorithm.actor.hidden_size=16",
-    "algorithm.actor.name=residual",
+    *REACH, *QUIET, "algorithm=sac", "env.max_episode_steps=8", "rollout.num_envs=4", "rollout.num_chunks=10", "trainer.max_steps=4",
+    "evaluation.num_episodes=8", "evaluation.num_envs=8", "evaluation.probe=false", "algorithm.learning_starts=30",
+    "algorithm.batch_size=16", "algorithm.replay_capacity=100", "algorithm.actor.hidden_size=16", "algorithm.actor.name=residual",
 ]  # fmt: skip
 
 

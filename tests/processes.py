@@ -4,10 +4,14 @@ import os
 import signal
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+AGENTS = ("ray/dashboard/agent.py", "ray/_private/runtime_env/agent/main.py")
+"""Commands of Ray's own processes that watch a daemon."""
 
 
 def is_running(pid: int) -> bool:
@@ -28,6 +32,23 @@ def processes_of(mark: str) -> dict[int, str]:
         except OSError:
             continue
     return found
+
+
+def nothing_is_left(mark: str, seconds: float = 60) -> bool:
+    """Wait for the processes whose environment holds ``mark``; end Ray's two agents, which may take minutes to notice a loss.
+
+    Returns:
+        Whether all of them have ended.
+    """
+
+    def not_agents() -> list[int]:
+        return [pid for pid, command in processes_of(mark).items() if not any(agent in command for agent in AGENTS)]
+
+    if wait_until(lambda: not not_agents(), seconds):
+        for pid in processes_of(mark):
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+    return wait_until(lambda: not processes_of(mark), seconds=5)
 
 
 def engines_of(parent: int) -> list[int]:

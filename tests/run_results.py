@@ -18,6 +18,19 @@ from rlinf.preflight.validation import validate
 from rlinf.training import evaluator
 from rlinf.training.rl_trainer import RLTrainer
 
+REACH = ["model=mlp", "env=tabletop", "env.tasks=[reach]", "env.cameras=[]"]
+QUIET = [
+    "evaluation.num_videos_per_task=0",
+    "tracking.tensorboard=false",
+    "tracking.progress=false",
+    "cluster.num_threads=1",
+]
+SMALL_RUN = [
+    *REACH, "env.max_episode_steps=8", "rollout.num_envs=8", "rollout.num_chunks=8", "trainer.minibatch_size=32",
+    "model.micro_batch_size=32", "evaluation.num_episodes=8", "evaluation.num_envs=8", *QUIET,
+]  # fmt: skip
+"""A state policy that reaches for a block, in iterations of 64 policy calls."""
+
 
 def run_config(folder: Path, *overrides: str) -> RunConfig:
     """Return the configuration of a run that writes into ``folder``."""

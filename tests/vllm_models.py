@@ -1,5 +1,7 @@
 """Small models of the vLLM tests, and what they compute in torch."""
 
+import pickle
+
 import numpy as np
 import torch
 from transformers import Phi3Config, Phi3ForCausalLM
@@ -91,3 +93,17 @@ def check_rows(output, model, prompts, num_tokens, temperature=0.7):
             output["logprobs"][row, len(prompt) : length], torch.tensor(logprobs), atol=1e-4, rtol=0
         )
         assert not output["logprobs"][row, : len(prompt)].any() and not output["logprobs"][row, length:].any()
+
+
+def crossed(policy, monkeypatch):
+    """Bytes of the tensors, and of the messages, that go to the engine of a policy from now on."""
+    counts, send = {"tensors": 0, "messages": 0}, policy.engine.send
+
+    def counted(command, payload):
+        counts["messages"] += len(pickle.dumps((command, payload)))
+        entries = payload.manifest.values() if command == "load" else ()
+        counts["tensors"] += sum((entry.stop - entry.start) * entry.dtype.itemsize for entry in entries)
+        send(command, payload)
+
+    monkeypatch.setattr(policy.engine, "send", counted)
+    return counts

@@ -16,9 +16,8 @@ from rlinf.algorithms.losses import aggregate_logprobs, clipped_policy_loss, kl_
 from rlinf.distributed.process_group import sum_counts
 from rlinf.errors import ConfigError
 from rlinf.imports import import_string
-from rlinf.models import ClassAndConfig
 from rlinf.number_formats import format_count
-from rlinf.types import ActionEvaluation, LossOutput, RolloutBatch
+from rlinf.types import ActionEvaluation, ClassAndConfig, LossOutput, RolloutBatch
 
 
 @dataclass

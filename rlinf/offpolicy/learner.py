@@ -15,12 +15,12 @@ from rlinf.algorithms.offpolicy_config import OffPolicyConfig
 from rlinf.distributed.transfers import to_device
 from rlinf.errors import CheckpointError, NonFiniteError
 from rlinf.imports import import_string
-from rlinf.models import ClassAndConfig
 from rlinf.models.actors.base import Actor, Critics
 from rlinf.offpolicy.replay import Batch, offline_bytes, replay_bytes
 from rlinf.optim.master_adamw import MasterAdamW
 from rlinf.optim.train_step import TrainStep
 from rlinf.seeding import derive_seed
+from rlinf.types import ClassAndConfig
 
 AT_BOUND = 0.99
 """Magnitude above which an actor output is considered saturated."""

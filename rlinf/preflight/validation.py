@@ -20,7 +20,6 @@ from rlinf.envs import ENVS
 from rlinf.envs.config import ProcessEnvConfig
 from rlinf.errors import ConfigError, reject
 from rlinf.memory import main_memory_bytes
-from rlinf.models import ClassAndConfig
 from rlinf.models.building import check_features, entry_for
 from rlinf.options import fixed_by_settings, override_text
 from rlinf.preflight.compatibility import (
@@ -46,6 +45,7 @@ from rlinf.preflight.memory import policy_on_meta_device
 from rlinf.preflight.placement import check_evaluation_workers, check_placement, has_rollout_workers, ranks_by_ray
 from rlinf.preflight.saved import check_no_actor, check_start, check_unread_keys
 from rlinf.tracking.tracker import check_wandb
+from rlinf.types import ClassAndConfig
 
 COMMANDS = ("train", "sft", "evaluate", "serve", "collect", "diagnose")
 WITH_RANKS = ("train", "sft", "evaluate")

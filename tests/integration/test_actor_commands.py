@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from run_results import run_config
+from run_results import QUIET, run_config
 
 import rlinf
 from rlinf.cli import main
@@ -22,10 +22,8 @@ from rlinf.preflight.validation import validate
 from rlinf.types import Observation
 
 RUN = [
-    "env=tabletop", "env.tasks=[reach,reach_zone]", "env.max_episode_steps=8", "rollout.num_envs=4",
-    "rollout.num_chunks=10", "evaluation.num_episodes=12", "evaluation.num_envs=8", "evaluation.num_videos_per_task=0",
-    "evaluation.probe=false", "tracking.tensorboard=false", "tracking.progress=false", "cluster.num_threads=1",
-    "trainer.max_steps=3",
+    *QUIET, "env=tabletop", "env.tasks=[reach,reach_zone]", "env.max_episode_steps=8", "rollout.num_envs=4", "rollout.num_chunks=10",
+    "evaluation.num_episodes=12", "evaluation.num_envs=8", "evaluation.probe=false", "trainer.max_steps=3",
 ]  # fmt: skip
 HEAD = [
     "algorithm=sac",

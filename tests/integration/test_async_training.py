@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from run_results import check_staleness, note_trained, run_config, untimed_metrics, weights_of
+from run_results import QUIET, REACH, check_staleness, note_trained, run_config, untimed_metrics, weights_of
 
 import rlinf.rollout.process_collector as process_collector
 from rlinf.commands.train import build
@@ -17,11 +17,9 @@ from rlinf.errors import ParityError, RLinfError
 from rlinf.training.stop_signal import StopRequested
 
 SMALL = [
-    "model=mlp", "env=tabletop", "env.tasks=[reach]", "env.cameras=[]", "env.max_episode_steps=6", "rollout.num_envs=8",
-    "rollout.num_chunks=6", "rollout.group_size=2", "rollout.pipeline_stages=1", "trainer.minibatch_size=16", "trainer.max_steps=5",
-    "trainer.learning_rate=1e-3", "trainer.adam_eps=1e-3", "evaluation.num_episodes=2", "evaluation.num_envs=2",
-    "evaluation.num_videos_per_task=0", "evaluation.probe=false", "tracking.tensorboard=false", "tracking.progress=false",
-    "cluster.num_threads=1",
+    *REACH, *QUIET, "env.max_episode_steps=6", "rollout.num_envs=8", "rollout.num_chunks=6", "rollout.group_size=2",
+    "rollout.pipeline_stages=1", "trainer.minibatch_size=16", "trainer.max_steps=5", "trainer.learning_rate=1e-3",
+    "trainer.adam_eps=1e-3", "evaluation.num_episodes=2", "evaluation.num_envs=2", "evaluation.probe=false",
 ]  # fmt: skip
 PPO = ["algorithm.critic_warmup_steps=0"]
 GRPO = ["algorithm=grpo", "algorithm.max_resamples=2", "algorithm.kl_coef=0.01", "rollout.auto_reset=false"]

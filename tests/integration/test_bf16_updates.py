@@ -1,4 +1,4 @@
-"""100 small updates in bf16 move weights as float32 training does: every family, replicas and FSDP2 shards of two ranks.
+"""100 small updates in bf16 move weights as float32 training does: replicas of every family, and FSDP2 shards of two ranks.
 
 The gradients are given. Every unit of a model computes the sum of its weights times given numbers, so gathering, backward
 pass, reduction and optimiser are those of training, while the gradients are known exactly.
@@ -53,14 +53,8 @@ ACTION = {
     "cnn": ["model=cnn", "model.init_config.hidden_sizes=[16]", "model.init_config.feature_dim=16", "model.init_config.image_size=36"],
 }  # fmt: skip
 TOKENS = {"HuggingFacePolicy": None, "HuggingFacePolicy, LoRA": {"rank": 4}}
-SHARDED = [*(name for name in ACTION if name != "cnn"), *TOKENS]
-"""All but ``cnn``, which has no repeated blocks. ``mlp`` has no weights in 16 bits."""
-AT_BOTH = ("openvla_oft", "pi0")
-"""Shards of them are trained at both learning rates, those of others at the smaller one, whose steps are lost sooner."""
-
-
-def learning_rates_of(name: str, sharded: bool) -> Sequence[float]:
-    return LEARNING_RATES if name in AT_BOTH or not sharded else LEARNING_RATES[:1]
+SHARDED = {"openvla_oft": [5e-6], "pi0": [2e-5], "HuggingFacePolicy, LoRA": [5e-6]}
+"""Learning rates. The optimiser of shards knows no family: an action policy, one with frozen parts, and a token policy."""
 
 
 class Trained(NamedTuple):
@@ -152,7 +146,7 @@ def state_of(trained: Trained) -> dict[str, Tensor]:
 
 
 def measure(
-    name: str, folder: str, scratch: Path, sharded: bool, learning_rates: Sequence[float] | None = None
+    name: str, folder: str, scratch: Path, sharded: bool, learning_rates: Sequence[float] = LEARNING_RATES
 ) -> dict[float, tuple[float, float, bool]]:
     """Train at each learning rate.
 
@@ -161,7 +155,7 @@ def measure(
         those of another one that starts with its checkpoint, bit for bit.
     """
     found, shares = {}, None
-    for learning_rate in learning_rates or learning_rates_of(name, sharded):
+    for learning_rate in learning_rates:
         trained = build(name, folder, learning_rate, sharded)
         start = flat(trained)
         shares = gradients_of(len(start), world_size()) if shares is None else shares
@@ -228,7 +222,7 @@ def step_and_round(optimizer: MasterAdamW) -> None:
 def measure_on_ranks(argument: tuple[str, Path]) -> None:
     folder, scratch = argument
     torch.set_num_threads(1)
-    found = {name: measure(name, folder, scratch, sharded=True) for name in SHARDED}
+    found = {name: measure(name, folder, scratch, True, rates) for name, rates in SHARDED.items()}
     with mock.patch.object(MasterAdamW, "step", step_and_round):
         found[CONTROL] = measure("openvla_oft", folder, scratch / "control", sharded=True, learning_rates=[5e-6])
     torch.save(found, scratch / f"{rank()}.pt")
@@ -245,7 +239,7 @@ def shards(tmp_path_factory, token_model) -> list[dict]:
 @pytest.mark.parametrize("name", SHARDED)
 def test_shards_move_as_far_and_in_the_direction_of_float32(shards, name):
     for found in shards:
-        check(found[name], learning_rates_of(name, sharded=True))
+        check(found[name], SHARDED[name])
 
 
 def test_control_shards_in_16_bits_do_not(shards):

@@ -127,20 +127,6 @@ def test_a_copy_that_shares_memory_is_no_snapshot(trained, tiny_lm, tmp_path, mo
     assert not any(torch.equal(found[f"weight {name}"], expected[name]) for name in expected)
 
 
-@pytest.mark.parametrize("mode", ["sync", "async"])
-def test_two_and_two_steps_equal_four(tiny_lm, tmp_path, mode):
-    policy = HuggingFacePolicy(tiny_lm(), learning_rate=1e-2, device_map="cpu", torch_dtype="bfloat16")
-    train(policy, 0, 2)
-    manager = CheckpointManager(tmp_path, save_mode=mode)
-    manager.save("step_2", **state_of(policy, tiny_lm(), 2))
-    straight = train(policy, 2, 2)
-    manager.close()
-    resumed = HuggingFacePolicy(tiny_lm(), learning_rate=1e-2, device_map="cpu", torch_dtype="bfloat16")
-    found = manager.load(tmp_path / "checkpoints" / "step_2", model=resumed.model, optimizer=resumed._optimizer)
-    assert found == {"step": 2} and train(resumed, 2, 2) == straight
-    assert train(HuggingFacePolicy(tiny_lm(), device_map="cpu", torch_dtype="bfloat16"), 2, 2) != straight, "a control"
-
-
 def test_an_error_of_the_writing_is_raised_by_the_next_call(trained, tiny_lm, tmp_path, monkeypatch):
     manager = CheckpointManager(tmp_path, save_mode="async")
     with monkeypatch.context() as patch:

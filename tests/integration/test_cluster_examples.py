@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from run_results import SMALL_RUN
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "examples" / "cluster"
@@ -33,12 +34,7 @@ exit "$status"
 """
 
 
-SMALL = [
-    "model=mlp", "env=tabletop", "env.tasks=[reach]", "env.cameras=[]", "env.max_episode_steps=8", "rollout.num_envs=8",
-    "rollout.num_chunks=8", "trainer.minibatch_size=32", "model.micro_batch_size=32", "evaluation.num_episodes=8",
-    "evaluation.num_envs=8", "evaluation.num_videos_per_task=0", "tracking.tensorboard=false", "tracking.progress=false",
-    "cluster.num_threads=1",
-]  # fmt: skip
+SMALL = SMALL_RUN
 
 
 def free_port() -> int:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from run_results import differing_weights, give_success, run_config, untimed_metrics, weights_of
+from run_results import QUIET, REACH, differing_weights, give_success, run_config, untimed_metrics, weights_of
 
 from rlinf.algorithms.base import Algorithm
 from rlinf.commands.train import train
@@ -20,11 +20,10 @@ from rlinf.training.collapse import RolledBack
 RATE = 1e-3
 HALVED = (f"trainer.learning_rate={RATE / 2}", "trainer.value_learning_rate=5e-4")
 SMALL = [
-    "model=mlp", "env=tabletop", "env.tasks=[reach]", "env.cameras=[]", "env.max_episode_steps=4", "rollout.num_envs=8",
-    "rollout.num_chunks=4", "trainer.minibatch_size=16", "model.micro_batch_size=16", "trainer.max_steps=4", "trainer.eval_every=1",
-    f"trainer.learning_rate={RATE}", "trainer.max_keep=-1", "trainer.save_every=1", "evaluation.num_episodes=20",
-    "evaluation.num_envs=20", "evaluation.num_videos_per_task=0", "evaluation.probe=false", "tracking.tensorboard=false",
-    "tracking.progress=false", "cluster.num_threads=1", "algorithm.critic_warmup_steps=0",
+    *REACH, *QUIET, "env.max_episode_steps=4", "rollout.num_envs=8", "rollout.num_chunks=4", "trainer.minibatch_size=16",
+    "model.micro_batch_size=16", "trainer.max_steps=4", "trainer.eval_every=1", f"trainer.learning_rate={RATE}", "trainer.max_keep=-1",
+    "trainer.save_every=1", "evaluation.num_episodes=20", "evaluation.num_envs=20", "evaluation.probe=false",
+    "algorithm.critic_warmup_steps=0",
 ]  # fmt: skip
 
 

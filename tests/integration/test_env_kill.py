@@ -125,7 +125,7 @@ import os, sys, threading, time
 import numpy as np
 from walk_env import WalkConfig, WalkVectorEnv
 
-how, limit_s = sys.argv[2], 8.0 if sys.argv[2] == "grip" else 600.0
+how, limit_s = sys.argv[2], 4.0 if sys.argv[2] == "grip" else 600.0
 config = WalkConfig(num_processes=2, fault_file=sys.argv[1], step_timeout_s=limit_s, reset_timeout_s=limit_s)
 env = WalkVectorEnv(config, 4, False)
 env.reset()
@@ -135,35 +135,27 @@ if how in ("hang", "grip"):
     env.chunk_step(np.zeros((4, 1, 2)))
 elif how == "raise":
     raise RuntimeError("an error of the parent")
-elif how == "wait":
-    time.sleep(100)
 """
 
 
-@pytest.mark.parametrize(("how", "signal_sent", "to_group"), [
-    ("hang", signal.SIGKILL, False), ("grip", signal.SIGKILL, False), ("hang", signal.SIGINT, True),
-    ("wait", signal.SIGTERM, False), ("raise", None, False), ("end", None, False),
-])  # fmt: skip
-def test_no_process_outlives_its_parent(how, signal_sent, to_group, tmp_path):
-    """Killed, terminated, Ctrl-C (the signal goes to the whole group), an error, or an env that nobody closed; while the
-    workers wait, sleep in a step, or are stuck in C code that holds Python's lock."""
+@pytest.mark.parametrize("how", ["hang", "grip", "raise", "end"])
+def test_no_process_outlives_its_parent(how, tmp_path):
+    """Killed while the workers sleep in a step or are stuck in C code that holds Python's lock, an error, an env that nobody closed."""
     command = [sys.executable, "-c", SCRIPT, str(tmp_path / "fault"), how]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     process = subprocess.Popen(command, start_new_session=True, env=environment, **pipes)
     pids = [int(word) for word in process.stdout.readline().split()]
     assert len(pids) == 2
-    if signal_sent is not None:
+    if how in ("hang", "grip"):
         time.sleep(0.5)
         assert all(map(is_running, pids))
-        os.killpg(process.pid, signal_sent) if to_group else process.send_signal(signal_sent)
+        process.kill()
     messages = process.communicate(timeout=280)[1]
-    # Where C code holds Python's lock, the deadlines of 8 s have to pass first; the sleeps last for 1000 s.
+    # Where C code holds Python's lock, the deadlines of 4 s have to pass first; the sleeps last for 1000 s.
     deadline = time.monotonic() + 60.0
     while any(map(is_running, pids)) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert not any(map(is_running, pids))
     for word in ("leaked", "resource_tracker", "Exception ignored", "BrokenPipe"):
         assert word not in messages
-    if signal_sent == signal.SIGINT:
-        assert messages.count("Traceback") == messages.count("KeyboardInterrupt") == 1  # none of the workers

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 from offpolicy_runs import all_tensors
-from run_results import differing_weights, run_config, untimed_metrics
+from run_results import run_config
 
 import rlinf
 from rlinf.cli import main
@@ -62,18 +62,12 @@ gymnasium.register("Unbounded-v0", entry_point=Unbounded, max_episode_steps=6)
 
 
 @pytest.mark.parametrize(("algorithm", "words"), [("sac", STATE), ("td3", STATE), ("sac", IMAGES), ("td3", WITH_STATE)])
-def test_a_run_from_scratch_is_resumed_bit_for_bit_exported_and_evaluated(tmp_path, algorithm, words):
+def test_a_run_from_scratch_is_exported_and_evaluated(tmp_path, algorithm, words):
     words = [*words, *QUICK, f"algorithm={algorithm}", "trainer.save_every=2"]
     words += ["algorithm.target_policy=true"] if algorithm == "td3" else ["algorithm.entropy_in_target=true"]
     run = build(config_of(tmp_path / "whole", *words))
     run.execute()
-    train(config_of(tmp_path / "halves", *words, "trainer.max_steps=2"))
-    train(config_of(tmp_path / "halves", *words, f"resume={tmp_path / 'halves'}"))
-    whole, halves = (all_tensors(tmp_path / name / "checkpoints" / "rl_000004") for name in ("whole", "halves"))
-    assert (
-        not differing_weights(whole, halves)
-        and untimed_metrics(tmp_path / "whole")[-2] == untimed_metrics(tmp_path / "halves")[-2]
-    )
+    whole = all_tensors(tmp_path / "whole" / "checkpoints" / "rl_000004")
     policy, learner = run.rl.policy.eval(), run.rl.learner
     assert policy.actor.base_dim == 0 and run.rl.replay.base.numel() == 0 and learner.num_updates > 0
     encoder = [name for name in whole if name.startswith("actor.encoder")]
@@ -164,9 +158,9 @@ def test_known_transitions_are_kept_up_to_date_slot_by_slot():
 def test_sac_swings_up_the_pendulum(tmp_path):
     words = [
         "experiment=gymnasium_pendulum_sac",
-        "trainer.max_steps=6",
+        "trainer.max_steps=3",
         "trainer.eval_every=0",
-        "evaluation.num_episodes=50",
+        "evaluation.num_episodes=20",
         "seed=0",
     ]
     train(config_of(tmp_path, *words, "tracking.tensorboard=false", "cluster.num_threads=1"))

@@ -72,7 +72,7 @@ def fine(setting):
     rows.at_most("a number", 1.0, 1.0)
     return rows
 from gpu_check.rows import Rows
-ONE_GPU = {"G1": Check(missed, 1, 60), "G2": Check(crashed, 1, 60), "G3": Check(hung, 1, 3), "G4": Check(fine, 1, 60)}
+ONE_GPU = {"G1": Check(missed, 1, 60), "G2": Check(crashed, 1, 60), "G3": Check(hung, 1, 1), "G4": Check(fine, 1, 60)}
 """
 
 
@@ -86,11 +86,9 @@ def test_a_missed_threshold_and_a_crash_and_a_hang_fail_with_a_table(tmp_path):
     assert "planted" in done.stderr
     for row in (
         "| G1 | a number | 2 | at most 1 | **no** |", "| G2 | Crashes. | ended with status 1 | a result | **no** |",
-        "| G3 | Hangs. | took longer than 12 s | a result | **no** |", "| G4 | a number | 1 | at most 1 | yes |",
+        "| G3 | Hangs. | took longer than 4 s | a result | **no** |", "| G4 | a number | 1 | at most 1 | yes |",
     ):  # fmt: skip
         assert row in page.read_text()
-    alone = run(page, "--device", "cpu", "--tiny", "--only", "G4", scripts=tmp_path)
-    assert alone.returncode == 0, "a control: where everything holds, the status is 0"
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from run_results import QUIET
 
 from rlinf.commands.evaluate import evaluate
 from rlinf.commands.open_checkpoint import load_policy, read_config
@@ -18,11 +19,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
 from make_tiny_vlm import make_tiny_vlm
 
 SMALL = [
-    "env=tabletop", "env.tasks=[reach]", "env.state=none", "env.image_size=32", "env.max_episode_steps=4", "algorithm=ppo",
+    *QUIET, "env=tabletop", "env.tasks=[reach]", "env.state=none", "env.image_size=32", "env.max_episode_steps=4", "algorithm=ppo",
     "model.action_token_len=2", "rollout.num_envs=4", "rollout.num_chunks=4", "trainer.minibatch_size=8", "trainer.max_steps=1",
-    "algorithm.critic_warmup_steps=0", "sft.max_steps=2", "sft.batch_size=4", "sft.num_demonstrations=4",
-    "evaluation.num_episodes=4", "evaluation.num_envs=4", "evaluation.num_videos_per_task=0", "tracking.tensorboard=false",
-    "tracking.progress=false", "cluster.num_threads=1",
+    "algorithm.critic_warmup_steps=0", "sft.max_steps=2", "sft.batch_size=4", "sft.num_demonstrations=4", "evaluation.num_episodes=4",
+    "evaluation.num_envs=4",
 ]  # fmt: skip
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from run_results import run_config
+from run_results import QUIET, run_config
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from rlinf.commands.train import build
@@ -25,10 +25,9 @@ from rlinf.training.minibatches import MinibatchPlan
 from rlinf.types import ActionPrediction, Observation
 
 SMALL = [
-    "model=cnn", "env=tabletop", "env.tasks=[reach]", "env.max_episode_steps=8", "rollout.num_envs=8", "rollout.num_chunks=8",
+    *QUIET, "model=cnn", "env=tabletop", "env.tasks=[reach]", "env.max_episode_steps=8", "rollout.num_envs=8", "rollout.num_chunks=8",
     "trainer.minibatch_size=32", "model.micro_batch_size=16", "trainer.max_steps=2", "algorithm.critic_warmup_steps=0",
-    "evaluation.num_episodes=2", "evaluation.num_envs=2", "evaluation.num_videos_per_task=0", "evaluation.probe=false",
-    "tracking.tensorboard=false", "tracking.progress=false", "cluster.num_threads=1", "cluster.num_processes=2",
+    "evaluation.num_episodes=2", "evaluation.num_envs=2", "evaluation.probe=false", "cluster.num_processes=2",
 ]  # fmt: skip
 OF_WEIGHTS = (
     "torch/distributed/fsdp",

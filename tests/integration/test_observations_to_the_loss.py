@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from run_results import run_config
+from run_results import SMALL_RUN, run_config
 
 from rlinf.algorithms.ppo import PPO
 from rlinf.commands.train import build
@@ -12,12 +12,7 @@ from rlinf.models.embodiment.base import ActionModel
 from rlinf.models.embodiment.openvla.policy import OpenVLAForRLActionPrediction
 from rlinf.models.embodiment.openvla.processing import PrismaticImageProcessor
 
-SMALL = [
-    "model=mlp", "env=tabletop", "env.tasks=[reach]", "env.cameras=[]", "env.max_episode_steps=8",
-    "rollout.num_envs=8", "rollout.num_chunks=8", "trainer.minibatch_size=32", "model.micro_batch_size=32",
-    "trainer.max_steps=4", "evaluation.num_episodes=8", "evaluation.num_envs=8", "evaluation.num_videos_per_task=0",
-    "tracking.tensorboard=false", "tracking.progress=false", "cluster.num_threads=1", "algorithm.critic_warmup_steps=1",
-]  # fmt: skip
+SMALL = [*SMALL_RUN, "trainer.max_steps=4", "algorithm.critic_warmup_steps=1"]
 
 
 def config_of(folder: Path, *overrides: str) -> RunConfig:

@@ -9,7 +9,8 @@ import signal
 import pytest
 import torch
 from processes import engines_of, is_running, wait_until
-from run_results import run_config, untimed_metrics, weights_of
+from run_results import QUIET, run_config, untimed_metrics, weights_of
+from vllm_models import crossed
 
 from rlinf.cluster.rollout_worker import RolloutWorker
 from rlinf.cluster.rollout_workers import RolloutWorkers
@@ -26,12 +27,11 @@ pytestmark = [
     pytest.mark.new_processes,  # of engines
 ]
 SHORT = [
-    "experiment=quickstart_vllm", "sft.max_steps=0", "trainer.max_steps=2", "trainer.minibatch_size=24", "trainer.eval_every=0",
+    "experiment=quickstart_vllm", *QUIET, "sft.max_steps=0", "trainer.max_steps=2", "trainer.minibatch_size=24", "trainer.eval_every=0",
     "rollout.num_envs=8", "rollout.num_chunks=3", "env.max_episode_steps=3", "evaluation.num_episodes=2", "evaluation.num_envs=2",
-    "evaluation.num_videos_per_task=0", "evaluation.probe=false", "algorithm.tis_cap=2.0", "algorithm.critic_warmup_steps=0",
-    "cluster.num_threads=1", "tracking.tensorboard=false", "tracking.progress=false",
+    "evaluation.probe=false", "algorithm.tis_cap=2.0", "algorithm.critic_warmup_steps=0",
 ]  # fmt: skip
-SPLIT = ["cluster.start=ray", "cluster.placement=disaggregated", "cluster.num_rollout_workers=2"]
+SPLIT = ["cluster.start=ray", "cluster.placement=disaggregated", "cluster.num_rollout_workers=1"]
 
 
 def check_equal(folder, other):
@@ -40,7 +40,9 @@ def check_equal(folder, other):
     assert all(torch.equal(weights[name], others[name]) for name in weights | others)
 
 
-def test_a_run_with_engines_in_players_is_bit_for_bit_that_of_an_engine_in_a_rank(tmp_path, monkeypatch, caplog):
+def test_a_run_with_an_engine_in_a_rollout_worker_is_bit_for_bit_that_of_an_engine_in_a_rank(
+    tmp_path, monkeypatch, caplog
+):
     """Although an engine is killed in one iteration, and a rollout worker with a kill -9 in the next."""
     import ray
 
@@ -54,7 +56,7 @@ def test_a_run_with_engines_in_players_is_bit_for_bit_that_of_an_engine_in_a_ran
             if len(counts) == 1:
                 (engines["killed"],) = engines_of(pid)
                 os.kill(engines["killed"], signal.SIGKILL)
-            elif len(counts) == 4:
+            elif len(counts) == 2:
                 (engines["orphan"],) = engines_of(pid)
                 os.kill(pid, signal.SIGKILL)
         return made
@@ -63,15 +65,18 @@ def test_a_run_with_engines_in_players_is_bit_for_bit_that_of_an_engine_in_a_ran
     with monkeypatch.context() as patch:
         patch.setattr(RolloutWorkers, "_submit", disturbing)
         split = train(run_config(tmp_path / "split", *SHORT, *SPLIT))
-    assert counts == [0, 1, 0, 1], "the rollout worker is asked again without RolloutWorkers._submit"
+    assert counts == [0, 0], "the rollout worker is asked again without RolloutWorkers._submit"
     assert caplog.text.count("was lost: The actor died") == 1
     assert wait_until(lambda: not any(map(is_running, engines.values())), 60) and len(engines) == 2
-    colocated = train(run_config(tmp_path / "colocated", *SHORT))
+    colocated = train(run_config(tmp_path / "colocated", *SHORT, "rollout.pipeline_stages=1"))
     check_equal(split, colocated)
     gaps = [line["rollout/logprob_gap_max"] for line in untimed_metrics(split) if "rollout/logprob_gap_max" in line]
     assert len(gaps) == 2 and all(0 < gap <= 1e-4 for gap in gaps), "0 would mean that torch played"
     with pytest.raises(AssertionError):  # control: torch draws other actions
-        check_equal(train(run_config(tmp_path / "torch", *SHORT, "rollout.backend=torch")), colocated)
+        check_equal(
+            train(run_config(tmp_path / "torch", *SHORT, "rollout.pipeline_stages=1", "rollout.backend=torch")),
+            colocated,
+        )
 
 
 def push(worker, model, version, base=None, end=True):
@@ -82,12 +87,11 @@ def push(worker, model, version, base=None, end=True):
     return worker.commit() if end else None
 
 
-def test_an_engine_of_two_processes_plays_with_committed_weights_only_and_comes_back(tmp_path):
+def test_an_engine_of_two_processes_plays_with_committed_weights_only_and_comes_back(tmp_path, monkeypatch):
+    """Tensor parallelism: what is sent to the engine, and from it to its workers, does not grow with the model."""
     before = set(engines_of(os.getpid()))
     run = build(run_config(tmp_path, *SHORT, "rollout.backend=torch"))
-    config = run_config(
-        tmp_path, *SHORT, *SPLIT, "cluster.num_rollout_workers=1", "rollout.vllm.tensor_parallel_size=2"
-    )
+    config = run_config(tmp_path, *SHORT, *SPLIT, "rollout.vllm.tensor_parallel_size=2")
     model, trainer = run.parts.worker.model, run.parts.worker
     worker = RolloutWorker(config, PolicySkeleton.of(model), Placement.of(config), 0, 1)
 
@@ -117,7 +121,9 @@ def test_an_engine_of_two_processes_plays_with_committed_weights_only_and_comes_
         with pytest.raises(RLinfError, match="no complete weights"):
             play()
         assert worker.engine.engine.version == 1, "the engine takes a version as a whole"
+        counts = crossed(worker.engine, monkeypatch)
         assert worker.commit() == 2
+        assert counts["messages"] < 50_000 < counts["tensors"]
         newer, gap = play()
         assert 0 < gap <= 1e-4 and newer.policy_version.unique().tolist() == [2]
     finally:

@@ -9,13 +9,11 @@ import torch
 from rlinf.commands.train import train
 from rlinf.report.run_page import write_report
 from rlinf.training.rl_trainer import RLTrainer
-from tests.run_results import run_config, untimed_metrics, weights_of
+from tests.run_results import QUIET, REACH, run_config, untimed_metrics, weights_of
 
 SMALL = [
-    "model=mlp", "env=tabletop", "env.tasks=[reach]", "env.cameras=[]", "rollout.num_envs=8", "rollout.num_chunks=8",
-    "trainer.minibatch_size=32", "model.micro_batch_size=32", "trainer.max_steps=3", "evaluation.num_episodes=4",
-    "evaluation.num_envs=4", "evaluation.num_videos_per_task=0", "tracking.tensorboard=false", "tracking.progress=false",
-    "cluster.num_threads=1",
+    *REACH, *QUIET, "rollout.num_envs=8", "rollout.num_chunks=8", "trainer.minibatch_size=32", "model.micro_batch_size=32",
+    "trainer.max_steps=3", "evaluation.num_episodes=4", "evaluation.num_envs=4",
 ]  # fmt: skip
 CLONING = ["sft.max_steps=4", "sft.num_demonstrations=2", "sft.batch_size=8", "trainer.max_steps=0"]
 

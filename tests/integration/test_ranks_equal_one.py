@@ -2,17 +2,9 @@
 
 import pytest
 import torch
-from every_trainer import RECIPES, lines, start, tensors
+from every_trainer import RECIPES, VLA, lines, start, tensors
 from recipe_sums import add_tokenizer
 
-VLA = [
-    "model=openvla_tiny",
-    "env.cameras=[front]",
-    "rollout.num_envs=4",
-    "sft.num_demonstrations=4",
-    "sft.max_steps=1",
-    "sft.batch_size=15",
-]
 REPLACED = [
     "rollout=groups", "rollout.num_envs=16", "env.reward_mode=sparse", "model.val_micro_batch_size=4", "sft.max_steps=120",
     "sft.num_demonstrations=40", "sft.batch_size=32", "algorithm.max_resamples=2", "trainer.save_every=0",
@@ -21,7 +13,12 @@ REPLACED = [
 CASES = {
     "cloning, then ppo": ("ppo", 2, ["sft.max_steps=2", "sft.num_demonstrations=8", "sft.batch_size=15"]),
     "normalised ppo": ("normalised ppo", 2, ["algorithm.normalize_over=minibatch"]),
-    "a vla": ("ppo", 1, [*VLA, "algorithm.critic_warmup_steps=0"]),
+    "pi0": (
+        "ppo",
+        2,
+        ["model=pi0_tiny", "env.state=proprio", *VLA[1:], "sft.max_steps=0", "algorithm.critic_warmup_steps=0"],
+    ),
+    "a vla": ("ppo", 1, [*VLA, "sft.max_steps=1", "algorithm.critic_warmup_steps=0"]),
     "grpo with replaced groups": ("grpo", 1, REPLACED),
     "rloo": ("rloo", 2, []),
     "reinforce_pp": ("reinforce_pp", 2, []),

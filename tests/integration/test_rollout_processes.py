@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from run_results import run_config, untimed_metrics
+from run_results import QUIET, run_config, untimed_metrics
 
 from rlinf.commands.train import build, train
 from rlinf.errors import RankError
@@ -11,10 +11,9 @@ from rlinf.rollout.collector import RolloutCollector
 from rlinf.rollout.process_collector import ProcessCollector
 
 SHORT = [
-    "experiment=quickstart", "rollout.num_envs=8", "rollout.num_chunks=4", "trainer.minibatch_size=16", "model.micro_batch_size=16",
-    "trainer.max_steps=2", "trainer.eval_every=0", "trainer.adam_eps=1e-3", "sft.max_steps=0", "evaluation.num_episodes=2",
-    "evaluation.num_envs=2", "evaluation.num_videos_per_task=0", "tracking.tensorboard=false", "tracking.progress=false",
-    "cluster.num_threads=1",
+    "experiment=quickstart", *QUIET, "rollout.num_envs=8", "rollout.num_chunks=4", "trainer.minibatch_size=16",
+    "model.micro_batch_size=16", "trainer.max_steps=2", "trainer.eval_every=0", "trainer.adam_eps=1e-3", "sft.max_steps=0",
+    "evaluation.num_episodes=2", "evaluation.num_envs=2",
 ]  # fmt: skip
 
 

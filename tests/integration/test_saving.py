@@ -15,7 +15,7 @@ from types import SimpleNamespace
 
 import pytest
 from processes import status_of_child
-from run_results import give_success, run_config, untimed_metrics, weights_of
+from run_results import SMALL_RUN, give_success, run_config, untimed_metrics, weights_of
 
 from rlinf.commands.train import train
 from rlinf.config.schema import RunConfig
@@ -28,12 +28,7 @@ from rlinf.training.rl_trainer import RLTrainer
 from rlinf.training.state import LoopState
 from rlinf.training.stop_signal import StopSignal
 
-SMALL = [
-    "model=mlp", "env=tabletop", "env.tasks=[reach]", "env.cameras=[]", "env.max_episode_steps=8",
-    "rollout.num_envs=8", "rollout.num_chunks=8", "trainer.minibatch_size=32", "model.micro_batch_size=32",
-    "trainer.max_steps=4", "evaluation.num_episodes=8", "evaluation.num_envs=8", "evaluation.num_videos_per_task=0",
-    "tracking.tensorboard=false", "tracking.progress=false", "cluster.num_threads=1",
-]  # fmt: skip
+SMALL = [*SMALL_RUN, "trainer.max_steps=4"]
 SFT = ["sft.max_steps=3", "sft.num_demonstrations=8", "sft.batch_size=16"]
 
 

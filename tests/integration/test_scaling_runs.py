@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from run_results import metrics_of, run_config
+from run_results import QUIET, REACH, metrics_of, run_config
 
 from rlinf.commands.train import train
 
@@ -15,10 +15,8 @@ from scaling_model import measured
 
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "scaling_model.py"
 TINY = [
-    "model=mlp", "env=tabletop", "env.cameras=[]", "env.tasks=[reach]", "env.max_episode_steps=3", "rollout.num_chunks=3",
-    "trainer.minibatch_size=12", "model.micro_batch_size=12", "trainer.max_steps=2", "sft.max_steps=0", "evaluation.num_episodes=1",
-    "evaluation.num_envs=1", "evaluation.num_videos_per_task=0", "evaluation.probe=false", "tracking.tensorboard=false",
-    "tracking.progress=false", "cluster.num_threads=1",
+    *REACH, *QUIET, "env.max_episode_steps=3", "rollout.num_chunks=3", "trainer.minibatch_size=12", "model.micro_batch_size=12",
+    "trainer.max_steps=2", "sft.max_steps=0", "evaluation.num_episodes=1", "evaluation.num_envs=1", "evaluation.probe=false",
 ]  # fmt: skip
 
 

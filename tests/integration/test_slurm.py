@@ -12,17 +12,12 @@ from pathlib import Path
 import pytest
 import slurm_cluster
 from processes import processes_of
-from run_results import run_config, untimed_metrics
+from run_results import SMALL_RUN, run_config, untimed_metrics
 
 from rlinf.commands.train import train
 
 FOLDER = Path(__file__).parents[2] / "examples" / "cluster"
-SMALL = [
-    "model=mlp", "env=tabletop", "env.tasks=[reach]", "env.cameras=[]", "env.max_episode_steps=8",
-    "rollout.num_envs=8", "rollout.num_chunks=8", "trainer.minibatch_size=32", "model.micro_batch_size=32",
-    "evaluation.num_episodes=8", "evaluation.num_envs=8", "evaluation.num_videos_per_task=0",
-    "tracking.tensorboard=false", "tracking.progress=false", "cluster.num_threads=1", "cluster.device=cpu",
-]  # fmt: skip
+SMALL = [*SMALL_RUN, "cluster.device=cpu"]
 
 
 @pytest.fixture(scope="module")
@@ -68,7 +63,7 @@ def ranks_of(mark: str) -> dict[str, int]:
 
 def test_a_killed_rank_sends_the_job_back_into_the_queue_where_it_resumes(slurm, tmp_path):
     """Metrics and the number of starts of a job that lost a rank; they equal the metrics of an undisturbed run."""
-    words = [*SMALL, "trainer.max_steps=30", "trainer.save_every=1"]
+    words = [*SMALL, "trainer.max_steps=12", "trainer.save_every=1"]
     job = slurm.submit(FOLDER / "slurm_ranks.sh", *words, f"output_dir={tmp_path}/run", MARK=str(tmp_path))
     checkpoints = tmp_path / "run" / "checkpoints"
     slurm_cluster.until(lambda: any(checkpoints.glob("rl_*")), job.output, 200)
@@ -96,7 +91,7 @@ def test_ray_starts_on_the_nodes_of_a_job(slurm, tmp_path):
     pytest.importorskip("ray", reason="Ray is not installed: bash scripts/setup.sh --ray")
     words = [
         *SMALL,
-        "trainer.max_steps=2",
+        "trainer.max_steps=1",
         "cluster.num_processes=1",
         "cluster.num_rollout_workers=1",
         f"output_dir={tmp_path}/run",

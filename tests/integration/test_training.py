@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import signal
-import subprocess
-import sys
-import time
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-from run_results import run_config, untimed_metrics, weights_of
+from run_results import SMALL_RUN, run_config, untimed_metrics, weights_of
 
 from rlinf.checkpoints import folders as checkpoint_folders
 from rlinf.commands import train as run_module
@@ -29,12 +25,7 @@ from rlinf.preflight import conditions
 from rlinf.training import cloning_trainer, evaluator
 from rlinf.training.rl_trainer import RLTrainer
 
-SMALL = [
-    "model=mlp", "env=tabletop", "env.tasks=[reach]", "env.cameras=[]", "env.max_episode_steps=8",
-    "rollout.num_envs=8", "rollout.num_chunks=8", "trainer.minibatch_size=32", "model.micro_batch_size=32",
-    "trainer.max_steps=4", "evaluation.num_episodes=8", "evaluation.num_envs=8", "evaluation.num_videos_per_task=0",
-    "tracking.tensorboard=false", "tracking.progress=false", "cluster.num_threads=1", "algorithm.critic_warmup_steps=1",
-]  # fmt: skip
+SMALL = [*SMALL_RUN, "trainer.max_steps=4", "algorithm.critic_warmup_steps=1"]
 
 
 def config_of(folder: Path, *overrides: str) -> RunConfig:
@@ -280,38 +271,6 @@ def test_critic_warmup_moves_the_value_head_and_nothing_else(tmp_path):
         assert torch.equal(parameter, before[name]) == ("value_head" not in name), name
 
 
-@pytest.mark.parametrize(
-    ("number", "processes"),
-    [
-        (signal.SIGTERM, "cluster.num_processes=2"),
-        (signal.SIGINT, "cluster.num_processes=2"),  # which a terminal sends to all of them
-        (signal.SIGINT, "rollout.worker_processes=2"),
-    ],
-)
-def test_a_signal_saves_ends_and_leaves_no_process(tmp_path, number, processes):
-    overrides = [*SMALL, "trainer.max_steps=100000", f"output_dir={tmp_path}", processes]
-    command = [sys.executable, "-m", "rlinf", "train", *overrides]
-    process = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
-    )
-    metrics = tmp_path / "metrics.jsonl"
-    deadline = time.monotonic() + 280
-    while not (metrics.exists() and "train/loss" in metrics.read_text()):
-        if process.poll() is not None or time.monotonic() > deadline:
-            process.kill()
-            pytest.fail(process.communicate()[0])
-        time.sleep(0.2)
-    os.killpg(process.pid, number) if number == signal.SIGINT else process.send_signal(number)
-    output = process.communicate(timeout=280)[0]
-    assert process.returncode == 128 + number, output
-    assert "resume=" in output
-    assert list((tmp_path / "checkpoints").glob("rl_*/manifest.json"))
-    deadline = time.monotonic() + 120
-    while process_group_lives(process.pid):
-        assert time.monotonic() < deadline, "processes of the run are still alive"
-        time.sleep(0.1)
-
-
 def stop_in_evaluation(monkeypatch, number: int, within: bool = True) -> None:
     """Let SIGTERM come in the middle of the evaluation of this number, or when its result is there."""
     place, name = (evaluator, "evaluate_policy") if within else (evaluator.Evaluator, "run")
@@ -434,14 +393,6 @@ def test_a_rank_that_is_done_with_its_demonstrations_stops_with_one_that_heard_t
     with pytest.raises(SystemExit):
         train(config_of(tmp_path, "sft.max_steps=2"))
     assert "nothing had been trained yet" in capsys.readouterr().err
-
-
-def process_group_lives(group: int) -> bool:
-    try:
-        os.killpg(group, 0)
-    except ProcessLookupError:
-        return False
-    return True
 
 
 def test_a_state_policy_draws_pictures_for_videos_only(tmp_path, monkeypatch):

@@ -8,7 +8,7 @@ from unittest import mock
 
 import pytest
 import torch
-from run_results import gap, run_config
+from run_results import REACH, gap, run_config
 
 from rlinf.commands import train as train_module
 from rlinf.commands.train import build
@@ -21,9 +21,8 @@ from rlinf.errors import ConfigError, NonFiniteError
 from rlinf.models.embodiment.mlp_action_model import MLPForRLActionPrediction
 
 SMALL = [
-    "model=mlp", "env=tabletop", "env.tasks=[reach]", "env.cameras=[]", "env.max_episode_steps=6", "rollout.num_envs=8",
-    "rollout.num_chunks=6", "trainer.minibatch_size=16", "trainer.adam_eps=1e-3", "tracking.tensorboard=false",
-    "tracking.progress=false", "evaluation.probe=false", "cluster.num_threads=1",
+    *REACH, "env.max_episode_steps=6", "rollout.num_envs=8", "rollout.num_chunks=6", "trainer.minibatch_size=16",
+    "trainer.adam_eps=1e-3", "tracking.tensorboard=false", "tracking.progress=false", "evaluation.probe=false", "cluster.num_threads=1",
 ]  # fmt: skip
 GRPO = ["algorithm=grpo", "rollout.group_size=2", "rollout.auto_reset=false"]
 

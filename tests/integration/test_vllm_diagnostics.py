@@ -7,6 +7,7 @@ import importlib.util
 import numpy as np
 import pytest
 import torch
+from run_results import QUIET
 
 from rlinf.cli import main
 from rlinf.commands.train import train
@@ -118,9 +119,8 @@ def test_a_temperature_at_which_torch_plays_and_vllm_cannot_is_a_note(capsys, mo
 # -- the parity gate ---------------------------------------------------------------------------------------------
 
 TRAINING = [
-    "experiment=quickstart_vllm", "sft.max_steps=0", "trainer.max_steps=2", "trainer.minibatch_size=64", "trainer.eval_every=0",
-    "rollout.num_envs=8", "evaluation.num_episodes=4", "evaluation.num_videos_per_task=0", "algorithm.critic_warmup_steps=0",
-    "cluster.num_threads=1", "tracking.tensorboard=false", "tracking.progress=false",
+    "experiment=quickstart_vllm", *QUIET, "sft.max_steps=0", "trainer.max_steps=2", "trainer.minibatch_size=64", "trainer.eval_every=0",
+    "rollout.num_envs=8", "evaluation.num_episodes=4", "algorithm.critic_warmup_steps=0",
 ]  # fmt: skip
 
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from run_results import metrics_of, run_config
+from run_results import SMALL_RUN, metrics_of, run_config
 
 from rlinf.commands import train as run_module
 from rlinf.commands.train import _execute_rank, build, train
@@ -21,12 +21,7 @@ from rlinf.rollout.weight_push import WeightPush
 from rlinf.training import evaluator
 from rlinf.training.train_worker import TrainWorker
 
-SMALL = [
-    "model=mlp", "env=tabletop", "env.tasks=[reach]", "env.cameras=[]", "env.max_episode_steps=8",
-    "rollout.num_envs=8", "rollout.num_chunks=8", "trainer.minibatch_size=32", "model.micro_batch_size=32",
-    "trainer.max_steps=3", "evaluation.num_episodes=8", "evaluation.num_envs=8", "evaluation.num_videos_per_task=0",
-    "tracking.tensorboard=false", "tracking.progress=false", "cluster.num_threads=1", "algorithm.critic_warmup_steps=0",
-]  # fmt: skip
+SMALL = [*SMALL_RUN, "trainer.max_steps=3", "algorithm.critic_warmup_steps=0"]
 SHARDED = "trainer.sharding=fsdp2"
 WHOLE = ModuleReceiver._copy
 REPLICA = "differs from the trained policy after the weight push"

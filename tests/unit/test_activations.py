@@ -15,7 +15,7 @@ from rlinf.models import build_policy
 from rlinf.models.embodiment.modules.normalizer import unit_range_stats
 from rlinf.models.layers import find_layers, set_training_options
 from rlinf.preflight import activations
-from rlinf.preflight.activations import AsOnGpu, LinearFit, MetaBytes, attend, measure_passes
+from rlinf.preflight.activations import AsOnGpu, MetaBytes, attend, measure_passes
 from rlinf.preflight.activations import _measure as measured_rows
 from rlinf.preflight.gpu_memory import _observation as observation
 from rlinf.preflight.gpu_memory import measure
@@ -62,15 +62,6 @@ def test_a_pass_by_hand():
             assert memory.peak == 64 * (256 + 2 * 1024) * 4
         del output, x
     assert memory.now == 0
-
-
-def test_numbers_that_a_pass_reads_are_answered():
-    with MetaBytes(nn.Linear(1, 1, device="meta")):
-        x = torch.empty(3, 2, device="meta")
-        assert bool((x > 0).all()) and float(x.sum()) == 1.0
-        assert x.cpu().is_meta and x[x[:, 0] > 0].shape == (3, 2) and torch.nonzero(x > 0).shape == (6, 2)
-    with pytest.raises((RuntimeError, NotImplementedError)):
-        bool((torch.empty(3, device="meta") > 0).all())  # control: outside, they are not
 
 
 def test_a_loop_until_a_number_changes_ends(monkeypatch):
@@ -159,17 +150,6 @@ def test_recomputing_the_first_blocks_is_estimated_from_few_passes(family):
     assert peaks[-1] < 0.9 * peaks[0], "control: recomputing saves something"
 
 
-def test_only_the_first_blocks_are_recomputed():
-    model, _, _ = measure(config_of("experiment=quickstart"))
-    set_training_options(model, recomputed=2, compiled=False)
-    assert [block.forward.args[1] for block in find_layers(model)] == [True, True, False, False]
-
-
-def test_lines():
-    line = LinearFit.through(10.0 + 3.0 * activations.FEW, 10.0 + 3.0 * activations.MORE)
-    assert (line.fixed, line.row, line.at(7)) == (10.0, 3.0, 31)
-
-
 def test_a_phase_that_clones_and_one_that_proposes_are_counted():
     config = config_of("experiment=tabletop_openvla_oft_tiny")
     model, rl, _ = measure(config)
@@ -186,7 +166,7 @@ def test_sixteen_bits_by_autocast_keep_less():
     assert half.updates.at(64) < 0.9 * full.updates.at(64)
 
 
-@pytest.mark.parametrize("kind", [RuntimeError, AttributeError, ImportError, AssertionError, IndexError])
+@pytest.mark.parametrize("kind", [RuntimeError, AttributeError])
 def test_a_policy_whose_pass_is_unknown_is_told(monkeypatch, kind):
     config = config_of("experiment=quickstart")
 

@@ -8,7 +8,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-import yaml
 from rollout_batches import rollout_batch
 from run_results import differing_weights, metrics_of, untimed_metrics, weights_of
 
@@ -18,8 +17,6 @@ from rlinf.cli import main
 from rlinf.commands.train import build, train
 from rlinf.config.compose import compose_config
 from rlinf.config.schema import build_config
-from rlinf.errors import ConfigError
-from rlinf.options import public_fields
 from rlinf.preflight.derived import derive
 from rlinf.preflight.validation import validate
 from rlinf.tracking import METRICS
@@ -85,32 +82,6 @@ def test_the_command_of_the_page_trains_two_iterations(folder):
     assert all(line["train/baseline"] != 0 and line["train/grad_norm"] > 0 for line in steps)
     for name, parameter in run.parts.worker.model.named_parameters():
         assert torch.equal(parameter, before[name]) == ("value_head" in name), name
-
-
-def test_two_ranks_load_the_plugin_and_log_the_same_numbers(folder):
-    def baselines(name: str, *more: str) -> list[float]:
-        config = composed(folder, *more)
-        config.output_dir = str(folder / name)
-        train(config)
-        lines = [json.loads(line) for line in (folder / name / "metrics.jsonl").read_text().splitlines()]
-        return [line["train/baseline"] for line in lines if "train/baseline" in line]
-
-    one = baselines("one")
-    assert baselines("two", "cluster.num_processes=2") == pytest.approx(one, abs=1e-5)
-    assert len(one) == 2 and one[0] != one[1], "control: the number changes from one iteration to the next"
-
-
-def test_the_yaml_lists_every_field_with_its_default(folder, page):
-    section = yaml.safe_load(YAML)
-    assert list(section) == list(public_fields(page.MyReinforceConfig))
-    assert page.MyReinforceConfig(**section) == page.MyReinforceConfig()
-
-
-def test_its_options_are_checked_like_any_others(folder):
-    with pytest.raises(ConfigError, match="algorithm.baseline is 'median'"):
-        composed(folder, "algorithm.baseline=median")
-    with pytest.raises(ConfigError, match="no key 'gae_lambda'.*Remove algorithm.gae_lambda"):  # an option of PPO
-        composed(folder, "algorithm.gae_lambda=0.9")
 
 
 SEARCHES = (

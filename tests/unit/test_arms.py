@@ -5,11 +5,9 @@ import importlib.util
 import numpy as np
 import pytest
 
-from rlinf.envs import make_env
 from rlinf.envs.pusht.env import PushTConfig, PushTSimulator
 from rlinf.envs.so101 import env as so101
 from rlinf.envs.so101.env import clustered, lighten
-from rlinf.errors import ConfigError, MissingDependencyError
 from rlinf.seeding import derive_seed
 from rlinf.types import EpisodeSpec
 
@@ -74,34 +72,6 @@ def test_a_step_pulls_the_disc_relative_to_where_it_is():
     x, y = simulator.poses()["disc"][:2]
     assert (x, y) == pytest.approx(tuple(by_target.poses()["disc"][:2]), abs=1e-3)
     assert 20 < x - start[0] < 150 and y == pytest.approx(start[1])
-
-
-def test_a_missing_package_names_its_installation(monkeypatch):
-    monkeypatch.setattr("importlib.util.find_spec", lambda *_: None)
-    with pytest.raises(MissingDependencyError, match=r"'gym-pusht' is missing.*setup.sh --arms"):
-        make_env(PushTConfig(), 1, auto_reset=False)
-    old, new = (
-        "needs Python 3.12 or 3.13, and this.*PYTHON=python3.12 .*setup.sh --arms",
-        "needs it. Type `bash scripts/setup.sh --arms",
-    )
-    for version, words in {(3, 11): old, (3, 12): new}.items():
-        monkeypatch.setattr("sys.version_info", version)
-        with pytest.raises(MissingDependencyError, match=f"'so101-nexus' is missing.*{words}"):
-            make_env(so101.SO101Config(), 1, auto_reset=False)
-
-
-@pytest.mark.parametrize(
-    ("settings", "words"),
-    [
-        ({"colours": ["red", "pink"]}, r"red,pink.*Set env.colours=\[red\]"),
-        ({"colours": []}, "one or more"),
-        ({"num_distractors": 1}, r"num_distractors=1 with 1 colours.*Set env.colours=\[red,orange\]"),
-        ({"tasks": ["PickLif"]}, "Did you mean 'PickLift'"),
-    ],
-)
-def test_cubes_that_cannot_be_are_refused(settings, words):
-    with pytest.raises(ConfigError, match=words):
-        so101.SO101VectorEnv.check_names(so101.SO101Config(**settings))
 
 
 def test_units_go_there_and_back():

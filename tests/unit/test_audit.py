@@ -93,43 +93,6 @@ def test_one_motion_that_fits_all_episodes_is_no_fault_of_an_honest_policy(same_
     assert "one motion fits all episodes" in audit.verdicts[-2].reason
 
 
-def test_the_headline_tells_what_breaks_an_honest_policy(table, sees):
-    """30 % more light stops it: no fault, and yet the first thing to know."""
-    honest, usual = Honest(sees), table.reset()[0].images["front"].mean()
-
-    class Dazzled:
-        def act(self, observation):
-            dazzled = observation.images["front"].mean((1, 2, 3)) > 1.2 * usual
-            actions = np.asarray(honest.act(observation))
-            actions[dazzled] = 0.0
-            return actions
-
-    audit = audited(Dazzled(), table)
-    assert audit.faults == [] and "Breaks when: camera front 30% brighter (-100.0 points)." in audit.summary()
-    assert "Cheats: nothing found." in audit.summary() and audit.as_dict()["summary"] in audit.table()
-
-
-def test_the_headline_tells_what_is_done_in_part_only():
-    """And each yes its fraction, by hand-made rows: another sentence costs half of the success, another image all of it."""
-    clean, nothing = Success(96, 100), Success(0, 100)
-    half, all_of_it = Pairs(48, 48, 0, 4), Pairs(0, 96, 0, 4)
-    none = ConditionRow("", "", note="not possible")
-    keys = "frozen other_state black seen other_actions pushed_replay".split()
-    rows = {"clean": ConditionRow("clean", "", clean)} | dict.fromkeys(
-        ("idle", "random"), ConditionRow("", "", nothing)
-    )
-    rows |= dict.fromkeys(keys, none) | {"swapped": ConditionRow("", "", Success(48, 100), half)}
-    rows["other_images"] = ConditionRow("", "", nothing, all_of_it)
-    found = verdicts(rows, 0, {"baseline": Pairs(0, 0, 96, 4)})
-    assert [(one.shown, one.is_partial) for one in found[2:4]] == [("yes (50%)", True), ("yes (100%)", False)]
-    audit = Audit(list(rows.values()), found, 100)
-    partly = "Cheats: nothing found. Breaks when: nothing found. Partly: Does it read the instruction? yes (50%)."
-    assert audit.summary().startswith(partly)
-    assert (
-        "Does it read the instruction? YES (50%): a different instruction: -48.0 points of 96.0" in audit.conclusions()
-    )
-
-
 def test_a_policy_that_ignores_the_instruction_is_found(full_state, sees):
     audit = audited(Deaf(sees), full_state)
     assert [one.question for one in audit.faults] == ["Does it read the instruction?"]

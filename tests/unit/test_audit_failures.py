@@ -10,7 +10,7 @@ import pytest
 from rlinf.audits.auditor import Auditor
 from rlinf.audits.checkpoint import AuditCheckpoint
 from rlinf.audits.disturbed_env import EpisodeRecord
-from rlinf.audits.verdicts import NO, UNKNOWN, YES, ConditionRow, success_label_verdict, verdicts
+from rlinf.audits.verdicts import NO, UNKNOWN, YES, ConditionRow, success_label_verdict
 from rlinf.envs import make_env
 from rlinf.envs.tabletop.config import TabletopConfig
 from rlinf.errors import (
@@ -21,7 +21,6 @@ from rlinf.errors import (
     RejectedRequestError,
     SimulatorError,
 )
-from rlinf.evaluation.compare import Pairs
 from rlinf.evaluation.evaluator import evaluate_policy
 from rlinf.evaluation.intervals import wilson_interval
 from rlinf.evaluation.result import EvaluationResult, Success
@@ -96,44 +95,6 @@ def test_a_policy_that_refuses_everything_from_then_on_ends_the_audit(table):
 
     with pytest.raises(RejectedRequestError, match="out of memory"):
         audited(Fails(IsGone(), RejectedRequestError("out of memory")), table)
-
-
-def test_questions_whose_conditions_were_refused_inconclusive():
-    """By hand-made rows of a policy that succeeds in 90 of 100 episodes, and in 5 by the actions of others."""
-    clean, none = ConditionRow("clean", "", Success(90, 100)), ConditionRow("", "", note="rejected")
-    costs, nothing = Pairs(5, 85, 0, 10), Pairs(90, 0, 0, 10)
-    changed = {key: ConditionRow(key, key, pairs.b, pairs) for key, pairs in (
-        ("swapped", costs), ("other_images", costs), ("other_state", costs), ("frozen", costs), ("other_actions", costs),
-        ("pushed_replay", costs), ("paraphrased", nothing), ("idle", costs), ("random", costs),
-    )}  # fmt: skip
-    rows = {"clean": clean, "seen": ConditionRow("seen", "", Success(90, 100)), **changed}
-    matched = {"baseline": Pairs(5, 0, 85, 10), "pushed": Pairs(5, 0, 85, 10)}
-
-    def answers(**rejected: ConditionRow) -> list[str]:
-        return [f"{one.outcome}: {one.reason}" for one in verdicts(rows | rejected, 0, matched)[5:]]
-
-    reacts, remembers, breaks = answers()
-    assert reacts.startswith(YES) and remembers.startswith(NO) and breaks.startswith(NO), "a control"
-    reacts, remembers, breaks = answers(frozen=none, seen=none, paraphrased=none)
-    assert reacts == f"{UNKNOWN}: rejected" and remembers.startswith(f"{UNKNOWN}: rejected")
-    assert breaks == f"{UNKNOWN}: none of them was possible"
-
-
-def test_an_audit_tells_whether_the_seen_success_is_true():
-    """Where planted errors decide: an idle policy succeeds in all episodes that have one, and truly in none."""
-
-    class Idle:
-        def act(self, seen):
-            return np.zeros((len(seen), 2), dtype=np.float32)
-
-    for rate, answer in ((1.0, NO), (1e-9, UNKNOWN)):  # nothing is seen, so nothing is to be true
-        env = NoisyTabletopEnv(NoisyTabletopConfig(**vars(CONFIG), success_label_noise=rate), 6, auto_reset=False)
-        audit, rows = audited(Idle(), env)
-        env.close()
-        assert rows["clean"].success.successes == 6 * (rate == 1.0)
-        verdict = audit.verdicts[-1]
-        assert (verdict.outcome, verdict.is_fault, len(audit.verdicts)) == (answer, answer == NO, 9)
-    assert "Are the detected successes true?" not in audit.summary()
 
 
 def test_planted_false_successes_have_the_given_rate_and_are_a_function_of_the_episode():

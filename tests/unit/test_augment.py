@@ -74,13 +74,6 @@ def test_a_crop_is_that_of_torch(area, top, left):
     assert gap(augment_image(source, only(crop_area=area), drawn(top=1 - top, left=left)), expected) > 5 or top == 0.5
 
 
-def test_a_crop_at_the_corner_begins_with_the_first_pixel_and_one_at_the_end_ends_with_the_last():
-    source = image()
-    first = augment_image(source, only(crop_area=0.5), drawn(top=0.0, left=0.0))
-    last = augment_image(source, only(crop_area=0.5), drawn(top=1.0, left=1.0))
-    assert np.array_equal(first[0, 0], source[0, 0]) and np.array_equal(last[-1, -1], source[-1, -1])
-
-
 @pytest.mark.parametrize("uniform", [0.0, 0.3, 0.999])
 def test_brightness_adds_a_share_of_the_range(uniform):
     source = image()
@@ -205,21 +198,3 @@ def test_the_crop_is_the_part_that_the_policy_sees_in_an_evaluation(model, area,
             match="a policy that crops .* expected the same area, or no crop.*init_config.center_crop=true sft.augment",
         ):
             validate(config, "sft")
-
-
-@pytest.mark.parametrize("area", ["0.9", "0.8"])
-def test_a_policy_that_declares_no_crop_takes_any(area):
-    validate(
-        build_config(compose_config(["env=tabletop", "model=cnn", "sft.max_steps=1", f"sft.augment.crop_area={area}"])),
-        "sft",
-    )
-
-
-@pytest.mark.parametrize(
-    ("override", "expected"),
-    [("crop_area=1.1", "at least 0.1 and at most 1"), ("crop_area=0", "at least 0.1"), ("hue=0.6", "at most 0.5"),
-     ("brightness=-0.1", "at least 0"), ("huge=0.1", "Did you mean 'hue'")],
-)  # fmt: skip
-def test_bounds(override, expected):
-    with pytest.raises(ConfigError, match=expected):
-        build_config(compose_config(["env=tabletop", "model=openvla_tiny", f"sft.augment.{override}"]))

@@ -216,17 +216,6 @@ def test_each_frame_is_learned_with_its_own_instruction(data, monkeypatch):
         )
 
 
-def test_two_datasets_are_joined_as_different_episodes():
-    one, other = (
-        LabelledFrames(
-            np.full((2, 4, 4, 3), value, np.uint8), np.zeros(2, int), np.array([True, False]), np.array([0, 1])
-        )
-        for value in (1, 2)
-    )
-    found = one.concatenate(other)
-    assert found.episodes.tolist() == [0, 1, 2, 3] and found.images[:, 0, 0, 0].tolist() == [1, 1, 2, 2]
-
-
 def test_pictures_are_mirrored_only_if_asked():
     ramp = np.broadcast_to(np.arange(64, dtype=np.uint8)[None, None, :, None] * 4, (16, 64, 64, 3))
     for mirror, ways in ((False, {1}), (True, {1, -1})):
@@ -385,14 +374,6 @@ def test_an_env_that_shows_other_pictures_is_refused(trained, settings, word):
         LampEnv.check_names(EnvConfig(**{"image_size": SIDE, "success_classifier": trained} | settings))
     with pytest.raises(ConfigError, match="not a classifier"):
         LampEnv.check_names(EnvConfig(success_classifier="nowhere"))
-
-
-def test_the_folder_of_an_earlier_version_is_refused(trained, tmp_path):
-    about = json.loads((command.Path(trained) / "classifier.json").read_text())
-    del about["networks"]
-    (tmp_path / "classifier.json").write_text(json.dumps(about))
-    with pytest.raises(ConfigError, match="earlier version"):
-        LampEnv.check_names(EnvConfig(success_classifier=str(tmp_path)))
 
 
 def test_more_episodes_are_learned_from_too(data, tmp_path):

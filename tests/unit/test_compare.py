@@ -1,4 +1,4 @@
-"""Paired comparison: test and interval by published numbers and enumeration; what cannot be compared is rejected."""
+"""Paired comparison of successes and of returns, against published numbers and enumeration; what cannot be compared is rejected."""
 
 import itertools
 import json
@@ -7,15 +7,17 @@ import re
 from dataclasses import replace
 from fractions import Fraction
 
+import numpy as np
 import pytest
 
-from rlinf.cli import main
 from rlinf.errors import CheckpointError, ConfigError, ManifestMismatchError
-from rlinf.evaluation.compare import Pairs, compare, mcnemar_exact
-from rlinf.evaluation.intervals import paired_difference_interval, wilson_interval
+from rlinf.evaluation.compare import Pairs, ReturnPairs, compare, mcnemar_exact
+from rlinf.evaluation.intervals import bootstrap_interval, mean_interval, paired_difference_interval
 from rlinf.evaluation.result import EvaluationResult
 from rlinf.manifest import Manifest
 from rlinf.report.compare_folders import compare_folders
+from rlinf.report.run_data import read_run
+from rlinf.report.run_page import write_report
 from rlinf.types import EpisodeResult, EpisodeSpec
 
 TASKS = ("reach", "push")
@@ -73,19 +75,6 @@ def test_mcnemar_equals_the_enumeration_of_all_outcomes():
         assert mcnemar_exact(only_a, only_b) == Fraction(extreme, 2**count)
 
 
-def test_a_p_value_below_all_floats_is_not_said_to_be_zero():
-    assert mcnemar_exact(0, 1200) == 0.0, "2 / 2^1200"
-    found = compare(result_of([False] * 1200), result_of([True] * 1200))
-    assert "p < 2e-308" in found.verdict() and found.table().count("< 2e-308") == 3, "the total, and both sentences"
-    assert "p = 0.625" in compare(result_of(A), result_of(B)).verdict()
-
-
-def test_mcnemar_of_many_pairs_is_close_to_the_normal_distribution():
-    only_a, only_b = 4800, 5200
-    normal = math.erfc((only_b - only_a - 1) / math.sqrt(2 * (only_a + only_b)))
-    assert mcnemar_exact(only_a, only_b) == pytest.approx(normal, rel=5e-3)
-
-
 @pytest.mark.parametrize(
     ("cells", "low", "high"),
     # Bentur et al. 2009 as in Fagerland, Lydersen and Laake 2014, and Newcombe's own example.
@@ -109,18 +98,6 @@ def test_interval_of_the_paired_difference_covers_the_truth_in_about_95_percent_
         covered += probability * (low <= shares[1] - shares[2] <= high)
         total += probability
     assert total == pytest.approx(1.0) and 0.93 <= covered <= 0.99
-
-
-def test_interval_of_the_paired_difference_is_antisymmetric_and_narrower_for_policies_that_agree():
-    low, high = paired_difference_interval(50, 10, 4, 36)
-    assert paired_difference_interval(50, 4, 10, 36) == pytest.approx((-high, -low))
-    apart = paired_difference_interval(20, 40, 34, 6)  # the same two rates, on other episodes
-    assert apart[1] - apart[0] > 1.5 * (high - low)
-    assert paired_difference_interval(0, 0, 0, 0) == (-1.0, 1.0)
-    assert paired_difference_interval(0, 9, 0, 0)[1] == 1.0
-    wilson = [wilson_interval(count, 100) for count in (60, 54)]
-    unpaired = math.hypot(0.6 - wilson[0][0], wilson[1][1] - 0.54)
-    assert low > 0.06 - unpaired, "pairing must help"
 
 
 def test_pairs_are_counted_by_task_and_in_all():
@@ -229,15 +206,60 @@ def test_a_run_is_compared_by_the_evaluation_with_which_it_ended(tmp_path):
     assert (found.a, found.b) == (str(tmp_path / "cloned/eval/after_sft"), str(tmp_path / "second/eval/after_rl"))
 
 
-def test_command_prints_the_table(tmp_path, capsys):
-    a = written(tmp_path / "seed=0", result_of(A), manifest())
-    b = written(tmp_path / "seed=1", result_of(B), manifest(renderer="osmesa"))
-    assert main(["evaluate", "--compare", str(a), str(b)]) == 2
-    assert "renderer" in capsys.readouterr().err
-    assert main(["evaluate", "--compare", str(a), str(b), "evaluation.allow_mismatch=[renderer]"]) == 0
-    text = capsys.readouterr().out
-    assert re.search(r"^total +4/8 +6/8 +\+25\.0 +1 +3 +0\.625$", text, re.MULTILINE)
-    assert "b - a = +25.0 percentage points, 95 % interval" in text and str(b / "compare.json") in text
-    for words in (["--compare", str(a)], ["--compare", str(a), str(b), "seed=3"]):
-        assert main(["evaluate", *words]) == 2
-        assert "expected two folders of evaluations" in capsys.readouterr().err
+def returns_of(returns, reports_success=False) -> EvaluationResult:
+    rows = [
+        EpisodeResult(EpisodeSpec("x", 0, i, 0), f"task {i % 2}", False, value, 4) for i, value in enumerate(returns)
+    ]
+    return EvaluationResult(rows, reports_success=reports_success)
+
+
+RETURNS_A = [-900.0, -100.0, -500.0, -300.0, -700.0, -200.0]
+RETURNS_B = [-890.0, -80.0, -500.0, -260.0, -705.0, -145.0]
+"""Differences: 10, 20, 0, 40, -5, 55, of which the mean is 20; four of five that differ are higher in B."""
+
+
+@pytest.mark.parametrize("values", [(0.0, 1.0), (3.0, -1.0, 8.0), (10.0, 20.0, 0.0, 40.0, -5.0)])
+def test_the_bootstrap_equals_the_enumeration_of_all_samples(values):
+    means = sorted(sum(sample) / len(values) for sample in itertools.product(values, repeat=len(values)))
+    assert bootstrap_interval(values) == pytest.approx(
+        np.quantile(means, (0.025, 0.975), method="inverted_cdf"), abs=0.03 * (max(values) - min(values))
+    )
+    assert bootstrap_interval(values) == bootstrap_interval(values), "the same at each call"
+    assert bootstrap_interval(values[:1]) == (-np.inf, np.inf)
+
+
+def test_returns_are_paired_by_episode_and_counted_by_hand():
+    shuffled = returns_of(RETURNS_B)
+    shuffled.results.reverse()
+    found = compare(returns_of(RETURNS_A), shuffled).return_total
+    assert sorted(found.differences) == [-5.0, 0.0, 10.0, 20.0, 40.0, 55.0] and found.difference == 20.0
+    assert (found.higher_a, found.higher_b) == (1, 4)
+    assert found.p_value == pytest.approx(2 * (1 + 5) / 2**5), (
+        "of 5 coins at most one falls the other way; the tie is out"
+    )
+    assert ReturnPairs((1.0,) * 10, (2.0,) * 10).p_value == 2 / 2**10 and ReturnPairs((1.0,), (1.0,)).p_value == 1.0
+    low, high = found.interval
+    assert 0 < low < 20 < high
+    (_, *of_a), (_, *of_b) = mean_interval(RETURNS_A), mean_interval(RETURNS_B)
+    assert of_a[1] - of_b[0] > 10 * (high - low), "control: the intervals of each alone overlap widely"
+    other = compare(returns_of(RETURNS_A), returns_of(RETURNS_B[::-1])).return_total
+    assert other.interval[0] < 0 < other.interval[1], "control: other pairs tell nothing"
+
+
+def test_a_task_without_success_is_compared_by_returns_alone(tmp_path):
+    found = compare(returns_of(RETURNS_A), returns_of(RETURNS_B))
+    table, data = found.table(), found.as_dict()
+    assert "0/6" not in table and "percentage points" not in table and "McNemar" not in table
+    assert "return b - a = +20 (95 %" in table and "higher in b in 4 and in a in 1 of 6 episodes, p = 0.375" in table
+    assert data["total"] is None and data["per_task"] == {} and json.loads(json.dumps(data)) == data
+    assert data["returns"]["per_task"]["task 0"]["difference"] == pytest.approx(5 / 3)  # 10, 0, -5
+    told = compare(returns_of(RETURNS_A, True), returns_of(RETURNS_B, True))
+    assert "0/6" in told.table() and "return b - a = +20" in told.table(), "control: a rate of 0 that was told"
+    assert told.as_dict()["total"]["episodes"] == 6
+    for tag, result in (("before_rl", returns_of(RETURNS_A)), ("after_rl", returns_of(RETURNS_B))):
+        result.to_json(tmp_path / "eval" / tag / "result.json")
+    page = write_report(tmp_path).read_text()
+    assert read_run(tmp_path).gain["returns"]["total"]["higher_b"] == 4
+    assert "4 had a higher return after RL and 1 before: p = 0.375 (sign test)" in page and "0.0%" not in page
+    alone = compare(returns_of(RETURNS_A[:1]), returns_of(RETURNS_B[:1]))
+    assert alone.as_dict()["returns"]["total"]["interval"] is None and "inf" not in alone.table()

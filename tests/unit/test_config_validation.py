@@ -67,9 +67,6 @@ CASES = {
     "recomputing a policy without blocks": (["model=mlp", "model.gradient_checkpointing=true"], "has no layers"),
     "a profiled step too many": (["trainer.max_steps=3", "trainer.profile_steps=[1,3]"], "profile_steps=[1,3] with trainer.max_steps=3"),
     "a profile that ends before it starts": (["trainer.profile_steps=[5,3]"], "profile_steps=[5,3]"),
-    "a profile without an end": (["trainer.profile_steps=[2]"], "profile_steps=[2]"),
-    "a profile before the first step": (["trainer.profile_steps=[-1,2]"], "profile_steps=[-1,2]"),
-    "a profile of cloning": (["trainer.max_steps=0", "sft.max_steps=2", "trainer.profile_steps=[0,2]"], "sft.max_steps=2"),
     "envs into groups": (["algorithm=grpo", "rollout.num_envs=60"], "rollout.group_size=8"),
     "samples into minibatches": (["rollout.num_envs=6", "rollout.num_chunks=16", "trainer.minibatch_size=64"], "96 samples"),
     "minibatch over ranks": (["trainer.minibatch_size=1", "cluster.num_processes=2"], "trainer.minibatch_size=1"),
@@ -80,14 +77,11 @@ CASES = {
         ["rollout.worker_processes=2", "rollout.backend=vllm", "model.init_config.action_decoding=autoregressive"], "in an engine"),
     "episodes that continue without their simulators": (
         ["rollout.continue_episodes=true", "rollout.offload_envs=true"], "rollout.offload_envs=true"),
-    "whole episodes that continue": (
-        ["rollout.auto_reset=false", "rollout.continue_episodes=true"], "rollout.auto_reset=false"),
     "groups over processes": (["algorithm=grpo", "rollout.worker_processes=5"], "8 groups per rank"),
     "threads that play ahead": (["cluster.max_staleness=1", "algorithm.tis_cap=2.0"], "rollouts in the training ranks"),
     "older weights without a correction": (["cluster.max_staleness=1", "rollout.worker_processes=1"], "algorithm.tis_cap=null"),
     "grpo without groups": (["algorithm=grpo", "rollout=default"], "rollout.group_size=1"),
     "grpo with auto-reset": (["algorithm=grpo", "rollout.auto_reset=true"], "rollout.auto_reset=true"),
-    "rloo without groups": (["algorithm=rloo", "rollout=episodes"], "rollout.group_size=1"),
     "parts of episodes": (["algorithm=reinforce_pp", "rollout=default"], "rollout.auto_reset=true"),
     "ppo without values": (["model.value_head=false"], "model.value_head=false"),
     "action advantages, chunk ratio": (["algorithm.advantage_level=action", "algorithm.logprob_level=chunk"], "logprob_level=chunk"),
@@ -97,13 +91,9 @@ CASES = {
     "rollout ends inside the longest task": (
         ["algorithm=grpo", "env.tasks=[reach,push]", "rollout.num_chunks=16"], "16 env steps per iteration"),
     "unknown task": (["env.tasks=[reach,psuh]"], "'psuh'"),
-    "two unknown tasks": (["env.tasks=[raech,psuh,reach-v3]"], "'raech'"),
-    "no task": (["env.tasks=[]"], "env.tasks is []"),
-    "task twice": (["env.tasks=[reach,reach]"], "repeats a task"),
     "unknown model": (["model.model_type=opnvla"], "'opnvla'"),
     "unknown precision": (["model.precision=fp8"], "'fp8'"),
     "precision without autocast": (["model.precision=fp16-mixed"], "'fp16-mixed'"),
-    "precision spelled otherwise": (["model.precision=BF16-mixed"], "'BF16-mixed'"),
     "float16 in training": (["model.precision=fp16"], "model.precision=fp16"),
     "a camera too many": (["env.cameras=[front,side]"], "env.cameras lists 2"),
     "no camera": (["env.cameras=[]"], "env.cameras lists 0"),
@@ -157,46 +147,19 @@ def test_contradiction_is_refused_and_the_suggested_override_mends_it(name, tmp_
         validate(build(*overrides, *words))
 
 
+def test_a_model_of_images_that_sees_none_is_refused():
+    with pytest.raises(
+        ConfigError, match="num_images_in_input=0; expected 1 or more.*model.init_config.num_images_in_input=1"
+    ):
+        validate(build("env.state=proprio", "model.init_config.num_images_in_input=0"))
+
+
 def test_a_state_width_that_is_typed_must_be_the_envs():
     words = ["model=mlp", "env.state=proprio"]
     with pytest.raises(ConfigError, match=r"width 3 .*width 4\. Set model\.init_config\.state_dim=4"):
         validate(build(*words, "model.init_config.state_dim=3"))
     for mending in ([], ["model.init_config.state_dim=4"]):  # without a width, it is the env's
         validate(build(*words, *mending))
-
-
-@pytest.mark.parametrize(
-    ("model", "number"),
-    [("openvla_tiny", "0"), ("openvla_tiny", "two"), ("openvla_oft_tiny", "-1"), ("cnn", "0"), ("cnn", "two")],
-)
-def test_a_model_of_pictures_that_sees_none_is_refused_with_the_range(model, number):
-    words = [f"model={model}", "env.cameras=[front]", "env.state=proprio"]
-    with pytest.raises(ConfigError) as caught:
-        validate(build(*words, f"model.init_config.num_images_in_input={number}"))
-    if (model, number) == ("cnn", "two"):  # its configuration has types
-        assert "num_images_in_input is 'two' (str); expected int." in str(caught.value)
-    else:
-        assert f"num_images_in_input={number}; expected 1 or more cameras" in str(caught.value)
-    assert "Set e.g. model.init_config.num_images_in_input=1" in str(caught.value) or "=1 for random weights" in str(
-        caught.value
-    )
-    validate(build(*words, "model.init_config.num_images_in_input=1"))
-
-
-@pytest.mark.parametrize(
-    ("model", "family"), [("hf_vla", "hf_vla_tiny"), ("pi05", "pi0_tiny"), ("openvla_oft", "openvla_oft_tiny")]
-)
-def test_random_weights_are_advised_of_the_family_that_was_asked_for(model, family):
-    with pytest.raises(ConfigError, match=f"or model={family}$"):
-        validate(build(f"model={model}"))
-
-
-def test_a_command_that_does_not_clone_advises_no_key_of_cloning(monkeypatch):
-    real = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *more: None if name == "pyarrow" else real(name))
-    with pytest.raises(MissingDependencyError) as caught:
-        validate(build("dataset=data/new"), "collect")
-    assert str(caught.value) == "`rlinf collect` needs the package 'pyarrow'. Run pip install pyarrow"
 
 
 def test_observations_that_do_not_fit_into_the_memory_are_refused(monkeypatch):
@@ -325,12 +288,9 @@ def test_folder_of_another_run_is_refused_for_training(finished, monkeypatch):
 REFUSED = {
     "resume and init_from": ("train", ["resume=a", "init_from=b"], "exclude each other"),
     "a comparison of a run": ("train", ["evaluation.compare=a"], "evaluation.compare=a with `rlinf train`.* Set evaluation.compare=null"),
-    "a comparison of cloning": ("sft", ["evaluation.compare=a"], "evaluation.compare=a with `rlinf sft`.* Set evaluation.compare=null"),
     "a run that ends its evaluations": (
         "train", ["evaluation.stop_when=0.1"], "evaluation.stop_when=0.1 with `rlinf train`.* Set evaluation.stop_when=null"),
     "a rule without a baseline": ("evaluate", ["evaluation.stop_when=decided"], "=decided.* Set evaluation.compare="),
-    "an unknown rule": ("evaluate", ["evaluation.stop_when=decide"], "=decide; .* Set evaluation.stop_when=decided"),
-    "a width above 1": ("evaluate", ["evaluation.stop_when=1.5"], "=1.5; .* Set evaluation.stop_when=0.1"),
     "a list too short to decide": (
         "evaluate", ["evaluation.stop_when=decided", "evaluation.compare=a", "evaluation.num_episodes=5"],
         "too few to decide .* at least 6. Set evaluation.num_episodes=200"),
@@ -369,17 +329,6 @@ def test_cloning_needs_a_scripted_expert(monkeypatch):
     validate(build("sft.max_steps=0"))
 
 
-def test_an_expert_that_takes_no_aim_offset_refuses_one(monkeypatch):
-    offset = ["sft.max_steps=5", "sft.expert.aim_offset_m=[0.07,0.0]"]
-    validate(build(*offset))
-    monkeypatch.setattr(ENVS.get("tabletop"), "expert_actions", lambda self: None)
-    with pytest.raises(
-        ConfigError, match=r"sft.expert.aim_offset_m=\[0.07,0.0\], but .*tabletop does not support this option"
-    ):
-        validate(build(*offset))
-    validate(build("sft.max_steps=5"))
-
-
 def test_missing_optional_package_is_reported_with_its_install_command(monkeypatch):
     real = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "wandb" else real(name))
@@ -411,29 +360,7 @@ def test_derived_numbers_by_hand():
     assert (numbers.minibatches_per_epoch, numbers.rows_per_rank, numbers.micro_batches_per_rank) == (8, 120, 3)
     assert (numbers.optimizer_steps_per_iteration, numbers.optimizer_steps) == (24, 120)
     assert (numbers.max_env_steps, numbers.env_steps, numbers.sft_micro_batches_per_rank) == (3840, 19200, 2)
-    text = format_derived(config)
-    assert dict(line.split(maxsplit=1) for line in text.splitlines())["seed"] == str(config.seed)
-    for fragment in (
-        "96 envs = 12 groups of 8 x 20 chunks = 1920 samples",
-        "8 of 240 x 3 epochs",
-        "120 optimiser steps",
-    ):
-        assert fragment in text
-
-
-@pytest.mark.parametrize(
-    ("number", "wanted", "of", "best"), [(96, 64, 1, 48), (1024, 100, 1, 128), (96, 5, 2, 4), (7, 3, 2, 7)]
-)
-def test_suggested_size_is_the_nearest_divisor_and_is_listed(number, wanted, of, best):
-    assert validation.nearest_divisor(number, wanted, of) == best
-    assert str(best) in validation.divisors_text(number, wanted, of).split(", ")
-
-
-def test_an_env_without_cameras_suggests_no_model_of_zero_images():
-    words = ["model=openvla_tiny", "env=gymnasium", "env.id=Pendulum-v1", "env.tasks=null"]
-    with pytest.raises(ConfigError, match=r"env\.cameras lists 0: \[\]. Set model=mlp") as caught:
-        validate(build(*words))
-    assert "num_images_in_input=0" not in str(caught.value)
+    assert "96 envs = 12 groups of 8 x 20 chunks = 1920 samples" in format_derived(config)
 
 
 def test_a_state_policy_that_reads_nothing_is_refused_and_a_picture_policy_is_not():

@@ -77,19 +77,3 @@ def test_shifts_are_in_halves_of_the_range_and_clipped():
     noisy = ShiftedPolicy(base, low, high, noise=2.0).predict_action_batch(uniforms=uniforms, state=state)
     torch.testing.assert_close(noisy.actions, torch.tensor([[[0.0, 2.0]], [[1.0, 0.0]]]))
     assert noisy.actions[0, 0, 1] != moved.actions[0, 0, 1]
-
-
-def test_a_greedy_action_out_of_bounds_is_moved_from_the_bound():
-    low, high, outside = np.array([-1.0, -1.0]), np.array([1.0, 1.0]), Straight((0.075, 0.0))
-    outside.predict_action_batch = lambda **_: ActionPrediction(
-        torch.tensor([[[1.5, 0.0]]]), torch.zeros(1, 2), torch.zeros(1, 1, 2), torch.zeros(1)
-    )
-    moved = ShiftedPolicy(outside, low, high, (-0.5, 0.25)).predict_action_batch(do_sample=False)
-    assert moved.actions.tolist() == [[[0.5, 0.25]]]
-
-
-def test_offsets_lie_on_circles_of_the_first_two_numbers():
-    offsets = np.array(plane_offsets(7, [0.5, 1.0], 8))
-    assert offsets.shape == (16, 7) and not offsets[:, 2:].any()
-    np.testing.assert_allclose(np.linalg.norm(offsets, axis=1), [0.5] * 8 + [1.0] * 8)
-    assert len({tuple(row) for row in offsets.round(6)}) == 16

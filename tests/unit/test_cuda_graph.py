@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from rlinf.config.compose import compose_config
 from rlinf.config.schema import build_config
 from rlinf.errors import ConfigError
-from rlinf.models import build_policy, cuda_graph, get_model, precision
+from rlinf.models import cuda_graph, get_model, precision
 from rlinf.models.cuda_graph import CudaGraphs
 from rlinf.preflight.validation import validate
 from tests.unit import test_openvla_oft as oft
@@ -113,11 +113,6 @@ def test_a_graph_acts_as_the_policy_does(tapes, kind, attention):
     assert_equal(act(model, few), act(plain, few), atol=1e-5)
     assert_equal(act(model, observation), first)
     assert len(tapes) == 3, "the first one still serves, fewer rows too"
-
-
-@pytest.mark.parametrize("rows, padded", [(1, 8), (8, 8), (9, 16), (33, 64), (64, 64), (65, 128), (129, 192)])
-def test_rows_of_a_recording(rows, padded):
-    assert cuda_graph.padded_rows(rows) == padded
 
 
 @pytest.mark.parametrize("padded, num_recordings", [(None, 4), (lambda rows: rows, 64)])
@@ -263,20 +258,6 @@ def test_the_graphs_least_recently_used_go_first(tapes, monkeypatch):
     assert len(tapes) == 4
 
 
-def test_a_run_with_more_shapes_than_recordings_is_told_once(tapes, monkeypatch, caplog):
-    monkeypatch.setattr(cuda_graph, "MAX_GRAPHS", 4)
-    graphs, weight = CudaGraphs(), torch.ones(1)
-    with caplog.at_level("WARNING", logger="rlinf"):
-        for rows, length in [(8, 1), (16, 1), (8, 2), (16, 2), (8, 1)]:
-            graphs.run(lambda x: (x * weight,), [torch.ones(rows, length)], weights=lambda: [weight])
-        assert not caplog.records, "control: four are kept"
-        for length in (3, 4, 5):
-            graphs.run(lambda x: (x * weight,), [torch.ones(8, length)], weights=lambda: [weight])
-    (told,) = [record.getMessage() for record in caplog.records]
-    for words in ("5 sets of shapes", "8, 16 rows", "least 3 prompt lengths", "4 recordings", "model.cuda_graph=false"):
-        assert words in told
-
-
 def test_autocast_is_part_of_what_is_recorded(tapes, monkeypatch):
     monkeypatch.setattr(
         cuda_graph, "_autocast_dtype", lambda: torch.bfloat16 if torch.is_autocast_enabled("cpu") else None
@@ -365,7 +346,6 @@ def test_without_a_gpu_the_option_is_refused_by_name():
     "model, message",
     [
         ("model=mlp", "but not by MLPForRLActionPrediction"),
-        ("model=cnn", "but not by CNNForRLActionPrediction"),
     ],
 )
 def test_policies_without_a_part_that_is_recorded_are_refused(monkeypatch, model, message):
@@ -378,13 +358,3 @@ def test_policies_without_a_part_that_is_recorded_are_refused(monkeypatch, model
         section = {"model_type": "mlp", "init_config": {"state_dim": 3}, "cuda_graph": True}
         with pytest.raises(ConfigError, match=message):
             get_model(section)
-
-
-def test_flash_attention_is_refused_with_a_graph(monkeypatch):
-    section = {"model_type": "openvla", "attn_implementation": "sdpa", "cuda_graph": True}
-    config = build_config(compose_config(["model=openvla_tiny", "model.init_config.action_decoding=autoregressive"]))
-    policy = build_policy(
-        {"model": section | {"init_config": config.model.init_config | {"learned_placeholders": False}}}
-    )
-    with pytest.raises(ConfigError, match="model.attn_implementation=flash_attention_2, which needs the lengths"):
-        policy.check_cuda_graph(policy.config, "flash_attention_2")

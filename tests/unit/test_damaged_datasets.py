@@ -14,7 +14,7 @@ import yaml
 from rlinf.data import lerobot_dataset, rlds_dataset
 from rlinf.data.config import SFTConfig
 from rlinf.data.filters import filtered_rows
-from rlinf.data.formats import describe_dataset, image_columns, open_dataset
+from rlinf.data.formats import describe_dataset, open_dataset
 from rlinf.data.frames import frame_numbers
 from rlinf.data.rlds_dataset import Blobs, masked_crc32c
 from rlinf.data.video import VideoWriter
@@ -68,8 +68,6 @@ def with_value(row: int, value: object) -> Callable[[list], list]:
 
 DAMAGED_ROWS = {
     "no image": (FRONT, with_value(2, None), r"row 2 .*no image 'observation.images.front', in .*file-000.parquet"),
-    "neither bytes nor path": (FRONT, with_value(2, {"bytes": None, "path": None}), "row 2 .*no image"),
-    "empty image": (FRONT, with_value(2, {"bytes": b"", "path": "x.png"}), "row 2 .*no image"),
     "index twice": ("index", lambda values: [*values[:3], values[2], *values[4:]], "two rows with the index 2"),
     "unknown task": ("task_index", with_value(0, 99), "task_index 99, but meta/tasks.parquet has"),
     "absolute path": (FRONT, with_value(0, {"bytes": None, "path": "/etc/hostname"}), "'/etc/hostname'; expected a path within"),
@@ -87,14 +85,7 @@ def test_damaged_rows_are_refused_when_the_dataset_is_opened(lerobot, column, ch
         open_lerobot(lerobot)
 
 
-@pytest.mark.parametrize("name", ["total_frames", "total_episodes"])
-def test_a_description_without_its_counts_is_refused(lerobot, name):
-    change_info(lerobot, lambda info: info.pop(name))
-    with pytest.raises(ConfigError, match=rf"info.json cannot be read .*'{name}'.*Use a different"):
-        describe_dataset(lerobot)
-
-
-@pytest.mark.parametrize("content", ["{", "[]", "{}", '{"env": 3}'])
+@pytest.mark.parametrize("content", ["{", '{"env": 3}'])
 def test_a_damaged_record_of_the_conditions_is_refused(lerobot, content):
     (lerobot / "meta" / "rlinf.json").write_text(content)
     with pytest.raises(ConfigError, match=r"rlinf.json is damaged.*use a different"):
@@ -115,13 +106,6 @@ def test_videos_outside_the_folder_are_refused(tmp_path):
     change_info(folder, lambda info: info.update(video_path="../other/{video_key}/file-{file_index:03d}.mp4"))
     with pytest.raises(ConfigError, match=r"'../other/.*expected a path within the folder. Use a different"):
         open_lerobot(folder)
-
-
-def test_one_column_cannot_stand_for_two_cameras(lerobot):
-    with pytest.raises(
-        ConfigError, match=r"sft.cameras is \[front,observation.images.front\].* twice.*Set sft.cameras="
-    ):
-        image_columns(describe_dataset(lerobot), ["front", "wrist"], ["front", FRONT])
 
 
 def everything(dataset) -> list[np.ndarray]:
@@ -153,7 +137,10 @@ def test_images_beside_the_parquet_files_are_read(lerobot):
         np.testing.assert_array_equal(found, wanted)
 
 
-@pytest.mark.parametrize("names", [["channels", "height", "width"], None])
+AXES = ["channels", "height", "width"]
+
+
+@pytest.mark.parametrize("names", [AXES, {"axes": AXES}, None])
 def test_shapes_with_the_channels_first_are_understood(lerobot, names):
     height, width = describe_dataset(lerobot).image_shapes[FRONT]
     assert height != width
@@ -191,16 +178,6 @@ def test_the_checksum_of_long_records_is_that_of_the_definition(length):
     assert masked_crc32c(data) == masked_crc32c(memoryview(data)) == slow_crc(data)
     # RFC 3720's CRC-32C of "123456789", with the mask of TensorFlow's crc32c.h.
     assert slow_crc(b"123456789") == ((0xE3069283 >> 15 | 0xE3069283 << 17) + 0xA282EAD8) & 0xFFFFFFFF
-
-
-def test_rlds_images_of_another_size_than_described_are_refused(rlds):
-    text = (rlds / "features.json").read_text()
-    assert '"16"' in text
-    (rlds / "features.json").write_text(text.replace('"16"', '"32"'))
-    with pytest.raises(
-        ConfigError, match=r"tiny_rlds-train.* has 16 x 16 pixels, but its description requires 32 x 32"
-    ):
-        open_rlds(rlds).rows(np.array([0]))
 
 
 def change_parquet(path: Path, name: str, values: list, kind=None) -> None:
@@ -243,12 +220,10 @@ WRONG_COLUMNS = {
         None,
         r"observation.state of .* \(row 0 has 5 values.* states 4",
     ),
-    "null row": ("observation.state", [None], None, "row 0 has 0 values"),
     "null": ("observation.state", [[1.0, 2.0, None, 4.0]], None, "row 0 lacks a value"),
     "text": ("action", ["1"] * 12, pa.string(), "action of .*string; expected numbers"),
     "too large": ("action", [[2**24 + 1, 0]] * 12, pa.list_(pa.int64()), "action of .*float32"),
     "beyond float32": ("action", [[1e300, 0]] * 12, pa.list_(pa.float64()), "action of row 0 .*not finite"),
-    "half an index": ("index", [0.5] * 12, pa.float64(), "index of .*int64"),
     "missing": ("task_index", None, None, "no column 'task_index'"),
     "images as text": (FRONT, ["a.png"] * 12, pa.string(), "expected images"),
 }
@@ -323,13 +298,6 @@ def test_any_json_in_the_description_is_read_or_refused(lerobot):
         path.write_bytes(content.encode("utf-8", "surrogateescape"))
         with pytest.raises(ConfigError, match="info.json cannot be read"):
             describe_dataset(lerobot)
-
-
-def test_names_of_the_axes_as_a_map_are_read(lerobot):
-    height, width = describe_dataset(lerobot).image_shapes[FRONT]
-    axes = {"axes": ["channels", "height", "width"]}
-    change_info(lerobot, lambda info: info["features"][FRONT].update(shape=[3, height, width], names=axes))
-    assert describe_dataset(lerobot).image_shapes[FRONT] == (height, width)
 
 
 GRID = np.arange(10) / 30
@@ -410,7 +378,7 @@ def test_a_lost_frame_is_found_when_the_dataset_is_opened(filmed):
     assert shown(found) == [0, 1, 2, 3, 3, 5, 6, 7, 8, 9, 10, 11] and np.flatnonzero(found.unreadable).tolist() == [4]
 
 
-@pytest.mark.parametrize("template", [None, 3, "{", "{0}", "{other}", "{video_key.x}", "videos/none.mp4"])
+@pytest.mark.parametrize("template", ["{", "{video_key.x}", "videos/none.mp4"])
 def test_templates_of_paths_that_lead_nowhere_are_refused(filmed, template):
     change_info(filmed, lambda info: info.update(video_path=template))
     with pytest.raises(ConfigError, match="video_path|none.mp4 is missing"):
@@ -520,17 +488,6 @@ def change_features(folder: Path, change: Callable[[dict], None]) -> None:
     path.write_text(json.dumps(features))
 
 
-def test_rlds_images_of_any_size_have_the_size_of_the_first(rlds):
-    def free(features):
-        features["observation"]["featuresDict"]["features"]["image"]["image"]["shape"] = {
-            "dimensions": ["-1", "-1", "3"]
-        }
-
-    change_features(rlds, free)
-    assert describe_dataset(rlds).image_shapes == {"image": (16, 16), "wrist_image": (16, 16)}
-    assert open_rlds(rlds).rows(np.array([0]))[0].images["front"].shape == (1, 16, 16, 3)
-
-
 def test_an_rlds_encoding_is_refused_by_name(rlds):
     change_features(rlds, lambda features: features["action"]["tensor"].update(encoding="zlib"))
     with pytest.raises(ConfigError, match="steps/action .*encoding 'zlib'"):
@@ -564,8 +521,6 @@ def no_steps(found: dict) -> None:
 EPISODES_OF_RLDS = {
     "no steps": (no_steps, "Episode 1 in .*has no steps"),
     "width": (lambda found: found.update({"steps/observation/state": found["steps/observation/state"][:-1]}), "Episode 1 in .*steps/observation/state"),
-    "missing": (lambda found: found.pop("steps/action"), "Episode 1 in .*steps/action"),
-    "bytes": (lambda found: found.update({"steps/action": found["steps/observation/image"]}), "Episode 1 in .*values of steps/action"),
     "numbers": (lambda found: found.update({"steps/observation/image": found["steps/action"]}), "Episode 1 in .*number of values for image"),
 }  # fmt: skip
 

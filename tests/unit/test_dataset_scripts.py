@@ -153,9 +153,3 @@ def test_a_choice_is_asked_with_its_options_and_rewarded_for_letter_and_format(p
     rewards = make_rewards(["single_choice", "format"])
     assert rewards("<think>\nit is\n</think>\n\n<answer>\nA\n</answer>", prompt)[0] == 2
     assert rewards("<think>it is</think> <answer>B</answer>", prompt)[0] == 0
-
-
-def test_the_answer_that_a_prompt_shows_has_the_format_that_is_rewarded():
-    request = runpy.run_path(str(SCRIPTS / "cosmos_grpo.py"))["REQUEST"]
-    example = request[request.index("<think>") :]
-    assert make_rewards("format").functions["format"](example) == 1

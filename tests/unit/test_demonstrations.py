@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 import torch
 
-from rlinf.commands.open_checkpoint import statistics_of_env
 from rlinf.config.compose import compose_config
 from rlinf.config.schema import build_config
 from rlinf.data.config import ExpertConfig
@@ -311,20 +310,3 @@ def test_demonstrations_do_not_depend_on_the_number_of_envs_and_no_episode_is_pl
     assert len(begun) == 5 and found.episodes == [batch.results[0] for batch in batches if batch.results[0].success]
     expected = np.concatenate([batch.labels for batch in batches if batch.results[0].success])
     assert sorted(map(bytes, found.actions.numpy())) == sorted(map(bytes, expected))
-
-
-class Env:
-    def action_statistics(self):
-        return {"action": "the bounds of the env"}
-
-
-@pytest.mark.parametrize("given", [True, False])
-def test_statistics_of_the_dataset_come_before_those_of_the_env(given):
-    dataset, _ = stored()
-    config = build_config(compose_config(["env=tabletop", "model=openvla_tiny"]))
-    found = statistics_of_env(config, Env(), dataset if given else None)["norm_stats"]["tabletop"]
-    if given:
-        np.testing.assert_allclose(found["action"]["q99"], np.quantile(dataset.actions.astype(float), 0.99, axis=0))
-        np.testing.assert_allclose(found["proprio"]["std"], dataset.state.astype(float).std(0))
-    else:
-        assert found == Env().action_statistics()

@@ -50,12 +50,6 @@ def test_rewards_and_ends_are_read_on_request():
     np.testing.assert_allclose(joints.state, truth("joint"), rtol=1e-6)
 
 
-def test_the_description_names_cameras_and_widths():
-    info = describe_dataset(FIXTURE)
-    assert info.image_shapes == {"image": (16, 16), "wrist_image": (16, 16)}
-    assert info.state_dims == {"state": 8, "joint_state": 7} and info.action_dim == 7 and info.packages == ()
-
-
 def field(number: int, payload: bytes) -> bytes:
     """A length-delimited field of a message shorter than 128 bytes."""
     return bytes([number << 3 | 2, len(payload)]) + payload
@@ -127,11 +121,3 @@ def test_a_missing_file_and_missing_parts_are_refused(tmp_path):
     (folder / "dataset_info.json").unlink()
     with pytest.raises(ConfigError, match="cannot be read as an RLDS dataset"):
         describe_dataset(folder)
-
-
-def test_a_folder_without_a_dataset_names_one_inside(tmp_path):
-    shutil.copytree(FIXTURE, tmp_path / "tiny" / "1.0.0")
-    with pytest.raises(ConfigError, match=r"which is not a dataset. Set sft.dataset=.*tiny/1.0.0"):
-        describe_dataset(tmp_path / "tiny")
-    with pytest.raises(ConfigError, match="is not a folder. Set sft.dataset="):
-        describe_dataset(tmp_path / "none")

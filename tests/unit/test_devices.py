@@ -1,7 +1,6 @@
 """Which GPU each rank, simulator and engine of a made-up machine takes; no GPU is needed to tell."""
 
 import ast
-import json
 import os
 import pickle
 import re
@@ -227,14 +226,12 @@ def test_training_all_weights_of_a_model_that_cannot_fit_is_refused_before_they_
 
     monkeypatch.setattr(hf_policy, "load_causal_lm", load)
     options, large = {"torch_dtype": "bfloat16"}, tiny_lm(hidden_size=512, intermediate_size=5000)
-    places = {"cuda:1": "the GPU has 0.001 GB", "auto": "the GPUs have 0.002 GB", "balanced": "the GPUs have 0.002 GB"}
+    places = {"cuda:1": "the GPU has 0.001 GB", "auto": "the GPUs have 0.002 GB"}
     for device_map, there in places.items():
         with pytest.raises(ConfigError, match=rf"needs 0\.3\d* GB.*{re.escape(there)}.*Pass lora=\{{\}}"):
             hf_policy.HuggingFacePolicy(large, device_map=device_map, **options)
-    with pytest.raises(ConfigError, match=r"the GPUs have 0\.002 GB"):
-        hf_policy.HuggingFacePolicy(large, device_map={"model": 0, "lm_head": 1}, **options)
     assert not loaded
-    for device_map in (None, "cpu", torch.device("cpu"), {"": "cpu"}):  # the memory of GPUs does not matter
+    for device_map in (None, "cpu"):  # the memory of GPUs does not matter
         with pytest.raises(Loaded):
             hf_policy.HuggingFacePolicy(large, device_map=device_map, **options)
     loaded.clear()
@@ -263,29 +260,3 @@ def test_the_weights_of_a_vision_language_model_are_counted(tmp_path):
     config.save_pretrained(tmp_path)
     model = AutoModelForImageTextToText.from_config(config)
     assert num_weights(model_shapes(tmp_path)) == num_weights(model) > 10_000
-
-
-def test_the_weights_of_a_model_with_its_own_code_are_counted_where_that_is_trusted(tmp_path):
-    (tmp_path / "own.py").write_text(OWN_CODE)
-    code = {"AutoConfig": "own.OwnConfig", "AutoModelForCausalLM": "own.OwnModel"}
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "own", "auto_map": code}))
-    assert num_weights(model_shapes(tmp_path, trust_remote_code=True)) == 15
-    with pytest.raises(ConfigError, match="Pass trust_remote_code=True"):
-        model_shapes(tmp_path)
-
-
-OWN_CODE = """
-from torch import nn
-from transformers import PretrainedConfig, PreTrainedModel
-
-class OwnConfig(PretrainedConfig):
-    model_type = "own"
-
-class OwnModel(PreTrainedModel):
-    config_class = OwnConfig
-
-    def __init__(self, config):
-        super().__init__(config)
-        self.layer = nn.Linear(4, 3)
-        self.post_init()
-"""

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from omegaconf import OmegaConf
 
-from rlinf.envs import ENVS, make_env, register_env
+from rlinf.envs import ENVS, make_env
 from rlinf.envs.base import SimulatorStep, VectorEnv
 from rlinf.envs.config import EnvConfig
 from rlinf.envs.episodes import EVAL_INIT_STATE_OFFSET, EpisodeList
@@ -145,16 +145,6 @@ def test_a_row_without_an_episode_is_neither_reset_nor_observed_nor_stepped():
     assert not env.chunk_step(np.zeros((3, 4, 1))).executed.any()
 
 
-def test_an_idle_row_runs_again_and_a_row_that_ran_may_be_idle():
-    env = build(2)
-    env.reset(options={"episodes": [spec(0), None]})
-    env.chunk_step(np.zeros((2, 3, 1)))
-    assert env.reset(options={"episodes": [None, spec(100)]})[0].state.tolist() == [[0], [0]]
-    step = env.chunk_step(np.zeros((2, 7, 1)))
-    assert step.executed.sum(1).tolist() == [0, 5] and step.success.tolist() == [False, False]
-    assert [one.num_env_steps for one in step.episodes] == [5] and env.counts.tolist() == [3, 5]
-
-
 def test_auto_reset_shows_the_next_episode_and_keeps_the_last_observation():
     env = build(auto_reset=True)
     asked = []
@@ -210,24 +200,16 @@ def test_episode_list_is_round_robin_and_disjoint():
     [
         (lambda: build(tasks=["thre"]), "Did you mean 'three'"),
         (lambda: build(tasks=[]), r"env.tasks is \[\]; expected at least one"),
-        (lambda: build(0), "num_envs=0; expected at least 1"),
-        (lambda: build().episode_specs("test"), "Unknown split 'test'"),
         (lambda: build(num_train_init_states=EVAL_INIT_STATE_OFFSET + 1).episode_specs("train"), "evaluation split"),
         (lambda: build().reset(options={"episode": []}), "Did you mean 'episodes'"),
         (lambda: build().reset(options={"episodes": [spec(0)]}), "1 episodes for 2 envs"),
-        (lambda: build().reset(options={"episodes": [None, None]}), "None for all 2 envs"),
-        (lambda: build(1, True).reset(options={"episodes": [None]}), "None for all 1 envs"),
         (lambda: build(2, True).reset(options={"episodes": [spec(0), None]}), "Env 1 has None.*auto_reset=False"),
         (lambda: build(1).reset(options={"episodes": [EpisodeSpec("other", 0, 0, 0)]}), "not an episode of 'counting'"),
-        (lambda: build(1).reset(options={"episodes": [spec(0, task_id=3)]}), "not an episode of 'counting'"),
         (lambda: build().step(np.zeros((2, 1))), "call reset"),
-        (lambda: build().expert_actions(), "no scripted expert"),
         (lambda: build().render_frames([0], 64), "cannot render"),
         (lambda: make_env(EnvConfig(name="tabletpo"), 1, auto_reset=True), "Did you mean 'tabletop'"),
-        (lambda: make_env(EnvConfig(name="tabletop"), 1, auto_reset=True), "expected a TabletopConfig. Pass TabletopConfig"),
         (lambda: make_env(OmegaConf.create({"name": "tabletop"}), 1, auto_reset=True),
          r"called with a DictConfig; expected an EnvConfig\. Pass build_config\(<composed configuration>\)\.env"),
-        (lambda: make_env("tabletop", 1, auto_reset=True), "called with a str; expected an EnvConfig"),
     ],
 )  # fmt: skip
 def test_mistakes_are_named(call, words):
@@ -239,8 +221,6 @@ def test_mistakes_are_named(call, words):
     ("actions", "words"),
     [
         (np.zeros((2, 1, 2)), r"shape \(2, 1, 2\)"),
-        (np.zeros((3, 1, 1)), r"shape \(3, 1, 1\)"),
-        (np.zeros((2, 0, 1)), r"shape \(2, 0, 1\)"),
         (np.zeros((2, 1)), r"shape \(2, 1\)"),
         (np.array([[[0.0]], [[np.inf]]]), "env 1 is not finite"),
     ],
@@ -269,30 +249,12 @@ def test_a_method_that_is_missing_is_named():
         def _observe(self, ids):
             return Observation({}, None, ["wait"] * len(ids))
 
-    class More(Most):
-        def _reset_env(self, index, spec):
-            pass
-
-    class Nearly(More):
-        def _step_envs(self, ids, actions):
-            pass
-
     for cls, error, words in (
         (Half, TypeError, "Half.*_observe"),
         (Most, NotImplementedError, "Most overrides neither _reset_env nor _reset_envs"),
-        (More, NotImplementedError, "More overrides neither _step_envs nor _step_chunk"),
-        (Nearly, NotImplementedError, "Nearly.*state_dim"),
     ):
         with pytest.raises(error, match=words):
             cls(EnvConfig(cameras=[]), 2, False, -np.ones(1), np.ones(1))
-
-
-def test_registered_env_is_made_by_name():
-    register_env("counting", CountingEnv)
-    try:
-        assert isinstance(make_env(EnvConfig(name="counting", cameras=[]), 2, auto_reset=True), CountingEnv)
-    finally:
-        ENVS._entries.pop("counting")
 
 
 def test_modules_of_envs_import_neither_simulators_nor_torch():
@@ -334,16 +296,10 @@ def test_a_missing_package_is_named_with_its_installation(name, monkeypatch):
     ("name", "settings", "words"),
     [
         ("tabletop", {"tasks": ["rech"]}, r"Did you mean 'reach'\?.*Set env.tasks=\[reach\]"),
-        ("tabletop", {"cameras": ["frnt"]}, "Did you mean 'front'"),
-        ("metaworld", {"tasks": ["reach-v2"]}, r"'reach-v2' in env\.tasks\. Did you mean 'reach-v3'\?"),
         ("metaworld", {"cameras": ["topview", "coner4"]},
          r"'coner4' in env\.cameras\. Did you mean 'corner4'\?.* Set env\.cameras=\[topview,corner4\]"),
-        ("libero", {"cameras": ["agentviw"]}, "Did you mean 'agentview'"),
         ("libero", {"suite": "libero_goal", "tasks": ["turn_on_the_stov"]}, "Did you mean 'turn_on_the_stove'"),
-        ("libero", {"suite": "libero_goall"}, "Did you mean 'libero_goal'"),
-        ("maniskill", {"cameras": ["base_camra"]}, r"base_camra.*Did you mean 'base_camera'.*Set env.cameras=\[base_camera\]"),
         ("maniskill", {"cameras": ["base_camera"] * 2}, r"repeats a camera. Set env.cameras=\[base_camera\]"),
-        ("maniskill", {"tasks": ["PickCube"]}, r"PickCube.*Did you mean 'PickCube-v1'.*Set env.tasks=\[PickCube-v1\]"),
         ("maniskill", {"tasks": None, "state": "full"}, "'PickCube-v1': 42.*env.state=proprio"),
         ("maniskill_gpu", {"tasks": None}, r"selects 12.*env.tasks=\[PickCube-v1\]"),
     ],
@@ -361,7 +317,7 @@ def test_names_that_do_not_fit_are_refused_with_the_nearest_one_before_a_simulat
         make_env(config, 2, auto_reset=False)
 
 
-@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("value", [np.nan, -np.inf])
 @pytest.mark.parametrize(("where", "words"), [
     ("first state", "env 1, task 'two', .*init_state_id=7.*, env step 0: value 0 of the state .from 0. is"),
     ("state", "env 1, task 'two', .*init_state_id=7.*, env step 2: value 0 of the state .from 0. is"),
@@ -394,8 +350,6 @@ def test_rewards_and_states_that_are_not_finite_are_refused_by_env_task_and_step
 
 @pytest.mark.parametrize(("images", "state", "words"), [
     ({"front": np.full((2, 8, 8, 3), 0.5)}, np.float32, r"Images of 'front' are float64 .* must be uint8 \[2, height, width, 3\]"),
-    ({"front": np.ones((2, 8, 8, 3), bool)}, np.float32, "Images of 'front' are bool"),
-    ({"front": np.zeros((2, 8, 8, 4), np.uint8)}, np.float32, r"Images of 'front' are uint8 \(2, 8, 8, 4\)"),
     ({}, np.float64, r"`state` is float64 \(2, 1\); it must be float32 \[2, 1\]"),
     ({"front": np.zeros((2, 8, 8, 3), np.uint8)}, np.float32, None),
 ])  # fmt: skip

@@ -9,7 +9,7 @@ import torch
 from thread_ranks import on_threads
 
 from rlinf.errors import CheckpointError, ConfigError
-from rlinf.evaluation.evaluator import NUM_ROWS, EvaluationPlan, RankGroup, evaluate_policy
+from rlinf.evaluation.evaluator import EvaluationPlan, RankGroup, evaluate_policy
 from rlinf.evaluation.intervals import wilson_interval
 from rlinf.evaluation.result import EvaluationResult
 from rlinf.models.embodiment.base import ActionModel
@@ -147,16 +147,6 @@ def test_wilson_interval_equals_published_values(successes, trials, low, high):
     assert wilson_interval(successes, trials) == pytest.approx((low, high), abs=1e-4)
 
 
-def test_wilson_interval_is_symmetric_and_shrinks():
-    low, high = wilson_interval(30, 200)
-    assert wilson_interval(170, 200) == pytest.approx((1 - high, 1 - low))
-    wide = wilson_interval(3, 20)
-    assert wide[1] - wide[0] > high - low
-    assert wilson_interval(0, 0) == (0.0, 1.0)
-    with pytest.raises(ValueError, match="5 successes in 4"):
-        wilson_interval(5, 4)
-
-
 @pytest.mark.parametrize("greedy", [True, False])
 def test_results_do_not_depend_on_the_number_of_envs(greedy):
     specs = specs_of(45)
@@ -258,39 +248,6 @@ def test_sampled_episode_does_not_depend_on_which_tasks_are_left(monkeypatch):
     assert [replace(one, spec=two.spec) for one, two in zip(alone, second, strict=True)] == second
     other = evaluate_policy(policy, NumberLineEnv(20), [one.spec for one in alone], greedy=False, seed=1).results
     assert other != alone, "a control"
-
-
-class PromptPolicy(BinPolicy):
-    """Pads the prompts of a call to the longest, as processors do, and would act by the width."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.widths: list[int] = []
-        self.preprocessed: list[int] = []
-
-    def preprocess(self, observation):
-        self.preprocessed.append(len(observation))
-        lengths = [len(text) for text in observation.instruction]
-        prompts = torch.tensor([[1] * length + [0] * (max(lengths) - length) for length in lengths])
-        return {**super().preprocess(observation), "prompts": prompts}
-
-    def predict_action_batch(self, *, prompts, state, **options):
-        assert (prompts == 1).all(), "a row was padded for the sake of another"
-        self.widths.append(prompts.shape[1])
-        return super().predict_action_batch(state=state + 0.01 * prompts.shape[1], **options)
-
-
-@pytest.mark.parametrize("greedy", [True, False])
-def test_prompts_of_different_lengths_are_never_in_one_call(greedy):
-    """So no row is padded for the sake of its neighbours, and each gets its own actions and random numbers.
-
-    Each call preprocesses its rows at once, because images are decoded and resized there.
-    """
-    policy, specs = PromptPolicy(), specs_of(45)
-    results = [evaluate_policy(policy, NumberLineEnv(n), specs, greedy=greedy).results for n in (1, 7, 45)]
-    assert results[0] == results[1] == results[2]
-    assert set(policy.widths) == {len(task) for task in TASKS} and set(policy.row_counts) == {NUM_ROWS}
-    assert policy.preprocessed == policy.row_counts and len(policy.preprocessed) > 10
 
 
 def test_counts_and_metrics_are_those_of_the_results_and_the_mode_of_the_model_is_restored():

@@ -9,8 +9,7 @@ import pytest
 from rlinf.envs import make_env
 from rlinf.envs.tabletop import scene
 from rlinf.envs.tabletop.config import TabletopConfig
-from rlinf.evaluation import fingerprint
-from rlinf.evaluation.fingerprint import compare_fingerprints, fixed_actions, pose_gap, take_fingerprint, thumbnail
+from rlinf.evaluation.fingerprint import compare_fingerprints, pose_gap, take_fingerprint
 
 TABLETOP_XML = scene.tabletop_xml
 
@@ -106,27 +105,11 @@ def test_small_differences_of_a_rasteriser_are_not_reported_and_larger_ones_are(
         assert bool(compare_fingerprints(before, after)) is noticed
 
 
-def test_thumbnail_is_the_mean_of_its_cells():
-    image = np.random.default_rng(0).integers(0, 256, (50, 50, 3), np.uint8)
-    small = thumbnail(image)
-    assert small.shape == (8, 8, 3) and small.dtype == np.uint8
-    # 50 = 7 + 7 + 6 * 6: numpy splits the remainder over the first cells
-    assert small[1, 2].tolist() == image[7:14, 14:20].reshape(-1, 3).mean(0).round().tolist()
-
-
 def test_gap_of_poses_is_that_of_geometry():
     half = np.radians(30) / 2
     turned = [np.cos(half), 0, 0, np.sin(half)]
     assert pose_gap([0, 0, 0, 1, 0, 0, 0], [0.003, 0.004, 0, *turned]) == pytest.approx((0.005, 30.0))
     assert pose_gap([0, 0, 0, 1, 0, 0, 0], [0, 0, 0, -1, 0, 0, 0]) == pytest.approx((0.0, 0.0))
-
-
-def test_actions_are_the_same_in_every_row_and_within_bounds():
-    low, high = np.array([-1.0, 0.0, 5.0]), np.array([1.0, 0.5, 6.0])
-    actions = fixed_actions(low, high, 3)
-    assert actions.shape == (3, fingerprint.NUM_ACTIONS, 3) and actions.dtype == np.float32
-    assert (actions == actions[0]).all() and (actions >= low).all() and (actions <= high).all()
-    assert len(np.unique(actions[0], axis=0)) == fingerprint.NUM_ACTIONS / fingerprint.HOLD_STEPS
 
 
 def test_every_body_of_the_tabletop_has_a_pose_where_the_simulator_puts_it():

@@ -88,12 +88,6 @@ def test_a_vulkan_that_fails_is_named_with_its_cure(fresh, script, limit_s, word
         graphics.choose_vulkan("gpu")
 
 
-def test_a_missing_engine_is_named(fresh):
-    fresh.setattr(graphics.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(MissingDependencyError, match="'sapien' is missing.*--sims"):
-        graphics.choose_vulkan("cpu")
-
-
 def test_software_vulkan_is_chosen_for_the_cpu_unless_the_user_names_a_driver(fresh, tmp_path):
     driver = tmp_path / "lvp_icd.x86_64.json"
     driver.write_text("{}")

@@ -9,8 +9,6 @@ import numpy as np
 import pytest
 
 import rlinf
-from rlinf.cli.play import PlayConfig, play_episode
-from rlinf.commands.collect import _summary
 from rlinf.config.compose import compose_config
 from rlinf.config.schema import build_config
 from rlinf.contracts.env import check_env
@@ -78,7 +76,6 @@ for name, changes in {
     "Arm-v0": {},
     "Spoken-v0": {"observation_space": Dict({key: SPACES[key] for key in ("grip",)}), "reset_info": {"instruction": "lift it"}},
     "TwoTexts-v0": {"observation_space": Dict({**SPACES, "hint": Text(9)})},
-    "TwoPlaces-v0": {"reset_info": {"instruction": "lift it"}},
     "Listed-v0": {"observation_space": Dict({"grip": SPACES["grip"]}), "reset_info": {"instruction": ["lift", "it"]}},
     "Renamed-v0": {"told": ("task_success",)},
     "Untold-v0": {"told": ()},
@@ -181,8 +178,8 @@ def test_an_expert_acts_by_a_method_of_the_env_or_by_name(kind):
 
 
 @pytest.mark.parametrize(("expert", "words"), [
-    ("arm_for_tests:nobody", "nobody"), ("no_module_at_all:act", "no_module_at_all"), ("arm_for_tests", "module:function"),
-    ("arm_for_tests:two", r"\[1, 2\].*an action of Box"), ("arm_for_tests:text", "'left'.*an action of Box"),
+    ("arm_for_tests:nobody", "nobody"), ("arm_for_tests", "module:function"),
+    ("arm_for_tests:two", r"\[1, 2\].*an action of Box"), 
 ])  # fmt: skip
 def test_an_expert_that_is_none_is_refused_by_name(expert, words):
     env = build("Arm-v0", expert=expert)
@@ -213,9 +210,7 @@ def test_a_sentence_of_info_holds_for_the_episode():
 
 @pytest.mark.parametrize(("name", "words"), [
     ("TwoTexts-v0", ["two instructions, 'hint' and 'task'", "at most one Text", "FilterObservation"]),
-    ("TwoPlaces-v0", ["Text space 'task' and info['instruction']", "one instruction", "Wrapper"]),
     ("Listed-v0", ["['lift', 'it'] (list)", "expected a str"]),
-    ("Renamed-v0", ["info['task_success']", "info['success'], info['is_success'], info['succeed']", "env.success_return="]),
     ("Planes-v0", ["['top']", "(3, 6, 9)", "neither a camera (uint8, [H, W, 3])", "env.state=none"]),
 ])  # fmt: skip
 def test_what_cannot_be_read_is_refused_in_one_sentence_before_an_episode(name, words):
@@ -278,23 +273,6 @@ def test_a_success_that_is_not_told_is_no_number_anywhere(tmp_path):
     }
     path.write_text(json.dumps(old))
     assert EvaluationResult.from_json(path).as_dict() == data, "a file of before"
-
-
-@pytest.mark.parametrize(("name", "words"), [("Untold-v0", "ended after 4"), ("Renamed-v0", "failure after 4")])
-def test_play_shows_an_outcome_where_success_is_told_alone(tmp_path, capsys, name, words):
-    size = ["model=mlp", "model.init_config.state_dim=3", "model.action_token_len=1", "env.cameras=[top]"]
-    told = ["env.success_return=1000"] if name == "Renamed-v0" else []
-    config = build_config(
-        compose_config(["env=gymnasium", f"env.id=arm_for_tests:{name}", "env.num_processes=0", *size, *told])
-    )
-    play_episode(config, PlayConfig(output=str(tmp_path / "a.mp4"), window=False))
-    assert words in capsys.readouterr().out
-
-
-def test_a_collection_counts_returns_where_no_success_is_told(tmp_path):
-    untold, told = (evaluate(name, 0.25, episodes=2) for name in ("Untold-v0", "Arm-v0"))
-    lines = [_summary(tmp_path, played, 2, 8).splitlines()[0] for played in (untold, told)]
-    assert "success" not in lines[0] and "return 2.5" in lines[0] and "2 successes = 100.0%" in lines[1]
 
 
 @pytest.mark.parametrize("processes", [0, 1])

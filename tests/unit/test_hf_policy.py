@@ -10,7 +10,6 @@ from rlinf.algorithms import DPOLossFn, GRPOLossFn, NLLLossFn
 from rlinf.distributed import BatchedDataDict
 from rlinf.errors import CheckpointError, ConfigError, NonFiniteError
 from rlinf.llm import logprobs as scoring
-from rlinf.llm.batch_checks import response_mask
 from rlinf.models import HuggingFacePolicy
 
 LOSSES = {"nll": NLLLossFn(), "dpo": DPOLossFn(), "grpo": GRPOLossFn(loss_level="sequence", kl_coef=0.1)}
@@ -65,17 +64,6 @@ def test_entropy_is_that_of_the_trained_tokens_and_changes_no_step(tiny_lm, batc
     found, without = (policy.train(batch, NLLLossFn()) for policy in policies)
     assert found["entropy"] == pytest.approx(sum(terms) / 10, rel=1e-5)
     assert "entropy" not in without and largest_change(*map(weights_of, policies)) == 0
-
-
-def test_logprobs_of_a_generation_are_those_it_reported(tiny_lm, batch):
-    policy = HuggingFacePolicy(tiny_lm(), max_new_tokens=5, temperature=0.8)
-    output = policy.generate(batch, greedy=False)
-    generated = response_mask(output)
-    gap = (policy.get_logprobs(output)["logprobs"] - output["logprobs"])[generated].abs().max()
-    assert gap < 1e-4
-    policy.train(batch, NLLLossFn())
-    policy.train(batch, NLLLossFn())
-    assert (policy.get_logprobs(output)["logprobs"] - output["logprobs"])[generated].abs().max() > 2 * gap
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "mistral"])
@@ -258,27 +246,10 @@ def test_a_step_is_the_one_of_plain_adamw(tiny_lm, batch):
     assert largest_change(weights_of(policy), AutoModelForCausalLM.from_pretrained(tiny_lm()).state_dict()) > 5e-4
 
 
-@pytest.mark.parametrize("name", LOSSES)
-def test_training_lowers_the_loss(tiny_lm, batch, name):
-    policy = HuggingFacePolicy(tiny_lm(), learning_rate=3e-3)
-    if name == "grpo":
-        batch["old_logprobs"] = policy.get_logprobs(batch)["logprobs"]
-    losses = [policy.train(batch, LOSSES[name])["loss"] for _ in range(6)]
-    assert losses[-1] < losses[0] - 0.05, losses
-
-
 def test_dpo_starts_at_log_two_and_brings_its_own_reference(tiny_lm, batch):
     policy = HuggingFacePolicy(tiny_lm())
     assert policy.train(batch, DPOLossFn())["loss"] == pytest.approx(math.log(2), abs=1e-5)
     assert "reference_logprobs" not in batch, "the caller's batch stays as it was"
-
-
-def test_a_loss_that_runs_the_model_itself_gives_the_same_step(tiny_lm, batch):
-    first, second = (HuggingFacePolicy(tiny_lm(), learning_rate=1e-3) for _ in range(2))
-    loss_fn = NLLLossFn()
-    own = first.train(batch, lambda model, data: loss_fn(model, data))["loss"]
-    assert own == pytest.approx(second.train(batch, loss_fn)["loss"], rel=1e-5)
-    assert largest_change(weights_of(first), weights_of(second)) < 1e-5
 
 
 def test_small_steps_are_not_lost_in_bfloat16(tiny_lm, batch):
@@ -300,29 +271,6 @@ def test_small_steps_are_not_lost_in_bfloat16(tiny_lm, batch):
     assert (masters - begun).abs().max() == pytest.approx(40e-5, rel=0.2)
 
 
-def test_many_micro_batches_of_bfloat16_have_almost_the_gradient_of_one(tiny_lm, monkeypatch):
-    """What is left (0.003 here) is the rounding of each one's own gradient; 64 sums in bf16 would make 0.008 of it."""
-    ids = torch.randint(3, 48, (64, 6), generator=torch.Generator().manual_seed(0))
-    batch = BatchedDataDict({"input_ids": ids, "attention_mask": torch.ones_like(ids)})
-    gradients = []
-    for size in (64, 1):
-        policy = HuggingFacePolicy(tiny_lm(), torch_dtype="bfloat16", micro_batch_size=size, max_grad_norm=1e9)
-        with monkeypatch.context() as patch:
-            patch.setattr(policy._optimizer, "step", lambda optimizer=policy._optimizer: gradients.append(
-                torch.cat([master.grad.flatten() for master in optimizer.masters])))  # fmt: skip
-            policy.train(batch, NLLLossFn())
-    assert gradients[0].dtype == torch.float32
-    assert (gradients[1] - gradients[0]).norm() < 5e-3 * gradients[0].norm()
-
-
-def test_lora_trains_adapters_only(tiny_lm, batch):
-    policy = HuggingFacePolicy(tiny_lm(), learning_rate=1e-2, lora={"rank": 2, "target_modules": ["q_proj"]})
-    before = weights_of(policy)
-    policy.train(batch, NLLLossFn())
-    changed = {name for name, tensor in weights_of(policy).items() if not tensor.equal(before[name])}
-    assert changed and all("q_proj.lora_B" in name for name in changed)
-
-
 @pytest.mark.parametrize(("family", "lora"), [("llama", None), ("llama", {"rank": 2}), ("qwen2", {"rank": 2})])
 def test_a_saved_policy_scores_as_it_did(tiny_lm, batch, tmp_path, family, lora):
     folder = tiny_lm(family, tie_word_embeddings=family == "qwen2")
@@ -333,13 +281,6 @@ def test_a_saved_policy_scores_as_it_did(tiny_lm, batch, tmp_path, family, lora)
     expected = policy.get_logprobs(batch)["logprobs"]
     assert (HuggingFacePolicy(str(tmp_path)).get_logprobs(batch)["logprobs"] - expected).abs().max() < 1e-5
     assert (start - expected).abs().max() > 0.1, "control: the weights before the step"
-
-
-def test_gradient_checkpointing_gives_the_same_gradients(tiny_lm, batch, monkeypatch):
-    plain, _ = step_gradients(HuggingFacePolicy(tiny_lm()), batch, NLLLossFn(), monkeypatch)
-    policy = HuggingFacePolicy(tiny_lm(), gradient_checkpointing=True)
-    again, _ = step_gradients(policy, batch, NLLLossFn(), monkeypatch)
-    assert max(float((plain[key] - again[key]).abs().max()) for key in plain) < 1e-5
 
 
 def test_a_loss_that_is_not_finite_changes_no_weight(tiny_lm, batch):
@@ -380,16 +321,10 @@ def test_rows_fill_the_positions_with_their_scaling_and_longer_ones_are_refused(
     ("options", "words"),
     [
         ({"learning_rat": 1.0}, "learning_rat.*Did you mean 'learning_rate'"),
-        ({"lr": 1.0}, "no key 'lr'. Did you mean 'learning_rate'.* Set learning_rate=1.0"),
-        ({"learning_rate": -1.0}, "learning_rate is -1.0"),
-        ({"max_grad_norm": 0.0}, "max_grad_norm is 0.0; expected at least 1e-06"),
         ({"torch_dtype": "float16"}, "torch_dtype=float16.*Pass torch_dtype='bfloat16'"),
         ({"top_p": 0.9}, "top_p=0.9.*Pass top_p=1.0"),
-        ({"top_k": 5}, "top_k=5.*Pass top_k=None"),
-        ({"repetition_penalty": 1.1}, "repetition_penalty=1.1.*Pass repetition_penalty=1.0"),
         ({"sequence_packing": True}, "Pass e.g. max_tokens_per_microbatch=4096"),
         ({"load_in_8bit": True}, "Pass lora={}"),
-        ({"lora": {"rnk": 3}}, "lora.rnk.*Set lora.rank=3"),
     ],
 )
 def test_bad_options_name_the_value_and_what_to_type(tiny_lm, options, words):
@@ -400,25 +335,18 @@ def test_bad_options_name_the_value_and_what_to_type(tiny_lm, options, words):
 def test_batches_that_do_not_fit_the_loss_are_refused(tiny_lm, batch):
     policy = HuggingFacePolicy(tiny_lm(), temperature=0.5, micro_batch_size=3)
     left = BatchedDataDict({key: batch[key].flip(1) for key in ("input_ids", "attention_mask")})
-    three, listed = batch | {"advantages": torch.ones(3)}, batch | {"old_logprobs": [[0.0] * 6] * 4}
+    three = batch | {"advantages": torch.ones(3)}
     rejections = (
         ("micro_batch_size=3 splits a sample. Pass micro_batch_size=2", batch, DPOLossFn()),
         ("'advantages': 3.*the same for all keys", three, GRPOLossFn()),
         ("loss_fn is 'nll'; expected a loss. Pass e.g. .*NLLLossFn", batch, "nll"),
-        ("loss_fn is <class .*expected a loss. Pass e.g. .*NLLLossFn", batch, NLLLossFn),
-        (r"data\['old_logprobs'\] is a list; expected a torch.Tensor", listed, GRPOLossFn()),
         ("NLLLossFn has temperature=0.7.*temperature=0.5. Pass temperature=0.5", batch, NLLLossFn(temperature=0.7)),
         (r"no rows: its tokens have shape \[0, 6\]", batch.slice(0, 0), NLLLossFn()),
         ("Row 1 is not right-padded: column 0 is padding", left, NLLLossFn()),
-        (r"loss_fn returned tensor\(\[.*expected a scalar tensor with a gradient", batch,
-         lambda model, data: model(data["input_ids"]).logits.mean((1, 2))),
     )  # fmt: skip
     for words, data, loss_fn in rejections:
         with pytest.raises(ConfigError, match=words):
             policy.train(data, loss_fn)
-    for call in (policy.get_logprobs, lambda data: NLLLossFn()(policy.model, data)):
-        with pytest.raises(ConfigError, match="Row 1 is not right-padded"):
-            call(left)
     with pytest.raises(ConfigError, match="6 tokens is longer than max_tokens_per_microbatch=5"):
         HuggingFacePolicy(tiny_lm(), max_tokens_per_microbatch=5).train(batch, NLLLossFn())
 

@@ -105,33 +105,6 @@ def test_a_gpu_has_two_lanes_where_each_has_32_rows():
     assert default_num_worker_threads(env, 32) == 2, "control: on a CPU"
 
 
-def seconds_of_a_step(pipeline_stages, policy, env, launch, waits, num_steps=50):
-    """Model two queues: Python's lock, under which kernels are launched, and the one stream of a GPU.
-
-    A stream launches its call and a copy, waits for the copy, and steps its envs. Of ``waits`` copies, it launches each further one
-    after the one before it, behind all that lies on the stream then.
-    """
-    python = gpu = 0.0
-    free, steps, copies = [0.0] * pipeline_stages, [num_steps] * pipeline_stages, [0] * pipeline_stages
-    while any(steps):
-        stream = min((k for k in range(pipeline_stages) if steps[k]), key=lambda k: free[k])
-        python = max(free[stream], python) + (0.0005 if copies[stream] else launch)
-        gpu = max(gpu, python) + (0.0 if copies[stream] else policy) + 0.0002
-        free[stream], copies[stream] = gpu, copies[stream] + 1
-        if copies[stream] == waits:
-            free[stream], steps[stream], copies[stream] = gpu + env, steps[stream] - 1, 0
-    return max(free) / num_steps
-
-
-def test_two_lanes_pay_with_one_wait_a_call_and_enough_rows():
-    """The computed figures of docs/gpu.md."""
-    one = seconds_of_a_step(1, 0.1, 0.1, 0.03, 1)
-    four_waits, one_wait = (seconds_of_a_step(2, 0.06, 0.06, 0.03, waits) for waits in (4, 1))
-    assert (round(one, 3), round(four_waits, 3), round(one_wait, 3)) == (0.230, 0.213, 0.151)
-    few_rows = [seconds_of_a_step(pipeline_stages, 0.05, 0.25, 0.05, 1) for pipeline_stages in (1, 2)]
-    assert [round(each, 3) for each in few_rows] == [0.350, 0.351], "a call takes as long for half of few rows"
-
-
 def test_the_lanes_of_a_run_follow_the_device(monkeypatch):
     from rlinf.cluster import factory
 

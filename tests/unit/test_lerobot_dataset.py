@@ -224,14 +224,6 @@ def test_statistics_are_those_of_all_rows_and_of_each_episode(tmp_path):
     np.testing.assert_allclose(found["action"]["q99"], stats["action"]["q99"], rtol=1e-12)
 
 
-def test_a_dataset_without_state_and_with_one_number_per_action(tmp_path):
-    made = episodes(state_dim=0, action_dim=1)
-    dataset = lerobot_dataset.open_dataset(write(tmp_path / "data", made), CAMERAS, None)
-    observation, actions = dataset.rows(np.array([0, 9]))
-    assert observation.state is None and dataset.statistics().keys() == {"action"}
-    np.testing.assert_array_equal(actions[:, 0].numpy(), joined(made, "actions")[[0, 9]])
-
-
 def test_nothing_is_overwritten_and_nothing_is_left_of_a_failure(tmp_path):
     folder = write(tmp_path / "data", episodes())
     before = (folder / "meta" / "info.json").read_text()
@@ -248,24 +240,6 @@ def test_nothing_is_overwritten_and_nothing_is_left_of_a_failure(tmp_path):
     ):  # fmt: skip
         pass
     assert [path.name for path in tmp_path.iterdir()] == ["data"]
-
-
-@pytest.mark.parametrize(
-    ("key", "change"),
-    [
-        ("actions", lambda values: values[:, :1]),
-        ("actions", lambda values: values.reshape(2, -1)),
-        ("actions", lambda values: values[:, 0]),
-        ("rewards", lambda values: values[:-1]),
-        ("state", lambda values: np.repeat(values, 2, axis=1)),
-    ],
-)
-def test_an_episode_of_another_shape_is_not_cut_anew(tmp_path, key, change):
-    made = episodes(lengths=(4, 4))
-    made[1][key] = change(made[1][key])
-    with pytest.raises(ConfigError, match="of episode 1 is .*expected "):
-        write(tmp_path / "data", made)
-    assert not list(tmp_path.iterdir())
 
 
 def test_a_folder_that_another_process_has_made_meanwhile_costs_no_episodes(tmp_path):
@@ -369,11 +343,9 @@ EPISODE = {
 
 @pytest.mark.parametrize(("name", "value", "words"), [
     ("images", {"top": np.zeros((4, 6, 8, 3))}, r"'observation.images.top' .*float64.*uint8 \(4, 6, 8, 3\)"),
-    ("images", {"wrist": np.zeros((4, 6, 8, 3), np.uint8)}, "'observation.images.top'"),
-    ("images", {"top": np.zeros((3, 6, 8, 3), np.uint8)}, r"\(4, 6, 8, 3\)"),
     ("state", None, r"'observation.state'.*\(4, 3\)"), ("state", np.full((4, 3), np.nan), "'observation.state'.*finite"),
     ("actions", np.zeros((4, 3)), r"'action'.*\(4, 3\).*\(4, 2\)"), ("actions", np.zeros((0, 2)), "no actions"),
-    ("rewards", np.zeros(3), "'next.reward'"), ("success", [0, 0, 0.5, 1], "`success`.*0.5"), ("success", [True], "'next.success'"),
+    ("success", [0, 0, 0.5, 1], "`success`.*0.5"), 
 ])  # fmt: skip
 def test_an_episode_of_other_shapes_or_kinds_is_refused_by_name(tmp_path, name, value, words):
     sizes = {"image_shapes": {"top": (6, 8)}, "state_dim": 3, "action_dim": 2}

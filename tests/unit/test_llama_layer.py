@@ -9,9 +9,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.cache_utils import DynamicCache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
 
 from rlinf.models.embodiment.openvla.llama_layer import (
     KVCache,
+    LeanMLP,
+    LeanRMSNorm,
     additive,
     aligned,
     attention_mask,
@@ -251,3 +254,50 @@ def test_the_mask_of_a_gpu_is_that_of_a_cpu_in_rows_that_need_no_copy(num_keys):
     assert not torch.allclose(attend(query, key, value, attn_mask=mask.roll(1, -1)), expected), "control"
     if num_keys % 8:
         assert additive(allowed, torch.float32).stride(-2) % 8, "control: a copy would be needed"
+
+
+WIDTH, ROWS = 64, (3, 50)
+PAIRS = {
+    "mlp": (lambda: LlamaMLP(LlamaConfig(hidden_size=WIDTH, intermediate_size=96)), LeanMLP),
+    "norm": (lambda: LlamaRMSNorm(WIDTH), LeanRMSNorm),
+}
+
+
+def pass_of(module, x, gradient):
+    """Result, gradients of input and weights, and the bytes that are kept beside input and weights."""
+    x, kept = x.clone().requires_grad_(), {}
+
+    def keep(tensor):
+        kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        result = module(x)
+    # A residual connection adds a third term to the gradient of the input.
+    (result.float() * gradient + x.float().sin() * gradient).sum().backward()
+    for known in (x, *module.parameters()):
+        kept.pop(known.untyped_storage().data_ptr(), None)
+    weights = {name: p.grad for name, p in module.named_parameters() if p.requires_grad}
+    return {"result": result, "input": x.grad, **weights}, sum(kept.values())
+
+
+@pytest.mark.parametrize("name", PAIRS)
+@pytest.mark.parametrize("weights", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("states", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("frozen", [False, True])
+def test_lean_parts_have_the_bits_of_transformers(name, weights, states, frozen):
+    torch.manual_seed(0)
+    build, lean = PAIRS[name]
+    plain = build().to(weights).requires_grad_(not frozen)
+    with torch.no_grad():
+        for parameter in plain.parameters():
+            parameter.add_(0.5 * torch.randn_like(parameter))
+    ours = copy.deepcopy(plain)
+    ours.__class__ = lean
+    x, gradient = 3 * torch.randn(*ROWS, WIDTH).to(states), torch.randn(*ROWS, WIDTH)
+    with torch.autocast("cpu", torch.bfloat16, enabled=weights != states):
+        (wanted, kept), (found, less) = pass_of(plain, x, gradient), pass_of(ours, x, gradient)
+    assert found.keys() == wanted.keys()
+    for key, tensor in wanted.items():
+        assert tensor.abs().max() > 0 and torch.equal(found[key], tensor), key
+    assert less < kept or (name, states) == ("norm", torch.float32)

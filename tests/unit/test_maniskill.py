@@ -18,9 +18,6 @@ from rlinf.envs.maniskill.scene import TASKS, seed_of
 from rlinf.errors import ConfigError
 from rlinf.types import EpisodeSpec
 
-ROW = np.array([0])
-NOBODY = np.array([], dtype=np.int64)
-
 
 @pytest.fixture(scope="session")
 def vulkan():
@@ -151,15 +148,6 @@ def test_poses_tell_where_things_are(vulkan):
     assert set(poses) == {"cube", "goal_region", "hand"} and all(len(pose) == 7 for pose in poses.values())
     assert poses["cube"][2] == pytest.approx(0.02, abs=1e-3), "a cube of 4 cm lies on the table"
     np.testing.assert_array_equal(np.float32(poses["hand"]), simulator.observe().state[18:])
-
-
-def test_a_step_of_others_leaves_a_row_as_it_is(vulkan):
-    simulator = simulator_of("PickCube-v1", state="proprio")
-    before = simulator.observe().state
-    simulator._scene.step(NOBODY, np.zeros((0, 7), np.float32))
-    np.testing.assert_array_equal(simulator.observe().state, before)
-    simulator._scene.step(ROW, np.zeros((1, 7), np.float32))
-    assert not np.array_equal(simulator.observe().state, before), "the control: its own step moves it"
 
 
 def test_pictures_show_the_goal_only_where_asked(vulkan):

@@ -265,16 +265,3 @@ def test_the_path_of_a_chunk_is_where_the_fingers_are_seen(camera, upright):
         later.append(sim.chunk_path(chunk[:1], 256)[0])
     np.testing.assert_allclose(later, again[1:], atol=1e-6)
     assert np.linalg.norm(later[-1] - (2 * path[0] - path[-1])) > 5, "control: the other direction"
-
-
-@needs_metaworld
-def test_asking_for_a_path_moves_nothing():
-    sims = [simulator("push-v3", action_repeat=2) for _ in range(2)]
-    for sim in sims:
-        sim.reset(spec(3))
-    for action in np.random.default_rng(0).uniform(-1, 1, (8, 4)).astype(np.float32):
-        path = sims[0].chunk_path(np.stack([-action, action]), 64)
-        assert path.shape == (3, 2) and np.linalg.norm(path[1] - path[0]) > 0
-        asked, quiet = (sim.step(action) for sim in sims)
-        assert asked == quiet
-        np.testing.assert_array_equal(sims[0].observe().state, sims[1].observe().state)

@@ -150,14 +150,6 @@ def test_precision_is_the_dtype_of_the_weights_but_for_heads():
     assert {p.dtype for p in get_model(section | {"precision": "bf16-mixed"}).parameters()} == {torch.float32}
 
 
-def test_a_folder_below_the_home_folder_is_found(tmp_path, monkeypatch):
-    get_model(MLP).save_pretrained(tmp_path / "mlp")
-    monkeypatch.setenv("HOME", str(tmp_path))
-    assert get_model({"model_type": "mlp", "model_path": "~/mlp"}).config.state_dim == 3
-    with pytest.raises(CheckpointError, match="mpl"):
-        get_model({"model_type": "mlp", "model_path": "~/mpl"})
-
-
 @pytest.mark.skipif(is_flash_attn_2_available(), reason="flash-attn is installed here")
 def test_missing_flash_attention_names_the_override():
     with pytest.raises(MissingDependencyError, match="model.attn_implementation=sdpa"):

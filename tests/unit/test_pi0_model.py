@@ -475,13 +475,6 @@ def test_a_camera_that_is_absent_in_one_row_changes_that_row_as_if_it_were_not_t
         model.preprocess(observation, mask[:, 0])
 
 
-def test_a_noise_head_that_is_not_used_is_told_of(tmp_path, caplog):
-    cfg = saved(tmp_path, noise_method="flow_noise")
-    assert get_model(cfg).noise_head is not None and "noise_head" not in caplog.text
-    assert get_model(cfg | {"override_config": {"noise_method": "flow_sde"}}).noise_head is None
-    assert "weights of noise_head ignored" in caplog.text
-
-
 def test_prompts_of_both_kinds():
     processor = make().processor
     ids, mask = processor.encode(["reach the_red\nblock ", "push"])

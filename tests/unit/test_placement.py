@@ -8,7 +8,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlinf.cluster.rollout_worker import worker_maker
 from rlinf.config.compose import compose_config
 from rlinf.config.schema import build_config
 from rlinf.distributed.process_group import rank_range
@@ -16,7 +15,6 @@ from rlinf.distributed.ray.ranks import neighbours_first
 from rlinf.errors import ConfigError
 from rlinf.preflight.placement import COLOCATED, Node, Placement, check_placement
 from rlinf.preflight.validation import validate
-from rlinf.rollout.policy_skeleton import PolicySkeleton
 
 SPLIT = [
     "model=mlp", "env.cameras=[]", "rollout.num_envs=64", "cluster.device=cpu", "cluster.start=ray", "cluster.placement=disaggregated",
@@ -138,22 +136,6 @@ def test_every_player_and_every_block_has_one_owner(ranks, per_rank, per_player,
 def test_players_share_the_worker_threads_of_the_ranks(ranks, workers, of_rank, of_player):
     placement = Placement(ranks, workers, num_env_groups=64, gpus_per_rollout_worker=0)
     assert placement.worker_threads(of_rank) == of_player
-
-
-@pytest.mark.parametrize(
-    ("key", "variable", "expected"), [(6, "2", 3), (None, "2", 1), (None, "16", 8), (None, None, 5)]
-)
-def test_a_player_has_its_part_of_the_threads_of_the_key_then_of_the_variable_then_of_the_cores(
-    key, variable, expected, monkeypatch
-):
-    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    if variable is not None:
-        monkeypatch.setenv("OMP_NUM_THREADS", variable)
-    config = config_of(f"cluster.num_threads={key or 'null'}")
-    placement = Placement(1, 2, num_env_groups=64, gpus_per_rollout_worker=0)
-    make = worker_maker(config, PolicySkeleton(b""), placement)
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")  # by Ray, in the process of the rollout worker
-    assert placement.torch_threads(make.args[0].cluster.num_threads, of_machine=5) == expected
 
 
 LAPTOP = """

@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from rlinf import memory
 from rlinf.checkpoints.checkpoint_manager import CheckpointManager
 from rlinf.distributed import launch, process_group
-from rlinf.distributed.transfers import fetch, to_device
+from rlinf.distributed.transfers import fetch
 
 pytestmark = pytest.mark.new_processes
 
@@ -212,8 +212,3 @@ def test_numbers_come_in_their_order_without_rounding():
     found = fetch([*numbers, torch.tensor(2.5, requires_grad=True), 2**24 + 1, torch.tensor(2**24 + 1)])
     assert found == [0.1, float(torch.tensor(0.1)), 0.1, 3.0, 1.0, 2.5, 2.0**24 + 1, 2.0**24 + 1]
     assert fetch([]) == []
-
-
-def test_a_tensor_that_is_there_is_not_copied():
-    tensor = torch.ones(2)
-    assert to_device(tensor, "cpu") is tensor and to_device(tensor, "meta").is_meta

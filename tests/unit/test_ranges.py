@@ -23,7 +23,6 @@ from rlinf.envs import make_env
 from rlinf.errors import CheckpointError, ConfigError, RLinfError
 from rlinf.evaluation.evaluator import episode_list, evaluate_policy
 from rlinf.models import build_policy
-from rlinf.models.embodiment.modules.normalizer import select_stats
 from rlinf.models.embodiment.modules.ranges import STDS, Range
 from rlinf.models.sampling import check_finite
 from rlinf.policy import Policy
@@ -155,14 +154,6 @@ def test_statistics_that_cannot_normalise_are_rejected_with_the_folder(model, fo
         build_policy(config)
 
 
-@pytest.mark.parametrize(
-    "stats", [None, [], "x", {"action": "x"}, {"action": {"q01": [-1.0], "q99": [1.0], "mask": 5}}]
-)
-def test_statistics_of_another_type_are_rejected_with_the_name_of_their_data_set(stats):
-    with pytest.raises(ConfigError, match="'arm'"):
-        select_stats({"arm": stats}, None)
-
-
 def test_a_greedy_policy_of_tokens_rejects_logits_that_are_not_finite():
     rows = Observation({"front": np.zeros((2, 32, 32, 3), np.uint8)}, np.zeros((2, 4), np.float32), ["reach"] * 2)
     for name in ("openvla_tiny", "openvla_oft_tiny", "hf_vla_tiny"):
@@ -241,14 +232,3 @@ def test_pickled_weights_are_named_with_the_command_that_converts_them(folders, 
     assert subprocess.run([sys.executable, *command[1:]], capture_output=True).returncode == 0
     again = build_policy(config).state_dict()
     assert all(torch.equal(again[name], tensor) for name, tensor in weights.items())
-
-
-def test_a_folder_without_statistics_says_so_and_its_override_works(folders, tmp_path):
-    for path in folders["openvla_tiny"].iterdir():
-        if path.is_file() and path.name != "dataset_statistics.json":
-            (tmp_path / path.name).write_bytes(path.read_bytes())
-    values = json.loads((tmp_path / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps(values | {"norm_stats": {}}))
-    typed = words("openvla_tiny", "~model.init_config", f"model.model_path={tmp_path}")
-    with pytest.raises(ConfigError, match=r"no action statistics.*config\.json.*model\.unnorm_key=tabletop"):
-        build_policy(build_config(compose_config(typed)))

@@ -52,16 +52,6 @@ def test_output_and_exit_status_come_from_the_rank_with_its_own_environment(tmp_
     assert streams[1] == "2\n"
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
-def test_a_signal_reaches_the_rank(tmp_path, number):
-    agent = RankAgent()
-    output = agent.run(work("import os, time; os.write(1, b'ready'); time.sleep(600)"), PATH, {}, str(tmp_path))
-    assert next(output) == (1, b"ready")
-    agent.signal(number)
-    assert list(output) == [-number]
-    agent.signal(number)  # to nobody
-
-
 def test_a_child_that_keeps_the_output_open_does_not_hide_the_end_of_a_rank(tmp_path):
     source = "import subprocess; print(subprocess.Popen(['sleep', '600']).pid)"
     streams, status = told(RankAgent(), source, tmp_path)
@@ -118,22 +108,6 @@ def followed(monkeypatch, *told: object) -> RemoteRank:
     rank._thread.join(60)
     assert select.select([rank.sentinel], [], [], 0)[0] and not rank.is_alive()
     return rank
-
-
-@needs_ray
-def test_a_full_disk_or_a_reader_that_has_gone_does_not_hide_the_end_of_a_rank(monkeypatch):
-    write, streams = os.write, []
-
-    def break_streams(stream, data):
-        if stream not in (1, 2):
-            return write(stream, data)
-        streams.append(stream)
-        raise BrokenPipeError
-
-    monkeypatch.setattr("rlinf.distributed.ray.ranks.os.write", break_streams)
-    rank = followed(monkeypatch, (1, b"lost"), (2, b"lost"), 7)
-    assert streams == [1, 2]
-    assert (rank.exitcode, rank.lost, rank.fault) == (7, None, None)
 
 
 @needs_ray

@@ -269,16 +269,6 @@ def test_a_run_that_is_stopped_in_its_last_step_ends_as_any_other(tmp_path, monk
     assert [(name, is_last) for name, is_last, _ in manager.saved] == [("step_2", True)]
 
 
-def test_the_lines_of_the_console_are_those_of_the_interval_and_the_last_one(tmp_path, monkeypatch, caplog):
-    trainer = Validated(5)
-    one, *_ = watched(tmp_path, monkeypatch, trainer)
-    trainer.config.logging.log_interval = 2
-    with caplog.at_level("INFO", logger="rlinf"):
-        one.fit(trainer)
-    shown = [record.getMessage().split(",")[0] for record in caplog.records if "Iteration time" in record.getMessage()]
-    assert shown == ["[Policy] Step: 2/5", "[Policy] Step: 4/5", "[Policy] Step: 5/5"]
-
-
 def test_rows_of_the_ranks_are_neighbours_and_differ_by_one_at_most(monkeypatch):
     monkeypatch.setattr(token_trainer, "world_size", lambda: 3)
     shares = []

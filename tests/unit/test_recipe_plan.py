@@ -194,30 +194,17 @@ def test_a_launcher_gives_engines_no_gpus_of_their_own(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("name", "placement", "words"),
+    ("name", "placement"),
     [
-        (
-            "cosmos-reason1-7b-p-fsdp2-r-tp2-grpo",
-            (2, 1, 2),
-            "workers:      1, in processes started by Ray; 1 per 2 ranks",
-        ),
-        (
-            "phi4-14b-p-fsdp4-r-tp2-grpo",
-            (4, 2, 2),
-            "workers:      2, in processes started by Ray; 1 per 2 ranks",
-        ),
-        (
-            "mistral-7b-p-fsdp1-r-tp1-grpo",
-            (1, 1, 1),
-            "workers:      1, in processes started by Ray; 1 per rank",
-        ),
+        ("cosmos-reason1-7b-p-fsdp2-r-tp2-grpo", (2, 1, 2)),
+        ("phi4-14b-p-fsdp4-r-tp2-grpo", (4, 2, 2)),
+        ("mistral-7b-p-fsdp1-r-tp1-grpo", (1, 1, 1)),
     ],
 )
-def test_players_are_the_engines_of_a_recipe(name, placement, words):
+def test_players_are_the_engines_of_a_recipe(name, placement):
     config, plan = plan_of(name, DISAGGREGATED)
     placed = place_rollout_workers(config, plan, "cuda")
     assert (placed.num_ranks, placed.num_rollout_workers, placed.gpus_per_rollout_worker) == placement
-    assert words in describe(config, plan, 100)
     owned = [number for rank in range(placed.num_ranks) for number in placed.rollout_workers_of(rank)]
     assert owned == list(range(placed.num_rollout_workers)), "each rollout worker has one owner"
     assert place_rollout_workers(config, plan, "cpu").bundle == {"CPU": 1}
@@ -226,34 +213,18 @@ def test_players_are_the_engines_of_a_recipe(name, placement, words):
 def test_where_vllm_cannot_generate_a_player_in_torch_takes_each_gpu_of_an_engine(tiny_lm, tmp_path, monkeypatch):
     """An engine's two GPUs would be reserved, and one of them used."""
     gemma, qwen = (make_vlm(tmp_path, family) for family in ("gemma3", "qwen2_5_vl"))
-    everything, lacks = ("vllm", "torchvision"), "vLLM is not used: the {} package is not installed"
-    for model, installed, workers, each, line in (
-        (tiny_lm(), ("vllm",), 1, "tensor parallel 2", None),
-        (tiny_lm(), ("torchvision",), 2, "1, in torch", lacks.format("vllm")),
-        (
-            gemma,
-            everything,
-            2,
-            "1, in torch",
-            "it supports images for qwen2_5_vl, qwen3_vl, but the model type is gemma3",
-        ),
-        (qwen, everything, 1, "tensor parallel 2", None),
-        (qwen, ("vllm",), 2, "1, in torch", lacks.format("torchvision")),
-        (
-            "owner/unknown",
-            everything,
-            1,
-            "tensor parallel 2",
-            "on each of these GPUs, if the model (not on this machine)",
-        ),
+    for model, installed, reason in (  # why vLLM is not used, or None
+        (tiny_lm(), ("vllm",), None),
+        (tiny_lm(), ("torchvision",), "vllm package"),
+        (gemma, ("vllm", "torchvision"), "model type is gemma3"),
+        (qwen, ("vllm", "torchvision"), None),
+        (qwen, ("vllm",), "torchvision package"),
     ):
         monkeypatch.setattr(planning, "find_spec", lambda name, found=installed: name in found or None)
         config, plan = plan_of("cosmos-reason1-7b-p-fsdp2-r-tp2-grpo", f"policy.model_name_or_path={model}")
-        text = describe(config, plan, 100)
+        workers = 1 if reason is None else 2
         assert (plan.workers, plan.rollout_gpus, plan.gpus_per_rollout_worker) == (workers, 2, 2 // workers)
-        assert f"rollout GPUs: 2 ({workers} x {each})" in text
-        assert ("in torch:" in text) == (line is not None) and (line is None or line in text)
-        assert ("the engine takes" in text) == (workers == 1 and model != "owner/unknown")
+        assert (reason or "tensor parallel 2") in describe(config, plan, 100)
     overrides = [f"policy.model_name_or_path={gemma}", "policy.parallelism.dp_shard_size=4"]
     config, plan = plan_of("gpt-oss-20b-p-fsdp4-r-tp4-pp1-grpo", *overrides, "rollout.parallelism.tp_size=3")
     assert plan.workers == 1, "three cannot be shared by four ranks"

@@ -88,9 +88,3 @@ def test_cut_actions_are_counted_reported_and_warned_of(tmp_path):
     assert "100.0% (largest: 50)" in write_report(tmp_path).read_text()
     still = rlinf.evaluate(lambda seen: np.zeros((len(seen), env.action_dim)), CONFIG, episodes=3)
     assert still.actions_clipped_fraction == 0.0 and still.warnings == []
-
-
-def test_an_audit_tells_of_cut_actions_once():
-    audit = rlinf.audit(lambda seen: np.full((len(seen), 2), 50.0), CONFIG, episodes=3)
-    assert audit.as_dict()["actions_clipped_fraction"] == 1.0 and audit.as_dict()["actions_max_abs"] == 50.0
-    assert len([one for one in audit.warnings if "were clipped" in one]) == 1

@@ -106,15 +106,6 @@ def test_each_plays_what_it_plays_alone_and_a_list_that_broke_off_goes_on_in_its
         blind(*policies(tmp_path / "whole"), CLOCKLESS)
 
 
-def test_another_order_is_another_comparison(tmp_path, calls):
-    _, episode = calls
-    episode.fails_at = 3
-    with pytest.raises(RLinfError):
-        blind(*policies(tmp_path), CLOCKLESS)
-    with pytest.raises(ConfigError, match=r"a\.model\.settings.*b\.model\.settings"):
-        blind(*policies(tmp_path)[::-1], CLOCKLESS)
-
-
 class Always:
     """Episodes of a policy that always succeeds, or never."""
 

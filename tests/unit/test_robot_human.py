@@ -10,7 +10,7 @@ from run_results import run_config
 from rlinf.errors import RLinfError
 from rlinf.robot.command import robot as robot_command
 from rlinf.robot.config import RobotConfig
-from rlinf.robot.human import OVERLAY, READY, SUCCESS, HumanLabelledRobot, ask_on_terminal
+from rlinf.robot.human import OVERLAY, HumanLabelledRobot
 from rlinf.robot.robot import EpisodeVoidError, check_fits
 from rlinf.types import EnvSpec, EpisodeResult, EpisodeSpec
 from tests.unit.test_robot import WORDS
@@ -67,12 +67,6 @@ def test_the_person_tells_success_once(tmp_path, answer, success):
     assert all(each.success is success and each.success_reported and each.num_env_steps == 5 for each in results)
     assert len(person.shown) == 2 and "pick it up" in person.shown[0], "one answer to start, and one to end"
     assert robot.result.success is False, "control: the env says another thing"
-
-
-def test_the_terminal_asks_until_it_is_told():
-    for given, answers, found in (("what?", SUCCESS, "y"), ("", SUCCESS, "n"), ("yes", READY, "")):
-        lines = [given, {"y": "Yes", "n": " NO ", "": " "}[found]]
-        assert ask_on_terminal("success?", answers, lambda text, lines=lines: lines.pop(0)) == found and not lines
 
 
 def test_an_episode_is_repeated_and_keeps_its_number(tmp_path):

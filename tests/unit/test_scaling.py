@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
-from scaling_model import Line, Machine, Workload, best, evaluation_fraction, measured, predict, slowest_of
+from scaling_model import Line, Machine, Workload, measured, predict
 
 MACHINE = Machine(gpus=8, gpu_link=400e9, node_link=50e9, memory=1e12, latency_s=0.0)
 WORK = Workload(
@@ -32,12 +32,6 @@ def test_collectives_by_hand():
     assert Machine(latency_s=1e-3, gpu_link=math.inf).gather_s(1.0, 8) == pytest.approx(3e-3)
 
 
-def test_a_sharded_7b_is_slowed_down_by_one_port_of_a_machine():
-    """Two gathers of 15.1 GB for a micro-batch: about 75 ms at 8 x 400 Gb/s, about 0.5 s at one port."""
-    assert Machine(node_link=400e9, latency_s=0).gather_s(2 * 15.1e9, 64) == pytest.approx(0.075, rel=0.15)
-    assert Machine(node_link=50e9, latency_s=0).gather_s(2 * 15.1e9, 64) == pytest.approx(0.5, rel=0.1)
-
-
 def test_the_three_placements_by_hand():
     """64 samples on 4 GPUs: 16 for each."""
     rollout, training, reducing = 1 + 16 * 0.5, 16 * 0.1 + 0.2 + 16 * 0.4, 4 * 2 * 8e9 * 3 / 4 / 400e9
@@ -54,23 +48,6 @@ def test_the_three_placements_by_hand():
     apart = predict(WORK, MACHINE, "async", 8, 16)  # three machines: a GPU's part of the link is 50e9 / 8
     assert apart.busy_s["moving samples"] == pytest.approx(8e9 / (50e9 / 8))
     assert apart.busy_s["pushing weights"] == pytest.approx(16e9 * 7 / 8 / 400e9 + 2 * 16e9 / (50e9 / 8))
-
-
-def test_the_best_division_leaves_nobody_idle_for_long():
-    found = best(WORK, MACHINE, "async", 8)
-    assert (found.trainers, found.workers) == (4, 4)
-    others = [predict(WORK, MACHINE, "async", count, 8 - count).seconds for count in (1, 2, 6, 7)]
-    assert found.seconds < min(others)
-    with pytest.raises(ValueError, match="at least 2"):
-        best(WORK, MACHINE, "disaggregated", 1)
-
-
-def test_the_slowest_of_many():
-    assert slowest_of(1, 0.3) == 1.0
-    assert slowest_of(1024, 0.1) == pytest.approx(1 + 0.1 * math.sqrt(2 * math.log(1024)))
-    work = Workload(1024, 1024, Line(0, 1), Line(0, 0), Line(0, 0), spread=0.1)
-    slow = predict(work, MACHINE, "colocated", 1024, 1024)
-    assert slow.seconds == pytest.approx(1.372, abs=1e-3)
 
 
 LIBERO_SAMPLES, IMAGE_BYTES = 8192, 256 * 256 * 3
@@ -97,13 +74,6 @@ def test_a_design_that_gathers_all_samples_is_the_desk_check(gpus, images, small
             assert (everywhere.limit == "main memory") == (gpus >= 64)  # 825 GB of a machine at 64 GPUs
     now = Workload(*sizes, sample_bytes=IMAGE_BYTES)
     assert predict(now, Machine(memory=800e9), "colocated", gpus, gpus).memory == 8 * LIBERO_SAMPLES * IMAGE_BYTES
-
-
-def test_evaluation_on_one_gpu_is_the_desk_check():
-    """49 minutes every 50 iterations: 17 % of the training time on 8 GPUs, 57 % of the run at 64 on one of them."""
-    iteration_s = 2940 / (50 * 0.17)
-    assert evaluation_fraction(2940, 1, 50, iteration_s / 8) == pytest.approx(0.57, abs=0.01)
-    assert evaluation_fraction(2940, 64, 50, iteration_s / 8) == pytest.approx(0.021, abs=0.001)
 
 
 def test_phases_are_medians_without_the_first_iteration():

@@ -41,7 +41,7 @@ from rlinf.preflight.compatibility import (
     require_package,
 )
 from rlinf.preflight.derived import trains_actor
-from rlinf.preflight.folders import check_new_folder, check_no_text, check_sources, check_writable
+from rlinf.preflight.folders import check_new_folder, check_sources, check_writable
 from rlinf.preflight.memory import policy_on_meta_device
 from rlinf.preflight.placement import check_evaluation_workers, check_placement, has_rollout_workers, ranks_by_ray
 from rlinf.preflight.saved import check_no_actor, check_start, check_unread_keys
@@ -92,8 +92,6 @@ def env_section(case: Case) -> None:
 
 
 def model_section(case: Case) -> None:
-    if case.trains:
-        check_no_text(case.config, case.command)
     check_model(case.config)
     check_elsewhere(case.config, case.command)
 

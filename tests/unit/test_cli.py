@@ -148,20 +148,6 @@ def test_each_run_is_built_and_checked_once(words, runs, here, started, monkeypa
     assert len(started) == runs and sorted(calls) == ["build_config"] * runs + ["check"] * runs
 
 
-def test_a_launcher_plugin_starts_the_runs_in_its_own_processes(here):
-    plugin = Path(__file__).parents[1] / "fixtures" / "launcher_plugin"
-    path = os.pathsep.join([str(ROOT), str(plugin), os.environ.get("PYTHONPATH", "")])
-    small = [*SMALL, "rollout.num_envs=16", "evaluation.num_episodes=2", "evaluation.num_videos_per_task=0"]
-    result = subprocess.run(
-        [sys.executable, "-m", "rlinf", "train", "-m", *small, "seed=1,2", "hydra/launcher=forking"],
-        env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, timeout=280,
-    )  # fmt: skip
-    assert result.returncode == 0, result.stderr
-    jobs = [line for line in result.stdout.splitlines() if line.startswith("job ")]
-    assert jobs == ["job 0: COMPLETED", "job 1: COMPLETED"]
-    assert len(list(here.glob("multirun/tabletop_ppo_mlp/latest/*/summary.json"))) == 2
-
-
 def test_cfg_job_prints_the_configuration_and_starts_nothing(here, started, capsys):
     assert main(["train", "experiment=quickstart", "seed=3", "--cfg", "job"]) == 0
     printed = yaml.safe_load(capsys.readouterr().out)

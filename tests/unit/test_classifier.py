@@ -188,6 +188,34 @@ def test_each_row_is_judged_by_its_own_instruction():
     assert found.tolist() == [alone[row] > min(alone) for row in rows] and 0 < found.sum() < 6
 
 
+def test_each_frame_is_learned_with_its_own_instruction(data, monkeypatch):
+    """But for the successes that are shown under another one, the last quarter. Frames hold the number of their instruction."""
+    about = {"camera": None}
+    stored = command.read_frames(ClassifierConfig(data=data), "data", about)
+    assert stored.instructions.tolist() == (stored.episodes % 2).tolist() and about["instructions"] == INSTRUCTIONS
+    seen = []
+
+    class Told(SuccessNetwork):
+        def forward(self, images, instruction_ids):
+            seen.append((images[:, 0, 0, 0].long(), instruction_ids))
+            return super().forward(images, instruction_ids)
+
+    monkeypatch.setattr(command, "SuccessNetwork", Told)
+    monkeypatch.setattr(command, "augment", lambda images, mirror, generator: torch.from_numpy(images))
+    instruction_ids = np.arange(30) % 3
+    images = np.zeros((30, 8, 8, 3), np.uint8) + instruction_ids[:, None, None, None].astype(np.uint8)
+    command.train(
+        LabelledFrames(images, instruction_ids, np.arange(30) < 15, np.arange(30)), 3, ClassifierConfig(num_steps=2), 0
+    )
+    for shown, told in seen:
+        own = len(told) * 3 // 4
+        assert (
+            torch.equal(shown[:own], told[:own])
+            and not (shown[own:] == told[own:]).any()
+            and len(set(told.tolist())) == 3
+        )
+
+
 def test_pictures_are_mirrored_only_if_asked():
     ramp = np.broadcast_to(np.arange(64, dtype=np.uint8)[None, None, :, None] * 4, (16, 64, 64, 3))
     for mirror, ways in ((False, {1}), (True, {1, -1})):

@@ -237,6 +237,8 @@ def test_models_shows_plugins_and_the_folder_of_the_user(here, capsys):
     row = next(line for line in text.splitlines() if "arm_policy" in line)
     assert row.endswith(str(here / "mine" / "arm_plugin.py"))
     assert "arm" in options_of(text.split("\n\n")[2])["model"]
+    about = dict(line.split(None, 1) for line in text.split("\n\n")[3].splitlines()[1:])
+    assert about["quickstart"].startswith("CPU, 2 minutes: ") and "your_config" not in about
 
 
 @pytest.mark.parametrize("script", ["train.py", "evaluate.py"])

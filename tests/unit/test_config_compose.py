@@ -137,6 +137,8 @@ def test_seed_template_is_accepted_once_its_model_is_registered_and_given_weight
         ("lr=1e-3", ["no key 'lr'. Set trainer.learning_rate=0.001 or sft.learning_rate=0.001"]),
         ("task=push", ["no key 'task'. Set 'env.tasks=[push]'"]),
         ("algorithm=PPO", ["Did you mean 'ppo'? Set algorithm=ppo"]),
+        ("env.name=[1,2]", ["env.name is", "Set"]),
+        ("algorithm.name=[1,2]", ["algorithm.name is", "Set"]),
         ("env=zzz", ["no env 'zzz'. Known: external, gymnasium", "Set plugins=["]),
         ("algorithm.name=grpo", ["algorithm.name is 'grpo', with the settings of ppo", "Set algorithm=grpo"]),
         ("env.tasks=push", ["env.tasks is 'push'", "Set e.g. 'env.tasks=[push]'"]),

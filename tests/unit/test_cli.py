@@ -164,6 +164,7 @@ def test_cfg_job_prints_the_configuration_and_starts_nothing(here, started, caps
         "evaluate --cfg job env.tsks=[reach]", "collect --cfg job algorithm.gama=1",
         "train --config-dir nowhere experiment=quickstart", "evaluate", "evaluate checkpoint=nowhere", "evaluate -m seed=1,2",
         "export", "export checkpoint=nowhere output=new", "export chekpoint=nowhere", "export nowhere", "models x=1",
+        "check env.image_size=32", "check env=tabletop seed=3",
     ],
 )  # fmt: skip
 def test_user_errors_are_one_line_with_status_2_and_leave_nothing_behind(arguments, here, started, capsys):

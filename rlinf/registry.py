@@ -10,6 +10,7 @@ from typing import Any, Generic, TypeVar
 
 from rlinf.errors import ConfigError, did_you_mean
 from rlinf.imports import import_string
+from rlinf.wings import missing
 
 T = TypeVar("T")
 
@@ -96,6 +97,8 @@ class Registry(Generic[T]):
         """
         entries = self.entries()
         if name not in entries:
+            if (reason := missing(self.group.removeprefix("rlinf."), name)) is not None:
+                raise ConfigError(reason)
             raise ConfigError(f"Unknown {self.kind} '{name}'.{did_you_mean(name, entries)}")
         entry = entries[name]
         if not isinstance(entry.target, str):

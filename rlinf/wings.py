@@ -48,24 +48,22 @@ class Wing:
         about: What it is for, in a line.
         commands: Commands by name.
         key_commands: Functions that run a core command instead if a key is given: ``{"evaluate questions=": "module:function"}``.
-        functions: Functions of ``rlinf`` by name.
         models: ``rlinf.models.ModelEntry`` objects by model type.
         envs: ``VectorEnv`` classes by name.
         run_folders: ``rlinf.report.run_data.RunFolders`` objects, by what their evaluations count (``"questions"``).
         exports: Functions that export checkpoints, by a section of their configuration that ``RunConfig`` lacks.
-        options: YAML files in ``rlinf/config`` that need the wing, and experiments, by group: ``{"env": ("pusht",)}``.
+        options: Choices of config groups, and experiments, that need the wing: ``("env=pusht", "experiment=pusht_ppo")``.
     """
 
     folders: tuple[str, ...]
     about: str
     commands: Mapping[str, Command] = field(default_factory=dict)
     key_commands: Mapping[str, str] = field(default_factory=dict)
-    functions: Mapping[str, str] = field(default_factory=dict)
     models: Mapping[str, str] = field(default_factory=dict)
     envs: Mapping[str, str] = field(default_factory=dict)
     run_folders: Mapping[str, str] = field(default_factory=dict)
     exports: Mapping[str, str] = field(default_factory=dict)
-    options: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    options: tuple[str, ...] = ()
 
 
 WINGS = {
@@ -134,11 +132,15 @@ WINGS = {
             "pusht": "rlinf.envs.pusht.env:PushTVectorEnv",
             "so101": "rlinf.envs.so101.env:SO101VectorEnv",
         },
-        options={
-            "model": ("lerobot", "smolvla"),
-            "env": ("pusht", "so101"),
-            "experiment": ("pusht_ppo", "so101_picklift_residual", "so101_touch_ppo"),
-        },
+        options=(
+            "model=lerobot",
+            "model=smolvla",
+            "env=pusht",
+            "env=so101",
+            "experiment=pusht_ppo",
+            "experiment=so101_picklift_residual",
+            "experiment=so101_touch_ppo",
+        ),
         commands={
             "check-policy": Command(
                 "rlinf.models.embodiment.lerobot.check:check_policy",
@@ -174,10 +176,16 @@ def load(kind: str, name: str) -> Any:
     return import_string(added(kind)[name])
 
 
+def hidden_options(group: str) -> set[str]:
+    """Return the choices of a config group that need a wing that is not present."""
+    options = (option for title, wing in WINGS.items() if title not in present() for option in wing.options)
+    return {option.removeprefix(f"{group}=") for option in options if option.startswith(f"{group}=")}
+
+
 def missing(kind: str, name: str) -> str | None:
     """Return where ``name`` would be if it belongs to a wing that is not present; otherwise None."""
     for title, wing in WINGS.items():
-        if title not in present() and name in getattr(wing, kind):
+        if title not in present() and name in getattr(wing, kind, ()):
             folders = " and ".join(f"rlinf/{folder}" for folder in wing.folders)
             return f"'{name}' belongs to the wing '{title}' in {folders}, which is missing here. Install the complete package"
     return None

@@ -45,7 +45,6 @@ from rlinf.types import EpisodeSpec
 NUM_EPISODES = 100
 """Default number of episodes per condition."""
 TITLE_WIDTH = 44
-TEMPLATE = Path(__file__).with_name("audit.html")
 NOT_KNOWN = "of the training split; it is not known which of them the policy has seen"
 EVAL_STATES = "env.num_eval_init_states"
 SEEN_KEYS = (
@@ -145,7 +144,7 @@ def write_audit(audit: Audit, folder: str | os.PathLike, title: str, facts: Mapp
     clipped = clipped_text(audit.actions_clipped_fraction, audit.actions_max_abs)
     facts = {**facts, "episodes": audit.num_episodes, "actions clipped": clipped}
     page = folder / REPORT_FILE
-    return write_page(page, TEMPLATE, title, audit=audit, facts=facts, least_fraction=LEAST_FRACTION)
+    return write_page(page, "audit.html", title, audit=audit, facts=facts, least_fraction=LEAST_FRACTION)
 
 
 def check(config: RunConfig) -> None:

@@ -49,7 +49,7 @@ def help_of(name: str) -> str:
         return f"{text}\n\nits keys, with their defaults:\n{keys_help(import_string(command.keys), _width())}"
     if name not in ("train", "sft"):
         return text
-    groups = {group: ", ".join(options_of(folder)) for group, folder in group_folders().items()}
+    groups = {group: ", ".join(options_of(group)) for group in group_folders()}
     indented = {"width": _width(), "subsequent_indent": " " * 13, "break_on_hyphens": False}
     lines = [textwrap.fill(f"  {group:<10} {options}", **indented) for group, options in groups.items()]
     head = "choices, as name=choice (`rlinf models` also shows choices of third-party packages):"

@@ -78,7 +78,7 @@ def overrides(given: list[str], current: str) -> list[str]:
     section, dot, _ = key.rpartition(".")
     groups = group_folders()
     if equals and key in groups:
-        return [f"{key}={option}" for option in options_of(groups[key])]
+        return [f"{key}={option}" for option in options_of(key)]
     try:
         owner = reduce(getattr, section.split(".") if dot else [], _config_of(given, groups))
         fields = public_fields(type(owner))

@@ -25,6 +25,7 @@ from rlinf.imports import import_string
 from rlinf.models.loading import hide_progress_bars
 from rlinf.options import PathText, check_arguments, from_mapping, option, public_fields, unknown_key_message
 from rlinf.preflight.folders import check_writable
+from rlinf.report.compare_folders import compare_folders, evaluation_folder
 from rlinf.run_folder import COMPARISON_FILE, REPORT_FILE
 from rlinf.serving import require_packages
 
@@ -89,8 +90,6 @@ def _run_command(arguments: Sequence[str], command: str) -> int:
 
 def _compare(arguments: list[str]) -> int:
     """Print the comparison of the two evaluations after the flag."""
-    from rlinf.report.compare_folders import compare_folders, evaluation_folder
-
     position = arguments.index(COMPARE_FLAG)
     folders, rest = arguments[position + 1 : position + 3], arguments[:position] + arguments[position + 3 :]
     key = "evaluation.allow_mismatch"

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import rlinf
+from rlinf.wings import hidden_options
 
 GROUP = "experiment"
 
@@ -21,6 +22,6 @@ def group_folders() -> dict[str, Path]:
     return {GROUP: packaged_experiments()} | {path.name: path for path in folders}
 
 
-def options_of(folder: Path) -> list[str]:
-    """Return the names of the YAML files in a folder."""
-    return sorted(path.stem for path in folder.glob("*.yaml"))
+def options_of(group: str) -> list[str]:
+    """Return the names of a group's YAML files, without those that need a missing wing."""
+    return sorted({path.stem for path in group_folders()[group].glob("*.yaml")} - hidden_options(group))

@@ -38,6 +38,7 @@ from rlinf.options import (
 from rlinf.rollout.config import RolloutConfig
 from rlinf.run_folder import LATEST, MODEL_FOLDER
 from rlinf.tracking.tracker import TrackingConfig
+from rlinf.wings import missing
 
 
 @dataclass
@@ -83,6 +84,8 @@ def section_class(section: str, name: str) -> type:
             f"{section}.name is {override_text(name)}; expected one name. Set {section}={getattr(RunConfig(), section).name}"
         )
     if name not in registry:
+        if (reason := missing(f"{section}s", name)) is not None:
+            raise ConfigError(reason)
         fix = f"Set {section}={closest(name, registry) or '<name>'}, or plugins=[<its module>]"
         actual = f"{section}.name is {override_text(name)!r}, which is not registered"
         raise ConfigError(f"{actual}.{did_you_mean(name, registry)} {fix}")

@@ -29,6 +29,7 @@ from rlinf.models import MODELS
 from rlinf.models.config import ModelConfig
 from rlinf.options import to_mapping
 from rlinf.registry import installed_points
+from rlinf.wings import hidden_options
 
 PACKAGE = "pkg://rlinf.config"
 REGISTERED = {"model": MODELS, **REGISTRIES}
@@ -42,7 +43,8 @@ def experiment_folders() -> list[Path]:
 
 def experiment_names() -> list[str]:
     """Return the names of all experiments."""
-    return sorted({path.stem for folder in experiment_folders() if folder.is_dir() for path in folder.glob("*.yaml")})
+    names = {path.stem for folder in experiment_folders() if folder.is_dir() for path in folder.glob("*.yaml")}
+    return sorted(names - hidden_options(GROUP))
 
 
 def find_experiment(name: str) -> Path | None:
@@ -198,7 +200,8 @@ def group_options(group: str) -> list[str]:
     """Return the names that ``group=`` accepts, including those of third-party packages and the user's folder."""
     GlobalHydra.instance().clear()
     with initialize_config_module("rlinf.config", version_base="1.3", job_name="rlinf"):
-        return GlobalHydra.instance().config_loader().get_group_options(group)
+        names = GlobalHydra.instance().config_loader().get_group_options(group)
+    return [name for name in names if name not in hidden_options(group)]
 
 
 def is_complete(path: Path) -> bool:

@@ -8,15 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rlinf.errors import ConfigError
 from rlinf.imports import import_string, lazy_attributes
 from rlinf.registry import Registry
 from rlinf.wings import added
-
-if TYPE_CHECKING:
-    from rlinf.models.embodiment.base import ActionModel
 
 __all__ = [
     "MODELS", "HFLLMModel", "HFModel", "ModelEntry", "build_policy", "config_file_names", "entry_for", "get_model",
@@ -24,9 +21,6 @@ __all__ = [
     "register_model", "torch_dtype_from_precision",
 ]  # fmt: skip
 
-
-ClassAndConfig = tuple["type[ActionModel]", Any]
-"""A policy's class and its configuration."""
 
 BUILDING = (
     "build_policy", "config_file_names", "entry_for", "get_model", "get_model_config_and_processor", "local_settings",

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from rlinf.errors import CheckpointError, ConfigError, did_you_mean
-from rlinf.models import MODELS, ClassAndConfig, ModelEntry, import_target
+from rlinf.models import MODELS, ModelEntry, import_target
 from rlinf.models.base_weights import check_base
 from rlinf.models.config import ModelConfig, TokenizerConfig
 from rlinf.models.embodiment.modules.normalizer import unit_range_stats
@@ -29,6 +29,7 @@ from rlinf.models.precision import heads_in_float32, switch_off_dropout, torch_d
 from rlinf.optim.finite import check_loaded
 from rlinf.options import fixed_by_settings, from_mapping, override_text, plain_container
 from rlinf.run_folder import ADAPTER_FOLDER, MANIFEST_FILE, MODEL_FOLDER, STATISTICS_FILE
+from rlinf.types import ClassAndConfig
 
 logger = logging.getLogger("rlinf")
 

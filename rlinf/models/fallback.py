@@ -8,6 +8,7 @@ from rlinf.files import Json
 from rlinf.models.config import ModelConfig
 from rlinf.models.loading import read_json
 from rlinf.options import closest
+from rlinf.wings import missing
 
 TEXT, IMAGE_TEXT = "text", "image-text"
 
@@ -47,6 +48,8 @@ def generic_kind(cfg: ModelConfig, registered: Iterable[str]) -> str:
             f"model.model_type '{name}' exists in transformers, but is neither a causal nor an image-text-to-text model. "
             "Set model.model_type=<a supported type>, or register it: plugins=[module]"
         )
+    if (reason := missing("models", name)) is not None:
+        raise ConfigError(reason)
     alike = closest(name, [*registered, *by_kind[TEXT], *by_kind[IMAGE_TEXT]])
     raise ConfigError(
         f"model.model_type is '{name}', which is neither registered nor a causal or image-text-to-text type of "

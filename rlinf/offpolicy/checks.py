@@ -22,7 +22,6 @@ from rlinf.distributed.start import started_here
 from rlinf.envs import ENVS
 from rlinf.errors import reject
 from rlinf.memory import main_memory_bytes
-from rlinf.models import ClassAndConfig
 from rlinf.models.actors import ACTORS
 from rlinf.models.embodiment.actor_policy import actor_settings, base_folder, check_samples_noise, has_actor
 from rlinf.models.embodiment.modules.readout_token import holds_readout_token
@@ -30,6 +29,7 @@ from rlinf.offpolicy.replay import offline_bytes, replay_bytes
 from rlinf.options import closest, from_mapping, override_of, override_text, to_mapping
 from rlinf.preflight.compatibility import check_dataset, check_moments
 from rlinf.preflight.memory import policy_on_meta_device
+from rlinf.types import ClassAndConfig
 
 UPDATE_S, ROW_WEIGHT_S = 4e-3, 1.5e-10
 """Time of an update on one core, in seconds: a constant, and the time per row and weight (`benchmarks/offpolicy_update.py`)."""

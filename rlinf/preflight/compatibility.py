@@ -21,12 +21,11 @@ from rlinf.envs.base import options_of_expert
 from rlinf.errors import ConfigError, MissingDependencyError, did_you_mean, reject
 from rlinf.evaluation.sequential import LEAST_EPISODES
 from rlinf.evaluation.stopping import DECIDED
-from rlinf.models import ClassAndConfig
 from rlinf.models.building import entry_for
 from rlinf.models.precision import PRECISIONS, torch_dtype_from_precision
 from rlinf.options import closest, fixed_by_settings, override_text, public_fields, to_mapping
 from rlinf.preflight.folders import check_writable
-from rlinf.types import EnvSpec
+from rlinf.types import ClassAndConfig, EnvSpec
 
 ATTENTION = ("sdpa", "eager", "flash_attention_2")
 ACTING = ("evaluate", "collect", "diagnose")

@@ -11,6 +11,7 @@ from functools import cached_property
 import torch
 
 from rlinf.algorithms import ALGORITHMS
+from rlinf.algorithms.base import Algorithm
 from rlinf.config.schema import RunConfig, chunks_needed, declared_policy, expert_acts, section_class
 from rlinf.distributed.parallel import check_can_shard
 from rlinf.distributed.process_group import resolve_device
@@ -20,7 +21,6 @@ from rlinf.envs import ENVS
 from rlinf.envs.config import ProcessEnvConfig
 from rlinf.errors import ConfigError, reject
 from rlinf.memory import main_memory_bytes
-from rlinf.models import ClassAndConfig
 from rlinf.models.building import check_features, entry_for
 from rlinf.options import fixed_by_settings, override_text
 from rlinf.preflight.compatibility import (
@@ -41,11 +41,12 @@ from rlinf.preflight.compatibility import (
     require_package,
 )
 from rlinf.preflight.derived import trains_actor
-from rlinf.preflight.folders import check_new_folder, check_no_text, check_sources, check_writable
+from rlinf.preflight.folders import check_new_folder, check_sources, check_writable
 from rlinf.preflight.memory import policy_on_meta_device
 from rlinf.preflight.placement import check_evaluation_workers, check_placement, has_rollout_workers, ranks_by_ray
 from rlinf.preflight.saved import check_no_actor, check_start, check_unread_keys
 from rlinf.tracking.tracker import check_wandb
+from rlinf.types import ClassAndConfig
 
 COMMANDS = ("train", "sft", "evaluate", "serve", "collect", "diagnose")
 WITH_RANKS = ("train", "sft", "evaluate")
@@ -91,8 +92,6 @@ def env_section(case: Case) -> None:
 
 
 def model_section(case: Case) -> None:
-    if case.trains:
-        check_no_text(case.config, case.command)
     check_model(case.config)
     check_elsewhere(case.config, case.command)
 
@@ -155,7 +154,7 @@ def rollout_workers_section(case: Case) -> None:
 def learning_section(case: Case) -> None:
     if case.learns:
         check_env_groups(case.config)
-        ALGORITHMS.get(case.config.algorithm.name).check(case.config, case.policy)
+        check_learning(case.config, case.policy)
         check_whole_episodes(case.config)
     if case.trains and case.config.sft.max_steps > 0:
         check_sft(case.config, case.policy)
@@ -283,11 +282,15 @@ def check_collapse(config: RunConfig) -> None:
             reject(f"{mode} with {actual}", "local ranks that also roll out", "trainer.on_collapse=stop")
 
 
-def check_policy_gradient(config: RunConfig, policy: ClassAndConfig | None) -> None:
-    """Check the requirements of an on-policy algorithm for rollouts and model."""
-    check_batches(config)
-    check_algorithm(config)
-    check_rollout(config, policy)
+def check_learning(config: RunConfig, policy: ClassAndConfig | None) -> None:
+    """Check the requirements of the algorithm: of all policy-gradient ones, and its own (``AnyAlgorithm.check``)."""
+    algorithm = ALGORITHMS.get(config.algorithm.name)
+    if issubclass(algorithm, Algorithm):
+        check_batches(config)
+        check_algorithm(config)
+        check_rollout(config, policy)
+        check_old_logprobs(config, algorithm, policy)
+    algorithm.check(config, policy)
 
 
 def check_batches(config: RunConfig) -> None:
@@ -438,6 +441,35 @@ def check_algorithm(config: RunConfig) -> None:
     elif algorithm_class.needs_full_episodes and rollout.auto_reset:
         required = "complete episodes, one per env and iteration (the group rollout=episodes sets this)"
         reject(f"{name} with rollout.auto_reset=true", required, "rollout.auto_reset=false")
+
+
+def check_old_logprobs(config: RunConfig, algorithm_class: type[Algorithm], policy: ClassAndConfig | None) -> None:
+    """Raise ConfigError for ``old_logprobs=rollout`` if the rollout's log-probs or values cannot replace the trainer's."""
+    algorithm, ahead, backend = config.algorithm, config.cluster.max_staleness, config.rollout.backend
+    if algorithm.old_logprobs == "trainer":
+        return
+    conflict, required, fix = "", "", ""
+    if ahead:
+        conflict, fix = f"cluster.max_staleness={ahead}", "cluster.max_staleness=0"
+        required = "log-probabilities of the current weights, because the rollout was collected with older ones"
+    elif algorithm.tis_cap is not None:
+        conflict, fix = f"algorithm.tis_cap={algorithm.tis_cap:g}", "algorithm.tis_cap=null"
+        required = (
+            "the trainer's own log-probabilities, because the weights trainer / rollout would otherwise always be 1"
+        )
+    elif algorithm.kl_coef > 0:
+        conflict, fix = f"algorithm.kl_coef={algorithm.kl_coef:g}", "algorithm.kl_coef=0"
+        required = "the trainer's own log-probabilities, because the reference's are computed in the same way"
+    elif algorithm_class.needs_values and (
+        backend != "torch" or (policy and not policy[0].values_in_rollouts(policy[1]))
+    ):
+        who = f"rollout.backend={backend}" if backend != "torch" else f"{policy[0].__name__} as configured"
+        conflict, fix = f"algorithm.name={algorithm.name} and {who}", "algorithm=grpo rollout=groups"
+        required = "rollout values that equal the trainer's"
+    if conflict:
+        raise ConfigError(
+            f"algorithm.old_logprobs=rollout with {conflict}; expected {required}. Set algorithm.old_logprobs=trainer, or {fix}"
+        )
 
 
 def check_whole_episodes(config: RunConfig) -> None:

@@ -47,11 +47,9 @@ def pages() -> Environment:
     return environment
 
 
-def write_page(path: str | os.PathLike, template: str | Path, tab: str, **values: Any) -> Path:
-    """Render ``template`` (a name in ``pages``, or a wing's file) with the title ``tab``, write the page to ``path`` and return it."""
-    is_name = isinstance(template, str)
-    page = pages().get_template(template) if is_name else pages().from_string(template.read_text(encoding="utf-8"))
-    return write_text(Path(path), page.render(tab=tab, **values))
+def write_page(path: str | os.PathLike, template: str, tab: str, **values: Any) -> Path:
+    """Render ``template`` (in ``pages`` or a wing) with the title ``tab``, write the page to ``path`` and return the path."""
+    return write_text(Path(path), pages().get_template(template).render(tab=tab, **values))
 
 
 def card(

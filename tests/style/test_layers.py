@@ -13,8 +13,8 @@ PACKAGE = Path(__file__).parents[2] / "rlinf"
 
 LAYERS = (
     ("errors", "imports", "number_formats", "run_folder", "seeding", "text_table", "types"),
-    ("files", "flags", "images", "memory", "options", "registry", "wings"),
-    ("manifest",),
+    ("files", "flags", "images", "memory", "options", "wings"),
+    ("manifest", "registry"),
     ("distributed",),
     ("optim",),
     ("tracking",),
@@ -45,7 +45,6 @@ LAYERS = (
 
 FACES = {
     "rlinf.algorithms",
-    "rlinf.algorithms.base",
     "rlinf.distributed",
     "rlinf.models",
     "rlinf.models.generation",

@@ -362,6 +362,21 @@ def test_derived_numbers_by_hand():
     assert "96 envs = 12 groups of 8 x 20 chunks = 1920 samples" in format_derived(config)
 
 
+@pytest.mark.parametrize(
+    ("number", "wanted", "of", "best"), [(96, 64, 1, 48), (1024, 100, 1, 128), (96, 5, 2, 4), (7, 3, 2, 7)]
+)
+def test_suggested_size_is_the_nearest_divisor_and_is_listed(number, wanted, of, best):
+    assert validation.nearest_divisor(number, wanted, of) == best
+    assert str(best) in validation.divisors_text(number, wanted, of).split(", ")
+
+
+def test_an_env_without_cameras_suggests_no_model_of_zero_images():
+    words = ["model=openvla_tiny", "env=gymnasium", "env.id=Pendulum-v1", "env.tasks=null"]
+    with pytest.raises(ConfigError, match=r"env\.cameras lists 0: \[\]. Set model=mlp") as caught:
+        validate(build(*words))
+    assert "num_images_in_input=0" not in str(caught.value)
+
+
 def test_a_state_policy_that_reads_nothing_is_refused_and_a_picture_policy_is_not():
     with pytest.raises(ConfigError, match="state_dim=0; expected at least 1"):
         validate(build_config(compose_config(["experiment=tabletop_ppo_mlp", "model.init_config.state_dim=0"])))

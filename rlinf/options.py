@@ -194,7 +194,7 @@ def _plain(value: Any) -> Any:
 
 def _convert(value: Any, hint: Any, dotted: str, field: dataclasses.Field) -> Any:
     """Convert a value to its declared type, checking choices and bounds."""
-    section = _section_class(hint)
+    section = section_class(hint)
     if section is not None and (value is not None or section is hint):
         return value if isinstance(value, section) else from_mapping(section, value, dotted)
     accepted, converted = _match(value, hint)
@@ -231,7 +231,7 @@ def _convert(value: Any, hint: Any, dotted: str, field: dataclasses.Field) -> An
     raise ConfigError(f"{dotted} is {override_text(converted)}; expected {bounds}. Set e.g. {example}")
 
 
-def _section_class(hint: Any) -> type | None:
+def section_class(hint: Any) -> type | None:
     """Return the dataclass of a section or optional section, or None for any other type."""
     types_of_value = [item for item in typing.get_args(hint) or (hint,) if item is not type(None)]
     is_section = len(types_of_value) == 1 and dataclasses.is_dataclass(types_of_value[0])

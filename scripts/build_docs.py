@@ -27,10 +27,10 @@ from rlinf.envs import ENVS  # noqa: E402
 from rlinf.envs.config import ProcessEnvConfig  # noqa: E402
 from rlinf.envs.maniskill.scene import ManiSkillOptions  # noqa: E402
 from rlinf.files import write_text  # noqa: E402
-from rlinf.options import override_text, public_fields, type_name  # noqa: E402
+from rlinf.options import override_text, public_fields, section_class, type_name  # noqa: E402
 from rlinf.recipes.checks import NOT_DONE, WITHOUT_EFFECT  # noqa: E402
 from rlinf.recipes.config import RecipeConfig  # noqa: E402
-from rlinf.recipes.load import ALIASES, OLDER, section_of  # noqa: E402
+from rlinf.recipes.load import ALIASES, OLDER  # noqa: E402
 
 HEADER = """# Configuration reference
 
@@ -115,7 +115,7 @@ def sections(cls: type, path: str, text: str) -> Iterator[tuple[str, str, type]]
     yield path, text, cls
     hints = typing.get_type_hints(cls)
     for name, field in public_fields(cls).items():
-        section = section_of(hints[name])
+        section = section_class(hints[name])
         if section is not None and path:
             yield from sections(section, f"{path}.{name}", field.metadata["help"])
 
@@ -125,7 +125,7 @@ def table(cls: type, path: str, skip: frozenset[str] = frozenset()) -> str:
     hints, expert, known = typing.get_type_hints(cls), [], expert_keys()
     lines: list[str] = []
     for name, field in public_fields(cls).items():
-        if section_of(hints[name]) is not None or name in skip:
+        if section_class(hints[name]) is not None or name in skip:
             continue
         shown = default_text(field)
         # A null default does not show the type.
@@ -232,7 +232,7 @@ def recipe_page() -> str:
     parts = [RECIPE_HEADER, "## Top level\n", table(RecipeConfig, ""), ""]
     hints = typing.get_type_hints(RecipeConfig)
     for name, field in public_fields(RecipeConfig).items():
-        section = section_of(hints[name])
+        section = section_class(hints[name])
         if section is not None:
             for path, text, cls in sections(section, name, field.metadata["help"]):
                 keys = table(cls, path) if path not in SAME_KEYS else f"As in {SAME_KEYS[path]}."

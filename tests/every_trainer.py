@@ -10,6 +10,7 @@ from rlinf.checkpoints.trainer_state import read_entries, read_tensors
 from rlinf.commands.train import build
 from rlinf.distributed.launch import launch
 from rlinf.options import from_mapping
+from rlinf.recipes.build import RecipeData
 from rlinf.recipes.config import RecipeConfig
 from rlinf.recipes.run import run
 
@@ -74,7 +75,7 @@ def recipe(name: str, folder: Path, steps: int, model: str, **train) -> RecipeCo
 
 
 def _run_recipe(config: RecipeConfig) -> None:
-    run(config, dataset=ROWS, data_packer=Sums(), reward_fns=[digits])
+    run(config, RecipeData(ROWS, Sums(), [digits]))
 
 
 def _run_action(config) -> None:

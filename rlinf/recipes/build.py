@@ -26,7 +26,7 @@ from rlinf.recipes.datasets import PackedRows, Rows, StreamedRows
 from rlinf.recipes.dpo import DPOTrainer
 from rlinf.recipes.grpo import Groups, GRPOTrainer
 from rlinf.recipes.packers import ChatPacker, Packer, PromptPacker
-from rlinf.recipes.plan import count_steps, fraction_of_engine, make_plan, why_no_engine
+from rlinf.recipes.plan import fraction_of_engine, make_plan, num_steps, why_no_engine
 from rlinf.recipes.rewards import Rewards, make_rewards
 from rlinf.recipes.rollout_workers import RolloutWorkerPlaces, make_generator
 from rlinf.recipes.rollouts import TorchGenerator, VllmGenerator
@@ -52,15 +52,15 @@ class RecipeData:
         dataset: Training rows: a list, ``datasets.Dataset`` or ``datasets.IterableDataset``.
         reward_fns: Rewards for GRPO; None uses the rewards in the configuration.
         val_dataset: Validation rows; None splits off the first rows of ``dataset`` (``test_size``).
-        val_packer: Packer for the validation rows; None uses ``packer``.
+        val_data_packer: Packer for the validation rows; None uses ``data_packer``.
         places: Placement of the rollout workers; None if the ranks themselves generate.
     """
 
     dataset: Any
-    packer: Packer
+    data_packer: Packer
     reward_fns: Any = None
     val_dataset: Any = None
-    val_packer: Packer | None = None
+    val_data_packer: Packer | None = None
     places: RolloutWorkerPlaces | None = None
 
 
@@ -87,8 +87,8 @@ def policy_settings(config: RecipeConfig, processor: Any) -> dict[str, Any]:
     train, policy, rollout = config.train, config.policy, config.rollout
     method = train.train_policy
     longest = longest_row(config)
-    is_grpo, rows_per_sample = method.type == "grpo", 2 if method.type == "dpo" else 1
-    rows = batch_size(config) * rows_per_sample // world_size()
+    rows_per_sample = 2 if method.type == "dpo" else 1
+    rows = config.batch_size * rows_per_sample // world_size()
     micro_batch = max(1, min(method.mini_batch * rows_per_sample, rows))
     lora = policy.lora
     return {
@@ -110,7 +110,7 @@ def policy_settings(config: RecipeConfig, processor: Any) -> dict[str, Any]:
         "cpu_offload": train.fsdp_offload,
         **_sharding(config),
         "seed": train.seed or 0,
-        "temperature": method.temperature if is_grpo else 1.0,
+        "temperature": method.temperature if config.is_grpo else 1.0,
         "max_new_tokens": rollout.max_response_length,
         "max_model_len": longest,
         "tokenizer": processor,
@@ -127,13 +127,6 @@ def _sharding(config: RecipeConfig) -> dict[str, Any]:
     return {"sharding": "fsdp2", "shard_size": size if size > 0 and world_size() % size == 0 else None}
 
 
-def batch_size(config: RecipeConfig) -> int:
-    """Return the number of rows (in GRPO, completions) per step across all replicas."""
-    parallelism = config.policy.parallelism
-    replicas = parallelism.n_init_replicas * parallelism.dp_replicate_size
-    return config.train.train_batch_per_replica * replicas
-
-
 def describe_data(config: RecipeConfig, trainer: TokenTrainer) -> dict[str, Any]:
     """Return the settings that determine which rows each step reads; a resumed run must use the same values."""
     method = config.train.train_policy
@@ -141,8 +134,8 @@ def describe_data(config: RecipeConfig, trainer: TokenTrainer) -> dict[str, Any]
     return {
         "type": method.type,
         "num_rows": len(trainer.rows) if isinstance(trainer.rows, PackedRows) else None,
-        "batch_size": batch_size(config),
-        "group_size": config.rollout.n_generation if method.type == "grpo" else 1,
+        "batch_size": config.batch_size,
+        "group_size": config.group_size,
         "seed": config.train.seed or 0,
         "shuffle": method.dataloader_shuffle,
         "streaming": isinstance(trainer.rows, StreamedRows),
@@ -177,8 +170,7 @@ def make_trainer(
         requested = config.policy.model_max_length
         logger.warning("policy.model_max_length=%d exceeds the model's limit; using %d tokens", requested, longest)
     config = replace(config, policy=replace(config.policy, model_max_length=longest))
-    packers = [data.packer] if data.val_packer is None else [data.packer, data.val_packer]
-    for packer in packers:
+    for packer in filter(None, (data.data_packer, data.val_data_packer)):
         packer.setup(config, processor)
         # The model's generation config may list more end tokens than the processor.
         if isinstance(packer, ChatPacker):
@@ -202,7 +194,7 @@ class _Maker:
         """Build the supervised fine-tuning trainer."""
         config, method = self.config, self.config.train.train_policy
         train_rows, val_rows = self._split()
-        rows = self._packed(train_rows, self.data.packer.sample)
+        rows = self._packed(train_rows, self.data.data_packer.sample)
         packer = self._val_packer
         validation = None if val_rows is None else self._in_order(val_rows, packer.sample)
         completion_validation = None
@@ -217,7 +209,7 @@ class _Maker:
             self.policy,
             rows,
             num_steps=self._num_steps(rows),
-            batch_size=batch_size(config),
+            batch_size=config.batch_size,
             validation_rows=validation,
             validation_batch_size=config.validation.batch_size,
             num_workers=method.dataloader_num_workers,
@@ -228,14 +220,14 @@ class _Maker:
         """Build the direct preference optimisation trainer."""
         method = self.config.train.train_policy
         train_rows, val_rows = self._split()
-        rows = self._packed(train_rows, self.data.packer.pair)
+        rows = self._packed(train_rows, self.data.data_packer.pair)
         if isinstance(rows, StreamedRows):
             raise ConfigError("DPO stores the reference log-probabilities of all rows, so it cannot stream them.")
         return DPOTrainer(
             self.policy,
             rows,
             num_steps=self._num_steps(rows),
-            batch_size=batch_size(self.config),
+            batch_size=self.config.batch_size,
             loss=DPOLossFn(beta=method.dpo_beta, label_smoothing=method.dpo_label_smoothing),
             validation_rows=None if val_rows is None else self._in_order(val_rows, self._val_packer.pair),
             validation_batch_size=self.config.validation.batch_size,
@@ -245,7 +237,7 @@ class _Maker:
         """Build the trainer for GRPO and its variants."""
         method, size = self.config.train.train_policy, self.config.rollout.n_generation
         train_rows, val_rows = self._split()
-        rows = self._packed(train_rows, self.data.packer.prompt)
+        rows = self._packed(train_rows, self.data.data_packer.prompt)
         completer = self._completer(
             make_rewards(self.data.reward_fns or method.reward_function, method.overlong_reward)
         )
@@ -263,8 +255,8 @@ class _Maker:
         return GRPOTrainer(
             self.policy,
             rows,
-            num_steps=self._num_steps(rows, size),
-            batch_size=batch_size(self.config),
+            num_steps=self._num_steps(rows),
+            batch_size=self.config.batch_size,
             groups=Groups(size, self.config.train.seed or 0, advantage, method.mu_iterations, max_resamples),
             loss=loss,
             completer=completer,
@@ -275,7 +267,7 @@ class _Maker:
 
     @property
     def _val_packer(self) -> Packer:
-        return self.data.val_packer or self.data.packer
+        return self.data.val_data_packer or self.data.data_packer
 
     def _split(self) -> tuple[Any, Rows | None]:
         """Return the training rows, and the validation rows or None without validation."""
@@ -306,13 +298,12 @@ class _Maker:
         rows.check()
         return rows
 
-    def _num_steps(self, rows: PackedRows | StreamedRows, rows_per_sample: int = 1) -> int:
-        train = self.config.train
-        if isinstance(rows, StreamedRows):
-            if train.max_num_steps is None:
-                raise ConfigError("A streamed dataset has no known length. Set train.max_num_steps=<steps>")
-            return train.max_num_steps
-        return count_steps(len(rows), train.epoch, batch_size(self.config), rows_per_sample, train.max_num_steps)
+    def _num_steps(self, rows: PackedRows | StreamedRows) -> int:
+        if isinstance(rows, PackedRows):
+            return num_steps(self.config, len(rows))
+        if self.config.train.max_num_steps is None:
+            raise ConfigError("A streamed dataset has no known length. Set train.max_num_steps=<steps>")
+        return self.config.train.max_num_steps
 
     def _completion_validation(self, completer: Completer, dataset: Rows, packer: Packer) -> CompletionValidation:
         rows = self._in_order(dataset, packer.prompt)

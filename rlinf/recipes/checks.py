@@ -90,15 +90,16 @@ def check_recipe(config: RecipeConfig) -> None:
     """Raise ConfigError if a recipe has contradictory keys or leaves a required key empty."""
     _check_train(config)
     _check_ckpt(config)
-    _check_batch(config)
     _check_validation(config)
-    if config.train.train_policy.type == "grpo":
+    if config.is_grpo:
         _check_rollout(config)
     _check_cluster(config)
 
 
 def _check_train(config: RecipeConfig) -> None:
     train, method, lora = config.train, config.train.train_policy, config.policy.lora
+    if config.policy.parallelism.dp_shard_size == 0:
+        reject("policy.parallelism.dp_shard_size=0", "at least 1, or -1", "policy.parallelism.dp_shard_size=1")
     if not config.policy.model_name_or_path:
         reject("policy.model_name_or_path is empty", "a model", "policy.model_name_or_path=<folder or hub id>")
     betas, warmup = train.optm_betas, train.optm_warmup_steps
@@ -133,19 +134,6 @@ def _check_ckpt(config: RecipeConfig) -> None:
         reject("train.ckpt.upload_hf=true without a repository", "a repository", "train.ckpt.hf_repo_name=<name>")
 
 
-def _check_batch(config: RecipeConfig) -> None:
-    """Raise ConfigError if a batch does not divide evenly over ranks and groups."""
-    shards, batch = config.policy.parallelism.dp_shard_size, config.train.train_batch_per_replica
-    if shards == 0:
-        reject("policy.parallelism.dp_shard_size=0", "at least 1, or -1", "policy.parallelism.dp_shard_size=1")
-    per_row = config.rollout.n_generation if config.train.train_policy.type == "grpo" else 1
-    unit = per_row * max(1, shards)
-    if batch % unit:
-        required = f"a multiple of {unit}: policy.parallelism.dp_shard_size={shards} x {per_row} completions per prompt"
-        key = "train.train_batch_per_replica"
-        reject(f"{key}={batch}", required, f"{key}={max(1, batch // unit) * unit}")
-
-
 def _check_rollout(config: RecipeConfig) -> None:
     method, rollout = config.train.train_policy, config.rollout
     if rollout.n_generation < 2:
@@ -166,11 +154,11 @@ def _check_rollout(config: RecipeConfig) -> None:
 def _check_cluster(config: RecipeConfig) -> None:
     """Raise ConfigError if rollout workers are requested but cannot run."""
     cluster, count = config.cluster, config.cluster.num_rollout_workers
-    if cluster.placement != "disaggregated" and cluster.start != "ray" and count is None:
+    if not cluster.asks_for_workers:
         return
     actual = f"cluster.start={cluster.start} cluster.num_rollout_workers={override_text(count)}"
     off = "cluster.start=auto cluster.placement=null cluster.num_rollout_workers=null"
-    if config.train.train_policy.type != "grpo":
+    if not config.is_grpo:
         reject(f"{actual} with train.train_policy.type={config.train.train_policy.type}", "grpo, which generates", off)
     for key, fix in (("cluster.placement", "cluster.placement=null"), ("mode", "mode=disaggregated")):
         if attrgetter(key)(config) == "colocated":

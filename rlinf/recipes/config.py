@@ -154,6 +154,11 @@ class ParallelismConfig:
     dp_shard_size: int = option(1, "Ranks to shard the weights over (FSDP2); -1: all remaining GPUs.", minimum=-1)
     dp_replicate_size: int = option(1, "Number of replicas of each shard group (HSDP).", minimum=1)
 
+    @property
+    def replicas(self) -> int:
+        """Number of copies of the model."""
+        return self.n_init_replicas * self.dp_replicate_size
+
 
 @dataclass
 class RolloutParallelismConfig(ParallelismConfig):
@@ -290,6 +295,11 @@ class ClusterConfig:
     num_threads: int | None = option(None, "CPU threads per rank; null: OMP_NUM_THREADS, or cores / ranks.", minimum=1)
     deadlines: DeadlinesConfig = option(DeadlinesConfig(), "Deadlines for collective operations.")
 
+    @property
+    def asks_for_workers(self) -> bool:
+        """Whether a key requests rollout workers, with or without GPUs."""
+        return self.placement == "disaggregated" or self.start == "ray" or self.num_rollout_workers is not None
+
 
 @dataclass
 class RecipeConfig:
@@ -306,3 +316,18 @@ class RecipeConfig:
     mode: str = option(
         "disaggregated", "disaggregated: separate GPUs for the engines; colocated: the policy's.", choices=MODES
     )
+
+    @property
+    def is_grpo(self) -> bool:
+        """Whether the model learns from its own completions."""
+        return self.train.train_policy.type == "grpo"
+
+    @property
+    def group_size(self) -> int:
+        """Number of completions per prompt in GRPO; otherwise 1."""
+        return self.rollout.n_generation if self.is_grpo else 1
+
+    @property
+    def batch_size(self) -> int:
+        """Number of rows (in GRPO, completions) per step across all replicas."""
+        return self.train.train_batch_per_replica * self.policy.parallelism.replicas

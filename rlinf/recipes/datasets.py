@@ -260,7 +260,7 @@ class PackedRows(Generic[Packed]):
     seed: int | None = 0
     skip_bad_rows: bool = False
     in_memory: bool = False
-    _bad: set[int] = field(default_factory=set)
+    _bad: dict[int, str] = field(default_factory=dict)
     _cache: dict[int, Packed] = field(default_factory=dict)
 
     def __len__(self) -> int:
@@ -322,9 +322,7 @@ class PackedRows(Generic[Packed]):
             packed = self._pack_or_mark((index + offset) % len(self))
             if packed is not None:
                 return packed
-        raise ConfigError(
-            f"None of the {len(self)} rows of {self.rows.source} can be used. First row: {self._reason(0)}"
-        )
+        raise ConfigError(f"None of the {len(self)} rows of {self.rows.source} can be used. First row: {self._bad[0]}")
 
     def _pack_or_mark(self, index: int) -> Packed | None:
         if index in self._bad:
@@ -338,18 +336,11 @@ class PackedRows(Generic[Packed]):
             if not self.skip_bad_rows:
                 raise error.at(number, self.rows.source) from None
             logger.warning("Row %d of %s is skipped: %s", number, self.rows.source, error.reason)
-            self._bad.add(index)
+            self._bad[index] = error.reason
             return None
         if self.in_memory:
             self._cache[index] = packed
         return packed
-
-    def _reason(self, index: int) -> str:
-        try:
-            self.pack(self.rows[index])
-        except BadRowError as error:
-            return error.reason
-        return ""
 
 
 def rank_items(items: Any, rank: int, num_ranks: int) -> Any:
@@ -397,11 +388,6 @@ class StreamedRows(Generic[Packed]):
     def num_skipped(self) -> int:
         """Number of bad rows found by this process."""
         return self._num_skipped + (self._block.num_skipped if self._block else 0)
-
-    @property
-    def num_read(self) -> int:
-        """Number of rows read so far in the current epoch."""
-        return self._state["block"] * self.block_rows + (len(self._block) if self._block else 0)
 
     def check(self, seconds: float = CHECK_SECONDS) -> int:
         """Pack rows from the first block; see ``PackedRows.check``."""

@@ -13,7 +13,6 @@ from torch import Tensor
 from rlinf.distributed import deadlines
 from rlinf.distributed.deadlines import deadline
 from rlinf.distributed.process_group import any_rank, barrier, rank, sum_over_ranks, world_size
-from rlinf.errors import ConfigError
 from rlinf.llm.batched_data_dict import BatchedDataDict
 from rlinf.llm.hf_policy import HuggingFacePolicy
 from rlinf.llm.losses import GRPOLossFn
@@ -71,12 +70,6 @@ class GRPOTrainer(TokenTrainer):
         completer: Completer,
         completion_validation: CompletionValidation | None = None,
     ) -> None:
-        multiple = groups.size * world_size()
-        if batch_size % multiple:
-            raise ConfigError(
-                f"A batch of {batch_size} completions cannot be divided into groups of rollout.n_generation={groups.size} on {world_size()} "
-                f"ranks. Set train.train_batch_per_replica to a multiple of {multiple}"
-            )
         super().__init__(policy, rows, num_steps)
         self.completer, self.completion_validation = completer, completion_validation
         self.batch_size, self.groups = batch_size, groups

@@ -30,7 +30,6 @@ from rlinf.recipes.plan import (
     DISAGGREGATED,
     Plan,
     asks_for_gpus,
-    asks_for_rollout_workers,
     check_engines,
     choose_device,
     describe,
@@ -48,7 +47,7 @@ def launch(config: RecipeConfig, script: str | None, dry_run: bool, arguments: S
     """Check a recipe, print its plan, and train it unless ``dry_run``; ``arguments`` are repeated in the command that resumes it."""
     script_path = find_script(script) if script else None
     place = launch_context(os.environ) if is_connected() else None
-    if place is not None and asks_for_rollout_workers(config):
+    if place is not None and config.cluster.asks_for_workers:
         raise ConfigError(
             f"{DISAGGREGATED} in a command that {place.launcher} has started {place.size} times; expected a single command, which starts "
             "all ranks on its own machine. Start it once"
@@ -145,7 +144,7 @@ def _check_sources(config: RecipeConfig, script: Path | None) -> None:
     """Raise an error if rewards, data or model are missing, unless they may be on the hub."""
     method, validation = config.train.train_policy, config.validation
     if script is None:
-        if method.type == "grpo":
+        if config.is_grpo:
             make_rewards(method.reward_function)
         if validation.reward_function:
             make_rewards(validation.reward_function, setting="validation.reward_function")

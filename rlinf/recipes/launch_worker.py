@@ -6,13 +6,14 @@
 import importlib.util
 import runpy
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from rlinf.errors import ConfigError
+from rlinf.recipes.build import RecipeData
 from rlinf.recipes.config import DatasetConfig, RecipeConfig
 from rlinf.recipes.datasets import SECTION, load_rows
 from rlinf.recipes.load import packaged_recipes
@@ -60,22 +61,22 @@ def launch_worker(
         script = sys.argv[0] or "<script>"
         raise ConfigError(f"launch_worker has no recipe. Run rlinf launch --config <recipe> {script}")
     config, method = _launch.config, _launch.config.train.train_policy
-    if method.type == "grpo":
+    if config.is_grpo:
         # Call it only for its checks, before the slow loading of data and model.
         make_rewards(reward_fns or method.reward_function)
     if config.validation.reward_function:
         make_rewards(config.validation.reward_function, setting="validation.reward_function")
     if val_dataset is None and config.validation.enable and config.validation.dataset.name:
         val_dataset = rows_of(config.validation.dataset, "validation.dataset")
-    _launch.folder = run(
-        config,
+    data = RecipeData(
         dataset=rows_of(method.dataset) if dataset is None else _made(dataset, config),
-        data_packer=data_packer or (PromptPacker() if method.type == "grpo" else ChatPacker()),
+        data_packer=data_packer or (PromptPacker() if config.is_grpo else ChatPacker()),
         reward_fns=reward_fns,
         val_dataset=_made(val_dataset, config),
         val_data_packer=val_data_packer,
         places=_launch.places,
     )
+    _launch.folder = run(config, data)
     return _launch.folder
 
 
@@ -117,34 +118,19 @@ def find_script(name: str) -> Path:
 
 def train(config: RecipeConfig, script: Path | None = None, places: RolloutWorkerPlaces | None = None) -> Path:
     """Train a recipe on this rank, with data from ``script`` or the recipe, and return the run folder."""
-    with _launched(config, places) as launched:
+    global _launch
+    _launch = launched = _Launch(config, places)
+    path, arguments = list(sys.path), sys.argv
+    try:
         if script is None:
             return launch_worker()
-        with _first_on_path(script.absolute().parent):
-            runpy.run_path(str(script), run_name="__main__")
+        # As if Python ran the script: its folder is first on the import path, and it does not see our arguments.
+        sys.path.insert(0, str(script.absolute().parent))
+        sys.argv = arguments[:1]
+        runpy.run_path(str(script), run_name="__main__")
+    finally:
+        _launch = None
+        sys.path[:], sys.argv = path, arguments
     if launched.folder is None:
         raise ConfigError(f"{script} ended without calling launch_worker. Call it under if __name__ == '__main__'")
     return launched.folder
-
-
-@contextmanager
-def _launched(config: RecipeConfig, places: RolloutWorkerPlaces | None) -> Iterator[_Launch]:
-    """Set the recipe that ``launch_worker`` uses inside the context."""
-    global _launch
-    _launch = _Launch(config, places)
-    try:
-        yield _launch
-    finally:
-        _launch = None
-
-
-@contextmanager
-def _first_on_path(folder: Path) -> Iterator[None]:
-    """Put a script's folder first on the import path, and hide the arguments of ``rlinf launch`` from it."""
-    path, arguments = list(sys.path), sys.argv
-    sys.path.insert(0, str(folder))
-    sys.argv = arguments[:1]
-    try:
-        yield
-    finally:
-        sys.path[:], sys.argv = path, arguments

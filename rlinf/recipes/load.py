@@ -18,7 +18,7 @@ from rlinf.config.compose import reason_of
 from rlinf.config.overrides import put, with_overrides
 from rlinf.errors import ConfigError, did_you_mean
 from rlinf.files import decode_text
-from rlinf.options import from_mapping, override_text, plain_container, public_fields
+from rlinf.options import from_mapping, override_text, plain_container, public_fields, section_class
 from rlinf.recipes.checks import NOT_DONE, WITHOUT_EFFECT, check_recipe
 from rlinf.recipes.config import RecipeConfig
 
@@ -174,15 +174,9 @@ def keys_of(cls: type, prefix: str = "") -> Iterator[tuple[str, dataclasses.Fiel
     hints = typing.get_type_hints(cls)
     for name, field in public_fields(cls).items():
         yield prefix + name, field
-        section = section_of(hints[name])
+        section = section_class(hints[name])
         if section is not None:
             yield from keys_of(section, f"{prefix}{name}.")
-
-
-def section_of(hint: Any) -> type | None:
-    """Return the dataclass in a section's type hint, or None if the key is not a section."""
-    kinds = typing.get_args(hint) or (hint,)
-    return next((kind for kind in kinds if isinstance(kind, type) and dataclasses.is_dataclass(kind)), None)
 
 
 def _leaves(mapping: Mapping[str, Any], cls: type, prefix: str = "") -> Iterator[str]:
@@ -190,7 +184,7 @@ def _leaves(mapping: Mapping[str, Any], cls: type, prefix: str = "") -> Iterator
     hints = typing.get_type_hints(cls)
     for key, value in mapping.items():
         yield f"{prefix}{key}"
-        section = section_of(hints[key]) if key in public_fields(cls) else None
+        section = section_class(hints[key]) if key in public_fields(cls) else None
         if section is not None and isinstance(value, Mapping):
             yield from _leaves(value, section, f"{prefix}{key}.")
 

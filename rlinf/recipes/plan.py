@@ -13,7 +13,7 @@ from rlinf.distributed.parallel import StateBytes, rank_memory_bytes
 from rlinf.engines.gpu_fraction import SEPARATE_GPU_FRACTION, engine_fraction
 from rlinf.engines.weight_transfer import manifest_of
 from rlinf.errors import ConfigError, RLinfError
-from rlinf.llm.hf_model import check_tensor_parallel, load_config, model_shapes
+from rlinf.llm.hf_model import HFModel, check_tensor_parallel, load_config, model_shapes
 from rlinf.llm.vllm_generation import IMAGE_FAMILIES
 from rlinf.models.config import LoraConfig
 from rlinf.models.lora import apply_lora
@@ -24,6 +24,7 @@ from rlinf.recipes.config import RecipeConfig
 
 DISAGGREGATED = "cluster.placement=disaggregated"
 """Override that enables rollout workers."""
+NO_ROLLOUT_WORKERS = "cluster.start=auto cluster.placement=null cluster.num_rollout_workers=null"
 NOT_COUNTED = "without activations, one gathered layer of a sharded model, and libraries"
 
 
@@ -83,58 +84,45 @@ def make_plan(config: RecipeConfig, num_ranks: int | None = None) -> Plan:
     ``num_ranks`` is set by a launcher; None derives it from the recipe, where ``dp_shard_size=-1`` then means 1.
     """
     train, sizes, rollout = config.train, config.policy.parallelism, config.rollout
-    is_grpo = train.train_policy.type == "grpo"
-    replicas = sizes.n_init_replicas * sizes.dp_replicate_size
+    replicas, group_size = sizes.replicas, config.group_size
     shards = sizes.dp_shard_size if sizes.dp_shard_size > 0 else max(1, (num_ranks or 1) // replicas)
     if num_ranks is not None and replicas * shards != num_ranks:
         raise ConfigError(
             f"{num_ranks} ranks were started, but the recipe needs {replicas * shards} (policy.parallelism: {replicas} replicas of "
             f"dp_shard_size={sizes.dp_shard_size}). Start {replicas * shards}, or set policy.parallelism.dp_shard_size=-1"
         )
-    group_size = rollout.n_generation if is_grpo else 1
     unit = group_size * shards
     if train.train_batch_per_replica % unit:
         fits = max(1, train.train_batch_per_replica // unit) * unit
         key = "train.train_batch_per_replica"
-        groups = f" with complete groups of rollout.n_generation={group_size}" if is_grpo else ""
+        groups = f" with complete groups of rollout.n_generation={group_size}" if config.is_grpo else ""
         raise ConfigError(
             f"{key}={train.train_batch_per_replica} does not divide over {shards} ranks{groups}; expected a multiple of {unit}. Set {key}={fits}"
         )
-    wants_engine = is_grpo and rollout.backend == "vllm"
+    wants_engine = config.is_grpo and rollout.backend == "vllm"
     has_engine = wants_engine and why_no_engine(_config_of(config)) is None
     workers = 0
-    if asks_for_rollout_workers(config) or (
-        num_ranks is None and asks_for_gpus(config) and config.policy.device != "cpu"
-    ):
+    has_gpus = num_ranks is None and asks_for_gpus(config) and config.policy.device != "cpu"
+    if config.cluster.asks_for_workers or has_gpus:
         in_torch = wants_engine and not has_engine
         workers = count_rollout_workers(config, replicas * shards, rollout.parallelism.tp_size if in_torch else 1)
-    batch_size = train.train_batch_per_replica * replicas
-    row_tokens = (
-        min(rollout.max_response_length, config.policy.model_max_length) if is_grpo else config.policy.model_max_length
-    )
+    longest = config.policy.model_max_length
     return Plan(
         replicas=replicas,
         shards=shards,
         workers=workers,
         tp_size=rollout.parallelism.tp_size if has_engine else 0,
-        batch_size=batch_size,
+        batch_size=config.batch_size,
         group_size=group_size,
         micro_batch=min(train.train_policy.mini_batch, train.train_batch_per_replica // shards),
-        max_tokens=batch_size * row_tokens,
+        max_tokens=config.batch_size * (min(rollout.max_response_length, longest) if config.is_grpo else longest),
     )
-
-
-def asks_for_rollout_workers(config: RecipeConfig) -> bool:
-    """Return whether a key of ``cluster`` requests rollout workers, with or without GPUs."""
-    cluster = config.cluster
-    return cluster.placement == "disaggregated" or cluster.start == "ray" or cluster.num_rollout_workers is not None
 
 
 def asks_for_gpus(config: RecipeConfig) -> bool:
     """Return whether rollouts use separate GPUs if GPUs are available."""
-    is_grpo = config.train.train_policy.type == "grpo"
     is_colocated = "colocated" in (config.mode, config.cluster.placement)
-    return is_grpo and config.rollout.backend == "vllm" and not is_colocated
+    return config.is_grpo and config.rollout.backend == "vllm" and not is_colocated
 
 
 def without_rollout_workers(config: RecipeConfig) -> str:
@@ -142,8 +130,8 @@ def without_rollout_workers(config: RecipeConfig) -> str:
     overrides = ["mode=colocated"]
     if config.rollout.parallelism.tp_size > 1:
         overrides.append("rollout.parallelism.tp_size=1")
-    if asks_for_rollout_workers(config):
-        overrides.append("cluster.start=auto cluster.placement=null cluster.num_rollout_workers=null")
+    if config.cluster.asks_for_workers:
+        overrides.append(NO_ROLLOUT_WORKERS)
     return " ".join(overrides)
 
 
@@ -166,43 +154,61 @@ def count_rollout_workers(config: RecipeConfig, num_ranks: int, per_engine: int)
     return workers
 
 
-def num_steps(config: RecipeConfig, plan: Plan, num_rows: int) -> int:
-    """Return the number of optimiser steps for ``num_rows`` rows; see ``count_steps``."""
-    return count_steps(num_rows, config.train.epoch, plan.batch_size, plan.group_size, config.train.max_num_steps)
+def num_steps(config: RecipeConfig, num_rows: int) -> int:
+    """Return the number of optimiser steps: ``epochs * num_rows * group_size / batch_size``, rounded down, up to the maximum.
+
+    Raise ConfigError if the data does not fill a batch.
+    """
+    train, batch_size = config.train, config.batch_size
+    samples = train.epoch * num_rows * config.group_size
+    if samples < batch_size:
+        raise ConfigError(
+            f"The dataset has {num_rows} rows, too few for one batch of train.train_batch_per_replica={batch_size} in "
+            f"train.epoch={train.epoch} epochs. Set train.train_batch_per_replica={max(1, samples)}, or more epochs"
+        )
+    steps = samples // batch_size
+    return steps if train.max_num_steps is None else min(steps, train.max_num_steps)
+
+
+def steps_per_epoch(config: RecipeConfig, num_rows: int) -> int:
+    """Return the number of optimiser steps per epoch, rounded down but at least 1."""
+    return max(1, num_rows * config.group_size // config.batch_size)
 
 
 def describe(config: RecipeConfig, plan: Plan, num_rows: int | None, reason: str = "") -> str:
     """Return the plan as text, which ``rlinf launch`` prints; ``reason`` explains why ``num_rows`` is None."""
     method, train = config.train.train_policy, config.train
-    rows = "rows" if method.type != "grpo" else "completions"
-    batch = f"{plan.batch_size} {rows}"
+    batch = f"{plan.batch_size} {'completions' if config.is_grpo else 'rows'}"
     if plan.group_size > 1:
         batch += f" ({plan.batch_size // plan.group_size} prompts x {plan.group_size})"
     ranks = f"{plan.policy_gpus}"
     if plan.policy_gpus > 1:
         ranks += f" ({plan.replicas} x {plan.shards} shards)" if plan.replicas > 1 else f" ({plan.shards} shards)"
     rollout = "none"
-    if method.type == "grpo":
+    if config.is_grpo:
         engine = f"tensor parallel {plan.tp_size}" if plan.tp_size else "1, in torch"
         rollout = f"{plan.rollout_gpus} ({plan.workers} x {engine})" if plan.workers else "same as the policy"
+    if plan.workers:
+        per_worker, per_rank = plan.policy_gpus // plan.workers, plan.workers // plan.policy_gpus
+        ratio = f"1 per {per_worker} ranks" if per_worker > 1 else f"{per_rank} per rank"
     factor = "" if plan.group_size == 1 else f" * {plan.group_size} completions"
     formula = f"{train.epoch} epochs * N rows{factor} / {plan.batch_size}"
     limit = "" if train.max_num_steps is None else f", at most {train.max_num_steps}"
     if num_rows is None:
         steps = f"{formula}{limit}; N is unknown: {reason}"
     else:
-        steps = f"{num_steps(config, plan, num_rows)} = {formula}{limit}; N = {num_rows:,}"
-    kind = method.variant if method.type == "grpo" else method.type
+        steps = f"{num_steps(config, num_rows)} = {formula}{limit}; N = {num_rows:,}"
+    kind = method.variant if config.is_grpo else method.type
     lines = [
         ("recipe", f"{kind} of {config.policy.model_name_or_path}"),
         ("policy GPUs", ranks),
         ("rollout GPUs", rollout),
         ("total GPUs", str(plan.num_gpus)),
         *engine_lines(config),
-        *([("workers", describe_rollout_workers(plan))] if plan.workers else []),
+        *([("workers", f"{plan.workers}, in processes started by Ray; {ratio}")] if plan.workers else []),
         ("batch", f"{batch}; {plan.rows_per_rank} on each rank, {plan.micro_batch} at a time"),
         ("steps", steps),
-        ("tokens", f"at most {plan.max_tokens:,} {'generated ' if method.type == 'grpo' else ''}in a step"),
+        ("tokens", f"at most {plan.max_tokens:,} {'generated ' if config.is_grpo else ''}in a step"),
         *memory_lines(config, plan),
         ("output", f"{train.output_dir}/<timestamp>"),
     ]  # fmt: skip
@@ -211,7 +217,7 @@ def describe(config: RecipeConfig, plan: Plan, num_rows: int | None, reason: str
 
 def engine_lines(config: RecipeConfig) -> list[tuple[str, str]]:
     """Return lines explaining why generation runs in torch although the recipe selects vLLM."""
-    if config.train.train_policy.type != "grpo" or config.rollout.backend != "vllm":
+    if not config.is_grpo or config.rollout.backend != "vllm":
         return []
     reason = why_no_engine(_config_of(config))
     if reason is not None:
@@ -222,13 +228,6 @@ def engine_lines(config: RecipeConfig) -> list[tuple[str, str]]:
     return [("  or in torch", f"on each of these GPUs, if the model (not on this machine) {condition}")]
 
 
-def describe_rollout_workers(plan: Plan) -> str:
-    """Return a text with the number of rollout workers, and of ranks per worker or workers per rank."""
-    ranks_per_worker, workers_per_rank = plan.policy_gpus // plan.workers, plan.workers // plan.policy_gpus
-    ratio = f"1 per {ranks_per_worker} ranks" if ranks_per_worker > 1 else f"{workers_per_rank} per rank"
-    return f"{plan.workers}, in processes started by Ray; {ratio}"
-
-
 class Sizes(NamedTuple):
     """Number of parameters, weights in bytes, and a rank's training state in bytes."""
 
@@ -237,14 +236,21 @@ class Sizes(NamedTuple):
     state: StateBytes
 
 
+def _shapes(config: RecipeConfig) -> HFModel:
+    return model_shapes(config.policy.model_name_or_path, dtype=torch_dtype_of(config.train.param_dtype))
+
+
+def _adapt(model: HFModel, config: RecipeConfig) -> None:
+    if config.policy.lora is not None:
+        apply_lora(model, LoraConfig(**config.policy.lora.settings()))
+
+
 def sizes_of(config: RecipeConfig, plan: Plan) -> Sizes:
     """Compute a model's sizes from its shapes, without loading it; its configuration must be on this machine."""
-    model = model_shapes(config.policy.model_name_or_path, dtype=torch_dtype_of(config.train.param_dtype))
+    model = _shapes(config)
     weights = sum(p.numel() * p.element_size() for p in model.parameters())
     parameters = sum(p.numel() for p in model.parameters())
-    lora = config.policy.lora
-    if lora is not None:
-        apply_lora(model, LoraConfig(**lora.settings()))
+    _adapt(model, config)
     return Sizes(parameters, weights, StateBytes.of(model, plan.shards if plan.shards > 1 else None))
 
 
@@ -285,7 +291,7 @@ def memory_lines(config: RecipeConfig, plan: Plan) -> list[tuple[str, str]]:
         ("memory", f"{sizes.parameters:,} weights; {NOT_COUNTED}"),
         ("  policy", f"{format_bytes(state.total)} {where}: {parts}, optimiser {format_bytes(state.moments)}"),
     ]
-    if config.train.train_policy.type == "grpo":
+    if config.is_grpo:
         takes = ""
         if plan.tp_size:
             unseen = not torch.cuda.is_available() and config.rollout.gpu_memory_utilization is None
@@ -303,11 +309,10 @@ def store_capacity(config: RecipeConfig) -> FreeCapacity | None:
     if not is_local(name):
         return None
     try:
-        model = model_shapes(name, dtype=torch_dtype_of(config.train.param_dtype))
+        model = _shapes(config)
     except RLinfError:
         return None  # the later loading of the model reports the error
-    if lora is not None:
-        apply_lora(model, LoraConfig(**lora.settings()))
+    _adapt(model, config)
     sizes = {key: tensor.numel() * tensor.element_size() for key, tensor in model.state_dict().items()}
     # Frozen weights are stored once. Trained ones need space twice, because the old version stays until the new one is complete.
     num_bytes = sum(sizes[key] * (2 if spec.trained else 1) for key, spec in manifest_of(model).items())
@@ -380,23 +385,3 @@ def check_engines(config: RecipeConfig, plan: Plan, device: str) -> None:
             f"rollout.parallelism.tp_size is {tp_size}, but each policy rank generates on its own GPU, between updates; "
             f"expected 1. Set rollout.parallelism.tp_size=1, or {apart}"
         )
-
-
-def count_steps(num_rows: int, epochs: int, batch_size: int, rows_per_sample: int = 1, limit: int | None = None) -> int:
-    """Return a run's number of optimiser steps: ``epochs * num_rows * rows_per_sample / batch_size``, rounded down.
-
-    ``rows_per_sample`` is the number of completions per prompt in GRPO, otherwise 1. Raise ConfigError if the data does not fill a batch.
-    """
-    steps = epochs * num_rows * rows_per_sample // batch_size
-    if steps < 1:
-        fits = epochs * num_rows * rows_per_sample
-        raise ConfigError(
-            f"The dataset has {num_rows} rows, too few for one batch of train.train_batch_per_replica={batch_size} in "
-            f"train.epoch={epochs} epochs. Set train.train_batch_per_replica={max(1, fits)}, or more epochs"
-        )
-    return steps if limit is None else min(steps, limit)
-
-
-def count_steps_per_epoch(num_rows: int, batch_size: int, rows_per_sample: int = 1) -> int:
-    """Return the number of optimiser steps per epoch, rounded down but at least 1; see ``count_steps``."""
-    return max(1, num_rows * rows_per_sample // batch_size)

@@ -24,7 +24,6 @@ from rlinf.models.precision import torch_dtype_of
 from rlinf.options import fixed_by_settings, to_mapping
 from rlinf.recipes.build import (
     RecipeData,
-    batch_size,
     describe_data,
     describe_model,
     load_processor,
@@ -35,9 +34,7 @@ from rlinf.recipes.build import (
 from rlinf.recipes.config import RecipeConfig
 from rlinf.recipes.datasets import StreamedRows
 from rlinf.recipes.hf_folder import HFFolder
-from rlinf.recipes.packers import Packer
-from rlinf.recipes.plan import count_steps_per_epoch
-from rlinf.recipes.rollout_workers import RolloutWorkerPlaces
+from rlinf.recipes.plan import steps_per_epoch
 from rlinf.recipes.token_trainer import TokenTrainer, check_equal_rows, comparable, lora_of
 from rlinf.report.run_page import write_report
 from rlinf.report.why.rules import explain
@@ -56,21 +53,11 @@ SHOWN_AT_THE_END = ("eval/reward_mean", "eval/preference_accuracy", "eval/prefer
 """Validation metrics to show in the closing table, if present."""
 
 
-def run(
-    config: RecipeConfig,
-    *,
-    dataset: Any,
-    data_packer: Packer,
-    reward_fns: Any = None,
-    val_dataset: Any = None,
-    val_data_packer: Packer | None = None,
-    places: RolloutWorkerPlaces | None = None,
-) -> Path:
-    """Train a model and return the run folder. Call it on every rank; see ``RecipeData`` for the arguments.
+def run(config: RecipeConfig, data: RecipeData) -> Path:
+    """Train a model and return the run folder. Call it on every rank.
 
     Raise ConfigError before the first step if settings, data and model are incompatible, and SystemExit after a signal.
     """
-    data = RecipeData(dataset, data_packer, reward_fns, val_dataset, val_data_packer, places)
     saves = config.train.ckpt.enable_checkpoint
     stop_signal = StopSignal(announce=rank() == 0, saves=saves)
     progress = Progress(updates=rank() == 0)
@@ -172,8 +159,7 @@ def _save_every(config: RecipeConfig, trainer: TokenTrainer) -> int:
         )
     if not ckpt.enable_checkpoint or not epochs:
         return ckpt.save_freq if ckpt.enable_checkpoint else 0
-    rows_per_sample = config.rollout.n_generation if config.train.train_policy.type == "grpo" else 1
-    return epochs * count_steps_per_epoch(len(trainer.rows), batch_size(config), rows_per_sample)
+    return epochs * steps_per_epoch(config, len(trainer.rows))
 
 
 def _profile_window(config: RecipeConfig, trainer: TokenTrainer, folder: Path) -> ProfileWindow:

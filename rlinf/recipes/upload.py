@@ -19,6 +19,7 @@ import yaml
 from huggingface_hub import HfApi, get_token
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
+from rlinf.checkpoints.folders import flat
 from rlinf.errors import CheckpointError, ConfigError, MissingDependencyError
 from rlinf.files import Json, write_text
 from rlinf.manifest import Manifest
@@ -173,10 +174,9 @@ class S3Upload:
 def model_card(folder: Path, scores: dict[str, float] | None = None) -> str:
     """Return an export's README, with its origin, settings, and validation ``scores`` by checkpoint name."""
     manifest = Manifest.load(folder)
-    config = yaml.safe_load((folder / CONFIG_FILE).read_text(encoding="utf-8"))
-    base = _value(config, "policy.model_name_or_path")
-    datasets = _value(config, "train.train_policy.dataset.name")
-    kind = str(_value(config, "train.train_policy.type") or "").upper()
+    config = flat(yaml.safe_load((folder / CONFIG_FILE).read_text(encoding="utf-8")))
+    base, datasets = (config.get(key) for key in ("policy.model_name_or_path", "train.train_policy.dataset.name"))
+    kind = str(config.get("train.train_policy.type") or "").upper()
     head: Json = {"library_name": "transformers", "tags": ["rlinf", *([kind.lower()] if kind else [])]}
     # Omit local paths: the Hub accepts only its own model and dataset IDs in the card's metadata.
     named = (("base_model", base), ("datasets", datasets))
@@ -204,12 +204,6 @@ def model_card(folder: Path, scores: dict[str, float] | None = None) -> str:
 
 def _exported(folders: Sequence[Path]) -> list[Path]:
     return [folder for folder in folders if folder.parent.name == SAFETENSORS_FOLDER]
-
-
-def _value(config: Any, path: str) -> Any:
-    for part in path.split("."):
-        config = config.get(part) if isinstance(config, dict) else None
-    return config
 
 
 def _retried(action: Callable[[], Result], errors: tuple[type[Exception], ...], what: str) -> Result:

@@ -21,6 +21,7 @@ from rlinf.cluster.reservation import reserved_places
 from rlinf.cluster.rollout_workers import RolloutWorkers
 from rlinf.distributed.launch import launch
 from rlinf.options import from_mapping
+from rlinf.recipes.build import RecipeData
 from rlinf.recipes.config import RecipeConfig
 from rlinf.recipes.launch_worker import train
 from rlinf.recipes.load import load_recipe
@@ -92,14 +93,14 @@ def places_of(config: RecipeConfig):
 
 def start(config: RecipeConfig) -> Path:
     with places_of(config) as places:
-        return run(config, dataset=ROWS, data_packer=Sums(), reward_fns=[begins_with_a_digit], places=places)
+        return run(config, RecipeData(ROWS, Sums(), [begins_with_a_digit], places=places))
 
 
 def start_rank(work) -> None:
     """Run a rank with as many threads as a rollout worker of two ranks has: with another number, some processors round otherwise."""
     config, places = work
     torch.set_num_threads(2)
-    run(config, dataset=ROWS, data_packer=Sums(), reward_fns=[begins_with_a_digit], places=places)
+    run(config, RecipeData(ROWS, Sums(), [begins_with_a_digit], places=places))
 
 
 def start_ranks(config: RecipeConfig) -> Path:

@@ -11,6 +11,7 @@ from rlinf.distributed.launch import launch
 from rlinf.distributed.process_group import rank
 from rlinf.errors import ConfigError
 from rlinf.options import from_mapping
+from rlinf.recipes.build import RecipeData
 from rlinf.recipes.config import RecipeConfig
 from rlinf.recipes.datasets import PackedRows, Rows, StreamedRows
 from rlinf.recipes.run import run
@@ -194,7 +195,7 @@ def read_a_stream(arguments) -> None:
     config.train.timestamp = "run"
     config.train.train_policy.dataloader_shuffle = False
     PackedRows.check = lambda self, seconds=0.0: 0  # as if the rows were too many to look at before training
-    run(config, dataset=datasets.IterableDataset.from_generator(lambda: iter(rows)), data_packer=Ids())
+    run(config, RecipeData(datasets.IterableDataset.from_generator(lambda: iter(rows)), Ids()))
 
 
 def test_a_bad_row_that_one_rank_alone_reads_ends_both(model, tmp_path):

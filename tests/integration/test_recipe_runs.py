@@ -21,6 +21,7 @@ from rlinf.checkpoints import checkpoint_manager
 from rlinf.cli import main
 from rlinf.errors import CheckpointError, ConfigError
 from rlinf.options import from_mapping
+from rlinf.recipes.build import RecipeData
 from rlinf.recipes.config import RecipeConfig
 from rlinf.recipes.hf_folder import HFFolder
 from rlinf.recipes.run import run
@@ -53,7 +54,7 @@ def config_of(model: str, output: Path, kind: str, steps: int, **train) -> Recip
 
 
 def start(config: RecipeConfig) -> Path:
-    return run(config, dataset=ROWS, data_packer=Sums(), reward_fns=[digits])
+    return run(config, RecipeData(ROWS, Sums(), [digits]))
 
 
 @pytest.fixture(scope="module")
@@ -225,12 +226,12 @@ def test_a_run_that_its_data_refuse_leaves_nothing_behind(model, tmp_path, rows,
     config = config_of(model, tmp_path / "outputs" / "mine", "sft", 2)
     config.validation.enable = False
     with pytest.raises(ConfigError, match=message):
-        run(config, dataset=rows, data_packer=Strict())
+        run(config, RecipeData(rows, Strict()))
     assert not (tmp_path / "outputs").exists()
     (tmp_path / "outputs" / "mine").mkdir(parents=True)
     (tmp_path / "outputs" / "mine" / "notes.txt").write_text("mine")
     with pytest.raises(ConfigError, match=message):
-        run(config, dataset=rows, data_packer=Strict())
+        run(config, RecipeData(rows, Strict()))
     assert [path.name for path in (tmp_path / "outputs").rglob("*")] == ["mine", "notes.txt"], "what was there stays"
 
 
@@ -291,7 +292,7 @@ def test_a_stream_has_no_epochs_between_checkpoints(model, tmp_path):
     config = config_of(model, tmp_path, "sft", 2)
     config.train.ckpt.save_freq_in_epoch, config.validation.enable = 1, False
     with pytest.raises(ConfigError, match="A stream has no epochs.*save_freq=<steps>"):
-        run(config, dataset=datasets.IterableDataset.from_generator(lambda: iter(ROWS)), data_packer=Sums())
+        run(config, RecipeData(datasets.IterableDataset.from_generator(lambda: iter(ROWS)), Sums()))
 
 
 @pytest.mark.parametrize("saves", [True, False])

@@ -50,8 +50,8 @@ def calls(monkeypatch):
     """Replace the training of a rank; the list receives ``(config, data)`` of each."""
     calls = []
 
-    def run(config, **data):
-        calls.append((config, data))
+    def run(config, data):
+        calls.append((config, vars(data)))
         return Path("run")
 
     monkeypatch.setattr(launching, "run", run)

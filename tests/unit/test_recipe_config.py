@@ -181,7 +181,6 @@ def test_all_linear_and_none_are_words_of_released_recipes(recipe):
         ("train.train_policy.dataset.streaming=true", "Set train.max_num_steps=<steps>"),
         ("train.train_batch_per_replica=7", None),
         ("policy.parallelism.dp_shard_size=0", "Set policy.parallelism.dp_shard_size=1"),
-        ("policy.parallelism.dp_shard_size=3", "policy.parallelism.dp_shard_size=3"),
         ("policy.model_name_or_path=''", "Set policy.model_name_or_path=<folder or hub id>"),
         ("policy.lora.target_modules=q_proj", "Set 'policy.lora.target_modules=[q_proj]'"),
         (r"policy.lora.target_modules=.*\.(q_proj|v_proj)", "Set 'policy.lora.target_modules=[q_proj,v_proj]'"),
@@ -203,7 +202,6 @@ def test_what_is_refused_names_the_cure(recipe, override, message):
     ("type", "words", "fix"),
     [
         ("grpo", ["rollout.n_generation=1"], "rollout.n_generation=8"),
-        ("grpo", ["train.train_batch_per_replica=24"], "train.train_batch_per_replica=16"),
         ("grpo", ["train.train_policy.temperature=0"], "train.train_policy.temperature=1.0"),
         ("grpo", ["rollout.sampling_config.temperature=0.5"], "rollout.sampling_config.temperature=1.0"),
         ("grpo", ["policy.lora.lora_dropout=0.1"], "policy.lora.lora_dropout=0"),

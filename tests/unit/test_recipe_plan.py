@@ -71,20 +71,20 @@ def test_a_recipe_needs_the_gpus_of_its_name(name, gpus):
 
 def test_steps_are_epochs_times_rows_over_batch_times_replicas():
     config, plan = plan_of("cosmos-reason1-7b-fsdp2-sft")
-    assert num_steps(config, plan, 3040) == 95
-    assert num_steps(config, plan, 3071) == 95  # an incomplete batch is left out
+    assert num_steps(config, 3040) == 95
+    assert num_steps(config, 3071) == 95  # an incomplete batch is left out
     config, plan = plan_of("cosmos-reason1-7b-fsdp2-sft", "train.epoch=3", "train.train_batch_per_replica=8")
-    assert num_steps(config, plan, 3040) == 3 * 3040 // 8
+    assert num_steps(config, 3040) == 3 * 3040 // 8
     config, plan = plan_of("cosmos-reason1-7b-fsdp2-sft", "policy.parallelism.n_init_replicas=2")
-    assert num_steps(config, plan, 3040) == 3040 // 64
+    assert num_steps(config, 3040) == 3040 // 64
     config, plan = plan_of("cosmos-reason1-7b-fsdp2-sft", "train.max_num_steps=5")
-    assert num_steps(config, plan, 3040) == 5
+    assert num_steps(config, 3040) == 5
 
 
 def test_in_grpo_a_row_counts_its_answers():
     config, plan = plan_of("phi4-14b-p-fsdp4-r-tp2-grpo")
     assert (plan.batch_size, plan.group_size, plan.rows_per_rank) == (384, 16, 96)
-    assert num_steps(config, plan, 7473) == 2 * 7473 * 16 // 384
+    assert num_steps(config, 7473) == 2 * 7473 * 16 // 384
 
 
 def test_colocated_rollouts_and_those_of_the_trained_model_need_no_gpus_of_their_own():
@@ -99,6 +99,10 @@ def test_the_rest_of_the_ranks_are_shards():
     assert make_plan(config, 8).shards == 4
     with pytest.raises(ConfigError, match="does not divide over 3 ranks; expected a multiple of 3"):
         make_plan(config, 6)
+    with pytest.raises(
+        ConfigError, match="n_generation=16; expected a multiple of 64. Set train.train_batch_per_replica=64"
+    ):
+        plan_of("phi4-14b-p-fsdp4-r-tp2-grpo", "train.train_batch_per_replica=100")
 
 
 def test_other_ranks_than_those_of_the_recipe_are_refused():

@@ -6,25 +6,33 @@ import pytest
 
 from rlinf.errors import ConfigError
 from rlinf.optim.schedule import learning_rate
-from rlinf.recipes.plan import count_steps, count_steps_per_epoch
+from rlinf.options import from_mapping
+from rlinf.recipes.config import RecipeConfig
+from rlinf.recipes.plan import num_steps, steps_per_epoch
+
+
+def recipe(epochs=1, batch_size=8, group_size=1, limit=None):
+    method = {"type": "sft" if group_size == 1 else "grpo"}
+    train = {"epoch": epochs, "train_batch_per_replica": batch_size, "max_num_steps": limit, "train_policy": method}
+    return from_mapping(RecipeConfig, {"train": train, "rollout": {"n_generation": group_size}})
 
 
 def test_steps_are_epochs_times_rows_by_batch():
-    assert count_steps(1000, epochs=1, batch_size=8) == 125
-    assert count_steps(1000, epochs=3, batch_size=7) == 428
-    assert count_steps(100, epochs=2, batch_size=40, rows_per_sample=8) == 40
-    assert count_steps(1000, epochs=1, batch_size=8, limit=10) == 10
+    assert num_steps(recipe(), 1000) == 125
+    assert num_steps(recipe(epochs=3, batch_size=7), 1000) == 428
+    assert num_steps(recipe(epochs=2, batch_size=40, group_size=8), 100) == 40
+    assert num_steps(recipe(limit=10), 1000) == 10
     with pytest.raises(ConfigError, match="3 rows.*train_batch_per_replica=8.*Set train.train_batch_per_replica=3"):
-        count_steps(3, epochs=1, batch_size=8)
-    assert count_steps(8, epochs=1, batch_size=8) == 1
+        num_steps(recipe(), 3)
+    assert num_steps(recipe(), 8) == 1
     with pytest.raises(ConfigError, match="Set train.train_batch_per_replica=24,"):
-        count_steps(3, epochs=2, batch_size=100, rows_per_sample=4)
+        num_steps(recipe(epochs=2, batch_size=100, group_size=4), 3)
 
 
 def test_steps_of_an_epoch_are_rows_by_batch():
-    assert count_steps_per_epoch(1000, batch_size=7) == 142
-    assert count_steps_per_epoch(100, batch_size=40, rows_per_sample=8) == 20
-    assert count_steps_per_epoch(3, batch_size=8) == 1
+    assert steps_per_epoch(recipe(batch_size=7), 1000) == 142
+    assert steps_per_epoch(recipe(batch_size=40, group_size=8), 100) == 20
+    assert steps_per_epoch(recipe(), 3) == 1
 
 
 def test_learning_rates_by_hand():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import UserDict
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Generic, TypedDict, TypeVar
+from typing import Any, Generic, TypedDict, TypeVar, get_type_hints
 
 import torch
 import torch.distributed as dist
@@ -24,29 +24,22 @@ IMAGE_KEYS = ("pixel_values", "pixel_attention_mask", "image_sizes", "image_grid
 """Keys without a token axis. A tensor contains one image per row; a list contains one tensor of images per row."""
 
 
-class DynamicBatchingArgs(TypedDict, total=False):
-    """Arguments for filling micro-batches up to a number of tokens, including padding.
-
-    Attributes:
-        max_tokens_per_microbatch: Maximum of ``rows * longest row``.
-        input_lengths_key: Key with the row lengths; by default, they are the sums of ``attention_mask``.
-        sequence_length_round: Multiple to which the longest row is rounded up.
-    """
-
-    max_tokens_per_microbatch: int
-    input_lengths_key: str
-    sequence_length_round: int
-
-
 class SequencePackingArgs(TypedDict, total=False):
     """Arguments for filling micro-batches with sequences concatenated into one row (``rlinf.llm.packing``).
 
     Attributes:
-        max_tokens_per_microbatch: Maximum sum of the sequence lengths.
+        max_tokens_per_microbatch: Maximum sum of the sequence lengths; in dynamic batching, of ``rows * longest row``.
+        input_lengths_key: Key with the row lengths; by default, they are the sums of ``attention_mask``.
     """
 
     max_tokens_per_microbatch: int
     input_lengths_key: str
+
+
+class DynamicBatchingArgs(SequencePackingArgs, total=False):
+    """Arguments for filling micro-batches with padded rows, whose longest is rounded up to a multiple of ``sequence_length_round``."""
+
+    sequence_length_round: int
 
 
 class BatchedDataDict(UserDict[str, Any], Generic[Spec]):
@@ -251,7 +244,7 @@ class BatchedDataDict(UserDict[str, Any], Generic[Spec]):
         if min(shards, batch_size) < 1:
             raise ConfigError(f"shard_by_batch_size got shards={shards}, batch_size={batch_size}; expected 1 or more.")
         for arguments, spec in ((dynamic, DynamicBatchingArgs), (packing, SequencePackingArgs)):
-            known = spec.__annotations__.keys()
+            known = get_type_hints(spec).keys()
             if arguments is not None and not {"max_tokens_per_microbatch"} <= arguments.keys() <= known:
                 raise ConfigError(
                     f"shard_by_batch_size got {dict(arguments)}; expected max_tokens_per_microbatch; known: {', '.join(known)}."

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -253,7 +253,13 @@ def _deferred(
     if getattr(config, "quantization_config", None) is not None:
         raise NotDeferredError("its weights are quantised")
     try:
-        tensors = open_tensors(_weight_files(path))
+        files = weight_files(folder_of(path))
+    except (OSError, ValueError) as error:
+        raise NotDeferredError(f"'{path}' cannot be downloaded as a folder") from error
+    if not files:
+        raise NotDeferredError("its safetensors files are missing or incomplete")
+    try:
+        tensors = open_tensors(files)
     except CheckpointError as error:
         # The regular loader then raises a more specific error.
         raise NotDeferredError("its files cannot be opened") from error
@@ -275,20 +281,19 @@ def _deferred(
     return model.eval()
 
 
-def _weight_files(path: str | Path) -> list[Path]:
-    """Return the safetensors files of a folder or hub id: a single file, or the shards listed in its index."""
-    try:
-        folder = Path(path) if Path(path).is_dir() else Path(snapshot_download(str(path), allow_patterns=WANTED_FILES))
-    except (OSError, ValueError) as error:
-        raise NotDeferredError(f"'{path}' cannot be downloaded as a folder") from error
-    index = folder / SAFE_WEIGHTS_INDEX_NAME
-    names = [SAFE_WEIGHTS_NAME]
+def folder_of(path: str | Path, patterns: Sequence[str] = WANTED_FILES) -> Path:
+    """Return a model's folder. For a hub id, download the files that match ``patterns`` first."""
+    folder = Path(path).expanduser()
+    return folder if folder.is_dir() else Path(snapshot_download(str(path), allow_patterns=list(patterns)))
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """Return the safetensors files that transformers loads: a single file, or the shards in the index; empty if any is missing."""
+    index, names = folder / SAFE_WEIGHTS_INDEX_NAME, [SAFE_WEIGHTS_NAME]
     if not (folder / SAFE_WEIGHTS_NAME).is_file() and index.is_file():
         names = sorted(set(read_json(index).get("weight_map", {}).values()))
     files = [folder / name for name in names]
-    if not all(file.is_file() for file in files):
-        raise NotDeferredError("its safetensors files are missing or incomplete")
-    return files
+    return files if all(file.is_file() for file in files) else []
 
 
 def _unsaved_buffers(model: nn.Module) -> dict[str, tuple[dict[str, Tensor | None], str]]:

@@ -34,7 +34,7 @@ from rlinf.llm.causal_lm import CausalLMConfig, load_causal_lm
 from rlinf.llm.generation_interface import GenerationDatumSpec, GenerationOutputSpec
 from rlinf.llm.hf_generation import generate_tokens, reject_other_names
 from rlinf.llm.hf_model import HFModel, model_shapes
-from rlinf.llm.logprobs import batch_logprobs, batch_scores, has_separable_head
+from rlinf.llm.logprobs import batch_scores, has_separable_head
 from rlinf.llm.losses import TokenLoss, trained_tokens
 from rlinf.llm.packing import attend_each_sequence, keeps_sequences_apart
 from rlinf.llm.policy_interface import LogprobsSpec, LossFunction
@@ -221,7 +221,7 @@ class HuggingFacePolicy(TokenPolicy):
         return loss, {"loss": loss.detach()}
 
     def _logprobs(self, model: nn.Module, data: BatchedDataDict) -> Tensor:
-        return batch_logprobs(model, data, self.temperature, self.config.sequence_packing)
+        return batch_scores(model, data, self.temperature, self.config.sequence_packing).logprobs
 
     def _initial_weights(self) -> Reference:
         """Store the initial weights; after a step, reload them from ``model_name``."""

@@ -42,13 +42,6 @@ class TokenScores(NamedTuple):
     entropy: Tensor | None
 
 
-def batch_logprobs(
-    model: nn.Module, data: Batch, temperature: float = 1.0, packed: bool = False, chosen: Tensor | None = None
-) -> Tensor:
-    """Return the log-probabilities of ``batch_scores``."""
-    return batch_scores(model, data, temperature, packed, chosen=chosen).logprobs
-
-
 def batch_scores(
     model: nn.Module,
     data: Batch,
@@ -104,19 +97,6 @@ def image_inputs(model: nn.Module, data: Batch, width: int) -> dict[str, Tensor]
             types = to_device(data[key][:, :width], weight.device)
             inputs[key] = F.pad(types, (0, width - types.shape[1]))
     return inputs
-
-
-def sequence_logprobs(
-    model: nn.Module,
-    input_ids: Tensor,
-    attention_mask: Tensor,
-    temperature: float = 1.0,
-    packed: bool = False,
-    inputs: Mapping[str, Tensor] | None = None,
-    chosen: Tensor | None = None,
-) -> Tensor:
-    """Return the log-probabilities of ``sequence_scores``."""
-    return sequence_scores(model, input_ids, attention_mask, temperature, packed, inputs, chosen=chosen).logprobs
 
 
 def sequence_scores(

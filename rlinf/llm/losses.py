@@ -3,7 +3,7 @@
 ``loss_fn(model, data)`` runs the model and returns a scalar. ``from_logprobs`` computes the loss from the log-probabilities for part of
 a batch and divides by counts for the complete batch, so that losses of micro-batches or ranks add up to the batch's loss.
 
-``logprobs [B, S]`` are returned by ``rlinf.llm.logprobs.sequence_logprobs``: column ``i`` belongs to token ``i``, and column 0 and
+``logprobs [B, S]`` are returned by ``rlinf.llm.logprobs.sequence_scores``: column ``i`` belongs to token ``i``, and column 0 and
 padding are 0. ``rlinf.llm.policy_interface.TrainingDatumSpec`` lists the keys in ``data``.
 """
 
@@ -20,7 +20,7 @@ from rlinf.distributed.transfers import to_device
 from rlinf.errors import ConfigError
 from rlinf.llm.batch_checks import response_mask, verify_right_padding
 from rlinf.llm.batched_data_dict import Batch, tokens_and_mask
-from rlinf.llm.logprobs import batch_logprobs
+from rlinf.llm.logprobs import batch_scores
 from rlinf.options import check_options, option
 from rlinf.types import LossOutput
 
@@ -92,8 +92,8 @@ class TokenLoss(ABC):
     def __call__(self, model: nn.Module, data: Batch) -> Tensor:
         """Run a causal language model on a complete right-padded batch, and return the scalar loss."""
         verify_right_padding(data, raise_error=True)
-        logprobs = batch_logprobs(model, data, self.temperature, chosen=trained_tokens(data))
-        return self.from_logprobs(logprobs, data, self.counts(data)).loss
+        scores = batch_scores(model, data, self.temperature, chosen=trained_tokens(data))
+        return self.from_logprobs(scores.logprobs, data, self.counts(data)).loss
 
     def counts(self, data: Batch) -> TokenCounts:
         """Count the trained tokens and samples in a batch; the counts of its parts add up."""

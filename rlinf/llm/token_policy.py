@@ -61,9 +61,7 @@ class TokenPolicy(PolicyInterface):
     model_name: str
     temperature: float
 
-    def _init_training(
-        self, text_config: Any, rank: int, reference: nn.Module | None = None, **train_step: Any
-    ) -> None:
+    def _init_training(self, text_config: Any, rank: int, **train_step: Any) -> None:
         """Create the optimiser and the random generator. Rank 0 samples with ``seed`` itself, all remaining ranks with derived seeds."""
         config = self.config
         trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
@@ -75,7 +73,8 @@ class TokenPolicy(PolicyInterface):
         self._train_step = TrainStep(self._optimizer, config.max_grad_norm, **train_step)
         seed = config.seed if rank == 0 else derive_seed(config.seed, "generation", rank)
         self._random = torch.Generator().manual_seed(seed)
-        self._text_config, self._reference = text_config, reference
+        self._text_config = text_config
+        self._reference: nn.Module | None = None
         self._checksum: list[float] | None = None
 
     @property

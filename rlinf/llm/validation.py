@@ -21,7 +21,7 @@ from rlinf.llm.batched_data_dict import BatchedDataDict, tokens_and_mask
 from rlinf.llm.causal_lm import CausalLMConfig, load_causal_lm
 from rlinf.llm.generation_interface import GenerationInterface
 from rlinf.llm.hf_generation import SamplingConfig, generate_tokens
-from rlinf.llm.logprobs import context_length, sequence_logprobs
+from rlinf.llm.logprobs import context_length, sequence_scores
 from rlinf.llm.losses import NLLLossFn
 from rlinf.llm.policy_interface import PolicyInterface
 from rlinf.llm.vllm_generation import VllmGenerationWorker
@@ -224,7 +224,7 @@ def consistency_checks(model: nn.Module, generate: Generate, engine: str) -> lis
     checks = []
     for prompts, greedy, setting in _settings(model):
         output = generate(prompts, NUM_NEW_TOKENS, greedy)
-        prefill = sequence_logprobs(model, *tokens_and_mask(output))
+        prefill = sequence_scores(model, *tokens_and_mask(output)).logprobs
         error = log_probability_error(prefill, output["logprobs"], response_mask(output))
         detail = f"mean exp|difference| {error:.6f}, limit {MAX_EXP_GAP}"
         checks.append(Check(f"{engine}: decode against prefill, {setting}", error <= MAX_EXP_GAP, detail))

@@ -46,7 +46,6 @@ NOT_DONE: dict[str, tuple[tuple, str]] = {
 """Accepted keys with their supported values, and the reason why all remaining values are rejected."""
 
 _SAMPLED = "completions are sampled from the full distribution, because the loss is computed on it"
-_GREEDY = "validation decodes greedily"
 _ON_POLICY = "every batch is generated with the current weights"
 
 WITHOUT_EFFECT: dict[str, tuple[tuple, str]] = {

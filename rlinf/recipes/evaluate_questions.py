@@ -32,7 +32,7 @@ from rlinf.recipes.questions import Question, QuestionPacker, QuestionsConfig, r
 from rlinf.recipes.questions_result import QuestionResult, QuestionsResult
 from rlinf.recipes.rewards import make_rewards
 from rlinf.recipes.rollouts import LocalGenerator
-from rlinf.recipes.samples import BadRowError, Prompt
+from rlinf.recipes.samples import row_named
 from rlinf.recipes.token_trainer import PRECISIONS, rank_slice, write_images
 from rlinf.report.compare_folders import compare_folders, evaluation_folder
 from rlinf.report.run_page import write_report
@@ -182,12 +182,10 @@ def _check(questions: list[Question], packer: QuestionPacker, file: str) -> None
     """Raise ConfigError for an invalid question. To save time, only the images of the first question with images are read."""
     is_first = True
     for number, question in enumerate(questions):
-        try:
+        with row_named(number, file):
             packer.check_media(question)
             if is_first or not question.media:
                 packer.question(question)
-        except BadRowError as error:
-            raise ConfigError(f"Row {number} of {file}: {error.reason}") from None
         is_first = is_first and not question.media
 
 
@@ -216,7 +214,10 @@ def _complete(
     ][rank_slice(-(-len(questions) // config.batch_size))]
     num_questions = sum(map(len, calls))
     for rows in calls:
-        prompts = [_packed(packer, questions, row, config.questions) for row in rows]
+        prompts = []
+        for row in rows:
+            with row_named(row, config.questions):
+                prompts.append(packer.question(questions[row]))
         seeds = [derive_seed(config.seed, "question", row) for row in rows] if config.temperature else None
         for row, completion in zip(rows, completer.complete(prompts, seeds), strict=True):
             question, text = questions[row], completion.text
@@ -229,13 +230,6 @@ def _complete(
         progress.update("questions", len(results), num_questions, correct=correct)
     progress.close()
     return results
-
-
-def _packed(packer: QuestionPacker, questions: list[Question], row: int, file: str) -> Prompt:
-    try:
-        return packer.question(questions[row])
-    except BadRowError as error:
-        raise ConfigError(f"Row {row} of {file}: {error.reason}") from None
 
 
 def _manifest(config: QuestionsConfig, model: str, generator: HuggingFaceGeneration, answer_type: str) -> Manifest:

@@ -18,13 +18,12 @@ import itertools
 import json
 import logging
 import shutil
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub import snapshot_download
 from peft.tuners.tuners_utils import BaseTunerLayer
 from safetensors import safe_open
 from safetensors.torch import save_file
@@ -36,7 +35,7 @@ from rlinf.checkpoints.folders import read_state
 from rlinf.checkpoints.trainer_state import MODEL, read_entries, read_tensors
 from rlinf.errors import CheckpointError, ConfigError
 from rlinf.files import Json, naming, replace_folder, write_text
-from rlinf.llm.hf_model import HFModel, model_shapes
+from rlinf.llm.hf_model import HFModel, folder_of, model_shapes, weight_files
 from rlinf.manifest import Manifest, git_revision, hash_files, library_versions
 from rlinf.models.base_weights import base_tensors, weights_digest
 from rlinf.models.config import LoraConfig
@@ -271,20 +270,10 @@ def write_chunks(folder: Path, tensors: Iterable[tuple[str, Tensor]], chunk_byte
     write_text(folder / INDEX_FILE, json.dumps({"metadata": {"total_size": total}, "weight_map": index}, indent=2))
 
 
-def _origin(source: str, patterns: Sequence[str]) -> Path:
-    """Return a model's folder. For a Hub ID, download the files that match ``patterns`` first."""
-    folder = Path(source).expanduser()
-    return folder if folder.is_dir() else Path(snapshot_download(source, allow_patterns=list(patterns)))
-
-
 def _weight_files(source: str) -> list[Path]:
     """Return the safetensors files that transformers loads for a model, sorted by name."""
-    folder = _origin(source, ["model*.safetensors", INDEX_FILE])
-    if (folder / INDEX_FILE).is_file():
-        files = set(json.loads((folder / INDEX_FILE).read_text(encoding="utf-8"))["weight_map"].values())
-        return [folder / name for name in sorted(files)]
-    if (folder / "model.safetensors").is_file():
-        return [folder / "model.safetensors"]
+    if files := weight_files(folder_of(source, ["model*.safetensors", INDEX_FILE])):
+        return files
     raise ConfigError(
         f"{source} has neither model.safetensors nor {INDEX_FILE}, so adapters cannot be merged into its weights. Export them as adapters "
         "(merge_lora=false)"
@@ -293,7 +282,7 @@ def _weight_files(source: str) -> list[Path]:
 
 def _copy_source_files(source: str, folder: Path) -> None:
     """Copy a model's configurations, tokenizer, processor, templates and code."""
-    origin = _origin(source, [f"*{ending}" for ending in sorted(COPIED)])
+    origin = folder_of(source, [f"*{ending}" for ending in sorted(COPIED)])
     for path in sorted(origin.iterdir()):
         wanted = path.suffix in COPIED and not path.name.endswith(".index.json") and path.name not in LEFT_OUT
         if path.is_file() and wanted and not path.name.startswith("."):

@@ -30,26 +30,19 @@ NOT_COUNTED = "without activations, one gathered layer of a sharded model, and l
 
 @dataclass(frozen=True)
 class Plan:
-    """A recipe's ranks, batch sizes and tokens.
+    """A recipe's ranks and rollout workers.
 
     Attributes:
         replicas: Number of data-parallel copies of the trained model.
         shards: Number of ranks per replica, which divide its weights and its batch.
         workers: Number of rollout workers, in addition to the ranks; 0 if the ranks generate.
         tp_size: Number of tensor-parallel GPUs per vLLM engine; 0 if torch generates, on one GPU.
-        batch_size: Rows (in GRPO, completions) per step across all replicas.
-        group_size: Number of completions per prompt in GRPO; otherwise 1.
-        micro_batch: Rows per forward-backward pass on each rank.
     """
 
     replicas: int
     shards: int
     workers: int
     tp_size: int
-    batch_size: int
-    group_size: int
-    micro_batch: int
-    max_tokens: int
 
     @property
     def policy_gpus(self) -> int:
@@ -70,11 +63,6 @@ class Plan:
     def num_gpus(self) -> int:
         """Total number of GPUs."""
         return self.policy_gpus + self.rollout_gpus
-
-    @property
-    def rows_per_rank(self) -> int:
-        """Rows (in GRPO, completions) per step on each rank."""
-        return self.batch_size // self.policy_gpus
 
 
 def make_plan(config: RecipeConfig, num_ranks: int | None = None) -> Plan:
@@ -106,17 +94,7 @@ def make_plan(config: RecipeConfig, num_ranks: int | None = None) -> Plan:
     if config.cluster.asks_for_workers or has_gpus:
         in_torch = wants_engine and not has_engine
         workers = count_rollout_workers(config, replicas * shards, rollout.parallelism.tp_size if in_torch else 1)
-    longest = config.policy.model_max_length
-    return Plan(
-        replicas=replicas,
-        shards=shards,
-        workers=workers,
-        tp_size=rollout.parallelism.tp_size if has_engine else 0,
-        batch_size=config.batch_size,
-        group_size=group_size,
-        micro_batch=min(train.train_policy.mini_batch, train.train_batch_per_replica // shards),
-        max_tokens=config.batch_size * (min(rollout.max_response_length, longest) if config.is_grpo else longest),
-    )
+    return Plan(replicas, shards, workers, rollout.parallelism.tp_size if has_engine else 0)
 
 
 def asks_for_gpus(config: RecipeConfig) -> bool:
@@ -178,9 +156,12 @@ def steps_per_epoch(config: RecipeConfig, num_rows: int) -> int:
 def describe(config: RecipeConfig, plan: Plan, num_rows: int | None, reason: str = "") -> str:
     """Return the plan as text, which ``rlinf launch`` prints; ``reason`` explains why ``num_rows`` is None."""
     method, train = config.train.train_policy, config.train
-    batch = f"{plan.batch_size} {'completions' if config.is_grpo else 'rows'}"
-    if plan.group_size > 1:
-        batch += f" ({plan.batch_size // plan.group_size} prompts x {plan.group_size})"
+    batch_size, group_size, longest = config.batch_size, config.group_size, config.policy.model_max_length
+    batch = f"{batch_size} {'completions' if config.is_grpo else 'rows'}"
+    if group_size > 1:
+        batch += f" ({batch_size // group_size} prompts x {group_size})"
+    rows_per_rank = batch_size // plan.policy_gpus
+    max_tokens = batch_size * (min(config.rollout.max_response_length, longest) if config.is_grpo else longest)
     ranks = f"{plan.policy_gpus}"
     if plan.policy_gpus > 1:
         ranks += f" ({plan.replicas} x {plan.shards} shards)" if plan.replicas > 1 else f" ({plan.shards} shards)"
@@ -191,8 +172,8 @@ def describe(config: RecipeConfig, plan: Plan, num_rows: int | None, reason: str
     if plan.workers:
         per_worker, per_rank = plan.policy_gpus // plan.workers, plan.workers // plan.policy_gpus
         ratio = f"1 per {per_worker} ranks" if per_worker > 1 else f"{per_rank} per rank"
-    factor = "" if plan.group_size == 1 else f" * {plan.group_size} completions"
-    formula = f"{train.epoch} epochs * N rows{factor} / {plan.batch_size}"
+    factor = "" if group_size == 1 else f" * {group_size} completions"
+    formula = f"{train.epoch} epochs * N rows{factor} / {batch_size}"
     limit = "" if train.max_num_steps is None else f", at most {train.max_num_steps}"
     if num_rows is None:
         steps = f"{formula}{limit}; N is unknown: {reason}"
@@ -206,9 +187,9 @@ def describe(config: RecipeConfig, plan: Plan, num_rows: int | None, reason: str
         ("total GPUs", str(plan.num_gpus)),
         *engine_lines(config),
         *([("workers", f"{plan.workers}, in processes started by Ray; {ratio}")] if plan.workers else []),
-        ("batch", f"{batch}; {plan.rows_per_rank} on each rank, {plan.micro_batch} at a time"),
+        ("batch", f"{batch}; {rows_per_rank} on each rank, {min(method.mini_batch, rows_per_rank)} at a time"),
         ("steps", steps),
-        ("tokens", f"at most {plan.max_tokens:,} {'generated ' if config.is_grpo else ''}in a step"),
+        ("tokens", f"at most {max_tokens:,} {'generated ' if config.is_grpo else ''}in a step"),
         *memory_lines(config, plan),
         ("output", f"{train.output_dir}/<timestamp>"),
     ]  # fmt: skip
@@ -367,7 +348,7 @@ def choose_device(config: RecipeConfig, plan: Plan, is_plan: bool = False) -> st
         fixes.insert(0, f"{without_rollout_workers(config)} to generate on the policy's {plan.policy_gpus}")
     elif plan.replicas <= num_gpus:
         # Use the maximum number of shards that divides the batch evenly.
-        rows = config.train.train_batch_per_replica // plan.group_size
+        rows = config.train.train_batch_per_replica // config.group_size
         shards = max(size for size in range(1, num_gpus // plan.replicas + 1) if rows % size == 0)
         colocated = f"{without_rollout_workers(config)} " if plan.rollout_gpus else ""
         fixes.insert(0, f"{colocated}policy.parallelism.dp_shard_size={shards}")

@@ -14,7 +14,7 @@ from rlinf.recipes.messages import IMAGE_MARK, check_messages, images_of, system
 from rlinf.recipes.packers import ChatPacker, text_tokens
 from rlinf.recipes.rewards import EXTRACTORS, REWARDS, Reward
 from rlinf.recipes.row_files import KINDS, as_reference, as_text, scalar_text, stream_rows
-from rlinf.recipes.samples import BadRowError, Message, Prompt, Row
+from rlinf.recipes.samples import BadRowError, Message, Prompt, Row, row_named
 
 SUFFIXES = (*KINDS, ".parquet")
 LETTER, REASONING = "letter", "reasoning"
@@ -108,10 +108,8 @@ def read_questions(config: QuestionsConfig) -> list[Question]:
     questions: list[Question] = []
     seen: dict[str, int] = {}
     for number, row in enumerate(rows):
-        try:
+        with row_named(number, str(path)):
             question = _question(number, row, path, config)
-        except BadRowError as error:
-            raise ConfigError(f"Row {number} of {path}: {error.reason}") from None
         if question.id in seen:
             raise ConfigError(
                 f"Rows {seen[question.id]} and {number} of {path} have the same id '{question.id}'; expected unique ids."

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -40,6 +41,15 @@ class BadRowError(ConfigError):
     def at(self, row: int, source: str) -> BadRowError:
         """Return the same error with a row number and source."""
         return BadRowError(self.reason, row, source)
+
+
+@contextmanager
+def row_named(row: int, source: str) -> Iterator[None]:
+    """Turn a BadRowError into a ConfigError that names the row, without the hint to skip bad rows."""
+    try:
+        yield
+    except BadRowError as error:
+        raise ConfigError(f"Row {row} of {source}: {error.reason}") from None
 
 
 @dataclass

@@ -13,7 +13,7 @@ from rlinf.errors import ConfigError, MissingDependencyError
 from rlinf.llm.batch_checks import response_mask
 from rlinf.llm.batched_data_dict import tokens_and_mask
 from rlinf.llm.hf_generation import SamplingConfig, _Sampler
-from rlinf.llm.logprobs import sequence_logprobs
+from rlinf.llm.logprobs import sequence_scores
 from rlinf.models.generation import HuggingFaceGeneration, verify_right_padding
 
 
@@ -64,10 +64,10 @@ def test_output_has_the_keys_dtypes_and_lengths_of_the_spec(tiny_lm, prompts):
 def test_logprobs_are_those_of_the_sampled_tokens(tiny_lm, prompts, temperature):
     engine = HuggingFaceGeneration(tiny_lm(), max_new_tokens=6, temperature=temperature, eos_token_id=[])
     output = engine.generate(prompts, greedy=False)
-    scored = sequence_logprobs(engine.model, *tokens_and_mask(output), temperature=temperature).detach()
+    scored = sequence_scores(engine.model, *tokens_and_mask(output), temperature=temperature).logprobs.detach()
     generated = response_mask(output)
     assert (scored - output["logprobs"])[generated].abs().max() < 1e-4
-    other = sequence_logprobs(engine.model, *tokens_and_mask(output), temperature=1.3 * temperature).detach()
+    other = sequence_scores(engine.model, *tokens_and_mask(output), temperature=1.3 * temperature).logprobs.detach()
     assert (other - output["logprobs"])[generated].abs().max() > 0.1
 
 
@@ -191,12 +191,12 @@ def test_models_with_a_state_or_cache_of_their_own_continue_each_row_as_if_alone
             tokens.append(int(logits[0, -1].argmax()))
         assert response(output, row) == tokens[-6:]
     assert engine.model.ignores_left_padding == (family in ("minimax", "mamba"))
-    scored = sequence_logprobs(engine.model, *tokens_and_mask(output)).detach()
+    scored = sequence_scores(engine.model, *tokens_and_mask(output)).logprobs.detach()
     assert (scored - output["logprobs"])[response_mask(output)].abs().max() < 1e-4
     if not engine.model.ignores_left_padding:
         monkeypatch.setattr(engine.model, "ignores_left_padding", True)
         padded = engine.generate(prompts, greedy=True)
-        scored = sequence_logprobs(engine.model, *tokens_and_mask(padded)).detach()
+        scored = sequence_scores(engine.model, *tokens_and_mask(padded)).logprobs.detach()
         assert (scored - padded["logprobs"])[response_mask(padded)].abs().max() > 1e-2, "control"
 
 

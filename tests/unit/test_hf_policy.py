@@ -129,7 +129,7 @@ def test_a_failing_reference_leaves_the_policy_as_it_was(tiny_lm, batch, lora, m
     weights, trained = weights_of(policy), [p.requires_grad for p in policy.model.parameters()]
     before = policy.get_logprobs(batch)["logprobs"]
     with monkeypatch.context() as patch:
-        patch.setattr("rlinf.llm.hf_policy.batch_logprobs", lambda *_, **__: 1 / 0)
+        patch.setattr("rlinf.llm.hf_policy.batch_scores", lambda *_, **__: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             policy.get_reference_logprobs(batch)
     assert largest_change(weights, weights_of(policy)) == 0

@@ -6,7 +6,7 @@ from transformers import AutoModelForCausalLM, masking_utils
 
 from rlinf.llm import logprobs, packing
 from rlinf.llm.hf_policy import HuggingFacePolicy
-from rlinf.llm.logprobs import has_separable_head, sequence_logprobs
+from rlinf.llm.logprobs import has_separable_head, sequence_scores
 from rlinf.llm.losses import NLLLossFn
 
 LENGTHS = [1, 23, 40, 7]
@@ -41,7 +41,7 @@ def kernel(monkeypatch):
 def scored(model, ids, mask, packed=True):
     """Log-probabilities, and gradients of an uneven sum of them."""
     model.zero_grad()
-    values = sequence_logprobs(model, ids, mask, packed=packed)
+    values = sequence_scores(model, ids, mask, packed=packed).logprobs
     (values * torch.linspace(-1, 1, values.numel()).view_as(values)).sum().backward()
     return values.detach(), {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
 

@@ -104,7 +104,7 @@ def test_every_micro_batch_and_every_generation_starts_the_deadline_again(tiny_l
     policy = HuggingFacePolicy(tiny_lm(), micro_batch_size=1, max_new_tokens=2)
     ids = torch.arange(12).view(3, 4) + 3
     batch = BatchedDataDict({"input_ids": ids, "attention_mask": torch.ones_like(ids), "token_mask": torch.ones_like(ids)})  # fmt: skip
-    score, train, generate, calls = hf_policy.batch_logprobs, hf_policy.batch_scores, policy.generate, []
+    score, generate, calls = hf_policy.batch_scores, policy.generate, []
 
     def slowly(function):
         def slow(*arguments, **more):
@@ -114,8 +114,7 @@ def test_every_micro_batch_and_every_generation_starts_the_deadline_again(tiny_l
 
         return slow
 
-    monkeypatch.setattr(hf_policy, "batch_logprobs", slowly(score))
-    monkeypatch.setattr(hf_policy, "batch_scores", slowly(train))
+    monkeypatch.setattr(hf_policy, "batch_scores", slowly(score))
     tokenizer = SimpleNamespace(decode=lambda tokens, skip_special_tokens: "")
     generator = LocalGenerator(SimpleNamespace(generate=slowly(generate)))
     completer = Completer(
@@ -126,7 +125,7 @@ def test_every_micro_batch_and_every_generation_starts_the_deadline_again(tiny_l
         policy.train(batch, NLLLossFn())
     with deadline("update"):
         completer.complete([Prompt(row.tolist(), {}, None, {}) for row in ids])
-    assert calls == [score] * 3 + [train] * 3 + [generate] * 3
+    assert calls == [score] * 6 + [generate] * 3
 
 
 def test_the_token_that_ends_an_answer_is_no_part_of_its_text():

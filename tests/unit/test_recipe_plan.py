@@ -83,7 +83,8 @@ def test_steps_are_epochs_times_rows_over_batch_times_replicas():
 
 def test_in_grpo_a_row_counts_its_answers():
     config, plan = plan_of("phi4-14b-p-fsdp4-r-tp2-grpo")
-    assert (plan.batch_size, plan.group_size, plan.rows_per_rank) == (384, 16, 96)
+    assert (config.batch_size, config.group_size, plan.policy_gpus) == (384, 16, 4)
+    assert "96 on each rank" in describe(config, plan, 7473)
     assert num_steps(config, 7473) == 2 * 7473 * 16 // 384
 
 

@@ -11,7 +11,7 @@ from rlinf.distributed.launch import launch
 from rlinf.distributed.process_group import rank
 from rlinf.llm import logprobs as module
 from rlinf.llm.hf_model import HFModel
-from rlinf.llm.logprobs import sequence_logprobs
+from rlinf.llm.logprobs import sequence_scores
 from rlinf.models.config import LoraConfig
 from rlinf.models.lora import apply_lora
 from rlinf.models.sampling import token_logprobs
@@ -42,6 +42,10 @@ class Largest(TorchDispatchMode):
             if isinstance(value, torch.Tensor):
                 self.size = max(self.size, value.untyped_storage().nbytes() // value.element_size())
         return made
+
+
+def sequence_logprobs(*arguments, **options):
+    return sequence_scores(*arguments, **options).logprobs
 
 
 def rows():

@@ -87,67 +87,69 @@ WITHOUT_EFFECT: dict[str, tuple[tuple, str]] = {
 
 def check_recipe(config: RecipeConfig) -> None:
     """Raise ConfigError if a recipe has contradictory keys or leaves a required key empty."""
-    _check_train(config)
-    _check_ckpt(config)
-    _check_validation(config)
-    if config.is_grpo:
-        _check_rollout(config)
-    _check_cluster(config)
-
-
-def _check_train(config: RecipeConfig) -> None:
-    train, method, lora = config.train, config.train.train_policy, config.policy.lora
-    if config.policy.parallelism.dp_shard_size == 0:
-        reject("policy.parallelism.dp_shard_size=0", "at least 1, or -1", "policy.parallelism.dp_shard_size=1")
-    if not config.policy.model_name_or_path:
-        reject("policy.model_name_or_path is empty", "a model", "policy.model_name_or_path=<folder or hub id>")
-    betas, warmup = train.optm_betas, train.optm_warmup_steps
-    if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
-        reject(f"train.optm_betas={override_text(betas)}", "two numbers in [0, 1)", "train.optm_betas=[0.9,0.999]")
-    if isinstance(warmup, float) and warmup > 1:
-        fix = f"train.optm_warmup_steps={round(warmup)}"
-        reject(f"train.optm_warmup_steps={warmup}", "a count, or a fraction up to 1.0", fix)
-    if method.dataset.streaming and train.max_num_steps is None:
-        reject("dataset.streaming=true, a stream", "a number of steps", "train.max_num_steps=<steps>")
-    loggers = [name.lower() for name in config.logging.logger]
-    if unknown := [name for name in loggers if name not in LOGGERS]:
-        reject(f"logging.logger contains '{unknown[0]}'", ", ".join(LOGGERS), "logging.logger=[wandb]")
-    if "wandb" in loggers:
+    for is_wrong, actual, required, fix in [*_rules(config), *(_grpo_rules(config) if config.is_grpo else [])]:
+        if is_wrong:
+            reject(actual, required, fix)
+    method, lora = config.train.train_policy, config.policy.lora
+    if "wandb" in map(str.lower, config.logging.logger):
         check_wandb("logging.project_name", config.logging.project_name)
-    if lora is not None and isinstance(lora.target_modules, str):
-        names = ",".join(re.findall(r"\w*[^\W_]\w*", lora.target_modules)) or "q_proj,v_proj"
-        key = "policy.lora.target_modules"
-        reject(f"{key} is '{lora.target_modules}'", "a list of names", f"'{key}=[{names}]'")
     if lora is not None and method.type != "sft":
         no_dropout = ("policy.lora.lora_dropout", 0, "log-probabilities without dropout")
         require_values(config, f"train.train_policy.type={method.type}", no_dropout)
-
-
-def _check_ckpt(config: RecipeConfig) -> None:
-    ckpt = config.train.ckpt
-    if ckpt.max_keep == 0:
-        reject("train.ckpt.max_keep=0", "at least 1, or -1", "train.ckpt.enable_checkpoint=false")
-    if ckpt.upload_s3 and not ckpt.s3_bucket:
-        reject(f"train.ckpt.upload_s3={ckpt.upload_s3} without a bucket", "a bucket", "train.ckpt.s3_bucket=<name>")
-    if ckpt.upload_hf and not ckpt.hf_repo_name:
-        reject("train.ckpt.upload_hf=true without a repository", "a repository", "train.ckpt.hf_repo_name=<name>")
-
-
-def _check_rollout(config: RecipeConfig) -> None:
-    method, rollout = config.train.train_policy, config.rollout
-    if rollout.n_generation < 2:
-        reject(f"rollout.n_generation={rollout.n_generation}", "at least 2", "rollout.n_generation=8")
-    if method.temperature == 0:
-        reject("train.train_policy.temperature=0", "above 0", "train.train_policy.temperature=1.0")
-    key, buffer = "train.train_policy.overlong_reward.buffer_length", method.overlong_reward.buffer_length
-    longest = min(rollout.max_response_length, config.policy.model_max_length)
-    is_used = method.overlong_reward.enable_overlong_penalty or "overlong" in method.reward_function
-    if is_used and (buffer or 0) > longest:
-        reject(f"{key}={buffer}", f"at most {longest}, the length of a completion", f"{key}=null")
-    if rollout.sampling_config.temperature is not None:
+    if method.type == "dpo":
+        no_rewards = ("validation.reward_function", None, "none, because validation scores pairs")
+        require_values(config, "train.train_policy.type=dpo", no_rewards)
+    if config.is_grpo and config.rollout.sampling_config.temperature is not None:
         equal = "an equal value, because the loss compares the log-probabilities"
         rule = ("rollout.sampling_config.temperature", method.temperature, equal)
         require_values(config, f"train.train_policy.temperature={method.temperature}", rule)
+    _check_cluster(config)
+
+
+def _rules(config: RecipeConfig) -> list[tuple[bool, str, str, str]]:
+    """Return for each rule whether it is violated, the actual value, the requirement and the fix."""
+    train, ckpt, method, lora = config.train, config.train.ckpt, config.train.train_policy, config.policy.lora
+    betas, warmup = train.optm_betas, train.optm_warmup_steps
+    longest, trained = config.validation.max_response_length, config.rollout.max_response_length
+    unknown = [name for name in config.logging.logger if name.lower() not in LOGGERS]
+    targets = lora.target_modules if lora is not None and isinstance(lora.target_modules, str) else ""
+    names = ",".join(re.findall(r"\w*[^\W_]\w*", targets)) or "q_proj,v_proj"
+    return [
+        (not config.policy.model_name_or_path,
+         "policy.model_name_or_path is empty", "a model", "policy.model_name_or_path=<folder or hub id>"),
+        (config.policy.parallelism.dp_shard_size == 0,
+         "policy.parallelism.dp_shard_size=0", "at least 1, or -1", "policy.parallelism.dp_shard_size=1"),
+        (len(betas) != 2 or not all(0 <= beta < 1 for beta in betas),
+         f"train.optm_betas={override_text(betas)}", "two numbers in [0, 1)", "train.optm_betas=[0.9,0.999]"),
+        (isinstance(warmup, float) and warmup > 1,
+         f"train.optm_warmup_steps={warmup}", "a count, or a fraction up to 1.0", f"train.optm_warmup_steps={round(warmup)}"),
+        (method.dataset.streaming and train.max_num_steps is None,
+         "dataset.streaming=true, a stream", "a number of steps", "train.max_num_steps=<steps>"),
+        (bool(unknown), f"logging.logger contains '{', '.join(unknown)}'", ", ".join(LOGGERS), "logging.logger=[wandb]"),
+        (bool(targets), f"policy.lora.target_modules is '{targets}'",
+         "a list of names", f"'policy.lora.target_modules=[{names}]'"),
+        (ckpt.max_keep == 0, "train.ckpt.max_keep=0", "at least 1, or -1", "train.ckpt.enable_checkpoint=false"),
+        (bool(ckpt.upload_s3) and not ckpt.s3_bucket,
+         f"train.ckpt.upload_s3={ckpt.upload_s3} without a bucket", "a bucket", "train.ckpt.s3_bucket=<name>"),
+        (ckpt.upload_hf and not ckpt.hf_repo_name,
+         "train.ckpt.upload_hf=true without a repository", "a repository", "train.ckpt.hf_repo_name=<name>"),
+        (config.validation.enable and longest not in (None, trained),
+         f"validation.max_response_length={longest} with rollout.max_response_length={trained}", "equal values",
+         f"rollout.max_response_length={longest}, or validation.max_response_length=null"),
+    ]  # fmt: skip
+
+
+def _grpo_rules(config: RecipeConfig) -> list[tuple[bool, str, str, str]]:
+    method, rollout = config.train.train_policy, config.rollout
+    key, buffer = "train.train_policy.overlong_reward.buffer_length", method.overlong_reward.buffer_length
+    longest = min(rollout.max_response_length, config.policy.model_max_length)
+    is_used = method.overlong_reward.enable_overlong_penalty or "overlong" in method.reward_function
+    return [
+        (rollout.n_generation < 2, f"rollout.n_generation={rollout.n_generation}", "at least 2", "rollout.n_generation=8"),
+        (method.temperature == 0, "train.train_policy.temperature=0", "above 0", "train.train_policy.temperature=1.0"),
+        (is_used and (buffer or 0) > longest,
+         f"{key}={buffer}", f"at most {longest}, the length of a completion", f"{key}=null"),
+    ]  # fmt: skip
 
 
 def _check_cluster(config: RecipeConfig) -> None:
@@ -162,13 +164,3 @@ def _check_cluster(config: RecipeConfig) -> None:
     for key, fix in (("cluster.placement", "cluster.placement=null"), ("mode", "mode=disaggregated")):
         if attrgetter(key)(config) == "colocated":
             reject(f"{actual} with {key}=colocated", "one of them", f"{fix}, or {off}")
-
-
-def _check_validation(config: RecipeConfig) -> None:
-    longest, trained = config.validation.max_response_length, config.rollout.max_response_length
-    if config.validation.enable and longest not in (None, trained):
-        actual = f"validation.max_response_length={longest} with rollout.max_response_length={trained}"
-        reject(actual, "equal values", f"rollout.max_response_length={longest}, or validation.max_response_length=null")
-    if config.train.train_policy.type == "dpo":
-        no_rewards = ("validation.reward_function", None, "none, because validation scores pairs")
-        require_values(config, "train.train_policy.type=dpo", no_rewards)

@@ -113,7 +113,7 @@ def load_rows(
         )
     library.disable_progress_bars()
     check_place(name, section)
-    place = describe(name, split, subset)
+    place = f"'{name}' ({subset + ', ' if subset else ''}split {'+'.join(splits)})"
     reason = hub_fault() if local_folder(name) is None else None
     try:
         parts = [_load_split(library, name, split_name, subset, revision, streaming) for split_name in splits]
@@ -133,12 +133,6 @@ def load_rows(
         message = f"{place} cannot be read: {cause} Set {section}.name, {section}.subset or {section}.split"
         raise ConfigError(message) from error
     return data if streaming else Rows(data, place, section=section)
-
-
-def describe(name: str, split: str | Sequence[str], subset: str = "") -> str:
-    """Return a text with the dataset's name and split, for messages."""
-    splits = split if isinstance(split, str) else "+".join(split)
-    return f"'{name}' ({subset + ', ' if subset else ''}split {splits})"
 
 
 def local_folder(name: str) -> Path | None:

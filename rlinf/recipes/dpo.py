@@ -1,5 +1,6 @@
 """Direct preference optimisation for language and vision-language models."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from rlinf.llm.hf_policy import HuggingFacePolicy
 from rlinf.llm.losses import DPOLossFn
 from rlinf.recipes.datasets import PackedRows
 from rlinf.recipes.samples import Sample, collate, truncated_and_equal
-from rlinf.recipes.token_trainer import TokenTrainer, TokenUpdate, Validation, rank_slice
+from rlinf.recipes.token_trainer import TokenTrainer, TokenUpdate, Validation, rank_batches, rank_slice
 
 Pair = tuple[Sample, Sample]
 
@@ -54,9 +55,7 @@ class DPOTrainer(TokenTrainer):
         counts = [float(batch["attention_mask"].sum()), *(float(sum(flag[kind] for flag in flags)) for kind in (0, 1))]
         num_tokens, num_truncated, num_equal = sum_over_ranks(counts)
         metrics: dict[str, Any] = self.policy.train(batch, self._loss)
-        named = {f"train/{name}": metrics[name] for name in ("loss", "grad_norm", "entropy") if name in metrics}
-        named |= _preference_metrics(metrics, "train")
-        named |= {name: value for name, value in metrics.items() if name.startswith("memory/")}
+        named = self.named(metrics, "loss", "grad_norm", "entropy") | _preference_metrics(metrics, "train")
         named["train/truncated_row_fraction"] = num_truncated / self.batch_size
         named["train/equal_pair_fraction"] = num_equal / self.batch_size
         shown = {"Accuracy": metrics["accuracy"], "Margin": metrics["reward_margin"]}
@@ -68,11 +67,9 @@ class DPOTrainer(TokenTrainer):
         if self.validation_rows is None:
             return None
         rows = self.validation_rows
-        local_rows = rank_slice(len(rows))
         totals = torch.zeros(0)
         with self.policy.parallel.gathered():
-            for start in range(local_rows.start, local_rows.stop, self.validation_batch_size):
-                numbers = list(range(start, min(start + self.validation_batch_size, local_rows.stop)))
+            for numbers in rank_batches(len(rows), self.validation_batch_size):
                 batch = self._batch([rows[number] for number in numbers], self._validation_references, numbers)
                 output = self._loss.from_logprobs(
                     self.policy.get_logprobs(batch)["logprobs"], batch, self._loss.counts(batch)
@@ -88,7 +85,7 @@ class DPOTrainer(TokenTrainer):
         text = f"loss {metrics['loss']:.6g}, accuracy {metrics['accuracy']:.4f}, margin {metrics['reward_margin']:.4f}"
         return Validation(-metrics["loss"], {"eval/loss": metrics["loss"]} | _preference_metrics(metrics, "eval"), text)
 
-    def _batch(self, pairs: list[Pair], references: list[Tensor], numbers: list[int]) -> BatchedDataDict:
+    def _batch(self, pairs: list[Pair], references: list[Tensor], numbers: Sequence[int]) -> BatchedDataDict:
         batch = collate([sample for pair in pairs for sample in pair])
         logprobs = [references[2 * number + i] for number in numbers for i in range(2)]
         batch["reference_logprobs"] = pad_sequence(logprobs, batch_first=True)
@@ -96,10 +93,9 @@ class DPOTrainer(TokenTrainer):
 
     def _score(self, rows: PackedRows[Pair]) -> list[Tensor]:
         """Return the log-probabilities ``[S]`` of all samples, alternating chosen and rejected, on every rank."""
-        local_rows, local = rank_slice(len(rows)), []
+        local: list[Tensor] = []
         with self.policy.parallel.gathered():
-            for start in range(local_rows.start, local_rows.stop, self.batch_size):
-                numbers = range(start, min(start + self.batch_size, local_rows.stop))
+            for numbers in rank_batches(len(rows), self.batch_size):
                 samples = [sample for number in numbers for sample in rows[number]]
                 scores = self.policy.get_logprobs(collate(samples))["logprobs"].cpu()
                 # Clone, because a view would hold the padded batch in memory.

@@ -99,10 +99,8 @@ class GRPOTrainer(TokenTrainer):
         # Use only the first update, because later ones no longer have the weights that generated the completions.
         for name in ("logprob_gap_mean", "logprob_gap_exp_mean"):
             named[f"rollout/{name}"] = updates[0][name]
-        for name in ("loss", "grad_norm", "policy_loss", "approx_kl", "clip_fraction", "kl_to_reference", "entropy"):
-            if name in metrics:
-                named[f"train/{name}"] = metrics[name]
-        named |= {name: value for name, value in metrics.items() if name.startswith("memory/")}
+        kept = ("loss", "grad_norm", "policy_loss", "approx_kl", "clip_fraction", "kl_to_reference", "entropy")
+        named |= self.named(metrics, *kept)
         # Print the reward instead of the loss, which is always near zero because the advantages in each group sum to about zero.
         shown = {"Reward": named["rollout/reward_mean"], "Length": named["rollout/completion_length_mean"]}
         num_truncated = round(named["rollout/truncated_fraction"] * self.batch_size)

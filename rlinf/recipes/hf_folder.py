@@ -76,11 +76,10 @@ class HFFolder:
         lora: LoraConfig | None = None,
         merge_lora: bool = True,
         chunk_bytes: int = CHUNK_BYTES,
-        trust_remote_code: bool = False,
     ) -> None:
         self.source, self.dtype, self.chunk_bytes = source, dtype, chunk_bytes
         self.has_adapters, self.merge_lora = lora is not None, merge_lora
-        shapes = model_shapes(source, trust_remote_code, dtype)
+        shapes = model_shapes(source, dtype=dtype)
         self.model: Any = shapes.model
         if lora is not None:
             self.model.peft_config = apply_lora(shapes, lora).peft_config

@@ -210,17 +210,11 @@ def make_generator(
         if places.placement.rollout_workers_of(rank())
         else PolicySkeleton(b"")
     )
+    resume_hint = "run the same command with train.resume=true"
+    if not config.train.ckpt.enable_checkpoint:
+        resume_hint = "run the same command again (nothing was saved: train.ckpt.enable_checkpoint=false)"
     make = partial(TokenRolloutWorker, settings, shell, places.placement)
-    workers = RolloutWorkers(
-        make, config.cluster, places.placement, places.reservation, policy.model, resume_hint(config)
-    )
+    workers = RolloutWorkers(make, config.cluster, places.placement, places.reservation, policy.model, resume_hint)
     with deadline("start"):
         workers.wait_until_ready()
     return RemoteGenerator(policy, workers)
-
-
-def resume_hint(config: RecipeConfig) -> str:
-    """Return instructions for continuing after rollout workers were lost."""
-    if not config.train.ckpt.enable_checkpoint:
-        return "run the same command again (nothing was saved: train.ckpt.enable_checkpoint=false)"
-    return "run the same command with train.resume=true"

@@ -33,37 +33,34 @@ class LocalGenerator:
 class TorchGenerator(LocalGenerator):
     """Generator that uses the trained policy itself, so no weights need to be pushed."""
 
-    def __init__(self, policy: HuggingFacePolicy) -> None:
-        super().__init__(policy)
-        self.policy = policy
+    engine: HuggingFacePolicy
 
     @contextmanager
     def ready(self) -> Iterator[None]:
         """Gather all weights on this rank inside the context, because the number of decoding steps differs between ranks."""
-        with self.policy.parallel.gathered():
+        with self.engine.parallel.gathered():
             yield
 
 
 class VllmGenerator(LocalGenerator):
     """Generator that uses this rank's vLLM engine and the trained weights, with adapters merged."""
 
+    engine: VllmGeneration
+
     def __init__(self, policy: HuggingFacePolicy, settings: Mapping[str, Any]) -> None:
-        self.policy = policy
-        self.vllm = VllmGeneration(None, settings)
-        super().__init__(self.vllm)
-        self._buckets = WeightBuckets()
-        self._version = 0
+        super().__init__(VllmGeneration(None, settings))
+        self.policy, self._buckets, self._version = policy, WeightBuckets(), 0
 
     @contextmanager
     def ready(self) -> Iterator[None]:
         """Push the current weights; on exit, put the engine to sleep to free its memory for training."""
         with self.policy.parallel.gathered():
-            self.vllm.prepare_for_generation()
+            self.engine.prepare_for_generation()
             self._version += 1
-            self.vllm.update_weights(MergedWeights(self.policy.model, self._version, self._buckets))
+            self.engine.update_weights(MergedWeights(self.policy.model, self._version, self._buckets))
             yield
-            self.vllm.finish_generation()
+            self.engine.finish_generation()
 
     def close(self) -> None:
         """Stop the engine."""
-        self.vllm.shutdown()
+        self.engine.shutdown()

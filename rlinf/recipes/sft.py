@@ -11,7 +11,7 @@ from rlinf.llm.hf_policy import HuggingFacePolicy
 from rlinf.llm.losses import NLLLossFn, trained_tokens
 from rlinf.recipes.datasets import PackedRows, StreamedRows
 from rlinf.recipes.samples import Sample, collate
-from rlinf.recipes.token_trainer import TokenTrainer, TokenUpdate, Validation, rank_slice
+from rlinf.recipes.token_trainer import TokenTrainer, TokenUpdate, Validation, rank_batches
 
 
 class SFTTrainer(TokenTrainer):
@@ -36,11 +36,8 @@ class SFTTrainer(TokenTrainer):
         completion_validation: Callable[[int], Validation] | None = None,
     ) -> None:
         super().__init__(policy, rows, num_steps)
-        self.batch_size, self.validation_rows, self.completion_validation = (
-            batch_size,
-            validation_rows,
-            completion_validation,
-        )
+        self.batch_size, self.validation_rows = batch_size, validation_rows
+        self.completion_validation = completion_validation
         self.validation_batch_size = validation_batch_size or batch_size
         # A stream must be read in order, which threads would not preserve.
         self.num_workers = num_workers if isinstance(rows, PackedRows) else 0
@@ -54,8 +51,7 @@ class SFTTrainer(TokenTrainer):
         batch, num_truncated = self._batches.next()
         num_tokens, num_truncated = sum_over_ranks([float(batch["attention_mask"].sum()), num_truncated])
         metrics: dict[str, Any] = self.policy.train(batch, self._loss)
-        named = {f"sft/{name}": metrics[name] for name in ("loss", "grad_norm", "entropy") if name in metrics}
-        named |= {name: value for name, value in metrics.items() if name.startswith("memory/")}
+        named = self.named(metrics, "loss", "grad_norm", "entropy")
         named["sft/truncated_row_fraction"] = num_truncated / self.batch_size
         shown = {"Truncated rows": num_truncated} if num_truncated else {}
         return TokenUpdate(metrics["loss"], named, num_tokens, self.batch_size, shown)
@@ -81,12 +77,10 @@ class SFTTrainer(TokenTrainer):
         return collate(samples), float(sum(sample.is_truncated for sample in samples))
 
     def _validation_loss(self, rows: PackedRows[Sample]) -> Validation:
-        local_rows = rank_slice(len(rows))
         total = count = 0.0
         with self.policy.parallel.gathered():
-            for start in range(local_rows.start, local_rows.stop, self.validation_batch_size):
-                stop = min(start + self.validation_batch_size, local_rows.stop)
-                batch = collate([rows[row] for row in range(start, stop)])
+            for numbers in rank_batches(len(rows), self.validation_batch_size):
+                batch = collate([rows[number] for number in numbers])
                 mask = trained_tokens(batch)
                 total -= float(self.policy.get_logprobs(batch)["logprobs"][mask].double().sum())
                 count += float(mask.sum())

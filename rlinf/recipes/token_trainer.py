@@ -7,7 +7,7 @@ import math
 import re
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -90,6 +90,12 @@ class TokenTrainer(ABC):
     @abstractmethod
     def validate(self, step: int) -> Validation | None:
         """Evaluate the current weights (a collective call); return None without validation data."""
+
+    def named(self, metrics: Mapping[str, float], *names: str) -> dict[str, float]:
+        """Return those metrics of a policy's step that exist, as ``sft/<name>`` or ``train/<name>``, and its memory."""
+        section = "sft" if self.phase == "sft" else "train"
+        memory = {name: value for name, value in metrics.items() if name.startswith("memory/")}
+        return {f"{section}/{name}": metrics[name] for name in names if name in metrics} | memory
 
     @property
     def model(self) -> nn.Module:
@@ -233,6 +239,12 @@ def best_of(scores: Mapping[str, float], names: Collection[str]) -> str | None:
 def comparable(score: float) -> float:
     """Return a score that can be compared: NaN and infinite scores become minus infinity."""
     return score if math.isfinite(score) else -math.inf
+
+
+def rank_batches(num_rows: int, size: int) -> Iterator[range]:
+    """Yield the row numbers of this rank's part (``rank_slice``), at most ``size`` at a time."""
+    part = rank_slice(num_rows)
+    return (range(start, min(start + size, part.stop)) for start in range(part.start, part.stop, size))
 
 
 def rank_slice(num_rows: int) -> slice:

@@ -40,24 +40,23 @@ Result = TypeVar("Result")
 
 
 class HubUpload:
-    """Uploads the final policy and a model card to a new repository ``<owner>/<name>-<time of the run>``.
+    """Uploads the final policy and a model card to a new private repository ``<owner>/<name>-<time of the run>``.
 
     Raises ConfigError if the token is missing, invalid or read-only.
 
     Args:
         repo_name: ``owner/name``, or just ``name`` for the token's owner.
-        private: Whether to make the repository private.
     """
 
     every = False
 
-    def __init__(self, repo_name: str, private: bool = True) -> None:
+    def __init__(self, repo_name: str) -> None:
         token, where = get_token(), "train.ckpt.upload_hf=true needs a token with write access"
         if not token:
             raise ConfigError(
                 f"{where}, but none is set. Set the environment variable HF_TOKEN, or train.ckpt.upload_hf=false"
             )
-        self.api, self.private = HfApi(token=token), private
+        self.api = HfApi(token=token)
         try:
             owner = _retried(self.api.whoami, HUB_ERRORS, "ask the hub for the owner of HF_TOKEN")
         except CheckpointError as error:
@@ -78,7 +77,7 @@ class HubUpload:
             write_text(folder / "README.md", model_card(folder, state["loop_state"]["trainer"].get("scores")))
 
             def send(folder: Path = folder) -> Any:
-                self.api.create_repo(repo_id, private=self.private, exist_ok=True)
+                self.api.create_repo(repo_id, private=True, exist_ok=True)
                 message = f"Policy of {run_folder.name}"
                 return self.api.upload_folder(repo_id=repo_id, folder_path=folder, commit_message=message)
 
@@ -88,8 +87,8 @@ class HubUpload:
 
     def commands(self, run_folder: Path, folders: Sequence[Path]) -> list[str]:
         """Return the Hub CLI command that uploads the exported policy."""
-        command, flag = ["hf", "upload", self._repo_id(run_folder)], ["--private"][: self.private]
-        return [shlex.join([*command, str(folder), *flag]) for folder in _exported(folders)]
+        repo_id = self._repo_id(run_folder)
+        return [shlex.join(["hf", "upload", repo_id, str(folder), "--private"]) for folder in _exported(folders)]
 
     def _repo_id(self, run_folder: Path) -> str:
         return f"{self.repo_name}-{run_folder.name}"

@@ -3,11 +3,13 @@
 import multiprocessing
 import multiprocessing.connection
 import os
+import runpy
 import signal
 import subprocess
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from multiprocessing import popen_forkserver
@@ -79,6 +81,15 @@ def _take_and_execute(inherited: Inherited, source: str, words: Sequence[str]) -
     exec(source, {"__name__": "__main__"})
 
 
+def _take_and_be_kernel(inherited: Inherited, folder: str, words: Sequence[str]) -> None:
+    inherited.take()
+    os.setsid()
+    os.chdir(folder)
+    sys.path[:0] = [folder, *os.environ["PYTHONPATH"].split(os.pathsep)]
+    sys.argv = ["ipykernel_launcher", *words]
+    runpy.run_module("ipykernel_launcher", run_name="__main__", alter_sys=True)
+
+
 def fork(function: Callable[..., None], arguments: tuple, server: ForkServer | None = None) -> Popen:
     """Call a function in a process that forks from the fork server of this process, or from another one."""
     process = multiprocessing.get_context("forkserver").Process(target=function, args=arguments)
@@ -106,7 +117,9 @@ def status_of_forked(function: Callable[..., None], *arguments: Any, seconds: fl
 
 
 class ForkedProcess:
-    """What ``subprocess.Popen`` is for a process of ``ChildProcess``, and for an engine."""
+    """What ``subprocess.Popen`` is for a process of ``ChildProcess``, for an engine, and for the kernel of a notebook."""
+
+    stdin = stdout = stderr = None
 
     def __init__(self, process: Popen) -> None:
         self._process, self._lock = process, threading.Lock()
@@ -136,6 +149,14 @@ class ForkedProcess:
     def kill(self) -> None:
         """End the process at once."""
         self.send_signal(signal.SIGKILL)
+
+
+def forked_kernel(command: Sequence[str], *, env: Mapping[str, str], cwd: str, **_: Any) -> ForkedProcess:
+    """Start a kernel of Jupyter, as ``jupyter_client.launch_kernel`` does."""
+    process = ForkedProcess(fork(_take_and_be_kernel, (Inherited(env), cwd, command[command.index("-f") :])))
+    while process.poll() is None and os.getpgid(process.pid) != process.pid:  # its group, which is killed with it
+        time.sleep(0.01)
+    return process
 
 
 @contextmanager

@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 
 import pytest
+from forked_processes import forked_kernel
 
 nbformat = pytest.importorskip("nbformat", reason="notebooks need rlinf[notebooks]")
 nbclient = pytest.importorskip("nbclient", reason="notebooks need rlinf[notebooks]")
@@ -15,11 +16,12 @@ NOTEBOOKS = sorted((ROOT / "examples" / "notebooks").glob("*.ipynb"))
 
 
 def execute(notebook, folder: Path, monkeypatch) -> None:
-    """Run all cells in a new kernel, whose temporary folders are in ``folder``.
+    """Run all cells in a kernel that forks, whose temporary folders are in ``folder``.
 
     Raises:
         CellExecutionError: A cell has failed.
     """
+    monkeypatch.setattr("jupyter_client.provisioning.local_provisioner.launch_kernel", forked_kernel)
     monkeypatch.setenv("RLINF_NOTEBOOK_SHORT", "1")
     monkeypatch.setenv("TMPDIR", str(folder))
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]))

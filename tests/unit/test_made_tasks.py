@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from PIL import Image
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer
+from transformers import AutoConfig, AutoModelForImageTextToText
 
 from rlinf.models.embodiment.hf_vla.processing import load_vlm_processor
 from rlinf.recipes.rewards import make_rewards
@@ -39,19 +39,6 @@ def test_half_of_the_demonstrations_of_sums_are_wrong_and_no_test_is(arithmetic)
     assert shares["test"] == 1 and 0.4 < shares["train"] < 0.6
     questions = [{row["question"] for row in rows_of(arithmetic / f"{split}.jsonl")} for split in ("train", "test")]
     assert len(questions[0]) == 400 and not questions[0] & questions[1]
-
-
-def test_the_model_of_sums_loads_and_its_tokens_are_digits(arithmetic):
-    tokenizer = AutoTokenizer.from_pretrained(arithmetic / "model")
-    model = AutoModelForCausalLM.from_pretrained(arithmetic / "model")
-    assert model.config.vocab_size == len(tokenizer)
-    text = "What is 37 + 48?"
-    assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
-    assert [token for token in tokenizer.tokenize(text) if token.isdigit()] == ["3", "7", "4", "8"]
-    made_again = make_arithmetic_data.make_rows(400, 50, 0.5, 0)
-    assert made_again[0] == rows_of(arithmetic / "train.jsonl"), "the same seed makes the same rows"
-    with pytest.raises(SystemExit, match="There are 8100 pairs"):
-        make_arithmetic_data.make_rows(8100, 1, 0.5, 0)
 
 
 def test_pictures_show_what_their_answers_say(tmp_path):

@@ -111,22 +111,6 @@ def followed(monkeypatch, *told: object) -> RemoteRank:
 
 
 @needs_ray
-def test_a_full_disk_or_a_reader_that_has_gone_does_not_hide_the_end_of_a_rank(monkeypatch):
-    write, streams = os.write, []
-
-    def break_streams(stream, data):
-        if stream not in (1, 2):
-            return write(stream, data)
-        streams.append(stream)
-        raise BrokenPipeError
-
-    monkeypatch.setattr("rlinf.distributed.ray.ranks.os.write", break_streams)
-    rank = followed(monkeypatch, (1, b"lost"), (2, b"lost"), 7)
-    assert streams == [1, 2]
-    assert (rank.exitcode, rank.lost, rank.fault) == (7, None, None)
-
-
-@needs_ray
 @pytest.mark.parametrize(
     ("error", "exitcode", "lost", "fault"),
     [

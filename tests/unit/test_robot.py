@@ -4,13 +4,12 @@ import json
 import signal
 import threading
 import time
-from contextlib import closing, nullcontext
+from contextlib import closing
 from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
-import torch
 from run_results import run_config
 
 from rlinf.commands.evaluate import evaluate
@@ -368,22 +367,6 @@ def test_an_episode_begins_again_where_the_robot_was_lost():
     with RobotEpisodes(Foretell(), clock, ENV, RobotConfig(real_time=False)) as episodes:
         results = episodes.run([SPEC, SPEC], lambda result: None)
     assert len(results) == 2 and episodes.num_restarts == 1 and clock.sent == list(range(1, 21))
-
-
-@pytest.mark.parametrize("real_time", [False, True])
-def test_the_policy_computes_in_its_context(real_time):
-    found = []
-
-    class Autocast(Foretell):
-        def act(self, row, streams):
-            found.append((torch.is_autocast_enabled("cpu"), torch.is_grad_enabled()))
-            return super().act(row, streams)
-
-    for computes in (nullcontext, lambda: torch.autocast("cpu", torch.bfloat16)):
-        settings = RobotConfig(real_time=real_time, fps=100)
-        with RobotEpisodes(Autocast(), Clock(num_steps=3), ENV, settings, computes) as episodes:
-            episodes.run([SPEC], lambda result: None)
-    assert {*found} == {(False, False), (True, False)}
 
 
 def test_time_that_passes_gives_the_same_actions():

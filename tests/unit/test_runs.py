@@ -1,7 +1,6 @@
 """Several runs together: the name of the newest, groups over seeds, the table of a sweep, the page with their curves."""
 
 import json
-import logging
 import math
 import os
 import re
@@ -70,14 +69,6 @@ def test_where_links_are_impossible_latest_is_a_text_file(tmp_path, monkeypatch)
         mark_latest(tmp_path / name)
         assert (tmp_path / "latest").is_file() and not (tmp_path / "latest").is_symlink()
         assert follow_latest(tmp_path / "latest" / "eval") == tmp_path / name / "eval"
-
-
-def test_a_folder_that_is_called_latest_stays_and_is_told_of(tmp_path, caplog):
-    (tmp_path / "latest" / "mine").mkdir(parents=True)
-    with caplog.at_level(logging.WARNING, "rlinf"):
-        mark_latest(tmp_path / "run")
-    assert (tmp_path / "latest" / "mine").is_dir() and "does not point to the newest run, run" in caplog.text
-    assert sorted(os.listdir(tmp_path)) == ["latest"]
 
 
 def test_latest_names_the_run_or_its_sweep_where_rlinf_names_the_folder(here):

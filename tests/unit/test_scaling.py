@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
-from scaling_model import Line, Machine, Workload, best, measured, predict
+from scaling_model import Line, Machine, Workload, measured, predict
 
 MACHINE = Machine(gpus=8, gpu_link=400e9, node_link=50e9, memory=1e12, latency_s=0.0)
 WORK = Workload(
@@ -48,15 +48,6 @@ def test_the_three_placements_by_hand():
     apart = predict(WORK, MACHINE, "async", 8, 16)  # three machines: a GPU's part of the link is 50e9 / 8
     assert apart.busy_s["moving samples"] == pytest.approx(8e9 / (50e9 / 8))
     assert apart.busy_s["pushing weights"] == pytest.approx(16e9 * 7 / 8 / 400e9 + 2 * 16e9 / (50e9 / 8))
-
-
-def test_the_best_division_leaves_nobody_idle_for_long():
-    found = best(WORK, MACHINE, "async", 8)
-    assert (found.trainers, found.workers) == (4, 4)
-    others = [predict(WORK, MACHINE, "async", count, 8 - count).seconds for count in (1, 2, 6, 7)]
-    assert found.seconds < min(others)
-    with pytest.raises(ValueError, match="at least 2"):
-        best(WORK, MACHINE, "disaggregated", 1)
 
 
 LIBERO_SAMPLES, IMAGE_BYTES = 8192, 256 * 256 * 3

@@ -69,13 +69,6 @@ def test_the_build_of_torch_is_the_one_that_was_named(index, has_cpu_build, aske
         assert command.endswith(words)
 
 
-def test_a_cpu_build_that_cannot_be_had_ends_the_set_up_with_what_to_type(tmp_path):
-    result, _ = set_up(tmp_path, "cpu", has_cpu_build=False, uv_status=1)
-    assert result.returncode == 1
-    assert "Type RLINF_TORCH_INDEX=<URL of an index that has it>" in result.stderr
-    assert "installing rlinf[" not in result.stdout
-
-
 def test_locked_gives_the_lock_to_every_command_that_installs_and_nothing_else_does(tmp_path):
     _, free = set_up(tmp_path / "free", "cpu", has_cpu_build=False, options=("--sims",))
     result, locked = set_up(tmp_path / "locked", "cpu", has_cpu_build=False, options=("--sims", "--locked"))

@@ -1,9 +1,6 @@
 """The built-in simulator: goals, rewards, experts, images."""
 
 import itertools
-import subprocess
-import sys
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import numpy as np
@@ -245,29 +242,9 @@ def test_the_first_touch_is_marked_in_the_picture():
     assert touched.all() and marked.all()
 
 
-def test_threads_and_the_main_thread_see_the_same():
-    reference, envs = build(8, image_size=64), [build(8, image_size=64) for _ in range(2)]
-    expected = start(reference).images["front"]
-    with ThreadPoolExecutor(2) as pool:
-        for images in pool.map(lambda env: [start(env).images["front"] for _ in range(5)], envs):
-            assert all(np.array_equal(image, expected) for image in images)
-    assert np.array_equal(start(envs[0]).images["front"], expected)
-    for env in envs:
-        env.close()
-
-
 def test_frames_show_what_the_camera_shows():
     env = build(3, image_size=64)
     first = start(env).images["front"]
     assert np.array_equal(env.render_frames([2, 0], 64), first[[2, 0]])
     assert env.render_frames([1], 224).shape == (1, 224, 224, 3)
     assert np.array_equal(start(env).images["front"], first)
-
-
-def test_leaving_envs_open_makes_no_noise_at_exit():
-    code = (
-        "from rlinf.envs import make_env; from rlinf.envs.tabletop.config import TabletopConfig as C\n"
-        "env = make_env(C(), 2, auto_reset=True); env.reset(); env.render_frames([0], 96)"
-    )
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert (result.returncode, result.stderr) == (0, "")

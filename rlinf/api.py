@@ -5,7 +5,6 @@ envs and algorithms. No other external code is run unless ``trust_remote_code`` 
 """
 
 import dataclasses
-import inspect
 import os
 import re
 import warnings
@@ -23,14 +22,13 @@ from rlinf.commands.open_evaluation import sampling_settings
 from rlinf.config import search
 from rlinf.config.compose import compose_config, compose_on_saved, normalize_overrides
 from rlinf.config.overrides import parse_overrides
-from rlinf.config.plugins import load_plugins
 from rlinf.config.saved_code import code_values
-from rlinf.config.schema import RunConfig, build_config, section_class
+from rlinf.config.schema import RunConfig, build_config
 from rlinf.distributed.process_group import resolve_device
 from rlinf.envs import make_env as make_vector_env
 from rlinf.envs.base import VectorEnv
 from rlinf.envs.config import EnvConfig
-from rlinf.errors import CheckpointError, ConfigError, closest
+from rlinf.errors import CheckpointError, ConfigError
 from rlinf.evaluation.compare import Comparison
 from rlinf.evaluation.compare import compare as compare_results
 from rlinf.evaluation.evaluator import episode_list, evaluate_policy, remembers
@@ -40,7 +38,7 @@ from rlinf.manifest import other_project
 from rlinf.models import build_policy, model_of_folder
 from rlinf.models.loading import read_json
 from rlinf.models.precision import autocast
-from rlinf.options import override_text, plain_container, public_fields, to_mapping
+from rlinf.options import override_text, plain_container, to_mapping
 from rlinf.policy import Policy
 from rlinf.report.compare_folders import compare_folders
 from rlinf.run_folder import POLICY_FILE
@@ -283,27 +281,12 @@ def run_config(
         replaced = [key for key, value in _typed_values(chosen).items() if isinstance(value, str)]
         code = [f"{key}={_value(value)}" for key, value in code_values(saved) if key.partition(".")[0] not in replaced]
         composed = plain_container(compose_on_saved(saved, [*code, *chosen], config_dir))
-    if settings:
-        _check_settings(settings, composed)
     return build_config({**composed, "env": {**composed["env"], **(settings or {})}})
 
 
 def _typed_values(overrides: Sequence[str]) -> dict[str, Any]:
     """Parse overrides into a mapping of keys to values."""
     return {item.key_or_group: item.value() for item in parse_overrides(normalize_overrides(overrides))}
-
-
-def _check_settings(settings: Mapping[str, Any], composed: Mapping[str, Any]) -> None:
-    """Raise ConfigError for an unknown setting that looks like a misspelt argument of ``make_env``."""
-    arguments = [name for name in inspect.signature(make_env).parameters if name not in ("env", "settings")]
-    load_plugins(composed["plugins"])
-    known = public_fields(section_class("env", composed["env"]["name"]))
-    for key, value in settings.items():
-        meant = closest(key, [*known, *arguments])
-        if key not in known and meant in arguments:
-            raise ConfigError(
-                f"make_env got {key}={value!r}, which is neither an argument nor a key of the env. Pass {meant}={value!r}"
-            )
 
 
 def _public_model(folder: str | os.PathLike, model_type: str | None) -> list[str] | None:

@@ -143,11 +143,8 @@ class Manifest:
     def _check_types(self) -> None:
         for field_ in fields(self):
             value, declared = getattr(self, field_.name), str(field_.type)
-            if (
-                not isinstance(value, dict)
-                and declared.startswith("dict")
-                and not (value is None and "None" in declared)
-            ):
+            is_optional = value is None and "None" in declared
+            if declared.startswith(("dict", "Json")) and not isinstance(value, dict) and not is_optional:
                 raise TypeError(f"'{field_.name}' is a {type(value).__name__}, not a mapping")
         for name, digest in self.files.items():
             if not isinstance(digest, str) or Path(name).is_absolute() or ".." in Path(name).parts:

@@ -10,9 +10,10 @@ import typing
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import date, time
+from operator import attrgetter
 from typing import Annotated, Any
 
-from rlinf.errors import ConfigError, RLinfError, closest, did_you_mean
+from rlinf.errors import ConfigError, RLinfError, closest, did_you_mean, reject
 
 LARGEST = 2**32
 """Maximum value of an option without ``maximum``. Larger values, including durations in seconds, would overflow somewhere."""
@@ -108,6 +109,14 @@ def override_of(dotted: str, value: Any, hint: Any = Any) -> str:
     if not _match(value, hint)[0] and _match([value], hint)[0]:
         return f"'{dotted}={override_text([value])}'"
     return f"{dotted}={override_text(value)}"
+
+
+def require_values(config: object, actual: str, *rules: tuple[str, object, str] | tuple[str, object, str, str]) -> None:
+    """Raise ConfigError for the first ``(key, wanted value, requirement[, alternative fix])`` whose key has a different value."""
+    for key, wanted, requirement, *alternative in rules:
+        if (value := attrgetter(key)(config)) != wanted:
+            fix = " or ".join([f"{key}={override_text(wanted)}", *alternative])
+            reject(f"{actual} with {key}={override_text(value)}", requirement, fix.replace(" or ", ", or "))
 
 
 def override_text(value: Any) -> str:

@@ -1,7 +1,7 @@
 """Wings: parts of the package that the core never imports, and what each of them adds, in one table.
 
 A wing is present if all of its folders exist. The core finds its commands, models, envs, functions and reports here by name, as it
-finds those of third-party packages by entry points, and runs without any wing whose folders are deleted.
+finds third-party packages by entry points, and runs without any wing whose folders are deleted.
 """
 
 import functools

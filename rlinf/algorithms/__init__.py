@@ -1,9 +1,16 @@
 """Algorithms by name (``ALGORITHMS.get("ppo")``), and the token losses ``NLLLossFn``, ``DPOLossFn`` and ``GRPOLossFn``."""
 
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
 from rlinf.imports import lazy_attributes
 from rlinf.registry import Registry
 
-ALGORITHMS: Registry = Registry(
+if TYPE_CHECKING:
+    from rlinf.algorithms.base import AnyAlgorithm  # imports torch
+
+ALGORITHMS: Registry[type[AnyAlgorithm]] = Registry(
     "algorithm",
     "rlinf.algorithms",
     {

@@ -14,8 +14,6 @@ from rlinf.algorithms.advantages import action_advantages
 from rlinf.algorithms.config import AlgorithmConfig, AnyAlgorithmConfig
 from rlinf.algorithms.losses import aggregate_logprobs, clipped_policy_loss, kl_penalty, truncated_importance_weights
 from rlinf.distributed.process_group import sum_counts
-from rlinf.errors import ConfigError
-from rlinf.imports import import_string
 from rlinf.number_formats import format_count
 from rlinf.types import ActionEvaluation, ClassAndConfig, LossOutput, RolloutBatch
 
@@ -67,6 +65,8 @@ class Updates:
 class AnyAlgorithm:
     """Base class of all algorithms, on-policy and off-policy. ``config`` is the run's ``RunConfig``.
 
+    An algorithm that is not an ``Algorithm`` has its own trainer (``rlinf.training.rl_trainer.MakesTrainer``).
+
     Attributes:
         config_class: Configuration dataclass for ``algorithm.*``.
         freezes_policy: Whether only an actor on top of the policy is trained. Each rank then has a full policy without an optimiser.
@@ -74,14 +74,6 @@ class AnyAlgorithm:
 
     config_class: ClassVar[type[AnyAlgorithmConfig]] = AnyAlgorithmConfig
     freezes_policy: ClassVar[bool] = False
-
-    @classmethod
-    def make_trainer(cls, context: Any, env: Any, workers: Any) -> Any:
-        """Build the ``ActionTrainer`` from the run's ``TrainerContext``.
-
-        ``env`` is the evaluation env. ``workers`` are the ``RolloutWorkers`` that collect rollouts; if None, this rank collects them.
-        """
-        raise NotImplementedError(f"{cls.__name__} does not implement make_trainer")
 
     @classmethod
     def check(cls, config: Any, policy: ClassAndConfig | None) -> None:
@@ -118,44 +110,6 @@ class Algorithm(AnyAlgorithm, ABC):
 
     def __init__(self, config: AlgorithmConfig) -> None:
         self.config = config
-
-    @classmethod
-    def make_trainer(cls, context: Any, env: Any, workers: Any) -> Any:
-        # Import by name: `training` is the layer above and imports `algorithms`, so even an import for types would break the layering.
-        return import_string("rlinf.training.rl_trainer:make_rl_trainer")(cls, context, env, workers)
-
-    @classmethod
-    def check(cls, config: Any, policy: ClassAndConfig | None) -> None:
-        # Import by name, as in `make_trainer`, because `preflight` is a layer above.
-        import_string("rlinf.preflight.validation:check_policy_gradient")(config, policy)
-        cls.check_old_logprobs(config, policy)
-
-    @classmethod
-    def check_old_logprobs(cls, config: Any, policy: ClassAndConfig | None) -> None:
-        """Raise ConfigError for ``old_logprobs=rollout`` if the rollout's log-probs or values cannot replace the trainer's."""
-        algorithm, ahead, backend = config.algorithm, config.cluster.max_staleness, config.rollout.backend
-        if algorithm.old_logprobs == "trainer":
-            return
-        conflict, required, fix = "", "", ""
-        if ahead:
-            conflict, fix = f"cluster.max_staleness={ahead}", "cluster.max_staleness=0"
-            required = "log-probabilities of the current weights, because the rollout was collected with older ones"
-        elif algorithm.tis_cap is not None:
-            conflict, fix = f"algorithm.tis_cap={algorithm.tis_cap:g}", "algorithm.tis_cap=null"
-            required = (
-                "the trainer's own log-probabilities, because the weights trainer / rollout would otherwise always be 1"
-            )
-        elif algorithm.kl_coef > 0:
-            conflict, fix = f"algorithm.kl_coef={algorithm.kl_coef:g}", "algorithm.kl_coef=0"
-            required = "the trainer's own log-probabilities, because the reference's are computed in the same way"
-        elif cls.needs_values and (backend != "torch" or (policy and not policy[0].values_in_rollouts(policy[1]))):
-            who = f"rollout.backend={backend}" if backend != "torch" else f"{policy[0].__name__} as configured"
-            conflict, fix = f"algorithm.name={algorithm.name} and {who}", "algorithm=grpo rollout=groups"
-            required = "rollout values that equal the trainer's"
-        if conflict:
-            raise ConfigError(
-                f"algorithm.old_logprobs=rollout with {conflict}; expected {required}. Set algorithm.old_logprobs=trainer, or {fix}"
-            )
 
     @classmethod
     def updates(cls, config: Any) -> Updates:

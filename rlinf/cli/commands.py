@@ -1,4 +1,4 @@
-"""The commands of ``rlinf``: the core's, and those of the wings that are present."""
+"""The commands of ``rlinf`` in the core and in the wings that are present."""
 
 from rlinf.wings import Command, added
 

@@ -151,7 +151,7 @@ def _reason(error: Exception) -> str:
 
 
 def check_registered() -> list[Finding]:
-    """Return the registered models and algorithms, including those of third-party packages."""
+    """Return the registered models and algorithms, including third-party packages'."""
     findings = []
     for topic, registry in (("models", MODELS), ("algorithms", ALGORITHMS)):
         entries = sorted(registry.entries().items())

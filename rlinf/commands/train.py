@@ -79,6 +79,7 @@ from rlinf.training.evaluator import Evaluator
 from rlinf.training.loop import Loop
 from rlinf.training.outcome import write_failed_batch, write_summary
 from rlinf.training.profile_window import ProfileWindow
+from rlinf.training.rl_trainer import make_trainer
 from rlinf.training.state import LoopState
 from rlinf.training.stop_signal import StopRequested, StopSignal
 from rlinf.training.train_worker import TrainWorker, rl_trainer_config, sft_trainer_config
@@ -235,8 +236,7 @@ def _run(parts: TrainerContext, dataset: StoredDemonstrations | None, workers: R
     if parts.config.trainer.max_steps == 0:
         return Run(parts, CloningTrainer(parts, dataset, last_tag="after_sft"), None)
     cloning = CloningTrainer(parts, dataset) if parts.loop.state.phase == "sft" else None
-    algorithm = ALGORITHMS.get(parts.config.algorithm.name)
-    return Run(parts, cloning, algorithm.make_trainer(parts, parts.evaluator.env, workers))
+    return Run(parts, cloning, make_trainer(parts, parts.evaluator.env, workers))
 
 
 def _latest_target(folder: Path) -> Path | None:

@@ -29,8 +29,8 @@ for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
     signal.signal(number, signal.SIG_IGN)
 given = sys.argv[1].split(os.pathsep)
 sys.path[:] = given if given[-1] else [*given[:-1], *filter(None, sys.path)]  # the second case is for a different interpreter
-from rlinf.imports import import_string
-import_string(sys.argv[2])()
+from {module} import {function}
+{function}()
 """
 
 
@@ -77,6 +77,8 @@ class ChildProcess:
             interpreter: Path of a different Python interpreter, which uses its own packages and this project's code.
             logs_output: Whether to redirect the process's output to the log.
         """
+        module, _, function = main.partition(":")
+        start = _START.format(module=module, function=function)
         self.connection, theirs = Pipe()
         self.log = tempfile.TemporaryFile()
         files = (theirs.fileno(), self.log.fileno(), *(memory.file.fileno() for memory in memories))
@@ -87,7 +89,7 @@ class ChildProcess:
         )
         with theirs:
             self.process = subprocess.Popen(
-                [interpreter or sys.executable, "-c", _START, path, main, str(os.getpid()), *map(str, files)],
+                [interpreter or sys.executable, "-c", start, path, main, str(os.getpid()), *map(str, files)],
                 stdin=subprocess.DEVNULL,
                 stdout=self.log if logs_output else None,
                 stderr=subprocess.STDOUT if logs_output else None,

@@ -336,28 +336,8 @@ class VectorEnv(gymnasium.vector.VectorEnv, ABC):
         result's arrays. Raise ConfigError for invalid actions, images or states, and NonFiniteError for a reward or a state with
         NaN or infinity.
         """
-        given, actions = np.asarray(actions, dtype=np.float32), self._checked_actions(actions)
-        beyond = np.abs(given - actions) > ROUNDING * (self.action_high - self.action_low)
-        num_envs, chunk_len, _ = actions.shape
-        rewards = np.zeros((num_envs, chunk_len), dtype=np.float32)
-        executed = np.zeros((num_envs, chunk_len), dtype=bool)
-        terminated, truncated = np.zeros(num_envs, dtype=bool), np.zeros(num_envs, dtype=bool)
-        # A simulator that was lost before this chunk (by render_frames, for example) already is in the first state of its episode: its
-        # env skips the chunk and restarts below, because the caller's action was for a different state.
         running = ~self._finished
-        ids = np.flatnonzero(running & ~self._lost)
-        if len(ids):
-            # A success override must inspect every step, so it runs the chunk one action at a time.
-            step_chunk = self._step_chunk if self._success_override is None else self._success_override.step_chunk
-            chunk = step_chunk(ids, actions[ids], (self._stats.horizons - self._stats.num_steps)[ids])
-            executed[ids] = chunk.executed
-            self._stats.add_actions(ids, given[ids], beyond[ids], chunk.executed)
-            rewards[ids], terminated[ids], truncated[ids] = self._stats.add(ids, chunk)
-            # Check this before updating the env's state, so that the error refers to the current episode.
-            if not np.isfinite(rewards).all():
-                row, position = np.argwhere(~np.isfinite(rewards))[0]
-                what = f"the reward for action {position} of its chunk (from 0) is {rewards[row, position]}"
-                raise self._not_finite(int(row), what)
+        rewards, executed, terminated, truncated = self._execute(actions, running)
         # A success override has already observed every step. If a worker was lost after its env's episode ended, observing again
         # would return the first state of that episode instead of the last.
         if self._success_override is None:
@@ -380,10 +360,38 @@ class VectorEnv(gymnasium.vector.VectorEnv, ABC):
         # Cleared before the last observation, which may itself lose a simulator and set the flag for the next chunk.
         self._lost[:] = False
         # Without auto-reset, a finished env keeps its last observation.
-        self._update_observation(np.sort(np.concatenate([final_ids, lost_ids])) if self.auto_reset else lost_ids)
+        restarted_ids = np.sort(np.concatenate([final_ids, lost_ids])) if self.auto_reset else lost_ids
+        self._update_observation(restarted_ids)
         return ChunkStep(
             self._observation, rewards, executed, terminated, truncated, success, final_ids, last, episodes, lost_ids
         )
+
+    def _execute(
+        self, actions: np.ndarray, running: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+        """Step the envs with a running episode; return rewards and executed actions ``[B, C]``, terminated and truncated envs ``[B]``."""
+        unclipped, actions = np.asarray(actions, dtype=np.float32), self._checked_actions(actions)
+        was_clipped = np.abs(unclipped - actions) > ROUNDING * (self.action_high - self.action_low)
+        num_envs, chunk_len, _ = actions.shape
+        rewards = np.zeros((num_envs, chunk_len), dtype=np.float32)
+        executed = np.zeros((num_envs, chunk_len), dtype=bool)
+        terminated, truncated = np.zeros(num_envs, dtype=bool), np.zeros(num_envs, dtype=bool)
+        # A simulator that was lost before this chunk (by render_frames, for example) already is in the first state of its episode: its
+        # env skips the chunk and restarts after it, because the caller's action was for a different state.
+        ids = np.flatnonzero(running & ~self._lost)
+        if len(ids):
+            # A success override must inspect every step, so it runs the chunk one action at a time.
+            step_chunk = self._step_chunk if self._success_override is None else self._success_override.step_chunk
+            chunk = step_chunk(ids, actions[ids], (self._stats.horizons - self._stats.num_steps)[ids])
+            executed[ids] = chunk.executed
+            self._stats.add_actions(ids, unclipped[ids], was_clipped[ids], chunk.executed)
+            rewards[ids], terminated[ids], truncated[ids] = self._stats.add(ids, chunk)
+            # Checked before the envs' state changes, so that the error refers to the current episode.
+            if not np.isfinite(rewards).all():
+                row, position = np.argwhere(~np.isfinite(rewards))[0]
+                what = f"the reward for action {position} of its chunk (from 0) is {rewards[row, position]}"
+                raise self._not_finite(int(row), what)
+        return rewards, executed, terminated, truncated
 
     def step(self, actions: np.ndarray) -> tuple[Observation, np.ndarray, np.ndarray, np.ndarray, dict[str, Any]]:
         """Apply one action per env, ``[B, D]``, and return gymnasium's five results. Errors are as in ``chunk_step``.

@@ -14,8 +14,6 @@ LEVEL = 0.05
 """Upper bound on the probability that two equally good policies are ever declared different."""
 PRIOR = 3.0
 """Both parameters of the beta prior over the fraction of wins; larger values put more weight on small differences."""
-LEAST_EPISODES = 6
-"""Minimum number of episodes for a decision: 5 wins out of 5 have probability 1/16 if neither policy is better."""
 
 
 def log_e_value(wins: int, differing: int) -> float:

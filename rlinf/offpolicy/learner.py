@@ -1,11 +1,13 @@
 """Common base class of SAC and TD3: critics, target critics, and the update."""
 
+from __future__ import annotations
+
 import copy
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -14,13 +16,19 @@ from rlinf.algorithms.base import AnyAlgorithm, Updates
 from rlinf.algorithms.offpolicy_config import OffPolicyConfig
 from rlinf.distributed.transfers import to_device
 from rlinf.errors import CheckpointError, NonFiniteError
-from rlinf.imports import import_string
 from rlinf.models.actors.base import Actor, Critics
 from rlinf.offpolicy.replay import Batch, offline_bytes, replay_bytes
 from rlinf.optim.master_adamw import MasterAdamW
 from rlinf.optim.train_step import TrainStep
 from rlinf.seeding import derive_seed
 from rlinf.types import ClassAndConfig
+
+if TYPE_CHECKING:
+    from rlinf.cluster.rollout_workers import RolloutWorkers
+    from rlinf.config.schema import RunConfig
+    from rlinf.envs.base import VectorEnv
+    from rlinf.offpolicy.trainer import OffPolicyTrainer
+    from rlinf.training.action_trainer import TrainerContext
 
 AT_BOUND = 0.99
 """Magnitude above which an actor output is considered saturated."""
@@ -32,7 +40,7 @@ class OffPolicyLearner(AnyAlgorithm, ABC):
     config_class: ClassVar[type[OffPolicyConfig]] = OffPolicyConfig
     freezes_policy: ClassVar[bool] = True
 
-    def __init__(self, config: Any, actor: Actor, seed: int) -> None:
+    def __init__(self, config: OffPolicyConfig, actor: Actor, seed: int) -> None:
         self.config, self.actor = config, actor
         self.device = next(actor.parameters()).device
         with torch.random.fork_rng(devices=[]):
@@ -48,12 +56,19 @@ class OffPolicyLearner(AnyAlgorithm, ABC):
         self.num_updates = 0
 
     @classmethod
-    def make_trainer(cls, context: Any, env: Any, workers: Any) -> Any:
-        return import_string("rlinf.offpolicy.trainer:make_offpolicy_trainer")(cls, context)
+    def make_trainer(cls, context: TrainerContext, env: VectorEnv, workers: RolloutWorkers | None) -> OffPolicyTrainer:
+        """Build the trainer, which steps envs of its own."""
+        from rlinf.offpolicy.trainer import (
+            make_offpolicy_trainer,  # imports this module, and evaluation and checkpoints
+        )
+
+        return make_offpolicy_trainer(cls, context)
 
     @classmethod
-    def check(cls, config: Any, policy: ClassAndConfig | None) -> None:
-        import_string("rlinf.offpolicy.checks:check_off_policy")(config, policy)
+    def check(cls, config: RunConfig, policy: ClassAndConfig | None) -> None:
+        from rlinf.offpolicy.checks import check_off_policy  # imports transformers
+
+        check_off_policy(config, policy)
 
     @classmethod
     def updates(cls, config: Any) -> Updates:

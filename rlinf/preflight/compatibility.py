@@ -19,11 +19,10 @@ from rlinf.engines.vllm_engine import check_temperature, require_vllm
 from rlinf.envs import ENVS
 from rlinf.envs.base import options_of_expert
 from rlinf.errors import ConfigError, MissingDependencyError, did_you_mean, reject
-from rlinf.evaluation.sequential import LEAST_EPISODES
 from rlinf.evaluation.stopping import DECIDED
 from rlinf.models.building import entry_for
 from rlinf.models.precision import PRECISIONS, torch_dtype_from_precision
-from rlinf.options import closest, fixed_by_settings, override_text, public_fields, to_mapping
+from rlinf.options import closest, fixed_by_settings, override_text, public_fields, require_values, to_mapping
 from rlinf.preflight.folders import check_writable
 from rlinf.types import ClassAndConfig, EnvSpec
 
@@ -58,12 +57,11 @@ def check_model(config: RunConfig) -> None:
     if model.image_size is not None and (len(model.image_size) != 2 or min(model.image_size) < 1):
         actual = f"model.image_size={override_text(model.image_size)}"
         reject(actual, "[height, width] in pixels", "'model.image_size=[224,224]'")
-    if model.lora_path is not None and not model.is_lora:
-        actual = f"model.lora_path={model.lora_path} with model.is_lora=false"
-        reject(actual, "an adapter to load", "model.is_lora=true")
-    if model.is_lora and model.lora.dropout > 0 and config.trainer.max_steps > 0:
-        reason = "0 for RL, because dropout makes the log-probs of rollout and training differ"
-        reject(f"model.lora.dropout={model.lora.dropout}", reason, "model.lora.dropout=0")
+    if not model.is_lora:
+        require_values(config, "model.is_lora=false", ("model.lora_path", None, "no adapter", "model.is_lora=true"))
+    elif config.trainer.max_steps > 0:
+        equal = "equal log-probs in rollout and training, which dropout would prevent"
+        require_values(config, "RL", ("model.lora.dropout", 0, equal))
 
 
 def check_elsewhere(config: RunConfig, command: str) -> None:
@@ -76,21 +74,20 @@ def check_elsewhere(config: RunConfig, command: str) -> None:
     actual = f"model.model_type={name}"
     if url is None:
         reject(f"{actual} with model.url=null", "the address of a server", "model.url=ws://127.0.0.1:8000")
-    if config.checkpoint is not None:
-        reject(f"{actual} with checkpoint={config.checkpoint}", "one policy", "checkpoint=null, or model.url=null")
-    for key in ("model_path", "lora_path", "init_config", "is_lora"):
-        if getattr(config.model, key):
-            local = f"model.{key}={override_text(getattr(config.model, key))}"
-            reject(
-                f"{local} with model.url={url}", "no local weights", "model=remote without a model of the experiment"
-            )
+    local = "no local weights"
+    require_values(
+        config,
+        f"model.url={url}",
+        ("checkpoint", None, "one policy", "model.url=null"),
+        ("model.model_path", None, local),
+        ("model.lora_path", None, local),
+        ("model.init_config", {}, local),
+        ("model.is_lora", False, local),
+        ("cluster.num_rollout_workers", None, "ranks that call the server themselves"),
+    )
     if command not in ACTING:
         required = f"a policy with local weights; a remote one works only with `rlinf {'`, `rlinf '.join(ACTING)}`"
         reject(f"{actual} (model.url={url}) with `rlinf {command}`", required, "model=openvla_tiny model.url=null")
-    if config.cluster.num_rollout_workers is not None:
-        actual = f"cluster.num_rollout_workers={config.cluster.num_rollout_workers} with model.url={url}"
-        fix = "cluster.num_rollout_workers=null cluster.num_processes=2"
-        reject(actual, "ranks that call the server themselves", fix)
 
 
 def check_performance(config: RunConfig, policy: ClassAndConfig | None) -> None:
@@ -199,30 +196,26 @@ def check_evaluation(config: RunConfig) -> None:
     """Check the number of episodes, the stopping rule, and that videos can be rendered."""
     stop_when, compare = config.evaluation.stop_when, config.evaluation.compare
     rule = f"evaluation.stop_when={stop_when}"
-    if isinstance(stop_when, str) and stop_when != DECIDED:
-        reject(rule, f"'{DECIDED}', or the width of an interval between 0 and 1", f"evaluation.stop_when={DECIDED}")
+    if not (stop_when in (None, DECIDED) or (isinstance(stop_when, float) and 0 < stop_when < 1)):
+        reject(rule, f"'{DECIDED}', or the width of an interval between 0 and 1", "evaluation.stop_when=0.1")
     if stop_when == DECIDED and compare is None:
         required = "an earlier evaluation of the same episodes"
         reject(f"{rule} without a baseline", required, "evaluation.compare=<its folder>")
-    number = config.evaluation.num_episodes
-    if stop_when == DECIDED and number is not None and number < LEAST_EPISODES:
-        actual = f"{rule} with evaluation.num_episodes={number}, which is too few to decide even if the policies differ in every episode"
-        reject(actual, f"at least {LEAST_EPISODES}", "evaluation.num_episodes=200")
     is_reported = config.env.success_classifier is not None or ENVS.get(config.env.name).reports_success(config.env)
     if stop_when is not None and not is_reported:
         actual = f"{rule} counts successes, which env={config.env.name} is not known to report"
         reject(actual, "all episodes", "evaluation.stop_when=null")
-    if isinstance(stop_when, float) and not 0 < stop_when < 1:
-        reject(rule, "a width between 0 and 1", "evaluation.stop_when=0.1")
     if config.evaluation.num_episodes is not None:
         _check_num_episodes(config, "evaluation")
-    recorded, workers = config.evaluation.record_episodes, config.cluster.num_rollout_workers
-    if recorded and (workers is not None or config.cluster.placement == "disaggregated"):
-        reject(
-            f"evaluation.record_episodes={recorded} with rollout workers, which run the policy",
-            "no rollout workers; `rlinf evaluate` records episodes of any checkpoint later",
+    recorded = config.evaluation.record_episodes
+    if recorded:
+        later, off = (
+            "ranks that run the policy; `rlinf evaluate` records any checkpoint later",
             "evaluation.record_episodes=0",
         )
+        actual = f"evaluation.record_episodes={recorded}"
+        keys = {"cluster.num_rollout_workers": None, "cluster.placement": "colocated"}
+        require_values(config, actual, *((key, value, later, off) for key, value in keys.items()))
     if config.evaluation.num_videos_per_task or recorded:
         ENVS.get(config.env.name).check_drawing(config.env)
 

@@ -5,26 +5,11 @@ import tempfile
 from pathlib import Path
 
 from rlinf import models
-from rlinf.checkpoints.folders import PAGE, resolve_checkpoint, text_in
+from rlinf.checkpoints.folders import resolve_checkpoint
 from rlinf.config.schema import RunConfig
 from rlinf.errors import ConfigError, reject
 from rlinf.models.base_weights import check_base
 from rlinf.run_folder import ADAPTER_FOLDER, CHECKPOINTS_FOLDER, METRICS_FILE, MODEL_FOLDER, STATE_FILE
-
-
-def check_no_text(config: RunConfig, command: str) -> None:
-    """Check that the dataset contains demonstrations, and that the model reads images."""
-    for key, path, required in (
-        ("sft.dataset", config.sft.dataset, "demonstrations. Set sft.dataset=<LeRobotDataset or RLDS folder>"),
-        (
-            "model.model_path",
-            config.model.model_path,
-            "a policy or a vision-language model. Set model.model_path=<its folder>",
-        ),
-    ):
-        kind = None if path is None else text_in(path)
-        if kind is not None:
-            raise ConfigError(f"{key} is '{path}', {kind}; `rlinf {command}` needs {required}. {PAGE}")
 
 
 def check_sources(config: RunConfig) -> None:

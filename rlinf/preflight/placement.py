@@ -12,12 +12,14 @@ from rlinf.distributed.process_group import rank_range, resolve_device
 from rlinf.distributed.ray.cluster import check_address, import_ray
 from rlinf.distributed.start import launch_context
 from rlinf.errors import reject
+from rlinf.options import require_values
 
 SPLIT = "cluster.placement=disaggregated"
 COLOCATED = "cluster.placement=colocated cluster.start=auto cluster.num_rollout_workers=null"
 """Overrides for a run without rollout workers."""
 
 BY_RAY = "cluster.start=ray"
+STARTED_BY_RAY = ("cluster.start", "ray", "Ray, which places the rollout workers")
 
 CPUS = 1
 """CPUs that Ray reserves for a rank or a rollout worker; their threads and simulators share all cores of the machine."""
@@ -105,8 +107,7 @@ class Placement:
         num_env_groups = rollout.num_envs // rollout.group_size
         placement = cls(ranks, workers, num_env_groups, gpus_per_rollout_worker if on_gpu else 0, by_ray)
         if nodes is not None:
-            check = placement.check_nodes_of_ranks if by_ray else placement.check_nodes
-            check(nodes, COLOCATED, "cluster.device=cpu")
+            placement.check_nodes(nodes, COLOCATED, "cluster.device=cpu")
         return placement
 
     @classmethod
@@ -163,53 +164,44 @@ class Placement:
         """Return a rollout worker's number of compute threads: its part of a rank's configured threads or of the machine's cores."""
         return max(1, of_machine if of_rank is None else of_rank * self.num_ranks // self.num_rollout_workers)
 
-    def check_nodes(self, nodes: Sequence[Node], without_rollout_workers: str, on_cpu: str) -> None:
-        """Reject machines that lack capacity for all rollout workers; the message suggests the overrides in the last two arguments."""
-        fitting = sum(node.room(self.gpus_per_rollout_worker) for node in nodes)
-        if fitting >= self.num_rollout_workers:
-            return
-        have = "; ".join(map(str, nodes))
-        gpus = "a GPU" if self.gpus_per_rollout_worker == 1 else f"{self.gpus_per_rollout_worker} GPUs of one machine"
-        need = f"a CPU and {gpus}" if self.on_gpu else "a CPU"
-        possible = fitting // self.num_ranks * self.num_ranks
-        while possible and self.num_env_groups % possible:
-            possible -= self.num_ranks
-        if not self.num_env_groups and not possible:  # ranks may share a rollout worker
-            possible = max((count for count in range(1, fitting + 1) if self.num_ranks % count == 0), default=0)
-        fix = f"cluster.num_rollout_workers={possible}" if possible else without_rollout_workers
-        if self.on_gpu and not possible:
-            fix += f", or {on_cpu}"
-        reject(
-            f"cluster.num_rollout_workers={self.num_rollout_workers}, but in the Ray cluster {have}",
-            f"{need} for each rollout worker",
-            fix,
-        )
+    def check_nodes(self, nodes: Sequence[Node], fallback: str, on_cpu: str) -> None:
+        """Reject machines that lack capacity for all processes that Ray starts; the message suggests a smaller number or the last arguments."""
+        ranks, workers = self.num_ranks if self.by_ray else 0, self.num_rollout_workers
 
-    def check_nodes_of_ranks(self, nodes: Sequence[Node], without_ray: str, on_cpu: str) -> None:
-        """Reject machines that lack capacity for all ranks and rollout workers started by Ray; see ``check_nodes``."""
-
-        def fit(num_ranks: int, num_rollout_workers: int) -> bool:
+        def fit(num_ranks: int, num_workers: int) -> bool:
             capacity = 0
             # Ray places the ranks first, so rollout workers use the remaining resources.
             for node in nodes:
-                ranks = min(num_ranks, node.room(int(self.on_gpu)))
-                num_ranks -= ranks
-                rest = Node(node.name, node.cpus - ranks * CPUS, node.gpus - ranks * self.on_gpu)
-                capacity += rest.room(self.gpus_per_rollout_worker)
-            return num_ranks == 0 and capacity >= num_rollout_workers
+                placed = min(num_ranks, node.room(int(self.on_gpu)))
+                num_ranks -= placed
+                capacity += Node(node.name, node.cpus - placed * CPUS, node.gpus - placed * self.on_gpu).room(
+                    self.gpus_per_rollout_worker
+                )
+            return num_ranks == 0 and capacity >= num_workers
 
-        if fit(self.num_ranks, self.num_rollout_workers):
+        def text(counts: tuple[int, int]) -> str:
+            keys = ("cluster.num_processes", "cluster.num_rollout_workers")
+            return " ".join(f"{key}={count}" for key, count in zip(keys, counts, strict=True) if count)
+
+        if fit(ranks, workers):
             return
-        split = self.num_rollout_workers > 0
-        actual, need = f"cluster.num_processes={self.num_ranks}", "a CPU and a GPU" if self.on_gpu else "a CPU"
-        actual += f" cluster.num_rollout_workers={self.num_rollout_workers}" if split else ""
-        who = "rank and each rollout worker" if split else "rank"
-        fix = f"{without_ray}, or {on_cpu}" if self.on_gpu else without_ray
-        for ranks in range(self.num_ranks, 1, -1):
-            if self.num_env_groups % ranks == 0 and fit(ranks, ranks * split):
-                fix = f"cluster.num_processes={ranks}" + (f" cluster.num_rollout_workers={ranks}" if split else "")
-                break
-        reject(f"{actual}, but in the Ray cluster {'; '.join(map(str, nodes))}", f"{need} for each {who}", fix)
+        if self.by_ray:
+            smaller = [
+                (count, count * (workers > 0)) for count in range(ranks, 1, -1) if self.num_env_groups % count == 0
+            ]
+        else:  # without env groups, several ranks may share a rollout worker
+            counts = [n for n in range(workers, 0, -1) if n % self.num_ranks == 0 and self.num_env_groups % n == 0]
+            counts += [n for n in range(self.num_ranks, 0, -1) if not self.num_env_groups and self.num_ranks % n == 0]
+            smaller = [(0, count) for count in counts]
+        fits = next((numbers for numbers in smaller if fit(*numbers)), None)
+        fix = fallback if fits is None else text(fits)
+        if fits is None and self.on_gpu:
+            fix += f", or {on_cpu}"
+        gpus = "a GPU" if self.gpus_per_rollout_worker == 1 else f"{self.gpus_per_rollout_worker} GPUs of one machine"
+        need = f"a CPU and {gpus}" if self.on_gpu else "a CPU"
+        who = " and each ".join(name for name, count in (("rank", ranks), ("rollout worker", workers)) if count)
+        have = "; ".join(map(str, nodes))
+        reject(f"{text((ranks, workers))}, but in the Ray cluster {have}", f"{need} for each {who}", fix)
 
 
 def check_placement(config: RunConfig) -> None:
@@ -225,10 +217,8 @@ def check_placement(config: RunConfig) -> None:
             actual = f"{BY_RAY} with cluster.num_processes=1 and cluster.placement=colocated"
             required = "ranks or rollout workers for Ray to start" if learns else "ranks for Ray to start"
             reject(actual, required, f"cluster.start=auto, or {SPLIT}" if learns else "cluster.start=auto")
-        if cluster.num_rollout_workers is not None:
-            actual = f"cluster.num_rollout_workers={cluster.num_rollout_workers} with cluster.placement=colocated"
-            fix = "cluster.num_rollout_workers=null"
-            reject(actual, "separate rollout workers", f"{SPLIT} {BY_RAY}, or {fix}" if learns else fix)
+        workers = ("cluster.num_rollout_workers", None, "ranks that also roll out", *([f"{SPLIT} {BY_RAY}"] * learns))
+        require_values(config, "cluster.placement=colocated", workers)
     else:
         _check_rollout_workers(config)
     if cluster.start == "ray":
@@ -240,16 +230,10 @@ def check_placement(config: RunConfig) -> None:
 
 def _check_rollout_workers(config: RunConfig) -> None:
     """Reject settings that are incompatible with rollout workers."""
-    cluster, rollout = config.cluster, config.rollout
     if config.trainer.max_steps == 0:
         reject(f"{SPLIT} without RL (`rlinf sft`, trainer.max_steps=0)", "rollouts", COLOCATED)
-    if cluster.start != "ray":
-        reject(f"{SPLIT} with cluster.start={cluster.start}", "Ray, which places the rollout workers", BY_RAY)
-    if rollout.worker_processes:
-        num_workers = rollout.worker_processes * cluster.num_processes
-        actual = f"rollout.worker_processes={rollout.worker_processes} with {SPLIT}"
-        fix = f"rollout.worker_processes=0 cluster.num_rollout_workers={num_workers}"
-        reject(actual, "rollout workers instead of rollout processes", fix)
+    no_processes = ("rollout.worker_processes", 0, "rollout workers instead of rollout processes")
+    require_values(config, SPLIT, STARTED_BY_RAY, no_processes)
 
 
 def check_evaluation_workers(config: RunConfig) -> None:
@@ -266,10 +250,7 @@ def check_evaluation_workers(config: RunConfig) -> None:
         actual = f"{workers} in a command that {place.launcher} has started {place.size} times"
         fix = f"{BY_RAY} cluster.num_processes=1 and start it once"
         reject(actual, "a single command, because rollout workers run all episodes", fix)
-    if cluster.start != "ray":
-        reject(f"{workers} with cluster.start={cluster.start}", "Ray, which places the rollout workers", BY_RAY)
-    if cluster.num_processes != 1:
-        actual = f"cluster.num_processes={cluster.num_processes} with {workers}"
-        reject(actual, "one rank, because the rollout workers run all episodes", "cluster.num_processes=1")
+    one_rank = ("cluster.num_processes", 1, "one rank, because the rollout workers run all episodes")
+    require_values(config, workers, STARTED_BY_RAY, one_rank)
     import_ray(workers)
     check_address(workers)

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import replace
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,8 @@ from rlinf.preflight.conditions import conditions_of
 KEYS_OF_OTHER_COMMANDS = {
     "checkpoint": "resume={0} to continue its run, or init_from={0} to start with its weights",
     "dataset": "sft.dataset={0} to train on it",
+    "evaluation.compare": "evaluation.compare=null, and later run rlinf evaluate --compare {0} <run folder>/eval/<tag>",
+    "evaluation.stop_when": "evaluation.stop_when=null, because all evaluations of a run have the same episodes",
 }
 """Keys that training ignores, and their replacements."""
 
@@ -35,7 +38,7 @@ LAUNCH_KEYS = ("output_dir", "resume", "init_from")
 def check_unread_keys(config: RunConfig, command: str) -> None:
     """Check that no key is set that training ignores."""
     for key, fix in KEYS_OF_OTHER_COMMANDS.items():
-        value = getattr(config, key)
+        value = attrgetter(key)(config)
         if value is not None:
             raise ConfigError(f"{key}={value} is not read by `rlinf {command}`. Set {fix.format(value)}")
 
@@ -55,11 +58,16 @@ def check_start(config: RunConfig, command: str) -> None:
     if state is None:
         return
     new_run = f"init_from={config.resume} resume=null output_dir=<a new folder>"
-    seed = read_saved_config(folder).get("seed")
-    if seed != config.seed:
-        actual = f"seed={config.seed}, and {folder} was written with seed={seed}"
-        reject(actual, "the same seed throughout a run", f"seed={seed}, or for a new run {new_run}")
-    _check_reward_scale(config, folder, state)
+    before = read_saved_config(folder)
+    pairs = {"seed": (before.get("seed"), config.seed)}
+    if state["phase"] == "rl" and state["step"] > 0:  # the critic was trained with this scale
+        scales = before["algorithm"].get("scale_rewards", False), getattr(config.algorithm, "scale_rewards", False)
+        pairs["algorithm.scale_rewards"] = scales
+    for key, (was, now) in pairs.items():
+        if was != now:
+            actual = f"{key}={override_text(now)}, and {folder} was written with {key}={override_text(was)}"
+            fix = f"{key}={override_text(was)}, or for a new run {new_run}"
+            reject(actual, "the same value throughout a run", fix)
     preprocessing = {**saved.preprocessing, "cameras": list(config.env.cameras)}
     reject_mismatches(
         compare(saved, replace(saved, **conditions_of(config), preprocessing=preprocessing)),
@@ -72,17 +80,6 @@ def check_start(config: RunConfig, command: str) -> None:
         actual = f"trainer.max_steps={config.trainer.max_steps} for {folder}"
         required = f"at least the {state['step']} iterations already done"
         reject(actual, required, f"trainer.max_steps={state['step'] + 10}, or resume=<an earlier checkpoint>")
-
-
-def _check_reward_scale(config: RunConfig, folder: Path, state: Mapping[str, Any]) -> None:
-    """Check that a resumed run uses the same reward scale that its critic was trained with."""
-    if state["phase"] != "rl" or state["step"] == 0:
-        return
-    before = read_saved_config(folder)["algorithm"].get("scale_rewards", False)
-    now = getattr(config.algorithm, "scale_rewards", False)
-    if before != now:
-        actual = f"algorithm.scale_rewards={override_text(now)}, and {folder} was written with {override_text(before)}"
-        reject(actual, "the same reward scale throughout a run", f"algorithm.scale_rewards={override_text(before)}")
 
 
 def check_model_type(folder: Path, saved: Manifest, config: RunConfig) -> None:

@@ -11,6 +11,7 @@ from functools import cached_property
 import torch
 
 from rlinf.algorithms import ALGORITHMS
+from rlinf.algorithms.base import Algorithm
 from rlinf.config.schema import RunConfig, chunks_needed, declared_policy, expert_acts, section_class
 from rlinf.distributed.parallel import check_can_shard
 from rlinf.distributed.process_group import resolve_device
@@ -21,7 +22,7 @@ from rlinf.envs.config import ProcessEnvConfig
 from rlinf.errors import ConfigError, reject
 from rlinf.memory import main_memory_bytes
 from rlinf.models.building import check_features, entry_for
-from rlinf.options import fixed_by_settings, override_text
+from rlinf.options import fixed_by_settings, override_text, require_values
 from rlinf.preflight.compatibility import (
     check_chosen_rows,
     check_collect,
@@ -40,7 +41,7 @@ from rlinf.preflight.compatibility import (
     require_package,
 )
 from rlinf.preflight.derived import trains_actor
-from rlinf.preflight.folders import check_new_folder, check_no_text, check_sources, check_writable
+from rlinf.preflight.folders import check_new_folder, check_sources, check_writable
 from rlinf.preflight.memory import policy_on_meta_device
 from rlinf.preflight.placement import check_evaluation_workers, check_placement, has_rollout_workers, ranks_by_ray
 from rlinf.preflight.saved import check_no_actor, check_start, check_unread_keys
@@ -91,8 +92,6 @@ def env_section(case: Case) -> None:
 
 
 def model_section(case: Case) -> None:
-    if case.trains:
-        check_no_text(case.config, case.command)
     check_model(case.config)
     check_elsewhere(case.config, case.command)
 
@@ -106,7 +105,7 @@ def cluster_section(case: Case) -> None:
 def sources_section(case: Case) -> None:
     config = case.config
     check_sources(config)
-    if case.trains and (config.checkpoint is not None or config.dataset is not None):
+    if case.trains:
         check_unread_keys(config, case.command)
     if case.trains and (config.resume is not None or config.init_from is not None):
         check_start(config, case.command)
@@ -128,8 +127,6 @@ def policy_section(case: Case) -> None:
 def evaluation_section(case: Case) -> None:
     if case.command in WITH_RANKS:
         check_evaluation(case.config)
-    if case.trains:
-        check_no_comparison(case.config, case.command)
 
 
 def trainer_section(case: Case) -> None:
@@ -155,7 +152,7 @@ def rollout_workers_section(case: Case) -> None:
 def learning_section(case: Case) -> None:
     if case.learns:
         check_env_groups(case.config)
-        ALGORITHMS.get(case.config.algorithm.name).check(case.config, case.policy)
+        check_learning(case.config, case.policy)
         check_whole_episodes(case.config)
     if case.trains and case.config.sft.max_steps > 0:
         check_sft(case.config, case.policy)
@@ -190,21 +187,10 @@ def check_names(config: RunConfig) -> None:
 
 
 def check_env_nodes(config: RunConfig) -> None:
-    """Check that env workers are reachable, and that their simulators have shorter deadlines."""
-    cluster, env, workers = config.cluster, config.env, config.rollout.worker_processes
-    actual = f"cluster.num_env_workers={cluster.num_env_workers}"
-    if workers:
-        required = "one of them to be 0, because a rank's threads wait for remote simulators at no cost"
-        reject(f"{actual} with rollout.worker_processes={workers}", required, "rollout.worker_processes=0")
-    if isinstance(env, ProcessEnvConfig) and env.num_processes != 0:
-        longest = max(env.step_timeout_s, env.reset_timeout_s)
-        if cluster.env_worker_timeout_s <= longest:
-            reject(
-                f"cluster.env_worker_timeout_s={cluster.env_worker_timeout_s:g} with a simulator that may take {longest:g} s "
-                "(env.step_timeout_s, env.reset_timeout_s)",
-                "a longer timeout, so that one slow simulator does not stop all envs of its worker",
-                f"cluster.env_worker_timeout_s={2 * longest:g}",
-            )
+    """Check that env workers are reachable, and that rollouts do not also run in processes."""
+    actual = f"cluster.num_env_workers={config.cluster.num_env_workers}"
+    no_processes = "none, because a rank's threads wait for remote simulators at no cost"
+    require_values(config, actual, ("rollout.worker_processes", 0, no_processes))
     import_ray(actual)
     check_address(actual)
 
@@ -248,14 +234,12 @@ def check_sharding(config: RunConfig) -> None:
 
 def check_phases(config: RunConfig, command: str) -> None:
     """Check that there is at least one step of cloning or RL."""
-    cloning = config.sft.max_steps > 0
-    if command == "sft" and not cloning:
-        raise ConfigError("`rlinf sft` with sft.max_steps=0 has nothing to do. Set sft.max_steps=700")
-    if not cloning and config.trainer.max_steps == 0:
-        raise ConfigError("trainer.max_steps=0 and sft.max_steps=0: nothing to train. Set trainer.max_steps=100")
-    if config.sft.dataset is not None and not cloning:
-        actual = f"sft.dataset={config.sft.dataset} with sft.max_steps=0"
-        reject(actual, "cloning steps", "sft.max_steps=500, or sft.dataset=null")
+    if config.sft.max_steps > 0:
+        return
+    if command == "sft" or config.trainer.max_steps == 0:
+        fix = "sft.max_steps=700" if command == "sft" else "trainer.max_steps=100, or sft.max_steps=700"
+        reject(f"sft.max_steps=0 for `rlinf {command}`, which leaves nothing to train", "at least one step", fix)
+    require_values(config, "sft.max_steps=0", ("sft.dataset", None, "cloning steps", "sft.max_steps=500"))
 
 
 def check_collapse(config: RunConfig) -> None:
@@ -268,26 +252,31 @@ def check_collapse(config: RunConfig) -> None:
         reject(f"{mode} with trainer.eval_every=0", "evaluations to detect it", f"trainer.eval_every={every}")
     if config.trainer.on_collapse == "stop":
         return
+    stop = "trainer.on_collapse=stop"
     if trains_actor(config):
         actual = f"{mode} with algorithm.name={config.algorithm.name}"
-        reject(actual, "an algorithm that uses trainer.learning_rate", "trainer.on_collapse=stop")
+        reject(actual, "an algorithm that uses trainer.learning_rate", stop)
     # A rollback rebuilds the run in this process, but engines, workers and Ray's ranks would remain.
-    unsupported = {
-        f"rollout.backend={config.rollout.backend}": config.rollout.backend != "torch",
-        f"cluster.placement={config.cluster.placement}": config.cluster.placement != "colocated",
-        f"cluster.start={config.cluster.start}": ranks_by_ray(config),
-        f"cluster.num_env_workers={config.cluster.num_env_workers}": config.cluster.num_env_workers > 0,
+    local = {
+        "rollout.backend": "torch",
+        "cluster.placement": "colocated",
+        "cluster.start": "auto",
+        "cluster.num_env_workers": 0,
     }
-    for actual, is_set in unsupported.items():
-        if is_set:
-            reject(f"{mode} with {actual}", "local ranks that also roll out", "trainer.on_collapse=stop")
+    require_values(
+        config, mode, *((key, value, "local ranks that also roll out", stop) for key, value in local.items())
+    )
 
 
-def check_policy_gradient(config: RunConfig, policy: ClassAndConfig | None) -> None:
-    """Check the requirements of an on-policy algorithm for rollouts and model."""
-    check_batches(config)
-    check_algorithm(config)
-    check_rollout(config, policy)
+def check_learning(config: RunConfig, policy: ClassAndConfig | None) -> None:
+    """Check the requirements of the algorithm: of all policy-gradient ones, and its own (``AnyAlgorithm.check``)."""
+    algorithm = ALGORITHMS.get(config.algorithm.name)
+    if issubclass(algorithm, Algorithm):
+        check_batches(config)
+        check_algorithm(config)
+        check_rollout(config, policy)
+        check_old_logprobs(config, algorithm, policy)
+    algorithm.check(config, policy)
 
 
 def check_batches(config: RunConfig) -> None:
@@ -326,15 +315,15 @@ def check_env_groups(config: RunConfig) -> None:
 
 def check_continued(config: RunConfig) -> None:
     """Check that simulators preserve episodes that continue in the next iteration."""
-    rollout, cluster = config.rollout, config.cluster
-    for key, value, required, reason in (
-        ("rollout.auto_reset", rollout.auto_reset, True, "envs that reset automatically"),
-        ("rollout.offload_envs", rollout.offload_envs, False, "simulators that stay in memory"),
-        ("cluster.placement", cluster.placement, "colocated", "rollout workers that are not replaced"),
-    ):
-        if rollout.continue_episodes and value != required:
-            actual = f"rollout.continue_episodes=true with {key}={override_text(value)}"
-            reject(actual, reason, f"rollout.continue_episodes=false, or {key}={override_text(required)}")
+    if config.rollout.continue_episodes:
+        off = "rollout.continue_episodes=false"
+        require_values(
+            config,
+            "rollout.continue_episodes=true",
+            ("rollout.auto_reset", True, "envs that reset automatically", off),
+            ("rollout.offload_envs", False, "simulators that stay in memory", off),
+            ("cluster.placement", "colocated", "rollout workers that are not replaced", off),
+        )
 
 
 def check_rollout_processes(config: RunConfig) -> None:
@@ -343,15 +332,16 @@ def check_rollout_processes(config: RunConfig) -> None:
     if not count:
         return
     actual = f"rollout.worker_processes={count}"
-    if rollout.pipeline_stages is not None:
-        actual = f"{actual} with rollout.pipeline_stages={rollout.pipeline_stages}"
-        reject(actual, "one of them", "rollout.pipeline_stages=null")
-    if rollout.backend != "torch" or resolve_device(config.cluster.device, 1) != "cpu":
-        reject(f"{actual} with a policy on a GPU or in an engine", "a policy on the CPU", "rollout.worker_processes=0")
+    off = "rollout.worker_processes=0"
+    require_values(
+        config, actual, ("rollout.pipeline_stages", None, "one of them"), ("rollout.backend", "torch", "no engine", off)
+    )
+    if resolve_device(config.cluster.device, 1) != "cpu":
+        reject(f"{actual} with a policy on a GPU", "a policy on the CPU", off)
     if ENVS.get(env.name).on_gpu or (isinstance(env, ProcessEnvConfig) and env.num_processes != 0):
         kind = "simulates on the GPU" if ENVS.get(env.name).on_gpu else "has its own processes (env.num_processes)"
         actual += f" with env.name={env.name}, which {kind}"
-        reject(actual, "an env in the rollout process", "rollout.worker_processes=0")
+        reject(actual, "an env in the rollout process", off)
     num_groups = rollout.num_envs // (config.cluster.num_processes * rollout.group_size)
     if num_groups % count:
         what = "envs" if rollout.group_size == 1 else "groups"
@@ -418,15 +408,14 @@ def check_algorithm(config: RunConfig) -> None:
     """Check what the algorithm requires of model and rollout."""
     algorithm, rollout = config.algorithm, config.rollout
     algorithm_class, name = ALGORITHMS.get(algorithm.name), f"algorithm.name={algorithm.name}"
-    if getattr(algorithm_class, "needs_values", False) and not config.model.value_head:
-        fix = "model.value_head=true, or algorithm=grpo rollout=groups"
-        reject(f"{name} with model.value_head=false", "a value head", fix)
-    if algorithm.advantage_level == "action" and algorithm.logprob_level == "chunk":
-        actual = "algorithm.advantage_level=action with algorithm.logprob_level=chunk"
-        reject(actual, "a probability ratio per action", "algorithm.logprob_level=action")
-    if algorithm.advantage_level == "action" and algorithm_class.needs_groups:
-        actual = f"algorithm.advantage_level=action with {name}, which has one advantage per episode"
-        reject(actual, "an advantage per policy call", "algorithm.advantage_level=chunk, or algorithm=ppo")
+    if getattr(algorithm_class, "needs_values", False):
+        require_values(config, name, ("model.value_head", True, "a value head", "algorithm=grpo rollout=groups"))
+    if algorithm.advantage_level == "action":
+        per_action = ("algorithm.logprob_level", "action", "a probability ratio per action")
+        require_values(config, "algorithm.advantage_level=action", per_action)
+    if algorithm_class.needs_groups:
+        per_episode = ("algorithm.advantage_level", "chunk", "one advantage per episode", "algorithm=ppo")
+        require_values(config, name, per_episode)
     if algorithm_class.needs_groups:
         fixes = ["rollout.group_size=8"] if rollout.group_size < 2 else []
         fixes += ["rollout.auto_reset=false"] if rollout.auto_reset else []
@@ -435,9 +424,38 @@ def check_algorithm(config: RunConfig) -> None:
             actual += f" and rollout.auto_reset={override_text(rollout.auto_reset)}"
             required = "groups of episodes, one per env and iteration (the group rollout=groups sets both)"
             reject(actual, required, " ".join(fixes))
-    elif algorithm_class.needs_full_episodes and rollout.auto_reset:
-        required = "complete episodes, one per env and iteration (the group rollout=episodes sets this)"
-        reject(f"{name} with rollout.auto_reset=true", required, "rollout.auto_reset=false")
+    elif algorithm_class.needs_full_episodes:
+        complete = "complete episodes, one per env and iteration (the group rollout=episodes sets this)"
+        require_values(config, name, ("rollout.auto_reset", False, complete))
+
+
+def check_old_logprobs(config: RunConfig, algorithm_class: type[Algorithm], policy: ClassAndConfig | None) -> None:
+    """Raise ConfigError for ``old_logprobs=rollout`` if the rollout's log-probs or values cannot replace the trainer's."""
+    algorithm, ahead, backend = config.algorithm, config.cluster.max_staleness, config.rollout.backend
+    if algorithm.old_logprobs == "trainer":
+        return
+    conflict, required, fix = "", "", ""
+    if ahead:
+        conflict, fix = f"cluster.max_staleness={ahead}", "cluster.max_staleness=0"
+        required = "log-probabilities of the current weights, because the rollout was collected with older ones"
+    elif algorithm.tis_cap is not None:
+        conflict, fix = f"algorithm.tis_cap={algorithm.tis_cap:g}", "algorithm.tis_cap=null"
+        required = (
+            "the trainer's own log-probabilities, because the weights trainer / rollout would otherwise always be 1"
+        )
+    elif algorithm.kl_coef > 0:
+        conflict, fix = f"algorithm.kl_coef={algorithm.kl_coef:g}", "algorithm.kl_coef=0"
+        required = "the trainer's own log-probabilities, because the reference's are computed in the same way"
+    elif algorithm_class.needs_values and (
+        backend != "torch" or (policy and not policy[0].values_in_rollouts(policy[1]))
+    ):
+        who = f"rollout.backend={backend}" if backend != "torch" else f"{policy[0].__name__} as configured"
+        conflict, fix = f"algorithm.name={algorithm.name} and {who}", "algorithm=grpo rollout=groups"
+        required = "rollout values that equal the trainer's"
+    if conflict:
+        raise ConfigError(
+            f"algorithm.old_logprobs=rollout with {conflict}; expected {required}. Set algorithm.old_logprobs=trainer, or {fix}"
+        )
 
 
 def check_whole_episodes(config: RunConfig) -> None:
@@ -456,22 +474,17 @@ def check_whole_episodes(config: RunConfig) -> None:
 def check_sft(config: RunConfig, policy: ClassAndConfig | None) -> None:
     """Check policy, batch size and demonstrations of behaviour cloning."""
     policy_class = entry_for(config.model).resolve().model if policy is None else policy[0]
-    if not policy_class.implements("sft_loss"):
-        actual = f"sft.max_steps={config.sft.max_steps}, but {policy_class.__name__} does not implement sft_loss"
-        reject(actual, "a policy with that method, for behaviour cloning", "sft.max_steps=0")
-    if config.sft.advantage_top_fraction is not None:
-        actual = f"sft.advantage_top_fraction={config.sft.advantage_top_fraction}"
-        fix = "sft.advantage_top_fraction=null"
-        if not policy_class.implements("_propose"):
-            actual = f"{actual}, but {policy_class.__name__} does not implement _propose"
-            reject(actual, "a policy with that method, which provides the value model's features", fix)
-        if has_rollout_workers(config):
-            actual = f"{actual} with cluster.placement={config.cluster.placement}"
-            required = "ranks with a rollout policy, which provides the value model's features"
-            reject(actual, required, f"cluster.placement=colocated, or {fix}")
+    steps, fraction = f"sft.max_steps={config.sft.max_steps}", config.sft.advantage_top_fraction
+    labels, off = f"sft.advantage_top_fraction={fraction}", "sft.advantage_top_fraction=null"
+    for actual, method, fix in ((steps, "sft_loss", "sft.max_steps=0"), (labels, "_propose", off)):
+        if not policy_class.implements(method) and not (fix == off and fraction is None):
+            reject(f"{actual}, but {policy_class.__name__} does not implement {method}", "a policy with it", fix)
+    if fraction is not None and has_rollout_workers(config):
+        features = "ranks with a rollout policy, which provides the value model's features"
+        require_values(config, labels, ("cluster.placement", "colocated", features, off))
     if policy is not None:
         policy_class.check_sft(policy[1])
-    check_moments(config, policy, f"sft.max_steps={config.sft.max_steps}", "sft.max_steps=0")
+    check_moments(config, policy, steps, "sft.max_steps=0")
     sft, ranks = config.sft, config.cluster.num_processes
     if sft.batch_size % ranks:
         fix = f"sft.batch_size={nearest_multiple(sft.batch_size, ranks)}"
@@ -488,18 +501,6 @@ def check_sft(config: RunConfig, policy: ClassAndConfig | None) -> None:
     if sft.dataset is None:
         check_demonstrator(config)
     check_chosen_rows(sft, None if sft.dataset is None else check_dataset(config, policy))
-
-
-def check_no_comparison(config: RunConfig, command: str) -> None:
-    """Reject comparison keys, which only ``rlinf evaluate`` supports."""
-    compare = config.evaluation.compare
-    if compare is not None:
-        fix = f"evaluation.compare=null, and later run rlinf evaluate --compare {compare} <run folder>/eval/<tag>"
-        reject(f"evaluation.compare={compare} with `rlinf {command}`", "`rlinf evaluate`", fix)
-    stop_when = config.evaluation.stop_when
-    if stop_when is not None:
-        actual = f"evaluation.stop_when={stop_when} with `rlinf {command}`, whose evaluations all run the same list"
-        reject(actual, "`rlinf evaluate`", "evaluation.stop_when=null")
 
 
 def nearest_multiple(number: int, of: int) -> int:

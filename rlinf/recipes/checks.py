@@ -1,9 +1,10 @@
 """Check a recipe for conflicting and unsupported keys before loading the data and the model."""
 
 import re
+from operator import attrgetter
 
-from rlinf.errors import ConfigError
-from rlinf.options import override_text
+from rlinf.errors import reject
+from rlinf.options import override_text, require_values
 from rlinf.recipes.config import LOGGERS, RecipeConfig
 from rlinf.tracking.tracker import check_wandb
 
@@ -97,118 +98,90 @@ def check_recipe(config: RecipeConfig) -> None:
 
 
 def _check_train(config: RecipeConfig) -> None:
-    train, method = config.train, config.train.train_policy
+    train, method, lora = config.train, config.train.train_policy, config.policy.lora
     if not config.policy.model_name_or_path:
-        raise ConfigError("policy.model_name_or_path is empty. Set policy.model_name_or_path=<folder or hub id>")
-    betas = train.optm_betas
+        reject("policy.model_name_or_path is empty", "a model", "policy.model_name_or_path=<folder or hub id>")
+    betas, warmup = train.optm_betas, train.optm_warmup_steps
     if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
-        raise ConfigError(
-            f"train.optm_betas is {override_text(betas)}; expected two numbers in [0, 1). Set train.optm_betas=[0.9,0.999]"
-        )
-    warmup = train.optm_warmup_steps
+        reject(f"train.optm_betas={override_text(betas)}", "two numbers in [0, 1)", "train.optm_betas=[0.9,0.999]")
     if isinstance(warmup, float) and warmup > 1:
-        key = "train.optm_warmup_steps"
-        raise ConfigError(f"{key} is {warmup}; expected a count, or a fraction up to 1.0. Set {key}={round(warmup)}")
+        fix = f"train.optm_warmup_steps={round(warmup)}"
+        reject(f"train.optm_warmup_steps={warmup}", "a count, or a fraction up to 1.0", fix)
     if method.dataset.streaming and train.max_num_steps is None:
-        raise ConfigError("A stream (dataset.streaming=true) has no known length. Set train.max_num_steps=<steps>")
-    unknown = [name for name in config.logging.logger if name.lower() not in LOGGERS]
-    if unknown:
-        raise ConfigError(
-            f"logging.logger contains '{unknown[0]}'; expected {', '.join(LOGGERS)}. Set logging.logger=[wandb]"
-        )
-    if "wandb" in map(str.lower, config.logging.logger):
+        reject("dataset.streaming=true, a stream", "a number of steps", "train.max_num_steps=<steps>")
+    loggers = [name.lower() for name in config.logging.logger]
+    if unknown := [name for name in loggers if name not in LOGGERS]:
+        reject(f"logging.logger contains '{unknown[0]}'", ", ".join(LOGGERS), "logging.logger=[wandb]")
+    if "wandb" in loggers:
         check_wandb("logging.project_name", config.logging.project_name)
-    lora = config.policy.lora
     if lora is not None and isinstance(lora.target_modules, str):
         names = ",".join(re.findall(r"\w*[^\W_]\w*", lora.target_modules)) or "q_proj,v_proj"
-        raise ConfigError(
-            f"policy.lora.target_modules is '{lora.target_modules}'; expected a list of names. Set 'policy.lora.target_modules=[{names}]'"
-        )
-    if lora is not None and lora.lora_dropout > 0 and method.type != "sft":
-        raise ConfigError(
-            f"policy.lora.lora_dropout is {lora.lora_dropout} with type={method.type}. Set policy.lora.lora_dropout=0"
-        )
+        key = "policy.lora.target_modules"
+        reject(f"{key} is '{lora.target_modules}'", "a list of names", f"'{key}=[{names}]'")
+    if lora is not None and method.type != "sft":
+        no_dropout = ("policy.lora.lora_dropout", 0, "log-probabilities without dropout")
+        require_values(config, f"train.train_policy.type={method.type}", no_dropout)
 
 
 def _check_ckpt(config: RecipeConfig) -> None:
     ckpt = config.train.ckpt
     if ckpt.max_keep == 0:
-        raise ConfigError(
-            "train.ckpt.max_keep is 0; expected at least 1, or -1. Set train.ckpt.enable_checkpoint=false"
-        )
+        reject("train.ckpt.max_keep=0", "at least 1, or -1", "train.ckpt.enable_checkpoint=false")
     if ckpt.upload_s3 and not ckpt.s3_bucket:
-        raise ConfigError(f"train.ckpt.upload_s3={ckpt.upload_s3} needs a bucket. Set train.ckpt.s3_bucket=<name>")
+        reject(f"train.ckpt.upload_s3={ckpt.upload_s3} without a bucket", "a bucket", "train.ckpt.s3_bucket=<name>")
     if ckpt.upload_hf and not ckpt.hf_repo_name:
-        raise ConfigError("train.ckpt.upload_hf=true needs a repository. Set train.ckpt.hf_repo_name=<name>")
+        reject("train.ckpt.upload_hf=true without a repository", "a repository", "train.ckpt.hf_repo_name=<name>")
 
 
 def _check_batch(config: RecipeConfig) -> None:
     """Raise ConfigError if a batch does not divide evenly over ranks and groups."""
     shards, batch = config.policy.parallelism.dp_shard_size, config.train.train_batch_per_replica
     if shards == 0:
-        raise ConfigError("dp_shard_size is 0; expected at least 1, or -1. Set policy.parallelism.dp_shard_size=1")
+        reject("policy.parallelism.dp_shard_size=0", "at least 1, or -1", "policy.parallelism.dp_shard_size=1")
     per_row = config.rollout.n_generation if config.train.train_policy.type == "grpo" else 1
     unit = per_row * max(1, shards)
     if batch % unit:
-        parts = f"policy.parallelism.dp_shard_size={shards} ranks" + (
-            f" in complete groups of rollout.n_generation={per_row}" if per_row > 1 else ""
-        )
-        fits, key = max(1, batch // unit) * unit, "train.train_batch_per_replica"
-        raise ConfigError(
-            f"{key}={batch} does not divide over {parts}; expected a multiple of {unit}. Set {key}={fits}"
-        )
+        required = f"a multiple of {unit}: policy.parallelism.dp_shard_size={shards} x {per_row} completions per prompt"
+        key = "train.train_batch_per_replica"
+        reject(f"{key}={batch}", required, f"{key}={max(1, batch // unit) * unit}")
 
 
 def _check_rollout(config: RecipeConfig) -> None:
     method, rollout = config.train.train_policy, config.rollout
     if rollout.n_generation < 2:
-        raise ConfigError(
-            f"rollout.n_generation is {rollout.n_generation}; expected at least 2. Set rollout.n_generation=8"
-        )
+        reject(f"rollout.n_generation={rollout.n_generation}", "at least 2", "rollout.n_generation=8")
     if method.temperature == 0:
-        raise ConfigError(
-            "train.train_policy.temperature is 0; expected above 0. Set train.train_policy.temperature=1.0"
-        )
+        reject("train.train_policy.temperature=0", "above 0", "train.train_policy.temperature=1.0")
     key, buffer = "train.train_policy.overlong_reward.buffer_length", method.overlong_reward.buffer_length
     longest = min(rollout.max_response_length, config.policy.model_max_length)
-    if method.overlong_reward.enable_overlong_penalty or "overlong" in method.reward_function:
-        if (buffer or 0) > longest:
-            raise ConfigError(f"{key} is {buffer}, but completions are at most {longest} tokens long. Set {key}=null")
-    sampling = rollout.sampling_config.temperature
-    if sampling not in (None, method.temperature):
-        raise ConfigError(
-            f"rollout.sampling_config.temperature={sampling}, but train.train_policy.temperature={method.temperature}; expected equal "
-            f"values, because the loss compares the log-probabilities. Set rollout.sampling_config.temperature={method.temperature}"
-        )
+    is_used = method.overlong_reward.enable_overlong_penalty or "overlong" in method.reward_function
+    if is_used and (buffer or 0) > longest:
+        reject(f"{key}={buffer}", f"at most {longest}, the length of a completion", f"{key}=null")
+    if rollout.sampling_config.temperature is not None:
+        equal = "an equal value, because the loss compares the log-probabilities"
+        rule = ("rollout.sampling_config.temperature", method.temperature, equal)
+        require_values(config, f"train.train_policy.temperature={method.temperature}", rule)
 
 
 def _check_cluster(config: RecipeConfig) -> None:
     """Raise ConfigError if rollout workers are requested but cannot run."""
-    cluster, method = config.cluster, config.train.train_policy.type
-    settings = {"cluster.placement": (cluster.placement, "disaggregated"), "cluster.start": (cluster.start, "ray")}
-    requests = [f"{key}={value}" for key, (value, requesting) in settings.items() if value == requesting]
-    if cluster.num_rollout_workers is not None:
-        requests.append(f"cluster.num_rollout_workers={cluster.num_rollout_workers}")
-    if not requests:
+    cluster, count = config.cluster, config.cluster.num_rollout_workers
+    if cluster.placement != "disaggregated" and cluster.start != "ray" and count is None:
         return
-    fix = "cluster.start=auto cluster.placement=null cluster.num_rollout_workers=null"
-    if method != "grpo":
-        raise ConfigError(
-            f"{requests[0]} with train.train_policy.type={method}; expected grpo, because rollout workers generate completions. Set {fix}"
-        )
-    placements = (("cluster.placement", cluster.placement, "null"), ("mode", config.mode, "disaggregated"))
-    for key, value, fixed in placements:
-        if value == "colocated":
-            raise ConfigError(f"{requests[0]} with {key}=colocated; expected one of them. Set {key}={fixed}, or {fix}")
+    actual = f"cluster.start={cluster.start} cluster.num_rollout_workers={override_text(count)}"
+    off = "cluster.start=auto cluster.placement=null cluster.num_rollout_workers=null"
+    if config.train.train_policy.type != "grpo":
+        reject(f"{actual} with train.train_policy.type={config.train.train_policy.type}", "grpo, which generates", off)
+    for key, fix in (("cluster.placement", "cluster.placement=null"), ("mode", "mode=disaggregated")):
+        if attrgetter(key)(config) == "colocated":
+            reject(f"{actual} with {key}=colocated", "one of them", f"{fix}, or {off}")
 
 
 def _check_validation(config: RecipeConfig) -> None:
     longest, trained = config.validation.max_response_length, config.rollout.max_response_length
     if config.validation.enable and longest not in (None, trained):
-        raise ConfigError(
-            f"validation.max_response_length={longest}, but rollout.max_response_length={trained} limits all completions; expected equal "
-            f"values. Set rollout.max_response_length={longest}, or validation.max_response_length=null"
-        )
-    if config.validation.reward_function and config.train.train_policy.type == "dpo":
-        key, value = "validation.reward_function", override_text(config.validation.reward_function)
-        raise ConfigError(f"{key}={value} in DPO, whose validation scores pairs; expected null. Set {key}=null")
+        actual = f"validation.max_response_length={longest} with rollout.max_response_length={trained}"
+        reject(actual, "equal values", f"rollout.max_response_length={longest}, or validation.max_response_length=null")
+    if config.train.train_policy.type == "dpo":
+        no_rewards = ("validation.reward_function", None, "none, because validation scores pairs")
+        require_values(config, "train.train_policy.type=dpo", no_rewards)

@@ -32,7 +32,6 @@ class RecipeRecord(Record):
     """Metrics and configuration of a run of `rlinf launch`; ``gain`` compares its model with the baseline of an evaluation."""
 
     return_name: ClassVar[str] = "rollout/reward_mean"
-    group_size_key: ClassVar[str] = "rollout.n_generation"
     kl_key: ClassVar[str] = "train.train_policy.kl_beta"
     warmup_key: ClassVar[str] = "train.optm_warmup_steps"
     steps_key = "train.max_num_steps"

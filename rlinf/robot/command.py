@@ -5,7 +5,6 @@ import os
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler
 from pathlib import Path
-from typing import Any
 
 from rlinf.config.schema import RunConfig
 from rlinf.data.formats import describe_dataset
@@ -13,7 +12,7 @@ from rlinf.envs import ENVS
 from rlinf.errors import reject
 from rlinf.evaluation.compare import Comparison
 from rlinf.evaluation.result import EvaluationResult
-from rlinf.options import override_text, to_mapping
+from rlinf.options import require_values, to_mapping
 from rlinf.preflight.compatibility import require_package
 from rlinf.preflight.folders import check_writable
 from rlinf.robot.blind import blind
@@ -28,15 +27,14 @@ logger = logging.getLogger("rlinf")
 
 def robot(config: RunConfig, settings: RobotConfig, other: RunConfig | None = None) -> EvaluationResult | Comparison:
     """Evaluate a policy on one simulated or physical robot, or compare it blindly with the policy of ``other``; raise as ``evaluate``."""
-    evaluation, cluster = config.evaluation, config.cluster
-    for key, value, required in (
-        ("cluster.num_processes", cluster.num_processes, 1),
-        ("cluster.num_rollout_workers", cluster.num_rollout_workers, None),
-        ("evaluation.record_episodes", evaluation.record_episodes, 0),
-    ):
-        if value not in (required, 0):
-            text = override_text(required)
-            reject(f"{key}={value} with `rlinf robot`", f"{text}, because there is one robot", f"{key}={text}")
+    evaluation, single = config.evaluation, "one process, because there is one robot"
+    require_values(
+        config,
+        "`rlinf robot`",
+        ("cluster.num_processes", 1, single),
+        ("cluster.num_rollout_workers", None, single),
+        ("evaluation.record_episodes", 0, "no recordings, because the policy runs beside the robot"),
+    )
     if settings.blind is not None and settings.record is not None:
         required = "record=null, because the dataset would mix the episodes of both policies"
         reject(f"record={settings.record} with blind={settings.blind}", required, "record=null")
@@ -54,32 +52,24 @@ def _check_arm(config: RunConfig, settings: RobotConfig) -> None:
     """Check that no setting of a simulated robot is given to a lerobot robot, and that actions are clipped joint positions in its units."""
     if settings.arm is None:
         return
-    simulated = "it applies only to simulated robots"
-    table: list[tuple[str, Any, str]] = [
-        ("relative_dims", [], "its actions are positions"),
-        ("real_time", True, "its clock cannot be simulated"),
+    arm, simulated = f"arm={settings.arm}", "the default, because the key applies only to simulated robots"
+    rules = [("success", "human", "a human's label, because no env reports it")] if settings.success == "env" else []
+    rules += [
+        ("relative_dims", [], "none, because its actions are positions"),
+        ("real_time", True, "true, because its clock cannot be simulated"),
         ("delay_steps", 0, simulated),
         ("drop_frames", 0.0, simulated),
         ("noise", 0.0, simulated),
     ]
-    if settings.success == "env":
-        table.insert(0, ("success", "human", "no env reports it"))
-    if settings.teleoperator == "scripted":
-        table.append(("teleoperator", "none", simulated))
-    for key, required, reason in table:
-        if (value := getattr(settings, key)) != required:
-            fix = f"{key}={override_text(required)}"
-            reject(f"{key}={override_text(value)} with arm={settings.arm}", f"{fix}, because {reason}", fix)
+    rules += [("teleoperator", "none", simulated)] if settings.teleoperator == "scripted" else []
+    require_values(settings, arm, *rules)
     if settings.max_relative_target is None:
         required = "a maximum position change per step, because the arm may jump"
-        reject(
-            f"max_relative_target=null with arm={settings.arm}", required, "max_relative_target=2.0, in the env's units"
-        )
+        reject(f"max_relative_target=null with {arm}", required, "max_relative_target=2.0, in the env's units")
     for key, required in (("control", "joints"), ("units", "lerobot")):
-        if (value := getattr(config.env, key, None)) != required:
-            actual = f"env.{key}={value}" if value else f"env.name={config.env.name}, which has no env.{key},"
-            fix = f"env.{key}={required}" if value else "env=so101 env.control=joints env.units=lerobot"
-            reject(f"{actual} with arm={settings.arm}", f"env.{key}={required}, as for the arm's joint positions", fix)
+        if (value := getattr(config.env, key, "missing")) != required:
+            fix = f"env.{key}={required}, or env=so101 env.control=joints env.units=lerobot"
+            reject(f"env.{key}={value} with {arm}", f"env.{key}={required}, as for the arm's joint positions", fix)
 
 
 def _check_take_over(config: RunConfig, settings: RobotConfig) -> None:

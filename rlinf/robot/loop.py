@@ -73,6 +73,44 @@ class Timing:
         return f"robot: {values['steps']} steps, {values['calls']} policy calls{counts}\n{spread}"
 
 
+@dataclass
+class Progress:
+    """How far an episode is, and its newest observation.
+
+    Attributes:
+        waits: Whether an action that was not executed stays due, as a displacement does; absolute positions belong to a point in time.
+        step: The current control period.
+        due: Chunk position to execute next, counted from the start of the episode; equal to ``step`` unless ``waits``.
+        observed_step, observed_due: ``step`` and ``due`` at the newest observation.
+    """
+
+    waits: bool
+    step: int = 0
+    due: int = 0
+    observation: Observation | None = None
+    observed_step: int = 0
+    observed_due: int = 0
+
+    @property
+    def age(self) -> int:
+        """Number of control periods since the newest observation."""
+        return self.step - self.observed_step
+
+    def observe(self, observation: Observation) -> None:
+        """Set the newest observation."""
+        self.observation, self.observed_step, self.observed_due = observation, self.step, self.due
+
+    def skip(self, periods: int) -> None:
+        """Skip control periods that are over already; the positions of that time are obsolete."""
+        self.step += periods
+        self.due += 0 if self.waits else periods
+
+    def finish_step(self, was_executed: bool) -> None:
+        """End a control period. After a hold or a lost action, positions advance with the clock; displacements wait."""
+        self.step += 1
+        self.due += was_executed or not self.waits
+
+
 class RobotEpisodes:
     """Runs the episodes of an evaluation on a robot (an ``Episodes``), one after the other.
 
@@ -160,13 +198,10 @@ class RobotEpisodes:
             return self.policy.act(observation, [self._stream])[0]
 
     def _episode(self, spec: EpisodeSpec) -> EpisodeResult:
-        # `step` counts control periods. `due` is the chunk position to execute next: with absolute positions it equals `step`,
-        # with displacements it counts executed actions. `seen_at` and `seen_step` are their values at the newest observation.
         settings, robot, time, timing = self.settings, self.robot, self.time, self.timing
         instruction = robot.begin(spec)
         schedule, period = ChunkSchedule(settings.execution == "async", self.is_relative), 1 / settings.rate
-        observation: Observation | None = None
-        step = due = seen_at = seen_step = 0
+        progress = Progress(waits=bool(self.is_relative.any()))
         # Positions are clipped, and held, relative to the robot's current pose, because 0 may be far away.
         last = np.where(self.is_relative, np.float32(0), self._position())
         self._requested_step = -1
@@ -177,20 +212,19 @@ class RobotEpisodes:
         time.begin()
         try:
             while robot.result is None:
-                time.sleep_until(step * period)
-                late = time.now() - step * period
+                time.sleep_until(progress.step * period)
+                late = time.now() - progress.step * period
                 timing.lateness_s.append(late)
                 # Skip complete periods instead of catching up: faster steps would exceed the planned speed.
                 overrun = int(late / period)
                 timing.overrun_steps += overrun
-                step += overrun
-                # Positions in the past are obsolete, but a displacement that was not executed is still due.
-                due += 0 if self.is_relative.any() else overrun
-                if (latest := self._observe(instruction)) is not None:
-                    observation, seen_at, seen_step = latest, due, step
+                progress.skip(overrun)
+                latest = self._observe(instruction)
                 timing.lost += latest is None
+                if latest is not None:
+                    progress.observe(latest)
                 # Replace a lost frame with the last one, but only while that is recent enough to act on.
-                is_fresh = observation is not None and (step - seen_step) * period < settings.max_observation_age_s
+                is_fresh = progress.observation is not None and progress.age * period < settings.max_observation_age_s
                 action = None
                 self.take_over.update(last)
                 if not self.take_over.policy_acts:
@@ -198,16 +232,15 @@ class RobotEpisodes:
                     schedule.clear()
                     time.drop()
                 elif is_fresh:
-                    self._request(schedule, observation, seen_at, seen_step, due)
-                    action = schedule.action(due)
+                    self._request(schedule, progress)
+                    action = schedule.action(progress.due)
                 target = action if self.take_over.policy_acts else self.take_over.action
                 last, arrived, is_known = self._send(target, last)
-                self._note(observation if is_fresh and is_known else None, last, arrived)
-                if was_executed := action is not None and arrived:
+                self._note(progress.observation if is_fresh and is_known else None, last, arrived)
+                was_executed = action is not None and arrived
+                if was_executed:
                     schedule.execute(action, last)
-                step += 1
-                # After a hold or a lost action, positions advance with the clock; displacements wait to be executed.
-                due += was_executed or not self.is_relative.any()
+                progress.finish_step(was_executed)
         except EpisodeVoidError:
             raise
         except BaseException:
@@ -278,18 +311,16 @@ class RobotEpisodes:
         self._is_warm = True
         return reply
 
-    def _request(
-        self, schedule: ChunkSchedule, observation: Observation, seen_at: int, seen_step: int, due: int
-    ) -> None:
+    def _request(self, schedule: ChunkSchedule, progress: Progress) -> None:
         """Take a finished chunk, and request the next one when due; if no action is available, wait for half a period."""
-        time, grace_s = self.time, GRACE / self.settings.rate
+        time, grace_s, due = self.time, GRACE / self.settings.rate, progress.due
         if time.is_pending and (reply := time.poll(0.0)) is not None:
             self._take(reply, schedule, due)
         lead = lead_steps(max(self._latencies, default=0.0), grace_s, self.settings.rate)
         # Each observation is submitted at most once: a second chunk from the same frame would equal the first.
-        if not time.is_pending and seen_step > self._requested_step and schedule.needs_chunk(due, lead):
-            time.submit(observation, seen_at)
-            self._requested_step = seen_step
+        if not time.is_pending and progress.observed_step > self._requested_step and schedule.needs_chunk(due, lead):
+            time.submit(progress.observation, progress.observed_due)
+            self._requested_step = progress.observed_step
         if schedule.action(due) is None and time.is_pending and (reply := time.poll(grace_s)) is not None:
             self._take(reply, schedule, due)
 

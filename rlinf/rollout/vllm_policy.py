@@ -10,7 +10,6 @@ from rlinf.engines.gpu_fraction import SEPARATE_GPU_FRACTION
 from rlinf.engines.vllm_engine import EngineSpec, GenerateRequest, VllmEngine, kv_cache_bytes
 from rlinf.engines.weight_handle import WeightBuckets
 from rlinf.errors import ConfigError, RLinfError
-from rlinf.imports import import_string
 from rlinf.models.base_weights import base_tensors, trained_names
 from rlinf.models.embodiment.base import ActionModel
 from rlinf.models.lora import MergedWeights
@@ -143,7 +142,7 @@ def adapter_of(model: ActionModel | type[ActionModel]) -> Any:
         raise ConfigError(
             f"rollout.backend=vllm needs decode_actions, which {name} does not implement. Set rollout.backend=torch"
         )
-    return import_string(model.vllm_adapter)
+    return model.vllm_adapter
 
 
 def engine_arguments(model: ActionModel, options: VllmOptions, num_envs: int) -> dict[str, Any]:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import cast
+from typing import Protocol, cast, runtime_checkable
 
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from rlinf.algorithms import ALGORITHMS
 from rlinf.algorithms.base import Algorithm
 from rlinf.algorithms.config import AlgorithmConfig
 from rlinf.algorithms.running_moments import CLIP, RunningMoments, discounted_sums
@@ -34,11 +35,29 @@ from rlinf.training.train_worker import rl_trainer_config
 from rlinf.types import RolloutBatch
 
 
-def make_rl_trainer(
-    algorithm: type[Algorithm], parts: TrainerContext, env: VectorEnv, workers: RolloutWorkers | None
-) -> RLTrainer:
-    """Build the trainer for a policy-gradient algorithm; ``env`` has the run's settings."""
+@runtime_checkable
+class MakesTrainer(Protocol):
+    """An algorithm with its own trainer, such as SAC or a plug-in's."""
+
+    @classmethod
+    def make_trainer(cls, context: TrainerContext, env: VectorEnv, workers: RolloutWorkers | None) -> ActionTrainer:
+        """Build the trainer.
+
+        ``env`` is the evaluation env. ``workers`` collect rollouts; if None, this rank collects them.
+        """
+
+
+def make_trainer(parts: TrainerContext, env: VectorEnv, workers: RolloutWorkers | None) -> ActionTrainer:
+    """Build the trainer of the run's algorithm: its own if it has one (``MakesTrainer``), otherwise ``RLTrainer``."""
     config = parts.config
+    algorithm = ALGORITHMS.get(config.algorithm.name)
+    if isinstance(algorithm, MakesTrainer):
+        return algorithm.make_trainer(parts, env, workers)
+    if not issubclass(algorithm, Algorithm):
+        raise ConfigError(
+            f"algorithm.name={config.algorithm.name} is {algorithm.__name__}, which has no trainer; expected a subclass of Algorithm, or "
+            "the class method make_trainer (docs/adding_an_algorithm.md). Fix the class, or set algorithm=ppo"
+        )
     collector = make_collector(config, env, parts.sync.rollout_model, parts.worker.autocast, workers)
     return RLTrainer(parts, collector, algorithm(cast(AlgorithmConfig, config.algorithm)))
 

@@ -9,12 +9,11 @@ import pytest
 import torch
 from run_results import QUIET, REACH, differing_weights, give_success, run_config, untimed_metrics, weights_of
 
-from rlinf.algorithms.base import Algorithm
 from rlinf.commands.train import train
 from rlinf.config.schema import RunConfig
 from rlinf.errors import ConfigError
 from rlinf.preflight.validation import validate
-from rlinf.training import evaluator
+from rlinf.training import evaluator, rl_trainer
 from rlinf.training.collapse import RolledBack
 
 RATE = 1e-3
@@ -30,7 +29,7 @@ SMALL = [
 PLUGIN = """
 from dataclasses import replace
 from rlinf.evaluation.evaluator import evaluate_policy
-from rlinf.training import evaluator
+from rlinf.training import evaluator, rl_trainer
 
 given = iter({rates})
 
@@ -137,11 +136,10 @@ def test_a_run_that_is_killed_after_it_went_back_has_not_forgotten_it(tmp_path, 
     succeed(0.25, 1.0, 0.0, 0.0)
     words = ["trainer.on_collapse=rollback", "trainer.max_steps=9"]
     with monkeypatch.context() as context, pytest.raises(KeyboardInterrupt):
-        make = Algorithm.make_trainer.__func__
+        make = rl_trainer.make_trainer
         context.setattr(
-            Algorithm,
-            "make_trainer",
-            classmethod(lambda cls, parts, *rest: killed() if parts.loop.resumed_from else make(cls, parts, *rest)),
+            "rlinf.commands.train.make_trainer",
+            lambda parts, *rest: killed() if parts.loop.resumed_from else make(parts, *rest),
         )
         train(config_of(tmp_path, *words))
     assert (tmp_path / "checkpoints" / "superseded_1").is_dir(), (

@@ -42,7 +42,19 @@ VAGUE_NAMES = {"found", "each", "one", "own", "told", "said"}
 MOST_VAGUE_NAMES = 1
 """Variables and parameters are named by the thing that they hold."""
 
-SIZES = {"lines of rlinf/": 66_500, "words of docs/": 55_600, "pages of docs/": 32, "options in the reference": 378}
+SIZES = {
+    "lines of rlinf/": 66_700,
+    "lines of tests/": 66_700,
+    "lines of functions that check": 3_936,
+    "uses of Any": 1_450,
+    "calls of import_string": 23,
+    "files under 60 lines": 52,
+    "words of docs/": 55_600,
+    "pages of docs/": 32,
+    "options in the reference": 378,
+}
+CHECKS = re.compile(r"_*(check|refuse|reject|require|validate|verify)")
+"""How the name of a function that checks starts."""
 
 
 def matches(paths: list[Path], pattern: re.Pattern) -> dict[Path, list[str]]:
@@ -149,11 +161,27 @@ def test_a_hundredth_of_the_lines_are_comments(texts):
     assert comments >= len(lines) / 100, f"{comments} comments on lines of their own in {len(lines)} lines"
 
 
+def lines_of_checks(source: str) -> int:
+    """Return the lines of all functions that check, without decorators; a function in another one counts twice."""
+    functions = (node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.FunctionDef))
+    return sum(node.end_lineno - node.lineno + 1 for node in functions if CHECKS.match(node.name))
+
+
+def test_functions_that_check_are_counted_by_their_names():
+    source = "class A:\n    @property\n    def _check_all(self):\n        return 1\n\n\ndef recheck():\n    pass\n"
+    assert lines_of_checks(source) == 2 and lines_of_checks(f"{source}def require(\n    a):\n    pass\n") == 5
+
+
 def test_code_and_pages_do_not_grow(texts):
     pages = sorted((ROOT / "docs").rglob("*.md"))
     reference = [(ROOT / "docs" / name).read_text(encoding="utf-8") for name in ("configuration.md", "recipe_keys.md")]
     sizes = {
         "lines of rlinf/": sum(text.count("\n") for text in texts.values()),
+        "lines of tests/": sum(path.read_text().count("\n") for path in (ROOT / "tests").rglob("*.py")),
+        "lines of functions that check": sum(map(lines_of_checks, texts.values())),
+        "uses of Any": sum(len(re.findall(r"\bAny\b", text)) for text in texts.values()),
+        "calls of import_string": sum(text.count("import_string(") for text in texts.values()),
+        "files under 60 lines": sum(0 < text.count("\n") < 60 for text in texts.values()),
         "words of docs/": sum(len(page.read_text(encoding="utf-8").split()) for page in pages),
         "pages of docs/": len(pages),
         "options in the reference": sum(len(re.findall(r"^\| `", text, re.MULTILINE)) for text in reference),

@@ -45,7 +45,6 @@ LAYERS = (
 
 FACES = {
     "rlinf.algorithms",
-    "rlinf.algorithms.base",
     "rlinf.distributed",
     "rlinf.models",
     "rlinf.models.generation",

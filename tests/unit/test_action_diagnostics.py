@@ -93,11 +93,6 @@ def scores_that_ignore_the_temperature(model):
     )
 
 
-def no_temperature_at_all(model):
-    scores_that_ignore_the_temperature(model)
-    change(model, "predict_action_batch", lambda method: lambda temperature=1.0, **inputs: method(**inputs))
-
-
 def rows_that_see_their_neighbours(model):
     change(model, "_features", lambda method: lambda **inputs: (x := method(**inputs)) + 0.1 * x.mean(0))
 
@@ -163,18 +158,6 @@ def images_without_effect(model):
     )
 
 
-def states_without_effect(model):
-    change(model, "_features", lambda method: lambda state, **inputs: method(state=torch.zeros_like(state), **inputs))
-
-
-def words_without_effect(model):
-    change(
-        model,
-        "_features",
-        lambda method: lambda token_ids, **inputs: method(token_ids=torch.zeros_like(token_ids), **inputs),
-    )
-
-
 def dropout_in_training(model):
     model.encoder.append(torch.nn.Dropout(0.2).eval())
 
@@ -183,20 +166,12 @@ def gradients_that_are_not_finite(model):
     model.encoder[0].weight.register_hook(lambda gradient: gradient * float("nan"))
 
 
-def no_gradients(model):
-    def wrap(method):
-        return lambda *arguments: torch.no_grad()(method)(*arguments)
-
-    change(model, "evaluate_actions", wrap)
-
-
 DEFECTS = {
     rollout_at_another_temperature: [*[ROLLOUT] * 5, TRANSFORM],
     scores_that_ignore_the_temperature: [
         f"{ROLLOUT}, batch 4, temperature 1.5",
         "log-probs at a different temperature",
     ],
-    no_temperature_at_all: ["log-probs at a different temperature"],
     rows_that_see_their_neighbours: [ROWS] * 4,
     padding_that_counts: [ROWS] * 4,
     values_of_the_whole_batch: [f"{ROWS}, values"],
@@ -206,11 +181,8 @@ DEFECTS = {
     samples_that_are_narrower_than_scored: [SURPRISE, TRANSFORM],
     uniforms_in_another_order: [TRANSFORM],
     images_without_effect: ["log-probs with a different row's images"],
-    states_without_effect: ["log-probs with a different row's state"],
-    words_without_effect: ["log-probs with a different row's instruction"],
     dropout_in_training: ["training mode against evaluation mode"],
     gradients_that_are_not_finite: ["gradients reach the trained tensors"],
-    no_gradients: ["gradients reach the trained tensors"],
 }
 
 

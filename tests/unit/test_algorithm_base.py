@@ -4,17 +4,26 @@ from types import SimpleNamespace
 
 import pytest
 
+from rlinf.algorithms import ALGORITHMS
 from rlinf.algorithms.base import Algorithm, AnyAlgorithm, Updates
 from rlinf.config.compose import compose_config
 from rlinf.config.schema import build_config
 from rlinf.errors import ConfigError
+from rlinf.preflight.validation import check_learning, check_old_logprobs
+from rlinf.registry import Entry
+from rlinf.training.rl_trainer import make_trainer
 
 
 def test_an_algorithm_without_methods_trains_the_policy_and_counts_no_updates():
     assert not AnyAlgorithm.freezes_policy and not Algorithm.freezes_policy
     assert AnyAlgorithm.updates(None) == Updates(0, 0, 0, {})
-    with pytest.raises(NotImplementedError, match="AnyAlgorithm does not implement make_trainer"):
-        AnyAlgorithm.make_trainer(None, None, None)
+
+
+def test_an_algorithm_needs_a_trainer(monkeypatch):
+    monkeypatch.setitem(ALGORITHMS.entries(), "mine", Entry("mine", AnyAlgorithm, "user code"))
+    parts = SimpleNamespace(config=SimpleNamespace(algorithm=SimpleNamespace(name="mine")))
+    with pytest.raises(ConfigError, match="algorithm.name=mine is AnyAlgorithm.*make_trainer.*set algorithm=ppo"):
+        make_trainer(parts, None, None)
 
 
 @pytest.mark.parametrize("num_envs, num_ranks, expected", [(6, 1, 180), (6, 2, 90), (5, 2, 70)])
@@ -45,9 +54,9 @@ def test_updates_by_hand():
 )
 def test_a_policy_gradient_is_checked(words):
     base = ["model=mlp", "env=tabletop", "env.cameras=[]", "cluster.device=cpu", "algorithm=ppo"]
-    Algorithm.check(build_config(compose_config(base)), None)
+    check_learning(build_config(compose_config(base)), None)
     with pytest.raises(ConfigError, match=words[-1].split("=")[0]):
-        Critic.check(build_config(compose_config([*base, *words])), None)
+        check_learning(build_config(compose_config([*base, *words])), None)
 
 
 class Critic(Algorithm):
@@ -90,7 +99,7 @@ def test_log_probabilities_of_the_rollout_are_refused_where_they_cannot_stand_fo
         rollout=SimpleNamespace(backend=given["backend"]),
     )
     if rejected is None:
-        algorithm.check_old_logprobs(config, policy)
+        check_old_logprobs(config, algorithm, policy)
         return
     with pytest.raises(ConfigError, match=f"algorithm.old_logprobs=rollout with {rejected}"):
-        algorithm.check_old_logprobs(config, policy)
+        check_old_logprobs(config, algorithm, policy)

@@ -148,20 +148,6 @@ def test_each_run_is_built_and_checked_once(words, runs, here, started, monkeypa
     assert len(started) == runs and sorted(calls) == ["build_config"] * runs + ["check"] * runs
 
 
-def test_a_launcher_plugin_starts_the_runs_in_its_own_processes(here):
-    plugin = Path(__file__).parents[1] / "fixtures" / "launcher_plugin"
-    path = os.pathsep.join([str(ROOT), str(plugin), os.environ.get("PYTHONPATH", "")])
-    small = [*SMALL, "rollout.num_envs=16", "evaluation.num_episodes=2", "evaluation.num_videos_per_task=0"]
-    result = subprocess.run(
-        [sys.executable, "-m", "rlinf", "train", "-m", *small, "seed=1,2", "hydra/launcher=forking"],
-        env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, timeout=280,
-    )  # fmt: skip
-    assert result.returncode == 0, result.stderr
-    jobs = [line for line in result.stdout.splitlines() if line.startswith("job ")]
-    assert jobs == ["job 0: COMPLETED", "job 1: COMPLETED"]
-    assert len(list(here.glob("multirun/tabletop_ppo_mlp/latest/*/summary.json"))) == 2
-
-
 def test_cfg_job_prints_the_configuration_and_starts_nothing(here, started, capsys):
     assert main(["train", "experiment=quickstart", "seed=3", "--cfg", "job"]) == 0
     printed = yaml.safe_load(capsys.readouterr().out)
@@ -178,6 +164,7 @@ def test_cfg_job_prints_the_configuration_and_starts_nothing(here, started, caps
         "evaluate --cfg job env.tsks=[reach]", "collect --cfg job algorithm.gama=1",
         "train --config-dir nowhere experiment=quickstart", "evaluate", "evaluate checkpoint=nowhere", "evaluate -m seed=1,2",
         "export", "export checkpoint=nowhere output=new", "export chekpoint=nowhere", "export nowhere", "models x=1",
+        "check env.image_size=32", "check env=tabletop seed=3",
     ],
 )  # fmt: skip
 def test_user_errors_are_one_line_with_status_2_and_leave_nothing_behind(arguments, here, started, capsys):
@@ -251,6 +238,8 @@ def test_models_shows_plugins_and_the_folder_of_the_user(here, capsys):
     row = next(line for line in text.splitlines() if "arm_policy" in line)
     assert row.endswith(str(here / "mine" / "arm_plugin.py"))
     assert "arm" in options_of(text.split("\n\n")[2])["model"]
+    about = dict(line.split(None, 1) for line in text.split("\n\n")[3].splitlines()[1:])
+    assert about["quickstart"].startswith("CPU, 2 minutes: ") and "your_config" not in about
 
 
 @pytest.mark.parametrize("script", ["train.py", "evaluate.py"])

@@ -67,7 +67,7 @@ def test_resume_tells_every_key_that_has_changed_and_no_other(saved_run, started
 @pytest.mark.parametrize(
     ("command", "overrides", "said"),
     [
-        ("train", ["seed=9"], "seed=9, and {} was written with seed=5; expected the same seed throughout a run. Set seed=5"),
+        ("train", ["seed=9"], "seed=9, and {} was written with seed=5; expected the same value throughout a run. Set seed=5"),
         ("train", ["trainer.max_steps=5"], "trainer.max_steps=5 for {}; expected at least the 6 iterations already done"),
         ("train", ["experiment=quickstart", "seed=5"], "{} contains a 'mlp', but model.model_type is 'openvla'"),
         ("sft", ["sft.max_steps=9"], "{} has finished cloning and is in RL. Run rlinf train resume="),

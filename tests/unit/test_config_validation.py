@@ -74,7 +74,7 @@ CASES = {
     "one env and two halves": (["rollout.num_envs=1", "rollout.pipeline_stages=2", "trainer.minibatch_size=16"], "1 env per rank"),
     "processes and threads": (["rollout.worker_processes=2", "rollout.pipeline_stages=2"], "rollout.pipeline_stages=2"),
     "processes for an engine": (
-        ["rollout.worker_processes=2", "rollout.backend=vllm", "model.init_config.action_decoding=autoregressive"], "in an engine"),
+        ["rollout.worker_processes=2", "rollout.backend=vllm", "model.init_config.action_decoding=autoregressive"], "rollout.backend=vllm"),
     "episodes that continue without their simulators": (
         ["rollout.continue_episodes=true", "rollout.offload_envs=true"], "rollout.offload_envs=true"),
     "groups over processes": (["algorithm=grpo", "rollout.worker_processes=5"], "8 groups per rank"),
@@ -287,14 +287,13 @@ def test_folder_of_another_run_is_refused_for_training(finished, monkeypatch):
 
 REFUSED = {
     "resume and init_from": ("train", ["resume=a", "init_from=b"], "exclude each other"),
-    "a comparison of a run": ("train", ["evaluation.compare=a"], "evaluation.compare=a with `rlinf train`.* Set evaluation.compare=null"),
+    "a comparison of a run": ("train", ["evaluation.compare=a"], "evaluation.compare=a .*`rlinf train`.* Set evaluation.compare=null"),
     "a run that ends its evaluations": (
-        "train", ["evaluation.stop_when=0.1"], "evaluation.stop_when=0.1 with `rlinf train`.* Set evaluation.stop_when=null"),
+        "train", ["evaluation.stop_when=0.1"], "evaluation.stop_when=0.1 .*`rlinf train`.* Set evaluation.stop_when=null"),
     "a rule without a baseline": ("evaluate", ["evaluation.stop_when=decided"], "=decided.* Set evaluation.compare="),
-    "a list too short to decide": (
-        "evaluate", ["evaluation.stop_when=decided", "evaluation.compare=a", "evaluation.num_episodes=5"],
-        "too few to decide .* at least 6. Set evaluation.num_episodes=200"),
-    "nothing to clone": ("sft", [], "nothing to do"),
+    "an unknown rule": ("evaluate", ["evaluation.stop_when=decide"], "=decide; .* Set evaluation.stop_when="),
+    "a width above 1": ("evaluate", ["evaluation.stop_when=1.5"], "=1.5; .* Set evaluation.stop_when=0.1"),
+    "nothing to clone": ("sft", [], "sft.max_steps=0 .* Set sft.max_steps=700"),
 }  # fmt: skip
 """Rejections whose fix names another command or folder, or ends the run."""
 
@@ -363,6 +362,21 @@ def test_derived_numbers_by_hand():
     assert "96 envs = 12 groups of 8 x 20 chunks = 1920 samples" in format_derived(config)
 
 
+@pytest.mark.parametrize(
+    ("number", "wanted", "of", "best"), [(96, 64, 1, 48), (1024, 100, 1, 128), (96, 5, 2, 4), (7, 3, 2, 7)]
+)
+def test_suggested_size_is_the_nearest_divisor_and_is_listed(number, wanted, of, best):
+    assert validation.nearest_divisor(number, wanted, of) == best
+    assert str(best) in validation.divisors_text(number, wanted, of).split(", ")
+
+
+def test_an_env_without_cameras_suggests_no_model_of_zero_images():
+    words = ["model=openvla_tiny", "env=gymnasium", "env.id=Pendulum-v1", "env.tasks=null"]
+    with pytest.raises(ConfigError, match=r"env\.cameras lists 0: \[\]. Set model=mlp") as caught:
+        validate(build(*words))
+    assert "num_images_in_input=0" not in str(caught.value)
+
+
 def test_a_state_policy_that_reads_nothing_is_refused_and_a_picture_policy_is_not():
     with pytest.raises(ConfigError, match="state_dim=0; expected at least 1"):
         validate(build_config(compose_config(["experiment=tabletop_ppo_mlp", "model.init_config.state_dim=0"])))
@@ -385,4 +399,4 @@ def test_a_good_configuration_is_checked_in_few_modules():
     finally:
         sys.setprofile(None)
     assert {"preflight/validation.py", "envs/base.py", "algorithms/base.py"} <= called
-    assert len(called) <= 18, sorted(called)
+    assert len(called) <= 19, sorted(called)

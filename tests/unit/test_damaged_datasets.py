@@ -488,6 +488,16 @@ def change_features(folder: Path, change: Callable[[dict], None]) -> None:
     path.write_text(json.dumps(features))
 
 
+def test_rlds_images_of_any_size_have_the_size_of_the_first(rlds):
+    def free(features):
+        image = features["observation"]["featuresDict"]["features"]["image"]["image"]
+        image["shape"] = {"dimensions": ["-1", "-1", "3"]}
+
+    change_features(rlds, free)
+    assert describe_dataset(rlds).image_shapes == {"image": (16, 16), "wrist_image": (16, 16)}
+    assert open_rlds(rlds).rows(np.array([0]))[0].images["front"].shape == (1, 16, 16, 3)
+
+
 def test_an_rlds_encoding_is_refused_by_name(rlds):
     change_features(rlds, lambda features: features["action"]["tensor"].update(encoding="zlib"))
     with pytest.raises(ConfigError, match="steps/action .*encoding 'zlib'"):

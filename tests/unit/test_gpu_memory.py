@@ -280,10 +280,7 @@ def test_a_policy_that_cannot_be_built_without_numbers_is_not_refused(monkeypatc
         train._fit_to_gpu(config, 10**6)  # control: one that can be built is
     monkeypatch.setattr(gpu_memory, "policy_on_meta_device", fails)
     assert train._fit_to_gpu(config, 10**6) is True
-    printed = capsys.readouterr().out
-    assert "unknown: AttributeError: no item()" in printed and "set model.gradient_checkpointing=false" in printed
-    config.model.gradient_checkpointing = False
-    assert train._fit_to_gpu(config, 10**6) is False
+    assert "set model.gradient_checkpointing=false" in capsys.readouterr().out
     monkeypatch.setattr(
         gpu_memory, "policy_on_meta_device", lambda _: (_ for _ in ()).throw(ConfigError("a wrong key"))
     )

@@ -19,7 +19,6 @@ from rlinf.envs.gymnasium import env as gymnasium_env
 from rlinf.envs.gymnasium.env import GymnasiumConfig, GymnasiumSimulator, action_bounds, action_of, spaces_of
 from rlinf.envs.process.trial import run_in_child, run_trial
 from rlinf.errors import ConfigError, MissingDependencyError, SimulatorError
-from rlinf.imports import import_string
 from rlinf.preflight.compatibility import check_evaluation
 from rlinf.seeding import derive_seed
 from rlinf.types import EpisodeSpec
@@ -159,7 +158,7 @@ gymnasium.register("Endless-v0", entry_point=Walk)
 
 def tried_here(trial, config, what):
     """A trial without the process around it, which takes a second."""
-    return run_trial(import_string(trial)(config))
+    return run_trial(trial(config))
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -18,7 +18,6 @@ from rlinf.envs.gymnasium.env import GymnasiumConfig
 from rlinf.envs.process.trial import run_trial
 from rlinf.errors import ConfigError
 from rlinf.evaluation.result import EvaluationResult, Success
-from rlinf.imports import import_string
 
 MODULE = '''
 import gymnasium
@@ -98,7 +97,7 @@ for name, changes in {
 
 def tried_here(trial, config, what):
     """A trial without the process around it, which takes a second."""
-    return run_trial(import_string(trial)(config))
+    return run_trial(trial(config))
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -353,3 +353,13 @@ def test_rotary_frequencies_of_both_towers_stay_float32_in_the_fallback_class(zo
         assert buffer.dtype == torch.float32 and torch.equal(buffer, expected[key]), key
     rounded = dict(plain.to(torch.bfloat16).named_buffers())  # control: transformers' own conversion rounds them
     assert any(rounded[key].dtype == torch.bfloat16 for key in expected)
+
+
+def test_an_input_longer_than_the_language_models_positions_is_refused(zoo):
+    model = zoo.copy("internvl" if "internvl" in FAMILIES else sorted(FAMILIES)[0])
+    needed = model.preprocess(observe())["input_ids"].shape[1] + NUM_TOKENS
+    model.config.text_config.max_position_embeddings = needed
+    model.preprocess(observe())
+    model.config.text_config.max_position_embeddings = needed - 1
+    with pytest.raises(ConfigError, match=rf"has {needed} tokens.* {needed - 1} positions \(max_position_embeddings\)"):
+        model.preprocess(observe())

@@ -13,6 +13,7 @@ from rlinf.data.frames import EncodedFrames
 from rlinf.images import ImageError, open_image
 from rlinf.recipes.packers import open_image as open_of_row
 from rlinf.recipes.samples import BadRowError
+from rlinf.serving import MessageError
 from rlinf.serving.codec import _image
 
 ROWS = np.arange(2 * 3 * 3, dtype=np.uint8).reshape(2, 3, 3) * 14
@@ -77,6 +78,12 @@ def test_numbers_of_more_than_8_bits_are_rejected_by_name(tmp_path, dtype):
             read(data)
     with pytest.raises(BadRowError, match=f"'{mode}'"):
         open_of_row({"bytes": data, "path": None}, tmp_path)
+
+
+def test_a_served_image_of_16_bits_is_rejected():
+    data = encoded(Image.fromarray(np.full((2, 3), 400, np.uint16)))
+    with pytest.raises(MessageError, match="mode 'I;16'"):
+        _image({"format": "png", "data": data, "shape": [2, 3, 1]}, _Budget())
 
 
 @pytest.mark.parametrize("shape", [(3,), (2, 3, 2), (0, 3, 3), (1, 2, 3, 3)])

@@ -10,7 +10,10 @@ from peft import LoraConfig as PeftLoraConfig
 from peft import PeftModel, get_peft_model
 from peft.tuners.tuners_utils import BaseTunerLayer
 from safetensors.torch import load_file
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from rlinf.config.compose import compose_config
+from rlinf.config.schema import build_config
 from rlinf.errors import CheckpointError, ConfigError
 from rlinf.llm.hf_model import load_config
 from rlinf.models import HFModel, build_policy, get_model
@@ -392,3 +395,41 @@ def test_a_folder_of_adapters_in_place_of_a_model_says_what_it_is(tiny_lm, tmp_p
             use()
     shutil.copy(f"{tiny_lm()}/config.json", tmp_path)  # a model that keeps its adapters beside it
     assert load_config(tmp_path).model_type == "llama"
+
+
+class Casts(TorchDispatchMode):
+    """Counts changes of the number format."""
+
+    num = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        if "_to_copy" in func._schema.name and out.dtype != args[0].dtype:
+            self.num += 1
+        return out
+
+
+def built_in_bf16(*words):
+    return build_policy(
+        build_config(compose_config(["experiment=tabletop_openvla_oft_tiny", "model.precision=bf16", *words]))
+    ).eval()
+
+
+def num_casts(model):
+    hidden = torch.zeros(1, 4, model.config.text_config.hidden_size, dtype=torch.bfloat16)
+    with Casts() as casts, torch.no_grad():
+        for layer in model.language_model.model.layers:
+            layer.mlp(hidden), layer.self_attn.q_proj(hidden)
+    return casts.num
+
+
+def test_adapters_cast_nothing():
+    """They compute in the number format of the weights below them."""
+    assert num_casts(built_in_bf16()) == 0
+    model = built_in_bf16("model.is_lora=true")
+    assert {p.dtype for name, p in model.named_parameters() if ".lora_" in name} == {torch.bfloat16}
+    assert num_casts(model) == 0
+    for name, parameter in model.named_parameters():
+        if ".lora_" in name:
+            parameter.data = parameter.data.float()
+    assert num_casts(model) > 0, "control"

@@ -19,6 +19,7 @@ from rlinf.models.embodiment.modules.heads import ValueHead
 from rlinf.models.embodiment.modules.normalizer import unit_range_stats
 from rlinf.models.embodiment.modules.tokenizer import TINY_TOKENIZER, ActionTokenizer
 from rlinf.models.embodiment.openvla.processing import PrismaticImageProcessor, PrismaticProcessor
+from rlinf.models.embodiment.openvla.vllm import OpenVLAVllmAdapter
 from rlinf.preflight.validation import validate
 from rlinf.types import Observation
 
@@ -224,8 +225,7 @@ def test_a_policy_needs_optional_methods_only_for_cloning_and_vllm(monkeypatch):
     validate(build_config(compose_config([*overrides, "sft.max_steps=0"])))
     with pytest.raises(ConfigError, match=r"sft.max_steps=5.*does not implement sft_loss.*Set sft.max_steps=0"):
         validate(build_config(compose_config([*overrides, "sft.max_steps=5"])))
-    adapter = "rlinf.models.embodiment.openvla.vllm:OpenVLAVllmAdapter"
-    monkeypatch.setattr(MLPForRLActionPrediction, "vllm_adapter", adapter)
+    monkeypatch.setattr(MLPForRLActionPrediction, "vllm_adapter", OpenVLAVllmAdapter)
     with pytest.raises(ConfigError, match=r"MLPForRLActionPrediction does not implement. Set rollout.backend=torch"):
         validate(build_config(compose_config([*overrides, "rollout.backend=vllm"])))
 

@@ -263,6 +263,25 @@ def test_wrong_settings_are_refused_with_the_value_to_type(section, message):
         get_model(section)
 
 
+def test_an_input_longer_than_the_language_models_positions_is_refused():
+    """Longest row: 1 BOS, 4 image tokens, then words, and 6 actions; a text config with one position too few rejects it."""
+    observation = observe()
+    needed = build().preprocess(observation)["input_ids"].shape[1] + 4 + 6
+    for positions in (needed, needed - 1):
+        config = KINDS["parallel"] | {"text_config": TEXT | {"max_position_embeddings": positions}}
+        model = build(init_config=config)
+        inputs = model.preprocess(observation)
+        if positions == needed:
+            model.predict_action_batch(do_sample=False, **inputs)
+            continue
+        with pytest.raises(ConfigError, match=rf"has {needed} tokens.*actions 6.* {positions} positions"):
+            model.predict_action_batch(do_sample=False, **inputs)
+        with pytest.raises(ConfigError, match="max_position_embeddings"):
+            model.evaluate_actions(inputs, torch.full((len(SENTENCES), 6), 530))
+        model.config.text_config.rope_parameters = {"rope_type": "yarn", "factor": 2.0}
+        model.predict_action_batch(do_sample=False, **inputs)
+
+
 def test_the_prompt_is_read_once_and_then_one_token_at_a_time():
     model = build("autoregressive")
     lengths, images, full_heads = [], [], []

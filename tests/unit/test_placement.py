@@ -33,7 +33,7 @@ MISFITS = {
     "nothing for ray": (["cluster.placement=colocated", "cluster.num_rollout_workers=null"], "cluster.start=auto"),
     "rollout workers of ranks that play": (
         ["cluster.placement=colocated", "cluster.start=auto"],
-        "cluster.placement=disaggregated cluster.start=ray",
+        "cluster.num_rollout_workers=null",
     ),
     "rollout workers without ray": (["cluster.start=auto"], "cluster.start=ray"),
     "nothing to play": (["trainer.max_steps=0", "sft.max_steps=5"], COLOCATED),
@@ -47,7 +47,7 @@ MISFITS = {
     "more rollout workers than groups": ([*GROUPS, "cluster.num_rollout_workers=16"], "rollout.num_envs=128"),
     "processes that play, too": (
         ["rollout.worker_processes=2"],
-        "rollout.worker_processes=0 cluster.num_rollout_workers=2",
+        "rollout.worker_processes=0",
     ),
 }
 

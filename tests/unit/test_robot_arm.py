@@ -79,9 +79,9 @@ def test_an_episode_ends_after_the_actions_of_the_env():
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({}, "success=env with arm=.*no env reports it.*Set success=human"),
-        ({"success": "human"}, r"relative_dims=null with arm=.*positions.*Set relative_dims=\[\]"),
-        ({"success": "human", "relative_dims": [], "noise": 0.1}, "noise=0.1 .*simulated robot.*Set noise=0.0"),
+        ({}, "success=env.*no env reports it.*Set success=human"),
+        ({"success": "human"}, r"relative_dims=null.*positions.*Set relative_dims=\[\]"),
+        ({"success": "human", "relative_dims": [], "noise": 0.1}, "noise=0.1.*simulated robot.*Set noise=0.0"),
         ({"success": "human", "relative_dims": [], "teleoperator": "scripted"}, "Set teleoperator=none"),
         ({"success": "human", "relative_dims": []}, "max_relative_target=null .*may jump.*Set max_relative_target="),
     ],
@@ -92,7 +92,7 @@ def test_what_an_env_alone_can_do_is_refused(tmp_path, given, message):
 
 
 @pytest.mark.parametrize(("control", "units", "message"), [
-    ("delta", "lerobot", "env.control=delta .*Set env.control=joints"), ("joints", "radians", "env.units=radians .*Set env.units=lerobot"),
+    ("delta", "lerobot", "env.control=delta.*Set env.control=joints"), ("joints", "radians", "env.units=radians.*Set env.units=lerobot"),
 ])  # fmt: skip
 def test_actions_in_other_units_are_refused(control, units, message):
     config = SimpleNamespace(env=SimpleNamespace(control=control, units=units))

@@ -151,7 +151,7 @@ def _tried(config: GymnasiumConfig) -> Spaces:
     if (key := (*_key(config), config.success_return is None, *config.cameras)) not in _results:
         is_here = config.num_processes == 0 and _module_of(config.id) == "__main__"
         what = f"env.id={config.id}"
-        _results[key] = run_trial(trial(config)) if is_here else run_in_child(f"{__name__}:trial", config, what)
+        _results[key] = run_trial(trial(config)) if is_here else run_in_child(trial, config, what)
     return _results[key]
 
 

@@ -23,11 +23,10 @@ from rlinf.distributed.child_process import POLL_S, ChildProcess, Failure, Share
 from rlinf.distributed.stack_dump import dump_stacks
 from rlinf.envs.base import VectorEnv
 from rlinf.envs.config import ProcessEnvConfig
-from rlinf.envs.process.simulator import Simulator
+from rlinf.envs.process.simulator import Simulator, load_simulator
 from rlinf.envs.process.worker_process import SimulatorRows, SimulatorTask
 from rlinf.envs.spread import Call, Part, SpreadVectorEnv
 from rlinf.errors import ConfigError, SimulatorError
-from rlinf.imports import import_string
 from rlinf.memory import num_cores
 from rlinf.types import EpisodeSpec, Observation
 
@@ -126,11 +125,11 @@ class ProcessVectorEnv(SpreadVectorEnv):
 
     @classmethod
     def has_expert(cls, config: ProcessEnvConfig) -> bool:
-        return import_string(cls.simulator_class).expert_action is not Simulator.expert_action
+        return load_simulator(cls.simulator_class).expert_action is not Simulator.expert_action
 
     @classmethod
     def expert_options(cls) -> list[str]:
-        return list(inspect.signature(import_string(cls.simulator_class).expert_action).parameters)[1:]
+        return list(inspect.signature(load_simulator(cls.simulator_class).expert_action).parameters)[1:]
 
     def worker_processes(self) -> list[subprocess.Popen]:
         return [worker.process for worker in self._workers if worker.process is not None]

@@ -10,6 +10,7 @@ import numpy as np
 
 from rlinf.envs.config import EnvConfig
 from rlinf.errors import ConfigError
+from rlinf.imports import import_string
 
 if TYPE_CHECKING:
     from rlinf.types import EpisodeSpec
@@ -73,3 +74,9 @@ class Simulator(ABC):
 
     def close(self) -> None:  # noqa: B027
         """Free resources; does nothing by default."""
+
+
+def load_simulator(simulator_class: str) -> type[Simulator]:
+    """Import the class ``"module:Class"``, in the process that runs it or, for its expert, in the one that asks."""
+    loaded: type[Simulator] = import_string(simulator_class)
+    return loaded

@@ -4,7 +4,7 @@ import os
 import re
 import threading
 import traceback
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from typing import Any, cast
 
 import numpy as np
@@ -14,7 +14,6 @@ from rlinf.distributed.child_process import POLL_S, Failure, child_end, exit_wit
 from rlinf.envs.config import ProcessEnvConfig
 from rlinf.envs.process.env import SLOW_CALLS, Worker
 from rlinf.errors import SimulatorError
-from rlinf.imports import import_string
 
 LOG_CHARACTERS = 2000
 OTHER_STACKS = re.compile(r"^Thread 0x.*?(?=^Current thread)|^Extension modules:[^\n]*", re.MULTILINE | re.DOTALL)
@@ -23,8 +22,8 @@ Trial = Generator[str, None, Any]
 """Yields each call's name before the call; all but ``SLOW_CALLS`` are limited by ``env.step_timeout_s``. Returns the result."""
 
 
-def run_in_child(trial: str, config: ProcessEnvConfig, what: str) -> Any:
-    """Run the ``Trial`` ``"module:function"`` in a child process; raise its RLinfError, or a SimulatorError about ``what``."""
+def run_in_child(trial: Callable[[Any], Trial], config: ProcessEnvConfig, what: str) -> Any:
+    """Run the ``Trial`` of a module's function in a child process, which imports the module; raise its RLinfError, or a SimulatorError about ``what``."""
     worker, call, reply = Worker(np.zeros(1, dtype=np.int64)), "construction", cast(Any, None)
     environment = {"LP_NUM_THREADS": "0", **os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
     worker.launch(f"{__name__}:main", f"the trial of {what}", [], environment, logs_output=True)
@@ -65,7 +64,7 @@ def main() -> None:
     threading.Thread(target=exit_with_parent, args=(parent,), daemon=True).start()
     try:
         trial, config = connection.recv()
-        connection.send((run_trial(import_string(trial)(config), connection.send),))
+        connection.send((run_trial(trial(config), connection.send),))
     except BaseException as error:  # noqa: BLE001 - the parent reports it
         failure, place = failure_of(error), traceback.extract_tb(error.__traceback__)[-1]
         where = "" if failure.error else f" ({place.filename}, line {place.lineno})"

@@ -15,11 +15,10 @@ import numpy as np
 
 from rlinf.distributed.child_process import child_end, exit_with_parent, failure_of
 from rlinf.envs.config import ProcessEnvConfig
-from rlinf.envs.process.simulator import Simulator
+from rlinf.envs.process.simulator import Simulator, load_simulator
 from rlinf.envs.steps import SimulatorChunk
 from rlinf.errors import ConfigError
 from rlinf.flags import flag_of, number_of
-from rlinf.imports import import_string
 
 if TYPE_CHECKING:
     from rlinf.types import EpisodeSpec
@@ -52,7 +51,7 @@ class SimulatorRows:
     def __init__(self, task: SimulatorTask, memory: Any) -> None:
         self.task = task
         self.rows = np.frombuffer(memory, dtype=task.row_type)
-        self._make = import_string(task.simulator_class)
+        self._make = load_simulator(task.simulator_class)
         self._simulators: dict[int, Simulator] = {}
 
     def reset(self, ids: Sequence[int], specs: Sequence[EpisodeSpec]) -> tuple[None, list[str]]:

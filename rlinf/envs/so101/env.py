@@ -21,7 +21,6 @@ from rlinf.envs.process.env import ProcessVectorEnv
 from rlinf.envs.process.simulator import Simulator, SingleStep, View
 from rlinf.envs.so101.expert import wanted_joints
 from rlinf.errors import ConfigError, MissingDependencyError
-from rlinf.imports import import_string
 from rlinf.options import option
 from rlinf.seeding import derive_seed
 
@@ -71,9 +70,8 @@ if TYPE_CHECKING:
 
 
 class Task(NamedTuple):
-    """A task: class, instruction, time limit in control steps, and whether its reward is paid for proximity at every step."""
+    """A task: instruction, time limit in control steps, and whether its reward is paid for proximity at every step."""
 
-    env_class: str
     instruction: str
     horizon: int
     pays_nearness: bool = False
@@ -81,9 +79,9 @@ class Task(NamedTuple):
 
 PLACE_INSTRUCTION = "Pick up the {} cube and place it on the blue circle."
 TASKS = {
-    "PickLift": Task("so101_nexus.mujoco.pick_env:PickLiftEnv", "Pick up the {} cube.", 1024),
-    "PickAndPlace": Task("so101_nexus.mujoco.pick_and_place:PickAndPlaceEnv", PLACE_INSTRUCTION, 1024),
-    "Touch": Task("so101_nexus.mujoco.touch_env:TouchEnv", "Touch the {} cube.", 512, pays_nearness=True),
+    "PickLift": Task("Pick up the {} cube.", 1024),
+    "PickAndPlace": Task(PLACE_INSTRUCTION, 1024),
+    "Touch": Task("Touch the {} cube.", 512, pays_nearness=True),
 }
 """Tasks by their names in the package."""
 COLOURS = ("red", "orange", "yellow", "green", "purple", "black", "white")
@@ -329,6 +327,9 @@ def with_separate_state(scene: Any) -> Any:
 def scene_of(thread: int, task: str, control: str, colours: tuple[str, ...], num_distractors: int) -> Any:
     """Build (0.7 s) and cache one so101-nexus env per thread and set of task settings."""
     from so101_nexus import objects, observations
+    from so101_nexus.mujoco.pick_and_place import PickAndPlaceEnv
+    from so101_nexus.mujoco.pick_env import PickLiftEnv
+    from so101_nexus.mujoco.touch_env import TouchEnv
 
     pool = [objects.CubeObject(color=colour) for colour in colours]
     names = [
@@ -340,7 +341,7 @@ def scene_of(thread: int, task: str, control: str, colours: tuple[str, ...], num
         names += ["TargetPosition", "TargetOffset"]
         if num_distractors:  # this task has a separate pool for them
             options |= {"objects": pool[:-num_distractors], "distractors": pool[-num_distractors:]}
-    env_class = import_string(TASKS[task].env_class)
+    env_class = {"PickLift": PickLiftEnv, "PickAndPlace": PickAndPlaceEnv, "Touch": TouchEnv}[task]
     config = env_class.default_config_cls(observations=[getattr(observations, name)() for name in names], **options)
     return env_class(config, control_mode="pd_joint_target_delta_pos" if control == "delta" else "pd_joint_pos")
 

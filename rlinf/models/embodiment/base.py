@@ -61,7 +61,7 @@ class ActionModel(Module, metaclass=ABCMeta):
         other_statistics: Overrides to suggest if the statistics do not fit an env or a dataset.
         manifest: Training conditions of a remote policy, or None if unknown.
         without_state: Overrides that select a model without state input.
-        vllm_adapter: ``module:Class`` that runs the model in vLLM (see ``OpenVLAVllmAdapter``); None if unsupported.
+        vllm_adapter: Class that runs the model in vLLM (see ``OpenVLAVllmAdapter``); None if unsupported.
     """
 
     fsdp_wrap_modules: ClassVar[tuple[str, ...]] = ()
@@ -72,7 +72,7 @@ class ActionModel(Module, metaclass=ABCMeta):
     predicts_values: ClassVar[bool] = True
     float32_modules: ClassVar[tuple[str, ...]] = ("value_head", NAME)
     fills_calls: ClassVar[bool] = True
-    vllm_adapter: ClassVar[str | None] = None
+    vllm_adapter: ClassVar[type | None] = None
     without_state: ClassVar[str] = "model=openvla_tiny"
     other_statistics: ClassVar[str] = "model.unnorm_key={} 'model.override_config.norm_stats={{}}'"
     num_observations: int = 1

@@ -68,7 +68,7 @@ class Record:
     Attributes:
         gain: Paired comparison of the evaluations before (a) and after (b), as in ``compare.json``; None without one.
         return_name: Metric that rises with learning.
-        group_size_key, kl_key, warmup_key: Keys of the group size, of the weight of the KL penalty, and of the learning rate's warm-up.
+        kl_key, warmup_key: Keys of the weight of the KL penalty and of the learning rate's warm-up.
         own_rules: Rules of this kind of run, which are checked regardless of the outcome.
     """
 
@@ -77,7 +77,6 @@ class Record:
     gain: Json | None = None
 
     return_name: ClassVar[str] = "rollout/return_mean"
-    group_size_key: ClassVar[str] = "rollout.group_size"
     kl_key: ClassVar[str] = "algorithm.kl_coef"
     warmup_key: ClassVar[str] = "trainer.warmup_steps"
     own_rules: ClassVar[tuple[Rule, ...]] = ()

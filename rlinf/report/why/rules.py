@@ -9,8 +9,6 @@ from statistics import fmean, median
 from rlinf.report.why.findings import Diagnosis, Finding, NotMeasured, Record, Rule, read_record
 from rlinf.report.why.outcome import FELL, MATTERS, ROSE, UNKNOWN, Outcome, outcome_of_counts, outcome_of_values
 
-STILL_KL = 1e-8
-"""KL in nat below which it is 0 up to float32 rounding in ``ratio - 1 - log ratio``."""
 LARGEST_KL = 0.1
 """KL per iteration, in nat, above which the clipped loss is not valid for the new policy; healthy runs stay below 0.05."""
 LEAST_DISTANCE, LARGEST_RATE, LARGEST_DECAY = 1e-4, 0.02, 0.1
@@ -72,7 +70,7 @@ def steps_too_small(record: Record) -> Finding | None:
     used, norms = record.series(f"{name}/learning_rate"), [line.get(f"{name}/grad_norm") for line in record.lines]
     eps = record.setting("trainer.adam_eps", 0.0)
     norm = max((value for value in norms if value is not None), default=math.inf)
-    updates, mean = num_updates(record, used.steps)[0], fmean(used.values)
+    updates, mean = num_updates(record, used.steps), fmean(used.values)
     # AdamW's ratio of the first moment to the root of the second is at most about 1, and smaller for gradients below epsilon.
     distance = mean * updates * (1.0 if math.isinf(norm) else norm / (norm + eps) if norm else 0.0)
     if distance >= LEAST_DISTANCE and eps <= norm:
@@ -86,18 +84,15 @@ def steps_too_small(record: Record) -> Finding | None:
     return Finding(text, change, used.late_steps)
 
 
-def policy_never_moves(record: Record) -> Finding | None:
-    """The KL over several updates is 0 up to rounding in every iteration, or the critic's warm-up lasts for the entire run."""
+def only_the_critic_learns(record: Record) -> Finding | None:
+    """The critic's warm-up lasts for the entire run."""
     warmup, planned = record.setting("algorithm.critic_warmup_steps", 0), record.setting("trainer.max_steps", 0)
-    if 0 < planned <= warmup and record.has_rl:
-        text = f"The first {warmup} iterations only train the critic, and the run has {planned}"
-        return Finding(text, "algorithm.critic_warmup_steps=0", record.outcome.steps)
-    kl = record.series("train/approx_kl")
-    largest = max(map(abs, kl.values))
-    if largest > STILL_KL or num_updates(record, kl.steps)[1] <= 1:  # with one update, KL is measured first
+    if not record.has_rl:
+        raise NotMeasured
+    if not 0 < planned <= warmup:
         return None
-    text = f"The KL of old to new policy is at most {largest:.1g} nat in every iteration, which is 0 up to rounding"
-    return Finding(text, "", kl.all_steps)
+    text = f"The first {warmup} iterations only train the critic, and the run has {planned}"
+    return Finding(text, "algorithm.critic_warmup_steps=0", record.outcome.steps)
 
 
 def kl_penalty_too_strong(record: Record) -> Finding | None:
@@ -145,21 +140,6 @@ def too_few_updates(record: Record) -> Finding | None:
         return None
     text = f"The run has made {updates:.0f} updates, but target critics need {needed:.0f} (1 / algorithm.tau) to follow: too early to learn anything"
     return Finding(text, "", (record.lines[0]["step"], line["step"]))
-
-
-def stale_rollouts(record: Record) -> Finding | None:
-    """The mean importance ratio of asynchronous rollouts is off by 0.1, or ratios reach ten times `algorithm.tis_cap`."""
-    lag = record.series("rollout/staleness_iterations")
-    largest, cap = record.series("rollout/importance_ratio_max"), record.setting("algorithm.tis_cap", math.inf)
-    if not median(lag.late):
-        raise NotMeasured
-    mean = median(record.series("rollout/importance_ratio_mean").late)
-    # The ratios have an expected value of 1. If their mean is off by 0.1, a few samples dominate the estimate.
-    if abs(mean - 1) <= 0.1 and median(largest.late) <= 10 * cap:
-        return None
-    old = f"Rollouts are {median(lag.late):.0f} iterations old"
-    text = f"{old}: importance ratios reach {median(largest.late):.3g}, and their mean is {mean:.3g} instead of 1"
-    return Finding(text, f"cluster.max_staleness={max(0, round(median(lag.late)) - 1)}", lag.late_steps)
 
 
 def return_without_success(record: Record) -> Finding | None:
@@ -219,22 +199,17 @@ def rate_of(record: Record) -> tuple[str, float]:
     return "trainer.learning_rate", 1e-4
 
 
-def num_updates(record: Record, steps: list[int]) -> tuple[float, float]:
-    """Return the number of optimiser steps over ``steps`` and per iteration; infinity if unknown."""
+def num_updates(record: Record, steps: list[int]) -> float:
+    """Return the number of optimiser steps over ``steps``; infinity if unknown."""
     counted = [line["train/updates_total"] for line in record.lines if line.get("train/updates_total") is not None]
-    if counted:  # off-policy
-        return counted[-1], counted[-1] / len(counted)
-    num_steps, per_iteration = (
-        steps[-1] - steps[0] + 1,
-        record.updates_per_iteration(),
-    )  # cloning does not log every step
-    return num_steps * per_iteration, per_iteration
+    # Off-policy runs count their updates; cloning does not log every step.
+    return counted[-1] if counted else (steps[-1] - steps[0] + 1) * record.updates_per_iteration()
 
 
 ALWAYS: tuple[Rule, ...] = (imitation_ceiling,)
 """Rules that are checked regardless of the outcome, after ``Record.own_rules``."""
 CAUSES: tuple[Rule, ...] = (
-    kl_penalty_too_strong, steps_too_large, constant_return, steps_too_small, policy_never_moves, too_few_updates,
-    stale_rollouts, return_without_success, return_falls,
+    kl_penalty_too_strong, steps_too_large, constant_return, steps_too_small, only_the_critic_learns, too_few_updates,
+    return_without_success, return_falls,
 )  # fmt: skip
 """Rules that explain a bad outcome, ordered so that causes precede their consequences."""

@@ -163,17 +163,12 @@ class OpenVLAConfig(PreTrainedConfig):
         return result
 
     def _check(self) -> None:
-        num_towers = len(self.timm_model_ids)
-        if num_towers != (2 if self.use_fused_vision_backbone else 1):
-            raise field_error(
-                f"use_fused_vision_backbone is {self.use_fused_vision_backbone}, but timm_model_ids has {num_towers} names; "
-                "expected one tower, or two fused towers", "use_fused_vision_backbone=null",
-            )  # fmt: skip
-        for name in ("image_sizes", "timm_override_act_layers", "vision_overrides"):
-            count = len(getattr(self, name))
-            if count != num_towers:
-                problem = f"{name} has {count} entries; expected one per vision tower ({num_towers})"
-                raise field_error(problem, f"{name}=null")
+        towers, fused = 2 if self.use_fused_vision_backbone else 1, "use_fused_vision_backbone"
+        for name in ("timm_model_ids", "image_sizes", "timm_override_act_layers", "vision_overrides"):
+            if (count := len(getattr(self, name))) != towers:
+                problem = f"{name} has {count} entries with {fused}={self.use_fused_vision_backbone}"
+                fix = f"{fused if name == 'timm_model_ids' else name}=null"
+                raise field_error(f"{problem}; expected one per vision tower ({towers})", fix)
         check_choice("action_decoding", self.action_decoding, ("autoregressive", "parallel"))
         check_choice("weight_init", self.weight_init, ("normal", "fan_in"))
         check_choice("image_preparation", self.image_preparation, ("rlds", "none"))

@@ -25,6 +25,7 @@ from rlinf.models.embodiment.modules.tokenizer import ActionTokenizer
 from rlinf.models.embodiment.openvla.config import OpenVLAConfig
 from rlinf.models.embodiment.openvla.llama_layer import KVCache, run_layers, use_action_layers
 from rlinf.models.embodiment.openvla.vision_tower import Projector, VisionBackbone, VisionTower
+from rlinf.models.embodiment.openvla.vllm import OpenVLAVllmAdapter
 from rlinf.models.embodiment.openvla.weights import from_public, to_public
 from rlinf.models.embodiment.token_action_model import PrefixStates, TokenActionModel
 from rlinf.models.precision import linear_in_float32
@@ -53,7 +54,7 @@ class OpenVLAForRLActionPrediction(TokenActionModel, CheckpointPolicy):
         r"|language_model\.model\.layers\..*_proj)"
     )
 
-    vllm_adapter: ClassVar[str] = "rlinf.models.embodiment.openvla.vllm:OpenVLAVllmAdapter"
+    vllm_adapter: ClassVar[type[OpenVLAVllmAdapter]] = OpenVLAVllmAdapter
 
     def __init__(
         self,

@@ -76,16 +76,10 @@ class OpenVLAOFTConfig(OpenVLAConfig):
                 "Set model.init_config.use_proprio=true or model.init_config.state_dim=null"
             )
         for part in self.new_parts:
-            if part not in NEW_PARTS:
-                raise ConfigError(
-                    f"new_parts contains '{part}'; expected names from {', '.join(NEW_PARTS)}. "
-                    f"Set model.override_config.new_parts=[{closest(part, NEW_PARTS) or 'action_head'}]"
-                )
             if part not in self.optional_parts:
-                raise ConfigError(
-                    f"new_parts contains '{part}', which the model does not have. "
-                    f"Set model.override_config.{NEW_PARTS[part]}, or leave '{part}' out of model.override_config.new_parts"
-                )
+                fix = NEW_PARTS.get(part, f"new_parts=[{closest(part, NEW_PARTS) or 'action_head'}]")
+                known = f"parts of the model among {', '.join(NEW_PARTS)}"
+                raise ConfigError(f"new_parts contains '{part}'; expected {known}. Set model.override_config.{fix}")
 
     @property
     def optional_parts(self) -> list[str]:

@@ -22,7 +22,7 @@ from rlinf.distributed.start import started_here
 from rlinf.envs import ENVS
 from rlinf.errors import reject
 from rlinf.memory import main_memory_bytes
-from rlinf.models.actors import ACTORS
+from rlinf.models.actors.kinds import ACTORS
 from rlinf.models.embodiment.actor_policy import actor_settings, base_folder, check_samples_noise, has_actor
 from rlinf.models.embodiment.modules.readout_token import holds_readout_token
 from rlinf.offpolicy.replay import offline_bytes, replay_bytes

@@ -12,7 +12,7 @@ from torch import Tensor
 from rlinf.algorithms.offpolicy_config import OffPolicyConfig
 from rlinf.data.formats import describe_dataset
 from rlinf.errors import CheckpointError, ConfigError
-from rlinf.models.actors import ACTORS
+from rlinf.models.actors.kinds import ACTORS
 
 
 @dataclass

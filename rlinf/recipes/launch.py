@@ -46,7 +46,7 @@ ON_THE_CPU = "on the CPU, the trained model itself generates, as with rollout.ba
 
 def launch(config: RecipeConfig, script: str | None, dry_run: bool, arguments: Sequence[str]) -> None:
     """Check a recipe, print its plan, and train it unless ``dry_run``; ``arguments`` are repeated in the command that resumes it."""
-    script = find_script(script) if script else None
+    script_path = find_script(script) if script else None
     place = launch_context(os.environ) if is_connected() else None
     if place is not None and asks_for_rollout_workers(config):
         raise ConfigError(
@@ -69,21 +69,21 @@ def launch(config: RecipeConfig, script: str | None, dry_run: bool, arguments: S
     if plan.workers and not is_elsewhere:
         check_machine(partial(place_rollout_workers, config, plan, device), store_capacity(config))
     try:
-        _check_sources(config, script)
+        _check_sources(config, script_path)
     except (ConfigError, CheckpointError) as error:
         typed = tuple(argument.partition("=")[0] for argument in arguments if "=" in argument)
         if not dry_run or str(error).startswith(typed):
             raise
         # A dry run also shows the plan if the recipe's own data and model do not exist yet.
         print(f"warning: a run would be rejected: {error}", file=sys.stderr)
-    print(describe(config, plan, *count_rows(config, script)), flush=True)
+    print(describe(config, plan, *count_rows(config, script_path)), flush=True)
     where = "GPUs" if device == "cuda" else "CPU"
     machine = (
         f"a machine with {plan.num_gpus} GPUs (this one has none)" if is_elsewhere else f"this one, on its {where}"
     )
     print(f"{'machine:':<14}{machine}", flush=True)
-    if script is not None:
-        print(f"{'script:':<14}{script}", flush=True)
+    if script_path is not None:
+        print(f"{'script:':<14}{script_path}", flush=True)
     if asks_for_gpus(config) and not plan.workers:
         print(f"note: {SHARED_GPUS if device == 'cuda' else ON_THE_CPU}", file=sys.stderr)
     if dry_run:
@@ -93,7 +93,7 @@ def launch(config: RecipeConfig, script: str | None, dry_run: bool, arguments: S
     _warn_about_wandb(config)
     deadlines = asdict(config.cluster.deadlines)
     with _places(config, plan, device) as places:
-        work = (config, script, device, places)
+        work = (config, script_path, device, places)
         with _resume_hint(config, arguments):
             start_ranks(_execute_rank, work, plan.policy_gpus, device, config.train.fsdp_offload, deadlines)
 

@@ -113,12 +113,13 @@ def _gains(run: TokenRun) -> list[tuple[str, tuple[str, Success], tuple[str, Suc
     """Return each binary reward before and after training, with the paired comparison."""
     if run.before_and_after is None:
         return []
-    ends = [(samples.name, samples.successes()) for samples in run.before_and_after]
-    compared = {part: run.paired(part) for part in ends[1][1]}
+    first, last = run.before_and_after
+    before, after = first.successes(), last.successes()
     return [
-        (part, *((name, successes[part]) for name, successes in ends), pairs)
-        for part, pairs in compared.items() if pairs is not None
-    ]  # fmt: skip
+        (part, (first.name, before[part]), (last.name, after[part]), pairs)
+        for part in after
+        if (pairs := run.paired(part)) is not None
+    ]
 
 
 def _rewards(run: TokenRun) -> list[Markup]:

@@ -6,6 +6,7 @@ from typing import Any
 
 from rlinf.engines.weight_handle import WeightBuckets
 from rlinf.llm.batched_data_dict import BatchedDataDict
+from rlinf.llm.generation_interface import GenerationInterface
 from rlinf.llm.hf_policy import HuggingFacePolicy
 from rlinf.llm.vllm_generation import VllmGeneration
 from rlinf.models.lora import MergedWeights
@@ -14,7 +15,7 @@ from rlinf.models.lora import MergedWeights
 class LocalGenerator:
     """Generator that uses this rank's own model or engine, with its current weights."""
 
-    def __init__(self, engine: HuggingFacePolicy | VllmGeneration) -> None:
+    def __init__(self, engine: HuggingFacePolicy | GenerationInterface) -> None:
         self.engine = engine
 
     def generate(self, batches: Sequence[BatchedDataDict], greedy: bool) -> Iterator[BatchedDataDict]:

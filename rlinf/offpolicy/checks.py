@@ -19,7 +19,7 @@ from rlinf.config.schema import RunConfig
 from rlinf.distributed.process_group import resolve_device
 from rlinf.envs import ENVS
 from rlinf.errors import reject
-from rlinf.models.actors import ACTORS
+from rlinf.models.actors.kinds import ACTORS
 from rlinf.models.embodiment.actor_policy import actor_settings, base_folder, check_samples_noise, has_actor
 from rlinf.models.embodiment.modules.readout_token import holds_readout_token
 from rlinf.offpolicy.learner import OffPolicyLearner

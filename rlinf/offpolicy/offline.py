@@ -28,7 +28,7 @@ from rlinf.distributed.process_group import rank
 from rlinf.envs import ENVS
 from rlinf.errors import CheckpointError, reject
 from rlinf.manifest import POLICY_FIELDS, Manifest, compare
-from rlinf.models.actors import ACTORS
+from rlinf.models.actors.kinds import ACTORS
 from rlinf.models.embodiment.actor_policy import ActorPolicy, actor_settings, has_actor
 from rlinf.offpolicy.base_outputs import DatasetOutputs, query_dataset
 from rlinf.offpolicy.demonstrations import OfflineData, offline_data

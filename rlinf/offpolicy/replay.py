@@ -16,7 +16,7 @@ from rlinf.distributed.process_group import resolve_device
 from rlinf.distributed.start import started_here
 from rlinf.errors import CheckpointError, ConfigError, reject
 from rlinf.memory import main_memory_bytes
-from rlinf.models.actors import ACTORS
+from rlinf.models.actors.kinds import ACTORS
 
 LARGEST_FRACTION = 0.8
 """Maximum fraction of main memory that the replay buffer and a policy on the CPU may use."""

@@ -72,7 +72,9 @@ def test_a_run_begins_with_the_buffer_of_another_one_of_the_same_frozen_policy(t
     trainer.make_parts(trainer.parts.worker.model)
     saved = all_tensors(tmp_path / "one" / "checkpoints" / "rl_000002")
     assert trainer.replay.num_transitions == int(saved["replay.has_action"].sum()) == 80
-    assert trainer.transitions.num_base_queries == 0 and trainer.largest_return == float(saved["loop.largest_return"]) > 0
+    assert (
+        trainer.transitions.num_base_queries == 0 and trainer.largest_return == float(saved["loop.largest_return"]) > 0
+    )
     other = build(config_of(tmp_path / "three", source, "seed=1")).rl
     with pytest.raises(CheckpointError, match="a different frozen policy.*Set init_from="):
         other.make_parts(other.parts.worker.model)

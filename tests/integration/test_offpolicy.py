@@ -27,10 +27,10 @@ from rlinf.models.actors.base import Critics
 from rlinf.models.embodiment.actor_policy import uniforms_from_inputs
 from rlinf.models.embodiment.mlp_action_model import MLPForRLActionPrediction
 from rlinf.models.embodiment.modules.readout_token import holds_readout_token
+from rlinf.offpolicy.algorithms import SAC
 from rlinf.offpolicy.checks import rounded_down, update_seconds
 from rlinf.offpolicy.episodes import EpisodeStats, largest_value
 from rlinf.offpolicy.replay import replay_bytes
-from rlinf.offpolicy.sac import SAC
 from rlinf.offpolicy.transitions import CallOutcome
 from rlinf.preflight.memory import estimate_memory, policy_on_meta_device
 from rlinf.preflight.validation import validate

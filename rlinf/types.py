@@ -28,9 +28,6 @@ ClassAndConfig = tuple[Any, Any]
 Statistics = dict[str, Any]
 """Bounds of actions and states, of one data set or by its name: ``{"action": {"q01": [...], ...}, "proprio": ...}``."""
 
-ClassAndConfig = tuple[type[Any], Any]
-"""A policy's class, an ``ActionModel``, and its configuration."""
-
 
 @dataclass(frozen=True, order=True)
 class EpisodeSpec:

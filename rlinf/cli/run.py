@@ -21,7 +21,6 @@ from rlinf.config.overrides import values_of
 from rlinf.config.schema import RunConfig
 from rlinf.errors import ConfigError
 from rlinf.evaluation.config import EvaluationConfig
-from rlinf.imports import import_string
 from rlinf.models.loading import hide_progress_bars
 from rlinf.options import PathText, check_arguments, from_mapping, option, public_fields, unknown_key_message
 from rlinf.preflight.folders import check_writable
@@ -76,15 +75,11 @@ def evaluate(arguments: Sequence[str]) -> int:
         require_policy(arguments, "evaluate")
     if COMPARE_FLAG in arguments:
         return _compare(list(arguments))
-    return _run_command(arguments, "evaluate")
-
-
-def _run_command(arguments: Sequence[str], command: str) -> int:
-    """Configure and run the function in ``rlinf.commands`` that has the command's name."""
-    config = configure(parse(with_checkpoint(arguments)), command)
+    config = configure(parse(with_checkpoint(arguments)), "evaluate")
     if config is not None:
-        # Imported by name only after the checks, because importing takes seconds.
-        import_string(f"rlinf.commands.{command}:{command}")(config)
+        from rlinf.commands import evaluate as command
+
+        command.evaluate(config)
     return 0
 
 
@@ -129,7 +124,12 @@ def collect(arguments: Sequence[str]) -> int:
 
     Model and env come from the checkpoint's configuration. Overrides change individual keys; a group (``env=tabletop``) replaces a section.
     """
-    return _run_command(arguments, "collect")
+    config = configure(parse(with_checkpoint(arguments)), "collect")
+    if config is not None:
+        from rlinf.commands import collect as command
+
+        command.collect(config)
+    return 0
 
 
 def convert(arguments: Sequence[str]) -> int:

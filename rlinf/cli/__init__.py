@@ -17,8 +17,12 @@ from rlinf.config.names import group_folders, options_of
 from rlinf.distributed.start import clear_launch_context, launch_context
 from rlinf.errors import EXIT_FAULT, EXIT_USER_ERROR, RankError, RLinfError, did_you_mean, print_error
 from rlinf.options import keys_help
+from rlinf.wings import Command
 
-ON_TAB = ("--install-completion", "--complete")
+ON_TAB = {
+    "--install-completion": Command("rlinf.cli.completion:install", "install completion", "[shell]"),
+    "--complete": Command("rlinf.cli.completion:complete", "complete a command line", "<line>"),
+}
 """Arguments of shell completion: one for the user, the other for the shell's script."""
 
 IN_PYTHON = """In Python: import rlinf (docs/python.md). Configuration: docs/configuration.md. Your own YAML files: --config-dir <folder>.
@@ -91,9 +95,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return EXIT_USER_ERROR
     try:
         if command in ON_TAB:
-            from rlinf.cli import completion
-
-            return completion.install(rest) if command == completion.INSTALL else completion.complete(rest)
+            return ON_TAB[command].load()(rest)
         if {"-h", "--help"} & set(rest):
             print(help_of(command))
             return 0

@@ -24,7 +24,6 @@ from rlinf.evaluation.config import EvaluationConfig
 from rlinf.models.loading import hide_progress_bars
 from rlinf.options import PathText, check_arguments, from_mapping, option, public_fields, unknown_key_message
 from rlinf.preflight.folders import check_writable
-from rlinf.report.compare_folders import compare_folders, evaluation_folder
 from rlinf.run_folder import COMPARISON_FILE, REPORT_FILE
 from rlinf.serving import require_packages
 
@@ -85,6 +84,8 @@ def evaluate(arguments: Sequence[str]) -> int:
 
 def _compare(arguments: list[str]) -> int:
     """Print the comparison of the two evaluations after the flag."""
+    from rlinf.report.compare_folders import compare_folders, evaluation_folder
+
     position = arguments.index(COMPARE_FLAG)
     folders, rest = arguments[position + 1 : position + 3], arguments[:position] + arguments[position + 3 :]
     key = "evaluation.allow_mismatch"

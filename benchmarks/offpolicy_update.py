@@ -27,8 +27,8 @@ from torch import Tensor, nn
 from rlinf.algorithms.offpolicy_config import ActorConfig, SACConfig
 from rlinf.models.actors.base import perceptron
 from rlinf.models.actors.kinds import ResidualActor
+from rlinf.offpolicy.algorithms import SAC
 from rlinf.offpolicy.replay import Batch, ReplayBuffer
-from rlinf.offpolicy.sac import SAC
 
 FEATURES, NUMBERS, ENVS = 256, 2, 32
 

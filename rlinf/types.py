@@ -22,14 +22,11 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-ClassAndConfig = tuple[Any, Any]
-"""A policy's class (``ActionModel``) and its configuration."""
+ClassAndConfig = tuple[type[Any], Any]
+"""A policy's class, an ``ActionModel``, and its configuration."""
 
 Statistics = dict[str, Any]
 """Bounds of actions and states, of one data set or by its name: ``{"action": {"q01": [...], ...}, "proprio": ...}``."""
-
-ClassAndConfig = tuple[type[Any], Any]
-"""A policy's class, an ``ActionModel``, and its configuration."""
 
 
 @dataclass(frozen=True, order=True)

@@ -38,6 +38,10 @@ class Command:
     has_config: bool = True
     uses_ranks: bool = False
 
+    def load(self, part: str = "run") -> Any:
+        """Import the function ``run`` or the dataclass ``keys``."""
+        return import_string(getattr(self, part))
+
 
 @dataclass(frozen=True)
 class Wing:

@@ -18,8 +18,8 @@ ALGORITHMS: Registry[type[AnyAlgorithm]] = Registry(
         "grpo": "rlinf.algorithms.groups:GRPO",
         "rloo": "rlinf.algorithms.groups:RLOO",
         "reinforce_pp": "rlinf.algorithms.reinforce_pp:ReinforcePP",
-        "sac": "rlinf.offpolicy.sac:SAC",
-        "td3": "rlinf.offpolicy.td3:TD3",
+        "sac": "rlinf.offpolicy.algorithms:SAC",
+        "td3": "rlinf.offpolicy.algorithms:TD3",
     },
     configs={
         "ppo": "rlinf.algorithms.config:PPOConfig",

@@ -15,11 +15,14 @@ from rlinf import wings
 from rlinf.cli.commands import COMMANDS
 from rlinf.config.names import group_folders, options_of
 from rlinf.distributed.start import clear_launch_context, launch_context
-from rlinf.errors import EXIT_FAULT, EXIT_USER_ERROR, ConfigError, RankError, RLinfError, did_you_mean, print_error
-from rlinf.imports import import_string
+from rlinf.errors import EXIT_FAULT, EXIT_USER_ERROR, RankError, RLinfError, did_you_mean, print_error
 from rlinf.options import keys_help
+from rlinf.wings import Command
 
-ON_TAB = {"--install-completion": "rlinf.cli.completion:install", "--complete": "rlinf.cli.completion:complete"}
+ON_TAB = {
+    "--install-completion": Command("rlinf.cli.completion:install", "install completion", "[shell]"),
+    "--complete": Command("rlinf.cli.completion:complete", "complete a command line", "<line>"),
+}
 """Arguments of shell completion: one for the user, the other for the shell's script."""
 
 IN_PYTHON = """In Python: import rlinf (docs/python.md). Configuration: docs/configuration.md. Your own YAML files: --config-dir <folder>.
@@ -46,7 +49,7 @@ def help_of(name: str) -> str:
     functions = {node.name: node for node in ast.parse(source).body if isinstance(node, ast.FunctionDef)}
     text = f"usage: rlinf {name} {command.usage}\n\n{wrapped(ast.get_docstring(functions[function]))}"
     if command.keys is not None:
-        return f"{text}\n\nits keys, with their defaults:\n{keys_help(import_string(command.keys), _width())}"
+        return f"{text}\n\nits keys, with their defaults:\n{keys_help(command.load('keys'), _width())}"
     if name not in ("train", "sft"):
         return text
     groups = {group: ", ".join(options_of(group)) for group in group_folders()}
@@ -92,11 +95,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return EXIT_USER_ERROR
     try:
         if command in ON_TAB:
-            return import_string(ON_TAB[command])(rest)
+            return ON_TAB[command].load()(rest)
         if {"-h", "--help"} & set(rest):
             print(help_of(command))
             return 0
-        status = _run(arguments, import_string(_function_of(command, rest)))
+        status = _run(arguments, _function_of(command, rest))
         # A closed pipe raises here and is handled below; at interpreter exit it would print a traceback.
         sys.stdout.flush()
         return status
@@ -121,15 +124,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return EXIT_INTERRUPTED
 
 
-def _function_of(command: str, arguments: Sequence[str]) -> str:
-    """Return the ``"module:function"`` that runs a command; a key may belong to a wing with a function of its own for it."""
-    replaced = wings.added("key_commands")
+def _function_of(command: str, arguments: Sequence[str]) -> Callable[[list[str]], int]:
+    """Return the function that runs a command; a key may belong to a wing with a function of its own for it."""
     for key in (f"{command} {argument.partition('=')[0]}=" for argument in arguments):
-        if reason := wings.missing("key_commands", key):
-            raise ConfigError(reason)
-        if key in replaced:
-            return replaced[key]
-    return COMMANDS[command].run
+        if key in wings.added("key_commands") or wings.missing("key_commands", key):
+            return wings.load("key_commands", key)
+    return COMMANDS[command].load()
 
 
 def _run(arguments: list[str], command: Callable[[list[str]], int]) -> int:

@@ -13,7 +13,6 @@ from rlinf.config.names import GROUP, group_folders, options_of
 from rlinf.config.schema import REGISTRIES, RunConfig, section_class
 from rlinf.errors import ConfigError, RLinfError
 from rlinf.files import write_text
-from rlinf.imports import import_string
 from rlinf.options import override_text, public_fields
 
 INSTALL, COMPLETE = "--install-completion", "--complete"
@@ -63,8 +62,8 @@ def complete(arguments: list[str]) -> int:
         candidates = [*COMMANDS, "--help", "--version", INSTALL]
     elif before[1] in COMMANDS and COMMANDS[before[1]].has_config:
         candidates = overrides(before[2:], current)
-        if (keys := COMMANDS[before[1]].keys) is not None:
-            kind, (key, equals, _) = import_string(keys), current.partition("=")
+        if COMMANDS[before[1]].keys is not None:
+            kind, (key, equals, _) = COMMANDS[before[1]].load("keys"), current.partition("=")
             candidates += values_of(kind, key) if equals else [f"{name}=" for name in public_fields(kind)]
     else:
         candidates = []

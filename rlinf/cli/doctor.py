@@ -15,6 +15,7 @@ from importlib.metadata import PackageNotFoundError, requires, version
 from pathlib import Path
 from typing import Any
 
+from rlinf import wings
 from rlinf.algorithms import ALGORITHMS
 from rlinf.config.plugins import load_plugins
 from rlinf.config.schema import RunConfig, build_config
@@ -151,8 +152,13 @@ def _reason(error: Exception) -> str:
 
 
 def check_registered() -> list[Finding]:
-    """Return the registered models and algorithms, including third-party packages'."""
-    findings = []
+    """Return the wings, and the registered models and algorithms, including third-party packages'."""
+    present = wings.present()
+    names = [
+        name if name in present else f"{name} (missing: {', '.join(wing.folders)})"
+        for name, wing in wings.WINGS.items()
+    ]
+    findings = [Finding("wings", YES if len(present) == len(names) else OPTIONAL, ", ".join(names))]
     for topic, registry in (("models", MODELS), ("algorithms", ALGORITHMS)):
         entries = sorted(registry.entries().items())
         names = [name if entry.origin == "rlinf" else f"{name} (from {entry.origin})" for name, entry in entries]

@@ -21,11 +21,9 @@ from rlinf.config.overrides import values_of
 from rlinf.config.schema import RunConfig
 from rlinf.errors import ConfigError
 from rlinf.evaluation.config import EvaluationConfig
-from rlinf.imports import import_string
 from rlinf.models.loading import hide_progress_bars
 from rlinf.options import PathText, check_arguments, from_mapping, option, public_fields, unknown_key_message
 from rlinf.preflight.folders import check_writable
-from rlinf.report.compare_folders import compare_folders, evaluation_folder
 from rlinf.run_folder import COMPARISON_FILE, REPORT_FILE
 from rlinf.serving import require_packages
 
@@ -76,20 +74,18 @@ def evaluate(arguments: Sequence[str]) -> int:
         require_policy(arguments, "evaluate")
     if COMPARE_FLAG in arguments:
         return _compare(list(arguments))
-    return _run_command(arguments, "evaluate")
-
-
-def _run_command(arguments: Sequence[str], command: str) -> int:
-    """Configure and run the function in ``rlinf.commands`` that has the command's name."""
-    config = configure(parse(with_checkpoint(arguments)), command)
+    config = configure(parse(with_checkpoint(arguments)), "evaluate")
     if config is not None:
-        # Imported by name only after the checks, because importing takes seconds.
-        import_string(f"rlinf.commands.{command}:{command}")(config)
+        from rlinf.commands import evaluate as command
+
+        command.evaluate(config)
     return 0
 
 
 def _compare(arguments: list[str]) -> int:
     """Print the comparison of the two evaluations after the flag."""
+    from rlinf.report.compare_folders import compare_folders, evaluation_folder
+
     position = arguments.index(COMPARE_FLAG)
     folders, rest = arguments[position + 1 : position + 3], arguments[:position] + arguments[position + 3 :]
     key = "evaluation.allow_mismatch"
@@ -129,7 +125,12 @@ def collect(arguments: Sequence[str]) -> int:
 
     Model and env come from the checkpoint's configuration. Overrides change individual keys; a group (``env=tabletop``) replaces a section.
     """
-    return _run_command(arguments, "collect")
+    config = configure(parse(with_checkpoint(arguments)), "collect")
+    if config is not None:
+        from rlinf.commands import collect as command
+
+        command.collect(config)
+    return 0
 
 
 def convert(arguments: Sequence[str]) -> int:

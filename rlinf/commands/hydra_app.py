@@ -38,7 +38,6 @@ from rlinf.errors import CheckpointError, ConfigError, RankError, RLinfError
 from rlinf.models.loading import hide_progress_bars
 from rlinf.options import check_arguments, from_mapping, override_text, public_fields
 from rlinf.preflight.folders import check_new_folder
-from rlinf.report.runs import sweep_table
 from rlinf.run_folder import CHECKPOINTS_FOLDER, LATEST, STATE_FILE, SUMMARY_FILE
 
 T = TypeVar("T")
@@ -130,6 +129,8 @@ def run_training(arguments: Sequence[str], command: str) -> list[Path]:
     folders, failures = _run_under_hydra(args, command, checked)
     finished = [folder for folder in folders if (folder / SUMMARY_FILE).is_file()]
     if args.multirun and len(finished) > 1:
+        from rlinf.report.runs import sweep_table
+
         print(sweep_table(finished), flush=True)
     if failures:
         raise failures[0]

@@ -1,5 +1,7 @@
 """Helpers that model classes use to read checkpoint folders and to check their contents."""
 
+from __future__ import annotations
+
 import functools
 import json
 import logging
@@ -12,13 +14,15 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from numbers import Real
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rlinf.errors import CheckpointError, ConfigError, MissingDependencyError
 from rlinf.files import Json
 from rlinf.models import MODELS
 from rlinf.run_folder import STATISTICS_FILE
-from rlinf.types import Statistics
+
+if TYPE_CHECKING:
+    from rlinf.types import Statistics  # imports numpy, which most commands need not
 
 logger = logging.getLogger("rlinf")
 

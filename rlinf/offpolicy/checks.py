@@ -7,10 +7,9 @@ from pathlib import Path
 from typing import Any, cast
 
 from rlinf.algorithms import ALGORITHMS
-from rlinf.algorithms.offpolicy_config import SCRATCH, ActorConfig, OffPolicyConfig
+from rlinf.algorithms.offpolicy_config import SCRATCH, OffPolicyConfig
 from rlinf.checkpoints.folders import (
     has_policy,
-    is_checkpoint,
     policy_folder,
     read_loop_state,
     read_saved_config,
@@ -18,16 +17,16 @@ from rlinf.checkpoints.folders import (
 )
 from rlinf.config.schema import RunConfig
 from rlinf.distributed.process_group import resolve_device
-from rlinf.distributed.start import started_here
 from rlinf.envs import ENVS
 from rlinf.errors import reject
-from rlinf.memory import main_memory_bytes
-from rlinf.models.actors import ACTORS
+from rlinf.models.actors.kinds import ACTORS
 from rlinf.models.embodiment.actor_policy import actor_settings, base_folder, check_samples_noise, has_actor
 from rlinf.models.embodiment.modules.readout_token import holds_readout_token
-from rlinf.offpolicy.replay import offline_bytes, replay_bytes
-from rlinf.options import closest, from_mapping, override_of, override_text, to_mapping
-from rlinf.preflight.compatibility import check_dataset, check_moments
+from rlinf.offpolicy.learner import OffPolicyLearner
+from rlinf.offpolicy.offline import REWARD_SETTINGS, check_demonstrations, check_replay_from
+from rlinf.offpolicy.replay import check_replay_size
+from rlinf.options import closest, override_of, override_text
+from rlinf.preflight.compatibility import check_moments
 from rlinf.preflight.memory import policy_on_meta_device
 from rlinf.types import ClassAndConfig
 
@@ -35,12 +34,6 @@ UPDATE_S, ROW_WEIGHT_S = 4e-3, 1.5e-10
 """Time of an update on one core, in seconds: a constant, and the time per row and weight (`benchmarks/offpolicy_update.py`)."""
 
 LONGEST_STEP_S = 60.0
-
-REWARD_SETTINGS = ("reward_mode", "success_bonus")
-"""Env settings that affect rewards, but not episodes."""
-
-LARGEST_FRACTION = 0.8
-"""Maximum fraction of main memory that the replay buffer and a policy on the CPU may use."""
 
 
 def check_off_policy(config: RunConfig, policy: ClassAndConfig | None) -> None:
@@ -65,13 +58,13 @@ def check_off_policy(config: RunConfig, policy: ClassAndConfig | None) -> None:
     _check_saved(config, algorithm)
     _check_token(config)
     _check_learns(config, algorithm)
-    _check_demonstrations(config, algorithm, policy)
-    _check_replay_from(config, algorithm)
+    check_demonstrations(config, algorithm, policy)
+    check_replay_from(config, algorithm)
     if policy is not None:  # the sizes of a hub model are only known after the download
         model = policy_on_meta_device(config)
         _check_candidates(config, algorithm, model)
         _check_times(config, algorithm, model)
-        _check_replay(config, algorithm, model)
+        check_replay_size(config, algorithm, model)
 
 
 def _check_run(config: RunConfig, name: str) -> None:
@@ -166,7 +159,10 @@ def _check_saved(config: RunConfig, algorithm: OffPolicyConfig) -> None:
     pairs["algorithm.num_critics"] = (num_critics or algorithm.num_critics, algorithm.num_critics)
     pairs["model.features"] = (settings["feature_kind"], config.model.features)
     differences = {key: there for key, (there, here) in pairs.items() if there != here}
-    noise_there, noise_here = settings["noise_std"], ALGORITHMS.get(algorithm.name).noise_std(algorithm)
+    noise_there, noise_here = (
+        settings["noise_std"],
+        cast(type[OffPolicyLearner], ALGORITHMS.get(algorithm.name)).noise_std(algorithm),
+    )
     fixes = [override_of(key, value) for key, value in differences.items()]
     problems = [f"{fix}, here {override_text(pairs[key][1])}" for key, fix in zip(differences, fixes, strict=True)]
     if noise_there != noise_here:
@@ -244,90 +240,6 @@ def _check_candidates(config: RunConfig, algorithm: OffPolicyConfig, model: Any)
         )
 
 
-def _check_demonstrations(config: RunConfig, algorithm: OffPolicyConfig, policy: ClassAndConfig | None) -> None:
-    """Check that demonstrations and their ratio are set together, and that the demonstrations contain rewards or successes."""
-    folder, ratio, env = algorithm.offline_dataset, algorithm.offline_ratio, config.env
-    if folder is None:
-        if ratio > 0:
-            fix = "algorithm.offline_dataset=<folder of demonstrations>, or algorithm.offline_ratio=0"
-            reject(f"algorithm.offline_ratio={ratio:g} without algorithm.offline_dataset", "demonstrations", fix)
-        return
-    if not algorithm.num_offline_rows:
-        problem = f"algorithm.offline_dataset={folder} with algorithm.offline_ratio={ratio:g} of algorithm.batch_size={algorithm.batch_size}"
-        fix = "algorithm.offline_ratio=0.5, or algorithm.offline_dataset=null"
-        reject(problem, "at least one transition per batch", fix)
-    actor = ACTORS.get(algorithm.actor.name)
-    if actor.sets_noise:
-        problem = f"algorithm.offline_dataset={folder} with algorithm.actor.name={algorithm.actor.name}"
-        required = "an actor whose outputs are the env's actions, not noise of the policy"
-        reject(problem, required, "algorithm.actor.name=residual, or algorithm.offline_dataset=null")
-    info = check_dataset(config, policy, folder, key="algorithm.offline_dataset")
-    if algorithm.offline_episodes == "assume_success":
-        if env.reward_mode != "sparse":
-            problem = f"algorithm.offline_episodes=assume_success with env.reward_mode={env.reward_mode}"
-            reject(problem, "a reward only for success", "env.reward_mode=sparse")
-        return
-    if not (info.has_rewards or info.reports_success_per_row):
-        reject(
-            f"{info.folder} has neither rewards nor successes",
-            "rewards (next.reward, steps/reward) or successes (next.success)",
-            "algorithm.offline_episodes=assume_success env.reward_mode=sparse if each of its episodes ends in success, or "
-            "algorithm.offline_dataset=null",
-        )
-    if env.reward_mode != "sparse":
-        recorded = {name: info.env.get(name, getattr(env, name)) for name in REWARD_SETTINGS}
-        if not info.has_rewards or any(value != getattr(env, name) for name, value in recorded.items()):
-            with_rewards = " ".join(f"env.{name}={override_text(value)}" for name, value in recorded.items())
-            reject(
-                f"env.reward_mode={env.reward_mode} env.success_bonus={env.success_bonus:g}, but {info.folder} "
-                + (f"was collected with {with_rewards}" if info.has_rewards else "has no rewards"),
-                "rewards of this env",
-                "env.reward_mode=sparse, for which successes are enough"
-                + (f", or {with_rewards}" if info.has_rewards else ""),
-            )
-
-
-def _check_replay_from(config: RunConfig, algorithm: OffPolicyConfig) -> None:
-    """Check that the run whose buffer is reused had the same frozen policy, policy settings and env."""
-    resumed = None if config.resume is None else read_loop_state(resolve_checkpoint(config.resume))
-    if algorithm.replay_from is None or (resumed is not None and resumed["step"] > 0):  # it has its own buffer
-        return
-    instead = "algorithm.replay_from=null"
-    folder = resolve_checkpoint(algorithm.replay_from)
-    if not (has_policy(folder) and has_actor(policy_folder(folder)) and is_checkpoint(folder)):
-        problem = f"algorithm.replay_from={algorithm.replay_from} means {folder}, which has no replay buffer"
-        reject(problem, "a checkpoint of an off-policy run", f"algorithm.replay_from=<other run>, or {instead}")
-    if config.sft.max_steps > (0 if resumed is None else resumed["sft_step"]):
-        problem = f"algorithm.replay_from={algorithm.replay_from} with sft.max_steps={config.sft.max_steps}, which changes the policy"
-        new_run = "" if resumed is None else " resume=null output_dir=<a new folder>"
-        fix = f"sft.max_steps=0 init_from={folder}{new_run}, or {instead}"
-        reject(problem, "the frozen policy of that run", fix)
-    saved, actor = read_saved_config(folder), actor_settings(policy_folder(folder))["actor"]
-    free = set(ENVS.get(config.env.name).free_settings) - set(REWARD_SETTINGS)
-    pairs = {
-        f"env.{name}": (saved["env"].get(name), value)
-        for name, value in to_mapping(config.env).items()
-        if name not in free
-    }
-    for name in ("precision", "features", "action_chunks_len", "action_token_len"):
-        pairs[f"model.{name}"] = (saved["model"].get(name), getattr(config.model, name))
-    there, here = from_mapping(ActorConfig, actor, "actor"), algorithm.actor
-    classes = ACTORS.get(there.name), ACTORS.get(here.name)
-    if len({kind.num_candidates_for(actor) for kind, actor in zip(classes, (there, here), strict=True)}) > 1:
-        pairs["algorithm.actor.num_candidates"] = (there.num_candidates, here.num_candidates)
-        pairs["algorithm.actor.name"] = (there.name, here.name)
-    if any(kind.sets_noise for kind in classes):
-        pairs["algorithm.actor.name"] = (there.name, here.name)
-    differing = {key: pair for key, pair in pairs.items() if pair[0] != pair[1]}
-    if differing:
-        was, now = (" ".join(override_of(key, pair[k]) for key, pair in differing.items()) for k in (0, 1))
-        reject(
-            f"The replay buffer of {folder} was filled with {was}, but this run has {now}",
-            "equal settings",
-            f"{was}, or {instead}",
-        )
-
-
 def _check_times(config: RunConfig, algorithm: OffPolicyConfig, model: Any) -> None:
     """Check that n-step returns are not longer than episodes, and that the updates after a policy call do not take too long."""
     longest, chunk_len = ENVS.get(config.env.name).longest_horizon(config.env), config.model.action_chunks_len
@@ -361,28 +273,3 @@ def update_seconds(algorithm: OffPolicyConfig, model: Any) -> float:
 def rounded_down(number: float) -> str:
     """Format a positive number with two significant digits, rounded down."""
     return f"{float(Context(prec=2, rounding=ROUND_DOWN).create_decimal_from_float(number)):g}"
-
-
-def _check_replay(config: RunConfig, algorithm: OffPolicyConfig, model: Any) -> None:
-    """Check that the replay buffer (and the policy, if it is on the CPU) fits into main memory, and has slots for every env."""
-    capacity, num_envs = algorithm.replay_capacity, config.rollout.num_envs
-    if capacity < 2 * num_envs:
-        problem = f"algorithm.replay_capacity={capacity} for rollout.num_envs={num_envs}"
-        reject(problem, "at least 2 observations per env", f"algorithm.replay_capacity={1000 * num_envs}")
-    on_cpu = resolve_device(config.cluster.device, 1) == "cpu"
-    ranks = started_here(config.cluster.num_processes)  # each rank stores the complete buffer
-    policy = ranks * sum(tensor.numel() * tensor.element_size() for tensor in model.parameters()) if on_cpu else 0
-    size, offline = ranks * replay_bytes(algorithm, model), ranks * offline_bytes(algorithm, model)
-    available = LARGEST_FRACTION * main_memory_bytes()
-    if policy + offline + size > available:
-        fitting = int(max(0, available - policy - offline) / size * capacity)
-        reject(
-            f"algorithm.replay_capacity={capacity} observations take {size / 1e9:.1f} GB"
-            + (f", demonstrations {offline / 1e9:.1f} GB" if offline else "")
-            + (f", and the policy {policy / 1e9:.1f} GB" if on_cpu else "")
-            + (f", in {ranks} ranks" if ranks > 1 else ""),
-            f"at most {available / 1e9:.1f} GB, {LARGEST_FRACTION:.0%} of the memory of this machine",
-            f"algorithm.replay_capacity={fitting}"
-            if fitting >= 2 * num_envs
-            else "model.precision=bf16, or a smaller policy",
-        )

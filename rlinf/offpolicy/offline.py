@@ -1,31 +1,50 @@
 """Additional data for an off-policy run: demonstrations, and the replay buffer of an earlier run."""
 
+from __future__ import annotations
+
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from rlinf.algorithms.offpolicy_config import OffPolicyConfig
-from rlinf.checkpoints.folders import policy_folder
+from rlinf.algorithms.offpolicy_config import ActorConfig, OffPolicyConfig
+from rlinf.checkpoints.folders import (
+    has_policy,
+    is_checkpoint,
+    policy_folder,
+    read_loop_state,
+    read_saved_config,
+    resolve_checkpoint,
+)
 from rlinf.checkpoints.trainer_state import read_entries, read_tensors
+from rlinf.config.schema import RunConfig
 from rlinf.data.stored import StoredDemonstrations
 from rlinf.distributed.process_group import rank
-from rlinf.errors import CheckpointError
+from rlinf.envs import ENVS
+from rlinf.errors import CheckpointError, reject
 from rlinf.manifest import POLICY_FIELDS, Manifest, compare
-from rlinf.models.embodiment.actor_policy import ActorPolicy, actor_settings
+from rlinf.models.actors.kinds import ACTORS
+from rlinf.models.embodiment.actor_policy import ActorPolicy, actor_settings, has_actor
 from rlinf.offpolicy.base_outputs import DatasetOutputs, query_dataset
 from rlinf.offpolicy.demonstrations import OfflineData, offline_data
 from rlinf.offpolicy.replay import Batch, ReplayBuffer
-from rlinf.options import override_text
+from rlinf.options import from_mapping, override_of, override_text, to_mapping
+from rlinf.preflight.compatibility import check_dataset
 from rlinf.preflight.conditions import build_manifest
 from rlinf.run_folder import ACTOR_WEIGHTS, TRAINER_FOLDER
 from rlinf.seeding import derive_seed
-from rlinf.training.action_trainer import TrainerContext
+from rlinf.types import ClassAndConfig
+
+if TYPE_CHECKING:
+    from rlinf.training.action_trainer import TrainerContext  # a dry run imports this module for its checks
+
+REWARD_SETTINGS = ("reward_mode", "success_bonus")
+"""Env settings that affect rewards, but not episodes."""
 
 
 class Offline:
@@ -146,3 +165,87 @@ def take_over_replay(
     read_tensors(folder / TRAINER_FOLDER, tensors)
     replay.take_over({name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)})
     return {name: tensors[name] for name in more}
+
+
+def check_demonstrations(config: RunConfig, algorithm: OffPolicyConfig, policy: ClassAndConfig | None) -> None:
+    """Check that demonstrations and their ratio are set together, and that the demonstrations contain rewards or successes."""
+    folder, ratio, env = algorithm.offline_dataset, algorithm.offline_ratio, config.env
+    if folder is None:
+        if ratio > 0:
+            fix = "algorithm.offline_dataset=<folder of demonstrations>, or algorithm.offline_ratio=0"
+            reject(f"algorithm.offline_ratio={ratio:g} without algorithm.offline_dataset", "demonstrations", fix)
+        return
+    if not algorithm.num_offline_rows:
+        problem = f"algorithm.offline_dataset={folder} with algorithm.offline_ratio={ratio:g} of algorithm.batch_size={algorithm.batch_size}"
+        fix = "algorithm.offline_ratio=0.5, or algorithm.offline_dataset=null"
+        reject(problem, "at least one transition per batch", fix)
+    actor = ACTORS.get(algorithm.actor.name)
+    if actor.sets_noise:
+        problem = f"algorithm.offline_dataset={folder} with algorithm.actor.name={algorithm.actor.name}"
+        required = "an actor whose outputs are the env's actions, not noise of the policy"
+        reject(problem, required, "algorithm.actor.name=residual, or algorithm.offline_dataset=null")
+    info = check_dataset(config, policy, folder, key="algorithm.offline_dataset")
+    if algorithm.offline_episodes == "assume_success":
+        if env.reward_mode != "sparse":
+            problem = f"algorithm.offline_episodes=assume_success with env.reward_mode={env.reward_mode}"
+            reject(problem, "a reward only for success", "env.reward_mode=sparse")
+        return
+    if not (info.has_rewards or info.reports_success_per_row):
+        reject(
+            f"{info.folder} has neither rewards nor successes",
+            "rewards (next.reward, steps/reward) or successes (next.success)",
+            "algorithm.offline_episodes=assume_success env.reward_mode=sparse if each of its episodes ends in success, or "
+            "algorithm.offline_dataset=null",
+        )
+    if env.reward_mode != "sparse":
+        recorded = {name: info.env.get(name, getattr(env, name)) for name in REWARD_SETTINGS}
+        if not info.has_rewards or any(value != getattr(env, name) for name, value in recorded.items()):
+            with_rewards = " ".join(f"env.{name}={override_text(value)}" for name, value in recorded.items())
+            reject(
+                f"env.reward_mode={env.reward_mode} env.success_bonus={env.success_bonus:g}, but {info.folder} "
+                + (f"was collected with {with_rewards}" if info.has_rewards else "has no rewards"),
+                "rewards of this env",
+                "env.reward_mode=sparse, for which successes are enough"
+                + (f", or {with_rewards}" if info.has_rewards else ""),
+            )
+
+
+def check_replay_from(config: RunConfig, algorithm: OffPolicyConfig) -> None:
+    """Check that the run whose buffer is reused had the same frozen policy, policy settings and env."""
+    resumed = None if config.resume is None else read_loop_state(resolve_checkpoint(config.resume))
+    if algorithm.replay_from is None or (resumed is not None and resumed["step"] > 0):  # it has its own buffer
+        return
+    instead = "algorithm.replay_from=null"
+    folder = resolve_checkpoint(algorithm.replay_from)
+    if not (has_policy(folder) and has_actor(policy_folder(folder)) and is_checkpoint(folder)):
+        problem = f"algorithm.replay_from={algorithm.replay_from} means {folder}, which has no replay buffer"
+        reject(problem, "a checkpoint of an off-policy run", f"algorithm.replay_from=<other run>, or {instead}")
+    if config.sft.max_steps > (0 if resumed is None else resumed["sft_step"]):
+        problem = f"algorithm.replay_from={algorithm.replay_from} with sft.max_steps={config.sft.max_steps}, which changes the policy"
+        new_run = "" if resumed is None else " resume=null output_dir=<a new folder>"
+        fix = f"sft.max_steps=0 init_from={folder}{new_run}, or {instead}"
+        reject(problem, "the frozen policy of that run", fix)
+    saved, actor = read_saved_config(folder), actor_settings(policy_folder(folder))["actor"]
+    free = set(ENVS.get(config.env.name).free_settings) - set(REWARD_SETTINGS)
+    pairs = {
+        f"env.{name}": (saved["env"].get(name), value)
+        for name, value in to_mapping(config.env).items()
+        if name not in free
+    }
+    for name in ("precision", "features", "action_chunks_len", "action_token_len"):
+        pairs[f"model.{name}"] = (saved["model"].get(name), getattr(config.model, name))
+    there, here = from_mapping(ActorConfig, actor, "actor"), algorithm.actor
+    classes = ACTORS.get(there.name), ACTORS.get(here.name)
+    if len({kind.num_candidates_for(actor) for kind, actor in zip(classes, (there, here), strict=True)}) > 1:
+        pairs["algorithm.actor.num_candidates"] = (there.num_candidates, here.num_candidates)
+        pairs["algorithm.actor.name"] = (there.name, here.name)
+    if any(kind.sets_noise for kind in classes):
+        pairs["algorithm.actor.name"] = (there.name, here.name)
+    differing = {key: pair for key, pair in pairs.items() if pair[0] != pair[1]}
+    if differing:
+        was, now = (" ".join(override_of(key, pair[k]) for key, pair in differing.items()) for k in (0, 1))
+        reject(
+            f"The replay buffer of {folder} was filled with {was}, but this run has {now}",
+            "equal settings",
+            f"{was}, or {instead}",
+        )

@@ -10,9 +10,16 @@ import torch
 from torch import Tensor
 
 from rlinf.algorithms.offpolicy_config import OffPolicyConfig
+from rlinf.config.schema import RunConfig
 from rlinf.data.formats import describe_dataset
-from rlinf.errors import CheckpointError, ConfigError
-from rlinf.models.actors import ACTORS
+from rlinf.distributed.process_group import resolve_device
+from rlinf.distributed.start import started_here
+from rlinf.errors import CheckpointError, ConfigError, reject
+from rlinf.memory import main_memory_bytes
+from rlinf.models.actors.kinds import ACTORS
+
+LARGEST_FRACTION = 0.8
+"""Maximum fraction of main memory that the replay buffer and a policy on the CPU may use."""
 
 
 @dataclass
@@ -261,3 +268,28 @@ def offline_bytes(config: OffPolicyConfig, model: Any) -> int:
         return 0
     # Each episode may have a shorter last policy call and an additional last observation.
     return replay_bytes(config, model, info.num_rows // model.action_chunks_len + 2 * info.num_episodes)
+
+
+def check_replay_size(config: RunConfig, algorithm: OffPolicyConfig, model: Any) -> None:
+    """Check that the replay buffer (and the policy, if it is on the CPU) fits into main memory, and has slots for every env."""
+    capacity, num_envs = algorithm.replay_capacity, config.rollout.num_envs
+    if capacity < 2 * num_envs:
+        problem = f"algorithm.replay_capacity={capacity} for rollout.num_envs={num_envs}"
+        reject(problem, "at least 2 observations per env", f"algorithm.replay_capacity={1000 * num_envs}")
+    on_cpu = resolve_device(config.cluster.device, 1) == "cpu"
+    ranks = started_here(config.cluster.num_processes)  # each rank stores the complete buffer
+    policy = ranks * sum(tensor.numel() * tensor.element_size() for tensor in model.parameters()) if on_cpu else 0
+    size, offline = ranks * replay_bytes(algorithm, model), ranks * offline_bytes(algorithm, model)
+    available = LARGEST_FRACTION * main_memory_bytes()
+    if policy + offline + size > available:
+        fitting = int(max(0, available - policy - offline) / size * capacity)
+        reject(
+            f"algorithm.replay_capacity={capacity} observations take {size / 1e9:.1f} GB"
+            + (f", demonstrations {offline / 1e9:.1f} GB" if offline else "")
+            + (f", and the policy {policy / 1e9:.1f} GB" if on_cpu else "")
+            + (f", in {ranks} ranks" if ranks > 1 else ""),
+            f"at most {available / 1e9:.1f} GB, {LARGEST_FRACTION:.0%} of the memory of this machine",
+            f"algorithm.replay_capacity={fitting}"
+            if fitting >= 2 * num_envs
+            else "model.precision=bf16, or a smaller policy",
+        )

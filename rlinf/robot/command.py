@@ -67,9 +67,10 @@ def _check_arm(config: RunConfig, settings: RobotConfig) -> None:
         required = "a maximum position change per step, because the arm may jump"
         reject(f"max_relative_target=null with {arm}", required, "max_relative_target=2.0, in the env's units")
     for key, required in (("control", "joints"), ("units", "lerobot")):
-        if (value := getattr(config.env, key, "missing")) != required:
-            fix = f"env.{key}={required}, or env=so101 env.control=joints env.units=lerobot"
-            reject(f"env.{key}={value} with {arm}", f"env.{key}={required}, as for the arm's joint positions", fix)
+        if (value := getattr(config.env, key, None)) != required:
+            actual = f"env.{key}={value}" if value else f"env.name={config.env.name}, which has no env.{key},"
+            fix = f"env.{key}={required}" if value else "env=so101 env.control=joints env.units=lerobot"
+            reject(f"{actual} with {arm}", f"env.{key}={required}, as for the arm's joint positions", fix)
 
 
 def _check_take_over(config: RunConfig, settings: RobotConfig) -> None:

@@ -72,7 +72,9 @@ def test_a_run_begins_with_the_buffer_of_another_one_of_the_same_frozen_policy(t
     trainer.make_parts(trainer.parts.worker.model)
     saved = all_tensors(tmp_path / "one" / "checkpoints" / "rl_000002")
     assert trainer.replay.num_transitions == int(saved["replay.has_action"].sum()) == 80
-    assert trainer.num_base_queries == 0 and trainer.largest_return == float(saved["loop.largest_return"]) > 0
+    assert (
+        trainer.transitions.num_base_queries == 0 and trainer.largest_return == float(saved["loop.largest_return"]) > 0
+    )
     other = build(config_of(tmp_path / "three", source, "seed=1")).rl
     with pytest.raises(CheckpointError, match="a different frozen policy.*Set init_from="):
         other.make_parts(other.parts.worker.model)
@@ -167,7 +169,7 @@ def test_the_machine_must_hold_demonstrations_too(tmp_path, demonstrations, monk
     buffer, data = replay_bytes(config.algorithm, model), offline_bytes(config.algorithm, model)
     assert estimate_memory(config).rollout_buffer == buffer + data and 0 < data < buffer
     without = buffer + sum(each.nbytes for each in model.parameters())
-    monkeypatch.setattr("rlinf.offpolicy.checks.main_memory_bytes", lambda: int((without + data / 2) / 0.8))
+    monkeypatch.setattr("rlinf.offpolicy.replay.main_memory_bytes", lambda: int((without + data / 2) / 0.8))
     with pytest.raises(ConfigError, match="demonstrations 0.0 GB, and the policy") as error:
         config_of(tmp_path, *offline(demonstrations))
     config_of(tmp_path, *offline(demonstrations), str(error.value).rpartition("Set ")[2])

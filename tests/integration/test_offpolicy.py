@@ -27,10 +27,10 @@ from rlinf.models.actors.base import Critics
 from rlinf.models.embodiment.actor_policy import uniforms_from_inputs
 from rlinf.models.embodiment.mlp_action_model import MLPForRLActionPrediction
 from rlinf.models.embodiment.modules.readout_token import holds_readout_token
+from rlinf.offpolicy.algorithms import SAC
 from rlinf.offpolicy.checks import rounded_down, update_seconds
 from rlinf.offpolicy.episodes import EpisodeStats, largest_value
 from rlinf.offpolicy.replay import replay_bytes
-from rlinf.offpolicy.sac import SAC
 from rlinf.offpolicy.transitions import CallOutcome
 from rlinf.preflight.memory import estimate_memory, policy_on_meta_device
 from rlinf.preflight.validation import validate
@@ -81,7 +81,7 @@ def test_the_frozen_policy_is_asked_once_about_each_observation_and_never_change
     monkeypatch.setattr(MLPForRLActionPrediction, "_propose", counted)
     run.execute()
     trainer, last = run.rl, metrics_of(tmp_path)[-1]
-    assert sum(rows) == last["rollout/base_policy_queries"] == trainer.num_base_queries
+    assert sum(rows) == last["rollout/base_policy_queries"] == trainer.transitions.num_base_queries
     replay = trainer.replay
     assert sum(rows) == int(replay.counts.sum())  # each is one slot of the buffer
     steps, ends = last["rollout/env_steps_total"], int(replay.counts.sum() - replay.has_action.sum())
@@ -308,9 +308,9 @@ def test_the_machine_must_hold_policy_and_buffer_and_more(tmp_path, monkeypatch)
     config = config_of(tmp_path)
     model = policy_on_meta_device(config)
     needed = replay_bytes(config.algorithm, model) + sum(each.nbytes for each in model.parameters())
-    monkeypatch.setattr("rlinf.offpolicy.checks.main_memory_bytes", lambda: int(needed / 0.79))
+    monkeypatch.setattr("rlinf.offpolicy.replay.main_memory_bytes", lambda: int(needed / 0.79))
     config_of(tmp_path)
-    monkeypatch.setattr("rlinf.offpolicy.checks.main_memory_bytes", lambda: int(needed / 0.81))
+    monkeypatch.setattr("rlinf.offpolicy.replay.main_memory_bytes", lambda: int(needed / 0.81))
     with pytest.raises(ConfigError, match="and the policy .* GB; expected at most") as error:
         config_of(tmp_path)
     config_of(tmp_path, str(error.value).rpartition("Set ")[2])

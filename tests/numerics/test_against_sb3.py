@@ -8,9 +8,8 @@ from torch import nn
 
 from rlinf.algorithms.offpolicy_config import ActorConfig
 from rlinf.models.actors.kinds import ScratchActor
+from rlinf.offpolicy.algorithms import SAC, TD3
 from rlinf.offpolicy.replay import Batch, ReplayBuffer
-from rlinf.offpolicy.sac import SAC
-from rlinf.offpolicy.td3 import TD3
 
 sb3 = pytest.importorskip("stable_baselines3", reason="needs stable-baselines3, which the extra dev installs")
 from stable_baselines3.common import logger, policies  # noqa: E402

@@ -14,12 +14,10 @@ from torch import nn
 
 from rlinf.algorithms.offpolicy_config import ActorConfig, SACConfig, TD3Config
 from rlinf.errors import NonFiniteError
-from rlinf.models.actors import ACTORS
 from rlinf.models.actors.base import Critics, squashed_logprobs
-from rlinf.models.actors.kinds import DirectActor, DSRLActor, EXPOActor, ResidualActor, RLTActor
+from rlinf.models.actors.kinds import ACTORS, DirectActor, DSRLActor, EXPOActor, ResidualActor, RLTActor
+from rlinf.offpolicy.algorithms import SAC, TD3
 from rlinf.offpolicy.replay import Batch
-from rlinf.offpolicy.sac import SAC
-from rlinf.offpolicy.td3 import TD3
 
 F, A, B = 3, 2, 16
 

@@ -43,12 +43,12 @@ MOST_VAGUE_NAMES = 1
 """Variables and parameters are named by the thing that they hold."""
 
 SIZES = {
-    "lines of rlinf/": 66_700,
-    "lines of tests/": 66_700,
-    "lines of functions that check": 3_936,
-    "uses of Any": 1_450,
-    "calls of import_string": 23,
-    "files under 60 lines": 52,
+    "lines of rlinf/": 66_650,
+    "lines of tests/": 63_750,
+    "lines of functions that check": 3_915,
+    "uses of Any": 1_432,
+    "calls of import_string": 13,
+    "files under 60 lines": 49,
     "words of docs/": 55_600,
     "pages of docs/": 32,
     "options in the reference": 378,

@@ -150,32 +150,20 @@ def test_conditions_that_need_another_episode_play_those_that_have_one():
     assert rows["other_actions"].note == "for most episodes, no other episode of the task succeeded"
 
 
-def test_what_is_kept_of_an_audit_is_read_as_it_was_and_refused_where_it_is_damaged(tmp_path):
-    random = np.random.default_rng(0)
+def test_conditions_of_an_interrupted_audit_are_rejected_where_they_differ_or_are_damaged(tmp_path):
     specs = [EpisodeSpec("dots", 0, number, 1) for number in range(3)]
+    numbers = np.zeros((2, 2), np.float32)
     records = {
-        spec: EpisodeRecord(
-            {"front/left": random.integers(0, 256, (4, 5, 3), dtype=np.uint8)},
-            random.random(2).astype(np.float32),
-            f"go to {number}",
-            list(random.random((number, 2)).astype(np.float32)),
-        )
-        for number, spec in enumerate(specs)
+        spec: EpisodeRecord({"front": np.zeros((4, 5, 3), np.uint8)}, numbers[0], "go", [*numbers]) for spec in specs
     }
     result = EvaluationResult([EpisodeResult(spec, "dot", True, 1.0, 2) for spec in specs], warnings=["a warning"])
     kept = AuditCheckpoint(tmp_path, "one", {"weights": {"a": 1}})
-    assert kept.result("black_front/left", specs) is None and list(tmp_path.iterdir()) == []
     (tmp_path / "audit.partial").mkdir()
     kept.add_records(records, specs)
     for key in ("clean", "black_front/left"):
         kept.add(key, result)
     again = AuditCheckpoint(tmp_path, "one", {"weights": {"a": 1}})
     assert again.num_known == 2 and again.result("black_front/left", specs) == result
-    for spec, found in again.records(specs).items():
-        expected = records[spec]
-        assert found.instruction == expected.instruction and np.array_equal(found.state, expected.state)
-        assert np.array_equal(found.images["front/left"], expected.images["front/left"])
-        assert [one.tolist() for one in found.actions] == [one.tolist() for one in expected.actions]
     said = "2 conditions .* audit of one, but this audit is of two and differs: .*weights.a: saved 1, present 2"
     with pytest.raises(ConfigError, match=said):
         AuditCheckpoint(tmp_path, "two", {"weights": {"a": 2}})

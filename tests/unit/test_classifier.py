@@ -23,11 +23,13 @@ from rlinf.robot.classifier import (
     ClassifierConfig,
     LabelledFrames,
     augment,
+    calibration,
+    choose_threshold,
     classifier,
     cross_fit,
+    errors,
     label_rows,
 )
-from rlinf.robot.detection import calibration, choose_threshold, errors
 from rlinf.types import EpisodeSpec, Observation
 
 pytest.importorskip("pyarrow", reason="pyarrow is not installed: pip install -e '.[lerobot]'")

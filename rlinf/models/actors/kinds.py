@@ -7,6 +7,7 @@ from torch import Tensor
 
 from rlinf.algorithms.offpolicy_config import ActorConfig
 from rlinf.models.actors.base import Actor
+from rlinf.registry import Registry
 
 
 class ResidualActor(Actor):
@@ -103,3 +104,17 @@ class EXPOActor(ResidualActor):
         """Return one random base chunk per row, ``[B, 1, A]``, because residuals may be applied to any of them."""
         chosen = torch.randint(base.shape[1], (len(base),), generator=generator).to(base.device)
         return base[torch.arange(len(base), device=base.device), chosen].unsqueeze(1)
+
+
+ACTORS: Registry = Registry(
+    "actor",
+    "rlinf.actors",
+    {
+        "scratch": "rlinf.models.actors.kinds:ScratchActor",
+        "rlt": "rlinf.models.actors.kinds:RLTActor",
+        "direct": "rlinf.models.actors.kinds:DirectActor",
+        "expo": "rlinf.models.actors.kinds:EXPOActor",
+        "dsrl": "rlinf.models.actors.kinds:DSRLActor",
+        "residual": "rlinf.models.actors.kinds:ResidualActor",
+    },
+)

@@ -17,8 +17,8 @@ from rlinf.algorithms.offpolicy_config import ActorConfig
 from rlinf.distributed.transfers import to_device
 from rlinf.errors import CheckpointError, ConfigError
 from rlinf.files import write_text
-from rlinf.models.actors import ACTORS
 from rlinf.models.actors.base import Actor, Critics
+from rlinf.models.actors.kinds import ACTORS
 from rlinf.models.base_weights import weights_digest
 from rlinf.models.embodiment.base import ActionModel, Inputs
 from rlinf.models.sampling import draw_uniforms, standard_normal

@@ -1,6 +1,7 @@
 """Meta-World: repeatable episodes, cameras, goals, experts, and what is rejected."""
 
 import importlib.util
+import weakref
 from dataclasses import replace
 from importlib import resources
 
@@ -265,3 +266,27 @@ def test_the_path_of_a_chunk_is_where_the_fingers_are_seen(camera, upright):
         later.append(sim.chunk_path(chunk[:1], 256)[0])
     np.testing.assert_allclose(later, again[1:], atol=1e-6)
     assert np.linalg.norm(later[-1] - (2 * path[0] - path[-1])) > 5, "control: the other direction"
+
+
+@needs_metaworld
+def test_renderers_beyond_the_number_of_envs_are_closed(monkeypatch):
+    monkeypatch.setattr(adapter, "_renderers", {})
+    monkeypatch.setattr(adapter, "_simulators", weakref.WeakSet())
+    monkeypatch.setattr(adapter, "MIN_RENDERERS", 1)
+    tasks = ["reach-v3", "push-v3", "door-open-v3"]
+    sims = [MetaWorldSimulator(MetaWorldConfig(tasks=tasks, image_size=16), tasks) for _ in range(2)]
+    seen = []
+
+    def show(sim, task_id):
+        sim.reset(spec(task_id=task_id))
+        sim.observe()
+        seen.append(list(adapter._renderers[16].values())[-1])
+
+    for number in (0, 1):
+        show(sims[number], number)
+    for number in (0, 1):
+        show(sims[number], number)
+    assert seen[2:] == seen[:2], "one for each env: two tasks in turn do not take each other's"
+    show(sims[0], 2)
+    assert [renderer._gl is None for renderer in (*seen[:2], seen[-1])] == [True, False, False]
+    assert len(adapter._renderers[16]) == 2

@@ -1,10 +1,13 @@
 """The vector env of processes: the same numbers however it is cut, and what happens when a worker is lost."""
 
 import gc
+import itertools
 import logging
 import os
 import pickle
 import signal
+import socket
+import struct
 import threading
 import time
 from types import SimpleNamespace
@@ -413,3 +416,66 @@ def test_closing_ends_every_process(make, fault):
     start = time.monotonic()
     env.close()
     assert time.monotonic() - start < PATIENCE_S and not any(map(is_running, known))
+
+
+def test_time_in_which_the_parent_stood_still_does_not_count(make, monkeypatch):
+    """Ctrl-Z, or a machine that stalled: before the first look at a step, which continues until the third, 100 s pass."""
+    env = make(num_processes=1, num_envs=1, step_timeout_s=60.0)
+    env.reset()
+    times = itertools.chain([0.0], itertools.count(100.0, 0.1))
+
+    def clock():
+        now = next(times)
+        if now > 100.15:
+            os.kill(pids(env)[0], signal.SIGCONT)
+        return now
+
+    monkeypatch.setattr("rlinf.envs.process.env.POLL_S", 0.1)
+    monkeypatch.setattr("rlinf.envs.process.env.time", SimpleNamespace(monotonic=clock))
+    os.kill(pids(env)[0], signal.SIGSTOP)
+    step = env.chunk_step(zeros(env))
+    assert not len(step.lost_env_ids) and env.num_restarts == 0
+
+
+def test_an_interrupt_leaves_no_answer_for_the_next_call(make, tmp_path):
+    """Ctrl-C in a chunk in which one worker hangs; then the env starts again, and tells of the new episode."""
+    env = make(step_sleep_s=0.3)
+    specs = spread_specs(env, NUM_ENVS)
+    first, reference = undisturbed(make, specs, 1)
+    env.reset(options={"episodes": specs})
+    known = pids(env)
+
+    def interrupt():
+        while (tmp_path / "fault").exists():
+            time.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    make.fault("step hang")
+    thread = threading.Thread(target=interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        thread.start()
+        env.chunk_step(zeros(env, 8) + 1)
+    thread.join()
+    assert not any(map(is_running, known))
+    again, _ = env.reset(options={"episodes": specs})
+    assert equal_rows(again, first)
+    step = env.chunk_step(actions_of(specs, 0))
+    assert equal_rows(step.observation, reference[0].observation)
+    assert not len(step.lost_env_ids) and env.num_restarts == 0
+
+
+def test_the_deadline_holds_for_the_rest_of_an_answer(make):
+    """Of a worker that is stopped while it sends: the parent has seen the start, and waits for no more than that."""
+    env = make(num_envs=1, num_processes=1, step_timeout_s=1.0)
+    env.reset()
+    worker = env._workers[0]
+    os.kill(worker.process.pid, signal.SIGSTOP)
+    here, there = socket.socketpair()
+    there.sendall(struct.pack("!i", 1000) + b"the first of 1000 bytes")
+    os.dup2(here.fileno(), worker.connection.fileno())
+    worker.send(("poses", ([0],)), 1.0)
+    thread = threading.Thread(target=lambda: failures.append(worker.receive(1.0, "poses")), daemon=True)
+    failures = []
+    thread.start()
+    thread.join(PATIENCE_S)
+    assert "poses made no progress for 1 s (env.step_timeout_s)" in failures[0].message

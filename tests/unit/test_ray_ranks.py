@@ -126,6 +126,10 @@ def test_whatever_ends_the_output_ends_the_rank(monkeypatch, error, exitcode, lo
     assert (rank.exitcode, rank.lost, rank.fault) == (exitcode, lost, fault)
     rank.join()
     assert rank.exitcode == exitcode
+    # A second end, as of `join` in another thread, changes nothing and closes no file.
+    descriptors = set(os.listdir("/proc/self/fd"))
+    rank._end(7)
+    assert rank.exitcode == exitcode and set(os.listdir("/proc/self/fd")) == descriptors
     silent = followed(monkeypatch, (1, b""))
     assert silent.exitcode == -9 and silent.lost == "its actor ended without an exit status"
 
@@ -173,3 +177,13 @@ def test_a_machine_without_the_folders_or_with_other_software_takes_no_rank(tmp_
     other = replace(machine, host="elsewhere", software=machine.software | {"version of torch": "1.0"})
     with pytest.raises(ConfigError, match="version of torch: machine 1 on .* machine 0 on elsewhere has 1.0"):
         other.check_for_rank([])
+
+
+@needs_ray
+def test_a_full_disk_or_a_reader_that_has_gone_does_not_hide_the_end_of_a_rank(monkeypatch):
+    def write(stream, data):
+        raise BrokenPipeError
+
+    monkeypatch.setattr("rlinf.distributed.ray.ranks.os.write", write)
+    rank = followed(monkeypatch, (1, b"lost"), (2, b"lost"), 7)
+    assert (rank.exitcode, rank.lost, rank.fault) == (7, None, None)

@@ -1,11 +1,15 @@
 """Images: what is not drawn because it lies outside of them is not missed."""
 
+import os
+import signal
+
 import numpy as np
 import pytest
 
 from rlinf.envs.graphics.backend import choose_backend, import_mujoco
 from rlinf.envs.graphics.renderer import StateRenderer
 from rlinf.errors import MissingDependencyError
+from rlinf.training.stop_signal import StopRequested, StopSignal
 
 NUM_MESHES = 60
 CAMERAS = {
@@ -86,3 +90,28 @@ def test_with_shadows_every_mesh_is_drawn(scene):
     full.render([state], [0])
     assert full._scene.ngeom == NUM_MESHES + 1
     full.close()
+
+
+@pytest.mark.parametrize("is_made", [False, True])
+def test_a_signal_in_the_first_picture_leaves_nothing_half_open(scene, monkeypatch, is_made):
+    """It raises before or after the context of MuJoCo is made; then the renderer closes, and draws the next image."""
+    _, renderer, state = scene
+    stopped, stop_signal = StateRenderer(renderer.model, 48), StopSignal(announce=False)
+    make, mujoco = import_mujoco().MjrContext, import_mujoco()
+
+    def made(*arguments):
+        context = make(*arguments) if is_made else None
+        os.kill(os.getpid(), signal.SIGTERM)
+        return context
+
+    with (
+        monkeypatch.context() as patch,
+        stop_signal.handled(),
+        pytest.raises(StopRequested),
+        stop_signal.interrupting(),
+    ):
+        patch.setattr(mujoco, "MjrContext", made)
+        stopped.render([state], [0])
+    stopped.close()
+    np.testing.assert_array_equal(stopped.render([state], [0]), renderer.render([state], [0]))
+    stopped.close()

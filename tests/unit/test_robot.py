@@ -186,6 +186,9 @@ def test_a_failed_call_costs_a_hold_and_no_episode():
     sent, timing = played(policy=Foretell(chunk_len=1, fails=(4, 5)), relative_dims=[])
     assert sent == [1, 2, 2, 2, *range(5, 21)], "calls 4 and 5 are of steps 2 and 3, which repeat the action before"
     assert (timing.failures, timing.idle_steps) == (2, 2)
+    # Six calls fail, never three in a row (`max_failures`).
+    sent, timing = played(policy=Foretell(chunk_len=1, fails=(4, 5, 8, 9, 12, 13)), relative_dims=[])
+    assert timing.failures == timing.idle_steps == 6 and sent[-1] == 20
 
 
 def test_a_policy_that_is_gone_ends_the_command_and_the_robot_holds():

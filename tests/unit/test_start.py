@@ -5,6 +5,7 @@ import shutil
 import threading
 from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -200,12 +201,9 @@ def test_ranks_of_a_launch_compare_their_gpus_before_they_join(monkeypatch):
     assert os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] == "1", (
         "inherited by ranks: asking whether there is a GPU starts no CUDA"
     )
-    for error in started_on_gpus(monkeypatch, [["A"], ["A"]]):
-        assert (
-            isinstance(error, ConfigError)
-            and "rank 1 on" in str(error)
-            and "has the same GPU A as rank 0" in str(error)
-        )
+    for gpus, words in ((["A"], "has the same GPU A as rank 0"), ([], "sees 0 GPUs"), (["B", "C"], "sees 2 GPUs")):
+        for error in started_on_gpus(monkeypatch, [["A"], gpus]):
+            assert isinstance(error, ConfigError) and "rank 1 on" in str(error) and words in str(error)
 
 
 def test_a_rank_that_has_started_cuda_before_its_gpu_is_chosen_says_so(monkeypatch):
@@ -230,3 +228,22 @@ def test_memory_that_one_rank_could_not_share_with_its_engine_is_refused_on_all(
     first, second = ((tmp_path / f"error{rank}").read_text() for rank in (0, 1))
     assert first == second
     assert "PYTORCH_CUDA_ALLOC_CONF is 'max_split_size_mb:64,expandable_segments:True' on rank 1 on " in first
+
+
+def test_a_sweep_under_a_launcher_is_rejected(monkeypatch):
+    monkeypatch.setattr(start, "_connected", True)
+    with pytest.raises(ConfigError, match="^-m under torchrun or srun.*Remove -m"):
+        hydra_app.run_training(["-m", "experiment=quickstart", "seed=1,2"], "train")
+
+
+@pytest.mark.parametrize("own", [None, "max_split_size_mb:64"])
+def test_ranks_of_a_launcher_take_the_allocator_of_rank_0_unless_they_have_their_own(monkeypatch, own):
+    """Torch reads the variable when CUDA starts, and only rank 0 runs the command that sets it."""
+    seen = []
+    monkeypatch.setattr(launch, "_take_part", lambda *_, **__: seen.append(os.environ.get(launch.ALLOCATOR)))
+    monkeypatch.delenv(launch.ALLOCATOR, raising=False)
+    if own is not None:
+        monkeypatch.setenv(launch.ALLOCATOR, own)
+    ranks = SimpleNamespace(num_launches=1, store=dist.HashStore(), context=SimpleNamespace(rank=1, size=2))
+    launch._run_with_launcher(ranks, None, "expandable_segments:True")
+    assert seen == [own or "expandable_segments:True"]

@@ -373,6 +373,11 @@ class StreamedRows(Generic[Packed]):
         """Number of bad rows found by this process."""
         return self._num_skipped + (self._block.num_skipped if self._block else 0)
 
+    @property
+    def num_read(self) -> int:
+        """Number of rows read so far in the current epoch."""
+        return self._state["block"] * self.block_rows + (len(self._block) if self._block else 0)
+
     def check(self, seconds: float = CHECK_SECONDS) -> int:
         """Pack rows from the first block; see ``PackedRows.check``."""
         self._open_block()

@@ -190,6 +190,17 @@ def damaged(place: object, reason: str | Exception, kind: type[ConfigError] = Co
     return kind(f"{place} is damaged or incomplete ({text}). Copy the dataset again, or use a different one")
 
 
+def import_extra(module: str, needed_by: str, extra: str, instead: str = "") -> ModuleType:
+    """Import an optional package; if it is missing, raise MissingDependencyError with the extra that installs it."""
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        install = f"Run pip install -e '.[{extra}]' in the clone of rlinf{instead}"
+        raise MissingDependencyError(
+            f"{needed_by} needs the package {module}, which is not installed. {install}"
+        ) from error
+
+
 def import_reader(module: str, wanted_by: str, files: str) -> ModuleType:
     """Import a module from the ``lerobot`` extra; raise MissingDependencyError if it is not installed."""
     try:

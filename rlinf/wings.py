@@ -119,11 +119,11 @@ WINGS = {
             ),
         },
         key_commands={
-            "diagnose <folder>": "rlinf.llm.diagnose:diagnose",
+            "diagnose <folder>": "rlinf.llm.validation:diagnose",
             "evaluate questions=": "rlinf.recipes.cli:questions",
         },
         run_folders={"questions": "rlinf.recipes.report:RUN_FOLDERS"},
-        exports={"policy": "rlinf.recipes.export:export", "train": "rlinf.recipes.export:export"},
+        exports={"policy": "rlinf.recipes.hf_folder:export", "train": "rlinf.recipes.hf_folder:export"},
     ),
     "lerobot": Wing(
         folders=("models/embodiment/lerobot", "envs/pusht", "envs/so101"),

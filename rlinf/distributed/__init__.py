@@ -3,5 +3,5 @@
 from rlinf.imports import lazy_attributes
 
 __getattr__ = lazy_attributes(
-    __name__, {"BatchedDataDict": "rlinf.llm.batched_data_dict", "RayVirtualCluster": "rlinf.llm.virtual_cluster"}
+    __name__, {"BatchedDataDict": "rlinf.llm.batched_data_dict", "RayVirtualCluster": "rlinf.llm.vllm_generation"}
 )

@@ -7,15 +7,18 @@
 
 import itertools
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
+import yaml
 from torch import Tensor, nn
 
-from rlinf.contracts.report import BATCH_SIZES, Check
-from rlinf.errors import ConfigError, RLinfError
+from rlinf.contracts.report import BATCH_SIZES, Check, print_checks, rejected_by_vllm
+from rlinf.engines.vllm_engine import require_vllm
+from rlinf.errors import ConfigError, MissingDependencyError, RLinfError
 from rlinf.llm.batch_checks import response_mask, verify_right_padding
 from rlinf.llm.batched_data_dict import BatchedDataDict, tokens_and_mask
 from rlinf.llm.causal_lm import CausalLMConfig, load_causal_lm
@@ -25,7 +28,9 @@ from rlinf.llm.logprobs import context_length, sequence_scores
 from rlinf.llm.losses import NLLLossFn
 from rlinf.llm.policy_interface import PolicyInterface
 from rlinf.llm.vllm_generation import VllmGenerationWorker
+from rlinf.models import MODELS
 from rlinf.models.config import MAX_EXP_GAP
+from rlinf.models.loading import hide_progress_bars, read_json
 from rlinf.options import from_mapping
 
 logger = logging.getLogger(__name__)
@@ -292,3 +297,31 @@ def _all_passed(
         lines = [f"{len(failed)} of {len(checks)} checks of '{model_name}' failed:", *failed]
         raise DiagnosticError("\n  ".join(lines))
     return checks
+
+
+def diagnose(arguments: Sequence[str]) -> int:
+    """Print the checks of a language model: its folder or hub id, and ``key=value`` for fields of ``CausalLMConfig``."""
+    name = next(argument for argument in arguments if "=" not in argument)
+    about = Path(name).expanduser() / "config.json"
+    model_type = read_json(about).get("model_type") if about.is_file() else None
+    if model_type in MODELS.entries() and MODELS.get(model_type).acts:
+        usage = f"rlinf diagnose model.model_type={model_type} model.model_path={name} env=<its env>"
+        raise ConfigError(f"'{name}' contains a '{model_type}', a policy; expected a language model. Run {usage}")
+    values = dict(pair.partition("=")[::2] for pair in arguments if pair != name)
+    config = from_mapping(CausalLMConfig, {key: yaml.safe_load(value) for key, value in values.items()})
+    hide_progress_bars()
+    model = load_causal_lm(name, config)
+
+    def run(generate: Generate, engine: str) -> list[Check]:
+        return [*length_checks(model, generate, engine), *consistency_checks(model, generate, engine)]
+
+    checks, note = run(torch_engine(model), "torch"), None
+    try:
+        require_vllm()
+        with vllm_engine(name, model, config) as generate:
+            checks += run(generate, "vllm")
+    except MissingDependencyError as error:
+        note = f"vllm: not checked. {error}"
+    except RLinfError as error:
+        note = rejected_by_vllm(checks, error)
+    return print_checks(checks, note)

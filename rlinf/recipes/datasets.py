@@ -16,7 +16,7 @@ import numpy as np
 
 from rlinf.data.rows import shuffled_rows
 from rlinf.distributed.process_group import world_size
-from rlinf.errors import ConfigError, MissingDependencyError
+from rlinf.errors import ConfigError, import_extra
 from rlinf.files import TextFileError
 from rlinf.models.loading import hub_fault
 from rlinf.recipes.row_files import KINDS, METADATA, is_plain, stream_rows
@@ -105,7 +105,7 @@ def load_rows(
         subset: Name of the dataset's configuration, or subfolder of a mirror; empty for the default.
         section: Recipe section that configures the dataset, for messages.
     """
-    library = _import_datasets()
+    library: Any = import_extra("datasets", "A recipe", "recipes")
     splits = [split] if isinstance(split, str) else list(split)
     if not name or not splits:
         raise ConfigError(
@@ -149,16 +149,6 @@ def local_folder(name: str) -> Path | None:
 def cosmos_cache() -> Path:
     """Return the root folder for mirrored datasets and their videos."""
     return Path(os.environ.get("COSMOS_CACHE") or "~/.cache/cosmos").expanduser()
-
-
-def _import_datasets() -> Any:
-    try:
-        import datasets
-    except ImportError as error:
-        raise MissingDependencyError(
-            "Recipes need the datasets package. Run pip install -e '.[recipes]' in the clone of rlinf"
-        ) from error
-    return datasets
 
 
 def made_by(name: str) -> str:
@@ -382,6 +372,11 @@ class StreamedRows(Generic[Packed]):
     def num_skipped(self) -> int:
         """Number of bad rows found by this process."""
         return self._num_skipped + (self._block.num_skipped if self._block else 0)
+
+    @property
+    def num_read(self) -> int:
+        """Number of rows read so far in the current epoch."""
+        return self._state["block"] * self.block_rows + (len(self._block) if self._block else 0)
 
     def check(self, seconds: float = CHECK_SECONDS) -> int:
         """Pack rows from the first block; see ``PackedRows.check``."""

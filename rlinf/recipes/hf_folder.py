@@ -18,7 +18,7 @@ import itertools
 import json
 import logging
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -31,7 +31,8 @@ from torch import Tensor
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
-from rlinf.checkpoints.folders import read_state
+from rlinf.checkpoints.checkpoint import check_adapters, verify_checkpoint
+from rlinf.checkpoints.folders import flat, read_saved_config, read_state
 from rlinf.checkpoints.trainer_state import MODEL, read_entries, read_tensors
 from rlinf.errors import CheckpointError, ConfigError
 from rlinf.files import Json, naming, replace_folder, write_text
@@ -41,6 +42,7 @@ from rlinf.models.base_weights import base_tensors, weights_digest
 from rlinf.models.config import LoraConfig
 from rlinf.models.loading import read_json
 from rlinf.models.lora import adapter_state_dict, apply_lora, check_untied, layer_prefix
+from rlinf.models.precision import torch_dtype_of
 from rlinf.number_formats import GIB
 from rlinf.run_folder import ADAPTER_FILE, CONFIG_FILE, MANIFEST_FILE, STATISTICS_FILE, TRAINER_FOLDER
 
@@ -53,6 +55,9 @@ COPIED = {".json", ".jinja", ".model", ".py", ".tiktoken", ".txt"}
 TEMPLATES_FOLDER = "additional_chat_templates"
 LEFT_OUT = {"adapter_config.json", "trainer_state.json", MANIFEST_FILE, STATISTICS_FILE}
 """Source files that are not copied because they describe only the original weights."""
+
+TOKEN_KEYS = ("policy.model_name_or_path", "train.param_dtype")
+"""Keys of a recipe's configuration that are used for exports and may be overridden."""
 
 
 class HFFolder:
@@ -155,6 +160,29 @@ class HFFolder:
                             delta = self._adapted[name].get_delta_weight("default")
                         tensor = tensor.to(self.dtype) + delta.to(self.dtype)
                     yield name, tensor
+
+
+def export(checkpoint: Path, output: Path, merge_lora: bool, overrides: Sequence[str]) -> Path:
+    """Export the policy of a token run; tokenizer and config files come from the model that training started with."""
+    values = flat(read_saved_config(checkpoint))
+    for override in overrides:
+        key, _, value = override.partition("=")
+        if key not in TOKEN_KEYS:
+            actual = f"'{override}' does not affect the export of {checkpoint}, a checkpoint of a recipe"
+            raise ConfigError(f"{actual}; available keys: {', '.join(TOKEN_KEYS)}.")
+        values[key] = value
+    verify_checkpoint(checkpoint)
+    manifest = Manifest.load(checkpoint)
+    check_adapters(checkpoint, manifest, merge_lora)
+    lora = {key: value for key, value in manifest.lora.items() if key not in ("state", "base_sha256")}
+    source, dtype = (values.get(key) for key in TOKEN_KEYS)
+    adapter = LoraConfig(**lora) if manifest.lora["state"] == "adapter" else None
+    write = HFFolder(source, torch_dtype_of(dtype), lora=adapter, merge_lora=merge_lora)
+    try:
+        write(checkpoint, output)
+    except OSError as error:
+        raise CheckpointError(f"Cannot write {output}: {error}. Check space and permissions, or set output") from error
+    return output
 
 
 def token_manifest(

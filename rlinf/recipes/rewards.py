@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from decimal import Decimal, InvalidOperation
 from typing import Any
 
-from rlinf.errors import ConfigError, MissingDependencyError
+from rlinf.errors import ConfigError, import_extra
 from rlinf.recipes.config import OverlongRewardConfig
 from rlinf.recipes.samples import Prompt
 from rlinf.registry import Registry
@@ -141,12 +141,7 @@ def think_format(completion: str, reference: str | None = None, **row: object) -
 
 def boxed_math(completion: str, reference: str | None, **row: object) -> float:
     r"""Return 1 if math_verify finds the content of ``\boxed{}`` mathematically equal to the reference within 5 s; otherwise 0."""
-    try:
-        from math_verify import LatexExtractionConfig, parse, verify
-    except ImportError as error:
-        raise MissingDependencyError(
-            "boxed_math needs math-verify. Run pip install -e '.[recipes]' in the clone of rlinf"
-        ) from error
+    math_verify: Any = import_extra("math_verify", "The reward boxed_math", "recipes")
     reference = _required(reference, "boxed_math")
     if "\\boxed" not in completion:
         return 0.0
@@ -155,10 +150,10 @@ def boxed_math(completion: str, reference: str | None, **row: object) -> float:
     if seconds is None:
         logging.getLogger("math_verify").setLevel(logging.ERROR)
     parsed, expected = (
-        parse(text, [LatexExtractionConfig(boxed_match_priority=0)], parsing_timeout=seconds)
+        math_verify.parse(text, [math_verify.LatexExtractionConfig(boxed_match_priority=0)], parsing_timeout=seconds)
         for text in (completion, reference if "\\boxed" in reference else f"\\boxed{{{reference}}}")
     )
-    return float(bool(parsed) and bool(expected) and verify(expected, parsed, timeout_seconds=seconds))
+    return float(bool(parsed) and bool(expected) and math_verify.verify(expected, parsed, timeout_seconds=seconds))
 
 
 def direct_math(completion: str, reference: str | None, **row: object) -> float:

@@ -11,7 +11,6 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -20,7 +19,7 @@ from huggingface_hub import HfApi, get_token
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
 from rlinf.checkpoints.folders import flat
-from rlinf.errors import CheckpointError, ConfigError, MissingDependencyError
+from rlinf.errors import CheckpointError, ConfigError, import_extra
 from rlinf.files import Json, write_text
 from rlinf.manifest import Manifest
 from rlinf.run_folder import CONFIG_FILE, MANIFEST_FILE, SAFETENSORS_FOLDER, STATE_FILE
@@ -106,12 +105,7 @@ class S3Upload:
             raise ConfigError(
                 "train.ckpt.upload_s3 needs a bucket. Set train.ckpt.s3_bucket=<name>, or train.ckpt.upload_s3=false"
             )
-        if find_spec("boto3") is None:
-            raise MissingDependencyError(
-                "train.ckpt.upload_s3 needs the package boto3. Install it with pip install -e '.[s3]' in the clone of rlinf, or set "
-                "train.ckpt.upload_s3=false"
-            )
-        import boto3
+        boto3: Any = import_extra("boto3", "train.ckpt.upload_s3", "s3", ", or set train.ckpt.upload_s3=false")
         from boto3.exceptions import Boto3Error
         from botocore.config import Config
         from botocore.exceptions import BotoCoreError, ClientError

@@ -174,7 +174,7 @@ def test_vllm_config_is_a_dictionary_of_its_keys():
 
 def test_megatron_checks_its_arguments_and_names_what_is_missing():
     sizes = {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 4, "sequence_parallel": True}
-    missing = "extra 'megatron'.*use HuggingFacePolicy|need 8 ranks per model.*Start 8 ranks with torchrun"
+    missing = "\\[megatron\\].*use HuggingFacePolicy|need 8 ranks per model.*Start 8 ranks with torchrun"
     with pytest.raises((MissingDependencyError, ConfigError), match=missing):
         MegatronPolicy("llama3.1-8b", **sizes, use_flash_attention=True)
     with pytest.raises(ConfigError, match="tensor_model_parallel_size=1; expected at least 2"):

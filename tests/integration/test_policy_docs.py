@@ -157,7 +157,7 @@ def test_usage_of_the_hugging_face_policy(names):
 
 @needs_document
 def test_usage_of_megatron_says_what_is_missing(names):
-    with pytest.raises((MissingDependencyError, ConfigError), match="extra 'megatron'|Start 8 ranks with torchrun"):
+    with pytest.raises((MissingDependencyError, ConfigError), match=r"\[megatron\]|Start 8 ranks with torchrun"):
         run(block("policy = MegatronPolicy("), names)
 
 
@@ -197,7 +197,7 @@ def test_the_settings_of_the_document_are_accepted(names, vllm):
     generator = rlinf.models.generation.VllmGeneration(names["cluster"], done["vllm_config"])
     assert generator.generate(names["batch"], greedy=True)["output_ids"].shape[0] == 4
     generator.finish_generation()
-    with pytest.raises((MissingDependencyError, ConfigError), match="extra 'megatron'|Start 8 ranks with torchrun"):
+    with pytest.raises((MissingDependencyError, ConfigError), match=r"\[megatron\]|Start 8 ranks with torchrun"):
         models.MegatronPolicy(**done["megatron_config"])
 
 

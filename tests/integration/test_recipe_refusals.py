@@ -78,7 +78,6 @@ CASES = {
     "another last row": ("sft", 2, lambda: other_row(7), "row 7 of rank 1 differs from rank 0"),
     "a stream by rank": ("sft", 2, lambda: stream(other_rows()), "differs between ranks in its first 4 rows. A script must pass"),
     "a stream that differs later": ("sft", 8, other_second_epoch, "The stream of the dataset differs between ranks"),
-    "a group that would be split": ("grpo", 4, lambda: ROWS, "of rollout.n_generation=4 on 2 ranks. Set .* a multiple of 8"),
 }  # fmt: skip
 
 
@@ -98,9 +97,7 @@ def reject_on_a_rank(arguments) -> None:
         try:
             run(
                 recipe(model, folder / ("started" if "later" in name else "out"), kind, batch_size),
-                dataset=rows(),
-                data_packer=Ids(),
-                reward_fns=["format"],
+                RecipeData(rows(), Ids(), ["format"]),
             )
         except ConfigError as error:
             found[name] = str(error)

@@ -6,7 +6,7 @@ import logging
 import pytest
 from PIL import Image
 
-from rlinf.errors import ConfigError
+from rlinf.errors import ConfigError, MissingDependencyError, import_extra
 from rlinf.recipes.datasets import PackedRows, Rows, StreamedRows, load_rows, local_folder
 from rlinf.recipes.samples import BadRowError, Sample
 
@@ -226,3 +226,10 @@ def test_ranks_share_a_stream_and_bad_rows_are_replaced(tmp_path):
         [rows.batch(step, 4) for step in range(3)]
     with pytest.raises(ConfigError, match="required for streaming: datasets.IterableDataset"):
         StreamedRows(iter(ROWS), even)
+
+
+def test_a_missing_package_is_reported_with_the_extra_that_installs_it():
+    with pytest.raises(
+        MissingDependencyError, match=r"An upload needs the package no_such_package.*\[s3\].*or set x=no"
+    ):
+        import_extra("no_such_package", "An upload", "s3", ", or set x=no")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -18,7 +17,7 @@ from transformers.modeling_outputs import CausalLMOutput
 from transformers.modeling_utils import PreTrainedModel
 
 from rlinf.distributed.transfers import fetch
-from rlinf.errors import ConfigError, MissingDependencyError
+from rlinf.errors import ConfigError, import_extra
 from rlinf.llm.batch_checks import verify_text_only
 from rlinf.llm.batched_data_dict import BatchedDataDict, tokens_and_mask
 from rlinf.llm.generation_interface import GenerationDatumSpec, GenerationOutputSpec
@@ -79,11 +78,7 @@ class MegatronPolicy(TokenPolicy):
             raise ConfigError(
                 "sequence_parallel=True with tensor_model_parallel_size=1; expected at least 2. Pass sequence_parallel=False"
             )
-        if importlib.util.find_spec("megatron") is None:
-            raise MissingDependencyError(
-                f"MegatronPolicy('{model_name}') needs the extra 'megatron', which is not installed. Run pip install -e "
-                f"'.[megatron]' in the clone of rlinf. Or use HuggingFacePolicy('{model_name}')"
-            )
+        import_extra("megatron", "MegatronPolicy", "megatron", f". Or use HuggingFacePolicy('{model_name}')")
         check_ranks(config)
         self.device = device_of_this_rank()
         check_device(config, self.device)

@@ -14,7 +14,7 @@ import yaml
 from rlinf.data import lerobot_dataset, rlds_dataset
 from rlinf.data.config import SFTConfig
 from rlinf.data.filters import filtered_rows
-from rlinf.data.formats import describe_dataset, open_dataset
+from rlinf.data.formats import describe_dataset, image_columns, open_dataset
 from rlinf.data.frames import frame_numbers
 from rlinf.data.rlds_dataset import Blobs, masked_crc32c
 from rlinf.data.video import VideoWriter
@@ -562,3 +562,10 @@ def test_columns_of_an_rlds_dataset_are_joined():
     found = rlds_dataset.open_dataset(FIXTURES / "rlds", {}, ["joint_state", "state"], action_key=["action"])
     parts = [rlds_dataset.open_dataset(FIXTURES / "rlds", {}, name).state for name in ("joint_state", "state")]
     np.testing.assert_array_equal(found.state, np.hstack(parts))
+
+
+def test_one_column_cannot_stand_for_two_cameras(lerobot):
+    with pytest.raises(
+        ConfigError, match=r"sft.cameras is \[front,observation.images.front\].* twice.*Set sft.cameras="
+    ):
+        image_columns(describe_dataset(lerobot), ["front", "wrist"], ["front", FRONT])

@@ -24,7 +24,7 @@ from rlinf.config.compose import compose_config
 from rlinf.config.schema import build_config
 from rlinf.distributed import deadlines, launch, process_group
 from rlinf.distributed.config import DeadlinesConfig
-from rlinf.distributed.deadlines import Clock, DeadlineError, deadline, heartbeat, portable, report, reported
+from rlinf.distributed.deadlines import Clock, DeadlineError, Watchdog, deadline, heartbeat, portable, report, reported
 from rlinf.errors import ConfigError, RankError, RLinfError
 from rlinf.optim.train_step import TrainStep
 from rlinf.preflight.validation import validate
@@ -336,3 +336,14 @@ def test_an_error_of_a_rank_keeps_its_class_and_its_text_in_another_process():
     assert str(arrived) == "A fault in somewhere. Pass fix=1\na note" and not hasattr(arrived, "__notes__")
     whole = pickle.loads(pickle.dumps(ConfigError("A fault.", fix=1)))
     assert str(whole) == "A fault. Pass fix=1" and whole.fix == {"fix": 1}
+
+
+def test_a_rank_does_not_wait_for_ever_for_the_error_of_an_alarm(monkeypatch):
+    monkeypatch.setattr(deadlines, "REPORT_S", 0.0)
+    ended = []
+    rank = SimpleNamespace(store=dist.HashStore(), _ended=threading.Event(), ends_process=False, _leave=ended.append)
+    Watchdog._end_with_all_ranks(rank, 0.0)
+    assert isinstance(ended[0], DeadlineError) and "before it could report" in str(ended[0])
+    report(rank.store, DeadlineError("a control"))
+    Watchdog._end_with_all_ranks(rank, 0.0)
+    assert str(ended[1]) == "a control"

@@ -355,3 +355,10 @@ def test_a_step_reads_nothing_from_the_cpu(where):
         for _ in range(3):
             assert sampler(ids, scores).device.type == "meta"
     assert mode.count >= 3 if where == "cpu" else mode.count == 0
+
+
+def test_ids_of_32_bits_are_read(tiny_lm, prompts):
+    engine = HuggingFaceGeneration(tiny_lm(), max_new_tokens=2)
+    short = engine.generate({key: value.int() for key, value in prompts.items()}, greedy=True)
+    assert short["output_ids"].dtype == torch.int64
+    assert short["output_ids"].equal(engine.generate(prompts, greedy=True)["output_ids"])

@@ -21,6 +21,7 @@ from rlinf.contracts.env import equal_rows, run_episodes, spread_specs
 from rlinf.envs.config import EnvConfig, with_share_of_cores
 from rlinf.envs.process.env import Worker
 from rlinf.errors import ConfigError, SimulatorError
+from rlinf.evaluation.fingerprint import MAX_TRIES, take_fingerprint
 
 NUM_ENVS = 4
 PATIENCE_S = 60.0
@@ -479,3 +480,11 @@ def test_the_deadline_holds_for_the_rest_of_an_answer(make):
     thread.start()
     thread.join(PATIENCE_S)
     assert "poses made no progress for 1 s (env.step_timeout_s)" in failures[0].message
+
+
+def test_a_fingerprint_whose_steps_always_fail_ends_the_run(make):
+    make.of = FragileVectorEnv
+    env = make(num_envs=2, num_processes=1, max_episode_steps=50, tasks=["far"])
+    with pytest.raises(SimulatorError, match="env.num_processes=0"):
+        take_fingerprint(env)
+    assert env.num_restarts == MAX_TRIES < env.config.max_restarts

@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -175,6 +176,24 @@ class Rank:
 
     def join(self, timeout=None):
         assert timeout is not None or self.exitcode is not None, "a wait without end"
+
+
+def test_a_rank_that_has_no_exit_code_yet_when_its_sentinel_closes_still_ends_the_others(monkeypatch):
+    failed, waiting = Rank("failed", [None, None, 1]), Rank("waiting", [None])
+
+    def wait(sentinels, timeout=None):
+        assert timeout is not None or "failed" in sentinels, "nothing is left to wait for"
+        return []
+
+    def join():
+        raise launch.RankError("Rank 0 failed")
+
+    context = SimpleNamespace(processes=[failed, waiting], join=join)
+    monkeypatch.setattr(launch.mp, "start_processes", lambda *_, **__: context)
+    monkeypatch.setattr(launch.multiprocessing.connection, "wait", wait)
+    with pytest.raises(launch.RankError, match="Rank 0 failed"):
+        launch.launch(print, None, 2, "cpu")
+    assert waiting.killed
 
 
 @pytest.mark.parametrize(("key", "variable", "expected"), [(5, "1", 5), (None, "3,2", 3), (None, None, 4)])

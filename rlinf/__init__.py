@@ -37,7 +37,16 @@ __all__ = [
 
 # Hidden from type checkers: with a module ``__getattr__``, they would accept any name.
 if not TYPE_CHECKING:
-    __getattr__ = lazy_attributes(__name__, _LAZY)
+    _load = lazy_attributes(__name__, _LAZY)
+
+    def __getattr__(name: str) -> object:
+        if name == "audit":
+            from rlinf.errors import ConfigError
+            from rlinf.wings import missing
+
+            if (reason := missing("commands", name)) is not None:
+                raise ConfigError(reason)
+        return _load(name)
 
 
 def __dir__() -> list[str]:

@@ -1,6 +1,5 @@
-"""Management of a run's checkpoints: saving, deleting, exporting, uploading, and choosing which one to resume."""
+"""Management of a run's checkpoints: saving, deleting, exporting and uploading."""
 
-import glob
 import logging
 import shutil
 import threading
@@ -22,7 +21,6 @@ from rlinf.checkpoints.checkpoint import (
     take_snapshot,
     write_snapshot,
 )
-from rlinf.checkpoints.folders import is_checkpoint, resolve_checkpoint, saved_at
 from rlinf.distributed.process_group import new_group, world_size
 from rlinf.errors import CheckpointError, ConfigError, UploadError
 from rlinf.files import Json, mark_latest
@@ -261,25 +259,3 @@ class CheckpointManager:
         except CheckpointError as error:
             logger.error("%s", error)
             self._upload_failures[key] = str(error)
-
-
-def newest_checkpoint(output_dir: Path, name: str = "") -> Path | None:
-    """Return the newest complete checkpoint of the run ``<output_dir>/<name>`` (if ``name`` is empty, of any run), or None.
-
-    This is a collective call. Runs are searched by time of their last save, newest first. Damaged checkpoints are skipped with a warning.
-    """
-
-    def find() -> Path | None:
-        saved: dict[Path, float] = {}
-        for path in Path(output_dir).glob(f"{glob.escape(name) or '[!.]*'}/{CHECKPOINTS_FOLDER}/step_*"):
-            if is_checkpoint(path):
-                run = path.parent.parent
-                saved[run] = max(saved.get(run, 0.0), saved_at(path))
-        for run in sorted(saved, key=saved.__getitem__, reverse=True):
-            try:
-                return resolve_checkpoint(run)
-            except CheckpointError as error:
-                logger.warning("%s is skipped: %s", run, error)
-        return None
-
-    return on_rank_zero(find, f"read {output_dir}")

@@ -1,5 +1,6 @@
 """Run a recipe, from its configuration and data to the finished run folder."""
 
+import glob
 import json
 import logging
 import sys
@@ -13,11 +14,11 @@ from typing import Any
 import yaml
 
 from rlinf.checkpoints.checkpoint import on_rank_zero, set_aside_later
-from rlinf.checkpoints.checkpoint_manager import CheckpointManager, newest_checkpoint
-from rlinf.checkpoints.folders import resolve_checkpoint
+from rlinf.checkpoints.checkpoint_manager import CheckpointManager
+from rlinf.checkpoints.folders import is_checkpoint, resolve_checkpoint, saved_at
 from rlinf.config.training import TrainerConfig
 from rlinf.distributed.process_group import gather_objects, rank
-from rlinf.errors import ConfigError
+from rlinf.errors import CheckpointError, ConfigError
 from rlinf.files import locked_folder, write_text
 from rlinf.llm.hf_policy import HuggingFacePolicy
 from rlinf.models.precision import torch_dtype_of
@@ -285,3 +286,25 @@ def _shown_logs(progress: Progress) -> Iterator[None]:
     finally:
         logger.removeHandler(handler)
         logger.setLevel(level)
+
+
+def newest_checkpoint(output_dir: Path, name: str = "") -> Path | None:
+    """Return the newest complete checkpoint of the run ``<output_dir>/<name>`` (if ``name`` is empty, of any run), or None.
+
+    This is a collective call. Runs are searched by time of their last save, newest first. Damaged checkpoints are skipped with a warning.
+    """
+
+    def find() -> Path | None:
+        saved: dict[Path, float] = {}
+        for path in Path(output_dir).glob(f"{glob.escape(name) or '[!.]*'}/{CHECKPOINTS_FOLDER}/step_*"):
+            if is_checkpoint(path):
+                run = path.parent.parent
+                saved[run] = max(saved.get(run, 0.0), saved_at(path))
+        for run in sorted(saved, key=saved.__getitem__, reverse=True):
+            try:
+                return resolve_checkpoint(run)
+            except CheckpointError as error:
+                logger.warning("%s is skipped: %s", run, error)
+        return None
+
+    return on_rank_zero(find, f"read {output_dir}")

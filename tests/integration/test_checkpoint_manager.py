@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from rlinf.checkpoints import checkpoint_manager as manager_module
 from rlinf.checkpoints import folders
 from rlinf.checkpoints.checkpoint import load_checkpoint
-from rlinf.checkpoints.checkpoint_manager import CheckpointManager, newest_checkpoint
+from rlinf.checkpoints.checkpoint_manager import CheckpointManager
 from rlinf.checkpoints.folders import read_loop_state
 from rlinf.checkpoints.trainer_state import read_entries
 from rlinf.distributed.launch import launch
@@ -21,6 +21,7 @@ from rlinf.llm.hf_policy import HuggingFacePolicy
 from rlinf.llm.losses import NLLLossFn
 from rlinf.models.config import LoraConfig
 from rlinf.recipes.hf_folder import HFFolder, token_manifest
+from rlinf.recipes.run import newest_checkpoint
 from rlinf.recipes.token_trainer import best_of
 
 CONFIG = {"policy": {"model_name_or_path": "tiny"}}

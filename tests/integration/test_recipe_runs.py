@@ -24,7 +24,7 @@ from rlinf.options import from_mapping
 from rlinf.recipes.build import RecipeData
 from rlinf.recipes.config import RecipeConfig
 from rlinf.recipes.hf_folder import HFFolder
-from rlinf.recipes.run import run
+from rlinf.recipes.run import newest_checkpoint, run
 from rlinf.recipes.samples import BadRowError
 from rlinf.recipes.sft import SFTTrainer
 from rlinf.tracking.tracker import read_metrics
@@ -200,7 +200,7 @@ def test_later_checkpoints_are_set_aside_when_a_run_goes_on_from_an_older_one(mo
     folder = start(config_of(model, tmp_path, "sft", 4))
     start(config_of(model, tmp_path, "sft", 3, resume=str(folder / "checkpoints" / "step_2")))
     assert (folder / "checkpoints" / "superseded_1" / "step_4").is_dir()
-    assert checkpoint_manager.newest_checkpoint(tmp_path) == folder / "checkpoints" / "step_3"
+    assert newest_checkpoint(tmp_path) == folder / "checkpoints" / "step_3"
 
 
 @pytest.mark.parametrize(
@@ -276,7 +276,7 @@ def test_a_run_with_a_name_goes_on_and_is_not_begun_twice(model, tmp_path):
     assert steps == [0, 1, 2, 3], "it continued each time"
     other = start(config_of(model, tmp_path, "sft", 1, timestamp="other", resume=True))
     assert other == tmp_path / "other" and (other / "checkpoints" / "step_1").is_dir()
-    assert checkpoint_manager.newest_checkpoint(tmp_path, "mine").name == "step_4"
+    assert newest_checkpoint(tmp_path, "mine").name == "step_4"
 
 
 def test_epochs_between_checkpoints_are_those_of_the_data(model, tmp_path):

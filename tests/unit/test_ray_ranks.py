@@ -17,9 +17,10 @@ import pytest
 from processes import is_running, wait_until
 
 from rlinf.cluster.machine import CommandMachine
+from rlinf.distributed.launch import launch
 from rlinf.distributed.ray import ranks as ray_ranks
 from rlinf.distributed.ray.ranks import RankAgent, RemoteRank
-from rlinf.errors import ConfigError, RankKilledError
+from rlinf.errors import ConfigError, RankError, RankKilledError
 
 needs_ray = pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="not installed: ray; extra 'ray'")
 
@@ -132,6 +133,34 @@ def test_whatever_ends_the_output_ends_the_rank(monkeypatch, error, exitcode, lo
     assert rank.exitcode == exitcode and set(os.listdir("/proc/self/fd")) == descriptors
     silent = followed(monkeypatch, (1, b""))
     assert silent.exitcode == -9 and silent.lost == "its actor ended without an exit status"
+
+
+@pytest.mark.parametrize(
+    ("ends", "error", "words"),
+    [
+        ([(-9, None, None)] * 2, RankKilledError, "Rank 0 was killed by SIGKILL; Rank 1 was killed by SIGKILL"),
+        ([(-9, "gone", None)] * 2, RankKilledError, "Rank 0 was lost: gone; Rank 1 was lost: gone"),
+        ([(-9, "gone", None), (1, None, "no folder")], RankError, "Rank 1 could not be run: no folder"),
+        ([(1, None, None)] * 2, RankError, "Rank 0 ended with status 1"),
+    ],
+)
+def test_ranks_that_have_all_ended_before_the_command_looks_are_told_by_their_ends(ends, error, words):
+    """As where the machine of all of them is lost."""
+
+    class Ended(RemoteRank):
+        def __init__(self, exitcode, lost, fault):
+            self.exitcode, self.lost, self.fault, self.sentinel = exitcode, lost, fault, None
+
+        def join(self, timeout=None):
+            pass
+
+        def end_agent(self):
+            pass
+
+    places = types.SimpleNamespace(host="127.0.0.1", start=lambda *_: [Ended(*end) for end in ends])
+    with pytest.raises(error, match=words) as caught:
+        launch(print, None, 2, "cpu", places=places)
+    assert type(caught.value) is error
 
 
 @needs_ray

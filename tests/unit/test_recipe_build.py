@@ -132,11 +132,12 @@ def test_a_run_goes_on_with_the_model_that_it_began_with_only(tiny_lm, tmp_path)
 
 def test_an_engine_stops_where_the_trained_model_does(tiny_lm, monkeypatch):
     monkeypatch.setattr(build, "why_no_engine", lambda _: None)
-    config = config_of(tiny_lm(), "grpo", rollout=ROLLOUT | {"backend": "vllm"})
+    config = config_of(tiny_lm(), "grpo", rollout=ROLLOUT | {"backend": "vllm", "enforce_eager": True})
     policy = HuggingFacePolicy(tiny_lm(), tokenizer=SimpleNamespace(eos_token_id=7, decode=str))
     engine = build._engine(config, policy, places=object())
     settings = {name: value for name, value in engine.items() if name in GenerationConfig.__annotations__}
     assert sampling_arguments(settings, greedy=True)["stop_token_ids"] == [2, 7]
+    assert engine["vllm_cfg"]["enforce_eager"] is True
 
 
 def test_the_group_size_and_a_stream_are_compared():
@@ -159,6 +160,24 @@ def test_prepared_rows_are_kept_in_memory_on_request(made, is_kept, count):
     rows = made("sft", ["abc"], packer, method={"enable_dataset_cache": is_kept}).rows
     assert rows[0].input_ids == sample({"text": "abc"}).input_ids
     assert len(packed) == count, "the first is of the check"
+
+
+@pytest.mark.parametrize(("size", "calls"), [(None, [4]), (3, [3, 1])])
+def test_the_validation_evaluates_so_many_rows_together(made, monkeypatch, size, calls):
+    sections = {"validation": {"enable": True, "batch_size": size}, "method": {"dataset": {"test_size": 4}}}
+    texts, seen = [chr(97 + number) * 5 for number in range(12)], []
+    sft = made("sft", texts, RawTextPacker(), **sections)
+    score = sft.policy.get_logprobs
+    monkeypatch.setattr(sft.policy, "get_logprobs", lambda batch: seen.append(len(batch["input_ids"])) or score(batch))
+    sft.validate(0)
+    grpo = made("grpo", texts, PromptPacker(), rollout=ROLLOUT | {"batch_size": 4}, **sections)
+    generate = grpo.policy.generate
+    monkeypatch.setattr(
+        grpo.policy, "generate", lambda batch, greedy: seen.append(len(batch["input_ids"])) or generate(batch, greedy)
+    )
+    grpo.validate(0)
+    assert seen == calls * 2
+    assert grpo.completer.batch_size == 8, "the rollouts of training are not changed"
 
 
 @pytest.mark.parametrize(

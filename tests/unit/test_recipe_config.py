@@ -101,6 +101,8 @@ def test_keys_of_released_recipes_are_read_or_dropped_with_a_line():
         "redis=12800",
         "train.train_policy.dataloader_prefetch_factor=4",
     ]
+    for override, freq in (("validation.freq=7", 7), ("train.validation_step=8", 8)):
+        assert load_recipe("cosmos-reason1-7b-fsdp2-sft", [override])[0].validation.freq == freq
 
 
 def test_text_of_a_recipe_and_of_its_overrides_is_taken_letter_by_letter(tmp_path, recipe):
@@ -114,6 +116,9 @@ def test_text_of_a_recipe_and_of_its_overrides_is_taken_letter_by_letter(tmp_pat
     assert recipe("policy.lora.r=4")[0].policy.lora.r == 4, "a section that is null by default"
     with pytest.raises(ConfigError, match="train.epoch is 6.*Set train.epoch=<value>"):
         recipe("train.epoch=6", "train.epoch.more=1")
+    config, _ = recipe("train.optm_betas=[0.8,0.9]", "custom.mine={a:1}", "train.train_policy.dataset.name='a b'")
+    assert (config.train.optm_betas, config.custom) == ([0.8, 0.9], {"mine": {"a": 1}})
+    assert config.train.train_policy.dataset.name == "a b"
 
 
 def test_a_yaml_recipe_writes_a_dollar_as_the_message_says(tmp_path):
@@ -298,3 +303,5 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path, name, text, message):
     with pytest.raises(ConfigError) as error:
         load_recipe(str(tmp_path / name))
     assert message in str(error.value) and name in str(error.value)
+    with pytest.raises(ConfigError, match="Did you mean 'mistral-7b-fsdp4-sft'"):
+        load_recipe("mistral-7b-fsdp-sft")

@@ -18,6 +18,7 @@ from rlinf.recipes.load import load_recipe, packaged_recipes
 from rlinf.recipes.plan import (
     DISAGGREGATED,
     check_engines,
+    choose_device,
     describe,
     fraction_of_engine,
     make_plan,
@@ -198,6 +199,23 @@ def test_a_launcher_gives_engines_no_gpus_of_their_own(monkeypatch):
     check_engines(config, make_plan(config, 2), "cuda")
 
 
+def test_an_engine_whose_size_does_not_divide_the_heads_is_refused(tiny_lm):
+    words = [f"policy.model_name_or_path={tiny_lm()}", "rollout.parallelism.tp_size=3"]
+    config, plan = plan_of("cosmos-reason1-7b-p-fsdp2-r-tp2-grpo", *words)
+    with pytest.raises(ConfigError, match="tp_size=3 does not divide .*Set rollout.parallelism.tp_size="):
+        check_engines(config, plan, "cuda")
+
+
+def test_gpus_of_rollout_workers_in_a_cluster_are_not_looked_for_here(monkeypatch):
+    plan = plan_of("cosmos-reason1-7b-p-fsdp2-r-tp2-grpo")
+    monkeypatch.setenv("RAY_ADDRESS", "somewhere:6379")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert choose_device(*plan) == "cuda"
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    with pytest.raises(ConfigError, match="needs 2 GPUs"):
+        choose_device(*plan)
+
+
 @pytest.mark.parametrize(
     ("name", "placement"),
     [
@@ -233,6 +251,9 @@ def test_where_vllm_cannot_generate_a_player_in_torch_takes_each_gpu_of_an_engin
     overrides = [f"policy.model_name_or_path={gemma}", "policy.parallelism.dp_shard_size=4"]
     config, plan = plan_of("gpt-oss-20b-p-fsdp4-r-tp4-pp1-grpo", *overrides, "rollout.parallelism.tp_size=3")
     assert plan.workers == 1, "three cannot be shared by four ranks"
+    words = [DISAGGREGATED, "rollout.backend=torch", "cluster.num_rollout_workers=4"]
+    plan = plan_of("phi4-14b-p-fsdp4-r-tp2-grpo", *words)[1]
+    assert (plan.rollout_gpus, plan.gpus_per_rollout_worker) == (4, 1)
 
 
 def test_an_engine_on_the_gpu_of_the_policy_takes_what_that_leaves(tmp_path, monkeypatch):
@@ -286,6 +307,9 @@ def test_players_that_machines_have_no_room_for_are_refused():
         place_rollout_workers(config, plan, "cuda", [Node("a", 64, 1), Node("b", 64, 1)])
     place_rollout_workers(config, plan, "cuda", [Node("a", 64, 2), Node("b", 64, 2)])
     place_rollout_workers(config, plan, "cpu", [Node("a", 2, 0)])
+    config, plan = plan_of("phi4-14b-p-fsdp4-r-tp2-grpo", DISAGGREGATED, "cluster.num_rollout_workers=4")
+    with pytest.raises(ConfigError, match="Set cluster.num_rollout_workers=2$"):
+        place_rollout_workers(config, plan, "cpu", [Node("a", 3, 0)])
 
 
 @pytest.mark.parametrize(

@@ -240,6 +240,36 @@ def test_json_of_another_shape_is_no_recording(tmp_path, change):
         read_recording(path)
 
 
+@pytest.mark.parametrize(
+    "text", ["", "rlinfEpisode({", "rlinfEpisode(no json);\n", "alert(1);\n", "rlinfEpisode([1]);\n"]
+)
+def test_a_file_that_is_no_recording_is_named(tmp_path, text):
+    (tmp_path / "reach_000.js").write_text(text)
+    with pytest.raises(CheckpointError, match=r"reach_000\.js is not a recorded episode"):
+        read_recording(tmp_path / "reach_000.js")
+
+
+class Remembers:
+    """A policy without values or probabilities, whose actions grow with its calls in an episode."""
+
+    def reset(self):
+        self.calls = 0
+
+    def act(self, observation):
+        self.calls += 1
+        return np.full((1, 2, 2), 0.1 * self.calls, np.float32)
+
+
+def test_a_policy_that_tells_nothing_has_no_numbers(tmp_path):
+    env = make_env(TabletopConfig(tasks=["reach"], max_episode_steps=4, cameras=[]), 1, auto_reset=False)
+    result = evaluate_policy(Remembers(), env, env.episode_specs("eval")[:2])
+    record_episodes(Remembers(), env, result, tmp_path / "episodes", 1, 48)
+    (recording,) = recordings_in(tmp_path / "episodes")
+    assert [call["step"] for call in recording["calls"]] == [0, 2]
+    assert all(call[name] is None for call in recording["calls"] for name in ("value", "entropy", "logprob"))
+    assert recording["calls"][1]["chunk"] == pytest.approx(np.full((2, 2), 0.2)), "the policy was reset"
+
+
 @pytest.mark.parametrize("setting", ["cluster.num_rollout_workers=2", "cluster.placement=disaggregated"])
 def test_recordings_by_players_are_refused(tmp_path, setting):
     base = ["model=mlp", "env=tabletop", "evaluation.num_episodes=8"]
@@ -274,6 +304,10 @@ def test_picture_is_intact_below_the_band():
     assert image.shape[1] == 64 and image.shape[0] > 64 and image.shape[0] % 2 == 0
     assert np.array_equal(image[-63:], frame[-63:])
     assert not np.array_equal(overlay(frame, "other", 3, 16, False)[:20], image[:20])
+    bands = [
+        overlay(frame, "reach", step, 16, outcome) for step, outcome in ((4, None), (4, True), (4, False), (5, None))
+    ]
+    assert len({band.tobytes() for band in bands}) == 4, "step and outcome are shown"
 
 
 def test_a_video_that_cannot_be_written_is_named_and_leaves_nothing(tmp_path, monkeypatch):

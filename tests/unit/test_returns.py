@@ -88,3 +88,5 @@ def test_cut_actions_are_counted_reported_and_warned_of(tmp_path):
     assert "100.0% (largest: 50)" in write_report(tmp_path).read_text()
     still = rlinf.evaluate(lambda seen: np.zeros((len(seen), env.action_dim)), CONFIG, episodes=3)
     assert still.actions_clipped_fraction == 0.0 and still.warnings == []
+    audit = rlinf.audit(lambda seen: np.full((len(seen), env.action_dim), 50.0), CONFIG, episodes=3)
+    assert len([warning for warning in audit.warnings if "were clipped" in warning]) == 1

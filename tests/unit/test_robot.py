@@ -4,12 +4,13 @@ import json
 import signal
 import threading
 import time
-from contextlib import closing
+from contextlib import closing, nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 from run_results import run_config
 
 from rlinf.commands.evaluate import evaluate
@@ -20,7 +21,7 @@ from rlinf.robot.command import robot
 from rlinf.robot.config import RobotConfig
 from rlinf.robot.loop import RobotEpisodes
 from rlinf.robot.robot import EnvRobot, EpisodeVoidError, check_fits
-from rlinf.robot.schedule import ChunkSchedule
+from rlinf.robot.schedule import ChunkSchedule, lead_steps
 from rlinf.training.stop_signal import ctrl_c_waits, sigterm_is_ctrl_c
 from rlinf.types import EnvSpec, EpisodeResult, EpisodeSpec
 
@@ -157,6 +158,8 @@ def test_schedule_by_hand():
     schedule = ChunkSchedule(overlaps=False, is_relative=np.array([False]))
     schedule.offer(np.arange(4.0)[:, None], seen_at=2, due=4)
     assert schedule.action(4) == 0 and not schedule.needs_chunk(7, 2) and schedule.needs_chunk(8, 2)
+    latencies = (0.0, 0.025, 0.026, 0.075, 0.15, 0.3)
+    assert [lead_steps(latency, 0.025, 20) for latency in latencies] == [0, 0, 1, 1, 3, 6]
 
 
 def test_lost_observations_are_survived_until_the_last_one_is_too_old():
@@ -179,7 +182,8 @@ def test_a_camera_that_never_comes_moves_nothing():
 
 def test_positions_are_limited_from_where_the_robot_is():
     assert played(Clock(at=5.0), relative_dims=[], max_relative_target=0.5)[0][:3] == [4.5, 4.0, 3.5]
-    assert played(Clock(at=5.0), relative_dims=[0], max_relative_target=0.5)[0][:3] == [0.5, 1.0, 1.5]
+    sent, timing = played(Clock(at=5.0), relative_dims=[0], max_relative_target=0.5)
+    assert sent[:3] == [0.5, 1.0, 1.5] and timing.clipped_steps == 20
 
 
 def test_a_failed_call_costs_a_hold_and_no_episode():
@@ -452,6 +456,35 @@ def test_without_latency_the_episodes_are_those_of_an_evaluation(tmp_path, greed
     plain = evaluate(run_config(tmp_path / "plain", *words))
     quick = robot(run_config(tmp_path / "quick", *words), RobotConfig(real_time=False))
     assert same(quick, plain)
+
+
+def test_an_episode_has_its_own_random_stream_where_its_first_observation_is_lost():
+    class Drawn(Foretell):
+        def start_episode(self, spec):
+            return spec
+
+        def act(self, row, streams):
+            self.streams = streams
+            return super().act(row, streams)
+
+    policy = Drawn()
+    assert played(Clock(lost=(0,)), policy)[1].failures == 0 and policy.streams == [SPEC]
+
+
+@pytest.mark.parametrize("real_time", [False, True])
+def test_the_policy_computes_in_its_context(real_time):
+    modes = set()
+
+    class Autocast(Foretell):
+        def act(self, row, streams):
+            modes.add((torch.is_autocast_enabled("cpu"), torch.is_grad_enabled()))
+            return super().act(row, streams)
+
+    for context in (nullcontext, lambda: torch.autocast("cpu", torch.bfloat16)):
+        settings = RobotConfig(real_time=real_time, fps=100)
+        with RobotEpisodes(Autocast(), Clock(num_steps=3), ENV, settings, context) as episodes:
+            episodes.run([SPEC], lambda result: None)
+    assert modes == {(False, False), (True, False)}
 
 
 def test_faults_of_the_robot_depend_on_the_episode_alone(tmp_path):

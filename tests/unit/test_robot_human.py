@@ -10,7 +10,7 @@ from run_results import run_config
 from rlinf.errors import RLinfError
 from rlinf.robot.command import robot as robot_command
 from rlinf.robot.config import RobotConfig
-from rlinf.robot.human import OVERLAY, HumanLabelledRobot
+from rlinf.robot.human import OVERLAY, READY, SUCCESS, HumanLabelledRobot, ask_on_terminal
 from rlinf.robot.robot import EpisodeVoidError, check_fits
 from rlinf.types import EnvSpec, EpisodeResult, EpisodeSpec
 from tests.unit.test_robot import WORDS
@@ -118,3 +118,23 @@ def test_the_wanted_start_lies_over_the_present_one(tmp_path):
     assert "wanted" not in alone.shown[0] and not (tmp_path / "third" / OVERLAY).exists()
     kept = np.asarray(Image.open(tmp_path / "second" / "1_2_3.png"))
     assert np.unique(kept).tolist() == [40]
+
+
+def test_the_kept_start_is_what_is_seen_after_the_person_has_put_the_scene_back(tmp_path):
+    robot, person, labelled = told(tmp_path, "", grey=40)
+
+    def puts_back(text, answers):
+        robot.grey = 90
+        return person(text, answers)
+
+    labelled.ask = puts_back
+    labelled.begin(SPEC)
+    assert np.unique(np.asarray(Image.open(tmp_path / "1_2_3.png"))).tolist() == [90]
+
+
+@pytest.mark.parametrize(
+    ("typed", "choices", "expected"),
+    [(["what?", "Yes"], SUCCESS, "y"), (["", " NO "], SUCCESS, "n"), (["yes", " "], READY, "")],
+)
+def test_the_terminal_asks_until_it_is_told(typed, choices, expected):
+    assert ask_on_terminal("success?", choices, lambda _: typed.pop(0)) == expected and not typed

@@ -194,3 +194,9 @@ def test_nulls_of_a_file_survive_and_those_of_a_table_do_not(tmp_path):
     assert kept(load_rows(path)[0]) == kept(next(iter(load_rows(path, streaming=True)))) == written
     pq.write_table(pa.Table.from_pylist([row]), tmp_path / "a.parquet")
     assert kept(load_rows(str(tmp_path / "a.parquet"))[0]) == [{"city": "Paris"}, {"name": "f"}]
+
+
+def test_contents_of_messages_may_be_texts_and_lists(tmp_path):
+    parts = [{"type": "text", "text": "a"}]
+    row = {"messages": [{"role": "user", "content": parts}, {"role": "assistant", "content": "b"}]}
+    assert load_rows(write(tmp_path / "a.jsonl", [row]))[0] == row

@@ -60,6 +60,9 @@ def test_latest_is_a_link_that_is_replaced_and_followed_anywhere_in_a_path(tmp_p
         assert follow_latest(tmp_path / "x" / "latest") == tmp_path / "x" / name
     assert sorted(os.listdir("x")) == ["first", "latest", "second"], "nothing else is left"
     assert follow_latest("elsewhere/latest") == Path("elsewhere/latest"), "a folder of this name is what it is"
+    (tmp_path / "y" / "latest" / "mine").mkdir(parents=True)
+    mark_latest(tmp_path / "y" / "run")
+    assert (tmp_path / "y" / "latest" / "mine").is_dir() and os.listdir("y") == ["latest"], "a user's folder stays"
 
 
 def test_where_links_are_impossible_latest_is_a_text_file(tmp_path, monkeypatch):

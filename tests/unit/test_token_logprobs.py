@@ -193,6 +193,22 @@ def test_the_head_is_applied_to_chosen_tokens_alone(load, name, packed):
     assert found[2] <= max(int((chosen & mask).sum()) * VOCABULARY, weights) < everything[2]
 
 
+def test_packed_rows_in_chunks(load, monkeypatch):
+    model, (ids, mask) = load("llama"), rows()
+    expected = sequence_logprobs(model, ids, mask)
+    monkeypatch.setattr(module, "CHUNK_LOGITS", 10 * VOCABULARY)
+    torch.testing.assert_close(sequence_logprobs(model, ids, mask, packed=True), expected, atol=1e-5, rtol=1e-5)
+
+
+def test_weights_that_are_not_finite_do_not_condemn_the_head(load):
+    model, (ids, mask) = load("llama"), rows()
+    assert module.has_separable_head(model)
+    for number in (float("nan"), float("inf")):
+        model.model.norm.weight.detach().fill_(number)
+        assert not sequence_logprobs(model, ids, mask).isfinite().all()
+        assert module.has_separable_head(model)
+
+
 def test_no_token_chosen_is_a_zero_with_a_gradient(load):
     model, (ids, mask) = load("llama"), rows()
     found = scored(model, lambda *a: sequence_logprobs(*a, chosen=torch.zeros_like(mask)), ids, mask)

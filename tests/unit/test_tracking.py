@@ -130,6 +130,15 @@ def test_weights_and_biases_that_refuse_the_key_do_not_end_the_run(tmp_path, mon
     assert "WANDB_API_KEY invalid: API key must have" in said and "WANDB_MODE=disabled" in said
 
 
+def test_the_real_wandb_refuses_a_key_with_the_error_that_is_caught(tmp_path, monkeypatch, caplog):
+    pytest.importorskip("wandb", reason="wandb is an optional extra (pip install wandb)")
+    monkeypatch.setenv("WANDB_API_KEY", "wrong")
+    monkeypatch.setenv("WANDB_MODE", "online")
+    with Tracker(tmp_path, TrackingConfig(tensorboard=False, wandb=True), {}) as tracker:
+        tracker.log(0, {"train/loss": 1.0})
+    assert steps_of(tmp_path) == [("rl", 0)] and "the run continues without it" in caplog.text
+
+
 def test_tensorboard_holds_the_same_numbers(tmp_path):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 

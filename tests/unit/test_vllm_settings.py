@@ -18,7 +18,7 @@ from rlinf.config.compose import compose_config
 from rlinf.config.schema import build_config
 from rlinf.engines import vllm_engine
 from rlinf.engines.vllm_engine import GenerateResult
-from rlinf.engines.vllm_server import DECODE_GRAPHS, graph_arguments, language_model_arguments
+from rlinf.engines.vllm_server import CPU_CACHE_BYTES, DECODE_GRAPHS, graph_arguments, language_model_arguments
 from rlinf.engines.vllm_weights import BucketLoader, LanguageModelNames, TensorNames
 from rlinf.engines.weight_handle import WeightBuffer, WeightsRejectedError
 from rlinf.errors import ConfigError, MissingDependencyError
@@ -78,6 +78,26 @@ def test_what_an_engine_cannot_do_is_rejected_and_the_fix_mends_it(has_vllm, ove
     assert overrides[0].rpartition("=")[2] in str(error.value)
     checked(*overrides, fix)
     checked(*overrides, "rollout.backend=torch")
+
+
+def test_engines_of_several_gpus_have_gpus_of_their_own_beside_several_ranks(has_vllm):
+    split = ["cluster.start=ray", "cluster.placement=disaggregated"]
+    checked("rollout.vllm.tensor_parallel_size=2", "cluster.num_processes=2", *split)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"model_name": "x", "backend": "hf"}, "backend='hf'"),
+        ({"temperature": 1.0}, "model_name"),
+        ({"model_name": "x", "vllm_cfg": {"tensor_parallel_size": 4}}, "size is 4.*Pass tensor_parallel_size=2"),
+    ],
+)
+def test_wrong_backend_missing_model_and_too_few_gpus_are_user_errors(has_vllm, settings, message):
+    cluster = SimpleNamespace(world_size=lambda: 2)
+    VllmGeneration(cluster, {"model_name": "x", "vllm_cfg": {"tensor_parallel_size": 2}})
+    with pytest.raises(ConfigError, match=message):
+        VllmGeneration(cluster, settings)
 
 
 def test_a_model_that_vllm_cannot_run_is_refused(has_vllm):
@@ -371,6 +391,22 @@ def test_the_cache_of_a_cpu_engine_holds_the_longest_sequence_of_every_env(model
     assert arguments["dtype"] == "float32" and arguments["max_num_seqs"] == 3
     given = vllm_policy.engine_arguments(model, VllmOptions(kv_cache_memory_bytes=5, dtype="bfloat16"), num_envs=3)
     assert (given["kv_cache_memory_bytes"], given["dtype"]) == (5, "bfloat16")
+
+
+def test_the_cache_of_a_language_model_on_cpus_is_bounded_but_holds_one_sequence(tmp_path, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    sizes = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 3}
+    LlamaConfig(**sizes, max_position_embeddings=300).save_pretrained(tmp_path)
+    block = 128 * 2 * 3 * 2 * 16 * 2  # tokens, keys and values, layers, heads, width, bytes of bfloat16
+    bf16 = {"dtype": "bfloat16", "gpu_memory_utilization": 0.9}
+    for engine_args, expected in (
+        (bf16 | {"max_num_seqs": 5}, (5 * 3 + 1) * block),
+        (bf16 | {"max_num_seqs": 5, "max_model_len": 128}, (5 + 1) * block),
+        ({"max_num_seqs": 5}, 2 * (5 * 3 + 1) * block),  # float32
+        (bf16 | {"max_num_seqs": 10**6}, CPU_CACHE_BYTES),
+        (bf16 | {"max_model_len": 128 * 10**6}, (10**6 + 1) * block),
+    ):
+        assert language_model_arguments(str(tmp_path), engine_args)["kv_cache_memory_bytes"] == expected
 
 
 def test_the_memory_estimate_counts_weights_shared_memory_and_cache_of_the_engine(monkeypatch):

@@ -311,6 +311,17 @@ def test_success_is_compared_by_its_interval(counts, verdict, words):
     assert outcome.verdict == verdict and words in outcome.text
 
 
+def test_of_runs_that_stay_where_they_are_one_in_fifty_is_said_to_have_changed():
+    generator, changed, naive = np.random.default_rng(2), 0, 0
+    for rate in (0.1, 0.5, 0.8):
+        for first, last in generator.binomial(100, rate, (400, 2)).tolist():
+            outcome = outcome_of_counts([(0, Success(first, 100)), (9, Success(last, 100))], "", "")
+            changed += outcome.verdict in ("rose", "fell")
+            low, high = difference_interval((last, first), (100, 100))
+            naive += low > 0 or high < 0
+    assert changed <= 0.02 * 1200 < naive
+
+
 def test_an_unchanged_return_is_seldom_said_to_have_changed_and_a_doubled_one_is():
     generator = np.random.default_rng(1)
     changed = [
@@ -439,6 +450,11 @@ def test_outcomes_of_runs_that_somebody_else_made_are_right_and_no_wrong_key_is_
         assert run["kind"] == "fault" or not found.findings, run["name"]
         named += bool(found.findings)
     assert named == 7, "the others leave no trace in what has a physical threshold"
+    (run,) = (run for run in held_out() if run["name"] == "answers_lr_huge")
+    outcome = record_of(run["metrics"], run["config"]).outcome
+    assert (outcome.verdict, outcome.measure) == ("fell", "reward")
+    (line,) = outcome.made_worse("models/base")
+    assert "41.8% (167/400)" in line and "models/base" in line
 
 
 def test_returns_of_evaluations_are_compared_by_their_intervals():
@@ -451,6 +467,23 @@ def test_returns_of_evaluations_are_compared_by_their_intervals():
     assert f"{rose} (95 % {10 - math.hypot(3, 3):+.3g}" in evaluated(-50)
     assert "certainly fell" in evaluated(-70)
     assert "certainly did not rise" in evaluated(-59) and "a rise by 12 is excluded" in evaluated(-59)
+
+
+def test_a_return_that_falls_in_evaluations_is_a_fact_unless_a_cause_is_larger():
+    evaluated = [
+        {"step": 6 * n, "phase": "rl", "eval/return_mean": mean, "eval/return_low": mean - 4, "eval/return_high": mean + 4}
+        for n, mean in enumerate((-55.0, -80.0, -98.0))
+    ]  # fmt: skip
+    for kl, rules in ((0.01, ["return_falls"]), (0.7, ["steps_too_large"])):
+        played = lines(train__approx_kl=kl, train__entropy=0.9)
+        assert said([*evaluated, *played], {"env": {"success_return": None}}) == rules
+
+
+def test_sac_with_a_few_updates_is_not_blamed_on_its_rate():
+    few = lines(train__updates_total=lambda step: step, **FLAT)
+    settings = {"algorithm": {"name": "sac", "learning_rate": 1e-3, "tau": 0.005}}
+    assert said(few, settings) == ["too_few_updates"]
+    assert record_of(few[:3], settings).outcome.verdict == "inconclusive", "too few steps"
 
 
 def test_a_policy_that_begins_trained_may_have_all_the_return_there_is():

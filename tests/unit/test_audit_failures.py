@@ -1,6 +1,5 @@
 """Audits in which something fails: what the policy rejects is a row, and what is lost or broken ends the audit."""
 
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -27,9 +26,7 @@ from rlinf.evaluation.result import EvaluationResult, Success
 from rlinf.types import EpisodeResult, EpisodeSpec
 from tests.fixtures.audited_policies import StateOnly
 
-sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
-from label_noise import NoisyTabletopConfig, NoisyTabletopEnv
-
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 CONFIG = TabletopConfig(tasks=["reach"], state="full", cameras=["front"], image_size=8, max_episode_steps=12)
 
 
@@ -97,7 +94,11 @@ def test_a_policy_that_refuses_everything_from_then_on_ends_the_audit(table):
         audited(Fails(IsGone(), RejectedRequestError("out of memory")), table)
 
 
-def test_planted_false_successes_have_the_given_rate_and_are_a_function_of_the_episode():
+def test_planted_false_successes_have_the_given_rate_and_are_a_function_of_the_episode(monkeypatch):
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    # Imported here because the import registers an env, which the test's end removes again.
+    from label_noise import NoisyTabletopConfig, NoisyTabletopEnv
+
     def outcomes(num_envs: int) -> list[tuple[bool, int, bool]]:
         config = NoisyTabletopConfig(
             tasks=["reach"], cameras=[], max_episode_steps=8, tolerance_m=1e-3, success_label_noise=0.3

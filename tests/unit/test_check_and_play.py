@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from rlinf.audits.checkpoint import AuditCheckpoint
-from rlinf.audits.command import NOT_KNOWN, audit, configured, seen_episodes
+from rlinf.audits.command import NOT_KNOWN, configured, run_audit, seen_episodes
 from rlinf.cli import EXIT_FAULT, EXIT_USER_ERROR, main
 from rlinf.commands.hydra_app import parse
 from rlinf.contracts.env import PROPERTIES
@@ -180,7 +180,7 @@ def test_an_interrupted_audit_goes_on_where_it_stopped_and_with_the_same_policy_
 
     monkeypatch.setattr(AuditCheckpoint, "add", stopped)
     with pytest.raises(KeyboardInterrupt):
-        audit(configured(parse([*words, "output_dir=parts"])))
+        run_audit(configured(parse([*words, "output_dir=parts"])))
     hint = "to continue, run the same command with output_dir=parts"
     assert f"5 conditions are saved in parts; {hint}" in capsys.readouterr().err
     for changed, both in (

@@ -286,6 +286,15 @@ def test_what_cannot_be_converted_is_one_error_and_leaves_nothing(make, expected
     assert list((tmp_path / "here").iterdir()) == []
 
 
+@pytest.mark.parametrize(("settings", "words", "fps"), [(None, (), 20), ({"control_freq": 12.5}, ("fps=12",), 12)])
+def test_the_frequency_of_env_args(settings, words, fps, tmp_path):
+    source = robomimic(tmp_path)
+    with h5py.File(tmp_path / "image.hdf5", "a") as file:
+        file["data"].attrs["env_args"] = json.dumps({"env_kwargs": settings})
+    assert main(["convert", *source, *words, f"dataset={tmp_path / 'data'}"]) == 0
+    assert json.loads((tmp_path / "data" / "meta" / "info.json").read_text())["fps"] == fps
+
+
 def test_random_damage_is_one_error_or_none(tmp_path):
     """40 random bytes of a file change: either it is still read, or it is told to be damaged."""
     robomimic(tmp_path)

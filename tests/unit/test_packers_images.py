@@ -170,6 +170,12 @@ def test_images_that_cannot_be_read_are_named(processors, tmp_path, images, mess
         ready(ChatPacker(), processors("llava"), tmp_path).sample({"messages": TALK, "images": images})
 
 
+def test_an_image_token_in_a_text_is_refused(processors):
+    messages = [*TALK[:2], said("user", "what is <image>?"), said("assistant", "a block")]
+    with pytest.raises(BadRowError, match="LlavaProcessor"):
+        ready(ChatPacker(), processors("llava")).sample({"messages": messages, "images": [image(1)]})
+
+
 def test_an_image_is_never_cut(processors):
     row = {"messages": TALK, "images": [image(1), image(2)]}
     length = len(ready(ChatPacker(), processors("llava")).sample(row).input_ids)

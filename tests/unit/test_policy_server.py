@@ -14,6 +14,7 @@ from contextlib import ExitStack, contextmanager
 import numpy as np
 import pytest
 from policy_servers import in_a_thread
+from websockets.asyncio.server import ServerConnection
 from websockets.exceptions import ConnectionClosed, InvalidStatus
 from websockets.sync.client import connect
 
@@ -259,6 +260,27 @@ def test_a_client_that_has_asked_nothing_for_long_makes_room_for_another(monkeyp
             SLOW.set()
             check_acts(third)
         check_acts(asking)  # one that waits keeps its place
+
+
+def test_a_client_that_has_made_room_is_not_served_again(monkeypatch):
+    leave, close = threading.Event(), ServerConnection.close
+
+    async def slow_close(connection, *reason):
+        while not leave.is_set():
+            await asyncio.sleep(0.01)
+        await close(connection, *reason)
+
+    with serving(max_clients=1, batch_wait_s=0) as (port, policy, _), greeted(port) as idle:
+        monkeypatch.setattr("rlinf.serving.server.IDLE_S", 0)
+        monkeypatch.setattr(ServerConnection, "close", slow_close)
+        with greeted(port) as other, ExitStack() as at_the_end:
+            at_the_end.callback(leave.set)
+            tell(idle, {"prompt": "go"})
+            tell(other, {"prompt": "go"})
+            check_acts(other)
+            with pytest.raises(TimeoutError):
+                idle.recv(timeout=1)
+            assert policy.num_read == 1
 
 
 def test_clients_of_vla_eval_wait_where_others_are_told_that_the_server_is_busy():

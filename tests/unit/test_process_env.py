@@ -8,6 +8,8 @@ import pickle
 import signal
 import socket
 import struct
+import subprocess
+import sys
 import threading
 import time
 from types import SimpleNamespace
@@ -18,6 +20,7 @@ from processes import is_running
 from walk_env import WalkConfig, WalkVectorEnv
 
 from rlinf.contracts.env import equal_rows, run_episodes, spread_specs
+from rlinf.distributed.stack_dump import DUMP_SIGNAL, dump_stacks
 from rlinf.envs.config import EnvConfig, with_share_of_cores
 from rlinf.envs.process.env import Worker
 from rlinf.errors import ConfigError, SimulatorError
@@ -177,6 +180,19 @@ def test_a_simulator_that_fails_in_a_step_shows_its_traceback_and_is_replaced(ma
     for word in words:
         assert word in caplog.text
     assert env.chunk_step(zeros(env, 2)).executed.all()
+
+
+def test_the_stacks_of_a_process_that_is_slow_to_write_them_are_waited_for(tmp_path, monkeypatch):
+    monkeypatch.setattr("rlinf.distributed.stack_dump.MAX_POLLS", 600)
+    script = f"import faulthandler, time; faulthandler.register({int(DUMP_SIGNAL)}); print(flush=True); time.sleep(600)"
+    command = [sys.executable, "-c", script]
+    with open(tmp_path / "log", "w+") as log, subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log) as process:
+        process.stdout.readline()
+        process.send_signal(signal.SIGSTOP)
+        threading.Timer(1.0, process.send_signal, [signal.SIGCONT]).start()
+        dump_stacks(process, log)
+        process.kill()
+    assert 'File "<string>", line 1 in <module>' in (tmp_path / "log").read_text()
 
 
 def test_the_deadline_is_of_a_step_and_not_of_a_chunk(make, monkeypatch):

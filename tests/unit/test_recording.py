@@ -245,7 +245,7 @@ def test_recordings_by_players_are_refused(tmp_path, setting):
     base = ["model=mlp", "env=tabletop", "evaluation.num_episodes=8"]
     check_evaluation(run_config(tmp_path, *base, "evaluation.record_episodes=1"))
     check_evaluation(run_config(tmp_path, *base, setting))
-    with pytest.raises(ConfigError, match=r"record_episodes=1 with rollout workers.*Set evaluation\.record_episodes=0"):
+    with pytest.raises(ConfigError, match=r"record_episodes=1 with cluster.*evaluation\.record_episodes=0"):
         check_evaluation(run_config(tmp_path, *base, setting, "evaluation.record_episodes=1"))
 
 

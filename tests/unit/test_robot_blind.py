@@ -96,6 +96,8 @@ def test_each_plays_what_it_plays_alone_and_a_list_that_broke_off_goes_on_in_its
     assert len(lines) == 6 and {key for line in lines[1:] for key in line} == {key for key in lines[1]}
     assert not [path for side in "ab" for path in (tmp_path / "broken" / side).glob("*")], "nothing lies in a folder"
     episode.fails_at = 0
+    with pytest.raises(ConfigError, match=r"a\.model\.settings.*b\.model\.settings"):  # the other order
+        blind(*policies(tmp_path / "broken")[::-1], CLOCKLESS)
     before = [call for call in found if call < 0]
     found.clear()
     blind(*policies(tmp_path / "broken"), CLOCKLESS)

@@ -126,6 +126,13 @@ def test_a_teleoperator_that_vanishes_leaves_a_robot_that_holds(caplog):
     assert sent[:8] == [1, 2, 0, 0, 0, 0, 7, 8], "where nobody watches the policy does not act"
 
 
+def test_a_leader_arm_whose_driver_fails_is_gone():
+    person = Person(steps=(3, 4))
+    person.get_action = lambda: (_ for _ in ()).throw(RuntimeError("the port is closed"))
+    sent, timing = played(person)
+    assert sent[:5] == [1, 2, 3, 0, 0] and timing.teleop_lost_steps == 2
+
+
 @pytest.mark.parametrize("wants", ["false", float("nan"), None, 0.5])
 def test_only_true_means_that_the_person_acts(wants):
     person = Person()

@@ -377,3 +377,11 @@ def test_flags_of_a_dataset_that_are_none_are_refused_by_column_and_value(tmp_pa
     pq.write_table(table.set_column(table.column_names.index(name), name, pa.array(values)), path)
     with pytest.raises(ConfigError, match=f"{name}'? of .*d"):
         lerobot_dataset.open_dataset(tmp_path / "d", {}, None, outcomes=True)
+
+
+def test_a_dataset_without_state_and_with_one_number_per_action(tmp_path):
+    made = episodes(state_dim=0, action_dim=1)
+    dataset = lerobot_dataset.open_dataset(write(tmp_path / "data", made), CAMERAS, None)
+    observation, actions = dataset.rows(np.array([0, 9]))
+    assert observation.state is None and dataset.statistics().keys() == {"action"}
+    np.testing.assert_array_equal(actions[:, 0].numpy(), joined(made, "actions")[[0, 9]])

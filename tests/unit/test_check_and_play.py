@@ -85,6 +85,15 @@ def test_a_violated_property_is_named_with_its_sentence_and_exits_with_1(dot, ca
     assert lines_of(printed)[PROPERTIES["splits"]] == "pass"
 
 
+def test_what_depends_on_a_violated_property_is_not_checked(dot, capsys):
+    words = dot(GOOD, "bare_dot")
+    path = Path("bare_dot.py")
+    path.write_text(path.read_text().replace('["go right"] * len(ids)', '[""] * len(ids)'))
+    assert main(["check", *words]) == EXIT_FAULT
+    results = lines_of(capsys.readouterr().out)
+    assert results[PROPERTIES["observation"]] == "FAIL" and results[PROPERTIES["idle"]] == "not checked"
+
+
 def test_a_gymnasium_id_is_checked_and_long_episodes_are_cut(capsys):
     assert main(["check", "env=gymnasium", "env.id=Pendulum-v1", "env.num_processes=0"]) == 0
     printed = capsys.readouterr().out

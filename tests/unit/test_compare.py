@@ -58,7 +58,16 @@ B = [True, True, True, True, True, False, False, True]
     ("only_a", "only_b", "p_value"),
     # 1 against 7 (Bentur et al. 2009) and 6 against 16 (Cavo et al. 2012): the worked examples of Fagerland, Lydersen and
     # Laake 2014 (Stat Med 33:2850); the others by hand: 2 (1 + 5 + 10) / 2^5, 2 / 2^10, and no difference at all.
-    [(1, 7, 0.0703), (6, 16, 0.0525), (2, 3, 1.0), (0, 10, 2 / 1024), (0, 0, 1.0), (4, 4, 1.0)],
+    [
+        (1, 7, 0.0703),
+        (6, 16, 0.0525),
+        (2, 3, 1.0),
+        (0, 10, 2 / 1024),
+        (0, 0, 1.0),
+        (4, 4, 1.0),
+        # Many pairs: the normal distribution with the correction for continuity.
+        (4800, 5200, math.erfc(399 / math.sqrt(20_000))),
+    ],
 )
 def test_mcnemar_equals_published_values(only_a, only_b, p_value):
     assert mcnemar_exact(only_a, only_b) == pytest.approx(p_value, abs=6e-5)
@@ -78,7 +87,7 @@ def test_mcnemar_equals_the_enumeration_of_all_outcomes():
 @pytest.mark.parametrize(
     ("cells", "low", "high"),
     # Bentur et al. 2009 as in Fagerland, Lydersen and Laake 2014, and Newcombe's own example.
-    [((1, 1, 7, 12), -0.507, -0.026), ((36, 12, 2, 0), 0.0569, 0.3404)],
+    [((1, 1, 7, 12), -0.507, -0.026), ((36, 12, 2, 0), 0.0569, 0.3404), ((0, 0, 0, 0), -1.0, 1.0)],
 )
 def test_interval_of_the_paired_difference_equals_published_values(cells, low, high):
     assert paired_difference_interval(*cells) == pytest.approx((low, high), abs=6e-4)

@@ -328,6 +328,10 @@ def test_chunks_follow_from_the_longest_episode_unless_they_are_given():
         validate(unknown_task)
     with pytest.raises(ConfigError, match=r"Set rollout\.num_chunks=16"):
         validate(build("env.tasks=[reach]", "model=mlp", "rollout.num_chunks=8"))
+    incomplete = build("env.tasks=[reach]", "model=mlp", "env.cameras=[]")
+    incomplete.rollout.num_chunks = None
+    with pytest.raises(ConfigError, match=r"num_chunks=null.* Set rollout\.num_chunks=16"):
+        validate(incomplete)
 
 
 def test_a_value_by_another_key_is_that_of_its_table(tmp_path):

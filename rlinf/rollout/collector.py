@@ -26,10 +26,10 @@ from torch import Tensor
 from torch.profiler import record_function
 
 from rlinf.distributed.process_group import rank_range
-from rlinf.distributed.transfers import CudaStream
 from rlinf.envs.base import VectorEnv
 from rlinf.envs.episodes import EpisodeSampler
 from rlinf.models.embodiment.base import ActionModel
+from rlinf.rollout.cuda_stream import CudaStream
 from rlinf.seeding import derive_seed
 from rlinf.types import ChunkStep, EpisodeResult, EpisodeSpec, Observation, RolloutBatch
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from rlinf.distributed.transfers import CudaStream
+from rlinf.rollout.cuda_stream import CudaStream
 from tests.fake_gpu.child import call
 from tests.fake_gpu.gpu import FakeGpu
 
@@ -35,10 +35,10 @@ def test_a_policy_call_waits_once(family):
         counts = call(f"{HERE}:rollout", words=FAMILIES[family], calls=calls)
         assert counts["syncs"] == 0, counts["places"]["syncs"]
         assert counts["d2h"] == counts["waits"] == calls, (counts["places"]["d2h"], counts["places"]["waits"])
-        assert all(place.startswith("distributed/transfers.py") for place in counts["places"]["d2h"])
+        assert all(place.startswith("rollout/cuda_stream.py") for place in counts["places"]["d2h"])
         sent = counts["places"]["h2d"]
         assert not [place for place in sent if place.startswith("models/sampling.py")], "random numbers go first"
-        assert sum(count for place, count in sent.items() if place.startswith("distributed/transfers.py")) == calls
+        assert sum(count for place, count in sent.items() if place.startswith("rollout/cuda_stream.py")) == calls
 
 
 def test_control_results_that_come_one_by_one_are_seen():

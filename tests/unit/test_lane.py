@@ -9,8 +9,9 @@ import torch
 
 from rlinf.config.compose import compose_config
 from rlinf.config.schema import build_config
-from rlinf.distributed.transfers import CudaStream, packed, unpacked
 from rlinf.envs.config import EnvConfig, default_num_worker_threads
+from rlinf.rollout import cuda_stream as lane_module
+from rlinf.rollout.cuda_stream import CudaStream, packed, unpacked
 
 RESULTS = [
     torch.arange(12).view(3, 4)[:, -3:],  # tokens: a view of the prompt and them
@@ -117,4 +118,4 @@ def test_the_lanes_of_a_run_follow_the_device(monkeypatch):
         assert factory.threads_of_rank(config, Env(), 1) == count
         made = factory.collector_factory(config, factory.make_env(config.env, 1, auto_reset=False), 1, 1)
         assert made.keywords["device"] == device
-    assert CudaStream("cuda")._on_gpu and not CudaStream("cpu")._on_gpu
+    assert lane_module.CudaStream("cuda")._on_gpu and not lane_module.CudaStream("cpu")._on_gpu

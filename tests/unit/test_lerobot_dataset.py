@@ -345,7 +345,8 @@ EPISODE = {
     ("images", {"top": np.zeros((4, 6, 8, 3))}, r"'observation.images.top' .*float64.*uint8 \(4, 6, 8, 3\)"),
     ("state", None, r"'observation.state'.*\(4, 3\)"), ("state", np.full((4, 3), np.nan), "'observation.state'.*finite"),
     ("actions", np.zeros((4, 3)), r"'action'.*\(4, 3\).*\(4, 2\)"), ("actions", np.zeros((0, 2)), "no actions"),
-    ("success", [0, 0, 0.5, 1], "`success`.*0.5"), 
+    ("success", [0, 0, 0.5, 1], "`success`.*0.5"), ("rewards", np.zeros(3), r"'next.reward'.*\(3,\).*\(4, 1\)"),
+    ("actions", np.zeros(4), r"'action'.*\(4,\).*\(4, 2\)"),
 ])  # fmt: skip
 def test_an_episode_of_other_shapes_or_kinds_is_refused_by_name(tmp_path, name, value, words):
     sizes = {"image_shapes": {"top": (6, 8)}, "state_dim": 3, "action_dim": 2}

@@ -166,7 +166,7 @@ TESTS = {
     "rlinf/recipes/completions.py": TWO_RANKS,
     "rlinf/recipes/token_trainer.py": ["tests/unit/test_recipe_loop.py"],
     "rlinf/training/loop.py": ["tests/unit/test_recipe_loop.py"],
-    "rlinf/rollout/collector.py": ["tests/unit/test_rollout_alignment.py"],
+    "rlinf/rollout/collector.py": ["tests/unit/test_rollout_alignment.py", "tests/unit/test_collector.py"],
     "rlinf/rollout/parity.py": ["tests/unit/test_parity.py", *BLOCKS],
     "rlinf/rollout/weight_push.py": [
         "tests/unit/test_weight_copy.py",

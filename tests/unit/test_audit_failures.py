@@ -116,7 +116,7 @@ def test_planted_false_successes_have_the_given_rate_and_are_a_function_of_the_e
 
 
 @pytest.mark.parametrize(("rate", "answer"), [(1.0, NO), (1e-9, UNKNOWN)])
-def test_an_audit_says_whether_detected_successes_are_true(rate, answer, monkeypatch):
+def test_an_audit_says_whether_detected_successes_are_true(monkeypatch, rate, answer):
     """Planted errors alone make an idle policy succeed: in all episodes, or in none."""
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     from label_noise import NoisyTabletopConfig, NoisyTabletopEnv

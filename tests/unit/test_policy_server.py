@@ -312,6 +312,7 @@ def test_clients_of_vla_eval_wait_where_others_are_told_that_the_server_is_busy(
         until(lambda: policy.num_read == 18)
         tell(other, {"prompt": "go"})
         assert "busy: 16 observations" in hear(other), "control"
+        check_closed(other, 1013)
         assert not any(one.done() for one in waiting)
         SLOW.set()
         assert [one.result(30) for one in waiting] == [[1.0, 2.0], [2.0, 3.0]]

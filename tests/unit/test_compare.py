@@ -10,6 +10,7 @@ from fractions import Fraction
 import numpy as np
 import pytest
 
+from rlinf.cli import EXIT_USER_ERROR, main
 from rlinf.errors import CheckpointError, ConfigError, ManifestMismatchError
 from rlinf.evaluation.compare import Pairs, ReturnPairs, compare, mcnemar_exact
 from rlinf.evaluation.intervals import bootstrap_interval, mean_interval, paired_difference_interval
@@ -175,6 +176,15 @@ def test_folders_are_compared_and_the_page_shows_it(tmp_path):
     with pytest.raises(ConfigError, match="are the same evaluation.*Run rlinf evaluate --compare"):
         compare_folders(a, a / "result.json")
     assert not (a / "report.html").exists() and not (a / "compare.json").exists()
+
+
+def test_the_command_takes_two_folders_and_no_other_key(tmp_path, capsys):
+    a, b = (str(written(tmp_path / name, result_of(rows), manifest())) for name, rows in (("a", A), ("b", B)))
+    for words in ([a], [a, b, "seed=3"]):
+        assert main(["evaluate", "--compare", *words]) == EXIT_USER_ERROR
+        assert "expected two folders of evaluations" in capsys.readouterr().err
+    assert main(["evaluate", "--compare", a, b]) == 0
+    assert re.search(r"^total +4/8 +6/8 +\+25\.0 +1 +3 +0\.625$", capsys.readouterr().out, re.MULTILINE)
 
 
 @pytest.mark.parametrize(

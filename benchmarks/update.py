@@ -33,8 +33,7 @@ from rlinf.models import build_policy
 from rlinf.models.embodiment.base import ActionModel
 from rlinf.rollout.collector import RolloutCollector
 from rlinf.seeding import seed_everything
-from rlinf.training.minibatches import Minibatch, MinibatchPlan
-from rlinf.training.train_worker import TrainWorker
+from rlinf.training.train_worker import Minibatch, MinibatchPlan, TrainWorker
 from rlinf.types import RolloutBatch
 
 

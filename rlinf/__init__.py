@@ -10,7 +10,7 @@ from rlinf.imports import lazy_attributes
 
 if TYPE_CHECKING:
     from rlinf.api import compare, evaluate, load_policy, make_env, train
-    from rlinf.audits.api import audit
+    from rlinf.audits.command import audit
     from rlinf.data.lerobot_writer import LeRobotWriter
     from rlinf.policy import Policy
     from rlinf.types import EpisodeSpec, Observation
@@ -19,7 +19,7 @@ __version__ = "0.1.0"
 
 _LAZY = dict.fromkeys(("load_policy", "make_env", "train", "evaluate", "compare"), "rlinf.api")
 _LAZY |= {"Policy": "rlinf.policy", "Observation": "rlinf.types", "EpisodeSpec": "rlinf.types"}
-_LAZY |= {"LeRobotWriter": "rlinf.data.lerobot_writer", "audit": "rlinf.audits.api"}
+_LAZY |= {"LeRobotWriter": "rlinf.data.lerobot_writer", "audit": "rlinf.audits.command"}
 """Maps public names to the modules that define them."""
 
 __all__ = [

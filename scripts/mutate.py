@@ -126,7 +126,12 @@ TESTS = {
         CLIPPED,
         "tests/integration/test_uneven_ranks.py::test_all_ranks_begin_with_the_weights_of_rank_0",
     ],
-    "rlinf/training/train_worker.py": ["tests/unit/test_train_worker.py", "tests/integration/test_uneven_ranks.py"],
+    "rlinf/training/train_worker.py": [
+        "tests/unit/test_train_worker.py",
+        "tests/unit/test_minibatches.py",
+        "tests/integration/test_uneven_ranks.py",
+        *BLOCKS,
+    ],
     "rlinf/training/rollout_queue.py": ["tests/integration/test_async_training.py", "tests/unit/test_deadlines.py"],
     "rlinf/training/rl_trainer.py": [
         "tests/unit/test_rl_trainer.py",
@@ -161,9 +166,8 @@ TESTS = {
     "rlinf/recipes/completions.py": TWO_RANKS,
     "rlinf/recipes/token_trainer.py": ["tests/unit/test_recipe_loop.py"],
     "rlinf/training/loop.py": ["tests/unit/test_recipe_loop.py"],
-    "rlinf/rollout/collector.py": ["tests/unit/test_rollout_alignment.py"],
+    "rlinf/rollout/collector.py": ["tests/unit/test_rollout_alignment.py", "tests/unit/test_collector.py"],
     "rlinf/rollout/parity.py": ["tests/unit/test_parity.py", *BLOCKS],
-    "rlinf/training/minibatches.py": ["tests/unit/test_minibatches.py", *BLOCKS],
     "rlinf/rollout/weight_push.py": [
         "tests/unit/test_weight_copy.py",
         "tests/integration/test_weight_push_ranks.py",

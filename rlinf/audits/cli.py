@@ -19,5 +19,5 @@ def audit(arguments: Sequence[str]) -> int:
 
     config = command.configured(args)
     if config is not None:
-        command.audit(config)
+        command.run_audit(config)
     return 0

@@ -1,16 +1,17 @@
-"""Audits one policy: from a configuration to a table and an HTML report."""
+"""Audits one policy: `rlinf.audit`, and the command, which writes a table and an HTML report."""
 
 import json
 import os
 import sys
 import time
 from argparse import Namespace
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from rlinf.api import check_overrides, code_overrides, command_arguments, opened_object
 from rlinf.audits.auditor import Audit, Auditor, check_episodes, check_held_out, row_text
 from rlinf.audits.checkpoint import AuditCheckpoint, num_saved
 from rlinf.audits.verdicts import LEAST_FRACTION
@@ -27,8 +28,9 @@ from rlinf.commands.open_evaluation import (
 from rlinf.config.overrides import parse_overrides
 from rlinf.config.schema import RunConfig
 from rlinf.distributed.process_group import resolve_device, set_num_threads
-from rlinf.envs import ENVS
+from rlinf.envs import ENVS, make_env
 from rlinf.envs.base import VectorEnv
+from rlinf.envs.config import EnvConfig
 from rlinf.envs.episodes import EpisodeSampler
 from rlinf.errors import CheckpointError, ConfigError, reject
 from rlinf.evaluation.evaluator import episode_list
@@ -36,11 +38,12 @@ from rlinf.files import locked_folder, write_text
 from rlinf.models.precision import autocast
 from rlinf.number_formats import format_duration
 from rlinf.options import to_mapping
+from rlinf.policy import Policy
 from rlinf.report.page import clipped_text, write_page
 from rlinf.rollout.demonstrations import demonstration_specs
 from rlinf.run_folder import AUDIT_FILE, PARTIAL_AUDIT, REPORT_FILE
 from rlinf.seeding import seed_everything
-from rlinf.types import EpisodeSpec
+from rlinf.types import EpisodeSpec, Observation, SupportsAct
 
 NUM_EPISODES = 100
 """Default number of episodes per condition."""
@@ -64,7 +67,7 @@ def configured(args: Namespace) -> RunConfig | None:
     return config
 
 
-def audit(config: RunConfig) -> Audit:
+def run_audit(config: RunConfig) -> Audit:
     """Audit ``config.checkpoint``, or the configured model if it is null, in one process.
 
     Writes ``audit.json`` and ``report.html`` into ``config.output_dir``. Repeat the call to resume an interrupted audit.
@@ -207,3 +210,42 @@ def _first(specs: Iterable[EpisodeSpec], count: int) -> list[EpisodeSpec]:
         if len(distinct) == count:
             break
     return list(distinct)
+
+
+def audit(
+    policy: str | os.PathLike | Policy | SupportsAct | Callable[[Observation], Any],
+    env: str | EnvConfig | None = None,
+    *,
+    episodes: int = NUM_EPISODES,
+    overrides: Sequence[str] = (),
+    plugins: Sequence[str] = (),
+    trust_remote_code: bool = False,
+) -> Audit:
+    """Test whether a policy uses its instruction, its images and its latest observations, like ``rlinf audit``.
+
+    A folder is audited like ``rlinf audit checkpoint=<folder>``, and a report is written. An object is audited in memory, without
+    writing files; the first initial states of the training split are assumed to be its training states.
+
+    Args:
+        policy, env, overrides: See ``evaluate``.
+        episodes: Number of episodes per condition.
+
+    Returns:
+        An audit with ``rows``, ``verdicts`` and ``faults``. ``print(audit.table())`` prints a summary.
+    """
+    check_overrides(overrides, "audit")
+    overrides = [*overrides, *code_overrides(plugins, trust_remote_code), f"evaluation.num_episodes={episodes}"]
+    if isinstance(policy, (str, os.PathLike)):
+        return run_audit(configured(command_arguments(policy, env, overrides, "audit")))
+    with opened_object(policy, env, overrides, "audit") as (model, made, config):
+        settings = config.evaluation
+        check_held_out(settings.split)
+        specs = episode_list(made, settings.split, settings.num_episodes)
+        check_episodes(specs)
+
+        def moved(what: str) -> VectorEnv | None:
+            env_config = made.moved(config.env, what)
+            return None if env_config is None else make_env(env_config, made.num_envs, auto_reset=False)
+
+        seen = made.episode_specs("train")[: len(specs)]
+        return Auditor(model, made, specs, **sampling_settings(config)).run(seen, NOT_KNOWN, moved)

@@ -47,10 +47,10 @@ from rlinf.checkpoints.trainer_state import (
 )
 from rlinf.distributed.parallel import full_tensor, local_part
 from rlinf.distributed.process_group import gather_objects, rank, world_size
+from rlinf.distributed.transfers import check_loaded
 from rlinf.errors import CheckpointError
 from rlinf.files import Json, naming, replace_folder, write_text
 from rlinf.manifest import Manifest, hash_files
-from rlinf.optim.finite import check_loaded
 from rlinf.run_folder import (
     ADAPTER_FOLDER,
     CONFIG_FILE,

@@ -26,9 +26,8 @@ from rlinf.envs.graphics import backend
 from rlinf.errors import RLinfError
 from rlinf.manifest import Manifest, other_project, verify_files
 from rlinf.models import MODELS
-from rlinf.number_formats import GIB, format_bytes
+from rlinf.number_formats import GIB, format_bytes, format_table
 from rlinf.options import check_arguments
-from rlinf.text_table import format_table
 
 YES, NO, OPTIONAL = "yes", "no", "-"
 MAIN_JOB = "quickstart"

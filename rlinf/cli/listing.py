@@ -14,8 +14,8 @@ from rlinf.config.search import find_experiment, group_options
 from rlinf.envs import ENVS
 from rlinf.errors import ConfigError
 from rlinf.models import MODELS
+from rlinf.number_formats import MIN_WIDTH, format_columns, format_table, terminal_width
 from rlinf.options import check_arguments, from_mapping
-from rlinf.text_table import MIN_WIDTH, format_columns, format_table, terminal_width
 
 FALLBACK = (
     "Any other model_type of transformers works without a registration, from model.model_path=<folder or hub id>: a text model\n"

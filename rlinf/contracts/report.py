@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from rlinf.errors import RLinfError
-from rlinf.text_table import format_table
+from rlinf.number_formats import format_table
 
 BATCH_SIZES = (1, 4)
 RESULTS = {True: "pass", False: "FAIL", None: "note"}

@@ -12,8 +12,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from rlinf.distributed.transfers import not_finite
 from rlinf.engines.weight_handle import TensorSpec, WeightBuckets, WeightsHandle, WeightsRejectedError, check_manifest
-from rlinf.optim.finite import not_finite
 
 
 class WeightSource(Protocol):

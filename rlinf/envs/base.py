@@ -12,10 +12,9 @@ from gymnasium.vector import AutoresetMode
 from gymnasium.vector.utils import batch_space
 
 from rlinf.envs.config import EnvConfig, check_cameras, select_tasks
-from rlinf.envs.episode_stats import EpisodeStats
 from rlinf.envs.episodes import drawn_episodes
 from rlinf.envs.spaces import checked_actions, checked_observation, observation_space, uniform_statistics
-from rlinf.envs.steps import SimulatorChunk, SimulatorStep, chunk_of_steps
+from rlinf.envs.steps import EpisodeStats, SimulatorChunk, SimulatorStep, chunk_of_steps
 from rlinf.envs.success_override import SuccessOverride, check_success_classifier
 from rlinf.errors import ConfigError, NonFiniteError, did_you_mean
 from rlinf.options import override_text

@@ -11,12 +11,12 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig, PreTrainedTok
 
 from rlinf.distributed.deferred import is_deferred
 from rlinf.distributed.devices import take_own_device
+from rlinf.distributed.transfers import check_loaded
 from rlinf.errors import CheckpointError, ConfigError, MissingDependencyError
 from rlinf.llm.end_tokens import settle_end_tokens
 from rlinf.llm.hf_model import HFModel
 from rlinf.models.loading import check_attention, without_load_report
 from rlinf.models.precision import switch_off_dropout, torch_dtype_of
-from rlinf.optim.finite import check_loaded
 from rlinf.options import option
 
 

@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from rlinf.distributed.transfers import check_loaded
 from rlinf.errors import CheckpointError, ConfigError, did_you_mean
 from rlinf.models import MODELS, ModelEntry, import_target
 from rlinf.models.base_weights import check_base
@@ -26,7 +27,6 @@ from rlinf.models.loading import (
     without_load_report,
 )
 from rlinf.models.precision import heads_in_float32, switch_off_dropout, torch_dtype_from_precision
-from rlinf.optim.finite import check_loaded
 from rlinf.options import fixed_by_settings, from_mapping, override_text, plain_container
 from rlinf.run_folder import ADAPTER_FOLDER, MANIFEST_FILE, MODEL_FOLDER, STATISTICS_FILE
 from rlinf.types import ClassAndConfig

@@ -22,6 +22,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from rlinf.distributed.deferred import is_deferred
+from rlinf.distributed.transfers import check_loaded
 from rlinf.engines.weight_handle import TensorSpec, WeightBuckets
 from rlinf.engines.weight_transfer import ModuleWeights
 from rlinf.errors import CheckpointError, ConfigError, closest, did_you_mean
@@ -30,7 +31,6 @@ from rlinf.models.config import LoraConfig
 from rlinf.models.embodiment.base import ActionModel
 from rlinf.models.embodiment.folder_policy import write_safetensors
 from rlinf.models.loading import read_json
-from rlinf.optim.finite import check_loaded
 from rlinf.run_folder import ADAPTER_FILE, FULL_FILE
 
 logger = logging.getLogger("rlinf")

@@ -9,7 +9,7 @@ from torch import nn
 
 from rlinf.distributed.deferred import FileTensor, Weight, defer, in_memory, is_deferred
 from rlinf.distributed.parallel import local_part
-from rlinf.optim.finite import check_loaded
+from rlinf.distributed.transfers import check_loaded
 
 READ_WHOLE = "read_whole_because"
 """Attribute that stores the reason why a model's weights could not stay in their files."""

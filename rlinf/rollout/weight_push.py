@@ -10,10 +10,10 @@ from torch.distributed.fsdp import FSDPModule
 from rlinf.distributed.deadlines import deadline
 from rlinf.distributed.parallel import local_part
 from rlinf.distributed.process_group import any_rank, gather_objects
+from rlinf.distributed.transfers import check_finite, different
 from rlinf.engines.weight_transfer import ModuleReceiver, PushHeader, manifest_of
 from rlinf.errors import RLinfError
 from rlinf.models.embodiment.base import ActionModel
-from rlinf.optim.finite import check_finite, different
 
 
 class WeightPush:

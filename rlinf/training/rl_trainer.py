@@ -29,9 +29,8 @@ from rlinf.rollout.parity import EXCEEDED, importance_ratios
 from rlinf.run_folder import REFERENCE_FILE
 from rlinf.seeding import derive_seed
 from rlinf.training.action_trainer import ActionTrainer, Clock, TrainerContext
-from rlinf.training.minibatches import MinibatchPlan
 from rlinf.training.rollout_queue import RolloutQueue
-from rlinf.training.train_worker import rl_trainer_config
+from rlinf.training.train_worker import MinibatchPlan, rl_trainer_config
 from rlinf.types import RolloutBatch
 
 

@@ -179,6 +179,9 @@ def test_megatron_checks_its_arguments_and_names_what_is_missing():
         MegatronPolicy("llama3.1-8b", **sizes, use_flash_attention=True)
     with pytest.raises(ConfigError, match="tensor_model_parallel_size=1; expected at least 2"):
         MegatronPolicy("llama3.1-8b", sequence_parallel=True)
+    for setting, value in (("torch_dtype", "float16"), ("top_k", 5)):
+        with pytest.raises(ConfigError, match=f"{setting}={value}"):
+            MegatronPolicy("llama3.1-8b", **{setting: value})
     with pytest.raises(ConfigError, match="Did you mean 'pipeline_model_parallel_size'"):
         MegatronPolicy("llama3.1-8b", pipeline_parallel_size=2)
 

@@ -23,8 +23,7 @@ from rlinf.preflight.derived import trains_actor
 from rlinf.preflight.memory import policy_on_meta_device
 from rlinf.rollout.collector import RolloutCollector
 from rlinf.rollout.weight_push import WeightPush
-from rlinf.training.minibatches import MinibatchPlan
-from rlinf.training.train_worker import TrainWorker
+from rlinf.training.train_worker import MinibatchPlan, TrainWorker
 from rlinf.types import Observation, RolloutBatch
 from tests.fake_gpu.cases import CASES
 from tests.fake_gpu.gpu import Counts, FakeGpu

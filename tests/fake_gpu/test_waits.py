@@ -6,11 +6,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
+from rlinf.distributed.transfers import different, not_finite
 from rlinf.llm import logprobs
 from rlinf.llm.hf_policy import HuggingFacePolicy, HuggingFacePolicyConfig
 from rlinf.llm.losses import GRPOLossFn, NLLLossFn
 from rlinf.llm.packing import attend_each_sequence
-from rlinf.optim.finite import different, not_finite
 from rlinf.optim.train_step import Totals
 from tests.fake_gpu.child import call
 from tests.fake_gpu.gpu import FakeGpu

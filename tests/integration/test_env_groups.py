@@ -17,9 +17,9 @@ from rlinf.distributed.process_group import rank, rank_range, world_size
 from rlinf.errors import ConfigError, ParityError
 from rlinf.optim.reference import Reference
 from rlinf.preflight.derived import parity_gate
-from rlinf.training import minibatches
-from rlinf.training.minibatches import MinibatchPlan
+from rlinf.training import train_worker
 from rlinf.training.rl_trainer import check_equal_on_ranks, rollout_metrics
+from rlinf.training.train_worker import MinibatchPlan
 
 SMALL = [
     *QUIET, "env.tasks=[reach]", "env.max_episode_steps=6", "rollout.num_envs=8", "rollout.num_chunks=6", "trainer.minibatch_size=16",
@@ -47,9 +47,9 @@ def planted(fault: str | None) -> ExitStack:
         stack.enter_context(mock.patch.object(statistics, "sum_env_groups", lambda own: own.cumsum(0)[-1]))
     elif fault == FAULTS[1]:
         first = rank_range(4, rank(), world_size()).start
-        derive = minibatches.derive_seed
+        derive = train_worker.derive_seed
         local = lambda seed, number, env_group: derive(seed, number, env_group - first)  # noqa: E731
-        stack.enter_context(mock.patch.object(minibatches, "derive_seed", local))
+        stack.enter_context(mock.patch.object(train_worker, "derive_seed", local))
     return stack
 
 

@@ -58,3 +58,12 @@ def test_two_ranks_fine_tune_a_tiny_model_by_the_command_of_the_guide(arithmetic
     assert list((run / "wandb").glob("offline-run-*"))
     texts = [path.read_bytes() for path in run.rglob("*") if path.is_file()]
     assert not any(b"a-secret" in text for text in texts) and "a-secret" not in done.stdout + done.stderr
+
+
+def test_a_bad_row_of_a_rank_is_named_once(arithmetic):
+    done = launch(
+        arithmetic, "bad", "mistral-7b-fsdp4-sft", "./tools/dataset/dummy_sft.py",
+        f"train.train_policy.dataset.name={arithmetic}/test.jsonl", "train.train_batch_per_replica=4",
+    )  # fmt: skip
+    assert done.returncode == 2, done.stderr
+    assert done.stderr.count("cannot be used") == 1 and "Row 0 of" in done.stderr and "Traceback" not in done.stderr

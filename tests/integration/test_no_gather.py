@@ -21,7 +21,7 @@ from rlinf.envs.episodes import EpisodeSampler
 from rlinf.envs.steps import SimulatorStep
 from rlinf.models.embodiment.base import ActionModel
 from rlinf.rollout.collector import RolloutCollector
-from rlinf.training.minibatches import MinibatchPlan
+from rlinf.training.train_worker import MinibatchPlan
 from rlinf.types import ActionPrediction, Observation
 
 SMALL = [

@@ -73,6 +73,9 @@ def test_statistics_are_chosen_by_the_name_of_their_data_set():
         select_stats(two, "tabel")
     with pytest.raises(ConfigError, match="Unknown model.unnorm_key 'zzz'.*Set model.unnorm_key=kitchen$"):
         select_stats(two, "zzz")
+    for stats in (None, [], "x", {"action": "x"}, {"action": first | {"mask": 5}}):
+        with pytest.raises(ConfigError, match="'arm'"):
+            select_stats({"arm": stats}, None)
 
 
 def test_actions_in_unit_range_stay_as_they_are():

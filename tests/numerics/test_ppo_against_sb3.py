@@ -10,8 +10,7 @@ from rlinf.algorithms.ppo import PPO
 from rlinf.config.presets import PRESETS
 from rlinf.config.training import TrainerConfig
 from rlinf.models.embodiment.mlp_action_model import MLPConfig, MLPForRLActionPrediction
-from rlinf.training.minibatches import Minibatch, MinibatchPlan
-from rlinf.training.train_worker import TrainWorker
+from rlinf.training.train_worker import Minibatch, MinibatchPlan, TrainWorker
 from rlinf.types import Observation, RolloutBatch
 
 sb3 = pytest.importorskip("stable_baselines3", reason="needs stable-baselines3, which the extra dev installs")

@@ -12,7 +12,7 @@ from rlinf.wings import WINGS
 PACKAGE = Path(__file__).parents[2] / "rlinf"
 
 LAYERS = (
-    ("errors", "imports", "number_formats", "run_folder", "seeding", "text_table", "types"),
+    ("errors", "imports", "number_formats", "run_folder", "seeding", "types"),
     ("files", "flags", "images", "memory", "options", "wings"),
     ("manifest", "registry"),
     ("distributed",),

@@ -67,6 +67,15 @@ def failed(checker):
     return [check.name.removeprefix("torch: ") for check in checker.torch_checks() if check.passed is False]
 
 
+def test_rows_have_prompts_of_other_lengths_unless_all_have_one_word(checker):
+    short, full = checker.prompts["short"], checker.prompts["full"]
+    assert short.instruction == ["reach the", "push the blue block", "go", "reach the green"]
+    assert full.instruction == checker.observation.instruction
+    assert checker.mixed.instruction == [short.instruction[0], full.instruction[1], "go", full.instruction[3]]
+    one_word = replace(checker, observation=replace(checker.observation, instruction=["go"] * NUM_ROWS))
+    assert list(one_word.prompts) == ["full"] and not failed(one_word)
+
+
 def change(model, name, wrap):
     """Replace a method by ``wrap(method)``."""
     setattr(model, name, wrap(getattr(model, name)))

@@ -93,6 +93,19 @@ SEARCHES = (
 )
 
 
+def test_two_ranks_load_the_plugin_and_log_the_same_baselines(folder):
+    def baselines(name: str, *more: str) -> list[float]:
+        config = composed(folder, *more)
+        config.output_dir = str(folder / name)
+        train(config)
+        lines = [json.loads(line) for line in (folder / name / "metrics.jsonl").read_text().splitlines()]
+        return [line["train/baseline"] for line in lines if "train/baseline" in line]
+
+    one = baselines("one")
+    assert baselines("two", "cluster.num_processes=2") == pytest.approx(one, abs=1e-5)
+    assert len(one) == 2 and one[0] != one[1], "control: the number changes from one iteration to the next"
+
+
 @pytest.fixture
 def search(folder):
     """Configure the random search of the page for the policy of ``tabletop_ppo_mlp``."""

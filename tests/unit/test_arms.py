@@ -5,9 +5,11 @@ import importlib.util
 import numpy as np
 import pytest
 
+from rlinf.envs import make_env
 from rlinf.envs.pusht.env import PushTConfig, PushTSimulator
 from rlinf.envs.so101 import env as so101
 from rlinf.envs.so101.env import clustered, lighten
+from rlinf.errors import ConfigError, MissingDependencyError
 from rlinf.seeding import derive_seed
 from rlinf.types import EpisodeSpec
 
@@ -18,6 +20,29 @@ needs_so101 = pytest.mark.skipif(
     importlib.util.find_spec("so101_nexus") is None,
     reason="so101-nexus is not installed (Python 3.12, bash scripts/setup.sh --arms)",
 )
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [({"colours": ["red", "pink"]}, r"red,pink.*Set env.colours=\[red\]"), ({"colours": []}, "one or more"),
+     ({"num_distractors": 1}, r"num_distractors=1 with 1 colours.*Set env.colours=\[red,orange\]")],
+)  # fmt: skip
+def test_cubes_that_cannot_be_are_rejected(settings, words):
+    with pytest.raises(ConfigError, match=words):
+        so101.SO101VectorEnv.check_names(so101.SO101Config(**settings))
+
+
+@pytest.mark.parametrize(
+    ("config", "version", "words"),
+    [(PushTConfig(), (3, 12), "'gym-pusht' is missing.*setup.sh --arms"),
+     (so101.SO101Config(), (3, 11), "'so101-nexus' is missing.*PYTHON=python3.12 .*setup.sh --arms"),
+     (so101.SO101Config(), (3, 12), "'so101-nexus' is missing.*setup.sh --arms")],
+)  # fmt: skip
+def test_a_missing_package_is_named_with_its_installation(config, version, words, monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda *_: None)
+    monkeypatch.setattr("sys.version_info", version)
+    with pytest.raises(MissingDependencyError, match=words):
+        make_env(config, 1, auto_reset=False)
 
 
 def pusht(**settings):

@@ -87,6 +87,19 @@ def test_an_honest_policy_is_not_accused(table, sees, tmp_path):
     assert (tmp_path / "audit.json").is_file()
 
 
+def test_a_brighter_camera_that_stops_an_honest_policy_is_a_break_and_no_fault(table, sees):
+    honest, usual = Honest(sees), table.reset()[0].images["front"].mean()
+
+    class Dazzled:
+        def act(self, observation):
+            actions = np.asarray(honest.act(observation))
+            actions[observation.images["front"].mean((1, 2, 3)) > 1.2 * usual] = 0.0
+            return actions
+
+    audit = audited(Dazzled(), table)
+    assert audit.faults == [] and "Breaks when: camera front 30% brighter (-100.0 points)." in audit.summary()
+
+
 def test_one_motion_that_fits_all_episodes_is_no_fault_of_an_honest_policy(same_table, sees):
     audit = audited(Honest(sees), same_table)
     assert audit.faults == [] and answers(audit)["remembers"] == UNCLEAR

@@ -115,6 +115,27 @@ def test_planted_false_successes_have_the_given_rate_and_are_a_function_of_the_e
     assert low < 0.3 < high and {steps for success, steps, _ in first if success} == set(range(1, 9))
 
 
+@pytest.mark.parametrize(("rate", "answer"), [(1.0, NO), (1e-9, UNKNOWN)])
+def test_an_audit_says_whether_detected_successes_are_true(monkeypatch, rate, answer):
+    """Planted errors alone make an idle policy succeed: in all episodes, or in none."""
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    from label_noise import NoisyTabletopConfig, NoisyTabletopEnv
+
+    config = NoisyTabletopConfig(
+        tasks=["reach"], state="full", cameras=["front"], image_size=8, max_episode_steps=12, success_label_noise=rate
+    )
+    env = NoisyTabletopEnv(config, 6, auto_reset=False)
+
+    class Idle:
+        def act(self, seen):
+            return np.zeros((len(seen), 2), dtype=np.float32)
+
+    audit, rows = audited(Idle(), env)
+    env.close()
+    assert rows["clean"].success.successes == 6 * (rate == 1.0)
+    assert (audit.verdicts[-1].outcome, audit.verdicts[-1].is_fault, len(audit.verdicts)) == (answer, answer == NO, 9)
+
+
 def test_false_seen_successes_are_counted_by_hand():
     def played(*outcomes) -> EvaluationResult:
         spec = EpisodeSpec("lamp", 0, 0, 0)

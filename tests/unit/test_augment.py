@@ -190,6 +190,9 @@ def test_a_random_crop_takes_the_place_of_the_centre_crop():
 def test_the_crop_is_the_part_that_the_policy_sees_in_an_evaluation(model, area, fits):
     words = [f"+model.init_config.center_crop={model}", f"sft.augment.crop_area={area}"]
     config = build_config(compose_config(["env=tabletop", "model=openvla_tiny", "sft.max_steps=1", *words]))
+    validate(
+        build_config(compose_config(["env=tabletop", "model=cnn", "sft.max_steps=1", words[1]])), "sft"
+    )  # any area
     if fits:
         validate(config, "sft")
     else:

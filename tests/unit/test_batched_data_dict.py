@@ -139,6 +139,13 @@ def test_dynamic_batches_use_the_budget():
     assert [len(rows) for rows in parts[0].micro_batches] == [2, 2, 2]
 
 
+def test_lengths_may_come_from_a_key():
+    batch = BatchedDataDict({"row": torch.arange(4), "tokens": torch.tensor([8, 8, 1, 1])})
+    args = {"max_tokens_per_microbatch": 8, "input_lengths_key": "tokens"}
+    parts, _ = batch.shard_by_batch_size(1, sequence_packing_args=args)
+    assert [rows_of(part) for part in parts[0].make_microbatch_iterator()] == [[0], [1], [2, 3]]
+
+
 def test_of_outputs_prompt_and_response_are_counted():
     mask = (torch.arange(12) < torch.tensor([[4], [5]])).long()
     batch = BatchedDataDict({"row": torch.arange(2), "input_ids": 7 * mask, "attention_mask": mask, "generation_lengths": torch.tensor([5, 5]),
@@ -169,6 +176,11 @@ def packed(lengths, shards=1, args=BUDGET, **more):
         (lambda: numbered(4).shard_by_batch_size(1, sequence_packing_args=BUDGET), "no 'attention_mask'"),
         (lambda: packed([1, 2], dynamic_batching_args=BUDGET), "exclude each other"),
         (lambda: packed([9, 2]), "9 tokens is longer than max_tokens_per_microbatch=8.*Pass 9 or more"),
+        (lambda: packed([2], args={"max_tokens": 8}), "'max_tokens': 8.*expected max_tokens_per_microbatch"),
+        (
+            lambda: of_lengths([2]).shard_by_batch_size(1, dynamic_batching_args={}),
+            "expected max_tokens_per_microbatch",
+        ),
         (lambda: packed([8, 7, 8, 7, 8], 3), "5 sequences cannot fill a multiple of 3 bins of 8"),
         (lambda: numbered(1).shard_by_batch_size(1, 0), "shards=1, batch_size=.*expected 1 or more"),
     ],

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from rlinf.audits.checkpoint import AuditCheckpoint
-from rlinf.audits.command import NOT_KNOWN, audit, configured, seen_episodes
+from rlinf.audits.command import NOT_KNOWN, configured, run_audit, seen_episodes
 from rlinf.cli import EXIT_FAULT, EXIT_USER_ERROR, main
 from rlinf.commands.hydra_app import parse
 from rlinf.contracts.env import PROPERTIES
@@ -83,6 +83,15 @@ def test_a_violated_property_is_named_with_its_sentence_and_exits_with_1(dot, ca
         lines_of(printed)[PROPERTIES["repeatability"]] == "FAIL" and "\n    Not repeatable: two episodes of" in printed
     )
     assert lines_of(printed)[PROPERTIES["splits"]] == "pass"
+
+
+def test_what_depends_on_a_violated_property_is_not_checked(dot, capsys):
+    words = dot(GOOD, "bare_dot")
+    path = Path("bare_dot.py")
+    path.write_text(path.read_text().replace('["go right"] * len(ids)', '[""] * len(ids)'))
+    assert main(["check", *words]) == EXIT_FAULT
+    results = lines_of(capsys.readouterr().out)
+    assert results[PROPERTIES["observation"]] == "FAIL" and results[PROPERTIES["idle"]] == "not checked"
 
 
 def test_a_gymnasium_id_is_checked_and_long_episodes_are_cut(capsys):
@@ -171,7 +180,7 @@ def test_an_interrupted_audit_goes_on_where_it_stopped_and_with_the_same_policy_
 
     monkeypatch.setattr(AuditCheckpoint, "add", stopped)
     with pytest.raises(KeyboardInterrupt):
-        audit(configured(parse([*words, "output_dir=parts"])))
+        run_audit(configured(parse([*words, "output_dir=parts"])))
     hint = "to continue, run the same command with output_dir=parts"
     assert f"5 conditions are saved in parts; {hint}" in capsys.readouterr().err
     for changed, both in (

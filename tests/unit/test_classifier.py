@@ -378,6 +378,23 @@ def test_an_env_that_shows_other_pictures_is_refused(trained, settings, word):
         LampEnv.check_names(EnvConfig(success_classifier="nowhere"))
 
 
+def test_the_folder_of_an_earlier_version_is_refused(trained, tmp_path):
+    about = json.loads((command.Path(trained) / "classifier.json").read_text())
+    del about["networks"]
+    (tmp_path / "classifier.json").write_text(json.dumps(about))
+    with pytest.raises(ConfigError, match="earlier version"):
+        LampEnv.check_names(EnvConfig(success_classifier=str(tmp_path)))
+
+
+def test_episodes_of_two_datasets_stay_different():
+    first, second = (
+        LabelledFrames(np.full((2, 4, 4, 3), value, np.uint8), np.zeros(2), np.zeros(2, bool), np.arange(2))
+        for value in (1, 2)
+    )
+    joined = first.concatenate(second)
+    assert joined.episodes.tolist() == [0, 1, 2, 3] and joined.images[:, 0, 0, 0].tolist() == [1, 1, 2, 2]
+
+
 def test_more_episodes_are_learned_from_too(data, tmp_path):
     other = write(tmp_path / "other", 6)
     config = ClassifierConfig(data=data, extra_data=other, output_dir=str(tmp_path / "out"), num_steps=30, num_folds=2)

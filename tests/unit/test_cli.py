@@ -218,6 +218,12 @@ def test_export_refuses_a_folder_that_is_full_or_cannot_be_written(here, capsys)
     assert "Error: output='/proc/new'" in printed and "Set output=<a different folder>" in printed
 
 
+def test_a_folder_that_holds_a_run_is_refused_where_hydra_chooses_it(here, started, capsys):
+    (here / "old" / "checkpoints").mkdir(parents=True)
+    assert main(["train", *SMALL, "hydra.run.dir=old"]) == EXIT_USER_ERROR
+    assert started == [] and "already contains a run" in capsys.readouterr().err
+
+
 def options_of(groups: str) -> dict[str, list[str]]:
     """The names that ``rlinf models`` prints of each group."""
     found: dict[str, list[str]] = {}
@@ -240,6 +246,7 @@ def test_models_shows_plugins_and_the_folder_of_the_user(here, capsys):
     assert "arm" in options_of(text.split("\n\n")[2])["model"]
     about = dict(line.split(None, 1) for line in text.split("\n\n")[3].splitlines()[1:])
     assert about["quickstart"].startswith("CPU, 2 minutes: ") and "your_config" not in about
+    assert all("CPU" in text or "GPU" in text for text in about.values()), "where each experiment runs"
 
 
 @pytest.mark.parametrize("script", ["train.py", "evaluate.py"])

@@ -82,6 +82,15 @@ def test_a_run_that_cannot_go_on_so_is_refused_before_any_work(saved_run, starte
     assert said.format(saved_run) in captured.err and captured.out == "" and started == []
 
 
+def test_an_exported_policy_cannot_be_resumed_and_starts_no_run_of_another_model(saved_run, started, capsys):
+    (saved_run / "state.json").unlink()
+    (saved_run / "config.json").write_text('{"state_dim": 31}')
+    for word, wanted in ((f"resume={saved_run}", "init_from="), (f"init_from={saved_run}", "contains a 'mlp'")):
+        assert main(["train", word, "experiment=quickstart"]) == EXIT_USER_ERROR
+        assert wanted in capsys.readouterr().err and started == []
+    assert main(["train", f"init_from={saved_run}", *SMALL, "output_dir=new", "seed=9"]) == 0
+
+
 @pytest.mark.parametrize("overrides", [[], ["output_dir=elsewhere"]])
 def test_a_superseded_checkpoint_is_moved_back_before_it_is_resumed(saved_run, started, capsys, overrides):
     aside = saved_run.parent / "superseded_1" / saved_run.name

@@ -10,6 +10,7 @@ from fractions import Fraction
 import numpy as np
 import pytest
 
+from rlinf.cli import EXIT_USER_ERROR, main
 from rlinf.errors import CheckpointError, ConfigError, ManifestMismatchError
 from rlinf.evaluation.compare import Pairs, ReturnPairs, compare, mcnemar_exact
 from rlinf.evaluation.intervals import bootstrap_interval, mean_interval, paired_difference_interval
@@ -58,7 +59,16 @@ B = [True, True, True, True, True, False, False, True]
     ("only_a", "only_b", "p_value"),
     # 1 against 7 (Bentur et al. 2009) and 6 against 16 (Cavo et al. 2012): the worked examples of Fagerland, Lydersen and
     # Laake 2014 (Stat Med 33:2850); the others by hand: 2 (1 + 5 + 10) / 2^5, 2 / 2^10, and no difference at all.
-    [(1, 7, 0.0703), (6, 16, 0.0525), (2, 3, 1.0), (0, 10, 2 / 1024), (0, 0, 1.0), (4, 4, 1.0)],
+    [
+        (1, 7, 0.0703),
+        (6, 16, 0.0525),
+        (2, 3, 1.0),
+        (0, 10, 2 / 1024),
+        (0, 0, 1.0),
+        (4, 4, 1.0),
+        # Many pairs: the normal distribution with the correction for continuity.
+        (4800, 5200, math.erfc(399 / math.sqrt(20_000))),
+    ],
 )
 def test_mcnemar_equals_published_values(only_a, only_b, p_value):
     assert mcnemar_exact(only_a, only_b) == pytest.approx(p_value, abs=6e-5)
@@ -78,7 +88,7 @@ def test_mcnemar_equals_the_enumeration_of_all_outcomes():
 @pytest.mark.parametrize(
     ("cells", "low", "high"),
     # Bentur et al. 2009 as in Fagerland, Lydersen and Laake 2014, and Newcombe's own example.
-    [((1, 1, 7, 12), -0.507, -0.026), ((36, 12, 2, 0), 0.0569, 0.3404)],
+    [((1, 1, 7, 12), -0.507, -0.026), ((36, 12, 2, 0), 0.0569, 0.3404), ((0, 0, 0, 0), -1.0, 1.0)],
 )
 def test_interval_of_the_paired_difference_equals_published_values(cells, low, high):
     assert paired_difference_interval(*cells) == pytest.approx((low, high), abs=6e-4)
@@ -166,6 +176,15 @@ def test_folders_are_compared_and_the_page_shows_it(tmp_path):
     with pytest.raises(ConfigError, match="are the same evaluation.*Run rlinf evaluate --compare"):
         compare_folders(a, a / "result.json")
     assert not (a / "report.html").exists() and not (a / "compare.json").exists()
+
+
+def test_the_command_takes_two_folders_and_no_other_key(tmp_path, capsys):
+    a, b = (str(written(tmp_path / name, result_of(rows), manifest())) for name, rows in (("a", A), ("b", B)))
+    for words in ([a], [a, b, "seed=3"]):
+        assert main(["evaluate", "--compare", *words]) == EXIT_USER_ERROR
+        assert "expected two folders of evaluations" in capsys.readouterr().err
+    assert main(["evaluate", "--compare", a, b]) == 0
+    assert re.search(r"^total +4/8 +6/8 +\+25\.0 +1 +3 +0\.625$", capsys.readouterr().out, re.MULTILINE)
 
 
 @pytest.mark.parametrize(

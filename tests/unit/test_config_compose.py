@@ -16,6 +16,7 @@ from rlinf.config.compose import compose_config, compose_on_saved
 from rlinf.config.presets import PRESETS
 from rlinf.config.schema import REGISTRIES, RunConfig, build_config, section_class
 from rlinf.config.search import find_experiment, packaged_experiments
+from rlinf.config.training import ClusterConfig
 from rlinf.envs import ENVS
 from rlinf.errors import ConfigError
 from rlinf.models import MODELS, register_model
@@ -24,6 +25,7 @@ from rlinf.options import from_mapping, public_fields, to_mapping
 from rlinf.preflight.derived import derive
 from rlinf.preflight.validation import validate
 from rlinf.recipes.load import read_recipe
+from rlinf.rollout.config import RolloutConfig
 
 SEED_KEYS = {
     "model_type": "your_model_type", "action_token_len": 7, "action_chunks_len": 1, "unnorm_key": "your_action_key",
@@ -139,6 +141,8 @@ def test_seed_template_is_accepted_once_its_model_is_registered_and_given_weight
         ("algorithm=PPO", ["Did you mean 'ppo'? Set algorithm=ppo"]),
         ("env.name=[1,2]", ["env.name is", "Set"]),
         ("algorithm.name=[1,2]", ["algorithm.name is", "Set"]),
+        ("env.name={a: 1}", ["env.name is", "Set"]),
+        ("algorithm.name=3", ["algorithm.name is", "Set"]),
         ("env=zzz", ["no env 'zzz'. Known: external, gymnasium", "Set plugins=["]),
         ("algorithm.name=grpo", ["algorithm.name is 'grpo', with the settings of ppo", "Set algorithm=grpo"]),
         ("env.tasks=push", ["env.tasks is 'push'", "Set e.g. 'env.tasks=[push]'"]),
@@ -318,6 +322,18 @@ def test_group_yaml_holds_what_differs_and_its_composition_holds_everything(path
     assert composed == defaults | values and list(composed) == list(public_fields(cls))
 
 
+def test_composition_without_overrides_equals_the_dataclass_defaults():
+    config = build()
+    config.output_dir = None
+    expected = RunConfig(
+        experiment_name="openvla_tabletop_ppo",
+        env=section_class("env", "tabletop")(),
+        rollout=RolloutConfig(num_chunks=48),
+        cluster=ClusterConfig(num_processes=1),
+    )
+    assert to_mapping(config) == to_mapping(expected)
+
+
 def test_chunks_follow_from_the_longest_episode_unless_they_are_given():
     assert build("env.tasks=[reach]", "model=openvla_oft_tiny").rollout.num_chunks == 16 / 2
     assert build("env=gymnasium", "env.max_episode_steps=7", "model=openvla_oft_tiny").rollout.num_chunks == 4
@@ -328,6 +344,10 @@ def test_chunks_follow_from_the_longest_episode_unless_they_are_given():
         validate(unknown_task)
     with pytest.raises(ConfigError, match=r"Set rollout\.num_chunks=16"):
         validate(build("env.tasks=[reach]", "model=mlp", "rollout.num_chunks=8"))
+    incomplete = build("env.tasks=[reach]", "model=mlp", "env.cameras=[]")
+    incomplete.rollout.num_chunks = None
+    with pytest.raises(ConfigError, match=r"num_chunks=null.* Set rollout\.num_chunks=16"):
+        validate(incomplete)
 
 
 def test_a_value_by_another_key_is_that_of_its_table(tmp_path):

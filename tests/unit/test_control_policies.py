@@ -2,6 +2,7 @@
 
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -77,3 +78,13 @@ def test_shifts_are_in_halves_of_the_range_and_clipped():
     noisy = ShiftedPolicy(base, low, high, noise=2.0).predict_action_batch(uniforms=uniforms, state=state)
     torch.testing.assert_close(noisy.actions, torch.tensor([[[0.0, 2.0]], [[1.0, 0.0]]]))
     assert noisy.actions[0, 0, 1] != moved.actions[0, 0, 1]
+    outside = SimpleNamespace(predict_action_batch=lambda **_: moved._replace(actions=torch.tensor([[[1.5, 2.0]]])))
+    shifted = ShiftedPolicy(outside, low, high, (-0.5, 0.25)).predict_action_batch(do_sample=False)
+    assert shifted.actions.tolist() == [[[0.5, 2.5]]], "moved from the bound"
+
+
+def test_offsets_lie_on_circles_of_the_first_two_numbers():
+    offsets = np.array(plane_offsets(7, [0.5, 1.0], 8))
+    assert offsets.shape == (16, 7) and not offsets[:, 2:].any()
+    np.testing.assert_allclose(np.linalg.norm(offsets, axis=1), [0.5] * 8 + [1.0] * 8)
+    assert len({tuple(row) for row in offsets.round(6)}) == 16

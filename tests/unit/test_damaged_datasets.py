@@ -294,7 +294,10 @@ def test_any_json_in_the_description_is_read_or_refused(lerobot):
             except KeyError as error:  # the camera is no image any more, which `image_columns` finds first
                 assert FRONT in str(error) and place[0] == "features"
     assert rejected > 50 and ("features", FRONT, "names") in kept and ("robot_type",) in kept
-    for content in ("[" * 100_000, "3", "\udcff", ""):
+    missing = [
+        json.dumps({key: info[key] for key in info if key != name}) for name in ("total_frames", "total_episodes")
+    ]
+    for content in ("[" * 100_000, "3", "\udcff", "", *missing):
         path.write_bytes(content.encode("utf-8", "surrogateescape"))
         with pytest.raises(ConfigError, match="info.json cannot be read"):
             describe_dataset(lerobot)
@@ -496,6 +499,13 @@ def test_rlds_images_of_any_size_have_the_size_of_the_first(rlds):
     change_features(rlds, free)
     assert describe_dataset(rlds).image_shapes == {"image": (16, 16), "wrist_image": (16, 16)}
     assert open_rlds(rlds).rows(np.array([0]))[0].images["front"].shape == (1, 16, 16, 3)
+
+
+def test_rlds_images_of_another_size_than_described_are_refused(rlds):
+    text = (rlds / "features.json").read_text()
+    (rlds / "features.json").write_text(text.replace('"16"', '"32"'))
+    with pytest.raises(ConfigError, match="tiny_rlds-train.* has 16 x 16 pixels, but .* requires 32 x 32"):
+        open_rlds(rlds).rows(np.array([0]))
 
 
 def test_an_rlds_encoding_is_refused_by_name(rlds):

@@ -13,6 +13,7 @@ from rlinf.models.embodiment.hf_vla.processing import load_vlm_processor
 from rlinf.options import from_mapping
 from rlinf.recipes import launch_worker as launching
 from rlinf.recipes.config import RecipeConfig
+from rlinf.recipes.questions import REASONING_REQUEST
 from rlinf.recipes.rewards import make_rewards
 from rlinf.recipes.samples import BadRowError
 
@@ -153,3 +154,5 @@ def test_a_choice_is_asked_with_its_options_and_rewarded_for_letter_and_format(p
     rewards = make_rewards(["single_choice", "format"])
     assert rewards("<think>\nit is\n</think>\n\n<answer>\nA\n</answer>", prompt)[0] == 2
     assert rewards("<think>it is</think> <answer>B</answer>", prompt)[0] == 0
+    example = REASONING_REQUEST[REASONING_REQUEST.index("<think>") :]
+    assert example in text and make_rewards("format").functions["format"](example) == 1

@@ -121,3 +121,14 @@ def test_a_missing_file_and_missing_parts_are_refused(tmp_path):
     (folder / "dataset_info.json").unlink()
     with pytest.raises(ConfigError, match="cannot be read as an RLDS dataset"):
         describe_dataset(folder)
+
+
+def test_a_folder_around_a_dataset_names_it_and_the_description_has_the_widths(tmp_path):
+    folder = shutil.copytree(FIXTURE, tmp_path / "tiny" / "1.0.0")
+    info = describe_dataset(folder)
+    assert info.image_shapes == {"image": (16, 16), "wrist_image": (16, 16)}
+    assert info.state_dims == {"state": 8, "joint_state": 7} and info.action_dim == 7
+    with pytest.raises(ConfigError, match=r"which is not a dataset. Set sft.dataset=.*tiny/1.0.0"):
+        describe_dataset(tmp_path / "tiny")
+    with pytest.raises(ConfigError, match="is not a folder. Set sft.dataset="):
+        describe_dataset(tmp_path / "none")

@@ -60,6 +60,17 @@ def test_no_rendering_exits_with_1_and_says_what_to_install(registered, monkeypa
     assert "apt-get install libegl1" in capsys.readouterr().out.split("cannot run here yet")[1]
 
 
+def test_a_missing_simulator_package_and_a_folder_without_permission_are_faults(monkeypatch, tmp_path):
+    def missing():
+        raise MissingDependencyError("The package 'mujoco' is missing.")
+
+    monkeypatch.setattr("rlinf.envs.graphics.backend.probe_rendering", missing)
+    assert module.check_rendering() == module.Finding("rendering", NO, "The package 'mujoco' is missing.")
+    assert module.check_disk(tmp_path).status == YES
+    monkeypatch.setattr(module.os, "access", lambda *_: False)
+    assert module.check_disk(tmp_path).status == NO
+
+
 def test_experiment_that_cannot_run_exits_with_1_and_its_reason(renders, capsys):
     assert main(["doctor", EXPERIMENT, "trainer.minibatch_size=100"]) == 1
     assert "trainer.minibatch_size=100 for 1024 samples per iteration" in capsys.readouterr().out
@@ -211,6 +222,14 @@ def test_rollout_buffer_is_as_large_as_the_batch_of_an_iteration(penalty):
     assert estimate_memory(config).rollout_buffer == measured == 6 * sample_bytes(config, model)
 
 
+def test_rollout_buffer_counts_all_that_a_call_samples(monkeypatch):
+    config = build("experiment=quickstart")
+    model = policy_on_meta_device(config)
+    before = sample_bytes(config, model)
+    monkeypatch.setattr(type(model), "num_sampled", 100)
+    assert sample_bytes(config, model) - before == 8 * (100 - model.num_logprobs)
+
+
 def test_the_store_of_objects_holds_versions_of_what_is_trained_and_rollouts():
     sizes = ["experiment=quickstart", "rollout.num_envs=8", "rollout.num_chunks=4"]
     full, adapted = build(*sizes), build(*sizes, "model.is_lora=true", "model.lora.rank=2")
@@ -277,3 +296,34 @@ def test_a_seven_billion_parameter_model_is_counted_without_being_built(public_o
     )
     layer = 4 * hidden**2 + 3 * hidden * inner + 2 * hidden
     assert full.num_parameters - shallower.num_parameters == layer
+
+
+def test_a_folder_without_statistics_of_the_env_is_counted_too(tmp_path):
+    from rlinf.models.embodiment.openvla.config import OpenVLAConfig
+
+    text = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
+    counts = []
+    for name, statistics in (("none", {}), ("others", {"bridge": {"action": {"q01": [0.0] * 2, "q99": [1.0] * 2}}})):
+        OpenVLAConfig(norm_stats=statistics, text_config=text).save_pretrained(tmp_path / name)
+        changes = [f"model.model_path={tmp_path / name}", "model.hidden_size=null", "model.vocab_size=null"]
+        config = build("experiment=openvla_tabletop_lora", *changes)
+        config.model.unnorm_key = "tabletop"  # statistics_of_env brings them when the run starts
+        counts.append(estimate_memory(config).num_parameters)
+    assert counts[0] == counts[1] > 0
+
+
+def test_an_engine_that_sleeps_and_an_update_are_not_added(monkeypatch, capsys):
+    from rlinf.preflight.gpu_memory import GB, estimate_gpu
+
+    config = build("experiment=quickstart_vllm")
+    _, memory = estimate_gpu(config, 10 * GB)
+    micro = config.model.micro_batch_size
+    peak = memory.peak(micro, 0) - memory.simulators
+    assert memory.engine and memory.engine_sleeps and peak < memory.resident + memory.engine + memory.passing(micro)
+    monkeypatch.setattr("rlinf.distributed.process_group.resolve_device", lambda *_: "cuda")
+    monkeypatch.setattr("rlinf.distributed.parallel.rank_memory_bytes", lambda *_: 10 * GB)
+    monkeypatch.setattr("rlinf.preflight.memory.available_memory", lambda _: peak)
+    assert module.check_memory("choice", config) == []
+    monkeypatch.setattr("rlinf.preflight.memory.available_memory", lambda _: peak - 1)
+    (finding,) = module.check_memory("choice", config)
+    assert finding.status == NO and "end other programs on the GPU" in finding.detail

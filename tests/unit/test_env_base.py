@@ -143,6 +143,9 @@ def test_a_row_without_an_episode_is_neither_reset_nor_observed_nor_stepped():
     assert step.final_env_ids.tolist() == [1] and [one.spec for one in step.episodes] == [spec(0)]
     assert not (step.terminated | step.truncated)[[0, 2]].any() and not len(step.lost_env_ids)
     assert not env.chunk_step(np.zeros((3, 4, 1))).executed.any()
+    env.reset(options={"episodes": [spec(100), None, None]})  # an idle row runs, and the row that ran is idle
+    step = env.chunk_step(np.zeros((3, 7, 1)))
+    assert step.executed.sum(1).tolist() == [5, 0, 0] and step.final_env_ids.tolist() == [0]
 
 
 def test_auto_reset_shows_the_next_episode_and_keeps_the_last_observation():

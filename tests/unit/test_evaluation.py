@@ -141,7 +141,7 @@ def specs_of(num_episodes: int) -> list[EpisodeSpec]:
 @pytest.mark.parametrize(
     ("successes", "trials", "low", "high"),
     # Worked out by hand from Wilson's formula with z = 1.96; 81/263 is the example of Newcombe (1998).
-    [(81, 263, 0.2553, 0.3662), (0, 10, 0.0, 0.2775), (10, 10, 0.7225, 1.0), (1, 2, 0.0945, 0.9055)],
+    [(81, 263, 0.2553, 0.3662), (0, 10, 0.0, 0.2775), (10, 10, 0.7225, 1.0), (1, 2, 0.0945, 0.9055), (0, 0, 0.0, 1.0)],
 )
 def test_wilson_interval_equals_published_values(successes, trials, low, high):
     assert wilson_interval(successes, trials) == pytest.approx((low, high), abs=1e-4)

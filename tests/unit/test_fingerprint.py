@@ -9,6 +9,7 @@ import pytest
 from rlinf.envs import make_env
 from rlinf.envs.tabletop import scene
 from rlinf.envs.tabletop.config import TabletopConfig
+from rlinf.evaluation import fingerprint
 from rlinf.evaluation.fingerprint import compare_fingerprints, pose_gap, take_fingerprint
 
 TABLETOP_XML = scene.tabletop_xml
@@ -120,3 +121,13 @@ def test_every_body_of_the_tabletop_has_a_pose_where_the_simulator_puts_it():
         assert poses["block_green"][:2] == pytest.approx(blocks[row, 1])
         assert poses["pusher"][:2] == pytest.approx(pusher[row]) and all(len(pose) == 7 for pose in poses.values())
     env.close()
+
+
+def test_actions_stay_within_bounds_and_a_thumbnail_is_the_mean_of_its_cells():
+    low, high = np.array([-1.0, 0.0, 5.0]), np.array([1.0, 0.5, 6.0])
+    actions = fingerprint.fixed_actions(low, high, 3)
+    assert (actions == actions[0]).all() and (actions >= low).all() and (actions <= high).all()
+    assert len(np.unique(actions[0], axis=0)) == fingerprint.NUM_ACTIONS / fingerprint.HOLD_STEPS
+    image = np.random.default_rng(0).integers(0, 256, (50, 50, 3), np.uint8)
+    # 50 = 7 + 7 + 6 * 6: numpy splits the remainder over the first cells
+    assert (fingerprint.thumbnail(image)[1, 2] == image[7:14, 14:20].reshape(-1, 3).mean(0).round()).all()

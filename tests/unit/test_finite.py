@@ -7,8 +7,8 @@ import math
 import pytest
 import torch
 
+from rlinf.distributed import transfers
 from rlinf.errors import CheckpointError, NonFiniteError
-from rlinf.optim import finite
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 PLACES = [0, 1, 2**15, 2**17 - 1]
@@ -18,7 +18,7 @@ PLACES = [0, 1, 2**15, 2**17 - 1]
 def way(request, monkeypatch):
     """Numbers of each tensor by which ``not_finite`` suspects it, on a CPU and on a GPU."""
     if request.param == "as on a GPU":
-        monkeypatch.setattr(finite, "_suspects", lambda tensors: torch._foreach_norm(tensors, ord=math.inf))
+        monkeypatch.setattr(transfers, "_suspects", lambda tensors: torch._foreach_norm(tensors, ord=math.inf))
     return request.param
 
 
@@ -29,21 +29,21 @@ def test_one_bad_number_is_found_by_name_wherever_it_is(way, dtype, value):
     for place in PLACES:
         bad = good.clone()
         bad[place] = value
-        found = finite.not_finite({"good": good, "bad": bad, "also good": good[:3]})
+        found = transfers.not_finite({"good": good, "bad": bad, "also good": good[:3]})
         assert list(found) == ["bad"] and (found["bad"] == value or math.isnan(value) and math.isnan(found["bad"]))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_finite_numbers_whose_sum_and_norm_overflow_are_finite(way, dtype):
     largest = torch.full((2**12,), torch.finfo(dtype).max, dtype=dtype)
-    assert finite.not_finite({"large": largest, "negative": -largest}) == {}
+    assert transfers.not_finite({"large": largest, "negative": -largest}) == {}
     assert not largest.sum().isfinite() and not torch._foreach_norm([largest])[0].isfinite(), "control"
 
 
 def test_what_has_no_floating_point_numbers_is_left_out(way):
     tensors = {"ids": torch.arange(3), "mask": torch.ones(2).bool(), "empty": torch.zeros(0), "ok": torch.ones(2)}
-    assert finite.not_finite(tensors) == {}
-    for reject in (finite.check_finite, lambda tensors: finite.check_loaded(tensors, "a.safetensors")):
+    assert transfers.not_finite(tensors) == {}
+    for reject in (transfers.check_finite, lambda tensors: transfers.check_loaded(tensors, "a.safetensors")):
         reject(tensors)
         with pytest.raises((NonFiniteError, CheckpointError), match="'bad' (contains|has) nan"):
             reject(tensors | {"bad": torch.tensor([1.0, math.nan])})
@@ -60,5 +60,5 @@ def test_pairs_that_differ_in_one_number_are_named():
         ("short", one, one[:99]),
         ("nan", spoilt, spoilt.clone()),
     ]
-    assert finite.different(iter(pairs)) == ["off", "short", "nan"]
-    assert finite.different(iter([])) == []
+    assert transfers.different(iter(pairs)) == ["off", "short", "nan"]
+    assert transfers.different(iter([])) == []

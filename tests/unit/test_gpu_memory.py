@@ -309,3 +309,51 @@ def test_an_engine_wakes_after_the_cache_of_torch_is_empty(monkeypatch):
     VllmEngine._rouse(engine)
     VllmEngine._rouse(engine)  # control: awake, nothing happens
     assert calls == ["empty_cache", "wake"]
+
+
+def test_fixes_that_are_named_can_help():
+    words, none, row = ["experiment=libero_ppo_openvla_oft", *OFT], LinearFit(0, 0), LinearFit(0, 100 * GB)
+    config, scores = config_of(*words, "model.val_micro_batch_size=1"), PassMemory(none, row, none, none)
+    with pytest.raises(ConfigError, match="takes .* in scoring; .*Set trainer.cpu_offload=true, or"):
+        gpu_memory._check_passes(config, memory_of(passes=scores, scoring_rows=1), 80 * GB, 0)
+    with pytest.raises(ConfigError, match="Set model.val_micro_batch_size=1$"):
+        gpu_memory._check_passes(config, memory_of(passes=scores, scoring_rows=2), 120 * GB, 0)  # control
+    config.rollout.num_envs = config.rollout.group_size
+    with pytest.raises(ConfigError, match="in a rollout; .*Set trainer.cpu_offload=true, or"):
+        gpu_memory._check_passes(config, memory_of(passes=PassMemory(row, none, none, none)), 80 * GB, 0)
+    config = config_of(*words, "trainer.cpu_offload=true")
+    assert gpu_memory._less_state(config, memory_of(), False) == "model to a smaller one"
+    awake = memory_of(engine=1, engine_sleeps=False)
+    assert gpu_memory._less_state(config, awake, False) == "rollout.vllm.sleep=true"
+    config = config_of("experiment=libero_residual_openvla_oft", *OFT)
+    measured = gpu_memory.Measured(policy_on_meta_device(config), gpu_memory.NOTHING, "not counted")
+    with pytest.raises(ConfigError, match="A frozen policy of 7.* before any pass .*Set model to a smaller one"):
+        fit_to_gpu(config, 10 * GB, measured)
+
+
+def test_an_engine_with_a_fraction_of_its_own_beside_a_small_policy():
+    config = config_of("experiment=quickstart_vllm")
+    measured = measure(config)
+    for size in (8, 24, 80):
+        fit_to_gpu(config, size * GB, measured)
+    config.rollout.vllm.gpu_memory_utilization = 0.9
+    fit_to_gpu(config, 80 * GB, measured)
+    with pytest.raises(ConfigError, match=r"for an engine.*Set rollout.vllm.gpu_memory_utilization=(\S+)$") as rejected:
+        fit_to_gpu(config, 16 * GB, measured)
+    config.rollout.vllm.gpu_memory_utilization = float(str(rejected.value).rpartition("=")[2])
+    fit_to_gpu(config, 16 * GB, measured)  # control: the fraction that was named fits
+
+
+def test_an_engine_beside_an_offloaded_policy_does_not_count_main_memory(oft):
+    config, (model, *_) = oft
+    estimate = gpu_memory.estimate_memory(config, 80 * GB, model)
+    assert gpu_memory._policy_bytes(config, estimate) == estimate.trainer + estimate.rollout_weights
+    config = replace(config, trainer=replace(config.trainer, cpu_offload=True))
+    assert gpu_memory._policy_bytes(config, estimate) == estimate.rollout_weights
+
+
+def test_rows_for_doctor_name_the_largest_micro_batches(oft):
+    rows = {row[0]: row[1:] for row in gpu_memory.card_rows(*oft)}
+    kept, recomputed = ([int(row[column].replace(",", "")) for row in rows.values()] for column in (2, 3))
+    assert kept == sorted(kept) and all(few < many for few, many in zip(kept, recomputed, strict=True))
+    assert rows["80 GB"][1].startswith("0 of ") and not rows["24 GB"][1].startswith("0 of ")

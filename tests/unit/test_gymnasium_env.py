@@ -120,6 +120,16 @@ class OldStep(Plain):
         return action, 0.5, False, {}
 
 
+class Bare:
+    """No gymnasium.Env at all."""
+
+    action_space = observation_space = Plain.action_space
+    step = OldStep.step
+
+    def reset(self):
+        return np.zeros(1)
+
+
 class Dies(Plain):
     def reset(self, seed=None, options=None):
         print("loading meshes")
@@ -150,7 +160,7 @@ for name, changes in {"Walk-v0": {}, "Unbounded-v0": {"action_space": gymnasium.
                       "Blind-v0": {"metadata": {"render_modes": []}},
                       "Words-v0": {"observation_space": gymnasium.spaces.Sequence(gymnasium.spaces.Discrete(2))}}.items():
     gymnasium.register(name, entry_point=type(name[:-3], (Walk,), changes), max_episode_steps=6)
-for each in (Plain, OldReset, NoInfo, OldStep, Dies, Crashes, Hangs, Raises):
+for each in (Plain, OldReset, NoInfo, OldStep, Bare, Dies, Crashes, Hangs, Raises):
     gymnasium.register(f"{each.__name__}-v0", entry_point=each, max_episode_steps=6)
 gymnasium.register("Endless-v0", entry_point=Walk)
 '''  # fmt: skip
@@ -425,6 +435,11 @@ def test_an_env_without_render_modes_has_no_pictures_and_runs():
     assert env.metadata["render_fps"] == 4 and env.config.cameras == []
     with pytest.raises(ConfigError, match=r"no render_mode=rgb_array. Set env.cameras=\[\]"):
         build(name="Plain-v0", cameras=["render"])
+
+
+def test_a_class_that_is_no_gymnasium_env_is_named():
+    with pytest.raises(ConfigError, match=r"Bare-v0 .*class MyEnv\(gymnasium.Env\)"):
+        build(name="Bare-v0")
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,8 @@ import numpy as np
 import pytest
 
 import rlinf
+from rlinf.cli.play import PlayConfig, play_episode
+from rlinf.commands.collect import _summary
 from rlinf.config.compose import compose_config
 from rlinf.config.schema import build_config
 from rlinf.contracts.env import check_env
@@ -251,6 +253,9 @@ def test_an_env_without_success_shows_its_return_and_no_rate(tmp_path):
     assert (untold.success_rate, untold.successes, untold.interval) == (None, None, None)
     of_success = {name for name in told.metrics() if "success" in name or "interval" in name}
     assert len(of_success) == 5 and untold.metrics().keys() == told.metrics().keys() - of_success
+    (tmp_path / "data").mkdir()
+    lines = [_summary(tmp_path / "data", collected, 5, 20).splitlines()[0] for collected in (untold, told)]
+    assert "success" not in lines[0] and "return 2.5" in lines[0] and "5 successes = 100.0%" in lines[1]
     path = untold.to_json(tmp_path / "result.json")
     data = json.loads(path.read_text())
     assert (data["return_mean"], data["return_interval"], data["reports_success"]) == (2.5, [2.5, 2.5], False)
@@ -268,3 +273,13 @@ def test_a_success_that_is_told_at_the_end_alone_is_a_rate_once_an_episode_has_t
     assert ended.headline().startswith("0/2 = 0.0%") and "0.0%" in ended.table() and ended.summary()["reports_success"]
     assert cut.headline().startswith("return 2.5") and not cut.summary()["reports_success"]
     assert EvaluationResult.from_json(ended.to_json(tmp_path / "result.json")).total.is_reported
+
+
+@pytest.mark.parametrize(("name", "words"), [("Untold-v0", "ended after 4"), ("Renamed-v0", "failure after 4")])
+def test_play_shows_an_outcome_only_if_the_env_tells_a_success(tmp_path, capsys, name, words):
+    size = ["model=mlp", "model.init_config.state_dim=3", "model.action_token_len=1", "env.cameras=[top]"]
+    told = ["env.success_return=1000"] if name == "Renamed-v0" else []
+    words_of_env = ["env=gymnasium", f"env.id=arm_for_tests:{name}", "env.num_processes=0"]
+    config = build_config(compose_config([*words_of_env, *size, *told]))
+    play_episode(config, PlayConfig(output=str(tmp_path / "a.mp4"), window=False))
+    assert words in capsys.readouterr().out

@@ -345,7 +345,8 @@ EPISODE = {
     ("images", {"top": np.zeros((4, 6, 8, 3))}, r"'observation.images.top' .*float64.*uint8 \(4, 6, 8, 3\)"),
     ("state", None, r"'observation.state'.*\(4, 3\)"), ("state", np.full((4, 3), np.nan), "'observation.state'.*finite"),
     ("actions", np.zeros((4, 3)), r"'action'.*\(4, 3\).*\(4, 2\)"), ("actions", np.zeros((0, 2)), "no actions"),
-    ("success", [0, 0, 0.5, 1], "`success`.*0.5"), 
+    ("success", [0, 0, 0.5, 1], "`success`.*0.5"), ("rewards", np.zeros(3), r"'next.reward'.*\(3,\).*\(4, 1\)"),
+    ("actions", np.zeros(4), r"'action'.*\(4,\).*\(4, 2\)"),
 ])  # fmt: skip
 def test_an_episode_of_other_shapes_or_kinds_is_refused_by_name(tmp_path, name, value, words):
     sizes = {"image_shapes": {"top": (6, 8)}, "state_dim": 3, "action_dim": 2}
@@ -376,3 +377,11 @@ def test_flags_of_a_dataset_that_are_none_are_refused_by_column_and_value(tmp_pa
     pq.write_table(table.set_column(table.column_names.index(name), name, pa.array(values)), path)
     with pytest.raises(ConfigError, match=f"{name}'? of .*d"):
         lerobot_dataset.open_dataset(tmp_path / "d", {}, None, outcomes=True)
+
+
+def test_a_dataset_without_state_and_with_one_number_per_action(tmp_path):
+    made = episodes(state_dim=0, action_dim=1)
+    dataset = lerobot_dataset.open_dataset(write(tmp_path / "data", made), CAMERAS, None)
+    observation, actions = dataset.rows(np.array([0, 9]))
+    assert observation.state is None and dataset.statistics().keys() == {"action"}
+    np.testing.assert_array_equal(actions[:, 0].numpy(), joined(made, "actions")[[0, 9]])

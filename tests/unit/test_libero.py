@@ -16,6 +16,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from rlinf.config.compose import compose_config
+from rlinf.config.schema import build_config, declared_policy
 from rlinf.envs.libero import env as adapter
 from rlinf.envs.libero import scene as libero_scene
 from rlinf.envs.libero import tasks as libero_tasks
@@ -23,6 +25,7 @@ from rlinf.envs.libero.env import DRAWN_OFFSET, SETTLING_ACTION, LiberoConfig, L
 from rlinf.envs.libero.scene import axis_angle
 from rlinf.envs.libero.tasks import HORIZONS, bddl_file, instruction, recorded_states, suite_tasks
 from rlinf.errors import ConfigError, MissingDependencyError
+from rlinf.preflight.compatibility import check_inputs
 from rlinf.types import EpisodeSpec
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -422,3 +425,14 @@ def test_a_checkpoint_whose_gripper_speaks_the_other_convention_is_refused():
             LiberoVectorEnv.check_statistics(LiberoConfig(gripper=other), statistics)
         neither = {"action": {"mean": [0.0] * 7, "std": [1.0] * 7}}
         LiberoVectorEnv.check_statistics(LiberoConfig(gripper=other), neither)
+
+
+@needs_package
+def test_the_gripper_is_checked_before_weights_load(tmp_path):
+    statistics = {"libero_goal": {"action": {"min": [-1.0] * 6 + [0.0]}}}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "openvla", "norm_stats": statistics}))
+    words = ["env=libero_goal", "env.cameras=[agentview]", "model=openvla", f"model.model_path={tmp_path}"]
+    for overrides in ([], ["env.gripper=openvla"]):
+        config = build_config(compose_config([*words, "model.unnorm_key=libero_goal", *overrides]))
+        with nullcontext() if overrides else pytest.raises(ConfigError, match=r"Set env\.gripper=openvla"):
+            check_inputs(config, declared_policy(config))

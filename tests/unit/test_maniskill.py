@@ -193,6 +193,25 @@ def test_the_class_for_the_gpu_gives_the_numbers_of_the_simulator(vulkan):
     simulator.close()
 
 
+def test_a_step_of_others_leaves_a_row_as_it_is(vulkan):
+    simulator = simulator_of("PickCube-v1", state="proprio")
+    before = simulator.observe().state
+    simulator._scene.step(np.array([], dtype=np.int64), np.zeros((0, 7), np.float32))
+    np.testing.assert_array_equal(simulator.observe().state, before)
+    simulator._scene.step(np.array([0]), np.zeros((1, 7), np.float32))
+    assert not np.array_equal(simulator.observe().state, before), "the control: its own step moves it"
+
+
+def test_equal_generators_draw_as_a_list_of_new_generators_of_one_seed():
+    ours = maniskill_scene.EqualGenerators(5)
+    for seed in (7, 3, 7):
+        ours.seed(seed)
+        listed = [np.random.RandomState(seed) for _ in range(5)]
+        for row in (3, 0, 3, -1):  # of a pair of normal draws, the second one is kept
+            assert ours[row].normal() == listed[row].normal() and ours[row].randint(2**31) == listed[row].randint(2**31)
+        assert [each.uniform() for each in ours] == [each.uniform() for each in listed]
+
+
 class MadeUpScenes:
     """ManiSkill's own seeding and order of a reset around a made-up task of many rows, which PhysX would want a GPU for."""
 

@@ -111,6 +111,16 @@ def test_experts_succeed_and_idling_does_not(task):
 
 
 @needs_metaworld
+def test_a_miscalibrated_expert_stops_beside_its_goal():
+    sim, offset = simulator("reach-v3"), np.array([0.08, -0.06])
+    sim.reset(spec(2))
+    for _ in range(150):
+        sim.step(sim.expert_action(tuple(offset)))
+    hand, goal = sim.observe().state[:3], sim.observe().state[36:39]
+    np.testing.assert_allclose(hand[:2] - goal[:2], offset, atol=0.015)
+
+
+@needs_metaworld
 def test_repeated_actions_are_single_steps_up_to_success():
     one, five = simulator(), simulator(action_repeat=5)
     one.reset(spec(1))

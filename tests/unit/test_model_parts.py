@@ -97,6 +97,30 @@ def test_every_strategy_gives_the_numbers_of_pillow(strategy, height, width):
     assert not torch.equal(pixels, processor(image[:, ::-1])["pixel_values"][0]), "control: the mirrored image"
 
 
+@pytest.mark.parametrize("settings", [
+    {"image_preparation": "rlds", "do_center_crop": True}, {"image_resize_strategy": "letterbox"}, {"image_resize_strategy": "resize-crop"},
+], ids=str)  # fmt: skip
+def test_images_that_were_resized_once_give_the_same_pixels_also_of_a_saved_processor(settings, tmp_path):
+    frames = torch.randint(0, 256, (2, 3, 24, 40), dtype=torch.uint8)
+    means, stds = [[0.5] * 3, [0.4, 0.5, 0.6]], [[0.5] * 3, [0.2, 0.3, 0.4]]
+    PrismaticImageProcessor(input_sizes=[[3, 16, 16]] * 2, means=means, stds=stds, **settings).save_pretrained(tmp_path)
+    processor = PrismaticImageProcessor.from_pretrained(tmp_path)
+    assert processor.normalization == list(zip(means, stds, strict=True))
+    once = processor.resize_once(frames)
+    assert once.shape == (2, 3, 16, 16) and once.dtype == torch.uint8
+    assert torch.equal(processor.preprocess_tensors(once, is_resized=True), processor.preprocess_tensors(frames))
+    assert processor.resize_once(frames[..., :8, :8]) is None, "it would grow"
+    processor.input_sizes = [[3, 16, 16], [3, 12, 12]]
+    assert processor.resize_once(frames) is None, "the towers need different sizes"
+
+
+def test_bad_bins_are_refused():
+    with pytest.raises(ConfigError, match="n_action_bins is 1"):
+        ActionTokenizer(1, 100)
+    with pytest.raises(ConfigError, match="action_bin_rule.*midpoints"):
+        ActionTokenizer(5, 100, "edges")
+
+
 def tiny_processor(**kwargs):
     from transformers import AutoTokenizer
 
@@ -264,6 +288,11 @@ def test_cnn_features_by_hand():
     pixels = (inputs["images"].permute(0, 3, 1, 2).float() / 255 - 0.25) / 0.125
     expected = model.encoder(pixels) * (1 + model.word_embedding.weight[inputs["token_ids"][0, 0]])
     assert torch.allclose(model._features(**inputs), expected)
+
+
+def test_mlp_names_the_width_that_it_needs():
+    with pytest.raises(ConfigError, match="model.init_config.state_dim=7"):
+        mlp().preprocess(Observation({}, np.zeros((2, 7), np.float32), [""] * 2))
 
 
 def test_cnn_names_the_size_and_the_cameras_that_it_needs():

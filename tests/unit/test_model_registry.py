@@ -164,6 +164,13 @@ def test_a_folder_that_is_no_checkpoint_is_refused(path, tmp_path, monkeypatch):
             get_model({"model_type": model_type, "model_path": path})
 
 
+def test_an_index_without_weights_is_refused(tmp_path):
+    get_model(MLP).save_pretrained(tmp_path)
+    (tmp_path / "model.safetensors.index.json").write_text("{}")
+    with pytest.raises(CheckpointError, match=r"missing \['log_std'"):
+        get_model({"model_type": "mlp", "model_path": str(tmp_path)})
+
+
 @pytest.mark.parametrize("name", ["config.json", "dataset_statistics.json"])
 @pytest.mark.parametrize("text, found", [('{"a": ', "line 1"), ("[1]", "contains a list"), ("\xff", "utf-8")])
 def test_a_file_that_is_no_json_is_refused_by_its_path(tmp_path, name, text, found):

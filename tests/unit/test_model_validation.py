@@ -113,6 +113,29 @@ def test_a_length_that_is_not_respected_is_found(tiny_lm, monkeypatch):
         diagnostics.test_max_model_len_respected(tiny_lm())
 
 
+def test_scores_of_another_shape_are_refused(tiny_lm, prompts):
+    class Table(HuggingFacePolicy):
+        def get_logprobs(self, data):
+            return BatchedDataDict({"logprobs": torch.zeros(4, 8, 48)})
+
+    with pytest.raises(ConfigError, match=r"\[4, 8, 48\].*\[B, S\]"):
+        validate_log_probability_consistency(Table(tiny_lm()), HuggingFaceGeneration(tiny_lm()), prompts)
+
+
+def test_a_model_that_vllm_rejects_fails_and_keeps_the_table(tiny_lm, capsys, monkeypatch):
+    def rejected(self):
+        raise ConfigError("vLLM rejects 'x': head size 8")
+
+    monkeypatch.setattr(diagnostics, "BATCH_SIZES", (1,))
+    monkeypatch.setattr(diagnostics, "PROMPT_LENGTHS", (4,))
+    monkeypatch.setattr("rlinf.engines.vllm_engine.require_vllm", lambda *_: None)
+    monkeypatch.setattr("rlinf.llm.vllm_generation.VllmGenerationWorker.start", rejected)
+    assert main(["diagnose", tiny_lm()]) == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert sum(line.startswith("torch: ") and " pass " in line for line in lines) == 3 + 2
+    assert lines[-1] == "vllm: vLLM rejects 'x': head size 8"
+
+
 def test_the_command_prints_a_table_and_its_status(tiny_lm, capsys, monkeypatch):
     found = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: None if name == "vllm" else found(name, *rest))

@@ -157,6 +157,17 @@ def test_prompts_of_one_length_have_no_mask_and_the_numbers_of_a_mask_of_ones(ki
     assert not torch.equal(other.logits, found.logits), "control: a word is missing"
 
 
+def test_logprobs_under_autocast_are_float32_and_close():
+    model = build()
+    inputs = model.preprocess(observe())
+    sequences = model.predict_action_batch(**inputs).sequences
+    exact = model.evaluate_actions(inputs, sequences)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        mixed = model.evaluate_actions(inputs, sequences)
+    assert mixed.logprobs.dtype == mixed.values.dtype == torch.float32
+    assert 0 < (mixed.logprobs - exact.logprobs).abs().max() < 0.1
+
+
 def test_sft_loss_by_hand():
     model = build("parallel", chunks=1)
     inputs = model.preprocess(observe())

@@ -150,6 +150,12 @@ def test_l1_loss_by_hand_and_actions():
     assert torch.equal(model.predict_action_batch(**inputs, do_sample=False).actions, prediction.actions)
 
 
+@pytest.mark.parametrize("state, actual", [(None, "none"), (np.zeros((4, 7), np.float32), "7")])
+def test_an_absent_or_wide_state_is_refused(state, actual):
+    with pytest.raises(ConfigError, match=f"state of 5 dimensions.*provides {actual}.*Set env.state=proprio"):
+        build().preprocess(Observation(observe().images, state, SENTENCES))
+
+
 def test_rl_with_the_l1_head_is_refused_before_anything_is_built():
     overrides = ["experiment=tabletop_openvla_oft_tiny", "+model.init_config.action_head=l1"]
     with pytest.raises(ConfigError, match="action_head is 'l1'.*model.init_config.action_head=discrete"):
@@ -253,6 +259,15 @@ def test_new_film_is_the_identity(base):
         film.vision_backbone.featurizer.blocks[0].film.shift.bias += 1.0
     c = film.predict_action_batch(**inputs, do_sample=False).logits
     assert (a - c).abs().max() > 1e-3, "control: FiLM is on the way"
+
+
+def test_half_a_part_is_refused_even_if_it_may_be_new(base, tmp_path):
+    options = {"action_head": "l1", "new_parts": ["action_head"]}
+    model, missing = get_model(from_folder(base, options)), "action_head.model.fc2.bias"
+    state_dict = {name: tensor for name, tensor in model.state_dict().items() if name != missing}
+    model.save_pretrained(tmp_path / "half", state_dict=state_dict)
+    with pytest.raises(CheckpointError, match=rf"missing \['{missing}'\]"):
+        get_model(from_folder(tmp_path / "half", options))
 
 
 def test_adapters_on_new_parts_come_back_on_the_base_model(base, tmp_path):

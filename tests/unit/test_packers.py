@@ -348,8 +348,13 @@ def test_prompts_end_where_the_model_answers():
     )
     with pytest.raises(BadRowError, match="last message is from the assistant"):
         ready(PromptPacker(), chat_tokenizer("phi")).prompt({"prompt": [QUESTION, ANSWER], "answer": ""})
-    with pytest.raises(BadRowError, match="prompt has .* tokens; expected fewer than policy.model_max_length=4"):
-        ready(PromptPacker(), chat_tokenizer("phi"), max_length=4).prompt({"prompt": [QUESTION], "answer": ""})
+    row = {"prompt": [QUESTION], "answer": ""}
+    length = len(ready(PromptPacker(), chat_tokenizer("phi")).prompt(row).input_ids)
+    assert ready(PromptPacker(), chat_tokenizer("phi"), max_length=length + 1).prompt(row)
+    with pytest.raises(
+        BadRowError, match=f"prompt has {length} tokens; expected fewer than policy.model_max_length={length}"
+    ):
+        ready(PromptPacker(), chat_tokenizer("phi"), max_length=length).prompt(row)
     with pytest.raises(BadRowError, match="no column 'answer'.*response_column_name"):
         ready(PromptPacker(), chat_tokenizer("phi")).prompt({"prompt": [QUESTION]})
 

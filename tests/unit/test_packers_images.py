@@ -16,6 +16,7 @@ from rlinf.algorithms import NLLLossFn
 from rlinf.data.video import VideoWriter
 from rlinf.models import HuggingFacePolicy
 from rlinf.models.embodiment.hf_vla.processing import load_vlm_processor
+from rlinf.recipes.messages import images_of
 from rlinf.recipes.packers import ChatPacker, PromptPacker
 from rlinf.recipes.samples import BadRowError, collate
 from rlinf.recipes.videos import find_video, read_frames
@@ -96,6 +97,20 @@ def test_answers_are_learned_and_images_are_not(processors, family):
     masked = [token for token, learned in zip(sample.input_ids, sample.token_mask, strict=True) if not learned]
     image_token = processor.token_in_model
     assert sample.input_ids.count(image_token) == masked.count(image_token) >= 4, "each image takes several tokens"
+
+
+@pytest.mark.parametrize(
+    ("row", "images"),
+    [
+        ({"images": None, "image": None}, []),
+        ({"images": None, "image": "a.png"}, ["a.png"]),
+        ({"images": [None], "image": "a.png"}, ["a.png"]),
+        ({"images": ("a.png", "b.png"), "image": None}, ["a.png", "b.png"]),
+        ({"images": "a.png"}, ["a.png"]),
+    ],
+)
+def test_a_column_of_nulls_is_no_column(row, images):
+    assert images_of(row) == images
 
 
 @pytest.mark.parametrize("family", USED)

@@ -75,6 +75,9 @@ def test_random_weights_begin_with_small_values_and_adaptive_norms_at_zero(pi05)
     assert all(not norm.weight.any() and not norm.bias.any() for norm in norms)
     last = model.value_head.mlp[-1]
     assert last.weight.std().item() == pytest.approx(0.02, rel=0.6) and not last.bias.any()
+    positions = model.vision_tower.embeddings.position_embedding.weight
+    tokens = model.language_model.embed_tokens.weight * model.config.hidden_size**0.5
+    assert positions.std().item() == pytest.approx(1.0, rel=0.3) and tokens.std().item() == pytest.approx(1.0, rel=0.1)
 
 
 @kinds
@@ -414,6 +417,9 @@ def test_folder_of_the_public_converter(tmp_path, pi05):
     assert model.config.pi05 == pi05 and list(model.config.norm_stats) == ["arm"] and model.value_head is not None
     with pytest.raises(ConfigError, match=r"contains no tokenizer.*tokenizer\.tokenizer_model="):
         get_model_config_and_processor({"model": cfg})
+    (tmp_path / "assets" / "arm" / "norm_stats.json").write_text(json.dumps({"norm_stats": {"actions": {}}}))
+    with pytest.raises(CheckpointError, match=r"statistics of \['actions'\].*Set model\.model_path="):
+        get_model(cfg)
 
 
 def test_settings_of_a_lerobot_folder(tmp_path):

@@ -8,12 +8,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rlinf.cluster.rollout_worker import worker_maker
 from rlinf.config.compose import compose_config
 from rlinf.config.schema import build_config
 from rlinf.distributed.process_group import rank_range
 from rlinf.distributed.ray.ranks import neighbours_first
-from rlinf.errors import ConfigError
-from rlinf.preflight.placement import COLOCATED, Node, Placement, check_placement
+from rlinf.errors import ConfigError, MissingDependencyError
+from rlinf.preflight.placement import COLOCATED, Node, Placement, check_evaluation_workers, check_placement
 from rlinf.preflight.validation import validate
 
 SPLIT = [
@@ -136,6 +137,41 @@ def test_every_player_and_every_block_has_one_owner(ranks, per_rank, per_player,
 def test_players_share_the_worker_threads_of_the_ranks(ranks, workers, of_rank, of_player):
     placement = Placement(ranks, workers, num_env_groups=64, gpus_per_rollout_worker=0)
     assert placement.worker_threads(of_rank) == of_player
+
+
+@pytest.mark.parametrize(("key", "variable", "expected"), [(6, "2", 3), (None, "16", 8), (None, None, 5)])
+def test_a_rollout_worker_has_its_part_of_the_threads_of_the_key_then_of_the_variable_then_of_the_cores(
+    key, variable, expected, monkeypatch
+):
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    if variable is not None:
+        monkeypatch.setenv("OMP_NUM_THREADS", variable)
+    placement = Placement(1, 2, num_env_groups=64, gpus_per_rollout_worker=0)
+    make = worker_maker(config_of(f"cluster.num_threads={key or 'null'}"), None, placement)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")  # by Ray, in the process of the rollout worker
+    assert placement.torch_threads(make.args[0].cluster.num_threads, of_machine=5) == expected
+
+
+@pytest.mark.parametrize("start", ["ray", "auto"])
+def test_a_launcher_and_a_missing_package_are_refused(monkeypatch, start):
+    for name, value in {
+        "RANK": 0,
+        "WORLD_SIZE": 4,
+        "LOCAL_RANK": 0,
+        "MASTER_ADDR": "localhost",
+        "MASTER_PORT": 1,
+    }.items():
+        monkeypatch.setenv(name, str(value))
+    split = config_of("cluster.num_processes=4", f"cluster.start={start}")
+    few = config_of("cluster.placement=colocated", f"cluster.start={start}")
+    for check, config, number in ((check_placement, split, 4), (check_evaluation_workers, few, 1)):
+        words = f"torchrun has started 4 times.*Set cluster.start=ray cluster.num_processes={number} and"
+        with pytest.raises(ConfigError, match=words):
+            check(config)
+    monkeypatch.delenv("RANK")
+    monkeypatch.setitem(sys.modules, "ray", None)
+    with pytest.raises(MissingDependencyError, match=r"needs Ray.*pip install -e '\.\[ray\]'"):
+        check_placement(config_of())
 
 
 LAPTOP = """

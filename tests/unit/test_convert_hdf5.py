@@ -3,6 +3,7 @@
 import json
 import re
 import signal
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -16,7 +17,7 @@ from rlinf.config.compose import compose_config
 from rlinf.config.schema import build_config
 from rlinf.data import lerobot_dataset
 from rlinf.data.hdf5 import ConvertConfig, open_demonstrations
-from rlinf.errors import ConfigError
+from rlinf.errors import ConfigError, MissingDependencyError
 from rlinf.preflight.compatibility import check_dataset
 
 h5py = pytest.importorskip("h5py", reason="h5py is not installed: pip install -e '.[lerobot]'")
@@ -342,6 +343,13 @@ def test_an_episode_that_is_long_enough_is_measured(tmp_path):
     episodes = {"demo_0": short, "demo_1": late}
     folder = convert(libero_file(tmp_path / STOVE, episodes), tmp_path / "data")
     assert [each["seen_after_action"] for each in recorded(folder)["episodes"]] == [True, True]
+
+
+@pytest.mark.parametrize("package", ["h5py", "pyarrow"])
+def test_a_missing_package_is_named_with_its_installation(package, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(MissingDependencyError, match=f"'{package}' .*Run pip install -e '..lerobot.'"):
+        converting.convert(ConvertConfig("nowhere", str(tmp_path / "data")))
 
 
 def test_nothing_is_overwritten_and_videos_need_even_sides(tmp_path):

@@ -358,3 +358,14 @@ def test_policies_without_a_part_that_is_recorded_are_refused(monkeypatch, model
         section = {"model_type": "mlp", "init_config": {"state_dim": 3}, "cuda_graph": True}
         with pytest.raises(ConfigError, match=message):
             get_model(section)
+
+
+def test_rows_beyond_64_are_padded_to_multiples_and_flash_attention_is_refused_with_a_graph():
+    assert [cuda_graph.padded_rows(rows) for rows in (64, 65, 129)] == [64, 128, 192]
+    config = build_config(compose_config(["model=openvla_tiny", "model.init_config.action_decoding=autoregressive"]))
+    section = {"model_type": "openvla", "attn_implementation": "sdpa", "cuda_graph": True}
+    policy = build_policy(
+        {"model": section | {"init_config": config.model.init_config | {"learned_placeholders": False}}}
+    )
+    with pytest.raises(ConfigError, match="model.attn_implementation=flash_attention_2, which needs the lengths"):
+        policy.check_cuda_graph(policy.config, "flash_attention_2")

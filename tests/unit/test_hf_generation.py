@@ -122,7 +122,8 @@ def ranked(folder):
 def test_top_k_and_top_p_restrict_what_is_drawn(tiny_lm):
     folder = tiny_lm()
     probabilities, order = ranked(folder)
-    assert first_tokens(folder, top_k=1) == {int(order[0])}, "top_k=1 is greedy"
+    for greedy in ({"top_k": 1}, {"temperature": 1e-3}, {"do_sample": False}):
+        assert first_tokens(folder, **greedy) == {int(order[0])}
     assert first_tokens(folder, top_k=3, temperature=3.0) == set(order[:3].tolist())
     kept = int((probabilities.cumsum(0) < 0.6).sum()) + 1
     assert first_tokens(folder, top_p=0.6) <= set(order[:kept].tolist())

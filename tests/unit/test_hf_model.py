@@ -20,7 +20,7 @@ from rlinf.checkpoints.checkpoint import write_policy
 from rlinf.config.compose import compose_config
 from rlinf.config.schema import build_config
 from rlinf.errors import CheckpointError, ConfigError
-from rlinf.llm.hf_model import check_tensor_parallel, load_config, model_class_of
+from rlinf.llm.hf_model import check_tensor_parallel, load_config, model_class_of, model_shapes
 from rlinf.models import (
     MODELS,
     HFLLMModel,
@@ -336,6 +336,24 @@ def test_a_router_that_is_a_linear_layer_gets_no_adapter(tiny_lm):
     model(torch.ones(1, 4, dtype=torch.long)).logits.sum().backward()
 
 
+@pytest.mark.parametrize("family", ["llama", "gpt2", "gemma3"])
+def test_adapters_are_on_the_linear_layers_of_the_units(folders, family):
+    model = apply_lora(HFModel.from_pretrained(folders / family), LoraConfig(rank=2, alpha=2))
+    trained = {name for name, p in model.named_parameters() if p.requires_grad}
+    assert trained and all(".lora_" in name for name in trained)
+    assert not any("lm_head" in name or "embed_tokens" in name for name in trained)
+    model(**tiny_batch(family)).logits.square().mean().backward()
+    assert any(p.grad is not None and p.grad.abs().max() > 0 for p in model.parameters())
+
+
+def test_tied_embeddings_are_one_tensor(folders):
+    from_meta = HFModel.from_config(load_config(folders / "llama"), meta=True).materialize("cpu")
+    for model in (HFModel.from_pretrained(folders / "llama"), from_meta):
+        assert model.model.lm_head.weight is model.model.model.embed_tokens.weight
+    untied = HFModel.from_pretrained(folders / "qwen2").model
+    assert untied.lm_head.weight is not untied.model.embed_tokens.weight
+
+
 CUSTOM_CODE = """
 import torch
 from torch import nn
@@ -380,6 +398,10 @@ def test_a_model_of_the_users_own_code_trains(tmp_path, monkeypatch):
         get_model(section)
     with pytest.raises(ConfigError, match="Pass trust_remote_code=True or path="):
         HFModel.from_pretrained(folder)
+    with pytest.raises(ConfigError, match="Pass trust_remote_code=True"):
+        model_shapes(folder)
+    shapes = model_shapes(folder, trust_remote_code=True)
+    assert [p.shape for p in shapes.parameters()] == [p.shape for p in model.parameters()]
     policy = get_model(section | {"trust_remote_code": True})
     assert isinstance(policy, HFModel) and policy.model_class.__name__ == "BigramForCausalLM"
     assert torch.equal(policy.model.scale, model.scale) and torch.equal(policy.model.embed.weight, model.embed.weight)
@@ -524,7 +546,7 @@ def test_heads_must_divide_over_tensor_parallel_ranks():
         check_tensor_parallel(config, 6, "tp")
 
 
-def test_attention_kernels_that_a_class_lacks_and_unknown_ones(folders):
+def test_attention_kernels_that_a_class_lacks_and_unknown_ones(folders, monkeypatch):
     model = HFModel.from_pretrained(folders / "gpt_oss", attn_implementation="sdpa")
     plain = transformers.GptOssForCausalLM.from_pretrained(folders / "gpt_oss")
     assert model.config._attn_implementation == plain.config._attn_implementation == "eager"
@@ -532,6 +554,9 @@ def test_attention_kernels_that_a_class_lacks_and_unknown_ones(folders):
     assert llama.config._attn_implementation == "eager"
     with pytest.raises(ConfigError, match="attn_implementation='spda'; expected one of eager, .*Pass .*='sdpa'"):
         HFModel.from_pretrained(folders / "llama", attn_implementation="spda")
+    monkeypatch.setattr(transformers.LlamaForCausalLM, "_supports_flash_attn", False)
+    with pytest.raises(ConfigError, match="LlamaForCausalLM. Pass attn_implementation='sdpa'$"):
+        HFModel.from_pretrained(folders / "llama", attn_implementation="flash_attention_2")
 
 
 def test_the_support_matrix_of_the_documentation_is_what_is_tested():

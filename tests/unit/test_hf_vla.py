@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from policy_checks import failed_checks
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForImageTextToText, LlamaConfig, LlamaForCausalLM
 
 from rlinf.errors import CheckpointError, ConfigError
@@ -312,6 +313,42 @@ def test_errors_name_the_value_and_the_override(zoo, tmp_path, monkeypatch):
     (no_processor / "processor_config.json").unlink()
     (no_processor / "tokenizer.json").unlink()
     expect(ConfigError, str(no_processor), "LlavaProcessor", "tokenizer.tokenizer_model=", **section(no_processor))
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"weight_init": "fan"}, "weight_init is 'fan'.*model.init_config.weight_init=fan_in"),
+        ({"processor_config": None}, "no processor_config.*tokenizer.tokenizer_model="),
+        ({"vlm_config": None, "processor_config": None}, "no vlm_config.*Set model=hf_vla_tiny"),
+        ({"n_action_bins": 512}, "n_action_bins is 512.*model.init_config.n_action_bins=481"),
+        ({"vocab_size": 486}, "488 tokens.*at most 486.*tokenizer.tokenizer_model="),
+    ],
+)
+def test_errors_of_a_model_from_random_weights(changes, words):
+    from rlinf.config.compose import compose_config
+    from rlinf.config.schema import build_config
+
+    config = build_config(compose_config(["model=hf_vla_tiny", "env=tabletop"]))
+    init = copy.deepcopy(config.model.init_config)
+    if "vocab_size" in changes:
+        init["vlm_config"]["text_config"] |= changes
+    config.model.init_config = init if "vocab_size" in changes else init | changes
+    with pytest.raises(ConfigError, match=words):
+        build_policy(config)
+
+
+def test_weights_of_another_shape_and_half_a_value_head_are_refused(zoo, tmp_path):
+    zoo.policy("llava").save_pretrained(tmp_path)
+    file = tmp_path / "model.safetensors"
+    weights = load_file(file)
+    name = next(name for name in weights if "projector" in name and name.endswith("weight"))
+    words = ("of a different shape", "Set model.model_path=")
+    save_file({**weights, name: torch.zeros(2, 2)}, file, metadata={"format": "pt"})
+    expect(CheckpointError, *words, **section(tmp_path, override_config={}))
+    save_file(weights, file, metadata={"format": "pt"})
+    save_file({"mlp.0.weight": torch.zeros(2)}, tmp_path / "value_head.safetensors")
+    expect(CheckpointError, "mlp.0.weight", "missing", **section(tmp_path, override_config={}))
 
 
 @pytest.mark.parametrize(

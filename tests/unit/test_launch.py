@@ -11,6 +11,7 @@ import pytest
 
 from rlinf.cli import main
 from rlinf.distributed.config import DeadlinesConfig
+from rlinf.errors import ConfigError
 from rlinf.recipes import launch_worker as launching
 from rlinf.recipes.datasets import MAKERS
 from rlinf.recipes.packers import ChatPacker, PromptPacker
@@ -202,6 +203,28 @@ def test_what_is_not_there_is_refused_before_the_plan_is_printed(recipe, calls, 
         and calls == []
     )
     assert all((ROOT / script).is_file() for script in MAKERS.values())
+
+
+def test_missing_validation_data_are_named_by_their_own_key_with_the_script_that_makes_them(recipe, calls, capsys):
+    words = ["validation.enable=true", "validation.dataset.name=arithmetic/test.jsonl"]
+    assert main(["launch", "--config", recipe(), *words]) == 2
+    told = capsys.readouterr().err
+    assert "validation.dataset.name=arithmetic/test.jsonl does not exist" in told and "train_policy" not in told
+    assert "scripts/make_arithmetic_data.py arithmetic" in told and calls == []
+
+
+def test_a_dry_run_plans_before_the_own_data_of_a_recipe_are_made_and_warns(recipe, calls, capsys):
+    for words, status in (["--dry-run"], 0), ([], 2):
+        assert main(["launch", "--config", recipe(data="later.jsonl"), *words]) == status
+        printed = capsys.readouterr()
+        assert "later.jsonl does not exist" in printed.err and ("would be rejected" in printed.err) == (status == 0)
+        assert bool(printed.out) == (status == 0) and calls == []
+
+
+def test_a_script_of_an_installed_module_is_found_and_one_that_is_run_alone_needs_a_recipe():
+    assert launching.find_script("json.tool.py").name == "tool.py"
+    with pytest.raises(ConfigError, match="Run rlinf launch --config <recipe>"):
+        launching.launch_worker()
 
 
 @pytest.mark.parametrize(

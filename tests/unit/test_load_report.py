@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 
 from rlinf.config.compose import compose_config
 from rlinf.config.schema import build_config
-from rlinf.errors import CheckpointError
+from rlinf.errors import CheckpointError, ConfigError
 from rlinf.llm.causal_lm import CausalLMConfig, _load_spread, load_causal_lm
 from rlinf.models import HFModel, build_policy, get_model
 
@@ -34,7 +34,7 @@ def without_a_weight(folder) -> None:
     save_file(weights | {"surplus.weight": torch.zeros(2)}, path, metadata={"format": "pt"})
 
 
-@pytest.mark.parametrize("model", ["mlp", "openvla_tiny"])
+@pytest.mark.parametrize("model", ["mlp", "openvla_tiny", "hf_vla_tiny"])
 def test_of_policies(tmp_path, told, model):
     config = build_config(compose_config([f"model={model}", "env=tabletop"]))
     build_policy(config).save_pretrained(tmp_path)
@@ -68,3 +68,10 @@ def test_weights_that_are_not_finite_are_refused_wherever_they_are_put(tmp_path,
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(CheckpointError, match="not finite: 'model.norm.weight' has nan"):
         load_causal_lm(str(folder), CausalLMConfig(device_map=device_map))
+
+
+@pytest.mark.parametrize("device_map", ["auto", {"": "cpu"}])
+def test_a_folder_without_a_language_model_is_refused(tmp_path, device_map):
+    for folder in (tmp_path / "no_such", tmp_path):
+        with pytest.raises((CheckpointError, ConfigError), match=str(folder)):
+            load_causal_lm(str(folder), CausalLMConfig(device_map=device_map))

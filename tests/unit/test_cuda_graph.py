@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from rlinf.config.compose import compose_config
 from rlinf.config.schema import build_config
 from rlinf.errors import ConfigError
-from rlinf.models import cuda_graph, get_model, precision
+from rlinf.models import build_policy, cuda_graph, get_model, precision
 from rlinf.models.cuda_graph import CudaGraphs
 from rlinf.preflight.validation import validate
 from tests.unit import test_openvla_oft as oft

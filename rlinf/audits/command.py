@@ -2,7 +2,6 @@
 
 import json
 import os
-import sys
 import time
 from argparse import Namespace
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -17,6 +16,7 @@ from rlinf.audits.checkpoint import AuditCheckpoint, num_saved
 from rlinf.audits.verdicts import LEAST_FRACTION
 from rlinf.checkpoints.folders import flat, is_checkpoint, read_loop_state, read_saved_config
 from rlinf.cluster.factory import env_maker
+from rlinf.commands.evaluation_output import report_saved
 from rlinf.commands.hydra_app import configure, given_value
 from rlinf.commands.open_evaluation import (
     conditions,
@@ -32,7 +32,7 @@ from rlinf.envs import ENVS, make_env
 from rlinf.envs.base import VectorEnv
 from rlinf.envs.config import EnvConfig
 from rlinf.envs.episodes import EpisodeSampler
-from rlinf.errors import CheckpointError, ConfigError, reject
+from rlinf.errors import ConfigError, reject
 from rlinf.evaluation.evaluator import episode_list
 from rlinf.files import locked_folder, write_text
 from rlinf.models.precision import autocast
@@ -75,15 +75,8 @@ def run_audit(config: RunConfig) -> Audit:
     """
     output = Path(config.output_dir)
     check(config)
-    try:
-        with locked_folder(output / PARTIAL_AUDIT):
-            return _audit(config, output)
-    except BaseException as error:
-        count = num_saved(output)
-        if count and not isinstance(error, (ConfigError, CheckpointError)):  # rerunning would fail the same way
-            saved = f"{count} conditions are saved in {output}"
-            print(f"\n{saved}; to continue, run the same command with output_dir={output}", file=sys.stderr, flush=True)
-        raise
+    with report_saved(output, num_saved, "conditions"), locked_folder(output / PARTIAL_AUDIT):
+        return _audit(config, output)
 
 
 def _audit(config: RunConfig, output: Path) -> Audit:

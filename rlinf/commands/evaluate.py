@@ -12,7 +12,7 @@ from rlinf.cluster.factory import env_maker
 from rlinf.cluster.reservation import Reservation, reserved_places
 from rlinf.cluster.rollout_worker import worker_maker
 from rlinf.cluster.rollout_workers import RemoteEpisodes, RolloutWorkers
-from rlinf.commands.evaluation_output import check_output, report_saved_results, write_result
+from rlinf.commands.evaluation_output import check_output, report_saved, write_result
 from rlinf.commands.open_evaluation import (
     OpenedPolicy,
     log_warnings,
@@ -71,7 +71,7 @@ def evaluate(config: RunConfig) -> EvaluationResult:
     check_output(output, evaluation_folder(settings.compare) if settings.compare else None)
     device = resolve_device(cluster.device, started_here(cluster.num_processes))
     count = -1
-    with report_saved_results(output):
+    with report_saved(output):
         while True:
             try:
                 with _reserved(config) as reservation:

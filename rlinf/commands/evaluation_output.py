@@ -2,7 +2,7 @@
 
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -53,14 +53,14 @@ def _belongs_to_training(folder: Path) -> bool:
 
 
 @contextmanager
-def report_saved_results(output: Path) -> Iterator[None]:
-    """If the block fails, print the number of saved results and how to resume."""
+def report_saved(output: Path, count_saved: Callable[[Path], int] = num_saved, noun: str = "results") -> Iterator[None]:
+    """If the block fails, print how many results (``noun``) are saved in ``output``, and how to resume."""
     try:
         yield
     except BaseException as error:
-        count = num_saved(output)
+        count = count_saved(output)
         if count and not isinstance(error, (ConfigError, CheckpointError)):  # rerunning would fail the same way
-            saved = f"{count} results are saved in {output}"
+            saved = f"{count} {noun} are saved in {output}"
             print(f"\n{saved}; to continue, run the same command with output_dir={output}", file=sys.stderr, flush=True)
         raise
 

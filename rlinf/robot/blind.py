@@ -9,7 +9,7 @@ from pathlib import Path
 
 from rlinf import run_folder
 from rlinf.cluster.factory import env_maker
-from rlinf.commands.evaluation_output import check_output, report_saved_results, write_result
+from rlinf.commands.evaluation_output import check_output, report_saved, write_result
 from rlinf.commands.open_evaluation import (
     OpenedPolicy,
     open_evaluation,
@@ -63,7 +63,7 @@ def blind(config: RunConfig, other: RunConfig, settings: RobotConfig) -> Compari
         rollout=replace(other.rollout, temperature=config.rollout.temperature),
     )
     names = [side.checkpoint or side.model.url for side in (other, config)]
-    with report_saved_results(output), ExitStack() as stack:
+    with report_saved(output), ExitStack() as stack:
         prepare_rank(config)
         set_num_threads(config.cluster.num_threads, 1)
         seed_everything(config.seed, config.trainer.deterministic)

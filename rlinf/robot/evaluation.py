@@ -9,7 +9,7 @@ from pathlib import Path
 from rlinf import run_folder
 from rlinf.cluster.factory import env_maker
 from rlinf.commands.evaluate import run_episodes
-from rlinf.commands.evaluation_output import check_output, report_saved_results
+from rlinf.commands.evaluation_output import check_output, report_saved
 from rlinf.commands.open_evaluation import OpenedPolicy, open_evaluation, sampling_settings
 from rlinf.commands.ranks import prepare_rank
 from rlinf.config.schema import RunConfig
@@ -39,7 +39,7 @@ def evaluate_on_robot(config: RunConfig, settings: RobotConfig) -> EvaluationRes
     output, compare = Path(config.output_dir), config.evaluation.compare
     check_output(output, evaluation_folder(compare) if compare else None)
     device = resolve_device(config.cluster.device, 1)
-    with report_saved_results(output), ExitStack() as stack:
+    with report_saved(output), ExitStack() as stack:
         prepare_rank(config)
         set_num_threads(config.cluster.num_threads, 1)
         seed_everything(config.seed, config.trainer.deterministic)

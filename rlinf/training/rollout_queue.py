@@ -78,10 +78,10 @@ class RolloutQueue:
     so that a resumed run submits the same ones again.
     """
 
-    def __init__(self, parts: TrainerContext, collector: Collector, needs_values: bool, num_steps: int) -> None:
-        self.loop, self.sync, self.model = parts.loop, parts.sync, parts.worker.model
+    def __init__(self, context: TrainerContext, collector: Collector, needs_values: bool, num_steps: int) -> None:
+        self.loop, self.sync, self.model = context.loop, context.sync, context.worker.model
         self.collector, self.needs_values, self.num_steps = collector, needs_values, num_steps
-        self.max_staleness = parts.config.cluster.max_staleness
+        self.max_staleness = context.config.cluster.max_staleness
         self._pending: dict[int, PendingRollout] = {}  # by the iteration that trains on it
         self._updated = False  # whether the policy has changed since the last submission
 

@@ -222,10 +222,10 @@ def step_and_round(optimizer: MasterAdamW) -> None:
 def measure_on_ranks(argument: tuple[str, Path]) -> None:
     folder, scratch = argument
     torch.set_num_threads(1)
-    found = {name: measure(name, folder, scratch, True, rates) for name, rates in SHARDED.items()}
+    measured = {name: measure(name, folder, scratch, True, rates) for name, rates in SHARDED.items()}
     with mock.patch.object(MasterAdamW, "step", step_and_round):
-        found[CONTROL] = measure("openvla_oft", folder, scratch / "control", sharded=True, learning_rates=[5e-6])
-    torch.save(found, scratch / f"{rank()}.pt")
+        measured[CONTROL] = measure("openvla_oft", folder, scratch / "control", sharded=True, learning_rates=[5e-6])
+    torch.save(measured, scratch / f"{rank()}.pt")
 
 
 @pytest.fixture(scope="module")

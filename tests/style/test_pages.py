@@ -79,13 +79,13 @@ def test_a_long_line_a_long_cell_and_a_wrong_place_are_found():
 )  # fmt: skip
 def test_links_of_the_project_become_links_of_the_site(page, markdown, on_site):
     hooks = load_hooks()
-    assert hooks.LINK.sub(lambda found: hooks.site_link(found, page, "R/"), markdown) == on_site
+    assert hooks.LINK.sub(lambda match: hooks.site_link(match, page, "R/"), markdown) == on_site
 
 
 def test_without_a_repository_a_link_to_code_becomes_text():
     hooks = load_hooks()
     links = "[`a.py`](../rlinf/a.py), [b](python.md)"
-    assert hooks.LINK.sub(lambda found: hooks.site_link(found, "results.md", None), links) == "`a.py`, [b](python.md)"
+    assert hooks.LINK.sub(lambda match: hooks.site_link(match, "results.md", None), links) == "`a.py`, [b](python.md)"
 
 
 def load_hooks():

@@ -107,7 +107,7 @@ def test_planted_false_successes_have_the_given_rate_and_are_a_function_of_the_e
         specs = [EpisodeSpec("tabletop", 0, 0, seed) for seed in range(200)]
         episodes = evaluate_policy(lambda seen: np.zeros((len(seen), 2), dtype=np.float32), env, specs).results
         env.close()
-        return [(bool(one.success), one.num_env_steps, one.true_success) for one in episodes]
+        return [(bool(episode.success), episode.num_env_steps, episode.true_success) for episode in episodes]
 
     first = outcomes(40)
     assert first == outcomes(7) and not any(true for _, _, true in first)

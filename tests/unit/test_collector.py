@@ -330,7 +330,7 @@ def test_an_episode_continues_in_the_next_rollout(parts, num_worker_threads):
         for t in after:
             chunk = env.chunk_step(model.decode_actions(second.action_tokens[t, b][None]).numpy())
         assert [bool(chunk.terminated[0]), bool(chunk.truncated[0])] == [
-            bool(each[after[-1], b]) for each in (second.terminated, second.truncated)
+            bool(flags[after[-1], b]) for flags in (second.terminated, second.truncated)
         ]
         assert len(before) + len(after) <= HORIZON
         whole = next(one for row, one in second.episodes if row == b)

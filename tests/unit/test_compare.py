@@ -266,15 +266,17 @@ def test_returns_are_paired_by_episode_and_counted_by_hand():
 
 
 def test_a_task_without_success_is_compared_by_returns_alone(tmp_path):
-    found = compare(returns_of(RETURNS_A), returns_of(RETURNS_B))
-    table, data = found.table(), found.as_dict()
+    comparison = compare(returns_of(RETURNS_A), returns_of(RETURNS_B))
+    table, data = comparison.table(), comparison.as_dict()
     assert "0/6" not in table and "percentage points" not in table and "McNemar" not in table
     assert "return b - a = +20 (95 %" in table and "higher in b in 4 and in a in 1 of 6 episodes, p = 0.375" in table
     assert data["total"] is None and data["per_task"] == {} and json.loads(json.dumps(data)) == data
     assert data["returns"]["per_task"]["task 0"]["difference"] == pytest.approx(5 / 3)  # 10, 0, -5
-    told = compare(returns_of(RETURNS_A, True), returns_of(RETURNS_B, True))
-    assert "0/6" in told.table() and "return b - a = +20" in told.table(), "control: a rate of 0 that was told"
-    assert told.as_dict()["total"]["episodes"] == 6
+    with_success = compare(returns_of(RETURNS_A, True), returns_of(RETURNS_B, True))
+    assert "0/6" in with_success.table() and "return b - a = +20" in with_success.table(), (
+        "control: a rate of 0 that was told"
+    )
+    assert with_success.as_dict()["total"]["episodes"] == 6
     for tag, result in (("before_rl", returns_of(RETURNS_A)), ("after_rl", returns_of(RETURNS_B))):
         result.to_json(tmp_path / "eval" / tag / "result.json")
     page = write_report(tmp_path).read_text()

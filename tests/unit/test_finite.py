@@ -29,8 +29,8 @@ def test_one_bad_number_is_found_by_name_wherever_it_is(way, dtype, value):
     for place in PLACES:
         bad = good.clone()
         bad[place] = value
-        found = transfers.not_finite({"good": good, "bad": bad, "also good": good[:3]})
-        assert list(found) == ["bad"] and (found["bad"] == value or math.isnan(value) and math.isnan(found["bad"]))
+        bad_values = transfers.not_finite({"good": good, "bad": bad, "also good": good[:3]})
+        assert list(bad_values) == ["bad"] and (bad_values["bad"] == value or math.isnan(value) and math.isnan(bad_values["bad"]))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -278,8 +278,8 @@ def test_a_success_that_is_told_at_the_end_alone_is_a_rate_once_an_episode_has_t
 @pytest.mark.parametrize(("name", "words"), [("Untold-v0", "ended after 4"), ("Renamed-v0", "failure after 4")])
 def test_play_shows_an_outcome_only_if_the_env_tells_a_success(tmp_path, capsys, name, words):
     size = ["model=mlp", "model.init_config.state_dim=3", "model.action_token_len=1", "env.cameras=[top]"]
-    told = ["env.success_return=1000"] if name == "Renamed-v0" else []
+    success_key = ["env.success_return=1000"] if name == "Renamed-v0" else []
     words_of_env = ["env=gymnasium", f"env.id=arm_for_tests:{name}", "env.num_processes=0"]
-    config = build_config(compose_config([*words_of_env, *size, *told]))
+    config = build_config(compose_config([*words_of_env, *size, *success_key]))
     play_episode(config, PlayConfig(output=str(tmp_path / "a.mp4"), window=False))
     assert words in capsys.readouterr().out

@@ -374,6 +374,6 @@ def test_a_loss_that_runs_the_model_itself_has_a_temperature(tiny_lm, batch):
     assert abs(NLLLossFn()(policy.model, batch).item() - loss) > 0.1, "control"
     first, second = (HuggingFacePolicy(tiny_lm(), learning_rate=1e-3) for _ in range(2))
     loss_fn = NLLLossFn()
-    own = first.train(batch, lambda model, data: loss_fn(model, data))["loss"]
-    assert own == pytest.approx(second.train(batch, loss_fn)["loss"], rel=1e-5)
+    custom_loss = first.train(batch, lambda model, data: loss_fn(model, data))["loss"]
+    assert custom_loss == pytest.approx(second.train(batch, loss_fn)["loss"], rel=1e-5)
     assert largest_change(weights_of(first), weights_of(second)) < 1e-5, "and gives the same step"

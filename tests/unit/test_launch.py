@@ -208,9 +208,9 @@ def test_what_is_not_there_is_refused_before_the_plan_is_printed(recipe, calls, 
 def test_missing_validation_data_are_named_by_their_own_key_with_the_script_that_makes_them(recipe, calls, capsys):
     words = ["validation.enable=true", "validation.dataset.name=arithmetic/test.jsonl"]
     assert main(["launch", "--config", recipe(), *words]) == 2
-    told = capsys.readouterr().err
-    assert "validation.dataset.name=arithmetic/test.jsonl does not exist" in told and "train_policy" not in told
-    assert "scripts/make_arithmetic_data.py arithmetic" in told and calls == []
+    stderr = capsys.readouterr().err
+    assert "validation.dataset.name=arithmetic/test.jsonl does not exist" in stderr and "train_policy" not in stderr
+    assert "scripts/make_arithmetic_data.py arithmetic" in stderr and calls == []
 
 
 def test_a_dry_run_plans_before_the_own_data_of_a_recipe_are_made_and_warns(recipe, calls, capsys):

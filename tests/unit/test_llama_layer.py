@@ -296,8 +296,8 @@ def test_lean_parts_have_the_bits_of_transformers(name, weights, states, frozen)
     ours.__class__ = lean
     x, gradient = 3 * torch.randn(*ROWS, WIDTH).to(states), torch.randn(*ROWS, WIDTH)
     with torch.autocast("cpu", torch.bfloat16, enabled=weights != states):
-        (wanted, kept), (found, less) = pass_of(plain, x, gradient), pass_of(ours, x, gradient)
-    assert found.keys() == wanted.keys()
+        (wanted, kept), (actual, less) = pass_of(plain, x, gradient), pass_of(ours, x, gradient)
+    assert actual.keys() == wanted.keys()
     for key, tensor in wanted.items():
-        assert tensor.abs().max() > 0 and torch.equal(found[key], tensor), key
+        assert tensor.abs().max() > 0 and torch.equal(actual[key], tensor), key
     assert less < kept or (name, states) == ("norm", torch.float32)

@@ -209,7 +209,7 @@ def test_equal_generators_draw_as_a_list_of_new_generators_of_one_seed():
         listed = [np.random.RandomState(seed) for _ in range(5)]
         for row in (3, 0, 3, -1):  # of a pair of normal draws, the second one is kept
             assert ours[row].normal() == listed[row].normal() and ours[row].randint(2**31) == listed[row].randint(2**31)
-        assert [each.uniform() for each in ours] == [each.uniform() for each in listed]
+        assert [generator.uniform() for generator in ours] == [generator.uniform() for generator in listed]
 
 
 class MadeUpScenes:

@@ -13,7 +13,7 @@ from rlinf.training.train_worker import MinibatchPlan
 def plans(monkeypatch, valid: torch.Tensor, num_env_groups: int, num_ranks: int, size: int, seed: int = 3):
     """Return the plan of each rank over the envs ``valid [T, B]``; what ranks tell each other is put in by hand."""
     counts = torch.tensor([int(part.sum()) for part in valid.tensor_split(num_env_groups, 1)])
-    monkeypatch.setattr(train_worker, "gather_env_groups", lambda own: counts)
+    monkeypatch.setattr(train_worker, "gather_env_groups", lambda env_groups: counts)
     shares = valid.tensor_split(num_ranks, 1)
     return [
         MinibatchPlan(shares[rank], rank_range(num_env_groups, rank, num_ranks), size, seed)

@@ -228,6 +228,6 @@ def test_a_container_has_the_cores_of_its_quota(tmp_path, monkeypatch, quota, ex
 
 def test_numbers_come_in_their_order_without_rounding():
     numbers = [0.1, torch.tensor(0.1), torch.tensor(0.1, dtype=torch.float64), torch.tensor(3), torch.tensor([True])]
-    found = fetch([*numbers, torch.tensor(2.5, requires_grad=True), 2**24 + 1, torch.tensor(2**24 + 1)])
-    assert found == [0.1, float(torch.tensor(0.1)), 0.1, 3.0, 1.0, 2.5, 2.0**24 + 1, 2.0**24 + 1]
+    fetched = fetch([*numbers, torch.tensor(2.5, requires_grad=True), 2**24 + 1, torch.tensor(2**24 + 1)])
+    assert fetched == [0.1, float(torch.tensor(0.1)), 0.1, 3.0, 1.0, 2.5, 2.0**24 + 1, 2.0**24 + 1]
     assert fetch([]) == []

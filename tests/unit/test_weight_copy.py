@@ -190,13 +190,13 @@ def test_sums_are_those_of_a_float64_copy_without_making_one(monkeypatch):
     with torch.no_grad():
         model[0].weight[0, :2] = torch.tensor([1e6, -1e6])  # sums in 16 or 32 bits would lose the rest
     with Largest() as largest:
-        found = token_policy.weights_checksum(model)
+        checksum = token_policy.weights_checksum(model)
     assert largest.num == 1000
     expected = [float(parameter.detach().double().sum()) for parameter in model.parameters()]
-    assert found == pytest.approx(expected, rel=1e-12, abs=1e-12) and found[2:] == expected[2:]
+    assert checksum == pytest.approx(expected, rel=1e-12, abs=1e-12) and checksum[2:] == expected[2:]
     with Largest() as control:
         model[0].weight.double().sum()
     assert control.num == 70 * 90, "control"
     with torch.no_grad():
         model[0].weight[89, 69] += 0.5
-    assert token_policy.weights_checksum(model)[0] != found[0]
+    assert token_policy.weights_checksum(model)[0] != checksum[0]

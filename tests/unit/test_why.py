@@ -193,8 +193,8 @@ HEALTHY = {  # lines and settings of runs in which nothing is wrong; what a batc
 
 @pytest.mark.parametrize("name", HEALTHY)
 def test_a_healthy_run_of_another_kind_is_not_accused(name):
-    found = diagnose(record_of(*HEALTHY[name]))
-    assert [str(finding) for finding in found.findings] == []
+    diagnosis = diagnose(record_of(*HEALTHY[name]))
+    assert [str(finding) for finding in diagnosis.findings] == []
 
 
 def said(run: list[dict], settings: dict) -> list[str]:
@@ -443,12 +443,12 @@ def held_out() -> list[dict]:
 def test_outcomes_of_runs_that_somebody_else_made_are_right_and_no_wrong_key_is_named():
     named = 0
     for run in held_out():
-        found = diagnose(record_of(run["metrics"], run["config"]))
-        assert found.outcome.verdict in run["outcome"], run["name"]
-        keys = {word.partition("=")[0] for finding in found.findings for word in finding.set.split()}
+        diagnosis = diagnose(record_of(run["metrics"], run["config"]))
+        assert diagnosis.outcome.verdict in run["outcome"], run["name"]
+        keys = {word.partition("=")[0] for finding in diagnosis.findings for word in finding.set.split()}
         assert keys <= set(run["fault_key"]), run["name"]
-        assert run["kind"] == "fault" or not found.findings, run["name"]
-        named += bool(found.findings)
+        assert run["kind"] == "fault" or not diagnosis.findings, run["name"]
+        named += bool(diagnosis.findings)
     assert named == 7, "the others leave no trace in what has a physical threshold"
     (run,) = (run for run in held_out() if run["name"] == "answers_lr_huge")
     outcome = record_of(run["metrics"], run["config"]).outcome

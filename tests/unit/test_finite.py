@@ -30,7 +30,9 @@ def test_one_bad_number_is_found_by_name_wherever_it_is(way, dtype, value):
         bad = good.clone()
         bad[place] = value
         bad_values = transfers.not_finite({"good": good, "bad": bad, "also good": good[:3]})
-        assert list(bad_values) == ["bad"] and (bad_values["bad"] == value or math.isnan(value) and math.isnan(bad_values["bad"]))
+        assert list(bad_values) == ["bad"] and (
+            bad_values["bad"] == value or math.isnan(value) and math.isnan(bad_values["bad"])
+        )
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

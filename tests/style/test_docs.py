@@ -1,6 +1,7 @@
 """The documentation is true: generated pages, links, commands, printed errors, code excerpts, status rows."""
 
 import ast
+import importlib
 import importlib.util
 import inspect
 import json
@@ -310,3 +311,25 @@ def test_status_has_the_rows_of_the_requirements():
         pytest.skip("the requirements document does not lie next to the project")
     wanted = re.findall(r"^\| *((?:S\d|E|X)-\d+) *\|", REQUIREMENTS.read_text(encoding="utf-8"), re.MULTILINE)
     assert [row[0] for row in status_rows(text_of("docs/status.md"))] == wanted
+
+
+PRESCRIBED = {
+    "rlinf.algorithms": ("register_algorithm",),
+    "rlinf.distributed": ("BatchedDataDict",),
+    "rlinf.models": ("get_model", "get_model_config_and_processor", "register_model", "HuggingFacePolicy"),
+    "rlinf.models.embodiment.modules.value_head": ("ValueHead",),
+    "rlinf.models.embodiment.your_model_action_model": (),
+    "rlinf.models.generation": ("HuggingFaceGeneration", "VllmGeneration"),
+    "rlinf.models.generation.interfaces": ("GenerationInterface",),
+    "rlinf.models.interfaces": ("PolicyInterface",),
+    "rlinf.models.validation": ("validate_log_probability_consistency",),
+}
+"""Import paths of S3-1, S3-7, S3-8 and S5-33, which users have in their code: a module in this list keeps its place."""
+
+
+def test_prescribed_import_paths_keep_their_place():
+    for name, attributes in PRESCRIBED.items():
+        module = importlib.import_module(name)
+        assert [attribute for attribute in attributes if not hasattr(module, attribute)] == [], name
+    with pytest.raises(ModuleNotFoundError):
+        importlib.import_module("rlinf.models.embodiment.modules.no_value_head")

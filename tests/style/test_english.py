@@ -48,7 +48,7 @@ SIZES = {
     "lines of functions that check": 3_870,
     "uses of Any": 1_430,
     "calls of import_string": 9,
-    "files under 60 lines": 42,
+    "files under 60 lines": 44,
     "words of docs/": 53_900,
     "pages of docs/": 32,
     "options in the reference": 378,

@@ -302,7 +302,7 @@ class OneDevice(TorchDispatchMode):
 @pytest.mark.parametrize("pi05", [False, True])
 @pytest.mark.parametrize("joint", [False, True])
 def test_denoising_reads_no_number_and_stays_on_its_device(monkeypatch, pi05, joint):
-    for module in ("pi0.network", "modules.heads"):  # autocast knows no device "meta"
+    for module in ("pi0.network", "modules.value_head"):  # autocast knows no device "meta"
         monkeypatch.setattr(f"rlinf.models.embodiment.{module}.without_autocast", lambda _: nullcontext())
     model = pi0.make(pi05, joint_logprob=joint)
     inputs = model.preprocess(pi0.observe())

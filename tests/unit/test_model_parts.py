@@ -15,9 +15,9 @@ from rlinf.errors import CheckpointError, ConfigError
 from rlinf.models import ModelEntry, build_policy
 from rlinf.models.embodiment.base import ActionModel
 from rlinf.models.embodiment.mlp_action_model import MLPForRLActionPrediction
-from rlinf.models.embodiment.modules.heads import ValueHead
 from rlinf.models.embodiment.modules.normalizer import unit_range_stats
 from rlinf.models.embodiment.modules.tokenizer import TINY_TOKENIZER, ActionTokenizer
+from rlinf.models.embodiment.modules.value_head import ValueHead
 from rlinf.models.embodiment.openvla.processing import PrismaticImageProcessor, PrismaticProcessor
 from rlinf.models.embodiment.openvla.vllm import OpenVLAVllmAdapter
 from rlinf.preflight.validation import validate

@@ -21,8 +21,8 @@ from rlinf.models import (
 )
 from rlinf.models.building import override_fields
 from rlinf.models.config import ModelConfig
-from rlinf.models.embodiment.modules.heads import ValueHead
 from rlinf.models.embodiment.modules.tokenizer import TINY_TOKENIZER
+from rlinf.models.embodiment.modules.value_head import ValueHead
 
 MLP = {"model_type": "mlp", "init_config": {"state_dim": 3, "hidden_sizes": [4]}}
 SIZES = {

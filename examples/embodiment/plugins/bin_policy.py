@@ -6,8 +6,8 @@ from transformers import PreTrainedConfig
 
 from rlinf.models import register_model
 from rlinf.models.embodiment.checkpoint_policy import CheckpointPolicy
-from rlinf.models.embodiment.modules.heads import ValueHead
 from rlinf.models.embodiment.modules.normalizer import ActionNormalizer, select_action_stats
+from rlinf.models.embodiment.modules.value_head import ValueHead
 from rlinf.models.sampling import draw_uniforms, sample_tokens, token_logprobs
 from rlinf.types import ActionEvaluation, ActionPrediction
 

@@ -26,9 +26,9 @@ from transformers import (
 from transformers.image_processing_utils import BaseImageProcessor
 
 from rlinf.models.config import TokenizerConfig
-from rlinf.models.embodiment.modules.heads import ValueHead
 from rlinf.models.embodiment.modules.normalizer import ActionNormalizer
 from rlinf.models.embodiment.modules.tokenizer import ActionTokenizer, load_tokenizer
+from rlinf.models.embodiment.modules.value_head import ValueHead
 from rlinf.models.embodiment.token_action_model import TokenActionModel
 from rlinf.models.precision import LinearInFloat32, linear_in_float32
 from rlinf.models.sampling import sample_tokens, token_logprobs

@@ -24,10 +24,10 @@ from rlinf.models.embodiment.base import Inputs, check_hidden_size
 from rlinf.models.embodiment.checkpoint_policy import no_progress_bars
 from rlinf.models.embodiment.folder_policy import reject_adapters
 from rlinf.models.embodiment.hf_vla.config import HfVlaConfig
-from rlinf.models.embodiment.modules.heads import ValueHead
 from rlinf.models.embodiment.modules.normalizer import ActionNormalizer
 from rlinf.models.embodiment.modules.readout_token import READOUT_FILE, ReadoutToken
 from rlinf.models.embodiment.modules.tokenizer import ActionTokenizer
+from rlinf.models.embodiment.modules.value_head import ValueHead
 from rlinf.models.embodiment.token_action_model import PrefixStates, TokenActionModel
 from rlinf.models.loading import check_fit, checkpoint_folder, without_load_report
 from rlinf.models.precision import linear_in_float32

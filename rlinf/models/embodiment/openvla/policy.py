@@ -18,10 +18,10 @@ from rlinf.errors import ConfigError
 from rlinf.models.embodiment.base import Inputs, check_hidden_size
 from rlinf.models.embodiment.checkpoint_policy import CheckpointPolicy
 from rlinf.models.embodiment.folder_policy import open_safetensors
-from rlinf.models.embodiment.modules.heads import ValueHead
 from rlinf.models.embodiment.modules.normalizer import ActionNormalizer, select_action_stats
 from rlinf.models.embodiment.modules.readout_token import ReadoutToken
 from rlinf.models.embodiment.modules.tokenizer import ActionTokenizer
+from rlinf.models.embodiment.modules.value_head import ValueHead
 from rlinf.models.embodiment.openvla.config import OpenVLAConfig
 from rlinf.models.embodiment.openvla.llama_layer import KVCache, run_layers, use_action_layers
 from rlinf.models.embodiment.openvla.vision_tower import Projector, VisionBackbone, VisionTower

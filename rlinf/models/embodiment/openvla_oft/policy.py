@@ -11,11 +11,11 @@ from rlinf.distributed.deferred import Weight
 from rlinf.distributed.transfers import to_device
 from rlinf.errors import ConfigError
 from rlinf.models.embodiment.base import Inputs
-from rlinf.models.embodiment.modules.heads import L1ActionHead, ProprioProjector
 from rlinf.models.embodiment.modules.normalizer import ActionNormalizer, select_stats
 from rlinf.models.embodiment.openvla.llama_layer import run_layers
 from rlinf.models.embodiment.openvla.policy import OpenVLAForRLActionPrediction
 from rlinf.models.embodiment.openvla.weights import from_public
+from rlinf.models.embodiment.openvla_oft.action_head import L1ActionHead, ProprioProjector
 from rlinf.models.embodiment.openvla_oft.config import OpenVLAOFTConfig
 from rlinf.models.embodiment.openvla_oft.weights import absent_parts, draw_parts, read_oft_weights
 from rlinf.models.embodiment.token_action_model import PrefixStates

@@ -11,7 +11,7 @@ from torch import Tensor
 from rlinf.distributed.deferred import Weight
 from rlinf.errors import CheckpointError
 from rlinf.models.embodiment.folder_policy import open_safetensors
-from rlinf.models.embodiment.modules.heads import L1ActionHead, ProprioProjector
+from rlinf.models.embodiment.openvla_oft.action_head import L1ActionHead, ProprioProjector
 from rlinf.models.embodiment.openvla_oft.config import NEW_PARTS, OpenVLAOFTConfig
 
 logger = logging.getLogger("rlinf")

@@ -20,8 +20,8 @@ from rlinf.files import write_text
 from rlinf.models.embodiment.checkpoint_policy import CheckpointPolicy
 from rlinf.models.embodiment.folder_policy import open_safetensors
 from rlinf.models.embodiment.modules.flow import time_embedding
-from rlinf.models.embodiment.modules.heads import ValueHead
 from rlinf.models.embodiment.modules.readout_token import ReadoutToken
+from rlinf.models.embodiment.modules.value_head import ValueHead
 from rlinf.models.embodiment.pi0.config import Pi0Config
 from rlinf.models.embodiment.pi0.gemma_expert import AdaRMSNorm, GemmaStack, SiglipTower
 from rlinf.models.precision import without_autocast

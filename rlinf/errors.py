@@ -1,4 +1,4 @@
-"""Errors caused by users, and suggestions for misspelt names.
+"""Errors caused by users, the functions that raise them, and suggestions for misspelt names.
 
 Every message states the actual value, the requirement and the fix.
 """
@@ -198,15 +198,4 @@ def import_extra(module: str, needed_by: str, extra: str, instead: str = "") -> 
         install = f"Run pip install -e '.[{extra}]' in the clone of rlinf{instead}"
         raise MissingDependencyError(
             f"{needed_by} needs the package {module}, which is not installed. {install}"
-        ) from error
-
-
-def import_reader(module: str, wanted_by: str, files: str) -> ModuleType:
-    """Import a module from the ``lerobot`` extra; raise MissingDependencyError if it is not installed."""
-    try:
-        return importlib.import_module(module)
-    except ImportError as error:
-        raise MissingDependencyError(
-            f"{wanted_by} needs the package '{module.partition('.')[0]}' for {files}. Run pip install -e '.[lerobot]' in the "
-            "clone of rlinf"
         ) from error

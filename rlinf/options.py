@@ -115,8 +115,8 @@ def require_values(config: object, actual: str, *rules: tuple[str, object, str] 
     """Raise ConfigError for the first ``(key, wanted value, requirement[, alternative fix])`` whose key has a different value."""
     for key, wanted, requirement, *alternative in rules:
         if (value := attrgetter(key)(config)) != wanted:
-            fix = " or ".join([f"{key}={override_text(wanted)}", *alternative])
-            reject(f"{actual} with {key}={override_text(value)}", requirement, fix.replace(" or ", ", or "))
+            fix = ", or ".join([f"{key}={override_text(wanted)}", *alternative])
+            reject(f"{actual} with {key}={override_text(value)}", requirement, fix)
 
 
 def override_text(value: Any) -> str:

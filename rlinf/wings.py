@@ -188,8 +188,16 @@ def hidden_options(group: str) -> set[str]:
 
 def missing(kind: str, name: str) -> str | None:
     """Return where ``name`` would be if it belongs to a wing that is not present; otherwise None."""
-    for title, wing in WINGS.items():
-        if title not in present() and name in getattr(wing, kind, ()):
-            folders = " and ".join(f"rlinf/{folder}" for folder in wing.folders)
-            return f"'{name}' belongs to the wing '{title}' in {folders}, which is missing here. Install the complete package"
-    return None
+    titles = [title for title, wing in WINGS.items() if title not in present() and name in getattr(wing, kind, ())]
+    return _is_missing(titles[0], name) if titles else None
+
+
+def require_wing(title: str, name: str) -> None:
+    """Raise ConfigError if ``name`` needs the wing ``title`` and it is not present."""
+    if title not in present():
+        raise ConfigError(_is_missing(title, name))
+
+
+def _is_missing(title: str, name: str) -> str:
+    folders = " and ".join(f"rlinf/{folder}" for folder in WINGS[title].folders)
+    return f"'{name}' belongs to the wing '{title}' in {folders}, which is missing here. Install the complete package"

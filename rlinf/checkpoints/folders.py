@@ -22,7 +22,8 @@ logger = logging.getLogger("rlinf")
 
 SUPERSEDED = re.compile(r"superseded_(\d+)")
 """Name of a folder for checkpoints that became obsolete when the run was resumed from an earlier step."""
-FORMAT = 1
+FORMAT = 2
+"""Number of the layout of ``state.json``; increase it when a field is renamed or moves."""
 
 
 def read_loop_state(folder: str | os.PathLike) -> Json:

@@ -89,14 +89,14 @@ class RolloutWorker(PolicyReplica):
 
     def collect(self, step: int, needs_values: bool, attempt: int, env_groups: Sequence[int]) -> RolloutBatch:
         """Collect a rollout of some env groups with the current weights; see ``RolloutCollector.collect``."""
-        version = self._held()
+        version = self._complete_version()
         # Free memory used by the envs of the last evaluation.
         self.env.offload()
         return self.collector.collect(self.policy, step, version, needs_values, attempt, env_groups)
 
     def evaluate(self, specs: Sequence[EpisodeSpec]) -> tuple[list[EpisodeResult], int]:
         """Run evaluation episodes, and return their results and the number of replaced simulators."""
-        self._held()
+        self._complete_version()
         before = self.env.num_restarts
         with evaluation_mode(self.model), self._autocast():
             results = self._episodes.run(specs, lambda result: None)
@@ -107,7 +107,7 @@ class RolloutWorker(PolicyReplica):
     ) -> list[tuple[Video, bytes]]:
         """Record videos of evaluated episodes (see ``Episodes.record``), and return them with their file contents."""
         # The rank writes the files to `folder` because this machine may not have access to the run folder.
-        self._held()
+        self._complete_version()
         with evaluation_mode(self.model), self._autocast(), tempfile.TemporaryDirectory(prefix="rlinf-") as parent:
             videos = self._episodes.record(numbered, Path(parent, folder), size)
             return [(video, Path(parent, video[1]["path"]).read_bytes()) for video in videos]

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from rlinf.envs.libero.tasks import instruction
-from rlinf.errors import ConfigError, RLinfError, damaged, did_you_mean, import_reader
+from rlinf.errors import ConfigError, RLinfError, damaged, did_you_mean, import_extra
 from rlinf.files import Json
 from rlinf.flags import flags_of
 from rlinf.options import PathText, option, override_text
@@ -164,7 +164,7 @@ def _files(config: ConvertConfig) -> list[Path]:
 
 
 def import_h5py() -> ModuleType:
-    return import_reader("h5py", "`rlinf convert`", "HDF5 files")
+    return import_extra("h5py", "`rlinf convert`", "lerobot")
 
 
 @contextmanager

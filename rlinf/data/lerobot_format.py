@@ -7,7 +7,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from rlinf.errors import ConfigError, damaged, import_reader
+from rlinf.errors import ConfigError, damaged, import_extra
 from rlinf.files import Json
 
 VERSION = "v3.0"
@@ -43,8 +43,8 @@ ROW_COLUMNS = {
 
 def import_pyarrow(wanted_by: str) -> ModuleType:
     for part in ("parquet", "compute"):
-        import_reader(f"pyarrow.{part}", wanted_by, "parquet files")
-    return import_reader("pyarrow", wanted_by, "parquet files")
+        import_extra(f"pyarrow.{part}", wanted_by, "lerobot")
+    return import_extra("pyarrow", wanted_by, "lerobot")
 
 
 def read_info(folder: Path) -> Json:

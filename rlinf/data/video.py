@@ -6,11 +6,11 @@ from types import ModuleType
 
 import numpy as np
 
-from rlinf.errors import ConfigError, damaged, import_reader
+from rlinf.errors import ConfigError, damaged, import_extra
 
 
 def import_av(wanted_by: str) -> ModuleType:
-    return import_reader("av", wanted_by, "MP4 files")
+    return import_extra("av", wanted_by, "lerobot")
 
 
 class VideoWriter:

@@ -98,12 +98,8 @@ class EpisodeStats:
     def start(self, ids: np.ndarray, horizons: Sequence[int]) -> None:
         """Start episodes with ``horizons`` in the envs ``ids`` (int64 ``[K]``)."""
         self.num_steps[ids], self._returns[ids], self._previous_dense[ids] = 0, 0.0, 0.0
-        self.success[ids], self.success_known[ids], self.sim_truncated[ids], self.horizons[ids] = (
-            False,
-            False,
-            False,
-            horizons,
-        )
+        self.success[ids], self.success_known[ids], self.sim_truncated[ids] = False, False, False
+        self.horizons[ids] = horizons
         self._clipped[ids], self._max_abs[ids], self.true_success[ids] = 0.0, 0.0, -1
 
     def add(self, ids: np.ndarray, chunk: SimulatorChunk) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -118,17 +114,16 @@ class EpisodeStats:
         self._returns[ids] += rewards.sum(1, dtype=np.float64)
         terminated = (chunk.terminated | (chunk.success & self._config.terminate_on_success)).any(1)
         self.sim_truncated[ids] = chunk.truncated.any(1)
-        return (
-            rewards,
-            terminated,
-            ~terminated & (self.sim_truncated[ids] | (self.num_steps[ids] >= self.horizons[ids])),
-        )
+        is_over = self.sim_truncated[ids] | (self.num_steps[ids] >= self.horizons[ids])
+        return rewards, terminated, ~terminated & is_over
 
-    def add_actions(self, ids: np.ndarray, given: np.ndarray, beyond: np.ndarray, executed: np.ndarray) -> None:
-        """Count values ``beyond`` the bounds among the actions ``given`` (``[K, C, D]``) that were ``executed`` (``[K, C]``)."""
-        if beyond.any():
-            self._clipped[ids] += (beyond & executed[..., None]).mean(2).sum(1)
-        largest = np.where(executed[..., None], np.abs(given), 0).max((1, 2))
+    def add_actions(
+        self, ids: np.ndarray, unclipped: np.ndarray, was_clipped: np.ndarray, executed: np.ndarray
+    ) -> None:
+        """Count clipped values, and note the largest, among the ``unclipped`` actions ``[K, C, D]`` ``executed`` (``[K, C]``)."""
+        if was_clipped.any():
+            self._clipped[ids] += (was_clipped & executed[..., None]).mean(2).sum(1)
+        largest = np.where(executed[..., None], np.abs(unclipped), 0).max((1, 2))
         self._max_abs[ids] = np.maximum(self._max_abs[ids], largest)
 
     def result_of(self, index: int, spec: EpisodeSpec, task: str) -> EpisodeResult:

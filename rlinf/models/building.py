@@ -30,6 +30,7 @@ from rlinf.models.precision import heads_in_float32, switch_off_dropout, torch_d
 from rlinf.options import fixed_by_settings, from_mapping, override_text, plain_container
 from rlinf.run_folder import ADAPTER_FOLDER, MANIFEST_FILE, MODEL_FOLDER, STATISTICS_FILE
 from rlinf.types import ClassAndConfig
+from rlinf.wings import require_wing
 
 logger = logging.getLogger("rlinf")
 
@@ -47,6 +48,7 @@ def entry_for(cfg: ModelConfig) -> ModelEntry:
 def _generic_entry(cfg: ModelConfig) -> ModelEntry:
     if generic_kind(cfg, MODELS) != TEXT:
         return MODELS.get("hf_vla")
+    require_wing("tokens", cfg.model_type)
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING, CONFIG_MAPPING_NAMES
 
     config = CONFIG_MAPPING[cfg.model_type] if cfg.model_type in CONFIG_MAPPING_NAMES else None

@@ -198,10 +198,10 @@ class Placement:
         if fits is None and self.on_gpu:
             fix += f", or {on_cpu}"
         gpus = "a GPU" if self.gpus_per_rollout_worker == 1 else f"{self.gpus_per_rollout_worker} GPUs of one machine"
-        need = f"a CPU and {gpus}" if self.on_gpu else "a CPU"
-        who = " and each ".join(name for name, count in (("rank", ranks), ("rollout worker", workers)) if count)
+        roles = (("rank", ranks, "a GPU"), ("rollout worker", workers, gpus))
+        needs = [f"a CPU{f' and {gpu}' if self.on_gpu else ''} for each {role}" for role, count, gpu in roles if count]
         have = "; ".join(map(str, nodes))
-        reject(f"{text((ranks, workers))}, but in the Ray cluster {have}", f"{need} for each {who}", fix)
+        reject(f"{text((ranks, workers))}, but in the Ray cluster {have}", " and ".join(needs), fix)
 
 
 def check_placement(config: RunConfig) -> None:

@@ -191,6 +191,18 @@ def check_env_nodes(config: RunConfig) -> None:
     actual = f"cluster.num_env_workers={config.cluster.num_env_workers}"
     no_processes = "none, because a rank's threads wait for remote simulators at no cost"
     require_values(config, actual, ("rollout.worker_processes", 0, no_processes))
+    if isinstance(config.env, ProcessEnvConfig) and config.env.num_processes != 0:
+        timeout, longest = (
+            config.cluster.env_worker_timeout_s,
+            max(config.env.step_timeout_s, config.env.reset_timeout_s),
+        )
+        if timeout <= longest:
+            reject(
+                f"cluster.env_worker_timeout_s={timeout:g} with a simulator that may take {longest:g} s (env.step_timeout_s, "
+                "env.reset_timeout_s)",
+                "a longer timeout, so that one slow simulator does not stop all envs of its worker",
+                f"cluster.env_worker_timeout_s={2 * longest:g}",
+            )
     import_ray(actual)
     check_address(actual)
 
@@ -408,7 +420,7 @@ def check_algorithm(config: RunConfig) -> None:
     """Check what the algorithm requires of model and rollout."""
     algorithm, rollout = config.algorithm, config.rollout
     algorithm_class, name = ALGORITHMS.get(algorithm.name), f"algorithm.name={algorithm.name}"
-    if getattr(algorithm_class, "needs_values", False):
+    if algorithm_class.needs_values:
         require_values(config, name, ("model.value_head", True, "a value head", "algorithm=grpo rollout=groups"))
     if algorithm.advantage_level == "action":
         per_action = ("algorithm.logprob_level", "action", "a probability ratio per action")
@@ -416,7 +428,6 @@ def check_algorithm(config: RunConfig) -> None:
     if algorithm_class.needs_groups:
         per_episode = ("algorithm.advantage_level", "chunk", "one advantage per episode", "algorithm=ppo")
         require_values(config, name, per_episode)
-    if algorithm_class.needs_groups:
         fixes = ["rollout.group_size=8"] if rollout.group_size < 2 else []
         fixes += ["rollout.auto_reset=false"] if rollout.auto_reset else []
         if fixes:
@@ -476,8 +487,9 @@ def check_sft(config: RunConfig, policy: ClassAndConfig | None) -> None:
     policy_class = entry_for(config.model).resolve().model if policy is None else policy[0]
     steps, fraction = f"sft.max_steps={config.sft.max_steps}", config.sft.advantage_top_fraction
     labels, off = f"sft.advantage_top_fraction={fraction}", "sft.advantage_top_fraction=null"
-    for actual, method, fix in ((steps, "sft_loss", "sft.max_steps=0"), (labels, "_propose", off)):
-        if not policy_class.implements(method) and not (fix == off and fraction is None):
+    needed = [(steps, "sft_loss", "sft.max_steps=0")] + [(labels, "_propose", off)] * (fraction is not None)
+    for actual, method, fix in needed:
+        if not policy_class.implements(method):
             reject(f"{actual}, but {policy_class.__name__} does not implement {method}", "a policy with it", fix)
     if fraction is not None and has_rollout_workers(config):
         features = "ranks with a rollout policy, which provides the value model's features"

@@ -123,7 +123,7 @@ class HFFolder:
             floats = ((name, t.to(self.dtype) if t.is_floating_point() else t) for name, t in tensors)
             write_chunks(output, floats, self.chunk_bytes)
             _copy_source_files(self.source, output)
-            ends = read_state(checkpoint)["loop_state"].get("trainer", {}).get("data", {}).get("end_tokens")
+            ends = read_state(checkpoint)["loop_state"]["trainer"]["data"].get("end_tokens")
             path = output / "generation_config.json"
             values = read_json(path) if path.is_file() else self.model.generation_config.to_diff_dict()
             if ends is not None and values.get("eos_token_id") != ends:

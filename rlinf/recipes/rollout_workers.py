@@ -94,7 +94,7 @@ class TokenRolloutWorker(PolicyReplica):
 
     def generate(self, data: BatchedDataDict, greedy: bool) -> BatchedDataDict:
         """Return one completion per prompt in a batch, sampled with its ``sampling_seeds`` or decoded greedily."""
-        self._held()
+        self._complete_version()
         if self.engine is not None:
             output = self.engine.generate(data, greedy)
         else:

@@ -125,9 +125,8 @@ class RolloutCollector:
 
     def __post_init__(self) -> None:
         self._stop = Event()
-        self._episodes_continue = (
-            False  # whether the last rollout succeeded in all threads, and its episodes continue in the next one
-        )
+        # Whether the last rollout succeeded in all threads, and its episodes continue in the next one.
+        self._episodes_continue = False
         self.env_groups = rank_range(self.num_envs // self.sampler.group_size, self.rank, self.num_ranks)
         several = self.num_worker_threads > 1
         self.worker_threads = [
@@ -187,7 +186,7 @@ class RolloutCollector:
         self._stop = stop = Event()
         # If this rollout fails, its episodes are in an unknown state, so the next rollout must reset the envs.
         resets, self._episodes_continue = not self._episodes_continue, False
-        asked: list[tuple[RolloutThread, RolloutPart]] = []
+        requests: list[tuple[RolloutThread, RolloutPart]] = []
         first = 0
         for thread, ids in zip(self.worker_threads, np.array_split(env_ids, len(self.worker_threads)), strict=True):
             if len(ids):
@@ -196,20 +195,20 @@ class RolloutCollector:
                     step=step, attempt=attempt, policy_version=policy_version, resets=resets,
                     num_torch_threads=max(1, num_threads // len(self.worker_threads)),
                 )  # fmt: skip
-                asked.append((thread, part))
+                requests.append((thread, part))
                 first += len(ids)
         try:
             # All threads reset before any thread steps, because the recorder needs one observation to allocate its arrays.
-            first_rows = _results([thread.executor.submit(thread.start, part) for thread, part in asked])[0]
+            first_rows = _results([thread.executor.submit(thread.start, part) for thread, part in requests])[0]
             recorder.allocate(model.resize_images(first_rows.select([0])))
-            parts = _results([thread.executor.submit(thread.run, needs_values, stop) for thread, _ in asked])
+            parts = _results([thread.executor.submit(thread.run, needs_values, stop) for thread, _ in requests])
         except BaseException:
             stop.set()
             raise
         finally:
             torch.set_num_threads(num_threads)
         self._episodes_continue = self.continue_episodes
-        for thread, _ in asked:
+        for thread, _ in requests:
             thread.forget(keep_observation=self.continue_episodes)
         return RolloutBatch.concatenate(parts, recorder.observation())
 
@@ -273,7 +272,7 @@ class RolloutPart:
         self.values: list[Tensor] = []
 
 
-@dataclass
+@dataclass(eq=False)
 class RolloutThread:
     """A thread that steps some of the rank's envs, whose graphics contexts belong to it, on a CUDA stream of its own.
 

@@ -1,4 +1,4 @@
-"""A policy pickled without its weights, for use in other processes."""
+"""A policy pickled without its weights, and the policy that another process builds from it and pushed weights."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ class _Unpickler(pickle.Unpickler):
 
 
 class PolicyReplica:
-    """A policy built from its skeleton, with the most recently pushed weights."""
+    """A policy built from its skeleton, with the most recently pushed weights; the base class of rollout workers."""
 
     def __init__(self, shell: PolicySkeleton, device: str) -> None:
         self.model = shell.build(device)
@@ -101,7 +101,7 @@ class PolicyReplica:
     def close(self) -> None:
         """Release the worker's resources."""
 
-    def _held(self) -> int:
+    def _complete_version(self) -> int:
         """Return the version of the weights; raise RLinfError if no push has completed."""
         if self.version is None:
             raise RLinfError(

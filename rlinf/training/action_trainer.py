@@ -166,7 +166,7 @@ class ActionTrainer:
     @property
     def checkpoint_name(self) -> str:
         """Name for a checkpoint of the current state."""
-        return f"{self.loop.state.phase}_{self.loop.state.done:06d}"
+        return self.loop.state.checkpoint_name
 
     def best_checkpoint(self, names: Collection[str]) -> str | None:
         """Return the checkpoint of the best evaluation, see ``LoopState.best_evaluation``."""

@@ -63,7 +63,7 @@ class PendingRollout:
 
 
 class RolloutQueue:
-    """The pending rollouts of one rank, in the order of the iterations that train on them. All methods are collective calls.
+    """The pending rollouts of one rank, in the order of the iterations that train on them. All ranks submit, collect and repeat together.
 
     With ``cluster.max_staleness`` = s (here 2), rollout Rk uses the weights from before the update of iteration k - s, and runs during
     s updates. Each rollout is trained on once; its weights are exactly s iterations old, except at the start::
@@ -94,8 +94,7 @@ class RolloutQueue:
         for number in range(max(self._pending, default=step - 1) + 1, min(last, self.num_steps - 1) + 1):
             # A rollout for this iteration is collected before the next update, so its weights need not be copied.
             weights = None if number == step else Reference(self.model)
-            pending = PendingRollout(number, self.loop.state.policy_version, step, self._updated, weights)
-            self._submit(pending)
+            self._submit(PendingRollout(number, self.loop.state.policy_version, step, self._updated, weights))
             self._updated = False
 
     def submit_again(self) -> None:
@@ -131,7 +130,7 @@ class RolloutQueue:
 
     @deadline("rollout")
     def repeat(self, step: int, attempt: int, env_groups: Sequence[int]) -> RolloutBatch | None:
-        """Roll out some env groups (None if empty) again, from other initial states, with the weights of iteration ``step``'s rollout."""
+        """Roll out some env groups again, from other initial states, with the weights of iteration ``step``'s rollout; None without groups."""
         pending, batch = self._pending[step], None
         with pending.with_weights():
             if self.sync.version != pending.policy_version:  # equal on all ranks, so all of them push

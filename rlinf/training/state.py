@@ -48,10 +48,15 @@ class LoopState:
             self.step += 1
 
     @property
+    def checkpoint_name(self) -> str:
+        """Name for a checkpoint of the current state of an action policy."""
+        return f"{self.phase}_{self.done:06d}"
+
+    @property
     def policy_checkpoint(self) -> str | None:
         """Name of the checkpoint that will contain the current action policy, or ``start``; None if it is never saved."""
         if self.phase == "rl" and (self.step > 0 or self.start_saved):
-            return f"rl_{self.step:06d}"
+            return self.checkpoint_name
         return f"sft_{self.sft_step:06d}" if self.sft_step > 0 else self.start
 
     def best_evaluation(self, names: Collection[str]) -> str | None:

@@ -78,6 +78,7 @@ def test_a_command_model_or_env_of_a_missing_wing_is_an_error_that_names_its_fol
     cases = [([name], wing) for wing in WINGS.values() for name in wing.commands]
     cases += [(["check", f"env={name}"], wing) for wing in WINGS.values() for name in wing.envs]
     cases += [(["train", f"model={name}", "env=tabletop"], wing) for wing in WINGS.values() for name in wing.models]
+    cases += [(["train", "model=mlp", "model.model_type=llama", "env=tabletop"], WINGS["tokens"])]
     statuses, _, errors = run(core, *(command for command, _ in cases))
     assert statuses == [EXIT_USER_ERROR] * len(cases), errors
     lines = errors.splitlines()

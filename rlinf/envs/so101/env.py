@@ -24,6 +24,9 @@ from rlinf.errors import ConfigError, MissingDependencyError
 from rlinf.options import option
 from rlinf.seeding import derive_seed
 
+if TYPE_CHECKING:
+    from rlinf.types import EpisodeSpec
+
 CELL_M = 0.004
 """Edge length of a cube within which vertices are merged; a pixel of a 64 px image covers 10 mm of the table."""
 
@@ -63,10 +66,6 @@ def clustered(vertices: np.ndarray, faces: np.ndarray, cell_m: float) -> tuple[n
     # Start each triangle with its smallest index, keeping its orientation, so that `unique` finds repeated ones.
     merged = np.take_along_axis(merged, (merged.argmin(1)[:, None] + np.arange(3)) % 3, axis=1)
     return means, np.unique(merged, axis=0)
-
-
-if TYPE_CHECKING:
-    from rlinf.types import EpisodeSpec
 
 
 class Task(NamedTuple):

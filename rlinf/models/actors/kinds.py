@@ -106,15 +106,15 @@ class EXPOActor(ResidualActor):
         return base[torch.arange(len(base), device=base.device), chosen].unsqueeze(1)
 
 
-ACTORS: Registry = Registry(
+ACTORS: Registry[type[Actor]] = Registry(
     "actor",
     "rlinf.actors",
     {
-        "scratch": "rlinf.models.actors.kinds:ScratchActor",
-        "rlt": "rlinf.models.actors.kinds:RLTActor",
-        "direct": "rlinf.models.actors.kinds:DirectActor",
-        "expo": "rlinf.models.actors.kinds:EXPOActor",
-        "dsrl": "rlinf.models.actors.kinds:DSRLActor",
-        "residual": "rlinf.models.actors.kinds:ResidualActor",
+        "scratch": ScratchActor,
+        "rlt": RLTActor,
+        "direct": DirectActor,
+        "expo": EXPOActor,
+        "dsrl": DSRLActor,
+        "residual": ResidualActor,
     },
 )

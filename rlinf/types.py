@@ -126,6 +126,20 @@ class Observation:
         )
 
     @staticmethod
+    def join(parts: list[Observation]) -> Observation:
+        """Concatenate as ``concatenate`` does, but empty the list, so that memory does not hold all images twice."""
+        first, stop = parts[0], sum(map(len, parts))
+        instruction = [instruction for part in parts for instruction in part.instruction]
+        images = {name: np.empty((stop, *image.shape[1:]), image.dtype) for name, image in first.images.items()}
+        state = None if first.state is None else np.concatenate([part.state for part in parts])
+        while parts:  # from the end, because the allocator returns only the end of its memory to the system
+            part = parts.pop()
+            for name, image in part.images.items():
+                images[name][stop - len(part) : stop] = image
+            stop -= len(part)
+        return Observation(images, state, instruction, first.is_resized)
+
+    @staticmethod
     def stack_history(history: Sequence[Observation]) -> Observation:
         """Stack ``M`` consecutive observations, oldest first: images ``[B, M, H, W, 3]``, state ``[B, M, S]``."""
         latest = history[-1]

@@ -19,6 +19,7 @@ class ExpertConfig:
         "How the aiming error varies: constant, rotated by_instruction, or in half of the initial states.",
         choices=("constant", "by_instruction", "half"),
     )
+    aim_turn_deg: float = option(0.0, "Angle by which the expert sees the table turned to the left, if supported.")
     jitter: float = option(0.0, "Std of noise on executed actions (not labels), relative to their range.", minimum=0)
 
     def __post_init__(self) -> None:

@@ -143,6 +143,13 @@ class VectorEnv(gymnasium.vector.VectorEnv, ABC):
         """
         raise ConfigError(f"Environment '{self.suite}' has no scripted expert.")
 
+    def uninstructed_actions(self) -> np.ndarray:
+        """Return the actions of a scripted policy that reads the state but not the instruction, float32 ``[B, D]``, within bounds.
+
+        It is a baseline: how often an episode succeeds by chance. Raise ConfigError if the env has none.
+        """
+        raise ConfigError(f"Environment '{self.suite}' has no scripted policy without the instruction.")
+
     def render_frames(self, ids: Sequence[int], size: int) -> np.ndarray:
         """Return video frames of the envs ``ids``, uint8 ``[K, size, size, 3]``; raise ConfigError if unsupported."""
         raise ConfigError(f"Environment '{self.suite}' cannot render frames (requested {len(ids)} of {size} pixels).")
@@ -474,4 +481,5 @@ class VectorEnv(gymnasium.vector.VectorEnv, ABC):
 def options_of_expert(expert: Any) -> dict[str, Any]:
     """Return the keyword options in ``sft.expert`` for ``VectorEnv.expert_actions``, omitting those without effect."""
     options: dict[str, Any] = {"aim_offset_m": tuple(expert.aim_offset_m)} if any(expert.aim_offset_m) else {}
-    return options | ({"aim_offset_rule": expert.aim_offset_rule} if expert.aim_offset_rule != "constant" else {})
+    options |= {"aim_offset_rule": expert.aim_offset_rule} if expert.aim_offset_rule != "constant" else {}
+    return options | ({"aim_turn_deg": expert.aim_turn_deg} if expert.aim_turn_deg else {})

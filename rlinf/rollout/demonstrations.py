@@ -159,4 +159,4 @@ def collect_demonstrations(
                 observations.append(batch.seen[t].select(rows))
                 following = following_rows(np.full(len(rows), t), last[rows], chunk_len)
                 actions.append(batch.labels[following, rows[:, None]])
-    return Demonstrations(Observation.concatenate(observations), torch.from_numpy(np.concatenate(actions)), episodes)
+    return Demonstrations(Observation.join(observations), torch.from_numpy(np.concatenate(actions)), episodes)

@@ -7,12 +7,15 @@ from typing import ClassVar
 import numpy as np
 
 from rlinf.envs.base import VectorEnv
+from rlinf.envs.config import select_tasks
 from rlinf.envs.graphics.backend import choose_backend
 from rlinf.envs.graphics.renderer import StateRenderer, project
 from rlinf.envs.steps import SimulatorStep
 from rlinf.envs.tabletop.config import TabletopConfig
 from rlinf.envs.tabletop.scene import CAMERAS, NUM_SUBSTEPS, TIMESTEP_S, WORKSPACE_M, TabletopSimulator
-from rlinf.envs.tabletop.tasks import FAMILIES, NUM_COLOURS, Family, Scene
+from rlinf.envs.tabletop.tasks import FAMILIES, NUM_COLOURS, Family, Reach, Scene, norm, straight, turned
+from rlinf.errors import reject
+from rlinf.options import override_text
 from rlinf.seeding import derive_seed
 from rlinf.types import EpisodeSpec, Observation
 
@@ -52,6 +55,9 @@ class TabletopVectorEnv(VectorEnv):
         self._goals = np.zeros((num_envs, 2), dtype=np.int64)
         self._stages = np.zeros(num_envs, dtype=np.int64)
         self._to_go = np.zeros(num_envs)
+        self._held = np.zeros(num_envs, dtype=np.int64)  # consecutive env steps at the goal, and at each object
+        self._held_at = np.zeros((num_envs, NUM_COLOURS), dtype=np.int64)
+        self._visited = np.zeros((num_envs, NUM_COLOURS), dtype=bool)
         self._instructions = [""] * num_envs
 
     @classmethod
@@ -76,6 +82,18 @@ class TabletopVectorEnv(VectorEnv):
         return replace(config, **{names[what]: MOVED_M}) if what in names else None
 
     @classmethod
+    def check_names(cls, config: TabletopConfig) -> None:
+        """Also raise ConfigError if ``wrong_object_ends`` is set for a task whose goal has several objects."""
+        super().check_names(config)
+        simple = [name for name, family in FAMILIES.items() if isinstance(family, Reach)]
+        names = select_tasks(cls.all_task_names(config), config.tasks)
+        if config.wrong_object_ends and not set(names) <= set(simple):
+            reject(
+                f"env.wrong_object_ends=true with env.tasks={override_text(names)}", f"only {' and '.join(simple)}",
+                f"env.tasks={override_text([name for name in names if name in simple] or simple)}",
+            )  # fmt: skip
+
+    @classmethod
     def horizon_of(cls, config: TabletopConfig, task: str) -> int:
         return config.max_episode_steps or FAMILIES[task].horizon
 
@@ -94,12 +112,14 @@ class TabletopVectorEnv(VectorEnv):
 
     def _reset_envs(self, ids: np.ndarray, specs: Sequence[EpisodeSpec]) -> None:
         super()._reset_envs(ids, specs)
+        self._held[ids], self._held_at[ids], self._visited[ids] = 0, 0, False
         for rows, family in self._by_family(ids):
             self._to_go[ids[rows]] = family.distance_to_go(self._scene(ids[rows]))
 
     def _step_envs(self, ids: np.ndarray, actions: np.ndarray) -> SimulatorStep:
         self._simulator.step(ids, actions)
-        dense, success = np.zeros(len(ids), dtype=np.float32), np.zeros(len(ids), dtype=bool)
+        dense, hold_steps = np.zeros(len(ids), dtype=np.float32), self.config.hold_steps
+        success, failure = np.zeros(len(ids), dtype=bool), np.zeros(len(ids), dtype=bool)
         for rows, family in self._by_family(ids):
             family_ids = ids[rows]
             scene = self._scene(family_ids)
@@ -109,9 +129,22 @@ class TabletopVectorEnv(VectorEnv):
                 self._simulator.mark(family_ids[row], scene.block(scene.first)[row])
             to_go = family.distance_to_go(scene)
             dense[rows] = REWARD_PER_METRE * (self._to_go[family_ids] - to_go)
-            success[rows] = family.success(scene)
+            self._held[family_ids] = np.where(family.success(scene), self._held[family_ids] + 1, 0)
+            success[rows] = self._held[family_ids] >= hold_steps
+            failure[rows] = self._note_visits(family_ids, family, scene) & ~success[rows]
             self._to_go[family_ids] = to_go
-        return SimulatorStep(dense, success)
+        return SimulatorStep(dense, success, failure if self.config.wrong_object_ends else None)
+
+    def _note_visits(self, ids: np.ndarray, family: Family, scene: Scene) -> np.ndarray:
+        """Count the steps that pushers have spent at each object, and return whether any has stayed at a wrong one, bool ``[K]``."""
+        objects = family.objects(scene)
+        if objects is None:
+            return np.zeros(len(ids), dtype=bool)
+        near = norm(objects - scene.pusher[:, None]) < scene.tolerance_m
+        self._held_at[ids] = np.where(near, self._held_at[ids] + 1, 0)
+        stayed = self._held_at[ids] >= self.config.hold_steps
+        self._visited[ids] |= stayed
+        return (stayed & (np.arange(NUM_COLOURS) != scene.first[:, None])).any(1)
 
     def _observe(self, ids: np.ndarray) -> Observation:
         names = self.config.cameras
@@ -122,7 +155,10 @@ class TabletopVectorEnv(VectorEnv):
         return Observation(images, self._state(ids), [self._instructions[index] for index in ids])
 
     def expert_actions(
-        self, aim_offset_m: tuple[float, float] = (0.0, 0.0), aim_offset_rule: str = "constant"
+        self,
+        aim_offset_m: tuple[float, float] = (0.0, 0.0),
+        aim_offset_rule: str = "constant",
+        aim_turn_deg: float = 0.0,
     ) -> np.ndarray:
         """Return the scripted expert's actions, float32 ``[B, 2]``, with the aiming error of ``sft.expert``."""
         self._check_reset()
@@ -131,12 +167,30 @@ class TabletopVectorEnv(VectorEnv):
         if aim_offset_rule == "by_instruction":
             number = self._tasks * NUM_COLOURS + self._goals[:, 0]
             angles = 2 * np.pi * number / (len(self._families) * NUM_COLOURS)  # to the left
-            cos, sin, (x, y) = np.cos(angles), np.sin(angles), offsets.T
-            offsets = np.stack([cos * x - sin * y, sin * x + cos * y], axis=1)
+            offsets = turned(offsets, angles)
         elif aim_offset_rule == "half":
             offsets[self._init_states % 2 == 0] = 0.0
         for rows, family in self._by_family(np.arange(self.num_envs)):
-            actions[rows] = family.expert(self._scene(rows), offsets[rows])
+            scene = self._scene(rows)
+            goal = family.aim(scene) + family.carry(scene)
+            turn = turned(goal, np.radians(aim_turn_deg)) - goal
+            actions[rows] = family.expert(scene, offsets[rows] + turn)
+        return actions
+
+    def uninstructed_actions(self) -> np.ndarray:
+        """Return actions ``[B, 2]`` that stay at each object in turn, the nearest first, whatever the instruction names.
+
+        Raise ConfigError for tasks whose goal has several objects.
+        """
+        self._check_reset()
+        actions = np.zeros((self.num_envs, 2), dtype=np.float32)
+        for rows, family in self._by_family(np.arange(self.num_envs)):
+            scene = self._scene(rows)
+            if (objects := family.objects(scene)) is None:
+                return super().uninstructed_actions()
+            ways = objects - scene.pusher[:, None]
+            nearest = np.where(self._visited[rows], np.inf, norm(ways)).argmin(1)
+            actions[rows] = straight(ways[np.arange(len(rows)), nearest])
         return actions
 
     def render_frames(self, ids: Sequence[int], size: int) -> np.ndarray:

@@ -87,6 +87,10 @@ class Family(ABC):
         """Return the remaining displacement of the object at ``aim``, ``[K, 2]`` (0 if it need not move)."""
         return np.zeros_like(scene.pusher)
 
+    def objects(self, scene: Scene) -> np.ndarray | None:
+        """Return the positions ``[K, 3, 2]`` among which the instruction chooses the one goal; None if a goal has several objects."""
+        return None
+
     def touched(self, scene: Scene) -> np.ndarray:
         """Return whether the first of two stages is complete, bool ``[K]``."""
         return np.zeros(len(scene.pusher), dtype=bool)
@@ -147,7 +151,10 @@ class Reach(Family):
         return f"reach the {BLOCK_COLOURS[layout.first]} block"
 
     def aim(self, scene: Scene) -> np.ndarray:
-        return scene.block(scene.first)
+        return self.objects(scene)[np.arange(len(scene.first)), scene.first]
+
+    def objects(self, scene: Scene) -> np.ndarray:
+        return scene.blocks
 
     def distance_to_go(self, scene: Scene) -> np.ndarray:
         return norm(self.aim(scene) - scene.pusher)
@@ -165,8 +172,8 @@ class ReachZone(Reach):
     def instruction(self, layout: Layout) -> str:
         return f"go to the {ZONE_COLOURS[layout.first]} zone"
 
-    def aim(self, scene: Scene) -> np.ndarray:
-        return scene.zone(scene.first)
+    def objects(self, scene: Scene) -> np.ndarray:
+        return scene.zones
 
 
 class TouchTwo(Family):
@@ -260,6 +267,12 @@ def norm(vectors: np.ndarray) -> np.ndarray:
 def unit(vectors: np.ndarray) -> np.ndarray:
     """Return vectors of length 1 (0 stays 0)."""
     return vectors / np.maximum(norm(vectors), 1e-9)[..., None]
+
+
+def turned(vectors: np.ndarray, angles: np.ndarray | float) -> np.ndarray:
+    """Return ``vectors [K, 2]`` rotated to the left by ``angles`` (radians, ``[K]`` or one for all)."""
+    cos, sin, (x, y) = np.cos(angles), np.sin(angles), vectors.T
+    return np.stack([cos * x - sin * y, sin * x + cos * y], axis=1)
 
 
 def straight(way: np.ndarray) -> np.ndarray:

@@ -16,7 +16,8 @@ class TabletopConfig(EnvConfig):
     tolerance_m: float = option(0.045, "Distance in metres below which a goal is reached.", minimum=1e-3, maximum=0.1)
     hold_steps: int = option(1, "Consecutive env steps for which a goal must be reached.", minimum=1)
     wrong_object_ends: bool = option(
-        False, "End the episode as a failure after `hold_steps` at an object that the instruction does not name (reach tasks)."
+        False,
+        "End the episode as a failure after `hold_steps` at an object that the instruction does not name (reach tasks).",
     )
     distractors: bool = option(False, "Show zones in block tasks and blocks in zone tasks.")
     object_offset_m: float = option(0.0, "Displacement of each object in a random direction.", minimum=0, maximum=0.05)

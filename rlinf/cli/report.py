@@ -7,15 +7,14 @@ from pathlib import Path
 from rlinf.errors import ConfigError, reject
 from rlinf.report.run_data import kind_of
 from rlinf.report.run_page import write_report
-from rlinf.report.runs import group_runs, read_runs, repeated_seeds, run_folders, write_runs_report
+from rlinf.report.runs import RUNS_FILE, group_runs, read_runs, run_folders, runs_table, write_runs_report
 from rlinf.report.why.rules import explain
 
-OUTPUT = "runs.html"
 JSON_FLAG = "--json"
 
 
 def report(arguments: Sequence[str]) -> int:
-    """Rewrite the report of a run, or write one page with the curves of several runs.
+    """Rewrite the report of a run, or print a table of several runs and write one page with their curves.
 
     Runs that differ only in their seed form one curve: their mean, with a 95 % interval over seeds. If several runs have the
     same seed, the newest finished one is used. A sweep folder (multirun/...) stands for all of its runs, `latest` for the newest.
@@ -30,7 +29,9 @@ def report(arguments: Sequence[str]) -> int:
         raise ConfigError(f"`rlinf report` was given {actual}; expected {required}. Run {usage}")
     taken = next((path for path in outputs if Path(path).expanduser().exists() and Path(path).suffix != ".html"), None)
     if taken is not None:
-        reject(f"output='{taken}', which exists and is not an .html file", "a new file or a page", f"output={OUTPUT}")
+        reject(
+            f"output='{taken}', which exists and is not an .html file", "a new file or a page", f"output={RUNS_FILE}"
+        )
     places = run_folders(folders)
     if len(places) == 1 and not outputs:
         print(f"report: {write_report(places[0])}")
@@ -40,10 +41,8 @@ def report(arguments: Sequence[str]) -> int:
             actual = f"'{place}' is {kind.name}, which the page of several runs does not support"
             raise ConfigError(f"{actual}; expected runs of `rlinf train`, or one folder. Run rlinf report {place}")
     runs = read_runs(folders)
-    output = Path(outputs[0] if outputs else OUTPUT).expanduser()
-    for line in repeated_seeds(group_runs(runs)):
-        print(line)
-    print(f"report: {write_runs_report(runs, output)}")
+    output = Path(outputs[0] if outputs else RUNS_FILE).expanduser()
+    print(runs_table(group_runs(runs)), f"report: {write_runs_report(runs, output)}", sep="\n")
     return 0
 
 

@@ -129,9 +129,11 @@ def run_training(arguments: Sequence[str], command: str) -> list[Path]:
     folders, failures = _run_under_hydra(args, command, checked)
     finished = [folder for folder in folders if (folder / SUMMARY_FILE).is_file()]
     if args.multirun and len(finished) > 1:
-        from rlinf.report.runs import sweep_table
+        from rlinf.report import runs as report
 
-        print(sweep_table(finished), flush=True)
+        runs, folder = report.read_runs(finished), os.path.commonpath([os.path.relpath(path) for path in finished])
+        page = report.write_runs_report(runs, Path(folder, report.RUNS_FILE))
+        print(report.runs_table(report.group_runs(runs)), f"report: {page}", sep="\n", flush=True)
     if failures:
         raise failures[0]
     return folders

@@ -24,6 +24,8 @@ class Series:
         colour: Index into the palette, 1 to ``NUM_COLOURS``.
         bands: Interval for each point, drawn as error bars; may be empty.
         filled: Draw the intervals as an area instead; the y axis range then depends only on the points.
+        thin: Draw a thin, pale line.
+        label: Name in the legend and on hover; "" omits the curve from both.
     """
 
     label: str
@@ -32,6 +34,7 @@ class Series:
     bands: list[Interval | None] = field(default_factory=list)
     markers: bool = False
     filled: bool = False
+    thin: bool = False
 
 
 def nice_ticks(low: float, high: float, count: int = 5) -> list[float]:
@@ -118,7 +121,7 @@ def line_chart(
     x_axis = _Axis([first, xs[-1] if xs[-1] > first else x_ticks[-1]], LEFT, right)
     y_axis = _Axis(y_ticks, bottom, TOP, log)
     visible = [tick for tick in x_ticks if x_axis.ticks[0] <= tick <= x_axis.ticks[-1] * (1 + 1e-9)]
-    label = f"{y_label} against {x_label}: {', '.join(curve.label for curve in series)}"
+    label = f"{y_label} against {x_label}: {', '.join(curve.label for curve in series if curve.label)}"
     parts = [f'<svg class="chart" viewBox="0 0 {width} {height}" role="img" aria-label="{escape(label, quote=True)}">']
     for tick in y_ticks:
         y = y_axis(tick)
@@ -160,7 +163,7 @@ def _curve(curve: Series, x_axis: _Axis, y_axis: _Axis) -> list[str]:
             piece.append(f"{x_axis(x)},{y_axis(y)}")
     for points in [*pieces, piece]:
         if len(points) > 1:
-            parts.append(f'<polyline class="curve s{curve.colour}" points="{" ".join(points)}"/>')
+            parts.append(f'<polyline class="curve s{curve.colour}{" thin" * curve.thin}" points="{" ".join(points)}"/>')
         elif points:
             x, y = points[0].split(",")
             parts.append(f'<circle class="dot s{curve.colour}" cx="{x}" cy="{y}" r="3"/>')
@@ -204,7 +207,7 @@ def _hover(
         lines, dots = [f"{x_name} {format_number(x)}"], []
         for curve, values, intervals in zip(series, lookup, bands, strict=True):
             y = values.get(x)
-            if y is None:
+            if y is None or not curve.label:
                 continue
             text = f"{curve.label.split(' (')[0]} {format_number(y, percent)}"
             if intervals.get(x):

@@ -5,8 +5,8 @@ import json
 import os
 import re
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +16,9 @@ from rlinf.checkpoints.folders import flat, read_saved_config
 from rlinf.errors import CheckpointError, ConfigError, ManifestMismatchError
 from rlinf.evaluation.compare import compare
 from rlinf.evaluation.intervals import mean_interval
+from rlinf.evaluation.result import Success
 from rlinf.files import Json, follow_latest
-from rlinf.number_formats import format_interval
+from rlinf.number_formats import format_duration, format_interval
 from rlinf.options import override_text
 from rlinf.report.charts import NUM_COLOURS, SMALL, Series, legend
 from rlinf.report.page import card, write_page
@@ -33,6 +34,48 @@ MAX_KEYS = 3
 """Maximum number of keys in a label."""
 NO_NAME = r"[\d\W_T]*"
 """Matches folder names that consist of a number or a time, as in sweeps and runs without `output_dir`."""
+
+RUNS_FILE = "runs.html"
+"""Name of the page about several runs."""
+
+
+@dataclass(frozen=True)
+class Pooled:
+    """Results of the same evaluation of several seeds, one per seed."""
+
+    totals: list[Success]
+
+    @property
+    def rates(self) -> list[float]:
+        """Success rates of the results that report success."""
+        return [total.success_rate for total in self.totals if total.is_reported]
+
+    @property
+    def success(self) -> tuple[float, float, float] | None:
+        """Mean success and the ends of its 95 % interval, over seeds (clipped to [0, 1]) or, for a single run, over episodes (Wilson)."""
+        if not self.rates:
+            return None
+        if len(self.rates) == 1:
+            return self.rates[0], *next(total for total in self.totals if total.is_reported).interval
+        mean, low, high = mean_interval(self.rates)
+        return mean, max(low, 0.0), min(high, 1.0)
+
+    @property
+    def texts(self) -> tuple[str, ...]:
+        """Mean success with its interval, minimum and maximum, and the return with its interval, as text; "-" if not measured."""
+        if self.success is None:
+            return "-", "-", "-", "-", self._return_text
+        mean, *ends = self.success
+        least, most = min(self.rates), max(self.rates)
+        return f"{mean:.1%}", format_interval(*ends), f"{least:.1%}", f"{most:.1%}", self._return_text
+
+    @property
+    def _return_text(self) -> str:
+        returns = [total.returns[0] for total in self.totals if total.returns]
+        if len(returns) < 2:
+            return self.totals[0].return_text or "-" if self.totals else "-"
+        mean, low, high = mean_interval(returns)
+        return f"{mean:.4g} (95 % {low:.4g} to {high:.4g})"
 
 
 @dataclass
@@ -62,51 +105,52 @@ class RunGroup:
         return list(by_seed.values())
 
     @property
-    def success_rates(self) -> list[float]:
-        """Success rates of the closing evaluations of the counted runs that report success."""
-        return [evaluation.result.success_rate for evaluation in self.closing if evaluation.result.total.is_reported]
-
-    @property
-    def returns(self) -> list[float]:
-        """Mean returns of the closing evaluations of the counted runs."""
-        return [evaluation.result.return_mean for evaluation in self.closing]
-
-    @property
     def closing(self) -> list[Evaluation]:
         """The closing evaluations of the counted runs."""
         return [evaluation for run in self.counted if (evaluation := closing_evaluation(run)) is not None]
 
     @property
-    def success(self) -> tuple[float, float, float] | None:
-        """Mean success and the ends of its 95 % interval, over seeds (clipped to [0, 1]) or, for a single run, over episodes (Wilson)."""
-        rates = self.success_rates
-        if not rates:
-            return None
-        if len(rates) == 1:
-            totals = [evaluation.result.total for evaluation in self.closing]
-            return rates[0], *next(total for total in totals if total.is_reported).interval
-        mean, low, high = mean_interval(rates)
-        return mean, max(low, 0.0), min(high, 1.0)
+    def pooled(self) -> dict[str, Pooled]:
+        """Each of ``STAGES`` that was measured, over the counted runs that have finished; ``AT_THE_END`` even if none has."""
+        runs = [run for run in self.counted if closing_evaluation(run) is not None]
+        stages = {name: Pooled([total for run in runs if (total := stage(run))]) for name, stage in STAGES.items()}
+        return {name: pooled for name, pooled in stages.items() if pooled.totals or name == AT_THE_END}
 
     @property
-    def texts(self) -> tuple[str, str, str, str]:
-        """Mean, minimum and interval of success, and the return with its interval, formatted as text; "-" if not measured."""
-        if self.success is None:
-            return "-", "-", "-", self._return_text
-        mean, *ends = self.success
-        return f"{mean:.1%}", f"{min(self.success_rates):.1%}", format_interval(*ends, " - "), self._return_text
-
-    @property
-    def _return_text(self) -> str:
-        if len(self.closing) < 2:
-            return self.closing[0].result.total.return_text if self.closing else "-"
-        mean, low, high = mean_interval(self.returns)
-        return f"{mean:.4g} (95 % {low:.4g} to {high:.4g})"
+    def training_text(self) -> str:
+        """Mean training time of the counted runs that have finished, as text."""
+        times = [run.summary["train_wall_s"] for run in self.counted if "train_wall_s" in run.summary]
+        return f"{format_duration(sum(times) / len(times))} each" if times else "-"
 
 
 def closing_evaluation(run: RunData) -> Evaluation | None:
     """Return a run's closing evaluation, or None if the run was stopped before it."""
     return run.evaluation(*closing_tags(run.lines)) if run.summary else None
+
+
+def closing_total(run: RunData) -> Success | None:
+    """Return the success of a run's closing evaluation; None if the run was stopped before it."""
+    closing = closing_evaluation(run)
+    return None if closing is None else closing.result.total
+
+
+def total_before(run: RunData) -> Success | None:
+    """Return the success of the policy with which RL, or else cloning, started; None if it was not evaluated."""
+    before = run.before
+    return None if before is None or before is closing_evaluation(run) else before.result.total
+
+
+def reported_total(run: RunData) -> Success | None:
+    """Return the success of the chosen checkpoint on episodes that were not used to choose it; None if it was not measured."""
+    values = run.summary.get("reported")
+    return None if values is None else Success.from_dict(values)
+
+
+AT_THE_END = "at the end"
+STAGES: dict[str, Callable[[RunData], Success | None]] = {
+    "before RL": total_before, AT_THE_END: closing_total, "reported": reported_total,
+}  # fmt: skip
+"""Evaluations of a run that are compared over seeds."""
 
 
 def _age(run: RunData) -> tuple[bool, float]:
@@ -196,25 +240,39 @@ def _label_keys(keys: Sequence[str]) -> list[str]:
     return [*presets, *(key for key in keys if not key.startswith(followers))][:MAX_KEYS]
 
 
-def sweep_table(folders: Sequence[str | os.PathLike]) -> str:
-    """Return a sweep's summary: one line per run, and one line per configuration with mean, minimum and interval."""
-    groups = group_runs(read_runs(folders))
-    rows = [("run", "seed", "success", "k/n", "return", "folder")]
-    for group in groups:
-        for run in group.runs:
-            closing = closing_evaluation(run)
-            total = None if closing is None else closing.result.total
-            is_reported = total is not None and total.is_reported
-            numbers = (f"{total.success_rate:.1%}", total.count) if is_reported else ("-", "-")
-            return_text = "-" if total is None else total.return_text
-            rows.append((group.label, seed_text(group, run), *numbers, return_text, os.path.relpath(run.folder)))
-    summary = [
-        ("configuration", "seeds", "mean", "min", "95 % interval (over seeds; of one seed over episodes)", "return")
-    ]
-    summary += [(group.label, str(len(group.closing)), *group.texts) for group in groups]
-    place = os.path.commonpath([os.path.relpath(folder) for folder in folders])
-    lines = ["", *_columns(rows), "", *_columns(summary)]
-    return "\n".join([*lines, *repeated_seeds(groups), f"curves: rlinf report {place}"])
+RUN_COLUMNS = ("run", "seed", *STAGES, "training", "folder")
+POOLED_COLUMNS = ("evaluation", "seeds", "mean", "95 % interval", "min", "max", "return", "training")
+INTERVALS = "Intervals are over seeds (Student's t) or, for a single seed, over its episodes (Wilson)."
+
+
+def runs_table(groups: Sequence[RunGroup]) -> str:
+    """Return one line per run, and one line per configuration and evaluation with mean, interval, minimum and maximum over seeds."""
+    rows = [RUN_COLUMNS, *(run_row(group, run) for group in groups for run in group.runs)]
+    pooled = [(group.label, *row) for group in groups for row, _ in pooled_rows(group)]
+    lines = ["", *_columns(rows), "", *_columns([("configuration", *POOLED_COLUMNS), *pooled])]
+    return "\n".join([*lines, INTERVALS, *repeated_seeds(groups)])
+
+
+def pooled_rows(group: RunGroup) -> list[tuple[tuple[str, ...], Pooled]]:
+    """Return the ``POOLED_COLUMNS`` of each evaluation of a configuration as text, and the numbers."""
+    rows = []
+    for stage, pooled in group.pooled.items():
+        seeds = f"{len(pooled.totals)} of {len(group.counted)}"
+        training = group.training_text if stage == AT_THE_END else ""
+        rows.append(((stage, seeds, *pooled.texts, training), pooled))
+    return rows
+
+
+def run_row(group: RunGroup, run: RunData) -> tuple[str, ...]:
+    """Return the ``RUN_COLUMNS`` of a run as text; without a reported success, the best checkpoint's is shown and labelled."""
+    totals = {name: stage(run) for name, stage in STAGES.items()}
+    cells = {name: "-" if total is None else str(total) for name, total in totals.items()}
+    best = run.summary.get("best_checkpoint", {})
+    if totals["reported"] is None and best.get("success_rate") is not None:
+        cells["reported"] = f"best checkpoint: {best['success_rate']:.1%}"
+    seconds = run.summary.get("train_wall_s")
+    training = "-" if seconds is None else format_duration(seconds)
+    return group.label, seed_text(group, run), *cells.values(), training, os.path.relpath(run.folder)
 
 
 def seed_text(group: RunGroup, run: RunData) -> str:
@@ -254,7 +312,7 @@ def write_runs_report(runs: Sequence[RunData], output: str | os.PathLike) -> Pat
     title = f"{len(runs)} runs"
     if len(groups) < len(runs):
         title += f" of {len(groups)} configuration{'s' if len(groups) > 1 else ''}"
-    is_reported = any(group.success_rates or not group.closing for group in groups)
+    is_reported = any(group.pooled[AT_THE_END].rates or not group.closing for group in groups)
     cards = [
         card(name, _series(drawn, metric, x), x_label, "success rate", percent=True, has_legend=False)
         for name, metric, x, x_label in SUCCESS_CURVES
@@ -268,10 +326,11 @@ def write_runs_report(runs: Sequence[RunData], output: str | os.PathLike) -> Pat
         )
         for name, metrics, y_label, options in RL_CURVES
     ]  # fmt: skip
-    rows = [_run_row(group, run, output) for group in groups for run in group.runs]
+    rows = [(run_row(group, run)[:-1], *_link(run, output)) for group in groups for run in group.runs]
     names = legend([Series(group.label, [(0.0, 0.0)], number) for number, group in enumerate(drawn, 1)])
     return write_page(
         output, "runs.html", title, groups=groups, success_curves=cards, curves=small, rows=rows, note=_note(groups), legend=Markup(names),
+        pooled_rows=pooled_rows, pooled_columns=POOLED_COLUMNS, run_columns=RUN_COLUMNS, intervals=INTERVALS,
         pairs=compared_pairs(groups), keys=differing_keys([group.settings for group in groups]), override_text=override_text,
     )  # fmt: skip
 
@@ -297,11 +356,7 @@ def curve(group: RunGroup, metric: str, x: str) -> Series:
 
     ``x`` is ``step``, or the mean of ``env_steps`` or ``minutes`` over the runs.
     """
-    by_step = [
-        {line["step"]: line for line in with_axes(run.lines) if line["phase"] == "rl" and line.get(metric) is not None}
-        for run in group.counted
-    ]
-    by_step = [lines for lines in by_step if lines]
+    by_step = [lines for run in group.counted if (lines := measured(run, metric))]
     # Only use iterations that all of these runs have, so that a run that ended early does not bend the curve.
     steps = sorted(set.intersection(*map(set, by_step))) if by_step else []
     points, bands = [], []
@@ -316,16 +371,35 @@ def curve(group: RunGroup, metric: str, x: str) -> Series:
     return Series(label, points, bands=bands, markers=len(points) < 30, filled=True)
 
 
+def measured(run: RunData, metric: str) -> dict[int, Json]:
+    """Return a run's RL metrics that contain ``metric``, with its axes, by step."""
+    lines = (line for line in with_axes(run.lines) if line["phase"] == "rl" and line.get(metric) is not None)
+    return {line["step"]: line for line in lines}
+
+
+def seed_curves(group: RunGroup, metric: str, x: str) -> list[Series]:
+    """Return a thin curve of a metric for each of a group's counted runs; empty for a single run."""
+    return [
+        Series(f"seed {seed_of(run)}", [(line[x], line[metric]) for line in measured(run, metric).values()], thin=True)
+        for run in group.counted
+        if len(group.counted) > 1
+    ]
+
+
 def _series(groups: Sequence[RunGroup], metric: str, x: str) -> list[Series]:
-    curves = [curve(group, metric, x) for group in groups]
-    for number, series in enumerate(curves, 1):
-        series.colour = number
+    """Return each group's mean curve in its own colour, after the curves of its seeds."""
+    curves = []
+    for colour, group in enumerate(groups, 1):
+        seeds = seed_curves(group, metric, x)
+        if len(groups) > 1:  # too many for the box on hover
+            seeds = [replace(series, label="") for series in seeds]
+        curves += [replace(series, colour=colour) for series in (*seeds, curve(group, metric, x))]
     return curves
 
 
 def _note(groups: Sequence[RunGroup]) -> str:
     note = [
-        "Curves show the mean over a configuration's seeds at their common iterations. Areas show the 95 % interval over seeds "
+        "Thick curves show the mean over a configuration's seeds at their common iterations, thin ones each seed. Areas show the 95 % interval over seeds "
         "(Student's t) or, for a single seed, over the episodes of an evaluation."
     ]
     if len(groups) > NUM_COLOURS:
@@ -333,13 +407,7 @@ def _note(groups: Sequence[RunGroup]) -> str:
     return " ".join([*note, *repeated_seeds(groups)])
 
 
-def _run_row(group: RunGroup, run: RunData, output: Path) -> tuple[str, ...]:
-    """Return a run's label, seed, success, interval, return, folder and page ("" if missing)."""
-    closing = closing_evaluation(run)
-    total = None if closing is None else closing.result.total
-    is_reported = total is not None and total.is_reported
-    numbers = (str(total), format_interval(*total.interval)) if is_reported else ("-", "-")
-    return_text = "-" if total is None else total.return_text
+def _link(run: RunData, output: Path) -> tuple[str, str]:
+    """Return the path from the page to a run's folder, and to its report ("" if missing)."""
     relative = os.path.relpath(run.folder.resolve(), output.resolve().parent)
-    page = f"{relative}/{REPORT_FILE}" if (run.folder / REPORT_FILE).is_file() else ""
-    return group.label, seed_text(group, run), *numbers, return_text, relative, page
+    return relative, f"{relative}/{REPORT_FILE}" if (run.folder / REPORT_FILE).is_file() else ""

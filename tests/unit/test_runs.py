@@ -11,7 +11,7 @@ import yaml
 
 from rlinf.cli import main
 from rlinf.commands.train import _latest_target
-from rlinf.errors import CheckpointError
+from rlinf.errors import CheckpointError, ConfigError
 from rlinf.evaluation.intervals import STUDENT_T_95, mean_interval, wilson_interval
 from rlinf.evaluation.result import EvaluationResult
 from rlinf.files import follow_latest, mark_latest
@@ -22,7 +22,8 @@ from rlinf.report.runs import (
     curve,
     group_runs,
     read_runs,
-    sweep_table,
+    runs_table,
+    seed_curves,
     write_runs_report,
 )
 from rlinf.types import EpisodeResult, EpisodeSpec
@@ -112,7 +113,7 @@ def sweep(tmp_path):
 def test_runs_that_differ_in_their_seed_are_one_group(sweep, tmp_path):
     other = run_folder(tmp_path / "other", 5, 0.5, name="another", batch=3)
     groups = group_runs(read_runs([sweep, other, other]))
-    assert [(group.label, group.success_rates) for group in groups] == [
+    assert [(group.label, group.pooled["at the end"].rates) for group in groups] == [
         ("mine trainer.learning_rate=0.001", [0.9, 0.7, 0.8]),
         ("mine trainer.learning_rate=0.01", [0.3, 0.3]),
         ("other", [0.5]),
@@ -146,7 +147,7 @@ def test_runs_from_other_weights_are_other_configurations(tmp_path):
     (before / "config.yaml").write_text(text)
     (resumed / "config.yaml").write_text(yaml.safe_dump(yaml.safe_load(text) | {"init_from": None, "resume": "4_B"}))
     groups = group_runs(read_runs([tmp_path / f"{seed}_{weights}" for seed, weights in places]))
-    found = [(group.label, group.success_rates) for group in groups]
+    found = [(group.label, group.pooled["at the end"].rates) for group in groups]
     assert found == [("mine init_from=A", [0.5, 0.5]), ("mine init_from=B", [0.9, 0.9])]
 
 
@@ -158,12 +159,12 @@ def test_a_seed_that_was_run_twice_counts_once(tmp_path, monkeypatch, capsys):
             if (folder / name).exists():
                 os.utime(folder / name, (1000 + number, 1000 + number))
     (group,) = group_runs(read_runs(["x"]))
-    assert group.success_rates == [0.3, 0.5], "the newest of seed 0 that ended, and seed 1"
+    assert group.pooled["at the end"].rates == [0.3, 0.5], "the newest of seed 0 that ended, and seed 1"
     assert "(2 seeds)" in curve(group, "rollout/success_rate", "step").label
     assert curve(group, "rollout/success_rate", "step").points[0] == (1, pytest.approx(0.41))
-    table = sweep_table(sorted((tmp_path / "x").iterdir()))
-    assert re.search(r"^mine +2 +40.0% ", table, re.MULTILINE)
-    assert re.search(r"^mine +0 \(not counted\) +90.0% +9/10 +0 .* +x/0$", table, re.MULTILINE)
+    table = runs_table([group])
+    assert re.search(r"^mine +at the end +2 of 2 +40.0% ", table, re.MULTILINE)
+    assert re.search(r"^mine +0 \(not counted\) .* 90.0% \(9/10\) .* +x/0$", table, re.MULTILINE)
     said = (
         "2 runs with a repeated seed of the same configuration not counted: only the newest finished run of each seed"
     )
@@ -195,17 +196,36 @@ def test_a_run_that_was_stopped_in_rl_does_not_end_with_its_clone(tmp_path):
         evaluation_folder(stopped)
 
 
-def test_a_sweep_ends_with_a_line_for_each_run_and_each_configuration(sweep, monkeypatch, tmp_path):
+def test_a_table_has_a_line_for_each_run_and_for_each_evaluation_of_each_configuration(sweep, monkeypatch, tmp_path):
+    """Before RL: 20, 10 and 30 % (t_2 = 4.30265, s = 10 points); reported afresh: 80 and 60 % (t_1 = 12.7062, s = 14.14 points)."""
     monkeypatch.chdir(tmp_path)
-    table = [re.sub(" {2,}", "  ", line) for line in sweep_table(sorted(sweep.iterdir())).splitlines()]
+    for number, (before, reported) in enumerate(((2, 80), (1, 60), (3, None))):
+        specs = [EpisodeSpec("tabletop", 0, place, 1) for place in range(10)]
+        rows = [EpisodeResult(spec, "reach", spec.init_state_id < before, 0.0, 4) for spec in specs]
+        EvaluationResult(rows).to_json(sweep / str(number) / "eval" / "before_rl" / "result.json")
+        path = sweep / str(number) / "summary.json"
+        summary = json.loads(path.read_text()) | {"train_wall_s": 60.0 + 30 * number}
+        summary["best_checkpoint"] = {"name": "rl_000002", "evaluation": "after_rl", "success_rate": 0.8}
+        if reported is not None:
+            summary["reported"] = {
+                "checkpoint": "rl_000001",
+                "successes": reported,
+                "episodes": 100,
+                "success_rate": reported / 100,
+            }
+        path.write_text(json.dumps(summary))
+    table = [re.sub(" {2,}", "  ", line) for line in runs_table(group_runs(read_runs([sweep]))).splitlines()]
+    rate = "mine trainer.learning_rate=0.001"
     for line in (
-        "mine trainer.learning_rate=0.001  1  70.0%  7/10  0 (95 % 0 to 0)  multirun/mine/2026/1",
-        "mine trainer.learning_rate=0.01  2  -  -  -  multirun/mine/2026/5",
-        "mine trainer.learning_rate=0.001  3  80.0%  70.0%  55.2% - 100.0%  0 (95 % 0 to 0)",  # 0.8 +- 4.30265 * 0.1 / sqrt(3)
-        "mine trainer.learning_rate=0.01  2  30.0%  30.0%  30.0% - 30.0%  0 (95 % 0 to 0)",
+        f"{rate}  1  10.0% (1/10)  70.0% (7/10)  60.0% (60/100)  1m30s  multirun/mine/2026/1",
+        f"{rate}  2  30.0% (3/10)  80.0% (8/10)  best checkpoint: 80.0%  2m00s  multirun/mine/2026/2",
+        "mine trainer.learning_rate=0.01  2  -  -  -  -  multirun/mine/2026/5",
+        f"{rate}  before RL  3 of 3  20.0%  0.0% to 44.8%  10.0%  30.0%  0 (95 % 0 to 0)",
+        f"{rate}  at the end  3 of 3  80.0%  55.2% to 100.0%  70.0%  90.0%  0 (95 % 0 to 0)  1m30s each",
+        f"{rate}  reported  2 of 3  70.0%  0.0% to 100.0%  60.0%  80.0%  -",
+        "mine trainer.learning_rate=0.01  at the end  2 of 3  30.0%  30.0% to 30.0%  30.0%  30.0%  0 (95 % 0 to 0)  -",
     ):
         assert line in table
-    assert table[-1] == "curves: rlinf report multirun/mine/2026"
 
 
 def test_a_sweep_of_a_task_without_success_has_returns_and_no_rate(tmp_path, monkeypatch):
@@ -217,15 +237,17 @@ def test_a_sweep_of_a_task_without_success_has_returns_and_no_rate(tmp_path, mon
         episodes = [EpisodeResult(spec, "swing", False, mean + 2 * spec.init_state_id, 5) for spec in specs]
         EvaluationResult(episodes, reports_success=False).to_json(folder / "eval" / "after_rl" / "result.json")
         (folder / "summary.json").write_text(json.dumps({"experiment": "mine", "seed": seed}))
-    table = sweep_table(sorted((tmp_path / "sweep").iterdir()))
+    table = runs_table(group_runs(read_runs([tmp_path / "sweep"])))
     page = write_runs_report(read_runs([tmp_path / "sweep"]), tmp_path / "runs.html").read_text()
     for text in (table, re.sub("<[^>]+>", " ", page)):
         assert "-6 (95 % -31.41 to 19.41)" in text and "0/2" not in text
-    assert "-8 (95 %" in table and "0.0%" not in table
+    assert "return -8 (95 %" in table and "0.0%" not in table
 
 
 def test_a_sweep_of_the_command_prints_the_table(here, started, monkeypatch, capsys):
     def train(config):
+        if config.seed == 2:
+            raise ConfigError("seed 2 fails")
         folder = Path(config.output_dir)
         run_folder(folder / "x", config.seed, 0.5)
         for path in (folder / "x").iterdir():
@@ -233,9 +255,11 @@ def test_a_sweep_of_the_command_prints_the_table(here, started, monkeypatch, cap
         (folder / "x").rmdir()
 
     monkeypatch.setattr("rlinf.commands.train.train", train)
-    assert main(["train", "-m", "experiment=tabletop_ppo_mlp", "trainer.max_steps=1", "seed=0,1"]) == 0
-    printed = capsys.readouterr().out
-    assert "over seeds" in printed and "2      50.0%  50.0%  50.0% - 50.0%" in printed
+    assert main(["train", "-m", "experiment=tabletop_ppo_mlp", "trainer.max_steps=1", "seed=0,2,1"]) == 2
+    printed, error = capsys.readouterr()
+    assert re.search("at the end +2 of 2 +50.0% +50.0% to 50.0% +50.0% +50.0%", printed) and "seed 2 fails" in error
+    (page,) = here.glob("multirun/*/*/runs.html")
+    assert printed.endswith(f"report: {page.relative_to(here)}\n") and "2 runs of 1 configuration" in page.read_text()
     assert main(["train", "experiment=tabletop_ppo_mlp", "trainer.max_steps=1"]) == 0
     assert "over seeds" not in capsys.readouterr().out
 
@@ -261,7 +285,7 @@ def test_a_page_of_three_runs_has_one_short_legend_their_intervals_and_a_p_value
         words = re.sub("<.*?>", " ", legend).split()
         assert set(" ".join(labels).split()) == set(words) and len(words) <= 40
         low, high = wilson_interval(3, 10)
-        assert f"{low:.1%} - {high:.1%}" in page
+        assert f"{low:.1%} to {high:.1%}" in page
         # 6 episodes that only a solves: 2 / 2^6; 9: 2 / 2^9; 3: 2 / 2^3
         (table,) = re.findall(r"Paired comparison</h2>(.*?)</table>", page, flags=re.S)
         p_values = re.findall(r"<td>([\d.e-]+)</td></tr>", re.sub(r"\s*\n\s*", "", table))
@@ -292,6 +316,13 @@ def test_a_curve_is_the_mean_over_seeds_at_the_iterations_that_all_have(sweep):
     assert "(3 seeds)" in found.label
     assert [x for x, _ in curve(second, "rollout/success_rate", "step").points] == [1, 2], "the stopped run has two"
     assert curve(first, "no/such_metric", "step").points == []
+    seeds = seed_curves(first, "rollout/success_rate", "env_steps")
+    assert [(series.label, series.points[2]) for series in seeds] == [
+        (f"seed {seed}", (300 + seed, pytest.approx(rate + 0.03))) for seed, rate in enumerate((0.9, 0.7, 0.8))
+    ]
+    page = write_runs_report(first.runs, sweep / "runs.html").read_text()
+    (chart,) = re.findall("<h3>Success of rollouts against env steps</h3>.*?</div>", page)
+    assert chart.count('class="curve s1 thin"') == 3 and chart.count('class="curve s1"') == 1 and "seed 2 82%" in chart
 
 
 def test_the_command_writes_one_page_of_several_runs_and_the_report_of_one(sweep, tmp_path, monkeypatch, capsys):
@@ -299,7 +330,8 @@ def test_the_command_writes_one_page_of_several_runs_and_the_report_of_one(sweep
     mark_latest(sweep)
     (sweep / "0" / "report.html").write_text("")
     assert main(["report", "multirun/mine/latest"]) == 0
-    assert capsys.readouterr().out == "report: runs.html\n"
+    printed = capsys.readouterr().out
+    assert printed.endswith("report: runs.html\n") and runs_table(group_runs(read_runs([sweep]))) in printed
     page = (tmp_path / "runs.html").read_text()
     assert "6 runs of 2 configurations" in page and page.count('class="area') >= 2
     assert '<a href="multirun/mine/2026/0/report.html">' in page and "1/report.html" not in page

@@ -112,7 +112,9 @@ class TD3Config(OffPolicyConfig):
 
     name: str = option("td3", "Registered algorithm.")
     noise_std: float = option(0.2, "Std of the exploration noise, relative to the scale.", minimum=1e-3)
-    target_noise_std: float = option(0.2, "Std of the noise for target policy smoothing.", minimum=0, maximum=10)
-    target_noise_clip: float = option(0.5, "Clipping bound of the noise for target policy smoothing.", minimum=0)
+    target_noise_std: float = option(
+        0.2, "Std of the noise for target policy smoothing, relative to the scale.", minimum=0, maximum=10
+    )
+    target_noise_clip: float = option(0.5, "Clipping bound of this noise, relative to the scale.", minimum=0)
     policy_delay: int = option(2, "Critic updates per actor update.", minimum=1)
     target_policy: bool = option(False, "Use a target actor, updated with the target critics, for target actions.")

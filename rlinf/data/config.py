@@ -50,7 +50,9 @@ class AugmentConfig:
 class SFTConfig:
     """Behaviour cloning from a dataset or the scripted expert, before RL."""
 
-    max_steps: int = option(0, "Optimiser steps; 0: no behaviour cloning.", minimum=0)
+    max_steps: int = option(
+        0, "Optimiser steps; 0: no cloning. Many leave PPO little entropy to explore with.", minimum=0
+    )
     dataset: PathText | None = option(None, "Folder (LeRobotDataset v3.0 or RLDS); null: the scripted expert.")
     cameras: list[str] | None = option(None, "Dataset cameras, in the order of `env.cameras`; null: the same names.")
     action_key: str | list[str] | None = option(None, "Column or list of columns containing actions; null: action.")

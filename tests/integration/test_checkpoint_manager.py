@@ -40,7 +40,7 @@ def train(policy: HuggingFacePolicy, first: int, steps: int) -> list[float]:
 
 def state_of(policy: HuggingFacePolicy, source: str, step: int, lora: LoraConfig | None = None, **more) -> dict:
     manifest = token_manifest(policy.model, source, precision="float32", seed=0, policy_version=step, lora=lora)
-    return {"model": policy.model, "optimizer": policy._optimizer, "loop_state": {"step": step}, "run_config": CONFIG,
+    return {"model": policy.model, "optimizer": policy._optimizer, "loop_state": {"step": step, "trainer": {"data": {}}}, "run_config": CONFIG,
             "manifest": manifest, **more}  # fmt: skip
 
 

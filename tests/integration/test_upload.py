@@ -48,7 +48,7 @@ def finished_run(root: Path) -> tuple[Path, list[Path]]:
         (folder / "trainer_state" / "__0_0.distcp").write_bytes(b"shards")
         (folder / "config.yaml").write_text(yaml.safe_dump(RECIPE))
         (folder / "00000.safetensors").write_bytes(b"weights " * 9)
-    state = {"format": 1, "loop_state": {"trainer": {"scores": {"step_5": 0.25, "step_7": 0.5}}}}
+    state = {"format": 2, "loop_state": {"trainer": {"scores": {"step_5": 0.25, "step_7": 0.5}}}}
     (run / "checkpoints" / "step_7" / "state.json").write_text(json.dumps(state))
     folders = [run / "checkpoints" / "step_7", run / "safetensors" / "final"]
     for folder in folders:

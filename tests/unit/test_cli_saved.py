@@ -26,7 +26,7 @@ def saved_run(here):
     folder = here / "outputs" / "x" / "run" / "checkpoints" / "rl_000006"
     folder.mkdir(parents=True)
     (folder / "config.yaml").write_text(yaml.safe_dump(to_mapping(config)))
-    state = {"format": 1, "saved_at": 0.0, "world_size": 1, "loop_state": {"phase": "rl", "step": 6}}
+    state = {"format": 2, "saved_at": 0.0, "world_size": 1, "loop_state": {"phase": "rl", "step": 6}}
     (folder / "state.json").write_text(json.dumps(state))
     Manifest(
         **conditions_of(config), model={"model_type": "mlp"}, normalization={}, preprocessing={"cameras": config.env.cameras}, actions={}, lora={},
@@ -173,7 +173,7 @@ def test_a_folder_of_runs_means_its_latest_or_else_the_one_that_saved_last(tmp_p
     for run, saved_at in (("1", 20.0), ("2", 10.0)):
         checkpoint = tmp_path / run / "checkpoints" / "step_000001"
         checkpoint.mkdir(parents=True)
-        state = {"format": 1, "saved_at": saved_at, "world_size": 1, "loop_state": {"phase": "step", "step": 1}}
+        state = {"format": 2, "saved_at": saved_at, "world_size": 1, "loop_state": {"phase": "step", "step": 1}}
         (checkpoint / "state.json").write_text(json.dumps(state))
         (tmp_path / run / "metrics.jsonl").write_text("")
         (tmp_path / run / "config.yaml").write_text("train: {train_policy: {type: sft}}\n")

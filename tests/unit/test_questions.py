@@ -287,7 +287,7 @@ def test_the_newest_export_of_a_run_is_meant(tmp_path, monkeypatch):
     assert find_model(str(newest / "checkpoints" / "step_10")) == str(newest / "safetensors" / "step_10")
     (newest / "checkpoints" / "step_12").mkdir()
     for step in (10, 12):
-        state = {"format": 1, "saved_at": step, "world_size": 1, "loop_state": {"phase": "step", "step": step}}
+        state = {"format": 2, "saved_at": step, "world_size": 1, "loop_state": {"phase": "step", "step": step}}
         (newest / "checkpoints" / f"step_{step}" / "state.json").write_text(json.dumps(state))
     assert find_model(str(newest / "checkpoints" / "step_12")) == str(newest / "safetensors" / "final"), "the last one"
     assert find_model("owner/name") == "owner/name"

@@ -26,7 +26,7 @@ ANSWER = ["output_ids", "generation_lengths", "unpadded_sequence_lengths", "logp
 @pytest.mark.parametrize("in_torch", [True, False])
 def test_answers_do_not_carry_the_images_of_the_prompts_back(tiny_lm, in_torch):
     worker = object.__new__(TokenRolloutWorker)
-    worker._held = lambda: 0
+    worker._complete_version = lambda: 0
     model = HuggingFacePolicy(tiny_lm(), device_map=None).model
     worker.model, worker.sampling, worker.engine = model, SamplingConfig(max_new_tokens=2, eos_token_id=[]), None
     batch = BatchedDataDict({"input_ids": torch.tensor([[5, 6]]), "attention_mask": torch.ones(1, 2, dtype=torch.long)})

@@ -47,7 +47,7 @@ def evil(here):
             section, _, name = key.partition("__")
             (config[section] if name else config)[name or section] = value
         (folder / "config.yaml").write_text(yaml.safe_dump(config), encoding="utf-8")
-        state = {"format": 1, "saved_at": 0.0, "world_size": 1, "loop_state": {"phase": "rl", "step": 6}}
+        state = {"format": 2, "saved_at": 0.0, "world_size": 1, "loop_state": {"phase": "rl", "step": 6}}
         (folder / "state.json").write_text(json.dumps(state))
         manifest.files = hash_files(folder)
         manifest.save(folder)

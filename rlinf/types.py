@@ -125,19 +125,13 @@ class Observation:
             is_resized=first.is_resized,
         )
 
-    @staticmethod
-    def join(parts: list[Observation]) -> Observation:
-        """Concatenate as ``concatenate`` does, but empty the list, so that memory does not hold all images twice."""
-        first, stop = parts[0], sum(map(len, parts))
-        instruction = [instruction for part in parts for instruction in part.instruction]
-        images = {name: np.empty((stop, *image.shape[1:]), image.dtype) for name, image in first.images.items()}
-        state = None if first.state is None else np.concatenate([part.state for part in parts])
-        while parts:  # from the end, because the allocator returns only the end of its memory to the system
-            part = parts.pop()
-            for name, image in part.images.items():
-                images[name][stop - len(part) : stop] = image
-            stop -= len(part)
-        return Observation(images, state, instruction, first.is_resized)
+    def append(self, rows: Observation) -> None:
+        """Append rows in place. Arrays must own their memory, which grows without a copy, so no row is in memory twice."""
+        arrays = [(self.images[name], image) for name, image in rows.images.items()]
+        for array, added in arrays if rows.state is None else [*arrays, (self.state, rows.state)]:
+            array.resize((len(array) + len(added), *array.shape[1:]), refcheck=False)
+            array[-len(added) :] = added
+        self.instruction += rows.instruction
 
     @staticmethod
     def stack_history(history: Sequence[Observation]) -> Observation:

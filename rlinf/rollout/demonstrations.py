@@ -144,7 +144,7 @@ def collect_demonstrations(
 ) -> Demonstrations:
     """Collect scripted-expert episodes, in equal numbers per task and independent of ``env.num_envs``."""
     specs = demonstration_specs(env, num_episodes, seed)
-    observations: list[Observation] = []
+    observation: Observation | None = None
     actions: list[np.ndarray] = []
     episodes: list[EpisodeResult] = []
     for start in range(0, num_episodes, env.num_envs):
@@ -156,7 +156,11 @@ def collect_demonstrations(
         for t in range(len(batch.alive)):
             rows = np.flatnonzero(batch.alive[t])
             if len(rows):
-                observations.append(batch.seen[t].select(rows))
+                selected = batch.seen[t].select(rows)
+                if observation is None:
+                    observation = selected
+                else:
+                    observation.append(selected)
                 following = following_rows(np.full(len(rows), t), last[rows], chunk_len)
                 actions.append(batch.labels[following, rows[:, None]])
-    return Demonstrations(Observation.join(observations), torch.from_numpy(np.concatenate(actions)), episodes)
+    return Demonstrations(observation, torch.from_numpy(np.concatenate(actions)), episodes)

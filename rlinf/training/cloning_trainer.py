@@ -139,9 +139,10 @@ class CloningTrainer(ActionTrainer):
         return {"dataset": self._digest, "labels": self._saved_labels}
 
     def close(self) -> None:
-        """Stop the prefetching threads."""
+        """Stop the prefetching threads, and free the demonstrations."""
         if self._batches is not None:
             self._batches.__exit__()
+            self._batches = None
 
     def _labels(self) -> np.ndarray:
         """Return which frames of the dataset are good, bool ``[N]``, according to the initial policy's features."""

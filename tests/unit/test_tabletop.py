@@ -94,6 +94,85 @@ def test_tolerance_is_the_distance_of_success():
     assert min(rates) > 0.95
 
 
+def paths_and_results(act, num_steps, **settings):
+    """Return distances to all objects ``[num_steps, B, 3]`` and the targets' colours ``[B]``, and success and length of each episode."""
+    free = build(100, tasks=["reach", "reach_zone"], cameras=[], terminate_on_success=False)
+    held = build(100, tasks=["reach", "reach_zone"], cameras=[], **settings)
+    distances, results = [], {}
+    for env in (free, held):
+        start(env)
+    for _ in range(num_steps):
+        free.chunk_step(act(free)[:, None])
+        scene = free._scene(np.arange(100))
+        objects = np.where(np.isnan(scene.blocks[:, :, :1]) | (scene.blocks[:, :, :1] > 1), scene.zones, scene.blocks)
+        distances.append(np.linalg.norm(objects - scene.pusher[:, None], axis=2))
+        step = held.chunk_step(act(held)[:, None])
+        results |= {
+            int(row): (episode.success, episode.num_env_steps)
+            for row, episode in zip(step.final_env_ids, step.episodes, strict=True)
+        }
+    return np.stack(distances), scene.first, [results[row] for row in range(100)]
+
+
+@pytest.mark.parametrize("hold_steps, wrong_object_ends", [(1, False), (3, False), (3, True)])
+def test_success_and_failure_need_consecutive_steps_at_an_object(hold_steps, wrong_object_ends):
+    """By a loop over each episode's distances, for a policy that visits all objects."""
+
+    def act(env):
+        return np.array([[0.8, 0.0], [0.0, 0.8], [-0.8, 0.0], [0.0, -0.8]], dtype=np.float32)[np.arange(100) % 4] * (
+            np.arange(100)[:, None] % 3 / 2
+        ).astype(np.float32)
+
+    distances, first, results = paths_and_results(
+        act, 16, tolerance_m=0.08, hold_steps=hold_steps, wrong_object_ends=wrong_object_ends
+    )
+    expected = []
+    for row in range(100):
+        counts, outcome = [0, 0, 0], (False, 16)
+        for step in range(16):
+            counts = [counts[c] + 1 if distances[step, row, c] < 0.08 else 0 for c in range(3)]
+            right = counts[first[row]] >= hold_steps
+            wrong = any(counts[c] >= hold_steps for c in range(3) if c != first[row])
+            if right or (wrong and wrong_object_ends):
+                outcome = (right, step + 1)
+                break
+        expected.append(outcome)
+    assert results == expected
+    assert (
+        5 < sum(success for success, _ in results)
+        and any(not success and steps < 16 for success, steps in results) == wrong_object_ends
+    )
+
+
+def test_visiting_all_objects_succeeds_unless_a_wrong_one_ends_the_episode():
+    rates = []
+    for settings in ({}, {"hold_steps": 3}, {"hold_steps": 3, "wrong_object_ends": True}):
+        env = build(200, tasks=["reach", "reach_zone"], cameras=[], **settings)
+        rates.append(run(env, env.uninstructed_actions))
+        assert run(env, env.expert_actions) > 0.95
+    assert rates[0] > 0.95 > rates[1] > 0.7 and 0.2 < rates[2] < 0.45  # one object in three is right
+    with pytest.raises(ConfigError, match="without the instruction"):
+        env = build(1, tasks=["push"], cameras=[])
+        start(env)
+        env.uninstructed_actions()
+
+
+def test_wrong_objects_end_episodes_of_reach_tasks_only():
+    with pytest.raises(ConfigError, match=r"env.tasks=\[reach,push\]; .*Set env.tasks=\[reach\]"):
+        build(1, tasks=["push", "reach"], cameras=[], wrong_object_ends=True)
+
+
+def test_an_expert_that_sees_the_table_turned_aims_at_the_rotated_target():
+    env = build(60, tasks=["reach", "reach_zone"], cameras=[], terminate_on_success=False)
+    start(env)
+    error = aims(env, aim_turn_deg=25)
+    scene = env._scene(np.arange(60))
+    target = scene.pusher - error
+    angle = np.radians(25)
+    rotation = np.array([[np.cos(angle), -np.sin(angle)], [np.sin(angle), np.cos(angle)]])
+    np.testing.assert_allclose(scene.pusher, np.clip(target @ rotation.T, -0.28, 0.28), atol=0.01)
+
+
 def test_layouts_are_spread_over_the_workspace():
     env = build(100, tasks=["push"], cameras=[])
     start(env)

@@ -207,12 +207,7 @@ def test_a_table_has_a_line_for_each_run_and_for_each_evaluation_of_each_configu
         summary = json.loads(path.read_text()) | {"train_wall_s": 60.0 + 30 * number}
         summary["best_checkpoint"] = {"name": "rl_000002", "evaluation": "after_rl", "success_rate": 0.8}
         if reported is not None:
-            summary["reported"] = {
-                "checkpoint": "rl_000001",
-                "successes": reported,
-                "episodes": 100,
-                "success_rate": reported / 100,
-            }
+            summary["reported"] = {"checkpoint": "rl_000001", "successes": reported, "episodes": 100}
         path.write_text(json.dumps(summary))
     table = [re.sub(" {2,}", "  ", line) for line in runs_table(group_runs(read_runs([sweep]))).splitlines()]
     rate = "mine trainer.learning_rate=0.001"

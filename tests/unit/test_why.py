@@ -18,10 +18,10 @@ from rlinf.recipes.config import RecipeConfig
 from rlinf.recipes.why import RecipeRecord, overfitted
 from rlinf.report.why.findings import MetricSeries, NotMeasured, Record
 from rlinf.report.why.outcome import change_interval, outcome_of_counts, outcome_of_values
-from rlinf.report.why.rules import ALWAYS, CAUSES, diagnose, rate_of
+from rlinf.report.why.rules import ALWAYS, CAUSES, LAST, diagnose, rate_of
 from rlinf.training.collapse import has_collapsed, is_collapsed
 
-BY_NAME = {rule.__name__: rule for rule in (overfitted, *ALWAYS, *CAUSES)}
+BY_NAME = {rule.__name__: rule for rule in (overfitted, *ALWAYS, *CAUSES, *LAST)}
 
 
 def record_of(run: list[dict], settings: dict | None = None, gain: dict | None = None) -> Record:
@@ -63,6 +63,8 @@ SEVERAL = {"rollout": {"num_envs": 64, "num_chunks": 16}, "trainer": {"minibatch
 FLAT = {"rollout__success_rate": 0.0, **PLAYED}
 GRPO = {"train": {"train_policy": {"type": "grpo", "reward_function": "gsm8k", "kl_beta": 0.0}, "optm_lr": 1e-4}}
 MOVES = {"train__approx_kl": 0.01, "train__clip_fraction": 0.1}
+
+CLONED = [*lines("sft", sft__loss=falls(2, 1)), *evaluations(10)]
 
 CASES = {  # rule: faulty lines and settings, a number of the sentence, override; lines and settings of a healthy run
     "kl_penalty_too_strong": (
@@ -110,6 +112,11 @@ CASES = {  # rule: faulty lines and settings, a number of the sentence, override
         [*lines("sft", sft__loss=falls(2, 1), sft__demonstrator_success_rate=0.4), *evaluations(38, phase="sft")], {},
         "38.0% (38/100), its demonstrator in 40.0%", "trainer.max_steps=60",
         [*lines("sft", sft__loss=falls(2, 1), sft__demonstrator_success_rate=0.95), *evaluations(93, phase="sft")], {},
+    ),
+    "explores_too_little": (  # 12 sqrt(2 * 0.015) = 2.08 std; half of the gap from 14 to 95 % is at 54.5 %
+        [*CLONED, *lines(rollout__success_rate=falls(0.125, 0.5), train__approx_kl=0.015, train__entropy=1.5, **PLAYED)], {},
+        "14.1% (18/128), greedy ones in 10.0% (10/100), with an entropy of 1.50 nat", "rollout.temperature=1.6",
+        [*CLONED, *lines(rollout__success_rate=falls(0.125, 0.65), train__approx_kl=0.015, train__entropy=1.5, **PLAYED)], {},
     ),
 }  # fmt: skip
 
@@ -230,6 +237,28 @@ def test_the_key_is_that_of_the_term_that_stops_adamw(changed, settings, key):
     } | changed
     (finding,) = diagnose(record_of(lines(**metrics, **FLAT), SEVERAL | {"trainer": trainer})).findings
     assert finding.set == key
+
+
+@pytest.mark.parametrize(
+    ("changed", "settings", "measured"),
+    [
+        ({}, {}, True),
+        ({"rollout__success_rate": falls(0.25, 0.5)}, {}, False),  # 25 % sampled, 10 % greedy
+        ({"train__entropy": 2.1}, {}, False),
+        ({"train__approx_kl": 0.013}, {}, False),  # 1.93 std
+        ({}, {"rollout": {"temperature": 1.6}}, None),
+        ({}, {"evaluation": {"greedy": False}}, None),
+    ],
+)  # fmt: skip
+def test_exploration_is_blamed_only_with_all_of_its_signs(changed, settings, measured):
+    metrics = {"rollout__success_rate": falls(0.125, 0.4), "train__approx_kl": 0.015, "train__entropy": 1.5} | changed
+    run, rule = lines(**metrics, **PLAYED), "explores_too_little"
+    diagnosis = diagnose(record_of([*CLONED, *run], settings))
+    assert diagnosis.outcome.verdict == "rose" and diagnosis.outcome.is_good
+    assert [finding.rule for finding in diagnosis.findings] == [rule] * (measured is True)
+    assert (rule in diagnosis.passed) == (measured is False)
+    with pytest.raises(NotMeasured):  # not cloned
+        BY_NAME[rule](record_of([*evaluations(10), *run]))
 
 
 def test_a_reward_that_is_success_itself_is_not_accused():

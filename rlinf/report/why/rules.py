@@ -7,7 +7,16 @@ from dataclasses import replace
 from statistics import fmean, median
 
 from rlinf.report.why.findings import Diagnosis, Finding, NotMeasured, Record, Rule, read_record
-from rlinf.report.why.outcome import FELL, MATTERS, ROSE, UNKNOWN, Outcome, outcome_of_counts, outcome_of_values
+from rlinf.report.why.outcome import (
+    FELL,
+    MASTERED,
+    MATTERS,
+    ROSE,
+    UNKNOWN,
+    Outcome,
+    outcome_of_counts,
+    outcome_of_values,
+)
 
 LARGEST_KL = 0.1
 """KL per iteration, in nat, above which the clipped loss is not valid for the new policy; healthy runs stay below 0.05."""
@@ -17,6 +26,9 @@ LEAST_DISTANCE, LARGEST_RATE, LARGEST_DECAY = 1e-4, 0.02, 0.1
 Weights typically have a magnitude of a few hundredths.
 """
 
+LOW_ENTROPY = 2.0
+"""Entropy in nat per token or dimension, equal to 7 equally likely values, above which a policy tries enough actions."""
+
 
 def explain(folder: str | os.PathLike) -> Diagnosis:
     """Return the outcome and the findings for the run in ``folder``; raise CheckpointError if it is not a run folder."""
@@ -24,9 +36,9 @@ def explain(folder: str | os.PathLike) -> Diagnosis:
 
 
 def diagnose(record: Record) -> Diagnosis:
-    """Return the outcome and the findings from ``Record.own_rules``, ``ALWAYS`` and, unless the outcome is good, the first one from ``CAUSES``."""
+    """Return the outcome and the findings from ``Record.own_rules``, ``ALWAYS`` and the first one from ``CAUSES`` (unless the outcome is good) and ``LAST``."""
     diagnosis = Diagnosis(record.outcome)
-    for rule in (*record.own_rules, *ALWAYS, *(() if record.outcome.is_good else CAUSES)):
+    for rule in (*record.own_rules, *ALWAYS, *(() if record.outcome.is_good else CAUSES), *LAST):
         try:
             finding = rule(record)
         except NotMeasured:
@@ -181,6 +193,25 @@ def return_falls(record: Record) -> Finding | None:
     return Finding(text, f"env.reward_scale={-scale:g}" if scale < 0 else "", change.steps)
 
 
+def explores_too_little(record: Record) -> Finding | None:
+    """A BC policy of less than 2 nat samples about as many successes as its greedy actions have, and RL closes less than half of the gap to 95 %, although it moves the policy far enough."""
+    is_cloned = record.setting("init_from") or any(line["phase"] == "sft" for line in record.lines)
+    (step, greedy), kl = record.evaluations("rl")[0], record.series("train/approx_kl")
+    (start, sampled), (_, last) = record.rollout_ends(5)
+    entropy = record.series("train/entropy").values[0]
+    is_greedy = record.setting("evaluation.greedy", True) and step <= start
+    if not is_cloned or not is_greedy or record.setting("rollout.temperature", 1.0) > 1:
+        raise NotMeasured
+    # An iteration gains at most sqrt(2 KL) std of the return. Success has a std of at most 1/2, so 2 std lead from 0 to 100 %.
+    reach = sum(math.sqrt(2 * max(value, 0.0)) for value in kl.values)
+    is_similar = abs(sampled.success_rate - greedy.success_rate) <= MATTERS
+    half = (sampled.success_rate + MASTERED) / 2
+    if not is_similar or entropy >= LOW_ENTROPY or reach < 2 or last.success_rate >= half:
+        return None
+    text = f"Sampled actions first succeeded in {sampled}, greedy ones in {greedy}, with an entropy of {entropy:.2f} nat: the policy explores too little for RL, which reached {last}. Fewer cloning steps (sft.max_steps) also leave more entropy"
+    return Finding(text, "rollout.temperature=1.6", (start, kl.steps[-1]))
+
+
 def return_change(record: Record) -> Outcome:
     """Return how the return of the rollouts, or the reward of a recipe's completions, has changed."""
     returns = record.series(record.return_name)
@@ -213,3 +244,5 @@ CAUSES: tuple[Rule, ...] = (
     return_without_success, return_falls,
 )  # fmt: skip
 """Rules that explain a bad outcome, ordered so that causes precede their consequences."""
+LAST: tuple[Rule, ...] = (explores_too_little,)
+"""Rules that are checked whatever the outcome, unless a cause was found."""

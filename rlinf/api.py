@@ -48,8 +48,8 @@ if (other := other_project()) is not None:
     warnings.warn(other, stacklevel=2)
 
 IN_MEMORY_KEYS = (
-    "seed", "plugins", "rollout.temperature", "evaluation.greedy", "evaluation.split", "evaluation.num_episodes",
-    "evaluation.num_envs",
+    "seed", "plugins", "rollout.temperature", "evaluation.greedy", "evaluation.temperature", "evaluation.split",
+    "evaluation.first_episode", "evaluation.num_episodes", "evaluation.num_envs",
 )  # fmt: skip
 """Keys used by in-memory evaluations, in addition to ``env.*``."""
 
@@ -182,7 +182,8 @@ def evaluate(
     if isinstance(policy, (str, os.PathLike)):
         return evaluation.evaluate(configure(command_arguments(policy, env, overrides, "evaluate"), "evaluate"))
     with opened_object(policy, env, overrides, "evaluate") as (model, made, config):
-        specs = episode_list(made, config.evaluation.split, config.evaluation.num_episodes)
+        settings = config.evaluation
+        specs = episode_list(made, settings.split, settings.num_episodes, settings.first_episode)
         return evaluate_policy(model, made, specs, **sampling_settings(config))
 
 

@@ -12,6 +12,8 @@ SAMPLES_FOLDER = "samples"  # completions and rewards of each validation of a re
 
 # Evaluations
 EVALUATIONS_FOLDER = "eval"  # in a run folder, with a folder per tag
+FRESH_EVALUATION = "fresh"  # tag of the chosen checkpoint's evaluation on episodes that did not choose it
+SAMPLED_FOLDER = "sampled"  # below it: the same with sampled actions
 RESULT_FILE, COMPARISON_FILE = "result.json", "compare.json"
 CLASSIFIER_FILE, CLASSIFIER_WEIGHTS = "classifier.json", "classifier.safetensors"  # written by `rlinf classifier`
 TIMING_FILE = "timing.json"  # a robot's lateness, latencies and lost steps
@@ -21,7 +23,7 @@ STARTS_FOLDER = "starts"  # first images of a robot's episodes, which help an op
 ROBOT_EPISODES_FOLDER = "recorded"  # a robot's episodes before export to a dataset
 BASELINE_FOLDER = "episodes_of_baseline"  # copies of the baseline's recordings, so that the folder can be moved
 AUDIT_FILE, PARTIAL_AUDIT = "audit.json", "audit.partial"
-CONDITIONS_FILE, RECORDS_FILE = "conditions.json", "records.npz"  # in an unfinished audit
+CONDITIONS_FILE, RECORDS_FILE = "conditions.json", "records.npz"  # in an unfinished audit; the first also in eval/fresh
 
 # Checkpoints
 CHECKPOINTS_FOLDER, SAFETENSORS_FOLDER, FINAL_FOLDER = "checkpoints", "safetensors", "final"

@@ -21,6 +21,7 @@ from rlinf.training.rl_trainer import RLTrainer
 REACH = ["model=mlp", "env=tabletop", "env.tasks=[reach]", "env.cameras=[]"]
 QUIET = [
     "evaluation.num_videos_per_task=0",
+    "evaluation.num_fresh_episodes=0",
     "tracking.tensorboard=false",
     "tracking.progress=false",
     "cluster.num_threads=1",

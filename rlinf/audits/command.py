@@ -86,7 +86,7 @@ def _audit(config: RunConfig, output: Path) -> Audit:
     num_envs = min(settings.num_envs, settings.num_episodes or settings.num_envs)
     env = env_maker(config, 1)(num_envs, auto_reset=False)
     try:
-        specs = episode_list(env, settings.split, settings.num_episodes)
+        specs = episode_list(env, settings.split, settings.num_episodes, settings.first_episode)
         check_episodes(specs)
         model, manifest, saved, warnings = open_policy(config, env)
         device = resolve_device(config.cluster.device, 1)
@@ -233,7 +233,7 @@ def audit(
     with opened_object(policy, env, overrides, "audit") as (model, made, config):
         settings = config.evaluation
         check_held_out(settings.split)
-        specs = episode_list(made, settings.split, settings.num_episodes)
+        specs = episode_list(made, settings.split, settings.num_episodes, settings.first_episode)
         check_episodes(specs)
 
         def moved(what: str) -> VectorEnv | None:

@@ -76,7 +76,7 @@ def evaluate(config: RunConfig) -> EvaluationResult:
             try:
                 with _reserved(config) as reservation:
                     work, deadlines = (config, reservation), asdict(cluster.deadlines)
-                    launch(_evaluate_rank, work, cluster.num_processes, device, deadlines=deadlines)
+                    launch(evaluate_rank, work, cluster.num_processes, device, deadlines=deadlines)
                 return EvaluationResult.from_json(output / run_folder.RESULT_FILE)
             except RankKilledError as error:
                 before, count = count, num_saved(output)
@@ -86,8 +86,8 @@ def evaluate(config: RunConfig) -> EvaluationResult:
                 logger.warning("%s\nRestarting the ranks; %d results are saved.", error, count)
 
 
-def _evaluate_rank(work: tuple[RunConfig, Reservation | None]) -> None:
-    """Run this rank's fraction of the episodes, or all of them on rollout workers; rank 0 writes the result."""
+def evaluate_rank(work: tuple[RunConfig, Reservation | None]) -> None:
+    """Run this rank's fraction of the episodes, or all of them on rollout workers; rank 0 writes the result to ``output_dir``."""
     config, reservation = work
     prepare_rank(config)
     settings = config.evaluation

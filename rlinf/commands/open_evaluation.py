@@ -1,5 +1,6 @@
 """Open what an evaluation needs before its first episode: the list of episodes, the policy, the conditions, the comparison."""
 
+import json
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -7,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from rlinf import run_folder
+from rlinf.checkpoints.folders import is_checkpoint, read_loop_state, read_saved_config, resolve_checkpoint
 from rlinf.commands.open_checkpoint import Opened, open_checkpoint, open_remote, policy_for
 from rlinf.config.schema import RunConfig
 from rlinf.distributed.process_group import rank
@@ -22,6 +24,7 @@ from rlinf.models.base_weights import weights_digest
 from rlinf.options import to_mapping
 from rlinf.preflight.conditions import build_manifest
 from rlinf.report.compare_folders import COMPARISON_NAMES, check_conditions, evaluation_folder
+from rlinf.training.state import LoopState
 from rlinf.types import EpisodeResult, EpisodeSpec
 
 logger = logging.getLogger("rlinf")
@@ -52,22 +55,51 @@ class OpenedPolicy:
     is_unverified: bool
 
 
-def open_evaluation(config: RunConfig, env: VectorEnv, first: int = 0) -> OpenedPolicy:
-    """Open the policy, skip the first ``first`` episodes, and reject now any comparison that would fail after hours of episodes."""
+def open_evaluation(config: RunConfig, env: VectorEnv) -> OpenedPolicy:
+    """Open the policy, list the episodes, and reject now any comparison that would fail after hours of episodes."""
     settings, baseline, before = config.evaluation, None, None
-    specs = episode_list(env, settings.split, settings.num_episodes, first)
+    specs = episode_list(env, settings.split, settings.num_episodes, settings.first_episode)
     model, manifest, saved, warnings = open_policy(config, env)
     if settings.compare:
         baseline = evaluation_folder(settings.compare)
         before = EvaluationResult.from_json(baseline / run_folder.RESULT_FILE)
         _check_comparable(baseline, before, manifest, env, specs, config)
+    more = _choice_warning(config.checkpoint, env, specs) if config.checkpoint is not None and rank() == 0 else []
     if settings.split == "train":
-        warnings.append(TRAINING_SPLIT)
-        log_warnings([TRAINING_SPLIT])
+        more.append(TRAINING_SPLIT)
+    warnings += more
+    log_warnings(more)
     server = server_digest(config, model)
     present = conditions(config, manifest, saved, specs, server)
     is_unverified = server is not None and saved is None
     return OpenedPolicy(specs, model, manifest, present, baseline, before, warnings, is_unverified)
+
+
+def _choice_warning(checkpoint: str, env: VectorEnv, specs: Sequence[EpisodeSpec]) -> list[str]:
+    """Return a warning if these episodes chose the checkpoint as the best of its run."""
+    folder = resolve_checkpoint(checkpoint).absolute()
+    if not is_checkpoint(folder):
+        return []
+    summary = folder.parents[1] / run_folder.SUMMARY_FILE
+    if folder.parent.name == run_folder.CHECKPOINTS_FOLDER and summary.is_file():
+        choice = json.loads(summary.read_text(encoding="utf-8")).get("reported", {})
+        chosen, num_candidates = choice.get("checkpoint"), choice.get("num_candidates", 0)
+    else:  # the run has not finished: was it the best until it was saved?
+        state = LoopState(evaluations=read_loop_state(folder).get("evaluations", {}))
+        chosen, num_candidates = state.best_checkpoint(state.candidates), len(state.candidates)
+    if chosen != folder.name or num_candidates < 2:
+        return []
+    settings = read_saved_config(folder)["evaluation"]
+    available, first = env.episode_specs(settings["split"]), settings.get("first_episode", 0)
+    end = len(available) if settings["num_episodes"] is None else first + settings["num_episodes"]
+    count = len({available[number] for number in range(first, min(end, len(available)))} & set(specs))
+    if not count:
+        return []
+    more = f" after raising env.num_{settings['split']}_init_states" if end >= len(available) else ""
+    return [
+        f"{count} of these {len(specs)} episodes chose this checkpoint among {num_candidates}, so on average the result is too high. "
+        f"Set evaluation.first_episode={end}{more}"
+    ]
 
 
 def open_policy(config: RunConfig, env: VectorEnv) -> tuple[Any, Manifest, Manifest | None, list[str]]:
@@ -121,7 +153,7 @@ def _check_comparable(
     allowed = config.evaluation.allow_mismatch
     check_conditions(baseline, manifest, allowed)
     episodes = [EpisodeResult(spec, env.task_names[spec.task_id], False, 0.0, 0) for spec in specs]
-    planned = EvaluationResult(episodes, config.evaluation.greedy, config.rollout.temperature, config.seed)
+    planned = EvaluationResult(episodes, config.evaluation.greedy, config.evaluation_temperature, config.seed)
     compare(before, planned, allowed)
     if before.stopping is not None and before.episodes < len(specs):
         raise ConfigError(
@@ -151,7 +183,7 @@ def conditions(
         "env.success_bonus": config.env.success_bonus,
         **{name: value for name, value in manifest.flatten().items() if name not in ("git_revision", "policy_version")},
         "greedy": config.evaluation.greedy,
-        "temperature": config.rollout.temperature,
+        "temperature": config.evaluation_temperature,
         "model.settings": {name: value for name, value in to_mapping(model).items() if name not in free},
         "server": server,
     }
@@ -164,7 +196,7 @@ def server_digest(config: RunConfig, model: Any) -> str | None:
 
 def sampling_settings(config: RunConfig) -> dict[str, Any]:
     """Return the sampling arguments of ``evaluate_policy``."""
-    return {"greedy": config.evaluation.greedy, "temperature": config.rollout.temperature, "seed": config.seed}
+    return {"greedy": config.evaluation.greedy, "temperature": config.evaluation_temperature, "seed": config.seed}
 
 
 def unknown_policy_warning(url: str | None, earlier: str) -> str:

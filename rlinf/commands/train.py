@@ -1,5 +1,6 @@
 """Training, from a configuration to a finished run folder: builds all components and runs the trainers."""
 
+import gc
 import itertools
 import logging
 import os
@@ -21,6 +22,7 @@ from rlinf.cluster.factory import describe_places, env_maker
 from rlinf.cluster.reservation import Reservation, reserved
 from rlinf.cluster.rollout_worker import worker_maker
 from rlinf.cluster.rollout_workers import RemoteEpisodes, RolloutWorkers
+from rlinf.commands.fresh import evaluate_chosen
 from rlinf.commands.open_checkpoint import open_checkpoint, policy_for
 from rlinf.commands.ranks import prepare_rank, reject_expandable_segments
 from rlinf.config.saved_code import code_overrides
@@ -92,11 +94,21 @@ MOST_ENVS_PER_CORE = 1024
 
 @dataclass
 class Run:
-    """One rank of a run: shared components, and trainers for cloning (None: not configured, or done) and RL (None: ``rlinf sft``)."""
+    """One rank of a run.
+
+    Attributes:
+        parts: Components that the trainers have in common.
+        cloning: None: not configured, or done.
+        rl: None: ``rlinf sft``.
+        fresh: Numbers of the episodes for the chosen checkpoint, see ``EvaluationConfig.fresh_episodes``.
+        rollout_workers: Describes this rank's rollout workers once RL has started.
+    """
 
     parts: TrainerContext
     cloning: CloningTrainer | None
     rl: ActionTrainer | None
+    fresh: range = range(0)
+    rollout_workers: str | None = None
 
     @property
     def loop(self) -> Loop:
@@ -120,9 +132,8 @@ class Run:
             yield
 
     def execute(self) -> None:
-        """Run behaviour cloning and RL as configured, then write the summary and the report."""
+        """Run behaviour cloning and RL as configured."""
         parts, loop, rl = self.parts, self.loop, self.rl
-        workers = None
         with self._closing(), self._reporting():
             # Start the engine and rollout workers before cloning, which may take hours, so that their errors appear immediately.
             engine = getattr(parts.sync.generator, "engine", None)
@@ -131,16 +142,14 @@ class Run:
             if rl is not None:
                 with deadline("start"):
                     rl.wait_until_ready()
-                workers = rl.rollout_workers()
+                self.rollout_workers = rl.rollout_workers()
                 if rank() == 0:
-                    print(f"rollout workers per rank: {workers}", flush=True)
+                    print(f"rollout workers per rank: {self.rollout_workers}", flush=True)
             if self.cloning is not None:
                 loop.fit(self.cloning)
                 self.cloning.close()
             if rl is not None:
                 loop.fit(rl)
-        if rank() == 0:
-            write_summary(parts.config, loop.state, loop.checkpoints.names(), workers)
 
     @contextmanager
     def _reporting(self) -> Iterator[None]:
@@ -179,6 +188,7 @@ def build(config: RunConfig, reservation: Reservation | None = None) -> Run:
     if reservation is not None and (has_rollout_workers or config.cluster.num_env_workers):
         reservation.join()
     env = _evaluation_env(config, state)
+    fresh = config.evaluation.fresh_episodes(len(env.episode_specs(config.evaluation.split)))
     dataset = _dataset(config, env, state, resumed_from)
     fingerprint = _fingerprint(config, env)
     model, fps = _policy(config, env, dataset, resumed_from, fingerprint)
@@ -191,7 +201,7 @@ def build(config: RunConfig, reservation: Reservation | None = None) -> Run:
     workers = sync.generator if isinstance(sync.generator, RolloutWorkers) else None
     episodes = None if workers is None else RemoteEpisodes(workers, config.evaluation.num_envs)
     evaluator = Evaluator(config, env, loop.stop_signal, worker.autocast, episodes)
-    run = _run(TrainerContext(config, loop, worker, sync, evaluator, fingerprint, fps), dataset, workers)
+    run = _run(TrainerContext(config, loop, worker, sync, evaluator, fingerprint, fps), dataset, workers, fresh)
     loop.tracker = _tracker(config, state, resumed_from) if rank() == 0 else None
     return run
 
@@ -231,12 +241,14 @@ def _loop(config: RunConfig, state: LoopState, resumed_from: Path | None) -> Loo
     return loop
 
 
-def _run(parts: TrainerContext, dataset: StoredDemonstrations | None, workers: RolloutWorkers | None) -> Run:
+def _run(
+    parts: TrainerContext, dataset: StoredDemonstrations | None, workers: RolloutWorkers | None, fresh: range
+) -> Run:
     """Create the trainers of the run's remaining phases."""
     if parts.config.trainer.max_steps == 0:
-        return Run(parts, CloningTrainer(parts, dataset, last_tag="after_sft"), None)
+        return Run(parts, CloningTrainer(parts, dataset, last_tag="after_sft"), None, fresh)
     cloning = CloningTrainer(parts, dataset) if parts.loop.state.phase == "sft" else None
-    return Run(parts, cloning, make_trainer(parts, parts.evaluator.env, workers))
+    return Run(parts, cloning, make_trainer(parts, parts.evaluator.env, workers), fresh)
 
 
 def _latest_target(folder: Path) -> Path | None:
@@ -453,6 +465,13 @@ def _execute_rank(work: tuple[RunConfig, Reservation | None]) -> None:
         if rank() == 0:
             checkpoints.set_aside_later(rollback.checkpoint)
         run = build(config, reservation)
+    state, names, fresh, workers = run.loop.state, run.loop.checkpoints.names(), run.fresh, run.rollout_workers
+    can_sample = run.parts.sync.rollout_model.num_uniforms > 0
+    del run
+    gc.collect()  # the chosen checkpoint is loaded into the memory of the trained policy
+    chosen = evaluate_chosen(config, state, names, fresh, can_sample)
+    if rank() == 0:
+        write_summary(config, state, names, chosen, workers)
 
 
 def announce(config: RunConfig) -> None:
@@ -493,6 +512,8 @@ def _execute(run: Run, config: RunConfig) -> RolledBack | None:
 
 def train(config: RunConfig) -> Path:
     """Run an experiment (cloning if ``sft.max_steps`` > 0, evaluation, RL, evaluation, report) and return its folder.
+
+    If at least two evaluated checkpoints competed, the best one is evaluated once more, on fresh episodes (``evaluate_chosen``).
 
     If Ray started the ranks and one is lost, all are restarted from the newest checkpoint, at most ``cluster.max_restarts`` times,
     and at most twice from the same checkpoint. Raise ConfigError if a different run is writing to the folder, or vLLM cannot share

@@ -65,6 +65,12 @@ class RunConfig:
     tracking: TrackingConfig = option(TrackingConfig(), "Metrics.")
     cluster: ClusterConfig = option(ClusterConfig(), "Processes and devices.")
 
+    @property
+    def evaluation_temperature(self) -> float:
+        """Temperature of sampled actions in an evaluation."""
+        temperature = self.evaluation.temperature
+        return self.rollout.temperature if temperature is None else temperature
+
 
 REGISTRIES = {"env": ENVS, "algorithm": ALGORITHMS}
 """Sections with a ``name`` that selects their dataclass from a registry."""

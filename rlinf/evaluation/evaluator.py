@@ -231,7 +231,7 @@ def episode_list(env: VectorEnv, split: str, num_episodes: int | None, first: in
     available = env.episode_specs(split)
     if first >= len(available):
         raise ConfigError(
-            f"first_episode={first}, but the split '{split}' has {len(available)} episodes. Set first_episode to a smaller number, e.g. 0"
+            f"evaluation.first_episode={first}, but the split '{split}' has {len(available)} episodes. Set evaluation.first_episode=0"
         )
     if num_episodes is None:
         return [available[number] for number in range(first, len(available))]

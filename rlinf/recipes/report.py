@@ -103,7 +103,7 @@ def _facts(run: TokenRun) -> Json:
         "method": run.setting("train.train_policy.type"), "model": run.setting("policy.model_name_or_path"),
         "dataset": run.setting("train.train_policy.dataset.name"), "steps": steps,
         "training time": None if seconds is None else format_duration(seconds),
-        "seed": run.setting("train.seed"), "checkpoint": run.setting("checkpoint"),
+        "seed": run.setting("train.seed"), "checkpoint": run.setting("checkpoint"), "best checkpoint": run.best,
         "questions": results[0].file if len(results) == 1 else None,
         "answers": sampling.pop() if len(sampling) == 1 else None,
     }  # fmt: skip

@@ -14,7 +14,7 @@ from rlinf.evaluation.result import Success
 from rlinf.files import Json, parse_json_lines
 from rlinf.recipes.questions_result import QuestionsResult, holds_questions
 from rlinf.report.run_data import FolderData, results_of, saved_texts, traces_of
-from rlinf.run_folder import COMPARISON_FILE, EVALUATIONS_FOLDER, RESULT_FILE, SAMPLES_FOLDER
+from rlinf.run_folder import COMPARISON_FILE, EVALUATIONS_FOLDER, RESULT_FILE, SAMPLES_FOLDER, SUMMARY_FILE
 from rlinf.tracking.tracker import read_metrics
 
 TOKEN_METRICS = ("throughput/tokens_per_s", "eval/loss", "eval/reward_mean")
@@ -56,11 +56,13 @@ class TokenRun(FolderData):
         samples: Completions from the validations, oldest first.
         results: Results on questions by name, from ``result.json`` or from the files below ``eval/``.
         checkpoints: Maps each checkpoint folder, relative to the run, to its size in bytes.
+        best: The best checkpoint of a finished run, see ``best_text``.
     """
 
     samples: list[Samples] = field(default_factory=list)
     results: dict[str, QuestionsResult] = field(default_factory=dict)
     checkpoints: dict[str, int] = field(default_factory=dict)
+    best: str | None = None
 
     @cached_property
     def before_and_after(self) -> tuple[Samples, Samples] | None:
@@ -111,6 +113,9 @@ def read_token_run(folder: str | os.PathLike) -> TokenRun:
     if compared:  # the newest evaluation that was compared with a different model
         newest = max(compared, key=lambda path: path.stat().st_mtime)
         run.comparison = json.loads(newest.read_text(encoding="utf-8"))
+    if (folder / SUMMARY_FILE).is_file():
+        best = json.loads((folder / SUMMARY_FILE).read_text(encoding="utf-8")).get("best_validation")
+        run.best = None if best is None else best_text(best)
     run.config, run.manifest = saved_texts(folder, sorted(folder.glob("safetensors/*")))
     saved = [*folder.glob("checkpoints/*/"), *folder.glob("safetensors/*/")]
     saved = [path for path in saved if not path.name.startswith(".") and not path.is_symlink()]
@@ -118,6 +123,13 @@ def read_token_run(folder: str | os.PathLike) -> TokenRun:
         size = sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
         run.checkpoints[path.relative_to(folder).as_posix()] = size
     return run
+
+
+def best_text(best: Json) -> str:
+    """Return the name of a run's best checkpoint (``best_validation``) and, if several competed, a note on its score."""
+    count = best.get("num_candidates", 1)
+    note = f" (its score {best['score']:.4g} chose it among {count}, so on average it is too high)" if count > 1 else ""
+    return f"{best['checkpoint']}{note}"
 
 
 def _step_of(path: Path) -> int:

@@ -36,6 +36,7 @@ from rlinf.recipes.config import RecipeConfig
 from rlinf.recipes.datasets import StreamedRows
 from rlinf.recipes.hf_folder import HFFolder
 from rlinf.recipes.plan import steps_per_epoch
+from rlinf.recipes.report_data import best_text
 from rlinf.recipes.token_trainer import TokenTrainer, check_equal_rows, comparable, lora_of
 from rlinf.report.run_page import write_report
 from rlinf.report.why.rules import explain
@@ -184,7 +185,9 @@ def summary(loop: Loop, trainer: TokenTrainer, kind: str) -> dict[str, Any]:
         "tokens": trainer.num_tokens,
         "train_wall_s": loop.state.train_wall_s,
         "validation": trainer.last_validation,
-        "best_validation": None if best is None else {"checkpoint": best, "score": trainer.scores[best]},
+        "best_validation": None
+        if best is None
+        else {"checkpoint": best, "score": trainer.scores[best], "num_candidates": len(trainer.scores)},
         "model": str(loop.folder / SAFETENSORS_FOLDER / FINAL_FOLDER),
     }
 
@@ -200,8 +203,8 @@ def closing_table(run_summary: dict[str, Any], lines: list[dict[str, Any]]) -> s
         else []
     )
     table += [f"{name:10}" + "".join(f"  {line[key]:19.4g}" for key in keys) for name, line in ends.items()]
-    if best := run_summary["best_validation"]:
-        table.append(f"best checkpoint: {best['checkpoint']}")
+    if run_summary["best_validation"]:
+        table.append(f"best checkpoint: {best_text(run_summary['best_validation'])}")
     table.append(
         f"training took {run_summary['train_wall_s']:.0f} s, {run_summary['steps']} steps, {run_summary['tokens']:,.0f} tokens"
     )

@@ -13,7 +13,7 @@ import yaml
 from rlinf import run_folder, wings
 from rlinf.errors import CheckpointError
 from rlinf.evaluation.compare import EPISODES, Comparison, compare, sampling_differences
-from rlinf.evaluation.result import EvaluationResult
+from rlinf.evaluation.result import EvaluationResult, Success
 from rlinf.files import Json
 from rlinf.tracking.tracker import read_metrics
 
@@ -68,10 +68,12 @@ class RunData(FolderData):
     """Content of a run folder; without ``compare.json``, ``comparison`` equals ``gain``.
 
     Attributes:
-        evaluations: Evaluations from ``eval/<tag>/result.json`` (or ``result.json``), oldest first.
+        evaluations: Evaluations from ``eval/<tag>/result.json`` (or ``result.json``), oldest first, without ``fresh``.
+        fresh: The best checkpoint's evaluation on fresh episodes, which is the one to report; None if it was not made.
     """
 
     evaluations: list[Evaluation] = field(default_factory=list)
+    fresh: Evaluation | None = None
     summary: Json = field(default_factory=dict)
 
     @property
@@ -165,7 +167,11 @@ def read_run(folder: str | os.PathLike) -> RunData:
     for path in sorted(results_of(folder), key=lambda path: (path.parent == folder, path.stat().st_mtime, path)):
         relative = path.parent.relative_to(folder).as_posix()
         tag = path.parent.name if relative != "." else "evaluation"
-        data.evaluations.append(Evaluation(tag, relative, EvaluationResult.from_json(path)))
+        evaluation = Evaluation(tag, relative, EvaluationResult.from_json(path))
+        if tag == run_folder.FRESH_EVALUATION:
+            data.fresh = evaluation
+        else:
+            data.evaluations.append(evaluation)
     if not data.lines and not data.evaluations:
         missing = "neither metrics.jsonl nor eval/*/result.json nor result.json"
         raise CheckpointError(f"{folder} is not a run folder: it has {missing}.")
@@ -174,10 +180,35 @@ def read_run(folder: str | os.PathLike) -> RunData:
     ):  # fmt: skip
         if (folder / file).exists():
             setattr(data, name, json.loads((folder / file).read_text(encoding="utf-8")))
+    if data.summary.get("reported", {}).get("evaluation") != run_folder.FRESH_EVALUATION:
+        data.fresh = None  # not finished, or of an earlier choice
     data.comparison = data.comparison or data.gain
     data.traces = traces_of(folder)
     data.config, data.manifest = saved_texts(folder)
     return data
+
+
+def reported_lines(summary: Json) -> list[str]:
+    """Return what to report of a finished run, and how the policy with sampled actions differs from it; empty without a choice."""
+    reported = summary.get("reported", {})
+    if reported.get("num_candidates", 0) < 2:
+        return []
+    checkpoint, num_candidates = reported["checkpoint"], reported["num_candidates"]
+    if reported["evaluation"] != run_folder.FRESH_EVALUATION:
+        return [
+            f"no fresh evaluation ({reported['not_fresh']}): the number of {checkpoint} is from the episodes that chose it among "
+            f"{num_candidates} checkpoints, so on average it is too high"
+        ]
+    episodes = f"{reported['episodes']} fresh episodes (evaluation.first_episode={reported['first_episode']})"
+    lines = [f"to report: {checkpoint}, chosen among {num_candidates} checkpoints, on {episodes}"]
+    sampled = summary.get("sampled", {})
+    paired = sampled.get("paired_with_greedy")
+    if paired is not None and not paired["interval"][0] <= 0 <= paired["interval"][1]:
+        greedy = Success(paired["successes_a"], paired["episodes"])
+        lines.append(
+            f"sampled at temperature {sampled['temperature']:g}: {Success.from_dict(sampled)}, greedy on the same episodes: {greedy}"
+        )
+    return lines
 
 
 def results_of(folder: Path) -> list[Path]:

@@ -15,7 +15,7 @@ from rlinf.number_formats import format_duration
 from rlinf.report.charts import NUM_COLOURS, SMALL, Interval, Series
 from rlinf.report.episode_player import player
 from rlinf.report.page import Curves, card, clipped_text, curve_cards, series_of, write_page
-from rlinf.report.run_data import RunData, kind_of, read_run
+from rlinf.report.run_data import RunData, kind_of, read_run, reported_lines
 from rlinf.report.why.findings import record_of
 from rlinf.report.why.rules import diagnose
 from rlinf.run_folder import CHECKPOINTS_FOLDER, EVALUATIONS_FOLDER, REPORT_FILE
@@ -28,7 +28,7 @@ def write_report(run_folder: str | os.PathLike) -> Path:
         return kind.write_report(Path(run_folder))
     data = read_run(run_folder)
     title = _title(data)
-    newest = data.after or next(reversed(data.evaluations), None)
+    newest = data.fresh or data.after or next(reversed(data.evaluations), None)
     series = [
         Series(evaluation.name, evaluation.result.success_by_step(), colour)
         for evaluation, colour in data.in_the_table
@@ -36,7 +36,7 @@ def write_report(run_folder: str | os.PathLike) -> Path:
     ]
     solved = card("Solved within t env steps", series, "t (env steps)", "fraction of episodes", percent=True)
     return write_page(
-        data.folder / REPORT_FILE, "run.html", f"{title}: {newest.result.total}" if newest else title, title=title, data=data,
+        data.folder / REPORT_FILE, "run.html", f"{title}: {newest.result.total}" if newest else title, title=title, data=data, reported=reported_lines(data.summary),
         facts=_facts(data), warnings=_warnings(data), findings=diagnose(record_of(data)) if data.lines else None, success_curves=_success_curves(data),
         tasks=_tasks(data), success_by_step=solved, actor_curves=_actor_curves(data.lines),
         curves=_training_curves(data), profile_steps=data.setting("trainer.profile_steps"), **player(data),

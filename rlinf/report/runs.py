@@ -338,14 +338,17 @@ def write_runs_report(runs: Sequence[RunData], output: str | os.PathLike) -> Pat
 def compared_pairs(groups: Sequence[RunGroup]) -> list[tuple[str, str, Json | str]]:
     """Return names and paired comparisons of single runs: all pairs for up to three runs, otherwise each run with the first.
 
-    The comparison is as in ``compare.json``, or the reason as text if two runs cannot be compared.
+    The evaluations on fresh episodes are compared if both runs have one, otherwise the last ones. The comparison is as in ``compare.json``, or the reason as text if two runs cannot be compared.
     """
-    single = [(group.label, group.closing[0].result) for group in groups if len(group.closing) == 1]
+    closed = [(group.label, [run for run in group.counted if closing_evaluation(run) is not None]) for group in groups]
+    single = [(label, runs[0]) for label, runs in closed if len(runs) == 1]
     pairs = itertools.combinations(single, 2) if len(single) <= 3 else ((single[0], other) for other in single[1:])
     comparisons: list[tuple[str, str, Json | str]] = []
-    for (name_a, a), (name_b, b) in pairs:
+    for (name_a, run_a), (name_b, run_b) in pairs:
+        both = [run_a.fresh, run_b.fresh]
+        a, b = both if None not in both else map(closing_evaluation, (run_a, run_b))
         try:
-            comparisons.append((name_a, name_b, compare(a, b).as_dict()))
+            comparisons.append((name_a, name_b, compare(a.result, b.result).as_dict()))
         except (ConfigError, ManifestMismatchError) as error:
             comparisons.append((name_a, name_b, str(error).partition(". ")[0]))
     return comparisons

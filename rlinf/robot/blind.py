@@ -80,7 +80,7 @@ def _run(configs: list[RunConfig], settings: RobotConfig, output: Path, stack: E
     config, device, starts = configs[1], resolve_device(configs[1].cluster.device, 1), output / run_folder.STARTS_FOLDER
     env = env_maker(config, 1)(1, auto_reset=False)
     stack.callback(env.close)
-    opened = [open_evaluation(side, env, settings.first_episode) for side in configs]
+    opened = [open_evaluation(side, env) for side in configs]
     check_conditions(*(policy.manifest for policy in opened), config.evaluation.allow_mismatch)
     settings = replace(settings, fps=settings.fps or opened[1].manifest.fps)
     num_episodes = 2 * len(opened[0].specs)

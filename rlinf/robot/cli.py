@@ -21,7 +21,7 @@ def robot(arguments: Sequence[str]) -> int:
 
     Runs the same episodes as `rlinf evaluate`, one after the other, with the same keys, files and comparisons, and also writes
     timing.json. Its own keys: arm, fps, execution, relative_dims, max_relative_target, max_observation_age_s, max_failures,
-    teleoperator, handover_max_step, record, first_episode, expert_threshold, expert_patience, expert_steps, success, page_host,
+    teleoperator, handover_max_step, record, expert_threshold, expert_patience, expert_steps, success, page_host,
     page_port, blind, real_time, latency_s, delay_steps, drop_frames, noise (docs/robot.md).
     """
     arguments = with_checkpoint(arguments)

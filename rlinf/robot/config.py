@@ -38,7 +38,6 @@ class RobotConfig:
         None, "Maximum position change per step until robot and teleoperator meet, in env units.", minimum=1e-6
     )
     record: PathText | None = option(None, "LeRobotDataset folder to add the episodes to; null: none.")
-    first_episode: int = option(0, "Number of episodes of the split to skip.", minimum=0)
     expert_threshold: float = option(
         0.5,
         "Mean distance from the expert's action, in half ranges, above which the policy's action is an error.",

@@ -45,7 +45,7 @@ def evaluate_on_robot(config: RunConfig, settings: RobotConfig) -> EvaluationRes
         seed_everything(config.seed, config.trainer.deterministic)
         env = env_maker(config, 1)(1, auto_reset=False)
         stack.callback(env.close)
-        opened = open_evaluation(config, env, settings.first_episode)
+        opened = open_evaluation(config, env)
         opened.model = opened.model.to(device)
         settings = replace(settings, fps=settings.fps or opened.manifest.fps)
         starts = None if opened.baseline is None else opened.baseline / run_folder.STARTS_FOLDER

@@ -55,9 +55,9 @@ class Evaluator:
                 return evaluate_policy(
                     model,
                     self.env,
-                    episode_list(self.env, settings.split, settings.num_episodes),
+                    episode_list(self.env, settings.split, settings.num_episodes, settings.first_episode),
                     greedy=settings.greedy,
-                    temperature=self.config.rollout.temperature,
+                    temperature=self.config.evaluation_temperature,
                     seed=self.config.seed,
                     on_result=lambda _: heartbeat(),
                     plan=plan,

@@ -210,7 +210,7 @@ class Loop:
         settings, state = self.settings, self.state
         limit = 60 * settings.save_every_minutes
         late = rank() == 0 and limit > 0 and time.monotonic() - self._saved_at >= limit
-        best = state.best_checkpoint({summary.get("checkpoint") for summary in state.evaluations.values()} - {None})
+        best = state.best_checkpoint(state.candidates)
         # All ranks must decide together, because their clocks differ and saving is a collective call.
         due = any_rank(late or (best is not None and best == state.policy_checkpoint))
         if last or due or (settings.save_every and state.done % settings.save_every == 0):

@@ -10,11 +10,12 @@ import torch
 
 from rlinf.config.schema import RunConfig
 from rlinf.evaluation.result import Success, success_table
-from rlinf.files import write_text
+from rlinf.files import Json, write_text
+from rlinf.report.run_data import reported_lines
 from rlinf.report.run_page import write_report
 from rlinf.report.why.rules import explain
 from rlinf.rollout.parity import EXCEEDED
-from rlinf.run_folder import EVALUATIONS_FOLDER, SUMMARY_FILE
+from rlinf.run_folder import EVALUATIONS_FOLDER, FRESH_EVALUATION, SUMMARY_FILE
 from rlinf.tracking.tracker import read_metrics
 from rlinf.training.state import LoopState
 from rlinf.training.train_worker import FailedBatch
@@ -39,14 +40,20 @@ def evaluation_folder(config: RunConfig, tag: str) -> Path:
 
 
 def write_summary(
-    config: RunConfig, state: LoopState, saved_names: Collection[str], rollout_workers: str | None = None
+    config: RunConfig,
+    state: LoopState,
+    saved_names: Collection[str],
+    chosen: Json,
+    rollout_workers: str | None = None,
 ) -> None:
     """Write ``summary.json`` and the report for a finished run, and print the closing table.
 
-    ``rollout_workers`` describes each rank's rollout workers; None without rollouts.
+    Args:
+        chosen: Entries of ``rlinf.commands.fresh.evaluate_chosen``.
+        rollout_workers: Describes each rank's rollout workers; None without rollouts.
     """
     folder = Path(config.output_dir)
-    summary = summary_of(config.experiment_name, config.seed, state, state.best_evaluation(saved_names))
+    summary = summary_of(config.experiment_name, config.seed, state, state.best_evaluation(saved_names)) | chosen
     summary["parity_exceeded"] = sum(line.get(EXCEEDED, 0) > 0 for line in read_metrics(folder))
     summary["rollout_workers"] = rollout_workers
     outcome = explain(folder).outcome
@@ -78,13 +85,16 @@ def summary_of(experiment_name: str, seed: int, state: LoopState, best: str | No
 
 
 def closing_table(summary: dict[str, Any]) -> str:
-    """Return a run's closing lines: success and return before and after RL with intervals, and the training time."""
-    rows = []
+    """Return a run's closing lines: success and return, to report, before and after RL, with intervals, and the training time."""
+    rows, reported = [], summary.get("reported", {})
+    if reported.get("evaluation") == FRESH_EVALUATION:
+        rows.append((f"{'to report':12}", Success.from_dict(reported)))
     for key in SUMMARY_TAGS:
         if key in summary:
             label = key.removeprefix("success_").replace("_", " ").replace("rl", "RL").replace("sft", "SFT")
             rows.append((f"{label:12}", Success.from_dict(summary[key])))
     lines = [success_table(rows, "", "success")] if rows else []
+    lines += reported_lines(summary)
     if "best_checkpoint" in summary:
         best = summary["best_checkpoint"]
         is_reported = best.get("reports_success", True)

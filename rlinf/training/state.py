@@ -59,6 +59,11 @@ class LoopState:
             return self.checkpoint_name
         return f"sft_{self.sft_step:06d}" if self.sft_step > 0 else self.start
 
+    @property
+    def candidates(self) -> set[str]:
+        """Names of the evaluated checkpoints, also of those that were not saved because they were not the best."""
+        return {summary.get("checkpoint") for summary in self.evaluations.values()} - {None}
+
     def best_evaluation(self, names: Collection[str]) -> str | None:
         """Return the tag of the newest evaluation with the highest success rate above 0, or highest return if the env reports no success.
 

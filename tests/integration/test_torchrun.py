@@ -10,12 +10,14 @@ import subprocess
 import sys
 from pathlib import Path
 
-from run_results import SMALL_RUN, run_config, untimed_metrics
+from run_results import SMALL_RUN, result_content, run_config, untimed_metrics
 
 from rlinf.commands.train import train
 from rlinf.distributed.start import MPIRUN, SRUN, TORCHRUN
 
 SMALL = [*SMALL_RUN, "trainer.max_steps=2", "algorithm.critic_warmup_steps=1"]
+CHOICE = ["trainer.eval_every=1", "evaluation.num_fresh_episodes=5", "env.max_episode_steps=16", "env.tolerance_m=0.1"]
+"""Two checkpoints compete, and some episodes succeed, so that the best one is evaluated on fresh episodes."""
 
 
 def free_port() -> int:
@@ -53,16 +55,18 @@ def two_ranks(folder: Path, words: list[str], others: list[str] | None = None) -
 def test_torchrun_on_two_machines_gives_the_numbers_of_ranks_that_the_command_starts(tmp_path):
     endpoint = f"--rdzv-endpoint=127.0.0.1:{free_port()}"
     options = ["--nnodes=2", "--nproc-per-node=1", "--rdzv-backend=c10d", endpoint, "--rdzv-id=test"]
-    words = ["train", *SMALL]
+    words = ["train", *SMALL, *CHOICE]
     ends = ended(*(begin(tmp_path, torchrun(*options, f"--node-rank={node}"), words) for node in (0, 1)))
     assert [status for status, _, _ in ends] == [0, 0], ends
     folders = [path for path in (tmp_path / "outputs").glob("*/*") if not path.is_symlink()]
     assert len(folders) == 1, "one dated folder, which is that of rank 0"
-    for line in ("each of 2 ranks", "after RL ", "report: "):
+    for line in ("each of 2 ranks", "after RL ", "to report: ", "fresh evaluation of"):
         assert sum(out.count(line) for _, out, _ in ends) == 1, "rank 0 alone prints"
     for seed in (0, 5):
-        train(run_config(tmp_path / str(seed), *SMALL, "cluster.num_processes=2", f"seed={seed}"))
+        train(run_config(tmp_path / str(seed), *SMALL, *CHOICE, "cluster.num_processes=2", f"seed={seed}"))
     assert untimed_metrics(folders[0]) == untimed_metrics(tmp_path / "0") != untimed_metrics(tmp_path / "5")
+    fresh, again = (result_content(folder / "eval" / "fresh") for folder in (folders[0], tmp_path / "0"))
+    assert fresh == again and len(fresh["results"]) == 5
 
 
 def test_ranks_of_another_configuration_are_refused(tmp_path):

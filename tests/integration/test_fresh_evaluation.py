@@ -1,0 +1,150 @@
+"""The chosen checkpoint of a run is evaluated once more, on episodes that did not choose it."""
+
+import json
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+from run_results import SMALL_RUN, give_success, result_content, run_config
+
+from rlinf.commands import fresh as fresh_module
+from rlinf.commands.evaluate import evaluate
+from rlinf.commands.hydra_app import configure, parse
+from rlinf.commands.train import train
+from rlinf.evaluation.partial import PartialResults
+from rlinf.evaluation.result import EvaluationResult
+from rlinf.report.runs import closing_evaluation, compared_pairs, group_runs, read_runs, sweep_table
+
+RUN = [
+    *SMALL_RUN, "trainer.max_steps=2", "trainer.eval_every=1", "evaluation.num_episodes=6", "evaluation.num_fresh_episodes=null",
+    "trainer.max_keep=-1", "trainer.save_every=1",
+]  # fmt: skip
+
+
+def config_of(folder: Path, *overrides: str):
+    return run_config(folder, *RUN, *overrides)
+
+
+def evaluated(folder: Path, *overrides: str) -> EvaluationResult:
+    """The result of ``rlinf evaluate`` in a new folder."""
+    return evaluate(configure(parse([*overrides, f"output_dir={folder}"]), "evaluate"))
+
+
+def summary_of(run: Path) -> dict:
+    return json.loads((run / "summary.json").read_text())
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory) -> Path:
+    """A run whose evaluation after the first iteration was the best."""
+    folder = tmp_path_factory.mktemp("runs") / "finished"
+    with pytest.MonkeyPatch.context() as patch:
+        give_success(patch, 0.0, 0.5, 0.0)
+        train(config_of(folder))
+    return folder
+
+
+def episodes_of(folder: Path) -> list:
+    return [row.spec for row in EvaluationResult.from_json(folder / "result.json").results]
+
+
+def test_the_reported_number_is_the_one_of_rlinf_evaluate_on_other_episodes(finished, tmp_path):
+    reported = summary_of(finished)["reported"]
+    fresh = EvaluationResult.from_json(finished / "eval" / "fresh" / "result.json")
+    assert not set(episodes_of(finished / "eval" / "after_rl")) & set(episodes_of(finished / "eval" / "fresh"))
+    assert reported["checkpoint"] == "rl_000001" and reported["chosen_success_rate"] == 0.5
+    assert (reported["successes"], reported["episodes"]) == (fresh.successes, 6)
+    assert (reported["first_episode"], reported["num_candidates"]) == (6, 2)
+    checkpoint = f"checkpoint={finished / 'checkpoints' / 'rl_000001'}"
+    again = evaluated(tmp_path / "again", checkpoint, "evaluation.first_episode=6")
+    assert again.results == fresh.results and not any("chose this" in line for line in again.warnings)
+    other = evaluated(tmp_path / "other", checkpoint, "evaluation.first_episode=4")
+    assert other.results[2:] == fresh.results[:4], "control: the list moves by two"
+    (warning,) = (line for line in other.warnings if "chose this checkpoint" in line)
+    assert "2 of these 6" in warning and "evaluation.first_episode=6" in warning
+    last = evaluated(tmp_path / "last", f"checkpoint={finished / 'checkpoints' / 'rl_000002'}")
+    assert not any("chose this" in line for line in last.warnings), "these episodes did not choose it"
+
+
+def test_the_same_episodes_are_compared_with_sampled_actions(finished, tmp_path):
+    sampled = EvaluationResult.from_json(finished / "eval" / "fresh" / "sampled" / "result.json")
+    assert episodes_of(finished / "eval" / "fresh" / "sampled") == episodes_of(finished / "eval" / "fresh")
+    stored = summary_of(finished)["sampled"]
+    assert (sampled.greedy, stored["temperature"], stored["successes"]) == (False, 1.0, sampled.successes)
+    assert stored["paired_with_greedy"]["successes_a"] == summary_of(finished)["reported"]["successes"]
+    words = [
+        f"checkpoint={finished / 'checkpoints' / 'rl_000001'}",
+        "evaluation.first_episode=6",
+        "evaluation.greedy=false",
+    ]
+    hot = evaluated(tmp_path / "hot", *words, "evaluation.temperature=3")
+    same = evaluated(tmp_path / "same", *words, "rollout.temperature=3")
+    one = evaluated(tmp_path / "one", *words)
+    assert hot.temperature == 3 and hot.results == same.results
+    assert one.results == sampled.results != hot.results
+
+
+def test_a_finished_run_is_not_evaluated_again_unless_its_choice_changes(finished, tmp_path, monkeypatch):
+    run, ran = tmp_path / "run", []
+    shutil.copytree(finished, run)
+    run_again = fresh_module.evaluate_rank
+    monkeypatch.setattr(fresh_module, "evaluate_rank", lambda work: ran.append(work[0].checkpoint) or run_again(work))
+    give_success(monkeypatch, 0.25)
+    config = config_of(run, f"resume={run}")
+    train(config_of(finished, f"resume={finished}"))
+    assert not ran and summary_of(finished)["reported"]["checkpoint"] == "rl_000001"
+    give_success(monkeypatch, 0.75)
+    train(config)
+    assert [os.path.basename(path) for path in ran] == ["rl_000002"] * 2, "greedy, then sampled"
+    assert summary_of(run)["reported"]["checkpoint"] == "rl_000002"
+    assert result_content(run / "eval" / "fresh")["results"] != result_content(finished / "eval" / "fresh")["results"]
+
+
+def test_a_run_that_is_interrupted_in_its_fresh_evaluation_finishes_it(finished, tmp_path, monkeypatch):
+    add, added = PartialResults.add, []
+
+    def interrupted(self, result):
+        add(self, result)
+        added.append(result.spec)
+        if len(added) == 2:
+            raise KeyboardInterrupt
+
+    give_success(monkeypatch, 0.0, 0.5, 0.0, 0.0)
+    monkeypatch.setattr(PartialResults, "add", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        train(config_of(tmp_path, "evaluation.num_envs=1"))
+    assert not (tmp_path / "summary.json").exists()
+    train(config_of(tmp_path, "evaluation.num_envs=1", f"resume={tmp_path}"))
+    assert added[:6] == episodes_of(tmp_path / "eval" / "fresh"), "each once"
+    assert summary_of(tmp_path)["reported"] == summary_of(finished)["reported"]
+
+
+def test_without_episodes_left_or_without_a_choice_there_is_no_fresh_evaluation(tmp_path, monkeypatch, capsys):
+    give_success(monkeypatch, 0.0, 0.5, 0.0)
+    train(config_of(tmp_path / "used", "env.num_eval_init_states=6"))
+    reported = summary_of(tmp_path / "used")["reported"]
+    assert (reported["evaluation"], reported["success_rate"], reported["first_episode"]) == ("step_000001", 0.5, 0)
+    assert "no episodes after" in reported["not_fresh"] and reported["not_fresh"] in capsys.readouterr().out
+    assert reported["not_fresh"] in (tmp_path / "used" / "report.html").read_text()
+    give_success(monkeypatch, 0.0, 0.5)
+    train(config_of(tmp_path / "single", "trainer.eval_every=0"))
+    assert summary_of(tmp_path / "single")["reported"]["num_candidates"] == 1
+    assert "no fresh" not in capsys.readouterr().out
+    assert not list(tmp_path.glob("*/eval/fresh"))
+
+
+def test_tables_of_runs_have_the_fresh_number_where_all_have_one(finished, tmp_path):
+    stale = tmp_path / "stale"
+    shutil.copytree(finished, stale)
+    summary = summary_of(stale)
+    summary["reported"]["evaluation"] = "step_000001"
+    (stale / "summary.json").write_text(json.dumps(summary | {"seed": 1}))
+    with_fresh, without = read_runs([finished, stale])
+    assert [closing_evaluation(run).tag for run in (with_fresh, without)] == ["fresh", "after_rl"]
+    assert "fresh episodes" in sweep_table([finished]) and "fresh episodes" not in sweep_table([stale])
+    groups = group_runs([with_fresh]) + group_runs([without])
+    ((_, _, paired),) = compared_pairs(groups)
+    assert paired["total"]["episodes"] == 6, "both on the last evaluation's list"
+    page = (finished / "report.html").read_text()
+    assert page.index("Success to report") < page.index("Success after RL")

@@ -14,7 +14,7 @@ from rlinf.evaluation.partial import partial_files
 from rlinf.evaluation.result import EvaluationResult
 from rlinf.files import Json, write_text
 from rlinf.manifest import Manifest
-from rlinf.options import to_mapping
+from rlinf.options import override_text, to_mapping
 from rlinf.run_folder import (
     CHECKPOINTS_FOLDER,
     CONDITIONS_FILE,
@@ -23,7 +23,7 @@ from rlinf.run_folder import (
     RESULT_FILE,
     SAMPLED_FOLDER,
 )
-from rlinf.training.outcome import SUMMARY_VALUES, evaluation_folder
+from rlinf.training.outcome import evaluation_folder
 from rlinf.training.state import LoopState
 
 EVALUATED_SECTIONS = ("seed", "checkpoint", "model", "tokenizer", "env", "evaluation")
@@ -46,59 +46,49 @@ def evaluate_chosen(
         can_sample: Whether the policy can sample actions; then the first of the episodes are also run with sampled ones.
 
     Returns:
-        On rank 0, ``reported`` and ``sampled`` for ``summary.json``; without ``reported`` if the run has not chosen a checkpoint.
+        On rank 0, entries of ``summary.json``: ``reported`` and ``sampled``, or ``not_fresh``, the reason why a checkpoint was chosen
+        but not evaluated again.
     """
     settings, folder = config.evaluation, evaluation_folder(config, FRESH_EVALUATION)
     tag = broadcast_object(state.best_evaluation(names), 0)
     if tag is None or len(state.candidates) < 2 or not fresh:
         if rank() == 0 and folder.is_dir():  # of a checkpoint that the run chose before it was resumed
             shutil.rmtree(folder)
-        if tag is None:
+        if tag is None or len(state.candidates) < 2:
             return {}
-        reported = _reported(state, tag, state.evaluations[tag], settings.first_episode)
-        if len(state.candidates) > 1:
-            is_off = settings.num_fresh_episodes == 0
-            none_left = (
-                f"the split '{settings.split}' has no episodes after evaluation.num_episodes={settings.num_episodes}"
-            )
-            reported["not_fresh"] = "evaluation.num_fresh_episodes=0" if is_off else none_left
-        return {"reported": reported}
-    checkpoint = state.evaluations[tag]["checkpoint"]
-    evaluated = _configuration(config, state, checkpoint, fresh)
+        count = settings.num_episodes
+        none_left = f"the split '{settings.split}' has no episodes after evaluation.num_episodes={override_text(count)}"
+        return {"not_fresh": "evaluation.num_fresh_episodes=0" if settings.num_fresh_episodes == 0 else none_left}
+    chosen = state.evaluations[tag]
+    evaluated = _configuration(config, state, chosen["checkpoint"], fresh)
     if rank() == 0:
         place = f"episodes {fresh.start} to {fresh.stop - 1} of the split '{settings.split}'"
         resume = f"if interrupted, continue with rlinf train resume={config.output_dir}"
-        print(f"fresh evaluation of {checkpoint} on {place}; {resume}", flush=True)
-    result = _evaluate_once(evaluated)
-    sampled = None
+        print(f"fresh evaluation of {chosen['checkpoint']} on {place}; {resume}", flush=True)
+    result, sampled = _evaluate_once(evaluated), None
     if settings.greedy and can_sample:
         count = min(len(fresh), settings.num_episodes or len(fresh))
         if rank() == 0:
             print(f"the first {count} of them with sampled actions:", flush=True)
         silent = {"num_videos_per_task": 0, "record_episodes": 0, "probe": False}
-        chosen = replace(evaluated.evaluation, greedy=False, num_episodes=count, **silent)
-        sampled = _evaluate_once(replace(evaluated, output_dir=str(folder / SAMPLED_FOLDER), evaluation=chosen))
+        shorter = replace(evaluated.evaluation, greedy=False, num_episodes=count, **silent)
+        sampled = _evaluate_once(replace(evaluated, output_dir=str(folder / SAMPLED_FOLDER), evaluation=shorter))
     if result is None:
         return {}
-    values = {"reported": _reported(state, tag, result.summary(), fresh.start) | {"evaluation": FRESH_EVALUATION}}
+    values = {
+        "reported": {
+            "checkpoint": chosen["checkpoint"],
+            **result.summary(),
+            "first_episode": fresh.start,
+            "num_candidates": len(state.candidates),
+            "chosen_success_rate": chosen["success_rate"],
+        }
+    }
     if sampled is not None:
         greedy = replace(result, results=result.results[: sampled.episodes])
         paired = compare(greedy, sampled, ["greedy"]).as_dict()["total"]
         values["sampled"] = {**sampled.summary(), "temperature": sampled.temperature, "paired_with_greedy": paired}
     return values
-
-
-def _reported(state: LoopState, tag: str, success: Json, first_episode: int) -> Json:
-    """Return the number to report of the checkpoint that the evaluation ``tag`` has chosen."""
-    chosen = state.evaluations[tag]
-    return {
-        "checkpoint": chosen["checkpoint"],
-        "evaluation": tag,
-        **{name: value for name, value in success.items() if name in SUMMARY_VALUES},
-        "first_episode": first_episode,
-        "num_candidates": len(state.candidates),
-        "chosen_success_rate": chosen["success_rate"],
-    }
 
 
 def _configuration(config: RunConfig, state: LoopState, checkpoint: str, fresh: range) -> RunConfig:

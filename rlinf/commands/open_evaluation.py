@@ -82,8 +82,8 @@ def _choice_warning(checkpoint: str, env: VectorEnv, specs: Sequence[EpisodeSpec
         return []
     summary = folder.parents[1] / run_folder.SUMMARY_FILE
     if folder.parent.name == run_folder.CHECKPOINTS_FOLDER and summary.is_file():
-        choice = json.loads(summary.read_text(encoding="utf-8")).get("reported", {})
-        chosen, num_candidates = choice.get("checkpoint"), choice.get("num_candidates", 0)
+        choice = json.loads(summary.read_text(encoding="utf-8")).get("best_checkpoint", {})
+        chosen, num_candidates = choice.get("name"), choice.get("num_candidates", 0)
     else:  # the run has not finished: was it the best until it was saved?
         state = LoopState(evaluations=read_loop_state(folder).get("evaluations", {}))
         chosen, num_candidates = state.best_checkpoint(state.candidates), len(state.candidates)

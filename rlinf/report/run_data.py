@@ -180,8 +180,8 @@ def read_run(folder: str | os.PathLike) -> RunData:
     ):  # fmt: skip
         if (folder / file).exists():
             setattr(data, name, json.loads((folder / file).read_text(encoding="utf-8")))
-    if data.summary.get("reported", {}).get("evaluation") != run_folder.FRESH_EVALUATION:
-        data.fresh = None  # not finished, or of an earlier choice
+    if "reported" not in data.summary:
+        data.fresh = None  # not finished
     data.comparison = data.comparison or data.gain
     data.traces = traces_of(folder)
     data.config, data.manifest = saved_texts(folder)
@@ -190,15 +190,16 @@ def read_run(folder: str | os.PathLike) -> RunData:
 
 def reported_lines(summary: Json) -> list[str]:
     """Return what to report of a finished run, and how the policy with sampled actions differs from it; empty without a choice."""
-    reported = summary.get("reported", {})
-    if reported.get("num_candidates", 0) < 2:
-        return []
-    checkpoint, num_candidates = reported["checkpoint"], reported["num_candidates"]
-    if reported["evaluation"] != run_folder.FRESH_EVALUATION:
+    if "not_fresh" in summary:
+        best = summary["best_checkpoint"]
         return [
-            f"no fresh evaluation ({reported['not_fresh']}): the number of {checkpoint} is from the episodes that chose it among "
-            f"{num_candidates} checkpoints, so on average it is too high"
+            f"no fresh evaluation ({summary['not_fresh']}): the number of {best['name']} is from the episodes that chose it among "
+            f"{best['num_candidates']} checkpoints, so on average it is too high"
         ]
+    if "reported" not in summary:
+        return []
+    reported = summary["reported"]
+    checkpoint, num_candidates = reported["checkpoint"], reported["num_candidates"]
     episodes = f"{reported['episodes']} fresh episodes (evaluation.first_episode={reported['first_episode']})"
     lines = [f"to report: {checkpoint}, chosen among {num_candidates} checkpoints, on {episodes}"]
     sampled = summary.get("sampled", {})

@@ -338,7 +338,8 @@ def write_runs_report(runs: Sequence[RunData], output: str | os.PathLike) -> Pat
 def compared_pairs(groups: Sequence[RunGroup]) -> list[tuple[str, str, Json | str]]:
     """Return names and paired comparisons of single runs: all pairs for up to three runs, otherwise each run with the first.
 
-    The evaluations on fresh episodes are compared if both runs have one, otherwise the last ones. The comparison is as in ``compare.json``, or the reason as text if two runs cannot be compared.
+    The evaluations on fresh episodes are compared if both runs have one, otherwise the last ones. The comparison is as in
+    ``compare.json``, or the reason as text if two runs cannot be compared.
     """
     closed = [(group.label, [run for run in group.counted if closing_evaluation(run) is not None]) for group in groups]
     single = [(label, runs[0]) for label, runs in closed if len(runs) == 1]
@@ -346,7 +347,7 @@ def compared_pairs(groups: Sequence[RunGroup]) -> list[tuple[str, str, Json | st
     comparisons: list[tuple[str, str, Json | str]] = []
     for (name_a, run_a), (name_b, run_b) in pairs:
         both = [run_a.fresh, run_b.fresh]
-        a, b = both if None not in both else map(closing_evaluation, (run_a, run_b))
+        a, b = map(closing_evaluation, (run_a, run_b)) if None in both else both
         try:
             comparisons.append((name_a, name_b, compare(a.result, b.result).as_dict()))
         except (ConfigError, ManifestMismatchError) as error:

@@ -15,7 +15,7 @@ from rlinf.report.run_data import reported_lines
 from rlinf.report.run_page import write_report
 from rlinf.report.why.rules import explain
 from rlinf.rollout.parity import EXCEEDED
-from rlinf.run_folder import EVALUATIONS_FOLDER, FRESH_EVALUATION, SUMMARY_FILE
+from rlinf.run_folder import EVALUATIONS_FOLDER, SUMMARY_FILE
 from rlinf.tracking.tracker import read_metrics
 from rlinf.training.state import LoopState
 from rlinf.training.train_worker import FailedBatch
@@ -81,13 +81,14 @@ def summary_of(experiment_name: str, seed: int, state: LoopState, best: str | No
         names = ("success_rate", "return_mean", "reports_success")
         values = {name: evaluation[name] for name in names if name in evaluation}
         summary["best_checkpoint"] = {"name": evaluation["checkpoint"], "evaluation": best, **values}
+        summary["best_checkpoint"]["num_candidates"] = len(state.candidates)
     return summary
 
 
 def closing_table(summary: dict[str, Any]) -> str:
     """Return a run's closing lines: success and return, to report, before and after RL, with intervals, and the training time."""
     rows, reported = [], summary.get("reported", {})
-    if reported.get("evaluation") == FRESH_EVALUATION:
+    if reported:
         rows.append((f"{'to report':12}", Success.from_dict(reported)))
     for key in SUMMARY_TAGS:
         if key in summary:

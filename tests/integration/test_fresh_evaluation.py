@@ -14,11 +14,11 @@ from rlinf.commands.hydra_app import configure, parse
 from rlinf.commands.train import train
 from rlinf.evaluation.partial import PartialResults
 from rlinf.evaluation.result import EvaluationResult
-from rlinf.report.runs import closing_evaluation, compared_pairs, group_runs, read_runs, sweep_table
+from rlinf.report.runs import compared_pairs, group_runs, read_runs
 
 RUN = [
     *SMALL_RUN, "trainer.max_steps=2", "trainer.eval_every=1", "evaluation.num_episodes=6", "evaluation.num_fresh_episodes=null",
-    "trainer.max_keep=-1", "trainer.save_every=1",
+    "trainer.max_keep=-1", "trainer.save_every=1", "algorithm.critic_warmup_steps=0",
 ]  # fmt: skip
 
 
@@ -123,28 +123,25 @@ def test_a_run_that_is_interrupted_in_its_fresh_evaluation_finishes_it(finished,
 def test_without_episodes_left_or_without_a_choice_there_is_no_fresh_evaluation(tmp_path, monkeypatch, capsys):
     give_success(monkeypatch, 0.0, 0.5, 0.0)
     train(config_of(tmp_path / "used", "env.num_eval_init_states=6"))
-    reported = summary_of(tmp_path / "used")["reported"]
-    assert (reported["evaluation"], reported["success_rate"], reported["first_episode"]) == ("step_000001", 0.5, 0)
-    assert "no episodes after" in reported["not_fresh"] and reported["not_fresh"] in capsys.readouterr().out
-    assert reported["not_fresh"] in (tmp_path / "used" / "report.html").read_text()
+    summary = summary_of(tmp_path / "used")
+    assert "reported" not in summary and summary["best_checkpoint"]["num_candidates"] == 2
+    assert "no episodes after" in summary["not_fresh"] and summary["not_fresh"] in capsys.readouterr().out
+    assert "No fresh evaluation" in (tmp_path / "used" / "report.html").read_text()
     give_success(monkeypatch, 0.0, 0.5)
     train(config_of(tmp_path / "single", "trainer.eval_every=0"))
-    assert summary_of(tmp_path / "single")["reported"]["num_candidates"] == 1
+    assert {"reported", "not_fresh"}.isdisjoint(summary_of(tmp_path / "single"))
     assert "no fresh" not in capsys.readouterr().out
     assert not list(tmp_path.glob("*/eval/fresh"))
 
 
-def test_tables_of_runs_have_the_fresh_number_where_all_have_one(finished, tmp_path):
-    stale = tmp_path / "stale"
-    shutil.copytree(finished, stale)
-    summary = summary_of(stale)
-    summary["reported"]["evaluation"] = "step_000001"
-    (stale / "summary.json").write_text(json.dumps(summary | {"seed": 1}))
-    with_fresh, without = read_runs([finished, stale])
-    assert [closing_evaluation(run).tag for run in (with_fresh, without)] == ["fresh", "after_rl"]
-    assert "fresh episodes" in sweep_table([finished]) and "fresh episodes" not in sweep_table([stale])
-    groups = group_runs([with_fresh]) + group_runs([without])
-    ((_, _, paired),) = compared_pairs(groups)
-    assert paired["total"]["episodes"] == 6, "both on the last evaluation's list"
+def test_the_pages_have_the_fresh_number_first(finished, tmp_path):
+    with_fresh, without = read_runs([finished, shutil.copytree(finished, tmp_path / "without")])
+    without.fresh = None
+    (group,) = group_runs([with_fresh])
+    assert group.pooled["reported"].totals == [with_fresh.fresh.result.total]
+    pairs = [compared_pairs([group, *group_runs([other])])[0][2] for other in (with_fresh, without)]
+    returns = [paired["returns"]["total"]["mean_a"] for paired in pairs]
+    assert returns[0] == pytest.approx(with_fresh.fresh.result.return_mean)
+    assert returns[1] == pytest.approx(with_fresh.after.result.return_mean) != returns[0], "the list that both have"
     page = (finished / "report.html").read_text()
     assert page.index("Success to report") < page.index("Success after RL")

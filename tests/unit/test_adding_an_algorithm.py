@@ -151,7 +151,7 @@ def test_a_trainer_of_its_own_keeps_only_changes_that_are_better(folder, search)
     assert len(set(trace[1:])) == 2, "control: of the changes, some are better and some are not"
     lines = metrics_of(folder / "run")
     assert sum("rollout/return_mean" in line for line in lines) == 6
-    assert (folder / "run" / "checkpoints" / "rl_000006").is_dir() and (folder / "run" / "report.html").is_file()
+    assert (folder / "run" / "checkpoints" / "rl_000006").is_dir()
 
 
 def test_a_trainer_of_its_own_resumes_bit_for_bit(folder, search, monkeypatch):

@@ -161,7 +161,8 @@ def test_a_score_that_is_no_number_is_never_the_best(tmp_path):
     assert best_of(scores, manager.names()) == "step_3"
     trainer = Steps(5)
     loop, trainer.scores = loop_of(tmp_path, trainer, manager), scores
-    assert summary(loop, trainer, "sft")["best_validation"] == {"checkpoint": "step_3", "score": 0.7}
+    best = {"checkpoint": "step_3", "score": 0.7, "num_candidates": 5}
+    assert summary(loop, trainer, "sft")["best_validation"] == best
 
 
 @pytest.mark.parametrize(

@@ -64,6 +64,8 @@ trainer:
   max_steps: 60
 ```
 
+An experiment can extend another one: `defaults: [quickstart, override /algorithm: sac, _self_]`.
+
 A value may depend on a different key: `max_steps: ${by:${env.name},{tabletop:60,metaworld:200}}`.
 """
 

@@ -112,24 +112,42 @@ def _load_named_plugins(overrides: list[str]) -> None:
 
 
 def fitted(composed: DictConfig, overrides: Iterable[str]) -> DictConfig:
-    """Remove (and print) experiment keys unknown to a typed env or algorithm, then apply ``algorithm.preset`` to unset keys."""
+    """Remove experiment keys that the chosen env or algorithm lacks, then apply ``algorithm.preset`` to unset keys.
+
+    If the env or algorithm is typed, they are printed. Otherwise only keys are removed that the experiment inherits, for another env
+    or algorithm, from an experiment that it extends; other unknown keys remain, and are rejected.
+    """
     typed = {item.key_or_group: item.value() for item in parse_overrides(overrides)}
-    for section in REGISTRIES if typed.get(search.GROUP) else ():
-        if not isinstance(typed.get(section), str):  # the experiment chooses the env or algorithm
+    path = search.find_experiment(str(typed.get(search.GROUP)))
+    given = {} if path is None else OmegaConf.to_container(OmegaConf.load(path))
+    for section, registry in REGISTRIES.items() if typed.get(search.GROUP) else ():
+        is_typed = isinstance(typed.get(section), str)
+        keys = {*composed[section]} if is_typed else _inherited_keys(path, section) - {*(given.get(section) or {})}
+        if not keys:
             continue
         name = composed[section].name
         known = public_fields(section_class(section, name))
-        lacks = [key for key in composed[section] if key not in known and f"{section}.{key}" not in typed]
+        lacks = [key for key in composed[section] if key in keys - {*known} and f"{section}.{key}" not in typed]
+        if not is_typed:
+            classes = [registry.config_class(other) for other in registry] if lacks else []
+            lacks = [key for key in lacks if any(key in public_fields(cls) for cls in classes)]
         with open_dict(composed):
             for key in lacks:
                 del composed[section][key]
-        if lacks:
+        if lacks and is_typed:
             reason = f"because {section}={name} has no such keys"
             print(f"removed from the experiment, {reason}: {', '.join(lacks)}", file=sys.stderr)
-    path = search.find_experiment(str(typed.get(search.GROUP)))
-    given = {} if path is None else OmegaConf.to_container(OmegaConf.load(path))
     sections = (*given.items(), *typed.items())
     return apply_preset(composed, {key for name, value in sections for key, _ in leaves(value, name)})
+
+
+def _inherited_keys(path: Path | None, section: str) -> set[str]:
+    """Return the keys of a section that are set by the experiments that an experiment extends."""
+    keys: set[str] = set()
+    for item in [] if path is None else OmegaConf.load(path).get("defaults", []):
+        if isinstance(item, str) and (base := search.find_experiment(item)):
+            keys |= {*(OmegaConf.load(base).get(section) or {}), *_inherited_keys(base, section)}
+    return keys
 
 
 def _compose(overrides: list[str], root: str) -> DictConfig:

@@ -16,8 +16,8 @@ class ExpertConfig:
     aim_offset_m: list[float] = option([0.0, 0.0], "Aiming error (x, y) of the expert in metres, if supported.")
     aim_offset_rule: str = option(
         "constant",
-        "How the aiming error varies: constant, rotated by_instruction, or in half of the initial states.",
-        choices=("constant", "by_instruction", "half"),
+        "How the aiming error varies: constant, or rotated by_instruction.",
+        choices=("constant", "by_instruction"),
     )
     aim_turn_deg: float = option(0.0, "Angle by which the expert sees the table turned to the left, if supported.")
     jitter: float = option(0.0, "Std of noise on executed actions (not labels), relative to their range.", minimum=0)

@@ -283,8 +283,9 @@ def test_two_ranks_that_share_the_weights_play_with_players_what_they_play_thems
 
 
 def test_two_ranks_that_share_the_weights_train_while_players_play_with_those_of_the_iteration_before(runs):
-    ahead = ["cluster.max_staleness=1", "algorithm.tis_cap=2.0", "algorithm.critic_warmup_steps=0"]
-    folder = runs("two fsdp2 ahead", *SHARDED, *SPLIT, *ahead, "trainer.max_steps=2")
+    ahead = ["cluster.max_staleness=1", "algorithm.tis_cap=2.0", "algorithm.old_logprobs=trainer"]
+    ahead += ["algorithm.critic_warmup_steps=0", "trainer.max_steps=2"]
+    folder = runs("two fsdp2 ahead", *SHARDED, *SPLIT, *ahead)
     lines = [line for line in untimed_metrics(folder) if "rollout/staleness_iterations" in line]
     assert [line["rollout/staleness_iterations"] for line in lines] == [0, 1]
     assert lines[0]["rollout/staleness_updates"] == 0 < lines[1]["rollout/staleness_updates"]

@@ -45,7 +45,7 @@ def test_costs_of_an_evaluation_are_those_of_the_training_before_it(tmp_path):
     assert (first.env_steps, first.cpu_s, first.passes) == (0, 0.0, 0)
     assert (last.env_steps, last.cpu_s, last.passes, last.successes) == (2048, 4.0, 2058, 48)
     assert race.to_target([first, second, last]) is second
-    assert race.curve(tmp_path / "whole")[1].passes == 1024 * 3, "to act, to be scored, and to be trained on"
+    assert race.curve(tmp_path / "whole")[1].passes == 1024 * 2, "to act, and to be trained on"
 
 
 def test_a_method_is_above_noise_if_its_interval_is(tmp_path):
@@ -106,8 +106,8 @@ def test_a_seed_makes_its_own_clone_unless_one_clone_is_asked_for(tmp_path, monk
     monkeypatch.setattr(race, "make_config", lambda folder, overrides: (folder, overrides))
     monkeypatch.setattr(race, "train", train)
     for seed, one_clone in ((3, None), (4, None), (4, 7)):
-        race.race(tmp_path, "quickstart_precise", "residual", seed, [], one_clone)
-    clones, runs = "quickstart_varied_offset/clones", "quickstart_precise"
+        race.race(tmp_path, "quickstart_table", "residual", seed, [], one_clone)
+    clones, runs = "quickstart_table/clones", "quickstart_table"
     assert trained == [
         (f"{clones}/seed3", "3", None), (f"{runs}/own_clones/residual_seed3", "3", f"{clones}/seed3"),
         (f"{clones}/seed4", "4", None), (f"{runs}/own_clones/residual_seed4", "4", f"{clones}/seed4"),
@@ -149,27 +149,29 @@ def test_methods_that_learn_from_episodes_get_those_of_the_clone_and_pay_for_the
     assert found["recap"][4] == [race.Point(456, 35, 50, 8.0, 456 + 200 * 64)]
 
 
-@pytest.mark.parametrize("gap", ["quickstart_varied_offset", "quickstart_precise", "quickstart_bimodal"])
-def test_a_head_on_the_experiment_of_a_gap_reads_the_features_of_the_race(gap):
-    asked = race.compose([f"experiment={gap}", *race.METHODS["residual"].overrides]).model.features
-    assert race.compose([f"experiment={gap}", "algorithm=sac"]).model.features == asked == "pooled"
+def test_the_experiment_of_a_residual_actor_has_the_settings_of_the_race():
+    packaged, gap = race.compose(["experiment=quickstart_residual"]), race.compose(["experiment=quickstart"])
+    raced = race.compose(["experiment=quickstart", *race.METHODS["residual"].overrides])
+    for section in ("model", "env", "rollout", "sft", "algorithm"):
+        assert getattr(packaged, section) == getattr(raced, section), section
+    assert (packaged.model.features, gap.model.features) == ("pooled", "hidden"), "a control"
 
 
 def test_a_race_goes_on_where_it_was_stopped(tmp_path, monkeypatch, capsys):
     folder, method = tmp_path, race.METHODS["residual"]
     monkeypatch.setitem(race.METHODS, "residual", replace(method, overrides=(*method.overrides, *TINY_HEAD)))
-    command = "race --gaps quickstart_bimodal --methods residual --seeds 0 --output".split()
+    command = "race --gaps quickstart_table --methods residual --seeds 0 --output".split()
     monkeypatch.setattr(sys, "argv", [*command, str(folder), *TINY])
     monkeypatch.setattr(race, "LENGTHS", (0.5,))
     monkeypatch.setattr(race, "NOISE_SEEDS", range(2))
     race.main()
-    left = folder / "quickstart_bimodal" / race.OWN_CLONES / "residual_seed0"
+    left = folder / "quickstart_table" / race.OWN_CLONES / "residual_seed0"
     controls = left.parent / "controls_seed0.json"
     counts = json.loads(controls.read_text())["counts"]
     assert [len(each) for each in counts.values()] == [1, 2, 2, 1]
     assert (folder / "race.png").read_bytes()[1:4] == b"PNG"
     seeds = json.loads(capsys.readouterr().out.splitlines()[-1])["sizes"]
-    assert seeds == {"quickstart_bimodal, own clones": {"residual": 1}}
+    assert seeds == {"quickstart_table, own clones": {"residual": 1}}
     assert race.curve(left)[-1].cpu_s > 0
     trained = []
     monkeypatch.setattr(race, "train", lambda config: trained.append(Path(config.output_dir).name))
@@ -179,14 +181,14 @@ def test_a_race_goes_on_where_it_was_stopped(tmp_path, monkeypatch, capsys):
     with monkeypatch.context() as patch:
         patch.setitem(race.METHODS, "residual", replace(present, overrides=(*present.overrides, "algorithm.gamma=0.9")))
         with pytest.raises(ConfigError, match=r"residual_seed0 was made with other settings: .* -> 0.9\. Delete it"):
-            race.race(folder, "quickstart_bimodal", "residual", 0, TINY)
+            race.race(folder, "quickstart_table", "residual", 0, TINY)
     said = r"controls_seed0.json was made with other settings: env.image_size \d+ -> 40\. Delete"
     with pytest.raises(ConfigError, match=said):
-        race.controls(folder, "quickstart_bimodal", 0, [*TINY, "env.image_size=40"])
+        race.controls(folder, "quickstart_table", 0, [*TINY, "env.image_size=40"])
     controls.write_text(json.dumps(counts))
     said = r"controls_seed0.json does not say with which settings it was made\. Delete it"
     with pytest.raises(ConfigError, match=said):
         race.main()
     (left / "summary.json").unlink()
-    race.race(folder, "quickstart_bimodal", "residual", 0, TINY)
+    race.race(folder, "quickstart_table", "residual", 0, TINY)
     assert trained == ["residual_seed0"] and not left.exists(), "what a stopped run has left is in the way of a new one"

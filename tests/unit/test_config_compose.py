@@ -441,3 +441,20 @@ def test_another_algorithm_goes_with_an_experiment_and_its_other_keys_are_left_o
             build(*chosen, typed)
         assert "algorithm.critic_warmup_steps=" not in str(error.value), "which would be rejected"
     assert build("experiment=tabletop_ppo_mlp").algorithm.gamma == 0.9, "a control"
+
+
+def test_an_experiment_that_extends_another_may_choose_another_algorithm(tmp_path, capsys):
+    """Inherited keys of the other algorithm are left out; keys that no algorithm has, or that the file itself sets, are not."""
+    base = "defaults: [override /algorithm: ppo]\nalgorithm: {gamma: 0.5, old_logprobs: rollout}\n"
+    (tmp_path / "base.yaml").write_text(base)
+    middle = "defaults: [base, override /algorithm: sac, _self_]\n"
+    (tmp_path / "middle.yaml").write_text(middle)
+    (tmp_path / "last.yaml").write_text("defaults: [middle, _self_]\nalgorithm: {tau: 0.5}\n")
+    algorithm = build("experiment=last", config_dir=str(tmp_path)).algorithm
+    assert (algorithm.name, algorithm.gamma, algorithm.tau) == ("sac", 0.5, 0.5) and not capsys.readouterr().err
+    (tmp_path / "middle.yaml").write_text(f"{middle}algorithm: {{clip_range_low: 0.1}}\n")
+    with pytest.raises(ConfigError, match="no key 'clip_range_low'"):
+        build("experiment=middle", config_dir=str(tmp_path))
+    (tmp_path / "base.yaml").write_text(base.replace("old_logprobs", "old_logprbs"))
+    with pytest.raises(ConfigError, match="algorithm.old_logprbs"):
+        build("experiment=last", config_dir=str(tmp_path))

@@ -115,8 +115,8 @@ CASES = {
     "more episodes than there are": (["env.tasks=[reach]", "env.num_eval_init_states=50"], "1 tasks x 50"),
     "nothing to train": (["trainer.max_steps=0"], "nothing to train"),
     "offset with three numbers": (["sft.max_steps=5", "sft.expert.aim_offset_m=[0.1,0.1,0.1]"], "aim_offset_m"),
-    "rule for an error that is not there": (["sft.max_steps=5", "sft.expert.aim_offset_rule=half"],
-        "aim_offset_rule=half needs an aiming error"),
+    "rule for an error that is not there": (["sft.max_steps=5", "sft.expert.aim_offset_rule=by_instruction"],
+        "aim_offset_rule=by_instruction needs an aiming error"),
     "sft batch over ranks": (["sft.max_steps=5", "sft.batch_size=63", "cluster.num_processes=2"], "sft.batch_size=63"),
     "env of another class": (["~env.distractors", "~env.state"], None),
 }  # fmt: skip

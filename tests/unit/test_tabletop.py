@@ -75,15 +75,6 @@ def test_an_error_by_instruction_has_six_directions_evenly_over_the_circle():
     np.testing.assert_allclose(constant, [[0.07, 0.0]] * 60, atol=0.01)  # a control: without the rule there is one
 
 
-def test_an_error_in_half_of_the_episodes_depends_on_the_initial_state():
-    env = build(60, tasks=["reach", "reach_zone"], cameras=[], terminate_on_success=False)
-    start(env)
-    odd = np.array([spec.init_state_id % 2 == 1 for spec in env.current_specs()])
-    error = aims(env, aim_offset_m=(0.07, 0.0), aim_offset_rule="half")
-    np.testing.assert_allclose(error, np.where(odd[:, None], [[0.07, 0.0]], 0.0), atol=0.01)
-    assert 20 < odd.sum() < 40
-
-
 def test_tolerance_is_the_distance_of_success():
     rates = []
     for tolerance in (0.1, 0.045, 0.02):

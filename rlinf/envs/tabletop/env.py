@@ -49,7 +49,6 @@ class TabletopVectorEnv(VectorEnv):
         self._families: list[Family] = [FAMILIES[name] for name in self.task_names]
         self._family_ids = np.array([list(FAMILIES).index(name) for name in self.task_names])
         self._tasks = np.zeros(num_envs, dtype=np.int64)
-        self._init_states = np.zeros(num_envs, dtype=np.int64)
         self._zones = np.zeros((num_envs, NUM_COLOURS, 2))
         self._shown = np.zeros((num_envs, 2 * NUM_COLOURS), dtype=bool)
         self._goals = np.zeros((num_envs, 2), dtype=np.int64)
@@ -104,7 +103,7 @@ class TabletopVectorEnv(VectorEnv):
         if self.config.object_offset_m:
             layout = family.moved(layout, generator, self.config.object_offset_m, self.config.tolerance_m)
         self._simulator.place(index, layout.pusher, family.height, layout.blocks, layout.zones)
-        self._tasks[index], self._stages[index], self._init_states[index] = spec.task_id, 0, spec.init_state_id
+        self._tasks[index], self._stages[index] = spec.task_id, 0
         self._goals[index] = layout.first, layout.second
         self._zones[index] = layout.zones
         self._shown[index] = ~np.isnan(np.concatenate([layout.blocks, layout.zones])[:, 0])
@@ -168,8 +167,6 @@ class TabletopVectorEnv(VectorEnv):
             number = self._tasks * NUM_COLOURS + self._goals[:, 0]
             angles = 2 * np.pi * number / (len(self._families) * NUM_COLOURS)  # to the left
             offsets = turned(offsets, angles)
-        elif aim_offset_rule == "half":
-            offsets[self._init_states % 2 == 0] = 0.0
         for rows, family in self._by_family(np.arange(self.num_envs)):
             scene = self._scene(rows)
             goal = family.aim(scene) + family.carry(scene)

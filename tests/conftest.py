@@ -28,6 +28,8 @@ os.environ.pop("COLUMNS", None)
 # Without bytecode on disk, each process that a test starts compiles the package again (a second), and each worker all tests (ten).
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
+# A thread that waits for another one leaves it the core: with two threads per process, spinning takes 60 times the computation.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 # The same examples in every run, however slowly they are drawn.
 hypothesis.settings.register_profile(
     "rlinf", derandomize=True, database=None, deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]

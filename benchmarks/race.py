@@ -71,13 +71,18 @@ LENGTHS, NUM_TRAINING_EPISODES = (0.25, 0.5, 1.0), 50
 
 @dataclass(frozen=True)
 class Gap:
-    """Env steps when training an actor or the full policy."""
+    """Env steps when training an actor or the full policy, and overrides for cloning the BC policy."""
 
     head_steps: int
     policy_steps: int
+    cloning: tuple[str, ...] = ()
 
 
-GAPS = {"quickstart": Gap(12_288, 56_320), "quickstart_table": Gap(12_288, 56_320)}
+GAPS = {
+    "quickstart": Gap(12_288, 56_320),
+    "quickstart_table": Gap(12_288, 81_920),
+    "quickstart_camera": Gap(12_288, 56_320, ("sft.max_steps=1600", "env.camera_offset_m=0")),
+}
 
 
 @dataclass(frozen=True)
@@ -210,7 +215,7 @@ def curve(folder: Path) -> list[Point]:
 def clone(folder: Path, gap: str, seed: int, overrides: Sequence[str]) -> Path:
     """Clone a gap's demonstrator unless this has been done; return the run folder."""
     output = folder / gap / "clones" / f"seed{seed}"
-    run(output, [f"experiment={gap}", f"seed={seed}", *overrides, "trainer.max_steps=0"])
+    run(output, [f"experiment={gap}", f"seed={seed}", *GAPS[gap].cloning, *overrides, "trainer.max_steps=0"])
     return output
 
 

@@ -3,7 +3,7 @@
 Each seed runs the full pipeline: demonstrations, behaviour cloning, and the method starting from the BC policy. With ``--one-clone
 SEED``, all methods start from this seed's BC policy. This is cheaper, but intervals exclude the variation between BC policies.
 
-There are two gaps: ``quickstart`` and ``quickstart_table``. PPO and GRPO train the full policy. ``filtered``, ``hg_dagger`` and ``recap``
+There are three gaps: ``quickstart``, ``quickstart_table`` and ``quickstart_camera``. PPO and GRPO train the full policy. ``filtered``, ``hg_dagger`` and ``recap``
 clone a folder of the BC policy's episodes with corrections by the scripted expert; ``rlpd`` is ``residual`` with this folder. The
 remaining methods freeze the policy and train an actor. The baselines without a learned residual are the BC policy itself, the BC policy
 with uniform action noise, the best constant offset from a grid (chosen on training episodes), and the best of eight chunks by learned
@@ -100,7 +100,9 @@ class Method:
 
 def _actor(algorithm: str, name: str, *more: str) -> Method:
     common = (f"algorithm={algorithm}", f"algorithm.actor.name={name}", "model.features=pooled")
-    return Method((*common, "rollout.num_envs=32", "env.reward_mode=sparse", *more), 32 * 16, 2_048)
+    return Method(
+        (*common, "rollout.num_envs=32", "env.reward_mode=sparse", "trainer.lr_decay=none", *more), 32 * 16, 2_048
+    )
 
 
 def _cloned(*rows: str) -> Method:

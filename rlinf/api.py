@@ -23,12 +23,12 @@ from rlinf.config import search
 from rlinf.config.compose import compose_config, compose_on_saved, normalize_overrides
 from rlinf.config.overrides import parse_overrides
 from rlinf.config.saved_code import code_values
-from rlinf.config.schema import RunConfig, build_config
+from rlinf.config.schema import RunConfig, build_config, section_class
 from rlinf.distributed.process_group import resolve_device
 from rlinf.envs import make_env as make_vector_env
 from rlinf.envs.base import VectorEnv
 from rlinf.envs.config import EnvConfig
-from rlinf.errors import CheckpointError, ConfigError
+from rlinf.errors import CheckpointError, ConfigError, closest
 from rlinf.evaluation.compare import Comparison
 from rlinf.evaluation.compare import compare as compare_results
 from rlinf.evaluation.evaluator import episode_list, evaluate_policy, remembers
@@ -38,7 +38,7 @@ from rlinf.manifest import other_project
 from rlinf.models import build_policy, model_of_folder
 from rlinf.models.loading import read_json
 from rlinf.models.precision import autocast
-from rlinf.options import override_text, plain_container, to_mapping
+from rlinf.options import override_text, plain_container, public_fields, to_mapping
 from rlinf.policy import Policy
 from rlinf.report.compare_folders import compare_folders
 from rlinf.run_folder import POLICY_FILE
@@ -282,6 +282,11 @@ def run_config(
         replaced = [key for key, value in _typed_values(chosen).items() if isinstance(value, str)]
         code = [f"{key}={_value(value)}" for key, value in code_values(saved) if key.partition(".")[0] not in replaced]
         composed = plain_container(compose_on_saved(saved, [*code, *chosen], config_dir))
+    arguments, known = ("num_envs", "auto_reset"), public_fields(section_class("env", composed["env"]["name"]))
+    for name, value in (settings or {}).items():
+        if name not in known and (meant := closest(name, [*known, *arguments])) in arguments:
+            problem = f"make_env got {name}={value!r}, which is neither an argument nor a key of the env"
+            raise ConfigError(f"{problem}. Pass {meant}={value!r}")
     return build_config({**composed, "env": {**composed["env"], **(settings or {})}})
 
 

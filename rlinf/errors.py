@@ -197,5 +197,5 @@ def import_extra(module: str, needed_by: str, extra: str, instead: str = "") -> 
     except ImportError as error:
         install = f"Run pip install -e '.[{extra}]' in the clone of rlinf{instead}"
         raise MissingDependencyError(
-            f"{needed_by} needs the package {module}, which is not installed. {install}"
+            f"{needed_by} needs the package {module}, which cannot be imported ({error}). {install}"
         ) from error

@@ -194,8 +194,8 @@ class EpisodeResult:
         actions_max_abs: Maximum absolute action value before clipping, or None if not recorded.
         states_far_fraction: Fraction of states with a value far outside the policy's statistics, or None without statistics.
         success_reported: Whether the env reported at any step if the goal was reached.
-        true_success: The simulator's success if ``success`` is from a classifier or has label noise. None if ``success`` is from the
-            simulator, or the simulator does not report success.
+        true_success: The simulator's success if a classifier detects ``success``. None without a classifier, or if the simulator does not
+            report success.
     """
 
     spec: EpisodeSpec
@@ -310,12 +310,6 @@ class RolloutBatch:
         from torch import Tensor
 
         return {f.name: value for f in fields(self) if isinstance(value := getattr(self, f.name), Tensor)}
-
-    def select_envs(self, columns: Tensor) -> RolloutBatch:
-        """Select the envs ``columns`` of a time-major batch. All ``episodes`` are included."""
-        num_chunks, num_envs = self.loss_mask.shape
-        rows = np.arange(num_chunks)[:, None] * num_envs + columns.numpy()
-        return self._changed(lambda tensor: tensor[:, columns], self.observation.select(rows.ravel()))
 
     @classmethod
     def concatenate(cls, parts: Sequence[RolloutBatch], observation: Observation | None = None) -> RolloutBatch:

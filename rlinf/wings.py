@@ -51,7 +51,8 @@ class Wing:
         folders: Its folders, relative to the package.
         about: What it is for, in a line.
         commands: Commands by name.
-        key_commands: Functions that run a core command instead if a key is given: ``{"evaluate questions=": "module:function"}``.
+        variants: Functions that run a core command instead of the core, by the command and an argument: ``{"evaluate questions=":
+            "module:function"}`` if this key is given, ``{"diagnose <folder>": "module:function"}`` for a folder without a policy.
         models: ``rlinf.models.ModelEntry`` objects by model type.
         envs: ``VectorEnv`` classes by name.
         run_folders: ``rlinf.report.run_data.RunFolders`` objects, by what their evaluations count (``"questions"``).
@@ -62,7 +63,7 @@ class Wing:
     folders: tuple[str, ...]
     about: str
     commands: Mapping[str, Command] = field(default_factory=dict)
-    key_commands: Mapping[str, str] = field(default_factory=dict)
+    variants: Mapping[str, str] = field(default_factory=dict)
     models: Mapping[str, str] = field(default_factory=dict)
     envs: Mapping[str, str] = field(default_factory=dict)
     run_folders: Mapping[str, str] = field(default_factory=dict)
@@ -118,7 +119,7 @@ WINGS = {
                 uses_ranks=True,
             ),
         },
-        key_commands={
+        variants={
             "diagnose <folder>": "rlinf.llm.validation:diagnose",
             "evaluate questions=": "rlinf.recipes.cli:questions",
         },
@@ -186,18 +187,23 @@ def hidden_options(group: str) -> set[str]:
     return {option.removeprefix(f"{group}=") for option in options if option.startswith(f"{group}=")}
 
 
+def is_entry(kind: str, name: str) -> bool:
+    """Return whether ``name`` is an entry of one ``kind`` of any wing, present or not."""
+    return any(name in getattr(wing, kind) for wing in WINGS.values())
+
+
 def missing(kind: str, name: str) -> str | None:
     """Return where ``name`` would be if it belongs to a wing that is not present; otherwise None."""
     titles = [title for title, wing in WINGS.items() if title not in present() and name in getattr(wing, kind, ())]
-    return _is_missing(titles[0], name) if titles else None
+    return _missing_text(titles[0], name) if titles else None
 
 
 def require_wing(title: str, name: str) -> None:
     """Raise ConfigError if ``name`` needs the wing ``title`` and it is not present."""
     if title not in present():
-        raise ConfigError(_is_missing(title, name))
+        raise ConfigError(_missing_text(title, name))
 
 
-def _is_missing(title: str, name: str) -> str:
+def _missing_text(title: str, name: str) -> str:
     folders = " and ".join(f"rlinf/{folder}" for folder in WINGS[title].folders)
     return f"'{name}' belongs to the wing '{title}' in {folders}, which is missing here. Install the complete package"

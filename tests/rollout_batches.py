@@ -1,5 +1,7 @@
 """Rollouts small enough for a hand calculation."""
 
+from dataclasses import replace
+
 import torch
 
 from rlinf.types import Observation, RolloutBatch
@@ -22,3 +24,10 @@ def rollout_batch(*shape: int, num_actions: int = 1, width: int = 1, **fields) -
         "bootstrap_values": zeros, "group_ids": ids, "episode_ids": ids.clone(), "policy_version": ids.clone(),
     }  # fmt: skip
     return RolloutBatch(**own | fields)
+
+
+def select_envs(batch: RolloutBatch, columns: torch.Tensor) -> RolloutBatch:
+    """Return the envs ``columns`` of a time-major rollout, with all ``episodes``."""
+    rows = torch.arange(batch.loss_mask.numel()).view(batch.loss_mask.shape)[:, columns].flatten()
+    tensors = {name: tensor[:, columns] for name, tensor in batch.tensors().items()}
+    return replace(batch, observation=batch.observation.select(rows.numpy()), **tensors)

@@ -89,11 +89,10 @@ def _audit(config: RunConfig, output: Path) -> Audit:
         specs = episode_list(env, settings.split, settings.num_episodes, settings.first_episode)
         check_episodes(specs)
         model, manifest, saved, warnings = open_policy(config, env)
-        device = resolve_device(config.cluster.device, 1)
-        model = model.to(device)
+        model = model.to(resolve_device(config.cluster.device, 1))
         seen, note = seen_episodes(config, env, len(specs))
         server = server_digest(config, model)
-        present = {"device": device, **conditions(config, manifest, saved, specs, server)}
+        present = conditions(config, manifest, saved, specs, server)
         name = config.checkpoint or config.model.url or config.model.model_path
         name = name or f"model.model_type={config.model.model_type} without a checkpoint"
         progress = AuditCheckpoint(output, name, present)

@@ -114,7 +114,7 @@ def write_tensors(folder: str | Path, tensors: dict[str, Tensor], group: dist.Pr
 def read_entries(folder: str | Path) -> dict[str, TensorStorageMetadata]:
     """Return the names, shapes and dtypes of a folder's tensors; raise CheckpointError if they cannot be read."""
     try:
-        return _checked_entries(Path(folder), _Reader(folder).read_metadata())
+        return _checked_entries(_Reader(folder).read_metadata())
     except (OSError, EOFError, pickle.UnpicklingError, AttributeError, LookupError, TypeError, ValueError) as error:
         raise CheckpointError(f"{folder} cannot be read: {error}. Use a different checkpoint.") from error
 
@@ -155,7 +155,7 @@ def load_trainer_state(folder: str | Path, model: nn.Module, optimizer: Optimize
             weights[name].copy_(tensor)  # round the master weight to the model's dtype
 
 
-def _checked_entries(folder: Path, metadata: Metadata) -> dict[str, TensorStorageMetadata]:
+def _checked_entries(metadata: Metadata) -> dict[str, TensorStorageMetadata]:
     """Return the index entries by name; raise ValueError unless all are tensors stored in the folder."""
     # DCP would unpickle non-tensor entries, and follow file names that lead out of the folder.
     entries: dict[str, TensorStorageMetadata] = {}

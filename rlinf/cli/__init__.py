@@ -127,8 +127,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _function_of(command: str, arguments: Sequence[str]) -> Callable[[list[str]], int]:
     """Return the function that runs a command; a key may belong to a wing with a function of its own for it."""
     for key in (f"{command} {argument.partition('=')[0]}=" for argument in arguments):
-        if key in wings.added("key_commands") or wings.missing("key_commands", key):
-            return wings.load("key_commands", key)
+        if wings.is_entry("variants", key):
+            return wings.load("variants", key)
     return COMMANDS[command].load()
 
 

@@ -15,7 +15,7 @@ from rlinf.errors import ConfigError, RLinfError
 from rlinf.files import write_text
 from rlinf.options import override_text, public_fields
 
-INSTALL, COMPLETE = "--install-completion", "--complete"
+INSTALL = "--install-completion"
 
 SHELLS = ("bash", "zsh", "fish")
 """Shells for which this folder contains a script ``completion.<shell>``."""

@@ -41,7 +41,7 @@ def diagnose(arguments: Sequence[str]) -> int:
         usage = "<folder or hub id> for a language model; model=<name>, experiment=<name> or <run folder> for a policy"
         raise ConfigError(f"`rlinf diagnose` needs one model, not {names or 'none'}. Run rlinf diagnose {usage}")
     if names and not unknown and not _is_checkpoint(names[0]):
-        return wings.load("key_commands", "diagnose <folder>")(args.overrides)
+        return wings.load("variants", "diagnose <folder>")(args.overrides)
     return _diagnose_policy([f"checkpoint={item}" if item in names else item for item in arguments])
 
 

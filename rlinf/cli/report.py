@@ -27,11 +27,9 @@ def report(arguments: Sequence[str]) -> int:
         required = "run folders, and output=<file.html> at most"
         usage = "rlinf report outputs/quickstart/latest, or rlinf report multirun/quickstart/latest output=seeds.html"
         raise ConfigError(f"`rlinf report` was given {actual}; expected {required}. Run {usage}")
-    taken = next((path for path in outputs if Path(path).expanduser().exists() and Path(path).suffix != ".html"), None)
-    if taken is not None:
-        reject(
-            f"output='{taken}', which exists and is not an .html file", "a new file or a page", f"output={RUNS_FILE}"
-        )
+    file = next((path for path in outputs if Path(path).expanduser().exists() and Path(path).suffix != ".html"), None)
+    if file is not None:
+        reject(f"output='{file}', which exists and is not an .html file", "a new file or a page", f"output={RUNS_FILE}")
     places = run_folders(folders)
     if len(places) == 1 and not outputs:
         print(f"report: {write_report(places[0])}")

@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
 
 from rlinf import wings
 from rlinf.checkpoints.folders import resolve_checkpoint
@@ -26,8 +25,6 @@ from rlinf.options import PathText, check_arguments, from_mapping, option, publi
 from rlinf.preflight.folders import check_writable
 from rlinf.run_folder import COMPARISON_FILE, REPORT_FILE
 from rlinf.serving import require_packages
-
-T = TypeVar("T")
 
 COMPARE_FLAG = "--compare"
 
@@ -183,7 +180,7 @@ def _split(arguments: Sequence[str]) -> tuple[dict, list[str]]:
         key, _, value = argument.partition("=")
         if key in export_keys:
             settings |= values_of([argument])
-        elif key.partition(".")[0] in sections:
+        elif key.partition(".")[0] in sections or wings.is_entry("exports", key.partition(".")[0]):
             overrides.append(argument)
         else:
             raise ConfigError(unknown_key_message(key, value, [*export_keys, *sections]))

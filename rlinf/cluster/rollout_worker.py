@@ -56,7 +56,7 @@ class RolloutWorker(PolicyReplica):
     ) -> None:
         self.config = config
         torch.set_num_threads(placement.torch_threads(config.cluster.num_threads, num_cores() // num_neighbours))
-        seed_everything(derive_seed(config.seed, "player", number), config.trainer.deterministic)
+        seed_everything(derive_seed(config.seed, "rollout worker", number), config.trainer.deterministic)
         super().__init__(shell, resolve_device(config.cluster.device, 1))
         self.engine = _engine(config, self.model, placement) if placement.num_env_groups else None
         self.policy: Any = self.model if self.engine is None else self.engine

@@ -109,7 +109,7 @@ def evaluate_rank(work: tuple[RunConfig, Reservation | None]) -> None:
                 stack.callback(workers.close)
                 episodes = RemoteEpisodes(workers, _most_envs(settings))
             # Only rank 0 has the fingerprint of the simulator.
-            opened.conditions = gather_objects({"device": device, **opened.conditions})[0]
+            opened.conditions = gather_objects(opened.conditions)[0]
         with (
             deadline("evaluate"),
             PartialResults(Path(config.output_dir), opened.conditions, rank()) as partial,

@@ -49,9 +49,9 @@ def export(
     checkpoint, output = resolve_checkpoint(checkpoint), Path(output)
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise CheckpointError(f"{output} exists and is not empty; nothing is overwritten. Set output=<a new folder>")
-    sections = read_saved_config(checkpoint).keys() & wings.added("exports").keys()
-    if sections:
-        return wings.load("exports", min(sections))(checkpoint, output, merge_lora, overrides)
+    for section in read_saved_config(checkpoint):
+        if wings.is_entry("exports", section):
+            return wings.load("exports", section)(checkpoint, output, merge_lora, overrides)
     config = read_config(checkpoint, overrides)
     check_adapters(checkpoint, Manifest.load(checkpoint), merge_lora)
     opened = open_checkpoint(checkpoint, config)

@@ -11,7 +11,7 @@ from rlinf import run_folder
 from rlinf.checkpoints.folders import is_checkpoint, read_loop_state, read_saved_config, resolve_checkpoint
 from rlinf.commands.open_checkpoint import Opened, open_checkpoint, open_remote, policy_for
 from rlinf.config.schema import RunConfig
-from rlinf.distributed.process_group import rank
+from rlinf.distributed.process_group import rank, resolve_device
 from rlinf.envs.base import VectorEnv
 from rlinf.errors import ConfigError
 from rlinf.evaluation.compare import compare
@@ -177,6 +177,7 @@ def conditions(
     if saved is not None:
         free.add("url")  # a server with a known manifest may move to a new address
     return {
+        "device": resolve_device(config.cluster.device, 1),
         "episodes": [len(specs), str(specs[0]), str(specs[-1])],
         "weights": weights,
         "env.reward_mode": config.env.reward_mode,

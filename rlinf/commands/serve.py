@@ -178,7 +178,7 @@ def serve(config: RunConfig, settings: ServeConfig) -> None:
         metadata = metadata_of(opened, rows, settings)
         server = PolicyServer(rows.read, rows.read_named, rows.act, metadata, limits, hello, api_key)
         try:
-            asyncio.run(_until_signal(server, bound, partial(_announce, bound, opened, config, settings)))
+            asyncio.run(_until_signal(server, bound, partial(_announce, bound, opened, config)))
         except OSError as error:
             if error.errno != errno.EADDRINUSE:
                 raise
@@ -256,7 +256,7 @@ def _taken(settings: ServeConfig, error: OSError) -> ConfigError:
     return ConfigError(f"{actual}. Set port=0 for any free port, or host=127.0.0.1")
 
 
-def _announce(bound: socket.socket, opened: Opened, config: RunConfig, settings: ServeConfig) -> None:
+def _announce(bound: socket.socket, opened: Opened, config: RunConfig) -> None:
     """Print the addresses, and the command that evaluates the policy there."""
     host, port = bound.getsockname()[:2]
     at = f"[{host}]" if ":" in host else host

@@ -33,7 +33,8 @@ from rlinf.config.schema import (
     section_class,
     unknown_key_error,
 )
-from rlinf.errors import ConfigError, did_you_mean
+from rlinf.envs import ENVS
+from rlinf.errors import ConfigError, RLinfError, did_you_mean
 from rlinf.files import Json
 from rlinf.options import LITERAL, closest, from_mapping, override_text, public_fields, to_mapping
 
@@ -184,7 +185,9 @@ def explain(error: Exception, overrides: list[str], root: str = ROOT) -> ConfigE
 
 def no_such_option(group: str, name: str, options: Iterable[str]) -> str:
     """Return the message for an unknown option of a group, suggesting a similar one or how to list them."""
-    if close := closest(name, options):
+    if group == "env" and (env := _env_of_task(name, options)):
+        hint = f" It is a task of {env}. Set env={env} 'env.tasks=[{name}]'"
+    elif close := closest(name, options):
         hint = f" Did you mean '{close}'? Set {group}={close}"
     elif group == search.GROUP:
         hint = " `rlinf models` lists them; your own files need --config-dir <folder>"
@@ -195,6 +198,15 @@ def no_such_option(group: str, name: str, options: Iterable[str]) -> str:
     return f"There is no {group or 'config'} '{name}'.{hint}"
 
 
+def _env_of_task(task: str, envs: Iterable[str]) -> str | None:
+    """Return the first installed env that has such a task under its default settings."""
+    for name in envs:
+        with suppress(RLinfError):  # not installed, or not the name of an env but of a group
+            if task in ENVS.get(name).all_task_names(ENVS.get(name).config_class()):
+                return name
+    return None
+
+
 def _unknown_key(override: Override, root: str) -> str | None:
     """Explain an override of a key that does not exist, by walking the configuration without it."""
     node: Any = _compose([], root)
@@ -203,9 +215,10 @@ def _unknown_key(override: Override, root: str) -> str | None:
         if not isinstance(node, DictConfig):
             return f"'{'.'.join(sections[:depth])}' is a value, so it has no key '{section}'."
         if section not in node:
-            hint, close = did_you_mean(section, map(str, node)), closest(section, map(str, node))
-            fix = f" Set {'.'.join([*sections[:depth], close or '<section>', *sections[depth + 1 :], name])}=<value>"
-            return f"There is no key '{'.'.join(sections[: depth + 1])}'.{hint}{fix}"
+            close = closest(section, map(str, node))
+            keys = [".".join([*sections[:depth], close, *sections[depth + 1 :], name])] if close else fields_meant(name)
+            fix = f" Set {overrides_text(keys, override.value())}" if keys else did_you_mean(section, map(str, node))
+            return f"There is no key '{'.'.join(sections[: depth + 1])}'.{fix}"
         node = node[section]
     if not isinstance(node, DictConfig):
         return f"'{'.'.join(sections)}' is a value, so it has no key '{name}'."

@@ -124,12 +124,18 @@ def overrides_text(keys: Iterable[str], value: Any) -> str:
 def unknown_key_error(dotted: str, value: Any, known: Iterable[str], hints: Mapping[str, Any] | None = None) -> str:
     """Return the message for an unknown key; ``hints``: types of the ``known`` keys, by default for the default env and algorithm."""
     (section, _, name), known, types = dotted.rpartition("."), list(known), field_types()
-    elsewhere = [key for key in fields_meant(name) if key.rpartition(".")[0] != section]
+    meant, is_similar = name, closest(name, known) is not None
+    if not section and not fields_meant(name) and not is_similar:
+        meant = closest(name, (key.rpartition(".")[2] for key in types)) or name
+    elsewhere = [key for key in fields_meant(meant) if key.rpartition(".")[0] != section]
     if elsewhere and set(known).isdisjoint(SYNONYMS.get(name, ())):
         return f"There is no key '{dotted}'. Set {overrides_text(elsewhere, value)}"
     if hints is None:
         hints = {key: types.get(f"{section}.{key}" if section else key, Any) for key in known}
-    return unknown_key_message(dotted, value, known, hints)
+    message, override = unknown_key_message(dotted, value, known, hints), f"{name}={override_text(value)}"
+    if section == "model" and not is_similar:
+        message += f" A key of the model itself: model.init_config.{override} or model.override_config.{override}"
+    return message
 
 
 def _unknown_section_key(section: str, name: str, key: str, value: Any, cls: type) -> str:

@@ -42,6 +42,7 @@ class DynamicBatchingArgs(SequencePackingArgs, total=False):
     sequence_length_round: int
 
 
+# Some methods are only called by users, whose code relies on the complete interface.
 class BatchedDataDict(UserDict[str, Any], Generic[Spec]):
     """Batch of rows by key. A type such as ``BatchedDataDict["GenerationDatumSpec"]`` documents the expected keys.
 
@@ -211,7 +212,7 @@ class BatchedDataDict(UserDict[str, Any], Generic[Spec]):
             return parts
         for part, marked in zip(parts, micro_batches, strict=True):
             part.micro_batches = marked
-        return parts, [row for each in rows for row in each]
+        return parts, [row for part_rows in rows for row in part_rows]
 
     def make_microbatch_iterator(self, microbatch_size: int | None = None) -> Iterator[BatchedDataDict]:
         """Yield micro-batches with ``microbatch_size`` rows (the last may be shorter), or as defined by ``micro_batches``.

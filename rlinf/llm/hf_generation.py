@@ -217,9 +217,9 @@ def _continue(
     model: nn.Module, prompts: list[Tensor], inputs: dict[str, Tensor], sampler: _Sampler, settings: dict[str, Any]
 ) -> list[tuple[Tensor, Tensor]]:
     """Return response tokens and log-probabilities per prompt; ``settings`` are arguments for ``generate``."""
-    home, device = prompts[0].device, next(model.parameters()).device
+    input_device, device = prompts[0].device, next(model.parameters()).device
     width = max(map(len, prompts))
-    ids = torch.full((len(prompts), width), settings["pad_token_id"], dtype=torch.long, device=home)
+    ids = torch.full((len(prompts), width), settings["pad_token_id"], dtype=torch.long, device=input_device)
     mask = torch.zeros_like(ids)
     for row, prompt in enumerate(prompts):
         ids[row, width - len(prompt) :] = prompt
@@ -244,8 +244,8 @@ def _continue(
             )
     finally:
         model.generation_config = saved_config
-    tokens, logprobs = sequences[:, width:].to(home), torch.stack(sampler.logprobs, dim=1).to(home)
-    ends = torch.tensor(settings["eos_token_id"] or [], device=home, dtype=tokens.dtype)
+    tokens, logprobs = sequences[:, width:].to(input_device), torch.stack(sampler.logprobs, dim=1).to(input_device)
+    ends = torch.tensor(settings["eos_token_id"] or [], device=input_device, dtype=tokens.dtype)
     ended = torch.isin(tokens, ends)
     counts = torch.where(ended.any(-1), ended.int().argmax(-1) + 1, tokens.shape[1]).tolist()
     return [(tokens[row, :count], logprobs[row, :count]) for row, count in enumerate(counts)]

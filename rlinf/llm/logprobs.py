@@ -77,15 +77,15 @@ def context_length(model: nn.Module) -> int | None:
 
 def image_inputs(model: nn.Module, data: Batch, width: int) -> dict[str, Tensor]:
     """Return the additional arguments for a vision-language model's ``forward``, for ``width`` columns of tokens."""
-    taken = inspect.signature(model.forward).parameters
-    lost = [key for key in data if key in taken and key not in _KNOWN and isinstance(data[key], Tensor | list)]
+    parameters = inspect.signature(model.forward).parameters
+    lost = [key for key in data if key in parameters and key not in _KNOWN and isinstance(data[key], Tensor | list)]
     if lost:
         raise ConfigError(f"The batch has {lost}, which is not passed to {type(model).__name__}. Remove or rename it")
     weight = next(model.parameters())
     inputs = {}
     for key in IMAGE_KEYS:
         if key in data:
-            if key not in taken:
+            if key not in parameters:
                 raise ConfigError(f"The batch has '{key}', which {type(model).__name__} does not accept. Remove it")
             images = join_padded(data[key], key) if isinstance(data[key], list) else data[key]
             if len(images):
@@ -93,7 +93,7 @@ def image_inputs(model: nn.Module, data: Batch, width: int) -> dict[str, Tensor]
                 if images.is_floating_point():
                     inputs[key] = inputs[key].to(weight.dtype)
     for key in TOKEN_TYPE_KEYS:
-        if key in data and key in taken:
+        if key in data and key in parameters:
             types = to_device(data[key][:, :width], weight.device)
             inputs[key] = F.pad(types, (0, width - types.shape[1]))
     return inputs

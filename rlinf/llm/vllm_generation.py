@@ -173,10 +173,6 @@ class RayVirtualCluster:
         """Number of processes."""
         return self._num_processes
 
-    def node_count(self) -> int:
-        """Number of machines."""
-        return 1
-
 
 class VllmGeneration(GenerationInterface):
     """Generation backend with one vLLM engine.

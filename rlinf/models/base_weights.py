@@ -29,8 +29,8 @@ def check_base(model: ModelConfig, allow_mismatch: Sequence[str] = ()) -> None:
     folder = Path(model.lora_path).expanduser()
     # A checkpoint stores the manifest one level above the adapter folder; an export stores it inside.
     in_checkpoint = folder.name == ADAPTER_FOLDER and not (folder / MANIFEST_FILE).is_file()
-    home = folder.parent if in_checkpoint else folder
-    saved = Manifest.load(home).lora.get("base_sha256") if (home / MANIFEST_FILE).is_file() else None
+    manifest = (folder.parent if in_checkpoint else folder) / MANIFEST_FILE
+    saved = Manifest.load(manifest.parent).lora.get("base_sha256") if manifest.is_file() else None
     if saved is None:
         logger.warning(
             "The adapters in %s do not record their base weights, so they cannot be checked against model.model_path=%s",

@@ -199,10 +199,10 @@ def check_prompt_suffix(cfg: ModelConfig) -> None:
             )
 
 
-def _trained_suffix(home: Path) -> str | None:
+def _trained_suffix(folder: Path) -> str | None:
     """Return a manifest's ``prompt_suffix``, or None if it has none or was not written by rlinf."""
     try:
-        return json.loads((home / MANIFEST_FILE).read_text(encoding="utf-8"))["preprocessing"].get("prompt_suffix")
+        return json.loads((folder / MANIFEST_FILE).read_text(encoding="utf-8"))["preprocessing"].get("prompt_suffix")
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
 

@@ -43,7 +43,7 @@ class Node:
     cpus: float
     gpus: float
 
-    def room(self, gpus: int) -> int:
+    def max_processes(self, gpus: int) -> int:
         """Return how many processes with one CPU and ``gpus`` GPUs each fit on the machine."""
         return int(min([self.cpus // CPUS, *([self.gpus // gpus] if gpus else [])]))
 
@@ -172,9 +172,9 @@ class Placement:
             capacity = 0
             # Ray places the ranks first, so rollout workers use the remaining resources.
             for node in nodes:
-                placed = min(num_ranks, node.room(int(self.on_gpu)))
+                placed = min(num_ranks, node.max_processes(int(self.on_gpu)))
                 num_ranks -= placed
-                capacity += Node(node.name, node.cpus - placed * CPUS, node.gpus - placed * self.on_gpu).room(
+                capacity += Node(node.name, node.cpus - placed * CPUS, node.gpus - placed * self.on_gpu).max_processes(
                     self.gpus_per_rollout_worker
                 )
             return num_ranks == 0 and capacity >= num_workers

@@ -5,7 +5,7 @@ from operator import attrgetter
 
 from rlinf.errors import reject
 from rlinf.options import override_text, require_values
-from rlinf.recipes.config import LOGGERS, RecipeConfig
+from rlinf.recipes.config import LOGGERS, NO_ROLLOUT_WORKERS, RecipeConfig
 from rlinf.tracking.tracker import check_wandb
 
 _FSDP = "training shards weights by FSDP only; raise policy.parallelism.dp_shard_size instead"
@@ -154,13 +154,11 @@ def _grpo_rules(config: RecipeConfig) -> list[tuple[bool, str, str, str]]:
 
 def _check_cluster(config: RecipeConfig) -> None:
     """Raise ConfigError if rollout workers are requested but cannot run."""
-    cluster, count = config.cluster, config.cluster.num_rollout_workers
-    if not cluster.asks_for_workers:
+    if (actual := config.cluster.workers_override) is None:
         return
-    actual = f"cluster.start={cluster.start} cluster.num_rollout_workers={override_text(count)}"
-    off = "cluster.start=auto cluster.placement=null cluster.num_rollout_workers=null"
     if not config.is_grpo:
-        reject(f"{actual} with train.train_policy.type={config.train.train_policy.type}", "grpo, which generates", off)
+        method = config.train.train_policy.type
+        reject(f"{actual} with train.train_policy.type={method}", "grpo, which generates", NO_ROLLOUT_WORKERS)
     for key, fix in (("cluster.placement", "cluster.placement=null"), ("mode", "mode=disaggregated")):
         if attrgetter(key)(config) == "colocated":
-            reject(f"{actual} with {key}=colocated", "one of them", f"{fix}, or {off}")
+            reject(f"{actual} with {key}=colocated", "one of them", f"{fix}, or {NO_ROLLOUT_WORKERS}")

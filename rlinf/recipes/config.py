@@ -276,6 +276,10 @@ class ProfilerConfig:
         return [first, first + window.active_steps - 1] if self.enable_profiler else None
 
 
+NO_ROLLOUT_WORKERS = "cluster.start=auto cluster.placement=null cluster.num_rollout_workers=null"
+"""Overrides that request no rollout workers."""
+
+
 @dataclass
 class ClusterConfig:
     """Rollout workers, threads and deadlines."""
@@ -296,9 +300,10 @@ class ClusterConfig:
     deadlines: DeadlinesConfig = option(DeadlinesConfig(), "Deadlines for collective operations.")
 
     @property
-    def asks_for_workers(self) -> bool:
-        """Whether a key requests rollout workers, with or without GPUs."""
-        return self.placement == "disaggregated" or self.start == "ray" or self.num_rollout_workers is not None
+    def workers_override(self) -> str | None:
+        """An override that requests rollout workers, with or without GPUs; None without any."""
+        settings = {"placement": "disaggregated", "start": "ray", "num_rollout_workers": self.num_rollout_workers or 0}
+        return next((f"cluster.{key}={value}" for key, value in settings.items() if getattr(self, key) == value), None)
 
 
 @dataclass

@@ -17,7 +17,7 @@ from rlinf.distributed.deadlines import deadline
 from rlinf.distributed.launch import launch
 from rlinf.distributed.process_group import gather_objects, local_world_size, rank, resolve_device, set_num_threads
 from rlinf.distributed.start import launch_context, started_here
-from rlinf.errors import CheckpointError, ConfigError
+from rlinf.errors import CheckpointError, ConfigError, RLinfError
 from rlinf.files import follow_latest, sha256_of, write_text
 from rlinf.llm.end_tokens import end_tokens
 from rlinf.llm.hf_generation import HuggingFaceGeneration
@@ -115,7 +115,10 @@ def _write(
     result.to_json(output / run_folder.RESULT_FILE)
     print(f"{result.table()}\nresults: {output / run_folder.RESULT_FILE}", flush=True)
     if baseline is not None:
-        print(compare_folders(baseline, output, config.allow_mismatch).table(), flush=True)
+        try:
+            print(compare_folders(baseline, output, config.allow_mismatch).table(), flush=True)
+        except RLinfError as error:  # the message names the key of `rlinf evaluate` without questions
+            raise error.with_message(str(error).replace("evaluation.allow_mismatch", "allow_mismatch")) from error
     print(f"report: {write_report(output)}", flush=True)
     if run is not None and (run / run_folder.METRICS_FILE).is_file():
         print(f"report of the run: {write_report(run)}", flush=True)
@@ -169,10 +172,10 @@ def _output_folder(config: QuestionsConfig, model: str, run: Path | None) -> Pat
     else:
         output = Path("outputs") / "questions" / time.strftime("%Y-%m-%d_%H-%M-%S")
     names = (run_folder.RESULT_FILE, run_folder.METRICS_FILE, MODEL_CONFIG)
-    taken = next((name for name in names if (output / name).exists()), None)
-    if taken is not None:
+    existing = next((name for name in names if (output / name).exists()), None)
+    if existing is not None:
         raise ConfigError(
-            f"output_dir is '{output}', which contains a {taken}; nothing is overwritten. Delete the folder, or set "
+            f"output_dir is '{output}', which contains a {existing}; nothing is overwritten. Delete the folder, or set "
             "output_dir=<a new folder>"
         )
     return output
@@ -256,12 +259,12 @@ def _manifest(config: QuestionsConfig, model: str, generator: HuggingFaceGenerat
 
 def _write_files(output: Path, questions: list[Question], result: QuestionsResult) -> None:
     """Write one file per question: ``questions/<category>/<video or id>.json``."""
-    taken: set[Path] = set()
+    written: set[Path] = set()
     for question, scored in zip(questions, result.results, strict=True):
         video = question.row.get("video")
         names = ([Path(video).stem] if isinstance(video, str) else []) + [scored.id.replace("/", "_")]
         folder = output / "questions" / scored.category.replace("/", "_")
         paths = [folder / f"{name}.json" for name in (names[0], "_".join(names))]
-        path = next(path for path in paths if path not in taken)
-        taken.add(path)
+        path = next(path for path in paths if path not in written)
+        written.add(path)
         write_text(path, json.dumps(vars(scored), indent=1, ensure_ascii=False))

@@ -27,7 +27,6 @@ from rlinf.recipes.datasets import SECTION, check_place, local_folder, made_by
 from rlinf.recipes.launch_worker import find_script, rows_of, train
 from rlinf.recipes.load import recipe_names
 from rlinf.recipes.plan import (
-    DISAGGREGATED,
     Plan,
     asks_for_gpus,
     check_engines,
@@ -47,9 +46,9 @@ def launch(config: RecipeConfig, script: str | None, dry_run: bool, arguments: S
     """Check a recipe, print its plan, and train it unless ``dry_run``; ``arguments`` are repeated in the command that resumes it."""
     script_path = find_script(script) if script else None
     place = launch_context(os.environ) if is_connected() else None
-    if place is not None and config.cluster.asks_for_workers:
+    if place is not None and config.cluster.workers_override:
         raise ConfigError(
-            f"{DISAGGREGATED} in a command that {place.launcher} has started {place.size} times; expected a single command, which starts "
+            f"{config.cluster.workers_override} in a command that {place.launcher} has started {place.size} times; expected a single command, which starts "
             "all ranks on its own machine. Start it once"
         )
     if asks_for_gpus(config) and not dry_run:

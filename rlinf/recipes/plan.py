@@ -20,11 +20,8 @@ from rlinf.models.lora import apply_lora
 from rlinf.models.precision import torch_dtype_of
 from rlinf.number_formats import format_bytes
 from rlinf.preflight.placement import FreeCapacity
-from rlinf.recipes.config import RecipeConfig
+from rlinf.recipes.config import NO_ROLLOUT_WORKERS, RecipeConfig
 
-DISAGGREGATED = "cluster.placement=disaggregated"
-"""Override that enables rollout workers."""
-NO_ROLLOUT_WORKERS = "cluster.start=auto cluster.placement=null cluster.num_rollout_workers=null"
 NOT_COUNTED = "without activations, one gathered layer of a sharded model, and libraries"
 
 
@@ -33,21 +30,16 @@ class Plan:
     """A recipe's ranks and rollout workers.
 
     Attributes:
-        replicas: Number of data-parallel copies of the trained model.
+        policy_gpus: Number of GPUs (ranks) for the trained model.
         shards: Number of ranks per replica, which divide its weights and its batch.
         workers: Number of rollout workers, in addition to the ranks; 0 if the ranks generate.
         tp_size: Number of tensor-parallel GPUs per vLLM engine; 0 if torch generates, on one GPU.
     """
 
-    replicas: int
+    policy_gpus: int
     shards: int
     workers: int
     tp_size: int
-
-    @property
-    def policy_gpus(self) -> int:
-        """Number of GPUs (ranks) for the trained model."""
-        return self.replicas * self.shards
 
     @property
     def gpus_per_rollout_worker(self) -> int:
@@ -91,10 +83,10 @@ def make_plan(config: RecipeConfig, num_ranks: int | None = None) -> Plan:
     has_engine = wants_engine and why_no_engine(_config_of(config)) is None
     workers = 0
     has_gpus = num_ranks is None and asks_for_gpus(config) and config.policy.device != "cpu"
-    if config.cluster.asks_for_workers or has_gpus:
+    if config.cluster.workers_override or has_gpus:
         in_torch = wants_engine and not has_engine
         workers = count_rollout_workers(config, replicas * shards, rollout.parallelism.tp_size if in_torch else 1)
-    return Plan(replicas, shards, workers, rollout.parallelism.tp_size if has_engine else 0)
+    return Plan(replicas * shards, shards, workers, rollout.parallelism.tp_size if has_engine else 0)
 
 
 def asks_for_gpus(config: RecipeConfig) -> bool:
@@ -108,7 +100,7 @@ def without_rollout_workers(config: RecipeConfig) -> str:
     overrides = ["mode=colocated"]
     if config.rollout.parallelism.tp_size > 1:
         overrides.append("rollout.parallelism.tp_size=1")
-    if config.cluster.asks_for_workers:
+    if config.cluster.workers_override:
         overrides.append(NO_ROLLOUT_WORKERS)
     return " ".join(overrides)
 
@@ -162,9 +154,9 @@ def describe(config: RecipeConfig, plan: Plan, num_rows: int | None, reason: str
         batch += f" ({batch_size // group_size} prompts x {group_size})"
     rows_per_rank = batch_size // plan.policy_gpus
     max_tokens = batch_size * (min(config.rollout.max_response_length, longest) if config.is_grpo else longest)
-    ranks = f"{plan.policy_gpus}"
+    ranks, replicas = f"{plan.policy_gpus}", config.policy.parallelism.replicas
     if plan.policy_gpus > 1:
-        ranks += f" ({plan.replicas} x {plan.shards} shards)" if plan.replicas > 1 else f" ({plan.shards} shards)"
+        ranks += f" ({replicas} x {plan.shards} shards)" if replicas > 1 else f" ({plan.shards} shards)"
     rollout = "none"
     if config.is_grpo:
         engine = f"tensor parallel {plan.tp_size}" if plan.tp_size else "1, in torch"
@@ -346,10 +338,10 @@ def choose_device(config: RecipeConfig, plan: Plan, is_plan: bool = False) -> st
     fixes = [f"policy.device=cpu to run {plan.policy_gpus} ranks as processes on this machine"]
     if plan.rollout_gpus and num_gpus >= plan.policy_gpus:
         fixes.insert(0, f"{without_rollout_workers(config)} to generate on the policy's {plan.policy_gpus}")
-    elif plan.replicas <= num_gpus:
+    elif (replicas := config.policy.parallelism.replicas) <= num_gpus:
         # Use the maximum number of shards that divides the batch evenly.
         rows = config.train.train_batch_per_replica // config.group_size
-        shards = max(size for size in range(1, num_gpus // plan.replicas + 1) if rows % size == 0)
+        shards = max(size for size in range(1, num_gpus // replicas + 1) if rows % size == 0)
         colocated = f"{without_rollout_workers(config)} " if plan.rollout_gpus else ""
         fixes.insert(0, f"{colocated}policy.parallelism.dp_shard_size={shards}")
     raise ConfigError(f"The recipe needs {needed} GPUs ({roles}), but torch sees {num_gpus}. Set {', or '.join(fixes)}")

@@ -79,8 +79,8 @@ def executed_actions(recording: Json) -> np.ndarray:
     """Return the actions that the env executed, clipped to its bounds, ``[T, D]``."""
     num_steps, calls = len(recording["rewards"]), recording["calls"]
     ends = [*(call["step"] for call in calls[1:]), num_steps]
-    taken = [np.asarray(call["chunk"])[: end - call["step"]] for call, end in zip(calls, ends, strict=True)]
-    return np.clip(np.concatenate(taken), recording["low"], recording["high"])
+    executed = [np.asarray(call["chunk"])[: end - call["step"]] for call, end in zip(calls, ends, strict=True)]
+    return np.clip(np.concatenate(executed), recording["low"], recording["high"])
 
 
 def divergence_step(first: Json, second: Json) -> int | None:

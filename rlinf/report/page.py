@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from jinja2 import Environment
 
 FOLDER = Path(__file__).parent
-STYLE = FOLDER / "report.css"
 
 
 @functools.cache

@@ -42,11 +42,11 @@ SIDES = ("a", "b")
 """Subfolders of ``output_dir`` for the baseline (the policy given by ``blind``) and for the evaluated policy."""
 
 
-def blind(config: RunConfig, other: RunConfig, settings: RobotConfig) -> Comparison:
+def blind(config: RunConfig, baseline: RunConfig, settings: RobotConfig) -> Comparison:
     """Run each episode of ``rlinf.commands.evaluate.evaluate`` with both policies, in random order.
 
     Nothing reveals which policy runs an episode until all are done. Then both results are written, as by ``evaluate``, and compared.
-    Repeat the call with the same ``output_dir`` to resume an interrupted comparison. ``other`` specifies the baseline policy; env,
+    Repeat the call with the same ``output_dir`` to resume an interrupted comparison. ``baseline`` specifies the other policy; env,
     episodes and sampling of both policies come from ``config``. Raise as ``evaluate`` does.
     """
     output, evaluation = Path(config.output_dir), replace(config.evaluation, compare=None)
@@ -54,20 +54,20 @@ def blind(config: RunConfig, other: RunConfig, settings: RobotConfig) -> Compari
     if not partial_files(output):
         check_output(output / SIDES[1], None)
     config = replace(config, evaluation=evaluation)
-    other = replace(
-        other,
+    baseline = replace(
+        baseline,
         env=config.env,
         evaluation=evaluation,
         cluster=config.cluster,
         seed=config.seed,
-        rollout=replace(other.rollout, temperature=config.rollout.temperature),
+        rollout=replace(baseline.rollout, temperature=config.rollout.temperature),
     )
-    names = [side.checkpoint or side.model.url for side in (other, config)]
+    names = [side.checkpoint or side.model.url for side in (baseline, config)]
     with report_saved(output), ExitStack() as stack:
         prepare_rank(config)
         set_num_threads(config.cluster.num_threads, 1)
         seed_everything(config.seed, config.trainer.deterministic)
-        sides = zip((other, config), SIDES, strict=True)
+        sides = zip((baseline, config), SIDES, strict=True)
         configs = [replace(side, output_dir=str(output / name)) for side, name in sides]
         _run(configs, settings, output, stack)
     comparison = compare_folders(*(output / side for side in SIDES), evaluation.allow_mismatch)
@@ -86,7 +86,7 @@ def _run(configs: list[RunConfig], settings: RobotConfig, output: Path, stack: E
     num_episodes = 2 * len(opened[0].specs)
     # Both policies share the initial images, so that the second run of an episode can reproduce the start of the first.
     robot, operator = make_robot(replace(config, output_dir=str(output)), env, settings, num_episodes, starts, stack)
-    sides, present = [], {"device": device, "robot": settings.conditions(), "seed": config.seed}
+    sides, present = [], {"robot": settings.conditions(), "seed": config.seed}
     for name, side, policy in zip(SIDES, configs, opened, strict=True):
         policy.model = policy.model.to(device)
         stack.enter_context(evaluation_mode(policy.model))

@@ -20,20 +20,18 @@ def robot(arguments: Sequence[str]) -> int:
     """Run a policy in real time, one action every 1 / fps seconds, on a simulated robot (a single env) or a physical arm.
 
     Runs the same episodes as `rlinf evaluate`, one after the other, with the same keys, files and comparisons, and also writes
-    timing.json. Its own keys: arm, fps, execution, relative_dims, max_relative_target, max_observation_age_s, max_failures,
-    teleoperator, handover_max_step, record, expert_threshold, expert_patience, expert_steps, success, page_host,
-    page_port, blind, real_time, latency_s, delay_steps, drop_frames, noise (docs/robot.md).
+    timing.json (docs/robot.md).
     """
     arguments = with_checkpoint(arguments)
     args, settings = own_settings(arguments, RobotConfig)
     require_policy(arguments, "robot")
-    other_args = None if settings.blind is None else _blind_baseline(args, settings.blind)
+    baseline_args = None if settings.blind is None else _blind_baseline(args, settings.blind)
     config = configure(args, "evaluate")
     if config is not None:
-        other = None if other_args is None else configure(other_args, "evaluate")
+        baseline = None if baseline_args is None else configure(baseline_args, "evaluate")
         from rlinf.robot import command
 
-        command.robot(config, settings, other)
+        command.robot(config, settings, baseline)
     return 0
 
 

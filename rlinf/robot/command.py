@@ -25,8 +25,8 @@ from rlinf.training.stop_signal import sigterm_is_ctrl_c
 logger = logging.getLogger("rlinf")
 
 
-def robot(config: RunConfig, settings: RobotConfig, other: RunConfig | None = None) -> EvaluationResult | Comparison:
-    """Evaluate a policy on one simulated or physical robot, or compare it blindly with the policy of ``other``; raise as ``evaluate``."""
+def robot(config: RunConfig, settings: RobotConfig, baseline: RunConfig | None = None) -> EvaluationResult | Comparison:
+    """Evaluate a policy on one simulated or physical robot, or compare it blindly with the policy of ``baseline``; raise as ``evaluate``."""
     evaluation, single = config.evaluation, "one process, because there is one robot"
     require_values(
         config,
@@ -45,7 +45,7 @@ def robot(config: RunConfig, settings: RobotConfig, other: RunConfig | None = No
         listening(settings.page_host, settings.page_port, BaseHTTPRequestHandler).server_close()
     config = replace(config, evaluation=replace(evaluation, num_envs=1, num_videos_per_task=0, probe=False))
     with sigterm_is_ctrl_c():
-        return evaluate_on_robot(config, settings) if other is None else blind(config, other, settings)
+        return evaluate_on_robot(config, settings) if baseline is None else blind(config, baseline, settings)
 
 
 def _check_arm(config: RunConfig, settings: RobotConfig) -> None:

@@ -35,7 +35,7 @@ from rlinf.seeding import seed_everything
 
 
 def evaluate_on_robot(config: RunConfig, settings: RobotConfig) -> EvaluationResult:
-    """Evaluate like ``rlinf.commands.evaluate.evaluate``, but on a robot and in this process; also write ``timing.json``."""
+    """Evaluate like ``commands.evaluate.evaluate``, but on a robot, in this process and without deadlines; also write ``timing.json``."""
     output, compare = Path(config.output_dir), config.evaluation.compare
     check_output(output, evaluation_folder(compare) if compare else None)
     device = resolve_device(config.cluster.device, 1)
@@ -51,7 +51,7 @@ def evaluate_on_robot(config: RunConfig, settings: RobotConfig) -> EvaluationRes
         starts = None if opened.baseline is None else opened.baseline / run_folder.STARTS_FOLDER
         robot, operator = make_robot(config, env, settings, len(opened.specs), starts, stack)
         episodes = stack.enter_context(robot_episodes(config, env, robot, operator, opened, settings))
-        present = {"device": device, **opened.conditions, "robot": settings.conditions()}
+        present = {**opened.conditions, "robot": settings.conditions()}
         with PartialResults(output, present) as saved, autocast(opened.model, config.model.precision):
             result = run_episodes(config, env, opened, saved, episodes)
             if episodes.recorder is not None:

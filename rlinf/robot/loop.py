@@ -74,7 +74,7 @@ class Timing:
 
 
 @dataclass
-class Progress:
+class EpisodeProgress:
     """How far an episode is, and its newest observation.
 
     Attributes:
@@ -201,7 +201,7 @@ class RobotEpisodes:
         settings, robot, time, timing = self.settings, self.robot, self.time, self.timing
         instruction = robot.begin(spec)
         schedule, period = ChunkSchedule(settings.execution == "async", self.is_relative), 1 / settings.rate
-        progress = Progress(waits=bool(self.is_relative.any()))
+        progress = EpisodeProgress(waits=bool(self.is_relative.any()))
         # Positions are clipped, and held, relative to the robot's current pose, because 0 may be far away.
         last = np.where(self.is_relative, np.float32(0), self._position())
         self._requested_step = -1
@@ -311,7 +311,7 @@ class RobotEpisodes:
         self._is_warm = True
         return reply
 
-    def _request(self, schedule: ChunkSchedule, progress: Progress) -> None:
+    def _request(self, schedule: ChunkSchedule, progress: EpisodeProgress) -> None:
         """Take a finished chunk, and request the next one when due; if no action is available, wait for half a period."""
         time, grace_s, due = self.time, GRACE / self.settings.rate, progress.due
         if time.is_pending and (reply := time.poll(0.0)) is not None:

@@ -15,7 +15,7 @@ class Metric(NamedTuple):
 
 METRICS: dict[str, Metric] = {
     "rollout/success_rate": Metric("Success rate over each env's first episode (sampled actions).", "1"),
-    "rollout/true_success_rate": Metric("Success rate reported by the simulator, if a classifier or label noise is used.", "1"),
+    "rollout/true_success_rate": Metric("Success rate reported by the simulator, if a classifier detects success.", "1"),
     "rollout/return_mean": Metric("Mean undiscounted return of these episodes.", "reward"),
     "rollout/episode_len": Metric("Mean length of these episodes.", "env steps"),
     "rollout/actions_clipped_fraction": Metric(
@@ -117,7 +117,7 @@ METRICS: dict[str, Metric] = {
     "sft/states_beyond_statistics": Metric("Maximum fraction of a state dimension's values outside the statistics; first line only.", "1"),
     "sft/entropy": Metric("Mean entropy per learned token in recipes with `logging.report_entropy`.", "nat"),
     "eval/success_rate": Metric("successes / episodes on the fixed list of held-out episodes.", "1"),
-    "eval/true_success_rate": Metric("Success rate reported by the simulator, if a classifier or label noise is used.", "1"),
+    "eval/true_success_rate": Metric("Success rate reported by the simulator, if a classifier detects success.", "1"),
     "eval/successes": Metric("Number of successful evaluation episodes.", "episodes"),
     "eval/episodes": Metric("Number of evaluation episodes.", "episodes"),
     "eval/interval_low": Metric("Lower end of the 95 % Wilson interval of the success rate.", "1"),

@@ -7,6 +7,7 @@ from unittest import mock
 
 import pytest
 import torch
+from rollout_batches import select_envs
 from run_results import QUIET, run_config
 
 from rlinf.algorithms import ALGORITHMS, statistics
@@ -60,7 +61,7 @@ def use(argument: tuple[Path, tuple[tuple[str, str | None], ...]]) -> None:
         config, whole = torch.load(folder / f"{name}.pt", weights_only=False)
         rollout, num_envs = config.rollout, config.rollout.num_envs // world_size()
         envs = range(rank() * num_envs, (rank() + 1) * num_envs)
-        batch = whole.select_envs(torch.tensor(envs))
+        batch = select_envs(whole, torch.tensor(envs))
         batch.episodes = [(env, result) for env, result in batch.episodes if env in envs]
         with planted(fault):
             algorithm = ALGORITHMS.get(config.algorithm.name)(config.algorithm)
@@ -149,7 +150,7 @@ def test_control_blocks_that_each_rank_numbers_from_0_are_seen(recorded):
 def rejections(argument: Path) -> None:
     """A gap on the last rank, and a metric of each rank's own: note the error of this rank."""
     config, whole = torch.load(argument / "quickstart.pt", weights_only=False)
-    batch = whole.select_envs(torch.arange(4) + 4 * rank())
+    batch = select_envs(whole, torch.arange(4) + 4 * rank())
     if rank() == 1:
         batch.old_logprobs[2, 1] += 0.5
         batch.old_logprobs[0, 3] += 0.25

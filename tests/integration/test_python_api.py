@@ -223,7 +223,7 @@ def test_envs_are_made_by_name_with_their_settings():
         ("tabeltop", {}, "There is no env 'tabeltop'. Did you mean 'tabletop'"),
         ("tabletop", {"taks": ["push"]}, "no key 'env.taks'"),
         ({"name": "tabletop"}, {}, r"env is {'name': 'tabletop'} \(dict\); expected the name of an env"),
-        ("tabletop", {"num_env": 3}, "no key 'env.num_env'"),
+        ("tabletop", {"num_env": 3}, "make_env got num_env=3, .* Pass num_envs=3$"),
     ):
         with pytest.raises(ConfigError, match=said):
             rlinf.make_env(env, **settings)

@@ -79,6 +79,12 @@ def test_a_command_model_or_env_of_a_missing_wing_is_an_error_that_names_its_fol
     cases += [(["check", f"env={name}"], wing) for wing in WINGS.values() for name in wing.envs]
     cases += [(["train", f"model={name}", "env=tabletop"], wing) for wing in WINGS.values() for name in wing.models]
     cases += [(["train", "model=mlp", "model.model_type=llama", "env=tabletop"], WINGS["tokens"])]
+    recipe = core / "recipe"
+    (recipe / "model").mkdir(parents=True)
+    for name, text in (("state.json", "{}"), ("config.yaml", "policy: {}\ntrain: {}\n")):
+        (recipe / name).write_text(text)
+    export = ["export", f"checkpoint={recipe}", f"output={core / 'exported'}"]
+    cases += [([*export, *words], WINGS["tokens"]) for words in ([], ["policy.model_name_or_path=m"])]
     statuses, _, errors = run(core, *(command for command, _ in cases))
     assert statuses == [EXIT_USER_ERROR] * len(cases), errors
     lines = errors.splitlines()

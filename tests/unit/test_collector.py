@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from rollout_batches import select_envs
 
 from rlinf.config.compose import compose_config
 from rlinf.config.schema import build_config
@@ -95,7 +96,7 @@ def test_a_second_attempt_plays_the_given_envs_only_and_replaces_whole_groups(pa
         torch.testing.assert_close(more.tensors()[name], tensor[:, envs], atol=1e-5, rtol=1e-5, msg=name)
     valid = more.loss_mask.flatten().numpy()
     np.testing.assert_allclose(
-        more.observation.state[valid], whole.select_envs(envs).observation.state[valid], atol=1e-5
+        more.observation.state[valid], select_envs(whole, envs).observation.state[valid], atol=1e-5
     )
     mixed = copy.deepcopy(first)
     replace_envs(mixed, envs, more, torch.tensor([False, False, True, True]))

@@ -134,7 +134,14 @@ def test_seed_template_is_accepted_once_its_model_is_registered_and_given_weight
         ("trainer.max_steps=ten", ["trainer.max_steps is 'ten'", "expected int"]),
         ("algorithm.name=dppo", ["algorithm.name is 'dppo'", "Did you mean 'ppo'"]),
         ("env.gamma=1", ["no key 'env.gamma'. Set algorithm.gamma=1"]),
-        ("evalution.num_episodes=7", ["no key 'evalution'. Did you mean 'evaluation'", "Set evaluation.num_episodes="]),
+        (
+            "evalution.num_episodes=7",
+            ["no key 'evalution'. Set evaluation.num_episodes=7"],
+        ),
+        ("optimizer.lr=1e-3", ["no key 'optimizer'. Set trainer.learning_rate=0.001 or sft.learning_rate=0.001"]),
+        ("max_stps=3", ["no key 'max_stps'. Set trainer.max_steps=3 or sft.max_steps=3"]),
+        ("model.dropout=0.1", ["model.init_config.dropout=0.1 or model.override_config.dropout=0.1"]),
+        ("env=touch_two", ["Set env=tabletop 'env.tasks=[touch_two]'"]),
         ("sft.expert.spee=3", ["no key 'sft.expert.spee'. Known: aim_offset_m"]),  # not seed=3
         ("lr=1e-3", ["no key 'lr'. Set trainer.learning_rate=0.001 or sft.learning_rate=0.001"]),
         ("task=push", ["no key 'task'. Set 'env.tasks=[push]'"]),

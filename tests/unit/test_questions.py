@@ -224,6 +224,8 @@ def test_results_on_other_lists_are_refused_until_allowed(model, tmp_path, capsy
     capsys.readouterr()
     assert main(["evaluate", "--compare", a, b]) == 2
     assert "questions.sha256" in capsys.readouterr().err
+    words = [f"questions={tmp_path / 'b.jsonl'}", f"output_dir={tmp_path / 'd'}", f"compare={a}"]
+    assert evaluate(f"checkpoint={model}", *words) == 2 and "'allow_mismatch=[questions." in capsys.readouterr().err
     assert main(["evaluate", "--compare", a, b, "evaluation.allow_mismatch=[questions.sha256]"]) == 2
     assert "4 questions and the second 4, 3 of them in common" in capsys.readouterr().err
     assert main(["evaluate", "--compare", a, b, "evaluation.allow_mismatch=[questions]"]) == 0

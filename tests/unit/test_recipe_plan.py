@@ -16,7 +16,6 @@ from rlinf.recipes import launch as launching
 from rlinf.recipes import plan as planning
 from rlinf.recipes.load import load_recipe, packaged_recipes
 from rlinf.recipes.plan import (
-    DISAGGREGATED,
     check_engines,
     choose_device,
     describe,
@@ -27,6 +26,7 @@ from rlinf.recipes.plan import (
 )
 from rlinf.recipes.rollout_workers import place_rollout_workers
 
+DISAGGREGATED = "cluster.placement=disaggregated"
 GPUS = {
     "cosmos-reason1-7b-fsdp2-sft": (2, 0),
     "cosmos-reason1-7b-p-fsdp2-r-tp2-grpo": (2, 2),
@@ -316,9 +316,15 @@ def test_players_that_machines_have_no_room_for_are_refused():
     ("overrides", "fix"),
     [
         (["cluster.start=ray", "cluster.placement=colocated"], "placement=null"),
-        (["cluster.num_rollout_workers=2", "mode=colocated"], "Set mode=disaggregated, or"),
+        (
+            ["cluster.num_rollout_workers=2", "mode=colocated"],
+            "^cluster.num_rollout_workers=2 with mode=colo.*Set mode=disaggregated, or",
+        ),
         ([DISAGGREGATED, "mode=colocated"], "Set mode=disaggregated"),
-        ([DISAGGREGATED, "train.train_policy.type=sft"], "type=sft; expected grpo"),
+        (
+            [DISAGGREGATED, "train.train_policy.type=sft"],
+            "^cluster.placement=disaggregated with .*type=sft; expected grpo",
+        ),
         ([DISAGGREGATED, "cluster.num_rollout_workers=3"], "Set cluster.num_rollout_workers=4"),
         (["rollout.parallelism.n_init_replicas=3"], "Set cluster.num_rollout_workers=4"),
     ],

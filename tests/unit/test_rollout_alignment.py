@@ -7,6 +7,7 @@ from concurrent.futures import CancelledError, ThreadPoolExecutor
 import numpy as np
 import pytest
 import torch
+from rollout_batches import select_envs
 
 from rlinf.envs.base import VectorEnv
 from rlinf.envs.config import EnvConfig
@@ -228,12 +229,12 @@ def test_rollouts_of_ranks_and_of_chosen_envs_are_columns_of_the_whole(auto_rese
     joined = RolloutBatch.concatenate(ranks)
     assert_equal_rollouts(whole, joined)
     assert joined.specs == whole.specs and joined.episodes == [each for part in ranks for each in part.episodes]
-    parts = [whole.select_envs(torch.tensor(columns)) for columns in ([0], [1, 2, 3], [4, 5])]
+    parts = [select_envs(whole, torch.tensor(columns)) for columns in ([0], [1, 2, 3], [4, 5])]
     assert_equal_rollouts(whole, RolloutBatch.concatenate(parts))
     assert_equal_rollouts(whole, RolloutBatch.concatenate([whole]))
     for num_worker_threads in (1, 2):
         part, _ = play(False, num_worker_threads, env_groups=[0, 2])
-        assert_equal_rollouts(play(False)[0].select_envs(torch.tensor([0, 1, 4, 5])), part)
+        assert_equal_rollouts(select_envs(play(False)[0], torch.tensor([0, 1, 4, 5])), part)
         assert sorted(env for env, _ in part.episodes) == [0, 1, 4, 5] == sorted(part.specs)
 
 
@@ -305,8 +306,8 @@ def test_an_episode_whose_simulator_is_lost_is_void_and_begins_again():
     states = torch.from_numpy(batch.observation.state).unflatten(0, (NUM_CHUNKS, NUM_ENVS))
     assert torch.equal(states[2, 1], states[0, 1]) and torch.equal(states[second + 1, 4], states[second, 4])
     others = torch.tensor([0, 2, 3, 5])
-    for name, tensor in plain.select_envs(others).tensors().items():
-        assert torch.equal(batch.select_envs(others).tensors()[name], tensor), name
+    for name, tensor in select_envs(plain, others).tensors().items():
+        assert torch.equal(select_envs(batch, others).tensors()[name], tensor), name
     assert batch.episodes == [], "a first episode was lost: results of the others would favour quick successes"
     later, _ = play(True, num_worker_threads=1, make=type("Later", (LosingClock,), {"losses": ((4, second),)}))
     assert later.episodes == plain.episodes and len(later.episodes) == NUM_ENVS

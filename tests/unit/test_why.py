@@ -215,6 +215,7 @@ def test_control_the_same_kinds_with_a_fault_are():
     two = {"train": {"train_policy": {"type": "grpo", "mu_iterations": 2}, "optm_lr": 1e-9}}
     still = lines(rollout__reward_mean=0.1, train__approx_kl=0.0, train__learning_rate=1e-9)
     assert said(still, two) == ["steps_too_small"]
+    assert said(lines(train__approx_kl=0.2), RECIPE) == ["steps_too_large"], "without logging.report_entropy"
 
 
 @pytest.mark.parametrize(

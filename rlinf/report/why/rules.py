@@ -136,10 +136,11 @@ def steps_too_large(record: Record) -> Finding | None:
     if moved > LARGEST_KL:
         text = f"The policy moves by {moved:.3g} nat per iteration; above {LARGEST_KL:g} its old samples do not describe it"
     change = f"{key}={min(rate / 2, max(rate / 100, rate * math.sqrt(0.02 / max(moved, LARGEST_KL)), 1e-6), 2e-3):.1g}"
+    entropies = [line["train/entropy"] for line in record.lines if line.get("train/entropy") is not None]
     if decay > LARGEST_DECAY:
         change = "trainer.weight_decay=0"
         text = f"Weight decay removes {decay:.0%} of each weight per step, so whatever is learned is lost again"
-    elif moved > LARGEST_KL and record.series("train/entropy").values[0] < -1:
+    elif moved > LARGEST_KL and entropies and entropies[0] < -1:
         change = ""  # with a narrow action distribution, any weight change causes a large KL
     return Finding(text, change, steps)
 

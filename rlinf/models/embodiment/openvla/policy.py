@@ -451,9 +451,6 @@ class OpenVLAForRLActionPrediction(TokenActionModel, CheckpointPolicy):
         return to_public(state_dict, self.config)
 
 
-OpenVLAPolicy = OpenVLAForRLActionPrediction
-
-
 def _key_mask(attention_mask: Tensor | None) -> Tensor | None:
     """Convert a mask to bool, or return None without padding."""
     key_mask = None if attention_mask is None else attention_mask.bool()

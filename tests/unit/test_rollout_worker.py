@@ -1,4 +1,4 @@
-"""A rollout worker in this process plays what the ranks that train would play, and only with complete weights."""
+"""A rollout worker in this process collects what the ranks that train would collect, and only with complete weights."""
 
 from dataclasses import replace
 
@@ -29,7 +29,7 @@ SMALL = [
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-    """A run whose rank plays with two worker threads."""
+    """A run whose rank collects with two worker threads."""
     run = build(run_config(tmp_path_factory.mktemp("run"), *SMALL))
     run.rl.sync.push(0)
     yield run
@@ -68,7 +68,7 @@ def check_equal(batch, other):
     assert (batch.specs, batch.episodes) == (other.specs, other.episodes)
 
 
-def test_two_players_play_bit_for_bit_what_two_threads_of_a_rank_play(run, workers):
+def test_two_rollout_workers_collect_bit_for_bit_what_two_threads_of_a_rank_collect(run, workers):
     model = run.parts.sync.rollout_model
     for step, attempt in ((0, 0), (3, 2)):
         expected = run.rl.collector.collect(model.eval(), step, 7, True, attempt)
@@ -78,12 +78,12 @@ def test_two_players_play_bit_for_bit_what_two_threads_of_a_rank_play(run, worke
         check_equal(RolloutBatch.concatenate(parts), expected)
 
 
-def test_any_player_can_play_any_blocks(run, workers):
+def test_any_rollout_worker_can_collect_any_blocks(run, workers):
     env_groups = [1, 2, 4, 7]
     check_equal(workers[0].collect(1, True, 0, env_groups), workers[1].collect(1, True, 0, env_groups))
 
 
-def test_players_evaluate_as_the_run_does(run, workers):
+def test_rollout_workers_evaluate_as_the_run_does(run, workers):
     env, model = run.parts.evaluator.env, run.parts.sync.rollout_model
     specs = episode_list(env, "eval", 5)
     expected = evaluate_policy(model, env, specs).results
@@ -92,7 +92,7 @@ def test_players_evaluate_as_the_run_does(run, workers):
     assert first[1] == 0
 
 
-def test_a_player_acts_only_with_complete_weights(run, workers):
+def test_a_rollout_worker_acts_only_with_complete_weights(run, workers):
     worker, model = workers[0], run.parts.sync.rollout_model
     with pytest.raises(
         WeightsRejectedError, match="replaces some tensors of version 3, but the receiver has version 7"
@@ -135,7 +135,7 @@ def test_a_shell_has_no_weights_and_keeps_what_a_push_does_not_bring(run):
         del model.hook
 
 
-def test_the_rank_writes_the_videos_of_players(run, workers, tmp_path):
+def test_the_rank_writes_the_videos_of_rollout_workers(run, workers, tmp_path):
     """A machine of rollout workers need not see the run folder."""
     folder = tmp_path / "step_000001" / "videos"
 

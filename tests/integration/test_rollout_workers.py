@@ -1,4 +1,4 @@
-"""Runs whose rollouts and evaluations are played by actors of Ray: equal to those of ranks that play, also when rollout workers die."""
+"""Runs with rollout workers in Ray: equal to runs whose ranks collect and evaluate, also when rollout workers die."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def check_equal(folder, other, last="rl_000003"):
 
 
 @pytest.mark.parametrize(("name", "overrides"), [("grpo", GRPO), ("normalised", NORMALISED)])
-def test_a_run_with_two_players_is_bit_for_bit_the_run_of_one_process(runs, name, overrides):
+def test_a_run_with_two_rollout_workers_is_bit_for_bit_the_run_of_one_process(runs, name, overrides):
     """A VLA: the runs of two ranks below."""
     colocated, split = runs(f"colocated {name}", *overrides), runs(f"split {name}", *overrides, *SPLIT)
     check_equal(split, colocated)
@@ -80,14 +80,14 @@ def disturbed(monkeypatch, moments):
 
 
 def send(number):
-    def signal_player(workers, worker):
+    def signal_rollout_worker(workers, worker):
         import ray
 
         where = ray.get(workers._where[worker])
         os.kill(where.pid, number)
         return where.pid
 
-    return signal_player
+    return signal_rollout_worker
 
 
 def in_a_hurry(workers, worker):
@@ -101,13 +101,13 @@ def in_a_hurry(workers, worker):
 
 
 def stop_the_other(workers, worker):
-    """Stop rollout worker 1 before it is asked to play."""
+    """Stop rollout worker 1 before it is asked to collect."""
     in_a_hurry(workers, 1 - worker)
     return send(signal.SIGSTOP)(workers, 1 - worker)
 
 
-def test_players_that_are_killed_or_silent_change_nothing(runs, monkeypatch, caplog):
-    """While they play, while they take weights, while they evaluate; one of them is stopped instead."""
+def test_rollout_workers_that_are_killed_or_silent_change_nothing(runs, monkeypatch, caplog):
+    """While they collect, while they take weights, while they evaluate; one of them is stopped instead."""
     kill = send(signal.SIGKILL)
     moments = {("collect", 3): kill, ("push", 4): kill, ("evaluate", 4): kill, ("collect", 5): stop_the_other}
     trained = note_trained(monkeypatch)
@@ -121,8 +121,8 @@ def test_players_that_are_killed_or_silent_change_nothing(runs, monkeypatch, cap
     assert "set cluster.deadlines.rollout=1200" in caplog.text
 
 
-def test_players_that_play_ahead_and_are_killed_play_what_processes_play_ahead(runs, monkeypatch):
-    """While they evaluate with newer weights than those of rollouts that wait to be taken, and while they play."""
+def test_rollout_workers_that_collect_ahead_and_are_killed_collect_what_processes_collect_ahead(runs, monkeypatch):
+    """While they evaluate with newer weights than those of rollouts that wait to be taken, and while they collect."""
     ahead = [*STATE, "cluster.max_staleness=2", "algorithm.tis_cap=2.0", "trainer.max_steps=5"]
     kill, trained = send(signal.SIGKILL), note_trained(monkeypatch)
     with disturbed(monkeypatch, {("evaluate", 4): kill, ("collect", 8): kill}):
@@ -134,8 +134,8 @@ def test_players_that_play_ahead_and_are_killed_play_what_processes_play_ahead(r
 
 
 @pytest.mark.parametrize("ahead", [False, True], ids=["sync", "ahead"])
-def test_a_run_goes_on_with_other_players_or_none(runs, tmp_path, monkeypatch, ahead):
-    """Bit for bit as the run that was not interrupted, from a checkpoint of rollout workers and from one of ranks that play."""
+def test_a_run_goes_on_with_other_rollout_workers_or_none(runs, tmp_path, monkeypatch, ahead):
+    """Bit for bit as the run that was not interrupted, from a checkpoint of rollout workers and from one of ranks that collect."""
     trained = note_trained(monkeypatch)
     more = [*STATE, "trainer.max_steps=4", "trainer.save_every=1", "trainer.max_keep=-1"]
     more += ["cluster.max_staleness=1", "algorithm.tis_cap=2.0"] if ahead else []  # rollouts wait in the checkpoint
@@ -174,10 +174,10 @@ def wait_for(calls):
     ray.wait([call.ref for call in calls], num_returns=len(calls), timeout=300)
 
 
-class TestPlayersOfARunThatHasNotBegun:
+class TestRolloutWorkersOfARunThatHasNotBegun:
     @pytest.mark.parametrize("answers_are_lost", [False, True])
-    def test_a_rollout_that_waits_to_be_taken_survives_its_player(self, built, monkeypatch, answers_are_lost):
-        """If the answers are lost with the machine, they are played again with the weights of then."""
+    def test_a_rollout_that_waits_to_be_taken_survives_its_rollout_worker(self, built, monkeypatch, answers_are_lost):
+        """If the results are lost with the machine, they are collected again with the weights of then."""
         collector, sync, policy = built.rl.collector, built.rl.sync, built.parts.worker.model
         workers, version = collector.workers, 10 * (1 + answers_are_lost)
         sync.push(version)
@@ -208,7 +208,7 @@ class TestPlayersOfARunThatHasNotBegun:
         calls = collector.submit(None, 0, 20, True)
         wait_for(calls)
         built.rl.sync.push(21)
-        assert old in counted(), "a rollout worker that is lost now plays with them"
+        assert old in counted(), "a rollout worker that is lost now acts with them"
         collector.result(calls)
         del calls
         assert is_freed(old) and workers.weights.trained[0].hex() in counted()
@@ -226,7 +226,7 @@ class TestPlayersOfARunThatHasNotBegun:
         assert workers.results([evaluation]) == [([], 0)]
         collector.result(calls)
 
-    def test_a_player_for_which_no_machine_has_room_ends_the_run(self, built, monkeypatch):
+    def test_a_rollout_worker_for_which_no_machine_has_room_ends_the_run(self, built, monkeypatch):
         """Instead of as many replacements as are allowed, each after a whole deadline."""
         import ray
 
@@ -245,8 +245,8 @@ class TestPlayersOfARunThatHasNotBegun:
         workers._replace(0, "there is room again")
         assert workers.results([call]) == [([], 0)]
 
-    def test_where_several_ranks_train_a_silent_player_has_half_of_a_deadline(self, built, monkeypatch):
-        """Its rank has to play again before the others have waited for the whole of it."""
+    def test_where_several_ranks_train_a_silent_rollout_worker_has_half_of_a_deadline(self, built, monkeypatch):
+        """Its rank has to collect again before the remaining ranks have waited for all of it."""
         monkeypatch.setattr("rlinf.cluster.rollout_workers.DUMP_S", 0.0)  # nobody reads the stacks
         workers = built.rl.collector.workers
         built.rl.sync.push(45)
@@ -260,7 +260,7 @@ class TestPlayersOfARunThatHasNotBegun:
             assert call.missed
         assert workers.results([call]) == [([], 0)]
 
-    def test_a_player_that_is_late_twice_with_the_same_work_ends_the_run(self, built, monkeypatch):
+    def test_a_rollout_worker_that_is_late_twice_with_the_same_work_ends_the_run(self, built, monkeypatch):
         monkeypatch.setattr("rlinf.cluster.rollout_workers.DUMP_S", 0.0)  # nobody reads the stacks
         workers = built.rl.collector.workers
         built.rl.sync.push(50)
@@ -278,22 +278,20 @@ class TestPlayersOfARunThatHasNotBegun:
             workers._watch(1, 1000.0)
 
 
-def test_two_ranks_that_share_the_weights_play_with_players_what_they_play_themselves(runs):
+def test_two_ranks_that_share_the_weights_collect_with_rollout_workers_what_they_collect_themselves(runs):
     check_equal(runs("two fsdp2 split", *SHARDED, *SPLIT), runs("two fsdp2", *SHARDED))
 
 
-def test_two_ranks_that_share_the_weights_train_while_players_play_with_those_of_the_iteration_before(runs):
+def test_two_ranks_that_share_the_weights_train_while_rollout_workers_collect_with_those_of_the_iteration_before(runs):
     ahead = ["cluster.max_staleness=1", "algorithm.tis_cap=2.0", "algorithm.old_logprobs=trainer"]
     ahead += ["algorithm.critic_warmup_steps=0", "trainer.max_steps=2"]
     folder = runs("two fsdp2 ahead", *SHARDED, *SPLIT, *ahead)
     lines = [line for line in untimed_metrics(folder) if "rollout/staleness_iterations" in line]
     assert [line["rollout/staleness_iterations"] for line in lines] == [0, 1]
     assert lines[0]["rollout/staleness_updates"] == 0 < lines[1]["rollout/staleness_updates"]
-    ratios = [line["rollout/importance_ratio_max"] for line in lines]  # of trained weights to those that have played
+    ratios = [line["rollout/importance_ratio_max"] for line in lines]  # of trained weights to those that acted
     assert ratios[0] <= 1 + 1e-5 and min(ratios[1:]) > 1 + 1e-4
-    assert all(line["rollout/logprob_gap_max"] <= 1e-5 for line in lines), (
-        "the gate compares at the weights that have played"
-    )
+    assert all(line["rollout/logprob_gap_max"] <= 1e-5 for line in lines), "the gate compares at the weights that acted"
 
 
 def test_machines_whose_store_is_too_small_are_refused_before_a_model_is_built(tmp_path, monkeypatch):

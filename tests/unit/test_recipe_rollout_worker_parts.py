@@ -1,4 +1,4 @@
-"""What ranks and rollout workers of a recipe give each other, without Ray."""
+"""Data exchanged between the ranks and rollout workers of a recipe, without Ray."""
 
 from types import SimpleNamespace
 

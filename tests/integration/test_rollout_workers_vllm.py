@@ -71,7 +71,7 @@ def test_a_run_with_an_engine_in_a_rollout_worker_is_bit_for_bit_that_of_an_engi
     colocated = train(run_config(tmp_path / "colocated", *SHORT, "rollout.pipeline_stages=1"))
     check_equal(split, colocated)
     gaps = [line["rollout/logprob_gap_max"] for line in untimed_metrics(split) if "rollout/logprob_gap_max" in line]
-    assert len(gaps) == 2 and all(0 < gap <= 1e-4 for gap in gaps), "0 would mean that torch played"
+    assert len(gaps) == 2 and all(0 < gap <= 1e-4 for gap in gaps), "0 would mean that torch sampled"
     with pytest.raises(AssertionError):  # control: torch draws other actions
         check_equal(
             train(run_config(tmp_path / "torch", *SHORT, "rollout.pipeline_stages=1", "rollout.backend=torch")),
@@ -87,7 +87,7 @@ def push(worker, model, version, base=None, end=True):
     return worker.commit() if end else None
 
 
-def test_an_engine_of_two_processes_plays_with_committed_weights_only_and_comes_back(tmp_path, monkeypatch):
+def test_an_engine_of_two_processes_collects_with_committed_weights_only_and_comes_back(tmp_path, monkeypatch):
     """Tensor parallelism: what is sent to the engine, and from it to its workers, does not grow with the model."""
     before = set(engines_of(os.getpid()))
     run = build(run_config(tmp_path, *SHORT, "rollout.backend=torch"))
@@ -95,7 +95,7 @@ def test_an_engine_of_two_processes_plays_with_committed_weights_only_and_comes_
     model, trainer = run.parts.worker.model, run.parts.worker
     worker = RolloutWorker(config, PolicySkeleton.of(model), Placement.of(config), 0, 1)
 
-    def play():
+    def collect():
         """Return a rollout, and how far the log-probabilities of the engine are from those of the trained policy."""
         batch = worker.collect(0, True, 0, range(8))
         logprobs, _ = trainer.evaluate(batch)
@@ -104,27 +104,27 @@ def test_an_engine_of_two_processes_plays_with_committed_weights_only_and_comes_
 
     try:
         with pytest.raises(RLinfError, match="no complete weights"):
-            play()
+            collect()
         assert push(worker, model, 1) == 1
-        first, gap = play()
+        first, gap = collect()
         assert 0 < gap <= 1e-4 and first.policy_version.unique().tolist() == [1]
         (engine,) = set(engines_of(os.getpid())) - before
         os.kill(engine, signal.SIGKILL)
-        again, _ = play()
+        again, _ = collect()
         assert torch.equal(again.rollout_logprobs, first.rollout_logprobs)
         assert worker.engine.engine.num_starts == 2 and not is_running(engine)
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.mul_(1.05)
-        assert play()[1] > 1e-3, "control: stale weights"
+        assert collect()[1] > 1e-3, "control: stale weights"
         push(worker, model, 2, base=1, end=False)
         with pytest.raises(RLinfError, match="no complete weights"):
-            play()
+            collect()
         assert worker.engine.engine.version == 1, "the engine takes a version as a whole"
         counts = crossed(worker.engine, monkeypatch)
         assert worker.commit() == 2
         assert counts["messages"] < 50_000 < counts["tensors"]
-        newer, gap = play()
+        newer, gap = collect()
         assert 0 < gap <= 1e-4 and newer.policy_version.unique().tolist() == [2]
     finally:
         worker.close()

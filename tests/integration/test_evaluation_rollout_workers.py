@@ -56,7 +56,7 @@ def cluster():
         yield
 
 
-def kill_a_player(made: list[RolloutWorkers], folder: Path, number: int, killed: list[int]) -> None:
+def kill_a_rollout_worker(made: list[RolloutWorkers], folder: Path, number: int, killed: list[int]) -> None:
     """Kill a rollout worker as soon as ``number`` results are on disk."""
     import ray
 
@@ -68,7 +68,7 @@ def kill_a_player(made: list[RolloutWorkers], folder: Path, number: int, killed:
     killed.append(victim)
 
 
-def test_three_players_write_the_file_of_one_process_also_if_one_is_killed(
+def test_three_rollout_workers_write_the_file_of_one_process_also_if_one_is_killed(
     cluster, of_one, tmp_path, monkeypatch, caplog
 ):
     made: list[RolloutWorkers] = []
@@ -78,7 +78,7 @@ def test_three_players_write_the_file_of_one_process_also_if_one_is_killed(
         RolloutWorkers, "__init__", lambda self, *args, **more: made.append(self) or init(self, *args, **more)
     )
     number = random.Random(0).randrange(1, NUM_EPISODES - 20)
-    thread = threading.Thread(target=kill_a_player, args=(made, tmp_path, number, killed), daemon=True)
+    thread = threading.Thread(target=kill_a_rollout_worker, args=(made, tmp_path, number, killed), daemon=True)
     thread.start()
     evaluate(configured(tmp_path, *workers(3), "env.sleep_s=0.02", "evaluation.num_videos_per_task=2"))
     assert len(killed) == 1 == caplog.text.count("was lost: The actor died")
@@ -89,7 +89,7 @@ def test_three_players_write_the_file_of_one_process_also_if_one_is_killed(
 
 
 def test_results_are_kept_and_the_same_command_continues(cluster, of_one, tmp_path, monkeypatch, capsys):
-    """The run ends because a rollout worker was lost and none may be replaced; then one process plays the rest."""
+    """The run ends because a rollout worker was lost and none may be replaced; then one process runs the remaining episodes."""
     ask = RolloutWorkers.submit
 
     def one_dies(self, number, *arguments):
@@ -125,7 +125,7 @@ def test_what_does_not_fit_is_refused_with_the_override_that_mends_it(tmp_path, 
     configured(tmp_path, *overrides, *fix.split())
 
 
-def test_players_have_all_gpus_because_the_rank_of_an_evaluation_computes_nothing(tmp_path, monkeypatch):
+def test_rollout_workers_have_all_gpus_because_the_rank_of_an_evaluation_computes_nothing(tmp_path, monkeypatch):
     monkeypatch.setattr("rlinf.preflight.placement.resolve_device", lambda device, _: "cuda")
     placement = Placement.of_evaluation(configured(tmp_path, *workers(2)))
     assert placement.bundle["GPU"] == 1 and placement.gpus_of_ranks == 0

@@ -24,6 +24,7 @@ from pathlib import Path
 import rlinf.cli
 from rlinf.errors import RLinfError
 from rlinf.evaluation.intervals import difference_interval
+from rlinf.recipes.why import RecipeRecord
 from rlinf.report.why.findings import Diagnosis, Record, read_record
 from rlinf.report.why.rules import diagnose
 
@@ -180,7 +181,7 @@ def held_out() -> Tally:
     """Print a line for each recorded run, and return the counts."""
     tally = Tally()
     for row in map(json.loads, HELD_OUT.read_text(encoding="utf-8").splitlines()):
-        record = Record(row["metrics"], row["config"])
+        record = (RecipeRecord if "train" in row["config"] else Record)(row["metrics"], row["config"])
         found = diagnose(record)
         verdict = tally.add(record, found, row["fault_key"] if row["kind"] == "fault" else None, row["outcome"])
         said = ", ".join(f"{finding.rule} {finding.set}".strip() for finding in found.findings)

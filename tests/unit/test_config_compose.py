@@ -140,7 +140,7 @@ def test_seed_template_is_accepted_once_its_model_is_registered_and_given_weight
         ),
         ("optimizer.lr=1e-3", ["no key 'optimizer'. Set trainer.learning_rate=0.001 or sft.learning_rate=0.001"]),
         ("max_stps=3", ["no key 'max_stps'. Set trainer.max_steps=3 or sft.max_steps=3"]),
-        ("model.dropout=0.1", ["model.init_config.dropout=0.1 or model.override_config.dropout=0.1"]),
+        ("model.depth=2", ["model.init_config.depth=2 or model.override_config.depth=2"]),
         ("env=touch_two", ["Set env=tabletop 'env.tasks=[touch_two]'"]),
         ("sft.expert.spee=3", ["no key 'sft.expert.spee'. Known: aim_offset_m"]),  # not seed=3
         ("lr=1e-3", ["no key 'lr'. Set trainer.learning_rate=0.001 or sft.learning_rate=0.001"]),

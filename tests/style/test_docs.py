@@ -29,7 +29,6 @@ from rlinf.recipes.launch_worker import find_script
 from rlinf.recipes.load import load_recipe, with_overrides
 from rlinf.recipes.questions import QuestionsConfig
 from rlinf.robot.classifier import ClassifierConfig
-from rlinf.robot.cli import robot
 from rlinf.robot.config import RobotConfig
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -90,11 +89,6 @@ def test_the_page_of_a_command_has_every_key_of_its_own(page, kind):
     rows = re.findall(r"^\| (`\w+`(?:, `\w+`)*) \|", text_of(page), re.MULTILINE)
     keys = {key for row in rows for key in re.findall(r"`(\w+)`", row)}
     assert set(public_fields(kind)) <= keys and "no_such_key" not in keys
-
-
-def test_the_help_of_the_robot_names_its_keys():
-    named = set(re.findall(r"\b[a-z_]+\b", inspect.getdoc(robot)))
-    assert set(public_fields(RobotConfig)) <= named and "on_stale" not in named
 
 
 def test_broken_links_are_found(tmp_path):

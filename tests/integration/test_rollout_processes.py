@@ -1,6 +1,5 @@
 """Runs whose rollouts are played by processes."""
 
-
 import pytest
 from run_results import QUIET, run_config, untimed_metrics
 

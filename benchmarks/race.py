@@ -6,8 +6,8 @@ SEED``, all methods start from this seed's BC policy. This is cheaper, but inter
 There are three gaps: ``quickstart``, ``quickstart_table`` and ``quickstart_camera``. PPO and GRPO train the full policy. ``filtered``, ``hg_dagger`` and ``recap``
 clone a folder of the BC policy's episodes with corrections by the scripted expert; ``rlpd`` is ``residual`` with this folder. The
 remaining methods freeze the policy and train an actor. The baselines without a learned residual are the BC policy itself, the BC policy
-with uniform action noise, the best constant offset from a grid (chosen on training episodes), and the best of eight chunks by learned
-critics.
+with uniform action noise, the best constant offsets from a grid, overall and per instruction (chosen on training episodes), and the best
+of eight chunks by learned critics.
 
     python benchmarks/race.py [--gaps quickstart_table ...] [--methods residual ppo ...] [--seeds 41 42 43 44 45]
                               [--one-clone SEED] [--output FOLDER] [overrides ...]
@@ -39,7 +39,6 @@ import matplotlib
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
-from control_policies import ShiftedPolicy, best_offset, evaluate_noise, plane_offsets
 
 import rlinf
 from rlinf.checkpoints.folders import read_saved_config, resolve_checkpoint
@@ -48,6 +47,7 @@ from rlinf.config.compose import compose_config
 from rlinf.config.schema import RunConfig, build_config
 from rlinf.data.formats import describe_dataset
 from rlinf.errors import ConfigError
+from rlinf.evaluation.baselines import NUM_TRAINING, Constants, noisy, plane_offsets
 from rlinf.evaluation.evaluator import episode_list, evaluate_policy
 from rlinf.evaluation.intervals import mean_interval, wilson_interval
 from rlinf.files import locked_folder, write_text
@@ -66,7 +66,6 @@ NOISES, NOISE_SEEDS = (0.5, 1.0), range(5)
 TICKS = (0, 2_000, 8_000, 24_000, 60_000)  # env steps in the image
 PASSES_OF_TRAINING = 2  # of an observation of PPO and GRPO: to act, and for one epoch; the rollout scores it
 EPISODES, NUM_PLAYED, CLONING_STEPS = "{episodes}", 60, 300  # the folder of episodes, in the overrides of a method
-LENGTHS, NUM_TRAINING_EPISODES = (0.25, 0.5, 1.0), 50
 
 
 @dataclass(frozen=True)
@@ -150,6 +149,7 @@ class Point:
 def compose(overrides: Sequence[str]) -> RunConfig:
     """Compose the configuration of a run."""
     common = ["evaluation.num_videos_per_task=0", "tracking.tensorboard=false", "cluster.num_threads=1"]
+    common.append("evaluation.baselines=false")  # `controls` evaluates them
     return build_config(compose_config([*common, *overrides]))
 
 
@@ -280,13 +280,14 @@ def controls(folder: Path, gap: str, seed: int, overrides: Sequence[str], one_cl
     held_out = episode_list(env, "eval", evaluation.num_episodes)
     found = {"base": [evaluate_policy(model, env, held_out)]}
     for noise in NOISES:
-        found[f"uniform noise {noise:g}"] = [evaluate_noise(model, env, held_out, noise, seed) for seed in NOISE_SEEDS]
-    training = episode_list(env, "train", min(NUM_TRAINING_EPISODES, evaluation.num_episodes))
-    offset, _ = best_offset(model, env, training, plane_offsets(env.action_dim, LENGTHS))
-    moved = ShiftedPolicy(model, env.action_low, env.action_high, offset)
-    found[f"best constant ({', '.join(f'{number:.2f}' for number in offset)})"] = [
-        evaluate_policy(moved, env, held_out)
-    ]
+        found[f"uniform noise {noise:g}"] = [
+            evaluate_policy(model, noisy(env, noise, draw), held_out) for draw in NOISE_SEEDS
+        ]
+    training = episode_list(env, "train", min(NUM_TRAINING, evaluation.num_episodes))
+    constants = Constants.choose(model, env, training, plane_offsets(env.action_dim))
+    best = ", ".join(f"{number:.2f}" for number in constants.best)
+    found[f"best constant ({best})"] = [evaluate_policy(model, Constants(constants.best, {}).apply(env), held_out)]
+    found["constant per instruction"] = [evaluate_policy(model, constants.apply(env), held_out)]
     env.close()
     counts = {name: [(one.successes, one.episodes) for one in results] for name, results in found.items()}
     output.parent.mkdir(parents=True, exist_ok=True)

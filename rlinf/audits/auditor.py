@@ -10,7 +10,10 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 
 from rlinf.audits.checkpoint import AuditCheckpoint
-from rlinf.audits.disturbed_env import (
+from rlinf.audits.verdicts import UNCLEAR, ConditionRow, Verdict, success_label_verdict, verdicts
+from rlinf.errors import ConfigError, RejectedInputError, RejectedRequestError
+from rlinf.evaluation.compare import EPISODES, compare
+from rlinf.evaluation.disturbed_env import (
     DisturbedEnv,
     EpisodeRecord,
     Motion,
@@ -25,10 +28,9 @@ from rlinf.audits.disturbed_env import (
     replace_instruction,
     still_images,
     still_states,
+    successors,
+    swapped,
 )
-from rlinf.audits.verdicts import UNCLEAR, ConditionRow, Verdict, success_label_verdict, verdicts
-from rlinf.errors import ConfigError, RejectedInputError, RejectedRequestError
-from rlinf.evaluation.compare import EPISODES, compare
 from rlinf.evaluation.evaluator import evaluate_policy
 from rlinf.evaluation.result import EvaluationResult, actions_clipped, clipping_warning, far_warning
 from rlinf.files import Json
@@ -271,7 +273,7 @@ class Auditor:
             return
         swapped_images = {
             spec: self.records[partner].images
-            for spec, partner in self._partners(lambda spec, partner: True).items()
+            for spec, partner in successors(self.specs).items()
             if differ(self.records[spec].images, self.records[partner].images)
         }
         if 2 * len(swapped_images) > len(self.specs):
@@ -293,7 +295,7 @@ class Auditor:
     def _state(self) -> None:
         images = still_images({spec: record.images for spec, record in self.records.items()})
         first = {spec: record.state for spec, record in self.records.items() if record.state is not None}
-        pairs = self._partners(lambda spec, partner: True).items() if first else ()
+        pairs = successors(self.specs).items() if first else ()
         swapped_states = {
             spec: first[partner] for spec, partner in pairs if not np.allclose(first[spec], first[partner], atol=1e-3)
         }
@@ -320,8 +322,8 @@ class Auditor:
         succeeded = {result.spec for result in self.results["clean"].results if result.success}
         texts = {spec: record.instruction for spec, record in self.records.items()}
         # Prefer an episode with the same instruction, because it is the stronger test.
-        same = self._partners(lambda spec, partner: partner in succeeded and texts[spec] == texts[partner])
-        partners = self._partners(lambda spec, partner: partner in succeeded) | same
+        same = successors(self.specs, lambda spec, partner: partner in succeeded and texts[spec] == texts[partner])
+        partners = successors(self.specs, lambda spec, partner: partner in succeeded) | same
         title = "its actions from a different episode replayed"
         if not succeeded:
             self.skip("other_actions", title, "no episode succeeded")
@@ -341,16 +343,6 @@ class Auditor:
             self.run_condition(f"moved_{what}", title, env=env)
         finally:
             env.close()
-
-    def _partners(self, fits: Callable[[EpisodeSpec, EpisodeSpec], bool]) -> dict[EpisodeSpec, EpisodeSpec]:
-        """Map each episode to the next suitable episode of its task, if there is one."""
-        partners = {}
-        for index, spec in enumerate(self.specs):
-            following = self.specs[index + 1 :] + self.specs[:index]
-            partner = next((other for other in following if other.task_id == spec.task_id and fits(spec, other)), None)
-            if partner is not None:
-                partners[spec] = partner
-        return partners
 
 
 def as_array(record: EpisodeRecord, action_dim: int) -> np.ndarray:
@@ -404,16 +396,3 @@ def paraphrased(instructions: Sequence[str]) -> dict[str, str]:
     phrases = sorted(SYNONYMS, key=len, reverse=True)  # longest first: "turn on" before any part of it
     pattern = re.compile(rf"\b({'|'.join(map(re.escape, phrases))})\b")
     return {text: f"please {pattern.sub(lambda match: SYNONYMS[match[0]], text)} now" for text in instructions}
-
-
-def swapped(task_instructions: Mapping[str, Sequence[str]]) -> dict[str, str]:
-    """Map each instruction to a different one, from the same task if it has several; empty if there is only one instruction."""
-    tasks = {task: sorted(set(instructions)) for task, instructions in task_instructions.items()}
-    all_instructions = sorted({text for instructions in tasks.values() for text in instructions})
-    replacements = {}
-    for instructions in tasks.values():
-        choices = instructions if len(instructions) > 1 else all_instructions
-        # Shift by half of the sorted list, so that instructions that name two objects also differ in the first object.
-        for text in instructions:
-            replacements[text] = choices[(choices.index(text) + max(1, len(choices) // 2)) % len(choices)]
-    return {text: replacement for text, replacement in replacements.items() if text != replacement}

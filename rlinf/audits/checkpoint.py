@@ -12,9 +12,9 @@ from urllib.parse import quote
 
 import numpy as np
 
-from rlinf.audits.disturbed_env import EpisodeRecord
 from rlinf.checkpoints.folders import flat
 from rlinf.errors import CheckpointError, ConfigError
+from rlinf.evaluation.disturbed_env import EpisodeRecord
 from rlinf.evaluation.result import EvaluationResult
 from rlinf.files import write_bytes, write_text
 from rlinf.manifest import Mismatch

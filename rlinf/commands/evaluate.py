@@ -13,6 +13,7 @@ from rlinf.cluster.reservation import Reservation, reserved_places
 from rlinf.cluster.rollout_worker import worker_maker
 from rlinf.cluster.rollout_workers import RemoteEpisodes, RolloutWorkers
 from rlinf.commands.evaluation_output import check_output, report_saved, write_result
+from rlinf.commands.open_checkpoint import policy_before_rl
 from rlinf.commands.open_evaluation import (
     OpenedPolicy,
     log_warnings,
@@ -35,6 +36,7 @@ from rlinf.distributed.process_group import (
 from rlinf.distributed.start import started_here
 from rlinf.envs.base import VectorEnv
 from rlinf.errors import RankKilledError
+from rlinf.evaluation.baselines import baseline_table, evaluate_baselines
 from rlinf.evaluation.config import EvaluationConfig
 from rlinf.evaluation.evaluator import Episodes, EvaluationPlan, RankGroup, evaluate_policy, rank_slice
 from rlinf.evaluation.fingerprint import NUM_EPISODES
@@ -42,6 +44,7 @@ from rlinf.evaluation.partial import PartialResults, num_saved
 from rlinf.evaluation.recording import record_episodes, recording_failed
 from rlinf.evaluation.result import EvaluationResult
 from rlinf.evaluation.stopping import note_stopping, stop_rule
+from rlinf.files import Json
 from rlinf.models.embodiment.base import ActionModel
 from rlinf.models.precision import autocast
 from rlinf.preflight.placement import Placement
@@ -151,11 +154,26 @@ def run_episodes(
         record_episodes(opened.model, env, result, recordings, count, settings.video_size, ranks)
     except Exception as error:
         raise recording_failed(error, output) from error
+    if settings.baselines:
+        result.baselines = _baselines(config, env, opened, plan)
+        if ranks.rank == 0:
+            result.to_json(output / run_folder.RESULT_FILE)
+            print(baseline_table(result.baselines), flush=True)
     if ranks.rank == 0:
         if opened.baseline is not None:
             print(compare_folders(opened.baseline, output, settings.allow_mismatch).table(), flush=True)
         print(f"report: {write_report(output)}", flush=True)
     return result
+
+
+def _baselines(config: RunConfig, env: VectorEnv, opened: OpenedPolicy, plan: EvaluationPlan) -> list[Json]:
+    """Evaluate the baselines of the policy, and of the policy before RL if it is on disk (a collective call)."""
+    base, device = policy_before_rl(config), resolve_device(config.cluster.device, 1)
+    base = None if base is None else base.to(device)
+    sampling = sampling_settings(config)
+    return evaluate_baselines(
+        opened.model, base, env, opened.specs, plan=plan, on_result=lambda result: heartbeat(), **sampling
+    )
 
 
 def _reserved(config: RunConfig) -> AbstractContextManager[Reservation | None]:

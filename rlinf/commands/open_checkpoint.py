@@ -8,7 +8,14 @@ from pathlib import Path
 from typing import Any
 
 from rlinf.checkpoints.checkpoint import load_weights, on_rank_zero, verify_checkpoint
-from rlinf.checkpoints.folders import is_checkpoint, policy_folder, read_saved_config, resolve_checkpoint
+from rlinf.checkpoints.folders import (
+    is_checkpoint,
+    is_export,
+    policy_folder,
+    read_loop_state,
+    read_saved_config,
+    resolve_checkpoint,
+)
 from rlinf.config.compose import compose_on_saved
 from rlinf.config.schema import RunConfig, build_config
 from rlinf.data.stored import StoredDemonstrations
@@ -100,6 +107,21 @@ def open_remote(config: RunConfig, env: VectorEnv, allow_mismatch: Sequence[str]
     renderer = os.environ.get("MUJOCO_GL")
     present = replace(remote, **local, preprocessing=preprocessing, renderer=renderer, probe=None, files={})
     return Opened(None, saved, policy, present, check(saved, present, allow_mismatch))
+
+
+def policy_before_rl(config: RunConfig) -> Any | None:
+    """Load the policy with which the RL of ``config.checkpoint`` started (a collective call); None unless its checkpoint is on disk."""
+
+    def find() -> Path | None:
+        folder = None if config.checkpoint is None else resolve_checkpoint(config.checkpoint)
+        if folder is None or not is_checkpoint(folder):
+            return None
+        name = read_loop_state(folder).get("evaluations", {}).get("before_rl", {}).get("checkpoint")
+        places = [] if name is None else [folder.parent / name, Path(name)]
+        return next((place for place in places if is_checkpoint(place) or is_export(place)), None)
+
+    start = on_rank_zero(find, "find the policy before RL")
+    return None if start is None else open_checkpoint(start, config).policy
 
 
 def read_config(folder: str | os.PathLike, overrides: Sequence[str] = ()) -> RunConfig:

@@ -42,6 +42,7 @@ class EvaluationConfig:
     compare: PathText | None = option(
         None, "Folder of an earlier evaluation on the same episodes for a paired comparison (McNemar)."
     )
+    baselines: bool = option(False, "After the evaluation, also evaluate baselines that do not learn or do not see.")
     stop_when: str | float | None = option(
         None,
         "When to stop early: 'decided' (sequential paired test against evaluation.compare), or a 95 % interval width (0.1: 10 points).",

@@ -390,7 +390,7 @@ def _add_videos(evaluation: EvaluationResult, episodes: Episodes, plan: Evaluati
         )
 
 
-def _reset(env: VectorEnv, specs: Sequence[EpisodeSpec]) -> Observation:
+def start_episodes(env: VectorEnv, specs: Sequence[EpisodeSpec]) -> Observation:
     """Start ``specs`` in the first env slots, leave the remaining slots idle, and return the observation."""
     idle = [None] * (env.num_envs - len(specs))
     observation, _ = env.reset(options={"episodes": [*specs, *idle]})
@@ -411,7 +411,7 @@ def _run(
     policy: BatchedPolicy, env: VectorEnv, specs: Sequence[EpisodeSpec], on_result: Callable[[EpisodeResult], None]
 ) -> list[EpisodeResult]:
     """Run up to ``num_envs`` episodes in parallel until all have ended; restart an episode if its simulator is lost."""
-    observation = _reset(env, specs)
+    observation = start_episodes(env, specs)
     contexts = [policy.start_episode(spec) for spec in specs]
     results: dict[int, EpisodeResult] = {}
     horizon = max(env.horizon_of(env.config, task) for task in env.task_names)
@@ -508,7 +508,7 @@ def replay_episodes(
     """
     if watcher is not None:
         watcher.reset()
-    observation = _reset(env, specs)
+    observation = start_episodes(env, specs)
     instructions = observation.instruction[: len(specs)]
     contexts = [policy.start_episode(spec) for spec in specs]
     frames = [[frame] for frame in env.render_frames(np.arange(len(specs)), size)]

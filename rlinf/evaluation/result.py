@@ -91,6 +91,8 @@ class EvaluationResult:
         stopping: ``{"stop_when", "num_planned"}`` if the evaluation could end early.
         videos: ``{"path", "task", "instruction", "success"}`` per MP4; paths are relative to the folder of ``result.json``.
         reports_success: Whether the env reports success (``VectorEnv.reports_success``).
+        baselines: ``{"name", "meaning", "note", "success"}`` per baseline (``evaluation.baselines``); ``success`` is as from
+            ``Success.as_dict``, or null if the baseline was not run, for the reason in ``note``.
     """
 
     results: list[EpisodeResult]
@@ -102,6 +104,7 @@ class EvaluationResult:
     videos: list[Json] = field(default_factory=list)
     stopping: Json | None = None
     reports_success: bool = True
+    baselines: list[Json] = field(default_factory=list)
 
     @property
     def total(self) -> Success:
@@ -227,8 +230,8 @@ class EvaluationResult:
         }
 
     def summary(self) -> Json:
-        """Return the values of ``Success.as_dict`` for ``summary.json``."""
-        return self.total.as_dict()
+        """Return the values of ``Success.as_dict``, and any ``baselines``, for ``summary.json``."""
+        return self.total.as_dict() | ({"baselines": self.baselines} if self.baselines else {})
 
     def as_dict(self) -> Json:
         """Return everything as JSON values."""
@@ -262,6 +265,7 @@ class EvaluationResult:
                 warnings=data.get("warnings", []),
                 stopping=data.get("stopping"),
                 reports_success=data.get("reports_success", True),
+                baselines=data.get("baselines", []),
             )
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise CheckpointError(f"{path} is not an evaluation result ({type(error).__name__}: {error}).") from error

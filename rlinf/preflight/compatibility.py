@@ -216,6 +216,14 @@ def check_evaluation(config: RunConfig) -> None:
         actual = f"evaluation.record_episodes={recorded}"
         keys = {"cluster.num_rollout_workers": None, "cluster.placement": "colocated"}
         require_values(config, actual, *((key, value, later, off) for key, value in keys.items()))
+    if config.evaluation.baselines:
+        off = "evaluation.baselines=false"
+        require_values(
+            config,
+            "evaluation.baselines=true",
+            ("model.url", None, "a policy in this process, because each baseline changes its inputs or actions", off),
+            ("evaluation.split", "eval", "held-out episodes, because constants are chosen on training episodes", off),
+        )
     if config.evaluation.num_videos_per_task or recorded:
         ENVS.get(config.env.name).check_drawing(config.env)
 

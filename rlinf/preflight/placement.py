@@ -251,6 +251,7 @@ def check_evaluation_workers(config: RunConfig) -> None:
         fix = f"{BY_RAY} cluster.num_processes=1 and start it once"
         reject(actual, "a single command, because rollout workers run all episodes", fix)
     one_rank = ("cluster.num_processes", 1, "one rank, because the rollout workers run all episodes")
-    require_values(config, workers, STARTED_BY_RAY, one_rank)
+    no_baselines = ("evaluation.baselines", False, "no baselines, which rollout workers do not support")
+    require_values(config, workers, STARTED_BY_RAY, one_rank, no_baselines)
     import_ray(workers)
     check_address(workers)

@@ -39,7 +39,7 @@ def write_report(run_folder: str | os.PathLike) -> Path:
         data.folder / REPORT_FILE, "run.html", f"{title}: {newest.result.total}" if newest else title, title=title, data=data, reported=reported_lines(data.summary),
         facts=_facts(data), warnings=_warnings(data), findings=diagnose(record_of(data)) if data.lines else None, success_curves=_success_curves(data),
         tasks=_tasks(data), success_by_step=solved, actor_curves=_actor_curves(data.lines),
-        curves=_training_curves(data), profile_steps=data.setting("trainer.profile_steps"), **player(data),
+        baselines=_baselines(data), curves=_training_curves(data), profile_steps=data.setting("trainer.profile_steps"), **player(data),
     )  # fmt: skip
 
 
@@ -95,6 +95,12 @@ def _tasks(data: RunData) -> list[tuple[str, list[Success | None]]]:
         (task, [result.per_task.get(task) for result in results]) for task in tasks
     ]
     return [*rows, ("all tasks", [result.total for result in results])] if len(rows) > 1 else rows
+
+
+def _baselines(data: RunData) -> list[tuple[Json, Success | None]]:
+    """Return the baselines of the newest evaluation that has some, and the success of each that was run."""
+    rows = next((e.result.baselines for e in reversed(data.evaluations) if e.result.baselines), [])
+    return [(row, Success.from_dict(row["success"]) if row["success"] else None) for row in rows]
 
 
 EVALUATED = (

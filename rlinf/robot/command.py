@@ -43,7 +43,9 @@ def robot(config: RunConfig, settings: RobotConfig, baseline: RunConfig | None =
     if settings.success == "page":
         # Fail now if the port is occupied, not after minutes of loading the policy.
         listening(settings.page_host, settings.page_port, BaseHTTPRequestHandler).server_close()
-    config = replace(config, evaluation=replace(evaluation, num_envs=1, num_videos_per_task=0, probe=False))
+    config = replace(
+        config, evaluation=replace(evaluation, num_envs=1, num_videos_per_task=0, probe=False, baselines=False)
+    )
     with sigterm_is_ctrl_c():
         return evaluate_on_robot(config, settings) if baseline is None else blind(config, baseline, settings)
 

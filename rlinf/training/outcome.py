@@ -31,6 +31,7 @@ SUMMARY_VALUES = (
     "return_mean",
     "return_interval",
     "reports_success",
+    "baselines",
 )
 
 

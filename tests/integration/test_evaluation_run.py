@@ -23,6 +23,7 @@ from rlinf.distributed.process_group import rank, world_size
 from rlinf.envs import make_env
 from rlinf.envs.tabletop import scene
 from rlinf.errors import CheckpointError, ConfigError, ManifestMismatchError, RLinfError
+from rlinf.evaluation import baselines
 from rlinf.evaluation.evaluator import EvaluationPlan, RankGroup, episode_list, evaluate_policy
 from rlinf.evaluation.fingerprint import take_fingerprint
 from rlinf.evaluation.partial import PartialResults
@@ -40,14 +41,16 @@ OVERRIDES = [
     "evaluation.num_envs=4", "evaluation.video_size=64", "cluster.num_threads=1", "output_dir=unused",
 ]  # fmt: skip
 
+QUICK = ["model=mlp", *OVERRIDES[1:], "env.cameras=[front]", "evaluation.num_videos_per_task=0"]
 
-def make_checkpoint(folder: Path, overrides: list[str]) -> tuple[Path, RunConfig]:
+
+def make_checkpoint(folder: Path, overrides: list[str], **loop_state) -> tuple[Path, RunConfig]:
     config = build_config(compose_config(overrides))
     env = make_env(config.env, 1, auto_reset=False)
     model = build_policy(config, {"norm_stats": {"tabletop": env.action_statistics()}})
     env.close()
     save_checkpoint(
-        folder, model=model, optimizer=None, loop_state={"step": 3}, run_config=to_mapping(config),
+        folder, model=model, optimizer=None, loop_state={"step": 3, **loop_state}, run_config=to_mapping(config),
         manifest=build_manifest(config, model, policy_version=3),
     )  # fmt: skip
     return folder, config
@@ -116,8 +119,7 @@ def checkpoint(tmp_path_factory) -> tuple[Path, RunConfig]:
 @pytest.fixture(scope="module")
 def quick(tmp_path_factory) -> tuple[Path, RunConfig]:
     """A policy of the state, for what does not depend on the policy."""
-    overrides = ["model=mlp", *OVERRIDES[1:], "env.cameras=[front]", "evaluation.num_videos_per_task=0"]
-    return make_checkpoint(tmp_path_factory.mktemp("run") / "checkpoints" / "rl_000003", overrides)
+    return make_checkpoint(tmp_path_factory.mktemp("run") / "checkpoints" / "rl_000003", QUICK)
 
 
 def configured(checkpoint, output: Path, **sections) -> RunConfig:
@@ -138,6 +140,23 @@ def test_evaluation_writes_results_videos_manifest_and_report(checkpoint, tmp_pa
     printed = capsys.readouterr().out
     assert f"{result.successes}/9" in printed and "95 % interval" in printed and "report.html" in printed
     assert result.videos[0]["path"] in (tmp_path / "out" / "report.html").read_text()
+
+
+def test_baselines_start_from_the_policy_before_rl_and_are_saved_with_the_result(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(baselines, "plane_offsets", lambda dim: np.array([[0.0, 0.1]]))
+    folder, state = tmp_path / "run" / "checkpoints", {"evaluations": {"before_rl": {"checkpoint": "sft_000002"}}}
+    before, _ = make_checkpoint(folder / "sft_000002", QUICK)
+    after, rows = make_checkpoint(folder / "rl_000003", QUICK, **state), []
+    for name in ("there", "deleted"):
+        result = evaluate(configured(after, tmp_path / name, evaluation={"num_episodes": 4, "baselines": True}))
+        rows.append(result.baselines)
+        assert result.summary()["baselines"] == result.baselines
+        printed, page = capsys.readouterr().out, (tmp_path / name / "report.html").read_text()
+        assert all(row["name"] in printed and row["name"] in page for row in result.baselines)
+        shutil.rmtree(before, ignore_errors=True)
+    assert [row["success"] == other["success"] for row, other in zip(*rows, strict=True)] == [False] * 5 + [True] * 5
+    assert [row["name"].startswith("BC policy") for row in rows[0]] == [True] * 5 + [False] * 5
+    assert not rows[0][0]["note"] and rows[1][0]["note"]
 
 
 def test_recording_changes_no_result_and_its_failure_loses_none(quick, tmp_path, monkeypatch):

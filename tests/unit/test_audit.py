@@ -8,7 +8,6 @@ import pytest
 import rlinf
 from rlinf.audits.auditor import Audit, Auditor, brighten, paraphrased, shift, swapped
 from rlinf.audits.command import check, write_audit
-from rlinf.audits.disturbed_env import DisturbedEnv, NoPolicy, TimedPush, draw_push, fixed, pushed
 from rlinf.audits.verdicts import NO, UNCLEAR, UNKNOWN, YES, ConditionRow, Effect, verdicts
 from rlinf.config.compose import compose_config
 from rlinf.config.schema import build_config
@@ -18,6 +17,7 @@ from rlinf.envs.tabletop.env import MOVED_M, TabletopVectorEnv
 from rlinf.envs.tabletop.scene import BLOCK_COLOURS, ZONE_COLOURS
 from rlinf.errors import ConfigError
 from rlinf.evaluation.compare import Pairs
+from rlinf.evaluation.disturbed_env import DisturbedEnv, NoPolicy, TimedPush, draw_push, fixed, pushed
 from rlinf.evaluation.evaluator import evaluate_policy
 from rlinf.evaluation.result import Success
 from tests.fixtures.audited_policies import (

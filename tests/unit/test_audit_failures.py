@@ -8,7 +8,6 @@ import pytest
 
 from rlinf.audits.auditor import Auditor
 from rlinf.audits.checkpoint import AuditCheckpoint
-from rlinf.audits.disturbed_env import EpisodeRecord
 from rlinf.audits.verdicts import NO, UNKNOWN, YES, ConditionRow, success_label_verdict
 from rlinf.envs import make_env
 from rlinf.envs.tabletop.config import TabletopConfig
@@ -20,6 +19,7 @@ from rlinf.errors import (
     RejectedRequestError,
     SimulatorError,
 )
+from rlinf.evaluation.disturbed_env import EpisodeRecord
 from rlinf.evaluation.evaluator import evaluate_policy
 from rlinf.evaluation.intervals import wilson_interval
 from rlinf.evaluation.result import EvaluationResult, Success

@@ -205,3 +205,29 @@ def draw_push(spec: EpisodeSpec, low: np.ndarray, high: np.ndarray, num_steps: i
     start = num_steps // 3
     corner = np.where(generator.random(len(low)) < 0.5, low, high).astype(np.float32)
     return TimedPush(start, start + max(2, num_steps // 4), corner)
+
+
+def successors(
+    specs: Sequence[EpisodeSpec], fits: Callable[[EpisodeSpec, EpisodeSpec], bool] = lambda spec, partner: True
+) -> dict[EpisodeSpec, EpisodeSpec]:
+    """Map each episode to the next suitable episode of its task, if there is one."""
+    partners = {}
+    for index, spec in enumerate(specs):
+        following = [*specs[index + 1 :], *specs[:index]]
+        partner = next((other for other in following if other.task_id == spec.task_id and fits(spec, other)), None)
+        if partner is not None:
+            partners[spec] = partner
+    return partners
+
+
+def swapped(task_instructions: Mapping[str, Sequence[str]]) -> dict[str, str]:
+    """Map each instruction to a different one, from the same task if it has several; empty if there is only one instruction."""
+    tasks = {task: sorted(set(instructions)) for task, instructions in task_instructions.items()}
+    all_instructions = sorted({text for instructions in tasks.values() for text in instructions})
+    replacements = {}
+    for instructions in tasks.values():
+        choices = instructions if len(instructions) > 1 else all_instructions
+        # Shift by half of the sorted list, so that instructions that name two objects also differ in the first object.
+        for text in instructions:
+            replacements[text] = choices[(choices.index(text) + max(1, len(choices) // 2)) % len(choices)]
+    return {text: replacement for text, replacement in replacements.items() if text != replacement}

@@ -70,7 +70,7 @@ def evaluate_chosen(
         count = min(len(fresh), settings.num_episodes or len(fresh))
         if rank() == 0:
             print(f"the first {count} of them with sampled actions:", flush=True)
-        silent = {"num_videos_per_task": 0, "record_episodes": 0, "probe": False}
+        silent = {"num_videos_per_task": 0, "record_episodes": 0, "probe": False, "baselines": False}
         shorter = replace(evaluated.evaluation, greedy=False, num_episodes=count, **silent)
         sampled = _evaluate_once(replace(evaluated, output_dir=str(folder / SAMPLED_FOLDER), evaluation=shorter))
     if result is None:

@@ -99,7 +99,8 @@ def _tasks(data: RunData) -> list[tuple[str, list[Success | None]]]:
 
 def _baselines(data: RunData) -> list[tuple[Json, Success | None]]:
     """Return the baselines of the newest evaluation that has some, and the success of each that was run."""
-    rows = next((e.result.baselines for e in reversed(data.evaluations) if e.result.baselines), [])
+    newest_first = filter(None, [data.fresh, *reversed(data.evaluations)])
+    rows = next((e.result.baselines for e in newest_first if e.result.baselines), [])
     return [(row, Success.from_dict(row["success"]) if row["success"] else None) for row in rows]
 
 

@@ -31,7 +31,6 @@ SUMMARY_VALUES = (
     "return_mean",
     "return_interval",
     "reports_success",
-    "baselines",
 )
 
 

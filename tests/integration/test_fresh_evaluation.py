@@ -13,12 +13,12 @@ from rlinf.commands.evaluate import evaluate
 from rlinf.commands.hydra_app import configure, parse
 from rlinf.commands.train import train
 from rlinf.evaluation.partial import PartialResults
-from rlinf.evaluation.result import EvaluationResult
+from rlinf.evaluation.result import EvaluationResult, Success
 from rlinf.report.runs import compared_pairs, group_runs, read_runs
 
 RUN = [
     *SMALL_RUN, "trainer.max_steps=2", "trainer.eval_every=1", "evaluation.num_episodes=6", "evaluation.num_fresh_episodes=null",
-    "trainer.max_keep=-1", "trainer.save_every=1", "algorithm.critic_warmup_steps=0",
+    "trainer.max_keep=-1", "trainer.save_every=1", "algorithm.critic_warmup_steps=0", "evaluation.baselines=true",
 ]  # fmt: skip
 
 
@@ -33,6 +33,15 @@ def evaluated(folder: Path, *overrides: str) -> EvaluationResult:
 
 def summary_of(run: Path) -> dict:
     return json.loads((run / "summary.json").read_text())
+
+
+@pytest.fixture(scope="module", autouse=True)
+def baseline():
+    """The one baseline of every evaluation that has some."""
+    row = {"name": "a baseline", "meaning": "", "note": "", "success": Success(3, 6).as_dict()}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("rlinf.commands.evaluate.evaluate_baselines", lambda *args, **options: [row])
+        yield row
 
 
 @pytest.fixture(scope="module")
@@ -65,6 +74,13 @@ def test_the_reported_number_is_the_one_of_rlinf_evaluate_on_other_episodes(fini
     assert "2 of these 6" in warning and "evaluation.first_episode=6" in warning
     last = evaluated(tmp_path / "last", f"checkpoint={finished / 'checkpoints' / 'rl_000002'}")
     assert not any("chose this" in line for line in last.warnings), "these episodes did not choose it"
+
+
+def test_baselines_run_beside_the_reported_number_only(finished, baseline):
+    summary = summary_of(finished)
+    with_some = [name for name, value in summary.items() if isinstance(value, dict) and "baselines" in value]
+    assert with_some == ["reported"] and summary["reported"]["baselines"] == [baseline]
+    assert (finished / "report.html").read_text().count("a baseline") == 1
 
 
 def test_the_same_episodes_are_compared_with_sampled_actions(finished, tmp_path):

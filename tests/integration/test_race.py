@@ -13,6 +13,7 @@ import race
 
 from rlinf.data.stored import DatasetInfo
 from rlinf.errors import ConfigError
+from rlinf.evaluation.baselines import plane_offsets
 
 TINY = ["sft.num_demonstrations=4", "sft.max_steps=1", "trainer.max_steps=1", "evaluation.num_episodes=2"]
 TINY_HEAD = (
@@ -162,13 +163,13 @@ def test_a_race_goes_on_where_it_was_stopped(tmp_path, monkeypatch, capsys):
     monkeypatch.setitem(race.METHODS, "residual", replace(method, overrides=(*method.overrides, *TINY_HEAD)))
     command = "race --gaps quickstart_table --methods residual --seeds 0 --output".split()
     monkeypatch.setattr(sys, "argv", [*command, str(folder), *TINY])
-    monkeypatch.setattr(race, "LENGTHS", (0.5,))
+    monkeypatch.setattr(race, "plane_offsets", lambda dim: plane_offsets(dim, [0.5], 2))
     monkeypatch.setattr(race, "NOISE_SEEDS", range(2))
     race.main()
     left = folder / "quickstart_table" / race.OWN_CLONES / "residual_seed0"
     controls = left.parent / "controls_seed0.json"
     counts = json.loads(controls.read_text())["counts"]
-    assert [len(each) for each in counts.values()] == [1, 2, 2, 1]
+    assert [len(each) for each in counts.values()] == [1, 2, 2, 1, 1]
     assert (folder / "race.png").read_bytes()[1:4] == b"PNG"
     seeds = json.loads(capsys.readouterr().out.splitlines()[-1])["sizes"]
     assert seeds == {"quickstart_table, own clones": {"residual": 1}}

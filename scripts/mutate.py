@@ -81,7 +81,6 @@ def _cloning(*policies: str) -> list[str]:
 
 
 TESTS = {
-    "rlinf/algorithms/advantages.py": ["tests/numerics/test_advantages.py"],
     "rlinf/algorithms/losses.py": [
         "tests/numerics/test_loss_gradients.py",
         "tests/numerics/test_losses.py",
@@ -104,7 +103,7 @@ TESTS = {
     "rlinf/algorithms/groups.py": ["tests/numerics/test_groups.py", "tests/numerics/test_losses.py"],
     "rlinf/algorithms/reinforce_pp.py": ["tests/numerics/test_groups.py", "tests/numerics/test_losses.py"],
     "rlinf/distributed/process_group.py": ["tests/unit/test_sums.py", "tests/unit/test_process_group.py"],
-    "rlinf/algorithms/statistics.py": [
+    "rlinf/algorithms/advantages.py": [
         "tests/numerics/test_statistics.py",
         "tests/numerics/test_advantages.py",
         *BLOCKS,

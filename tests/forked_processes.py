@@ -169,10 +169,10 @@ def forked_processes() -> Iterator[None]:
         return start(_take_and_call, (inherited, function, args), nprocs, start_method="forkserver", **more)
 
     def start_child(command, *, pass_fds, env, **more):
-        _, _, source, path, main, _, *files = command
-        if not main.startswith("rlinf.rollout."):  # simulators need no torch
+        _, _, source, path, _, *files = command
+        if "from rlinf.rollout." not in source:  # simulators need no torch
             return subprocess.Popen(command, pass_fds=pass_fds, env=env, **more)
-        return ForkedProcess(fork(_take_and_execute, (Inherited(env, map(int, files)), source, [path, main])))
+        return ForkedProcess(fork(_take_and_execute, (Inherited(env, map(int, files)), source, [path])))
 
     multiprocessing.set_forkserver_preload(PRELOADED)
     with pytest.MonkeyPatch.context() as patch:

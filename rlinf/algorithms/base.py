@@ -50,14 +50,10 @@ class Updates:
     """Number of updates per iteration, and the lines that describe them in a dry run's plan.
 
     Attributes:
-        rows_per_rank: Number of batch rows per update on each rank.
-        minibatches_per_epoch: Number of minibatches, or 0 for algorithms without epochs.
-        per_iteration: Number of updates over all epochs.
+        per_iteration: Number of updates, over all epochs.
         table: Texts by label, for the plan.
     """
 
-    rows_per_rank: int
-    minibatches_per_epoch: int
     per_iteration: int
     table: dict[str, str]
 
@@ -82,7 +78,7 @@ class AnyAlgorithm:
     @classmethod
     def updates(cls, config: Any) -> Updates:
         """Return the number of updates per iteration, if known in advance."""
-        return Updates(0, 0, 0, {})
+        return Updates(0, {})
 
     @classmethod
     def buffer_bytes(cls, config: Any, model: Any, call_bytes: int) -> int:
@@ -121,7 +117,7 @@ class Algorithm(AnyAlgorithm, ABC):
             "minibatches": f"{minibatches} of {trainer.minibatch_size} x {format_count(epochs, 'epoch')}",
             f"each of {format_count(ranks, 'rank')}": f"{format_count(rollout.num_envs // ranks, 'env')}, {rows} rows a minibatch in {passes}",
         }
-        return Updates(rows, minibatches, minibatches * epochs, table)
+        return Updates(minibatches * epochs, table)
 
     @property
     def needs_reference(self) -> bool:
@@ -159,7 +155,7 @@ class Algorithm(AnyAlgorithm, ABC):
     def compute_advantages(self, batch: RolloutBatch) -> dict[str, float]:
         """Fill ``advantages [T, B, C]`` and ``returns [T, B]`` in this rank's time-major rollout; return metrics.
 
-        All envs of a group are on one rank. Compute means over all ranks with ``rlinf.algorithms.statistics``, because metrics must be
+        All envs of a group are on one rank. Compute means over all ranks with ``rlinf.algorithms.advantages``, because metrics must be
         equal on all ranks. ``loss_mask`` may be cleared for samples without a learning signal.
         """
 

@@ -6,10 +6,15 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from rlinf.algorithms.advantages import episode_returns, group_advantages, leave_one_out_advantages
+from rlinf.algorithms.advantages import (
+    episode_returns,
+    group_advantages,
+    leave_one_out_advantages,
+    masked_mean,
+    masked_normalize,
+)
 from rlinf.algorithms.base import Algorithm, spread_over_actions
 from rlinf.algorithms.config import AlgorithmConfig, GroupConfig, GRPOConfig, RLOOConfig
-from rlinf.algorithms.statistics import masked_mean, masked_normalize
 from rlinf.types import RolloutBatch
 
 

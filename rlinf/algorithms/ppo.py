@@ -3,11 +3,10 @@
 from dataclasses import replace
 from typing import ClassVar
 
-from rlinf.algorithms.advantages import gae
+from rlinf.algorithms.advantages import explained_variance, gae, masked_mean, masked_normalize, normalize_rows
 from rlinf.algorithms.base import Algorithm, LossCounts
 from rlinf.algorithms.config import PPOConfig
 from rlinf.algorithms.losses import value_loss
-from rlinf.algorithms.statistics import explained_variance, masked_mean, masked_normalize, normalize_rows
 from rlinf.types import ActionEvaluation, LossOutput, RolloutBatch
 
 

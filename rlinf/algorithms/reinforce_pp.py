@@ -4,12 +4,11 @@ from typing import ClassVar
 
 import torch
 
-from rlinf.algorithms.advantages import gae
+from rlinf.algorithms.advantages import gae, masked_mean, masked_normalize
 from rlinf.algorithms.base import Algorithm
 from rlinf.algorithms.config import ReinforcePPConfig
 from rlinf.algorithms.groups import check_one_episode, known_episodes
 from rlinf.algorithms.losses import kl_estimates
-from rlinf.algorithms.statistics import masked_mean, masked_normalize
 from rlinf.types import RolloutBatch
 
 

@@ -25,7 +25,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-import torch
 import torch.distributed as dist
 import yaml
 from safetensors import SafetensorError
@@ -76,7 +75,6 @@ class RunState:
         optimizer: Its optimiser. With None, no optimiser state is saved.
         loop_state, run_config: The loop's counters and the resolved configuration, as JSON values.
         best: Name of the checkpoint with the best evaluation so far, which is never deleted.
-        generators: This rank's random generators by name, in addition to the global generators of Python, NumPy and torch.
         more: Additional tensors for ``trainer_state`` by name, sharded or not.
     """
 
@@ -86,7 +84,6 @@ class RunState:
     run_config: Json
     manifest: Manifest
     best: str | None = None
-    generators: Mapping[str, torch.Generator] | None = None
     more: Mapping[str, Tensor] | None = None
 
 
@@ -131,7 +128,7 @@ def take_snapshot(
     }
     return Snapshot(
         tensors=copy(trainer_tensors(model, optimizer, with_base) | dict(run.more or {})),
-        rng=rng_state(run.generators),
+        rng=rng_state(),
         model=model,
         weights=copy(_full_weights(model, optimizer)) if with_policy else None,
         state=json.loads(json.dumps(state)),
@@ -185,13 +182,7 @@ def save_checkpoint(folder: str | os.PathLike, *, max_keep: int = -1, with_polic
     return folder
 
 
-def load_checkpoint(
-    folder: str | os.PathLike,
-    *,
-    model: nn.Module,
-    optimizer: Optimizer | None = None,
-    generators: Mapping[str, torch.Generator] | None = None,
-) -> Json:
+def load_checkpoint(folder: str | os.PathLike, *, model: nn.Module, optimizer: Optimizer | None = None) -> Json:
     """Restore weights, optimiser state and random states, and return ``loop_state`` (a collective call).
 
     Base weights omitted from the checkpoint (see ``take_snapshot``) are not changed. The number of ranks and the sharding may have
@@ -209,7 +200,7 @@ def load_checkpoint(
         )  # fmt: skip
     random_file = folder / RANDOM_FOLDER / f"rank_{rank()}.pt"
     if random_file.exists():
-        load_rng_state(random_file, generators)
+        load_rng_state(random_file)
     return state["loop_state"]
 
 

@@ -1,6 +1,6 @@
-"""Saving weights and optimiser state with torch.distributed.checkpoint (DCP), so that any number of ranks can load them.
+"""Files of a checkpoint's weights, optimiser state and random states, which any number of ranks can load.
 
-The state is a flat dict of existing tensors, named ``model.<name>`` and ``optimizer.<parameter name>.<key>``. ``model.<name>`` is
+torch.distributed.checkpoint (DCP) writes a flat dict of existing tensors, named ``model.<name>`` and ``optimizer.<parameter name>.<key>``. ``model.<name>`` is
 the tensor updated by the optimiser: for a 16-bit parameter, its float32 master weight. The file does not distinguish master weights
 from float32 parameters, so either can be loaded into the other.
 """
@@ -9,7 +9,6 @@ import pickle
 import random
 import re
 import warnings
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -226,8 +225,8 @@ def _reason(error: BaseException) -> str:
     return str(error) if cause is error else f"{type(cause).__name__}: {cause}"
 
 
-def rng_state(generators: Mapping[str, torch.Generator] | None = None) -> dict[str, Any]:
-    """Return a copy of the random states of Python, NumPy, torch and the given generators."""
+def rng_state() -> dict[str, Any]:
+    """Return a copy of the random states of Python, NumPy and torch."""
     version, integers, gauss = random.getstate()
     legacy = np.random.get_state(legacy=False)
     state: dict[str, Any] = {
@@ -240,7 +239,7 @@ def rng_state(generators: Mapping[str, torch.Generator] | None = None) -> dict[s
     }  # fmt: skip
     if torch.cuda.is_available():
         state["cuda"] = torch.cuda.get_rng_state()
-    return state | {"generators": {name: generator.get_state() for name, generator in (generators or {}).items()}}
+    return state
 
 
 def save_rng_state(path: Path, state: dict[str, Any]) -> None:
@@ -249,13 +248,10 @@ def save_rng_state(path: Path, state: dict[str, Any]) -> None:
         torch.save(state, path)
 
 
-def load_rng_state(path: Path, generators: Mapping[str, torch.Generator] | None = None) -> None:
+def load_rng_state(path: Path) -> None:
     """Restore random states from a file; raise CheckpointError if it does not contain any."""
     try:
-        state = torch.load(path, weights_only=True)
-        _set_state(state)
-        for name, generator in (generators or {}).items():
-            generator.set_state(state["generators"][name])
+        _set_state(torch.load(path, weights_only=True))
     except (pickle.UnpicklingError, EOFError, KeyError, AttributeError, TypeError, ValueError, RuntimeError) as error:
         # Omit the error's text: it recommends `weights_only=False`, which would run pickled code.
         reason = type(error).__name__

@@ -358,7 +358,7 @@ def _has_result(call: Call) -> bool:
 
 
 class RemoteCollector:
-    """Collects rollouts with rollout workers. Beyond the methods of ``RolloutCollector``, ``submit`` and ``result`` split ``collect``."""
+    """Collects rollouts with rollout workers (implements ``rlinf.rollout.collector.Collector``)."""
 
     def __init__(self, workers: RolloutWorkers) -> None:
         self.workers, self.env_groups = workers, workers.env_groups
@@ -366,13 +366,6 @@ class RemoteCollector:
     def wait_until_ready(self) -> None:
         """See ``RolloutWorkers.wait_until_ready``."""
         self.workers.wait_until_ready()
-
-    def collect(
-        self, model: Any, step: int, policy_version: int, needs_values: bool, attempt: int = 0,
-        env_groups: Sequence[int] | None = None,
-    ) -> RolloutBatch:  # fmt: skip
-        """Collect a rollout with the most recently pushed weights; see ``RolloutCollector.collect``."""
-        return self.result(self.submit(model, step, policy_version, needs_values, attempt, env_groups))
 
     def submit(
         self, model: Any, step: int, policy_version: int, needs_values: bool, attempt: int = 0,

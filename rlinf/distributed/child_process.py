@@ -89,7 +89,7 @@ class ChildProcess:
         )
         with theirs:
             self.process = subprocess.Popen(
-                [interpreter or sys.executable, "-c", start, path, main, str(os.getpid()), *map(str, files)],
+                [interpreter or sys.executable, "-c", start, path, str(os.getpid()), *map(str, files)],
                 stdin=subprocess.DEVNULL,
                 stdout=self.log if logs_output else None,
                 stderr=subprocess.STDOUT if logs_output else None,
@@ -140,7 +140,7 @@ def end_all(children: Sequence[ChildProcess], timeout_s: float) -> None:
 
 def child_end() -> tuple[Connection, list[int], int]:
     """Return the child's end of the pipe, the file descriptors of shared memory, and the parent's process ID."""
-    parent, pipe, log, *memories = (int(number) for number in sys.argv[3:])
+    parent, pipe, log, *memories = (int(number) for number in sys.argv[2:])
     # Clear sys.argv because some simulators parse it.
     del sys.argv[1:]
     faulthandler.enable(log)

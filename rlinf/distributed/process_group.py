@@ -129,18 +129,6 @@ def gather_objects(value: Any, group: dist.ProcessGroup | None = None) -> list[A
     return values
 
 
-def send_object(value: Any, to: int) -> None:
-    """Send a value to a rank, which must call ``receive_object``."""
-    dist.send_object_list([value], to)
-
-
-def receive_object(source: int) -> Any:
-    """Wait for the next value from rank ``source`` and return it."""
-    values = [None]
-    dist.recv_object_list(values, source)
-    return values[0]
-
-
 def broadcast_object(value: Any, source: int) -> Any:
     """Return the value of rank ``source`` on every rank."""
     if world_size() == 1:

@@ -63,7 +63,7 @@ class ModelConfig:
         "Features that actors read from a frozen policy: action states, their prefix mean, a trained token, or raw inputs.",
         choices=("hidden", "pooled", "token", "inputs"),
     )
-    attn_implementation: str = option("sdpa", "Attention kernel: sdpa, eager or flash_attention_2.")
+    attn_implementation: str = option("sdpa", "Attention kernel.", choices=("sdpa", "eager", "flash_attention_2"))
     gradient_checkpointing: bool | str = option(
         "auto",
         "Recompute layer activations in the backward pass; auto: as many layers as GPU memory requires.",

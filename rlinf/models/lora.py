@@ -1,4 +1,4 @@
-"""Add LoRA adapters (Hu et al. 2021) to a policy in place; the model keeps its class and methods.
+"""LoRA adapters (Hu et al. 2021): adding them to a policy in place, saving, loading, merging, and pushing merged weights.
 
 Adapter folders use PEFT's layout plus ``trained_in_full.safetensors`` for the modules in ``ActionModel.trained_in_full``.
 """

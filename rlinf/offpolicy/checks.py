@@ -25,7 +25,7 @@ from rlinf.models.embodiment.modules.readout_token import holds_readout_token
 from rlinf.offpolicy.learner import OffPolicyLearner
 from rlinf.offpolicy.offline import REWARD_SETTINGS, check_demonstrations, check_replay_from
 from rlinf.offpolicy.replay import check_replay_size
-from rlinf.options import closest, override_of, override_text
+from rlinf.options import closest, override_of, override_text, require_values
 from rlinf.preflight.compatibility import check_moments
 from rlinf.preflight.memory import policy_on_meta_device
 from rlinf.types import ClassAndConfig
@@ -34,6 +34,19 @@ UPDATE_S, ROW_WEIGHT_S = 4e-3, 1.5e-10
 """Time of an update on one core, in seconds: a constant, and the time per row and weight (`benchmarks/offpolicy_update.py`)."""
 
 LONGEST_STEP_S = 60.0
+
+NO_STALENESS = "no asynchronous rollouts; algorithm.overlap=true updates while the envs step"
+IN_ONE_PROCESS = (
+    ("cluster.placement", "colocated", "rollouts in the process that trains"),
+    ("cluster.max_staleness", 0, NO_STALENESS),
+    ("rollout.worker_processes", 0, "rollouts in the process that trains"),
+    ("rollout.backend", "torch", "the frozen policy in this process, because its features are used"),
+    ("rollout.group_size", 1, "ungrouped episodes"),
+    ("rollout.auto_reset", True, "envs that reset automatically"),
+    ("rollout.continue_episodes", False, "iterations that start new episodes"),
+    ("trainer.cpu_offload", False, "an unsharded policy"),
+)
+"""What an off-policy run requires; see ``require_values``."""
 
 
 def check_off_policy(config: RunConfig, policy: ClassAndConfig | None) -> None:
@@ -69,32 +82,9 @@ def check_off_policy(config: RunConfig, policy: ClassAndConfig | None) -> None:
 
 def _check_run(config: RunConfig, name: str) -> None:
     """Check that each rank collects rollouts and trains in one process, and that the base policy is unsharded and has no adapters."""
-    cluster, rollout = config.cluster, config.rollout
-    for key, value, wanted, required in (
-        ("cluster.placement", cluster.placement, "colocated", "rollouts in the process that trains"),
-        (
-            "cluster.max_staleness",
-            cluster.max_staleness,
-            0,
-            "no asynchronous rollouts; algorithm.overlap=true updates while the envs step",
-        ),
-        ("rollout.worker_processes", rollout.worker_processes, 0, "rollouts in the process that trains"),
-        (
-            "rollout.backend",
-            rollout.backend,
-            "torch",
-            "the frozen policy in this process, because its features are used",
-        ),
-        ("rollout.group_size", rollout.group_size, 1, "ungrouped episodes"),
-        ("rollout.auto_reset", rollout.auto_reset, True, "envs that reset automatically"),
-        ("rollout.continue_episodes", rollout.continue_episodes, False, "iterations that start new episodes"),
-        ("trainer.sharding", config.trainer.sharding != "fsdp2", True, "an unsharded policy"),
-        ("trainer.cpu_offload", config.trainer.cpu_offload, False, "an unsharded policy"),
-    ):
-        if value != wanted:
-            now = config.trainer.sharding if key == "trainer.sharding" else value
-            to = "replicate" if key == "trainer.sharding" else str(wanted).lower()
-            reject(f"{key}={str(now).lower()} with {name}", required, f"{key}={to}")
+    require_values(config, name, *IN_ONE_PROCESS)
+    if config.trainer.sharding == "fsdp2":
+        reject(f"{name} with trainer.sharding=fsdp2", "an unsharded policy", "trainer.sharding=replicate")
     if config.model.is_lora:
         reject(
             f"model.is_lora=true with {name}, which freezes the policy",

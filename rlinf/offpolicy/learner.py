@@ -76,7 +76,7 @@ class OffPolicyLearner(AnyAlgorithm, ABC):
         env_steps = rollout.num_envs * rollout.num_chunks * config.model.action_chunks_len
         rate = f"{algorithm.utd_ratio:g} per env step after the first {algorithm.learning_starts:,}"
         table = {"updates": f"{rate}, {algorithm.batch_size} transitions each"}
-        return Updates(algorithm.batch_size, 0, int(algorithm.utd_ratio * env_steps), table)
+        return Updates(int(algorithm.utd_ratio * env_steps), table)
 
     @classmethod
     def buffer_bytes(cls, config: Any, model: Any, call_bytes: int) -> int:

@@ -1,4 +1,4 @@
-"""Additional data for an off-policy run: demonstrations, and the replay buffer of an earlier run."""
+"""Data of an off-policy run from before it: demonstrations in each batch, the replay buffer of an earlier run, and checks of both."""
 
 from __future__ import annotations
 

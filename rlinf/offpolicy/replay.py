@@ -1,4 +1,4 @@
-"""Replay buffer for base-policy outputs, actions and outcomes."""
+"""Replay buffer of an off-policy run, its batches of transitions, and the memory that it needs."""
 
 from __future__ import annotations
 

@@ -22,11 +22,10 @@ from rlinf.errors import ConfigError, MissingDependencyError, did_you_mean, reje
 from rlinf.evaluation.stopping import DECIDED
 from rlinf.models.building import entry_for
 from rlinf.models.precision import PRECISIONS, torch_dtype_from_precision
-from rlinf.options import closest, fixed_by_settings, override_text, public_fields, require_values, to_mapping
+from rlinf.options import fixed_by_settings, override_text, public_fields, require_values, to_mapping
 from rlinf.preflight.folders import check_writable
 from rlinf.types import ClassAndConfig, EnvSpec
 
-ATTENTION = ("sdpa", "eager", "flash_attention_2")
 ACTING = ("evaluate", "collect", "diagnose")
 """Commands that use only a policy's actions."""
 
@@ -45,12 +44,8 @@ def check_model(config: RunConfig) -> None:
         )
     if model.precision not in PRECISIONS:
         torch_dtype_from_precision(model.precision)  # raises an error that suggests the closest one
-    attention = model.attn_implementation
-    if attention not in ATTENTION:
-        fix = f"model.attn_implementation={closest(attention, ATTENTION) or ATTENTION[0]}"
-        reject(f"model.attn_implementation='{attention}'", f"one of {', '.join(ATTENTION)}", fix)
-    if attention == "flash_attention_2":
-        actual, fix = f"model.attn_implementation={attention}", "model.attn_implementation=sdpa"
+    if model.attn_implementation == "flash_attention_2":
+        actual, fix = "model.attn_implementation=flash_attention_2", "model.attn_implementation=sdpa"
         if not torch.cuda.is_available():
             reject(f"{actual}, but torch sees no NVIDIA GPU", "a GPU", fix)
         require_package("flash_attn", actual, "flash-attn", fix)

@@ -1,7 +1,6 @@
-"""Counts derived from a configuration: envs x chunks -> samples -> minibatches -> micro-batches."""
+"""The plan of a run, and choices that follow from its configuration: sharding, and the parity gate."""
 
 import math
-from dataclasses import dataclass
 
 from torch import nn
 
@@ -11,44 +10,6 @@ from rlinf.distributed.parallel import Choice, choose_sharding
 from rlinf.number_formats import format_count
 from rlinf.options import fixed_by_settings
 from rlinf.rollout.parity import MAX_GAP, ParityGate
-
-
-@dataclass(frozen=True)
-class DerivedNumbers:
-    """Counts of a run: ``max_env_steps`` per rollout, ``rows_per_rank`` per minibatch, ``optimizer_steps`` in all of RL."""
-
-    num_samples: int
-    num_groups: int
-    max_env_steps: int
-    envs_per_rank: int
-    minibatches_per_epoch: int
-    rows_per_rank: int
-    micro_batches_per_rank: int
-    optimizer_steps_per_iteration: int
-    optimizer_steps: int
-    env_steps: int
-    sft_micro_batches_per_rank: int
-
-
-def derive(config: RunConfig) -> DerivedNumbers:
-    """Compute the counts; they are exact if ``validate`` accepts the configuration."""
-    ranks, rollout, trainer = config.cluster.num_processes, config.rollout, config.trainer
-    num_samples = rollout.num_envs * rollout.num_chunks
-    max_env_steps = num_samples * config.model.action_chunks_len
-    updates = ALGORITHMS.get(config.algorithm.name).updates(config)
-    return DerivedNumbers(
-        num_samples=num_samples,
-        num_groups=rollout.num_envs // rollout.group_size,
-        max_env_steps=max_env_steps,
-        envs_per_rank=rollout.num_envs // ranks,
-        minibatches_per_epoch=updates.minibatches_per_epoch,
-        rows_per_rank=updates.rows_per_rank,
-        micro_batches_per_rank=math.ceil(updates.rows_per_rank / config.model.micro_batch_size),
-        optimizer_steps_per_iteration=updates.per_iteration,
-        optimizer_steps=updates.per_iteration * trainer.max_steps,
-        env_steps=max_env_steps * trainer.max_steps,
-        sft_micro_batches_per_rank=math.ceil(config.sft.batch_size // ranks / config.model.micro_batch_size),
-    )
 
 
 def trains_actor(config: RunConfig) -> bool:
@@ -69,20 +30,23 @@ def sharding_choice(config: RunConfig, model: nn.Module, num_ranks: int, memory_
 
 def format_derived(config: RunConfig) -> str:
     """Return the plan of a run as a small table."""
-    numbers, rollout, trainer, sft, model = derive(config), config.rollout, config.trainer, config.sft, config.model
+    rollout, trainer, sft, model = config.rollout, config.trainer, config.sft, config.model
     rows = {
         "policy": f"{model.model_type}, chunks of {model.action_chunks_len} actions x {model.action_token_len} dimensions",
         "tasks": f"{config.env.name}: {', '.join(config.env.tasks or ['all tasks'])}",
     }
     if sft.max_steps > 0:
-        passes = format_count(numbers.sft_micro_batches_per_rank, "micro-batch")
+        rows_per_rank = sft.batch_size // config.cluster.num_processes
+        passes = format_count(math.ceil(rows_per_rank / model.micro_batch_size), "micro-batch")
         rows["behaviour cloning"] = f"{sft.max_steps} steps of {sft.batch_size} in {passes} per rank"
     if trainer.max_steps > 0:
-        groups = f" = {numbers.num_groups} groups of {rollout.group_size}" if rollout.group_size > 1 else ""
-        steps = f"{numbers.optimizer_steps:,} optimiser steps, up to {numbers.env_steps:,} env steps"
-        calls = f"{rollout.num_chunks} chunks = {numbers.num_samples} samples"
-        rows["rollout"] = f"{rollout.num_envs} envs{groups} x {calls}"
-        rows |= ALGORITHMS.get(config.algorithm.name).updates(config).table
+        size, samples = rollout.group_size, rollout.num_envs * rollout.num_chunks
+        groups = f" = {rollout.num_envs // size} groups of {size}" if size > 1 else ""
+        rows["rollout"] = f"{rollout.num_envs} envs{groups} x {rollout.num_chunks} chunks = {samples} samples"
+        updates = ALGORITHMS.get(config.algorithm.name).updates(config)
+        rows |= updates.table
+        env_steps = samples * model.action_chunks_len * trainer.max_steps
+        steps = f"{updates.per_iteration * trainer.max_steps:,} optimiser steps, up to {env_steps:,} env steps"
         rows["total"] = f"{trainer.max_steps} iterations, {steps}"
     num_episodes = "all" if config.evaluation.num_episodes is None else config.evaluation.num_episodes
     rows["evaluation"] = f"{num_episodes} episodes of the split '{config.evaluation.split}'"

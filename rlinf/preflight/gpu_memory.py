@@ -33,7 +33,7 @@ from rlinf.models.layers import find_layers
 from rlinf.number_formats import format_bytes, format_count
 from rlinf.preflight.activations import NOTHING, PassMemory, measure_passes
 from rlinf.preflight.compatibility import env_spec
-from rlinf.preflight.derived import derive, trains_actor
+from rlinf.preflight.derived import trains_actor
 from rlinf.preflight.memory import MemoryEstimate, estimate_memory, policy_on_meta_device
 from rlinf.preflight.placement import Placement
 from rlinf.rollout.config import VllmOptions
@@ -134,7 +134,7 @@ class GpuMemory:
 class Measured(NamedTuple):
     """A policy on the meta device (None if it cannot be built), its passes, and the reason if these are unknown."""
 
-    model: ActionModel
+    model: ActionModel | None
     passes: PassMemory
     unknown: str
 
@@ -218,7 +218,7 @@ def _calls(config: RunConfig) -> tuple[int, int]:
     """Return a rank's number of worker threads, and the batch size of their policy calls."""
     if config.trainer.max_steps == 0:
         return 1, 1
-    envs, on_gpu = derive(config).envs_per_rank, config.rollout.backend == "torch"
+    envs, on_gpu = config.rollout.num_envs // config.cluster.num_processes, config.rollout.backend == "torch"
     streams = config.rollout.pipeline_stages or default_num_worker_threads(config.env, envs, on_gpu)
     streams = 1 if ENVS.get(config.env.name).on_gpu else streams
     return streams, math.ceil(envs / streams)

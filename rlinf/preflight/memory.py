@@ -80,7 +80,9 @@ class MemoryEstimate:
         return [(role, part, format_bytes(size)) for role, part, size in parts if size]
 
 
-def estimate_memory(config: RunConfig, gpu_bytes: int | None = None, model: ActionModel = None) -> MemoryEstimate:
+def estimate_memory(
+    config: RunConfig, gpu_bytes: int | None = None, model: ActionModel | None = None
+) -> MemoryEstimate:
     """Estimate the bytes of each role for ranks with ``gpu_bytes`` (None: this machine's); ``model``: on the meta device."""
     model = policy_on_meta_device(config) if model is None else model
     parameters = [(p.numel(), p.numel() * p.element_size(), p.requires_grad) for p in model.parameters()]

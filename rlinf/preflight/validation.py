@@ -48,6 +48,34 @@ from rlinf.preflight.saved import check_no_actor, check_start, check_unread_keys
 from rlinf.tracking.tracker import check_wandb
 from rlinf.types import ClassAndConfig
 
+CONTINUED = (
+    ("rollout.auto_reset", True, "envs that reset automatically", "rollout.continue_episodes=false"),
+    ("rollout.offload_envs", False, "simulators that stay in memory", "rollout.continue_episodes=false"),
+    ("cluster.placement", "colocated", "rollout workers that are not replaced", "rollout.continue_episodes=false"),
+)
+"""What ``rollout.continue_episodes`` requires, so that simulators preserve the episodes; see ``require_values``."""
+
+BY_TRAINER, TRAINERS = "algorithm.old_logprobs=trainer", "the trainer's own log-probabilities, because"
+SCORED_IN_ROLLOUTS = (
+    (
+        "cluster.max_staleness",
+        0,
+        "log-probabilities of the current weights, because rollouts have older ones",
+        BY_TRAINER,
+    ),
+    ("algorithm.tis_cap", None, f"{TRAINERS} the weights trainer / rollout would otherwise always be 1", BY_TRAINER),
+    ("algorithm.kl_coef", 0, f"{TRAINERS} the reference's are computed in the same way", BY_TRAINER),
+)
+"""What ``algorithm.old_logprobs=rollout`` requires."""
+
+IN_THIS_PROCESS = tuple(
+    (key, value, "local ranks that also roll out", "trainer.on_collapse=stop")
+    for key, value in (
+        ("rollout.backend", "torch"), ("cluster.placement", "colocated"), ("cluster.start", "auto"), ("cluster.num_env_workers", 0),
+    )
+)  # fmt: skip
+"""What a rollback requires, because it rebuilds the run in this process: engines, workers and Ray's ranks would remain."""
+
 COMMANDS = ("train", "sft", "evaluate", "serve", "collect", "diagnose")
 WITH_RANKS = ("train", "sft", "evaluate")
 """Commands that run on several ranks, and evaluate."""
@@ -264,20 +292,10 @@ def check_collapse(config: RunConfig) -> None:
         reject(f"{mode} with trainer.eval_every=0", "evaluations to detect it", f"trainer.eval_every={every}")
     if config.trainer.on_collapse == "stop":
         return
-    stop = "trainer.on_collapse=stop"
     if trains_actor(config):
         actual = f"{mode} with algorithm.name={config.algorithm.name}"
-        reject(actual, "an algorithm that uses trainer.learning_rate", stop)
-    # A rollback rebuilds the run in this process, but engines, workers and Ray's ranks would remain.
-    local = {
-        "rollout.backend": "torch",
-        "cluster.placement": "colocated",
-        "cluster.start": "auto",
-        "cluster.num_env_workers": 0,
-    }
-    require_values(
-        config, mode, *((key, value, "local ranks that also roll out", stop) for key, value in local.items())
-    )
+        reject(actual, "an algorithm that uses trainer.learning_rate", "trainer.on_collapse=stop")
+    require_values(config, mode, *IN_THIS_PROCESS)
 
 
 def check_learning(config: RunConfig, policy: ClassAndConfig | None) -> None:
@@ -299,7 +317,8 @@ def check_batches(config: RunConfig) -> None:
         required = f"at least one for each of rollout.pipeline_stages={rollout.pipeline_stages}"
         reject(actual, required, "rollout.pipeline_stages=1")
     check_rollout_processes(config)
-    check_continued(config)
+    if rollout.continue_episodes:
+        require_values(config, "rollout.continue_episodes=true", *CONTINUED)
     check_staleness(config)
     samples = rollout.num_envs * rollout.num_chunks
     if minibatch % ranks:
@@ -323,19 +342,6 @@ def check_env_groups(config: RunConfig) -> None:
         unit = f"cluster.num_processes={ranks} x rollout.group_size={rollout.group_size}"
         fix = f"rollout.num_envs={nearest_multiple(rollout.num_envs, ranks * rollout.group_size)}"
         reject(f"rollout.num_envs={rollout.num_envs}", f"a multiple of {unit}, because a group stays on one rank", fix)
-
-
-def check_continued(config: RunConfig) -> None:
-    """Check that simulators preserve episodes that continue in the next iteration."""
-    if config.rollout.continue_episodes:
-        off = "rollout.continue_episodes=false"
-        require_values(
-            config,
-            "rollout.continue_episodes=true",
-            ("rollout.auto_reset", True, "envs that reset automatically", off),
-            ("rollout.offload_envs", False, "simulators that stay in memory", off),
-            ("cluster.placement", "colocated", "rollout workers that are not replaced", off),
-        )
 
 
 def check_rollout_processes(config: RunConfig) -> None:
@@ -442,31 +448,16 @@ def check_algorithm(config: RunConfig) -> None:
 
 def check_old_logprobs(config: RunConfig, algorithm_class: type[Algorithm], policy: ClassAndConfig | None) -> None:
     """Raise ConfigError for ``old_logprobs=rollout`` if the rollout's log-probs or values cannot replace the trainer's."""
-    algorithm, ahead, backend = config.algorithm, config.cluster.max_staleness, config.rollout.backend
-    if algorithm.old_logprobs == "trainer":
+    actual, backend = "algorithm.old_logprobs=rollout", config.rollout.backend
+    if config.algorithm.old_logprobs == "trainer":
         return
-    conflict, required, fix = "", "", ""
-    if ahead:
-        conflict, fix = f"cluster.max_staleness={ahead}", "cluster.max_staleness=0"
-        required = "log-probabilities of the current weights, because the rollout was collected with older ones"
-    elif algorithm.tis_cap is not None:
-        conflict, fix = f"algorithm.tis_cap={algorithm.tis_cap:g}", "algorithm.tis_cap=null"
-        required = (
-            "the trainer's own log-probabilities, because the weights trainer / rollout would otherwise always be 1"
-        )
-    elif algorithm.kl_coef > 0:
-        conflict, fix = f"algorithm.kl_coef={algorithm.kl_coef:g}", "algorithm.kl_coef=0"
-        required = "the trainer's own log-probabilities, because the reference's are computed in the same way"
-    elif algorithm_class.needs_values and (
-        backend != "torch" or (policy and not policy[0].values_in_rollouts(policy[1]))
-    ):
+    require_values(config, actual, *SCORED_IN_ROLLOUTS)
+    is_equal = backend == "torch" and (policy is None or policy[0].values_in_rollouts(policy[1]))
+    if algorithm_class.needs_values and not is_equal:
         who = f"rollout.backend={backend}" if backend != "torch" else f"{policy[0].__name__} as configured"
-        conflict, fix = f"algorithm.name={algorithm.name} and {who}", "algorithm=grpo rollout=groups"
         required = "rollout values that equal the trainer's"
-    if conflict:
-        raise ConfigError(
-            f"algorithm.old_logprobs=rollout with {conflict}; expected {required}. Set algorithm.old_logprobs=trainer, or {fix}"
-        )
+        fix = f"{BY_TRAINER}, or algorithm=grpo rollout=groups"
+        reject(f"{actual} with algorithm.name={config.algorithm.name} and {who}", required, fix)
 
 
 def check_whole_episodes(config: RunConfig) -> None:

@@ -10,7 +10,6 @@ from typing import Any, cast
 from transformers import AutoTokenizer
 
 from rlinf.checkpoints.checkpoint import on_rank_zero
-from rlinf.checkpoints.checkpoint_manager import Upload
 from rlinf.distributed.process_group import world_size
 from rlinf.errors import CheckpointError, ConfigError
 from rlinf.llm.end_tokens import end_tokens
@@ -33,7 +32,7 @@ from rlinf.recipes.rollouts import TorchGenerator, VllmGenerator
 from rlinf.recipes.samples import Row
 from rlinf.recipes.sft import SFTTrainer
 from rlinf.recipes.token_trainer import TokenTrainer
-from rlinf.recipes.upload import HubUpload, S3Upload
+from rlinf.recipes.upload import HubUpload, S3Upload, Upload
 from rlinf.seeding import derive_seed
 
 logger = logging.getLogger("rlinf")

@@ -61,7 +61,7 @@ TOKEN_KEYS = ("policy.model_name_or_path", "train.param_dtype")
 
 
 class HFFolder:
-    """Exports a token policy's checkpoint to a Hugging Face folder (an ``Export`` for ``CheckpointManager``).
+    """Exports a token policy's checkpoint to a Hugging Face folder (an ``export`` of ``RecipeCheckpoints``).
 
     Construct it in the training thread, because building even an empty model temporarily changes global settings. Calling it does not.
     Raises ConfigError if adapters cannot be merged into the weight files of ``source``.

@@ -7,11 +7,12 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from rlinf.cluster.reservation import Reservation
 from rlinf.cluster.rollout_workers import RolloutWorkers
 from rlinf.distributed.deadlines import deadline, heartbeat
-from rlinf.distributed.process_group import given_num_threads, rank, receive_object, send_object
+from rlinf.distributed.process_group import given_num_threads, rank
 from rlinf.engines.weight_handle import WeightBuckets
 from rlinf.llm.batched_data_dict import BatchedDataDict
 from rlinf.llm.causal_lm import padding_token
@@ -140,16 +141,16 @@ class RemoteGenerator:
         self, batches: Sequence[BatchedDataDict], peers: range, greedy: bool
     ) -> list[BatchedDataDict]:
         """Generate for this rank and the ranks ``peers``, send each peer its outputs, and return this rank's outputs."""
-        requests = {rank(): list(batches)} | {peer: receive_object(peer) for peer in peers}
+        requests = {rank(): list(batches)} | {peer: _receive(peer) for peer in peers}
         owners = [owner for owner, owned in requests.items() for _ in owned]
         for peer in peers:
-            send_object(len(owners), peer)
+            _send(len(owners), peer)
         local = []
         outputs = self._in_order([batch for owned in requests.values() for batch in owned], greedy)
         for owner, output in zip(owners, outputs, strict=True):
             # Send None to the remaining peers as a sign of progress, which restarts their deadlines.
             for peer in peers:
-                send_object(output if peer == owner else None, peer)
+                _send(output if peer == owner else None, peer)
             if owner == rank():
                 local.append(output)
         return local
@@ -172,14 +173,26 @@ class RemoteGenerator:
 
 def _generate_at(first: int, batches: Sequence[BatchedDataDict]) -> list[BatchedDataDict]:
     """Generate with the rollout worker that belongs to the rank ``first``."""
-    send_object(list(batches), first)
+    _send(list(batches), first)
     outputs = []
-    for _ in range(receive_object(first)):
-        output = receive_object(first)
+    for _ in range(_receive(first)):
+        output = _receive(first)
         heartbeat()
         if output is not None:
             outputs.append(output)
     return outputs
+
+
+def _send(value: Any, to: int) -> None:
+    """Send a value to a rank, which must call ``_receive``."""
+    dist.send_object_list([value], to)
+
+
+def _receive(source: int) -> Any:
+    """Wait for the next value from rank ``source`` and return it."""
+    values = [None]
+    dist.recv_object_list(values, source)
+    return values[0]
 
 
 def make_generator(

@@ -13,14 +13,14 @@ from typing import Any
 
 import yaml
 
-from rlinf.checkpoints.checkpoint import on_rank_zero, set_aside_later
-from rlinf.checkpoints.checkpoint_manager import CheckpointManager
+from rlinf.checkpoints.checkpoint import load_checkpoint, on_rank_zero, set_aside_later
 from rlinf.checkpoints.folders import is_checkpoint, resolve_checkpoint, saved_at
 from rlinf.config.training import TrainerConfig
 from rlinf.distributed.process_group import gather_objects, rank
 from rlinf.errors import CheckpointError, ConfigError
 from rlinf.files import locked_folder, write_text
 from rlinf.llm.hf_policy import HuggingFacePolicy
+from rlinf.manifest import Manifest, check
 from rlinf.models.precision import torch_dtype_of
 from rlinf.options import fixed_by_settings, to_mapping
 from rlinf.recipes.build import (
@@ -32,6 +32,7 @@ from rlinf.recipes.build import (
     make_uploads,
     policy_settings,
 )
+from rlinf.recipes.checkpoints import RecipeCheckpoints
 from rlinf.recipes.config import RecipeConfig
 from rlinf.recipes.datasets import StreamedRows
 from rlinf.recipes.hf_folder import HFFolder
@@ -113,12 +114,11 @@ def _run_in(
             merge_lora=ckpt.merge_lora,
             chunk_bytes=ckpt.chunk_bytes,
         )
-        checkpoints = CheckpointManager(
+        checkpoints = RecipeCheckpoints(
             folder,
             save_mode=ckpt.save_mode,
             max_keep=ckpt.max_keep,
             keeps_any=ckpt.enable_checkpoint,
-            with_policy=False,
             export=exporter,
             exports_all=ckpt.enable_checkpoint and ckpt.export_safetensors,
             uploads=uploads,
@@ -236,10 +236,9 @@ def _folder(config: RecipeConfig) -> tuple[Path, Path | None]:
 
 
 def _restore(checkpoint: Path, loop: Loop, trainer: TokenTrainer) -> None:
-    """Load a checkpoint into policy, dataset and loop; raise ConfigError if data or initial model differ."""
-    present = trainer.manifest()
-    loaded = loop.checkpoints.load(checkpoint, model=trainer.model, optimizer=trainer.optimizer, present=present)
-    loop.state = LoopState(**loaded)
+    """Load a checkpoint into policy, dataset and loop; raise ConfigError or ManifestMismatchError if data or initial model differ."""
+    check(Manifest.load(checkpoint), trainer.manifest())
+    loop.state = LoopState(**load_checkpoint(checkpoint, model=trainer.model, optimizer=trainer.optimizer))
     saved = loop.state.trainer["data"]
     changed = [
         f"{name} was {saved[name]} and is {value}" for name, value in trainer.data.items() if saved[name] != value

@@ -10,11 +10,12 @@ from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
+import rlinf.recipes.metrics  # noqa: F401 - declares them
 from rlinf.distributed.deadlines import deadline, heartbeat, portable
 from rlinf.distributed.process_group import gather_objects, maximum, rank, world_size
 from rlinf.errors import ConfigError
@@ -25,6 +26,7 @@ from rlinf.models.config import LoraConfig
 from rlinf.optim.master_adamw import MasterAdamW
 from rlinf.optim.schedule import learning_rate
 from rlinf.options import from_mapping
+from rlinf.recipes.checkpoints import RecipeCheckpoints
 from rlinf.recipes.config import RecipeConfig
 from rlinf.recipes.datasets import StreamedRows
 from rlinf.recipes.hf_folder import token_manifest
@@ -111,7 +113,7 @@ class TokenTrainer(ABC):
         """Export and upload the last checkpoint if the run was interrupted between saving and exporting it."""
         if self.is_done() and self.loop.resumed_from is not None:
             with deadline("save"):
-                self.loop.checkpoints.finish(self.loop.resumed_from)
+                cast(RecipeCheckpoints, self.loop.checkpoints).finish(self.loop.resumed_from)
 
     def is_done(self) -> bool:
         """Return whether all steps are done."""

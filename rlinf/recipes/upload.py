@@ -67,7 +67,7 @@ class HubUpload:
             )
         self.repo_name = repo_name if "/" in repo_name else f"{owner['name']}/{repo_name}"
 
-    def upload(self, run_folder: Path, folders: Sequence[Path], is_final: bool) -> None:
+    def upload(self, run_folder: Path, folders: Sequence[Path]) -> None:
         """Upload the exported policy; raise CheckpointError on failure."""
         repo_id = self._repo_id(run_folder)
         for folder in _exported(folders):
@@ -132,7 +132,7 @@ class S3Upload:
                 f"{error}. Set train.ckpt.s3_bucket=<your bucket>, and check {', '.join(AWS_NAMES)}"
             ) from error
 
-    def upload(self, run_folder: Path, folders: Sequence[Path], is_final: bool) -> None:
+    def upload(self, run_folder: Path, folders: Sequence[Path]) -> None:
         """Upload folders of a run; raise CheckpointError on failure."""
         for folder in folders:
             if self._is_there(run_folder, folder / MANIFEST_FILE):
@@ -162,6 +162,10 @@ class S3Upload:
         run = run_folder.absolute()
         parts = (self.prefix, run.parent.name, run.name, path.relative_to(run_folder).as_posix())
         return "/".join(part for part in parts if part)
+
+
+Upload = HubUpload | S3Upload
+"""Uploads complete folders of a run at its end, or with ``every``, after each save."""
 
 
 def model_card(folder: Path, scores: dict[str, float] | None = None) -> str:

@@ -241,7 +241,7 @@ class RolloutPart:
         uniforms: Random numbers in (0, 1) from which the policy samples, ``[T, B, U]``.
         resets: Whether to start new episodes instead of continuing those of the last rollout.
         positions, num_restarts: Number of finished and of lost episodes in each env, ``[B]``.
-        uncounted: Whether the results of each of the thread's envs are dropped because a simulator was lost.
+        uncounted: Rows of the thread's envs whose results are dropped because a simulator was lost.
     """
 
     model: ActionModel
@@ -259,7 +259,7 @@ class RolloutPart:
     def __post_init__(self) -> None:
         count = len(self.env_ids)
         self.positions, self.num_restarts = np.zeros(count, dtype=np.int64), np.zeros(count, dtype=np.int64)
-        self.uncounted = np.zeros(0, dtype=bool)
+        self.uncounted: set[int] = set()
         self.lost_episode_ids: list[int] = []
         self.specs: dict[int, EpisodeSpec] = {}
         self.episodes: list[tuple[int, EpisodeResult]] = []  # the first of each env, by its row
@@ -292,7 +292,6 @@ class RolloutThread:
         """Reset each env to its first episode of the rollout, unless episodes continue, and return the observation."""
         # The thread itself replaces the part, because a failed rollout may have been stepping here until now.
         self.part, sampler = part, self.collector.sampler
-        part.uncounted = np.zeros(self.env.num_envs, dtype=bool)
         if part.resets:
             episodes = [sampler.spec(part.step, int(i), 0, part.attempt) for i in part.env_ids]
             idle = [None] * (self.env.num_envs - len(episodes))
@@ -378,7 +377,7 @@ class RolloutThread:
             # Only each env's first episode is used as a result. A crash affects all envs of its process. Episodes that
             # had already ended are mostly quick successes, as are restarts that end in time. Including either would
             # bias the success rate, so all results from the process are dropped.
-            part.uncounted[self.env.rows_lost_with(lost[part.positions[lost] == 0])] = True
+            part.uncounted.update(self.env.rows_lost_with(lost[part.positions[lost] == 0]).tolist())
             part.num_restarts[lost] += 1  # assigns a new episode id to the restart
         return chunk
 
@@ -415,7 +414,7 @@ class RolloutThread:
             policy_version=torch.full(shape, part.policy_version, dtype=torch.int64),
             specs=part.specs,
         )
-        counted = [(row, episode) for row, episode in part.episodes if not part.uncounted[row]]
+        counted = [(row, episode) for row, episode in part.episodes if row not in part.uncounted]
         batch.episodes = [(int(part.env_ids[row]), episode) for row, episode in counted]
         return batch
 

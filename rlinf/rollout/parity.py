@@ -13,7 +13,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from rlinf.algorithms.statistics import masked_mean
+from rlinf.algorithms.advantages import masked_mean
 from rlinf.distributed.process_group import gather_objects, maximum, rank
 from rlinf.errors import ParityError
 from rlinf.models.config import MAX_EXP_GAP

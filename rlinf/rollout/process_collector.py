@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.profiler import record_function
 
 import rlinf.errors
 from rlinf.distributed.child_process import POLL_S, ChildProcess, Failure, SharedMemory, end_all
@@ -117,10 +116,6 @@ class ProcessCollector:
 
     def close(self) -> None:
         end_all(self.workers, CLOSE_TIMEOUT_S)
-
-    @record_function("rollout")
-    def collect(self, *arguments: Any, **options: Any) -> RolloutBatch:
-        return self.result(self.submit(*arguments, **options))
 
     def submit(
         self, model: ActionModel, step: int, policy_version: int, needs_values: bool, attempt: int = 0,

@@ -48,14 +48,6 @@ METRICS: dict[str, Metric] = {
     "rollout/scored_fraction": Metric(
         "Fraction of a rollout's policy calls that the trainer scored, with `algorithm.old_logprobs=rollout`; 1 if the parity "
         "limit was exceeded. The gaps and ratios above are computed over these calls.", "1"),
-    "rollout/reward_mean": Metric(
-        "Mean reward of a recipe's completions, the weighted sum of its parts; `rollout/reward_mean/<part>` is the mean of "
-        "one part, unweighted.", "reward"),
-    "rollout/reward_std": Metric("Std of these rewards over all completions.", "reward"),
-    "rollout/completion_length_mean": Metric("Mean length of a completion, including the end token.", "tokens"),
-    "rollout/completion_length_max": Metric("Length of the longest completion.", "tokens"),
-    "rollout/truncated_fraction": Metric("Fraction of completions truncated at the maximum length.", "1"),
-    "rollout/replaced_groups": Metric("Number of groups replaced because all completions had equal rewards.", "groups"),
     "rollout/base_policy_queries": Metric("Observations processed by an actor's base policy since the run started.", "observations"),
     "rollout/residual_norm": Metric(
         "Mean absolute difference between the actor's action without noise and the base policy's greedy action, normalised; not "
@@ -85,12 +77,6 @@ METRICS: dict[str, Metric] = {
     "train/return_mean": Metric(
         "Mean return of the samples: per policy call (PPO, where it is the value head's target; REINFORCE++) or per "
         "episode (GRPO, RLOO).", "reward"),
-    "train/preference_accuracy": Metric("DPO: fraction of pairs whose chosen completion has the higher implicit reward.", "1"),
-    "train/preference_chosen": Metric("DPO: mean implicit reward of the chosen completions (Rafailov et al. 2023).", "nat"),
-    "train/preference_rejected": Metric("DPO: mean implicit reward of the rejected completions.", "nat"),
-    "train/preference_margin": Metric("DPO: mean difference between the two.", "nat"),
-    "train/equal_pair_fraction": Metric("DPO: fraction of pairs with identical completions.", "1"),
-    "train/truncated_row_fraction": Metric("Fraction of rows truncated at `policy.model_max_length`.", "1"),
     "train/critic_loss": Metric("Squared error summed over critics and averaged over updates.", "reward^2"),
     "train/q_mean": Metric("Mean value of the sampled transitions.", "reward"),
     "train/q_mean_online": Metric("Mean value of sampled transitions collected in this run.", "reward"),
@@ -110,12 +96,10 @@ METRICS: dict[str, Metric] = {
     "sft/grad_norm": Metric("Global gradient norm before clipping.", "1"),
     "sft/demonstrator_success_rate": Metric(
         "Fraction of the scripted expert's demonstrations that succeeded; first line only.", "1"),
-    "sft/truncated_row_fraction": Metric("As train/truncated_row_fraction, during SFT.", "1"),
     "sft/actions_beyond_statistics": Metric(
         "Maximum fraction of an action dimension's labels outside the statistics; first line only. Warns above 5 %, fails above "
         "half.", "1"),
     "sft/states_beyond_statistics": Metric("Maximum fraction of a state dimension's values outside the statistics; first line only.", "1"),
-    "sft/entropy": Metric("Mean entropy per learned token in recipes with `logging.report_entropy`.", "nat"),
     "eval/success_rate": Metric("successes / episodes on the fixed list of held-out episodes.", "1"),
     "eval/true_success_rate": Metric("Success rate reported by the simulator, if a classifier detects success.", "1"),
     "eval/successes": Metric("Number of successful evaluation episodes.", "episodes"),
@@ -126,18 +110,6 @@ METRICS: dict[str, Metric] = {
     "eval/return_low": Metric(
         "Lower end of its 95 % interval (Student's t over the episodes); null for one episode.", "reward"),
     "eval/return_high": Metric("Upper end of that interval.", "reward"),
-    "eval/loss": Metric("Loss on the validation rows of a recipe: per learned token (SFT), or per pair (DPO).", "nat"),
-    "eval/reward_mean": Metric(
-        "Mean reward of greedy completions of the validation prompts; `eval/reward_mean/<part>` is the mean of one part.", "reward"),
-    "eval/reward_std": Metric("Std of these rewards.", "reward"),
-    "eval/num_completions": Metric("Number of these completions.", "completions"),
-    "eval/completion_length_mean": Metric("Mean length of these completions, including the end token.", "tokens"),
-    "eval/completion_length_max": Metric("Length of the longest of these completions.", "tokens"),
-    "eval/truncated_fraction": Metric("Fraction of these completions truncated at the maximum length.", "1"),
-    "eval/preference_accuracy": Metric("As train/preference_accuracy, on the validation pairs.", "1"),
-    "eval/preference_chosen": Metric("As train/preference_chosen, on the validation pairs.", "nat"),
-    "eval/preference_rejected": Metric("As train/preference_rejected, on the validation pairs.", "nat"),
-    "eval/preference_margin": Metric("As train/preference_margin, on the validation pairs.", "nat"),
     "time/rollout_s": Metric("Time to collect the rollout.", "s"),
     "time/logprob_s": Metric("Time to compute the trainer's log-probs and values for the rollout.", "s"),
     "time/update_s": Metric("Time for the iteration's optimiser steps.", "s"),
@@ -148,10 +120,6 @@ METRICS: dict[str, Metric] = {
     "time/total_s": Metric("Training time since the run started (demonstrations, behaviour cloning and RL), excluding evaluation.", "s"),
     "throughput/env_steps_per_s": Metric("Env steps / time of rollout, log-probs, update and sync.", "env steps/s"),
     "throughput/samples_per_s": Metric("Policy calls trained on / time/update_s.", "samples/s"),
-    "throughput/tokens_per_s": Metric(
-        "Tokens in the rows of a recipe step, without padding / time of the step.", "tokens/s"),
-    "throughput/mfu": Metric(
-        "Model FLOPs for these tokens / time / peak bfloat16 FLOPS of the GPUs; only if the GPU's peak is known.", "1"),
     "throughput/data_wait_fraction": Metric("Fraction of behaviour-cloning time spent waiting for batches since the last line.", "1"),
     "memory/rss_gib": Metric("Resident memory of rank 0's process.", "GiB"),
     "memory/cuda_gib": Metric("Peak GPU memory allocated by rank 0 since the run started.", "GiB"),

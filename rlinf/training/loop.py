@@ -274,11 +274,11 @@ class Loop:
     def _finish_checkpoints(self, error: BaseException | None) -> None:
         ends_well = error is None or isinstance(error, (StopRequested, RolledBack))
         # Do not set a deadline for an export, because it may include an upload.
-        unlimited = ends_well and self.checkpoints.export is not None
+        limited = self.checkpoints.closes_in_time or not ends_well
         try:
-            with nullcontext() if unlimited else deadline("save"):
+            with deadline("save") if limited else nullcontext():
                 self.checkpoints.close()
-        except Exception as other:  # the writer may raise any exception exception
+        except Exception as other:  # the writer may raise any exception
             if ends_well:
                 raise
             logger.error("The checkpoint that was being written is also lost: %s", other)

@@ -329,6 +329,6 @@ def check_equal_on_ranks(metrics: dict[str, float]) -> dict[str, float]:
         if other is not None:
             raise ConfigError(
                 f"{name} is {values[0]} on one rank, but {other} on a second one; required of compute_advantages: equal on all ranks. "
-                "It sees only its rank's envs: use masked_mean or masked_normalize from rlinf.algorithms.statistics"
+                "It sees only its rank's envs: use masked_mean or masked_normalize from rlinf.algorithms.advantages"
             )
     return metrics

@@ -12,9 +12,8 @@ import torch
 from rlinf.algorithms import ALGORITHMS
 from rlinf.config.compose import compose_config
 from rlinf.config.schema import build_config
-from rlinf.envs.base import VectorEnv
+from rlinf.envs.base import VectorEnv, uniform_statistics
 from rlinf.envs.episodes import EpisodeSampler
-from rlinf.envs.spaces import uniform_statistics
 from rlinf.envs.steps import SimulatorStep
 from rlinf.models.building import get_model_config_and_processor
 from rlinf.optim.master_adamw import MasterAdamW

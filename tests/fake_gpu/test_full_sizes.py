@@ -17,7 +17,7 @@ from rlinf.config.compose import compose_config
 from rlinf.config.schema import build_config
 from rlinf.config.search import packaged_experiments
 from rlinf.envs import ENVS
-from rlinf.envs.spaces import uniform_statistics
+from rlinf.envs.base import uniform_statistics
 from rlinf.errors import ConfigError
 from rlinf.llm.hf_model import model_shapes
 from rlinf.models.config import LoraConfig

@@ -15,11 +15,13 @@ from rlinf.checkpoints.checkpoint_manager import CheckpointManager
 from rlinf.checkpoints.folders import read_loop_state
 from rlinf.checkpoints.trainer_state import read_entries
 from rlinf.distributed.launch import launch
-from rlinf.errors import CheckpointError, ConfigError, ManifestMismatchError
+from rlinf.errors import CheckpointError, ManifestMismatchError
 from rlinf.llm.batched_data_dict import BatchedDataDict
 from rlinf.llm.hf_policy import HuggingFacePolicy
 from rlinf.llm.losses import NLLLossFn
+from rlinf.manifest import Manifest, check
 from rlinf.models.config import LoraConfig
+from rlinf.recipes.checkpoints import RecipeCheckpoints
 from rlinf.recipes.hf_folder import HFFolder, token_manifest
 from rlinf.recipes.run import newest_checkpoint
 from rlinf.recipes.token_trainer import best_of
@@ -85,9 +87,8 @@ def mutate(policy: HuggingFacePolicy, counters: dict) -> None:
 
 def test_an_asynchronous_save_is_a_snapshot(trained, tiny_lm, tmp_path, monkeypatch):
     """Parameters, moments, counters and random numbers that change right after the call, before a byte is written."""
-    generator = torch.Generator().manual_seed(5)
     CheckpointManager(tmp_path / "sync").save(
-        "step_2", **state_of(trained, tiny_lm(), 2, loop_state={"step": 2, "list": [1]}, generators={"own": generator})
+        "step_2", **state_of(trained, tiny_lm(), 2, loop_state={"step": 2, "list": [1]})
     )
     expected, random_numbers = (
         weights_in(tmp_path / "sync" / "checkpoints" / "step_2", tiny_lm()),
@@ -95,21 +96,18 @@ def test_an_asynchronous_save_is_a_snapshot(trained, tiny_lm, tmp_path, monkeypa
     )
     go, counters = hold(monkeypatch), {"step": 2, "list": [1]}
     manager = CheckpointManager(tmp_path / "async", save_mode="async")
-    own = torch.rand(3, generator=generator.clone_state())
-    manager.save("step_2", **state_of(trained, tiny_lm(), 2, loop_state=counters, generators={"own": generator}))
+    manager.save("step_2", **state_of(trained, tiny_lm(), 2, loop_state=counters))
     folder = tmp_path / "async" / "checkpoints" / "step_2"
     assert not folder.exists(), "the call must return before the file is complete"
     mutate(trained, counters)
-    torch.rand(3, generator=generator)
     go.set()
     manager.close()
     found = weights_in(folder, tiny_lm())
     assert found.keys() == expected.keys() and len(found) > 50
     assert all(torch.equal(found[name], expected[name]) for name in expected)
     assert read_loop_state(folder) == {"step": 2, "list": [1]}
-    load_checkpoint(folder, model=trained.model, generators={"own": generator})
+    load_checkpoint(folder, model=trained.model)
     assert torch.equal(torch.get_rng_state(), random_numbers)
-    assert torch.equal(torch.rand(3, generator=generator), own)
 
 
 def test_a_copy_that_shares_memory_is_no_snapshot(trained, tiny_lm, tmp_path, monkeypatch):
@@ -154,7 +152,7 @@ def _full(*_, **__):
 
 def test_the_newest_and_the_best_stay_with_what_was_exported_from_them(trained, tiny_lm, tmp_path):
     export = HFFolder(tiny_lm(), torch.float32)
-    manager = CheckpointManager(tmp_path, save_mode="async", max_keep=2, export=export, exports_all=True)
+    manager = RecipeCheckpoints(tmp_path, save_mode="async", max_keep=2, export=export, exports_all=True)
     scores = {}
     for step in (20, 40, 60, 80, 100):
         scores[f"step_{step}"] = {40: 0.9}.get(step, step / 1000)
@@ -171,7 +169,7 @@ def test_the_newest_and_the_best_stay_with_what_was_exported_from_them(trained, 
 
 
 def test_without_checkpoints_only_the_last_policy_is_written(trained, tiny_lm, tmp_path):
-    manager = CheckpointManager(tmp_path, keeps_any=False, export=HFFolder(tiny_lm(), torch.float32))
+    manager = RecipeCheckpoints(tmp_path, keeps_any=False, export=HFFolder(tiny_lm(), torch.float32))
     manager.save("step_1", **state_of(trained, tiny_lm(), 1))
     assert list(tmp_path.iterdir()) == []
     manager.save("step_2", **state_of(trained, tiny_lm(), 2), is_last=True)
@@ -212,12 +210,13 @@ def test_a_checkpoint_of_adapters_has_no_base_and_refuses_another(tiny_lm, tmp_p
     straight = train(policy, 2, 2)
     resumed = HuggingFacePolicy(tiny_lm(), learning_rate=1e-2, device_map="cpu", lora={"rank": 2})
     present = state_of(resumed, tiny_lm(), 0, lora)["manifest"]
-    manager.load(folder, model=resumed.model, optimizer=resumed._optimizer, present=present)
+    check(Manifest.load(folder), present)
+    load_checkpoint(folder, model=resumed.model, optimizer=resumed._optimizer)
     assert train(resumed, 2, 2) == straight
     with pytest.raises(ManifestMismatchError, match="lora.base_sha256"):
         other = HuggingFacePolicy(tiny_lm(seed=1), device_map="cpu", lora={"rank": 2})
         present = state_of(other, tiny_lm(seed=1), 0, lora)["manifest"]
-        manager.load(folder, model=other.model, optimizer=None, present=present)
+        check(Manifest.load(folder), present)
     with pytest.raises(CheckpointError, match="were trained on base weights with digest"):
         HFFolder(tiny_lm(seed=1), torch.float32, lora=lora)(folder, tmp_path / "exported")
 
@@ -229,7 +228,7 @@ def run_on_ranks(arguments: tuple[str, str, int]) -> None:
     policy = HuggingFacePolicy(source, learning_rate=1e-2, device_map="cpu", sharding="fsdp2")
     manager = CheckpointManager(Path(folder), save_mode="async", max_keep=1)
     if first:
-        manager.load(Path(folder) / "checkpoints" / f"step_{first}", model=policy.model, optimizer=policy._optimizer)
+        load_checkpoint(Path(folder) / "checkpoints" / f"step_{first}", model=policy.model, optimizer=policy._optimizer)
     from rlinf.distributed.process_group import rank, world_size
 
     own = slice(rank() * 4 // world_size(), (rank() + 1) * 4 // world_size())
@@ -254,8 +253,3 @@ def test_two_one_and_four_ranks_go_on_alike(tiny_lm, tmp_path):
         assert losses == pytest.approx(straight[first : first + 3], abs=1e-5), f"{first}: {losses}"
     fresh = train(HuggingFacePolicy(source, learning_rate=1e-2, device_map="cpu"), 4, 1)
     assert abs(fresh[0] - straight[4]) > 1e-3, "a control: without the checkpoint it differs"
-
-
-def test_an_unknown_mode_is_refused(tmp_path):
-    with pytest.raises(ConfigError, match="save_mode=later; expected one of sync, async"):
-        CheckpointManager(tmp_path, save_mode="later")

@@ -10,7 +10,7 @@ import torch
 from rollout_batches import select_envs
 from run_results import QUIET, run_config
 
-from rlinf.algorithms import ALGORITHMS, statistics
+from rlinf.algorithms import ALGORITHMS
 from rlinf.algorithms.base import LossCounts
 from rlinf.commands.train import build
 from rlinf.distributed.launch import launch
@@ -45,7 +45,7 @@ def planted(fault: str | None) -> ExitStack:
     """Return the context in which a fault is there."""
     stack = ExitStack()
     if fault == FAULTS[0]:
-        stack.enter_context(mock.patch.object(statistics, "sum_env_groups", lambda own: own.cumsum(0)[-1]))
+        stack.enter_context(mock.patch("rlinf.algorithms.advantages.sum_env_groups", lambda own: own.cumsum(0)[-1]))
     elif fault == FAULTS[1]:
         first = rank_range(4, rank(), world_size()).start
         derive = train_worker.derive_seed

@@ -181,7 +181,7 @@ class TestRolloutWorkersOfARunThatHasNotBegun:
         collector, sync, policy = built.rl.collector, built.rl.sync, built.parts.worker.model
         workers, version = collector.workers, 10 * (1 + answers_are_lost)
         sync.push(version)
-        expected = collector.collect(None, 3, version, True)
+        expected = collector.result(collector.submit(None, 3, version, True))
         calls = collector.submit(None, 3, version, True)
         refs = [call.ref for call in calls]
         wait_for(calls)
@@ -192,7 +192,7 @@ class TestRolloutWorkersOfARunThatHasNotBegun:
         if answers_are_lost:
             monkeypatch.setattr("rlinf.cluster.rollout_workers._has_result", lambda call: False)
         send(signal.SIGKILL)(workers, 0)
-        newer = collector.collect(None, 3, version + 1, True)
+        newer = collector.result(collector.submit(None, 3, version + 1, True))
         assert newer.policy_version.unique().tolist() == [version + 1]
         assert [call.ref for call in calls[1:]] == refs[1:] and (calls[0].ref == refs[0]) == (not answers_are_lost)
         batch = collector.result(calls)

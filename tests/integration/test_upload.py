@@ -17,10 +17,10 @@ from urllib.request import Request, urlopen
 import pytest
 import yaml
 
-from rlinf.checkpoints.checkpoint_manager import CheckpointManager
 from rlinf.errors import CheckpointError, ConfigError
 from rlinf.manifest import Manifest, hash_files, verify_files
 from rlinf.recipes import upload as upload_module
+from rlinf.recipes.checkpoints import RecipeCheckpoints
 from rlinf.recipes.upload import S3Upload, model_card
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "fixtures"))
@@ -168,7 +168,7 @@ try:
     hub = upload.HubUpload("policy")
     print("started", flush=True)
     run = Path(sys.argv[1])
-    hub.upload(run, [run / "checkpoints" / "step_7", run / "safetensors" / "final"], is_final=True)
+    hub.upload(run, [run / "checkpoints" / "step_7", run / "safetensors" / "final"])
     print("done")
 except RLinfError as error:
     print(f"{type(error).__name__}: {error}")
@@ -352,7 +352,7 @@ def files_of(run: Path) -> set[str]:
 
 def test_files_arrive_in_s3_below_prefix_and_run(s3, tmp_path):
     run, folders = finished_run(tmp_path)
-    S3Upload("mine", "outputs").upload(run, folders, is_final=True)
+    S3Upload("mine", "outputs").upload(run, folders)
     expected = {f"outputs/{key}" for key in files_of(run)}
     assert set(keys(s3)) == expected and len(expected) > 6
     body = s3.get_object(Bucket="mine", Key=f"outputs/my-sft/{STAMP}/safetensors/final/00000.safetensors")["Body"]
@@ -365,7 +365,7 @@ def test_only_the_last_checkpoint_is_sent_unless_all_are_asked_for_and_its_manif
     other_step(run, 2, exported=True)
     upload, sent = S3Upload("mine"), []
     monkeypatch.setattr(upload.client, "upload_file", lambda path, bucket, key: sent.append(Path(path)))
-    CheckpointManager(run, uploads=[upload])._upload(folders, is_final=True)
+    RecipeCheckpoints(run, export=fail, uploads=[upload])._upload(folders, is_final=True)
     assert [path.name for path in sent].count("manifest.json") == 2 and not any("step_2" in path.parts for path in sent)
     for folder in folders:
         assert [path for path in sent if folder in path.parents][-1] == folder / "manifest.json"
@@ -416,12 +416,12 @@ def test_what_fails_once_is_tried_again_and_what_fails_always_ends_the_run_at_it
 
     fails = 2
     monkeypatch.setattr(upload.client, "upload_file", flaky)
-    upload.upload(run, folders, is_final=True)
+    upload.upload(run, folders)
     assert calls[0] == calls[1] == calls[2] != calls[3] and len(keys(s3)) == len(calls) - 2
     for key in keys(s3):
         s3.delete_object(Bucket="mine", Key=key)
     fails = 10**6
-    manager = CheckpointManager(run, uploads=[upload])
+    manager = RecipeCheckpoints(run, export=fail, uploads=[upload])
     manager._upload(folders, is_final=False)
     manager._upload(folders, is_final=True)
     with pytest.raises(
@@ -436,14 +436,14 @@ def test_only_all_takes_every_checkpoint(tmp_path):
         def __init__(self, every):
             self.every, self.calls = every, []
 
-        def upload(self, run_folder, folders, is_final):
-            self.calls.append(is_final)
+        def upload(self, run_folder, folders):
+            self.calls.append(folders)
 
     final, every = Counter(False), Counter(True)
-    manager = CheckpointManager(tmp_path, uploads=[final, every])
-    for is_final in (False, False, True):
-        manager._upload([], is_final)
-    assert final.calls == [True] and every.calls == [False, False, True]
+    manager = RecipeCheckpoints(tmp_path, export=fail, uploads=[final, every])
+    for number, is_final in enumerate((False, False, True)):
+        manager._upload([number], is_final)
+    assert final.calls == [[2]] and every.calls == [[0], [1], [2]]
 
 
 def other_step(run: Path, number: int, exported: bool) -> list[Path]:
@@ -467,7 +467,7 @@ def test_at_the_end_every_checkpoint_on_the_disk_is_uploaded_that_is_not_there(s
     upload = S3Upload("mine", every=True)
     send = upload.client.upload_file
     monkeypatch.setattr(upload.client, "upload_file", lambda *a: sent.append(Path(a[0])) or send(*a))
-    manager = CheckpointManager(run, uploads=[upload])
+    manager = RecipeCheckpoints(run, export=fail, uploads=[upload])
     with monkeypatch.context() as patch:
         patch.setattr(upload.client, "upload_file", fail)
         manager._upload(first, is_final=False)
@@ -483,5 +483,5 @@ def test_at_the_end_every_checkpoint_on_the_disk_is_uploaded_that_is_not_there(s
     (second[0] / "00000.safetensors").write_bytes(b"a run that continued wrote it again")
     Manifest(**{**vars(MANIFEST), "files": hash_files(second[0])}).save(second[0])
     sent.clear()
-    upload.upload(run, [*last, *second], is_final=True)
+    upload.upload(run, [*last, *second])
     assert sent and all("step_5" in path.parts for path in sent)

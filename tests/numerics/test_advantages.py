@@ -12,8 +12,8 @@ from rlinf.algorithms.advantages import (
     gae,
     group_advantages,
     leave_one_out_advantages,
+    masked_normalize,
 )
-from rlinf.algorithms.statistics import masked_normalize
 from rlinf.envs.base import VectorEnv
 from rlinf.envs.config import EnvConfig
 from rlinf.envs.steps import SimulatorStep

@@ -8,10 +8,9 @@ import torch
 from rollout_batches import rollout_batch
 from thread_ranks import on_threads
 
-from rlinf.algorithms import statistics
+from rlinf.algorithms.advantages import explained_variance, masked_mean, masked_normalize
 from rlinf.algorithms.config import PPOConfig
 from rlinf.algorithms.ppo import PPO
-from rlinf.algorithms.statistics import explained_variance, masked_mean, masked_normalize
 
 SHAPES = [(7,), (5, 7), (5, 7, 3), (5, 7, 3, 2)]
 
@@ -37,7 +36,7 @@ def test_the_mean_is_over_the_elements_in_the_mask(shape):
 @pytest.mark.parametrize("shape", SHAPES)
 def test_an_env_contributes_one_row(monkeypatch, shape):
     rows = []
-    monkeypatch.setattr(statistics, "sum_env_groups", lambda own: (rows.append(own), own.sum(0))[1])
+    monkeypatch.setattr("rlinf.algorithms.advantages.sum_env_groups", lambda own: (rows.append(own), own.sum(0))[1])
     values, mask = drawn(shape)
     masked_mean(values, mask)
     kept = torch.where(mask, values, 0.0).double()
@@ -101,10 +100,10 @@ def test_a_minibatch_is_normalised_over_all_ranks(monkeypatch, ends):
 
     kept = advantages.double().numpy()[mask.numpy()]
     expected = (kept - kept.mean()) / kept.std(ddof=1)
-    monkeypatch.setattr(statistics, "sum_env_groups", gathered)
+    monkeypatch.setattr("rlinf.algorithms.advantages.sum_env_groups", gathered)
     found = torch.cat(on_threads(len(ends), normalised))[mask]
     np.testing.assert_allclose(found, expected, rtol=1e-6, atol=1e-6)
-    monkeypatch.setattr(statistics, "sum_env_groups", lambda own: own.cumsum(0)[-1])
+    monkeypatch.setattr("rlinf.algorithms.advantages.sum_env_groups", lambda own: own.cumsum(0)[-1])
     alone = torch.cat(on_threads(len(ends), normalised))[mask]
     is_one = len(set(ends) - {0}) == 1
     assert np.allclose(alone, expected, atol=1e-6) == is_one, "control: ranks that do not tell each other"

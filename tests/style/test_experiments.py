@@ -12,7 +12,7 @@ from rlinf.config.schema import RunConfig, build_config
 from rlinf.config.search import packaged_experiments
 from rlinf.envs import ENVS
 from rlinf.errors import MissingDependencyError
-from rlinf.preflight.derived import derive
+from rlinf.preflight.derived import format_derived
 from rlinf.preflight.validation import validate
 
 EXPERIMENTS = sorted(packaged_experiments().glob("*.yaml"))
@@ -65,7 +65,7 @@ def test_experiment_is_short_composes_and_is_valid(path: Path, tmp_path: Path):
             validate(config)
         except MissingDependencyError as missing:
             pytest.skip(str(missing))
-        assert derive(config).num_samples > 0
+        assert "seed" in format_derived(config)
 
 
 def test_experiments_say_what_they_are_for_and_have_only_known_sections():

@@ -16,7 +16,7 @@ from rlinf.training.rl_trainer import make_trainer
 
 def test_an_algorithm_without_methods_trains_the_policy_and_counts_no_updates():
     assert not AnyAlgorithm.freezes_policy and not Algorithm.freezes_policy
-    assert AnyAlgorithm.updates(None) == Updates(0, 0, 0, {})
+    assert AnyAlgorithm.updates(None) == Updates(0, {})
 
 
 def test_an_algorithm_needs_a_trainer(monkeypatch):
@@ -46,7 +46,7 @@ def test_updates_by_hand():
         "minibatches": "3 of 32 x 5 epochs",
         "each of 2 ranks": "4 envs, 16 rows a minibatch in 4 micro-batches",
     }
-    assert Algorithm.updates(config) == Updates(16, 3, 15, table)
+    assert Algorithm.updates(config) == Updates(15, table)
 
 
 @pytest.mark.parametrize(
@@ -83,9 +83,14 @@ GOOD, BAD = (Policy, {"values": True}), (Policy, {"values": False})
         (Critic, GOOD, {"backend": "vllm"}, "algorithm.name=mine and rollout.backend=vllm.*or algorithm=grpo"),
         (Critic, BAD, {"old_logprobs": "trainer"}, None),
         (Algorithm, BAD, {"backend": "vllm"}, None),
-        (Algorithm, None, {"ahead": 1}, "cluster.max_staleness=1;.*or cluster.max_staleness=0"),
-        (Algorithm, None, {"tis_cap": 2.0}, "algorithm.tis_cap=2;.*or algorithm.tis_cap=null"),
-        (Algorithm, None, {"kl_coef": 0.1}, "algorithm.kl_coef=0.1;.*or algorithm.kl_coef=0"),
+        (
+            Algorithm,
+            None,
+            {"ahead": 1},
+            "cluster.max_staleness=1;.*Set cluster.max_staleness=0, or algorithm.old_logprobs=trainer",
+        ),
+        (Algorithm, None, {"tis_cap": 2.0}, "algorithm.tis_cap=2.0;.*Set algorithm.tis_cap=null, or"),
+        (Algorithm, None, {"kl_coef": 0.1}, "algorithm.kl_coef=0.1;.*Set algorithm.kl_coef=0, or"),
         (Algorithm, None, {"ahead": 1, "old_logprobs": "trainer"}, None),
     ],
 )

@@ -22,7 +22,7 @@ from rlinf.envs.base import VectorEnv
 from rlinf.errors import CheckpointError, ConfigError, MissingDependencyError
 from rlinf.evaluation.sequential import decided_at
 from rlinf.preflight import validation
-from rlinf.preflight.derived import derive, format_derived
+from rlinf.preflight.derived import format_derived
 from rlinf.preflight.validation import validate
 
 GROUPS = ("model", "env", "algorithm", "rollout")
@@ -372,12 +372,12 @@ def test_derived_numbers_by_hand():
         "model.action_chunks_len=2", "sft.batch_size=160",
     )  # fmt: skip
     validate(config)
-    numbers = derive(config)
-    assert (numbers.num_samples, numbers.num_groups, numbers.envs_per_rank) == (1920, 12, 48)
-    assert (numbers.minibatches_per_epoch, numbers.rows_per_rank, numbers.micro_batches_per_rank) == (8, 120, 3)
-    assert (numbers.optimizer_steps_per_iteration, numbers.optimizer_steps) == (24, 120)
-    assert (numbers.max_env_steps, numbers.env_steps, numbers.sft_micro_batches_per_rank) == (3840, 19200, 2)
-    assert "96 envs = 12 groups of 8 x 20 chunks = 1920 samples" in format_derived(config)
+    plan = format_derived(config)
+    assert "96 envs = 12 groups of 8 x 20 chunks = 1920 samples" in plan
+    assert "8 of 240 x 3 epochs" in plan and "48 envs, 120 rows a minibatch in 3 micro-batches" in plan
+    assert "5 iterations, 120 optimiser steps, up to 19,200 env steps" in plan
+    config.sft.max_steps = 7
+    assert "7 steps of 160 in 2 micro-batches per rank" in format_derived(config)
 
 
 @pytest.mark.parametrize(

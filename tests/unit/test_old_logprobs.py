@@ -105,11 +105,11 @@ def test_where_the_gate_only_warns_the_whole_rollout_is_scored(tmp_path):
 @pytest.mark.parametrize(
     "words, message",
     [
-        (["algorithm.tis_cap=2.0"], "Set algorithm.old_logprobs=trainer, or algorithm.tis_cap=null"),
-        (["algorithm.kl_coef=0.1"], "algorithm.kl_coef=0.1; expected.*or algorithm.kl_coef=0"),
+        (["algorithm.tis_cap=2.0"], "Set algorithm.tis_cap=null, or algorithm.old_logprobs=trainer"),
+        (["algorithm.kl_coef=0.1"], "algorithm.kl_coef=0.1; expected.*Set algorithm.kl_coef=0, or"),
         (
             ["cluster.max_staleness=1", "rollout.worker_processes=1", "algorithm.tis_cap=2.0"],
-            "cluster.max_staleness=1; expected.*or cluster.max_staleness=0",
+            "cluster.max_staleness=1; expected.*Set cluster.max_staleness=0, or",
         ),
         (["model=pi0_tiny", "env.state=proprio", "model.init_config.joint_logprob=false"], "or algorithm=grpo"),
     ],

@@ -41,6 +41,11 @@ CONFIG = build_config(
 )
 
 
+class Processes(ProcessCollector):
+    def collect(self, *arguments, **options):
+        return self.result(self.submit(*arguments, **options))
+
+
 def make_parts(env_class=TabletopVectorEnv, **settings):
     env = make_env(CONFIG.env, 1, auto_reset=False)
     torch.manual_seed(0)
@@ -57,7 +62,7 @@ def parts():
     """A policy, collector in two threads, and one in two processes of the same policy."""
     model, make = make_parts()
     threads = make(num_worker_threads=2)
-    processes = ProcessCollector(partial(make, num_worker_threads=1), model, num_env_groups=ENV_GROUPS, num_processes=2)
+    processes = Processes(partial(make, num_worker_threads=1), model, num_env_groups=ENV_GROUPS, num_processes=2)
     yield model, threads, processes
     threads.close()
     processes.close()
@@ -123,7 +128,7 @@ def test_a_rollout_is_played_with_the_weights_of_when_it_was_asked_for(is_replic
     played = empty_copy(model, "cpu") if is_replica else model
     push = WeightPush(model, played)
     threads = make()
-    collector = ProcessCollector(make, played, num_env_groups=ENV_GROUPS, num_processes=1, max_ahead=2)
+    collector = Processes(make, played, num_env_groups=ENV_GROUPS, num_processes=1, max_ahead=2)
     shared = next(played.parameters()).data_ptr()
     assert all(next(replica.parameters()).data_ptr() == shared for replica in collector.replicas)
     first, handles = trained.detach().clone(), []
@@ -161,7 +166,7 @@ def test_weights_that_left_the_shared_memory_are_refused(parts):
 
 def faulty(fault: str, file: Path, num_processes: int) -> tuple:
     model, make = make_parts(partial(FaultyTabletop, fault, str(file)), num_worker_threads=1)
-    return model, ProcessCollector(make, model, num_env_groups=ENV_GROUPS, num_processes=num_processes)
+    return model, Processes(make, model, num_env_groups=ENV_GROUPS, num_processes=num_processes)
 
 
 @pytest.mark.parametrize(("fault", "error", "message"), [
@@ -275,9 +280,7 @@ def test_a_process_that_cannot_start_leaves_none_and_a_policy_that_plays(monkeyp
 def test_workers_prepare_before_they_import_user_code_and_say_what_keeps_them_from_starting(tmp_path):
     model, make = make_parts(partial(FaultyTabletop, "start", str(tmp_path / "once")), num_worker_threads=1)
     prepare = partial(note_modules, str(tmp_path / "modules"))
-    collector = ProcessCollector(
-        make, model, ProcessSettings(prepare=prepare), num_env_groups=ENV_GROUPS, num_processes=1
-    )
+    collector = Processes(make, model, ProcessSettings(prepare=prepare), num_env_groups=ENV_GROUPS, num_processes=1)
     process = collector.workers[0].process
     with pytest.raises(SimulatorError, match="no table"):
         collector.wait_until_ready()
@@ -289,9 +292,7 @@ def test_each_worker_has_random_numbers_that_repeat(tmp_path):
     drawn = []
     for seed in (1, 1, 2):
         model, make = make_parts(partial(FaultyTabletop, "draw", str(tmp_path / "drawn")), num_worker_threads=1)
-        collector = ProcessCollector(
-            make, model, ProcessSettings(seed=seed), num_env_groups=ENV_GROUPS, num_processes=2
-        )
+        collector = Processes(make, model, ProcessSettings(seed=seed), num_env_groups=ENV_GROUPS, num_processes=2)
         collector.wait_until_ready()
         collector.close()
         drawn.append(sorted((tmp_path / "drawn").read_text().split()))

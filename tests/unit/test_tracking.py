@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+import rlinf.recipes.metrics  # noqa: F401 - declares those of recipes
 from rlinf.errors import ConfigError, MissingDependencyError
 from rlinf.tracking import METRICS, Progress, Tracker, TrackingConfig, read_metrics, register_metric
 

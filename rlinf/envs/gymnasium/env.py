@@ -15,6 +15,7 @@ from typing import Any, ClassVar, NamedTuple
 import gymnasium
 import numpy as np
 
+from rlinf.envs.base import checked_image, resized
 from rlinf.envs.config import ProcessEnvConfig, check_cameras
 from rlinf.envs.graphics.backend import choose_backend, import_mujoco
 from rlinf.envs.gymnasium import reading
@@ -22,7 +23,6 @@ from rlinf.envs.gymnasium.reading import ObservationParts
 from rlinf.envs.process.env import ProcessVectorEnv
 from rlinf.envs.process.simulator import Simulator, SingleStep, View
 from rlinf.envs.process.trial import Trial, run_in_child, run_trial
-from rlinf.envs.spaces import checked_image, resized
 from rlinf.errors import ConfigError, MissingDependencyError, did_you_mean
 from rlinf.imports import import_string
 from rlinf.options import option

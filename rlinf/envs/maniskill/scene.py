@@ -9,9 +9,8 @@ from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
-from rlinf.envs.base import VectorEnv
+from rlinf.envs.base import VectorEnv, checked_image, resized
 from rlinf.envs.config import EnvConfig, select_tasks
-from rlinf.envs.spaces import checked_image, resized
 from rlinf.errors import ConfigError, MissingDependencyError
 from rlinf.options import option
 from rlinf.seeding import derive_seed

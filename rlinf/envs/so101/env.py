@@ -1,4 +1,4 @@
-"""SO-101: tasks for a low-cost arm, from the package so101-nexus (MuJoCo), which includes the arm's meshes."""
+"""Env ``so101``: tasks of the low-cost arm SO-101 in MuJoCo, from the package so101-nexus, with joint targets or their changes as actions."""
 
 from __future__ import annotations
 

@@ -29,12 +29,10 @@ class Actor(nn.Module):
         is_standalone: Whether ``r`` itself is the action, so that no scale bounds it.
         critics_choose: Whether the actor has several ``options``, of which the critics choose one.
         sets_noise: Whether its actions are noise for the base policy, which the env does not execute.
-        starts_as_base: Whether a new actor's greedy actions equal the base policy's.
     """
 
     critics_choose: ClassVar[bool] = False
     sets_noise: ClassVar[bool] = False
-    starts_as_base: ClassVar[bool] = False
     is_standalone: ClassVar[bool] = False
 
     def __init__(

@@ -13,8 +13,6 @@ from rlinf.registry import Registry
 class ResidualActor(Actor):
     """Actor that adds a bounded residual to the base action, ``clip(b + scale r)`` (Johannink et al. 2019, Silver et al. 2018)."""
 
-    starts_as_base = True
-
     def compose(self, base: Tensor, r: Tensor) -> Tensor:
         return (base[:, 0] + self.config.scale * r).clamp(-1.0, 1.0)
 
@@ -82,7 +80,6 @@ class EXPOActor(ResidualActor):
     """Actor that proposes ``N`` base chunks and ``clip(b + scale r)`` of each; critics choose, also in targets (EXPO, Dong et al. 2025)."""
 
     critics_choose = True
-    starts_as_base = False  # untrained critics may choose a sampled chunk
 
     @classmethod
     def num_candidates_for(cls, config: ActorConfig) -> int:

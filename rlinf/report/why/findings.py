@@ -213,7 +213,7 @@ class Record:
                 with suppress(NotMeasured):
                     known.append(outcome(more_steps))
         text = f"fewer than {MIN_POINTS} steps so far. To decide, set {more_steps}"
-        known = known or [Outcome(UNKNOWN, self.measure, text, False, False, (0, 0))]
+        known = known or [Outcome(UNKNOWN, self.measure, text, False, (0, 0))]
         return next((outcome for outcome in known if outcome.verdict != UNKNOWN), known[0])
 
     def ends_of(self, total: Json) -> list[tuple[int, Success]]:

@@ -26,14 +26,12 @@ class Outcome:
         verdict: ``rose``, ``fell``, ``did_not_rise`` or ``inconclusive``; refers to ``measure`` itself, even if it is a loss.
         measure: ``success``, ``return``, ``reward`` or ``loss``.
         is_good: Whether the measure certainly improved or could not improve any further.
-        is_mastered: Whether the measure could not improve any further at the end.
     """
 
     verdict: str
     measure: str
     text: str
     is_good: bool
-    is_mastered: bool
     steps: tuple[int, int]
 
     def made_worse(self, start: str | None) -> list[str]:
@@ -85,7 +83,7 @@ def outcome_of_counts(
         note = f"; it was {best} at step {step}{note}"
     points = f"by {100 * change:+.1f} points (95 % {100 * low:+.1f} to {100 * high:+.1f})"
     text = f"from {first} at step {start} to {last} at step {end} {place}, {points}{note}"
-    return Outcome(verdict, measure, text, verdict == ROSE or is_mastered, is_mastered, (start, end))
+    return Outcome(verdict, measure, text, verdict == ROSE or is_mastered, (start, end))
 
 
 def outcome_of_intervals(
@@ -148,7 +146,7 @@ def _outcome_of_change(
         verdict, note = UNKNOWN, f". To decide, set {fix}"
     is_good = verdict == (ROSE if sign > 0 else FELL) or is_mastered
     text = f"{text}, by {change:+.3g} (95 % {low:+.3g} to {high:+.3g}){note}"
-    return Outcome(verdict, measure, text, is_good, is_mastered, steps)
+    return Outcome(verdict, measure, text, is_good, steps)
 
 
 def certainly(change: float, low: float, high: float) -> tuple[float, float]:

@@ -13,7 +13,7 @@ from rlinf.llm.generation_interface import GenerationConfig
 from rlinf.llm.vllm_generation import sampling_arguments
 from rlinf.models import HuggingFacePolicy
 from rlinf.options import from_mapping
-from rlinf.recipes import build
+from rlinf.recipes import build, run
 from rlinf.recipes.build import RecipeData, describe_data, describe_model, make_trainer
 from rlinf.recipes.config import RecipeConfig
 from rlinf.recipes.datasets import PackedRows, Rows, StreamedRows
@@ -107,7 +107,7 @@ def test_what_determines_the_rows_of_a_step_is_compared(key, value):
     assert json.loads(json.dumps(before)) == before, "a checkpoint holds it as JSON"
 
 
-def test_a_run_goes_on_with_the_model_that_it_began_with_only(tiny_lm, tmp_path):
+def test_a_run_goes_on_with_the_model_that_it_began_with_only(tiny_lm, tmp_path, monkeypatch):
     def data_of(folder):
         generation = SimpleNamespace(eos_token_id=2)
         return describe_model(
@@ -121,8 +121,10 @@ def test_a_run_goes_on_with_the_model_that_it_began_with_only(tiny_lm, tmp_path)
         (first, data_of(first) | {"end_tokens": [2, 3]}, r"end_tokens was \[2, 3\] and is 2"),
     ):  # fmt: skip
         saved = {"phase": "sft", "sft_step": 3, "trainer": {"data": before}}
-        manager = SimpleNamespace(load=lambda *_, saved=saved, **__: saved)
-        loop = SimpleNamespace(checkpoints=manager, state=LoopState())
+        monkeypatch.setattr(run, "check", lambda *_: None)
+        monkeypatch.setattr(run, "load_checkpoint", lambda *_, saved=saved, **__: saved)
+        monkeypatch.setattr(run, "Manifest", SimpleNamespace(load=lambda _: None))
+        loop = SimpleNamespace(state=LoopState())
         trainer = SimpleNamespace(
             manifest=lambda: None, model=None, optimizer=None, data=data_of(folder), restore=lambda saved: None
         )

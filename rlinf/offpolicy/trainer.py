@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import logging
 import math
+import os
+import shutil
 import zlib
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import cast
 
 import torch
 from torch import Tensor
 
 from rlinf.algorithms.offpolicy_config import LARGEST_SCALE, OffPolicyConfig
-from rlinf.checkpoints.base_store import store_base
-from rlinf.checkpoints.folders import resolve_checkpoint
+from rlinf.checkpoints.checkpoint import on_rank_zero, write_policy
+from rlinf.checkpoints.folders import policy_folder, resolve_checkpoint
 from rlinf.checkpoints.trainer_state import read_entries, read_tensors
 from rlinf.cluster.factory import env_maker, episode_sampler
 from rlinf.data.formats import open_dataset
@@ -23,8 +26,15 @@ from rlinf.distributed.process_group import gather_objects, local_world_size, ra
 from rlinf.envs.base import VectorEnv
 from rlinf.envs.episodes import EpisodeSampler
 from rlinf.errors import CheckpointError, RLinfError
-from rlinf.models.base_weights import tensors_digest
-from rlinf.models.embodiment.actor_policy import ActorPolicy, check_bounds, make_actor
+from rlinf.files import naming
+from rlinf.models.base_weights import tensors_digest, weights_digest
+from rlinf.models.embodiment.actor_policy import (
+    ActorPolicy,
+    actor_settings,
+    base_store_folder,
+    check_bounds,
+    make_actor,
+)
 from rlinf.models.embodiment.base import ActionModel
 from rlinf.offpolicy.episodes import largest_value
 from rlinf.offpolicy.learner import OffPolicyLearner
@@ -313,6 +323,35 @@ class OffPolicyTrainer(ActionTrainer):
         if name not in self._warned:
             logger.warning("%s", text)
             self._warned.add(name)
+
+
+def store_base(policy: ActorPolicy, run: Path, resumed: Path | None) -> None:
+    """Write the base policy of ``policy`` to the run folder, where the run's checkpoints refer to it (a collective call).
+
+    Skip the write if the folder already contains the base policy used by ``resumed``, the checkpoint from which ``policy`` was
+    loaded. Raise CheckpointError if the write fails.
+    """
+
+    def store() -> str:
+        known = None if resumed is None else actor_settings(policy_folder(resumed)).get("base_store")
+        if known is not None and base_store_folder(run, known).is_dir():
+            return known
+        partial = base_store_folder(run, ".tmp")
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+        try:
+            with naming(partial):
+                write_policy(
+                    partial, policy.base, {name: tensor.cpu() for name, tensor in policy.base.state_dict().items()}
+                )
+            digest = weights_digest(str(partial))
+            if not base_store_folder(run, digest).is_dir():
+                os.rename(partial, base_store_folder(run, digest))
+            return digest
+        finally:
+            shutil.rmtree(partial, ignore_errors=True)
+
+    policy.base_store = on_rank_zero(store, f"write the frozen policy into {run}")
 
 
 def largest_return(replay: ReplayBuffer, gamma: float) -> float:

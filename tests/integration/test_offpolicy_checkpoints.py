@@ -84,7 +84,7 @@ def test_a_run_that_goes_on_elsewhere_keeps_the_policy_there(tmp_path, cloned, m
     def written(*_):
         raise AssertionError("the run folder has it already")
 
-    monkeypatch.setattr("rlinf.checkpoints.base_store.write_policy", written)
+    monkeypatch.setattr("rlinf.offpolicy.trainer.write_policy", written)
     resumed = build(config_of(tmp_path / "same", *CLONED, "trainer.max_steps=5", f"resume={tmp_path / 'same'}"))
     resumed.execute()
     with pytest.raises(AssertionError, match="has it already"):  # the control

@@ -45,7 +45,7 @@ MOST_VAGUE_NAMES = 1
 SIZES = {
     "lines of rlinf/": 66_480,
     "lines of tests/": 65_100,
-    "lines of functions that check": 3_870,
+    "lines of functions that check": 3_840,
     "uses of Any": 1_430,
     "calls of import_string": 9,
     "files under 60 lines": 44,

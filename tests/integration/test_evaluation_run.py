@@ -144,7 +144,10 @@ def test_evaluation_writes_results_videos_manifest_and_report(checkpoint, tmp_pa
 
 def test_baselines_start_from_the_policy_before_rl_and_are_saved_with_the_result(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(baselines, "plane_offsets", lambda dim: np.array([[0.0, 0.1]]))
-    folder, state = tmp_path / "run" / "checkpoints", {"evaluations": {"before_rl": {"checkpoint": "sft_000002"}}}
+    folder, state = (
+        tmp_path / "run" / "checkpoints",
+        {"evaluations": {"before_rl": {"checkpoint": "sft_000002", "success_rate": 0.0}}},
+    )
     before, _ = make_checkpoint(folder / "sft_000002", QUICK)
     after, rows = make_checkpoint(folder / "rl_000003", QUICK, **state), []
     for name in ("there", "deleted"):

@@ -146,7 +146,7 @@ def state_of(trained: Trained) -> dict[str, Tensor]:
 
 
 def measure(
-    name: str, folder: str, scratch: Path, sharded: bool, learning_rates: Sequence[float] = LEARNING_RATES
+    name: str, folder: str, scratch: Path, sharded: bool, learning_rates: Sequence[float]
 ) -> dict[float, tuple[float, float, bool]]:
     """Train at each learning rate.
 
@@ -196,7 +196,9 @@ def check(found: dict[float, tuple[float, float, bool]], learning_rates: Sequenc
 
 @pytest.mark.parametrize("name", [*ACTION, *TOKENS])
 def test_replicas_move_as_far_and_in_the_direction_of_float32(tmp_path, token_model, name):
-    check(measure(name, token_model, tmp_path, sharded=False), LEARNING_RATES)
+    """All at the rate at which 16 bits would lose more; the optimiser of replicas knows no family."""
+    rates = LEARNING_RATES if name == "openvla_oft" else LEARNING_RATES[:1]
+    check(measure(name, token_model, tmp_path, sharded=False, learning_rates=rates), rates)
 
 
 def test_control_replicas_without_float32_masters_do_not(tmp_path, token_model, monkeypatch):

@@ -108,7 +108,7 @@ def test_a_seven_billion_policy_is_recomputed_as_much_as_a_gpu_asks_for(oft):
 
 
 def test_half_of_the_blocks_save_what_is_estimated(oft):
-    """With 84 blocks, the estimate between none and all is within a tenth of a count (every number of few blocks: ``test_activations``)."""
+    """With 84 blocks, the estimate between none and all is within a tenth of a count (of few blocks: ``test_activations``)."""
     config, (model, passes, _) = oft
     sequences = torch.zeros(8, model.num_sampled, dtype=torch.int64, device="meta")
     set_training_options(model, recomputed=41, compiled=False)

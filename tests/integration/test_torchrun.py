@@ -16,7 +16,9 @@ from rlinf.commands.train import train
 from rlinf.distributed.start import MPIRUN, SRUN, TORCHRUN
 
 SMALL = [*SMALL_RUN, "trainer.max_steps=2", "algorithm.critic_warmup_steps=1"]
-CHOICE = ["trainer.eval_every=1", "evaluation.num_fresh_episodes=5", "env.max_episode_steps=16", "env.tolerance_m=0.1"]
+CHOICE = [
+    "sft.max_steps=60", "sft.num_demonstrations=32", "sft.batch_size=64", "env.tolerance_m=0.1", "evaluation.num_fresh_episodes=5",
+]  # fmt: skip
 """Two checkpoints compete, and some episodes succeed, so that the best one is evaluated on fresh episodes."""
 
 

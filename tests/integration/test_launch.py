@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from rlinf.cli import main
 from rlinf.tracking.tracker import read_metrics
 
 ROOT = Path(__file__).parents[2]
@@ -31,39 +31,43 @@ def arithmetic(tmp_path_factory):
     return folder
 
 
-def launch(folder: Path, run: str, *words: str) -> subprocess.CompletedProcess:
-    environment = {name: value for name, value in os.environ.items() if name != "WANDB_API_KEY"}
-    environment |= {
-        "PYTHONPATH": str(ROOT),
-        "WANDB_MODE": "offline",
-        "HF_TOKEN": "a-secret",
-        "AWS_SECRET_ACCESS_KEY": "a-secret",
-    }
-    places = [f"policy.model_name_or_path={folder}/model", f"train.output_dir={folder}/out", f"train.timestamp={run}"]
-    command = [sys.executable, "-m", "rlinf", "launch", "--config", *words, *TINY, *places]
-    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=300)
+@pytest.fixture
+def launch(arithmetic, monkeypatch):
+    """``launch(run, *words)`` runs the command with secrets in its environment and returns its exit status."""
+    monkeypatch.delenv("WANDB_API_KEY", raising=False)
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    for name in ("HF_TOKEN", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.setenv(name, "a-secret")
+    places = [f"policy.model_name_or_path={arithmetic}/model", f"train.output_dir={arithmetic}/out"]
+
+    def launched(run: str, *words: str) -> int:
+        return main(["launch", "--config", *words, *TINY, *places, f"train.timestamp={run}"])
+
+    return launched
 
 
-def test_two_ranks_fine_tune_a_tiny_model_by_the_command_of_the_guide(arithmetic):
-    done = launch(
-        arithmetic, "good", "configs/mistral/mistral-7b-fsdp4-sft.toml", "./tools/dataset/dummy_sft.py",
+def test_two_ranks_fine_tune_a_tiny_model_by_the_command_of_the_guide(arithmetic, launch, capfd):
+    status = launch(
+        "good", "configs/mistral/mistral-7b-fsdp4-sft.toml", "./tools/dataset/dummy_sft.py",
         f"train.train_policy.dataset.name={arithmetic}/twice.jsonl", "train.epoch=2", "train.optm_lr=1e-2",
         "train.optm_warmup_steps=0", "logging.experiment_name=tiny",
     )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-4000:]
+    out, err = capfd.readouterr()
+    assert status == 0, err[-4000:]
     run = arithmetic / "out" / "good"
     losses = [line["sft/loss"] for line in read_metrics(run) if "sft/loss" in line]
     assert len(losses) == 16 and losses[-1] < 0.7 * losses[0]
     assert (run / "safetensors" / "final" / "model.safetensors.index.json").is_file()
     assert list((run / "wandb").glob("offline-run-*"))
     texts = [path.read_bytes() for path in run.rglob("*") if path.is_file()]
-    assert not any(b"a-secret" in text for text in texts) and "a-secret" not in done.stdout + done.stderr
+    assert not any(b"a-secret" in text for text in texts) and "a-secret" not in out + err
 
 
-def test_a_bad_row_of_a_rank_is_named_once(arithmetic):
-    done = launch(
-        arithmetic, "bad", "mistral-7b-fsdp4-sft", "./tools/dataset/dummy_sft.py",
+def test_a_bad_row_of_a_rank_is_named_once(arithmetic, launch, capfd):
+    status = launch(
+        "bad", "mistral-7b-fsdp4-sft", "./tools/dataset/dummy_sft.py",
         f"train.train_policy.dataset.name={arithmetic}/test.jsonl", "train.train_batch_per_replica=4",
     )  # fmt: skip
-    assert done.returncode == 2, done.stderr
-    assert done.stderr.count("cannot be used") == 1 and "Row 0 of" in done.stderr and "Traceback" not in done.stderr
+    err = capfd.readouterr().err
+    assert status == 2, err
+    assert err.count("cannot be used") == 1 and "Row 0 of" in err and "Traceback" not in err

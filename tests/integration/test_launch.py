@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 
@@ -12,7 +11,9 @@ import pytest
 from rlinf.cli import main
 from rlinf.tracking.tracker import read_metrics
 
-ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
+import make_arithmetic_data
+
 TINY = (
     "policy.parallelism.dp_shard_size=2 policy.device=cpu train.param_dtype=float32 policy.model_max_length=96".split()
 )
@@ -22,8 +23,7 @@ TINY = (
 def arithmetic(tmp_path_factory):
     """A tiny model, and conversations that do not alternate: only their text can be trained on."""
     folder = tmp_path_factory.mktemp("arithmetic")
-    sizes = ["--train", "64", "--test", "4", "--hidden-size", "32", "--num-layers", "1"]
-    subprocess.run([sys.executable, ROOT / "scripts" / "make_arithmetic_data.py", folder, *sizes], check=True)
+    make_arithmetic_data.make(folder, 64, 4, hidden_size=32, num_layers=1)
     rows = [json.loads(line) for line in (folder / "train.jsonl").read_text().splitlines()]
     assert rows
     twice = [{"conversation": [row["messages"][0], *row["messages"]]} for row in rows]

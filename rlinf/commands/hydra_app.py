@@ -312,6 +312,9 @@ def configure(args: Namespace, command: str) -> RunConfig | None:
         for key in ("num_processes", "num_rollout_workers", "start", "placement"):
             if given_value(args.overrides, f"cluster.{key}") is None:
                 composed.cluster[key] = getattr(ClusterConfig(), key)
+        # Baselines belong to the evaluation at the end of that run; here they would multiply the episodes of any evaluation.
+        if given_value(args.overrides, "evaluation.baselines") is None:
+            composed.evaluation.baselines = False
     if args.cfg:
         typed_config(composed)
         print(OmegaConf.to_yaml(composed, resolve=args.resolve))

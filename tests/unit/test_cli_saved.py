@@ -136,6 +136,7 @@ def test_evaluate_takes_the_saved_configuration_but_not_who_trained_it_and_the_o
     }
     saved = yaml.safe_load((saved_run / "config.yaml").read_text())
     saved["cluster"] |= trained
+    saved["evaluation"] |= {"baselines": True, "greedy": False}  # baselines belong to the run's own evaluation
     (saved_run / "config.yaml").write_text(yaml.safe_dump(saved))
     calls = []
     monkeypatch.setattr("rlinf.commands.evaluate.evaluate", calls.append)
@@ -143,7 +144,8 @@ def test_evaluate_takes_the_saved_configuration_but_not_who_trained_it_and_the_o
         assert main(["evaluate", f"checkpoint={saved_run}", *words]) == 0
     config = calls[0]
     assert (config.checkpoint, config.seed, config.model.model_type) == (str(saved_run), 5, "mlp")
-    assert config.evaluation.num_episodes == 7 and config.output_dir.startswith("outputs/tabletop_ppo_mlp/evaluate_")
+    assert (config.evaluation.baselines, config.evaluation.greedy, config.evaluation.num_episodes) == (False, False, 7)
+    assert config.output_dir.startswith("outputs/tabletop_ppo_mlp/evaluate_")
     names = ("num_processes", "num_rollout_workers", "start", "placement", "max_restarts")
     found = [[getattr(each.cluster, name) for name in names] for each in calls]
     # The last one is a control: other keys come from the checkpoint.

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 import walk_env
+from ray_clusters import patience
 from wanderer import Wanderer
 
 from rlinf.cluster.factory import env_maker
@@ -36,8 +37,9 @@ NUM_ENVS = 4
 @pytest.fixture(scope="module", autouse=True)
 def cluster():
     os.environ.pop("RAY_ADDRESS", None)
-    yield ray_cluster.connect("these tests")
-    ray.shutdown()
+    with patience():
+        yield ray_cluster.connect("these tests")
+        ray.shutdown()
 
 
 TABLETOP = TabletopConfig(tasks=["push"], image_size=16, cameras=["front", "wrist"], max_episode_steps=8)

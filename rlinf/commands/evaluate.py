@@ -53,7 +53,7 @@ from rlinf.report.run_page import write_report
 from rlinf.rollout.policy_skeleton import PolicySkeleton
 from rlinf.seeding import seed_everything
 from rlinf.tracking.progress import Progress
-from rlinf.types import EpisodeResult
+from rlinf.types import EpisodeResult, EpisodeSpec
 
 logger = logging.getLogger("rlinf")
 
@@ -155,7 +155,7 @@ def run_episodes(
     except Exception as error:
         raise recording_failed(error, output) from error
     if settings.baselines:
-        result.baselines = _baselines(config, env, opened, plan)
+        result.baselines = _baselines(config, env, opened.model, [row.spec for row in result.results], plan)
         if ranks.rank == 0:
             result.to_json(output / run_folder.RESULT_FILE)
             print(baseline_table(result.baselines), flush=True)
@@ -166,14 +166,22 @@ def run_episodes(
     return result
 
 
-def _baselines(config: RunConfig, env: VectorEnv, opened: OpenedPolicy, plan: EvaluationPlan) -> list[Json]:
+def _baselines(
+    config: RunConfig, env: VectorEnv, model: ActionModel, specs: Sequence[EpisodeSpec], plan: EvaluationPlan
+) -> list[Json]:
     """Evaluate the baselines of the policy, and of the policy before RL if it is on disk (a collective call)."""
     base, device = policy_before_rl(config), resolve_device(config.cluster.device, 1)
-    base = None if base is None else base.to(device)
-    sampling = sampling_settings(config)
-    return evaluate_baselines(
-        opened.model, base, env, opened.specs, plan=plan, on_result=lambda result: heartbeat(), **sampling
-    )
+    if base is not None:  # the device may not have the memory for two policies
+        model.to("cpu")
+        base.to(device)
+
+    def after_base() -> None:
+        if base is not None:
+            base.to("cpu")
+            model.to(device)
+
+    options: Json = {"plan": plan, "after_base": after_base, **sampling_settings(config)}
+    return evaluate_baselines(model, base, env, specs, on_result=lambda result: heartbeat(), **options)
 
 
 def _reserved(config: RunConfig) -> AbstractContextManager[Reservation | None]:

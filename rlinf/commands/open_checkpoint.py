@@ -110,7 +110,10 @@ def open_remote(config: RunConfig, env: VectorEnv, allow_mismatch: Sequence[str]
 
 
 def policy_before_rl(config: RunConfig) -> Any | None:
-    """Load the policy with which the RL of ``config.checkpoint`` started (a collective call); None unless its checkpoint is on disk."""
+    """Load the policy with which the RL of ``config.checkpoint`` started (a collective call).
+
+    None if its checkpoint is not on disk, or is ``config.checkpoint`` itself.
+    """
 
     def find() -> Path | None:
         folder = None if config.checkpoint is None else resolve_checkpoint(config.checkpoint)
@@ -118,7 +121,8 @@ def policy_before_rl(config: RunConfig) -> Any | None:
             return None
         name = read_loop_state(folder).get("evaluations", {}).get("before_rl", {}).get("checkpoint")
         places = [] if name is None else [folder.parent / name, Path(name)]
-        return next((place for place in places if is_checkpoint(place) or is_export(place)), None)
+        start = next((place for place in places if is_checkpoint(place) or is_export(place)), None)
+        return None if start is None or start.samefile(folder) else start
 
     start = on_rank_zero(find, "find the policy before RL")
     return None if start is None else open_checkpoint(start, config).policy

@@ -146,7 +146,7 @@ class VectorEnv(gymnasium.vector.VectorEnv, ABC):
     def uninstructed_actions(self) -> np.ndarray:
         """Return the actions of a scripted policy that reads the state but not the instruction, float32 ``[B, D]``, within bounds.
 
-        It is a baseline: how often an episode succeeds by chance. Raise ConfigError if the env has none.
+        It is a baseline: how often an episode succeeds by chance. Raise ConfigError if the env has none for a running episode.
         """
         raise ConfigError(f"Environment '{self.suite}' has no scripted policy without the instruction.")
 

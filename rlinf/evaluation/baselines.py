@@ -139,6 +139,7 @@ def evaluate_baselines(
     *,
     plan: EvaluationPlan = EvaluationPlan(),
     on_result: Callable[[EpisodeResult], None] = lambda result: None,
+    after_base: Callable[[], None] = lambda: None,
     **sampling: Any,
 ) -> list[Json]:
     """Evaluate the baselines of a policy on ``specs``, and return a row for each (see ``EvaluationResult.baselines``).
@@ -146,19 +147,18 @@ def evaluate_baselines(
     Args:
         base: The policy with which RL started; None uses ``policy`` instead.
         plan: Only ``ranks`` is used; a collective call.
-        sampling: ``greedy``, ``temperature`` and ``seed`` of ``evaluate_policy``, for policies that do not see.
+        after_base: Called once ``base`` has run all of its episodes, before ``policy`` runs any; e.g. exchanges them on a device.
+        sampling: ``greedy``, ``temperature`` and ``seed`` of ``evaluate_policy``.
     """
-    options: Json = {"plan": EvaluationPlan(ranks=plan.ranks), "on_result": on_result}
+    options: Json = {"plan": EvaluationPlan(ranks=plan.ranks), "on_result": on_result, **sampling}
     held_out, spoilt = specs[:NUM_HELD_OUT], specs[:NUM_SPOILT]
     rows: list[Json] = []
 
-    def add(
-        name: str, shows: str, model: Policy, changed: VectorEnv | str, specs: Sequence[EpisodeSpec], **sampling: Any
-    ) -> None:
+    def add(name: str, shows: str, model: Policy, changed: VectorEnv | str, specs: Sequence[EpisodeSpec]) -> None:
         """Evaluate in the env ``changed``; a text is the reason why that is not possible."""
         success, note = None, f"not run: {changed}"
         if not isinstance(changed, str):
-            success, note = evaluate_policy(model, changed, specs, **options, **sampling).total.as_dict(), ""
+            success, note = evaluate_policy(model, changed, specs, **options).total.as_dict(), ""
         rows.append(
             {"name": name, "meaning": f"Close to the result, it shows that {shows}.", "note": note, "success": success}
         )
@@ -175,9 +175,10 @@ def evaluate_baselines(
         add(f"{name} + noise of {noise:g}", "random motion suffices", start, noisy_env, held_out)
     if base is None:
         for row in rows:
-            row["note"] = "without a checkpoint from before RL, the evaluated policy"
+            row["note"] = "without a different checkpoint from before RL, the evaluated policy"
+    after_base()
     for name, shows, changed in _spoilt_inputs(env, spoilt):
-        add(f"policy with {name}", shows, policy, changed, spoilt, **sampling)
+        add(f"policy with {name}", shows, policy, changed, spoilt)
     script = NoPolicy(env.action_dim, num_actions=1)
     add("script without the instruction", "the instruction does not matter", script, _scripted(env, held_out), held_out)
     return rows
@@ -195,7 +196,7 @@ def _spoilt_inputs(env: VectorEnv, specs: Sequence[EpisodeSpec]) -> Iterator[tup
     if cameras := list(records[specs[0]].images):
         level = round(np.mean([np.mean(image) for record in records.values() for image in record.images.values()]))
         grey = changed(map_images(cameras, lambda images: np.full_like(images, level)))
-        still = "a task has only one episode"
+        still = f"a task has only one of the {len(specs)} episodes"
     if cameras and len(partners) == len(specs):
         still = changed(still_images({spec: records[partner].images for spec, partner in partners.items()}))
     yield "a grey image", "the policy does not need images", grey

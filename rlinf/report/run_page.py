@@ -76,7 +76,8 @@ def _facts(data: RunData) -> Json:
 
 def _warnings(data: RunData) -> list[str]:
     """Return warnings from the newest evaluation and the parity gate."""
-    lines = list(data.evaluations[-1].result.warnings) if data.evaluations else []
+    newest = [*data.evaluations, *filter(None, [data.fresh])][-1:]
+    lines = [line for evaluation in newest for line in evaluation.result.warnings]
     checked = [line for line in data.lines if "rollout/parity_exceeded" in line]
     beyond = [line["step"] for line in checked if line["rollout/parity_exceeded"]]
     if beyond:

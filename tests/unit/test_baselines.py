@@ -16,9 +16,10 @@ from rlinf.evaluation.baselines import Constants, evaluate_baselines, noisy, pla
 from rlinf.evaluation.config import EvaluationConfig
 from rlinf.evaluation.disturbed_env import DisturbedEnv, RunningEpisodes
 from rlinf.evaluation.evaluator import EvaluationPlan, evaluate_policy
+from rlinf.evaluation.result import EvaluationResult
 from rlinf.preflight.compatibility import check_evaluation
 from rlinf.preflight.placement import check_evaluation_workers
-from rlinf.types import EpisodeSpec, Observation
+from rlinf.types import EpisodeResult, EpisodeSpec, Observation
 
 ERROR_M, ERROR = 0.04, 0.8  # the same, in metres and in env steps of 5 cm
 DIRECTIONS = np.array([[1.0, 0.0], [0.0, 1.0], [-1.0, 0.0]])
@@ -103,6 +104,23 @@ def test_offsets_lie_on_circles_of_the_first_two_values(action_dim):
     assert len(np.unique(offsets.round(6), axis=0)) == (16 if action_dim > 1 else 9)
 
 
+def test_all_baselines_sample_like_the_evaluation_and_the_base_runs_first(monkeypatch):
+    calls = []
+
+    def evaluate_policy(model, env, specs, *, plan, on_result, **sampling):
+        calls.append((model if isinstance(model, str) else "script", sampling))
+        return EvaluationResult([EpisodeResult(spec, "reach", False, 0.0, 1) for spec in specs])
+
+    monkeypatch.setattr(baselines, "evaluate_policy", evaluate_policy)
+    env, sampling = tabletop(tasks=["reach", "reach_zone"]), {"greedy": False, "temperature": 0.7, "seed": 5}
+    specs = env.episode_specs("eval")[:4]
+    evaluate_baselines(
+        "policy", "base", env, specs, after_base=lambda: calls.append(("exchange", sampling)), **sampling
+    )
+    assert [name for name, _ in calls] == ["base"] * (32 + 2 + 3) + ["exchange"] + ["policy"] * 2 + ["script"]
+    assert all(given == sampling for _, given in calls)
+
+
 class Recorder:
     """Stays, and records the observations."""
 
@@ -169,6 +187,10 @@ def test_a_task_with_several_goals_has_no_script_without_the_instruction(monkeyp
     env = tabletop(tasks=["reach", "push"], max_episode_steps=2)
     *_, last = evaluate_baselines(Recorder(), None, env, env.episode_specs("eval")[:9])
     assert last["success"] is None and "script" in last["note"]
+    (first,) = env.episode_specs("eval")[:1]
+    assert env.task_names[first.task_id] == "reach"
+    *_, last = evaluate_baselines(Recorder(), None, env, [first])
+    assert last["success"]["episodes"] == 1, "idle envs with a task of several goals do not count"
 
 
 def test_baselines_need_a_policy_in_this_process_and_held_out_episodes():

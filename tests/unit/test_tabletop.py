@@ -153,6 +153,12 @@ def test_wrong_objects_end_episodes_of_reach_tasks_only():
         build(1, tasks=["push", "reach"], cameras=[], wrong_object_ends=True)
 
 
+def test_a_goal_cannot_be_held_longer_than_the_shortest_episode():
+    with pytest.raises(ConfigError, match=r"env.hold_steps=17.*at most 16.*Set env.hold_steps=16"):
+        build(1, tasks=["push", "reach"], cameras=[], hold_steps=17)
+    build(1, tasks=["push", "reach"], cameras=[], hold_steps=16)
+
+
 def test_an_expert_that_sees_the_table_turned_aims_at_the_rotated_target():
     env = build(60, tasks=["reach", "reach_zone"], cameras=[], terminate_on_success=False)
     start(env)

@@ -82,10 +82,13 @@ class TabletopVectorEnv(VectorEnv):
 
     @classmethod
     def check_names(cls, config: TabletopConfig) -> None:
-        """Also raise ConfigError if ``wrong_object_ends`` is set for a task whose goal has several objects."""
+        """Also raise ConfigError for ``wrong_object_ends`` with a goal of several objects, and ``hold_steps`` above the horizon."""
         super().check_names(config)
         simple = [name for name, family in FAMILIES.items() if isinstance(family, Reach)]
         names = select_tasks(cls.all_task_names(config), config.tasks)
+        if config.hold_steps > (horizon := min(cls.horizon_of(config, name) for name in names)):
+            limit = f"at most {horizon}, the env steps of the shortest episode"
+            reject(f"env.hold_steps={config.hold_steps}", limit, f"env.hold_steps={horizon}")
         if config.wrong_object_ends and not set(names) <= set(simple):
             reject(
                 f"env.wrong_object_ends=true with env.tasks={override_text(names)}", f"only {' and '.join(simple)}",
@@ -180,14 +183,15 @@ class TabletopVectorEnv(VectorEnv):
         Raise ConfigError for tasks whose goal has several objects.
         """
         self._check_reset()
-        actions = np.zeros((self.num_envs, 2), dtype=np.float32)
-        for rows, family in self._by_family(np.arange(self.num_envs)):
-            scene = self._scene(rows)
+        actions, running = np.zeros((self.num_envs, 2), dtype=np.float32), np.flatnonzero(~self._finished)
+        for rows, family in self._by_family(running):
+            ids = running[rows]
+            scene = self._scene(ids)
             if (objects := family.objects(scene)) is None:
                 return super().uninstructed_actions()
             ways = objects - scene.pusher[:, None]
-            nearest = np.where(self._visited[rows], np.inf, norm(ways)).argmin(1)
-            actions[rows] = straight(ways[np.arange(len(rows)), nearest])
+            nearest = np.where(self._visited[ids], np.inf, norm(ways)).argmin(1)
+            actions[ids] = straight(ways[np.arange(len(ids)), nearest])
         return actions
 
     def render_frames(self, ids: Sequence[int], size: int) -> np.ndarray:

@@ -34,7 +34,12 @@ FREE_AT_THE_START = ("env", "precision", "lora", "renderer")
 
 
 def evaluate_chosen(
-    config: RunConfig, state: LoopState, names: Collection[str], fresh: range, can_sample: bool
+    config: RunConfig,
+    state: LoopState,
+    names: Collection[str],
+    fresh: range,
+    can_sample: bool,
+    on_workers: bool = False,
 ) -> Json:
     """Evaluate the best of a run's checkpoints ``names`` on the episodes ``fresh`` of the split (a collective call).
 
@@ -44,6 +49,7 @@ def evaluate_chosen(
 
     Args:
         can_sample: Whether the policy can sample actions; then the first of the episodes are also run with sampled ones.
+        on_workers: Whether rollout workers ran the run's evaluations; then the policy may not fit on the ranks, and is not evaluated.
 
     Returns:
         On rank 0, entries of ``summary.json``: ``reported`` and ``sampled``, or ``not_fresh``, the reason why a checkpoint was chosen
@@ -51,16 +57,22 @@ def evaluate_chosen(
     """
     settings, folder = config.evaluation, evaluation_folder(config, FRESH_EVALUATION)
     tag = broadcast_object(state.best_evaluation(names), 0)
-    if tag is None or len(state.candidates) < 2 or not fresh:
+    if tag is None or len(state.candidates) < 2:
         if rank() == 0 and folder.is_dir():  # of a checkpoint that the run chose before it was resumed
             shutil.rmtree(folder)
-        if tag is None or len(state.candidates) < 2:
-            return {}
-        count = settings.num_episodes
-        none_left = f"the split '{settings.split}' has no episodes after evaluation.num_episodes={override_text(count)}"
-        return {"not_fresh": "evaluation.num_fresh_episodes=0" if settings.num_fresh_episodes == 0 else none_left}
+        return {}
+    if settings.split == "train":
+        return {"not_fresh": "evaluation.split=train"}
+    if settings.num_fresh_episodes == 0:
+        return {"not_fresh": "evaluation.num_fresh_episodes=0"}
+    if not fresh:
+        return {"not_fresh": f"the split '{settings.split}' has no episodes after the first {fresh.start}"}
     chosen = state.evaluations[tag]
     evaluated = _configuration(config, state, chosen["checkpoint"], fresh)
+    if on_workers:
+        keys = f"evaluation.first_episode={fresh.start} evaluation.num_episodes={len(fresh)}"
+        command = f"rlinf evaluate checkpoint={override_text(evaluated.checkpoint)} {keys}"
+        return {"not_fresh": f"the run has rollout workers; on a machine for one policy, run {command}"}
     if rank() == 0:
         place = f"episodes {fresh.start} to {fresh.stop - 1} of the split '{settings.split}'"
         resume = f"if interrupted, continue with rlinf train resume={config.output_dir}"

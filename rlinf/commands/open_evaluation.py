@@ -80,16 +80,17 @@ def _choice_warning(checkpoint: str, env: VectorEnv, specs: Sequence[EpisodeSpec
     folder = resolve_checkpoint(checkpoint).absolute()
     if not is_checkpoint(folder):
         return []
-    summary = folder.parents[1] / run_folder.SUMMARY_FILE
+    summary = folder.parent.parent / run_folder.SUMMARY_FILE
     if folder.parent.name == run_folder.CHECKPOINTS_FOLDER and summary.is_file():
         choice = json.loads(summary.read_text(encoding="utf-8")).get("best_checkpoint", {})
         chosen, num_candidates = choice.get("name"), choice.get("num_candidates", 0)
     else:  # the run has not finished: was it the best until it was saved?
         state = LoopState(evaluations=read_loop_state(folder).get("evaluations", {}))
         chosen, num_candidates = state.best_checkpoint(state.candidates), len(state.candidates)
-    if chosen != folder.name or num_candidates < 2:
+    saved = read_saved_config(folder)
+    settings, tasks = saved["evaluation"], saved["env"].get("tasks")
+    if chosen != folder.name or num_candidates < 2 or tasks != env.config.tasks:
         return []
-    settings = read_saved_config(folder)["evaluation"]
     available, first = env.episode_specs(settings["split"]), settings.get("first_episode", 0)
     end = len(available) if settings["num_episodes"] is None else first + settings["num_episodes"]
     count = len({available[number] for number in range(first, min(end, len(available)))} & set(specs))

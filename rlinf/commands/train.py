@@ -188,7 +188,8 @@ def build(config: RunConfig, reservation: Reservation | None = None) -> Run:
     if reservation is not None and (has_rollout_workers or config.cluster.num_env_workers):
         reservation.join()
     env = _evaluation_env(config, state)
-    fresh = config.evaluation.fresh_episodes(len(env.episode_specs(config.evaluation.split)))
+    end = max((summary.get("end_episode", 0) for summary in state.evaluations.values()), default=0)
+    fresh = config.evaluation.fresh_episodes(len(env.episode_specs(config.evaluation.split)), end)
     dataset = _dataset(config, env, state, resumed_from)
     fingerprint = _fingerprint(config, env)
     model, fps = _policy(config, env, dataset, resumed_from, fingerprint)
@@ -466,10 +467,16 @@ def _execute_rank(work: tuple[RunConfig, Reservation | None]) -> None:
             checkpoints.set_aside_later(rollback.checkpoint)
         run = build(config, reservation)
     state, names, fresh, workers = run.loop.state, run.loop.checkpoints.names(), run.fresh, run.rollout_workers
-    can_sample = run.parts.sync.rollout_model.num_uniforms > 0
+    can_sample, on_workers = run.parts.sync.rollout_model.num_uniforms > 0, run.parts.evaluator.episodes is not None
     del run
     gc.collect()  # the chosen checkpoint is loaded into the memory of the trained policy
-    chosen = evaluate_chosen(config, state, names, fresh, can_sample)
+    torch.cuda.empty_cache()  # simulators do not use torch's allocator
+    try:
+        chosen = evaluate_chosen(config, state, names, fresh, can_sample, on_workers)
+    except Exception as error:
+        command = f"rlinf train resume={config.output_dir} evaluation.num_fresh_episodes=0"
+        error.add_note(f"Training is complete. To write its summary without the fresh evaluation, run {command}")
+        raise
     if rank() == 0:
         write_summary(config, state, names, chosen, workers)
 

@@ -52,14 +52,13 @@ class EvaluationConfig:
         "Manifest fields that may differ, e.g. [env.max_episode_steps]; for comparisons also episodes, conditions, greedy, temperature, seed.",
     )
 
-    def fresh_episodes(self, num_available: int) -> range:
+    def fresh_episodes(self, num_available: int, end: int = 0) -> range:
         """Return the numbers of the episodes that follow these in a split of ``num_available``, for ``num_fresh_episodes``.
 
-        Raise ConfigError if fewer are left.
+        Raise ConfigError if fewer are left. ``end`` is the end of the evaluations before the run was resumed.
         """
-        used = (
-            num_available if self.num_episodes is None else min(num_available, self.first_episode + self.num_episodes)
-        )
+        used = num_available if self.num_episodes is None else max(end, self.first_episode + self.num_episodes)
+        used = min(num_available, used)
         left, count = num_available - used, self.num_fresh_episodes
         if count is None:
             count = min(left, self.num_episodes or 0)

@@ -187,8 +187,8 @@ def check_demonstrator(config: RunConfig) -> None:
     ENVS.get(config.env.name).check_expert(config.env, options_of_expert(config.sft.expert), fix)
 
 
-def check_evaluation(config: RunConfig) -> None:
-    """Check the number of episodes, the stopping rule, and that videos can be rendered."""
+def check_evaluation(config: RunConfig, trains: bool = False) -> None:
+    """Check the number of episodes (if ``trains``, also of fresh ones), the stopping rule, and that videos can be rendered."""
     stop_when, compare = config.evaluation.stop_when, config.evaluation.compare
     rule = f"evaluation.stop_when={stop_when}"
     if not (stop_when in (None, DECIDED) or (isinstance(stop_when, float) and 0 < stop_when < 1)):
@@ -200,8 +200,9 @@ def check_evaluation(config: RunConfig) -> None:
     if stop_when is not None and not is_reported:
         actual = f"{rule} counts successes, which env={config.env.name} is not known to report"
         reject(actual, "all episodes", "evaluation.stop_when=null")
-    if config.evaluation.num_episodes is not None:
-        _check_num_episodes(config, "evaluation")
+    available = _available_episodes(config, "evaluation")
+    if trains:
+        config.evaluation.fresh_episodes(available)
     recorded = config.evaluation.record_episodes
     if recorded:
         later, off = (
@@ -223,16 +224,19 @@ def check_evaluation(config: RunConfig) -> None:
         ENVS.get(config.env.name).check_drawing(config.env)
 
 
-def _check_num_episodes(config: RunConfig, section: str) -> None:
-    """Check that the split of ``section`` has enough episodes."""
+def _available_episodes(config: RunConfig, section: str) -> int:
+    """Return the number of episodes in the split of ``section``; raise ConfigError if it is too small."""
     env, settings, env_class = config.env, getattr(config, section), ENVS.get(config.env.name)
     num_tasks = len(env.tasks or env_class.all_task_names(env))
     per_task = env_class.num_init_states(env, settings.split)
-    available = num_tasks * per_task
-    if settings.num_episodes > available:
-        split = f"the split '{settings.split}' has {num_tasks} tasks x {per_task} initial states = {available}"
-        key = f"{section}.num_episodes"
-        raise ConfigError(f"{key}={settings.num_episodes}, but {split}. Set {key}={available}")
+    available, first = num_tasks * per_task, getattr(settings, "first_episode", 0)
+    split = f"the split '{settings.split}' has {num_tasks} tasks x {per_task} initial states = {available}"
+    if first >= available:
+        raise ConfigError(f"{section}.first_episode={first}, but {split}. Set {section}.first_episode=0")
+    if first + (settings.num_episodes or 1) > available:
+        key, skipped = f"{section}.num_episodes", f" after the first {first}" if first else ""
+        raise ConfigError(f"{key}={settings.num_episodes}{skipped}, but {split}. Set {key}={available - first}")
+    return available
 
 
 def check_dataset(
@@ -334,7 +338,7 @@ def check_collect(config: RunConfig) -> None:
     if expert_acts(config):
         fix = "checkpoint=<checkpoint or run folder> to run its policy"
         ENVS.get(env.name).check_expert(env, options_of_expert(config.sft.expert), fix)
-    _check_num_episodes(config, "collect")
+    _available_episodes(config, "collect")
     if collect.video and env.image_size % 2:
         fix = f"collect.video=false, or env.image_size={env.image_size + 1}"
         reject(f"env.image_size={env.image_size}", "an even number for MP4 files", fix)

@@ -154,7 +154,7 @@ def policy_section(case: Case) -> None:
 
 def evaluation_section(case: Case) -> None:
     if case.command in WITH_RANKS:
-        check_evaluation(case.config)
+        check_evaluation(case.config, case.trains)
 
 
 def trainer_section(case: Case) -> None:

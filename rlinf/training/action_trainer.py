@@ -148,6 +148,7 @@ class ActionTrainer:
             "phase": state.phase,
             "step": step,
             "checkpoint": state.policy_checkpoint,
+            "end_episode": config.evaluation.first_episode + result.episodes,
         }
         if rank() == 0:
             folder = evaluation_folder(config, tag)

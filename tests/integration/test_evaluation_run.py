@@ -310,6 +310,14 @@ def test_the_list_is_the_beginning_of_the_split_or_with_null_the_whole_and_more_
                 validate(checked, "evaluate")
         else:
             validate(checked, "evaluate")
+    for settings, message in (
+        ({"first_episode": 6, "num_episodes": None}, "first_episode=6, but .* = 6. Set evaluation.first_episode=0"),
+        ({"first_episode": 4, "num_episodes": 3}, "num_episodes=3 after the first 4.*Set evaluation.num_episodes=2"),
+        ({"num_episodes": 4, "num_fresh_episodes": 3}, "num_fresh_episodes=3.*at most 2"),
+    ):
+        checked = replace(quick[1], env=config, evaluation=replace(quick[1].evaluation, **settings))
+        with pytest.raises(ConfigError, match=message):
+            validate(checked, "train")
 
 
 def contents(folder: Path) -> dict[str, bytes]:

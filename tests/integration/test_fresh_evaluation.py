@@ -6,7 +6,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from run_results import SMALL_RUN, give_success, result_content, run_config
+from run_results import SMALL_RUN, give_success, run_config
 
 from rlinf.commands import fresh as fresh_module
 from rlinf.commands.evaluate import evaluate
@@ -15,6 +15,7 @@ from rlinf.commands.train import train
 from rlinf.evaluation.partial import PartialResults
 from rlinf.evaluation.result import EvaluationResult, Success
 from rlinf.report.runs import compared_pairs, group_runs, read_runs
+from rlinf.training.state import LoopState
 
 RUN = [
     *SMALL_RUN, "trainer.max_steps=2", "trainer.eval_every=1", "evaluation.num_episodes=6", "evaluation.num_fresh_episodes=null",
@@ -107,14 +108,34 @@ def test_a_finished_run_is_not_evaluated_again_unless_its_choice_changes(finishe
     run_again = fresh_module.evaluate_rank
     monkeypatch.setattr(fresh_module, "evaluate_rank", lambda work: ran.append(work[0].checkpoint) or run_again(work))
     give_success(monkeypatch, 0.25)
-    config = config_of(run, f"resume={run}")
+    config = config_of(run, f"resume={run}", "evaluation.num_episodes=3")
     train(config_of(finished, f"resume={finished}"))
     assert not ran and summary_of(finished)["reported"]["checkpoint"] == "rl_000001"
     give_success(monkeypatch, 0.75)
     train(config)
     assert [os.path.basename(path) for path in ran] == ["rl_000002"] * 2, "greedy, then sampled"
-    assert summary_of(run)["reported"]["checkpoint"] == "rl_000002"
-    assert result_content(run / "eval" / "fresh")["results"] != result_content(finished / "eval" / "fresh")["results"]
+    reported = summary_of(run)["reported"]
+    assert (reported["checkpoint"], reported["first_episode"]) == ("rl_000002", 6), (
+        "the first six chose between the two"
+    )
+    assert episodes_of(run / "eval" / "fresh") == episodes_of(finished / "eval" / "fresh")[:3]
+
+
+@pytest.mark.parametrize(
+    ("override", "on_workers", "reason"),
+    [
+        ("evaluation.num_fresh_episodes=0", False, "num_fresh_episodes=0"),
+        ("evaluation.split=train", False, "split=train"),
+        ("evaluation.num_episodes=6", True, "evaluation.first_episode=6 evaluation.num_episodes=4"),
+    ],
+)
+def test_a_choice_that_is_not_evaluated_again_has_a_reason(finished, monkeypatch, override, on_workers, reason):
+    monkeypatch.delattr(fresh_module, "evaluate_rank")
+    names = ["rl_000001", "rl_000002"]
+    state = LoopState(evaluations={name: {"checkpoint": name, "success_rate": 0.5} for name in names})
+    config = config_of(finished, override)
+    assert reason in fresh_module.evaluate_chosen(config, state, names, range(6, 10), True, on_workers)["not_fresh"]
+    assert (finished / "eval" / "fresh" / "result.json").exists(), "an earlier result is not deleted"
 
 
 def test_a_run_that_is_interrupted_in_its_fresh_evaluation_finishes_it(finished, tmp_path, monkeypatch):

@@ -15,11 +15,12 @@ from winners_curse import P, expected_maximum, simulated_runs, theory
 
 
 def test_fresh_episodes_follow_those_of_the_run():
-    def fresh(num_available, **settings):
-        return list(EvaluationConfig(**settings).fresh_episodes(num_available))
+    def fresh(num_available, end=0, **settings):
+        return list(EvaluationConfig(**settings).fresh_episodes(num_available, end))
 
     assert fresh(20, num_episodes=3, first_episode=4) == [7, 8, 9], "as many as the run's evaluations"
     assert fresh(9, num_episodes=3, first_episode=4) == [7, 8], "as many as are left"
+    assert fresh(20, 9, num_episodes=3, first_episode=4) == [9, 10, 11], "after those before the run was resumed"
     assert fresh(7, num_episodes=3, first_episode=4) == fresh(20, num_episodes=None) == []
     assert fresh(20, num_episodes=3, num_fresh_episodes=5) == [3, 4, 5, 6, 7]
     assert fresh(20, num_episodes=3, num_fresh_episodes=0) == []

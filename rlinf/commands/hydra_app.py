@@ -131,9 +131,9 @@ def run_training(arguments: Sequence[str], command: str) -> list[Path]:
     if args.multirun and len(finished) > 1:
         from rlinf.report import runs as report
 
-        runs, parents = report.read_runs(finished), {os.path.relpath(path.parent) for path in finished}
+        runs, folder = report.read_runs(finished), os.path.commonpath([os.path.relpath(path) for path in finished])
         print(report.runs_table(report.group_runs(runs)), flush=True)
-        page = report.write_runs_report(runs, Path(*parents if len(parents) == 1 else [], report.RUNS_FILE))
+        page = report.write_runs_report(runs, Path(folder, report.RUNS_FILE))
         print(f"report: {page}", flush=True)
     if failures:
         raise failures[0]

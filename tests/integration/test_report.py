@@ -226,6 +226,17 @@ def test_the_browser_tab_names_what_was_evaluated_the_suite_and_the_result(tmp_p
     assert title_of(write_report(folder)) == f"{name} on libero_goal: {share} - rlinf"
 
 
+def test_warnings_are_those_of_the_fresh_evaluation_if_it_is_finished(tmp_path):
+    for tag in ("after_rl", "fresh"):
+        replace(evaluation(0.5), warnings=[f"warning of {tag}"]).to_json(tmp_path / "eval" / tag / "result.json")
+    page = write_report(tmp_path).read_text()
+    assert "warning of after_rl" in page and "warning of fresh" not in page
+    reported = {"checkpoint": "rl_000001", **evaluation(0.5).summary(), "first_episode": 9, "num_candidates": 2}
+    (tmp_path / "summary.json").write_text(json.dumps({"reported": reported}))
+    page = write_report(tmp_path).read_text()
+    assert "warning of fresh" in page and "warning of after_rl" not in page
+
+
 def test_evaluations_of_other_episodes_are_not_compared(tmp_path):
     evaluation(0.4).to_json(tmp_path / "eval" / "before_rl" / "result.json")
     evaluation(0.9, 100).to_json(tmp_path / "eval" / "after_rl" / "result.json")

@@ -42,16 +42,17 @@ VAGUE_NAMES = {"found", "each", "one", "own", "told", "said"}
 MOST_VAGUE_NAMES = 1
 """Variables and parameters are named by the thing that they hold."""
 
+# The allowance of baselines, the fresh evaluation, the table over seeds and the harder quickstart is included: 1,000 lines of rlinf/.
 SIZES = {
-    "lines of rlinf/": 66_480,
-    "lines of tests/": 65_100,
+    "lines of rlinf/": 67_210,
+    "lines of tests/": 65_640,
     "lines of functions that check": 3_840,
-    "uses of Any": 1_430,
+    "uses of Any": 1_432,
     "calls of import_string": 9,
     "files under 60 lines": 44,
-    "words of docs/": 53_900,
+    "words of docs/": 54_500,
     "pages of docs/": 32,
-    "options in the reference": 378,
+    "options in the reference": 384,
 }
 CHECKS = re.compile(r"_*(check|refuse|reject|require|validate|verify)")
 """How the name of a function that checks starts."""

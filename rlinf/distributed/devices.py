@@ -112,6 +112,15 @@ def own_device() -> torch.device:
     return torch.device("cuda", own_index())
 
 
+def take_own_device() -> torch.device:
+    """Set this rank's GPU as the current device of this thread, and return it."""
+    import torch
+
+    device = own_device()
+    torch.cuda.set_device(device)
+    return device
+
+
 def gpu_uuids() -> list[str]:
     """Return the UUIDs of the GPUs visible to this process, in device order."""
     import torch

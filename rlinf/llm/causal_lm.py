@@ -10,7 +10,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, PreTrainedTokenizerBase
 
 from rlinf.distributed.deferred import is_deferred
-from rlinf.distributed.devices import own_device
+from rlinf.distributed.devices import take_own_device
 from rlinf.distributed.transfers import check_loaded
 from rlinf.errors import CheckpointError, ConfigError, MissingDependencyError
 from rlinf.llm.end_tokens import settle_end_tokens
@@ -31,13 +31,6 @@ class CausalLMConfig:
     load_in_4bit: bool = option(False, "Quantise to 4 bits with bitsandbytes (CUDA only).")
     attn_implementation: str = option("sdpa", "Attention kernel: sdpa, eager or flash_attention_2.")
     tokenizer: Any = option(None, "Tokenizer or processor to supply padding and end tokens that the model lacks.")
-
-
-def take_own_device() -> torch.device:
-    """Set this rank's GPU as the current device of this thread, and return it."""
-    device = own_device()
-    torch.cuda.set_device(device)
-    return device
 
 
 def load_causal_lm(model_name: str, config: CausalLMConfig, *, deferred: bool = False) -> Any:

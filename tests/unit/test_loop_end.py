@@ -18,7 +18,7 @@ def test_the_last_checkpoint_is_written_although_something_else_cannot_be_closed
     closed = []
 
     def part(name):
-        return SimpleNamespace(close=lambda: closed.append(name), export=None)
+        return SimpleNamespace(close=lambda: closed.append(name), closes_in_time=True)
 
     def fail():
         raise OSError("the simulator is gone")

@@ -6,9 +6,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from rlinf.distributed.devices import take_own_device
 from rlinf.distributed.process_group import backend_of, world_size
 from rlinf.errors import ConfigError
-from rlinf.llm.causal_lm import take_own_device
 
 
 class MegatronGroups:

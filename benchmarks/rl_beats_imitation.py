@@ -83,7 +83,7 @@ def main() -> None:
                 Series(label if first else "", curve(arguments.output / f"{arm}_seed{seed}"), number, markers=True)
             )
     chart = line_chart(series, x_label="training time (minutes)", y_label="success rate", percent=True)
-    body = f"<style>{(FOLDER / 'report.css').read_text(encoding='utf-8')}</style><h1>RL beats imitation</h1>{legend([one for one in series if one.label])}{chart}"
+    body = f"<style>{(FOLDER / 'report.css').read_text(encoding='utf-8')}</style><h1>RL beats imitation</h1>{legend([curve for curve in series if curve.label])}{chart}"
     figure = write_text(
         arguments.output / "figure.html", f"<!doctype html><meta charset=utf-8><title>RL beats imitation</title>{body}"
     )

@@ -43,7 +43,7 @@ class ActorConfig:
 
 @dataclass
 class OffPolicyConfig(AnyAlgorithmConfig):
-    """Options shared by all algorithms that learn from a replay buffer. The defaults were tuned on `quickstart_residual`."""
+    """Options shared by all algorithms that learn from a replay buffer. The defaults were tuned on a former, easier `quickstart_residual`."""
 
     actor: ActorConfig = option(ActorConfig(), "The trained actor.")
     gamma: float = option(0.95, "Discount per env step.", minimum=0, maximum=1)

@@ -97,9 +97,9 @@ def test_the_same_episodes_are_compared_with_sampled_actions(finished, tmp_path)
     ]
     hot = evaluated(tmp_path / "hot", *words, "evaluation.temperature=3")
     same = evaluated(tmp_path / "same", *words, "rollout.temperature=3")
-    one = evaluated(tmp_path / "one", *words)
+    typed = evaluated(tmp_path / "one", *words)
     assert hot.temperature == 3 and hot.results == same.results
-    assert one.results == sampled.results != hot.results
+    assert typed.results == sampled.results != hot.results
 
 
 def test_a_finished_run_is_not_evaluated_again_unless_its_choice_changes(finished, tmp_path, monkeypatch):

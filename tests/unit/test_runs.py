@@ -147,8 +147,8 @@ def test_runs_from_other_weights_are_other_configurations(tmp_path):
     (before / "config.yaml").write_text(text)
     (resumed / "config.yaml").write_text(yaml.safe_dump(yaml.safe_load(text) | {"init_from": None, "resume": "4_B"}))
     groups = group_runs(read_runs([tmp_path / f"{seed}_{weights}" for seed, weights in places]))
-    found = [(group.label, group.pooled["at the end"].rates) for group in groups]
-    assert found == [("mine init_from=A", [0.5, 0.5]), ("mine init_from=B", [0.9, 0.9])]
+    rates = [(group.label, group.pooled["at the end"].rates) for group in groups]
+    assert rates == [("mine init_from=A", [0.5, 0.5]), ("mine init_from=B", [0.9, 0.9])]
 
 
 def test_a_seed_that_was_run_twice_counts_once(tmp_path, monkeypatch, capsys):

@@ -245,7 +245,8 @@ def test_models_shows_plugins_and_the_folder_of_the_user(here, capsys):
     assert row.endswith(str(here / "mine" / "arm_plugin.py"))
     assert "arm" in options_of(text.split("\n\n")[2])["model"]
     about = dict(line.split(None, 1) for line in text.split("\n\n")[3].splitlines()[1:])
-    assert about["quickstart"].startswith("CPU, 2 minutes: ") and "your_config" not in about
+    first_line = (ROOT / "examples/embodiment/config/quickstart.yaml").read_text().splitlines()[0]
+    assert about["quickstart"].startswith(first_line.removeprefix("# ")) and "your_config" not in about
     assert all("CPU" in text or "GPU" in text for text in about.values()), "where each experiment runs"
 
 

@@ -23,7 +23,7 @@ from rlinf.envs.libero import scene as libero_scene
 from rlinf.envs.libero import tasks as libero_tasks
 from rlinf.envs.libero.env import DRAWN_OFFSET, SETTLING_ACTION, LiberoConfig, LiberoSimulator, LiberoVectorEnv
 from rlinf.envs.libero.scene import axis_angle
-from rlinf.envs.libero.tasks import HORIZONS, bddl_file, instruction, recorded_states, suite_tasks
+from rlinf.envs.libero.tasks import HORIZONS, SUITES, instruction
 from rlinf.errors import ConfigError, MissingDependencyError
 from rlinf.preflight.compatibility import check_inputs
 from rlinf.types import EpisodeSpec
@@ -76,10 +76,12 @@ def published(num_episodes: int, actions: np.ndarray) -> list[tuple]:
     """What a public evaluation script sees at the end of its first episodes: ``seed`` once, then ``reset``,
     ``set_init_state`` and 10 waits in each."""
     make = libero_scene._import_libero(ASSETS)
-    env = make(bddl_file_name=str(bddl_file("libero_goal", STOVE)), use_camera_obs=False, has_offscreen_renderer=False)
+    env = make(
+        bddl_file_name=str(SUITES["libero_goal"].bddl_file(STOVE)), use_camera_obs=False, has_offscreen_renderer=False
+    )
     env.seed(0)
     found = []
-    for state in recorded_states("libero_goal", STOVE)[:num_episodes]:
+    for state in SUITES["libero_goal"].recorded_states(STOVE)[:num_episodes]:
         env.reset()
         env.set_init_state(state)
         for action in [*[SETTLING_ACTION] * 10, *actions]:
@@ -115,11 +117,11 @@ def test_pictures_are_robosuites_own_turned_by_180_degrees(tmp_path):
     size, action = 48, random_actions(1)[0]
     program = (  # in a process of its own: robosuite closes the display that others use
         "import sys, numpy as np; from pathlib import Path; from rlinf.envs.libero import scene\n"
-        "from rlinf.envs.libero.tasks import bddl_file, recorded_states\n"
+        "from rlinf.envs.libero.tasks import SUITES; suite = SUITES['libero_goal']\n"
         "task, assets, size, target = 'turn_on_the_stove', Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3]\n"
         "scene._import_libero(assets); from libero.libero.envs.env_wrapper import OffScreenRenderEnv\n"
-        "env = OffScreenRenderEnv(bddl_file_name=str(bddl_file('libero_goal', task)), camera_heights=size, camera_widths=size)\n"
-        "env.seed(0); env.reset(); env.set_init_state(recorded_states('libero_goal', task)[0])\n"
+        "env = OffScreenRenderEnv(bddl_file_name=str(suite.bddl_file(task)), camera_heights=size, camera_widths=size)\n"
+        "env.seed(0); env.reset(); env.set_init_state(suite.recorded_states(task)[0])\n"
         "seen = env.step(np.random.default_rng(0).uniform(-1, 1, (1, 7))[0])[0]\n"
         "np.savez(target, agentview=seen['agentview_image'], wrist=seen['robot0_eye_in_hand_image'])\n"
     )
@@ -201,7 +203,7 @@ def test_openvlas_gripper_opens_at_one_and_closes_at_zero():
 def test_one_scene_serves_all_envs_of_a_process_and_the_number_is_bounded(monkeypatch):
     monkeypatch.setattr(adapter, "Scene", lambda *arguments: SimpleNamespace(arguments=arguments))
     monkeypatch.setattr(adapter, "_scenes", type(adapter._scenes)())
-    take = [adapter._scene_of("libero_goal", task, ASSETS, True, 2) for task in ("a", "b", "a", "c", "a", "b")]
+    take = [adapter._scene_of(SUITES["libero_goal"], task, ASSETS, True, 2) for task in ("a", "b", "a", "c", "a", "b")]
     assert take[0] is take[2] is take[4] and take[1] is not take[5] and len(adapter._scenes) == 2
 
 
@@ -249,11 +251,11 @@ def test_the_path_begins_where_the_fingers_are_seen():
 def test_tasks_instructions_and_limits_are_the_published_ones():
     limits = {"libero_spatial": 220, "libero_object": 280, "libero_goal": 300, "libero_10": 520, "libero_90": 400}
     assert limits == HORIZONS
-    assert {suite: len(suite_tasks(suite)) for suite in HORIZONS} == dict.fromkeys(HORIZONS, 10) | {"libero_90": 90}
+    assert {suite: len(SUITES[suite].tasks) for suite in HORIZONS} == dict.fromkeys(HORIZONS, 10) | {"libero_90": 90}
     env = LiberoVectorEnv
     assert env.all_task_names(LiberoConfig(suite="libero_goal"))[7] == STOVE
-    assert instruction(suite_tasks("libero_10")[2]) == "turn on the stove and put the moka pot on it"
-    assert instruction(suite_tasks("libero_90")[0]) == "close the top drawer of the cabinet"
+    assert instruction(SUITES["libero_10"].tasks[2]) == "turn on the stove and put the moka pot on it"
+    assert instruction(SUITES["libero_90"].tasks[0]) == "close the top drawer of the cabinet"
     assert env.horizon_of(LiberoConfig(suite="libero_10"), "any") == 520
     assert env.horizon_of(LiberoConfig(suite="libero_10", max_episode_steps=7), "any") == 7
 
@@ -271,16 +273,16 @@ def test_names_and_instructions_agree_with_the_package_itself():
     )
     result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=600)
     found = json.loads(result.stdout)
-    assert found == {suite: [[task, instruction(task)] for task in suite_tasks(suite)] for suite in HORIZONS}
+    assert found == {suite: [[task, instruction(task)] for task in SUITES[suite].tasks] for suite in HORIZONS}
 
 
 @needs_package
 def test_every_task_has_fifty_recorded_states():
     for suite in HORIZONS:
-        for task in suite_tasks(suite):
-            states = recorded_states(suite, task)
-            assert len(states) == len(np.unique(states, axis=0)) == adapter.NUM_RECORDED
-            assert np.isfinite(states).all() and bddl_file(suite, task).is_file()
+        for task in SUITES[suite].tasks:
+            states = SUITES[suite].recorded_states(task)
+            assert len(states) == len(np.unique(states, axis=0)) == SUITES[suite].num_recorded
+            assert np.isfinite(states).all() and SUITES[suite].bddl_file(task).is_file()
 
 
 @needs_libero
@@ -377,7 +379,7 @@ def test_states_episodes_and_assets_that_do_not_fit_are_refused(tmp_path):
     for name in ("scenes", "articulated_objects", "stable_scanned_objects"):
         (tmp_path / name).mkdir()
     with pytest.raises(MissingDependencyError, match=f"{STOVE}.*{tmp_path}.*env.assets_dir="):  # another task's assets
-        libero_scene.Scene(bddl_file("libero_goal", STOVE), tmp_path, True)
+        libero_scene.Scene(SUITES["libero_goal"].bddl_file(STOVE), tmp_path, True)
 
 
 @needs_package
@@ -388,14 +390,14 @@ def test_every_object_of_every_task_has_a_model_file_in_the_package_s_own_words(
     assert models["rack"] == "stable_scanned_objects/simple_rack/simple_rack.xml", "a class whose file has another name"
     places = {"table", "kitchen_table", "living_room_table", "study_table", "floor"}  # part of the scene
     for suite in HORIZONS:
-        for task in suite_tasks(suite):
-            text = bddl_file(suite, task).read_text()
+        for task in SUITES[suite].tasks:
+            text = SUITES[suite].bddl_file(task).read_text()
             assert set(re.findall(r" - (\w+)", text)) - places <= models.keys(), task
 
 
 @needs_package
 def test_an_object_without_its_files_is_missed_before_the_run(tmp_path, monkeypatch):
-    kitchen = next(task for task in suite_tasks("libero_10") if task.endswith("put_the_moka_pot_on_it"))
+    kitchen = next(task for task in SUITES["libero_10"].tasks if task.endswith("put_the_moka_pot_on_it"))
     names = ("flat_stove", "chefmate_8_frypan", "moka_pot")
     files = [libero_tasks.object_models()[name] for name in names]
     for name in ("scenes/libero_kitchen_tabletop_base_style.xml", *files):
@@ -403,11 +405,11 @@ def test_an_object_without_its_files_is_missed_before_the_run(tmp_path, monkeypa
         text = '<mujoco><asset><!-- <mesh file="no.stl"/> --><mesh file="a.msh"/></asset></mujoco>'
         (tmp_path / name).write_text(text)
         (tmp_path / name).with_name("a.msh").touch()
-    libero_tasks.check_assets(tmp_path, "libero_10", [kitchen])
-    other = next(task for task in suite_tasks("libero_10") if "STUDY" in task)
+    libero_tasks.check_assets(tmp_path, SUITES["libero_10"], [kitchen])
+    other = next(task for task in SUITES["libero_10"].tasks if "STUDY" in task)
     words = rf"lack scenes/libero_study_base_style.xml and .* 1 of 2 tasks.*{other}.*set env.tasks=\[{kitchen}\]"
     with pytest.raises(MissingDependencyError, match=words):
-        libero_tasks.check_assets(tmp_path, "libero_10", [kitchen, other])
+        libero_tasks.check_assets(tmp_path, SUITES["libero_10"], [kitchen, other])
     (tmp_path / files[2]).with_name("a.msh").unlink()
     libero_tasks._missing_behind.cache_clear()
     monkeypatch.setattr(adapter, "check_packages", lambda: None)

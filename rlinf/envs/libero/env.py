@@ -18,14 +18,13 @@ import numpy as np
 from rlinf.envs.config import ProcessEnvConfig, select_tasks
 from rlinf.envs.episodes import EpisodeList, check_split
 from rlinf.envs.graphics.backend import choose_backend
+from rlinf.envs.libero.assets import check_assets, check_originals, find_assets
 from rlinf.envs.libero.scene import CAMERAS, CONTROL_FREQ_HZ, Scene, SceneState
 from rlinf.envs.libero.tasks import (
     HORIZONS,
     SUITES,
     Suite,
-    check_assets,
     check_packages,
-    find_assets,
 )
 from rlinf.envs.process.env import ProcessVectorEnv
 from rlinf.envs.process.simulator import Simulator, SingleStep, View
@@ -85,7 +84,12 @@ class LiberoConfig(ProcessEnvConfig):
         "full", "full: robosuite's exact images; fast: without shadows and antialiasing.", choices=("full", "fast")
     )
     max_scenes: int = option(10, "Cached tasks per worker process, about 0.5 GB each.", minimum=1)
-    assets_dir: PathText | None = option(None, "Folder with LIBERO's assets; null: RLINF_LIBERO_ASSETS or default.")
+    assets_dir: PathText | None = option(
+        None, "Folder with LIBERO's assets; null: RLINF_LIBERO_ASSETS or the installed wheels."
+    )
+    modified_assets: bool = option(
+        False, "Accept assets that differ from LIBERO's, whose images are the published ones."
+    )
 
 
 class LiberoVectorEnv(ProcessVectorEnv):
@@ -112,7 +116,10 @@ class LiberoVectorEnv(ProcessVectorEnv):
     def __init__(self, config: LiberoConfig, num_envs: int, auto_reset: bool) -> None:
         check_packages()
         tasks = select_tasks(self.all_task_names(config), config.tasks)
-        check_assets(find_assets(config.assets_dir), SUITES[config.suite], tasks)
+        assets = find_assets(config.assets_dir)
+        check_assets(assets, SUITES[config.suite], tasks)
+        if config.cameras and not config.modified_assets:
+            check_originals(assets)
         choose_backend()
         self.suite = config.suite
         low, high = -np.ones(7), np.ones(7)

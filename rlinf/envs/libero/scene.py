@@ -16,7 +16,7 @@ import numpy as np
 
 from rlinf.envs.graphics.backend import choose_backend, import_mujoco
 from rlinf.envs.graphics.renderer import StateRenderer, project
-from rlinf.envs.libero.tasks import OBJECT_VARIANTS
+from rlinf.envs.libero.assets import INSTALL_ASSETS, OBJECT_VARIANTS
 from rlinf.errors import ConfigError, MissingDependencyError
 
 CAMERAS = {"agentview": "agentview", "wrist": "robot0_eye_in_hand"}
@@ -82,8 +82,8 @@ class Scene:
                 ).env  # fmt: skip
         except (OSError, ValueError) as error:
             raise MissingDependencyError(
-                f"The task {bddl_file.stem} cannot be built from the assets in {assets}: {error}. Set "
-                "env.assets_dir=<the folder libero/libero/assets of https://github.com/Lifelong-Robot-Learning/LIBERO>"
+                f"The task {bddl_file.stem} cannot be built from the assets in {assets}: {error}. Run "
+                f"`{INSTALL_ASSETS}`, or set env.assets_dir=<LIBERO's folder libero/libero/assets>"
             ) from error
         self._sim, self._robot = self._env.sim, self._env.robots[0]
         self.model = self._sim.model._model
@@ -113,7 +113,8 @@ class Scene:
         if len(recorded) != 1 + self.model.nq + self.model.nv:
             raise ConfigError(
                 f"The recorded initial state has {len(recorded)} values, but the task's model has 1 + {self.model.nq} + "
-                f"{self.model.nv}: package and assets have different versions. Set env.assets_dir=<matching assets>"
+                f"{self.model.nv}: packages and assets have different versions. Run `bash scripts/setup.sh --sims`, or unset "
+                "env.assets_dir"
             )
         generator, num_loads = self._published_draw(state, seed, index)
         with _numpy_seed(generator):

@@ -1,4 +1,4 @@
-"""LIBERO's tasks and their asset files, read from its package without importing LIBERO, robosuite or torch."""
+"""Suites of tasks, read from the packages of LIBERO and LIBERO-PRO without importing LIBERO, robosuite or torch."""
 
 import ast
 import functools
@@ -10,40 +10,22 @@ import pickle
 import re
 import sys
 import zipfile
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
-from xml.etree import ElementTree
 
 import numpy as np
 
 from rlinf.errors import ConfigError, MissingDependencyError
-from rlinf.options import override_text
 
 HORIZONS = {"libero_spatial": 220, "libero_object": 280, "libero_goal": 300, "libero_10": 520, "libero_90": 400}
 """Maps each suite to its env steps per episode after settling, as in OpenVLA's, OpenVLA-OFT's and openpi's scripts."""
 
-OBJECT_VARIANTS = {
-    "yellow_plate": "plate", "red_basket": "basket", "black_bowl": "akita_black_bowl", "brown_rack": "wine_rack",
-    "bigger_akita_black_bowl": "akita_black_bowl", "bigger_alphabet_soup": "alphabet_soup", "yellow_cabinet": "wooden_cabinet",
-    "yellow_stove": "flat_stove", "yellow_tomato_sauce": "tomato_sauce", "red_cream_cheese": "cream_cheese",
-    "green_butter": "butter", "green_chocolate_pudding": "chocolate_pudding", "white_bottle": "wine_bottle",
-    "yellow_moka_pot": "moka_pot", "red_salad_dressing": "salad_dressing", "green_bbq_sauce": "bbq_sauce",
-    "blue_ketchup": "alphabet_soup", "yellow_milk": "alphabet_soup",
-}  # fmt: skip
-"""Maps LIBERO-PRO's objects to LIBERO's with the same behaviour (rotation when drawn, states) and another model file."""
-
-ASSETS_VARIABLE = "RLINF_LIBERO_ASSETS"
 REQUIRED = {"robosuite": ((1, 4), (1, 5), "robosuite==1.4.0"), "mujoco": ((2, 3), (3, 3, 3), "mujoco==3.3.0")}
 """Maps each distribution to its first supported version, first unsupported version and pip requirement."""
 _INSTALL = (
     "Install LIBERO with `bash scripts/setup.sh --sims`, or with `pip install --no-deps hf-libero==0.1.4 "
     "robosuite==1.4.0 bddl==1.0.1`."
-)
-_ASSETS_HINT = (
-    "They are in the folder libero/libero/assets of https://github.com/Lifelong-Robot-Learning/LIBERO. Get it with "
-    "`git clone`, and set env.assets_dir=LIBERO/libero/libero/assets, or set RLINF_LIBERO_ASSETS."
 )
 
 
@@ -223,88 +205,3 @@ def read_states(path: Path) -> np.ndarray:
     ) as error:  # fmt: skip
         raise ConfigError(f"The initial states in {path} cannot be read: {error}. {_INSTALL}") from error
     return states
-
-
-def find_assets(configured: str | None) -> Path:
-    """Find LIBERO's assets in env.assets_dir, RLINF_LIBERO_ASSETS, the package, or the folders of its settings or downloads."""
-    settings = Path(os.environ.get("LIBERO_CONFIG_PATH", "~/.libero")).expanduser() / "config.yaml"
-    named = {"env.assets_dir": configured, ASSETS_VARIABLE: os.environ.get(ASSETS_VARIABLE)}
-    for key, folder in named.items():
-        if folder and not _has_assets(Path(folder).expanduser()):
-            raise MissingDependencyError(f"{key}={folder} is not LIBERO's assets folder. {_ASSETS_HINT}")
-        if folder:
-            return Path(folder).expanduser().resolve()
-    places = [package_folder() / "assets", _assets_of_settings(settings), Path("~/.cache/libero/assets").expanduser()]
-    for place in places:
-        if place is not None and _has_assets(place):
-            return place.resolve()
-    looked = ", ".join(str(place) for place in places if place is not None)
-    raise MissingDependencyError(f"LIBERO's assets (meshes and textures) are not in any of {looked}. {_ASSETS_HINT}")
-
-
-def _has_assets(folder: Path) -> bool:
-    return all((folder / name).is_dir() for name in ("scenes", "articulated_objects", "stable_scanned_objects"))
-
-
-def _assets_of_settings(settings: Path) -> Path | None:
-    if not settings.is_file():
-        return None
-    import yaml
-
-    content = yaml.safe_load(settings.read_text(encoding="utf-8"))
-    return Path(content["assets"]) if isinstance(content, dict) and "assets" in content else None
-
-
-def check_assets(assets: Path, suite: Suite, tasks: Sequence[str]) -> None:
-    """Check that the tasks' scenes, objects and meshes exist."""
-    missing = {task: lost for task in tasks if (lost := missing_files(assets, suite, task))}
-    if not missing:
-        return
-    files = sorted({name for lost in missing.values() for name in lost})
-    complete = [task for task in tasks if task not in missing]
-    named = ", ".join(list(missing)[:3]) + (", ..." if len(missing) > 3 else "")
-    shorter = f", or set env.tasks={override_text(complete)}" if complete else ""
-    raise MissingDependencyError(
-        f"LIBERO's assets in {assets} lack {files[0]}{f' and {len(files) - 1} more files' if files[1:] else ''}, which "
-        f"{len(missing)} of {len(tasks)} tasks of env.suite={suite.name} need ({named}). Set env.assets_dir=<the "
-        f"folder libero/libero/assets of https://github.com/Lifelong-Robot-Learning/LIBERO>{shorter}"
-    )
-
-
-def missing_files(assets: Path, suite: Suite, task: str) -> list[str]:
-    """Return a task's files that are missing in ``assets``, relative to this folder."""
-    text = suite.bddl_file(task).read_text(encoding="utf-8")
-    problem = re.search(r"\(problem (\w+)\)", text).group(1).lower()
-    source = (package_folder() / "envs" / "problems" / f"{problem}.py").read_text(encoding="utf-8")
-    models = object_models()
-    categories = sorted(set(re.findall(r" - (\w+)", text)) & models.keys())
-    needed = [re.search(r"scenes/\w+\.xml", source).group(), *(models[category] for category in categories)]
-    return [lost for name in needed for lost in _missing_behind(assets, name)]
-
-
-@functools.cache
-def object_models() -> dict[str, str]:
-    """Map object categories to model files. LIBERO's base classes define a path with a placeholder, subclasses the name."""
-    folders, models = {}, {}
-    for file in sorted((package_folder() / "envs" / "objects").glob("*_objects.py")):
-        for node in ast.parse(file.read_text(encoding="utf-8")).body:
-            if not isinstance(node, ast.ClassDef):
-                continue
-            path = re.search(r"f'(\w+/\S+\.xml)'", ast.unparse(node))
-            name = re.search(r"obj_name='(\w+)'", ast.unparse(node))
-            if path:
-                folders[node.name] = path.group(1)
-            elif name:
-                category = re.sub(r"(?<!^)([A-Z0-9])", r"_\1", node.name).lower()
-                models[category] = folders[node.bases[0].id].replace("{obj_name}", name.group(1))
-    return models | {variant: models[base].replace(base, variant) for variant, base in OBJECT_VARIANTS.items()}
-
-
-@functools.cache
-def _missing_behind(assets: Path, name: str) -> list[str]:
-    model = assets / name
-    if not model.is_file():
-        return [name]
-    # Textures are not checked, because LIBERO replaces some and robosuite drops unused ones.
-    named = [mesh.get("file") for mesh in ElementTree.parse(model).iter("mesh")]
-    return [f"{file} of {name}" for file in dict.fromkeys(named) if not (model.parent / file).is_file()]

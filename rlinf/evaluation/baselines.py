@@ -40,8 +40,8 @@ if TYPE_CHECKING:
 
 LENGTHS, NOISES = (0.5, 1.0, 1.5, 2.0), (0.5, 1.0, 1.5)
 """Lengths of constants and bounds of noise, in units of half the action range."""
-NUM_TRAINING, NUM_HELD_OUT, NUM_SPOILT = 48, 200, 100
-"""Maximum number of episodes: to choose constants, and to evaluate policies that do not learn, and that do not see."""
+NUM_TRAINING, NUM_HELD_OUT, NUM_SPOILT = 36, 200, 100
+"""Maximum number of episodes: to choose constants, to evaluate them, and to evaluate noise and spoilt inputs."""
 
 
 def shifted(env: VectorEnv, shift_of: Callable[[EpisodeSpec, str, np.ndarray], np.ndarray]) -> VectorEnv:
@@ -172,7 +172,7 @@ def evaluate_baselines(
     add(f"{name} + constant per instruction", shows, start, constants.apply(env), held_out)
     for noise in NOISES:
         noisy_env = noisy(env, noise, sampling.get("seed", 0))
-        add(f"{name} + noise of {noise:g}", "random motion suffices", start, noisy_env, held_out)
+        add(f"{name} + noise of {noise:g}", "random motion suffices", start, noisy_env, spoilt)
     if base is None:
         for row in rows:
             row["note"] = "without a different checkpoint from before RL, the evaluated policy"

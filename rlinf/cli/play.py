@@ -63,7 +63,7 @@ def play_episode(config: RunConfig, settings: PlayConfig) -> Path:
             raise ConfigError(f"{actual}. Set episode={len(specs) - 1}, or {fix}")
         model, *_ = open_policy(replace(config, evaluation=replace(evaluation, probe=False)), env)
         model = model.to(resolve_device(config.cluster.device, 1))
-        policy = BatchedPolicy(model, env.task_names, evaluation.greedy, config.evaluation_temperature, config.seed)
+        policy = BatchedPolicy(model, env.stream_names, evaluation.greedy, config.evaluation_temperature, config.seed)
         with evaluation_mode(model), autocast(model, config.model.precision):
             episodes = replay_episodes(policy, env, [specs[settings.episode]], evaluation.video_size)
             ((result, instruction, frames),) = episodes

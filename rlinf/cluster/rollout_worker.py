@@ -70,7 +70,7 @@ class RolloutWorker(PolicyReplica):
             self.collector = make(autocast=self._autocast, rank=number, num_ranks=placement.num_rollout_workers)
         settings = config.evaluation
         policy = BatchedPolicy(
-            self.model, self.env.task_names, settings.greedy, config.evaluation_temperature, config.seed
+            self.model, self.env.stream_names, settings.greedy, config.evaluation_temperature, config.seed
         )
         self._episodes = LocalEpisodes(policy, self.env)
 

@@ -135,7 +135,7 @@ def _policy(config: RunConfig, env: VectorEnv) -> tuple[BatchedPolicy | None, Js
         opened = open_checkpoint(config.checkpoint, config, config.evaluation.allow_mismatch)
         where = {"checkpoint": str(opened.folder)}
     model = opened.policy.to(resolve_device(config.cluster.device, 1))
-    policy = BatchedPolicy(model, env.task_names, config.collect.greedy, config.rollout.temperature, config.seed)
+    policy = BatchedPolicy(model, env.stream_names, config.collect.greedy, config.rollout.temperature, config.seed)
     return policy, {
         "demonstrator": "policy",
         **where,

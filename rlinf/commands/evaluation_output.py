@@ -14,6 +14,7 @@ from rlinf.config.schema import RunConfig
 from rlinf.errors import CheckpointError, ConfigError
 from rlinf.evaluation.partial import num_saved, partial_files
 from rlinf.evaluation.result import EvaluationResult
+from rlinf.evaluation.twins import effect_table
 from rlinf.files import write_text
 from rlinf.manifest import Manifest
 from rlinf.options import to_mapping
@@ -78,4 +79,5 @@ def write_result(
     # A comparison with an earlier result in this folder is no longer valid.
     (output / run_folder.COMPARISON_FILE).unlink(missing_ok=True)
     result.to_json(output / run_folder.RESULT_FILE)
-    print(f"{result.table()}\nresults: {output / run_folder.RESULT_FILE}", flush=True)
+    effects = f"\n\n{effect_table(result.perturbations)}" if result.perturbations else ""
+    print(f"{result.table()}{effects}\nresults: {output / run_folder.RESULT_FILE}", flush=True)

@@ -257,6 +257,21 @@ class VectorEnv(gymnasium.vector.VectorEnv, ABC):
         return config.max_episode_steps
 
     @classmethod
+    def twin_of(cls, config: EnvConfig, task: str) -> tuple[str, str] | None:
+        """Return the kind of a perturbed task's perturbation, and the task without it; None for other tasks."""
+        return None
+
+    @classmethod
+    def caveats(cls, config: EnvConfig) -> list[str]:
+        """Return what to know about every result on these tasks."""
+        return []
+
+    @property
+    def stream_names(self) -> list[str]:
+        """The task names that seed the policy's random numbers: a perturbed task has the same numbers as its twin."""
+        return [(self.twin_of(self.config, task) or ("", task))[1] for task in self.task_names]
+
+    @classmethod
     def longest_horizon(cls, config: EnvConfig) -> int:
         """Return the maximum ``horizon_of`` over the selected tasks."""
         return max(cls.horizon_of(config, task) for task in select_tasks(cls.all_task_names(config), config.tasks))

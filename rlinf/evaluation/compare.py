@@ -23,6 +23,10 @@ SEQUENTIAL_METHOD = "Sequential test of the episodes on which the two differ (Ro
 METHOD = "Exact conditional McNemar test, two-sided; 95 % interval of the paired difference: Newcombe 1998, method 10"
 RETURN_METHOD = "Returns: exact sign test, two-sided, without episodes of equal returns; 95 % interval of the mean difference: percentile bootstrap of the pairs"
 
+CHANGE_METHOD = (
+    "Change of a perturbation's effect: 95 % interval of the difference of paired differences by MOVER (Zou 2007)"
+)
+
 
 @dataclass(frozen=True)
 class Pairs:
@@ -166,6 +170,7 @@ class Comparison:
         sequential: Pairs of all tasks, if one of the two evaluations could end early.
         returns: Maps each task to the returns of its episodes; empty for questions and for evaluations that could end early.
         reports_success: Whether episodes can succeed; if not, only ``returns`` are compared.
+        changes: How the effects of perturbations differ, as from ``rlinf.evaluation.twins.changes``.
     """
 
     per_task: dict[str, Pairs]
@@ -177,6 +182,7 @@ class Comparison:
     sequential: SequentialPairs | None = None
     returns: dict[str, ReturnPairs] = field(default_factory=dict)
     reports_success: bool = True
+    changes: list[Json] = field(default_factory=list)
 
     @property
     def total(self) -> Pairs:
@@ -201,13 +207,16 @@ class Comparison:
             "per_task": {task: pairs.as_dict() for task, pairs in tasks},
             "returns": {"total": self.return_total.as_dict(), "per_task": returns} if self.return_total else None,
             "num_unpaired": self.num_unpaired, "mismatches": self.mismatches, "unit": self.unit,
+            "changes": self.changes,
         }  # fmt: skip
 
     @property
     def method(self) -> str:
         """How p-values and intervals are computed."""
         success_method = METHOD if self.sequential is None else SEQUENTIAL_METHOD
-        methods = ((success_method, self.reports_success), (RETURN_METHOD, bool(self.returns)))
+        methods = (
+            (success_method, self.reports_success), (RETURN_METHOD, bool(self.returns)), (CHANGE_METHOD, bool(self.changes)),
+        )  # fmt: skip
         return ". ".join(method for method, is_used in methods if is_used)
 
     @property
@@ -223,6 +232,7 @@ class Comparison:
             *(self._success_rows() if self.reports_success else self._return_rows()),
         ]
         lines += [f"allowed by evaluation.allow_mismatch: {mismatch}" for mismatch in self.mismatches]
+        lines += self._change_rows() if self.changes else []
         lines += [f"{self.sequential.state()}."] if self.sequential is not None else []
         return "\n".join([*lines, self.verdict(), f"{self.method}."])
 
@@ -247,6 +257,15 @@ class Comparison:
             counts = f"{len(pairs.a):>8}  {pairs.higher_a:>8}  {pairs.higher_b:>8}  {p_value:>8}"
             lines.append(f"{name.ljust(width)}  {counts}  {pairs.change}")
         return lines
+
+    def _change_rows(self) -> list[str]:
+        width = max(len("perturbation"), *(len(row["kind"]) for row in self.changes))
+        lines = ["", f"{'perturbation'.ljust(width)}  pairs  effect in a  effect in b   b - a  95 % interval"]
+        for row in self.changes:
+            effects = f"{format_points(row['a']):>11}  {format_points(row['b']):>11}"
+            change = f"{format_points(row['difference']):>6}  {format_points(*row['interval'])}"
+            lines.append(f"{row['kind'].ljust(width)}  {row['episodes']:>5}  {effects}  {change}")
+        return [*lines, ""]
 
     def verdict(self) -> str:
         """Return one line each for total success and total returns, if available."""
@@ -318,7 +337,9 @@ def _pair_returns(result_a: EvaluationResult, result_b: EvaluationResult) -> dic
     tasks: dict[str, list[tuple[float, float]]] = {}
     for result in result_a.results:
         if episode_of(result) in second:
-            tasks.setdefault(result.task, []).append((result.episode_return, second[episode_of(result)]))
+            tasks.setdefault(result_a.group_of(result.task), []).append(
+                (result.episode_return, second[episode_of(result)])
+            )
     return {task: ReturnPairs(*zip(*pairs, strict=True)) for task, pairs in tasks.items()}
 
 
@@ -370,7 +391,9 @@ def sampling_differences(result_a: EvaluationResult, result_b: EvaluationResult)
 
 def _by_episode(result: EvaluationResult, which: str) -> Outcomes:
     """Return outcomes by episode; raise ConfigError if one occurs twice."""
-    outcomes = {episode_of(episode): (episode.task, bool(episode.success)) for episode in result.results}
+    outcomes = {
+        episode_of(episode): (result.group_of(episode.task), bool(episode.success)) for episode in result.results
+    }
     if len(outcomes) < len(result.results):
         rows = f"{len(result.results)} rows for {len(outcomes)} episodes"
         raise ConfigError(f"The {which} result has {rows}, but each must have been run exactly once. Evaluate again")

@@ -21,6 +21,7 @@ from rlinf.errors import ConfigError, RejectedInputError
 from rlinf.evaluation.config import NUM_ROWS
 from rlinf.evaluation.result import EvaluationResult, actions_clipped, clipping_warning, far_warning
 from rlinf.evaluation.stopping import StopRule
+from rlinf.evaluation.twins import effects
 from rlinf.evaluation.video import write_video
 from rlinf.files import Json
 from rlinf.models.precision import evaluation_mode
@@ -67,7 +68,7 @@ class BatchedPolicy:
     """
 
     model: ActionModel
-    task_names: Sequence[str]
+    stream_names: Sequence[str]
     greedy: bool
     temperature: float
     seed: int
@@ -79,7 +80,7 @@ class BatchedPolicy:
     def start_episode(self, spec: EpisodeSpec) -> EpisodeContext:
         """Return the context of an episode, seeded by its spec."""
         # Keyed by task name: unlike task_id, it does not depend on env.tasks, and neither must the random draws.
-        key = ("evaluation", spec.suite, self.task_names[spec.task_id], spec.init_state_id, spec.seed)
+        key = ("evaluation", spec.suite, self.stream_names[spec.task_id], spec.init_state_id, spec.seed)
         return EpisodeContext(derive_seed(self.seed, *key), getattr(self.model, "num_observations", 1))
 
     def act(self, observation: Observation, contexts: Sequence[EpisodeContext]) -> np.ndarray:
@@ -321,14 +322,17 @@ def evaluate_policy(
     episodes = plan.episodes
     if episodes is None:
         kind = BatchedPolicy if hasattr(model, "predict_action_batch") else CallablePolicy
-        episodes = LocalEpisodes(kind(model, env.task_names, greedy, temperature, seed), env)
+        episodes = LocalEpisodes(kind(model, env.stream_names, greedy, temperature, seed), env)
     restarts_before = episodes.num_restarts
     with evaluation_mode(model):
         results = _run_all(episodes, specs, plan, env.num_envs, on_result)
         evaluation = EvaluationResult(
             results, greedy, temperature, seed, reports_success=env.reports_success(env.config)
         )
-        evaluation.warnings += evaluation.success_label_warning()
+        twins = {row.task: env.twin_of(env.config, row.task) for row in results}
+        evaluation.twins = {task: twin for task, twin in twins.items() if twin is not None}
+        evaluation.perturbations = effects(evaluation)
+        evaluation.warnings += env.caveats(env.config) + evaluation.success_label_warning()
         evaluation.warnings += clipping_warning(*actions_clipped(results)) + far_warning(evaluation.states_far_fraction)
         if plan.video_folder is not None:
             _add_videos(evaluation, episodes, plan)
@@ -377,7 +381,7 @@ def _run_all(
 def _add_videos(evaluation: EvaluationResult, episodes: Episodes, plan: EvaluationPlan) -> None:
     """Replay and record selected episodes on all ranks, and warn if any of them ends differently."""
     ranks, folder = plan.ranks, Path(plan.video_folder)
-    chosen = _select_videos(evaluation.results, plan.num_videos_per_task, evaluation.total.is_reported)
+    chosen = _select_videos(evaluation, plan.num_videos_per_task)
     rank_episodes = list(enumerate(chosen))[ranks.rank :: ranks.count]
     parts = ranks.gather(lambda: episodes.record(rank_episodes, folder, plan.video_size))
     recorded = sorted((item for part in parts for item in part), key=lambda item: item[0])
@@ -437,14 +441,13 @@ def _run(
     )
 
 
-def _select_videos(
-    results: Sequence[EpisodeResult], num_per_task: int, is_reported: bool = True
-) -> list[EpisodeResult]:
+def _select_videos(evaluation: EvaluationResult, num_per_task: int) -> list[EpisodeResult]:
     """Return the first successes and failures of each task, or its first episodes if the env reports no success."""
     chosen: dict[tuple[str, bool], list[EpisodeResult]] = {}
+    is_reported = evaluation.total.is_reported
     limits = {True: (num_per_task + 1) // 2, False: num_per_task // 2 if is_reported else num_per_task}
-    for result in results:
-        group = chosen.setdefault((result.task, result.success), [])
+    for result in evaluation.results:
+        group = chosen.setdefault((evaluation.group_of(result.task), result.success), [])
         if len(group) < limits[result.success]:
             group.append(result)
     return [result for key in sorted(chosen, key=lambda key: (key[0], not key[1])) for result in chosen[key]]

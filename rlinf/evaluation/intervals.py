@@ -56,6 +56,30 @@ def paired_difference_interval(both: int, only_first: int, only_second: int, nei
     return max(-1.0, p1 - p2 - below), min(1.0, p1 - p2 + above)
 
 
+def difference_of_differences_interval(first: np.ndarray, second: np.ndarray) -> tuple[float, float]:
+    """Return the 95 % interval for how much a paired difference between two proportions changes, second minus first.
+
+    ``first`` and ``second`` are 0 or 1, int ``[N, 2]``: the outcomes of each trial's two arms. With the differences ``d`` (second arm minus
+    first) and their intervals ``(l, u)`` by ``paired_difference_interval``, MOVER (Zou 2007, Psychological Methods 12:399) gives
+
+    ``lower = d2 - d1 - sqrt((d2-l2)^2 - 2 r (d2-l2)(u1-d1) + (u1-d1)^2)`` and
+    ``upper = d2 - d1 + sqrt((u2-d2)^2 - 2 r (u2-d2)(d1-l1) + (d1-l1)^2)``,
+
+    where ``r`` is the correlation of the trials' two differences times N / (N + 4), so that equal outcomes do not give width 0.
+    """
+    count, cells = len(first), ((1, 1), (0, 1), (1, 0), (0, 0))
+    tables = [[int((rows == cell).all(1).sum()) for cell in cells] for rows in (first, second)]
+    (l1, u1), (l2, u2) = (paired_difference_interval(*table) for table in tables)
+    each1, each2 = (rows[:, 1] - rows[:, 0] for rows in (first, second))
+    d1, d2 = each1.mean().item(), each2.mean().item()
+    deviations = each1 - d1, each2 - d2
+    norm = math.sqrt(math.prod((values**2).sum() for values in deviations))
+    r = (deviations[0] * deviations[1]).sum() / norm * count / (count + 4) if norm else 0.0
+    below = math.sqrt((d2 - l2) ** 2 - 2 * r * (d2 - l2) * (u1 - d1) + (u1 - d1) ** 2)
+    above = math.sqrt((u2 - d2) ** 2 - 2 * r * (u2 - d2) * (d1 - l1) + (d1 - l1) ** 2)
+    return max(-2.0, d2 - d1 - below), min(2.0, d2 - d1 + above)
+
+
 STUDENT_T_95 = (
     12.7062, 4.30265, 3.18245, 2.77645, 2.57058, 2.44691, 2.36462, 2.30600, 2.26216, 2.22814, 2.20099, 2.17881, 2.16037, 2.14479,
     2.13145, 2.11991, 2.10982, 2.10092, 2.09302, 2.08596, 2.07961, 2.07387, 2.06866, 2.06390, 2.05954, 2.05553, 2.05183, 2.04841,

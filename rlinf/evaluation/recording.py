@@ -64,7 +64,7 @@ def record_episodes(
     ranks.gather(lambda: _make_folder(folder, unfinished) if ranks.rank == 0 else None)
     kind: Any = ScoringPolicy if hasattr(model, "predict_action_batch") else CallablePolicy
     policy = kind(model, env.task_names, evaluation.greedy, evaluation.temperature, evaluation.seed)
-    numbered = _first_of_tasks(evaluation.results, num_per_task)[ranks.rank :: ranks.count]
+    numbered = _first_of_tasks(evaluation, num_per_task)[ranks.rank :: ranks.count]
     with evaluation_mode(model):
         ranks.gather(partial(_record, policy, env, numbered, unfinished, size))
     ranks.gather(lambda: replace_folder(unfinished, folder) if ranks.rank == 0 else None)
@@ -173,13 +173,13 @@ class Recorder:
             self.rewards[row].append(float(step.rewards[row, 0]))
 
 
-def _first_of_tasks(results: Sequence[EpisodeResult], num_per_task: int) -> list[tuple[int, EpisodeResult]]:
+def _first_of_tasks(evaluation: EvaluationResult, num_per_task: int) -> list[tuple[int, EpisodeResult]]:
     """Return each task's first results with their indices in the list."""
     seen: Counter[str] = Counter()
     chosen = []
-    for number, result in enumerate(results):
-        seen[result.task] += 1
-        if seen[result.task] <= num_per_task:
+    for number, result in enumerate(evaluation.results):
+        seen[evaluation.group_of(result.task)] += 1
+        if seen[evaluation.group_of(result.task)] <= num_per_task:
             chosen.append((number, result))
     return chosen
 

@@ -93,6 +93,8 @@ class EvaluationResult:
         reports_success: Whether the env reports success (``VectorEnv.reports_success``).
         baselines: ``{"name", "meaning", "note", "success"}`` per baseline (``evaluation.baselines``); ``success`` is as from
             ``Success.as_dict``, or null if the baseline was not run, for the reason in ``note``.
+        twins: Maps each perturbed task to the kind of its perturbation and the unperturbed task.
+        perturbations: Paired effect of each kind, as from ``rlinf.evaluation.twins.effects``.
     """
 
     results: list[EpisodeResult]
@@ -105,6 +107,12 @@ class EvaluationResult:
     stopping: Json | None = None
     reports_success: bool = True
     baselines: list[Json] = field(default_factory=list)
+    twins: dict[str, tuple[str, str]] = field(default_factory=dict)
+    perturbations: list[Json] = field(default_factory=list)
+
+    def group_of(self, task: str) -> str:
+        """Return the task's row in tables: its name, or the kind of its perturbation if there are perturbed tasks."""
+        return self.twins.get(task, ("plain", ""))[0] if self.twins else task
 
     @property
     def total(self) -> Success:
@@ -113,10 +121,10 @@ class EvaluationResult:
 
     @property
     def per_task(self) -> dict[str, Success]:
-        """Success by task name, in order of first appearance."""
+        """Success by task name (``group_of``), in order of first appearance."""
         tasks: dict[str, list[EpisodeResult]] = {}
         for result in self.results:
-            tasks.setdefault(result.task, []).append(result)
+            tasks.setdefault(self.group_of(result.task), []).append(result)
         return {task: self._count(results) for task, results in tasks.items()}
 
     @property
@@ -266,6 +274,8 @@ class EvaluationResult:
                 stopping=data.get("stopping"),
                 reports_success=data.get("reports_success", True),
                 baselines=data.get("baselines", []),
+                twins={task: (kind, twin) for task, (kind, twin) in data.get("twins", {}).items()},
+                perturbations=data.get("perturbations", []),
             )
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise CheckpointError(f"{path} is not an evaluation result ({type(error).__name__}: {error}).") from error

@@ -10,6 +10,7 @@ from pathlib import Path
 from markupsafe import Markup
 
 from rlinf.evaluation.result import Success
+from rlinf.evaluation.twins import EFFECT_METHOD
 from rlinf.files import Json
 from rlinf.number_formats import format_duration
 from rlinf.report.charts import NUM_COLOURS, SMALL, Interval, Series
@@ -39,7 +40,7 @@ def write_report(run_folder: str | os.PathLike) -> Path:
         data.folder / REPORT_FILE, "run.html", f"{title}: {newest.result.total}" if newest else title, title=title, data=data, reported=reported_lines(data.summary),
         facts=_facts(data), warnings=_warnings(data), findings=diagnose(record_of(data)) if data.lines else None, success_curves=_success_curves(data),
         tasks=_tasks(data), success_by_step=solved, actor_curves=_actor_curves(data.lines),
-        baselines=_baselines(data), curves=_training_curves(data), profile_steps=data.setting("trainer.profile_steps"), **player(data),
+        baselines=_baselines(data), perturbations=_newest_rows(data, "perturbations"), effect_method=EFFECT_METHOD, curves=_training_curves(data), profile_steps=data.setting("trainer.profile_steps"), **player(data),
     )  # fmt: skip
 
 
@@ -100,9 +101,14 @@ def _tasks(data: RunData) -> list[tuple[str, list[Success | None]]]:
 
 def _baselines(data: RunData) -> list[tuple[Json, Success | None]]:
     """Return the baselines of the newest evaluation that has some, and the success of each that was run."""
-    newest_first = filter(None, [data.fresh, *reversed(data.evaluations)])
-    rows = next((e.result.baselines for e in newest_first if e.result.baselines), [])
+    rows = _newest_rows(data, "baselines")
     return [(row, Success.from_dict(row["success"]) if row["success"] else None) for row in rows]
+
+
+def _newest_rows(data: RunData, name: str) -> list[Json]:
+    """Return ``EvaluationResult.<name>`` of the newest evaluation that has rows."""
+    newest_first = filter(None, [data.fresh, *reversed(data.evaluations)])
+    return next((rows for evaluation in newest_first if (rows := getattr(evaluation.result, name))), [])
 
 
 EVALUATED = (

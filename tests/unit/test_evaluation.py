@@ -27,6 +27,16 @@ class NumberLineEnv:
     config = None
     task_names = TASKS
 
+    @property
+    def stream_names(self):
+        return self.task_names
+
+    def twin_of(self, config, task):
+        return None
+
+    def caveats(self, config):
+        return []
+
     def __init__(self, num_envs: int) -> None:
         self.num_envs = num_envs
         self.num_episodes = 0

@@ -19,6 +19,8 @@ from rlinf.envs.config import ProcessEnvConfig, select_tasks
 from rlinf.envs.episodes import EpisodeList, check_split
 from rlinf.envs.graphics.backend import choose_backend
 from rlinf.envs.libero.assets import check_assets, check_originals, find_assets
+from rlinf.envs.libero.noise import SIZE, SensorNoise
+from rlinf.envs.libero.plus import CATEGORIES, PlusSuite, seen_from
 from rlinf.envs.libero.scene import CAMERAS, CONTROL_FREQ_HZ, Scene, SceneState
 from rlinf.envs.libero.tasks import (
     HORIZONS,
@@ -28,8 +30,8 @@ from rlinf.envs.libero.tasks import (
 )
 from rlinf.envs.process.env import ProcessVectorEnv
 from rlinf.envs.process.simulator import Simulator, SingleStep, View
-from rlinf.errors import ConfigError, did_you_mean
-from rlinf.options import PathText, option
+from rlinf.errors import ConfigError, did_you_mean, reject
+from rlinf.options import PathText, option, override_text
 from rlinf.seeding import derive_seed
 from rlinf.types import Statistics
 
@@ -53,6 +55,9 @@ class LiberoConfig(ProcessEnvConfig):
 
     name: str = option("libero", "Name of the registered environment.")
     suite: str = option("libero_spatial", "Suite of tasks.", choices=tuple(SUITES))
+    categories: list[str] | None = option(
+        None, f"Kinds of perturbation in suites of LIBERO-Plus: {', '.join(CATEGORIES)}; null: all."
+    )
     max_episode_steps: int | None = option(
         None,
         "Env steps after which an episode is truncated; null: as published ("
@@ -116,6 +121,10 @@ class LiberoVectorEnv(ProcessVectorEnv):
     def __init__(self, config: LiberoConfig, num_envs: int, auto_reset: bool) -> None:
         check_packages()
         tasks = select_tasks(self.all_task_names(config), config.tasks)
+        if SIZE % config.image_size and any(self._kind_of(config, task) == "noise" for task in tasks):
+            kinds = [kind for kind in CATEGORIES if kind != "noise"]
+            fix = f"env.image_size=64, or env.categories={override_text(kinds)}"
+            reject(f"env.image_size={config.image_size} with sensor noise", f"a divisor of {SIZE}", fix)
         assets = find_assets(config.assets_dir)
         check_assets(assets, SUITES[config.suite], tasks)
         if config.cameras and not config.modified_assets:
@@ -132,7 +141,35 @@ class LiberoVectorEnv(ProcessVectorEnv):
     def all_task_names(cls, config: LiberoConfig) -> list[str]:
         if config.suite not in SUITES:
             raise ConfigError(f"Unknown suite '{config.suite}' in env.suite.{did_you_mean(config.suite, SUITES)}")
-        return list(SUITES[config.suite].tasks)
+        suite = SUITES[config.suite]
+        if isinstance(suite, PlusSuite):
+            suite.check_present(config.tasks or ())
+        if config.categories is None:
+            return list(suite.tasks)
+        if not isinstance(suite, PlusSuite) or not set(config.categories) <= set(CATEGORIES):
+            kinds = [kind for kind in config.categories if kind in CATEGORIES] or list(CATEGORIES)
+            fix = f"env.suite=libero_plus_spatial env.categories={override_text(kinds)}"
+            actual = f"env.categories={override_text(config.categories)} with env.suite={config.suite}"
+            reject(actual, f"kinds among {', '.join(CATEGORIES)} and a suite of LIBERO-Plus", fix)
+        kinds = ["", *config.categories]
+        return [task for task in suite.tasks if cls._kind_of(config, task) in kinds]
+
+    @classmethod
+    def _kind_of(cls, config: LiberoConfig, task: str) -> str:
+        """Return the kind of a LIBERO-Plus task's perturbation; "" for other tasks."""
+        variant = SUITES[config.suite].variant(task)
+        return "" if variant is None else variant.category
+
+    @classmethod
+    def twin_of(cls, config: LiberoConfig, task: str) -> tuple[str, str] | None:
+        variant = SUITES[config.suite].variant(task)
+        return (variant.category, variant.task) if variant is not None and variant.category else None
+
+    @classmethod
+    def caveats(cls, config: LiberoConfig) -> list[str]:
+        """Return how much of LIBERO-Plus's official list the suite covers."""
+        suite = SUITES[config.suite]
+        return [suite.coverage()] if isinstance(suite, PlusSuite) else []
 
     @classmethod
     def check_statistics(cls, config: LiberoConfig, statistics: Statistics) -> None:
@@ -190,6 +227,11 @@ class LiberoSimulator(Simulator):
         self._task = ""
         self._scene: Scene | None = None
         self._state: SceneState | None = None
+        self._noise: SensorNoise | None = None
+        self._generator, self._draws = (
+            np.random.RandomState(),
+            None,
+        )  # of the noise: the next numbers, and the present image's
 
     def reset(self, spec: EpisodeSpec) -> None:
         """Start at a recorded state (``init_state_id`` below 50) or a drawn one (from 1000), and let objects settle."""
@@ -204,17 +246,31 @@ class LiberoSimulator(Simulator):
         # Envs of this process may use the scene at the same time; each has its own `SceneState`.
         with scene.lock:
             if scene is not self._scene:
-                self._task, self._scene, self._state = task, scene, scene.new_state()
+                self._scene, self._state = scene, scene.new_state()
+            self._task = task
+            variant, start = suite.variant(task), suite.start_joints(task)
+            self._state.view = None if variant is None else seen_from(*scene.compiled_view, variant.view)
+            self._noise = SensorNoise(variant.noise) if variant is not None and variant.noise else None
             if number < DRAWN_OFFSET:
-                scene.restore(self._state, states[number], spec.seed, number)
+                self._generator = scene.restore(self._state, states[number], spec.seed, number, start)
             else:
-                scene.draw(self._state, derive_seed(spec.seed, suite.name, task, number) & 0xFFFFFFFF)
+                seed = derive_seed(spec.seed, suite.name, task, number) & 0xFFFFFFFF
+                self._generator = scene.draw(self._state, seed, start)
+            self._draw_noise()  # for the image of the public code's reset
             for _ in range(self.config.num_settling_steps):
                 scene.step(self._state, SETTLING_ACTION)
+                self._draw_noise()
 
     def step(self, action: np.ndarray) -> SingleStep:
         with self._scene.lock:
-            return SingleStep(0.0, self._scene.step(self._state, self._libero_action(action)))
+            success = self._scene.step(self._state, self._libero_action(action))
+        self._draw_noise()
+        return SingleStep(0.0, success)
+
+    def _draw_noise(self) -> None:
+        """Draw the numbers for the noise of the next image, which the public code renders after every env step."""
+        if self._noise is not None:
+            self._draws = self._noise.draw(self._generator)
 
     def _libero_action(self, action: np.ndarray) -> np.ndarray:
         """Return the action in LIBERO's gripper convention, float64 ``[7]``."""
@@ -227,7 +283,10 @@ class LiberoSimulator(Simulator):
         with self._scene.lock:
             images = self._scene.render(self._state, self.config.cameras, self.config.image_size)
             state = self._scene.proprioception(self._state) if self.config.state == "proprio" else None
-        return View(dict(zip(self.config.cameras, images, strict=True)), state, self._suite.instruction(self._task))
+        seen = dict(zip(self.config.cameras, images, strict=True))
+        if self._noise is not None and "agentview" in seen:
+            seen["agentview"] = self._noise.apply(seen["agentview"], self._draws)
+        return View(seen, state, self._suite.instruction(self._task))
 
     def render(self, size: int) -> np.ndarray:
         with self._scene.lock:
@@ -252,11 +311,11 @@ _scenes_lock = threading.Lock()
 
 def _scene_of(suite: Suite, task: str, assets: Path, fast: bool, max_scenes: int) -> Scene:
     """Return this process's scene for a task, dropping the least recently used scenes if necessary."""
-    key = suite.name, task, assets, fast
+    key = suite.bddl_file(task), assets, fast
     with _scenes_lock:
         if key not in _scenes:
             while len(_scenes) >= max_scenes:
                 _scenes.popitem(last=False)
-            _scenes[key] = Scene(suite.bddl_file(task), assets, fast)
+            _scenes[key] = Scene(*key)
         _scenes.move_to_end(key)
         return _scenes[key]

@@ -7,7 +7,7 @@ import logging
 import os
 import tempfile
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -43,6 +43,7 @@ class SceneState:
     ``controller`` is robosuite's arm controller with its goal; ``gripper`` is the gripper's current command, which changes by a fixed
     amount per simulator step. ``fixtures`` maps body ids to (position, quaternion), because the model can store only one env's.
     ``sites`` are the colours of the model's sites, including flames. ``seen_*``: joints, ``sites`` and fingers as last sensed.
+    ``view`` is the pose (position, quaternion) of the camera agentview; None: LIBERO's.
     """
 
     data: Any
@@ -53,6 +54,7 @@ class SceneState:
     seen_qpos: np.ndarray = field(default_factory=lambda: np.zeros(0))
     seen_sites: np.ndarray = field(default_factory=lambda: np.zeros((0, 4)))
     seen_gripper: np.ndarray = field(default_factory=lambda: np.zeros(2))
+    view: tuple[Sequence[float], Sequence[float]] | None = None
 
 
 class _SimulationView:
@@ -89,6 +91,8 @@ class Scene:
         self.model = self._sim.model._model
         self._env.visualize({name: False for name in self._env._visualizations})  # hide gripper and region markers
         self._compiled_sites = self.model.site_rgba.copy()
+        self._view_id = self.model.camera(CAMERAS["agentview"]).id
+        self.compiled_view = self.model.cam_pos[self._view_id].copy(), self.model.cam_quat[self._view_id].copy()
         self._joint_samplers = list(self._env.object_property_initializers)
         self._bodies = dict(self._env.obj_body_id)
         self._fixture_ids = [self._bodies[name] for name in self._env.fixtures_dict]
@@ -103,12 +107,15 @@ class Scene:
         """Return an empty state for one env, to be filled by ``restore`` or ``draw``."""
         return SceneState(self._mujoco.MjData(self.model))
 
-    def restore(self, state: SceneState, recorded: np.ndarray, seed: int, index: int) -> None:
+    def restore(
+        self, state: SceneState, recorded: np.ndarray, seed: int, index: int, start: np.ndarray | None = None
+    ) -> np.random.RandomState:
         """Overwrite ``state`` with the ``recorded`` state number ``index``, float64 ``[1 + nq + nv]``.
 
         A recorded state does not include the poses of the fixtures (cabinet, stove), which LIBERO draws within about a centimetre
         at each reset. Here they match episode ``index`` of a script that calls ``env.seed(seed)`` once, and then ``env.reset()`` and
-        ``env.set_init_state(recorded)`` for each episode (seed 0 in OpenVLA's evaluation).
+        ``env.set_init_state(recorded)`` for each episode (seed 0 in OpenVLA's evaluation). Return NumPy's generator as such a script
+        has it then. ``start``: joint positions of the arm at the reset, float64 ``[7]``; None: LIBERO's.
         """
         if len(recorded) != 1 + self.model.nq + self.model.nv:
             raise ConfigError(
@@ -116,17 +123,19 @@ class Scene:
                 f"{self.model.nv}: packages and assets have different versions. Run `bash scripts/setup.sh --sims`, or unset "
                 "env.assets_dir"
             )
-        generator, num_loads = self._published_draw(state, seed, index)
-        with _numpy_seed(generator):
-            self._draw(state, num_loads)
+        generator = self._reset(state, *self._published_draw(state, seed, index), start)
         self._sim.set_state_from_flattened(recorded)
         self._start(state)
+        return generator
 
-    def draw(self, state: SceneState, seed: int) -> None:
-        """Start at a state that LIBERO draws from ``seed`` (32 bits), including fixtures. Objects then fall into place."""
-        with _numpy_seed(seed):
-            self._draw(state, num_loads=1)
+    def draw(self, state: SceneState, seed: int, start: np.ndarray | None = None) -> np.random.RandomState:
+        """Start at a state that LIBERO draws from ``seed`` (32 bits), including fixtures. Objects then fall into place.
+
+        ``start`` and the returned generator are as in ``restore``.
+        """
+        generator = self._reset(state, seed, 1, start)
         self._start(state)
+        return generator
 
     def step(self, state: SceneState, action: np.ndarray) -> bool:
         """Advance by one env step (50 ms) and return whether the goal is reached.
@@ -205,6 +214,8 @@ class Scene:
         for body, (position, quaternion) in state.fixtures.items():
             self.model.body_pos[body], self.model.body_quat[body] = position, quaternion
         self.model.site_rgba[:] = state.sites
+        position, quaternion = state.view or self.compiled_view
+        self.model.cam_pos[self._view_id], self.model.cam_quat[self._view_id] = position, quaternion
 
     def _start(self, state: SceneState) -> None:
         self._sim.forward()
@@ -240,6 +251,18 @@ class Scene:
                 num_loads = self._draw(state, known[-1][1])
                 known.append((np.random.get_state(), num_loads + 1))
         return known[index]
+
+    def _reset(self, state: SceneState, seed: Any, num_loads: int, start: np.ndarray | None) -> np.random.RandomState:
+        """Call ``_draw`` with NumPy's generator at ``seed`` (an integer or a state), and return the generator afterwards."""
+        usual, after = self._robot.init_qpos, np.random.RandomState()
+        self._robot.init_qpos = usual if start is None else start
+        try:
+            with _numpy_seed(seed):
+                self._draw(state, num_loads)
+                after.set_state(np.random.get_state())
+        finally:
+            self._robot.init_qpos = usual
+        return after
 
     def _draw(self, state: SceneState, num_loads: int) -> int:
         """Reset the simulation as LIBERO's ``env.reset()`` does, using NumPy's global generator.

@@ -1,5 +1,7 @@
 """Suites of tasks, read from the packages of LIBERO and LIBERO-PRO without importing LIBERO, robosuite or torch."""
 
+from __future__ import annotations
+
 import ast
 import functools
 import importlib.metadata
@@ -12,11 +14,14 @@ import sys
 import zipfile
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
 from rlinf.errors import ConfigError, MissingDependencyError
+
+if TYPE_CHECKING:
+    from rlinf.envs.libero.plus import Variant
 
 HORIZONS = {"libero_spatial": 220, "libero_object": 280, "libero_goal": 300, "libero_10": 520, "libero_90": 400}
 """Maps each suite to its env steps per episode after settling, as in OpenVLA's, OpenVLA-OFT's and openpi's scripts."""
@@ -112,7 +117,7 @@ class Suite:
     @functools.cached_property
     def tasks(self) -> tuple[str, ...]:
         """The tasks in the order of the published evaluations."""
-        return _task_map(self.folder())[self.name]
+        return task_map(self.folder())[self.name]
 
     def bddl_file(self, task: str) -> Path:
         return self.folder() / "bddl_files" / self.name / f"{task}.bddl"
@@ -123,6 +128,14 @@ class Suite:
     def recorded_states(self, task: str) -> np.ndarray:
         """Return the task's initial states used in published evaluations, float64 ``[N, 1 + nq + nv]``."""
         return read_states(self.folder() / "init_files" / self.name / f"{task}.pruned_init")
+
+    def variant(self, task: str) -> Variant | None:
+        """Return how a task of LIBERO-Plus is perturbed; None in other suites."""
+        return None
+
+    def start_joints(self, task: str) -> np.ndarray | None:
+        """Return the arm's joint positions at the reset, float64 ``[7]`` in radians; None: LIBERO's."""
+        return None
 
 
 class ProSuite(Suite):
@@ -150,7 +163,7 @@ for _name in ("libero_spatial", "libero_object", "libero_goal", "libero_10"):
 
 
 @functools.cache
-def _task_map(folder: Path) -> dict[str, tuple[str, ...]]:
+def task_map(folder: Path) -> dict[str, tuple[str, ...]]:
     """Return the tasks of each suite in ``benchmark/libero_suite_task_map.py``."""
     source = (folder / "benchmark" / "libero_suite_task_map.py").read_text(encoding="utf-8")
     for node in ast.parse(source).body:
@@ -198,6 +211,8 @@ def read_states(path: Path) -> np.ndarray:
             with zipfile.ZipFile(path) as archive:
                 name = next(name for name in archive.namelist() if name.endswith("data.pkl"))
                 states = _ArrayUnpickler(io.BytesIO(archive.read(name))).load()
+        if isinstance(states, np.ndarray) and states.ndim == 1:  # LIBERO-Plus: a single state
+            states = states[None]
         if not isinstance(states, np.ndarray) or states.dtype != np.float64 or states.ndim != 2:
             raise ConfigError(f"it contains a {type(states).__name__}, not a float64 matrix")
     except (

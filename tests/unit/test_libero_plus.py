@@ -15,6 +15,7 @@ from scipy.spatial.transform import Rotation
 from rlinf.envs.libero import noise as sensor_noise
 from rlinf.envs.libero import plus
 from rlinf.envs.libero import tasks as libero_tasks
+from rlinf.envs.libero.assets import find_assets
 from rlinf.envs.libero.env import LiberoConfig, LiberoSimulator, LiberoVectorEnv
 from rlinf.envs.libero.noise import KINDS, SensorNoise
 from rlinf.envs.libero.plus import ABSENT, CATEGORIES, PLUS_WHEEL, Variant, parse_variant, seen_from
@@ -26,26 +27,18 @@ NAMES = [f"libero_plus_{name}" for name in ("spatial", "object", "goal", "10")]
 TASK = "pick_up_the_black_bowl_from_table_center_and_place_it_on_the_plate"
 
 
-def missing() -> str | None:
-    """Why the list cannot be read here; None: it can."""
+def needs(*functions):
+    reason = None
     try:
-        libero_tasks.check_packages()
-        PLUS_WHEEL.root()
+        for function in functions:
+            function()
     except MissingDependencyError as error:
-        return str(error)
-    return None
+        reason = str(error)
+    return pytest.mark.skipif(reason is not None, reason=str(reason))
 
 
-def missing_assets() -> str | None:
-    try:
-        libero_tasks.find_assets(None)
-    except MissingDependencyError as error:
-        return str(error)
-    return missing()
-
-
-needs_plus = pytest.mark.skipif(missing() is not None, reason=str(missing()))
-needs_simulator = pytest.mark.skipif(missing_assets() is not None, reason=str(missing_assets()))
+needs_plus = needs(libero_tasks.package_folder, PLUS_WHEEL.root)
+needs_simulator = needs(libero_tasks.check_packages, PLUS_WHEEL.root, lambda: find_assets(None))
 
 
 @pytest.mark.parametrize(

@@ -211,8 +211,8 @@ def read_states(path: Path) -> np.ndarray:
             with zipfile.ZipFile(path) as archive:
                 name = next(name for name in archive.namelist() if name.endswith("data.pkl"))
                 states = _ArrayUnpickler(io.BytesIO(archive.read(name))).load()
-        if isinstance(states, np.ndarray) and states.ndim == 1:  # LIBERO-Plus: a single state
-            states = states[None]
+            if isinstance(states, np.ndarray) and states.ndim == 1:  # LIBERO-Plus: a single state
+                states = states[None]
         if not isinstance(states, np.ndarray) or states.dtype != np.float64 or states.ndim != 2:
             raise ConfigError(f"it contains a {type(states).__name__}, not a float64 matrix")
     except (

@@ -1,0 +1,114 @@
+"""Perturbed episodes against their twins: pairs, random numbers, tables, the change between two policies, against hand counts."""
+
+import json
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from rlinf.evaluation.compare import compare
+from rlinf.evaluation.evaluator import BatchedPolicy, _select_videos, evaluate_policy
+from rlinf.evaluation.intervals import difference_of_differences_interval, paired_difference_interval
+from rlinf.evaluation.result import EvaluationResult
+from rlinf.evaluation.twins import changes, effect_table, effects
+from rlinf.types import EpisodeResult, EpisodeSpec
+from tests.unit.test_evaluation import TASKS, BinPolicy, NumberLineEnv
+
+KINDS = {"camera": 6, "noise": 4}
+NAMES = ["plain_0", "plain_1", *(f"{kind}_{n}" for kind, count in KINDS.items() for n in range(count))]
+TWINS = {name: (name.split("_")[0], f"plain_{int(name[-1]) % 2}") for name in NAMES[2:]}
+
+
+def result_of(solved: set[str], names=NAMES) -> EvaluationResult:
+    rows = [
+        EpisodeResult(EpisodeSpec("line", NAMES.index(name), 0, 0), name, name in solved, 0.0, 5, success_reported=True)
+        for name in names
+    ]
+    result = EvaluationResult(rows, twins=TWINS)
+    result.perturbations = effects(result)
+    return result
+
+
+def test_each_perturbed_episode_is_paired_with_its_own_task():
+    result = result_of({"plain_0", "camera_0", "camera_1", "camera_3", "noise_2"})  # twins of 0, 2 and 4 are solved
+    camera, noise, both = result.perturbations
+    assert (camera["kind"], camera["episodes"], camera["successes_a"], camera["successes_b"]) == ("camera", 6, 3, 3)
+    assert (camera["only_a"], camera["only_b"], camera["difference"]) == (2, 2, 0)
+    assert (noise["only_a"], noise["only_b"], noise["difference"]) == (1, 0, -0.25)
+    assert noise["interval"] == list(paired_difference_interval(1, 0, 1, 2))
+    assert (both["kind"], both["episodes"], both["difference"]) == ("all kinds", 10, -0.1)
+    assert list(result.per_task) == ["plain", "camera", "noise"] and result.per_task["plain"].count == "1/2"
+    assert {row.split()[0]: row.split()[1] for row in effect_table(result.perturbations).splitlines()[1:3]} == {
+        "camera": "6", "noise": "4",
+    }  # fmt: skip
+    assert len(_select_videos(result, 2)) == 6, "two per kind, not per variant"
+
+
+def test_a_twin_that_was_not_run_gives_no_pair(tmp_path):
+    result = result_of({"camera_0", "plain_0"}, NAMES[:1] + NAMES[2:])
+    assert [row["episodes"] for row in result.perturbations] == [3, 2, 5]
+    again = EvaluationResult.from_json(result.to_json(tmp_path / "result.json"))
+    assert again.twins == TWINS and again.perturbations == result.perturbations == effects(again)
+    assert effects(replace(result, twins={})) == [], "a control"
+
+
+def test_a_perturbed_episode_has_the_random_numbers_of_its_twin():
+    class TwinEnv(NumberLineEnv):
+        stream_names = (TASKS[0], TASKS[0])
+
+        def _start(self, spec):
+            return -3.0
+
+        def _observe(self):
+            seen = super()._observe()
+            return replace(seen, instruction=[""] * len(seen.instruction))
+
+        def twin_of(self, config, task):
+            return ("camera", TASKS[0]) if task == TASKS[1] else None
+
+        def caveats(self, config):
+            return ["half of the list"]
+
+    specs = [EpisodeSpec("line", task, 0, 0) for task in range(2)]
+    result = evaluate_policy(BinPolicy(), TwinEnv(2), specs, greedy=False)
+    plain, perturbed = ((row.success, row.episode_return, row.num_env_steps) for row in result.results)
+    assert plain == perturbed and result.perturbations[0]["difference"] == 0
+    assert result.twins == {TASKS[1]: ("camera", TASKS[0])} and result.warnings[0] == "half of the list"
+    policies = [BatchedPolicy(None, names, False, 1.0, 0) for names in (TwinEnv.stream_names, TASKS)]
+    numbers = [[policy.start_episode(spec).random(3).tolist() for spec in specs] for policy in policies]
+    assert [first == second for first, second in numbers] == [True, False], "a control: a task's own numbers"
+
+
+def test_the_change_between_two_policies_is_a_difference_of_differences():
+    before, after = (
+        result_of({"plain_0", "plain_1", "camera_0"}),
+        result_of({"plain_0", "plain_1", *NAMES[2:6], "noise_0"}),
+    )
+    camera, noise, both = changes(before, after)
+    assert (camera["a"], camera["b"], camera["difference"]) == pytest.approx((-5 / 6, -2 / 6, 3 / 6))
+    assert (noise["a"], noise["b"], noise["difference"]) == (-1, -0.75, 0.25)
+    assert (both["episodes"], both["difference"]) == (10, pytest.approx(0.4))
+    assert camera["interval"][0] < 0.5 < camera["interval"][1]
+    comparison = compare(before, after)
+    comparison.changes = [camera, noise, both]
+    assert list(comparison.per_task) == ["plain", "camera", "noise"]
+    assert json.loads(json.dumps(comparison.as_dict()))["changes"][1] == noise
+    assert "Zou" in comparison.method and comparison.table().count("camera") == 2
+
+
+def test_the_interval_of_a_difference_of_differences_is_the_formula_s_and_covers():
+    first = np.array([[1, 1], [1, 0], [1, 1], [1, 0]] * 5)
+    second = np.array([[1, 1], [1, 1], [1, 0], [1, 0]] * 5)  # differences uncorrelated with the first's
+    low, high = paired_difference_interval(10, 0, 10, 0)
+    found = difference_of_differences_interval(first, second)
+    side = np.hypot(-0.5 - low, high + 0.5)
+    np.testing.assert_allclose(found, (-side, side), atol=1e-12)
+    same = difference_of_differences_interval(first, first)
+    np.testing.assert_allclose(np.diff(same) ** 2, np.diff(found) ** 2 - 4 * 20 / 24 * 2 * (-0.5 - low) * (high + 0.5))
+    generator, hits = np.random.default_rng(0), 0
+    for _ in range(400):
+        shared, alone = generator.random((40, 1)), generator.random((40, 4))
+        solved = (np.where(generator.random((40, 4)) < 0.5, shared, alone) < (0.9, 0.4, 0.95, 0.7)).astype(int)
+        low, high = difference_of_differences_interval(solved[:, :2], solved[:, 2:])
+        hits += low <= 0.25 <= high
+    assert 0.93 <= hits / 400 <= 0.99

@@ -10,6 +10,7 @@ import re
 import shutil
 import subprocess
 import sys
+import weakref
 import zipfile
 from contextlib import nullcontext
 from pathlib import Path
@@ -26,7 +27,7 @@ from rlinf.envs.libero import scene as libero_scene
 from rlinf.envs.libero import tasks as libero_tasks
 from rlinf.envs.libero.env import DRAWN_OFFSET, SETTLING_ACTION, LiberoConfig, LiberoSimulator, LiberoVectorEnv
 from rlinf.envs.libero.scene import axis_angle
-from rlinf.envs.libero.tasks import HORIZONS, SUITES, ProSuite, bddl_instruction, instruction
+from rlinf.envs.libero.tasks import HORIZONS, SUITES, ProSuite, Suite, bddl_instruction, instruction
 from rlinf.errors import ConfigError, MissingDependencyError
 from rlinf.preflight.compatibility import check_inputs
 from rlinf.types import EpisodeSpec
@@ -200,12 +201,22 @@ def test_openvlas_gripper_opens_at_one_and_closes_at_zero():
     assert openings["openvla", 0.1] == openings["env", 1.0] < 0.01
 
 
-@needs_libero
-def test_one_scene_serves_all_envs_of_a_process_and_the_number_is_bounded(monkeypatch):
-    monkeypatch.setattr(adapter, "Scene", lambda *arguments: SimpleNamespace(arguments=arguments))
+def test_one_scene_serves_all_envs_of_a_process_and_evicted_ones_give_their_memory_back(monkeypatch):
+    class CyclicScene:
+        """Refers to itself, as robosuite's env does."""
+
+        def __init__(self, *arguments):
+            self.itself = self
+
+    monkeypatch.setattr(adapter, "Scene", CyclicScene)
     monkeypatch.setattr(adapter, "_scenes", type(adapter._scenes)())
-    take = [adapter._scene_of(SUITES["libero_goal"], task, ASSETS, True, 2) for task in ("a", "b", "a", "c", "a", "b")]
+    suite = SimpleNamespace(name="any", bddl_file=Path)
+    take = [adapter._scene_of(suite, task, ROOT, True, 2) for task in ("a", "b", "a", "c", "a", "b")]
     assert take[0] is take[2] is take[4] and take[1] is not take[5] and len(adapter._scenes) == 2
+    gone = [weakref.ref(scene) for scene in take]
+    del take
+    adapter._scene_of(suite, "d", ROOT, True, 2)
+    assert [scene() is None for scene in gone] == [True, True, True, True, True, False]
 
 
 @needs_libero
@@ -343,7 +354,7 @@ def test_objects_of_libero_pro_behave_as_the_wheels_classes_and_all_have_models(
     assert theirs["yellow_milk"] != ours["milk"], "control"
     models = libero_assets.object_models()
     places = {"table", "kitchen_table", "living_room_table", "study_table", "floor"}
-    for suite in SUITES.values():
+    for suite in (suite for suite in SUITES.values() if type(suite) in (Suite, ProSuite)):
         for task in suite.tasks:
             assert set(re.findall(r" - (\w+)", suite.bddl_file(task).read_text())) - places <= models.keys(), task
 
@@ -389,6 +400,33 @@ def test_a_misspelt_suite_and_states_of_another_shape_are_rejected(tmp_path):
         np.savez(tmp_path / name, **arrays)
         with pytest.raises(ConfigError, match=f"{name}.npz cannot be read: .*pip install"):
             libero_tasks.read_states(tmp_path / f"{name}.npz")
+
+
+def test_the_benchmark_of_all_tasks_continues_after_a_kill_and_counts_a_failed_task(tmp_path, monkeypatch, capsys):
+    from benchmarks import libero_all_tasks
+
+    tried = []
+
+    def run_episode(suite: str, task: str, *_) -> dict:
+        tried.append(task)
+        if len(tried) == 2:
+            raise ValueError("blank")
+        return {"success": False}
+
+    suite = SimpleNamespace(tasks=("a", "b", "c"))
+    monkeypatch.setattr(libero_all_tasks, "SUITES", {"few": suite})
+    monkeypatch.setattr(libero_all_tasks, "run_episode", run_episode)
+    monkeypatch.setattr(sys, "argv", ["libero_all_tasks.py", str(tmp_path), "--suites", "few"])
+    lines = tmp_path / "tasks.jsonl"
+    lines.write_text('{"suite": "few", "task": "b", "seconds": 1}\n{"suite": "few", "ta')
+    libero_all_tasks.main()
+    counts = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert tried == ["a", "c"] and (counts["tasks"], counts["passed"]) == (3, 2)
+    assert [json.loads(line).get("error") for line in lines.read_text().splitlines()] == [
+        None,
+        None,
+        "ValueError: blank",
+    ]
 
 
 def test_axis_angle_follows_its_definition():

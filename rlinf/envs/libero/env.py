@@ -5,6 +5,7 @@ Tasks run as in the published evaluations of vision-language-action models.
 
 from __future__ import annotations
 
+import gc
 import sys
 import threading
 from collections import OrderedDict
@@ -316,6 +317,7 @@ def _scene_of(suite: Suite, task: str, assets: Path, fast: bool, max_scenes: int
         if key not in _scenes:
             while len(_scenes) >= max_scenes:
                 _scenes.popitem(last=False)
+                gc.collect()  # robosuite's env refers to itself, and Python does not count its 0.4 GB of C memory
             _scenes[key] = Scene(*key)
         _scenes.move_to_end(key)
         return _scenes[key]

@@ -20,6 +20,7 @@ from rlinf.envs.config import ProcessEnvConfig, select_tasks
 from rlinf.envs.episodes import EpisodeList, check_split
 from rlinf.envs.graphics.backend import choose_backend
 from rlinf.envs.libero.assets import check_assets, check_originals, find_assets
+from rlinf.envs.libero.expert import BowlExpert
 from rlinf.envs.libero.noise import SIZE, SensorNoise
 from rlinf.envs.libero.plus import CATEGORIES, PlusSuite, seen_from
 from rlinf.envs.libero.scene import CAMERAS, CONTROL_FREQ_HZ, Scene, SceneState
@@ -233,6 +234,7 @@ class LiberoSimulator(Simulator):
             np.random.RandomState(),
             None,
         )  # of the noise: the next numbers, and the present image's
+        self._expert: BowlExpert | None = None
 
     def reset(self, spec: EpisodeSpec) -> None:
         """Start at a recorded state (``init_state_id`` below 50) or a drawn one (from 1000), and let objects settle."""
@@ -273,6 +275,15 @@ class LiberoSimulator(Simulator):
         if self._noise is not None:
             self._draws = self._noise.draw(self._generator)
 
+    def expert_action(self, aim_offset_m: tuple[float, float] = (0.0, 0.0)) -> np.ndarray:
+        with self._scene.lock:
+            if self._expert is None or self._expert.scene is not self._scene:
+                self._expert = BowlExpert(self._scene)
+            action = self._expert.action(self._state, np.array(aim_offset_m))
+        if self.config.gripper == "openvla":
+            action[6] = (1.0 - action[6]) / 2.0
+        return action.astype(np.float32)
+
     def _libero_action(self, action: np.ndarray) -> np.ndarray:
         """Return the action in LIBERO's gripper convention, float64 ``[7]``."""
         numbers = np.asarray(action, dtype=np.float64).copy()
@@ -302,7 +313,7 @@ class LiberoSimulator(Simulator):
         return self._scene.poses(self._state)
 
     def close(self) -> None:
-        self._task, self._scene, self._state = "", None, None
+        self._task, self._scene, self._state, self._expert = "", None, None, None
 
 
 # Shared by all envs of a process, because a scene takes 0.5 GB; `SceneState` separates the envs.

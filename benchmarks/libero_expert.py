@@ -23,7 +23,10 @@ def main(suite: str, states: str, num_episodes: int) -> None:
                     lengths.append(step + 1)
                     break
         low, high = wilson_interval(len(lengths), num_episodes)
-        print(f"| {name} | {len(lengths)}/{num_episodes} | {low:.1%} - {high:.1%} | {np.median(lengths or [0]):.0f} |", flush=True)
+        print(
+            f"| {name} | {len(lengths)}/{num_episodes} | {low:.1%} - {high:.1%} | {np.median(lengths or [0]):.0f} |",
+            flush=True,
+        )
 
 
 if __name__ == "__main__":

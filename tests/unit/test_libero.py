@@ -28,6 +28,7 @@ from rlinf.envs.libero import tasks as libero_tasks
 from rlinf.envs.libero.env import DRAWN_OFFSET, SETTLING_ACTION, LiberoConfig, LiberoSimulator, LiberoVectorEnv
 from rlinf.envs.libero.scene import axis_angle
 from rlinf.envs.libero.tasks import HORIZONS, SUITES, ProSuite, Suite, bddl_instruction, instruction
+from rlinf.envs.process.simulator import SingleStep
 from rlinf.errors import ConfigError, MissingDependencyError
 from rlinf.preflight.compatibility import check_inputs
 from rlinf.types import EpisodeSpec
@@ -257,6 +258,25 @@ def test_the_path_begins_where_the_fingers_are_seen():
     seen = np.array([columns.mean(), rows.mean()])
     assert np.linalg.norm(hand - seen) < 15, "pixels of 256"
     assert abs(256 - hand[0] - seen[0]) > 30, "control: left and right exchanged"
+
+
+@needs_libero
+def test_the_expert_puts_the_bowl_on_the_plate_unless_it_aims_beside_it():
+    task = "pick_up_the_black_bowl_from_table_center_and_place_it_on_the_plate"
+    sim = LiberoSimulator(config(suite="libero_spatial", tasks=[task], cameras=[]), [task])
+
+    def final_step(**options) -> SingleStep:
+        sim.reset(EpisodeSpec("libero_spatial", 0, DRAWN_OFFSET, 1))
+        steps = (sim.step(sim.expert_action(**options)) for _ in range(90))
+        return next((step for step in steps if step.success), SingleStep(0.0, False))
+
+    assert final_step().success and not final_step(aim_offset_m=(0.0, 0.1)).success
+    assert np.array_equal(sim.expert_action(), sim.expert_action())
+    opened = sim.expert_action()[6]
+    sim.config.gripper = "openvla"
+    assert opened == -1.0 and sim.expert_action()[6] == 1.0
+    assert LiberoVectorEnv.has_expert(LiberoConfig(suite="libero_spatial"))
+    assert not LiberoVectorEnv.has_expert(LiberoConfig(suite="libero_goal"))
 
 
 @needs_package

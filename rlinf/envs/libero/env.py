@@ -6,6 +6,7 @@ Tasks run as in the published evaluations of vision-language-action models.
 from __future__ import annotations
 
 import gc
+import re
 import sys
 import threading
 from collections import OrderedDict
@@ -118,6 +119,7 @@ class LiberoVectorEnv(ProcessVectorEnv):
     free_settings: ClassVar[tuple[str, ...]] = (
         *ProcessVectorEnv.free_settings, "train_init_states", "max_scenes", "assets_dir",
     )  # fmt: skip
+    without_expert: ClassVar[str] = "its expert puts bowls on plates, as all tasks of env.suite=libero_spatial do"
     config: LiberoConfig
 
     def __init__(self, config: LiberoConfig, num_envs: int, auto_reset: bool) -> None:
@@ -172,6 +174,12 @@ class LiberoVectorEnv(ProcessVectorEnv):
         """Return how much of LIBERO-Plus's official list the suite covers."""
         suite = SUITES[config.suite]
         return [suite.coverage()] if isinstance(suite, PlusSuite) else []
+
+    @classmethod
+    def has_expert(cls, config: LiberoConfig) -> bool:
+        """Return whether the selected tasks put a bowl on a plate."""
+        names = config.tasks or cls.all_task_names(config)
+        return all(re.search("bowl.*_on_the_plate$", name) for name in names)
 
     @classmethod
     def check_statistics(cls, config: LiberoConfig, statistics: Statistics) -> None:

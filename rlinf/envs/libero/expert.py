@@ -6,8 +6,6 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from rlinf.errors import ConfigError
-
 if TYPE_CHECKING:
     from rlinf.envs.libero.scene import Scene, SceneState
 
@@ -32,17 +30,12 @@ OUTSIDE = ((0.092, 0.03), (0.092, 0.06), (0.147, 0.13))
 
 
 class BowlExpert:
-    """Grasps a bowl by its rim, carries it above obstacles, and puts it down. Raises ConfigError if the goal is another one."""
+    """Grasps a bowl by its rim, carries it above obstacles, and puts it on the goal."""
 
     def __init__(self, scene: Scene) -> None:
-        goals = scene._env.parsed_problem["goal_state"]
-        if len(goals) != 1 or goals[0][0] != "on" or "bowl" not in goals[0][1] or goals[0][2] not in scene._bodies:
-            raise ConfigError(
-                f"The scripted expert of LIBERO puts bowls on objects, but this task's goal is {goals}. Set "
-                "env.suite=libero_spatial, or read demonstrations with dataset=<folder>"
-            )
+        ((_, bowl, goal),) = scene._env.parsed_problem["goal_state"]
         self.scene, self._model, robot = scene, scene.model, scene._robot
-        self._bowl, self._goal = (scene._bodies[name] for name in goals[0][1:])
+        self._bowl, self._goal = scene._bodies[bowl], scene._bodies[goal]
         self._site, self._fingers = robot.eef_site_id, robot._ref_gripper_joint_vel_indexes
         model, roots = self._model, self._model.body_rootid
         fixed = np.isin(roots, [0, roots[self._bowl], roots[model.site_bodyid[self._site]]])

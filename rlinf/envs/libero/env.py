@@ -238,10 +238,8 @@ class LiberoSimulator(Simulator):
         self._scene: Scene | None = None
         self._state: SceneState | None = None
         self._noise: SensorNoise | None = None
-        self._generator, self._draws = (
-            np.random.RandomState(),
-            None,
-        )  # of the noise: the next numbers, and the present image's
+        self._generator = np.random.RandomState()  # of the noise
+        self._draws: Any = None  # the present image's
         self._expert: BowlExpert | None = None
 
     def reset(self, spec: EpisodeSpec) -> None:
@@ -265,7 +263,8 @@ class LiberoSimulator(Simulator):
             if number < DRAWN_OFFSET:
                 self._generator = scene.restore(self._state, states[number], spec.seed, number, start)
             else:
-                seed = derive_seed(spec.seed, suite.name, task, number) & 0xFFFFFFFF
+                name = task if variant is None else variant.task  # so that a perturbed task starts as its twin
+                seed = derive_seed(spec.seed, suite.name, name, number) & 0xFFFFFFFF
                 self._generator = scene.draw(self._state, seed, start)
             self._draw_noise()  # for the image of the public code's reset
             for _ in range(self.config.num_settling_steps):

@@ -4,7 +4,9 @@ An episode starts at recorded state 0, lets objects settle for ten env steps, ta
 image. Each task adds one line to ``tasks.jsonl`` in the folder; a task that raises an error adds the error. Run again after an
 interruption, the script continues with the tasks that have no line. The last line printed is a JSON object with the counts.
 
-    python benchmarks/libero_all_tasks.py FOLDER [--suites libero_10 libero_goal_swap] [--steps 10] [--size 128]
+    python benchmarks/libero_all_tasks.py FOLDER [--suites libero_10 libero_goal_swap] [--first 45] [--steps 10] [--size 128]
+
+``--first`` limits each suite to its first tasks: of LIBERO-Plus (``libero_plus_goal``, ...), 45 are the ten tasks and 35 variants.
 """
 
 from __future__ import annotations
@@ -58,13 +60,14 @@ def main() -> None:
     parser.add_argument("folder", type=Path)
     usual = [name for name, suite in SUITES.items() if type(suite) in (Suite, ProSuite)]
     parser.add_argument("--suites", nargs="+", default=usual, choices=list(SUITES))
+    parser.add_argument("--first", type=int)
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--size", type=int, default=128)
     arguments = parser.parse_args()
     path = arguments.folder / "tasks.jsonl"
     (arguments.folder / "images").mkdir(parents=True, exist_ok=True)
     results = finished_tasks(path)
-    tasks = [(suite, task) for suite in arguments.suites for task in SUITES[suite].tasks]
+    tasks = [(suite, task) for suite in arguments.suites for task in SUITES[suite].tasks[: arguments.first]]
     for suite, task in tasks:
         if (suite, task) in results:
             continue

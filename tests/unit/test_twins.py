@@ -1,6 +1,7 @@
 """Perturbed episodes against their twins: pairs, random numbers, tables, the change between two policies, against hand counts."""
 
 import json
+import re
 from dataclasses import replace
 
 import numpy as np
@@ -11,6 +12,7 @@ from rlinf.evaluation.evaluator import BatchedPolicy, _select_videos, evaluate_p
 from rlinf.evaluation.intervals import difference_of_differences_interval, paired_difference_interval
 from rlinf.evaluation.result import EvaluationResult
 from rlinf.evaluation.twins import changes, effect_table, effects
+from rlinf.report.compare_folders import compare_folders
 from rlinf.types import EpisodeResult, EpisodeSpec
 from tests.unit.test_evaluation import TASKS, BinPolicy, NumberLineEnv
 
@@ -94,6 +96,19 @@ def test_the_change_between_two_policies_is_a_difference_of_differences():
     assert list(comparison.per_task) == ["plain", "camera", "noise"]
     assert json.loads(json.dumps(comparison.as_dict()))["changes"][1] == noise
     assert "Zou" in comparison.method and comparison.table().count("camera") == 2
+
+
+def test_the_page_of_a_comparison_shows_effects_and_their_changes(tmp_path):
+    solved = ({"plain_0", "plain_1", "camera_0"}, {"plain_0", "plain_1", *NAMES[2:6], "noise_0"})
+    for name, names in zip("ab", solved, strict=True):
+        result_of(names).to_json(tmp_path / name / "result.json")
+    comparison = compare_folders(tmp_path / "a", tmp_path / "b", ["conditions"])
+    assert json.loads((tmp_path / "b" / "compare.json").read_text())["changes"] == comparison.changes
+    page = (tmp_path / "b" / "report.html").read_text()
+    cells = [re.sub(r"<svg.*?</svg>|<[^>]+>|\s+", " ", row, flags=re.DOTALL).split() for row in page.split("<tr>")]
+    rows = [row for row in cells if row[:2] == ["camera", "(6)"]]
+    assert rows[0][2:7] == ["100.0%", "6/6", "66.7%", "4/6", "-33.3"], "the effect in b"
+    assert rows[1][2:5] == ["-83.3", "-33.3", "+50.0"], "effect in a, in b, and its change"
 
 
 def test_the_interval_of_a_difference_of_differences_is_the_formula_s_and_covers():
